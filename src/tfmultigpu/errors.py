@@ -1,0 +1,69 @@
+"""What can go wrong, by name.
+
+Every message says what happened, with the values received, why it matters, and the line to change.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "ClusterError",
+    "DataError",
+    "DeviceNotFoundError",
+    "DevicesInitializedError",
+    "KerasBackendError",
+    "LossError",
+    "MetricError",
+    "MissingExtraError",
+    "ScopeError",
+    "ShareError",
+    "StrategyUnavailableError",
+    "TfMultiGpuError",
+]
+
+
+class TfMultiGpuError(Exception):
+    """Base class of every error this library raises on purpose."""
+
+
+class DeviceNotFoundError(TfMultiGpuError, ValueError):
+    """A device was asked for that this machine does not have."""
+
+
+class DevicesInitializedError(TfMultiGpuError, RuntimeError):
+    """A device setting came after TensorFlow had started its devices."""
+
+
+class StrategyUnavailableError(TfMultiGpuError, RuntimeError):
+    """The strategy asked for cannot be had here, and falling back was not allowed."""
+
+
+class ClusterError(TfMultiGpuError, ValueError):
+    """The description of the cluster is wrong, or the cluster is not as described."""
+
+
+class ShareError(TfMultiGpuError, ValueError):
+    """The shares of a global batch cannot be given out as asked."""
+
+
+class DataError(TfMultiGpuError, ValueError):
+    """The data cannot be distributed as it is."""
+
+
+class LossError(TfMultiGpuError, ValueError):
+    """The loss cannot be written as a sum over examples and a weight."""
+
+
+class MetricError(TfMultiGpuError, ValueError):
+    """A metric cannot be computed exactly over several replicas."""
+
+
+class ScopeError(TfMultiGpuError, ValueError):
+    """A model, an optimizer or a metric was created outside the scope of the strategy."""
+
+
+class KerasBackendError(TfMultiGpuError, RuntimeError):
+    """Keras runs on another backend than TensorFlow."""
+
+
+class MissingExtraError(TfMultiGpuError, ImportError):
+    """An optional package is needed; the message names the extra that installs it."""
