@@ -1,176 +1,340 @@
-"""What is here: the devices of this machine, their names, and the settings made before they start.
+"""The devices of this machine, and the settings that must be made before TensorFlow starts them.
 
-Two lists must not be confused. *Physical* devices are what the machine has (`list_devices`).
-*Logical* devices are what programs run on (`existing_logical_names`): one for each visible
-physical device, or several where `split_device` has cut one into parts.
+Every setting is all or none: what can be refused is refused before anything changes.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Sequence
+import contextlib
+import os
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
 
-from tfmultigpu.errors import DeviceNotFoundError
-
-__all__ = ["existing_logical_names", "parse_device_name", "resolve_devices"]
-
-_NAME = re.compile(
-    r"(?:/job:[^/:]+)?(?:/replica:\d+)?(?:/task:\d+)?"
-    r"/?(?:(?:physical_)?device:)?(?P<kind>[A-Za-z][A-Za-z0-9_]*):(?P<index>\d+)"
+from tfmultigpu.device_names import listed, parse_device_name, resolve_devices
+from tfmultigpu.discovery import (
+    Device,
+    existing_logical_names,
+    list_devices,
+    logical_to_physical,
+    visible_devices,
 )
-_NOT_A_KIND = frozenset({"JOB", "REPLICA", "TASK", "DEVICE", "PHYSICAL_DEVICE"})
+from tfmultigpu.errors import DeviceNotFoundError, DeviceSettingsError, DevicesInitializedError
+
+__all__ = [
+    "Device",
+    "enable_memory_growth",
+    "existing_logical_names",
+    "limit_memory",
+    "list_devices",
+    "logical_to_physical",
+    "parse_device_name",
+    "resolve_devices",
+    "restrict_devices",
+    "split_device",
+    "visible_devices",
+]
+
+_MIB = 1024**2
+_FORCE_GROWTH = 'os.environ["TF_FORCE_GPU_ALLOW_GROWTH"] = "true"'
 
 
-def parse_device_name(name: str) -> str:
-    """Write a device name the short way, `"GPU:0"`, whichever way TensorFlow spelled it.
+def enable_memory_growth(devices: Sequence[str] | None = None) -> tuple[Device, ...]:
+    """Let the GPUs take memory as they need it, instead of all of it at the start.
 
-    Job, replica and task are dropped: the result names a device of this process.
+    TensorFlow has one such setting for all GPUs, so it is made for all visible GPUs or for none.
+    Calling it again changes nothing.
 
     Args:
-        name: `"GPU:0"`, `"gpu:0"`, `"/gpu:0"`, `"/device:GPU:0"`, `"/physical_device:GPU:0"` or
-            `"/job:localhost/replica:0/task:0/device:GPU:0"`.
+        devices: the GPUs, if the line should say which; they must be all that are visible.
 
     Returns:
-        The kind in capitals, a colon and the index.
+        The GPUs that grow; empty on a machine without one.
 
     Raises:
-        TypeError: `name` is not a string.
-        ValueError: `name` does not name one device by kind and index.
+        DeviceNotFoundError: a GPU was named that is not there.
+        DevicesInitializedError: TensorFlow has started its devices, and growth is not on.
+        DeviceSettingsError: some GPUs were left out, or a device was split or limited.
 
     Example:
-        >>> parse_device_name("/job:localhost/replica:0/task:0/device:GPU:1")
-        'GPU:1'
+        >>> for gpu in enable_memory_growth():
+        ...     print(gpu.name, "takes memory as it needs it")
     """
-    if not isinstance(name, str):
-        hint = f' Write "GPU:{name}".' if isinstance(name, int) else ' Write "GPU:0".'
-        raise TypeError(f"A device is named by kind and index.{hint} Received: name={name!r}")
-    match = _NAME.fullmatch(name.strip())
-    if match is None or match["kind"].upper() in _NOT_A_KIND:
-        raise ValueError(
-            "A device name has a kind and an index, such as 'GPU:0' or '/device:GPU:0'. "
-            f"Received: name={name!r}"
+    call = f"enable_memory_growth({'' if devices is None else repr(devices)})"
+    config = _config()
+    gpus = {parse_device_name(gpu.name): gpu for gpu in config.get_visible_devices("GPU")}
+    if devices is None and not gpus:
+        return ()
+    chosen = resolve_devices(devices, tuple(gpus))
+    growing = {name for name, gpu in gpus.items() if config.experimental.get_memory_growth(gpu)}
+    left_out = [name for name in gpus if name not in growing.union(chosen)]
+    if left_out:
+        raise DeviceSettingsError(
+            f"{call} leaves out {listed(left_out)}. TensorFlow would fail at the first operation: "
+            "memory growth cannot differ between GPUs. Call enable_memory_growth() for all, or "
+            f"first hide the others: restrict_devices({list(chosen)})."
         )
-    return f"{match['kind'].upper()}:{int(match['index'])}"
+    divided = _divided(config)
+    if divided and not _growth_forced():
+        raise DeviceSettingsError(
+            f"{call} came after {listed(divided)} was split or limited. TensorFlow then drops "
+            "memory growth of every GPU without a word. Take out one of the two lines, or set "
+            f"{_FORCE_GROWTH} before the first operation instead of calling this."
+        )
+    _grow({name: gpu for name, gpu in gpus.items() if name not in growing}, call)
+    return tuple(device for device in visible_devices("GPU") if device.name in gpus)
 
 
-def resolve_devices(
-    asked: int | str | Sequence[str] | None, existing: Sequence[str]
-) -> tuple[str, ...]:
-    """Turn what was asked for into device names that exist.
+def limit_memory(limits: Mapping[str, int]) -> None:
+    """Give GPUs at most so much memory each.
 
     Args:
-        asked: `None` for all of `existing`; a count for the first so many of them; one name, or
-            a list of names in the order wanted.
-        existing: the names that may be used, in order; any spelling of `parse_device_name`.
-
-    Returns:
-        Short names, such as `("GPU:0", "GPU:1")`.
+        limits: bytes per physical GPU; TensorFlow counts whole MiB, the rest is cut off. GPUs
+            not named keep what they had. An empty mapping changes nothing.
 
     Raises:
-        DeviceNotFoundError: a name is not among `existing`, or the count is larger than it.
-        TypeError: `asked` or one of its names has the wrong type.
-        ValueError: the list is empty or names a device twice, or the count is below 1.
+        DeviceNotFoundError: a device was named that is not there, or is hidden.
+        DevicesInitializedError: TensorFlow has started its devices with other limits.
+        DeviceSettingsError: the device is no GPU, is split, or memory growth is on.
+        ValueError: a limit is below 1 MiB, above the memory of the GPU, or given twice.
 
     Example:
-        >>> resolve_devices(2, ("GPU:0", "GPU:1", "GPU:2"))
-        ('GPU:0', 'GPU:1')
-        >>> resolve_devices(["/gpu:2"], ("GPU:0", "GPU:1", "GPU:2"))
-        ('GPU:2',)
+        >>> limit_memory({gpu.name: 8 * 1024**3 for gpu in list_devices("GPU")})
     """
-    here = tuple(parse_device_name(name) for name in existing)
-    if asked is None:
-        return here
-    if isinstance(asked, bool):
-        raise TypeError(
-            f"devices is a count or a list of names, not a yes or no. Received: devices={asked!r}"
-        )
-    if isinstance(asked, int):
-        return _first(asked, here)
-    names = tuple(parse_device_name(name) for name in ([asked] if isinstance(asked, str) else asked))
-    if not names:
-        raise ValueError(
-            "devices is an empty list; TensorFlow would quietly take every device instead. "
-            f"Name at least one of {_listed(here)}, or leave devices out to use all. "
-            f"Received: devices={asked!r}"
-        )
-    twice = sorted({name for name in names if names.count(name) > 1})
-    if twice:
-        raise ValueError(
-            f"{_listed(twice)} is named more than once; two replicas cannot share one device. "
-            f"Name each device once: devices={list(dict.fromkeys(names))!r}. "
-            f"Received: devices={asked!r}"
-        )
-    missing = tuple(name for name in names if name not in here)
-    if missing:
-        raise _not_found(names, missing, here)
-    return names
-
-
-def existing_logical_names(kind: str | None = None) -> tuple[str, ...]:
-    """Name the devices that strategies and `tf.device` may use, without starting any.
-
-    Before TensorFlow starts its devices the names follow from the visible physical devices and
-    from how they were split; from then on neither can change any more.
-
-    Args:
-        kind: `"CPU"`, `"GPU"`, `"TPU"`, or `None` for all.
-
-    Returns:
-        Short names; for each kind the indices count from 0 over all its devices and their parts.
-
-    Example:
-        >>> split_device("CPU:0", parts=2)  # doctest: +SKIP
-        >>> existing_logical_names("CPU")  # doctest: +SKIP
-        ('CPU:0', 'CPU:1')
-    """
-    config: Any = tf.config
-    parts: dict[str, int] = {}
-    for device in config.get_visible_devices():
-        split = config.get_logical_device_configuration(device)
-        parts[device.device_type] = parts.get(device.device_type, 0) + len(split or (None,))
-    return tuple(
-        f"{name}:{index}"
-        for name, count in parts.items()
-        if kind is None or name == kind.upper()
-        for index in range(count)
-    )
-
-
-def _first(count: int, here: tuple[str, ...]) -> tuple[str, ...]:
-    if count < 1:
-        raise ValueError(
-            "The number of devices must be at least 1; leave devices out to use all of "
-            f"{_listed(here)}. Received: devices={count}"
-        )
-    if count > len(here):
-        raise DeviceNotFoundError(
-            f"Asked for {count} devices, but only {len(here)} exist: {_listed(here)}. "
-            "TensorFlow would wait for the missing ones for ever. "
-            + (
-                f"Ask for at most {len(here)}: devices={len(here)}. "
-                if here
-                else "Leave devices out to use what is there. "
+    call = f"limit_memory({dict(limits)!r})"
+    names = [parse_device_name(name) for name in limits]
+    if len(set(names)) < len(names):
+        raise ValueError(f"{call} gives one device two limits. Name each device once.")
+    config = _config()
+    wanted = {}
+    for name, limit in zip(names, limits.values(), strict=True):
+        physical = _visible(config, name, call)
+        if not name.startswith("GPU:"):
+            raise DeviceSettingsError(
+                f"{call}: TensorFlow can limit the memory of GPUs only, not of {name}. Leave "
+                f"{name} out."
             )
-            + f"Received: devices={count}"
+        _check_bytes((limit,), name, call)
+        parts = len(config.get_logical_device_configuration(physical) or ())
+        if parts > 1:
+            raise DeviceSettingsError(
+                f"{call}: {name} is split into {parts} parts, which this limit would join again. "
+                "Give the limit where it is split: "
+                f'split_device("{name}", parts={parts}, memory={limit // parts}).'
+            )
+        wanted[physical] = (limit,)
+    _divide(config, wanted, call)
+
+
+def split_device(
+    device: str, parts: int, memory: int | Sequence[int] | None = None
+) -> tuple[str, ...]:
+    """Make several logical devices of one CPU or GPU, to try replicas where there is one device.
+
+    The parts share the device: this tests a program, it does not make it faster. Splitting again
+    before TensorFlow starts replaces the first split.
+
+    Args:
+        device: a visible physical device, `"CPU:0"` or `"GPU:0"`.
+        parts: how many, at least 1.
+        memory: for a GPU, bytes of each part, one number or one per part; `None` divides nine
+            tenths of the memory that is free now, which needs the extra `nvml`. For a CPU `None`.
+
+    Returns:
+        The names of the parts. Logical devices are numbered over all devices of a kind: the parts
+        of `GPU:1` come after those of `GPU:0`, so split in that order.
+
+    Raises:
+        DeviceNotFoundError: the device is not there, or is hidden.
+        DevicesInitializedError: TensorFlow has started its devices, and not with this split.
+        DeviceSettingsError: memory growth is on, or the device cannot be split like this.
+        ValueError: `parts` or `memory` make no sense together or for this device.
+
+    Example:
+        >>> names = split_device("CPU:0", parts=4)  # doctest: +SKIP
+        >>> strategy = tf.distribute.MirroredStrategy(names)  # doctest: +SKIP
+    """
+    call = f"split_device({device!r}, parts={parts!r}, memory={memory!r})"
+    if isinstance(parts, bool) or not isinstance(parts, int) or parts < 1:
+        raise ValueError(f"{call}: parts must be a whole number, at least 1.")
+    config = _config()
+    name = parse_device_name(device)
+    physical = _visible(config, name, call)
+    kind = name.split(":")[0]
+    if kind == "CPU":
+        if memory is not None:
+            raise DeviceSettingsError(
+                f"{call}: TensorFlow cannot limit the memory of CPU parts. Leave memory out."
+            )
+        sizes: tuple[int | None, ...] = (None,) * parts
+    elif kind == "GPU":
+        sizes = _sizes(name, parts, memory, call)
+    else:
+        raise DeviceSettingsError(f"{call}: TensorFlow can split CPUs and GPUs only.")
+    _divide(config, {physical: sizes}, call)
+    return tuple(part for part, owner in logical_to_physical().items() if owner == name)
+
+
+def restrict_devices(devices: int | Sequence[str], kind: str = "GPU") -> tuple[Device, ...]:
+    """Let TensorFlow use these physical devices of a kind only; other kinds stay as they are.
+
+    The logical devices are numbered anew: with `GPU:1` alone, programs run on the logical
+    `GPU:0`. TensorFlow keeps the order of the machine whatever the order here.
+
+    Args:
+        devices: names from `list_devices`, or a count; `[]` hides all GPUs.
+        kind: the kind to restrict.
+
+    Returns:
+        The devices of this kind that are visible now.
+
+    Raises:
+        DeviceNotFoundError: a device was named that is not there.
+        DevicesInitializedError: TensorFlow has started its devices with others.
+        DeviceSettingsError: no CPU would be left, and TensorFlow cannot start without one.
+        ValueError: a device is named twice.
+
+    Example:
+        >>> restrict_devices([], kind="GPU")  # doctest: +SKIP
+        ()
+    """
+    call = f"restrict_devices({devices!r}, kind={kind!r})"
+    kind = kind.upper()
+    config = _config()
+    physical = {parse_device_name(one.name): one for one in config.list_physical_devices(kind)}
+    nothing = not isinstance(devices, int) and len(devices) == 0
+    if nothing and kind == "CPU":
+        raise DeviceSettingsError(
+            f"{call} leaves no CPU, and TensorFlow cannot start without one. Keep CPU:0."
         )
-    return here[:count]
+    chosen = () if nothing else resolve_devices(devices, tuple(physical))
+    wanted = [one for name, one in physical.items() if name in chosen]
+    if set(wanted) != set(config.get_visible_devices(kind)):
+        try:
+            config.set_visible_devices(wanted, kind)
+        except RuntimeError as error:
+            raise _too_late(call) from error
+    return visible_devices(kind)
 
 
-def _not_found(
-    asked: Sequence[str], missing: Sequence[str], here: Sequence[str]
-) -> DeviceNotFoundError:
-    usable = [name for name in asked if name in here] or list(here[:1])
-    return DeviceNotFoundError(
-        f"No such device here: {_listed(missing)}. Asked for: {_listed(asked)}. "
-        f"Existing: {_listed(here)}. TensorFlow would wait for a missing device for ever, or "
-        "quietly use the CPU in its place. "
-        + (f"Change the line to devices={usable!r}" if usable else "Leave devices out")
-        + ", or make the device visible before TensorFlow starts (CUDA_VISIBLE_DEVICES)."
+def _config() -> Any:
+    return tf.config
+
+
+def _visible(config: Any, name: str, call: str) -> Any:
+    devices = {parse_device_name(one.name): one for one in config.get_visible_devices()}
+    if name in devices:
+        return devices[name]
+    hidden = [parse_device_name(one.name) for one in config.list_physical_devices()]
+    raise DeviceNotFoundError(
+        f"{call}: there is no {name}"
+        + (" in use: it is hidden from TensorFlow" if name in hidden else " here")
+        + f". Asked for: {name}. Existing: {listed(tuple(devices))}. Name one of these"
+        + (f", or show {name} first with restrict_devices." if name in hidden else ".")
     )
 
 
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names) if names else "none"
+def _divided(config: Any) -> tuple[str, ...]:
+    physical = config.list_physical_devices()
+    divided = (one for one in physical if config.get_logical_device_configuration(one) is not None)
+    return tuple(parse_device_name(one.name) for one in divided)
+
+
+def _growth_forced() -> bool:
+    return os.environ.get("TF_FORCE_GPU_ALLOW_GROWTH") == "true"
+
+
+def _grow(gpus: Mapping[str, Any], call: str) -> None:
+    experimental = _config().experimental
+    before = {name: experimental.get_memory_growth(gpu) for name, gpu in gpus.items()}
+    done: list[str] = []
+    try:
+        for name, gpu in gpus.items():
+            experimental.set_memory_growth(gpu, True)
+            done.append(name)
+    except (RuntimeError, ValueError) as error:
+        for name in done:
+            # Refused only where another thread has just started the devices: final anyway.
+            with contextlib.suppress(RuntimeError):
+                experimental.set_memory_growth(gpus[name], before[name])
+        if isinstance(error, RuntimeError):
+            raise _too_late(call) from error
+        raise DeviceSettingsError(
+            f"{call}: TensorFlow refused: {error}. Memory growth was left as it was."
+        ) from error
+
+
+def _sizes(name: str, parts: int, memory: int | Sequence[int] | None, call: str) -> tuple[int, ...]:
+    if memory is None:
+        free = next((one.memory_free for one in list_devices("GPU") if one.name == name), None)
+        if free is None:
+            raise ValueError(
+                f"{call}: the parts of a GPU need a memory limit, and how much is free is not "
+                "known here. Give bytes, as in memory=4 * 1024**3, or install the extra that asks "
+                "the driver: pip install 'tfmultigpu[nvml]'."
+            )
+        memory = int(0.9 * free) // parts
+    sizes = (memory,) * parts if isinstance(memory, int) else tuple(memory)
+    if len(sizes) != parts:
+        raise ValueError(
+            f"{call}: {len(sizes)} memory limits for {parts} parts. Give one number for all, or "
+            "one per part."
+        )
+    _check_bytes(sizes, name, call)
+    return sizes
+
+
+def _check_bytes(sizes: Sequence[int], name: str, call: str) -> None:
+    for size in sizes:
+        if isinstance(size, bool) or not isinstance(size, int) or size < _MIB:
+            raise ValueError(
+                f"{call}: a memory limit is a whole number of bytes, at least 1 MiB; 8 GiB is "
+                f"8 * 1024**3. Received: {size!r}"
+            )
+    total = next((one.memory_total for one in list_devices("GPU") if one.name == name), None)
+    if total is not None and sum(sizes) > total:
+        raise ValueError(
+            f"{call}: {sum(sizes)} bytes in all, but {name} has {total}. Ask for less."
+        )
+
+
+def _divide(config: Any, wanted: Mapping[Any, tuple[int | None, ...]], call: str) -> None:
+    settings = {}
+    for physical, sizes in wanted.items():
+        setting = [
+            config.LogicalDeviceConfiguration(memory_limit=size and size // _MIB) for size in sizes
+        ]
+        now = config.get_logical_device_configuration(physical)
+        whole = now is None and sizes == (None,)
+        if not whole and now != setting:
+            settings[physical] = setting
+    growing = [
+        parse_device_name(gpu.name)
+        for gpu in config.get_visible_devices("GPU")
+        if config.experimental.get_memory_growth(gpu)
+    ]
+    if settings and growing and not _growth_forced():
+        raise DeviceSettingsError(
+            f"{call} came after memory growth was turned on for {listed(growing)}. TensorFlow "
+            "drops memory growth of every GPU, without a word, as soon as any device is split or "
+            "limited, the CPU included. Take out enable_memory_growth(), and if memory should "
+            f"still grow, set {_FORCE_GROWTH} before the first operation."
+        )
+    # TensorFlow cannot take a split back, so everything that can be refused was checked above;
+    # what is left, devices that have started, refuses the first of these and so all.
+    for physical, setting in settings.items():
+        try:
+            config.set_logical_device_configuration(physical, setting)
+        except RuntimeError as error:
+            raise _too_late(call) from error
+
+
+def _too_late(call: str) -> DevicesInitializedError:
+    return DevicesInitializedError(
+        f"{call} came after TensorFlow had started its devices; from then on they cannot be "
+        "changed, and nothing was. What starts them: the first tensor, tf.Variable, tf.data "
+        "dataset or tf.random.Generator, a Keras model, optimizer or metric, any tf.distribute "
+        "strategy, tf.config.list_logical_devices and tf.config.experimental.get_memory_info. "
+        "Move this line up, directly after the imports; in a notebook restart the kernel first."
+    )

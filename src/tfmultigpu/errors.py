@@ -9,6 +9,7 @@ __all__ = [
     "ClusterError",
     "DataError",
     "DeviceNotFoundError",
+    "DeviceSettingsError",
     "DevicesInitializedError",
     "KerasBackendError",
     "LossError",
@@ -27,6 +28,10 @@ class TfMultiGpuError(Exception):
 
 class DeviceNotFoundError(TfMultiGpuError, ValueError):
     """A device was asked for that this machine does not have."""
+
+
+class DeviceSettingsError(TfMultiGpuError, ValueError):
+    """Settings of the devices contradict each other, or TensorFlow cannot make one of them."""
 
 
 class DevicesInitializedError(TfMultiGpuError, RuntimeError):
