@@ -11,7 +11,7 @@ import tensorflow as tf
 from tfmultigpu import devices as D
 from tfmultigpu.device_names import parse_device_name, resolve_devices
 from tfmultigpu.discovery import describe_devices, logical_names
-from tfmultigpu.errors import DeviceNotFoundError, DevicesInitializedError, DeviceSettingsError
+from tfmultigpu.errors import DeviceNotFoundError, DeviceSettingsError, DevicesInitializedError
 from tfmultigpu.nvml import NvmlGpu, match_gpus, read_gpus, visible_gpus
 
 GIB = 1024**3
@@ -54,7 +54,8 @@ def test_every_spelling_becomes_the_short_one(spelled: str, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["", "GPU", "GPU:", ":0", "0", "GPU:-1", "GPU:*", "GPU:0,1", "cuda0", "/task:0", "job:1"]
+    "name",
+    ["", "GPU", "GPU:", ":0", "0", "GPU:-1", "GPU:*", "GPU:0,1", "cuda0", "/task:0", "job:1"],
 )
 def test_what_names_no_device_is_refused(name: str) -> None:
     with pytest.raises(ValueError, match=r"kind and an index, such as 'GPU:0'") as caught:
@@ -392,9 +393,7 @@ def test_devices_of_a_mixed_machine() -> None:
         ),
     ],
 )
-def test_numbering_of_logical_devices(
-    parts: list[tuple[str, int]], names: dict[str, str]
-) -> None:
+def test_numbering_of_logical_devices(parts: list[tuple[str, int]], names: dict[str, str]) -> None:
     assert logical_names(parts) == names
 
 
