@@ -1,0 +1,73 @@
+"""Train a Keras model on several devices and get what one device would have given."""
+
+from tfmultigpu.accumulation import GradientAccumulator
+from tfmultigpu.data import ShardedDataset, ShardIterator, distribute_dataset
+from tfmultigpu.devices import (
+    Device,
+    enable_memory_growth,
+    existing_logical_names,
+    limit_memory,
+    list_devices,
+    logical_to_physical,
+    restrict_devices,
+    split_device,
+    visible_devices,
+)
+from tfmultigpu.errors import (
+    ClusterError,
+    DataError,
+    DeviceNotFoundError,
+    DeviceSettingsError,
+    DevicesInitializedError,
+    KerasBackendError,
+    LossError,
+    MetricError,
+    MissingExtraError,
+    ScopeError,
+    ShareError,
+    StrategyUnavailableError,
+    TfMultiGpuError,
+)
+from tfmultigpu.losses import LossSum, global_mean, loss_sum
+from tfmultigpu.shares import plan_shares
+from tfmultigpu.steps import make_eval_step, make_predict_step, make_train_step
+from tfmultigpu.updates import apply_reduced_gradients
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "ClusterError",
+    "DataError",
+    "Device",
+    "DeviceNotFoundError",
+    "DeviceSettingsError",
+    "DevicesInitializedError",
+    "GradientAccumulator",
+    "KerasBackendError",
+    "LossError",
+    "LossSum",
+    "MetricError",
+    "MissingExtraError",
+    "ScopeError",
+    "ShardIterator",
+    "ShardedDataset",
+    "ShareError",
+    "StrategyUnavailableError",
+    "TfMultiGpuError",
+    "apply_reduced_gradients",
+    "distribute_dataset",
+    "enable_memory_growth",
+    "existing_logical_names",
+    "global_mean",
+    "limit_memory",
+    "list_devices",
+    "logical_to_physical",
+    "loss_sum",
+    "make_eval_step",
+    "make_predict_step",
+    "make_train_step",
+    "plan_shares",
+    "restrict_devices",
+    "split_device",
+    "visible_devices",
+]

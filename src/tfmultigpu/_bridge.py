@@ -1,0 +1,97 @@
+"""The only file that touches private attributes of TensorFlow or Keras.
+
+Each function says which attribute, why the public API is not enough, and what happens without it.
+``tests/test_bridge.py`` fails loudly when one of them changes.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import tensorflow as tf
+
+_lock = threading.RLock()
+_entered: dict[int, int] = {}
+
+_SUM_GRADIENTS = "_all_reduce_sum_gradients"
+_AVERAGES = "_model_variables_moving_average"
+
+
+def keras_mask(tensor: Any) -> Any:
+    """Returns the mask that Keras layers attached to a tensor, or None.
+
+    Private: ``tensor._keras_mask``. The public ``layer.compute_mask`` would need the layers between
+    input and output walked again. Without it a masked loss would divide by every element.
+    """
+    return getattr(tensor, "_keras_mask", None)
+
+
+def can_skip_gradient_sum(optimizer: Any) -> bool:
+    """Returns whether ``gradients_already_summed`` works for an optimizer."""
+    return callable(getattr(type(optimizer), _SUM_GRADIENTS, None))
+
+
+@contextmanager
+def gradients_already_summed(optimizer: Any) -> Iterator[None]:
+    """Keeps ``optimizer.apply`` from adding gradients over the replicas once more.
+
+    Private: ``optimizer._all_reduce_sum_gradients``, replaced by the identity on this one object
+    while the context lasts. Keras offers no public way to apply gradients that are already summed,
+    and clipping, skipping and loss scaling need the sum first. The public fallback, dividing by the
+    number of replicas and letting Keras sum again, is exact but costs the traffic twice;
+    ``updates.apply_in_replica`` takes it where ``can_skip_gradient_sum`` is False.
+
+    Re-entrant, because replicas are threads that take turns inside ``optimizer.apply``.
+    """
+    key = id(optimizer)
+    with _lock:
+        _entered[key] = _entered.get(key, 0) + 1
+        if _entered[key] == 1:
+            object.__setattr__(optimizer, _SUM_GRADIENTS, lambda pairs: pairs)
+    try:
+        yield
+    finally:
+        with _lock:
+            _entered[key] -= 1
+            if not _entered[key]:
+                del _entered[key]
+                object.__delattr__(optimizer, _SUM_GRADIENTS)
+
+
+def moving_averages(optimizer: Any) -> list[tuple[Any, Any]]:
+    """Returns each trained variable with its moving average, as ``tf.Variable``s.
+
+    Private: ``optimizer._model_variables_moving_average`` and ``optimizer._trainable_variables``.
+    Keras overwrites variables with their averages inside a ``tf.cond`` in the replicas, where
+    assigning to a mirrored variable is an error; the averages are needed to do it outside. The
+    public ``finalize_variable_values`` assigns them too, but at once and in every context alike.
+
+    Raises:
+        AttributeError: Keras has renamed them; ``ema_overwrite_frequency`` then cannot be honoured.
+    """
+    averages = getattr(optimizer, _AVERAGES)
+    pairs = zip(optimizer._trainable_variables, averages, strict=True)
+    return [(variable.value, average.value) for variable, average in pairs if average is not None]
+
+
+def optimizer_trains(optimizer: Any) -> list[Any]:
+    """Returns the variables an optimizer was built for, [] where it does not say.
+
+    Private: ``optimizer._trainable_variables``. Serves only to name the variables in an error that
+    Keras would raise later, inside a trace.
+    """
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    return list(getattr(inner, "_trainable_variables", []))
+
+
+def uses_merge_call(strategy: tf.distribute.Strategy) -> bool:
+    """Returns whether replicas of a strategy synchronise by ``merge_call``.
+
+    Private: ``strategy.extended._use_merge_call``. Decides only where an assignment guarded by
+    ``tf.cond`` must be placed; True, the general case, where it is missing.
+    """
+    decide = getattr(strategy.extended, "_use_merge_call", None)
+    return True if decide is None else bool(decide())

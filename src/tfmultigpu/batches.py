@@ -1,0 +1,216 @@
+"""How a step takes a batch: whole or already cut, to one shard per local replica."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import numpy as np
+import tensorflow as tf
+
+from tfmultigpu import rows as rows_lib
+from tfmultigpu.errors import DataError
+
+__all__ = ["BatchFunction", "ShardSource", "Shards", "per_replica"]
+
+
+class Shards(NamedTuple):
+    """A global batch as this process sees it.
+
+    Attributes:
+        local: One structure of tensors for each replica of this process, none with zero rows.
+        global_rows: Rows of the global batch, an int64 scalar.
+    """
+
+    local: list[Any]
+    global_rows: Any
+
+
+@runtime_checkable
+class ShardSource(Protocol):
+    """An iterator that a step can drive from inside a ``tf.function``."""
+
+    source: Any
+    strategy: tf.distribute.Strategy
+    split_key: Any
+
+    def split(self, element: Any) -> tuple[list[Any], Any]:
+        """Returns what ``source`` yields as local shards and the rows of the global batch."""
+
+
+class BatchFunction:
+    """A function of shards, compiled once per kind of batch whatever the number of rows.
+
+    Called with a batch, it works out whether that is a whole global batch or one already cut, and
+    runs ``function(shards)`` as a ``tf.function`` with the number of rows left open. Inside another
+    ``tf.function`` it runs as part of that.
+
+    Attributes:
+        function: From ``Shards`` to a nested structure of tensors.
+        strategy: The strategy the shards are for.
+    """
+
+    def __init__(
+        self,
+        function: Callable[[Shards], Any],
+        strategy: tf.distribute.Strategy,
+        local: tuple[int, ...],
+    ) -> None:
+        """Takes the function, the strategy and the numbers of the replicas of this process."""
+        self.function = function
+        self.strategy = strategy
+        self._local = local
+        self._compiled: dict[Any, Any] = {}
+
+    def __call__(self, batch: Any) -> Any:
+        """Runs the function on a batch.
+
+        Raises:
+            DataError: The batch is not data, has no rows, differs in rows, or was cut by something
+                else than this library inside a ``tf.function``.
+        """
+        leaves = [leaf for leaf in tf.nest.flatten(batch) if leaf is not None]
+        if any(isinstance(leaf, tf.distribute.DistributedValues) for leaf in leaves):
+            return self._run_cut(batch)
+        return self._run_whole(batch)
+
+    def spec_of(self, batch: Any) -> Any:
+        """Returns the type specs of a batch, with its number of rows left open."""
+
+        def spec(leaf: Any) -> Any:
+            if isinstance(leaf, tf.distribute.DistributedValues):
+                leaf = self.strategy.experimental_local_results(leaf)[0]
+            return _any_rows(_as_tensor(leaf))
+
+        return tf.nest.map_structure(spec, batch)
+
+    def cut(self, batch: Any) -> Shards:
+        """Returns a whole global batch as shards of equal size."""
+        with tf.control_dependencies(rows_lib.check_rows_agree(batch)):
+            rows = tf.identity(rows_lib.count_rows(batch))
+        shares = (1,) * self.strategy.num_replicas_in_sync
+        with tf.control_dependencies([rows]):
+            return Shards(rows_lib.cut_rows(batch, shares, self._local), rows)
+
+    def _run_whole(self, batch: Any) -> Any:
+        batch = tf.nest.map_structure(_as_tensor, batch)
+        if tf.inside_function():
+            return self.function(self.cut(batch))
+        return self._run([batch], lambda packed: self.cut(packed[0]))
+
+    def _run_cut(self, batch: Any) -> Any:
+        rows = rows_lib.marked_global_rows(batch)
+        results = self.strategy.experimental_local_results
+        parts = [
+            [None] * len(self._local) if leaf is None else results(leaf)
+            for leaf in tf.nest.flatten(batch)
+        ]
+        local = [
+            tf.nest.pack_sequence_as(batch, [part[i] for part in parts])
+            for i in range(len(self._local))
+        ]
+        if rows is None:
+            rows = self._count_foreign_rows(local)
+        if tf.inside_function():
+            return self.function(Shards(local, rows))
+        return self._run([*local, rows], lambda packed: Shards(packed[:-1], packed[-1]))
+
+    def _count_foreign_rows(self, local: list[Any]) -> Any:
+        """Rows of a batch that something else cut, which then holds each row once."""
+        if tf.inside_function():
+            raise DataError(
+                "This batch does not know how many rows its global batch has: that is lost when a "
+                "batch is passed into a tf.function of your own. Call step(batch) outside it, "
+                "or pass the iterator in and call step(next(iterator)), or use "
+                "step.run(iterator, steps)."
+            )
+        counts = [int(rows_lib.count_rows(shard)) for shard in local]
+        if 0 in counts:
+            raise DataError(
+                f"Replica {counts.index(0)} got no rows. Received: shards of {counts} rows. Cut the "
+                "data with tmg.distribute_dataset, which never leaves a replica empty."
+            )
+        if len(local) == self.strategy.num_replicas_in_sync:
+            return tf.constant(sum(counts), tf.int64)
+        summed = self.strategy.run(
+            lambda n: tf.distribute.get_replica_context().all_reduce("SUM", n),
+            args=(tf.constant(sum(counts), tf.int64),),
+        )
+        return self.strategy.experimental_local_results(summed)[0] // len(local)
+
+    def _run(self, structures: list[Any], unpack: Callable[[list[Any]], Shards]) -> Any:
+        flat = tf.nest.flatten(structures, expand_composites=True)
+        key = (
+            len(structures),
+            tuple(
+                [(tensor.dtype, tuple(tensor.shape[1:])) for tensor in flat if tensor is not None]
+            ),
+        )
+        compiled = self._compiled.get(key)
+        if compiled is None or compiled[0] != _skeleton(structures[0]):
+            compiled = self._compile(structures, unpack)
+            self._compiled[key] = compiled
+        try:
+            return compiled[1](*[tensor for tensor in flat if tensor is not None])
+        except tf.errors.InvalidArgumentError as error:
+            raise rows_lib.as_data_error(error) from None
+
+    def _compile(self, structures: list[Any], unpack: Callable[[list[Any]], Shards]) -> Any:
+        specs = tf.nest.map_structure(_any_rows, structures)
+
+        def function(*tensors: Any) -> Any:
+            given = iter(tensors)
+            leaves = [
+                None if spec is None else next(given)
+                for spec in tf.nest.flatten(specs, expand_composites=True)
+            ]
+            packed = tf.nest.pack_sequence_as(specs, leaves, expand_composites=True)
+            return self.function(unpack(list(packed)))
+
+        signature = [
+            spec for spec in tf.nest.flatten(specs, expand_composites=True) if spec is not None
+        ]
+        compiled = tf.function(function, input_signature=signature, autograph=False)
+        return _skeleton(structures[0]), compiled.get_concrete_function()
+
+
+def per_replica(strategy: tf.distribute.Strategy, values: list[Any]) -> Any:
+    """Returns one value per local replica as what ``strategy.run`` hands to each its own of."""
+    if strategy.num_replicas_in_sync == 1:
+        return values[0]
+    turn = iter(values)
+    return strategy.experimental_distribute_values_from_function(lambda _: next(turn))
+
+
+def _as_tensor(value: Any) -> Any:
+    if value is None or tf.is_tensor(value):
+        return value
+    if not hasattr(value, "__array__") and not isinstance(value, (int, float)):
+        raise DataError(
+            f"A batch is a tensor or a tuple or dict of tensors. Received: {type(value).__name__} "
+            "inside it. Give one element of tmg.distribute_dataset(dataset)."
+        )
+    tensor = tf.convert_to_tensor(np.asarray(value))
+    if tensor.shape.rank == 0:
+        raise DataError(
+            f"A batch has rows, but a part of this one is a single number. Received: {value!r}. "
+            "Give a batch of examples: dataset.batch(global_batch_size)."
+        )
+    return tensor
+
+
+def _any_rows(leaf: Any) -> Any:
+    if leaf is None:
+        return None
+    if isinstance(leaf, tf.RaggedTensor):
+        shape = [None, *leaf.shape[1:]]
+        splits = leaf.row_splits.dtype
+        return tf.RaggedTensorSpec(shape, leaf.dtype, leaf.ragged_rank, splits)
+    if isinstance(leaf, tf.SparseTensor):
+        return tf.SparseTensorSpec([None, *leaf.shape[1:]], leaf.dtype)
+    return tf.TensorSpec([None, *leaf.shape[1:]] if leaf.shape.rank else [], leaf.dtype)
+
+
+def _skeleton(structure: Any) -> Any:
+    """The structure with the types of its leaves, comparable and without their values."""
+    return tf.nest.map_structure(lambda leaf: type(leaf).__name__, structure)

@@ -1,0 +1,220 @@
+"""Eval and predict steps: exact over every row, each row once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+
+from tfmultigpu import rows as rows_lib
+from tfmultigpu.batches import BatchFunction, Shards, per_replica
+from tfmultigpu.errors import DataError
+from tfmultigpu.metrics import check_metrics, update_metrics
+from tfmultigpu.multistep import MultiStep
+from tfmultigpu.objectives import Layout, Objective, regularization
+from tfmultigpu.outputs import unpack_batch
+from tfmultigpu.reductions import sum_over_replicas
+from tfmultigpu.scopes import check_backend, prepare_model
+
+__all__ = ["EvalStep", "PredictStep", "make_eval_step", "make_predict_step"]
+
+
+def make_eval_step(
+    model: Any,
+    loss: Any,
+    strategy: tf.distribute.Strategy | None = None,
+    *,
+    metrics: Any = (),
+    weighted_metrics: Any = (),
+    loss_weights: Any = None,
+    forward: Any = None,
+) -> EvalStep:
+    """Makes a step that computes loss and metrics without training.
+
+    Args:
+        model: A Keras model created in ``strategy.scope()``.
+        loss: As for ``make_train_step``; None for metrics alone.
+        strategy: The strategy; ``tf.distribute.get_strategy()`` where None.
+        metrics: Keras metrics created in the scope, updated without sample weights.
+        weighted_metrics: The same, updated with sample weights.
+        loss_weights: A number, or a dict or list of numbers, one per output.
+        forward: ``f(model, batch, training) -> LossSum``.
+
+    Returns:
+        The step: ``logs = step(batch)`` with ``"loss"`` and ``"weight"``, and
+        ``logs = step.run(iterator, steps)``, whose loss is the mean over all rows seen.
+
+    Raises:
+        ScopeError: Model or a metric was created outside the scope.
+        LossError: The loss is none, or not one value per example.
+        MetricError: A metric cannot be added over replicas.
+
+    Example:
+        >>> import keras, numpy as np, tfmultigpu as tmg
+        >>> model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+        >>> step = tmg.make_eval_step(model, "mse")
+        >>> float(step((np.ones((5, 3)), np.ones((5, 1))))["weight"])
+        5.0
+    """
+    check_backend()
+    strategy = tf.distribute.get_strategy() if strategy is None else strategy
+    check_metrics(metrics, strategy)
+    check_metrics(weighted_metrics, strategy)
+    objective = Objective.of(model, loss, loss_weights, forward)
+    objective.check_metrics_allowed(metrics, weighted_metrics)
+    return EvalStep(objective, strategy, metrics, weighted_metrics)
+
+
+def make_predict_step(model: Any, strategy: tf.distribute.Strategy | None = None) -> PredictStep:
+    """Makes a step that predicts each row of a batch once, in the order of the batch.
+
+    Args:
+        model: A Keras model created in ``strategy.scope()``.
+        strategy: The strategy; ``tf.distribute.get_strategy()`` where None.
+
+    Returns:
+        The step: ``outputs = step(batch)``, tensors of shape ``[rows of the global batch, ...]`` in
+        the structure of the model's outputs.
+
+    Raises:
+        ScopeError: The model was created outside the scope.
+
+    Example:
+        >>> import keras, numpy as np, tfmultigpu as tmg
+        >>> model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
+        >>> tmg.make_predict_step(model)(np.ones((5, 3))).shape
+        TensorShape([5, 2])
+    """
+    check_backend()
+    strategy = tf.distribute.get_strategy() if strategy is None else strategy
+    return PredictStep(model, strategy)
+
+
+class EvalStep:
+    """Loss and metrics of one global batch; what ``make_eval_step`` returns.
+
+    Attributes:
+        strategy: The strategy it runs under.
+    """
+
+    _layout: Layout
+
+    def __init__(
+        self,
+        objective: Objective,
+        strategy: tf.distribute.Strategy,
+        metrics: Any,
+        weighted_metrics: Any,
+    ) -> None:
+        """Use ``make_eval_step``, which checks what it is given."""
+        self.strategy = strategy
+        self._objective = objective
+        self._metrics = metrics
+        self._weighted_metrics = weighted_metrics
+        self._ready = False
+        local = rows_lib.local_replicas(strategy)
+        self._function = BatchFunction(self._step, strategy, local)
+        self._multistep = MultiStep(self._function)
+
+    def __call__(self, batch: Any) -> dict[str, Any]:
+        """Evaluates one batch: an element of a distributed dataset, or a whole global batch."""
+        if not self._ready:
+            self._prepare(self._function.spec_of(batch))
+        return dict(self._function(batch))
+
+    def run(self, iterator: Any, steps: int) -> dict[str, Any]:
+        """Evaluates up to ``steps`` batches in one call; see ``TrainStep.run``."""
+        if not self._ready:
+            spec = getattr(getattr(iterator, "dataset", iterator), "element_spec", None)
+            self._prepare(spec)
+        logs = self._multistep(iterator, steps)
+        return {name: logs[name] for name in logs if name not in ("gradient_norm", "loss_scale")}
+
+    def _prepare(self, spec: Any) -> None:
+        prepare_model(self._objective.model, self.strategy, spec)
+        self._ready = True
+
+    def _step(self, shards: Shards) -> dict[str, Any]:
+        replicas = self.strategy.num_replicas_in_sync
+        weight = rows_lib.row_weight(shards.global_rows, replicas) if replicas > 1 else None
+        shard = per_replica(self.strategy, shards.local)
+        result = self.strategy.run(self._replica, args=(shard, weight))
+        local = [[value] for value in self.strategy.experimental_local_results(result)]
+        stats = sum_over_replicas(self.strategy, local)[0][0]
+        layout = self._layout
+        sums, weights = tf.split(stats, [len(layout.terms), len(layout.measured)])
+        logs = layout.report(
+            tf.unstack(sums, num=len(layout.terms)),
+            tf.unstack(weights, num=len(layout.measured)),
+            tf.cast(shards.global_rows, tf.float32),
+        )
+        variables = self._objective.model.trainable_variables
+        values = [tf.convert_to_tensor(variable.value) for variable in variables]
+        penalty, _ = regularization(variables, values)
+        return {**logs, "loss": logs["loss"] + penalty}
+
+    def _replica(self, shard: Any, weight: Any) -> tf.Tensor:
+        terms, outputs = self._objective(shard, training=False)
+        first = tf.get_static_value(tf.distribute.get_replica_context().replica_id_in_sync_group)
+        counts = True if weight is None or first == 0 else tf.equal(weight, 1.0)
+        update_metrics(self._metrics, outputs, counts, weighted=False)
+        update_metrics(self._weighted_metrics, outputs, counts, weighted=True)
+        self._layout = Layout.of(terms)
+        parts = [term.sum for term in terms] + [terms[i].weight for i in self._layout.measured]
+        if not parts:
+            return tf.zeros([0])
+        dtype = tf.float64 if any(part.dtype == tf.float64 for part in parts) else tf.float32
+        stats = tf.stack([tf.cast(part, dtype) for part in parts])
+        return stats if weight is None else stats * tf.cast(weight, dtype)
+
+
+class PredictStep:
+    """Predictions for one global batch; what ``make_predict_step`` returns.
+
+    Attributes:
+        strategy: The strategy it runs under.
+    """
+
+    def __init__(self, model: Any, strategy: tf.distribute.Strategy) -> None:
+        """Use ``make_predict_step``, which checks what it is given."""
+        self.strategy = strategy
+        self._model = model
+        self._ready = False
+        self._local = rows_lib.local_replicas(strategy)
+        self._function = BatchFunction(self._step, strategy, self._local)
+
+    def __call__(self, batch: Any) -> Any:
+        """Predicts one batch: ``x``, ``(x, y)`` or ``(x, y, sample_weight)``, of which x is used."""
+        if not self._ready:
+            prepare_model(self._model, self.strategy, self._function.spec_of(batch))
+            self._ready = True
+        return self._function(batch)
+
+    def _step(self, shards: Shards) -> Any:
+        def predict(shard: Any) -> Any:
+            return self._model(unpack_batch(shard)[0], training=False)
+
+        results = self.strategy.run(predict, args=(per_replica(self.strategy, shards.local),))
+        if self.strategy.num_replicas_in_sync == 1:
+            return results
+        small = shards.global_rows < self.strategy.num_replicas_in_sync
+
+        def join(result: Any) -> Any:
+            parts = list(self.strategy.experimental_local_results(result))
+            if len(parts) < self.strategy.num_replicas_in_sync:
+                joined = self._gather(result)
+            else:
+                joined = tf.concat(parts, axis=0)
+            # A small batch went to every replica whole: the first copy is the batch.
+            return joined[: tf.where(small, shards.global_rows, rows_lib.count_rows(joined))]
+
+        return tf.nest.map_structure(join, results)
+
+    def _gather(self, result: Any) -> Any:
+        dtype = self.strategy.experimental_local_results(result)[0].dtype
+        if not (dtype.is_floating or dtype in (tf.int32, tf.int64)) or dtype == tf.bfloat16:
+            raise DataError(
+                "Workers can send each other predictions of float16, float32, float64, int32 and "
+                f"int64. Received: {dtype.name}. Cast the output of the model."
+            )
+        return self.strategy.gather(result, axis=0)

@@ -1,0 +1,250 @@
+"""The law of sums and weights: a loss is a sum over examples and what that sum is divided by.
+
+Sums and weights are only ever added, over micro-batches, replicas and workers, and divided once
+after the last addition. That is why the result does not depend on how a batch was cut.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+from tfmultigpu import _bridge
+from tfmultigpu.errors import LossError
+
+__all__ = ["FixedLossSum", "LossSum", "LossTerm", "as_loss", "global_mean", "loss_sum", "loss_term"]
+
+
+class LossSum(NamedTuple):
+    """The loss of one shard, not yet divided.
+
+    Attributes:
+        sum: Sum of the weighted losses of the shard's elements, a float scalar.
+        weight: The shard's part of what the sum over all shards is divided by, a float scalar:
+            the number of elements, or the sum of their weights.
+    """
+
+    sum: Any
+    weight: Any
+
+
+class FixedLossSum(LossSum):
+    """A loss that is divided by the same weight however many shards are added.
+
+    That is a loss with ``reduction="sum"``: ``weight`` is 1 on every shard, and 1 in all.
+    """
+
+
+@dataclasses.dataclass(frozen=True)
+class LossTerm:
+    """One additive part of a step's loss on one shard.
+
+    Attributes:
+        sum: Sum of the weighted losses, a float scalar that gradients flow through.
+        weight: What the sum is divided by once it has been added over all shards.
+        per_row: The weight of one row where that is a constant, so that the weight of a global
+            batch is known before its losses are; else None.
+        fixed: Whether ``weight`` is the same on every shard and not to be added.
+        name: Of the output the loss is for, or None.
+        factor: The loss weight of the output.
+    """
+
+    sum: Any
+    weight: Any
+    per_row: float | None = None
+    fixed: bool = False
+    name: str | None = None
+    factor: float = 1.0
+
+
+def loss_sum(loss: Any, y_true: Any, y_pred: Any, sample_weight: Any = None) -> LossSum:
+    """Returns the loss of one shard as a sum and a weight.
+
+    Sum and weight follow Keras' reductions, masks on ``y_pred`` included: the weight is the number
+    of unmasked elements for ``"sum_over_batch_size"``, ``"mean"`` and per-example functions, the
+    sum of the sample weights for ``"mean_with_sample_weight"``, and 1 for ``"sum"``.
+
+    Args:
+        loss: A Keras loss, its name, or a function ``f(y_true, y_pred)`` that returns one value per
+            example (or per element).
+        y_true: Labels, shape ``[rows, ...]``.
+        y_pred: Predictions, shape ``[rows, ...]``.
+        sample_weight: Weights that broadcast to the losses, shape ``[rows]`` or ``[rows, ...]``.
+
+    Returns:
+        Two float32 scalars (float64 where the loss computes in float64).
+
+    Raises:
+        LossError: The loss returns one number for the whole shard, from which the losses of its
+            examples cannot be recovered.
+
+    Example:
+        >>> import tfmultigpu as tmg
+        >>> s, w = tmg.loss_sum("mse", [[1.0], [2.0]], [[1.0], [4.0]])
+        >>> float(s), float(w)
+        (4.0, 2.0)
+    """
+    term = loss_term(as_loss(loss), y_true, y_pred, sample_weight)
+    kind = FixedLossSum if term.fixed else LossSum
+    return kind(term.sum, term.weight)
+
+
+def global_mean(loss_sum: LossSum) -> tf.Tensor:
+    """Returns the loss of the global batch, divided once after adding over all replicas.
+
+    Its gradient on each replica is that replica's part of the gradient, so that gradients summed
+    over the replicas (which ``optimizer.apply`` of Keras does) are those of one device.
+
+    Args:
+        loss_sum: The sum and weight of this replica's shard.
+
+    Returns:
+        A float scalar, the same on every replica; 0 where the weight is 0 in all.
+
+    Raises:
+        LossError: Called outside ``strategy.run`` under a strategy of several replicas.
+
+    Example:
+        >>> import tfmultigpu as tmg
+        >>> float(tmg.global_mean(tmg.loss_sum("mse", [[1.0], [2.0]], [[1.0], [4.0]])))
+        2.0
+    """
+    context = tf.distribute.get_replica_context()
+    if context is None:
+        raise LossError(
+            "global_mean adds over replicas, so it must be called by each of them. Call it in the "
+            "function given to strategy.run, not beside it."
+        )
+    fixed = isinstance(loss_sum, FixedLossSum)
+
+    @tf.custom_gradient  # type: ignore[untyped-decorator]
+    def mean(shard_sum: Any, shard_weight: Any) -> Any:
+        total, weight = context.all_reduce(tf.distribute.ReduceOp.SUM, [shard_sum, shard_weight])
+        weight = shard_weight if fixed else weight
+        return tf.math.divide_no_nan(total, weight), lambda upstream: (
+            tf.math.divide_no_nan(upstream, weight),
+            tf.zeros_like(weight),
+        )
+
+    return mean(tf.convert_to_tensor(loss_sum.sum), tf.convert_to_tensor(loss_sum.weight))
+
+
+def loss_term(loss: Any, y_true: Any, y_pred: Any, sample_weight: Any = None) -> LossTerm:
+    """Returns the loss of one shard as a term of the step's loss; see ``loss_sum``.
+
+    Args:
+        loss: What ``as_loss`` returned.
+        y_true: Labels.
+        y_pred: Predictions.
+        sample_weight: Weights, or None.
+    """
+    elementwise = copy.copy(loss)
+    elementwise.reduction = "none"
+    values = elementwise(y_true, y_pred, sample_weight=sample_weight)
+    if values.shape.rank == 0:
+        raise LossError(
+            f"The loss {loss.name!r} returns one number for a whole batch. Several replicas then "
+            "cannot tell what each example contributes, and uneven batches come out wrong. "
+            f"Received: shape () from {type(loss).__name__}. Return one value per example, for "
+            "example tf.reduce_mean(tf.square(y_true - y_pred), axis=-1). A loss that couples the "
+            "examples of a batch (Dice, contrastive) has no such form."
+        )
+    total = tf.reduce_sum(values)
+    if loss.reduction == "sum":
+        return LossTerm(total, tf.ones_like(total), fixed=True)
+    mask = _mask(y_pred, values)
+    if loss.reduction == "mean_with_sample_weight" and (
+        sample_weight is not None or mask is not None
+    ):
+        return LossTerm(total, tf.cast(_sum_of_weights(sample_weight, mask), total.dtype))
+    elements = tf.cast(tf.size(values), total.dtype)
+    if mask is not None:
+        valid = tf.cast(tf.math.count_nonzero(mask), total.dtype)
+        return LossTerm(total, valid * elements / tf.cast(tf.size(mask), total.dtype))
+    per_row = values.shape[1:].num_elements()
+    return LossTerm(total, elements, None if per_row is None else float(per_row))
+
+
+def as_loss(loss: Any) -> Any:
+    """Returns a loss as a ``keras.losses.Loss``.
+
+    Args:
+        loss: A Keras loss, its name, or a function ``f(y_true, y_pred)`` of per-example values.
+
+    Raises:
+        LossError: It is none of these, or a name that Keras does not know.
+    """
+    import keras
+
+    if isinstance(loss, str):
+        try:
+            loss = keras.losses.get(loss)
+        except ValueError:
+            raise LossError(
+                f"Keras knows no loss of this name. Received: loss={loss!r}. Give a name such as "
+                "'mse' or 'sparse_categorical_crossentropy', a keras.losses object or a function."
+            ) from None
+    if isinstance(loss, keras.losses.Loss):
+        return loss
+    if isinstance(loss, type) and issubclass(loss, keras.losses.Loss):
+        raise LossError(
+            f"The loss is a class, not an object. Received: {loss.__name__}. Write "
+            f"{loss.__name__}(), with parentheses."
+        )
+    if not callable(loss):
+        raise LossError(
+            f"This is not a loss. Received: {loss!r}. Give a keras.losses object, its name, or a "
+            "function f(y_true, y_pred) that returns one value per example."
+        )
+    return _function_loss(loss)
+
+
+def _function_loss(function: Callable[[Any, Any], Any]) -> Any:
+    import keras
+
+    class FunctionLoss(keras.losses.Loss):  # type: ignore[misc]
+        """A function of per-example values, with its arguments brought to one rank as in Keras."""
+
+        def call(self, y_true: Any, y_pred: Any) -> Any:
+            if not tf.nest.is_nested(y_true) and not tf.nest.is_nested(y_pred):
+                y_true, y_pred = _same_rank(y_true, y_pred)
+            return function(y_true, y_pred)
+
+    return FunctionLoss(name=getattr(function, "__name__", type(function).__name__))
+
+
+def _same_rank(first: Any, second: Any) -> tuple[Any, Any]:
+    """Adds or removes a last axis of size 1 where the ranks differ by one, as Keras does."""
+    ranks = first.shape.rank, second.shape.rank
+    if None in ranks or abs(ranks[0] - ranks[1]) != 1:
+        return first, second
+    longer, shorter = (first, second) if ranks[0] > ranks[1] else (second, first)
+    if longer.shape[-1] == 1:
+        if shorter.shape.rank == 1:
+            shorter = shorter[..., None]
+        else:
+            longer = tf.squeeze(longer, -1)
+    return (longer, shorter) if ranks[0] > ranks[1] else (shorter, longer)
+
+
+def _mask(y_pred: Any, values: Any) -> Any:
+    """The mask Keras' own losses apply: of the predictions and of the losses, where both are."""
+    masks = [_bridge.keras_mask(y_pred), _bridge.keras_mask(values)]
+    present = [tf.cast(mask, tf.bool) for mask in masks if mask is not None]
+    if not present:
+        return None
+    return present[0] if len(present) == 1 else present[0] & present[1]
+
+
+def _sum_of_weights(sample_weight: Any, mask: Any) -> Any:
+    if sample_weight is None:
+        return tf.math.count_nonzero(mask)
+    weight = tf.cast(sample_weight, tf.float32)
+    if mask is None:
+        return tf.reduce_sum(weight)
+    kept, weight = _same_rank(tf.cast(mask, tf.float32), weight)
+    return tf.reduce_sum(weight * kept)

@@ -1,0 +1,92 @@
+"""Updating metrics on replicas so that each row is counted once."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfmultigpu.errors import MetricError
+from tfmultigpu.outputs import Output, match_metrics
+from tfmultigpu.scopes import check_scope
+
+__all__ = ["check_metrics", "update_metrics"]
+
+
+def check_metrics(metrics: Any, strategy: tf.distribute.Strategy) -> None:
+    """Checks that metrics can be computed exactly over replicas.
+
+    Args:
+        metrics: A metric, or a nested structure of them.
+        strategy: The strategy in whose scope they must have been created.
+
+    Raises:
+        MetricError: Something is not a Keras metric of labels and predictions, or keeps a state
+            that is not a sum.
+        ScopeError: A metric was created outside the scope.
+    """
+    import keras
+
+    for metric in tf.nest.flatten(metrics):
+        if metric is None:
+            continue
+        if not isinstance(metric, keras.metrics.Metric):
+            raise MetricError(
+                f"A metric must be a keras.metrics.Metric. Received: {metric!r}. Create it in the "
+                "scope: with strategy.scope(): metric = keras.metrics.SparseCategoricalAccuracy()."
+            )
+        if len(_positional(metric.update_state)) < 2 or type(metric).__name__ in ("Mean", "Sum"):
+            raise MetricError(
+                "A metric of a step compares labels with predictions: update_state(y_true, y_pred)."
+                f" Received: {type(metric).__name__} {metric.name!r}, which takes values. The loss "
+                "is in the logs of each step; update other values by hand from them."
+            )
+        for variable in metric.variables:
+            if strategy.num_replicas_in_sync > 1 and variable.aggregation != "sum":
+                raise MetricError(
+                    "The state of a metric must be sums, which add over replicas. Received: "
+                    f"variable {variable.path!r} of {metric.name!r} with aggregation="
+                    f"{variable.aggregation!r}. Keep sums and counts, and divide in result()."
+                )
+        check_scope(metric.variables, strategy, "metric")
+
+
+def update_metrics(metrics: Any, outputs: Sequence[Output], counts: Any, *, weighted: bool) -> None:
+    """Updates metrics with what one replica predicted; replica context.
+
+    Args:
+        metrics: Metrics as ``match_metrics`` takes them.
+        outputs: The outputs of the model on this replica's shard.
+        counts: Whether this replica's copy of the shard is the one that counts: a bool, or a bool
+            scalar.
+        weighted: Whether the sample weights apply.
+    """
+    pairs = match_metrics(metrics, outputs)
+    if not pairs:
+        return
+
+    def update() -> None:
+        for metric, output in pairs:
+            weight = {"sample_weight": output.sample_weight} if weighted else {}
+            metric.update_state(output.y_true, output.y_pred, **weight)
+
+    run_if(counts, update)
+
+
+def run_if(condition: Any, function: Callable[[], None]) -> None:
+    """Runs a function where a Python or tensor condition holds, without a branch if it is known."""
+    known = condition if isinstance(condition, bool) else tf.get_static_value(condition)
+    if known is None:
+        tf.cond(condition, lambda: (function(), 0)[1], lambda: 0)
+    elif known:
+        function()
+
+
+def _positional(function: Callable[..., Any]) -> list[str]:
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    parameters = inspect.signature(function).parameters.values()
+    if any(parameter.kind is inspect.Parameter.VAR_POSITIONAL for parameter in parameters):
+        return ["y_true", "y_pred"]
+    return [parameter.name for parameter in parameters if parameter.kind in kinds]

@@ -1,0 +1,136 @@
+"""Many steps inside one call, ending cleanly where the data ends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+from tfmultigpu import rows as rows_lib
+from tfmultigpu.batches import BatchFunction, Shards, ShardSource
+from tfmultigpu.errors import DataError
+
+__all__ = ["MultiStep"]
+
+_LAST = ("gradient_norm", "loss_scale")
+
+
+class MultiStep:
+    """Runs a step over an iterator, up to a number of times, as one ``tf.function``.
+
+    Attributes:
+        step: The step, as a function of shards that can be called inside a ``tf.function``.
+    """
+
+    def __init__(self, step: BatchFunction) -> None:
+        """Takes the step."""
+        self.step = step
+        self._compiled: dict[Any, Any] = {}
+
+    def __call__(self, iterator: Any, steps: int) -> dict[str, Any]:
+        """Runs up to ``steps`` batches.
+
+        Args:
+            iterator: ``iter()`` of a distributed dataset, or of a plain dataset of global batches.
+            steps: How many, at least 1.
+
+        Returns:
+            ``"steps"``, how many ran, and the step's logs put together: ``"weight"`` and
+            ``"skipped"`` are sums, losses are means by weight, the rest is that of the last step.
+
+        Raises:
+            DataError: It is not such an iterator, or one made for another strategy; or a batch has
+                no rows.
+            ValueError: ``steps`` is less than 1.
+        """
+        if int(steps) < 1:
+            raise ValueError(f"steps is at least 1. Received: steps={steps}.")
+        if isinstance(iterator, ShardSource):
+            if iterator.strategy is not self.step.strategy:
+                raise DataError(
+                    "The data was distributed for another strategy than the step was made for. "
+                    f"Received: {_name(iterator.strategy)} and {_name(self.step.strategy)}. "
+                    "Give distribute_dataset and make_train_step the same strategy."
+                )
+            source, key, split = iterator.source, iterator.split_key, iterator.split
+        elif isinstance(iterator, tf.data.Iterator):
+            source, key, split = iterator, None, self.step.cut
+        else:
+            raise DataError(
+                "step.run takes an iterator, which remembers where it is between calls. Received: "
+                f"{type(iterator).__name__}. Write iterator = "
+                "iter(tmg.distribute_dataset(dataset, strategy)), then step.run(iterator, steps)."
+            )
+        if key not in self._compiled:
+            self._compiled[key] = self._compile(split)
+        try:
+            return dict(self._compiled[key](source, tf.constant(steps, tf.int64)))
+        except tf.errors.InvalidArgumentError as error:
+            raise rows_lib.as_data_error(error) from None
+
+    def _compile(self, split: Callable[[Any], Any]) -> Any:
+        names: list[str] = []
+
+        def one(element: Any, sums: Any, last: Any) -> tuple[Any, Any]:
+            logs = self.step.function(Shards(*split(element)))
+            names[:] = [name for name in logs if name not in _LAST]
+            added = tf.stack([logs["loss"]] + [_addend(name, logs) for name in names])
+            # The first step makes room: how many values there are is known only here.
+            sums = tf.pad(sums, [[0, len(names) + 1 - tf.size(sums)]]) + added
+            ends = [tf.cast(logs.get(name, 0.0), tf.float32) for name in _LAST]
+            return sums, tf.stack(ends)
+
+        def run(source: Any, steps: Any) -> dict[str, Any]:
+            def body(done: Any, _: Any, sums: Any, last: Any) -> tuple[Any, ...]:
+                optional = source.get_next_as_optional()
+                more = optional.has_value()
+                sums, last = tf.cond(
+                    more,
+                    lambda: one(optional.get_value(), sums, last),
+                    lambda: (sums, last),
+                )
+                return done + tf.cast(more, tf.int64), more, sums, last
+
+            done, _, sums, last = tf.while_loop(
+                lambda done, more, *_: (done < steps) & more,
+                body,
+                [tf.constant(0, tf.int64), tf.constant(True), tf.zeros([0]), tf.zeros([2])],
+                shape_invariants=[
+                    tf.TensorShape([]),
+                    tf.TensorShape([]),
+                    tf.TensorShape([None]),
+                    tf.TensorShape([2]),
+                ],
+                parallel_iterations=1,
+            )
+            return _logs(done, sums, last, names)
+
+        return tf.function(run, autograph=False)
+
+
+def _addend(name: str, logs: dict[str, Any]) -> Any:
+    value = tf.cast(logs[name], tf.float32)
+    return value * logs["weight"] if _is_mean(name) else value
+
+
+def _is_mean(name: str) -> bool:
+    return name == "loss" or name.endswith("_loss")
+
+
+def _logs(done: Any, sums: Any, last: Any, names: list[str]) -> dict[str, Any]:
+    sums = tf.unstack(tf.pad(sums, [[0, len(names) + 1 - tf.size(sums)]]), num=len(names) + 1)
+    plain, total = sums[0], dict(zip(names, sums[1:], strict=True))
+    weight = total["weight"]
+    logs = {
+        name: value / tf.where(weight > 0, weight, 1.0) if _is_mean(name) else value
+        for name, value in total.items()
+    }
+    # Without weight there is still regularisation, which is in every step's loss.
+    unweighted = plain / tf.cast(done, tf.float32)
+    logs["loss"] = tf.where(weight > 0, logs["loss"], unweighted)
+    return {"steps": done, **logs, **dict(zip(_LAST, tf.unstack(last), strict=True))}
+
+
+def _name(strategy: tf.distribute.Strategy) -> str:
+    return f"{type(strategy).__name__} with {strategy.num_replicas_in_sync} replicas"

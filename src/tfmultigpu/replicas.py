@@ -1,0 +1,182 @@
+"""The replica phase of a train step: forward and backward on each shard, added over micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+from tfmultigpu import rows as rows_lib
+from tfmultigpu.batches import Shards, per_replica
+from tfmultigpu.metrics import update_metrics
+from tfmultigpu.objectives import Layout, Objective
+
+__all__ = ["ReplicaPhase"]
+
+
+class _OtherStructureError(Exception):
+    """What the replicas return is not what a loop was prepared for."""
+
+
+class ReplicaPhase:
+    """Computes gradients, sums and weights on every replica of this process.
+
+    Attributes:
+        layout: How the terms of the loss are put together; known once traced.
+        present: For each backward pass, which variables have a gradient; known once traced.
+    """
+
+    layout: Layout
+    present: list[list[bool]]
+
+    def __init__(
+        self,
+        objective: Objective,
+        strategy: tf.distribute.Strategy,
+        *,
+        micro_batches: int,
+        metrics: Any,
+        weighted_metrics: Any,
+        jit_compile: bool,
+    ) -> None:
+        """Takes what ``make_train_step`` was given."""
+        self._objective = objective
+        self._strategy = strategy
+        self._micro_batches = micro_batches
+        self._metrics = metrics
+        self._weighted_metrics = weighted_metrics
+        self._jit_compile = jit_compile
+
+    def __call__(self, shards: Shards, loss_scale: Any) -> list[list[tf.Tensor]]:
+        """Runs the phase; call in a cross-replica context.
+
+        Args:
+            shards: The global batch.
+            loss_scale: What losses are multiplied by, a float scalar, or None.
+
+        Returns:
+            For each local replica a list of tensors to be added over all replicas: the gradients
+            that exist, backward pass by backward pass, then one vector of sums and weights.
+        """
+        replicas = self._strategy.num_replicas_in_sync
+        weight = rows_lib.row_weight(shards.global_rows, replicas) if replicas > 1 else None
+        shard = per_replica(self._strategy, shards.local)
+        fixed = (weight, tf.cast(shards.global_rows, tf.float32), loss_scale)
+        if self._micro_batches == 1:
+            return self._local(self._strategy.run(self._replica, args=(shard, None, *fixed)))
+        guess = [(value.shape, _sum_dtype(value.dtype)) for value in self._values()]
+        guess.append((tf.TensorShape([1]), tf.float32))
+        try:
+            return self._loop(shard, fixed, guess, len(shards.local))
+        except _OtherStructureError as other:
+            return self._loop(shard, fixed, other.args[0], len(shards.local))
+
+    def _loop(
+        self, shard: Any, fixed: tuple[Any, ...], structure: list[Any], local: int
+    ) -> list[list[tf.Tensor]]:
+        """Adds over the micro-batches of each shard, one after the other.
+
+        The loop is around ``strategy.run``, not in it: a synchronized layer synchronises by
+        ``merge_call``, which a loop inside a replica does not allow.
+        """
+
+        def body(micro: Any, *flat: Any) -> tuple[Any, ...]:
+            sums = [list(flat[i * len(structure) : (i + 1) * len(structure)]) for i in range(local)]
+
+            def add(sums: Any, *args: Any) -> list[Any]:
+                values = self._replica(*args)
+                actual = [(value.shape, value.dtype) for value in values]
+                if actual != structure:
+                    raise _OtherStructureError(actual)
+                return [total + value for total, value in zip(sums, values, strict=True)]
+
+            run = self._strategy.run
+            results = run(add, args=(per_replica(self._strategy, sums), shard, micro, *fixed))
+            return (micro + 1, *[tensor for result in self._local(results) for tensor in result])
+
+        zeros = [tf.zeros(shape, dtype) for shape, dtype in structure] * local
+        _, *flat = tf.while_loop(
+            lambda micro, *_: micro < self._micro_batches,
+            body,
+            [tf.constant(0), *zeros],
+            parallel_iterations=1,
+        )
+        return [flat[i * len(structure) : (i + 1) * len(structure)] for i in range(local)]
+
+    def _replica(
+        self, shard: Any, micro: Any, weight: Any, global_rows: Any, loss_scale: Any
+    ) -> list[tf.Tensor]:
+        first = tf.get_static_value(tf.distribute.get_replica_context().replica_id_in_sync_group)
+        counts: Any = True if weight is None or first == 0 else tf.equal(weight, 1.0)
+        if micro is not None:
+            rows = rows_lib.count_rows(shard)
+            part = rows_lib.row_weight(rows, self._micro_batches)
+            weight = part if weight is None else weight * part
+            counts = counts & (tf.equal(part, 1.0) | tf.equal(micro, 0))
+            shard = rows_lib.cut_part(shard, self._micro_batches, micro)
+        compute: Callable[..., Any] = self._forward_backward
+        if self._jit_compile:
+            # A function of its own for each replica: it captures that replica's variables.
+            compute = tf.function(compute, jit_compile=True, autograph=False)
+        values, outputs = compute(shard, weight, global_rows, loss_scale)
+        update_metrics(self._metrics, outputs, counts, weighted=False)
+        update_metrics(self._weighted_metrics, outputs, counts, weighted=True)
+        return list(values)
+
+    def _forward_backward(
+        self, shard: Any, weight: Any, global_rows: Any, loss_scale: Any
+    ) -> tuple[list[tf.Tensor], Any]:
+        with tf.GradientTape(persistent=True) as tape:
+            terms, outputs = self._objective(shard, training=True)
+            layout = Layout.of(terms)
+            factors = layout.scales(global_rows)
+            scaled = [
+                term.sum * tf.cast(_product(factor, weight, loss_scale), term.sum.dtype)
+                for term, factor in zip(terms, factors, strict=True)
+            ]
+            measured = layout.measured
+            known = [scaled[i] for i in range(len(terms)) if i not in measured]
+            targets = ([_total(known)] if known else []) + [scaled[i] for i in measured]
+        values = self._values()
+        passes = [tape.gradient(target, values) for target in targets]
+        del tape
+        self.layout = layout
+        self.present = [[gradient is not None for gradient in one] for one in passes]
+        gradients = [_dense(g) for one in passes for g in one if g is not None]
+        parts = [term.sum for term in terms] + [terms[i].weight for i in measured]
+        dtype = tf.float64 if any(part.dtype == tf.float64 for part in parts) else tf.float32
+        stats = tf.stack([tf.cast(part, dtype) for part in parts])
+        if weight is not None:
+            stats *= tf.cast(weight, dtype)
+        return [*gradients, stats], outputs
+
+    def _values(self) -> list[Any]:
+        return [variable.value for variable in self._objective.model.trainable_variables]
+
+    def _local(self, results: list[Any]) -> list[list[tf.Tensor]]:
+        local = [self._strategy.experimental_local_results(result) for result in results]
+        return [list(one) for one in zip(*local, strict=True)]
+
+
+def _dense(gradient: Any) -> tf.Tensor:
+    """A gradient ready to be added: rows of an embedding summed into place, at least float32."""
+    gradient = tf.convert_to_tensor(gradient)
+    return tf.cast(gradient, _sum_dtype(gradient.dtype))
+
+
+def _sum_dtype(dtype: tf.DType) -> tf.DType:
+    return tf.float32 if dtype in (tf.float16, tf.bfloat16) else dtype
+
+
+def _product(*factors: Any) -> Any:
+    result: Any = 1.0
+    for factor in factors:
+        if factor is not None:
+            result = factor * result
+    return result
+
+
+def _total(values: list[Any]) -> Any:
+    dtype = tf.float64 if any(value.dtype == tf.float64 for value in values) else values[0].dtype
+    return tf.add_n([tf.cast(value, dtype) for value in values]) if len(values) > 1 else values[0]

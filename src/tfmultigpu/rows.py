@@ -1,0 +1,247 @@
+"""Cutting a batch into parts by rows, so that no part is ever empty.
+
+A *row* is one example: one index of the first axis of every tensor of a batch. Replicas receive
+parts of a global batch, micro-batches are parts of a replica's shard, and both follow one rule:
+
+- with at least as many rows as parts, each row is in exactly one part and no part is empty;
+- with fewer rows than parts, every part is the whole batch and each row counts ``1 / parts``.
+
+The second half keeps convolution, pooling and batch normalization away from zero rows, where they
+crash or return NaN, and keeps sums, counts and batch statistics exact, which padding would not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfmultigpu.errors import DataError
+
+_GLOBAL_ROWS = "_tfmultigpu_global_rows"
+
+NO_ROWS = (
+    "A batch has no rows. A replica cannot train on nothing: drop empty batches, for example with "
+    "dataset.filter(lambda x, y: tf.shape(x)[0] > 0)."
+)
+ROWS_DIFFER = (
+    "The tensors of a batch differ in their number of rows (their first axis): features and labels "
+    "would be paired wrongly. Check what .batch() was called on."
+)
+
+
+def row_offsets(rows: Any, shares: Sequence[int]) -> Any:
+    """Returns where each part of a batch begins and ends.
+
+    Args:
+        rows: Rows of the batch, an integer scalar (Python int or ``tf.Tensor``), at least
+            ``len(shares)``.
+        shares: Relative sizes of the parts, positive integers. Where they sum to ``rows`` the parts
+            have exactly these sizes.
+
+    Returns:
+        An int64 tensor of shape ``[len(shares) + 1]``: part ``i`` is rows ``offsets[i]`` up to, not
+        including, ``offsets[i + 1]``. Each part has at least one row.
+
+    Example:
+        >>> from tfmultigpu.rows import row_offsets
+        >>> row_offsets(8, (3, 1)).numpy().tolist()
+        [0, 6, 8]
+    """
+    parts = len(shares)
+    ends = [0]
+    for share in shares:
+        ends.append(ends[-1] + share)
+    rows = tf.cast(rows, tf.int64)
+    index = tf.range(parts + 1, dtype=tf.int64)
+    if len(set(shares)) == 1:
+        # At least one row a part follows from rows >= parts alone.
+        return rows * index // parts
+    ideal = rows * tf.constant(ends, tf.int64) // ends[-1]
+    # Where a small share would round to nothing, push the ends apart by one row, from the left ...
+    slack = tf.linalg.band_part(tf.ones([parts + 1, parts + 1], tf.bool), -1, 0)
+    pushed = tf.reduce_max(tf.where(slack, (ideal - index)[None, :], tf.int64.min), axis=1) + index
+    # ... and where that runs past the end, from the right.
+    return tf.minimum(pushed, rows - (parts - index))
+
+
+def cut_rows(batch: Any, shares: Sequence[int], parts: Sequence[int] | None = None) -> list[Any]:
+    """Cuts a batch into parts, none of them empty.
+
+    Args:
+        batch: Nested structure of dense, ragged or sparse tensors that agree in their rows.
+        shares: Relative sizes of all parts, positive integers.
+        parts: Which parts to return; all of them where None.
+
+    Returns:
+        One structure like ``batch`` for each part asked for. With fewer rows than ``shares`` each
+        is the whole batch.
+    """
+    parts = range(len(shares)) if parts is None else parts
+    if len(shares) == 1:
+        return [batch for _ in parts]
+    rows = count_rows(batch)
+    whole = rows < len(shares)
+    offsets = row_offsets(tf.maximum(rows, len(shares)), shares)
+    starts = tf.where(whole, tf.zeros_like(offsets[:-1]), offsets[:-1])
+    stops = tf.where(whole, tf.fill([len(shares)], rows), offsets[1:])
+    return [slice_rows(batch, starts[part], stops[part]) for part in parts]
+
+
+def cut_part(batch: Any, parts: int, part: Any) -> Any:
+    """Returns one of ``parts`` nearly equal parts of a batch, never an empty one.
+
+    Args:
+        batch: Nested structure of dense, ragged or sparse tensors that agree in their rows.
+        parts: How many parts the batch is cut into.
+        part: Which one to return, an integer scalar (Python int or ``tf.Tensor``).
+
+    Returns:
+        A structure like ``batch``; the whole batch where it has fewer rows than ``parts``.
+    """
+    rows = count_rows(batch)
+    part = tf.cast(part, tf.int64)
+    whole = rows < parts
+    start = tf.where(whole, tf.zeros([], tf.int64), rows * part // parts)
+    stop = tf.where(whole, rows, rows * (part + 1) // parts)
+    return slice_rows(batch, start, stop)
+
+
+def row_weight(rows: Any, parts: int) -> Any:
+    """Returns what each row counts in each part it is in: 1, or ``1 / parts`` in a small batch.
+
+    Args:
+        rows: Rows of the whole batch, an integer scalar.
+        parts: How many parts the batch was cut into.
+
+    Returns:
+        A float32 scalar.
+    """
+    if parts == 1:
+        return tf.ones([])
+    return tf.where(rows < parts, tf.constant(1.0 / parts), tf.ones([]))
+
+
+def local_replicas(strategy: tf.distribute.Strategy) -> tuple[int, ...]:
+    """Returns the numbers, among all replicas, of those whose parts this process needs."""
+    if strategy.num_replicas_in_sync == 1:
+        return (0,)  # The default strategy does not say where it runs.
+    count = len(strategy.extended.worker_devices)
+    resolver = strategy.cluster_resolver
+    if count >= strategy.num_replicas_in_sync or resolver is None:
+        return tuple(range(strategy.num_replicas_in_sync))
+    chiefs = len(resolver.cluster_spec().as_dict().get("chief", ()))
+    worker = resolver.task_id + (chiefs if resolver.task_type == "worker" else 0)
+    return tuple(range(worker * count, (worker + 1) * count))
+
+
+def slice_rows(batch: Any, start: Any, stop: Any) -> Any:
+    """Returns rows ``start`` up to, not including, ``stop`` of every tensor of a batch."""
+
+    def one(tensor: Any) -> Any:
+        if tensor is None:
+            return None
+        if isinstance(tensor, tf.SparseTensor):
+            rank = tensor.shape.rank
+            begin = tf.concat([[start], tf.zeros([rank - 1], tf.int64)], 0)
+            size = tf.concat([[stop - start], tensor.dense_shape[1:]], 0)
+            return tf.sparse.slice(tensor, begin, size)
+        return tensor[start:stop]
+
+    return tf.nest.map_structure(one, batch)
+
+
+def count_rows(batch: Any) -> Any:
+    """Returns the rows of a batch, an int64 scalar, read from its first tensor."""
+    return _rows_of(first_tensor(batch))
+
+
+def first_tensor(batch: Any) -> Any:
+    """Returns the first tensor of a nested structure.
+
+    Raises:
+        DataError: The structure holds no tensor.
+    """
+    leaves = _tensors(batch)
+    if not leaves:
+        raise DataError(
+            f"The batch holds no tensors. Received: {batch!r}. "
+            "A batch is a tensor or a tuple or dict of tensors, such as (features, labels)."
+        )
+    return leaves[0]
+
+
+def _tensors(batch: Any) -> list[Any]:
+    return [leaf for leaf in tf.nest.flatten(batch) if leaf is not None]
+
+
+def _rows_of(tensor: Any) -> Any:
+    if isinstance(tensor, tf.SparseTensor):
+        return tensor.dense_shape[0]
+    if isinstance(tensor, tf.RaggedTensor):
+        return tensor.nrows(out_type=tf.int64)
+    if isinstance(tensor, tf.Tensor) and tensor.shape.rank and tensor.shape[0] is not None:
+        return tf.constant(tensor.shape[0], tf.int64)
+    return tf.shape(tensor, out_type=tf.int64)[0]
+
+
+def check_rows_agree(batch: Any) -> list[tf.Operation]:
+    """Returns assertions, for a control dependency, that a batch has rows and one number of them.
+
+    Args:
+        batch: Nested structure of dense, ragged or sparse tensors.
+
+    Returns:
+        Operations that fail with ``tf.errors.InvalidArgumentError`` when run. Empty in eager mode,
+        where a wrong batch raises at once.
+    """
+    rows = count_rows(batch)
+    leaves = _tensors(batch)
+    checks = [
+        tf.debugging.assert_positive(
+            rows,
+            NO_ROWS,
+        )
+    ]
+    checks += [
+        tf.debugging.assert_equal(
+            _rows_of(leaf),
+            rows,
+            ROWS_DIFFER,
+        )
+        for leaf in leaves[1:]
+        if not (
+            leaf.shape.rank and leaf.shape[0] is not None and leaf.shape[0] == leaves[0].shape[0]
+        )
+    ]
+    return [check for check in checks if check is not None]
+
+
+def as_data_error(error: tf.errors.InvalidArgumentError) -> Exception:
+    """Returns a DataError for a failed ``check_rows_agree``, any other error unchanged."""
+    for text in (NO_ROWS, ROWS_DIFFER):
+        if text in error.message:
+            return DataError(text)
+    return error
+
+
+def mark_global_rows(batch: Any, rows: Any) -> Any:
+    """Remembers on the shards of a batch how many rows the global batch has.
+
+    The count rides on the objects themselves, so ``for x, y in data`` stays as it is: whatever the
+    caller takes the batch apart into, each piece still knows. A ``tf.function`` rebuilds its
+    arguments, so the count does not survive being passed into one.
+    """
+    for leaf in _tensors(batch):
+        setattr(leaf, _GLOBAL_ROWS, rows)
+    return batch
+
+
+def marked_global_rows(batch: Any) -> Any:
+    """Returns the rows of the global batch that these shards were cut from, or None if unknown."""
+    for leaf in tf.nest.flatten(batch):
+        rows = getattr(leaf, _GLOBAL_ROWS, None)
+        if rows is not None:
+            return rows
+    return None

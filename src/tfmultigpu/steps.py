@@ -1,0 +1,277 @@
+"""Train steps: the same result on any number of replicas.
+
+A step has two phases inside one ``tf.function``::
+
+    replica phase   for each micro-batch: forward, backward, add (gradients, sums, weights)
+    global phase    add over the replicas, once; divide; norm; clip; one optimizer update
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+from tfmultigpu import rows as rows_lib
+from tfmultigpu.batches import BatchFunction, Shards, per_replica
+from tfmultigpu.evaluation import make_eval_step, make_predict_step
+from tfmultigpu.losses import LossSum
+from tfmultigpu.metrics import check_metrics
+from tfmultigpu.multistep import MultiStep
+from tfmultigpu.objectives import Objective, regularization
+from tfmultigpu.precision import LossScale, make_loss_scale, unwrap_optimizer
+from tfmultigpu.reductions import sum_over_replicas
+from tfmultigpu.replicas import ReplicaPhase
+from tfmultigpu.scopes import check_backend, prepare_model
+from tfmultigpu.updates import apply_in_replica, build_optimizer, overwrite_with_averages
+
+__all__ = ["TrainStep", "make_eval_step", "make_predict_step", "make_train_step"]
+
+
+def make_train_step(
+    model: Any,
+    optimizer: Any,
+    loss: Any,
+    strategy: tf.distribute.Strategy | None = None,
+    *,
+    metrics: Any = (),
+    weighted_metrics: Any = (),
+    loss_weights: Any = None,
+    micro_batches: int = 1,
+    forward: Callable[[Any, Any, bool], LossSum] | None = None,
+    clip_norm: float | None = None,
+    loss_scale: str | float | None = None,
+    jit_compile: bool = False,
+) -> TrainStep:
+    """Makes a train step that gives on N replicas what one device gives on the same global batches.
+
+    Args:
+        model: A Keras model created in ``strategy.scope()``.
+        optimizer: A Keras optimizer created in the scope; its variables are made here. Clipping set
+            on it acts on the gradient of the global batch. A
+            ``keras.optimizers.LossScaleOptimizer`` means ``loss_scale="dynamic"``.
+        loss: A Keras loss, its name, a function ``f(y_true, y_pred)`` of per-example values, or a
+            dict or list of them for several outputs. None with ``forward``.
+        strategy: The strategy; ``tf.distribute.get_strategy()`` where None.
+        metrics: Keras metrics created in the scope, updated without sample weights; for several
+            outputs a dict by output.
+        weighted_metrics: The same, updated with sample weights.
+        loss_weights: A number, or a dict or list of numbers, one per output.
+        micro_batches: Into how many parts each replica's shard is cut and computed one after the
+            other, to save memory. The result is that of 1, except for layers that look at a whole
+            batch (BatchNormalization). A shard of fewer rows is computed that often as a whole.
+        forward: ``f(model, batch, training) -> LossSum`` for what a loss cannot say. Weight
+            regularisation and ``add_loss`` are added by the step.
+        clip_norm: Largest global norm of the gradient; larger ones are scaled down to it.
+        loss_scale: For float16: ``"dynamic"`` or a number. A step whose global gradient is not
+            finite is skipped on every replica.
+        jit_compile: Compile forward and backward with XLA.
+
+    Returns:
+        The step: ``logs = step(batch)``, ``logs = step.run(iterator, steps)``.
+
+    Raises:
+        ScopeError: Model, optimizer or a metric was created outside the scope.
+        LossError: The loss is none, or not one value per example.
+        MetricError: A metric cannot be added over replicas.
+        KerasBackendError: Keras does not run on TensorFlow.
+
+    Example:
+        >>> import keras, numpy as np, tfmultigpu as tmg
+        >>> strategy = tmg.create_strategy()
+        >>> with strategy.scope():
+        ...     model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+        ...     optimizer = keras.optimizers.SGD(0.1)
+        >>> data = tmg.distribute_dataset((np.ones((5, 3)), np.ones((5, 1))), strategy, batch_size=2)
+        >>> step = tmg.make_train_step(model, optimizer, "mse", strategy)
+        >>> [float(step(batch)["weight"]) for batch in data]
+        [2.0, 2.0, 1.0]
+    """
+    check_backend()
+    strategy = tf.distribute.get_strategy() if strategy is None else strategy
+    if micro_batches < 1:
+        raise ValueError(f"micro_batches is at least 1. Received: micro_batches={micro_batches}.")
+    if clip_norm is not None and not clip_norm > 0:
+        raise ValueError(f"clip_norm is positive. Received: clip_norm={clip_norm}.")
+    check_metrics(metrics, strategy)
+    check_metrics(weighted_metrics, strategy)
+    objective = Objective.of(model, loss, loss_weights, forward)
+    objective.check_metrics_allowed(metrics, weighted_metrics)
+    phase = ReplicaPhase(
+        objective,
+        strategy,
+        micro_batches=micro_batches,
+        metrics=metrics,
+        weighted_metrics=weighted_metrics,
+        jit_compile=jit_compile,
+    )
+    return TrainStep(phase, model, optimizer, strategy, clip_norm, loss_scale)
+
+
+class TrainStep:
+    """One optimizer step on one global batch; what ``make_train_step`` returns.
+
+    Attributes:
+        model: The model it trains.
+        optimizer: The optimizer; change its learning rate and read its iterations as usual.
+        strategy: The strategy it runs under.
+        loss_scale: The loss scale in use, or None; known after the first step.
+    """
+
+    loss_scale: LossScale | None = None
+
+    def __init__(
+        self,
+        phase: ReplicaPhase,
+        model: Any,
+        optimizer: Any,
+        strategy: tf.distribute.Strategy,
+        clip_norm: float | None,
+        loss_scale: str | float | None,
+    ) -> None:
+        """Use ``make_train_step``, which checks what it is given."""
+        self.model = model
+        self.optimizer = optimizer
+        self.strategy = strategy
+        self._phase = phase
+        self._clip_norm = clip_norm
+        self._asked_loss_scale = loss_scale
+        self._ready = False
+        local = rows_lib.local_replicas(strategy)
+        self._function = BatchFunction(self._step, strategy, local)
+        self._multistep = MultiStep(self._function)
+        if model.built:
+            self._prepare(None)
+
+    def __call__(self, batch: Any) -> dict[str, Any]:
+        """Trains on one batch.
+
+        Args:
+            batch: An element of a distributed dataset, or a whole global batch: ``x``, ``(x, y)`` or
+                ``(x, y, sample_weight)`` of tensors or arrays.
+
+        Returns:
+            Scalars: ``"loss"``, what one device would report, regularisation included;
+            ``"weight"``, what its sum was divided by (with several outputs: the number of rows);
+            ``"gradient_norm"``, before clipping; ``"skipped"``, 1 where loss scaling skipped the
+            update; ``"loss_scale"``, the one used; and ``"NAME_loss"`` for each of several outputs.
+        """
+        if not self._ready:
+            self._prepare(self._function.spec_of(batch))
+        return dict(self._function(batch))
+
+    def run(self, iterator: Any, steps: int) -> dict[str, Any]:
+        """Trains on up to ``steps`` batches in one call, which saves the cost of calls.
+
+        Args:
+            iterator: ``iter()`` of a distributed dataset, or of a plain dataset of global batches.
+            steps: How many, at least 1.
+
+        Returns:
+            ``"steps"``, how many ran: fewer where the data ended. Losses are means by weight over
+            these steps, ``"weight"`` and ``"skipped"`` sums, the rest is that of the last step.
+        """
+        if not self._ready:
+            spec = getattr(getattr(iterator, "dataset", iterator), "element_spec", None)
+            self._prepare(spec)
+        return self._multistep(iterator, steps)
+
+    def _prepare(self, batch_spec: Any) -> None:
+        prepare_model(self.model, self.strategy, batch_spec)
+        build_optimizer(self.optimizer, self.model.trainable_variables, self.strategy)
+        self.loss_scale = make_loss_scale(self._asked_loss_scale, self.optimizer, self.strategy)
+        self._ready = True
+
+    def _step(self, shards: Shards) -> dict[str, Any]:
+        scale = None if self.loss_scale is None else self.loss_scale.value()
+        rows = tf.cast(shards.global_rows, tf.float32)
+        values = sum_over_replicas(self.strategy, self._phase(shards, scale))
+        if len(values) == 1:
+            gradients, logs = self._finish(values[0], rows, scale)
+            self._update(gradients, logs["finite"])
+        else:
+            args = (per_replica(self.strategy, values), rows, scale)
+            gradients, logs = self.strategy.run(self._finish, args=args)
+            logs = {k: self.strategy.experimental_local_results(v)[0] for k, v in logs.items()}
+            self._update(gradients, logs["finite"])
+        finite = logs.pop("finite")
+        skipped = tf.zeros([]) if scale is None else 1.0 - tf.cast(finite, tf.float32)
+        return {**logs, "skipped": skipped, "loss_scale": tf.ones([]) if scale is None else scale}
+
+    def _finish(
+        self, values: list[tf.Tensor], global_rows: Any, scale: Any
+    ) -> tuple[list[tf.Tensor], dict[str, Any]]:
+        """Turns what was added over the replicas into the gradient of the global batch."""
+        layout = self._phase.layout
+        *summed, stats = values
+        sums, weights = tf.split(stats, [len(layout.terms), len(layout.measured)])
+        weights = tf.unstack(weights, num=len(layout.measured))
+        logs = layout.report(tf.unstack(sums, num=len(layout.terms)), weights, global_rows)
+        variables = self.model.trainable_variables
+        current = [tf.convert_to_tensor(variable.value) for variable in variables]
+        penalty, penalties = regularization(variables, current)
+        corrections: list[Any] = layout.corrections(weights, global_rows)
+        if len(self._phase.present) > len(corrections):
+            corrections = [None, *corrections]
+        total: list[Any] = [None] * len(variables)
+        taken = iter(summed)
+        for correction, present in zip(corrections, self._phase.present, strict=True):
+            factor = _unscaled(correction, scale)
+            for i, here in enumerate(present):
+                if here:
+                    gradient = next(taken)
+                    part = (
+                        gradient if factor is None else gradient * tf.cast(factor, gradient.dtype)
+                    )
+                    total[i] = part if total[i] is None else total[i] + part
+        for i, part in enumerate(penalties):
+            if part is not None:
+                part = tf.cast(part, tf.float32) if part.dtype.size < 4 else part
+                total[i] = part if total[i] is None else total[i] + part
+        self._trained = [
+            v for v, gradient in zip(variables, total, strict=True) if gradient is not None
+        ]
+        gradients = [gradient for gradient in total if gradient is not None]
+        norm = _global_norm(gradients)
+        logs["finite"] = tf.constant(True) if scale is None else _all_finite(gradients)
+        if self._clip_norm is not None:
+            gradients, _ = tf.clip_by_global_norm(gradients, self._clip_norm, use_norm=norm)
+        logs = {**logs, "loss": logs["loss"] + penalty, "gradient_norm": norm}
+        return [tf.cast(g, v.dtype) for g, v in zip(gradients, self._trained, strict=True)], logs
+
+    def _update(self, gradients: Any, finite: Any) -> None:
+        optimizer = unwrap_optimizer(self.optimizer)
+
+        def apply(gradients: list[tf.Tensor]) -> None:
+            # Without this the counter would count a step whose gradients failed to compute.
+            with tf.control_dependencies(gradients):
+                apply_in_replica(optimizer, gradients, self._trained)
+
+        def update() -> None:
+            frequency = optimizer.ema_overwrite_frequency if optimizer.use_ema else None
+            self.strategy.run(apply, args=(gradients,))
+            if frequency:
+                overwrite_with_averages(optimizer, self.strategy)
+
+        if self.loss_scale is None:
+            update()
+            return
+        tf.cond(finite, lambda: (update(), 0)[1], lambda: 0)
+        self.loss_scale.update(finite)
+
+
+def _unscaled(correction: Any, scale: Any) -> Any:
+    if scale is None:
+        return correction
+    return 1.0 / scale if correction is None else tf.cast(correction, tf.float32) / scale
+
+
+def _global_norm(gradients: list[tf.Tensor]) -> tf.Tensor:
+    if not gradients:
+        return tf.zeros([])
+    return tf.cast(tf.linalg.global_norm(gradients), tf.float32)
+
+
+def _all_finite(gradients: list[tf.Tensor]) -> tf.Tensor:
+    return tf.reduce_all([tf.reduce_all(tf.math.is_finite(gradient)) for gradient in gradients])

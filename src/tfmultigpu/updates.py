@@ -1,0 +1,143 @@
+"""One optimizer update from gradients that are already summed over the replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import tensorflow as tf
+
+from tfmultigpu import _bridge
+from tfmultigpu.errors import ScopeError, TfMultiGpuError
+from tfmultigpu.scopes import check_scope
+
+__all__ = ["apply_reduced_gradients", "build_optimizer"]
+
+
+def apply_reduced_gradients(
+    optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any]
+) -> None:
+    """Updates variables from gradients that are already those of the global batch.
+
+    ``optimizer.apply`` of Keras would add them over the replicas once more. Clipping set on the
+    optimizer, weight decay, schedules, constraints and moving averages act as on one device.
+
+    Args:
+        optimizer: A built Keras optimizer; see ``build_optimizer``.
+        gradients: One tensor per variable, the same on every replica; None leaves a variable as it
+            is.
+        variables: The variables, in the same order.
+
+    Raises:
+        RuntimeError: Called neither in a replica (``strategy.run``) nor on one device.
+
+    Example:
+        >>> import keras, tensorflow as tf, tfmultigpu as tmg
+        >>> weight = keras.Variable([1.0])
+        >>> optimizer = keras.optimizers.SGD(0.5)
+        >>> optimizer.build([weight])
+        >>> tmg.apply_reduced_gradients(optimizer, [tf.constant([1.0])], [weight])
+        >>> weight.numpy().tolist()
+        [0.5]
+    """
+    context = tf.distribute.get_replica_context()
+    if context is None:
+        raise RuntimeError(
+            "apply_reduced_gradients must be called by every replica: call it in the function "
+            "given to strategy.run."
+        )
+    frequency = optimizer.ema_overwrite_frequency if optimizer.use_ema else None
+    apply_in_replica(optimizer, gradients, variables)
+    if frequency:
+        if _bridge.uses_merge_call(context.strategy):
+            context.merge_call(lambda strategy: overwrite_with_averages(optimizer, strategy))
+        else:
+            overwrite_with_averages(optimizer, context.strategy)
+
+
+def apply_in_replica(optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any]) -> None:
+    """Applies summed gradients in one replica, without overwriting variables by their averages."""
+    pairs = [(g, v) for g, v in zip(gradients, variables, strict=True) if g is not None]
+    if not pairs:
+        return
+    summed, kept = zip(*pairs, strict=True)
+    replicas = tf.distribute.get_strategy().num_replicas_in_sync
+    with _without_own_cond(optimizer):
+        if replicas == 1 or _bridge.can_skip_gradient_sum(optimizer):
+            with _bridge.gradients_already_summed(optimizer):
+                optimizer.apply(list(summed), list(kept))
+        else:
+            optimizer.apply([gradient / replicas for gradient in summed], list(kept))
+
+
+def overwrite_with_averages(optimizer: Any, strategy: tf.distribute.Strategy) -> None:
+    """Does what ``ema_overwrite_frequency`` asks, in a cross-replica context, after an update."""
+
+    def overwrite() -> None:
+        for variable, average in _bridge.moving_averages(optimizer):
+            strategy.extended.update(variable, lambda v, a: v.assign(a), args=(average,))
+
+    due = tf.convert_to_tensor(optimizer.iterations) % optimizer.ema_overwrite_frequency == 0
+    tf.cond(due, overwrite, lambda: None)
+
+
+_patient: dict[int, list[Any]] = {}
+
+
+@contextmanager
+def _without_own_cond(optimizer: Any) -> Iterator[None]:
+    """Hides ``ema_overwrite_frequency``, whose ``tf.cond`` in a replica is an error on several.
+
+    Counted, because replicas are threads that take turns inside ``optimizer.apply``.
+    """
+    if not getattr(optimizer, "use_ema", False):
+        yield
+        return
+    entry = _patient.setdefault(id(optimizer), [0, optimizer.ema_overwrite_frequency])
+    entry[0] += 1
+    optimizer.ema_overwrite_frequency = None
+    try:
+        yield
+    finally:
+        entry[0] -= 1
+        if not entry[0]:
+            optimizer.ema_overwrite_frequency = _patient.pop(id(optimizer))[1]
+
+
+def build_optimizer(
+    optimizer: Any, variables: Sequence[Any], strategy: tf.distribute.Strategy
+) -> None:
+    """Creates the optimizer's variables where they belong, before anything is traced.
+
+    Slots made inside ``strategy.run`` crash every optimizer that has them, and slots made outside
+    the scope let replicas drift apart.
+
+    Args:
+        optimizer: A Keras optimizer.
+        variables: The variables it will train.
+        strategy: The strategy whose scope they were created in.
+
+    Raises:
+        ScopeError: The optimizer was created or built outside the scope of the strategy.
+        TfMultiGpuError: The optimizer accumulates gradients by itself.
+    """
+    if getattr(optimizer, "gradient_accumulation_steps", None):
+        raise TfMultiGpuError(
+            "Accumulation inside a Keras optimizer crashes on several replicas and averages "
+            "averages on one. Received: gradient_accumulation_steps="
+            f"{optimizer.gradient_accumulation_steps}. Leave it out and pass micro_batches="
+            f"{optimizer.gradient_accumulation_steps} to make_train_step."
+        )
+    check_scope(optimizer.variables, strategy, "optimizer")
+    if not optimizer.built:
+        with strategy.scope():
+            optimizer.build(list(variables))
+    check_scope(optimizer.variables, strategy, "optimizer")
+    known = {id(variable) for variable in _bridge.optimizer_trains(optimizer)}
+    missing = [v.path for v in variables if known and id(v) not in known]
+    if missing:
+        raise ScopeError(
+            f"The optimizer was built for other variables. It does not know: {missing[:3]}. "
+            "Create a new optimizer for this model, inside strategy.scope()."
+        )
