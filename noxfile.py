@@ -1,7 +1,7 @@
 """Everything that is checked, by name: ``nox`` runs the default sessions, ``nox -s NAME`` one.
 
-The sessions share one environment, because TensorFlow takes 600 MB and a minute to install. Only
-``tests-oldest`` (another TensorFlow) and ``build`` (no TensorFlow at all) have their own.
+TensorFlow takes 600 MB and a minute to install, so ``lint``, ``types``, ``docs`` and ``build`` do
+without it, and every environment is kept for the next run.
 """
 
 from __future__ import annotations
@@ -10,13 +10,12 @@ import re
 import shutil
 import sys
 import zipfile
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import nox
 
 nox.needs_version = ">=2024.10.9"
+nox.options.reuse_venv = "yes"
 nox.options.sessions = ["lint", "types", "docs", "tests"]
 
 PROJECT = nox.project.load_toml("pyproject.toml")
@@ -24,101 +23,91 @@ LINTED = ("src", "tests", "benchmarks", "examples", "noxfile.py")
 # One file, one worker process: a file's tests share TensorFlow's virtual devices and traces.
 PYTEST = ("pytest", "-n", "2", "--dist", "loadfile")
 
-Session = Callable[[nox.Session], None]
+
+def groups(*names: str) -> list[str]:
+    """The requirements of these dependency groups."""
+    return list(nox.project.dependency_groups(PROJECT, *names))
 
 
-def shared(name: str) -> Callable[[Session], Any]:
-    """Declare a session that runs in the environment shared by most sessions."""
-    return nox.session(name=name, venv_location=".nox/shared", reuse_venv=True)
-
-
-def install(session: nox.Session, *groups: str, package: bool = False) -> None:
-    """Install dependency groups and, where the session runs it, the package itself."""
-    requirements = nox.project.dependency_groups(PROJECT, *groups) if groups else ()
-    session.install(*requirements, *(("-e", ".") if package else ()))
-
-
-@shared("lint")
+@nox.session
 def lint(session: nox.Session) -> None:
     """Format and lint rules; nothing is changed (``nox -s lint -- --fix`` changes it)."""
-    install(session, "lint")
+    session.install(*groups("lint"))
     fix = "--fix" in session.posargs
     paths = [path for path in LINTED if Path(path).exists()]
     session.run("ruff", "check", *(["--fix"] if fix else []), *paths)
     session.run("ruff", "format", *([] if fix else ["--check"]), *paths)
 
 
-@shared("types")
+@nox.session
 def types(session: nox.Session) -> None:
     """Check the types, strictly."""
-    install(session, "types", package=True)
+    session.install(*groups("types"))
     session.run("mypy", *session.posargs)
 
 
-@shared("docs")
+@nox.session
 def docs(session: nox.Session) -> None:
     """Build the documentation; any warning is an error."""
-    install(session, "docs")
+    session.install(*groups("docs"))
     session.run("mkdocs", "build", "--strict", *session.posargs)
 
 
-@shared("tests")
+@nox.session
 def tests(session: nox.Session) -> None:
     """All tests, slow ones included, two worker processes."""
-    install(session, "test", package=True)
+    session.install("-e", ".", *groups("test"))
     session.run(*PYTEST, *session.posargs)
 
 
 def oldest_python() -> str:
     """The Python to test the lowest TensorFlow with: its wheels end at Python 3.12."""
-    running = f"{sys.version_info.major}.{sys.version_info.minor}"
-    if sys.version_info < (3, 13):
-        return running
+    if sys.version_info[:2] <= (3, 12):
+        return f"{sys.version_info.major}.{sys.version_info.minor}"
     found = (v for v in ("3.12", "3.11", "3.10") if shutil.which(f"python{v}"))
     return next(found, "3.12")
 
 
-@nox.session(name="tests-oldest", python=oldest_python(), reuse_venv=True)
+@nox.session(name="tests-oldest", python=oldest_python())
 def tests_oldest(session: nox.Session) -> None:
     """All tests against the lowest TensorFlow that pyproject.toml allows."""
     (requirement,) = (r for r in PROJECT["project"]["dependencies"] if r.startswith("tensorflow"))
     lowest = re.fullmatch(r"tensorflow>=([\d.]+)", requirement)
     if lowest is None:
         session.error(f"pyproject.toml names no single lowest TensorFlow: {requirement!r}")
-    groups = nox.project.dependency_groups(PROJECT, "test")
-    session.install("-e", ".", f"tensorflow=={lowest[1]}.*", *groups)
+    session.install("-e", ".", f"tensorflow=={lowest[1]}.*", *groups("test"))
     session.run(*PYTEST, *session.posargs)
 
 
-@shared("notebooks")
+@nox.session
 def notebooks(session: nox.Session) -> None:
     """Execute every notebook from top to bottom (they are kept as text, in docs/notebooks)."""
-    install(session, "notebooks", "test", package=True)
+    session.install("-e", ".", *groups("notebooks", "test"))
     out = Path(session.create_tmp())
     for text in sorted(Path("docs/notebooks").glob("*.py")):
         session.run("jupytext", "--to", "ipynb", str(text), "-o", str(out / f"{text.stem}.ipynb"))
     session.run("pytest", "--nbmake", "--override-ini", "filterwarnings=", str(out))
 
 
-@shared("demo")
+@nox.session
 def demo(session: nox.Session) -> None:
     """Run the main job as a user would: ``python -m tfmultigpu demo``."""
     session.install("-e", ".[demo]")
     session.run("python", "-m", "tfmultigpu", "demo", *session.posargs)
 
 
-@shared("bench")
+@nox.session
 def bench(session: nox.Session) -> None:
     """Run every benchmark; each prints its ratios against a loop written by hand."""
-    install(session, package=True)
+    session.install("-e", ".")
     for script in sorted(Path("benchmarks").glob("*.py")):
         session.run("python", str(script), *session.posargs)
 
 
-@nox.session(reuse_venv=True)
+@nox.session
 def build(session: nox.Session) -> None:
     """Build the wheel and the source archive, and look inside the wheel."""
-    install(session, "build")
+    session.install(*groups("build"))
     out = Path(session.create_tmp()) / "dist"
     shutil.rmtree(out, ignore_errors=True)
     session.run("python", "-m", "build", "--outdir", str(out))
