@@ -57,8 +57,7 @@ class GradientAccumulator:
         self._sums = [_local_sum(v.shape, _sum_dtype(v.dtype)) for v in self.variables]
         self._weight = _local_sum([], tf.float32)
         self._count = tf.Variable(
-            0,
-            dtype=tf.int64,
+            tf.constant(0, tf.int64),
             trainable=False,
             synchronization=tf.VariableSynchronization.ON_READ,
             aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA,
@@ -83,8 +82,8 @@ class GradientAccumulator:
         """
         if len(gradients) != len(self.variables):
             raise TfMultiGpuError(
-                f"There must be one gradient per variable. Received: {len(gradients)} gradients for "
-                f"{len(self.variables)} variables. Pass None for a variable without gradient."
+                f"There must be one gradient per variable. Received: {len(gradients)} gradients "
+                f"for {len(self.variables)} variables. Pass None for a variable without gradient."
             )
         if tf.distribute.get_replica_context() is None:
             raise TfMultiGpuError(

@@ -127,8 +127,8 @@ class BatchFunction:
         counts = [int(rows_lib.count_rows(shard)) for shard in local]
         if 0 in counts:
             raise DataError(
-                f"Replica {counts.index(0)} got no rows. Received: shards of {counts} rows. Cut the "
-                "data with tmg.distribute_dataset, which never leaves a replica empty."
+                f"Replica {counts.index(0)} got no rows. Received: shards of {counts} rows. Cut "
+                "the data with tmg.distribute_dataset, which never leaves a replica empty."
             )
         if len(local) == self.strategy.num_replicas_in_sync:
             return tf.constant(sum(counts), tf.int64)

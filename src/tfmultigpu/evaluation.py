@@ -184,7 +184,7 @@ class PredictStep:
         self._function = BatchFunction(self._step, strategy, self._local)
 
     def __call__(self, batch: Any) -> Any:
-        """Predicts one batch: ``x``, ``(x, y)`` or ``(x, y, sample_weight)``, of which x is used."""
+        """Predicts one batch: ``x``, ``(x, y)`` or ``(x, y, sample_weight)``; only x is used."""
         if not self._ready:
             prepare_model(self._model, self.strategy, self._function.spec_of(batch))
             self._ready = True

@@ -93,7 +93,7 @@ def loss_sum(loss: Any, y_true: Any, y_pred: Any, sample_weight: Any = None) -> 
     return kind(term.sum, term.weight)
 
 
-def global_mean(loss_sum: LossSum) -> tf.Tensor:
+def global_mean(loss_sum: LossSum) -> Any:
     """Returns the loss of the global batch, divided once after adding over all replicas.
 
     Its gradient on each replica is that replica's part of the gradient, so that gradients summed

@@ -67,21 +67,17 @@ def update_metrics(metrics: Any, outputs: Sequence[Output], counts: Any, *, weig
     if not pairs:
         return
 
-    def update() -> None:
+    def update() -> tf.Tensor:
         for metric, output in pairs:
             weight = {"sample_weight": output.sample_weight} if weighted else {}
             metric.update_state(output.y_true, output.y_pred, **weight)
+        return tf.constant(True)
 
-    run_if(counts, update)
-
-
-def run_if(condition: Any, function: Callable[[], None]) -> None:
-    """Runs a function where a Python or tensor condition holds, without a branch if it is known."""
-    known = condition if isinstance(condition, bool) else tf.get_static_value(condition)
+    known = counts if isinstance(counts, bool) else tf.get_static_value(counts)
     if known is None:
-        tf.cond(condition, lambda: (function(), 0)[1], lambda: 0)
+        tf.cond(counts, update, lambda: tf.constant(False))
     elif known:
-        function()
+        update()
 
 
 def _positional(function: Callable[..., Any]) -> list[str]:

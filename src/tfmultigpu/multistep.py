@@ -55,7 +55,7 @@ class MultiStep:
                 )
             source, key, split = iterator.source, iterator.split_key, iterator.split
         elif isinstance(iterator, tf.data.Iterator):
-            source, key, split = iterator, None, self.step.cut
+            source, key, split = iterator, None, self._cut
         else:
             raise DataError(
                 "step.run takes an iterator, which remembers where it is between calls. Received: "
@@ -68,6 +68,9 @@ class MultiStep:
             return dict(self._compiled[key](source, tf.constant(steps, tf.int64)))
         except tf.errors.InvalidArgumentError as error:
             raise rows_lib.as_data_error(error) from None
+
+    def _cut(self, element: Any) -> tuple[list[Any], Any]:
+        return self.step.cut(element)
 
     def _compile(self, split: Callable[[Any], Any]) -> Any:
         names: list[str] = []

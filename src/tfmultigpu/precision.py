@@ -115,10 +115,10 @@ def make_loss_scale(
         with strategy.scope():
             first = tf.VariableAggregation.ONLY_FIRST_REPLICA
             scale = tf.Variable(
-                INITIAL_SCALE, trainable=False, name="loss_scale", aggregation=first
+                tf.constant(INITIAL_SCALE), trainable=False, name="loss_scale", aggregation=first
             )
             good = tf.Variable(
-                0, dtype=tf.int32, trainable=False, name="good_steps", aggregation=first
+                tf.constant(0), trainable=False, name="good_steps", aggregation=first
             )
         return DynamicLossScale(scale, good)
     if isinstance(asked, str):

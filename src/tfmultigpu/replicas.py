@@ -1,4 +1,4 @@
-"""The replica phase of a train step: forward and backward on each shard, added over micro-batches."""
+"""The replica phase of a train step: forward and backward on each shard."""
 
 from __future__ import annotations
 
@@ -162,7 +162,8 @@ class ReplicaPhase:
 def _dense(gradient: Any) -> tf.Tensor:
     """A gradient ready to be added: rows of an embedding summed into place, at least float32."""
     gradient = tf.convert_to_tensor(gradient)
-    return tf.cast(gradient, _sum_dtype(gradient.dtype))
+    summed: tf.Tensor = tf.cast(gradient, _sum_dtype(gradient.dtype))
+    return summed
 
 
 def _sum_dtype(dtype: tf.DType) -> tf.DType:

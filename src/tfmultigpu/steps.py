@@ -83,7 +83,8 @@ def make_train_step(
         >>> with strategy.scope():
         ...     model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
         ...     optimizer = keras.optimizers.SGD(0.1)
-        >>> data = tmg.distribute_dataset((np.ones((5, 3)), np.ones((5, 1))), strategy, batch_size=2)
+        >>> arrays = np.ones((5, 3)), np.ones((5, 1))
+        >>> data = tmg.distribute_dataset(arrays, strategy, batch_size=2)
         >>> step = tmg.make_train_step(model, optimizer, "mse", strategy)
         >>> [float(step(batch)["weight"]) for batch in data]
         [2.0, 2.0, 1.0]
@@ -148,8 +149,8 @@ class TrainStep:
         """Trains on one batch.
 
         Args:
-            batch: An element of a distributed dataset, or a whole global batch: ``x``, ``(x, y)`` or
-                ``(x, y, sample_weight)`` of tensors or arrays.
+            batch: An element of a distributed dataset, or a whole global batch: ``x``, ``(x, y)``
+                or ``(x, y, sample_weight)`` of tensors or arrays.
 
         Returns:
             Scalars: ``"loss"``, what one device would report, regularisation included;
@@ -248,16 +249,17 @@ class TrainStep:
             with tf.control_dependencies(gradients):
                 apply_in_replica(optimizer, gradients, self._trained)
 
-        def update() -> None:
+        def update() -> tf.Tensor:
             frequency = optimizer.ema_overwrite_frequency if optimizer.use_ema else None
             self.strategy.run(apply, args=(gradients,))
             if frequency:
                 overwrite_with_averages(optimizer, self.strategy)
+            return tf.constant(True)
 
         if self.loss_scale is None:
             update()
             return
-        tf.cond(finite, lambda: (update(), 0)[1], lambda: 0)
+        tf.cond(finite, update, lambda: tf.constant(False))
         self.loss_scale.update(finite)
 
 
@@ -267,11 +269,11 @@ def _unscaled(correction: Any, scale: Any) -> Any:
     return 1.0 / scale if correction is None else tf.cast(correction, tf.float32) / scale
 
 
-def _global_norm(gradients: list[tf.Tensor]) -> tf.Tensor:
+def _global_norm(gradients: list[tf.Tensor]) -> Any:
     if not gradients:
         return tf.zeros([])
     return tf.cast(tf.linalg.global_norm(gradients), tf.float32)
 
 
-def _all_finite(gradients: list[tf.Tensor]) -> tf.Tensor:
+def _all_finite(gradients: list[tf.Tensor]) -> Any:
     return tf.reduce_all([tf.reduce_all(tf.math.is_finite(gradient)) for gradient in gradients])
