@@ -17,6 +17,7 @@ __all__ = [
     "MissingExtraError",
     "ScopeError",
     "ShareError",
+    "StrategyFallbackWarning",
     "StrategyUnavailableError",
     "TfMultiGpuError",
 ]
@@ -40,6 +41,10 @@ class DevicesInitializedError(TfMultiGpuError, RuntimeError):
 
 class StrategyUnavailableError(TfMultiGpuError, RuntimeError):
     """The strategy asked for cannot be had here, and falling back was not allowed."""
+
+
+class StrategyFallbackWarning(UserWarning):
+    """What was asked for cannot be had here, and the next best was taken."""
 
 
 class ClusterError(TfMultiGpuError, ValueError):

@@ -1,0 +1,302 @@
+"""What to run on: plan it, say why, and create the strategy.
+
+A missing device, a dead TPU address and a missing worker are found here, in seconds, before
+TensorFlow is asked: it would wait for them, for ever or for an hour.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import os
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfmultigpu.clusters import Cluster, cluster_from_environment, preflight
+from tfmultigpu.devices import existing_logical_names, list_devices, logical_to_physical
+from tfmultigpu.errors import (
+    ClusterError,
+    StrategyFallbackWarning,
+    StrategyUnavailableError,
+)
+from tfmultigpu.plans import Facts, StrategyPlan, choose
+from tfmultigpu.tpus import Tpu, connect_tpu, find_tpu
+
+__all__ = ["StrategyPlan", "create_strategy", "plan_strategy"]
+
+_log = logging.getLogger("tfmultigpu")
+
+# What TensorFlow itself can have only once in a process.
+_ring_over: tuple[str, ...] | None = None
+_joined: str | None = None
+
+
+def plan_strategy(
+    prefer: str = "auto",
+    devices: int | str | Sequence[str] | None = None,
+    communication: str = "auto",
+) -> StrategyPlan:
+    """Say what `create_strategy` would create with the same arguments, and why.
+
+    Starts no device and changes nothing. A TPU address in the environment is dialled once.
+
+    Args:
+        prefer: `"auto"`, or `"tpu"`, `"multi_worker"`, `"mirrored"`, `"one_device"`.
+        devices: see `create_strategy`.
+        communication: see `create_strategy`.
+
+    Returns:
+        The plan; `str` of it is for a person.
+
+    Raises:
+        ClusterError: TF_CONFIG is wrong.
+        DeviceNotFoundError: a device is asked for that does not exist.
+        StrategyUnavailableError: the arguments contradict each other.
+        ValueError: an argument is none of the choices.
+
+    Example:
+        >>> plan_strategy(prefer="one_device").num_replicas
+        1
+    """
+    return choose(_look_around(prefer, devices), prefer, devices, communication)
+
+
+def create_strategy(
+    prefer: str = "auto",
+    devices: int | str | Sequence[str] | None = None,
+    communication: str = "auto",
+    fallback: bool = True,
+    startup_timeout: float = 60.0,
+) -> tf.distribute.Strategy:
+    """Create the strategy for the devices that are here.
+
+    In order: a TPU that answers; the workers of TF_CONFIG; all GPUs, mirrored; one GPU; the CPU.
+    `prefer` starts further down. Several logical CPUs are used only when asked for.
+
+    Args:
+        prefer: `"auto"`, or `"tpu"`, `"multi_worker"`, `"mirrored"`, `"one_device"`.
+        devices: names, such as `["GPU:0", "GPU:1"]`, or how many, of the GPUs if there are any
+            and of the logical CPUs otherwise; `None` for all. With `prefer="tpu"` its address.
+        communication: how replicas add gradients: `"auto"`, `"nccl"`, `"ring"`,
+            `"hierarchical_copy"` or `"one_device"` (added on one device, then copied).
+        fallback: what was asked for and this machine cannot do: `True` warns with the reason and
+            takes the next in order, `False` raises. A missing device, a wrong cluster and a
+            missing worker always raise: other devices than those named, or one worker training
+            alone, would be a silently different run.
+        startup_timeout: seconds to wait for the other workers.
+
+    Returns:
+        A `tf.distribute` strategy. Several may be created in one process, except over several
+        workers.
+
+    Raises:
+        ClusterError: TF_CONFIG is wrong, a worker is missing, disagrees or cannot start, or this
+            process has joined a cluster before.
+        DeviceNotFoundError: a device is asked for that does not exist.
+        StrategyUnavailableError: the arguments contradict each other, or ask for what cannot be
+            had, with `fallback=False`.
+        ValueError: an argument is none of the choices.
+
+    Example:
+        >>> strategy = create_strategy(prefer="one_device")
+        >>> strategy.num_replicas_in_sync
+        1
+    """
+    if isinstance(startup_timeout, bool) or not startup_timeout > 0:
+        raise ValueError(
+            "startup_timeout is how many seconds to wait for the other workers, above 0. "
+            f"Received: startup_timeout={startup_timeout!r}"
+        )
+    facts = _look_around(prefer, devices)
+    plan = choose(facts, prefer, devices, communication)
+    _accept(plan, fallback)
+    if plan.kind == "tpu":
+        address = str(facts.tpu.address)
+        try:
+            strategy = connect_tpu(address)
+        except (ValueError, RuntimeError, tf.errors.OpError) as error:
+            problem = f"{facts.tpu.source}={address!r} answers, but TensorFlow could not start "
+            dead = Tpu(address, facts.tpu.source, f"{problem}a TPU there: {error}")
+            _log.warning("No TPU: %s", dead.missing)
+            facts = dataclasses.replace(facts, tpu=dead)
+            plan = choose(facts, prefer, devices, communication)
+            _accept(plan, fallback)
+        else:
+            _log.info("%s", plan)
+            return strategy
+    _say(plan, facts, devices)
+    if plan.kind == "multi_worker":
+        assert facts.cluster is not None
+        return _join(plan, facts.cluster, startup_timeout)
+    if plan.kind == "mirrored":
+        return _mirror(plan)
+    return tf.distribute.OneDeviceStrategy(_full(plan.devices[0]))
+
+
+def _look_around(prefer: str, devices: int | str | Sequence[str] | None) -> Facts:
+    wants_tpu = prefer == "tpu" or (prefer == "auto" and devices is None)
+    wants_cluster = prefer in ("auto", "tpu", "multi_worker")
+    names = existing_logical_names("TPU")
+    tpu = Tpu(None, "", "it was not asked for")
+    if wants_tpu:
+        address = _tpu_address(devices) if prefer == "tpu" else None
+        tpu = find_tpu(os.environ, address=address, local=len(names))
+    test: Any = tf.test
+    return Facts(
+        devices=logical_to_physical(),
+        tpu=tpu,
+        cluster=cluster_from_environment() if wants_cluster else None,
+        nccl=bool(test.is_built_with_gpu_support()) and os.name == "posix",
+        no_gpu=_why_no_gpu(),
+        ring_over=_ring_over,
+        environment=frozenset(os.environ),
+    )
+
+
+def _tpu_address(devices: int | str | Sequence[str] | None) -> str | None:
+    names = (devices,) if isinstance(devices, str) else devices
+    if names is None:
+        return None
+    if isinstance(names, int) or len(names) != 1 or not names[0].startswith(("grpc://", "local")):
+        raise ValueError(
+            "With prefer='tpu', devices is the address of the TPU, 'grpc://host:port' or 'local', "
+            f"or is left out: a TPU is used whole. Received: devices={devices!r}"
+        )
+    return names[0]
+
+
+def _why_no_gpu() -> str:
+    """Why, in case there is none; names the likeliest first."""
+    test: Any = tf.test
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if list_devices("GPU"):
+        return "all GPUs are hidden from TensorFlow (restrict_devices, set_visible_devices)"
+    if hidden is not None and hidden.strip() in ("", "-1", "NoDevFiles"):
+        return f"CUDA_VISIBLE_DEVICES={hidden!r} hides them"
+    if not test.is_built_with_gpu_support():
+        return "this TensorFlow is built without GPU support"
+    return (
+        "TensorFlow finds none; if there should be one, see that nvidia-smi lists it, and that "
+        "the libraries are there: pip install 'tensorflow[and-cuda]'"
+    )
+
+
+def _accept(plan: StrategyPlan, fallback: bool) -> None:
+    if not plan.unmet:
+        return
+    what = "; ".join(plan.unmet)
+    taken = f"{plan.kind} on {', '.join(plan.devices)}, gradients added by {plan.communication}"
+    if not fallback:
+        raise StrategyUnavailableError(
+            f"Asked for, and not to be had here: {what}. Change that argument, or allow "
+            f"fallback=True to run on {taken}."
+        )
+    warnings.warn(
+        f"Asked for, and not to be had here: {what}. Running on {taken} instead. To get an error "
+        "here, pass fallback=False.",
+        StrategyFallbackWarning,
+        stacklevel=3,
+    )
+
+
+def _say(plan: StrategyPlan, facts: Facts, devices: int | str | Sequence[str] | None) -> None:
+    if facts.tpu.address is not None and facts.tpu.missing is not None:
+        _log.warning("No TPU: %s", facts.tpu.missing)
+    if devices is None and not facts.of_kind("GPU"):
+        _log.warning("No GPU: %s. Training runs on %s.", facts.no_gpu, ", ".join(plan.devices))
+    _log.info("%s", plan)
+
+
+def _full(name: str) -> str:
+    return f"/device:{name}"
+
+
+def _mirror(plan: StrategyPlan) -> tf.distribute.Strategy:
+    global _ring_over
+    distribute: Any = tf.distribute
+    # TensorFlow's default, collectives, works for one set of devices in a process; only "ring"
+    # needs them.
+    makers = {
+        "nccl": distribute.NcclAllReduce,
+        "hierarchical_copy": distribute.HierarchicalCopyAllReduce,
+        "one_device": distribute.ReductionToOneDevice,
+    }
+    operations = None
+    if plan.communication == "ring":
+        _ring_over = plan.devices
+    else:
+        operations = makers[plan.communication]()
+    names = [_full(name) for name in plan.devices]
+    strategy: tf.distribute.Strategy = distribute.MirroredStrategy(names, operations)
+    return strategy
+
+
+def _join(plan: StrategyPlan, cluster: Cluster, timeout: float) -> tf.distribute.Strategy:
+    global _joined
+    if _joined is not None:
+        raise ClusterError(
+            f"This process has joined a cluster already, as {_joined}. TensorFlow can do that once "
+            "in a process; a second time it hangs or mixes up the shapes. Keep the first strategy "
+            "and use it again."
+        )
+    problem = None
+    if _devices_started():
+        problem = (
+            "TensorFlow had started its devices before create_strategy, and cannot join a cluster "
+            "after that. The first tensor, variable, dataset, Keras object or strategy starts "
+            "them. Move create_strategy up, directly after the imports"
+        )
+    kind = plan.devices[0].split(":")[0]
+    preflight(
+        cluster,
+        devices=f"{len(plan.devices)} {kind}",
+        communication=plan.communication,
+        timeout=timeout,
+        problem=problem,
+    )
+    _joined = str(cluster)
+    distribute: Any = tf.distribute
+    job = "chief" if cluster.has_chief and cluster.index == 0 else "worker"
+    resolver = distribute.cluster_resolver.SimpleClusterResolver(
+        tf.train.ClusterSpec(cluster.jobs),
+        task_type=job,
+        task_id=cluster.jobs[job].index(str(cluster.address)),
+        num_accelerators={"GPU": len(plan.devices)} if kind == "GPU" else {},
+        rpc_layer="grpc",
+    )
+    options = distribute.experimental.CommunicationOptions(
+        implementation=distribute.experimental.CommunicationImplementation[
+            plan.communication.upper()
+        ]
+    )
+    try:
+        strategy: tf.distribute.Strategy = distribute.MultiWorkerMirroredStrategy(
+            cluster_resolver=resolver, communication_options=options
+        )
+    except (RuntimeError, ValueError, tf.errors.OpError) as error:
+        raise ClusterError(
+            f"The workers met, but TensorFlow could not start {cluster}: {error} Restart every "
+            "worker: TensorFlow cannot try twice in a process."
+        ) from error
+    return strategy
+
+
+def _devices_started() -> bool:
+    """Whether TensorFlow has started its devices; starts none.
+
+    TensorFlow has no question for it, but refuses some settings from then on: try one and put it
+    back.
+    """
+    threading: Any = tf.config.threading
+    before = threading.get_inter_op_parallelism_threads()
+    try:
+        threading.set_inter_op_parallelism_threads(before + 1)
+    except RuntimeError:
+        return True
+    with contextlib.suppress(RuntimeError):
+        threading.set_inter_op_parallelism_threads(before)
+    return False
