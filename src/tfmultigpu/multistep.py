@@ -26,7 +26,7 @@ class MultiStep:
     def __init__(self, step: BatchFunction) -> None:
         """Takes the step."""
         self.step = step
-        self._compiled: dict[Any, Any] = {}
+        self._compiled: list[tuple[Any, Any]] = []
 
     def __call__(self, iterator: Any, steps: int) -> dict[str, Any]:
         """Runs up to ``steps`` batches.
@@ -62,12 +62,21 @@ class MultiStep:
                 f"{type(iterator).__name__}. Write iterator = "
                 "iter(tmg.distribute_dataset(dataset, strategy)), then step.run(iterator, steps)."
             )
-        if key not in self._compiled:
-            self._compiled[key] = self._compile(split)
+        run = self._find((key, tf.type_spec_from_value(source)), split)
         try:
-            return dict(self._compiled[key](source, tf.constant(steps, tf.int64)))
+            return dict(run(source, tf.constant(steps, tf.int64)))
         except tf.errors.InvalidArgumentError as error:
             raise rows_lib.as_data_error(error) from None
+
+    def _find(self, kind: Any, split: Callable[[Any], Any]) -> Any:
+        """The compiled function for a kind of iterator; specs of dicts compare but do not hash."""
+        for known, run in self._compiled:
+            if known == kind:
+                return run
+        signature = kind[1], tf.TensorSpec([], tf.int64)
+        run = self._compile(split).get_concrete_function(*signature)
+        self._compiled.append((kind, run))
+        return run
 
     def _cut(self, element: Any) -> tuple[list[Any], Any]:
         return self.step.cut(element)

@@ -37,6 +37,9 @@ def sum_over_replicas(
 
     def reduce(tensors: list[tf.Tensor]) -> list[tf.Tensor]:
         context = tf.distribute.get_replica_context()
+        # A tensor captured by a branch or a loop has no device of its own, which some strategies
+        # need to know where to reduce to.
+        tensors = [tf.identity(tensor) for tensor in tensors]
         reduced: dict[int, tf.Tensor] = {}
         for dtype in dtypes:  # all_reduce takes one dtype a call
             chosen = [i for i, tensor in enumerate(tensors) if tensor.dtype == dtype]
