@@ -160,7 +160,7 @@ def test_an_address_of_another_machine_is_named() -> None:
 
 
 def test_a_name_that_does_not_resolve_is_named() -> None:
-    with pytest.raises(ClusterError, match="no-such-host.invalid:4567 does not resolve"):
+    with pytest.raises(ClusterError, match=r"no-such-host\.invalid:4567 does not resolve"):
         meet(["no-such-host.invalid:4567"], 0, CARD, timeout=1.0)
 
 

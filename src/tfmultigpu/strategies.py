@@ -115,22 +115,23 @@ def create_strategy(
     plan = choose(facts, prefer, devices, communication)
     _accept(plan, fallback)
     if plan.kind == "tpu":
-        address = str(facts.tpu.address)
         try:
-            strategy = connect_tpu(address)
+            strategy = connect_tpu(str(facts.tpu.address))
         except (ValueError, RuntimeError, tf.errors.OpError) as error:
-            problem = f"{facts.tpu.source}={address!r} answers, but TensorFlow could not start "
-            dead = Tpu(address, facts.tpu.source, f"{problem}a TPU there: {error}")
-            _log.warning("No TPU: %s", dead.missing)
-            facts = dataclasses.replace(facts, tpu=dead)
+            facts = dataclasses.replace(facts, tpu=_dead(facts.tpu, error))
             plan = choose(facts, prefer, devices, communication)
             _accept(plan, fallback)
         else:
             _log.info("%s", plan)
             return strategy
+    if plan.kind == "multi_worker" and _joined is not None:
+        raise ClusterError(
+            f"This process has joined a cluster already, as {_joined}. TensorFlow can do that once "
+            "in a process; a second time it hangs or mixes up the shapes. Keep the first strategy "
+            "and use it again."
+        )
     _say(plan, facts, devices)
-    if plan.kind == "multi_worker":
-        assert facts.cluster is not None
+    if plan.kind == "multi_worker" and facts.cluster is not None:
         return _join(plan, facts.cluster, startup_timeout)
     if plan.kind == "mirrored":
         return _mirror(plan)
@@ -169,6 +170,17 @@ def _tpu_address(devices: int | str | Sequence[str] | None) -> str | None:
     return names[0]
 
 
+def _dead(tpu: Tpu, error: Exception) -> Tpu:
+    """A TPU that answered and could not be started; an error where there is no way back."""
+    missing = f"{tpu.source}={tpu.address!r} answers, but TensorFlow finds no TPU there: {error}"
+    if tpu.address == "local":
+        return dataclasses.replace(tpu, missing=missing)
+    raise StrategyUnavailableError(
+        f"{missing} This process is connected to that machine now, and its operations would run "
+        f"there, so it does not fall back. Correct {tpu.source}, or unset it, and start again."
+    ) from error
+
+
 def _why_no_gpu() -> str:
     """Why, in case there is none; names the likeliest first."""
     test: Any = tf.test
@@ -179,10 +191,7 @@ def _why_no_gpu() -> str:
         return f"CUDA_VISIBLE_DEVICES={hidden!r} hides them"
     if not test.is_built_with_gpu_support():
         return "this TensorFlow is built without GPU support"
-    return (
-        "TensorFlow finds none; if there should be one, see that nvidia-smi lists it, and that "
-        "the libraries are there: pip install 'tensorflow[and-cuda]'"
-    )
+    return "TensorFlow finds none"
 
 
 def _accept(plan: StrategyPlan, fallback: bool) -> None:
@@ -207,7 +216,12 @@ def _say(plan: StrategyPlan, facts: Facts, devices: int | str | Sequence[str] | 
     if facts.tpu.address is not None and facts.tpu.missing is not None:
         _log.warning("No TPU: %s", facts.tpu.missing)
     if devices is None and not facts.of_kind("GPU"):
-        _log.warning("No GPU: %s. Training runs on %s.", facts.no_gpu, ", ".join(plan.devices))
+        _log.warning(
+            "No GPU: %s. Training runs on %s. If there should be a GPU, see that nvidia-smi lists "
+            "it, and install its libraries: pip install 'tensorflow[and-cuda]'.",
+            facts.no_gpu,
+            ", ".join(plan.devices),
+        )
     _log.info("%s", plan)
 
 
@@ -237,12 +251,6 @@ def _mirror(plan: StrategyPlan) -> tf.distribute.Strategy:
 
 def _join(plan: StrategyPlan, cluster: Cluster, timeout: float) -> tf.distribute.Strategy:
     global _joined
-    if _joined is not None:
-        raise ClusterError(
-            f"This process has joined a cluster already, as {_joined}. TensorFlow can do that once "
-            "in a process; a second time it hangs or mixes up the shapes. Keep the first strategy "
-            "and use it again."
-        )
     problem = None
     if _devices_started():
         problem = (

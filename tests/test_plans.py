@@ -1,0 +1,332 @@
+"""The decision, as truth tables over machines that need not exist."""
+
+from __future__ import annotations
+
+import pytest
+
+from tfmultigpu.clusters import Cluster
+from tfmultigpu.errors import DeviceNotFoundError, StrategyUnavailableError
+from tfmultigpu.plans import COMMUNICATIONS, KINDS, Facts, choose
+from tfmultigpu.tpus import Tpu
+
+TPU = Tpu("grpc://10.0.0.2:8470", "TPU_NAME", None)
+NO_TPU = Tpu(None, "", "TPU_NAME is not set")
+TWO_WORKERS = Cluster(("a:1", "b:1"), 1, "worker", 1)
+ONE_WORKER = Cluster(("a:1",), 0, "worker", 0)
+EVALUATOR = Cluster(("a:1", "b:1"), None, "evaluator", 0)
+
+
+def machine(
+    gpus: int = 0,
+    cpus: int = 1,
+    *,
+    tpu: Tpu = NO_TPU,
+    cluster: Cluster | None = None,
+    parts: int = 1,
+    nccl: bool = True,
+    ring_over: tuple[str, ...] | None = None,
+    environment: frozenset[str] = frozenset(),
+) -> Facts:
+    """A machine with so many logical CPUs and GPUs; `parts` logical GPUs on each physical one."""
+    devices = {f"CPU:{index}": "CPU:0" for index in range(cpus)}
+    devices |= {f"GPU:{index}": f"GPU:{index // parts}" for index in range(gpus)}
+    return Facts(
+        devices,
+        tpu,
+        cluster,
+        nccl=nccl,
+        no_gpu="none is here",
+        ring_over=ring_over,
+        environment=environment,
+    )
+
+
+def gpu_names(count: int) -> tuple[str, ...]:
+    return tuple(f"GPU:{index}" for index in range(count))
+
+
+@pytest.mark.parametrize("cpus", [1, 8])
+@pytest.mark.parametrize(
+    ("gpus", "kind", "devices"),
+    [
+        (0, "one_device", ("CPU:0",)),
+        (1, "one_device", ("GPU:0",)),
+        (2, "mirrored", gpu_names(2)),
+        (8, "mirrored", gpu_names(8)),
+        (16, "mirrored", gpu_names(16)),
+    ],
+)
+def test_auto_takes_all_gpus_then_one_then_the_cpu(
+    gpus: int, kind: str, devices: tuple[str, ...], cpus: int
+) -> None:
+    plan = choose(machine(gpus, cpus))
+    assert (plan.kind, plan.devices, plan.num_replicas) == (kind, devices, len(devices))
+    assert plan.unmet == ()
+    assert set(plan.rejected) == set(KINDS) - {kind}
+
+
+@pytest.mark.parametrize("gpus", [0, 1, 2, 8, 16])
+@pytest.mark.parametrize("cluster", [None, ONE_WORKER, TWO_WORKERS, EVALUATOR])
+@pytest.mark.parametrize("tpu", [NO_TPU, TPU])
+def test_auto_follows_the_order(gpus: int, cluster: Cluster | None, tpu: Tpu) -> None:
+    plan = choose(machine(gpus, tpu=tpu, cluster=cluster))
+    if tpu is TPU:
+        expected, replicas = "tpu", None
+    elif cluster is TWO_WORKERS:
+        expected, replicas = "multi_worker", 2 * max(gpus, 1)
+    elif gpus > 1:
+        expected, replicas = "mirrored", gpus
+    else:
+        expected, replicas = "one_device", 1
+    assert (plan.kind, plan.num_replicas, plan.unmet) == (expected, replicas, ())
+    assert list(plan.rejected) == [kind for kind in KINDS if kind != expected]
+    assert all(plan.rejected.values())
+
+
+@pytest.mark.parametrize("gpus", [0, 1, 2, 8])
+@pytest.mark.parametrize("cluster", [None, ONE_WORKER, TWO_WORKERS, EVALUATOR])
+@pytest.mark.parametrize("tpu", [NO_TPU, TPU])
+@pytest.mark.parametrize("prefer", KINDS)
+def test_what_is_preferred_is_taken_or_named_as_unmet(
+    prefer: str, tpu: Tpu, cluster: Cluster | None, gpus: int
+) -> None:
+    plan = choose(machine(gpus, tpu=tpu, cluster=cluster), prefer)
+    possible = {
+        "tpu": tpu is TPU,
+        "multi_worker": cluster in (ONE_WORKER, TWO_WORKERS),
+        "mirrored": gpus > 1,
+        "one_device": True,
+    }
+    if possible[prefer]:
+        assert (plan.kind, plan.unmet) == (prefer, ())
+        return
+    assert KINDS.index(plan.kind) > KINDS.index(prefer)
+    if prefer == "multi_worker" and cluster is EVALUATOR:
+        assert plan.unmet == ()  # What an evaluator is for.
+        return
+    assert plan.unmet == (f"prefer={prefer!r}: {plan.rejected[prefer]}",)
+
+
+def test_a_preference_passes_over_what_comes_before_it() -> None:
+    facts = machine(2, tpu=TPU, cluster=TWO_WORKERS)
+    plan = choose(facts, "mirrored")
+    assert (plan.kind, plan.devices) == ("mirrored", gpu_names(2))
+    assert plan.rejected == {
+        "tpu": "prefer='mirrored' was asked for",
+        "multi_worker": "prefer='mirrored' was asked for",
+        "one_device": "mirrored comes first",
+    }
+    assert choose(facts, "one_device").reason == "GPU:0 is the first of 2 GPUs"
+
+
+def test_several_logical_cpus_are_used_only_when_asked_for() -> None:
+    facts = machine(0, cpus=8)
+    assert "prefer='mirrored' uses the logical CPUs" in choose(facts).rejected["mirrored"]
+    assert choose(facts, "mirrored").num_replicas == 8
+    assert choose(facts, devices=4).devices == ("CPU:0", "CPU:1", "CPU:2", "CPU:3")
+    assert choose(facts, devices=["CPU:6", "cpu:1"]).devices == ("CPU:6", "CPU:1")
+
+
+@pytest.mark.parametrize("prefer", ["auto", "mirrored"])
+def test_one_device_named_is_one_device_and_nobody_is_warned(prefer: str) -> None:
+    plan = choose(machine(4), prefer, devices=["/gpu:2"])
+    assert (plan.kind, plan.devices, plan.unmet) == ("one_device", ("GPU:2",), ())
+    assert (
+        plan.rejected["mirrored"] == "GPU:2 is the only device, and one device has nothing to "
+        "mirror"
+    )
+
+
+def test_mirrored_without_a_second_device_is_unmet() -> None:
+    plan = choose(machine(1), "mirrored")
+    assert plan.kind == "one_device"
+    assert plan.unmet == (
+        "prefer='mirrored': GPU:0 is the only device, and one device has nothing to mirror",
+    )
+
+
+def test_a_count_means_gpus_where_there_are_any() -> None:
+    assert choose(machine(4, cpus=8), devices=2).devices == gpu_names(2)
+    with pytest.raises(DeviceNotFoundError, match="Asked for 8 devices, but only 4 exist: GPU:0"):
+        choose(machine(4, cpus=8), devices=8)
+
+
+def test_a_missing_device_is_an_error_whatever_is_preferred() -> None:
+    for prefer in ("auto", "multi_worker", "mirrored", "one_device"):
+        with pytest.raises(DeviceNotFoundError) as caught:
+            choose(machine(1), prefer, devices=["GPU:0", "GPU:1"])
+        assert "No such device here: GPU:1" in str(caught.value)
+        assert "Existing: CPU:0, GPU:0" in str(caught.value)
+        assert "devices=['GPU:0']" in str(caught.value)
+
+
+def test_cpus_and_gpus_are_not_mixed() -> None:
+    with pytest.raises(StrategyUnavailableError) as caught:
+        choose(machine(2), devices=["GPU:0", "CPU:0"])
+    assert "mixes CPU and GPU" in str(caught.value)
+    assert "devices=['GPU:0']" in str(caught.value)
+
+
+def test_one_device_of_two_named_is_a_contradiction() -> None:
+    with pytest.raises(StrategyUnavailableError, match=r"names 2\. Name one, devices=\['GPU:0'\]"):
+        choose(machine(2), "one_device", devices=["GPU:0", "GPU:1"])
+
+
+@pytest.mark.parametrize(
+    ("gpus", "devices", "local"),
+    [
+        (0, None, ("CPU:0",)),
+        (0, 1, ("CPU:0",)),
+        (2, ["CPU:0"], ("CPU:0",)),
+        (4, None, gpu_names(4)),
+        (4, 2, gpu_names(2)),
+        (4, ["GPU:0"], ("GPU:0",)),
+    ],
+)
+def test_workers_bring_the_first_devices(
+    gpus: int, devices: int | list[str] | None, local: tuple[str, ...]
+) -> None:
+    plan = choose(machine(gpus, cpus=8, cluster=TWO_WORKERS), devices=devices)
+    assert (plan.kind, plan.devices) == ("multi_worker", local)
+    assert plan.num_replicas == 2 * len(local)
+    assert plan.reason.startswith("this is worker 1 of 2 at b:1 (TF_CONFIG)")
+
+
+@pytest.mark.parametrize(
+    ("gpus", "devices"), [(4, ["GPU:1"]), (4, ["GPU:1", "GPU:0"]), (0, 2), (2, ["CPU:0", "CPU:1"])]
+)
+def test_workers_cannot_bring_others(gpus: int, devices: int | list[str]) -> None:
+    with pytest.raises(StrategyUnavailableError, match="cannot be combined with the cluster") as no:
+        choose(machine(gpus, cpus=2, cluster=TWO_WORKERS), devices=devices)
+    assert "CUDA_VISIBLE_DEVICES" in str(no.value)
+
+
+def test_a_cluster_of_one_trains_alone_unless_asked() -> None:
+    facts = machine(2, cluster=ONE_WORKER)
+    assert choose(facts).kind == "mirrored"
+    assert "one worker" in choose(facts).rejected["multi_worker"]
+    assert choose(facts, "multi_worker").kind == "multi_worker"
+
+
+def test_tpu_cores_are_counted_where_they_are_known() -> None:
+    here = Facts({"CPU:0": "CPU:0", "TPU:0": "TPU:0", "TPU:1": "TPU:1"}, Tpu("local", "here", None))
+    assert choose(here).devices == ("TPU:0", "TPU:1")
+    assert choose(here).num_replicas == 2
+    far = choose(machine(tpu=TPU))
+    assert (far.devices, far.num_replicas) == (("grpc://10.0.0.2:8470",), None)
+    assert "as many replicas as it has cores" in str(far)
+    assert choose(machine(2, tpu=TPU), devices=2).rejected["tpu"] == "devices names GPU:0, GPU:1"
+
+
+# communication ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("facts", "prefer", "best", "impossible"),
+    [
+        (machine(2), "auto", "nccl", {"ring"}),
+        (machine(3), "auto", "nccl", {"ring", "hierarchical_copy"}),
+        (machine(2, parts=2), "auto", "one_device", {"nccl", "ring"}),
+        (machine(4, parts=2), "auto", "one_device", {"nccl", "ring"}),
+        (machine(2, nccl=False), "auto", "one_device", {"nccl", "ring"}),
+        (machine(0, cpus=2), "mirrored", "one_device", {"nccl"}),
+        (machine(0, cpus=3), "mirrored", "one_device", {"nccl", "hierarchical_copy"}),
+        (
+            machine(0, cpus=2, ring_over=("CPU:0", "CPU:1")),
+            "mirrored",
+            "one_device",
+            {"nccl"},
+        ),
+        (
+            machine(0, cpus=2, ring_over=("CPU:2", "CPU:3")),
+            "mirrored",
+            "one_device",
+            {"nccl", "ring"},
+        ),
+        (machine(2, cluster=TWO_WORKERS), "auto", "nccl", {"hierarchical_copy", "one_device"}),
+        (
+            machine(2, parts=2, cluster=TWO_WORKERS),
+            "auto",
+            "ring",
+            {"nccl", "hierarchical_copy", "one_device"},
+        ),
+        (
+            machine(0, cluster=TWO_WORKERS),
+            "auto",
+            "ring",
+            {"nccl", "hierarchical_copy", "one_device"},
+        ),
+        (
+            machine(tpu=TPU),
+            "auto",
+            "tpu",
+            {"nccl", "ring", "hierarchical_copy", "one_device"},
+        ),
+        (machine(1), "auto", "none", set()),
+    ],
+)
+def test_communication_is_what_works(
+    facts: Facts, prefer: str, best: str, impossible: set[str]
+) -> None:
+    for asked in COMMUNICATIONS:
+        plan = choose(facts, prefer, communication=asked)
+        assert plan.communication_reason
+        if asked in impossible:
+            assert plan.communication == best
+            (unmet,) = plan.unmet
+            assert unmet.startswith(f"communication={asked!r}: ")
+        else:
+            assert plan.unmet == ()
+            assert plan.communication == (
+                best if best in ("none", "tpu") or asked == "auto" else asked
+            )
+
+
+def test_why_not_is_said() -> None:
+    def why(facts: Facts, asked: str) -> str:
+        return choose(facts, "mirrored", communication=asked).unmet[0]
+
+    assert "GPUs only" in why(machine(0, cpus=2), "nccl")
+    assert "parts of one physical GPU" in why(machine(2, parts=2), "nccl")
+    assert "built without NCCL" in why(machine(2, nccl=False), "nccl")
+    assert "leaves out the gradients of the last" in why(machine(3), "hierarchical_copy")
+    assert "a ring over CPU:5 exists" in why(machine(0, cpus=2, ring_over=("CPU:5",)), "ring")
+
+
+# text ------------------------------------------------------------------------------------------
+
+
+def test_the_plan_reads_well() -> None:
+    assert str(choose(machine(0, cpus=3), "mirrored", communication="nccl")).splitlines() == [
+        "mirrored: 3 replicas on CPU:0, CPU:1, CPU:2",
+        "  because there is no GPU (none is here), and 3 logical CPUs",
+        "  gradients are added by one_device: nccl was asked for, but NCCL runs on GPUs only, and "
+        "these are CPUs",
+        "  not tpu: prefer='mirrored' was asked for",
+        "  not multi_worker: prefer='mirrored' was asked for",
+        "  not one_device: mirrored comes first",
+        "  asked for, but: communication='nccl': NCCL runs on GPUs only, and these are CPUs",
+        "  hint: CPU:0, CPU:1, CPU:2 share a physical device: this tests a program, it does not "
+        "make it faster.",
+    ]
+
+
+def test_hints_name_what_is_not_set_yet() -> None:
+    names = ["TF_GPU_THREAD_MODE", "TF_FORCE_GPU_ALLOW_GROWTH", "NCCL_DEBUG"]
+    hints = choose(machine(2)).hints
+    assert [hint.split("=")[0] for hint in hints] == names
+    quiet = choose(machine(2, environment=frozenset(names))).hints
+    assert quiet == ()
+    assert choose(machine(0)).hints == ()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"prefer": "gpu"}, r"prefer must be one of auto, tpu, .*Received: prefer='gpu'"),
+        ({"communication": "mpi"}, r"communication must be one of auto, .*communication='mpi'"),
+    ],
+)
+def test_unknown_choices_are_refused(arguments: dict[str, str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        choose(machine(1), **arguments)
