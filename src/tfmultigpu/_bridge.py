@@ -6,6 +6,7 @@ Each function says which attribute, why the public API is not enough, and what h
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,6 +28,12 @@ def keras_mask(tensor: Any) -> Any:
     input and output walked again. Without it a masked loss would divide by every element.
     """
     return getattr(tensor, "_keras_mask", None)
+
+
+def set_keras_mask(tensor: Any, mask: Any) -> None:
+    """Attaches a mask to a tensor, which leaving a ``tf.function`` has cost it; private as above."""
+    if mask is not None:
+        tensor._keras_mask = mask
 
 
 def can_skip_gradient_sum(optimizer: Any) -> bool:
@@ -59,6 +66,51 @@ def gradients_already_summed(optimizer: Any) -> Iterator[None]:
             if not _entered[key]:
                 del _entered[key]
                 object.__delattr__(optimizer, _SUM_GRADIENTS)
+
+
+_recorders = threading.local()
+_recording = 0
+
+
+@contextmanager
+def recording_added_losses() -> Iterator[list[Any]]:
+    """Collects what layers pass to ``add_loss`` on this thread while the context lasts.
+
+    Replaces ``keras.layers.Layer.add_loss``, a public method, by one that also records. The public
+    ``model.losses`` is one list per model, while replicas are threads that take turns at every
+    ``merge_call``: a synchronized layer makes them clear and read each other's losses. Activity
+    regularizers go through ``add_loss`` too.
+    """
+    import keras
+
+    global _recording
+    recorded: list[Any] = []
+    before = getattr(_recorders, "lists", [])
+    _recorders.lists = [*before, recorded]
+    with _lock:
+        _recording += 1
+        if _recording == 1:
+            _install_recorder(keras.layers.Layer)
+    try:
+        yield recorded
+    finally:
+        _recorders.lists = before
+        with _lock:
+            _recording -= 1
+            if not _recording:
+                keras.layers.Layer.add_loss = keras.layers.Layer.add_loss.__wrapped__
+
+
+def _install_recorder(layer_class: Any) -> None:
+    original = layer_class.add_loss
+
+    @functools.wraps(original)
+    def add_loss(self: Any, loss: Any) -> Any:
+        for recorded in getattr(_recorders, "lists", ()):
+            recorded.extend(tf.nest.flatten(loss))
+        return original(self, loss)
+
+    layer_class.add_loss = add_loss
 
 
 def moving_averages(optimizer: Any) -> list[tuple[Any, Any]]:

@@ -9,9 +9,9 @@ import numpy as np
 import tensorflow as tf
 
 from tfmultigpu import rows as rows_lib
-from tfmultigpu.errors import DataError
+from tfmultigpu.errors import DataError, StrategyUnavailableError
 
-__all__ = ["BatchFunction", "ShardSource", "Shards", "per_replica"]
+__all__ = ["BatchFunction", "ShardSource", "Shards", "explain_failure", "per_replica"]
 
 
 class Shards(NamedTuple):
@@ -152,8 +152,11 @@ class BatchFunction:
             self._compiled[key] = compiled
         try:
             return compiled[1](*[tensor for tensor in flat if tensor is not None])
-        except tf.errors.InvalidArgumentError as error:
-            raise rows_lib.as_data_error(error) from None
+        except (tf.errors.InvalidArgumentError, tf.errors.InternalError) as error:
+            explained = explain_failure(error)
+            if explained is None:
+                raise
+            raise explained from error
 
     def _compile(self, structures: list[Any], unpack: Callable[[list[Any]], Shards]) -> Any:
         specs = tf.nest.map_structure(_any_rows, structures)
@@ -180,6 +183,21 @@ def per_replica(strategy: tf.distribute.Strategy, values: list[Any]) -> Any:
         return values[0]
     turn = iter(values)
     return strategy.experimental_distribute_values_from_function(lambda _: next(turn))
+
+
+def explain_failure(error: Any) -> Exception | None:
+    """Returns what a TensorFlow error means for the user, None where it speaks for itself."""
+    if isinstance(error, tf.errors.InvalidArgumentError):
+        explained = rows_lib.as_data_error(error)
+        return None if explained is error else explained
+    if "is joining a group" in error.message:
+        return StrategyUnavailableError(
+            "This is the second strategy in this process whose replicas talk by TensorFlow's "
+            "collectives, on other devices than the first, which TensorFlow refuses until the "
+            "process restarts (a default tf.distribute.MirroredStrategy does so on CPUs). Restart, "
+            "and make the strategies with tmg.create_strategy(devices=...), which avoids that."
+        )
+    return None
 
 
 def _as_tensor(value: Any) -> Any:

@@ -142,8 +142,15 @@ def loss_term(loss: Any, y_true: Any, y_pred: Any, sample_weight: Any = None) ->
         y_pred: Predictions.
         sample_weight: Weights, or None.
     """
+    unreduced: list[Any] = []
+
+    def call(y_true: Any, y_pred: Any) -> Any:
+        unreduced.append(loss.call(y_true, y_pred))
+        return unreduced[0]
+
     elementwise = copy.copy(loss)
     elementwise.reduction = "none"
+    elementwise.call = call
     values = elementwise(y_true, y_pred, sample_weight=sample_weight)
     if values.shape.rank == 0:
         raise LossError(
@@ -156,7 +163,8 @@ def loss_term(loss: Any, y_true: Any, y_pred: Any, sample_weight: Any = None) ->
     total = tf.reduce_sum(values)
     if loss.reduction == "sum":
         return LossTerm(total, tf.ones_like(total), fixed=True)
-    mask = _mask(y_pred, values)
+    # A loss may mask its values itself (ignore_class); weighting them has dropped that mask.
+    mask = _mask(y_pred, unreduced[0] if unreduced else values)
     if loss.reduction == "mean_with_sample_weight" and (
         sample_weight is not None or mask is not None
     ):

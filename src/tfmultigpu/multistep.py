@@ -7,8 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfmultigpu import rows as rows_lib
-from tfmultigpu.batches import BatchFunction, Shards, ShardSource
+from tfmultigpu.batches import BatchFunction, Shards, ShardSource, explain_failure
 from tfmultigpu.errors import DataError
 
 __all__ = ["MultiStep"]
@@ -65,8 +64,11 @@ class MultiStep:
         run = self._find((key, tf.type_spec_from_value(source)), split)
         try:
             return dict(run(source, tf.constant(steps, tf.int64)))
-        except tf.errors.InvalidArgumentError as error:
-            raise rows_lib.as_data_error(error) from None
+        except (tf.errors.InvalidArgumentError, tf.errors.InternalError) as error:
+            explained = explain_failure(error)
+            if explained is None:
+                raise
+            raise explained from error
 
     def _find(self, kind: Any, split: Callable[[Any], Any]) -> Any:
         """The compiled function for a kind of iterator; specs of dicts compare but do not hash."""

@@ -8,6 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfmultigpu import _bridge
 from tfmultigpu import rows as rows_lib
 from tfmultigpu.errors import LossError, MetricError
 from tfmultigpu.losses import FixedLossSum, LossSum, LossTerm, as_loss, loss_term
@@ -67,16 +68,17 @@ class Objective:
             The terms of the loss, and the outputs for metrics (none with ``forward``).
         """
         outputs: list[Output] = []
-        if self.forward is not None:
-            terms = [_forward_term(self.forward(self.model, shard, training))]
-        else:
-            x, y, weight = unpack_batch(shard)
-            names = getattr(self.model, "output_names", None)
-            y_pred = self.model(x, training=training)
-            outputs = match_outputs(y, y_pred, weight, self.losses, self.loss_weights, names)
-            terms = [_output_term(output) for output in outputs if output.loss is not None]
+        with _bridge.recording_added_losses() as added:
+            if self.forward is not None:
+                terms = [_forward_term(self.forward(self.model, shard, training))]
+            else:
+                x, y, weight = unpack_batch(shard)
+                names = getattr(self.model, "output_names", None)
+                y_pred = self.model(x, training=training)
+                outputs = match_outputs(y, y_pred, weight, self.losses, self.loss_weights, names)
+                terms = [_output_term(output) for output in outputs if output.loss is not None]
         rows = rows_lib.count_rows(shard)
-        return terms + [_mean_term(value, rows) for value in _added_losses(self.model)], outputs
+        return terms + [_mean_term(value, rows) for value in added], outputs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -197,14 +199,6 @@ def _forward_term(result: Any) -> LossTerm:
 
 def _mean_term(value: Any, rows: Any) -> LossTerm:
     """A loss that a layer computed as a mean over the shard."""
+    value = tf.cast(value, tf.float64 if value.dtype == tf.float64 else tf.float32)
     rows = tf.cast(rows, value.dtype)
     return LossTerm(tf.reduce_sum(value) * rows, rows, per_row=1.0)
-
-
-def _added_losses(model: Any) -> list[Any]:
-    """Losses of ``add_loss`` and activity regularizers: ``model.losses`` lists them first."""
-    losses = list(getattr(model, "losses", ()))
-    regularized = sum(
-        getattr(variable, "regularizer", None) is not None for variable in model.trainable_variables
-    )
-    return losses[: len(losses) - regularized]

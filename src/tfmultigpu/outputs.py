@@ -84,7 +84,7 @@ def match_outputs(
                 y_pred,
                 _only(sample_weight, "sample weights"),
                 _only(losses, "losses"),
-                float(_only(loss_weights, "loss_weights") or 1.0),
+                _factor(_only(loss_weights, "loss_weights")),
             )
         ]
     keys = _keys(y_pred, names)
@@ -94,7 +94,7 @@ def match_outputs(
     each = _spread(losses, keys, "losses", shared=True)
     factors = _spread(loss_weights, keys, "loss_weights", shared=True)
     return [
-        Output(key, y, p, w, loss, 1.0 if factor is None else float(factor))
+        Output(key, y, p, w, loss, _factor(factor))
         for key, y, p, w, loss, factor in zip(
             keys, labels, predicted, weights, each, factors, strict=True
         )
@@ -128,6 +128,10 @@ def match_metrics(metrics: Any, outputs: Sequence[Output]) -> list[tuple[Any, Ou
         keys = list(metrics)
     spread = _spread(metrics, keys, "metrics", shared=False)
     return [(m, o) for ms, o in zip(spread, outputs, strict=True) for m in _as_list(ms)]
+
+
+def _factor(value: Any) -> float:
+    return 1.0 if value is None else float(value)
 
 
 def _as_list(value: Any) -> list[Any]:

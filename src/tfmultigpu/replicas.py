@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
 from typing import Any
 
 import tensorflow as tf
 
+from tfmultigpu import _bridge
 from tfmultigpu import rows as rows_lib
 from tfmultigpu.batches import Shards, per_replica
+from tfmultigpu.errors import LossError
 from tfmultigpu.metrics import update_metrics
 from tfmultigpu.objectives import Layout, Objective
+from tfmultigpu.outputs import Output
 
 __all__ = ["ReplicaPhase"]
 
@@ -115,20 +118,42 @@ class ReplicaPhase:
             weight = part if weight is None else weight * part
             counts = counts & (tf.equal(part, 1.0) | tf.equal(micro, 0))
             shard = rows_lib.cut_part(shard, self._micro_batches, micro)
-        compute: Callable[..., Any] = self._forward_backward
-        if self._jit_compile:
-            # A function of its own for each replica: it captures that replica's variables.
-            compute = tf.function(compute, jit_compile=True, autograph=False)
+        compute = self._compiled if self._jit_compile else self._forward_backward
         values, outputs = compute(shard, weight, global_rows, loss_scale)
         update_metrics(self._metrics, outputs, counts, weighted=False)
         update_metrics(self._weighted_metrics, outputs, counts, weighted=True)
         return list(values)
 
+    def _compiled(self, *args: Any) -> tuple[list[tf.Tensor], list[Output]]:
+        """Forward and backward by XLA; what metrics need of the outputs comes out as tensors."""
+        outputs: list[Output] = []
+
+        def compute(*args: Any) -> Any:
+            values, found = self._forward_backward(*args)
+            outputs[:] = found
+            masks = [_bridge.keras_mask(o.y_pred) for o in found]
+            return values, [(o.y_true, o.y_pred, o.sample_weight) for o in found], masks
+
+        # A function of its own for each replica: it captures that replica's variables.
+        function = tf.function(compute, jit_compile=True, autograph=False)
+        values, tensors, masks = function(*args)
+        for i, (y_true, y_pred, weight) in enumerate(tensors):
+            _bridge.set_keras_mask(y_pred, masks[i])
+            outputs[i] = dataclasses.replace(
+                outputs[i], y_true=y_true, y_pred=y_pred, sample_weight=weight
+            )
+        return values, outputs
+
     def _forward_backward(
         self, shard: Any, weight: Any, global_rows: Any, loss_scale: Any
-    ) -> tuple[list[tf.Tensor], Any]:
+    ) -> tuple[list[tf.Tensor], list[Output]]:
         with tf.GradientTape(persistent=True) as tape:
             terms, outputs = self._objective(shard, training=True)
+            if not terms:
+                raise LossError(
+                    "There is nothing to minimise: no loss was given and no layer adds one. "
+                    "Received: loss=None. Give make_train_step a loss, such as 'mse', or forward=."
+                )
             layout = Layout.of(terms)
             factors = layout.scales(global_rows)
             scaled = [

@@ -25,8 +25,8 @@ def apply_reduced_gradients(
 
     Args:
         optimizer: A built Keras optimizer; see ``build_optimizer``.
-        gradients: One tensor per variable, the same on every replica; None leaves a variable as it
-            is.
+        gradients: One tensor per variable, the same on every replica and not scaled
+            (``loss_scale_factor`` is ignored); None leaves a variable as it is.
         variables: The variables, in the same order.
 
     Raises:
@@ -63,7 +63,7 @@ def apply_in_replica(optimizer: Any, gradients: Sequence[Any], variables: Sequen
         return
     summed, kept = zip(*pairs, strict=True)
     replicas = tf.distribute.get_strategy().num_replicas_in_sync
-    with _without_own_cond(optimizer):
+    with _plain_update(optimizer):
         if replicas == 1 or _bridge.can_skip_gradient_sum(optimizer):
             with _bridge.gradients_already_summed(optimizer):
                 optimizer.apply(list(summed), list(kept))
@@ -82,27 +82,31 @@ def overwrite_with_averages(optimizer: Any, strategy: tf.distribute.Strategy) ->
     tf.cond(due, overwrite, lambda: None)
 
 
-_patient: dict[int, list[Any]] = {}
+_HIDDEN = ("ema_overwrite_frequency", "loss_scale_factor")
+_hidden: dict[int, tuple[list[int], dict[str, Any]]] = {}
 
 
 @contextmanager
-def _without_own_cond(optimizer: Any) -> Iterator[None]:
-    """Hides ``ema_overwrite_frequency``, whose ``tf.cond`` in a replica is an error on several.
+def _plain_update(optimizer: Any) -> Iterator[None]:
+    """Hides what an optimizer must not do by itself with gradients that are ready to be applied.
 
-    Counted, because replicas are threads that take turns inside ``optimizer.apply``.
+    ``ema_overwrite_frequency`` is a ``tf.cond`` in a replica, an error on several;
+    ``loss_scale_factor`` divides gradients that are unscaled already. Counted, because replicas are
+    threads that take turns inside ``optimizer.apply``.
     """
-    if not getattr(optimizer, "use_ema", False):
-        yield
-        return
-    entry = _patient.setdefault(id(optimizer), [0, optimizer.ema_overwrite_frequency])
-    entry[0] += 1
-    optimizer.ema_overwrite_frequency = None
+    settings = {name: getattr(optimizer, name, None) for name in _HIDDEN}
+    entered, kept = _hidden.setdefault(id(optimizer), ([0], settings))
+    entered[0] += 1
+    for name in kept:
+        setattr(optimizer, name, None)
     try:
         yield
     finally:
-        entry[0] -= 1
-        if not entry[0]:
-            optimizer.ema_overwrite_frequency = _patient.pop(id(optimizer))[1]
+        entered[0] -= 1
+        if not entered[0]:
+            del _hidden[id(optimizer)]
+            for name, value in kept.items():
+                setattr(optimizer, name, value)
 
 
 def build_optimizer(
