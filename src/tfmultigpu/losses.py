@@ -6,7 +6,6 @@ after the last addition. That is why the result does not depend on how a batch w
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -148,7 +147,9 @@ def loss_term(loss: Any, y_true: Any, y_pred: Any, sample_weight: Any = None) ->
         unreduced.append(loss.call(y_true, y_pred))
         return unreduced[0]
 
-    elementwise = copy.copy(loss)
+    # Not copy.copy: that serialises a Keras object, which a loss of the user's own does not survive.
+    elementwise = object.__new__(type(loss))
+    vars(elementwise).update(vars(loss))
     elementwise.reduction = "none"
     elementwise.call = call
     values = elementwise(y_true, y_pred, sample_weight=sample_weight)
