@@ -147,7 +147,7 @@ def loss_term(loss: Any, y_true: Any, y_pred: Any, sample_weight: Any = None) ->
         unreduced.append(loss.call(y_true, y_pred))
         return unreduced[0]
 
-    # Not copy.copy: that serialises a Keras object, which a loss of the user's own does not survive.
+    # Not copy.copy: that serialises a Keras object, and a user's own loss does not survive it.
     elementwise = object.__new__(type(loss))
     vars(elementwise).update(vars(loss))
     elementwise.reduction = "none"
