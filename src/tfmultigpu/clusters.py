@@ -139,12 +139,12 @@ def read_tf_config(environ: Mapping[str, str]) -> Cluster | None:
     if config.get("rpc_layer", "grpc") != "grpc":
         raise _wrong('"rpc_layer" must be "grpc"', config["rpc_layer"], "Leave it out")
     jobs = _read_jobs(config)
-    task_type, task_index = _read_task(config, jobs)
     workers = (*jobs.get("chief", ()), *jobs.get("worker", ()))
     if not workers:
         raise _wrong(
             '"cluster" lists no worker', config["cluster"], "Without one nobody would train"
         )
+    task_type, task_index = _read_task(config, jobs)
     offset = len(jobs.get("chief", ())) if task_type == "worker" else 0
     return Cluster(
         workers=workers,

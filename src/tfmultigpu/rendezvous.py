@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import json
 import socket
 import threading
@@ -18,14 +17,15 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tfmultigpu.errors import ClusterError
+from tfmultigpu.ports import listen, split_address
 
-__all__ = ["meet", "split_address"]
+__all__ = ["meet"]
 
 _PROTOCOL = "tfmultigpu rendezvous 1"
 _LINE_LIMIT = 1 << 20
 _ATTEMPT_SECONDS = 2.0
 _COMMIT_SECONDS = 10.0
-_LINGER_SECONDS = {"disagreement": 1.0, "cannot start": 5.0, "missing": 0.5, "told": 0.0}
+_LINGER_SECONDS = {"disagreement": 1.0, "cannot start": 8.0, "missing": 0.5, "told": 0.0}
 
 
 def meet(
@@ -82,17 +82,6 @@ def meet(
         raise failures[0]
 
 
-def split_address(address: str) -> tuple[str, int]:
-    """Split `host:port`; the brackets of an IPv6 host are dropped.
-
-    Example:
-        >>> split_address("[::1]:2222")
-        ('::1', 2222)
-    """
-    host, _, port = address.rpartition(":")
-    return host.strip("[]"), int(port)
-
-
 class _Meeting:
     """One worker's side: who has shown a card, who must still be told of a problem."""
 
@@ -127,7 +116,7 @@ class _Meeting:
         listener = None
         if self.problem is None:
             try:
-                listener = _listen(self.addresses[self.index])
+                listener = listen(self.addresses[self.index])
             except ClusterError as error:
                 self._fail("cannot start", f"{self._name(self.index)} cannot start: {error}")
         server = None
@@ -346,57 +335,3 @@ def _parse(line: bytes) -> dict[str, Any] | None:
         return None
     whole = isinstance(message.get("from"), int) and isinstance(message.get("card"), dict)
     return message if whole and "kind" in message and "problem" in message else None
-
-
-def _listen(address: str) -> socket.socket:
-    host, port = split_address(address)
-    try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    except socket.gaierror as error:
-        raise ClusterError(
-            f"its own address {address} does not resolve: {error.strerror}. Correct the host name "
-            "in TF_CONFIG."
-        ) from error
-    try:
-        # TensorFlow's server will bind the port on all interfaces: try that, without listening.
-        _bind(socket.AF_INET, "", port).close()
-        for last, (family, _, _, _, place) in enumerate(found, 1 - len(found)):
-            try:
-                listener = _bind(family, str(place[0]), port)
-            except OSError:
-                if last == 0:
-                    raise
-                continue
-            break
-        listener.listen(128)
-    except OSError as error:
-        raise ClusterError(_cannot_bind(address, port, error)) from error
-    return listener
-
-
-def _bind(family: int, host: str, port: int) -> socket.socket:
-    bound = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        # Lets TensorFlow bind the port directly after, while old connections linger.
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        bound.bind((host, port))
-    except OSError:
-        bound.close()
-        raise
-    return bound
-
-
-def _cannot_bind(address: str, port: int, error: OSError) -> str:
-    if error.errno == errno.EADDRINUSE:
-        return (
-            f"port {port} is taken by another program. Stop it (`ss -ltnp | grep {port}` names it; "
-            "it may be a worker of an earlier run), or list another port in TF_CONFIG on every "
-            "worker."
-        )
-    if error.errno == errno.EADDRNOTAVAIL:
-        return (
-            f'{address} is not an address of this machine. Correct "index" in the "task" of '
-            "TF_CONFIG, or list an address that this machine itself has (behind NAT or a mapped "
-            "container port: use the host's network)."
-        )
-    return f"{address} cannot be listened on: {error.strerror}. List another port in TF_CONFIG."

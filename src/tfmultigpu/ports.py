@@ -1,0 +1,83 @@
+"""The port of a worker: is it this machine's, is it free, and will TensorFlow get it."""
+
+from __future__ import annotations
+
+import errno
+import socket
+
+from tfmultigpu.errors import ClusterError
+
+__all__ = ["listen", "split_address"]
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """Split `host:port`; the brackets of an IPv6 host are dropped.
+
+    Example:
+        >>> split_address("[::1]:2222")
+        ('::1', 2222)
+    """
+    host, _, port = address.rpartition(":")
+    return host.strip("[]"), int(port)
+
+
+def listen(address: str) -> socket.socket:
+    """Listen on an address of this machine, and no other; TensorFlow may bind the port after.
+
+    Raises:
+        ClusterError: the name does not resolve, the port is taken, or the address is another's.
+
+    Example:
+        >>> listen("localhost:23458").close()
+    """
+    host, port = split_address(address)
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except socket.gaierror as error:
+        raise ClusterError(
+            f"its own address {address} does not resolve: {error.strerror}. Correct the host name "
+            "in TF_CONFIG."
+        ) from error
+    try:
+        # TensorFlow's server will bind the port on all interfaces: try that, without listening.
+        _bind(socket.AF_INET, "", port).close()
+        for last, (family, _, _, _, place) in enumerate(found, 1 - len(found)):
+            try:
+                listener = _bind(family, str(place[0]), port)
+            except OSError:
+                if last == 0:
+                    raise
+                continue
+            break
+        listener.listen(128)
+    except OSError as error:
+        raise ClusterError(_cannot_bind(address, port, error)) from error
+    return listener
+
+
+def _bind(family: int, host: str, port: int) -> socket.socket:
+    bound = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        # Lets TensorFlow bind the port directly after, while old connections linger.
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind((host, port))
+    except OSError:
+        bound.close()
+        raise
+    return bound
+
+
+def _cannot_bind(address: str, port: int, error: OSError) -> str:
+    if error.errno == errno.EADDRINUSE:
+        return (
+            f"port {port} is taken by another program. Stop it (`ss -ltnp | grep {port}` names it; "
+            "it may be a worker of an earlier run), or list another port in TF_CONFIG on every "
+            "worker."
+        )
+    if error.errno == errno.EADDRNOTAVAIL:
+        return (
+            f'{address} is not an address of this machine. Correct "index" in the "task" of '
+            "TF_CONFIG, or list an address that this machine itself has (behind NAT or a mapped "
+            "container port: use the host's network)."
+        )
+    return f"{address} cannot be listened on: {error.strerror}. List another port in TF_CONFIG."

@@ -1,0 +1,208 @@
+"""Real processes on localhost: they start together, or each says why not, in seconds."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+WORKER = """
+import sys, time
+import tensorflow as tf
+from tfmultigpu.errors import ClusterError
+from tfmultigpu.strategies import create_strategy
+
+LOCAL
+start = time.monotonic()
+try:
+    strategy = create_strategy(**ARGUMENTS)
+except ClusterError as error:
+    print("SECONDS", time.monotonic() - start)
+    print("ERROR", error)
+    sys.exit(3)
+print("SECONDS", time.monotonic() - start)
+context = tf.distribute.get_replica_context
+
+
+@tf.function
+def add():
+    def replica():
+        rank = tf.cast(context().replica_id_in_sync_group, tf.float32)
+        return context().all_reduce(tf.distribute.ReduceOp.SUM, rank + 1.0)
+
+    return strategy.run(replica)
+
+
+print("SUM", float(add()))
+print("REPLICAS", strategy.num_replicas_in_sync)
+AFTER
+"""
+
+
+@dataclass(frozen=True)
+class Ended:
+    code: int
+    seconds: float
+    out: str
+
+    @property
+    def error(self) -> str:
+        assert self.code == 3, self.out
+        return self.out.split("ERROR ", 1)[1].strip()
+
+
+def free_addresses(count: int) -> list[str]:
+    sockets = [socket.socket() for _ in range(count)]
+    for one in sockets:
+        one.bind(("127.0.0.1", 0))
+    addresses = [f"127.0.0.1:{one.getsockname()[1]}" for one in sockets]
+    for one in sockets:
+        one.close()
+    return addresses
+
+
+def tf_config(cluster: Any, index: int, kind: str = "worker") -> str:
+    if isinstance(cluster, list):
+        cluster = {"worker": cluster}
+    return json.dumps({"cluster": cluster, "task": {"type": kind, "index": index}})
+
+
+def run_workers(
+    configs: Sequence[str],
+    *,
+    local: Sequence[str] = (),
+    after: str = "",
+    **arguments: Any,
+) -> list[Ended]:
+    """Run one process for each TF_CONFIG, all at once, and wait for them."""
+    processes = []
+    for place, config in enumerate(configs):
+        script = WORKER.replace("LOCAL", local[place] if local else "")
+        script = script.replace("ARGUMENTS", repr(arguments))
+        script = script.replace("AFTER", textwrap.dedent(after))
+        processes.append(
+            subprocess.Popen(
+                [sys.executable, "-c", script],
+                env={**os.environ, "TF_CONFIG": config},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+        )
+    ended = []
+    deadline = time.monotonic() + 60.0
+    try:
+        for process in processes:
+            out, _ = process.communicate(timeout=max(1.0, deadline - time.monotonic()))
+            seconds = out.split("SECONDS ", 1)[-1].split("\n", 1)[0]
+            ended.append(Ended(process.returncode, float(seconds) if seconds else -1.0, out))
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+            if process.stdout is not None:
+                process.stdout.close()
+    return ended
+
+
+def test_two_workers_start_and_add_once_in_a_process() -> None:
+    addresses = free_addresses(2)
+    ended = run_workers(
+        [
+            tf_config({"chief": addresses[:1], "worker": addresses[1:]}, 0, "chief"),
+            tf_config({"chief": addresses[:1], "worker": addresses[1:]}, 0, "worker"),
+        ],
+        after="""
+        try:
+            create_strategy()
+        except ClusterError as error:
+            print("AGAIN", error)
+        print("ALONE", create_strategy(prefer="one_device").run(lambda: tf.ones([]) + 1.0))
+        """,
+    )
+    for index, one in enumerate(ended):
+        assert one.code == 0, one.out
+        assert "SUM 3.0\nREPLICAS 2" in one.out
+        joined = f"has joined a cluster already, as worker {index} of 2 at {addresses[index]}"
+        assert joined in one.out.split("AGAIN ")[1]
+        assert "ALONE tf.Tensor(2.0" in one.out
+
+
+def test_a_cluster_of_one_starts_where_it_was_asked_for() -> None:
+    (address,) = free_addresses(1)
+    (one,) = run_workers([tf_config([address], 0)], prefer="multi_worker", communication="ring")
+    assert one.code == 0, one.out
+    assert "SUM 1.0\nREPLICAS 1" in one.out
+
+
+def test_a_missing_worker_is_named_at_the_timeout() -> None:
+    addresses = free_addresses(2)
+    (one,) = run_workers([tf_config(addresses, 0)], startup_timeout=3.0)
+    assert "1 of 2 workers did not come within 3 s" in one.error
+    assert f"worker 1 at {addresses[1]} (nothing listens there)" in one.error
+    assert 3.0 <= one.seconds < 5.0
+
+
+def test_workers_that_disagree_on_the_cluster_are_both_told() -> None:
+    first, second, third = free_addresses(3)
+    ended = run_workers([tf_config([first, second], 0), tf_config([first, second, third], 1)])
+    for one in ended:
+        assert "The workers disagree about the cluster" in one.error
+        assert f"worker 0 at {first} has worker ['{first}', '{second}'] (" in one.error
+        assert f"worker 1 at {second} has worker ['{first}', '{second}', '{third}'] (" in one.error
+        assert 'Give every worker the same "cluster" in TF_CONFIG' in one.error
+        assert one.seconds < 10.0
+
+
+def test_workers_that_bring_other_devices_or_communication_are_both_told() -> None:
+    """Two GPUs here and one CPU there: a plan as on a machine with GPUs, up to the meeting."""
+    addresses = free_addresses(2)
+    pretend = """
+import dataclasses
+from tfmultigpu import strategies
+look = strategies._look_around
+two = {"CPU:0": "CPU:0", "GPU:0": "GPU:0", "GPU:1": "GPU:1"}
+strategies._look_around = lambda *asked: dataclasses.replace(look(*asked), devices=two, nccl=True)
+"""
+    ended = run_workers([tf_config(addresses, index) for index in range(2)], local=["", pretend])
+    for one in ended:
+        assert (
+            f"The workers disagree about their devices: worker 0 at {addresses[0]} has 1 CPU, "
+            f"worker 1 at {addresses[1]} has 2 GPU."
+        ) in one.error
+        assert "CUDA_VISIBLE_DEVICES" in one.error
+        assert one.seconds < 10.0
+
+
+def test_a_taken_port_is_told_to_both() -> None:
+    addresses = free_addresses(2)
+    port = int(addresses[1].rpartition(":")[2])
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", port))
+        other.listen()
+        ended = run_workers([tf_config(addresses, index) for index in range(2)])
+    for one in ended:
+        assert f"worker 1 at {addresses[1]} cannot start: port {port} is taken" in one.error
+        assert "list another port in TF_CONFIG on every worker" in one.error
+        assert one.seconds < 10.0
+
+
+def test_tensorflow_started_too_early_is_told_to_both() -> None:
+    addresses = free_addresses(2)
+    ended = run_workers(
+        [tf_config(addresses, index) for index in range(2)], local=["", "tf.zeros([])"]
+    )
+    for one in ended:
+        assert f"worker 1 at {addresses[1]} cannot start: TensorFlow had started" in one.error
+        assert one.seconds < 10.0

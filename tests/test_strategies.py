@@ -1,0 +1,345 @@
+"""Strategies are created on the devices named, one after the other, or the reason is said."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import tensorflow as tf
+
+from tfmultigpu import strategies
+from tfmultigpu.errors import (
+    ClusterError,
+    DeviceNotFoundError,
+    StrategyFallbackWarning,
+    StrategyUnavailableError,
+)
+from tfmultigpu.strategies import create_strategy, plan_strategy
+
+
+@pytest.fixture(autouse=True)
+def _nothing_around(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("TF_CONFIG", "TPU_NAME", "COLAB_TPU_ADDR"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def closed_port() -> Iterator[int]:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        yield one.getsockname()[1]  # Bound and not listening: connecting is refused.
+
+
+def short(names: tuple[str, ...]) -> list[str]:
+    return [name.rsplit("/device:", 1)[1] for name in names]
+
+
+def sums(strategy: tf.distribute.Strategy) -> list[float]:
+    """The ranks, from 1, added over the replicas and assigned: eagerly, and in a tf.function."""
+    with strategy.scope():
+        total = tf.Variable(tf.zeros([3]))
+
+    def replica() -> Any:
+        context = tf.distribute.get_replica_context()
+        rank = tf.cast(context.replica_id_in_sync_group, tf.float32) + 1.0
+        added = context.all_reduce(tf.distribute.ReduceOp.SUM, [tf.fill([3], rank), rank])
+        total.assign_add(added[0])
+        return added[1]
+
+    @tf.function
+    def compiled() -> Any:
+        return strategy.run(replica)
+
+    found = []
+    for call in (lambda: strategy.run(replica), compiled):
+        found += [float(one) for one in strategy.experimental_local_results(call())]
+    for copy in strategy.experimental_local_results(total):
+        found += [float(one) / 2.0 for one in copy.numpy()]
+    return found
+
+
+def triangle(count: int) -> float:
+    return count * (count + 1) / 2
+
+
+# What is created -------------------------------------------------------------------------------
+
+
+def test_strategies_on_other_devices_follow_each_other_in_one_process() -> None:
+    wanted = [
+        ["CPU:0", "CPU:1"],
+        ["CPU:0", "CPU:1", "CPU:2", "CPU:3"],
+        ["CPU:5", "CPU:2"],
+        ["CPU:1", "CPU:3", "CPU:7"],
+        ["CPU:4"],
+        [f"CPU:{index}" for index in range(8)],
+    ]
+    made = [create_strategy(devices=names) for names in wanted]
+    # Each trains after all are made, and the first once more after the last.
+    for names, strategy in [*zip(wanted, made, strict=True), (wanted[0], made[0])]:
+        assert strategy.num_replicas_in_sync == len(names)
+        assert short(strategy.extended.worker_devices) == names
+        assert set(sums(strategy)) == {triangle(len(names))}
+
+
+@pytest.mark.parametrize(
+    ("communication", "count"),
+    [
+        ("auto", 3),
+        ("one_device", 3),
+        ("hierarchical_copy", 2),
+        ("hierarchical_copy", 4),
+        ("hierarchical_copy", 6),
+        ("hierarchical_copy", 8),
+    ],
+)
+def test_every_way_to_add_gives_the_sum(communication: str, count: int) -> None:
+    strategy = create_strategy(devices=count, communication=communication)
+    assert set(sums(strategy)) == {triangle(count)}
+
+
+@pytest.mark.parametrize("count", [3, 5])
+def test_tensorflows_hierarchical_copy_still_loses_the_last_of_an_odd_number(count: int) -> None:
+    """Why it is declined there; when this fails, TensorFlow has mended it."""
+    stock = tf.distribute.MirroredStrategy(
+        [f"CPU:{index}" for index in range(count)], tf.distribute.HierarchicalCopyAllReduce()
+    )
+    assert set(sums(stock)) == {triangle(count - 1)}
+    with pytest.warns(StrategyFallbackWarning, match="leaves out the gradients of the last"):
+        ours = create_strategy(devices=count, communication="hierarchical_copy")
+    assert set(sums(ours)) == {triangle(count)}
+
+
+def test_a_ring_is_given_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(strategies, "_ring_over", None)
+    first = create_strategy(devices=2, communication="ring")
+    assert set(sums(first)) == {3.0}
+    again = create_strategy(devices=2, communication="ring", fallback=False)
+    assert set(sums(again)) == {3.0}
+    with pytest.raises(StrategyUnavailableError, match="a ring over CPU:0, CPU:1 exists"):
+        create_strategy(devices=4, communication="ring", fallback=False)
+    with pytest.warns(StrategyFallbackWarning, match="gradients added by one_device instead"):
+        other = create_strategy(devices=4, communication="ring")
+    assert set(sums(other)) == {10.0}
+    assert set(sums(first)) == {3.0}
+
+
+def test_auto_without_a_gpu_is_the_cpu_and_says_why(caplog: pytest.LogCaptureFixture) -> None:
+    if tf.config.list_physical_devices("GPU"):
+        pytest.skip("needs a machine without a GPU")
+    with caplog.at_level(logging.WARNING, "tfmultigpu"):
+        strategy = create_strategy()
+    assert isinstance(strategy, tf.distribute.OneDeviceStrategy)
+    assert short(strategy.extended.worker_devices) == ["CPU:0"]
+    (record,) = caplog.records
+    assert record.getMessage().startswith("No GPU: ")
+    assert "Training runs on CPU:0" in record.getMessage()
+
+
+def test_hidden_gpus_are_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    if tf.config.list_physical_devices("GPU"):
+        pytest.skip("needs a machine without a GPU")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
+    assert plan_strategy().reason == "there is no GPU: CUDA_VISIBLE_DEVICES='-1' hides them"
+
+
+def test_the_plan_is_what_is_created(caplog: pytest.LogCaptureFixture) -> None:
+    plan = plan_strategy(prefer="mirrored", devices=["CPU:3", "CPU:1"])
+    with caplog.at_level(logging.INFO, "tfmultigpu"):
+        strategy = create_strategy(prefer="mirrored", devices=["CPU:3", "CPU:1"])
+    assert strategy.num_replicas_in_sync == plan.num_replicas == 2
+    assert tuple(short(strategy.extended.worker_devices)) == plan.devices
+    assert str(plan) in caplog.text
+
+
+def test_one_device_runs_where_it_was_named() -> None:
+    strategy = create_strategy(prefer="one_device", devices=["CPU:6"])
+    with strategy.scope():
+        variable = tf.Variable(1.0)
+    assert short((variable.device,)) == ["CPU:6"]
+
+
+# What is refused -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fallback", [True, False])
+def test_a_missing_device_is_an_error_at_once(fallback: bool) -> None:
+    start = time.monotonic()
+    with pytest.raises(DeviceNotFoundError) as caught:
+        create_strategy(devices=["GPU:6", "GPU:7"], fallback=fallback)
+    assert "No such device here: GPU:6, GPU:7" in str(caught.value)
+    assert "Existing: CPU:0, CPU:1" in str(caught.value)
+    with pytest.raises(DeviceNotFoundError, match="Asked for 99 devices"):
+        create_strategy(devices=99, fallback=fallback)
+    with pytest.raises(ValueError, match="devices is an empty list"):
+        create_strategy(devices=[], fallback=fallback)
+    assert time.monotonic() - start < 1.0
+
+
+def test_what_cannot_be_had_warns_or_raises() -> None:
+    with pytest.warns(StrategyFallbackWarning) as caught:
+        strategy = create_strategy(devices=2, communication="nccl")
+    (warning,) = caught
+    assert str(warning.message) == (
+        "Asked for, and not to be had here: communication='nccl': NCCL runs on GPUs only, and "
+        "these are CPUs. Running on mirrored on CPU:0, CPU:1, gradients added by one_device "
+        "instead. To get an error here, pass fallback=False."
+    )
+    assert warning.filename == __file__
+    assert set(sums(strategy)) == {3.0}
+    with pytest.raises(StrategyUnavailableError) as refused:
+        create_strategy(devices=2, communication="nccl", fallback=False)
+    assert "NCCL runs on GPUs only" in str(refused.value)
+    assert "fallback=True to run on mirrored on CPU:0, CPU:1" in str(refused.value)
+
+
+def test_workers_asked_for_without_a_cluster() -> None:
+    with pytest.raises(StrategyUnavailableError, match="TF_CONFIG is not set"):
+        create_strategy(prefer="multi_worker", fallback=False)
+    with pytest.warns(StrategyFallbackWarning, match="TF_CONFIG is not set"):
+        strategy = create_strategy(prefer="multi_worker", devices=2)
+    assert strategy.num_replicas_in_sync == 2
+
+
+def test_a_wrong_cluster_is_an_error_even_with_fallback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TF_CONFIG", '{"cluster": {"worker": ["a"]}}')
+    for call in (plan_strategy, create_strategy):
+        with pytest.raises(ClusterError, match=r"cluster\.worker\[0\] must be host:port"):
+            call()
+    # It is no business of a strategy on devices of this machine.
+    assert create_strategy(prefer="mirrored", devices=2).num_replicas_in_sync == 2
+
+
+def test_the_evaluator_runs_alone_and_nobody_is_warned(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = '{"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "evaluator", "index": 0}}'
+    monkeypatch.setenv("TF_CONFIG", text)
+    plan = plan_strategy(prefer="multi_worker")
+    assert plan.rejected["multi_worker"].startswith("this process is the evaluator")
+    strategy = create_strategy(prefer="multi_worker", fallback=False)
+    assert strategy.num_replicas_in_sync == plan.num_replicas
+
+
+def test_a_worker_after_tensorflow_started_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    tf.zeros([])
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{one.getsockname()[1]}"
+    monkeypatch.setenv(
+        "TF_CONFIG",
+        f'{{"cluster": {{"worker": ["{address}"]}}, "task": {{"type": "worker", "index": 0}}}}',
+    )
+    with pytest.raises(ClusterError, match="TensorFlow had started its devices before") as caught:
+        create_strategy(prefer="multi_worker")
+    assert "Move create_strategy up, directly after the imports" in str(caught.value)
+    assert create_strategy().num_replicas_in_sync == 1  # One worker alone needs no cluster.
+
+
+@pytest.mark.parametrize("timeout", [0, -1.0, True, float("nan")])
+def test_the_timeout_is_a_time(timeout: float) -> None:
+    with pytest.raises(ValueError, match="startup_timeout is how many seconds"):
+        create_strategy(startup_timeout=timeout)
+
+
+# TPU -------------------------------------------------------------------------------------------
+
+
+def test_a_dead_tpu_falls_back_within_seconds(
+    monkeypatch: pytest.MonkeyPatch, closed_port: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("TPU_NAME", f"grpc://127.0.0.1:{closed_port}")
+    start = time.monotonic()
+    with pytest.warns(StrategyFallbackWarning, match="nothing listens there"):
+        create_strategy(prefer="tpu")
+    with pytest.raises(StrategyUnavailableError, match="nothing listens there"):
+        create_strategy(prefer="tpu", fallback=False)
+    # Not asked for in the program: a log line, no warning.
+    with warnings.catch_warnings(), caplog.at_level(logging.WARNING, "tfmultigpu"):
+        warnings.simplefilter("error")
+        create_strategy()
+    assert f"No TPU: TPU_NAME='grpc://127.0.0.1:{closed_port}': nothing listens" in caplog.text
+    assert time.monotonic() - start < 5.0
+
+
+def test_no_tpu_at_all() -> None:
+    with pytest.raises(StrategyUnavailableError, match="TPU_NAME and COLAB_TPU_ADDR are not set"):
+        create_strategy(prefer="tpu", fallback=False)
+
+
+def test_the_address_may_stand_in_the_program(closed_port: int) -> None:
+    address = f"grpc://127.0.0.1:{closed_port}"
+    with pytest.raises(StrategyUnavailableError, match=f"devices='{address}': nothing listens"):
+        create_strategy(prefer="tpu", devices=[address], fallback=False)
+    with pytest.raises(ValueError, match="devices is the address of the TPU"):
+        create_strategy(prefer="tpu", devices=["TPU:0"])
+
+
+# In a process of its own -----------------------------------------------------------------------
+
+
+def run_script(script: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_planning_starts_nothing_and_a_grpc_server_is_no_tpu() -> None:
+    """A TPU address that is TensorFlow without a TPU: TensorFlow connects, so no way back."""
+    out = run_script(
+        """
+        import os, socket, subprocess, sys
+        import tensorflow as tf
+        from tfmultigpu.errors import StrategyUnavailableError
+        from tfmultigpu.strategies import _devices_started, create_strategy, plan_strategy
+
+        before = dict(os.environ)
+        threads = tf.config.threading.get_inter_op_parallelism_threads()
+        assert not _devices_started()
+        for prefer in ("auto", "tpu", "multi_worker", "mirrored", "one_device"):
+            plan_strategy(prefer)
+        assert not _devices_started()
+        assert tf.config.threading.get_inter_op_parallelism_threads() == threads
+        # Still to be had: what TensorFlow refuses once its devices have started.
+        (cpu,) = tf.config.list_physical_devices("CPU")
+        two = [tf.config.LogicalDeviceConfiguration()] * 2
+        tf.config.set_logical_device_configuration(cpu, two)
+        assert plan_strategy("mirrored").num_replicas == 2
+        assert dict(os.environ) == before
+
+        with socket.socket() as one:
+            one.bind(("127.0.0.1", 0))
+            port = one.getsockname()[1]
+        server = subprocess.Popen([sys.executable, "-c", f'''
+        import sys, tensorflow as tf
+        cluster = tf.train.ClusterSpec({{"worker": ["127.0.0.1:{port}"]}})
+        server = tf.distribute.Server(cluster, job_name="worker", task_index=0)
+        print("up", flush=True)
+        sys.stdin.read()
+        '''.replace(chr(10) + " " * 8, chr(10))], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        assert server.stdout.readline() == b"up" + chr(10).encode()
+        os.environ["TPU_NAME"] = f"grpc://127.0.0.1:{port}"
+        assert plan_strategy().kind == "tpu"
+        try:
+            create_strategy()
+        except StrategyUnavailableError as error:
+            print(error)
+        assert _devices_started()
+        server.kill()
+        """
+    )
+    assert "answers, but TensorFlow finds no TPU there" in out
+    assert "so it does not fall back. Correct TPU_NAME, or unset it, and start again." in out
