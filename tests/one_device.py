@@ -1,0 +1,210 @@
+"""One device against N replicas: the same model, optimizer and batches on both.
+
+``ByHand`` is the loop anybody would write for one device: a tape, a Keras loss with its own
+reduction, ``optimizer.apply``. Nothing in it is ours, so that what it gives is the truth the
+replicas are held to. ``Replicated`` is our step.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import tfmultigpu as tmg
+
+SEED = 7
+
+
+@functools.cache
+def strategy_of(replicas: int) -> tf.distribute.Strategy:
+    """One strategy for each number of replicas: two on one process must not share collectives."""
+    if replicas == 1:
+        return tf.distribute.get_strategy()
+    return tf.distribute.MirroredStrategy(
+        [f"CPU:{i}" for i in range(replicas)],
+        cross_device_ops=tf.distribute.ReductionToOneDevice(),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """What training left behind.
+
+    Attributes:
+        weights: All variables of the model.
+        losses: The loss of each step.
+        iterations: What the optimizer counted.
+        logs: All logs of each step (none by hand).
+    """
+
+    weights: list[np.ndarray]
+    losses: list[float]
+    iterations: int
+    logs: list[dict[str, float]] = dataclasses.field(default_factory=list)
+
+
+class _Trained:
+    """A model and an optimizer that can be set back to where they began."""
+
+    def __init__(self, build: Callable[[], Any], optimizer: Callable[[], Any]) -> None:
+        keras.utils.set_random_seed(SEED)
+        self.model = build()
+        self.optimizer = optimizer()
+        self._start: list[np.ndarray] | None = None
+
+    def variables(self) -> list[Any]:
+        return [*self.model.variables, *self.optimizer.variables]
+
+    def reset(self) -> None:
+        if self._start is None:
+            self._start = [variable.numpy() for variable in self.variables()]
+        for variable, value in zip(self.variables(), self._start, strict=True):
+            variable.assign(value)
+
+    def result(self, losses: Sequence[float], logs: Sequence[dict[str, float]] = ()) -> Result:
+        weights = [variable.numpy() for variable in self.model.variables]
+        return Result(weights, list(losses), int(self.optimizer.iterations.numpy()), list(logs))
+
+
+class ByHand(_Trained):
+    """The loop for one device, without any code of ours.
+
+    Args:
+        build: Makes the model.
+        optimizer: Makes the optimizer.
+        loss: ``f(y_true, y_pred, sample_weight) -> scalar``; a Keras loss is one.
+        clip_norm: For ``tf.clip_by_global_norm``.
+        dense: Whether the gradient of an embedding is summed by row, as a dense one would be.
+    """
+
+    def __init__(
+        self,
+        build: Callable[[], Any],
+        optimizer: Callable[[], Any],
+        loss: Callable[..., Any],
+        *,
+        clip_norm: float | None = None,
+        dense: bool = True,
+    ) -> None:
+        super().__init__(build, optimizer)
+        self._loss = loss
+        self._clip_norm = clip_norm
+        self._dense = dense
+        self._compiled: Any = None
+
+    def train(self, batches: Iterable[Any]) -> Result:
+        batches = [tf.nest.map_structure(tf.convert_to_tensor, batch) for batch in batches]
+        if self._compiled is None:
+            self.model(batches[0][0])  # builds it, as any forward pass does
+            self.optimizer.build(self.model.trainable_variables)
+            spec = tf.nest.map_structure(
+                lambda t: tf.TensorSpec([None, *t.shape[1:]], t.dtype), batches[0]
+            )
+            self._compiled = tf.function(self._step, input_signature=[spec], autograph=False)
+        self.reset()
+        losses = [float(self._compiled(batch)) for batch in batches]
+        return self.result(losses)
+
+    def _step(self, batch: Any) -> Any:
+        x, y, weight = (*batch, None)[:3]
+        with tf.GradientTape() as tape:
+            loss = self._loss(y, self.model(x, training=True), sample_weight=weight)
+            for extra in self.model.losses:
+                loss += tf.cast(extra, loss.dtype)
+        variables = self.model.trainable_variables
+        pairs = zip(tape.gradient(loss, variables), variables, strict=True)
+        pairs = [(gradient, variable) for gradient, variable in pairs if gradient is not None]
+        gradients = [gradient for gradient, _ in pairs]
+        if self._dense:
+            gradients = [tf.convert_to_tensor(gradient) for gradient in gradients]
+        if self._clip_norm is not None:
+            gradients, _ = tf.clip_by_global_norm(gradients, self._clip_norm)
+        self.optimizer.apply(gradients, [variable for _, variable in pairs])
+        return loss
+
+
+class Replicated(_Trained):
+    """Our step on N replicas; ``options`` go to ``make_train_step``."""
+
+    def __init__(
+        self,
+        replicas: int | tf.distribute.Strategy,
+        build: Callable[[], Any],
+        optimizer: Callable[[], Any],
+        loss: Any,
+        **options: Any,
+    ) -> None:
+        self.strategy = strategy_of(replicas) if isinstance(replicas, int) else replicas
+        with self.strategy.scope():
+            super().__init__(build, optimizer)
+        self.step = tmg.make_train_step(self.model, self.optimizer, loss, self.strategy, **options)
+
+    def train(self, batches: Iterable[Any], step: Callable[[Any], Any] | None = None) -> Result:
+        """Trains from the beginning on whole batches, or on shards from a distributed dataset."""
+        batches = iter(batches)
+        first = next(batches)
+        if not self.model.built:
+            self.step(first)  # builds model and optimizer; what it changed is not the beginning
+            raise AssertionError("build the model first, or call the step yourself")
+        self.reset()
+        step = self.step if step is None else step
+        logs = [plain(step(first)), *(plain(step(batch)) for batch in batches)]
+        return self.finish(logs)
+
+    def finish(self, logs: Sequence[dict[str, float]]) -> Result:
+        self.assert_replicas_agree()
+        return self.result([log["loss"] for log in logs], logs)
+
+    def assert_replicas_agree(self) -> None:
+        """Holds that the copies of every trained variable are the same, bit for bit."""
+        for variable in [*self.model.trainable_variables, *self.optimizer.variables]:
+            first, *others = self.strategy.experimental_local_results(variable.value)
+            for other in others:
+                np.testing.assert_array_equal(other.numpy(), first.numpy(), err_msg=variable.path)
+
+
+def plain(logs: dict[str, Any]) -> dict[str, float]:
+    return {name: float(value) for name, value in logs.items()}
+
+
+def difference(one: Sequence[np.ndarray], other: Sequence[np.ndarray]) -> float:
+    """The largest difference of any weight; NaN is never equal."""
+    assert len(one) == len(other)
+    largest = [
+        np.max(np.abs(a.astype("float64") - b.astype("float64")), initial=0.0)
+        for a, b in zip(one, other, strict=True)
+    ]
+    return float(np.max(largest))
+
+
+def assert_same(
+    result: Result, truth: Result, *, weights: float = 1e-6, loss: float = 1e-6, what: object = ""
+) -> None:
+    """Holds weights, the loss of every step and the step count to those of one device."""
+    apart = difference(result.weights, truth.weights)
+    assert apart <= weights, f"{what}: weights differ by {apart:.2e}, allowed {weights:.0e}"
+    np.testing.assert_allclose(result.losses, truth.losses, rtol=loss, atol=loss, err_msg=str(what))
+    assert result.iterations == truth.iterations, what
+
+
+def cut(arrays: Sequence[np.ndarray], sizes: Iterable[int]) -> list[tuple[np.ndarray, ...]]:
+    """Batches of these sizes, read one after the other and again from the start."""
+    rows, batches, start = len(arrays[0]), [], 0
+    for size in sizes:
+        if start + size > rows:
+            start = 0
+        batches.append(tuple(array[start : start + size] for array in arrays))
+        start += size
+    return batches
+
+
+def as_dataset(batches: Sequence[tuple[np.ndarray, ...]]) -> tf.data.Dataset:
+    """A dataset that yields exactly these global batches."""
+    spec = tuple(tf.TensorSpec([None, *a.shape[1:]], a.dtype) for a in batches[0])
+    return tf.data.Dataset.from_generator(lambda: iter(batches), output_signature=spec)

@@ -1,0 +1,219 @@
+"""However batches reach the step, and under whichever strategy, the result is that of one device."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from one_device import as_dataset, assert_same, cut, difference, plain, strategy_of
+from small_problem import CASES, MIXED, STEPS, X, Y, crossentropy, mlp, replicated, sgd, truth
+
+import tfmultigpu as tmg
+from tfmultigpu import reductions
+
+# How batches reach the step ---------------------------------------------------------------------
+
+
+def test_step_takes_shards_of_a_distributed_dataset_or_whole_batches():
+    run = replicated(3, "all")
+    batches = cut(CASES["all"][0], MIXED)
+    data = tmg.distribute_dataset(as_dataset(batches), run.strategy)
+    expected = truth("all", tuple(MIXED))
+    assert_same(run.train(data), expected, what="shards")
+    assert_same(run.train(data), expected, what="a second pass over the same dataset")
+    assert_same(run.train(batches), expected, what="whole batches of arrays")
+    tensors = [tuple(tf.constant(part) for part in batch) for batch in batches]
+    assert_same(run.train(tensors), expected, what="whole batches of tensors")
+
+
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_many_steps_in_one_call_end_where_the_data_ends(micro_batches):
+    run = replicated(2, "all", micro_batches=micro_batches)
+    batches = cut(CASES["all"][0], MIXED)
+    expected = truth("all", tuple(MIXED))
+    run.reset()
+    iterator = iter(tmg.distribute_dataset(as_dataset(batches), run.strategy))
+    calls = [plain(run.step.run(iterator, 8)) for _ in range(4)]
+    assert [call["steps"] for call in calls] == [8, 8, 4, 0]
+    assert difference([v.numpy() for v in run.model.variables], expected.weights) <= 1e-6
+    assert int(run.optimizer.iterations.numpy()) == STEPS
+    run.assert_replicas_agree()
+    weights = np.array([batch[2].sum() for batch in batches])
+    for call, part in zip(calls, (slice(0, 8), slice(8, 16), slice(16, 20)), strict=False):
+        assert call["weight"] == pytest.approx(weights[part].sum(), rel=1e-6)
+        mean = np.average(expected.losses[part], weights=weights[part])
+        assert call["loss"] == pytest.approx(mean, abs=1e-6)
+
+
+def test_many_steps_in_one_call_over_a_plain_dataset():
+    run = replicated(4, "weights")
+    batches = cut(CASES["weights"][0], MIXED)
+    run.reset()
+    logs = run.step.run(iter(as_dataset(batches)), 100)
+    assert int(logs["steps"]) == STEPS
+    expected = truth("weights", tuple(MIXED))
+    assert difference([v.numpy() for v in run.model.variables], expected.weights) <= 1e-6
+    assert int(run.optimizer.iterations.numpy()) == STEPS
+
+
+def test_step_inside_a_function_of_the_user():
+    run = replicated(3, "all")
+    batches = cut(CASES["all"][0], MIXED)
+    traces = []
+
+    @tf.function
+    def train(iterator):
+        traces.append(1)
+        return run.step(next(iterator))
+
+    data = tmg.distribute_dataset(as_dataset(batches), run.strategy)
+    run.reset()
+    iterator = iter(data)
+    logs = [plain(train(iterator)) for _ in batches]
+    assert_same(run.finish(logs), truth("all", tuple(MIXED)))
+    with pytest.raises((tf.errors.OutOfRangeError, StopIteration)):
+        train(iterator)
+    assert int(run.optimizer.iterations.numpy()) == STEPS, "a step that never ran was counted"
+    run.reset()
+    iterator = iter(data)
+    logs = [plain(train(iterator)) for _ in batches]
+    assert_same(run.finish(logs), truth("all", tuple(MIXED)), what="a second pass")
+    assert len(traces) == 1
+
+
+def test_a_loop_inside_a_function_of_the_user():
+    run = replicated(2, "weights")
+    batches = cut(CASES["weights"][0], MIXED)
+    data = tmg.distribute_dataset(as_dataset(batches), run.strategy)
+
+    @tf.function
+    def epoch():
+        total = tf.constant(0.0)
+        for batch in data:
+            total += run.step(batch)["weight"]
+        return total
+
+    run.reset()
+    assert float(epoch()) == sum(MIXED)
+    expected = truth("weights", tuple(MIXED))
+    assert difference([v.numpy() for v in run.model.variables], expected.weights) <= 1e-6
+    assert int(run.optimizer.iterations.numpy()) == STEPS
+
+
+@pytest.mark.parametrize(
+    ("shares", "micro_batches"), [((3, 1), 1), ((3, 1), 3), ((5, 2, 1), 1), ((5, 2, 1), 2)]
+)
+def test_unequal_shares(shares, micro_batches):
+    run = replicated(len(shares), "all", micro_batches=micro_batches)
+    batches = cut(CASES["all"][0], MIXED)
+    data = tmg.distribute_dataset(as_dataset(batches), run.strategy, shares=shares)
+    expected = truth("all", tuple(MIXED))
+    assert_same(run.train(data), expected, what=f"shares {shares}")
+    run.reset()
+    logs = run.step.run(iter(data), STEPS)
+    assert int(logs["steps"]) == STEPS
+    assert difference([v.numpy() for v in run.model.variables], expected.weights) <= 1e-6
+
+
+def test_shards_prefetched_to_the_replicas():
+    run = replicated(3, "all")
+    batches = cut(CASES["all"][0], MIXED)
+    data = tmg.distribute_dataset(
+        as_dataset(batches), run.strategy, shares=(5, 2, 1), prefetch_to_device=True
+    )
+    expected = truth("all", tuple(MIXED))
+    assert_same(run.train(data), expected)
+    run.reset()
+    iterator = iter(data)
+    assert [int(run.step.run(iterator, 13)["steps"]) for _ in range(3)] == [13, 7, 0]
+    assert difference([v.numpy() for v in run.model.variables], expected.weights) <= 1e-6
+
+
+# Under which strategy -----------------------------------------------------------------------------
+
+
+def test_gradients_added_by_the_strategy_instead_of_in_place(monkeypatch):
+    """What GPUs do: one all-reduce, which CPUs of one process can do without."""
+    monkeypatch.setattr(reductions, "_all_on_cpu", lambda devices: False)
+    run = replicated(3, "all", micro_batches=2)
+    batches = cut(CASES["all"][0], MIXED)
+    expected = truth("all", tuple(MIXED))
+    assert_same(run.train(batches), expected)
+    run.reset()
+    run.step.run(iter(as_dataset(batches)), STEPS)
+    assert difference([v.numpy() for v in run.model.variables], expected.weights) <= 1e-6
+
+
+def test_one_device_strategy():
+    run = replicated(tf.distribute.OneDeviceStrategy("CPU:1"), "all", micro_batches=2)
+    batches = cut(CASES["all"][0], MIXED)
+    data = tmg.distribute_dataset(as_dataset(batches), run.strategy)
+    assert_same(run.train(data), truth("all", tuple(MIXED)))
+
+
+def test_several_mirrored_strategies_as_they_come_in_one_process():
+    """With TensorFlow's own collectives, a second one on other devices would break both."""
+    batches = cut(CASES["clip"][0], MIXED)
+    strategies = [
+        tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]),
+        tf.distribute.MirroredStrategy(["CPU:2", "CPU:3", "CPU:4", "CPU:5"]),
+    ]
+    runs = [replicated(strategy, "clip") for strategy in strategies]
+    for run in [*runs, runs[0]]:
+        assert_same(run.train(batches), truth("clip", tuple(MIXED)))
+
+
+def test_the_strategy_in_scope_is_the_default():
+    strategy = strategy_of(2)
+    with strategy.scope():
+        model, optimizer = mlp(), sgd()
+        step = tmg.make_train_step(model, optimizer, crossentropy())
+        data = tmg.distribute_dataset((X, Y), batch_size=65)
+    assert step.strategy is strategy
+    assert [float(step(batch)["weight"]) for batch in data] == [65.0] * 4
+
+
+# What it costs --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_one_trace_whatever_the_batch_sizes(micro_batches):
+    traced = []
+
+    class Counted(keras.layers.Layer):
+        def call(self, inputs):
+            traced.append(1)
+            return inputs
+
+    strategy = strategy_of(2)
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((6,)), Counted(), keras.layers.Dense(4)])
+        optimizer = sgd()
+    step = tmg.make_train_step(
+        model, optimizer, crossentropy(), strategy, micro_batches=micro_batches
+    )
+    traced.clear()
+    batches = cut((X, Y), MIXED)
+    step(batches[0])
+    once = len(traced)
+    # A loop over micro-batches may be tried once more when its first guess was wrong.
+    assert once == 2 if micro_batches == 1 else once in (2, 4)
+    for batch in batches:
+        step(batch)
+    for batch in batches:
+        step(tuple(tf.constant(part) for part in batch))
+    assert len(traced) == once, "whole batches of other sizes were traced again"
+    data = tmg.distribute_dataset(as_dataset(batches), strategy)
+    for batch in data:
+        step(batch)
+    shards = len(traced)
+    for batch in tmg.distribute_dataset(as_dataset(batches[::-1]), strategy):
+        step(batch)
+    assert len(traced) == shards, "shards of other sizes were traced again"
+    iterator = iter(data)
+    step.run(iterator, 3)
+    many = len(traced)
+    step.run(iterator, 5)
+    step.run(iter(data), 50)
+    assert len(traced) == many, "another number of steps, or another pass, was traced again"
