@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from tfmultigpu.clusters import Cluster
 from tfmultigpu.device_names import listed, resolve_devices
@@ -82,7 +83,7 @@ class StrategyPlan:
     communication: str
     communication_reason: str
     unmet: tuple[str, ...] = ()
-    hints: tuple[str, ...] = field(default=(), compare=False)
+    hints: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         """The plan, one line for each thing a person asks about it."""
@@ -100,8 +101,7 @@ class StrategyPlan:
         return "\n".join(lines)
 
 
-@dataclass(frozen=True)
-class _Choice:
+class _Choice(NamedTuple):
     kind: str
     devices: tuple[str, ...]
     num_replicas: int | None

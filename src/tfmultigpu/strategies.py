@@ -174,7 +174,7 @@ def _dead(tpu: Tpu, error: Exception) -> Tpu:
     """A TPU that answered and could not be started; an error where there is no way back."""
     missing = f"{tpu.source}={tpu.address!r} answers, but TensorFlow finds no TPU there: {error}"
     if tpu.address == "local":
-        return dataclasses.replace(tpu, missing=missing)
+        return Tpu(tpu.address, tpu.source, missing)
     raise StrategyUnavailableError(
         f"{missing} This process is connected to that machine now, and its operations would run "
         f"there, so it does not fall back. Correct {tpu.source}, or unset it, and start again."

@@ -7,8 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
@@ -21,8 +20,7 @@ _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\x00\x00\x00\x04\x00\x00\x00\
 _SETTINGS_FRAME = 4
 
 
-@dataclass(frozen=True)
-class Tpu:
+class Tpu(NamedTuple):
     """What is known of a TPU without asking TensorFlow to connect.
 
     Attributes:
