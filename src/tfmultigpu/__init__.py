@@ -1,6 +1,7 @@
 """Train a Keras model on several devices and get what one device would have given."""
 
 from tfmultigpu.accumulation import GradientAccumulator
+from tfmultigpu.clusters import Cluster, cluster_from_environment
 from tfmultigpu.data import ShardedDataset, ShardIterator, distribute_dataset
 from tfmultigpu.devices import (
     Device,
@@ -25,17 +26,20 @@ from tfmultigpu.errors import (
     MissingExtraError,
     ScopeError,
     ShareError,
+    StrategyFallbackWarning,
     StrategyUnavailableError,
     TfMultiGpuError,
 )
 from tfmultigpu.losses import LossSum, global_mean, loss_sum
 from tfmultigpu.shares import plan_shares
 from tfmultigpu.steps import make_eval_step, make_predict_step, make_train_step
+from tfmultigpu.strategies import StrategyPlan, create_strategy, plan_strategy
 from tfmultigpu.updates import apply_reduced_gradients
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "Cluster",
     "ClusterError",
     "DataError",
     "Device",
@@ -52,9 +56,13 @@ __all__ = [
     "ShardIterator",
     "ShardedDataset",
     "ShareError",
+    "StrategyFallbackWarning",
+    "StrategyPlan",
     "StrategyUnavailableError",
     "TfMultiGpuError",
     "apply_reduced_gradients",
+    "cluster_from_environment",
+    "create_strategy",
     "distribute_dataset",
     "enable_memory_growth",
     "existing_logical_names",
@@ -67,6 +75,7 @@ __all__ = [
     "make_predict_step",
     "make_train_step",
     "plan_shares",
+    "plan_strategy",
     "restrict_devices",
     "split_device",
     "visible_devices",

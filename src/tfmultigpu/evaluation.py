@@ -116,12 +116,14 @@ class EvalStep:
         self._function = BatchFunction(self._step, strategy, local)
         self._multistep = MultiStep(self._function)
 
+    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
     def __call__(self, batch: Any) -> dict[str, Any]:
         """Evaluates one batch: an element of a distributed dataset, or a whole global batch."""
         if not self._ready:
             self._prepare(self._function.spec_of(batch))
         return dict(self._function(batch))
 
+    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
     def run(self, iterator: Any, steps: int) -> dict[str, Any]:
         """Evaluates up to ``steps`` batches in one call; see ``TrainStep.run``."""
         if not self._ready:
@@ -183,6 +185,7 @@ class PredictStep:
         self._local = rows_lib.local_replicas(strategy)
         self._function = BatchFunction(self._step, strategy, self._local)
 
+    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
     def __call__(self, batch: Any) -> Any:
         """Predicts one batch: ``x``, ``(x, y)`` or ``(x, y, sample_weight)``; only x is used."""
         if not self._ready:

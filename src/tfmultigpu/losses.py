@@ -67,6 +67,10 @@ def loss_sum(loss: Any, y_true: Any, y_pred: Any, sample_weight: Any = None) -> 
     of unmasked elements for ``"sum_over_batch_size"``, ``"mean"`` and per-example functions, the
     sum of the sample weights for ``"mean_with_sample_weight"``, and 1 for ``"sum"``.
 
+    In a batch with fewer rows than replicas every replica holds every row, which cancels where the
+    sum is divided by a weight that was added with it, but not with ``"sum"``: use the steps of this
+    library for that, which know, or batches of at least as many rows as replicas.
+
     Args:
         loss: A Keras loss, its name, or a function ``f(y_true, y_pred)`` that returns one value per
             example (or per element).
@@ -153,13 +157,14 @@ def loss_term(loss: Any, y_true: Any, y_pred: Any, sample_weight: Any = None) ->
     elementwise.reduction = "none"
     elementwise.call = call
     values = elementwise(y_true, y_pred, sample_weight=sample_weight)
-    if values.shape.rank == 0:
+    if values.shape.rank == 0 or isinstance(loss, _couples_examples()):
         raise LossError(
-            f"The loss {loss.name!r} returns one number for a whole batch. Several replicas then "
-            "cannot tell what each example contributes, and uneven batches come out wrong. "
-            f"Received: shape () from {type(loss).__name__}. Return one value per example, for "
+            f"The loss {loss.name!r} is one number for a batch, or compares its examples with each "
+            "other. Several replicas then cannot tell what each example contributes, and the "
+            f"result depends on how the batch was cut. Received: shape {tuple(values.shape)} from "
+            f"{type(loss).__name__}. Return one value per example that depends on it alone, for "
             "example tf.reduce_mean(tf.square(y_true - y_pred), axis=-1). A loss that couples the "
-            "examples of a batch (Dice, contrastive) has no such form."
+            "examples of a batch (Dice over a batch, Circle, contrastive) has no such form."
         )
     total = tf.reduce_sum(values)
     if loss.reduction == "sum":
@@ -199,6 +204,8 @@ def as_loss(loss: Any) -> Any:
             ) from None
     if isinstance(loss, keras.losses.Loss):
         return loss
+    if loss is getattr(keras.losses, "circle", None):
+        return keras.losses.Circle()
     if isinstance(loss, type) and issubclass(loss, keras.losses.Loss):
         raise LossError(
             f"The loss is a class, not an object. Received: {loss.__name__}. Write "
@@ -210,6 +217,14 @@ def as_loss(loss: Any) -> Any:
             "function f(y_true, y_pred) that returns one value per example."
         )
     return _function_loss(loss)
+
+
+def _couples_examples() -> tuple[type, ...]:
+    """Losses whose value for one example depends on the others of its batch."""
+    import keras
+
+    circle = getattr(keras.losses, "Circle", None)
+    return () if circle is None else (circle,)
 
 
 def _function_loss(function: Callable[[Any, Any], Any]) -> Any:

@@ -145,6 +145,7 @@ class TrainStep:
         if model.built:
             self._prepare(None)
 
+    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
     def __call__(self, batch: Any) -> dict[str, Any]:
         """Trains on one batch.
 
@@ -162,6 +163,7 @@ class TrainStep:
             self._prepare(self._function.spec_of(batch))
         return dict(self._function(batch))
 
+    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
     def run(self, iterator: Any, steps: int) -> dict[str, Any]:
         """Trains on up to ``steps`` batches in one call, which saves the cost of calls.
 
