@@ -31,7 +31,7 @@ def keras_mask(tensor: Any) -> Any:
 
 
 def set_keras_mask(tensor: Any, mask: Any) -> None:
-    """Attaches a mask to a tensor, which leaving a ``tf.function`` has cost it; private as above."""
+    """Attaches a mask to a tensor that lost it by leaving a ``tf.function``; private as above."""
     if mask is not None:
         tensor._keras_mask = mask
 
