@@ -68,3 +68,27 @@ def test_imports_nothing_but_itself(imports: list[dict[str, object]]) -> None:
 
 def test_exports_what_it_names(imports: list[dict[str, object]]) -> None:
     assert imports[0]["missing"] == []
+
+
+def test_every_public_name_is_loaded_from_the_module_that_types_say() -> None:
+    import ast
+    from pathlib import Path
+
+    import tfmultigpu
+
+    typed = {
+        alias.name: node.module
+        for node in ast.walk(ast.parse(Path(tfmultigpu.__file__).read_text()))
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("tfmultigpu")
+        for alias in node.names
+    }
+    assert sorted(typed) == sorted(tfmultigpu.__all__)
+    for name, module in typed.items():
+        assert getattr(tfmultigpu, name) is getattr(sys.modules[module], name)
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    import tfmultigpu
+
+    with pytest.raises(AttributeError, match="module 'tfmultigpu' has no attribute 'fit_all'"):
+        _ = tfmultigpu.fit_all

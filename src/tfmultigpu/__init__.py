@@ -1,42 +1,108 @@
-"""Train a Keras model on several devices and get what one device would have given."""
+"""Train a Keras model on several devices and get what one device would have given.
 
-from tfmultigpu.accumulation import GradientAccumulator
-from tfmultigpu.clusters import Cluster, cluster_from_environment
-from tfmultigpu.data import ShardedDataset, ShardIterator, distribute_dataset
-from tfmultigpu.devices import (
-    Device,
-    enable_memory_growth,
-    existing_logical_names,
-    limit_memory,
-    list_devices,
-    logical_to_physical,
-    restrict_devices,
-    split_device,
-    visible_devices,
-)
-from tfmultigpu.errors import (
-    ClusterError,
-    DataError,
-    DeviceNotFoundError,
-    DeviceSettingsError,
-    DevicesInitializedError,
-    KerasBackendError,
-    LossError,
-    MetricError,
-    MissingExtraError,
-    ScopeError,
-    ShareError,
-    StrategyFallbackWarning,
-    StrategyUnavailableError,
-    TfMultiGpuError,
-)
-from tfmultigpu.losses import LossSum, global_mean, loss_sum
-from tfmultigpu.shares import plan_shares
-from tfmultigpu.steps import make_eval_step, make_predict_step, make_train_step
-from tfmultigpu.strategies import StrategyPlan, create_strategy, plan_strategy
-from tfmultigpu.updates import apply_reduced_gradients
+Names are loaded from their modules when they are first used, so that importing the package costs a
+millisecond.
+"""
+
+from importlib import import_module as _import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tfmultigpu.accumulation import GradientAccumulator
+    from tfmultigpu.clusters import Cluster, cluster_from_environment
+    from tfmultigpu.data import ShardedDataset, ShardIterator, distribute_dataset
+    from tfmultigpu.devices import (
+        Device,
+        enable_memory_growth,
+        existing_logical_names,
+        limit_memory,
+        list_devices,
+        logical_to_physical,
+        restrict_devices,
+        split_device,
+        visible_devices,
+    )
+    from tfmultigpu.errors import (
+        ClusterError,
+        DataError,
+        DeviceNotFoundError,
+        DeviceSettingsError,
+        DevicesInitializedError,
+        KerasBackendError,
+        LossError,
+        MetricError,
+        MissingExtraError,
+        ScopeError,
+        ShareError,
+        StrategyFallbackWarning,
+        StrategyUnavailableError,
+        TfMultiGpuError,
+    )
+    from tfmultigpu.losses import LossSum, global_mean, loss_sum
+    from tfmultigpu.shares import plan_shares
+    from tfmultigpu.steps import make_eval_step, make_predict_step, make_train_step
+    from tfmultigpu.strategies import StrategyPlan, create_strategy, plan_strategy
+    from tfmultigpu.updates import apply_reduced_gradients
 
 __version__ = "0.1.0"
+
+_NAMES = {
+    "accumulation": ("GradientAccumulator",),
+    "clusters": (
+        "Cluster",
+        "cluster_from_environment",
+    ),
+    "data": (
+        "ShardedDataset",
+        "ShardIterator",
+        "distribute_dataset",
+    ),
+    "devices": (
+        "Device",
+        "enable_memory_growth",
+        "existing_logical_names",
+        "limit_memory",
+        "list_devices",
+        "logical_to_physical",
+        "restrict_devices",
+        "split_device",
+        "visible_devices",
+    ),
+    "errors": (
+        "ClusterError",
+        "DataError",
+        "DeviceNotFoundError",
+        "DeviceSettingsError",
+        "DevicesInitializedError",
+        "KerasBackendError",
+        "LossError",
+        "MetricError",
+        "MissingExtraError",
+        "ScopeError",
+        "ShareError",
+        "StrategyFallbackWarning",
+        "StrategyUnavailableError",
+        "TfMultiGpuError",
+    ),
+    "losses": (
+        "LossSum",
+        "global_mean",
+        "loss_sum",
+    ),
+    "shares": ("plan_shares",),
+    "steps": (
+        "make_eval_step",
+        "make_predict_step",
+        "make_train_step",
+    ),
+    "strategies": (
+        "StrategyPlan",
+        "create_strategy",
+        "plan_strategy",
+    ),
+    "updates": ("apply_reduced_gradients",),
+}
+_HOME = {name: module for module, names in _NAMES.items() for name in names}
 
 __all__ = [
     "Cluster",
@@ -80,3 +146,15 @@ __all__ = [
     "split_device",
     "visible_devices",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(_import_module(f"{__name__}.{_HOME[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(set(globals()) | set(__all__))
