@@ -1,0 +1,250 @@
+"""The documentation is true: its programs run, its commands exist, every public name is in it.
+
+A ``python`` block that imports tfmultigpu starts a program, the blocks after it continue that
+program. Each program runs in a process of its own with eight virtual CPUs.
+"""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import inspect
+import json
+import pkgutil
+import re
+import shlex
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+import tfmultigpu as tmg
+from tfmultigpu.__main__ import main
+
+ROOT = Path(__file__).parent.parent
+PAGES = {
+    str(path.relative_to(ROOT)): path
+    for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
+}
+# The programs of this page set up the devices themselves.
+WITHOUT_VIRTUAL_CPUS = {"docs/devices.md"}
+# Blocks that are shown and not run.
+SHOWN = {"text", "console", "json", "mermaid"}
+COMMANDS = {"sh"}
+
+# Importing TensorFlow takes seconds, so it is done once: each program runs in a copy of the
+# process, made before TensorFlow starts its devices.
+RUNNER = """
+import json, os, sys, traceback
+import keras, tensorflow as tf, tfmultigpu
+virtual_cpus, programs = json.load(sys.stdin)
+failed = 0
+for name, source in programs:
+    sys.stdout.flush()
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            if virtual_cpus:
+                (cpu,) = tf.config.list_physical_devices("CPU")
+                tf.config.set_logical_device_configuration(
+                    cpu, [tf.config.LogicalDeviceConfiguration()] * virtual_cpus
+                )
+            exec(compile(source, name, "exec"), {"__name__": "__main__"})
+            status = 0
+        except BaseException:
+            traceback.print_exc()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+    failed += os.waitpid(child, 0)[1] != 0
+sys.exit(failed)
+"""
+
+
+@dataclass(frozen=True)
+class Block:
+    language: str
+    line: int
+    code: str
+
+
+def blocks_of(text: str) -> list[Block]:
+    """The fenced blocks of a page; the line is that of the first line of code."""
+    found = []
+    for match in re.finditer(r"^( *)```(.*)\n((?:.*\n)*?)\1```$", text, re.MULTILINE):
+        line = text[: match.start(3)].count("\n") + 1
+        code = "".join(row.removeprefix(match[1]) for row in match[3].splitlines(keepends=True))
+        found.append(Block(match[2].split()[0] if match[2].strip() else "", line, code))
+    return found
+
+
+def programs_of(text: str) -> list[str]:
+    """The programs of a page, padded so that line numbers are those of the page."""
+    programs: list[str] = []
+    for block in blocks_of(text):
+        if block.language != "python":
+            continue
+        starts = re.search(r"^(import|from) tfmultigpu\b", block.code, re.MULTILINE)
+        if starts or not programs:
+            programs.append("")
+        padding = block.line - 1 - programs[-1].count("\n")
+        programs[-1] += "\n" * padding + block.code
+    return programs
+
+
+def test_blocks_become_programs_with_the_lines_of_the_page() -> None:
+    page = (
+        "```python\nimport tfmultigpu as tmg\n```\ntext\n```python\nprint(1)\n```\n"
+        "```sh\nls\n```\n- item\n\n    ```python\n    import tfmultigpu\n    ```\n"
+    )
+    assert programs_of(page) == [
+        "\nimport tfmultigpu as tmg\n\n\n\nprint(1)\n",
+        "\n" * 13 + "import tfmultigpu\n",
+    ]
+    assert [block.language for block in blocks_of(page)] == ["python", "python", "sh", "python"]
+
+
+def run(programs: list[tuple[str, str]], virtual_cpus: int, folder: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", RUNNER],
+        input=json.dumps([virtual_cpus, programs]),
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=180,
+        check=False,
+    )
+    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "page", [page for page, path in PAGES.items() if programs_of(path.read_text())]
+)
+def test_the_programs_of_a_page_run(page: str, tmp_path: Path) -> None:
+    programs = [(page, program) for program in programs_of(PAGES[page].read_text())]
+    run(programs, 0 if page in WITHOUT_VIRTUAL_CPUS else 8, tmp_path)
+
+
+EXAMPLE = """
+import doctest, importlib
+tests = doctest.DocTestFinder().find(importlib.import_module({module!r}))
+(test,) = [test for test in tests if test.name == {name!r}]
+assert doctest.DocTestRunner(optionflags=doctest.ELLIPSIS).run(test).failed == 0
+"""
+
+
+@pytest.mark.slow
+def test_the_examples_in_the_docstrings_run(tmp_path: Path) -> None:
+    programs = []
+    for found in pkgutil.iter_modules(tmg.__path__, "tfmultigpu."):
+        for test in doctest.DocTestFinder().find(importlib.import_module(found.name)):
+            if test.examples:
+                source = EXAMPLE.format(module=found.name, name=test.name)
+                programs.append((test.name, source))
+    assert len(programs) >= 20
+    # One CPU: some of the examples split it, and the others show what any machine shows.
+    run(programs, 0, tmp_path)
+
+
+@pytest.mark.parametrize("page", sorted(PAGES))
+def test_every_block_says_what_it_is(page: str) -> None:
+    languages = {block.language for block in blocks_of(PAGES[page].read_text())}
+    assert languages <= {"python", *SHOWN, *COMMANDS}
+
+
+def commands_of(page: str) -> list[str]:
+    return [
+        line
+        for block in blocks_of(PAGES[page].read_text())
+        if block.language in COMMANDS
+        for line in block.code.splitlines()
+        if line.strip() and not line.startswith("#")
+    ]
+
+
+def known(command: str) -> bool:
+    """Whether one of the commands joined by ``&&`` does what this project can do."""
+    words = shlex.split(command)
+    program = words[0].removeprefix(".venv/bin/")
+    if words == ["python3", "-m", "venv", ".venv"] or words[1:] == ["install", "nox"]:
+        return program in {"python3", "pip"}
+    if program == "pip" and words[1] == "install":
+        pyproject = (ROOT / "pyproject.toml").read_text()
+        extra = re.fullmatch(r"(?:\.|tfmultigpu)(?:\[(\w+)\])?", words[2])
+        return extra is not None and (not extra[1] or f"\n{extra[1]} = [" in pyproject)
+    if program == "nox":
+        declared = re.findall(r'name="([\w-]+)"|^def (\w+)\(session', noxfile(), re.MULTILINE)
+        sessions = {name or function for name, function in declared}
+        return words[1:2] in ([], ["-l"]) or (words[1] == "-s" and {*words[2:3]} <= sessions)
+    if program == "python" and words[1] == "-m" and words[2] == "tfmultigpu":
+        with pytest.raises(SystemExit, match=r"^0$"):
+            main([*words[3:], "--help"])
+        return True
+    return program == "python" and (ROOT / words[1]).is_file()
+
+
+def noxfile() -> str:
+    return (ROOT / "noxfile.py").read_text()
+
+
+@pytest.mark.parametrize("page", [page for page in sorted(PAGES) if commands_of(page)])
+def test_every_command_is_one_that_works(page: str) -> None:
+    unknown = [
+        part for line in commands_of(page) for part in line.split(" && ") if not known(part.strip())
+    ]
+    assert unknown == []
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "pip install 'tfmultigpu[gpus]'",
+        "nox -s everything",
+        "python examples/none.py",
+        "rm -r build",
+    ],
+)
+def test_a_command_that_does_not_work_is_found(command: str) -> None:
+    assert not known(command)
+
+
+def test_the_readme_has_the_two_commands_and_ci_runs_the_second() -> None:
+    run, check = commands_of("README.md")
+    assert run.endswith(".venv/bin/python -m tfmultigpu demo")
+    script = (ROOT / ".ci" / "run").read_text().splitlines()
+    assert script[-1] == check
+    assert script[0] == "#!/usr/bin/env bash"
+    assert "set -euo pipefail" in script
+
+
+def test_links_between_the_files_of_the_repository_lead_somewhere() -> None:
+    broken = [
+        f"{page}: {target}"
+        for page, path in PAGES.items()
+        for target in re.findall(r"\]\((?!https?://|#)([^)#]+)", path.read_text())
+        if not (path.parent / target).exists()
+    ]
+    assert broken == []
+
+
+@pytest.mark.parametrize("name", sorted(tmg.__all__))
+def test_every_public_name_is_documented(name: str) -> None:
+    public = getattr(tmg, name)
+    reference = (ROOT / "docs" / "api.md").read_text()
+    assert re.search(rf"^::: tfmultigpu\.{name}$", reference, re.MULTILINE), (
+        f"{name} is public but not in docs/api.md: add '::: tfmultigpu.{name}'"
+    )
+    # A class without docstring would inherit that of its base: `__doc__` alone, not getdoc.
+    documentation = public.__doc__
+    assert documentation, f"{name} has no docstring"
+    assert inspect.cleandoc(documentation).splitlines()[0].endswith(".")
+
+
+def test_the_reference_names_nothing_that_is_not_public() -> None:
+    named = re.findall(r"^::: tfmultigpu\.([\w.]+)$", (ROOT / "docs" / "api.md").read_text(), re.M)
+    assert sorted(named) == sorted(set(named))
+    assert set(named) <= set(tmg.__all__)
