@@ -148,7 +148,7 @@ class EvalStep:
         logs = layout.report(
             tf.unstack(sums, num=len(layout.terms)),
             tf.unstack(weights, num=len(layout.measured)),
-            tf.cast(shards.global_rows, tf.float32),
+            tf.cast(shards.global_rows, tf.float64),
         )
         variables = self._objective.model.trainable_variables
         values = [tf.convert_to_tensor(variable.value) for variable in variables]

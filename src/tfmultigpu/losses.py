@@ -7,6 +7,7 @@ after the last addition. That is why the result does not depend on how a batch w
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -238,7 +239,8 @@ def _function_loss(function: Callable[[Any, Any], Any]) -> Any:
                 y_true, y_pred = _same_rank(y_true, y_pred)
             return function(y_true, y_pred)
 
-    return FunctionLoss(name=getattr(function, "__name__", type(function).__name__))
+    name = getattr(function, "__name__", type(function).__name__)
+    return FunctionLoss(name=re.sub(r"\W", "", name))  # Keras opens a scope of this name.
 
 
 def _same_rank(first: Any, second: Any) -> tuple[Any, Any]:

@@ -65,7 +65,7 @@ class ReplicaPhase:
         replicas = self._strategy.num_replicas_in_sync
         weight = rows_lib.row_weight(shards.global_rows, replicas) if replicas > 1 else None
         shard = per_replica(self._strategy, shards.local)
-        fixed = (weight, tf.cast(shards.global_rows, tf.float32), loss_scale)
+        fixed = (weight, tf.cast(shards.global_rows, tf.float64), loss_scale)
         if self._micro_batches == 1:
             return self._local(self._strategy.run(self._replica, args=(shard, None, *fixed)))
         guess = [(value.shape, _sum_dtype(value.dtype)) for value in self._values()]
@@ -157,7 +157,7 @@ class ReplicaPhase:
             layout = Layout.of(terms)
             factors = layout.scales(global_rows)
             scaled = [
-                term.sum * tf.cast(_product(factor, weight, loss_scale), term.sum.dtype)
+                term.sum * _product(term.sum.dtype, factor, weight, loss_scale)
                 for term, factor in zip(terms, factors, strict=True)
             ]
             measured = layout.measured
@@ -168,7 +168,12 @@ class ReplicaPhase:
         del tape
         self.layout = layout
         self.present = [[gradient is not None for gradient in one] for one in passes]
-        gradients = [_dense(g) for one in passes for g in one if g is not None]
+        gradients = [
+            _dense(gradient, value.shape)
+            for one in passes
+            for gradient, value in zip(one, values, strict=True)
+            if gradient is not None
+        ]
         parts = [term.sum for term in terms] + [terms[i].weight for i in measured]
         dtype = tf.float64 if any(part.dtype == tf.float64 for part in parts) else tf.float32
         stats = tf.stack([tf.cast(part, dtype) for part in parts])
@@ -184,9 +189,10 @@ class ReplicaPhase:
         return [list(one) for one in zip(*local, strict=True)]
 
 
-def _dense(gradient: Any) -> tf.Tensor:
+def _dense(gradient: Any, shape: Any) -> tf.Tensor:
     """A gradient ready to be added: rows of an embedding summed into place, at least float32."""
     gradient = tf.convert_to_tensor(gradient)
+    gradient.set_shape(shape)  # A backward pass through a reshape forgets it.
     summed: tf.Tensor = tf.cast(gradient, _sum_dtype(gradient.dtype))
     return summed
 
@@ -195,11 +201,11 @@ def _sum_dtype(dtype: tf.DType) -> tf.DType:
     return tf.float32 if dtype in (tf.float16, tf.bfloat16) else dtype
 
 
-def _product(*factors: Any) -> Any:
-    result: Any = 1.0
+def _product(dtype: tf.DType, *factors: Any) -> Any:
+    result: Any = tf.ones([], dtype)
     for factor in factors:
         if factor is not None:
-            result = factor * result
+            result *= tf.cast(factor, dtype)
     return result
 
 

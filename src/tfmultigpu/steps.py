@@ -188,7 +188,7 @@ class TrainStep:
 
     def _step(self, shards: Shards) -> dict[str, Any]:
         scale = None if self.loss_scale is None else self.loss_scale.value()
-        rows = tf.cast(shards.global_rows, tf.float32)
+        rows = tf.cast(shards.global_rows, tf.float64)
         values = sum_over_replicas(self.strategy, self._phase(shards, scale))
         if len(values) == 1:
             gradients, logs = self._finish(values[0], rows, scale)
