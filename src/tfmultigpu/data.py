@@ -9,7 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfmultigpu import rows as rows_lib
-from tfmultigpu.errors import DataError
+from tfmultigpu.errors import DataError, UnknownLengthError
 from tfmultigpu.shares import check_shares, integer_shares
 from tfmultigpu.sources import to_dataset
 
@@ -69,23 +69,29 @@ def distribute_dataset(
     strategy = tf.distribute.get_strategy() if strategy is None else strategy
     if sharding not in ("auto", "rows"):
         raise DataError(
-            f"sharding must be 'auto' or 'rows'. Received: sharding={sharding!r}. To shard by files "
-            "give each worker the same list of files and let 'auto' divide the rows."
+            f"sharding must be 'auto' or 'rows'. Received: sharding={sharding!r}. Files need no "
+            "sharding: give every worker the same list of them, and the rows are divided."
         )
     replicas = strategy.num_replicas_in_sync
-    check_shares(shares or (1,) * replicas, replicas)
+    shares = (1,) * replicas if shares is None else tuple(shares)
+    check_shares(shares, replicas)
     batches = to_dataset(dataset, batch_size)
     check_batched(batches.element_spec)
     if prefetch_to_device is None:
-        prefetch_to_device = replicas > 1 and not all(
-            "CPU" in device.upper() for device in strategy.extended.worker_devices
-        )
-    return ShardedDataset(
-        batches, strategy, integer_shares(shares or (1,) * replicas), prefetch_to_device
+        prefetch_to_device = _should_prefetch(batches.element_spec, strategy)
+    return ShardedDataset(batches, strategy, integer_shares(shares), prefetch_to_device)
+
+
+def _should_prefetch(element_spec: Any, strategy: tf.distribute.Strategy) -> bool:
+    """Ahead of time to GPUs and TPUs, of what they can hold: dense numbers."""
+    devices = strategy.extended.worker_devices if strategy.num_replicas_in_sync > 1 else ()
+    on_accelerators = any("CPU" not in device.upper() for device in devices)
+    return on_accelerators and all(
+        isinstance(spec, tf.TensorSpec) and spec.dtype != tf.string for spec in _flat(element_spec)
     )
 
 
-class ShardedDataset(tf.distribute.DistributedDataset):
+class ShardedDataset(tf.distribute.DistributedDataset):  # type: ignore[misc]
     """Global batches cut into shards; what ``distribute_dataset`` returns.
 
     Attributes:
@@ -96,7 +102,7 @@ class ShardedDataset(tf.distribute.DistributedDataset):
 
     def __init__(
         self,
-        batches: tf.data.Dataset,
+        batches: tf.data.Dataset[Any],
         strategy: tf.distribute.Strategy,
         shares: tuple[int, ...],
         prefetch_to_device: bool,
@@ -106,15 +112,17 @@ class ShardedDataset(tf.distribute.DistributedDataset):
         self.shares = shares
         self.prefetches_to_device = prefetch_to_device
         self._element_spec = batches.element_spec
+        self._pack = _packer(self._element_spec)
         self._cardinality = batches.cardinality()
         self._local = rows_lib.local_replicas(strategy)
-        self._cut = tf.function(self._cut_batch, input_signature=[self._element_spec])
+        # Cut by tf.data, in its own thread, while the previous step runs.
+        cut = batches.map(self._cut)
         if prefetch_to_device:
             # One element per replica, dealt out in turn, so that each is copied ahead of time.
-            pieces = batches.flat_map(self._pieces)
+            pieces = cut.flat_map(self._deal)
             self._source = strategy.distribute_datasets_from_function(lambda context: pieces)
         else:
-            self._source = batches.prefetch(tf.data.AUTOTUNE)
+            self._source = cut.prefetch(tf.data.AUTOTUNE)
 
     def __iter__(self) -> ShardIterator:
         """Begins a new pass over the data."""
@@ -124,12 +132,12 @@ class ShardedDataset(tf.distribute.DistributedDataset):
         """Number of global batches in a pass.
 
         Raises:
-            DataError: The number is unknown or infinite.
+            UnknownLengthError: The number is unknown or infinite.
         """
         count = int(self._cardinality)
         if count < 0:
             kind = "infinite" if count == tf.data.INFINITE_CARDINALITY else "unknown in advance"
-            raise DataError(
+            raise UnknownLengthError(
                 f"The number of batches is {kind}. Count steps instead, for example with "
                 "step.run(iterator, steps), or state it with "
                 "dataset.apply(tf.data.experimental.assert_cardinality(n))."
@@ -146,8 +154,7 @@ class ShardedDataset(tf.distribute.DistributedDataset):
         source = iter(self._source)
 
         def body(optional: Any, state: Any) -> tuple[Any, Any]:
-            batch = self.to_replicas(*self.split(optional.get_value()))
-            state = reduce_func(state, batch)
+            state = reduce_func(state, self.to_batch(optional.get_value()))
             return source.get_next_as_optional(), state
 
         _, state = tf.while_loop(
@@ -167,31 +174,48 @@ class ShardedDataset(tf.distribute.DistributedDataset):
         Returns:
             A list with one structure per local replica, and an int64 scalar.
         """
+        *leaves, rows = element
         if self.prefetches_to_device:
-            parts = [self.strategy.experimental_local_results(leaf) for leaf in _flat(element)]
-            packed = [tf.nest.pack_sequence_as(element, list(leaves)) for leaves in zip(*parts)]
-            return [shard for shard, _ in packed], packed[0][1]
-        return (self._cut_batch if tf.inside_function() else self._cut)(element)
+            results = self.strategy.experimental_local_results
+            shards = zip(*(results(leaf) for leaf in leaves), strict=True)
+            return [self._pack(iter(shard)) for shard in shards], results(rows)[0]
+        return [self._pack(iter(shard)) for shard in self._by_replica(leaves)], rows
 
-    def to_replicas(self, shards: list[Any], global_rows: Any) -> Any:
-        """Returns shards as one structure of per-replica values that ``strategy.run`` takes."""
-        if len(shards) == 1 and self.strategy.num_replicas_in_sync == 1:
-            return rows_lib.mark_global_rows(shards[0], global_rows)
-        turn = iter(shards)
-        batch = self.strategy.experimental_distribute_values_from_function(lambda _: next(turn))
-        return rows_lib.mark_global_rows(batch, global_rows)
+    def to_batch(self, element: Any) -> Any:
+        """Returns one structure of per-replica values, for ``strategy.run``, that knows its rows.
 
-    def _cut_batch(self, batch: Any) -> tuple[list[Any], Any]:
+        Args:
+            element: What the underlying iterator (``ShardIterator.source``) yields.
+        """
+        *leaves, rows = element
+        if self.strategy.num_replicas_in_sync == 1:
+            return self._pack(iter(leaves))
+        if self.prefetches_to_device:
+            rows = self.strategy.experimental_local_results(rows)[0]
+        else:
+            turn = iter(self._by_replica(leaves))
+            leaves = self.strategy.experimental_distribute_values_from_function(
+                lambda _: next(turn)
+            )
+        return rows_lib.mark_global_rows(self._pack(iter(leaves)), rows)
+
+    def _by_replica(self, leaves: list[Any]) -> list[list[Any]]:
+        count = len(leaves) // len(self._local)
+        return [leaves[i : i + count] for i in range(0, len(leaves), count)]
+
+    def _cut(self, *element: Any) -> tuple[Any, ...]:
+        """Returns the leaves of every local shard, then the rows: flat, which is faster to read."""
+        # tf.data takes tuples apart into arguments, and nothing else.
+        batch = element if type(self._element_spec) is tuple else element[0]
         with tf.control_dependencies(rows_lib.check_rows_agree(batch)):
-            rows = tf.identity(rows_lib.count_rows(batch))
-        with tf.control_dependencies([rows]):
-            batch = tf.nest.map_structure(_identity, batch)
-        return rows_lib.cut_rows(batch, self.shares, self._local), rows
+            batch = tf.nest.map_structure(_identity, batch, expand_composites=True)
+            rows = rows_lib.count_rows(batch)
+        shards = rows_lib.cut_rows(batch, self.shares, self._local)
+        return (*[leaf for leaf in tf.nest.flatten(shards) if leaf is not None], rows)
 
-    def _pieces(self, *element: Any) -> tf.data.Dataset:
-        batch = element[0] if len(element) == 1 and not _is_tuple(self._element_spec) else element
-        shards, rows = self._cut_batch(batch)
-        pieces = [tf.data.Dataset.from_tensors((shard, rows)) for shard in shards]
+    def _deal(self, *element: Any) -> tf.data.Dataset[Any]:
+        *leaves, rows = element
+        pieces = [tf.data.Dataset.from_tensors((*p, rows)) for p in self._by_replica(leaves)]
         dataset = pieces[0]
         for piece in pieces[1:]:
             dataset = dataset.concatenate(piece)
@@ -218,7 +242,7 @@ class ShardIterator(Iterator[Any]):
     @property
     def split_key(self) -> Any:
         """What ``split`` depends on besides its argument, hashable."""
-        return self.dataset.shares, self.dataset.prefetches_to_device
+        return self.dataset.prefetches_to_device
 
     def split(self, element: Any) -> tuple[list[Any], Any]:
         """Returns what ``source`` yielded as local shards and the rows of the global batch."""
@@ -246,11 +270,9 @@ class ShardIterator(Iterator[Any]):
             DataError: The batch has no rows, or its tensors differ in their number of rows.
         """
         if tf.inside_function():
-            element = self.source.get_next()
-            return self.dataset.to_replicas(*self.split(element))
+            return self.dataset.to_batch(self.source.get_next())
         try:
-            element = next(self.source)
-            return self.dataset.to_replicas(*self.split(element))
+            return self.dataset.to_batch(next(self.source))
         except tf.errors.InvalidArgumentError as error:
             raise rows_lib.as_data_error(error) from None
 
@@ -272,11 +294,18 @@ def check_batched(element_spec: Any) -> None:
     Raises:
         DataError: A component is a scalar, or components differ in their static first axis.
     """
-    shapes = [
-        spec.shape for spec in _flat(element_spec) if getattr(spec, "shape", None) is not None
-    ]
-    if not _flat(element_spec):
+    specs = _flat(element_spec)
+    if not specs:
         raise DataError(f"The dataset has no components. Received: element_spec={element_spec}.")
+    kinds = (tf.TensorSpec, tf.RaggedTensorSpec, tf.SparseTensorSpec)
+    foreign = [type(spec).__name__ for spec in specs if not isinstance(spec, kinds)]
+    if foreign:
+        raise DataError(
+            f"A component of the dataset is no tensor but a {foreign[0]}. Received: "
+            f"element_spec={element_spec}. Components are dense, ragged or sparse tensors; after "
+            "dataset.window(n) the tensors are in dataset.flat_map(lambda window: window.batch(n))."
+        )
+    shapes = [spec.shape for spec in specs]
     if any(shape.rank == 0 for shape in shapes):
         raise DataError(
             "The dataset is not batched: a component is a scalar per element. "
@@ -292,17 +321,35 @@ def check_batched(element_spec: Any) -> None:
         )
 
 
-def _flat(structure: Any) -> list[Any]:
-    return [leaf for leaf in tf.nest.flatten(structure) if leaf is not None]
-
-
-def _is_tuple(spec: Any) -> bool:
-    return isinstance(spec, tuple)
-
-
 def _identity(tensor: Any) -> Any:
-    return (
-        None
-        if tensor is None
-        else tf.nest.map_structure(tf.identity, tensor, expand_composites=True)
+    return None if tensor is None else tf.identity(tensor)
+
+
+def _flat(element_spec: Any) -> list[Any]:
+    return [spec for spec in tf.nest.flatten(element_spec) if not _is_none(spec)]
+
+
+def _is_none(spec: Any) -> bool:
+    return isinstance(spec, tf.NoneTensorSpec)
+
+
+def _packer(spec: Any) -> Callable[[Iterator[Any]], Any]:
+    """Returns what makes a structure of its leaves: tf.nest without looking at it each time."""
+    if isinstance(spec, tf.TypeSpec):
+        return (lambda leaves: None) if _is_none(spec) else next
+    if type(spec) is tuple:
+        parts = [_packer(part) for part in spec]
+        return lambda leaves: tuple([part(leaves) for part in parts])
+    if type(spec) is dict:
+        # The leaves of a dict come sorted by key; the dict itself keeps its order.
+        named = {key: _packer(spec[key]) for key in sorted(spec)}
+
+        def pack(leaves: Iterator[Any]) -> Any:
+            found = {key: part(leaves) for key, part in named.items()}
+            return {key: found[key] for key in spec}
+
+        return pack
+    present = [not _is_none(leaf) for leaf in tf.nest.flatten(spec)]
+    return lambda leaves: tf.nest.pack_sequence_as(
+        spec, [next(leaves) if here else None for here in present]
     )

@@ -20,6 +20,7 @@ __all__ = [
     "StrategyFallbackWarning",
     "StrategyUnavailableError",
     "TfMultiGpuError",
+    "UnknownLengthError",
 ]
 
 
@@ -57,6 +58,10 @@ class ShareError(TfMultiGpuError, ValueError):
 
 class DataError(TfMultiGpuError, ValueError):
     """The data cannot be distributed as it is."""
+
+
+class UnknownLengthError(DataError, TypeError):
+    """The number of batches of a dataset is not known; a TypeError because ``list`` expects it."""
 
 
 class LossError(TfMultiGpuError, ValueError):

@@ -12,6 +12,7 @@ crash or return NaN, and keeps sums, counts and batch statistics exact, which pa
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -27,7 +28,7 @@ NO_ROWS = (
 )
 ROWS_DIFFER = (
     "The tensors of a batch differ in their number of rows (their first axis): features and labels "
-    "would be paired wrongly. Check what .batch() was called on."
+    "would be paired wrongly. Check what .batch() was called on. Received: rows"
 )
 
 
@@ -38,7 +39,7 @@ def row_offsets(rows: Any, shares: Sequence[int]) -> Any:
         rows: Rows of the batch, an integer scalar (Python int or ``tf.Tensor``), at least
             ``len(shares)``.
         shares: Relative sizes of the parts, positive integers. Where they sum to ``rows`` the parts
-            have exactly these sizes.
+            have exactly these sizes; else the ends of the parts are rounded to the nearest row.
 
     Returns:
         An int64 tensor of shape ``[len(shares) + 1]``: part ``i`` is rows ``offsets[i]`` up to, not
@@ -58,7 +59,7 @@ def row_offsets(rows: Any, shares: Sequence[int]) -> Any:
     if len(set(shares)) == 1:
         # At least one row a part follows from rows >= parts alone.
         return rows * index // parts
-    ideal = rows * tf.constant(ends, tf.int64) // ends[-1]
+    ideal = (rows * tf.constant(ends, tf.int64) + ends[-1] // 2) // ends[-1]
     # Where a small share would round to nothing, push the ends apart by one row, from the left ...
     slack = tf.linalg.band_part(tf.ones([parts + 1, parts + 1], tf.bool), -1, 0)
     pushed = tf.reduce_max(tf.where(slack, (ideal - index)[None, :], tf.int64.min), axis=1) + index
@@ -143,13 +144,26 @@ def slice_rows(batch: Any, start: Any, stop: Any) -> Any:
         if tensor is None:
             return None
         if isinstance(tensor, tf.SparseTensor):
-            rank = tensor.shape.rank
-            begin = tf.concat([[start], tf.zeros([rank - 1], tf.int64)], 0)
-            size = tf.concat([[stop - start], tensor.dense_shape[1:]], 0)
-            return tf.sparse.slice(tensor, begin, size)
+            return _slice_sparse(tensor, start, stop)
         return tensor[start:stop]
 
     return tf.nest.map_structure(one, batch)
+
+
+def _slice_sparse(tensor: Any, start: Any, stop: Any) -> Any:
+    columns = tensor.dense_shape[1:]
+    begin = tf.concat([[start], tf.zeros_like(columns)], 0)
+    size = tf.concat([[stop - start], columns], 0)
+    part = tf.sparse.slice(tensor, begin, size)
+    if tensor.shape.rank is None:
+        return part
+    # Slicing forgets how many columns there are, and a layer must know that to build its weights.
+    known = enumerate(tensor.shape.as_list())
+    sizes = [
+        part.dense_shape[axis] if axis == 0 or length is None else tf.constant(length, tf.int64)
+        for axis, length in known
+    ]
+    return tf.SparseTensor(part.indices, part.values, tf.stack(sizes))
 
 
 def count_rows(batch: Any) -> Any:
@@ -193,37 +207,35 @@ def check_rows_agree(batch: Any) -> list[tf.Operation]:
         batch: Nested structure of dense, ragged or sparse tensors.
 
     Returns:
-        Operations that fail with ``tf.errors.InvalidArgumentError`` when run. Empty in eager mode,
-        where a wrong batch raises at once.
+        Operations that fail with ``tf.errors.InvalidArgumentError`` when run, none where the static
+        shapes say that all is well. Empty in eager mode, where a wrong batch raises at once.
     """
-    rows = count_rows(batch)
     leaves = _tensors(batch)
+    known = {leaf.shape[0] if leaf.shape.rank else None for leaf in leaves}
+    if len(known) == 1 and (known.pop() or 0) > 0:
+        return []
+    # int32, because Assert prints only that and text without a conditional around it.
+    rows = tf.stack([tf.cast(_rows_of(leaf), tf.int32) for leaf in leaves])
     checks = [
-        tf.debugging.assert_positive(
-            rows,
-            NO_ROWS,
-        )
-    ]
-    checks += [
-        tf.debugging.assert_equal(
-            _rows_of(leaf),
-            rows,
-            ROWS_DIFFER,
-        )
-        for leaf in leaves[1:]
-        if not (
-            leaf.shape.rank and leaf.shape[0] is not None and leaf.shape[0] == leaves[0].shape[0]
-        )
+        tf.debugging.Assert(tf.reduce_all(rows == rows[0]), [ROWS_DIFFER, rows], summarize=100),
+        tf.debugging.Assert(rows[0] > 0, [NO_ROWS]),
     ]
     return [check for check in checks if check is not None]
 
 
-def as_data_error(error: tf.errors.InvalidArgumentError) -> Exception:
-    """Returns a DataError for a failed ``check_rows_agree``, any other error unchanged."""
-    for text in (NO_ROWS, ROWS_DIFFER):
-        if text in error.message:
-            return DataError(text)
-    return error
+def as_data_error(error: Any) -> Exception:
+    """Returns a DataError for a failed ``check_rows_agree``, any other error unchanged.
+
+    A DataError that Python code raised inside ``tf.data`` comes out as one again.
+    """
+    if NO_ROWS in error.message:
+        return DataError(NO_ROWS)
+    if ROWS_DIFFER in error.message:
+        rows = re.search(r"[\d ,]+", error.message.split(ROWS_DIFFER, 1)[1].lstrip("]['\n "))
+        counts = ", ".join(re.findall(r"\d+", rows.group())) if rows else "unknown"
+        return DataError(f"{ROWS_DIFFER} {counts}.")
+    raised = re.search(r"^(?:.*\s)?DataError: (.+)$", error.message, re.MULTILINE)
+    return DataError(raised[1]) if raised else error
 
 
 def mark_global_rows(batch: Any, rows: Any) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from fractions import Fraction
+from numbers import Integral
 
 from tfmultigpu.errors import ShareError
 
@@ -35,11 +36,13 @@ def plan_shares(global_batch_size: int, capacities: Sequence[float]) -> tuple[in
         (48, 16)
     """
     check_shares(capacities)
-    if global_batch_size < 1:
+    if global_batch_size < 1 or int(global_batch_size) != global_batch_size:
         raise ShareError(
-            f"A global batch has at least one row. Received: global_batch_size={global_batch_size}."
+            "A global batch is a whole number of rows, at least one. Received: "
+            f"global_batch_size={global_batch_size}."
         )
-    exact = [Fraction(capacity) for capacity in capacities]
+    global_batch_size = int(global_batch_size)
+    exact = [_fraction(capacity) for capacity in capacities]
     total = sum(exact)
     quotas = [global_batch_size * capacity / total for capacity in exact]
     rows = [int(quota) for quota in quotas]
@@ -47,6 +50,11 @@ def plan_shares(global_batch_size: int, capacities: Sequence[float]) -> tuple[in
     for i in by_remainder[: global_batch_size - sum(rows)]:
         rows[i] += 1
     return tuple(_without_empty(rows, exact))
+
+
+def _fraction(number: float) -> Fraction:
+    """The number without rounding, also where it is one of NumPy's."""
+    return Fraction(int(number) if isinstance(number, Integral) else float(number))
 
 
 def _without_empty(rows: list[int], capacities: Sequence[Fraction]) -> list[int]:
@@ -80,9 +88,10 @@ def check_shares(shares: Sequence[float], replicas: int | None = None) -> None:
             f"{replicas} replicas."
         )
     for i, share in enumerate(shares):
-        if not math.isfinite(share) or share < 0:
+        if not _is_finite(share) or share < 0:
             raise ShareError(
-                f"A share is a positive, finite number. Received: shares[{i}]={share!r} in {shares}."
+                "A share is a positive, finite number. Received: "
+                f"shares[{i}]={share!r} in {shares}."
             )
         if share == 0:
             raise ShareError(
@@ -92,17 +101,26 @@ def check_shares(shares: Sequence[float], replicas: int | None = None) -> None:
             )
 
 
+def _is_finite(number: object) -> bool:
+    try:
+        return math.isfinite(number)  # type: ignore[arg-type]
+    except (TypeError, OverflowError):
+        return False
+
+
 def integer_shares(shares: Sequence[float]) -> tuple[int, ...]:
-    """Returns shares as integers in the same proportion, unchanged where they already are.
+    """Returns shares as integers in the same proportion.
 
     Args:
         shares: Positive relative weights.
 
     Returns:
-        Positive integers; fractional shares are rounded to one part in 2**20.
+        Positive integers, exact where the shares are integers; others, and such as sum to more than
+        2**20 in lowest terms, are rounded to one part in 2**20.
     """
     if all(float(share).is_integer() for share in shares):
         whole = [int(share) for share in shares]
         common = math.gcd(*whole)
-        return tuple(share // common for share in whole)
+        if sum(whole) <= common * _FINEST:
+            return tuple(share // common for share in whole)
     return plan_shares(_FINEST, shares)

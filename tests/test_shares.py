@@ -1,0 +1,175 @@
+"""How the rows of a global batch are apportioned over replicas that are not alike."""
+
+from __future__ import annotations
+
+import random
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import tfmultigpu as tmg
+from tfmultigpu.shares import check_shares, integer_shares
+
+capacity = st.one_of(st.integers(1, 10**12), st.floats(1e-3, 1e12))
+capacities_of = st.lists(capacity, min_size=1, max_size=8)
+rows_of = st.integers(1, 5000)
+
+
+def quotas(rows: int, capacities: list[float]) -> list[Fraction]:
+    exact = [Fraction(c) for c in capacities]
+    return [rows * c / sum(exact) for c in exact]
+
+
+@given(rows=rows_of, capacities=capacities_of)
+def test_the_parts_sum_to_the_batch(rows: int, capacities: list[float]) -> None:
+    parts = tmg.plan_shares(rows, capacities)
+    assert sum(parts) == rows
+    assert len(parts) == len(capacities)
+    assert all(isinstance(part, int) and part >= 0 for part in parts)
+
+
+@given(rows=rows_of, capacities=capacities_of)
+def test_no_replica_is_left_empty_while_rows_last(rows: int, capacities: list[float]) -> None:
+    parts = tmg.plan_shares(rows, capacities)
+    assert sum(part > 0 for part in parts) == min(rows, len(parts))
+    assert max(parts) == 1 or 0 not in parts
+
+
+@given(rows=rows_of, capacities=capacities_of)
+def test_the_parts_are_proportional_within_one_row(rows: int, capacities: list[float]) -> None:
+    exact = quotas(rows, capacities)
+    parts = tmg.plan_shares(rows, capacities)
+    if min(exact) >= 1:
+        assert all(abs(part - quota) < 1 for part, quota in zip(parts, exact, strict=True))
+    else:
+        # A replica that would have had nothing gets its row from the others.
+        assert all(part < quota + 1 for part, quota in zip(parts, exact, strict=True) if part > 1)
+
+
+@given(rows=rows_of, capacities=capacities_of, seed=st.integers(0, 99))
+def test_the_order_of_the_replicas_does_not_matter(
+    rows: int, capacities: list[float], seed: int
+) -> None:
+    parts = tmg.plan_shares(rows, capacities)
+    order = list(range(len(capacities)))
+    random.Random(seed).shuffle(order)
+    permuted = tmg.plan_shares(rows, [capacities[i] for i in order])
+    # Replicas of equal capacity may swap; with different ones each keeps its part.
+    expected = sorted(zip(capacities, parts, strict=True))
+    assert sorted(zip([capacities[i] for i in order], permuted, strict=True)) == expected
+
+
+@given(rows=rows_of, capacities=capacities_of)
+def test_more_capacity_never_means_fewer_rows(rows: int, capacities: list[float]) -> None:
+    parts = tmg.plan_shares(rows, capacities)
+    ordered = sorted(zip(capacities, parts, strict=True))
+    assert [part for _, part in ordered] == sorted(parts)
+
+
+@given(rows=rows_of, count=st.integers(1, 8))
+def test_equal_capacities_differ_by_one_row_and_the_first_get_it(rows: int, count: int) -> None:
+    parts = tmg.plan_shares(rows, [7.5] * count)
+    assert max(parts) - min(parts) <= 1
+    assert list(parts) == sorted(parts, reverse=True)
+
+
+@pytest.mark.parametrize(
+    ("rows", "capacities", "expected"),
+    [
+        (64, (24e9, 8e9), (48, 16)),
+        (10, (1, 1, 1), (4, 3, 3)),
+        (3, (1, 1000, 1), (1, 1, 1)),
+        (2, (1, 1000, 1), (1, 1, 0)),
+        (1, (1, 2), (0, 1)),
+        (10, (0.1, 0.2, 0.7), (1, 2, 7)),
+        (np.int64(64), np.array([24, 8]), (48, 16)),
+        (64, np.array([0.75, 0.25], np.float32), (48, 16)),
+        (5, [25434521600, 8589934592], (4, 1)),
+    ],
+)
+def test_known_plans(rows: int, capacities: tuple[float, ...], expected: tuple[int, ...]) -> None:
+    assert tmg.plan_shares(rows, capacities) == expected
+
+
+@pytest.mark.parametrize("rows", [0, -1, 1.5])
+def test_a_batch_is_a_whole_number_of_rows(rows: float) -> None:
+    with pytest.raises(tmg.ShareError) as caught:
+        tmg.plan_shares(rows, (1, 1))
+    assert str(caught.value) == (
+        "A global batch is a whole number of rows, at least one. Received: "
+        f"global_batch_size={rows}."
+    )
+
+
+@pytest.mark.parametrize(
+    ("shares", "replicas", "text"),
+    [
+        ((), None, "There are no shares. Give one positive number per replica. Received: ()."),
+        (
+            (1, 1),
+            3,
+            "There must be one share per replica. Received: 2 shares (1, 1) for 3 replicas.",
+        ),
+        (
+            (1, -2),
+            2,
+            "A share is a positive, finite number. Received: shares[1]=-2 in (1, -2).",
+        ),
+        (
+            (float("nan"), 1),
+            2,
+            "A share is a positive, finite number. Received: shares[0]=nan in (nan, 1).",
+        ),
+        (
+            (1, float("inf")),
+            2,
+            "A share is a positive, finite number. Received: shares[1]=inf in (1, inf).",
+        ),
+        (
+            ("big", 1),
+            2,
+            "A share is a positive, finite number. Received: shares[0]='big' in ('big', 1).",
+        ),
+        (
+            (3, 0),
+            2,
+            "Replica 1 would get nothing to do, and would still slow down every step. Received: "
+            "shares=(3, 0). Leave its device out of the strategy instead: "
+            "tmg.create_strategy(devices=[...]) with the other devices.",
+        ),
+    ],
+)
+def test_shares_that_cannot_be_given_out(shares: tuple, replicas: int | None, text: str) -> None:
+    with pytest.raises(tmg.ShareError) as caught:
+        check_shares(shares, replicas)
+    assert str(caught.value) == text
+    with pytest.raises(tmg.ShareError):
+        tmg.plan_shares(64, shares if shares != (1, 1) else (1, 0))
+
+
+@pytest.mark.parametrize(
+    ("shares", "expected"),
+    [
+        ((3, 1), (3, 1)),
+        ((48, 16), (3, 1)),
+        ((0.5, 0.5), (2**19, 2**19)),
+        ((24e9, 8e9), (3, 1)),
+        ((2.0,), (1,)),
+    ],
+)
+def test_integer_shares(shares: tuple[float, ...], expected: tuple[int, ...]) -> None:
+    assert integer_shares(shares) == expected
+
+
+@given(capacities=capacities_of)
+def test_integer_shares_keep_the_proportion(capacities: list[float]) -> None:
+    whole = integer_shares(capacities)
+    total = sum(capacities)
+    # Multiplied by a number of rows they stay within 64 bits.
+    assert 0 < sum(whole) <= 2**20
+    for share, given_share in zip(whole, capacities, strict=True):
+        assert share > 0
+        assert abs(share / sum(whole) - given_share / total) <= 9 / 2**20
