@@ -117,8 +117,9 @@ class ByHand(_Trained):
             loss = self._loss(y, self.model(x, training=True), sample_weight=weight)
             for extra in self.model.losses:
                 loss += tf.cast(extra, loss.dtype)
+            target = self.optimizer.scale_loss(loss)
         variables = self.model.trainable_variables
-        pairs = zip(tape.gradient(loss, variables), variables, strict=True)
+        pairs = zip(tape.gradient(target, variables), variables, strict=True)
         pairs = [(gradient, variable) for gradient, variable in pairs if gradient is not None]
         gradients = [gradient for gradient, _ in pairs]
         if self._dense:
@@ -147,15 +148,10 @@ class Replicated(_Trained):
 
     def train(self, batches: Iterable[Any], step: Callable[[Any], Any] | None = None) -> Result:
         """Trains from the beginning on whole batches, or on shards from a distributed dataset."""
-        batches = iter(batches)
-        first = next(batches)
-        if not self.model.built:
-            self.step(first)  # builds model and optimizer; what it changed is not the beginning
-            raise AssertionError("build the model first, or call the step yourself")
-        self.reset()
+        if self.model.built:
+            self.reset()  # else the first step builds it, from the seed
         step = self.step if step is None else step
-        logs = [plain(step(first)), *(plain(step(batch)) for batch in batches)]
-        return self.finish(logs)
+        return self.finish([plain(step(batch)) for batch in batches])
 
     def finish(self, logs: Sequence[dict[str, float]]) -> Result:
         self.assert_replicas_agree()
@@ -164,7 +160,9 @@ class Replicated(_Trained):
     def assert_replicas_agree(self) -> None:
         """Holds that the copies of every trained variable are the same, bit for bit."""
         for variable in [*self.model.trainable_variables, *self.optimizer.variables]:
-            first, *others = self.strategy.experimental_local_results(variable.value)
+            first, *others = self.strategy.experimental_local_results(
+                getattr(variable, "value", variable)
+            )
             for other in others:
                 np.testing.assert_array_equal(other.numpy(), first.numpy(), err_msg=variable.path)
 
@@ -208,3 +206,22 @@ def as_dataset(batches: Sequence[tuple[np.ndarray, ...]]) -> tf.data.Dataset:
     """A dataset that yields exactly these global batches."""
     spec = tuple(tf.TensorSpec([None, *a.shape[1:]], a.dtype) for a in batches[0])
     return tf.data.Dataset.from_generator(lambda: iter(batches), output_signature=spec)
+
+
+def hold(
+    replicas: int,
+    build: Callable[[], Any],
+    optimizer: Callable[[], Any],
+    loss: Any,
+    batches: Sequence[Any],
+    *,
+    tolerance: float = 1e-6,
+    clip_norm: float | None = None,
+    **options: Any,
+) -> Result:
+    """Trains on one device by hand and on replicas, and holds one to the other."""
+    expected = ByHand(build, optimizer, loss, clip_norm=clip_norm).train(batches)
+    run = Replicated(replicas, build, optimizer, loss, clip_norm=clip_norm, **options)
+    result = run.train(batches)
+    assert_same(result, expected, weights=tolerance, loss=tolerance)
+    return result

@@ -1,4 +1,4 @@
-"""However batches reach the step, and under whichever strategy, the result is that of one device."""
+"""However batches reach the step, under whichever strategy, one device gives the same."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from small_problem import CASES, MIXED, STEPS, X, Y, crossentropy, mlp, replicat
 import tfmultigpu as tmg
 from tfmultigpu import reductions
 
-# How batches reach the step ---------------------------------------------------------------------
+# How batches reach the step ----------------------------------------------------------------------
 
 
 def test_step_takes_shards_of_a_distributed_dataset_or_whole_batches():
@@ -130,7 +130,7 @@ def test_shards_prefetched_to_the_replicas():
     assert difference([v.numpy() for v in run.model.variables], expected.weights) <= 1e-6
 
 
-# Under which strategy -----------------------------------------------------------------------------
+# Under which strategy ----------------------------------------------------------------------------
 
 
 def test_gradients_added_by_the_strategy_instead_of_in_place(monkeypatch):
@@ -174,7 +174,7 @@ def test_the_strategy_in_scope_is_the_default():
     assert [float(step(batch)["weight"]) for batch in data] == [65.0] * 4
 
 
-# What it costs --------------------------------------------------------------------------------------
+# What it costs -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2])

@@ -1,0 +1,439 @@
+"""The law: a loss is a sum and a weight, added over shards and divided once."""
+
+from __future__ import annotations
+
+import inspect
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from one_device import ByHand, Replicated, assert_same, cut, difference, strategy_of
+
+import tfmultigpu as tmg
+from tfmultigpu.losses import FixedLossSum
+
+REDUCTIONS = ("sum_over_batch_size", "mean", "mean_with_sample_weight", "sum")
+SHARDS = ((0, 4), (4, 5), (5, 7))
+ROWS = 7
+
+_random = np.random.default_rng(11)
+REAL = _random.normal(size=(ROWS, 3)).astype("float32")
+OTHER = _random.normal(size=(ROWS, 3)).astype("float32")
+UNIT = _random.uniform(0.05, 0.95, size=(ROWS, 3)).astype("float32")
+SIMPLEX = (UNIT / UNIT.sum(axis=1, keepdims=True)).astype("float32")
+BINARY = _random.integers(0, 2, (ROWS, 3)).astype("float32")
+CLASSES = _random.integers(0, 3, ROWS)
+ONE_HOT = np.eye(3, dtype="float32")[CLASSES]
+IMAGES = _random.uniform(0.1, 0.9, (ROWS, 2, 2, 1)).astype("float32")
+MASKS = _random.integers(0, 2, (ROWS, 2, 2, 1)).astype("float32")
+WEIGHTS = np.array([0.5, 2.0, 0.0, 1.0, 3.0, 0.25, 1.5], "float32")
+
+# For each loss of Keras: labels, predictions and arguments.
+LOSSES = {
+    "BinaryCrossentropy": (BINARY, UNIT, {}),
+    "BinaryFocalCrossentropy": (BINARY, UNIT, {}),
+    "CTC": (_random.integers(1, 3, (ROWS, 2)), _random.normal(size=(ROWS, 6, 4)), {}),
+    "CategoricalCrossentropy": (ONE_HOT, SIMPLEX, {"label_smoothing": 0.1}),
+    "CategoricalFocalCrossentropy": (ONE_HOT, SIMPLEX, {}),
+    "CategoricalGeneralizedCrossEntropy": (CLASSES, SIMPLEX, {}),
+    "CategoricalHinge": (ONE_HOT, SIMPLEX, {}),
+    "CosineSimilarity": (OTHER, REAL, {}),
+    "Dice": (MASKS, IMAGES, {"axis": (1, 2, 3)}),
+    "Hinge": (BINARY, REAL, {}),
+    "Huber": (OTHER, REAL, {}),
+    "KLDivergence": (SIMPLEX[::-1].copy(), SIMPLEX, {}),
+    "LogCosh": (OTHER, REAL, {}),
+    "MeanAbsoluteError": (OTHER, REAL, {}),
+    "MeanAbsolutePercentageError": (OTHER, REAL, {}),
+    "MeanSquaredError": (OTHER, REAL, {}),
+    "MeanSquaredLogarithmicError": (SIMPLEX[::-1].copy(), UNIT, {}),
+    "Poisson": (BINARY, UNIT, {}),
+    "SparseCategoricalCrossentropy": (CLASSES, SIMPLEX, {}),
+    "SquaredHinge": (BINARY, REAL, {}),
+    "Tversky": (MASKS, IMAGES, {"axis": (1, 2, 3)}),
+}
+# Their value for one example depends on the others, so that shards cannot be added.
+COUPLED = {"Circle"}
+
+
+def classes_of_keras() -> dict[str, type]:
+    return {
+        name: value
+        for name, value in vars(keras.losses).items()
+        if inspect.isclass(value) and issubclass(value, keras.losses.Loss)
+        if value is not keras.losses.Loss
+    }
+
+
+def functions_of_keras() -> dict[str, object]:
+    return {
+        name: value
+        for name, value in vars(keras.losses).items()
+        if inspect.isfunction(value) and name not in ("get", "serialize", "deserialize")
+    }
+
+
+def add_shards(loss, y_true, y_pred, sample_weight=None, shards=SHARDS):
+    """Sums and weights of the shards, added; a FixedLossSum keeps its weight."""
+    pairs = [
+        tmg.loss_sum(
+            loss, y_true[i:j], y_pred[i:j], None if sample_weight is None else sample_weight[i:j]
+        )
+        for i, j in shards
+    ]
+    total = tf.add_n([pair.sum for pair in pairs])
+    weights = [pair.weight for pair in pairs]
+    return total, weights[0] if isinstance(pairs[0], FixedLossSum) else tf.add_n(weights)
+
+
+def test_every_loss_of_keras_is_here():
+    assert set(classes_of_keras()) == set(LOSSES) | COUPLED
+
+
+@pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("name", sorted(LOSSES))
+def test_every_loss_and_reduction_adds_up_to_what_keras_gives(name, reduction, weighted):
+    y_true, y_pred, arguments = LOSSES[name]
+    loss = getattr(keras.losses, name)(reduction=reduction, **arguments)
+    predictions = tf.Variable(y_pred.astype("float32"))
+    weights = WEIGHTS if weighted else None
+    if weighted and loss(y_true, predictions).shape.rank == 0:
+        per_example = getattr(keras.losses, name)(reduction="none", **arguments)
+        if per_example(y_true, predictions).shape.rank > 1:
+            weights = WEIGHTS.reshape([ROWS] + [1] * 2)
+    with tf.GradientTape() as tape:
+        truth = loss(y_true, predictions, sample_weight=weights)
+    truth_gradient = tf.convert_to_tensor(tape.gradient(truth, predictions))
+    with tf.GradientTape() as tape:
+        total, weight = add_shards(loss, y_true, predictions, weights)
+    gradient = tf.convert_to_tensor(tape.gradient(total, predictions)) / weight
+    assert float(total / weight) == pytest.approx(float(truth), rel=1e-6, abs=1e-6)
+    scale = float(tf.reduce_max(tf.abs(truth_gradient)))
+    np.testing.assert_allclose(gradient, truth_gradient, rtol=1e-5, atol=1e-6 * max(scale, 1.0))
+    assert loss.reduction == reduction, "the loss the user holds was changed"
+
+
+def class_of(function) -> str:
+    joined = function.__name__.replace("_", "").lower()
+    return next(name for name in classes_of_keras() if name.lower() == joined)
+
+
+@pytest.mark.parametrize("name", sorted(functions_of_keras()))
+def test_every_name_of_a_loss_function(name):
+    function = functions_of_keras()[name]
+    if class_of(function) in COUPLED:
+        with pytest.raises(tmg.LossError, match="couples"):
+            tmg.loss_sum(name, CLASSES, REAL)
+        return
+    y_true, y_pred, _ = LOSSES[class_of(function)]
+    y_pred = tf.constant(y_pred, tf.float32)
+    if name in ("dice", "tversky"):  # by default over the whole batch
+        with pytest.raises(tmg.LossError, match="is one number for a batch"):
+            tmg.loss_sum(name, y_true, y_pred)
+        return
+    if name == "categorical_generalized_cross_entropy":  # has no name of its own: q is missing
+        name = keras.losses.CategoricalGeneralizedCrossEntropy()
+        values = function(y_true, y_pred, q=0.5)
+    else:
+        values = function(y_true, y_pred)
+    total, weight = add_shards(name, y_true, y_pred)
+    assert float(weight) == float(tf.size(values)) == ROWS * int(np.prod(values.shape[1:]))
+    assert float(total / weight) == pytest.approx(float(tf.reduce_mean(values)), rel=1e-5)
+
+
+@pytest.mark.parametrize("short", ["mse", "MSE", "mae", "mape", "msle", "bce", "kld"])
+def test_short_names(short):
+    y_true, y_pred = UNIT[::-1].copy(), UNIT
+    total, weight = add_shards(short, y_true, y_pred)
+    truth = tf.reduce_mean(keras.losses.get(short)(y_true, y_pred))
+    assert float(total / weight) == pytest.approx(float(truth), rel=1e-6)
+
+
+def test_a_class_name_is_a_loss_too():
+    total, weight = add_shards("MeanSquaredError", OTHER, REAL)
+    assert float(total / weight) == pytest.approx(np.mean((OTHER - REAL) ** 2), rel=1e-6)
+
+
+def test_a_function_of_per_example_values():
+    def absolute(y_true, y_pred):
+        return tf.reduce_sum(tf.abs(y_true - y_pred), axis=-1)
+
+    total, weight = add_shards(absolute, OTHER, REAL)
+    assert float(weight) == ROWS
+    assert float(total) == pytest.approx(np.abs(OTHER - REAL).sum(), rel=1e-6)
+
+
+def test_a_loss_without_a_name():
+    total, weight = add_shards(lambda t, p: tf.reduce_mean(tf.square(t - p), axis=-1), OTHER, REAL)
+    assert float(total / weight) == pytest.approx(np.mean((OTHER - REAL) ** 2), rel=1e-6)
+
+
+def test_labels_and_predictions_that_differ_by_an_axis_of_one():
+    """[rows] against [rows, 1] must not broadcast to [rows, rows]."""
+
+    def squared(y_true, y_pred):
+        return tf.square(y_true - y_pred)
+
+    for loss in ("mse", squared, keras.losses.MeanSquaredError()):
+        total, weight = add_shards(loss, OTHER[:, 0], REAL[:, :1])
+        truth = np.mean((OTHER[:, 0] - REAL[:, 0]) ** 2)
+        assert float(total / weight) == pytest.approx(truth, rel=1e-6), loss
+
+
+def test_a_loss_written_as_a_class_with_state_of_its_own():
+    class Scaled(keras.losses.Loss):
+        def __init__(self, factor):
+            super().__init__(name="scaled")
+            self.factor = factor
+
+        def call(self, y_true, y_pred):
+            return self.factor * tf.reduce_mean(tf.abs(y_true - y_pred), axis=-1)
+
+    loss = Scaled(3.0)
+    total, weight = add_shards(loss, OTHER, REAL)
+    assert float(total / weight) == pytest.approx(float(loss(OTHER, REAL)), rel=1e-6)
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
+def test_masks(reduction, weighted):
+    """Two shards whose masks keep different numbers of elements."""
+    tokens = np.array([[1, 2, 3], [4, 0, 0], [5, 6, 0], [7, 0, 0], [1, 1, 1], [0, 0, 0], [2, 0, 0]])
+    features = np.repeat(tokens[..., None], 2, axis=-1).astype("float32")
+    labels = _random.integers(0, 2, (ROWS, 3))
+    weights = _random.uniform(0.5, 2.0, (ROWS, 3)).astype("float32") if weighted else None
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction=reduction)
+    masking = keras.layers.Masking()
+    truth = loss(labels, masking(features), sample_weight=weights)
+    shards = [
+        tmg.loss_sum(
+            loss, labels[i:j], masking(features[i:j]), None if weights is None else weights[i:j]
+        )
+        for i, j in ((0, 2), (2, 6), (6, 7))
+    ]
+    total = sum(float(shard.sum) for shard in shards)
+    weight = 1.0 if reduction == "sum" else sum(float(shard.weight) for shard in shards)
+    assert total / weight == pytest.approx(float(truth), rel=1e-6)
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_a_loss_that_masks_its_own_values(reduction):
+    loss = keras.losses.SparseCategoricalCrossentropy(ignore_class=0, reduction=reduction)
+    assert len({(CLASSES[i:j] == 0).mean() for i, j in SHARDS}) > 1, "shards must differ"
+    total, weight = add_shards(loss, CLASSES, SIMPLEX)
+    assert float(total / weight) == pytest.approx(float(loss(CLASSES, SIMPLEX)), rel=1e-6)
+
+
+@pytest.mark.parametrize("loss", ["mse", keras.losses.MeanSquaredError(dtype="float64")])
+def test_sums_are_at_least_float32(loss):
+    half = tf.constant(REAL, tf.float16)
+    pair = tmg.loss_sum(loss, OTHER, half)
+    expected = tf.float32 if isinstance(loss, str) else tf.float64
+    assert pair.sum.dtype == pair.weight.dtype == expected
+    assert pair.sum.shape == pair.weight.shape == ()
+
+
+# What is refused ---------------------------------------------------------------------------------
+
+
+def test_a_loss_that_returns_a_scalar_is_refused():
+    def dice(y_true, y_pred):
+        return 1.0 - 2.0 * tf.reduce_sum(y_true * y_pred) / tf.reduce_sum(y_true + y_pred)
+
+    with pytest.raises(tmg.LossError) as caught:
+        tmg.loss_sum(dice, OTHER, REAL)
+    message = str(caught.value)
+    assert "The loss 'dice' is one number for a batch" in message
+    assert "Received: shape ()" in message
+    assert "tf.reduce_mean(tf.square(y_true - y_pred), axis=-1)" in message
+    with pytest.raises(tmg.LossError, match="is one number for a batch"):
+        tmg.loss_sum(keras.losses.Dice(), MASKS, IMAGES)
+
+
+def test_a_loss_whose_examples_depend_on_each_other_is_refused():
+    with pytest.raises(tmg.LossError, match="couples the examples of a batch"):
+        tmg.loss_sum(keras.losses.Circle(), CLASSES, REAL)
+
+
+def test_a_scalar_loss_is_refused_by_the_step():
+    strategy = strategy_of(2)
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(3)])
+        optimizer = keras.optimizers.SGD(0.1)
+    step = tmg.make_train_step(model, optimizer, lambda t, p: tf.reduce_mean(t - p), strategy)
+    with pytest.raises(tmg.LossError, match="is one number for a batch"):
+        step((REAL, OTHER))
+    assert int(optimizer.iterations.numpy()) == 0
+
+
+@pytest.mark.parametrize(
+    ("loss", "text"),
+    [
+        (
+            "mean_squared_eror",
+            "Keras knows no loss of this name. Received: loss='mean_squared_eror'",
+        ),
+        (keras.losses.MeanSquaredError, r"is a class, not an object. .*Write MeanSquaredError\(\)"),
+        (0.5, "This is not a loss. Received: 0.5"),
+        (["mse"], "This is not a loss"),
+    ],
+)
+def test_what_is_no_loss(loss, text):
+    with pytest.raises(tmg.LossError, match=text):
+        tmg.loss_sum(loss, OTHER, REAL)
+
+
+# Through the step --------------------------------------------------------------------------------
+
+
+def linear() -> keras.Model:
+    return keras.Sequential([keras.Input((3,)), keras.layers.Dense(3, activation="tanh")])
+
+
+def sgd() -> keras.optimizers.Optimizer:
+    return keras.optimizers.SGD(0.1, momentum=0.9)
+
+
+ROW_SIZES = (5, 2, 7, 1, 3)
+
+
+def zero_on_the_first_half(rows: int) -> np.ndarray:
+    weight = np.ones(rows, "float32")
+    weight[: -(-rows // 2)] = 0.0
+    return weight
+
+
+@pytest.mark.parametrize("replicas", [2, 3])
+def test_all_zero_sample_weights_on_one_replica_and_on_all(replicas):
+    loss = keras.losses.MeanSquaredError(reduction="mean_with_sample_weight")
+    batches = [
+        (x, y, zero_on_the_first_half(len(x)) if i != 2 else np.zeros(len(x), "float32"))
+        for i, (x, y) in enumerate(cut((REAL, OTHER), ROW_SIZES))
+    ]
+    expected = ByHand(linear, sgd, loss).train(batches)
+    result = Replicated(replicas, linear, sgd, loss).train(batches)
+    assert_same(result, expected)
+    assert [log["weight"] for log in result.logs] == [float(b[2].sum()) for b in batches]
+    assert result.losses[2] == 0.0
+    assert np.isfinite(result.losses).all()
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_sum_reduction(micro_batches):
+    loss = keras.losses.MeanSquaredError(reduction="sum")
+    batches = cut((REAL, OTHER, WEIGHTS), ROW_SIZES)
+    expected = ByHand(linear, sgd, loss).train(batches)
+    result = Replicated(3, linear, sgd, loss, micro_batches=micro_batches).train(batches)
+    assert_same(result, expected)
+    assert {log["weight"] for log in result.logs} == {1.0}
+
+
+@pytest.mark.parametrize("reduction", ["sum_over_batch_size", "sum"])
+def test_forward_in_place_of_a_loss(reduction):
+    loss = keras.losses.MeanSquaredError(reduction=reduction)
+
+    def forward(model, batch, training):
+        x, y, weight = batch
+        return tmg.loss_sum(loss, y, model(x, training=training), weight)
+
+    batches = cut((REAL, OTHER, WEIGHTS), ROW_SIZES)
+    expected = ByHand(linear, sgd, loss).train(batches)
+    run = Replicated(3, linear, sgd, None, forward=forward, micro_batches=2)
+    assert_same(run.train(batches), expected)
+
+
+def test_forward_with_a_sum_and_a_weight_of_its_own():
+    """A weight that depends on the data: each row counts as its third feature says."""
+
+    def forward(model, batch, training):
+        x, y = batch
+        error = tf.reduce_sum(tf.square(y - model(x, training=training)), axis=-1)
+        importance = tf.abs(x[:, 2])
+        return tmg.LossSum(tf.reduce_sum(error * importance), tf.reduce_sum(importance))
+
+    def by_hand(y, y_pred, sample_weight):
+        error = tf.reduce_sum(tf.square(y - y_pred), axis=-1)
+        return tf.reduce_sum(error * sample_weight) / tf.reduce_sum(sample_weight)
+
+    batches = cut((REAL, OTHER), ROW_SIZES)
+    weighted = [(x, y, np.abs(x[:, 2])) for x, y in batches]
+    expected = ByHand(linear, sgd, by_hand).train(weighted)
+    assert_same(Replicated(2, linear, sgd, None, forward=forward).train(batches), expected)
+
+
+def test_forward_must_return_a_loss_sum():
+    def mean(model, batch, training):
+        return tf.reduce_mean(model(batch))
+
+    def vector(model, batch, training):
+        return tmg.LossSum(tf.reduce_sum(model(batch), axis=-1), 1.0)
+
+    def step_with(forward):
+        strategy = strategy_of(2)
+        with strategy.scope():
+            model, optimizer = linear(), sgd()
+        return tmg.make_train_step(model, optimizer, None, strategy, forward=forward)
+
+    with pytest.raises(tmg.LossError, match=r"forward must return a LossSum.*Received: .*Tensor"):
+        step_with(mean)(REAL)
+    with pytest.raises(tmg.LossError, match="The sum in a LossSum is a scalar"):
+        step_with(vector)(REAL)
+    with pytest.raises(tmg.LossError, match="Give either loss or forward, not both"):
+        tmg.make_train_step(linear(), sgd(), "mse", forward=mean)
+
+
+# global_mean in a loop written by hand -----------------------------------------------------------
+
+
+@pytest.mark.parametrize("replicas", [2, 4])
+@pytest.mark.parametrize("reduction", ["sum_over_batch_size", "mean_with_sample_weight"])
+def test_global_mean_in_a_loop_written_by_hand(replicas, reduction):
+    loss = keras.losses.MeanSquaredError(reduction=reduction)
+    batches = cut((REAL, OTHER, WEIGHTS), ROW_SIZES)
+    truth = ByHand(linear, sgd, loss)
+    expected = truth.train(batches)
+
+    strategy = strategy_of(replicas)
+    with strategy.scope():
+        keras.utils.set_random_seed(7)
+        model, optimizer = linear(), sgd()
+        optimizer.build(model.trainable_variables)
+
+    def replica_step(x, y, weight):
+        with tf.GradientTape() as tape:
+            value = tmg.global_mean(tmg.loss_sum(loss, y, model(x, training=True), weight))
+        optimizer.apply(tape.gradient(value, model.trainable_variables), model.trainable_variables)
+        return value
+
+    @tf.function
+    def step(batch):
+        return strategy.run(replica_step, args=batch)
+
+    losses = []
+    for x, y, weight in batches:
+        data = tmg.distribute_dataset((x, y, weight), strategy, batch_size=len(x))
+        for batch in data:
+            values = strategy.experimental_local_results(step(batch))
+            assert len({float(value) for value in values}) == 1, "one loss for all replicas"
+            losses.append(float(values[0]))
+    assert difference([v.numpy() for v in model.variables], expected.weights) <= 1e-6
+    np.testing.assert_allclose(losses, expected.losses, rtol=1e-6, atol=1e-6)
+
+
+def test_global_mean_without_weight_is_zero():
+    pair = tmg.LossSum(tf.constant(0.0), tf.constant(0.0))
+    assert float(tmg.global_mean(pair)) == 0.0
+
+
+def test_global_mean_divides_python_numbers_too():
+    assert float(tmg.global_mean(tmg.LossSum(6.0, 4.0))) == 1.5
+
+
+def test_global_mean_beside_the_replicas_is_refused():
+    with (
+        strategy_of(2).scope(),
+        pytest.raises(tmg.LossError, match="must be called by each of them"),
+    ):
+        tmg.global_mean(tmg.LossSum(1.0, 1.0))
