@@ -16,7 +16,7 @@
 # Ten rows in batches of four: two batches of four rows, and one of two. This notebook trains on
 # them twice, on one device and on three, and asks each time for the weights.
 #
-# There may be no three devices here, so the CPU is cut in three. That comes before the first tensor.
+# There may be no three devices here, so the CPU is cut in three, before the first tensor.
 
 # %%
 import keras
