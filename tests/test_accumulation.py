@@ -1,0 +1,291 @@
+"""Accumulating gradients over several batches in a loop written by hand."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from one_device import ByHand, assert_same, cut, difference, strategy_of
+from one_device import Result as Trained
+
+import tfmultigpu as tmg
+
+SIZES = (7, 16, 9, 5, 12, 8, 5, 9, 6, 11)
+WINDOW = 4  # ten batches: two whole windows and a short one
+
+_random = np.random.default_rng(19)
+X = _random.normal(size=(64, 6)).astype("float32")
+Y = _random.integers(0, 4, 64)
+W = _random.uniform(0.2, 2.0, 64).astype("float32")
+BATCHES = cut((X, Y, W), SIZES)
+
+
+def mlp() -> keras.Model:
+    return keras.Sequential(
+        [keras.Input((6,)), keras.layers.Dense(8, activation="tanh"), keras.layers.Dense(4)]
+    )
+
+
+def adam() -> keras.optimizers.Optimizer:
+    return keras.optimizers.Adam(1e-2)
+
+
+def sgd() -> keras.optimizers.Optimizer:
+    return keras.optimizers.SGD(0.05, momentum=0.9)
+
+
+def crossentropy(reduction: str = "sum_over_batch_size") -> keras.losses.Loss:
+    return keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction=reduction)
+
+
+def windows() -> list[list[tuple[np.ndarray, ...]]]:
+    return [BATCHES[i : i + WINDOW] for i in range(0, len(BATCHES), WINDOW)]
+
+
+class Loop:
+    """A training loop written by hand, with an accumulator and nothing else of a step."""
+
+    def __init__(self, replicas: int, optimizer, loss) -> None:
+        self.strategy = strategy_of(replicas)
+        self.loss = loss
+        with self.strategy.scope():
+            keras.utils.set_random_seed(7)
+            self.model, self.optimizer = mlp(), optimizer()
+            self.optimizer.build(self.model.trainable_variables)
+            self.accumulator = tmg.GradientAccumulator(self.model.trainable_variables)
+
+    def add(self, x, y, weight):
+        with tf.GradientTape() as tape:
+            pair = tmg.loss_sum(self.loss, y, self.model(x, training=True), weight)
+        gradients = tape.gradient(pair.sum, self.model.trainable_variables)
+        self.accumulator.add(gradients, pair.weight)
+
+    def update(self):
+        gradients, _ = self.accumulator.reduce()
+        tmg.apply_reduced_gradients(self.optimizer, gradients, self.model.trainable_variables)
+
+    def train(self) -> Trained:
+        @tf.function
+        def add(batch):
+            self.strategy.run(self.add, args=batch)
+
+        @tf.function
+        def update():
+            self.strategy.run(self.update)
+
+        for window in windows():
+            for arrays in window:
+                (batch,) = tmg.distribute_dataset(arrays, self.strategy, batch_size=len(arrays[0]))
+                add(batch)
+            update()
+        weights = [variable.numpy() for variable in self.model.variables]
+        return Trained(weights, [], int(self.optimizer.iterations.numpy()))
+
+
+@pytest.mark.parametrize(
+    ("replicas", "optimizer", "reduction"),
+    [
+        (1, sgd, "sum_over_batch_size"),
+        (2, sgd, "mean_with_sample_weight"),
+        (3, adam, "sum_over_batch_size"),
+    ],
+)
+def test_a_window_of_batches_is_one_large_batch(replicas, optimizer, reduction):
+    loss = crossentropy(reduction)
+    whole = [tuple(np.concatenate(parts) for parts in zip(*w, strict=True)) for w in windows()]
+    expected = ByHand(mlp, optimizer, loss).train(whole)
+    result = Loop(replicas, optimizer, loss).train()
+    assert_same(Trained(result.weights, expected.losses, result.iterations), expected)
+    assert result.iterations == 3, "the short window at the end is a step of its own"
+
+
+def test_a_window_inside_one_function():
+    loop = Loop(2, sgd, crossentropy())
+    arrays = tuple(np.concatenate(parts) for parts in zip(*BATCHES, strict=True))[0:3]
+    rows = len(arrays[0]) // 4 * 4
+    data = tmg.distribute_dataset(
+        tuple(array[:rows] for array in arrays), loop.strategy, batch_size=rows // 4
+    )
+
+    @tf.function
+    def train(iterator):
+        for _ in tf.range(4):
+            loop.strategy.run(loop.add, args=next(iterator))
+        loop.strategy.run(loop.update)
+
+    train(iter(data))
+    expected = ByHand(mlp, sgd, crossentropy()).train([tuple(array[:rows] for array in arrays)])
+    assert difference([v.numpy() for v in loop.model.variables], expected.weights) <= 1e-6
+
+
+def accumulator_of(replicas: int, *values, dtype="float32"):
+    strategy = strategy_of(replicas)
+    with strategy.scope():
+        variables = [tf.Variable(tf.constant(value, dtype)) for value in values]
+        return strategy, variables, tmg.GradientAccumulator(variables)
+
+
+def on_replicas(strategy, function, *args):
+    return strategy.experimental_local_results(
+        tf.function(lambda: strategy.run(function, args=args))()
+    )
+
+
+def replica_id() -> tf.Tensor:
+    context = tf.distribute.get_replica_context()
+    return tf.cast(context.replica_id_in_sync_group, tf.float32)
+
+
+def test_sums_are_divided_by_the_weight_of_all_replicas_and_then_gone():
+    strategy, _, accumulator = accumulator_of(3, [0.0, 0.0])
+
+    def add():
+        accumulator.add([tf.stack([1.0, replica_id()])], weight=replica_id() + 1.0)
+
+    for _ in range(2):
+        on_replicas(strategy, add)
+    gradients, weight = accumulator.reduce()
+    assert float(weight) == 12.0
+    np.testing.assert_allclose(gradients[0], [6 / 12, 6 / 12])
+    gradients, weight = accumulator.reduce()
+    assert float(weight) == 0.0
+    np.testing.assert_array_equal(gradients[0], [0.0, 0.0])
+
+
+def test_reduce_on_every_replica_gives_the_same_as_outside():
+    strategy, _, accumulator = accumulator_of(2, [0.0])
+    for reduce in (
+        accumulator.reduce,
+        lambda: tf.function(accumulator.reduce)(),
+        lambda: strategy.run(accumulator.reduce),
+        lambda: tf.function(lambda: strategy.run(accumulator.reduce))(),
+    ):
+        on_replicas(strategy, lambda: accumulator.add([tf.reshape(replica_id(), [1])], 0.5))
+        gradients, weight = reduce()
+        for value in strategy.experimental_local_results(gradients[0]):
+            np.testing.assert_allclose(value, [1.0])
+        assert {float(w) for w in strategy.experimental_local_results(weight)} == {1.0}
+        assert accumulator.count == 0
+
+
+def test_count_is_of_micro_batches_since_the_last_reduce():
+    strategy, _, accumulator = accumulator_of(2, [0.0])
+    assert accumulator.count == 0
+    for expected in (1, 2, 3):
+        on_replicas(strategy, lambda: accumulator.add([tf.ones([1])], 1.0))
+        assert accumulator.count == expected
+    inside = on_replicas(strategy, lambda: accumulator.count)
+    assert [int(value) for value in inside] == [3, 3]
+    accumulator.reduce()
+    assert accumulator.count == 0
+
+
+def test_rows_of_an_embedding_are_summed_into_place():
+    strategy, variables, accumulator = accumulator_of(2, np.zeros((4, 2)))
+
+    def add():
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(tf.gather(variables[0], [1, 1, 3]))
+        gradients = tape.gradient(loss, variables)
+        assert isinstance(gradients[0], tf.IndexedSlices)
+        accumulator.add(gradients, 1.0)
+
+    on_replicas(strategy, add)
+    gradients, _ = accumulator.reduce()
+    np.testing.assert_allclose(gradients[0], [[0, 0], [2, 2], [0, 0], [1, 1]])
+
+
+def test_a_missing_gradient_counts_as_zero():
+    strategy, _, accumulator = accumulator_of(2, [1.0], [2.0])
+    on_replicas(strategy, lambda: accumulator.add([None, tf.ones([1])], 1.0))
+    on_replicas(strategy, lambda: accumulator.add([tf.ones([1]), None], 1.0))
+    gradients, weight = accumulator.reduce()
+    np.testing.assert_allclose(gradients, [[0.5], [0.5]])
+    assert float(weight) == 4.0
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+def test_dtypes(dtype):
+    strategy, _, accumulator = accumulator_of(2, [0.0], dtype=dtype)
+
+    def add():
+        accumulator.add([tf.constant([1.0], dtype)], 1.0)
+
+    add = tf.function(lambda one=add: strategy.run(one))
+    for _ in range(300):  # bfloat16 would stop counting at 256
+        add()
+    gradients, weight = accumulator.reduce()
+    assert gradients[0].dtype == dtype
+    assert float(weight) == 600.0
+    np.testing.assert_allclose(tf.cast(gradients[0], "float32"), [1.0])
+
+
+def test_one_all_reduce_for_a_window(monkeypatch):
+    strategy, variables, accumulator = accumulator_of(2, [0.0], np.zeros((3, 3)))
+    calls = []
+    original = tf.distribute.ReplicaContext.all_reduce
+
+    def counting(self, *args, **kwargs):
+        calls.append(self.replica_id_in_sync_group)
+        return original(self, *args, **kwargs)
+
+    monkeypatch.setattr(tf.distribute.ReplicaContext, "all_reduce", counting)
+    for _ in range(5):
+        on_replicas(strategy, lambda: accumulator.add([tf.ones_like(v) for v in variables], 1.0))
+    assert not calls, "adding must not communicate"
+    on_replicas(strategy, accumulator.reduce)
+    assert len(calls) == 2, "one packed all-reduce on each replica"
+
+
+def test_reset_drops_a_window_with_nan_in_it():
+    strategy, _, accumulator = accumulator_of(2, [0.0])
+    on_replicas(strategy, lambda: accumulator.add([tf.constant([np.nan])], 1.0))
+    accumulator.reset()
+    assert accumulator.count == 0
+    on_replicas(strategy, lambda: accumulator.add([tf.constant([np.inf])], 1.0))
+    on_replicas(strategy, accumulator.reset)
+    on_replicas(strategy, lambda: accumulator.add([tf.ones([1])], 1.0))
+    gradients, _ = accumulator.reduce()
+    np.testing.assert_allclose(gradients[0], [1.0])
+
+
+def test_nan_does_not_outlive_the_window_it_is_in():
+    strategy, _, accumulator = accumulator_of(2, [0.0])
+    on_replicas(strategy, lambda: accumulator.add([tf.constant([np.nan])], 1.0))
+    gradients, _ = accumulator.reduce()
+    assert np.isnan(gradients[0]).all()
+    on_replicas(strategy, lambda: accumulator.add([tf.ones([1])], 1.0))
+    gradients, _ = accumulator.reduce()
+    np.testing.assert_allclose(gradients[0], [1.0])
+
+
+def test_what_is_refused():
+    with pytest.raises(tmg.TfMultiGpuError, match="nothing to accumulate gradients for"):
+        tmg.GradientAccumulator([])
+    strategy, _, accumulator = accumulator_of(2, [0.0])
+    with pytest.raises(tmg.TfMultiGpuError, match="Received: 2 gradients for 1 variables"):
+        accumulator.add([None, None], 1.0)
+    with (
+        strategy.scope(),
+        pytest.raises(tmg.TfMultiGpuError, match="each replica must call it"),
+    ):
+        accumulator.add([None], 1.0)
+    assert accumulator.count == 0
+
+
+def test_apply_reduced_gradients_is_for_replicas():
+    strategy = strategy_of(2)
+    with strategy.scope():
+        variable = tf.Variable([1.0])
+        optimizer = keras.optimizers.SGD(0.5)
+        optimizer.build([variable])
+        with pytest.raises(RuntimeError, match="must be called by every replica"):
+            tmg.apply_reduced_gradients(optimizer, [tf.ones([1])], [variable])
+
+    def apply():
+        tmg.apply_reduced_gradients(optimizer, [tf.ones([1])], [variable])
+
+    on_replicas(strategy, apply)
+    np.testing.assert_allclose(variable.numpy(), [0.5]), "not summed once more"
+    assert int(optimizer.iterations.numpy()) == 1

@@ -1,0 +1,307 @@
+"""Everything a Keras model may hold, on several replicas: the result stays that of one device."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from one_device import ByHand, Replicated, assert_same, cut, difference, hold, plain, strategy_of
+
+import tfmultigpu as tmg
+
+SIZES = (7, 2, 16, 1, 5)
+
+_random = np.random.default_rng(5)
+X = _random.normal(size=(32, 6)).astype("float32")
+Y = _random.integers(0, 4, 32)
+Z = _random.normal(size=(32, 2)).astype("float32")
+W = _random.uniform(0.2, 2.0, 32).astype("float32")
+TOKENS = np.where(
+    np.arange(4) < _random.integers(1, 5, (32, 1)), _random.integers(1, 9, (32, 4)), 0
+)
+TAGS = _random.integers(0, 3, (32, 4))
+
+
+def sgd(**options: object) -> keras.optimizers.Optimizer:
+    return keras.optimizers.SGD(0.05, momentum=0.9, **options)
+
+
+def crossentropy(**options: object) -> keras.losses.Loss:
+    return keras.losses.SparseCategoricalCrossentropy(from_logits=True, **options)
+
+
+def mlp() -> keras.Model:
+    return keras.Sequential(
+        [keras.Input((6,)), keras.layers.Dense(8, activation="tanh"), keras.layers.Dense(4)]
+    )
+
+
+# Several outputs ----------------------------------------------------------------------------------
+
+
+def two_heads(outputs):
+    """A tagger with a masked output per token and a plain output per row."""
+
+    def build():
+        tokens = keras.Input((4,), dtype="int32")
+        embedded = keras.layers.Embedding(9, 5, mask_zero=True)(tokens)
+        tags = keras.layers.Dense(3, name="tags")(embedded)
+        pooled = keras.layers.GlobalAveragePooling1D()(embedded)
+        score = keras.layers.Dense(2, name="score")(pooled)
+        return keras.Model(tokens, outputs(tags, score))
+
+    return build
+
+
+def two_losses(tag_factor=1.0, score_factor=1.0, keys=(0, 1)):
+    """What Keras adds up for ``two_heads``: each loss by its own reduction, times its factor."""
+    tag_loss, score_loss = crossentropy(), keras.losses.MeanSquaredError()
+
+    def by_hand(y_true, y_pred, sample_weight=None):
+        tags, score = keys
+        total = score_factor * score_loss(y_true[score], y_pred[score])
+        if tag_factor:
+            total += tag_factor * tag_loss(y_true[tags], y_pred[tags])
+        return total
+
+    return by_hand
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_a_list_of_outputs_one_of_them_masked(micro_batches):
+    batches = [(t, (g, z)) for t, g, z in cut((TOKENS, TAGS, Z), SIZES)]
+    build = two_heads(lambda tags, score: [tags, score])
+    expected = ByHand(build, sgd, two_losses()).train(batches)
+    run = Replicated(3, build, sgd, [crossentropy(), "mse"], micro_batches=micro_batches)
+    result = run.train(batches)
+    assert_same(result, expected)
+    for (_, (_, z)), log in zip(batches, result.logs, strict=True):
+        assert log["loss"] == pytest.approx(log["tags_loss"] + log["score_loss"], rel=1e-6)
+        assert log["weight"] == len(z)
+
+
+def test_a_dict_of_outputs_with_loss_weights():
+    batches = [(t, {"tags": g, "score": z}) for t, g, z in cut((TOKENS, TAGS, Z), SIZES)]
+    build = two_heads(lambda tags, score: {"score": score, "tags": tags})
+    truth = two_losses(0.3, 2.0, keys=("tags", "score"))
+    expected = ByHand(build, sgd, truth).train(batches)
+    losses = {"tags": crossentropy(), "score": keras.losses.MeanSquaredError()}
+    run = Replicated(2, build, sgd, losses, loss_weights={"tags": 0.3, "score": 2.0})
+    result = run.train(batches)
+    assert_same(result, expected)
+    first = result.logs[0]
+    together = 0.3 * first["tags_loss"] + 2.0 * first["score_loss"]
+    assert first["loss"] == pytest.approx(together, rel=1e-6)
+
+
+def test_an_output_without_a_loss_and_its_head_without_gradient():
+    batches = [(t, (g, z)) for t, g, z in cut((TOKENS, TAGS, Z), SIZES)]
+    build = two_heads(lambda tags, score: [tags, score])
+    expected = ByHand(build, sgd, two_losses(tag_factor=0.0)).train(batches)
+    run = Replicated(3, build, sgd, [None, "mse"])
+    start = run.model.get_layer("tags").get_weights()
+    result = run.train(batches)
+    assert_same(result, expected)
+    assert difference(run.model.get_layer("tags").get_weights(), start) == 0.0
+    assert "tags_loss" not in result.logs[0]
+
+
+def test_sample_weights_for_each_output():
+    batches = [
+        (t, {"tags": g, "score": z}, {"tags": np.repeat(w[:, None], 4, 1), "score": w})
+        for t, g, z, w in cut((TOKENS, TAGS, Z, W), SIZES)
+    ]
+    build = two_heads(lambda tags, score: {"tags": tags, "score": score})
+    tag_loss = crossentropy(reduction="mean_with_sample_weight")
+
+    def by_hand(y, p, sample_weight):
+        return tag_loss(y["tags"], p["tags"], sample_weight=sample_weight["tags"]) + (
+            keras.losses.MeanSquaredError()(y["score"], p["score"], sample_weight["score"])
+        )
+
+    expected = ByHand(build, sgd, by_hand).train(batches)
+    run = Replicated(2, build, sgd, {"tags": tag_loss, "score": "mse"}, micro_batches=2)
+    assert_same(run.train(batches), expected)
+
+
+# Losses that layers add ---------------------------------------------------------------------------
+
+
+class MeanPenalty(keras.layers.Layer):
+    """Adds a loss that is a mean over the batch."""
+
+    def call(self, inputs):
+        self.add_loss(0.1 * tf.reduce_mean(tf.reduce_sum(tf.square(inputs), axis=-1)))
+        return inputs
+
+
+def penalised(normalise: bool):
+    def build():
+        inputs = keras.Input((6,))
+        hidden = keras.layers.Dense(
+            5,
+            use_bias=not normalise,
+            activity_regularizer=keras.regularizers.L2(0.05),
+            kernel_regularizer=keras.regularizers.L2(0.01),
+        )(inputs)
+        if normalise:
+            hidden = keras.layers.BatchNormalization(synchronized=True)(hidden)
+        hidden = MeanPenalty()(hidden)
+        hidden = keras.layers.Dense(5, "tanh", activity_regularizer="l1")(hidden)
+        if normalise:
+            hidden = keras.layers.BatchNormalization(synchronized=True)(hidden)
+        return keras.Model(inputs, keras.layers.Dense(4)(hidden))
+
+    return build
+
+
+@pytest.mark.parametrize(("replicas", "micro_batches"), [(2, 3), (3, 1), (3, 2)])
+def test_add_loss_and_activity_regularisers_on_partial_batches(replicas, micro_batches):
+    batches = cut((X, Y), SIZES)
+    build = penalised(normalise=False)
+    hold(replicas, build, sgd, crossentropy(), batches, micro_batches=micro_batches)
+
+
+@pytest.mark.parametrize("replicas", [2, 3])
+def test_added_losses_where_replicas_take_turns(replicas):
+    """Synchronized layers make the replicas take turns, in the middle of the model's call."""
+    batches = cut((X, Y), (7, 4, 16, 5))
+    hold(replicas, penalised(normalise=True), sgd, crossentropy(), batches, tolerance=5e-6)
+
+
+def test_a_model_whose_only_loss_is_one_that_a_layer_adds():
+    def build():
+        return keras.Sequential([keras.Input((6,)), keras.layers.Dense(3), MeanPenalty()])
+
+    batches = cut((X,), SIZES)
+    expected = ByHand(build, sgd, lambda y, p, sample_weight: tf.constant(0.0)).train(
+        [(x, x) for (x,) in batches]
+    )
+    strategy = strategy_of(3)
+    with strategy.scope():
+        keras.utils.set_random_seed(7)
+        model, optimizer = build(), sgd()
+    step = tmg.make_train_step(model, optimizer, None, strategy)
+    losses = [float(step(x)["loss"]) for (x,) in batches]
+    np.testing.assert_allclose(losses, expected.losses, rtol=1e-6, atol=1e-6)
+    assert difference([v.numpy() for v in model.variables], expected.weights) <= 1e-6
+
+
+def test_a_penalty_in_float16_does_not_overflow():
+    """A mean times its rows must not be formed in float16: 400 * 256 is over 65504."""
+
+    class Large(keras.layers.Layer):
+        def call(self, inputs):
+            self.add_loss(tf.reduce_mean(inputs) * 0.0 + tf.constant(400.0, inputs.dtype))
+            return inputs
+
+    def build():
+        return keras.Sequential(
+            [keras.Input((6,)), Large(dtype="mixed_float16"), keras.layers.Dense(4)]
+        )
+
+    batch = (np.tile(X, (8, 1)), np.tile(Y, 8))
+    logs = Replicated(2, build, sgd, crossentropy()).train([batch]).logs[0]
+    assert 400.0 < logs["loss"] < 410.0
+
+
+# Normalisation ------------------------------------------------------------------------------------
+
+
+def normalised(synchronized: bool):
+    def build():
+        return keras.Sequential(
+            [
+                keras.Input((6,)),
+                keras.layers.Dense(5, use_bias=False),
+                keras.layers.BatchNormalization(synchronized=synchronized),
+                keras.layers.Activation("tanh"),
+                keras.layers.Dense(4),
+            ]
+        )
+
+    return build
+
+
+@pytest.mark.parametrize("replicas", [2, 3, 4])
+def test_synchronized_batch_normalization(replicas):
+    batches = cut((X, Y), (7, 16, 5, 9, 6))
+    hold(replicas, normalised(synchronized=True), sgd, crossentropy(), batches, tolerance=2e-6)
+
+
+@pytest.mark.parametrize("replicas", [2, 3, 4])
+def test_synchronized_batch_normalization_with_fewer_rows_than_replicas(replicas):
+    """Statistics of one, two or three rows are those of these rows: no padding enters them."""
+    sizes = (9, replicas - 1, 16, replicas - 1, replicas)
+    tolerance = 2e-6 if replicas > 2 else 1e-5  # the variance of a single row is rounding noise
+    batches = cut((X, Y), sizes)
+    hold(replicas, normalised(synchronized=True), sgd, crossentropy(), batches, tolerance=tolerance)
+
+
+def test_synchronized_batch_normalization_in_micro_batches():
+    """Statistics are those of each micro-batch over all replicas, and known to differ from 1."""
+    run = Replicated(2, normalised(synchronized=True), sgd, crossentropy(), micro_batches=2)
+    result = run.train(cut((X, Y), SIZES))
+    assert np.isfinite(result.losses).all()
+    for name in ("moving_mean", "moving_variance"):
+        (variable,) = [v for v in run.model.variables if v.name == name]
+        first, second = run.strategy.experimental_local_results(variable.value)
+        np.testing.assert_array_equal(first.numpy(), second.numpy())
+
+
+def test_batch_normalization_of_each_shard():
+    run = Replicated(3, normalised(synchronized=False), sgd, crossentropy())
+    assert np.isfinite(run.train(cut((X, Y), SIZES)).losses).all()
+
+
+def test_layer_and_group_normalization_in_micro_batches():
+    def build():
+        return keras.Sequential(
+            [
+                keras.Input((6,)),
+                keras.layers.Dense(6),
+                keras.layers.LayerNormalization(),
+                keras.layers.GroupNormalization(groups=2),
+                keras.layers.Dense(4),
+            ]
+        )
+
+    hold(3, build, sgd, crossentropy(), cut((X, Y), SIZES), micro_batches=3, tolerance=2e-6)
+
+
+# How it runs --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_compiled_by_xla(micro_batches):
+    batches = cut((X, Y, W), (7, 2, 16))
+    hold(2, mlp, sgd, crossentropy(), batches, jit_compile=True, micro_batches=micro_batches)
+
+
+def test_eager_functions():
+    tf.config.run_functions_eagerly(True)
+    try:
+        batches = cut((X, Y, W), SIZES)
+        run = Replicated(2, mlp, sgd, crossentropy(), micro_batches=2)
+        result = run.train(batches)
+        run.reset()
+        data = tf.data.Dataset.from_tensor_slices((X[:9], Y[:9])).batch(4)
+        logs = plain(run.step.run(iter(data), 5))
+    finally:
+        tf.config.run_functions_eagerly(False)
+    assert_same(result, ByHand(mlp, sgd, crossentropy()).train(batches))
+    assert logs["steps"] == 3
+    assert logs["weight"] == 9
+
+
+def test_switching_between_kinds_of_batches():
+    """With and without sample weights, arrays of other types: each kind has a trace of its own."""
+    run = Replicated(2, mlp, sgd, crossentropy())
+    truth = ByHand(mlp, sgd, crossentropy())
+    batches = cut((X, Y), (7, 5, 9))
+    ones = [(x, y, np.ones(len(x), "float32")) for x, y in batches]
+    mixed = [batches[0], ones[1], batches[2]]
+    assert_same(run.train(mixed), truth.train(batches))
+    doubles = [(x.astype("float64"), y.astype("int32")) for x, y in batches]
+    assert_same(run.train(doubles), truth.train(batches))
