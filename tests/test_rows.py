@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import namedtuple
 from types import SimpleNamespace
@@ -30,7 +31,7 @@ def test_every_row_is_in_one_part_and_no_part_is_empty(shares: list[int], extra:
     ends = offsets(count, shares)
     assert ends[0] == 0
     assert ends[-1] == count
-    assert all(start < stop for start, stop in zip(ends, ends[1:], strict=False))
+    assert all(start < stop for start, stop in itertools.pairwise(ends))
 
 
 @settings(max_examples=100, deadline=None)
@@ -106,7 +107,7 @@ def test_cut_part_gives_each_row_once_or_the_whole_batch(count: int, parts: int)
     if count < parts:
         assert pieces == [list(range(count))] * parts
     else:
-        assert sum(pieces, []) == list(range(count))
+        assert list(itertools.chain(*pieces)) == list(range(count))
         assert {len(piece) for piece in pieces} <= {count // parts, -(-count // parts)}
 
 
@@ -119,7 +120,7 @@ def test_cut_part_takes_a_tensor_for_the_part() -> None:
     ("count", "parts", "weight"), [(1, 1, 1), (1, 2, 1 / 2), (2, 2, 1), (2, 3, 1 / 3), (9, 8, 1)]
 )
 def test_row_weight(count: int, parts: int, weight: float) -> None:
-    assert rows.row_weight(tf.constant(count), parts).numpy() == np.float32(weight)
+    assert rows.row_weight(tf.constant(count), parts).numpy() == weight
 
 
 def structure(count: int) -> dict:

@@ -117,11 +117,10 @@ def row_weight(rows: Any, parts: int) -> Any:
         parts: How many parts the batch was cut into.
 
     Returns:
-        A float32 scalar.
+        A float64 scalar, to be cast to what it weights.
     """
-    if parts == 1:
-        return tf.ones([])
-    return tf.where(rows < parts, tf.constant(1.0 / parts), tf.ones([]))
+    one = tf.ones([], tf.float64)
+    return one if parts == 1 else tf.where(rows < parts, one / parts, one)
 
 
 def local_replicas(strategy: tf.distribute.Strategy) -> tuple[int, ...]:

@@ -240,6 +240,7 @@ class TrainStep:
         logs["finite"] = tf.constant(True) if scale is None else _all_finite(gradients)
         if self._clip_norm is not None:
             gradients, _ = tf.clip_by_global_norm(gradients, self._clip_norm, use_norm=norm)
+        norm = tf.cast(norm, tf.float32)
         logs = {**logs, "loss": logs["loss"] + penalty, "gradient_norm": norm}
         return [tf.cast(g, v.dtype) for g, v in zip(gradients, self._trained, strict=True)], logs
 
@@ -272,9 +273,7 @@ def _unscaled(correction: Any, scale: Any) -> Any:
 
 
 def _global_norm(gradients: list[tf.Tensor]) -> Any:
-    if not gradients:
-        return tf.zeros([])
-    return tf.cast(tf.linalg.global_norm(gradients), tf.float32)
+    return tf.linalg.global_norm(gradients) if gradients else tf.zeros([])
 
 
 def _all_finite(gradients: list[tf.Tensor]) -> Any:
