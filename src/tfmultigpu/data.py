@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -78,11 +79,11 @@ def distribute_dataset(
     batches = to_dataset(dataset, batch_size)
     check_batched(batches.element_spec)
     if prefetch_to_device is None:
-        prefetch_to_device = _should_prefetch(batches.element_spec, strategy)
+        prefetch_to_device = should_prefetch(batches.element_spec, strategy)
     return ShardedDataset(batches, strategy, integer_shares(shares), prefetch_to_device)
 
 
-def _should_prefetch(element_spec: Any, strategy: tf.distribute.Strategy) -> bool:
+def should_prefetch(element_spec: Any, strategy: tf.distribute.Strategy) -> bool:
     """Ahead of time to GPUs and TPUs, of what they can hold: dense numbers."""
     devices = strategy.extended.worker_devices if strategy.num_replicas_in_sync > 1 else ()
     on_accelerators = any("CPU" not in device.upper() for device in devices)
@@ -151,7 +152,10 @@ class ShardedDataset(tf.distribute.DistributedDataset):  # type: ignore[misc]
 
     def reduce(self, initial_state: Any, reduce_func: Callable[[Any, Any], Any]) -> Any:
         """Runs ``state = reduce_func(state, batch)`` over a pass; ``for`` in a graph calls this."""
-        source = iter(self._source)
+        with warnings.catch_warnings():
+            # TensorFlow's, about its own call on its own dataset: nothing for the user to change.
+            warnings.filterwarnings("ignore", "To make it possible to preserve tf.data options")
+            source = iter(self._source)
 
         def body(optional: Any, state: Any) -> tuple[Any, Any]:
             state = reduce_func(state, self.to_batch(optional.get_value()))
@@ -181,6 +185,7 @@ class ShardedDataset(tf.distribute.DistributedDataset):  # type: ignore[misc]
             return [self._pack(iter(shard)) for shard in shards], results(rows)[0]
         return [self._pack(iter(shard)) for shard in self._by_replica(leaves)], rows
 
+    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
     def to_batch(self, element: Any) -> Any:
         """Returns one structure of per-replica values, for ``strategy.run``, that knows its rows.
 
@@ -241,8 +246,8 @@ class ShardIterator(Iterator[Any]):
 
     @property
     def split_key(self) -> Any:
-        """What ``split`` depends on besides its argument, hashable."""
-        return self.dataset.prefetches_to_device
+        """What ``split`` depends on besides its argument; comparable."""
+        return self.dataset.prefetches_to_device, self.dataset.element_spec
 
     def split(self, element: Any) -> tuple[list[Any], Any]:
         """Returns what ``source`` yielded as local shards and the rows of the global batch."""
@@ -261,6 +266,7 @@ class ShardIterator(Iterator[Any]):
             )
         return self
 
+    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
     def __next__(self) -> Any:
         """Returns the next batch of shards.
 

@@ -1,0 +1,293 @@
+"""Global batches cut into shards: each row once, none empty, whatever the batch size."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections import namedtuple
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from shards import HOST_AND_DEVICE, batches_of, local, mirrored, read, text_of, to_list
+
+import tfmultigpu as tmg
+from tfmultigpu.data import check_batched, should_prefetch
+from tfmultigpu.rows import marked_global_rows, row_offsets
+
+SIZES = (1, 2, 3, 5, 7, 9, 63, 64, 65)
+Pair = namedtuple("Pair", ["x", "y"])
+
+
+# coverage -----------------------------------------------------------------------------------------
+
+
+@HOST_AND_DEVICE
+@pytest.mark.parametrize("shares", ["equal", "unequal"])
+@pytest.mark.parametrize("replicas", [1, 2, 3, 4, 8])
+def test_each_row_is_on_one_replica_in_order_and_none_is_empty(
+    replicas: int, shares: str, prefetch: bool
+) -> None:
+    weights = None if shares == "equal" else [5, 2, 1, 9, 1, 3, 1, 1][:replicas]
+    data = tmg.distribute_dataset(
+        batches_of(SIZES), mirrored(replicas), shares=weights, prefetch_to_device=prefetch
+    )
+    seen = 0
+    for size, batch in zip(SIZES, data, strict=True):
+        shards = local(data.strategy, batch)
+        rows = list(range(seen, seen + size))
+        seen += size
+        assert len(shards) == replicas
+        if size < replicas:
+            assert shards == [rows] * replicas
+        else:
+            ends = row_offsets(size, weights or [1] * replicas).numpy()
+            assert shards == [rows[ends[i] : ends[i + 1]] for i in range(replicas)]
+            assert [] not in shards
+            assert list(itertools.chain(*shards)) == rows
+        if replicas > 1:
+            assert int(marked_global_rows(batch)) == size
+    assert seen == sum(SIZES)
+
+
+@HOST_AND_DEVICE
+def test_planned_shares_are_met_exactly_and_the_partial_batch_is_kept(prefetch: bool) -> None:
+    shares = tmg.plan_shares(64, (24e9, 8e9, 1e9))
+    data = tmg.distribute_dataset(
+        np.arange(100), mirrored(3), batch_size=64, shares=shares, prefetch_to_device=prefetch
+    )
+    sizes = [[len(shard) for shard in shards] for shards in read(data)]
+    assert sizes[0] == list(shares)
+    assert [sum(row) for row in sizes] == [64, 36]
+
+
+ROWS = functools.partial(tf.data.Dataset.range, 10)
+STRUCTURES: dict[str, Callable[[], tf.data.Dataset]] = {
+    "dense": lambda: ROWS().batch(4),
+    "one": lambda: ROWS().batch(4).map(lambda x: (x,)),
+    "tuple": lambda: ROWS().batch(4).map(lambda x: (x, x * 2, tf.cast(x, tf.float16))),
+    "dict": lambda: ROWS().batch(4).map(lambda x: {"z": x, "a": -x}),
+    "nested": lambda: ROWS().batch(4).map(lambda x: ({"b": (x, x + 1), "a": x}, (x, {"y": x}))),
+    "named": lambda: ROWS().batch(4).map(lambda x: Pair(x, Pair(x, -x))),
+    "none": lambda: ROWS().batch(4).map(lambda x: (x, None, {"w": None, "v": x})),
+    "named_none": lambda: ROWS().batch(4).map(lambda x: Pair(None, x)),
+    "text": lambda: ROWS().map(tf.strings.as_string).batch(4),
+    "bool": lambda: ROWS().map(lambda x: x % 2 == 0).batch(4),
+    "uint8": lambda: ROWS().map(lambda x: tf.fill([3, 3, 1], tf.cast(x, tf.uint8))).batch(4),
+    "bfloat16": lambda: ROWS().map(lambda x: tf.cast(x, tf.bfloat16)).batch(4),
+    "ragged": lambda: tf.data.Dataset.from_tensor_slices(
+        (
+            tf.ragged.constant([[i] * (i % 3) for i in range(10)]),
+            tf.ragged.constant([[[i]] * (i % 2) for i in range(10)], row_splits_dtype=tf.int32),
+        )
+    ).batch(4),
+    "sparse": lambda: tf.data.Dataset.from_tensor_slices(
+        {"s": tf.sparse.from_dense(np.eye(10, 6, dtype="float32")), "d": np.arange(10)}
+    ).batch(4),
+    "unknown": lambda: ROWS().batch(4).filter(lambda x: True),
+    "unknown_shape": lambda: (
+        ROWS().batch(4).map(lambda x: tf.py_function(lambda y: y, [x], Tout=tf.int64))
+    ),
+    "whole_batches": lambda: ROWS().batch(4, drop_remainder=True).map(lambda x: (x, x)),
+    "padded": lambda: ROWS().padded_batch(4),
+    "options": lambda: ROWS().batch(4).with_options(odd_options()),
+}
+
+
+def odd_options() -> tf.data.Options:
+    options = tf.data.Options()
+    options.deterministic = False
+    options.threading.private_threadpool_size = 1
+    options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.FILE
+    return options
+
+
+@HOST_AND_DEVICE
+@pytest.mark.parametrize("name", sorted(STRUCTURES))
+def test_every_structure_comes_out_as_it_went_in(name: str, prefetch: bool) -> None:
+    dataset = STRUCTURES[name]()
+    expected = [tf.nest.map_structure(to_list, batch) for batch in dataset]
+    strategy = mirrored(3)
+    data = tmg.distribute_dataset(dataset, strategy, shares=(2, 1, 1), prefetch_to_device=prefetch)
+    found = list(data)
+    assert len(found) == len(expected)
+    for batch, whole in zip(found, expected, strict=True):
+        tf.nest.assert_same_structure(batch, next(iter(dataset)), expand_composites=False)
+        leaves = [local(strategy, leaf) for leaf in tf.nest.flatten(batch)]
+        for shards, rows in zip(leaves, leaves_of(dataset.element_spec, whole), strict=True):
+            if rows is None:
+                assert shards == [None] * 3
+            elif len(rows) < 3:
+                assert shards == [rows] * 3
+            else:
+                ends = row_offsets(len(rows), (2, 1, 1)).numpy()
+                assert shards == [rows[ends[i] : ends[i + 1]] for i in range(3)]
+
+
+def leaves_of(spec: Any, batch: Any) -> list[Any]:
+    """The leaves of a batch of lists, which tf.nest would otherwise take apart too."""
+    if isinstance(spec, tf.TypeSpec):
+        return [batch]
+    parts = sorted(spec) if isinstance(spec, dict) else range(len(spec))
+    return [leaf for part in parts for leaf in leaves_of(spec[part], batch[part])]
+
+
+def test_a_dict_keeps_the_order_of_its_keys() -> None:
+    data = tmg.distribute_dataset(STRUCTURES["dict"](), mirrored(2))
+    assert list(next(iter(data))) == ["z", "a"]
+
+
+def test_columns_and_types_survive_for_layers_that_must_know_them() -> None:
+    strategy = mirrored(2)
+    sparse = STRUCTURES["sparse"]()
+    shapes: list[Any] = []
+
+    @tf.function
+    def first(iterator: Any) -> None:
+        batch = next(iterator)
+        strategy.run(lambda b: shapes.append(b["s"].shape.as_list()), args=(batch,))
+
+    first(iter(tmg.distribute_dataset(sparse, strategy)))
+    assert shapes == [[None, 6], [None, 6]]
+
+
+def test_batches_of_one_size_have_shards_of_known_size() -> None:
+    dataset = tf.data.Dataset.range(10).batch(4, drop_remainder=True)
+    data = tmg.distribute_dataset(dataset, mirrored(2), shares=(3, 1))
+    shapes: list[Any] = []
+
+    @tf.function
+    def first(iterator: Any) -> None:
+        batch = next(iterator)
+        data.strategy.run(lambda b: shapes.append(b.shape.as_list()), args=(batch,))
+
+    first(iter(data))
+    assert shapes == [[3], [1]]
+
+
+def test_element_spec_is_that_of_a_global_batch() -> None:
+    dataset = STRUCTURES["nested"]()
+    assert tmg.distribute_dataset(dataset, mirrored(2)).element_spec == dataset.element_spec
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [("nested", True), ("none", True), ("text", False), ("ragged", False), ("sparse", False)],
+)
+def test_only_dense_numbers_are_copied_ahead_to_accelerators(name: str, expected: bool) -> None:
+    gpus = SimpleNamespace(
+        num_replicas_in_sync=2, extended=SimpleNamespace(worker_devices=("/GPU:0", "/GPU:1"))
+    )
+    assert should_prefetch(STRUCTURES[name]().element_spec, gpus) is expected
+    assert should_prefetch(STRUCTURES[name]().element_spec, mirrored(2)) is False
+
+
+# errors -------------------------------------------------------------------------------------------
+
+
+def test_an_unbatched_dataset_of_scalars() -> None:
+    dataset = tf.data.Dataset.from_tensor_slices((np.zeros((6, 4)), np.arange(6)))
+    assert text_of(lambda: tmg.distribute_dataset(dataset, mirrored(2))) == (
+        "The dataset is not batched: a component is a scalar per element. Received: "
+        f"element_spec={dataset.element_spec}. Batch it first, with the global batch size: "
+        "dataset.batch(global_batch_size)."
+    )
+
+
+def test_an_unbatched_dataset_of_examples_whose_axes_differ() -> None:
+    dataset = tf.data.Dataset.from_tensor_slices((np.zeros((6, 28, 28)), np.zeros((6, 10))))
+    assert text_of(lambda: tmg.distribute_dataset(dataset, mirrored(2))) == (
+        "The components of an element differ in their first axis: [10, 28]. Received: "
+        f"element_spec={dataset.element_spec}. Either the dataset is not batched (call "
+        "dataset.batch(global_batch_size)), or features and labels do not belong together."
+    )
+
+
+def test_a_dataset_of_datasets() -> None:
+    text = text_of(lambda: tmg.distribute_dataset(tf.data.Dataset.range(6).window(2)))
+    assert text.startswith("A component of the dataset is no tensor but a DatasetSpec. Received: ")
+    assert text.endswith("dataset.flat_map(lambda window: window.batch(n)).")
+
+
+def test_a_dataset_without_components() -> None:
+    text = text_of(lambda: check_batched((tf.NoneTensorSpec(), {})))
+    assert text == "The dataset has no components. Received: element_spec=(NoneTensorSpec(), {})."
+
+
+@HOST_AND_DEVICE
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_features_and_labels_of_different_rows(replicas: int, prefetch: bool) -> None:
+    dataset = tf.data.Dataset.range(10).batch(5).map(lambda x: (x, x[: 10 - x[-1]]))
+    data = tmg.distribute_dataset(dataset, mirrored(replicas), prefetch_to_device=prefetch)
+    iterator = iter(data)
+    next(iterator)
+    assert text_of(lambda: next(iterator)) == (
+        "The tensors of a batch differ in their number of rows (their first axis): features and "
+        "labels would be paired wrongly. Check what .batch() was called on. Received: rows 5, 1."
+    )
+
+
+@HOST_AND_DEVICE
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_batch_without_rows(replicas: int, prefetch: bool) -> None:
+    data = tmg.distribute_dataset(
+        batches_of((3, 0)), mirrored(replicas), prefetch_to_device=prefetch
+    )
+    iterator = iter(data)
+    next(iterator)
+    text = text_of(lambda: next(iterator))
+    assert text.startswith("A batch has no rows. A replica cannot train on nothing: drop empty")
+
+
+def test_empty_batches_can_be_dropped_as_the_error_says() -> None:
+    dataset = batches_of((3, 0, 2)).filter(lambda x: tf.shape(x)[0] > 0)
+    assert read(tmg.distribute_dataset(dataset, mirrored(2))) == [[[0], [1, 2]], [[3], [4]]]
+
+
+def test_another_error_of_the_pipeline_stays_what_it_is() -> None:
+    dataset = (
+        tf.data.Dataset.range(4)
+        .batch(2)
+        .map(
+            lambda x: tf.debugging.check_numerics(tf.math.log(tf.cast(x, tf.float32) - 9.0), "here")
+        )
+    )
+    with pytest.raises(tf.errors.InvalidArgumentError, match="here : Tensor had NaN"):
+        list(tmg.distribute_dataset(dataset, mirrored(2)))
+
+
+@pytest.mark.parametrize(
+    ("shares", "text"),
+    [
+        ((1,), "There must be one share per replica. Received: 1 shares (1,) for 2 replicas."),
+        ((), "There are no shares. Give one positive number per replica. Received: ()."),
+        ((1, 0), "Replica 1 would get nothing to do, and would still slow down every step."),
+        ((1, -1), "A share is a positive, finite number. Received: shares[1]=-1 in (1, -1)."),
+    ],
+)
+def test_shares_must_be_one_positive_number_per_replica(shares: tuple, text: str) -> None:
+    make = lambda: tmg.distribute_dataset(  # noqa: E731
+        np.arange(4), mirrored(2), batch_size=4, shares=shares
+    )
+    assert text_of(make, tmg.ShareError).startswith(text)
+
+
+def test_shares_may_be_an_array() -> None:
+    data = tmg.distribute_dataset(
+        np.arange(4), mirrored(2), batch_size=4, shares=np.array([0.25, 0.75])
+    )
+    assert data.shares == (2**18, 3 * 2**18)
+    assert read(data) == [[[0], [1, 2, 3]]]
+
+
+def test_sharding_must_be_known() -> None:
+    make = lambda: tmg.distribute_dataset(np.arange(4), batch_size=4, sharding="file")  # noqa: E731
+    assert text_of(make) == (
+        "sharding must be 'auto' or 'rows'. Received: sharding='file'. Files need no sharding: "
+        "give every worker the same list of them, and the rows are divided."
+    )
+    for sharding in ("auto", "rows"):
+        assert len(tmg.distribute_dataset(np.arange(4), batch_size=4, sharding=sharding)) == 1

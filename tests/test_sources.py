@@ -1,0 +1,349 @@
+"""What people have as data becomes a dataset of global batches, or an error that says how."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import namedtuple
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfmultigpu as tmg
+from tfmultigpu.sources import to_dataset
+
+Pair = namedtuple("Pair", ["x", "y"])
+
+
+def lists(dataset: tf.data.Dataset) -> list[Any]:
+    def value(leaf: Any) -> Any:
+        if isinstance(leaf, tf.SparseTensor):
+            leaf = tf.sparse.to_dense(leaf)
+        if isinstance(leaf, tf.RaggedTensor):
+            return leaf.to_list()
+        return None if leaf is None else leaf.numpy().tolist()
+
+    return [tf.nest.map_structure(value, batch) for batch in dataset]
+
+
+def text_of(data: Any, **options: Any) -> str:
+    with pytest.raises(tmg.DataError) as caught:
+        to_dataset(data, **options)
+    return str(caught.value)
+
+
+def test_a_dataset_is_taken_as_it_is() -> None:
+    dataset = tf.data.Dataset.range(4).batch(2)
+    assert to_dataset(dataset) is dataset
+
+
+# arrays -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arrays", "expected"),
+    [
+        (np.arange(3), [[0, 1], [2]]),
+        (tf.range(3), [[0, 1], [2]]),
+        ((np.arange(3), np.arange(3) * 10), [([0, 1], [0, 10]), ([2], [20])]),
+        ([np.arange(3), np.arange(3)], [([0, 1], [0, 1]), ([2], [2])]),
+        ([5, 6, 7], [[5, 6], [7]]),
+        (([1, 2, 3], [4, 5, 6]), [([1, 2], [4, 5]), ([3], [6])]),
+        (
+            {"b": np.arange(3), "a": (np.arange(3),)},
+            [{"b": [0, 1], "a": ([0, 1],)}, {"b": [2], "a": ([2],)}],
+        ),
+        (Pair(np.arange(2), np.arange(2)), [Pair([0, 1], [0, 1])]),
+        ((np.arange(3), None), [([0, 1], None), ([2], None)]),
+        (np.array(["a", "b"]), [[b"a", b"b"]]),
+        (tf.ragged.constant([[1], [], [2, 3]]), [[[1], []], [[2, 3]]]),
+        (tf.sparse.from_dense([[1, 0], [0, 2], [3, 0]]), [[[1, 0], [0, 2]], [[3, 0]]]),
+        (np.zeros((0, 2)), []),
+    ],
+)
+def test_arrays_are_batched_in_order(arrays: Any, expected: list[Any]) -> None:
+    assert lists(to_dataset(arrays, batch_size=2)) == expected
+
+
+def test_a_frame_is_an_array() -> None:
+    class Frame:
+        """What pandas.DataFrame has in common with an array."""
+
+        shape = (3, 2)
+
+        def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
+            return np.arange(6.0).reshape(3, 2)
+
+    dataset = to_dataset(Frame(), batch_size=np.int64(2))
+    assert lists(dataset) == [[[0.0, 1.0], [2.0, 3.0]], [[4.0, 5.0]]]
+
+
+@pytest.mark.parametrize("batch_size", [None, 0, -3, 2.5])
+def test_arrays_need_a_batch_size(batch_size: Any) -> None:
+    assert text_of((np.zeros(4), np.zeros(4)), batch_size=batch_size) == (
+        f"Arrays need a batch size of at least 1. Received: batch_size={batch_size}. Write "
+        "tmg.distribute_dataset((x, y), batch_size=64), with the size of a global batch."
+    )
+
+
+def test_arrays_of_different_rows_are_not_paired() -> None:
+    assert text_of((np.zeros((10, 2)), np.zeros(5)), batch_size=2) == (
+        "The arrays differ in their number of rows, so they cannot be paired. Received: shapes "
+        "[(10, 2), (5,)]."
+    )
+
+
+def test_a_single_value_is_no_array_of_examples() -> None:
+    assert text_of((np.zeros(3), np.float32(1)), batch_size=2) == (
+        "An array of examples has rows, but one of these is a single value. Received: shapes "
+        "[(3,), ()]."
+    )
+
+
+@pytest.mark.parametrize("nothing", [(), {}, (None,)])
+def test_no_arrays_at_all(nothing: Any) -> None:
+    assert text_of(nothing, batch_size=2).startswith("There are no arrays. Received: ")
+
+
+class Loader:
+    def __iter__(self) -> Iterator[np.ndarray]:
+        return iter([np.arange(2)])
+
+
+@pytest.mark.parametrize(
+    ("data", "text"),
+    [
+        (
+            "train.csv",
+            "This is not data that can be distributed: str is not an array. Received: str. Give a "
+            "tf.data.Dataset of global batches, or arrays with batch_size.",
+        ),
+        (
+            5,
+            "This is not data that can be distributed: int is not an array. Received: int. Give a "
+            "tf.data.Dataset of global batches, or arrays with batch_size.",
+        ),
+        (
+            Loader(),
+            "This is not data that can be distributed: Loader is not an array. Received: Loader. "
+            "Give a tf.data.Dataset of global batches, or arrays with batch_size. If a loop over "
+            "it yields batches, give a function that returns it: lambda: it.",
+        ),
+    ],
+)
+def test_what_is_no_data_is_named(data: Any, text: str) -> None:
+    assert text_of(data, batch_size=2) == text
+
+
+def test_a_function_that_returns_a_loader_is_data() -> None:
+    loader = Loader()
+    dataset = to_dataset(lambda: loader)
+    assert lists(dataset) == lists(dataset) == [[0, 1]]
+
+
+# distributed already ------------------------------------------------------------------------------
+
+
+def test_distributed_data_is_not_distributed_again() -> None:
+    strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+    ours = tmg.distribute_dataset(np.arange(4), strategy, batch_size=2)
+    theirs = strategy.experimental_distribute_dataset(tf.data.Dataset.range(4).batch(2))
+    value = next(iter(ours))
+    for data, name in ((ours, "ShardedDataset"), (theirs, "DistributedDataset"), (value, "Per")):
+        text = text_of(data)
+        assert text.startswith(f"The data is already distributed. Received: {name}")
+        assert text.endswith("Give the tf.data.Dataset of global batches it was made from.")
+
+
+# generators ---------------------------------------------------------------------------------------
+
+
+def test_a_generator_function_is_read_from_its_first_batch_in_each_pass() -> None:
+    calls = []
+
+    def batches() -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        calls.append(len(calls))
+        for start in (0, 2, 4):
+            yield np.arange(start, start + 2), np.full((2,), calls[-1])
+
+    dataset = to_dataset(batches)
+    assert calls == [0]
+    assert lists(dataset) == [([0, 1], [0, 0]), ([2, 3], [0, 0]), ([4, 5], [0, 0])]
+    assert calls == [0], "the generator that was looked at is the one of the first pass"
+    assert lists(dataset) == [([0, 1], [1, 1]), ([2, 3], [1, 1]), ([4, 5], [1, 1])]
+
+
+def test_two_passes_at_once_have_a_generator_each() -> None:
+    dataset = to_dataset(lambda: iter([np.arange(2), np.arange(2, 4)]))
+    first, second = iter(dataset), iter(dataset)
+    values = [next(iterator).numpy().tolist() for iterator in (first, second, second, first)]
+    assert values == [[0, 1], [0, 1], [2, 3], [2, 3]]
+
+
+def test_a_generator_may_yield_any_structure() -> None:
+    ragged = tf.ragged.constant([[1], [2, 3]], row_splits_dtype=tf.int32)
+    sparse = tf.sparse.from_dense([[0, 1], [2, 0]])
+    batch = ([np.arange(2), [7, 8]], {"r": ragged, "s": sparse}, None)
+    (found,) = lists(to_dataset(lambda: iter([batch])))
+    assert found == (([0, 1], [7, 8]), {"r": [[1], [2, 3]], "s": [[0, 1], [2, 0]]}, None)
+
+
+def test_rows_and_axes_that_vary_between_the_first_batches_are_open() -> None:
+    shapes = [(2, 3, 5), (4, 7, 5), (1, 9, 5)]
+    dataset = to_dataset(lambda: (np.zeros(shape) for shape in shapes))
+    assert dataset.element_spec.shape.as_list() == [None, None, 5]
+    assert [tuple(batch.shape) for batch in dataset] == shapes
+
+
+def test_a_batch_that_does_not_fit_the_first_two_is_named() -> None:
+    data = tmg.distribute_dataset(lambda: (np.zeros(s) for s in [(2, 3), (2, 3), (2, 4)]))
+    with pytest.raises(tmg.DataError) as caught:
+        list(data)
+    assert str(caught.value) == (
+        "A batch of the generator does not fit the first two. Received: shapes [(2, 4)] where "
+        "[TensorShape([None, 3])] was expected. An axis may vary if it does so between the first "
+        "two batches; or give tf.data.Dataset.from_generator(..., output_signature=...), which "
+        "says it."
+    )
+
+
+@pytest.mark.parametrize("second", [np.zeros(2, "int64"), (np.zeros(2), np.zeros(2)), None])
+def test_batches_of_different_kinds_are_refused(second: Any) -> None:
+    text = text_of(lambda: iter([np.zeros(2), second]))
+    assert text.startswith(
+        "The batches of the generator differ in their structure or types. Received: "
+        "TensorSpec(shape=(None,), dtype=tf.float64, name=None), then "
+    )
+
+
+@pytest.mark.parametrize(
+    "iterator", [iter([np.zeros(2)]), (np.zeros(2) for _ in range(2)), map(np.zeros, [2])]
+)
+def test_an_iterator_is_refused_before_a_batch_is_lost(iterator: Iterator[np.ndarray]) -> None:
+    assert text_of(iterator) == (
+        "An iterator can be read once, and looking at it would lose batches. Received: "
+        f"{type(iterator).__name__}. Give the function that makes it: "
+        "tmg.distribute_dataset(make_batches), not tmg.distribute_dataset(make_batches())."
+    )
+    assert next(iterator).shape == (2,)
+
+
+def test_an_iterator_of_a_dataset_is_refused() -> None:
+    assert "Received: OwnedIterator." in text_of(iter(tf.data.Dataset.range(4).batch(2)))
+
+
+def test_a_function_that_returns_the_same_generator_fails_at_the_second_pass() -> None:
+    generator = iter([np.arange(2), np.arange(2)])
+    data = tmg.distribute_dataset(lambda: generator)
+    assert len(list(data)) == 2
+    with pytest.raises(tmg.DataError) as caught:
+        list(data)
+    assert str(caught.value) == (
+        "The function returns the same iterator each time, which can be read only once, so the "
+        "second pass would have no data. Make the generator inside it."
+    )
+
+
+def test_a_generator_without_batches() -> None:
+    def nothing() -> Iterator[Any]:
+        return iter(())
+
+    assert text_of(nothing) == "The generator yields no batches. Received: 'nothing'."
+
+
+# PyDataset ----------------------------------------------------------------------------------------
+
+
+class Counting(keras.utils.PyDataset):
+    """Batch i holds the numbers 2i and 2i + 1, and which epoch it is."""
+
+    def __init__(self, batches: int | None, **options: Any) -> None:
+        super().__init__(**options)
+        self.batches = batches
+        self.epoch = 0
+        self.read: list[int] = []
+        self.ended = 0
+
+    @property
+    def num_batches(self) -> int | None:
+        return self.batches
+
+    def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        self.read.append(index)
+        rows = np.arange(2 * index, 2 * index + 2)
+        return rows, np.full((2,), self.epoch)
+
+    def on_epoch_end(self) -> None:
+        self.ended += 1
+        self.epoch += 1
+
+
+class WithLength(Counting):
+    def __len__(self) -> int:
+        return self.batches
+
+
+@pytest.mark.parametrize("kind", [Counting, WithLength])
+def test_a_py_dataset_loses_no_batch_and_ends_its_epochs(kind: type[Counting]) -> None:
+    data = kind(3)
+    dataset = to_dataset(data)
+    assert data.ended == 0
+    assert lists(dataset) == [([0, 1], [0, 0]), ([2, 3], [0, 0]), ([4, 5], [0, 0])]
+    assert data.ended == 1
+    assert data.read == [0, 1, 2], "no batch is made twice"
+    assert lists(dataset) == [([0, 1], [1, 1]), ([2, 3], [1, 1]), ([4, 5], [1, 1])]
+    assert data.ended == 2
+
+
+def test_a_py_dataset_may_change_its_length_between_epochs() -> None:
+    class Growing(Counting):
+        def on_epoch_end(self) -> None:
+            self.batches += 1
+
+    dataset = to_dataset(Growing(1))
+    assert [len(lists(dataset)) for _ in range(3)] == [1, 2, 3]
+
+
+def test_a_py_dataset_without_end() -> None:
+    dataset = to_dataset(Counting(None))
+    assert [rows for rows, _ in lists(dataset.take(3))] == [[0, 1], [2, 3], [4, 5]]
+
+
+def test_workers_of_a_py_dataset_work_at_once_and_keep_the_order() -> None:
+    threads: set[int] = set()
+
+    class Slow(Counting):
+        def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+            time.sleep(0.02 * (3 - index % 4))
+            threads.add(threading.get_ident())
+            return super().__getitem__(index)
+
+    data = Slow(8, workers=4, max_queue_size=2)
+    assert [rows for rows, _ in lists(to_dataset(data))] == [[2 * i, 2 * i + 1] for i in range(8)]
+    assert len(threads) > 1
+    assert data.ended == 1
+
+
+@pytest.mark.parametrize("kind", [Counting, WithLength])
+def test_a_py_dataset_without_batches(kind: type[Counting]) -> None:
+    assert text_of(kind(0)) == (
+        f"The PyDataset has no batches. Received: {kind.__name__} of length 0."
+    )
+
+
+@pytest.mark.parametrize(
+    ("data", "instead"),
+    [
+        (tf.data.Dataset.range(4).batch(2), "dataset.batch(batch_size)."),
+        (Counting(2), "the batch size of the PyDataset itself."),
+        (lambda: iter([np.zeros(2)]), "batches of that size from the generator."),
+    ],
+)
+def test_batches_need_no_batch_size(data: Any, instead: str) -> None:
+    text = text_of(data, batch_size=8)
+    assert text.startswith("batch_size is for arrays. Received: batch_size=8 with a ")
+    assert text.endswith(f", which already yields batches; use {instead}")
