@@ -1,0 +1,72 @@
+"""Two real workers: each row of each batch on one of them, small batches whole on both."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from workers import run_script
+
+from tfmultigpu.rows import row_offsets
+
+SCRIPT = Path(__file__).with_name("worker_data.py")
+SIZES = (5, 1, 2, 64, 3)
+
+
+@pytest.fixture(scope="module")
+def workers() -> list[dict[str, Any]]:
+    """What each worker printed, in the order of their replicas."""
+    found = []
+    for printed in run_script(SCRIPT, workers=2):
+        (line,) = [line for line in printed.splitlines() if line.startswith("RESULT ")]
+        found.append(json.loads(line.removeprefix("RESULT ")))
+    assert [result["replica"] for result in found] == [0, 1]
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shares", [None, (3, 1)], ids=str)
+@pytest.mark.parametrize("prefetch", [False, True], ids=["host", "device"])
+def test_each_row_is_on_one_worker_and_none_is_empty(
+    workers: list[dict[str, Any]], prefetch: bool, shares: tuple[int, ...] | None
+) -> None:
+    start = 0
+    read = [worker[f"{prefetch} {shares}"] for worker in workers]
+    for size, first, second in zip(SIZES, *read, strict=True):
+        rows = list(range(start, start + size))
+        start += size
+        if size == 1:
+            assert first == second == [size, *rows]
+        else:
+            middle = int(row_offsets(size, shares or (1, 1))[1])
+            assert first == [size, *rows[:middle]]
+            assert second == [size, *rows[middle:]]
+            assert 0 < middle < size
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("prefetch", [False, True], ids=["host", "device"])
+def test_a_second_pass_and_a_loop_in_a_function(
+    workers: list[dict[str, Any]], prefetch: bool
+) -> None:
+    numbered = sum(range(sum(SIZES)))
+    for worker in workers:
+        assert worker[f"{prefetch} again"] is True
+        # The batch of one row, number 5, is on both workers and thus counted twice.
+        assert worker[f"{prefetch} totals"] == [numbered + 5, sum(SIZES)]
+
+
+@pytest.mark.slow
+def test_a_seeded_shuffle_is_the_same_on_both_workers_and_new_each_pass(
+    workers: list[dict[str, Any]],
+) -> None:
+    first, second = (worker["shuffled"] for worker in workers)
+    orders = []
+    for ours, theirs in zip(first, second, strict=True):
+        batches = [a[1:] + b[1:] for a, b in zip(ours, theirs, strict=True)]
+        orders.append(list(itertools.chain(*batches)))
+        assert sorted(orders[-1]) == list(range(20))
+    assert orders[0] != orders[1]

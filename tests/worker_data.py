@@ -1,0 +1,57 @@
+"""Reads sharded data as one of several workers and prints its shards."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import tensorflow as tf
+
+import tfmultigpu as tmg
+from tfmultigpu.rows import marked_global_rows
+
+strategy = tf.distribute.MultiWorkerMirroredStrategy()
+
+
+def batches() -> tf.data.Dataset:
+    sizes = np.array([5, 1, 2, 64, 3])
+    stops = np.cumsum(sizes)
+    pairs = tf.data.Dataset.from_tensor_slices((stops - sizes, stops))
+    return pairs.map(lambda start, stop: tf.range(start, stop))
+
+
+def read(iterator: tmg.ShardIterator) -> list[list[int]]:
+    """What the replica of this worker gets of each batch, with the rows of the global batch."""
+    found = []
+    for batch in iterator:
+        (shard,) = strategy.experimental_local_results(batch)
+        found.append([int(marked_global_rows(batch)), *shard.numpy().tolist()])
+    return found
+
+
+@tf.function
+def totals(data: tmg.ShardedDataset) -> tuple[tf.Tensor, tf.Tensor]:
+    total, rows = tf.constant(0, tf.int64), tf.constant(0, tf.int64)
+    for batch in data:
+        total += strategy.reduce("SUM", strategy.run(tf.reduce_sum, args=(batch,)), axis=None)
+        rows += marked_global_rows(batch)
+    return total, rows
+
+
+results = {}
+for prefetch in (False, True):
+    for shares in (None, (3, 1)):
+        data = tmg.distribute_dataset(
+            batches(), strategy, shares=shares, prefetch_to_device=prefetch
+        )
+        results[f"{prefetch} {shares}"] = read(iter(data))
+    data = tmg.distribute_dataset(batches(), strategy, prefetch_to_device=prefetch)
+    results[f"{prefetch} again"] = read(iter(data)) == read(iter(data))
+    results[f"{prefetch} totals"] = [int(value) for value in totals(data)]
+shuffled = tf.data.Dataset.range(20).shuffle(20, seed=3).batch(8)
+data = tmg.distribute_dataset(shuffled, strategy)
+results["shuffled"] = [read(iter(data)), read(iter(data))]
+# The rank of this worker among the replicas, as TensorFlow numbers them.
+rank = strategy.run(lambda: tf.distribute.get_replica_context().replica_id_in_sync_group)
+results["replica"] = int(strategy.experimental_local_results(rank)[0])
+print("RESULT", json.dumps(results))
