@@ -287,5 +287,5 @@ def test_apply_reduced_gradients_is_for_replicas():
         tmg.apply_reduced_gradients(optimizer, [tf.ones([1])], [variable])
 
     on_replicas(strategy, apply)
-    np.testing.assert_allclose(variable.numpy(), [0.5]), "not summed once more"
+    np.testing.assert_allclose(variable.numpy(), [0.5], err_msg="summed once more")
     assert int(optimizer.iterations.numpy()) == 1
