@@ -1,0 +1,271 @@
+"""Private attributes of TensorFlow and Keras that the library needs: loud when one changes."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from one_device import ByHand, Replicated, assert_same, cut, difference, strategy_of
+
+import tfmultigpu as tmg
+from tfmultigpu import _bridge
+
+_random = np.random.default_rng(31)
+X = _random.normal(size=(24, 6)).astype("float32")
+Y = _random.integers(0, 3, 24)
+BATCHES = cut((X, Y), (7, 2, 9, 1, 5))
+
+
+def mlp() -> keras.Model:
+    return keras.Sequential(
+        [keras.Input((6,)), keras.layers.Dense(4, "tanh"), keras.layers.Dense(3)]
+    )
+
+
+def crossentropy() -> keras.losses.Loss:
+    return keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+
+
+def built(optimizer, *variables):
+    optimizer.build(list(variables))
+    return optimizer
+
+
+def test_every_private_attribute_of_the_bridge_is_tested_here():
+    """The list below is what the file names; a new one needs a test."""
+    source = Path(_bridge.__file__).read_text()
+    private = set(re.findall(r"\.(_[a-z]\w+)", source)) | set(re.findall(r'"(_[a-z]\w+)"', source))
+    ours = {"_recording", "_entered"}
+    assert private - ours == {
+        "_all_reduce_sum_gradients",
+        "_keras_mask",
+        "_model_variables_moving_average",
+        "_trainable_variables",
+        "_use_merge_call",
+    }
+
+
+# Masks --------------------------------------------------------------------------------------------
+
+
+def test_keras_attaches_masks_to_tensors():
+    tokens = np.array([[1, 2, 0], [3, 0, 0]])
+    output = keras.layers.Embedding(5, 2, mask_zero=True)(tokens)
+    np.testing.assert_array_equal(_bridge.keras_mask(output), tokens > 0)
+    assert _bridge.keras_mask(tf.zeros([2])) is None
+
+
+def test_a_mask_set_by_the_bridge_is_one_for_keras():
+    values = tf.constant([[1.0, 2.0], [3.0, 4.0]])
+    _bridge.set_keras_mask(values, tf.constant([[True, False], [True, False]]))
+    loss = keras.losses.MeanAbsoluteError(reduction="sum")
+    metric = keras.metrics.MeanMetricWrapper(lambda t, p: tf.abs(t - p))
+    metric.update_state(tf.zeros([2, 2]), values)
+    assert float(metric.result()) == 2.0
+    sequence = tf.ones([1, 2, 1])
+    _bridge.set_keras_mask(sequence, tf.constant([[True, False]]))
+    assert float(loss(tf.zeros([1, 2, 1]), sequence)) == 1.0
+    _bridge.set_keras_mask(values, None)
+    assert _bridge.keras_mask(values) is not None, "None leaves a mask as it is"
+
+
+# Gradients that are already summed ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [keras.optimizers.SGD, keras.optimizers.Adam, keras.optimizers.AdamW, keras.optimizers.Lion],
+)
+def test_optimizers_of_keras_sum_gradients_by_a_method_that_can_be_replaced(optimizer):
+    assert _bridge.can_skip_gradient_sum(optimizer())
+
+
+def test_keras_sums_gradients_and_the_bridge_keeps_it_from_that():
+    strategy = strategy_of(3)
+    with strategy.scope():
+        variable = keras.Variable([0.0])
+        optimizer = built(keras.optimizers.SGD(1.0), variable)
+
+    def apply():
+        optimizer.apply([tf.constant([1.0])], [variable])
+
+    tf.function(lambda: strategy.run(apply))()
+    assert variable.numpy().tolist() == [-3.0], "Keras no longer adds over the replicas"
+
+    def apply_summed():
+        with _bridge.gradients_already_summed(optimizer):
+            apply()
+
+    tf.function(lambda: strategy.run(apply_summed))()
+    assert variable.numpy().tolist() == [-4.0], "Keras no longer calls _all_reduce_sum_gradients"
+    tf.function(lambda: strategy.run(apply))()
+    assert variable.numpy().tolist() == [-7.0], "the optimizer was not given back as it was"
+    assert "_all_reduce_sum_gradients" not in vars(optimizer)
+
+
+def test_an_error_inside_gives_the_optimizer_back_as_it_was():
+    optimizer = keras.optimizers.SGD(1.0)
+
+    def fail():
+        with _bridge.gradients_already_summed(optimizer):
+            with _bridge.gradients_already_summed(optimizer):
+                assert "_all_reduce_sum_gradients" in vars(optimizer)
+            assert "_all_reduce_sum_gradients" in vars(optimizer)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    assert "_all_reduce_sum_gradients" not in vars(optimizer)
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        lambda: keras.optimizers.SGD(0.1, momentum=0.9, global_clipnorm=0.1),
+        lambda: keras.optimizers.AdamW(1e-2, weight_decay=0.1),
+        lambda: keras.optimizers.SGD(0.1, use_ema=True, ema_overwrite_frequency=2),
+    ],
+    ids=["global_clipnorm", "AdamW", "EMA"],
+)
+def test_without_the_private_method_the_result_is_the_same(monkeypatch, optimizer):
+    """The public way: divide by the replicas and let Keras add once more."""
+    monkeypatch.setattr(_bridge, "can_skip_gradient_sum", lambda optimizer: False)
+    entered = []
+    monkeypatch.setattr(_bridge, "gradients_already_summed", entered.append)
+    expected = ByHand(mlp, optimizer, crossentropy()).train(BATCHES)
+    run = Replicated(3, mlp, optimizer, crossentropy(), micro_batches=2)
+    assert_same(run.train(BATCHES), expected)
+    assert not entered
+
+
+def test_without_the_private_method_apply_reduced_gradients_is_the_same(monkeypatch):
+    monkeypatch.setattr(_bridge, "can_skip_gradient_sum", lambda optimizer: False)
+    strategy = strategy_of(2)
+    with strategy.scope():
+        variable = keras.Variable([1.0])
+        optimizer = built(keras.optimizers.SGD(0.5), variable)
+
+    def apply():
+        tmg.apply_reduced_gradients(optimizer, [tf.constant([1.0])], [variable])
+
+    tf.function(lambda: strategy.run(apply))()
+    assert variable.numpy().tolist() == [0.5]
+
+
+# Losses that layers add ---------------------------------------------------------------------------
+
+
+def test_what_layers_add_is_recorded():
+    inputs = keras.Input((6,))
+    hidden = keras.layers.Dense(2, activity_regularizer="l2", kernel_regularizer="l1")(inputs)
+    model = keras.Model(inputs, hidden)
+    before = keras.layers.Layer.add_loss
+    with _bridge.recording_added_losses() as outer:
+        with _bridge.recording_added_losses() as recorded:
+            model(X)
+        model(X)
+    penalty, weights = model.losses
+    assert [float(value) for value in recorded] == [float(penalty)], "weights are not recorded"
+    assert len(outer) == 2
+    assert float(weights) > 0
+    assert keras.layers.Layer.add_loss is before
+    model(X)
+    assert len(recorded) == 1
+
+
+def test_recording_ends_with_an_error():
+    before = keras.layers.Layer.add_loss
+    with pytest.raises(ZeroDivisionError), _bridge.recording_added_losses():
+        raise ZeroDivisionError
+    assert keras.layers.Layer.add_loss is before
+
+
+def test_each_replica_records_its_own():
+    class Penalty(keras.layers.Layer):
+        def call(self, inputs):
+            replica = tf.distribute.get_replica_context()
+            self.add_loss(tf.reduce_sum(inputs))
+            replica.all_reduce("SUM", tf.zeros([]))  # the replicas take turns here
+            self.add_loss(tf.reduce_sum(inputs) * 10.0)
+            return inputs
+
+        def compute_output_spec(self, inputs):
+            return inputs
+
+    strategy = strategy_of(3)
+    with strategy.scope():
+        layer = Penalty()
+
+    def replica():
+        index = tf.distribute.get_replica_context().replica_id_in_sync_group
+        with _bridge.recording_added_losses() as recorded:
+            layer(tf.fill([1], tf.cast(index, tf.float32)))
+        return tf.stack(recorded)
+
+    found = tf.function(lambda: strategy.run(replica))()
+    values = [value.numpy().tolist() for value in strategy.experimental_local_results(found)]
+    assert values == [[0.0, 0.0], [1.0, 10.0], [2.0, 20.0]]
+
+
+# Moving averages ----------------------------------------------------------------------------------
+
+
+def test_moving_averages_can_be_found():
+    variable, other = keras.Variable([1.0]), keras.Variable([5.0, 6.0])
+    optimizer = built(keras.optimizers.SGD(1.0, use_ema=True, ema_momentum=0.5), variable, other)
+    for _ in range(2):
+        optimizer.apply([tf.constant([2.0]), tf.zeros([2])], [variable, other])
+    pairs = _bridge.moving_averages(optimizer)
+    assert [v.shape.as_list() for v, _ in pairs] == [[1], [2]]
+    np.testing.assert_allclose(pairs[0][0].numpy(), [-3.0])
+    average = pairs[0][1].numpy()
+    assert -3.0 < average[0] < 1.0
+    optimizer.finalize_variable_values([variable, other])
+    np.testing.assert_allclose(variable.numpy(), average, err_msg="the public way disagrees")
+
+
+def test_moving_averages_that_were_renamed_are_an_error(monkeypatch):
+    optimizer = built(keras.optimizers.SGD(1.0, use_ema=True), keras.Variable([1.0]))
+    monkeypatch.setattr(_bridge, "_AVERAGES", "_renamed")
+    with pytest.raises(AttributeError, match="_renamed"):
+        _bridge.moving_averages(optimizer)
+
+
+# What an optimizer was built for ------------------------------------------------------------------
+
+
+def test_an_optimizer_says_what_it_was_built_for():
+    variable = keras.Variable([1.0])
+    optimizer = keras.optimizers.Adam()
+    assert _bridge.optimizer_trains(optimizer) == []
+    built(optimizer, variable)
+    assert [v is variable for v in _bridge.optimizer_trains(optimizer)] == [True]
+    wrapped = built(keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam()), variable)
+    assert [v is variable for v in _bridge.optimizer_trains(wrapped)] == [True]
+    assert _bridge.optimizer_trains(object()) == []
+
+
+def test_an_optimizer_that_does_not_say_still_trains(monkeypatch):
+    monkeypatch.setattr(_bridge, "optimizer_trains", lambda optimizer: [])
+    result = Replicated(2, mlp, keras.optimizers.SGD, crossentropy()).train(BATCHES)
+    expected = ByHand(mlp, keras.optimizers.SGD, crossentropy()).train(BATCHES)
+    assert difference(result.weights, expected.weights) <= 1e-6
+
+
+# How replicas meet --------------------------------------------------------------------------------
+
+
+def test_mirrored_replicas_meet_by_merge_call():
+    assert callable(strategy_of(2).extended._use_merge_call), "TensorFlow has renamed it"
+    assert _bridge.uses_merge_call(strategy_of(2)) is True
+
+
+def test_a_strategy_that_does_not_say_is_taken_to():
+    class Silent:
+        extended = object()
+
+    assert _bridge.uses_merge_call(Silent()) is True
