@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tfmultigpu.accumulation import GradientAccumulator
     from tfmultigpu.clusters import Cluster, cluster_from_environment
-    from tfmultigpu.data import ShardedDataset, ShardIterator, distribute_dataset
+    from tfmultigpu.data import ShardedDataset, ShardIterator, distribute_dataset, row_weight
     from tfmultigpu.devices import (
         Device,
         enable_memory_growth,
@@ -56,6 +56,7 @@ _NAMES = {
         "ShardedDataset",
         "ShardIterator",
         "distribute_dataset",
+        "row_weight",
     ),
     "devices": (
         "Device",
@@ -143,6 +144,7 @@ __all__ = [
     "plan_shares",
     "plan_strategy",
     "restrict_devices",
+    "row_weight",
     "split_device",
     "visible_devices",
 ]

@@ -9,7 +9,8 @@ import numpy as np
 import tensorflow as tf
 
 from tfmultigpu import rows as rows_lib
-from tfmultigpu.errors import DataError, StrategyUnavailableError
+from tfmultigpu.errors import DataError, LossError, ScopeError, StrategyUnavailableError
+from tfmultigpu.losses import OTHER_ROWS
 
 __all__ = ["BatchFunction", "ShardSource", "Shards", "explain_failure", "per_replica"]
 
@@ -69,17 +70,24 @@ class BatchFunction:
             DataError: The batch is not data, has no rows, differs in rows, or was cut by something
                 else than this library inside a ``tf.function``.
         """
+        check_called_from(self.strategy)
         leaves = [leaf for leaf in tf.nest.flatten(batch) if leaf is not None]
+        if not leaves:
+            rows_lib.first_tensor(batch)
         if any(isinstance(leaf, tf.distribute.DistributedValues) for leaf in leaves):
             return self._run_cut(batch)
         return self._run_whole(batch)
+
+    def forget(self) -> None:
+        """Drops what was compiled, because what it was compiled from has changed."""
+        self._compiled.clear()
 
     def spec_of(self, batch: Any) -> Any:
         """Returns the type specs of a batch, with its number of rows left open."""
 
         def spec(leaf: Any) -> Any:
             if isinstance(leaf, tf.distribute.DistributedValues):
-                leaf = self.strategy.experimental_local_results(leaf)[0]
+                leaf = self._local_parts(leaf)[0]
             return _any_rows(_as_tensor(leaf))
 
         return tf.nest.map_structure(spec, batch)
@@ -100,9 +108,8 @@ class BatchFunction:
 
     def _run_cut(self, batch: Any) -> Any:
         rows = rows_lib.marked_global_rows(batch)
-        results = self.strategy.experimental_local_results
         parts = [
-            [None] * len(self._local) if leaf is None else results(leaf)
+            [None] * len(self._local) if leaf is None else self._local_parts(leaf)
             for leaf in tf.nest.flatten(batch)
         ]
         local = [
@@ -114,6 +121,17 @@ class BatchFunction:
         if tf.inside_function():
             return self.function(Shards(local, rows))
         return self._run([*local, rows], lambda packed: Shards(packed[:-1], packed[-1]))
+
+    def _local_parts(self, leaf: Any) -> Any:
+        parts = self.strategy.experimental_local_results(leaf)
+        if len(parts) != len(self._local) or parts[0] is leaf:
+            raise DataError(
+                "The batch was distributed for another strategy than the step was made for, which "
+                f"is {type(self.strategy).__name__} with {self.strategy.num_replicas_in_sync} "
+                f"replica(s). Received: {type(leaf).__name__}. Give distribute_dataset and the "
+                "step the same strategy: make_train_step(..., strategy)."
+            )
+        return parts
 
     def _count_foreign_rows(self, local: list[Any]) -> Any:
         """Rows of a batch that something else cut, which then holds each row once."""
@@ -185,9 +203,35 @@ def per_replica(strategy: tf.distribute.Strategy, values: list[Any]) -> Any:
     return strategy.experimental_distribute_values_from_function(lambda _: next(turn))
 
 
+def check_called_from(strategy: tf.distribute.Strategy) -> None:
+    """Checks that a step is called once for all replicas, and not under another strategy.
+
+    Raises:
+        ScopeError: It is called inside ``strategy.run``, or in the scope of another strategy.
+    """
+    if not tf.distribute.has_strategy():
+        return
+    if tf.distribute.get_replica_context() is not None:
+        raise ScopeError(
+            "A step runs on all replicas by itself, so calling it in each of them would do "
+            "everything several times. Call step(batch) beside strategy.run, not in the function "
+            "given to it."
+        )
+    current = tf.distribute.get_strategy()
+    if current is not strategy:
+        raise ScopeError(
+            "The step is called in the scope of another strategy. Received: "
+            f"{type(current).__name__} with {current.num_replicas_in_sync} replica(s), and the "
+            f"step was made for {type(strategy).__name__} with {strategy.num_replicas_in_sync}. "
+            "Call it outside every scope."
+        )
+
+
 def explain_failure(error: Any) -> Exception | None:
     """Returns what a TensorFlow error means for the user, None where it speaks for itself."""
     if isinstance(error, tf.errors.InvalidArgumentError):
+        if OTHER_ROWS in error.message:
+            return LossError(OTHER_ROWS)
         explained = rows_lib.as_data_error(error)
         return None if explained is error else explained
     if "is joining a group" in error.message:

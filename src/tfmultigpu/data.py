@@ -14,7 +14,7 @@ from tfmultigpu.errors import DataError, UnknownLengthError
 from tfmultigpu.shares import check_shares, integer_shares
 from tfmultigpu.sources import to_dataset
 
-__all__ = ["ShardIterator", "ShardedDataset", "distribute_dataset"]
+__all__ = ["ShardIterator", "ShardedDataset", "distribute_dataset", "row_weight"]
 
 
 def distribute_dataset(
@@ -31,7 +31,8 @@ def distribute_dataset(
     Each row of a global batch is on exactly one replica, the partial batch at the end included, and
     no shard is empty. A batch with fewer rows than replicas goes whole to every replica; the train,
     eval and predict steps of this library then count each row once. In a loop written by hand,
-    ``global_mean`` of a ``loss_sum`` is right for such a batch as it is.
+    ``global_mean`` of a ``loss_sum`` is right for such a batch as it is; ``row_weight`` says what
+    else needs to know.
 
     Under several workers every worker runs the same pipeline and takes its rows of each batch, so
     the dataset must yield the same batches on all of them: give ``shuffle`` a seed.
@@ -81,6 +82,45 @@ def distribute_dataset(
     if prefetch_to_device is None:
         prefetch_to_device = should_prefetch(batches.element_spec, strategy)
     return ShardedDataset(batches, strategy, integer_shares(shares), prefetch_to_device)
+
+
+def row_weight(batch: Any, strategy: tf.distribute.Strategy | None = None) -> tf.Tensor:
+    """Returns what each row of a batch counts on each replica that has it, for loops by hand.
+
+    The steps of this library do this by themselves. Call it where the batch is, outside
+    ``strategy.run``, and hand it to the replicas with the batch:
+    ``strategy.run(fn, args=(batch, tmg.row_weight(batch, strategy)))``, then
+    ``tmg.loss_sum(..., row_weight=weight)``.
+
+    Args:
+        batch: An element of a distributed dataset, or what it was taken apart into.
+        strategy: The strategy it is for; ``tf.distribute.get_strategy()`` where None.
+
+    Returns:
+        A float64 scalar: 1, or ``1 / replicas`` where the batch has fewer rows than there are
+        replicas, each of which then holds all of them.
+
+    Raises:
+        DataError: The batch was not cut by ``distribute_dataset``, or was passed into a
+            ``tf.function``, where it forgets.
+
+    Example:
+        >>> import numpy as np, tfmultigpu as tmg
+        >>> data = tmg.distribute_dataset(np.ones((5, 3)), batch_size=4)
+        >>> [float(tmg.row_weight(batch)) for batch in data]
+        [1.0, 1.0]
+    """
+    strategy = tf.distribute.get_strategy() if strategy is None else strategy
+    replicas = strategy.num_replicas_in_sync
+    rows = rows_lib.marked_global_rows(batch)
+    if rows is None and replicas > 1:
+        raise DataError(
+            "This batch does not know how many rows its global batch has. Give an element of "
+            "tmg.distribute_dataset, and call row_weight before the batch is passed into a "
+            "tf.function of your own."
+        )
+    weight: tf.Tensor = rows_lib.row_weight(rows, replicas)
+    return weight
 
 
 def should_prefetch(element_spec: Any, strategy: tf.distribute.Strategy) -> bool:

@@ -5,6 +5,8 @@ Every message says what happened, with the values received, why it matters, and 
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 __all__ = [
     "ClusterError",
     "DataError",
@@ -26,6 +28,10 @@ __all__ = [
 
 class TfMultiGpuError(Exception):
     """Base class of every error this library raises on purpose."""
+
+    if not TYPE_CHECKING:
+        # AutoGraph raises an error from inside a tf.function under its own type only with this one.
+        __init__ = Exception.__init__
 
 
 class DeviceNotFoundError(TfMultiGpuError, ValueError):

@@ -11,7 +11,7 @@ from tfmultigpu.batches import BatchFunction, Shards, per_replica
 from tfmultigpu.errors import DataError
 from tfmultigpu.metrics import check_metrics, update_metrics
 from tfmultigpu.multistep import MultiStep
-from tfmultigpu.objectives import Layout, Objective, regularization
+from tfmultigpu.objectives import Layout, Objective, regularization, stack
 from tfmultigpu.outputs import unpack_batch
 from tfmultigpu.reductions import sum_over_replicas
 from tfmultigpu.scopes import check_backend, prepare_model
@@ -144,12 +144,8 @@ class EvalStep:
         local = [[value] for value in self.strategy.experimental_local_results(result)]
         stats = sum_over_replicas(self.strategy, local)[0][0]
         layout = self._layout
-        sums, weights = tf.split(stats, [len(layout.terms), len(layout.measured)])
-        logs = layout.report(
-            tf.unstack(sums, num=len(layout.terms)),
-            tf.unstack(weights, num=len(layout.measured)),
-            tf.cast(shards.global_rows, tf.float64),
-        )
+        rows = tf.cast(shards.global_rows, tf.float64)
+        logs = layout.report(*layout.unstack(stats), rows)
         variables = self._objective.model.trainable_variables
         values = [tf.convert_to_tensor(variable.value) for variable in variables]
         penalty, _ = regularization(variables, values)
@@ -162,12 +158,7 @@ class EvalStep:
         update_metrics(self._metrics, outputs, counts, weighted=False)
         update_metrics(self._weighted_metrics, outputs, counts, weighted=True)
         self._layout = Layout.of(terms)
-        parts = [term.sum for term in terms] + [terms[i].weight for i in self._layout.measured]
-        if not parts:
-            return tf.zeros([0])
-        dtype = tf.float64 if any(part.dtype == tf.float64 for part in parts) else tf.float32
-        stats = tf.stack([tf.cast(part, dtype) for part in parts])
-        return stats if weight is None else stats * tf.cast(weight, dtype)
+        return stack(terms, weight)
 
 
 class PredictStep:

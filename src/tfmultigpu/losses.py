@@ -19,6 +19,13 @@ from tfmultigpu.errors import LossError
 __all__ = ["FixedLossSum", "LossSum", "LossTerm", "as_loss", "global_mean", "loss_sum", "loss_term"]
 
 
+OTHER_ROWS = (
+    "The loss returned another number of values than one per row: the model or the loss merges, "
+    "drops or adds rows. Give the loss as a function of your own, whose values are counted: "
+    "loss=lambda y_true, y_pred: keras_loss_function(y_true, y_pred)."
+)
+
+
 class LossSum(NamedTuple):
     """The loss of one shard, not yet divided.
 
@@ -46,8 +53,8 @@ class LossTerm:
     Attributes:
         sum: Sum of the weighted losses, a float scalar that gradients flow through.
         weight: What the sum is divided by once it has been added over all shards.
-        per_row: The weight of one row where that is a constant, so that the weight of a global
-            batch is known before its losses are; else None.
+        per_row: The weight of one row where that should be a constant, so that the weight of a
+            global batch is known before its losses are; else None.
         fixed: Whether ``weight`` is the same on every shard and not to be added.
         name: Of the output the loss is for, or None.
         factor: The loss weight of the output.
@@ -61,16 +68,18 @@ class LossTerm:
     factor: float = 1.0
 
 
-def loss_sum(loss: Any, y_true: Any, y_pred: Any, sample_weight: Any = None) -> LossSum:
+def loss_sum(
+    loss: Any, y_true: Any, y_pred: Any, sample_weight: Any = None, *, row_weight: Any = None
+) -> LossSum:
     """Returns the loss of one shard as a sum and a weight.
 
     Sum and weight follow Keras' reductions, masks on ``y_pred`` included: the weight is the number
     of unmasked elements for ``"sum_over_batch_size"``, ``"mean"`` and per-example functions, the
     sum of the sample weights for ``"mean_with_sample_weight"``, and 1 for ``"sum"``.
 
-    In a batch with fewer rows than replicas every replica holds every row, which cancels where the
-    sum is divided by a weight that was added with it, but not with ``"sum"``: use the steps of this
-    library for that, which know, or batches of at least as many rows as replicas.
+    In a batch with fewer rows than replicas every replica holds every row. That cancels where the
+    sum is divided by a weight that was added with it, as ``global_mean`` does; for ``"sum"``, and
+    for windows of several batches, give ``row_weight``.
 
     Args:
         loss: A Keras loss, its name, or a function ``f(y_true, y_pred)`` that returns one value per
@@ -78,6 +87,8 @@ def loss_sum(loss: Any, y_true: Any, y_pred: Any, sample_weight: Any = None) -> 
         y_true: Labels, shape ``[rows, ...]``.
         y_pred: Predictions, shape ``[rows, ...]``.
         sample_weight: Weights that broadcast to the losses, shape ``[rows]`` or ``[rows, ...]``.
+        row_weight: What each row counts on this replica: ``tmg.row_weight(batch)``, handed to the
+            replicas with the batch. 1 where None.
 
     Returns:
         Two float32 scalars (float64 where the loss computes in float64).
@@ -93,8 +104,10 @@ def loss_sum(loss: Any, y_true: Any, y_pred: Any, sample_weight: Any = None) -> 
         (4.0, 2.0)
     """
     term = loss_term(as_loss(loss), y_true, y_pred, sample_weight)
-    kind = FixedLossSum if term.fixed else LossSum
-    return kind(term.sum, term.weight)
+    factor = 1.0 if row_weight is None else tf.cast(row_weight, term.sum.dtype)
+    if term.fixed:
+        return FixedLossSum(term.sum * factor, term.weight)
+    return LossSum(term.sum * factor, term.weight * factor)
 
 
 def global_mean(loss_sum: LossSum) -> Any:
@@ -180,8 +193,9 @@ def loss_term(loss: Any, y_true: Any, y_pred: Any, sample_weight: Any = None) ->
     if mask is not None:
         valid = tf.cast(tf.math.count_nonzero(mask), total.dtype)
         return LossTerm(total, valid * elements / tf.cast(tf.size(mask), total.dtype))
-    per_row = values.shape[1:].num_elements()
-    return LossTerm(total, elements, None if per_row is None else float(per_row))
+    # A function may flatten, drop or add rows; Keras' own losses return one entry for each.
+    per_row = values.shape[1:].num_elements() if _is_from_keras(loss) else None
+    return LossTerm(total, elements, float(per_row) if per_row else None)
 
 
 def as_loss(loss: Any) -> Any:
@@ -220,6 +234,12 @@ def as_loss(loss: Any) -> Any:
     return _function_loss(loss)
 
 
+def _is_from_keras(loss: Any) -> bool:
+    function = getattr(loss, "wrapped", None)
+    source = type(loss) if function is None else function
+    return str(getattr(source, "__module__", "")).split(".")[0] == "keras"
+
+
 def _couples_examples() -> tuple[type, ...]:
     """Losses whose value for one example depends on the others of its batch."""
     import keras
@@ -233,6 +253,8 @@ def _function_loss(function: Callable[[Any, Any], Any]) -> Any:
 
     class FunctionLoss(keras.losses.Loss):  # type: ignore[misc]
         """A function of per-example values, with its arguments brought to one rank as in Keras."""
+
+        wrapped = staticmethod(function)
 
         def call(self, y_true: Any, y_pred: Any) -> Any:
             if not tf.nest.is_nested(y_true) and not tf.nest.is_nested(y_pred):

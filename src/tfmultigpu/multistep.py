@@ -7,7 +7,13 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfmultigpu.batches import BatchFunction, Shards, ShardSource, explain_failure
+from tfmultigpu.batches import (
+    BatchFunction,
+    Shards,
+    ShardSource,
+    check_called_from,
+    explain_failure,
+)
 from tfmultigpu.errors import DataError
 
 __all__ = ["MultiStep"]
@@ -43,6 +49,7 @@ class MultiStep:
                 no rows.
             ValueError: ``steps`` is less than 1.
         """
+        check_called_from(self.step.strategy)
         if int(steps) < 1:
             raise ValueError(f"steps is at least 1. Received: steps={steps}.")
         if isinstance(iterator, ShardSource):
@@ -69,6 +76,10 @@ class MultiStep:
             if explained is None:
                 raise
             raise explained from error
+
+    def forget(self) -> None:
+        """Drops what was compiled, because what it was compiled from has changed."""
+        self._compiled.clear()
 
     def _find(self, kind: Any, split: Callable[[Any], Any]) -> Any:
         """The compiled function for a kind of iterator; specs of dicts compare but do not hash."""

@@ -11,10 +11,10 @@ import tensorflow as tf
 from tfmultigpu import _bridge
 from tfmultigpu import rows as rows_lib
 from tfmultigpu.errors import LossError, MetricError
-from tfmultigpu.losses import FixedLossSum, LossSum, LossTerm, as_loss, loss_term
+from tfmultigpu.losses import OTHER_ROWS, FixedLossSum, LossSum, LossTerm, as_loss, loss_term
 from tfmultigpu.outputs import Output, match_outputs, unpack_batch
 
-__all__ = ["Layout", "Objective", "regularization"]
+__all__ = ["Layout", "Objective", "regularization", "stack"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,25 +115,38 @@ class Layout:
 
     def corrections(self, weights: Sequence[Any], global_rows: Any) -> list[Any]:
         """Returns what the summed gradients of the measured terms are multiplied by."""
-        return [tf.math.divide_no_nan(tf.cast(global_rows, w.dtype), w) for w in weights]
+        measured = [weights[i] for i in self.measured]
+        return [tf.math.divide_no_nan(tf.cast(global_rows, w.dtype), w) for w in measured]
+
+    def check(self, weights: Sequence[Any], global_rows: Any) -> list[tf.Operation]:
+        """Returns assertions that the weights ``scales`` divided by are the ones that came out."""
+        return [
+            tf.debugging.Assert(
+                tf.abs(weight / tf.cast(global_rows * term.per_row, weight.dtype) - 1.0) < 1e-3,
+                [OTHER_ROWS, weight, global_rows],
+            )
+            for term, weight in zip(self.terms, weights, strict=True)
+            if term.per_row is not None
+        ]
+
+    def unstack(self, stats: Any) -> tuple[list[Any], list[Any]]:
+        """Returns the sums and the weights of the terms from what ``stack`` returned."""
+        values = tf.unstack(stats, num=2 * len(self.terms))
+        return values[: len(self.terms)], values[len(self.terms) :]
 
     def report(self, sums: Any, weights: Sequence[Any], global_rows: Any) -> dict[str, Any]:
         """Returns the loss, its weight and the loss of each output from values added up.
 
         Args:
             sums: The summed sum of each term.
-            weights: The summed weights of the measured terms.
+            weights: The summed weight of each term.
             global_rows: Rows of the global batch, a float scalar.
         """
-        measured = dict(zip(self.measured, weights, strict=True))
         loss: Any = tf.zeros([])
         logs: dict[str, Any] = {}
         weight = None
         for i, term in enumerate(self.terms):
-            if term.fixed:
-                total = tf.ones_like(global_rows)
-            else:
-                total = measured.get(i, global_rows * (term.per_row or 1.0))
+            total = tf.ones_like(weights[i]) if term.fixed else weights[i]
             mean = tf.cast(
                 tf.math.divide_no_nan(sums[i], tf.cast(total, sums[i].dtype)), tf.float32
             )
@@ -144,6 +157,19 @@ class Layout:
         if weight is None or logs:
             weight = global_rows
         return {"loss": loss, "weight": tf.cast(weight, tf.float32), **logs}
+
+
+def stack(terms: Sequence[LossTerm], row_weight: Any) -> tf.Tensor:
+    """Returns the sums of the terms, then their weights, as one vector to be added over shards.
+
+    Args:
+        terms: The terms of the loss on one shard.
+        row_weight: What each row of the shard counts, a scalar, or None for 1.
+    """
+    parts = [term.sum for term in terms] + [term.weight for term in terms]
+    dtype = tf.float64 if any(part.dtype == tf.float64 for part in parts) else tf.float32
+    stats = tf.stack([tf.cast(part, dtype) for part in parts]) if parts else tf.zeros([0])
+    return stats if row_weight is None else stats * tf.cast(row_weight, dtype)
 
 
 def regularization(variables: Sequence[Any], values: Sequence[Any]) -> tuple[Any, list[Any]]:

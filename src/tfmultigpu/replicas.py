@@ -12,7 +12,7 @@ from tfmultigpu import rows as rows_lib
 from tfmultigpu.batches import Shards, per_replica
 from tfmultigpu.errors import LossError
 from tfmultigpu.metrics import update_metrics
-from tfmultigpu.objectives import Layout, Objective
+from tfmultigpu.objectives import Layout, Objective, stack
 from tfmultigpu.outputs import Output
 
 __all__ = ["ReplicaPhase"]
@@ -69,7 +69,7 @@ class ReplicaPhase:
         if self._micro_batches == 1:
             return self._local(self._strategy.run(self._replica, args=(shard, None, *fixed)))
         guess = [(value.shape, _sum_dtype(value.dtype)) for value in self._values()]
-        guess.append((tf.TensorShape([1]), tf.float32))
+        guess.append((tf.TensorShape([2]), tf.float32))
         try:
             return self._loop(shard, fixed, guess, len(shards.local))
         except _OtherStructureError as other:
@@ -174,12 +174,7 @@ class ReplicaPhase:
             for gradient, value in zip(one, values, strict=True)
             if gradient is not None
         ]
-        parts = [term.sum for term in terms] + [terms[i].weight for i in measured]
-        dtype = tf.float64 if any(part.dtype == tf.float64 for part in parts) else tf.float32
-        stats = tf.stack([tf.cast(part, dtype) for part in parts])
-        if weight is not None:
-            stats *= tf.cast(weight, dtype)
-        return [*gradients, stats], outputs
+        return [*gradients, stack(terms, weight)], outputs
 
     def _values(self) -> list[Any]:
         return [variable.value for variable in self._objective.model.trainable_variables]

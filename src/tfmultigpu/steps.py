@@ -138,7 +138,7 @@ class TrainStep:
         self._phase = phase
         self._clip_norm = clip_norm
         self._asked_loss_scale = loss_scale
-        self._ready = False
+        self._prepared_for: list[int] | None = None
         local = rows_lib.local_replicas(strategy)
         self._function = BatchFunction(self._step, strategy, local)
         self._multistep = MultiStep(self._function)
@@ -159,7 +159,7 @@ class TrainStep:
             ``"gradient_norm"``, before clipping; ``"skipped"``, 1 where loss scaling skipped the
             update; ``"loss_scale"``, the one used; and ``"NAME_loss"`` for each of several outputs.
         """
-        if not self._ready:
+        if not self._is_current():
             self._prepare(self._function.spec_of(batch))
         return dict(self._function(batch))
 
@@ -175,16 +175,25 @@ class TrainStep:
             ``"steps"``, how many ran: fewer where the data ended. Losses are means by weight over
             these steps, ``"weight"`` and ``"skipped"`` sums, the rest is that of the last step.
         """
-        if not self._ready:
+        if not self._is_current():
             spec = getattr(getattr(iterator, "dataset", iterator), "element_spec", None)
             self._prepare(spec)
         return self._multistep(iterator, steps)
 
+    def _is_current(self) -> bool:
+        """Whether the variables to train are those the step was prepared for."""
+        trained = self._prepared_for
+        return trained is not None and trained == [*map(id, self.model.trainable_variables)]
+
     def _prepare(self, batch_spec: Any) -> None:
+        if self._prepared_for is not None:  # Somebody froze a layer, or thawed one.
+            self._function.forget()
+            self._multistep.forget()
         prepare_model(self.model, self.strategy, batch_spec)
         build_optimizer(self.optimizer, self.model.trainable_variables, self.strategy)
-        self.loss_scale = make_loss_scale(self._asked_loss_scale, self.optimizer, self.strategy)
-        self._ready = True
+        if self._prepared_for is None:
+            self.loss_scale = make_loss_scale(self._asked_loss_scale, self.optimizer, self.strategy)
+        self._prepared_for = [*map(id, self.model.trainable_variables)]
 
     def _step(self, shards: Shards) -> dict[str, Any]:
         scale = None if self.loss_scale is None else self.loss_scale.value()
@@ -208,9 +217,10 @@ class TrainStep:
         """Turns what was added over the replicas into the gradient of the global batch."""
         layout = self._phase.layout
         *summed, stats = values
-        sums, weights = tf.split(stats, [len(layout.terms), len(layout.measured)])
-        weights = tf.unstack(weights, num=len(layout.measured))
-        logs = layout.report(tf.unstack(sums, num=len(layout.terms)), weights, global_rows)
+        sums, weights = layout.unstack(stats)
+        with tf.control_dependencies(layout.check(weights, global_rows)):
+            logs = layout.report(sums, weights, global_rows)
+            summed = [tf.identity(gradient) for gradient in summed]
         variables = self.model.trainable_variables
         current = [tf.convert_to_tensor(variable.value) for variable in variables]
         penalty, penalties = regularization(variables, current)

@@ -63,12 +63,13 @@ def apply_in_replica(optimizer: Any, gradients: Sequence[Any], variables: Sequen
         return
     summed, kept = zip(*pairs, strict=True)
     replicas = tf.distribute.get_strategy().num_replicas_in_sync
-    with _plain_update(optimizer):
+    with _hiding(optimizer, dict.fromkeys(_OWN_IDEAS)):
         if replicas == 1 or _bridge.can_skip_gradient_sum(optimizer):
             with _bridge.gradients_already_summed(optimizer):
                 optimizer.apply(list(summed), list(kept))
         else:
-            optimizer.apply([gradient / replicas for gradient in summed], list(kept))
+            with _hiding(optimizer, {name: _divided(optimizer, name, replicas) for name in _CLIPS}):
+                optimizer.apply([gradient / replicas for gradient in summed], list(kept))
 
 
 def overwrite_with_averages(optimizer: Any, strategy: tf.distribute.Strategy) -> None:
@@ -82,31 +83,40 @@ def overwrite_with_averages(optimizer: Any, strategy: tf.distribute.Strategy) ->
     tf.cond(due, overwrite, lambda: None)
 
 
-_HIDDEN = ("ema_overwrite_frequency", "loss_scale_factor")
-_hidden: dict[int, tuple[list[int], dict[str, Any]]] = {}
+# What an optimizer must not do by itself with gradients that are ready to be applied: the first is
+# a tf.cond in a replica, an error on several; the second divides what is unscaled already.
+_OWN_IDEAS = ("ema_overwrite_frequency", "loss_scale_factor")
+_CLIPS = ("clipnorm", "global_clipnorm", "clipvalue")
+_hidden: dict[Any, tuple[list[int], dict[str, Any]]] = {}
 
 
 @contextmanager
-def _plain_update(optimizer: Any) -> Iterator[None]:
-    """Hides what an optimizer must not do by itself with gradients that are ready to be applied.
+def _hiding(optimizer: Any, settings: dict[str, Any]) -> Iterator[None]:
+    """Gives an optimizer other settings for a while.
 
-    ``ema_overwrite_frequency`` is a ``tf.cond`` in a replica, an error on several;
-    ``loss_scale_factor`` divides gradients that are unscaled already. Counted, because replicas are
-    threads that take turns inside ``optimizer.apply``.
+    Counted, because replicas are threads that take turns inside ``optimizer.apply``.
     """
-    settings = {name: getattr(optimizer, name, None) for name in _HIDDEN}
-    entered, kept = _hidden.setdefault(id(optimizer), ([0], settings))
+    key = (id(optimizer), *settings)
+    own = {name: getattr(optimizer, name, None) for name in settings}
+    entered, kept = _hidden.setdefault(key, ([0], own))
     entered[0] += 1
-    for name in kept:
-        setattr(optimizer, name, None)
+    if entered[0] == 1:
+        for name, value in settings.items():
+            setattr(optimizer, name, value)
     try:
         yield
     finally:
         entered[0] -= 1
         if not entered[0]:
-            del _hidden[id(optimizer)]
+            del _hidden[key]
             for name, value in kept.items():
                 setattr(optimizer, name, value)
+
+
+def _divided(optimizer: Any, name: str, replicas: int) -> float | None:
+    """A limit for gradients that are divided by the replicas before Keras clips and sums them."""
+    limit = getattr(optimizer, name, None)
+    return None if limit is None else limit / replicas
 
 
 def build_optimizer(
