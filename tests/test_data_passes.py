@@ -83,9 +83,13 @@ def test_length() -> None:
 # inside a tf.function -----------------------------------------------------------------------------
 
 
-def numbers(prefetch: bool, replicas: int = 2) -> tmg.ShardedDataset:
+def numbers(
+    prefetch: bool, replicas: int = 2, strategy: tf.distribute.Strategy | None = None
+) -> tmg.ShardedDataset:
     dataset = tf.data.Dataset.range(10).batch(4).map(lambda x: (x, {"y": x * 10}))
-    return tmg.distribute_dataset(dataset, mirrored(replicas), prefetch_to_device=prefetch)
+    return tmg.distribute_dataset(
+        dataset, strategy or mirrored(replicas), prefetch_to_device=prefetch
+    )
 
 
 def summed(strategy: tf.distribute.Strategy, x: Any) -> tf.Tensor:
@@ -115,7 +119,9 @@ def test_a_for_loop_in_a_function_is_one_pass_per_call(replicas: int, prefetch: 
 
 @HOST_AND_DEVICE
 @pytest.mark.parametrize("replicas", [1, 2])
-def test_next_in_a_function_is_traced_once_for_all_passes(replicas: int, prefetch: bool) -> None:
+def test_next_in_a_function_is_traced_once_for_all_passes_and_datasets_of_a_kind(
+    replicas: int, prefetch: bool
+) -> None:
     data = numbers(prefetch, replicas)
     traces = []
 
@@ -125,8 +131,7 @@ def test_next_in_a_function_is_traced_once_for_all_passes(replicas: int, prefetc
         x, _ = next(iterator)
         return summed(data.strategy, x)
 
-    for _ in range(3):
-        iterator = iter(data)
+    for iterator in (iter(data), iter(data), iter(numbers(prefetch, strategy=data.strategy))):
         assert [int(step(iterator)) for _ in range(3)] == [6, 22, 17]
         with pytest.raises(tf.errors.OutOfRangeError):
             step(iterator)
@@ -186,7 +191,8 @@ def test_split_gives_the_shards_and_the_rows(prefetch: bool) -> None:
     data = numbers(prefetch, replicas=3)
     iterator = iter(data)
     assert iterator.strategy is data.strategy
-    assert iterator.split_key == iter(numbers(prefetch, replicas=3)).split_key
+    assert iterator.split_key == iter(numbers(prefetch, strategy=data.strategy)).split_key
+    assert iterator.split_key != iter(numbers(not prefetch, strategy=data.strategy)).split_key
     shards, rows = iterator.split(iterator.source.get_next())
     assert int(rows) == 4
     assert [to_list(x) for x, _ in shards] == [[0], [1], [2, 3]]

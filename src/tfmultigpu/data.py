@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from tfmultigpu import rows as rows_lib
 from tfmultigpu.errors import DataError, UnknownLengthError
+from tfmultigpu.shard_layout import ShardLayout, components_of
 from tfmultigpu.shares import check_shares, integer_shares
 from tfmultigpu.sources import to_dataset
 
@@ -128,7 +129,8 @@ def should_prefetch(element_spec: Any, strategy: tf.distribute.Strategy) -> bool
     devices = strategy.extended.worker_devices if strategy.num_replicas_in_sync > 1 else ()
     on_accelerators = any("CPU" not in device.upper() for device in devices)
     return on_accelerators and all(
-        isinstance(spec, tf.TensorSpec) and spec.dtype != tf.string for spec in _flat(element_spec)
+        isinstance(spec, tf.TensorSpec) and spec.dtype != tf.string
+        for spec in components_of(element_spec)
     )
 
 
@@ -152,22 +154,20 @@ class ShardedDataset(tf.distribute.DistributedDataset):  # type: ignore[misc]
         self.strategy = strategy
         self.shares = shares
         self.prefetches_to_device = prefetch_to_device
-        self._element_spec = batches.element_spec
-        self._pack = _packer(self._element_spec)
+        self._layout = ShardLayout(strategy, batches.element_spec, prefetch_to_device)
         self._cardinality = batches.cardinality()
-        self._local = rows_lib.local_replicas(strategy)
         # Cut by tf.data, in its own thread, while the previous step runs.
         cut = batches.map(self._cut)
         if prefetch_to_device:
             # One element per replica, dealt out in turn, so that each is copied ahead of time.
-            pieces = cut.flat_map(self._deal)
+            pieces = cut.flat_map(self._layout.deal)
             self._source = strategy.distribute_datasets_from_function(lambda context: pieces)
         else:
             self._source = cut.prefetch(tf.data.AUTOTUNE)
 
     def __iter__(self) -> ShardIterator:
         """Begins a new pass over the data."""
-        return ShardIterator(iter(self._source), self)
+        return ShardIterator(iter(self._source), self._layout)
 
     def __len__(self) -> int:
         """Number of global batches in a pass.
@@ -188,7 +188,7 @@ class ShardedDataset(tf.distribute.DistributedDataset):  # type: ignore[misc]
     @property
     def element_spec(self) -> Any:
         """The type of one *global* batch."""
-        return self._element_spec
+        return self._layout.element_spec
 
     def reduce(self, initial_state: Any, reduce_func: Callable[[Any, Any], Any]) -> Any:
         """Runs ``state = reduce_func(state, batch)`` over a pass; ``for`` in a graph calls this."""
@@ -198,7 +198,7 @@ class ShardedDataset(tf.distribute.DistributedDataset):  # type: ignore[misc]
             source = iter(self._source)
 
         def body(optional: Any, state: Any) -> tuple[Any, Any]:
-            state = reduce_func(state, self.to_batch(optional.get_value()))
+            state = reduce_func(state, self._layout.to_batch(optional.get_value()))
             return source.get_next_as_optional(), state
 
         _, state = tf.while_loop(
@@ -209,62 +209,14 @@ class ShardedDataset(tf.distribute.DistributedDataset):  # type: ignore[misc]
         )
         return state
 
-    def split(self, element: Any) -> tuple[list[Any], Any]:
-        """Returns the shards of this worker's replicas, and the rows of the global batch.
-
-        Args:
-            element: What the underlying iterator (``ShardIterator.source``) yields.
-
-        Returns:
-            A list with one structure per local replica, and an int64 scalar.
-        """
-        *leaves, rows = element
-        if self.prefetches_to_device:
-            results = self.strategy.experimental_local_results
-            shards = zip(*(results(leaf) for leaf in leaves), strict=True)
-            return [self._pack(iter(shard)) for shard in shards], results(rows)[0]
-        return [self._pack(iter(shard)) for shard in self._by_replica(leaves)], rows
-
-    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
-    def to_batch(self, element: Any) -> Any:
-        """Returns one structure of per-replica values, for ``strategy.run``, that knows its rows.
-
-        Args:
-            element: What the underlying iterator (``ShardIterator.source``) yields.
-        """
-        *leaves, rows = element
-        if self.strategy.num_replicas_in_sync == 1:
-            return self._pack(iter(leaves))
-        if self.prefetches_to_device:
-            rows = self.strategy.experimental_local_results(rows)[0]
-        else:
-            turn = iter(self._by_replica(leaves))
-            leaves = self.strategy.experimental_distribute_values_from_function(
-                lambda _: next(turn)
-            )
-        return rows_lib.mark_global_rows(self._pack(iter(leaves)), rows)
-
-    def _by_replica(self, leaves: list[Any]) -> list[list[Any]]:
-        count = len(leaves) // len(self._local)
-        return [leaves[i : i + count] for i in range(0, len(leaves), count)]
-
     def _cut(self, *element: Any) -> tuple[Any, ...]:
-        """Returns the leaves of every local shard, then the rows: flat, which is faster to read."""
         # tf.data takes tuples apart into arguments, and nothing else.
-        batch = element if type(self._element_spec) is tuple else element[0]
+        batch = element if type(self.element_spec) is tuple else element[0]
         with tf.control_dependencies(rows_lib.check_rows_agree(batch)):
             batch = tf.nest.map_structure(_identity, batch, expand_composites=True)
             rows = rows_lib.count_rows(batch)
-        shards = rows_lib.cut_rows(batch, self.shares, self._local)
-        return (*[leaf for leaf in tf.nest.flatten(shards) if leaf is not None], rows)
-
-    def _deal(self, *element: Any) -> tf.data.Dataset[Any]:
-        *leaves, rows = element
-        pieces = [tf.data.Dataset.from_tensors((*p, rows)) for p in self._by_replica(leaves)]
-        dataset = pieces[0]
-        for piece in pieces[1:]:
-            dataset = dataset.concatenate(piece)
-        return dataset
+        shards = rows_lib.cut_rows(batch, self.shares, self._layout.local)
+        return self._layout.flatten(shards, rows)
 
 
 @dataclasses.dataclass(eq=False)
@@ -273,25 +225,37 @@ class ShardIterator(Iterator[Any]):
 
     Attributes:
         source: The TensorFlow iterator underneath.
-        dataset: What is iterated over.
+        layout: What the elements of ``source`` mean.
     """
 
     source: Any
-    dataset: ShardedDataset
+    layout: ShardLayout
 
     @property
     def strategy(self) -> tf.distribute.Strategy:
         """The strategy the shards are for."""
-        return self.dataset.strategy
+        return self.layout.strategy
+
+    @property
+    def batch_spec(self) -> Any:
+        """The types of one global batch."""
+        return self.layout.element_spec
 
     @property
     def split_key(self) -> Any:
         """What ``split`` depends on besides its argument; comparable."""
-        return self.dataset.prefetches_to_device, self.dataset.element_spec
+        return self.layout
 
     def split(self, element: Any) -> tuple[list[Any], Any]:
-        """Returns what ``source`` yielded as local shards and the rows of the global batch."""
-        return self.dataset.split(element)
+        """Returns what ``source`` yielded as local shards and the rows of the global batch.
+
+        Args:
+            element: One element of ``source``.
+
+        Returns:
+            A list with one structure per local replica, and an int64 scalar.
+        """
+        return self.layout.split(element)
 
     def __iter__(self) -> ShardIterator:
         """Returns itself.
@@ -316,19 +280,19 @@ class ShardIterator(Iterator[Any]):
             DataError: The batch has no rows, or its tensors differ in their number of rows.
         """
         if tf.inside_function():
-            return self.dataset.to_batch(self.source.get_next())
+            return self.layout.to_batch(self.source.get_next())
         try:
-            return self.dataset.to_batch(next(self.source))
+            return self.layout.to_batch(next(self.source))
         except tf.errors.InvalidArgumentError as error:
             raise rows_lib.as_data_error(error) from None
 
-    def __tf_flatten__(self) -> tuple[tuple[ShardedDataset], tuple[Any]]:
+    def __tf_flatten__(self) -> tuple[tuple[ShardLayout], tuple[Any]]:
         """Lets a ``tf.function`` take the iterator as an argument, one trace for all passes."""
-        return (self.dataset,), (self.source,)
+        return (self.layout,), (self.source,)
 
     @classmethod
     def __tf_unflatten__(
-        cls, metadata: tuple[ShardedDataset], components: tuple[Any]
+        cls, metadata: tuple[ShardLayout], components: tuple[Any]
     ) -> ShardIterator:
         """The inverse of ``__tf_flatten__``."""
         return cls(components[0], metadata[0])
@@ -340,7 +304,7 @@ def check_batched(element_spec: Any) -> None:
     Raises:
         DataError: A component is a scalar, or components differ in their static first axis.
     """
-    specs = _flat(element_spec)
+    specs = components_of(element_spec)
     if not specs:
         raise DataError(f"The dataset has no components. Received: element_spec={element_spec}.")
     kinds = (tf.TensorSpec, tf.RaggedTensorSpec, tf.SparseTensorSpec)
@@ -369,33 +333,3 @@ def check_batched(element_spec: Any) -> None:
 
 def _identity(tensor: Any) -> Any:
     return None if tensor is None else tf.identity(tensor)
-
-
-def _flat(element_spec: Any) -> list[Any]:
-    return [spec for spec in tf.nest.flatten(element_spec) if not _is_none(spec)]
-
-
-def _is_none(spec: Any) -> bool:
-    return isinstance(spec, tf.NoneTensorSpec)
-
-
-def _packer(spec: Any) -> Callable[[Iterator[Any]], Any]:
-    """Returns what makes a structure of its leaves: tf.nest without looking at it each time."""
-    if isinstance(spec, tf.TypeSpec):
-        return (lambda leaves: None) if _is_none(spec) else next
-    if type(spec) is tuple:
-        parts = [_packer(part) for part in spec]
-        return lambda leaves: tuple([part(leaves) for part in parts])
-    if type(spec) is dict:
-        # The leaves of a dict come sorted by key; the dict itself keeps its order.
-        named = {key: _packer(spec[key]) for key in sorted(spec)}
-
-        def pack(leaves: Iterator[Any]) -> Any:
-            found = {key: part(leaves) for key, part in named.items()}
-            return {key: found[key] for key in spec}
-
-        return pack
-    present = [not _is_none(leaf) for leaf in tf.nest.flatten(spec)]
-    return lambda leaves: tf.nest.pack_sequence_as(
-        spec, [next(leaves) if here else None for here in present]
-    )

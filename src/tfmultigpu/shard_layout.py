@@ -1,0 +1,127 @@
+"""How the tensors that ``tf.data`` yields make up the shards of a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import tensorflow as tf
+
+from tfmultigpu import rows as rows_lib
+
+__all__ = ["ShardLayout", "components_of"]
+
+
+class ShardLayout:
+    """What the elements of a sharded dataset mean, without the dataset.
+
+    An element is a flat tuple: the tensors of each local shard in turn, then the rows of the global
+    batch. Flat, because ``tf.data`` packs nested structures in Python at each read, which costs as
+    much as reading. Copied ahead to the devices, each replica's element holds its own shard only.
+
+    Layouts are equal where they read elements alike, so that a ``tf.function`` of an iterator is
+    traced once for all datasets of a kind.
+
+    Attributes:
+        strategy: The strategy the shards are for.
+        element_spec: The types of one global batch.
+        on_devices: Whether elements are per-replica values, copied ahead of time.
+        local: Numbers, among all replicas, of those of this process.
+    """
+
+    def __init__(
+        self, strategy: tf.distribute.Strategy, element_spec: Any, on_devices: bool
+    ) -> None:
+        """Takes the strategy, the types of a batch, and where elements are."""
+        self.strategy = strategy
+        self.element_spec = element_spec
+        self.on_devices = on_devices
+        self.local = rows_lib.local_replicas(strategy)
+        self._pack = _packer(element_spec)
+
+    def __eq__(self, other: object) -> bool:
+        """Whether elements are read alike."""
+        return (
+            isinstance(other, ShardLayout)
+            and self.strategy is other.strategy
+            and self.on_devices == other.on_devices
+            and bool(self.element_spec == other.element_spec)
+        )
+
+    def __hash__(self) -> int:
+        """Without the types: those of a dict have no hash."""
+        return hash((id(self.strategy), self.on_devices))
+
+    def flatten(self, shards: list[Any], rows: Any) -> tuple[Any, ...]:
+        """Returns the element for local shards and the rows of the global batch."""
+        return (*[leaf for leaf in tf.nest.flatten(shards) if leaf is not None], rows)
+
+    def deal(self, *element: Any) -> tf.data.Dataset[Any]:
+        """Returns one element for each local replica in turn, with its own shard."""
+        *leaves, rows = element
+        pieces = [tf.data.Dataset.from_tensors((*p, rows)) for p in self._by_replica(leaves)]
+        dataset = pieces[0]
+        for piece in pieces[1:]:
+            dataset = dataset.concatenate(piece)
+        return dataset
+
+    def split(self, element: Any) -> tuple[list[Any], Any]:
+        """Returns the local shards, one structure for each, and the rows of the global batch."""
+        *leaves, rows = element
+        if self.on_devices:
+            results = self.strategy.experimental_local_results
+            shards = zip(*(results(leaf) for leaf in leaves), strict=True)
+            return [self._pack(iter(shard)) for shard in shards], results(rows)[0]
+        return [self._pack(iter(shard)) for shard in self._by_replica(leaves)], rows
+
+    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+    def to_batch(self, element: Any) -> Any:
+        """Returns one structure of per-replica values, for ``strategy.run``, that knows its rows.
+
+        One replica gets plain tensors.
+        """
+        *leaves, rows = element
+        if self.strategy.num_replicas_in_sync == 1:
+            return self._pack(iter(leaves))
+        if self.on_devices:
+            rows = self.strategy.experimental_local_results(rows)[0]
+        else:
+            turn = iter(self._by_replica(leaves))
+            spread = self.strategy.experimental_distribute_values_from_function
+            leaves = spread(lambda _: next(turn))
+        return rows_lib.mark_global_rows(self._pack(iter(leaves)), rows)
+
+    def _by_replica(self, leaves: list[Any]) -> list[list[Any]]:
+        count = len(leaves) // len(self.local)
+        return [leaves[i : i + count] for i in range(0, len(leaves), count)]
+
+
+def components_of(element_spec: Any) -> list[Any]:
+    """Returns the types of a batch's tensors, without those that are None."""
+    return [spec for spec in tf.nest.flatten(element_spec) if not _is_none(spec)]
+
+
+def _is_none(spec: Any) -> bool:
+    return isinstance(spec, tf.NoneTensorSpec)
+
+
+def _packer(spec: Any) -> Callable[[Iterator[Any]], Any]:
+    """Returns what makes a structure of its leaves: tf.nest without looking at it each time."""
+    if isinstance(spec, tf.TypeSpec):
+        return (lambda leaves: None) if _is_none(spec) else next
+    if type(spec) is tuple:
+        parts = [_packer(part) for part in spec]
+        return lambda leaves: tuple([part(leaves) for part in parts])
+    if type(spec) is dict:
+        # The leaves of a dict come sorted by key; the dict itself keeps its order.
+        named = {key: _packer(spec[key]) for key in sorted(spec)}
+
+        def pack(leaves: Iterator[Any]) -> Any:
+            found = {key: part(leaves) for key, part in named.items()}
+            return {key: found[key] for key in spec}
+
+        return pack
+    present = [not _is_none(leaf) for leaf in tf.nest.flatten(spec)]
+    return lambda leaves: tf.nest.pack_sequence_as(
+        spec, [next(leaves) if here else None for here in present]
+    )
