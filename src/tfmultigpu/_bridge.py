@@ -36,6 +36,15 @@ def set_keras_mask(tensor: Any, mask: Any) -> None:
         tensor._keras_mask = mask
 
 
+def waits_for_shapes(metric: Any) -> bool:
+    """Returns whether a metric makes variables only when it is first updated.
+
+    Private: ``metric._built`` of ``F1Score`` and ``R2Score``. Without it only metrics that have no
+    variable at all are recognised, and ``R2Score`` fails inside a trace.
+    """
+    return not metric.variables or not getattr(metric, "_built", True)
+
+
 def can_skip_gradient_sum(optimizer: Any) -> bool:
     """Returns whether ``gradients_already_summed`` works for an optimizer."""
     return callable(getattr(type(optimizer), _SUM_GRADIENTS, None))

@@ -11,6 +11,7 @@ import tensorflow as tf
 from tfmultigpu import rows as rows_lib
 from tfmultigpu.errors import DataError, LossError, ScopeError, StrategyUnavailableError
 from tfmultigpu.losses import OTHER_ROWS
+from tfmultigpu.traces import Traces, any_rows
 
 __all__ = ["BatchFunction", "ShardSource", "Shards", "explain_failure", "per_replica"]
 
@@ -33,6 +34,7 @@ class ShardSource(Protocol):
 
     source: Any
     strategy: tf.distribute.Strategy
+    batch_spec: Any
     split_key: Any
 
     def split(self, element: Any) -> tuple[list[Any], Any]:
@@ -61,7 +63,7 @@ class BatchFunction:
         self.function = function
         self.strategy = strategy
         self._local = local
-        self._compiled: dict[Any, Any] = {}
+        self.forget()
 
     def __call__(self, batch: Any) -> Any:
         """Runs the function on a batch.
@@ -80,7 +82,8 @@ class BatchFunction:
 
     def forget(self) -> None:
         """Drops what was compiled, because what it was compiled from has changed."""
-        self._compiled.clear()
+        self._whole = Traces(lambda packed: self.function(self.cut(packed[0])))
+        self._cut = Traces(lambda packed: self.function(Shards(packed[:-1], packed[-1])))
 
     def spec_of(self, batch: Any) -> Any:
         """Returns the type specs of a batch, with its number of rows left open."""
@@ -88,7 +91,7 @@ class BatchFunction:
         def spec(leaf: Any) -> Any:
             if isinstance(leaf, tf.distribute.DistributedValues):
                 leaf = self._local_parts(leaf)[0]
-            return _any_rows(_as_tensor(leaf))
+            return any_rows(_as_tensor(leaf))
 
         return tf.nest.map_structure(spec, batch)
 
@@ -104,7 +107,7 @@ class BatchFunction:
         batch = tf.nest.map_structure(_as_tensor, batch)
         if tf.inside_function():
             return self.function(self.cut(batch))
-        return self._run([batch], lambda packed: self.cut(packed[0]))
+        return self._run([batch], self._whole)
 
     def _run_cut(self, batch: Any) -> Any:
         rows = rows_lib.marked_global_rows(batch)
@@ -120,7 +123,7 @@ class BatchFunction:
             rows = self._count_foreign_rows(local)
         if tf.inside_function():
             return self.function(Shards(local, rows))
-        return self._run([*local, rows], lambda packed: Shards(packed[:-1], packed[-1]))
+        return self._run([*local, rows], self._cut)
 
     def _local_parts(self, leaf: Any) -> Any:
         parts = self.strategy.experimental_local_results(leaf)
@@ -156,43 +159,14 @@ class BatchFunction:
         )
         return self.strategy.experimental_local_results(summed)[0] // len(local)
 
-    def _run(self, structures: list[Any], unpack: Callable[[list[Any]], Shards]) -> Any:
-        flat = tf.nest.flatten(structures, expand_composites=True)
-        key = (
-            len(structures),
-            tuple(
-                [(tensor.dtype, tuple(tensor.shape[1:])) for tensor in flat if tensor is not None]
-            ),
-        )
-        compiled = self._compiled.get(key)
-        if compiled is None or compiled[0] != _skeleton(structures[0]):
-            compiled = self._compile(structures, unpack)
-            self._compiled[key] = compiled
+    def _run(self, structures: list[Any], traces: Traces) -> Any:
         try:
-            return compiled[1](*[tensor for tensor in flat if tensor is not None])
+            return traces(structures)
         except (tf.errors.InvalidArgumentError, tf.errors.InternalError) as error:
             explained = explain_failure(error)
             if explained is None:
                 raise
             raise explained from error
-
-    def _compile(self, structures: list[Any], unpack: Callable[[list[Any]], Shards]) -> Any:
-        specs = tf.nest.map_structure(_any_rows, structures)
-
-        def function(*tensors: Any) -> Any:
-            given = iter(tensors)
-            leaves = [
-                None if spec is None else next(given)
-                for spec in tf.nest.flatten(specs, expand_composites=True)
-            ]
-            packed = tf.nest.pack_sequence_as(specs, leaves, expand_composites=True)
-            return self.function(unpack(list(packed)))
-
-        signature = [
-            spec for spec in tf.nest.flatten(specs, expand_composites=True) if spec is not None
-        ]
-        compiled = tf.function(function, input_signature=signature, autograph=False)
-        return _skeleton(structures[0]), compiled.get_concrete_function()
 
 
 def per_replica(strategy: tf.distribute.Strategy, values: list[Any]) -> Any:
@@ -259,20 +233,3 @@ def _as_tensor(value: Any) -> Any:
             "Give a batch of examples: dataset.batch(global_batch_size)."
         )
     return tensor
-
-
-def _any_rows(leaf: Any) -> Any:
-    if leaf is None:
-        return None
-    if isinstance(leaf, tf.RaggedTensor):
-        shape = [None, *leaf.shape[1:]]
-        splits = leaf.row_splits.dtype
-        return tf.RaggedTensorSpec(shape, leaf.dtype, leaf.ragged_rank, splits)
-    if isinstance(leaf, tf.SparseTensor):
-        return tf.SparseTensorSpec([None, *leaf.shape[1:]], leaf.dtype)
-    return tf.TensorSpec([None, *leaf.shape[1:]] if leaf.shape.rank else [], leaf.dtype)
-
-
-def _skeleton(structure: Any) -> Any:
-    """The structure with the types of its leaves, comparable and without their values."""
-    return tf.nest.map_structure(lambda leaf: type(leaf).__name__, structure)

@@ -9,7 +9,7 @@ import tensorflow as tf
 from tfmultigpu import rows as rows_lib
 from tfmultigpu.batches import BatchFunction, Shards, per_replica
 from tfmultigpu.errors import DataError
-from tfmultigpu.metrics import check_metrics, update_metrics
+from tfmultigpu.metrics import build_metrics, check_metrics, update_metrics
 from tfmultigpu.multistep import MultiStep
 from tfmultigpu.objectives import Layout, Objective, regularization, stack
 from tfmultigpu.outputs import unpack_batch
@@ -127,13 +127,15 @@ class EvalStep:
     def run(self, iterator: Any, steps: int) -> dict[str, Any]:
         """Evaluates up to ``steps`` batches in one call; see ``TrainStep.run``."""
         if not self._ready:
-            spec = getattr(getattr(iterator, "dataset", iterator), "element_spec", None)
-            self._prepare(spec)
+            self._prepare(self._multistep.batch_spec(iterator))
         logs = self._multistep(iterator, steps)
         return {name: logs[name] for name in logs if name not in ("gradient_norm", "loss_scale")}
 
     def _prepare(self, spec: Any) -> None:
-        prepare_model(self._objective.model, self.strategy, spec)
+        model = self._objective.model
+        prepare_model(model, self.strategy, spec)
+        for metrics in (self._metrics, self._weighted_metrics):
+            build_metrics(metrics, model, spec, self.strategy)
         self._ready = True
 
     def _step(self, shards: Shards) -> dict[str, Any]:
@@ -195,12 +197,25 @@ class PredictStep:
 
         def join(result: Any) -> Any:
             parts = list(self.strategy.experimental_local_results(result))
+            if parts[0] is None:
+                return None
+            if isinstance(parts[0], tf.SparseTensor):
+                raise DataError(
+                    "Predictions of several replicas are put together row by row, and this output "
+                    "is sparse. End the model with tf.sparse.to_dense."
+                )
+            if parts[0].shape.rank == 0:
+                raise DataError(
+                    "Predictions of several replicas are put together row by row, and this output "
+                    "has no rows: it is one number for a batch. Return one value per row."
+                )
             if len(parts) < self.strategy.num_replicas_in_sync:
                 joined = self._gather(result)
             else:
                 joined = tf.concat(parts, axis=0)
             # A small batch went to every replica whole: the first copy is the batch.
-            return joined[: tf.where(small, shards.global_rows, rows_lib.count_rows(joined))]
+            once, joined_rows = rows_lib.count_rows(parts[0]), rows_lib.count_rows(joined)
+            return joined[: tf.where(small, once, joined_rows)]
 
         return tf.nest.map_structure(join, results)
 

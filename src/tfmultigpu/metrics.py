@@ -8,11 +8,12 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfmultigpu import _bridge
 from tfmultigpu.errors import MetricError
-from tfmultigpu.outputs import Output, match_metrics
-from tfmultigpu.scopes import check_scope
+from tfmultigpu.outputs import Output, match_metrics, match_outputs, unpack_batch
+from tfmultigpu.scopes import check_scope, symbolic
 
-__all__ = ["check_metrics", "update_metrics"]
+__all__ = ["build_metrics", "check_metrics", "update_metrics"]
 
 
 def check_metrics(metrics: Any, strategy: tf.distribute.Strategy) -> None:
@@ -51,6 +52,45 @@ def check_metrics(metrics: Any, strategy: tf.distribute.Strategy) -> None:
                     f"{variable.aggregation!r}. Keep sums and counts, and divide in result()."
                 )
         check_scope(metric.variables, strategy, "metric")
+
+
+def build_metrics(
+    metrics: Any, model: Any, batch_spec: Any, strategy: tf.distribute.Strategy
+) -> None:
+    """Creates the variables of metrics that wait for shapes, such as ``F1Score``, in the scope.
+
+    Args:
+        metrics: Metrics as ``match_metrics`` takes them.
+        model: The model, built.
+        batch_spec: Type specs of a batch.
+        strategy: The strategy.
+
+    Raises:
+        MetricError: A metric cannot be built from the shapes of the labels and predictions.
+    """
+    waiting = [m for m in tf.nest.flatten(metrics) if m is not None and _bridge.waits_for_shapes(m)]
+    if not waiting:
+        return
+    x, y_true, _ = unpack_batch(batch_spec)
+    y_pred = model(symbolic(x))
+    outputs = match_outputs(y_true, y_pred, None, None, names=getattr(model, "output_names", None))
+    for metric, output in match_metrics(metrics, outputs):
+        if not any(metric is one for one in waiting):
+            continue
+        try:
+            with strategy.scope():
+                metric.update_state(_zeros(output.y_true), _zeros(output.y_pred))
+                metric.reset_state()
+        except (TypeError, ValueError) as error:
+            raise MetricError(
+                f"The metric {metric.name!r} makes its variables only when it is updated, which is "
+                f"too late on replicas, and an update of zeros failed: {error} Create the "
+                "variables in its __init__."
+            ) from error
+
+
+def _zeros(spec: Any) -> tf.Tensor:
+    return tf.zeros([1 if size is None else size for size in spec.shape], spec.dtype)
 
 
 def update_metrics(metrics: Any, outputs: Sequence[Output], counts: Any, *, weighted: bool) -> None:

@@ -33,6 +33,12 @@ class MultiStep:
         self.step = step
         self._compiled: list[tuple[Any, Any]] = []
 
+    def batch_spec(self, iterator: Any) -> Any:
+        """Returns the types of the global batches of an iterator, None where it is none."""
+        if isinstance(iterator, ShardSource):
+            return iterator.batch_spec
+        return getattr(iterator, "element_spec", None)
+
     def __call__(self, iterator: Any, steps: int) -> dict[str, Any]:
         """Runs up to ``steps`` batches.
 

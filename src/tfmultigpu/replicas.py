@@ -11,7 +11,7 @@ from tfmultigpu import _bridge
 from tfmultigpu import rows as rows_lib
 from tfmultigpu.batches import Shards, per_replica
 from tfmultigpu.errors import LossError
-from tfmultigpu.metrics import update_metrics
+from tfmultigpu.metrics import build_metrics, update_metrics
 from tfmultigpu.objectives import Layout, Objective, stack
 from tfmultigpu.outputs import Output
 
@@ -50,6 +50,11 @@ class ReplicaPhase:
         self._metrics = metrics
         self._weighted_metrics = weighted_metrics
         self._jit_compile = jit_compile
+
+    def build_metrics(self, batch_spec: Any) -> None:
+        """Creates the variables of metrics that wait for the shapes of a batch."""
+        for metrics in (self._metrics, self._weighted_metrics):
+            build_metrics(metrics, self._objective.model, batch_spec, self._strategy)
 
     def __call__(self, shards: Shards, loss_scale: Any) -> list[list[tf.Tensor]]:
         """Runs the phase; call in a cross-replica context.

@@ -10,7 +10,7 @@ import tensorflow as tf
 from tfmultigpu.errors import KerasBackendError, ScopeError
 from tfmultigpu.outputs import unpack_batch
 
-__all__ = ["check_backend", "check_scope", "prepare_model"]
+__all__ = ["check_backend", "check_scope", "prepare_model", "symbolic"]
 
 
 def check_backend() -> None:
@@ -46,15 +46,19 @@ def prepare_model(model: Any, strategy: tf.distribute.Strategy, batch_spec: Any 
     check_scope(model.variables, strategy, "model")
 
 
-def _build(model: Any, batch_spec: Any) -> None:
+def symbolic(specs: Any) -> Any:
+    """Returns Keras' symbolic tensors for type specs, for running a model on shapes alone."""
     import keras
 
-    def symbolic(spec: Any) -> Any:
-        return keras.KerasTensor(tuple(spec.shape), spec.dtype.name)
+    return tf.nest.map_structure(
+        lambda spec: keras.KerasTensor(tuple(spec.shape), spec.dtype.name), specs
+    )
 
+
+def _build(model: Any, batch_spec: Any) -> None:
     try:
         inputs, _, _ = unpack_batch(batch_spec)
-        model(tf.nest.map_structure(symbolic, inputs))
+        model(symbolic(inputs))
     except (AttributeError, TypeError, ValueError, RuntimeError) as error:
         raise ScopeError(
             f"The model has no variables yet and could not be built from the batch: {error} "

@@ -115,7 +115,8 @@ class TrainStep:
 
     Attributes:
         model: The model it trains.
-        optimizer: The optimizer; change its learning rate and read its iterations as usual.
+        optimizer: The optimizer; set its learning rate to another number and read its iterations
+            as usual. A schedule, and clipping, must be set before the first step.
         strategy: The strategy it runs under.
         loss_scale: The loss scale in use, or None; known after the first step.
     """
@@ -139,6 +140,7 @@ class TrainStep:
         self._clip_norm = clip_norm
         self._asked_loss_scale = loss_scale
         self._prepared_for: list[int] | None = None
+        self._seen_a_batch = False
         local = rows_lib.local_replicas(strategy)
         self._function = BatchFunction(self._step, strategy, local)
         self._multistep = MultiStep(self._function)
@@ -159,7 +161,7 @@ class TrainStep:
             ``"gradient_norm"``, before clipping; ``"skipped"``, 1 where loss scaling skipped the
             update; ``"loss_scale"``, the one used; and ``"NAME_loss"`` for each of several outputs.
         """
-        if not self._is_current():
+        if not self._is_current() or not self._seen_a_batch:
             self._prepare(self._function.spec_of(batch))
         return dict(self._function(batch))
 
@@ -175,9 +177,8 @@ class TrainStep:
             ``"steps"``, how many ran: fewer where the data ended. Losses are means by weight over
             these steps, ``"weight"`` and ``"skipped"`` sums, the rest is that of the last step.
         """
-        if not self._is_current():
-            spec = getattr(getattr(iterator, "dataset", iterator), "element_spec", None)
-            self._prepare(spec)
+        if not self._is_current() or not self._seen_a_batch:
+            self._prepare(self._multistep.batch_spec(iterator))
         return self._multistep(iterator, steps)
 
     def _is_current(self) -> bool:
@@ -186,11 +187,14 @@ class TrainStep:
         return trained is not None and trained == [*map(id, self.model.trainable_variables)]
 
     def _prepare(self, batch_spec: Any) -> None:
-        if self._prepared_for is not None:  # Somebody froze a layer, or thawed one.
+        if not self._is_current():  # Somebody froze a layer, or thawed one.
             self._function.forget()
             self._multistep.forget()
         prepare_model(self.model, self.strategy, batch_spec)
         build_optimizer(self.optimizer, self.model.trainable_variables, self.strategy)
+        if batch_spec is not None:
+            self._phase.build_metrics(batch_spec)
+            self._seen_a_batch = True
         if self._prepared_for is None:
             self.loss_scale = make_loss_scale(self._asked_loss_scale, self.optimizer, self.strategy)
         self._prepared_for = [*map(id, self.model.trainable_variables)]
