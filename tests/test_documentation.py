@@ -35,32 +35,39 @@ SHOWN = {"text", "console", "json", "mermaid"}
 COMMANDS = {"sh"}
 
 # Importing TensorFlow takes seconds, so it is done once: each program runs in a copy of the
-# process, made before TensorFlow starts its devices.
+# process, made before TensorFlow starts its devices. What fails is written to standard output.
 RUNNER = """
-import json, os, sys, traceback
+import json, os, runpy, sys, traceback
 import keras, tensorflow as tf, tfmultigpu
-virtual_cpus, programs = json.load(sys.stdin)
-failed = 0
-for name, source in programs:
-    sys.stdout.flush()
+failures = {}
+for name, virtual_cpus, source in json.load(sys.stdin):
+    # TensorFlow compiles `for` in a tf.function from the source it finds in the file.
+    path = name.replace("/", ".") + ".py"
+    with open(path, "w") as file:
+        file.write(source)
     child = os.fork()
     if child == 0:
         status = 1
+        output = os.open(path + ".out", os.O_WRONLY | os.O_CREAT)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
         try:
             if virtual_cpus:
                 (cpu,) = tf.config.list_physical_devices("CPU")
                 tf.config.set_logical_device_configuration(
                     cpu, [tf.config.LogicalDeviceConfiguration()] * virtual_cpus
                 )
-            exec(compile(source, name, "exec"), {"__name__": "__main__"})
+            runpy.run_path(path, run_name="__main__")
             status = 0
         except BaseException:
             traceback.print_exc()
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
-    failed += os.waitpid(child, 0)[1] != 0
-sys.exit(failed)
+    if os.waitpid(child, 0)[1]:
+        with open(path + ".out") as file:
+            failures[name] = file.read()
+print(json.dumps(failures))
 """
 
 
@@ -107,28 +114,6 @@ def test_blocks_become_programs_with_the_lines_of_the_page() -> None:
     assert [block.language for block in blocks_of(page)] == ["python", "python", "sh", "python"]
 
 
-def run(programs: list[tuple[str, str]], virtual_cpus: int, folder: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", RUNNER],
-        input=json.dumps([virtual_cpus, programs]),
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=180,
-        check=False,
-    )
-    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "page", [page for page, path in PAGES.items() if programs_of(path.read_text())]
-)
-def test_the_programs_of_a_page_run(page: str, tmp_path: Path) -> None:
-    programs = [(page, program) for program in programs_of(PAGES[page].read_text())]
-    run(programs, 0 if page in WITHOUT_VIRTUAL_CPUS else 8, tmp_path)
-
-
 EXAMPLE = """
 import doctest, importlib
 tests = doctest.DocTestFinder().find(importlib.import_module({module!r}))
@@ -137,17 +122,57 @@ assert doctest.DocTestRunner(optionflags=doctest.ELLIPSIS).run(test).failed == 0
 """
 
 
-@pytest.mark.slow
-def test_the_examples_in_the_docstrings_run(tmp_path: Path) -> None:
-    programs = []
+def examples() -> dict[str, str]:
+    """A program for each example in a docstring."""
+    programs = {}
     for found in pkgutil.iter_modules(tmg.__path__, "tfmultigpu."):
         for test in doctest.DocTestFinder().find(importlib.import_module(found.name)):
             if test.examples:
-                source = EXAMPLE.format(module=found.name, name=test.name)
-                programs.append((test.name, source))
-    assert len(programs) >= 20
+                programs[test.name] = EXAMPLE.format(module=found.name, name=test.name)
+    return programs
+
+
+@pytest.fixture(scope="module")
+def failures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """What the programs and examples that failed have printed, all of them run once."""
+    programs: list[tuple[str, int, str]] = []
+    for page, path in PAGES.items():
+        virtual_cpus = 0 if page in WITHOUT_VIRTUAL_CPUS else 8
+        for number, program in enumerate(programs_of(path.read_text()), 1):
+            programs.append((f"{page} {number}", virtual_cpus, program))
     # One CPU: some of the examples split it, and the others show what any machine shows.
-    run(programs, 0, tmp_path)
+    programs += [(name, 0, source) for name, source in examples().items()]
+    programs.append(("wrong", 0, "assert 1 + 1 == 3"))
+    done = subprocess.run(
+        [sys.executable, "-c", RUNNER],
+        input=json.dumps(programs),
+        cwd=tmp_path_factory.mktemp("programs"),
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    found: dict[str, str] = json.loads(done.stdout.splitlines()[-1])
+    assert "AssertionError" in found.pop("wrong")
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "page", [page for page, path in PAGES.items() if programs_of(path.read_text())]
+)
+def test_the_programs_of_a_page_run(page: str, failures: dict[str, str]) -> None:
+    failed = {name: text[-3000:] for name, text in failures.items() if name.split()[0] == page}
+    assert not failed, "\n".join(f"{name}: {text}" for name, text in failed.items())
+
+
+@pytest.mark.slow
+def test_the_examples_in_the_docstrings_run(failures: dict[str, str]) -> None:
+    names = examples()
+    assert len(names) >= 20
+    failed = {name: failures[name][-3000:] for name in names if name in failures}
+    assert not failed, "\n".join(f"{name}: {text}" for name, text in failed.items())
 
 
 @pytest.mark.parametrize("page", sorted(PAGES))
