@@ -228,8 +228,8 @@ def test_a_fixed_scale_does_not_move():
     ("loss_scale", "text"),
     [
         ("dynamc", r"loss_scale is None, 'dynamic' or a number. Received: loss_scale='dynamc'"),
-        (-2.0, r"A loss scale is positive. Received: loss_scale=-2.0"),
-        (0, r"A loss scale is positive. Received: loss_scale=0"),
+        (-2.0, r"A loss scale is positive and finite. Received: loss_scale=-2.0"),
+        (0, r"A loss scale is positive and finite. Received: loss_scale=0"),
     ],
 )
 def test_what_is_no_loss_scale(loss_scale, text):

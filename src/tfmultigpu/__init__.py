@@ -37,6 +37,7 @@ if TYPE_CHECKING:
         StrategyFallbackWarning,
         StrategyUnavailableError,
         TfMultiGpuError,
+    UnknownLengthError,
     )
     from tfmultigpu.losses import LossSum, global_mean, loss_sum
     from tfmultigpu.shares import plan_shares
@@ -79,11 +80,13 @@ _NAMES = {
         "LossError",
         "MetricError",
         "MissingExtraError",
+        "ReplicaDependenceWarning",
         "ScopeError",
         "ShareError",
         "StrategyFallbackWarning",
         "StrategyUnavailableError",
         "TfMultiGpuError",
+        "UnknownLengthError",
     ),
     "losses": (
         "LossSum",
@@ -119,6 +122,7 @@ __all__ = [
     "LossSum",
     "MetricError",
     "MissingExtraError",
+    "ReplicaDependenceWarning",
     "ScopeError",
     "ShardIterator",
     "ShardedDataset",
@@ -127,6 +131,7 @@ __all__ = [
     "StrategyPlan",
     "StrategyUnavailableError",
     "TfMultiGpuError",
+    "UnknownLengthError",
     "apply_reduced_gradients",
     "cluster_from_environment",
     "create_strategy",

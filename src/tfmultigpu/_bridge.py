@@ -45,6 +45,16 @@ def waits_for_shapes(metric: Any) -> bool:
     return not metric.variables or not getattr(metric, "_built", True)
 
 
+def layers_of(layer: Any) -> list[Any]:
+    """Returns the layers directly inside a layer.
+
+    Private: ``layer._layers``. The public ``model.layers`` leaves out layers that a layer of the
+    user's own holds. Without it warnings about such inner layers are missed.
+    """
+    inside: Any = getattr(layer, "_layers", None)
+    return list(getattr(layer, "layers", ()) if inside is None else inside)
+
+
 def can_skip_gradient_sum(optimizer: Any) -> bool:
     """Returns whether ``gradients_already_summed`` works for an optimizer."""
     return callable(getattr(type(optimizer), _SUM_GRADIENTS, None))

@@ -7,7 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfmultigpu.errors import TfMultiGpuError
+from tfmultigpu.errors import ScopeError, TfMultiGpuError
 
 __all__ = ["GradientAccumulator"]
 
@@ -49,6 +49,7 @@ class GradientAccumulator:
             TfMultiGpuError: There are no variables.
         """
         self.variables = list(variables)
+        self._strategy = tf.distribute.get_strategy()
         if not self.variables:
             raise TfMultiGpuError(
                 "There is nothing to accumulate gradients for: no variables were given. Build the "
@@ -79,13 +80,14 @@ class GradientAccumulator:
 
         Raises:
             TfMultiGpuError: Not as many gradients as variables, or called outside a replica.
+            ScopeError: The accumulator was created under another strategy.
         """
         if len(gradients) != len(self.variables):
             raise TfMultiGpuError(
                 f"There must be one gradient per variable. Received: {len(gradients)} gradients "
                 f"for {len(self.variables)} variables. Pass None for a variable without gradient."
             )
-        if tf.distribute.get_replica_context() is None:
+        if self._context() is None:
             raise TfMultiGpuError(
                 "add keeps a sum per replica, so each replica must call it: call it in the "
                 "function given to strategy.run."
@@ -106,21 +108,35 @@ class GradientAccumulator:
             Gradients already divided by the weight (0 where that is 0), in the variables' dtypes,
             and the weight of the window. Pass the gradients to ``apply_reduced_gradients``.
         """
-        context = tf.distribute.get_replica_context()
+        context = self._context()
         if context is not None:
             return self._reduce_in_replica(context)
-        strategy = tf.distribute.get_strategy()
+        strategy = self._strategy
         results = strategy.run(lambda: self._reduce_in_replica(tf.distribute.get_replica_context()))
         first = [strategy.experimental_local_results(r)[0] for r in tf.nest.flatten(results)]
         return first[:-1], first[-1]
 
     def reset(self) -> None:
         """Drops what was added, by assignment, so that a NaN does not outlive its window."""
-        context = tf.distribute.get_replica_context()
-        if context is None:
-            tf.distribute.get_strategy().run(self._clear)
+        if self._context() is None:
+            self._strategy.run(self._clear)
         else:
             self._clear()
+
+    def _context(self) -> Any:
+        """The context of the replica that calls, None outside of ``strategy.run``."""
+        current = tf.distribute.get_strategy()
+        if current is self._strategy:
+            return tf.distribute.get_replica_context()
+        if not tf.distribute.has_strategy():
+            return None
+        raise ScopeError(
+            "The accumulator was created in another scope than it is used in. Received: "
+            f"{type(current).__name__} with {current.num_replicas_in_sync} replicas, and it was "
+            f"made under {type(self._strategy).__name__} with "
+            f"{self._strategy.num_replicas_in_sync}. Create it in the scope it is used in: "
+            "with strategy.scope(): accumulator = tmg.GradientAccumulator(variables)."
+        )
 
     def _reduce_in_replica(self, context: Any) -> tuple[list[tf.Tensor], tf.Tensor]:
         parts = [tf.identity(variable.read_value()) for variable in [*self._sums, self._weight]]

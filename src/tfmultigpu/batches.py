@@ -97,6 +97,7 @@ class BatchFunction:
 
     def cut(self, batch: Any) -> Shards:
         """Returns a whole global batch as shards of equal size."""
+        batch = tf.nest.map_structure(_as_tensor, batch)
         with tf.control_dependencies(rows_lib.check_rows_agree(batch)):
             rows = tf.identity(rows_lib.count_rows(batch))
         shares = (1,) * self.strategy.num_replicas_in_sync
@@ -104,9 +105,9 @@ class BatchFunction:
             return Shards(rows_lib.cut_rows(batch, shares, self._local), rows)
 
     def _run_whole(self, batch: Any) -> Any:
-        batch = tf.nest.map_structure(_as_tensor, batch)
         if tf.inside_function():
             return self.function(self.cut(batch))
+        batch = tf.nest.map_structure(_as_tensor, batch)
         return self._run([batch], self._whole)
 
     def _run_cut(self, batch: Any) -> Any:
@@ -219,14 +220,18 @@ def explain_failure(error: Any) -> Exception | None:
 
 
 def _as_tensor(value: Any) -> Any:
-    if value is None or tf.is_tensor(value):
+    if value is None or (tf.is_tensor(value) and value.shape.rank != 0):
         return value
-    if not hasattr(value, "__array__") and not isinstance(value, (int, float)):
+    if (
+        not tf.is_tensor(value)
+        and not hasattr(value, "__array__")
+        and not isinstance(value, (int, float))
+    ):
         raise DataError(
             f"A batch is a tensor or a tuple or dict of tensors. Received: {type(value).__name__} "
             "inside it. Give one element of tmg.distribute_dataset(dataset)."
         )
-    tensor = tf.convert_to_tensor(np.asarray(value))
+    tensor = value if tf.is_tensor(value) else tf.convert_to_tensor(np.asarray(value))
     if tensor.shape.rank == 0:
         raise DataError(
             f"A batch has rows, but a part of this one is a single number. Received: {value!r}. "

@@ -17,6 +17,7 @@ __all__ = [
     "LossError",
     "MetricError",
     "MissingExtraError",
+    "ReplicaDependenceWarning",
     "ScopeError",
     "ShareError",
     "StrategyFallbackWarning",
@@ -76,6 +77,10 @@ class LossError(TfMultiGpuError, ValueError):
 
 class MetricError(TfMultiGpuError, ValueError):
     """A metric cannot be computed exactly over several replicas."""
+
+
+class ReplicaDependenceWarning(UserWarning):
+    """A result will depend on the number of replicas, and there is a way to make it not."""
 
 
 class ScopeError(TfMultiGpuError, ValueError):

@@ -14,7 +14,7 @@ from tfmultigpu.multistep import MultiStep
 from tfmultigpu.objectives import Layout, Objective, regularization, stack
 from tfmultigpu.outputs import unpack_batch
 from tfmultigpu.reductions import sum_over_replicas
-from tfmultigpu.scopes import check_backend, prepare_model
+from tfmultigpu.scopes import check_backend, check_kinds, prepare_model
 
 __all__ = ["EvalStep", "PredictStep", "make_eval_step", "make_predict_step"]
 
@@ -58,6 +58,7 @@ def make_eval_step(
     """
     check_backend()
     strategy = tf.distribute.get_strategy() if strategy is None else strategy
+    check_kinds(model, strategy)
     check_metrics(metrics, strategy)
     check_metrics(weighted_metrics, strategy)
     objective = Objective.of(model, loss, loss_weights, forward)
@@ -87,6 +88,7 @@ def make_predict_step(model: Any, strategy: tf.distribute.Strategy | None = None
     """
     check_backend()
     strategy = tf.distribute.get_strategy() if strategy is None else strategy
+    check_kinds(model, strategy)
     return PredictStep(model, strategy)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Callable
 from typing import Any
 
@@ -56,8 +57,9 @@ class MultiStep:
             ValueError: ``steps`` is less than 1.
         """
         check_called_from(self.step.strategy)
-        if int(steps) < 1:
-            raise ValueError(f"steps is at least 1. Received: steps={steps}.")
+        known = steps if isinstance(steps, numbers.Number) else tf.get_static_value(steps)
+        if known is not None and (known < 1 or int(known) != known):
+            raise ValueError(f"steps is a whole number, at least 1. Received: steps={known}.")
         if isinstance(iterator, ShardSource):
             if iterator.strategy is not self.step.strategy:
                 raise DataError(
@@ -76,7 +78,7 @@ class MultiStep:
             )
         run = self._find((key, tf.type_spec_from_value(source)), split)
         try:
-            return dict(run(source, tf.constant(steps, tf.int64)))
+            return dict(run(source, tf.cast(steps, tf.int64)))
         except (tf.errors.InvalidArgumentError, tf.errors.InternalError) as error:
             explained = explain_failure(error)
             if explained is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, Protocol
 
 import tensorflow as tf
@@ -31,8 +32,8 @@ class FixedLossScale:
 
     def __init__(self, scale: float) -> None:
         """Takes the scale."""
-        if not scale > 0:
-            raise ValueError(f"A loss scale is positive. Received: loss_scale={scale}.")
+        if isinstance(scale, bool) or not 0 < scale < math.inf:
+            raise ValueError(f"A loss scale is positive and finite. Received: loss_scale={scale}.")
         self.scale = float(scale)
 
     def value(self) -> Any:

@@ -10,7 +10,7 @@ import tensorflow as tf
 from tfmultigpu import _bridge
 from tfmultigpu import rows as rows_lib
 from tfmultigpu.batches import Shards, per_replica
-from tfmultigpu.errors import LossError
+from tfmultigpu.errors import LossError, TfMultiGpuError
 from tfmultigpu.metrics import build_metrics, update_metrics
 from tfmultigpu.objectives import Layout, Objective, stack
 from tfmultigpu.outputs import Output
@@ -141,7 +141,15 @@ class ReplicaPhase:
 
         # A function of its own for each replica: it captures that replica's variables.
         function = tf.function(compute, jit_compile=True, autograph=False)
-        values, tensors, masks = function(*args)
+        try:
+            values, tensors, masks = function(*args)
+        except RuntimeError as error:
+            if "merge_call" not in str(error):
+                raise
+            raise TfMultiGpuError(
+                "XLA cannot compile a layer that synchronises replicas, such as "
+                "BatchNormalization(synchronized=True). Received: jit_compile=True. Leave it out."
+            ) from error
         for i, (y_true, y_pred, weight) in enumerate(tensors):
             _bridge.set_keras_mask(y_pred, masks[i])
             outputs[i] = dataclasses.replace(

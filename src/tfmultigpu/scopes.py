@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
 
-from tfmultigpu.errors import KerasBackendError, ScopeError
+from tfmultigpu import _bridge
+from tfmultigpu.errors import KerasBackendError, ReplicaDependenceWarning, ScopeError
 from tfmultigpu.outputs import unpack_batch
 
-__all__ = ["check_backend", "check_scope", "prepare_model", "symbolic"]
+__all__ = ["check_backend", "check_kinds", "check_scope", "prepare_model", "symbolic"]
 
 
 def check_backend() -> None:
@@ -29,13 +31,44 @@ def check_backend() -> None:
         )
 
 
-def prepare_model(model: Any, strategy: tf.distribute.Strategy, batch_spec: Any = None) -> None:
+_NO_OPTIMIZER = object()
+
+
+def check_kinds(model: Any, strategy: Any, optimizer: Any = _NO_OPTIMIZER) -> None:
+    """Checks that a step was given a model, a strategy and an optimizer, in their places.
+
+    Raises:
+        TypeError: One of them is something else.
+    """
+    import keras
+
+    if not isinstance(model, keras.layers.Layer):
+        raise TypeError(
+            f"model must be a Keras model. Received: {model!r}. The arguments are "
+            "make_train_step(model, optimizer, loss, strategy)."
+        )
+    if not isinstance(strategy, tf.distribute.Strategy):
+        raise TypeError(
+            f"strategy must be a tf.distribute.Strategy. Received: {strategy!r}. Make one with "
+            "tmg.create_strategy()."
+        )
+    if optimizer is not _NO_OPTIMIZER and not isinstance(optimizer, keras.optimizers.Optimizer):
+        raise TypeError(
+            f"optimizer must be a Keras optimizer. Received: {optimizer!r}. Create it in the scope:"
+            " with strategy.scope(): optimizer = keras.optimizers.Adam(1e-3)."
+        )
+
+
+def prepare_model(
+    model: Any, strategy: tf.distribute.Strategy, batch_spec: Any = None, *, training: bool = False
+) -> None:
     """Checks that a model was created in the scope of a strategy, and builds it there if need be.
 
     Args:
         model: A Keras model.
         strategy: The strategy.
         batch_spec: Type specs of a batch, for a model that has no variables yet.
+        training: Whether it will be trained; some layers are harmless otherwise.
 
     Raises:
         ScopeError: The model was created outside the scope, or cannot be built from the batch.
@@ -44,6 +77,49 @@ def prepare_model(model: Any, strategy: tf.distribute.Strategy, batch_spec: Any 
         with strategy.scope():
             _build(model, batch_spec)
     check_scope(model.variables, strategy, "model")
+    if strategy.num_replicas_in_sync > 1:
+        _check_layers(model, training)
+
+
+def _check_layers(model: Any, training: bool) -> None:
+    """Speaks up about layers that do something else on several replicas than on one device."""
+    import keras
+
+    layers = [one for one in _all_layers(model) if isinstance(one, keras.layers.Layer)]
+    stateful = [one.name for one in layers if getattr(one, "stateful", False)]
+    if stateful:
+        raise ScopeError(
+            "A stateful layer carries the state of each row to the next batch, and rows change "
+            f"their replica. Received: layers {stateful}. Leave stateful=True out, or train on one "
+            "device: tmg.create_strategy(devices=1)."
+        )
+    local = [
+        one.name
+        for one in layers
+        if isinstance(one, keras.layers.BatchNormalization)
+        and not getattr(one, "synchronized", False)
+        and one.trainable
+    ]
+    if local and training:
+        warnings.warn(
+            f"BatchNormalization sees only the rows of its own replica: layers {local[:5]}. The "
+            "result then depends on the number of replicas. For one device's result write "
+            "keras.layers.BatchNormalization(synchronized=True).",
+            ReplicaDependenceWarning,
+            stacklevel=4,
+        )
+
+
+def _all_layers(model: Any) -> list[Any]:
+    """The model and every layer inside it, each once."""
+    found: dict[int, Any] = {}
+    pending = [model]
+    while pending:
+        layer = pending.pop()
+        if id(layer) not in found:
+            found[id(layer)] = layer
+            pending.extend(_bridge.layers_of(layer))
+    return list(found.values())
 
 
 def symbolic(specs: Any) -> Any:

@@ -8,6 +8,8 @@ A step has two phases inside one ``tf.function``::
 
 from __future__ import annotations
 
+import math
+import numbers
 from collections.abc import Callable
 from typing import Any
 
@@ -23,7 +25,7 @@ from tfmultigpu.objectives import Objective, regularization
 from tfmultigpu.precision import LossScale, make_loss_scale, unwrap_optimizer
 from tfmultigpu.reductions import sum_over_replicas
 from tfmultigpu.replicas import ReplicaPhase
-from tfmultigpu.scopes import check_backend, prepare_model
+from tfmultigpu.scopes import check_backend, check_kinds, prepare_model
 from tfmultigpu.updates import apply_in_replica, build_optimizer, overwrite_with_averages
 
 __all__ = ["TrainStep", "make_eval_step", "make_predict_step", "make_train_step"]
@@ -60,7 +62,8 @@ def make_train_step(
         loss_weights: A number, or a dict or list of numbers, one per output.
         micro_batches: Into how many parts each replica's shard is cut and computed one after the
             other, to save memory. The result is that of 1, except for layers that look at a whole
-            batch (BatchNormalization). A shard of fewer rows is computed that often as a whole.
+            batch (BatchNormalization) or count calls: they see each part. A shard of fewer rows is
+            computed that often as a whole.
         forward: ``f(model, batch, training) -> LossSum`` for what a loss cannot say. Weight
             regularisation and ``add_loss`` are added by the step.
         clip_norm: Largest global norm of the gradient; larger ones are scaled down to it.
@@ -91,10 +94,15 @@ def make_train_step(
     """
     check_backend()
     strategy = tf.distribute.get_strategy() if strategy is None else strategy
-    if micro_batches < 1:
-        raise ValueError(f"micro_batches is at least 1. Received: micro_batches={micro_batches}.")
+    check_kinds(model, strategy, optimizer)
+    if not isinstance(micro_batches, numbers.Integral) or micro_batches < 1:
+        raise ValueError(
+            f"micro_batches is a whole number, at least 1. Received: micro_batches={micro_batches}."
+        )
     if clip_norm is not None and not clip_norm > 0:
         raise ValueError(f"clip_norm is positive. Received: clip_norm={clip_norm}.")
+    if clip_norm == math.inf:
+        clip_norm = None  # Nothing is larger; the norm is in the logs all the same.
     check_metrics(metrics, strategy)
     check_metrics(weighted_metrics, strategy)
     objective = Objective.of(model, loss, loss_weights, forward)
@@ -102,7 +110,7 @@ def make_train_step(
     phase = ReplicaPhase(
         objective,
         strategy,
-        micro_batches=micro_batches,
+        micro_batches=int(micro_batches),
         metrics=metrics,
         weighted_metrics=weighted_metrics,
         jit_compile=jit_compile,
@@ -190,7 +198,7 @@ class TrainStep:
         if not self._is_current():  # Somebody froze a layer, or thawed one.
             self._function.forget()
             self._multistep.forget()
-        prepare_model(self.model, self.strategy, batch_spec)
+        prepare_model(self.model, self.strategy, batch_spec, training=True)
         build_optimizer(self.optimizer, self.model.trainable_variables, self.strategy)
         if batch_spec is not None:
             self._phase.build_metrics(batch_spec)
