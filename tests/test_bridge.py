@@ -42,11 +42,40 @@ def test_every_private_attribute_of_the_bridge_is_tested_here():
     ours = {"_recording", "_entered"}
     assert private - ours == {
         "_all_reduce_sum_gradients",
+        "_built",
         "_keras_mask",
+        "_layers",
         "_model_variables_moving_average",
         "_trainable_variables",
         "_use_merge_call",
     }
+
+
+# Layers and metrics -------------------------------------------------------------------------------
+
+
+def test_layers_inside_a_layer_of_the_user_are_found():
+    class Block(keras.layers.Layer):
+        def __init__(self):
+            super().__init__()
+            self.hidden = [keras.layers.Dense(2), keras.layers.BatchNormalization()]
+
+        def call(self, x):
+            return self.hidden[1](self.hidden[0](x))
+
+    block = Block()
+    model = keras.Sequential([keras.Input((3,)), block])
+    assert block in _bridge.layers_of(model)
+    assert _bridge.layers_of(block) == block.hidden
+
+
+@pytest.mark.parametrize("name", ["F1Score", "R2Score", "SparseCategoricalAccuracy"])
+def test_metrics_that_wait_for_shapes_are_known(name):
+    metric = getattr(keras.metrics, name)()
+    assert _bridge.waits_for_shapes(metric) == (name != "SparseCategoricalAccuracy")
+    labels = tf.one_hot([0, 1], 2) if name == "F1Score" else tf.zeros([2, 1])
+    metric.update_state(labels, tf.eye(2) if name != "R2Score" else tf.ones([2, 1]))
+    assert not _bridge.waits_for_shapes(metric)
 
 
 # Masks --------------------------------------------------------------------------------------------

@@ -1,0 +1,197 @@
+"""What may change between two calls of a step, and what is refused."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfmultigpu as tmg
+
+RNG = np.random.default_rng(11)
+
+
+@pytest.fixture(scope="module")
+def strategy():
+    return tmg.create_strategy(devices=["CPU:0", "CPU:1", "CPU:2"])
+
+
+def dense_step(strategy, **options):
+    keras.utils.set_random_seed(5)
+    with strategy.scope():
+        model = keras.Sequential(
+            [keras.Input((4,)), keras.layers.Dense(3, "tanh"), keras.layers.Dense(2)]
+        )
+        optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
+    return model, tmg.make_train_step(model, optimizer, "mse", strategy, **options)
+
+
+def batch(rows):
+    shape = (rows, 4), (rows, 2)
+    return tuple(RNG.normal(size=one).astype("float32") for one in shape)
+
+
+def test_a_layer_frozen_between_steps_stays_and_moves_when_thawed(strategy):
+    model, step = dense_step(strategy)
+    kernel = model.layers[0].kernel
+    step(batch(5))
+    before = kernel.numpy()
+    model.layers[0].trainable = False
+    step(batch(5))
+    data = tmg.distribute_dataset(batch(9), strategy, batch_size=4)
+    assert int(step.run(iter(data), 10)["steps"]) == 3
+    np.testing.assert_array_equal(kernel.numpy(), before)
+    model.layers[0].trainable = True
+    step(batch(5))
+    assert np.abs(kernel.numpy() - before).max() > 1e-4
+
+
+def test_a_layer_thawed_after_the_optimizer_was_built_is_named(strategy):
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2, name="late")])
+        model.add(keras.layers.Dense(2))
+        model.layers[0].trainable = False
+        optimizer = keras.optimizers.SGD(0.1)
+    step = tmg.make_train_step(model, optimizer, "mse", strategy)
+    step(batch(4))
+    model.layers[0].trainable = True
+    with pytest.raises(tmg.ScopeError, match=r"built for other variables.*late/kernel"):
+        step(batch(4))
+
+
+def counting_step(strategy, make_inputs):
+    """A step, and a list that grows by one for each of three replicas at each trace."""
+    traces = []
+    with strategy.scope():
+        inputs = make_inputs()
+        pooled = keras.layers.GlobalAveragePooling1D()(inputs)
+        model = keras.Model(inputs, keras.layers.Dense(1)(pooled))
+        optimizer = keras.optimizers.SGD(0.1)
+
+    def loss(y_true, y_pred):
+        traces.append(y_pred.shape)
+        return tf.square(y_true - y_pred)
+
+    return tmg.make_train_step(model, optimizer, loss, strategy), traces
+
+
+def test_two_traces_serve_every_length_of_padded_sequences(strategy):
+    step, traces = counting_step(strategy, lambda: keras.Input((None, 3)))
+    for length, rows in [(4, 6), (4, 2), (7, 6), (5, 1), (9, 5), (4, 3)]:
+        x = RNG.normal(size=(rows, length, 3)).astype("float32")
+        step((x, np.ones((rows, 1), "float32")))
+    assert len(traces) == 2 * 3
+
+
+def test_batches_of_two_structures_take_turns_without_tracing_again(strategy):
+    step, traces = counting_step(strategy, lambda: keras.Input((4, 3)))
+    x, y = RNG.normal(size=(6, 4, 3)).astype("float32"), np.ones((6, 1), "float32")
+    for _ in range(3):
+        step((x, y))
+        step((x, y, None))
+    assert len(traces) == 2 * 3
+
+
+def test_a_step_inside_strategy_run_is_refused(strategy):
+    _, step = dense_step(strategy)
+    step(batch(4))
+    with pytest.raises(tmg.ScopeError, match=r"Call step\(batch\) beside strategy.run"):
+        tf.function(lambda: strategy.run(lambda: step(batch(4))["loss"]))()
+
+
+def test_a_step_in_the_scope_of_another_strategy_is_refused(strategy):
+    _, step = dense_step(strategy)
+    other = tmg.create_strategy(devices=["CPU:0", "CPU:1"])
+    with other.scope(), pytest.raises(tmg.ScopeError, match=r"scope of another strategy.*2 repl"):
+        step(batch(4))
+    with strategy.scope():
+        assert float(step(batch(4))["weight"]) == 4.0
+
+
+def test_unsynchronized_batch_normalization_is_warned_about_where_it_is_trained(strategy):
+    with strategy.scope():
+        model = keras.Sequential(
+            [keras.Input((4,)), keras.layers.BatchNormalization(name="norm"), keras.layers.Dense(2)]
+        )
+        optimizer = keras.optimizers.SGD(0.1)
+    tmg.make_eval_step(model, "mse", strategy)(batch(4))
+    with pytest.warns(tmg.ReplicaDependenceWarning, match=r"\['norm'\].*synchronized=True"):
+        tmg.make_train_step(model, optimizer, "mse", strategy)
+
+
+def test_a_stateful_layer_is_refused(strategy):
+    with strategy.scope():
+        inputs = keras.Input(batch_shape=(6, 2, 3))
+        hidden = keras.layers.LSTM(2, stateful=True, name="memory")(inputs)
+        model = keras.Model(inputs, keras.layers.Dense(1)(hidden))
+        optimizer = keras.optimizers.SGD(0.1)
+    with pytest.raises(tmg.ScopeError, match=r"stateful layer .*\['memory'\].*Leave stateful"):
+        tmg.make_train_step(model, optimizer, "mse", strategy)
+
+
+def test_an_infinite_clip_norm_clips_nothing(strategy):
+    model, step = dense_step(strategy, clip_norm=float("inf"))
+    assert np.isfinite(float(step(batch(4))["gradient_norm"]))
+    assert all(np.isfinite(weight).all() for weight in model.get_weights())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"model": "net"}, r"model must be a Keras model. Received: 'net'"),
+        ({"optimizer": "sgd"}, r"optimizer must be a Keras optimizer. Received: 'sgd'.*scope"),
+        ({"strategy": "mirrored"}, r"strategy must be a tf.distribute.Strategy.*'mirrored'"),
+    ],
+)
+def test_arguments_of_another_kind_are_named(strategy, arguments, text):
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
+        optimizer = keras.optimizers.SGD(0.1)
+    given = {"model": model, "optimizer": optimizer, "loss": "mse", "strategy": strategy}
+    with pytest.raises(TypeError, match=text):
+        tmg.make_train_step(**{**given, **arguments})
+
+
+@pytest.mark.parametrize("name", ["F1Score", "R2Score"])
+def test_metrics_that_wait_for_shapes_see_every_row_once(strategy, name):
+    x, labels = RNG.normal(size=(10, 4)).astype("float32"), np.eye(2, dtype="float32")[[0, 1] * 5]
+    results = []
+    for here in (tf.distribute.get_strategy(), strategy):
+        keras.utils.set_random_seed(8)
+        with here.scope():
+            model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2, "softmax")])
+            metric = getattr(keras.metrics, name)()
+        evaluate = tmg.make_eval_step(model, "mse", here, metrics=[metric])
+        for one in tmg.distribute_dataset((x, labels), here, batch_size=4):
+            evaluate(one)
+        results.append(np.array(metric.result()))
+    np.testing.assert_allclose(results[1], results[0], atol=1e-6)
+
+
+def test_a_loss_that_flattens_or_drops_rows_is_counted_as_it_is(strategy):
+    x = RNG.normal(size=(7, 5, 4)).astype("float32")
+    y = RNG.integers(0, 3, (7, 5))
+    crossentropy = keras.losses.sparse_categorical_crossentropy
+
+    def flat(labels, predictions):
+        labels, predictions = tf.reshape(labels, [-1]), tf.reshape(predictions, [-1, 3])
+        kept = labels > 0
+        labels, predictions = tf.boolean_mask(labels, kept), tf.boolean_mask(predictions, kept)
+        return crossentropy(labels, predictions, from_logits=True)
+
+    def model():
+        keras.utils.set_random_seed(4)
+        return keras.Sequential([keras.Input((5, 4)), keras.layers.Dense(3)])
+
+    one = model()
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_mean(flat(y, one(x)))
+    keras.optimizers.SGD(0.5).apply(tape.gradient(loss, one.trainable_variables), one.weights)
+    with strategy.scope():
+        ours, optimizer = model(), keras.optimizers.SGD(0.5)
+    logs = tmg.make_train_step(ours, optimizer, flat, strategy)((x, y))
+    assert float(logs["loss"]) == pytest.approx(float(loss), abs=1e-6)
+    assert float(logs["weight"]) == (y > 0).sum()
+    for a, b in zip(ours.get_weights(), one.get_weights(), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-6)
