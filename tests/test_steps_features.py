@@ -250,9 +250,14 @@ def test_synchronized_batch_normalization_in_micro_batches():
         np.testing.assert_array_equal(first.numpy(), second.numpy())
 
 
-def test_batch_normalization_of_each_shard():
-    run = Replicated(3, normalised(synchronized=False), sgd, crossentropy())
-    assert np.isfinite(run.train(cut((X, Y), SIZES)).losses).all()
+def test_batch_normalization_of_each_shard_is_another_model_and_is_said_so():
+    with pytest.warns(tmg.ReplicaDependenceWarning, match="synchronized=True"):
+        run = Replicated(3, normalised(synchronized=False), sgd, crossentropy())
+    batches = cut((X, Y), SIZES)
+    result = run.train(batches)
+    assert np.isfinite(result.losses).all()
+    expected = ByHand(normalised(synchronized=False), sgd, crossentropy()).train(batches)
+    assert difference(result.weights, expected.weights) > 1e-2
 
 
 def test_layer_and_group_normalization_in_micro_batches():
