@@ -251,10 +251,9 @@ def test_synchronized_batch_normalization_in_micro_batches():
 
 
 def test_batch_normalization_of_each_shard_is_another_model_and_is_said_so():
-    with pytest.warns(tmg.ReplicaDependenceWarning, match="synchronized=True"):
-        run = Replicated(3, normalised(synchronized=False), sgd, crossentropy())
     batches = cut((X, Y), SIZES)
-    result = run.train(batches)
+    with pytest.warns(tmg.ReplicaDependenceWarning, match="synchronized=True"):
+        result = Replicated(3, normalised(synchronized=False), sgd, crossentropy()).train(batches)
     assert np.isfinite(result.losses).all()
     expected = ByHand(normalised(synchronized=False), sgd, crossentropy()).train(batches)
     assert difference(result.weights, expected.weights) > 1e-2
