@@ -55,7 +55,7 @@ def main() -> int:
                 print(f"  WRONG: {name} is {difference:.1e} off, allowed is {TOLERANCE:.0e}")
     partial = asked.quick or asked.workload or asked.replicas or asked.rounds
     if not (partial or disagree):
-        RECORD.write_text(json.dumps(_rounded(record), indent=1) + "\n")
+        RECORD.write_text(json.dumps(record, indent=1) + "\n")
         report.place(PAGE, report.to_markdown(record))
         print(f"wrote {RECORD} and {PAGE}")
     return int(disagree)
@@ -106,15 +106,6 @@ def _cpu_name() -> str:
     lines = info.read_text().splitlines() if info.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor() or platform.machine()
-
-
-def _rounded(value: Any) -> Any:
-    """The record without digits that no clock has."""
-    if isinstance(value, float):
-        return float(f"{value:.5g}")
-    if isinstance(value, dict):
-        return {key: _rounded(item) for key, item in value.items()}
-    return [_rounded(item) for item in value] if isinstance(value, list) else value
 
 
 if __name__ == "__main__":

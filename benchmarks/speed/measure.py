@@ -57,8 +57,9 @@ def measure(workload_name: str, replicas: int, rounds: int, steps: int) -> dict[
             gc.collect()
             gc.disable()
             began = time.process_time()
-            milliseconds[contender.name].append(contender.train(steps) * 1e3)
-            processor[contender.name].append((time.process_time() - began) / steps * 1e3)
+            milliseconds[contender.name].append(round(contender.train(steps) * 1e3, 4))
+            spent = (time.process_time() - began) / steps
+            processor[contender.name].append(round(spent * 1e3, 4))
             gc.enable()
     return {
         "workload": workload_name,

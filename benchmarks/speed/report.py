@@ -113,10 +113,8 @@ def table(result: dict[str, Any]) -> str:
         lines.append(f"  {name:<42}{spread.median:6.2f} x  [{spread.low:.2f}, {spread.high:.2f}]")
     trained = result["losses"]["one_device:batch"]
     lines.append(
-        f"  loss {result['loss_before']:.4f} -> {trained:.4f}; from one device's differ by at most"
-    )
-    lines.append(
-        f"  the loss {largest_difference(result):.1e}, a weight {_largest_weight(result):.1e}"
+        f"  loss {result['loss_before']:.4f} -> {trained:.4f}; largest difference from one device: "
+        f"loss {largest_difference(result):.1e}, weight {_largest_weight(result):.1e}"
     )
     return "\n".join(lines)
 
