@@ -193,7 +193,7 @@ def test_without_a_network_the_error_names_the_set_that_needs_none(
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (["demo", "--replicas", "1"], "at least 2. Received: '1'"),
+        (["demo", "--replicas", "1"], "at least 2 and at most 16. Received: '1'"),
         (["demo", "--epochs", "0"], "at least 1. Received: '0'"),
         (["demo", "--batch-size", "many"], "at least 1. Received: 'many'"),
         (["demo", "--dataset", "cats"], "invalid choice: 'cats'"),

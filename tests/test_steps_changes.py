@@ -60,6 +60,37 @@ def test_a_layer_thawed_after_the_optimizer_was_built_is_named(strategy):
         step(batch(4))
 
 
+def test_freezing_back_and_forth_traces_once_for_each_set(strategy):
+    traces = []
+
+    def loss(y_true, y_pred):
+        traces.append(y_pred.shape)
+        return tf.reduce_mean(tf.square(y_true - y_pred), axis=-1)
+
+    with strategy.scope():
+        norm = keras.layers.BatchNormalization(scale=False, center=False, synchronized=True)
+        model = keras.Sequential([keras.Input((4,)), norm, keras.layers.Dense(2)])
+        optimizer = keras.optimizers.SGD(0.1)
+    step = tmg.make_train_step(model, optimizer, loss, strategy)
+    for frozen in (False, True, False, True):
+        norm.trainable = not frozen  # It has no weight to train, but statistics to update.
+        before = norm.moving_mean.numpy()
+        step(batch(6))
+        assert np.array_equal(norm.moving_mean.numpy(), before) == frozen
+    assert len(traces) == 2 * 3
+
+
+def test_a_loss_that_reduces_over_the_rows_is_refused(strategy):
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
+        optimizer = keras.optimizers.SGD(0.1)
+    step = tmg.make_train_step(
+        model, optimizer, lambda t, p: tf.reduce_mean(tf.square(t - p), axis=0), strategy
+    )
+    with pytest.raises(tmg.LossError, match=r"returns 2 values whatever the number of rows"):
+        step(batch(5))
+
+
 def counting_step(strategy, make_inputs):
     """A step, and a list that grows by one for each of three replicas at each trace."""
     traces = []

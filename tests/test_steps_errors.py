@@ -159,7 +159,7 @@ def test_another_backend(monkeypatch):
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"micro_batches": 0}, "micro_batches is a whole number, at least 1. Received: micro_batches=0"),
+        ({"micro_batches": 0}, "micro_batches is a whole number, at least 1"),
         ({"clip_norm": 0.0}, r"clip_norm is positive. Received: clip_norm=0\.0"),
         ({"clip_norm": float("nan")}, "clip_norm is positive. Received: clip_norm=nan"),
     ],
@@ -270,7 +270,7 @@ def test_labels_a_loss_cannot_take_are_an_error_of_tensorflow(step):
 @pytest.mark.parametrize("steps", [0, -3])
 def test_steps_out_of_range(step, steps):
     iterator = iter(tf.data.Dataset.from_tensor_slices((X, Y)).batch(4))
-    with pytest.raises(ValueError, match=f"steps is a whole number, at least 1. Received: steps={steps}"):
+    with pytest.raises(ValueError, match=f"steps is a whole number.* Received: steps={steps}"):
         step.run(iterator, steps)
 
 

@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import tensorflow as tf
 
@@ -216,6 +217,20 @@ def test_a_wrong_cluster_is_an_error_even_with_fallback(monkeypatch: pytest.Monk
             call()
     # It is no business of a strategy on devices of this machine.
     assert create_strategy(prefer="mirrored", devices=2).num_replicas_in_sync == 2
+
+
+def test_a_cluster_that_is_no_json_is_named_by_local_strategies(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("TF_CONFIG", "{worker: 1")
+    with pytest.raises(ClusterError, match=r"TF_CONFIG is not JSON.*'\{worker: 1'.*Unset it"):
+        create_strategy(prefer="mirrored", devices=2)
+
+
+def test_devices_are_a_list_or_a_whole_number_of_any_kind() -> None:
+    assert create_strategy(devices=np.int64(3)).num_replicas_in_sync == 3
+    with pytest.raises(TypeError, match=r"devices is a set.*Write a list: .*'CPU:0', 'CPU:1'"):
+        create_strategy(devices={"CPU:1", "CPU:0"})
 
 
 def test_the_evaluator_runs_alone_and_nobody_is_warned(monkeypatch: pytest.MonkeyPatch) -> None:

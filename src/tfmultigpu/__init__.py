@@ -37,7 +37,7 @@ if TYPE_CHECKING:
         StrategyFallbackWarning,
         StrategyUnavailableError,
         TfMultiGpuError,
-    UnknownLengthError,
+        UnknownLengthError,
     )
     from tfmultigpu.losses import LossSum, global_mean, loss_sum
     from tfmultigpu.shares import plan_shares

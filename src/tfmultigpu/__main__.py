@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Callable, Sequence
 
-from tfmultigpu.demo import DATASETS, DemoOptions, run_demo
 from tfmultigpu.errors import TfMultiGpuError
+
+DATASETS = ("digits", "mnist", "cifar10")
+MOST_REPLICAS = 16  # Tracing takes longer with each, and beyond this nothing new is shown.
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -21,6 +24,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         run.
     """
     options = _parser().parse_args(arguments)
+    from tfmultigpu.demo import DemoOptions, run_demo  # After the help, which needs no TensorFlow.
+
     try:
         return run_demo(
             DemoOptions(options.dataset, options.replicas, options.epochs, options.batch_size)
@@ -41,20 +46,26 @@ def _parser() -> argparse.ArgumentParser:
     )
     demo.add_argument("--dataset", choices=DATASETS, default="digits")
     demo.add_argument(
-        "--replicas", type=_at_least(2), help="default: one per GPU, or 4 virtual CPUs"
+        "--replicas",
+        type=_whole_number(2, MOST_REPLICAS),
+        help="default: one per GPU, or 4 virtual CPUs",
     )
-    demo.add_argument("--epochs", type=_at_least(1), help="default: 10 for digits, 1 otherwise")
+    demo.add_argument("--epochs", type=_whole_number(1), help="default: 10 for digits, 1 otherwise")
     demo.add_argument(
-        "--batch-size", type=_at_least(1), default=64, help="one more where it would divide evenly"
+        "--batch-size",
+        type=_whole_number(1),
+        default=64,
+        help="one more where it would divide evenly",
     )
     return parser
 
 
-def _at_least(least: int) -> Callable[[str], int]:
+def _whole_number(least: int, most: float = math.inf) -> Callable[[str], int]:
     def number(text: str) -> int:
-        if not text.isdecimal() or int(text) < least:
+        if not text.isdecimal() or not least <= int(text) <= most:
+            limit = "" if most == math.inf else f" and at most {most}"
             raise argparse.ArgumentTypeError(
-                f"must be a whole number, at least {least}. Received: {text!r}"
+                f"must be a whole number, at least {least}{limit}. Received: {text!r}"
             )
         return int(text)
 

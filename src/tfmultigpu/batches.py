@@ -63,7 +63,8 @@ class BatchFunction:
         self.function = function
         self.strategy = strategy
         self._local = local
-        self.forget()
+        self._whole = Traces(lambda packed: self.function(self.cut(packed[0])))
+        self._cut = Traces(lambda packed: self.function(Shards(packed[:-1], packed[-1])))
 
     def __call__(self, batch: Any) -> Any:
         """Runs the function on a batch.
@@ -79,11 +80,6 @@ class BatchFunction:
         if any(isinstance(leaf, tf.distribute.DistributedValues) for leaf in leaves):
             return self._run_cut(batch)
         return self._run_whole(batch)
-
-    def forget(self) -> None:
-        """Drops what was compiled, because what it was compiled from has changed."""
-        self._whole = Traces(lambda packed: self.function(self.cut(packed[0])))
-        self._cut = Traces(lambda packed: self.function(Shards(packed[:-1], packed[-1])))
 
     def spec_of(self, batch: Any) -> Any:
         """Returns the type specs of a batch, with its number of rows left open."""

@@ -17,9 +17,7 @@ import tensorflow as tf
 import tfmultigpu as tmg
 from tfmultigpu.errors import DataError, MissingExtraError
 
-__all__ = ["DATASETS", "DemoOptions", "run_demo"]
-
-DATASETS = ("digits", "mnist", "cifar10")
+__all__ = ["DemoOptions", "run_demo"]
 # Adding in another order changes the last bit of a float32. A mistake in scaling a loss changes
 # the third digit.
 TOLERANCE = {"CPU": 1e-5, "GPU": 1e-4}

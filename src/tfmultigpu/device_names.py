@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from numbers import Integral
 
 from tfmultigpu.errors import DeviceNotFoundError
 
@@ -79,8 +80,13 @@ def resolve_devices(
         raise TypeError(
             f"devices is a count or a list of names, not a yes or no. Received: devices={asked!r}"
         )
-    if isinstance(asked, int):
-        return _first(asked, here)
+    if isinstance(asked, (int, Integral)):  # NumPy has integers of its own.
+        return _first(int(asked), here)
+    if isinstance(asked, (set, frozenset)):
+        raise TypeError(
+            "devices is a set, which has no order, so replicas would be numbered by chance. "
+            f"Received: devices={asked!r}. Write a list: devices={sorted(asked)!r}."
+        )
     names = tuple(
         parse_device_name(name) for name in ([asked] if isinstance(asked, str) else asked)
     )

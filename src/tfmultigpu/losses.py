@@ -180,6 +180,13 @@ def loss_term(loss: Any, y_true: Any, y_pred: Any, sample_weight: Any = None) ->
             "example tf.reduce_mean(tf.square(y_true - y_pred), axis=-1). A loss that couples the "
             "examples of a batch (Dice over a batch, Circle, contrastive) has no such form."
         )
+    if _lost_the_rows(values, y_pred):
+        raise LossError(
+            f"The loss {loss.name!r} returns {values.shape[0]} values whatever the number of rows, "
+            "so it reduces over them and the result depends on how the batch was cut. Received: "
+            f"shape {tuple(values.shape)} from predictions of shape {tuple(y_pred.shape)}. Reduce "
+            "over the last axis, axis=-1, to return one value per example."
+        )
     total = tf.reduce_sum(values)
     if loss.reduction == "sum":
         return LossTerm(total, tf.ones_like(total), fixed=True)
@@ -232,6 +239,13 @@ def as_loss(loss: Any) -> Any:
             "function f(y_true, y_pred) that returns one value per example."
         )
     return _function_loss(loss)
+
+
+def _lost_the_rows(values: Any, y_pred: Any) -> bool:
+    shape = getattr(y_pred, "shape", None)
+    if shape is None or not tf.TensorShape(shape).rank:
+        return False
+    return values.shape[0] is not None and shape[0] is None
 
 
 def _is_from_keras(loss: Any) -> bool:

@@ -85,10 +85,6 @@ class MultiStep:
                 raise
             raise explained from error
 
-    def forget(self) -> None:
-        """Drops what was compiled, because what it was compiled from has changed."""
-        self._compiled.clear()
-
     def _find(self, kind: Any, split: Callable[[Any], Any]) -> Any:
         """The compiled function for a kind of iterator; specs of dicts compare but do not hash."""
         for known, run in self._compiled:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -12,7 +14,7 @@ from tfmultigpu import _bridge
 from tfmultigpu.errors import KerasBackendError, ReplicaDependenceWarning, ScopeError
 from tfmultigpu.outputs import unpack_batch
 
-__all__ = ["check_backend", "check_kinds", "check_scope", "prepare_model", "symbolic"]
+__all__ = ["all_layers", "check_backend", "check_kinds", "check_scope", "prepare_model", "symbolic"]
 
 
 def check_backend() -> None:
@@ -21,12 +23,16 @@ def check_backend() -> None:
     Raises:
         KerasBackendError: It runs on something else.
     """
-    import keras
+    asked = os.environ.get("KERAS_BACKEND", "tensorflow")
+    backend = asked
+    if "keras" in sys.modules or asked == "tensorflow":  # Importing another backend may fail.
+        import keras
 
-    if keras.config.backend() != "tensorflow":
+        backend = keras.config.backend()
+    if backend != "tensorflow":
         raise KerasBackendError(
             "tf.distribute trains Keras models on the TensorFlow backend only. Received: the "
-            f"{keras.config.backend()!r} backend. Before the first import of keras, set "
+            f"{backend!r} backend. Before the first import of keras, set "
             'os.environ["KERAS_BACKEND"] = "tensorflow".'
         )
 
@@ -85,7 +91,7 @@ def _check_layers(model: Any, training: bool) -> None:
     """Speaks up about layers that do something else on several replicas than on one device."""
     import keras
 
-    layers = [one for one in _all_layers(model) if isinstance(one, keras.layers.Layer)]
+    layers = all_layers(model)
     stateful = [one.name for one in layers if getattr(one, "stateful", False)]
     if stateful:
         raise ScopeError(
@@ -110,8 +116,10 @@ def _check_layers(model: Any, training: bool) -> None:
         )
 
 
-def _all_layers(model: Any) -> list[Any]:
-    """The model and every layer inside it, each once."""
+def all_layers(model: Any) -> list[Any]:
+    """Returns the model and every layer inside it, each once."""
+    import keras
+
     found: dict[int, Any] = {}
     pending = [model]
     while pending:
@@ -119,7 +127,7 @@ def _all_layers(model: Any) -> list[Any]:
         if id(layer) not in found:
             found[id(layer)] = layer
             pending.extend(_bridge.layers_of(layer))
-    return list(found.values())
+    return [one for one in found.values() if isinstance(one, keras.layers.Layer)]
 
 
 def symbolic(specs: Any) -> Any:

@@ -25,7 +25,7 @@ from tfmultigpu.objectives import Objective, regularization
 from tfmultigpu.precision import LossScale, make_loss_scale, unwrap_optimizer
 from tfmultigpu.reductions import sum_over_replicas
 from tfmultigpu.replicas import ReplicaPhase
-from tfmultigpu.scopes import check_backend, check_kinds, prepare_model
+from tfmultigpu.scopes import all_layers, check_backend, check_kinds, prepare_model
 from tfmultigpu.updates import apply_in_replica, build_optimizer, overwrite_with_averages
 
 __all__ = ["TrainStep", "make_eval_step", "make_predict_step", "make_train_step"]
@@ -57,7 +57,8 @@ def make_train_step(
             dict or list of them for several outputs. None with ``forward``.
         strategy: The strategy; ``tf.distribute.get_strategy()`` where None.
         metrics: Keras metrics created in the scope, updated without sample weights; for several
-            outputs a dict by output.
+            outputs a dict by output. Their states are added over replicas, so a metric of your own
+            must keep sums and counts: a maximum or a last value comes out wrong.
         weighted_metrics: The same, updated with sample weights.
         loss_weights: A number, or a dict or list of numbers, one per output.
         micro_batches: Into how many parts each replica's shard is cut and computed one after the
@@ -147,11 +148,11 @@ class TrainStep:
         self._phase = phase
         self._clip_norm = clip_norm
         self._asked_loss_scale = loss_scale
-        self._prepared_for: list[int] | None = None
+        self._layers: list[Any] = []
+        self._frozen: Any = None
         self._seen_a_batch = False
-        local = rows_lib.local_replicas(strategy)
-        self._function = BatchFunction(self._step, strategy, local)
-        self._multistep = MultiStep(self._function)
+        self._functions: dict[Any, tuple[BatchFunction, MultiStep]] = {}
+        self._use(None)
         if model.built:
             self._prepare(None)
 
@@ -169,7 +170,7 @@ class TrainStep:
             ``"gradient_norm"``, before clipping; ``"skipped"``, 1 where loss scaling skipped the
             update; ``"loss_scale"``, the one used; and ``"NAME_loss"`` for each of several outputs.
         """
-        if not self._is_current() or not self._seen_a_batch:
+        if not self._is_current():
             self._prepare(self._function.spec_of(batch))
         return dict(self._function(batch))
 
@@ -185,27 +186,42 @@ class TrainStep:
             ``"steps"``, how many ran: fewer where the data ended. Losses are means by weight over
             these steps, ``"weight"`` and ``"skipped"`` sums, the rest is that of the last step.
         """
-        if not self._is_current() or not self._seen_a_batch:
+        if not self._is_current():
             self._prepare(self._multistep.batch_spec(iterator))
         return self._multistep(iterator, steps)
 
     def _is_current(self) -> bool:
-        """Whether the variables to train are those the step was prepared for."""
-        trained = self._prepared_for
-        return trained is not None and trained == [*map(id, self.model.trainable_variables)]
+        """Whether everything was prepared, and no layer was frozen or thawed since."""
+        return self._seen_a_batch and self._frozen == self._what_is_frozen()
+
+    def _what_is_frozen(self) -> Any:
+        trained = tuple([id(variable) for variable in self.model.trainable_variables])
+        return trained, tuple([layer.trainable for layer in self._layers])
+
+    def _use(self, frozen: Any) -> None:
+        """Takes the functions compiled for a set of frozen layers; each set has its own."""
+        if frozen not in self._functions:
+            local = rows_lib.local_replicas(self.strategy)
+            function = BatchFunction(self._step, self.strategy, local)
+            self._functions[frozen] = function, MultiStep(function)
+        self._frozen = frozen
+        self._function, self._multistep = self._functions[frozen]
 
     def _prepare(self, batch_spec: Any) -> None:
-        if not self._is_current():  # Somebody froze a layer, or thawed one.
-            self._function.forget()
-            self._multistep.forget()
-        prepare_model(self.model, self.strategy, batch_spec, training=True)
+        first = not self._layers
+        frozen = self._what_is_frozen()
+        if self._seen_a_batch and frozen in self._functions:
+            self._use(frozen)
+            return
+        prepare_model(self.model, self.strategy, batch_spec, training=first)
         build_optimizer(self.optimizer, self.model.trainable_variables, self.strategy)
         if batch_spec is not None:
             self._phase.build_metrics(batch_spec)
             self._seen_a_batch = True
-        if self._prepared_for is None:
+        if first:
             self.loss_scale = make_loss_scale(self._asked_loss_scale, self.optimizer, self.strategy)
-        self._prepared_for = [*map(id, self.model.trainable_variables)]
+            self._layers = all_layers(self.model)
+        self._use(self._what_is_frozen())
 
     def _step(self, shards: Shards) -> dict[str, Any]:
         scale = None if self.loss_scale is None else self.loss_scale.value()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import logging
 import os
 import warnings
@@ -133,9 +134,16 @@ def create_strategy(
     _say(plan, facts, devices)
     if plan.kind == "multi_worker" and facts.cluster is not None:
         return _join(plan, facts.cluster, startup_timeout)
-    if plan.kind == "mirrored":
-        return _mirror(plan)
-    return tf.distribute.OneDeviceStrategy(_full(plan.devices[0]))
+    try:
+        if plan.kind == "mirrored":
+            return _mirror(plan)
+        return tf.distribute.OneDeviceStrategy(_full(plan.devices[0]))
+    except json.JSONDecodeError as error:
+        raise ClusterError(
+            "TF_CONFIG is not JSON, and TensorFlow reads it for local strategies too. Received: "
+            f"TF_CONFIG={os.environ.get('TF_CONFIG')!r}, {error}. Unset it: "
+            'os.environ.pop("TF_CONFIG").'
+        ) from error
 
 
 def _look_around(prefer: str, devices: int | str | Sequence[str] | None) -> Facts:
