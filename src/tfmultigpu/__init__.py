@@ -32,6 +32,7 @@ if TYPE_CHECKING:
         LossError,
         MetricError,
         MissingExtraError,
+        ReplicaDependenceWarning,
         ScopeError,
         ShareError,
         StrategyFallbackWarning,
