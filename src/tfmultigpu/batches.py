@@ -63,8 +63,8 @@ class BatchFunction:
         self.function = function
         self.strategy = strategy
         self._local = local
-        self._whole = Traces(lambda packed: self.function(self.cut(packed[0])))
-        self._cut = Traces(lambda packed: self.function(Shards(packed[:-1], packed[-1])))
+        self._whole = Traces(lambda batches, _: self.function(self.cut(batches[0])))
+        self._cut = Traces(lambda shards, rows: self.function(Shards(shards, rows[0])))
 
     def __call__(self, batch: Any) -> Any:
         """Runs the function on a batch.
@@ -74,12 +74,12 @@ class BatchFunction:
                 else than this library inside a ``tf.function``.
         """
         check_called_from(self.strategy)
-        leaves = [leaf for leaf in tf.nest.flatten(batch) if leaf is not None]
-        if not leaves:
+        leaves = tf.nest.flatten(batch)
+        if all(leaf is None for leaf in leaves):
             rows_lib.first_tensor(batch)
         if any(isinstance(leaf, tf.distribute.DistributedValues) for leaf in leaves):
-            return self._run_cut(batch)
-        return self._run_whole(batch)
+            return self._run_cut(batch, leaves)
+        return self._run_whole(batch, leaves)
 
     def spec_of(self, batch: Any) -> Any:
         """Returns the type specs of a batch, with its number of rows left open."""
@@ -100,27 +100,22 @@ class BatchFunction:
         with tf.control_dependencies([rows]):
             return Shards(rows_lib.cut_rows(batch, shares, self._local), rows)
 
-    def _run_whole(self, batch: Any) -> Any:
+    def _run_whole(self, batch: Any, leaves: list[Any]) -> Any:
         if tf.inside_function():
             return self.function(self.cut(batch))
-        batch = tf.nest.map_structure(_as_tensor, batch)
-        return self._run([batch], self._whole)
+        return self._run(self._whole, batch, [[_as_tensor(leaf) for leaf in leaves]], [])
 
-    def _run_cut(self, batch: Any) -> Any:
+    def _run_cut(self, batch: Any, leaves: list[Any]) -> Any:
+        nothing = [None] * len(self._local)
+        parts = [nothing if leaf is None else self._local_parts(leaf) for leaf in leaves]
+        local = [list(shard) for shard in zip(*parts, strict=True)]
         rows = rows_lib.marked_global_rows(batch)
-        parts = [
-            [None] * len(self._local) if leaf is None else self._local_parts(leaf)
-            for leaf in tf.nest.flatten(batch)
-        ]
-        local = [
-            tf.nest.pack_sequence_as(batch, [part[i] for part in parts])
-            for i in range(len(self._local))
-        ]
         if rows is None:
             rows = self._count_foreign_rows(local)
         if tf.inside_function():
-            return self.function(Shards(local, rows))
-        return self._run([*local, rows], self._cut)
+            shards = [tf.nest.pack_sequence_as(batch, shard) for shard in local]
+            return self.function(Shards(shards, rows))
+        return self._run(self._cut, batch, local, [rows])
 
     def _local_parts(self, leaf: Any) -> Any:
         parts = self.strategy.experimental_local_results(leaf)
@@ -156,9 +151,9 @@ class BatchFunction:
         )
         return self.strategy.experimental_local_results(summed)[0] // len(local)
 
-    def _run(self, structures: list[Any], traces: Traces) -> Any:
+    def _run(self, traces: Traces, batch: Any, copies: list[list[Any]], further: list[Any]) -> Any:
         try:
-            return traces(structures)
+            return traces(batch, copies, further)
         except (tf.errors.InvalidArgumentError, tf.errors.InternalError) as error:
             explained = explain_failure(error)
             if explained is None:

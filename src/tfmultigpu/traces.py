@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import tensorflow as tf
@@ -11,61 +11,68 @@ __all__ = ["Traces", "any_rows"]
 
 
 class Traces:
-    """Compiles a function of nested structures of tensors, and remembers what it compiled.
+    """Compiles a function of copies of one nested structure, and remembers what it compiled.
 
     The number of rows is left open from the start. An inner axis, such as the length of padded
     sequences, is left open from the second size on: two traces serve all lengths.
 
     Attributes:
-        function: From a list of structures to a nested structure of tensors.
+        function: From a list of structures, and a list of further tensors, to a nested structure
+            of tensors.
     """
 
-    def __init__(self, function: Callable[[list[Any]], Any]) -> None:
+    def __init__(self, function: Callable[[list[Any], list[Any]], Any]) -> None:
         """Takes the function."""
         self.function = function
-        self._exact: dict[Any, list[tuple[Any, Any]]] = {}
-        self._by_skeleton: list[tuple[Any, list[Any], Any]] = []
+        self._compiled: dict[Any, Any] = {}
+        self._by_structure: dict[Any, list[tuple[list[Any], Any]]] = {}
 
-    def __call__(self, structures: list[Any]) -> Any:
-        """Runs the function on structures of tensors, compiling it for this kind if need be."""
-        leaves = tf.nest.flatten(structures)
-        key = tuple([_kind(leaf) for leaf in leaves])
-        skeleton = _skeleton(structures)
-        flat = tf.nest.flatten(structures, expand_composites=True)
-        alike = self._exact.setdefault(key, [])
-        compiled = next((compiled for known, compiled in alike if known == skeleton), None)
+    def __call__(self, structure: Any, copies: list[list[Any]], further: list[Any]) -> Any:
+        """Runs the function, compiling it for this kind of structure if need be.
+
+        Flat lists come in, because packing and flattening costs as much as a small step.
+
+        Args:
+            structure: A nested structure; its leaves do not matter.
+            copies: The leaves of each copy, tensors or None.
+            further: More tensors.
+        """
+        leaves = [leaf for copy in copies for leaf in copy] + further
+        key = _structure_key(structure), tuple([_kind(leaf) for leaf in leaves])
+        compiled = self._compiled.get(key)
         if compiled is None:
-            compiled = self._widest(skeleton, structures)
-            alike.append((skeleton, compiled))
-        return compiled(*[tensor for tensor in flat if tensor is not None])
+            compiled = self._compiled[key] = self._widest(key[0], structure, copies, further)
+        return compiled(*tf.nest.flatten([one for one in leaves if one is not None], True))
 
-    def _widest(self, skeleton: Any, structures: list[Any]) -> Any:
-        """A trace that takes these structures: one there is, or one wider than those there are."""
-        specs = [any_rows(leaf) for leaf in tf.nest.flatten(structures)]
-        for known, others, compiled in reversed(self._by_skeleton):
-            if known != skeleton:
-                continue
+    def _widest(self, key: Any, structure: Any, copies: list[list[Any]], further: list[Any]) -> Any:
+        """A trace that takes these tensors: one there is, or one wider than those there are."""
+        specs = [any_rows(leaf) for leaf in [*(one for copy in copies for one in copy), *further]]
+        traces = self._by_structure.setdefault((key, len(copies)), [])
+        for others, compiled in reversed(traces):
             wider = [_common(a, b) for a, b in zip(others, specs, strict=True)]
             if wider == others:
                 return compiled
-            if all(
-                spec is not None or leaf is None for spec, leaf in zip(wider, specs, strict=True)
-            ):
+            if [spec is None for spec in wider] == [spec is None for spec in specs]:
                 specs = wider
                 break
-        compiled = self._compile(tf.nest.pack_sequence_as(structures, specs))
-        self._by_skeleton.append((skeleton, specs, compiled))
+        skeleton = tf.nest.map_structure(lambda leaf: None, structure)  # Keeps no tensor alive.
+        compiled = self._compile(skeleton, specs, len(copies))
+        traces.append((specs, compiled))
         return compiled
 
-    def _compile(self, specs: Any) -> Any:
-        flat = tf.nest.flatten(specs, expand_composites=True)
+    def _compile(self, structure: Any, specs: list[Any], copies: int) -> Any:
+        size = len(tf.nest.flatten(structure))
 
         def function(*tensors: Any) -> Any:
             given = iter(tensors)
-            leaves = [None if spec is None else next(given) for spec in flat]
-            return self.function(tf.nest.pack_sequence_as(specs, leaves, expand_composites=True))
+            leaves = [None if spec is None else _take(spec, given) for spec in specs]
+            packed = [
+                tf.nest.pack_sequence_as(structure, leaves[i * size : (i + 1) * size])
+                for i in range(copies)
+            ]
+            return self.function(packed, leaves[copies * size :])
 
-        signature = [spec for spec in flat if spec is not None]
+        signature = tf.nest.flatten([spec for spec in specs if spec is not None], True)
         compiled = tf.function(function, input_signature=signature, autograph=False)
         return compiled.get_concrete_function()
 
@@ -83,6 +90,12 @@ def any_rows(leaf: Any) -> Any:
     return tf.TensorSpec([None, *leaf.shape[1:]] if leaf.shape.rank else [], leaf.dtype)
 
 
+def _take(spec: Any, tensors: Any) -> Any:
+    """One leaf from an iterator of plain tensors, several of which make up a composite one."""
+    parts = [next(tensors) for _ in tf.nest.flatten(spec, expand_composites=True)]
+    return tf.nest.pack_sequence_as(spec, parts, expand_composites=True)
+
+
 def _kind(leaf: Any) -> Any:
     """What a trace depends on, cheaper than a type spec for the usual dense tensor."""
     if isinstance(leaf, tf.Tensor):
@@ -97,6 +110,10 @@ def _common(first: Any, second: Any) -> Any:
     return first.most_specific_common_supertype([second])
 
 
-def _skeleton(structure: Any) -> Any:
-    """The structure with the types of its leaves, comparable and without their values."""
-    return tf.nest.map_structure(lambda leaf: type(leaf).__name__, structure)
+def _structure_key(structure: Any) -> Any:
+    """The structure without its leaves, hashable."""
+    if isinstance(structure, (tuple, list)):
+        return type(structure), tuple([_structure_key(one) for one in structure])
+    if isinstance(structure, Mapping):
+        return type(structure), tuple([(k, _structure_key(v)) for k, v in structure.items()])
+    return structure is None
