@@ -274,6 +274,44 @@ def test_layer_and_group_normalization_in_micro_batches():
     hold(3, build, sgd, crossentropy(), cut((X, Y), SIZES), micro_batches=3, tolerance=2e-6)
 
 
+# Layers that fail without rows --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_convolution_and_pooling_with_fewer_rows_than_replicas(micro_batches):
+    """On zero rows these crash, abort the process or read uninitialised memory."""
+
+    def build():
+        return keras.Sequential(
+            [
+                keras.Input((6, 6, 2)),
+                keras.layers.Conv2D(3, 3, activation="relu"),
+                keras.layers.MaxPooling2D(),
+                keras.layers.DepthwiseConv2D(2),
+                keras.layers.Flatten(),
+                keras.layers.Dense(4),
+            ]
+        )
+
+    images = _random.normal(size=(32, 6, 6, 2)).astype("float32")
+    batches = cut((images, Y), (1, 5, 2, 9, 3))
+    hold(4, build, sgd, crossentropy(), batches, micro_batches=micro_batches)
+
+
+def test_a_recurrent_layer_over_sequences_of_different_lengths():
+    def build():
+        return keras.Sequential(
+            [
+                keras.Input((4,), dtype="int32"),
+                keras.layers.Embedding(9, 4, mask_zero=True),
+                keras.layers.LSTM(4),
+                keras.layers.Dense(4),
+            ]
+        )
+
+    hold(2, build, sgd, crossentropy(), cut((TOKENS, Y), (7, 1, 5)), micro_batches=2)
+
+
 # How it runs --------------------------------------------------------------------------------------
 
 
