@@ -226,3 +226,23 @@ def test_a_loss_that_flattens_or_drops_rows_is_counted_as_it_is(strategy):
     assert float(logs["weight"]) == (y > 0).sum()
     for a, b in zip(ours.get_weights(), one.get_weights(), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-6)
+
+
+def test_layers_of_different_precision_are_clipped_together():
+    x, y = batch(7)
+    results = []
+    for here in (
+        tf.distribute.get_strategy(),
+        tmg.create_strategy(devices=["CPU:0", "CPU:1", "CPU:2"]),
+    ):
+        keras.utils.set_random_seed(6)
+        with here.scope():
+            inputs = keras.Input((4,))
+            hidden = keras.layers.Dense(3, "tanh", dtype="float64")(inputs)
+            model = keras.Model(inputs, keras.layers.Dense(2, dtype="float32")(hidden))
+            optimizer = keras.optimizers.SGD(0.5)
+        logs = tmg.make_train_step(model, optimizer, "mse", here, clip_norm=0.1)((x, y))
+        results.append((float(logs["gradient_norm"]), model.get_weights()))
+    assert results[1][0] == pytest.approx(results[0][0], abs=1e-6)
+    for ours, expected in zip(results[1][1], results[0][1], strict=True):
+        np.testing.assert_allclose(ours, expected, atol=1e-6)

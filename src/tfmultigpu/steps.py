@@ -277,7 +277,7 @@ class TrainStep:
         norm = _global_norm(gradients)
         logs["finite"] = tf.constant(True) if scale is None else _all_finite(gradients)
         if self._clip_norm is not None:
-            gradients, _ = tf.clip_by_global_norm(gradients, self._clip_norm, use_norm=norm)
+            gradients = _clipped(gradients, self._clip_norm, norm)
         norm = tf.cast(norm, tf.float32)
         logs = {**logs, "loss": logs["loss"] + penalty, "gradient_norm": norm}
         return [tf.cast(g, v.dtype) for g, v in zip(gradients, self._trained, strict=True)], logs
@@ -311,7 +311,21 @@ def _unscaled(correction: Any, scale: Any) -> Any:
 
 
 def _global_norm(gradients: list[tf.Tensor]) -> Any:
-    return tf.linalg.global_norm(gradients) if gradients else tf.zeros([])
+    if not gradients:
+        return tf.zeros([])
+    if len({gradient.dtype for gradient in gradients}) > 1:
+        gradients = [tf.cast(gradient, tf.float64) for gradient in gradients]
+    return tf.linalg.global_norm(gradients)
+
+
+def _clipped(gradients: list[tf.Tensor], limit: float, norm: Any) -> list[tf.Tensor]:
+    clipped: dict[int, tf.Tensor] = {}
+    for dtype in dict.fromkeys(gradient.dtype for gradient in gradients):  # One dtype a call.
+        chosen = [i for i, gradient in enumerate(gradients) if gradient.dtype == dtype]
+        alike = [gradients[i] for i in chosen]
+        scaled, _ = tf.clip_by_global_norm(alike, limit, use_norm=tf.cast(norm, dtype))
+        clipped.update(zip(chosen, scaled, strict=True))
+    return [clipped[i] for i in range(len(gradients))]
 
 
 def _all_finite(gradients: list[tf.Tensor]) -> Any:
