@@ -119,6 +119,27 @@ def test_a_float64_model():
     assert difference(expected.weights, truth.weights) > 1e-4, "clipping must do something"
 
 
+def test_layers_of_different_precision():
+    def build():
+        return keras.Sequential(
+            [
+                keras.Input((6,)),
+                keras.layers.Dense(8, "tanh", dtype="float64"),
+                keras.layers.Dense(4),
+            ]
+        )
+
+    hold(2, build, sgd, crossentropy(), BATCHES)
+    run = Replicated(2, build, sgd, crossentropy(), clip_norm=0.1)
+    start = [variable.numpy() for variable in run.model.variables]
+    result = run.train(BATCHES[:1])
+    assert result.logs[0]["gradient_norm"] > 0.2
+    moved = [after - before for after, before in zip(result.weights, start, strict=True)]
+    assert {part.dtype.name for part in moved} == {"float64", "float32"}
+    length = np.sqrt(sum(np.sum(np.square(part)) for part in moved))
+    assert length / 0.05 == pytest.approx(0.1, rel=1e-4), "the norm is that of all layers together"
+
+
 def test_a_layer_that_branches_in_python_is_refused_as_in_fit():
     class Branching(keras.layers.Layer):
         def call(self, inputs):
