@@ -213,7 +213,7 @@ def test_a_dataset_of_datasets() -> None:
 
 
 def test_a_dataset_without_components() -> None:
-    text = text_of(lambda: check_batched((tf.NoneTensorSpec(), {})))
+    text = text_of(lambda: check_batched((tf.type_spec_from_value(None), {})))
     assert text == "The dataset has no components. Received: element_spec=(NoneTensorSpec(), {})."
 
 

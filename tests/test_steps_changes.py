@@ -246,3 +246,13 @@ def test_layers_of_different_precision_are_clipped_together():
     assert results[1][0] == pytest.approx(results[0][0], abs=1e-6)
     for ours, expected in zip(results[1][1], results[0][1], strict=True):
         np.testing.assert_allclose(ours, expected, atol=1e-6)
+
+
+def test_activity_regularizers_of_older_keras_are_refused(strategy, monkeypatch):
+    monkeypatch.setattr(keras, "__version__", "3.12.4")
+    with strategy.scope():
+        hidden = keras.layers.Dense(2, activity_regularizer="l2", name="active")
+        model = keras.Sequential([keras.Input((4,)), hidden])
+        optimizer = keras.optimizers.SGD(0.1)
+    with pytest.raises(tmg.ScopeError, match=r"Before Keras 3.14.*\['active'\].*keras>=3.14"):
+        tmg.make_train_step(model, optimizer, "mse", strategy)

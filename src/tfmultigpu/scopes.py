@@ -99,6 +99,14 @@ def _check_layers(model: Any, training: bool) -> None:
             f"their replica. Received: layers {stateful}. Leave stateful=True out, or train on one "
             "device: tmg.create_strategy(devices=1)."
         )
+    active = [one.name for one in layers if getattr(one, "activity_regularizer", None) is not None]
+    if active and _version(keras.__version__) < (3, 14):
+        raise ScopeError(
+            "Before Keras 3.14 an activity regularizer is a sum over a batch and not a mean, which "
+            f"does not agree between one device and several. Received: Keras {keras.__version__}, "
+            f"layers {active[:5]}. Install keras>=3.14 (Python 3.11 or newer), or leave "
+            "activity_regularizer out."
+        )
     local = [
         one.name
         for one in layers
@@ -114,6 +122,10 @@ def _check_layers(model: Any, training: bool) -> None:
             ReplicaDependenceWarning,
             stacklevel=4,
         )
+
+
+def _version(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(".")[:2])
 
 
 def all_layers(model: Any) -> list[Any]:

@@ -102,7 +102,8 @@ def components_of(element_spec: Any) -> list[Any]:
 
 
 def _is_none(spec: Any) -> bool:
-    return isinstance(spec, tf.NoneTensorSpec)
+    # The class itself has a public name from TensorFlow 2.17 on only.
+    return isinstance(spec, type(tf.type_spec_from_value(None)))
 
 
 def _packer(spec: Any) -> Callable[[Iterator[Any]], Any]:
