@@ -31,7 +31,9 @@ class Hungry(keras.layers.Layer):
 
     def call(self, inputs):
         many = tf.shape(inputs)[0] > ROWS_THAT_FIT
-        return inputs + 0.0 * tf.fill([tf.where(many, tf.constant(2**50, tf.int64), 1)], 0.0)[0]
+        return inputs + tf.reduce_max(
+            tf.fill([tf.where(many, tf.constant(2**50, tf.int64), 1)], 0.0)
+        )
 
 
 def strategy_or_one_device(names):
