@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from tfmultigpu.errors import ScopeError, TfMultiGpuError
 
-__all__ = ["GradientAccumulator"]
+__all__ = ["GradientAccumulator", "all_reduce_sum", "sum_dtype"]
 
 
 class GradientAccumulator:
@@ -55,7 +55,7 @@ class GradientAccumulator:
                 "There is nothing to accumulate gradients for: no variables were given. Build the "
                 "model first, then pass model.trainable_variables."
             )
-        self._sums = [_local_sum(v.shape, _sum_dtype(v.dtype)) for v in self.variables]
+        self._sums = [_local_sum(v.shape, sum_dtype(v.dtype)) for v in self.variables]
         self._weight = _local_sum([], tf.float32)
         self._count = tf.Variable(
             tf.constant(0, tf.int64),
@@ -140,15 +140,9 @@ class GradientAccumulator:
 
     def _reduce_in_replica(self, context: Any) -> tuple[list[tf.Tensor], tf.Tensor]:
         parts = [tf.identity(variable.read_value()) for variable in [*self._sums, self._weight]]
-        reduced: list[Any] = [None] * len(parts)
-        for dtype in dict.fromkeys(part.dtype for part in parts):
-            chosen = [i for i, part in enumerate(parts) if part.dtype == dtype]
-            sums = context.all_reduce(tf.distribute.ReduceOp.SUM, [parts[i] for i in chosen])
-            for i, total in zip(chosen, sums, strict=True):
-                reduced[i] = total
+        *sums, weight = all_reduce_sum(context, parts)
         with tf.control_dependencies(parts):
             self._clear()
-        *sums, weight = reduced
         gradients = [
             tf.cast(tf.math.divide_no_nan(total, tf.cast(weight, total.dtype)), variable.dtype)
             for total, variable in zip(sums, self.variables, strict=True)
@@ -169,6 +163,17 @@ def _local_sum(shape: Any, dtype: tf.DType) -> tf.Variable:
     )
 
 
-def _sum_dtype(dtype: Any) -> tf.DType:
+def all_reduce_sum(context: Any, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    """Adds tensors over all replicas in a replica context: one ``all_reduce`` for each dtype."""
+    reduced: dict[int, tf.Tensor] = {}
+    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):  # It takes one dtype a call.
+        chosen = [i for i, tensor in enumerate(tensors) if tensor.dtype == dtype]
+        sums = context.all_reduce(tf.distribute.ReduceOp.SUM, [tensors[i] for i in chosen])
+        reduced.update(zip(chosen, sums, strict=True))
+    return [reduced[i] for i in range(len(tensors))]
+
+
+def sum_dtype(dtype: Any) -> tf.DType:
+    """Returns the dtype sums of gradients are kept in: at least float32."""
     dtype = tf.as_dtype(dtype)
     return tf.float32 if dtype in (tf.float16, tf.bfloat16) else dtype

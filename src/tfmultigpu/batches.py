@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
@@ -13,7 +14,7 @@ from tfmultigpu.errors import DataError, LossError, ScopeError, StrategyUnavaila
 from tfmultigpu.losses import OTHER_ROWS
 from tfmultigpu.traces import Traces, any_rows
 
-__all__ = ["BatchFunction", "ShardSource", "Shards", "explain_failure", "per_replica"]
+__all__ = ["BatchFunction", "ShardSource", "Shards", "explaining_failures", "per_replica"]
 
 
 class Shards(NamedTuple):
@@ -152,13 +153,8 @@ class BatchFunction:
         return self.strategy.experimental_local_results(summed)[0] // len(local)
 
     def _run(self, traces: Traces, batch: Any, copies: list[list[Any]], further: list[Any]) -> Any:
-        try:
+        with explaining_failures():
             return traces(batch, copies, further)
-        except (tf.errors.InvalidArgumentError, tf.errors.InternalError) as error:
-            explained = explain_failure(error)
-            if explained is None:
-                raise
-            raise explained from error
 
 
 def per_replica(strategy: tf.distribute.Strategy, values: list[Any]) -> Any:
@@ -193,8 +189,19 @@ def check_called_from(strategy: tf.distribute.Strategy) -> None:
         )
 
 
-def explain_failure(error: Any) -> Exception | None:
-    """Returns what a TensorFlow error means for the user, None where it speaks for itself."""
+@contextmanager
+def explaining_failures() -> Iterator[None]:
+    """Raises what an error of TensorFlow means for the user, where it does not speak for itself."""
+    try:
+        yield
+    except (tf.errors.InvalidArgumentError, tf.errors.InternalError) as error:
+        explained = _explain(error)
+        if explained is None:
+            raise
+        raise explained from error
+
+
+def _explain(error: Any) -> Exception | None:
     if isinstance(error, tf.errors.InvalidArgumentError):
         if OTHER_ROWS in error.message:
             return LossError(OTHER_ROWS)

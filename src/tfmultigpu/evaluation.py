@@ -9,7 +9,7 @@ import tensorflow as tf
 from tfmultigpu import rows as rows_lib
 from tfmultigpu.batches import BatchFunction, Shards, per_replica
 from tfmultigpu.errors import DataError
-from tfmultigpu.metrics import build_metrics, check_metrics, update_metrics
+from tfmultigpu.metrics import build_metrics, check_metrics, holds_what_counts, update_metrics
 from tfmultigpu.multistep import MultiStep
 from tfmultigpu.objectives import Layout, Objective, regularization, stack
 from tfmultigpu.outputs import unpack_batch
@@ -157,8 +157,7 @@ class EvalStep:
 
     def _replica(self, shard: Any, weight: Any) -> tf.Tensor:
         terms, outputs = self._objective(shard, training=False)
-        first = tf.get_static_value(tf.distribute.get_replica_context().replica_id_in_sync_group)
-        counts = True if weight is None or first == 0 else tf.equal(weight, 1.0)
+        counts = holds_what_counts(weight)
         update_metrics(self._metrics, outputs, counts, weighted=False)
         update_metrics(self._weighted_metrics, outputs, counts, weighted=True)
         self._layout = Layout.of(terms)

@@ -13,7 +13,7 @@ from tfmultigpu.errors import MetricError
 from tfmultigpu.outputs import Output, match_metrics, match_outputs, unpack_batch
 from tfmultigpu.scopes import check_scope, symbolic
 
-__all__ = ["build_metrics", "check_metrics", "update_metrics"]
+__all__ = ["build_metrics", "check_metrics", "holds_what_counts", "update_metrics"]
 
 
 def check_metrics(metrics: Any, strategy: tf.distribute.Strategy) -> None:
@@ -91,6 +91,19 @@ def build_metrics(
 
 def _zeros(spec: Any) -> tf.Tensor:
     return tf.zeros([1 if size is None else size for size in spec.shape], spec.dtype)
+
+
+def holds_what_counts(row_weight: Any) -> Any:
+    """Returns whether metrics of the calling replica see its rows, so that each is counted once.
+
+    Args:
+        row_weight: What each row of the batch counts on each replica, or None for 1.
+
+    Returns:
+        A bool or a bool scalar: of the copies of a small batch the first replica's counts.
+    """
+    first = tf.get_static_value(tf.distribute.get_replica_context().replica_id_in_sync_group)
+    return True if row_weight is None or first == 0 else tf.equal(row_weight, 1.0)
 
 
 def update_metrics(metrics: Any, outputs: Sequence[Output], counts: Any, *, weighted: bool) -> None:

@@ -13,7 +13,7 @@ from tfmultigpu.batches import (
     Shards,
     ShardSource,
     check_called_from,
-    explain_failure,
+    explaining_failures,
 )
 from tfmultigpu.errors import DataError
 
@@ -77,13 +77,8 @@ class MultiStep:
                 "iter(tmg.distribute_dataset(dataset, strategy)), then step.run(iterator, steps)."
             )
         run = self._find((key, tf.type_spec_from_value(source)), split)
-        try:
+        with explaining_failures():
             return dict(run(source, tf.cast(steps, tf.int64)))
-        except (tf.errors.InvalidArgumentError, tf.errors.InternalError) as error:
-            explained = explain_failure(error)
-            if explained is None:
-                raise
-            raise explained from error
 
     def _find(self, kind: Any, split: Callable[[Any], Any]) -> Any:
         """The compiled function for a kind of iterator; specs of dicts compare but do not hash."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tensorflow as tf
 
+from tfmultigpu.accumulation import all_reduce_sum
 from tfmultigpu.batches import per_replica
 
 __all__ = ["sum_over_replicas"]
@@ -33,19 +34,12 @@ def sum_over_replicas(
     if len(devices) == strategy.num_replicas_in_sync and _all_on_cpu(devices):
         with tf.device(devices[0]):
             return [[tf.add_n(list(parts)) for parts in zip(*values, strict=True)]]
-    dtypes = list(dict.fromkeys(tensor.dtype for tensor in values[0]))
 
     def reduce(tensors: list[tf.Tensor]) -> list[tf.Tensor]:
-        context = tf.distribute.get_replica_context()
         # A tensor captured by a branch or a loop has no device of its own, which some strategies
         # need to know where to reduce to.
-        tensors = [tf.identity(tensor) for tensor in tensors]
-        reduced: dict[int, tf.Tensor] = {}
-        for dtype in dtypes:  # all_reduce takes one dtype a call
-            chosen = [i for i, tensor in enumerate(tensors) if tensor.dtype == dtype]
-            sums = context.all_reduce(tf.distribute.ReduceOp.SUM, [tensors[i] for i in chosen])
-            reduced.update(zip(chosen, sums, strict=True))
-        return [reduced[i] for i in range(len(tensors))]
+        placed = [tf.identity(tensor) for tensor in tensors]
+        return all_reduce_sum(tf.distribute.get_replica_context(), placed)
 
     results = strategy.run(reduce, args=(per_replica(strategy, values),))
     local = [strategy.experimental_local_results(result) for result in results]

@@ -9,9 +9,10 @@ import tensorflow as tf
 
 from tfmultigpu import _bridge
 from tfmultigpu import rows as rows_lib
+from tfmultigpu.accumulation import sum_dtype
 from tfmultigpu.batches import Shards, per_replica
 from tfmultigpu.errors import LossError, TfMultiGpuError
-from tfmultigpu.metrics import build_metrics, update_metrics
+from tfmultigpu.metrics import build_metrics, holds_what_counts, update_metrics
 from tfmultigpu.objectives import Layout, Objective, stack
 from tfmultigpu.outputs import Output
 
@@ -73,7 +74,7 @@ class ReplicaPhase:
         fixed = (weight, tf.cast(shards.global_rows, tf.float64), loss_scale)
         if self._micro_batches == 1:
             return self._local(self._strategy.run(self._replica, args=(shard, None, *fixed)))
-        guess = [(value.shape, _sum_dtype(value.dtype)) for value in self._values()]
+        guess = [(value.shape, sum_dtype(value.dtype)) for value in self._values()]
         guess.append((tf.TensorShape([2]), tf.float32))
         try:
             return self._loop(shard, fixed, guess, len(shards.local))
@@ -115,8 +116,7 @@ class ReplicaPhase:
     def _replica(
         self, shard: Any, micro: Any, weight: Any, global_rows: Any, loss_scale: Any
     ) -> list[tf.Tensor]:
-        first = tf.get_static_value(tf.distribute.get_replica_context().replica_id_in_sync_group)
-        counts: Any = True if weight is None or first == 0 else tf.equal(weight, 1.0)
+        counts = holds_what_counts(weight)
         if micro is not None:
             rows = rows_lib.count_rows(shard)
             part = rows_lib.row_weight(rows, self._micro_batches)
@@ -201,12 +201,8 @@ def _dense(gradient: Any, shape: Any) -> tf.Tensor:
     """A gradient ready to be added: rows of an embedding summed into place, at least float32."""
     gradient = tf.convert_to_tensor(gradient)
     gradient.set_shape(shape)  # A backward pass through a reshape forgets it.
-    summed: tf.Tensor = tf.cast(gradient, _sum_dtype(gradient.dtype))
+    summed: tf.Tensor = tf.cast(gradient, sum_dtype(gradient.dtype))
     return summed
-
-
-def _sum_dtype(dtype: tf.DType) -> tf.DType:
-    return tf.float32 if dtype in (tf.float16, tf.bfloat16) else dtype
 
 
 def _product(dtype: tf.DType, *factors: Any) -> Any:

@@ -229,13 +229,12 @@ class TrainStep:
         values = sum_over_replicas(self.strategy, self._phase(shards, scale))
         if len(values) == 1:
             gradients, logs = self._finish(values[0], rows, scale)
-            self._update(gradients, logs["finite"])
         else:
             args = (per_replica(self.strategy, values), rows, scale)
             gradients, logs = self.strategy.run(self._finish, args=args)
             logs = {k: self.strategy.experimental_local_results(v)[0] for k, v in logs.items()}
-            self._update(gradients, logs["finite"])
         finite = logs.pop("finite")
+        self._update(gradients, finite)
         skipped = tf.zeros([]) if scale is None else 1.0 - tf.cast(finite, tf.float32)
         return {**logs, "skipped": skipped, "loss_scale": tf.ones([]) if scale is None else scale}
 
