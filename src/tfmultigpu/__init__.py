@@ -8,6 +8,7 @@ from importlib import import_module as _import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from tfmultigpu import testing
     from tfmultigpu.accumulation import GradientAccumulator
     from tfmultigpu.clusters import Cluster, cluster_from_environment
     from tfmultigpu.data import ShardedDataset, ShardIterator, distribute_dataset, row_weight
@@ -108,6 +109,7 @@ _NAMES = {
     "updates": ("apply_reduced_gradients",),
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names}
+_MODULES = ("testing",)
 
 __all__ = [
     "Cluster",
@@ -152,11 +154,14 @@ __all__ = [
     "restrict_devices",
     "row_weight",
     "split_device",
+    "testing",
     "visible_devices",
 ]
 
 
 def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return _import_module(f"{__name__}.{name}")
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(_import_module(f"{__name__}.{_HOME[name]}"), name)

@@ -1,0 +1,344 @@
+"""Does training on replicas give what one device gives? The assertion for tests."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfmultigpu.data import distribute_dataset
+from tfmultigpu.errors import TfMultiGpuError
+from tfmultigpu.sources import to_dataset
+from tfmultigpu.steps import make_eval_step, make_predict_step, make_train_step
+from tfmultigpu.strategies import create_strategy
+from tfmultigpu.testing.comparison import (
+    Difference,
+    InvarianceReport,
+    ReplicaInvarianceError,
+    compare,
+)
+from tfmultigpu.testing.one_device import OneDevice, Training
+from tfmultigpu.testing.workers import run_workers
+
+__all__ = ["assert_replica_invariant"]
+
+
+def assert_replica_invariant(
+    build: Callable[[], Training],
+    dataset: Any,
+    *,
+    replicas: int | Sequence[int] = 2,
+    strategy: tf.distribute.Strategy | None = None,
+    workers: int = 0,
+    steps: int | None = None,
+    shares: Sequence[float] | None = None,
+    steps_per_call: int = 1,
+    tolerance: float = 1e-6,
+    tolerances: Mapping[str, float] | None = None,
+    seed: int = 0,
+    predict: bool = True,
+    **options: Any,
+) -> InvarianceReport:
+    """Holds that training on several replicas gives what one device gives.
+
+    The same thing is trained twice on the same global batches: on one device by a plain loop of
+    Keras and TensorFlow, and on replicas by ``make_train_step``. After every step the loss, the
+    gradient norm and every variable of model, optimizer and metrics are compared, at the end also
+    metric results, the loss of ``make_eval_step`` and predictions.
+
+    Args:
+        build: Makes what is trained, a ``Training``. Called once for each side, inside the scope of
+            the strategy and after ``keras.utils.set_random_seed(seed)``.
+        dataset: Global batches: a ``tf.data.Dataset``, or a list of batches ``(x, y)`` or
+            ``(x, y, sample_weight)``. It is read once, and both sides get what it gave.
+        replicas: How many, on the GPUs or logical CPUs that are here (see ``virtual_devices``); or
+            several such numbers, each of which is held to the same one device.
+        strategy: The strategy to use, in place of ``replicas``.
+        workers: Run on that many worker processes on this machine, in place of ``replicas``.
+            ``build`` and ``dataset`` are then sent to them: ``build`` must be a function of a
+            module that can be imported, ``dataset`` such a function too, or a list of arrays.
+        steps: How many batches to use; all where None.
+        shares: Relative share of each global batch per replica.
+        steps_per_call: Above 1, uses ``step.run``, and compares after each call, without losses.
+        tolerance: Largest difference: absolute for values below one, relative above.
+        tolerances: Larger ones for quantities whose name contains a text, such as
+            ``{"Adam": 1e-5}``. Write beside it why.
+        seed: For ``keras.utils.set_random_seed``.
+        predict: Whether to compare evaluation and predictions too.
+        options: For ``make_train_step``: ``micro_batches``, ``jit_compile``, ``loss_scale``.
+
+    Returns:
+        A report of the largest difference of each quantity.
+
+    Raises:
+        ReplicaInvarianceError: Something differs by more than allowed; an ``AssertionError`` that
+            says which variable, after which step, and by how much.
+        TfMultiGpuError: ``build`` returns something else than a ``Training``, or there is no data.
+
+    Example:
+        >>> import keras, numpy as np, tfmultigpu as tmg
+        >>> def build():
+        ...     model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+        ...     return tmg.testing.Training(model, keras.optimizers.SGD(0.1), "mse")
+        >>> rows = np.random.default_rng(0).normal(size=(7, 4)).astype("float32")
+        >>> batches = [(rows[:4, :3], rows[:4, 3:]), (rows[4:, :3], rows[4:, 3:])]
+        >>> tmg.testing.virtual_devices(2)
+        ('CPU:0', 'CPU:1')
+        >>> report = tmg.testing.assert_replica_invariant(build, batches, replicas=2)
+        >>> report.largest.amount < 1e-6
+        True
+    """
+    compared: dict[str, Any] = {
+        "steps": steps,
+        "shares": shares,
+        "steps_per_call": steps_per_call,
+        "tolerance": tolerance,
+        "tolerances": dict(tolerances or {}),
+        "seed": seed,
+        "predict": predict,
+        **options,
+    }
+    if workers:
+        results = run_workers(_in_worker, workers, args=(build, dataset, compared))
+        report: InvarianceReport = results[0].value
+        return report
+    if strategy is not None:
+        strategies = [strategy]
+    else:
+        counts = [replicas] if isinstance(replicas, int) else replicas
+        strategies = [_strategy(count) for count in counts]
+    batches = _batches(dataset() if callable(dataset) else dataset, steps)
+    expected = _on_one_device(build, batches, seed, predict)
+    differences = _Differences(tolerance, dict(tolerances or {}))
+    names = []
+    for one in strategies:
+        names.append(f"{type(one).__name__} with {one.num_replicas_in_sync} replica(s)")
+        _on_replicas(build, batches, one, expected, differences, compared, options)
+        if differences.first:
+            report = _report(names[-1:], batches, differences)
+            raise ReplicaInvarianceError(
+                f"Training on replicas does not give what one device gives.\n{report}"
+            )
+    return _report(names, batches, differences)
+
+
+def _report(where: list[str], batches: list[Any], differences: _Differences) -> InvarianceReport:
+    return InvarianceReport(
+        ", ".join(where),
+        len(batches),
+        differences.tolerance,
+        differences.largest,
+        tuple(differences.first),
+    )
+
+
+def _in_worker(build: Any, dataset: Any, options: dict[str, Any]) -> InvarianceReport:
+    strategy = create_strategy(prefer="multi_worker", fallback=False)
+    return assert_replica_invariant(build, dataset, strategy=strategy, **options)
+
+
+@functools.cache
+def _strategy(replicas: int) -> tf.distribute.Strategy:
+    """One for each number, however often it is asked for: making one takes time and devices."""
+    return create_strategy("mirrored", devices=replicas, fallback=False)
+
+
+class _Differences:
+    """Keeps the largest difference of each quantity, and which were too large first."""
+
+    def __init__(self, tolerance: float, tolerances: Mapping[str, float]) -> None:
+        self.largest: dict[str, Difference] = {}
+        self.first: list[Difference] = []
+        self.tolerance = tolerance
+        self._tolerances = tolerances
+
+    def add(self, quantity: str, step: int, expected: Any, actual: Any) -> None:
+        found = compare(quantity, step, expected, actual)
+        known = self.largest.get(quantity)
+        if known is None or found.amount > known.amount:
+            self.largest[quantity] = found
+        allowed = [limit for text, limit in self._tolerances.items() if text in quantity]
+        too_large = found.amount > max(allowed, default=self.tolerance)
+        if too_large and (not self.first or self.first[0].step == step):
+            self.first.append(found)
+
+
+def _batches(dataset: Any, steps: int | None) -> list[Any]:
+    source = dataset if isinstance(dataset, (list, tuple)) else to_dataset(dataset)
+    batches: list[Any] = []
+    for batch in source:
+        if steps is not None and len(batches) == steps:
+            break
+        batches.append(tf.nest.map_structure(_tensor, batch))
+    if not batches:
+        raise TfMultiGpuError(
+            "There is nothing to train on: the dataset has no batches. Received: "
+            f"{type(dataset).__name__}, steps={steps}."
+        )
+    return batches
+
+
+def _tensor(leaf: Any) -> Any:
+    return leaf if leaf is None or tf.is_tensor(leaf) else tf.convert_to_tensor(leaf)
+
+
+def _build(build: Callable[[], Any], seed: int) -> Training:
+    import keras
+
+    keras.utils.set_random_seed(seed)
+    training = build()
+    if not isinstance(training, Training):
+        raise TfMultiGpuError(
+            "build returns what is trained. Received: "
+            f"{type(training).__name__}. Write return "
+            "tmg.testing.Training(model, optimizer, loss)."
+        )
+    return training
+
+
+def _on_one_device(
+    build: Callable[[], Any], batches: list[Any], seed: int, predict: bool
+) -> dict[str, Any]:
+    """Everything that is compared, as one device gives it: before, after each step, at the end."""
+    training = _build(build, seed)
+    loop = OneDevice(training)
+    loop.build(batches[0])
+    before = _values(training)
+    logs, after = [], []
+    for batch in batches:
+        logs.append({name: value.numpy() for name, value in loop.step(batch).items()})
+        after.append(_values(training))
+    ends = _results(training)
+    if predict:
+        ends |= _outputs(batches, loop.evaluate, loop.predict, training.forward is None)
+    return {"before": before, "logs": logs, "after": after, "ends": ends}
+
+
+def _on_replicas(
+    build: Callable[[], Any],
+    batches: list[Any],
+    strategy: tf.distribute.Strategy,
+    expected: Mapping[str, Any],
+    differences: _Differences,
+    compared: Mapping[str, Any],
+    options: Mapping[str, Any],
+) -> None:
+    with strategy.scope():
+        training = _build(build, compared["seed"])
+    step = make_train_step(
+        training.model,
+        training.optimizer,
+        training.loss,
+        strategy,
+        metrics=training.metrics,
+        weighted_metrics=training.weighted_metrics,
+        loss_weights=training.loss_weights,
+        forward=training.forward,
+        clip_norm=training.clip_norm,
+        **options,
+    )
+    if training.model.built:
+        _compare_values(differences, 0, expected["before"], _values(training), common=True)
+    shares = compared["shares"]
+    data = distribute_dataset(_dataset(batches), strategy, shares=shares)
+    done = 0
+    iterator = iter(data)
+    while done < len(batches):
+        if compared["steps_per_call"] > 1:
+            done += int(step.run(iterator, compared["steps_per_call"])["steps"])
+        else:
+            logs = step(next(iterator))
+            for name, value in expected["logs"][done].items():
+                differences.add(name, done + 1, value, logs[name])
+            done += 1
+        _compare_values(differences, done, expected["after"][done - 1], _values(training))
+        _compare_copies(differences, done, training, strategy)
+    ends = _results(training)
+    if compared["predict"]:
+        evaluate = make_eval_step(
+            training.model,
+            training.loss,
+            strategy,
+            loss_weights=training.loss_weights,
+            forward=training.forward,
+        )
+        predict = make_predict_step(training.model, strategy)
+        ends |= _outputs(
+            batches, lambda batch: evaluate(batch)["loss"], predict, training.forward is None
+        )
+    for name, value in expected["ends"].items():
+        differences.add(name, done, value, ends.get(name))
+
+
+def _dataset(batches: list[Any]) -> tf.data.Dataset[Any]:
+    return to_dataset(lambda: iter(batches))
+
+
+def _values(training: Training) -> dict[str, Any]:
+    return {name: variable.numpy() for name, variable in training.variables().items()}
+
+
+def _results(training: Training) -> dict[str, Any]:
+    metrics = tf.nest.flatten([training.metrics, training.weighted_metrics])
+    return {
+        f"{metric.name}.result() [{i}]": tf.convert_to_tensor(metric.result()).numpy()
+        for i, metric in enumerate(metrics)
+        if metric is not None
+    }
+
+
+def _outputs(
+    batches: list[Any], evaluate: Callable[[Any], Any], predict: Callable[[Any], Any], plain: bool
+) -> dict[str, Any]:
+    """Evaluation and predictions; a forward function may take batches that a model does not."""
+    found = {}
+    for i, batch in enumerate(batches):
+        found[f"evaluated loss of batch {i}"] = evaluate(batch).numpy()
+        for j, part in enumerate(tf.nest.flatten(predict(batch)) if plain else ()):
+            found[f"prediction {j} of batch {i}"] = _array(part)
+    return found
+
+
+def _array(tensor: Any) -> Any:
+    if isinstance(tensor, tf.RaggedTensor):
+        tensor = tensor.to_tensor()
+    return tf.sparse.to_dense(tensor).numpy() if _is_sparse(tensor) else tensor.numpy()
+
+
+def _is_sparse(tensor: Any) -> bool:
+    return isinstance(tensor, tf.SparseTensor)
+
+
+def _compare_values(
+    differences: _Differences,
+    step: int,
+    expected: Mapping[str, Any],
+    actual: Mapping[str, Any],
+    *,
+    common: bool = False,
+) -> None:
+    names, others = list(expected), list(actual)
+    if len(names) != len(others) and not common:
+        raise TfMultiGpuError(
+            "build made other variables the second time, so they cannot be compared. Received: "
+            f"{len(names)} on one device and {len(others)} on replicas: "
+            f"{sorted(set(names) ^ set(others))[:5]}."
+        )
+    # Keras numbers the names of layers through the process, so variables are paired by their order.
+    for name, other in zip(names, others, strict=not common):
+        differences.add(name, step, expected[name], actual[other])
+
+
+def _compare_copies(
+    differences: _Differences, step: int, training: Training, strategy: tf.distribute.Strategy
+) -> None:
+    """The copies of what is trained must be the same on every replica of this process."""
+    for variable in [*training.model.trainable_variables, *training.optimizer.variables]:
+        inner = getattr(variable, "value", variable)
+        first, *others = (copy.numpy() for copy in strategy.experimental_local_results(inner))
+        for other in others:
+            if not np.array_equal(first, other, equal_nan=True):
+                differences.add(f"copies of {variable.path} on replicas", step, first, other)

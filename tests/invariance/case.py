@@ -1,0 +1,77 @@
+"""What the cases of this folder have in common: a name, what is trained, on what, how exactly."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import numpy as np
+
+import tfmultigpu as tmg
+
+EXACT = 1e-6
+# Seven rows, one (fewer than any number of replicas), two, and sizes that nothing divides.
+SIZES = (7, 1, 9, 2, 5)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One cell of the table: the same training on one device and on replicas.
+
+    Attributes:
+        name: What it shows, in a few words.
+        build: Makes what is trained.
+        batches: Global batches, arrays.
+        reason: Why a tolerance is larger than ``EXACT``; without one it may not be.
+        replicas: The numbers of replicas of one process.
+        workers: Whether two worker processes train it too.
+        options: For ``assert_replica_invariant``.
+    """
+
+    name: str
+    build: Callable[[], tmg.testing.Training]
+    batches: list[Any]
+    reason: str = ""
+    replicas: tuple[int, ...] = (2, 3)
+    workers: bool = True
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        allowed = [
+            self.options.get("tolerance", EXACT),
+            *self.options.get("tolerances", {}).values(),
+        ]
+        assert max(allowed) <= EXACT or self.reason, f"{self.name}: say why {max(allowed):.0e}"
+
+    def hold(self, **where: Any) -> tmg.testing.InvarianceReport:
+        where = where or {"replicas": self.replicas}
+        return tmg.testing.assert_replica_invariant(
+            self.build, self.batches, **{**self.options, **where}
+        )
+
+
+def cut(*arrays: Any, sizes: Iterable[int] = SIZES) -> list[Any]:
+    """Batches ``(x, y, ...)`` of these sizes; each array, or dict or tuple of arrays, is cut."""
+    batches, start = [], 0
+    for size in sizes:
+        batches.append(tuple(_rows(array, start, start + size) for array in arrays))
+        start += size
+    return batches
+
+
+def _rows(arrays: Any, start: int, stop: int) -> Any:
+    if isinstance(arrays, dict):
+        return {name: _rows(array, start, stop) for name, array in arrays.items()}
+    if isinstance(arrays, tuple):
+        return tuple(_rows(array, start, stop) for array in arrays)
+    assert stop <= len(arrays), f"only {len(arrays)} rows for batches of {stop}"
+    return arrays[start:stop]
+
+
+def normal(*shape: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).normal(size=shape).astype("float32")
+
+
+def integers(high: int, *shape: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, high, shape)
