@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import pickle
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -102,7 +103,7 @@ def assert_replica_invariant(
         **options,
     }
     if workers:
-        results = run_workers(_in_worker, workers, args=(build, dataset, compared))
+        results = run_workers(_in_worker, workers, args=(pickle.dumps((build, dataset)), compared))
         report: InvarianceReport = results[0].value
         return report
     if strategy is not None:
@@ -135,8 +136,10 @@ def _report(where: list[str], batches: list[Any], differences: _Differences) -> 
     )
 
 
-def _in_worker(build: Any, dataset: Any, options: dict[str, Any]) -> InvarianceReport:
+def _in_worker(pickled: bytes, options: dict[str, Any]) -> InvarianceReport:
+    # Before the user's module is imported, which may start TensorFlow's devices.
     strategy = create_strategy(prefer="multi_worker", fallback=False)
+    build, dataset = pickle.loads(pickled)
     return assert_replica_invariant(build, dataset, strategy=strategy, **options)
 
 

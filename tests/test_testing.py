@@ -1,0 +1,339 @@
+"""The tools for users' tests: they pass what is right, and name what is wrong."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import signal
+import time
+from pathlib import Path
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfmultigpu as tmg
+from tfmultigpu.testing import Training, assert_replica_invariant, run_workers, virtual_devices
+from tfmultigpu.testing.comparison import compare
+
+_random = np.random.default_rng(0)
+X = _random.normal(size=(17, 3)).astype("float32")
+Y = _random.normal(size=(17, 2)).astype("float32")
+BATCHES = [(X[:5], Y[:5]), (X[5:6], Y[5:6]), (X[6:], Y[6:])]
+
+
+def build() -> Training:
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2, name="dense")])
+    optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
+    error = keras.metrics.MeanAbsoluteError(name="error")
+    return Training(model, optimizer, "mse", metrics=[error])
+
+
+# The assertion: what is right -----------------------------------------------------------------
+
+
+def test_the_report_has_every_quantity() -> None:
+    report = assert_replica_invariant(build, BATCHES, replicas=(2, 4))
+    assert report.steps == 3
+    assert report.first == ()
+    assert report.largest is not None
+    assert report.largest.amount <= 1e-6
+    wanted = ["loss", "gradient_norm", "dense/kernel", "momentum", "iteration", "error/total"]
+    wanted += [r"error\.result\(\)", "evaluated loss of batch 2", "prediction 0 of batch 1"]
+    for quantity in wanted:
+        assert any(re.search(quantity, name) for name in report.differences), quantity
+    assert "MirroredStrategy with 2 replica(s), MirroredStrategy with 4 replica(s)" in str(report)
+    assert "Equal to the bit:" in str(report)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"micro_batches": 2},
+        {"shares": (3, 1)},
+        {"steps_per_call": 2},
+        {"jit_compile": True},
+        {"loss_scale": "dynamic"},
+        {"steps": 1},
+        {"predict": False},
+    ],
+    ids=str,
+)
+def test_options_of_the_step(options: dict) -> None:
+    assert_replica_invariant(build, BATCHES, **options)
+
+
+def test_a_dataset_is_read_once_so_that_both_sides_get_the_same() -> None:
+    shuffled = tf.data.Dataset.from_tensor_slices((X, Y)).shuffle(17).batch(4)
+    assert assert_replica_invariant(build, shuffled).steps == 5
+
+
+def test_a_strategy_of_the_users() -> None:
+    strategy = tmg.create_strategy(devices=3)
+    report = assert_replica_invariant(build, BATCHES, strategy=strategy)
+    assert report.where == "MirroredStrategy with 3 replica(s)"
+
+
+def test_several_outputs_and_a_model_that_is_built_by_its_first_batch() -> None:
+    class TwoHeads(keras.Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.left = keras.layers.Dense(2)
+            self.right = keras.layers.Dense(1, kernel_regularizer="l2")
+
+        def call(self, x):
+            return {"left": self.left(x), "right": self.right(x)}
+
+    def build() -> Training:
+        return Training(
+            TwoHeads(),
+            keras.optimizers.SGD(0.1),
+            {"left": "mse", "right": keras.losses.Huber(reduction="sum")},
+            loss_weights={"left": 0.5, "right": 2.0},
+            metrics={"left": [keras.metrics.MeanSquaredError()]},
+            weighted_metrics={"right": [keras.metrics.MeanAbsoluteError()]},
+            clip_norm=0.5,
+        )
+
+    weight = {"left": X[:, 0] ** 2, "right": X[:, 1] ** 2}
+    whole = (X, {"left": Y, "right": Y[:, :1]}, weight)
+    batches = [
+        tf.nest.map_structure(lambda array, a=a, b=b: array[a:b], whole)
+        for a, b in ((0, 9), (9, 10))
+    ]
+    report = assert_replica_invariant(build, batches, replicas=(2, 3))
+    assert "prediction 1 of batch 1" in report.differences
+
+
+def test_forward_in_place_of_a_loss() -> None:
+    def forward(model, batch, training):
+        x, y = batch
+        values = tf.reduce_sum(tf.square(model(x, training=training) - y), axis=-1)
+        importance = 1.0 + x[:, 0] ** 2
+        return tmg.LossSum(tf.reduce_sum(values * importance), tf.reduce_sum(importance))
+
+    def with_forward() -> Training:
+        return dataclasses.replace(build(), loss=None, metrics=(), forward=forward)
+
+    assert_replica_invariant(with_forward, BATCHES)
+
+
+# The assertion: what is wrong ---------------------------------------------------------------------
+
+
+def failure(*args: object, **options: object) -> str:
+    with pytest.raises(tmg.testing.ReplicaInvarianceError) as caught:
+        assert_replica_invariant(*args, **options)
+    assert isinstance(caught.value, AssertionError)
+    return str(caught.value)
+
+
+def test_what_differs_first_is_named_with_its_step_and_size() -> None:
+    class Drifting(keras.optimizers.SGD):
+        """From its third step on, replicas that are not the first go a way of their own."""
+
+        def update_step(self, gradient, variable, learning_rate):
+            copy = getattr(variable, "device", "").endswith(":1")
+            error = tf.cast(self.iterations >= 2, tf.float32) if copy else 0.0
+            super().update_step(gradient + error, variable, learning_rate)
+
+    def drifting() -> Training:
+        return dataclasses.replace(build(), optimizer=Drifting(0.1))
+
+    text = failure(drifting, BATCHES)
+    assert "does not give what one device gives" in text
+    assert "First differences, after step 3:" in text
+    assert re.search(
+        r"copies of \S*dense/kernel on replicas\[\d, \d\]: \S+ instead of \S+, off by", text
+    )
+
+
+def test_unsynchronized_statistics_are_found() -> None:
+    def local() -> Training:
+        model = keras.Sequential([keras.Input((3,)), keras.layers.BatchNormalization(name="norm")])
+        return Training(model, keras.optimizers.SGD(0.1), "mse")
+
+    with pytest.warns(tmg.ReplicaDependenceWarning):
+        text = failure(local, [(X, Y[:, :1] * np.ones(3, "float32"))])
+    assert "First differences, after step 1:" in text
+    assert re.search(r"  loss: \S+ instead of \S+, off by \d", text)
+    assert "norm/gamma" in text
+
+
+def test_a_build_that_is_not_the_same_twice() -> None:
+    rates = iter([0.1, 0.2])
+
+    def other() -> Training:
+        return dataclasses.replace(build(), optimizer=keras.optimizers.SGD(next(rates)))
+
+    text = failure(other, BATCHES)
+    assert "First differences, after step 0:" in text
+    assert "learning_rate: 0.2 instead of 0.1, off by 1.0e-01" in text
+
+
+def test_tolerances_are_by_name() -> None:
+    rates = [0.1, 0.1001] * 2
+
+    def other() -> Training:
+        return dataclasses.replace(build(), optimizer=keras.optimizers.SGD(rates.pop()))
+
+    assert "learning_rate" in failure(other, BATCHES, tolerance=1e-5)
+    loose = {"learning_rate": 1e-3, "kernel": 1e-3, "bias": 1e-3, "loss": 1e-3}
+    loose |= {"norm": 1e-3, "error": 1e-3, "prediction": 1e-3}
+    assert_replica_invariant(other, BATCHES, tolerances=loose)
+
+
+def test_a_build_that_returns_something_else() -> None:
+    with pytest.raises(
+        tmg.TfMultiGpuError, match=r"Received: Sequential\. Write return tmg\.testing"
+    ):
+        assert_replica_invariant(lambda: build().model, BATCHES)
+
+
+def test_a_build_that_makes_other_variables() -> None:
+    units = iter([1, 0])
+
+    def other() -> Training:
+        extra = [keras.layers.Dense(2)] * next(units)
+        model = keras.Sequential([*extra, keras.layers.Dense(2)])
+        return Training(model, keras.optimizers.SGD(0.1), "mse")
+
+    with pytest.raises(tmg.TfMultiGpuError, match="build made other variables the second time"):
+        assert_replica_invariant(other, BATCHES)
+
+
+@pytest.mark.parametrize("nothing", [[], tf.data.Dataset.range(0).batch(2)], ids=["list", "data"])
+def test_no_data(nothing: object) -> None:
+    with pytest.raises(tmg.TfMultiGpuError, match="the dataset has no batches"):
+        assert_replica_invariant(build, nothing)
+
+
+def test_more_replicas_than_devices() -> None:
+    with pytest.raises(tmg.DeviceNotFoundError):
+        assert_replica_invariant(build, BATCHES, replicas=9)
+
+
+# Comparing ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("expected", "actual", "amount", "place"),
+    [
+        ([1.0, 2.0], [1.0, 2.0], 0.0, (0,)),
+        ([0.5, 0.5], [0.5, 0.75], 0.25, (1,)),
+        ([4.0], [5.0], 0.25, (0,)),
+        ([np.nan, 1.0], [np.nan, 1.0], 0.0, (0,)),
+        ([np.nan], [1.0], np.inf, (0,)),
+        ([np.inf], [np.inf], 0.0, (0,)),
+        ([np.inf], [-np.inf], np.inf, (0,)),
+        ([1.0], [np.inf], np.inf, (0,)),
+        ([b"a", b"b"], [b"a", b"c"], np.inf, (1,)),
+        ([True], [True], 0.0, (0,)),
+        ([1, 2], [1, 4], 1.0, (1,)),
+        ([1.0, 2.0], [[1.0, 2.0]], np.inf, ()),
+        ([], [], 0.0, ()),
+        (3.0, 3.0, 0.0, ()),
+    ],
+)
+def test_compare(expected: object, actual: object, amount: float, place: tuple) -> None:
+    found = compare("it", 1, np.array(expected), np.array(actual))
+    assert found.amount == amount
+    assert found.place == place
+
+
+# Devices ------------------------------------------------------------------------------------------
+
+
+def test_virtual_devices_that_are_there() -> None:
+    assert virtual_devices(2) == ("CPU:0", "CPU:1")
+    assert len(virtual_devices(8)) == 8
+
+
+def test_virtual_devices_too_late_or_too_few() -> None:
+    tf.config.list_logical_devices()
+    with pytest.raises(tmg.DevicesInitializedError, match="parts=9"):
+        virtual_devices(9)
+    with pytest.raises(ValueError, match="at least 1"):
+        virtual_devices(0)
+
+
+# Workers ------------------------------------------------------------------------------------------
+
+
+def greet(name: str) -> str:
+    print("working")
+    return f"{name} {os.environ.get('TF_CONFIG', 'alone')}"
+
+
+def fail_second() -> None:
+    if '"index": 1' in os.environ["TF_CONFIG"]:
+        print("about to fail")
+        raise ValueError("the second worker's own error")
+    time.sleep(60)
+
+
+def kill_itself() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_function_in_workers() -> None:
+    first, second = run_workers(greet, 2, args=["hello"])
+    assert (first.index, second.index) == (0, 1)
+    assert first.output.endswith("working\n")
+    assert first.value.startswith('hello {"cluster": {"worker": ["127.0.0.1:')
+    assert '"index": 1' in second.value
+
+
+def test_one_worker_has_no_cluster() -> None:
+    assert run_workers(greet, 1, args=["hello"])[0].value == "hello alone"
+
+
+def test_a_script_in_workers(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("import os, sys; print(sys.argv[1], os.environ['FLAVOUR'])")
+    results = run_workers(script, 2, args=[3], environment={"FLAVOUR": "sweet"})
+    assert [result.output for result in results] == ["3 sweet\n"] * 2
+    assert [result.value for result in results] == [None, None]
+
+
+def test_the_first_worker_to_fail_is_named_and_the_others_are_stopped() -> None:
+    start = time.monotonic()
+    with pytest.raises(tmg.testing.WorkerFailedError) as caught:
+        run_workers(fail_second, 2)
+    assert time.monotonic() - start < 30
+    text = str(caught.value)
+    assert text.startswith("Worker 1 of 2 ended with code 1.")
+    assert "about to fail" in text
+    assert "ValueError: the second worker's own error" in text
+
+
+def test_a_worker_that_is_killed() -> None:
+    with pytest.raises(tmg.testing.WorkerFailedError, match="Worker 0 of 1 was ended by SIGKILL"):
+        run_workers(kill_itself, 1)
+
+
+def test_a_worker_that_does_not_end(tmp_path: Path) -> None:
+    script = tmp_path / "sleep.py"
+    script.write_text("import os, time; print(os.getpid(), flush=True); time.sleep(600)")
+    with pytest.raises(tmg.testing.WorkerFailedError) as caught:
+        run_workers(script, 1, timeout=2.0)
+    text = str(caught.value)
+    assert "Worker 0 of 1 did not end within 2 seconds and was stopped." in text
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(text.splitlines()[-1]), 0)
+
+
+def test_what_cannot_be_run_in_workers() -> None:
+    with pytest.raises(ValueError, match=r"Move it to the top level of a module"):
+        run_workers(lambda: None)
+    with pytest.raises(ValueError, match=r"at least one worker. Received: workers=0"):
+        run_workers(greet, 0)
+
+
+@pytest.mark.slow
+def test_the_assertion_in_workers() -> None:
+    report = assert_replica_invariant(build, BATCHES, workers=2)
+    assert "with 2 replica(s)" in report.where
+    assert report.largest is not None
