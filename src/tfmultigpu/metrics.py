@@ -9,6 +9,12 @@ from typing import Any
 import tensorflow as tf
 
 from tfmultigpu import _bridge
+from tfmultigpu.additivity import (
+    check_adds,
+    check_starts_at_zero,
+    is_from_keras,
+    warn_unknown,
+)
 from tfmultigpu.errors import MetricError
 from tfmultigpu.outputs import Output, match_metrics, match_outputs, unpack_batch
 from tfmultigpu.scopes import check_scope, symbolic
@@ -57,7 +63,10 @@ def check_metrics(metrics: Any, strategy: tf.distribute.Strategy) -> None:
 def build_metrics(
     metrics: Any, model: Any, batch_spec: Any, strategy: tf.distribute.Strategy
 ) -> None:
-    """Creates the variables of metrics that wait for shapes, such as ``F1Score``, in the scope.
+    """Readies metrics for the shapes of a batch, before the first of them is traced.
+
+    Metrics that wait for shapes, such as ``F1Score``, get their variables, in the scope. For
+    several replicas, metrics that are not of Keras are tried on made-up batches.
 
     Args:
         metrics: Metrics as ``match_metrics`` takes them.
@@ -66,27 +75,48 @@ def build_metrics(
         strategy: The strategy.
 
     Raises:
-        MetricError: A metric cannot be built from the shapes of the labels and predictions.
+        MetricError: A metric cannot be built from the shapes of the labels and predictions, or
+            keeps a state that is not a sum over rows.
     """
-    waiting = [m for m in tf.nest.flatten(metrics) if m is not None and _bridge.waits_for_shapes(m)]
-    if not waiting:
+    given = [metric for metric in tf.nest.flatten(metrics) if metric is not None]
+    waiting = [metric for metric in given if _bridge.waits_for_shapes(metric)]
+    unknown = [
+        metric
+        for metric in given
+        if strategy.num_replicas_in_sync > 1 and not is_from_keras(metric)
+    ]
+    if not waiting and not unknown:
         return
-    x, y_true, _ = unpack_batch(batch_spec)
-    y_pred = model(symbolic(x))
-    outputs = match_outputs(y_true, y_pred, None, None, names=getattr(model, "output_names", None))
+    x, y_true, weight = unpack_batch(batch_spec)
+    try:
+        y_pred = model(symbolic(x))
+    except Exception as error:  # A model that only takes tensors may raise anything.
+        if waiting:
+            raise
+        for metric in unknown:
+            warn_unknown(metric, f"the model does not run on shapes alone ({error})")
+        return
+    names = getattr(model, "output_names", None)
+    outputs = match_outputs(y_true, y_pred, weight, None, names=names)
     for metric, output in match_metrics(metrics, outputs):
-        if not any(metric is one for one in waiting):
-            continue
-        try:
-            with strategy.scope():
-                metric.update_state(_zeros(output.y_true), _zeros(output.y_pred))
-                metric.reset_state()
-        except (TypeError, ValueError) as error:
-            raise MetricError(
-                f"The metric {metric.name!r} makes its variables only when it is updated, which is "
-                f"too late on replicas, and an update of zeros failed: {error} Create the "
-                "variables in its __init__."
-            ) from error
+        if any(metric is one for one in waiting):
+            _build(metric, output, strategy)
+        if any(metric is one for one in unknown):
+            check_adds(metric, output.y_true, output.y_pred, output.sample_weight)
+            check_starts_at_zero(metric, strategy)
+
+
+def _build(metric: Any, output: Output, strategy: tf.distribute.Strategy) -> None:
+    try:
+        with strategy.scope():
+            metric.update_state(_zeros(output.y_true), _zeros(output.y_pred))
+            metric.reset_state()
+    except (TypeError, ValueError) as error:
+        raise MetricError(
+            f"The metric {metric.name!r} makes its variables only when it is updated, which is "
+            f"too late on replicas, and an update of zeros failed: {error} Create the "
+            "variables in its __init__."
+        ) from error
 
 
 def _zeros(spec: Any) -> tf.Tensor:

@@ -1,0 +1,556 @@
+"""Metrics that are not sums over rows are refused on several replicas, all others are exact."""
+
+from __future__ import annotations
+
+import inspect
+import time
+import warnings
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from one_device import cut, strategy_of
+
+import tfmultigpu as tmg
+from tfmultigpu.additivity import check_adds, is_from_keras
+
+SIZES = (7, 2, 16, 1, 3, 3)
+_random = np.random.default_rng(17)
+X = _random.normal(size=(32, 4)).astype("float32")
+Y = _random.uniform(size=(32, 3)).astype("float32").round()
+W = _random.uniform(0.2, 2.0, 32).astype("float32")
+
+
+def model_of(classes: int = 3) -> keras.Model:
+    keras.utils.set_random_seed(1)
+    return keras.Sequential([keras.Input((4,)), keras.layers.Dense(classes, "sigmoid")])
+
+
+def step_of(replicas, metric, *, kind="train", **options):
+    """A step with a metric made by ``metric()`` in the scope."""
+    strategy = strategy_of(replicas)
+    with strategy.scope():
+        model, made, optimizer = model_of(), metric(), keras.optimizers.SGD(0.0)
+    options = options or {"metrics": [made]}
+    options = {name: [made] if value is None else value for name, value in options.items()}
+    if kind == "eval":
+        return tmg.make_eval_step(model, "mse", strategy, **options), model, made
+    step = tmg.make_train_step(model, optimizer, "mse", strategy, **options)
+    return step, model, made
+
+
+class Own(keras.metrics.Metric):
+    """A metric with one variable, whose new value is ``new(old value, labels, predictions)``."""
+
+    def __init__(self, new=None, initializer="zeros", dtype="float32", name="mine"):
+        super().__init__(name=name)
+        self.new = new
+        self.state = self.add_variable((), initializer, dtype=dtype, name="state")
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        self.state.assign(tf.cast(self.new(self.state.value, y_true, y_pred), self.state.dtype))
+
+    def result(self):
+        return self.state + 0
+
+
+def sum_of_errors(old, y, p):
+    return old + tf.reduce_sum(tf.abs(y - p))
+
+
+# What is refused ----------------------------------------------------------------------------------
+
+NO_SUMS = {
+    "max": lambda old, y, p: tf.maximum(old, tf.reduce_max(p)),
+    "max of errors": lambda old, y, p: tf.maximum(old, tf.reduce_max(tf.abs(y - p))),
+    "min": lambda old, y, p: tf.minimum(old, tf.reduce_min(p)),
+    "last": lambda old, y, p: tf.reduce_mean(p),
+    "exponential average": lambda old, y, p: 0.9 * old + 0.1 * tf.reduce_sum(p),
+    "product": lambda old, y, p: old * (1.0 + tf.reduce_mean(p)),
+    "max of a thousand": lambda old, y, p: tf.maximum(old, 1000.0 * tf.reduce_max(p)),
+}
+NO_SUMS_OVER_ROWS = {
+    "batches": lambda old, y, p: old + 1.0,
+    "means of batches": lambda old, y, p: old + tf.reduce_mean(p),
+    "squared sum of a batch": lambda old, y, p: old + tf.reduce_sum(p) ** 2,
+}
+
+
+@pytest.mark.parametrize("replicas", [2, 3])
+@pytest.mark.parametrize("name", NO_SUMS)
+def test_what_is_no_sum_is_refused(name, replicas):
+    step, _, made = step_of(replicas, lambda: Own(NO_SUMS[name]))
+    with pytest.raises(tmg.MetricError) as caught:
+        step((X, Y))
+    message = str(caught.value)
+    assert "Received: 'mine', whose variable 'mine/state' is no sum: one and the same" in message
+    assert "where it is 0, and " in message
+    assert "Keep sums and counts over the rows: self.total.assign_add(" in message
+    assert "divide in result()" in message
+    assert float(made.result()) == 0.0
+    with pytest.raises(tmg.MetricError):
+        step((X, Y))  # and at the second attempt
+
+
+@pytest.mark.parametrize("name", NO_SUMS_OVER_ROWS)
+def test_what_is_no_sum_over_rows_is_refused(name):
+    step, _, _ = step_of(2, lambda: Own(NO_SUMS_OVER_ROWS[name]))
+    with pytest.raises(tmg.MetricError, match="is no sum over rows: two rows in one batch add"):
+        step((X, Y))
+
+
+def test_the_message_of_a_batch_counter_has_its_numbers():
+    step, _, _ = step_of(2, lambda: Own(NO_SUMS_OVER_ROWS["batches"]))
+    with pytest.raises(
+        tmg.MetricError, match=r"in one batch add 1 to it, and one after .* other 2"
+    ):
+        step((X, Y))
+
+
+class RunningMean(keras.metrics.Metric):
+    def __init__(self):
+        super().__init__(name="running")
+        self.mean = self.add_weight(name="mean", initializer="zeros")
+        self.rows = self.add_weight(name="rows", initializer="zeros")
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        self.rows.assign_add(tf.cast(tf.shape(y_pred)[0], "float32"))
+        self.mean.assign_add(tf.reduce_sum(tf.reduce_mean(y_pred, -1) - self.mean) / self.rows)
+
+    def result(self):
+        return self.mean + 0.0
+
+
+@pytest.mark.parametrize("kind", ["train", "eval"])
+@pytest.mark.parametrize("way", ["metrics", "weighted_metrics"])
+def test_a_running_mean_is_refused_by_every_step(kind, way):
+    step, _, _ = step_of(2, RunningMean, kind=kind, **{way: None})
+    with pytest.raises(tmg.MetricError, match="'running', whose variable 'running/mean' is no sum"):
+        step((X, Y, W))
+
+
+def test_a_step_of_many_batches_refuses_as_well():
+    step, _, _ = step_of(2, lambda: Own(NO_SUMS["max"]))
+    data = tmg.distribute_dataset((X, Y), step.strategy, batch_size=8)
+    with pytest.raises(tmg.MetricError, match="is no sum"):
+        step.run(iter(data), 2)
+
+
+def test_a_maximum_inside_another_metric():
+    class Outer(keras.metrics.Metric):
+        def __init__(self):
+            super().__init__(name="outer")
+            self.inner = Own(NO_SUMS["max"], name="inner")
+
+        def update_state(self, y_true, y_pred, sample_weight=None):
+            self.inner.update_state(y_true, y_pred)
+
+        def result(self):
+            return self.inner.result()
+
+    step, _, _ = step_of(2, Outer)
+    with pytest.raises(tmg.MetricError, match="'outer', whose variable 'inner/state' is no sum"):
+        step((X, Y))
+
+
+def test_a_function_that_is_a_mean_over_the_batch():
+    def batch_error(y_true, y_pred):
+        return tf.reduce_mean(tf.abs(y_true - y_pred))
+
+    step, _, _ = step_of(2, lambda: keras.metrics.MeanMetricWrapper(batch_error, name="error"))
+    with pytest.raises(tmg.MetricError, match=r"'error', whose variable .* is no sum over rows"):
+        step((X, Y))
+
+
+def test_a_state_that_cannot_be_added():
+    seen = lambda old, y, p: old | tf.reduce_any(p > 2.0)  # noqa: E731
+    step, _, _ = step_of(2, lambda: Own(seen, dtype="bool"))
+    with pytest.raises(tmg.MetricError, match="is of type bool, which cannot be added"):
+        step((X, Y))
+
+
+class FromOne(Own):
+    def __init__(self, name="from_one", dtype="float32"):
+        super().__init__(sum_of_errors, initializer="ones", name=name)
+
+
+class FromOneNoArguments(FromOne):
+    def __init__(self):
+        super().__init__()
+
+
+class FromAnything(Own):
+    def __init__(self, start):
+        super().__init__(sum_of_errors, keras.initializers.Constant(start), name="anything")
+
+
+@pytest.mark.parametrize("metric", [FromOne, FromOneNoArguments])
+def test_a_state_that_does_not_start_at_zero(metric):
+    step, _, _ = step_of(3, metric)
+    with pytest.raises(tmg.MetricError) as caught:
+        step((X, Y))
+    message = str(caught.value)
+    assert "'from_one/state' of 'from_one', which starts at 1 on each of 3 replicas" in message
+    assert "initializer='zeros'" in message
+
+
+def test_a_start_that_cannot_be_found_out_is_spoken_of():
+    step, _, _ = step_of(2, lambda: FromAnything(2.0))
+    with pytest.warns(tmg.ReplicaDependenceWarning, match=r"'anything'.*is not zero.*reset_state"):
+        step((X, Y))
+
+
+def test_a_metric_in_use_is_not_taken_for_one_that_starts_elsewhere():
+    class Errors(Own):
+        def __init__(self):
+            super().__init__(sum_of_errors)
+
+    strategy = strategy_of(2)
+    with strategy.scope():
+        model, metric = model_of(), Errors()
+    truth = Errors()
+    for _ in range(2):  # the second step finds what the first left behind
+        step = tmg.make_eval_step(model, "mse", strategy, metrics=[metric])
+        for x, y in cut((X, Y), SIZES):
+            step((x, y))
+            truth.update_state(y, model(x))
+    metric.state.assign(metric.state.value)  # as a checkpoint does: the same on each replica
+    tmg.make_eval_step(model, "mse", strategy, metrics=[metric])((X, Y))
+    truth.update_state(Y, model(X))
+    np.testing.assert_allclose(float(metric.result()), float(truth.result()), rtol=1e-6)
+
+
+def test_one_replica_takes_any_metric():
+    step, model, made = step_of(1, lambda: Own(NO_SUMS["max"]))
+    step((X, Y))
+    assert float(made.result()) == pytest.approx(float(np.max(model(X))), rel=1e-6)
+
+
+def test_a_metric_that_cannot_be_tried_is_spoken_of():
+    class Picky(Own):
+        def update_state(self, y_true, y_pred, sample_weight=None):
+            if y_pred.shape[0] is not None:
+                raise RuntimeError("only inside a step\nand nowhere else")
+            super().update_state(y_true, y_pred)
+
+    step, _, _ = step_of(2, lambda: Picky(sum_of_errors))
+    text = r"'mine' can be added .* not found out: RuntimeError: only inside a step\. If it keeps"
+    with pytest.warns(tmg.ReplicaDependenceWarning, match=text):
+        step((X, Y))
+
+
+def test_a_state_that_keras_does_not_know_is_left_alone_and_spoken_of():
+    class Raw(Own):
+        def __init__(self):
+            super().__init__(sum_of_errors)
+            self.raw = tf.Variable(
+                0.0,
+                aggregation=tf.VariableAggregation.SUM,
+                synchronization=tf.VariableSynchronization.ON_READ,
+            )
+
+        def update_state(self, y_true, y_pred, sample_weight=None):
+            super().update_state(y_true, y_pred)
+            self.raw.assign_add(tf.cast(tf.shape(y_pred)[0], tf.float32))
+
+    step, _, made = step_of(2, Raw)
+    with pytest.warns(tmg.ReplicaDependenceWarning, match=r"keeps a tf\.Variable.*add_variable"):
+        step((X, Y))
+    assert float(made.raw.numpy()) == len(X)
+
+
+# What is accepted, and exact ----------------------------------------------------------------------
+
+
+class Confusion(keras.metrics.Metric):
+    def __init__(self):
+        super().__init__(name="confusion")
+        self.matrix = self.add_variable((3, 3), "zeros", dtype="int32", name="matrix")
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        found = tf.math.confusion_matrix(tf.argmax(y_true, -1), tf.argmax(y_pred, -1), 3)
+        self.matrix.assign_add(tf.cast(found, "int32"))
+
+    def result(self):
+        return tf.linalg.trace(self.matrix.value) / tf.reduce_sum(self.matrix.value)
+
+
+class Weighted(keras.metrics.Metric):
+    """Cannot do without sample weights."""
+
+    def __init__(self):
+        super().__init__(name="weighted")
+        self.total = self.add_variable((), "zeros", dtype="float64", name="total")
+        self.weight = self.add_variable((), "zeros", dtype="float64", name="weight")
+
+    def update_state(self, y_true, y_pred, sample_weight):
+        errors = tf.reduce_sum(tf.abs(y_true - y_pred), -1)
+        self.total.assign_add(tf.cast(tf.reduce_sum(errors * sample_weight), tf.float64))
+        self.weight.assign(self.weight + tf.cast(tf.reduce_sum(sample_weight), tf.float64))
+
+    def result(self):
+        return self.total / self.weight
+
+
+def errors(y_true, y_pred):
+    return tf.reduce_mean(tf.square(y_true - y_pred), axis=-1)
+
+
+EXACT = {
+    "sum by assign": lambda: Own(sum_of_errors),
+    "unsigned": lambda: Own(
+        lambda old, y, p: old + tf.cast(tf.math.count_nonzero(p > 0.5), old.dtype), dtype="uint32"
+    ),
+    "confusion matrix": Confusion,
+    "wrapped function": lambda: keras.metrics.MeanMetricWrapper(errors),
+    "AUC": lambda: keras.metrics.AUC(num_thresholds=20),
+    "AUC by label": lambda: keras.metrics.AUC(num_thresholds=20, multi_label=True, num_labels=3),
+    "F1Score": lambda: keras.metrics.F1Score(threshold=0.5, average="macro"),
+    "R2Score": keras.metrics.R2Score,
+    "OneHotMeanIoU": lambda: keras.metrics.OneHotMeanIoU(3),
+    "TopK": lambda: keras.metrics.TopKCategoricalAccuracy(k=2),
+    "Precision": lambda: keras.metrics.Precision(thresholds=[0.3, 0.5, 0.7]),
+    "Recall": lambda: keras.metrics.Recall(thresholds=[0.3, 0.5, 0.7]),
+    "SpecificityAtSensitivity": lambda: keras.metrics.SpecificityAtSensitivity(0.5),
+    "MeanSquaredError": keras.metrics.MeanSquaredError,
+    "RootMeanSquaredError": keras.metrics.RootMeanSquaredError,
+    "CosineSimilarity": keras.metrics.CosineSimilarity,
+}
+WEIGHTED = {
+    "cannot do without": Weighted,
+    "AUC": lambda: keras.metrics.AUC(num_thresholds=20),
+    "wrapped function": lambda: keras.metrics.MeanMetricWrapper(errors),
+    "R2Score": keras.metrics.R2Score,
+}
+
+
+def hold_metrics(replicas, makers, way, batches):
+    """Evaluates by one step with all metrics, and holds each to one device's."""
+    strategy = strategy_of(replicas)
+    with strategy.scope():
+        model, made = model_of(), [make() for make in makers.values()]
+    truth = [make() for make in makers.values()]
+    step = tmg.make_eval_step(model, "mse", strategy, **{way: made})
+    for batch in batches:
+        step(batch)
+        weight = {"sample_weight": batch[2]} if way == "weighted_metrics" else {}
+        for metric in truth:
+            metric.update_state(batch[1], model(batch[0]), **weight)
+    for name, metric, expected in zip(makers, made, truth, strict=True):
+        result = np.asarray(expected.result())
+        assert np.all(np.isfinite(result)), name
+        assert np.any(result != 0), name
+        np.testing.assert_allclose(
+            np.asarray(metric.result()), result, rtol=1e-6, atol=1e-6, err_msg=name
+        )
+
+
+@pytest.mark.parametrize("replicas", [2, 3])
+def test_sums_are_those_of_one_device(replicas):
+    hold_metrics(replicas, EXACT, "metrics", cut((X, Y), SIZES))
+
+
+@pytest.mark.parametrize("replicas", [2, 3])
+def test_weighted_sums_are_those_of_one_device(replicas):
+    hold_metrics(replicas, WEIGHTED, "weighted_metrics", cut((X, Y, W), SIZES))
+
+
+def test_intersection_over_union_of_class_numbers():
+    strategy = strategy_of(3)
+    with strategy.scope():
+        keras.utils.set_random_seed(1)
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3, "softmax")])
+        made = keras.metrics.MeanIoU(3, sparse_y_pred=False)
+    truth = keras.metrics.MeanIoU(3, sparse_y_pred=False)
+    step = tmg.make_eval_step(model, None, strategy, metrics=[made])
+    for x, y in cut((X, np.argmax(Y, -1)), SIZES):
+        step((x, y))
+        truth.update_state(y, model(x))
+    assert 0.0 < float(truth.result()) < 1.0
+    assert float(made.result()) == pytest.approx(float(truth.result()), abs=1e-6)
+
+
+CLASSES = {
+    name: one
+    for name, one in vars(keras.metrics).items()
+    if inspect.isclass(one) and name not in ("Metric", "Mean", "Sum", "MeanMetricWrapper")
+}
+ARGUMENTS = {
+    "MeanIoU": {"num_classes": 2},
+    "IoU": {"num_classes": 2, "target_class_ids": [0]},
+    "OneHotIoU": {"num_classes": 3, "target_class_ids": [0]},
+    "OneHotMeanIoU": {"num_classes": 3},
+    "PrecisionAtRecall": {"recall": 0.5},
+    "RecallAtPrecision": {"precision": 0.5},
+    "SensitivityAtSpecificity": {"specificity": 0.5},
+    "SpecificityAtSensitivity": {"sensitivity": 0.5},
+    "MeanRelativeError": {"normalizer": [1.0, 2.0, 3.0]},
+}
+
+
+@pytest.mark.parametrize("name", sorted(CLASSES))
+def test_every_metric_of_keras_keeps_sums_over_rows(name):
+    """They are not tried while a program runs, to save the time; so they are here."""
+    metric = CLASSES[name](**ARGUMENTS.get(name, {}))
+    assert is_from_keras(metric)
+    one_number = name.startswith("Sparse") or name in ("MeanIoU", "IoU")
+    y_true = tf.TensorSpec([None], tf.int64) if one_number else tf.TensorSpec([None, 3])
+    y_pred = y_true if name in ("MeanIoU", "IoU") else tf.TensorSpec([None, 3])
+    if not metric.variables or name == "R2Score":
+        metric.update_state(tf.zeros([1, 3]), tf.zeros([1, 3]))
+        metric.reset_state()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", tmg.ReplicaDependenceWarning)
+        check_adds(metric, y_true, y_pred, tf.TensorSpec([None]))
+    assert not any(np.any(variable.numpy()) for variable in metric.variables)
+
+
+# How it is tried ----------------------------------------------------------------------------------
+
+
+def test_the_state_is_not_touched():
+    metric = Own(sum_of_errors)
+    metric.update_state(tf.constant([1.0]), tf.constant([4.0]))
+    check_adds(metric, tf.TensorSpec([None, 3]), tf.TensorSpec([None, 3]))
+    assert float(metric.result()) == 3.0
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64", "int64", "uint8"])
+def test_states_of_every_kind_of_number(dtype):
+    def rows(old, y, p):
+        return old + tf.cast(tf.shape(p)[0], old.dtype)
+
+    spec = tf.TensorSpec([None, 3])
+    check_adds(Own(rows, dtype=dtype), spec, spec)
+    with pytest.raises(tmg.MetricError, match="is no sum"):
+        check_adds(Own(lambda old, y, p: tf.ones_like(old), dtype=dtype), spec, spec)
+
+
+@pytest.mark.parametrize(
+    "y_true",
+    [
+        tf.TensorSpec([None], tf.int32),
+        tf.TensorSpec([None, 1], tf.string),
+        tf.TensorSpec([4, None, 3], tf.bool),
+        tf.RaggedTensorSpec([None, None, 2], tf.float32, ragged_rank=1),
+        tf.SparseTensorSpec([None, 5], tf.float32),
+        {"a": tf.TensorSpec([None, 2]), "b": [tf.TensorSpec([None], tf.float16)]},
+        None,
+    ],
+    ids=str,
+)
+def test_labels_of_every_kind(y_true):
+    kinds = []
+
+    def rows(old, y, p):
+        kinds.append(y)
+        first = tf.nest.flatten(y)[0]
+        if isinstance(first, tf.SparseTensor):
+            return old + tf.cast(first.dense_shape[0], old.dtype)
+        count = p.shape[0] if first is None else tf.cast(tf.shape(first)[0], old.dtype)
+        return old + tf.cast(count, old.dtype)
+
+    spec = tf.TensorSpec([None, 3])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", tmg.ReplicaDependenceWarning)
+        check_adds(Own(rows), y_true, spec)
+    assert len(kinds) == 5
+    if y_true is not None:
+        tf.nest.assert_same_structure(kinds[0], y_true, check_types=False)
+
+
+def test_large_predictions_are_tried_on_fewer_positions():
+    shapes = []
+
+    def count(old, y, p):
+        shapes.append((y.shape.as_list(), p.shape.as_list()))
+        return old + tf.cast(tf.size(p), old.dtype)
+
+    y_true, y_pred = tf.TensorSpec([None, 1024], tf.int32), tf.TensorSpec([None, 1024, 50_000])
+    began = time.perf_counter()
+    check_adds(Own(count), y_true, y_pred)
+    assert shapes[0] == ([2, 2], [2, 2, 50_000])
+    assert time.perf_counter() - began < 5.0, "a whole batch of these takes minutes"
+
+
+def test_a_metric_is_tried_once_and_not_at_every_step():
+    eager = []
+
+    def rows(old, y, p):
+        if tf.executing_eagerly():
+            eager.append(p)
+        return old + tf.cast(tf.shape(p)[0], old.dtype)
+
+    step, _, made = step_of(2, lambda: Own(rows))
+    for batch in cut((X, Y), SIZES):
+        step(batch)
+    assert len(eager) == 5
+    assert float(made.result()) == sum(SIZES)
+
+
+def test_a_metric_is_tried_where_the_step_is_part_of_a_function():
+    step, _, made = step_of(2, lambda: Own(sum_of_errors))
+    bad, _, _ = step_of(2, lambda: Own(NO_SUMS["max"]))
+    tf.function(lambda x, y: step((x, y))["loss"], autograph=False)(X, Y)
+    assert float(made.result()) > 0.0
+    with pytest.raises(tmg.MetricError, match="is no sum"):
+        tf.function(lambda x, y: bad((x, y))["loss"], autograph=False)(X, Y)
+
+
+def test_a_metric_is_tried_inside_the_scope():
+    step, _, _ = step_of(2, lambda: Own(NO_SUMS["max"]))
+    good, _, made = step_of(2, lambda: Own(sum_of_errors))
+    with step.strategy.scope():
+        with pytest.raises(tmg.MetricError, match="is no sum"):
+            step((X, Y))
+        good((X, Y))
+    assert float(made.result()) > 0.0
+
+
+def test_a_metric_of_ones_own_that_waits_for_shapes():
+    class Columns(keras.metrics.Metric):
+        def __init__(self, add):
+            super().__init__(name="columns")
+            self.add = add
+            self.totals = None
+
+        def update_state(self, y_true, y_pred, sample_weight=None):
+            if self.totals is None:
+                self.totals = self.add_variable((y_pred.shape[-1],), "zeros", name="totals")
+            self.totals.assign(self.add(self.totals.value, tf.reduce_sum(y_pred, axis=0)))
+
+        def result(self):
+            return tf.reduce_max(self.totals.value)
+
+    step, model, made = step_of(3, lambda: Columns(tf.add))
+    step((X, Y))
+    expected = np.asarray(model(X)).sum(axis=0).max()
+    assert float(made.result()) == pytest.approx(expected, rel=1e-6)
+    step, _, _ = step_of(3, lambda: Columns(tf.maximum))
+    with pytest.raises(tmg.MetricError, match="'columns/totals' is no sum"):
+        step((X, Y))
+
+
+def test_a_model_that_does_not_run_on_shapes_alone():
+    class Eager(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.dense = keras.layers.Dense(3)
+            self.dense.build((None, 4))
+            self.built = True
+
+        def compute_output_spec(self, *args, **kwargs):
+            raise RuntimeError("no shapes here")
+
+        def call(self, inputs):
+            return self.dense(inputs)
+
+    strategy = strategy_of(2)
+    with strategy.scope():
+        model, made = Eager(), Own(sum_of_errors)
+    step = tmg.make_eval_step(model, "mse", strategy, metrics=[made])
+    with pytest.warns(
+        tmg.ReplicaDependenceWarning, match=r"(?s)does not run on shapes alone .*no shapes here"
+    ):
+        step((X, Y))
