@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -130,6 +130,74 @@ def _install_recorder(layer_class: Any) -> None:
         return original(self, loss)
 
     layer_class.add_loss = add_loss
+
+
+_DRAWS = {
+    "stateless_uniform": "random",
+    "stateless_normal": "random",
+    "stateless_truncated_normal": "random",
+    "stateless_categorical": "random",
+    "stateless_gamma": "random",
+    "stateless_binomial": "random",
+    "stateless_dropout": "nn.experimental",
+}
+_draws = threading.local()
+_originals: dict[str, Any] = {}
+_drawing = 0
+
+
+@contextmanager
+def replacing_draws(replacements: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
+    """Has random draws on this thread made by other functions while the context lasts.
+
+    Replaces the public functions of TensorFlow by which Keras draws, ``tf.random.stateless_uniform``
+    and others, by ones that ask on which thread they are called. Keras offers no way to say which
+    rows of a batch a layer sees. Without it every replica draws the same numbers.
+
+    Re-entrant, because replicas are threads that take turns; outside the context, and on other
+    threads in it, the functions are TensorFlow's.
+
+    Args:
+        replacements: By the name of the function, ``f(original, ...)`` with its arguments.
+    """
+    global _drawing
+    before = getattr(_draws, "replacements", {})
+    with _lock:
+        _drawing += 1
+        if _drawing == 1:
+            for name in _DRAWS:
+                _originals[name] = getattr(_home_of(name), name)
+                setattr(_home_of(name), name, _by_thread(name, _originals[name]))
+    _draws.replacements = replacements
+    try:
+        yield
+    finally:
+        _draws.replacements = before
+        with _lock:
+            _drawing -= 1
+            if not _drawing:
+                for name in _DRAWS:
+                    setattr(_home_of(name), name, _originals.pop(name))
+
+
+def original_draw(name: str) -> Any:
+    """Returns TensorFlow's own function, also while it is replaced."""
+    return _originals.get(name) or getattr(_home_of(name), name)
+
+
+def _home_of(draw: str) -> Any:
+    return functools.reduce(getattr, _DRAWS[draw].split("."), tf)
+
+
+def _by_thread(name: str, original: Any) -> Any:
+    @functools.wraps(original)
+    def draw(*args: Any, **kwargs: Any) -> Any:
+        replacement = getattr(_draws, "replacements", {}).get(name)
+        if replacement is None:
+            return original(*args, **kwargs)
+        return replacement(original, *args, **kwargs)
+
+    return draw
 
 
 def moving_averages(optimizer: Any) -> list[tuple[Any, Any]]:

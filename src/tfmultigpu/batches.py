@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol, runtime_checkable
@@ -23,10 +24,27 @@ class Shards(NamedTuple):
     Attributes:
         local: One structure of tensors for each replica of this process, none with zero rows.
         global_rows: Rows of the global batch, an int64 scalar.
+        shares: Relative size of each replica's shard; None where something else cut the batch.
+        starts: Then the number of each replica's first row, an int64 vector.
     """
 
     local: list[Any]
     global_rows: Any
+    shares: tuple[int, ...] | None
+    starts: Any = None
+
+    def first_row(self, replica: Any) -> Any:
+        """Returns the number, in the global batch, of a replica's first row: an int64 scalar.
+
+        Args:
+            replica: Number of the replica among all, an integer scalar.
+        """
+        if self.shares is None:
+            return self.starts[replica]
+        parts = len(self.shares)
+        offsets = rows_lib.row_offsets(tf.maximum(self.global_rows, parts), self.shares)
+        # A batch of fewer rows is whole on each.
+        return tf.where(self.global_rows < parts, tf.zeros([], tf.int64), offsets[replica])
 
 
 @runtime_checkable
@@ -38,8 +56,8 @@ class ShardSource(Protocol):
     batch_spec: Any
     split_key: Any
 
-    def split(self, element: Any) -> tuple[list[Any], Any]:
-        """Returns what ``source`` yields as local shards and the rows of the global batch."""
+    def split(self, element: Any) -> tuple[list[Any], Any, tuple[int, ...]]:
+        """Returns what ``source`` yields as local shards, and the global rows and shares."""
 
 
 class BatchFunction:
@@ -65,7 +83,7 @@ class BatchFunction:
         self.strategy = strategy
         self._local = local
         self._whole = Traces(lambda batches, _: self.function(self.cut(batches[0])))
-        self._cut = Traces(lambda shards, rows: self.function(Shards(shards, rows[0])))
+        self._cut: dict[tuple[int, ...] | None, Traces] = {}
 
     def __call__(self, batch: Any) -> Any:
         """Runs the function on a batch.
@@ -99,7 +117,7 @@ class BatchFunction:
             rows = tf.identity(rows_lib.count_rows(batch))
         shares = (1,) * self.strategy.num_replicas_in_sync
         with tf.control_dependencies([rows]):
-            return Shards(rows_lib.cut_rows(batch, shares, self._local), rows)
+            return Shards(rows_lib.cut_rows(batch, shares, self._local), rows, shares)
 
     def _run_whole(self, batch: Any, leaves: list[Any]) -> Any:
         if tf.inside_function():
@@ -110,13 +128,25 @@ class BatchFunction:
         nothing = [None] * len(self._local)
         parts = [nothing if leaf is None else self._local_parts(leaf) for leaf in leaves]
         local = [list(shard) for shard in zip(*parts, strict=True)]
-        rows = rows_lib.marked_global_rows(batch)
-        if rows is None:
-            rows = self._count_foreign_rows(local)
+        cut = rows_lib.marked_cut(batch)
+        rows, shares = (self._foreign_ends(local), None) if cut is None else cut
         if tf.inside_function():
             shards = [tf.nest.pack_sequence_as(batch, shard) for shard in local]
-            return self.function(Shards(shards, rows))
-        return self._run(self._cut, batch, local, [rows])
+            return self.function(Shards(shards, rows, shares))
+        return self._run(self._traces_of(shares), batch, local, [rows])
+
+    def _traces_of(self, shares: tuple[int, ...] | None) -> Traces:
+        """The compiled functions for batches cut by these shares, which they hold as constants."""
+        if shares not in self._cut:
+
+            def known(shards: list[Any], rows: list[Any]) -> Any:
+                return self.function(Shards(shards, rows[0], shares))
+
+            def foreign(shards: list[Any], ends: list[Any]) -> Any:
+                return self.function(Shards(shards, ends[0][-1], None, ends[0][:-1]))
+
+            self._cut[shares] = Traces(foreign if shares is None else known)
+        return self._cut[shares]
 
     def _local_parts(self, leaf: Any) -> Any:
         parts = self.strategy.experimental_local_results(leaf)
@@ -129,8 +159,11 @@ class BatchFunction:
             )
         return parts
 
-    def _count_foreign_rows(self, local: list[Any]) -> Any:
-        """Rows of a batch that something else cut, which then holds each row once."""
+    def _foreign_ends(self, local: list[Any]) -> Any:
+        """Where the shards of a batch end that something else cut: each row once, in order.
+
+        The first end is 0, the last is the rows of the batch.
+        """
         if tf.inside_function():
             raise DataError(
                 "This batch does not know how many rows its global batch has: that is lost when a "
@@ -144,13 +177,17 @@ class BatchFunction:
                 f"Replica {counts.index(0)} got no rows. Received: shards of {counts} rows. Cut "
                 "the data with tmg.distribute_dataset, which never leaves a replica empty."
             )
-        if len(local) == self.strategy.num_replicas_in_sync:
-            return tf.constant(sum(counts), tf.int64)
+        everywhere = [0] * self.strategy.num_replicas_in_sync
+        for replica, count in zip(self._local, counts, strict=True):
+            everywhere[replica] = count
+        if len(local) == len(everywhere):
+            return tf.constant([0, *itertools.accumulate(everywhere)], tf.int64)
         summed = self.strategy.run(
             lambda n: tf.distribute.get_replica_context().all_reduce("SUM", n),
-            args=(tf.constant(sum(counts), tf.int64),),
+            args=(tf.constant(everywhere, tf.int64),),
         )
-        return self.strategy.experimental_local_results(summed)[0] // len(local)
+        rows = self.strategy.experimental_local_results(summed)[0] // len(local)
+        return tf.pad(tf.cumsum(rows), [[1, 0]])
 
     def _run(self, traces: Traces, batch: Any, copies: list[list[Any]], further: list[Any]) -> Any:
         with explaining_failures():

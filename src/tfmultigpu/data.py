@@ -154,7 +154,7 @@ class ShardedDataset(tf.distribute.DistributedDataset):  # type: ignore[misc]
         self.strategy = strategy
         self.shares = shares
         self.prefetches_to_device = prefetch_to_device
-        self._layout = ShardLayout(strategy, batches.element_spec, prefetch_to_device)
+        self._layout = ShardLayout(strategy, batches.element_spec, shares, prefetch_to_device)
         self._cardinality = batches.cardinality()
         # Cut by tf.data, in its own thread, while the previous step runs.
         cut = batches.map(self._cut)
@@ -246,14 +246,15 @@ class ShardIterator(Iterator[Any]):
         """What ``split`` depends on besides its argument; comparable."""
         return self.layout
 
-    def split(self, element: Any) -> tuple[list[Any], Any]:
-        """Returns what ``source`` yielded as local shards and the rows of the global batch.
+    def split(self, element: Any) -> tuple[list[Any], Any, tuple[int, ...]]:
+        """Returns what ``source`` yielded as local shards, and what they were cut from.
 
         Args:
             element: One element of ``source``.
 
         Returns:
-            A list with one structure per local replica, and an int64 scalar.
+            A list with one structure per local replica; the rows of the global batch, an int64
+            scalar; and the relative size of each replica's shard.
         """
         return self.layout.split(element)
 

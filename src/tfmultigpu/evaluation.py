@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import tensorflow as tf
@@ -13,6 +14,7 @@ from tfmultigpu.metrics import build_metrics, check_metrics, holds_what_counts, 
 from tfmultigpu.multistep import MultiStep
 from tfmultigpu.objectives import Layout, Objective, regularization, stack
 from tfmultigpu.outputs import unpack_batch
+from tfmultigpu.randomness import HeldRows, drawing_rows
 from tfmultigpu.reductions import sum_over_replicas
 from tfmultigpu.scopes import check_backend, check_kinds, prepare_model
 
@@ -144,7 +146,8 @@ class EvalStep:
         replicas = self.strategy.num_replicas_in_sync
         weight = rows_lib.row_weight(shards.global_rows, replicas) if replicas > 1 else None
         shard = per_replica(self.strategy, shards.local)
-        result = self.strategy.run(self._replica, args=(shard, weight))
+        replica = functools.partial(self._replica, shards)
+        result = self.strategy.run(replica, args=(shard, weight))
         local = [[value] for value in self.strategy.experimental_local_results(result)]
         stats = sum_over_replicas(self.strategy, local)[0][0]
         layout = self._layout
@@ -155,8 +158,9 @@ class EvalStep:
         penalty, _ = regularization(variables, values)
         return {**logs, "loss": logs["loss"] + penalty}
 
-    def _replica(self, shard: Any, weight: Any) -> tf.Tensor:
-        terms, outputs = self._objective(shard, training=False)
+    def _replica(self, shards: Shards, shard: Any, weight: Any) -> tf.Tensor:
+        with drawing_rows(HeldRows.of(shards, shard, self.strategy)):
+            terms, outputs = self._objective(shard, training=False)
         counts = holds_what_counts(weight)
         update_metrics(self._metrics, outputs, counts, weighted=False)
         update_metrics(self._weighted_metrics, outputs, counts, weighted=True)
@@ -189,7 +193,8 @@ class PredictStep:
 
     def _step(self, shards: Shards) -> Any:
         def predict(shard: Any) -> Any:
-            return self._model(unpack_batch(shard)[0], training=False)
+            with drawing_rows(HeldRows.of(shards, shard, self.strategy)):
+                return self._model(unpack_batch(shard)[0], training=False)
 
         results = self.strategy.run(predict, args=(per_replica(self.strategy, shards.local),))
         if self.strategy.num_replicas_in_sync == 1:

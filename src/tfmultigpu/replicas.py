@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import tensorflow as tf
@@ -15,6 +16,7 @@ from tfmultigpu.errors import LossError, TfMultiGpuError
 from tfmultigpu.metrics import build_metrics, holds_what_counts, update_metrics
 from tfmultigpu.objectives import Layout, Objective, stack
 from tfmultigpu.outputs import Output
+from tfmultigpu.randomness import HeldRows, drawing_rows, seed_states
 
 __all__ = ["ReplicaPhase"]
 
@@ -73,35 +75,43 @@ class ReplicaPhase:
         shard = per_replica(self._strategy, shards.local)
         fixed = (weight, tf.cast(shards.global_rows, tf.float64), loss_scale)
         if self._micro_batches == 1:
-            return self._local(self._strategy.run(self._replica, args=(shard, None, *fixed)))
+            replica = functools.partial(self._replica, shards)
+            return self._local(self._strategy.run(replica, args=(shard, None, *fixed)))
         guess = [(value.shape, sum_dtype(value.dtype)) for value in self._values()]
         guess.append((tf.TensorShape([2]), tf.float32))
         try:
-            return self._loop(shard, fixed, guess, len(shards.local))
+            return self._loop(shards, shard, fixed, guess)
         except _OtherStructureError as other:
-            return self._loop(shard, fixed, other.args[0], len(shards.local))
+            return self._loop(shards, shard, fixed, other.args[0])
 
     def _loop(
-        self, shard: Any, fixed: tuple[Any, ...], structure: list[Any], local: int
+        self, shards: Shards, shard: Any, fixed: tuple[Any, ...], structure: list[Any]
     ) -> list[list[tf.Tensor]]:
         """Adds over the micro-batches of each shard, one after the other.
 
         The loop is around ``strategy.run``, not in it: a synchronized layer synchronises by
         ``merge_call``, which a loop inside a replica does not allow.
         """
+        local = len(shards.local)
+        run = self._strategy.run
+        seeds = seed_states(self._objective.model)
+        begin = run(lambda: [tf.identity(seed.value) for seed in seeds]) if seeds else []
 
         def body(micro: Any, *flat: Any) -> tuple[Any, ...]:
             sums = [list(flat[i * len(structure) : (i + 1) * len(structure)]) for i in range(local)]
 
-            def add(sums: Any, *args: Any) -> list[Any]:
-                values = self._replica(*args)
+            def add(sums: Any, begin: Any, *args: Any) -> list[Any]:
+                # All micro-batches draw from the draws of one step.
+                for seed, value in zip(seeds, begin, strict=True):
+                    seed.assign(value)
+                values = self._replica(shards, *args)
                 actual = [(value.shape, value.dtype) for value in values]
                 if actual != structure:
                     raise _OtherStructureError(actual)
                 return [total + value for total, value in zip(sums, values, strict=True)]
 
-            run = self._strategy.run
-            results = run(add, args=(per_replica(self._strategy, sums), shard, micro, *fixed))
+            args = (per_replica(self._strategy, sums), begin, shard, micro, *fixed)
+            results = run(add, args=args)
             return (micro + 1, *[tensor for result in self._local(results) for tensor in result])
 
         zeros = [tf.zeros(shape, dtype) for shape, dtype in structure] * local
@@ -114,17 +124,26 @@ class ReplicaPhase:
         return [flat[i * len(structure) : (i + 1) * len(structure)] for i in range(local)]
 
     def _replica(
-        self, shard: Any, micro: Any, weight: Any, global_rows: Any, loss_scale: Any
+        self,
+        shards: Shards,
+        shard: Any,
+        micro: Any,
+        weight: Any,
+        global_rows: Any,
+        loss_scale: Any,
     ) -> list[tf.Tensor]:
         counts = holds_what_counts(weight)
+        held = HeldRows.of(shards, shard, self._strategy)
         if micro is not None:
             rows = rows_lib.count_rows(shard)
             part = rows_lib.row_weight(rows, self._micro_batches)
             weight = part if weight is None else weight * part
             counts = counts & (tf.equal(part, 1.0) | tf.equal(micro, 0))
+            held = (held or HeldRows.all_of(shard)).part(shard, self._micro_batches, micro)
             shard = rows_lib.cut_part(shard, self._micro_batches, micro)
         compute = self._compiled if self._jit_compile else self._forward_backward
-        values, outputs = compute(shard, weight, global_rows, loss_scale)
+        with drawing_rows(held):
+            values, outputs = compute(shard, weight, global_rows, loss_scale)
         update_metrics(self._metrics, outputs, counts, weighted=False)
         update_metrics(self._weighted_metrics, outputs, counts, weighted=True)
         return list(values)

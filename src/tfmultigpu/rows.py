@@ -20,7 +20,7 @@ import tensorflow as tf
 
 from tfmultigpu.errors import DataError
 
-_GLOBAL_ROWS = "_tfmultigpu_global_rows"
+_CUT = "_tfmultigpu_cut"
 
 NO_ROWS = (
     "A batch has no rows. A replica cannot train on nothing: drop empty batches, for example with "
@@ -101,12 +101,24 @@ def cut_part(batch: Any, parts: int, part: Any) -> Any:
     Returns:
         A structure like ``batch``; the whole batch where it has fewer rows than ``parts``.
     """
-    rows = count_rows(batch)
+    return slice_rows(batch, *part_bounds(count_rows(batch), parts, part))
+
+
+def part_bounds(rows: Any, parts: int, part: Any) -> tuple[Any, Any]:
+    """Returns where one of ``parts`` nearly equal parts begins and ends, as ``cut_part`` cuts.
+
+    Args:
+        rows: Rows of the batch, an int64 scalar.
+        parts: How many parts the batch is cut into.
+        part: Which one, an integer scalar (Python int or ``tf.Tensor``).
+
+    Returns:
+        Two int64 scalars; 0 and ``rows`` where there are fewer rows than parts.
+    """
     part = tf.cast(part, tf.int64)
     whole = rows < parts
     start = tf.where(whole, tf.zeros([], tf.int64), rows * part // parts)
-    stop = tf.where(whole, rows, rows * (part + 1) // parts)
-    return slice_rows(batch, start, stop)
+    return start, tf.where(whole, rows, rows * (part + 1) // parts)
 
 
 def row_weight(rows: Any, parts: int) -> Any:
@@ -237,22 +249,32 @@ def as_data_error(error: Any) -> Exception:
     return DataError(raised[1]) if raised else error
 
 
-def mark_global_rows(batch: Any, rows: Any) -> Any:
-    """Remembers on the shards of a batch how many rows the global batch has.
+def mark_global_rows(batch: Any, rows: Any, shares: tuple[int, ...]) -> Any:
+    """Remembers on the shards of a batch how many rows the global batch has, and how it was cut.
 
-    The count rides on the objects themselves, so ``for x, y in data`` stays as it is: whatever the
+    This rides on the objects themselves, so ``for x, y in data`` stays as it is: whatever the
     caller takes the batch apart into, each piece still knows. A ``tf.function`` rebuilds its
-    arguments, so the count does not survive being passed into one.
+    arguments, so it does not survive being passed into one.
     """
     for leaf in _tensors(batch):
-        setattr(leaf, _GLOBAL_ROWS, rows)
+        setattr(leaf, _CUT, (rows, shares))
     return batch
+
+
+def marked_cut(batch: Any) -> tuple[Any, tuple[int, ...]] | None:
+    """Returns the rows of the global batch that these shards were cut from, and by what shares.
+
+    Returns:
+        An int64 scalar and the relative sizes of all shards, or None if unknown.
+    """
+    for leaf in tf.nest.flatten(batch):
+        cut: tuple[Any, tuple[int, ...]] | None = getattr(leaf, _CUT, None)
+        if cut is not None:
+            return cut
+    return None
 
 
 def marked_global_rows(batch: Any) -> Any:
     """Returns the rows of the global batch that these shards were cut from, or None if unknown."""
-    for leaf in tf.nest.flatten(batch):
-        rows = getattr(leaf, _GLOBAL_ROWS, None)
-        if rows is not None:
-            return rows
-    return None
+    cut = marked_cut(batch)
+    return None if cut is None else cut[0]

@@ -25,16 +25,22 @@ class ShardLayout:
     Attributes:
         strategy: The strategy the shards are for.
         element_spec: The types of one global batch.
+        shares: Relative size of the shard of each replica.
         on_devices: Whether elements are per-replica values, copied ahead of time.
         local: Numbers, among all replicas, of those of this process.
     """
 
     def __init__(
-        self, strategy: tf.distribute.Strategy, element_spec: Any, on_devices: bool
+        self,
+        strategy: tf.distribute.Strategy,
+        element_spec: Any,
+        shares: tuple[int, ...],
+        on_devices: bool,
     ) -> None:
-        """Takes the strategy, the types of a batch, and where elements are."""
+        """Takes the strategy, the types of a batch, how it is cut, and where elements are."""
         self.strategy = strategy
         self.element_spec = element_spec
+        self.shares = shares
         self.on_devices = on_devices
         self.local = rows_lib.local_replicas(strategy)
         self._pack = _packer(element_spec)
@@ -44,13 +50,14 @@ class ShardLayout:
         return (
             isinstance(other, ShardLayout)
             and self.strategy is other.strategy
+            and self.shares == other.shares
             and self.on_devices == other.on_devices
             and bool(self.element_spec == other.element_spec)
         )
 
     def __hash__(self) -> int:
         """Without the types: those of a dict have no hash."""
-        return hash((id(self.strategy), self.on_devices))
+        return hash((id(self.strategy), self.shares, self.on_devices))
 
     def flatten(self, shards: list[Any], rows: Any) -> tuple[Any, ...]:
         """Returns the element for local shards and the rows of the global batch."""
@@ -65,18 +72,18 @@ class ShardLayout:
             dataset = dataset.concatenate(piece)
         return dataset
 
-    def split(self, element: Any) -> tuple[list[Any], Any]:
-        """Returns the local shards, one structure for each, and the rows of the global batch."""
+    def split(self, element: Any) -> tuple[list[Any], Any, tuple[int, ...]]:
+        """Returns the local shards, the rows of the global batch, and how it was cut: shares."""
         *leaves, rows = element
         if self.on_devices:
             results = self.strategy.experimental_local_results
             shards = zip(*(results(leaf) for leaf in leaves), strict=True)
-            return [self._pack(iter(shard)) for shard in shards], results(rows)[0]
-        return [self._pack(iter(shard)) for shard in self._by_replica(leaves)], rows
+            return [self._pack(iter(shard)) for shard in shards], results(rows)[0], self.shares
+        return [self._pack(iter(shard)) for shard in self._by_replica(leaves)], rows, self.shares
 
     @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
     def to_batch(self, element: Any) -> Any:
-        """Returns one structure of per-replica values, for ``strategy.run``, that knows its rows.
+        """Returns one structure of per-replica values, for ``strategy.run``, that knows its cut.
 
         One replica gets plain tensors.
         """
@@ -89,7 +96,7 @@ class ShardLayout:
             turn = iter(self._by_replica(leaves))
             spread = self.strategy.experimental_distribute_values_from_function
             leaves = spread(lambda _: next(turn))
-        return rows_lib.mark_global_rows(self._pack(iter(leaves)), rows)
+        return rows_lib.mark_global_rows(self._pack(iter(leaves)), rows, self.shares)
 
     def _by_replica(self, leaves: list[Any]) -> list[list[Any]]:
         count = len(leaves) // len(self.local)

@@ -1,0 +1,363 @@
+"""Random draws of layers: each replica draws its rows of what one device draws for the batch.
+
+All replicas hold the same seeds, so left alone they would draw the same numbers: one dropout mask,
+repeated for each shard. A generator of TensorFlow counts: number ``i`` of a draw depends on the seed
+and ``i`` alone. Rows ``first`` to ``first + count`` of the draw for the global batch can therefore be
+drawn by themselves, at no more cost than any other numbers, by starting to count further on.
+
+A draw is taken to be *by row* where the length of its first axis is open while the step is traced,
+as that of every batch is. A draw of known shape, such as one factor for all rows, stays as it is:
+the same on every replica, which is what one device draws.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import tensorflow as tf
+
+from tfmultigpu import _bridge
+from tfmultigpu import rows as rows_lib
+from tfmultigpu.batches import Shards
+
+__all__ = ["HeldRows", "drawing_rows", "seed_states"]
+
+_AUTOMATIC = (None, 3, "auto_select")  # Philox on a CPU or GPU, compiled by XLA or not.
+_BITS_A_COUNT = 128
+
+
+@dataclasses.dataclass(frozen=True)
+class HeldRows:
+    """Which rows of a global batch a replica computes.
+
+    Functions, so that a model that draws nothing gets no operations for it.
+
+    Attributes:
+        first: Returns the number of the first row, an int64 scalar.
+        count: Returns how many rows, an int64 scalar.
+        total: Returns the rows of the global batch, an int64 scalar.
+        counts_on: Whether the generator of the device can start to count further on; else a draw is
+            made for all rows and cut, which costs as many times more as there are replicas.
+    """
+
+    first: Callable[[], Any]
+    count: Callable[[], Any]
+    total: Callable[[], Any]
+    counts_on: bool = True
+
+    @classmethod
+    def of(cls, shards: Shards, shard: Any, strategy: tf.distribute.Strategy) -> HeldRows | None:
+        """Returns the rows of the replica it is called on; None where they are all there are.
+
+        Args:
+            shards: The global batch.
+            shard: The part of it on this replica.
+            strategy: The strategy it was cut for.
+        """
+        if strategy.num_replicas_in_sync == 1:
+            return None
+        replica = tf.distribute.get_replica_context().replica_id_in_sync_group
+        return cls(
+            first=lambda: shards.first_row(replica),
+            count=lambda: rows_lib.count_rows(shard),
+            total=lambda: shards.global_rows,
+            counts_on=not any("TPU" in name for name in strategy.extended.worker_devices),
+        )
+
+    @classmethod
+    def all_of(cls, batch: Any) -> HeldRows:
+        """Returns all rows of a batch, to take parts of."""
+        return cls(
+            first=lambda: tf.zeros([], tf.int64),
+            count=lambda: rows_lib.count_rows(batch),
+            total=lambda: rows_lib.count_rows(batch),
+        )
+
+    def part(self, batch: Any, parts: int, part: Any) -> HeldRows:
+        """Returns the rows of one of ``parts`` micro-batches of these.
+
+        Args:
+            batch: The shard.
+            parts: Into how many parts it is cut.
+            part: Which one, an integer scalar.
+        """
+
+        def bounds() -> tuple[Any, Any]:
+            return rows_lib.part_bounds(rows_lib.count_rows(batch), parts, part)
+
+        return dataclasses.replace(
+            self,
+            first=lambda: self.first() + bounds()[0],
+            count=lambda: bounds()[1] - bounds()[0],
+        )
+
+
+def drawing_rows(held: HeldRows | None) -> AbstractContextManager[None]:
+    """Makes layers called on this thread draw their rows of the draws for the global batch.
+
+    Where the first axis of a draw is not a multiple of the rows when it runs, it is no draw by row
+    after all, and is made as it is.
+
+    Args:
+        held: The rows this replica computes; None where they are all there are.
+    """
+    if held is None:
+        return nullcontext()
+    replacements = {
+        "stateless_uniform": _uniform,
+        "stateless_normal": _normal,
+        "stateless_truncated_normal": _truncated_normal,
+        "stateless_categorical": _categorical,
+        "stateless_gamma": _gamma,
+        "stateless_binomial": _binomial,
+        "stateless_dropout": _dropout,
+    }
+    return _bridge.replacing_draws(
+        {name: functools.partial(draw, held) for name, draw in replacements.items()}
+    )
+
+
+def seed_states(model: Any) -> list[Any]:
+    """Returns the states of the seeds of a model's layers, Keras variables."""
+    weights = {id(variable) for variable in model.weights}
+    return [variable for variable in model.variables if id(variable) not in weights]
+
+
+# Numbers that are drawn by counting on -----------------------------------------------------------
+
+
+def _uniform(
+    held: HeldRows,
+    original: Any,
+    shape: Any,
+    seed: Any,
+    minval: Any = 0,
+    maxval: Any = None,
+    dtype: Any = tf.float32,
+    name: Any = None,
+    alg: Any = "auto_select",
+) -> Any:
+    dtype = tf.as_dtype(dtype)
+    shape = _as_shape(shape)
+    wrong = dtype.is_integer and (minval is None) != (maxval is None)
+    if wrong or not _is_by_row(shape):
+        return original(shape, seed, minval, maxval, dtype, name, alg)
+    if not dtype.is_integer:
+        maxval = 1 if maxval is None else maxval
+        low, high = tf.convert_to_tensor(minval, dtype), tf.convert_to_tensor(maxval, dtype)
+        sample = functools.partial(tf.raw_ops.StatelessRandomUniformV2, dtype=dtype)
+        whole = functools.partial(original, dtype=dtype, alg=alg)
+        return _draw(held, sample, whole, shape, seed, dtype, alg) * (high - low) + low
+    whole = functools.partial(original, minval=minval, maxval=maxval, dtype=dtype, alg=alg)
+    if minval is None:
+        sample = functools.partial(tf.raw_ops.StatelessRandomUniformFullIntV2, dtype=dtype)
+    else:
+        low, high = tf.convert_to_tensor(minval, dtype), tf.convert_to_tensor(maxval, dtype)
+        sample = functools.partial(
+            tf.raw_ops.StatelessRandomUniformIntV2, minval=low, maxval=high
+        )
+    return _draw(held, sample, whole, shape, seed, dtype, alg)
+
+
+def _normal(
+    held: HeldRows,
+    original: Any,
+    shape: Any,
+    seed: Any,
+    mean: Any = 0.0,
+    stddev: Any = 1.0,
+    dtype: Any = tf.float32,
+    name: Any = None,
+    alg: Any = "auto_select",
+) -> Any:
+    dtype = tf.as_dtype(dtype)
+    shape = _as_shape(shape)
+    if not _is_by_row(shape):
+        return original(shape, seed, mean, stddev, dtype, name, alg)
+    sample = functools.partial(tf.raw_ops.StatelessRandomNormalV2, dtype=dtype)
+    whole = functools.partial(original, dtype=dtype, alg=alg)
+    drawn = _draw(held, sample, whole, shape, seed, dtype, alg)
+    return drawn * tf.convert_to_tensor(stddev, dtype) + tf.convert_to_tensor(mean, dtype)
+
+
+def _dropout(
+    held: HeldRows,
+    original: Any,
+    x: Any,
+    rate: Any,
+    seed: Any,
+    rng_alg: Any = None,
+    noise_shape: Any = None,
+    name: Any = None,
+) -> Any:
+    def sampler(shape: Any, dtype: Any) -> Any:
+        original_uniform = _bridge.original_draw("stateless_uniform")
+        return _uniform(held, original_uniform, shape, seed, dtype=dtype, alg=rng_alg)
+
+    return tf.nn.experimental.general_dropout(x, rate, sampler, noise_shape, name)
+
+
+def _draw(
+    held: HeldRows, sample: Any, whole: Any, shape: Any, seed: Any, dtype: tf.DType, alg: Any
+) -> Any:
+    """Draws rows of unit numbers: by counting on where that is possible, else from all rows."""
+    if not held.counts_on or alg not in _AUTOMATIC:
+        return _cut(held, lambda shape: whole(shape, seed), shape)
+    # One count makes 128 bits: four numbers, also where a number takes 16 bits, or two.
+    group = 2 if dtype.size == 8 else 4
+    first, _ = _place(held, shape[0])
+    inner = tf.reduce_prod(shape[1:])
+    counts = tf.cast(first, tf.int64) * tf.cast(inner, tf.int64) // group
+    # In 32 bits, which GPUs keep where shapes and slices are decided; hence the remainders first.
+    begin = (first % group) * (inner % group) % group
+    size = tf.reduce_prod(shape)
+    key, counter = tf.raw_ops.StatelessRandomGetKeyCounter(seed=seed)
+    counter = tf.bitcast(counter, tf.int64) + tf.stack([counts, tf.zeros_like(counts)])
+    # A little more than needed always, because XLA must know the size when it compiles.
+    drawn = sample(
+        shape=[size + (group - 1)], key=key, counter=tf.bitcast(counter, tf.uint64), alg=3
+    )
+    return tf.reshape(tf.slice(drawn, [begin], [size]), shape)
+
+
+# Numbers that are drawn for all rows --------------------------------------------------------------
+
+
+def _truncated_normal(
+    held: HeldRows,
+    original: Any,
+    shape: Any,
+    seed: Any,
+    mean: Any = 0.0,
+    stddev: Any = 1.0,
+    dtype: Any = tf.float32,
+    name: Any = None,
+    alg: Any = "auto_select",
+) -> Any:
+    dtype = tf.as_dtype(dtype)
+    shape = _as_shape(shape)
+    if not _is_by_row(shape):
+        return original(shape, seed, mean, stddev, dtype, name, alg)
+    # How much is counted for one of these numbers differs between XLA and the rest.
+    drawn = _cut(held, lambda shape: original(shape, seed, dtype=dtype, alg=alg), shape)
+    return drawn * tf.convert_to_tensor(stddev, dtype) + tf.convert_to_tensor(mean, dtype)
+
+
+def _categorical(
+    held: HeldRows,
+    original: Any,
+    logits: Any,
+    num_samples: Any,
+    seed: Any,
+    dtype: Any = tf.int64,
+    name: Any = None,
+) -> Any:
+    logits = tf.convert_to_tensor(logits)
+    if not _is_by_row(tf.shape(logits)):
+        return original(logits, num_samples, seed, dtype, name)
+    everywhere = _among_all(held, logits, 0)
+    drawn = original(everywhere, num_samples, seed, dtype, name)
+    return _rows_of_all(held, drawn, tf.shape(logits)[0])
+
+
+def _gamma(
+    held: HeldRows,
+    original: Any,
+    shape: Any,
+    seed: Any,
+    alpha: Any,
+    beta: Any = None,
+    dtype: Any = tf.float32,
+    name: Any = None,
+) -> Any:
+    shape = _as_shape(shape)
+    if not _is_by_row(shape):
+        return original(shape, seed, alpha, beta, dtype, name)
+    alpha = tf.convert_to_tensor(alpha, dtype)
+    if beta is not None:
+        beta = tf.convert_to_tensor(beta, dtype)
+        both = tf.broadcast_dynamic_shape(tf.shape(alpha), tf.shape(beta))
+        alpha = tf.broadcast_to(alpha, both)
+        beta = _parameter(held, tf.broadcast_to(beta, both), shape)
+    alpha = _parameter(held, alpha, shape)
+    return _cut(held, lambda shape: original(shape, seed, alpha, beta, dtype, name), shape)
+
+
+def _binomial(
+    held: HeldRows,
+    original: Any,
+    shape: Any,
+    seed: Any,
+    counts: Any,
+    probs: Any,
+    output_dtype: Any = tf.int32,
+    name: Any = None,
+) -> Any:
+    shape = _as_shape(shape)
+    if not _is_by_row(shape):
+        return original(shape, seed, counts, probs, output_dtype, name)
+    probs = tf.convert_to_tensor(probs, dtype_hint=tf.float32)
+    counts = tf.convert_to_tensor(counts, dtype_hint=probs.dtype)
+    probs, counts = _parameter(held, probs, shape), _parameter(held, counts, shape)
+
+    def draw(shape: Any) -> Any:
+        return original(shape, seed, counts, probs, output_dtype, name)
+
+    return _cut(held, draw, shape)
+
+
+def _cut(held: HeldRows, draw: Callable[[Any], Any], shape: Any) -> Any:
+    """Draws for the rows of the global batch and returns those of this replica."""
+    _, total = _place(held, shape[0])
+    drawn = draw(tf.concat([[total], shape[1:]], 0))
+    return tf.reshape(_rows_of_all(held, drawn, shape[0]), shape)
+
+
+def _rows_of_all(held: HeldRows, drawn: Any, size: Any) -> Any:
+    first, _ = _place(held, size)
+    begin = tf.stack([first, *[0] * (drawn.shape.rank - 1)])
+    return tf.slice(drawn, begin, tf.concat([[size], tf.shape(drawn)[1:]], 0))
+
+
+def _parameter(held: HeldRows, parameter: Any, shape: Any) -> Any:
+    """A parameter of a distribution, which may have rows, for a draw for all rows."""
+    has_rows = parameter.shape.rank == shape.shape[0] and parameter.shape[0] != 1
+    return _among_all(held, parameter, 1) if has_rows else parameter
+
+
+def _among_all(held: HeldRows, tensor: Any, filling: Any) -> Any:
+    """Puts rows where they are in the global batch; the others, which are not here, are filled."""
+    size = tf.shape(tensor)[0]
+    first, total = _place(held, size)
+    inner = [[0, 0]] * (tensor.shape.rank - 1)
+    return tf.pad(tensor, [[first, total - first - size], *inner], constant_values=filling)
+
+
+# Shapes -------------------------------------------------------------------------------------------
+
+
+def _as_shape(shape: Any) -> Any:
+    if tf.is_tensor(shape):
+        return tf.cast(shape, tf.int32)
+    lengths = [tf.cast(length, tf.int32) for length in shape]
+    return tf.stack(lengths) if lengths else tf.zeros([0], tf.int32)
+
+
+def _is_by_row(shape: Any) -> bool:
+    """Whether the first axis of a draw has no length yet, while the step is traced."""
+    static = tf.broadcast_to(False, shape).shape
+    return bool(static.rank) and static[0] is None
+
+
+def _place(held: HeldRows, size: Any) -> tuple[Any, Any]:
+    """Where a first axis of ``size`` begins in that of the global batch, and how long that is."""
+    with tf.device("CPU:0"):  # Shapes are decided there; nothing has to wait for a GPU.
+        count = tf.cast(held.count(), tf.int32)
+        times = tf.where(size % count == 0, size // count, 0)
+        first = tf.cast(held.first(), tf.int32) * times
+        total = tf.where(times > 0, tf.cast(held.total(), tf.int32) * times, size)
+    return first, total
