@@ -173,3 +173,104 @@ def test_integer_shares_keep_the_proportion(capacities: list[float]) -> None:
     for share, given_share in zip(whole, capacities, strict=True):
         assert share > 0
         assert abs(share / sum(whole) - given_share / total) <= 9 / 2**20
+
+
+# Limits -------------------------------------------------------------------------------------------
+
+
+@st.composite
+def limited(draw: st.DrawFn) -> tuple[int, list[float], int, list[float], int]:
+    """Rows, capacities, minimum, maximum and multiple that can be met."""
+    capacities = draw(capacities_of)
+    unit, minimum = draw(st.integers(1, 16)), draw(st.integers(1, 40))
+    low = -(-minimum // unit) * unit
+    high = [draw(st.one_of(st.just(np.inf), st.integers(low, 3000))) for _ in capacities]
+    most = sum(limit // unit * unit if limit < np.inf else 5000 for limit in high)
+    return (
+        draw(st.integers(low * len(high), max(int(most), low * len(high)))),
+        capacities,
+        minimum,
+        high,
+        unit,
+    )
+
+
+@given(limited())
+def test_limits_are_kept_and_every_row_is_given_out(
+    problem: tuple[int, list[float], int, list[float], int],
+) -> None:
+    rows, capacities, minimum, maximum, unit = problem
+    rows -= rows % unit  # what is left over is looked at below
+    parts = tmg.plan_shares(rows, capacities, minimum=minimum, maximum=maximum, multiple_of=unit)
+    assert sum(parts) == rows
+    assert all(part % unit == 0 for part in parts)
+    assert all(minimum <= part <= limit for part, limit in zip(parts, maximum, strict=True))
+    # Those that no limit holds are in proportion to each other.
+    free = [
+        (part, Fraction(capacity))
+        for part, capacity, limit in zip(parts, capacities, maximum, strict=True)
+        if part >= minimum + unit and part <= limit - unit
+    ]
+    for one, capacity in free:
+        for other, against in free:
+            assert abs(one - other * capacity / against) <= unit * (1 + capacity / against)
+
+
+@pytest.mark.parametrize(
+    ("rows", "capacities", "limits", "expected"),
+    [
+        (64, (3, 1), {"maximum": (40, 100)}, (40, 24)),
+        (64, (3, 1), {"maximum": (np.inf, 10)}, (54, 10)),
+        (64, (3, 1), {"maximum": (40.9, 24.9)}, (40, 24)),
+        (64, (100, 1, 1), {"minimum": 8}, (48, 8, 8)),
+        (64, (3, 1), {"multiple_of": 8}, (48, 16)),
+        (100, (2, 1), {"multiple_of": 8}, (68, 32)),
+        (100, (1, 2), {"multiple_of": 8}, (32, 68)),
+        (24, (100, 1, 1), {"multiple_of": 8}, (8, 8, 8)),
+        (90, (5, 3, 1), {"maximum": (30, 30, 30)}, (30, 30, 30)),
+        (90, (5, 3, 1), {"maximum": (30, 90, 90), "minimum": 10}, (30, 45, 15)),
+    ],
+)
+def test_known_plans_within_limits(
+    rows: int, capacities: tuple, limits: dict, expected: tuple[int, ...]
+) -> None:
+    assert tmg.plan_shares(rows, capacities, **limits) == expected
+
+
+@pytest.mark.parametrize(
+    ("rows", "limits", "text"),
+    [
+        (64, {"maximum": (40, 20)}, "cannot be divided within the limits. Received: 64 rows for 2"),
+        (64, {"minimum": 33}, "minimum=33"),
+        (10, {"multiple_of": 8}, "multiple_of=8"),
+        (64, {"maximum": (40,)}, "There must be one maximum per replica."),
+        (64, {"maximum": (40, 0.5)}, "maximum[1]=0.5. Leave its device out of the strategy"),
+        (64, {"maximum": (40, float("nan"))}, "maximum[1]=nan"),
+        (64, {"minimum": 0}, "The minimum of a replica is a whole number of rows, at least one."),
+        (64, {"multiple_of": 1.5}, "multiple_of=1.5."),
+    ],
+)
+def test_limits_that_cannot_be_met(rows: int, limits: dict, text: str) -> None:
+    with pytest.raises(tmg.ShareError) as caught:
+        tmg.plan_shares(rows, (1, 1), **limits)
+    assert text in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("shares", "maximum", "expected"),
+    [
+        ((48, 16), (64, 5), (1, 4)),
+        ((48, 16), (48, 16), (1, 1)),
+        ((48, 16), (np.inf, 1), (1, 16)),
+        ((7,), (2.9,), (4,)),
+    ],
+)
+def test_micro_batches_hold_a_share_in_memory(
+    shares: tuple, maximum: tuple, expected: tuple[int, ...]
+) -> None:
+    assert tmg.plan_micro_batches(shares, maximum) == expected
+
+
+def test_micro_batches_for_other_replicas() -> None:
+    with pytest.raises(tmg.ShareError, match="one maximum per replica"):
+        tmg.plan_micro_batches((48, 16), (64,))

@@ -5,51 +5,139 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from fractions import Fraction
-from numbers import Integral
+from numbers import Integral, Real
+from typing import Any
 
 from tfmultigpu.errors import ShareError
 
 _FINEST = 2**20  # parts into which fractional shares are rounded
 
 
-def plan_shares(global_batch_size: int, capacities: Sequence[float]) -> tuple[int, ...]:
+def plan_shares(
+    global_batch_size: int,
+    capacities: Sequence[float],
+    *,
+    minimum: int = 1,
+    maximum: Sequence[float] | None = None,
+    multiple_of: int = 1,
+) -> tuple[int, ...]:
     """Divides the rows of a global batch over replicas in proportion to what each can take.
 
     The method of largest remainders: every replica gets its proportional share rounded down, and
     the rows left over go to the largest fractions (Hamilton's method; see
     https://en.wikipedia.org/wiki/Quota_method). While rows last no replica is left without one.
+    A share that would be below its minimum or above its maximum is set to that, and the others
+    divide the rest in proportion.
 
     Args:
         global_batch_size: Rows of one global batch, at least 1.
-        capacities: One positive number per replica, in any unit: bytes free, rows per second.
+        capacities: One positive number per replica, in any unit: bytes free
+            (``memory_capacities``), rows per second (``measured_capacities``).
+        minimum: Fewest rows of a replica.
+        maximum: Most rows of each replica, one number per replica: with speeds as capacities, what
+            its memory holds. None: no limit.
+        multiple_of: Shares are multiples of this. The rows of a batch that is none itself, less
+            than one multiple, go to the most capable replica.
 
     Returns:
         Rows per replica, in the order of ``capacities``; they sum to ``global_batch_size``. Equal
-        capacities differ by at most one row, the earlier replica getting it.
+        capacities differ by at most one row (one multiple), the earlier replica getting it.
 
     Raises:
-        ShareError: A capacity is not a positive finite number, or the batch has no rows.
+        ShareError: A capacity is not a positive finite number, the batch has no rows, or it cannot
+            be divided within the limits.
 
     Example:
         >>> import tfmultigpu as tmg
         >>> tmg.plan_shares(64, (24e9, 8e9))
         (48, 16)
+        >>> tmg.plan_shares(64, (3, 1), maximum=(40, 100))
+        (40, 24)
+        >>> tmg.plan_shares(100, (2, 1), multiple_of=8)
+        (68, 32)
     """
     check_shares(capacities)
-    if global_batch_size < 1 or int(global_batch_size) != global_batch_size:
-        raise ShareError(
-            "A global batch is a whole number of rows, at least one. Received: "
-            f"global_batch_size={global_batch_size}."
-        )
-    global_batch_size = int(global_batch_size)
+    _check_rows(global_batch_size, "A global batch", "global_batch_size")
+    _check_rows(minimum, "The minimum of a replica", "minimum")
+    _check_rows(multiple_of, "What shares are multiples of", "multiple_of")
+    rows, unit = int(global_batch_size), int(multiple_of)
     exact = [_fraction(capacity) for capacity in capacities]
-    total = sum(exact)
-    quotas = [global_batch_size * capacity / total for capacity in exact]
-    rows = [int(quota) for quota in quotas]
-    by_remainder = sorted(range(len(rows)), key=lambda i: (rows[i] - quotas[i], -exact[i], i))
-    for i in by_remainder[: global_batch_size - sum(rows)]:
-        rows[i] += 1
-    return tuple(_without_empty(rows, exact))
+    if minimum == unit == 1 and maximum is None and rows < len(exact):
+        chosen = sorted(range(len(exact)), key=lambda i: (-exact[i], i))[:rows]
+        return tuple(int(i in chosen) for i in range(len(exact)))
+    limits = _limits(maximum, len(exact))
+    low = [-(-int(minimum) // unit)] * len(exact)
+    high = [rows // unit if limit is None else limit // unit for limit in limits]
+    units, rest = divmod(rows, unit)
+    ablest = max(range(len(exact)), key=lambda i: (exact[i], -i))
+    limit = limits[ablest]
+    if rest and limit is not None:
+        high[ablest] = max(0, limit - rest) // unit
+    if sum(low) > units or sum(high) < units or any(a > b for a, b in zip(low, high, strict=True)):
+        raise ShareError(
+            f"The batch cannot be divided within the limits. Received: {rows} rows for "
+            f"{len(exact)} replicas, minimum={minimum}, maximum={maximum}, "
+            f"multiple_of={multiple_of}. Make the batch smaller where memory is the limit, or "
+            "compute it in micro-batches (plan_micro_batches); larger where the minimum is."
+        )
+    parts = [share * unit for share in _apportion(units, exact, low, high)]
+    parts[ablest] += rest
+    return tuple(parts)
+
+
+def plan_micro_batches(shares: Sequence[int], maximum: Sequence[float]) -> tuple[int, ...]:
+    """Returns into how many micro-batches each replica must cut its share to hold it in memory.
+
+    A small GPU then takes its share in more and smaller steps than a big one, and the global batch
+    need not shrink to what the small one holds.
+
+    Args:
+        shares: Rows per replica, such as ``plan_shares`` returns.
+        maximum: The most rows each replica can compute at once.
+
+    Returns:
+        One number per replica, for ``make_train_step(..., micro_batches=...)``.
+
+    Raises:
+        ShareError: There is not one maximum of at least one row for each share.
+
+    Example:
+        >>> import tfmultigpu as tmg
+        >>> tmg.plan_micro_batches((48, 16), maximum=(64, 5))
+        (1, 4)
+    """
+    check_shares(shares)
+    limits = _limits(maximum, len(shares))
+    return tuple(
+        1 if limit is None else -(-int(share) // limit)
+        for share, limit in zip(shares, limits, strict=True)
+    )
+
+
+def _check_rows(number: Any, what: str, name: str) -> None:
+    if not _is_finite(number) or number < 1 or int(number) != number:
+        raise ShareError(
+            f"{what} is a whole number of rows, at least one. Received: {name}={number}."
+        )
+
+
+def _limits(maximum: Sequence[float] | None, replicas: int) -> list[int | None]:
+    """The most rows of each replica, rounded down; None for no limit."""
+    if maximum is None:
+        return [None] * replicas
+    limits = list(maximum)
+    if len(limits) != replicas:
+        raise ShareError(
+            f"There must be one maximum per replica. Received: maximum={maximum} for {replicas} "
+            "replicas."
+        )
+    for i, limit in enumerate(limits):
+        if not isinstance(limit, Real) or math.isnan(limit) or limit < 1:
+            raise ShareError(
+                f"A replica must be able to hold one row. Received: maximum[{i}]={limit!r}. Leave "
+                "its device out of the strategy: tmg.create_strategy(devices=[...])."
+            )
+    return [None if limit == math.inf else int(limit) for limit in limits]
 
 
 def _fraction(number: float) -> Fraction:
@@ -57,16 +145,30 @@ def _fraction(number: float) -> Fraction:
     return Fraction(int(number) if isinstance(number, Integral) else float(number))
 
 
-def _without_empty(rows: list[int], capacities: Sequence[Fraction]) -> list[int]:
-    """Moves single rows from the largest parts to empty ones, the most capable first."""
-    empty = sorted((i for i, n in enumerate(rows) if n == 0), key=lambda i: (-capacities[i], i))
-    for i in empty:
-        richest = max(range(len(rows)), key=lambda j: (rows[j], -capacities[j], j))
-        if rows[richest] < 2:
+def _apportion(
+    units: int, capacities: Sequence[Fraction], low: Sequence[int], high: Sequence[int]
+) -> list[int]:
+    """Divides units in proportion, each part between its bounds; the bounds must allow it."""
+    parts: dict[int, int] = {}
+    while True:
+        free = [i for i in range(len(capacities)) if i not in parts]
+        left = units - sum(parts.values())
+        total = sum(capacities[i] for i in free)
+        quotas = {i: left * capacities[i] / total for i in free}
+        missing = {i: low[i] - quotas[i] for i in free if quotas[i] < low[i]}
+        beyond = {i: quotas[i] - high[i] for i in free if quotas[i] > high[i]}
+        if not missing and not beyond:
             break
-        rows[richest] -= 1
-        rows[i] += 1
-    return rows
+        # Setting the heavier side first leaves the other side something to give or to take.
+        if sum(missing.values()) >= sum(beyond.values()):
+            parts.update({i: low[i] for i in missing})
+        else:
+            parts.update({i: high[i] for i in beyond})
+    parts.update({i: int(quotas[i]) for i in free})
+    by_remainder = sorted(free, key=lambda i: (parts[i] - quotas[i], -capacities[i], i))
+    for i in by_remainder[: units - sum(parts.values())]:
+        parts[i] += 1
+    return [parts[i] for i in range(len(capacities))]
 
 
 def check_shares(shares: Sequence[float], replicas: int | None = None) -> None:
