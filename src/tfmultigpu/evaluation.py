@@ -10,11 +10,12 @@ import tensorflow as tf
 from tfmultigpu import rows as rows_lib
 from tfmultigpu.batches import BatchFunction, Shards, per_replica
 from tfmultigpu.errors import DataError
+from tfmultigpu.gathering import gather_rows
 from tfmultigpu.metrics import build_metrics, check_metrics, holds_what_counts, update_metrics
 from tfmultigpu.multistep import MultiStep
 from tfmultigpu.objectives import Layout, Objective, regularization, stack
 from tfmultigpu.outputs import unpack_batch
-from tfmultigpu.randomness import HeldRows, drawing_rows
+from tfmultigpu.randomness import GlobalSeeds, HeldRows, drawing_rows, global_seeds
 from tfmultigpu.reductions import sum_over_replicas
 from tfmultigpu.scopes import check_backend, check_kinds, prepare_model
 
@@ -146,8 +147,9 @@ class EvalStep:
         replicas = self.strategy.num_replicas_in_sync
         weight = rows_lib.row_weight(shards.global_rows, replicas) if replicas > 1 else None
         shard = per_replica(self.strategy, shards.local)
-        replica = functools.partial(self._replica, shards)
-        result = self.strategy.run(replica, args=(shard, weight))
+        with global_seeds(self.strategy) as seeds:
+            replica = functools.partial(self._replica, shards, seeds)
+            result = self.strategy.run(replica, args=(shard, weight))
         local = [[value] for value in self.strategy.experimental_local_results(result)]
         stats = sum_over_replicas(self.strategy, local)[0][0]
         layout = self._layout
@@ -158,8 +160,8 @@ class EvalStep:
         penalty, _ = regularization(variables, values)
         return {**logs, "loss": logs["loss"] + penalty}
 
-    def _replica(self, shards: Shards, shard: Any, weight: Any) -> tf.Tensor:
-        with drawing_rows(HeldRows.of(shards, shard, self.strategy)):
+    def _replica(self, shards: Shards, seeds: GlobalSeeds, shard: Any, weight: Any) -> tf.Tensor:
+        with drawing_rows(HeldRows.of(shards, shard, seeds)):
             terms, outputs = self._objective(shard, training=False)
         counts = holds_what_counts(weight)
         update_metrics(self._metrics, outputs, counts, weighted=False)
@@ -193,10 +195,11 @@ class PredictStep:
 
     def _step(self, shards: Shards) -> Any:
         def predict(shard: Any) -> Any:
-            with drawing_rows(HeldRows.of(shards, shard, self.strategy)):
+            with drawing_rows(HeldRows.of(shards, shard, seeds)):
                 return self._model(unpack_batch(shard)[0], training=False)
 
-        results = self.strategy.run(predict, args=(per_replica(self.strategy, shards.local),))
+        with global_seeds(self.strategy) as seeds:
+            results = self.strategy.run(predict, args=(per_replica(self.strategy, shards.local),))
         if self.strategy.num_replicas_in_sync == 1:
             return results
         small = shards.global_rows < self.strategy.num_replicas_in_sync
@@ -216,7 +219,7 @@ class PredictStep:
                     "has no rows: it is one number for a batch. Return one value per row."
                 )
             if len(parts) < self.strategy.num_replicas_in_sync:
-                joined = self._gather(result)
+                joined = gather_rows(self.strategy, result)
             else:
                 joined = tf.concat(parts, axis=0)
             # A small batch went to every replica whole: the first copy is the batch.
@@ -224,12 +227,3 @@ class PredictStep:
             return joined[: tf.where(small, once, joined_rows)]
 
         return tf.nest.map_structure(join, results)
-
-    def _gather(self, result: Any) -> Any:
-        dtype = self.strategy.experimental_local_results(result)[0].dtype
-        if not (dtype.is_floating or dtype in (tf.int32, tf.int64)) or dtype == tf.bfloat16:
-            raise DataError(
-                "Workers can send each other predictions of float16, float32, float64, int32 and "
-                f"int64. Received: {dtype.name}. Cast the output of the model."
-            )
-        return self.strategy.gather(result, axis=0)
