@@ -7,6 +7,7 @@ Each function says which attribute, why the public API is not enough, and what h
 from __future__ import annotations
 
 import functools
+import importlib
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -132,14 +133,18 @@ def _install_recorder(layer_class: Any) -> None:
     layer_class.add_loss = add_loss
 
 
+# Where Keras looks up at each call what it draws by.
+_KERAS_SEEDS = "keras.src.random.seed_generator"
+_GLOBAL_SEEDS = "global_seed_generator"
 _DRAWS = {
-    "stateless_uniform": "random",
-    "stateless_normal": "random",
-    "stateless_truncated_normal": "random",
-    "stateless_categorical": "random",
-    "stateless_gamma": "random",
-    "stateless_binomial": "random",
-    "stateless_dropout": "nn.experimental",
+    _GLOBAL_SEEDS: _KERAS_SEEDS,
+    "stateless_uniform": "tensorflow.random",
+    "stateless_normal": "tensorflow.random",
+    "stateless_truncated_normal": "tensorflow.random",
+    "stateless_categorical": "tensorflow.random",
+    "stateless_gamma": "tensorflow.random",
+    "stateless_binomial": "tensorflow.random",
+    "stateless_dropout": "tensorflow.nn.experimental",
 }
 _draws = threading.local()
 _originals: dict[str, Any] = {}
@@ -150,9 +155,11 @@ _drawing = 0
 def replacing_draws(replacements: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
     """Has random draws on this thread made by other functions while the context lasts.
 
-    Replaces the public functions of TensorFlow by which Keras draws, ``tf.random.stateless_uniform``
-    and others, by ones that ask on which thread they are called. Keras offers no way to say which
-    rows of a batch a layer sees. Without it every replica draws the same numbers.
+    Replaces the public functions of TensorFlow by which Keras draws, such as
+    ``tf.random.stateless_uniform``, by ones that ask on which thread they are called. Keras offers
+    no way to say which rows of a batch a layer sees. Without it every replica draws the same
+    numbers. Private: ``keras.src.random.seed_generator.global_seed_generator``, which says what
+    draws without a seed draw from. Without that they fail on replicas, or depend on their number.
 
     Re-entrant, because replicas are threads that take turns; outside the context, and on other
     threads in it, the functions are TensorFlow's.
@@ -185,8 +192,27 @@ def original_draw(name: str) -> Any:
     return _originals.get(name) or getattr(_home_of(name), name)
 
 
+def global_seeds() -> Any:
+    """Returns the generator that draws without a seed draw from; None before the first.
+
+    Private: ``keras.src.backend.common.global_state``. The public way to it would make one, and
+    take a number from Python's generator for that.
+    """
+    from keras.src.backend.common import global_state
+
+    return global_state.get_global_attribute(_GLOBAL_SEEDS)
+
+
+def set_global_seeds(generator: Any) -> None:
+    """Has draws without a seed draw from a generator; private as above."""
+    from keras.src.backend.common import global_state
+
+    global_state.set_global_attribute(_GLOBAL_SEEDS, generator)
+
+
 def _home_of(draw: str) -> Any:
-    return functools.reduce(getattr, _DRAWS[draw].split("."), tf)
+    package, *path = _DRAWS[draw].split(".")
+    return functools.reduce(getattr, path, importlib.import_module(package))
 
 
 def _by_thread(name: str, original: Any) -> Any:

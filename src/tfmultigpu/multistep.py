@@ -67,7 +67,8 @@ class MultiStep:
                     f"Received: {_name(iterator.strategy)} and {_name(self.step.strategy)}. "
                     "Give distribute_dataset and make_train_step the same strategy."
                 )
-            source, key, split = iterator.source, iterator.split_key, iterator.split
+            split: Callable[[Any], Any] = iterator.split
+            source, key = iterator.source, iterator.split_key
         elif isinstance(iterator, tf.data.Iterator):
             source, key, split = iterator, None, self._cut
         else:
@@ -90,7 +91,7 @@ class MultiStep:
         self._compiled.append((kind, run))
         return run
 
-    def _cut(self, element: Any) -> tuple[list[Any], Any]:
+    def _cut(self, element: Any) -> Any:
         return self.step.cut(element)
 
     def _compile(self, split: Callable[[Any], Any]) -> Any:

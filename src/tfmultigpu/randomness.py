@@ -1,9 +1,9 @@
 """Random draws of layers: each replica draws its rows of what one device draws for the batch.
 
 All replicas hold the same seeds, so left alone they would draw the same numbers: one dropout mask,
-repeated for each shard. A generator of TensorFlow counts: number ``i`` of a draw depends on the seed
-and ``i`` alone. Rows ``first`` to ``first + count`` of the draw for the global batch can therefore be
-drawn by themselves, at no more cost than any other numbers, by starting to count further on.
+repeated for each shard. A generator of TensorFlow counts: number ``i`` of a draw depends on the
+seed and ``i`` alone. The rows of a replica in the draw for the global batch can therefore be drawn
+by themselves, at the cost of any other numbers, by starting to count further on.
 
 A draw is taken to be *by row* where the length of its first axis is open while the step is traced,
 as that of every batch is. A draw of known shape, such as one factor for all rows, stays as it is:
@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import tensorflow as tf
@@ -24,7 +25,7 @@ from tfmultigpu import _bridge
 from tfmultigpu import rows as rows_lib
 from tfmultigpu.batches import Shards
 
-__all__ = ["HeldRows", "drawing_rows", "seed_states"]
+__all__ = ["GlobalSeeds", "HeldRows", "drawing_rows", "global_seeds", "seed_states"]
 
 _AUTOMATIC = (None, 3, "auto_select")  # Philox on a CPU or GPU, compiled by XLA or not.
 _BITS_A_COUNT = 128
@@ -40,41 +41,46 @@ class HeldRows:
         first: Returns the number of the first row, an int64 scalar.
         count: Returns how many rows, an int64 scalar.
         total: Returns the rows of the global batch, an int64 scalar.
+        seeds: What draws without a seed draw from.
+        are_all: Whether these are all rows.
         counts_on: Whether the generator of the device can start to count further on; else a draw is
             made for all rows and cut, which costs as many times more as there are replicas.
+        by_xla: Whether XLA compiles the draws, which makes normal ones pair numbers by the shape of
+            the whole draw: they are made for all rows too.
     """
 
     first: Callable[[], Any]
     count: Callable[[], Any]
     total: Callable[[], Any]
+    seeds: GlobalSeeds
+    are_all: bool = False
     counts_on: bool = True
+    by_xla: bool = False
 
     @classmethod
-    def of(cls, shards: Shards, shard: Any, strategy: tf.distribute.Strategy) -> HeldRows | None:
-        """Returns the rows of the replica it is called on; None where they are all there are.
+    def of(
+        cls, shards: Shards, shard: Any, seeds: GlobalSeeds, *, by_xla: bool = False
+    ) -> HeldRows:
+        """Returns the rows of the replica it is called on.
 
         Args:
             shards: The global batch.
             shard: The part of it on this replica.
-            strategy: The strategy it was cut for.
+            seeds: What draws without a seed draw from.
+            by_xla: Whether XLA compiles the draws.
         """
-        if strategy.num_replicas_in_sync == 1:
-            return None
-        replica = tf.distribute.get_replica_context().replica_id_in_sync_group
+        context = tf.distribute.get_replica_context()
+        alone = context.strategy.num_replicas_in_sync == 1
+        replica = 0 if alone else context.replica_id_in_sync_group
+        devices = () if alone else context.strategy.extended.worker_devices
         return cls(
             first=lambda: shards.first_row(replica),
             count=lambda: rows_lib.count_rows(shard),
             total=lambda: shards.global_rows,
-            counts_on=not any("TPU" in name for name in strategy.extended.worker_devices),
-        )
-
-    @classmethod
-    def all_of(cls, batch: Any) -> HeldRows:
-        """Returns all rows of a batch, to take parts of."""
-        return cls(
-            first=lambda: tf.zeros([], tf.int64),
-            count=lambda: rows_lib.count_rows(batch),
-            total=lambda: rows_lib.count_rows(batch),
+            seeds=seeds,
+            are_all=alone,
+            counts_on=not any("TPU" in name for name in devices),
+            by_xla=by_xla,
         )
 
     def part(self, batch: Any, parts: int, part: Any) -> HeldRows:
@@ -93,21 +99,22 @@ class HeldRows:
             self,
             first=lambda: self.first() + bounds()[0],
             count=lambda: bounds()[1] - bounds()[0],
+            are_all=False,
         )
 
 
-def drawing_rows(held: HeldRows | None) -> AbstractContextManager[None]:
+def drawing_rows(held: HeldRows) -> AbstractContextManager[None]:
     """Makes layers called on this thread draw their rows of the draws for the global batch.
 
     Where the first axis of a draw is not a multiple of the rows when it runs, it is no draw by row
     after all, and is made as it is.
 
     Args:
-        held: The rows this replica computes; None where they are all there are.
+        held: The rows this replica computes.
     """
-    if held is None:
+    if held.are_all:
         return nullcontext()
-    replacements = {
+    replacements: dict[str, Callable[..., Any]] = {
         "stateless_uniform": _uniform,
         "stateless_normal": _normal,
         "stateless_truncated_normal": _truncated_normal,
@@ -116,15 +123,76 @@ def drawing_rows(held: HeldRows | None) -> AbstractContextManager[None]:
         "stateless_binomial": _binomial,
         "stateless_dropout": _dropout,
     }
-    return _bridge.replacing_draws(
-        {name: functools.partial(draw, held) for name, draw in replacements.items()}
-    )
+    by_row = {name: functools.partial(draw, held) for name, draw in replacements.items()}
+    return _bridge.replacing_draws({**by_row, "global_seed_generator": held.seeds.on_replica})
 
 
-def seed_states(model: Any) -> list[Any]:
-    """Returns the states of the seeds of a model's layers, Keras variables."""
+# Seeds --------------------------------------------------------------------------------------------
+
+
+class GlobalSeeds:
+    """What draws without a seed draw from, during one call of ``strategy.run``.
+
+    Keras keeps a generator of seeds for them, one for each thread. Replicas are threads, and a
+    state that is to be alike on all of them is made before they start or beside them. So the
+    generator of the thread that starts them serves all; the first draw has one made if there is
+    none.
+
+    Attributes:
+        generator: The generator, or None where there is none yet.
+    """
+
+    def __init__(self, strategy: tf.distribute.Strategy) -> None:
+        """Takes the strategy; call on the thread that starts the replicas."""
+        self.generator = _bridge.global_seeds()
+        self._strategy = strategy
+
+    def on_replica(self, original: Any) -> Any:
+        """Returns the generator for a draw on a replica; ``original`` makes one."""
+        if self._strategy.num_replicas_in_sync == 1:
+            self.generator = original()
+        elif not self._is_on_replicas():
+            made = threading.Thread(target=self._make, args=(original,))
+            made.start()
+            made.join()
+        return self.generator
+
+    def _is_on_replicas(self) -> bool:
+        if self.generator is None:
+            return False
+        variable = self.generator.state.value
+        return bool(self._strategy.extended.variable_created_in_scope(variable))
+
+    def _make(self, original: Any) -> None:
+        import keras
+
+        with self._strategy.scope():
+            if self.generator is None:
+                self.generator = original()
+                return
+            copy = keras.random.SeedGenerator(0)
+            copy.state.assign(self.generator.state)
+            self.generator = copy
+
+
+@contextmanager
+def global_seeds(strategy: tf.distribute.Strategy) -> Iterator[GlobalSeeds]:
+    """Shares the seeds of draws without a seed among the replicas run in the context."""
+    seeds = GlobalSeeds(strategy)
+    before = seeds.generator
+    yield seeds
+    if seeds.generator is not before:
+        _bridge.set_global_seeds(seeds.generator)
+
+
+def seed_states(model: Any, seeds: GlobalSeeds) -> list[Any]:
+    """Returns the states of the seeds that a model may draw from, Keras variables.
+
+    They are those of its layers, and that for draws without a seed where there is one yet.
+    """
     weights = {id(variable) for variable in model.weights}
-    return [variable for variable in model.variables if id(variable) not in weights]
+    states = [variable for variable in model.variables if id(variable) not in weights]
+    return states if seeds.generator is None else [*states, seeds.generator.state]
 
 
 # Numbers that are drawn by counting on -----------------------------------------------------------
@@ -157,9 +225,7 @@ def _uniform(
         sample = functools.partial(tf.raw_ops.StatelessRandomUniformFullIntV2, dtype=dtype)
     else:
         low, high = tf.convert_to_tensor(minval, dtype), tf.convert_to_tensor(maxval, dtype)
-        sample = functools.partial(
-            tf.raw_ops.StatelessRandomUniformIntV2, minval=low, maxval=high
-        )
+        sample = functools.partial(tf.raw_ops.StatelessRandomUniformIntV2, minval=low, maxval=high)
     return _draw(held, sample, whole, shape, seed, dtype, alg)
 
 
@@ -178,6 +244,7 @@ def _normal(
     shape = _as_shape(shape)
     if not _is_by_row(shape):
         return original(shape, seed, mean, stddev, dtype, name, alg)
+    held = dataclasses.replace(held, counts_on=held.counts_on and not held.by_xla)
     sample = functools.partial(tf.raw_ops.StatelessRandomNormalV2, dtype=dtype)
     whole = functools.partial(original, dtype=dtype, alg=alg)
     drawn = _draw(held, sample, whole, shape, seed, dtype, alg)
@@ -209,8 +276,8 @@ def _draw(
         return _cut(held, lambda shape: whole(shape, seed), shape)
     # One count makes 128 bits: four numbers, also where a number takes 16 bits, or two.
     group = 2 if dtype.size == 8 else 4
-    first, _ = _place(held, shape[0])
-    inner = tf.reduce_prod(shape[1:])
+    first: Any = _place(held, shape[0])[0]
+    inner: Any = tf.reduce_prod(shape[1:])
     counts = tf.cast(first, tf.int64) * tf.cast(inner, tf.int64) // group
     # In 32 bits, which GPUs keep where shapes and slices are decided; hence the remainders first.
     begin = (first % group) * (inner % group) % group

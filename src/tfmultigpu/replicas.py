@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
@@ -16,7 +17,7 @@ from tfmultigpu.errors import LossError, TfMultiGpuError
 from tfmultigpu.metrics import build_metrics, holds_what_counts, update_metrics
 from tfmultigpu.objectives import Layout, Objective, stack
 from tfmultigpu.outputs import Output
-from tfmultigpu.randomness import HeldRows, drawing_rows, seed_states
+from tfmultigpu.randomness import GlobalSeeds, HeldRows, drawing_rows, global_seeds, seed_states
 
 __all__ = ["ReplicaPhase"]
 
@@ -54,6 +55,12 @@ class ReplicaPhase:
         self._weighted_metrics = weighted_metrics
         self._jit_compile = jit_compile
 
+    @property
+    def metrics(self) -> tuple[Any, ...]:
+        """All metrics it updates."""
+        metrics = tf.nest.flatten([self._metrics, self._weighted_metrics])
+        return tuple(metric for metric in metrics if metric is not None)
+
     def build_metrics(self, batch_spec: Any) -> None:
         """Creates the variables of metrics that wait for the shapes of a batch."""
         for metrics in (self._metrics, self._weighted_metrics):
@@ -74,37 +81,47 @@ class ReplicaPhase:
         weight = rows_lib.row_weight(shards.global_rows, replicas) if replicas > 1 else None
         shard = per_replica(self._strategy, shards.local)
         fixed = (weight, tf.cast(shards.global_rows, tf.float64), loss_scale)
-        if self._micro_batches == 1:
-            replica = functools.partial(self._replica, shards)
-            return self._local(self._strategy.run(replica, args=(shard, None, *fixed)))
-        guess = [(value.shape, sum_dtype(value.dtype)) for value in self._values()]
-        guess.append((tf.TensorShape([2]), tf.float32))
-        try:
-            return self._loop(shards, shard, fixed, guess)
-        except _OtherStructureError as other:
-            return self._loop(shards, shard, fixed, other.args[0])
+        with global_seeds(self._strategy) as seeds:
+            replica = functools.partial(self._replica, shards, seeds)
+            if self._micro_batches == 1:
+                return self._local(self._strategy.run(replica, args=(shard, None, *fixed)))
+            structure = [(value.shape, sum_dtype(value.dtype)) for value in self._values()]
+            structure.append((tf.TensorShape([2]), tf.float32))
+            for _ in range(2):
+                try:
+                    return self._loop(replica, seeds, shard, fixed, structure)
+                except _OtherStructureError as other:
+                    structure = other.args[0]
+            return self._loop(replica, seeds, shard, fixed, structure)
 
     def _loop(
-        self, shards: Shards, shard: Any, fixed: tuple[Any, ...], structure: list[Any]
+        self,
+        replica: Callable[..., list[tf.Tensor]],
+        seeds: GlobalSeeds,
+        shard: Any,
+        fixed: tuple[Any, ...],
+        structure: list[Any],
     ) -> list[list[tf.Tensor]]:
         """Adds over the micro-batches of each shard, one after the other.
 
         The loop is around ``strategy.run``, not in it: a synchronized layer synchronises by
         ``merge_call``, which a loop inside a replica does not allow.
         """
-        local = len(shards.local)
         run = self._strategy.run
-        seeds = seed_states(self._objective.model)
-        begin = run(lambda: [tf.identity(seed.value) for seed in seeds]) if seeds else []
+        local = len(rows_lib.local_replicas(self._strategy))
+        states, generator = seed_states(self._objective.model, seeds), seeds.generator
+        begin = run(lambda: [tf.identity(state.value) for state in states]) if states else []
 
         def body(micro: Any, *flat: Any) -> tuple[Any, ...]:
             sums = [list(flat[i * len(structure) : (i + 1) * len(structure)]) for i in range(local)]
 
             def add(sums: Any, begin: Any, *args: Any) -> list[Any]:
-                # All micro-batches draw from the draws of one step.
-                for seed, value in zip(seeds, begin, strict=True):
-                    seed.assign(value)
-                values = self._replica(shards, *args)
+                # All micro-batches take their part of the same draws.
+                for state, value in zip(states, begin, strict=True):
+                    state.assign(value)
+                values = replica(*args)
+                if seeds.generator is not generator:
+                    raise _OtherStructureError(structure)  # The draw made it: one more state.
                 actual = [(value.shape, value.dtype) for value in values]
                 if actual != structure:
                     raise _OtherStructureError(actual)
@@ -126,6 +143,7 @@ class ReplicaPhase:
     def _replica(
         self,
         shards: Shards,
+        seeds: GlobalSeeds,
         shard: Any,
         micro: Any,
         weight: Any,
@@ -133,13 +151,13 @@ class ReplicaPhase:
         loss_scale: Any,
     ) -> list[tf.Tensor]:
         counts = holds_what_counts(weight)
-        held = HeldRows.of(shards, shard, self._strategy)
+        held = HeldRows.of(shards, shard, seeds, by_xla=self._jit_compile)
         if micro is not None:
             rows = rows_lib.count_rows(shard)
             part = rows_lib.row_weight(rows, self._micro_batches)
             weight = part if weight is None else weight * part
             counts = counts & (tf.equal(part, 1.0) | tf.equal(micro, 0))
-            held = (held or HeldRows.all_of(shard)).part(shard, self._micro_batches, micro)
+            held = held.part(shard, self._micro_batches, micro)
             shard = rows_lib.cut_part(shard, self._micro_batches, micro)
         compute = self._compiled if self._jit_compile else self._forward_backward
         with drawing_rows(held):
