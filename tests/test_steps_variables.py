@@ -161,50 +161,6 @@ def test_a_layer_that_branches_in_python_is_refused_as_in_fit():
         Replicated(2, build, sgd, crossentropy()).train([(X, Y)])
 
 
-# Optimizers ---------------------------------------------------------------------------------------
-
-OPTIMIZERS = {
-    "clipnorm": lambda: sgd(clipnorm=0.05),
-    "global_clipnorm": lambda: sgd(global_clipnorm=0.05),
-    "clipvalue": lambda: sgd(clipvalue=0.01),
-    "schedule": lambda: keras.optimizers.SGD(
-        keras.optimizers.schedules.ExponentialDecay(0.1, 1, 0.5)
-    ),
-    "ema": lambda: sgd(use_ema=True, ema_momentum=0.5),
-    "ema overwriting every second step": lambda: sgd(
-        use_ema=True, ema_momentum=0.5, ema_overwrite_frequency=2
-    ),
-    "weight decay": lambda: keras.optimizers.AdamW(3e-3, weight_decay=0.1),
-    "loss scale factor": lambda: sgd(loss_scale_factor=64.0),
-    "rmsprop": lambda: keras.optimizers.RMSprop(3e-3),
-    "lion": lambda: keras.optimizers.Lion(1e-3),
-}
-
-
-@pytest.mark.parametrize("name", list(OPTIMIZERS))
-def test_optimizers(name):
-    hold(2, mlp, OPTIMIZERS[name], crossentropy(), BATCHES, micro_batches=2, tolerance=2e-6)
-
-
-@pytest.mark.parametrize("frequency", [1, 2])
-def test_moving_averages_overwrite_at_their_frequency_on_three_replicas(frequency):
-    def optimizer():
-        return sgd(use_ema=True, ema_overwrite_frequency=frequency, clipnorm=1.0)
-
-    hold(3, mlp, optimizer, crossentropy(), BATCHES)
-
-
-def test_constraints():
-    def build():
-        constrain = keras.constraints.MaxNorm(0.3)
-        return keras.Sequential(
-            [keras.Input((6,)), keras.layers.Dense(8, kernel_constraint=constrain)]
-        )
-
-    result = hold(3, build, sgd, crossentropy(), BATCHES)
-    assert np.linalg.norm(result.weights[0], axis=0).max() <= 0.3 + 1e-6
-
-
 def test_the_learning_rate_can_be_changed_between_steps():
     run = Replicated(2, mlp, sgd, crossentropy())
     truth = ByHand(mlp, sgd, crossentropy())

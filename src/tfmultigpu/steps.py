@@ -290,10 +290,8 @@ class TrainStep:
                 apply_in_replica(optimizer, gradients, self._trained)
 
         def update() -> tf.Tensor:
-            frequency = optimizer.ema_overwrite_frequency if optimizer.use_ema else None
             self.strategy.run(apply, args=(gradients,))
-            if frequency:
-                overwrite_with_averages(optimizer, self.strategy)
+            overwrite_with_averages(optimizer, self.strategy)
             return tf.constant(True)
 
         if self.loss_scale is None:

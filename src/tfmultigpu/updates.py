@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -26,7 +27,8 @@ def apply_reduced_gradients(
     Args:
         optimizer: A built Keras optimizer; see ``build_optimizer``.
         gradients: One tensor per variable, the same on every replica and not scaled
-            (``loss_scale_factor`` is ignored); None leaves a variable as it is.
+            (``loss_scale_factor``, or a ``LossScaleOptimizer`` around the optimizer, is ignored);
+            None leaves a variable as it is.
         variables: The variables, in the same order.
 
     Raises:
@@ -47,9 +49,9 @@ def apply_reduced_gradients(
             "apply_reduced_gradients must be called by every replica: call it in the function "
             "given to strategy.run."
         )
-    frequency = optimizer.ema_overwrite_frequency if optimizer.use_ema else None
+    overwrites = any(_overwrite_frequency(part) for part in _parts(optimizer))
     apply_in_replica(optimizer, gradients, variables)
-    if frequency:
+    if overwrites:
         if _bridge.uses_merge_call(context.strategy):
             context.merge_call(lambda strategy: overwrite_with_averages(optimizer, strategy))
         else:
@@ -61,8 +63,19 @@ def apply_in_replica(optimizer: Any, gradients: Sequence[Any], variables: Sequen
     pairs = [(g, v) for g, v in zip(gradients, variables, strict=True) if g is not None]
     if not pairs:
         return
-    summed, kept = zip(*pairs, strict=True)
+    optimizer = getattr(optimizer, "inner_optimizer", optimizer)
     replicas = tf.distribute.get_strategy().num_replicas_in_sync
+    for part in _parts(optimizer):
+        known = {id(variable) for variable in _bridge.optimizer_trains(part)}
+        own = [(g, v) for g, v in pairs if part is optimizer or id(v) in known]
+        if own:
+            _apply(part, own, replicas)
+    if hasattr(optimizer, "optimizers"):
+        optimizer.iterations.assign_add(1)
+
+
+def _apply(optimizer: Any, pairs: list[tuple[Any, Any]], replicas: int) -> None:
+    summed, kept = zip(*pairs, strict=True)
     with _hiding(optimizer, dict.fromkeys(_OWN_IDEAS)):
         if replicas == 1 or _bridge.can_skip_gradient_sum(optimizer):
             with _bridge.gradients_already_summed(optimizer):
@@ -74,13 +87,31 @@ def apply_in_replica(optimizer: Any, gradients: Sequence[Any], variables: Sequen
 
 def overwrite_with_averages(optimizer: Any, strategy: tf.distribute.Strategy) -> None:
     """Does what ``ema_overwrite_frequency`` asks, in a cross-replica context, after an update."""
+    for part in _parts(optimizer):
+        frequency = _overwrite_frequency(part)
+        if frequency:
+            done: Any = tf.convert_to_tensor(part.iterations)
+            tf.cond(
+                done % frequency == 0, functools.partial(_overwrite, part, strategy), lambda: None
+            )
 
-    def overwrite() -> None:
-        for variable, average in _bridge.moving_averages(optimizer):
-            strategy.extended.update(variable, lambda v, a: v.assign(a), args=(average,))
 
-    due = tf.convert_to_tensor(optimizer.iterations) % optimizer.ema_overwrite_frequency == 0
-    tf.cond(due, overwrite, lambda: None)
+def _overwrite(optimizer: Any, strategy: tf.distribute.Strategy) -> None:
+    for variable, average in _bridge.moving_averages(optimizer):
+        strategy.extended.update(variable, lambda v, a: v.assign(a), args=(average,))
+
+
+def _overwrite_frequency(optimizer: Any) -> int | None:
+    """What was set, also while another replica hides it."""
+    _, own = _hidden.get((id(optimizer), *_OWN_IDEAS), (None, {}))
+    frequency = own.get("ema_overwrite_frequency", optimizer.ema_overwrite_frequency)
+    return frequency if optimizer.use_ema else None
+
+
+def _parts(optimizer: Any) -> list[Any]:
+    """The optimizers that do the work: those in a ``keras.optimizers.MultiOptimizer``, or one."""
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    return list(getattr(inner, "optimizers", ())) or [inner]
 
 
 # What an optimizer must not do by itself with gradients that are ready to be applied: the first is
@@ -136,17 +167,12 @@ def build_optimizer(
         ScopeError: The optimizer was created or built outside the scope of the strategy.
         TfMultiGpuError: The optimizer accumulates gradients by itself.
     """
-    if getattr(optimizer, "gradient_accumulation_steps", None):
-        raise TfMultiGpuError(
-            "Accumulation inside a Keras optimizer crashes on several replicas and averages "
-            "averages on one. Received: gradient_accumulation_steps="
-            f"{optimizer.gradient_accumulation_steps}. Leave it out and pass micro_batches="
-            f"{optimizer.gradient_accumulation_steps} to make_train_step."
-        )
     check_scope(optimizer.variables, strategy, "optimizer")
     if not optimizer.built:
         with strategy.scope():
             optimizer.build(list(variables))
+    for part in _parts(optimizer):
+        _refuse_accumulation(part)
     check_scope(optimizer.variables, strategy, "optimizer")
     known = {id(variable) for variable in _bridge.optimizer_trains(optimizer)}
     missing = [v.path for v in variables if known and id(v) not in known]
@@ -154,4 +180,14 @@ def build_optimizer(
         raise ScopeError(
             f"The optimizer was built for other variables. It does not know: {missing[:3]}. "
             "Create a new optimizer for this model, inside strategy.scope()."
+        )
+
+
+def _refuse_accumulation(optimizer: Any) -> None:
+    if getattr(optimizer, "gradient_accumulation_steps", None):
+        raise TfMultiGpuError(
+            "Accumulation inside a Keras optimizer crashes on several replicas and averages "
+            "averages on one. Received: gradient_accumulation_steps="
+            f"{optimizer.gradient_accumulation_steps}. Leave it out and pass micro_batches="
+            f"{optimizer.gradient_accumulation_steps} to make_train_step."
         )
