@@ -43,9 +43,14 @@ def test_every_private_attribute_of_the_bridge_is_tested_here():
     assert private - ours == {
         "_all_reduce_sum_gradients",
         "_built",
+        "_compile_config",
+        "_compile_metrics",
+        "_flat_metrics",
+        "_flat_weighted_metrics",
         "_keras_mask",
         "_layers",
         "_model_variables_moving_average",
+        "_resolved_output_names",
         "_trainable_variables",
         "_use_merge_call",
     }
@@ -298,3 +303,45 @@ def test_a_strategy_that_does_not_say_is_taken_to():
         extended = object()
 
     assert _bridge.uses_merge_call(Silent()) is True
+
+
+# What a model was compiled with -------------------------------------------------------------------
+
+
+def test_keras_keeps_what_compile_was_given():
+    model, function = mlp(), lambda y_true, y_pred: y_pred
+    metrics = [function, keras.metrics.AUC()]
+    model.compile(loss=function, metrics=metrics, loss_weights=0.5)
+    arguments = _bridge.compile_arguments(model)
+    assert arguments["loss"] is function
+    assert arguments["loss_weights"] == 0.5
+    assert arguments["metrics"] is metrics
+    assert arguments["weighted_metrics"] is None
+    assert _bridge.compile_arguments(model) is arguments
+    model.compile(loss="mse")
+    assert _bridge.compile_arguments(model) is not arguments
+
+
+def test_keras_makes_the_compiled_metrics_from_shapes():
+    inputs = keras.Input((6,))
+    outputs = {"b": keras.layers.Dense(3)(inputs), "a": keras.layers.Dense(1)(inputs)}
+    model = keras.Model(inputs, outputs)
+    model.compile(loss="mse", metrics={"b": ["accuracy", "mae"]}, weighted_metrics={"a": "acc"})
+    labels = {"b": tf.TensorSpec([None]), "a": tf.TensorSpec([None, 1])}
+    container, plain, weighted, keys = _bridge.compiled_metrics(model, labels, model.output)
+    by_key = dict(zip(keys, plain, strict=True))
+    assert [type(one).__name__ for one in by_key["b"]] == [
+        "SparseCategoricalAccuracy",
+        "MeanAbsoluteError",
+    ]
+    assert by_key["a"] == []
+    ((name, (one,)),) = [(k, v) for k, v in zip(keys, weighted, strict=True) if v]
+    assert (name, type(one).__name__) == ("a", "BinaryAccuracy")
+    assert set(container.result()) == {"b_accuracy", "b_mae", "a_acc"}
+    assert container in model.metrics
+    again, same, *_ = _bridge.compiled_metrics(model, labels, model.output)
+    assert again is container
+    assert same == plain
+    without = mlp()
+    without.compile(loss="mse")
+    assert _bridge.compiled_metrics(without, labels, None) == (None, [], [], None)

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     )
     from tfmultigpu.errors import (
         ClusterError,
+        CompileError,
         DataError,
         DeviceNotFoundError,
         DeviceSettingsError,
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
         TfMultiGpuError,
         UnknownLengthError,
     )
+    from tfmultigpu.loops import evaluate, predict
     from tfmultigpu.losses import LossSum, global_mean, loss_sum
     from tfmultigpu.shares import plan_micro_batches, plan_shares
     from tfmultigpu.steps import make_eval_step, make_predict_step, make_train_step
@@ -74,6 +76,7 @@ _NAMES = {
     ),
     "errors": (
         "ClusterError",
+        "CompileError",
         "DataError",
         "DeviceNotFoundError",
         "DeviceSettingsError",
@@ -89,6 +92,10 @@ _NAMES = {
         "StrategyUnavailableError",
         "TfMultiGpuError",
         "UnknownLengthError",
+    ),
+    "loops": (
+        "evaluate",
+        "predict",
     ),
     "losses": (
         "LossSum",
@@ -117,6 +124,7 @@ _MODULES = ("testing",)
 __all__ = [
     "Cluster",
     "ClusterError",
+    "CompileError",
     "DataError",
     "Device",
     "DeviceNotFoundError",
@@ -143,6 +151,7 @@ __all__ = [
     "create_strategy",
     "distribute_dataset",
     "enable_memory_growth",
+    "evaluate",
     "existing_logical_names",
     "global_mean",
     "limit_memory",
@@ -155,6 +164,7 @@ __all__ = [
     "plan_micro_batches",
     "plan_shares",
     "plan_strategy",
+    "predict",
     "restrict_devices",
     "row_weight",
     "split_device",

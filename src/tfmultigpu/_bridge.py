@@ -260,3 +260,51 @@ def uses_merge_call(strategy: tf.distribute.Strategy) -> bool:
     """
     decide = getattr(strategy.extended, "_use_merge_call", None)
     return True if decide is None else bool(decide())
+
+
+def compile_arguments(model: Any) -> Any:
+    """Returns what ``model.compile`` was given, by name of argument: one dict for each call of it.
+
+    Private: ``model._compile_config``. The public ``model.get_compile_config()`` serialises, which
+    a function or a metric of the user's own does not survive. Without it ``evaluate`` has no loss
+    and no metrics; ``make_eval_step``, which is given them, does not need it.
+
+    Raises:
+        AttributeError: Keras has renamed it.
+    """
+    return model._compile_config.config
+
+
+def compiled_metrics(
+    model: Any, y_true: Any, y_pred: Any
+) -> tuple[Any, list[list[Any]], list[list[Any]], list[str] | None]:
+    """Returns the metrics a model was compiled with, made by Keras from the shapes of a batch.
+
+    Private: ``model._compile_metrics`` and in it ``_flat_metrics``, ``_flat_weighted_metrics`` and
+    ``_resolved_output_names``. The public ``model.metrics`` does not say which output a metric is
+    for nor whether sample weights apply, and is empty until Keras has trained. Without them names
+    such as "accuracy" and those of the results would be guessed.
+
+    Args:
+        model: A compiled model.
+        y_true: The labels, or anything of their structure with their shapes.
+        y_pred: The outputs, likewise.
+
+    Returns:
+        What holds the metrics and has ``result()`` and ``reset_state()`` (None where there are no
+        metrics); the metrics of each output; those with sample weights of each output; the keys of
+        the outputs in that order, None where it is the order of the outputs.
+
+    Raises:
+        AttributeError: Keras has renamed one of them.
+    """
+    container = model._compile_metrics
+    if container is None:
+        return None, [], [], None
+    if not container.built:
+        container.build(y_true, y_pred)
+    plain, weighted = (
+        [[] if one is None else list(one.metrics) for one in lists]
+        for lists in (container._flat_metrics, container._flat_weighted_metrics)
+    )
+    return container, plain, weighted, getattr(container, "_resolved_output_names", None)

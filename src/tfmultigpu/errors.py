@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 __all__ = [
     "ClusterError",
+    "CompileError",
     "DataError",
     "DeviceNotFoundError",
     "DeviceSettingsError",
@@ -57,6 +58,10 @@ class StrategyFallbackWarning(UserWarning):
 
 class ClusterError(TfMultiGpuError, ValueError):
     """The description of the cluster is wrong, or the cluster is not as described."""
+
+
+class CompileError(TfMultiGpuError, ValueError):
+    """A model was not compiled, or steps of its own stand in place of what it was compiled with."""
 
 
 class ShareError(TfMultiGpuError, ValueError):

@@ -102,8 +102,9 @@ def _gather_ragged(strategy: tf.distribute.Strategy, value: Any) -> Any:
 
     flat, *lengths = strategy.run(take_apart, args=(value,))
     gathered = _gather_some(strategy, flat)
+    ragged_tensor: Any = tf.RaggedTensor
     for one in reversed(lengths):
-        gathered = tf.RaggedTensor.from_row_lengths(gathered, _gather_some(strategy, one))
+        gathered = ragged_tensor.from_row_lengths(gathered, _gather_some(strategy, one))
     return gathered
 
 
