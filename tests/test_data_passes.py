@@ -193,8 +193,9 @@ def test_split_gives_the_shards_and_the_rows(prefetch: bool) -> None:
     assert iterator.strategy is data.strategy
     assert iterator.split_key == iter(numbers(prefetch, strategy=data.strategy)).split_key
     assert iterator.split_key != iter(numbers(not prefetch, strategy=data.strategy)).split_key
-    shards, rows = iterator.split(iterator.source.get_next())
+    shards, rows, shares = iterator.split(iterator.source.get_next())
     assert int(rows) == 4
+    assert shares == (1, 1, 1)
     assert [to_list(x) for x, _ in shards] == [[0], [1], [2, 3]]
     assert [to_list(labels["y"]) for _, labels in shards] == [[0], [10], [20, 30]]
 

@@ -15,9 +15,10 @@ from tfmultigpu.metrics import build_metrics, check_metrics, holds_what_counts, 
 from tfmultigpu.multistep import MultiStep
 from tfmultigpu.objectives import Layout, Objective, regularization, stack
 from tfmultigpu.outputs import unpack_batch
-from tfmultigpu.randomness import GlobalSeeds, HeldRows, drawing_rows, global_seeds
+from tfmultigpu.randomness import HeldRows, drawing_rows
 from tfmultigpu.reductions import sum_over_replicas
 from tfmultigpu.scopes import check_backend, check_kinds, prepare_model
+from tfmultigpu.seeds import GlobalSeeds, global_seeds
 
 __all__ = ["EvalStep", "PredictStep", "make_eval_step", "make_predict_step"]
 

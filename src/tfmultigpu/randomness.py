@@ -14,9 +14,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import tensorflow as tf
@@ -24,11 +23,11 @@ import tensorflow as tf
 from tfmultigpu import _bridge
 from tfmultigpu import rows as rows_lib
 from tfmultigpu.batches import Shards
+from tfmultigpu.seeds import GlobalSeeds
 
-__all__ = ["GlobalSeeds", "HeldRows", "drawing_rows", "global_seeds", "seed_states"]
+__all__ = ["HeldRows", "drawing_rows"]
 
 _AUTOMATIC = (None, 3, "auto_select")  # Philox on a CPU or GPU, compiled by XLA or not.
-_BITS_A_COUNT = 128
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,74 +124,6 @@ def drawing_rows(held: HeldRows) -> AbstractContextManager[None]:
     }
     by_row = {name: functools.partial(draw, held) for name, draw in replacements.items()}
     return _bridge.replacing_draws({**by_row, "global_seed_generator": held.seeds.on_replica})
-
-
-# Seeds --------------------------------------------------------------------------------------------
-
-
-class GlobalSeeds:
-    """What draws without a seed draw from, during one call of ``strategy.run``.
-
-    Keras keeps a generator of seeds for them, one for each thread. Replicas are threads, and a
-    state that is to be alike on all of them is made before they start or beside them. So the
-    generator of the thread that starts them serves all; the first draw has one made if there is
-    none.
-
-    Attributes:
-        generator: The generator, or None where there is none yet.
-    """
-
-    def __init__(self, strategy: tf.distribute.Strategy) -> None:
-        """Takes the strategy; call on the thread that starts the replicas."""
-        self.generator = _bridge.global_seeds()
-        self._strategy = strategy
-
-    def on_replica(self, original: Any) -> Any:
-        """Returns the generator for a draw on a replica; ``original`` makes one."""
-        if self._strategy.num_replicas_in_sync == 1:
-            self.generator = original()
-        elif not self._is_on_replicas():
-            made = threading.Thread(target=self._make, args=(original,))
-            made.start()
-            made.join()
-        return self.generator
-
-    def _is_on_replicas(self) -> bool:
-        if self.generator is None:
-            return False
-        variable = self.generator.state.value
-        return bool(self._strategy.extended.variable_created_in_scope(variable))
-
-    def _make(self, original: Any) -> None:
-        import keras
-
-        with self._strategy.scope():
-            if self.generator is None:
-                self.generator = original()
-                return
-            copy = keras.random.SeedGenerator(0)
-            copy.state.assign(self.generator.state)
-            self.generator = copy
-
-
-@contextmanager
-def global_seeds(strategy: tf.distribute.Strategy) -> Iterator[GlobalSeeds]:
-    """Shares the seeds of draws without a seed among the replicas run in the context."""
-    seeds = GlobalSeeds(strategy)
-    before = seeds.generator
-    yield seeds
-    if seeds.generator is not before:
-        _bridge.set_global_seeds(seeds.generator)
-
-
-def seed_states(model: Any, seeds: GlobalSeeds) -> list[Any]:
-    """Returns the states of the seeds that a model may draw from, Keras variables.
-
-    They are those of its layers, and that for draws without a seed where there is one yet.
-    """
-    weights = {id(variable) for variable in model.weights}
-    states = [variable for variable in model.variables if id(variable) not in weights]
-    return states if seeds.generator is None else [*states, seeds.generator.state]
 
 
 # Numbers that are drawn by counting on -----------------------------------------------------------

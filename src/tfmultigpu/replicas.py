@@ -17,7 +17,8 @@ from tfmultigpu.errors import LossError, TfMultiGpuError
 from tfmultigpu.metrics import build_metrics, holds_what_counts, update_metrics
 from tfmultigpu.objectives import Layout, Objective, stack
 from tfmultigpu.outputs import Output
-from tfmultigpu.randomness import GlobalSeeds, HeldRows, drawing_rows, global_seeds, seed_states
+from tfmultigpu.randomness import HeldRows, drawing_rows
+from tfmultigpu.seeds import GlobalSeeds, global_seeds, seed_states
 
 __all__ = ["ReplicaPhase"]
 
