@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 from pathlib import Path
 
 import keras
@@ -243,6 +244,86 @@ def test_each_replica_records_its_own():
     found = tf.function(lambda: strategy.run(replica))()
     values = [value.numpy().tolist() for value in strategy.experimental_local_results(found)]
     assert values == [[0.0, 0.0], [1.0, 10.0], [2.0, 20.0]]
+
+
+# Random draws -------------------------------------------------------------------------------------
+
+KERAS_DRAWS = {
+    "stateless_uniform": lambda: keras.random.uniform((2,), seed=1),
+    "stateless_normal": lambda: keras.random.normal((2,), seed=1),
+    "stateless_truncated_normal": lambda: keras.random.truncated_normal((2,), seed=1),
+    "stateless_categorical": lambda: keras.random.categorical(tf.zeros([2, 3]), 1, seed=1),
+    "stateless_gamma": lambda: keras.random.gamma((2,), 2.0, seed=1),
+    "stateless_binomial": lambda: keras.random.binomial((2,), 9.0, 0.5, seed=1),
+    "stateless_dropout": lambda: keras.random.dropout(tf.ones([2]), 0.5, seed=1),
+    "global_seed_generator": lambda: keras.random.normal((2,)),
+}
+
+
+@pytest.mark.parametrize("name", KERAS_DRAWS)
+def test_keras_looks_up_at_each_call_what_it_draws_by(name):
+    calls = []
+
+    def replacement(original, *args, **kwargs):
+        calls.append(name)
+        return original(*args, **kwargs)
+
+    expected = KERAS_DRAWS[name]()
+    with _bridge.replacing_draws({name: replacement}):
+        drawn = KERAS_DRAWS[name]()
+    assert calls == [name], f"Keras no longer draws by {name}: replicas would draw the same numbers"
+    assert drawn.shape == expected.shape
+    assert set(_bridge._DRAWS) == set(KERAS_DRAWS)
+
+
+def test_draws_are_replaced_on_one_thread_and_only_while_the_context_lasts():
+    before = [getattr(_bridge._home_of(name), name) for name in _bridge._DRAWS]
+    elsewhere = []
+
+    def draw_elsewhere():
+        elsewhere.append(tf.random.stateless_uniform([2], (1, 2)).numpy())
+
+    ours = {"stateless_uniform": lambda original, shape, seed: "ours"}
+    inner = {"stateless_uniform": lambda original, shape, seed: "inner"}
+    with _bridge.replacing_draws(ours):
+        with _bridge.replacing_draws(inner):
+            assert tf.random.stateless_uniform([2], (1, 2)) == "inner"
+        assert tf.random.stateless_uniform([2], (1, 2)) == "ours"
+        thread = threading.Thread(target=draw_elsewhere)
+        thread.start()
+        thread.join()
+        assert _bridge.original_draw("stateless_uniform") is before[1]
+    assert [getattr(_bridge._home_of(name), name) for name in _bridge._DRAWS] == before
+    np.testing.assert_array_equal(elsewhere[0], tf.random.stateless_uniform([2], (1, 2)))
+    assert _bridge.original_draw("stateless_uniform") is before[1]
+
+
+def test_draws_are_those_of_tensorflow_again_after_an_error():
+    before, during = tf.random.stateless_normal, []
+
+    def fail():
+        with _bridge.replacing_draws({}):
+            during.append(tf.random.stateless_normal)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    assert during[0] is not before
+    assert tf.random.stateless_normal is before
+
+
+def test_the_generator_of_draws_without_a_seed_can_be_seen_and_set():
+    keras.utils.set_random_seed(3)
+    assert _bridge.global_seeds() is None
+    keras.random.normal((2,))
+    made = _bridge.global_seeds()
+    np.testing.assert_array_equal(made.state.numpy()[1] > 0, True)
+    other = keras.random.SeedGenerator(77)
+    _bridge.set_global_seeds(other)
+    before = other.state.numpy()
+    keras.random.normal((2,))
+    assert not np.array_equal(other.state.numpy(), before), "Keras draws from another one"
+    assert _bridge.global_seeds() is other
 
 
 # Moving averages ----------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ features = rng.normal(size=(100, 6)).astype("float32")
 labels = rng.integers(0, 3, 100)
 
 
-def train(make_optimizer, batch_size, *, shares=None, in_one_call=False, **options):
+def train(make_optimizer, batch_size, *, shares=None, in_one_call=False, draws=False, **options):
     keras.utils.set_random_seed(1)
     with strategy.scope():
         layers = keras.layers
@@ -30,6 +30,11 @@ def train(make_optimizer, batch_size, *, shares=None, in_one_call=False, **optio
                 keras.Input((6,)),
                 layers.Dense(8, activation="tanh", kernel_regularizer="l2"),
                 layers.BatchNormalization(synchronized=True),
+                *(
+                    [layers.Dropout(0.4, seed=3), layers.GaussianNoise(0.2, seed=4)]
+                    if draws
+                    else []
+                ),
                 layers.Dense(3),
             ]
         )
@@ -71,6 +76,7 @@ results = {
     # 33 leaves a last batch of one row, which goes to every worker whole.
     "clipped": train(sgd, 33, clip_norm=0.5),
     "shares": train(sgd, 33, shares=(3, 1)),
+    "dropout": train(sgd, 33, shares=(3, 1), draws=True),
     "one_call": train(adamw, 30, in_one_call=True, loss_scale="dynamic"),
 }
 print("RESULT", json.dumps(results))
