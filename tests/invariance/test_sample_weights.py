@@ -1,0 +1,246 @@
+"""Sample weights: zero here or everywhere, far apart, by token, by output, by class, with masks."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from case import SIZES, Case, cut, integers, normal
+from one_device import Replicated, difference, strategy_of
+
+import tfmultigpu as tmg
+from tfmultigpu.testing import Training
+
+REDUCTIONS = ("sum_over_batch_size", "mean_with_sample_weight", "sum")
+ROWS = sum(SIZES)
+LENGTH = 4
+X = normal(ROWS, 6)
+Y = integers(4, ROWS)
+TAGS = integers(3, ROWS, LENGTH, seed=1)
+# Sequences of zero to four tokens, then padding: the first three have none at all.
+TOKENS = np.where(
+    np.arange(LENGTH) < np.r_[0, 0, 0, integers(LENGTH + 1, ROWS - 3, seed=2)][:, None],
+    1 + integers(8, ROWS, LENGTH, seed=3),
+    0,
+)
+UNIFORM = np.random.default_rng(4).uniform(0.2, 2.0, (ROWS, LENGTH)).astype("float32")
+
+
+def crossentropy(reduction: str, **options: Any) -> keras.losses.Loss:
+    return keras.losses.SparseCategoricalCrossentropy(
+        from_logits=True, reduction=reduction, **options
+    )
+
+
+def sgd() -> keras.optimizers.Optimizer:
+    return keras.optimizers.SGD(0.05, momentum=0.9)
+
+
+def mlp() -> keras.Model:
+    return keras.Sequential(
+        [
+            keras.Input((6,)),
+            keras.layers.Dense(5, activation="tanh", kernel_regularizer=keras.regularizers.L2(0.1)),
+            keras.layers.Dense(4),
+        ]
+    )
+
+
+def tagger(mask_zero: bool) -> keras.Model:
+    return keras.Sequential(
+        [
+            keras.Input((LENGTH,), dtype="int32"),
+            keras.layers.Embedding(9, 5, mask_zero=mask_zero),
+            keras.layers.Dense(3, kernel_regularizer=keras.regularizers.L2(0.1)),
+        ]
+    )
+
+
+def rows(reduction: str) -> Training:
+    accuracy = keras.metrics.SparseCategoricalAccuracy
+    return Training(
+        mlp(), sgd(), crossentropy(reduction), metrics=accuracy(), weighted_metrics=accuracy()
+    )
+
+
+def tokens(reduction: str, mask_zero: bool = True, **options: Any) -> Training:
+    accuracy = keras.metrics.SparseCategoricalAccuracy()
+    loss = crossentropy(reduction, **options)
+    return Training(tagger(mask_zero), sgd(), loss, weighted_metrics=accuracy)
+
+
+def two_outputs() -> Training:
+    inputs = keras.Input((LENGTH,), dtype="int32")
+    embedded = keras.layers.Embedding(9, 5, mask_zero=True)(inputs)
+    pooled = keras.layers.GlobalAveragePooling1D()(embedded)
+    outputs = {
+        "tags": keras.layers.Dense(3, name="tags")(embedded),
+        "kind": keras.layers.Dense(4, name="kind")(pooled),
+        "size": keras.layers.Dense(1, name="size")(pooled),
+    }
+    losses = {
+        "tags": crossentropy("mean_with_sample_weight"),
+        "kind": crossentropy("sum"),
+        "size": "mse",
+    }
+    return Training(keras.Model(inputs, outputs), sgd(), losses, loss_weights={"kind": 0.1})
+
+
+def by_batch(*values: Any) -> np.ndarray:
+    """Weights of the batches one after the other; each is a number or one for each row."""
+    parts = [np.broadcast_to(value, size) for value, size in zip(values, SIZES, strict=True)]
+    return np.concatenate(parts).astype("float32")
+
+
+def first_zero(size: int) -> np.ndarray:
+    """Zero for the first half and more: all that one replica gets."""
+    return (np.arange(size) > size // 2).astype("float32")
+
+
+def far_apart(size: int) -> np.ndarray:
+    return np.geomspace(1e-3, 2.0, size)
+
+
+ROW_WEIGHTS = {
+    "zero on one replica": by_batch(first_zero(7), 1.0, first_zero(9), (0, 1), first_zero(5)),
+    "zero everywhere": by_batch(0.0, 1.0, 0.0, 0.0, 1.0),
+    "far apart": by_batch(far_apart(7), 1.0, far_apart(9), (1e-3, 2.0), far_apart(5)),
+}
+# Of the batches with several rows the first tokens, and the whole third batch, weigh nothing.
+TOKEN_WEIGHTS = UNIFORM * np.where(np.arange(ROWS)[:, None] % 4 == 1, [0, 0, 1, 1], 1)
+TOKEN_WEIGHTS[8:17] = 0.0
+TOKEN_WEIGHTS = TOKEN_WEIGHTS.astype("float32")
+
+
+def numbered(i: int) -> dict[str, Any]:
+    """Every second case of two replicas in micro-batches, the others of three, and of workers."""
+    if i % 2:
+        return {"replicas": (2,), "workers": False, "options": {"micro_batches": 2}}
+    return {"replicas": (3,)}
+
+
+CASES = [
+    *[
+        Case(
+            f"weights {name}, {reduction}",
+            functools.partial(rows, reduction),
+            cut(X, Y, weights),
+            **numbered(i),
+        )
+        for i, (name, weights, reduction) in enumerate(
+            (name, weights, reduction)
+            for name, weights in ROW_WEIGHTS.items()
+            for reduction in REDUCTIONS
+        )
+    ],
+    *[
+        Case(
+            f"weights by token, {reduction}",
+            functools.partial(tokens, reduction, mask_zero=False),
+            cut(TOKENS, TAGS, TOKEN_WEIGHTS),
+            **numbered(i),
+        )
+        for i, reduction in enumerate(REDUCTIONS)
+    ],
+    *[
+        Case(
+            f"weights by token with masks, {reduction}",
+            functools.partial(tokens, reduction),
+            cut(TOKENS, TAGS, TOKEN_WEIGHTS),
+            **numbered(i + 1),
+        )
+        for i, reduction in enumerate(REDUCTIONS)
+    ],
+    *[
+        Case(
+            f"weights by token with masks and an ignored class, {reduction}",
+            functools.partial(tokens, reduction, ignore_class=1),
+            cut(TOKENS, TAGS, TOKEN_WEIGHTS),
+            **numbered(i),
+        )
+        for i, reduction in enumerate(REDUCTIONS)
+    ],
+    *[
+        Case(
+            f"weights of rows for all tokens of a row, {reduction}",
+            functools.partial(tokens, reduction),
+            cut(TOKENS, TAGS, UNIFORM[:, :1]),
+            **numbered(i),
+        )
+        for i, reduction in enumerate(REDUCTIONS)
+    ],
+    *[
+        Case(
+            f"masks without weights, {reduction}",
+            functools.partial(tokens, reduction),
+            cut(TOKENS, TAGS),
+            **numbered(i + 1),
+        )
+        for i, reduction in enumerate(REDUCTIONS)
+    ],
+    Case(
+        "weights by output, one of them without",
+        two_outputs,
+        cut(
+            TOKENS,
+            {"tags": TAGS, "kind": Y, "size": X[:, :1]},
+            {"tags": TOKEN_WEIGHTS, "kind": ROW_WEIGHTS["zero on one replica"]},
+        ),
+        options={"micro_batches": 2},
+    ),
+    Case(
+        "weights that are whole numbers",
+        functools.partial(rows, "mean_with_sample_weight"),
+        cut(X, Y, integers(4, ROWS, seed=5)),
+        replicas=(2,),
+    ),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_replicas_give_what_one_device_gives(case: Case) -> None:
+    case.hold()
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_where_all_weights_are_zero_regularisation_still_acts(
+    reduction: str, micro_batches: int
+) -> None:
+    def plain() -> keras.optimizers.Optimizer:
+        return keras.optimizers.SGD(0.5)
+
+    run = Replicated(3, mlp, plain, crossentropy(reduction), micro_batches=micro_batches)
+    before = [variable.numpy() for variable in run.model.variables]
+    result = run.train([(X[:7], Y[:7], np.zeros(7, "float32"))])
+    before[0] = before[0] * (1.0 - 0.5 * 2 * 0.1)
+    assert difference(result.weights, before) <= 1e-6
+    assert result.logs[0]["loss"] > 0.01
+
+
+def test_class_weights_as_a_map_of_the_dataset() -> None:
+    """What the class_weight of Keras does, on one device, by Keras itself."""
+    weights = {0: 0.1, 1: 3.0, 2: 0.0, 3: 1.0}
+    table = tf.constant(list(weights.values()))
+    dataset = tf.data.Dataset.from_tensor_slices((X, Y)).batch(7)
+    weighted = dataset.map(lambda x, y: (x, y, tf.gather(table, y)))
+
+    keras.utils.set_random_seed(7)
+    model = mlp()
+    model.compile(sgd(), crossentropy("sum_over_batch_size"))
+    for x, y in dataset:
+        model.train_on_batch(x, y, class_weight=weights)
+
+    strategy = strategy_of(3)
+    with strategy.scope():
+        keras.utils.set_random_seed(7)
+        ours, optimizer = mlp(), sgd()
+    loss = crossentropy("sum_over_batch_size")
+    step = tmg.make_train_step(ours, optimizer, loss, strategy, micro_batches=2)
+    for batch in tmg.distribute_dataset(weighted, strategy):
+        step(batch)
+    assert difference(ours.get_weights(), model.get_weights()) <= 1e-6
