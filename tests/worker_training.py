@@ -21,7 +21,30 @@ features = rng.normal(size=(100, 6)).astype("float32")
 labels = rng.integers(0, 3, 100)
 
 
-def train(make_optimizer, batch_size, *, shares=None, in_one_call=False, draws=False, **options):
+def cut_elsewhere(batch_size):
+    """Batches that others cut: five eighths on the first worker, the rest on the second."""
+    dataset = tf.data.Dataset.from_tensor_slices((features[:96], labels[:96])).batch(batch_size)
+    if strategy.num_replicas_in_sync == 1:
+        return dataset
+    middle = batch_size * 5 // 8
+
+    def of_worker(context):
+        rows = slice(middle) if context.input_pipeline_id == 0 else slice(middle, None)
+        return dataset.map(lambda x, y: (x[rows], y[rows]))
+
+    return strategy.distribute_datasets_from_function(of_worker)
+
+
+def train(
+    make_optimizer,
+    batch_size,
+    *,
+    shares=None,
+    in_one_call=False,
+    draws=False,
+    foreign=False,
+    **options,
+):
     keras.utils.set_random_seed(1)
     with strategy.scope():
         layers = keras.layers
@@ -46,7 +69,10 @@ def train(make_optimizer, batch_size, *, shares=None, in_one_call=False, draws=F
     data = tmg.distribute_dataset(
         (features, labels), strategy, batch_size=batch_size, shares=shares
     )
-    if in_one_call:
+    if foreign:
+        for batch in cut_elsewhere(batch_size):
+            logs = step(batch)
+    elif in_one_call:
         logs = step.run(iter(data), 1000)
         assert int(logs["steps"]) == len(data)
     else:
@@ -77,6 +103,7 @@ results = {
     "clipped": train(sgd, 33, clip_norm=0.5),
     "shares": train(sgd, 33, shares=(3, 1)),
     "dropout": train(sgd, 33, shares=(3, 1), draws=True),
+    "cut_elsewhere": train(sgd, 32, draws=True, foreign=True),
     "one_call": train(adamw, 30, in_one_call=True, loss_scale="dynamic"),
 }
 print("RESULT", json.dumps(results))
