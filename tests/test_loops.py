@@ -255,6 +255,49 @@ def test_masked_and_weighted_means_are_over_what_counts(replicas):
     assert in_one_batch(truth, TOKENS, TAGS, weight)["loss"] == pytest.approx(expected, rel=1e-5)
 
 
+class Positive(keras.layers.Layer):
+    """Adds a loss over rows to a model whose other losses go by what a mask leaves."""
+
+    def __init__(self):
+        super().__init__()
+        self.supports_masking = True
+
+    def call(self, inputs):
+        self.add_loss(3.0 * keras.ops.mean(keras.ops.relu(inputs)))
+        return inputs
+
+
+def masked_heads():
+    inputs = keras.Input((4,), dtype="int32")
+    hidden = keras.layers.Embedding(9, 5, mask_zero=True, embeddings_regularizer="l2")(inputs)
+    tag = keras.layers.Dense(3, activation="softmax")(Positive()(hidden))
+    return keras.Model(inputs, {"tag": tag, "size": keras.layers.Dense(1)(hidden)})
+
+
+@pytest.mark.parametrize("reduction", ["sum_over_batch_size", "mean_with_sample_weight", "sum"])
+def test_outputs_that_are_divided_by_different_weights(reduction):
+    def compiled():
+        tag = keras.losses.SparseCategoricalCrossentropy(reduction=reduction)
+        return {"loss": {"tag": tag, "size": "mse"}, "loss_weights": {"tag": 0.5, "size": 2.0}}
+
+    labels = {"tag": TAGS, "size": np.repeat(SIZE[:, None], 4, 1)}
+    weights = {"tag": np.repeat(W[:, None], 4, 1), "size": np.repeat(W[::-1, None], 4, 1)}
+    hold(3, masked_heads, compiled, TOKENS, labels, weights)
+
+
+def test_where_nothing_counts_the_loss_is_the_regularisation():
+    def build():
+        inputs = keras.Input((6,))
+        return keras.Model(inputs, keras.layers.Dense(1, kernel_regularizer="l2")(inputs))
+
+    def compiled():
+        return {"loss": keras.losses.MeanSquaredError(reduction="mean_with_sample_weight")}
+
+    model, truth = made(2, build, compiled)
+    logs = tmg.evaluate(model, (X, SIZE, np.zeros(ROWS)), batch_size=5)
+    assert logs == {"loss": pytest.approx(float(truth.losses[0]), rel=1e-6)}
+
+
 def test_metrics_alone():
     def compiled(loss):
         return {"loss": loss, "metrics": {"kind": ["accuracy"]}}
@@ -401,13 +444,14 @@ def test_wrong_data(classifiers):
 
 
 @pytest.mark.parametrize("replicas", REPLICAS)
-@pytest.mark.parametrize("batch_size", [1, 5, 64])
-def test_every_example_once_and_in_order(replicas, batch_size):
+def test_every_example_once_and_in_order(replicas):
     model, truth = made(replicas, classifier)
-    predicted = tmg.predict(model, X, batch_size=batch_size)
-    assert isinstance(predicted, np.ndarray)
-    assert predicted.dtype == np.float32
-    np.testing.assert_allclose(predicted, truth.predict(X, verbose=0), atol=1e-6)
+    expected = truth.predict(X, verbose=0)
+    for batch_size in (1, 5, 64):
+        predicted = tmg.predict(model, X, batch_size=batch_size)
+        assert isinstance(predicted, np.ndarray)
+        assert predicted.dtype == np.float32
+        np.testing.assert_allclose(predicted, expected, atol=1e-6)
 
 
 class Everything(keras.Model):

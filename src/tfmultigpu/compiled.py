@@ -40,8 +40,6 @@ class Compiled:
         loss_weights: What it takes as such.
         metrics: The compiled metrics themselves, as it takes them.
         weighted_metrics: The same for those that use sample weights.
-        factors: The loss weight of each output that has a loss, by its name, where there are
-            several outputs.
         arguments: What ``model.compile`` was given; another object after each compile.
     """
 
@@ -49,7 +47,6 @@ class Compiled:
     loss_weights: Any
     metrics: Any
     weighted_metrics: Any
-    factors: Mapping[str, float]
     arguments: Any
     _container: Any
 
@@ -122,12 +119,11 @@ def read_compiled(model: Any, strategy: tf.distribute.Strategy, batch_spec: Any)
     )
     each = [_resolve(output.loss, output.y_true, output.y_pred) for output in outputs]
     if len(outputs) == 1 and outputs[0].name is None:
-        losses, weights, factors = each[0], outputs[0].factor, {}
+        losses, weights = each[0], outputs[0].factor
     else:
         found = [(one.name, loss, one.factor) for one, loss in zip(outputs, each, strict=True)]
         losses = {name: loss for name, loss, _ in found if loss is not None} or None
         weights = {name: factor for name, loss, factor in found if losses and name in losses}
-        factors = {str(name): factor for name, factor in weights.items()}
     container: Any = None
     plain: list[list[Any]] = []
     weighted: list[list[Any]] = []
@@ -141,7 +137,6 @@ def read_compiled(model: Any, strategy: tf.distribute.Strategy, batch_spec: Any)
         weights,
         _by_output(plain, y_pred, keys),
         _by_output(weighted, y_pred, keys),
-        factors,
         arguments,
         container,
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
@@ -20,7 +20,7 @@ from tfmultigpu.reductions import sum_over_replicas
 from tfmultigpu.scopes import check_backend, check_kinds, prepare_model
 from tfmultigpu.seeds import GlobalSeeds, global_seeds
 
-__all__ = ["EvalStep", "PredictStep", "make_eval_step", "make_predict_step"]
+__all__ = ["EvalStep", "PredictStep", "Totals", "make_eval_step", "make_predict_step"]
 
 
 def make_eval_step(
@@ -96,6 +96,31 @@ def make_predict_step(model: Any, strategy: tf.distribute.Strategy | None = None
     return PredictStep(model, strategy)
 
 
+class Totals(NamedTuple):
+    """What evaluating some batches adds up to, not yet divided, so that calls can be added too.
+
+    Attributes:
+        steps: Batches.
+        rows: Rows in them.
+        sums: For each term of the loss, the sum over these rows.
+        weights: What that is divided by.
+    """
+
+    steps: int
+    rows: float
+    sums: list[float]
+    weights: list[float]
+
+    def plus(self, other: Totals) -> Totals:
+        """Returns what both add up to."""
+        return Totals(
+            self.steps + other.steps,
+            self.rows + other.rows,
+            [a + b for a, b in zip(self.sums, other.sums, strict=True)],
+            [a + b for a, b in zip(self.weights, other.weights, strict=True)],
+        )
+
+
 class EvalStep:
     """Loss and metrics of one global batch; what ``make_eval_step`` returns.
 
@@ -121,6 +146,7 @@ class EvalStep:
         local = rows_lib.local_replicas(strategy)
         self._function = BatchFunction(self._step, strategy, local)
         self._multistep = MultiStep(self._function)
+        self._adding = MultiStep(BatchFunction(self._addends, strategy, local))
 
     @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
     def __call__(self, batch: Any) -> dict[str, Any]:
@@ -137,6 +163,25 @@ class EvalStep:
         logs = self._multistep(iterator, steps)
         return {name: logs[name] for name in logs if name not in ("gradient_norm", "loss_scale")}
 
+    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+    def totals(self, iterator: Any, steps: int) -> Totals:
+        """Evaluates up to ``steps`` batches in one call, and returns sums and weights undivided."""
+        if not self._ready:
+            self._prepare(self._adding.batch_spec(iterator))
+        logs = self._adding(iterator, steps)
+        terms = range(len(self._layout.terms))
+        sums, weights = (
+            [float(logs[f"{what} {i}"]) if f"{what} {i}" in logs else 0.0 for i in terms]
+            for what in ("sum", "weight")
+        )
+        return Totals(int(logs["steps"]), float(logs["weight"]), sums, weights)
+
+    def report(self, totals: Totals) -> dict[str, float]:
+        """Returns the logs of all batches that were added up: each term divided once."""
+        sums, weights = ([tf.constant(v, tf.float64) for v in one] for one in totals[2:])
+        logs = self._layout.report(sums, weights, tf.constant(totals.rows, tf.float64))
+        return {name: float(value) for name, value in self._regularized(logs).items()}
+
     def _prepare(self, spec: Any) -> None:
         model = self._objective.model
         prepare_model(model, self.strategy, spec)
@@ -145,6 +190,20 @@ class EvalStep:
         self._ready = True
 
     def _step(self, shards: Shards) -> dict[str, Any]:
+        sums, weights = self._terms(shards)
+        rows = tf.cast(shards.global_rows, tf.float64)
+        return self._regularized(self._layout.report(sums, weights, rows))
+
+    def _addends(self, shards: Shards) -> dict[str, Any]:
+        """The terms as values that ``MultiStep`` adds up as they are."""
+        sums, weights = self._terms(shards)
+        logs = {f"sum {i}": value for i, value in enumerate(sums)}
+        logs |= {f"weight {i}": value for i, value in enumerate(weights)}
+        rows = tf.cast(shards.global_rows, tf.float32)
+        return {"loss": tf.zeros([]), "weight": rows, **logs}
+
+    def _terms(self, shards: Shards) -> tuple[list[Any], list[Any]]:
+        """Sum and weight of each term of the loss over all replicas; updates the metrics."""
         replicas = self.strategy.num_replicas_in_sync
         weight = rows_lib.row_weight(shards.global_rows, replicas) if replicas > 1 else None
         shard = per_replica(self.strategy, shards.local)
@@ -152,10 +211,9 @@ class EvalStep:
             replica = functools.partial(self._replica, shards, seeds)
             result = self.strategy.run(replica, args=(shard, weight))
         local = [[value] for value in self.strategy.experimental_local_results(result)]
-        stats = sum_over_replicas(self.strategy, local)[0][0]
-        layout = self._layout
-        rows = tf.cast(shards.global_rows, tf.float64)
-        logs = layout.report(*layout.unstack(stats), rows)
+        return self._layout.unstack(sum_over_replicas(self.strategy, local)[0][0])
+
+    def _regularized(self, logs: dict[str, Any]) -> dict[str, Any]:
         variables = self._objective.model.trainable_variables
         values = [tf.convert_to_tensor(variable.value) for variable in variables]
         penalty, _ = regularization(variables, values)

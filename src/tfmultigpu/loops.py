@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,7 @@ from tfmultigpu.compiled import (
 )
 from tfmultigpu.data import ShardedDataset, distribute_dataset
 from tfmultigpu.errors import DataError, UnknownLengthError
+from tfmultigpu.evaluation import EvalStep, Totals
 from tfmultigpu.scopes import check_backend, check_kinds, prepare_model
 from tfmultigpu.steps import make_eval_step, make_predict_step
 
@@ -60,8 +61,8 @@ def evaluate(
 
     Returns:
         ``"loss"``, for several losses that of each output, and the metrics, with the names of
-        ``model.evaluate(return_dict=True)``: floats, arrays where a metric is one. The loss is the
-        mean over all examples of the data, not over batches.
+        ``model.evaluate(return_dict=True)``: floats, arrays where a metric is one. Each loss is its
+        sum over the whole data, divided once: what all of it in one batch would give.
 
     Raises:
         CompileError: The model is not compiled, or replaces ``test_step``, ``compute_loss`` or
@@ -88,20 +89,20 @@ def evaluate(
     check_labels(model, batches.element_spec)
     compiled, step = _evaluator(model, strategy, batches.element_spec)
     compiled.reset()
-    parts: list[dict[str, float]] = []
+    totals: Totals | None = None
     left = steps
     iterator = iter(batches)
     while left is None or left > 0:
         asked = _BATCHES_PER_CALL if left is None else min(left, _BATCHES_PER_CALL)
-        logs = {name: float(value) for name, value in step.run(iterator, asked).items()}
-        if logs["steps"]:
-            parts.append(logs)
-        if logs["steps"] < asked:
+        found = step.totals(iterator, asked)
+        if found.steps:
+            totals = found if totals is None else totals.plus(found)
+        if found.steps < asked:
             break
         left = None if left is None else left - asked
-    if not parts:
+    if totals is None:
         raise _no_batches(data)
-    return _logs(parts, compiled)
+    return _logs(step.report(totals), compiled)
 
 
 def predict(
@@ -235,8 +236,10 @@ def _with_weights(data: Any, sample_weight: Any) -> Any:
     return (*data, sample_weight)
 
 
-def _evaluator(model: Any, strategy: tf.distribute.Strategy, spec: Any) -> tuple[Compiled, Any]:
-    def make() -> tuple[Compiled, Any]:
+def _evaluator(
+    model: Any, strategy: tf.distribute.Strategy, spec: Any
+) -> tuple[Compiled, EvalStep]:
+    def make() -> tuple[Compiled, EvalStep]:
         compiled = read_compiled(model, strategy, spec)
         step = make_eval_step(
             weakref.proxy(model),
@@ -252,7 +255,7 @@ def _evaluator(model: Any, strategy: tf.distribute.Strategy, spec: Any) -> tuple
     # Compiling again, freezing a layer or adding one is another evaluation.
     variables = tuple((id(one), one.trainable) for one in model.variables)
     key = strategy, id(compile_arguments(model)), variables
-    found: tuple[Compiled, Any] = _cached(model, "evaluate", key, make)
+    found: tuple[Compiled, EvalStep] = _cached(model, "evaluate", key, make)
     return found
 
 
@@ -278,31 +281,13 @@ def _cached(model: Any, purpose: str, key: Any, make: Callable[[], Any]) -> Any:
     return known[purpose][1]
 
 
-def _logs(parts: Sequence[Mapping[str, float]], compiled: Compiled) -> dict[str, Any]:
-    """The logs of several calls put together: sums over what each was divided by."""
-    factors = compiled.factors
-    outputs = {f"{name}_loss": _mean(parts, f"{name}_loss", f"{name}_weight") for name in factors}
-    if outputs:
-        # Beside the losses of the outputs there is what layers add, a mean over rows.
-        def rest(part: Mapping[str, float]) -> float:
-            return part["loss"] - sum(f * part[f"{name}_loss"] for name, f in factors.items())
-
-        others = [{**part, "rest": rest(part)} for part in parts]
-        loss = _mean(others, "rest", "weight")
-        loss += sum(f * outputs[f"{name}_loss"] for name, f in factors.items())
-    else:
-        loss = _mean(parts, "loss", "weight")
-    logs: dict[str, Any] = {"loss": loss, **(outputs if len(outputs) > 1 else {})}
+def _logs(reported: Mapping[str, float], compiled: Compiled) -> dict[str, Any]:
+    """What is returned, as Keras does it: the losses of outputs only where there are several."""
+    outputs = {name: reported[name] for name in reported if name.endswith("_loss")}
+    logs: dict[str, Any] = {"loss": reported["loss"], **(outputs if len(outputs) > 1 else {})}
     for name, value in compiled.results().items():
         logs.update(value if isinstance(value, Mapping) else {name: value})
     return {name: _number(logs[name]) for name in sorted(logs)}
-
-
-def _mean(parts: Sequence[Mapping[str, float]], name: str, weight: str) -> float:
-    weights = [part.get(weight, part["weight"]) for part in parts]
-    if not sum(weights):  # Without weight there is still regularisation, in every part alike.
-        weights = [part["steps"] for part in parts]
-    return sum(p[name] * w for p, w in zip(parts, weights, strict=True)) / sum(weights)
 
 
 def _number(value: Any) -> Any:
