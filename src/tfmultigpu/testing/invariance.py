@@ -272,8 +272,9 @@ def _on_replicas(
         ends |= _outputs(
             batches, lambda batch: evaluate(batch)["loss"], predict, training.forward is None
         )
-    for name, value in expected["ends"].items():
-        differences.add(name, done, value, ends.get(name))
+    # By their order, as variables: Keras numbers the names of metrics through the process.
+    for (name, value), other in zip(expected["ends"].items(), ends.values(), strict=True):
+        differences.add(name, done, value, other)
 
 
 def _dataset(batches: list[Any]) -> tf.data.Dataset[Any]:
