@@ -25,11 +25,18 @@ _KEEP_SUMS = (
 
 
 def is_from_keras(metric: Any) -> bool:
-    """Returns whether a metric is one of Keras' own, all of which keep sums."""
+    """Returns whether a metric is one of Keras' own that is known to keep sums over rows.
+
+    All do but those that wrap a function, and those along an axis: along the first one they compare
+    rows with each other. ``CosineSimilarity`` does not say along which it is.
+    """
     import keras
 
+    if type(metric).__module__.split(".")[0] != "keras":
+        return False
     wraps = type(metric) is getattr(keras.metrics, "MeanMetricWrapper", None)
-    return not wraps and type(metric).__module__.split(".")[0] == "keras"
+    along = metric.get_config().get("axis", -1) != -1
+    return not wraps and not along and not isinstance(metric, keras.metrics.CosineSimilarity)
 
 
 def check_adds(metric: Any, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
