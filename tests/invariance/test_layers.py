@@ -1,0 +1,509 @@
+"""Every layer of Keras: on replicas it computes what it computes on one device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+from case import SIZES, Case, cut, integers, normal
+from keras import layers
+
+from tfmultigpu.scopes import all_layers
+from tfmultigpu.testing import Training
+
+ROWS = sum(SIZES)
+Y = integers(3, ROWS)
+
+
+def trained(inputs: Any, outputs: Any) -> Training:
+    return Training(
+        keras.Model(inputs, outputs),
+        keras.optimizers.SGD(0.1, momentum=0.9),
+        keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+    )
+
+
+def heads(branches: list[Any]) -> Any:
+    """Each branch has a Dense layer of its own, so that what differs is seen by its name."""
+    scores = []
+    for branch in branches:
+        flat = layers.Flatten()(branch) if len(branch.shape) > 2 else branch
+        name = f"after_{branch._keras_history.operation.name}"
+        scores.append(layers.Dense(3, name=name)(flat))
+    return layers.Average()(scores) if len(scores) > 1 else scores[0]
+
+
+def side_by_side(shape: tuple[int, ...], stem: Any, make: Callable[[], list[Any]]) -> Any:
+    """All layers at once, each on what a trained layer before them gives."""
+
+    def build() -> Training:
+        inputs = keras.Input(shape)
+        hidden = stem()(inputs)
+        return trained(inputs, heads([layer(hidden) for layer in make()]))
+
+    return build
+
+
+# Dense layers, activations, shapes ----------------------------------------------------------------
+
+
+def dense() -> Training:
+    inputs = keras.Input((4, 3))
+    hidden = layers.Dense(4, "tanh")(inputs)
+    branches = [
+        layers.EinsumDense("abc,cd->abd", output_shape=(4, 2), bias_axes="d")(hidden),
+        layers.PReLU(alpha_initializer="ones")(hidden),
+        layers.PReLU(shared_axes=[1], name="shared_prelu")(hidden),
+        layers.ELU()(hidden),
+        layers.LeakyReLU(0.3)(hidden),
+        layers.ReLU(negative_slope=0.1)(hidden),
+        layers.Softmax()(hidden),
+        layers.Activation("gelu")(hidden),
+        layers.Lambda(lambda x: x * x)(hidden),
+        layers.Identity()(hidden),
+        layers.Reshape((2, 8))(hidden),
+        layers.Permute((2, 1))(hidden),
+        layers.RepeatVector(2)(layers.Flatten()(hidden)),
+        layers.ActivityRegularization(l1=0.01, l2=0.02)(hidden),
+        layers.UnitNormalization()(hidden),
+        layers.TimeDistributed(layers.Dense(2), name="each_step")(hidden),
+    ]
+    return trained(inputs, heads(branches))
+
+
+def merged() -> Training:
+    inputs = keras.Input((6,))
+    one, other = layers.Dense(4, name="one")(inputs), layers.Dense(4, "tanh", name="two")(inputs)
+    kinds = (layers.Add, layers.Average, layers.Concatenate, layers.Maximum, layers.Minimum)
+    kinds = (*kinds, layers.Multiply, layers.Subtract)
+    branches = [kind()([one, other]) for kind in kinds]
+    branches.append(layers.Dot(axes=1)([one, other]))
+    return trained(inputs, heads(branches))
+
+
+# Convolution and pooling --------------------------------------------------------------------------
+
+
+def along_one_axis() -> list[Any]:
+    return [
+        layers.Conv1D(2, 3, padding="causal", dilation_rate=2),
+        layers.DepthwiseConv1D(2, depth_multiplier=2),
+        layers.SeparableConv1D(2, 2),
+        layers.Conv1DTranspose(2, 2, strides=2),
+        layers.MaxPooling1D(2),
+        layers.AveragePooling1D(2, padding="same"),
+        layers.GlobalMaxPooling1D(),
+        layers.GlobalAveragePooling1D(),
+        layers.Cropping1D(1),
+        layers.UpSampling1D(2),
+        layers.ZeroPadding1D(1),
+        *newer("AdaptiveAveragePooling1D", 2),
+        *newer("AdaptiveMaxPooling1D", 2),
+    ]
+
+
+def along_two_axes() -> list[Any]:
+    return [
+        layers.Conv2D(4, 2, groups=2, strides=2),
+        layers.DepthwiseConv2D(2, depth_multiplier=2),
+        layers.SeparableConv2D(2, 2),
+        layers.Conv2DTranspose(2, 2, strides=2),
+        layers.MaxPooling2D(2),
+        layers.AveragePooling2D(2, padding="same"),
+        layers.GlobalMaxPooling2D(),
+        layers.GlobalAveragePooling2D(),
+        layers.Cropping2D(1),
+        layers.UpSampling2D(2, interpolation="bilinear"),
+        layers.ZeroPadding2D(1),
+        *newer("AdaptiveAveragePooling2D", 2),
+        *newer("AdaptiveMaxPooling2D", 2),
+    ]
+
+
+def along_three_axes() -> list[Any]:
+    return [
+        layers.Conv3D(2, 2),
+        layers.Conv3DTranspose(2, 2),
+        layers.MaxPooling3D(2),
+        layers.AveragePooling3D(2),
+        layers.GlobalMaxPooling3D(),
+        layers.GlobalAveragePooling3D(),
+        layers.Cropping3D(1),
+        layers.UpSampling3D(2),
+        layers.ZeroPadding3D(1),
+        *newer("AdaptiveAveragePooling3D", 2),
+        *newer("AdaptiveMaxPooling3D", 2),
+    ]
+
+
+def newer(name: str, *arguments: Any, **options: Any) -> list[Any]:
+    """A layer that older versions of Keras lack."""
+    kind = getattr(layers, name, None)
+    return [] if kind is None else [kind(*arguments, **options)]
+
+
+# Sequences ----------------------------------------------------------------------------------------
+
+
+def sequences(lengths_from: int) -> np.ndarray:
+    """Token ids, many of them repeated, padded with 0 to length 5."""
+    lengths = np.random.default_rng(1).integers(lengths_from, 6, (ROWS, 1))
+    return np.where(np.arange(5) < lengths, integers(6, ROWS, 5, seed=2) + 1, 0)
+
+
+def recurrent() -> Training:
+    tokens = keras.Input((5,), dtype="int32")
+    embedded = layers.Embedding(8, 3, mask_zero=True)(tokens)
+    branches = [
+        layers.Bidirectional(layers.LSTM(2))(embedded),
+        layers.SimpleRNN(2, go_backwards=True)(embedded),
+        layers.GlobalAveragePooling1D()(embedded),
+    ]
+    return trained(tokens, heads(branches))
+
+
+def stacked_cells() -> Training:
+    tokens = keras.Input((5,), dtype="int32")
+    embedded = layers.Embedding(8, 3, mask_zero=True)(tokens)
+    cells = layers.StackedRNNCells([layers.SimpleRNNCell(2), layers.GRUCell(2), layers.LSTMCell(2)])
+    return trained(tokens, heads([layers.RNN(cells)(embedded)]))
+
+
+def tagged() -> Training:
+    """A score for each step: the loss itself is masked, and its weight differs by replica."""
+    steps = keras.Input((5, 3))
+    hidden = layers.GRU(3, return_sequences=True)(layers.Masking()(steps))
+    return trained(steps, layers.TimeDistributed(layers.Dense(3))(hidden))
+
+
+def padded_steps() -> np.ndarray:
+    return normal(ROWS, 5, 3) * (sequences(1) > 0)[..., None]
+
+
+def convolutional_memories() -> Training:
+    inputs = keras.Input((2, 3, 3, 3, 1))
+    images, lines = layers.Lambda(lambda x: x[..., 0, :]), layers.Lambda(lambda x: x[..., 0, 0, :])
+    branches = [
+        layers.ConvLSTM1D(1, 2)(lines(inputs)),
+        layers.ConvLSTM2D(1, 2)(images(inputs)),
+        layers.ConvLSTM3D(1, 2)(inputs),
+    ]
+    return trained(inputs, heads(branches))
+
+
+def attention() -> Training:
+    tokens = keras.Input((5,), dtype="int32")
+    embedded = layers.Embedding(8, 4, mask_zero=True)(tokens)
+    plain = layers.Dense(4, "tanh")(layers.Embedding(8, 4)(tokens))
+    branches = [
+        layers.MultiHeadAttention(2, 2)(embedded, embedded),
+        layers.MultiHeadAttention(1, 3, name="causal")(embedded, embedded, use_causal_mask=True),
+        layers.GroupQueryAttention(2, 4, 2)(plain, plain),
+        layers.Attention(use_scale=True)([embedded, embedded]),
+        layers.AdditiveAttention()([embedded, embedded]),
+    ]
+    pooled = [layers.GlobalAveragePooling1D(name=f"mean_{i}")(b) for i, b in enumerate(branches)]
+    return trained(tokens, heads(pooled))
+
+
+def tied_embedding() -> Training:
+    tokens = keras.Input((5,), dtype="int32")
+    table = layers.ReversibleEmbedding(8, 4, mask_zero=True)
+    hidden = layers.Dense(4, "tanh")(table(tokens))
+    return trained(tokens, table(hidden, reverse=True))
+
+
+# Noise --------------------------------------------------------------------------------------------
+
+
+def noise() -> list[Any]:
+    return [
+        layers.Dropout(0.4),
+        layers.AlphaDropout(0.3),
+        layers.GaussianDropout(0.3),
+        layers.GaussianNoise(0.5),
+        layers.SpatialDropout2D(0.4),
+        layers.Conv2D(2, 1),
+    ]
+
+
+def noise_along_other_axes() -> Training:
+    inputs = keras.Input((3, 3, 2, 2))
+    hidden = layers.SpatialDropout3D(0.4)(layers.Dense(2)(inputs))
+    lines = layers.Reshape((9, 4))(hidden)
+    return trained(inputs, heads([hidden, layers.SpatialDropout1D(0.4)(lines)]))
+
+
+# Normalisation ------------------------------------------------------------------------------------
+
+
+def by_row() -> list[Any]:
+    return [
+        layers.LayerNormalization(),
+        layers.LayerNormalization(axis=[1, 2], name="over_both"),
+        layers.GroupNormalization(groups=2),
+        layers.UnitNormalization(),
+        *newer("RMSNormalization"),
+    ]
+
+
+def over_the_batch() -> Training:
+    """No bias before the normalisation: it has no true gradient."""
+    inputs = keras.Input((4, 3))
+    hidden = layers.Dense(4, use_bias=False)(inputs)
+    hidden = layers.BatchNormalization(synchronized=True, momentum=0.7)(hidden)
+    hidden = layers.Conv1D(3, 2, activation="tanh", use_bias=False)(hidden)
+    hidden = layers.BatchNormalization(synchronized=True, momentum=0.7, name="last")(hidden)
+    return trained(inputs, heads([hidden]))
+
+
+def spectral() -> Training:
+    inputs = keras.Input((4, 3))
+    hidden = layers.SpectralNormalization(layers.Conv1D(4, 2, activation="tanh"))(inputs)
+    dense = layers.SpectralNormalization(layers.Dense(3), power_iterations=2, name="spectral_dense")
+    return trained(inputs, heads([dense(hidden)]))
+
+
+def adapted() -> Training:
+    inputs = keras.Input((3,))
+    normalization = layers.Normalization()
+    normalization.adapt(normal(50, 3, seed=5) * [1.0, 5.0, 0.1] + [0.0, 9.0, 1.0])
+    return trained(inputs, layers.Dense(3)(normalization(inputs)))
+
+
+# Constraints and penalties ------------------------------------------------------------------------
+
+
+def held() -> Training:
+    """Penalties and constraints on the weights of layers of every kind."""
+    tokens = keras.Input((5,), dtype="int32")
+    embedded = layers.Embedding(
+        8, 4, embeddings_regularizer="l2", embeddings_constraint=keras.constraints.UnitNorm(axis=1)
+    )(tokens)
+    convolved = layers.Conv1D(
+        3,
+        2,
+        kernel_regularizer=keras.regularizers.L1L2(0.01, 0.02),
+        kernel_constraint=keras.constraints.MaxNorm(0.5),
+    )(embedded)
+    recurrent = layers.LSTM(
+        3,
+        kernel_regularizer="l2",
+        recurrent_regularizer="l1",
+        bias_regularizer="l2",
+        activity_regularizer="l2",
+        recurrent_constraint=keras.constraints.MinMaxNorm(0.2, 0.8),
+    )(convolved)
+    outputs = layers.Dense(
+        3,
+        kernel_constraint="non_neg",
+        kernel_regularizer=keras.regularizers.OrthogonalRegularizer(0.1),
+        activity_regularizer="l1",
+    )(recurrent)
+    return trained(tokens, outputs)
+
+
+# Preprocessing ------------------------------------------------------------------------------------
+
+
+def categories() -> Training:
+    numbers, words, codes = (
+        keras.Input((1,), name="numbers"),
+        keras.Input((1,), dtype="string", name="words"),
+        keras.Input((1,), dtype="int64", name="codes"),
+    )
+    one_hot = {"output_mode": "one_hot"}
+    branches = [
+        layers.Discretization([-0.5, 0.0, 0.5], **one_hot)(numbers),
+        layers.Hashing(3, **one_hot)(words),
+        layers.HashedCrossing(4, **one_hot)((words, codes)),
+        layers.StringLookup(vocabulary=["a", "b", "c"], **one_hot)(words),
+        layers.IntegerLookup(vocabulary=[1, 2, 5], **one_hot)(codes),
+        layers.CategoryEncoding(6, "count")(codes),
+        layers.TextVectorization(vocabulary=["a", "b"], output_mode="multi_hot")(words),
+    ]
+    inputs = {"numbers": numbers, "words": words, "codes": codes}
+    return trained(inputs, heads([layers.Rescaling(0.5, 0.1)(branch) for branch in branches]))
+
+
+def texts() -> Training:
+    lines = keras.Input((), dtype="string")
+    vectorize = layers.TextVectorization(
+        vocabulary=["red", "green", "blue"], output_sequence_length=4
+    )
+    embedded = layers.Embedding(6, 4, mask_zero=True)(vectorize(lines))
+    return trained(lines, heads([layers.GlobalAveragePooling1D()(embedded)]))
+
+
+def images() -> Training:
+    """Layers that change images in the same way every time, before what is trained."""
+    inputs = keras.Input((6, 6, 3), dtype="uint8")
+    scaled = layers.Rescaling(1 / 255.0)(inputs)
+    contrast = newer(
+        "ContrastLimitedAdaptiveHistogramEqualization", (0.0, 1.0), tile_grid_size=(2, 2)
+    )
+    branches = [
+        layers.Resizing(4, 4)(scaled),
+        layers.CenterCrop(4, 3)(scaled),
+        layers.AutoContrast(value_range=(0, 1))(scaled),
+        layers.Pipeline([layers.Resizing(4, 4), layers.Rescaling(2.0), *contrast])(scaled),
+    ]
+    return trained(inputs, heads(branches))
+
+
+def sounds() -> Training:
+    inputs = keras.Input((64,))
+    branches = [
+        layers.MelSpectrogram(16, 8, 16, num_mel_bins=4)(inputs),
+        layers.STFTSpectrogram(frame_length=16, frame_step=16, fft_length=16)(
+            layers.Reshape((64, 1))(inputs)
+        ),
+    ]
+    # Decibels and logarithms are large; a loss on them would amplify rounding.
+    return trained(inputs, heads([layers.Rescaling(0.02)(branch) for branch in branches]))
+
+
+WORDS = np.array([["a"], ["b"], ["c"], ["d"]])[integers(4, ROWS, seed=3)]
+LINES = np.array(["red", "green blue red", "blue green", "no colour here red"])[
+    integers(4, ROWS, seed=4)
+]
+BRIGHT = integers(256, ROWS, 6, 6, 3).astype("uint8")
+CODES = integers(6, ROWS, 1, seed=6)
+
+CASES = [
+    Case("dense layers, activations, shapes", dense, cut(normal(ROWS, 4, 3), Y), replicas=(3,)),
+    Case("merging", merged, cut(normal(ROWS, 6), Y), replicas=(3,)),
+    Case(
+        "convolution and pooling in one dimension",
+        side_by_side((6, 2), lambda: layers.Conv1D(2, 1), along_one_axis),
+        cut(normal(ROWS, 6, 2), Y),
+        replicas=(3,),
+    ),
+    Case(
+        "convolution and pooling in two dimensions",
+        side_by_side((5, 5, 2), lambda: layers.Conv2D(2, 1), along_two_axes),
+        cut(normal(ROWS, 5, 5, 2), Y),
+        replicas=(3,),
+    ),
+    Case(
+        "convolution and pooling in three dimensions",
+        side_by_side((3, 4, 3, 1), lambda: layers.Conv3D(2, 1), along_three_axes),
+        cut(normal(ROWS, 3, 4, 3, 1), Y),
+        replicas=(3,),
+        options={"micro_batches": 2},
+    ),
+    Case("recurrent layers over padded sequences", recurrent, cut(sequences(1), Y), replicas=(3,)),
+    Case(
+        "stacked recurrent cells",
+        stacked_cells,
+        cut(sequences(1), Y),
+        replicas=(3,),
+        options={"predict": False},
+    ),
+    Case(
+        "a masked score for each step, some rows all padding",
+        tagged,
+        cut(padded_steps(), integers(3, ROWS, 5)),
+        replicas=(3,),
+        options={"micro_batches": 2},
+    ),
+    Case(
+        "convolutional recurrent layers",
+        convolutional_memories,
+        cut(normal(ROWS, 2, 3, 3, 3, 1), Y),
+        replicas=(3,),
+        workers=False,  # Tracing three kinds of loops takes long enough once.
+        options={"predict": False},
+    ),
+    Case("attention over padded sequences", attention, cut(sequences(1), Y), replicas=(3,)),
+    Case(
+        "an embedding used both ways",
+        tied_embedding,
+        cut(sequences(1), integers(8, ROWS, 5)),
+        replicas=(3,),
+        options={"micro_batches": 2},
+    ),
+    Case(
+        "noise and dropout",
+        side_by_side((3, 3, 2), lambda: layers.Conv2D(2, 1), noise),
+        cut(normal(ROWS, 3, 3, 2), Y),
+        replicas=(3,),
+        options={"micro_batches": 2},
+    ),
+    Case("dropout of whole maps", noise_along_other_axes, cut(normal(ROWS, 3, 3, 2, 2), Y)),
+    Case(
+        "normalisation of each row",
+        side_by_side((4, 4), lambda: layers.Dense(4), by_row),
+        cut(normal(ROWS, 4, 4), Y),
+        options={"micro_batches": 2},
+        replicas=(3,),
+    ),
+    Case(
+        "synchronized batch normalisation",
+        over_the_batch,
+        cut(normal(ROWS, 4, 3), Y),
+        options={"tolerance": 3e-6},
+        reason="it divides by the root of the variance, which rounds as E[x^2] - E[x]^2 does",
+    ),
+    Case("spectral normalisation", spectral, cut(normal(ROWS, 4, 3), Y)),
+    Case("adapted normalisation", adapted, cut(normal(ROWS, 3), Y), replicas=(3,)),
+    Case("penalties and constraints on weights", held, cut(sequences(5), Y)),
+    Case(
+        "lookups, hashing and buckets",
+        categories,
+        cut({"numbers": normal(ROWS, 1), "words": WORDS, "codes": CODES}, Y),
+        replicas=(3,),
+    ),
+    Case("texts", texts, cut(LINES, Y), replicas=(3,)),
+    Case("images", images, cut(BRIGHT, Y), replicas=(3,)),
+    Case("sounds", sounds, cut(normal(ROWS, 64), Y), replicas=(3,)),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_replicas_give_what_one_device_gives(case: Case) -> None:
+    case.hold()
+
+
+# Nothing is forgotten -----------------------------------------------------------------------------
+
+DRAWS = "is random, which has its own tests: test_randomness.py"
+NO_TENSORFLOW = "runs a model of another framework"
+NOT_TRAINED = {
+    "AugMix": DRAWS,
+    "CutMix": DRAWS,
+    "MixUp": DRAWS,
+    "RandAugment": DRAWS,
+    "Solarization": DRAWS,
+    "Equalization": "looks at all images of a batch at once, and is warned about",
+    "FlaxLayer": NO_TENSORFLOW,
+    "JaxLayer": NO_TENSORFLOW,
+    "TorchModuleWrapper": NO_TENSORFLOW,
+    "InputSpec": "is no layer",
+    "Layer": "is what layers are made from; test_models.py has some",
+    "Wrapper": "is what layers are made from",
+    "TFSMLayer": "loads a SavedModel for inference and trains nothing",
+    "MaxNumBoundingBoxes": "pads labels before they are batched",
+}
+
+
+def test_every_layer_of_keras_is_trained_by_a_case_or_is_named_here():
+    """Looks into the models of the cases, so that what they hold cannot be claimed falsely."""
+    trained_kinds = {type(layer) for case in CASES for layer in all_layers(case.build().model)}
+    forgotten = [
+        name
+        for name, kind in vars(layers).items()
+        if isinstance(kind, type)
+        and kind not in trained_kinds
+        and name not in NOT_TRAINED
+        and not name.startswith("Random")  # DRAWS, all of them.
+    ]
+    assert not forgotten, (
+        f"Keras {keras.__version__} has layers that no case trains: {forgotten}. Add them to a "
+        "case in CASES, or say in NOT_TRAINED why they are not trained."
+    )
+    needless = [name for name in NOT_TRAINED if getattr(layers, name, None) in trained_kinds]
+    assert not needless, f"These are trained by a case; remove them from NOT_TRAINED: {needless}."
