@@ -16,6 +16,7 @@ from tfmultigpu.batches import (
     explaining_failures,
 )
 from tfmultigpu.errors import DataError
+from tfmultigpu.objectives import OutputLoss
 
 __all__ = ["MultiStep"]
 
@@ -48,8 +49,10 @@ class MultiStep:
             steps: How many, at least 1.
 
         Returns:
-            ``"steps"``, how many ran, and the step's logs put together: ``"weight"`` and
-            ``"skipped"`` are sums, losses are means by weight, the rest is that of the last step.
+            ``"steps"``, how many ran, and the step's logs put together. Weights and ``"skipped"``
+            are sums. The loss of an output is its mean by its own weight; ``"loss"`` is these times
+            their loss weights, and what else is in it, or all of it where there is a single
+            output, is the mean by ``"weight"``. The rest is that of the last step.
 
         Raises:
             DataError: It is not such an iterator, or one made for another strategy; or a batch has
@@ -135,25 +138,30 @@ class MultiStep:
 
 
 def _addend(name: str, logs: dict[str, Any]) -> Any:
+    """What of a step is added up: of a mean its sum, of the loss what is of no output."""
     value = tf.cast(logs[name], tf.float32)
-    return value * logs["weight"] if _is_mean(name) else value
+    if isinstance(name, OutputLoss):
+        return value * logs[name.weight]
+    if name != "loss":
+        return value
+    return (value - _of_outputs(logs)) * logs["weight"]
 
 
-def _is_mean(name: str) -> bool:
-    return name == "loss" or name.endswith("_loss")
+def _of_outputs(logs: dict[str, Any]) -> Any:
+    """The part of the loss that outputs with a loss of their own make up."""
+    return sum(key.factor * logs[key] for key in logs if isinstance(key, OutputLoss))
 
 
 def _logs(done: Any, sums: Any, last: Any, names: list[str]) -> dict[str, Any]:
     sums = tf.unstack(tf.pad(sums, [[0, len(names) + 1 - tf.size(sums)]]), num=len(names) + 1)
-    plain, total = sums[0], dict(zip(names, sums[1:], strict=True))
-    weight = total["weight"]
-    logs = {
-        name: value / tf.where(weight > 0, weight, 1.0) if _is_mean(name) else value
-        for name, value in total.items()
-    }
+    plain, logs = sums[0], dict(zip(names, sums[1:], strict=True))
+    for name in names:
+        if isinstance(name, OutputLoss):
+            logs[name] = tf.math.divide_no_nan(logs[name], logs[name.weight])
+    weight = logs["weight"]
+    loss = logs["loss"] / tf.where(weight > 0, weight, 1.0) + _of_outputs(logs)
     # Without weight there is still regularisation, which is in every step's loss.
-    unweighted = plain / tf.cast(done, tf.float32)
-    logs["loss"] = tf.where(weight > 0, logs["loss"], unweighted)
+    logs["loss"] = tf.where(weight > 0, loss, plain / tf.cast(done, tf.float32))
     return {"steps": done, **logs, **dict(zip(_LAST, tf.unstack(last), strict=True))}
 
 

@@ -14,7 +14,7 @@ from tfmultigpu.errors import LossError, MetricError
 from tfmultigpu.losses import OTHER_ROWS, FixedLossSum, LossSum, LossTerm, as_loss, loss_term
 from tfmultigpu.outputs import Output, match_outputs, unpack_batch
 
-__all__ = ["Layout", "Objective", "regularization", "stack"]
+__all__ = ["Layout", "Objective", "OutputLoss", "regularization", "stack"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,6 +81,24 @@ class Objective:
         return terms + [_mean_term(value, rows) for value in added], outputs
 
 
+class OutputLoss(str):
+    """The key of one output's loss in the logs, ``"NAME_loss"``, which knows what to do with it.
+
+    Attributes:
+        factor: What the loss is multiplied by in the loss of the step.
+        weight: The key of what its sum was divided by, ``"NAME_weight"``.
+    """
+
+    factor: float
+    weight: str
+
+    def __new__(cls, name: str, factor: float) -> OutputLoss:
+        """Takes the name of the output and its loss weight."""
+        key = super().__new__(cls, f"{name}_loss")
+        key.factor, key.weight = factor, f"{name}_weight"
+        return key
+
+
 @dataclasses.dataclass(frozen=True)
 class Layout:
     """What the terms of a loss have in common on every shard: all but their values.
@@ -135,7 +153,7 @@ class Layout:
         return values[: len(self.terms)], values[len(self.terms) :]
 
     def report(self, sums: Any, weights: Sequence[Any], global_rows: Any) -> dict[str, Any]:
-        """Returns the loss, its weight and the loss of each output from values added up.
+        """Returns the loss, its weight, and those of each output, from values added up.
 
         Args:
             sums: The summed sum of each term.
@@ -152,7 +170,8 @@ class Layout:
             )
             loss += term.factor * mean
             if term.name is not None:
-                logs[f"{term.name}_loss"] = mean
+                key = OutputLoss(term.name, term.factor)
+                logs |= {key: mean, key.weight: tf.cast(total, tf.float32)}
             weight = total if i == 0 else weight
         if weight is None or logs:
             weight = global_rows
