@@ -146,15 +146,21 @@ def symbolic(specs: Any) -> Any:
     """Returns Keras' symbolic tensors for type specs, for running a model on shapes alone."""
     import keras
 
-    return tf.nest.map_structure(
-        lambda spec: keras.KerasTensor(tuple(spec.shape), spec.dtype.name), specs
-    )
+    def tensor(spec: Any) -> Any:
+        sparse = isinstance(spec, tf.SparseTensorSpec)
+        return keras.KerasTensor(tuple(spec.shape), spec.dtype.name, sparse=sparse)
+
+    return tf.nest.map_structure(tensor, specs)
 
 
 def _build(model: Any, batch_spec: Any) -> None:
     try:
         inputs, _, _ = unpack_batch(batch_spec)
-        model(symbolic(inputs))
+        if any(isinstance(spec, tf.RaggedTensorSpec) for spec in tf.nest.flatten(inputs)):
+            # Keras would try its layers on dense tensors; a trace has ragged ones.
+            tf.function(model, autograph=False).get_concrete_function(inputs)
+        else:
+            model(symbolic(inputs))
     except (AttributeError, TypeError, ValueError, RuntimeError) as error:
         raise ScopeError(
             f"The model has no variables yet and could not be built from the batch: {error} "

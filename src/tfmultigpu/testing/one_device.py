@@ -97,12 +97,22 @@ class OneDevice:
 
         def call(batch: Any) -> Any:
             spec = tf.nest.map_structure(any_rows, batch)
+            leaves = [leaf for leaf in tf.nest.flatten(batch) if leaf is not None]
             for known, traced in traces:
                 if known == spec:
-                    return traced(batch)
-            traced = tf.function(function, input_signature=[spec], autograph=False)
+                    return traced(*leaves)
+
+            def of_leaves(*leaves: Any) -> Any:
+                turn = iter(leaves)
+                return function(
+                    tf.nest.map_structure(lambda one: None if one is None else next(turn), spec)
+                )
+
+            # No signature has a place for None, which stands for sample weights that are not there.
+            signature = [one for one in tf.nest.flatten(spec) if one is not None]
+            traced = tf.function(of_leaves, input_signature=signature, autograph=False)
             traces.append((spec, traced))
-            return traced(batch)
+            return traced(*leaves)
 
         return call
 

@@ -1,0 +1,252 @@
+"""Kinds of data: structures, ragged, sparse and string tensors, integers, unknown lengths."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from case import EXACT, SIZES, Case, cut, integers, normal
+from keras import layers
+
+import tfmultigpu as tmg
+from tfmultigpu.testing import Training
+from tfmultigpu.testing.one_device import OneDevice
+
+ROWS = sum(SIZES)
+X = normal(ROWS, 4)
+Y = integers(3, ROWS)
+LENGTHS = np.random.default_rng(7).integers(1, 5, ROWS)
+RAGGED = tf.RaggedTensor.from_row_lengths(integers(6, LENGTHS.sum(), seed=8) + 1, LENGTHS)
+SPARSE = tf.sparse.from_dense(np.where(normal(ROWS, 8, seed=9) > 0.4, normal(ROWS, 8), 0.0))
+
+
+def classifier(model: Any) -> Training:
+    return Training(
+        model,
+        keras.optimizers.SGD(0.1, momentum=0.9),
+        keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+    )
+
+
+def dense() -> Training:
+    return classifier(
+        keras.Sequential([keras.Input((4,)), layers.Dense(5, "tanh"), layers.Dense(3)])
+    )
+
+
+def cut_tensor(x: Any) -> list[Any]:
+    """Batches of a ragged or sparse tensor, with labels."""
+    batches, start = [], 0
+    for size in SIZES:
+        if isinstance(x, tf.SparseTensor):
+            part = tf.sparse.slice(x, [start, 0], [size, x.shape[1]])
+        else:
+            part = x[start : start + size]
+        batches.append((part, Y[start : start + size]))
+        start += size
+    return batches
+
+
+# Structures ---------------------------------------------------------------------------------------
+
+
+class Bag(keras.Model):
+    """Takes a tuple of a dict and an array, in which one feature is a number for each row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden, self.out = layers.Dense(5, "tanh"), layers.Dense(3)
+
+    def call(self, inputs: Any) -> Any:
+        features, numbers = inputs
+        joined = tf.concat([features["x"], features["one"][:, None], numbers], -1)
+        return self.out(self.hidden(joined))
+
+
+# Tensors that are not dense -----------------------------------------------------------------------
+
+
+class RaggedMean(keras.Model):
+    """Looks up each token and takes the mean over those of a row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.out = layers.Embedding(8, 3), layers.Dense(3)
+
+    def call(self, tokens: Any) -> Any:
+        found = tokens.with_flat_values(self.table(tokens.flat_values))
+        return self.out(tf.reduce_mean(found, axis=1))
+
+
+class RaggedToDense(keras.Model):
+    """Pads inside the model, to the longest row of what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.memory = layers.Embedding(8, 3, mask_zero=True), layers.GRU(3)
+        self.out = layers.Dense(3)
+
+    def call(self, tokens: Any) -> Any:
+        return self.out(self.memory(self.table(tokens.to_tensor())))
+
+
+class SparseDense(keras.Model):
+    """Multiplies a sparse matrix by a trained one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = self.add_weight(shape=(8, 4), name="table")
+        self.out = layers.Dense(3)
+
+    def call(self, x: Any) -> Any:
+        return self.out(tf.nn.tanh(tf.sparse.sparse_dense_matmul(x, self.table)))
+
+
+def sparse_functional() -> Training:
+    inputs = keras.Input((8,), sparse=True)
+    return classifier(keras.Model(inputs, layers.Dense(3)(layers.Dense(4, "tanh")(inputs))))
+
+
+# Types --------------------------------------------------------------------------------------------
+
+
+def switches() -> Training:
+    """A bool for each feature, and labels that are bool too."""
+    inputs = keras.Input((4,), dtype="bool")
+    scores = layers.Dense(1)(layers.Lambda(lambda x: tf.cast(x, tf.float32))(inputs))
+    loss = keras.losses.BinaryCrossentropy(from_logits=True)
+    return Training(keras.Model(inputs, scores), keras.optimizers.SGD(0.1, momentum=0.9), loss)
+
+
+def images(dtype: str) -> Any:
+    def build() -> Training:
+        inputs = keras.Input((4, 4, 1), dtype=dtype)
+        hidden = layers.Rescaling(1 / 128)(inputs)
+        hidden = layers.Conv2D(3, 2, activation="relu")(hidden)
+        return classifier(keras.Model(inputs, layers.Dense(3)(layers.Flatten()(hidden))))
+
+    return build
+
+
+def words() -> Training:
+    inputs = keras.Input((2,), dtype="string")
+    codes = layers.StringLookup(vocabulary=["low", "high"])(inputs)
+    hidden = layers.Flatten()(layers.Embedding(4, 3)(codes))
+    return classifier(keras.Model(inputs, layers.Dense(3)(hidden)))
+
+
+# No labels ----------------------------------------------------------------------------------------
+
+
+class Autoencoder(keras.Model):
+    """Adds its own loss, a mean over the rows; there are no labels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.decoder = layers.Dense(2, "tanh"), layers.Dense(4)
+
+    def call(self, x: Any) -> Any:
+        again = self.decoder(self.encoder(x))
+        self.add_loss(tf.reduce_mean(tf.square(again - x)))
+        return again
+
+
+def autoencoder() -> Training:
+    return Training(Autoencoder(), keras.optimizers.SGD(0.1, momentum=0.9))
+
+
+def forward(model: Any, batch: Any, training: bool) -> Any:
+    again = model(batch["x"], training=training)
+    return tmg.LossSum(tf.reduce_sum(tf.abs(again - batch["x"])), 4.0 * len_of(batch["x"]))
+
+
+def len_of(x: Any) -> Any:
+    return tf.cast(tf.shape(x)[0], tf.float32)
+
+
+def reconstruction() -> Training:
+    model = keras.Sequential([keras.Input((4,)), layers.Dense(2, "tanh"), layers.Dense(4)])
+    return Training(model, keras.optimizers.SGD(0.1, momentum=0.9), forward=forward)
+
+
+BAG = ({"x": X, "one": normal(ROWS, seed=2)}, normal(ROWS, 2, seed=3))
+WORDS = np.array(["low", "high", "none"])[integers(3, ROWS, 2, seed=4)]
+SMALL = integers(256, ROWS, 4, 4, 1)
+
+
+def case(name: str, build: Any, batches: list[Any], **options: Any) -> Case:
+    return Case(name, build, batches, replicas=(3,), options=options)
+
+
+CASES = [
+    case("a tuple of a dict and an array", lambda: classifier(Bag()), cut(BAG, Y)),
+    case("ragged tokens", lambda: classifier(RaggedMean()), cut_tensor(RAGGED), micro_batches=2),
+    case(
+        "ragged tokens padded by the model", lambda: classifier(RaggedToDense()), cut_tensor(RAGGED)
+    ),
+    case("sparse rows", lambda: classifier(SparseDense()), cut_tensor(SPARSE), micro_batches=2),
+    case("a sparse Keras input", sparse_functional, cut_tensor(SPARSE)),
+    case("bools", switches, cut(X > 0, Y[:, None] > 0)),
+    case("uint8 images", images("uint8"), cut(SMALL.astype("uint8"), Y.astype("uint8"))),
+    case("int8 images", images("int8"), cut((SMALL - 128).astype("int8"), Y.astype("int8"))),
+    case("strings", words, cut(WORDS, Y)),
+    case("float64 arrays for a float32 model", dense, cut(X.astype("float64"), Y)),
+    case("float16 arrays for a float32 model", dense, cut(X.astype("float16"), Y)),
+    case("no sample weights, said so", dense, [(*batch, None) for batch in cut(X, Y)]),
+    case("no labels, a loss that a layer adds", autoencoder, [x for (x,) in cut(X)]),
+    case("a dict for a forward function", reconstruction, [{"x": x} for (x,) in cut(X)]),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_replicas_give_what_one_device_gives(case: Case) -> None:
+    case.hold()
+
+
+# Sources ------------------------------------------------------------------------------------------
+
+
+def batches_one_by_one() -> Any:
+    yield from cut(X, Y)
+
+
+def of_unknown_length() -> tf.data.Dataset:
+    data = tf.data.Dataset.from_tensor_slices((X, Y)).batch(5)
+    return data.filter(lambda x, y: tf.reduce_sum(x) > -1e9)
+
+
+SOURCES = {
+    "a dataset of unknown length": of_unknown_length,
+    "a generator function": lambda: batches_one_by_one,
+    "a dataset of a generator": lambda: tf.data.Dataset.from_generator(
+        batches_one_by_one,
+        output_signature=(
+            tf.TensorSpec([None, 4], tf.float32),
+            tf.TensorSpec([None], tf.int64),
+        ),
+    ),
+    "repeated and cut short": lambda: tf.data.Dataset.from_tensor_slices((X, Y)).batch(7).repeat(2),
+}
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_sources_without_a_length_train_as_their_batches_do(name: str) -> None:
+    source = SOURCES[name]()
+    keras.utils.set_random_seed(0)
+    truth = OneDevice(dense())
+    batches = list(source() if callable(source) else source)
+    batches = [tf.nest.map_structure(tf.convert_to_tensor, batch) for batch in batches]
+    truth.build(batches[0])
+    losses = [float(truth.step(batch)["loss"]) for batch in batches]
+    strategy = tmg.create_strategy(devices=3)
+    with strategy.scope():
+        keras.utils.set_random_seed(0)
+        ours = dense()
+    step = tmg.make_train_step(ours.model, ours.optimizer, ours.loss, strategy)
+    found = [float(step(batch)["loss"]) for batch in tmg.distribute_dataset(source, strategy)]
+    np.testing.assert_allclose(found, losses, rtol=EXACT)
+    for one, other in zip(ours.model.weights, truth.training.model.weights, strict=True):
+        np.testing.assert_allclose(one.numpy(), other.numpy(), atol=EXACT)
