@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import inspect
+import json
 import time
 import warnings
+from pathlib import Path
 
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 from one_device import cut, strategy_of
+from workers import run_script
 
 import tfmultigpu as tmg
 from tfmultigpu.additivity import check_adds, is_from_keras
@@ -567,3 +570,16 @@ def test_a_model_that_does_not_run_on_shapes_alone():
         tmg.ReplicaDependenceWarning, match=r"(?s)does not run on shapes alone .*no shapes here"
     ):
         step((X, Y))
+
+
+@pytest.mark.slow
+def test_two_workers_refuse_and_add_alike():
+    printed = run_script(Path(__file__).with_name("worker_metrics.py"), workers=2)
+    for text in printed:
+        (line,) = [line for line in text.splitlines() if line.startswith("RESULT ")]
+        found, truth = json.loads(line.removeprefix("RESULT "))
+        assert found["errors"] == pytest.approx(truth["errors"], rel=1e-6)
+        assert found["errors twice"] == pytest.approx(2 * truth["errors"], rel=1e-6)
+        assert found["f1"] == pytest.approx(truth["f1"], abs=1e-6)
+        assert "'errors', whose variable 'errors/total' is no sum: one and the" in found["largest"]
+        assert "which starts at 1 on each of 2 replicas" in found["from one"]
