@@ -251,11 +251,11 @@ def test_rows_known_to_agree_cost_no_operation() -> None:
 def test_the_count_of_rows_rides_on_the_pieces() -> None:
     batch = {"x": tf.zeros([2, 3]), "y": (tf.zeros([2]), None)}
     assert rows.marked_global_rows(batch) is None
-    marked = rows.mark_global_rows(batch, tf.constant(7, tf.int64), (3, 1))
+    marked = rows.mark_offsets(batch, rows.shard_offsets(7, (3, 1)))
     assert marked is batch
     assert int(rows.marked_global_rows(batch)) == 7
     assert int(rows.marked_global_rows(batch["x"])) == 7
-    assert rows.marked_cut(batch["y"])[1] == (3, 1)
+    assert rows.marked_offsets(batch["y"]).numpy().tolist() == [0, 5, 7]
     assert int(rows.marked_global_rows((batch["x"] + 1, batch["y"]))) == 7
     assert rows.marked_global_rows(batch["x"] + 1) is None
     assert tf.function(rows.marked_global_rows)(batch) is None

@@ -154,7 +154,7 @@ class ShardedDataset(tf.distribute.DistributedDataset):  # type: ignore[misc]
         self.strategy = strategy
         self.shares = shares
         self.prefetches_to_device = prefetch_to_device
-        self._layout = ShardLayout(strategy, batches.element_spec, shares, prefetch_to_device)
+        self._layout = ShardLayout(strategy, batches.element_spec, prefetch_to_device)
         self._cardinality = batches.cardinality()
         # Cut by tf.data, in its own thread, while the previous step runs.
         cut = batches.map(self._cut)
@@ -214,9 +214,9 @@ class ShardedDataset(tf.distribute.DistributedDataset):  # type: ignore[misc]
         batch = element if type(self.element_spec) is tuple else element[0]
         with tf.control_dependencies(rows_lib.check_rows_agree(batch)):
             batch = tf.nest.map_structure(_identity, batch, expand_composites=True)
-            rows = rows_lib.count_rows(batch)
+            offsets = rows_lib.shard_offsets(rows_lib.count_rows(batch), self.shares)
         shards = rows_lib.cut_rows(batch, self.shares, self._layout.local)
-        return self._layout.flatten(shards, rows)
+        return self._layout.flatten(shards, offsets)
 
 
 @dataclasses.dataclass(eq=False)
@@ -246,15 +246,15 @@ class ShardIterator(Iterator[Any]):
         """What ``split`` depends on besides its argument; comparable."""
         return self.layout
 
-    def split(self, element: Any) -> tuple[list[Any], Any, tuple[int, ...]]:
-        """Returns what ``source`` yielded as local shards, and what they were cut from.
+    def split(self, element: Any) -> tuple[list[Any], Any]:
+        """Returns what ``source`` yielded as local shards, and their offsets.
 
         Args:
             element: One element of ``source``.
 
         Returns:
-            A list with one structure per local replica; the rows of the global batch, an int64
-            scalar; and the relative size of each replica's shard.
+            A list with one structure per local replica, and an int64 vector: where the shard of
+            each replica begins in the global batch, then the rows of that.
         """
         return self.layout.split(element)
 

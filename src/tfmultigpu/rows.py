@@ -20,7 +20,7 @@ import tensorflow as tf
 
 from tfmultigpu.errors import DataError
 
-_CUT = "_tfmultigpu_cut"
+_OFFSETS = "_tfmultigpu_offsets"
 
 NO_ROWS = (
     "A batch has no rows. A replica cannot train on nothing: drop empty batches, for example with "
@@ -65,6 +65,30 @@ def row_offsets(rows: Any, shares: Sequence[int]) -> Any:
     pushed = tf.reduce_max(tf.where(slack, (ideal - index)[None, :], tf.int64.min), axis=1) + index
     # ... and where that runs past the end, from the right.
     return tf.minimum(pushed, rows - (parts - index))
+
+
+def shard_offsets(rows: Any, shares: Sequence[int]) -> Any:
+    """Returns where each replica's shard begins in the global batch, and how many rows that has.
+
+    Args:
+        rows: Rows of the global batch, an integer scalar (Python int or ``tf.Tensor``).
+        shares: Relative sizes of the shards, positive integers.
+
+    Returns:
+        An int64 tensor of shape ``[len(shares) + 1]``: the number of the first row of each shard,
+        0 for all where there are fewer rows than shards, then ``rows``.
+
+    Example:
+        >>> from tfmultigpu.rows import shard_offsets
+        >>> shard_offsets(8, (3, 1)).numpy().tolist(), shard_offsets(1, (3, 1)).numpy().tolist()
+        ([0, 6, 8], [0, 0, 1])
+    """
+    rows = tf.cast(rows, tf.int64)
+    parts = len(shares)
+    if parts == 1:
+        return tf.stack([tf.zeros_like(rows), rows])
+    whole = tf.pad(rows[None], [[parts, 0]])
+    return tf.where(rows < parts, whole, row_offsets(tf.maximum(rows, parts), shares))
 
 
 def cut_rows(batch: Any, shares: Sequence[int], parts: Sequence[int] | None = None) -> list[Any]:
@@ -249,32 +273,28 @@ def as_data_error(error: Any) -> Exception:
     return DataError(raised[1]) if raised else error
 
 
-def mark_global_rows(batch: Any, rows: Any, shares: tuple[int, ...]) -> Any:
-    """Remembers on the shards of a batch how many rows the global batch has, and how it was cut.
+def mark_offsets(batch: Any, offsets: Any) -> Any:
+    """Remembers on the shards of a batch what ``shard_offsets`` said of the global batch.
 
     This rides on the objects themselves, so ``for x, y in data`` stays as it is: whatever the
     caller takes the batch apart into, each piece still knows. A ``tf.function`` rebuilds its
     arguments, so it does not survive being passed into one.
     """
     for leaf in _tensors(batch):
-        setattr(leaf, _CUT, (rows, shares))
+        setattr(leaf, _OFFSETS, offsets)
     return batch
 
 
-def marked_cut(batch: Any) -> tuple[Any, tuple[int, ...]] | None:
-    """Returns the rows of the global batch that these shards were cut from, and by what shares.
-
-    Returns:
-        An int64 scalar and the relative sizes of all shards, or None if unknown.
-    """
+def marked_offsets(batch: Any) -> Any:
+    """Returns where these shards begin in their global batch, then its rows; None if unknown."""
     for leaf in tf.nest.flatten(batch):
-        cut: tuple[Any, tuple[int, ...]] | None = getattr(leaf, _CUT, None)
-        if cut is not None:
-            return cut
+        offsets = getattr(leaf, _OFFSETS, None)
+        if offsets is not None:
+            return offsets
     return None
 
 
 def marked_global_rows(batch: Any) -> Any:
     """Returns the rows of the global batch that these shards were cut from, or None if unknown."""
-    cut = marked_cut(batch)
-    return None if cut is None else cut[0]
+    offsets = marked_offsets(batch)
+    return None if offsets is None else offsets[-1]

@@ -15,9 +15,10 @@ __all__ = ["ShardLayout", "components_of"]
 class ShardLayout:
     """What the elements of a sharded dataset mean, without the dataset.
 
-    An element is a flat tuple: the tensors of each local shard in turn, then the rows of the global
-    batch. Flat, because ``tf.data`` packs nested structures in Python at each read, which costs as
-    much as reading. Copied ahead to the devices, each replica's element holds its own shard only.
+    An element is a flat tuple: the tensors of each local shard in turn, then the offsets of all
+    shards (``rows.shard_offsets``). Flat, because ``tf.data`` packs nested structures in Python at
+    each read, which costs as much as reading. Copied ahead to the devices, each replica's element
+    holds its own shard only.
 
     Layouts are equal where they read elements alike, so that a ``tf.function`` of an iterator is
     traced once for all datasets of a kind.
@@ -25,22 +26,16 @@ class ShardLayout:
     Attributes:
         strategy: The strategy the shards are for.
         element_spec: The types of one global batch.
-        shares: Relative size of the shard of each replica.
         on_devices: Whether elements are per-replica values, copied ahead of time.
         local: Numbers, among all replicas, of those of this process.
     """
 
     def __init__(
-        self,
-        strategy: tf.distribute.Strategy,
-        element_spec: Any,
-        shares: tuple[int, ...],
-        on_devices: bool,
+        self, strategy: tf.distribute.Strategy, element_spec: Any, on_devices: bool
     ) -> None:
-        """Takes the strategy, the types of a batch, how it is cut, and where elements are."""
+        """Takes the strategy, the types of a batch, and where elements are."""
         self.strategy = strategy
         self.element_spec = element_spec
-        self.shares = shares
         self.on_devices = on_devices
         self.local = rows_lib.local_replicas(strategy)
         self._pack = _packer(element_spec)
@@ -50,36 +45,35 @@ class ShardLayout:
         return (
             isinstance(other, ShardLayout)
             and self.strategy is other.strategy
-            and self.shares == other.shares
             and self.on_devices == other.on_devices
             and bool(self.element_spec == other.element_spec)
         )
 
     def __hash__(self) -> int:
         """Without the types: those of a dict have no hash."""
-        return hash((id(self.strategy), self.shares, self.on_devices))
+        return hash((id(self.strategy), self.on_devices))
 
-    def flatten(self, shards: list[Any], rows: Any) -> tuple[Any, ...]:
-        """Returns the element for local shards and the rows of the global batch."""
-        return (*[leaf for leaf in tf.nest.flatten(shards) if leaf is not None], rows)
+    def flatten(self, shards: list[Any], offsets: Any) -> tuple[Any, ...]:
+        """Returns the element for local shards and the offsets of all."""
+        return (*[leaf for leaf in tf.nest.flatten(shards) if leaf is not None], offsets)
 
     def deal(self, *element: Any) -> tf.data.Dataset[Any]:
         """Returns one element for each local replica in turn, with its own shard."""
-        *leaves, rows = element
-        pieces = [tf.data.Dataset.from_tensors((*p, rows)) for p in self._by_replica(leaves)]
+        *leaves, offsets = element
+        pieces = [tf.data.Dataset.from_tensors((*p, offsets)) for p in self._by_replica(leaves)]
         dataset = pieces[0]
         for piece in pieces[1:]:
             dataset = dataset.concatenate(piece)
         return dataset
 
-    def split(self, element: Any) -> tuple[list[Any], Any, tuple[int, ...]]:
-        """Returns the local shards, the rows of the global batch, and how it was cut: shares."""
-        *leaves, rows = element
+    def split(self, element: Any) -> tuple[list[Any], Any]:
+        """Returns the local shards, one structure for each, and the offsets of all."""
+        *leaves, offsets = element
         if self.on_devices:
             results = self.strategy.experimental_local_results
             shards = zip(*(results(leaf) for leaf in leaves), strict=True)
-            return [self._pack(iter(shard)) for shard in shards], results(rows)[0], self.shares
-        return [self._pack(iter(shard)) for shard in self._by_replica(leaves)], rows, self.shares
+            return [self._pack(iter(shard)) for shard in shards], results(offsets)[0]
+        return [self._pack(iter(shard)) for shard in self._by_replica(leaves)], offsets
 
     @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
     def to_batch(self, element: Any) -> Any:
@@ -87,16 +81,16 @@ class ShardLayout:
 
         One replica gets plain tensors.
         """
-        *leaves, rows = element
+        *leaves, offsets = element
         if self.strategy.num_replicas_in_sync == 1:
             return self._pack(iter(leaves))
         if self.on_devices:
-            rows = self.strategy.experimental_local_results(rows)[0]
+            offsets = self.strategy.experimental_local_results(offsets)[0]
         else:
             turn = iter(self._by_replica(leaves))
             spread = self.strategy.experimental_distribute_values_from_function
             leaves = spread(lambda _: next(turn))
-        return rows_lib.mark_global_rows(self._pack(iter(leaves)), rows, self.shares)
+        return rows_lib.mark_offsets(self._pack(iter(leaves)), offsets)
 
     def _by_replica(self, leaves: list[Any]) -> list[list[Any]]:
         count = len(leaves) // len(self.local)
