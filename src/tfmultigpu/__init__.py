@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tfmultigpu import testing
     from tfmultigpu.accumulation import GradientAccumulator
+    from tfmultigpu.batch_size import find_batch_size
+    from tfmultigpu.capacities import measured_capacities, memory_capacities
     from tfmultigpu.clusters import Cluster, cluster_from_environment
     from tfmultigpu.data import ShardedDataset, ShardIterator, distribute_dataset, row_weight
     from tfmultigpu.devices import (
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
         LossError,
         MetricError,
         MissingExtraError,
+        OutOfMemoryError,
         ReplicaDependenceWarning,
         ScopeError,
         ShareError,
@@ -53,6 +56,11 @@ __version__ = "0.1.0"
 
 _NAMES = {
     "accumulation": ("GradientAccumulator",),
+    "batch_size": ("find_batch_size",),
+    "capacities": (
+        "measured_capacities",
+        "memory_capacities",
+    ),
     "clusters": (
         "Cluster",
         "cluster_from_environment",
@@ -85,6 +93,7 @@ _NAMES = {
         "LossError",
         "MetricError",
         "MissingExtraError",
+        "OutOfMemoryError",
         "ReplicaDependenceWarning",
         "ScopeError",
         "ShareError",
@@ -136,6 +145,7 @@ __all__ = [
     "LossSum",
     "MetricError",
     "MissingExtraError",
+    "OutOfMemoryError",
     "ReplicaDependenceWarning",
     "ScopeError",
     "ShardIterator",
@@ -153,6 +163,7 @@ __all__ = [
     "enable_memory_growth",
     "evaluate",
     "existing_logical_names",
+    "find_batch_size",
     "global_mean",
     "limit_memory",
     "list_devices",
@@ -161,6 +172,8 @@ __all__ = [
     "make_eval_step",
     "make_predict_step",
     "make_train_step",
+    "measured_capacities",
+    "memory_capacities",
     "plan_micro_batches",
     "plan_shares",
     "plan_strategy",

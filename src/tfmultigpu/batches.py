@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol, runtime_checkable
@@ -11,7 +12,13 @@ import numpy as np
 import tensorflow as tf
 
 from tfmultigpu import rows as rows_lib
-from tfmultigpu.errors import DataError, LossError, ScopeError, StrategyUnavailableError
+from tfmultigpu.errors import (
+    DataError,
+    LossError,
+    OutOfMemoryError,
+    ScopeError,
+    StrategyUnavailableError,
+)
 from tfmultigpu.losses import OTHER_ROWS
 from tfmultigpu.traces import Traces, any_rows
 
@@ -23,15 +30,17 @@ class Shards(NamedTuple):
 
     Attributes:
         local: One structure of tensors for each replica of this process, none with zero rows.
-        global_rows: Rows of the global batch, an int64 scalar.
-        shares: Relative size of each replica's shard; None where something else cut the batch.
-        starts: Then the number of each replica's first row, an int64 vector.
+        offsets: Where the shard of each replica, of all processes, begins in the global batch,
+            then the rows of that: an int64 vector; see ``rows.shard_offsets``.
     """
 
     local: list[Any]
-    global_rows: Any
-    shares: tuple[int, ...] | None
-    starts: Any = None
+    offsets: Any
+
+    @property
+    def global_rows(self) -> Any:
+        """Rows of the global batch, an int64 scalar."""
+        return self.offsets[-1]
 
     def first_row(self, replica: Any) -> Any:
         """Returns the number, in the global batch, of a replica's first row: an int64 scalar.
@@ -39,12 +48,7 @@ class Shards(NamedTuple):
         Args:
             replica: Number of the replica among all, an integer scalar.
         """
-        if self.shares is None:
-            return self.starts[replica]
-        parts = len(self.shares)
-        offsets = rows_lib.row_offsets(tf.maximum(self.global_rows, parts), self.shares)
-        # A batch of fewer rows is whole on each.
-        return tf.where(self.global_rows < parts, tf.zeros([], tf.int64), offsets[replica])
+        return self.offsets[replica]
 
 
 @runtime_checkable
@@ -56,8 +60,8 @@ class ShardSource(Protocol):
     batch_spec: Any
     split_key: Any
 
-    def split(self, element: Any) -> tuple[list[Any], Any, tuple[int, ...]]:
-        """Returns what ``source`` yields as local shards, and the global rows and shares."""
+    def split(self, element: Any) -> tuple[list[Any], Any]:
+        """Returns what ``source`` yields as local shards, and their offsets."""
 
 
 class BatchFunction:
@@ -83,7 +87,7 @@ class BatchFunction:
         self.strategy = strategy
         self._local = local
         self._whole = Traces(lambda batches, _: self.function(self.cut(batches[0])))
-        self._cut: dict[tuple[int, ...] | None, Traces] = {}
+        self._cut = Traces(lambda shards, offsets: self.function(Shards(shards, offsets[0])))
 
     def __call__(self, batch: Any) -> Any:
         """Runs the function on a batch.
@@ -117,7 +121,8 @@ class BatchFunction:
             rows = tf.identity(rows_lib.count_rows(batch))
         shares = (1,) * self.strategy.num_replicas_in_sync
         with tf.control_dependencies([rows]):
-            return Shards(rows_lib.cut_rows(batch, shares, self._local), rows, shares)
+            offsets = rows_lib.shard_offsets(rows, shares)
+            return Shards(rows_lib.cut_rows(batch, shares, self._local), offsets)
 
     def _run_whole(self, batch: Any, leaves: list[Any]) -> Any:
         if tf.inside_function():
@@ -128,25 +133,13 @@ class BatchFunction:
         nothing = [None] * len(self._local)
         parts = [nothing if leaf is None else self._local_parts(leaf) for leaf in leaves]
         local = [list(shard) for shard in zip(*parts, strict=True)]
-        cut = rows_lib.marked_cut(batch)
-        rows, shares = (self._foreign_ends(local), None) if cut is None else cut
+        offsets = rows_lib.marked_offsets(batch)
+        if offsets is None:
+            offsets = self._foreign_offsets(local)
         if tf.inside_function():
             shards = [tf.nest.pack_sequence_as(batch, shard) for shard in local]
-            return self.function(Shards(shards, rows, shares))
-        return self._run(self._traces_of(shares), batch, local, [rows])
-
-    def _traces_of(self, shares: tuple[int, ...] | None) -> Traces:
-        """The compiled functions for batches cut by these shares, which they hold as constants."""
-        if shares not in self._cut:
-
-            def known(shards: list[Any], rows: list[Any]) -> Any:
-                return self.function(Shards(shards, rows[0], shares))
-
-            def foreign(shards: list[Any], ends: list[Any]) -> Any:
-                return self.function(Shards(shards, ends[0][-1], None, ends[0][:-1]))
-
-            self._cut[shares] = Traces(foreign if shares is None else known)
-        return self._cut[shares]
+            return self.function(Shards(shards, offsets))
+        return self._run(self._cut, batch, local, [offsets])
 
     def _local_parts(self, leaf: Any) -> Any:
         parts = self.strategy.experimental_local_results(leaf)
@@ -159,11 +152,8 @@ class BatchFunction:
             )
         return parts
 
-    def _foreign_ends(self, local: list[Any]) -> Any:
-        """Where the shards of a batch end that something else cut: each row once, in order.
-
-        The first end is 0, the last is the rows of the batch.
-        """
+    def _foreign_offsets(self, local: list[Any]) -> Any:
+        """The offsets of a batch that something else cut, which then holds each row once."""
         if tf.inside_function():
             raise DataError(
                 "This batch does not know how many rows its global batch has: that is lost when a "
@@ -190,7 +180,7 @@ class BatchFunction:
         return tf.pad(tf.cumsum(rows), [[1, 0]])
 
     def _run(self, traces: Traces, batch: Any, copies: list[list[Any]], further: list[Any]) -> Any:
-        with explaining_failures():
+        with explaining_failures(self.strategy, lambda: _rows_of(batch)):
             return traces(batch, copies, further)
 
 
@@ -227,15 +217,54 @@ def check_called_from(strategy: tf.distribute.Strategy) -> None:
 
 
 @contextmanager
-def explaining_failures() -> Iterator[None]:
-    """Raises what an error of TensorFlow means for the user, where it does not speak for itself."""
+def explaining_failures(
+    strategy: tf.distribute.Strategy, count_rows: Callable[[], Any] | None = None
+) -> Iterator[None]:
+    """Raises what an error of TensorFlow means for the user, where it does not speak for itself.
+
+    Args:
+        strategy: Where the step runs.
+        count_rows: Returns the rows of the global batch, where there is one batch.
+    """
     try:
         yield
+    except tf.errors.ResourceExhaustedError as error:
+        rows = None if count_rows is None else count_rows()
+        raise _out_of_memory(error, strategy, rows) from error
     except (tf.errors.InvalidArgumentError, tf.errors.InternalError) as error:
         explained = _explain(error)
         if explained is None:
             raise
         raise explained from error
+
+
+def _out_of_memory(error: Any, strategy: tf.distribute.Strategy, rows: Any) -> Exception:
+    line = next((line for line in error.message.splitlines() if "OOM" in line), error.message)
+    device = re.search(r"device:(\w+:\d+)", line)
+    where = "A device"
+    if device is not None:
+        where = device[1]
+        several = strategy.num_replicas_in_sync > 1
+        names = [name.upper() for name in strategy.extended.worker_devices] if several else []
+        for replica, name in zip(rows_lib.local_replicas(strategy), names, strict=False):
+            if name.endswith(f":{device[1]}"):
+                where = f"Replica {replica} ({device[1]})"
+    batch = "" if rows is None else f" a global batch of {int(rows)} rows;"
+    return OutOfMemoryError(
+        f"{where} has not enough memory for this step. Received:{batch} {line.strip()}. Compute it "
+        "in parts, with the same result: make_train_step(..., micro_batches=2), or more; give a "
+        "smaller device a smaller share: distribute_dataset(..., shares=...); or see what fits: "
+        "tmg.find_batch_size."
+    )
+
+
+def _rows_of(batch: Any) -> Any:
+    known = rows_lib.marked_global_rows(batch)
+    if known is not None or any(
+        isinstance(leaf, tf.distribute.DistributedValues) for leaf in tf.nest.flatten(batch)
+    ):
+        return known
+    return rows_lib.count_rows(batch)
 
 
 def _explain(error: Any) -> Exception | None:

@@ -5,7 +5,9 @@ Every message says what happened, with the values received, why it matters, and 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import tensorflow as tf
 
 __all__ = [
     "ClusterError",
@@ -18,6 +20,7 @@ __all__ = [
     "LossError",
     "MetricError",
     "MissingExtraError",
+    "OutOfMemoryError",
     "ReplicaDependenceWarning",
     "ScopeError",
     "ShareError",
@@ -98,3 +101,18 @@ class KerasBackendError(TfMultiGpuError, RuntimeError):
 
 class MissingExtraError(TfMultiGpuError, ImportError):
     """An optional package is needed; the message names the extra that installs it."""
+
+
+class OutOfMemoryError(
+    TfMultiGpuError,
+    tf.errors.ResourceExhaustedError,  # type: ignore[misc]  # Its type is Any.
+):
+    """A device has not enough memory; TensorFlow's error for that, with what to do."""
+
+    def __init__(self, message: str) -> None:
+        """Takes the whole message; TensorFlow's own error has three arguments."""
+        tf.errors.ResourceExhaustedError.__init__(self, None, None, message)
+
+    def __reduce__(self) -> tuple[Any, tuple[str]]:
+        """Lets it be sent to another process."""
+        return type(self), (self.message,)

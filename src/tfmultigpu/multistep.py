@@ -81,7 +81,7 @@ class MultiStep:
                 "iter(tmg.distribute_dataset(dataset, strategy)), then step.run(iterator, steps)."
             )
         run = self._find((key, tf.type_spec_from_value(source)), split)
-        with explaining_failures():
+        with explaining_failures(self.step.strategy):
             return dict(run(source, tf.cast(steps, tf.int64)))
 
     def _find(self, kind: Any, split: Callable[[Any], Any]) -> Any:

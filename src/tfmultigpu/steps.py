@@ -18,6 +18,7 @@ import tensorflow as tf
 from tfmultigpu import rows as rows_lib
 from tfmultigpu.batches import BatchFunction, Shards, per_replica
 from tfmultigpu.evaluation import make_eval_step, make_predict_step
+from tfmultigpu.layer_states import warn_about_copies
 from tfmultigpu.losses import LossSum
 from tfmultigpu.metrics import check_metrics
 from tfmultigpu.multistep import MultiStep
@@ -127,6 +128,7 @@ class TrainStep:
         optimizer: The optimizer; set its learning rate to another number and read its iterations
             as usual. A schedule, and clipping, must be set before the first step.
         strategy: The strategy it runs under.
+        metrics: The Keras metrics it updates.
         loss_scale: The loss scale in use, or None; known after the first step.
     """
 
@@ -145,12 +147,14 @@ class TrainStep:
         self.model = model
         self.optimizer = optimizer
         self.strategy = strategy
+        self.metrics = phase.metrics
         self._phase = phase
         self._clip_norm = clip_norm
         self._asked_loss_scale = loss_scale
         self._layers: list[Any] = []
         self._frozen: Any = None
         self._seen_a_batch = False
+        self._checks = 3
         self._functions: dict[Any, tuple[BatchFunction, MultiStep]] = {}
         self._use(None)
         if model.built:
@@ -172,7 +176,9 @@ class TrainStep:
         """
         if not self._is_current():
             self._prepare(self._function.spec_of(batch))
-        return dict(self._function(batch))
+        logs = dict(self._function(batch))
+        self._check_copies()
+        return logs
 
     @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
     def run(self, iterator: Any, steps: int) -> dict[str, Any]:
@@ -188,7 +194,16 @@ class TrainStep:
         """
         if not self._is_current():
             self._prepare(self._multistep.batch_spec(iterator))
-        return self._multistep(iterator, steps)
+        logs = self._multistep(iterator, steps)
+        self._check_copies()
+        return logs
+
+    def _check_copies(self) -> None:
+        """Looks at what layers assigned in the first calls: a batch may be too small to tell."""
+        if self._checks and self._phase.assigned and not tf.inside_function():
+            self._checks -= 1
+            if warn_about_copies(self.strategy, self.model, self._phase.assigned):
+                self._checks = 0
 
     def _is_current(self) -> bool:
         """Whether everything was prepared, and no layer was frozen or thawed since."""

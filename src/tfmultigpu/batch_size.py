@@ -1,0 +1,127 @@
+"""The largest batch that fits into memory, found by trying."""
+
+from __future__ import annotations
+
+import gc
+import re
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+from tfmultigpu.errors import OutOfMemoryError, TfMultiGpuError
+
+__all__ = ["find_batch_size"]
+
+_LARGEST = 2**24
+_SAYS_SO = re.compile(r"out of memory|OUT_OF_MEMORY|failed to allocate|RESOURCE_EXHAUSTED", re.I)
+
+
+def find_batch_size(
+    try_batch: Callable[[int], Any],
+    *,
+    start: int = 32,
+    limit: int | None = None,
+    out_of_memory: Callable[[BaseException], bool] | None = None,
+) -> int:
+    """Finds the largest batch size that fits: doubles until out of memory, then bisects.
+
+    What a failed try held is freed before the next one. Search before joining several workers:
+    where one worker runs out of memory, the others wait for it for ever. A GPU whose memory
+    TensorFlow may not take whole (``limit_memory``, ``split_device``) is searched within its limit.
+
+    Args:
+        try_batch: Runs at least one real step on a batch of that many rows, and waits for it (reads
+            the loss, say). Its largest moment counts, so the step should be the one that trains:
+            forward, backward and update.
+        start: The first size to try, at least 1.
+        limit: The largest size to try. None: 2 to the 24; on a CPU, whose memory TensorFlow does
+            not limit, give one.
+        out_of_memory: Whether an exception means that memory ran out. None:
+            ``tf.errors.ResourceExhaustedError``, ``MemoryError``, and errors of TensorFlow that
+            say so in their message.
+
+    Returns:
+        The largest size that ran.
+
+    Raises:
+        OutOfMemoryError: Not even one row fits.
+        TfMultiGpuError: Called under several workers.
+        ValueError: ``start`` or ``limit`` make no sense.
+
+    Example:
+        >>> import tfmultigpu as tmg
+        >>> def try_batch(size):
+        ...     if size > 100:
+        ...         raise MemoryError
+        >>> tmg.find_batch_size(try_batch)
+        100
+    """
+    largest = _LARGEST if limit is None else limit
+    if start < 1 or int(start) != start or largest < 1 or int(largest) != largest:
+        raise ValueError(
+            f"Batch sizes are whole numbers, at least 1. Received: start={start}, limit={limit}."
+        )
+    strategy = tf.distribute.get_strategy()
+    if _spans_workers(strategy):
+        raise TfMultiGpuError(
+            "Where one worker runs out of memory the others wait for it for ever, so the size must "
+            "be known before. Received: "
+            f"{type(strategy).__name__} with {strategy.num_replicas_in_sync} replicas. Call "
+            "find_batch_size in a process of its own, on one machine, before create_strategy."
+        )
+    fits, too_large = 0, int(largest) + 1
+    size = min(int(start), int(largest))
+    while too_large - fits > 1:
+        if _fits(try_batch, size, out_of_memory or runs_out_of_memory):
+            fits = size
+            grown = 2 * size if too_large > largest else (fits + too_large) // 2
+            size = min(grown, int(largest))
+        else:
+            too_large = size
+            size = (fits + too_large) // 2
+    if fits == 0:
+        raise OutOfMemoryError(
+            "Not even a batch of one row fits into memory. Make the model smaller, train it in "
+            "float16 or bfloat16 (keras.mixed_precision), or put it on several devices."
+        )
+    return fits
+
+
+def runs_out_of_memory(error: BaseException) -> bool:
+    """Returns whether an exception means that a device or the machine has no memory left.
+
+    XLA and cuDNN report it as an internal error with a text, not as ``ResourceExhaustedError``.
+
+    Args:
+        error: Any exception.
+    """
+    if isinstance(error, (MemoryError, tf.errors.ResourceExhaustedError)):
+        return True
+    kinds = (tf.errors.InternalError, tf.errors.UnknownError, tf.errors.AbortedError)
+    return isinstance(error, kinds) and bool(_SAYS_SO.search(error.message))
+
+
+def _fits(
+    try_batch: Callable[[int], Any], size: int, out_of_memory: Callable[[BaseException], bool]
+) -> bool:
+    try:
+        try_batch(size)
+    except Exception as error:
+        if not out_of_memory(error):
+            raise
+        # The frames of the error hold the tensors that were too many.
+        held: BaseException | None = error
+        while held is not None:
+            traceback.clear_frames(held.__traceback__)
+            held = held.__cause__ or held.__context__
+    else:
+        return True
+    gc.collect()
+    return False
+
+
+def _spans_workers(strategy: tf.distribute.Strategy) -> bool:
+    replicas = strategy.num_replicas_in_sync
+    return replicas > 1 and len(strategy.extended.worker_devices) < int(replicas)

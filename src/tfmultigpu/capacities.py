@@ -1,0 +1,300 @@
+"""What each replica can take: bytes of memory, or rows per second."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import tensorflow as tf
+
+from tfmultigpu import rows as rows_lib
+from tfmultigpu.accumulation import all_reduce_sum, sum_dtype
+from tfmultigpu.data import distribute_dataset
+from tfmultigpu.device_names import parse_device_name
+from tfmultigpu.discovery import list_devices, logical_to_physical
+from tfmultigpu.errors import ShareError
+from tfmultigpu.updates import build_optimizer
+
+__all__ = ["measured_capacities", "memory_capacities"]
+
+
+def memory_capacities(
+    strategy: tf.distribute.Strategy | None = None,
+    *,
+    model: Any = None,
+    optimizer: Any = None,
+    memory: Mapping[str, float] | Sequence[float] | None = None,
+) -> tuple[float, ...]:
+    """Returns the memory each replica has for activations, the part that grows with its share.
+
+    Weights, their gradients and the state of the optimizer are on every replica whole, whatever its
+    share; what they take is not available for rows::
+
+        capacity = memory - weights - optimizer state - 2 * gradients
+
+    ``memory`` is the limit of a split or limited device, or the number given; otherwise what the
+    driver calls free now, where weights and optimizer state are taken already and are not
+    subtracted again. Gradients count twice, at least in float32: a gradient and the sum it is added
+    to. With Adam in float32 that makes 5 times the bytes of the weights: a model of 100 million
+    parameters (0.4 GB) takes 2 GB off each replica, so that cards of 24 and 8 GB have 22 and 6 GB
+    for rows, which is 3.7 to 1 and not 3 to 1.
+
+    Args:
+        strategy: The strategy; ``tf.distribute.get_strategy()`` where None.
+        model: The model that is trained, built in the scope. None: nothing is subtracted.
+        optimizer: Its optimizer; built here if it is not yet.
+        memory: Bytes of each replica of this process, by device name or in order. Devices that it
+            leaves out are looked up.
+
+    Returns:
+        Bytes for each replica of the strategy, on all workers in their order: capacities for
+        ``plan_shares``, or divided by the bytes a row takes its ``maximum``.
+
+    Raises:
+        ShareError: The memory of a device is not known (a CPU; a GPU without the extra ``nvml`` or
+            whose memory TensorFlow has taken whole), or does not hold the model.
+
+    Example:
+        >>> import tfmultigpu as tmg
+        >>> tmg.memory_capacities(memory=[8 * 1024**3])
+        (8589934592.0,)
+        >>> tmg.plan_shares(64, (22e9, 6e9))
+        (50, 14)
+    """
+    strategy = tf.distribute.get_strategy() if strategy is None else strategy
+    held, passing = _taken_by(model, optimizer, strategy)
+    names = [parse_device_name(name) for name in _devices_of(strategy)]
+    capacities = []
+    for i, name in enumerate(names):
+        given = _given(memory, name, i, len(names))
+        known, everything = (given, True) if given is not None else _known(name)
+        left = known - passing - (held if everything else 0)
+        if left <= 0:
+            raise ShareError(
+                f"{name} does not hold the model, let alone rows. Received: {_text(known)}, and "
+                f"weights and optimizer state take {_text(held)}, gradients {_text(passing)}. "
+                "Leave the device out of the strategy: tmg.create_strategy(devices=[...])."
+            )
+        capacities.append(float(left))
+    return _of_all_workers(capacities, strategy)
+
+
+class Step(Protocol):
+    """What is timed: a train step."""
+
+    model: Any
+    optimizer: Any
+    metrics: Sequence[Any]
+    strategy: tf.distribute.Strategy
+    loss_scale: Any
+
+    def __call__(self, batch: Any) -> Mapping[str, Any]:
+        """Trains on one batch."""
+
+
+def measured_capacities(step: Step, batch: Any, *, repeats: int = 3) -> tuple[float, ...]:
+    """Returns the rows per second of each replica, measured with real steps.
+
+    Each replica in turn is given nearly the whole batch, and then half of it, while the others
+    compute one row: the time of the step is then its own. The difference of the two is what its
+    rows took, without what every step costs. Model, optimizer and metrics are set back afterwards.
+    Each replica compiles the step once.
+
+    Give the result to ``plan_shares``, together with what memory holds::
+
+        speeds = tmg.measured_capacities(step, batch)
+        shares = tmg.plan_shares(1024, speeds, maximum=rows_in_memory)
+
+    Under several workers all must call it; what takes part in the step, such as the network, is
+    measured along.
+
+    Args:
+        step: What ``make_train_step`` returned.
+        batch: A whole global batch ``(x, y)`` that fits into the memory of each single replica.
+        repeats: How often each is timed, at least 1; the fastest counts.
+
+    Returns:
+        Rows per second for each replica, the same on all workers.
+
+    Raises:
+        ShareError: The batch has fewer than four rows per replica, or no difference of time could
+            be measured: give a larger batch.
+
+    Example:
+        >>> import keras, numpy as np, tfmultigpu as tmg
+        >>> model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+        >>> step = tmg.make_train_step(model, keras.optimizers.SGD(0.1), "mse")
+        >>> tmg.measured_capacities(step, (np.ones((64, 3)), np.ones((64, 1))))  # one replica
+        (1.0,)
+    """
+    strategy = step.strategy
+    replicas = strategy.num_replicas_in_sync
+    if replicas == 1:
+        return (1.0,)
+    batch = tf.nest.map_structure(tf.convert_to_tensor, batch)
+    rows = int(rows_lib.count_rows(batch))
+    if rows < 4 * replicas:
+        raise ShareError(
+            "Rows are timed by giving one replica all but a few of them. Received: a batch of "
+            f"{rows} rows for {replicas} replicas. Give at least {4 * replicas}, better a batch "
+            "as large as one replica can hold."
+        )
+    half = rows_lib.slice_rows(batch, 0, rows // 2)
+    if not (step.model.built and step.optimizer.built):
+        raise ShareError(
+            "Timing a step trains, and is undone afterwards, so everything must be there before. "
+            f"Received: a step whose model {step.model.name!r} has not been trained on any batch "
+            "yet. Call step(batch) once."
+        )
+    state = _variables_of(step)
+    before = [variable.numpy() for variable in state]
+    seconds = []
+    try:
+        for replica in range(replicas):
+            times = [_fastest(step, part, replica, repeats, strategy) for part in (batch, half)]
+            seconds.append((times[0] - times[1]) / (rows - rows // 2))
+    finally:
+        for variable, value in zip(state, before, strict=True):
+            variable.assign(value)
+    agreed = _mean_of_workers(seconds, strategy)
+    if min(agreed) <= 0:
+        raise ShareError(
+            "More rows did not take a replica longer, so its speed cannot be told from the cost "
+            f"of a step. Received: {rows} rows, seconds per row {agreed}. Give a larger batch, or "
+            f"more repeats than {repeats}."
+        )
+    return tuple(1.0 / second for second in agreed)
+
+
+def _fastest(
+    step: Step, batch: Any, replica: int, repeats: int, strategy: tf.distribute.Strategy
+) -> float:
+    """Seconds of a step in which one replica computes all rows but one for each of the others."""
+    replicas = strategy.num_replicas_in_sync
+    rows = int(rows_lib.count_rows(batch))
+    shares = [rows - replicas + 1 if i == replica else 1 for i in range(replicas)]
+    dataset = tf.data.Dataset.from_tensors(batch)
+    (shards,) = distribute_dataset(dataset, strategy, shares=shares)
+    float(step(shards)["loss"])
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        float(step(shards)["loss"])
+        times.append(time.perf_counter() - start)
+    return min(times)
+
+
+def _variables_of(step: Step) -> list[Any]:
+    metrics = [variable for metric in step.metrics for variable in metric.variables]
+    scale = vars(step.loss_scale).values() if step.loss_scale is not None else ()
+    scale = [value for value in scale if isinstance(value, tf.Variable)]
+    return [*step.model.variables, *step.optimizer.variables, *metrics, *scale]
+
+
+def _taken_by(model: Any, optimizer: Any, strategy: tf.distribute.Strategy) -> tuple[int, int]:
+    """Bytes of what stays, weights and optimizer state, and of gradients while a step runs."""
+    if model is None:
+        return 0, 0
+    if not model.built:
+        raise ShareError(
+            "The model has no variables yet, so what they take is not known. Received: model "
+            f"{model.name!r}. Build it first, inside the scope: model.build(input_shape)."
+        )
+    variables = list(model.variables)
+    if optimizer is not None:
+        build_optimizer(optimizer, model.trainable_variables, strategy)
+        variables += optimizer.variables
+    held = sum(_bytes(variable.shape, variable.dtype) for variable in variables)
+    gradients = sum(_bytes(v.shape, sum_dtype(v.dtype)) for v in model.trainable_variables)
+    return held, 2 * gradients
+
+
+def _bytes(shape: Any, dtype: Any) -> int:
+    size: int = tf.TensorShape(shape).num_elements() * tf.as_dtype(dtype).size
+    return size
+
+
+def _text(size: float) -> str:
+    return f"{size / 1024**3:.2f} GiB" if size >= 1024**3 else f"{size / 1024**2:.2f} MiB"
+
+
+def _devices_of(strategy: tf.distribute.Strategy) -> tuple[str, ...]:
+    try:
+        return tuple(strategy.extended.worker_devices)
+    except RuntimeError:  # The default strategy runs where TensorFlow puts a tensor.
+        return (tf.zeros([]).device,)
+
+
+def _given(memory: Any, name: str, index: int, count: int) -> float | None:
+    if memory is None:
+        return None
+    if isinstance(memory, Mapping):
+        return {parse_device_name(key): value for key, value in memory.items()}.get(name)
+    if len(memory) != count:
+        raise ShareError(
+            f"There must be one number of bytes per replica of this process. Received: {memory} "
+            f"for {count} replica(s)."
+        )
+    return float(memory[index])
+
+
+def _known(name: str) -> tuple[float, bool]:
+    """Bytes of a device, and whether what it holds already is among them."""
+    physical = logical_to_physical().get(name, name)
+    parts = [part for part, owner in logical_to_physical().items() if owner == physical]
+    config: Any = tf.config
+    devices = {parse_device_name(d.name): d for d in config.list_physical_devices()}
+    limits = config.get_logical_device_configuration(devices[physical]) or ()
+    if len(limits) == len(parts) and limits[parts.index(name)].memory_limit:
+        return float(limits[parts.index(name)].memory_limit) * 1024**2, True  # It is in MiB.
+    free = next((d.memory_free for d in list_devices() if d.name == physical), None)
+    if free is None:
+        raise ShareError(
+            f"The memory of {name} is not known. "
+            + (
+                "TensorFlow does not limit that of a CPU. "
+                if name.startswith("CPU")
+                else "The driver tells with the extra nvml: pip install 'tfmultigpu[nvml]'. "
+            )
+            + f"Give it in bytes: memory_capacities(strategy, memory={{{name!r}: 8 * 1024**3}})."
+        )
+    if not config.experimental.get_memory_growth(devices[physical]):
+        raise ShareError(
+            f"TensorFlow has taken all memory of {name} for itself, so what the driver calls free "
+            f"({_text(free)}) says nothing. Call tmg.enable_memory_growth() at the start, "
+            f"or give it in bytes: memory_capacities(strategy, memory={{{name!r}: 8 * 1024**3}})."
+        )
+    return float(free), False
+
+
+def _of_all_workers(values: list[float], strategy: tf.distribute.Strategy) -> tuple[float, ...]:
+    """Puts together what each worker knows of its own replicas."""
+    replicas = strategy.num_replicas_in_sync
+    if len(values) == replicas:
+        return tuple(values)
+    everywhere = [0.0] * replicas
+    for replica, value in zip(rows_lib.local_replicas(strategy), values, strict=True):
+        everywhere[replica] = value
+    return _sum_over_workers(everywhere, len(values), strategy)
+
+
+def _mean_of_workers(values: list[float], strategy: tf.distribute.Strategy) -> tuple[float, ...]:
+    """One verdict for all workers, whose clocks never agree."""
+    local = len(rows_lib.local_replicas(strategy))
+    if local == strategy.num_replicas_in_sync:
+        return tuple(values)
+    workers = strategy.num_replicas_in_sync // local
+    return tuple(value / workers for value in _sum_over_workers(values, local, strategy))
+
+
+def _sum_over_workers(
+    values: list[float], local: int, strategy: tf.distribute.Strategy
+) -> tuple[float, ...]:
+    def add(tensor: Any) -> Any:
+        return all_reduce_sum(tf.distribute.get_replica_context(), [tensor])[0]
+
+    # Every replica of a worker adds the same, hence the division. One number takes part beside it
+    # in float64, which holds bytes exactly.
+    summed = strategy.run(add, args=(tf.constant(values, tf.float64) / local,))
+    return tuple(strategy.experimental_local_results(summed)[0].numpy().tolist())

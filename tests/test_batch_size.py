@@ -1,0 +1,163 @@
+"""The largest batch that fits: found exactly, in few tries, and without keeping what failed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+import weakref
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import tfmultigpu as tmg
+from tfmultigpu.batch_size import runs_out_of_memory
+
+
+class Memory:
+    """Holds so many rows; remembers which sizes were tried."""
+
+    def __init__(self, rows: int) -> None:
+        self.rows = rows
+        self.tried: list[int] = []
+
+    def __call__(self, size: int) -> None:
+        self.tried.append(size)
+        if size > self.rows:
+            raise tf.errors.ResourceExhaustedError(None, None, "OOM when allocating tensor")
+
+
+@settings(max_examples=30, deadline=None)
+@given(rows=st.integers(1, 10**6), start=st.integers(1, 10**5), limit=st.integers(1, 10**7))
+def test_the_largest_size_that_fits(rows: int, start: int, limit: int) -> None:
+    memory = Memory(rows)
+    assert tmg.find_batch_size(memory, start=start, limit=limit) == min(rows, limit)
+    assert len(memory.tried) == len(set(memory.tried)) <= 50
+    assert max(memory.tried) <= limit
+
+
+def test_it_doubles_and_then_bisects() -> None:
+    memory = Memory(100)
+    assert tmg.find_batch_size(memory) == 100
+    assert memory.tried == [32, 64, 128, 96, 112, 104, 100, 102, 101]
+
+
+def test_it_goes_down_where_the_start_is_too_large() -> None:
+    memory = Memory(3)
+    assert tmg.find_batch_size(memory) == 3
+    assert memory.tried == [32, 16, 8, 4, 2, 3]
+
+
+def test_without_a_limit_it_ends_somewhere() -> None:
+    assert tmg.find_batch_size(lambda size: None) == 2**24
+
+
+def test_not_even_one_row() -> None:
+    with pytest.raises(tmg.OutOfMemoryError, match="Not even a batch of one row fits"):
+        tmg.find_batch_size(Memory(0))
+
+
+def test_other_errors_are_not_swallowed() -> None:
+    def try_batch(size: int) -> None:
+        raise tf.errors.InternalError(None, None, "cuDNN launch failure")
+
+    with pytest.raises(tf.errors.InternalError, match="cuDNN launch failure"):
+        tmg.find_batch_size(try_batch)
+
+
+def test_a_predicate_of_the_user() -> None:
+    def try_batch(size: int) -> None:
+        if size > 10:
+            raise RuntimeError("accelerator 7 is full")
+
+    found = tmg.find_batch_size(try_batch, out_of_memory=lambda error: "is full" in str(error))
+    assert found == 10
+    with pytest.raises(RuntimeError, match="accelerator 7"):
+        tmg.find_batch_size(try_batch)
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (MemoryError(), True),
+        (np.exceptions.AxisError("axis"), False),
+        (tf.errors.ResourceExhaustedError(None, None, "OOM when allocating"), True),
+        (tmg.OutOfMemoryError("no memory"), True),
+        (tf.errors.InternalError(None, None, "CUDA_ERROR_OUT_OF_MEMORY: out of memory"), True),
+        (tf.errors.InternalError(None, None, "Failed to allocate 3 bytes"), True),
+        (tf.errors.InternalError(None, None, "something else"), False),
+        (ValueError("out of memory"), False),
+    ],
+)
+def test_what_means_that_memory_ran_out(error: BaseException, expected: bool) -> None:
+    assert runs_out_of_memory(error) is expected
+
+
+@pytest.mark.parametrize("options", [{"start": 0}, {"start": 1.5}, {"limit": 0}, {"limit": 2.5}])
+def test_sizes_that_make_no_sense(options: dict) -> None:
+    with pytest.raises(ValueError, match="Batch sizes are whole numbers, at least 1"):
+        tmg.find_batch_size(lambda size: None, **options)
+
+
+def test_what_a_failed_try_held_is_freed() -> None:
+    held: list[weakref.ref] = []
+
+    def try_batch(size: int) -> None:
+        assert not any(ref() is not None for ref in held), "the try before is still held"
+        tensor = tf.zeros([size])
+        array = np.zeros(size)
+        held.append(weakref.ref(array))
+        assert tensor.shape[0] == size
+        if size > 5:
+            raise MemoryError(array, tensor)
+
+    assert tmg.find_batch_size(try_batch) == 5
+    assert len(held) > 3
+
+
+def test_an_error_can_be_sent_to_another_process() -> None:
+    import pickle
+
+    error = pickle.loads(pickle.dumps(tmg.OutOfMemoryError("Replica 1 has not enough memory")))
+    assert str(error) == error.message == "Replica 1 has not enough memory"
+    assert isinstance(error, tf.errors.ResourceExhaustedError)
+
+
+@pytest.mark.slow
+def test_a_real_allocation_in_a_process_whose_memory_is_bounded() -> None:
+    script = """
+    import resource
+    import numpy as np
+    import tfmultigpu as tmg
+
+    def taken():
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[0]) * resource.getpagesize()
+
+    MIB = 1024**2
+    import tensorflow
+    room = 200 * MIB
+    resource.setrlimit(resource.RLIMIT_AS, (taken() + room, resource.RLIM_INFINITY))
+    sizes = []
+
+    def try_batch(rows):
+        sizes.append(rows)
+        batch = np.ones((rows, MIB), np.uint8)      # one row is one MiB
+        assert int(batch[-1].sum()) == MIB
+
+    found = tmg.find_batch_size(try_batch, start=16)
+    # Threads of TensorFlow take some of the room meanwhile.
+    assert 64 <= found <= 200, found
+    assert max(sizes) > 200 or found + 1 in sizes, sizes
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]

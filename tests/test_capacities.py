@@ -1,0 +1,232 @@
+"""What each replica can take: memory net of the model, and measured speed."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from one_device import strategy_of
+
+import tfmultigpu as tmg
+from tfmultigpu import capacities
+
+MIB = 1024**2
+GIB = 1024**3
+
+
+def built(strategy, optimizer=keras.optimizers.Adam, dtype="float32"):
+    with strategy.scope():
+        layers = [keras.Input((100,)), keras.layers.Dense(1000, dtype=dtype)]
+        return keras.Sequential(layers), optimizer()
+
+
+# Memory -------------------------------------------------------------------------------------------
+
+
+def test_memory_given_in_order_or_by_name() -> None:
+    strategy = strategy_of(2)
+    assert tmg.memory_capacities(strategy, memory=[8 * GIB, 2 * GIB]) == (8 * GIB, 2 * GIB)
+    by_name = {"cpu:1": 2 * GIB, "/device:CPU:0": 8 * GIB}
+    assert tmg.memory_capacities(strategy, memory=by_name) == (8 * GIB, 2 * GIB)
+    assert tmg.memory_capacities(memory=[3.0]) == (3.0,)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "dtype", "bytes_of_weights", "times"),
+    [
+        (keras.optimizers.Adam, "float32", 404_000, 3 + 2),  # weights, two moments, gradients
+        (keras.optimizers.SGD, "float32", 404_000, 1 + 2),
+        (lambda: keras.optimizers.SGD(0.1, momentum=0.9), "float32", 404_000, 2 + 2),
+        (keras.optimizers.Adam, "mixed_float16", 404_000, 3 + 2),
+        (keras.optimizers.Adam, "float64", 808_000, 3 + 2),
+    ],
+    ids=["adam", "sgd", "momentum", "mixed", "float64"],
+)
+def test_what_is_on_every_replica_whole_is_not_for_rows(
+    optimizer, dtype, bytes_of_weights, times
+) -> None:
+    strategy = strategy_of(2)
+    model, optimizer = built(strategy, optimizer, dtype)
+    left = tmg.memory_capacities(strategy, model=model, optimizer=optimizer, memory=[GIB, 2 * GIB])
+    taken = GIB - left[0]
+    assert left[1] - left[0] == GIB
+    # The counter and the learning rate are a few bytes more.
+    assert times * bytes_of_weights <= taken <= times * bytes_of_weights + 100
+    assert optimizer.built
+
+
+def test_gradients_of_low_precision_are_added_in_float32() -> None:
+    strategy = strategy_of(2)
+    model, _ = built(strategy, dtype="bfloat16")
+    left = tmg.memory_capacities(strategy, model=model, memory=[GIB, GIB])
+    assert GIB - left[0] == 101_000 * (2 + 2 * 4)
+
+
+def test_frozen_weights_have_no_gradient() -> None:
+    strategy = strategy_of(2)
+    model, _ = built(strategy)
+    model.trainable = False
+    left = tmg.memory_capacities(strategy, model=model, memory=[GIB, GIB])
+    assert GIB - left[0] == 404_000
+
+
+def test_limits_of_split_devices(monkeypatch) -> None:
+    cpu = tf.config.list_physical_devices("CPU")[0]
+    limits = [tf.config.LogicalDeviceConfiguration(memory_limit=m) for m in (4096, 1024) * 4]
+    monkeypatch.setattr(tf.config, "get_logical_device_configuration", lambda device: limits)
+    assert cpu
+    assert tmg.memory_capacities(strategy_of(2)) == (4 * GIB, GIB)
+
+
+class FakeGpus:
+    """Two GPUs where the CPUs are, as the driver and TensorFlow would describe them."""
+
+    def __init__(self, monkeypatch, free, growth):
+        devices = tuple(
+            tmg.Device(f"CPU:{i}", "CPU", i, memory_free=one) for i, one in enumerate(free)
+        )
+        physical = [
+            tf.config.PhysicalDevice(f"/physical_device:CPU:{i}", "CPU") for i in range(len(free))
+        ]
+        monkeypatch.setattr(capacities, "list_devices", lambda: devices)
+        monkeypatch.setattr(
+            capacities, "logical_to_physical", lambda: {d.name: d.name for d in devices}
+        )
+        monkeypatch.setattr(tf.config, "list_physical_devices", lambda kind=None: physical)
+        monkeypatch.setattr(tf.config, "get_logical_device_configuration", lambda device: None)
+        monkeypatch.setattr(tf.config.experimental, "get_memory_growth", lambda device: growth)
+
+
+def test_free_memory_where_it_grows_has_the_weights_taken_already(monkeypatch) -> None:
+    FakeGpus(monkeypatch, free=(3 * GIB, GIB), growth=True)
+    strategy = strategy_of(2)
+    model, optimizer = built(strategy)
+    left = tmg.memory_capacities(strategy, model=model, optimizer=optimizer)
+    assert left == (3 * GIB - 2 * 404_000, GIB - 2 * 404_000)
+
+
+def test_memory_that_tensorflow_has_taken_whole(monkeypatch) -> None:
+    FakeGpus(monkeypatch, free=(0.2 * GIB, 0.1 * GIB), growth=False)
+    with pytest.raises(tmg.ShareError, match=r"says nothing\. Call tmg\.enable_memory_growth\(\)"):
+        tmg.memory_capacities(strategy_of(2))
+
+
+def test_the_memory_of_a_cpu_is_not_known() -> None:
+    with pytest.raises(tmg.ShareError) as caught:
+        tmg.memory_capacities(strategy_of(2), memory={"CPU:0": GIB})
+    assert str(caught.value) == (
+        "The memory of CPU:1 is not known. TensorFlow does not limit that of a CPU. Give it in "
+        "bytes: memory_capacities(strategy, memory={'CPU:1': 8 * 1024**3})."
+    )
+
+
+def test_a_device_that_does_not_hold_the_model() -> None:
+    strategy = strategy_of(2)
+    model, optimizer = built(strategy)
+    with pytest.raises(tmg.ShareError) as caught:
+        tmg.memory_capacities(strategy, model=model, optimizer=optimizer, memory=[GIB, MIB])
+    text = str(caught.value)
+    assert text.startswith("CPU:1 does not hold the model, let alone rows. Received: 1.00 MiB, and")
+    assert "weights and optimizer state take 1.16 MiB, gradients 0.77 MiB." in text
+    assert "Leave the device out" in text
+
+
+def test_what_cannot_be_answered() -> None:
+    strategy = strategy_of(2)
+    with pytest.raises(tmg.ShareError, match="one number of bytes per replica"):
+        tmg.memory_capacities(strategy, memory=[GIB])
+    with strategy.scope():
+        model = keras.Sequential([keras.layers.Dense(1)])
+    with pytest.raises(tmg.ShareError, match=r"no variables yet.*model\.build\(input_shape\)"):
+        tmg.memory_capacities(strategy, model=model, memory=[GIB, GIB])
+
+
+# Speed --------------------------------------------------------------------------------------------
+
+
+class Timed:
+    """A real step on a clock of its own: how long it took depends on each replica's rows alone."""
+
+    def __init__(self, step, rows_per_second, monkeypatch, overhead=0.5):
+        self.step, self.rows_per_second, self.overhead = step, rows_per_second, overhead
+        self.model, self.optimizer = step.model, step.optimizer
+        self.metrics, self.strategy = step.metrics, step.strategy
+        self.loss_scale = step.loss_scale
+        self.now = 0.0
+        monkeypatch.setattr(capacities.time, "perf_counter", lambda: self.now)
+
+    def __call__(self, batch):
+        logs = self.step(batch)
+        if isinstance(batch[0], tf.distribute.DistributedValues):
+            shards = self.strategy.experimental_local_results(batch[0])
+            rows = [int(shard.shape[0]) for shard in shards]
+            parts = zip(rows, self.rows_per_second, strict=True)
+            self.now += self.overhead + max(count / speed for count, speed in parts)
+        return logs
+
+
+def timed(monkeypatch, rows_per_second):
+    strategy = strategy_of(len(rows_per_second))
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+        optimizer = keras.optimizers.Adam()
+        error = keras.metrics.MeanSquaredError()
+    step = tmg.make_train_step(
+        model, optimizer, "mse", strategy, metrics=[error], loss_scale="dynamic"
+    )
+    step((X[:8], X[:8, :1]))
+    return Timed(step, rows_per_second, monkeypatch)
+
+
+X = np.random.default_rng(0).normal(size=(64, 4)).astype("float32")
+
+
+@pytest.mark.parametrize("speeds", [(400.0, 100.0), (100.0, 300.0, 200.0)])
+def test_the_speed_of_each_replica_without_what_every_step_costs(monkeypatch, speeds) -> None:
+    measured = tmg.measured_capacities(timed(monkeypatch, speeds), (X, X[:, :1]))
+    np.testing.assert_allclose(measured, speeds, rtol=1e-6)
+
+
+def test_measuring_changes_nothing(monkeypatch) -> None:
+    step = timed(monkeypatch, (400.0, 100.0))
+
+    def state():
+        scale = [step.loss_scale.scale, step.loss_scale.good_steps]
+        variables = [*step.model.variables, *step.optimizer.variables, *scale]
+        return [v.numpy() for v in [*variables, *step.metrics[0].variables]]
+
+    before = state()
+    assert before[-1] == 8
+    tmg.measured_capacities(step, (X, X[:, :1]))
+    for one, other in zip(before, state(), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_a_step_that_was_never_called() -> None:
+    strategy = strategy_of(2)
+    with strategy.scope():
+        model = keras.Sequential([keras.layers.Dense(1)])
+        step = tmg.make_train_step(model, keras.optimizers.SGD(0.1), "mse", strategy)
+    with pytest.raises(tmg.ShareError, match=r"Call step\(batch\) once\."):
+        tmg.measured_capacities(step, (X, X[:, :1]))
+
+
+def test_a_batch_too_small_to_make_a_difference(monkeypatch) -> None:
+    step = timed(monkeypatch, (np.inf, np.inf))
+    with pytest.raises(tmg.ShareError, match=r"More rows did not take a replica longer.*64 rows"):
+        tmg.measured_capacities(step, (X, X[:, :1]))
+
+
+def test_one_replica_has_nothing_to_compare() -> None:
+    model, optimizer = built(strategy_of(1))
+    step = tmg.make_train_step(model, optimizer, "mse")
+    assert tmg.measured_capacities(step, (np.zeros((8, 100)), np.zeros((8, 1000)))) == (1.0,)
+
+
+def test_too_few_rows_to_time() -> None:
+    strategy = strategy_of(2)
+    model, optimizer = built(strategy)
+    step = tmg.make_train_step(model, optimizer, "mse", strategy)
+    with pytest.raises(tmg.ShareError, match=r"a batch of 7 rows for 2 replicas\. Give at least 8"):
+        tmg.measured_capacities(step, (np.zeros((7, 100)), np.zeros((7, 1000))))

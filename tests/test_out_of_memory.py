@@ -1,0 +1,83 @@
+"""A step that runs out of memory says which replica, on what batch, and what to do."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from one_device import strategy_of
+
+import tfmultigpu as tmg
+
+ROWS_THAT_FIT = 4
+
+
+class Hungry(keras.layers.Layer):
+    """Asks for more memory than any machine has when too many rows come at once."""
+
+    def call(self, inputs):
+        many = tf.shape(inputs)[0] > ROWS_THAT_FIT
+        size = tf.where(many, tf.constant(2**50, tf.int64), 1)
+        # A random start, so that nothing is known of the values before they are there.
+        return inputs + tf.reduce_max(tf.fill([size], tf.reduce_max(inputs) * 0.0))
+
+
+X = np.random.default_rng(0).normal(size=(12, 3)).astype("float32")
+Y = X[:, :1]
+
+
+def make_step(replicas, **options):
+    strategy = strategy_of(replicas)
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((3,)), Hungry(), keras.layers.Dense(1)])
+        optimizer = keras.optimizers.SGD(0.1)
+    return strategy, tmg.make_train_step(model, optimizer, "mse", strategy, **options)
+
+
+def test_the_replica_the_batch_and_the_way_out_are_named() -> None:
+    strategy, step = make_step(2)
+    data = tmg.distribute_dataset((X[:9], Y[:9]), strategy, batch_size=9, shares=(1, 2))
+    before = [variable.numpy() for variable in step.model.variables]
+    with pytest.raises(tmg.OutOfMemoryError) as caught:
+        step(next(iter(data)))
+    text = str(caught.value)
+    assert text.startswith("Replica 1 (CPU:1) has not enough memory for this step.")
+    assert "a global batch of 9 rows; " in text
+    assert "OOM when allocating tensor with shape[1125899906842624]" in text
+    assert "micro_batches=2" in text
+    assert "shares=" in text
+    assert "tmg.find_batch_size" in text
+    assert int(step.optimizer.iterations.numpy()) == 0
+    for variable, value in zip(step.model.variables, before, strict=True):
+        np.testing.assert_array_equal(variable.numpy(), value)
+    assert isinstance(caught.value, tf.errors.ResourceExhaustedError)
+
+
+def test_a_whole_batch_and_many_steps_in_one_call() -> None:
+    strategy, step = make_step(3)
+    with pytest.raises(tmg.OutOfMemoryError, match="a global batch of 16 rows"):
+        step((np.tile(X, (2, 1))[:16], np.tile(Y, (2, 1))[:16]))
+    data = tmg.distribute_dataset((X, Y), strategy, batch_size=12, shares=(5, 5, 2))
+    with pytest.raises(tmg.OutOfMemoryError, match=r"Replica \d \(CPU:\d\) has not enough memory"):
+        step.run(iter(data), 1)
+
+
+def test_one_device() -> None:
+    _, step = make_step(1)
+    with pytest.raises(tmg.OutOfMemoryError, match=r"^CPU:0 has not enough memory for this step"):
+        step((X, Y))
+
+
+def test_micro_batches_are_the_way_out() -> None:
+    _, step = make_step(2, micro_batches=2)
+    assert float(step((X, Y))["weight"]) == 12.0
+
+
+def test_the_largest_batch_is_found() -> None:
+    _, step = make_step(2)
+
+    def try_batch(size: int) -> None:
+        float(step((np.ones((size, 3), "float32"), np.ones((size, 1), "float32")))["loss"])
+
+    assert tmg.find_batch_size(try_batch) == 2 * ROWS_THAT_FIT
