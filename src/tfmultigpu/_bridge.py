@@ -10,7 +10,7 @@ import functools
 import importlib
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import tensorflow as tf
@@ -89,11 +89,10 @@ def gradients_already_summed(optimizer: Any) -> Iterator[None]:
 
 
 _recorders = threading.local()
-_recording = 0
+_recording: dict[str, int] = {}
 
 
-@contextmanager
-def recording_added_losses() -> Iterator[list[Any]]:
+def recording_added_losses() -> AbstractContextManager[list[Any]]:
     """Collects what layers pass to ``add_loss`` on this thread while the context lasts.
 
     Replaces ``keras.layers.Layer.add_loss``, a public method, by one that also records. The public
@@ -103,34 +102,50 @@ def recording_added_losses() -> Iterator[list[Any]]:
     """
     import keras
 
-    global _recording
+    return _recording_calls(keras.layers.Layer, "add_loss", lambda _, loss: tf.nest.flatten(loss))
+
+
+def recording_assignments() -> AbstractContextManager[list[Any]]:
+    """Collects the Keras variables that are assigned to on this thread while the context lasts.
+
+    Replaces ``keras.Variable.assign``, a public method that ``assign_add`` calls too, by one that
+    also records. Keras offers no way to know which variables a layer changes when it is called.
+    """
+    import keras
+
+    return _recording_calls(keras.Variable, "assign", lambda variable, _: [variable])
+
+
+@contextmanager
+def _recording_calls(
+    owner: Any, method: str, what: Callable[[Any, Any], list[Any]]
+) -> Iterator[list[Any]]:
+    """Re-entrant, because replicas are threads that take turns."""
     recorded: list[Any] = []
-    before = getattr(_recorders, "lists", [])
-    _recorders.lists = [*before, recorded]
+    before = getattr(_recorders, method, [])
+    setattr(_recorders, method, [*before, recorded])
     with _lock:
-        _recording += 1
-        if _recording == 1:
-            _install_recorder(keras.layers.Layer)
+        _recording[method] = _recording.get(method, 0) + 1
+        if _recording[method] == 1:
+            setattr(owner, method, _recorded(getattr(owner, method), method, what))
     try:
         yield recorded
     finally:
-        _recorders.lists = before
+        setattr(_recorders, method, before)
         with _lock:
-            _recording -= 1
-            if not _recording:
-                keras.layers.Layer.add_loss = keras.layers.Layer.add_loss.__wrapped__
+            _recording[method] -= 1
+            if not _recording[method]:
+                setattr(owner, method, getattr(owner, method).__wrapped__)
 
 
-def _install_recorder(layer_class: Any) -> None:
-    original = layer_class.add_loss
-
+def _recorded(original: Any, method: str, what: Callable[[Any, Any], list[Any]]) -> Any:
     @functools.wraps(original)
-    def add_loss(self: Any, loss: Any) -> Any:
-        for recorded in getattr(_recorders, "lists", ()):
-            recorded.extend(tf.nest.flatten(loss))
-        return original(self, loss)
+    def call(self: Any, argument: Any) -> Any:
+        for recorded in getattr(_recorders, method, ()):
+            recorded.extend(what(self, argument))
+        return original(self, argument)
 
-    layer_class.add_loss = add_loss
+    return call
 
 
 # Where Keras looks up at each call what it draws by.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -14,6 +14,7 @@ from tfmultigpu import rows as rows_lib
 from tfmultigpu.accumulation import sum_dtype
 from tfmultigpu.batches import Shards, per_replica
 from tfmultigpu.errors import LossError, TfMultiGpuError
+from tfmultigpu.layer_states import assigned_in_each_pass
 from tfmultigpu.metrics import build_metrics, holds_what_counts, update_metrics
 from tfmultigpu.objectives import Layout, Objective, stack
 from tfmultigpu.outputs import Output
@@ -33,8 +34,10 @@ class ReplicaPhase:
     Attributes:
         layout: How the terms of the loss are put together; known once traced.
         present: For each backward pass, which variables have a gradient; known once traced.
+        assigned: The variables that layers assigned to when they were called; known once traced.
     """
 
+    assigned: Sequence[Any] = ()
     layout: Layout
     present: list[list[bool]]
 
@@ -110,14 +113,15 @@ class ReplicaPhase:
         """
         run = self._strategy.run
         local = len(rows_lib.local_replicas(self._strategy))
-        states, generator = seed_states(self._objective.model, seeds), seeds.generator
+        model, generator = self._objective.model, seeds.generator
+        states = [*seed_states(model, seeds), *assigned_in_each_pass(model)]
         begin = run(lambda: [tf.identity(state.value) for state in states]) if states else []
 
         def body(micro: Any, *flat: Any) -> tuple[Any, ...]:
             sums = [list(flat[i * len(structure) : (i + 1) * len(structure)]) for i in range(local)]
 
             def add(sums: Any, begin: Any, *args: Any) -> list[Any]:
-                # All micro-batches take their part of the same draws.
+                # All micro-batches take their part of the same draws, and use the same kernels.
                 for state, value in zip(states, begin, strict=True):
                     state.assign(value)
                 values = replica(*args)
@@ -199,7 +203,9 @@ class ReplicaPhase:
         self, shard: Any, weight: Any, global_rows: Any, loss_scale: Any
     ) -> tuple[list[tf.Tensor], list[Output]]:
         with tf.GradientTape(persistent=True) as tape:
-            terms, outputs = self._objective(shard, training=True)
+            with _bridge.recording_assignments() as assigned:
+                terms, outputs = self._objective(shard, training=True)
+            self.assigned = assigned
             if not terms:
                 raise LossError(
                     "There is nothing to minimise: no loss was given and no layer adds one. "

@@ -38,6 +38,8 @@ def check_backend() -> None:
 
 
 _NO_OPTIMIZER = object()
+# Two of them only through Equalization, whose histogram is that of all images together.
+_MIX_ROWS = {"AugMix", "CutMix", "Equalization", "MixUp", "RandAugment", "RandomElasticTransform"}
 
 
 def check_kinds(model: Any, strategy: Any, optimizer: Any = _NO_OPTIMIZER) -> None:
@@ -122,6 +124,20 @@ def _check_layers(model: Any, training: bool) -> None:
             ReplicaDependenceWarning,
             stacklevel=4,
         )
+    mixing = [one.name for one in layers if type(one).__name__ in _MIX_ROWS and _is_keras(one)]
+    if mixing and training:
+        warnings.warn(
+            "Some layers mix or compare the images of a batch, of which every replica has others. "
+            f"Received: layers {mixing[:5]}. The result then depends on the number of replicas. "
+            "For one device's result apply them to global batches: "
+            "dataset.map(lambda x, y: (layer(x, training=True), y)).",
+            ReplicaDependenceWarning,
+            stacklevel=4,
+        )
+
+
+def _is_keras(layer: Any) -> bool:
+    return type(layer).__module__.split(".")[0] == "keras"
 
 
 def _version(text: str) -> tuple[int, ...]:

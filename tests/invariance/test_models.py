@@ -8,9 +8,10 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from case import SIZES, Case, cut, integers, normal
+from case import EXACT, SIZES, Case, cut, integers, normal
 from keras import layers
 
+import tfmultigpu as tmg
 from tfmultigpu.testing import Training
 
 ROWS = sum(SIZES)
@@ -195,6 +196,29 @@ class WeightAverage(keras.layers.Layer):
         return x @ self.kernel + tf.stop_gradient(x @ self.average)
 
 
+class InputAverage(keras.layers.Layer):
+    """Follows the mean of what it is given, as each replica is given it or over all of them."""
+
+    def __init__(self, over_replicas: bool) -> None:
+        super().__init__()
+        self.over_replicas = over_replicas
+
+    def build(self, shape: Any) -> None:
+        self.mean = self.add_weight(
+            shape=(shape[-1],), initializer="zeros", trainable=False, name="mean"
+        )
+
+    def call(self, x: Any, training: bool = False) -> Any:
+        if training:
+            total, count = tf.reduce_sum(x, 0), tf.cast(tf.shape(x)[0], tf.float32)
+            if self.over_replicas:
+                context = tf.distribute.get_replica_context()
+                if context is not None:
+                    total, count = context.all_reduce("SUM", [total, count])
+            self.mean.assign(0.9 * self.mean + 0.1 * total / count)
+        return x - self.mean
+
+
 def own(*inner: Any) -> Any:
     def build() -> Training:
         return classifier(
@@ -239,9 +263,127 @@ CASES = [
     Case("outputs and losses in order", in_order, cut(TWO, (Y, Z)), replicas=(3,)),
     Case("a layer with constants", own(Constants), cut(X, Y), replicas=(3,)),
     Case("layers with a state of their own", own(CallCounter, WeightAverage), cut(X, Y)),
+    Case(
+        "a state computed from the rows of all replicas",
+        own(lambda: InputAverage(over_replicas=True)),
+        cut(X, Y),
+    ),
 ]
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_replicas_give_what_one_device_gives(case: Case) -> None:
     case.hold()
+
+
+# What cannot be equal is said so ------------------------------------------------------------------
+
+
+def step_of(strategy: tf.distribute.Strategy, build: Any, **options: Any) -> tmg.TrainStep:
+    with strategy.scope():
+        training = build()
+    return tmg.make_train_step(
+        training.model, training.optimizer, training.loss, strategy, **options
+    )
+
+
+@pytest.mark.parametrize("many", [False, True])
+def test_a_state_computed_from_the_rows_of_one_replica_is_warned_about_once(many: bool) -> None:
+    strategy = tmg.create_strategy(devices=2)
+    step = step_of(strategy, own(lambda: InputAverage(over_replicas=False)))
+    step((X[:1], Y[:1]))  # Both replicas have this row, so their states agree.
+    text = r"copies on 2 replicas now differ.*input_average.*/mean'\].*all_reduce\('SUM'"
+    data = tf.data.Dataset.from_tensor_slices((X, Y)).batch(6)
+    with pytest.warns(tmg.ReplicaDependenceWarning, match=text):
+        _ = step.run(iter(data), 2) if many else step((X, Y))
+    step((X, Y))
+
+
+@pytest.mark.parametrize("name", ["MixUp", "CutMix", "Equalization"])
+def test_layers_that_mix_the_images_of_a_batch_are_warned_about(name: str) -> None:
+    strategy = tmg.create_strategy(devices=2)
+
+    def build() -> Training:
+        inputs = keras.Input((4, 4, 3))
+        mixed = layers.Pipeline([layers.Rescaling(2.0), getattr(layers, name)(name="mixing")])
+        return classifier(keras.Model(inputs, layers.Dense(4)(layers.Flatten()(mixed(inputs)))))
+
+    with pytest.warns(tmg.ReplicaDependenceWarning, match=r"\['mixing'\].*dataset.map\(lambda"):
+        step_of(strategy, build)
+
+
+def test_unused_weights_are_warned_about_by_nobody_and_stay() -> None:
+    """Keras warns of missing gradients once for each replica; a step leaves such weights alone."""
+    strategy = tmg.create_strategy(devices=2)
+    step = step_of(strategy, subclassed(Detour))
+    step((X, Y))
+    before = step.model.dropped.kernel.numpy()
+    step((X, Y))
+    np.testing.assert_array_equal(step.model.dropped.kernel.numpy(), before)
+
+
+# Two models ---------------------------------------------------------------------------------------
+
+
+def adversaries() -> tuple[keras.Model, keras.Model, Any, Any]:
+    generator = keras.Sequential([keras.Input((2,)), layers.Dense(4, "tanh"), layers.Dense(6)])
+    judge = keras.Sequential([keras.Input((6,)), layers.Dense(4, "tanh"), layers.Dense(1)])
+    return generator, judge, sgd(), sgd()
+
+
+class Fooling(keras.Model):
+    """The generator, judged by a judge that does not learn from it."""
+
+    def __init__(self, generator: keras.Model, judge: keras.Model) -> None:
+        super().__init__()
+        self.generator, self.judge = generator, judge
+
+    @property
+    def trainable_variables(self) -> list[Any]:
+        return self.generator.trainable_variables
+
+    def call(self, noise: Any, training: bool = False) -> Any:
+        return self.judge(self.generator(noise, training=training))
+
+
+def test_two_models_that_train_against_each_other() -> None:
+    """One step for each, taking turns, as a GAN is trained."""
+    ones, zeros = np.ones((ROWS, 1), "float32"), np.zeros((ROWS, 1), "float32")
+    noise = Z
+    loss = keras.losses.BinaryCrossentropy(from_logits=True)
+
+    def sizes() -> Any:
+        start = 0
+        for size in SIZES:
+            yield slice(start, start + size)
+            start += size
+
+    keras.utils.set_random_seed(3)
+    generator, judge, makes, judges = adversaries()
+    for rows in sizes():
+        x = tf.concat([X[rows], generator(noise[rows])], 0)
+        y = tf.concat([ones[rows], zeros[rows]], 0)
+        with tf.GradientTape() as tape:
+            value = loss(y, judge(x))
+        judges.apply(tape.gradient(value, judge.trainable_variables), judge.trainable_variables)
+        with tf.GradientTape() as tape:
+            value = loss(ones[rows], judge(generator(noise[rows])))
+        trained = generator.trainable_variables
+        makes.apply(tape.gradient(value, trained), trained)
+    expected = [*generator.get_weights(), *judge.get_weights()]
+
+    strategy = tmg.create_strategy(devices=3)
+    with strategy.scope():
+        keras.utils.set_random_seed(3)
+        generator, judge, makes, judges = adversaries()
+        fooling = Fooling(generator, judge)
+        fooling.build((None, 2))
+    judge_step = tmg.make_train_step(judge, judges, loss, strategy)
+    make_step = tmg.make_train_step(fooling, makes, loss, strategy)
+    generate = tmg.make_predict_step(generator, strategy)
+    for rows in sizes():
+        x = tf.concat([X[rows], generate(noise[rows])], 0)
+        judge_step((x, tf.concat([ones[rows], zeros[rows]], 0)))
+        make_step((noise[rows], ones[rows]))
+    for ours, truth in zip([*generator.get_weights(), *judge.get_weights()], expected, strict=True):
+        np.testing.assert_allclose(ours, truth, atol=EXACT)
