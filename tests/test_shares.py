@@ -254,23 +254,3 @@ def test_limits_that_cannot_be_met(rows: int, limits: dict, text: str) -> None:
     with pytest.raises(tmg.ShareError) as caught:
         tmg.plan_shares(rows, (1, 1), **limits)
     assert text in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("shares", "maximum", "expected"),
-    [
-        ((48, 16), (64, 5), (1, 4)),
-        ((48, 16), (48, 16), (1, 1)),
-        ((48, 16), (np.inf, 1), (1, 16)),
-        ((7,), (2.9,), (4,)),
-    ],
-)
-def test_micro_batches_hold_a_share_in_memory(
-    shares: tuple, maximum: tuple, expected: tuple[int, ...]
-) -> None:
-    assert tmg.plan_micro_batches(shares, maximum) == expected
-
-
-def test_micro_batches_for_other_replicas() -> None:
-    with pytest.raises(tmg.ShareError, match="one maximum per replica"):
-        tmg.plan_micro_batches((48, 16), (64,))

@@ -78,40 +78,11 @@ def plan_shares(
             f"The batch cannot be divided within the limits. Received: {rows} rows for "
             f"{len(exact)} replicas, minimum={minimum}, maximum={maximum}, "
             f"multiple_of={multiple_of}. Make the batch smaller where memory is the limit, or "
-            "compute it in micro-batches (plan_micro_batches); larger where the minimum is."
+            "compute it in parts (micro_batches); larger where the minimum is."
         )
     parts = [share * unit for share in _apportion(units, exact, low, high)]
     parts[ablest] += rest
     return tuple(parts)
-
-
-def plan_micro_batches(shares: Sequence[int], maximum: Sequence[float]) -> tuple[int, ...]:
-    """Returns into how many micro-batches each replica must cut its share to hold it in memory.
-
-    A small GPU then takes its share in more and smaller steps than a big one, and the global batch
-    need not shrink to what the small one holds.
-
-    Args:
-        shares: Rows per replica, such as ``plan_shares`` returns.
-        maximum: The most rows each replica can compute at once.
-
-    Returns:
-        One number per replica, for ``make_train_step(..., micro_batches=...)``.
-
-    Raises:
-        ShareError: There is not one maximum of at least one row for each share.
-
-    Example:
-        >>> import tfmultigpu as tmg
-        >>> tmg.plan_micro_batches((48, 16), maximum=(64, 5))
-        (1, 4)
-    """
-    check_shares(shares)
-    limits = _limits(maximum, len(shares))
-    return tuple(
-        1 if limit is None else -(-int(share) // limit)
-        for share, limit in zip(shares, limits, strict=True)
-    )
 
 
 def _check_rows(number: Any, what: str, name: str) -> None:

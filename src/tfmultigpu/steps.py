@@ -59,7 +59,7 @@ def make_train_step(
         strategy: The strategy; ``tf.distribute.get_strategy()`` where None.
         metrics: Keras metrics created in the scope, updated without sample weights; for several
             outputs a dict by output. Their states are added over replicas, so a metric of your own
-            must keep sums and counts: a maximum or a last value comes out wrong.
+            must keep sums and counts; anything else is refused at the first step.
         weighted_metrics: The same, updated with sample weights.
         loss_weights: A number, or a dict or list of numbers, one per output.
         micro_batches: Into how many parts each replica's shard is cut and computed one after the
@@ -172,7 +172,8 @@ class TrainStep:
             Scalars: ``"loss"``, what one device would report, regularisation included;
             ``"weight"``, what its sum was divided by (with several outputs: the number of rows);
             ``"gradient_norm"``, before clipping; ``"skipped"``, 1 where loss scaling skipped the
-            update; ``"loss_scale"``, the one used; and ``"NAME_loss"`` for each of several outputs.
+            update; ``"loss_scale"``, the one used; and for each of several outputs ``"NAME_loss"``
+            and ``"NAME_weight"``, what its sum was divided by.
         """
         if not self._is_current():
             self._prepare(self._function.spec_of(batch))
@@ -189,8 +190,9 @@ class TrainStep:
             steps: How many, at least 1.
 
         Returns:
-            ``"steps"``, how many ran: fewer where the data ended. Losses are means by weight over
-            these steps, ``"weight"`` and ``"skipped"`` sums, the rest is that of the last step.
+            ``"steps"``, how many ran: fewer where the data ended. Losses are means over these
+            steps, each output's by its own weight; weights and ``"skipped"`` are sums, the rest is
+            that of the last step.
         """
         if not self._is_current():
             self._prepare(self._multistep.batch_spec(iterator))
