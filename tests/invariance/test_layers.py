@@ -472,10 +472,17 @@ CASES = [
         "synchronized batch normalisation",
         over_the_batch,
         cut(normal(ROWS, 4, 3), Y),
-        options={"tolerance": 3e-6},
+        options={"tolerance": 3e-6},  # 1.8e-6 was measured.
         reason="it divides by the root of the variance, which rounds as E[x^2] - E[x]^2 does",
     ),
-    Case("spectral normalisation", spectral, cut(normal(ROWS, 4, 3), Y), replicas=(3,)),
+    Case("spectral normalisation", spectral, cut(normal(ROWS, 4, 3), Y), options=STEPS_ONLY),
+    Case(
+        "spectral normalisation in micro-batches",
+        spectral,
+        cut(normal(ROWS, 4, 3), Y),
+        replicas=(2,),
+        options={"micro_batches": 3},
+    ),
     Case("adapted normalisation", adapted, cut(normal(ROWS, 3), Y), replicas=(3,)),
     Case(
         "penalties and constraints on weights",
