@@ -97,8 +97,16 @@ def overwrite_with_averages(optimizer: Any, strategy: tf.distribute.Strategy) ->
 
 
 def _overwrite(optimizer: Any, strategy: tf.distribute.Strategy) -> None:
+    constraints = {id(v.value): v.constraint for v in _bridge.optimizer_trains(optimizer)}
     for variable, average in _bridge.moving_averages(optimizer):
-        strategy.extended.update(variable, lambda v, a: v.assign(a), args=(average,))
+        # Keras constrains what it has overwritten: an average of what fits need not fit itself.
+        constraint = constraints.get(id(variable)) or tf.convert_to_tensor
+        assign = functools.partial(_assign, constraint)
+        strategy.extended.update(variable, assign, args=(average,))
+
+
+def _assign(constraint: Any, variable: Any, value: Any) -> None:
+    variable.assign(constraint(value))
 
 
 def _overwrite_frequency(optimizer: Any) -> int | None:
