@@ -6,13 +6,11 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from one_device import ByHand, assert_same, cut, difference, strategy_of
-from one_device import Result as Trained
+from one_device import ByHand, cut, difference, strategy_of
 
 import tfmultigpu as tmg
 
 SIZES = (7, 16, 9, 5, 12, 8, 5, 9, 6, 11)
-WINDOW = 4  # ten batches: two whole windows and a short one
 
 _random = np.random.default_rng(19)
 X = _random.normal(size=(64, 6)).astype("float32")
@@ -27,20 +25,12 @@ def mlp() -> keras.Model:
     )
 
 
-def adam() -> keras.optimizers.Optimizer:
-    return keras.optimizers.Adam(1e-2)
-
-
 def sgd() -> keras.optimizers.Optimizer:
     return keras.optimizers.SGD(0.05, momentum=0.9)
 
 
 def crossentropy(reduction: str = "sum_over_batch_size") -> keras.losses.Loss:
     return keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction=reduction)
-
-
-def windows() -> list[list[tuple[np.ndarray, ...]]]:
-    return [BATCHES[i : i + WINDOW] for i in range(0, len(BATCHES), WINDOW)]
 
 
 class Loop:
@@ -64,40 +54,6 @@ class Loop:
     def update(self):
         gradients, _ = self.accumulator.reduce()
         tmg.apply_reduced_gradients(self.optimizer, gradients, self.model.trainable_variables)
-
-    def train(self) -> Trained:
-        @tf.function
-        def add(batch):
-            self.strategy.run(self.add, args=batch)
-
-        @tf.function
-        def update():
-            self.strategy.run(self.update)
-
-        for window in windows():
-            for arrays in window:
-                (batch,) = tmg.distribute_dataset(arrays, self.strategy, batch_size=len(arrays[0]))
-                add(batch)
-            update()
-        weights = [variable.numpy() for variable in self.model.variables]
-        return Trained(weights, [], int(self.optimizer.iterations.numpy()))
-
-
-@pytest.mark.parametrize(
-    ("replicas", "optimizer", "reduction"),
-    [
-        (1, sgd, "sum_over_batch_size"),
-        (2, sgd, "mean_with_sample_weight"),
-        (3, adam, "sum_over_batch_size"),
-    ],
-)
-def test_a_window_of_batches_is_one_large_batch(replicas, optimizer, reduction):
-    loss = crossentropy(reduction)
-    whole = [tuple(np.concatenate(parts) for parts in zip(*w, strict=True)) for w in windows()]
-    expected = ByHand(mlp, optimizer, loss).train(whole)
-    result = Loop(replicas, optimizer, loss).train()
-    assert_same(Trained(result.weights, expected.losses, result.iterations), expected)
-    assert result.iterations == 3, "the short window at the end is a step of its own"
 
 
 def test_a_window_inside_one_function():
