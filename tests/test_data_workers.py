@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from workers import run_script
 
 from tfmultigpu.rows import row_offsets
+from tfmultigpu.testing import run_workers
 
 SCRIPT = Path(__file__).with_name("worker_data.py")
 SIZES = (5, 1, 2, 64, 3)
@@ -20,8 +20,8 @@ SIZES = (5, 1, 2, 64, 3)
 def workers() -> list[dict[str, Any]]:
     """What each worker printed, in the order of their replicas."""
     found = []
-    for printed in run_script(SCRIPT, workers=2):
-        (line,) = [line for line in printed.splitlines() if line.startswith("RESULT ")]
+    for run in run_workers(SCRIPT, workers=2):
+        (line,) = [line for line in run.output.splitlines() if line.startswith("RESULT ")]
         found.append(json.loads(line.removeprefix("RESULT ")))
     assert [result["replica"] for result in found] == [0, 1]
     return found

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from one_device import cut, strategy_of
-from workers import run_script
 
 import tfmultigpu as tmg
 from tfmultigpu.additivity import check_adds, is_from_keras
+from tfmultigpu.testing import run_workers
 
 SIZES = (7, 2, 16, 1, 3, 3)
 _random = np.random.default_rng(17)
@@ -574,7 +574,8 @@ def test_a_model_that_does_not_run_on_shapes_alone():
 
 @pytest.mark.slow
 def test_two_workers_refuse_and_add_alike():
-    printed = run_script(Path(__file__).with_name("worker_metrics.py"), workers=2)
+    results = run_workers(Path(__file__).with_name("worker_metrics.py"), workers=2)
+    printed = [result.output for result in results]
     for text in printed:
         (line,) = [line for line in text.splitlines() if line.startswith("RESULT ")]
         found, truth = json.loads(line.removeprefix("RESULT "))

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from workers import run_script
+
+from tfmultigpu.testing import run_workers
 
 SCRIPT = Path(__file__).with_name("worker_training.py")
 
@@ -19,9 +20,9 @@ def results(printed: str) -> dict[str, dict]:
 
 @pytest.mark.slow
 def test_two_workers_equal_one_device() -> None:
-    one = results(run_script(SCRIPT)[0])
-    for worker, printed in enumerate(run_script(SCRIPT, workers=2)):
-        for case, ours in results(printed).items():
+    one = results(run_workers(SCRIPT, 1)[0].output)
+    for worker, run in enumerate(run_workers(SCRIPT, workers=2)):
+        for case, ours in results(run.output).items():
             expected = one[case]
             where = f"{case} on worker {worker}"
             assert ours["iterations"] == expected["iterations"], where
