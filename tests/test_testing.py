@@ -6,6 +6,8 @@ import dataclasses
 import os
 import re
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -323,6 +325,27 @@ def test_a_worker_that_does_not_end(tmp_path: Path) -> None:
     assert "Worker 0 of 1 did not end within 2 seconds and was stopped." in text
     with pytest.raises(ProcessLookupError):
         os.kill(int(text.splitlines()[-1]), 0)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux: a process tied to its parent")
+def test_no_worker_outlives_a_test_that_is_killed(tmp_path: Path) -> None:
+    script = tmp_path / "sleep.py"
+    pids = tmp_path / "pids"
+    script.write_text(
+        f"import os, time; open({str(pids)!r}, 'a').write(f'{{os.getpid()}}\\n'); time.sleep(600)"
+    )
+    call = f"from tfmultigpu.testing import run_workers; run_workers({str(script)!r}, 2)"
+    parent = subprocess.Popen([sys.executable, "-c", call])
+    deadline = time.monotonic() + 60
+    while not pids.exists() or len(pids.read_text().split()) < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    parent.kill()
+    parent.wait()
+    workers = [int(pid) for pid in pids.read_text().split()]
+    while any(Path(f"/proc/{pid}").exists() for pid in workers):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
 
 
 def test_what_cannot_be_run_in_workers() -> None:

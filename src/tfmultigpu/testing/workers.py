@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import dataclasses
 import json
 import os
@@ -23,6 +24,7 @@ _TAIL = 4000
 # What is left to the others once one worker has failed, in seconds: to say what they saw of it.
 _GRACE = 5.0
 _POLL = 0.05
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _ARE_PATHS = (str, os.PathLike)
 # The parent's module search path goes along, so that a function is found where it was defined.
 _CALL = """
@@ -144,13 +146,24 @@ def _started(
     command: list[str], environment: dict[str, str], **streams: Any
 ) -> Iterator[subprocess.Popen[bytes]]:
     """A process in a group of its own, which is gone when the context ends."""
-    process = subprocess.Popen(command, env=environment, start_new_session=True, **streams)
+    process = subprocess.Popen(
+        command,
+        env=environment,
+        start_new_session=True,
+        preexec_fn=_die_with_parent if sys.platform == "linux" else None,
+        **streams,
+    )
     try:
         yield process
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+
+
+def _die_with_parent() -> None:
+    """Runs in the new process: no worker outlives a test that was killed itself."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _store_call(function: Any, args: list[Any], path: Path) -> None:
