@@ -177,27 +177,48 @@ WORDS = np.array(["low", "high", "none"])[integers(3, ROWS, 2, seed=4)]
 SMALL = integers(256, ROWS, 4, 4, 1)
 
 
-def case(name: str, build: Any, batches: list[Any], **options: Any) -> Case:
-    return Case(name, build, batches, replicas=(3,), options=options)
+def case(name: str, build: Any, batches: list[Any], workers: bool = True, **options: Any) -> Case:
+    return Case(name, build, batches, replicas=(3,), workers=workers, options=options)
 
 
+# Workers train what they treat in a way of their own; tracing everything there takes minutes.
 CASES = [
     case("a tuple of a dict and an array", lambda: classifier(Bag()), cut(BAG, Y)),
     case("ragged tokens", lambda: classifier(RaggedMean()), cut_tensor(RAGGED), micro_batches=2),
     case(
-        "ragged tokens padded by the model", lambda: classifier(RaggedToDense()), cut_tensor(RAGGED)
+        "ragged tokens padded by the model",
+        lambda: classifier(RaggedToDense()),
+        cut_tensor(RAGGED),
+        workers=False,
     ),
     case("sparse rows", lambda: classifier(SparseDense()), cut_tensor(SPARSE), micro_batches=2),
-    case("a sparse Keras input", sparse_functional, cut_tensor(SPARSE)),
+    case("a sparse Keras input", sparse_functional, cut_tensor(SPARSE), workers=False),
     case("bools", switches, cut(X > 0, Y[:, None] > 0)),
-    case("uint8 images", images("uint8"), cut(SMALL.astype("uint8"), Y.astype("uint8"))),
-    case("int8 images", images("int8"), cut((SMALL - 128).astype("int8"), Y.astype("int8"))),
+    case(
+        "uint8 images",
+        images("uint8"),
+        cut(SMALL.astype("uint8"), Y.astype("uint8")),
+        workers=False,
+    ),
+    case(
+        "int8 images",
+        images("int8"),
+        cut((SMALL - 128).astype("int8"), Y.astype("int8")),
+        workers=False,
+    ),
     case("strings", words, cut(WORDS, Y)),
-    case("float64 arrays for a float32 model", dense, cut(X.astype("float64"), Y)),
-    case("float16 arrays for a float32 model", dense, cut(X.astype("float16"), Y)),
-    case("no sample weights, said so", dense, [(*batch, None) for batch in cut(X, Y)]),
+    case("float64 arrays for a float32 model", dense, cut(X.astype("float64"), Y), workers=False),
+    case("float16 arrays for a float32 model", dense, cut(X.astype("float16"), Y), workers=False),
+    case(
+        "no sample weights, said so", dense, [(*batch, None) for batch in cut(X, Y)], workers=False
+    ),
     case("no labels, a loss that a layer adds", autoencoder, [x for (x,) in cut(X)]),
-    case("a dict for a forward function", reconstruction, [{"x": x} for (x,) in cut(X)]),
+    case(
+        "a dict for a forward function",
+        reconstruction,
+        [{"x": x} for (x,) in cut(X)],
+        workers=False,
+    ),
 ]
 
 

@@ -376,6 +376,7 @@ CODES = integers(6, ROWS, 1, seed=6)
 # What tracing takes longest for; forward passes alone are the same code for every layer.
 STEPS_ONLY = {"predict": False}
 
+# Workers train what they treat in a way of their own; tracing everything there takes minutes.
 CASES = [
     Case(
         "dense layers, activations, shapes",
@@ -383,14 +384,18 @@ CASES = [
         cut(normal(ROWS, 4, 3), Y),
         replicas=(2,),
         options=STEPS_ONLY,
+        workers=False,
     ),
-    Case("merging", merged, cut(normal(ROWS, 6), Y), replicas=(2,), options=STEPS_ONLY),
+    Case(
+        "merging", merged, cut(normal(ROWS, 6), Y), replicas=(2,), options=STEPS_ONLY, workers=False
+    ),
     Case(
         "convolution and pooling in one dimension",
         side_by_side((6, 2), lambda: layers.Conv1D(2, 1), along_one_axis),
         cut(normal(ROWS, 6, 2), Y),
         replicas=(2,),
         options=STEPS_ONLY,
+        workers=False,
     ),
     Case(
         "convolution and pooling in two dimensions",
@@ -398,6 +403,7 @@ CASES = [
         cut(normal(ROWS, 5, 5, 2), Y),
         replicas=(2,),
         options=STEPS_ONLY,
+        workers=False,
     ),
     Case(
         "convolution and pooling in three dimensions",
@@ -405,6 +411,7 @@ CASES = [
         cut(normal(ROWS, 3, 4, 3, 1), Y),
         replicas=(2,),
         options={"micro_batches": 2, **STEPS_ONLY},
+        workers=False,
     ),
     Case(
         "recurrent layers over padded sequences",
@@ -412,6 +419,7 @@ CASES = [
         cut(sequences(1), Y),
         replicas=(2,),
         options=STEPS_ONLY,
+        workers=False,
     ),
     Case(
         "stacked recurrent cells",
@@ -419,6 +427,7 @@ CASES = [
         cut(sequences(1), Y),
         replicas=(2,),
         options=STEPS_ONLY,
+        workers=False,
     ),
     Case(
         "a masked score for each step, some rows all padding",
@@ -433,6 +442,7 @@ CASES = [
         cut(normal(ROWS, 2, 3, 3, 3, 1), Y),
         replicas=(2,),
         options=STEPS_ONLY,
+        workers=False,
     ),
     Case(
         "attention over padded sequences",
@@ -447,6 +457,7 @@ CASES = [
         cut(sequences(1), integers(8, ROWS, 5)),
         replicas=(3,),
         options={"micro_batches": 2},
+        workers=False,
     ),
     Case(
         "noise and dropout",
@@ -460,6 +471,7 @@ CASES = [
         noise_along_other_axes,
         cut(normal(ROWS, 3, 3, 2, 2), Y),
         replicas=(3,),
+        workers=False,
     ),
     Case(
         "normalisation of each row",
@@ -467,6 +479,7 @@ CASES = [
         cut(normal(ROWS, 4, 4), Y),
         options={"micro_batches": 2},
         replicas=(2,),
+        workers=False,
     ),
     Case(
         "synchronized batch normalisation",
@@ -475,7 +488,13 @@ CASES = [
         options={"tolerance": 3e-6},  # 1.8e-6 was measured.
         reason="it divides by the root of the variance, which rounds as E[x^2] - E[x]^2 does",
     ),
-    Case("spectral normalisation", spectral, cut(normal(ROWS, 4, 3), Y), options=STEPS_ONLY),
+    Case(
+        "spectral normalisation",
+        spectral,
+        cut(normal(ROWS, 4, 3), Y),
+        options=STEPS_ONLY,
+        workers=False,
+    ),
     Case(
         "spectral normalisation in micro-batches",
         spectral,
@@ -483,7 +502,7 @@ CASES = [
         replicas=(2,),
         options={"micro_batches": 3},
     ),
-    Case("adapted normalisation", adapted, cut(normal(ROWS, 3), Y), replicas=(3,)),
+    Case("adapted normalisation", adapted, cut(normal(ROWS, 3), Y), replicas=(3,), workers=False),
     Case(
         "penalties and constraints on weights",
         held,
@@ -497,9 +516,9 @@ CASES = [
         cut({"numbers": normal(ROWS, 1), "words": WORDS, "codes": CODES}, Y),
         replicas=(3,),
     ),
-    Case("texts", texts, cut(LINES, Y), replicas=(3,)),
-    Case("images", images, cut(BRIGHT, Y), replicas=(3,)),
-    Case("sounds", sounds, cut(normal(ROWS, 64), Y), replicas=(3,)),
+    Case("texts", texts, cut(LINES, Y), replicas=(3,), workers=False),
+    Case("images", images, cut(BRIGHT, Y), replicas=(3,), workers=False),
+    Case("sounds", sounds, cut(normal(ROWS, 64), Y), replicas=(3,), workers=False),
 ]
 
 

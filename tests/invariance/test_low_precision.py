@@ -70,12 +70,24 @@ def normalised(policy: str) -> Callable[[], Training]:
     return build
 
 
-def sixteen(name: str, build: Any, loss: float, rest: float, measured: str, **options: Any) -> Case:
-    """Losses within one bound; weights, norms and predictions within a wider one."""
+def sixteen(
+    name: str,
+    build: Any,
+    loss: float,
+    rest: float,
+    measured: str,
+    workers: bool = False,
+    **options: Any,
+) -> Case:
+    """Losses within one bound; weights, norms and predictions within a wider one.
+
+    TensorFlow cannot make variables of bfloat16 on several workers; of the others, some run there.
+    """
     return Case(
         name,
         build,
         cut(X, Y),
+        workers=workers,
         reason=f"sums of few digits depend on how a batch is cut; measured: {measured}",
         options={"tolerance": rest, "tolerances": {"loss": loss}, **options},
     )
@@ -92,14 +104,16 @@ CASES = [
         cut(X, Y),
         replicas=(3,),
         options={"micro_batches": 3, **WIDE},
+        workers=False,
     ),
-    Case("a float64 layer in a float32 model", one_wide_layer, cut(X, Y)),
+    Case("a float64 layer in a float32 model", one_wide_layer, cut(X, Y), workers=False),
     sixteen(
         "mixed_float16 with a dynamic loss scale",
         mlp("mixed_float16"),
         1e-3,
         4e-3,
         "losses 2.1e-4, predictions 9.8e-4, weights 1.1e-4",
+        workers=True,
         loss_scale="dynamic",
         micro_batches=2,
     ),
@@ -123,6 +137,7 @@ CASES = [
         8e-3,
         3e-2,
         "losses 2.1e-3, predictions 7.8e-3, weights 3.3e-3",
+        workers=True,
     ),
     sixteen(
         "mixed_bfloat16",
@@ -137,6 +152,7 @@ CASES = [
         4e-3,
         8e-3,
         "losses 8.9e-4, predictions 1.7e-3, weights 9.2e-4",
+        workers=True,
     ),
     sixteen(
         "bfloat16 throughout, loss and labels too",
