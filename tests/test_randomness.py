@@ -506,3 +506,47 @@ def test_each_replica_draws_no_more_than_its_rows():
                 and op.type.endswith("V2")]  # fmt: skip
 
     np.testing.assert_array_equal(sizes(10), [[63]] * 3)
+
+
+# A number of rows that is known beforehand --------------------------------------------------------
+
+
+def _whole_batches(step, fixed, strategy):
+    return [step(batch) for batch in fixed]
+
+
+def _run_over_whole_batches(step, fixed, strategy):
+    iterator = iter(fixed)
+    return [step.run(iterator, 1) for _ in range(2)]
+
+
+def _run_over_shards(step, fixed, strategy):
+    iterator = iter(tmg.distribute_dataset(fixed, strategy))
+    return [step.run(iterator, 1) for _ in range(2)]
+
+
+def _in_a_function_of_the_user(step, fixed, strategy):
+    function = tf.function(step)
+    return [function(batch) for batch in fixed]
+
+
+@pytest.mark.parametrize(
+    "feed",
+    [_whole_batches, _run_over_whole_batches, _run_over_shards, _in_a_function_of_the_user],
+    ids=lambda feed: feed.__name__.strip("_"),
+)
+def test_batches_whose_number_of_rows_is_known_while_tracing(feed):
+    x = np.random.default_rng(0).normal(size=(8, 6)).astype("float32")
+    arrays = (x, x[:, :1])
+    fixed = tf.data.Dataset.from_tensor_slices(arrays).batch(4, drop_remainder=True)
+    assert fixed.element_spec[0].shape[0] == 4
+    losses = []
+    for replicas in (1, 2):
+        strategy = strategy_of(replicas)
+        keras.utils.set_random_seed(1)
+        with strategy.scope():
+            model = keras.Sequential([keras.Input((6,)), keras.layers.Dropout(0.5, seed=1)])
+            model.add(keras.layers.Dense(1))
+            step = tmg.make_train_step(model, keras.optimizers.SGD(0.1), "mse", strategy)
+        losses.append([float(logs["loss"]) for logs in feed(step, fixed, strategy)])
+    np.testing.assert_allclose(losses[1], losses[0], rtol=1e-6)

@@ -50,6 +50,14 @@ class Shards(NamedTuple):
         """
         return self.offsets[replica]
 
+    def with_open_rows(self) -> Shards:
+        """Returns these with the number of rows of each tensor unknown while a step is traced.
+
+        It can be known where a dataset drops its last batch, and random draws are told to be by row
+        by its being open.
+        """
+        return Shards(tf.nest.map_structure(_open_rows, self.local), self.offsets)
+
 
 @runtime_checkable
 class ShardSource(Protocol):
@@ -83,7 +91,8 @@ class BatchFunction:
         local: tuple[int, ...],
     ) -> None:
         """Takes the function, the strategy and the numbers of the replicas of this process."""
-        self.function = function
+        several = strategy.num_replicas_in_sync > 1
+        self.function = (lambda s: function(s.with_open_rows())) if several else function
         self.strategy = strategy
         self._local = local
         self._whole = Traces(lambda batches, _: self.function(self.cut(batches[0])))
@@ -182,6 +191,19 @@ class BatchFunction:
     def _run(self, traces: Traces, batch: Any, copies: list[list[Any]], further: list[Any]) -> Any:
         with explaining_failures(self.strategy, lambda: _rows_of(batch)):
             return traces(batch, copies, further)
+
+
+def _open_rows(tensor: Any) -> Any:
+    if tensor is None or isinstance(tensor, tf.SparseTensor) or not tensor.shape.rank:
+        return tensor
+    if tensor.shape[0] is None:
+        return tensor
+    hide = tf.compat.v1.placeholder_with_default
+    if isinstance(tensor, tf.RaggedTensor):
+        ragged: Any = tf.RaggedTensor
+        splits = hide(tensor.row_splits, [None])
+        return ragged.from_row_splits(tensor.values, splits, validate=False)
+    return hide(tensor, [None, *tensor.shape[1:]])
 
 
 def per_replica(strategy: tf.distribute.Strategy, values: list[Any]) -> Any:
