@@ -1,0 +1,618 @@
+"""Loss and batches."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+from guarantee import Case, Difference
+from one_device import strategy_of
+from recipes import (
+    Problem,
+    W,
+    X,
+    Y,
+    by_fit,
+    by_loop,
+    by_step,
+    compiled,
+    crossentropy,
+    divided_by,
+    epoch_loss,
+    fresh,
+    losses,
+    mirrored,
+    one_device,
+    per_example,
+    rows,
+    weights,
+)
+
+import tfmultigpu as tmg
+
+Loss = functools.partial(Case, section="Loss and batches")
+SHORT_LAST = Problem(rows(100))  # 64 and 36 rows
+UNEVEN_LAST = Problem(rows(67))  # 64 rows and 3
+ONE_LEFT = Problem(rows(65))  # 64 rows and 1
+
+
+def step_is_one_device(problem: Problem, **options: Any) -> Any:
+    return lambda: weights(by_step(problem), one_device(problem, **options))
+
+
+def fit_is_one_device(problem: Problem, **options: Any) -> Any:
+    return lambda: weights(by_fit(problem, **options), one_device(problem))
+
+
+def loop_is_one_device(problem: Problem, replica_loss: Any, **options: Any) -> Any:
+    return lambda: weights(by_loop(problem, replica_loss, **options), one_device(problem))
+
+
+# Custom loops -------------------------------------------------------------------------------------
+
+
+def default_average(model: Any, y: Any, y_pred: Any) -> Any:
+    return tf.nn.compute_average_loss(per_example(y, y_pred))
+
+
+def not_scaled(model: Any, y: Any, y_pred: Any) -> Any:
+    return tf.reduce_mean(per_example(y, y_pred))
+
+
+def keras_loss(model: Any, y: Any, y_pred: Any) -> Any:
+    return crossentropy()(y, y_pred)
+
+
+def reported_loss_of_one_row() -> Difference:
+    return losses(by_loop(ONE_LEFT, default_average), one_device(ONE_LEFT))
+
+
+def reported_loss(problem: Problem) -> Any:
+    return lambda: losses(by_step(problem), one_device(problem))
+
+
+def adam() -> keras.optimizers.Optimizer:
+    return keras.optimizers.Adam(3e-3)
+
+
+def l2_model() -> keras.Model:
+    l2 = keras.regularizers.L2(0.05)
+    return keras.Sequential([keras.Input((6,)), keras.layers.Dense(4, kernel_regularizer=l2)])
+
+
+def with_l2(model: Any, y: Any, y_pred: Any) -> Any:
+    return divided_by(64)(model, y, y_pred) + tf.add_n(model.losses)
+
+
+def mean_over_replicas(problem: Problem) -> Any:
+    """``strategy.reduce("MEAN")`` of the means of each replica, as a number to report."""
+
+    def plain() -> Difference:
+        strategy = mirrored(problem.replicas)
+        with strategy.scope():
+            model, _ = fresh(problem)
+
+        @tf.function
+        def evaluate(batch: Any) -> Any:
+            each = strategy.run(lambda x, y: not_scaled(None, y, model(x)), args=batch)
+            return strategy.reduce("MEAN", each, axis=None)
+
+        (batch,) = strategy.experimental_distribute_dataset(problem.dataset())
+        truth = mean_loss(problem)
+        return Difference(float(abs(evaluate(batch) - truth)), "reported loss")
+
+    return plain
+
+
+def mean_loss(problem: Problem) -> Any:
+    """The loss of the model before training, on one device."""
+    model, _ = fresh(problem)
+    return crossentropy()(problem.arrays[1], model(problem.arrays[0]))
+
+
+def evaluated(problem: Problem) -> Any:
+    """Our evaluation of the same rows."""
+
+    def ours() -> Difference:
+        strategy = strategy_of(problem.replicas)
+        with strategy.scope():
+            model, _ = fresh(problem)
+        step = tmg.make_eval_step(model, crossentropy(), strategy)
+        data = tmg.distribute_dataset(problem.dataset(), strategy)
+        logs = step.run(iter(data), 1000)
+        return Difference(float(abs(logs["loss"] - mean_loss(problem))), "reported loss")
+
+    return ours
+
+
+LOOPS = [
+    Loss(
+        name="loop-constant-batch-size",
+        title="Custom loop: the last batch is smaller, the loss is divided by the usual batch size",
+        plain=loop_is_one_device(SHORT_LAST, divided_by(64)),
+        ours=step_is_one_device(SHORT_LAST),
+        links=("tf#28956", "tf#45923"),
+    ),
+    Loss(
+        name="loop-even-batches",
+        title="Custom loop: every batch divides by the replicas, scaled as in the tutorial",
+        plain=loop_is_one_device(Problem(rows(128)), divided_by(64)),
+        ours=step_is_one_device(Problem(rows(128))),
+    ),
+    *(
+        Loss(
+            name=f"loop-one-row-left-{n}",
+            title=f"Custom loop: a last batch of one row, `compute_average_loss`, {n} replicas",
+            plain=loop_is_one_device(ONE_LEFT.replace(replicas=n), default_average),
+            ours=step_is_one_device(ONE_LEFT.replace(replicas=n)),
+            links=("tf#41657",),
+            replicas=n,
+        )
+        for n in (2, 4)
+    ),
+    Loss(
+        name="loop-one-row-left-loss",
+        title="The loss that this loop reports for the batch of one row",
+        plain=reported_loss_of_one_row,
+        ours=reported_loss(ONE_LEFT),
+        links=("tf#41657",),
+    ),
+    Loss(
+        name="loop-not-scaled-sgd",
+        title="Custom loop that forgets to divide the loss by the replicas, SGD",
+        plain=loop_is_one_device(Problem(rows(128)), not_scaled),
+        ours=step_is_one_device(Problem(rows(128))),
+    ),
+    Loss(
+        name="loop-not-scaled-adam",
+        title="The same under Adam, which hides most of it",
+        plain=loop_is_one_device(Problem(rows(128), optimizer=adam), not_scaled),
+        ours=step_is_one_device(Problem(rows(128), optimizer=adam)),
+    ),
+    Loss(
+        name="loop-keras-loss-even",
+        title="Custom loop: a Keras loss object, which divides by the replicas; even batches",
+        plain=loop_is_one_device(Problem(rows(128)), keras_loss),
+        ours=step_is_one_device(Problem(rows(128))),
+    ),
+    Loss(
+        name="loop-keras-loss-uneven",
+        title="The same, a last batch of 3 rows",
+        plain=loop_is_one_device(UNEVEN_LAST, keras_loss),
+        ours=step_is_one_device(UNEVEN_LAST),
+    ),
+    *(
+        Loss(
+            name=f"loop-l2-{n}",
+            title=f"Custom loop that adds `model.losses` (L2) on every replica, {n} replicas",
+            plain=loop_is_one_device(Problem(rows(128), build=l2_model, replicas=n), with_l2),
+            ours=step_is_one_device(Problem(rows(128), build=l2_model, replicas=n)),
+            links=("tf#48875",),
+            replicas=n,
+        )
+        for n in (2, 4)
+    ),
+    Loss(
+        name="reduce-mean-uneven",
+        title='`strategy.reduce("MEAN")` of the mean losses of 5 rows on 2 replicas',
+        plain=mean_over_replicas(Problem(rows(5))),
+        ours=evaluated(Problem(rows(5))),
+    ),
+    Loss(
+        name="reduce-mean-empty",
+        title="The same for one row on 2 replicas",
+        plain=mean_over_replicas(Problem(rows(1))),
+        ours=evaluated(Problem(rows(1))),
+    ),
+]
+
+
+# fit ----------------------------------------------------------------------------------------------
+
+
+def evaluate_by_keras() -> Difference:
+    problem = Problem(rows(35))
+    model = compiled(problem, mirrored(2))
+    found = model.evaluate(problem.dataset(), verbose=0)
+    return Difference(abs(found - float(mean_loss(problem))), "reported loss")
+
+
+def evaluate_by_us() -> Difference:
+    problem = Problem(rows(35))
+    found = tmg.evaluate(compiled(problem, strategy_of(2)), problem.dataset())
+    return Difference(abs(found["loss"] - float(mean_loss(problem))), "reported loss")
+
+
+def scalar_loss(y_true: Any, y_pred: Any) -> Any:
+    return tf.reduce_mean(tf.square(tf.cast(y_true, tf.float32)[:, None] - y_pred))
+
+
+def scalar_truth(y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
+    return scalar_loss(y_true, y_pred)
+
+
+SCALAR = Problem(rows(128), loss=scalar_loss, true_loss=scalar_truth)
+
+
+class ReturnsItsLoss(keras.Model):
+    """The ``train_step`` of the guide to customising ``fit``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense = keras.layers.Dense(4)
+
+    def call(self, inputs: Any) -> Any:
+        return self.dense(inputs)
+
+    def train_step(self, data: Any) -> Any:
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(x, y, self(x, training=True))
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply_gradients(zip(gradients, self.trainable_variables, strict=True))
+        return {"step_loss": loss}
+
+
+class WithoutTrainStep(ReturnsItsLoss):
+    train_step = keras.Model.train_step
+
+
+def returned_loss(n: int) -> Any:
+    problem = Problem(rows(64), build=ReturnsItsLoss, replicas=n)
+
+    def plain() -> Difference:
+        found = by_fit(problem).logs["step_loss"][0]
+        return Difference(abs(found - one_device(problem).losses[0]), "reported loss")
+
+    return plain
+
+
+def step_loss(n: int) -> Any:
+    problem = Problem(rows(64), build=WithoutTrainStep, replicas=n)
+    return lambda: losses(by_step(problem), one_device(problem))
+
+
+WEIGHTED = "mean_with_sample_weight"
+HALF_ZERO = np.where(np.arange(260) % 64 < 32, 0.0, W).astype("float32")
+
+
+def weighted(sample_weight: Any) -> Problem:
+    return Problem(rows(128, sample_weight), loss=crossentropy(WEIGHTED))
+
+
+TOKENS = np.random.default_rng(5).integers(1, 9, (128, 6)).astype("int32")
+LENGTHS = np.where(np.arange(128) % 64 < 32, 2, 6)
+TOKENS = np.where(np.arange(6) < LENGTHS[:, None], TOKENS, 0)
+TAGS = np.random.default_rng(6).integers(0, 4, (128, 6))
+
+
+def tagger() -> keras.Model:
+    return keras.Sequential(
+        [
+            keras.Input((6,), dtype="int32"),
+            keras.layers.Embedding(9, 5, mask_zero=True),
+            keras.layers.Dense(4),
+        ]
+    )
+
+
+MASKED = Problem((TOKENS, TAGS), build=tagger)
+
+
+def with_activity() -> keras.Model:
+    inputs = keras.Input((6,))
+    regularizer = keras.regularizers.L2(0.5)
+    hidden = keras.layers.Dense(8, activation="tanh", activity_regularizer=regularizer)(inputs)
+    return keras.Model(inputs, keras.layers.Dense(4)(hidden))
+
+
+class _AddsLoss(keras.layers.Layer):
+    def call(self, inputs: Any) -> Any:
+        self.add_loss(keras.ops.mean(keras.ops.square(inputs)))
+        return inputs
+
+
+def with_add_loss() -> keras.Model:
+    inputs = keras.Input((6,))
+    hidden = _AddsLoss()(keras.layers.Dense(8, activation="tanh")(inputs))
+    return keras.Model(inputs, keras.layers.Dense(4)(hidden))
+
+
+def two_outputs() -> keras.Model:
+    inputs = keras.Input((6,))
+    hidden = keras.layers.Dense(8, activation="tanh")(inputs)
+    outputs = {"a": keras.layers.Dense(4, name="a")(hidden)}
+    return keras.Model(inputs, {**outputs, "b": keras.layers.Dense(1, name="b")(hidden)})
+
+
+def two_truths(y: Any, y_pred: Any, sample_weight: Any = None) -> Any:
+    squares = keras.losses.MeanSquaredError()
+    return crossentropy()(y["a"], y_pred["a"]) + squares(y["b"], y_pred["b"])
+
+
+TWO = Problem(
+    (X[:67], {"a": Y[:67], "b": X[:67, :1]}),
+    build=two_outputs,
+    loss={"a": crossentropy(), "b": "mse"},
+    true_loss=two_truths,
+)
+
+
+def log_of_an_output() -> Difference:
+    """After one epoch in which nothing is learned."""
+    still = TWO.replace(optimizer=lambda: keras.optimizers.SGD(0.0))
+    return Difference(
+        abs(by_fit(still).logs["a_loss"][0] - true_log_of_an_output()), "reported `a_loss`"
+    )
+
+
+def true_log_of_an_output() -> float:
+    model, _ = fresh(TWO)
+    x, y = TWO.arrays
+    return float(crossentropy()(y["a"], model(x)["a"]))
+
+
+def our_log_of_an_output() -> Difference:
+    strategy = strategy_of(2)
+    with strategy.scope():
+        model, _ = fresh(TWO)
+    step = tmg.make_eval_step(model, TWO.loss, strategy)
+    logs = step.run(iter(tmg.distribute_dataset(TWO.dataset(), strategy)), 2)
+    return Difference(abs(float(logs["a_loss"]) - true_log_of_an_output()), "reported `a_loss`")
+
+
+CLASS_WEIGHT = {0: 0.5, 1: 1.0, 2: 2.0, 3: 3.0}
+CLASS_WEIGHTS = np.array([CLASS_WEIGHT[int(y)] for y in Y], "float32")
+
+
+def fit_with_class_weights() -> Difference:
+    truth = one_device(Problem(rows(128, W * CLASS_WEIGHTS)))
+    return weights(by_fit(Problem(rows(128)), {"class_weight": CLASS_WEIGHT}), truth)
+
+
+def fit_loss(problem: Problem) -> Difference:
+    return losses(by_fit(problem), epoch_loss(one_device(problem), problem), "epoch loss")
+
+
+FITS = [
+    *(
+        Loss(
+            name=f"fit-uneven-last-{n}",
+            title=f"`fit`: a last batch of 3 rows on {n} replicas",
+            plain=fit_is_one_device(UNEVEN_LAST.replace(replicas=n)),
+            ours=step_is_one_device(UNEVEN_LAST.replace(replicas=n)),
+            links=("tf#36153",),
+            replicas=n,
+        )
+        for n in (2, 4)
+    ),
+    Loss(
+        name="fit-uneven-last-loss",
+        title="The epoch loss that this `fit` reports",
+        plain=lambda: fit_loss(UNEVEN_LAST),
+        ours=lambda: losses(
+            epoch_loss(by_step(UNEVEN_LAST), UNEVEN_LAST),
+            epoch_loss(one_device(UNEVEN_LAST), UNEVEN_LAST),
+            "epoch loss",
+        ),
+        links=("tf#36153",),
+    ),
+    Loss(
+        name="fit-uneven-first",
+        title="`fit`: the first batch does not divide by the replicas",
+        plain=fit_is_one_device(Problem(rows(70), batch_size=35)),
+        ours=step_is_one_device(Problem(rows(70), batch_size=35)),
+        links=("k#19246",),
+        plain_says="AddN",
+    ),
+    Loss(
+        name="evaluate-uneven-first",
+        title="`evaluate`: 35 rows on 2 replicas",
+        plain=evaluate_by_keras,
+        ours=evaluate_by_us,
+        links=("k#19246",),
+        plain_says="AddN",
+    ),
+    Loss(
+        name="fit-scalar-loss",
+        title="`fit` with a loss function that returns one number for the batch",
+        plain=fit_is_one_device(SCALAR),
+        ours=step_is_one_device(SCALAR),
+        links=("k#16285",),
+        ours_kind="error",
+        ours_says="LossError",
+        reason="how to divide one number among replicas cannot be known; the error says what to "
+        "return instead",
+    ),
+    *(
+        Loss(
+            name=f"fit-returned-loss-{n}",
+            title=f"`fit`: the loss that a `train_step` returns, {n} replicas",
+            plain=returned_loss(n),
+            ours=step_loss(n),
+            links=("k#15509",),
+            replicas=n,
+        )
+        for n in (2, 4)
+    ),
+    Loss(
+        name="fit-sample-weights-even",
+        title="`fit`: sample weights under the default reduction, even batches",
+        plain=fit_is_one_device(Problem(rows(128, W))),
+        ours=step_is_one_device(Problem(rows(128, W))),
+    ),
+    Loss(
+        name="fit-class-weights-even",
+        title="`fit`: class weights under the default reduction, even batches",
+        plain=lambda: weights(
+            by_fit(Problem(rows(128)), {"class_weight": CLASS_WEIGHT}),
+            one_device(Problem(rows(128, CLASS_WEIGHTS))),
+        ),
+        ours=step_is_one_device(Problem(rows(128, CLASS_WEIGHTS))),
+    ),
+    Loss(
+        name="fit-weighted-mean",
+        title="`fit`: sample weights under `mean_with_sample_weight`",
+        plain=fit_is_one_device(weighted(W)),
+        ours=step_is_one_device(weighted(W)),
+    ),
+    Loss(
+        name="fit-weighted-mean-zero",
+        title="The same, all weights of one replica zero",
+        plain=fit_is_one_device(weighted(HALF_ZERO)),
+        ours=step_is_one_device(weighted(HALF_ZERO)),
+    ),
+    Loss(
+        name="fit-mask-zero",
+        title="`fit`: `mask_zero`, sequences of other lengths on each replica",
+        plain=fit_is_one_device(MASKED),
+        ours=step_is_one_device(MASKED),
+        links=("k#15323",),
+    ),
+    *(
+        Loss(
+            name=f"fit-{name}",
+            title=f"`fit`: {title}, a last batch of 3 rows",
+            plain=fit_is_one_device(UNEVEN_LAST.replace(build=build)),
+            ours=step_is_one_device(UNEVEN_LAST.replace(build=build)),
+        )
+        for name, title, build in (
+            ("activity", "an activity regulariser", with_activity),
+            ("add-loss", "`add_loss` in a layer", with_add_loss),
+        )
+    ),
+    Loss(
+        name="fit-two-outputs",
+        title="`fit`: two outputs, a last batch of 3 rows",
+        plain=fit_is_one_device(TWO),
+        ours=step_is_one_device(TWO),
+    ),
+    Loss(
+        name="log-of-an-output",
+        title="The loss of one of two outputs that this `fit` reports",
+        plain=log_of_an_output,
+        ours=our_log_of_an_output,
+    ),
+]
+
+
+# Shards without rows ------------------------------------------------------------------------------
+
+
+def empty_shards(count: int, replicas: int, distribute: Any, strategy: Any) -> Any:
+    def found() -> Difference:
+        taken = strategy(replicas)
+        (batch,) = distribute(tf.data.Dataset.range(count).batch(count), taken)
+        shards = taken.experimental_local_results(batch)
+        return Difference(sum(len(shard) == 0 for shard in shards), "replicas without a row")
+
+    return found
+
+
+IMAGES = np.random.default_rng(8).normal(size=(1, 8, 8, 3)).astype("float32")
+
+
+def images(last: Any) -> Any:
+    def build() -> keras.Model:
+        return keras.Sequential(
+            [
+                keras.Input((8, 8, 3)),
+                *last(),
+                keras.layers.Flatten(),
+                keras.layers.Dense(4),
+            ]
+        )
+
+    return build
+
+
+L = keras.layers
+EMPTY = {
+    "conv1d": ("Conv1D", lambda: [L.Reshape((8, 24)), L.Conv1D(8, 3, activation="relu")]),
+    "conv2d": ("Conv2D", lambda: [L.Conv2D(8, 3, activation="relu")]),
+    "separable": ("SeparableConv2D", lambda: [L.SeparableConv2D(8, 3)]),
+    "maxpool": ("MaxPooling2D", lambda: [L.Conv2D(4, 3), L.MaxPooling2D()]),
+    "depthwise": ("DepthwiseConv2D", lambda: [L.DepthwiseConv2D(3)]),
+}
+
+
+def without_rows(name: str, layer: str, build: Any) -> Case:
+    problem = Problem((IMAGES, Y[:1]), build=images(build))
+    return Loss(
+        name=f"no-rows-{name}",
+        title=f"{layer}, a batch of one row: TensorFlow gives the second replica none",
+        plain=loop_is_one_device(problem, divided_by(1)),
+        ours=step_is_one_device(problem),
+        links={"conv2d": ("tf#52986",), "maxpool": ("tf#21338",)}.get(name, ()),
+        plain_says="Missing 1-th output",
+        plain_kinds=("same", "different") if name == "depthwise" else (),
+        alone=True,
+    )
+
+
+def normalized(synchronized: bool) -> Any:
+    return lambda: keras.Sequential(
+        [
+            keras.Input((6,)),
+            keras.layers.BatchNormalization(synchronized=synchronized),
+            keras.layers.Dense(4),
+        ]
+    )
+
+
+# Whole on every replica: the statistics are those of the batch, synchronized or not.
+THREE_ON_FOUR = Problem(rows(3), build=normalized(False), replicas=4)
+PADDED_FROM = Problem(rows(99), build=normalized(True))
+
+
+def padded() -> Difference:
+    """Rows of zeros fill the last batch, and their loss counts nothing."""
+    filled = [np.concatenate([a, np.zeros([29, *a.shape[1:]], a.dtype)]) for a in rows(99)]
+    counts = np.repeat(np.array([1.0, 0.0], "float32"), [99, 29])
+    dataset = tf.data.Dataset.from_tensor_slices((*filled, counts)).batch(64)
+    dataset = dataset.map(lambda x, y, w: (x, y, w, tf.fill(tf.shape(w), tf.reduce_sum(w))))
+
+    def replica_loss(model: Any, y: Any, y_pred: Any, count: Any, total: Any) -> Any:
+        return tf.reduce_sum(per_example(y, y_pred) * count / total)
+
+    return weights(by_loop(PADDED_FROM, replica_loss, dataset=dataset), one_device(PADDED_FROM))
+
+
+NO_ROWS = [
+    Loss(
+        name="split-9-over-4",
+        title="9 rows on 4 replicas",
+        plain=empty_shards(9, 4, lambda data, s: s.experimental_distribute_dataset(data), mirrored),
+        ours=empty_shards(9, 4, tmg.distribute_dataset, strategy_of),
+        links=("tf#58809",),
+        replicas=4,
+    ),
+    Loss(
+        name="split-5-over-4",
+        title="5 rows on 4 replicas",
+        plain=empty_shards(5, 4, lambda data, s: s.experimental_distribute_dataset(data), mirrored),
+        ours=empty_shards(5, 4, tmg.distribute_dataset, strategy_of),
+        links=("tf#58809",),
+        replicas=4,
+    ),
+    *(without_rows(name, layer, build) for name, (layer, build) in EMPTY.items()),
+    Loss(
+        name="no-rows-batchnorm",
+        title="BatchNormalization, 3 rows on 4 replicas: TensorFlow gives the fourth none",
+        plain=loop_is_one_device(THREE_ON_FOUR, divided_by(3)),
+        ours=step_is_one_device(THREE_ON_FOUR),
+        links=("tf#52986", "k#11858"),
+        replicas=4,
+    ),
+    Loss(
+        name="padding-batchnorm",
+        title="Filling the last batch with rows of weight 0, synchronized BatchNormalization",
+        plain=padded,
+        ours=step_is_one_device(PADDED_FROM),
+    ),
+]
+
+CASES = [*LOOPS, *FITS, *NO_ROWS]

@@ -1,0 +1,20 @@
+"""All cases, in the order of the page."""
+
+from __future__ import annotations
+
+import cases_devices
+import cases_input
+import cases_layers
+import cases_losses
+import cases_optimizers
+import cases_workers
+from guarantee import Case
+
+CASES: list[Case] = [
+    *cases_losses.CASES,
+    *cases_optimizers.CASES,
+    *cases_layers.CASES,
+    *cases_input.CASES,
+    *cases_devices.CASES,
+    *cases_workers.CASES,
+]

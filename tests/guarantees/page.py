@@ -1,0 +1,143 @@
+"""From the record of what was measured to the page that people read."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from typing import Any
+
+from guarantee import Outcome
+
+COMMAND = "python tests/guarantees/measure.py"
+REPOSITORIES = {
+    "tf": "tensorflow/tensorflow",
+    "k": "keras-team/keras",
+    "tf-keras": "keras-team/tf-keras",
+}
+LONGEST = 150
+# What is measured on a scale; everything else is counted.
+SCALES = ("weights", "loss", "metric", "predictions", "outputs", "accuracy", "holds")
+
+HEAD = """\
+# Guarantees
+
+<!-- Made by {command}. Do not edit: a test compares this page with docs/guarantees.json. -->
+
+What plain TensorFlow and Keras do today, what this library does, and whether that is what one
+device gives on the same global batches. Everything here was **measured**, both columns in the same
+run, with TensorFlow {tensorflow} and Keras {keras} on virtual CPUs, two replicas unless a line says
+otherwise. Nothing was written by hand, and the tests measure all of it again. To make this page
+anew:
+
+```sh
+{command}
+```
+
+- **same** means: within the tolerance, 1e-6 in every weight unless a note below the table says
+  otherwise. The number is the largest difference that was measured.
+- A **number** alone is how far the result is from the right one: the largest difference of any
+  weight on any replica after a few steps, or a count of what is wrong. No error was raised.
+- The right column is `make_train_step` over `distribute_dataset` where a line names nothing else.
+- Lines where plain code is right today are in the table too: they must stay right.
+
+| {cases} cases | {kinds} |
+|---|{rule}|
+| plain TensorFlow and Keras | {plain} |
+| tfmultigpu | {ours} |
+"""
+
+KIND_TITLES = {
+    "same": "same",
+    "different": "different, without a word",
+    "warning": "different, with a warning",
+    "error": "an error",
+    "abort": "the process dies",
+    "hang": "no answer",
+}
+
+
+def render(record: dict[str, Any]) -> str:
+    """The page, and nothing but what the record holds."""
+    cases = list(record["cases"].values())
+    counts = {side: Counter(case[side]["kind"] for case in cases) for side in ("plain", "ours")}
+    page = HEAD.format(
+        command=COMMAND,
+        tensorflow=record["tensorflow"],
+        keras=record["keras"],
+        cases=len(cases),
+        kinds=" | ".join(KIND_TITLES.values()),
+        rule="|".join("---" for _ in KIND_TITLES),
+        **{side: " | ".join(str(counts[side][kind]) for kind in KIND_TITLES) for side in counts},
+    )
+    for section in dict.fromkeys(case["section"] for case in cases):
+        page += (
+            f"\n## {section}\n\n| case | plain TensorFlow and Keras | tfmultigpu |\n|---|---|---|\n"
+        )
+        inside = [case for case in cases if case["section"] == section]
+        for case in inside:
+            plain, ours = (cell(Outcome.from_json(case[side])) for side in ("plain", "ours"))
+            if case["tolerance"] > 1e-6:
+                ours += f", tolerance {number(case['tolerance'])}"
+            page += f"| {title(case)} | {plain} | {ours} |\n"
+        page += notes(inside)
+    return page
+
+
+def title(case: dict[str, Any]) -> str:
+    return " ".join([case["title"].replace("|", "\\|"), *(link(one) for one in case["links"])])
+
+
+def link(short: str) -> str:
+    repository, issue = short.split("#")
+    return f"[{short}](https://github.com/{REPOSITORIES[repository]}/issues/{issue})"
+
+
+def notes(cases: list[dict[str, Any]]) -> str:
+    """Why some lines do not say "same", or with another tolerance."""
+    reasons: dict[str, list[str]] = {}
+    for case in cases:
+        if case["reason"]:
+            reasons.setdefault(case["reason"], []).append(case["title"])
+    if not reasons:
+        return ""
+    lines = [f"- {'; '.join(titles)}: *{reason}*." for reason, titles in reasons.items()]
+    return "\nWhere the right column is not simply the same, and why:\n\n" + "\n".join(lines) + "\n"
+
+
+def cell(outcome: Outcome) -> str:
+    if outcome.kind == "same":
+        return f"same ({number(outcome.difference)})" if outcome.difference else "same"
+    if outcome.kind == "different":
+        return amount(outcome)
+    if outcome.kind == "error":
+        return f"error: {code(outcome.message)}"
+    if outcome.kind == "warning":
+        return f"warning, {amount(outcome)}: {code(outcome.message)}"
+    if outcome.kind == "abort":
+        return f"**the process dies**: {code(outcome.message)}"
+    return f"**no answer** in {outcome.seconds:.0f} s"
+
+
+def amount(outcome: Outcome) -> str:
+    assert outcome.difference is not None
+    if any(scale in outcome.of for scale in SCALES):
+        return f"**{number(outcome.difference)}** ({outcome.of})"
+    return f"{outcome.of}: **{outcome.difference:.0f}**"
+
+
+def number(value: float | None) -> str:
+    """One significant digit: 3e-8, 0.4, 90."""
+    assert value is not None
+    if not math.isfinite(value):
+        return "NaN"
+    mantissa, exponent = f"{value:.0e}".split("e")
+    if -2 <= int(exponent) <= 3:
+        return f"{float(f'{value:.0e}'):g}"
+    return f"{mantissa}e{int(exponent)}"
+
+
+def code(text: str) -> str:
+    if len(text) > LONGEST:
+        text = text[: text.rfind(" ", 0, LONGEST)].rstrip(".,:;") + " ..."
+    text = text.replace("|", "\\|")
+    return f"`` {text} ``" if "`" in text else f"`{text}`"
