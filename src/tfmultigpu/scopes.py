@@ -38,6 +38,7 @@ def check_backend() -> None:
 
 
 _NO_OPTIMIZER = object()
+_LENGTH = 8
 # Two of them only through Equalization, whose histogram is that of all images together.
 _MIX_ROWS = {"AugMix", "CutMix", "Equalization", "MixUp", "RandAugment", "RandomElasticTransform"}
 
@@ -173,16 +174,29 @@ def _build(model: Any, batch_spec: Any) -> None:
     try:
         inputs, _, _ = unpack_batch(batch_spec)
         if any(isinstance(spec, tf.RaggedTensorSpec) for spec in tf.nest.flatten(inputs)):
-            # Keras would try its layers on dense tensors; a trace has ragged ones.
-            tf.function(model, autograph=False).get_concrete_function(inputs)
+            # Keras has symbolic tensors for these, but tries layers on dense ones.
+            model(tf.nest.map_structure(_example, inputs))
         else:
             model(symbolic(inputs))
-    except (AttributeError, TypeError, ValueError, RuntimeError) as error:
+    except (AttributeError, TypeError, ValueError, RuntimeError, tf.errors.OpError) as error:
         raise ScopeError(
             f"The model has no variables yet and could not be built from the batch: {error} "
             f"Received: model {model.name!r}, batch {batch_spec}. Build it first, inside the "
             "scope: with strategy.scope(): model.build(input_shape)."
         ) from error
+
+
+def _example(spec: Any) -> Any:
+    """One row of zeros, of some length where that is open."""
+    row = [1, *(_LENGTH if size is None else size for size in spec.shape[1:])]
+    zeros = tf.zeros(row, spec.dtype)
+    ragged_rank = getattr(spec, "ragged_rank", None)
+    if ragged_rank is not None:
+        ragged: Any = tf.RaggedTensor
+        return ragged.from_tensor(
+            zeros, ragged_rank=ragged_rank, row_splits_dtype=spec.row_splits_dtype
+        )
+    return tf.sparse.from_dense(zeros) if isinstance(spec, tf.SparseTensorSpec) else zeros
 
 
 def check_scope(variables: Sequence[Any], strategy: tf.distribute.Strategy, what: str) -> None:

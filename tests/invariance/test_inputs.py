@@ -76,6 +76,11 @@ class RaggedMean(keras.Model):
         super().__init__()
         self.table, self.out = layers.Embedding(8, 3), layers.Dense(3)
 
+    def build(self, shape: Any) -> None:
+        self.table.build((None,))
+        self.out.build((None, 3))
+        self.built = True
+
     def call(self, tokens: Any) -> Any:
         found = tokens.with_flat_values(self.table(tokens.flat_values))
         return self.out(tf.reduce_mean(found, axis=1))
