@@ -550,3 +550,31 @@ def test_batches_whose_number_of_rows_is_known_while_tracing(feed):
             step = tmg.make_train_step(model, keras.optimizers.SGD(0.1), "mse", strategy)
         losses.append([float(logs["loss"]) for logs in feed(step, fixed, strategy)])
     np.testing.assert_allclose(losses[1], losses[0], rtol=1e-6)
+
+
+class NoisyPositions(keras.layers.Layer):
+    """Noise for each position of a sequence, the same for all rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.seed_generator = keras.random.SeedGenerator(3)
+
+    def call(self, x):
+        positions = keras.ops.shape(x)[1]
+        return x + keras.random.uniform((positions, 1), seed=self.seed_generator)
+
+
+@pytest.mark.parametrize("length", [4, 6, 7])
+def test_noise_for_positions_is_not_taken_for_rows(length):
+    """Also where there are as many positions as rows of a shard, or a multiple."""
+    x = np.random.default_rng(0).normal(size=(8, length, 2)).astype("float32")
+    losses = []
+    for replicas in (1, 2, 4):
+        strategy = strategy_of(replicas)
+        keras.utils.set_random_seed(1)
+        with strategy.scope():
+            model = keras.Sequential([keras.Input((None, 2)), NoisyPositions()])
+            model.add(keras.layers.Dense(1))
+            step = tmg.make_train_step(model, keras.optimizers.SGD(0.1), "mse", strategy)
+        losses.append([float(step((x, x[..., :1]))["loss"]) for _ in range(2)])
+    np.testing.assert_allclose(losses[1:], [losses[0]] * 2, rtol=1e-6)

@@ -212,6 +212,46 @@ def test_no_data(nothing: object) -> None:
         assert_replica_invariant(build, nothing)
 
 
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
+        ({"replicas": ()}, ValueError, r"There must be replicas to compare with\. .*replicas=\[\]"),
+        ({"replicas": 0}, ValueError, r"replicas=\[0\]"),
+        ({"steps": 0}, ValueError, r"steps and steps_per_call are at least 1\. .*steps=0"),
+        ({"steps_per_call": 0}, ValueError, "steps_per_call=0"),
+        ({"tolerance": float("nan")}, ValueError, "tolerance is a number, at least 0.*nan"),
+        ({"tolerance": "1e-6"}, ValueError, "tolerance='1e-6'"),
+        ({"clip_norm": 1.0}, ValueError, r"belongs into what build returns.*clip_norm=\.\.\."),
+        ({"strategy": "mirrored"}, TypeError, r"strategy is a tf\.distribute\.Strategy"),
+        ({"workers": 2}, ValueError, "cannot be sent to it"),
+    ],
+    ids=str,
+)
+def test_arguments_that_make_no_sense(options: dict, error: type, text: str) -> None:
+    with pytest.raises(error, match=text):
+        assert_replica_invariant(lambda: build(), BATCHES, **options)
+
+
+def test_what_is_no_function_or_no_list_of_batches() -> None:
+    with pytest.raises(TypeError, match=r"build is a function .* Received: Training\."):
+        assert_replica_invariant(build(), BATCHES)
+    with pytest.raises(tmg.TfMultiGpuError, match=r"Received: a tuple\. Give a list of batches"):
+        assert_replica_invariant(build, (X, Y))
+
+
+def test_batches_as_lists_and_from_a_generator() -> None:
+    assert assert_replica_invariant(build, [list(batch) for batch in BATCHES]).steps == 3
+    report = assert_replica_invariant(build, lambda: iter(BATCHES), replicas=np.int64(2))
+    assert report.steps == 3
+
+
+def test_what_was_not_finite_is_said() -> None:
+    broken = (X[:5] * np.nan, Y[:5])
+    report = assert_replica_invariant(build, [*BATCHES, broken])
+    assert any("dense/kernel" in name for name in report.not_finite)
+    assert "Not finite on one device, so hardly compared: " in str(report)
+
+
 def test_more_replicas_than_devices() -> None:
     with pytest.raises(tmg.DeviceNotFoundError):
         assert_replica_invariant(build, BATCHES, replicas=9)
@@ -309,6 +349,15 @@ def test_the_first_worker_to_fail_is_named_and_the_others_are_stopped() -> None:
     assert text.startswith("Worker 1 of 2 ended with code 1.")
     assert "about to fail" in text
     assert "ValueError: the second worker's own error" in text
+
+
+def leave_early() -> None:
+    raise SystemExit(0)
+
+
+def test_a_worker_that_ends_before_its_function_returned() -> None:
+    with pytest.raises(tmg.testing.WorkerFailedError, match="0 of 1 ended before its function"):
+        run_workers(leave_early, 1)
 
 
 def test_a_worker_that_is_killed() -> None:

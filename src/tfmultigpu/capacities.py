@@ -98,8 +98,8 @@ def measured_capacities(step: Step, batch: Any, *, repeats: int = 3) -> tuple[fl
 
     Each replica in turn is given nearly the whole batch, and then half of it, while the others
     compute one row: the time of the step is then its own. The difference of the two is what its
-    rows took, without what every step costs. Model, optimizer and metrics are set back afterwards.
-    Each replica compiles the step once.
+    rows took, without what every step costs. Model, optimizer, metrics and loss scale are set back
+    afterwards.
 
     Give the result to ``plan_shares``, together with what memory holds::
 
@@ -134,6 +134,8 @@ def measured_capacities(step: Step, batch: Any, *, repeats: int = 3) -> tuple[fl
         return (1.0,)
     batch = tf.nest.map_structure(tf.convert_to_tensor, batch)
     rows = int(rows_lib.count_rows(batch))
+    if repeats < 1:
+        raise ValueError(f"repeats is at least 1. Received: repeats={repeats}.")
     if rows < 4 * replicas:
         raise ShareError(
             "Rows are timed by giving one replica all but a few of them. Received: a batch of "

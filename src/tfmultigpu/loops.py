@@ -174,6 +174,12 @@ def _check_model(model: Any, *methods: str) -> tf.distribute.Strategy:
 
 
 def _check_steps(steps: Any) -> None:
+    if tf.inside_function():
+        raise DataError(
+            "evaluate and predict go over whole data and return numbers, so they cannot be part of "
+            "a tf.function. Call them outside of it; inside, call the steps that "
+            "tmg.make_eval_step and tmg.make_predict_step return."
+        )
     if steps is not None and (not isinstance(steps, (int, np.integer)) or steps < 1):
         raise ValueError(f"steps is a whole number, at least 1, or None. Received: steps={steps}.")
 

@@ -103,7 +103,8 @@ class MultiStep:
         def one(element: Any, sums: Any, last: Any) -> tuple[Any, Any]:
             logs = self.step.function(Shards(*split(element)))
             names[:] = [name for name in logs if name not in _LAST]
-            added = tf.stack([logs["loss"]] + [_addend(name, logs) for name in names])
+            wide = {name: tf.cast(value, tf.float64) for name, value in logs.items()}
+            added = tf.stack([wide["loss"]] + [_addend(name, wide) for name in names])
             # The first step makes room: how many values there are is known only here.
             sums = tf.pad(sums, [[0, len(names) + 1 - tf.size(sums)]]) + added
             ends = [tf.cast(logs.get(name, 0.0), tf.float32) for name in _LAST]
@@ -120,10 +121,12 @@ class MultiStep:
                 )
                 return done + tf.cast(more, tf.int64), more, sums, last
 
+            # In float64: a sum of many in float32 drifts, and stops to count rows at 2**24.
+            nothing = tf.zeros([0], tf.float64)
             done, _, sums, last = tf.while_loop(
                 lambda done, more, *_: (done < steps) & more,
                 body,
-                [tf.constant(0, tf.int64), tf.constant(True), tf.zeros([0]), tf.zeros([2])],
+                [tf.constant(0, tf.int64), tf.constant(True), nothing, tf.zeros([2])],
                 shape_invariants=[
                     tf.TensorShape([]),
                     tf.TensorShape([]),
@@ -139,12 +142,11 @@ class MultiStep:
 
 def _addend(name: str, logs: dict[str, Any]) -> Any:
     """What of a step is added up: of a mean its sum, of the loss what is of no output."""
-    value = tf.cast(logs[name], tf.float32)
     if isinstance(name, OutputLoss):
-        return value * logs[name.weight]
+        return logs[name] * logs[name.weight]
     if name != "loss":
-        return value
-    return (value - _of_outputs(logs)) * logs["weight"]
+        return logs[name]
+    return (logs[name] - _of_outputs(logs)) * logs["weight"]
 
 
 def _of_outputs(logs: dict[str, Any]) -> Any:
@@ -161,7 +163,8 @@ def _logs(done: Any, sums: Any, last: Any, names: list[str]) -> dict[str, Any]:
     weight = logs["weight"]
     loss = logs["loss"] / tf.where(weight > 0, weight, 1.0) + _of_outputs(logs)
     # Without weight there is still regularisation, which is in every step's loss.
-    logs["loss"] = tf.where(weight > 0, loss, plain / tf.cast(done, tf.float32))
+    logs["loss"] = tf.where(weight > 0, loss, plain / tf.cast(done, tf.float64))
+    logs = {name: tf.cast(value, tf.float32) for name, value in logs.items()}
     return {"steps": done, **logs, **dict(zip(_LAST, tf.unstack(last), strict=True))}
 
 

@@ -8,6 +8,8 @@ from fractions import Fraction
 from numbers import Integral, Real
 from typing import Any
 
+import numpy as np
+
 from tfmultigpu.errors import ShareError
 
 _FINEST = 2**20  # parts into which fractional shares are rounded
@@ -18,7 +20,7 @@ def plan_shares(
     capacities: Sequence[float],
     *,
     minimum: int = 1,
-    maximum: Sequence[float] | None = None,
+    maximum: float | Sequence[float] | None = None,
     multiple_of: int = 1,
 ) -> tuple[int, ...]:
     """Divides the rows of a global batch over replicas in proportion to what each can take.
@@ -34,8 +36,8 @@ def plan_shares(
         capacities: One positive number per replica, in any unit: bytes free
             (``memory_capacities``), rows per second (``measured_capacities``).
         minimum: Fewest rows of a replica.
-        maximum: Most rows of each replica, one number per replica: with speeds as capacities, what
-            its memory holds. None: no limit.
+        maximum: Most rows of each replica, one number for all or one per replica: with speeds as
+            capacities, what its memory holds. None: no limit.
         multiple_of: Shares are multiples of this. The rows of a batch that is none itself, less
             than one multiple, go to the most capable replica.
 
@@ -56,6 +58,7 @@ def plan_shares(
         >>> tmg.plan_shares(100, (2, 1), multiple_of=8)
         (68, 32)
     """
+    capacities = tuple(capacities)
     check_shares(capacities)
     _check_rows(global_batch_size, "A global batch", "global_batch_size")
     _check_rows(minimum, "The minimum of a replica", "minimum")
@@ -92,11 +95,12 @@ def _check_rows(number: Any, what: str, name: str) -> None:
         )
 
 
-def _limits(maximum: Sequence[float] | None, replicas: int) -> list[int | None]:
+def _limits(maximum: float | Sequence[float] | None, replicas: int) -> list[int | None]:
     """The most rows of each replica, rounded down; None for no limit."""
     if maximum is None:
         return [None] * replicas
-    limits = list(maximum)
+    limits: list[Any] = np.atleast_1d(np.asarray(maximum, dtype=object)).tolist()
+    limits = limits * replicas if np.ndim(maximum) == 0 else limits
     if len(limits) != replicas:
         raise ShareError(
             f"There must be one maximum per replica. Received: maximum={maximum} for {replicas} "

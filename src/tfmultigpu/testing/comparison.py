@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["Difference", "InvarianceReport", "ReplicaInvarianceError", "compare"]
+__all__ = ["Difference", "Differences", "InvarianceReport", "ReplicaInvarianceError", "compare"]
 
 _SHOWN = 8
 
@@ -57,6 +57,7 @@ class InvarianceReport:
         tolerance: What was allowed.
         differences: For each quantity its largest difference.
         first: What differed by more than allowed after the first step where anything did.
+        not_finite: What was infinite or NaN on one device, where equality says little.
     """
 
     where: str
@@ -64,6 +65,7 @@ class InvarianceReport:
     tolerance: float
     differences: Mapping[str, Difference]
     first: tuple[Difference, ...] = ()
+    not_finite: tuple[str, ...] = ()
 
     @property
     def largest(self) -> Difference | None:
@@ -78,6 +80,9 @@ class InvarianceReport:
             lines += [f"  {one}" for one in self.first[:_SHOWN]]
             if len(self.first) > _SHOWN:
                 lines.append(f"  and {len(self.first) - _SHOWN} more")
+        if self.not_finite:
+            names = ", ".join(self.not_finite[:_SHOWN])
+            lines.append(f"Not finite on one device, so hardly compared: {names}")
         ordered = sorted(self.differences.values(), key=lambda one: -one.amount)
         apart = [one for one in ordered if one.amount > 0]
         lines.append(f"Equal to the bit: {len(ordered) - len(apart)} of {len(ordered)} quantities.")
@@ -89,6 +94,31 @@ class InvarianceReport:
         if len(apart) > _SHOWN:
             lines.append(f"  and {len(apart) - _SHOWN} smaller ones")
         return "\n".join(lines)
+
+
+class Differences:
+    """Keeps the largest difference of each quantity, and which were too large first."""
+
+    def __init__(self, tolerance: float, tolerances: Mapping[str, float]) -> None:
+        """Takes what is allowed, and what for quantities with a text in their name."""
+        self.largest: dict[str, Difference] = {}
+        self.first: list[Difference] = []
+        self.not_finite: dict[str, None] = {}
+        self.tolerance = tolerance
+        self._tolerances = tolerances
+
+    def add(self, quantity: str, step: int, expected: Any, actual: Any) -> None:
+        """Compares one quantity after a step."""
+        found = compare(quantity, step, expected, actual)
+        if not _is_finite(expected):
+            self.not_finite[quantity] = None
+        known = self.largest.get(quantity)
+        if known is None or found.amount > known.amount:
+            self.largest[quantity] = found
+        allowed = [limit for text, limit in self._tolerances.items() if text in quantity]
+        too_large = found.amount > max(allowed, default=self.tolerance)
+        if too_large and (not self.first or self.first[0].step == step):
+            self.first.append(found)
 
 
 def compare(quantity: str, step: int, expected: Any, actual: Any) -> Difference:
@@ -112,3 +142,8 @@ def _apart(expected: np.ndarray[Any, Any], actual: np.ndarray[Any, Any]) -> Any:
     with np.errstate(invalid="ignore", over="ignore"):
         apart = np.abs(one - other) / np.maximum(1.0, np.abs(one))
     return np.where(same, 0.0, np.where(np.isfinite(apart), apart, np.inf))
+
+
+def _is_finite(values: Any) -> bool:
+    array = np.asarray(values)
+    return array.dtype.kind not in "fc" or bool(np.isfinite(array).all())

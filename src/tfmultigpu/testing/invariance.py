@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import pickle
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -16,13 +18,12 @@ from tfmultigpu.sources import to_dataset
 from tfmultigpu.steps import make_eval_step, make_predict_step, make_train_step
 from tfmultigpu.strategies import create_strategy
 from tfmultigpu.testing.comparison import (
-    Difference,
+    Differences,
     InvarianceReport,
     ReplicaInvarianceError,
-    compare,
 )
 from tfmultigpu.testing.one_device import OneDevice, Training
-from tfmultigpu.testing.workers import run_workers
+from tfmultigpu.testing.workers import pickled, run_workers
 
 __all__ = ["assert_replica_invariant"]
 
@@ -92,6 +93,8 @@ def assert_replica_invariant(
         >>> report.largest.amount < 1e-6
         True
     """
+    counts: list[int] = [int(count) for count in np.atleast_1d(replicas)]
+    _check_arguments(build, strategy, counts, steps, steps_per_call, tolerance, options)
     compared: dict[str, Any] = {
         "steps": steps,
         "shares": shares,
@@ -103,17 +106,13 @@ def assert_replica_invariant(
         **options,
     }
     if workers:
-        results = run_workers(_in_worker, workers, args=(pickle.dumps((build, dataset)), compared))
+        results = run_workers(_in_worker, workers, args=(pickled((build, dataset)), compared))
         report: InvarianceReport = results[0].value
         return report
-    if strategy is not None:
-        strategies = [strategy]
-    else:
-        counts = [replicas] if isinstance(replicas, int) else replicas
-        strategies = [_strategy(count) for count in counts]
+    strategies = [strategy] if strategy is not None else [_strategy(count) for count in counts]
     batches = _batches(dataset() if callable(dataset) else dataset, steps)
     expected = _on_one_device(build, batches, seed, predict)
-    differences = _Differences(tolerance, dict(tolerances or {}))
+    differences = Differences(tolerance, dict(tolerances or {}))
     names = []
     for one in strategies:
         names.append(f"{type(one).__name__} with {one.num_replicas_in_sync} replica(s)")
@@ -126,20 +125,21 @@ def assert_replica_invariant(
     return _report(names, batches, differences)
 
 
-def _report(where: list[str], batches: list[Any], differences: _Differences) -> InvarianceReport:
+def _report(where: list[str], batches: list[Any], differences: Differences) -> InvarianceReport:
     return InvarianceReport(
         ", ".join(where),
         len(batches),
         differences.tolerance,
         differences.largest,
         tuple(differences.first),
+        tuple(differences.not_finite),
     )
 
 
-def _in_worker(pickled: bytes, options: dict[str, Any]) -> InvarianceReport:
+def _in_worker(stored: bytes, options: dict[str, Any]) -> InvarianceReport:
     # Before the user's module is imported, which may start TensorFlow's devices.
     strategy = create_strategy(prefer="multi_worker", fallback=False)
-    build, dataset = pickle.loads(pickled)
+    build, dataset = pickle.loads(stored)
     return assert_replica_invariant(build, dataset, strategy=strategy, **options)
 
 
@@ -149,32 +149,51 @@ def _strategy(replicas: int) -> tf.distribute.Strategy:
     return create_strategy("mirrored", devices=replicas, fallback=False)
 
 
-class _Differences:
-    """Keeps the largest difference of each quantity, and which were too large first."""
-
-    def __init__(self, tolerance: float, tolerances: Mapping[str, float]) -> None:
-        self.largest: dict[str, Difference] = {}
-        self.first: list[Difference] = []
-        self.tolerance = tolerance
-        self._tolerances = tolerances
-
-    def add(self, quantity: str, step: int, expected: Any, actual: Any) -> None:
-        found = compare(quantity, step, expected, actual)
-        known = self.largest.get(quantity)
-        if known is None or found.amount > known.amount:
-            self.largest[quantity] = found
-        allowed = [limit for text, limit in self._tolerances.items() if text in quantity]
-        too_large = found.amount > max(allowed, default=self.tolerance)
-        if too_large and (not self.first or self.first[0].step == step):
-            self.first.append(found)
+def _check_arguments(
+    build: Any,
+    strategy: Any,
+    counts: Sequence[int],
+    steps: int | None,
+    steps_per_call: int,
+    tolerance: float,
+    options: Mapping[str, Any],
+) -> None:
+    if not callable(build):
+        raise TypeError(
+            "build is a function that makes what is trained, once for each side. Received: "
+            f"{type(build).__name__}."
+        )
+    if strategy is not None and not isinstance(strategy, tf.distribute.Strategy):
+        raise TypeError(f"strategy is a tf.distribute.Strategy. Received: strategy={strategy!r}.")
+    if not counts or min(counts) < 1:
+        raise ValueError(f"There must be replicas to compare with. Received: replicas={counts}.")
+    if steps_per_call < 1 or (steps is not None and steps < 1):
+        raise ValueError(
+            "steps and steps_per_call are at least 1. Received: "
+            f"steps={steps}, steps_per_call={steps_per_call}."
+        )
+    if not isinstance(tolerance, Real) or not tolerance >= 0:
+        raise ValueError(f"tolerance is a number, at least 0. Received: tolerance={tolerance!r}.")
+    known = {field.name for field in dataclasses.fields(Training)} & set(options)
+    if known:
+        raise ValueError(
+            "What decides the weights on one device too belongs into what build returns. Received: "
+            f"options {sorted(known)}. Write Training(..., {sorted(known)[0]}=...)."
+        )
 
 
 def _batches(dataset: Any, steps: int | None) -> list[Any]:
-    source = dataset if isinstance(dataset, (list, tuple)) else to_dataset(dataset)
+    if isinstance(dataset, tuple):
+        raise TfMultiGpuError(
+            "The dataset is global batches. Received: a tuple. Give a list of batches "
+            "[(x, y), (x, y)], or tf.data.Dataset.from_tensor_slices((x, y)).batch(n)."
+        )
+    source = dataset if isinstance(dataset, (list, Iterator)) else to_dataset(dataset)
     batches: list[Any] = []
     for batch in source:
         if steps is not None and len(batches) == steps:
             break
+        batch = tuple(batch) if isinstance(batch, list) else batch
         batches.append(tf.nest.map_structure(_tensor, batch))
     if not batches:
         raise TfMultiGpuError(
@@ -225,7 +244,7 @@ def _on_replicas(
     batches: list[Any],
     strategy: tf.distribute.Strategy,
     expected: Mapping[str, Any],
-    differences: _Differences,
+    differences: Differences,
     compared: Mapping[str, Any],
     options: Mapping[str, Any],
 ) -> None:
@@ -317,7 +336,7 @@ def _is_sparse(tensor: Any) -> bool:
 
 
 def _compare_values(
-    differences: _Differences,
+    differences: Differences,
     step: int,
     expected: Mapping[str, Any],
     actual: Mapping[str, Any],
@@ -337,7 +356,7 @@ def _compare_values(
 
 
 def _compare_copies(
-    differences: _Differences, step: int, training: Training, strategy: tf.distribute.Strategy
+    differences: Differences, step: int, training: Training, strategy: tf.distribute.Strategy
 ) -> None:
     """The copies of what is trained must be the same on every replica of this process."""
     for variable in [*training.model.trainable_variables, *training.optimizer.variables]:

@@ -18,6 +18,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import tensorflow as tf
+
 __all__ = ["WorkerFailedError", "WorkerResult", "run_workers"]
 
 _TAIL = 4000
@@ -91,7 +93,7 @@ def run_workers(
         >>> results[0].value == os.getcwd()
         True
     """
-    if workers < 1:
+    if not isinstance(workers, int) or workers < 1:
         raise ValueError(f"There must be at least one worker. Received: workers={workers}.")
     with tempfile.TemporaryDirectory(prefix="tfmultigpu-workers-") as folder:
         return _run(target, workers, list(args), timeout, environment or {}, Path(folder))
@@ -137,6 +139,12 @@ def _run(
             f"Worker {failed} of {workers} {what}. The end of what it printed:\n"
             f"{texts[failed][-_TAIL:]}"
         )
+    ended = [i for i, value in enumerate(values) if not script and not value.exists()]
+    if ended:
+        raise WorkerFailedError(
+            f"Worker {ended[0]} of {workers} ended before its function returned. The end of what "
+            f"it printed:\n{texts[ended[0]][-_TAIL:]}"
+        )
     results = [None if script else pickle.loads(value.read_bytes()) for value in values]
     return [WorkerResult(i, texts[i], results[i]) for i in range(workers)]
 
@@ -176,7 +184,22 @@ def _store_call(function: Any, args: list[Any], path: Path) -> None:
         )
     with path.open("wb") as file:
         pickle.dump(sys.path, file)
-        pickle.dump((function, args), file)
+        file.write(pickled((function, args)))
+
+
+def pickled(value: Any) -> bytes:
+    """Returns what is sent to a worker.
+
+    Raises:
+        ValueError: A part of it cannot be sent to another process.
+    """
+    try:
+        return pickle.dumps(value)
+    except (pickle.PicklingError, AttributeError, TypeError, tf.errors.OpError) as error:
+        raise ValueError(
+            f"A worker is another process, and this cannot be sent to it: {error} Give functions "
+            "from the top level of a module, and arrays or a function that makes the dataset."
+        ) from error
 
 
 def _wait(
