@@ -133,7 +133,7 @@ def two_losses():
     }
 
 
-@pytest.mark.parametrize("replicas", REPLICAS)
+@pytest.mark.parametrize("replicas", REPLICAS[:3])
 def test_several_inputs_and_outputs(replicas):
     features = {"left": X[:, :3], "right": X[:, 3:]}
     labels = {"kind": KIND, "size": SIZE}

@@ -15,7 +15,7 @@ NAMES = sorted(worker_cases())
 @functools.cache
 def outcomes() -> list[dict[str, str]]:
     """One pair of processes for all cases: starting TensorFlow takes longer than a case."""
-    return [result.value for result in run_workers(run, 2, args=[NAMES], timeout=600)]
+    return [result.value for result in run_workers(run, 2, args=[NAMES], timeout=1500)]
 
 
 @pytest.mark.slow

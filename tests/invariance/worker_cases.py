@@ -12,18 +12,21 @@ import tfmultigpu as tmg
 
 FOLDER = Path(__file__).parent
 NOT_CASES = {"test_workers"}
+# What these files try comes before the sum over replicas or after it, where a worker does what a
+# replica of one process does; so of their cases every third is trained on workers too.
+EVERY_THIRD = {"test_optimizers", "test_sample_weights", "test_sparse_gradients"}
 
 
 def worker_cases() -> dict[str, Case]:
     """All cases that workers train, by the name of their file and their own."""
-    modules = sorted(path.stem for path in FOLDER.glob("test_*.py"))
-    return {
-        f"{module}: {case.name}": case
-        for module in modules
-        if module not in NOT_CASES
-        for case in getattr(importlib.import_module(module), "CASES", ())
-        if case.workers
-    }
+    found: dict[str, Case] = {}
+    for module in sorted(path.stem for path in FOLDER.glob("test_*.py")):
+        if module not in NOT_CASES:
+            cases = getattr(importlib.import_module(module), "CASES", ())
+            chosen = [case for case in cases if case.workers]
+            chosen = chosen[::3] if module in EVERY_THIRD else chosen
+            found |= {f"{module}: {case.name}": case for case in chosen}
+    return found
 
 
 def run(names: list[str]) -> dict[str, str]:
