@@ -46,6 +46,7 @@ drawn = functools.partial(
     deadline=None,
     derandomize=True,
     print_blob=True,
+    report_multiple_bugs=False,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 sizes = st.lists(st.integers(1, LARGEST), min_size=1, max_size=4)
@@ -242,7 +243,10 @@ def test_sums_and_weights_add_up_however_the_rows_are_cut(
 
 
 @drawn(max_examples=60)
-@given(rows=st.integers(1, 40), shares=st.lists(a_share, min_size=1, max_size=5))
+@given(
+    rows=st.integers(1, 40),
+    shares=st.lists(a_share, min_size=1, max_size=5) | st.integers(1, 6).map(lambda n: [1] * n),
+)
 def test_every_row_is_on_one_replica_or_the_whole_batch_on_all(
     rows: int, shares: list[float]
 ) -> None:

@@ -1,0 +1,411 @@
+"""The clauses of the law, each broken in the source on purpose, and the tests that must notice.
+
+A mutation replaces texts that stand exactly once in a file. Where a text was rewritten, the
+mutation fails and says so: find the new place, and keep the text short.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+@dataclasses.dataclass(frozen=True)
+class Mutation:
+    """One clause of the law, broken.
+
+    Attributes:
+        name: What is done wrong, in a few words.
+        file: The file of the package it is done in.
+        changes: Texts that stand once in the file, and what is put in their place.
+        tests: Tests all of which must fail, as pytest names them, below ``tests/``.
+    """
+
+    name: str
+    file: str
+    changes: tuple[tuple[str, str], ...]
+    tests: tuple[str, ...]
+
+    def apply(self, package: Path) -> None:
+        """Breaks a copy of the package."""
+        path = package / self.file
+        text = path.read_text()
+        for old, new in self.changes:
+            count = text.count(old)
+            assert count == 1, (
+                f"The mutation {self.name!r} changes a text that stands {count} times in "
+                f"{self.file}, not once. Find where the code went: {old!r}"
+            )
+            text = text.replace(old, new)
+        path.write_text(text)
+
+
+# Short names for tests of many files.
+EXACT = "test_steps_exactness.py::test_twenty_sgd_steps_at_every_batch_size"
+OUTPUTS = "test_steps_outputs.py::test_losses_of_many_steps_are_those_of_all_rows"
+LAYERS = "test_steps_features.py::test_add_loss_and_activity_regularisers_on_partial_batches"
+METRICS = "test_steps_metrics.py::test_metrics_are_those_of_one_device"
+WEIGHTS = "invariance/test_sample_weights.py::test_replicas_give_what_one_device_gives"
+WINDOW = "invariance/test_windows.py::test_micro_batches_are_one_window"
+LOOP = "invariance/test_windows.py::test_a_window_of_batches_is_one_batch_of_all_their_rows"
+SCALING = "test_precision.py::test_loss_scale_optimizer_as_keras_has_it_on_one_device"
+EVALUATION = "test_evaluation.py::test_loss_and_metrics_over_all_rows"
+PREDICTION = "test_evaluation.py::test_each_row_is_predicted_once_and_in_order"
+SPARSE = "invariance/test_sparse_gradients.py::test_replicas_give_the_dense_result_of_one_device"
+
+
+MUTATIONS = (
+    # Sums and weights, divided once ---------------------------------------------------------------
+    Mutation(
+        "the sum is divided by a constant batch size",
+        "objectives.py",
+        (("1.0 if term.fixed else global_rows * (", "1.0 if term.fixed else 64.0 * ("),),
+        (f"{EXACT}[2-1-weights]",),
+    ),
+    Mutation(
+        "a mean of the means of the replicas",
+        "replicas.py",
+        (
+            (
+                "layout.scales(global_rows)",
+                "layout.scales(tf.cast(rows_lib.count_rows(shard) "
+                "* self._strategy.num_replicas_in_sync, tf.float64))",
+            ),
+        ),
+        (f"{EXACT}[2-1-weights]",),
+    ),
+    Mutation(
+        "a mean of the means of the micro-batches",
+        "replicas.py",
+        (
+            (
+                "            shard = rows_lib.cut_part(shard, self._micro_batches, micro)",
+                "            shard = rows_lib.cut_part(shard, self._micro_batches, micro)\n"
+                "            own = rows_lib.count_rows(shard) * self._micro_batches\n"
+                "            weight *= tf.where(tf.equal(part, 1.0), rows / own, 1.0)",
+            ),
+        ),
+        (f"{EXACT}[2-3-clip]",),
+    ),
+    Mutation(
+        "the last micro-batch is left out",
+        "replicas.py",
+        (("micro < self._micro_batches,", "micro < self._micro_batches - 1,"),),
+        (f"{WINDOW}[what counts steps counts windows: sum in 2 micro-batches]",),
+    ),
+    Mutation(
+        "the optimizer steps for each micro-batch",
+        "steps.py",
+        (
+            (
+                "            self.strategy.run(apply, args=(gradients,))",
+                "            for _ in range(self._phase._micro_batches):\n"
+                "                self.strategy.run(apply, args=(gradients,))",
+            ),
+        ),
+        (f"{WINDOW}[what counts steps counts windows: sum in 2 micro-batches]",),
+    ),
+    Mutation(
+        "the weight is the rows where it should be the sample weights",
+        "losses.py",
+        (
+            (
+                "tf.cast(_sum_of_weights(sample_weight, mask), total",
+                "tf.cast(tf.size(values), total",
+            ),
+        ),
+        (f"{WEIGHTS}[weights far apart, mean_with_sample_weight]",),
+    ),
+    Mutation(
+        "what a mask hides is in the weight",
+        "losses.py",
+        (("    mask = _mask(y_pred, ", "    mask = None and _mask(y_pred, "),),
+        (f"{WEIGHTS}[masks without weights, sum_over_batch_size]",),
+    ),
+    Mutation(
+        'reduction="sum" is divided by the number of replicas',
+        "losses.py",
+        (("tf.ones_like(total), fixed=True)", "tf.ones_like(total))"),),
+        (f"{WEIGHTS}[weights far apart, sum]",),
+    ),
+    Mutation(
+        "losses that layers add are not weighted by rows",
+        "objectives.py",
+        (
+            (
+                "LossTerm(tf.reduce_sum(value) * rows, rows, per_row=1.0)",
+                "LossTerm(tf.reduce_sum(value), tf.ones_like(rows))",
+            ),
+        ),
+        (f"{LAYERS}[2-3]",),
+    ),
+    Mutation(
+        "gradients are added over the replicas once more",
+        "updates.py",
+        (("(list(summed), list(kept))", "([g * replicas for g in summed], list(kept))"),),
+        (f"{EXACT}[2-1-weights]",),
+    ),
+    Mutation(
+        "of a row that an embedding looks up twice one gradient counts",
+        "replicas.py",
+        (
+            (
+                "    gradient = tf.convert_to_tensor(gradient)\n",
+                "    if isinstance(gradient, tf.IndexedSlices):\n"
+                "        gradient = tf.tensor_scatter_nd_update(\n"
+                "            tf.zeros(shape), gradient.indices[:, None], gradient.values)\n",
+            ),
+        ),
+        (f"{SPARSE}[embedding, SGD]",),
+    ),
+    Mutation(
+        "the loss of many steps is a mean of their losses",
+        "multistep.py",
+        (("tf.where(weight > 0, loss, plain", "tf.where(weight > 1e9, loss, plain"),),
+        ("test_steps_feeding.py::test_many_steps_in_one_call_end_where_the_data_ends[1]",),
+    ),
+    Mutation(
+        "losses of several outputs are weighed alike over many steps",
+        "multistep.py",
+        (
+            (
+                "logs[name] = tf.math.divide_no_nan(logs[name], logs[name.weight])",
+                "logs[name] = tf.math.divide_no_nan(logs[name], logs['weight'])",
+            ),
+        ),
+        (f"{OUTPUTS}[eval-3-{{}}-mean_with_sample_weight-masks and weights]",),
+    ),
+    # Weight regularisation ------------------------------------------------------------------------
+    Mutation(
+        "weights are regularised by each replica",
+        "steps.py",
+        (
+            (
+                "        corrections: list[Any] = ",
+                "        replicas = self.strategy.num_replicas_in_sync\n"
+                "        penalties = [p if p is None else p * replicas for p in penalties]\n"
+                "        corrections: list[Any] = ",
+            ),
+        ),
+        (f"{EXACT}[3-1-l2]",),
+    ),
+    Mutation(
+        "weights are regularised by each micro-batch",
+        "steps.py",
+        (
+            (
+                "        corrections: list[Any] = ",
+                "        parts = self._phase._micro_batches\n"
+                "        penalties = [p if p is None else p * parts for p in penalties]\n"
+                "        corrections: list[Any] = ",
+            ),
+        ),
+        (f"{EXACT}[2-2-l2]",),
+    ),
+    Mutation(
+        "the regularisation is divided by the weight",
+        "steps.py",
+        (
+            (
+                "        corrections: list[Any] = ",
+                "        penalties = [p if p is None else p / weights[0] for p in penalties]\n"
+                "        corrections: list[Any] = ",
+            ),
+        ),
+        (f"{EXACT}[2-2-l2]",),
+    ),
+    # What is decided about the whole gradient -----------------------------------------------------
+    Mutation(
+        "each replica clips before the sum",
+        "steps.py",
+        (
+            (
+                "values = sum_over_replicas(self.strategy, self._phase(shards, scale))",
+                "values = sum_over_replicas(self.strategy, [\n"
+                "            [*_clipped(one[:-1], self._clip_norm or 1e9, "
+                "_global_norm(one[:-1])), one[-1]]\n"
+                "            for one in self._phase(shards, scale)])",
+            ),
+        ),
+        (f"{EXACT}[4-1-clip]",),
+    ),
+    Mutation(
+        "the norm is that of one replica's gradient",
+        "steps.py",
+        (
+            (
+                "values = sum_over_replicas(self.strategy, self._phase(shards, scale))",
+                "parts = self._phase(shards, scale)\n"
+                "        self._one = parts[0][:-1]\n"
+                "        values = sum_over_replicas(self.strategy, parts)",
+            ),
+            ("norm = _global_norm(gradients)", "norm = _global_norm(self._one)"),
+        ),
+        (f"{EXACT}[4-1-clip]",),
+    ),
+    Mutation(
+        "whether gradients are finite is read from replica 0",
+        "steps.py",
+        (
+            (
+                "values = sum_over_replicas(self.strategy, self._phase(shards, scale))",
+                "parts = self._phase(shards, scale)\n"
+                "        self._one = parts[0][:-1]\n"
+                "        values = sum_over_replicas(self.strategy, parts)",
+            ),
+            ("else _all_finite(gradients)", "else _all_finite(self._one)"),
+        ),
+        (f"{SCALING}[1]",),
+    ),
+    Mutation(
+        "gradients stay multiplied by the loss scale",
+        "steps.py",
+        (("_unscaled(correction, scale)\n", "_unscaled(correction, None)\n"),),
+        (f"{SCALING}[1]",),
+    ),
+    Mutation(
+        "a skipped step is counted",
+        "steps.py",
+        (
+            (
+                "update, lambda: tf.constant(False))",
+                "update, lambda: self.strategy.run(\n"
+                "            lambda: optimizer.iterations.assign_add(1)) is None)",
+            ),
+        ),
+        (f"{SCALING}[1]",),
+    ),
+    Mutation(
+        "a skipped step counts as a good one for the loss scale",
+        "precision.py",
+        (
+            (
+                "tf.where(finite & ~grow, good + 1, tf.zeros_like(good))",
+                "tf.where(grow, tf.zeros_like(good), good + 1)",
+            ),
+        ),
+        ("test_precision.py::test_a_dynamic_scale_halves_doubles_and_stays_in_bounds",),
+    ),
+    Mutation(
+        "weights are not overwritten by their averages",
+        "steps.py",
+        (("            overwrite_with_averages(optimizer, self.strategy)\n", ""),),
+        (f"{WINDOW}[what counts steps counts windows: sum in 2 micro-batches]",),
+    ),
+    Mutation(
+        "averages that overwrite weights are not constrained",
+        "updates.py",
+        (("constraints.get(id(variable)) or tf.convert_to_tensor", "tf.convert_to_tensor"),),
+        (f"{WINDOW}[what counts steps counts windows: sum in 2 micro-batches]",),
+    ),
+    Mutation(
+        "a step is counted although the data had ended",
+        "steps.py",
+        (("            with tf.control_dependencies(gradients):", "            if True:"),),
+        ("test_steps_feeding.py::test_step_inside_a_function_of_the_user",),
+    ),
+    # Rows -----------------------------------------------------------------------------------------
+    Mutation(
+        "the last, partial batch is dropped",
+        "sources.py",
+        ((".batch(batch_size)\n", ".batch(batch_size, drop_remainder=True)\n"),),
+        ("test_sources.py::test_arrays_are_batched_in_order[arrays0-expected0]",),
+    ),
+    Mutation(
+        "rows that replicas cannot divide are dropped",
+        "rows.py",
+        (("return rows * index // parts\n", "return rows // parts * index\n"),),
+        ("test_rows.py::test_every_row_is_in_one_part_and_no_part_is_empty",),
+    ),
+    Mutation(
+        "a replica gets no rows, as TensorFlow splits",
+        "rows.py",
+        (
+            (
+                "return rows * index // parts\n",
+                "return tf.minimum(index * ((rows + parts - 1) // parts), rows)\n",
+            ),
+        ),
+        ("test_rows.py::test_known_cuts[9-shares0-expected0]",),
+    ),
+    Mutation(
+        "a batch smaller than the replicas leaves some without rows",
+        "rows.py",
+        (("    whole = rows < len(shares)\n", "    whole = tf.constant(False)\n"),),
+        ("test_rows.py::test_a_small_batch_goes_whole_to_every_part",),
+    ),
+    Mutation(
+        "a small batch counts once for each replica",
+        "replicas.py",
+        (("rows_lib.row_weight(shards.global_rows, replicas) if replicas > 1", "None if True"),),
+        (f"{EXACT}[2-1-weights]", f"{WEIGHTS}[weights far apart, sum]"),
+    ),
+    Mutation(
+        "evaluation counts a small batch once for each replica",
+        "evaluation.py",
+        (("rows_lib.row_weight(shards.global_rows, replicas) if replicas > 1", "None if True"),),
+        (f"{EVALUATION}[8]",),
+    ),
+    Mutation(
+        "metrics see every copy of a small batch",
+        "metrics.py",
+        (("return True if row_weight is None or first == 0 else tf", "return True or tf"),),
+        (f"{METRICS}[4-{{}}]", f"{EVALUATION}[8]"),
+    ),
+    Mutation(
+        "replicas draw the same numbers",
+        "randomness.py",
+        (("first=lambda: shards.first_row(replica),", "first=lambda: tf.zeros([], tf.int64),"),),
+        ("test_randomness.py::test_layers_draw_what_one_device_draws[dropout-2]",),
+    ),
+    Mutation(
+        "predictions come by replica, the last one first",
+        "evaluation.py",
+        (("joined = tf.concat(parts, axis=0)", "joined = tf.concat(parts[::-1], axis=0)"),),
+        (f"{PREDICTION}[2]",),
+    ),
+    Mutation(
+        "a small batch is predicted once for each replica",
+        "evaluation.py",
+        (("return joined[: tf.where(small, once, joined_rows)]", "return joined"),),
+        (f"{PREDICTION}[8]",),
+    ),
+    # Windows over batches -------------------------------------------------------------------------
+    Mutation(
+        "a short window is divided by the weight of a whole one",
+        "accumulation.py",
+        (
+            (
+                "        with tf.control_dependencies(parts):",
+                "        weight = tf.maximum(weight, 15.0)\n"
+                "        with tf.control_dependencies(parts):",
+            ),
+        ),
+        (f"{LOOP}[3-sum_over_batch_size]",),
+    ),
+    Mutation(
+        "a window begins with what the one before left",
+        "accumulation.py",
+        (
+            (
+                "        with tf.control_dependencies(parts):\n            self._clear()",
+                "        self._count.assign(0)",
+            ),
+        ),
+        (f"{LOOP}[3-sum_over_batch_size]",),
+    ),
+    Mutation(
+        "adding to a window communicates",
+        "accumulation.py",
+        (
+            (
+                "        self._weight.assign_add(tf.cast(weight, tf.float32))",
+                "        all_reduce_sum(self._context(), [tf.cast(weight, tf.float32)])\n"
+                "        self._weight.assign_add(tf.cast(weight, tf.float32))",
+            ),
+        ),
+        ("test_accumulation.py::test_one_all_reduce_for_a_window",),
+    ),
+)

@@ -1,0 +1,49 @@
+"""Every clause of the law, broken on purpose, is caught by the tests that the page names."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+from mutating import PAGE, outcomes, page, survived
+from mutations import MUTATIONS, Mutation
+
+
+@functools.cache
+def found() -> dict[str, dict[str, list[str]]]:
+    """One process for all: importing TensorFlow takes longer than most of the tests."""
+    return outcomes()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
+def test_a_broken_law_is_noticed(mutation: Mutation) -> None:
+    wrong = survived(mutation, found())
+    assert not wrong, wrong
+
+
+def test_the_page_lists_what_is_tried() -> None:
+    assert PAGE.read_text() == page(), "run python tests/mutations/run.py --write"
+
+
+def test_mutations_have_names_of_their_own() -> None:
+    assert len({mutation.name for mutation in MUTATIONS}) == len(MUTATIONS)
+
+
+def test_a_text_that_went_is_named(tmp_path) -> None:
+    (tmp_path / "steps.py").write_text("old = 1\nold = 1\n")
+    mutation = Mutation("nothing is broken", "steps.py", (("old = 1\n", ""),), ())
+    with pytest.raises(AssertionError, match=r"stands 2 times in steps\.py, not once"):
+        mutation.apply(tmp_path)
+
+
+def test_a_mutation_that_does_not_run_is_not_caught() -> None:
+    mutation = Mutation("broken code", "steps.py", (), ("test_a.py::test_b",))
+    passed = {"nothing": {"test_a.py::test_b": ["passed", "", ""]}}
+    crashed = {"test_a.py::test_b": ["failed", "NameError Exception", "name 'x' is not defined"]}
+    right = {"test_a.py::test_b": ["failed", "ReplicaInvarianceError AssertionError", "0.1"]}
+    none = {"pytest": ["failed", "", "the process ended: Aborted"]}
+    assert "not by an assertion" in survived(mutation, {**passed, "broken code": crashed})
+    assert "not by an assertion" in survived(mutation, {**passed, "broken code": none})
+    assert not survived(mutation, {**passed, "broken code": right})
+    assert "passed although" in survived(mutation, {**passed, "broken code": passed["nothing"]})
