@@ -57,7 +57,8 @@ def outcomes(mutations: Sequence[Mutation] = MUTATIONS) -> dict[str, dict[str, l
             timeout=900,
             check=False,
         )
-        assert forking.returncode == 0, forking.stderr[-4000:]
+        said = f"It ended with {forking.returncode}: {forking.stderr[-4000:]}"
+        assert forking.returncode == 0, said
         return dict(json.loads(output.read_text()))
 
 
