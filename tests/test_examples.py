@@ -50,7 +50,7 @@ ALSO = {
     "resource_conflict": (
         "one device instead: No such device here: GPU:98, GPU:99",
         "communication='nccl': NCCL runs on GPUs only",
-        "has not enough memory for this step.",
+        "micro_batches=4: Replica ",
         "fit with micro_batches=8",
     ),
     "several_workers": ("worker 0 of 2", "worker 1 of 2"),
