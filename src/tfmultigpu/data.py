@@ -209,6 +209,7 @@ class ShardedDataset(tf.distribute.DistributedDataset):  # type: ignore[misc]
         )
         return state
 
+    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
     def _cut(self, *element: Any) -> tuple[Any, ...]:
         # tf.data takes tuples apart into arguments, and nothing else.
         batch = element if type(self.element_spec) is tuple else element[0]

@@ -57,6 +57,7 @@ class ShardLayout:
         """Returns the element for local shards and the offsets of all."""
         return (*[leaf for leaf in tf.nest.flatten(shards) if leaf is not None], offsets)
 
+    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
     def deal(self, *element: Any) -> tf.data.Dataset[Any]:
         """Returns one element for each local replica in turn, with its own shard."""
         *leaves, offsets = element

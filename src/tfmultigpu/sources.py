@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -99,10 +100,11 @@ def _from_arrays(data: Any, batch_size: int | None) -> tf.data.Dataset[Any]:
             f"{shapes}."
         )
     present = tf.data.Dataset.from_tensor_slices(tuple(leaves)).batch(batch_size)
-    return present.map(lambda *tensors: _fill(arrays, tensors))
+    return present.map(functools.partial(_fill, arrays))
 
 
-def _fill(structure: Any, tensors: Sequence[Any]) -> Any:
+@tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+def _fill(structure: Any, *tensors: Any) -> Any:
     """The structure with these tensors in place of its leaves, and None where it had None."""
     turn = iter(tensors)
     leaves = [None if leaf is None else next(turn) for leaf in tf.nest.flatten(structure)]
@@ -210,7 +212,7 @@ def _supertype(first: Any, second: Any) -> Any:
 
 def _from_passes(passes: _Passes) -> tf.data.Dataset[Any]:
     present = tf.data.Dataset.from_generator(passes, output_signature=_present(passes.spec))
-    return present.map(lambda *tensors: _fill(passes.spec, tensors))
+    return present.map(functools.partial(_fill, passes.spec))
 
 
 def _to_tensors_or_arrays(batch: Any) -> Any:
