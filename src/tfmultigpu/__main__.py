@@ -1,4 +1,4 @@
-"""``python -m tfmultigpu demo``: train on one device and on several, and compare."""
+"""``python -m tfmultigpu``: ``doctor`` says what is wrong here, ``demo`` trains and compares."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import argparse
 import math
 import sys
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from tfmultigpu.errors import TfMultiGpuError
 
@@ -20,16 +21,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: The command line without the program; None for that of the process.
 
     Returns:
-        The exit status: 0 where all is well, 1 where the demo's answers differ, 2 where it cannot
-        run.
+        The exit status: 0 where all is well, 1 where the demo's answers differ or the doctor finds
+        an error, 2 where the subcommand cannot run.
     """
     options = _parser().parse_args(arguments)
-    from tfmultigpu.demo import DemoOptions, run_demo  # After the help, which needs no TensorFlow.
-
+    run: Callable[[argparse.Namespace], int] = options.run
     try:
-        return run_demo(
-            DemoOptions(options.dataset, options.replicas, options.epochs, options.batch_size)
-        )
+        return run(options)
     except (TfMultiGpuError, ConnectionError) as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 2
@@ -38,6 +36,34 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m tfmultigpu", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
+    for add in _SUBCOMMANDS:
+        add(commands)
+    return parser
+
+
+def _add_doctor(commands: Any) -> None:
+    doctor = commands.add_parser(
+        "doctor",
+        help="say what is wrong with this machine, and what to change",
+        description="Says what TensorFlow and the driver see here, what is wrong and which line to "
+        "change. Starts no device. Exits with 1 where it finds an error.",
+    )
+    doctor.add_argument("--json", action="store_true", help="as JSON, for a program")
+    doctor.add_argument(
+        "--show-addresses", action="store_true", help="show the addresses in TF_CONFIG, too"
+    )
+    doctor.set_defaults(run=_run_doctor)
+
+
+def _run_doctor(options: argparse.Namespace) -> int:
+    from tfmultigpu.diagnostics import doctor  # After the help, which needs no TensorFlow.
+
+    report = doctor(show_addresses=options.show_addresses)
+    print(report.as_json() if options.json else report)
+    return 1 if any(finding.severity == "error" for finding in report.findings) else 0
+
+
+def _add_demo(commands: Any) -> None:
     demo = commands.add_parser(
         "demo",
         help="train on one device and on several, and compare",
@@ -57,7 +83,18 @@ def _parser() -> argparse.ArgumentParser:
         default=64,
         help="one more where it would divide evenly",
     )
-    return parser
+    demo.set_defaults(run=_run_demo)
+
+
+def _run_demo(options: argparse.Namespace) -> int:
+    from tfmultigpu.demo import DemoOptions, run_demo
+
+    return run_demo(
+        DemoOptions(options.dataset, options.replicas, options.epochs, options.batch_size)
+    )
+
+
+_SUBCOMMANDS = (_add_doctor, _add_demo)
 
 
 def _whole_number(least: int, most: float = math.inf) -> Callable[[str], int]:

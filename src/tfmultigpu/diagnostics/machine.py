@@ -1,0 +1,225 @@
+"""What is known of this machine and this process, collected without starting a device."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import re
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import tensorflow as tf
+
+from tfmultigpu.devices import Device, list_devices, logical_to_physical, parse_device_name
+from tfmultigpu.diagnostics.driver import Driver, ask_driver
+from tfmultigpu.errors import TfMultiGpuError
+from tfmultigpu.plans import StrategyPlan
+from tfmultigpu.strategies import _devices_started, plan_strategy
+
+__all__ = ["Machine", "look_around"]
+
+# What TensorFlow loads before it lists a GPU.
+_LIBRARIES = ("cublas", "cudart", "cudnn", "cufft", "cusolver", "cusparse")
+_PACKAGES = {
+    "cublas": "nvidia-cublas",
+    "cudart": "nvidia-cuda-runtime",
+    "cudnn": "nvidia-cudnn",
+    "cufft": "nvidia-cufft",
+    "cusolver": "nvidia-cusolver",
+    "cusparse": "nvidia-cusparse",
+    "nccl": "nvidia-nccl",
+}
+_FOLDERS = ("/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu", "/usr/lib64", "/usr/lib")
+
+
+@dataclass(frozen=True)
+class Machine:
+    """All that the findings about a machine depend on.
+
+    Attributes:
+        versions: By package.
+        driver: What the NVIDIA driver says.
+        environment: The environment variables.
+        gpu_build: Whether this TensorFlow is built for GPUs.
+        cuda_built: The CUDA version it was built against, such as ``"12.5"``; None without.
+        cudnn_built: That of cuDNN.
+        libraries: Version of each CUDA library that was found; None where it was not.
+        devices: The physical devices that TensorFlow sees.
+        visible: Names of those it uses.
+        logical: Every logical device, and the physical one behind it.
+        growth: For each visible GPU whether its memory grows as needed.
+        limits: For each physical device that is split or limited its number of parts.
+        started: Whether TensorFlow has started its devices.
+        backend: The Keras backend.
+        backend_source: What chose it.
+        keras_distribution: The class of ``keras.distribution`` that is set, if one is.
+        plan: What ``create_strategy()`` would create.
+        plan_problem: Why it would raise.
+    """
+
+    versions: Mapping[str, str]
+    driver: Driver = field(default_factory=Driver)
+    environment: Mapping[str, str] = field(default_factory=dict)
+    gpu_build: bool = True
+    cuda_built: str | None = None
+    cudnn_built: str | None = None
+    libraries: Mapping[str, str | None] = field(default_factory=dict)
+    devices: tuple[Device, ...] = ()
+    visible: tuple[str, ...] = ()
+    logical: Mapping[str, str] = field(default_factory=dict)
+    growth: Mapping[str, bool] = field(default_factory=dict)
+    limits: Mapping[str, int] = field(default_factory=dict)
+    started: bool = False
+    backend: str = "tensorflow"
+    backend_source: str = "the default"
+    keras_distribution: str | None = None
+    plan: StrategyPlan | None = None
+    plan_problem: TfMultiGpuError | None = None
+
+    @property
+    def gpus(self) -> tuple[Device, ...]:
+        """The GPUs that TensorFlow sees, hidden ones included."""
+        return tuple(device for device in self.devices if device.kind == "GPU")
+
+    @property
+    def used_gpus(self) -> tuple[Device, ...]:
+        """The GPUs that TensorFlow uses or will use."""
+        return tuple(device for device in self.gpus if device.name in self.visible)
+
+
+def look_around() -> Machine:
+    """Collect what is known; starts no device and imports no Keras that is not there yet."""
+    config: Any = tf.config
+    test: Any = tf.test
+    sysconfig: Any = tf.sysconfig
+    build = sysconfig.get_build_info()
+    physical = {parse_device_name(one.name): one for one in config.list_physical_devices()}
+    visible = tuple(parse_device_name(one.name) for one in config.get_visible_devices())
+    parts = {
+        name: len(config.get_logical_device_configuration(one) or ())
+        for name, one in physical.items()
+    }
+    backend, source = _backend()
+    plan, problem = None, None
+    try:
+        plan = plan_strategy()
+    except TfMultiGpuError as error:
+        problem = error
+    return Machine(
+        versions=_versions(),
+        driver=ask_driver(),
+        environment=dict(os.environ),
+        gpu_build=bool(test.is_built_with_gpu_support()),
+        cuda_built=build.get("cuda_version"),
+        cudnn_built=build.get("cudnn_version"),
+        libraries=find_libraries(os.environ),
+        devices=list_devices(),
+        visible=visible,
+        logical=logical_to_physical(),
+        growth={
+            name: bool(config.experimental.get_memory_growth(one))
+            for name, one in physical.items()
+            if name in visible and name.startswith("GPU")
+        },
+        limits={name: count for name, count in parts.items() if count},
+        started=devices_started(),
+        backend=backend,
+        backend_source=source,
+        keras_distribution=keras_distribution(),
+        plan=plan,
+        plan_problem=problem,
+    )
+
+
+def devices_started() -> bool:
+    """Returns whether TensorFlow has started its devices; starts none."""
+    try:
+        return _devices_started()
+    except ValueError:
+        return False  # Settings of the GPUs contradict each other: it could not start them.
+
+
+def keras_distribution() -> str | None:
+    """Returns the class of the ``keras.distribution`` that is set; None without one."""
+    if "keras" not in sys.modules:
+        return None
+    import keras
+
+    found = keras.distribution.distribution()
+    return None if found is None else type(found).__name__
+
+
+def find_libraries(environ: Mapping[str, str]) -> dict[str, str | None]:
+    """Returns the version of each CUDA library that is installed; None where none is.
+
+    Looks at Python's packages, then at files in the usual folders; loads nothing.
+    """
+    packages: dict[str, str] = {}
+    for distribution in importlib.metadata.distributions():
+        name = str(distribution.metadata["Name"] or "").lower()
+        if name.startswith("nvidia-"):
+            packages[re.sub(r"-cu\d+$", "", name)] = distribution.version
+    folders = [Path(part) for part in environ.get("LD_LIBRARY_PATH", "").split(":") if part]
+    folders += [*Path("/usr/local").glob("cuda*/lib64"), *map(Path, _FOLDERS)]
+    found: dict[str, str | None] = {}
+    for library in (*_LIBRARIES, "nccl"):
+        version = packages.get(_PACKAGES[library])
+        if version is None:
+            files = [file for one in folders for file in one.glob(f"lib{library}.so.*")]
+            names = sorted((file.name for file in files), key=len)
+            version = names[-1].split(".so.", 1)[1] if names else None
+        found[library] = version
+    return found
+
+
+def missing_libraries(libraries: Mapping[str, str | None], cuda: str | None) -> list[str]:
+    """Returns the libraries without which TensorFlow lists no GPU, and that are not here.
+
+    Args:
+        libraries: What ``find_libraries`` found.
+        cuda: The version of CUDA that TensorFlow is built against; one of another major version
+            counts as missing.
+    """
+    missing = [name for name in _LIBRARIES if name in libraries and libraries[name] is None]
+    major = (cuda or "").split(".")[0]
+    here = libraries.get("cudart")
+    if major and here is not None and here.split(".")[0] != major:
+        missing.append(f"cudart {major} (found: {here})")
+    return missing
+
+
+def _backend() -> tuple[str, str]:
+    """The Keras backend and what chose it; importing Keras could fail, so it is not imported."""
+    if "keras" in sys.modules:
+        import keras
+
+        return keras.config.backend(), "keras.config.backend()"
+    asked = os.environ.get("KERAS_BACKEND")
+    if asked:
+        return asked, "KERAS_BACKEND"
+    home = os.environ.get("KERAS_HOME")
+    file = (Path(home) if home else Path.home() / ".keras") / "keras.json"
+    try:
+        chosen = json.loads(file.read_text()).get("backend")
+    except (OSError, ValueError, AttributeError):
+        chosen = None
+    return (str(chosen), "keras.json") if chosen else ("tensorflow", "the default")
+
+
+def _versions() -> dict[str, str]:
+    import tfmultigpu
+
+    versions = {"tfmultigpu": tfmultigpu.__version__, "tensorflow": tf.__version__}
+    for package in ("keras", "tf_keras", "numpy", "nvidia-ml-py"):
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            versions[package] = "not installed"
+    versions["python"] = platform.python_version()
+    versions["system"] = f"{platform.system()} {platform.machine()}"
+    return versions

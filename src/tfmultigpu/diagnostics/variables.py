@@ -1,0 +1,149 @@
+"""The environment variables that matter, shown without what is nobody else's business.
+
+Addresses, paths and anything unexpected are counted or left out: the report is made to be pasted
+into a public issue.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+__all__ = ["concealed", "describe_variables", "relevant"]
+
+_LISTS = ("CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES")
+_PATHS = ("CUDA_HOME", "KERAS_HOME", "LD_LIBRARY_PATH")
+_ADDRESSES = ("COLAB_TPU_ADDR", "TPU_NAME")
+_FLAGS = ("TF_XLA_FLAGS", "XLA_FLAGS")
+_WORDS = (
+    "CUDA_DEVICE_ORDER",
+    "KERAS_BACKEND",
+    "SLURM_NTASKS",
+    "SLURM_PROCID",
+    "TF_CPP_MIN_LOG_LEVEL",
+    "TF_DETERMINISTIC_OPS",
+    "TF_ENABLE_ONEDNN_OPTS",
+    "TF_FORCE_GPU_ALLOW_GROWTH",
+    "TF_GPU_ALLOCATOR",
+    "TF_GPU_THREAD_COUNT",
+    "TF_GPU_THREAD_MODE",
+    "TF_NUM_INTEROP_THREADS",
+    "TF_NUM_INTRAOP_THREADS",
+    "TF_USE_LEGACY_KERAS",
+)
+_WORD = re.compile(r"[A-Za-z_]{0,24}[0-9]{0,6}")
+_ENTRY = re.compile(r"-?[0-9]{0,4}|all|none|void|NoDevFiles|(?:GPU|MIG)-[0-9a-fA-F-]{1,40}")
+_FLAG = re.compile(r"--[A-Za-z0-9_]{1,60}")
+_NOT_SHOWN = "set (not shown)"
+
+
+def relevant(environ: Mapping[str, str]) -> dict[str, str]:
+    """Returns those variables that are set and matter, by name."""
+    named = {*_LISTS, *_PATHS, *_ADDRESSES, *_FLAGS, *_WORDS, "TF_CONFIG"}
+    return {
+        name: value
+        for name, value in sorted(environ.items())
+        if name in named or name.startswith("NCCL_")
+    }
+
+
+def describe_variables(environ: Mapping[str, str], *, addresses: bool = False) -> dict[str, str]:
+    """Returns what may be shown of each variable that is set and matters.
+
+    Args:
+        environ: The environment.
+        addresses: Whether addresses are shown too.
+
+    Example:
+        >>> describe_variables({"CUDA_VISIBLE_DEVICES": "0", "HOME": "/home/ada"})
+        {'CUDA_VISIBLE_DEVICES': "'0'"}
+    """
+    shown = {}
+    for name, value in relevant(environ).items():
+        if name == "TF_CONFIG":
+            text = repr(value) if addresses else _structure(value)
+        elif name in _ADDRESSES:
+            text = repr(value) if addresses else _NOT_SHOWN
+        elif name in _LISTS:
+            text = devices_shown(value)
+        elif name in _PATHS:
+            text = f"set, {len([part for part in value.split(':') if part])} path(s)"
+        elif name in _FLAGS:
+            text = " ".join(_FLAG.findall(value)) or _NOT_SHOWN
+        else:
+            text = repr(value) if _WORD.fullmatch(value) else _NOT_SHOWN
+        shown[name] = text
+    return shown
+
+
+def devices_shown(value: str) -> str:
+    """Returns a list of devices as it may be shown: numbers whole, UUIDs by their beginning."""
+    entries = [entry.strip() for entry in value.split(",")]
+    if not all(_ENTRY.fullmatch(entry) for entry in entries):
+        return _NOT_SHOWN
+    short = [f"{entry[:8]}..." if len(entry) > 10 else entry for entry in entries]
+    return repr(",".join(short))
+
+
+def concealed(text: str, environ: Mapping[str, str]) -> str:
+    """Replaces in a text every address and name that TF_CONFIG or a TPU variable holds."""
+    secrets: set[str] = set()
+    for name in ("TF_CONFIG", *_ADDRESSES):
+        value = environ.get(name)
+        if not value:
+            continue
+        found = {value}
+        if name == "TF_CONFIG":
+            found |= set(_strings(_parsed(value)))
+            # An address, and its host by itself; text that is not JSON is not taken apart.
+            found |= set(re.findall(r"[\w.\[\]-]+:\d+", value))
+        secrets |= found | {one.rsplit(":", 1)[0] for one in found if ":" in one}
+    secrets |= {repr(one)[1:-1] for one in secrets}
+    for secret in sorted(secrets, key=len, reverse=True):
+        if len(secret) > 2 and secret not in _VOCABULARY:
+            text = re.sub(rf"(?<![\w.-]){re.escape(secret)}(?![\w-])", "<not shown>", text)
+    return text
+
+
+_VOCABULARY = {"chief", "cluster", "evaluator", "grpc", "index", "local", "master", "task", "type"}
+_VOCABULARY |= {"worker", "environment", "cloud", "rpc_layer", "sparseCluster"}
+
+
+def _structure(text: str) -> str:
+    """The shape of TF_CONFIG: how many addresses of each job, and the task."""
+    config = _parsed(text)
+    if not isinstance(config, dict):
+        return "set, not a JSON object (not shown)"
+    cluster, task = config.get("cluster"), config.get("task")
+    jobs = []
+    if isinstance(cluster, dict):
+        for job, listed in cluster.items():
+            count = len(listed) if isinstance(listed, (list, dict)) else "?"
+            jobs.append(f"{job if job in _VOCABULARY | {'ps'} else 'another job'}: {count}")
+    which = "none"
+    if isinstance(task, dict):
+        kind, index = task.get("type"), task.get("index")
+        kind = kind if isinstance(kind, str) and kind in _VOCABULARY | {"ps"} else "?"
+        which = f"{kind} {index if isinstance(index, int) else '?'}"
+    return f"set; addresses {', '.join(jobs) or 'none'}; task {which} (addresses not shown)"
+
+
+def _parsed(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return None
+
+
+def _strings(value: Any) -> Iterator[str]:
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield from _strings(key)
+            yield from _strings(inner)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _strings(inner)
+    elif isinstance(value, str):
+        yield value
