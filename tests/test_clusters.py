@@ -78,6 +78,63 @@ def test_what_others_add_is_left_alone() -> None:
     assert read({"worker": ["[::1]:2222", "[fe80::1]:2222"]}).address == "[::1]:2222"
 
 
+def test_a_dict_that_numbers_all_addresses_is_a_list() -> None:
+    numbered = {str(place): address for place, address in reversed(list(enumerate(WORKERS)))}
+    assert read({"worker": numbered}).workers == tuple(WORKERS)
+    eleven = {str(place): f"a{place}:1" for place in range(11)}
+    assert read({"worker": eleven}).workers[9:] == ("a9:1", "a10:1")
+
+
+def test_what_kubeflow_sets_in_each_pod() -> None:
+    """As the training operator writes it: no evaluator in the cluster, services for names."""
+    jobs = {
+        "chief": ["dist-chief-0.kubeflow.svc:2222"],
+        "worker": ["dist-worker-0.kubeflow.svc:2222", "dist-worker-1.kubeflow.svc:2222"],
+    }
+    kinds = [("chief", 0, 0), ("worker", 0, 1), ("worker", 1, 2), ("evaluator", 0, None)]
+    for kind, number, index in kinds:
+        pod = read(jobs, {"type": kind, "index": number}, environment="cloud")
+        assert (pod.index, len(pod.workers)) == (index, 3)
+    # An older TFJob says master.
+    assert read({"master": jobs["chief"]}, {"type": "master", "index": 0}).is_chief
+
+
+def test_what_ray_train_sets_in_each_worker() -> None:
+    jobs = {"worker": ["10.0.0.4:41235", "10.0.0.5:38127"]}
+    second = read(jobs, {"type": "worker", "index": 1})
+    assert (second.index, second.address) == (1, "10.0.0.5:38127")
+
+
+def test_a_cluster_that_is_written_down() -> None:
+    written = Cluster(workers=WORKERS, index=2)
+    assert (written.workers, written.task_type, written.task_index) == (tuple(WORKERS), "worker", 2)
+    assert str(written) == "worker 2 of 3 at 10.0.0.3:2222 (Cluster)"
+    assert written.fingerprint == read().fingerprint
+    assert Cluster(workers=WORKERS, index=2, has_chief=True).task_index == 1
+    assert Cluster(WORKERS, None, "evaluator").address is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"workers": []}, r"^Cluster: workers lists nobody\. It looks like Cluster\(workers=\["),
+        ({"workers": "a:1"}, r"workers must be a list of addresses\..*Received: 'a:1'"),
+        ({"workers": ["a:1", "b"]}, r"^Cluster: workers\[1\] must be host:port.*Received: 'b'"),
+        ({"workers": ["a:1", "A:1"]}, r"workers\[1\] and workers\[0\] are the same address"),
+        ({"index": 2}, r"index is out of range\. There are 2 workers: 0 to 1\. Received: 2"),
+        ({"index": -1}, r"index is out of range.*Received: -1"),
+        ({"index": None}, r"index is missing\. It is one of 0 to 1\. Received: None"),
+        ({"index": "1"}, r"index must be a whole number\..*Received: '1'"),
+        ({"index": True}, r"index must be a whole number"),
+        ({"task_type": "ps"}, r"task_type must be one of chief, worker, evaluator.*'ps'"),
+    ],
+    ids=str,
+)
+def test_what_is_wrong_in_a_written_cluster_is_named(arguments: Any, message: str) -> None:
+    with pytest.raises(ClusterError, match=message):
+        Cluster(**{"workers": ["a:1", "b:1"], "index": 0, **arguments})
+
+
 def test_fingerprints_are_equal_for_the_same_workers_in_the_same_order() -> None:
     first, second = read(), read(task={"type": "worker", "index": 1})
     assert first.fingerprint == second.fingerprint
@@ -111,7 +168,9 @@ def test_what_is_no_description_is_an_error(text: str, message: str) -> None:
         ({"worker": []}, r'"cluster" lists no worker'),
         ({"evaluator": ["a:1"]}, r'"cluster" lists no worker'),
         ({"worker": "a:1"}, r"cluster\.worker must be a list of addresses.*Received: 'a:1'"),
-        ({"worker": {"0": "a:1"}}, r"cluster\.worker must be a list of addresses"),
+        ({"worker": {"1": "a:1"}}, r"cluster\.worker must number its addresses from 0 without"),
+        ({"worker": {"0": "a:1", "x": "b:1"}}, r"number its addresses from 0 without a gap"),
+        ({"worker": {"0": "a"}}, r"cluster\.worker\[0\] must be host:port"),
         ({"workers": ["a:1"]}, r"unknown task type\. Known are.*Received: 'workers'"),
         ({"worker": ["a"]}, r"cluster\.worker\[0\] must be host:port\..*Received: 'a'"),
         ({"worker": ["a:1", "b:"]}, r"cluster\.worker\[1\] must be host:port"),

@@ -189,7 +189,7 @@ def test_workers_bring_the_first_devices(
     plan = choose(machine(gpus, cpus=8, cluster=TWO_WORKERS), devices=devices)
     assert (plan.kind, plan.devices) == ("multi_worker", local)
     assert plan.num_replicas == 2 * len(local)
-    assert plan.reason.startswith("this is worker 1 of 2 at b:1 (TF_CONFIG)")
+    assert plan.reason.startswith("this is worker 1 of 2 at b:1 (Cluster)")
 
 
 @pytest.mark.parametrize(

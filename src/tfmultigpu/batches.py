@@ -20,6 +20,7 @@ from tfmultigpu.errors import (
     StrategyUnavailableError,
 )
 from tfmultigpu.losses import OTHER_ROWS
+from tfmultigpu.lost_workers import explaining_lost_workers
 from tfmultigpu.traces import Traces, any_rows
 
 __all__ = ["BatchFunction", "ShardSource", "Shards", "explaining_failures", "per_replica"]
@@ -249,7 +250,8 @@ def explaining_failures(
         count_rows: Returns the rows of the global batch, where there is one batch.
     """
     try:
-        yield
+        with explaining_lost_workers():
+            yield
     except tf.errors.ResourceExhaustedError as error:
         rows = None if count_rows is None else count_rows()
         raise _out_of_memory(error, strategy, rows) from error

@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Any
 import tensorflow as tf
 
 __all__ = [
+    "CheckpointError",
     "ClusterError",
     "CompileError",
+    "DamagedCheckpointWarning",
     "DataError",
     "DeviceNotFoundError",
     "DeviceSettingsError",
@@ -22,12 +24,14 @@ __all__ = [
     "MissingExtraError",
     "OutOfMemoryError",
     "ReplicaDependenceWarning",
+    "RestoreMismatchError",
     "ScopeError",
     "ShareError",
     "StrategyFallbackWarning",
     "StrategyUnavailableError",
     "TfMultiGpuError",
     "UnknownLengthError",
+    "WorkerLostError",
 ]
 
 
@@ -63,8 +67,24 @@ class ClusterError(TfMultiGpuError, ValueError):
     """The description of the cluster is wrong, or the cluster is not as described."""
 
 
+class WorkerLostError(TfMultiGpuError, RuntimeError):
+    """Another worker ended during training, and this process cannot go on without it."""
+
+
 class CompileError(TfMultiGpuError, ValueError):
     """A model was not compiled, or steps of its own stand in place of what it was compiled with."""
+
+
+class CheckpointError(TfMultiGpuError, RuntimeError):
+    """A checkpoint cannot be written or read, or does not fit what it is to be restored into."""
+
+
+class RestoreMismatchError(CheckpointError):
+    """What was restored is not what was saved: on another worker, or in the data."""
+
+
+class DamagedCheckpointWarning(UserWarning):
+    """A checkpoint is damaged and was passed over."""
 
 
 class ShareError(TfMultiGpuError, ValueError):

@@ -35,6 +35,7 @@ class Facts:
         devices: every logical device and the physical device behind it, in order.
         tpu: whether a TPU answers.
         cluster: the cluster, if one is described.
+        no_cluster: why there is none, for the reason.
         nccl: whether this TensorFlow has NCCL.
         no_gpu: why there is no GPU, for the reason.
         ring_over: the devices that a ring of this process already runs over, if there is one.
@@ -44,6 +45,7 @@ class Facts:
     devices: Mapping[str, str]
     tpu: Tpu = _NO_TPU
     cluster: Cluster | None = None
+    no_cluster: str = "TF_CONFIG is not set"
     nccl: bool = True
     no_gpu: str = "TensorFlow finds none"
     ring_over: tuple[str, ...] | None = None
@@ -224,7 +226,7 @@ def _tpu(facts: Facts, explicit: tuple[str, ...] | None) -> _Choice | str:
 def _multi_worker(facts: Facts, prefer: str, explicit: tuple[str, ...] | None) -> _Choice | str:
     cluster = facts.cluster
     if cluster is None:
-        return "no cluster is described: TF_CONFIG is not set"
+        return f"no cluster is described: {facts.no_cluster}"
     if cluster.index is None:
         return "this process is the evaluator, which runs alone beside the workers"
     if len(cluster.workers) == 1 and prefer != "multi_worker":
@@ -237,7 +239,7 @@ def _multi_worker(facts: Facts, prefer: str, explicit: tuple[str, ...] | None) -
             f"devices={list(local)!r} cannot be combined with the cluster of {cluster.source} "
             f"({len(cluster.workers)} workers): there TensorFlow uses {usable}. Hide the others "
             "before TensorFlow starts, tfmultigpu.restrict_devices([...]) or "
-            "CUDA_VISIBLE_DEVICES, and leave devices out; or unset TF_CONFIG to train alone."
+            "CUDA_VISIBLE_DEVICES, and leave devices out; or train alone: prefer='mirrored'."
         )
     return _Choice(
         "multi_worker",

@@ -9,6 +9,8 @@ from tfmultigpu.errors import ClusterError
 
 __all__ = ["listen", "split_address"]
 
+_ANOTHER_PORT = {"Slurm": "set the first port with TFMULTIGPU_PORT, the same for all tasks of srun"}
+
 
 def split_address(address: str) -> tuple[str, int]:
     """Split `host:port`; the brackets of an IPv6 host are dropped.
@@ -21,8 +23,12 @@ def split_address(address: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-def listen(address: str) -> socket.socket:
+def listen(address: str, source: str = "TF_CONFIG") -> socket.socket:
     """Listen on an address of this machine, and no other; TensorFlow may bind the port after.
+
+    Args:
+        address: `host:port`.
+        source: what lists the address, for the messages.
 
     Raises:
         ClusterError: the name does not resolve, the port is taken, or the address is another's.
@@ -36,7 +42,7 @@ def listen(address: str) -> socket.socket:
     except socket.gaierror as error:
         raise ClusterError(
             f"its own address {address} does not resolve: {error.strerror}. Correct the host name "
-            "in TF_CONFIG."
+            f"in {source}."
         ) from error
     try:
         # TensorFlow's server will bind the port on all interfaces: try that, without listening.
@@ -51,7 +57,7 @@ def listen(address: str) -> socket.socket:
             break
         listener.listen(128)
     except OSError as error:
-        raise ClusterError(_cannot_bind(address, port, error)) from error
+        raise ClusterError(_cannot_bind(address, port, error, source)) from error
     return listener
 
 
@@ -67,17 +73,17 @@ def _bind(family: int, host: str, port: int) -> socket.socket:
     return bound
 
 
-def _cannot_bind(address: str, port: int, error: OSError) -> str:
+def _cannot_bind(address: str, port: int, error: OSError, source: str) -> str:
+    another = _ANOTHER_PORT.get(source, f"list another port in {source} on every worker")
     if error.errno == errno.EADDRINUSE:
         return (
             f"port {port} is taken by another program. Stop it (`ss -ltnp | grep {port}` names it; "
-            "it may be a worker of an earlier run), or list another port in TF_CONFIG on every "
-            "worker."
+            f"it may be a worker of an earlier run), or {another}."
         )
     if error.errno == errno.EADDRNOTAVAIL:
         return (
-            f'{address} is not an address of this machine. Correct "index" in the "task" of '
-            "TF_CONFIG, or list an address that this machine itself has (behind NAT or a mapped "
+            f"{address} is not an address of this machine. Correct the index of this worker in "
+            f"{source}, or list an address that this machine itself has (behind NAT or a mapped "
             "container port: use the host's network)."
         )
-    return f"{address} cannot be listened on: {error.strerror}. List another port in TF_CONFIG."
+    return f"{address} cannot be listened on: {error.strerror}. Or {another}."

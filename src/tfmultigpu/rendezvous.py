@@ -3,7 +3,8 @@
 TensorFlow waits an hour for a worker that never comes, with Ctrl-C dead, and for ever where workers
 disagree. So every worker first listens on its own address and dials all others, and they compare
 cards. When all have all cards the first worker says go, and only then does anybody give up its
-port: no worker is still looking for a port that TensorFlow has taken over.
+port: no worker is still looking for a port that TensorFlow has taken over. The connections of the
+first worker to the others may stay: a `WorkerLink`.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any
 
 from tfmultigpu.errors import ClusterError
 from tfmultigpu.ports import listen, split_address
+from tfmultigpu.worker_link import WorkerLink
 
 __all__ = ["meet"]
 
@@ -25,6 +27,8 @@ _PROTOCOL = "tfmultigpu rendezvous 1"
 _LINE_LIMIT = 1 << 20
 _ATTEMPT_SECONDS = 2.0
 _COMMIT_SECONDS = 10.0
+_RESOLVE_SECONDS = 10.0
+_Connections = dict[int, tuple[asyncio.StreamReader, asyncio.StreamWriter]]
 _LINGER_SECONDS = {"disagreement": 1.0, "cannot start": 8.0, "missing": 0.5, "told": 0.0}
 
 
@@ -36,7 +40,9 @@ def meet(
     *,
     cures: Mapping[str, str] | None = None,
     problem: str | None = None,
-) -> None:
+    source: str = "TF_CONFIG",
+    stay: bool = False,
+) -> WorkerLink | None:
     """Wait until every worker is there and shows the same card; the port is free again after.
 
     Listens on `addresses[index]` and nowhere else. Nothing is authenticated.
@@ -48,6 +54,11 @@ def meet(
         timeout: seconds to wait for the others.
         cures: for a field of the card, what to change where it differs.
         problem: why this worker cannot start; the others are told, then it is raised here.
+        source: what lists the addresses, for the messages.
+        stay: keep connections open, so that each worker knows when another ends.
+
+    Returns:
+        The connections, where they stay and there is more than one worker.
 
     Raises:
         ClusterError: a worker is missing, disagrees or cannot start, or this port is taken. Every
@@ -56,30 +67,44 @@ def meet(
     Example:
         >>> meet(["localhost:23456"], 0, {"tensorflow": "2.21.0"}, timeout=5.0)
     """
-    meeting = _Meeting(tuple(addresses), index, dict(card), timeout, dict(cures or {}))
+    meeting = _Meeting(tuple(addresses), index, dict(card), timeout, dict(cures or {}), source)
+    link = WorkerLink(addresses, index) if stay and len(addresses) > 1 else None
     loop = asyncio.new_event_loop()
     failures: list[BaseException] = []
+    met = threading.Event()
+
+    async def hold() -> None:
+        try:
+            connections = await meeting.hold(problem, keep=link is not None)
+        except BaseException as error:
+            failures.append(error)
+            return
+        finally:
+            met.set()
+        if link is not None:
+            await link.serve(connections)
 
     def run() -> None:
         # A thread of its own: the caller may be a notebook, whose thread has a loop running.
         try:
-            loop.run_until_complete(meeting.hold(problem))
-        except BaseException as error:
-            failures.append(error)
+            loop.run_until_complete(hold())
         finally:
             loop.close()
 
     thread = threading.Thread(target=run, name="tfmultigpu-rendezvous", daemon=True)
     thread.start()
     try:
-        thread.join()
+        met.wait()
     except BaseException:
         with contextlib.suppress(RuntimeError):
             loop.call_soon_threadsafe(meeting.cancel)
         thread.join(timeout=_ATTEMPT_SECONDS)
         raise
+    if link is None or failures:
+        thread.join()
     if failures:
         raise failures[0]
+    return link
 
 
 class _Meeting:
@@ -92,14 +117,15 @@ class _Meeting:
         card: dict[str, str],
         timeout: float,
         cures: dict[str, str],
+        source: str,
     ) -> None:
         self.addresses, self.index, self.card = addresses, index, card
-        self.timeout, self.cures = timeout, cures
+        self.timeout, self.cures, self.source = timeout, cures, source
         self.peers = frozenset(range(len(addresses))) - {index}
         self.seen: set[int] = set()
         self.told: set[int] = set()
         self.notes: dict[int, str] = {}
-        self.ready: dict[int, asyncio.StreamWriter] = {}
+        self.ready: _Connections = {}
         self.problem: tuple[str, str] | None = None
         self.changed = asyncio.Event()
         self.task: asyncio.Task[Any] | None = None
@@ -109,14 +135,14 @@ class _Meeting:
         if self.task is not None:
             self.task.cancel()
 
-    async def hold(self, problem: str | None) -> None:
+    async def hold(self, problem: str | None, keep: bool) -> _Connections:
         self.task = asyncio.current_task()
         if problem is not None:
             self._fail("cannot start", f"{self._name(self.index)} cannot start: {problem}")
         listener = None
         if self.problem is None:
             try:
-                listener = listen(self.addresses[self.index])
+                listener = await self._listen()
             except ClusterError as error:
                 self._fail("cannot start", f"{self._name(self.index)} cannot start: {error}")
         server = None
@@ -132,15 +158,31 @@ class _Meeting:
             if self.problem is not None:
                 await self._linger()
                 raise ClusterError(self.problem[1])
+            kept = self.ready if keep else {}
         finally:
             if server is not None:
                 server.close()
-            for writer in self.ready.values():
-                writer.close()
+            if not keep or self.problem is not None:
+                for _, writer in self.ready.values():
+                    writer.close()
             rest = asyncio.all_tasks() - {self.task}
             for task in rest:
                 task.cancel()
             await asyncio.gather(*rest, return_exceptions=True)
+        return kept
+
+    async def _listen(self) -> socket.socket:
+        """On this worker's address; the name of a new container may take a moment to be known."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + min(self.timeout / 2, _RESOLVE_SECONDS)
+        while True:
+            try:
+                return listen(self.addresses[self.index], self.source)
+            except ClusterError as error:
+                unknown = isinstance(error.__cause__, socket.gaierror)
+                if not unknown or loop.time() > deadline:
+                    raise
+            await asyncio.sleep(0.25)
 
     async def _until(self, reached: Callable[[], bool], seconds: float | None) -> bool:
         """Wait until something holds or a problem is known; False when the time is over."""
@@ -169,14 +211,15 @@ class _Meeting:
             if not await self._until(lambda: set(self.ready) >= self.peers, _COMMIT_SECONDS):
                 gone = self._names(self.peers - set(self.ready))
                 self._fail("missing", f"{gone} came, and left again before training began.")
-            for writer in self.ready.values():
+            for _, writer in self.ready.values():
                 with contextlib.suppress(OSError):
                     writer.write(self._line("go" if self.problem is None else "problem"))
                     await writer.drain()
             return
         reply = None
         with contextlib.suppress(OSError, asyncio.TimeoutError, TimeoutError):
-            reply = await self._ask(0, "ready", _COMMIT_SECONDS + _ATTEMPT_SECONDS)
+            wait = _COMMIT_SECONDS + _ATTEMPT_SECONDS
+            reply = await self._ask(0, "ready", wait, keep=True)
         if reply is None and self.problem is None:
             self._fail("missing", f"{self._name(0)} came, and left again before training began.")
         elif reply is not None:
@@ -224,7 +267,9 @@ class _Meeting:
             return True
         return False
 
-    async def _ask(self, peer: int, kind: str, seconds: float) -> dict[str, Any] | None:
+    async def _ask(
+        self, peer: int, kind: str, seconds: float, keep: bool = False
+    ) -> dict[str, Any] | None:
         """One line there, one line back; None where the answer is not ours."""
         host, port = split_address(self.addresses[peer])
 
@@ -237,7 +282,10 @@ class _Meeting:
             except ValueError:
                 return b""
             finally:
-                writer.close()
+                if keep:
+                    self.ready[peer] = reader, writer
+                else:
+                    writer.close()
 
         return _parse(await asyncio.wait_for(exchange(), seconds))
 
@@ -254,7 +302,7 @@ class _Meeting:
             if self.problem is not None:
                 self.told.add(peer)
             elif message["kind"] == "ready" and peer in self.peers:
-                self.ready[peer] = writer
+                self.ready[peer] = reader, writer
                 keep = True
                 self.changed.set()
                 return
@@ -279,7 +327,7 @@ class _Meeting:
             self._fail(
                 "disagreement",
                 f"Two processes say they are worker {peer} of {len(self.addresses)}. "
-                'Give every process its own "index" in the "task" of TF_CONFIG.',
+                f"Give every process an index of its own in {self.source}.",
             )
         else:
             self.seen.add(peer)

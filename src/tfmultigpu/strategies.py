@@ -17,13 +17,15 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfmultigpu.clusters import Cluster, cluster_from_environment, preflight
-from tfmultigpu.devices import existing_logical_names, list_devices, logical_to_physical
-from tfmultigpu.errors import (
-    ClusterError,
-    StrategyFallbackWarning,
-    StrategyUnavailableError,
+from tfmultigpu.clusters import (
+    Cluster,
+    cluster_from_environment,
+    preflight,
+    why_no_cluster,
 )
+from tfmultigpu.devices import existing_logical_names, list_devices, logical_to_physical
+from tfmultigpu.errors import ClusterError, StrategyFallbackWarning, StrategyUnavailableError
+from tfmultigpu.lost_workers import watch
 from tfmultigpu.plans import Facts, StrategyPlan, choose
 from tfmultigpu.tpus import Tpu, connect_tpu, find_tpu
 
@@ -40,6 +42,8 @@ def plan_strategy(
     prefer: str = "auto",
     devices: int | str | Sequence[str] | None = None,
     communication: str = "auto",
+    *,
+    cluster: Cluster | None = None,
 ) -> StrategyPlan:
     """Say what `create_strategy` would create with the same arguments, and why.
 
@@ -49,12 +53,13 @@ def plan_strategy(
         prefer: `"auto"`, or `"tpu"`, `"multi_worker"`, `"mirrored"`, `"one_device"`.
         devices: see `create_strategy`.
         communication: see `create_strategy`.
+        cluster: see `create_strategy`.
 
     Returns:
         The plan; `str` of it is for a person.
 
     Raises:
-        ClusterError: TF_CONFIG is wrong.
+        ClusterError: the description of the cluster is wrong.
         DeviceNotFoundError: a device is asked for that does not exist.
         StrategyUnavailableError: the arguments contradict each other.
         ValueError: an argument is none of the choices.
@@ -63,7 +68,7 @@ def plan_strategy(
         >>> plan_strategy(prefer="one_device").num_replicas
         1
     """
-    return choose(_look_around(prefer, devices), prefer, devices, communication)
+    return choose(_look_around(prefer, devices, cluster), prefer, devices, communication)
 
 
 def create_strategy(
@@ -72,11 +77,13 @@ def create_strategy(
     communication: str = "auto",
     fallback: bool = True,
     startup_timeout: float = 60.0,
+    *,
+    cluster: Cluster | None = None,
 ) -> tf.distribute.Strategy:
     """Create the strategy for the devices that are here.
 
-    In order: a TPU that answers; the workers of TF_CONFIG; all GPUs, mirrored; one GPU; the CPU.
-    `prefer` starts further down. Several logical CPUs are used only when asked for.
+    In order: a TPU that answers; the workers of `TF_CONFIG` or `srun`; all GPUs, mirrored; one GPU;
+    the CPU. `prefer` starts further down. Several logical CPUs are used only when asked for.
 
     Args:
         prefer: `"auto"`, or `"tpu"`, `"multi_worker"`, `"mirrored"`, `"one_device"`.
@@ -89,14 +96,15 @@ def create_strategy(
             missing worker always raise: other devices than those named, or one worker training
             alone, would be a silently different run.
         startup_timeout: seconds to wait for the other workers.
+        cluster: the workers, and which of them this is, in place of what the environment says.
 
     Returns:
         A `tf.distribute` strategy. Several may be created in one process, except over several
         workers.
 
     Raises:
-        ClusterError: TF_CONFIG is wrong, a worker is missing, disagrees or cannot start, or this
-            process has joined a cluster before.
+        ClusterError: the description of the cluster is wrong, a worker is missing, disagrees or
+            cannot start, or this process has joined a cluster before.
         DeviceNotFoundError: a device is asked for that does not exist.
         StrategyUnavailableError: the arguments contradict each other, or ask for what cannot be
             had, with `fallback=False`.
@@ -112,7 +120,7 @@ def create_strategy(
             "startup_timeout is how many seconds to wait for the other workers, above 0. "
             f"Received: startup_timeout={startup_timeout!r}"
         )
-    facts = _look_around(prefer, devices)
+    facts = _look_around(prefer, devices, cluster)
     plan = choose(facts, prefer, devices, communication)
     _accept(plan, fallback)
     if plan.kind == "tpu":
@@ -146,9 +154,17 @@ def create_strategy(
         ) from error
 
 
-def _look_around(prefer: str, devices: int | str | Sequence[str] | None) -> Facts:
+def _look_around(
+    prefer: str, devices: int | str | Sequence[str] | None, cluster: Cluster | None
+) -> Facts:
+    if cluster is not None and not isinstance(cluster, Cluster):
+        raise ClusterError(
+            "cluster must be a tmg.Cluster(workers=[...], index=...). Received: "
+            f"cluster={cluster!r}"
+        )
     wants_tpu = prefer == "tpu" or (prefer == "auto" and devices is None)
-    wants_cluster = prefer in ("auto", "tpu", "multi_worker")
+    if cluster is None and prefer in ("auto", "tpu", "multi_worker"):
+        cluster = cluster_from_environment()
     names = existing_logical_names("TPU")
     tpu = Tpu(None, "", "it was not asked for")
     if wants_tpu:
@@ -158,7 +174,8 @@ def _look_around(prefer: str, devices: int | str | Sequence[str] | None) -> Fact
     return Facts(
         devices=logical_to_physical(),
         tpu=tpu,
-        cluster=cluster_from_environment() if wants_cluster else None,
+        cluster=cluster,
+        no_cluster=why_no_cluster(),
         nccl=bool(test.is_built_with_gpu_support()) and os.name == "posix",
         no_gpu=_why_no_gpu(),
         ring_over=_ring_over,
@@ -267,7 +284,7 @@ def _join(plan: StrategyPlan, cluster: Cluster, timeout: float) -> tf.distribute
             "them. Move create_strategy up, directly after the imports"
         )
     kind = plan.devices[0].split(":")[0]
-    preflight(
+    link = preflight(
         cluster,
         devices=f"{len(plan.devices)} {kind}",
         communication=plan.communication,
@@ -275,6 +292,7 @@ def _join(plan: StrategyPlan, cluster: Cluster, timeout: float) -> tf.distribute
         problem=problem,
     )
     _joined = str(cluster)
+    watch(cluster, link)
     distribute: Any = tf.distribute
     job = "chief" if cluster.has_chief and cluster.index == 0 else "worker"
     resolver = distribute.cluster_resolver.SimpleClusterResolver(

@@ -1,0 +1,128 @@
+"""Another worker is gone: which one, how it ended, and what to do now.
+
+TensorFlow ends what waits for a lost worker within some ten seconds, with one of several errors,
+and may name the wrong worker. Here they become one error that names the right one.
+"""
+
+from __future__ import annotations
+
+import atexit
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import tensorflow as tf
+
+from tfmultigpu.cluster_spec import Cluster
+from tfmultigpu.errors import WorkerLostError
+from tfmultigpu.worker_link import WorkerLink
+
+__all__ = ["explaining_lost_workers", "link_of_workers", "watch"]
+
+_link: WorkerLink | None = None
+_cluster: Cluster | None = None
+
+# How TensorFlow 2.16 to 2.21 puts it that a worker is gone.
+_GONE = re.compile(
+    r"stopped sending heartbeats|CoordinationService/Heartbeat|Connection reset by peer|"
+    r"Socket closed|failed to connect to all addresses|Connection refused|recvmsg:|"
+    r"coordination service.*(disconnect|unavailable|shut)",
+    re.IGNORECASE,
+)
+_TASK = re.compile(r"/job:(\w+)/replica:\d+/task:(\d+)")
+_KINDS: tuple[type[Exception], ...] = (
+    tf.errors.UnavailableError,
+    tf.errors.AbortedError,
+    tf.errors.CancelledError,
+    tf.errors.DeadlineExceededError,
+    tf.errors.InternalError,
+    tf.errors.UnknownError,
+)
+# News of a worker's end comes within milliseconds, but TensorFlow may be faster.
+_NEWS_SECONDS = 2.0
+_LONGEST = 300
+_FINISHED = "it finished its program"
+
+
+def watch(cluster: Cluster, link: WorkerLink | None) -> None:
+    """Remember the workers of this process, and say goodbye to them when it ends."""
+    global _cluster, _link
+    _cluster, _link = cluster, link
+    if link is not None:
+        atexit.register(lambda: link.leave(_how_this_process_ends()))
+
+
+def link_of_workers() -> WorkerLink | None:
+    """The connections to the other workers; `None` where `create_strategy` made none."""
+    return _link
+
+
+@contextmanager
+def explaining_lost_workers() -> Iterator[None]:
+    """Raises what an error of TensorFlow means where another worker is gone.
+
+    The steps and loops of this library do so by themselves. In a loop written by hand it belongs
+    around what communicates: a `tf.function` with `GradientAccumulator.reduce`, `strategy.gather`.
+
+    Raises:
+        WorkerLostError: another worker has ended; the message says which one, how, and what to do.
+            Every other error passes unchanged.
+
+    Example:
+        >>> with explaining_lost_workers():
+        ...     total = tf.distribute.get_strategy().reduce("SUM", tf.ones([]), axis=None)
+        >>> float(total)
+        1.0
+    """
+    try:
+        yield
+    except _KINDS as error:
+        lost = _explain(error)
+        if lost is None:
+            raise
+        raise lost from error
+
+
+def _explain(error: Exception) -> WorkerLostError | None:
+    text = str(error)
+    named = _GONE.search(text) is not None
+    ended: Mapping[int, str] = {}
+    if _link is not None:
+        ended = _link.wait_for_end(_NEWS_SECONDS) if named else _link.ended()
+    if not ended and not named:
+        return None
+    said = next((line for line in text.splitlines() if _GONE.search(line)), text.splitlines()[-1])
+    who = [f"{_name(worker)}: {how}" for worker, how in ended.items()]
+    if not who:
+        tasks = dict.fromkeys(_TASK.findall(text))
+        who = [f"{_name_of_task(job, int(task))}: it does not answer" for job, task in tasks]
+    return WorkerLostError(
+        "Another worker is gone, and the others cannot go on without it. First to go: "
+        f"{'; then '.join(who) or 'TensorFlow does not say which'}. Read its log for the reason "
+        "(the lines of that worker under the launcher, the output of that task of srun, kubectl "
+        "logs of that pod). This process cannot take it back: start all workers again, and they go "
+        "on from the last checkpoint that they restore. `python -m tfmultigpu launch --restarts 3` "
+        f"does so on one machine. TensorFlow says: {said.strip()[:_LONGEST]}"
+    )
+
+
+def _name(worker: int) -> str:
+    if _cluster is None:
+        return f"worker {worker}"
+    return f"worker {worker} of {len(_cluster.workers)} at {_cluster.workers[worker]}"
+
+
+def _name_of_task(job: str, task: int) -> str:
+    if _cluster is None:
+        return f"task {task} of job {job}"
+    return _name(task + 1 if _cluster.has_chief and job == "worker" else task)
+
+
+def _how_this_process_ends() -> str:
+    # Set where an exception ends the program, before it is printed.
+    error = getattr(sys, "last_value", None)
+    if error is None:
+        return _FINISHED
+    first = str(error).strip().split("\n", 1)[0][:_LONGEST]
+    return f"it ended with {type(error).__name__}: {first}"

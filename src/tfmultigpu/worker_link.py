@@ -1,0 +1,167 @@
+"""The connection that workers keep open while they train: who has ended, and do all agree.
+
+Every worker is connected to the first one, which passes on what it hears. TensorFlow names a lost
+worker after some seconds, at times the wrong one; a closed connection is known at once. Messages
+are lines of JSON on connections that were made when the workers met.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import socket
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+__all__ = ["BROKEN_OFF", "WorkerLink"]
+
+BROKEN_OFF = "its connection broke off without a word: it was killed, or its machine failed"
+# A machine that lost its power says nothing: ask it after so many silent seconds, so often.
+_KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 3, "TCP_KEEPCNT": 3}
+_LEAVE_SECONDS = 1.0
+
+
+class WorkerLink:
+    """One worker's end of the connections; its methods may be called from any thread.
+
+    Attributes:
+        addresses: `host:port` of all workers.
+        index: which one this process is.
+    """
+
+    def __init__(self, addresses: Sequence[str], index: int) -> None:
+        """Use `meet(..., stay=True)`, which makes the connections."""
+        self.addresses, self.index = tuple(addresses), index
+        self._changed = threading.Condition()
+        self._ended: dict[int, str] = {}
+        self._said: dict[str, dict[int, Any]] = {}
+        self._answers: dict[str, dict[int, Any]] = {}
+        self._writers: dict[int, asyncio.StreamWriter] = {}
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def ended(self) -> dict[int, str]:
+        """How each worker ended that has, the first to end first."""
+        with self._changed:
+            return dict(self._ended)
+
+    def wait_for_end(self, seconds: float) -> dict[int, str]:
+        """Wait until some worker has ended, at most so long; then as `ended`."""
+        with self._changed:
+            self._changed.wait_for(lambda: bool(self._ended), seconds)
+            return dict(self._ended)
+
+    def compare(self, key: str, value: Any, seconds: float) -> dict[int, Any] | None:
+        """Tell all workers a value; returns everybody's for the same key.
+
+        Args:
+            key: what is compared; each key serves once.
+            value: anything that JSON holds.
+            seconds: how long to wait for the others.
+
+        Returns:
+            The value of each worker; `None` where one did not say it in time, or has ended.
+        """
+        deadline = time.monotonic() + seconds
+        self._call(self._take, self.index, key, value)
+        with self._changed:
+            self._changed.wait_for(
+                lambda: key in self._answers or bool(self._ended), deadline - time.monotonic()
+            )
+            return self._answers.pop(key, None)
+
+    def leave(self, how: str) -> None:
+        """Say to the others that this worker ends, and how."""
+        done = threading.Event()
+
+        async def say() -> None:
+            await self._send({"kind": "ended", "worker": self.index, "how": how}, None)
+            done.set()
+
+        with contextlib.suppress(RuntimeError):
+            if self._loop is not None:
+                self._loop.call_soon_threadsafe(lambda: self._spawn(say()))
+                done.wait(_LEAVE_SECONDS)
+
+    async def serve(
+        self, peers: Mapping[int, tuple[asyncio.StreamReader, asyncio.StreamWriter]]
+    ) -> None:
+        """Listen on the connections until all are closed; runs in a thread of its own."""
+        self._loop = asyncio.get_running_loop()
+        self._tasks: set[asyncio.Task[None]] = set()
+        for peer, (_, writer) in peers.items():
+            self._writers[peer] = writer
+            _keep_alive(writer.get_extra_info("socket"))
+        await asyncio.gather(*(self._listen(peer, reader) for peer, (reader, _) in peers.items()))
+        while self._tasks:
+            await asyncio.gather(*self._tasks)
+
+    async def _listen(self, peer: int, reader: asyncio.StreamReader) -> None:
+        while True:
+            line = b""
+            with contextlib.suppress(OSError, ValueError):
+                line = await reader.readline()
+            if not line.endswith(b"\n"):
+                self._note(peer, BROKEN_OFF)
+                return
+            message = json.loads(line)
+            if message["kind"] == "ended":
+                self._note(message["worker"], message["how"])
+            elif message["kind"] == "value":
+                self._take(message["worker"], message["key"], message["value"])
+            else:
+                self._answer(message["key"], {int(k): v for k, v in message["values"].items()})
+
+    def _note(self, worker: int, how: str) -> None:
+        with self._changed:
+            if worker in self._ended:
+                return
+            self._ended[worker] = how
+            self._changed.notify_all()
+        if self.index == 0:
+            self._spawn(self._send({"kind": "ended", "worker": worker, "how": how}, worker))
+
+    def _take(self, worker: int, key: str, value: Any) -> None:
+        """The first worker collects values; the others hand theirs to it."""
+        if self.index != 0:
+            line = {"kind": "value", "worker": worker, "key": key, "value": value}
+            self._spawn(self._send(line, None))
+            return
+        said = self._said.setdefault(key, {})
+        said[worker] = value
+        if len(said) == len(self.addresses):
+            values = self._said.pop(key)
+            self._spawn(self._send({"kind": "values", "key": key, "values": values}, None))
+            self._answer(key, values)
+
+    def _answer(self, key: str, values: dict[int, Any]) -> None:
+        with self._changed:
+            self._answers[key] = values
+            self._changed.notify_all()
+
+    async def _send(self, message: Mapping[str, Any], but: int | None) -> None:
+        line = json.dumps(message).encode() + b"\n"
+        for peer, writer in self._writers.items():
+            if peer != but:
+                with contextlib.suppress(OSError):
+                    writer.write(line)
+                    await writer.drain()
+
+    def _call(self, function: Any, *args: Any) -> None:
+        with contextlib.suppress(RuntimeError):  # The loop is closed: everybody else has ended.
+            if self._loop is not None:
+                self._loop.call_soon_threadsafe(function, *args)
+
+    def _spawn(self, coroutine: Any) -> None:
+        task = asyncio.get_running_loop().create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+def _keep_alive(connection: Any) -> None:
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in _KEEPALIVE.items():
+        if hasattr(socket, name):
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
