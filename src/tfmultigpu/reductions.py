@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import tensorflow as tf
 
 from tfmultigpu.accumulation import all_reduce_sum
 from tfmultigpu.batches import per_replica
 
-__all__ = ["sum_over_replicas"]
+__all__ = ["sum_on_devices", "sum_over_replicas"]
 
 
 def sum_over_replicas(
@@ -44,6 +46,20 @@ def sum_over_replicas(
     results = strategy.run(reduce, args=(per_replica(strategy, values),))
     local = [strategy.experimental_local_results(result) for result in results]
     return [[result[r] for result in local] for r in range(len(values))]
+
+
+def sum_on_devices(values: list[list[tf.Tensor]], devices: Sequence[str]) -> list[tf.Tensor]:
+    """Adds tensors over the replicas of one process, each on a device of its own.
+
+    Args:
+        values: One list of tensors for each replica, alike in shapes and dtypes.
+        devices: Where each sum is to be, one for each tensor of a list.
+    """
+    totals = []
+    for device, *parts in zip(devices, *values, strict=True):
+        with tf.device(device):
+            totals.append(tf.add_n(parts))
+    return totals
 
 
 def _all_on_cpu(devices: tuple[str, ...]) -> bool:

@@ -18,16 +18,18 @@ import tensorflow as tf
 from tfmultigpu import rows as rows_lib
 from tfmultigpu.batches import BatchFunction, Shards, per_replica
 from tfmultigpu.evaluation import make_eval_step, make_predict_step
+from tfmultigpu.gradients import all_finite, clipped, global_norm
 from tfmultigpu.layer_states import warn_about_copies
 from tfmultigpu.losses import LossSum
 from tfmultigpu.metrics import check_metrics
 from tfmultigpu.multistep import MultiStep
 from tfmultigpu.objectives import Objective, regularization
 from tfmultigpu.precision import LossScale, make_loss_scale, unwrap_optimizer
-from tfmultigpu.reductions import sum_over_replicas
+from tfmultigpu.reductions import sum_on_devices, sum_over_replicas
 from tfmultigpu.replicas import ReplicaPhase
 from tfmultigpu.scopes import all_layers, check_backend, check_kinds, prepare_model
-from tfmultigpu.updates import apply_in_replica, build_optimizer, overwrite_with_averages
+from tfmultigpu.sharded_updates import ShardedUpdate, placed
+from tfmultigpu.updates import apply_in_replica, overwrite_with_averages, prepare_update
 
 __all__ = ["TrainStep", "make_eval_step", "make_predict_step", "make_train_step"]
 
@@ -45,6 +47,7 @@ def make_train_step(
     forward: Callable[[Any, Any, bool], LossSum] | None = None,
     clip_norm: float | None = None,
     loss_scale: str | float | None = None,
+    shard_update: str | bool = "auto",
     jit_compile: bool = False,
 ) -> TrainStep:
     """Makes a train step that gives on N replicas what one device gives on the same global batches.
@@ -71,6 +74,9 @@ def make_train_step(
         clip_norm: Largest global norm of the gradient; larger ones are scaled down to it.
         loss_scale: For float16: ``"dynamic"`` or a number. A step whose global gradient is not
             finite is skipped on every replica.
+        shard_update: Whether each variable is updated by one replica, which keeps what the
+            optimizer remembers of it, and then copied to the others: True, False, or ``"auto"``
+            where it can be and is known to be faster. The result is the same.
         jit_compile: Compile forward and backward with XLA.
 
     Returns:
@@ -81,6 +87,7 @@ def make_train_step(
         LossError: The loss is none, or not one value per example.
         MetricError: A metric cannot be added over replicas.
         KerasBackendError: Keras does not run on TensorFlow.
+        TfMultiGpuError: ``shard_update=True`` cannot be had.
 
     Example:
         >>> import keras, numpy as np, tfmultigpu as tmg
@@ -105,6 +112,10 @@ def make_train_step(
         raise ValueError(f"clip_norm is positive. Received: clip_norm={clip_norm}.")
     if clip_norm == math.inf:
         clip_norm = None  # Nothing is larger; the norm is in the logs all the same.
+    if not isinstance(shard_update, bool) and shard_update != "auto":
+        raise ValueError(
+            f"shard_update is True, False or 'auto'. Received: shard_update={shard_update!r}."
+        )
     check_metrics(metrics, strategy)
     check_metrics(weighted_metrics, strategy)
     objective = Objective.of(model, loss, loss_weights, forward)
@@ -117,7 +128,7 @@ def make_train_step(
         weighted_metrics=weighted_metrics,
         jit_compile=jit_compile,
     )
-    return TrainStep(phase, model, optimizer, strategy, clip_norm, loss_scale)
+    return TrainStep(phase, model, optimizer, strategy, clip_norm, loss_scale, shard_update)
 
 
 class TrainStep:
@@ -130,9 +141,13 @@ class TrainStep:
         strategy: The strategy it runs under.
         metrics: The Keras metrics it updates.
         loss_scale: The loss scale in use, or None; known after the first step.
+        shard_update: Whether each variable is updated by one replica; likewise.
+        shard_update_reason: Why, for a person; likewise.
     """
 
     loss_scale: LossScale | None = None
+    shard_update: bool = False
+    shard_update_reason: str = "the model is not built yet"
 
     def __init__(
         self,
@@ -142,6 +157,7 @@ class TrainStep:
         strategy: tf.distribute.Strategy,
         clip_norm: float | None,
         loss_scale: str | float | None,
+        shard_update: str | bool,
     ) -> None:
         """Use ``make_train_step``, which checks what it is given."""
         self.model = model
@@ -151,6 +167,8 @@ class TrainStep:
         self._phase = phase
         self._clip_norm = clip_norm
         self._asked_loss_scale = loss_scale
+        self._asked_shard_update = shard_update
+        self._sharded: ShardedUpdate | None = None
         self._layers: list[Any] = []
         self._frozen: Any = None
         self._seen_a_batch = False
@@ -231,7 +249,11 @@ class TrainStep:
             self._use(frozen)
             return
         prepare_model(self.model, self.strategy, batch_spec, training=first)
-        build_optimizer(self.optimizer, self.model.trainable_variables, self.strategy)
+        plan, self._sharded = prepare_update(
+            self.optimizer, self.model.trainable_variables, self.strategy, self._asked_shard_update
+        )
+        if first:
+            self.shard_update, self.shard_update_reason = plan
         if batch_spec is not None:
             self._phase.build_metrics(batch_spec)
             self._seen_a_batch = True
@@ -243,7 +265,11 @@ class TrainStep:
     def _step(self, shards: Shards) -> dict[str, Any]:
         scale = None if self.loss_scale is None else self.loss_scale.value()
         rows = tf.cast(shards.global_rows, tf.float64)
-        values = sum_over_replicas(self.strategy, self._phase(shards, scale))
+        if self._sharded is not None:
+            parts = self._phase(shards, scale)
+            values = [sum_on_devices(parts, self._places(self._sharded))]
+        else:
+            values = sum_over_replicas(self.strategy, self._phase(shards, scale))
         if len(values) == 1:
             gradients, logs = self._finish(values[0], rows, scale)
         else:
@@ -255,6 +281,14 @@ class TrainStep:
         skipped = tf.zeros([]) if scale is None else 1.0 - tf.cast(finite, tf.float32)
         return {**logs, "skipped": skipped, "loss_scale": tf.ones([]) if scale is None else scale}
 
+    def _places(self, sharded: ShardedUpdate) -> list[str]:
+        """Where what the replicas return is added: gradients with their owners."""
+        owners = [sharded.owners[id(v)] for v in self.model.trainable_variables]
+        used = [
+            o for one in self._phase.present for o, here in zip(owners, one, strict=True) if here
+        ]
+        return [sharded.devices[owner] for owner in [*used, 0]]
+
     def _finish(
         self, values: list[tf.Tensor], global_rows: Any, scale: Any
     ) -> tuple[list[tf.Tensor], dict[str, Any]]:
@@ -262,10 +296,10 @@ class TrainStep:
         layout = self._phase.layout
         *summed, stats = values
         sums, weights = layout.unstack(stats)
-        with tf.control_dependencies(layout.check(weights, global_rows)):
-            logs = layout.report(sums, weights, global_rows)
-            summed = [tf.identity(gradient) for gradient in summed]
         variables = self.model.trainable_variables
+        checks = layout.check(weights, global_rows)
+        with tf.control_dependencies(checks):
+            logs = layout.report(sums, weights, global_rows)
         current = [tf.convert_to_tensor(variable.value) for variable in variables]
         penalty, penalties = regularization(variables, current)
         corrections: list[Any] = layout.corrections(weights, global_rows)
@@ -277,23 +311,23 @@ class TrainStep:
             factor = _unscaled(correction, scale)
             for i, here in enumerate(present):
                 if here:
-                    gradient = next(taken)
-                    part = (
-                        gradient if factor is None else gradient * tf.cast(factor, gradient.dtype)
-                    )
-                    total[i] = part if total[i] is None else total[i] + part
+                    with placed(self._sharded, variables[i]), tf.control_dependencies(checks):
+                        part = tf.identity(next(taken))
+                        part = part if factor is None else part * tf.cast(factor, part.dtype)
+                        total[i] = part if total[i] is None else total[i] + part
         for i, part in enumerate(penalties):
             if part is not None:
-                part = tf.cast(part, tf.float32) if part.dtype.size < 4 else part
-                total[i] = part if total[i] is None else total[i] + part
+                with placed(self._sharded, variables[i]):
+                    part = tf.cast(part, tf.float32) if part.dtype.size < 4 else part
+                    total[i] = part if total[i] is None else total[i] + part
         self._trained = [
             v for v, gradient in zip(variables, total, strict=True) if gradient is not None
         ]
         gradients = [gradient for gradient in total if gradient is not None]
-        norm = _global_norm(gradients)
-        logs["finite"] = tf.constant(True) if scale is None else _all_finite(gradients)
+        norm = global_norm(gradients)
+        logs["finite"] = tf.constant(True) if scale is None else all_finite(gradients)
         if self._clip_norm is not None:
-            gradients = _clipped(gradients, self._clip_norm, norm)
+            gradients = clipped(gradients, self._clip_norm, norm)
         norm = tf.cast(norm, tf.float32)
         logs = {**logs, "loss": logs["loss"] + penalty, "gradient_norm": norm}
         return [tf.cast(g, v.dtype) for g, v in zip(gradients, self._trained, strict=True)], logs
@@ -307,6 +341,9 @@ class TrainStep:
                 apply_in_replica(optimizer, gradients, self._trained)
 
         def update() -> tf.Tensor:
+            if self._sharded is not None:
+                self._sharded.apply(gradients, self._trained)
+                return tf.constant(True)
             self.strategy.run(apply, args=(gradients,))
             overwrite_with_averages(optimizer, self.strategy)
             return tf.constant(True)
@@ -322,25 +359,3 @@ def _unscaled(correction: Any, scale: Any) -> Any:
     if scale is None:
         return correction
     return 1.0 / scale if correction is None else tf.cast(correction, tf.float32) / scale
-
-
-def _global_norm(gradients: list[tf.Tensor]) -> Any:
-    if not gradients:
-        return tf.zeros([])
-    if len({gradient.dtype for gradient in gradients}) > 1:
-        gradients = [tf.cast(gradient, tf.float64) for gradient in gradients]
-    return tf.linalg.global_norm(gradients)
-
-
-def _clipped(gradients: list[tf.Tensor], limit: float, norm: Any) -> list[tf.Tensor]:
-    clipped: dict[int, tf.Tensor] = {}
-    for dtype in dict.fromkeys(gradient.dtype for gradient in gradients):  # One dtype a call.
-        chosen = [i for i, gradient in enumerate(gradients) if gradient.dtype == dtype]
-        alike = [gradients[i] for i in chosen]
-        scaled, _ = tf.clip_by_global_norm(alike, limit, use_norm=tf.cast(norm, dtype))
-        clipped.update(zip(chosen, scaled, strict=True))
-    return [clipped[i] for i in range(len(gradients))]
-
-
-def _all_finite(gradients: list[tf.Tensor]) -> Any:
-    return tf.reduce_all([tf.reduce_all(tf.math.is_finite(gradient)) for gradient in gradients])

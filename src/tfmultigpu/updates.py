@@ -11,9 +11,17 @@ import tensorflow as tf
 
 from tfmultigpu import _bridge
 from tfmultigpu.errors import ScopeError, TfMultiGpuError
+from tfmultigpu.precision import unwrap_optimizer
 from tfmultigpu.scopes import check_scope
+from tfmultigpu.sharded_updates import (
+    ShardedUpdate,
+    UpdatePlan,
+    owned_variables,
+    plan_update,
+    shard_update,
+)
 
-__all__ = ["apply_reduced_gradients", "build_optimizer"]
+__all__ = ["apply_reduced_gradients", "build_optimizer", "prepare_update"]
 
 
 def apply_reduced_gradients(
@@ -158,6 +166,32 @@ def _divided(optimizer: Any, name: str, replicas: int) -> float | None:
     return None if limit is None else limit / replicas
 
 
+def prepare_update(
+    optimizer: Any, variables: Sequence[Any], strategy: tf.distribute.Strategy, shard: str | bool
+) -> tuple[UpdatePlan, ShardedUpdate | None]:
+    """Builds an optimizer, with its state on every replica or sharded over them.
+
+    Args:
+        optimizer: A Keras optimizer.
+        variables: The variables it will train.
+        strategy: The strategy whose scope they were created in.
+        shard: ``"auto"``, True or False.
+
+    Returns:
+        What was decided and why, and what applies a sharded update, None where it is not sharded.
+
+    Raises:
+        ScopeError: As ``build_optimizer``.
+        TfMultiGpuError: As ``build_optimizer``; or what was asked for cannot be had.
+    """
+    inner = unwrap_optimizer(optimizer)
+    _check(optimizer, strategy)
+    plan = plan_update(shard, inner, variables, strategy)
+    sharded = shard_update(inner, variables, strategy) if plan.sharded else None
+    build_optimizer(optimizer, variables, strategy)
+    return plan, sharded
+
+
 def build_optimizer(
     optimizer: Any, variables: Sequence[Any], strategy: tf.distribute.Strategy
 ) -> None:
@@ -175,13 +209,11 @@ def build_optimizer(
         ScopeError: The optimizer was created or built outside the scope of the strategy.
         TfMultiGpuError: The optimizer accumulates gradients by itself.
     """
-    check_scope(optimizer.variables, strategy, "optimizer")
+    _check(optimizer, strategy)
     if not optimizer.built:
         with strategy.scope():
             optimizer.build(list(variables))
-    for part in _parts(optimizer):
-        _refuse_accumulation(part)
-    check_scope(optimizer.variables, strategy, "optimizer")
+        _check(optimizer, strategy)
     known = {id(variable) for variable in _bridge.optimizer_trains(optimizer)}
     missing = [v.path for v in variables if known and id(v) not in known]
     if missing:
@@ -189,6 +221,14 @@ def build_optimizer(
             f"The optimizer was built for other variables. It does not know: {missing[:3]}. "
             "Create a new optimizer for this model, inside strategy.scope()."
         )
+
+
+def _check(optimizer: Any, strategy: tf.distribute.Strategy) -> None:
+    owned = owned_variables(unwrap_optimizer(optimizer))
+    everywhere = [variable for variable in optimizer.variables if id(variable) not in owned]
+    check_scope(everywhere, strategy, "optimizer")
+    for part in _parts(optimizer):
+        _refuse_accumulation(part)
 
 
 def _refuse_accumulation(optimizer: Any) -> None:

@@ -224,8 +224,8 @@ MUTATIONS = (
             (
                 "values = sum_over_replicas(self.strategy, self._phase(shards, scale))",
                 "values = sum_over_replicas(self.strategy, [\n"
-                "            [*_clipped(one[:-1], self._clip_norm or 1e9, "
-                "_global_norm(one[:-1])), one[-1]]\n"
+                "            [*clipped(one[:-1], self._clip_norm or 1e9, "
+                "global_norm(one[:-1])), one[-1]]\n"
                 "            for one in self._phase(shards, scale)])",
             ),
         ),
@@ -241,7 +241,7 @@ MUTATIONS = (
                 "        self._one = parts[0][:-1]\n"
                 "        values = sum_over_replicas(self.strategy, parts)",
             ),
-            ("norm = _global_norm(gradients)", "norm = _global_norm(self._one)"),
+            ("norm = global_norm(gradients)", "norm = global_norm(self._one)"),
         ),
         (f"{EXACT}[4-1-clip]",),
     ),
@@ -255,7 +255,7 @@ MUTATIONS = (
                 "        self._one = parts[0][:-1]\n"
                 "        values = sum_over_replicas(self.strategy, parts)",
             ),
-            ("else _all_finite(gradients)", "else _all_finite(self._one)"),
+            ("else all_finite(gradients)", "else all_finite(self._one)"),
         ),
         (f"{SCALING}[1]",),
     ),
