@@ -23,7 +23,7 @@ from tfmultigpu.layer_states import warn_about_copies
 from tfmultigpu.losses import LossSum
 from tfmultigpu.metrics import check_metrics
 from tfmultigpu.multistep import MultiStep
-from tfmultigpu.objectives import Objective, regularization
+from tfmultigpu.objectives import Objective, OutputLoss, regularization
 from tfmultigpu.precision import LossScale, make_loss_scale, unwrap_optimizer
 from tfmultigpu.reductions import sum_on_devices, sum_over_replicas
 from tfmultigpu.replicas import ReplicaPhase
@@ -131,6 +131,9 @@ def make_train_step(
     return TrainStep(phase, model, optimizer, strategy, clip_norm, loss_scale, shard_update)
 
 
+_SUM = "sum of "  # Before the names of what ``totals`` returns.
+
+
 class TrainStep:
     """One optimizer step on one global batch; what ``make_train_step`` returns.
 
@@ -173,7 +176,7 @@ class TrainStep:
         self._frozen: Any = None
         self._seen_a_batch = False
         self._checks = 3
-        self._functions: dict[Any, tuple[BatchFunction, MultiStep]] = {}
+        self._functions: dict[Any, tuple[BatchFunction, MultiStep, MultiStep]] = {}
         self._use(None)
         if model.built:
             self._prepare(None)
@@ -218,6 +221,22 @@ class TrainStep:
         self._check_copies()
         return logs
 
+    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+    def totals(self, iterator: Any, steps: int) -> dict[str, Any]:
+        """Trains on up to ``steps`` batches in one call, and returns sums that can be added up.
+
+        Returns:
+            Scalars: ``"steps"``, how many ran; ``"rows"`` in their batches; ``"skipped"``; and for
+            ``"loss"`` and the loss of each output the sum of its value times the rows of its batch.
+        """
+        if not self._is_current():
+            self._prepare(self._adding.batch_spec(iterator))
+        logs = self._adding(iterator, steps)
+        self._check_copies()
+        sums = {name[len(_SUM) :]: logs[name] for name in logs if name.startswith(_SUM)}
+        others = {"steps": logs["steps"], "rows": logs["weight"], "skipped": logs["skipped"]}
+        return {**others, **sums}
+
     def _check_copies(self) -> None:
         """Looks at what layers assigned in the first calls: a batch may be too small to tell."""
         if self._checks and self._phase.assigned and not tf.inside_function():
@@ -238,9 +257,10 @@ class TrainStep:
         if frozen not in self._functions:
             local = rows_lib.local_replicas(self.strategy)
             function = BatchFunction(self._step, self.strategy, local)
-            self._functions[frozen] = function, MultiStep(function)
+            adding = BatchFunction(self._addends, self.strategy, local)
+            self._functions[frozen] = function, MultiStep(function), MultiStep(adding)
         self._frozen = frozen
-        self._function, self._multistep = self._functions[frozen]
+        self._function, self._multistep, self._adding = self._functions[frozen]
 
     def _prepare(self, batch_spec: Any) -> None:
         first = not self._layers
@@ -280,6 +300,14 @@ class TrainStep:
         self._update(gradients, finite)
         skipped = tf.zeros([]) if scale is None else 1.0 - tf.cast(finite, tf.float32)
         return {**logs, "skipped": skipped, "loss_scale": tf.ones([]) if scale is None else scale}
+
+    def _addends(self, shards: Shards) -> dict[str, Any]:
+        """The logs as values that ``MultiStep`` adds up as they are, losses by rows."""
+        logs = self._step(shards)
+        rows = tf.cast(shards.global_rows, tf.float32)
+        losses = {n: logs[n] for n in logs if n == "loss" or isinstance(n, OutputLoss)}
+        sums = {_SUM + name: value * rows for name, value in losses.items()}
+        return {"loss": tf.zeros([]), "weight": rows, "skipped": logs["skipped"], **sums}
 
     def _places(self, sharded: ShardedUpdate) -> list[str]:
         """Where what the replicas return is added: gradients with their owners."""
