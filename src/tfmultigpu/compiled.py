@@ -24,6 +24,10 @@ __all__ = [
 
 _FORWARD = "a forward of tmg.make_eval_step: forward(model, batch, training) returns a LossSum"
 _INSTEAD = {
+    "train_step": (
+        "a forward of tmg.make_train_step: forward(model, batch, training) returns a LossSum, and "
+        "a loop of your own calls step.run(iterator, steps)"
+    ),
     "test_step": _FORWARD,
     "compute_loss": _FORWARD,
     "compute_metrics": f"metrics given to model.compile, or update them in {_FORWARD}",

@@ -1,0 +1,185 @@
+"""Keras callbacks: which of them are called when, and what that asks of the calls of steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from tfmultigpu.errors import CompileError
+
+__all__ = ["BatchHooks", "make_callbacks", "resume_at"]
+
+# Seconds between two calls of what is content with being called from time to time.
+_INTERVAL = 0.1
+
+
+def make_callbacks(
+    callbacks: Any, model: Any, *, epochs: int, steps: int | None, verbose: Any, shown: bool
+) -> Any:
+    """Returns the ``keras.callbacks.CallbackList`` of a training, History and progress bar in it.
+
+    Args:
+        callbacks: What the user gave: a callback, a sequence of them, or a ``CallbackList``.
+        model: The model.
+        epochs: Number of the last epoch.
+        steps: Batches of an epoch, or None.
+        verbose: 0, 1, 2 or ``"auto"``.
+        shown: Whether this process may print.
+
+    Raises:
+        CompileError: One of them does not work outside of Keras' own ``fit``.
+        ValueError: ``verbose`` is something else.
+    """
+    import keras
+
+    if verbose not in (0, 1, 2, "auto"):
+        raise ValueError(f"verbose is 0, 1, 2 or 'auto'. Received: verbose={verbose!r}.")
+    if isinstance(callbacks, keras.callbacks.CallbackList):
+        _refuse(callbacks.callbacks)
+        return callbacks
+    given = [callbacks] if isinstance(callbacks, keras.callbacks.Callback) else list(callbacks)
+    _refuse(given)
+    verbose = verbose if shown else 0
+    return keras.callbacks.CallbackList(
+        given,
+        add_history=True,
+        add_progbar=verbose != 0,
+        verbose=verbose,
+        epochs=epochs,
+        steps=steps,
+        model=model,
+    )
+
+
+def _refuse(callbacks: Sequence[Any]) -> None:
+    import keras
+
+    for one in callbacks:
+        if isinstance(one, keras.callbacks.BackupAndRestore):
+            raise CompileError(
+                "BackupAndRestore can tell only Keras' own fit in which epoch to go on, begins an "
+                "epoch anew with weights from its middle, and keeps neither the state of random "
+                "layers nor the place in the data. Received: "
+                f"{type(one).__name__}. Save with keras.callbacks.ModelCheckpoint, and go on with "
+                "tmg.fit(..., initial_epoch=...)."
+            )
+        if not isinstance(one, keras.callbacks.Callback):
+            raise TypeError(
+                f"A callback is a keras.callbacks.Callback. Received: {one!r} in callbacks."
+            )
+
+
+def resume_at(callbacks: Any) -> tuple[int, int] | None:
+    """Returns where to go on, ``(epoch, step)``, if a callback says so by ``resume_at``."""
+    found = [getattr(one, "resume_at", None) for one in callbacks.callbacks]
+    places = [place for place in found if place is not None]
+    return (int(places[0][0]), int(places[0][1])) if places else None
+
+
+class BatchHooks:
+    """Calls the hooks around batches, of training or of evaluation.
+
+    A callback without such hooks, and the progress bar, are content with being called from time to
+    time. One that has them is called for each batch, or after each ``every_batches`` of them: an
+    attribute it may have, None for from time to time.
+    """
+
+    def __init__(
+        self, callbacks: Any, what: str, *, steps_per_call: int | None, elapsed: Callable[[], float]
+    ) -> None:
+        """Takes the callbacks.
+
+        Args:
+            callbacks: A ``CallbackList``.
+            what: ``"train"`` or ``"test"``.
+            steps_per_call: What the user asked for, to be called after each call; or None.
+            elapsed: A clock, in seconds.
+        """
+        self._begin = getattr(callbacks, f"on_{what}_batch_begin")
+        self._end = getattr(callbacks, f"on_{what}_batch_end")
+        found = [_every_batches(one, what) for one in callbacks.callbacks]
+        self._every = sorted({one for one in found if one is not None})
+        self._steps_per_call = steps_per_call
+        self._elapsed = elapsed
+        self._shown = elapsed()
+        self._seen = 0
+        self._calling = False
+        self._last = -1
+
+    def begin_epoch(self) -> None:
+        """Begins to count batches from 0."""
+        self._last = -1
+
+    def most(self, steps: int) -> int:
+        """Returns how many of ``steps`` steps a call may take."""
+        if self._steps_per_call is None:
+            for every in self._every:
+                steps = min(steps, every - self._seen % every)
+        return steps
+
+    def before(self, batch: int, steps: int) -> int:
+        """Is told that ``steps`` batches come next, of which the first is ``batch``."""
+        steps = self.most(steps)
+        seen = self._seen + steps
+        due = bool(self._every) and (
+            self._steps_per_call is not None or any(seen % every == 0 for every in self._every)
+        )
+        self._calling = due or self._elapsed() - self._shown >= _INTERVAL
+        if self._calling:
+            self._begin(batch)
+        return steps
+
+    def ran(self, steps: int) -> None:
+        """Is told how many batches ran."""
+        self._seen += steps
+
+    def after(self, batch: int, logs: Callable[[], dict[str, Any]]) -> None:
+        """Is told the last batch that ran; ``logs()`` are those of the epoch so far."""
+        if self._calling:
+            self._tell(batch, logs())
+
+    def finish(self, batch: int, logs: dict[str, Any]) -> None:
+        """Tells of the last batch of an epoch, if that was not done."""
+        if self._last < batch:
+            self._begin(batch)
+            self._tell(batch, logs)
+
+    def _tell(self, batch: int, logs: dict[str, Any]) -> None:
+        self._end(batch, logs)
+        self._last = batch
+        self._shown = self._elapsed()
+
+
+def _every_batches(callback: Any, what: str) -> int | None:
+    """After how many batches a callback must be called; None: from time to time."""
+    import keras
+
+    if hasattr(callback, "every_batches"):
+        return None if callback.every_batches is None else int(callback.every_batches)
+    names = [f"on_{what}_batch_begin", f"on_{what}_batch_end"]
+    if what == "train":
+        names += ["on_batch_begin", "on_batch_end"]
+    every: list[int] = []
+    for name in names:
+        owner = _owner(callback, name)
+        if owner in (keras.callbacks.Callback, keras.callbacks.ProgbarLogger):
+            continue
+        saves = getattr(callback, "save_freq", None)
+        if owner is not None and _is_keras(owner) and saves is not None:
+            every += [] if saves == "epoch" else [int(saves)]
+        elif owner is keras.callbacks.TensorBoard and callback.update_freq == "epoch":
+            every += [1] if callback.write_steps_per_second else []
+        else:
+            every.append(1)
+    return min(every, default=None)
+
+
+def _owner(callback: Any, name: str) -> type | None:
+    """The class a method comes from; None where the object itself has it."""
+    if name in vars(callback):
+        return None
+    return next(one for one in type(callback).__mro__ if name in vars(one))
+
+
+def _is_keras(owner: type) -> bool:
+    return owner.__module__.split(".")[0] == "keras"

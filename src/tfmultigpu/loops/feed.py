@@ -1,0 +1,132 @@
+"""The batches of training, epoch by epoch."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+from tfmultigpu.data import ShardedDataset
+
+__all__ = ["Feed"]
+
+
+class Feed:
+    """Hands out the batches of each epoch, by the rules of Keras.
+
+    Without ``steps_per_epoch`` an epoch is one pass over the data. With it an epoch goes on where
+    the one before stopped; where the data ends in an epoch that epoch is shorter, which is said,
+    and the next begins a new pass.
+
+    Attributes:
+        steps: Batches of an epoch; None where not known yet.
+        iterator: What a step takes its batches from.
+    """
+
+    def __init__(
+        self,
+        batches: ShardedDataset,
+        per_pass: int | None,
+        steps_per_epoch: int | None,
+        *,
+        goes_on: bool = False,
+    ) -> None:
+        """Takes the data.
+
+        Args:
+            batches: Shards for the replicas.
+            per_pass: Batches of a pass; None where unknown, or without end.
+            steps_per_epoch: Batches of an epoch, or None for a pass.
+            goes_on: Whether one iterator yields pass after pass.
+        """
+        self.steps = steps_per_epoch or per_pass
+        self.iterator: Any = None
+        self._batches = batches
+        self._per_pass = per_pass
+        self._asked = steps_per_epoch
+        self._goes_on = goes_on
+        self._left: int | None = 0
+        self._fresh = False
+        self._epoch_left: int | None = None
+        self._done = 0
+
+    def begin_epoch(self) -> None:
+        """Begins an epoch, and a new pass where it is time for one."""
+        if self.iterator is None or self._asked is None or self._left == 0:
+            self._begin_pass()
+        self._epoch_left = self._asked
+        self._done = 0
+
+    def most(self, steps: int) -> int:
+        """Returns how many of ``steps`` batches there can be in this epoch; 0 at its end."""
+        limits = [one for one in (self._left, self._epoch_left) if one is not None]
+        return min([steps, *limits])
+
+    def took(self, ran: int, asked: int) -> bool:
+        """Takes note of a call.
+
+        Returns:
+            Whether the epoch goes on.
+        """
+        self._done += ran
+        if self._left is not None:
+            self._left -= ran
+        if self._epoch_left is not None:
+            self._epoch_left -= ran
+        if ran < asked:
+            self._left = 0
+            if self._asked and not self._done and not self._fresh:
+                # The pass before had ended exactly with its epoch, and nobody knew.
+                self._begin_pass()
+                return True
+        self._fresh = False
+        if self._left == 0 and self._epoch_left:
+            self._warn()
+        goes_on = self._left != 0 and self._epoch_left != 0
+        if not goes_on and self.steps is None:
+            self.steps = self._done
+        return goes_on
+
+    def skip(self, epochs: int, step: int) -> int:
+        """Passes over what a run that is gone on with has trained on.
+
+        Args:
+            epochs: Whole epochs.
+            step: Batches of the next epoch, which must have begun with ``begin_epoch``.
+
+        Returns:
+            Batches of the epoch that were passed over.
+        """
+        if epochs:
+            if self._asked is None:
+                for _ in range(epochs if self._goes_on else 0):
+                    self._drop(self._per_pass or 0)
+                    self._left = self._per_pass
+            else:
+                for _ in range(epochs):
+                    while (asked := self.most(self._asked)) and self.took(self._drop(asked), asked):
+                        pass
+                    self.begin_epoch()
+        dropped = self._drop(self.most(step))
+        self.took(dropped, dropped)
+        return dropped
+
+    def _drop(self, batches: int) -> int:
+        for dropped in range(batches):
+            if next(self.iterator, None) is None:
+                return dropped
+        return batches
+
+    def _begin_pass(self) -> None:
+        if self.iterator is None or not self._goes_on:
+            self.iterator = iter(self._batches)
+        self._left = self._per_pass
+        self._fresh = True
+
+    def _warn(self) -> None:
+        warnings.warn(
+            f"Your input ran out of data: an epoch of {self._asked} batches ends after "
+            f"{self._done}, and the next begins a new pass. Make sure that the data yields at "
+            "least steps_per_epoch * epochs batches; you may need .repeat() when building your "
+            "dataset.",
+            stacklevel=4,
+        )

@@ -1,0 +1,200 @@
+"""``fit``: training over epochs, as Keras does it, on every strategy."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+from tfmultigpu.compiled import check_labels, compile_arguments
+from tfmultigpu.errors import DataError
+from tfmultigpu.loops.agreement import is_chief, of_chief, on_any, several_workers
+from tfmultigpu.loops.callbacks import BatchHooks, make_callbacks, resume_at
+from tfmultigpu.loops.evaluating import REPLACED
+from tfmultigpu.loops.kept_steps import checked_strategy
+from tfmultigpu.loops.pass_data import check_steps, no_batches, with_weights
+from tfmultigpu.loops.steps_per_call import check_steps_per_call
+from tfmultigpu.loops.training import Clock, make_trainer
+from tfmultigpu.loops.training_data import make_feed, split_off
+from tfmultigpu.loops.validation import Validation
+from tfmultigpu.scopes import check_backend
+
+__all__ = ["fit"]
+
+
+def fit(
+    model: Any,
+    data: Any,
+    *,
+    batch_size: int | None = None,
+    epochs: int = 1,
+    initial_epoch: int = 0,
+    steps_per_epoch: int | None = None,
+    validation_data: Any = None,
+    validation_split: float = 0.0,
+    validation_freq: int | Sequence[int] = 1,
+    validation_batch_size: int | None = None,
+    validation_steps: int | None = None,
+    shuffle: bool = True,
+    class_weight: Any = None,
+    sample_weight: Any = None,
+    callbacks: Any = (),
+    micro_batches: int | Sequence[int] = 1,
+    clip_norm: float | None = None,
+    loss_scale: str | float | None = None,
+    shard_update: str | bool = "auto",
+    shares: Sequence[float] | None = None,
+    steps_per_call: int | str = "auto",
+    verbose: int | str = "auto",
+) -> Any:
+    """Trains a compiled model; the result is that of ``model.fit`` on one device.
+
+    Runs on the strategy in whose scope the model was created, one device where in none. Under
+    several workers every worker calls it with the same data.
+
+    Args:
+        model: A Keras model, compiled; its optimizer and its metrics are used, and hold their state
+            afterwards.
+        data: Arrays ``(x, y)`` or ``(x, y, sample_weight)``, each one array or a structure of them;
+            or what ``distribute_dataset`` takes: a ``tf.data.Dataset`` or ``PyDataset`` of global
+            batches, a function that returns a generator of them; or what it returned.
+        batch_size: Rows of a global batch, for arrays only; 32 where None.
+        epochs: Number of the last epoch.
+        initial_epoch: Epochs that were trained before.
+        steps_per_epoch: Batches of an epoch; the next goes on where it stopped. None: one pass.
+        validation_data: What ``evaluate`` takes, evaluated after epochs.
+        validation_split: Part of arrays to validate with in place of that: their last rows.
+        validation_freq: After each how many epochs, or a list of epochs, counted from 1.
+        validation_batch_size: For arrays; ``batch_size`` where None.
+        validation_steps: Batches of an evaluation at most. None: all of them.
+        shuffle: Shuffle arrays, in each pass anew. The order follows from the seed set by
+            ``keras.utils.set_random_seed`` and is the same for any number of replicas.
+        class_weight: A dict from class number to weight, for one output.
+        sample_weight: Weights beside arrays ``(x, y)``.
+        callbacks: Keras callbacks.
+        micro_batches: See ``make_train_step``.
+        clip_norm: See ``make_train_step``.
+        loss_scale: See ``make_train_step``.
+        shard_update: See ``make_train_step``.
+        shares: Relative share of each global batch per replica; equal where None.
+        steps_per_call: Steps in one call into TensorFlow. ``"auto"``: the least number that makes
+            the cost of calls small; a callback that looks at each batch still gets each. A number:
+            callbacks are called after that many. ``steps_per_execution`` of ``compile`` is one.
+        verbose: 0, 1 (a progress bar), 2 (a line an epoch) or ``"auto"``, which is 1. Among workers
+            only the first prints.
+
+    Returns:
+        The ``keras.callbacks.History``; ``history.history`` has the logs of each epoch.
+
+    Raises:
+        CompileError: The model is not compiled, or replaces ``train_step``, ``compute_loss`` or
+            ``compute_metrics``; or a callback works only in Keras' own ``fit``.
+        ScopeError: The model, its optimizer or a metric was created outside the scope.
+        DataError: The data has no end and ``steps_per_epoch`` is None; or no batches; or is no
+            data; or what stands beside it does not fit it.
+        LossError: The losses do not fit the outputs, or are not one value per example.
+        MetricError: A metric cannot be added over replicas.
+
+    Example:
+        >>> import keras, numpy as np, tfmultigpu as tmg
+        >>> strategy = tmg.create_strategy()
+        >>> with strategy.scope():
+        ...     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+        ...     model.compile("sgd", "mse", metrics=["mae"])
+        >>> history = tmg.fit(model, (np.ones((7, 2)), np.ones((7, 1))), epochs=3, verbose=0)
+        >>> {name: len(values) for name, values in history.history.items()}
+        {'loss': 3, 'mae': 3}
+    """
+    check_backend()
+    check_steps(steps_per_epoch, "steps_per_epoch")
+    check_steps_per_call(steps_per_call)
+    strategy = checked_strategy(model, "fit", "train_step", *REPLACED)
+    arguments = compile_arguments(model)
+    if steps_per_call == "auto" and (model.steps_per_execution or 1) > 1:
+        steps_per_call = model.steps_per_execution
+    asked = None if steps_per_call == "auto" else int(steps_per_call)
+    if sample_weight is not None:
+        data = with_weights(data, sample_weight)
+    if validation_split and validation_data is None:
+        data, validation_data = split_off(data, validation_split)
+    feed, spec = make_feed(
+        data,
+        strategy,
+        batch_size=batch_size,
+        steps_per_epoch=None if steps_per_epoch is None else int(steps_per_epoch),
+        shuffle=_checked_shuffle(shuffle),
+        seed=int(of_chief(strategy, random.randrange(2**31))),
+        first_pass=initial_epoch,
+        class_weight=class_weight,
+        shares=shares,
+    )
+    check_labels(model, spec)
+    validation = Validation.of(
+        validation_data,
+        validation_freq,
+        model,
+        strategy,
+        validation_batch_size or batch_size,
+        validation_steps,
+    )
+    trainer = make_trainer(
+        model,
+        strategy,
+        spec,
+        micro_batches=micro_batches,
+        clip_norm=clip_norm,
+        loss_scale=loss_scale,
+        shard_update=shard_update,
+        jit_compile=arguments.get("jit_compile") is True,
+    )
+    called = make_callbacks(
+        callbacks,
+        model,
+        epochs=epochs,
+        steps=feed.steps,
+        verbose=verbose,
+        shown=is_chief(strategy),
+    )
+    clock = Clock(trainer.pace, strategy)
+    hooks = BatchHooks(called, "train", steps_per_call=asked, elapsed=clock.elapsed)
+    model.stop_training = False
+    called.on_train_begin()
+    start, step = resume_at(called) or (initial_epoch, 0)
+    feed.begin_epoch()
+    first = feed.skip(start - initial_epoch, step) if (start, step) != (initial_epoch, 0) else 0
+    logs: dict[str, Any] = {}
+    for epoch in range(start, epochs):
+        called.on_epoch_begin(epoch)
+        found = trainer.epoch(
+            feed,
+            hooks,
+            first=first,
+            steps_per_call=asked,
+            stopped=lambda: bool(model.stop_training),
+            clock=clock,
+        )
+        if found is None:
+            raise no_batches(data)
+        logs = found
+        if validation is not None and validation.is_due(epoch):
+            logs = {**logs, **validation(called)}
+        called.on_epoch_end(epoch, logs)
+        if several_workers(strategy):
+            model.stop_training = on_any(strategy, bool(model.stop_training))
+        if model.stop_training or epoch + 1 >= epochs:
+            break
+        feed.begin_epoch()
+        first = 0
+    if epochs > 0:
+        model.optimizer.finalize_variable_values(model.trainable_weights)
+    called.on_train_end(logs)
+    return model.history
+
+
+def _checked_shuffle(shuffle: Any) -> bool:
+    if not isinstance(shuffle, bool):
+        raise DataError(
+            "shuffle is True or False: within a batch the order changes nothing. Received: "
+            f"shuffle={shuffle!r}."
+        )
+    return shuffle

@@ -1,0 +1,61 @@
+"""Steps that are kept for as long as their model lives, so that a second call traces nothing."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+from tfmultigpu.compiled import check_keeps_to, strategy_of
+from tfmultigpu.scopes import check_kinds, prepare_model
+
+__all__ = ["build", "checked_strategy", "kept"]
+
+# By model, the step made last for each purpose and what it was made for. A step knows its model by
+# a proxy alone: a value that held its key would keep it for ever.
+_steps: weakref.WeakKeyDictionary[Any, dict[str, tuple[Any, Any]]] = weakref.WeakKeyDictionary()
+
+
+def kept(model: Any, purpose: str, key: Any, make: Callable[[], Any]) -> Any:
+    """Returns the step made before for the same key, so that it is not traced again.
+
+    What a key has the ``id`` of must be kept alive by the step itself.
+    """
+    known = _steps.setdefault(model, {})
+    if purpose not in known or known[purpose][0] != key:
+        known[purpose] = key, make()
+    return known[purpose][1]
+
+
+def build(model: Any, strategy: tf.distribute.Strategy, batch_spec: Any) -> None:
+    """Makes the variables of a model that has none yet."""
+    if not model.built:
+        prepare_model(model, strategy, batch_spec)
+
+
+def checked_strategy(model: Any, what: str, *methods: str) -> tf.distribute.Strategy:
+    """Returns the strategy in whose scope a model was created.
+
+    Args:
+        model: What the user gave.
+        what: The function it was given to.
+        methods: Methods of Keras that the model must not replace.
+
+    Raises:
+        CompileError: It replaces one of them.
+        TypeError: It is no model.
+    """
+    import keras
+
+    if isinstance(model, keras.Model):
+        check_keeps_to(model, *methods)
+        return strategy_of(model)
+    strategy = tf.distribute.get_strategy()
+    check_kinds(model, strategy)
+    if what != "predict":
+        raise TypeError(
+            f"{what} takes a compiled keras.Model. Received: {type(model).__name__}, a layer."
+        )
+    return strategy

@@ -1,0 +1,95 @@
+"""Evaluating after epochs of training."""
+
+from __future__ import annotations
+
+import dataclasses
+import numbers
+import time
+from collections.abc import Callable, Collection
+from typing import Any
+
+import tensorflow as tf
+
+from tfmultigpu.compiled import check_labels
+from tfmultigpu.data import ShardedDataset
+from tfmultigpu.loops.agreement import several_workers
+from tfmultigpu.loops.callbacks import BatchHooks
+from tfmultigpu.loops.evaluating import make_evaluator
+from tfmultigpu.loops.pass_data import check_steps, is_arrays, no_batches, pass_batches
+
+__all__ = ["Validation"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Validation:
+    """What is evaluated after which epochs.
+
+    Attributes:
+        data: What the user gave.
+        batches: The same as shards for the replicas.
+        steps: Batches at most, or None.
+        frequency: After each how many epochs, or after which, counted from 1.
+        model: The model.
+        strategy: Where it lives.
+    """
+
+    data: Any
+    batches: ShardedDataset
+    steps: int | None
+    frequency: Any
+    model: Any
+    strategy: tf.distribute.Strategy
+
+    @classmethod
+    def of(
+        cls,
+        data: Any,
+        frequency: Any,
+        model: Any,
+        strategy: tf.distribute.Strategy,
+        batch_size: int | None,
+        steps: int | None,
+    ) -> Validation | None:
+        """Checks what the user gave; None where there is nothing to validate with.
+
+        Raises:
+            DataError: It is no data for this model.
+            ValueError: ``frequency`` is neither a whole number nor epochs.
+        """
+        if data is None:
+            return None
+        check_steps(steps, "validation_steps")
+        is_number = isinstance(frequency, numbers.Integral) and int(frequency) >= 1
+        if isinstance(frequency, str) or not (is_number or isinstance(frequency, Collection)):
+            raise ValueError(
+                "validation_freq is a whole number, at least 1, or a list of epochs counted from 1."
+                f" Received: validation_freq={frequency!r}."
+            )
+        size = batch_size if is_arrays(data) else None
+        batches = pass_batches(data, strategy, size, steps, "validation_steps")
+        check_labels(model, batches.element_spec)
+        return cls(data, batches, steps, frequency, model, strategy)
+
+    def is_due(self, epoch: int) -> bool:
+        """Returns whether to evaluate after an epoch, counted from 0."""
+        if isinstance(self.frequency, Collection):
+            return epoch + 1 in self.frequency
+        return (epoch + 1) % int(self.frequency) == 0
+
+    def __call__(self, callbacks: Any) -> dict[str, Any]:
+        """Evaluates, and returns the logs with ``val_`` before their names."""
+        evaluator = make_evaluator(self.model, self.strategy, self.batches.element_spec)
+        callbacks.on_test_begin()
+        logs = evaluator(self.batches, self.steps, _watch(callbacks, self.strategy))
+        if logs is None:
+            raise no_batches(self.data)
+        callbacks.on_test_end(logs)
+        return {f"val_{name}": value for name, value in logs.items()}
+
+
+def _watch(callbacks: Any, strategy: tf.distribute.Strategy) -> BatchHooks:
+    # Workers have no clock in common: there nobody is called only because time went by.
+    elapsed: Callable[[], float] = time.perf_counter
+    if several_workers(strategy):
+        elapsed = float
+    return BatchHooks(callbacks, "test", steps_per_call=None, elapsed=elapsed)
