@@ -45,7 +45,7 @@ if TYPE_CHECKING:
         TfMultiGpuError,
         UnknownLengthError,
     )
-    from tfmultigpu.loops import evaluate, predict
+    from tfmultigpu.loops import evaluate, fit, predict
     from tfmultigpu.losses import LossSum, global_mean, loss_sum
     from tfmultigpu.shares import plan_shares
     from tfmultigpu.steps import make_eval_step, make_predict_step, make_train_step
@@ -104,6 +104,7 @@ _NAMES = {
     ),
     "loops": (
         "evaluate",
+        "fit",
         "predict",
     ),
     "losses": (
@@ -161,6 +162,7 @@ __all__ = [
     "evaluate",
     "existing_logical_names",
     "find_batch_size",
+    "fit",
     "global_mean",
     "limit_memory",
     "list_devices",
