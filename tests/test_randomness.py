@@ -14,6 +14,7 @@ import tensorflow as tf
 from one_device import ByHand, Replicated, as_dataset, assert_same, cut, strategy_of
 
 import tfmultigpu as tmg
+from tfmultigpu import micro_batches as micro_batches_module
 from tfmultigpu import replicas as replicas_module
 from tfmultigpu.randomness import HeldRows, drawing_rows
 from tfmultigpu.seeds import GlobalSeeds
@@ -484,7 +485,7 @@ def quiet():
 def test_a_model_without_draws_has_no_operation_for_them(replicas, micro_batches, monkeypatch):
     with_us = operations(quiet, replicas, micro_batches=micro_batches)
     monkeypatch.setattr(replicas_module, "drawing_rows", lambda held: nullcontext())
-    monkeypatch.setattr(replicas_module, "seed_states", lambda model, seeds: [])
+    monkeypatch.setattr(micro_batches_module, "seed_states", lambda model, seeds: [])
     assert with_us == operations(quiet, replicas, micro_batches=micro_batches)
 
 

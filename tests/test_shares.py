@@ -255,3 +255,56 @@ def test_limits_that_cannot_be_met(rows: int, limits: dict, text: str) -> None:
     with pytest.raises(tmg.ShareError) as caught:
         tmg.plan_shares(rows, (1, 1), **limits)
     assert text in str(caught.value)
+
+
+# Micro-batches ------------------------------------------------------------------------------------
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 5000), st.floats(1, 5000)), min_size=1, max_size=8),
+    st.floats(0, 1),
+)
+def test_the_least_micro_batches_that_each_replica_can_hold(
+    replicas: list[tuple[int, float]], left: float
+) -> None:
+    shares = [share for share, _ in replicas]
+    limits = [limit for _, limit in replicas]
+    counts = tmg.plan_micro_batches(shares, limits)
+    for share, limit, count in zip(shares, limits, counts, strict=True):
+        assert -(-share // count) <= limit
+        assert count == 1 or -(-share // (count - 1)) > limit
+        # A smaller shard is cut into as many parts, but none of no rows.
+        rows = max(1, int(left * share))
+        assert -(-rows // min(count, rows)) <= limit
+
+
+@pytest.mark.parametrize(
+    ("shares", "maximum", "expected"),
+    [
+        ((192, 64), (256, 24), (1, 3)),
+        ((192, 64), 24, (8, 3)),
+        ((192, 64), (np.inf, 24.9), (1, 3)),
+        (tmg.plan_shares(512, (80e9, 12e9)), (445, 10), (1, 7)),
+        (np.array([4, 2]), np.array([1, 1]), (4, 2)),
+    ],
+)
+def test_known_numbers_of_micro_batches(shares, maximum, expected) -> None:
+    counts = tmg.plan_micro_batches(shares, maximum)
+    assert counts == expected
+    assert all(type(count) is int for count in counts)
+
+
+@pytest.mark.parametrize(
+    ("shares", "maximum", "text"),
+    [
+        ((64, 0), 8, "tmg.create_strategy(devices=[...]) with the other devices."),
+        ((64, 0.5), 8, "A share is a whole number of rows, at least one. Received: shares=0.5."),
+        ((64, 8), (8, 0.5), "A replica must be able to hold one row. Received: maximum[1]=0.5."),
+        ((64, 8), (8, 8, 8), "There must be one maximum per replica."),
+        ((), 8, "There are no shares."),
+    ],
+)
+def test_micro_batches_that_cannot_be_planned(shares, maximum, text) -> None:
+    with pytest.raises(tmg.ShareError) as caught:
+        tmg.plan_micro_batches(shares, maximum)
+    assert text in str(caught.value)

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     )
     from tfmultigpu.loops import evaluate, fit, predict
     from tfmultigpu.losses import LossSum, global_mean, loss_sum
-    from tfmultigpu.shares import plan_shares
+    from tfmultigpu.shares import plan_micro_batches, plan_shares
     from tfmultigpu.steps import make_eval_step, make_predict_step, make_train_step
     from tfmultigpu.strategies import StrategyPlan, create_strategy, plan_strategy
     from tfmultigpu.updates import apply_reduced_gradients
@@ -112,7 +112,7 @@ _NAMES = {
         "global_mean",
         "loss_sum",
     ),
-    "shares": ("plan_shares",),
+    "shares": ("plan_micro_batches", "plan_shares"),
     "steps": (
         "make_eval_step",
         "make_predict_step",
@@ -173,6 +173,7 @@ __all__ = [
     "make_train_step",
     "measured_capacities",
     "memory_capacities",
+    "plan_micro_batches",
     "plan_shares",
     "plan_strategy",
     "predict",

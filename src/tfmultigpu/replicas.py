@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -14,18 +14,14 @@ from tfmultigpu import rows as rows_lib
 from tfmultigpu.accumulation import sum_dtype
 from tfmultigpu.batches import Shards, per_replica
 from tfmultigpu.errors import LossError, TfMultiGpuError
-from tfmultigpu.layer_states import assigned_in_each_pass
 from tfmultigpu.metrics import build_metrics, holds_what_counts, update_metrics
+from tfmultigpu.micro_batches import Addition, OtherStructureError, Part
 from tfmultigpu.objectives import Layout, Objective, stack
 from tfmultigpu.outputs import Output
 from tfmultigpu.randomness import HeldRows, drawing_rows
-from tfmultigpu.seeds import GlobalSeeds, global_seeds, seed_states
+from tfmultigpu.seeds import GlobalSeeds, global_seeds
 
 __all__ = ["ReplicaPhase"]
-
-
-class _OtherStructureError(Exception):
-    """What the replicas return is not what a loop was prepared for."""
 
 
 class ReplicaPhase:
@@ -46,15 +42,16 @@ class ReplicaPhase:
         objective: Objective,
         strategy: tf.distribute.Strategy,
         *,
-        micro_batches: int,
+        micro_batches: Sequence[int],
         metrics: Any,
         weighted_metrics: Any,
         jit_compile: bool,
     ) -> None:
-        """Takes what ``make_train_step`` was given."""
+        """Takes what ``make_train_step`` was given, and the micro-batches of each replica."""
         self._objective = objective
         self._strategy = strategy
-        self._micro_batches = micro_batches
+        self._counts = tuple(micro_batches)
+        self._micro_batches = max(micro_batches)
         self._metrics = metrics
         self._weighted_metrics = weighted_metrics
         self._jit_compile = jit_compile
@@ -91,79 +88,106 @@ class ReplicaPhase:
                 return self._local(self._strategy.run(replica, args=(shard, None, *fixed)))
             structure = [(value.shape, sum_dtype(value.dtype)) for value in self._values()]
             structure.append((tf.TensorShape([2]), tf.float32))
+            alike = len(set(self._counts)) == 1
+            loop = self._loop_around_replicas if alike else self._loop_in_replicas
+            add = functools.partial(Addition, replica, self._objective.model, seeds)
             for _ in range(2):
                 try:
-                    return self._loop(replica, seeds, shard, fixed, structure)
-                except _OtherStructureError as other:
+                    return loop(add(structure), shards, shard, fixed)
+                except OtherStructureError as other:
                     structure = other.args[0]
-            return self._loop(replica, seeds, shard, fixed, structure)
+            return loop(add(structure), shards, shard, fixed)
 
-    def _loop(
-        self,
-        replica: Callable[..., list[tf.Tensor]],
-        seeds: GlobalSeeds,
-        shard: Any,
-        fixed: tuple[Any, ...],
-        structure: list[Any],
+    def _loop_around_replicas(
+        self, addition: Addition, shards: Shards, shard: Any, fixed: tuple[Any, ...]
     ) -> list[list[tf.Tensor]]:
-        """Adds over the micro-batches of each shard, one after the other.
+        """Adds over the micro-batches of each shard, one after the other on all replicas.
 
         The loop is around ``strategy.run``, not in it: a synchronized layer synchronises by
         ``merge_call``, which a loop inside a replica does not allow.
         """
         run = self._strategy.run
         local = len(rows_lib.local_replicas(self._strategy))
-        model, generator = self._objective.model, seeds.generator
-        states = [*seed_states(model, seeds), *assigned_in_each_pass(model)]
-        begin = run(lambda: [tf.identity(state.value) for state in states]) if states else []
+        size = len(addition.structure)
+        begin = run(addition.begin) if addition.states else []
+        with tf.device("CPU:0"):  # Decided there; nothing has to wait for a GPU.
+            largest = tf.reduce_max(shards.offsets[1:] - shards.offsets[:-1])
+            count = tf.minimum(tf.constant(self._micro_batches, tf.int64), largest)
 
         def body(micro: Any, *flat: Any) -> tuple[Any, ...]:
-            sums = [list(flat[i * len(structure) : (i + 1) * len(structure)]) for i in range(local)]
-
-            def add(sums: Any, begin: Any, *args: Any) -> list[Any]:
-                # All micro-batches take their part of the same draws, and use the same kernels.
-                for state, value in zip(states, begin, strict=True):
-                    state.assign(value)
-                values = replica(*args)
-                if seeds.generator is not generator:
-                    raise _OtherStructureError(structure)  # The draw made it: one more state.
-                actual = [(value.shape, value.dtype) for value in values]
-                if actual != structure:
-                    raise _OtherStructureError(actual)
-                return [total + value for total, value in zip(sums, values, strict=True)]
-
-            args = (per_replica(self._strategy, sums), begin, shard, micro, *fixed)
-            results = run(add, args=args)
+            sums = [list(flat[i * size : (i + 1) * size]) for i in range(local)]
+            args = (per_replica(self._strategy, sums), begin, shard, Part(micro, count), *fixed)
+            results = run(addition.add, args=args)
             return (micro + 1, *[tensor for result in self._local(results) for tensor in result])
 
-        zeros = [tf.zeros(shape, dtype) for shape, dtype in structure] * local
         _, *flat = tf.while_loop(
-            lambda micro, *_: micro < self._micro_batches,
+            lambda micro, *_: micro < count,
             body,
-            [tf.constant(0), *zeros],
+            [tf.zeros([], tf.int64), *addition.zeros() * local],
             parallel_iterations=1,
         )
-        return [flat[i * len(structure) : (i + 1) * len(structure)] for i in range(local)]
+        return [flat[i * size : (i + 1) * size] for i in range(local)]
+
+    def _loop_in_replicas(
+        self, addition: Addition, shards: Shards, shard: Any, fixed: tuple[Any, ...]
+    ) -> list[list[tf.Tensor]]:
+        """Adds over the micro-batches of each replica, which has a number of its own of them.
+
+        The loop is in the replica, so that none waits for the others between micro-batches. Also
+        where there is one of them: were the structure not the one expected, what a body assigns is
+        dropped with it, while assignments beside a loop would stay and be done twice.
+        """
+
+        def replica(shard: Any, *fixed: Any) -> list[tf.Tensor]:
+            context = tf.distribute.get_replica_context()
+            own = self._counts[tf.get_static_value(context.replica_id_in_sync_group)]
+            begin = addition.begin()
+            # Each row is in one part, whatever the number of rows: there is no empty one.
+            count = tf.minimum(tf.constant(own, tf.int64), rows_lib.count_rows(shard))
+
+            def body(micro: Any, *sums: Any) -> tuple[Any, ...]:
+                return (micro + 1, *addition.add(sums, begin, shard, Part(micro, count), *fixed))
+
+            _, *sums = tf.while_loop(
+                lambda micro, *_: micro < count,
+                body,
+                [tf.zeros([], tf.int64), *addition.zeros()],
+                parallel_iterations=1,
+            )
+            return list(sums)
+
+        try:
+            return self._local(self._strategy.run(replica, args=(shard, *fixed)))
+        except RuntimeError as error:
+            if "merge_call" not in str(error):
+                raise
+            raise TfMultiGpuError(
+                "A layer synchronises the replicas whenever it is called, such as "
+                "BatchNormalization(synchronized=True), and replicas with different numbers of "
+                f"micro-batches do not meet. Received: micro_batches={self._counts}. Give all the "
+                f"same number, micro_batches={self._micro_batches}, or take a layer that needs no "
+                "other replica, such as GroupNormalization."
+            ) from error
 
     def _replica(
         self,
         shards: Shards,
         seeds: GlobalSeeds,
         shard: Any,
-        micro: Any,
+        part: Part | None,
         weight: Any,
         global_rows: Any,
         loss_scale: Any,
     ) -> list[tf.Tensor]:
         counts = holds_what_counts(weight)
         held = HeldRows.of(shards, shard, seeds, by_xla=self._jit_compile)
-        if micro is not None:
+        if part is not None:
             rows = rows_lib.count_rows(shard)
-            part = rows_lib.row_weight(rows, self._micro_batches)
-            weight = part if weight is None else weight * part
-            counts = counts & (tf.equal(part, 1.0) | tf.equal(micro, 0))
-            held = held.part(shard, self._micro_batches, micro)
-            shard = rows_lib.cut_part(shard, self._micro_batches, micro)
+            once = rows_lib.row_weight(rows, part.count)
+            weight = once if weight is None else weight * once
+            counts = counts & (tf.equal(once, 1.0) | tf.equal(part.number, 0))
+            held = held.part(shard, part.count, part.number)
+            shard = rows_lib.cut_part(shard, part.count, part.number)
         compute = self._compiled if self._jit_compile else self._forward_backward
         with drawing_rows(held):
             values, outputs = compute(shard, weight, global_rows, loss_scale)

@@ -114,12 +114,12 @@ def cut_rows(batch: Any, shares: Sequence[int], parts: Sequence[int] | None = No
     return [slice_rows(batch, starts[part], stops[part]) for part in parts]
 
 
-def cut_part(batch: Any, parts: int, part: Any) -> Any:
+def cut_part(batch: Any, parts: Any, part: Any) -> Any:
     """Returns one of ``parts`` nearly equal parts of a batch, never an empty one.
 
     Args:
         batch: Nested structure of dense, ragged or sparse tensors that agree in their rows.
-        parts: How many parts the batch is cut into.
+        parts: How many parts the batch is cut into, an int or an int64 scalar.
         part: Which one to return, an integer scalar (Python int or ``tf.Tensor``).
 
     Returns:
@@ -128,12 +128,12 @@ def cut_part(batch: Any, parts: int, part: Any) -> Any:
     return slice_rows(batch, *part_bounds(count_rows(batch), parts, part))
 
 
-def part_bounds(rows: Any, parts: int, part: Any) -> tuple[Any, Any]:
+def part_bounds(rows: Any, parts: Any, part: Any) -> tuple[Any, Any]:
     """Returns where one of ``parts`` nearly equal parts begins and ends, as ``cut_part`` cuts.
 
     Args:
         rows: Rows of the batch, an int64 scalar.
-        parts: How many parts the batch is cut into.
+        parts: How many parts the batch is cut into, an int or an int64 scalar.
         part: Which one, an integer scalar (Python int or ``tf.Tensor``).
 
     Returns:
@@ -145,18 +145,20 @@ def part_bounds(rows: Any, parts: int, part: Any) -> tuple[Any, Any]:
     return start, tf.where(whole, rows, rows * (part + 1) // parts)
 
 
-def row_weight(rows: Any, parts: int) -> Any:
+def row_weight(rows: Any, parts: Any) -> Any:
     """Returns what each row counts in each part it is in: 1, or ``1 / parts`` in a small batch.
 
     Args:
         rows: Rows of the whole batch, an integer scalar.
-        parts: How many parts the batch was cut into.
+        parts: How many parts the batch was cut into, an int or an int64 scalar.
 
     Returns:
         A float64 scalar, to be cast to what it weights.
     """
     one = tf.ones([], tf.float64)
-    return one if parts == 1 else tf.where(rows < parts, one / parts, one)
+    if isinstance(parts, int) and parts == 1:
+        return one
+    return tf.where(rows < parts, one / tf.cast(parts, tf.float64), one)
 
 
 def local_replicas(strategy: tf.distribute.Strategy) -> tuple[int, ...]:

@@ -12,6 +12,8 @@ import numpy as np
 
 from tfmultigpu.errors import ShareError
 
+__all__ = ["check_shares", "integer_shares", "plan_micro_batches", "plan_shares"]
+
 _FINEST = 2**20  # parts into which fractional shares are rounded
 
 
@@ -81,11 +83,51 @@ def plan_shares(
             f"The batch cannot be divided within the limits. Received: {rows} rows for "
             f"{len(exact)} replicas, minimum={minimum}, maximum={maximum}, "
             f"multiple_of={multiple_of}. Make the batch smaller where memory is the limit, or "
-            "compute it in parts (micro_batches); larger where the minimum is."
+            "leave out the maximum and compute shares in parts (plan_micro_batches); larger where "
+            "the minimum is."
         )
     parts = [share * unit for share in _apportion(units, exact, low, high)]
     parts[ablest] += rest
     return tuple(parts)
+
+
+def plan_micro_batches(shares: Sequence[int], maximum: float | Sequence[float]) -> tuple[int, ...]:
+    """Returns into how many micro-batches each replica must cut its share to hold one at a time.
+
+    Shares then go by speed and micro-batches by memory, and a small GPU trains beside a large one
+    without a smaller global batch::
+
+        shares = tmg.plan_shares(1024, speeds)
+        micro_batches = tmg.plan_micro_batches(shares, rows_in_memory)
+        data = tmg.distribute_dataset(dataset, strategy, shares=shares)
+        step = tmg.make_train_step(model, optimizer, loss, strategy, micro_batches=micro_batches)
+
+    Args:
+        shares: Rows of each replica in the largest global batch, as ``plan_shares`` returns them.
+        maximum: Rows that each replica holds at once, one number for all or one per replica;
+            parts of a row do not count, ``math.inf`` is no limit.
+
+    Returns:
+        The least number of micro-batches for each replica, at least 1.
+
+    Raises:
+        ShareError: A share is no whole number of rows, a replica does not hold one row, or there is
+            not one maximum per replica.
+
+    Example:
+        >>> import tfmultigpu as tmg
+        >>> tmg.plan_micro_batches((192, 64), (256, 24))
+        (1, 3)
+    """
+    shares = tuple(shares)
+    check_shares(shares)
+    for share in shares:
+        _check_rows(share, "A share", "shares")
+    limits = _limits(maximum, len(shares))
+    return tuple(
+        1 if limit is None else -(-int(share) // limit)
+        for share, limit in zip(shares, limits, strict=True)
+    )
 
 
 def _check_rows(number: Any, what: str, name: str) -> None:

@@ -9,8 +9,7 @@ A step has two phases inside one ``tf.function``::
 from __future__ import annotations
 
 import math
-import numbers
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -22,6 +21,7 @@ from tfmultigpu.gradients import all_finite, clipped, global_norm
 from tfmultigpu.layer_states import warn_about_copies
 from tfmultigpu.losses import LossSum
 from tfmultigpu.metrics import check_metrics
+from tfmultigpu.micro_batches import micro_batch_counts
 from tfmultigpu.multistep import MultiStep
 from tfmultigpu.objectives import Objective, OutputLoss, regularization
 from tfmultigpu.precision import LossScale, make_loss_scale, unwrap_optimizer
@@ -43,7 +43,7 @@ def make_train_step(
     metrics: Any = (),
     weighted_metrics: Any = (),
     loss_weights: Any = None,
-    micro_batches: int = 1,
+    micro_batches: int | Sequence[int] = 1,
     forward: Callable[[Any, Any, bool], LossSum] | None = None,
     clip_norm: float | None = None,
     loss_scale: str | float | None = None,
@@ -66,9 +66,9 @@ def make_train_step(
         weighted_metrics: The same, updated with sample weights.
         loss_weights: A number, or a dict or list of numbers, one per output.
         micro_batches: Into how many parts each replica's shard is cut and computed one after the
-            other, to save memory. The result is that of 1, except for layers that look at a whole
-            batch (BatchNormalization) or count calls: they see each part. A shard of fewer rows is
-            computed that often as a whole.
+            other, to save memory; or one such number for each replica, of all workers, as from
+            ``plan_micro_batches``. The result is that of 1, except for layers that look at a whole
+            batch (BatchNormalization) or count calls: they see each part.
         forward: ``f(model, batch, training) -> LossSum`` for what a loss cannot say. Weight
             regularisation and ``add_loss`` are added by the step.
         clip_norm: Largest global norm of the gradient; larger ones are scaled down to it.
@@ -104,10 +104,7 @@ def make_train_step(
     check_backend()
     strategy = tf.distribute.get_strategy() if strategy is None else strategy
     check_kinds(model, strategy, optimizer)
-    if not isinstance(micro_batches, numbers.Integral) or micro_batches < 1:
-        raise ValueError(
-            f"micro_batches is a whole number, at least 1. Received: micro_batches={micro_batches}."
-        )
+    counts = micro_batch_counts(micro_batches, strategy.num_replicas_in_sync)
     if clip_norm is not None and not clip_norm > 0:
         raise ValueError(f"clip_norm is positive. Received: clip_norm={clip_norm}.")
     if clip_norm == math.inf:
@@ -123,7 +120,7 @@ def make_train_step(
     phase = ReplicaPhase(
         objective,
         strategy,
-        micro_batches=int(micro_batches),
+        micro_batches=counts,
         metrics=metrics,
         weighted_metrics=weighted_metrics,
         jit_compile=jit_compile,

@@ -81,10 +81,10 @@ MUTATIONS = (
         "replicas.py",
         (
             (
-                "            shard = rows_lib.cut_part(shard, self._micro_batches, micro)",
-                "            shard = rows_lib.cut_part(shard, self._micro_batches, micro)\n"
-                "            own = rows_lib.count_rows(shard) * self._micro_batches\n"
-                "            weight *= tf.where(tf.equal(part, 1.0), rows / own, 1.0)",
+                "            shard = rows_lib.cut_part(shard, part.count, part.number)",
+                "            shard = rows_lib.cut_part(shard, part.count, part.number)\n"
+                "            own = rows_lib.count_rows(shard) * part.count\n"
+                "            weight *= tf.where(tf.equal(once, 1.0), rows / own, 1.0)",
             ),
         ),
         (f"{EXACT}[2-3-clip]",),
@@ -92,7 +92,12 @@ MUTATIONS = (
     Mutation(
         "the last micro-batch is left out",
         "replicas.py",
-        (("micro < self._micro_batches,", "micro < self._micro_batches - 1,"),),
+        (
+            (
+                "\n            lambda micro, *_: micro < count,",
+                "\n            lambda micro, *_: micro < count - 1,",
+            ),
+        ),
         (f"{WINDOW}[what counts steps counts windows: sum in 2 micro-batches]",),
     ),
     Mutation(

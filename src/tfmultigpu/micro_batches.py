@@ -1,0 +1,96 @@
+"""Micro-batches: how many each replica computes, and how what they give is added."""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+from tfmultigpu.layer_states import assigned_in_each_pass
+from tfmultigpu.seeds import GlobalSeeds, seed_states
+
+__all__ = ["Addition", "OtherStructureError", "Part", "micro_batch_counts"]
+
+
+def micro_batch_counts(micro_batches: int | Sequence[int], replicas: int) -> tuple[int, ...]:
+    """Returns the number of micro-batches of each replica.
+
+    Args:
+        micro_batches: One number for all, or one for each replica.
+        replicas: How many there are, on all workers.
+
+    Raises:
+        ValueError: They are not positive whole numbers, or not as many as replicas.
+    """
+    several = isinstance(micro_batches, Sequence) and not isinstance(micro_batches, str)
+    given: Sequence[Any] = list(micro_batches) if several else [micro_batches]  # type: ignore[arg-type]
+    if any(not isinstance(one, numbers.Integral) or one < 1 for one in given):
+        raise ValueError(
+            "micro_batches is a whole number, at least 1, or one such number for each replica. "
+            f"Received: micro_batches={micro_batches!r}."
+        )
+    if several and len(given) != replicas:
+        raise ValueError(
+            "There must be one number of micro-batches for each replica, of all workers. Received: "
+            f"micro_batches={micro_batches!r} for {replicas} replica(s). Write "
+            "tmg.plan_micro_batches(shares, rows_in_memory), or one number for all."
+        )
+    counts = tuple(int(one) for one in given)
+    return counts if several else counts * replicas
+
+
+class OtherStructureError(Exception):
+    """What the replicas return is not what a loop was prepared for."""
+
+
+class Part(NamedTuple):
+    """A micro-batch: ``number`` of ``count``, int64 scalars."""
+
+    number: Any
+    count: Any
+
+
+class Addition:
+    """Adds what one micro-batch of a replica gives to what those before gave; replica context.
+
+    Attributes:
+        replica: Computes a micro-batch.
+        structure: Shape and dtype of each of the tensors it returns.
+        states: Variables that all micro-batches of a step must find alike, Keras variables: they
+            take their part of the same draws, and use the same kernels.
+    """
+
+    def __init__(
+        self,
+        replica: Callable[..., list[tf.Tensor]],
+        model: Any,
+        seeds: GlobalSeeds,
+        structure: list[Any],
+    ) -> None:
+        """Takes what computes a micro-batch, the model, its seeds, and what is added."""
+        self.replica = replica
+        self.structure = structure
+        self.states = [*seed_states(model, seeds), *assigned_in_each_pass(model)]
+        self._seeds, self._generator = seeds, seeds.generator
+
+    def begin(self) -> list[tf.Tensor]:
+        """Returns the states as they are before the first micro-batch."""
+        return [tf.identity(state.value) for state in self.states]
+
+    def zeros(self) -> list[tf.Tensor]:
+        """Returns the sums before the first micro-batch."""
+        return [tf.zeros(shape, dtype) for shape, dtype in self.structure]
+
+    def add(self, sums: Sequence[Any], begin: Sequence[Any], *args: Any) -> list[tf.Tensor]:
+        """Returns the sums with those of a micro-batch; ``args`` are for ``replica``."""
+        for state, value in zip(self.states, begin, strict=True):
+            state.assign(value)
+        values = self.replica(*args)
+        if self._seeds.generator is not self._generator:
+            raise OtherStructureError(self.structure)  # The draw made it: one more state.
+        actual = [(value.shape, value.dtype) for value in values]
+        if actual != self.structure:
+            raise OtherStructureError(actual)
+        return [total + value for total, value in zip(sums, values, strict=True)]
