@@ -151,6 +151,7 @@ def main() -> None:
 
     import tfmultigpu.diagnostics  # noqa: F401
 
+    failed = False
     for name, case in json.load(sys.stdin).items():
         child = os.fork()
         if child == 0:
@@ -163,8 +164,8 @@ def main() -> None:
                 traceback.print_exc()
             sys.stderr.flush()
             os._exit(status)
-        if os.waitpid(child, 0)[1]:
-            sys.exit(1)
+        failed |= bool(os.waitpid(child, 0)[1])
+    sys.exit(failed)
 
 
 if __name__ == "__main__":

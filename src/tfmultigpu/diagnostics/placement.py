@@ -1,0 +1,197 @@
+"""Where variables really are, against where a strategy wants them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import tensorflow as tf
+
+from tfmultigpu import _bridge
+from tfmultigpu.device_names import listed, parse_device_name
+from tfmultigpu.devices import existing_logical_names
+from tfmultigpu.diagnostics.report import Finding
+
+__all__ = ["Placement", "optimizer_findings", "placement_findings", "strategy_devices"]
+
+_SCOPE = "with strategy.scope():"
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where the variables of a model are.
+
+    Attributes:
+        built: Whether the model has its variables.
+        total: How many there are.
+        outside: Names of those that were not created in the scope of the strategy.
+        other: What strategy they were created under, where it was another one.
+        copies: The devices that the copies of the first variable are on.
+        replicas: Those of the strategy in this process.
+        asked: The devices of the strategy in this process.
+        gpus: The logical GPUs that are here.
+    """
+
+    built: bool
+    total: int = 0
+    outside: tuple[str, ...] = ()
+    other: str = ""
+    copies: tuple[str, ...] = ()
+    replicas: int = 1
+    asked: tuple[str, ...] = ()
+    gpus: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, model: Any, strategy: tf.distribute.Strategy) -> Placement:
+        """Looks at a model."""
+        variables = list(model.variables)
+        names, other = outside_of(variables, strategy)
+        first = next((v for v in variables if getattr(v, "trainable", False)), None)
+        asked = strategy_devices(strategy) or existing_logical_names()[-1:]
+        return cls(
+            built=bool(model.built) and bool(variables),
+            total=len(variables),
+            outside=names,
+            other=other,
+            copies=() if first is None else devices_of(first, strategy),
+            replicas=len(asked),
+            asked=asked,
+            gpus=existing_logical_names("GPU"),
+        )
+
+    @property
+    def in_scope(self) -> bool:
+        """Whether every variable was created in the scope."""
+        return not self.outside
+
+    def facts(self) -> dict[str, str]:
+        """What a person asks about it."""
+        if not self.built:
+            return {"built": "no"}
+        return {
+            "variables": str(self.total),
+            "created in the scope": str(self.total - len(self.outside)),
+            "copies of a weight": f"{len(self.copies)}, on {listed(self.copies)}",
+        }
+
+
+def outside_of(
+    variables: Sequence[Any], strategy: tf.distribute.Strategy
+) -> tuple[tuple[str, ...], str]:
+    """Returns the names of variables created outside a scope, and under what else they were."""
+    names, other = [], ""
+    for variable in variables:
+        inner = getattr(variable, "value", variable)
+        inner = variable if callable(inner) else inner
+        if strategy.extended.variable_created_in_scope(inner):
+            continue
+        names.append(str(getattr(variable, "path", variable.name)))
+        found = getattr(inner, "distribute_strategy", None)
+        if found is not None and found is not strategy:
+            count = found.num_replicas_in_sync
+            other = f"{type(found).__name__} with {count} replica(s)"
+    return tuple(names), other
+
+
+def strategy_devices(strategy: tf.distribute.Strategy) -> tuple[str, ...]:
+    """Returns the devices of a strategy in this process; none for TensorFlow's default strategy."""
+    try:
+        names: Any = strategy.extended.worker_devices
+    except RuntimeError:
+        return ()  # The default strategy has none of its own, and says so.
+    return tuple(parse_device_name(name) for name in names)
+
+
+def devices_of(variable: Any, strategy: tf.distribute.Strategy) -> tuple[str, ...]:
+    """Returns the devices that the copies of a variable are on."""
+    inner = getattr(variable, "value", variable)
+    values = strategy.experimental_local_results(inner)
+    return tuple(parse_device_name(value.device) for value in values if value.device)
+
+
+def placement_findings(seen: Placement) -> Iterator[Finding]:
+    """What is wrong with where a model is; pure."""
+    if not seen.built:
+        yield Finding(
+            "note",
+            "model-not-built",
+            "The model has no variables yet, so it is not known where they will be.",
+            "Variables are where they are first created: at the first call, if not before.",
+            f"{_SCOPE} model.build(input_shape), or start the model with keras.Input",
+        )
+        return
+    if seen.outside and seen.other:
+        yield Finding(
+            "error",
+            "other-strategy",
+            f"The model was created under another strategy, {seen.other}: "
+            f"{len(seen.outside)} of {seen.total} variables, such as {seen.outside[0]!r}.",
+            "A model trains on the devices of the strategy it was created under, and no other.",
+            f"Create one strategy, and under it, {_SCOPE} the model and the optimizer.",
+        )
+    elif seen.outside:
+        yield Finding(
+            "error",
+            "model-scope",
+            f"The model was created outside the scope of the strategy: {len(seen.outside)} of "
+            f"{seen.total} variables, such as {seen.outside[0]!r}, are on "
+            f"{listed(tuple(dict.fromkeys(seen.copies)))} alone.",
+            "fit then trains on that one device, without a message, or fails with an "
+            "AssertionError without text.",
+            f"{_SCOPE} model = ... (loading a saved model counts as creating it)",
+        )
+    devices = tuple(dict.fromkeys(seen.copies))
+    if not seen.outside and len(devices) < len(seen.copies):
+        yield Finding(
+            "error",
+            "copies-together",
+            f"The {len(seen.copies)} copies of each weight are on {listed(devices)}: the strategy "
+            f"was made for {listed(seen.asked)}, and not all of these exist.",
+            "TensorFlow takes the CPU in place of a device that is missing, without a message, "
+            "or waits for ever.",
+            "strategy = tmg.create_strategy(devices=[...]), which names the devices that exist",
+        )
+    on_cpu = devices and all(name.startswith("CPU") for name in devices)
+    if seen.gpus and on_cpu:
+        yield Finding(
+            "error",
+            "variables-on-cpu",
+            f"The weights are on {listed(devices)}, and {len(seen.gpus)} GPU(s) are here: "
+            f"{listed(seen.gpus)}.",
+            "What a variable feeds is computed where it is, or copied to a GPU at every step.",
+            "strategy = tmg.create_strategy(), and no tf.device('CPU:0') around the model",
+        )
+
+
+def optimizer_findings(
+    optimizer: Any, model: Any, strategy: tf.distribute.Strategy, *, in_scope: bool
+) -> Iterator[Finding]:
+    """What is wrong with where an optimizer is, and what it was made for."""
+    if optimizer is None or not hasattr(optimizer, "variables"):
+        return
+    names, other = outside_of(optimizer.variables, strategy)
+    if names:
+        under = f", under {other}" if other else ""
+        yield Finding(
+            "error",
+            "optimizer-scope",
+            f"The optimizer was created outside the scope of the strategy{under}: "
+            f"{len(names)} of {len(optimizer.variables)} variables, such as {names[0]!r}.",
+            "Each replica then updates its own copy of the weights by itself, and counts steps "
+            "twice: replicas drift apart without a message."
+            if in_scope
+            else "It belongs to one device, as the model does.",
+            f"{_SCOPE} optimizer = ..., and model.compile(optimizer, ...)",
+        )
+    known = {id(variable) for variable in _bridge.optimizer_trains(optimizer)}
+    strange = [one for one in model.trainable_variables if id(one) not in known]
+    if known and len(strange) == len(model.trainable_variables) and strange:
+        yield Finding(
+            "error",
+            "optimizer-of-another-model",
+            "The optimizer was built for the variables of another model: it knows none of the "
+            f"{len(strange)} of this one.",
+            "It fails at the first step, or updates the wrong model.",
+            f"Create a new one: {_SCOPE} optimizer = ...",
+        )

@@ -1,0 +1,164 @@
+"""``explain``: why a program uses one device, or gives another result on several."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import tensorflow as tf
+
+from tfmultigpu.compiled import strategy_of
+from tfmultigpu.device_names import listed
+from tfmultigpu.devices import existing_logical_names
+from tfmultigpu.diagnostics.causes import find_causes
+from tfmultigpu.diagnostics.fitting import fit_findings, layer_findings, metric_findings
+from tfmultigpu.diagnostics.inputs import Input, input_findings, look_at_input, measure_input
+from tfmultigpu.diagnostics.machine import look_around
+from tfmultigpu.diagnostics.placement import (
+    Placement,
+    optimizer_findings,
+    placement_findings,
+    strategy_devices,
+)
+from tfmultigpu.diagnostics.report import Finding, Report, ordered
+from tfmultigpu.scopes import check_kinds
+
+__all__ = ["explain"]
+
+# The devices have been started by the model itself.
+_NOT_HERE = {"started-before-cluster"}
+
+
+def explain(
+    model: Any,
+    optimizer: Any = None,
+    dataset: Any = None,
+    strategy: tf.distribute.Strategy | None = None,
+    *,
+    seconds: float = 2.0,
+) -> Report:
+    """Say why a program uses one device only, or trains to another result on several.
+
+    Looks where the variables really are, what the optimizer was made for, what Keras' ``fit`` could
+    not run, and what the dataset yields. Trains nothing and changes no variable. A dataset is read
+    from its beginning for a moment, which a one-shot generator would not forgive.
+
+    Args:
+        model: A Keras model, as the program made it.
+        optimizer: Its optimizer; the one it was compiled with where None.
+        dataset: What it is trained on: a ``tf.data.Dataset`` of global batches, or what
+            ``distribute_dataset`` returned.
+        strategy: The strategy meant; where None the current one, or that of the model.
+        seconds: How long the input may be timed against the model; 0 measures nothing.
+
+    Returns:
+        The report: findings, the most serious first, then what they were drawn from.
+
+    Raises:
+        TypeError: ``model`` is no Keras model, or ``strategy`` no strategy.
+
+    Example:
+        >>> import keras, tfmultigpu as tmg
+        >>> model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+        >>> report = tmg.explain(model)
+        >>> print(str(report).splitlines()[0])  # doctest: +ELLIPSIS
+        tfmultigpu explain: ...
+    """
+    if strategy is None:
+        current = tf.distribute.has_strategy()
+        strategy = tf.distribute.get_strategy() if current else strategy_of(model)
+    check_kinds(model, strategy)
+    optimizer = getattr(model, "optimizer", None) if optimizer is None else optimizer
+    placement = Placement.of(model, strategy)
+    found = [
+        finding
+        for finding in find_causes(look_around())
+        if finding.severity == "error" and finding.code not in _NOT_HERE
+    ]
+    found += [*strategy_findings(strategy), *placement_findings(placement)]
+    found += optimizer_findings(optimizer, model, strategy, in_scope=placement.in_scope)
+    in_place = not any(finding.severity == "error" for finding in found)
+    facts = {"strategy": _strategy(strategy), "model": placement.facts()}
+    several = strategy.num_replicas_in_sync > 1
+    if several:
+        found += layer_findings(model)
+        found += fit_findings(model, optimizer, strategy)
+    if dataset is not None:
+        seen = look_at_input(dataset)
+        if several:
+            found += metric_findings(model, strategy, seen.spec)
+        if in_place and model.built and seconds > 0 and seen.problem is None:
+            seen = measure_input(seen, model, strategy, seconds)
+        found += input_findings(seen, strategy)
+        facts["dataset"] = _dataset(seen)
+    found += _nothing(found, strategy, dataset)
+    title = f"tfmultigpu explain: {strategy.num_replicas_in_sync} replica(s)"
+    if several:
+        title += f" on {len(set(strategy_devices(strategy)))} device(s)"
+    return Report(title, ordered(found), facts)
+
+
+def strategy_findings(strategy: tf.distribute.Strategy) -> Iterator[Finding]:
+    """What is wrong with the strategy itself."""
+    if strategy.num_replicas_in_sync > 1:
+        return
+    gpus = existing_logical_names("GPU")
+    here = gpus or existing_logical_names("CPU")
+    if len(here) < 2:
+        return
+    used = strategy_devices(strategy)
+    if not used:
+        yield Finding(
+            "error",
+            "no-strategy",
+            f"There is no strategy: the model lives on one device, and {len(here)} are here: "
+            f"{listed(here)}.",
+            "Keras trains on the first GPU alone and takes memory of all of them.",
+            "strategy = tmg.create_strategy(), then build the model and the optimizer under "
+            "with strategy.scope():",
+        )
+        return
+    yield Finding(
+        "error",
+        "strategy-of-one",
+        f"{type(strategy).__name__} has one replica, on {listed(used)}, and "
+        f"{len(here)} devices are here: {listed(here)}.",
+        "A strategy of one replica trains on one device, without a message.",
+        f"strategy = tmg.create_strategy(devices={list(here)!r})",
+    )
+
+
+def _strategy(strategy: tf.distribute.Strategy) -> dict[str, str]:
+    return {
+        "kind": type(strategy).__name__,
+        "replicas": str(strategy.num_replicas_in_sync),
+        "devices in this process": listed(strategy_devices(strategy)),
+        "devices that are here": listed(existing_logical_names()),
+    }
+
+
+def _dataset(seen: Input) -> dict[str, str]:
+    facts = {"kind": seen.kind}
+    if seen.rows is not None:
+        facts["rows of the first batch"] = str(seen.rows)
+    if seen.stages is not None:
+        facts["stages"] = " > ".join(seen.stages)
+    if seen.seconds is not None and seen.compute is not None:
+        facts["a batch is made in"] = f"{1e3 * seen.seconds:.1f} ms"
+        facts["forward and backward take"] = f"{1e3 * seen.compute:.1f} ms"
+    return facts
+
+
+def _nothing(found: list[Finding], strategy: tf.distribute.Strategy, dataset: Any) -> list[Finding]:
+    if any(one.severity != "note" or one.code == "model-not-built" for one in found):
+        return []
+    replicas = strategy.num_replicas_in_sync
+    looked = "model and optimizer" if dataset is None else "model, optimizer and dataset"
+    here = len(existing_logical_names("GPU")) or len(existing_logical_names("CPU"))
+    if replicas == 1:
+        what = f"One device is used, and {here} is here: there is nothing to distribute."
+        change = "print(tmg.doctor()) says whether the machine has more"
+    else:
+        what = f"{looked.capitalize()} are on {replicas} replicas as they should be."
+        change = "Where it is slow: print(tmg.profile_step(step, data)) says what to change first"
+    return [Finding("note", "in-order", what, "Each replica computes its part of a step.", change)]

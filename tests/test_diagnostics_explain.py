@@ -1,0 +1,370 @@
+"""Each cause of "one GPU only" that a program can have, provoked, and the report's first lines."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from diagnosed import provoke
+
+from tfmultigpu import diagnostics
+
+PRELUDE = """
+virtual_cpus(2)
+x, y = np.ones((64, 3), "float32"), np.ones((64, 1), "float32")
+data = tf.data.Dataset.from_tensor_slices((x, y)).batch(8).prefetch(2)
+
+def two():
+    return tmg.create_strategy(devices=["CPU:0", "CPU:1"])
+
+def build(*layers):
+    return keras.Sequential([keras.Input((3,)), *layers, keras.layers.Dense(1)])
+
+def explain(*arguments, **options):
+    return diagnostics.explain(*arguments, **{"seconds": 0, **options})
+"""
+UNDER = "strategy = two()\nwith strategy.scope():\n    "
+
+
+def case(code: str, says: str, change: str, severity: str, setup: str, **environment: str):
+    return code, says, change, severity, {"code": PRELUDE + setup, "environment": environment}
+
+
+CASES = {
+    "no-strategy": case(
+        "no-strategy",
+        "There is no strategy: the model lives on one device, and 2 are here: CPU:0, CPU:1",
+        "strategy = tmg.create_strategy(), then build the model",
+        "error",
+        "report = explain(build())",
+    ),
+    "mirrored-of-one": case(
+        "strategy-of-one",
+        "MirroredStrategy has one replica, on CPU:0, and 2 devices are here: CPU:0, CPU:1",
+        "tmg.create_strategy(devices=['CPU:0', 'CPU:1'])",
+        "error",
+        "strategy = tf.distribute.MirroredStrategy(['CPU:0'])\n"
+        "with strategy.scope(): model = build()\n"
+        "report = explain(model, strategy=strategy)",
+    ),
+    "model-outside": case(
+        "model-scope",
+        "The model was created outside the scope of the strategy: 2 of 2 variables, such as "
+        "'dense/kernel', are on CPU:0 alone",
+        "with strategy.scope(): model = ...",
+        "error",
+        "model = build(); report = explain(model, strategy=two())",
+    ),
+    "both-outside": case(
+        "optimizer-scope",
+        "The optimizer was created outside the scope of the strategy: 2 of 2 variables",
+        "with strategy.scope(): optimizer = ...",
+        "error",
+        "model = build(); model.compile('sgd', 'mse')\nreport = explain(model, strategy=two())",
+    ),
+    "optimizer-outside": case(
+        "optimizer-scope",
+        "The optimizer was created outside the scope of the strategy: 2 of 2 variables, such as",
+        "with strategy.scope(): optimizer = ...",
+        "error",
+        UNDER + "model = build()\nreport = explain(model, keras.optimizers.SGD(0.1))",
+    ),
+    "compiled-under-another": case(
+        "optimizer-scope",
+        "The optimizer was created outside the scope of the strategy, under MirroredStrategy with "
+        "2 replica(s)",
+        "with strategy.scope(): optimizer = ...",
+        "error",
+        UNDER + "model = build()\n"
+        "with two().scope(): optimizer = keras.optimizers.SGD(0.1)\n"
+        "report = explain(model, optimizer, strategy=strategy)",
+    ),
+    "another-strategy": case(
+        "other-strategy",
+        "The model was created under another strategy, MirroredStrategy with 2 replica(s)",
+        "Create one strategy, and under it",
+        "error",
+        UNDER + "model = build()\nreport = explain(model, strategy=two())",
+    ),
+    "another-model": case(
+        "optimizer-of-another-model",
+        "The optimizer was built for the variables of another model: it knows none of the 2",
+        "optimizer = ...",
+        "error",
+        UNDER + "model = build(); optimizer = keras.optimizers.SGD(0.1)\n"
+        "    optimizer.build(build().trainable_variables)\n"
+        "report = explain(model, optimizer)",
+    ),
+    "missing-device": case(
+        "copies-together",
+        "The 2 copies of each weight are on CPU:0: the strategy was made for CPU:0, CPU:5",
+        "tmg.create_strategy(devices=[...])",
+        "error",
+        "strategy = tf.distribute.MirroredStrategy(['CPU:0', 'CPU:5'],\n"
+        "    tf.distribute.ReductionToOneDevice())\n"
+        "with strategy.scope(): model = build()\n"
+        "report = explain(model)",
+    ),
+    "on-the-cpu": case(
+        "variables-on-cpu",
+        "The weights are on CPU:0, and 2 GPU(s) are here: GPU:0, GPU:1",
+        "no tf.device('CPU:0') around the model",
+        "error",
+        "strategy = tf.distribute.OneDeviceStrategy('CPU:0')\n"
+        "with strategy.scope(): model = build()\n"
+        "from tfmultigpu.diagnostics import placement\n"
+        "placement.existing_logical_names = lambda kind: ('GPU:0', 'GPU:1')\n"
+        "report = explain(model)",
+    ),
+    "hidden-gpus": case(
+        "gpus-hidden",
+        "CUDA_VISIBLE_DEVICES='-1' hides every GPU from TensorFlow: it sees none of the 4 GPU(s)",
+        "unset CUDA_VISIBLE_DEVICES",
+        "error",
+        "driver(4)\n" + UNDER + "model = build()\nreport = explain(model)",
+        CUDA_VISIBLE_DEVICES="-1",
+    ),
+    "keras-distribution": case(
+        "keras-distribution",
+        "keras.distribution is set to DataParallel, which does nothing on the TensorFlow backend",
+        "Remove keras.distribution.set_distribution",
+        "error",
+        "keras.distribution.set_distribution(keras.distribution.DataParallel("
+        "devices=['cpu:0', 'cpu:1'], auto_shard_dataset=False))\n"
+        "report = explain(build())",
+    ),
+    "not-built": case(
+        "model-not-built",
+        "The model has no variables yet",
+        "model.build(input_shape)",
+        "note",
+        UNDER + "model = keras.Sequential([keras.layers.Dense(1)])\nreport = explain(model)",
+    ),
+    "small-batch": case(
+        "small-batch",
+        "A batch has 1 row(s) for 2 replicas",
+        "dataset.batch(64)",
+        "error",
+        UNDER + "model = build()\n"
+        "report = explain(model, dataset=tf.data.Dataset.from_tensor_slices((x, y)).batch(1))",
+    ),
+    "uneven-batch": case(
+        "uneven-batch",
+        "A batch has 9 rows, which 2 replicas cannot divide evenly",
+        "dataset.batch(8)",
+        "warning",
+        UNDER + "model = build()\n"
+        "report = explain(model, dataset=tf.data.Dataset.from_tensor_slices((x, y)).batch(9))",
+    ),
+    "unbatched": case(
+        "unbatched",
+        "The dataset does not yield batches: The dataset is not batched",
+        "dataset.batch(global_batch_size)",
+        "error",
+        UNDER + "model = build()\n"
+        "report = explain(model, dataset=tf.data.Dataset.from_tensor_slices((x, y[:, 0])))",
+    ),
+    "empty": case(
+        "no-data",
+        "The dataset is empty",
+        "See that the files are found",
+        "error",
+        UNDER + "model = build()\nreport = explain(model, dataset=data.take(0))",
+    ),
+    "sharded": case(
+        "data-sharded",
+        "The dataset was divided by dataset.shard(...), and a strategy divides it again",
+        "Remove .shard(...)",
+        "warning",
+        UNDER + "model = build()\n"
+        "slices = tf.data.Dataset.from_tensor_slices((x, y))\n"
+        "report = explain(model, dataset=slices.shuffle(9).shard(2, 0).batch(8).prefetch(1))",
+    ),
+    "distributed-by-tensorflow": case(
+        "data-distributed",
+        "The dataset was distributed by TensorFlow already",
+        "tmg.distribute_dataset(dataset, strategy)",
+        "note",
+        UNDER + "model = build()\n"
+        "report = explain(model, dataset=strategy.experimental_distribute_dataset(data))",
+    ),
+    "data-of-another-strategy": case(
+        "data-other-strategy",
+        "The dataset was distributed for another MirroredStrategy, of 2 replica(s)",
+        "with the strategy of the model",
+        "error",
+        UNDER + "model = build()\n"
+        "report = explain(model, dataset=tmg.distribute_dataset(data, two()))",
+    ),
+    "endless": case(
+        "endless",
+        "The dataset never ends (.repeat())",
+        "steps_per_epoch",
+        "note",
+        UNDER + "model = build()\nreport = explain(model, dataset=data.repeat().prefetch(1))",
+    ),
+    "no-prefetch": case(
+        "no-prefetch",
+        "The dataset does not prefetch: its last stage is Batch",
+        "dataset.prefetch(tf.data.AUTOTUNE)",
+        "note",
+        UNDER + "model = build()\n"
+        "report = explain(model, dataset=tf.data.Dataset.from_tensor_slices((x, y)).batch(8))",
+    ),
+    "input-bound": case(
+        "input-bound",
+        "The devices wait for data ",
+        "dataset.map(f, num_parallel_calls=tf.data.AUTOTUNE); dataset.prefetch(tf.data.AUTOTUNE)",
+        "warning",
+        "import time\n"
+        "def slow(x, y):\n"
+        "    (x,) = tf.numpy_function(lambda x: [time.sleep(0.05), x][1:], [x], [tf.float32])\n"
+        "    return tf.ensure_shape(x, [8, 3]), y\n" + UNDER + "model = build()\n"
+        "slices = tf.data.Dataset.from_tensor_slices((x, y))\n"
+        "report = explain(model, dataset=slices.batch(8, True).map(slow), seconds=1)",
+    ),
+    "jit": case(
+        "fit-jit",
+        "The model was compiled with jit_compile=True, for 2 replicas",
+        "model.compile(..., jit_compile=False)",
+        "warning",
+        UNDER + "model = build(); model.compile('sgd', 'mse', jit_compile=True)\n"
+        "report = explain(model)",
+    ),
+    "steps-per-execution": case(
+        "fit-steps-per-execution",
+        "The model was compiled with steps_per_execution=4, for 2 replicas",
+        "model.compile(..., steps_per_execution=1)",
+        "warning",
+        UNDER + "model = build(); model.compile('sgd', 'mse', steps_per_execution=4)\n"
+        "report = explain(model)",
+    ),
+    "accumulation": case(
+        "fit-accumulation",
+        "gradient_accumulation_steps=3, on 2 replicas. Keras' fit cannot run that",
+        "micro_batches=3",
+        "warning",
+        UNDER + "model = build(); o = keras.optimizers.SGD(gradient_accumulation_steps=3)\n"
+        "report = explain(model, o)",
+    ),
+    "averages": case(
+        "fit-averages",
+        "overwrites weights by their averages (ema_overwrite_frequency)",
+        "tmg.make_train_step",
+        "warning",
+        UNDER + "model = build()\n"
+        "    o = keras.optimizers.SGD(use_ema=True, ema_overwrite_frequency=2)\n"
+        "report = explain(model, o)",
+    ),
+    "clipping": case(
+        "fit-clipping",
+        "Keras' fit clips the gradient of each replica by itself: global_clipnorm",
+        "which clips the sum",
+        "warning",
+        UNDER + "model = build(); o = keras.optimizers.SGD(global_clipnorm=1.0)\n"
+        "report = explain(model, o)",
+    ),
+    "loss-scale": case(
+        "fit-loss-scale",
+        "LossScaleOptimizer asks replica 0 alone whether gradients are finite",
+        'loss_scale="dynamic"',
+        "warning",
+        UNDER + "model = build()\n"
+        "    o = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1))\n"
+        "report = explain(model, o)",
+    ),
+    "batch-norm": case(
+        "local-batch-norm",
+        "BatchNormalization normalises by the rows of its own replica: layers "
+        "['batch_normalization']",
+        "keras.layers.BatchNormalization(synchronized=True)",
+        "warning",
+        UNDER + "model = build(keras.layers.BatchNormalization())\nreport = explain(model)",
+    ),
+    "stateful": case(
+        "stateful-layer",
+        "Stateful layers keep a state for each row of a batch: ['lstm']",
+        "tmg.create_strategy(devices=1)",
+        "error",
+        UNDER + "model = keras.Sequential([keras.Input((4, 3), batch_size=8),"
+        " keras.layers.LSTM(2, stateful=True)])\nreport = explain(model)",
+    ),
+    "dropout": case(
+        "stock-dropout",
+        "In Keras' fit every replica draws the same random numbers, such as dropout masks: layers "
+        "['dropout']",
+        "draws for each row what one device would draw",
+        "warning",
+        UNDER + "model = build(keras.layers.Dropout(0.5)); model.compile('sgd', 'mse')\n"
+        "report = explain(model)",
+    ),
+    "metric": case(
+        "metric-not-a-sum",
+        "The state of a metric is added over replicas, so it must be made of sums over rows",
+        "Keep sums and counts over the rows",
+        "error",
+        "class Largest(keras.metrics.Metric):\n"
+        "    def __init__(self, **options):\n"
+        "        super().__init__(**options)\n"
+        "        self.most = self.add_variable((), 'zeros', name='most')\n"
+        "    def update_state(self, y_true, y_pred, sample_weight=None):\n"
+        "        self.most.assign(keras.ops.maximum(self.most, keras.ops.max(y_pred)))\n"
+        "    def result(self): return self.most\n"
+        + UNDER
+        + "model = build(); model.compile('sgd', 'mse', metrics=[Largest(name='largest')])\n"
+        "report = explain(model, dataset=data)",
+    ),
+    "in-order": case(
+        "in-order",
+        "Model, optimizer and dataset are on 2 replicas as they should be",
+        "tmg.profile_step(step, data)",
+        "note",
+        UNDER + "model = build(); model.compile('sgd', 'mse', metrics=['mae'])\n"
+        "before = [v.numpy() for v in model.variables]\n"
+        "report = explain(model, dataset=data.cache().prefetch(2), seconds=1)\n"
+        "assert all((v.numpy() == b).all() for v, b in zip(model.variables, before))\n"
+        "assert not model.optimizer.built or model.optimizer.iterations == 0",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def reports() -> dict[str, Any]:
+    return provoke({name: settings for name, (*_, settings) in CASES.items()})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_each_cause_is_named_in_the_first_three_lines(reports: Any, name: str) -> None:
+    code, says, change, severity, _ = CASES[name]
+    report = reports[name]
+    (finding,) = [one for one in report["findings"] if one["code"] == code]
+    assert finding["severity"] == severity
+    assert says in finding["what"]
+    assert change in finding["change"]
+    assert len(finding["why"]) > 15
+    first = "\n".join(report["text"].splitlines()[:3])
+    if severity != "note":
+        assert code in first
+    if finding == report["findings"][0]:
+        assert says in first
+
+
+@pytest.mark.slow
+def test_what_is_no_cause_is_not_said(reports: Any) -> None:
+    found = {name: [one["code"] for one in reports[name]["findings"]] for name in CASES}
+    assert found["in-order"] == ["in-order"]
+    assert found["both-outside"] == ["model-scope", "optimizer-scope"]
+    for name in ("no-strategy", "mirrored-of-one", "model-outside", "missing-device", "metric"):
+        assert found[name] == [CASES[name][0]], name
+    assert found["input-bound"] == ["input-bound"]
+    assert reports["in-order"]["title"].endswith("explain: 2 replica(s) on 2 device(s)")
+    model = reports["in-order"]["facts"]["model"]
+    assert model["copies of a weight"] == "2, on CPU:0, CPU:1"
+    stages = reports["sharded"]["facts"]["dataset"]["stages"]
+    assert stages == "TensorSlice > Shuffle > Shard > Batch > Prefetch"
+
+
+def test_what_is_no_model_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"model must be a Keras model\. Received: 'model"):
+        diagnostics.explain("model.keras")
