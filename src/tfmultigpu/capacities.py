@@ -154,7 +154,7 @@ def measured_capacities(step: Step, batch: Any, *, repeats: int = 3) -> tuple[fl
     seconds = []
     try:
         for replica in range(replicas):
-            times = [_fastest(step, part, replica, repeats, strategy) for part in (batch, half)]
+            times = _fastest(step, (batch, half), replica, repeats, strategy)
             seconds.append((times[0] - times[1]) / (rows - rows // 2))
     finally:
         for variable, value in zip(state, before, strict=True):
@@ -170,21 +170,29 @@ def measured_capacities(step: Step, batch: Any, *, repeats: int = 3) -> tuple[fl
 
 
 def _fastest(
-    step: Step, batch: Any, replica: int, repeats: int, strategy: tf.distribute.Strategy
-) -> float:
-    """Seconds of a step in which one replica computes all rows but one for each of the others."""
+    step: Step,
+    batches: Sequence[Any],
+    replica: int,
+    repeats: int,
+    strategy: tf.distribute.Strategy,
+) -> list[float]:
+    """Seconds of steps in which one replica computes all rows but one for each of the others."""
     replicas = strategy.num_replicas_in_sync
-    rows = int(rows_lib.count_rows(batch))
-    shares = [rows - replicas + 1 if i == replica else 1 for i in range(replicas)]
-    dataset = tf.data.Dataset.from_tensors(batch)
-    (shards,) = distribute_dataset(dataset, strategy, shares=shares)
-    float(step(shards)["loss"])
-    times = []
-    for _ in range(repeats):
-        start = time.perf_counter()
+    cut = []
+    for batch in batches:
+        rows = int(rows_lib.count_rows(batch))
+        shares = [rows - replicas + 1 if i == replica else 1 for i in range(replicas)]
+        (shards,) = distribute_dataset(tf.data.Dataset.from_tensors(batch), strategy, shares=shares)
         float(step(shards)["loss"])
-        times.append(time.perf_counter() - start)
-    return min(times)
+        cut.append(shards)
+    times: list[list[float]] = [[] for _ in cut]
+    # In turn, so that a slow moment of the machine slows each of them.
+    for _ in range(repeats):
+        for shards, taken in zip(cut, times, strict=True):
+            start = time.perf_counter()
+            float(step(shards)["loss"])
+            taken.append(time.perf_counter() - start)
+    return [min(taken) for taken in times]
 
 
 def _variables_of(step: Step) -> list[Any]:

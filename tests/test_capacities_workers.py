@@ -1,0 +1,38 @@
+"""Unequal machines: three real workers, one device each, agree on capacities and train as one."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import worker_capacities
+from worker_capacities import GIB, SECONDS_PER_ROW
+
+import tfmultigpu as tmg
+from tfmultigpu.testing import run_workers
+
+
+@pytest.mark.slow
+def test_workers_of_unequal_memory_and_speed() -> None:
+    # A machine of two devices and a machine of one are three workers.
+    shares = tmg.plan_shares(24, (7, 4, 1))
+    micro_batches = tmg.plan_micro_batches(shares, (14, 3, 1))
+    assert (shares, micro_batches) == ((14, 8, 2), (1, 3, 2))
+    sizes = (24, 1, 2, 7, 24)
+    args = (shares, micro_batches, sizes)
+    found = [
+        one.value for one in run_workers(worker_capacities.everything, 3, args=args, timeout=240.0)
+    ]
+    for worker, seen in enumerate(found):
+        assert seen["differs"] <= 1e-6, worker
+        plain, net = seen["memory"]
+        assert plain == (2 * GIB + 1, 3 * GIB + 1, 4 * GIB + 1)  # to the byte
+        taken = 21 * 4 * (1 + 2)  # weights, and gradients twice
+        assert net == (2 * GIB - taken, 3 * GIB - taken, 4 * GIB - taken)
+        assert seen["speeds"] == found[0]["speeds"]
+        assert "A layer synchronises the replicas" in seen["refused"]
+        assert "Received: micro_batches=(1, 2, 3)." in seen["refused"]
+    # Sleeping is never shorter than asked for; on a busy machine it is longer, for all alike.
+    speeds = np.array(found[0]["speeds"])
+    expected = 1 / np.array(SECONDS_PER_ROW)
+    np.testing.assert_allclose(speeds / speeds.sum(), expected / expected.sum(), rtol=0.4)
+    assert speeds[0] > speeds[1] > speeds[2]

@@ -1,0 +1,118 @@
+"""What unequal workers do with each other: functions that ``run_workers`` calls in each of them."""
+
+from __future__ import annotations
+
+import time
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import tfmultigpu as tmg
+
+SECONDS_PER_ROW = (0.002, 0.004, 0.008)
+GIB = 1024**3
+
+rng = np.random.default_rng(0)
+X = rng.normal(size=(64, 6)).astype("float32")
+Y = rng.integers(0, 3, 64)
+
+
+def crossentropy():
+    return keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+
+
+class Slow(keras.layers.Layer):
+    """Takes a time for each row that depends on the worker."""
+
+    def __init__(self, seconds_per_row):
+        super().__init__()
+        self.seconds_per_row = seconds_per_row
+
+    def call(self, inputs):
+        def wait(values):
+            time.sleep(self.seconds_per_row * len(values))
+            return values
+
+        return tf.ensure_shape(tf.numpy_function(wait, [inputs], tf.float32), inputs.shape)
+
+    def compute_output_shape(self, input_shape):
+        return input_shape
+
+
+def speeds(strategy, worker):
+    with strategy.scope():
+        # Before the first weight, so that no gradient has to pass it.
+        layers = [keras.Input((6,)), Slow(SECONDS_PER_ROW[worker]), keras.layers.Dense(3)]
+        model = keras.Sequential(layers)
+        accuracy = keras.metrics.SparseCategoricalAccuracy()
+        optimizer = keras.optimizers.Adam()
+    step = tmg.make_train_step(model, optimizer, crossentropy(), strategy, metrics=[accuracy])
+    step((X[:6], Y[:6]))
+    before = [v.numpy() for v in [*model.variables, *optimizer.variables, *accuracy.variables]]
+    measured = tmg.measured_capacities(step, (X, Y), repeats=3)
+    after = [v.numpy() for v in [*model.variables, *optimizer.variables, *accuracy.variables]]
+    for one, other in zip(before, after, strict=True):
+        np.testing.assert_array_equal(one, other)
+    return measured
+
+
+def memory(strategy, worker):
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(3)])
+    plain = tmg.memory_capacities(strategy, memory=[(worker + 2) * GIB + 1])
+    net = tmg.memory_capacities(strategy, model=model, memory=[(worker + 2) * GIB])
+    return plain, net
+
+
+def build():
+    layers = keras.layers
+    model = keras.Sequential(
+        [
+            keras.Input((6,)),
+            layers.Dense(8, "tanh", kernel_regularizer="l2"),
+            layers.Dropout(0.4, seed=3),
+            layers.GaussianNoise(0.1),
+            layers.Dense(3),
+        ]
+    )
+    accuracy = keras.metrics.SparseCategoricalAccuracy()
+    optimizer = keras.optimizers.SGD(0.05, momentum=0.9)
+    return tmg.testing.Training(model, optimizer, crossentropy(), metrics=[accuracy], clip_norm=0.8)
+
+
+def refused(strategy):
+    """What a layer that synchronises in the middle of a step is told: an error, not a hang."""
+    with strategy.scope():
+        layers = [keras.layers.BatchNormalization(synchronized=True), keras.layers.Dense(3)]
+        model = keras.Sequential([keras.Input((6,)), *layers])
+        optimizer = keras.optimizers.SGD(0.1)
+    counts = tuple(range(1, strategy.num_replicas_in_sync + 1))
+    step = tmg.make_train_step(model, optimizer, crossentropy(), strategy, micro_batches=counts)
+    try:
+        step((X, Y))
+    except tmg.TfMultiGpuError as error:
+        return str(error)
+    return "trained"
+
+
+def everything(shares, micro_batches, sizes):
+    """Runs as each worker and returns what it saw."""
+    strategy = tmg.create_strategy(prefer="multi_worker", fallback=False)
+    worker = strategy.cluster_resolver.task_id
+    ends = np.cumsum(sizes)
+    batches = [(X[end - n : end], Y[end - n : end]) for end, n in zip(ends, sizes, strict=True)]
+    report = tmg.testing.assert_replica_invariant(
+        build,
+        batches,
+        strategy=strategy,
+        shares=shares,
+        micro_batches=micro_batches,
+        predict=False,
+    )
+    return {
+        "differs": report.largest.amount,
+        "speeds": speeds(strategy, worker),
+        "memory": memory(strategy, worker),
+        "refused": refused(strategy),
+    }
