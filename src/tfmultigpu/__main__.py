@@ -8,8 +8,6 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from tfmultigpu.errors import TfMultiGpuError
-
 DATASETS = ("digits", "mnist", "cifar10")
 MOST_REPLICAS = 16  # Tracing takes longer with each, and beyond this nothing new is shown.
 
@@ -28,7 +26,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     run: Callable[[argparse.Namespace], int] = options.run
     try:
         return run(options)
-    except (TfMultiGpuError, ConnectionError) as error:
+    except Exception as error:
+        # Here and not above: the launcher and the help need no TensorFlow, which errors import.
+        from tfmultigpu.errors import TfMultiGpuError
+
+        if not isinstance(error, (TfMultiGpuError, ConnectionError)):
+            raise
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 2
 
@@ -94,7 +97,20 @@ def _run_demo(options: argparse.Namespace) -> int:
     )
 
 
-_SUBCOMMANDS = (_add_doctor, _add_demo)
+def _add_launch(commands: Any) -> None:
+    from tfmultigpu.launch import add_arguments, run
+
+    parser = commands.add_parser(
+        "launch",
+        help="run a script as several workers on this machine",
+        description="Runs a script as several workers on this machine, on the loopback address, "
+        "and starts all again when one fails. Exits with the code of the first that failed.",
+    )
+    add_arguments(parser)
+    parser.set_defaults(run=run)
+
+
+_SUBCOMMANDS = (_add_doctor, _add_demo, _add_launch)
 
 
 def _whole_number(least: int, most: float = math.inf) -> Callable[[str], int]:

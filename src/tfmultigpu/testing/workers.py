@@ -2,31 +2,28 @@
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import dataclasses
-import json
 import os
 import pickle
-import signal
-import socket
-import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import tensorflow as tf
 
+from tfmultigpu.worker_processes import (
+    Outcome,
+    free_addresses,
+    how_it_ended,
+    run_together,
+    worker_environment,
+)
+
 __all__ = ["WorkerFailedError", "WorkerResult", "run_workers"]
 
 _TAIL = 4000
-# What is left to the others once one worker has failed, in seconds: to say what they saw of it.
-_GRACE = 5.0
-_POLL = 0.05
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _ARE_PATHS = (str, os.PathLike)
 # The parent's module search path goes along, so that a function is found where it was defined.
 _CALL = """
@@ -108,36 +105,24 @@ def _run(
     folder: Path,
 ) -> list[WorkerResult]:
     script = isinstance(target, _ARE_PATHS)
-    if not script:
-        _store_call(target, args, folder / "call")
-    addresses = [f"127.0.0.1:{port}" for port in free_ports(workers)]
-    outputs = [folder / f"output-{index}" for index in range(workers)]
     values = [folder / f"value-{index}" for index in range(workers)]
-    with contextlib.ExitStack() as stack:
-        processes = []
-        for index in range(workers):
-            if script:
-                command = [sys.executable, os.fspath(target), *map(str, args)]
-            else:
-                command = [sys.executable, "-c", _CALL, str(folder / "call"), str(values[index])]
-            own = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": "-1"}
-            own.pop("TF_CONFIG", None)
-            if workers > 1:
-                task = {"type": "worker", "index": index}
-                own["TF_CONFIG"] = json.dumps({"cluster": {"worker": addresses}, "task": task})
-            output = stack.enter_context(outputs[index].open("wb"))
-            processes.append(
-                stack.enter_context(
-                    _started(command, {**own, **environment}, stdout=output, stderr=output)
-                )
-            )
-        failed, code = _wait(processes, timeout)
-    texts = [output.read_text(errors="replace") for output in outputs]
+    if script:
+        commands = [[sys.executable, os.fspath(target), *map(str, args)]] * workers
+    else:
+        _store_call(target, args, folder / "call")
+        call = [sys.executable, "-c", _CALL, str(folder / "call")]
+        commands = [[*call, str(value)] for value in values]
+    quiet = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": "-1"}
+    addresses = free_addresses(workers)
+    own = [{**worker_environment(addresses, i, quiet), **environment} for i in range(workers)]
+    lines: list[list[bytes]] = [[] for _ in range(workers)]
+    outcome = run_together(commands, own, lambda i, line: lines[i].append(line), timeout=timeout)
+    texts = [b"".join(printed).decode(errors="replace") for printed in lines]
+    failed = outcome.codes.index(None) if outcome.timed_out else outcome.first
     if failed is not None:
-        what = _how(code, timeout)
         raise WorkerFailedError(
-            f"Worker {failed} of {workers} {what}. The end of what it printed:\n"
-            f"{texts[failed][-_TAIL:]}"
+            f"Worker {failed} of {workers} {_how(outcome, failed, timeout)}. The end of what it "
+            f"printed:\n{texts[failed][-_TAIL:]}"
         )
     ended = [i for i, value in enumerate(values) if not script and not value.exists()]
     if ended:
@@ -149,29 +134,11 @@ def _run(
     return [WorkerResult(i, texts[i], results[i]) for i in range(workers)]
 
 
-@contextlib.contextmanager
-def _started(
-    command: list[str], environment: dict[str, str], **streams: Any
-) -> Iterator[subprocess.Popen[bytes]]:
-    """A process in a group of its own, which is gone when the context ends."""
-    process = subprocess.Popen(
-        command,
-        env=environment,
-        start_new_session=True,
-        preexec_fn=_die_with_parent if sys.platform == "linux" else None,
-        **streams,
-    )
-    try:
-        yield process
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-
-
-def _die_with_parent() -> None:
-    """Runs in the new process: no worker outlives a test that was killed itself."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+def _how(outcome: Outcome, failed: int, timeout: float) -> str:
+    code = outcome.codes[failed]
+    if outcome.timed_out or code is None:
+        return f"did not end within {timeout:g} seconds and was stopped"
+    return how_it_ended(code)
 
 
 def _store_call(function: Any, args: list[Any], path: Path) -> None:
@@ -200,38 +167,3 @@ def pickled(value: Any) -> bytes:
             f"A worker is another process, and this cannot be sent to it: {error} Give functions "
             "from the top level of a module, and arrays or a function that makes the dataset."
         ) from error
-
-
-def _wait(
-    processes: list[subprocess.Popen[bytes]], timeout: float
-) -> tuple[int | None, int | None]:
-    """Waits for all; returns which failed first and its exit code, None where it never ended."""
-    deadline = time.monotonic() + timeout
-    failed: tuple[int, int] | None = None
-    while time.monotonic() < deadline:
-        codes = [process.poll() for process in processes]
-        if failed is None and any(codes):
-            failed = next((i, code) for i, code in enumerate(codes) if code)
-            deadline = min(deadline, time.monotonic() + _GRACE)
-        if None not in codes:
-            break
-        time.sleep(_POLL)
-    else:
-        if failed is None:
-            return [process.poll() for process in processes].index(None), None
-    return failed or (None, None)
-
-
-def _how(code: int | None, timeout: float) -> str:
-    if code is None:
-        return f"did not end within {timeout:g} seconds and was stopped"
-    return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
-
-
-def free_ports(count: int) -> list[int]:
-    """Returns ports nobody listens on, found by asking the system for them all at once."""
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in sockets]

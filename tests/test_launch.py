@@ -1,0 +1,347 @@
+"""Launching workers: numbered output, the first failure named, restarts, signals, no orphans."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tfmultigpu import __main__ as command_line
+from tfmultigpu import launch as launch_module
+from tfmultigpu.errors import ClusterError, DeviceNotFoundError
+from tfmultigpu.launch import launch
+
+Write = Callable[[str], str]
+linux_only = pytest.mark.skipif(
+    sys.platform != "linux", reason="needs Linux: a process tied to its parent"
+)
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Write:
+    """Writes a script that knows its worker as `me`, and returns its path."""
+
+    def write(body: str) -> str:
+        script = tmp_path / "train.py"
+        start = (
+            "import json, os, signal, sys, time\n"
+            "config = json.loads(os.environ.get('TF_CONFIG', '{}'))\n"
+            "me = config.get('task', {}).get('index', 0)\n"
+        )
+        script.write_text(start + textwrap.dedent(body))
+        return str(script)
+
+    return write
+
+
+def test_workers_get_a_cluster_and_their_output_a_number(
+    write: Write, capfd: pytest.CaptureFixture[str]
+) -> None:
+    script = write("""
+        print(json.dumps(config), *sys.argv[1:])
+        print("to stderr", file=sys.stderr)
+        print("no end of line", end="")
+        """)
+    assert launch(script, ["--rate", "0.1"], workers=3) == 0
+    out, err = capfd.readouterr()
+    assert err == ""
+    clusters = set()
+    for worker in range(3):
+        own = [line[4:] for line in out.splitlines() if line.startswith(f"[{worker}] ")]
+        assert own[1:] == ["to stderr", "no end of line"]
+        config, _, arguments = own[0].rpartition("} ")
+        assert arguments == "--rate 0.1"
+        config = json.loads(config + "}")
+        assert config["task"] == {"type": "worker", "index": worker}
+        clusters.add(json.dumps(config["cluster"]))
+    (cluster,) = clusters
+    assert len(set(json.loads(cluster)["worker"])) == 3
+    assert cluster.count("127.0.0.1:") == 3
+
+
+def test_a_module_and_a_single_worker(
+    write: Write, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = Path(write("print(__name__, config, os.environ['TFMULTIGPU_ATTEMPT'])")).parent
+    monkeypatch.chdir(folder)
+    # Whatever cluster the launcher itself is in, its workers are not.
+    monkeypatch.setenv("TF_CONFIG", "old")
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "4")
+    assert command_line.main(["launch", "--workers", "1", "-m", "train"]) == 0
+    assert capfd.readouterr().out == "[0] __main__ {} 0\n"
+
+
+def test_the_first_to_fail_is_named_and_gives_the_exit_code(
+    write: Write, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch_module, "_GRACE", 0.5)
+    script = write("""
+        if me == 1:
+            for line in range(30): print("line", line)
+            sys.exit(7)
+        time.sleep(600)
+        """)
+    start = time.monotonic()
+    assert launch(script, workers=2) == 7
+    assert time.monotonic() - start < 5.0
+    said = capfd.readouterr().err
+    assert said.startswith(
+        "[launch] Worker 1 of 2 ended with code 7, the first to fail; the others were stopped. The "
+        "end of what it printed:\n[launch]   line 10\n"
+    )
+    assert said.endswith("[launch]   line 29\n")
+
+
+def test_others_that_fail_of_it_are_not_blamed(
+    write: Write, capfd: pytest.CaptureFixture[str]
+) -> None:
+    script = write("""
+        if me == 1: os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(0.3)
+        sys.exit("my peer is gone")
+        """)
+    assert launch(script, workers=3) == 128 + signal.SIGKILL
+    out, err = capfd.readouterr()
+    assert "Worker 1 of 3 was ended by SIGKILL, the first to fail" in err
+    # They had the time to say what they saw.
+    assert out.count("my peer is gone") == 2
+
+
+def test_all_are_started_again_on_new_ports(
+    write: Write, capfd: pytest.CaptureFixture[str]
+) -> None:
+    script = write("""
+        attempt = int(os.environ["TFMULTIGPU_ATTEMPT"])
+        print("attempt", attempt, config["cluster"]["worker"][0])
+        if attempt < 2 and me == attempt: sys.exit(3)
+        if attempt < 2: time.sleep(0.2); sys.exit(4)
+        """)
+    assert launch(script, workers=2, restarts=5) == 0
+    out, err = capfd.readouterr()
+    first = [line for line in out.splitlines() if line.startswith("[0]")]
+    assert [line.split()[2] for line in first] == ["0", "1", "2"]
+    assert len({line.split()[3] for line in first}) == 3
+    assert "Worker 0 of 2 ended with code 3" in err
+    assert "Starting all workers again: restart 1 of 5." in err
+    assert "Worker 1 of 2 ended with code 3" in err
+    assert "restart 2 of 5" in err
+    assert "restart 3" not in err
+
+
+def test_restarts_come_to_an_end(write: Write, capfd: pytest.CaptureFixture[str]) -> None:
+    script = write("print('again'); sys.exit(5)")
+    assert launch(script, workers=1, restarts=2) == 5
+    out, err = capfd.readouterr()
+    assert out.count("again") == 3
+    assert err.count("the first to fail. The end") == 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"script": "no.py"}, r"There is no such script\. Received: 'no\.py', in /"),
+        ({"workers": 0}, r"at least one worker\. Received: workers=0"),
+        ({"restarts": -1}, r"restarts is at least 0\. Received: restarts=-1"),
+        ({"devices_per_worker": -1}, r"Received: devices_per_worker=-1"),
+    ],
+    ids=str,
+)
+def test_arguments_that_make_no_sense(write: Write, arguments: Any, text: str) -> None:
+    with pytest.raises(ClusterError, match=text):
+        launch(**{"script": write(""), **arguments})
+
+
+@pytest.fixture
+def nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Makes an `nvidia-smi` that lists so many GPUs, one of them in parts."""
+
+    def make(gpus: int) -> None:
+        lines = [f"GPU {i}: NVIDIA H100 (UUID: GPU-{i})" for i in range(gpus)]
+        lines.append("  MIG 1g.10gb Device 0: (UUID: MIG-1)")
+        program = tmp_path / "nvidia-smi"
+        program.write_text("#!/bin/sh\necho '" + "\n".join(lines) + "'\n")
+        program.chmod(0o755)
+        monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("gpus", "shown", "workers", "each", "expected"),
+    [
+        (0, None, 2, None, ["-1", "-1"]),
+        (4, None, 2, None, ["0,1", "2,3"]),
+        (5, None, 2, None, ["0,1", "2,3"]),
+        (4, None, 2, 1, ["0", "1"]),
+        (8, "5,3", 2, 1, ["5", "3"]),
+        (8, "GPU-8f,GPU-9a,-1,7", 2, None, ["GPU-8f", "GPU-9a"]),
+        (8, "", 2, None, ["-1", "-1"]),
+        (8, "-1", 2, None, ["-1", "-1"]),
+        (4, None, 2, 0, ["-1", "-1"]),
+    ],
+)
+def test_no_two_workers_see_the_same_gpu(
+    monkeypatch: pytest.MonkeyPatch,
+    nvidia_smi: Callable[[int], None],
+    gpus: int,
+    shown: str | None,
+    workers: int,
+    each: int | None,
+    expected: list[str],
+) -> None:
+    nvidia_smi(gpus)
+    if shown is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", shown)
+    own = launch_module._devices_of_workers(workers, each)
+    assert [one["CUDA_VISIBLE_DEVICES"] for one in own] == expected
+
+
+def test_too_few_gpus_are_counted(nvidia_smi: Callable[[int], None]) -> None:
+    nvidia_smi(3)
+    with pytest.raises(DeviceNotFoundError, match=r"2 workers with 2 GPUs each need 4, and there "):
+        launch_module._devices_of_workers(2, 2)
+    with pytest.raises(DeviceNotFoundError, match=r"4 workers need a GPU each, and there are 3\."):
+        launch_module._devices_of_workers(4, None)
+
+
+def when(path: Path, lines: int, then: Callable[[], None]) -> threading.Thread:
+    """Does something once a file has so many lines."""
+
+    def wait() -> None:
+        deadline = time.monotonic() + 30
+        while not path.exists() or len(path.read_text().split()) < lines:
+            if time.monotonic() > deadline:
+                break
+            time.sleep(0.02)
+        then()
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    return thread
+
+
+READY = """
+with open(sys.argv[1], "a") as file: file.write(f"{os.getpid()}\\n")
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+def test_signals_are_passed_on_and_nothing_is_restarted(
+    write: Write, tmp_path: Path, capfd: pytest.CaptureFixture[str], number: signal.Signals
+) -> None:
+    script = write(
+        f"""
+        def stop(received, frame):
+            print("got", signal.Signals(received).name)
+            sys.exit({"0" if number == signal.SIGUSR1 else "143"})
+        signal.signal({number}, stop)
+        """
+        + READY.replace("\n", "\n        ")
+        + "time.sleep(600)"
+    )
+    ready = tmp_path / "ready"
+    before = signal.getsignal(number)
+    thread = when(ready, 2, lambda: os.kill(os.getpid(), number))
+    code = launch(script, [str(ready)], workers=2, restarts=3)
+    thread.join()
+    assert signal.getsignal(number) is before
+    assert code == (0 if number == signal.SIGUSR1 else 143)
+    out, err = capfd.readouterr()
+    assert sorted(out.split("\n")) == ["", f"[0] got {number.name}", f"[1] got {number.name}"]
+    assert f"[launch] {number.name} was passed on to all workers." in err
+    assert "restart" not in err
+
+
+def test_workers_that_do_not_listen_to_a_signal_are_stopped(
+    write: Write,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(launch_module, "_SIGNAL_GRACE", 0.3)
+    script = write("signal.signal(signal.SIGTERM, signal.SIG_IGN)" + READY + "time.sleep(600)")
+    ready = tmp_path / "ready"
+    thread = when(ready, 2, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    assert launch(script, [str(ready)], workers=2) == 128 + signal.SIGTERM
+    thread.join()
+    assert "; stopped after 0.3 s: worker 0, 1." in capfd.readouterr().err
+    assert not any(Path(f"/proc/{pid}").exists() for pid in ready.read_text().split())
+
+
+def gone(pids: list[str]) -> bool:
+    """Whether all of the processes have ended; those that nobody waited for count as ended."""
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        states = [
+            Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+            for pid in pids
+            if Path(f"/proc/{pid}").exists()
+        ]
+        if all(state == "Z" for state in states):
+            return True
+        time.sleep(0.05)
+    return False
+
+
+@linux_only
+def test_no_worker_and_no_child_of_one_is_left(
+    write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Children of a worker too; and the workers of a launcher that was killed itself."""
+    monkeypatch.setattr(launch_module, "_GRACE", 0.1)
+    script = write(
+        """
+        import subprocess
+        child = subprocess.Popen(["sleep", "600"])
+        with open(sys.argv[1], "a") as file: file.write(f"{os.getpid()}\\n{child.pid}\\n")
+        while True:
+            time.sleep(0.05)
+            if me == 1 and len(open(sys.argv[1]).read().split()) >= 4 and len(sys.argv) == 2:
+                sys.exit(1)
+        """
+    )
+    ready = tmp_path / "ready"
+    assert launch(script, [str(ready)], workers=2) == 1
+    assert gone(ready.read_text().split())
+
+    again = tmp_path / "again"
+    command = [sys.executable, "-m", "tfmultigpu", "launch", script, str(again), "stay"]
+    launcher = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    when(again, 4, launcher.kill).join()
+    assert launcher.wait() == -signal.SIGKILL
+    workers = again.read_text().split()
+    children = [workers[place] for place in (1, 3)]
+    assert gone([workers[0], workers[2]])
+    for pid in children:  # Of a worker that is killed nobody can end the children.
+        os.kill(int(pid), signal.SIGKILL)
+
+
+def test_the_command_line(write: Write, capfd: pytest.CaptureFixture[str]) -> None:
+    script = write("print(*sys.argv[1:]); sys.exit(me)")
+    command = [sys.executable, "-m", "tfmultigpu", "launch", "--workers", "2", script, "--x", "1"]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert ended.returncode == 1
+    assert sorted(ended.stdout.splitlines()) == ["[0] --x 1", "[1] --x 1"]
+    wrong = [*command[:4], "no.py"]
+    assert command_line.main(wrong[3:]) == 2
+    assert "ClusterError: There is no such script. Received: 'no.py'" in capfd.readouterr().err
+
+
+def test_the_launcher_itself_needs_no_tensorflow(write: Write) -> None:
+    script = write("")
+    code = (
+        "import sys; from tfmultigpu.__main__ import main; "
+        f"assert main(['launch', {script!r}]) == 0; assert 'tensorflow' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
