@@ -50,7 +50,7 @@ CASES = {
     "model-outside": case(
         "model-scope",
         "The model was created outside the scope of the strategy: 2 of 2 variables, such as "
-        "'dense/kernel', are on CPU:0 alone",
+        "'sequential/dense/kernel', are on CPU:0 alone",
         "with strategy.scope(): model = ...",
         "error",
         "model = build(); report = explain(model, strategy=two())",
@@ -319,7 +319,8 @@ CASES = {
         "Model, optimizer and dataset are on 2 replicas as they should be",
         "tmg.profile_step(step, data)",
         "note",
-        UNDER + "model = build(); model.compile('sgd', 'mse', metrics=['mae'])\n"
+        UNDER + "model = build(*[keras.layers.Dense(1500) for _ in range(3)])\n"
+        "    model.compile('sgd', 'mse', metrics=['mae'])\n"
         "before = [v.numpy() for v in model.variables]\n"
         "report = explain(model, dataset=data.cache().prefetch(2), seconds=1)\n"
         "assert all((v.numpy() == b).all() for v, b in zip(model.variables, before))\n"

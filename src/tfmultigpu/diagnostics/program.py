@@ -64,10 +64,10 @@ def explain(
         >>> print(str(report).splitlines()[0])  # doctest: +ELLIPSIS
         tfmultigpu explain: ...
     """
+    check_kinds(model, strategy or tf.distribute.get_strategy())
     if strategy is None:
         current = tf.distribute.has_strategy()
         strategy = tf.distribute.get_strategy() if current else strategy_of(model)
-    check_kinds(model, strategy)
     optimizer = getattr(model, "optimizer", None) if optimizer is None else optimizer
     placement = Placement.of(model, strategy)
     found = [
