@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from tfmultigpu.accumulation import GradientAccumulator
     from tfmultigpu.batch_size import find_batch_size
     from tfmultigpu.capacities import measured_capacities, memory_capacities
+    from tfmultigpu.checkpoints import Checkpoints
     from tfmultigpu.clusters import Cluster, cluster_from_environment
     from tfmultigpu.data import ShardedDataset, ShardIterator, distribute_dataset, row_weight
     from tfmultigpu.devices import (
@@ -26,8 +27,10 @@ if TYPE_CHECKING:
         visible_devices,
     )
     from tfmultigpu.errors import (
+        CheckpointError,
         ClusterError,
         CompileError,
+        DamagedCheckpointWarning,
         DataError,
         DeviceNotFoundError,
         DeviceSettingsError,
@@ -38,6 +41,7 @@ if TYPE_CHECKING:
         MissingExtraError,
         OutOfMemoryError,
         ReplicaDependenceWarning,
+        RestoreMismatchError,
         ScopeError,
         ShareError,
         StrategyFallbackWarning,
@@ -61,6 +65,7 @@ _NAMES = {
         "measured_capacities",
         "memory_capacities",
     ),
+    "checkpoints": ("Checkpoints",),
     "clusters": (
         "Cluster",
         "cluster_from_environment",
@@ -83,8 +88,10 @@ _NAMES = {
         "visible_devices",
     ),
     "errors": (
+        "CheckpointError",
         "ClusterError",
         "CompileError",
+        "DamagedCheckpointWarning",
         "DataError",
         "DeviceNotFoundError",
         "DeviceSettingsError",
@@ -95,6 +102,7 @@ _NAMES = {
         "MissingExtraError",
         "OutOfMemoryError",
         "ReplicaDependenceWarning",
+        "RestoreMismatchError",
         "ScopeError",
         "ShareError",
         "StrategyFallbackWarning",
@@ -129,9 +137,12 @@ _HOME = {name: module for module, names in _NAMES.items() for name in names}
 _MODULES = ("testing",)
 
 __all__ = [
+    "CheckpointError",
+    "Checkpoints",
     "Cluster",
     "ClusterError",
     "CompileError",
+    "DamagedCheckpointWarning",
     "DataError",
     "Device",
     "DeviceNotFoundError",
@@ -145,6 +156,7 @@ __all__ = [
     "MissingExtraError",
     "OutOfMemoryError",
     "ReplicaDependenceWarning",
+    "RestoreMismatchError",
     "ScopeError",
     "ShardIterator",
     "ShardedDataset",

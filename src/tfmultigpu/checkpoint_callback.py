@@ -1,0 +1,100 @@
+"""Checkpoints as a Keras callback."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+__all__ = ["make_callback"]
+
+# Several workers look together whether one was asked to stop; so often, in steps, they can.
+_TOGETHER = 10
+
+
+class Run(Protocol):
+    """What the callback needs of ``Checkpoints``."""
+
+    data: Any
+    every_steps: int | None
+
+    @property
+    def epoch(self) -> int:
+        """Epochs so far."""
+
+    @property
+    def step_in_epoch(self) -> int:
+        """Steps of the present epoch so far."""
+
+    def after_step(self, steps: int = 1) -> None:
+        """Counts steps."""
+
+    def end_epoch(self) -> None:
+        """Ends an epoch."""
+
+    def skip_finished_epoch(self, steps: int | None) -> None:
+        """Goes to the next epoch if the present one has no more steps than were made."""
+
+    def listen(self) -> None:
+        """Begins to note the stop signal."""
+
+    def stop_listening(self) -> None:
+        """Gives the stop signal back."""
+
+
+def make_callback(run: Run, together: bool) -> Any:
+    """Returns a ``keras.callbacks.Callback`` that tells a run of the steps that ``fit`` makes.
+
+    Args:
+        run: What is told.
+        together: Whether several workers must do it after the same steps.
+    """
+    import keras
+
+    class CheckpointCallback(keras.callbacks.Callback):  # type: ignore[misc]
+        """Counts steps and epochs, and lets checkpoints be saved.
+
+        Attributes:
+            every_batches: After how many batches ``fit`` must call it; None: now and then.
+            resume_at: The epoch in which ``fit`` goes on, and the batches of it to pass over.
+        """
+
+        every_batches = min(run.every_steps or _TOGETHER, _TOGETHER) if together else None
+
+        @property
+        def resume_at(self) -> tuple[int, int] | None:
+            run.skip_finished_epoch(self.params.get("steps"))
+            return (run.epoch, self._passed_over()) if run.epoch or run.step_in_epoch else None
+
+        def on_train_begin(self, logs: Any = None) -> None:
+            run.listen()
+            self._first = self._passed_over()
+            self._untold = self._seen = 0
+
+        def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+            self._done, self._first = self._first, 0
+
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            steps, self._done = batch + 1 - self._done, batch + 1
+            self._untold += steps
+            self._seen += steps
+            if self.every_batches is None or self._seen % self.every_batches == 0:
+                self._tell()
+
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            self._tell()
+            run.end_epoch()
+
+        def on_train_end(self, logs: Any = None) -> None:
+            run.stop_listening()
+
+        def _tell(self) -> None:
+            steps, self._untold = self._untold, 0
+            if steps:
+                run.after_step(steps)
+
+        def _passed_over(self) -> int:
+            """Batches that ``fit`` passes over; data of the run does that by itself."""
+            return run.step_in_epoch if run.data is None else 0
+
+    if not together and run.every_steps is not None:
+        CheckpointCallback.every_batches = run.every_steps
+    return CheckpointCallback()

@@ -1,0 +1,212 @@
+"""Data that a run can go on with: passes begin where the run is, and are checked to be the same."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+from tfmultigpu.data import ShardedDataset, ShardIterator, distribute_dataset
+from tfmultigpu.errors import CheckpointError
+from tfmultigpu.sources import to_dataset
+
+__all__ = ["Position", "PositionedDataset", "position_data"]
+
+_SAMPLED_ROWS = 4
+_NONE = -1
+
+
+@dataclasses.dataclass
+class Position:
+    """Where a run is in its data.
+
+    Attributes:
+        epoch: Whole passes so far.
+        step: Batches of the present pass so far.
+    """
+
+    epoch: int = 0
+    step: int = 0
+
+
+class PositionedDataset(ShardedDataset):
+    """Shards for the replicas, of which a pass begins at a position.
+
+    Attributes:
+        passes: Passes begun so far, those passed over included.
+        was_read: Whether a pass was begun in this process.
+        is_checked: Whether batches leave fingerprints.
+    """
+
+    def __init__(
+        self,
+        whole: ShardedDataset,
+        position: Position,
+        fingerprints: _Fingerprints | None,
+        begin: Callable[[Position], ShardedDataset] | None,
+        again: Callable[[], Any] | None,
+    ) -> None:
+        """Use ``position_data``, which knows the kinds of data.
+
+        Args:
+            whole: A whole pass.
+            position: Where the next pass begins; changed by whoever trains.
+            fingerprints: What notes down the batches, or None.
+            begin: Returns the rest of the pass that a position is in; None: batches are passed over
+                one by one.
+            again: Begins a pass and drops it; None where a pass is a function of its epoch.
+        """
+        self.__dict__.update(whole.__dict__)
+        self.is_checked = fingerprints is not None
+        self.passes = 0
+        self.was_read = False
+        self._position = position
+        self._fingerprints = fingerprints
+        self._begin = begin
+        self._again = again
+
+    def __iter__(self) -> ShardIterator:
+        """Begins a pass where the position is.
+
+        Raises:
+            CheckpointError: The pass has fewer batches than were trained on before.
+        """
+        if self._fingerprints is not None:
+            self._fingerprints.clear()
+        self.passes += 1
+        self.was_read = True
+        if self._begin is not None:
+            return ShardedDataset.__iter__(self._begin(self._position))
+        iterator = super().__iter__()
+        for done in range(self._position.step):
+            if next(iterator.source, None) is None:
+                raise CheckpointError(
+                    f"The data has fewer batches than when the checkpoint was saved. Received: a "
+                    f"pass of {done}, of which {self._position.step} were trained on. Give the "
+                    "same data as then."
+                )
+        return iterator
+
+    def reduce(self, initial_state: Any, reduce_func: Callable[[Any, Any], Any]) -> Any:
+        """Refused: a loop inside a ``tf.function`` does not say how far it is."""
+        raise CheckpointError(
+            "A loop over the data of checkpoints inside a tf.function cannot be gone on with in "
+            "its middle. Take iterator = iter(checkpoints.data) outside and call "
+            "step.run(iterator, steps)."
+        )
+
+    def fingerprint(self, step: int) -> tuple[int, int] | None:
+        """Returns marks of the first batch of the present pass and of the one before ``step``."""
+        if self._fingerprints is None or not self.was_read or not step:
+            return None
+        return self._fingerprints.of(0), self._fingerprints.of(step - 1)
+
+    def pass_over(self, epochs: int) -> None:
+        """Begins passes that a run which is gone on with began before, and drops them.
+
+        A dataset that is shuffled anew in each pass counts its passes.
+        """
+        if self._again is not None:
+            while self.passes < epochs:
+                self.passes += 1
+                self._again()
+
+
+def position_data(
+    data: Any, strategy: tf.distribute.Strategy, position: Position
+) -> PositionedDataset:
+    """Returns data whose passes begin at a position.
+
+    Args:
+        data: What ``distribute_dataset`` takes, or returned; or a function of the epoch, a Python
+            int, that returns what it takes.
+        strategy: The strategy the shards are for.
+        position: Where passes begin.
+
+    Raises:
+        DataError: The data is none of these.
+    """
+    if isinstance(data, ShardedDataset):
+        return PositionedDataset(data, position, None, None, lambda: iter(data))
+    fingerprints = _Fingerprints()
+    if _takes_epoch(data):
+        known: dict[int, tf.data.Dataset[Any]] = {}
+
+        def noted(epoch: int) -> tf.data.Dataset[Any]:
+            if epoch not in known:
+                known.clear()
+                known[epoch] = fingerprints.note(to_dataset(data(epoch)))
+            return known[epoch]
+
+        again = None
+    else:
+        batches = to_dataset(data)
+        dataset = fingerprints.note(batches)
+
+        def noted(epoch: int) -> tf.data.Dataset[Any]:
+            return dataset
+
+        def again() -> Any:
+            return iter(batches)
+
+    whole = distribute_dataset(noted(position.epoch), strategy)
+
+    def begin(position: Position) -> ShardedDataset:
+        if position.step == 0 and again is not None:
+            return whole
+        rest = noted(position.epoch).skip(position.step)
+        return distribute_dataset(rest, strategy)
+
+    return PositionedDataset(whole, position, fingerprints, begin, again)
+
+
+def _takes_epoch(data: Any) -> bool:
+    """Whether data is a function of one argument; without any it makes batches."""
+    if not callable(data):
+        return False
+    code = getattr(data, "__code__", None)
+    bound = int(hasattr(data, "__self__"))
+    return code is not None and code.co_argcount - bound - len(data.__defaults__ or ()) == 1
+
+
+class _Fingerprints:
+    """Notes down a mark of each batch that a pass yields, by its number."""
+
+    def __init__(self) -> None:
+        # Unlike a variable, a table is the same inside the scope of a strategy and outside.
+        self._table = tf.lookup.experimental.MutableHashTable(tf.int64, tf.int64, _NONE)
+
+    def note(self, batches: tf.data.Dataset[Any]) -> tf.data.Dataset[Any]:
+        """Returns the same batches, which are noted down when they are read."""
+
+        def one(number: Any, batch: Any) -> Any:
+            with tf.control_dependencies([self._table.insert(number, _mark(batch))]):
+                return tf.nest.map_structure(
+                    lambda leaf: None if leaf is None else tf.identity(leaf),
+                    batch,
+                    expand_composites=True,
+                )
+
+        noted = batches.enumerate().map(tf.autograph.experimental.do_not_convert(one))
+        return noted.apply(tf.data.experimental.assert_cardinality(int(batches.cardinality())))
+
+    def of(self, number: int) -> int:
+        return int(self._table.lookup(tf.constant(number, tf.int64)))
+
+    def clear(self) -> None:
+        self._table.remove(self._table.export()[0])
+
+
+def _mark(batch: Any) -> Any:
+    """A number that depends on some rows of each tensor, and on how many it has."""
+    parts = []
+    for leaf in tf.nest.flatten(batch, expand_composites=True):
+        if leaf is not None:
+            if leaf.shape.rank:
+                apart = tf.maximum(tf.shape(leaf)[0] // _SAMPLED_ROWS, 1)
+                parts.append(tf.io.serialize_tensor(tf.shape(leaf)))
+                leaf = leaf[::apart]
+            parts.append(tf.io.serialize_tensor(leaf))
+    return tf.strings.to_hash_bucket_fast(tf.strings.join(parts), 2**62)

@@ -1,0 +1,124 @@
+"""One folder of checkpoints for several workers: the first one writes, all must see the same."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tfmultigpu import checkpoint_files as files
+from tfmultigpu.errors import CheckpointError, RestoreMismatchError
+from tfmultigpu.worker_exchange import WorkerExchange
+
+__all__ = ["SharedFiles"]
+
+# A shared file system may show the other machines a new file only seconds later.
+_LOOKS = 5
+_BETWEEN = 1.0
+_NONE = -1
+
+
+class SharedFiles:
+    """The checkpoints in a directory; every worker must call every method.
+
+    Attributes:
+        directory: The directory.
+    """
+
+    def __init__(self, directory: Path, exchange: WorkerExchange) -> None:
+        """Takes how workers tell each other numbers."""
+        self.directory = directory
+        self._exchange = exchange
+        self._known_to_be_shared = exchange.workers == 1
+        self._cleaned = False
+
+    def write(
+        self,
+        step: int,
+        arrays: Mapping[str, np.ndarray[Any, Any]],
+        facts: Mapping[str, Any],
+        keep: int,
+    ) -> Path:
+        """Has the chief write a checkpoint and delete those that are too many.
+
+        Returns:
+            The folder of the checkpoint.
+
+        Raises:
+            CheckpointError: It could not be written.
+            RestoreMismatchError: Another worker does not see it.
+        """
+        failure: OSError | None = None
+        number = _NONE
+        if self._exchange.is_chief:
+            try:
+                if not self._cleaned:
+                    files.clean(self.directory)
+                    self._cleaned = True
+                path = files.write(self.directory, step, arrays, facts).path
+                number = files.number_of(path)[1]
+                files.prune(self.directory, keep)
+            except OSError as error:
+                failure = error
+        told = self._exchange([int(failure is not None), number])
+        if told[0, 0]:
+            raise CheckpointError(
+                f"The checkpoint of step {step} could not be written to {self.directory} on the "
+                f"first worker: {failure or 'see what that worker says'}. The older ones are as "
+                "they were."
+            ) from failure
+        path = files.folder_of(self.directory, step, int(told[0, 1]))
+        if not self._known_to_be_shared:
+            self._check_seen(path)
+        return path
+
+    def newest(self) -> tuple[files.Stored | None, list[files.Damaged]]:
+        """Returns the newest whole checkpoint, the same on all workers, and newer damaged ones.
+
+        Raises:
+            RestoreMismatchError: Workers see different ones.
+        """
+        for look in range(_LOOKS):
+            found, damaged = files.newest(self.directory)
+            told = self._exchange(_marks(found))
+            if (told == told[0]).all():
+                return found, damaged
+            if look < _LOOKS - 1:
+                time.sleep(_BETWEEN)
+        seen = "; ".join(
+            f"worker {i}: " + (f"step {row[0]} ({row[1]:015x})" if row[0] != _NONE else "nothing")
+            for i, row in enumerate(told.tolist())
+        )
+        raise RestoreMismatchError(
+            f"The workers see different checkpoints in {self.directory}, so they would go on from "
+            f"different weights. Received: {seen}. The directory is not shared: give one on a file "
+            "system that all workers see, or copy the newest checkpoint of the first worker to the "
+            "others."
+        )
+
+    def clean(self, damaged: Sequence[files.Damaged]) -> None:
+        """Has the chief delete what was left half written, and rename damaged checkpoints."""
+        if self._exchange.is_chief:
+            files.clean(self.directory)
+            for one in damaged:
+                files.set_aside(one)
+
+    def _check_seen(self, path: Path) -> None:
+        for _ in range(_LOOKS):
+            seen = self._exchange([int(path.is_dir())])[:, 0]
+            if seen.all():
+                self._known_to_be_shared = True
+                return
+            time.sleep(_BETWEEN)
+        raise RestoreMismatchError(
+            f"The first worker wrote {path}, and workers {np.flatnonzero(seen == 0).tolist()} do "
+            "not see it, so that they could not go on from it. The directory is not shared: give "
+            "one on a file system that all workers see."
+        )
+
+
+def _marks(found: files.Stored | None) -> list[int]:
+    return [_NONE, 0] if found is None else [found.step, int(found.digest[:15], 16)]
