@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from tfmultigpu.errors import DataError
+from tfmultigpu.lost_workers import explaining_lost_workers
 
 __all__ = ["gather_rows"]
 
@@ -39,6 +40,11 @@ def gather_rows(strategy: tf.distribute.Strategy, value: Any) -> Any:
     Raises:
         DataError: The dtype has no lossless form that can be sent.
     """
+    with explaining_lost_workers():
+        return _gather(strategy, value)
+
+
+def _gather(strategy: tf.distribute.Strategy, value: Any) -> Any:
     first = strategy.experimental_local_results(value)[0]
     if isinstance(first, tf.RaggedTensor):
         return _gather_ragged(strategy, value)

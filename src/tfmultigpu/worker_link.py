@@ -97,6 +97,10 @@ class WorkerLink:
         await asyncio.gather(*(self._listen(peer, reader) for peer, (reader, _) in peers.items()))
         while self._tasks:
             await asyncio.gather(*self._tasks)
+        for writer in self._writers.values():
+            writer.close()
+            with contextlib.suppress(OSError):
+                await writer.wait_closed()
 
     async def _listen(self, peer: int, reader: asyncio.StreamReader) -> None:
         while True:

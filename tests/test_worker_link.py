@@ -1,0 +1,268 @@
+"""Workers stay in touch: each knows at once when another ends, and how; a lost one is named."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import tensorflow as tf
+
+from tfmultigpu import lost_workers
+from tfmultigpu.batches import explaining_failures
+from tfmultigpu.clusters import Cluster
+from tfmultigpu.errors import WorkerLostError
+from tfmultigpu.lost_workers import explaining_lost_workers, link_of_workers, watch
+from tfmultigpu.rendezvous import meet
+from tfmultigpu.worker_link import BROKEN_OFF, WorkerLink
+from tfmultigpu.worker_processes import free_addresses
+
+FINISHED = "it finished its program"
+
+
+def linked(count: int) -> list[WorkerLink]:
+    """One end for each worker, all in this process."""
+    addresses = free_addresses(count)
+    links: list[Any] = [None] * count
+
+    def join(index: int) -> None:
+        links[index] = meet(addresses, index, {}, timeout=10.0, stay=True)
+
+    together([lambda i=i: join(i) for i in range(count)])
+    return links
+
+
+def together(calls: list[Callable[[], None]]) -> None:
+    threads = [threading.Thread(target=call) for call in calls]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+
+
+def break_off(link: WorkerLink) -> None:
+    """What the system does to the connections of a process that was killed."""
+    for writer in link._writers.values():
+        link._loop.call_soon_threadsafe(writer.transport.abort)
+
+
+def wait_until(reached: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10.0
+    while not reached():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_one_worker_has_nobody_to_stay_in_touch_with() -> None:
+    (address,) = free_addresses(1)
+    assert meet([address], 0, {}, timeout=5.0, stay=True) is None
+    assert meet([address], 0, {}, timeout=5.0) is None
+
+
+def test_the_port_is_free_while_connections_stay() -> None:
+    links = linked(3)
+    for address in links[0].addresses:
+        with socket.socket() as tensorflow:
+            tensorflow.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            tensorflow.bind(("0.0.0.0", int(address.rpartition(":")[2])))
+            tensorflow.listen()
+    assert [link.ended() for link in links] == [{}, {}, {}]
+
+
+@pytest.mark.parametrize("lost", [0, 1, 2])
+def test_everybody_knows_who_broke_off(lost: int) -> None:
+    links = linked(3)
+    break_off(links[lost])
+    others = [link for link in links if link.index != lost]
+    for link in others:
+        assert link.wait_for_end(5.0) == {lost: BROKEN_OFF}
+
+
+def test_everybody_knows_the_order_in_which_workers_ended() -> None:
+    links = linked(3)
+    links[2].leave("it ended with ValueError: my own")
+    for link in links[:2]:
+        assert link.wait_for_end(5.0) == {2: "it ended with ValueError: my own"}
+    # That its connection then closes is no news.
+    break_off(links[2])
+    links[0].leave(FINISHED)
+    wait_until(lambda: 0 in links[1].ended())
+    assert list(links[1].ended().items()) == [
+        (2, "it ended with ValueError: my own"),
+        (0, FINISHED),
+    ]
+
+
+def test_values_are_compared_by_key_in_any_order() -> None:
+    links = linked(3)
+    found: list[dict[str, Any]] = [{} for _ in links]
+
+    def say(index: int) -> None:
+        keys = ["a", "b"] if index != 1 else ["b", "a"]
+        threads = [
+            threading.Thread(
+                target=lambda key=key: found[index].update(
+                    {key: links[index].compare(key, [key, index], 10.0)}
+                )
+            )
+            for key in keys
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(20)
+
+    together([lambda i=i: say(i) for i in range(3)])
+    expected = {key: {i: [key, i] for i in range(3)} for key in "ab"}
+    assert found == [expected] * 3
+
+
+def test_nobody_waits_for_a_value_for_ever() -> None:
+    links = linked(2)
+    start = time.monotonic()
+    assert links[0].compare("a", 1, 0.2) is None
+    break_off(links[1])
+    assert links[0].compare("b", 1, 30.0) is None
+    assert links[1].compare("b", 1, 30.0) is None
+    assert time.monotonic() - start < 5.0
+
+
+# What it means to the user ------------------------------------------------------------------------
+
+
+@pytest.fixture
+def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(lost_workers, "_link", None)
+    monkeypatch.setattr(lost_workers, "_cluster", None)
+    monkeypatch.setattr(lost_workers, "_NEWS_SECONDS", 0.5)
+    monkeypatch.setattr(atexit, "register", lambda function: None)
+    return
+
+
+# As TensorFlow 2.21 put it where real workers were killed, raised an error, or were frozen.
+HEARTBEATS = (
+    "Graph execution error:\n\nDetected at node CollectiveReduceV2\n\n"
+    "Collective ops is aborted by: Error reported from /job:worker/task:1: The following tasks are "
+    "unhealthy (stopped sending heartbeats):\n/job:worker/replica:0/task:1\nThe tasks have crashed."
+)
+SAID = {
+    "killed": (tf.errors.UnavailableError, HEARTBEATS),
+    "chief": (
+        tf.errors.UnavailableError,
+        "Collective ops is aborted by: recvmsg:Connection reset by peer\nAdditional GRPC error "
+        "information from remote target /job:worker/replica:0/task:0",
+    ),
+    "closed": (tf.errors.UnavailableError, "Collective ops is aborted by: Socket closed\n"),
+    "frozen": (
+        tf.errors.DeadlineExceededError,
+        "Collective ops is aborted by: Deadline Exceeded\n\nRPC: "
+        "/tensorflow.CoordinationService/Heartbeat",
+    ),
+}
+
+
+@pytest.mark.parametrize("said", SAID)
+@pytest.mark.usefixtures("fresh")
+def test_a_lost_worker_is_named_with_what_to_do(said: str) -> None:
+    kind, text = SAID[said]
+    links = linked(3)
+    watch(Cluster(links[0].addresses, 0), links[0])
+    assert link_of_workers() is links[0]
+    break_off(links[2])
+    with pytest.raises(WorkerLostError) as caught, explaining_lost_workers():
+        raise kind(None, None, text)
+    found = str(caught.value)
+    assert found.startswith(
+        "Another worker is gone, and the others cannot go on without it. First to go: worker 2 of "
+        f"3 at {links[0].addresses[2]}: {BROKEN_OFF}. Read its log"
+    )
+    assert "start all workers again, and they go on from the last checkpoint" in found
+    assert "launch --restarts" in found
+    assert "task:1" not in found.split("TensorFlow says: ")[0]
+    assert isinstance(caught.value.__cause__, kind)
+
+
+@pytest.mark.usefixtures("fresh")
+def test_steps_name_a_lost_worker_too() -> None:
+    links = linked(2)
+    watch(Cluster(links[1].addresses, 1), links[1])
+    links[0].leave("it ended with OutOfMemoryError: GPU:0 has not enough memory")
+    with (
+        pytest.raises(WorkerLostError, match=r"worker 0 of 2 .*: it ended with OutOfMemoryError: "),
+        explaining_failures(tf.distribute.get_strategy()),
+    ):
+        raise tf.errors.UnavailableError(None, None, SAID["closed"][1])
+
+
+@pytest.mark.usefixtures("fresh")
+def test_a_frozen_worker_is_named_as_tensorflow_does() -> None:
+    """Its connections are open, so only TensorFlow's heartbeats tell."""
+    links = linked(2)
+    watch(Cluster(links[0].addresses, 0, has_chief=True), links[0])
+    text = HEARTBEATS.replace("replica:0/task:1", "replica:0/task:0")
+    with pytest.raises(WorkerLostError, match=r"go: worker 1 of 2 at .*: it does not answer\."):  # noqa: SIM117
+        with explaining_lost_workers():
+            raise tf.errors.UnavailableError(None, None, text)
+
+
+@pytest.mark.usefixtures("fresh")
+def test_workers_of_a_strategy_of_ones_own_are_named_too() -> None:
+    with pytest.raises(WorkerLostError, match=r"go: task 1 of job worker: it does not answer\."):  # noqa: SIM117
+        with explaining_lost_workers():
+            raise tf.errors.UnavailableError(None, None, HEARTBEATS)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        tf.errors.InternalError(None, None, "CUDA_ERROR_LAUNCH_FAILED"),
+        tf.errors.AbortedError(None, None, "Collective ops is aborted by: Inconsistent shapes"),
+        tf.errors.InvalidArgumentError(None, None, "Socket closed"),
+        ValueError("Connection reset by peer"),
+    ],
+    ids=str,
+)
+@pytest.mark.usefixtures("fresh")
+def test_other_errors_pass_unchanged(error: Exception) -> None:
+    links = linked(2)
+    watch(Cluster(links[0].addresses, 0), links[0])
+    with pytest.raises(type(error)) as caught, explaining_lost_workers():
+        raise error
+    assert caught.value is error
+
+
+GOODBYE = """
+import json, sys
+from tfmultigpu.clusters import Cluster
+from tfmultigpu.lost_workers import watch
+from tfmultigpu.rendezvous import meet
+addresses = json.loads(sys.argv[1])
+watch(Cluster(addresses, 1), meet(addresses, 1, {}, timeout=30.0, stay=True))
+raise ValueError("my own\\nsecond line")
+"""
+
+
+def test_a_process_says_how_it_ends() -> None:
+    addresses = free_addresses(2)
+    other = subprocess.Popen(
+        [sys.executable, "-c", GOODBYE, json.dumps(addresses)],
+        stderr=subprocess.DEVNULL,
+        env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"},
+    )
+    link = meet(addresses, 0, {}, timeout=60.0, stay=True)
+    assert link is not None
+    assert link.wait_for_end(30.0) == {1: "it ended with ValueError: my own"}
+    assert other.wait() == 1
+
+
+def test_a_program_that_ends_without_an_error_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(sys, "last_value", raising=False)
+    assert lost_workers._how_this_process_ends() == FINISHED
