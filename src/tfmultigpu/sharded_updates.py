@@ -37,7 +37,7 @@ __all__ = [
 ]
 
 # Trained numbers from which a sharded update is faster on virtual CPUs; see decision 6.
-PAYS_FROM = 100_000
+PAYS_FROM = 50_000
 
 # What the step has done before the owners' optimizers are called, or does for all of them.
 _DONE_BEFORE = ("global_clipnorm", "loss_scale_factor")
@@ -101,11 +101,8 @@ def plan_update(
             f"{replicas - 1}/{replicas} of the memory of the optimizer's state",
         )
     count = sum(_size(variable) for variable in variables)
-    if count < PAYS_FROM:
-        return UpdatePlan(
-            False, f"it pays from {PAYS_FROM:,} trained numbers on, these are {count:,}"
-        )
-    return UpdatePlan(True, f"{count:,} trained numbers: faster from {PAYS_FROM:,} on")
+    fact = f"{count:,} trained numbers: it is faster from {PAYS_FROM:,} on"
+    return UpdatePlan(count >= PAYS_FROM, fact)
 
 
 def _obstacle(
