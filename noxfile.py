@@ -80,6 +80,13 @@ def tests_oldest(session: nox.Session) -> None:
 
 
 @nox.session
+def mutations(session: nox.Session) -> None:
+    """Break each clause of the law on purpose; the tests that docs/mutations.md names must fail."""
+    session.install("-e", ".", *groups("test"))
+    session.run("python", "tests/mutations/run.py", *session.posargs)
+
+
+@nox.session
 def notebooks(session: nox.Session) -> None:
     """Execute every notebook from top to bottom (they are kept as text, in docs/notebooks)."""
     session.install("-e", ".", *groups("notebooks", "test"))

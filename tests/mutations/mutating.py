@@ -25,8 +25,8 @@ HEAD = """# What the tests catch
 
 A test that cannot fail proves nothing. So each clause of [the law](law.md) is broken on purpose in
 a copy of the source, one at a time, and the tests in the second column must fail, all of them, by
-an assertion about what came out. Without the change they pass. `python tests/mutations/run.py` does
-it, and so does the test suite.
+an assertion about what came out. Without the change they pass. `nox -s mutations` does it; the test
+suite holds that each change still fits the source.
 
 | what is done wrong | tests that catch it |
 |---|---|
