@@ -10,6 +10,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfmultigpu import rows as rows_lib
+from tfmultigpu.data_agreement import compared_over_workers
 from tfmultigpu.errors import DataError, UnknownLengthError
 from tfmultigpu.shard_layout import ShardLayout, components_of
 from tfmultigpu.shares import check_shares, integer_shares
@@ -36,7 +37,8 @@ def distribute_dataset(
     else needs to know.
 
     Under several workers every worker runs the same pipeline and takes its rows of each batch, so
-    the dataset must yield the same batches on all of them: give ``shuffle`` a seed.
+    the dataset must yield the same batches on all of them: give ``shuffle`` a seed. Where the
+    strategy is of ``create_strategy`` the workers compare the first batch of each pass.
 
     Args:
         dataset: A ``tf.data.Dataset`` of *global* batches in any nested structure (dict, tuple,
@@ -49,7 +51,8 @@ def distribute_dataset(
             the result of ``plan_shares``. Equal where None.
         sharding: How workers divide the data. ``"auto"`` and ``"rows"``: by the rows of each batch.
         prefetch_to_device: Copy shards to the replicas ahead of time. None: where a replica is not
-            on a CPU.
+            on a CPU. Over several workers with data that ends, TensorFlow then asks all of them at
+            each step whether there is more, so None means no there.
 
     Returns:
         A re-iterable of shards. Each item has the structure of the dataset's elements and goes to
@@ -59,7 +62,7 @@ def distribute_dataset(
 
     Raises:
         DataError: The dataset is unbatched, already distributed, one-shot, or not data; or its
-            tensors differ in their number of rows.
+            tensors differ in their number of rows. At the first batch: workers read different data.
         ShareError: ``shares`` are not one positive number per replica.
 
     Example:
@@ -81,7 +84,10 @@ def distribute_dataset(
     batches = to_dataset(dataset, batch_size)
     check_batched(batches.element_spec)
     if prefetch_to_device is None:
+        several = len(rows_lib.local_replicas(strategy)) < strategy.num_replicas_in_sync
+        ends = int(batches.cardinality()) != tf.data.INFINITE_CARDINALITY
         prefetch_to_device = should_prefetch(batches.element_spec, strategy)
+        prefetch_to_device = prefetch_to_device and not (several and ends)
     return ShardedDataset(batches, strategy, integer_shares(shares), prefetch_to_device)
 
 
@@ -157,7 +163,7 @@ class ShardedDataset(tf.distribute.DistributedDataset):  # type: ignore[misc]
         self._layout = ShardLayout(strategy, batches.element_spec, prefetch_to_device)
         self._cardinality = batches.cardinality()
         # Cut by tf.data, in its own thread, while the previous step runs.
-        cut = batches.map(self._cut)
+        cut = compared_over_workers(batches, strategy).map(self._cut)
         if prefetch_to_device:
             # One element per replica, dealt out in turn, so that each is copied ahead of time.
             pieces = cut.flat_map(self._layout.deal)

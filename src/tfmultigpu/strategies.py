@@ -326,7 +326,10 @@ def _devices_started() -> bool:
     back.
     """
     threading: Any = tf.config.threading
-    before = threading.get_inter_op_parallelism_threads()
+    try:
+        before = threading.get_inter_op_parallelism_threads()
+    except ValueError:  # Settings that contradict each other: no device can have started by them.
+        return False
     try:
         threading.set_inter_op_parallelism_threads(before + 1)
     except RuntimeError:

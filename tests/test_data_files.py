@@ -1,0 +1,68 @@
+"""Several workers read files: every row once an epoch, the losses of one device, or an error."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import worker_files
+
+import tfmultigpu as tmg
+from tfmultigpu.data import distribute_dataset
+from tfmultigpu.testing import run_workers
+
+WORKERS = (1, 2, 3)
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[str, Any]]]:
+    """What each worker found, by the number of workers."""
+    folder = tmp_path_factory.mktemp("files")
+    for count in (1, 2, 5):
+        worker_files.write_files(folder, count)
+    results: dict[int, list[Any]] = {1: [worker_files.run(str(folder))]}
+    for workers in WORKERS[1:]:
+        ended = run_workers(worker_files.run, workers, args=[str(folder)], timeout=240.0)
+        results[workers] = [one.value for one in ended]
+    return results
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("files", [1, 2, 5])
+@pytest.mark.parametrize("workers", WORKERS)
+def test_each_row_once_an_epoch_and_the_losses_of_one_device(
+    found: dict[int, list[dict[str, Any]]], workers: int, files: int
+) -> None:
+    own = [one[files] for one in found[workers]]
+    assert len(own) == workers
+    np.testing.assert_array_equal(sum(one["seen"] for one in own), 2)
+    for one in own:
+        assert len(one["losses"]) == 2 * 21
+        np.testing.assert_allclose(one["losses"], found[1][0][files]["losses"], rtol=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", WORKERS[1:])
+def test_workers_that_read_different_data_are_told(
+    found: dict[int, list[dict[str, Any]]], workers: int
+) -> None:
+    for one in found[workers]:
+        other = 1 if one["worker"] == 0 else 0
+        for case in ("without a seed", "other order"):
+            assert one[case].startswith(
+                "The workers read different data: in pass 1 the first batch of worker "
+                f"{one['worker']} is not that of worker {other}. Each takes its rows of the same"
+            ), one[case]
+        assert "dataset.shuffle(size, seed=1)" in one["without a seed"]
+        counts = {worker: 5 - worker for worker in range(workers)}
+        assert f"their numbers of batches differ. Received: {counts}, by" in one["other length"]
+        assert one["seed for all"] == ""
+        assert one["dict"] == ""
+
+
+def test_one_process_compares_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = distribute_dataset(np.zeros((4, 2), "float32"), batch_size=2)
+    assert len(data) == 2
+    assert [batch.shape[0] for batch in data] == [2, 2]
+    assert isinstance(data, tmg.ShardedDataset)
