@@ -60,8 +60,8 @@ def _refuse(callbacks: Sequence[Any]) -> None:
                 "BackupAndRestore can tell only Keras' own fit in which epoch to go on, begins an "
                 "epoch anew with weights from its middle, and keeps neither the state of random "
                 "layers nor the place in the data. Received: "
-                f"{type(one).__name__}. Save with keras.callbacks.ModelCheckpoint, and go on with "
-                "tmg.fit(..., initial_epoch=...)."
+                f"{type(one).__name__}. Write callbacks=[tmg.Checkpoints(directory, model=model, "
+                "optimizer=model.optimizer).callback(every_epochs=1)], which goes on exactly."
             )
         if not isinstance(one, keras.callbacks.Callback):
             raise TypeError(

@@ -173,9 +173,9 @@ def fit(
             stopped=lambda: bool(model.stop_training),
             clock=clock,
         )
-        if found is None:
+        if found is None and not first:
             raise no_batches(data)
-        logs = found
+        logs = found or {}  # A run that goes on may do so just where an epoch ended.
         if validation is not None and validation.is_due(epoch):
             logs = {**logs, **validation(called)}
         called.on_epoch_end(epoch, logs)

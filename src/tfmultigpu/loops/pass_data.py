@@ -117,8 +117,9 @@ def is_arrays(data: Any) -> bool:
     """Returns whether data is arrays, to be cut into batches by us."""
     if isinstance(data, (tf.data.Dataset, tf.data.Iterator, tf.distribute.DistributedDataset)):
         return False
+    kinds = (bool, int, float, str, tf.RaggedTensor, tf.SparseTensor)
     return all(
-        leaf is None or hasattr(leaf, "__array__") or isinstance(leaf, (bool, int, float, str))
+        leaf is None or hasattr(leaf, "__array__") or isinstance(leaf, kinds)
         for leaf in tf.nest.flatten(data)
     )
 

@@ -18,7 +18,9 @@ _MOST = 64
 # Seconds a call may take: Ctrl-C is heard, and a callback called, only between calls.
 _LONGEST = 0.5
 _PROBE = 8
-_SINGLES, _PROBES = 3, 2
+# Calls of one step, then calls of each length tried; of each the fastest counts, and what follows
+# from it is tried next, because other programs make a clock say too much, never too little.
+_SINGLES, _CALLS, _ROUNDS = 3, 2, 3
 
 
 def check_steps_per_call(steps_per_call: Any) -> None:
@@ -42,59 +44,49 @@ class Pace:
     """Finds out how many steps a call should take.
 
     Attributes:
-        call: Seconds that a call costs, whatever it does; 0 until known.
-        step: Seconds that a step takes; 0 until known.
+        steps: Steps to take in the next call.
+        known: Whether it has found out.
+        call: Seconds that a call costs, whatever it does; 0 until measured.
+        step: Seconds that a step takes; 0 until measured.
     """
 
     def __init__(self, agree: Callable[[float], float] = float) -> None:
         """Takes what turns a time into one that all workers go by."""
+        self.steps = 1
+        self.known = False
         self.call = self.step = 0.0
         self._agree = agree
-        self._calls = 0
+        self._traced = False
         self._singles: list[float] = []
-        self._probes: dict[int, list[float]] = {}
-        self._decided: int | None = None
-
-    @property
-    def steps(self) -> int:
-        """Steps to take in the next call."""
-        if self._decided is not None:
-            return self._decided
-        # The first call is traced, and tells nothing.
-        return 1 if self._calls < 1 + _SINGLES else self._probe
-
-    @property
-    def known(self) -> bool:
-        """Whether it has found out."""
-        return self._decided is not None
-
-    @property
-    def _probe(self) -> int:
-        return max(1, min(_PROBE, int(0.8 * _LONGEST / min(self._singles))))
+        self._times: list[tuple[float, float]] = []
+        self._rounds = 0
 
     def note(self, steps: int, seconds: float) -> None:
         """Takes note of a call; ``steps`` is how many it ran, at least 1."""
         if self.known:
             return
         seconds = self._agree(seconds)
-        self._calls += 1
-        if self._calls == 1:
-            return
-        if steps == 1:
+        if not self._traced:  # The first call is traced, and tells nothing.
+            self._traced = True
+        elif steps == 1:
             self._singles.append(seconds)
-        else:
-            self._probes.setdefault(steps, []).append(seconds)
-        if len(self._singles) >= _SINGLES and self._probe == 1:
-            self._decide(1, min(self._singles))
-        measured = [probe for probe, times in self._probes.items() if len(times) >= _PROBES]
-        if self._singles and measured and not self.known:
-            self._decide(measured[0], min(self._probes[measured[0]]))
+            if len(self._singles) == _SINGLES:
+                single = min(self._singles)
+                self.step = single
+                self.steps = max(1, min(_PROBE, int(0.8 * _LONGEST / single)))
+                self.known = self.steps == 1
+        elif self._singles:
+            # Where an epoch ends a call may be shorter than it was meant to be.
+            self._times.append(((seconds - min(self._singles)) / (steps - 1), seconds / steps))
+            if len(self._times) == _CALLS:
+                self._decide()
 
-    def _decide(self, probe: int, seconds: float) -> None:
-        single = min(self._singles)
-        slope = (seconds - single) / (probe - 1) if probe > 1 else single
-        # A clock that was disturbed may say less than nothing, or more than the whole.
-        self.step = min(max(slope, 1e-6), seconds / probe)
-        self.call = max(single - self.step, 0.0)
+    def _decide(self) -> None:
+        slope, mean = min(self._times)
+        self._times.clear()
+        self.step = min(max(slope, 1e-6), mean, self.step)
+        self.call = max(min(self._singles) - self.step, 0.0)
         wanted = math.ceil(self.call / self.step * (1 / _OVERHEAD - 1))
-        self._decided = max(1, min(wanted, _MOST, int(_LONGEST / self.step)))
+        self.steps = max(1, min(wanted, _MOST, int(_LONGEST / self.step)))
+        self._rounds += 1
+        self.known = self._rounds == _ROUNDS or self.steps == 1

@@ -66,8 +66,8 @@ class Trainer:
         hooks.begin_epoch()
         sums: dict[str, float] = {}
         done = first
-        while True:
-            asked = hooks.before(done, feed.most(steps_per_call or self.pace.steps))
+        while most := feed.most(steps_per_call or self.pace.steps):
+            asked = hooks.before(done, most)
             began = time.perf_counter()
             found = self.step.totals(feed.iterator, asked)
             # Reading numbers waits for the devices, so that the clock is right and Ctrl-C is heard.

@@ -1,0 +1,93 @@
+"""Fits and prints what came out; run as one process or as workers."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import tfmultigpu as tmg
+
+several = "TF_CONFIG" in os.environ
+number = json.loads(os.environ["TF_CONFIG"])["task"]["index"] if several else 0
+strategy = tf.distribute.MultiWorkerMirroredStrategy() if several else tf.distribute.get_strategy()
+rng = np.random.default_rng(0)
+# 31 rows in batches of 6: the last batch of one row goes to every worker whole.
+features = rng.normal(size=(31, 6)).astype("float32")
+kinds = rng.integers(0, 3, 31)
+weights = rng.uniform(0.2, 2.0, 31).astype("float32")
+results = {}
+
+
+def built():
+    keras.utils.set_random_seed(1)
+    with strategy.scope():
+        model = keras.Sequential(
+            [
+                keras.Input((6,)),
+                keras.layers.Dense(4, "tanh", kernel_regularizer="l2"),
+                keras.layers.Dropout(0.2),
+                keras.layers.Dense(3, "softmax"),
+            ]
+        )
+        model.compile(
+            keras.optimizers.Adam(0.05),
+            "sparse_categorical_crossentropy",
+            metrics=["accuracy"],
+            weighted_metrics=["accuracy"],
+        )
+    return model
+
+
+def note(name, history, **more):
+    trained = history.model.get_weights()
+    results[name] = {
+        "history": history.history,
+        "weights": [weight.tolist() for weight in trained],
+        "steps": int(history.model.optimizer.iterations.numpy()),
+        **more,
+    }
+
+
+model = built()
+batches = []
+watch = keras.callbacks.LambdaCallback(
+    on_train_batch_end=lambda batch, logs: batches.append([batch, logs["loss"]])
+)
+options = {"batch_size": 6, "sample_weight": weights}
+# The bar goes by time, in which workers never agree: here by what they agreed on.
+history = tmg.fit(model, (features, kinds), epochs=6, validation_split=0.2, verbose=1, **options)
+note("shuffled", history)
+history = tmg.fit(
+    model,
+    (features, kinds),
+    epochs=2,
+    callbacks=[watch, keras.callbacks.EarlyStopping("loss", patience=0, min_delta=10.0)],
+    verbose=0,
+    **options,
+)
+note("watched", history, batches=batches)
+
+
+class StopHere(keras.callbacks.Callback):
+    """Wants to stop on one worker only."""
+
+    def on_epoch_end(self, epoch, logs=None):
+        if number == 0 and epoch == 1:
+            self.model.stop_training = True
+
+
+dataset = tf.data.Dataset.from_tensor_slices((features, kinds)).batch(6)
+history = tmg.fit(model, dataset, epochs=4, callbacks=[StopHere()], verbose=0)
+note("stopped", history, epochs=history.epoch)
+# Who sets no seed gets an order nobody knows, but one for all.
+random.seed(number)
+model.layers[1].rate = 0.0
+history = tmg.fit(model, (features, kinds), batch_size=6, verbose=0)
+accuracy = model.metrics[1].metrics[0]
+note("without a seed", history, rows=float(accuracy.count.numpy()))
+print("\nRESULT", json.dumps(results))
