@@ -1,0 +1,202 @@
+"""Where the time of a step goes: profiles of real steps, what they advise, and scaling."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from one_device import strategy_of
+
+import tfmultigpu as tmg
+from tfmultigpu import reductions
+from tfmultigpu.diagnostics import StepProfile, measure_scaling, profile_step
+from tfmultigpu.diagnostics.clocks import ClockedStep
+from tfmultigpu.diagnostics.profiling import advise
+from tfmultigpu.diagnostics.scaling import compare
+
+X = np.random.default_rng(0).normal(size=(12, 5)).astype("float32")
+Y = X.sum(1, keepdims=True)
+PROFILE = StepProfile(10, 64.0, 0.010, 0.0, 0.006, 0.001, 0.001, 0.001, (0.006, 0.0058), ("A", "B"))
+
+
+def build(strategy: Any, **options: Any) -> Any:
+    with strategy.scope():
+        keras.utils.set_random_seed(3)
+        layers = [keras.Input((5,)), keras.layers.Dense(4, "tanh"), keras.layers.Dense(1)]
+        model, optimizer = keras.Sequential(layers), keras.optimizers.Adam(0.01)
+    return tmg.make_train_step(model, optimizer, "mse", strategy, **options)
+
+
+def state(step: Any) -> list[np.ndarray]:
+    variables = [*step.model.variables, *step.optimizer.variables]
+    return [variable.numpy() for variable in variables]
+
+
+# The clock --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("collective", [False, True], ids=["on one device", "all-reduce"])
+@pytest.mark.parametrize(
+    "options",
+    [{"loss_scale": "dynamic", "clip_norm": 0.5}, {"shard_update": True, "micro_batches": 2}],
+    ids=["scaled", "sharded"],
+)
+def test_a_clocked_step_computes_the_same(
+    options: Any, collective: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if collective:
+        monkeypatch.setattr(reductions, "_all_on_cpu", lambda devices: False)
+    strategy = strategy_of(2)
+    plain, other = build(strategy, **options), build(strategy, **options)
+    clocked = ClockedStep(other)
+    for _ in range(2):
+        expected = plain((X, Y))
+        logs, times = clocked.timed((X, Y))
+        assert logs.keys() == expected.keys()
+        for name, value in expected.items():
+            assert float(logs[name]) == pytest.approx(float(value), abs=1e-6), name
+        assert len(times.replicas) == 2
+        assert times.begin <= min(times.replicas)
+        assert max(times.replicas) <= times.reduced <= times.updated
+    for one, another in zip(state(plain), state(other), strict=True):
+        np.testing.assert_allclose(one, another, rtol=0, atol=1e-6)
+
+
+class Slow(keras.layers.Layer):
+    """Sleeps where a replica has many rows."""
+
+    def call(self, inputs: Any) -> Any:
+        def nap(x: np.ndarray) -> np.ndarray:
+            time.sleep(0.2 if len(x) > 6 else 0.0)
+            return x
+
+        slept = tf.numpy_function(nap, [inputs], tf.float32, stateful=False)
+        return inputs + tf.stop_gradient(tf.ensure_shape(slept, inputs.shape) * 0)
+
+
+def test_the_slowest_replica_is_named_and_the_folder_is_written(tmp_path: Path) -> None:
+    strategy = strategy_of(2)
+    with strategy.scope():
+        layers = [keras.Input((5,)), Slow(), keras.layers.Dense(1)]
+        model, optimizer = keras.Sequential(layers), keras.optimizers.SGD(0.01)
+    step = tmg.make_train_step(model, optimizer, "mse", strategy)
+    arrays = np.tile(X, (12, 1)), np.tile(Y, (12, 1))
+    data = tmg.distribute_dataset(arrays, strategy, batch_size=12, shares=(3, 1))
+    profile = profile_step(step, data, 3, trace_to=str(tmp_path / "trace"))
+    assert (profile.steps, profile.rows, profile.slowest) == (3, 12.0, 0)
+    assert profile.replicas[0] > 0.2 > profile.replicas[1]
+    assert profile.compute == pytest.approx(profile.replicas[0], abs=0.05)
+    assert profile.finding.code == "slow-replica"
+    assert "Replica 0 (CPU:0) takes" in str(profile)
+    assert "tmg.plan_shares(batch_size" in str(profile)
+    assert int(optimizer.iterations.numpy()) == 1 + 1 + 3 + 3 + 3
+    assert list((tmp_path / "trace").rglob("*.xplane.pb"))
+    profile.save_svg(tmp_path / "step.svg")
+    picture = ElementTree.fromstring((tmp_path / "step.svg").read_text())
+    texts = [one.text for one in picture.iter() if one.tag.endswith("}text")]
+    assert {"input", "replica 0 (CPU:0)", "replica 1 (CPU:1)", "all replicas", "call"} <= set(texts)
+    assert sum(one.tag.endswith("}rect") for one in picture.iter()) == 1 + 6
+
+
+def test_waiting_for_data_is_seen() -> None:
+    step = build(tf.distribute.get_strategy())
+
+    class Slowly:
+        def __iter__(self) -> Any:
+            for _ in range(2):
+                time.sleep(0.03)
+                yield X, Y
+
+    profile = profile_step(step, Slowly(), 3)
+    assert profile.input > 0.03
+    assert profile.finding.code == "input-bound"
+    assert "The devices wait " in profile.finding.what
+    assert len(profile.replicas) == 1
+
+
+def test_what_cannot_be_profiled_says_so() -> None:
+    step = build(tf.distribute.get_strategy())
+    with pytest.raises(TypeError, match=r"a train step\. Received: step=None\. Make it with"):
+        profile_step(None, [(X, Y)])  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"steps is at least 1\. Received: steps=0"):
+        profile_step(step, [(X, Y)], 0)
+    with pytest.raises(tmg.DataError, match="There is no batch to profile"):
+        profile_step(step, [])
+
+
+# Advice -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "code", "says"),
+    [
+        ({}, "compute-bound", "jit_compile=True"),
+        ({"input": 0.01}, "input-bound", "num_parallel_calls"),
+        ({"replicas": (0.004, 0.006)}, "slow-replica", "plan_shares"),
+        ({"call": 0.01}, "call-bound", "step.run(iterator, 20)"),
+        ({"reduce": 0.01}, "reduce-bound", "Larger global batches"),
+        ({"update": 0.01}, "update-bound", "shard_update=True"),
+        ({"update": 0.01, "replicas": (0.006,), "devices": ("A",)}, "update-bound", "less state"),
+    ],
+)
+def test_the_largest_avoidable_part_is_to_be_changed_first(
+    change: Any, code: str, says: str
+) -> None:
+    profile = dataclasses.replace(PROFILE, **change)
+    assert advise(profile).code == code
+    assert says in advise(profile).change
+    assert str(profile).splitlines()[-4] == "change first:"
+
+
+# Scaling ----------------------------------------------------------------------------------------
+
+
+def test_scaling_is_a_table_and_a_picture() -> None:
+    def build_step(strategy: Any) -> Any:
+        data = tmg.distribute_dataset((X, Y), strategy, batch_size=6)
+        return build(strategy), data
+
+    scaling = measure_scaling(build_step, (1, 2), steps=3)
+    one, two = scaling.points
+    assert (one.replicas, two.replicas) == (1, 2)
+    assert (one.speedup, one.efficiency, one.cause) == (1.0, 1.0, "")
+    assert two.efficiency == pytest.approx(two.speedup / 2)
+    assert two.profile.devices == ("CPU:0", "CPU:1")
+    lines = str(scaling).splitlines()
+    assert lines[0].split()[:3] == ["replicas", "rows/step", "ms/step"]
+    assert lines[2].split()[:2] == ["2", "6"]
+    assert "2 replicas share 1 physical device(s), CPU:0" in lines[3]
+    picture = ElementTree.fromstring(scaling.as_svg())
+    assert sum(one.tag.endswith("}circle") for one in picture.iter()) == 2
+    with pytest.raises(tmg.DeviceNotFoundError, match=r"Asked for 9 replicas, and 8 device"):
+        measure_scaling(build_step, (1, 9))
+    with pytest.raises(ValueError, match=r"numbers that grow, from 1 on. Received: .*\(2, 1\)"):
+        measure_scaling(build_step, (2, 1))
+
+
+@pytest.mark.parametrize(
+    ("change", "cause"),
+    [
+        ({"reduce": 0.008}, "adding the gradients"),
+        ({"input": 0.008}, "the input pipeline"),
+        ({"update": 0.008}, "the update, which every replica"),
+        ({"call": 0.008}, "calling the step"),
+        ({"compute": 0.015}, "the replicas, which hold each other up"),
+    ],
+)
+def test_what_grows_most_is_what_is_lost_to(change: Any, cause: str) -> None:
+    # Twice the rows on twice the replicas, in nearly twice the time.
+    profile = dataclasses.replace(PROFILE, rows=128.0, seconds=0.019, **change)
+    point = compare((1, 2), (PROFILE, profile))[1]
+    assert point.speedup == pytest.approx(2 * 10 / 19)
+    assert point.cause.startswith(cause)
+    ideal = dataclasses.replace(PROFILE, rows=128.0)
+    assert compare((1, 2), (PROFILE, ideal))[1].cause == ""
+    assert compare((1, 2), (PROFILE, ideal))[1].efficiency == pytest.approx(1.0)
