@@ -1,0 +1,56 @@
+"""Workers are killed, the launcher starts all again, and the run ends as if it had not happened."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tfmultigpu import launch as launch_module
+from tfmultigpu.launch import launch
+from tfmultigpu.testing import run_workers
+
+SCRIPT = Path(__file__).with_name("worker_resume.py")
+
+
+def results(text: str) -> list[str]:
+    return [line.split("RESULT ")[1] for line in text.splitlines() if "RESULT " in line]
+
+
+@pytest.mark.slow
+def test_killed_workers_resume_to_the_same_bits(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """First a worker that is not the chief is killed, then the chief, at random steps."""
+    rng = np.random.default_rng()
+    steps = sorted(int(one) for one in rng.choice(np.arange(1, 18), 2, replace=False))
+    where = f"killed before steps {steps}"
+    # Long enough for TensorFlow's heartbeats, so that the other worker ends by itself.
+    monkeypatch.setattr(launch_module, "_GRACE", 40.0)
+    killed, whole = tmp_path / "killed", tmp_path / "whole"
+    killed.mkdir()
+    whole.mkdir()
+    deaths = [f"1@{steps[0]}", f"0@{steps[1]}"]
+    code = launch(str(SCRIPT), [str(killed), *deaths], workers=2, restarts=2, devices_per_worker=0)
+    out, err = capfd.readouterr()
+    assert code == 0, f"{where}:\n{err}{out}"
+
+    for attempt, (dead, other) in enumerate([(1, 0), (0, 1)]):
+        assert f"Worker {dead} of 2 was ended by SIGKILL, the first to fail" in err, where
+        assert f"restart {attempt + 1} of 2" in err
+        lost = f"[{other}] tfmultigpu.errors.WorkerLostError: Another worker is gone, and the"
+        (line,) = [line for line in out.splitlines() if line.startswith(lost)]
+        assert f"First to go: worker {dead} of 2 at 127.0.0.1:" in line
+        assert "its connection broke off without a word: it was killed" in line
+
+    expected = [step // 3 * 3 or None for step in steps]
+    first_steps = [line.split() for line in (killed / "first steps").read_text().splitlines()]
+    begun = [restored for _, restored, _ in first_steps]
+    assert begun == ["None", *(f"{one}" for one in expected)], where
+    seconds = float(first_steps[-1][2]) - float((killed / "death").read_text())
+    print(f"from the death of the chief to the next step: {seconds:.1f} s")
+    assert seconds < 60.0
+
+    reference = results(run_workers(SCRIPT, 2, args=[whole])[0].output)
+    assert results(out) == reference * 2, where
