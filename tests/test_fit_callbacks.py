@@ -94,7 +94,9 @@ def test_early_stopping_restores_the_best_weights(both):
 
 def test_learning_rate_is_reduced_on_a_plateau(both):
     def make(which):
-        return [keras.callbacks.ReduceLROnPlateau("val_loss", factor=0.1, patience=1)]
+        return [
+            keras.callbacks.ReduceLROnPlateau("val_loss", factor=0.1, patience=1, min_delta=5.0)
+        ]
 
     history, theirs, ours = both(make, epochs=6, validation_data=HELD_OUT)
     rates = history.history["learning_rate"]

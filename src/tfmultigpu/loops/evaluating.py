@@ -15,7 +15,7 @@ from tfmultigpu.compiled import Compiled, check_labels, compile_arguments, read_
 from tfmultigpu.data import ShardedDataset
 from tfmultigpu.evaluation import EvalStep, Totals
 from tfmultigpu.loops.kept_steps import build, checked_strategy, kept
-from tfmultigpu.loops.pass_data import check_steps, no_batches, pass_batches, with_weights
+from tfmultigpu.loops.pass_data import check_steps, length, no_batches, pass_batches, with_weights
 from tfmultigpu.scopes import check_backend
 from tfmultigpu.steps import make_eval_step
 
@@ -110,6 +110,9 @@ class Evaluator:
             The logs; None where there were no batches.
         """
         self.compiled.reset()
+        # Where it is known how many there are, nobody is told of a batch that does not come.
+        limits = [most for most in (steps, length(batches, batches)) if most is not None]
+        steps = min(limits, default=None)
         totals: Totals | None = None
         done = 0
         iterator = iter(batches)

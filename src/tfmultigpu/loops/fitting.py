@@ -175,7 +175,11 @@ def fit(
         )
         if found is None and not first:
             raise no_batches(data)
-        logs = found or {}  # A run that goes on may do so just where an epoch ended.
+        if found is None:  # A run may be gone on with just where an epoch ended.
+            feed.begin_epoch()
+            first = 0
+            continue
+        logs = found
         if validation is not None and validation.is_due(epoch):
             logs = {**logs, **validation(called)}
         called.on_epoch_end(epoch, logs)
