@@ -108,6 +108,7 @@ def bench(session: nox.Session) -> None:
     """Measure the speed of a step against loops written by hand (``-- --quick`` for a glance)."""
     session.install("-e", ".")
     session.run("python", "benchmarks/run.py", *session.posargs)
+    session.run("python", "benchmarks/run_unequal.py", *session.posargs)
 
 
 @nox.session

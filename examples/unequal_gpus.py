@@ -7,6 +7,9 @@ then counts more than a row on the other.
 ``plan_shares`` divides the rows in proportion to memory (or to any other capacity), and
 ``distribute_dataset(shares=...)`` cuts every batch like that, the partial one at the end too. Rows
 count the same wherever they are computed.
+
+Where a small GPU is fast, shares go by speed instead, and it computes its share in more parts than
+the others (``plan_micro_batches``): never more rows at once than it holds, the same result again.
 """
 
 from __future__ import annotations
@@ -32,14 +35,14 @@ def memory_of(devices):
     return memory if all(memory) else [24 * GIB] + [8 * GIB] * (len(devices) - 1)
 
 
-def train(strategy, shares=None):
+def train(strategy, shares=None, micro_batches=1):
     with strategy.scope():
         keras.utils.set_random_seed(0)
         layers = [keras.Input((16,)), keras.layers.Dense(32, "relu"), keras.layers.Dense(2)]
         model = keras.Sequential(layers)
         optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    step = tmg.make_train_step(model, optimizer, loss, strategy)
+    step = tmg.make_train_step(model, optimizer, loss, strategy, micro_batches=micro_batches)
     for batch in tmg.distribute_dataset((x, y), strategy, batch_size=BATCH, shares=shares):
         rows = [len(labels) for labels in strategy.experimental_local_results(batch[1])]
         print(f"  rows on each: {rows}")
@@ -54,12 +57,20 @@ def main():
     shares = tmg.plan_shares(BATCH, memory)
     for name, size, share in zip(devices, memory, shares, strict=True):
         print(f"{name} has {size / GIB:.0f} GiB and takes {share} of {BATCH} rows")
-    weights = train(tmg.create_strategy(devices=devices), shares)
+    strategy = tmg.create_strategy(devices=devices)
+    weights = train(strategy, shares)
     print("one device:")
     reference = train(tmg.create_strategy(devices=devices[:1]))
     difference = max(np.abs(a - b).max() for a, b in zip(weights, reference, strict=True))
     print(f"shares {shares}, largest weight difference to one device: {difference:.1e}")
     assert sum(shares) == BATCH
+    assert difference < 1e-3
+
+    alike = tmg.plan_shares(BATCH, [1] * len(devices))  # as fast as each other
+    parts = tmg.plan_micro_batches(alike, shares)  # of which each holds so many rows at once
+    weights = train(strategy, alike, parts)
+    difference = max(np.abs(a - b).max() for a, b in zip(weights, reference, strict=True))
+    print(f"shares {alike} in micro-batches {parts}, difference: {difference:.1e}")
     assert difference < 1e-3
 
 
