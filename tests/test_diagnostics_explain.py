@@ -259,7 +259,7 @@ CASES = {
     "clipping": case(
         "fit-clipping",
         "Keras' fit clips the gradient of each replica by itself: global_clipnorm",
-        "which clips the sum",
+        "the sum is clipped",
         "warning",
         UNDER + "model = build(); o = keras.optimizers.SGD(global_clipnorm=1.0)\n"
         "report = explain(model, o)",
@@ -293,7 +293,7 @@ CASES = {
         "stock-dropout",
         "In Keras' fit every replica draws the same random numbers, such as dropout masks: layers "
         "['dropout']",
-        "draws for each row what one device would draw",
+        "each row then gets what one device would draw",
         "warning",
         UNDER + "model = build(keras.layers.Dropout(0.5)); model.compile('sgd', 'mse')\n"
         "report = explain(model)",

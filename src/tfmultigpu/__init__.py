@@ -26,6 +26,17 @@ if TYPE_CHECKING:
         split_device,
         visible_devices,
     )
+    from tfmultigpu.diagnostics import (
+        Finding,
+        Report,
+        Scaling,
+        ScalingPoint,
+        StepProfile,
+        doctor,
+        explain,
+        measure_scaling,
+        profile_step,
+    )
     from tfmultigpu.errors import (
         CheckpointError,
         ClusterError,
@@ -48,9 +59,11 @@ if TYPE_CHECKING:
         StrategyUnavailableError,
         TfMultiGpuError,
         UnknownLengthError,
+        WorkerLostError,
     )
     from tfmultigpu.loops import evaluate, fit, predict
     from tfmultigpu.losses import LossSum, global_mean, loss_sum
+    from tfmultigpu.lost_workers import explaining_lost_workers
     from tfmultigpu.shares import plan_micro_batches, plan_shares
     from tfmultigpu.steps import make_eval_step, make_predict_step, make_train_step
     from tfmultigpu.strategies import StrategyPlan, create_strategy, plan_strategy
@@ -87,6 +100,17 @@ _NAMES = {
         "split_device",
         "visible_devices",
     ),
+    "diagnostics": (
+        "Finding",
+        "Report",
+        "Scaling",
+        "ScalingPoint",
+        "StepProfile",
+        "doctor",
+        "explain",
+        "measure_scaling",
+        "profile_step",
+    ),
     "errors": (
         "CheckpointError",
         "ClusterError",
@@ -109,6 +133,7 @@ _NAMES = {
         "StrategyUnavailableError",
         "TfMultiGpuError",
         "UnknownLengthError",
+        "WorkerLostError",
     ),
     "loops": (
         "evaluate",
@@ -120,6 +145,7 @@ _NAMES = {
         "global_mean",
         "loss_sum",
     ),
+    "lost_workers": ("explaining_lost_workers",),
     "shares": ("plan_micro_batches", "plan_shares"),
     "steps": (
         "make_eval_step",
@@ -148,6 +174,7 @@ __all__ = [
     "DeviceNotFoundError",
     "DeviceSettingsError",
     "DevicesInitializedError",
+    "Finding",
     "GradientAccumulator",
     "KerasBackendError",
     "LossError",
@@ -156,23 +183,31 @@ __all__ = [
     "MissingExtraError",
     "OutOfMemoryError",
     "ReplicaDependenceWarning",
+    "Report",
     "RestoreMismatchError",
+    "Scaling",
+    "ScalingPoint",
     "ScopeError",
     "ShardIterator",
     "ShardedDataset",
     "ShareError",
+    "StepProfile",
     "StrategyFallbackWarning",
     "StrategyPlan",
     "StrategyUnavailableError",
     "TfMultiGpuError",
     "UnknownLengthError",
+    "WorkerLostError",
     "apply_reduced_gradients",
     "cluster_from_environment",
     "create_strategy",
     "distribute_dataset",
+    "doctor",
     "enable_memory_growth",
     "evaluate",
     "existing_logical_names",
+    "explain",
+    "explaining_lost_workers",
     "find_batch_size",
     "fit",
     "global_mean",
@@ -183,12 +218,14 @@ __all__ = [
     "make_eval_step",
     "make_predict_step",
     "make_train_step",
+    "measure_scaling",
     "measured_capacities",
     "memory_capacities",
     "plan_micro_batches",
     "plan_shares",
     "plan_strategy",
     "predict",
+    "profile_step",
     "restrict_devices",
     "row_weight",
     "split_device",

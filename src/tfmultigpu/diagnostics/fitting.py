@@ -19,6 +19,7 @@ from tfmultigpu.scopes import all_layers, prepare_model, symbolic
 __all__ = ["fit_findings", "layer_findings", "metric_findings"]
 
 _STEP = "tmg.make_train_step(model, optimizer, loss, strategy)"
+_OURS = f"tmg.fit(model, data), or {_STEP}"
 
 
 def layer_findings(model: Any) -> Iterator[Finding]:
@@ -78,7 +79,7 @@ def fit_findings(model: Any, optimizer: Any, strategy: tf.distribute.Strategy) -
                 "fit-multi-worker",
                 f"The strategy spans {replicas // local} workers.",
                 "'Attempt to convert a value (PerReplica...'",
-                f"step = {_STEP} in a loop of your own",
+                f"{_OURS} in a loop of your own",
             )
         drops = [one.name for one in all_layers(model) if _draws(one)]
         if drops:
@@ -89,7 +90,7 @@ def fit_findings(model: Any, optimizer: Any, strategy: tf.distribute.Strategy) -
                 f"layers {drops[:5]}.",
                 "Row 0 of each replica loses the same units, row 1 too: less noise than on one "
                 "device.",
-                f"step = {_STEP} draws for each row what one device would draw",
+                f"{_OURS}: each row then gets what one device would draw",
             )
     yield from _optimizer(optimizer, replicas)
 
@@ -117,7 +118,7 @@ def _optimizer(optimizer: Any, replicas: int) -> Iterator[Finding]:
             "fit-averages",
             "The optimizer overwrites weights by their averages (ema_overwrite_frequency).",
             "'merge_call called while defining a new graph or a tf.function'",
-            _STEP,
+            _OURS,
         )
     clips = [
         name for name in ("clipnorm", "global_clipnorm", "clipvalue") if getattr(inner, name, None)
@@ -128,7 +129,7 @@ def _optimizer(optimizer: Any, replicas: int) -> Iterator[Finding]:
             "fit-clipping",
             f"Keras' fit clips the gradient of each replica by itself: {', '.join(clips)}.",
             "The clipped parts do not add up to the clipped gradient of the batch.",
-            f"{_STEP}, which clips the sum",
+            f"{_OURS}: the sum is clipped",
         )
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         yield Finding(

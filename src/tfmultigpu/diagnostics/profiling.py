@@ -166,7 +166,7 @@ def profile_step(
     devices = strategy_devices(step.strategy) or ("its device",) * count
     return StepProfile(
         steps=steps,
-        rows=statistics.mean(one.rows for one in timed),
+        rows=statistics.fmean(one.rows for one in timed),
         seconds=statistics.median(whole),
         input=statistics.median(one.input for one in timed),
         compute=statistics.median(max(one.replicas) - one.begin for one in times),
