@@ -1,0 +1,481 @@
+"""A run that is gone on with ends as one that was never interrupted."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import threading
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from one_device import difference, strategy_of
+
+import tfmultigpu as tmg
+from tfmultigpu import stop_signals
+from tfmultigpu.stop_signals import StopSignal, StopVote
+
+_random = np.random.default_rng(5)
+X = _random.normal(size=(22, 4)).astype("float32")
+Y = _random.normal(size=(22, 1)).astype("float32")
+EPOCHS, BATCHES = 3, 6
+
+
+def names(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir())
+
+
+def dataset() -> tf.data.Dataset:
+    """Six batches, the last of two rows, in another order in each pass."""
+    return tf.data.Dataset.from_tensor_slices((X, Y)).shuffle(22, seed=3).batch(4)
+
+
+class Trained:
+    """A model with everything that has a state, and the step that trains it."""
+
+    def __init__(self, replicas: int, *, loss_scale: str | None = None) -> None:
+        self.strategy = strategy_of(replicas)
+        keras.utils.set_random_seed(1)
+        with self.strategy.scope():
+            self.model = keras.Sequential(
+                [
+                    keras.Input((4,)),
+                    keras.layers.Dense(3, use_bias=False),
+                    keras.layers.BatchNormalization(synchronized=True),
+                    keras.layers.Dropout(0.3),
+                    keras.layers.Dense(1),
+                ]
+            )
+            self.optimizer = keras.optimizers.SGD(0.05, momentum=0.9)
+            self.metric = keras.metrics.MeanSquaredError()
+        self.step = tmg.make_train_step(
+            self.model,
+            self.optimizer,
+            "mse",
+            self.strategy,
+            metrics=[self.metric],
+            loss_scale=loss_scale,
+        )
+        self.start = [value.copy() for value in self.values()]
+
+    def variables(self) -> list[Any]:
+        own = [*self.model.variables, *self.optimizer.variables]
+        scale = self.step.loss_scale
+        return own if scale is None else [*own, scale.scale, scale.good_steps]
+
+    def values(self) -> list[np.ndarray]:
+        return [np.asarray(variable.numpy()) for variable in self.variables()]
+
+    def begin(self) -> None:
+        for variable, value in zip(self.variables(), self.start, strict=True):
+            variable.assign(value)
+        self.metric.reset_state()
+
+    def forget(self) -> None:
+        """What a new process would hold: something else."""
+        for variable in self.variables():
+            variable.assign(np.ones_like(variable.numpy()))
+        self.metric.reset_state()
+
+    def train(self, directory: Path, stop: int | None = None, calls: int = 1) -> list[np.ndarray]:
+        """Trains to the end, or saves after so many steps in all and leaves."""
+        run = tmg.Checkpoints(
+            directory, train_step=self.step, data=dataset(), extra={"mse": self.metric}
+        )
+        run.restore()
+        for _ in run.epochs(EPOCHS):
+            iterator = iter(run.data)
+            while ran := int(self.step.run(iterator, calls)["steps"]):
+                run.after_step(ran)
+                if run.step == stop:
+                    run.save()
+                    return []
+                if ran < calls:
+                    break
+        assert run.step == EPOCHS * BATCHES
+        return [*self.values(), np.asarray(self.metric.result())]
+
+
+@pytest.fixture(scope="module")
+def two() -> Trained:
+    return Trained(2, loss_scale="dynamic")
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(two: Trained, tmp_path_factory: pytest.TempPathFactory) -> list[np.ndarray]:
+    two.begin()
+    return two.train(tmp_path_factory.mktemp("uninterrupted"))
+
+
+@pytest.mark.parametrize(
+    ("stop", "calls"), [(1, 1), (8, 1), (BATCHES, 1), (EPOCHS * BATCHES, 1), (10, 2)]
+)
+def test_a_run_gone_on_with_equals_one_uninterrupted_to_the_bit(
+    stop: int, calls: int, two: Trained, uninterrupted: list[np.ndarray], tmp_path: Path
+) -> None:
+    two.begin()
+    two.train(tmp_path, stop, calls)
+    two.forget()
+    for here, there in zip(two.train(tmp_path, calls=calls), uninterrupted, strict=True):
+        np.testing.assert_array_equal(here, there)
+
+
+@pytest.mark.parametrize("replicas", [1, 3])
+def test_a_checkpoint_of_two_replicas_goes_on_on_others(
+    replicas: int, two: Trained, uninterrupted: list[np.ndarray], tmp_path: Path
+) -> None:
+    two.begin()
+    two.train(tmp_path, 8)
+    other = Trained(replicas, loss_scale="dynamic")
+    assert difference(other.train(tmp_path), uninterrupted) <= 1e-6
+
+
+# What follows needs no training: counting steps is enough.
+
+
+def small(units: int = 2, optimizer: str = "adam", name: str = "dense") -> tuple[Any, Any]:
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(units, name=name)])
+    return model, keras.optimizers.get(optimizer)
+
+
+def numbers() -> tf.data.Dataset:
+    return tf.data.Dataset.range(10).map(lambda i: tf.fill([3], i)).batch(2)
+
+
+def shuffled(epoch: int) -> tf.data.Dataset:
+    return tf.data.Dataset.range(10).shuffle(10, seed=epoch).batch(2)
+
+
+SOURCES: dict[str, Callable[[], Any]] = {
+    "dataset": numbers,
+    "shuffled": lambda: tf.data.Dataset.range(10).shuffle(10, seed=1).batch(2),
+    "epoch": lambda: shuffled,
+    "distributed": lambda: tmg.distribute_dataset(shuffled(2)),
+    "arrays": lambda: tmg.distribute_dataset(np.arange(10), batch_size=2),
+    "generator": lambda: lambda: ([i, i + 1] for i in range(5)),
+    "text": lambda: shuffled(4).map(lambda i: {"a": tf.strings.as_string(i), "b": (i, None)}),
+    "ragged": lambda: shuffled(5).map(lambda i: tf.ragged.range(i)),
+}
+
+
+def seen(run: tmg.Checkpoints, epochs: int, stop: int | None = None) -> list[str]:
+    found = []
+    for epoch in run.epochs(epochs):
+        for batch in run.data:
+            leaves = tf.nest.flatten(batch, expand_composites=True)
+            values = [leaf.numpy().tolist() for leaf in leaves if leaf is not None]
+            found.append(f"{epoch}: {values}")
+            run.after_step()
+            if run.step == stop:
+                run.save()
+                return found
+    return found
+
+
+@pytest.mark.parametrize("kind", SOURCES)
+def test_each_batch_is_seen_once(kind: str, tmp_path: Path) -> None:
+    make = SOURCES[kind]
+    whole = seen(tmg.Checkpoints(tmp_path / "whole", *small(), data=make()), 3)
+    assert len(whole) == 15
+    run = tmg.Checkpoints(tmp_path / "run", *small(), data=make())
+    assert run.restore() is None
+    parts = seen(run, 3, stop=7)
+    run = tmg.Checkpoints(tmp_path / "run", *small(), data=make())
+    assert run.restore() == 7
+    assert (run.epoch, run.step_in_epoch) == (1, 2)
+    parts += seen(run, 3)
+    assert parts == whole
+    assert (run.step, run.epoch, run.step_in_epoch) == (15, 3, 0)
+    # Passes of the function and of the dataset that is shuffled anew differ from each other.
+    if kind in ("shuffled", "epoch"):
+        assert whole[0][3:] != whole[5][3:]
+
+
+def hundred() -> tf.data.Dataset:
+    return tf.data.Dataset.range(100)
+
+
+OTHER_DATA: dict[str, tuple[Callable[[], Any], str]] = {
+    "no seed": (lambda: hundred().shuffle(100).batch(20), "its first batch is another"),
+    "later": (lambda: hundred().map(lambda i: i + i // 30).batch(20), "batch 1 is another"),
+    "shorter": (lambda: hundred().take(20).batch(20), "batch 1 is another one"),
+}
+
+
+@pytest.mark.parametrize("kind", OTHER_DATA)
+def test_other_data_than_before_is_refused(kind: str, tmp_path: Path) -> None:
+    make, what = OTHER_DATA[kind]
+    plain = hundred().batch(20)
+    seen(tmg.Checkpoints(tmp_path, *small(), data=make() if kind == "no seed" else plain), 1, 2)
+    run = tmg.Checkpoints(tmp_path, *small(), data=make(), every_steps=1)
+    assert run.restore() == 2
+    with pytest.raises(tmg.RestoreMismatchError, match=f"in which {what}") as caught:
+        seen(run, 2)
+    assert "data=lambda epoch: dataset.shuffle(n, seed=epoch)" in str(caught.value)
+    assert names(tmp_path) == ["step-00000002"]
+
+
+def test_saving_when_it_is_time_and_keeping_the_newest(tmp_path: Path) -> None:
+    run = tmg.Checkpoints(tmp_path, *small(), data=numbers(), keep=2, every_steps=3)
+    for _ in run.epochs(1):
+        iterator = iter(run.data)
+        for steps in (2, 2, 1):  # Steps 3 and 6 lie within calls.
+            for _ in range(steps):
+                next(iterator)
+            run.after_step(steps)
+    assert names(tmp_path) == ["step-00000004"]
+    run.every_steps, run.every_epochs = None, 2
+    seen(run, 6)
+    assert names(tmp_path) == ["step-00000020", "step-00000030"]
+
+
+def test_steps_nobody_counts_are_those_of_the_optimizer(tmp_path: Path) -> None:
+    model, optimizer = small()
+    run = tmg.Checkpoints(tmp_path, model, optimizer, tmg.distribute_dataset(numbers()))
+    optimizer.iterations.assign(12)
+    assert run.save().name == "step-00000012"
+    other = tmg.Checkpoints(tmp_path, *small(), data=numbers())
+    assert other.restore() == 12
+    assert (other.epoch, other.step_in_epoch) == (2, 2)
+
+
+def test_optimizer_and_draws_without_a_seed_come_back(tmp_path: Path) -> None:
+    model, optimizer = small()
+    keras.utils.set_random_seed(3)
+    keras.random.uniform([2])
+    optimizer.build(model.trainable_variables)
+    optimizer.learning_rate = 0.25
+    for variable in optimizer.variables[2:]:
+        variable.assign(variable + 3.0)
+    tmg.Checkpoints(tmp_path, model, optimizer).save()
+    expected = keras.random.uniform([2]).numpy()
+    other, fresh = small()  # Keras counts its names on.
+    assert not fresh.built
+    assert tmg.Checkpoints(tmp_path, other, fresh).restore() == 0
+    np.testing.assert_array_equal(keras.random.uniform([2]).numpy(), expected)
+    keras.utils.clear_session()
+    assert tmg.Checkpoints(tmp_path, other, fresh).restore() == 0
+    np.testing.assert_array_equal(keras.random.uniform([2]).numpy(), expected)
+    assert float(fresh.learning_rate.numpy()) == 0.25
+    for ours, theirs in zip(
+        [*other.variables, *fresh.variables], [*model.variables, *optimizer.variables], strict=True
+    ):
+        np.testing.assert_array_equal(ours.numpy(), theirs.numpy())
+
+
+def test_values_that_differ_on_replicas_are_kept_apart(tmp_path: Path) -> None:
+    def build(replicas: int) -> tuple[tf.distribute.Strategy, Any, Any, tmg.Checkpoints]:
+        strategy = strategy_of(replicas)
+        with strategy.scope():
+            model = keras.Sequential([keras.Input((2,)), keras.layers.BatchNormalization()])
+            metric = keras.metrics.Mean()
+        return strategy, model, metric, tmg.Checkpoints(tmp_path, model, extra={"mean": metric})
+
+    def copies(strategy: tf.distribute.Strategy, variable: Any) -> list[list[float]]:
+        found = strategy.experimental_local_results(variable.value)
+        return [one.numpy().tolist() for one in found]
+
+    strategy, model, metric, run = build(2)
+    statistics, count = model.variables[2], metric.variables[1]
+    for variable in (statistics, count):
+        for i, one in enumerate(strategy.experimental_local_results(variable.value)):
+            one.assign(tf.zeros_like(one) + 1.0 + 2.0 * i)
+    run.save()
+    for replicas, averaged, summed in (
+        (2, [[1.0, 1.0], [3.0, 3.0]], [1.0, 3.0]),
+        (3, [[2.0, 2.0]] * 3, [4.0, 0.0, 0.0]),
+        (1, [[2.0, 2.0]], [4.0]),
+    ):
+        strategy, model, metric, run = build(replicas)
+        assert run.restore() == 0
+        assert copies(strategy, model.variables[2]) == averaged
+        assert copies(strategy, metric.variables[1]) == summed
+        assert copies(strategy, model.variables[0]) == [[1.0, 1.0]] * replicas
+
+
+def test_bfloat16_is_stored_as_what_numpy_reads(tmp_path: Path) -> None:
+    def build() -> Any:
+        return keras.Sequential([keras.Input((3,)), keras.layers.Dense(2, dtype="bfloat16")])
+
+    model = build()
+    folder = tmg.Checkpoints(tmp_path, model).save()
+    with np.load(folder / "arrays.npz") as arrays:
+        assert {arrays[name].dtype.name for name in arrays if "kernel" in name} == {"float32"}
+    other = build()
+    tmg.Checkpoints(tmp_path, other).restore()
+    assert other.variables[0].dtype == "bfloat16"
+    assert other.variables[0].numpy().tobytes() == model.variables[0].numpy().tobytes()
+
+
+def test_a_damaged_checkpoint_is_passed_over_with_a_word(tmp_path: Path) -> None:
+    model, optimizer = small()
+    run = tmg.Checkpoints(tmp_path, model, optimizer)
+    for step in (1, 2):
+        optimizer.iterations.assign(step)
+        model.variables[1].assign([step, step])
+        run.save()
+    (tmp_path / "step-00000002" / "arrays.npz").write_bytes(b"")
+    (tmp_path / ".writing-1").mkdir()
+    with pytest.warns(tmg.DamagedCheckpointWarning) as warned:
+        assert tmg.Checkpoints(tmp_path, model, optimizer).restore() == 1
+    message = str(warned[0].message)
+    assert "step-00000002: arrays.npz has 0 bytes of " in message
+    assert message.endswith("The run goes on from step-00000001.")
+    assert Path(warned[0].filename) == Path(__file__)
+    assert model.variables[1].numpy().tolist() == [1.0, 1.0]
+    assert names(tmp_path) == ["damaged-step-00000002", "step-00000001"]
+    (tmp_path / "step-00000001" / "manifest.json").unlink()
+    with (
+        pytest.warns(tmg.DamagedCheckpointWarning, match="manifest.json cannot be read"),
+        pytest.raises(
+            tmg.CheckpointError, match=r"There are only damaged checkpoints in .*begin a"
+        ),
+    ):
+        run.restore()
+
+
+def test_another_model_is_refused_before_anything_changes(tmp_path: Path) -> None:
+    tmg.Checkpoints(tmp_path, *small()).save()
+    for build, text in (
+        (lambda: small(3), "dense/kernel is float32 of shape (3, 2); here it is float32 of shape"),
+        (lambda: small(name="other"), "6 variables ['model/0000/"),
+        (lambda: small(optimizer="sgd"), "Build the same ones as when it was saved"),
+        (lambda: (small()[0], None), "which has 6 variables ['optimizer/0000/"),
+    ):
+        model, optimizer = build()
+        before = [variable.numpy() for variable in model.variables]
+        with pytest.raises(tmg.CheckpointError, match=re.escape(text)):
+            tmg.Checkpoints(tmp_path, model, optimizer).restore()
+        assert difference(before, [variable.numpy() for variable in model.variables]) == 0
+
+
+def test_mistakes_are_explained(tmp_path: Path) -> None:
+    model, optimizer = small()
+    for arguments, text in (
+        ({"keep": 0}, "keep is at least 1. Received: keep=0"),
+        ({"every_steps": 0}, "every_steps is at least 1. Received: every_steps=0"),
+        ({"directory": "gs://bucket/run"}, "Mount it, and give the path"),
+        ({"train_step": model}, "Received: train_step beside model or optimizer"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(text)):
+            tmg.Checkpoints(
+                **{"directory": tmp_path, "model": model, "optimizer": optimizer, **arguments}
+            )
+    with pytest.raises(TypeError, match="model must be a Keras model"):
+        tmg.Checkpoints(tmp_path, "model")
+    unbuilt = keras.Sequential([keras.layers.Dense(1)])
+    with pytest.raises(tmg.CheckpointError, match="The model has no variables yet"):
+        tmg.Checkpoints(tmp_path, unbuilt).save()
+    run = tmg.Checkpoints(tmp_path, model, optimizer, numbers())
+    with pytest.raises(tmg.CheckpointError, match="nobody said how many steps it had"):
+        list(run.epochs(1))
+    run = tmg.Checkpoints(tmp_path, model, optimizer, numbers())
+    with pytest.raises(tmg.CheckpointError, match=r"Write: for batch in checkpoints\.data"):
+        run.after_step()
+    with pytest.raises(tmg.CheckpointError, match="between steps"):
+        tf.function(run.save)()
+    unknown = tmg.Checkpoints(tmp_path, model, optimizer, numbers().filter(lambda i: True))
+    optimizer.iterations.assign(5)
+    with pytest.raises(tmg.CheckpointError, match=r"Call checkpoints.after_step\(\) after each"):
+        unknown.save()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(tmg.CheckpointError, match=r"could not be written to .*Not a directory"):
+        tmg.Checkpoints(tmp_path / "file" / "run", model).save()
+    assert names(tmp_path) == ["file"]
+
+
+def loop(run: tmg.Checkpoints, epochs: int, send: int, after: int) -> list[int]:
+    """Counts steps, and sends itself a signal before one is counted."""
+    steps = []
+    for _ in run.epochs(epochs):
+        for _ in run.data:
+            if run.step == after:
+                os.kill(os.getpid(), send)
+            steps.append(run.step)
+            run.after_step()
+    return steps
+
+
+def test_a_signal_saves_after_the_step_and_exits_with_143(tmp_path: Path) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    run = tmg.Checkpoints(tmp_path, *small(), data=numbers())
+    with pytest.raises(SystemExit) as ended:
+        loop(run, 2, signal.SIGTERM, 6)
+    assert ended.value.code == 143
+    assert names(tmp_path) == ["step-00000007"]
+    assert signal.getsignal(signal.SIGTERM) == before
+    run = tmg.Checkpoints(tmp_path, *small(), data=numbers(), stop_signal=signal.SIGUSR1)
+    assert run.restore() == 7
+    with pytest.raises(SystemExit) as ended:
+        loop(run, 3, signal.SIGUSR1, 9)
+    assert ended.value.code == 128 + signal.SIGUSR1
+    assert names(tmp_path) == ["step-00000007", "step-00000010"]
+    run = tmg.Checkpoints(tmp_path, *small(), data=numbers())
+    assert run.restore() == 10
+    assert loop(run, 3, signal.SIGTERM, -1) == list(range(10, 15))
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_a_second_signal_does_what_it_would_have_done() -> None:
+    caught = []
+    before = signal.signal(signal.SIGUSR1, lambda number, _: caught.append(number))
+    try:
+        listener = StopSignal(signal.SIGUSR1)
+        listener.listen()
+        listener.listen()
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert (listener.received, caught) == (True, [])
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert caught == [signal.SIGUSR1]
+        thread = threading.Thread(target=StopSignal(signal.SIGUSR1).listen)
+        thread.start()
+        thread.join()
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert len(caught) == 2
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+def test_workers_ask_each_other_about_once_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    class TwoWorkers:
+        """Of which the other one is asked to stop, some time."""
+
+        workers = 2
+        asked = 0
+        other = 0
+
+        def __call__(self, numbers: list[int]) -> np.ndarray:
+            self.asked += 1
+            return np.array([numbers, [self.other, numbers[1]]])
+
+    now = [0.0]
+    monkeypatch.setattr(stop_signals.time, "monotonic", lambda: now[0])
+    exchange = TwoWorkers()
+    vote = StopVote(exchange)
+
+    def steps(count: int, seconds: float) -> int:
+        """Makes steps of so many seconds; returns after how many one vote was to stop."""
+        for step in range(count):
+            now[0] += seconds
+            if vote(False, 1):
+                return step
+        return count
+
+    assert steps(10_000, 0.01) == 10_000
+    assert 95 <= exchange.asked <= 115  # 100 seconds, and a few at the start.
+    exchange.other = 1
+    assert steps(10_000, 0.01) <= 100
+    exchange.other, exchange.asked = 0, 0
+    steps(100, 5.0)
+    steps(50, 5.0)
+    assert exchange.asked >= 50  # Long steps: each of them, from the next time on.
+    exchange.other = 1
+    assert vote(False, 0, now=True)
+    alone = StopVote(types.SimpleNamespace(workers=1))
+    assert [alone(False, 1), alone(True, 1)] == [False, True]
