@@ -76,7 +76,7 @@ def launch(
     Example:
         >>> import pathlib, tempfile
         >>> script = pathlib.Path(tempfile.mkdtemp(), "train.py")
-        >>> _ = script.write_text("import os; print('TF_CONFIG' in os.environ)")
+        >>> _ = script.write_text("import os; assert 'TF_CONFIG' in os.environ")
         >>> launch(str(script), workers=2, devices_per_worker=0)
         0
     """
