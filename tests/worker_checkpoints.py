@@ -1,0 +1,115 @@
+"""What two workers do with checkpoints; each part prints what it found on a line of its own."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import sys
+import time
+import warnings
+from pathlib import Path
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import tfmultigpu as tmg
+from tfmultigpu import shared_files
+
+shared = Path(sys.argv[1])
+strategy = tmg.create_strategy(prefer="multi_worker", fallback=False)
+worker = strategy.cluster_resolver.task_id
+random = np.random.default_rng(0)
+X, Y = random.normal(size=(22, 4)).astype("float32"), random.normal(size=(22, 1)).astype("float32")
+warnings.simplefilter("ignore", tmg.ReplicaDependenceWarning)
+keras.utils.set_random_seed(1)
+with strategy.scope():
+    # Its statistics differ between the workers.
+    model = keras.Sequential(
+        [
+            keras.Input((4,)),
+            keras.layers.Dense(3, use_bias=False),
+            keras.layers.BatchNormalization(),
+            keras.layers.Dropout(0.3),
+            keras.layers.Dense(1),
+        ]
+    )
+    optimizer = keras.optimizers.SGD(0.05, momentum=0.9)
+step = tmg.make_train_step(model, optimizer, "mse", strategy)
+variables = [*model.variables, *optimizer.variables]
+start = [variable.numpy() for variable in variables]
+
+
+def assign(values: list) -> None:
+    for variable, value in zip(variables, values, strict=True):
+        variable.assign(value)
+
+
+def state() -> str:
+    return hashlib.sha256(
+        b"".join(variable.numpy().tobytes() for variable in variables)
+    ).hexdigest()
+
+
+def say(name: str, value: object) -> None:
+    print("RESULT", json.dumps({name: value}), flush=True)
+
+
+def dataset() -> tf.data.Dataset:
+    return tf.data.Dataset.from_tensor_slices((X, Y)).shuffle(22, seed=3).batch(4)
+
+
+def train(directory: Path, epochs: int = 3, leave: int | None = None, kill: int | None = None):
+    run = tmg.Checkpoints(directory, model, optimizer, dataset())
+    restored = run.restore()
+    for _ in run.epochs(epochs):
+        for batch in run.data:
+            step(batch)
+            if run.step == kill and worker == 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+            run.after_step()
+            if run.step == leave:
+                run.save()
+                return restored, run.step
+    return restored, run.step
+
+
+# Uninterrupted; then left in the middle, everything forgotten, and gone on with.
+train(shared / "a")
+say("uninterrupted", state())
+assign(start)
+train(shared / "b", leave=8)
+assign([value + 1 for value in start])
+say("gone on", train(shared / "b"))
+say("state", state())
+
+# Asked to stop: one of them, and both save the same step.
+assign(start)
+began = time.monotonic()
+try:
+    train(shared / "c", epochs=10_000, kill=20)
+except SystemExit as ended:
+    say("code", ended.code)
+say("seconds to stop", time.monotonic() - began)
+say("saved", sorted(path.name for path in (shared / "c").iterdir()))
+
+# Directories that only look alike.
+shared_files._BETWEEN = 0.3
+own = shared / f"own-{worker}"
+for name in ("save", "restore"):
+    began = time.monotonic()
+    try:
+        getattr(tmg.Checkpoints(own, model, optimizer), name)()
+    except tmg.RestoreMismatchError as error:
+        say(name, str(error))
+    say(f"seconds to {name}", time.monotonic() - began)
+say("unchanged", optimizer.iterations.numpy().item() > 0)
+
+# A disk that fails the first worker.
+(shared / "file").write_text("")
+try:
+    tmg.Checkpoints(shared / "file" / "run", model).save()
+except tmg.CheckpointError as error:
+    say("failed", str(error))
