@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from tfmultigpu import _bridge
+from tfmultigpu.additivity import is_from_keras
 from tfmultigpu.errors import CompileError, DataError, LossError
 from tfmultigpu.outputs import match_outputs, unpack_batch
 from tfmultigpu.scopes import symbolic
@@ -57,11 +59,27 @@ class Compiled:
     def reset(self) -> None:
         """Sets all metrics back to nothing seen."""
         if self._container is not None:
-            self._container.reset_state()
+            self._reset()
 
     def results(self) -> dict[str, Any]:
         """Returns what each metric says, under the name Keras gives it."""
-        return {} if self._container is None else dict(self._container.result())
+        return {} if self._container is None else dict(self._results())
+
+    @functools.cached_property
+    def _reset(self) -> Callable[[], None]:
+        return self._in_one_call(self._container.reset_state)
+
+    @functools.cached_property
+    def _results(self) -> Callable[[], Mapping[str, Any]]:
+        return self._in_one_call(self._container.result)
+
+    def _in_one_call(self, method: Callable[[], Any]) -> Callable[[], Any]:
+        """Variables of replicas are slow one by one; but what users write may be no graph."""
+        metrics = tf.nest.flatten([self.metrics, self.weighted_metrics])
+        if all(metric is None or is_from_keras(metric) for metric in metrics):
+            traced: Any = tf.function(lambda: method(), autograph=False)
+            return lambda: traced()
+        return method
 
 
 def strategy_of(model: Any) -> tf.distribute.Strategy:

@@ -31,13 +31,11 @@ class Trainer:
         compiled: What that is.
         step: The step made of it.
         pace: How many steps a call should take.
-        metrics: What each metric says, in one call.
     """
 
     compiled: Compiled
     step: TrainStep
     pace: Pace
-    metrics: Callable[[], Mapping[str, Any]]
 
     def epoch(
         self,
@@ -90,7 +88,7 @@ class Trainer:
     def _logs(self, sums: Mapping[str, float]) -> dict[str, Any]:
         """What Keras reports: each loss as the mean over batches, weighted by their rows."""
         losses = {name: sums[name] / sums["rows"] for name in sums if name.endswith("loss")}
-        return as_keras(losses, self.metrics())
+        return as_keras(losses, self.compiled.results())
 
 
 class Clock:
@@ -139,7 +137,7 @@ def make_trainer(
             **options,
         )
         pace = Pace(functools.partial(of_chief, strategy))
-        return Trainer(compiled, step, pace, tf.function(compiled.results, autograph=False))
+        return Trainer(compiled, step, pace)
 
     build(model, strategy, spec)
     # The step itself knows what is frozen; another compile or another layer is another step.
