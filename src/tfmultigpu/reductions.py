@@ -13,7 +13,9 @@ __all__ = ["sum_on_devices", "sum_over_replicas"]
 
 
 def sum_over_replicas(
-    strategy: tf.distribute.Strategy, values: list[list[tf.Tensor]]
+    strategy: tf.distribute.Strategy,
+    values: list[list[tf.Tensor]],
+    travel_as: tf.DType | None = None,
 ) -> list[list[tf.Tensor]]:
     """Adds tensors over all replicas; call in a cross-replica context.
 
@@ -25,41 +27,58 @@ def sum_over_replicas(
     Args:
         strategy: The strategy.
         values: One list of tensors for each replica of this process, alike in shapes and dtypes.
+        travel_as: A narrower dtype that float32 tensors are sent in, the last one of each list left
+            out, which holds sums and weights.
 
     Returns:
-        The sums: one list for all replicas of this process where they share it, else one list for
-        each.
+        The sums, of the dtypes that came: one list for all replicas of this process where they
+        share it, else one list for each.
     """
     if strategy.num_replicas_in_sync == 1:
         return values
     devices = strategy.extended.worker_devices
     if len(devices) == strategy.num_replicas_in_sync and _all_on_cpu(devices):
-        with tf.device(devices[0]):
-            return [[tf.add_n(list(parts)) for parts in zip(*values, strict=True)]]
+        return [sum_on_devices(values, [devices[0]] * len(values[0]), travel_as)]
 
     def reduce(tensors: list[tf.Tensor]) -> list[tf.Tensor]:
         # A tensor captured by a branch or a loop has no device of its own, which some strategies
         # need to know where to reduce to.
-        placed = [tf.identity(tensor) for tensor in tensors]
-        return all_reduce_sum(tf.distribute.get_replica_context(), placed)
+        placed = _narrow([tf.identity(tensor) for tensor in tensors], travel_as)
+        summed = all_reduce_sum(tf.distribute.get_replica_context(), placed)
+        return [tf.cast(one, tensor.dtype) for one, tensor in zip(summed, tensors, strict=True)]
 
     results = strategy.run(reduce, args=(per_replica(strategy, values),))
     local = [strategy.experimental_local_results(result) for result in results]
     return [[result[r] for result in local] for r in range(len(values))]
 
 
-def sum_on_devices(values: list[list[tf.Tensor]], devices: Sequence[str]) -> list[tf.Tensor]:
+def sum_on_devices(
+    values: list[list[tf.Tensor]], devices: Sequence[str], travel_as: tf.DType | None = None
+) -> list[tf.Tensor]:
     """Adds tensors over the replicas of one process, each on a device of its own.
 
     Args:
         values: One list of tensors for each replica, alike in shapes and dtypes.
         devices: Where each sum is to be, one for each tensor of a list.
+        travel_as: As for ``sum_over_replicas``.
     """
+    sent = [_narrow(tensors, travel_as) for tensors in values]
     totals = []
-    for device, *parts in zip(devices, *values, strict=True):
+    for device, tensor, *parts in zip(devices, values[0], *sent, strict=True):
         with tf.device(device):
-            totals.append(tf.add_n(parts))
+            totals.append(tf.add_n([tf.cast(part, tensor.dtype) for part in parts]))
     return totals
+
+
+def _narrow(tensors: list[tf.Tensor], dtype: tf.DType | None) -> list[tf.Tensor]:
+    """Rounds all but the last, each where it is."""
+    if dtype is None:
+        return tensors
+    narrow = []
+    for tensor in tensors[:-1]:
+        with tf.device(tensor.device):
+            narrow.append(tf.cast(tensor, dtype) if tensor.dtype == tf.float32 else tensor)
+    return [*narrow, tensors[-1]]
 
 
 def _all_on_cpu(devices: tuple[str, ...]) -> bool:

@@ -48,6 +48,7 @@ def make_train_step(
     clip_norm: float | None = None,
     loss_scale: str | float | None = None,
     shard_update: str | bool = "auto",
+    reduce_dtype: str | None = None,
     jit_compile: bool = False,
 ) -> TrainStep:
     """Makes a train step that gives on N replicas what one device gives on the same global batches.
@@ -77,6 +78,8 @@ def make_train_step(
         shard_update: Whether each variable is updated by one replica, which keeps what the
             optimizer remembers of it, and then copied to the others: True, False, or ``"auto"``
             where it can be and is known to be faster. The result is the same.
+        reduce_dtype: ``"bfloat16"`` sends float32 gradients in it, for slow connections. That is
+            not exact: a sum over N replicas is off by up to N / 256 of the sum of absolute values.
         jit_compile: Compile forward and backward with XLA.
 
     Returns:
@@ -113,6 +116,10 @@ def make_train_step(
         raise ValueError(
             f"shard_update is True, False or 'auto'. Received: shard_update={shard_update!r}."
         )
+    if reduce_dtype not in (None, "bfloat16"):
+        raise ValueError(
+            f"reduce_dtype is None or 'bfloat16'. Received: reduce_dtype={reduce_dtype!r}."
+        )
     check_metrics(metrics, strategy)
     check_metrics(weighted_metrics, strategy)
     objective = Objective.of(model, loss, loss_weights, forward)
@@ -125,7 +132,9 @@ def make_train_step(
         weighted_metrics=weighted_metrics,
         jit_compile=jit_compile,
     )
-    return TrainStep(phase, model, optimizer, strategy, clip_norm, loss_scale, shard_update)
+    return TrainStep(
+        phase, model, optimizer, strategy, clip_norm, loss_scale, shard_update, reduce_dtype
+    )
 
 
 _SUM = "sum of "  # Before the names of what ``totals`` returns.
@@ -158,6 +167,7 @@ class TrainStep:
         clip_norm: float | None,
         loss_scale: str | float | None,
         shard_update: str | bool,
+        reduce_dtype: str | None,
     ) -> None:
         """Use ``make_train_step``, which checks what it is given."""
         self.model = model
@@ -169,6 +179,7 @@ class TrainStep:
         self._asked_loss_scale = loss_scale
         self._asked_shard_update = shard_update
         self._sharded: ShardedUpdate | None = None
+        self._travel_as = None if reduce_dtype is None else tf.as_dtype(reduce_dtype)
         self._layers: list[Any] = []
         self._frozen: Any = None
         self._seen_a_batch = False
@@ -282,11 +293,11 @@ class TrainStep:
     def _step(self, shards: Shards) -> dict[str, Any]:
         scale = None if self.loss_scale is None else self.loss_scale.value()
         rows = tf.cast(shards.global_rows, tf.float64)
-        if self._sharded is not None:
-            parts = self._phase(shards, scale)
-            values = [sum_on_devices(parts, self._places(self._sharded))]
+        parts = self._phase(shards, scale)
+        if self._sharded is None:
+            values = sum_over_replicas(self.strategy, parts, self._travel_as)
         else:
-            values = sum_over_replicas(self.strategy, self._phase(shards, scale))
+            values = [sum_on_devices(parts, self._places(self._sharded), self._travel_as)]
         if len(values) == 1:
             gradients, logs = self._finish(values[0], rows, scale)
         else:

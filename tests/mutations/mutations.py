@@ -227,11 +227,11 @@ MUTATIONS = (
         "steps.py",
         (
             (
-                "values = sum_over_replicas(self.strategy, self._phase(shards, scale))",
-                "values = sum_over_replicas(self.strategy, [\n"
+                "parts = self._phase(shards, scale)",
+                "parts = [\n"
                 "            [*clipped(one[:-1], self._clip_norm or 1e9, "
                 "global_norm(one[:-1])), one[-1]]\n"
-                "            for one in self._phase(shards, scale)])",
+                "            for one in self._phase(shards, scale)]",
             ),
         ),
         (f"{EXACT}[4-1-clip]",),
@@ -241,10 +241,8 @@ MUTATIONS = (
         "steps.py",
         (
             (
-                "values = sum_over_replicas(self.strategy, self._phase(shards, scale))",
-                "parts = self._phase(shards, scale)\n"
-                "        self._one = parts[0][:-1]\n"
-                "        values = sum_over_replicas(self.strategy, parts)",
+                "parts = self._phase(shards, scale)",
+                "parts = self._phase(shards, scale)\n        self._one = parts[0][:-1]",
             ),
             ("norm = global_norm(gradients)", "norm = global_norm(self._one)"),
         ),
@@ -255,10 +253,8 @@ MUTATIONS = (
         "steps.py",
         (
             (
-                "values = sum_over_replicas(self.strategy, self._phase(shards, scale))",
-                "parts = self._phase(shards, scale)\n"
-                "        self._one = parts[0][:-1]\n"
-                "        values = sum_over_replicas(self.strategy, parts)",
+                "parts = self._phase(shards, scale)",
+                "parts = self._phase(shards, scale)\n        self._one = parts[0][:-1]",
             ),
             ("else all_finite(gradients)", "else all_finite(self._one)"),
         ),
