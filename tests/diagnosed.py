@@ -1,7 +1,8 @@
 """Provokes each cause in a copy of one process that has imported TensorFlow and started nothing.
 
 Reads ``{name: {"environment": {...}, "code": "..."}}`` from standard input. The code runs in a copy
-of the process with that environment; what it leaves in ``report`` is written as a line of JSON.
+of the process with that environment; what it leaves in ``report`` is written as a line of JSON, or
+what its last line raises, where ``raises`` is set.
 GPUs are planted where TensorFlow and this library ask the driver for them, so that everything above
 is real.
 """
@@ -12,7 +13,9 @@ import json
 import os
 import subprocess
 import sys
+import time
 import traceback
+import warnings
 from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
@@ -133,6 +136,9 @@ def _in_a_copy(name: str, case: Mapping[str, Any]) -> None:
     names: dict[str, Any] = {**globals(), "tf": tf, "keras": keras, "np": np, "tmg": tmg}
     names["diagnostics"] = diagnostics
     sys.modules["pynvml"] = None  # type: ignore[assignment]  # Not installed, unless planted.
+    if case.get("raises"):
+        print(json.dumps({"case": name, **_raised(case["code"], names)}), flush=True)
+        return
     exec(case.get("code", ""), names)
     before = devices_started()
     report = names.get("report") or diagnostics.doctor(**case.get("options", {}))
@@ -143,6 +149,23 @@ def _in_a_copy(name: str, case: Mapping[str, Any]) -> None:
         "started_by_it": devices_started() and not before,
     }
     print(json.dumps(found), flush=True)
+
+
+def _raised(code: str, names: dict[str, Any]) -> dict[str, Any]:
+    """What the last line of a program raises or warns, and after how long."""
+    *lines, last = code.rstrip().splitlines()
+    exec("\n".join(lines), names)
+    begin = time.monotonic()
+    found: dict[str, Any] = {"type": "", "text": ""}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            exec(last, names)
+        except Exception as error:
+            found = {"type": type(error).__name__, "text": str(error)}
+    seconds = time.monotonic() - begin
+    said = [f"{type(one.message).__name__}: {one.message}" for one in caught]
+    return {**found, "seconds": seconds, "warned": said, "kept": names.get("kept", lambda: "")()}
 
 
 def main() -> None:

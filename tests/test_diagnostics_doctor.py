@@ -162,6 +162,23 @@ CASES = {
     "no-json": case(
         "cluster", "TF_CONFIG: is not JSON", "unset TF_CONFIG", "error", TF_CONFIG="ada.corp:2222"
     ),
+    "nobody": case(
+        "cluster",
+        "create_strategy() would raise ClusterError",
+        "TF_CONFIG",
+        "error",
+        TF_CONFIG="{}",
+    ),
+    "a-list": case(
+        "cluster", "TF_CONFIG: must be a JSON object", "TF_CONFIG", "error", TF_CONFIG="[1, 2]"
+    ),
+    "a-part-of-the-cluster": case(
+        "cluster",
+        'TF_CONFIG: has "sparseCluster"',
+        "TF_CONFIG",
+        "error",
+        TF_CONFIG='{"sparseCluster": {"worker": {"0": "ada.corp:2222"}}}',
+    ),
     "cluster-of-one": case(
         "cluster-of-one",
         "TF_CONFIG describes a cluster of one worker",
