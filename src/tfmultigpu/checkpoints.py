@@ -91,7 +91,7 @@ class Checkpoints:
             keep: How many checkpoints to keep, the newest.
             train_step: What ``make_train_step`` returned, in place of model and optimizer. Needed
                 where it was given ``loss_scale="dynamic"``, whose state is then saved too.
-            every_steps: Save after so many steps, by ``after_step``.
+            every_steps: Save so many steps after the last time, by ``after_step``.
             every_epochs: Save after so many epochs, at their end.
             extra: Further objects to save, by name: metrics, or whatever has ``variables``, or
                 lists of variables.
@@ -138,6 +138,7 @@ class Checkpoints:
         )
         self._steps, self._iterations = self._count_iterations(), self._count_iterations()
         self._counts = False
+        self._saved = self._steps
         self._to_check: tuple[int, tuple[int, int]] | None = None
         self._shared = SharedFiles(self.directory, self._exchange)
 
@@ -180,7 +181,9 @@ class Checkpoints:
             "tensorflow": tf.__version__,
             "variables": variables,
         }
-        return self._shared.write(self.step, arrays, facts, self.keep)
+        path = self._shared.write(self.step, arrays, facts, self.keep)
+        self._saved = self.step
+        return path
 
     def restore(self) -> int | None:
         """Puts the newest whole checkpoint back; all workers must call it.
@@ -217,6 +220,7 @@ class Checkpoints:
         write_state(slots, files.read_arrays(found), found.facts["variables"], self._exchange)
         self._shared.clean(damaged)
         self._steps, self._iterations = found.step, self._count_iterations()
+        self._saved = found.step
         self._position.epoch = found.facts["epoch"]
         self._position.step = found.facts["step_in_epoch"]
         if self.data is not None:
@@ -266,8 +270,7 @@ class Checkpoints:
         self._position.step += int(steps)
         self._check_data()
         self._stop_if_wanted(int(steps))
-        every = self.every_steps
-        if every is not None and self._steps // every > (self._steps - int(steps)) // every:
+        if self.every_steps is not None and self._steps - self._saved >= self.every_steps:
             self.save()
 
     def end_epoch(self) -> None:
@@ -312,6 +315,8 @@ class Checkpoints:
             self._position.epoch += 1
             self._position.step = 0
             self._to_check = None
+            if self.data is not None:
+                self.data.pass_over(self.epoch)
 
     def listen(self) -> None:
         """Begins to note the stop signal; ``epochs`` and the callback do so."""

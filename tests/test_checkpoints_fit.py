@@ -1,0 +1,201 @@
+"""Checkpoints as a callback of fit."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfmultigpu as tmg
+from tfmultigpu.checkpoint_callback import make_callback
+
+X = np.random.default_rng(0).normal(size=(22, 4)).astype("float32")
+Y = np.random.default_rng(1).normal(size=(22, 1)).astype("float32")
+EPOCHS, BATCHES = 3, 6
+
+
+class Killed(Exception):
+    """The process is gone."""
+
+
+class Kill(keras.callbacks.Callback):
+    """Ends a run from outside after some batches in all."""
+
+    every_batches = 1
+
+    def __init__(self, after: int | None, how: Any = Killed) -> None:
+        super().__init__()
+        self.left = after
+        self.how = how
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        if self.left is not None:
+            self.left -= 1
+            if self.left == 0:
+                if self.how is Killed:
+                    raise Killed
+                os.kill(os.getpid(), self.how)
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    model = keras.Sequential(
+        [keras.Input((4,)), keras.layers.Dropout(0.3, seed=1), keras.layers.Dense(1)]
+    )
+    model.compile(keras.optimizers.Adam(0.01), "mse")
+    model.optimizer.build(model.trainable_variables)
+    return model
+
+
+def variables(model: Any) -> list[Any]:
+    return [*model.variables, *model.optimizer.variables]
+
+
+@pytest.fixture(scope="module")
+def start(model: Any) -> list[np.ndarray]:
+    return [np.array(variable.numpy()) for variable in variables(model)]
+
+
+def fit(
+    model: Any,
+    start: list[np.ndarray],
+    directory: Path,
+    kind: str,
+    kill: Kill | None = None,
+    **saves: int,
+) -> tuple[int | None, list[np.ndarray], Any]:
+    """One process: the model begins as it always does, and fit goes on from what is saved."""
+    for variable, value in zip(variables(model), start, strict=True):
+        variable.assign(value)
+    keras.utils.set_random_seed(8)
+    data = tf.data.Dataset.from_tensor_slices((X, Y)).shuffle(22, seed=3).batch(4)
+    sources = {
+        "dataset": data,
+        "unknown length": data.filter(lambda x, y: True),
+        "arrays": None,
+    }
+    run = tmg.Checkpoints(directory, model, model.optimizer, sources[kind])
+    restored = run.restore()
+    history = tmg.fit(
+        model,
+        (X, Y) if run.data is None else run.data,
+        batch_size=4 if run.data is None else None,
+        epochs=EPOCHS,
+        callbacks=[run.callback(**saves), *([kill] if kill else [])],
+        verbose=0,
+    )
+    return restored, [np.array(variable.numpy()) for variable in variables(model)], history
+
+
+def names(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir())
+
+
+@pytest.mark.parametrize("kind", ["dataset", "arrays", "unknown length"])
+def test_fit_goes_on_in_the_middle_of_an_epoch_to_the_bit(
+    kind: str, model: Any, start: list[np.ndarray], tmp_path: Path
+) -> None:
+    _, expected, whole = fit(model, start, tmp_path / "whole", kind)
+    assert names(tmp_path / "whole") == ["step-00000006", "step-00000012", "step-00000018"]
+    directory = tmp_path / "run"
+    with pytest.raises(Killed):
+        fit(model, start, directory, kind, Kill(10), every_steps=4)
+    assert names(directory) == ["step-00000004", "step-00000008"]
+    restored, values, history = fit(model, start, directory, kind, every_steps=5)
+    assert restored == 8
+    for here, there in zip(values, expected, strict=True):
+        np.testing.assert_array_equal(here, there)
+    assert history.epoch == [1, 2]
+    # As many steps in a call as pay: their losses are added in another order.
+    assert history.history["loss"][-1] == pytest.approx(whole.history["loss"][-1], abs=1e-6)
+    assert names(directory) == ["step-00000008", "step-00000013", "step-00000018"]
+
+
+@pytest.mark.parametrize("kind", ["dataset", "arrays"])
+def test_saved_after_the_last_batch_fit_goes_on_in_the_next_epoch(
+    kind: str, model: Any, start: list[np.ndarray], tmp_path: Path
+) -> None:
+    _, expected, _ = fit(model, start, tmp_path / "whole", kind)
+    with pytest.raises(Killed):
+        fit(model, start, tmp_path / "run", kind, Kill(BATCHES), every_steps=BATCHES)
+    restored, values, history = fit(model, start, tmp_path / "run", kind, every_steps=BATCHES)
+    assert restored == BATCHES
+    assert history.epoch == [1, 2]
+    for here, there in zip(values, expected, strict=True):
+        np.testing.assert_array_equal(here, there)
+
+
+def test_a_signal_ends_fit_after_the_step(
+    model: Any, start: list[np.ndarray], tmp_path: Path
+) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        with pytest.raises(SystemExit) as ended:
+            fit(model, start, tmp_path, "dataset", Kill(8, signal.SIGTERM), every_steps=2)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert ended.value.code == 143
+    # The one that sends the signal comes after the one that saves.
+    assert names(tmp_path) == ["step-00000006", "step-00000008", "step-00000010"]
+    _, expected, _ = fit(model, start, tmp_path / "whole", "dataset")
+    restored, values, _ = fit(model, start, tmp_path, "dataset")
+    assert restored == 10
+    for here, there in zip(values, expected, strict=True):
+        np.testing.assert_array_equal(here, there)
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_other_data_than_that_of_the_checkpoints_is_refused(model: Any, tmp_path: Path) -> None:
+    data = tf.data.Dataset.from_tensor_slices((X, Y)).batch(4)
+    run = tmg.Checkpoints(tmp_path, model, model.optimizer, data)
+    with pytest.raises(tmg.CheckpointError, match=r"other data than checkpoints\.data"):
+        tmg.fit(model, data, callbacks=[run.callback()], verbose=0)
+    run.stop_listening()
+
+
+def test_several_workers_are_told_after_the_same_steps() -> None:
+    class Run:
+        data = None
+        every_steps: int | None = None
+        epoch = step_in_epoch = 0
+        told: list[int]
+
+        def after_step(self, steps: int = 1) -> None:
+            self.told.append(steps)
+
+        def end_epoch(self) -> None:
+            self.told.append(-1)
+
+        def skip_finished_epoch(self, steps: int | None) -> None:
+            self.told.append(0)
+
+        def listen(self) -> None:
+            self.told = []
+
+        stop_listening = listen
+
+    run = Run()
+    callback = make_callback(run, together=True)
+    assert callback.every_batches == 10
+    callback.on_train_begin()
+    for epoch in range(2):
+        callback.on_epoch_begin(epoch)
+        # Besides after each tenth step of all, fit calls when time has passed, and at the end.
+        for batch in ((3, 9, 14), (4, 6, 14, 15))[epoch]:
+            callback.on_train_batch_end(batch)
+        callback.on_epoch_end(epoch)
+    assert run.told == [10, 5, -1, 5, 10, 1, -1]
+    run.every_steps = 4
+    assert make_callback(run, together=True).every_batches == 4
+    assert make_callback(run, together=False).every_batches == 4
+    run.every_steps = 400
+    assert make_callback(run, together=True).every_batches == 10
+    assert make_callback(run, together=False).every_batches == 400
+    run.every_steps = None
+    assert make_callback(run, together=False).every_batches is None
