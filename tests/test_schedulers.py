@@ -1,0 +1,54 @@
+"""The job files for schedulers are those of the page, and Ray runs its example."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+SCHEDULERS = ROOT / "examples" / "schedulers"
+PAGE = (ROOT / "docs" / "workers.md").read_text()
+
+
+@pytest.mark.parametrize("name", ["train.sbatch", "tfjob.yaml"])
+def test_the_page_shows_the_job_file(name: str) -> None:
+    text = PAGE.split(f"`examples/schedulers/{name}`")[1]
+    shown = re.search(r"```text\n(.*?)```", text, re.DOTALL)
+    assert shown is not None
+
+    def lines(text: str) -> list[str]:
+        return [line for line in text.splitlines() if not line.startswith("# ")]
+
+    assert lines((SCHEDULERS / name).read_text()) == lines(shown[1])
+
+
+def test_every_file_for_a_scheduler_is_on_the_page() -> None:
+    files = sorted(path.name for path in SCHEDULERS.iterdir() if path.is_file())
+    assert files == ["ray_train.py", "tfjob.yaml", "train.sbatch"]
+    assert all(f"examples/schedulers/{name}" in PAGE for name in files)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    importlib.util.find_spec("ray") is None, reason="needs Ray: pip install 'tfmultigpu[ray]'"
+)
+def test_ray_starts_killed_workers_again() -> None:
+    ended = subprocess.run(
+        [sys.executable, str(SCHEDULERS / "ray_train.py")],
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=False,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": "-1"},
+    )
+    assert ended.returncode == 0, ended.stderr[-4000:]
+    assert ended.stdout.splitlines()[-2:] == [
+        "restored: 4 None",
+        "killed and gone on with under Ray: the same bits as undisturbed",
+    ]
