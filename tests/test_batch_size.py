@@ -141,8 +141,14 @@ def test_a_real_allocation_in_a_process_whose_memory_is_bounded() -> None:
             return int(file.read().split()[0]) * resource.getpagesize()
 
     MIB = 1024**2
-    import tensorflow
-    room = 200 * MIB
+    import tensorflow as tf
+
+    @tf.function(input_signature=[tf.TensorSpec([], tf.int32)])
+    def step(rows):
+        return tf.reduce_max(tf.fill([rows, MIB // 4], tf.random.uniform([], 1, 2)) + 1.0)
+
+    float(step(1))
+    room = 240 * MIB
     resource.setrlimit(resource.RLIMIT_AS, (taken() + room, resource.RLIM_INFINITY))
     sizes = []
 
@@ -153,8 +159,18 @@ def test_a_real_allocation_in_a_process_whose_memory_is_bounded() -> None:
 
     found = tmg.find_batch_size(try_batch, start=16)
     # Threads of TensorFlow take some of the room meanwhile.
-    assert 64 <= found <= 200, found
-    assert max(sizes) > 200 or found + 1 in sizes, sizes
+    assert 64 <= found <= 240, found
+    assert max(sizes) > 240 or found + 1 in sizes, sizes
+
+    # What TensorFlow itself asks for in vain, and frees: the next try has all the room again.
+    def try_step(rows):
+        tried.append(rows)
+        assert float(step(rows)) > 0
+
+    tried = []
+    found = tmg.find_batch_size(try_step, start=16)
+    assert 32 <= found <= 240, found
+    assert found + 1 in tried, tried
     """
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(script)],

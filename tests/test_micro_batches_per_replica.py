@@ -70,7 +70,7 @@ def adam():
     ("shares", "micro_batches", "optimizer", "options"),
     [
         ((1, 1), (1, 3), adam, {}),
-        ((3, 1), (2, 1), momentum, {"loss_scale": "dynamic"}),
+        ((3, 1), (2, 1), momentum, {"loss_scale": "dynamic", "shard_update": True}),
         ((7, 2, 1), (1, 4, 8), momentum, {"steps_per_call": 4, "predict": False}),
     ],
 )
