@@ -39,7 +39,9 @@ def dataset() -> tf.data.Dataset:
 class Trained:
     """A model with everything that has a state, and the step that trains it."""
 
-    def __init__(self, replicas: int, *, loss_scale: str | None = None) -> None:
+    def __init__(
+        self, replicas: int, *, loss_scale: str | None = None, shard_update: bool = False
+    ) -> None:
         self.strategy = strategy_of(replicas)
         keras.utils.set_random_seed(1)
         with self.strategy.scope():
@@ -61,6 +63,7 @@ class Trained:
             self.strategy,
             metrics=[self.metric],
             loss_scale=loss_scale,
+            shard_update=shard_update,
         )
         self.start = [value.copy() for value in self.values()]
 
@@ -134,6 +137,50 @@ def test_a_checkpoint_of_two_replicas_goes_on_on_others(
     two.train(tmp_path, 8)
     other = Trained(replicas, loss_scale="dynamic")
     assert difference(other.train(tmp_path), uninterrupted) <= 1e-6
+
+
+def test_an_optimizer_whose_state_is_sharded_is_saved_and_restored_like_any_other(
+    two: Trained, uninterrupted: list[np.ndarray], tmp_path: Path
+) -> None:
+    two.begin()
+    two.train(tmp_path, 4)
+    sharded = Trained(2, loss_scale="dynamic", shard_update=True)
+    assert sharded.step.shard_update is True
+    sharded.train(tmp_path, 8)
+    assert names(tmp_path) == ["step-00000004", "step-00000008"]
+    sharded.forget()
+    assert difference(sharded.train(tmp_path), uninterrupted) <= 1e-6
+    two.forget()
+    assert difference(two.train(tmp_path), uninterrupted) <= 1e-6
+
+
+def test_shards_that_are_copied_ahead_to_the_devices_are_passed_over(tmp_path: Path) -> None:
+    def build() -> tmg.Checkpoints:
+        strategy = strategy_of(2)
+        with strategy.scope():
+            model, optimizer = small()
+        data = tmg.distribute_dataset(shuffled(2), strategy, prefetch_to_device=True)
+        return tmg.Checkpoints(tmp_path, model, optimizer, data)
+
+    def batches(run: tmg.Checkpoints, stop: int | None = None) -> list[list[list[int]]]:
+        found = []
+        for _ in run.epochs(2):
+            for batch in run.data:
+                local = strategy_of(2).experimental_local_results(batch)
+                found.append([one.numpy().tolist() for one in local])
+                run.after_step()
+                if run.step == stop:
+                    run.save()
+                    return found
+        return found
+
+    whole = batches(build())
+    assert len(whole) == 10
+    assert len(whole[0]) == 2
+    parts = batches(build(), stop=7)
+    run = build()
+    assert run.restore() == 7
+    assert parts + batches(run) == whole
 
 
 # What follows needs no training: counting steps is enough.

@@ -188,7 +188,7 @@ class Checkpoints:
     def restore(self) -> int | None:
         """Puts the newest whole checkpoint back; all workers must call it.
 
-        Call it after the strategy, model and optimizer were made, before the first step.
+        Call it once strategy, model, optimizer and train step were made, before the first step.
 
         Returns:
             The step it was saved after; None where there is no checkpoint, and nothing changed.
