@@ -23,7 +23,9 @@ from tfmultigpu.diagnostics.scaling import compare
 
 X = np.random.default_rng(0).normal(size=(12, 5)).astype("float32")
 Y = X.sum(1, keepdims=True)
-PROFILE = StepProfile(10, 64.0, 0.010, 0.0, 0.006, 0.001, 0.001, 0.001, (0.006, 0.0058), ("A", "B"))
+PROFILE = StepProfile(
+    10, 64.0, 0.010, 0.0, 0.006, 0.001, 0.001, 0.001, (0.006, 0.0058), ("A", "B"), 2
+)
 
 
 def build(strategy: Any, **options: Any) -> Any:
@@ -143,7 +145,11 @@ def test_what_cannot_be_profiled_says_so() -> None:
         ({"call": 0.01}, "call-bound", "step.run(iterator, 20)"),
         ({"reduce": 0.01}, "reduce-bound", "Larger global batches"),
         ({"update": 0.01}, "update-bound", "shard_update=True"),
-        ({"update": 0.01, "replicas": (0.006,), "devices": ("A",)}, "update-bound", "less state"),
+        ({"update": 0.01, "replicas_in_all": 1}, "update-bound", "larger batches, or an optim"),
+        ({"reduce": 0.01, "replicas_in_all": 1}, "compute-bound", "jit_compile=True"),
+        ({"reduce": 0.02, "input": 0.01}, "reduce-bound", "Larger global batches"),
+        # One replica of each worker here: there is nothing to compare it to, but a sum.
+        ({"reduce": 0.01, "replicas": (0.006,), "devices": ("A",)}, "reduce-bound", "nccl"),
     ],
 )
 def test_the_largest_avoidable_part_is_to_be_changed_first(

@@ -184,12 +184,12 @@ def _variable(machine: Machine, asked: str, shown: int) -> Iterator[Finding]:
     total = len(machine.driver.gpus)
     value = f"CUDA_VISIBLE_DEVICES={devices_shown(asked)}"
     entries = [entry.strip() for entry in asked.split(",")]
-    of = f"of the {total} GPU(s) that the driver sees" if total else "of the GPUs, if there are any"
+    of = f"of the {total} GPU(s) that the driver sees" if total else "of those that may be here"
     twice = [entry for entry, count in Counter(entries).items() if count > 1 and entry]
     if asked.strip() in _NONE:
         seen = max(total, machine.driver.cards)
         yield Finding(
-            "error" if seen else "warning",
+            "error" if seen else "note",
             "gpus-hidden",
             f"{value} hides every GPU from TensorFlow: it sees none {of}.",
             "Training runs on the CPU, without a message.",
@@ -271,7 +271,7 @@ def _cluster(machine: Machine) -> Iterator[Finding]:
             'List every worker in TF_CONFIG: {"cluster": {"worker": ["host1:2222", '
             '"host2:2222"]}, ...}; for one machine unset TF_CONFIG',
         )
-    if plan is not None and plan.kind == "multi_worker" and machine.started:
+    if plan is not None and plan.kind == "multi_worker" and machine.started and not machine.joined:
         yield Finding(
             "error",
             "started-before-cluster",

@@ -21,6 +21,7 @@ __all__ = ["Input", "input_findings", "look_at_input", "measure_input"]
 _LARGE = 64 * 1024**2  # Bytes. The stages are read from a graph that holds arrays given in memory.
 _BATCHES = 20
 _WAITS = 1 / 3
+_WORTH_A_WORD = 2e-3  # Seconds; what takes less is lost in the noise.
 
 
 @dataclass(frozen=True)
@@ -62,8 +63,8 @@ class Input:
 
     @property
     def waits(self) -> float | None:
-        """The part of the time that devices wait for data; None where it was not measured."""
-        if self.seconds is None or self.compute is None:
+        """The part of the time that devices wait for data; None where it is not known."""
+        if self.seconds is None or self.compute is None or self.seconds < _WORTH_A_WORD:
             return None
         if self.prefetches is False:
             return self.seconds / (self.seconds + self.compute)

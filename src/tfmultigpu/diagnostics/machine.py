@@ -55,6 +55,7 @@ class Machine:
         growth: For each visible GPU whether its memory grows as needed.
         limits: For each physical device that is split or limited its number of parts.
         started: Whether TensorFlow has started its devices.
+        joined: Whether it started them as those of a cluster.
         backend: The Keras backend.
         backend_source: What chose it.
         keras_distribution: The class of ``keras.distribution`` that is set, if one is.
@@ -75,6 +76,7 @@ class Machine:
     growth: Mapping[str, bool] = field(default_factory=dict)
     limits: Mapping[str, int] = field(default_factory=dict)
     started: bool = False
+    joined: bool = False
     backend: str = "tensorflow"
     backend_source: str = "the default"
     keras_distribution: str | None = None
@@ -105,6 +107,7 @@ def look_around() -> Machine:
         for name, one in physical.items()
     }
     backend, source = _backend()
+    started = devices_started()
     plan, problem = None, None
     try:
         plan = plan_strategy()
@@ -127,7 +130,8 @@ def look_around() -> Machine:
             if name in visible and name.startswith("GPU")
         },
         limits={name: count for name, count in parts.items() if count},
-        started=devices_started(),
+        started=started,
+        joined=started and _in_a_cluster(config.list_logical_devices("CPU")[0].name),
         backend=backend,
         backend_source=source,
         keras_distribution=keras_distribution(),
@@ -142,6 +146,10 @@ def devices_started() -> bool:
         return _devices_started()
     except ValueError:
         return False  # Settings of the GPUs contradict each other: it could not start them.
+
+
+def _in_a_cluster(device: str) -> bool:
+    return "/job:" in device and "/job:localhost" not in device
 
 
 def keras_distribution() -> str | None:

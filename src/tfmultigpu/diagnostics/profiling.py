@@ -41,6 +41,7 @@ class StepProfile:
         call: The rest of a clocked step: calling it, and fetching the loss.
         replicas: For each replica of this process, until it has its gradients.
         devices: Their devices.
+        replicas_in_all: How many there are, those of other workers included.
     """
 
     steps: int
@@ -53,6 +54,7 @@ class StepProfile:
     call: float
     replicas: tuple[float, ...]
     devices: tuple[str, ...]
+    replicas_in_all: int
 
     @property
     def parts(self) -> dict[str, float]:
@@ -79,9 +81,9 @@ class StepProfile:
         """A table, and what to change first."""
         total = sum(self.parts.values())
         lines = [
-            f"profile of {self.steps} steps of {self.rows:g} rows on {len(self.replicas)} "
-            f"replica(s): {1e3 * self.seconds:.2f} ms a step, {self.rows / self.seconds:.0f} "
-            "rows/s",
+            f"profile of {self.steps} steps of {self.rows:g} rows on "
+            f"{self.replicas_in_all} replica(s): {1e3 * self.seconds:.2f} ms a step, "
+            f"{self.rows / self.seconds:.0f} rows/s",
             f"parts, timed one after the other: {1e3 * total:.2f} ms",
         ]
         for name, part in self.parts.items():
@@ -177,6 +179,7 @@ def profile_step(
             statistics.median(one.replicas[i] - one.begin for one in times) for i in range(count)
         ),
         devices=devices,
+        replicas_in_all=step.strategy.num_replicas_in_sync,
     )
 
 
@@ -184,17 +187,31 @@ def advise(profile: StepProfile) -> Finding:
     """Say what to change first, from where the time goes; pure."""
     total = sum(profile.parts.values())
     part = {name: seconds / total for name, seconds in profile.parts.items()}
-    several = len(profile.replicas) > 1
-    if part["input"] > _MUCH:
+    compute = part.pop("forward and backward")
+    if profile.replicas_in_all == 1:
+        del part["all-reduce"]
+    others = statistics.median_low(profile.replicas)
+    uneven = max(profile.replicas) > _UNEVEN * others
+    if uneven:
+        part["the slowest replica"] = (max(profile.replicas) - others) / total
+    worst = max(part, key=part.__getitem__)
+    if part[worst] < min(_MUCH, compute) and not uneven:
         return Finding(
-            "warning",
-            "input-bound",
-            f"The devices wait {part['input']:.0%} of a step for the next batch.",
-            "More devices would wait longer.",
-            "dataset.map(f, num_parallel_calls=tf.data.AUTOTUNE), .cache() after what is slow, "
-            ".prefetch(tf.data.AUTOTUNE) at the end",
+            "note",
+            "compute-bound",
+            f"Forward and backward take {compute:.0%} of a step, as they should.",
+            "The devices are busy; only faster computation, or more devices, makes it faster.",
+            "jit_compile=True in make_train_step, or keras.mixed_precision.set_global_policy("
+            '"mixed_float16") with loss_scale="dynamic" on GPUs',
         )
-    if several and max(profile.replicas) > _UNEVEN * statistics.median_low(profile.replicas):
+    if part[worst] < min(_MUCH, compute):
+        worst = "the slowest replica"
+    return _about(worst, part[worst], profile)
+
+
+def _about(worst: str, part: float, profile: StepProfile) -> Finding:
+    """What to do about the part of a step that is larger than it need be."""
+    if worst == "the slowest replica":
         slow = profile.slowest
         ratio = max(profile.replicas) / statistics.median_low(profile.replicas)
         return Finding(
@@ -206,40 +223,40 @@ def advise(profile: StepProfile) -> Finding:
             "tmg.distribute_dataset(dataset, strategy, shares=tmg.plan_shares(batch_size, "
             "tmg.measured_capacities(step, batch)))",
         )
-    if part["call"] > _MUCH:
-        return Finding(
-            "warning",
-            "call-bound",
-            f"Calling the step takes {part['call']:.0%} of the time: it is short.",
-            "Python and the start of a compiled function cost the same for every step.",
-            "step.run(iterator, 20) runs twenty steps in one call; or larger batches",
-        )
-    if several and part["all-reduce"] > _MUCH:
-        return Finding(
-            "warning",
-            "reduce-bound",
-            f"Adding the gradients takes {part['all-reduce']:.0%} of a step.",
-            "It costs the same for every batch, however small.",
-            "Larger global batches, with micro_batches=4 where memory is short; and see that the "
-            'GPUs are linked (nvidia-smi topo -m) and communication is "nccl"',
-        )
-    if part["update"] > _MUCH:
-        sharded = "shard_update=True, " if several else ""
-        return Finding(
-            "warning",
-            "update-bound",
-            f"The update of the variables takes {part['update']:.0%} of a step.",
-            "Every replica updates every variable, however small the batch.",
-            f"{sharded}larger batches, or an optimizer with less state",
-        )
-    return Finding(
-        "note",
-        "compute-bound",
-        f"Forward and backward take {part['forward and backward']:.0%} of a step, as they should.",
-        "The devices are busy; only faster computation, or more devices, makes it faster.",
-        'jit_compile=True in make_train_step, or keras.mixed_precision.set_global_policy("mixed_'
-        'float16") with loss_scale="dynamic" on GPUs',
-    )
+    code, what, why, change = _ADVICE[worst]
+    if worst == "update" and profile.replicas_in_all > 1:
+        change = f"shard_update=True; or {change}"
+    return Finding("warning", code, what.format(part=f"{part:.0%}"), why, change)
+
+
+_ADVICE = {
+    "input": (
+        "input-bound",
+        "The devices wait {part} of a step for the next batch.",
+        "More devices would wait longer.",
+        "dataset.map(f, num_parallel_calls=tf.data.AUTOTUNE), .cache() after what is slow, "
+        ".prefetch(tf.data.AUTOTUNE) at the end",
+    ),
+    "call": (
+        "call-bound",
+        "Calling the step takes {part} of the time: it is short.",
+        "Python and the start of a compiled function cost the same for every step.",
+        "step.run(iterator, 20) runs twenty steps in one call; or larger batches",
+    ),
+    "all-reduce": (
+        "reduce-bound",
+        "Adding the gradients takes {part} of a step.",
+        "It costs the same for every batch, however small.",
+        "Larger global batches, with micro_batches=4 where memory is short; and see that the GPUs "
+        'are linked (nvidia-smi topo -m) and communication is "nccl"',
+    ),
+    "update": (
+        "update-bound",
+        "The update of the variables takes {part} of a step.",
+        "It costs the same for every batch, however small.",
+        "larger batches, or an optimizer with less state",
+    ),
+}
 
 
 @dataclass(frozen=True)

@@ -94,7 +94,9 @@ def explain(
     found += _nothing(found, strategy, dataset)
     title = f"tfmultigpu explain: {strategy.num_replicas_in_sync} replica(s)"
     if several:
-        title += f" on {len(set(strategy_devices(strategy)))} device(s)"
+        local = len(set(strategy_devices(strategy)))
+        here = local < strategy.num_replicas_in_sync
+        title += f" on {local} device(s){' here and others elsewhere' if here else ''}"
     return Report(title, ordered(found), facts)
 
 
