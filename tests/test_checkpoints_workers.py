@@ -6,18 +6,26 @@ import json
 from pathlib import Path
 from typing import Any
 
+import keras
+import numpy as np
 import pytest
+from one_device import strategy_of
 
+import tfmultigpu as tmg
 from tfmultigpu.testing import run_workers
 
 SCRIPT = Path(__file__).with_name("worker_checkpoints.py")
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    directory = tmp_path_factory.mktemp("shared")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("shared")
+
+
+@pytest.fixture(scope="module")
+def results(shared: Path) -> list[dict[str, Any]]:
     found = []
-    for run in run_workers(SCRIPT, workers=2, args=[directory], timeout=240):
+    for run in run_workers(SCRIPT, workers=2, args=[shared], timeout=240):
         lines = [line for line in run.output.splitlines() if line.startswith("RESULT ")]
         merged: dict[str, Any] = {}
         for line in lines:
@@ -35,6 +43,34 @@ def test_a_run_gone_on_with_equals_one_uninterrupted_on_each_worker(
         assert result["state"] == result["uninterrupted"]
     # The statistics of each worker are its own, and come back to it.
     assert results[0]["state"] != results[1]["state"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_one_process_goes_on_from_the_checkpoint_of_two_workers(
+    replicas: int, shared: Path, results: list[dict[str, Any]]
+) -> None:
+    strategy = strategy_of(replicas)
+    with strategy.scope():
+        model = keras.Sequential(
+            [
+                keras.Input((4,)),
+                keras.layers.Dense(3, use_bias=False),
+                keras.layers.BatchNormalization(),
+                keras.layers.Dropout(0.3),
+                keras.layers.Dense(1),
+            ]
+        )
+        optimizer = keras.optimizers.SGD(0.05, momentum=0.9)
+    assert tmg.Checkpoints(shared / "b", model, optimizer).restore() == 8
+    copies = strategy.experimental_local_results(model.variables[3].value)
+    expected = np.array([result["statistics"] for result in results], "float32")
+    assert (expected[0] != expected[1]).any()
+    found = np.stack([one.numpy() for one in copies])
+    if replicas == 2:
+        np.testing.assert_array_equal(found, expected)
+    else:
+        np.testing.assert_allclose(found[0], expected.mean(0), rtol=0, atol=1e-7)
 
 
 @pytest.mark.slow

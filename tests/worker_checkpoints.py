@@ -81,8 +81,9 @@ train(shared / "a")
 say("uninterrupted", state())
 assign(start)
 train(shared / "b", leave=8)
+say("statistics", variables[3].numpy().tolist())
 assign([value + 1 for value in start])
-say("gone on", train(shared / "b"))
+say("gone on", train(shared / "b"))  # Which saves nothing more.
 say("state", state())
 
 # Asked to stop: one of them, and both save the same step.
