@@ -256,8 +256,8 @@ CASES = {
     ),
     "slurm": case(
         "slurm-alone",
-        "Slurm started 4 tasks, but TF_CONFIG is not set: each of them trains alone",
-        "Set TF_CONFIG for each task",
+        "The Slurm job has 4 tasks, but srun did not start this process, so it trains alone",
+        "srun python train.py",
         "warning",
         SLURM_NTASKS="4",
     ),
@@ -446,6 +446,11 @@ def test_addresses_are_taken_out_of_any_text() -> None:
         "worker 0 of 2 at <not shown>, host <not shown>, TPU_NAME='<not shown>'"
     )
     assert concealed(text, {}) == text
+    slurm = {"SLURM_STEP_NODELIST": "ada[01-02]"}
+    said = "worker 0 of 2 at ada01:12345 (Slurm) of ada[01-02], on CPU:0, GPU:10"
+    assert concealed(said, slurm) == (
+        "worker 0 of 2 at <not shown> (Slurm) of <not shown>, on CPU:0, GPU:10"
+    )
 
 
 def test_unexpected_values_of_variables_are_not_shown() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import keras
 import pytest
 from diagnosed import provoke
 
@@ -369,3 +370,10 @@ def test_what_is_no_cause_is_not_said(reports: Any) -> None:
 def test_what_is_no_model_is_refused() -> None:
     with pytest.raises(TypeError, match=r"model must be a Keras model\. Received: 'model"):
         diagnostics.explain("model.keras")
+
+
+def test_another_backend_is_all_that_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(keras.config, "backend", lambda: "jax")
+    report = diagnostics.explain(keras.Sequential([keras.layers.Dense(1)]))
+    assert report.codes == ("keras-backend",)
+    assert str(report).startswith("tfmultigpu explain: 1 error (keras-backend)")

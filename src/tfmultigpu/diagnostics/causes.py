@@ -249,7 +249,9 @@ def _cluster(machine: Machine) -> Iterator[Finding]:
             "cluster",
             f"create_strategy() would raise {type(machine.plan_problem).__name__}: {text}",
             "TensorFlow itself would hang, or train on this machine alone without a message.",
-            "Correct TF_CONFIG, or train alone: unset TF_CONFIG",
+            "Correct TF_CONFIG, or train alone: unset TF_CONFIG"
+            if "TF_CONFIG" in environment
+            else "Start every task of the job with one srun: srun python train.py",
         )
     tasks = environment.get("SLURM_NTASKS", "")
     alone = plan is not None and plan.kind != "multi_worker"
@@ -257,10 +259,10 @@ def _cluster(machine: Machine) -> Iterator[Finding]:
         yield Finding(
             "warning",
             "slurm-alone",
-            f"Slurm started {int(tasks)} tasks, but TF_CONFIG is not set: each of them trains "
-            "alone.",
-            "Every task then trains the same model on its own GPUs, or all on the same one.",
-            "Set TF_CONFIG for each task (one worker address for each), or start one task.",
+            f"The Slurm job has {int(tasks)} tasks, but srun did not start this process, so it "
+            "trains alone.",
+            "The other tasks do not run, or each trains the same model by itself.",
+            "srun python train.py",
         )
     if plan is not None and "one worker" in plan.rejected.get("multi_worker", ""):
         yield Finding(

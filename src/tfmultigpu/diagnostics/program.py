@@ -69,12 +69,14 @@ def explain(
         current = tf.distribute.has_strategy()
         strategy = tf.distribute.get_strategy() if current else strategy_of(model)
     optimizer = getattr(model, "optimizer", None) if optimizer is None else optimizer
-    placement = Placement.of(model, strategy)
     found = [
         finding
         for finding in find_causes(look_around())
         if finding.severity == "error" and finding.code not in _NOT_HERE
     ]
+    if any(finding.code == "keras-backend" for finding in found):
+        return Report("tfmultigpu explain", ordered(found), {"strategy": _strategy(strategy)})
+    placement = Placement.of(model, strategy)
     found += [*strategy_findings(strategy), *placement_findings(placement)]
     found += optimizer_findings(optimizer, model, strategy, in_scope=placement.in_scope)
     in_place = not any(finding.severity == "error" for finding in found)

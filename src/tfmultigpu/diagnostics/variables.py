@@ -16,6 +16,16 @@ __all__ = ["concealed", "describe_variables", "relevant"]
 _LISTS = ("CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES")
 _PATHS = ("CUDA_HOME", "KERAS_HOME", "LD_LIBRARY_PATH")
 _ADDRESSES = ("COLAB_TPU_ADDR", "TPU_NAME")
+_HOSTS = (
+    "SLURMD_NODENAME",
+    "SLURM_JOB_NODELIST",
+    "SLURM_NODELIST",
+    "SLURM_STEP_NODELIST",
+    "SLURM_SUBMIT_HOST",
+)
+_HOST_PORT = re.compile(
+    r"(?<![\w.-])(?![CGT]PU:)(?:[\w-]+(?:\.[\w-]+)*|\[[0-9a-fA-F:.]+\]):\d{2,5}\b"
+)
 _FLAGS = ("TF_XLA_FLAGS", "XLA_FLAGS")
 _WORDS = (
     "CUDA_DEVICE_ORDER",
@@ -37,6 +47,7 @@ _WORD = re.compile(r"[A-Za-z_]{0,24}[0-9]{0,6}")
 _ENTRY = re.compile(r"-?[0-9]{0,4}|all|none|void|NoDevFiles|(?:GPU|MIG)-[0-9a-fA-F-]{1,40}")
 _FLAG = re.compile(r"--[A-Za-z0-9_]{1,60}")
 _NOT_SHOWN = "set (not shown)"
+_HIDDEN = "<not shown>"
 
 
 def relevant(environ: Mapping[str, str]) -> dict[str, str]:
@@ -88,9 +99,14 @@ def devices_shown(value: str) -> str:
 
 
 def concealed(text: str, environ: Mapping[str, str]) -> str:
-    """Replaces in a text every address and name that TF_CONFIG or a TPU variable holds."""
+    """Replaces in a text every address, and every name that describes a cluster or a TPU.
+
+    An empty environment has nothing to conceal: the text stays as it is.
+    """
+    if not environ:
+        return text
     secrets: set[str] = set()
-    for name in ("TF_CONFIG", *_ADDRESSES):
+    for name in ("TF_CONFIG", *_ADDRESSES, *_HOSTS):
         value = environ.get(name)
         if not value:
             continue
@@ -103,8 +119,8 @@ def concealed(text: str, environ: Mapping[str, str]) -> str:
     secrets |= {repr(one)[1:-1] for one in secrets}
     for secret in sorted(secrets, key=len, reverse=True):
         if len(secret) > 2 and secret not in _VOCABULARY:
-            text = re.sub(rf"(?<![\w.-]){re.escape(secret)}(?![\w-])", "<not shown>", text)
-    return text
+            text = re.sub(rf"(?<![\w.-]){re.escape(secret)}(?![\w-])", _HIDDEN, text)
+    return _HOST_PORT.sub(_HIDDEN, text)
 
 
 _VOCABULARY = {"chief", "cluster", "evaluator", "grpc", "index", "local", "master", "task", "type"}
