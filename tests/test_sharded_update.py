@@ -30,7 +30,7 @@ from one_device import (
 
 import tfmultigpu as tmg
 from tfmultigpu.owners import assign_owners
-from tfmultigpu.sharded_updates import PAYS_FROM
+from tfmultigpu.sharded_updates import PAYS_FROM, PAYS_FROM_VARIABLES
 
 optimizers = keras.optimizers
 _random = np.random.default_rng(11)
@@ -442,16 +442,22 @@ def test_what_cannot_be_sharded_says_so(name: str) -> None:
 
 
 def test_where_it_is_faster_it_is_done() -> None:
+    on = f"it is faster from {PAYS_FROM:,} numbers, or {PAYS_FROM_VARIABLES} variables, on"
     small = Replicated(2, mlp, adam, LOSS).step
     assert not small.shard_update
-    assert small.shard_update_reason == (f"59 trained numbers: it is faster from {PAYS_FROM:,} on")
+    assert small.shard_update_reason == f"59 trained numbers in 4 variables: {on}"
     large = Replicated(2, lambda: mlp(PAYS_FROM // 10), adam, LOSS).step
     assert large.shard_update
-    assert large.shard_update_reason == (
-        f"{11 * (PAYS_FROM // 10) + 4:,} trained numbers: it is faster from {PAYS_FROM:,} on"
-    )
+    count = 11 * (PAYS_FROM // 10) + 4
+    assert large.shard_update_reason == f"{count:,} trained numbers in 4 variables: {on}"
     never = Replicated(2, lambda: mlp(PAYS_FROM // 10), adam, LOSS, shard_update=False).step
     assert not never.shard_update
+
+    def deep() -> keras.Model:
+        layers = [keras.layers.Dense(1) for _ in range(PAYS_FROM_VARIABLES // 2)]
+        return keras.Sequential([keras.Input((1,)), *layers])
+
+    assert Replicated(2, deep, adam, "mse").step.shard_update
 
 
 def test_on_one_device_there_is_nothing_to_share() -> None:

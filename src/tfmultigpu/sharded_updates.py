@@ -28,6 +28,7 @@ from tfmultigpu.owners import (
 
 __all__ = [
     "PAYS_FROM",
+    "PAYS_FROM_VARIABLES",
     "ShardedUpdate",
     "UpdatePlan",
     "owned_variables",
@@ -36,8 +37,10 @@ __all__ = [
     "shard_update",
 ]
 
-# Trained numbers from which a sharded update is faster on virtual CPUs; see decision 6.
+# Trained numbers from which steps are faster on virtual CPUs, and variables from which the first
+# step is, in which everything is traced; see decisions 6 and 7.
 PAYS_FROM = 50_000
+PAYS_FROM_VARIABLES = 30
 
 # What the step has done before the owners' optimizers are called, or does for all of them.
 _DONE_BEFORE = ("global_clipnorm", "loss_scale_factor")
@@ -101,8 +104,11 @@ def plan_update(
             f"{replicas - 1}/{replicas} of the memory of the optimizer's state",
         )
     count = sum(_size(variable) for variable in variables)
-    fact = f"{count:,} trained numbers: it is faster from {PAYS_FROM:,} on"
-    return UpdatePlan(count >= PAYS_FROM, fact)
+    return UpdatePlan(
+        count >= PAYS_FROM or len(variables) >= PAYS_FROM_VARIABLES,
+        f"{count:,} trained numbers in {len(variables)} variables: it is faster from {PAYS_FROM:,} "
+        f"numbers, or {PAYS_FROM_VARIABLES} variables, on",
+    )
 
 
 def _obstacle(
