@@ -614,9 +614,25 @@ def test_arguments_that_do_not_fit(lines):
         tmg.fit(model, arrays)
 
 
-def test_distributed_data(lines):
+class InBatches(keras.utils.PyDataset):
+    def __len__(self):
+        return len(BATCHES)
+
+    def __getitem__(self, index):
+        return BATCHES[index]
+
+
+@pytest.mark.parametrize("kind", ["distributed", "PyDataset", "generator function"])
+def test_sources(lines, kind):
     model, truth = lines
-    sharded = tmg.distribute_dataset(with_known_length(), strategy_of(2), shares=(1, 4))
+    data = {
+        "distributed": lambda: tmg.distribute_dataset(
+            with_known_length(), strategy_of(2), shares=(1, 4)
+        ),
+        "PyDataset": InBatches,
+        "generator function": lambda: lambda: iter(BATCHES),
+    }[kind]()
     expected = by_keras(truth, with_known_length(), epochs=2)
-    history = tmg.fit(model, sharded, epochs=2, verbose=0)
+    history = tmg.fit(model, data, epochs=2, verbose=0)
     assert_same(model, truth, history, expected)
+    assert history.params["steps"] == (None if kind == "generator function" else len(BATCHES))
