@@ -38,7 +38,8 @@ def memory_capacities(
     subtracted again. Gradients count twice, at least in float32: a gradient and the sum it is added
     to. With Adam in float32 that makes 5 times the bytes of the weights: a model of 100 million
     parameters (0.4 GB) takes 2 GB off each replica, so that cards of 24 and 8 GB have 22 and 6 GB
-    for rows, which is 3.7 to 1 and not 3 to 1.
+    for rows, which is 3.7 to 1 and not 3 to 1. Where each variable is updated by one replica
+    (``shard_update``), the state of the optimizer takes less than is subtracted here.
 
     Args:
         strategy: The strategy; ``tf.distribute.get_strategy()`` where None.
