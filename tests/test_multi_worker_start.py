@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -105,8 +106,8 @@ def run_workers(
     try:
         for process in processes:
             out, _ = process.communicate(timeout=max(1.0, deadline - time.monotonic()))
-            seconds = out.split("SECONDS ", 1)[-1].split("\n", 1)[0]
-            ended.append(Ended(process.returncode, float(seconds) if seconds else -1.0, out))
+            seconds = re.search(r"^SECONDS (.*)$", out, re.MULTILINE)
+            ended.append(Ended(process.returncode, float(seconds[1]) if seconds else -1.0, out))
     finally:
         for process in processes:
             process.kill()
@@ -206,3 +207,22 @@ def test_tensorflow_started_too_early_is_told_to_both() -> None:
     for one in ended:
         assert f"worker 1 at {addresses[1]} cannot start: TensorFlow had started" in one.error
         assert one.seconds < 10.0
+
+
+def test_a_worker_that_leaves_after_the_meeting_does_not_hang_the_other() -> None:
+    addresses = free_addresses(2)
+    leave = """
+from tfmultigpu import strategies
+strategies.preflight = lambda *asked, **named: (meet(*asked, **named), sys.exit(5))
+from tfmultigpu.clusters import preflight as meet
+"""
+    soon = "from tfmultigpu import strategies; strategies._JOIN_SECONDS = 20.0"
+    stays, left = run_workers(
+        [tf_config(addresses, index) for index in range(2)],
+        local=[soon, leave],
+        startup_timeout=20.0,
+    )
+    assert left.code == 5, left.out
+    assert stays.code == 1
+    assert "Timeout (0:00:20)!" in stays.out
+    assert "in _join" in stays.out

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import faulthandler
 import json
 import logging
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -36,6 +37,8 @@ _log = logging.getLogger("tfmultigpu")
 # What TensorFlow itself can have only once in a process.
 _ring_over: tuple[str, ...] | None = None
 _joined: str | None = None
+# All are there when TensorFlow starts them, so this is long.
+_JOIN_SECONDS = 60.0
 
 
 def plan_strategy(
@@ -308,15 +311,31 @@ def _join(plan: StrategyPlan, cluster: Cluster, timeout: float) -> tf.distribute
         ]
     )
     try:
-        strategy: tf.distribute.Strategy = distribute.MultiWorkerMirroredStrategy(
-            cluster_resolver=resolver, communication_options=options
-        )
+        with _not_for_ever(max(timeout, _JOIN_SECONDS)):
+            strategy: tf.distribute.Strategy = distribute.MultiWorkerMirroredStrategy(
+                cluster_resolver=resolver, communication_options=options
+            )
     except (RuntimeError, ValueError, tf.errors.OpError) as error:
         raise ClusterError(
             f"The workers met, but TensorFlow could not start {cluster}: {error} Restart every "
             "worker: TensorFlow cannot try twice in a process."
         ) from error
     return strategy
+
+
+@contextlib.contextmanager
+def _not_for_ever(seconds: float) -> Iterator[None]:
+    """End this process if it is still here then.
+
+    For a worker that left after the meeting TensorFlow waits an hour, holding Python's lock: no
+    signal is heard and no thread runs. Only this watchdog, which is none of Python's threads, can
+    end that; it says where the process was.
+    """
+    faulthandler.dump_traceback_later(seconds, exit=True, file=2)
+    try:
+        yield
+    finally:
+        faulthandler.cancel_dump_traceback_later()
 
 
 def _devices_started() -> bool:
