@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import statistics
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -121,8 +120,9 @@ def profile_step(
     """Time the parts of a train step: input, forward and backward, all-reduce, update.
 
     Trains: first ``steps`` real steps with the clock read between the parts, which keeps these from
-    overlapping, then as many as they are; and one of each before, to compile them. Under several
-    workers all must call it, and each reports its own replicas.
+    overlapping, then as many as they are; one of each before, to compile them; and one, not timed,
+    where the data begins again. Under several workers all must call it, and each reports its own
+    replicas.
 
     Args:
         step: What ``make_train_step`` returned.
@@ -154,15 +154,15 @@ def profile_step(
         )
     if isinstance(steps, bool) or steps < 1:
         raise ValueError(f"steps is at least 1. Received: steps={steps!r}.")
-    batches = _again_and_again(data)
-    first = next(batches)
+    passes = _Passes(data, step)
+    first = passes.next()
     float(step(first)["loss"])
     clocked = ClockedStep(step)
     clocked.timed(first)
-    timed = [_timed(clocked, batches) for _ in range(steps)]
-    whole = [_whole(step, batches) for _ in range(steps)]
+    timed = [_timed(clocked, passes) for _ in range(steps)]
+    whole = [_whole(step, passes) for _ in range(steps)]
     if trace_to is not None:
-        _trace(step, batches, steps, trace_to)
+        _trace(step, passes, steps, trace_to)
     times = [one.times for one in timed]
     count = len(times[0].replicas)
     devices = strategy_devices(step.strategy) or ("its device",) * count
@@ -267,20 +267,57 @@ class _Timed:
     times: Times
 
 
-def _timed(clocked: ClockedStep, batches: Iterator[Any]) -> _Timed:
-    begin = time.perf_counter()
-    batch = next(batches)
+def _timed(clocked: ClockedStep, passes: _Passes) -> _Timed:
+    batch, waited = passes.timed()
     there = time.perf_counter()
     logs, times = clocked.timed(batch)
     float(logs["loss"])
     call = time.perf_counter() - there - (times.updated - times.begin)
-    return _Timed(rows_of(batch), there - begin, max(0.0, call), times)
+    return _Timed(rows_of(batch), waited, max(0.0, call), times)
 
 
-def _whole(step: TrainStep, batches: Iterator[Any]) -> float:
+def _whole(step: TrainStep, passes: _Passes) -> float:
+    batch, waited = passes.timed()
     begin = time.perf_counter()
-    float(step(next(batches))["loss"])
-    return time.perf_counter() - begin
+    float(step(batch)["loss"])
+    return waited + time.perf_counter() - begin
+
+
+class _Passes:
+    """Batches of data that is begun again where it ends."""
+
+    def __init__(self, data: Iterable[Any], step: TrainStep) -> None:
+        self._data = data
+        self._step = step
+        self._iterator = iter(data)
+        self._just_begun = False
+
+    def next(self) -> Any:
+        """The next batch."""
+        batch = next(self._iterator, None)
+        self._just_begun = batch is None
+        if batch is None:
+            self._iterator = iter(self._data)
+            batch = next(self._iterator, None)
+        if batch is None:
+            raise DataError(
+                "There is no batch to profile. Received: data that is empty, or a one-shot "
+                "iterator that has ended. Give a dataset: tmg.distribute_dataset(...)."
+            )
+        return batch
+
+    def timed(self) -> tuple[Any, float]:
+        """The next batch and how long it took; not the first of a pass, which opens the data.
+
+        That one is trained on all the same. Where every pass is of one batch there is no other.
+        """
+        begin = time.perf_counter()
+        batch = self.next()
+        if self._just_begun:
+            float(self._step(batch)["loss"])
+            begin = time.perf_counter()
+            batch = self.next()
+        return batch, time.perf_counter() - begin
 
 
 def rows_of(batch: Any) -> int:
@@ -292,25 +329,12 @@ def rows_of(batch: Any) -> int:
     return int(known)
 
 
-def _again_and_again(data: Iterable[Any]) -> Iterator[Any]:
-    for _ in itertools.count():
-        empty = True
-        for batch in data:
-            empty = False
-            yield batch
-        if empty:
-            raise DataError(
-                "There is no batch to profile. Received: data that is empty, or a one-shot "
-                "iterator that has ended. Give a dataset: tmg.distribute_dataset(...)."
-            )
-
-
-def _trace(step: TrainStep, batches: Iterator[Any], steps: int, folder: str) -> None:
+def _trace(step: TrainStep, passes: _Passes, steps: int, folder: str) -> None:
     profiler: Any = tf.profiler
     profiler.experimental.start(folder)
     try:
         for number in range(steps):
             with profiler.experimental.Trace("train", step_num=number, _r=1):
-                float(step(next(batches))["loss"])
+                float(step(passes.next())["loss"])
     finally:
         profiler.experimental.stop()
