@@ -213,6 +213,36 @@ def test_ways_to_call(where: str) -> None:
         assert_same(run.train(tensors, function), expected)
 
 
+def test_outputs_divided_by_weights_of_their_own() -> None:
+    """A backward pass for each, rows of an embedding, synchronized statistics."""
+    ids = _random.integers(0, 6, (24, 3))
+    y = _random.normal(size=(24, 2)).astype("float32")
+    weights = _random.uniform(0.1, 2.0, (2, 24)).astype("float32")
+    batches = [
+        tuple({"a": one, "b": two} if isinstance(one, np.ndarray) else one for one, two in pairs)
+        for pairs in [
+            ((y[i:j], -y[i:j]), (weights[0, i:j], weights[1, i:j]))
+            for i, j in ((0, 7), (7, 8), (8, 24))
+        ]
+    ]
+    inputs = [ids[0:7], ids[7:8], ids[8:24]]
+
+    def heads() -> keras.Model:
+        words = keras.Input((3,), dtype="int64")
+        hidden = keras.layers.Flatten()(keras.layers.Embedding(6, 4)(words))
+        hidden = keras.layers.BatchNormalization(synchronized=True)(hidden)
+        names = ("a", "b")
+        return keras.Model(words, {n: keras.layers.Dense(2, name=n)(hidden) for n in names})
+
+    def train(shard: bool) -> list[np.ndarray]:
+        error = keras.losses.MeanSquaredError(reduction="mean_with_sample_weight")
+        losses = {"a": error, "b": error}
+        run = Replicated(3, heads, lambda: optimizers.SGD(0.1), losses, shard_update=shard)
+        return run.train([(x, *rest) for x, rest in zip(inputs, batches, strict=True)]).weights
+
+    assert difference(train(True), train(False)) <= 1e-6
+
+
 # One handle ---------------------------------------------------------------------------------------
 
 
