@@ -418,9 +418,10 @@ def test_moving_averages_are_taken_at_the_end():
         return regression(optimizer=optimizer)
 
     model, truth = made(2, line, compiled)
-    for options in ({"epochs": 2}, {"epochs": 1}):
-        expected = truth.fit(X, SIZE, batch_size=8, shuffle=False, verbose=0, **options)
-        history = tmg.fit(model, (X, SIZE), batch_size=8, shuffle=False, verbose=0, **options)
+    options = {"batch_size": 8, "shuffle": False, "verbose": 0}
+    for epochs in (2, 1):
+        expected = truth.fit(X, SIZE, epochs=epochs, **options)
+        history = tmg.fit(model, (X, SIZE), epochs=epochs, shard_update=True, **options)
         assert_same(model, truth, history, expected)
 
 

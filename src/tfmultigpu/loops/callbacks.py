@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from tfmultigpu.errors import CompileError
 
-__all__ = ["BatchHooks", "make_callbacks", "resume_at"]
+__all__ = ["BatchHooks", "check_callbacks", "make_callbacks", "resume_at"]
 
 # Seconds between two calls of what is content with being called from time to time.
 _INTERVAL = 0.1
@@ -27,7 +27,6 @@ def make_callbacks(
         shown: Whether this process may print.
 
     Raises:
-        CompileError: One of them does not work outside of Keras' own ``fit``.
         ValueError: ``verbose`` is something else.
     """
     import keras
@@ -35,13 +34,10 @@ def make_callbacks(
     if verbose not in (0, 1, 2, "auto"):
         raise ValueError(f"verbose is 0, 1, 2 or 'auto'. Received: verbose={verbose!r}.")
     if isinstance(callbacks, keras.callbacks.CallbackList):
-        _refuse(callbacks.callbacks)
         return callbacks
-    given = [callbacks] if isinstance(callbacks, keras.callbacks.Callback) else list(callbacks)
-    _refuse(given)
     verbose = verbose if shown else 0
     return keras.callbacks.CallbackList(
-        given,
+        _listed(callbacks),
         add_history=True,
         add_progbar=verbose != 0,
         verbose=verbose,
@@ -51,10 +47,32 @@ def make_callbacks(
     )
 
 
-def _refuse(callbacks: Sequence[Any]) -> None:
+def check_callbacks(callbacks: Any, shard_update: Any) -> Any:
+    """Checks that callbacks work here.
+
+    Args:
+        callbacks: As for ``make_callbacks``.
+        shard_update: As for ``fit``.
+
+    Returns:
+        ``shard_update``, which is False where a callback needs all of the optimizer's variables.
+
+    Raises:
+        CompileError: One of them does not work outside of Keras' own ``fit``, or not beside a
+            sharded update.
+        TypeError: One is no callback.
+    """
     import keras
 
-    for one in callbacks:
+    for one in _listed(callbacks):
+        if isinstance(one, keras.callbacks.SwapEMAWeights):
+            if shard_update is True:
+                raise CompileError(
+                    "SwapEMAWeights swaps weights with their moving averages on every replica, and "
+                    "a sharded update keeps each average on one. Received: shard_update=True. "
+                    "Leave it out."
+                )
+            shard_update = False
         if isinstance(one, keras.callbacks.BackupAndRestore):
             raise CompileError(
                 "BackupAndRestore can tell only Keras' own fit in which epoch to go on, begins an "
@@ -67,6 +85,17 @@ def _refuse(callbacks: Sequence[Any]) -> None:
             raise TypeError(
                 f"A callback is a keras.callbacks.Callback. Received: {one!r} in callbacks."
             )
+    return shard_update
+
+
+def _listed(callbacks: Any) -> list[Any]:
+    import keras
+
+    if isinstance(callbacks, keras.callbacks.CallbackList):
+        return list(callbacks.callbacks)
+    if isinstance(callbacks, keras.callbacks.Callback):
+        return [callbacks]
+    return list(callbacks or ())
 
 
 def resume_at(callbacks: Any) -> tuple[int, int] | None:

@@ -9,7 +9,7 @@ from typing import Any
 from tfmultigpu.compiled import check_labels, compile_arguments
 from tfmultigpu.errors import DataError
 from tfmultigpu.loops.agreement import is_chief, of_chief, on_any, several_workers
-from tfmultigpu.loops.callbacks import BatchHooks, make_callbacks, resume_at
+from tfmultigpu.loops.callbacks import BatchHooks, check_callbacks, make_callbacks, resume_at
 from tfmultigpu.loops.evaluating import REPLACED
 from tfmultigpu.loops.kept_steps import checked_strategy
 from tfmultigpu.loops.pass_data import check_steps, no_batches, with_weights
@@ -110,6 +110,7 @@ def fit(
     check_steps_per_call(steps_per_call)
     strategy = checked_strategy(model, "fit", "train_step", *REPLACED)
     arguments = compile_arguments(model)
+    shard_update = check_callbacks(callbacks, shard_update)
     if steps_per_call == "auto" and (model.steps_per_execution or 1) > 1:
         steps_per_call = model.steps_per_execution
     asked = None if steps_per_call == "auto" else int(steps_per_call)
