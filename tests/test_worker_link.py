@@ -86,6 +86,13 @@ def test_everybody_knows_who_broke_off(lost: int) -> None:
         assert link.wait_for_end(5.0) == {lost: BROKEN_OFF}
 
 
+def test_half_a_message_is_a_connection_that_broke_off() -> None:
+    links = linked(2)
+    writer, loop = links[1]._writers[0], links[1]._loop
+    loop.call_soon_threadsafe(lambda: (writer.write(b'{"kind": "en'), writer.close()))
+    assert links[0].wait_for_end(5.0) == {1: BROKEN_OFF}
+
+
 def test_everybody_knows_the_order_in_which_workers_ended() -> None:
     links = linked(3)
     links[2].leave("it ended with ValueError: my own")

@@ -104,13 +104,12 @@ class WorkerLink:
 
     async def _listen(self, peer: int, reader: asyncio.StreamReader) -> None:
         while True:
-            line = b""
+            message = None
             with contextlib.suppress(OSError, ValueError):
-                line = await reader.readline()
-            if not line.endswith(b"\n"):
+                message = json.loads(await reader.readline())
+            if not isinstance(message, dict):
                 self._note(peer, BROKEN_OFF)
                 return
-            message = json.loads(line)
             if message["kind"] == "ended":
                 self._note(message["worker"], message["how"])
             elif message["kind"] == "value":
