@@ -105,10 +105,9 @@ def demo(session: nox.Session) -> None:
 
 @nox.session
 def bench(session: nox.Session) -> None:
-    """Measure the speed of a step against loops written by hand (``-- --quick`` for a glance)."""
+    """Measure steps against loops by hand (``-- --quick`` for a glance, ``-- --only cnn``)."""
     session.install("-e", ".")
     session.run("python", "benchmarks/run.py", *session.posargs)
-    session.run("python", "benchmarks/run_unequal.py", *session.posargs)
 
 
 @nox.session

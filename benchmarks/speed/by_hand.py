@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import tensorflow as tf
 
-from speed.contenders import STEPS_PER_CALL, Contender, make_optimizer, timed
+from speed.contenders import STEPS_PER_CALL, Contender, fitting, make_optimizer, timed
 from speed.workloads import Workload
 
 __all__ = ["fit", "on_one_device", "under_strategy"]
 
 
-def on_one_device(workload: Workload) -> Iterator[Contender]:
-    """A step as a ``tf.function``, without a strategy."""
+def on_one_device(workload: Workload, *loops: str) -> Iterator[Contender]:
+    """A step as a ``tf.function``, without a strategy, in these loops or the workload's."""
 
     def make() -> tuple[Any, Callable[[Any], Any]]:
         model = workload.model()
@@ -27,16 +27,17 @@ def on_one_device(workload: Workload) -> Iterator[Contender]:
             with tf.GradientTape() as tape:
                 losses = _losses(model, x, y)
                 loss = tf.reduce_mean(losses)
-            optimizer.apply(tape.gradient(loss, model.trainable_variables))
+            gradients = tape.gradient(loss, model.trainable_variables)
+            optimizer.apply([tf.convert_to_tensor(gradient) for gradient in gradients])
             return loss
 
         return model, step
 
-    yield from _three_loops("one_device", make, lambda: iter(workload.dataset()))
+    yield from _loops("one_device", make, lambda: iter(workload.dataset()), loops or workload.forms)
 
 
 def under_strategy(
-    name: str, workload: Workload, strategy: tf.distribute.Strategy
+    name: str, workload: Workload, strategy: tf.distribute.Strategy, *loops: str
 ) -> Iterator[Contender]:
     """The best loop on a strategy that is right for every batch.
 
@@ -59,7 +60,8 @@ def under_strategy(
             context = tf.distribute.get_replica_context()
             local = tf.stack([loss, tf.cast(tf.size(losses), tf.float32)])
             loss, rows = tf.unstack(context.all_reduce("SUM", local))
-            optimizer.apply([gradient / rows for gradient in gradients])
+            # Dense: optimizers would square the rows of a token that occurs twice one by one.
+            optimizer.apply([tf.convert_to_tensor(gradient) / rows for gradient in gradients])
             return loss / rows
 
         def step(batch: Any) -> Any:
@@ -71,44 +73,29 @@ def under_strategy(
     def data() -> Any:
         return iter(strategy.experimental_distribute_dataset(workload.dataset()))
 
-    yield from _three_loops(name, make, data)
+    yield from _loops(name, make, data, loops or workload.forms)
 
 
 def fit(workload: Workload, strategy: tf.distribute.Strategy) -> Contender:
-    """Keras ``fit`` without a progress bar."""
+    """Keras ``fit``, with its progress bar and a metric."""
     import keras
 
     with strategy.scope():
         model = workload.model()
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-        model.compile(optimizer=keras.optimizers.Adam(1e-3), loss=loss)
-
-    class Clock(keras.callbacks.Callback):
-        """Notes the end of each step: what ``fit`` sets up before the first is left out."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.ends: list[float] = []
-
-        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-            self.ends.append(time.perf_counter())
-
-    def train(steps: int) -> float:
-        clock = Clock()
-        model.fit(
-            workload.dataset(), steps_per_epoch=steps, verbose=0, shuffle=False, callbacks=[clock]
-        )
-        return (clock.ends[-1] - clock.ends[0]) / (steps - 1)
-
-    return Contender("fit", model, train)
+        model.compile(keras.optimizers.Adam(1e-3), loss, metrics=["accuracy"])
+    return fitting("fit", model, functools.partial(model.fit, workload.dataset(), shuffle=False))
 
 
 def _losses(model: Any, x: Any, y: Any) -> Any:
     return tf.nn.sparse_softmax_cross_entropy_with_logits(y, model(x, training=True))
 
 
-def _three_loops(
-    name: str, make: Callable[[], tuple[Any, Callable[[Any], Any]]], data: Callable[[], Any]
+def _loops(
+    name: str,
+    make: Callable[[], tuple[Any, Callable[[Any], Any]]],
+    data: Callable[[], Any],
+    loops: tuple[str, ...],
 ) -> Iterator[Contender]:
     """The same step called with a batch, called with the iterator, and ten times in one call."""
 
@@ -156,6 +143,8 @@ def _three_loops(
 
         return Contender(f"{name}10", model, timed(loop))
 
-    yield with_batch()
-    yield with_iterator()
+    if "batch" in loops:
+        yield with_batch()
+    if "iterator" in loops:
+        yield with_iterator()
     yield many_steps()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ import numpy as np
 from speed.contenders import STEPS_PER_CALL, Contender
 from speed.workloads import WORKLOADS, Workload
 
-__all__ = ["TOLERANCE", "WARM_UP_STEPS", "measure"]
+__all__ = ["TOLERANCE", "WARM_UP_STEPS", "measure", "take_turns", "virtual_cpus"]
 
 _UNTIL_THE_PROCESS_ENDS: list[Any] = []  # TensorFlow's iterators are slow to let go of
 
@@ -36,69 +37,96 @@ def measure(workload_name: str, replicas: int, rounds: int, steps: int) -> dict[
         programs on the machine disturb less (for ``fit`` with its set-up); ``"losses"``: per
         contender the loss after the warm-up; ``"loss_before"``: the loss of an untrained model;
         ``"weights_off"``: per contender the largest difference of a weight from one device's after
-        the warm-up; ``"seconds_to_warm_up"``: tracing included.
+        the warm-up; ``"seconds_to_warm_up"``: tracing included; ``"errors"``: what contenders
+        said that could not train; they are in none of the others.
     """
     workload = WORKLOADS[workload_name]
-    contenders = _contenders(workload, replicas)
-    _UNTIL_THE_PROCESS_ENDS.append(contenders)
-    losses, weights, warm_up = {}, {}, {}
-    for contender in contenders:
+    virtual_cpus(replicas)
+    losses, weights, warm_up, errors = {}, {}, {}, {}
+    contenders = []
+    for contender in _contenders(workload, replicas):
         began = time.perf_counter()
-        contender.train(WARM_UP_STEPS)
-        warm_up[contender.name] = time.perf_counter() - began
+        try:
+            contender.train(WARM_UP_STEPS)
+        except Exception as error:  # Whatever it is, it is what the record says of it.
+            lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+            errors[contender.name] = f"{type(error).__name__}: {lines[0] if lines else ''}"[:300]
+            continue
+        warm_up[contender.name] = round(time.perf_counter() - began, 2)
         losses[contender.name] = _loss(contender.model, workload)
         weights[contender.name] = _weights(contender.model)
-    milliseconds: dict[str, list[float]] = {contender.name: [] for contender in contenders}
-    processor: dict[str, list[float]] = {contender.name: [] for contender in contenders}
-    for turn in range(rounds):
-        # Nobody always runs after the same neighbour.
-        first = turn * len(contenders) // rounds
-        for contender in contenders[first:] + contenders[:first]:
-            gc.collect()
-            gc.disable()
-            began = time.process_time()
-            milliseconds[contender.name].append(round(contender.train(steps) * 1e3, 4))
-            spent = (time.process_time() - began) / steps
-            processor[contender.name].append(round(spent * 1e3, 4))
-            gc.enable()
+        contenders.append(contender)
+    milliseconds, processor = take_turns(contenders, rounds, steps)
+    reference = weights[contenders[0].name]
     return {
         "workload": workload_name,
         "replicas": replicas,
+        "rounds": rounds,
         "steps": steps,
         "milliseconds": milliseconds,
         "processor_milliseconds": processor,
         "losses": losses,
         "loss_before": _loss(workload.model(), workload),
         "weights_off": {
-            name: float(np.abs(theirs - weights[contenders[0].name]).max())
-            for name, theirs in weights.items()
+            name: float(np.abs(theirs - reference).max()) for name, theirs in weights.items()
         },
         "seconds_to_warm_up": warm_up,
+        "errors": errors,
     }
 
 
-def _contenders(workload: Workload, replicas: int) -> list[Contender]:
+def virtual_cpus(count: int) -> list[str]:
+    """Makes the CPU of this process several logical devices, and returns their names."""
     import tensorflow as tf
 
     (cpu,) = tf.config.list_physical_devices("CPU")
     tf.config.set_logical_device_configuration(
-        cpu, [tf.config.LogicalDeviceConfiguration() for _ in range(replicas)]
+        cpu, [tf.config.LogicalDeviceConfiguration() for _ in range(count)]
     )
+    return [f"CPU:{i}" for i in range(count)]
+
+
+def take_turns(
+    contenders: list[Contender], rounds: int, steps: int
+) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+    """Returns for each contender the milliseconds of a step, wall and processor, of each round."""
+    _UNTIL_THE_PROCESS_ENDS.append(contenders)
+    milliseconds: dict[str, list[float]] = {contender.name: [] for contender in contenders}
+    processor: dict[str, list[float]] = {contender.name: [] for contender in contenders}
+    for turn in range(rounds):
+        # Nobody always runs after the same neighbour.
+        first = turn * len(contenders) // rounds
+        for contender in contenders[first:] + contenders[:first]:
+            many = steps * contender.longer
+            gc.collect()
+            gc.disable()
+            began = time.process_time()
+            milliseconds[contender.name].append(round(contender.train(many) * 1e3, 4))
+            spent = (time.process_time() - began) / many
+            processor[contender.name].append(round(spent * 1e3, 4))
+            gc.enable()
+    return milliseconds, processor
+
+
+def _contenders(workload: Workload, replicas: int) -> Iterator[Contender]:
+    import tensorflow as tf
+
     from speed import by_hand, ours
 
     devices = [f"CPU:{i}" for i in range(replicas)]
     mirrored = tf.distribute.MirroredStrategy(devices)
-    reducing = tf.distribute.MirroredStrategy(
-        devices, cross_device_ops=tf.distribute.ReductionToOneDevice()
-    )
-    return [
-        *by_hand.on_one_device(workload),
-        *by_hand.under_strategy("hand", workload, mirrored),
-        *by_hand.under_strategy("hand_one_device_reduction", workload, reducing),
-        by_hand.fit(workload, mirrored),
-        *ours.with_library("ours", workload, ours.default_strategy(devices)),
-        *ours.with_library("ours_mirrored", workload, mirrored),
-    ]
+    default = ours.default_strategy(devices)
+    yield from by_hand.on_one_device(workload)
+    yield from by_hand.under_strategy("hand", workload, mirrored)
+    if workload.reductions:
+        reducing = tf.distribute.MirroredStrategy(
+            devices, cross_device_ops=tf.distribute.ReductionToOneDevice()
+        )
+        yield from by_hand.under_strategy("hand_one_device_reduction", workload, reducing)
+    yield from ours.with_library("ours", workload, default)
+    yield ours.fit(workload, default)
+    # Last: after an error in it the collectives of the process may not work any more.
+    yield by_hand.fit(workload, mirrored)
 
 
 def _weights(model: Any) -> np.ndarray:

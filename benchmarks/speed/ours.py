@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterator
 from typing import Any
@@ -9,16 +10,16 @@ from typing import Any
 import tensorflow as tf
 
 import tfmultigpu as tmg
-from speed.contenders import STEPS_PER_CALL, Contender, timed
+from speed.contenders import STEPS_PER_CALL, Contender, fitting, timed
 from speed.workloads import Workload
 
-__all__ = ["default_strategy", "with_library"]
+__all__ = ["default_strategy", "fit", "with_library"]
 
 
 def with_library(
-    name: str, workload: Workload, strategy: tf.distribute.Strategy
+    name: str, workload: Workload, strategy: tf.distribute.Strategy, **options: Any
 ) -> Iterator[Contender]:
-    """One call per batch, and ten batches per call."""
+    """One call per batch, and ten batches per call; ``options`` are for the step."""
     import keras
 
     def make() -> tuple[Any, Any, Any]:
@@ -26,7 +27,7 @@ def with_library(
             model = workload.model()
             optimizer = keras.optimizers.Adam(1e-3)
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-        step = tmg.make_train_step(model, optimizer, loss, strategy)
+        step = tmg.make_train_step(model, optimizer, loss, strategy, **options)
         return model, step, iter(tmg.distribute_dataset(workload.dataset(), strategy))
 
     def one_call_per_batch() -> Contender:
@@ -51,6 +52,17 @@ def with_library(
 
     yield one_call_per_batch()
     yield many_steps()
+
+
+def fit(workload: Workload, strategy: tf.distribute.Strategy) -> Contender:
+    """``tmg.fit``, with its progress bar and a metric."""
+    import keras
+
+    with strategy.scope():
+        model = workload.model()
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(keras.optimizers.Adam(1e-3), loss, metrics=["accuracy"])
+    return fitting("our_fit", model, functools.partial(tmg.fit, model, workload.dataset()))
 
 
 def default_strategy(devices: list[str]) -> tf.distribute.Strategy:
