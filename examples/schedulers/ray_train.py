@@ -8,7 +8,7 @@ another library than ``keras``, and the ``fit`` of Keras 3 fails on several work
     python examples/schedulers/ray_train.py
 
 Here one of the two workers kills itself in the first attempt; the second attempt goes on from the
-checkpoint, and ends with the weights of a run that nobody disturbed.
+checkpoint, and ends with the weights of one device that nobody disturbed.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ def train(config):
     data = tmg.distribute_dataset((x, x[:, :1]), strategy, batch_size=8)
     checkpoints = tmg.Checkpoints(folder / "checkpoints", model, model.optimizer, data)
     restored = checkpoints.restore()
-    index = tmg.cluster_from_environment().index
+    cluster = tmg.cluster_from_environment()
+    index = 0 if cluster is None else cluster.index
     (folder / f"worker-{index}-restored-{restored}").touch()
 
     def die(batch, logs):
@@ -55,35 +56,33 @@ def train(config):
     np.savez(folder / f"weights-{index}.npz", *model.get_weights())
 
 
-def run(folder, dies):
-    """Trains under Ray; returns the weights of each worker."""
-    trainer = TensorflowTrainer(
-        train,
-        train_loop_config={"folder": str(folder), "dies": dies},
-        scaling_config=ScalingConfig(num_workers=2, resources_per_worker={"CPU": 1}),
-        run_config=RunConfig(
-            storage_path=str(folder / "ray"), failure_config=FailureConfig(max_failures=3)
-        ),
-    )
-    trainer.fit()
-    weights = []
-    for index in range(2):
-        with np.load(folder / f"weights-{index}.npz") as stored:
-            weights.append([stored[name] for name in stored.files])
-    return weights
+def read_weights(folder, index):
+    with np.load(folder / f"weights-{index}.npz") as stored:
+        return np.concatenate([stored[name].ravel() for name in stored.files])
 
 
 def main():
     with tempfile.TemporaryDirectory() as directory:
-        folders = [Path(directory, name) for name in ("killed", "whole")]
-        for folder in folders:
-            folder.mkdir()
-        killed, whole = (run(folder, dies=folder.name == "killed") for folder in folders)
-        restored = sorted(path.name for path in folders[0].glob("worker-1-restored-*"))
-    for other in (killed[1], *whole):
-        assert all(np.array_equal(a, b) for a, b in zip(killed[0], other, strict=True))
+        ours, alone = Path(directory, "ours"), Path(directory, "alone")
+        ours.mkdir()
+        alone.mkdir()
+        trainer = TensorflowTrainer(
+            train,
+            train_loop_config={"folder": str(ours), "dies": True},
+            scaling_config=ScalingConfig(num_workers=2, resources_per_worker={"CPU": 1}),
+            run_config=RunConfig(
+                storage_path=str(ours), failure_config=FailureConfig(max_failures=3)
+            ),
+        )
+        trainer.fit()
+        train({"folder": str(alone), "dies": False})
+        restored = sorted(path.name for path in ours.glob("worker-1-restored-*"))
+        workers = [read_weights(ours, index) for index in range(2)]
+        difference = np.abs(workers[0] - read_weights(alone, 0)).max()
+    assert np.array_equal(*workers)
+    assert difference < 1e-3
     print("restored:", *(name.rpartition("-")[2] for name in restored))
-    print("killed and gone on with under Ray: the same bits as undisturbed")
+    print(f"2 workers, one killed, largest weight difference to one device: {difference:.1e}")
 
 
 if __name__ == "__main__":
