@@ -8,7 +8,6 @@ from typing import Any
 import tensorflow as tf
 
 from tfmultigpu.errors import ScopeError, TfMultiGpuError
-from tfmultigpu.lost_workers import explaining_lost_workers
 
 __all__ = ["GradientAccumulator", "all_reduce_sum", "sum_dtype"]
 
@@ -169,8 +168,7 @@ def all_reduce_sum(context: Any, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor
     reduced: dict[int, tf.Tensor] = {}
     for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):  # It takes one dtype a call.
         chosen = [i for i, tensor in enumerate(tensors) if tensor.dtype == dtype]
-        with explaining_lost_workers():
-            sums = context.all_reduce(tf.distribute.ReduceOp.SUM, [tensors[i] for i in chosen])
+        sums = context.all_reduce(tf.distribute.ReduceOp.SUM, [tensors[i] for i in chosen])
         reduced.update(zip(chosen, sums, strict=True))
     return [reduced[i] for i in range(len(tensors))]
 

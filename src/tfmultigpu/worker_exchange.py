@@ -10,6 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfmultigpu import rows as rows_lib
+from tfmultigpu.lost_workers import explaining_lost_workers
 
 __all__ = ["WorkerExchange"]
 
@@ -49,7 +50,8 @@ class WorkerExchange:
         if self.workers == 1:
             return own
         spread = self.strategy.experimental_distribute_values_from_function
-        gathered = self._gather(spread(lambda _: tf.constant(own)))
+        with explaining_lost_workers():
+            gathered = self._gather(spread(lambda _: tf.constant(own)))
         return np.asarray(gathered.numpy()[:: self._local], "int64")
 
     @functools.cached_property

@@ -8,6 +8,7 @@ import tensorflow as tf
 
 from tfmultigpu import rows as rows_lib
 from tfmultigpu.accumulation import all_reduce_sum
+from tfmultigpu.lost_workers import explaining_lost_workers
 
 __all__ = ["is_chief", "of_chief", "on_any", "several_workers"]
 
@@ -41,5 +42,6 @@ def _sum(strategy: tf.distribute.Strategy, value: float) -> float:
 
     # Every replica of a worker adds the same, hence the division; float64 holds seeds exactly.
     local = len(rows_lib.local_replicas(strategy))
-    summed = strategy.run(add, args=(tf.constant([value / local], tf.float64),))
-    return float(strategy.experimental_local_results(summed)[0][0])
+    with explaining_lost_workers():
+        summed = strategy.run(add, args=(tf.constant([value / local], tf.float64),))
+        return float(strategy.experimental_local_results(summed)[0][0])
