@@ -39,7 +39,11 @@ step = tmg.make_train_step(model, optimizer, "mse", strategy)
 kept = lambda: int(optimizer.iterations.numpy())
 step((x, y))
 """
-PORTS = """
+GROWS = """
+driver(2); tensorflow_sees(2)
+tf.config.experimental.set_memory_growth(tf.config.list_physical_devices("GPU")[0], True)
+"""
+PORTS = """import os, socket
 def free():
     with socket.socket() as one:
         one.bind(("localhost", 0))
@@ -56,6 +60,20 @@ def event(error: str, says: str, within: float, code: str, kept: Any = "", **env
 
 
 EVENTS = {
+    "memory growth of one GPU": event(
+        "DeviceSettingsError",
+        "Memory growth cannot differ between GPU devices. Write tmg.enable_memory_growth(), for "
+        "all GPUs, in place of",
+        5,
+        GROWS + "tmg.create_strategy()",
+    ),
+    "memory growth of one GPU of a worker": event(
+        "ClusterError",
+        "Memory growth cannot differ between GPU devices. Write tmg.enable_memory_growth(), for "
+        "all GPUs, in place of",
+        10,
+        GROWS + PORTS + "cluster(free(), free())\ntmg.create_strategy(startup_timeout=1)",
+    ),
     "a device that does not exist": event(
         "DeviceNotFoundError",
         "No such device here: GPU:7. Asked for: CPU:0, GPU:7. Existing: CPU:0, CPU:1",

@@ -319,14 +319,14 @@ def test_planning_starts_nothing_and_a_grpc_server_is_no_tpu() -> None:
         import os, socket, subprocess, sys
         import tensorflow as tf
         from tfmultigpu.errors import StrategyUnavailableError
-        from tfmultigpu.strategies import _devices_started, create_strategy, plan_strategy
+        from tfmultigpu.strategies import devices_started, create_strategy, plan_strategy
 
         before = dict(os.environ)
         threads = tf.config.threading.get_inter_op_parallelism_threads()
-        assert not _devices_started()
+        assert not devices_started()
         for prefer in ("auto", "tpu", "multi_worker", "mirrored", "one_device"):
             plan_strategy(prefer)
-        assert not _devices_started()
+        assert not devices_started()
         assert tf.config.threading.get_inter_op_parallelism_threads() == threads
         # Still to be had: what TensorFlow refuses once its devices have started.
         (cpu,) = tf.config.list_physical_devices("CPU")
@@ -352,7 +352,7 @@ def test_planning_starts_nothing_and_a_grpc_server_is_no_tpu() -> None:
             create_strategy()
         except StrategyUnavailableError as error:
             print(error)
-        assert _devices_started()
+        assert devices_started()
         server.kill()
         """
     )

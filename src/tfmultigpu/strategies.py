@@ -25,12 +25,17 @@ from tfmultigpu.clusters import (
     why_no_cluster,
 )
 from tfmultigpu.devices import existing_logical_names, list_devices, logical_to_physical
-from tfmultigpu.errors import ClusterError, StrategyFallbackWarning, StrategyUnavailableError
+from tfmultigpu.errors import (
+    ClusterError,
+    DeviceSettingsError,
+    StrategyFallbackWarning,
+    StrategyUnavailableError,
+)
 from tfmultigpu.lost_workers import watch
 from tfmultigpu.plans import Facts, StrategyPlan, choose
 from tfmultigpu.tpus import Tpu, connect_tpu, find_tpu
 
-__all__ = ["StrategyPlan", "create_strategy", "plan_strategy"]
+__all__ = ["StrategyPlan", "create_strategy", "devices_started", "plan_strategy"]
 
 _log = logging.getLogger("tfmultigpu")
 
@@ -64,6 +69,7 @@ def plan_strategy(
     Raises:
         ClusterError: the description of the cluster is wrong.
         DeviceNotFoundError: a device is asked for that does not exist.
+        DeviceSettingsError: TensorFlow cannot start the devices with the settings made before.
         StrategyUnavailableError: the arguments contradict each other.
         ValueError: an argument is none of the choices.
 
@@ -145,6 +151,9 @@ def create_strategy(
     _say(plan, facts, devices)
     if plan.kind == "multi_worker" and facts.cluster is not None:
         return _join(plan, facts.cluster, startup_timeout)
+    contradiction = _contradicting_settings()
+    if contradiction is not None:
+        raise DeviceSettingsError(f"{contradiction}.")
     try:
         if plan.kind == "mirrored":
             return _mirror(plan)
@@ -279,8 +288,8 @@ def _mirror(plan: StrategyPlan) -> tf.distribute.Strategy:
 
 def _join(plan: StrategyPlan, cluster: Cluster, timeout: float) -> tf.distribute.Strategy:
     global _joined
-    problem = None
-    if _devices_started():
+    problem = _contradicting_settings()
+    if devices_started():
         problem = (
             "TensorFlow had started its devices before create_strategy, and cannot join a cluster "
             "after that. The first tensor, variable, dataset, Keras object or strategy starts "
@@ -338,17 +347,22 @@ def _not_for_ever(seconds: float) -> Iterator[None]:
         faulthandler.cancel_dump_traceback_later()
 
 
-def _devices_started() -> bool:
-    """Whether TensorFlow has started its devices; starts none.
+def devices_started() -> bool:
+    """Returns whether TensorFlow has started its devices; starts none.
 
-    TensorFlow has no question for it, but refuses some settings from then on: try one and put it
-    back.
+    Example:
+        >>> import tensorflow as tf
+        >>> from tfmultigpu.strategies import devices_started
+        >>> _ = tf.zeros([])
+        >>> devices_started()
+        True
     """
+    # TensorFlow has no question for it, but refuses some settings from then on: try one, and put
+    # it back.
     threading: Any = tf.config.threading
-    try:
-        before = threading.get_inter_op_parallelism_threads()
-    except ValueError:  # Settings that contradict each other: no device can have started by them.
-        return False
+    if _contradicting_settings() is not None:
+        return False  # No device can have started by them.
+    before = threading.get_inter_op_parallelism_threads()
     try:
         threading.set_inter_op_parallelism_threads(before + 1)
     except RuntimeError:
@@ -356,3 +370,16 @@ def _devices_started() -> bool:
     with contextlib.suppress(RuntimeError):
         threading.set_inter_op_parallelism_threads(before)
     return False
+
+
+def _contradicting_settings() -> str | None:
+    """Why TensorFlow cannot start its devices as they are set; None where it can."""
+    threading: Any = tf.config.threading
+    try:
+        threading.get_inter_op_parallelism_threads()
+    except ValueError as error:
+        return (
+            f"TensorFlow cannot start its devices: {error}. Write tmg.enable_memory_growth(), for "
+            "all GPUs, in place of tf.config.experimental.set_memory_growth for one"
+        )
+    return None

@@ -19,7 +19,7 @@ from tfmultigpu.devices import Device, list_devices, logical_to_physical, parse_
 from tfmultigpu.diagnostics.driver import Driver, ask_driver
 from tfmultigpu.errors import TfMultiGpuError
 from tfmultigpu.plans import StrategyPlan
-from tfmultigpu.strategies import _devices_started, plan_strategy
+from tfmultigpu.strategies import devices_started, plan_strategy
 
 __all__ = ["Machine", "look_around"]
 
@@ -138,14 +138,6 @@ def look_around() -> Machine:
         plan=plan,
         plan_problem=problem,
     )
-
-
-def devices_started() -> bool:
-    """Returns whether TensorFlow has started its devices; starts none."""
-    try:
-        return _devices_started()
-    except ValueError:
-        return False  # Settings of the GPUs contradict each other: it could not start them.
 
 
 def _in_a_cluster(device: str) -> bool:
