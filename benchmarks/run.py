@@ -16,6 +16,7 @@ import platform
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from importlib.metadata import version
 from multiprocessing import get_context
@@ -134,10 +135,15 @@ def _in_child(function: Callable[..., Any], *arguments: Any, **options: Any) -> 
 
 
 def _child(sending: Any, function: Any, arguments: Any, options: Any) -> None:
-    sending.send(function(*arguments, **options))
-    sending.close()
+    status = 1
+    try:
+        sending.send(function(*arguments, **options))
+        sending.close()
+        status = 0
+    except Exception:
+        traceback.print_exc()
     # An orderly end would let go of TensorFlow's iterators, and each can take a minute for that.
-    os._exit(0)
+    os._exit(status)
 
 
 def _circumstances() -> dict[str, Any]:

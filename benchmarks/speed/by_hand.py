@@ -76,7 +76,9 @@ def under_strategy(
     yield from _loops(name, make, data, loops or workload.forms)
 
 
-def fit(workload: Workload, strategy: tf.distribute.Strategy) -> Contender:
+def fit(
+    workload: Workload, strategy: tf.distribute.Strategy, *, endless: bool = False
+) -> Contender:
     """Keras ``fit``, with its progress bar and a metric."""
     import keras
 
@@ -84,7 +86,9 @@ def fit(workload: Workload, strategy: tf.distribute.Strategy) -> Contender:
         model = workload.model()
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
         model.compile(keras.optimizers.Adam(1e-3), loss, metrics=["accuracy"])
-    return fitting("fit", model, functools.partial(model.fit, workload.dataset(), shuffle=False))
+    train = functools.partial(model.fit, shuffle=False)
+    name = "fit_endless" if endless else "fit"
+    return fitting(name, model, workload, train, endless)
 
 
 def _losses(model: Any, x: Any, y: Any) -> Any:

@@ -62,16 +62,20 @@ class _Terminal(io.StringIO):
         return True
 
 
-def fitting(name: str, model: Any, fit: Callable[..., Any]) -> Contender:
+def fitting(
+    name: str, model: Any, workload: Any, fit: Callable[..., Any], endless: bool
+) -> Contender:
     """Returns what trains by calls of ``fit``, with its progress bar and metrics on.
 
-    Half of the steps are an epoch; the second one is timed, whole. What a call sets up before its
+    A turn is a call of two epochs; the second one is timed, whole. What a call sets up before its
     first step is left out.
 
     Args:
         name: What the record calls it.
         model: The model, compiled.
-        fit: Takes ``epochs``, ``steps_per_epoch``, ``verbose`` and ``callbacks``.
+        workload: The workload.
+        fit: Takes data, ``epochs``, ``steps_per_epoch``, ``verbose`` and ``callbacks``.
+        endless: Whether it gets data without end; otherwise data that ends with the epoch.
     """
     import keras
 
@@ -85,10 +89,23 @@ def fitting(name: str, model: Any, fit: Callable[..., Any]) -> Contender:
         def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
             self.ends.append(time.perf_counter())
 
+    data = workload.dataset()
+    pieces: dict[int, Any] = {}
+
     def train(steps: int) -> float:
         clock = Clock()
+        # The first call is to train on the batches that others train on: one epoch of them.
+        epochs = 2 if pieces else 1
+        many = steps // epochs
+        pieces.setdefault(many, data if endless else data.take(many))
         with contextlib.redirect_stdout(_Terminal()):
-            fit(epochs=2, steps_per_epoch=steps // 2, verbose=1, callbacks=[clock])
-        return (clock.ends[1] - clock.ends[0]) / (steps // 2)
+            fit(
+                pieces[many],
+                epochs=epochs,
+                steps_per_epoch=many if endless else None,
+                verbose=1,
+                callbacks=[clock],
+            )
+        return (clock.ends[-1] - clock.ends[0]) / many
 
-    return Contender(name, model, train, longer=2)
+    return Contender(name, model, train, longer=2 * workload.epoch // workload.steps)

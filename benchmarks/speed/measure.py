@@ -118,7 +118,7 @@ def _contenders(workload: Workload, replicas: int) -> Iterator[Contender]:
     default = ours.default_strategy(devices)
     yield from by_hand.on_one_device(workload)
     yield from by_hand.under_strategy("hand", workload, mirrored)
-    if workload.reductions:
+    if workload.thorough:
         reducing = tf.distribute.MirroredStrategy(
             devices, cross_device_ops=tf.distribute.ReductionToOneDevice()
         )
@@ -127,6 +127,8 @@ def _contenders(workload: Workload, replicas: int) -> Iterator[Contender]:
     yield ours.fit(workload, default)
     # Last: after an error in it the collectives of the process may not work any more.
     yield by_hand.fit(workload, mirrored)
+    if workload.thorough:
+        yield by_hand.fit(workload, mirrored, endless=True)
 
 
 def _weights(model: Any) -> np.ndarray:

@@ -62,7 +62,8 @@ def fit(workload: Workload, strategy: tf.distribute.Strategy) -> Contender:
         model = workload.model()
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
         model.compile(keras.optimizers.Adam(1e-3), loss, metrics=["accuracy"])
-    return fitting("our_fit", model, functools.partial(tmg.fit, model, workload.dataset()))
+    train = functools.partial(tmg.fit, model)
+    return fitting("our_fit", model, workload, train, endless=False)
 
 
 def default_strategy(devices: list[str]) -> tf.distribute.Strategy:

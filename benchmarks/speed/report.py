@@ -34,6 +34,7 @@ ROWS = {
     "hand_one_device_reduction10": "by hand, `ReductionToOneDevice`, ten steps per call",
     "ours10": "`step.run`, ten steps per call",
     "fit": "Keras `fit`",
+    "fit_endless": "Keras `fit`, data without end",
     "our_fit": "`tmg.fit`",
 }
 _RATIOS = (
@@ -44,6 +45,7 @@ _RATIOS = (
     ("ours", "one_device"),
     ("ours10", "one_device10"),
     ("our_fit", "fit"),
+    ("our_fit", "fit_endless"),
     ("our_fit", "one_device10"),
     ("fit", "hand"),
 )

@@ -27,9 +27,11 @@ class Workload:
         words: Examples are numbers of words below this; 0 where they are not.
         batch_size: Rows of a global batch.
         steps: Steps of a turn, a multiple of ten.
+        epoch: Steps of an epoch of ``fit``, a multiple of ``steps``.
         rounds: Turns of each contender.
         forms: Ways to write the loop by hand that are tried.
-        reductions: Whether the loop by hand also runs on the reduction that is fastest on CPUs.
+        thorough: Whether the loop by hand also runs on the reduction that is fastest on CPUs, and
+            Keras ``fit`` on data without end.
     """
 
     title: str
@@ -38,9 +40,10 @@ class Workload:
     words: int = 0
     batch_size: int = BATCH_SIZE
     steps: int = 50
+    epoch: int = 100
     rounds: int = 7
     forms: tuple[str, ...] = ("batch", "iterator")
-    reductions: bool = True
+    thorough: bool = True
 
     def model(self) -> Any:
         """Returns a new Keras model; the same weights each time."""
@@ -128,14 +131,17 @@ def _resnet(x: Any) -> Any:
 
 _LARGE: dict[str, Any] = {
     "steps": 20,
+    "epoch": 40,
     "rounds": 5,
     "forms": ("iterator",),
-    "reductions": False,
+    "thorough": False,
 }
 WORKLOADS = {
     "small_mlp": Workload("small MLP", (32,), mlp(64), steps=100),
     "cnn": Workload("CNN 16x16x3", (16, 16, 3), _cnn),
-    "wide_mlp": Workload("wide MLP, 1.3 M parameters", (256,), mlp(1024), steps=30, rounds=5),
+    "wide_mlp": Workload(
+        "wide MLP, 1.3 M parameters", (256,), mlp(1024), steps=20, epoch=60, rounds=5
+    ),
     "transformer": Workload(
         "small transformer: embedding and 2 attention blocks", (32,), _transformer, _WORDS, **_LARGE
     ),
