@@ -99,10 +99,27 @@ def test_what_means_that_memory_ran_out(error: BaseException, expected: bool) ->
     assert runs_out_of_memory(error) is expected
 
 
-@pytest.mark.parametrize("options", [{"start": 0}, {"start": 1.5}, {"limit": 0}, {"limit": 2.5}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"start": 0},
+        {"start": 1.5},
+        {"start": None},
+        {"start": "32"},
+        {"start": float("nan")},
+        {"limit": 0},
+        {"limit": 2.5},
+        {"limit": float("inf")},
+    ],
+)
 def test_sizes_that_make_no_sense(options: dict) -> None:
     with pytest.raises(ValueError, match="Batch sizes are whole numbers, at least 1"):
         tmg.find_batch_size(lambda size: None, **options)
+
+
+def test_what_is_tried_is_a_function() -> None:
+    with pytest.raises(TypeError, match=r"runs one step\. Received: try_batch=64\."):
+        tmg.find_batch_size(64)  # type: ignore[arg-type]
 
 
 def test_what_a_failed_try_held_is_freed() -> None:

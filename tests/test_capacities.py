@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import keras
 import numpy as np
 import pytest
@@ -9,7 +11,7 @@ import tensorflow as tf
 from one_device import strategy_of
 
 import tfmultigpu as tmg
-from tfmultigpu import capacities
+from tfmultigpu import _bridge, capacities
 
 MIB = 1024**2
 GIB = 1024**3
@@ -142,6 +144,33 @@ def test_what_cannot_be_answered() -> None:
         tmg.memory_capacities(strategy, model=model, memory=[GIB, GIB])
 
 
+@pytest.mark.parametrize(
+    ("memory", "says"),
+    [
+        (5e9, "one number of bytes per replica of this process. Received: 5000000000.0 for 2"),
+        ("12", "one number of bytes per replica of this process. Received: 12 for 2"),
+        ([GIB, None], "Memory is a positive number of bytes. Received: None for CPU:1."),
+        ([float("nan"), GIB], "Received: nan for CPU:0."),
+        ([float("inf"), GIB], "Received: inf for CPU:0."),
+        (["8GB", GIB], "Received: '8GB' for CPU:0. Write 8 GB as 8 * 1024**3"),
+        ({"CPU:0": GIB, "CPU:1": -1}, "Received: -1 for CPU:1."),
+        (
+            {"GPU:7": GIB},
+            "Memory is given of GPU:7, where no replica of this process is. Received: "
+            "memory={'GPU:7': 1073741824}; the replicas are on CPU:0, CPU:1.",
+        ),
+    ],
+)
+def test_what_is_no_memory_of_these_devices(memory, says) -> None:
+    with pytest.raises(tmg.ShareError, match=re.escape(says)):
+        tmg.memory_capacities(strategy_of(2), memory=memory)
+
+
+def test_the_state_of_an_optimizer_without_its_model() -> None:
+    with pytest.raises(tmg.ShareError, match=r"optimizer=Adam without a model\. Give both"):
+        tmg.memory_capacities(memory=[GIB], optimizer=keras.optimizers.Adam())
+
+
 # Speed --------------------------------------------------------------------------------------------
 
 
@@ -166,10 +195,17 @@ class Timed:
         return logs
 
 
+class Noise(keras.layers.Layer):
+    """Draws without a seed of its own."""
+
+    def call(self, inputs):
+        return inputs + keras.random.normal(keras.ops.shape(inputs))
+
+
 def timed(monkeypatch, rows_per_second):
     strategy = strategy_of(len(rows_per_second))
     with strategy.scope():
-        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+        model = keras.Sequential([keras.Input((4,)), Noise(), keras.layers.Dense(1)])
         optimizer = keras.optimizers.Adam()
         error = keras.metrics.MeanSquaredError()
     step = tmg.make_train_step(
@@ -193,6 +229,7 @@ def test_measuring_changes_nothing(monkeypatch) -> None:
 
     def state():
         scale = [step.loss_scale.scale, step.loss_scale.good_steps]
+        scale.append(_bridge.global_seeds().state)
         variables = [*step.model.variables, *step.optimizer.variables, *scale]
         return [v.numpy() for v in [*variables, *step.metrics[0].variables]]
 
@@ -230,3 +267,23 @@ def test_too_few_rows_to_time() -> None:
     step = tmg.make_train_step(model, optimizer, "mse", strategy)
     with pytest.raises(tmg.ShareError, match=r"a batch of 7 rows for 2 replicas\. Give at least 8"):
         tmg.measured_capacities(step, (np.zeros((7, 100)), np.zeros((7, 1000))))
+
+
+def test_what_cannot_be_timed(monkeypatch) -> None:
+    step = timed(monkeypatch, (400.0, 100.0))
+    with pytest.raises(TypeError, match=r"What is timed is a train step\. Received: step=None"):
+        tmg.measured_capacities(None, (X, X))
+    for repeats in (0, None, 1.5, True):
+        with pytest.raises(ValueError, match=rf"at least 1\. Received: repeats={repeats}"):
+            tmg.measured_capacities(step, (X, X[:, :1]), repeats=repeats)
+    data = tmg.distribute_dataset((X, X[:, :1]), step.strategy, batch_size=64)
+    with pytest.raises(tmg.DataError, match="divided already"):
+        tmg.measured_capacities(step, next(iter(data)))
+    for wrong in (data, "x", (X.tolist(), X.tolist()), 3.0):
+        with pytest.raises(tmg.DataError, match="Received"):
+            tmg.measured_capacities(step, wrong)
+
+
+def test_parts_of_a_batch_that_are_not_there(monkeypatch) -> None:
+    measured = tmg.measured_capacities(timed(monkeypatch, (400.0, 100.0)), (X, X[:, :1], None))
+    np.testing.assert_allclose(measured, (400.0, 100.0), rtol=1e-6)

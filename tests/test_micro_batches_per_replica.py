@@ -168,7 +168,7 @@ def test_no_replica_holds_more_rows_than_planned() -> None:
     counts = tmg.plan_micro_batches(shares, maximum)
     assert counts == (1, 3)
     strategy = strategy_of(2)
-    step = make_step(strategy, watched(seen), micro_batches=counts)
+    step = make_step(strategy, watched(seen), micro_batches=np.array(counts))
     data = list(tmg.distribute_dataset((X[:27], Y[:27]), strategy, batch_size=20, shares=shares))
     step(data[0])
     assert sorted(seen) == [(0, 15), (1, 1), (1, 2), (1, 2)]

@@ -46,6 +46,7 @@ def test_the_replica_the_batch_and_the_way_out_are_named() -> None:
     assert "a global batch of 9 rows; " in text
     assert "OOM when allocating tensor with shape[1125899906842624]" in text
     assert "micro_batches=2" in text
+    assert "micro_batches=tmg.plan_micro_batches(shares, rows_in_memory)" in text
     assert "shares=" in text
     assert "tmg.find_batch_size" in text
     assert int(step.optimizer.iterations.numpy()) == 0

@@ -308,3 +308,10 @@ def test_micro_batches_that_cannot_be_planned(shares, maximum, text) -> None:
     with pytest.raises(tmg.ShareError) as caught:
         tmg.plan_micro_batches(shares, maximum)
     assert text in str(caught.value)
+
+
+def test_shares_that_are_no_sequence() -> None:
+    for wrong in (None, 3):
+        for call in (tmg.plan_shares, lambda _, one: tmg.plan_micro_batches(one, 5)):
+            with pytest.raises(tmg.ShareError, match=rf"per replica\. Received: {wrong}\."):
+                call(64, wrong)

@@ -65,6 +65,15 @@ def memory(strategy, worker):
     return plain, net
 
 
+def unknown(strategy, worker):
+    """What each worker is told where one of them gives no memory: an error, not a wait."""
+    try:
+        tmg.memory_capacities(strategy, memory=[GIB if worker != 1 else -1])
+    except tmg.ShareError as error:
+        return str(error)
+    return "known"
+
+
 def build():
     layers = keras.layers
     model = keras.Sequential(
@@ -114,5 +123,6 @@ def everything(shares, micro_batches, sizes):
         "differs": report.largest.amount,
         "speeds": speeds(strategy, worker),
         "memory": memory(strategy, worker),
+        "unknown": unknown(strategy, worker),
         "refused": refused(strategy),
     }

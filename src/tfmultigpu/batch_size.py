@@ -6,6 +6,7 @@ import gc
 import re
 import traceback
 from collections.abc import Callable
+from numbers import Integral
 from typing import Any
 
 import tensorflow as tf
@@ -48,7 +49,8 @@ def find_batch_size(
     Raises:
         OutOfMemoryError: Not even one row fits.
         TfMultiGpuError: Called under several workers.
-        ValueError: ``start`` or ``limit`` make no sense.
+        TypeError: ``try_batch`` is no function.
+        ValueError: ``start`` or ``limit`` is not a whole number from 1 on.
 
     Example:
         >>> import tfmultigpu as tmg
@@ -58,11 +60,18 @@ def find_batch_size(
         >>> tmg.find_batch_size(try_batch)
         100
     """
-    largest = _LARGEST if limit is None else limit
-    if start < 1 or int(start) != start or largest < 1 or int(largest) != largest:
-        raise ValueError(
-            f"Batch sizes are whole numbers, at least 1. Received: start={start}, limit={limit}."
+    if not callable(try_batch):
+        raise TypeError(
+            "What is tried is a function of the batch size, which runs one step. Received: "
+            f"try_batch={try_batch!r}."
         )
+    largest = _LARGEST if limit is None else limit
+    for size in (start, largest):
+        if isinstance(size, bool) or not isinstance(size, Integral) or size < 1:
+            raise ValueError(
+                "Batch sizes are whole numbers, at least 1. Received: "
+                f"start={start!r}, limit={limit!r}."
+            )
     strategy = tf.distribute.get_strategy()
     if _spans_workers(strategy):
         raise TfMultiGpuError(

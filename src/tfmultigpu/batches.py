@@ -23,7 +23,14 @@ from tfmultigpu.losses import OTHER_ROWS
 from tfmultigpu.lost_workers import explaining_lost_workers
 from tfmultigpu.traces import Traces, any_rows
 
-__all__ = ["BatchFunction", "ShardSource", "Shards", "explaining_failures", "per_replica"]
+__all__ = [
+    "BatchFunction",
+    "ShardSource",
+    "Shards",
+    "as_tensor",
+    "explaining_failures",
+    "per_replica",
+]
 
 
 class Shards(NamedTuple):
@@ -120,13 +127,13 @@ class BatchFunction:
         def spec(leaf: Any) -> Any:
             if isinstance(leaf, tf.distribute.DistributedValues):
                 leaf = self._local_parts(leaf)[0]
-            return any_rows(_as_tensor(leaf))
+            return any_rows(as_tensor(leaf))
 
         return tf.nest.map_structure(spec, batch)
 
     def cut(self, batch: Any) -> Shards:
         """Returns a whole global batch as shards of equal size."""
-        batch = tf.nest.map_structure(_as_tensor, batch)
+        batch = tf.nest.map_structure(as_tensor, batch)
         with tf.control_dependencies(rows_lib.check_rows_agree(batch)):
             rows = tf.identity(rows_lib.count_rows(batch))
         shares = (1,) * self.strategy.num_replicas_in_sync
@@ -137,7 +144,7 @@ class BatchFunction:
     def _run_whole(self, batch: Any, leaves: list[Any]) -> Any:
         if tf.inside_function():
             return self.function(self.cut(batch))
-        return self._run(self._whole, batch, [[_as_tensor(leaf) for leaf in leaves]], [])
+        return self._run(self._whole, batch, [[as_tensor(leaf) for leaf in leaves]], [])
 
     def _run_cut(self, batch: Any, leaves: list[Any]) -> Any:
         nothing = [None] * len(self._local)
@@ -276,9 +283,10 @@ def _out_of_memory(error: Any, strategy: tf.distribute.Strategy, rows: Any) -> E
     batch = "" if rows is None else f" a global batch of {int(rows)} rows;"
     return OutOfMemoryError(
         f"{where} has not enough memory for this step. Received:{batch} {line.strip()}. Compute it "
-        "in parts, with the same result: make_train_step(..., micro_batches=2), or more; give a "
-        "smaller device a smaller share: distribute_dataset(..., shares=...); or see what fits: "
-        "tmg.find_batch_size."
+        "in parts, with the same result: make_train_step(..., micro_batches=2), or more, or as "
+        "many for each replica as it needs: micro_batches=tmg.plan_micro_batches(shares, "
+        "rows_in_memory); give a smaller device a smaller share: distribute_dataset(..., "
+        "shares=...); or see what fits: tmg.find_batch_size."
     )
 
 
@@ -307,7 +315,12 @@ def _explain(error: Any) -> Exception | None:
     return None
 
 
-def _as_tensor(value: Any) -> Any:
+def as_tensor(value: Any) -> Any:
+    """Returns a part of a batch as a tensor with rows; None stays None.
+
+    Raises:
+        DataError: It is no tensor, array or number, or has no rows.
+    """
     if value is None or (tf.is_tensor(value) and value.shape.rank != 0):
         return value
     if (

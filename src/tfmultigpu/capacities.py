@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping, Sequence
+from numbers import Integral, Real
 from typing import Any, Protocol
 
+import numpy as np
 import tensorflow as tf
 
+from tfmultigpu import _bridge
 from tfmultigpu import rows as rows_lib
 from tfmultigpu.accumulation import all_reduce_sum, sum_dtype
+from tfmultigpu.batches import as_tensor
 from tfmultigpu.data import distribute_dataset
 from tfmultigpu.device_names import parse_device_name
 from tfmultigpu.discovery import list_devices, logical_to_physical
-from tfmultigpu.errors import ShareError
+from tfmultigpu.errors import DataError, ShareError
 from tfmultigpu.updates import build_optimizer
 
 __all__ = ["measured_capacities", "memory_capacities"]
@@ -46,7 +51,7 @@ def memory_capacities(
         model: The model that is trained, built in the scope. None: nothing is subtracted.
         optimizer: Its optimizer; built here if it is not yet.
         memory: Bytes of each replica of this process, by device name or in order. Devices that it
-            leaves out are looked up.
+            leaves out are looked up. Workers may give different numbers.
 
     Returns:
         Bytes for each replica of the strategy, on all workers in their order: capacities for
@@ -54,7 +59,8 @@ def memory_capacities(
 
     Raises:
         ShareError: The memory of a device is not known (a CPU; a GPU without the extra ``nvml`` or
-            whose memory TensorFlow has taken whole), or does not hold the model.
+            whose memory TensorFlow has taken whole), or does not hold the model; on this worker or
+            on another one. Or what was given is no memory of these devices.
 
     Example:
         >>> import tfmultigpu as tmg
@@ -64,11 +70,32 @@ def memory_capacities(
         (50, 14)
     """
     strategy = tf.distribute.get_strategy() if strategy is None else strategy
-    held, passing = _taken_by(model, optimizer, strategy)
+    try:
+        own = _left_here(strategy, model, optimizer, memory)
+    except ShareError:
+        # The other workers wait for numbers, so they are told that there are none.
+        _of_all_workers([math.nan] * len(_devices_of(strategy)), strategy)
+        raise
+    everywhere = _of_all_workers(own, strategy)
+    unknown = [replica for replica, left in enumerate(everywhere) if math.isnan(left)]
+    if unknown:
+        raise ShareError(
+            f"Another worker has no number for its replicas {unknown}. It ends with an error that "
+            "says why: see its log."
+        )
+    return everywhere
+
+
+def _left_here(
+    strategy: tf.distribute.Strategy, model: Any, optimizer: Any, memory: Any
+) -> list[float]:
+    """Bytes for activations of each replica of this process."""
     names = [parse_device_name(name) for name in _devices_of(strategy)]
+    known_memory = _given(memory, names)
+    held, passing = _taken_by(model, optimizer, strategy)
     capacities = []
-    for i, name in enumerate(names):
-        given = _given(memory, name, i, len(names))
+    for name in names:
+        given = known_memory.get(name)
         known, everything = (given, True) if given is not None else _known(name)
         left = known - passing - (held if everything else 0)
         if left <= 0:
@@ -78,7 +105,7 @@ def memory_capacities(
                 "Leave the device out of the strategy: tmg.create_strategy(devices=[...])."
             )
         capacities.append(float(left))
-    return _of_all_workers(capacities, strategy)
+    return capacities
 
 
 class Step(Protocol):
@@ -94,13 +121,13 @@ class Step(Protocol):
         """Trains on one batch."""
 
 
-def measured_capacities(step: Step, batch: Any, *, repeats: int = 3) -> tuple[float, ...]:
+def measured_capacities(step: Step, batch: Any, *, repeats: int = 4) -> tuple[float, ...]:
     """Returns the rows per second of each replica, measured with real steps.
 
-    Each replica in turn is given nearly the whole batch, and then half of it, while the others
+    Each replica in turn is given nearly the whole batch, and then a part of it, while the others
     compute one row: the time of the step is then its own. The difference of the two is what its
-    rows took, without what every step costs. Model, optimizer, metrics and loss scale are set back
-    afterwards.
+    rows took, without what every step costs. Model, optimizer, metrics, loss scale and seeds are
+    set back afterwards.
 
     Give the result to ``plan_shares``, together with what memory holds::
 
@@ -113,14 +140,18 @@ def measured_capacities(step: Step, batch: Any, *, repeats: int = 3) -> tuple[fl
     Args:
         step: What ``make_train_step`` returned.
         batch: A whole global batch ``(x, y)`` that fits into the memory of each single replica.
-        repeats: How often each is timed, at least 1; the fastest counts.
+        repeats: How often each is timed, at least 1; the fastest counts. More where other programs
+            run.
 
     Returns:
         Rows per second for each replica, the same on all workers.
 
     Raises:
+        DataError: The batch is not a whole batch of tensors or arrays.
         ShareError: The batch has fewer than four rows per replica, or no difference of time could
             be measured: give a larger batch.
+        TypeError: ``step`` is no train step.
+        ValueError: ``repeats`` is not a whole number from 1 on.
 
     Example:
         >>> import keras, numpy as np, tfmultigpu as tmg
@@ -129,21 +160,28 @@ def measured_capacities(step: Step, batch: Any, *, repeats: int = 3) -> tuple[fl
         >>> tmg.measured_capacities(step, (np.ones((64, 3)), np.ones((64, 1))))  # one replica
         (1.0,)
     """
+    if not hasattr(step, "loss_scale"):
+        raise TypeError(
+            f"What is timed is a train step. Received: step={step!r}. Make it with "
+            "step = tmg.make_train_step(model, optimizer, loss, strategy)."
+        )
+    if isinstance(repeats, bool) or not isinstance(repeats, Integral) or repeats < 1:
+        raise ValueError(f"repeats is a whole number, at least 1. Received: repeats={repeats!r}.")
     strategy = step.strategy
     replicas = strategy.num_replicas_in_sync
     if replicas == 1:
         return (1.0,)
-    batch = tf.nest.map_structure(tf.convert_to_tensor, batch)
+    batch = _whole(batch)
     rows = int(rows_lib.count_rows(batch))
-    if repeats < 1:
-        raise ValueError(f"repeats is at least 1. Received: repeats={repeats}.")
     if rows < 4 * replicas:
         raise ShareError(
             "Rows are timed by giving one replica all but a few of them. Received: a batch of "
             f"{rows} rows for {replicas} replicas. Give at least {4 * replicas}, better a batch "
             "as large as one replica can hold."
         )
-    half = rows_lib.slice_rows(batch, 0, rows // 2)
+    # The further apart, the less a slow moment counts; but the others compute a row meanwhile.
+    fewer = rows // 4 if rows >= 64 * replicas else rows // 2
+    part = rows_lib.slice_rows(batch, 0, fewer)
     if not (step.model.built and step.optimizer.built):
         raise ShareError(
             "Timing a step trains, and is undone afterwards, so everything must be there before. "
@@ -155,8 +193,8 @@ def measured_capacities(step: Step, batch: Any, *, repeats: int = 3) -> tuple[fl
     seconds = []
     try:
         for replica in range(replicas):
-            times = _fastest(step, (batch, half), replica, repeats, strategy)
-            seconds.append((times[0] - times[1]) / (rows - rows // 2))
+            times = _fastest(step, (batch, part), replica, repeats, strategy)
+            seconds.append((times[0] - times[1]) / (rows - fewer))
     finally:
         for variable, value in zip(state, before, strict=True):
             variable.assign(value)
@@ -168,6 +206,16 @@ def measured_capacities(step: Step, batch: Any, *, repeats: int = 3) -> tuple[fl
             f"more repeats than {repeats}."
         )
     return tuple(1.0 / second for second in agreed)
+
+
+def _whole(batch: Any) -> Any:
+    """A global batch as tensors."""
+    if any(isinstance(leaf, tf.distribute.DistributedValues) for leaf in tf.nest.flatten(batch)):
+        raise DataError(
+            "Rows are timed by dividing a batch in several ways, and this one is divided already. "
+            "Give a batch before tmg.distribute_dataset, such as (x[:256], y[:256])."
+        )
+    return tf.nest.map_structure(as_tensor, batch)
 
 
 def _fastest(
@@ -200,12 +248,20 @@ def _variables_of(step: Step) -> list[Any]:
     metrics = [variable for metric in step.metrics for variable in metric.variables]
     scale = vars(step.loss_scale).values() if step.loss_scale is not None else ()
     scale = [value for value in scale if isinstance(value, tf.Variable)]
-    return [*step.model.variables, *step.optimizer.variables, *metrics, *scale]
+    seeds = _bridge.global_seeds()
+    drawn = [] if seeds is None else [seeds.state]
+    return [*step.model.variables, *step.optimizer.variables, *metrics, *scale, *drawn]
 
 
 def _taken_by(model: Any, optimizer: Any, strategy: tf.distribute.Strategy) -> tuple[int, int]:
     """Bytes of what stays, weights and optimizer state, and of gradients while a step runs."""
     if model is None:
+        if optimizer is not None:
+            raise ShareError(
+                "What the state of an optimizer takes depends on the variables it is for. "
+                f"Received: optimizer={type(optimizer).__name__} without a model. Give both: "
+                "memory_capacities(strategy, model=model, optimizer=optimizer)."
+            )
         return 0, 0
     if not model.built:
         raise ShareError(
@@ -237,17 +293,32 @@ def _devices_of(strategy: tf.distribute.Strategy) -> tuple[str, ...]:
         return (tf.zeros([]).device,)
 
 
-def _given(memory: Any, name: str, index: int, count: int) -> float | None:
+def _given(memory: Any, names: Sequence[str]) -> dict[str, float]:
+    """Bytes by device, of those devices for which they were given."""
     if memory is None:
-        return None
+        return {}
     if isinstance(memory, Mapping):
-        return {parse_device_name(key): value for key, value in memory.items()}.get(name)
-    if len(memory) != count:
+        given = {parse_device_name(key): value for key, value in memory.items()}
+        strange = [name for name in given if name not in names]
+        if strange:
+            raise ShareError(
+                f"Memory is given of {', '.join(strange)}, where no replica of this process is. "
+                f"Received: memory={dict(memory)}; the replicas are on {', '.join(names)}."
+            )
+    elif np.ndim(memory) != 1 or len(memory) != len(names):
         raise ShareError(
             f"There must be one number of bytes per replica of this process. Received: {memory} "
-            f"for {count} replica(s)."
+            f"for {len(names)} replica(s)."
         )
-    return float(memory[index])
+    else:
+        given = dict(zip(names, memory, strict=True))
+    for name, size in given.items():
+        if not isinstance(size, Real) or not math.isfinite(size) or size <= 0:
+            raise ShareError(
+                f"Memory is a positive number of bytes. Received: {size!r} for {name}. Write 8 GB "
+                "as 8 * 1024**3; leave a device out of a mapping to have it looked up."
+            )
+    return {name: float(size) for name, size in given.items()}
 
 
 def _known(name: str) -> tuple[float, bool]:

@@ -6,6 +6,7 @@ import numbers
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import tensorflow as tf
 
 from tfmultigpu.layer_states import assigned_in_each_pass
@@ -24,6 +25,8 @@ def micro_batch_counts(micro_batches: int | Sequence[int], replicas: int) -> tup
     Raises:
         ValueError: They are not positive whole numbers, or not as many as replicas.
     """
+    if isinstance(micro_batches, np.ndarray):
+        micro_batches = micro_batches.tolist()
     several = isinstance(micro_batches, Sequence) and not isinstance(micro_batches, str)
     given: Sequence[Any] = list(micro_batches) if several else [micro_batches]  # type: ignore[arg-type]
     if any(not isinstance(one, numbers.Integral) or one < 1 for one in given):

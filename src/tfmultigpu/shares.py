@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from fractions import Fraction
 from numbers import Integral, Real
 from typing import Any
@@ -60,8 +60,7 @@ def plan_shares(
         >>> tmg.plan_shares(100, (2, 1), multiple_of=8)
         (68, 32)
     """
-    capacities = tuple(capacities)
-    check_shares(capacities)
+    capacities = check_shares(capacities)
     _check_rows(global_batch_size, "A global batch", "global_batch_size")
     _check_rows(minimum, "The minimum of a replica", "minimum")
     _check_rows(multiple_of, "What shares are multiples of", "multiple_of")
@@ -119,8 +118,7 @@ def plan_micro_batches(shares: Sequence[int], maximum: float | Sequence[float]) 
         >>> tmg.plan_micro_batches((192, 64), (256, 24))
         (1, 3)
     """
-    shares = tuple(shares)
-    check_shares(shares)
+    shares = check_shares(shares)
     for share in shares:
         _check_rows(share, "A share", "shares")
     limits = _limits(maximum, len(shares))
@@ -188,16 +186,21 @@ def _apportion(
     return [parts[i] for i in range(len(capacities))]
 
 
-def check_shares(shares: Sequence[float], replicas: int | None = None) -> None:
+def check_shares(shares: Sequence[float], replicas: int | None = None) -> tuple[Any, ...]:
     """Checks relative shares, one per replica.
 
     Args:
         shares: Relative weights, in any unit.
         replicas: How many there must be; unchecked where None.
 
+    Returns:
+        The same, as a tuple.
+
     Raises:
         ShareError: There are none, not as many as replicas, or one is not positive and finite.
     """
+    if not isinstance(shares, Iterable):
+        raise ShareError(f"There must be one positive number per replica. Received: {shares!r}.")
     shares = tuple(shares)
     if not shares:
         raise ShareError("There are no shares. Give one positive number per replica. Received: ().")
@@ -218,6 +221,7 @@ def check_shares(shares: Sequence[float], replicas: int | None = None) -> None:
                 f"Received: shares={shares}. Leave its device out of the strategy instead: "
                 "tmg.create_strategy(devices=[...]) with the other devices."
             )
+    return shares
 
 
 def _is_finite(number: object) -> bool:
