@@ -263,6 +263,20 @@ def test_signals_are_passed_on_and_nothing_is_restarted(
     assert "restart" not in err
 
 
+def test_workers_end_when_nobody_reads_what_they_print(write: Write) -> None:
+    script = write("while True: print('x' * 1000)")
+    command = [sys.executable, "-m", "tfmultigpu", "launch", "--restarts", "3", script]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as launcher:
+        assert launcher.stdout is not None
+        assert launcher.stderr is not None
+        assert launcher.stdout.readline().startswith(b"[")
+        launcher.stdout.close()
+        said = launcher.stderr.read().decode()
+        assert launcher.wait(30) == 128 + signal.SIGTERM
+    assert "What workers print cannot be passed on (Broken pipe): all must end." in said
+    assert "restart" not in said
+
+
 def test_workers_that_do_not_listen_to_a_signal_are_stopped(
     write: Write,
     tmp_path: Path,

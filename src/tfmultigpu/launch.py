@@ -101,7 +101,7 @@ def launch(
                 output.pass_on,
                 grace=_GRACE,
                 patience={_TERMINATED: _SIGNAL_GRACE},
-                next_signal=next_signal,
+                next_signal=lambda: next_signal() or output.lost(),
                 signal_grace=_SIGNAL_GRACE,
             )
             output.say_how(outcome, attempt, restarts)
@@ -151,19 +151,38 @@ class _Output:
         self._workers = workers
         self._lock = threading.Lock()
         self._last: list[collections.deque[bytes]] = []
+        self._loss: OSError | None = None
+        self._told = False
         self._forget()
 
     def pass_on(self, worker: int, line: bytes) -> None:
         self._last[worker].append(line)
         prefix = f"[{worker:{self._width}}] ".encode()
         whole = prefix + line if line.endswith(b"\n") else prefix + line + b"\n"
+        # Workers are read on when nobody reads this process: they would wait in `print` for ever.
         with self._lock:
-            stream: Any = getattr(sys.stdout, "buffer", None)
-            if stream is None:  # Replaced by something that takes text only.
-                sys.stdout.write(whole.decode(errors="replace"))
-            else:
-                stream.write(whole)
-            sys.stdout.flush()
+            if self._loss is None:
+                try:
+                    self._write(whole)
+                except OSError as error:
+                    self._loss = error
+
+    def lost(self) -> int | None:
+        """A signal for all workers, once, when nobody reads any more what they print."""
+        if self._loss is None or self._told:
+            return None
+        self._told = True
+        self._say(f"What workers print cannot be passed on ({self._loss.strerror}): all must end.")
+        return signal.SIGTERM
+
+    @staticmethod
+    def _write(whole: bytes) -> None:
+        stream: Any = getattr(sys.stdout, "buffer", None)
+        if stream is None:  # Replaced by something that takes text only.
+            sys.stdout.write(whole.decode(errors="replace"))
+        else:
+            stream.write(whole)
+        sys.stdout.flush()
 
     def say_how(self, outcome: Outcome, attempt: int, restarts: int) -> None:
         if outcome.first is None and outcome.signal is None:
