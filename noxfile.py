@@ -80,6 +80,13 @@ def tests_oldest(session: nox.Session) -> None:
 
 
 @nox.session
+def ray(session: nox.Session) -> None:
+    """The tests that need Ray, which the other sessions skip: its workers, killed and resumed."""
+    session.install("-e", ".[ray]", *groups("test"))
+    session.run("pytest", "-k", "test_ray", *session.posargs, "tests/test_schedulers.py")
+
+
+@nox.session
 def mutations(session: nox.Session) -> None:
     """Break each clause of the law on purpose; the tests that docs/mutations.md names must fail."""
     session.install("-e", ".", *groups("test"))

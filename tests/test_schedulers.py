@@ -35,9 +35,7 @@ def test_every_file_for_a_scheduler_is_on_the_page() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(
-    importlib.util.find_spec("ray") is None, reason="needs Ray: pip install 'tfmultigpu[ray]'"
-)
+@pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs Ray: nox -s ray")
 def test_ray_starts_killed_workers_again() -> None:
     ended = subprocess.run(
         [sys.executable, str(SCHEDULERS / "ray_train.py")],
