@@ -1,0 +1,150 @@
+"""Replicas on parts of a GPU give what the whole GPU gives, and the GPU what the CPU gives.
+
+Tolerances are absolute below one and relative above. In float32 with TF32 off only the order of
+additions differs, but cuDNN may take another algorithm for another number of rows: 1e-5. TF32 keeps
+ten bits of each factor (a relative error of 5e-4 each), and another algorithm rounds others: 5e-3.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import tfmultigpu as tmg
+from gpu_checks.place import Place
+from gpu_checks.trainings import apart, batches, trained_on, training
+
+__all__ = [
+    "checkpoints_cross_over",
+    "dropout_draws",
+    "exact_with_tf32",
+    "exact_without_tf32",
+    "four_parts",
+    "gpu_against_cpu",
+    "synchronized_batch_normalization",
+    "xla",
+]
+
+EXACT, TF32 = 1e-5, 5e-3
+
+
+def exact_without_tf32(place: Place) -> dict[str, Any]:
+    """Uneven batches in shares by memory, TF32 off: every weight, loss and prediction."""
+    return _hold(place, training, EXACT, tf32=False, shares=place.limits)
+
+
+def exact_with_tf32(place: Place) -> dict[str, Any]:
+    """The same with TF32 on."""
+    return _hold(place, training, TF32, tf32=True)
+
+
+def synchronized_batch_normalization(place: Place) -> dict[str, Any]:
+    """Statistics are those of the global batch."""
+    return _hold(place, lambda: training(normalized=True), EXACT, tf32=False)
+
+
+def xla(place: Place) -> dict[str, Any]:
+    """The replica phase compiled by XLA, against one device without XLA.
+
+    XLA puts other kernels in place of cuDNN's and reorders sums: 1e-4.
+    """
+    return _hold(place, training, 1e-4, tf32=False, jit_compile=True, predict=False)
+
+
+def four_parts(place: Place) -> dict[str, Any]:
+    """Four unequal parts, a last batch of fewer rows than parts, two micro-batches."""
+    return _hold(place, training, EXACT, tf32=False, shares=place.limits, micro_batches=2)
+
+
+def dropout_draws(place: Place) -> dict[str, Any]:
+    """Replicas draw one device's numbers, and the GPU draws the CPU's: Philox has one answer."""
+    masks = []
+    for device in (place.devices[0], place.devices[-1], "CPU:0"):
+        with tf.device(device):
+            layer = keras.layers.Dropout(0.5, seed=9)
+            masks.append(layer(tf.ones([64, 33]), training=True).numpy())
+    for mask in masks[1:]:
+        np.testing.assert_array_equal(mask, masks[0], err_msg="draws differ between devices")
+    dropped = float(np.mean(masks[0] == 0))
+    assert 0.4 < dropped < 0.6, f"{dropped} of the inputs dropped at a rate of 0.5"
+    return _hold(place, lambda: training(dropout=0.4), EXACT, tf32=False) | {"dropped": dropped}
+
+
+def gpu_against_cpu(place: Place) -> dict[str, Any]:
+    """The same five steps on the GPU and on the CPU, TF32 off and on."""
+    data = batches(24, 24, 17, 24, 5)
+    cpu = trained_on("CPU:0", data)
+    facts: dict[str, Any] = {}
+    for tf32, allowed in ((False, EXACT), (True, TF32)):
+        with_tf32(tf32)
+        gpu = trained_on(place.devices[-1], data)
+        facts[f"tf32={tf32}"] = difference = apart(gpu["model"], cpu["model"])
+        assert difference <= allowed, f"weights differ by {difference:.1e}, allowed {allowed}"
+        np.testing.assert_allclose(gpu["losses"], cpu["losses"], rtol=allowed, atol=allowed)
+        if place.rehearsal:
+            break  # Virtual CPUs know no TF32.
+    return facts
+
+
+def checkpoints_cross_over(place: Place) -> dict[str, Any]:
+    """Saved on replicas of the GPU and gone on with on the CPU, and the other way round."""
+    with_tf32(False)
+    data = batches(24, 17, 24)
+    first, *rest = data
+    straight = trained_on("CPU:0", data)
+    facts = {}
+    for begin, end in ((place.devices, ("CPU:0",)), (("CPU:0",), place.devices)):
+        directory = tempfile.mkdtemp()
+        step = _step_on(place, begin)
+        step(first)
+        tmg.Checkpoints(directory, train_step=step).save()
+        other = _step_on(place, end)
+        restored = tmg.Checkpoints(directory, train_step=other).restore()
+        assert restored == 1, f"restored step {restored}, saved was step 1"
+        assert apart(step.model, other.model) == 0.0, "the model that was read is not the one saved"
+        assert apart(step.optimizer, other.optimizer) == 0.0, "the optimizer's state differs"
+        for batch in rest:
+            other(batch)
+        name = f"{' + '.join(begin)} to {' + '.join(end)}"
+        facts[name] = difference = apart(other.model, straight["model"])
+        assert difference <= EXACT, f"{name}: off an uninterrupted run by {difference:.1e}"
+    return facts
+
+
+def with_tf32(allowed: bool) -> None:
+    """Sets whether float32 products may be computed in TF32."""
+    experimental: Any = tf.config.experimental
+    experimental.enable_tensor_float_32_execution(allowed)
+
+
+def _hold(
+    place: Place, build: Callable[[], Any], tolerance: float, *, tf32: bool, **options: Any
+) -> dict[str, Any]:
+    with_tf32(tf32)
+    report = tmg.testing.assert_replica_invariant(
+        build,
+        batches(24, 17, 24, 3),
+        strategy=place.strategy(),
+        tolerance=tolerance,
+        **options,
+    )
+    largest = report.largest
+    return {"allowed": tolerance, "largest": float(largest.amount), "of": str(largest)}
+
+
+def _step_on(place: Place, devices: tuple[str, ...]) -> Any:
+    strategy = (
+        place.strategy()
+        if devices == place.devices
+        else tf.distribute.OneDeviceStrategy(f"/device:{devices[0]}")
+    )
+    keras.utils.set_random_seed(3)
+    with strategy.scope():
+        one = training()
+    step = tmg.make_train_step(one.model, one.optimizer, one.loss, strategy)
+    return step

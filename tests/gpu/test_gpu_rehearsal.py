@@ -1,0 +1,168 @@
+"""Without a GPU: the checks run on virtual CPUs, and fail where what they check is broken."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import tensorflow as tf
+from gpu_checks import low_precision, memory, planning, replicas
+from gpu_checks.groups import GROUPS, Group, run_check, run_group
+from gpu_checks.place import GIB, NeedsGpu, Place, grown, used_memory
+
+import tfmultigpu as tmg
+from tfmultigpu.plans import Facts, choose
+
+TWO = Place("CPU", ("CPU:0", "CPU:1"), (12 * GIB, 4 * GIB))
+
+
+def outcome(check: Callable[[Place], dict[str, Any]], place: Place = TWO) -> tuple[str, str]:
+    result = run_check(check, place, "rehearsal")
+    return result.status, result.error
+
+
+@pytest.mark.parametrize(
+    "check",
+    [
+        planning.doctor,
+        planning.names_of_parts,
+        planning.communication,
+        planning.shares_by_memory,
+        memory.out_of_memory_report,
+        low_precision.float16_dynamic,
+    ],
+)
+def test_a_check_passes_on_virtual_cpus(check: Callable[[Place], dict[str, Any]]) -> None:
+    assert outcome(check) == ("passed", "")
+
+
+def test_the_largest_batch_is_found_in_a_rehearsal() -> None:
+    one = Place("CPU", ("CPU:0",), (4 * GIB,))
+    result = run_check(memory.largest_batch, one, "rehearsal")
+    assert (result.status, result.facts["rows"]) == ("passed", 20)
+
+
+def test_exactness_is_held_and_a_wrong_tolerance_is_noticed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert outcome(replicas.exact_without_tf32)[0] == "passed"
+    monkeypatch.setattr(replicas, "EXACT", 1e-12)
+    status, error = outcome(replicas.exact_without_tf32)
+    assert status == "failed"
+    assert "Training on replicas does not give what one device gives" in error
+
+
+def test_a_step_that_is_not_skipped_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    make = tmg.make_train_step
+    monkeypatch.setattr(
+        tmg, "make_train_step", lambda *args, loss_scale=None, **options: make(*args, **options)
+    )
+    status, error = outcome(low_precision.float16_dynamic)
+    assert status == "failed"
+    assert "an infinite gradient on the last replica was applied" in error
+
+
+def test_an_error_that_names_the_wrong_replica_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(*args: Any) -> None:
+        raise tmg.OutOfMemoryError("Replica 0 (CPU:0) has not enough memory for this step.")
+
+    class Step:
+        model, optimizer = SimpleNamespace(variables=[]), SimpleNamespace()
+        optimizer.iterations = tf.Variable(1)
+
+        def __call__(self, batch: Any) -> dict[str, float]:
+            return {"loss": 1.0} if isinstance(batch, tuple) else wrong()
+
+    monkeypatch.setattr(memory, "_hungry_step", lambda place, **_: (place.strategy(), Step()))
+    status, error = outcome(memory.out_of_memory_report)
+    assert status == "failed"
+    assert "expected 'Replica 1 (CPU:1) has not enough memory for this step.'" in error
+
+
+def test_shares_that_forget_the_memory_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tmg, "plan_shares", lambda rows, capacities: (rows // 2, rows // 2))
+    status, error = outcome(planning.shares_by_memory)
+    assert status == "failed"
+    assert "(32, 32) for (12884901888, 4294967296)" in error
+
+
+def test_nccl_over_the_parts_of_one_gpu_would_fail() -> None:
+    parts = {"CPU:0": "CPU:0", "GPU:0": "GPU:0", "GPU:1": "GPU:0"}
+    plan = choose(Facts(parts, nccl=True))
+    assert plan.devices == ("GPU:0", "GPU:1")
+    planning.judge_plan(plan)
+    whole = choose(Facts(parts | {"GPU:1": "GPU:1"}, nccl=True))
+    with pytest.raises(AssertionError, match="nccl was chosen for parts of one device"):
+        planning.judge_plan(whole)
+
+
+def test_growth_is_judged_by_what_the_driver_says() -> None:
+    memory.judge_growth(GIB, 2 * GIB, 6 * GIB, 4 * GIB)
+    memory.judge_growth(GIB, 2 * GIB, 10 * GIB, 4 * GIB)  # regions double
+    with pytest.raises(AssertionError, match="bytes taken at the start"):
+        memory.judge_growth(0, 120 * GIB, 120 * GIB, 4 * GIB)  # TensorFlow without growth
+    with pytest.raises(AssertionError, match="bytes more for a tensor"):
+        memory.judge_growth(GIB, 2 * GIB, 2 * GIB, 4 * GIB)  # the wrong GPU was asked
+
+
+def test_a_limit_is_judged_by_what_the_driver_says() -> None:
+    memory.judge_limit(GIB, 6 * GIB, 6 * GIB, 4 * GIB, refused=True)
+    with pytest.raises(AssertionError, match="larger than the limit of"):
+        memory.judge_limit(GIB, 6 * GIB, 6 * GIB, 4 * GIB, refused=False)
+    with pytest.raises(AssertionError, match="bytes taken, the limit is"):
+        memory.judge_limit(GIB, 6 * GIB, 13 * GIB, 4 * GIB, refused=True)
+    with pytest.raises(AssertionError, match="bytes taken for half of"):
+        memory.judge_limit(GIB, GIB, GIB, 4 * GIB, refused=True)
+
+
+def test_micro_batches_are_judged_by_the_activations() -> None:
+    peaks = {"1, few": 100, "1, many": 900, "8, few": 100, "8, many": 220}
+    assert memory.judge_micro_batches(peaks) == 120 / 800
+    with pytest.raises(AssertionError, match=r"1\.00 of the activations with 8 micro-batches"):
+        memory.judge_micro_batches(peaks | {"8, many": 900})
+
+
+def test_what_needs_a_gpu_is_not_run_and_says_so() -> None:
+    for check in (memory.growth, memory.limit, memory.micro_batches):
+        status, error = outcome(check)
+        assert status == "not run"
+        assert error.startswith("needs a GPU that TensorFlow can see: ")
+
+
+def test_a_group_without_its_gpu_is_not_run() -> None:
+    if tmg.list_devices("GPU"):
+        pytest.skip("needs a machine without a GPU")
+    found = list(run_group("two_parts", "GPU"))
+    assert {one.status for one in found} == {"not run"}
+    assert len(found) == len(GROUPS["two_parts"].checks)
+    assert {one.error for one in found} == {"needs a GPU that TensorFlow can see"}
+
+
+def test_a_setting_that_is_refused_fails_every_check_of_its_group(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(kind: str) -> Place:
+        raise tmg.DevicesInitializedError("too late")
+
+    monkeypatch.setitem(GROUPS, "limit", Group(refuse, GROUPS["limit"].checks))
+    found = list(run_group("limit", "CPU"))
+    assert [one.status for one in found] == ["failed", "failed"]
+    assert all("too late" in one.error for one in found)
+
+
+def test_the_memory_in_use_is_read_or_what_is_missing_is_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    program = tmp_path / "nvidia-smi"
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,4")
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    with pytest.raises(NeedsGpu, match=r"needs nvidia-smi or the package nvidia-ml-py"):
+        used_memory()
+    program.write_text('#!/bin/sh\n[ "$2" = 3 ] && echo 4096\n')
+    program.chmod(0o755)
+    assert used_memory() == 4 * GIB
+    assert grown("CPU").used_before == 0
