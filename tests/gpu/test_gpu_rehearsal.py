@@ -66,15 +66,16 @@ def test_a_step_that_is_not_skipped_fails(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_an_error_that_names_the_wrong_replica_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    def wrong(*args: Any) -> None:
-        raise tmg.OutOfMemoryError("Replica 0 (CPU:0) has not enough memory for this step.")
-
     class Step:
-        model, optimizer = SimpleNamespace(variables=[]), SimpleNamespace()
-        optimizer.iterations = tf.Variable(1)
+        model = SimpleNamespace(variables=[])
+        optimizer = SimpleNamespace(iterations=tf.Variable(1))
+        calls = 0
 
         def __call__(self, batch: Any) -> dict[str, float]:
-            return {"loss": 1.0} if isinstance(batch, tuple) else wrong()
+            self.calls += 1
+            if self.calls == 1:
+                return {"loss": 1.0}
+            raise tmg.OutOfMemoryError("Replica 0 (CPU:0) has not enough memory for this step.")
 
     monkeypatch.setattr(memory, "_hungry_step", lambda place, **_: (place.strategy(), Step()))
     status, error = outcome(memory.out_of_memory_report)

@@ -146,5 +146,4 @@ def _step_on(place: Place, devices: tuple[str, ...]) -> Any:
     keras.utils.set_random_seed(3)
     with strategy.scope():
         one = training()
-    step = tmg.make_train_step(one.model, one.optimizer, one.loss, strategy)
-    return step
+    return tmg.make_train_step(one.model, one.optimizer, one.loss, strategy)
