@@ -172,7 +172,7 @@ def _tf_variable(variable: Any) -> Any:
 def _to_numpy(variable: Any) -> np.ndarray[Any, Any]:
     value = np.asarray(variable.numpy())
     # Types that NumPy does not know are written as one it does, without loss.
-    return value if value.dtype.kind in "fiub" else value.astype("float32")
+    return value if value.dtype.kind in "fiubc" else value.astype("float32")
 
 
 def _as(value: np.ndarray[Any, Any], dtype: Any) -> Any:
@@ -183,7 +183,7 @@ def _together(variable: Any) -> str:
     """What the values on replicas make together."""
     if variable.aggregation == tf.VariableAggregation.SUM:
         return "sum"
-    return "mean" if variable.dtype.is_floating else "first"
+    return "mean" if variable.dtype.is_floating or variable.dtype.is_complex else "first"
 
 
 def _differing(slots: Sequence[Slot], exchange: WorkerExchange) -> set[str]:
@@ -233,7 +233,9 @@ def _for_replicas(
     if together == "sum":
         total = values.sum(0, dtype=values.dtype)
         return np.stack([total] + [np.zeros_like(total)] * (replicas - 1))
-    one = values.mean(0, dtype="float64") if together == "mean" else values[0]
+    one = (
+        values.mean(0, dtype=np.result_type(values, "float64")) if together == "mean" else values[0]
+    )
     return np.stack([one.astype(values.dtype)] * replicas)
 
 

@@ -13,6 +13,13 @@ from typing import Any
 import tensorflow as tf
 
 from tfmultigpu import checkpoint_files as files
+from tfmultigpu.checkpoint_arguments import (
+    check_extra,
+    check_step,
+    read_directory,
+    read_interval,
+    read_number,
+)
 from tfmultigpu.checkpoint_callback import make_callback
 from tfmultigpu.checkpoint_state import Slot, check_fits, read_state, slots_of, write_state
 from tfmultigpu.compiled import strategy_of
@@ -99,36 +106,23 @@ class Checkpoints:
                 128 + signal, 143 for SIGTERM. None: none.
 
         Raises:
-            TypeError: Model, optimizer or train step are something else.
-            ValueError: A number is less than 1, or the directory is an address.
+            TypeError: An argument is something else.
+            ValueError: A number is less than 1, or the directory is an address or a file.
         """
         if train_step is not None:
-            if model is not None or optimizer is not None:
-                raise ValueError(
-                    "A train step brings its model and its optimizer. Received: train_step beside "
-                    "model or optimizer. Leave these out."
-                )
+            check_step(train_step, model, optimizer)
             model, optimizer = train_step.model, train_step.optimizer
         self._strategy = strategy_of(model) if hasattr(model, "variables") else None
         if optimizer is None:
             check_kinds(model, self._strategy or tf.distribute.get_strategy())
         else:
             check_kinds(model, self._strategy, optimizer)
-        numbers = {"keep": keep, "every_steps": every_steps, "every_epochs": every_epochs}
-        for name, number in numbers.items():
-            if number is not None and number < 1:
-                raise ValueError(f"{name} is at least 1. Received: {name}={number}.")
-        if "://" in os.fspath(directory):
-            raise ValueError(
-                "Checkpoints are folders of a file system. Received: "
-                f"directory={os.fspath(directory)!r}. Mount it, and give the path."
-            )
-        self.directory = Path(directory)
-        self.keep = keep
-        self.every_steps = every_steps
-        self.every_epochs = every_epochs
+        self.directory = read_directory(directory)
+        self.keep = read_number("keep", keep, 1)
+        self.every_steps = read_interval("every_steps", every_steps)
+        self.every_epochs = read_interval("every_epochs", every_epochs)
         self._model, self._optimizer, self._train_step = model, optimizer, train_step
-        self._extra = dict(extra or {})
+        self._extra = check_extra(extra)
         self._exchange = WorkerExchange(self._strategy)
         self._vote = StopVote(self._exchange)
         self._signal = None if stop_signal is None else StopSignal(stop_signal)
@@ -166,7 +160,8 @@ class Checkpoints:
             The folder of the checkpoint.
 
         Raises:
-            CheckpointError: It could not be written, or the place in the data is not known.
+            CheckpointError: It could not be written, the directory has later steps, which were not
+                restored, or the place in the data is not known.
             RestoreMismatchError: A worker does not see what the chief has written.
         """
         self._check_outside()
@@ -237,6 +232,7 @@ class Checkpoints:
         Args:
             epochs: How many epochs the whole run has, those before a restart included.
         """
+        epochs = read_number("epochs", epochs, 0)
         self.listen()
         try:
             while self.epoch < epochs:
@@ -265,11 +261,12 @@ class Checkpoints:
                 "Steps were made on other data than checkpoints.data, so the place in the data is "
                 "not known. Write: for batch in checkpoints.data."
             )
+        steps = read_number("steps", steps, 0)
         self._counts = True
-        self._steps += int(steps)
-        self._position.step += int(steps)
+        self._steps += steps
+        self._position.step += steps
         self._check_data()
-        self._stop_if_wanted(int(steps))
+        self._stop_if_wanted(steps)
         if self.every_steps is not None and self._steps - self._saved >= self.every_steps:
             self.save()
 
@@ -297,8 +294,8 @@ class Checkpoints:
             every_steps: As for the class, in its place.
             every_epochs: As for the class, in its place; 1 where nothing was said anywhere.
         """
-        self.every_steps = every_steps or self.every_steps
-        self.every_epochs = every_epochs or self.every_epochs
+        self.every_steps = read_interval("every_steps", every_steps) or self.every_steps
+        self.every_epochs = read_interval("every_epochs", every_epochs) or self.every_epochs
         if self.every_steps is None and self.every_epochs is None:
             self.every_epochs = 1
         return make_callback(self, self._exchange.workers > 1)
@@ -319,7 +316,12 @@ class Checkpoints:
                 self.data.pass_over(self.epoch)
 
     def listen(self) -> None:
-        """Begins to note the stop signal; ``epochs`` and the callback do so."""
+        """Begins to note the stop signal; ``epochs`` and the callback do so.
+
+        Raises:
+            CheckpointError: The directory has later steps, which were not restored.
+        """
+        self._shared.check_own(self.step)
         if self._signal is not None:
             self._signal.listen()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -163,12 +164,16 @@ def position_data(
 
 
 def _takes_epoch(data: Any) -> bool:
-    """Whether data is a function of one argument; without any it makes batches."""
+    """Whether data is a function that needs one argument; without any it makes batches."""
     if not callable(data):
         return False
-    code = getattr(data, "__code__", None)
-    bound = int(hasattr(data, "__self__"))
-    return code is not None and code.co_argcount - bound - len(data.__defaults__ or ()) == 1
+    try:
+        parameters = inspect.signature(data).parameters.values()
+    except ValueError:  # Some that are written in C.
+        return False
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    needed = [one for one in parameters if one.default is one.empty and one.kind in kinds]
+    return len(needed) == 1
 
 
 class _Fingerprints:

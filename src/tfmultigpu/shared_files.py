@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -48,12 +49,17 @@ class SharedFiles:
             The folder of the checkpoint.
 
         Raises:
-            CheckpointError: It could not be written.
+            CheckpointError: It could not be written, or there are later steps already.
             RestoreMismatchError: Another worker does not see it.
         """
         failure: OSError | None = None
-        number = _NONE
+        number, latest = _NONE, step
         if self._exchange.is_chief:
+            try:
+                latest = self._latest(step)
+            except OSError as error:
+                failure = error
+        if self._exchange.is_chief and failure is None and latest == step:
             try:
                 if not self._cleaned:
                     files.clean(self.directory)
@@ -63,17 +69,28 @@ class SharedFiles:
                 files.prune(self.directory, keep)
             except OSError as error:
                 failure = error
-        told = self._exchange([int(failure is not None), number])
+        told = self._exchange([int(failure is not None), number, latest])
         if told[0, 0]:
             raise CheckpointError(
                 f"The checkpoint of step {step} could not be written to {self.directory} on the "
                 f"first worker: {failure or 'see what that worker says'}. The older ones are as "
                 "they were."
             ) from failure
+        self._refuse_later(step, int(told[0, 2]))
         path = files.folder_of(self.directory, step, int(told[0, 1]))
         if not self._known_to_be_shared:
             self._check_seen(path)
         return path
+
+    def check_own(self, step: int) -> None:
+        """Checks that what is there is not later than the step of the run.
+
+        The newest are kept: what such a run saves would be deleted at once.
+
+        Raises:
+            CheckpointError: There are later steps already.
+        """
+        self._refuse_later(step, self._latest(step))
 
     def newest(self) -> tuple[files.Stored | None, list[files.Damaged]]:
         """Returns the newest whole checkpoint, the same on all workers, and newer damaged ones.
@@ -104,7 +121,21 @@ class SharedFiles:
         if self._exchange.is_chief:
             files.clean(self.directory)
             for one in damaged:
-                files.set_aside(one)
+                # Of a folder that can only be read a run may still be restored.
+                with contextlib.suppress(OSError):
+                    files.set_aside(one)
+
+    def _latest(self, step: int) -> int:
+        return max([step, *files.stored_steps(self.directory)])
+
+    def _refuse_later(self, step: int, latest: int) -> None:
+        if latest > step:
+            raise CheckpointError(
+                f"There are checkpoints of a later step in {self.directory} already. Received: "
+                f"step {latest} there, and a run at step {step}, whose checkpoints would not be "
+                "among the newest, which are kept. Call checkpoints.restore() first to go on from "
+                "there, or give another directory to begin anew."
+            )
 
     def _check_seen(self, path: Path) -> None:
         for _ in range(_LOOKS):

@@ -9,6 +9,7 @@ import time
 from types import FrameType
 from typing import Any
 
+from tfmultigpu.checkpoint_arguments import check_signal
 from tfmultigpu.worker_exchange import WorkerExchange
 
 __all__ = ["StopSignal", "StopVote"]
@@ -29,7 +30,13 @@ class StopSignal:
     """
 
     def __init__(self, number: int) -> None:
-        """Takes the signal."""
+        """Takes the signal.
+
+        Raises:
+            TypeError: It is no number.
+            ValueError: There is no such signal, or nobody can listen for it.
+        """
+        check_signal(number)
         self.number = number
         self.received = False
         self._before: Any = None

@@ -1,0 +1,132 @@
+"""What a run of checkpoints is given, checked before anything is trained."""
+
+from __future__ import annotations
+
+import operator
+import os
+import signal
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import tensorflow as tf
+
+__all__ = [
+    "check_extra",
+    "check_signal",
+    "check_step",
+    "read_directory",
+    "read_interval",
+    "read_number",
+]
+
+_KILLS = ("SIGKILL", "SIGSTOP")
+
+
+def read_directory(directory: Any) -> Path:
+    """Returns the folder that was given, in which ``~`` is the home folder.
+
+    Raises:
+        TypeError: It is no path.
+        ValueError: It is empty, an address, or a file.
+    """
+    if not isinstance(directory, (str, bytes, os.PathLike)):
+        raise TypeError(f"directory must be a path. Received: directory={directory!r}.")
+    text = os.fsdecode(directory)
+    if not text:
+        raise ValueError("directory must name a folder of this run alone. Received: directory=''.")
+    if "://" in text:
+        raise ValueError(
+            "Checkpoints are folders of a file system. Received: "
+            f"directory={text!r}. Mount it, and give the path."
+        )
+    path = Path(text).expanduser()
+    if path.exists() and not path.is_dir():
+        raise ValueError(f"directory is a file. Received: directory={text!r}. Give a folder.")
+    return path
+
+
+def read_number(name: str, number: Any, least: int) -> int:
+    """Returns a whole number that was given, a scalar tensor of one too.
+
+    Raises:
+        TypeError: It is no whole number.
+        ValueError: It is less than ``least``.
+    """
+    try:
+        whole = operator.index(number)
+    except TypeError:
+        raise TypeError(f"{name} must be a whole number. Received: {name}={number!r}.") from None
+    if whole < least:
+        raise ValueError(f"{name} is at least {least}. Received: {name}={number}.")
+    return whole
+
+
+def read_interval(name: str, number: Any) -> int | None:
+    """Returns after how many to do something; None for never.
+
+    Raises:
+        TypeError: It is no whole number.
+        ValueError: It is less than 1.
+    """
+    return None if number is None else read_number(name, number, 1)
+
+
+def check_step(step: Any, model: Any, optimizer: Any) -> None:
+    """Checks that this is a train step, and alone.
+
+    Raises:
+        TypeError: It is something else.
+        ValueError: A model or an optimizer was given beside it.
+    """
+    if model is not None or optimizer is not None:
+        raise ValueError(
+            "A train step brings its model and its optimizer. Received: train_step beside "
+            "model or optimizer. Leave these out."
+        )
+    if not (hasattr(step, "model") and hasattr(step, "optimizer")):
+        raise TypeError(
+            f"train_step must be what make_train_step returned. Received: train_step={step!r}."
+        )
+
+
+def check_signal(number: Any) -> None:
+    """Checks that a process can listen for a signal.
+
+    Raises:
+        TypeError: It is no number.
+        ValueError: There is no such signal, or nobody can listen for it.
+    """
+    known = signal.valid_signals() - {getattr(signal, name, 0) for name in _KILLS}
+    if not isinstance(number, int) or isinstance(number, bool):
+        raise TypeError(
+            "stop_signal must be a signal, such as signal.SIGTERM. Received: "
+            f"stop_signal={number!r}."
+        )
+    if number not in known:
+        raise ValueError(f"No process can listen for this. Received: stop_signal={number!r}.")
+
+
+def check_extra(extra: Any) -> dict[str, Any]:
+    """Returns further objects to save, by name.
+
+    Raises:
+        TypeError: They have no names, or no variables.
+    """
+    if extra is None:
+        return {}
+    cure = 'Write extra={"accuracy": metric}, or a list of variables in place of the metric.'
+    if not isinstance(extra, Mapping):
+        raise TypeError(f"extra gives each object a name. {cure} Received: extra={extra!r}.")
+    for name, owner in extra.items():
+        variables = getattr(owner, "variables", owner)
+        for one in variables if isinstance(variables, (list, tuple)) else [variables]:
+            kept = one if isinstance(one, tf.Variable) else getattr(one, "value", None)
+            if not isinstance(kept, tf.Variable):
+                raise TypeError(f"Only variables are saved. {cure} Received: {name!r}: {one!r}.")
+            if kept.dtype in (tf.string, tf.resource, tf.variant):
+                raise TypeError(
+                    f"Only numbers are saved. Received: {name!r}, with a variable of "
+                    f"{kept.dtype.name}."
+                )
+    return dict(extra)

@@ -1,0 +1,147 @@
+"""What checkpoints are given: mistakes are told before anything is trained, or overwritten."""
+
+from __future__ import annotations
+
+import functools
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfmultigpu as tmg
+from tfmultigpu import checkpoint_files as files
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
+
+
+def batches() -> tf.data.Dataset:
+    return tf.data.Dataset.range(10).batch(2)
+
+
+def names(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "text"),
+    [
+        ({"keep": 2.5}, TypeError, "keep must be a whole number. Received: keep=2.5."),
+        ({"keep": None}, TypeError, "keep must be a whole number. Received: keep=None."),
+        ({"every_steps": "3"}, TypeError, "every_steps must be a whole number. Received: "),
+        ({"every_epochs": 0}, ValueError, "every_epochs is at least 1. Received: every_epochs=0."),
+        ({"directory": None}, TypeError, "directory must be a path. Received: directory=None."),
+        ({"directory": ""}, ValueError, "directory must name a folder of this run alone."),
+        ({"directory": __file__}, ValueError, "directory is a file. Received: directory='/"),
+        ({"stop_signal": "SIGTERM"}, TypeError, "such as signal.SIGTERM. Received: stop_signal='"),
+        ({"stop_signal": signal.SIGKILL}, ValueError, "No process can listen for this."),
+        ({"stop_signal": 999}, ValueError, "Received: stop_signal=999."),
+        ({"extra": {"a": 5}}, TypeError, 'Only variables are saved. Write extra={"accuracy": m'),
+        ({"extra": [np.ones(2)]}, TypeError, "extra gives each object a name."),
+    ],
+)
+def test_arguments_that_make_no_sense(
+    arguments: dict[str, Any], error: type[Exception], text: str, model: Any, tmp_path: Path
+) -> None:
+    with pytest.raises(error) as caught:
+        tmg.Checkpoints(**{"directory": tmp_path / "run", "model": model, **arguments})
+    assert text in str(caught.value)
+    assert names(tmp_path) == []
+
+
+def test_calls_that_make_no_sense(model: Any, tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match=r"Only numbers are saved. Received: 'a', with a variable"):
+        tmg.Checkpoints(tmp_path, model, extra={"a": [tf.Variable("text")]})
+    with pytest.raises(TypeError, match=r"train_step must be what make_train_step returned"):
+        tmg.Checkpoints(tmp_path, train_step=5)
+    run = tmg.Checkpoints(tmp_path, model)
+    with pytest.raises(ValueError, match=r"every_steps is at least 1. Received: every_steps=0"):
+        run.callback(every_steps=0)
+    with pytest.raises(ValueError, match=r"steps is at least 0. Received: steps=-1"):
+        run.after_step(-1)
+    with pytest.raises(TypeError, match=r"epochs must be a whole number. Received: epochs=None"):
+        next(run.epochs(None))
+    run.after_step(tf.constant(2))
+    run.after_step(np.int64(1))
+    assert run.step == 3
+
+
+def test_the_home_folder_is_meant_by_a_tilde(
+    model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert tmg.Checkpoints("~/run", model).save() == tmp_path / "run" / "step-00000000"
+    assert tmg.Checkpoints(bytes(tmp_path / "run"), model).restore() == 0
+
+
+def test_a_run_that_was_not_restored_does_not_lose_what_it_saves(
+    model: Any, tmp_path: Path
+) -> None:
+    """The newest are kept: those of a run that begins anew would be deleted at once."""
+    first = tmg.Checkpoints(tmp_path, model)
+    first.after_step(10)
+    first.save()
+    text = r"Received: step 10 there, and a run at step {}, .*Call checkpoints\.restore\(\) first"
+    again = tmg.Checkpoints(tmp_path, model)
+    with pytest.raises(tmg.CheckpointError, match=text.format(0)):
+        next(again.epochs(1))
+    again.after_step(9)
+    with pytest.raises(tmg.CheckpointError, match=text.format(9)):
+        again.save()
+    assert names(tmp_path) == ["step-00000010"]
+    again.after_step()
+    again.save()
+    assert names(tmp_path) == ["step-00000010", "step-00000010-1"]
+
+
+def make(rows: int, epoch: int) -> tf.data.Dataset:
+    return batches().take(rows + epoch)
+
+
+class Make:
+    def __call__(self, epoch: int) -> tf.data.Dataset:
+        return make(3, epoch)
+
+
+@pytest.mark.parametrize("function", [functools.partial(make, 3), Make(), Make().__call__])
+def test_whatever_can_be_called_with_an_epoch_is_a_function_of_it(
+    function: Callable[[int], Any], model: Any, tmp_path: Path
+) -> None:
+    run = tmg.Checkpoints(tmp_path, model, data=function)
+    lengths = []
+    for _ in run.epochs(2):
+        lengths.append(len(list(run.data)))
+        run.after_step(lengths[-1])
+    assert lengths == [3, 4]
+
+
+def test_complex_numbers_are_saved_whole(model: Any, tmp_path: Path) -> None:
+    variable = tf.Variable(tf.constant([1 + 2j], tf.complex64))
+    run = tmg.Checkpoints(tmp_path, model, extra={"waves": variable})
+    run.save()
+    variable.assign([0j])
+    assert run.restore() == 0
+    assert variable.numpy().tolist() == [1 + 2j]
+
+
+def test_a_folder_that_can_only_be_read_is_restored_from(
+    model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tmg.Checkpoints(tmp_path, model)
+    run.save()
+    run.after_step()
+    (run.save() / "manifest.json").write_text("{")
+
+    def read_only(damaged: files.Damaged) -> Path:
+        raise PermissionError(30, "Read-only file system")
+
+    monkeypatch.setattr(files, "set_aside", read_only)
+    with pytest.warns(tmg.DamagedCheckpointWarning, match="goes on from step-00000000"):
+        assert tmg.Checkpoints(tmp_path, model).restore() == 0
