@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 from diagnosed import clean, provoke
 
+from tfmultigpu.__main__ import main
 from tfmultigpu.diagnostics import Finding, Report
 from tfmultigpu.diagnostics.driver import ask_driver
 from tfmultigpu.diagnostics.variables import concealed, describe_variables
@@ -397,6 +399,22 @@ def test_the_command_prints_it_and_its_status_says_whether_there_is_an_error(
             command, env=env, capture_output=True, text=True, timeout=100, check=False
         )
 
+    # Whoever reads may stop reading: "| head -1".
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "tfmultigpu", "doctor"]
+    cut = subprocess.run(
+        command,
+        env=clean() | {"TF_CPP_MIN_LOG_LEVEL": "3"},
+        stdout=writer,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    os.close(writer)
+    assert (cut.returncode, cut.stderr.count("BrokenPipe")) == (0, 0)
+
     wrong = run(KERAS_BACKEND="jax", TF_USE_LEGACY_KERAS="1")
     assert wrong.returncode == 1
     assert wrong.stderr.count("Traceback") == 0
@@ -437,6 +455,16 @@ def test_the_driver_is_asked_by_its_program_where_the_package_is_missing(
     failed = ask_driver(tmp_path)
     assert (failed.version, failed.gpus) == (None, ())
     assert failed.problem == "nvidia-smi: NVIDIA-SMI has failed"
+
+
+def test_tensorflow_that_cannot_be_imported_is_said_in_a_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "tfmultigpu.diagnostics", None)
+    assert main(["doctor"]) == 1
+    said = capsys.readouterr().err
+    assert said.startswith("TensorFlow cannot be imported: ModuleNotFoundError: ")
+    assert "look at the variable KERAS_BACKEND" in said
 
 
 def test_addresses_are_taken_out_of_any_text() -> None:

@@ -172,6 +172,33 @@ CASES = {
         "error",
         UNDER + "model = build()\nreport = explain(model, dataset=data.take(0))",
     ),
+    "missing-files": case(
+        "data-fails",
+        "Reading the dataset fails with NotFoundError.",
+        "for batch in dataset: pass",
+        "error",
+        UNDER + "model = build()\n"
+        "report = explain(model, dataset=tf.data.TFRecordDataset(['/home/ada/x']).batch(4))\n"
+        "assert 'ada' not in str(report)",
+    ),
+    "second-batch-fails": case(
+        "data-fails",
+        "Reading the dataset fails with ",
+        "for batch in dataset: pass",
+        "error",
+        "def broken():\n"
+        "    yield x[:8], y[:8]\n"
+        "    raise RuntimeError('no more')\n" + UNDER + "model = build()\n"
+        "made = tf.data.Dataset.from_generator(broken, output_signature=data.element_spec)\n"
+        "report = explain(model, dataset=made, seconds=0.2)",
+    ),
+    "arrays": case(
+        "data-not-read",
+        "A tuple is not looked into.",
+        "tf.data.Dataset.from_tensor_slices((x, y)).batch(",
+        "note",
+        UNDER + "model = build()\nreport = explain(model, dataset=(x, y))",
+    ),
     "sharded": case(
         "data-sharded",
         "The dataset was divided by dataset.shard(...), and a strategy divides it again",
@@ -356,6 +383,8 @@ def test_each_cause_is_named_in_the_first_three_lines(reports: Any, name: str) -
 def test_what_is_no_cause_is_not_said(reports: Any) -> None:
     found = {name: [one["code"] for one in reports[name]["findings"]] for name in CASES}
     assert found["in-order"] == ["in-order"]
+    assert found["arrays"] == ["data-not-read", "in-order"]
+    assert "Model and optimizer are on 2 replicas" in reports["arrays"]["text"]
     assert found["both-outside"] == ["model-scope", "optimizer-scope"]
     for name in ("no-strategy", "mirrored-of-one", "model-outside", "missing-device", "metric"):
         assert found[name] == [CASES[name][0]], name
@@ -370,6 +399,14 @@ def test_what_is_no_cause_is_not_said(reports: Any) -> None:
 def test_what_is_no_model_is_refused() -> None:
     with pytest.raises(TypeError, match=r"model must be a Keras model\. Received: 'model"):
         diagnostics.explain("model.keras")
+    model = keras.Sequential([keras.layers.Dense(1)])
+    with pytest.raises(TypeError, match=r"optimizer must be a Keras optimizer\. Received: 'adam'"):
+        diagnostics.explain(model, "adam")
+    with pytest.raises(TypeError, match=r"must be a tf.distribute.Strategy\. Received: 'mirrored'"):
+        diagnostics.explain(model, strategy="mirrored")
+    for seconds in (-1, None, "1", float("nan")):
+        with pytest.raises(ValueError, match=f"0 for not at all. Received: seconds={seconds!r}"):
+            diagnostics.explain(model, seconds=seconds)
 
 
 def test_another_backend_is_all_that_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -127,8 +127,14 @@ def test_what_cannot_be_profiled_says_so() -> None:
     step = build(tf.distribute.get_strategy())
     with pytest.raises(TypeError, match=r"a train step\. Received: step=None\. Make it with"):
         profile_step(None, [(X, Y)])  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"steps is at least 1\. Received: steps=0"):
-        profile_step(step, [(X, Y)], 0)
+    for steps in (0, None, 1.5):
+        with pytest.raises(ValueError, match=rf"at least 1\. Received: steps={steps}"):
+            profile_step(step, [(X, Y)], steps)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"data that yields batches\. Received: data=None"):
+        profile_step(step, None)  # type: ignore[arg-type]
+    with pytest.raises(tf.errors.OpError):
+        profile_step(step, [(X, Y)], 1, trace_to="/proc/nowhere")
+    assert int(step.optimizer.iterations) == 0
     with pytest.raises(tmg.DataError, match="There is no batch to profile"):
         profile_step(step, [])
 
@@ -183,8 +189,15 @@ def test_scaling_is_a_table_and_a_picture() -> None:
     assert sum(one.tag.endswith("}circle") for one in picture.iter()) == 2
     with pytest.raises(tmg.DeviceNotFoundError, match=r"Asked for 9 replicas, and 8 device"):
         measure_scaling(build_step, (1, 9))
-    with pytest.raises(ValueError, match=r"numbers that grow, from 1 on. Received: .*\(2, 1\)"):
+    with pytest.raises(ValueError, match=r"numbers that grow, from 1 on.* Received: .*\(2, 1\)"):
         measure_scaling(build_step, (2, 1))
+    for replicas in ((), 2, None, (0, 1), (1, 1.5), "12", (True,)):
+        with pytest.raises(ValueError, match=r"whole numbers that grow, .* Received: replicas="):
+            measure_scaling(build_step, replicas)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"\(step, data\)\. Received: build_step=None"):
+        measure_scaling(None, (1,))  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"\(step, data\)\. It returned TrainStep\."):
+        measure_scaling(lambda strategy: build(strategy), (1,))
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -59,10 +60,22 @@ def _add_doctor(commands: Any) -> None:
 
 
 def _run_doctor(options: argparse.Namespace) -> int:
-    from tfmultigpu.diagnostics import doctor  # After the help, which needs no TensorFlow.
+    try:
+        from tfmultigpu.diagnostics import doctor  # After the help, which needs no TensorFlow.
+    except Exception as error:  # TensorFlow imports Keras, and fails in many ways where that does.
+        print(
+            f"TensorFlow cannot be imported: {type(error).__name__}: {error}. If it names a "
+            "backend or a configuration, look at the variable KERAS_BACKEND and at "
+            "~/.keras/keras.json; else install it anew: pip install --force-reinstall tensorflow.",
+            file=sys.stderr,
+        )
+        return 1
 
     report = doctor(show_addresses=options.show_addresses)
-    print(report.as_json() if options.json else report)
+    try:
+        print(report.as_json() if options.json else report, flush=True)
+    except BrokenPipeError:  # The reader has what it wanted, as "| head" does.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 1 if any(finding.severity == "error" for finding in report.findings) else 0
 
 

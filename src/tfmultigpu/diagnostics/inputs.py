@@ -34,7 +34,8 @@ class Input:
         strategy: The strategy it was distributed for, if it was by this library.
         distributed: Whether it is distributed already.
         spec: Types of a batch.
-        problem: Why it is no dataset of batches.
+        problem: Why it is not known what it yields.
+        trouble: The code of the finding about that.
         rows: Of the first batch.
         batch: The first batch.
         batches: How many there are; None where it is not known, infinity where it never ends.
@@ -49,6 +50,7 @@ class Input:
     distributed: bool = False
     spec: Any = None
     problem: str | None = None
+    trouble: str = ""
     rows: int | None = None
     batch: Any = None
     batches: float | None = None
@@ -80,8 +82,7 @@ def look_at_input(dataset: Any) -> Input:
     if isinstance(dataset, tf.distribute.DistributedDataset):
         return Input(kind, distributed=True)
     if not isinstance(dataset, tf.data.Dataset):
-        said = f"A {kind} is not looked into."
-        return Input(kind, problem=said)
+        return Input(kind, problem=f"A {kind} is not looked into.", trouble="data-not-read")
     spec = dataset.element_spec
     kind = "tf.data.Dataset"
     count = int(dataset.cardinality())
@@ -91,9 +92,17 @@ def look_at_input(dataset: Any) -> Input:
         first = next(iter(dataset.take(1)), None)
         rows = None if first is None else int(rows_lib.count_rows(first))
     except DataError as error:
-        return Input(kind, dataset, spec=spec, problem=str(error))
+        return Input(kind, dataset, spec=spec, problem=str(error), trouble="unbatched")
+    except tf.errors.OpError as error:
+        return _failing(Input(kind, dataset, spec=spec), error)
     stages = _stages(dataset, first, batches)
     return Input(kind, dataset, spec=spec, rows=rows, batch=first, batches=batches, stages=stages)
+
+
+def _failing(seen: Input, error: Exception) -> Input:
+    # Its text may hold paths, which are nobody else's business.
+    said = f"Reading the dataset fails with {type(error).__name__}."
+    return replace(seen, problem=said, trouble="data-fails")
 
 
 def _stages(dataset: Any, first: Any, batches: float | None) -> tuple[str, ...] | None:
@@ -129,13 +138,17 @@ def measure_input(
     compute = _compute(model, strategy, seen.batch, seconds / 2)
     if compute is None:
         return seen
-    iterator = iter(seen.dataset)
-    next(iterator)  # Opens files and fills buffers.
     count, begin = 0, time.perf_counter()
-    while count < _BATCHES and time.perf_counter() - begin < seconds / 2:
-        if next(iterator, None) is None:
-            break
-        count += 1
+    try:
+        iterator = iter(seen.dataset)
+        next(iterator)  # Opens files and fills buffers.
+        begin = time.perf_counter()
+        while count < _BATCHES and time.perf_counter() - begin < seconds / 2:
+            if next(iterator, None) is None:
+                break
+            count += 1
+    except tf.errors.OpError as error:
+        return _failing(seen, error)
     each = (time.perf_counter() - begin) / count if count else None
     return replace(seen, seconds=each, compute=compute)
 
@@ -181,15 +194,7 @@ def input_findings(seen: Input, strategy: tf.distribute.Strategy) -> Iterator[Fi
     """What is wrong with a dataset, for a strategy."""
     replicas = strategy.num_replicas_in_sync
     if seen.problem is not None:
-        if seen.dataset is not None:
-            yield Finding(
-                "error",
-                "unbatched",
-                f"The dataset does not yield batches: {seen.problem.split(' Received:')[0]}",
-                "TensorFlow divides the first axis of an element over the replicas, which then is "
-                "not the rows.",
-                "dataset.batch(global_batch_size)",
-            )
+        yield _unknown(seen.problem, seen.trouble)
         return
     yield from _distributed(seen, strategy)
     if seen.dataset is None:
@@ -197,6 +202,35 @@ def input_findings(seen: Input, strategy: tf.distribute.Strategy) -> Iterator[Fi
     yield from _rows(seen, replicas)
     if seen.rows:
         yield from _pipeline(seen, strategy)
+
+
+def _unknown(problem: str, trouble: str) -> Finding:
+    """Why it is not known what a dataset yields."""
+    if trouble == "data-fails":
+        return Finding(
+            "error",
+            trouble,
+            problem,
+            "Training on it fails too, at that batch.",
+            "for batch in dataset: pass, which shows the whole message",
+        )
+    if trouble == "data-not-read":
+        return Finding(
+            "note",
+            trouble,
+            problem,
+            "Whether its batches are large enough, and come soon enough, is not known.",
+            "explain(model, dataset=tf.data.Dataset.from_tensor_slices((x, y)).batch("
+            "global_batch_size))",
+        )
+    return Finding(
+        "error",
+        trouble,
+        f"The dataset does not yield batches: {problem.split(' Received:')[0]}",
+        "TensorFlow divides the first axis of an element over the replicas, which then is not the "
+        "rows.",
+        "dataset.batch(global_batch_size)",
+    )
 
 
 def _distributed(seen: Input, strategy: tf.distribute.Strategy) -> Iterator[Finding]:

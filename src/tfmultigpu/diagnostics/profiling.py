@@ -6,6 +6,7 @@ import statistics
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -136,8 +137,8 @@ def profile_step(
 
     Raises:
         DataError: The data is empty.
-        TypeError: ``step`` is no train step.
-        ValueError: ``steps`` is below 1.
+        TypeError: ``step`` is no train step, or ``data`` no batches.
+        ValueError: ``steps`` is not a whole number from 1 on.
 
     Example:
         >>> import keras, numpy as np, tfmultigpu as tmg
@@ -152,8 +153,15 @@ def profile_step(
             f"What is profiled is a train step. Received: step={step!r}. Make it with "
             "step = tmg.make_train_step(model, optimizer, loss, strategy)."
         )
-    if isinstance(steps, bool) or steps < 1:
-        raise ValueError(f"steps is at least 1. Received: steps={steps!r}.")
+    check_steps(steps)
+    if not isinstance(data, Iterable):
+        raise TypeError(
+            f"What is profiled on is data that yields batches. Received: data={data!r}. Give "
+            "tmg.distribute_dataset(...)."
+        )
+    if trace_to is not None:
+        gfile: Any = tf.io.gfile
+        gfile.makedirs(trace_to)  # Where it cannot be written nothing is trained.
     passes = _Passes(data, step)
     first = passes.next()
     float(step(first)["loss"])
@@ -181,6 +189,16 @@ def profile_step(
         devices=devices,
         replicas_in_all=step.strategy.num_replicas_in_sync,
     )
+
+
+def check_steps(steps: Any) -> None:
+    """Checks how many steps are to be timed.
+
+    Raises:
+        ValueError: It is not a whole number from 1 on.
+    """
+    if isinstance(steps, bool) or not isinstance(steps, Integral) or steps < 1:
+        raise ValueError(f"steps is a whole number, at least 1. Received: steps={steps!r}.")
 
 
 def advise(profile: StepProfile) -> Finding:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
+from numbers import Real
 from typing import Any
 
 import tensorflow as tf
@@ -55,7 +57,9 @@ def explain(
         The report: findings, the most serious first, then what they were drawn from.
 
     Raises:
-        TypeError: ``model`` is no Keras model, or ``strategy`` no strategy.
+        TypeError: ``model`` is no Keras model, ``optimizer`` no optimizer or ``strategy`` no
+            strategy.
+        ValueError: ``seconds`` is no number from 0 on.
 
     Example:
         >>> import keras, tfmultigpu as tmg
@@ -64,7 +68,13 @@ def explain(
         >>> print(str(report).splitlines()[0])  # doctest: +ELLIPSIS
         tfmultigpu explain: ...
     """
-    check_kinds(model, strategy or tf.distribute.get_strategy())
+    given = () if optimizer is None else (optimizer,)
+    check_kinds(model, tf.distribute.get_strategy() if strategy is None else strategy, *given)
+    if not isinstance(seconds, Real) or not 0 <= seconds < math.inf:
+        raise ValueError(
+            "seconds is how long the input may be timed, 0 for not at all. Received: "
+            f"seconds={seconds!r}."
+        )
     if strategy is None:
         current = tf.distribute.has_strategy()
         strategy = tf.distribute.get_strategy() if current else strategy_of(model)
@@ -157,7 +167,8 @@ def _nothing(found: list[Finding], strategy: tf.distribute.Strategy, dataset: An
     if any(one.severity != "note" or one.code == "model-not-built" for one in found):
         return []
     replicas = strategy.num_replicas_in_sync
-    looked = "model and optimizer" if dataset is None else "model, optimizer and dataset"
+    unread = dataset is None or any(one.code == "data-not-read" for one in found)
+    looked = "model and optimizer" if unread else "model, optimizer and dataset"
     here = len(existing_logical_names("GPU")) or len(existing_logical_names("CPU"))
     if replicas == 1:
         what = f"One device is used, and {here} is here: there is nothing to distribute."

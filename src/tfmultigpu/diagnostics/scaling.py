@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import tensorflow as tf
 from tfmultigpu.device_names import listed
 from tfmultigpu.devices import existing_logical_names, logical_to_physical
 from tfmultigpu.diagnostics.drawings import draw_curve
-from tfmultigpu.diagnostics.profiling import StepProfile, profile_step
+from tfmultigpu.diagnostics.profiling import StepProfile, check_steps, profile_step
 from tfmultigpu.errors import DeviceNotFoundError
 from tfmultigpu.strategies import create_strategy
 
@@ -27,6 +28,9 @@ _CAUSES = {
     "update": "the update, which every replica computes whole",
     "call": "calling the step, which costs more for each replica",
 }
+
+
+_BUILDS = "build_step is a function: build_step(strategy) -> (step, data)."
 
 
 @dataclass(frozen=True)
@@ -110,7 +114,8 @@ def measure_scaling(
 
     Raises:
         DeviceNotFoundError: There are fewer devices than replicas asked for.
-        ValueError: ``replicas`` are not growing numbers from 1.
+        TypeError: ``build_step`` is no function, or does not return a step and data.
+        ValueError: ``replicas`` are not growing whole numbers from 1.
 
     Example:
         >>> import keras, numpy as np, tfmultigpu as tmg
@@ -125,10 +130,17 @@ def measure_scaling(
         >>> scaling.points[0].efficiency
         1.0
     """
-    counts = list(replicas)
-    if not counts or counts[0] < 1 or any(b <= a for a, b in itertools.pairwise(counts)):
+    if not callable(build_step):
+        raise TypeError(f"{_BUILDS} Received: build_step={build_step!r}.")
+    check_steps(steps)
+    counts: list[Any] = list(replicas) if isinstance(replicas, Iterable) else []
+    whole = all(isinstance(one, Integral) and not isinstance(one, bool) for one in counts)
+    grows = whole and all(a < b for a, b in itertools.pairwise([0, *counts]))
+    if not counts or not grows:
+        given = tuple(counts) if counts else replicas
         raise ValueError(
-            f"replicas are numbers that grow, from 1 on. Received: replicas={tuple(replicas)!r}."
+            "replicas are whole numbers that grow, from 1 on, such as (1, 2, 4). Received: "
+            f"replicas={given!r}."
         )
     names = existing_logical_names("GPU") or existing_logical_names("CPU")
     if counts[-1] > len(names):
@@ -141,8 +153,10 @@ def measure_scaling(
         )
     profiles = []
     for count in counts:
-        step, data = build_step(create_strategy(devices=list(names[:count])))
-        profiles.append(profile_step(step, data, steps))
+        built = build_step(create_strategy(devices=list(names[:count])))
+        if not isinstance(built, tuple) or len(built) != 2:
+            raise TypeError(f"{_BUILDS} It returned {type(built).__name__}.")
+        profiles.append(profile_step(*built, steps))
     owners = {logical_to_physical()[name] for name in names[: counts[-1]]}
     note = ""
     if len(owners) < counts[-1]:
