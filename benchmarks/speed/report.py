@@ -85,9 +85,9 @@ def spreads(result: dict[str, Any]) -> dict[str, Spread]:
     return {name: Spread.of(values) for name, values in rounds_by_row(result).items()}
 
 
-def ratios(result: dict[str, Any]) -> dict[str, Spread]:
+def ratios(result: dict[str, Any], clock: str = "milliseconds") -> dict[str, Spread]:
     """Returns how much of the other's time each one takes, compared round by round."""
-    rounds = rounds_by_row(result)
+    rounds = rounds_by_row(result, clock)
     return {
         f"{ours} / {theirs}": Spread.of(
             [a / b for a, b in zip(rounds[ours], rounds[theirs], strict=True)]

@@ -41,24 +41,29 @@ _SPEED = (
 _MICRO_TIME, _MICRO_MEMORY = 1.15, 0.30
 
 
-def compared(record: dict[str, Any]) -> Iterator[tuple[str, str, float, Spread]]:
-    """Returns what has a target and was measured: where, which ratio, the target, the ratio."""
+def compared(record: dict[str, Any]) -> Iterator[tuple[str, str, float, Spread, float | None]]:
+    """Returns what has a target and was measured.
+
+    Where, which ratio, the target, the ratio, and where it is known the ratio of the time of
+    processors.
+    """
     parts = record["parts"]
     for workload, replicas, ratio, most in _SPEED:
         for result in parts.get(workload, {}).get("results", ()):
             found = ratios(result) if result["replicas"] == replicas else {}
             if ratio in found:
-                yield f"{workload}, N = {replicas}", ratio, most, found[ratio]
+                spent = ratios(result, "processor_milliseconds")[ratio].median
+                yield f"{workload}, N = {replicas}", ratio, most, found[ratio], spent
     if "costs" in parts:
         times = parts["costs"]["series"]["micro_batches"]["milliseconds"]["ours"]
         taken = per_round(times["8"], times["1"])
-        yield "cnn, N = 2, 2,048 rows", "time, 8 micro_batches / 1", _MICRO_TIME, taken
+        yield "cnn, N = 2, 2,048 rows", "time, 8 micro_batches / 1", _MICRO_TIME, taken, None
     if "memory" in parts:
         peaks = parts["memory"]["peaks"]
         share = of_activations(peaks, 8) / of_activations(peaks, 1)
         where = f"cnn, N = 2, {ROWS:,} rows"
         name = "activation memory, 8 micro_batches / 1"
-        yield where, name, _MICRO_MEMORY, Spread(share, share, share)
+        yield where, name, _MICRO_MEMORY, Spread(share, share, share), None
 
 
 def per_round(ours: list[float], theirs: list[float]) -> Spread:
