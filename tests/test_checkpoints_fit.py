@@ -117,7 +117,7 @@ def test_fit_goes_on_in_the_middle_of_an_epoch_to_the_bit(
     assert names(directory) == ["step-00000008", "step-00000013", "step-00000018"]
 
 
-@pytest.mark.parametrize("kind", ["dataset", "arrays"])
+@pytest.mark.parametrize("kind", ["dataset", "arrays", "unknown length"])
 def test_saved_after_the_last_batch_fit_goes_on_in_the_next_epoch(
     kind: str, model: Any, start: list[np.ndarray], tmp_path: Path
 ) -> None:
@@ -127,6 +127,12 @@ def test_saved_after_the_last_batch_fit_goes_on_in_the_next_epoch(
     restored, values, history = fit(model, start, tmp_path / "run", kind, every_steps=BATCHES)
     assert restored == BATCHES
     assert history.epoch == [1, 2]
+    # Where the epochs are is known again, too: what is saved now is gone on with.
+    restored, after, history = fit(model, start, tmp_path / "run", kind, every_steps=BATCHES)
+    assert restored == EPOCHS * BATCHES
+    assert history.epoch == []
+    for here, there in zip(after, values, strict=True):
+        np.testing.assert_array_equal(here, there)
     for here, there in zip(values, expected, strict=True):
         np.testing.assert_array_equal(here, there)
 
@@ -135,11 +141,9 @@ def test_a_signal_ends_fit_after_the_step(
     model: Any, start: list[np.ndarray], tmp_path: Path
 ) -> None:
     before = signal.getsignal(signal.SIGTERM)
-    try:
-        with pytest.raises(SystemExit) as ended:
-            fit(model, start, tmp_path, "dataset", Kill(8, signal.SIGTERM), every_steps=2)
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    with pytest.raises(SystemExit) as ended:
+        fit(model, start, tmp_path, "dataset", Kill(8, signal.SIGTERM), every_steps=2)
+    assert signal.getsignal(signal.SIGTERM) == before
     assert ended.value.code == 143
     # The one that sends the signal comes after the one that saves.
     assert names(tmp_path) == ["step-00000006", "step-00000008", "step-00000010"]
@@ -149,6 +153,9 @@ def test_a_signal_ends_fit_after_the_step(
     for here, there in zip(values, expected, strict=True):
         np.testing.assert_array_equal(here, there)
     assert signal.getsignal(signal.SIGTERM) == before
+    with pytest.raises(Killed):
+        fit(model, start, tmp_path / "error", "dataset", Kill(2))
+    assert signal.getsignal(signal.SIGTERM) == before
 
 
 def test_other_data_than_that_of_the_checkpoints_is_refused(model: Any, tmp_path: Path) -> None:
@@ -156,7 +163,6 @@ def test_other_data_than_that_of_the_checkpoints_is_refused(model: Any, tmp_path
     run = tmg.Checkpoints(tmp_path, model, model.optimizer, data)
     with pytest.raises(tmg.CheckpointError, match=r"other data than checkpoints\.data"):
         tmg.fit(model, data, callbacks=[run.callback()], verbose=0)
-    run.stop_listening()
 
 
 def test_several_workers_are_told_after_the_same_steps() -> None:
@@ -171,6 +177,7 @@ def test_several_workers_are_told_after_the_same_steps() -> None:
 
         def end_epoch(self) -> None:
             self.told.append(-1)
+            self.epoch += 1
 
         def skip_finished_epoch(self, steps: int | None) -> None:
             self.told.append(0)

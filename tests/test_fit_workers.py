@@ -13,15 +13,15 @@ from tfmultigpu.testing import run_workers
 SCRIPT = Path(__file__).with_name("worker_fit.py")
 
 
-def results(printed: str) -> dict[str, dict]:
-    (line,) = [line for line in printed.splitlines() if line.startswith("RESULT ")]
-    return json.loads(line.removeprefix("RESULT "))
+def printed_after(word: str, printed: str) -> dict[str, dict]:
+    (line,) = [line for line in printed.splitlines() if line.startswith(f"{word} ")]
+    return json.loads(line.removeprefix(word))
 
 
 @pytest.mark.slow
 def test_two_workers_give_what_one_device_gives() -> None:
     outputs = [run.output for run in [*run_workers(SCRIPT, 1), *run_workers(SCRIPT, workers=2)]]
-    one, *two = [results(output) for output in outputs]
+    one, *two = [printed_after("RESULT", output) for output in outputs]
     assert two[0] == two[1]
     assert ["Epoch 6/6" in output for output in outputs] == [True, True, False]
     for name in ("shuffled", "watched", "stopped"):
@@ -37,4 +37,29 @@ def test_two_workers_give_what_one_device_gives() -> None:
     np.testing.assert_allclose(two[0]["watched"]["batches"], one["watched"]["batches"], rtol=1e-5)
     assert len(one["watched"]["batches"]) == 2 * 6
     assert two[0]["stopped"]["epochs"] == one["stopped"]["epochs"] == [0, 1]
-    assert two[0]["without a seed"]["rows"] == one["without a seed"]["rows"] == 31
+    assert two[0]["without a seed"] == one["without a seed"] == 31
+    workers_differ([printed_after("OWN", output) for output in outputs[1:]])
+    found = two[0]["watched by all"]["history"], one["watched by all"]["history"]
+    assert found[0].keys() == found[1].keys()
+    # The second worker alone asked to stop, after the fourth batch.
+    before = two[0]["watched by all"]["steps"]
+    assert two[0]["stopped in an epoch"]["steps"] == before + 4
+
+
+def workers_differ(own: list[dict[str, dict]]) -> None:
+    """What is each worker's own: after which batches it was called, and what it was told."""
+    # One asks for each second batch, the other for each third.
+    batches = [1, 2, 3, 5]
+    for worker in own:
+        assert worker["seen"]["all"] == [*batches, *[["test", batch] for batch in batches]]
+    assert [worker["seen"]["one"] for worker in own] == [[], [0, 1, 2, 3]]
+    for number, worker in enumerate(own):
+        errors = worker["errors"]
+        assert list(errors) == ["rate", "weights", "epochs", "checkpoints"]
+        here = "0.01" if number == 0 else "0.05"
+        assert f"Received: learning rate {here} of this worker" in errors["rate"]
+        assert "Give callbacks that change training (ReduceLROnPlateau" in errors["rate"]
+        assert "Received: weights of this worker" in errors["weights"]
+        received = f"Received: epochs={1 + number} on worker {number}, and something else on worker"
+        assert received in errors["epochs"]
+        assert f"callbacks of tmg.Checkpoints={number} on worker" in errors["checkpoints"]

@@ -84,10 +84,71 @@ class StopHere(keras.callbacks.Callback):
 dataset = tf.data.Dataset.from_tensor_slices((features, kinds)).batch(6)
 history = tmg.fit(model, dataset, epochs=4, callbacks=[StopHere()], verbose=0)
 note("stopped", history, epochs=history.epoch)
+
+
+class Watching(keras.callbacks.Callback):
+    """Looks at some batches, and stops after one in the middle of an epoch."""
+
+    def __init__(self, every_batches, stop_after=None):
+        super().__init__()
+        self.every_batches = every_batches
+        self.stop_after = stop_after
+        self.seen = []
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.seen.append(batch)
+        if batch == self.stop_after:
+            self.model.stop_training = True
+
+    def on_test_batch_end(self, batch, logs=None):
+        self.seen.append(("test", batch))
+
+
+# Each worker has callbacks of its own: the batches after which any of them is called are those of
+# all, who stops is followed by all.
+watching = Watching(every_batches=2 + number)
+history = tmg.fit(
+    model,
+    dataset,
+    validation_data=dataset,
+    callbacks=[watching, keras.callbacks.History()][: 2 - number],
+    verbose=0,
+)
+note("watched by all", history)
+seen = {"all": watching.seen}
+watching = Watching(every_batches=1, stop_after=3)
+history = tmg.fit(model, dataset, epochs=2, callbacks=[watching][:number], verbose=0)
+note("stopped in an epoch", history)
+seen["one"] = watching.seen
+
+
+def rate_of_one(epoch, logs):
+    if number == 0:
+        model.optimizer.learning_rate = 0.01
+
+
+best = keras.callbacks.EarlyStopping("loss", patience=0, min_delta=10.0, restore_best_weights=True)
+run = tmg.Checkpoints("unused", model, model.optimizer)
+errors = {}
+weights_of_all, rate = model.get_weights(), 0.05
+for name, options in {
+    "rate": {"callbacks": [keras.callbacks.LambdaCallback(on_epoch_end=rate_of_one)]},
+    "weights": {"callbacks": [best][:number], "epochs": 3},
+    "epochs": {"epochs": 1 + number},
+    "checkpoints": {"callbacks": [run.callback()][:number]},
+}.items():
+    try:
+        if several:
+            tmg.fit(model, dataset, verbose=0, **options)
+    except tmg.WorkersDifferError as error:
+        errors[name] = str(error)
+    model.optimizer.learning_rate = rate
+    model.set_weights(weights_of_all)
+print("\nOWN", json.dumps({"seen": seen, "errors": errors}))
 # Who sets no seed gets an order nobody knows, but one for all.
 random.seed(number)
 model.layers[1].rate = 0.0
-history = tmg.fit(model, (features, kinds), batch_size=6, verbose=0)
+tmg.fit(model, (features, kinds), batch_size=6, verbose=0)
 accuracy = model.metrics[1].metrics[0]
-note("without a seed", history, rows=float(accuracy.count.numpy()))
+results["without a seed"] = float(accuracy.count.numpy())
 print("\nRESULT", json.dumps(results))

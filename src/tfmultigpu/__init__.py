@@ -60,6 +60,7 @@ if TYPE_CHECKING:
         TfMultiGpuError,
         UnknownLengthError,
         WorkerLostError,
+        WorkersDifferError,
     )
     from tfmultigpu.loops import evaluate, fit, predict
     from tfmultigpu.losses import LossSum, global_mean, loss_sum
@@ -134,6 +135,7 @@ _NAMES = {
         "TfMultiGpuError",
         "UnknownLengthError",
         "WorkerLostError",
+        "WorkersDifferError",
     ),
     "loops": (
         "evaluate",
@@ -198,6 +200,7 @@ __all__ = [
     "TfMultiGpuError",
     "UnknownLengthError",
     "WorkerLostError",
+    "WorkersDifferError",
     "apply_reduced_gradients",
     "cluster_from_environment",
     "create_strategy",

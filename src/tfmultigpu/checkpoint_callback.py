@@ -55,8 +55,10 @@ def make_callback(run: Run, together: bool) -> Any:
         Attributes:
             every_batches: After how many batches ``fit`` must call it; None: now and then.
             resume_at: The epoch in which ``fit`` goes on, and the batches of it to pass over.
+            for_all_workers: That ``fit`` refuses to begin where some worker is without it.
         """
 
+        for_all_workers = True
         every_batches = min(run.every_steps or _TOGETHER, _TOGETHER) if together else None
 
         @property
@@ -66,11 +68,12 @@ def make_callback(run: Run, together: bool) -> Any:
 
         def on_train_begin(self, logs: Any = None) -> None:
             run.listen()
-            self._first = self._passed_over()
             self._untold = self._seen = 0
 
         def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-            self._done, self._first = self._first, 0
+            if epoch > run.epoch:  # The one gone on with turned out to have no more steps.
+                run.skip_finished_epoch(run.step_in_epoch)
+            self._done = self._passed_over()
 
         def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
             steps, self._done = batch + 1 - self._done, batch + 1
@@ -85,6 +88,9 @@ def make_callback(run: Run, together: bool) -> Any:
 
         def on_train_end(self, logs: Any = None) -> None:
             run.stop_listening()
+
+        def on_fit_exit(self) -> None:
+            run.stop_listening()  # Where an error ended it too.
 
         def _tell(self) -> None:
             steps, self._untold = self._untold, 0

@@ -32,6 +32,7 @@ __all__ = [
     "TfMultiGpuError",
     "UnknownLengthError",
     "WorkerLostError",
+    "WorkersDifferError",
 ]
 
 
@@ -69,6 +70,10 @@ class ClusterError(TfMultiGpuError, ValueError):
 
 class WorkerLostError(TfMultiGpuError, RuntimeError):
     """Another worker ended during training, and this process cannot go on without it."""
+
+
+class WorkersDifferError(TfMultiGpuError, ValueError):
+    """The workers do not call the same thing with the same arguments, or no longer train alike."""
 
 
 class CompileError(TfMultiGpuError, ValueError):

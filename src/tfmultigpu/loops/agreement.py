@@ -2,46 +2,95 @@
 
 from __future__ import annotations
 
+import functools
+import hashlib
+from collections.abc import Iterable, Mapping
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
-from tfmultigpu import rows as rows_lib
-from tfmultigpu.accumulation import all_reduce_sum
-from tfmultigpu.lost_workers import explaining_lost_workers
+from tfmultigpu.errors import WorkersDifferError
+from tfmultigpu.worker_exchange import WorkerExchange
 
-__all__ = ["is_chief", "of_chief", "on_any", "several_workers"]
+__all__ = ["check_alike", "differ", "is_chief", "of_any", "of_chief", "on_any", "several_workers"]
 
 
 def several_workers(strategy: tf.distribute.Strategy) -> bool:
     """Returns whether other processes take part."""
-    return bool(len(rows_lib.local_replicas(strategy)) < strategy.num_replicas_in_sync)
+    return bool(_exchange(strategy).workers > 1)
 
 
 def is_chief(strategy: tf.distribute.Strategy) -> bool:
     """Returns whether this process has the first replica."""
-    return 0 in rows_lib.local_replicas(strategy)
+    return bool(_exchange(strategy).is_chief)
 
 
 def of_chief(strategy: tf.distribute.Strategy, value: float) -> float:
     """Returns the number that the chief calls this with; all workers must call it."""
-    return _sum(strategy, value if is_chief(strategy) else 0.0)
+    return float(_floats(strategy, [value])[0, 0])
 
 
 def on_any(strategy: tf.distribute.Strategy, truth: bool) -> bool:
     """Returns whether it is true on any worker; all workers must call it."""
-    return _sum(strategy, float(truth)) > 0
+    return bool(_exchange(strategy)([int(truth)]).any())
 
 
-def _sum(strategy: tf.distribute.Strategy, value: float) -> float:
-    if not several_workers(strategy):
-        return value
+def of_any(strategy: tf.distribute.Strategy, numbers: Iterable[int]) -> list[int]:
+    """Returns what any worker has among its numbers, sorted; all workers must call it."""
+    own = sorted(set(numbers))
+    exchange = _exchange(strategy)
+    if exchange.workers == 1:
+        return own
+    most = int(exchange([len(own)]).max())
+    if not most:
+        return []
+    told = exchange([*own, *[-1] * (most - len(own))])
+    return sorted({int(number) for number in told.ravel()} - {-1})
 
-    def add(tensor: Any) -> Any:
-        return all_reduce_sum(tf.distribute.get_replica_context(), [tensor])[0]
 
-    # Every replica of a worker adds the same, hence the division; float64 holds seeds exactly.
-    local = len(rows_lib.local_replicas(strategy))
-    with explaining_lost_workers():
-        summed = strategy.run(add, args=(tf.constant([value / local], tf.float64),))
-        return float(strategy.experimental_local_results(summed)[0][0])
+def check_alike(strategy: tf.distribute.Strategy, what: str, arguments: Mapping[str, Any]) -> None:
+    """Checks that all workers call something with the same arguments; all must call it.
+
+    Args:
+        strategy: Where they run.
+        what: What they call.
+        arguments: The same names on every worker, and values whose ``repr`` says what they are.
+
+    Raises:
+        WorkersDifferError: They differ, which would end in a worker that waits for ever, or in
+            replicas that train differently.
+    """
+    exchange = _exchange(strategy)
+    if exchange.workers == 1:
+        return
+    told = exchange([_digest(value) for value in arguments.values()])
+    for number, (name, value) in enumerate(arguments.items()):
+        others = np.flatnonzero(told[:, number] != told[exchange.worker, number])
+        if len(others):
+            raise WorkersDifferError(
+                f"The workers call {what} with different arguments, and some would wait for the "
+                f"others for ever. Received: {name}={value!r} on worker {exchange.worker}, and "
+                f"something else on worker {others[0]}. Every worker must run the same program."
+            )
+
+
+def differ(strategy: tf.distribute.Strategy, values: Iterable[float]) -> list[bool]:
+    """Returns of each number whether it is not nearly the same everywhere; all must call it."""
+    told = _floats(strategy, values)
+    near = np.isclose(told, told[:1], rtol=1e-4, atol=1e-7, equal_nan=True)
+    return [not column.all() for column in near.T]
+
+
+@functools.lru_cache(maxsize=8)
+def _exchange(strategy: Any) -> WorkerExchange:
+    return WorkerExchange(strategy)
+
+
+def _floats(strategy: tf.distribute.Strategy, values: Iterable[float]) -> Any:
+    numbers = np.asarray(list(values), "float64").view("int64")
+    return np.ascontiguousarray(_exchange(strategy)(numbers.tolist())).view("float64")
+
+
+def _digest(value: Any) -> int:
+    return int(hashlib.sha256(repr(value).encode()).hexdigest()[:15], 16)

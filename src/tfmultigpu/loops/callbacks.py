@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from tfmultigpu.errors import CompileError
 
-__all__ = ["BatchHooks", "check_callbacks", "make_callbacks", "resume_at"]
+__all__ = [
+    "BatchHooks",
+    "check_callbacks",
+    "count_of_all_workers",
+    "leaving",
+    "make_callbacks",
+    "names_of",
+    "resume_at",
+    "to_list",
+]
 
 # Seconds between two calls of what is content with being called from time to time.
 _INTERVAL = 0.1
@@ -37,7 +47,7 @@ def make_callbacks(
         return callbacks
     verbose = verbose if shown else 0
     return keras.callbacks.CallbackList(
-        _listed(callbacks),
+        to_list(callbacks),
         add_history=True,
         add_progbar=verbose != 0,
         verbose=verbose,
@@ -64,7 +74,7 @@ def check_callbacks(callbacks: Any, shard_update: Any) -> Any:
     """
     import keras
 
-    for one in _listed(callbacks):
+    for one in to_list(callbacks):
         if isinstance(one, keras.callbacks.SwapEMAWeights):
             if shard_update is True:
                 raise CompileError(
@@ -88,7 +98,8 @@ def check_callbacks(callbacks: Any, shard_update: Any) -> Any:
     return shard_update
 
 
-def _listed(callbacks: Any) -> list[Any]:
+def to_list(callbacks: Any) -> list[Any]:
+    """Returns callbacks as a list, which can be gone through more than once."""
     import keras
 
     if isinstance(callbacks, keras.callbacks.CallbackList):
@@ -105,16 +116,46 @@ def resume_at(callbacks: Any) -> tuple[int, int] | None:
     return (int(places[0][0]), int(places[0][1])) if places else None
 
 
+def names_of(callbacks: Any) -> list[str]:
+    """Returns the names of the classes of what the user gave."""
+    return [type(one).__name__ for one in to_list(callbacks)]
+
+
+def count_of_all_workers(callbacks: Any) -> int:
+    """Returns how many callbacks say by ``for_all_workers`` that no worker can be without them."""
+    return sum(bool(getattr(one, "for_all_workers", False)) for one in to_list(callbacks))
+
+
+@contextmanager
+def leaving(callbacks: Any) -> Iterator[None]:
+    """Tells callbacks that have ``on_fit_exit`` however the block ends, by an error too."""
+    try:
+        yield
+    finally:
+        for one in callbacks.callbacks:
+            if hasattr(one, "on_fit_exit"):
+                one.on_fit_exit()
+
+
 class BatchHooks:
     """Calls the hooks around batches, of training or of evaluation.
 
     A callback without such hooks, and the progress bar, are content with being called from time to
     time. One that has them is called for each batch, or after each ``every_batches`` of them: an
     attribute it may have, None for from time to time.
+
+    Attributes:
+        called: Whether the hooks were called for the last call of steps.
     """
 
     def __init__(
-        self, callbacks: Any, what: str, *, steps_per_call: int | None, elapsed: Callable[[], float]
+        self,
+        callbacks: Any,
+        what: str,
+        *,
+        steps_per_call: int | None,
+        elapsed: Callable[[], float],
+        agree: Callable[[Iterable[int]], list[int]] = sorted,
     ) -> None:
         """Takes the callbacks.
 
@@ -123,16 +164,18 @@ class BatchHooks:
             what: ``"train"`` or ``"test"``.
             steps_per_call: What the user asked for, to be called after each call; or None.
             elapsed: A clock, in seconds.
+            agree: Returns what any worker has among numbers, sorted. Logs are read by all workers
+                together, so all call their callbacks after the same batches.
         """
         self._begin = getattr(callbacks, f"on_{what}_batch_begin")
         self._end = getattr(callbacks, f"on_{what}_batch_end")
         found = [_every_batches(one, what) for one in callbacks.callbacks]
-        self._every = sorted({one for one in found if one is not None})
+        self._every = agree({one for one in found if one is not None})
         self._steps_per_call = steps_per_call
         self._elapsed = elapsed
         self._shown = elapsed()
         self._seen = 0
-        self._calling = False
+        self.called = False
         self._last = -1
 
     def begin_epoch(self) -> None:
@@ -153,8 +196,8 @@ class BatchHooks:
         due = bool(self._every) and (
             self._steps_per_call is not None or any(seen % every == 0 for every in self._every)
         )
-        self._calling = due or self._elapsed() - self._shown >= _INTERVAL
-        if self._calling:
+        self.called = due or self._elapsed() - self._shown >= _INTERVAL
+        if self.called:
             self._begin(batch)
         return steps
 
@@ -164,7 +207,7 @@ class BatchHooks:
 
     def after(self, batch: int, logs: Callable[[], dict[str, Any]]) -> None:
         """Is told the last batch that ran; ``logs()`` are those of the epoch so far."""
-        if self._calling:
+        if self.called:
             self._tell(batch, logs())
 
     def finish(self, batch: int, logs: dict[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -25,6 +26,7 @@ def weighting(class_weight: Any) -> Callable[..., tuple[Any, Any, Any]]:
     if (
         not isinstance(class_weight, Mapping)
         or not class_weight
+        or not all(isinstance(one, numbers.Real) for one in (*class_weight, *class_weight.values()))
         or any(int(number) != number or number < 0 for number in class_weight)
     ):
         raise DataError(

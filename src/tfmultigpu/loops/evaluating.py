@@ -125,6 +125,7 @@ class Evaluator:
                 totals = found if totals is None else totals.plus(found)
                 done += found.steps
                 if watch is not None:
+                    watch.ran(found.steps)
                     watch.after(done - 1, functools.partial(self._logs, totals))
             if found.steps < asked:
                 break
@@ -139,6 +140,9 @@ class Watch(Protocol):
 
     def before(self, batch: int, steps: int) -> int:
         """Is told the next batch, and returns how many of ``steps`` batches to do in one call."""
+
+    def ran(self, steps: int) -> None:
+        """Is told how many batches were done."""
 
     def after(self, batch: int, logs: Callable[[], dict[str, Any]]) -> None:
         """Is told the last batch that was done; ``logs()`` are those of all so far."""

@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
+import functools
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
+
+import numpy as np
 
 from tfmultigpu.compiled import check_labels, compile_arguments
 from tfmultigpu.errors import DataError
-from tfmultigpu.loops.agreement import is_chief, of_chief, on_any, several_workers
-from tfmultigpu.loops.callbacks import BatchHooks, check_callbacks, make_callbacks, resume_at
+from tfmultigpu.loops.agreement import check_alike, is_chief, of_any, of_chief
+from tfmultigpu.loops.callbacks import (
+    BatchHooks,
+    check_callbacks,
+    count_of_all_workers,
+    leaving,
+    make_callbacks,
+    names_of,
+    resume_at,
+    to_list,
+)
 from tfmultigpu.loops.evaluating import REPLACED
 from tfmultigpu.loops.kept_steps import checked_strategy
 from tfmultigpu.loops.pass_data import check_steps, no_batches, with_weights
 from tfmultigpu.loops.steps_per_call import check_steps_per_call
+from tfmultigpu.loops.together import Together
 from tfmultigpu.loops.training import Clock, make_trainer
 from tfmultigpu.loops.training_data import make_feed, split_off
 from tfmultigpu.loops.validation import Validation
@@ -94,6 +107,8 @@ def fit(
             data; or what stands beside it does not fit it.
         LossError: The losses do not fit the outputs, or are not one value per example.
         MetricError: A metric cannot be added over replicas.
+        WorkersDifferError: Workers call it with different arguments, or a callback of only some
+            of them changed the learning rate or the weights.
 
     Example:
         >>> import keras, numpy as np, tfmultigpu as tmg
@@ -110,10 +125,36 @@ def fit(
     check_steps_per_call(steps_per_call)
     strategy = checked_strategy(model, "fit", "train_step", *REPLACED)
     arguments = compile_arguments(model)
+    if isinstance(callbacks, Iterator):
+        callbacks = to_list(callbacks)
     shard_update = check_callbacks(callbacks, shard_update)
     if steps_per_call == "auto" and (model.steps_per_execution or 1) > 1:
         steps_per_call = model.steps_per_execution
     asked = None if steps_per_call == "auto" else int(steps_per_call)
+    epochs = _checked_epoch(epochs, "epochs")
+    initial_epoch = _checked_epoch(initial_epoch, "initial_epoch")
+    check_alike(
+        strategy,
+        "fit",
+        {
+            "batch_size": batch_size,
+            "epochs": epochs,
+            "initial_epoch": initial_epoch,
+            "steps_per_epoch": steps_per_epoch,
+            "validation_data is None": validation_data is None,
+            "validation_split": validation_split,
+            "validation_freq": validation_freq,
+            "validation_batch_size": validation_batch_size,
+            "validation_steps": validation_steps,
+            "shuffle": shuffle,
+            "micro_batches": micro_batches,
+            "clip_norm": clip_norm,
+            "loss_scale": loss_scale,
+            "shares": shares,
+            "steps_per_call": steps_per_call,
+            "callbacks of tmg.Checkpoints": count_of_all_workers(callbacks),
+        },
+    )
     if sample_weight is not None:
         data = with_weights(data, sample_weight)
     if validation_split and validation_data is None:
@@ -157,43 +198,54 @@ def fit(
         shown=is_chief(strategy),
     )
     clock = Clock(trainer.pace, strategy)
-    hooks = BatchHooks(called, "train", steps_per_call=asked, elapsed=clock.elapsed)
+    together = Together(strategy, model, names_of(callbacks))
+    hooks = BatchHooks(
+        called,
+        "train",
+        steps_per_call=asked,
+        elapsed=clock.elapsed,
+        agree=functools.partial(of_any, strategy),
+    )
     model.stop_training = False
-    called.on_train_begin()
-    start, step = resume_at(called) or (initial_epoch, 0)
-    feed.begin_epoch()
-    first = feed.skip(start - initial_epoch, step) if (start, step) != (initial_epoch, 0) else 0
-    logs: dict[str, Any] = {}
-    for epoch in range(start, epochs):
-        called.on_epoch_begin(epoch)
-        found = trainer.epoch(
-            feed,
-            hooks,
-            first=first,
-            steps_per_call=asked,
-            stopped=lambda: bool(model.stop_training),
-            clock=clock,
-        )
-        if found is None and not first:
-            raise no_batches(data)
-        if found is None:  # A run may be gone on with just where an epoch ended.
+    with leaving(called):
+        called.on_train_begin()
+        place = resume_at(called)
+        check_alike(strategy, "fit", {"resume_at of a callback": place})
+        start, step = place or (initial_epoch, 0)
+        logs: dict[str, Any] = {}
+        for epoch in range(start, epochs):
+            called.on_epoch_begin(epoch)
             feed.begin_epoch()
-            first = 0
-            continue
-        logs = found
-        if validation is not None and validation.is_due(epoch):
-            logs = {**logs, **validation(called)}
-        called.on_epoch_end(epoch, logs)
-        if several_workers(strategy):
-            model.stop_training = on_any(strategy, bool(model.stop_training))
-        if model.stop_training or epoch + 1 >= epochs:
-            break
-        feed.begin_epoch()
-        first = 0
-    if epochs > 0:
-        model.optimizer.finalize_variable_values(model.trainable_weights)
-    called.on_train_end(logs)
+            goes_on = place is not None and epoch == start
+            found = trainer.epoch(
+                feed,
+                hooks,
+                first=feed.skip(start - initial_epoch, step) if goes_on else 0,
+                steps_per_call=asked,
+                stopped=together.stopped,
+                clock=clock,
+            )
+            if found is None and goes_on:
+                continue  # The epoch had ended just where the run is gone on with.
+            if found is None:
+                raise no_batches(data)
+            logs = found
+            if validation is not None and validation.is_due(epoch):
+                logs = {**logs, **validation(called)}
+            called.on_epoch_end(epoch, logs)
+            if together.end_epoch():
+                break
+        if epochs > 0:
+            model.optimizer.finalize_variable_values(model.trainable_weights)
+        called.on_train_end(logs)
+        together.check()
     return model.history
+
+
+def _checked_epoch(number: Any, name: str) -> int:
+    if isinstance(number, (int, np.integer)):
+        return int(number)
+    raise ValueError(f"{name} is a whole number. Received: {name}={number!r}.")
 
 
 def _checked_shuffle(shuffle: Any) -> bool:

@@ -10,6 +10,8 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 __all__ = ["Pace", "check_steps_per_call"]
 
 # What a call may cost of the time it takes.
@@ -30,8 +32,9 @@ def check_steps_per_call(steps_per_call: Any) -> None:
         ValueError: It is neither ``"auto"`` nor a whole number.
     """
     if steps_per_call != "auto" and (
-        isinstance(steps_per_call, (bool, str))
-        or int(steps_per_call) != steps_per_call
+        isinstance(steps_per_call, bool)
+        or not isinstance(steps_per_call, (int, float, np.integer, np.floating))
+        or steps_per_call % 1 != 0
         or steps_per_call < 1
     ):
         raise ValueError(

@@ -44,7 +44,7 @@ class Trainer:
         *,
         first: int,
         steps_per_call: int | None,
-        stopped: Callable[[], bool],
+        stopped: Callable[[bool], bool],
         clock: Clock,
     ) -> dict[str, Any] | None:
         """Trains for one epoch, which ``feed`` has begun.
@@ -54,7 +54,7 @@ class Trainer:
             hooks: Who is told of batches.
             first: Number of the first batch.
             steps_per_call: Steps in a call, or None for as many as pay.
-            stopped: Whether to stop; asked after each call.
+            stopped: Whether to stop; asked after each call, with whether callbacks were called.
             clock: What measures calls.
 
         Returns:
@@ -65,6 +65,7 @@ class Trainer:
         sums: dict[str, float] = {}
         done = first
         while most := feed.most(steps_per_call or self.pace.steps):
+            begins = done == first
             asked = hooks.before(done, most)
             began = time.perf_counter()
             found = self.step.totals(feed.iterator, asked)
@@ -77,7 +78,8 @@ class Trainer:
                 done += ran
                 hooks.ran(ran)
                 hooks.after(done - 1, functools.partial(self._logs, sums))
-            if not feed.took(ran, asked) or stopped():
+            # Callbacks may have asked to stop when the epoch began.
+            if not feed.took(ran, asked) or stopped(hooks.called or begins):
                 break
         if done == first:
             return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import numbers
 import time
 from collections.abc import Callable, Collection
@@ -12,7 +13,7 @@ import tensorflow as tf
 
 from tfmultigpu.compiled import check_labels
 from tfmultigpu.data import ShardedDataset
-from tfmultigpu.loops.agreement import several_workers
+from tfmultigpu.loops.agreement import of_any, several_workers
 from tfmultigpu.loops.callbacks import BatchHooks
 from tfmultigpu.loops.evaluating import make_evaluator
 from tfmultigpu.loops.pass_data import check_steps, is_arrays, no_batches, pass_batches
@@ -92,4 +93,5 @@ def _watch(callbacks: Any, strategy: tf.distribute.Strategy) -> BatchHooks:
     elapsed: Callable[[], float] = time.perf_counter
     if several_workers(strategy):
         elapsed = float
-    return BatchHooks(callbacks, "test", steps_per_call=None, elapsed=elapsed)
+    agree = functools.partial(of_any, strategy)
+    return BatchHooks(callbacks, "test", steps_per_call=None, elapsed=elapsed, agree=agree)
