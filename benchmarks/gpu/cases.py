@@ -1,0 +1,246 @@
+"""What is measured, the most telling first: what there is no time for is at the end."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import time
+import traceback
+from collections.abc import Iterator
+from typing import Any
+
+from gpu.networks import PRECISIONS, network
+
+__all__ = ["CASES", "Case", "measure"]
+
+ROUNDS = 3
+SECONDS_OF_A_TURN = 2.5
+# Of the loss of the first step, relative: the same weights on the same batch.
+SAME_LOSS = {"float32": 1e-3, "tf32": 5e-3, "float16": 2e-2, "bfloat16": 5e-2}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One process of measuring.
+
+    Attributes:
+        kind: ``"peak"``, ``"speed"``, ``"memory"`` or ``"parts"``.
+        network: A key of ``NETWORKS``.
+        precision: A key of ``PRECISIONS``.
+        rows: Of a batch.
+        xla: Whether forward and backward are compiled by XLA.
+        contenders: Keys of ``CONTENDERS``.
+    """
+
+    kind: str
+    network: str = "transformer"
+    precision: str = "bfloat16"
+    rows: int = 32
+    xla: bool = False
+    contenders: tuple[str, ...] = ("plain", "ours")
+
+    @property
+    def name(self) -> str:
+        """What ``--only`` takes."""
+        if self.kind == "peak":
+            return "peak"
+        parts = [self.network, self.precision, str(self.rows), *(["xla"] if self.xla else [])]
+        return "-".join(parts if self.kind == "speed" else [self.kind, *parts])
+
+
+def _cases() -> Iterator[Case]:
+    all_three = ("plain", "ours", "fit")
+    yield Case("peak")
+    yield Case("speed", contenders=all_three)
+    yield Case("speed", "resnet", rows=256, contenders=all_three)
+    yield Case("memory")
+    yield Case("parts")
+    for precision in ("tf32", "float16", "float32"):
+        yield Case("speed", "resnet", precision, 256)
+        yield Case("speed", "transformer", precision)
+    for precision in ("bfloat16", "tf32", "float16", "float32"):
+        yield Case("speed", "resnet", precision, 256, xla=True)
+        yield Case("speed", "transformer", precision, xla=True)
+    for rows in (64, 128):
+        yield Case("speed", "resnet", "bfloat16", rows)
+        yield Case("speed", "resnet", "tf32", rows)
+
+
+CASES = {case.name: case for case in _cases()}
+
+
+def measure(case: Case, *, rehearse: bool) -> dict[str, Any]:
+    """Measures one case; call it in a process that has not started TensorFlow.
+
+    Args:
+        case: What.
+        rehearse: On the CPU, with tiny networks.
+
+    Returns:
+        A record with ``"status"``, ``"passed"``, ``"failed"`` or ``"not run"``; where it failed or
+        was not run, ``"error"``.
+    """
+    import tfmultigpu as tmg
+
+    record: dict[str, Any] = {"name": case.name, **dataclasses.asdict(case), "status": "passed"}
+    try:
+        report = tmg.doctor()
+        record["machine"] = {"title": report.title, **report.facts}
+        record |= _KINDS[case.kind](case, rehearse)
+    except Exception:  # Whatever it is, it is what the report says of the case.
+        record |= {"status": "failed", "error": traceback.format_exc(limit=-6)}
+    return record
+
+
+def _peak(case: Case, rehearse: bool) -> dict[str, Any]:
+    """The fastest bfloat16 product of this card."""
+    import tensorflow as tf
+
+    size, times = (64 if rehearse else 8192), 20
+
+    @tf.function
+    def multiply(x: Any, y: Any) -> Any:
+        for _ in tf.range(times):
+            x = tf.matmul(x, y)
+        return tf.reduce_sum(tf.cast(x, tf.float32))
+
+    x = tf.zeros([size, size], tf.bfloat16)
+    y = tf.cast(tf.random.stateless_normal([size, size], [1, 2]) / size, tf.bfloat16)
+    float(multiply(x + 1, y))
+    seconds = []
+    for _ in range(5):
+        began = time.perf_counter()
+        float(multiply(x + 1, y))
+        seconds.append(time.perf_counter() - began)
+    return {"flops_per_second": 2 * size**3 * times / min(seconds)}
+
+
+def _speed(case: Case, rehearse: bool) -> dict[str, Any]:
+    import tensorflow as tf
+
+    import tfmultigpu as tmg
+    from gpu.loops import CONTENDERS
+
+    if not rehearse:
+        tmg.enable_memory_growth()
+    tf.config.experimental.enable_tensor_float_32_execution(PRECISIONS[case.precision][1])
+    of = network(case.network, tiny=rehearse)
+    rows = 4 if rehearse else case.rows
+    makers = [
+        (name, lambda name=name: CONTENDERS[name](of, case.precision, rows, case.xla))
+        for name in case.contenders
+    ]
+    return _timed(makers, case, of, rows, rehearse)
+
+
+def _parts(case: Case, rehearse: bool) -> dict[str, Any]:
+    """Two parts of one GPU, of which one computes three rows for each of the other's."""
+    import tfmultigpu as tmg
+    from gpu.loops import ours, plain
+
+    device = "CPU:0"
+    memory = None
+    if not rehearse:
+        device = "GPU:0"
+        free = tmg.list_devices("GPU")[0].memory_free
+        if free is None:
+            needs = "needs the driver's memory of the GPU: pip install 'tfmultigpu[nvml]'"
+            return {"status": "not run", "error": needs}
+        memory = [int(0.66 * free), int(0.22 * free)]
+    names = tmg.split_device(device, parts=2, memory=memory)
+    strategy = tmg.create_strategy("mirrored", devices=list(names), fallback=False)
+    of = network(case.network, tiny=rehearse)
+    rows = 4 if rehearse else case.rows
+    makers = [
+        ("plain", lambda: plain(of, case.precision, rows, False)),
+        ("ours", lambda: ours(of, case.precision, rows, False, strategy, shares=(3, 1))),
+    ]
+    return {"shares": (3, 1), **_timed(makers, case, of, rows, rehearse)}
+
+
+def _timed(makers: Any, case: Case, of: Any, rows: int, rehearse: bool) -> dict[str, Any]:
+    contenders, first, errors, warm_up = {}, {}, {}, {}
+    for name, make in makers:
+        began = time.perf_counter()
+        try:
+            contenders[name], loss = make()
+            contenders[name].train(4)
+        except Exception as error:  # It is what the report says of this contender.
+            contenders.pop(name, None)
+            errors[name] = f"{type(error).__name__}: {str(error)[:400]}"
+            continue
+        warm_up[name] = round(time.perf_counter() - began, 1)
+        if loss is not None:
+            first[name] = loss
+    seconds: dict[str, list[float]] = {name: [] for name in contenders}
+    steps = {}
+    for name, one in contenders.items():
+        steps[name] = 2 if rehearse else max(4, min(200, int(SECONDS_OF_A_TURN / one.train(4))))
+    for _ in range(2 if rehearse else ROUNDS):
+        for name, one in contenders.items():
+            seconds[name].append(one.train(steps[name]))
+    per_second = {
+        name: rows * of.units_per_row / statistics.median(taken) for name, taken in seconds.items()
+    }
+    record: dict[str, Any] = {
+        "title": of.title,
+        "unit": of.unit,
+        "rows": rows,
+        "seconds_per_step": seconds,
+        "per_second": per_second,
+        "flops_per_unit": of.flops_per_row / of.units_per_row,
+        "first_loss": first,
+        "seconds_to_warm_up": warm_up,
+        "errors": errors,
+    }
+    record["ratios"] = {
+        name: statistics.median([a / b for a, b in zip(seconds["plain"], taken, strict=True)])
+        for name, taken in seconds.items()
+        if name != "plain" and "plain" in seconds
+    }
+    problems = [f"{name} did not train: {error}" for name, error in errors.items()]
+    if {"plain", "ours"} <= set(first):
+        gap = abs(first["ours"] / first["plain"] - 1)
+        if not gap <= SAME_LOSS[case.precision]:
+            problems.append(f"the first losses differ: {first}")
+    if problems:
+        record |= {"status": "failed", "error": "; ".join(problems)}
+    return record
+
+
+def _memory(case: Case, rehearse: bool) -> dict[str, Any]:
+    """The peak of a step, whole and in eight micro-batches."""
+    if rehearse:
+        needs = "needs a GPU that TensorFlow can see: it counts the memory of GPUs only"
+        return {"status": "not run", "error": needs}
+    import tensorflow as tf
+
+    import tfmultigpu as tmg
+    from gpu.loops import loss_of
+
+    tmg.enable_memory_growth()
+    of = network(case.network)
+    strategy = tmg.create_strategy("one_device")
+    peaks = {}
+    for count in (1, 8):
+        with strategy.scope():
+            import keras
+
+            model, optimizer = of.model(case.precision), keras.optimizers.Adam(1e-4)
+        step = tmg.make_train_step(model, optimizer, loss_of(), strategy, micro_batches=count)
+        for rows in (1, 2 * case.rows):
+            batch = of.batch(rows)
+            step(batch)
+            tf.config.experimental.reset_memory_stats("GPU:0")
+            begun = tf.config.experimental.get_memory_info("GPU:0")["current"]
+            float(step(batch)["loss"])
+            peak = tf.config.experimental.get_memory_info("GPU:0")["peak"]
+            # Beside what stays: weights, optimizer state and what the other step keeps.
+            peaks[f"{count}, {rows}"] = int(peak - begun)
+    few, many = 1, 2 * case.rows
+    whole = peaks[f"1, {many}"] - peaks[f"1, {few}"]
+    left = peaks[f"8, {many}"] - peaks[f"8, {few}"]
+    return {"peaks": peaks, "rows": many, "share_of_activations": left / whole}
+
+
+_KINDS = {"peak": _peak, "speed": _speed, "parts": _parts, "memory": _memory}
