@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -73,6 +74,18 @@ def test_calls_that_make_no_sense(model: Any, tmp_path: Path) -> None:
     assert run.step == 3
 
 
+def test_workers_that_each_train_alone_are_told(
+    model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster = {"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": 1}}
+    monkeypatch.setenv("TF_CONFIG", json.dumps(cluster))
+    with pytest.warns(tmg.ReplicaDependenceWarning, match="This process is worker 1 of 2 at b:1"):
+        tmg.Checkpoints(tmp_path, model)
+    for task in ({"type": "evaluator", "index": 0}, {}):  # The last of which is no cluster at all.
+        monkeypatch.setenv("TF_CONFIG", json.dumps({**cluster, "task": task}))
+        tmg.Checkpoints(tmp_path, model)
+
+
 def test_the_home_folder_is_meant_by_a_tilde(
     model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -129,6 +142,18 @@ def test_complex_numbers_are_saved_whole(model: Any, tmp_path: Path) -> None:
     variable.assign([0j])
     assert run.restore() == 0
     assert variable.numpy().tolist() == [1 + 2j]
+
+
+def test_what_is_half_written_is_deleted_by_who_writes(model: Any, tmp_path: Path) -> None:
+    """Who only restores may be an evaluator, and the run that trains is writing just now."""
+    run = tmg.Checkpoints(tmp_path, model)
+    run.save()
+    (tmp_path / ".writing-now").mkdir()
+    evaluator = tmg.Checkpoints(tmp_path, model)
+    assert evaluator.restore() == 0
+    assert names(tmp_path) == [".writing-now", "step-00000000"]
+    evaluator.save()
+    assert names(tmp_path) == ["step-00000000", "step-00000000-1"]
 
 
 def test_a_folder_that_can_only_be_read_is_restored_from(

@@ -166,18 +166,41 @@ def test_only_what_processes_left_behind_is_cleaned(tmp_path: Path) -> None:
     files.clean(tmp_path / "not there")
 
 
+def test_who_looks_while_another_run_saves_takes_the_newer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as an evaluator: the one it was about to read is deleted."""
+    write(tmp_path, 1)
+    read = files.read_manifest
+
+    def slowly(path: Path) -> files.Stored | files.Damaged:
+        if path.name == "step-00000001":
+            write(tmp_path, 2)
+            files.prune(tmp_path, 1)
+        return read(path)
+
+    monkeypatch.setattr(files, "read_manifest", slowly)
+    found, damaged = files.newest(tmp_path)
+    assert found is not None
+    assert (found.step, damaged) == (2, [])
+
+
 @pytest.mark.slow
 def test_killed_while_saving_20_times_there_is_always_a_whole_checkpoint(tmp_path: Path) -> None:
     randomness = random.Random(0)
     command = [sys.executable, "-c", SAVES, str(tmp_path)]
     steps, half_written = [0], 0
-    for _ in range(KILLS):
+    for turn in range(KILLS):
         with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
             try:
                 assert process.stdout is not None
                 assert process.stdout.readline() == b"ready\n"
                 before = names(tmp_path)
-                while names(tmp_path) == before and process.poll() is None:
+                # A busy machine may be too slow for any to become whole; some are waited for.
+                prefix = ".writing-" if turn % 5 else "step-"
+                while process.poll() is None:
+                    if any(one.startswith(prefix) for one in {*names(tmp_path)} - {*before}):
+                        break
                     time.sleep(0.001)
                 time.sleep(randomness.uniform(0, 0.05))
             finally:
@@ -194,4 +217,4 @@ def test_killed_while_saving_20_times_there_is_always_a_whole_checkpoint(tmp_pat
             np.testing.assert_array_equal(array, np.full([50_000], found.step))
     # Many kills came in the middle of one; otherwise this would show nothing.
     assert half_written >= KILLS // 4, (half_written, steps)
-    assert steps[-1] > 0, steps
+    assert steps[-1] >= KILLS // 5, steps

@@ -5,16 +5,21 @@ from __future__ import annotations
 import operator
 import os
 import signal
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import tensorflow as tf
 
+from tfmultigpu.clusters import cluster_from_environment
+from tfmultigpu.errors import ClusterError, ReplicaDependenceWarning
+
 __all__ = [
     "check_extra",
     "check_signal",
     "check_step",
+    "check_workers",
     "read_directory",
     "read_interval",
     "read_number",
@@ -88,6 +93,30 @@ def check_step(step: Any, model: Any, optimizer: Any) -> None:
         raise TypeError(
             f"train_step must be what make_train_step returned. Received: train_step={step!r}."
         )
+
+
+def check_workers(workers: int) -> None:
+    """Warns where the environment describes several workers, and the model is of one alone.
+
+    Each then trains on everything by itself, and all write into the same folder.
+
+    Args:
+        workers: How many the strategy of the model has.
+    """
+    try:
+        cluster = cluster_from_environment()
+    except ClusterError:  # Nobody asked for one here.
+        return
+    if cluster is None or cluster.index is None or workers == len(cluster.workers):
+        return
+    warnings.warn(
+        f"This process is {cluster}, but its model is not trained together with the others: each "
+        "worker trains a model of its own, on all of the data. Make the model in the scope of a "
+        "strategy over all: strategy = tmg.create_strategy(), directly after the imports, and "
+        "with strategy.scope(). If that is meant, give each worker a directory of its own.",
+        ReplicaDependenceWarning,
+        stacklevel=3,
+    )
 
 
 def check_signal(number: Any) -> None:

@@ -132,6 +132,9 @@ def newest(directory: Path) -> tuple[Stored | None, list[Damaged]]:
             if wrong is None:
                 return found, damaged
             found = Damaged(path, wrong)
+        if not path.exists():
+            # A run that trains meanwhile saved newer ones and deleted this one.
+            return newest(directory)
         damaged.append(found)
     return None, damaged
 

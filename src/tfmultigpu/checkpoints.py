@@ -16,6 +16,7 @@ from tfmultigpu import checkpoint_files as files
 from tfmultigpu.checkpoint_arguments import (
     check_extra,
     check_step,
+    check_workers,
     read_directory,
     read_interval,
     read_number,
@@ -124,6 +125,7 @@ class Checkpoints:
         self._model, self._optimizer, self._train_step = model, optimizer, train_step
         self._extra = check_extra(extra)
         self._exchange = WorkerExchange(self._strategy)
+        check_workers(self._exchange.workers)
         self._vote = StopVote(self._exchange)
         self._signal = None if stop_signal is None else StopSignal(stop_signal)
         self._position = Position()
@@ -213,7 +215,7 @@ class Checkpoints:
         slots = self._slots()
         check_fits(slots, found.facts["variables"], found.path)
         write_state(slots, files.read_arrays(found), found.facts["variables"], self._exchange)
-        self._shared.clean(damaged)
+        self._shared.set_aside(damaged)
         self._steps, self._iterations = found.step, self._count_iterations()
         self._saved = found.step
         self._position.epoch = found.facts["epoch"]

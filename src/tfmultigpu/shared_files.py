@@ -116,10 +116,13 @@ class SharedFiles:
             "others."
         )
 
-    def clean(self, damaged: Sequence[files.Damaged]) -> None:
-        """Has the chief delete what was left half written, and rename damaged checkpoints."""
+    def set_aside(self, damaged: Sequence[files.Damaged]) -> None:
+        """Has the chief rename damaged checkpoints.
+
+        What is half written stays until this run writes: it may be another's, whom this one only
+        evaluates.
+        """
         if self._exchange.is_chief:
-            files.clean(self.directory)
             for one in damaged:
                 # Of a folder that can only be read a run may still be restored.
                 with contextlib.suppress(OSError):
