@@ -121,11 +121,11 @@ class Step(Protocol):
         """Trains on one batch."""
 
 
-def measured_capacities(step: Step, batch: Any, *, repeats: int = 4) -> tuple[float, ...]:
+def measured_capacities(step: Step, batch: Any, *, repeats: int = 5) -> tuple[float, ...]:
     """Returns the rows per second of each replica, measured with real steps.
 
-    Each replica in turn is given nearly the whole batch, and then a part of it, while the others
-    compute one row: the time of the step is then its own. The difference of the two is what its
+    Each replica in turn is given nearly the whole batch, while the others compute one row: the time
+    of the step is then its own. The difference to a step in which all compute one row is what its
     rows took, without what every step costs. Model, optimizer, metrics, loss scale and seeds are
     set back afterwards.
 
@@ -179,9 +179,6 @@ def measured_capacities(step: Step, batch: Any, *, repeats: int = 4) -> tuple[fl
             f"{rows} rows for {replicas} replicas. Give at least {4 * replicas}, better a batch "
             "as large as one replica can hold."
         )
-    # The further apart, the less a slow moment counts; but the others compute a row meanwhile.
-    fewer = rows // 4 if rows >= 64 * replicas else rows // 2
-    part = rows_lib.slice_rows(batch, 0, fewer)
     if not (step.model.built and step.optimizer.built):
         raise ShareError(
             "Timing a step trains, and is undone afterwards, so everything must be there before. "
@@ -190,15 +187,12 @@ def measured_capacities(step: Step, batch: Any, *, repeats: int = 4) -> tuple[fl
         )
     state = _variables_of(step)
     before = [variable.numpy() for variable in state]
-    seconds = []
     try:
-        for replica in range(replicas):
-            times = _fastest(step, (batch, part), replica, repeats, strategy)
-            seconds.append((times[0] - times[1]) / (rows - fewer))
+        times = _fastest(step, batch, repeats, strategy)
     finally:
         for variable, value in zip(state, before, strict=True):
             variable.assign(value)
-    agreed = _mean_of_workers(seconds, strategy)
+    agreed = _seconds_per_row(rows, *_mean_of_workers(times, strategy))
     if min(agreed) <= 0:
         raise ShareError(
             "More rows did not take a replica longer, so its speed cannot be told from the cost "
@@ -206,6 +200,18 @@ def measured_capacities(step: Step, batch: Any, *, repeats: int = 4) -> tuple[fl
             f"more repeats than {repeats}."
         )
     return tuple(1.0 / second for second in agreed)
+
+
+def _seconds_per_row(rows: int, least: float, *most: float) -> list[float]:
+    """Solves for the seconds of a row on each replica.
+
+    A step takes what every step costs, and the time of the replica that takes longest. So
+    ``least``, with one row each, is that cost and a row of the slowest; ``most[i]`` that cost and
+    nearly all rows on replica i.
+    """
+    many = rows - len(most) + 1
+    slowest = (max(most) - least) / (many - 1)
+    return [(one - least + slowest) / many for one in most]
 
 
 def _whole(batch: Any) -> Any:
@@ -218,20 +224,15 @@ def _whole(batch: Any) -> Any:
     return tf.nest.map_structure(as_tensor, batch)
 
 
-def _fastest(
-    step: Step,
-    batches: Sequence[Any],
-    replica: int,
-    repeats: int,
-    strategy: tf.distribute.Strategy,
-) -> list[float]:
-    """Seconds of steps in which one replica computes all rows but one for each of the others."""
+def _fastest(step: Step, batch: Any, repeats: int, strategy: tf.distribute.Strategy) -> list[float]:
+    """Seconds of a step with one row for each replica; then with all but those, for each."""
     replicas = strategy.num_replicas_in_sync
+    rows = int(rows_lib.count_rows(batch))
+    few = (rows_lib.slice_rows(batch, 0, replicas), [1] * replicas)
+    cuts = [few, *((batch, _mostly(i, replicas, rows)) for i in range(replicas))]
     cut = []
-    for batch in batches:
-        rows = int(rows_lib.count_rows(batch))
-        shares = [rows - replicas + 1 if i == replica else 1 for i in range(replicas)]
-        (shards,) = distribute_dataset(tf.data.Dataset.from_tensors(batch), strategy, shares=shares)
+    for part, shares in cuts:
+        (shards,) = distribute_dataset(tf.data.Dataset.from_tensors(part), strategy, shares=shares)
         float(step(shards)["loss"])
         cut.append(shards)
     times: list[list[float]] = [[] for _ in cut]
@@ -242,6 +243,10 @@ def _fastest(
             float(step(shards)["loss"])
             taken.append(time.perf_counter() - start)
     return [min(taken) for taken in times]
+
+
+def _mostly(replica: int, replicas: int, rows: int) -> list[int]:
+    return [rows - replicas + 1 if i == replica else 1 for i in range(replicas)]
 
 
 def _variables_of(step: Step) -> list[Any]:
