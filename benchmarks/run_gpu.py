@@ -127,27 +127,28 @@ def run_part(name: str, seconds: float, rehearse: bool) -> list[dict[str, Any]]:
         except subprocess.TimeoutExpired:
             problem = f"took longer than {seconds:.0f} s"
         found = [json.loads(line) for line in lines.read_text().splitlines()]
-    return found + missing(name, found, "failed", problem)
+    return missing(name, found, "failed", problem)
 
 
 def missing(
     name: str, found: list[dict[str, Any]], status: str, error: str
 ) -> list[dict[str, Any]]:
-    """Returns a record for each check of a part that wrote none."""
+    """Returns the records of a part: those it wrote, and one for each check it did not come to.
+
+    Args:
+        name: One of ``GROUPS`` or ``CASES``.
+        found: What it wrote; a group begins with what it was going to run.
+        status: Of what is missing.
+        error: Why it is missing.
+    """
+    wrote = [one for one in found if "expected" not in one]
     if name in CASES:
         kind = CASES[name].kind
-        one = {"name": name, "kind": kind, "status": status, "error": error}
-        return [] if found else [one]
-    from_file = {one["name"] for one in found}
+        return wrote or [{"name": name, "kind": kind, "status": status, "error": error}]
+    expected = found[0]["expected"] if found else [name]
+    there = {one["name"] for one in wrote}
     empty = {"status": status, "seconds": 0.0, "facts": {}, "error": error}
-    return [{"name": one, **empty} for one in _checks_of(name) if one not in from_file]
-
-
-def _checks_of(group: str) -> list[str]:
-    sys.path.insert(0, str(CHECKS))
-    from gpu_checks.groups import names_of
-
-    return names_of(group)
+    return wrote + [{"name": one, **empty} for one in expected if one not in there]
 
 
 def _measure_here(name: str, file: Path, rehearse: bool) -> int:

@@ -1,4 +1,4 @@
-"""Runs the checks of one group in this process and writes a line of JSON for each.
+"""Runs the checks of one group in this process and writes JSON: their names, then each result.
 
 ``python tests/gpu/run.py GROUP FILE`` on a GPU; with ``--rehearse`` on virtual CPUs. It needs
 TensorFlow, NumPy and this library, and neither pytest nor an installed package.
@@ -21,7 +21,7 @@ def main() -> int:
     sys.path[:0] = [str(ROOT / "src"), str(Path(__file__).parent)]
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     os.environ.setdefault("KERAS_BACKEND", "tensorflow")
-    from gpu_checks.groups import GROUPS, run_group
+    from gpu_checks.groups import GROUPS, names_of, run_group
 
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("group", choices=sorted(GROUPS))
@@ -30,6 +30,7 @@ def main() -> int:
     asked = parser.parse_args()
     failed = False
     with asked.file.open("a") as lines:
+        print(json.dumps({"expected": names_of(asked.group)}), file=lines, flush=True)
         for result in run_group(asked.group, "CPU" if asked.rehearse else "GPU"):
             print(json.dumps(dataclasses.asdict(result)), file=lines, flush=True)
             first = result.error.strip().splitlines()[-1:] or [str(result.facts)]

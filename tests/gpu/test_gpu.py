@@ -36,7 +36,7 @@ def results(group: str) -> dict[str, dict[str, Any]]:
             timeout=600,
             check=False,
         )
-        found = [json.loads(line) for line in lines.read_text().splitlines()]
+        found = [json.loads(line) for line in lines.read_text().splitlines()[1:]]
     ended = {"status": "failed", "error": f"ended with {done.returncode}: {done.stderr[-2000:]}"}
     return dict.fromkeys(names_of(group), ended) | {one["name"]: one for one in found}
 

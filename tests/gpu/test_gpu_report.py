@@ -1,0 +1,152 @@
+"""The one command for GPU machines: what it runs, what it writes, and what it says went wrong."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def runner(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    yield importlib.import_module("run_gpu")
+    for name in [name for name in sys.modules if name.split(".")[0] in ("gpu", "run_gpu")]:
+        del sys.modules[name]
+
+
+def check(name: str = "limit.limit", **values: Any) -> dict[str, Any]:
+    return {"name": name, "status": "passed", "seconds": 1.0, "facts": {}, "error": ""} | values
+
+
+def timing(**values: Any) -> dict[str, Any]:
+    return {
+        "name": "resnet-bfloat16-256",
+        "kind": "speed",
+        "status": "passed",
+        "network": "resnet",
+        "title": "ResNet-50",
+        "precision": "bfloat16",
+        "rows": 256,
+        "xla": False,
+        "unit": "images",
+        "per_second": {"plain": 2000.0, "ours": 1990.0},
+        "flops_per_unit": 24.6e9,
+        "ratios": {"ours": 0.995},
+    } | values
+
+
+def record(**values: Any) -> dict[str, Any]:
+    return {
+        "date": "2026-01-01T00:00:00+00:00",
+        "command": "python benchmarks/run_gpu.py",
+        "rehearsal": False,
+        "machine": {"title": "tfmultigpu doctor: 1 of 1 GPU(s) in use by TensorFlow"},
+        "checks": [check()],
+        "benchmarks": [
+            {"name": "peak", "kind": "peak", "status": "passed", "flops_per_second": 5e14},
+            timing(),
+        ],
+        "seconds": 500,
+    } | values
+
+
+@pytest.mark.slow
+def test_the_command_runs_in_a_rehearsal(runner: Any, tmp_path: Path) -> None:
+    only = ["--only", "transformer-tf32-32", "memory-transformer-bfloat16-32"]
+    one = runner.run_part("transformer-tf32-32", 500.0, True)
+    assert [found["status"] for found in one] == ["passed"], one
+    assert set(one[0]["per_second"]) == {"plain", "ours"}
+    losses = one[0]["first_loss"]
+    assert abs(losses["ours"] / losses["plain"] - 1) < 1e-5
+    # The same results again, without their processes.
+    other = [check("memory", kind="memory", status="not run", error="a GPU")]
+    runner.run_part = lambda name, seconds, rehearse: one if name == only[1] else other
+    assert runner.main(["--rehearse", *only, "--out", str(tmp_path)]) == 0
+    written = json.loads((tmp_path / "gpu.json").read_text())
+    assert [found["status"] for found in written["benchmarks"]] == ["passed", "not run"]
+    assert written["machine"]["versions"]["tensorflow"]
+    page = (tmp_path / "gpu.md").read_text()
+    assert "a rehearsal; no number here says anything about a GPU" in page
+    assert "- memory: a GPU" in page
+
+
+def test_without_a_gpu_nothing_is_run(
+    runner: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runner.seen_gpus = lambda: 0
+    assert runner.main(["--out", str(tmp_path / "report")]) == 2
+    assert "TensorFlow sees no GPU here, so nothing was run." in capsys.readouterr().err
+    assert not (tmp_path / "report").exists()
+
+
+def test_what_there_is_no_time_for_is_named(runner: Any) -> None:
+    found = runner.run_part("two_parts", 3.0, False)
+    assert {one["status"] for one in found} == {"not run"}
+    assert {one["error"] for one in found} == {"no time was left: give more --minutes"}
+    assert [one["name"] for one in found] == ["two_parts"]
+    assert [one["name"] for one in runner.run_part("peak", 3.0, False)] == ["peak"]
+
+
+def test_a_process_that_dies_fails_what_it_did_not_come_to(runner: Any) -> None:
+    expected = {"expected": ["limit.limit", "limit.largest_batch"]}
+    done, other = check("limit.limit"), check("limit.largest_batch")
+    found = runner.missing("limit", [expected, done], "failed", "ended with -9")
+    assert found == [done, other | {"status": "failed", "seconds": 0.0, "error": "ended with -9"}]
+    assert runner.missing("limit", [expected, done, other], "failed", "") == [done, other]
+    (nothing,) = runner.missing("limit", [], "failed", "ended with 1: no tensorflow")
+    assert (nothing["name"], nothing["status"]) == ("limit", "failed")
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"checks": [check(status="failed", error="x\nAssertionError: 9")]}, "AssertionError: 9"),
+        ({"benchmarks": [timing(ratios={"ours": 0.97})]}, "ours / plain is 0.970"),
+        (
+            {"benchmarks": [check("memory", kind="memory", share_of_activations=0.4)]},
+            "0.40 of the activations, the target is 0.3",
+        ),
+    ],
+)
+def test_what_fails_or_is_too_slow_or_too_large_is_missed(
+    runner: Any, values: dict[str, Any], said: str
+) -> None:
+    assert list(runner.missed(record())) == []
+    (line,) = runner.missed(record(**values))
+    assert said in line
+
+
+def test_a_rehearsal_has_no_targets(runner: Any) -> None:
+    slow = record(benchmarks=[timing(ratios={"ours": 0.1})], rehearsal=True)
+    assert list(runner.missed(slow)) == []
+
+
+def test_the_page_says_how_much_of_the_peak_is_used(runner: Any) -> None:
+    page = runner.to_markdown(record())
+    assert "Measured bfloat16 peak of matrix products: 500.0 TFLOP/s." in page
+    assert "| images/s | 2,000 | 1,990 | - | 0.995 | 9.8% |" in page
+    assert "Nothing failed and no target was missed." in page
+
+
+def test_every_part_has_a_place_in_the_order(runner: Any) -> None:
+    from gpu_checks.groups import GROUPS
+
+    assert set(runner.GROUPS) == set(GROUPS)
+    names = list(runner.CASES)
+    assert names[:3] == ["peak", "transformer-bfloat16-32", "resnet-bfloat16-256"]
+    resnets = [case for case in runner.CASES.values() if case.network == "resnet"]
+    assert {case.rows for case in resnets} == {64, 128, 256}
+    both = {(case.precision, case.xla) for case in resnets}
+    assert both == {
+        (precision, xla)
+        for precision in ("float32", "tf32", "float16", "bfloat16")
+        for xla in (True, False)
+    }
