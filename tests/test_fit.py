@@ -570,6 +570,14 @@ def test_steps_of_its_own_are_refused(method):
         tmg.fit(model, (X, SIZE))
 
 
+def test_callbacks_may_come_from_a_generator(lines):
+    model, _ = lines
+    seen = []
+    watch = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: seen.append(epoch))
+    tmg.fit(model, (X, SIZE), callbacks=(one for one in [watch]), verbose=0)
+    assert seen == [0]
+
+
 def test_arguments_that_do_not_fit(lines):
     model, _ = lines
     arrays = X, SIZE
@@ -592,6 +600,18 @@ def test_arguments_that_do_not_fit(lines):
     refused(tmg.DataError, "validation_split is for arrays", endless, validation_split=0.5)
     refused(tmg.DataError, "37 rows are too few to split", validation_split=0.999)
     refused(ValueError, "between 0 and 1. Received: validation_split=2", validation_split=2)
+    refused(ValueError, "between 0 and 1. Received: validation_split='a'", validation_split="a")
+    refused(ValueError, r"epochs is a whole number. Received: epochs=1\.5", epochs=1.5)
+    refused(ValueError, "initial_epoch is a whole number. .*=None", initial_epoch=None)
+    refused(ValueError, "steps_per_call is 'auto' or a whole number.*=None", steps_per_call=None)
+    refused(tmg.DataError, "class_weight is a dict", class_weight={"a": 1.0})
+    run = tmg.Checkpoints("unused", model, model.optimizer)
+    refused(
+        tmg.CompileError,
+        r"loss scale of this fit would not be in the.*keras\.optimizers\.LossScaleOptimizer\(",
+        callbacks=iter([run.callback()]),
+        loss_scale="dynamic",
+    )
     refused(ValueError, "validation_freq is a whole", validation_data=arrays, validation_freq=0)
     refused(tmg.DataError, "class_weight is a dict", class_weight=[1.0, 2.0])
     refused(tmg.DataError, "class weights and sample weights", (*arrays, W), class_weight={0: 2.0})

@@ -57,12 +57,13 @@ def make_callbacks(
     )
 
 
-def check_callbacks(callbacks: Any, shard_update: Any) -> Any:
+def check_callbacks(callbacks: Any, shard_update: Any, *, own_scale: bool = False) -> Any:
     """Checks that callbacks work here.
 
     Args:
         callbacks: As for ``make_callbacks``.
         shard_update: As for ``fit``.
+        own_scale: Whether the step keeps a dynamic loss scale that the optimizer does not have.
 
     Returns:
         ``shard_update``, which is False where a callback needs all of the optimizer's variables.
@@ -90,6 +91,14 @@ def check_callbacks(callbacks: Any, shard_update: Any) -> Any:
                 "layers nor the place in the data. Received: "
                 f"{type(one).__name__}. Write callbacks=[tmg.Checkpoints(directory, model=model, "
                 "optimizer=model.optimizer).callback(every_epochs=1)], which goes on exactly."
+            )
+        if own_scale and hasattr(type(one), "resume_at"):
+            raise CompileError(
+                "The loss scale of this fit would not be in the checkpoints, and a run gone on "
+                "with would skip other steps than one that was not interrupted. Received: "
+                "loss_scale='dynamic' beside the callback of tmg.Checkpoints. Leave loss_scale "
+                "out, and compile with keras.optimizers.LossScaleOptimizer(optimizer), which does "
+                "the same and is saved."
             )
         if not isinstance(one, keras.callbacks.Callback):
             raise TypeError(

@@ -30,6 +30,7 @@ from tfmultigpu.loops.together import Together
 from tfmultigpu.loops.training import Clock, make_trainer
 from tfmultigpu.loops.training_data import make_feed, split_off
 from tfmultigpu.loops.validation import Validation
+from tfmultigpu.precision import unwrap_optimizer
 from tfmultigpu.scopes import check_backend
 
 __all__ = ["fit"]
@@ -127,7 +128,8 @@ def fit(
     arguments = compile_arguments(model)
     if isinstance(callbacks, Iterator):
         callbacks = to_list(callbacks)
-    shard_update = check_callbacks(callbacks, shard_update)
+    unsaved = loss_scale == "dynamic" and unwrap_optimizer(model.optimizer) is model.optimizer
+    shard_update = check_callbacks(callbacks, shard_update, own_scale=unsaved)
     if steps_per_call == "auto" and (model.steps_per_execution or 1) > 1:
         steps_per_call = model.steps_per_execution
     asked = None if steps_per_call == "auto" else int(steps_per_call)

@@ -80,10 +80,10 @@ def split_off(data: Any, validation_split: float) -> tuple[Any, Any]:
         DataError: The data is no arrays, or too little to split.
         ValueError: ``validation_split`` is not between 0 and 1.
     """
-    if not 0 < validation_split < 1:
+    if isinstance(validation_split, str) or not 0 < validation_split < 1:
         raise ValueError(
             "validation_split is the part of the data to validate with, between 0 and 1. "
-            f"Received: validation_split={validation_split}."
+            f"Received: validation_split={validation_split!r}."
         )
     if isinstance(data, ShardedDataset) or not is_arrays(data):
         raise DataError(
