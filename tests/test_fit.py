@@ -621,6 +621,11 @@ def test_arguments_that_do_not_fit(lines):
     refused(TypeError, "A callback is a keras.callbacks.Callback. Received: 3", callbacks=[3])
     sharded = tmg.distribute_dataset(as_dataset(BATCHES), strategy_of(2))
     refused(tmg.DataError, "so shares comes too late", sharded, shares=(1, 2))
+    with (
+        strategy_of(3).scope(),
+        pytest.raises(tmg.ScopeError, match=r"inside the scope of another one.*outside of the sc"),
+    ):
+        tmg.fit(model, arrays)
     with pytest.raises(ValueError, match="verbose is 0, 1, 2 or 'auto'"):
         tmg.fit(model, arrays, verbose=3)
     with pytest.raises(TypeError, match=r"fit takes a compiled keras\.Model\. Received: Dense"):

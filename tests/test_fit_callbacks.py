@@ -478,6 +478,23 @@ def test_short_epochs_are_measured_with_what_they_have():
     assert not pace.known
 
 
+def test_an_evaluation_is_stopped(both):
+    class Stop(keras.callbacks.Callback):
+        def on_test_batch_end(self, batch, logs=None):
+            self.model.stop_evaluating = batch == 1
+
+    both(lambda _: [Stop()], validation_data=HELD_OUT, validation_batch_size=3, epochs=2)
+
+
+def test_a_list_that_knows_neither_model_nor_history(both):
+    def make(who):
+        if who == "keras":
+            return [keras.callbacks.EarlyStopping("loss")]
+        return keras.callbacks.CallbackList([keras.callbacks.EarlyStopping("loss")])
+
+    both(make, epochs=2)
+
+
 def test_hooks_from_time_to_time():
     clock, told = [0.0], []
 

@@ -44,6 +44,13 @@ def make_callbacks(
     if verbose not in (0, 1, 2, "auto"):
         raise ValueError(f"verbose is 0, 1, 2 or 'auto'. Received: verbose={verbose!r}.")
     if isinstance(callbacks, keras.callbacks.CallbackList):
+        history = keras.callbacks.History
+        known = [one for one in callbacks.callbacks if isinstance(one, history)]
+        if not known:
+            known = [history()]
+            callbacks.callbacks.append(known[0])
+        callbacks.set_model(model)
+        model.history = known[0]
         return callbacks
     verbose = verbose if shown else 0
     return keras.callbacks.CallbackList(
@@ -165,6 +172,7 @@ class BatchHooks:
         steps_per_call: int | None,
         elapsed: Callable[[], float],
         agree: Callable[[Iterable[int]], list[int]] = sorted,
+        stopping: Callable[[], bool] = bool,
     ) -> None:
         """Takes the callbacks.
 
@@ -175,7 +183,9 @@ class BatchHooks:
             elapsed: A clock, in seconds.
             agree: Returns what any worker has among numbers, sorted. Logs are read by all workers
                 together, so all call their callbacks after the same batches.
+            stopping: Whether a callback wants no more batches; asked where any was called.
         """
+        self._stopping = stopping
         self._begin = getattr(callbacks, f"on_{what}_batch_begin")
         self._end = getattr(callbacks, f"on_{what}_batch_end")
         found = [_every_batches(one, what) for one in callbacks.callbacks]
@@ -218,6 +228,10 @@ class BatchHooks:
         """Is told the last batch that ran; ``logs()`` are those of the epoch so far."""
         if self.called:
             self._tell(batch, logs())
+
+    def stopped(self) -> bool:
+        """Returns whether a callback that was called just now wants no more batches."""
+        return self.called and self._stopping()
 
     def finish(self, batch: int, logs: dict[str, Any]) -> None:
         """Tells of the last batch of an epoch, if that was not done."""

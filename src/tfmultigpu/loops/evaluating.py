@@ -127,7 +127,7 @@ class Evaluator:
                 if watch is not None:
                     watch.ran(found.steps)
                     watch.after(done - 1, functools.partial(self._logs, totals))
-            if found.steps < asked:
+            if found.steps < asked or (watch is not None and watch.stopped()):
                 break
         return None if totals is None else self._logs(totals)
 
@@ -146,6 +146,9 @@ class Watch(Protocol):
 
     def after(self, batch: int, logs: Callable[[], dict[str, Any]]) -> None:
         """Is told the last batch that was done; ``logs()`` are those of all so far."""
+
+    def stopped(self) -> bool:
+        """Returns whether to leave out the batches that are left."""
 
 
 def make_evaluator(model: Any, strategy: tf.distribute.Strategy, spec: Any) -> Evaluator:

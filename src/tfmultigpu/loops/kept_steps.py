@@ -9,6 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfmultigpu.compiled import check_keeps_to, strategy_of
+from tfmultigpu.errors import ScopeError
 from tfmultigpu.scopes import check_kinds, prepare_model
 
 __all__ = ["build", "checked_strategy", "kept"]
@@ -45,13 +46,22 @@ def checked_strategy(model: Any, what: str, *methods: str) -> tf.distribute.Stra
 
     Raises:
         CompileError: It replaces one of them.
+        ScopeError: This is the scope of another strategy.
         TypeError: It is no model.
     """
     import keras
 
     if isinstance(model, keras.Model):
         check_keeps_to(model, *methods)
-        return strategy_of(model)
+        own = strategy_of(model)
+        if tf.distribute.has_strategy() and tf.distribute.get_strategy() is not own:
+            raise ScopeError(
+                f"{what} runs on the strategy in whose scope the model was created, and was called "
+                f"inside the scope of another one. Received: model {model.name!r} of "
+                f"{type(own).__name__} with {own.num_replicas_in_sync} replica(s). Call it outside "
+                "of the scope, or create the model inside."
+            )
+        return own
     strategy = tf.distribute.get_strategy()
     check_kinds(model, strategy)
     if what != "predict":

@@ -6,14 +6,14 @@ import dataclasses
 import functools
 import numbers
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from typing import Any
 
 import tensorflow as tf
 
 from tfmultigpu.compiled import check_labels
 from tfmultigpu.data import ShardedDataset
-from tfmultigpu.loops.agreement import of_any, several_workers
+from tfmultigpu.loops.agreement import of_any, on_any, several_workers
 from tfmultigpu.loops.callbacks import BatchHooks
 from tfmultigpu.loops.evaluating import make_evaluator
 from tfmultigpu.loops.pass_data import check_steps, is_arrays, no_batches, pass_batches
@@ -81,17 +81,27 @@ class Validation:
         """Evaluates, and returns the logs with ``val_`` before their names."""
         evaluator = make_evaluator(self.model, self.strategy, self.batches.element_spec)
         callbacks.on_test_begin()
-        logs = evaluator(self.batches, self.steps, _watch(callbacks, self.strategy))
+        logs = evaluator(self.batches, self.steps, _watch(callbacks, self.model, self.strategy))
         if logs is None:
             raise no_batches(self.data)
         callbacks.on_test_end(logs)
         return {f"val_{name}": value for name, value in logs.items()}
 
 
-def _watch(callbacks: Any, strategy: tf.distribute.Strategy) -> BatchHooks:
-    # Workers have no clock in common: there nobody is called only because time went by.
-    elapsed: Callable[[], float] = time.perf_counter
-    if several_workers(strategy):
-        elapsed = float
-    agree = functools.partial(of_any, strategy)
-    return BatchHooks(callbacks, "test", steps_per_call=None, elapsed=elapsed, agree=agree)
+def _watch(callbacks: Any, model: Any, strategy: tf.distribute.Strategy) -> BatchHooks:
+    several = several_workers(strategy)
+    model.stop_evaluating = False
+
+    def stopping() -> bool:
+        wanted = bool(model.stop_evaluating)
+        return on_any(strategy, wanted) if several else wanted
+
+    return BatchHooks(
+        callbacks,
+        "test",
+        steps_per_call=None,
+        # Workers have no clock in common: there nobody is called only because time went by.
+        elapsed=float if several else time.perf_counter,
+        agree=functools.partial(of_any, strategy),
+        stopping=stopping,
+    )
