@@ -118,6 +118,13 @@ def bench(session: nox.Session) -> None:
 
 
 @nox.session
+def gpu(session: nox.Session) -> None:
+    """Check and measure on a GPU, and write a report (``-- --rehearse``: on virtual CPUs)."""
+    session.install("-e", ".[nvml]", "tensorflow[and-cuda]")
+    session.run("python", "benchmarks/run_gpu.py", *session.posargs)
+
+
+@nox.session
 def build(session: nox.Session) -> None:
     """Build the wheel and the source archive, and look inside the wheel."""
     session.install(*groups("build"))

@@ -1,7 +1,7 @@
 """Checks and measures this library on a GPU, in under ten minutes, and writes a report.
 
-``python benchmarks/run_gpu.py`` writes ``gpu-report/gpu.json`` and ``gpu-report/gpu.md``. It needs
-TensorFlow with its GPU libraries and NumPy, from wherever: neither pytest, nor an index of
+``python benchmarks/run_gpu.py`` writes ``gpu.json`` and ``gpu.md`` to ``build/gpu-report``. It
+needs TensorFlow with its GPU libraries and NumPy, from wherever: neither pytest, nor an index of
 packages, nor an installation of this library. Everything runs in processes of its own, one after
 the other, the most telling first; what there is no time for is named in the report. With
 ``--rehearse`` the same runs on virtual CPUs with tiny networks.
@@ -31,6 +31,7 @@ from gpu.cases import CASES, measure  # noqa: E402
 from gpu.report import missed, not_run, to_markdown  # noqa: E402
 
 GROUPS = ("two_parts", "growth", "limit", "four_parts")
+OUT = Path("build/gpu-report")
 AT_MOST = 240.0  # seconds of one process
 AT_LEAST = 25.0  # starting TensorFlow on a GPU and tracing a network
 FIND_GPUS = "import tensorflow as tf; print(len(tf.config.list_physical_devices('GPU')))"
@@ -42,7 +43,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rehearse", action="store_true", help="tiny, on virtual CPUs")
     parser.add_argument("--minutes", type=float, default=9.5, help="9.5 by default")
     parser.add_argument("--only", nargs="+", choices=(*GROUPS, *CASES), help="some of it")
-    parser.add_argument("--out", type=Path, default=Path("gpu-report"), help="folder to write to")
+    parser.add_argument(
+        "--out", type=Path, default=Path("build/gpu-report"), help="folder to write to"
+    )
     parser.add_argument("--case", nargs=2, help=argparse.SUPPRESS)
     asked = parser.parse_args(arguments)
     if asked.case:

@@ -116,6 +116,9 @@ def used_memory() -> int:
 def _before(kind: str) -> int:
     if kind == "CPU":
         return 0
-    if not tmg.list_devices("GPU"):
-        raise NeedsGpu(NO_GPU)
-    return used_memory()
+    try:
+        used = used_memory()  # before TensorFlow is asked for anything
+    finally:
+        if not tmg.list_devices("GPU"):
+            raise NeedsGpu(NO_GPU)
+    return used
