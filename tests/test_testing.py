@@ -397,6 +397,21 @@ def test_no_worker_outlives_a_test_that_is_killed(tmp_path: Path) -> None:
         time.sleep(0.1)
 
 
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"workers": 0}, "at least one worker. Received: workers=0"),
+        ({"timeout": None}, "float('inf') for no limit. Received: timeout=None"),
+        ({"timeout": 0}, "Received: timeout=0"),
+        ({"args": "abc"}, "args is a list of arguments. Write ['abc']"),
+        ({"environment": {"A": 1}}, "Environment variables are text. Received: 'A': 1"),
+    ],
+)
+def test_what_workers_are_run_with(options: dict, text: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(text)):
+        run_workers(os.getcwd, **options)
+
+
 def test_what_cannot_be_run_in_workers() -> None:
     with pytest.raises(ValueError, match=r"Move it to the top level of a module"):
         run_workers(lambda: None)

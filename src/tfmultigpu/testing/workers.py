@@ -82,7 +82,8 @@ def run_workers(
     Raises:
         WorkerFailedError: A worker failed, or did not end in time: an ``AssertionError`` that names
             the first to fail and has the end of what it printed. The others are stopped.
-        ValueError: ``workers`` is less than 1, or the function cannot be found by its name.
+        ValueError: ``workers`` is less than 1, the function cannot be found by its name, or another
+            argument makes no sense.
 
     Example:
         >>> import os, tfmultigpu as tmg
@@ -92,6 +93,16 @@ def run_workers(
     """
     if not isinstance(workers, int) or workers < 1:
         raise ValueError(f"There must be at least one worker. Received: workers={workers}.")
+    if not isinstance(timeout, (int, float)) or not timeout > 0:
+        raise ValueError(
+            "timeout is in seconds, more than 0; float('inf') for no limit. Received: "
+            f"timeout={timeout!r}."
+        )
+    if isinstance(args, (str, bytes)) or not isinstance(args, Sequence):
+        raise ValueError(f"args is a list of arguments. Write [{args!r}]. Received: args={args!r}.")
+    for name, value in (environment or {}).items():
+        if not isinstance(value, str):
+            raise ValueError(f"Environment variables are text. Received: {name!r}: {value!r}.")
     with tempfile.TemporaryDirectory(prefix="tfmultigpu-workers-") as folder:
         return _run(target, workers, list(args), timeout, environment or {}, Path(folder))
 
