@@ -165,6 +165,15 @@ def test_other_data_than_that_of_the_checkpoints_is_refused(model: Any, tmp_path
         tmg.fit(model, data, callbacks=[run.callback()], verbose=0)
 
 
+def test_epochs_that_are_no_passes_are_refused(model: Any, tmp_path: Path) -> None:
+    data = tf.data.Dataset.from_tensor_slices((X, Y)).shuffle(22, seed=3).batch(4).repeat()
+    run = tmg.Checkpoints(tmp_path, model, model.optimizer, data)
+    with pytest.raises(
+        tmg.DataError, match=r"steps_per_epoch=3\. Let an epoch be a pass: .*seed=ep"
+    ):
+        tmg.fit(model, run.data, steps_per_epoch=3, callbacks=[run.callback()], verbose=0)
+
+
 def test_several_workers_are_told_after_the_same_steps() -> None:
     class Run:
         data = None

@@ -9,6 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfmultigpu.data import ShardedDataset, distribute_dataset
+from tfmultigpu.data_position import PositionedDataset
 from tfmultigpu.errors import DataError
 from tfmultigpu.loops.class_weights import weighting
 from tfmultigpu.loops.feed import Feed
@@ -50,6 +51,13 @@ def make_feed(
     """
     if isinstance(data, ShardedDataset):
         check_shards(data, strategy, batch_size)
+        if isinstance(data, PositionedDataset) and steps_per_epoch is not None:
+            raise DataError(
+                "Data of checkpoints is gone on with by whole passes, and with steps_per_epoch an "
+                "epoch is none: a shuffle would go on with another order. Received: "
+                f"steps_per_epoch={steps_per_epoch}. Let an epoch be a pass: give Checkpoints "
+                "data=lambda epoch: dataset.shuffle(n, seed=epoch).batch(size).take(steps)."
+            )
         for name, value in (("class_weight", class_weight), ("shares", shares)):
             if value is not None:
                 raise DataError(
