@@ -27,6 +27,7 @@ RUN = Path(__file__).parent / "run.py"
 def results(group: str) -> dict[str, dict[str, Any]]:
     with tempfile.TemporaryDirectory() as folder:
         lines = Path(folder) / "lines"
+        lines.touch()
         # This process may have taken memory of the GPU by listing it, but starts nothing on it.
         done = subprocess.run(
             [sys.executable, str(RUN), group, str(lines)],
