@@ -40,10 +40,10 @@ class Workload:
     words: int = 0
     batch_size: int = BATCH_SIZE
     steps: int = 50
-    epoch: int = 100
+    epoch: int = 50
     rounds: int = 7
-    forms: tuple[str, ...] = ("batch", "iterator")
-    thorough: bool = True
+    forms: tuple[str, ...] = ("iterator",)
+    thorough: bool = False
 
     def model(self) -> Any:
         """Returns a new Keras model; the same weights each time."""
@@ -129,23 +129,16 @@ def _resnet(x: Any) -> Any:
     return layers.GlobalAveragePooling2D()(x)
 
 
-_LARGE: dict[str, Any] = {
-    "steps": 20,
-    "epoch": 40,
-    "rounds": 5,
-    "forms": ("iterator",),
-    "thorough": False,
-}
+_FEWER: dict[str, Any] = {"steps": 20, "epoch": 40, "rounds": 5}
+_THOROUGH: dict[str, Any] = {"forms": ("batch", "iterator"), "thorough": True}
 WORKLOADS = {
-    "small_mlp": Workload("small MLP", (32,), mlp(64), steps=100),
+    "small_mlp": Workload("small MLP", (32,), mlp(64), steps=100, epoch=100, **_THOROUGH),
     "cnn": Workload("CNN 16x16x3", (16, 16, 3), _cnn),
-    "wide_mlp": Workload(
-        "wide MLP, 1.3 M parameters", (256,), mlp(1024), steps=20, epoch=60, rounds=5
-    ),
+    "wide_mlp": Workload("wide MLP, 1.3 M parameters", (256,), mlp(1024), **_FEWER),
     "transformer": Workload(
-        "small transformer: embedding and 2 attention blocks", (32,), _transformer, _WORDS, **_LARGE
+        "small transformer: embedding and 2 attention blocks", (32,), _transformer, _WORDS, **_FEWER
     ),
     "resnet": Workload(
-        "ResNet with synchronized BatchNormalization", (16, 16, 3), _resnet, **_LARGE
+        "ResNet with synchronized BatchNormalization", (16, 16, 3), _resnet, **_FEWER
     ),
 }
