@@ -20,6 +20,9 @@ class ShardLayout:
     each read, which costs as much as reading. Copied ahead to the devices, each replica's element
     holds its own shard only.
 
+    Nothing is cut for one replica, so where the types say that every batch has rows, an element
+    is the global batch itself: cutting it would cost more than a small step.
+
     Layouts are equal where they read elements alike, so that a ``tf.function`` of an iterator is
     traced once for all datasets of a kind.
 
@@ -28,6 +31,7 @@ class ShardLayout:
         element_spec: The types of one global batch.
         on_devices: Whether elements are per-replica values, copied ahead of time.
         local: Numbers, among all replicas, of those of this process.
+        whole_rows: Rows of each element where that is a whole batch, else None.
     """
 
     def __init__(
@@ -38,6 +42,7 @@ class ShardLayout:
         self.element_spec = element_spec
         self.on_devices = on_devices
         self.local = rows_lib.local_replicas(strategy)
+        self.whole_rows = None if on_devices else _rows_of_one_replica(strategy, element_spec)
         self._pack = _packer(element_spec)
 
     def __eq__(self, other: object) -> bool:
@@ -69,6 +74,8 @@ class ShardLayout:
 
     def split(self, element: Any) -> tuple[list[Any], Any]:
         """Returns the local shards, one structure for each, and the offsets of all."""
+        if self.whole_rows is not None:
+            return [element], tf.constant([0, self.whole_rows], tf.int64)
         *leaves, offsets = element
         if self.on_devices:
             results = self.strategy.experimental_local_results
@@ -82,6 +89,8 @@ class ShardLayout:
 
         One replica gets plain tensors.
         """
+        if self.whole_rows is not None:
+            return element
         *leaves, offsets = element
         if self.strategy.num_replicas_in_sync == 1:
             return self._pack(iter(leaves))
@@ -101,6 +110,16 @@ class ShardLayout:
 def components_of(element_spec: Any) -> list[Any]:
     """Returns the types of a batch's tensors, without those that are None."""
     return [spec for spec in tf.nest.flatten(element_spec) if not _is_none(spec)]
+
+
+def _rows_of_one_replica(strategy: tf.distribute.Strategy, element_spec: Any) -> int | None:
+    """The rows of every batch, where there is one replica and the types say how many."""
+    if strategy.num_replicas_in_sync > 1:
+        return None
+    specs = components_of(element_spec)
+    dense = all(isinstance(spec, tf.TensorSpec) and spec.shape.rank for spec in specs)
+    rows = {spec.shape[0] for spec in specs} if dense else set()
+    return (rows.pop() or None) if len(rows) == 1 else None
 
 
 def _is_none(spec: Any) -> bool:
