@@ -12,9 +12,10 @@ import tfmultigpu as tmg
 
 FOLDER = Path(__file__).parent
 NOT_CASES = {"test_workers"}
-# What these files try comes before the sum over replicas or after it, where a worker does what a
-# replica of one process does; so of their cases every third is trained on workers too.
-EVERY_THIRD = {"test_optimizers", "test_sample_weights", "test_sparse_gradients"}
+# Most of what the cases try comes before the sum over replicas or after it, where a worker does what
+# a replica of one process does: of these files every fourth case is trained on workers too, of the
+# others every second.
+EVERY_FOURTH = {"test_optimizers", "test_sample_weights", "test_sparse_gradients"}
 
 
 def worker_cases() -> dict[str, Case]:
@@ -24,7 +25,7 @@ def worker_cases() -> dict[str, Case]:
         if module not in NOT_CASES:
             cases = getattr(importlib.import_module(module), "CASES", ())
             chosen = [case for case in cases if case.workers]
-            chosen = chosen[::3] if module in EVERY_THIRD else chosen
+            chosen = chosen[:: 4 if module in EVERY_FOURTH else 2]
             found |= {f"{module}: {case.name}": case for case in chosen}
     return found
 
