@@ -12,9 +12,9 @@ import tfmultigpu as tmg
 
 FOLDER = Path(__file__).parent
 NOT_CASES = {"test_workers"}
-# Most of what the cases try comes before the sum over replicas or after it, where a worker does what
-# a replica of one process does: of these files every fourth case is trained on workers too, of the
-# others every second.
+# Most of what the cases try comes before the sum over replicas or after it, where a worker does
+# what a replica of one process does: of these files every fourth case is trained on workers too, of
+# the others every second.
 EVERY_FOURTH = {"test_optimizers", "test_sample_weights", "test_sparse_gradients"}
 
 
