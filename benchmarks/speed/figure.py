@@ -110,10 +110,11 @@ def _panel(
     values = [end for _, spread in points for end in (spread.low, spread.high)]
     low, high = 2 ** math.floor(math.log2(min(values))), 2 ** math.ceil(math.log2(max(values)))
     first, last = min(x for x, _ in points), max(x for x, _ in points)
+    width = math.log(last / first) or 1.0
     right, bottom = left + _WIDTH - 24, top + _HEIGHT - 34
 
     def across(x: float) -> float:
-        return left + _LEFT + (right - left - _LEFT) * math.log(x / first) / math.log(last / first)
+        return left + _LEFT + (right - left - _LEFT) * math.log(x / first) / width
 
     def up(value: float) -> float:
         return bottom - (bottom - top - _TOP) * math.log(value / low) / math.log(high / low)
