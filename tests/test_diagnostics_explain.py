@@ -6,8 +6,10 @@ from typing import Any
 
 import keras
 import pytest
+import tensorflow as tf
 from diagnosed import provoke
 
+import tfmultigpu as tmg
 from tfmultigpu import diagnostics
 
 PRELUDE = """
@@ -414,3 +416,9 @@ def test_another_backend_is_all_that_is_said(monkeypatch: pytest.MonkeyPatch) ->
     report = diagnostics.explain(keras.Sequential([keras.layers.Dense(1)]))
     assert report.codes == ("keras-backend",)
     assert str(report).startswith("tfmultigpu explain: 1 error (keras-backend)")
+
+
+def test_inside_a_function_there_is_nothing_to_look_at() -> None:
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+    with pytest.raises(tmg.TfMultiGpuError, match=r"Call tmg\.explain outside of it"):
+        tf.function(lambda: tmg.explain(model))()

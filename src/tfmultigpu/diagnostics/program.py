@@ -23,6 +23,7 @@ from tfmultigpu.diagnostics.placement import (
     strategy_devices,
 )
 from tfmultigpu.diagnostics.report import Finding, Report, ordered
+from tfmultigpu.errors import TfMultiGpuError
 from tfmultigpu.scopes import check_kinds
 
 __all__ = ["explain"]
@@ -31,6 +32,7 @@ __all__ = ["explain"]
 _NOT_HERE = {"started-before-cluster"}
 
 
+@tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
 def explain(
     model: Any,
     optimizer: Any = None,
@@ -60,6 +62,7 @@ def explain(
         TypeError: ``model`` is no Keras model, ``optimizer`` no optimizer or ``strategy`` no
             strategy.
         ValueError: ``seconds`` is no number from 0 on.
+        TfMultiGpuError: Called inside a ``tf.function``.
 
     Example:
         >>> import keras, tfmultigpu as tmg
@@ -68,6 +71,11 @@ def explain(
         >>> print(str(report).splitlines()[0])  # doctest: +ELLIPSIS
         tfmultigpu explain: ...
     """
+    if tf.inside_function():
+        raise TfMultiGpuError(
+            "explain looks at values, which are not there while a tf.function is traced. Call "
+            "tmg.explain outside of it, before the loop."
+        )
     given = () if optimizer is None else (optimizer,)
     check_kinds(model, tf.distribute.get_strategy() if strategy is None else strategy, *given)
     if not isinstance(seconds, Real) or not 0 <= seconds < math.inf:
