@@ -24,7 +24,8 @@ class Case:
         build: Makes what is trained.
         batches: Global batches, arrays.
         reason: Why a tolerance is larger than ``EXACT``; without one it may not be.
-        replicas: The numbers of replicas of one process.
+        replicas: The numbers of replicas of one process. Three where nothing else is said: few
+            batches divide by it. Every number that tests use is in test_steps_exactness.py.
         workers: Whether two worker processes train it too.
         options: For ``assert_replica_invariant``.
     """
@@ -33,7 +34,7 @@ class Case:
     build: Callable[[], tmg.testing.Training]
     batches: list[Any]
     reason: str = ""
-    replicas: tuple[int, ...] = (2, 3)
+    replicas: tuple[int, ...] = (3,)
     workers: bool = True
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
