@@ -12,6 +12,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfmultigpu.errors import OutOfMemoryError, TfMultiGpuError
+from tfmultigpu.worker_exchange import WorkerExchange
 
 __all__ = ["find_batch_size"]
 
@@ -73,7 +74,7 @@ def find_batch_size(
                 f"start={start!r}, limit={limit!r}."
             )
     strategy = tf.distribute.get_strategy()
-    if _spans_workers(strategy):
+    if WorkerExchange(strategy).workers > 1:
         raise TfMultiGpuError(
             "Where one worker runs out of memory the others wait for it for ever, so the size must "
             "be known before. Received: "
@@ -129,8 +130,3 @@ def _fits(
         return True
     gc.collect()
     return False
-
-
-def _spans_workers(strategy: tf.distribute.Strategy) -> bool:
-    replicas = strategy.num_replicas_in_sync
-    return replicas > 1 and len(strategy.extended.worker_devices) < int(replicas)

@@ -13,13 +13,14 @@ import tensorflow as tf
 
 from tfmultigpu import _bridge
 from tfmultigpu import rows as rows_lib
-from tfmultigpu.accumulation import all_reduce_sum, sum_dtype
+from tfmultigpu.accumulation import sum_dtype
 from tfmultigpu.batches import as_tensor
 from tfmultigpu.data import distribute_dataset
 from tfmultigpu.device_names import parse_device_name
 from tfmultigpu.discovery import list_devices, logical_to_physical
 from tfmultigpu.errors import DataError, ShareError
 from tfmultigpu.updates import build_optimizer
+from tfmultigpu.worker_exchange import WorkerExchange
 
 __all__ = ["measured_capacities", "memory_capacities"]
 
@@ -357,31 +358,9 @@ def _known(name: str) -> tuple[float, bool]:
 
 def _of_all_workers(values: list[float], strategy: tf.distribute.Strategy) -> tuple[float, ...]:
     """Puts together what each worker knows of its own replicas."""
-    replicas = strategy.num_replicas_in_sync
-    if len(values) == replicas:
-        return tuple(values)
-    everywhere = [0.0] * replicas
-    for replica, value in zip(rows_lib.local_replicas(strategy), values, strict=True):
-        everywhere[replica] = value
-    return _sum_over_workers(everywhere, len(values), strategy)
+    return tuple(WorkerExchange(strategy).floats(values).ravel().tolist())
 
 
 def _mean_of_workers(values: list[float], strategy: tf.distribute.Strategy) -> tuple[float, ...]:
     """One verdict for all workers, whose clocks never agree."""
-    local = len(rows_lib.local_replicas(strategy))
-    if local == strategy.num_replicas_in_sync:
-        return tuple(values)
-    workers = strategy.num_replicas_in_sync // local
-    return tuple(value / workers for value in _sum_over_workers(values, local, strategy))
-
-
-def _sum_over_workers(
-    values: list[float], local: int, strategy: tf.distribute.Strategy
-) -> tuple[float, ...]:
-    def add(tensor: Any) -> Any:
-        return all_reduce_sum(tf.distribute.get_replica_context(), [tensor])[0]
-
-    # Every replica of a worker adds the same, hence the division. One number takes part beside it
-    # in float64, which holds bytes exactly.
-    summed = strategy.run(add, args=(tf.constant(values, tf.float64) / local,))
-    return tuple(strategy.experimental_local_results(summed)[0].numpy().tolist())
+    return tuple(WorkerExchange(strategy).floats(values).mean(axis=0).tolist())

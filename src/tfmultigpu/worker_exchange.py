@@ -1,9 +1,9 @@
-"""A few whole numbers from every worker to every worker."""
+"""A few numbers from every worker to every worker."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -53,6 +53,18 @@ class WorkerExchange:
         with explaining_lost_workers():
             gathered = self._gather(spread(lambda _: tf.constant(own)))
         return np.asarray(gathered.numpy()[:: self._local], "int64")
+
+    def floats(self, values: Iterable[float]) -> np.ndarray[Any, np.dtype[np.float64]]:
+        """Tells all workers some numbers, to the bit, and waits for theirs.
+
+        Args:
+            values: Floats of 64 bits, as many on every worker.
+
+        Returns:
+            Those of all workers, of shape ``[workers, len(values)]``.
+        """
+        bits = np.asarray(list(values), "float64").view("int64")
+        return np.ascontiguousarray(self(bits.tolist())).view("float64")
 
     @functools.cached_property
     def _gather(self) -> Any:

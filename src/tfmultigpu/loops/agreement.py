@@ -28,7 +28,7 @@ def is_chief(strategy: tf.distribute.Strategy) -> bool:
 
 def of_chief(strategy: tf.distribute.Strategy, value: float) -> float:
     """Returns the number that the chief calls this with; all workers must call it."""
-    return float(_floats(strategy, [value])[0, 0])
+    return float(_exchange(strategy).floats([value])[0, 0])
 
 
 def on_any(strategy: tf.distribute.Strategy, truth: bool) -> bool:
@@ -77,7 +77,7 @@ def check_alike(strategy: tf.distribute.Strategy, what: str, arguments: Mapping[
 
 def differ(strategy: tf.distribute.Strategy, values: Iterable[float]) -> list[bool]:
     """Returns of each number whether it is not nearly the same everywhere; all must call it."""
-    told = _floats(strategy, values)
+    told = _exchange(strategy).floats(values)
     near = np.isclose(told, told[:1], rtol=1e-4, atol=1e-7, equal_nan=True)
     return [not column.all() for column in near.T]
 
@@ -85,11 +85,6 @@ def differ(strategy: tf.distribute.Strategy, values: Iterable[float]) -> list[bo
 @functools.lru_cache(maxsize=8)
 def _exchange(strategy: Any) -> WorkerExchange:
     return WorkerExchange(strategy)
-
-
-def _floats(strategy: tf.distribute.Strategy, values: Iterable[float]) -> Any:
-    numbers = np.asarray(list(values), "float64").view("int64")
-    return np.ascontiguousarray(_exchange(strategy)(numbers.tolist())).view("float64")
 
 
 def _digest(value: Any) -> int:
