@@ -52,6 +52,8 @@ def test_every_private_attribute_of_the_bridge_is_tested_here():
         "_layers",
         "_model_variables_moving_average",
         "_resolved_output_names",
+        "_tf_finalize_ema_values",
+        "_tf_swap_variables",
         "_trainable_variables",
         "_use_merge_call",
     }
@@ -341,6 +343,24 @@ def test_moving_averages_can_be_found():
     assert -3.0 < average[0] < 1.0
     optimizer.finalize_variable_values([variable, other])
     np.testing.assert_allclose(variable.numpy(), average, err_msg="the public way disagrees")
+
+
+def test_the_swaps_of_averages_can_be_replaced():
+    optimizer = built(keras.optimizers.SGD(use_ema=True), keras.Variable([1.0], name="kernel"))
+    model = mlp()
+    model.compile(optimizer)
+    callback = keras.callbacks.SwapEMAWeights(swap_on_epoch=True)
+    callback.set_model(model)
+    callback.set_params({"epochs": 1})
+    told = []
+    _bridge.set_swaps(callback, lambda one: told.append(("swap", one)), lambda one: told.append(1))
+    callback.on_test_begin()
+    assert told == [("swap", optimizer)]
+    callback.on_test_end()
+    callback.on_epoch_end(0)
+    assert told == [("swap", optimizer)] * 3 + [1]
+    with pytest.raises(AttributeError, match="_tf_swap_variables"):
+        _bridge.set_swaps(keras.callbacks.Callback(), print, print)
 
 
 def test_moving_averages_that_were_renamed_are_an_error(monkeypatch):

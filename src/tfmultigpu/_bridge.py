@@ -20,6 +20,7 @@ _entered: dict[int, int] = {}
 
 _SUM_GRADIENTS = "_all_reduce_sum_gradients"
 _AVERAGES = "_model_variables_moving_average"
+_SWAP, _KEEP = "_tf_swap_variables", "_tf_finalize_ema_values"
 
 
 def keras_mask(tensor: Any) -> Any:
@@ -255,6 +256,21 @@ def moving_averages(optimizer: Any) -> list[tuple[Any, Any]]:
     averages = getattr(optimizer, _AVERAGES)
     pairs = zip(optimizer._trainable_variables, averages, strict=True)
     return [(variable.value, average.value) for variable, average in pairs if average is not None]
+
+
+def set_swaps(callback: Any, swap: Callable[[Any], None], keep: Callable[[Any], None]) -> None:
+    """Has a ``keras.callbacks.SwapEMAWeights`` swap weights and averages by these functions.
+
+    Private: ``callback._tf_swap_variables`` and ``callback._tf_finalize_ema_values``, each called
+    with the optimizer. Keras' own add and subtract on every replica, which for an average that
+    exists once gives something else. Without this the callback needs an update that is not sharded.
+
+    Raises:
+        AttributeError: Keras has renamed one of them.
+    """
+    for name, function in ((_SWAP, swap), (_KEEP, keep)):
+        getattr(callback, name)
+        setattr(callback, name, function)
 
 
 def optimizer_trains(optimizer: Any) -> list[Any]:

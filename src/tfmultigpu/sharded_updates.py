@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
+from tfmultigpu._bridge import moving_averages
 from tfmultigpu.errors import TfMultiGpuError
 from tfmultigpu.gradients import clipped, global_norm
 from tfmultigpu.owners import (
@@ -34,7 +35,9 @@ __all__ = [
     "owned_variables",
     "placed",
     "plan_update",
+    "reset_averages",
     "shard_update",
+    "swap_averages",
 ]
 
 # Trained numbers from which steps are faster on virtual CPUs, and variables from which the first
@@ -310,6 +313,24 @@ def owned_variables(optimizer: Any) -> frozenset[int]:
     """Returns the ``id`` of each variable of an optimizer that exists once, with its owner."""
     known = _sharded.get(optimizer)
     return frozenset() if known is None else known.state
+
+
+def swap_averages(optimizer: Any) -> None:
+    """Gives variables the values of their moving averages, and these theirs; outside of replicas.
+
+    Args:
+        optimizer: One with ``use_ema``, its state sharded or not.
+    """
+    for variable, average in moving_averages(optimizer):
+        value = tf.identity(variable)
+        variable.assign(average)
+        average.assign(value)
+
+
+def reset_averages(optimizer: Any) -> None:
+    """Has moving averages begin anew, from the variables as they are; outside of replicas."""
+    for variable, average in moving_averages(optimizer):
+        average.assign(variable)
 
 
 def placed(update: ShardedUpdate | None, variable: Any) -> AbstractContextManager[Any]:

@@ -6,10 +6,14 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from tfmultigpu._bridge import set_swaps
 from tfmultigpu.errors import CompileError
+from tfmultigpu.precision import unwrap_optimizer
+from tfmultigpu.sharded_updates import owned_variables, reset_averages, swap_averages
 
 __all__ = [
     "BatchHooks",
+    "adapt_callbacks",
     "check_callbacks",
     "count_of_all_workers",
     "leaving",
@@ -64,33 +68,20 @@ def make_callbacks(
     )
 
 
-def check_callbacks(callbacks: Any, shard_update: Any, *, own_scale: bool = False) -> Any:
+def check_callbacks(callbacks: Any, *, own_scale: bool = False) -> None:
     """Checks that callbacks work here.
 
     Args:
         callbacks: As for ``make_callbacks``.
-        shard_update: As for ``fit``.
         own_scale: Whether the step keeps a dynamic loss scale that the optimizer does not have.
 
-    Returns:
-        ``shard_update``, which is False where a callback needs all of the optimizer's variables.
-
     Raises:
-        CompileError: One of them does not work outside of Keras' own ``fit``, or not beside a
-            sharded update.
+        CompileError: One of them does not work outside of Keras' own ``fit``.
         TypeError: One is no callback.
     """
     import keras
 
     for one in to_list(callbacks):
-        if isinstance(one, keras.callbacks.SwapEMAWeights):
-            if shard_update is True:
-                raise CompileError(
-                    "SwapEMAWeights swaps weights with their moving averages on every replica, and "
-                    "a sharded update keeps each average on one. Received: shard_update=True. "
-                    "Leave it out."
-                )
-            shard_update = False
         if isinstance(one, keras.callbacks.BackupAndRestore):
             raise CompileError(
                 "BackupAndRestore can tell only Keras' own fit in which epoch to go on, begins an "
@@ -111,7 +102,21 @@ def check_callbacks(callbacks: Any, shard_update: Any, *, own_scale: bool = Fals
             raise TypeError(
                 f"A callback is a keras.callbacks.Callback. Received: {one!r} in callbacks."
             )
-    return shard_update
+
+
+def adapt_callbacks(callbacks: Any, optimizer: Any) -> None:
+    """Has callbacks that write to the state of the optimizer find it where it is.
+
+    Args:
+        callbacks: As for ``make_callbacks``.
+        optimizer: The optimizer of the model, once its step was made.
+    """
+    import keras
+
+    if owned_variables(unwrap_optimizer(optimizer)):
+        for one in to_list(callbacks):
+            if isinstance(one, keras.callbacks.SwapEMAWeights):
+                set_swaps(one, swap_averages, reset_averages)
 
 
 def to_list(callbacks: Any) -> list[Any]:

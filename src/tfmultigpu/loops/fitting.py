@@ -14,6 +14,7 @@ from tfmultigpu.errors import DataError
 from tfmultigpu.loops.agreement import check_alike, is_chief, of_any, of_chief
 from tfmultigpu.loops.callbacks import (
     BatchHooks,
+    adapt_callbacks,
     check_callbacks,
     count_of_all_workers,
     leaving,
@@ -129,7 +130,7 @@ def fit(
     if isinstance(callbacks, Iterator):
         callbacks = to_list(callbacks)
     unsaved = loss_scale == "dynamic" and unwrap_optimizer(model.optimizer) is model.optimizer
-    shard_update = check_callbacks(callbacks, shard_update, own_scale=unsaved)
+    check_callbacks(callbacks, own_scale=unsaved)
     if steps_per_call == "auto" and (model.steps_per_execution or 1) > 1:
         steps_per_call = model.steps_per_execution
     asked = None if steps_per_call == "auto" else int(steps_per_call)
@@ -191,6 +192,7 @@ def fit(
         shard_update=shard_update,
         jit_compile=arguments.get("jit_compile") is True,
     )
+    adapt_callbacks(callbacks, model.optimizer)
     called = make_callbacks(
         callbacks,
         model,
