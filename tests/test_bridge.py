@@ -52,6 +52,7 @@ def test_every_private_attribute_of_the_bridge_is_tested_here():
         "_layers",
         "_model_variables_moving_average",
         "_resolved_output_names",
+        "_should_trace",
         "_tf_finalize_ema_values",
         "_tf_swap_variables",
         "_trainable_variables",
@@ -361,6 +362,12 @@ def test_the_swaps_of_averages_can_be_replaced():
     assert told == [("swap", optimizer)] * 3 + [1]
     with pytest.raises(AttributeError, match="_tf_swap_variables"):
         _bridge.set_swaps(keras.callbacks.Callback(), print, print)
+
+
+def test_whether_batches_are_profiled_is_known(tmp_path):
+    for batches, expected in ((0, False), (2, True), ((3, 5), True)):
+        callback = keras.callbacks.TensorBoard(tmp_path, profile_batch=batches)
+        assert _bridge.profiles_batches(callback) is expected
 
 
 def test_moving_averages_that_were_renamed_are_an_error(monkeypatch):

@@ -184,6 +184,33 @@ def test_tensorboard(both, tmp_path, update_freq):
         np.testing.assert_allclose(ours[key], value, rtol=3e-6, atol=1e-6, err_msg=str(key))
 
 
+def test_tensorboard_profiles_the_batches_asked_for(both, tmp_path, monkeypatch):
+    pytest.importorskip(
+        "tensorboard", reason="needs the package tensorboard, which writes summaries"
+    )
+    begun, made = [], []
+    monkeypatch.setattr(tf.profiler.experimental, "start", lambda *_, **__: None)
+    monkeypatch.setattr(tf.profiler.experimental, "stop", lambda *_, **__: None)
+    monkeypatch.setattr(tf.summary, "trace_export", lambda *_, **__: None)
+
+    def trace_on(**_):
+        active = [one.model for one in made if one.model is not None][-1]
+        begun.append(int(active.optimizer.iterations.numpy()))
+
+    monkeypatch.setattr(tf.summary, "trace_on", trace_on)
+
+    def make(which):
+        board = keras.callbacks.TensorBoard(
+            tmp_path / which, write_graph=False, profile_batch=(3, 4)
+        )
+        made.append(board)
+        return [board]
+
+    both(lambda which: [], epochs=9)  # From here on calls would take more than one batch.
+    both(make, epochs=2)
+    assert begun == [2, 2]
+
+
 def summaries(folder):
     """What TensorBoard would show: by folder, name and step."""
     found = {}
@@ -389,6 +416,27 @@ def test_training_stops_when_a_callback_says_so(both):
     history, _, _ = both(lambda which: [Stop()])
     assert history.epoch == [0]
     assert int(history.model.optimizer.iterations.numpy()) == 3
+
+
+def test_training_is_stopped_before_it_begins(both):
+    # From here on calls would take more than one batch.
+    both(lambda which: [], epochs=20)
+
+    class Stop(keras.callbacks.Callback):
+        def on_epoch_begin(self, epoch, logs=None):
+            self.model.stop_training = epoch == 1
+
+        def on_test_begin(self, logs=None):
+            self.model.stop_evaluating = True
+
+    history, _, _ = both(lambda which: [Stop()], validation_data=HELD_OUT, validation_batch_size=3)
+    assert history.epoch == [0, 1]
+    steps = int(history.model.optimizer.iterations.numpy())
+    assert steps == BATCHES + 1
+    # As with steps_per_execution, a call is what is waited for.
+    options = {"batch_size": 6, "callbacks": [Stop()], "verbose": 0, "initial_epoch": 1}
+    tmg.fit(history.model, (X, Y), epochs=4, steps_per_call=3, **options)
+    assert int(history.model.optimizer.iterations.numpy()) == steps + 3
 
 
 @pytest.mark.parametrize("steps_per_epoch", [None, 3])

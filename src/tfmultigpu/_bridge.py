@@ -273,6 +273,15 @@ def set_swaps(callback: Any, swap: Callable[[Any], None], keep: Callable[[Any], 
         setattr(callback, name, function)
 
 
+def profiles_batches(callback: Any) -> bool:
+    """Returns whether a ``keras.callbacks.TensorBoard`` was given a ``profile_batch``.
+
+    Private: ``callback._should_trace``. The argument itself is kept nowhere. False where it is
+    missing: the callback is then not called for each batch, and counts calls as if they were some.
+    """
+    return bool(getattr(callback, "_should_trace", False))
+
+
 def optimizer_trains(optimizer: Any) -> list[Any]:
     """Returns the variables an optimizer was built for, [] where it does not say.
 

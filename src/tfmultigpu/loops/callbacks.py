@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from tfmultigpu._bridge import set_swaps
+from tfmultigpu._bridge import profiles_batches, set_swaps
 from tfmultigpu.errors import CompileError
 from tfmultigpu.precision import unwrap_optimizer
 from tfmultigpu.sharded_updates import owned_variables, reset_averages, swap_averages
@@ -201,14 +201,21 @@ class BatchHooks:
         self._seen = 0
         self.called = False
         self._last = -1
+        self._stops = False
 
-    def begin_epoch(self) -> None:
-        """Begins to count batches from 0."""
+    def begin_epoch(self, stops: bool = False) -> None:
+        """Begins to count batches from 0.
+
+        Args:
+            stops: Whether a callback has asked to stop already, which Keras does after one batch.
+        """
         self._last = -1
+        self._stops = stops
 
     def most(self, steps: int) -> int:
         """Returns how many of ``steps`` steps a call may take."""
         if self._steps_per_call is None:
+            steps = min(steps, 1) if self._stops else steps
             for every in self._every:
                 steps = min(steps, every - self._seen % every)
         return steps
@@ -235,8 +242,8 @@ class BatchHooks:
             self._tell(batch, logs())
 
     def stopped(self) -> bool:
-        """Returns whether a callback that was called just now wants no more batches."""
-        return self.called and self._stopping()
+        """Returns whether a callback wants no more batches."""
+        return self._stops or (self.called and self._stopping())
 
     def finish(self, batch: int, logs: dict[str, Any]) -> None:
         """Tells of the last batch of an epoch, if that was not done."""
@@ -268,7 +275,7 @@ def _every_batches(callback: Any, what: str) -> int | None:
         if owner is not None and _is_keras(owner) and saves is not None:
             every += [] if saves == "epoch" else [int(saves)]
         elif owner is keras.callbacks.TensorBoard and callback.update_freq == "epoch":
-            every += [1] if callback.write_steps_per_second else []
+            every += [1] if callback.write_steps_per_second or profiles_batches(callback) else []
         else:
             every.append(1)
     return min(every, default=None)

@@ -226,6 +226,7 @@ def fit(
                 hooks,
                 first=feed.skip(start - initial_epoch, step) if goes_on else 0,
                 steps_per_call=asked,
+                stops=together.asked_to_stop(),
                 stopped=together.stopped,
                 clock=clock,
             )

@@ -27,15 +27,19 @@ class Together:
             numbers = [zlib.crc32(" ".join(names).encode())]
             self._same = len(of_any(strategy, numbers)) == 1
 
+    def asked_to_stop(self) -> bool:
+        """Returns whether a callback of any worker has asked to stop; all must call it."""
+        if self._several:
+            self._model.stop_training = on_any(self._strategy, bool(self._model.stop_training))
+        return bool(self._model.stop_training)
+
     def stopped(self, told: bool) -> bool:
         """Returns whether to stop in the middle of an epoch.
 
         Args:
             told: Whether callbacks were called, on every worker or on none.
         """
-        if self._several and told:
-            self._model.stop_training = on_any(self._strategy, bool(self._model.stop_training))
-        return (told or not self._several) and bool(self._model.stop_training)
+        return (told or not self._several) and self.asked_to_stop()
 
     def end_epoch(self) -> bool:
         """Returns whether to stop after an epoch.
@@ -43,10 +47,8 @@ class Together:
         Raises:
             WorkersDifferError: A callback changed the training of some workers only.
         """
-        if self._several:
-            self.check()
-            self._model.stop_training = on_any(self._strategy, bool(self._model.stop_training))
-        return bool(self._model.stop_training)
+        self.check()
+        return self.asked_to_stop()
 
     def check(self) -> None:
         """Checks that the workers still train alike; where all have the same callbacks, briefly.

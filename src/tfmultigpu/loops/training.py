@@ -44,6 +44,7 @@ class Trainer:
         *,
         first: int,
         steps_per_call: int | None,
+        stops: bool,
         stopped: Callable[[bool], bool],
         clock: Clock,
     ) -> dict[str, Any] | None:
@@ -54,6 +55,7 @@ class Trainer:
             hooks: Who is told of batches.
             first: Number of the first batch.
             steps_per_call: Steps in a call, or None for as many as pay.
+            stops: Whether a callback has asked to stop when the epoch began.
             stopped: Whether to stop; asked after each call, with whether callbacks were called.
             clock: What measures calls.
 
@@ -61,11 +63,10 @@ class Trainer:
             The logs; None where there were no batches.
         """
         self.compiled.reset()
-        hooks.begin_epoch()
+        hooks.begin_epoch(stops)
         sums: dict[str, float] = {}
         done = first
         while most := feed.most(steps_per_call or self.pace.steps):
-            begins = done == first
             asked = hooks.before(done, most)
             began = time.perf_counter()
             found = self.step.totals(feed.iterator, asked)
@@ -78,8 +79,7 @@ class Trainer:
                 done += ran
                 hooks.ran(ran)
                 hooks.after(done - 1, functools.partial(self._logs, sums))
-            # Callbacks may have asked to stop when the epoch began.
-            if not feed.took(ran, asked) or stopped(hooks.called or begins):
+            if not feed.took(ran, asked) or (stops and ran) or stopped(hooks.called):
                 break
         if done == first:
             return None

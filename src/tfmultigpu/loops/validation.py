@@ -80,28 +80,29 @@ class Validation:
     def __call__(self, callbacks: Any) -> dict[str, Any]:
         """Evaluates, and returns the logs with ``val_`` before their names."""
         evaluator = make_evaluator(self.model, self.strategy, self.batches.element_spec)
+        self.model.stop_evaluating = False
         callbacks.on_test_begin()
-        logs = evaluator(self.batches, self.steps, _watch(callbacks, self.model, self.strategy))
+        logs = evaluator(self.batches, self.steps, self._watch(callbacks))
         if logs is None:
             raise no_batches(self.data)
         callbacks.on_test_end(logs)
         return {f"val_{name}": value for name, value in logs.items()}
 
+    def _watch(self, callbacks: Any) -> BatchHooks:
+        several = several_workers(self.strategy)
 
-def _watch(callbacks: Any, model: Any, strategy: tf.distribute.Strategy) -> BatchHooks:
-    several = several_workers(strategy)
-    model.stop_evaluating = False
+        def stopping() -> bool:
+            wanted = bool(self.model.stop_evaluating)
+            return on_any(self.strategy, wanted) if several else wanted
 
-    def stopping() -> bool:
-        wanted = bool(model.stop_evaluating)
-        return on_any(strategy, wanted) if several else wanted
-
-    return BatchHooks(
-        callbacks,
-        "test",
-        steps_per_call=None,
-        # Workers have no clock in common: there nobody is called only because time went by.
-        elapsed=float if several else time.perf_counter,
-        agree=functools.partial(of_any, strategy),
-        stopping=stopping,
-    )
+        hooks = BatchHooks(
+            callbacks,
+            "test",
+            steps_per_call=None,
+            # Workers have no clock in common: there nobody is called only because time went by.
+            elapsed=float if several else time.perf_counter,
+            agree=functools.partial(of_any, self.strategy),
+            stopping=stopping,
+        )
+        hooks.begin_epoch(stopping())
+        return hooks
