@@ -11,9 +11,11 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from one_device import strategy_of
 
 import tfmultigpu as tmg
 from tfmultigpu.checkpoint_callback import make_callback
+from tfmultigpu.precision import kept_loss_scale
 
 X = np.random.default_rng(0).normal(size=(22, 4)).astype("float32")
 Y = np.random.default_rng(1).normal(size=(22, 1)).astype("float32")
@@ -137,6 +139,52 @@ def test_saved_after_the_last_batch_fit_goes_on_in_the_next_epoch(
         np.testing.assert_array_equal(here, there)
 
 
+def test_one_save_where_steps_and_epochs_ask_for_one(
+    model: Any, start: list[np.ndarray], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved: list[tuple[int, int]] = []
+    save = tmg.Checkpoints.save
+
+    def note(run: tmg.Checkpoints) -> Path:
+        saved.append((run.step, run.epoch))
+        return save(run)
+
+    monkeypatch.setattr(tmg.Checkpoints, "save", note)
+    fit(model, start, tmp_path, "dataset", every_steps=3, every_epochs=2)
+    # The second epoch is saved at its end; after the first and the third the steps alone ask.
+    assert saved == [(3, 0), (6, 0), (9, 1), (12, 2), (15, 2), (18, 2)]
+    saved.clear()
+    fit(model, start, tmp_path / "together", "dataset", every_steps=BATCHES, every_epochs=1)
+    assert saved == [(6, 1), (12, 2), (18, 3)]
+
+
+def test_the_loss_scale_of_fit_goes_on_on_another_number_of_replicas(tmp_path: Path) -> None:
+    huge = X.copy()
+    huge[5] = 1e38  # Its gradient is not finite: the step is skipped, the scale halved.
+    data = tf.data.Dataset.from_tensor_slices((huge, Y)).batch(4)
+
+    def train(replicas: int, directory: str, kill: Kill | None = None) -> list[np.ndarray]:
+        with strategy_of(replicas).scope():
+            model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1, None, False)])
+            model.compile(keras.optimizers.SGD(0.1, momentum=0.9), "mse")
+        model.set_weights([np.full((4, 1), 0.1)])
+        run = tmg.Checkpoints(tmp_path / directory, model, model.optimizer, data)
+        run.restore()
+        callbacks = [run.callback(every_steps=2), *([kill] if kill else [])]
+        tmg.fit(model, run.data, epochs=2, loss_scale="dynamic", callbacks=callbacks, verbose=0)
+        scale = kept_loss_scale(model.optimizer)
+        kept = (scale.scale, scale.good_steps, *model.optimizer.variables, *model.variables)
+        return [np.asarray(one.numpy()) for one in kept]
+
+    expected = train(2, "whole")
+    assert expected[0] == 2.0**13
+    with pytest.raises(Killed):
+        train(2, "run", Kill(9))
+    assert names(tmp_path / "run")[-1] == "step-00000008"
+    for here, there in zip(train(3, "run"), expected, strict=True):
+        np.testing.assert_allclose(here, there, rtol=0, atol=1e-6)
+
+
 def test_a_signal_ends_fit_after_the_step(
     model: Any, start: list[np.ndarray], tmp_path: Path
 ) -> None:
@@ -181,7 +229,7 @@ def test_several_workers_are_told_after_the_same_steps() -> None:
         epoch = step_in_epoch = 0
         told: list[int]
 
-        def after_step(self, steps: int = 1) -> None:
+        def after_step(self, steps: int = 1, *, last: bool = False) -> None:
             self.told.append(steps)
 
         def end_epoch(self) -> None:
@@ -199,6 +247,7 @@ def test_several_workers_are_told_after_the_same_steps() -> None:
     run = Run()
     callback = make_callback(run, together=True)
     assert callback.every_batches == 10
+    callback.set_params({"steps": 15})
     callback.on_train_begin()
     for epoch in range(2):
         callback.on_epoch_begin(epoch)

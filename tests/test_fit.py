@@ -606,12 +606,7 @@ def test_arguments_that_do_not_fit(lines):
     refused(ValueError, "steps_per_call is 'auto' or a whole number.*=None", steps_per_call=None)
     refused(tmg.DataError, "class_weight is a dict", class_weight={"a": 1.0})
     run = tmg.Checkpoints("unused", model, model.optimizer)
-    refused(
-        tmg.CompileError,
-        r"loss scale of this fit would not be in the.*keras\.optimizers\.LossScaleOptimizer\(",
-        callbacks=iter([run.callback()]),
-        loss_scale="dynamic",
-    )
+    refused(TypeError, "A callback is a keras.*Received: 3 in", callbacks=iter([run.callback(), 3]))
     refused(ValueError, "validation_freq is a whole", validation_data=arrays, validation_freq=0)
     refused(tmg.DataError, "class_weight is a dict", class_weight=[1.0, 2.0])
     refused(tmg.DataError, "class weights and sample weights", (*arrays, W), class_weight={0: 2.0})

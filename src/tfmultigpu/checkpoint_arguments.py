@@ -13,10 +13,11 @@ from typing import Any
 import tensorflow as tf
 
 from tfmultigpu.clusters import cluster_from_environment
-from tfmultigpu.errors import ClusterError, ReplicaDependenceWarning
+from tfmultigpu.errors import CheckpointError, ClusterError, ReplicaDependenceWarning
 
 __all__ = [
     "check_extra",
+    "check_outside",
     "check_signal",
     "check_step",
     "check_workers",
@@ -92,6 +93,20 @@ def check_step(step: Any, model: Any, optimizer: Any) -> None:
     if not (hasattr(step, "model") and hasattr(step, "optimizer")):
         raise TypeError(
             f"train_step must be what make_train_step returned. Received: train_step={step!r}."
+        )
+
+
+def check_outside() -> None:
+    """Checks that this runs between steps.
+
+    Raises:
+        CheckpointError: It runs in a step or in a ``tf.function``.
+    """
+    in_replica = tf.distribute.has_strategy() and not tf.distribute.in_cross_replica_context()
+    if tf.inside_function() or in_replica:
+        raise CheckpointError(
+            "Checkpoints are saved and restored between steps. Call this outside of "
+            "tf.function and of strategy.run."
         )
 
 

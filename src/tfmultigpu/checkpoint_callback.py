@@ -24,8 +24,8 @@ class Run(Protocol):
     def step_in_epoch(self) -> int:
         """Steps of the present epoch so far."""
 
-    def after_step(self, steps: int = 1) -> None:
-        """Counts steps."""
+    def after_step(self, steps: int = 1, *, last: bool = False) -> None:
+        """Counts steps; ``last`` where the epoch ends with them."""
 
     def end_epoch(self) -> None:
         """Ends an epoch."""
@@ -80,10 +80,10 @@ def make_callback(run: Run, together: bool) -> Any:
             self._untold += steps
             self._seen += steps
             if self.every_batches is None or self._seen % self.every_batches == 0:
-                self._tell()
+                self._tell(last=batch + 1 == self.params.get("steps"))
 
         def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-            self._tell()
+            self._tell(last=True)
             run.end_epoch()
 
         def on_train_end(self, logs: Any = None) -> None:
@@ -92,10 +92,10 @@ def make_callback(run: Run, together: bool) -> Any:
         def on_fit_exit(self) -> None:
             run.stop_listening()  # Where an error ended it too.
 
-        def _tell(self) -> None:
+        def _tell(self, last: bool) -> None:
             steps, self._untold = self._untold, 0
             if steps:
-                run.after_step(steps)
+                run.after_step(steps, last=last)
 
         def _passed_over(self) -> int:
             """Batches that ``fit`` passes over; data of the run does that by itself."""

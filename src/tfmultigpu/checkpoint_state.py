@@ -14,11 +14,13 @@ import tensorflow as tf
 from tfmultigpu import _bridge
 from tfmultigpu.errors import CheckpointError
 from tfmultigpu.gathering import gather_rows
+from tfmultigpu.precision import kept_loss_scale, make_loss_scale
 from tfmultigpu.worker_exchange import WorkerExchange
 
-__all__ = ["Slot", "check_fits", "read_state", "slots_of", "write_state"]
+__all__ = ["Slot", "check_fits", "make_loss_scale_of", "read_state", "slots_of", "write_state"]
 
 _GLOBAL_SEEDS = "seeds"
+_LOSS_SCALE = ("loss_scale/scale", "loss_scale/good_steps")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,15 +38,12 @@ class Slot:
     may_differ: bool = False
 
 
-def slots_of(
-    model: Any, optimizer: Any, loss_scale: Any, extra: Mapping[str, Any]
-) -> dict[str, Slot]:
+def slots_of(model: Any, optimizer: Any, extra: Mapping[str, Any]) -> dict[str, Slot]:
     """Returns all variables of a run, by name.
 
     Args:
         model: A built model.
         optimizer: A built optimizer, or None.
-        loss_scale: The loss scale of a train step, or None.
         extra: Further objects with variables, such as metrics, or lists of variables, by name.
     """
     trained = {id(variable) for variable in model.trainable_variables}
@@ -54,12 +53,9 @@ def slots_of(
     ]
     if optimizer is not None:
         slots += [Slot(_name("optimizer", i, v), v) for i, v in enumerate(optimizer.variables)]
-    known = {id(_tf_variable(slot.variable)) for slot in slots}
-    for name in ("scale", "good_steps"):
-        variable = getattr(loss_scale, name, None)
-        # That of a LossScaleOptimizer is one of its variables already.
-        if isinstance(variable, tf.Variable) and id(variable) not in known:
-            slots.append(Slot(f"loss_scale/{name}", variable))
+        scale = kept_loss_scale(optimizer)
+        if scale is not None:
+            slots += [Slot(name, getattr(scale, name.split("/")[1])) for name in _LOSS_SCALE]
     seeds = _bridge.global_seeds()
     if seeds is not None:
         slots.append(Slot(_GLOBAL_SEEDS, seeds.state))
@@ -68,6 +64,14 @@ def slots_of(
         variables = list(variables) if isinstance(variables, (list, tuple)) else [variables]
         slots += [Slot(_name(f"extra/{name}", i, v), v, True) for i, v in enumerate(variables)]
     return {slot.name: slot for slot in slots}
+
+
+def make_loss_scale_of(
+    facts: Sequence[Mapping[str, Any]], optimizer: Any, strategy: tf.distribute.Strategy
+) -> None:
+    """Makes the dynamic loss scale that was stored, where no step has made one for an optimizer."""
+    if optimizer is not None and any(fact["name"] in _LOSS_SCALE for fact in facts):
+        make_loss_scale("dynamic", optimizer, strategy)
 
 
 def read_state(

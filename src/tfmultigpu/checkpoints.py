@@ -13,8 +13,10 @@ from typing import Any
 import tensorflow as tf
 
 from tfmultigpu import checkpoint_files as files
+from tfmultigpu import checkpoint_state as state
 from tfmultigpu.checkpoint_arguments import (
     check_extra,
+    check_outside,
     check_step,
     check_workers,
     read_directory,
@@ -22,7 +24,6 @@ from tfmultigpu.checkpoint_arguments import (
     read_number,
 )
 from tfmultigpu.checkpoint_callback import make_callback
-from tfmultigpu.checkpoint_state import Slot, check_fits, read_state, slots_of, write_state
 from tfmultigpu.compiled import strategy_of
 from tfmultigpu.data_position import Position, PositionedDataset, position_data
 from tfmultigpu.errors import CheckpointError, DamagedCheckpointWarning, RestoreMismatchError
@@ -97,8 +98,7 @@ class Checkpoints:
             data: What ``distribute_dataset`` takes, or returned; or a function of the epoch (an
                 int) that returns what it takes. Its batches must be the same in each run.
             keep: How many checkpoints to keep, the newest.
-            train_step: What ``make_train_step`` returned, in place of model and optimizer. Needed
-                where it was given ``loss_scale="dynamic"``, whose state is then saved too.
+            train_step: What ``make_train_step`` returned, in place of model and optimizer.
             every_steps: Save so many steps after the last time, by ``after_step``.
             every_epochs: Save after so many epochs, at their end.
             extra: Further objects to save, by name: metrics, or whatever has ``variables``, or
@@ -122,7 +122,7 @@ class Checkpoints:
         self.keep = read_number("keep", keep, 1)
         self.every_steps = read_interval("every_steps", every_steps)
         self.every_epochs = read_interval("every_epochs", every_epochs)
-        self._model, self._optimizer, self._train_step = model, optimizer, train_step
+        self._model, self._optimizer = model, optimizer
         self._extra = check_extra(extra)
         self._exchange = WorkerExchange(self._strategy)
         check_workers(self._exchange.workers)
@@ -166,10 +166,10 @@ class Checkpoints:
                 restored, or the place in the data is not known.
             RestoreMismatchError: A worker does not see what the chief has written.
         """
-        self._check_outside()
+        check_outside()
         position = self._place()
         self._build()
-        arrays, variables = read_state(self._slots(), self._exchange)
+        arrays, variables = state.read_state(self._slots(), self._exchange)
         facts = {
             "epoch": position.epoch,
             "step_in_epoch": position.step,
@@ -194,7 +194,7 @@ class Checkpoints:
             CheckpointError: It is that of another model, or there are only damaged ones.
             RestoreMismatchError: Workers see different checkpoints.
         """
-        self._check_outside()
+        check_outside()
         found, damaged = self._shared.newest()
         for one in damaged:
             warnings.warn(
@@ -212,9 +212,10 @@ class Checkpoints:
                 )
             return None
         self._build()
+        state.make_loss_scale_of(found.facts["variables"], self._optimizer, self._strategy)
         slots = self._slots()
-        check_fits(slots, found.facts["variables"], found.path)
-        write_state(slots, files.read_arrays(found), found.facts["variables"], self._exchange)
+        state.check_fits(slots, found.facts["variables"], found.path)
+        state.write_state(slots, files.read_arrays(found), found.facts["variables"], self._exchange)
         self._shared.set_aside(damaged)
         self._steps, self._iterations = found.step, self._count_iterations()
         self._saved = found.step
@@ -248,11 +249,12 @@ class Checkpoints:
         finally:
             self.stop_listening()
 
-    def after_step(self, steps: int = 1) -> None:
+    def after_step(self, steps: int = 1, *, last: bool = False) -> None:
         """Counts steps that were made; saves if it is time for it, or if the run has to stop.
 
         Args:
             steps: How many; after ``logs = step.run(iterator, n)`` these are ``logs["steps"]``.
+            last: Whether the epoch ends with them: where its end is saved, that is enough.
 
         Raises:
             SystemExit: The stop signal came, here or on another worker, and the run was saved.
@@ -269,7 +271,8 @@ class Checkpoints:
         self._position.step += steps
         self._check_data()
         self._stop_if_wanted(steps)
-        if self.every_steps is not None and self._steps - self._saved >= self.every_steps:
+        due = self.every_steps is not None and self._steps - self._saved >= self.every_steps
+        if due and not (last and self._saves_after(self.epoch + 1)):
             self.save()
 
     def end_epoch(self) -> None:
@@ -283,8 +286,11 @@ class Checkpoints:
         self._position.epoch += 1
         self._position.step = 0
         self._stop_if_wanted(0, now=True)
-        if self.every_epochs is not None and self.epoch % self.every_epochs == 0:
+        if self._saves_after(self.epoch):
             self.save()
+
+    def _saves_after(self, epochs: int) -> bool:
+        return self.every_epochs is not None and epochs % self.every_epochs == 0
 
     def callback(self, every_steps: int | None = None, every_epochs: int | None = None) -> Any:
         """Returns a ``keras.callbacks.Callback`` for ``tmg.fit`` that does all this by itself.
@@ -341,14 +347,6 @@ class Checkpoints:
         _log.warning("Asked to stop: saved step %d to %s, exiting with %d", self.step, path, code)
         raise SystemExit(code)
 
-    def _check_outside(self) -> None:
-        in_replica = tf.distribute.has_strategy() and not tf.distribute.in_cross_replica_context()
-        if tf.inside_function() or in_replica:
-            raise CheckpointError(
-                "Checkpoints are saved and restored between steps. Call this outside of "
-                "tf.function and of strategy.run."
-            )
-
     def _place(self) -> Position:
         """Where the run is in its data."""
         if self._counts or self.data is None or self._count_iterations() == self._iterations:
@@ -377,9 +375,8 @@ class Checkpoints:
         if self._optimizer is not None and not self._optimizer.built:
             build_optimizer(self._optimizer, self._model.trainable_variables, self._strategy)
 
-    def _slots(self) -> dict[str, Slot]:
-        scale = getattr(self._train_step, "loss_scale", None)
-        return slots_of(self._model, self._optimizer, scale, self._extra)
+    def _slots(self) -> dict[str, state.Slot]:
+        return state.slots_of(self._model, self._optimizer, self._extra)
 
     def _check_data(self) -> None:
         """Compares the first data after a restart with what was there before it; once."""

@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import math
+import weakref
 from typing import Any, Protocol
 
 import tensorflow as tf
 
-__all__ = ["DynamicLossScale", "FixedLossScale", "LossScale", "make_loss_scale", "unwrap_optimizer"]
+__all__ = [
+    "DynamicLossScale",
+    "FixedLossScale",
+    "LossScale",
+    "kept_loss_scale",
+    "make_loss_scale",
+    "unwrap_optimizer",
+]
 
 INITIAL_SCALE = 2.0**15
 GROWTH_STEPS = 2000
@@ -91,7 +99,8 @@ def make_loss_scale(
         loss_scale: None, ``"dynamic"`` or a positive number. A number set as
             ``optimizer.loss_scale_factor`` counts as if given here.
         optimizer: A built optimizer. A ``keras.optimizers.LossScaleOptimizer`` asks for dynamic
-            scaling, and its own variables then hold the state, so that they are saved with it.
+            scaling, and its own variables then hold the state, so that they are saved with it. For
+            any other the state is kept as long as it lives: another step of it goes on with that.
         strategy: Where the state is created.
 
     Raises:
@@ -113,17 +122,29 @@ def make_loss_scale(
     if asked is None:
         return None
     if asked == "dynamic":
-        with strategy.scope():
-            first = tf.VariableAggregation.ONLY_FIRST_REPLICA
-            scale = tf.Variable(
-                tf.constant(INITIAL_SCALE), trainable=False, name="loss_scale", aggregation=first
-            )
-            good = tf.Variable(
-                tf.constant(0), trainable=False, name="good_steps", aggregation=first
-            )
-        return DynamicLossScale(scale, good)
+        if optimizer not in _kept:
+            _kept[optimizer] = _begin(strategy)
+        return _kept[optimizer]
     if isinstance(asked, str):
         raise ValueError(
             f"loss_scale is None, 'dynamic' or a number. Received: loss_scale={loss_scale!r}."
         )
     return FixedLossScale(asked)
+
+
+def kept_loss_scale(optimizer: Any) -> LossScale | None:
+    """Returns the dynamic loss scale that is kept for an optimizer; None where there is none."""
+    return _kept.get(optimizer)
+
+
+def _begin(strategy: tf.distribute.Strategy) -> DynamicLossScale:
+    first = tf.VariableAggregation.ONLY_FIRST_REPLICA
+    with strategy.scope():
+        scale = tf.Variable(
+            tf.constant(INITIAL_SCALE), trainable=False, name="loss_scale", aggregation=first
+        )
+        good = tf.Variable(tf.constant(0), trainable=False, name="good_steps", aggregation=first)
+    return DynamicLossScale(scale, good)
+
+
+_kept: weakref.WeakKeyDictionary[Any, DynamicLossScale] = weakref.WeakKeyDictionary()

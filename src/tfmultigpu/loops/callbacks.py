@@ -68,12 +68,11 @@ def make_callbacks(
     )
 
 
-def check_callbacks(callbacks: Any, *, own_scale: bool = False) -> None:
+def check_callbacks(callbacks: Any) -> None:
     """Checks that callbacks work here.
 
     Args:
         callbacks: As for ``make_callbacks``.
-        own_scale: Whether the step keeps a dynamic loss scale that the optimizer does not have.
 
     Raises:
         CompileError: One of them does not work outside of Keras' own ``fit``.
@@ -89,14 +88,6 @@ def check_callbacks(callbacks: Any, *, own_scale: bool = False) -> None:
                 "layers nor the place in the data. Received: "
                 f"{type(one).__name__}. Write callbacks=[tmg.Checkpoints(directory, model=model, "
                 "optimizer=model.optimizer).callback(every_epochs=1)], which goes on exactly."
-            )
-        if own_scale and hasattr(type(one), "resume_at"):
-            raise CompileError(
-                "The loss scale of this fit would not be in the checkpoints, and a run gone on "
-                "with would skip other steps than one that was not interrupted. Received: "
-                "loss_scale='dynamic' beside the callback of tmg.Checkpoints. Leave loss_scale "
-                "out, and compile with keras.optimizers.LossScaleOptimizer(optimizer), which does "
-                "the same and is saved."
             )
         if not isinstance(one, keras.callbacks.Callback):
             raise TypeError(

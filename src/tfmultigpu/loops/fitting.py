@@ -31,7 +31,6 @@ from tfmultigpu.loops.together import Together
 from tfmultigpu.loops.training import Clock, make_trainer
 from tfmultigpu.loops.training_data import make_feed, split_off
 from tfmultigpu.loops.validation import Validation
-from tfmultigpu.precision import unwrap_optimizer
 from tfmultigpu.scopes import check_backend
 
 __all__ = ["fit"]
@@ -129,8 +128,7 @@ def fit(
     arguments = compile_arguments(model)
     if isinstance(callbacks, Iterator):
         callbacks = to_list(callbacks)
-    unsaved = loss_scale == "dynamic" and unwrap_optimizer(model.optimizer) is model.optimizer
-    check_callbacks(callbacks, own_scale=unsaved)
+    check_callbacks(callbacks)
     if steps_per_call == "auto" and (model.steps_per_execution or 1) > 1:
         steps_per_call = model.steps_per_execution
     asked = None if steps_per_call == "auto" else int(steps_per_call)
