@@ -14,6 +14,11 @@ if TYPE_CHECKING:
     from tfmultigpu.capacities import measured_capacities, memory_capacities
     from tfmultigpu.checkpoints import Checkpoints
     from tfmultigpu.clusters import Cluster, cluster_from_environment
+    from tfmultigpu.communication import (
+        CommunicationTimes,
+        communication_times,
+        measure_communication,
+    )
     from tfmultigpu.data import ShardedDataset, ShardIterator, distribute_dataset, row_weight
     from tfmultigpu.devices import (
         Device,
@@ -83,6 +88,11 @@ _NAMES = {
     "clusters": (
         "Cluster",
         "cluster_from_environment",
+    ),
+    "communication": (
+        "CommunicationTimes",
+        "communication_times",
+        "measure_communication",
     ),
     "data": (
         "ShardedDataset",
@@ -169,6 +179,7 @@ __all__ = [
     "Checkpoints",
     "Cluster",
     "ClusterError",
+    "CommunicationTimes",
     "CompileError",
     "DamagedCheckpointWarning",
     "DataError",
@@ -203,6 +214,7 @@ __all__ = [
     "WorkersDifferError",
     "apply_reduced_gradients",
     "cluster_from_environment",
+    "communication_times",
     "create_strategy",
     "distribute_dataset",
     "doctor",
@@ -221,6 +233,7 @@ __all__ = [
     "make_eval_step",
     "make_predict_step",
     "make_train_step",
+    "measure_communication",
     "measure_scaling",
     "measured_capacities",
     "memory_capacities",

@@ -11,10 +11,19 @@ from tfmultigpu.device_names import listed, resolve_devices
 from tfmultigpu.errors import StrategyUnavailableError
 from tfmultigpu.tpus import Tpu
 
-__all__ = ["COMMUNICATIONS", "KINDS", "Facts", "StrategyPlan", "choose"]
+__all__ = [
+    "COMMUNICATIONS",
+    "KINDS",
+    "Facts",
+    "StrategyPlan",
+    "added_by",
+    "choose",
+    "measurable",
+]
 
 KINDS = ("tpu", "multi_worker", "mirrored", "one_device")
-COMMUNICATIONS = ("auto", "nccl", "ring", "hierarchical_copy", "one_device")
+_WAYS = ("nccl", "ring", "hierarchical_copy", "one_device")
+COMMUNICATIONS = ("auto", "measured", *_WAYS)
 
 _NO_TPU = Tpu(None, "", "no TPU was looked for")
 _HINTS = {
@@ -71,7 +80,7 @@ class StrategyPlan:
         reason: why this kind.
         rejected: for each other kind, why not.
         communication: how the replicas add their gradients: one of the choices, `"none"` for one
-            replica, `"tpu"` for a TPU.
+            replica, `"tpu"` for a TPU, `"measured"` where `create_strategy` is to time several.
         communication_reason: why so.
         unmet: what was asked for and cannot be had, each with its reason.
         hints: settings of the environment that may help; nothing here sets them.
@@ -95,12 +104,17 @@ class StrategyPlan:
         lines = [
             f"{self.kind}: {count} on {listed(self.devices)}",
             f"  because {self.reason}",
-            f"  gradients are added by {self.communication}: {self.communication_reason}",
+            f"  gradients are added by {added_by(self.communication)}: {self.communication_reason}",
         ]
         lines += [f"  not {kind}: {why}" for kind, why in self.rejected.items()]
         lines += [f"  asked for, but: {what}" for what in self.unmet]
         lines += [f"  hint: {hint}" for hint in self.hints]
         return "\n".join(lines)
+
+
+def added_by(communication: str) -> str:
+    """The communication of a plan, for a sentence."""
+    return "the fastest, to be measured" if communication == "measured" else communication
 
 
 class _Choice(NamedTuple):
@@ -282,6 +296,12 @@ def _communication(asked: str, choice: _Choice, facts: Facts) -> tuple[str, str,
     if choice.kind == "tpu":
         own = "a TPU adds over its own interconnect"
         return "tpu", own, None if asked == "auto" else own
+    if asked == "measured" and choice.kind == "mirrored":
+        ways, why = measurable(choice.devices, facts)
+        others = "; ".join(f"not {way}: {reason}" for way, reason in why.items())
+        if len(ways) > 1:
+            return asked, f"{listed(ways)} are timed when the strategy is created; {others}", None
+        return ways[0], f"nothing to measure, as it is the only way; {others}", None
     possible, why = _possible(choice, facts)
     if asked == "auto":
         best = possible[0]
@@ -291,6 +311,30 @@ def _communication(asked: str, choice: _Choice, facts: Facts) -> tuple[str, str,
         best = possible[0]
         return best, f"{asked} was asked for, but {why[asked]}", why[asked]
     return best, why[best], None
+
+
+def measurable(devices: tuple[str, ...], facts: Facts) -> tuple[tuple[str, ...], dict[str, str]]:
+    """The ways to add over devices of one machine that may be tried, and why not the others; pure.
+
+    Args:
+        devices: The devices of a mirrored strategy, or one.
+        facts: What is known of the machine.
+
+    Example:
+        >>> cpus = Facts({f"CPU:{index}": "CPU:0" for index in range(3)})
+        >>> measurable(("CPU:0", "CPU:1"), cpus)[0]
+        ('one_device', 'hierarchical_copy')
+    """
+    if len(devices) == 1:
+        alone = "one replica has nothing to add"
+        return ("one_device",), {way: alone for way in _WAYS if way != "one_device"}
+    possible, why = _possible(_Choice("mirrored", devices, len(devices), ""), facts)
+    if "ring" in possible:
+        why["ring"] = (
+            "TensorFlow has one ring in a process, and a trial would spend it on these devices"
+        )
+    ways = tuple(way for way in possible if way != "ring")
+    return ways, {way: why[way] for way in _WAYS if way not in ways}
 
 
 def _possible(choice: _Choice, facts: Facts) -> tuple[tuple[str, ...], dict[str, str]]:
@@ -306,7 +350,8 @@ def _possible(choice: _Choice, facts: Facts) -> tuple[tuple[str, ...], dict[str,
         no_nccl = "this TensorFlow is built without NCCL"
     if choice.kind == "multi_worker":
         between = "between workers TensorFlow has NCCL and ring only"
-        why = {"hierarchical_copy": between, "one_device": between}
+        once = "with several workers nothing can be tried: TensorFlow joins a cluster once"
+        why = {"hierarchical_copy": between, "one_device": between, "measured": once}
         if no_nccl is None:
             return ("nccl", "ring"), {**why, "nccl": "the GPUs are whole"}
         return ("ring",), {**why, "nccl": no_nccl, "ring": no_nccl}

@@ -24,6 +24,7 @@ from tfmultigpu.clusters import (
     preflight,
     why_no_cluster,
 )
+from tfmultigpu.communication import built_with_nccl, measured_strategy, mirrored_strategy
 from tfmultigpu.devices import existing_logical_names, list_devices, logical_to_physical
 from tfmultigpu.errors import (
     ClusterError,
@@ -32,7 +33,7 @@ from tfmultigpu.errors import (
     StrategyUnavailableError,
 )
 from tfmultigpu.lost_workers import watch
-from tfmultigpu.plans import Facts, StrategyPlan, choose
+from tfmultigpu.plans import Facts, StrategyPlan, added_by, choose
 from tfmultigpu.tpus import Tpu, connect_tpu, find_tpu
 
 __all__ = ["StrategyPlan", "create_strategy", "devices_started", "plan_strategy"]
@@ -41,6 +42,7 @@ _log = logging.getLogger("tfmultigpu")
 
 # What TensorFlow itself can have only once in a process.
 _ring_over: tuple[str, ...] | None = None
+_ring: tf.distribute.Strategy | None = None
 _joined: str | None = None
 # All are there when TensorFlow starts them, so this is long.
 _JOIN_SECONDS = 60.0
@@ -99,7 +101,9 @@ def create_strategy(
         devices: names, such as `["GPU:0", "GPU:1"]`, or how many, of the GPUs if there are any
             and of the logical CPUs otherwise; `None` for all. With `prefer="tpu"` its address.
         communication: how replicas add gradients: `"auto"`, `"nccl"`, `"ring"`,
-            `"hierarchical_copy"` or `"one_device"` (added on one device, then copied).
+            `"hierarchical_copy"`, `"one_device"` (added on one device, then copied), or
+            `"measured"`: the fastest of those, timed by `measure_communication` once for these
+            devices. Another run may then choose otherwise, and differ in the last bits.
         fallback: what was asked for and this machine cannot do: `True` warns with the reason and
             takes the next in order, `False` raises. A missing device, a wrong cluster and a
             missing worker always raise: other devices than those named, or one worker training
@@ -109,7 +113,7 @@ def create_strategy(
 
     Returns:
         A `tf.distribute` strategy. Several may be created in one process, except over several
-        workers.
+        workers; asked for again, a ring is the strategy it was before.
 
     Raises:
         ClusterError: the description of the cluster is wrong, a worker is missing, disagrees or
@@ -156,8 +160,8 @@ def create_strategy(
         raise DeviceSettingsError(f"{contradiction}.")
     try:
         if plan.kind == "mirrored":
-            return _mirror(plan)
-        return tf.distribute.OneDeviceStrategy(_full(plan.devices[0]))
+            return _mirror(plan, facts)
+        return tf.distribute.OneDeviceStrategy(f"/device:{plan.devices[0]}")
     except json.JSONDecodeError as error:
         raise ClusterError(
             "TF_CONFIG is not JSON, and TensorFlow reads it for local strategies too. Received: "
@@ -182,13 +186,12 @@ def _look_around(
     if wants_tpu:
         address = _tpu_address(devices) if prefer == "tpu" else None
         tpu = find_tpu(os.environ, address=address, local=len(names))
-    test: Any = tf.test
     return Facts(
         devices=logical_to_physical(),
         tpu=tpu,
         cluster=cluster,
         no_cluster=why_no_cluster(),
-        nccl=bool(test.is_built_with_gpu_support()) and os.name == "posix",
+        nccl=built_with_nccl(),
         no_gpu=_why_no_gpu(),
         ring_over=_ring_over,
         environment=frozenset(os.environ),
@@ -235,7 +238,8 @@ def _accept(plan: StrategyPlan, fallback: bool) -> None:
     if not plan.unmet:
         return
     what = "; ".join(plan.unmet)
-    taken = f"{plan.kind} on {', '.join(plan.devices)}, gradients added by {plan.communication}"
+    how = added_by(plan.communication)
+    taken = f"{plan.kind} on {', '.join(plan.devices)}, gradients added by {how}"
     if not fallback:
         raise StrategyUnavailableError(
             f"Asked for, and not to be had here: {what}. Change that argument, or allow "
@@ -262,28 +266,17 @@ def _say(plan: StrategyPlan, facts: Facts, devices: int | str | Sequence[str] | 
     _log.info("%s", plan)
 
 
-def _full(name: str) -> str:
-    return f"/device:{name}"
-
-
-def _mirror(plan: StrategyPlan) -> tf.distribute.Strategy:
-    global _ring_over
-    distribute: Any = tf.distribute
-    # TensorFlow's default, collectives, works for one set of devices in a process; only "ring"
-    # needs them.
-    makers = {
-        "nccl": distribute.NcclAllReduce,
-        "hierarchical_copy": distribute.HierarchicalCopyAllReduce,
-        "one_device": distribute.ReductionToOneDevice,
-    }
-    operations = None
-    if plan.communication == "ring":
-        _ring_over = plan.devices
-    else:
-        operations = makers[plan.communication]()
-    names = [_full(name) for name in plan.devices]
-    strategy: tf.distribute.Strategy = distribute.MirroredStrategy(names, operations)
-    return strategy
+def _mirror(plan: StrategyPlan, facts: Facts) -> tf.distribute.Strategy:
+    global _ring, _ring_over
+    if plan.communication == "measured":
+        return measured_strategy(plan.devices, facts)
+    if plan.communication != "ring":
+        return mirrored_strategy(plan.devices, plan.communication)
+    # A second ring, over the same devices too, takes the numbers of the first one's collectives:
+    # as soon as their shapes differ, TensorFlow aborts both.
+    if _ring is None or _ring_over != plan.devices:
+        _ring, _ring_over = mirrored_strategy(plan.devices, "ring"), plan.devices
+    return _ring
 
 
 def _join(plan: StrategyPlan, cluster: Cluster, timeout: float) -> tf.distribute.Strategy:
