@@ -16,7 +16,7 @@ import tensorflow as tf
 from one_device import strategy_of
 
 import tfmultigpu as tmg
-from tfmultigpu.loops.callbacks import BatchHooks
+from tfmultigpu.loops.callbacks import BatchHooks, check_callbacks
 from tfmultigpu.loops.steps_per_call import Pace
 
 # NumPy 2 about TensorFlow's variables on replicas, which Keras reads as arrays.
@@ -304,6 +304,22 @@ def test_backup_and_restore_is_refused_with_the_reason(models, tmp_path):
         tmg.CompileError, match=r"only Keras' own fit.*callbacks=\[tmg\.Checkpoints\("
     ):
         tmg.fit(models[0], (X, Y), callbacks=[callback], verbose=0)
+
+
+def test_orbax_is_refused_where_it_fails(models):
+    if not hasattr(keras.callbacks, "OrbaxCheckpoint"):
+        pytest.skip("needs a Keras that has OrbaxCheckpoint")
+
+    class Made(keras.callbacks.OrbaxCheckpoint):
+        def __init__(self):  # That of Keras needs the package.
+            keras.callbacks.Callback.__init__(self)
+
+    model, truth, _ = models
+    with pytest.raises(TypeError, match="MirroredVariable"):
+        Made().set_model(model)
+    with pytest.raises(tmg.CompileError, match=r"fails on a strategy.*Received: Made\. Write call"):
+        tmg.fit(model, (X, Y), callbacks=[Made()], verbose=0)
+    check_callbacks([Made()], truth.optimizer)
 
 
 # The progress bar ---------------------------------------------------------------------------------

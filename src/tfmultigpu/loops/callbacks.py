@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import tensorflow as tf
+
 from tfmultigpu._bridge import profiles_batches, set_swaps
 from tfmultigpu.errors import CompileError
 from tfmultigpu.precision import unwrap_optimizer
@@ -23,6 +25,10 @@ __all__ = [
     "to_list",
 ]
 
+_CHECKPOINTS = (
+    "Write callbacks=[tmg.Checkpoints(directory, model=model, "
+    "optimizer=model.optimizer).callback(every_epochs=1)], which goes on exactly."
+)
 # Seconds between two calls of what is content with being called from time to time.
 _INTERVAL = 0.1
 
@@ -68,26 +74,33 @@ def make_callbacks(
     )
 
 
-def check_callbacks(callbacks: Any) -> None:
+def check_callbacks(callbacks: Any, optimizer: Any) -> None:
     """Checks that callbacks work here.
 
     Args:
         callbacks: As for ``make_callbacks``.
+        optimizer: The optimizer of the model.
 
     Raises:
-        CompileError: One of them does not work outside of Keras' own ``fit``.
+        CompileError: One of them does not work outside of Keras' own ``fit``, or on a strategy.
         TypeError: One is no callback.
     """
     import keras
 
+    orbax = getattr(keras.callbacks, "OrbaxCheckpoint", ())
     for one in to_list(callbacks):
+        if isinstance(one, orbax) and _exists_per_replica(optimizer.iterations):
+            raise CompileError(
+                "OrbaxCheckpoint takes the optimizer's step count for a variable of one device, "
+                "and fails on a strategy, in Keras' own fit too. Received: "
+                f"{type(one).__name__}. {_CHECKPOINTS}"
+            )
         if isinstance(one, keras.callbacks.BackupAndRestore):
             raise CompileError(
                 "BackupAndRestore can tell only Keras' own fit in which epoch to go on, begins an "
                 "epoch anew with weights from its middle, and keeps neither the state of random "
                 "layers nor the place in the data. Received: "
-                f"{type(one).__name__}. Write callbacks=[tmg.Checkpoints(directory, model=model, "
-                "optimizer=model.optimizer).callback(every_epochs=1)], which goes on exactly."
+                f"{type(one).__name__}. {_CHECKPOINTS}"
             )
         if not isinstance(one, keras.callbacks.Callback):
             raise TypeError(
@@ -246,6 +259,10 @@ class BatchHooks:
         self._end(batch, logs)
         self._last = batch
         self._shown = self._elapsed()
+
+
+def _exists_per_replica(variable: Any) -> bool:
+    return isinstance(variable.value, tf.distribute.DistributedValues)
 
 
 def _every_batches(callback: Any, what: str) -> int | None:

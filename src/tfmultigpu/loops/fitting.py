@@ -128,7 +128,7 @@ def fit(
     arguments = compile_arguments(model)
     if isinstance(callbacks, Iterator):
         callbacks = to_list(callbacks)
-    check_callbacks(callbacks)
+    check_callbacks(callbacks, model.optimizer)
     if steps_per_call == "auto" and (model.steps_per_execution or 1) > 1:
         steps_per_call = model.steps_per_execution
     asked = None if steps_per_call == "auto" else int(steps_per_call)
