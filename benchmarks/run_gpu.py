@@ -3,8 +3,8 @@
 ``python benchmarks/run_gpu.py`` writes ``gpu.json`` and ``gpu.md`` to ``build/gpu-report``. It
 needs TensorFlow with its GPU libraries and NumPy, from wherever: neither pytest, nor an index of
 packages, nor an installation of this library. Everything runs in processes of its own, one after
-the other, the most telling first; what there is no time for is named in the report. With
-``--rehearse`` the same runs on virtual CPUs with tiny networks.
+the other, the most telling first; what there is no time for is named in the report, and
+``--resume`` runs that later. With ``--rehearse`` the same runs on virtual CPUs with tiny networks.
 """
 
 from __future__ import annotations
@@ -13,51 +13,46 @@ import argparse
 import datetime
 import json
 import os
+import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).resolve().parent
-ROOT = HERE.parent
-CHECKS = ROOT / "tests" / "gpu"
+ROOT = Path(__file__).resolve().parents[1]
 if __name__ == "__main__":
-    sys.path[:0] = [str(ROOT / "src"), str(CHECKS)]
+    sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests" / "gpu")]
 
 from gpu.cases import CASES, measure  # noqa: E402
+from gpu.parts import GROUPS, environment, missing, python, run_part  # noqa: E402
 from gpu.report import missed, not_run, to_markdown  # noqa: E402
 
-GROUPS = ("two_parts", "growth", "limit", "four_parts")
-OUT = Path("build/gpu-report")
-AT_MOST = 240.0  # seconds of one process
-AT_LEAST = 25.0  # starting TensorFlow on a GPU and tracing a network
-FIND_GPUS = "import tensorflow as tf; print(len(tf.config.list_physical_devices('GPU')))"
+__all__ = ["CASES", "GROUPS", "ORDER", "main", "missing", "run_part", "seen_gpus"]
+
+_FIRST = ("two_parts", "growth", "peak", "transformer-bfloat16-32", "resnet-bfloat16-256", "limit")
+ORDER = tuple(dict.fromkeys((*_FIRST, "memory-transformer-bfloat16-32", *GROUPS, *CASES)))
+FIND_GPUS = "import tensorflow as tf; print('GPUS', len(tf.config.list_physical_devices('GPU')))"
+TO_START = 300.0  # seconds: the first import of TensorFlow from a cold disk, compiling its Python
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns 0; 1 where something failed or missed its target; 2 where there is no GPU."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rehearse", action="store_true", help="tiny, on virtual CPUs")
-    parser.add_argument("--minutes", type=float, default=9.5, help="9.5 by default")
-    parser.add_argument("--only", nargs="+", choices=(*GROUPS, *CASES), help="some of it")
-    parser.add_argument(
-        "--out", type=Path, default=Path("build/gpu-report"), help="folder to write to"
-    )
-    parser.add_argument("--case", nargs=2, help=argparse.SUPPRESS)
-    asked = parser.parse_args(arguments)
+    """Returns 0; 1 where something failed or missed its target; 2 where nothing can be run."""
+    asked = _arguments(arguments)
     if asked.case:
         return _measure_here(asked.case[0], Path(asked.case[1]), asked.rehearse)
     began = time.monotonic()
-    if not asked.rehearse and not seen_gpus():
-        print(
-            "TensorFlow sees no GPU here, so nothing was run. `python -m tfmultigpu doctor` says "
-            "why; `--rehearse` runs everything on virtual CPUs, which shows that it works and "
-            "says nothing about a GPU.",
-            file=sys.stderr,
-        )
+    if not asked.rehearse:
+        count, said = seen_gpus()
+        if not count:
+            print(NO_GPU, *([f"\nTensorFlow said:\n{said}"] if said else []), file=sys.stderr)
+            return 2
+    try:
+        asked.out.mkdir(parents=True, exist_ok=True)
+        _write(asked.out / "gpu.md", "# GPU report\n\nNothing has ended yet.\n", only_if_new=True)
+    except OSError as error:
+        print(f"The report cannot be written: {error}. Give another --out.", file=sys.stderr)
         return 2
     record: dict[str, Any] = {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
@@ -66,109 +61,152 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "machine": {},
         "checks": [],
         "benchmarks": [],
+        "seconds": 0,
     }
-    asked.out.mkdir(parents=True, exist_ok=True)
+    wanted = [name for name in ORDER if name in (asked.only or ORDER)]
+    if asked.resume:
+        wanted = _take_up(record, asked.out / "gpu.json", wanted)
+    before = record["seconds"]
     end = began + 60 * asked.minutes
-    for name in asked.only or (*GROUPS, *CASES):
-        found = run_part(name, min(AT_MOST, end - time.monotonic()), asked.rehearse)
+    for name in wanted:
+        found = run_part(name, end - time.monotonic(), asked.rehearse, asked.out / "gpu.log")
         for one in found:
             record["machine"] = one.pop("machine", None) or record["machine"]
             last = one.get("error", "").strip().splitlines()[-1:]
             print(f"{one['name']}: {one['status']} {' '.join(last)}", flush=True)
         record["checks" if name in GROUPS else "benchmarks"] += found
-        record["seconds"] = round(time.monotonic() - began)
+        record["seconds"] = before + round(time.monotonic() - began)
         # After each part: whatever happens next, this is known.
-        (asked.out / "gpu.json").write_text(json.dumps(record, indent=1) + "\n")
-        (asked.out / "gpu.md").write_text(to_markdown(record))
+        try:
+            _write(asked.out / "gpu.json", json.dumps(_plain(record), indent=1) + "\n")
+            _write(asked.out / "gpu.md", to_markdown(record))
+        except OSError as error:
+            print(f"The report cannot be written: {error}", file=sys.stderr)
+            print(json.dumps(_plain(found)), flush=True)  # What there is, where it can be seen.
     problems = list(missed(record))
+    left_out = not_run(record)
+    ran = [one for one in record["checks"] + record["benchmarks"] if one["status"] != "not run"]
+    if not ran:
+        problems = ["nothing was run"]
     print(f"\nwrote {asked.out / 'gpu.json'} and gpu.md in {record['seconds']} s")
-    print("\n".join(problems) or "nothing failed", f"\n{len(not_run(record))} not run")
+    print("\n".join(problems) or "nothing failed", f"\n{len(left_out)} not run")
     return int(bool(problems))
 
 
-def seen_gpus() -> int:
-    """Returns how many GPUs TensorFlow sees, asked in a process of its own."""
-    done = subprocess.run(
-        [sys.executable, "-c", FIND_GPUS], env=_environment(), capture_output=True, text=True
+NO_GPU = (
+    "TensorFlow sees no GPU here, so nothing was run. `python -m tfmultigpu doctor` says why; "
+    "`--rehearse` runs everything on virtual CPUs, which shows that it works and says nothing "
+    "about a GPU."
+)
+
+
+def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rehearse", action="store_true", help="tiny, on virtual CPUs")
+    parser.add_argument("--minutes", type=float, default=9.5, help="9.5 by default")
+    parser.add_argument("--only", nargs="+", choices=ORDER, help="some of it", metavar="NAME")
+    parser.add_argument(
+        "--resume", action="store_true", help="run what the report in the folder names as not run"
     )
-    said = done.stdout.split()
-    if done.returncode or not said:
+    parser.add_argument(
+        "--out", type=Path, default=Path("build/gpu-report"), help="folder to write to"
+    )
+    parser.add_argument("--case", nargs=2, help=argparse.SUPPRESS)
+    asked = parser.parse_args(arguments)
+    if not 0 < asked.minutes < 24 * 60:
+        parser.error(f"--minutes is a positive number. Received: {asked.minutes}")
+    return asked
+
+
+def _take_up(record: dict[str, Any], file: Path, wanted: list[str]) -> list[str]:
+    """Adds what an earlier report holds to a record; returns what is left to run."""
+    try:
+        earlier = json.loads(file.read_text())
+        of_this_kind = earlier["rehearsal"] == record["rehearsal"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        print(f"There is nothing to resume: {error}", file=sys.stderr)
+        return wanted
+    if not of_this_kind:
+        print("There is nothing to resume: one of the two is a rehearsal", file=sys.stderr)
+        return wanted
+    parts: dict[str, list[dict[str, Any]]] = {}
+    for one in earlier["checks"] + earlier["benchmarks"]:
+        parts.setdefault(one["name"].partition(".")[0], []).append(one)
+    on_a_gpu_alone = "needs a GPU that TensorFlow can see"
+    for name, found in parts.items():
+        ran = [
+            one
+            for one in found
+            if one["status"] != "not run" or on_a_gpu_alone in one.get("error", "")
+        ]
+        if len(ran) == len(found):
+            record["checks" if name in GROUPS else "benchmarks"] += found
+            wanted = [other for other in wanted if other != name]
+    record |= {"machine": earlier["machine"], "seconds": earlier["seconds"]}
+    return wanted
+
+
+def seen_gpus() -> tuple[int, str]:
+    """Returns how many GPUs TensorFlow sees, asked in a process of its own, and what it said."""
+    try:
+        done = subprocess.run(
+            [*python(), "-c", FIND_GPUS],
+            env=environment() | {"TF_CPP_MIN_LOG_LEVEL": "0"},
+            capture_output=True,
+            text=True,
+            timeout=TO_START,
+        )
+    except subprocess.TimeoutExpired:
+        raise SystemExit(f"TensorFlow does not start within {TO_START:.0f} s") from None
+    counts = [line.split()[1] for line in done.stdout.splitlines() if line.startswith("GPUS ")]
+    if done.returncode or not counts:
         raise SystemExit(f"TensorFlow does not start: {done.stderr[-2000:]}")
-    return int(said[-1])
-
-
-def run_part(name: str, seconds: float, rehearse: bool) -> list[dict[str, Any]]:
-    """Runs a group of checks or a case, in a process of its own.
-
-    Args:
-        name: One of ``GROUPS`` or ``CASES``.
-        seconds: How long it may take.
-        rehearse: On virtual CPUs.
-
-    Returns:
-        The records it wrote, and one for each check that it did not come to.
-    """
-    if seconds < AT_LEAST:
-        return missing(name, [], "not run", "no time was left: give more --minutes")
-    options = ["--rehearse"] if rehearse else []
-    with tempfile.TemporaryDirectory() as folder:
-        lines = Path(folder) / "lines"
-        lines.touch()
-        group = [str(CHECKS / "run.py"), name, str(lines)]
-        case = [str(HERE / "run_gpu.py"), "--case", name, str(lines)]
-        command = [sys.executable, *(group if name in GROUPS else case), *options]
-        try:
-            done = subprocess.run(
-                command,
-                env=_environment(),
-                capture_output=True,
-                text=True,
-                timeout=seconds,
-                check=False,
-            )
-            problem = f"ended with {done.returncode}: {done.stderr[-1500:]}"
-        except subprocess.TimeoutExpired:
-            problem = f"took longer than {seconds:.0f} s"
-        found = [json.loads(line) for line in lines.read_text().splitlines()]
-    return missing(name, found, "failed", problem)
-
-
-def missing(
-    name: str, found: list[dict[str, Any]], status: str, error: str
-) -> list[dict[str, Any]]:
-    """Returns the records of a part: those it wrote, and one for each check it did not come to.
-
-    Args:
-        name: One of ``GROUPS`` or ``CASES``.
-        found: What it wrote; a group begins with what it was going to run.
-        status: Of what is missing.
-        error: Why it is missing.
-    """
-    wrote = [one for one in found if "expected" not in one]
-    if name in CASES:
-        kind = CASES[name].kind
-        return wrote or [{"name": name, "kind": kind, "status": status, "error": error}]
-    expected = found[0]["expected"] if found else [name]
-    there = {one["name"] for one in wrote}
-    empty = {"status": status, "seconds": 0.0, "facts": {}, "error": error}
-    return wrote + [{"name": one, **empty} for one in expected if one not in there]
+    about = ("dlopen", "cuda", "gpu", "driver")
+    lines = [one for one in done.stderr.splitlines() if any(word in one.lower() for word in about)]
+    return int(counts[-1]), "\n".join(line[:300] for line in lines[-8:])
 
 
 def _measure_here(name: str, file: Path, rehearse: bool) -> int:
-    found = measure(CASES[name], rehearse=rehearse)
     with file.open("a") as lines:
-        print(json.dumps(found), file=lines, flush=True)
+
+        def write(one: dict[str, Any]) -> None:
+            print(json.dumps(_plain(one)), file=lines, flush=True)
+
+        found = measure(CASES[name], rehearse=rehearse, write=write)
+        write(found)
     sys.stdout.flush()
     # An orderly end would let go of TensorFlow's iterators, and each can take a minute for that.
     os._exit(int(found["status"] == "failed"))
 
 
-def _environment() -> dict[str, str]:
-    """For processes that find the library beside this file, in whatever state the machine is."""
-    found = {"TF_CPP_MIN_LOG_LEVEL": "2", "KERAS_BACKEND": "tensorflow", **os.environ}
-    paths = [str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return found | {"PYTHONPATH": os.pathsep.join(paths)}
+def _plain(value: Any) -> Any:
+    """A value as JSON knows it: what it does not know becomes text, infinities too."""
+    if isinstance(value, dict):
+        return {str(key): _plain(one) for key, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(one) for one in value]
+    if isinstance(value, float) and value - value != 0:
+        return str(value)
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    # A number of NumPy's is one of Python's.
+    return _plain(value.item()) if getattr(value, "shape", None) == () else str(value)
+
+
+def _write(file: Path, text: str, *, only_if_new: bool = False) -> None:
+    """Writes a file whole or not at all; with ``only_if_new`` just finds out whether it could."""
+    beside = file.with_name(f"{file.name}.new")
+    beside.write_text(text)
+    if only_if_new and file.exists():
+        beside.unlink()
+    else:
+        beside.replace(file)
+
+
+def _ended(*_: Any) -> None:
+    raise SystemExit(143)  # By way of ``finally``, so that no process is left on the GPU.
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, _ended)
     sys.exit(main())

@@ -6,7 +6,7 @@ import dataclasses
 import statistics
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from gpu.networks import PRECISIONS, network
@@ -66,15 +66,20 @@ def _cases() -> Iterator[Case]:
         yield Case("speed", "resnet", "tf32", rows)
 
 
+Note = Callable[[str, dict[str, Any]], None]
 CASES = {case.name: case for case in _cases()}
 
 
-def measure(case: Case, *, rehearse: bool) -> dict[str, Any]:
+def measure(
+    case: Case, *, rehearse: bool, write: Callable[[dict[str, Any]], None] = lambda one: None
+) -> dict[str, Any]:
     """Measures one case; call it in a process that has not started TensorFlow.
 
     Args:
         case: What.
         rehearse: On the CPU, with tiny networks.
+        write: Called with what has begun, and with the record so far: a process that does not come
+            to its end has said how far it came.
 
     Returns:
         A record with ``"status"``, ``"passed"``, ``"failed"`` or ``"not run"``; where it failed or
@@ -86,13 +91,20 @@ def measure(case: Case, *, rehearse: bool) -> dict[str, Any]:
     try:
         report = tmg.doctor()
         record["machine"] = {"title": report.title, **report.facts}
-        record |= _KINDS[case.kind](case, rehearse)
+        write({"begun": "its start"})
+        so_far = dict(record)
+
+        def note(begun: str, known: dict[str, Any]) -> None:
+            write({"so_far": so_far | known})
+            write({"begun": begun})
+
+        record |= _KINDS[case.kind](case, rehearse, note)
     except Exception:  # Whatever it is, it is what the report says of the case.
         record |= {"status": "failed", "error": traceback.format_exc(limit=-6)}
     return record
 
 
-def _peak(case: Case, rehearse: bool) -> dict[str, Any]:
+def _peak(case: Case, rehearse: bool, note: Note) -> dict[str, Any]:
     """The fastest bfloat16 product of this card."""
     import tensorflow as tf
 
@@ -104,18 +116,20 @@ def _peak(case: Case, rehearse: bool) -> dict[str, Any]:
             x = tf.matmul(x, y)
         return tf.reduce_sum(tf.cast(x, tf.float32))
 
-    x = tf.zeros([size, size], tf.bfloat16)
-    y = tf.cast(tf.random.stateless_normal([size, size], [1, 2]) / size, tf.bfloat16)
-    float(multiply(x + 1, y))
+    # Random numbers of size one throughout: zeros, and numbers so small that they become zeros,
+    # take less power and so multiply faster than any training does.
+    x = tf.cast(tf.random.stateless_normal([size, size], [3, 4]), tf.bfloat16)
+    y = tf.cast(tf.random.stateless_normal([size, size], [1, 2]) / size**0.5, tf.bfloat16)
+    float(multiply(x, y))
     seconds = []
-    for _ in range(5):
+    for _ in range(10):
         began = time.perf_counter()
-        float(multiply(x + 1, y))
+        float(multiply(x, y))
         seconds.append(time.perf_counter() - began)
     return {"flops_per_second": 2 * size**3 * times / min(seconds)}
 
 
-def _speed(case: Case, rehearse: bool) -> dict[str, Any]:
+def _speed(case: Case, rehearse: bool, note: Note) -> dict[str, Any]:
     import tensorflow as tf
 
     import tfmultigpu as tmg
@@ -130,10 +144,10 @@ def _speed(case: Case, rehearse: bool) -> dict[str, Any]:
         (name, lambda name=name: CONTENDERS[name](of, case.precision, rows, case.xla))
         for name in case.contenders
     ]
-    return _timed(makers, case, of, rows, rehearse)
+    return _timed(makers, case, of, rows, rehearse, note)
 
 
-def _parts(case: Case, rehearse: bool) -> dict[str, Any]:
+def _parts(case: Case, rehearse: bool, note: Note) -> dict[str, Any]:
     """Two parts of one GPU, of which one computes three rows for each of the other's."""
     import tfmultigpu as tmg
     from gpu.loops import ours, plain
@@ -155,12 +169,16 @@ def _parts(case: Case, rehearse: bool) -> dict[str, Any]:
         ("plain", lambda: plain(of, case.precision, rows, False)),
         ("ours", lambda: ours(of, case.precision, rows, False, strategy, shares=(3, 1))),
     ]
-    return {"shares": (3, 1), **_timed(makers, case, of, rows, rehearse)}
+    return {"shares": (3, 1), **_timed(makers, case, of, rows, rehearse, note)}
 
 
-def _timed(makers: Any, case: Case, of: Any, rows: int, rehearse: bool) -> dict[str, Any]:
+def _timed(
+    makers: Any, case: Case, of: Any, rows: int, rehearse: bool, note: Note
+) -> dict[str, Any]:
     contenders, first, errors, warm_up = {}, {}, {}, {}
+    known: dict[str, Any] = {"first_loss": first, "seconds_to_warm_up": warm_up, "errors": errors}
     for name, make in makers:
+        note(f"{name}, until it trains", known)
         began = time.perf_counter()
         try:
             contenders[name], loss = make()
@@ -176,28 +194,11 @@ def _timed(makers: Any, case: Case, of: Any, rows: int, rehearse: bool) -> dict[
     steps = {}
     for name, one in contenders.items():
         steps[name] = 2 if rehearse else max(4, min(200, int(SECONDS_OF_A_TURN / one.train(4))))
-    for _ in range(2 if rehearse else ROUNDS):
+    for turn in range(2 if rehearse else ROUNDS):
         for name, one in contenders.items():
+            note(f"{name}, turn {turn}", known | _speeds(of, rows, seconds))
             seconds[name].append(one.train(steps[name]))
-    per_second = {
-        name: rows * of.units_per_row / statistics.median(taken) for name, taken in seconds.items()
-    }
-    record: dict[str, Any] = {
-        "title": of.title,
-        "unit": of.unit,
-        "rows": rows,
-        "seconds_per_step": seconds,
-        "per_second": per_second,
-        "flops_per_unit": of.flops_per_row / of.units_per_row,
-        "first_loss": first,
-        "seconds_to_warm_up": warm_up,
-        "errors": errors,
-    }
-    record["ratios"] = {
-        name: statistics.median([a / b for a, b in zip(seconds["plain"], taken, strict=True)])
-        for name, taken in seconds.items()
-        if name != "plain" and "plain" in seconds
-    }
+    record = known | _speeds(of, rows, seconds)
     problems = [f"{name} did not train: {error}" for name, error in errors.items()]
     if {"plain", "ours"} <= set(first):
         gap = abs(first["ours"] / first["plain"] - 1)
@@ -208,7 +209,26 @@ def _timed(makers: Any, case: Case, of: Any, rows: int, rehearse: bool) -> dict[
     return record
 
 
-def _memory(case: Case, rehearse: bool) -> dict[str, Any]:
+def _speeds(of: Any, rows: int, seconds: dict[str, list[float]]) -> dict[str, Any]:
+    """What is known after some turns."""
+    medians = {name: statistics.median(taken) for name, taken in seconds.items() if taken}
+    pairs = {
+        name: [a / b for a, b in zip(seconds.get("plain", ()), taken, strict=False)]
+        for name, taken in seconds.items()
+        if name != "plain"
+    }
+    return {
+        "title": of.title,
+        "unit": of.unit,
+        "rows": rows,
+        "seconds_per_step": seconds,
+        "per_second": {name: rows * of.units_per_row / one for name, one in medians.items()},
+        "flops_per_unit": of.flops_per_row / of.units_per_row,
+        "ratios": {name: statistics.median(each) for name, each in pairs.items() if each},
+    }
+
+
+def _memory(case: Case, rehearse: bool, note: Note) -> dict[str, Any]:
     """The peak of a step, whole and in eight micro-batches."""
     if rehearse:
         needs = "needs a GPU that TensorFlow can see: it counts the memory of GPUs only"
@@ -229,6 +249,7 @@ def _memory(case: Case, rehearse: bool) -> dict[str, Any]:
             model, optimizer = of.model(case.precision), keras.optimizers.Adam(1e-4)
         step = tmg.make_train_step(model, optimizer, loss_of(), strategy, micro_batches=count)
         for rows in (1, 2 * case.rows):
+            note(f"micro_batches={count}, {rows} rows", {"peaks": dict(peaks)})
             batch = of.batch(rows)
             step(batch)
             tf.config.experimental.reset_memory_stats("GPU:0")

@@ -37,9 +37,11 @@ def results(group: str) -> dict[str, dict[str, Any]]:
             timeout=600,
             check=False,
         )
-        found = [json.loads(line) for line in lines.read_text().splitlines()[1:]]
+        found = [json.loads(line) for line in lines.read_text().splitlines()]
     ended = {"status": "failed", "error": f"ended with {done.returncode}: {done.stderr[-2000:]}"}
-    return dict.fromkeys(names_of(group), ended) | {one["name"]: one for one in found}
+    return dict.fromkeys(names_of(group), ended) | {
+        one["name"]: one for one in found if "name" in one
+    }
 
 
 @pytest.mark.parametrize("name", [name for group in GROUPS for name in names_of(group)])

@@ -119,6 +119,15 @@ def test_a_limit_is_judged_by_what_the_driver_says() -> None:
         memory.judge_limit(GIB, GIB, GIB, 4 * GIB, refused=True)
 
 
+def test_limits_of_parts_are_judged_by_what_the_driver_says() -> None:
+    parts = (6 * GIB, 4 * GIB, 4 * GIB, 2 * GIB)
+    memory.judge_parts(GIB, 18 * GIB, parts, 4 * GIB, refused=True)
+    with pytest.raises(AssertionError, match="was made on a part of 2147483648"):
+        memory.judge_parts(GIB, 18 * GIB, parts, 4 * GIB, refused=False)
+    with pytest.raises(AssertionError, match="bytes taken, the limits are"):
+        memory.judge_parts(GIB, 21 * GIB, parts, 4 * GIB, refused=True)
+
+
 def test_micro_batches_are_judged_by_the_activations() -> None:
     peaks = {"1, few": 100, "1, many": 900, "8, few": 100, "8, many": 220}
     assert memory.judge_micro_batches(peaks) == 120 / 800
@@ -127,7 +136,7 @@ def test_micro_batches_are_judged_by_the_activations() -> None:
 
 
 def test_what_needs_a_gpu_is_not_run_and_says_so() -> None:
-    for check in (memory.growth, memory.limit, memory.micro_batches):
+    for check in (memory.growth, memory.limit, memory.limits_of_parts, memory.micro_batches):
         status, error = outcome(check)
         assert status == "not run"
         assert error.startswith("needs a GPU that TensorFlow can see: ")
@@ -140,6 +149,13 @@ def test_a_group_without_its_gpu_is_not_run() -> None:
     assert {one.status for one in found} == {"not run"}
     assert len(found) == len(GROUPS["two_parts"].checks)
     assert {one.error for one in found} == {"needs a GPU that TensorFlow can see"}
+
+
+def test_a_group_can_go_on_after_some_of_its_checks() -> None:
+    begun: list[str] = []
+    names = ["limit.largest_batch"]
+    found = list(run_group("limit", "CPU", names, begun.append))
+    assert [one.name for one in found] == names == begun
 
 
 def test_a_setting_that_is_refused_fails_every_check_of_its_group(

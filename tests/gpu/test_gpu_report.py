@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 ROOT = Path(__file__).parents[2]
@@ -68,10 +69,11 @@ def test_the_command_runs_in_a_rehearsal(runner: Any, tmp_path: Path) -> None:
     assert abs(losses["ours"] / losses["plain"] - 1) < 1e-5
     # The same results again, without their processes.
     other = [check("memory", kind="memory", status="not run", error="a GPU")]
-    runner.run_part = lambda name, seconds, rehearse: one if name == only[1] else other
+    runner.run_part = lambda name, *_: one if name == only[1] else other
     assert runner.main(["--rehearse", *only, "--out", str(tmp_path)]) == 0
     written = json.loads((tmp_path / "gpu.json").read_text())
-    assert [found["status"] for found in written["benchmarks"]] == ["passed", "not run"]
+    # In the order of the runner, not in the one asked for.
+    assert [found["status"] for found in written["benchmarks"]] == ["not run", "passed"]
     assert written["machine"]["versions"]["tensorflow"]
     page = (tmp_path / "gpu.md").read_text()
     assert "a rehearsal; no number here says anything about a GPU" in page
@@ -81,9 +83,11 @@ def test_the_command_runs_in_a_rehearsal(runner: Any, tmp_path: Path) -> None:
 def test_without_a_gpu_nothing_is_run(
     runner: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    runner.seen_gpus = lambda: 0
+    runner.seen_gpus = lambda: (0, "Cannot dlopen some GPU libraries.")
     assert runner.main(["--out", str(tmp_path / "report")]) == 2
-    assert "TensorFlow sees no GPU here, so nothing was run." in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "TensorFlow sees no GPU here, so nothing was run." in said
+    assert said.endswith("TensorFlow said:\nCannot dlopen some GPU libraries.\n")
     assert not (tmp_path / "report").exists()
 
 
@@ -140,6 +144,8 @@ def test_every_part_has_a_place_in_the_order(runner: Any) -> None:
     from gpu_checks.groups import GROUPS
 
     assert set(runner.GROUPS) == set(GROUPS)
+    assert set(runner.ORDER) == {*GROUPS, *runner.CASES}
+    assert runner.ORDER[:3] == ("two_parts", "growth", "peak")
     names = list(runner.CASES)
     assert names[:3] == ["peak", "transformer-bfloat16-32", "resnet-bfloat16-256"]
     resnets = [case for case in runner.CASES.values() if case.network == "resnet"]
@@ -150,3 +156,79 @@ def test_every_part_has_a_place_in_the_order(runner: Any) -> None:
         for precision in ("float32", "tf32", "float16", "bfloat16")
         for xla in (True, False)
     }
+
+
+def test_what_was_not_run_is_run_later_and_the_rest_is_kept(
+    runner: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ran: list[str] = []
+
+    def run(name: str, seconds: float, rehearse: bool, log: Path) -> list[dict[str, Any]]:
+        ran.append(name)
+        if name == "limit":
+            status = "passed" if len(ran) > 3 else "not run"
+            return [check("limit.limit"), check("limit.largest_batch", status=status, error="time")]
+        return [timing(name=name, kind="speed", machine={"title": "the GPU"})]
+
+    runner.run_part = run
+    order = ["resnet-tf32-256", "limit", "peak"]
+    arguments = ["--rehearse", "--only", *order, "--out", str(tmp_path)]
+    assert runner.main(arguments) == 0
+    # In the order of the runner, not in the one asked for.
+    assert ran == ["peak", "limit", "resnet-tf32-256"]
+    assert runner.main([*arguments, "--resume"]) == 0
+    assert ran[3:] == ["limit"]
+    written = json.loads((tmp_path / "gpu.json").read_text())
+    assert [one["name"] for one in written["benchmarks"]] == ["peak", "resnet-tf32-256"]
+    assert [one["status"] for one in written["checks"]] == ["passed", "passed"]
+    assert written["machine"] == {"title": "the GPU"}
+    (tmp_path / "gpu.json").write_text("{")
+    assert runner.main([*arguments, "--resume"]) == 0
+    assert "There is nothing to resume: " in capsys.readouterr().err
+    assert ran[4:] == ["peak", "limit", "resnet-tf32-256"]
+
+
+def test_numbers_that_json_does_not_know_are_text(runner: Any, tmp_path: Path) -> None:
+    facts = {"loss": float("nan"), "peak": np.float32(2), "of": {3: np.inf}, "at": tmp_path}
+    runner.run_part = lambda *_: [check(facts=facts)]
+    assert runner.main(["--rehearse", "--only", "limit", "--out", str(tmp_path)]) == 0
+    written = json.loads((tmp_path / "gpu.json").read_text(), parse_constant=pytest.fail)
+    assert written["checks"][0]["facts"] == {
+        "loss": "nan",
+        "peak": 2.0,
+        "of": {"3": "inf"},
+        "at": str(tmp_path),
+    }
+
+
+def test_a_report_that_cannot_be_written_costs_no_run(
+    runner: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    runner.run_part = lambda *_: pytest.fail("it ran")
+    assert runner.main(["--rehearse", "--out", str(tmp_path / "file" / "report")]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("The report cannot be written: ")
+    assert said.endswith("Give another --out.\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--minutes", "0"], "--minutes is a positive number. Received: 0.0"),
+        (["--minutes", "nan"], "--minutes is a positive number. Received: nan"),
+        (["--only", "resnet"], "invalid choice: 'resnet'"),
+    ],
+)
+def test_wrong_arguments_are_refused(
+    runner: Any, capsys: pytest.CaptureFixture[str], arguments: list[str], said: str
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        runner.main(["--rehearse", *arguments])
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+def test_no_time_at_all_is_no_success(runner: Any, tmp_path: Path) -> None:
+    arguments = ["--rehearse", "--minutes", "0.1", "--only", "peak", "--out", str(tmp_path)]
+    assert runner.main(arguments) == 1

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from gpu_checks import low_precision, memory, planning, replicas
@@ -52,7 +52,13 @@ class Result:
 GROUPS: dict[str, Group] = {
     "growth": Group(
         grown,
-        (memory.growth, planning.doctor, memory.micro_batches, replicas.gpu_against_cpu),
+        (
+            memory.growth,
+            planning.doctor,
+            memory.micro_batches,
+            replicas.xla_alone,
+            replicas.gpu_against_cpu,
+        ),
     ),
     "limit": Group(limited, (memory.limit, memory.largest_batch)),
     "two_parts": Group(
@@ -63,19 +69,27 @@ GROUPS: dict[str, Group] = {
             planning.communication,
             planning.shares_by_memory,
             replicas.exact_without_tf32,
-            replicas.exact_with_tf32,
             replicas.synchronized_batch_normalization,
+            replicas.sharded_update,
             replicas.dropout_draws,
             replicas.checkpoints_cross_over,
             low_precision.float16_dynamic,
             low_precision.bfloat16,
             memory.out_of_memory_report,
+            memory.limits_of_parts,
             replicas.xla,
+            # Last: what cuDNN chose for a shape it keeps, and may keep with TF32.
+            replicas.exact_with_tf32,
         ),
     ),
     "four_parts": Group(
         functools.partial(split, limits=(6 * GIB, 4 * GIB, 4 * GIB, 2 * GIB)),
-        (planning.names_of_parts, planning.shares_by_memory, replicas.four_parts),
+        (
+            planning.names_of_parts,
+            planning.shares_by_memory,
+            replicas.four_parts,
+            memory.limits_of_parts,
+        ),
     ),
 }
 
@@ -85,26 +99,36 @@ def names_of(group: str) -> list[str]:
     return [f"{group}.{check.__name__}" for check in GROUPS[group].checks]
 
 
-def run_group(group: str, kind: str) -> Iterator[Result]:
+def run_group(
+    group: str,
+    kind: str,
+    names: Sequence[str] | None = None,
+    begin: Callable[[str], None] = lambda name: None,
+) -> Iterator[Result]:
     """Runs the checks of a group in this process, which must not have started TensorFlow.
 
     Args:
         group: A key of ``GROUPS``.
         kind: ``"GPU"``, or ``"CPU"`` for a rehearsal.
+        names: Those to run; all where None.
+        begin: Called with the name of each before it runs.
     """
+    wanted = names_of(group) if names is None else names
     try:
         place = GROUPS[group].setting(kind)
     except NeedsGpu as error:
-        for name in names_of(group):
+        for name in wanted:
             yield Result(name, "not run", error=str(error))
         return
     except Exception:
         # Whatever it is, it is what the report says of every check of the group.
-        for name in names_of(group):
+        for name in wanted:
             yield Result(name, "failed", error=traceback.format_exc(limit=-6))
         return
-    for check in GROUPS[group].checks:
-        yield run_check(check, place, group)
+    for name, check in zip(names_of(group), GROUPS[group].checks, strict=True):
+        if name in wanted:
+            begin(name)
+            yield run_check(check, place, group)
 
 
 def run_check(check: Check, place: Place, group: str) -> Result:

@@ -104,11 +104,16 @@ def used_memory() -> int:
         import pynvml
     except ImportError:
         raise NeedsGpu(f"needs nvidia-smi or the package nvidia-ml-py ({problem})") from None
-    pynvml.nvmlInit()
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError as error:
+        raise NeedsGpu(f"needs a driver that answers ({problem}, NVML: {error})") from None
     try:
         named = first.startswith("GPU-")
         by = pynvml.nvmlDeviceGetHandleByUUID if named else pynvml.nvmlDeviceGetHandleByIndex
         return int(pynvml.nvmlDeviceGetMemoryInfo(by(first if named else int(first))).used)
+    except (pynvml.NVMLError, ValueError) as error:
+        raise NeedsGpu(f"needs the memory of GPU {first} ({problem}, NVML: {error})") from None
     finally:
         pynvml.nvmlShutdown()
 

@@ -69,15 +69,24 @@ def training(**options: Any) -> tmg.testing.Training:
     return tmg.testing.Training(classifier(**options), optimizer, loss())
 
 
-def trained_on(device: str, data: list[Any], **options: Any) -> dict[str, Any]:
-    """Trains a classifier on one device by our step; returns losses, model and optimizer."""
+def trained_on(
+    device: str, data: list[Any], step: dict[str, Any] | None = None, **options: Any
+) -> dict[str, Any]:
+    """Trains a classifier on one device by our step; returns losses, model and optimizer.
+
+    Args:
+        device: Such as ``"GPU:0"``.
+        data: Global batches.
+        step: More arguments of ``make_train_step``.
+        options: Those of ``classifier``.
+    """
     strategy = tf.distribute.OneDeviceStrategy(f"/device:{device}")
     keras.utils.set_random_seed(3)
     with strategy.scope():
         one = training(**options)
-    step = tmg.make_train_step(one.model, one.optimizer, one.loss, strategy)
-    losses = [float(step(batch)["loss"]) for batch in data]
-    return {"losses": losses, "model": one.model, "optimizer": one.optimizer, "step": step}
+    train = tmg.make_train_step(one.model, one.optimizer, one.loss, strategy, **(step or {}))
+    losses = [float(train(batch)["loss"]) for batch in data]
+    return {"losses": losses, "model": one.model, "optimizer": one.optimizer, "step": train}
 
 
 def apart(one: Any, other: Any) -> float:

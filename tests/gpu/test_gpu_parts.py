@@ -1,0 +1,114 @@
+"""Processes of the command for GPU machines: one that dies, hangs or raves costs its own only."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+@pytest.fixture
+def parts(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    yield importlib.import_module("gpu.parts")
+    for name in [name for name in sys.modules if name.split(".")[0] == "gpu"]:
+        del sys.modules[name]
+
+
+def script(text: str) -> list[str]:
+    """A process that writes ``lines``, then does what ``text`` says."""
+    return [sys.executable, "-S", "-c", f"import os, sys, time\n{text}", "LINES"]
+
+
+WRITE = 'open(sys.argv[1], \'a\').write(\'{"name": "a", "status": "passed"}\\n\')\n'
+PASSED = {"name": "a", "status": "passed"}
+
+
+def test_what_was_written_before_a_process_was_killed_is_kept(parts: Any) -> None:
+    ended = parts.watched(
+        script(f"{WRITE}print('so far', flush=True); os.kill(os.getpid(), 9)"), 30
+    )
+    assert (ended.lines, ended.problem, ended.said) == ([PASSED], "ended with -9", "so far\n")
+
+
+@pytest.mark.parametrize(
+    ("seconds", "silent", "problem"),
+    [(0.5, 9.0, "took longer than 0 s"), (9.0, 0.5, "wrote nothing for 0 s")],
+)
+def test_a_process_that_hangs_is_ended_with_all_it_started(
+    parts: Any, tmp_path: Path, seconds: float, silent: float, problem: str
+) -> None:
+    began = time.monotonic()
+    pid = tmp_path / "pid"
+    both = f"child = os.fork()\nif child: open({str(pid)!r}, 'w').write(str(child))\ntime.sleep(60)"
+    ended = parts.watched(script(both), seconds, silent)
+    assert ended.problem == problem
+    assert time.monotonic() - began < 8
+    time.sleep(0.1)
+    state = Path(f"/proc/{pid.read_text()}/stat")
+    assert not state.exists() or state.read_text().split()[2] == "Z"
+
+
+def test_lines_that_are_no_json_are_left_out_and_named(parts: Any) -> None:
+    ended = parts.watched(script(f"open(sys.argv[1], 'a').write('{{\"na\\n[1]\\n')\n{WRITE}"), 30)
+    assert ended.lines == [PASSED]
+    assert ended.problem == "wrote lines that are no JSON, such as '{\"na'"
+
+
+def test_the_checks_after_one_that_dies_run_in_another_process(
+    parts: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    commands: list[list[str]] = []
+
+    def watched(command: list[str], seconds: float) -> Any:
+        commands.append(command)
+        names = command[command.index("--only") + 1 :] if "--only" in command else ["a", "b", "c"]
+        lines: list[dict[str, Any]] = [{"expected": names}]
+        for name in names:
+            lines.append({"begun": name})
+            if name == "b":
+                return parts.Ended(lines, "ended with -6", "CUDA_ERROR_ILLEGAL_ADDRESS")
+            lines.append({"name": name, "status": "passed", "error": ""})
+        return parts.Ended(lines, "", "")
+
+    monkeypatch.setattr(parts, "watched", watched)
+    found = parts.run_part("limit", 100.0, True, tmp_path / "log")
+    assert [(one["name"], one["status"]) for one in found] == [
+        ("a", "passed"),
+        ("b", "failed"),
+        ("c", "passed"),
+    ]
+    assert found[1]["error"] == "ended with -6: CUDA_ERROR_ILLEGAL_ADDRESS"
+    assert len(commands) == 2
+    assert commands[1][-2:] == ["--only", "c"]
+    assert (tmp_path / "log").read_text().startswith("==== limit: ended with -6\nCUDA_ERROR")
+
+
+def test_a_case_that_hangs_says_how_far_it_came(
+    parts: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = [{"so_far": {"per_second": {"plain": 9.0}}}, {"begun": "ours, turn 1"}]
+    ended = parts.Ended(lines, "wrote nothing for 150 s", "Compiling")
+    monkeypatch.setattr(parts, "watched", lambda *_: ended)
+    (found,) = parts.run_part("transformer-float32-32", 300.0, False)
+    assert found["status"] == "failed"
+    assert found["per_second"] == {"plain": 9.0}
+    assert found["error"] == "wrote nothing for 150 s: Compiling, at ours, turn 1"
+
+
+def test_a_python_without_its_packages_starts_others_like_it(
+    parts: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert parts.python() == [sys.executable]
+    monkeypatch.setenv("PYTHONPATH", str(Path(np.__file__).parents[1]))
+    code = f"import sys; sys.path.insert(0, {str(BENCHMARKS)!r}); from gpu import parts"
+    ended = parts.watched([sys.executable, "-S", "-c", f"{code}; print(parts.python()[1:])"], 30)
+    assert ended.said == "['-S']\n"
