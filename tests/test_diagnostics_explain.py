@@ -344,6 +344,72 @@ CASES = {
         + "model = build(); model.compile('sgd', 'mse', metrics=[Largest(name='largest')])\n"
         "report = explain(model, dataset=data)",
     ),
+    "feature-shape": case(
+        "features-do-not-fit",
+        "they are (None, 5), and it takes (None, 3)",
+        "make_train_step(..., forward=f)",
+        "error",
+        UNDER + "model = build()\n"
+        "wide = tf.data.Dataset.from_tensor_slices((np.ones((64, 5)), y)).batch(8)\n"
+        "report = explain(model, dataset=wide)\n"
+        "assert 'expected axis -1 of input shape to have value 3' in str(report)",
+    ),
+    "feature-names": case(
+        "features-do-not-fit",
+        "they are {'left': (None, 3), 'wright': (None, 2)}, and it takes "
+        "{'left': (None, 3), 'right': (None, 2)}",
+        "features of these shapes and names",
+        "error",
+        UNDER + "inputs = {'left': keras.Input((3,), name='left'),"
+        " 'right': keras.Input((2,), name='right')}\n"
+        "    out = keras.layers.Concatenate()(list(inputs.values()))\n"
+        "    model = keras.Model(inputs, keras.layers.Dense(1)(out))\n"
+        "named = data.map(lambda x, y: ({'left': x, 'wright': x[:, :2]}, y))\n"
+        "report = explain(model, dataset=named)\n"
+        "assert 'Missing data for input \"right\"' in str(report)",
+    ),
+    "feature-of-own-step": case(
+        "features-do-not-fit",
+        "they are {'image': (None, 3), 'label': (None, 1)}.",
+        "f takes a batch apart",
+        "warning",
+        "class Own(keras.Model):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.dense = keras.layers.Dense(1)\n"
+        "    def call(self, x): return self.dense(x['x'])\n"
+        + UNDER
+        + "model = Own(); model({'x': x})\n"
+        "whole = data.map(lambda x, y: {'image': x, 'label': y})\n"
+        "report = explain(model, dataset=whole)\n"
+        "assert 'KeyError: x' in str(report)\n"
+        "fits = explain(model, dataset=data.map(lambda x, y: ({'x': x}, y)))\n"
+        "assert 'features-do-not-fit' not in fits.codes",
+    ),
+    "silent-data": case(
+        "data-silent",
+        "The dataset has not yielded its first batch in 0.3 seconds",
+        "explain(..., patience=600) if it is slow",
+        "error",
+        UNDER + "model = build()\n"
+        "never = data.repeat().filter(lambda x, y: False)\n"
+        "report = explain(model, dataset=never, patience=0.3)",
+    ),
+    "silent-later": case(
+        "data-silent",
+        "The dataset has not yielded its next batch in 0.8 seconds",
+        "next(iter(dataset)) in a program of its own",
+        "error",
+        "import threading\n"
+        "def once():\n"
+        "    yield x[:8], y[:8]\n"
+        "    threading.Event().wait()\n"
+        "types = tf.TensorSpec((8, 3)), tf.TensorSpec((8, 1))\n"
+        "blocked = tf.data.Dataset.from_generator(once, output_signature=types)\n"
+        + UNDER
+        + "model = build()\n"
+        "report = explain(model, dataset=blocked, patience=0.3, seconds=0.5)",
+    ),
     "in-order": case(
         "in-order",
         "Model, optimizer and dataset are on 2 replicas as they should be",
@@ -409,6 +475,8 @@ def test_what_is_no_model_is_refused() -> None:
     for seconds in (-1, None, "1", float("nan")):
         with pytest.raises(ValueError, match=f"0 for not at all. Received: seconds={seconds!r}"):
             diagnostics.explain(model, seconds=seconds)
+        with pytest.raises(ValueError, match=f"wait for a batch. Received: patience={seconds!r}"):
+            diagnostics.explain(model, patience=seconds)
 
 
 def test_another_backend_is_all_that_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import tensorflow as tf
 
@@ -17,6 +18,8 @@ from tfmultigpu.errors import DataError
 from tfmultigpu.outputs import unpack_batch
 
 __all__ = ["Input", "input_findings", "look_at_input", "measure_input"]
+
+_T = TypeVar("_T")
 
 _LARGE = 64 * 1024**2  # Bytes. The stages are read from a graph that holds arrays given in memory.
 _BATCHES = 20
@@ -73,8 +76,8 @@ class Input:
         return max(0.0, 1.0 - self.compute / self.seconds)
 
 
-def look_at_input(dataset: Any) -> Input:
-    """Looks at a dataset; reads its first batch."""
+def look_at_input(dataset: Any, patience: float) -> Input:
+    """Looks at a dataset; reads its first batch, for which it waits so many seconds."""
     kind = type(dataset).__name__
     if isinstance(dataset, ShardedDataset):
         spec = dataset.element_spec
@@ -89,12 +92,14 @@ def look_at_input(dataset: Any) -> Input:
     batches = {-1: math.inf, -2: None}.get(count, float(count))
     try:
         check_batched(spec)
-        first = next(iter(dataset.take(1)), None)
+        first = _within(patience, lambda: next(iter(dataset.take(1)), None))
         rows = None if first is None else int(rows_lib.count_rows(first))
     except DataError as error:
         return Input(kind, dataset, spec=spec, problem=str(error), trouble="unbatched")
     except tf.errors.OpError as error:
         return _failing(Input(kind, dataset, spec=spec), error)
+    except TimeoutError:
+        return _silent(Input(kind, dataset, spec=spec, batches=batches), "first", patience)
     stages = _stages(dataset, first, batches)
     return Input(kind, dataset, spec=spec, rows=rows, batch=first, batches=batches, stages=stages)
 
@@ -103,6 +108,36 @@ def _failing(seen: Input, error: Exception) -> Input:
     # Its text may hold paths, which are nobody else's business.
     said = f"Reading the dataset fails with {type(error).__name__}."
     return replace(seen, problem=said, trouble="data-fails")
+
+
+def _silent(seen: Input, which: str, patience: float) -> Input:
+    said = f"The dataset has not yielded its {which} batch in {patience:g} seconds."
+    return replace(seen, problem=said, trouble="data-silent")
+
+
+def _within(seconds: float, function: Callable[[], _T]) -> _T:
+    """Returns what a function returns; of one that takes too long, the thread is left behind.
+
+    Raises:
+        TimeoutError: It takes longer.
+    """
+    results: list[_T] = []
+    errors: list[Exception] = []
+
+    def call() -> None:
+        try:
+            results.append(function())
+        except Exception as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=call, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if errors:
+        raise errors[0]
+    if not results:
+        raise TimeoutError
+    return results[0]
 
 
 def _stages(dataset: Any, first: Any, batches: float | None) -> tuple[str, ...] | None:
@@ -130,7 +165,7 @@ def _dense(batch: Any) -> list[Any]:
 
 
 def measure_input(
-    seen: Input, model: Any, strategy: tf.distribute.Strategy, seconds: float
+    seen: Input, model: Any, strategy: tf.distribute.Strategy, seconds: float, patience: float
 ) -> Input:
     """Times the making of batches, and a forward and backward pass on one; trains nothing."""
     if seen.dataset is None or seen.batch is None:
@@ -138,19 +173,23 @@ def measure_input(
     compute = _compute(model, strategy, seen.batch, seconds / 2)
     if compute is None:
         return seen
-    count, begin = 0, time.perf_counter()
-    try:
+
+    def read() -> float | None:
         iterator = iter(seen.dataset)
         next(iterator)  # Opens files and fills buffers.
-        begin = time.perf_counter()
+        count, begin = 0, time.perf_counter()
         while count < _BATCHES and time.perf_counter() - begin < seconds / 2:
             if next(iterator, None) is None:
                 break
             count += 1
+        return (time.perf_counter() - begin) / count if count else None
+
+    try:
+        return replace(seen, seconds=_within(seconds + patience, read), compute=compute)
     except tf.errors.OpError as error:
         return _failing(seen, error)
-    each = (time.perf_counter() - begin) / count if count else None
-    return replace(seen, seconds=each, compute=compute)
+    except TimeoutError:
+        return _silent(seen, "next", seconds + patience)
 
 
 def _compute(
@@ -213,6 +252,15 @@ def _unknown(problem: str, trouble: str) -> Finding:
             problem,
             "Training on it fails too, at that batch.",
             "for batch in dataset: pass, which shows the whole message",
+        )
+    if trouble == "data-silent":
+        return Finding(
+            "error",
+            trouble,
+            problem,
+            "Training waits as long, without a message: a generator is blocked, a filter lets "
+            "nothing through, or making a batch takes longer than that.",
+            "next(iter(dataset)) in a program of its own; explain(..., patience=600) if it is slow",
         )
     if trouble == "data-not-read":
         return Finding(

@@ -13,6 +13,7 @@ from tfmultigpu.compiled import strategy_of
 from tfmultigpu.device_names import listed
 from tfmultigpu.devices import existing_logical_names
 from tfmultigpu.diagnostics.causes import find_causes
+from tfmultigpu.diagnostics.features import feature_findings
 from tfmultigpu.diagnostics.fitting import fit_findings, layer_findings, metric_findings
 from tfmultigpu.diagnostics.inputs import Input, input_findings, look_at_input, measure_input
 from tfmultigpu.diagnostics.machine import look_around
@@ -40,6 +41,7 @@ def explain(
     strategy: tf.distribute.Strategy | None = None,
     *,
     seconds: float = 2.0,
+    patience: float = 30.0,
 ) -> Report:
     """Say why a program uses one device only, or trains to another result on several.
 
@@ -54,6 +56,7 @@ def explain(
             ``distribute_dataset`` returned.
         strategy: The strategy meant; where None the current one, or that of the model.
         seconds: How long the input may be timed against the model; 0 measures nothing.
+        patience: Seconds to wait for a batch of the dataset, which is said then to yield none.
 
     Returns:
         The report: findings, the most serious first, then what they were drawn from.
@@ -61,7 +64,7 @@ def explain(
     Raises:
         TypeError: ``model`` is no Keras model, ``optimizer`` no optimizer or ``strategy`` no
             strategy.
-        ValueError: ``seconds`` is no number from 0 on.
+        ValueError: ``seconds`` or ``patience`` is no number from 0 on.
         TfMultiGpuError: Called inside a ``tf.function``.
 
     Example:
@@ -82,6 +85,10 @@ def explain(
         raise ValueError(
             "seconds is how long the input may be timed, 0 for not at all. Received: "
             f"seconds={seconds!r}."
+        )
+    if not isinstance(patience, Real) or not 0 < patience < math.inf:
+        raise ValueError(
+            f"patience is how many seconds to wait for a batch. Received: patience={patience!r}."
         )
     if strategy is None:
         current = tf.distribute.has_strategy()
@@ -104,11 +111,12 @@ def explain(
         found += layer_findings(model)
         found += fit_findings(model, optimizer, strategy)
     if dataset is not None:
-        seen = look_at_input(dataset)
+        seen = look_at_input(dataset, patience)
+        found += feature_findings(seen, model)
         if several:
             found += metric_findings(model, strategy, seen.spec)
         if in_place and model.built and seconds > 0 and seen.problem is None:
-            seen = measure_input(seen, model, strategy, seconds)
+            seen = measure_input(seen, model, strategy, seconds, patience)
         found += input_findings(seen, strategy)
         facts["dataset"] = _dataset(seen)
     found += _nothing(found, strategy, dataset)
