@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from fractions import Fraction
 
@@ -228,6 +229,8 @@ def test_limits_are_kept_and_every_row_is_given_out(
         (100, (2, 1), {"multiple_of": 8}, (68, 32)),
         (100, (1, 2), {"multiple_of": 8}, (32, 68)),
         (24, (100, 1, 1), {"multiple_of": 8}, (8, 8, 8)),
+        (9, (2, 1), {"multiple_of": 4, "maximum": (4, 8)}, (4, 5)),
+        (22, (3, 2, 2), {"multiple_of": 4, "maximum": (13, 6, 7)}, (12, 6, 4)),
         (90, (5, 3, 1), {"maximum": (30, 30, 30)}, (30, 30, 30)),
         (90, (5, 3, 1), {"maximum": (30, 90, 90), "minimum": 10}, (30, 45, 15)),
     ],
@@ -236,6 +239,34 @@ def test_known_plans_within_limits(
     rows: int, capacities: tuple, limits: dict, expected: tuple[int, ...]
 ) -> None:
     assert tmg.plan_shares(rows, capacities, **limits) == expected
+
+
+@given(
+    rows=st.integers(1, 20),
+    maximum=st.lists(st.integers(1, 9), min_size=2, max_size=3),
+    minimum=st.integers(1, 4),
+    unit=st.integers(2, 4),
+    capacities=st.permutations((3.0, 2.0, 1.0)),
+)
+def test_what_can_be_divided_is_divided(
+    rows: int, maximum: list[int], minimum: int, unit: int, capacities: list[float]
+) -> None:
+    rest = rows % unit
+    shares = [
+        [n for n in range(minimum, most + 1) if n % unit in (0, rest) and n - n % unit >= minimum]
+        for most in maximum
+    ]
+    plans = [
+        plan
+        for plan in itertools.product(*shares)
+        if sum(plan) == rows and sum(n % unit > 0 for n in plan) == (rest > 0)
+    ]
+    limits = {"minimum": minimum, "maximum": maximum, "multiple_of": unit}
+    if plans:
+        assert tmg.plan_shares(rows, capacities[: len(maximum)], **limits) in plans
+    else:
+        with pytest.raises(tmg.ShareError, match="cannot be divided within the limits"):
+            tmg.plan_shares(rows, capacities[: len(maximum)], **limits)
 
 
 @pytest.mark.parametrize(

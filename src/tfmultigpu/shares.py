@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterable, Sequence
 from fractions import Fraction
 from numbers import Integral, Real
@@ -41,7 +42,7 @@ def plan_shares(
         maximum: Most rows of each replica, one number for all or one per replica: with speeds as
             capacities, what its memory holds. None: no limit.
         multiple_of: Shares are multiples of this. The rows of a batch that is none itself, less
-            than one multiple, go to the most capable replica.
+            than one multiple, go to the most capable replica that has room for them.
 
     Returns:
         Rows per replica, in the order of ``capacities``; they sum to ``global_batch_size``. Equal
@@ -66,18 +67,21 @@ def plan_shares(
     _check_rows(multiple_of, "What shares are multiples of", "multiple_of")
     rows, unit = int(global_batch_size), int(multiple_of)
     exact = [_fraction(capacity) for capacity in capacities]
+    by_capacity = sorted(range(len(exact)), key=lambda i: (-exact[i], i))
     if minimum == unit == 1 and maximum is None and rows < len(exact):
-        chosen = sorted(range(len(exact)), key=lambda i: (-exact[i], i))[:rows]
-        return tuple(int(i in chosen) for i in range(len(exact)))
+        return tuple(int(i in by_capacity[:rows]) for i in range(len(exact)))
     limits = _limits(maximum, len(exact))
     low = [-(-int(minimum) // unit)] * len(exact)
     high = [rows // unit if limit is None else limit // unit for limit in limits]
     units, rest = divmod(rows, unit)
-    ablest = max(range(len(exact)), key=lambda i: (exact[i], -i))
-    limit = limits[ablest]
-    if rest and limit is not None:
-        high[ablest] = max(0, limit - rest) // unit
-    if sum(low) > units or sum(high) < units or any(a > b for a, b in zip(low, high, strict=True)):
+    for last in by_capacity:
+        bounds = list(high)
+        limit = limits[last]
+        if rest and limit is not None:
+            bounds[last] = max(0, limit - rest) // unit
+        if sum(low) <= units <= sum(bounds) and all(map(operator.le, low, bounds)):
+            break
+    else:
         raise ShareError(
             f"The batch cannot be divided within the limits. Received: {rows} rows for "
             f"{len(exact)} replicas, minimum={minimum}, maximum={maximum}, "
@@ -85,8 +89,8 @@ def plan_shares(
             "leave out the maximum and compute shares in parts (plan_micro_batches); larger where "
             "the minimum is."
         )
-    parts = [share * unit for share in _apportion(units, exact, low, high)]
-    parts[ablest] += rest
+    parts = [share * unit for share in _apportion(units, exact, low, bounds)]
+    parts[last] += rest
     return tuple(parts)
 
 
