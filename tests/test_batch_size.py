@@ -91,6 +91,7 @@ def test_a_predicate_of_the_user() -> None:
         (tmg.OutOfMemoryError("no memory"), True),
         (tf.errors.InternalError(None, None, "CUDA_ERROR_OUT_OF_MEMORY: out of memory"), True),
         (tf.errors.InternalError(None, None, "Failed to allocate 3 bytes"), True),
+        (tf.errors.InternalError(None, None, "Dst tensor is not initialized."), True),
         (tf.errors.InternalError(None, None, "something else"), False),
         (ValueError("out of memory"), False),
     ],

@@ -293,3 +293,24 @@ def test_one_process_takes_all_parts() -> None:
     assert rows.local_replicas(tf.distribute.get_strategy()) == (0,)
     assert rows.local_replicas(tf.distribute.OneDeviceStrategy("CPU:1")) == (0,)
     assert rows.local_replicas(tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])) == (0, 1)
+
+
+def test_a_tensor_is_counted_and_cut_where_it_is() -> None:
+    """Asked for on a CPU, a number of rows must not bring all of a GPU's tensor there."""
+
+    @tf.function(autograph=False)
+    def cut(batch: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        with tf.device("CPU:0"):
+            count = rows.count_rows(batch)
+        return count, rows.cut_part(batch, 2, 1)
+
+    graph = cut.get_concrete_function(tf.TensorSpec([None, 3])).graph
+    batch = graph.inputs[0]
+    touching = [op for op in graph.get_operations() if any(one is batch for one in op.inputs)]
+    assert {op.type for op in touching} >= {"Shape", "StridedSlice"}
+    assert {op.device for op in touching} == {""}
+    # What is decided about the cut is decided without waiting for a GPU.
+    divided = [op for op in graph.get_operations() if op.type == "FloorDiv"]
+    assert {op.device for op in divided} == {"/device:CPU:0"}
+    count, part = cut(tf.ones([5, 3]))
+    assert (int(count), part.shape) == (5, (3, 3))

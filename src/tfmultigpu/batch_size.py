@@ -17,7 +17,12 @@ from tfmultigpu.worker_exchange import WorkerExchange
 __all__ = ["find_batch_size"]
 
 _LARGEST = 2**24
-_SAYS_SO = re.compile(r"out of memory|OUT_OF_MEMORY|failed to allocate|RESOURCE_EXHAUSTED", re.I)
+# The last is what a copy to a GPU says that has no room for it.
+_SAYS_SO = re.compile(
+    r"out of memory|OUT_OF_MEMORY|failed to allocate|RESOURCE_EXHAUSTED"
+    r"|Dst tensor is not initialized",
+    re.I,
+)
 
 
 def find_batch_size(

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -208,11 +209,12 @@ def _draw(
     # One count makes 128 bits: four numbers, also where a number takes 16 bits, or two.
     group = 2 if dtype.size == 8 else 4
     first: Any = _place(held, shape[0])[0]
-    inner: Any = tf.reduce_prod(shape[1:])
+    # Multiplied one by one: a GPU computes tf.reduce_prod itself, and all would wait for it.
+    inner: Any = math.prod([shape[axis] for axis in range(1, shape.shape[0])], start=tf.constant(1))
     counts = tf.cast(first, tf.int64) * tf.cast(inner, tf.int64) // group
     # In 32 bits, which GPUs keep where shapes and slices are decided; hence the remainders first.
     begin = (first % group) * (inner % group) % group
-    size = tf.reduce_prod(shape)
+    size = shape[0] * inner
     key, counter = tf.raw_ops.StatelessRandomGetKeyCounter(seed=seed)
     counter = tf.bitcast(counter, tf.int64) + tf.stack([counts, tf.zeros_like(counts)])
     # A little more than needed always, because XLA must know the size when it compiles.

@@ -125,7 +125,10 @@ def cut_part(batch: Any, parts: Any, part: Any) -> Any:
     Returns:
         A structure like ``batch``; the whole batch where it has fewer rows than ``parts``.
     """
-    return slice_rows(batch, *part_bounds(count_rows(batch), parts, part))
+    with tf.device("CPU:0"):  # Decided there, in 32 bits; nothing has to wait for a GPU.
+        bounds = part_bounds(count_rows(batch), parts, part)
+        start, stop = (tf.cast(bound, tf.int32) for bound in bounds)
+    return slice_rows(batch, start, stop)
 
 
 def part_bounds(rows: Any, parts: Any, part: Any) -> tuple[Any, Any]:
@@ -189,6 +192,7 @@ def slice_rows(batch: Any, start: Any, stop: Any) -> Any:
 
 def _slice_sparse(tensor: Any, start: Any, stop: Any) -> Any:
     columns = tensor.dense_shape[1:]
+    start, stop = tf.cast(start, tf.int64), tf.cast(stop, tf.int64)
     begin = tf.concat([[start], tf.zeros_like(columns)], 0)
     size = tf.concat([[stop - start], columns], 0)
     part = tf.sparse.slice(tensor, begin, size)
@@ -234,7 +238,11 @@ def _rows_of(tensor: Any) -> Any:
         return tensor.nrows(out_type=tf.int64)
     if isinstance(tensor, tf.Tensor) and tensor.shape.rank and tensor.shape[0] is not None:
         return tf.constant(tensor.shape[0], tf.int64)
-    return tf.shape(tensor, out_type=tf.int64)[0]
+    # Where the tensor is, whatever device is asked for: else all of it would be copied there to be
+    # counted. And in 32 bits, which GPUs keep where shapes are decided.
+    with tf.device(None):
+        rows = tf.shape(tensor)[0]
+    return tf.cast(rows, tf.int64)
 
 
 def check_rows_agree(batch: Any) -> list[tf.Operation]:

@@ -19,11 +19,18 @@ class Traces:
     Attributes:
         function: From a list of structures, and a list of further tensors, to a nested structure
             of tensors.
+        keep_rows: Whether the first trace is for its number of rows alone, and only another number
+            opens it. Shapes are then known while it is traced: on a GPU each that is not makes
+            TensorFlow wait for what was computed before. It costs a second trace where numbers
+            differ.
     """
 
-    def __init__(self, function: Callable[[list[Any], list[Any]], Any]) -> None:
-        """Takes the function."""
+    def __init__(
+        self, function: Callable[[list[Any], list[Any]], Any], *, keep_rows: bool = False
+    ) -> None:
+        """Takes the function, and whether the first number of rows is kept."""
         self.function = function
+        self.keep_rows = keep_rows
         self._compiled: dict[Any, Any] = {}
         self._by_structure: dict[Any, list[tuple[list[Any], Any]]] = {}
 
@@ -38,7 +45,8 @@ class Traces:
             further: More tensors.
         """
         leaves = [leaf for copy in copies for leaf in copy] + further
-        key = _structure_key(structure), tuple([_kind(leaf) for leaf in leaves])
+        kind = _kind_with_rows if self.keep_rows else _kind
+        key = _structure_key(structure), tuple([kind(leaf) for leaf in leaves])
         compiled = self._compiled.get(key)
         if compiled is None:
             compiled = self._compiled[key] = self._widest(key[0], structure, copies, further)
@@ -46,7 +54,9 @@ class Traces:
 
     def _widest(self, key: Any, structure: Any, copies: list[list[Any]], further: list[Any]) -> Any:
         """A trace that takes these tensors: one there is, or one wider than those there are."""
-        specs = [any_rows(leaf) for leaf in [*(one for copy in copies for one in copy), *further]]
+        given = [one for copy in copies for one in copy]
+        spec = _same_rows if self.keep_rows and _agree(given) else any_rows
+        specs = [spec(leaf) for leaf in [*given, *further]]
         traces = self._by_structure.setdefault((key, len(copies)), [])
         for others, compiled in reversed(traces):
             wider = [_common(a, b) for a, b in zip(others, specs, strict=True)]
@@ -101,6 +111,21 @@ def _kind(leaf: Any) -> Any:
     if isinstance(leaf, tf.Tensor):
         return leaf.dtype, tuple(leaf.shape[1:]) if leaf.shape.rank else None
     return any_rows(leaf)
+
+
+def _agree(leaves: list[Any]) -> bool:
+    """Whether all dense tensors have one number of rows; what has none is for a check to tell."""
+    rows = {leaf.shape[0] for leaf in leaves if isinstance(leaf, tf.Tensor) and leaf.shape.rank}
+    return len(rows) == 1 and 0 not in rows
+
+
+def _same_rows(leaf: Any) -> Any:
+    """The type spec of a tensor, of one that is not dense with its number of rows left open."""
+    return tf.TensorSpec(leaf.shape, leaf.dtype) if isinstance(leaf, tf.Tensor) else any_rows(leaf)
+
+
+def _kind_with_rows(leaf: Any) -> Any:
+    return (leaf.dtype, tuple(leaf.shape)) if isinstance(leaf, tf.Tensor) else any_rows(leaf)
 
 
 def _common(first: Any, second: Any) -> Any:

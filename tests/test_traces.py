@@ -1,0 +1,48 @@
+"""One compiled function per kind of batch: which numbers of rows share one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import tensorflow as tf
+
+from tfmultigpu.traces import Traces
+
+
+def seen_by(keep_rows: bool, *batches: Any) -> tuple[list[Any], list[float]]:
+    """The shapes that were traced, and the sums of the batches."""
+    shapes: list[Any] = []
+
+    def total(copies: list[Any], further: list[Any]) -> Any:
+        shapes.append([tuple(leaf.shape) for leaf in tf.nest.flatten(copies)])
+        return tf.add_n([tf.reduce_sum(leaf) for leaf in tf.nest.flatten(copies)])
+
+    traces = Traces(total, keep_rows=keep_rows)
+    sums = [float(traces(batch, [tf.nest.flatten(batch)], [])) for batch in batches]
+    return shapes, sums
+
+
+@pytest.mark.parametrize(
+    ("keep_rows", "expected"),
+    [(False, [[(None, 2)]]), (True, [[(4, 2)], [(None, 2)]])],
+)
+def test_the_first_number_of_rows_is_kept_where_that_was_asked(
+    keep_rows: bool, expected: list[Any]
+) -> None:
+    batches = [tf.ones([rows, 2]) for rows in (4, 4, 3, 1, 4)]
+    assert seen_by(keep_rows, *batches) == (expected, [8.0, 8.0, 6.0, 2.0, 8.0])
+
+
+def test_rows_that_do_not_agree_are_left_for_a_check_to_tell() -> None:
+    shapes, _ = seen_by(True, (tf.ones([4, 2]), tf.ones([3])))
+    assert shapes == [[(None, 2), (None,)]]
+    shapes, _ = seen_by(True, tf.ones([0, 2]))
+    assert shapes == [[(None, 2)]]
+
+
+def test_an_inner_axis_is_opened_beside_the_rows() -> None:
+    batches = [tf.ones(shape) for shape in ((4, 2), (4, 3), (3, 5), (2, 7))]
+    shapes, sums = seen_by(True, *batches)
+    assert shapes == [[(4, 2)], [(4, None)], [(None, None)]]
+    assert sums == [8.0, 12.0, 15.0, 14.0]
