@@ -192,6 +192,9 @@ def _timed(
             first[name] = loss
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
     steps = {}
+    for one in contenders.values():
+        # A function is prepared once more after others were traced, which can take seconds.
+        one.train(1)
     for name, one in contenders.items():
         steps[name] = 2 if rehearse else max(4, min(200, int(SECONDS_OF_A_TURN / one.train(4))))
     for turn in range(2 if rehearse else ROUNDS):

@@ -77,6 +77,7 @@ GROUPS: dict[str, Group] = {
             low_precision.bfloat16,
             memory.out_of_memory_report,
             memory.limits_of_parts,
+            planning.measured_communication,
             replicas.xla,
             # Last: what cuDNN chose for a shape it keeps, and may keep with TF32.
             replicas.exact_with_tf32,
