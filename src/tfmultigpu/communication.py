@@ -5,14 +5,15 @@ Each way runs a real all-reduce, and has to give the right sum before its time c
 
 from __future__ import annotations
 
+import contextlib
+import json
 import logging
 import os
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral
-from types import MappingProxyType
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -21,13 +22,14 @@ import tensorflow as tf
 
 from tfmultigpu.device_names import listed
 from tfmultigpu.devices import logical_to_physical
-from tfmultigpu.errors import StrategyUnavailableError
+from tfmultigpu.errors import ClusterError, StrategyUnavailableError
 from tfmultigpu.plans import Facts, choose, measurable
 
 __all__ = [
     "CommunicationTimes",
     "built_with_nccl",
     "communication_times",
+    "explaining_tf_config",
     "measure_communication",
     "measured_strategy",
     "mirrored_strategy",
@@ -107,6 +109,7 @@ def measure_communication(
         The times, why the others were left out, and the fastest.
 
     Raises:
+        ClusterError: `TF_CONFIG` is not JSON; TensorFlow reads it here too.
         DeviceNotFoundError: A device is asked for that does not exist.
         StrategyUnavailableError: No way gives the right sum, the devices are of several kinds, or
             it is called in a `tf.function` or in the scope of a strategy.
@@ -168,8 +171,22 @@ def mirrored_strategy(devices: Sequence[str], way: str) -> tf.distribute.Strateg
         "ring": lambda: None,
     }
     names = [f"/device:{name}" for name in devices]
-    strategy: tf.distribute.Strategy = distribute.MirroredStrategy(names, makers[way]())
+    with explaining_tf_config():
+        strategy: tf.distribute.Strategy = distribute.MirroredStrategy(names, makers[way]())
     return strategy
+
+
+@contextlib.contextmanager
+def explaining_tf_config() -> Iterator[None]:
+    """Raise a ClusterError where TensorFlow cannot read TF_CONFIG."""
+    try:
+        yield
+    except json.JSONDecodeError as error:
+        raise ClusterError(
+            "TF_CONFIG is not JSON, and TensorFlow reads it for local strategies too. Received: "
+            f"TF_CONFIG={os.environ.get('TF_CONFIG')!r}, {error}. Unset it: "
+            'os.environ.pop("TF_CONFIG").'
+        ) from error
 
 
 def built_with_nccl() -> bool:
@@ -184,9 +201,7 @@ def _measure(
     ways, why = measurable(devices, facts)
     left_out = dict(why)
     if len(ways) == 1:
-        return CommunicationTimes(
-            devices, num_bytes, MappingProxyType({}), MappingProxyType(left_out), ways[0]
-        )
+        return CommunicationTimes(devices, num_bytes, {}, left_out, ways[0])
     _check_place()
     calls: dict[str, Callable[[], None]] = {}
     for way in ways:
@@ -218,9 +233,7 @@ def _measure(
     # The ways stand in the order of the rule.
     least = min(seconds.values())
     fastest = next(way for way in seconds if seconds[way] <= _AS_FAST * least)
-    return CommunicationTimes(
-        devices, num_bytes, MappingProxyType(seconds), MappingProxyType(left_out), fastest
-    )
+    return CommunicationTimes(devices, num_bytes, seconds, left_out, fastest)
 
 
 def _all_reduce(strategy: tf.distribute.Strategy, num_bytes: int) -> Callable[[], None]:
@@ -228,24 +241,24 @@ def _all_reduce(strategy: tf.distribute.Strategy, num_bytes: int) -> Callable[[]
     replicas = strategy.num_replicas_in_sync
     given = _given(num_bytes, replicas)
     total = [np.sum([one[part] for one in given], axis=0) for part in range(len(given[0]))]
-    distribute: Any = strategy
-    values = distribute.experimental_distribute_values_from_function(
-        lambda context: [tf.constant(part) for part in given[context.replica_id_in_sync_group]]
-    )
+    values = []
+    for device, parts in zip(strategy.extended.worker_devices, given, strict=True):
+        with tf.device(device):
+            values.append([tf.constant(part) for part in parts])
 
     def add(own: list[tf.Tensor]) -> list[tf.Tensor]:
         context: Any = tf.distribute.get_replica_context()
-        sums: list[tf.Tensor] = context.all_reduce(tf.distribute.ReduceOp.SUM, list(own))
+        # An argument has no device while it is traced, and NCCL asks for one.
+        placed = [tf.identity(one) for one in own]
+        sums: list[tf.Tensor] = context.all_reduce(tf.distribute.ReduceOp.SUM, placed)
         return sums
 
     def add_and_wait(own: list[tf.Tensor]) -> tf.Tensor:
+        # One number that needs every sum: to return the sums themselves would take longer.
         return tf.add_n([one[0] for one in add(own)])
 
-    # A function that takes and returns the tensors themselves spends most of its time on them, so
-    # the one that is timed captures them and returns one number, for which it needs every sum.
-    whole = tf.function(lambda: strategy.run(add, args=(values,)), autograph=False)
-    timed = tf.function(lambda: strategy.run(add_and_wait, args=(values,)), autograph=False)
-    for result, right in zip(whole(), total, strict=True):
+    whole, timed = (_compiled(strategy, function, values) for function in (add, add_and_wait))
+    for result, right in zip(whole(values), total, strict=True):
         for replica, sums in enumerate(strategy.experimental_local_results(result)):
             wrong = np.flatnonzero(sums.numpy() != right)
             if len(wrong):
@@ -255,10 +268,29 @@ def _all_reduce(strategy: tf.distribute.Strategy, num_bytes: int) -> Callable[[]
                 )
 
     def call() -> None:
-        for last in strategy.experimental_local_results(timed()):
+        for last in strategy.experimental_local_results(timed(values)):
             last.numpy()
 
     return call
+
+
+def _compiled(
+    strategy: tf.distribute.Strategy, replica: Callable[[Any], Any], values: Any
+) -> Callable[[Any], Any]:
+    """Compile `strategy.run` for values of all replicas.
+
+    The values are arguments: TensorFlow never lets go of a graph that a mirrored strategy was run
+    in, nor of what it captured.
+    """
+    distribute: Any = strategy
+
+    def run(of_all: Any) -> Any:
+        turn = iter(of_all)
+        own = distribute.experimental_distribute_values_from_function(lambda _: next(turn))
+        return strategy.run(replica, args=(own,))
+
+    compiled: Callable[[Any], Any] = tf.function(run, autograph=False).get_concrete_function(values)
+    return compiled
 
 
 def _given(num_bytes: int, replicas: int) -> list[list[np.ndarray[Any, Any]]]:

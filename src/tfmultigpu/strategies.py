@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import faulthandler
-import json
 import logging
 import os
 import warnings
@@ -24,7 +23,12 @@ from tfmultigpu.clusters import (
     preflight,
     why_no_cluster,
 )
-from tfmultigpu.communication import built_with_nccl, measured_strategy, mirrored_strategy
+from tfmultigpu.communication import (
+    built_with_nccl,
+    explaining_tf_config,
+    measured_strategy,
+    mirrored_strategy,
+)
 from tfmultigpu.devices import existing_logical_names, list_devices, logical_to_physical
 from tfmultigpu.errors import (
     ClusterError,
@@ -158,16 +162,10 @@ def create_strategy(
     contradiction = _contradicting_settings()
     if contradiction is not None:
         raise DeviceSettingsError(f"{contradiction}.")
-    try:
-        if plan.kind == "mirrored":
-            return _mirror(plan, facts)
+    if plan.kind == "mirrored":
+        return _mirror(plan, facts)
+    with explaining_tf_config():
         return tf.distribute.OneDeviceStrategy(f"/device:{plan.devices[0]}")
-    except json.JSONDecodeError as error:
-        raise ClusterError(
-            "TF_CONFIG is not JSON, and TensorFlow reads it for local strategies too. Received: "
-            f"TF_CONFIG={os.environ.get('TF_CONFIG')!r}, {error}. Unset it: "
-            'os.environ.pop("TF_CONFIG").'
-        ) from error
 
 
 def _look_around(
