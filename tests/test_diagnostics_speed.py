@@ -54,7 +54,7 @@ def test_a_clocked_step_computes_the_same(
     options: Any, collective: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if collective:
-        monkeypatch.setattr(reductions, "_all_on_cpu", lambda devices: False)
+        monkeypatch.setattr(reductions, "all_on_local_cpus", lambda _: False)
     strategy = strategy_of(2)
     plain, other = build(strategy, **options), build(strategy, **options)
     clocked = ClockedStep(other)

@@ -191,7 +191,7 @@ def test_one_all_reduce_for_a_step(monkeypatch) -> None:
     """However often replicas add, they meet once; on GPUs that is one all-reduce."""
     from tfmultigpu import reductions
 
-    monkeypatch.setattr(reductions, "_all_on_cpu", lambda devices: False)
+    monkeypatch.setattr(reductions, "all_on_local_cpus", lambda _: False)
     calls: list[int] = []
     original = tf.distribute.ReplicaContext.all_reduce
 

@@ -135,7 +135,7 @@ def test_shards_prefetched_to_the_replicas():
 
 def test_gradients_added_by_the_strategy_instead_of_in_place(monkeypatch):
     """What GPUs do: one all-reduce, which CPUs of one process can do without."""
-    monkeypatch.setattr(reductions, "_all_on_cpu", lambda devices: False)
+    monkeypatch.setattr(reductions, "all_on_local_cpus", lambda strategy: False)
     run = replicated(3, "all", micro_batches=2)
     batches = cut(CASES["all"][0], MIXED)
     expected = truth("all", tuple(MIXED))

@@ -23,7 +23,7 @@ def test_the_bound_on_sums(collective: bool, monkeypatch: pytest.MonkeyPatch) ->
     parts = _random.normal(size=(replicas, 3, 200)).astype("float32")
     strategy = strategy_of(replicas)
     if collective:
-        monkeypatch.setattr(reductions, "_all_on_cpu", lambda _: False)
+        monkeypatch.setattr(reductions, "all_on_local_cpus", lambda _: False)
 
     @tf.function(autograph=False)
     def add() -> Any:

@@ -40,10 +40,12 @@ class Shards(NamedTuple):
         local: One structure of tensors for each replica of this process, none with zero rows.
         offsets: Where the shard of each replica, of all processes, begins in the global batch,
             then the rows of that: an int64 vector; see ``rows.shard_offsets``.
+        after: What must not have failed before anything is updated: tensors or operations.
     """
 
     local: list[Any]
     offsets: Any
+    after: tuple[Any, ...] = ()
 
     @property
     def global_rows(self) -> Any:
@@ -64,7 +66,7 @@ class Shards(NamedTuple):
         It can be known where a dataset drops its last batch, and random draws are told to be by row
         by its being open.
         """
-        return Shards(tf.nest.map_structure(_open_rows, self.local), self.offsets)
+        return self._replace(local=tf.nest.map_structure(_open_rows, self.local))
 
 
 @runtime_checkable

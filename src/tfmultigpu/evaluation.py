@@ -214,9 +214,7 @@ class EvalStep:
         return self._layout.unstack(sum_over_replicas(self.strategy, local)[0][0])
 
     def _regularized(self, logs: dict[str, Any]) -> dict[str, Any]:
-        variables = self._objective.model.trainable_variables
-        values = [tf.convert_to_tensor(variable.value) for variable in variables]
-        penalty, _ = regularization(variables, values)
+        penalty, _ = regularization(self._objective.model.trainable_variables)
         return {**logs, "loss": logs["loss"] + penalty}
 
     def _replica(self, shards: Shards, seeds: GlobalSeeds, shard: Any, weight: Any) -> tf.Tensor:

@@ -7,7 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-__all__ = ["all_finite", "clipped", "global_norm"]
+__all__ = ["all_finite", "clipped", "global_norm", "unscaled"]
 
 
 def global_norm(gradients: Sequence[tf.Tensor]) -> Any:
@@ -42,3 +42,18 @@ def clipped(gradients: Sequence[tf.Tensor], limit: float, norm: Any) -> list[tf.
 def all_finite(gradients: Sequence[tf.Tensor]) -> Any:
     """Returns whether every number in every gradient is finite, a bool scalar."""
     return tf.reduce_all([tf.reduce_all(tf.math.is_finite(gradient)) for gradient in gradients])
+
+
+def unscaled(correction: Any, scale: Any) -> Any:
+    """Returns what gradients are multiplied by: a correction, and the inverse of the loss scale.
+
+    Args:
+        correction: A scalar, None for 1.
+        scale: What the losses were multiplied by, a float32 scalar, None for 1.
+
+    Returns:
+        A scalar, None for 1.
+    """
+    if scale is None:
+        return correction
+    return 1.0 / scale if correction is None else tf.cast(correction, tf.float32) / scale

@@ -16,11 +16,13 @@ from tfmultigpu.batches import (
     explaining_failures,
 )
 from tfmultigpu.errors import DataError
+from tfmultigpu.local_cpus import all_on_local_cpus
 from tfmultigpu.objectives import OutputLoss
 
 __all__ = ["MultiStep"]
 
 _LAST = ("gradient_norm", "loss_scale")
+_ROOM = 8
 
 
 class MultiStep:
@@ -95,49 +97,100 @@ class MultiStep:
         return run
 
     def _cut(self, element: Any) -> Any:
-        return self.step.cut(element)
+        return self.step.cut(element)[:2]
+
+    def _can_look_ahead(self, source: Any) -> bool:
+        # TensorFlow's own loops take elements for GPUs when they are due, so there it is known to
+        # leave them where they are.
+        return isinstance(source, tf.data.Iterator) and all_on_local_cpus(self.step.strategy)
 
     def _compile(self, split: Callable[[Any], Any]) -> Any:
         names: list[str] = []
 
-        def one(element: Any, sums: Any, last: Any) -> tuple[Any, Any]:
-            logs = self.step.function(Shards(*split(element)))
+        def one(element: Any, sums: Any, last: Any, after: tuple[Any, ...] = ()) -> tuple[Any, Any]:
+            local, offsets = split(element)
+            logs = self.step.function(Shards(local, offsets, after))
             names[:] = [name for name in logs if name not in _LAST]
             wide = {name: tf.cast(value, tf.float64) for name, value in logs.items()}
-            added = tf.stack([wide["loss"]] + [_addend(name, wide) for name in names])
-            # The first step makes room: how many values there are is known only here.
-            sums = tf.pad(sums, [[0, len(names) + 1 - tf.size(sums)]]) + added
+            added = [wide["loss"]] + [_addend(name, wide) for name in names]
+            # How many there are is known only here. There is room for a few; else make some.
+            added += [tf.zeros([], tf.float64)] * (_ROOM - len(added))
+            if len(added) > _ROOM:
+                sums = tf.pad(sums, [[0, len(added) - tf.size(sums)]])
             ends = [tf.cast(logs.get(name, 0.0), tf.float32) for name in _LAST]
-            return sums, tf.stack(ends)
+            return sums + tf.stack(added), tf.stack(ends)
 
         def run(source: Any, steps: Any) -> dict[str, Any]:
-            def body(done: Any, _: Any, sums: Any, last: Any) -> tuple[Any, ...]:
-                optional = source.get_next_as_optional()
-                more = optional.has_value()
-                sums, last = tf.cond(
-                    more,
-                    lambda: one(optional.get_value(), sums, last),
-                    lambda: (sums, last),
-                )
-                return done + tf.cast(more, tf.int64), more, sums, last
-
+            loop = _looking_ahead if self._can_look_ahead(source) else _looking_when_due
             # In float64: a sum of many in float32 drifts, and stops to count rows at 2**24.
-            nothing = tf.zeros([0], tf.float64)
-            done, _, sums, last = tf.while_loop(
-                lambda done, more, *_: (done < steps) & more,
-                body,
-                [tf.constant(0, tf.int64), tf.constant(True), nothing, tf.zeros([2])],
-                shape_invariants=[
-                    tf.TensorShape([]),
-                    tf.TensorShape([]),
-                    tf.TensorShape([None]),
-                    tf.TensorShape([2]),
-                ],
-                parallel_iterations=1,
+            done, sums, last = loop(
+                source, steps, one, tf.zeros([_ROOM], tf.float64), tf.zeros([2])
             )
             return _logs(done, sums, last, names)
 
         return tf.function(run, autograph=False)
+
+
+def _looking_ahead(source: Any, steps: Any, one: Any, sums: Any, last: Any) -> Any:
+    """Takes the next element while a step runs, so that no branch has to be around the step.
+
+    Should taking it fail, the step is not to be half done: nothing is updated then.
+    """
+    optional_type: Any = tf.experimental.Optional
+
+    def take(number: Any) -> Any:
+        return tf.cond(
+            number < steps,
+            source.get_next_as_optional,
+            lambda: optional_type.empty(source.element_spec),
+        )
+
+    def body(done: Any, optional: Any, sums: Any, last: Any) -> tuple[Any, ...]:
+        ahead = take(done + 1)
+        sums, last = one(optional.get_value(), sums, last, tuple(_components(ahead)))
+        return done + 1, ahead, sums, last
+
+    zero = tf.constant(0, tf.int64)
+    optional = take(zero)
+    done, _, sums, last = tf.while_loop(
+        lambda done, optional, *_: optional.has_value(),
+        body,
+        [zero, optional, sums, last],
+        shape_invariants=[
+            zero.shape,
+            tf.type_spec_from_value(optional),
+            tf.TensorShape([None]),
+            last.shape,
+        ],
+        parallel_iterations=1,
+    )
+    return done, sums, last
+
+
+def _looking_when_due(source: Any, steps: Any, one: Any, sums: Any, last: Any) -> Any:
+    """Takes each element before its step, and has the step in a branch: there may be none."""
+
+    def body(done: Any, _: Any, sums: Any, last: Any) -> tuple[Any, ...]:
+        optional = source.get_next_as_optional()
+        more = optional.has_value()
+        sums, last = tf.cond(
+            more, lambda: one(optional.get_value(), sums, last), lambda: (sums, last)
+        )
+        return done + tf.cast(more, tf.int64), more, sums, last
+
+    zero, more = tf.constant(0, tf.int64), tf.constant(True)
+    done, _, sums, last = tf.while_loop(
+        lambda done, more, *_: (done < steps) & more,
+        body,
+        [zero, more, sums, last],
+        shape_invariants=[zero.shape, more.shape, tf.TensorShape([None]), last.shape],
+        parallel_iterations=1,
+    )
+    return done, sums, last
+
+
+def _components(composite: Any) -> list[Any]:
+    return list(tf.nest.flatten(composite, expand_composites=True))
 
 
 def _addend(name: str, logs: dict[str, Any]) -> Any:
@@ -155,8 +208,10 @@ def _of_outputs(logs: dict[str, Any]) -> Any:
 
 
 def _logs(done: Any, sums: Any, last: Any, names: list[str]) -> dict[str, Any]:
-    sums = tf.unstack(tf.pad(sums, [[0, len(names) + 1 - tf.size(sums)]]), num=len(names) + 1)
-    plain, logs = sums[0], dict(zip(names, sums[1:], strict=True))
+    if len(names) + 1 > _ROOM:  # After no step there is still no room.
+        sums = tf.pad(sums, [[0, len(names) + 1 - tf.size(sums)]])
+    plain, *values = [sums[i] for i in range(len(names) + 1)]
+    logs = dict(zip(names, values, strict=True))
     for name in names:
         if isinstance(name, OutputLoss):
             logs[name] = tf.math.divide_no_nan(logs[name], logs[name.weight])

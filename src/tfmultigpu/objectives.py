@@ -139,9 +139,11 @@ class Layout:
     def check(self, weights: Sequence[Any], global_rows: Any) -> list[tf.Operation]:
         """Returns assertions that the weights ``scales`` divided by are the ones that came out."""
         return [
-            tf.debugging.Assert(
-                tf.abs(weight / tf.cast(global_rows * term.per_row, weight.dtype) - 1.0) < 1e-3,
-                [OTHER_ROWS, weight, global_rows],
+            # Not tf.debugging.Assert, which makes two branches of it.
+            tf.raw_ops.Assert(
+                condition=abs(weight / tf.cast(global_rows * term.per_row, weight.dtype) - 1)
+                < 1e-3,
+                data=[OTHER_ROWS, weight, global_rows],
             )
             for term, weight in zip(self.terms, weights, strict=True)
             if term.per_row is not None
@@ -191,22 +193,22 @@ def stack(terms: Sequence[LossTerm], row_weight: Any) -> tf.Tensor:
     return stats if row_weight is None else stats * tf.cast(row_weight, dtype)
 
 
-def regularization(variables: Sequence[Any], values: Sequence[Any]) -> tuple[Any, list[Any]]:
+def regularization(variables: Sequence[Any]) -> tuple[Any, list[Any]]:
     """Returns the weight regularisation and its gradient; it counts once per step.
 
     Args:
         variables: Keras variables, which carry their ``regularizer``.
-        values: Their values, tensors.
 
     Returns:
         A float32 scalar, and one gradient per variable (None for those without regularizer).
     """
     total: Any = tf.zeros([])
     gradients: list[Any] = []
-    for variable, value in zip(variables, values, strict=True):
+    for variable in variables:
         if getattr(variable, "regularizer", None) is None:
             gradients.append(None)
             continue
+        value = tf.convert_to_tensor(variable.value)
         with tf.GradientTape() as tape:
             tape.watch(value)
             penalty = tf.reduce_sum(variable.regularizer(value))

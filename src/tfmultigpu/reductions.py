@@ -8,6 +8,7 @@ import tensorflow as tf
 
 from tfmultigpu.accumulation import all_reduce_sum
 from tfmultigpu.batches import per_replica
+from tfmultigpu.local_cpus import all_on_local_cpus
 
 __all__ = ["sum_on_devices", "sum_over_replicas"]
 
@@ -36,8 +37,8 @@ def sum_over_replicas(
     """
     if strategy.num_replicas_in_sync == 1:
         return values
-    devices = strategy.extended.worker_devices
-    if len(devices) == strategy.num_replicas_in_sync and _all_on_cpu(devices):
+    if all_on_local_cpus(strategy):
+        devices = strategy.extended.worker_devices
         return [sum_on_devices(values, [devices[0]] * len(values[0]), travel_as)]
 
     def reduce(tensors: list[tf.Tensor]) -> list[tf.Tensor]:
@@ -79,7 +80,3 @@ def _narrow(tensors: list[tf.Tensor], dtype: tf.DType | None) -> list[tf.Tensor]
         with tf.device(tensor.device):
             narrow.append(tf.cast(tensor, dtype) if tensor.dtype == tf.float32 else tensor)
     return [*narrow, tensors[-1]]
-
-
-def _all_on_cpu(devices: tuple[str, ...]) -> bool:
-    return all("CPU" in device.upper() for device in devices)

@@ -23,6 +23,13 @@ from tfmultigpu.seeds import GlobalSeeds, global_seeds
 
 __all__ = ["ReplicaPhase"]
 
+# What checks, runs Python, or calls functions in which anything may be.
+_CHECKS = ("Assert", "CheckNumerics", "CheckNumericsV2")
+_PYTHON = ("PyFunc", "PyFuncStateless", "EagerPyFunc")
+_CALLS = ("PartitionedCall", "While", "If", "Case")
+_MAY_FAIL = {*_CHECKS, *_PYTHON, *_CALLS, *(f"Stateful{n}" for n in _CALLS)}
+_MAY_FAIL |= {f"Stateless{name}" for name in _CALLS}
+
 
 class ReplicaPhase:
     """Computes gradients, sums and weights on every replica of this process.
@@ -30,10 +37,13 @@ class ReplicaPhase:
     Attributes:
         layout: How the terms of the loss are put together; known once traced.
         present: For each backward pass, which variables have a gradient; known once traced.
+        backward_may_fail: Whether the backward pass has operations of its own that can fail; known
+            once traced.
         assigned: The variables that layers assigned to when they were called; known once traced.
     """
 
     assigned: Sequence[Any] = ()
+    backward_may_fail: bool = True
     layout: Layout
     present: list[list[bool]]
 
@@ -245,8 +255,12 @@ class ReplicaPhase:
             known = [scaled[i] for i in range(len(terms)) if i not in measured]
             targets = ([_total(known)] if known else []) + [scaled[i] for i in measured]
         values = self._values()
+        graph = tf.compat.v1.get_default_graph()
+        forward = len(graph.get_operations())
         passes = [tape.gradient(target, values) for target in targets]
         del tape
+        backward = graph.get_operations()[forward:]
+        self.backward_may_fail = any(operation.type in _MAY_FAIL for operation in backward)
         self.layout = layout
         self.present = [[gradient is not None for gradient in one] for one in passes]
         gradients = [

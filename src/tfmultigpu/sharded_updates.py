@@ -26,6 +26,7 @@ from tfmultigpu.owners import (
     owned_state,
     using,
 )
+from tfmultigpu.single_reads import reading_once
 
 __all__ = [
     "PAYS_FROM",
@@ -244,16 +245,19 @@ class ShardedUpdate:
         device: AbstractContextManager[Any] = tf.device(self.devices[self.owners[id(variable)]])
         return device
 
-    def apply(self, gradients: Sequence[tf.Tensor], variables: Sequence[Any]) -> None:
+    def apply(
+        self, gradients: Sequence[tf.Tensor], variables: Sequence[Any], after: Sequence[Any]
+    ) -> None:
         """Updates variables on all replicas; call while a step is traced, for all replicas at once.
 
         Args:
             gradients: Those of the global batch, not scaled, on the devices of the owners.
             variables: The variables, some of those it was built for.
+            after: What must not have failed before anything is assigned.
         """
-        outside_scopes(lambda: self._apply(list(gradients), list(variables)))
+        outside_scopes(lambda: self._apply(list(gradients), list(variables), tf.group(*after)))
 
-    def _apply(self, gradients: list[tf.Tensor], variables: list[Any]) -> None:
+    def _apply(self, gradients: list[tf.Tensor], variables: list[Any], after: Any) -> None:
         optimizer: Any = self._optimizer()
         self._follow(optimizer)
         # Before any counter is advanced, for a schedule asks them.
@@ -262,14 +266,14 @@ class ShardedUpdate:
         if limit is not None and gradients:
             gradients = clipped(gradients, limit, global_norm(gradients))
         if gradients:
-            # Without this a counter would count a step whose gradients failed to compute.
-            with tf.control_dependencies([tf.group(*gradients)]):
+            with tf.control_dependencies([after]):
                 for owner, own in enumerate(self._by_owner):
                     mine = [i for i, v in enumerate(variables) if self.owners[id(v)] == owner]
                     with tf.device(self.devices[owner]):
                         if mine:
                             twins = [self._twins[id(variables[i])] for i in mine]
-                            own.apply([gradients[i] for i in mine], twins)
+                            with reading_once(own):
+                                own.apply([gradients[i] for i in mine], twins)
                         else:
                             own.iterations.assign_add(1)
         overwrites = optimizer.use_ema and optimizer.ema_overwrite_frequency

@@ -17,8 +17,9 @@ import tensorflow as tf
 from tfmultigpu import rows as rows_lib
 from tfmultigpu.batches import BatchFunction, Shards, per_replica
 from tfmultigpu.evaluation import make_eval_step, make_predict_step
-from tfmultigpu.gradients import all_finite, clipped, global_norm
+from tfmultigpu.gradients import all_finite, clipped, global_norm, unscaled
 from tfmultigpu.layer_states import warn_about_copies
+from tfmultigpu.local_cpus import all_on_local_cpus
 from tfmultigpu.losses import LossSum
 from tfmultigpu.metrics import check_metrics
 from tfmultigpu.micro_batches import micro_batch_counts
@@ -305,7 +306,7 @@ class TrainStep:
             gradients, logs = self.strategy.run(self._finish, args=args)
             logs = {k: self.strategy.experimental_local_results(v)[0] for k, v in logs.items()}
         finite = logs.pop("finite")
-        self._update(gradients, finite)
+        self._update(gradients, finite, values[0][-1], shards.after)
         skipped = tf.zeros([]) if scale is None else 1.0 - tf.cast(finite, tf.float32)
         return {**logs, "skipped": skipped, "loss_scale": tf.ones([]) if scale is None else scale}
 
@@ -336,15 +337,14 @@ class TrainStep:
         checks = layout.check(weights, global_rows)
         with tf.control_dependencies(checks):
             logs = layout.report(sums, weights, global_rows)
-        current = [tf.convert_to_tensor(variable.value) for variable in variables]
-        penalty, penalties = regularization(variables, current)
+        penalty, penalties = regularization(variables)
         corrections: list[Any] = layout.corrections(weights, global_rows)
         if len(self._phase.present) > len(corrections):
             corrections = [None, *corrections]
         total: list[Any] = [None] * len(variables)
         taken = iter(summed)
         for correction, present in zip(corrections, self._phase.present, strict=True):
-            factor = _unscaled(correction, scale)
+            factor = unscaled(correction, scale)
             for i, here in enumerate(present):
                 if here:
                     with placed(self._sharded, variables[i]), tf.control_dependencies(checks):
@@ -368,17 +368,22 @@ class TrainStep:
         logs = {**logs, "loss": logs["loss"] + penalty, "gradient_norm": norm}
         return [tf.cast(g, v.dtype) for g, v in zip(gradients, self._trained, strict=True)], logs
 
-    def _update(self, gradients: Any, finite: Any) -> None:
+    def _update(self, gradients: Any, finite: Any, sums: Any, after: Sequence[Any]) -> None:
         optimizer = unwrap_optimizer(self.optimizer)
+        # A step whose gradients fail is not counted and updates nothing. CPUs do not run out of
+        # memory alone: where nothing else can fail, the forward pass is enough to wait for.
+        early = all_on_local_cpus(self.strategy) and not self._phase.backward_may_fail
+
+        def first(gradients: Any) -> list[Any]:
+            return [*after, *([sums] if early else gradients)]
 
         def apply(gradients: list[tf.Tensor]) -> None:
-            # Without this the counter would count a step whose gradients failed to compute.
-            with tf.control_dependencies(gradients):
+            with tf.control_dependencies(first(gradients)):
                 apply_in_replica(optimizer, gradients, self._trained)
 
         def update() -> tf.Tensor:
             if self._sharded is not None:
-                self._sharded.apply(gradients, self._trained)
+                self._sharded.apply(gradients, self._trained, first(gradients))
                 return tf.constant(True)
             self.strategy.run(apply, args=(gradients,))
             overwrite_with_averages(optimizer, self.strategy)
@@ -389,9 +394,3 @@ class TrainStep:
             return
         tf.cond(finite, update, lambda: tf.constant(False))
         self.loss_scale.update(finite)
-
-
-def _unscaled(correction: Any, scale: Any) -> Any:
-    if scale is None:
-        return correction
-    return 1.0 / scale if correction is None else tf.cast(correction, tf.float32) / scale

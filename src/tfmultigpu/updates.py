@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import tensorflow as tf
@@ -20,6 +20,7 @@ from tfmultigpu.sharded_updates import (
     plan_update,
     shard_update,
 )
+from tfmultigpu.single_reads import reading_once
 
 __all__ = ["apply_reduced_gradients", "build_optimizer", "prepare_update"]
 
@@ -86,7 +87,8 @@ def _apply(optimizer: Any, pairs: list[tuple[Any, Any]], replicas: int) -> None:
     summed, kept = zip(*pairs, strict=True)
     with _hiding(optimizer, dict.fromkeys(_OWN_IDEAS)):
         if replicas == 1 or _bridge.can_skip_gradient_sum(optimizer):
-            with _bridge.gradients_already_summed(optimizer):
+            once = reading_once(optimizer) if replicas == 1 else nullcontext()
+            with _bridge.gradients_already_summed(optimizer), once:
                 optimizer.apply(list(summed), list(kept))
         else:
             with _hiding(optimizer, {name: _divided(optimizer, name, replicas) for name in _CLIPS}):

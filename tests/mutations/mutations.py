@@ -304,7 +304,7 @@ MUTATIONS = (
     Mutation(
         "a step is counted although the data had ended",
         "steps.py",
-        (("            with tf.control_dependencies(gradients):", "            if True:"),),
+        (("            with tf.control_dependencies(first(gradients)):", "            if True:"),),
         ("test_steps_feeding.py::test_step_inside_a_function_of_the_user",),
     ),
     # Rows -----------------------------------------------------------------------------------------

@@ -67,7 +67,7 @@ class ClockedStep(TrainStep):
         logs = whole(shards)
         return {**logs, _TIMES: tf.stack([*self._phase.times, *self._ends])}
 
-    def _between_clocks(self, update: Callable[..., Any], gradients: Any, finite: Any) -> None:
+    def _between_clocks(self, update: Callable[..., Any], gradients: Any, *others: Any) -> None:
         tensors = [list(self.strategy.experimental_local_results(one)) for one in gradients]
         reduced = _clock([one for parts in tensors for one in parts])
         self._ends.append(reduced)
@@ -77,7 +77,7 @@ class ClockedStep(TrainStep):
         ]
         update(
             [per_replica(self.strategy, one) if isinstance(one, list) else one for one in waiting],
-            finite,
+            *others,
         )
         values = [reduced]
         for variable in self._trained:

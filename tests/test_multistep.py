@@ -1,0 +1,96 @@
+"""Many steps in one call: both ways to take the data, their ends and their failures."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from one_device import as_dataset, cut, difference, strategy_of
+
+import tfmultigpu as tmg
+from tfmultigpu import multistep
+
+_random = np.random.default_rng(31)
+X = _random.normal(size=(24, 5)).astype("float32")
+Y = _random.normal(size=(24, 1)).astype("float32")
+SIZES = (8, 6, 1, 5, 4)
+WAYS = ["looking ahead", "looking when due, as for accelerators"]
+
+
+@pytest.fixture(params=WAYS)
+def way(request, monkeypatch):
+    if request.param == WAYS[1]:
+        monkeypatch.setattr(multistep, "all_on_local_cpus", lambda strategy: False)
+    return request.param
+
+
+def make_step(replicas, heads=1):
+    strategy = strategy_of(replicas)
+    keras.utils.set_random_seed(5)
+    with strategy.scope():
+        inputs = keras.Input((5,))
+        hidden = keras.layers.Dense(4, "tanh")(inputs)
+        outputs = [keras.layers.Dense(1, name=f"head{i}")(hidden) for i in range(heads)]
+        model = keras.Model(inputs, outputs if heads > 1 else outputs[0])
+        optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
+    return tmg.make_train_step(model, optimizer, ["mse"] * heads if heads > 1 else "mse", strategy)
+
+
+def weights(step):
+    return [variable.numpy() for variable in step.model.variables]
+
+
+def one_by_one(step, batches):
+    logs = [step(batch) for batch in batches]
+    return [{name: float(value) for name, value in one.items()} for one in logs]
+
+
+@pytest.mark.parametrize(("replicas", "heads"), [(1, 1), (2, 1), (2, 5)])
+def test_as_one_call_for_each_batch(way, replicas, heads):
+    """Five heads have more in their logs than there is room for from the start."""
+    several = (lambda x, y: (x, (y,) * heads)) if heads > 1 else (lambda x, y: (x, y))
+    data = as_dataset(cut((X, Y), SIZES)).map(several)
+    expected, step = make_step(replicas, heads), make_step(replicas, heads)
+    each = one_by_one(expected, data)
+    iterator = iter(data)
+    for began, ended in ((0, 3), (3, 5)):
+        logs = step.run(iterator, 3)
+        assert int(logs["steps"]) == ended - began
+        rows = [one["weight"] for one in each[began:ended]]
+        for name in {name for name in each[0] if name.endswith("loss")}:
+            mean = np.average([one[name] for one in each[began:ended]], weights=rows)
+            np.testing.assert_allclose(float(logs[name]), mean, rtol=1e-6)
+        assert float(logs["gradient_norm"]) == pytest.approx(each[ended - 1]["gradient_norm"])
+    assert difference(weights(step), weights(expected)) <= 1e-6
+    nothing = step.run(iterator, 3)
+    assert int(nothing["steps"]) == 0
+    assert float(nothing["weight"]) == 0
+    assert difference(weights(step), weights(expected)) <= 1e-6, "a step without data"
+
+
+def test_no_element_is_taken_that_no_step_uses(way):
+    step = make_step(1)
+    iterator = iter(as_dataset(cut((X, Y), SIZES)))
+    assert int(step.run(iterator, 2)["steps"]) == 2
+    assert [len(x) for x, _ in iterator] == [1, 5, 4]
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_data_that_fails_leaves_whole_steps(way, replicas):
+    """After a failure the model has been trained on whole batches, the counter says on how many."""
+
+    def batches():
+        yield from cut((X, Y), (8, 6, 1))
+        raise OSError("the disk is gone")
+
+    spec = (tf.TensorSpec([None, 5], tf.float32), tf.TensorSpec([None, 1], tf.float32))
+    data = tf.data.Dataset.from_generator(batches, output_signature=spec)
+    step, expected = make_step(replicas), make_step(replicas)
+    iterator = iter(tmg.distribute_dataset(data, step.strategy))
+    with pytest.raises(tf.errors.OpError, match="the disk is gone"):
+        step.run(iterator, 5)
+    done = int(step.optimizer.iterations.numpy())
+    assert done == (2 if way == WAYS[0] else 3)
+    one_by_one(expected, cut((X, Y), (8, 6, 1))[:done])
+    assert difference(weights(step), weights(expected)) <= 1e-6
