@@ -9,6 +9,7 @@ import tensorflow as tf
 from one_device import strategy_of
 
 import tfmultigpu as tmg
+from tfmultigpu.batches import BatchFunction, explaining_failures
 
 ROWS_THAT_FIT = 4
 
@@ -82,3 +83,34 @@ def test_the_largest_batch_is_found() -> None:
         float(step((np.ones((size, 3), "float32"), np.ones((size, 1), "float32")))["loss"])
 
     assert tmg.find_batch_size(try_batch) == 2 * ROWS_THAT_FIT
+
+
+def test_a_batch_that_cannot_be_copied_to_a_gpu_is_out_of_memory() -> None:
+    job = "/job:localhost/replica:0/task:0"
+    said = (
+        f"Failed copying input tensor from {job}/device:CPU:0 to {job}/device:GPU:0 in order to "
+        "run Identity: Dst tensor is not initialized."
+    )
+    strategy = tf.distribute.get_strategy()
+    with (
+        pytest.raises(tmg.OutOfMemoryError) as raised,
+        explaining_failures(strategy, lambda: 64),
+    ):
+        raise tf.errors.InternalError(None, None, said)
+    text = str(raised.value)
+    assert text.startswith("GPU:0 has not enough memory for this step. Received: a global batch of")
+    assert "Dst tensor is not initialized" in text
+    with pytest.raises(tf.errors.InternalError), explaining_failures(strategy):
+        raise tf.errors.InternalError(None, None, "cuDNN launch failure")
+
+
+def test_arrays_are_not_put_on_the_first_gpu_to_be_cut() -> None:
+    """The shards of all replicas would take its memory; seen in what is asked for, without one."""
+    two = strategy_of(2)
+    function = BatchFunction(lambda shards: shards.local, two, (0, 1))
+    cut = tf.function(lambda x: function.cut(x).local, autograph=False)
+    graph = cut.get_concrete_function(tf.TensorSpec([None, 3])).graph
+    slices = [op for op in graph.get_operations() if op.type == "StridedSlice"]
+    of_the_batch = [op for op in slices if op.inputs[0] is graph.inputs[0]]
+    assert len(of_the_batch) == 2
+    assert {op.device for op in of_the_batch} == {"/device:CPU:0"}

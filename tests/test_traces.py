@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import keras
+import numpy as np
 import pytest
 import tensorflow as tf
 
+import tfmultigpu as tmg
+from tfmultigpu import batches as batches_lib
 from tfmultigpu.traces import Traces
 
 
@@ -46,3 +50,35 @@ def test_an_inner_axis_is_opened_beside_the_rows() -> None:
     shapes, sums = seen_by(True, *batches)
     assert shapes == [[(4, 2)], [(4, None)], [(None, None)]]
     assert sums == [8.0, 12.0, 15.0, 14.0]
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_steps_of_known_rows_first_train_alike(
+    monkeypatch: pytest.MonkeyPatch, micro_batches: int
+) -> None:
+    """As on one GPU, where each shape that is open makes TensorFlow wait."""
+    seen: list[Any] = []
+
+    class Seeing(keras.layers.Dense):
+        def call(self, inputs: Any) -> Any:
+            seen.append(inputs.shape[0])
+            return super().call(inputs)
+
+    def trained() -> tuple[list[float], list[np.ndarray]]:
+        keras.utils.set_random_seed(4)
+        model = keras.Sequential([keras.Input((3,)), Seeing(4), keras.layers.Dropout(0.5)])
+        optimizer = keras.optimizers.SGD(0.1)
+        step = tmg.make_train_step(model, optimizer, "mse", micro_batches=micro_batches)
+        x = np.linspace(-1, 1, 24, dtype="float32").reshape(8, 3)
+        y = np.ones((8, 4), "float32")
+        losses = [float(step((x[:rows], y[:rows]))["loss"]) for rows in (8, 8, 5, 3, 8)]
+        return losses, [variable.numpy() for variable in model.variables]
+
+    expected = trained()
+    assert 8 not in seen
+    monkeypatch.setattr(batches_lib, "_keeps_rows", lambda strategy: True)
+    found = trained()
+    assert (8 in seen) == (micro_batches == 1)
+    np.testing.assert_allclose(found[0], expected[0], rtol=1e-6)
+    for one, other in zip(found[1], expected[1], strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-6)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import re
 import traceback
 from collections.abc import Callable
 from numbers import Integral
@@ -11,18 +10,13 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfmultigpu.batches import line_on_memory
 from tfmultigpu.errors import OutOfMemoryError, TfMultiGpuError
 from tfmultigpu.worker_exchange import WorkerExchange
 
 __all__ = ["find_batch_size"]
 
 _LARGEST = 2**24
-# The last is what a copy to a GPU says that has no room for it.
-_SAYS_SO = re.compile(
-    r"out of memory|OUT_OF_MEMORY|failed to allocate|RESOURCE_EXHAUSTED"
-    r"|Dst tensor is not initialized",
-    re.I,
-)
 
 
 def find_batch_size(
@@ -115,7 +109,7 @@ def runs_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, (MemoryError, tf.errors.ResourceExhaustedError)):
         return True
     kinds = (tf.errors.InternalError, tf.errors.UnknownError, tf.errors.AbortedError)
-    return isinstance(error, kinds) and bool(_SAYS_SO.search(error.message))
+    return isinstance(error, kinds) and line_on_memory(error.message) is not None
 
 
 def _fits(

@@ -29,8 +29,17 @@ __all__ = [
     "Shards",
     "as_tensor",
     "explaining_failures",
+    "line_on_memory",
     "per_replica",
 ]
+
+
+# How allocators, XLA, cuDNN and a copy to a GPU, the last, say that memory ran out.
+_NO_MEMORY = re.compile(
+    r"OOM when|out of memory|OUT_OF_MEMORY|failed to allocate|RESOURCE_EXHAUSTED"
+    r"|Dst tensor is not initialized",
+    re.I,
+)
 
 
 class Shards(NamedTuple):
@@ -105,7 +114,9 @@ class BatchFunction:
         self.function = (lambda s: function(s.with_open_rows())) if several else function
         self.strategy = strategy
         self._local = local
-        self._whole = Traces(lambda batches, _: self.function(self.cut(batches[0])))
+        self._whole = Traces(
+            lambda batches, _: self.function(self.cut(batches[0])), keep_rows=_keeps_rows(strategy)
+        )
         self._cut = Traces(lambda shards, offsets: self.function(Shards(shards, offsets[0])))
 
     def __call__(self, batch: Any) -> Any:
@@ -136,12 +147,14 @@ class BatchFunction:
     def cut(self, batch: Any) -> Shards:
         """Returns a whole global batch as shards of equal size."""
         batch = tf.nest.map_structure(as_tensor, batch)
-        with tf.control_dependencies(rows_lib.check_rows_agree(batch)):
-            rows = tf.identity(rows_lib.count_rows(batch))
         shares = (1,) * self.strategy.num_replicas_in_sync
-        with tf.control_dependencies([rows]):
-            offsets = rows_lib.shard_offsets(rows, shares)
-            return Shards(rows_lib.cut_rows(batch, shares, self._local), offsets)
+        # Where batches come from: a GPU would be given the shards of all, to cut them.
+        with tf.device("CPU:0"):
+            with tf.control_dependencies(rows_lib.check_rows_agree(batch)):
+                rows = tf.identity(rows_lib.count_rows(batch))
+            with tf.control_dependencies([rows]):
+                offsets = rows_lib.shard_offsets(rows, shares)
+                return Shards(rows_lib.cut_rows(batch, shares, self._local), offsets)
 
     def _run_whole(self, batch: Any, leaves: list[Any]) -> Any:
         if tf.inside_function():
@@ -201,6 +214,15 @@ class BatchFunction:
     def _run(self, traces: Traces, batch: Any, copies: list[list[Any]], further: list[Any]) -> Any:
         with explaining_failures(self.strategy, lambda: _rows_of(batch)):
             return traces(batch, copies, further)
+
+
+def _keeps_rows(strategy: tf.distribute.Strategy) -> bool:
+    """Whether steps are traced for a known number of rows first: on one GPU.
+
+    On several the number of rows is what tells draws by row, and on CPUs nothing is gained.
+    """
+    alone = strategy.num_replicas_in_sync == 1
+    return alone and bool(tf.config.list_logical_devices("GPU"))
 
 
 def _open_rows(tensor: Any) -> Any:
@@ -265,23 +287,35 @@ def explaining_failures(
         rows = None if count_rows is None else count_rows()
         raise _out_of_memory(error, strategy, rows) from error
     except (tf.errors.InvalidArgumentError, tf.errors.InternalError) as error:
+        internal = isinstance(error, tf.errors.InternalError)
+        if internal and line_on_memory(error.message) is not None:
+            rows = None if count_rows is None else count_rows()
+            raise _out_of_memory(error, strategy, rows) from error
         explained = _explain(error)
         if explained is None:
             raise
         raise explained from error
 
 
+def line_on_memory(message: str) -> str | None:
+    """Returns the line of an error's message that says that memory ran out; None without one."""
+    # Not one that names the place in a program: it may be called so.
+    lines = [line for line in message.splitlines() if not line.lstrip().startswith("File ")]
+    return next((line for line in lines if _NO_MEMORY.search(line)), None)
+
+
 def _out_of_memory(error: Any, strategy: tf.distribute.Strategy, rows: Any) -> Exception:
-    line = next((line for line in error.message.splitlines() if "OOM" in line), error.message)
-    device = re.search(r"device:(\w+:\d+)", line)
+    line = line_on_memory(error.message) or error.message
+    # Of a copy, the device it went to.
+    *_, device = [None, *re.findall(r"device:(\w+:\d+)", line)]
     where = "A device"
     if device is not None:
-        where = device[1]
+        where = device
         several = strategy.num_replicas_in_sync > 1
         names = [name.upper() for name in strategy.extended.worker_devices] if several else []
         for replica, name in zip(rows_lib.local_replicas(strategy), names, strict=False):
-            if name.endswith(f":{device[1]}"):
-                where = f"Replica {replica} ({device[1]})"
+            if name.endswith(f":{device}"):
+                where = f"Replica {replica} ({device})"
     batch = "" if rows is None else f" a global batch of {int(rows)} rows;"
     return OutOfMemoryError(
         f"{where} has not enough memory for this step. Received:{batch} {line.strip()}. Compute it "
@@ -334,7 +368,8 @@ def as_tensor(value: Any) -> Any:
             f"A batch is a tensor or a tuple or dict of tensors. Received: {type(value).__name__} "
             "inside it. Give one element of tmg.distribute_dataset(dataset)."
         )
-    tensor = value if tf.is_tensor(value) else tf.convert_to_tensor(np.asarray(value))
+    with tf.device("CPU:0"):  # TensorFlow would put all of an array on the first GPU.
+        tensor = value if tf.is_tensor(value) else tf.convert_to_tensor(np.asarray(value))
     if tensor.shape.rank == 0:
         raise DataError(
             f"A batch has rows, but a part of this one is a single number. Received: {value!r}. "

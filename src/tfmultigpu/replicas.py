@@ -122,18 +122,19 @@ class ReplicaPhase:
         begin = run(addition.begin) if addition.states else []
         with tf.device("CPU:0"):  # Decided there; nothing has to wait for a GPU.
             largest = tf.reduce_max(shards.offsets[1:] - shards.offsets[:-1])
-            count = tf.minimum(tf.constant(self._micro_batches, tf.int64), largest)
+            # In 32 bits, which GPUs keep where loops are decided.
+            count = tf.minimum(self._micro_batches, tf.cast(largest, tf.int32))
 
         def body(micro: Any, *flat: Any) -> tuple[Any, ...]:
             sums = [list(flat[i * size : (i + 1) * size]) for i in range(local)]
-            args = (per_replica(self._strategy, sums), begin, shard, Part(micro, count), *fixed)
+            args = (per_replica(self._strategy, sums), begin, shard, _part(micro, count), *fixed)
             results = run(addition.add, args=args)
             return (micro + 1, *[tensor for result in self._local(results) for tensor in result])
 
         _, *flat = tf.while_loop(
             lambda micro, *_: micro < count,
             body,
-            [tf.zeros([], tf.int64), *addition.zeros() * local],
+            [tf.zeros([], tf.int32), *addition.zeros() * local],
             parallel_iterations=1,
         )
         return [flat[i * size : (i + 1) * size] for i in range(local)]
@@ -153,15 +154,16 @@ class ReplicaPhase:
             own = self._counts[tf.get_static_value(context.replica_id_in_sync_group)]
             begin = addition.begin()
             # Each row is in one part, whatever the number of rows: there is no empty one.
-            count = tf.minimum(tf.constant(own, tf.int64), rows_lib.count_rows(shard))
+            with tf.device("CPU:0"):
+                count = tf.minimum(own, tf.cast(rows_lib.count_rows(shard), tf.int32))
 
             def body(micro: Any, *sums: Any) -> tuple[Any, ...]:
-                return (micro + 1, *addition.add(sums, begin, shard, Part(micro, count), *fixed))
+                return (micro + 1, *addition.add(sums, begin, shard, _part(micro, count), *fixed))
 
             _, *sums = tf.while_loop(
                 lambda micro, *_: micro < count,
                 body,
-                [tf.zeros([], tf.int64), *addition.zeros()],
+                [tf.zeros([], tf.int32), *addition.zeros()],
                 parallel_iterations=1,
             )
             return list(sums)
@@ -277,6 +279,11 @@ class ReplicaPhase:
     def _local(self, results: list[Any]) -> list[list[tf.Tensor]]:
         local = [self._strategy.experimental_local_results(result) for result in results]
         return [list(one) for one in zip(*local, strict=True)]
+
+
+def _part(number: Any, count: Any) -> Part:
+    with tf.device("CPU:0"):
+        return Part(tf.cast(number, tf.int64), tf.cast(count, tf.int64))
 
 
 def _dense(gradient: Any, shape: Any) -> tf.Tensor:
