@@ -164,7 +164,7 @@ class ShardedDataset(tf.distribute.DistributedDataset):  # type: ignore[misc]
         self._cardinality = batches.cardinality()
         # Cut by tf.data, in its own thread, while the previous step runs.
         batches = compared_over_workers(batches, strategy)
-        cut = batches if self._layout.whole_rows is not None else batches.map(self._cut)
+        cut = batches if self._layout.whole else batches.map(self._cut)
         if prefetch_to_device:
             # One element per replica, dealt out in turn, so that each is copied ahead of time.
             pieces = cut.flat_map(self._layout.deal)

@@ -268,6 +268,19 @@ def check_rows_agree(batch: Any) -> list[tf.Operation]:
     return [check for check in checks if check is not None]
 
 
+def check_rows(batch: Any) -> None:
+    """Checks that a batch of dense tensors that have values has rows, and one number of them.
+
+    Raises:
+        DataError: It has none, or several.
+    """
+    rows = [len(leaf) for leaf in _tensors(batch)]
+    if len(set(rows)) > 1:
+        raise DataError(f"{ROWS_DIFFER} {', '.join(str(count) for count in rows)}.")
+    if not rows[0]:
+        raise DataError(NO_ROWS)
+
+
 def as_data_error(error: Any) -> Exception:
     """Returns a DataError for a failed ``check_rows_agree``, any other error unchanged.
 

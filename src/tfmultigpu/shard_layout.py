@@ -20,8 +20,8 @@ class ShardLayout:
     each read, which costs as much as reading. Copied ahead to the devices, each replica's element
     holds its own shard only.
 
-    Nothing is cut for one replica, so where the types say that every batch has rows, an element
-    is the global batch itself: cutting it would cost more than a small step.
+    Nothing is cut for one replica, so for dense tensors an element is the global batch itself, and
+    looked at by whoever takes it: a map over the data would cost more than a small step.
 
     Layouts are equal where they read elements alike, so that a ``tf.function`` of an iterator is
     traced once for all datasets of a kind.
@@ -31,7 +31,7 @@ class ShardLayout:
         element_spec: The types of one global batch.
         on_devices: Whether elements are per-replica values, copied ahead of time.
         local: Numbers, among all replicas, of those of this process.
-        whole_rows: Rows of each element where that is a whole batch, else None.
+        whole: Whether each element is a whole global batch.
     """
 
     def __init__(
@@ -42,7 +42,8 @@ class ShardLayout:
         self.element_spec = element_spec
         self.on_devices = on_devices
         self.local = rows_lib.local_replicas(strategy)
-        self.whole_rows = None if on_devices else _rows_of_one_replica(strategy, element_spec)
+        one = strategy.num_replicas_in_sync == 1 and not on_devices
+        self.whole = one and _all_dense(element_spec)
         self._pack = _packer(element_spec)
 
     def __eq__(self, other: object) -> bool:
@@ -74,8 +75,9 @@ class ShardLayout:
 
     def split(self, element: Any) -> tuple[list[Any], Any]:
         """Returns the local shards, one structure for each, and the offsets of all."""
-        if self.whole_rows is not None:
-            return [element], tf.constant([0, self.whole_rows], tf.int64)
+        if self.whole:
+            element = _checked(element)
+            return [element], rows_lib.shard_offsets(rows_lib.count_rows(element), (1,))
         *leaves, offsets = element
         if self.on_devices:
             results = self.strategy.experimental_local_results
@@ -89,7 +91,10 @@ class ShardLayout:
 
         One replica gets plain tensors.
         """
-        if self.whole_rows is not None:
+        if self.whole:
+            if tf.inside_function():
+                return _checked(element)
+            rows_lib.check_rows(element)
             return element
         *leaves, offsets = element
         if self.strategy.num_replicas_in_sync == 1:
@@ -112,14 +117,20 @@ def components_of(element_spec: Any) -> list[Any]:
     return [spec for spec in tf.nest.flatten(element_spec) if not _is_none(spec)]
 
 
-def _rows_of_one_replica(strategy: tf.distribute.Strategy, element_spec: Any) -> int | None:
-    """The rows of every batch, where there is one replica and the types say how many."""
-    if strategy.num_replicas_in_sync > 1:
-        return None
+def _all_dense(element_spec: Any) -> bool:
     specs = components_of(element_spec)
-    dense = all(isinstance(spec, tf.TensorSpec) and spec.shape.rank for spec in specs)
-    rows = {spec.shape[0] for spec in specs} if dense else set()
-    return (rows.pop() or None) if len(rows) == 1 else None
+    return bool(specs) and all(
+        isinstance(spec, tf.TensorSpec) and bool(spec.shape.rank) for spec in specs
+    )
+
+
+def _checked(batch: Any) -> Any:
+    """The batch, where its tensors have rows and one number of them."""
+    checks = rows_lib.check_rows_agree(batch)
+    if not checks:
+        return batch
+    with tf.control_dependencies(checks):
+        return tf.nest.map_structure(lambda one: None if one is None else tf.identity(one), batch)
 
 
 def _is_none(spec: Any) -> bool:
