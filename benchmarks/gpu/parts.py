@@ -60,12 +60,14 @@ def run_part(
         all_of_it = next((one["expected"] for one in found if "expected" in one), [])
         ended_it = begun[-1] if begun and begun[-1] not in done else None
         left = [one for one in all_of_it if one not in done and one != ended_it]
-        error = f"{ended.problem}: {ended.said[-SAID:]}"
+        problem = ended.problem or "ended before it came to this"
+        # The problem last: that line is what a short list shows.
+        error = f"{ended.said[-SAID:].strip()}\n{problem}".strip()
         if name in CASES or not left or ended_it is None:
             return missing(name, found, "failed", error)
         found += missing(name, [{"expected": [ended_it]}], "failed", error)
         if end - time.monotonic() < AT_LEAST:
-            why = f"no time was left after {ended_it}, which {ended.problem}: give more --minutes"
+            why = f"no time was left after {ended_it}, which {problem}: give more --minutes"
             return missing(name, found, "not run", why)
 
 

@@ -86,7 +86,7 @@ def test_the_checks_after_one_that_dies_run_in_another_process(
         ("b", "failed"),
         ("c", "passed"),
     ]
-    assert found[1]["error"] == "ended with -6: CUDA_ERROR_ILLEGAL_ADDRESS"
+    assert found[1]["error"] == "CUDA_ERROR_ILLEGAL_ADDRESS\nended with -6"
     assert len(commands) == 2
     assert commands[1][-2:] == ["--only", "c"]
     assert (tmp_path / "log").read_text().startswith("==== limit: ended with -6\nCUDA_ERROR")
@@ -101,7 +101,18 @@ def test_a_case_that_hangs_says_how_far_it_came(
     (found,) = parts.run_part("transformer-float32-32", 300.0, False)
     assert found["status"] == "failed"
     assert found["per_second"] == {"plain": 9.0}
-    assert found["error"] == "wrote nothing for 150 s: Compiling, at ours, turn 1"
+    assert found["error"] == "Compiling\nwrote nothing for 150 s, at ours, turn 1"
+
+
+def test_a_process_that_does_not_begin_says_why(
+    parts: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended = parts.Ended([], "", "ModuleNotFoundError: No module named 'tensorflow'")
+    monkeypatch.setattr(parts, "watched", lambda *_: ended)
+    for name in ("peak", "limit"):
+        (found,) = parts.run_part(name, 300.0, False)
+        assert (found["name"], found["status"]) == (name, "failed")
+        assert found["error"] == f"{ended.said}\nended before it came to this"
 
 
 def test_a_python_without_its_packages_starts_others_like_it(
