@@ -169,24 +169,29 @@ def _looking_ahead(source: Any, steps: Any, one: Any, sums: Any, last: Any) -> A
 
 def _looking_when_due(source: Any, steps: Any, one: Any, sums: Any, last: Any) -> Any:
     """Takes each element before its step, and has the step in a branch: there may be none."""
+    # What decides about going on is on the CPU, and loops keep it there in 32 bits: a step would
+    # begin only after a GPU had ended the one before.
+    with tf.device("CPU:0"):
+        left = tf.cast(tf.minimum(steps, tf.int32.max), tf.int32)
 
-    def body(done: Any, _: Any, sums: Any, last: Any) -> tuple[Any, ...]:
+    def body(left: Any, done: Any, sums: Any, last: Any) -> tuple[Any, ...]:
         optional = source.get_next_as_optional()
         more = optional.has_value()
         sums, last = tf.cond(
             more, lambda: one(optional.get_value(), sums, last), lambda: (sums, last)
         )
-        return done + tf.cast(more, tf.int64), more, sums, last
+        with tf.device("CPU:0"):
+            ran = tf.cast(more, tf.int32)
+            return (left - 1) * ran, done + ran, sums, last
 
-    zero, more = tf.constant(0, tf.int64), tf.constant(True)
-    done, _, sums, last = tf.while_loop(
-        lambda done, more, *_: (done < steps) & more,
+    _, done, sums, last = tf.while_loop(
+        lambda left, *_: left > 0,
         body,
-        [zero, more, sums, last],
-        shape_invariants=[zero.shape, more.shape, tf.TensorShape([None]), last.shape],
+        [left, tf.zeros([], tf.int32), sums, last],
+        shape_invariants=[left.shape, left.shape, tf.TensorShape([None]), last.shape],
         parallel_iterations=1,
     )
-    return done, sums, last
+    return tf.cast(done, tf.int64), sums, last
 
 
 def _components(composite: Any) -> list[Any]:

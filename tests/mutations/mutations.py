@@ -263,7 +263,7 @@ MUTATIONS = (
     Mutation(
         "gradients stay multiplied by the loss scale",
         "steps.py",
-        (("_unscaled(correction, scale)\n", "_unscaled(correction, None)\n"),),
+        (("unscaled(correction, scale)\n", "unscaled(correction, None)\n"),),
         (f"{SCALING}[1]",),
     ),
     Mutation(
