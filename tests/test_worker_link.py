@@ -151,6 +151,7 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(lost_workers, "_cluster", None)
     monkeypatch.setattr(lost_workers, "_NEWS_SECONDS", 0.5)
     monkeypatch.setattr(atexit, "register", lambda function: None)
+    monkeypatch.setattr(sys, "exit", sys.exit)
     return
 
 
@@ -253,23 +254,45 @@ from tfmultigpu.lost_workers import watch
 from tfmultigpu.rendezvous import meet
 addresses = json.loads(sys.argv[1])
 watch(Cluster(addresses, 1), meet(addresses, 1, {}, timeout=30.0, stay=True))
-raise ValueError("my own\\nsecond line")
+exec(sys.argv[2])
 """
 
 
-def test_a_process_says_how_it_ends() -> None:
+@pytest.mark.parametrize(
+    ("last", "code", "said"),
+    [
+        ("raise ValueError('my own\\nsecond line')", 1, "it ended with ValueError: my own"),
+        ("sys.exit(3)", 3, "it ended by sys.exit(3), with exit code 3"),
+    ],
+)
+def test_a_process_says_how_it_ends(last: str, code: int, said: str) -> None:
     addresses = free_addresses(2)
     other = subprocess.Popen(
-        [sys.executable, "-c", GOODBYE, json.dumps(addresses)],
+        [sys.executable, "-c", GOODBYE, json.dumps(addresses), last],
         stderr=subprocess.DEVNULL,
         env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"},
     )
     link = meet(addresses, 0, {}, timeout=60.0, stay=True)
     assert link is not None
-    assert link.wait_for_end(30.0) == {1: "it ended with ValueError: my own"}
-    assert other.wait() == 1
+    assert link.wait_for_end(30.0) == {1: said}
+    assert other.wait() == code
 
 
 def test_a_program_that_ends_without_an_error_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(sys, "last_value", raising=False)
+    assert lost_workers._how_this_process_ends() == FINISHED
+    exits: list[Any] = []
+    monkeypatch.setattr(lost_workers, "_exits", exits)
+    leave = lost_workers._noting(sys.exit)
+
+    def left(status: Any) -> None:
+        with pytest.raises(SystemExit):
+            leave(status)
+
+    together([lambda: left(2)])  # Ends a thread alone.
+    assert lost_workers._how_this_process_ends() == FINISHED
+    left("no data")
+    expected = "it ended by sys.exit, with exit code 1: no data"
+    assert lost_workers._how_this_process_ends() == expected
+    left(0)
     assert lost_workers._how_this_process_ends() == FINISHED

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import signal
 import sys
 import time
 from pathlib import Path
@@ -17,10 +16,10 @@ import tfmultigpu as tmg
 from tfmultigpu.lost_workers import link_of_workers
 
 folder = Path(sys.argv[1])
-# Which worker dies at which step, for each attempt.
+# Which worker gets which signal before which step, for each attempt.
 deaths = [tuple(map(int, one.split("@"))) for one in sys.argv[2:]]
 attempt = int(os.environ.get("TFMULTIGPU_ATTEMPT", "0"))
-victim, last = deaths[attempt] if attempt < len(deaths) else (-1, -1)
+victim, last, number = deaths[attempt] if attempt < len(deaths) else (-1, -1, -1)
 
 strategy = tmg.create_strategy()
 link = link_of_workers()
@@ -47,8 +46,8 @@ restored, first = checkpoints.restore(), True
 for _ in checkpoints.epochs(2):
     for batch in checkpoints.data:
         if me == victim and checkpoints.step == last:
-            (folder / "death").write_text(f"{time.time()}")
-            os.kill(os.getpid(), signal.SIGKILL)
+            (folder / f"death {attempt}").write_text(f"{time.time()}")
+            os.kill(os.getpid(), number)
         loss = float(step(batch)["loss"])
         if me == 0 and first:
             with (folder / "first steps").open("a") as file:

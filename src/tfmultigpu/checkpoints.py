@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import sys
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -345,7 +346,7 @@ class Checkpoints:
         path = self.save()
         code = self._signal.exit_code
         _log.warning("Asked to stop: saved step %d to %s, exiting with %d", self.step, path, code)
-        raise SystemExit(code)
+        sys.exit(code)
 
     def _place(self) -> Position:
         """Where the run is in its data."""
