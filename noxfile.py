@@ -21,7 +21,8 @@ nox.options.sessions = ["lint", "types", "docs", "tests"]
 PROJECT = nox.project.load_toml("pyproject.toml")
 LINTED = ("src", "tests", "benchmarks", "examples", "docs", "noxfile.py")
 # One file, one worker process: a file's tests share TensorFlow's virtual devices and traces.
-PYTEST = ("pytest", "-n", "2", "--dist", "loadfile")
+# In the order of tests/conftest.py, which knows the slow ones; else by their number of tests.
+PYTEST = ("pytest", "-n", "2", "--dist", "loadfile", "--no-loadscope-reorder")
 
 
 def groups(*names: str) -> list[str]:
