@@ -385,8 +385,13 @@ def test_replicas_may_not_apply_it_by_themselves() -> None:
     run = sharded(2)
     before = values(run.optimizer)
     gradients = [tf.ones(variable.shape) for variable in run.model.trainable_variables]
-    with pytest.raises(tmg.TfMultiGpuError, match="would each change it"):
-        run.strategy.run(lambda: run.optimizer.apply(gradients, run.model.trainable_variables))
+    trained = run.model.trainable_variables
+    said = r"would each change it\. .* tmg\.fit\(\.\.\., shard_update=False\) or make_train_step"
+    with pytest.raises(tmg.TfMultiGpuError, match=said):
+        run.strategy.run(lambda: run.optimizer.apply(gradients, trained))
+    pairs = list(zip(gradients, trained, strict=True))
+    with pytest.raises(tmg.TfMultiGpuError, match=said):
+        run.strategy.run(lambda: run.optimizer.apply_gradients(pairs))
     assert difference(before, values(run.optimizer)) == 0.0
 
 

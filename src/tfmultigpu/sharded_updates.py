@@ -306,10 +306,11 @@ _sharded: weakref.WeakKeyDictionary[Any, ShardedUpdate] = weakref.WeakKeyDiction
 
 def _refuse(*_: Any, **__: Any) -> None:
     raise TfMultiGpuError(
-        "The state of this optimizer is sharded over the replicas: each part of it exists once, "
-        "and a step made by make_train_step applies it. Replicas that called optimizer.apply "
-        "would each change it. To use the optimizer elsewhere too, make a new one and the step "
-        "with make_train_step(..., shard_update=False)."
+        "The state of this optimizer is sharded over the replicas since tmg.fit or a step of "
+        "make_train_step used it first: each part of it exists once, and replicas that called "
+        "optimizer.apply (apply_gradients, Keras' own fit) would each change it. To use it there "
+        "too, write shard_update=False in that call, tmg.fit(..., shard_update=False) or "
+        "make_train_step(..., shard_update=False), and make the optimizer anew."
     )
 
 
