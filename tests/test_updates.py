@@ -11,6 +11,7 @@ import tensorflow as tf
 from one_device import difference, strategy_of
 
 import tfmultigpu as tmg
+from tfmultigpu.backward_operations import any_may_fail, noting_operations
 from tfmultigpu.single_reads import reading_once
 
 _random = np.random.default_rng(37)
@@ -80,6 +81,104 @@ def test_a_backward_pass_that_fails_updates_nothing(replicas, by_python, options
         np.testing.assert_array_equal(old, new)
     step((X, Y))
     assert int(optimizer.iterations.numpy()) == 2
+
+
+class Determinant(keras.layers.Layer):
+    """Appends a determinant, whose gradient does not exist where it is 0."""
+
+    def call(self, inputs: tf.Tensor) -> tf.Tensor:
+        matrices = tf.reshape(inputs[:, :4], [-1, 2, 2])
+        return tf.concat([inputs, tf.linalg.det(matrices)[:, None]], axis=1)
+
+
+def doubled_if_alone(inputs: tf.Tensor) -> tf.Tensor:
+    """Makes two rows of a single one, which then has two losses."""
+    alone = tf.cast(tf.equal(tf.shape(inputs)[0], 1), tf.int32)
+    return tf.ensure_shape(tf.tile(inputs, [1 + alone, 1]), [None, 1])
+
+
+def inverse(kernel: tf.Tensor) -> tf.Tensor:
+    """Fails for a kernel of zeros, not at once but on the way back."""
+    return 0.0 * tf.linalg.det(kernel[:4, :4])
+
+
+@pytest.mark.parametrize("fails", ["layer", "regularizer", "check of rows"])
+def test_operations_that_fail_by_what_they_are_given_update_nothing(fails):
+    first = keras.layers.Dense(
+        6, use_bias=False, kernel_regularizer=inverse if fails == "regularizer" else None
+    )
+    layers = [first]
+    if fails == "layer":
+        layers += [Determinant()]
+    layers += [keras.layers.Dense(8, "tanh") for _ in range(6)] + [keras.layers.Dense(1)]
+    if fails == "check of rows":
+        layers += [keras.layers.Lambda(doubled_if_alone)]
+    model = keras.Sequential([keras.Input((6,)), *layers])
+    optimizer = keras.optimizers.SGD(0.01, momentum=0.9)
+    step = tmg.make_train_step(model, optimizer, "mse")
+    step((X, Y))
+    x = X.copy()
+    if fails == "layer":
+        x[3] = 0
+    elif fails == "regularizer":
+        first.kernel.assign(tf.zeros([6, 6]))
+    before = [v.numpy() for v in (*model.variables, *optimizer.variables)]
+    rows = 1 if fails == "check of rows" else 12
+    error = tmg.LossError if fails == "check of rows" else tf.errors.InvalidArgumentError
+    text = "another number of values" if fails == "check of rows" else "not invertible"
+    for _ in range(3):
+        with pytest.raises(error, match=text):
+            step((x[:rows], Y[:rows]))
+    after = [v.numpy() for v in (*model.variables, *optimizer.variables)]
+    for old, new in zip(before, after, strict=True):
+        np.testing.assert_array_equal(old, new)
+
+
+def test_common_layers_cannot_fail_on_the_way_back():
+    """Updates of these do not wait for all gradients; whether they must is for later versions."""
+    layers = keras.layers
+    inputs = keras.Input((8, 8, 3))
+    x = layers.MaxPooling2D()(layers.Conv2D(4, 3, padding="same", activation="relu")(inputs))
+    x = layers.Dropout(0.1)(layers.BatchNormalization()(layers.DepthwiseConv2D(3)(x)))
+    x = layers.LayerNormalization()(layers.Reshape((4, 4))(x))
+    x = layers.Add()([x, layers.MultiHeadAttention(2, 2)(x, x)])
+    x = layers.Concatenate()([layers.Dense(3, a)(x) for a in ("gelu", "swish", "softmax", "tanh")])
+    model = keras.Model(inputs, layers.Dense(2)(layers.GlobalAveragePooling1D()(x)))
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    kept = []
+
+    def gradients():
+        with tf.GradientTape() as tape:
+            values = loss(tf.constant([0, 1, 1]), model(tf.ones([3, 8, 8, 3]), training=True))
+        with noting_operations() as made:
+            tape.gradient(values, [v.value for v in model.trainable_variables])
+        kept.extend(made)
+
+    tf.function(gradients, autograph=False).get_concrete_function()
+    assert len(kept) > 100
+    assert not any_may_fail(kept), {one.type for one in kept if any_may_fail([one])}
+
+
+class Halving(keras.optimizers.schedules.LearningRateSchedule):
+    """A schedule with a state of its own, which asking it advances."""
+
+    def __init__(self) -> None:
+        self.rate = keras.Variable(1.0)
+
+    def __call__(self, step: tf.Tensor) -> tf.Tensor:
+        self.rate.assign(self.rate * 0.5)
+        return tf.convert_to_tensor(self.rate)
+
+
+@pytest.mark.parametrize("as_function", [False, True])
+def test_a_learning_rate_with_a_state_is_asked_once_per_update(as_function):
+    weight, rate = keras.Variable([1.0]), Halving()
+    optimizer = keras.optimizers.SGD((lambda: rate(None)) if as_function else rate)
+    optimizer.build([weight])
+    for _ in range(2):
+        tmg.apply_reduced_gradients(optimizer, [tf.constant([0.5])], [weight])
+    assert float(rate.rate.numpy()) == 0.25
+    assert float(weight.numpy()[0]) == 1.0 - 0.5 * (0.5 + 0.25)
 
 
 OPTIMIZERS = sorted(

@@ -12,6 +12,7 @@ import tensorflow as tf
 from tfmultigpu import _bridge
 from tfmultigpu import rows as rows_lib
 from tfmultigpu.accumulation import sum_dtype
+from tfmultigpu.backward_operations import any_may_fail, noting_operations
 from tfmultigpu.batches import Shards, per_replica
 from tfmultigpu.errors import LossError, TfMultiGpuError
 from tfmultigpu.metrics import build_metrics, holds_what_counts, update_metrics
@@ -22,13 +23,6 @@ from tfmultigpu.randomness import HeldRows, drawing_rows
 from tfmultigpu.seeds import GlobalSeeds, global_seeds
 
 __all__ = ["ReplicaPhase"]
-
-# What checks, runs Python, or calls functions in which anything may be.
-_CHECKS = ("Assert", "CheckNumerics", "CheckNumericsV2")
-_PYTHON = ("PyFunc", "PyFuncStateless", "EagerPyFunc")
-_CALLS = ("PartitionedCall", "While", "If", "Case")
-_MAY_FAIL = {*_CHECKS, *_PYTHON, *_CALLS, *(f"Stateful{n}" for n in _CALLS)}
-_MAY_FAIL |= {f"Stateless{name}" for name in _CALLS}
 
 
 class ReplicaPhase:
@@ -257,12 +251,10 @@ class ReplicaPhase:
             known = [scaled[i] for i in range(len(terms)) if i not in measured]
             targets = ([_total(known)] if known else []) + [scaled[i] for i in measured]
         values = self._values()
-        graph = tf.compat.v1.get_default_graph()
-        forward = len(graph.get_operations())
-        passes = [tape.gradient(target, values) for target in targets]
+        with noting_operations() as backward:
+            passes = [tape.gradient(target, values) for target in targets]
         del tape
-        backward = graph.get_operations()[forward:]
-        self.backward_may_fail = any(operation.type in _MAY_FAIL for operation in backward)
+        self.backward_may_fail = any_may_fail(backward)
         self.layout = layout
         self.present = [[gradient is not None for gradient in one] for one in passes]
         gradients = [

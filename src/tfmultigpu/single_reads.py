@@ -30,8 +30,9 @@ def reading_once(optimizer: Any) -> Iterator[None]:
     if getattr(keras.optimizers, kind.__name__, None) is not kind:
         yield
         return
-    rate = optimizer.learning_rate
-    read = [optimizer.iterations, *([rate] if isinstance(rate, keras.Variable) else [])]
+    # A schedule, or a function, is not to be asked here: one with a state would advance it.
+    rate = [variable for variable in optimizer.variables if variable.name == "learning_rate"]
+    read = [optimizer.iterations, *rate]
     behind = {id(variable): variable.value for variable in read}
 
     class ReadOnce(keras.StatelessScope):  # type: ignore[misc]

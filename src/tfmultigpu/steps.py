@@ -15,6 +15,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfmultigpu import rows as rows_lib
+from tfmultigpu.backward_operations import any_may_fail, noting_operations
 from tfmultigpu.batches import BatchFunction, Shards, per_replica
 from tfmultigpu.evaluation import make_eval_step, make_predict_step
 from tfmultigpu.gradients import all_finite, clipped, global_norm, unscaled
@@ -306,7 +307,7 @@ class TrainStep:
             gradients, logs = self.strategy.run(self._finish, args=args)
             logs = {k: self.strategy.experimental_local_results(v)[0] for k, v in logs.items()}
         finite = logs.pop("finite")
-        self._update(gradients, finite, values[0][-1], shards.after)
+        self._update(gradients, finite, logs["loss"], shards.after)
         skipped = tf.zeros([]) if scale is None else 1.0 - tf.cast(finite, tf.float32)
         return {**logs, "skipped": skipped, "loss_scale": tf.ones([]) if scale is None else scale}
 
@@ -337,7 +338,9 @@ class TrainStep:
         checks = layout.check(weights, global_rows)
         with tf.control_dependencies(checks):
             logs = layout.report(sums, weights, global_rows)
-        penalty, penalties = regularization(variables)
+        with noting_operations() as regularizing:
+            penalty, penalties = regularization(variables)
+        self._may_fail = self._phase.backward_may_fail or any_may_fail(regularizing)
         corrections: list[Any] = layout.corrections(weights, global_rows)
         if len(self._phase.present) > len(corrections):
             corrections = [None, *corrections]
@@ -368,14 +371,15 @@ class TrainStep:
         logs = {**logs, "loss": logs["loss"] + penalty, "gradient_norm": norm}
         return [tf.cast(g, v.dtype) for g, v in zip(gradients, self._trained, strict=True)], logs
 
-    def _update(self, gradients: Any, finite: Any, sums: Any, after: Sequence[Any]) -> None:
+    def _update(self, gradients: Any, finite: Any, loss: Any, after: Sequence[Any]) -> None:
         optimizer = unwrap_optimizer(self.optimizer)
         # A step whose gradients fail is not counted and updates nothing. CPUs do not run out of
-        # memory alone: where nothing else can fail, the forward pass is enough to wait for.
-        early = all_on_local_cpus(self.strategy) and not self._phase.backward_may_fail
+        # memory alone: where nothing else can fail, the loss is enough to wait for, which waits for
+        # the checks of its weights.
+        early = all_on_local_cpus(self.strategy) and not self._may_fail
 
         def first(gradients: Any) -> list[Any]:
-            return [*after, *([sums] if early else gradients)]
+            return [*after, loss, *([] if early else gradients)]
 
         def apply(gradients: list[tf.Tensor]) -> None:
             with tf.control_dependencies(first(gradients)):
