@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
-import signal
 import subprocess
 import sys
 import time
@@ -15,6 +14,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from worker_functions import fail_second, greet, kill_itself, leave_early
 
 import tfmultigpu as tmg
 from tfmultigpu.testing import Training, assert_replica_invariant, run_workers, virtual_devices
@@ -304,22 +304,6 @@ def test_virtual_devices_too_late_or_too_few() -> None:
 # Workers ------------------------------------------------------------------------------------------
 
 
-def greet(name: str) -> str:
-    print("working")
-    return f"{name} {os.environ.get('TF_CONFIG', 'alone')}"
-
-
-def fail_second() -> None:
-    if '"index": 1' in os.environ["TF_CONFIG"]:
-        print("about to fail")
-        raise ValueError("the second worker's own error")
-    time.sleep(60)
-
-
-def kill_itself() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
 def test_a_function_in_workers() -> None:
     first, second = run_workers(greet, 2, args=["hello"])
     assert (first.index, second.index) == (0, 1)
@@ -349,10 +333,6 @@ def test_the_first_worker_to_fail_is_named_and_the_others_are_stopped() -> None:
     assert text.startswith("Worker 1 of 2 ended with code 1.")
     assert "about to fail" in text
     assert "ValueError: the second worker's own error" in text
-
-
-def leave_early() -> None:
-    raise SystemExit(0)
 
 
 def test_a_worker_that_ends_before_its_function_returned() -> None:
