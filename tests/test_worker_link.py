@@ -25,7 +25,7 @@ from tfmultigpu.rendezvous import meet
 from tfmultigpu.worker_link import BROKEN_OFF, WorkerLink
 from tfmultigpu.worker_processes import free_addresses
 
-FINISHED = "it finished its program"
+FINISHED = "its program ended without an error, at its last line or by sys.exit"
 
 
 def linked(count: int) -> list[WorkerLink]:
@@ -151,7 +151,6 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(lost_workers, "_cluster", None)
     monkeypatch.setattr(lost_workers, "_NEWS_SECONDS", 0.5)
     monkeypatch.setattr(atexit, "register", lambda function: None)
-    monkeypatch.setattr(sys, "exit", sys.exit)
     return
 
 
@@ -262,7 +261,7 @@ exec(sys.argv[2])
     ("last", "code", "said"),
     [
         ("raise ValueError('my own\\nsecond line')", 1, "it ended with ValueError: my own"),
-        ("sys.exit(3)", 3, "it ended by sys.exit(3), with exit code 3"),
+        ("sys.exit(3)", 3, FINISHED),
     ],
 )
 def test_a_process_says_how_it_ends(last: str, code: int, said: str) -> None:
@@ -280,19 +279,4 @@ def test_a_process_says_how_it_ends(last: str, code: int, said: str) -> None:
 
 def test_a_program_that_ends_without_an_error_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(sys, "last_value", raising=False)
-    assert lost_workers._how_this_process_ends() == FINISHED
-    exits: list[Any] = []
-    monkeypatch.setattr(lost_workers, "_exits", exits)
-    leave = lost_workers._noting(sys.exit)
-
-    def left(status: Any) -> None:
-        with pytest.raises(SystemExit):
-            leave(status)
-
-    together([lambda: left(2)])  # Ends a thread alone.
-    assert lost_workers._how_this_process_ends() == FINISHED
-    left("no data")
-    expected = "it ended by sys.exit, with exit code 1: no data"
-    assert lost_workers._how_this_process_ends() == expected
-    left(0)
     assert lost_workers._how_this_process_ends() == FINISHED

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import sys
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -346,7 +345,7 @@ class Checkpoints:
         path = self.save()
         code = self._signal.exit_code
         _log.warning("Asked to stop: saved step %d to %s, exiting with %d", self.step, path, code)
-        sys.exit(code)
+        raise SystemExit(code)
 
     def _place(self) -> Position:
         """Where the run is in its data."""
