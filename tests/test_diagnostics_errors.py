@@ -105,6 +105,27 @@ EVENTS = {
         "tmg.create_strategy(prefer='tpu', fallback=False)",
         TPU_NAME="grpc://localhost:1",
     ),
+    "two rings over different devices": event(
+        "StrategyUnavailableError",
+        "it aborts both, and whatever else adds so, until the process restarts",
+        20.0,
+        "virtual_cpus(3)\n"
+        "from tfmultigpu.batches import explaining_failures\n"
+        "def adding_on(*devices):\n"
+        "    strategy = tf.distribute.MirroredStrategy(devices)\n"
+        "    def add():\n"
+        "        context = tf.distribute.get_replica_context()\n"
+        "        return context.all_reduce('SUM', tf.ones([3]))\n"
+        "    def run():\n"
+        "        with explaining_failures(strategy): strategy.run(add)\n"
+        "    return run\n"
+        "first, second = adding_on('CPU:0', 'CPU:1'), adding_on('CPU:0', 'CPU:1', 'CPU:2')\n"
+        "first()\n"
+        "try: second()\n"
+        "except tmg.StrategyUnavailableError: second = None\n"
+        "assert second is None\n"
+        "first()",
+    ),
     "another backend": event(
         "KerasBackendError",
         'set os.environ["KERAS_BACKEND"] = "tensorflow"',
@@ -213,7 +234,7 @@ ELSEWHERE = {
     "a worker that dies": ("test_worker_link.py", "test_steps_name_a_lost_worker_too"),
     "all restarted from the last checkpoint": (
         "test_launch_resume.py",
-        "test_killed_workers_resume_to_the_same_bits",
+        "test_workers_that_get_a_signal_resume_to_the_same_bits",
     ),
     "SIGTERM": (
         "test_checkpoints_workers.py",

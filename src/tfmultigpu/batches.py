@@ -343,10 +343,11 @@ def _explain(error: Any) -> Exception | None:
         return None if explained is error else explained
     if "is joining a group" in error.message:
         return StrategyUnavailableError(
-            "This is the second strategy in this process whose replicas talk by TensorFlow's "
-            "collectives, on other devices than the first, which TensorFlow refuses until the "
-            "process restarts (a default tf.distribute.MirroredStrategy does so on CPUs). Restart, "
-            "and make the strategies with tmg.create_strategy(devices=...), which avoids that."
+            "Two strategies over different devices have added by TensorFlow's collectives in this "
+            "process, which TensorFlow does not allow: it aborts both, and whatever else adds so, "
+            "until the process restarts (a default tf.distribute.MirroredStrategy does so on "
+            "CPUs). Restart, and make the strategies with tmg.create_strategy(devices=...), which "
+            "avoids that."
         )
     return None
 

@@ -371,7 +371,7 @@ def _possible(choice: _Choice, facts: Facts) -> tuple[tuple[str, ...], dict[str,
     elif facts.ring_over not in (None, devices):
         why["ring"] = (
             f"a ring over {listed(facts.ring_over or ())} exists in this process, and TensorFlow "
-            "aborts every ring as soon as there are two over different devices"
+            "aborts every ring as soon as two over different devices have been used"
         )
     else:
         possible.append("ring")
