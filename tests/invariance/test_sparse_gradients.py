@@ -91,7 +91,7 @@ CASES = [
             f"embedding, {name}",
             functools.partial(train, make),
             BATCHES,
-            replicas=(1, 3) if name in CLOSELY else (3,),
+            replicas=(1, 3) if name in CLOSELY else (2,),
             workers=name in CLOSELY,
             options={"predict": False, "micro_batches": 1 + i % 3},
         )
