@@ -94,3 +94,36 @@ def test_data_that_fails_leaves_whole_steps(way, replicas):
     assert done == (2 if way == WAYS[0] else 3)
     one_by_one(expected, cut((X, Y), (8, 6, 1))[:done])
     assert difference(weights(step), weights(expected)) <= 1e-6
+
+
+def test_data_that_fails_leaves_whole_what_layers_and_metrics_keep():
+    """These assign on the way, before a step could wait for the next element."""
+    steps, metrics = [], []
+    for _ in range(2):
+        keras.utils.set_random_seed(5)
+        layers = [keras.layers.BatchNormalization(), keras.layers.Dropout(0.2, seed=1)]
+        model = keras.Sequential([keras.Input((5,)), *layers, keras.layers.Dense(1)])
+        metrics.append(keras.metrics.MeanSquaredError())
+        optimizer = keras.optimizers.SGD(0.1)
+        steps.append(
+            tmg.make_train_step(
+                model, optimizer, "mse", metrics=[metrics[-1]], loss_scale="dynamic"
+            )
+        )
+
+    def batches():
+        yield from cut((X, Y), (8, 6, 1))
+        raise OSError("the disk is gone")
+
+    spec = (tf.TensorSpec([None, 5], tf.float32), tf.TensorSpec([None, 1], tf.float32))
+    data = tf.data.Dataset.from_generator(batches, output_signature=spec)
+    with pytest.raises(tf.errors.OpError, match="the disk is gone"):
+        steps[0].run(iter(data), 5)
+    one_by_one(steps[1], cut((X, Y), (8, 6, 1)))
+    kept = [
+        [v.numpy() for v in (*s.model.variables, *s.optimizer.variables, *m.variables)]
+        + [s.loss_scale.good_steps.numpy()]
+        for s, m in zip(steps, metrics, strict=True)
+    ]
+    for failed, whole in zip(*kept, strict=True):
+        np.testing.assert_allclose(failed, whole, rtol=1e-6)

@@ -8,6 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfmultigpu.backward_operations import noting_operations
 from tfmultigpu.batches import (
     BatchFunction,
     Shards,
@@ -32,9 +33,10 @@ class MultiStep:
         step: The step, as a function of shards that can be called inside a ``tf.function``.
     """
 
-    def __init__(self, step: BatchFunction) -> None:
-        """Takes the step."""
+    def __init__(self, step: BatchFunction, keeps_state: Callable[[], bool] = bool) -> None:
+        """Takes the step, and what says whether it assigns anything that does not wait."""
         self.step = step
+        self._keeps_state = keeps_state
         self._compiled: list[tuple[Any, Any]] = []
 
     def batch_spec(self, iterator: Any) -> Any:
@@ -123,6 +125,8 @@ class MultiStep:
         def run(source: Any, steps: Any) -> dict[str, Any]:
             loop = _looking_ahead if self._can_look_ahead(source) else _looking_when_due
             # In float64: a sum of many in float32 drifts, and stops to count rows at 2**24.
+            if loop is _looking_ahead and self._keeps_state():
+                loop = _looking_afterwards
             done, sums, last = loop(
                 source, steps, one, tf.zeros([_ROOM], tf.float64), tf.zeros([2])
             )
@@ -131,7 +135,14 @@ class MultiStep:
         return tf.function(run, autograph=False)
 
 
-def _looking_ahead(source: Any, steps: Any, one: Any, sums: Any, last: Any) -> Any:
+def _looking_afterwards(source: Any, steps: Any, one: Any, sums: Any, last: Any) -> Any:
+    """Takes the next element when a step is through, all that it assigns included."""
+    return _looking_ahead(source, steps, one, sums, last, overlap=False)
+
+
+def _looking_ahead(
+    source: Any, steps: Any, one: Any, sums: Any, last: Any, overlap: bool = True
+) -> Any:
     """Takes the next element while a step runs, so that no branch has to be around the step.
 
     Should taking it fail, the step is not to be half done: nothing is updated then.
@@ -146,8 +157,14 @@ def _looking_ahead(source: Any, steps: Any, one: Any, sums: Any, last: Any) -> A
         )
 
     def body(done: Any, optional: Any, sums: Any, last: Any) -> tuple[Any, ...]:
-        ahead = take(done + 1)
-        sums, last = one(optional.get_value(), sums, last, tuple(_components(ahead)))
+        if overlap:
+            ahead = take(done + 1)
+            sums, last = one(optional.get_value(), sums, last, tuple(_components(ahead)))
+            return done + 1, ahead, sums, last
+        with noting_operations() as made:
+            sums, last = one(optional.get_value(), sums, last)
+        with tf.control_dependencies([op for op in made if op.op_def.is_stateful]):
+            ahead = take(done + 1)
         return done + 1, ahead, sums, last
 
     zero = tf.constant(0, tf.int64)

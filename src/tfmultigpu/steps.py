@@ -183,7 +183,6 @@ class TrainStep:
         self._sharded: ShardedUpdate | None = None
         self._travel_as = None if reduce_dtype is None else tf.as_dtype(reduce_dtype)
         self._layers: list[Any] = []
-        self._frozen: Any = None
         self._seen_a_batch = False
         self._checks = 3
         self._functions: dict[Any, tuple[BatchFunction, MultiStep, MultiStep]] = {}
@@ -268,9 +267,13 @@ class TrainStep:
             local = rows_lib.local_replicas(self.strategy)
             function = BatchFunction(self._step, self.strategy, local)
             adding = BatchFunction(self._addends, self.strategy, local)
-            self._functions[frozen] = function, MultiStep(function), MultiStep(adding)
+            several = [MultiStep(one, self._keeps_state) for one in (function, adding)]
+            self._functions[frozen] = function, several[0], several[1]
         self._frozen = frozen
         self._function, self._multistep, self._adding = self._functions[frozen]
+
+    def _keeps_state(self) -> bool:
+        return bool(self.model.non_trainable_variables or self.metrics or self.loss_scale)
 
     def _prepare(self, batch_spec: Any) -> None:
         first = not self._layers
@@ -282,12 +285,11 @@ class TrainStep:
         plan, self._sharded = prepare_update(
             self.optimizer, self.model.trainable_variables, self.strategy, self._asked_shard_update
         )
-        if first:
-            self.shard_update, self.shard_update_reason = plan
         if batch_spec is not None:
             self._phase.build_metrics(batch_spec)
             self._seen_a_batch = True
         if first:
+            self.shard_update, self.shard_update_reason = plan
             self.loss_scale = make_loss_scale(self._asked_loss_scale, self.optimizer, self.strategy)
             self._layers = all_layers(self.model)
         self._use(self._what_is_frozen())
@@ -367,15 +369,13 @@ class TrainStep:
         logs["finite"] = tf.constant(True) if scale is None else all_finite(gradients)
         if self._clip_norm is not None:
             gradients = clipped(gradients, self._clip_norm, norm)
-        norm = tf.cast(norm, tf.float32)
-        logs = {**logs, "loss": logs["loss"] + penalty, "gradient_norm": norm}
+        logs = {**logs, "loss": logs["loss"] + penalty, "gradient_norm": tf.cast(norm, tf.float32)}
         return [tf.cast(g, v.dtype) for g, v in zip(gradients, self._trained, strict=True)], logs
 
     def _update(self, gradients: Any, finite: Any, loss: Any, after: Sequence[Any]) -> None:
         optimizer = unwrap_optimizer(self.optimizer)
         # A step whose gradients fail is not counted and updates nothing. CPUs do not run out of
-        # memory alone: where nothing else can fail, the loss is enough to wait for, which waits for
-        # the checks of its weights.
+        # memory alone: where nothing else can fail, the loss and its checks are enough to wait for.
         early = all_on_local_cpus(self.strategy) and not self._may_fail
 
         def first(gradients: Any) -> list[Any]:
