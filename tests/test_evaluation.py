@@ -56,7 +56,7 @@ def made(replicas, build):
     return strategy, model, truth
 
 
-@pytest.mark.parametrize("replicas", [1, 2, 3, 8])
+@pytest.mark.parametrize("replicas", [1, 3, 8])
 def test_loss_and_metrics_over_all_rows(replicas):
     strategy, model, truth = made(replicas, classifier)
     with strategy.scope():
@@ -98,9 +98,8 @@ def test_loss_and_metrics_over_all_rows(replicas):
     assert total / ROWS == pytest.approx(whole, abs=1e-6)
 
 
-@pytest.mark.parametrize("replicas", [2, 3])
-def test_masked_and_weighted_losses_are_means_over_what_counts(replicas):
-    strategy, model, truth = made(replicas, tagger)
+def test_masked_and_weighted_losses_are_means_over_what_counts():
+    strategy, model, truth = made(3, tagger)
     reduction = "mean_with_sample_weight"
     loss = keras.losses.SparseCategoricalCrossentropy(reduction=reduction)
     step = tmg.make_eval_step(model, loss, strategy)

@@ -20,7 +20,10 @@ import tfmultigpu as tmg
 
 SIZES = (7, 2, 16, 1, 3, 9)
 ROWS = sum(SIZES)
+# How rows get to replicas, and back in order, is tried on all of these numbers; what is computed of
+# them, on one replica and on several.
 REPLICAS = [1, 2, 3, 8]
+FEWER = [1, 3]
 
 _random = np.random.default_rng(29)
 X = _random.normal(size=(ROWS, 6)).astype("float32")
@@ -107,7 +110,7 @@ def classification():
     }
 
 
-@pytest.mark.parametrize("replicas", REPLICAS)
+@pytest.mark.parametrize("replicas", FEWER)
 def test_loss_and_metrics_of_all_examples(replicas):
     model, truth = hold(replicas, classifier, classification, X, KIND, W)
     assert_logs(tmg.evaluate(model, (X, KIND)), in_one_batch(truth, X, KIND))
@@ -133,7 +136,7 @@ def two_losses():
     }
 
 
-@pytest.mark.parametrize("replicas", REPLICAS[:3])
+@pytest.mark.parametrize("replicas", FEWER)
 def test_several_inputs_and_outputs(replicas):
     features = {"left": X[:, :3], "right": X[:, 3:]}
     labels = {"kind": KIND, "size": SIZE}
@@ -238,15 +241,14 @@ def tagger():
     )
 
 
-@pytest.mark.parametrize("replicas", [2, 3])
-def test_masked_and_weighted_means_are_over_what_counts(replicas):
+def test_masked_and_weighted_means_are_over_what_counts():
     def compiled():
         reduction = "mean_with_sample_weight"
         loss = keras.losses.SparseCategoricalCrossentropy(reduction=reduction)
         return {"loss": loss, "metrics": ["accuracy"], "weighted_metrics": ["accuracy"]}
 
     weight = np.repeat(W[:, None], 4, 1)
-    _, truth = hold(replicas, tagger, compiled, TOKENS, TAGS, weight)
+    _, truth = hold(3, tagger, compiled, TOKENS, TAGS, weight)
     # By hand, so that this does not hold one reading of masks to itself.
     predicted = truth.predict(TOKENS, verbose=0)
     values = -np.log(np.take_along_axis(predicted, TAGS[..., None], -1)[..., 0])
@@ -472,7 +474,7 @@ class Everything(keras.Model):
         }
 
 
-@pytest.mark.parametrize("replicas", REPLICAS)
+@pytest.mark.parametrize("replicas", FEWER)
 def test_structures_and_types(replicas):
     with strategy_of(replicas).scope():
         model = Everything()

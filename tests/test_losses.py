@@ -305,15 +305,14 @@ def zero_on_the_first_half(rows: int) -> np.ndarray:
     return weight
 
 
-@pytest.mark.parametrize("replicas", [2, 3])
-def test_all_zero_sample_weights_on_one_replica_and_on_all(replicas):
+def test_all_zero_sample_weights_on_one_replica_and_on_all():
     loss = keras.losses.MeanSquaredError(reduction="mean_with_sample_weight")
     batches = [
         (x, y, zero_on_the_first_half(len(x)) if i != 2 else np.zeros(len(x), "float32"))
         for i, (x, y) in enumerate(cut((REAL, OTHER), ROW_SIZES))
     ]
     expected = ByHand(linear, sgd, loss).train(batches)
-    result = Replicated(replicas, linear, sgd, loss).train(batches)
+    result = Replicated(3, linear, sgd, loss).train(batches)
     assert_same(result, expected)
     assert [log["weight"] for log in result.logs] == [float(b[2].sum()) for b in batches]
     assert result.losses[2] == 0.0

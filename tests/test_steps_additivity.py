@@ -80,10 +80,9 @@ NO_SUMS_OVER_ROWS = {
 }
 
 
-@pytest.mark.parametrize("replicas", [2, 3])
 @pytest.mark.parametrize("name", NO_SUMS)
-def test_what_is_no_sum_is_refused(name, replicas):
-    step, _, made = step_of(replicas, lambda: Own(NO_SUMS[name]))
+def test_what_is_no_sum_is_refused(name):
+    step, _, made = step_of(2, lambda: Own(NO_SUMS[name]))
     with pytest.raises(tmg.MetricError) as caught:
         step((X, Y))
     message = str(caught.value)
@@ -349,14 +348,12 @@ def hold_metrics(replicas, makers, way, batches):
         )
 
 
-@pytest.mark.parametrize("replicas", [2, 3])
-def test_sums_are_those_of_one_device(replicas):
-    hold_metrics(replicas, EXACT, "metrics", cut((X, Y), SIZES))
+def test_sums_are_those_of_one_device():
+    hold_metrics(3, EXACT, "metrics", cut((X, Y), SIZES))
 
 
-@pytest.mark.parametrize("replicas", [2, 3])
-def test_weighted_sums_are_those_of_one_device(replicas):
-    hold_metrics(replicas, WEIGHTED, "weighted_metrics", cut((X, Y, W), SIZES))
+def test_weighted_sums_are_those_of_one_device():
+    hold_metrics(3, WEIGHTED, "weighted_metrics", cut((X, Y, W), SIZES))
 
 
 def test_intersection_over_union_of_class_numbers():

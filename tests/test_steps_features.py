@@ -163,11 +163,10 @@ def test_add_loss_and_activity_regularisers_on_partial_batches(replicas, micro_b
     hold(replicas, build, sgd, crossentropy(), batches, micro_batches=micro_batches)
 
 
-@pytest.mark.parametrize("replicas", [2, 3])
-def test_added_losses_where_replicas_take_turns(replicas):
+def test_added_losses_where_replicas_take_turns():
     """Synchronized layers make the replicas take turns, in the middle of the model's call."""
     batches = cut((X, Y), (7, 4, 16, 5))
-    hold(replicas, penalised(normalise=True), sgd, crossentropy(), batches, tolerance=5e-6)
+    hold(3, penalised(normalise=True), sgd, crossentropy(), batches, tolerance=5e-6)
 
 
 def test_a_penalty_in_float16_does_not_overflow():
@@ -206,15 +205,15 @@ def normalised(synchronized: bool):
     return build
 
 
-@pytest.mark.parametrize("replicas", [2, 3, 4])
+@pytest.mark.parametrize("replicas", [2, 4])
 def test_synchronized_batch_normalization(replicas):
     batches = cut((X, Y), (7, 16, 5, 9, 6))
     hold(replicas, normalised(synchronized=True), sgd, crossentropy(), batches, tolerance=2e-6)
 
 
-@pytest.mark.parametrize("replicas", [2, 3, 4])
+@pytest.mark.parametrize("replicas", [2, 3])
 def test_synchronized_batch_normalization_with_fewer_rows_than_replicas(replicas):
-    """Statistics of one, two or three rows are those of these rows: no padding enters them."""
+    """Statistics of one row, or two, are those of these rows: no padding enters them."""
     sizes = (9, replicas - 1, 16, replicas - 1, replicas)
     tolerance = 2e-6 if replicas > 2 else 1e-5  # the variance of a single row is rounding noise
     batches = cut((X, Y), sizes)
