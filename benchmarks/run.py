@@ -100,7 +100,9 @@ def _speed(part: str, asked: argparse.Namespace) -> list[dict[str, Any]]:
 def _memory() -> dict[str, Any]:
     peaks = {}
     for name, arguments in memory_cases().items():
-        peaks[name] = _in_child(measure_peak, **arguments)
+        # What the allocator keeps differs by some MB from process to process.
+        tries = [_in_child(measure_peak, **arguments) for _ in range(3)]
+        peaks[name] = sorted(tries, key=lambda one: one["peak"])[1]
         sizes = {key: f"{peaks[name][key] / 1e6:.0f} MB" for key in ("peak", "optimizer")}
         print(f"memory, {name}: {sizes}", flush=True)
     return {"cases": memory_cases(), "peaks": peaks}

@@ -109,9 +109,9 @@ class MultiStep:
     def _compile(self, split: Callable[[Any], Any]) -> Any:
         names: list[str] = []
 
-        def one(element: Any, sums: Any, last: Any, after: tuple[Any, ...] = ()) -> tuple[Any, Any]:
+        def one(element: Any, sums: Any, last: Any, **known: Any) -> tuple[Any, Any]:
             local, offsets = split(element)
-            logs = self.step.function(Shards(local, offsets, after))
+            logs = self.step.function(Shards(local, offsets, **known))
             names[:] = [name for name in logs if name not in _LAST]
             wide = {name: tf.cast(value, tf.float64) for name, value in logs.items()}
             added = [wide["loss"]] + [_addend(name, wide) for name in names]
@@ -159,7 +159,8 @@ def _looking_ahead(
     def body(done: Any, optional: Any, sums: Any, last: Any) -> tuple[Any, ...]:
         if overlap:
             ahead = take(done + 1)
-            sums, last = one(optional.get_value(), sums, last, tuple(_components(ahead)))
+            known = {"after": tuple(_components(ahead)), "is_last": ~ahead.has_value()}
+            sums, last = one(optional.get_value(), sums, last, **known)
             return done + 1, ahead, sums, last
         with noting_operations() as made:
             sums, last = one(optional.get_value(), sums, last)

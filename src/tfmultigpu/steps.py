@@ -303,7 +303,7 @@ class TrainStep:
         else:
             values = [sum_on_devices(parts, self._places(self._sharded), self._travel_as)]
         if len(values) == 1:
-            gradients, logs = self._finish(values[0], rows, scale)
+            gradients, logs = self._finish(values[0], rows, scale, shards.is_last)
         else:
             args = (per_replica(self.strategy, values), rows, scale)
             gradients, logs = self.strategy.run(self._finish, args=args)
@@ -330,7 +330,7 @@ class TrainStep:
         return [sharded.devices[owner] for owner in [*used, 0]]
 
     def _finish(
-        self, values: list[tf.Tensor], global_rows: Any, scale: Any
+        self, values: list[tf.Tensor], global_rows: Any, scale: Any, reported: Any = True
     ) -> tuple[list[tf.Tensor], dict[str, Any]]:
         """Turns what was added over the replicas into the gradient of the global batch."""
         layout = self._phase.layout
@@ -365,7 +365,7 @@ class TrainStep:
             v for v, gradient in zip(variables, total, strict=True) if gradient is not None
         ]
         gradients = [gradient for gradient in total if gradient is not None]
-        norm = global_norm(gradients)
+        norm = global_norm(gradients, reported if self._clip_norm is None else True)
         logs["finite"] = tf.constant(True) if scale is None else all_finite(gradients)
         if self._clip_norm is not None:
             gradients = clipped(gradients, self._clip_norm, norm)
