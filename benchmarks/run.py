@@ -1,6 +1,6 @@
 """Compares the speed of training steps: by hand, Keras ``fit`` and this library.
 
-``python benchmarks/run.py`` measures everything (about a quarter of an hour on two idle cores) and
+``python benchmarks/run.py`` measures everything (about half an hour on two idle cores) and
 writes ``benchmarks/speed.json``, and from it the tables and figures of ``docs/benchmarks.md``.
 ``--only PART ...`` measures parts again and puts them into the record; with ``--quick`` or
 ``--replicas`` what was measured is printed and nothing is written.

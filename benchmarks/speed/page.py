@@ -132,8 +132,9 @@ def _memory(peaks: dict[str, Any]) -> list[str]:
         rows.append([f"`micro_batches={count}`", *map(size, names), activations])
     lines = [
         *("", "## Memory", ""),
-        "The largest resident size of a process of its own, the median of three, in MB. All hold the same data, so what "
-        f"a large batch takes more than one of {TINY} rows is for the step itself. CNN, N = 2:",
+        "The largest resident size of a process of its own, the median of three, in MB. All hold "
+        f"the same data, so what a large batch takes more than one of {TINY} rows is for the step "
+        "itself. CNN, N = 2:",
         *("", *_grid(head, rows), ""),
         "An MLP of 5.3 million numbers, N = 4, Adam:",
         "",
