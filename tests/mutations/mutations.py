@@ -127,7 +127,7 @@ MUTATIONS = (
         "what a mask hides is in the weight",
         "losses.py",
         (("    mask = _mask(y_pred, ", "    mask = None and _mask(y_pred, "),),
-        (f"{WEIGHTS}[masks without weights, sum_over_batch_size]",),
+        (f"{WEIGHTS}[masks without weights, every reduction]",),
     ),
     Mutation(
         'reduction="sum" is divided by the number of replicas',

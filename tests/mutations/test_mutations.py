@@ -6,6 +6,8 @@ import ast
 import dataclasses
 import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -23,6 +25,19 @@ def test_the_text_that_a_mutation_changes_is_there(mutation: Mutation, tmp_path:
     for test in mutation.tests:
         file, name = re.match(r"([^:]+)::(\w+)", test).groups()
         assert f"def {name}(" in (ROOT / "tests" / file).read_text(), f"{test} is gone"
+
+
+def test_the_cases_that_are_to_notice_are_there() -> None:
+    """By their ids, which change with what a test is parametrized by."""
+    cases = sorted({str(ROOT / "tests" / test) for one in MUTATIONS for test in one.tests})
+    found = subprocess.run(
+        [sys.executable, "-m", "pytest", "--collect-only", "-q", *cases],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert found.returncode == 0, found.stdout + found.stderr
 
 
 def test_the_page_lists_what_is_tried() -> None:
