@@ -220,9 +220,8 @@ class ShardedDataset(tf.distribute.DistributedDataset):  # type: ignore[misc]
     def _cut(self, *element: Any) -> tuple[Any, ...]:
         # tf.data takes tuples apart into arguments, and nothing else.
         batch = element if type(self.element_spec) is tuple else element[0]
-        with tf.control_dependencies(rows_lib.check_rows_agree(batch)):
-            batch = tf.nest.map_structure(_identity, batch, expand_composites=True)
-            offsets = rows_lib.shard_offsets(rows_lib.count_rows(batch), self.shares)
+        batch = rows_lib.checked_rows(batch)
+        offsets = rows_lib.shard_offsets(rows_lib.count_rows(batch), self.shares)
         shards = rows_lib.cut_rows(batch, self.shares, self._layout.local)
         return self._layout.flatten(shards, offsets)
 
@@ -338,7 +337,3 @@ def check_batched(element_spec: Any) -> None:
             f"Received: element_spec={element_spec}. Either the dataset is not batched (call "
             "dataset.batch(global_batch_size)), or features and labels do not belong together."
         )
-
-
-def _identity(tensor: Any) -> Any:
-    return None if tensor is None else tf.identity(tensor)

@@ -123,29 +123,24 @@ class MultiStep:
             return sums + tf.stack(added), tf.stack(ends)
 
         def run(source: Any, steps: Any) -> dict[str, Any]:
-            loop = _looking_ahead if self._can_look_ahead(source) else _looking_when_due
             # In float64: a sum of many in float32 drifts, and stops to count rows at 2**24.
-            if loop is _looking_ahead and self._keeps_state():
-                loop = _looking_afterwards
-            done, sums, last = loop(
-                source, steps, one, tf.zeros([_ROOM], tf.float64), tf.zeros([2])
-            )
+            given = source, steps, one, tf.zeros([_ROOM], tf.float64), tf.zeros([2])
+            if self._can_look_ahead(source):
+                done, sums, last = _looking_ahead(*given, overlap=not self._keeps_state())
+            else:
+                done, sums, last = _looking_when_due(*given)
             return _logs(done, sums, last, names)
 
         return tf.function(run, autograph=False)
 
 
-def _looking_afterwards(source: Any, steps: Any, one: Any, sums: Any, last: Any) -> Any:
-    """Takes the next element when a step is through, all that it assigns included."""
-    return _looking_ahead(source, steps, one, sums, last, overlap=False)
-
-
 def _looking_ahead(
-    source: Any, steps: Any, one: Any, sums: Any, last: Any, overlap: bool = True
+    source: Any, steps: Any, one: Any, sums: Any, last: Any, *, overlap: bool
 ) -> Any:
-    """Takes the next element while a step runs, so that no branch has to be around the step.
+    """Takes the next element before a step is over, so that no branch has to be around the step.
 
-    Should taking it fail, the step is not to be half done: nothing is updated then.
+    With ``overlap`` it is taken while the step runs, which updates nothing should that fail. Else
+    it is taken when the step is through, all that it assigns included.
     """
     optional_type: Any = tf.experimental.Optional
 

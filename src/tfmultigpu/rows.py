@@ -268,17 +268,15 @@ def check_rows_agree(batch: Any) -> list[tf.Operation]:
     return [check for check in checks if check is not None]
 
 
-def check_rows(batch: Any) -> None:
-    """Checks that a batch of dense tensors that have values has rows, and one number of them.
-
-    Raises:
-        DataError: It has none, or several.
-    """
-    rows = [len(leaf) for leaf in _tensors(batch)]
-    if len(set(rows)) > 1:
-        raise DataError(f"{ROWS_DIFFER} {', '.join(str(count) for count in rows)}.")
-    if not rows[0]:
-        raise DataError(NO_ROWS)
+def checked_rows(batch: Any) -> Any:
+    """Returns a batch whose tensors are there only where ``check_rows_agree`` has no objection."""
+    checks = check_rows_agree(batch)
+    if not checks:
+        return batch
+    with tf.control_dependencies(checks):
+        return tf.nest.map_structure(
+            lambda one: None if one is None else tf.identity(one), batch, expand_composites=True
+        )
 
 
 def as_data_error(error: Any) -> Exception:

@@ -76,7 +76,7 @@ class ShardLayout:
     def split(self, element: Any) -> tuple[list[Any], Any]:
         """Returns the local shards, one structure for each, and the offsets of all."""
         if self.whole:
-            element = _checked(element)
+            element = rows_lib.checked_rows(element)
             return [element], rows_lib.shard_offsets(rows_lib.count_rows(element), (1,))
         *leaves, offsets = element
         if self.on_devices:
@@ -92,10 +92,7 @@ class ShardLayout:
         One replica gets plain tensors.
         """
         if self.whole:
-            if tf.inside_function():
-                return _checked(element)
-            rows_lib.check_rows(element)
-            return element
+            return rows_lib.checked_rows(element)
         *leaves, offsets = element
         if self.strategy.num_replicas_in_sync == 1:
             return self._pack(iter(leaves))
@@ -122,15 +119,6 @@ def _all_dense(element_spec: Any) -> bool:
     return bool(specs) and all(
         isinstance(spec, tf.TensorSpec) and bool(spec.shape.rank) for spec in specs
     )
-
-
-def _checked(batch: Any) -> Any:
-    """The batch, where its tensors have rows and one number of them."""
-    checks = rows_lib.check_rows_agree(batch)
-    if not checks:
-        return batch
-    with tf.control_dependencies(checks):
-        return tf.nest.map_structure(lambda one: None if one is None else tf.identity(one), batch)
 
 
 def _is_none(spec: Any) -> bool:

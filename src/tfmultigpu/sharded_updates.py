@@ -19,6 +19,7 @@ import tensorflow as tf
 from tfmultigpu._bridge import moving_averages
 from tfmultigpu.errors import TfMultiGpuError
 from tfmultigpu.gradients import clipped, global_norm
+from tfmultigpu.local_cpus import all_on_local_cpus
 from tfmultigpu.owners import (
     assign_owners,
     component_as_keras,
@@ -26,7 +27,7 @@ from tfmultigpu.owners import (
     owned_state,
     using,
 )
-from tfmultigpu.single_reads import reading_once
+from tfmultigpu.single_reads import is_own_class_of_keras, reading_once
 
 __all__ = [
     "PAYS_FROM",
@@ -101,7 +102,7 @@ def plan_update(
         return UpdatePlan(True, "shard_update=True")
     if obstacle is not None:
         return UpdatePlan(False, obstacle)
-    if any("CPU" not in device.upper() for device in strategy.extended.worker_devices):
+    if not all_on_local_cpus(strategy):
         return UpdatePlan(
             False,
             "only on CPUs was it measured to be faster; shard_update=True saves "
@@ -118,14 +119,12 @@ def plan_update(
 def _obstacle(
     optimizer: Any, variables: Sequence[Any], strategy: tf.distribute.Strategy
 ) -> str | None:
-    import keras
-
     kind = type(optimizer)
     if not isinstance(strategy, tf.distribute.MirroredStrategy):
         return f"{type(strategy).__name__} has no devices that one process could write to"
     if hasattr(optimizer, "optimizers"):
         return f"{kind.__name__} holds several optimizers"
-    if getattr(keras.optimizers, kind.__name__, None) is not kind:
+    if not is_own_class_of_keras(optimizer):
         return (
             f"{kind.__name__} is not an optimizer of Keras, so whether it updates each variable "
             "by itself is not known"

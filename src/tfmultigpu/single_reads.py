@@ -13,7 +13,15 @@ from typing import Any
 
 import tensorflow as tf
 
-__all__ = ["reading_once"]
+__all__ = ["is_own_class_of_keras", "reading_once"]
+
+
+def is_own_class_of_keras(optimizer: Any) -> bool:
+    """Returns whether an optimizer is one of Keras' own, and no class derived from one."""
+    import keras
+
+    kind = type(optimizer)
+    return getattr(keras.optimizers, kind.__name__, None) is kind
 
 
 @contextmanager
@@ -26,8 +34,7 @@ def reading_once(optimizer: Any) -> Iterator[None]:
     """
     import keras
 
-    kind = type(optimizer)
-    if getattr(keras.optimizers, kind.__name__, None) is not kind:
+    if not is_own_class_of_keras(optimizer):
         yield
         return
     # A schedule, or a function, is not to be asked here: one with a state would advance it.
