@@ -64,6 +64,7 @@ if TYPE_CHECKING:
         StrategyUnavailableError,
         TfMultiGpuError,
         UnknownLengthError,
+        UnverifiedWarning,
         WorkerLostError,
         WorkersDifferError,
     )
@@ -144,6 +145,7 @@ _NAMES = {
         "StrategyUnavailableError",
         "TfMultiGpuError",
         "UnknownLengthError",
+        "UnverifiedWarning",
         "WorkerLostError",
         "WorkersDifferError",
     ),
@@ -210,6 +212,7 @@ __all__ = [
     "StrategyUnavailableError",
     "TfMultiGpuError",
     "UnknownLengthError",
+    "UnverifiedWarning",
     "WorkerLostError",
     "WorkersDifferError",
     "apply_reduced_gradients",

@@ -118,6 +118,57 @@ def recording_assignments() -> AbstractContextManager[list[Any]]:
 
 
 @contextmanager
+def recording_calls() -> Iterator[list[tuple[Any, Any]]]:
+    """Collects each call of a layer or operation that ends on this thread, with what it returns.
+
+    Replaces ``__call__`` of ``keras.layers.Layer`` and ``keras.Operation``, public methods, by ones
+    that also record. Keras offers no way to see the outputs of layers that a model written as a
+    class calls.
+    """
+    import keras
+
+    with (
+        _recording_results(keras.layers.Layer, "__call__") as calls,
+        _recording_results(keras.Operation, "__call__", into=calls),
+    ):
+        yield calls
+
+
+@contextmanager
+def _recording_results(
+    owner: Any, method: str, into: list[Any] | None = None
+) -> Iterator[list[Any]]:
+    """Re-entrant, because replicas are threads that take turns."""
+    key = f"{owner.__name__}.{method}"
+    recorded: list[Any] = [] if into is None else into
+    before = getattr(_recorders, key, [])
+    setattr(_recorders, key, [*before, recorded])
+    with _lock:
+        _recording[key] = _recording.get(key, 0) + 1
+        if _recording[key] == 1:
+            setattr(owner, method, _with_result_recorded(getattr(owner, method), key))
+    try:
+        yield recorded
+    finally:
+        setattr(_recorders, key, before)
+        with _lock:
+            _recording[key] -= 1
+            if not _recording[key]:
+                setattr(owner, method, getattr(owner, method).__wrapped__)
+
+
+def _with_result_recorded(original: Any, key: str) -> Any:
+    @functools.wraps(original)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(self, *args, **kwargs)
+        for recorded in getattr(_recorders, key, ()):
+            recorded.append((self, result))
+        return result
+
+    return call
+
+
+@contextmanager
 def _recording_calls(
     owner: Any, method: str, what: Callable[[Any, Any], list[Any]]
 ) -> Iterator[list[Any]]:

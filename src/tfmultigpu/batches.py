@@ -92,6 +92,9 @@ class ShardSource(Protocol):
     def split(self, element: Any) -> tuple[list[Any], Any]:
         """Returns what ``source`` yields as local shards, and their offsets."""
 
+    def only(self, element: Any) -> ShardSource:
+        """Returns an iterator of the same kind that yields one element of ``source`` only."""
+
 
 class BatchFunction:
     """A function of shards, compiled once per kind of batch whatever the number of rows.
@@ -158,22 +161,33 @@ class BatchFunction:
                 offsets = rows_lib.shard_offsets(rows, shares)
                 return Shards(rows_lib.cut_rows(batch, shares, self._local), offsets)
 
+    def shards(self, batch: Any) -> Shards:
+        """Returns a batch, whole or already cut, as shards; outside of a ``tf.function``."""
+        leaves = tf.nest.flatten(batch)
+        if not any(isinstance(leaf, tf.distribute.DistributedValues) for leaf in leaves):
+            return self.cut(batch)
+        local, offsets = self._cut_before(batch, leaves)
+        return Shards([tf.nest.pack_sequence_as(batch, shard) for shard in local], offsets)
+
     def _run_whole(self, batch: Any, leaves: list[Any]) -> Any:
         if tf.inside_function():
             return self.function(self.cut(batch))
         return self._run(self._whole, batch, [[as_tensor(leaf) for leaf in leaves]], [])
 
     def _run_cut(self, batch: Any, leaves: list[Any]) -> Any:
-        nothing = [None] * len(self._local)
-        parts = [nothing if leaf is None else self._local_parts(leaf) for leaf in leaves]
-        local = [list(shard) for shard in zip(*parts, strict=True)]
-        offsets = rows_lib.marked_offsets(batch)
-        if offsets is None:
-            offsets = self._foreign_offsets(local)
+        local, offsets = self._cut_before(batch, leaves)
         if tf.inside_function():
             shards = [tf.nest.pack_sequence_as(batch, shard) for shard in local]
             return self.function(Shards(shards, offsets))
         return self._run(self._cut, batch, local, [offsets])
+
+    def _cut_before(self, batch: Any, leaves: list[Any]) -> tuple[list[list[Any]], Any]:
+        """The leaves of each local shard of a batch that is already cut, and the offsets."""
+        nothing = [None] * len(self._local)
+        parts = [nothing if leaf is None else self._local_parts(leaf) for leaf in leaves]
+        local = [list(shard) for shard in zip(*parts, strict=True)]
+        offsets = rows_lib.marked_offsets(batch)
+        return local, self._foreign_offsets(local) if offsets is None else offsets
 
     def _local_parts(self, leaf: Any) -> Any:
         parts = self.strategy.experimental_local_results(leaf)

@@ -12,7 +12,7 @@ import tensorflow as tf
 from tfmultigpu import rows as rows_lib
 from tfmultigpu.data_agreement import compared_over_workers
 from tfmultigpu.errors import DataError, UnknownLengthError
-from tfmultigpu.shard_layout import ShardLayout, components_of
+from tfmultigpu.shard_layout import ShardLayout, components_of, iterator_of
 from tfmultigpu.shares import check_shares, integer_shares
 from tfmultigpu.sources import to_dataset
 
@@ -264,6 +264,17 @@ class ShardIterator(Iterator[Any]):
             each replica begins in the global batch, then the rows of that.
         """
         return self.layout.split(element)
+
+    def only(self, element: Any) -> ShardIterator:
+        """Returns an iterator of the same kind that yields one element of ``source`` only."""
+        strategy = self.layout.strategy
+        if not self.layout.on_devices:
+            return ShardIterator(iterator_of(element, self.source.element_spec), self.layout)
+        pieces = list(zip(*(strategy.experimental_local_results(one) for one in element), strict=True))
+        spec = self.source.element_spec
+        dealt = tf.data.Dataset.from_generator(lambda: iter(pieces), output_signature=spec)
+        source = iter(strategy.distribute_datasets_from_function(lambda context: dealt))
+        return ShardIterator(source, self.layout)
 
     def __iter__(self) -> ShardIterator:
         """Returns itself.

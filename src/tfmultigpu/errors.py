@@ -31,6 +31,7 @@ __all__ = [
     "StrategyUnavailableError",
     "TfMultiGpuError",
     "UnknownLengthError",
+    "UnverifiedWarning",
     "WorkerLostError",
     "WorkersDifferError",
 ]
@@ -114,6 +115,10 @@ class MetricError(TfMultiGpuError, ValueError):
 
 class ReplicaDependenceWarning(UserWarning):
     """A result will depend on the number of replicas, and there is a way to make it not."""
+
+
+class UnverifiedWarning(UserWarning):
+    """A step could not be held to what one device computes; training goes on."""
 
 
 class ScopeError(TfMultiGpuError, ValueError):

@@ -160,7 +160,7 @@ class EvalStep:
         """Evaluates up to ``steps`` batches in one call; see ``TrainStep.run``."""
         if not self._ready:
             self._prepare(self._multistep.batch_spec(iterator))
-        logs = self._multistep(iterator, steps)
+        logs, _, _ = self._multistep(iterator, steps)
         return {name: logs[name] for name in logs if name not in ("gradient_norm", "loss_scale")}
 
     @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
@@ -168,7 +168,7 @@ class EvalStep:
         """Evaluates up to ``steps`` batches in one call, and returns sums and weights undivided."""
         if not self._ready:
             self._prepare(self._adding.batch_spec(iterator))
-        logs = self._adding(iterator, steps)
+        logs, _, _ = self._adding(iterator, steps)
         terms = range(len(self._layout.terms))
         sums, weights = (
             [float(logs[f"{what} {i}"]) if f"{what} {i}" in logs else 0.0 for i in terms]

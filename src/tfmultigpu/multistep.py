@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import numbers
 from collections.abc import Callable
 from typing import Any
@@ -19,9 +20,12 @@ from tfmultigpu.batches import (
 from tfmultigpu.errors import DataError
 from tfmultigpu.local_cpus import all_on_local_cpus
 from tfmultigpu.objectives import OutputLoss
+from tfmultigpu.shard_layout import iterator_of
 
-__all__ = ["MultiStep"]
+__all__ = ["TERMS", "MultiStep"]
 
+# The terms of the loss in the logs of a step, for verification: sums, then weights.
+TERMS = "terms"
 _LAST = ("gradient_norm", "loss_scale")
 _ROOM = 8
 
@@ -45,23 +49,44 @@ class MultiStep:
             return iterator.batch_spec
         return getattr(iterator, "element_spec", None)
 
-    def __call__(self, iterator: Any, steps: int) -> dict[str, Any]:
+    def __call__(
+        self, iterator: Any, steps: int, carry: Any = None
+    ) -> tuple[dict[str, Any], Any, Any]:
         """Runs up to ``steps`` batches.
 
         Args:
             iterator: ``iter()`` of a distributed dataset, or of a plain dataset of global batches.
             steps: How many, at least 1.
+            carry: What an earlier call returned, whose steps count as if they were of this one.
 
         Returns:
-            ``"steps"``, how many ran, and the step's logs put together. Weights and ``"skipped"``
-            are sums. The loss of an output is its mean by its own weight; ``"loss"`` is these times
-            their loss weights, and what else is in it, or all of it where there is a single
-            output, is the mean by ``"weight"``. The rest is that of the last step.
+            The logs; what a later call can carry on from; the terms of the last step's loss.
+
+            In the logs are ``"steps"``, how many ran, and the step's logs put together. Weights and
+            ``"skipped"`` are sums. The loss of an output is its mean by its own weight; ``"loss"``
+            is these times their loss weights, and what else is in it, or all of it where there is a
+            single output, is the mean by ``"weight"``. The rest is that of the last step.
 
         Raises:
             DataError: It is not such an iterator, or one made for another strategy; or a batch has
                 no rows.
             ValueError: ``steps`` is less than 1.
+        """
+        source, key, split = self.check(iterator, steps)
+        run = self._find((key, tf.type_spec_from_value(source)), split)
+        with explaining_failures(self.step.strategy):
+            logs = dict(run(source, tf.cast(steps, tf.int64), *(carry or _nothing())))
+        return logs, logs.pop("carry"), logs.pop(TERMS)
+
+    def check(self, iterator: Any, steps: Any) -> tuple[Any, Any, Callable[[Any], Any]]:
+        """Checks what ``__call__`` is given.
+
+        Returns:
+            TensorFlow's iterator, what distinguishes its elements, and what makes shards of one.
+
+        Raises:
+            DataError: As ``__call__``.
+            ValueError: As ``__call__``.
         """
         check_called_from(self.step.strategy)
         known = steps if isinstance(steps, numbers.Number) else tf.get_static_value(steps)
@@ -74,27 +99,39 @@ class MultiStep:
                     f"Received: {_name(iterator.strategy)} and {_name(self.step.strategy)}. "
                     "Give distribute_dataset and make_train_step the same strategy."
                 )
-            split: Callable[[Any], Any] = iterator.split
-            source, key = iterator.source, iterator.split_key
-        elif isinstance(iterator, tf.data.Iterator):
-            source, key, split = iterator, None, self._cut
-        else:
-            raise DataError(
-                "step.run takes an iterator, which remembers where it is between calls. Received: "
-                f"{type(iterator).__name__}. Write iterator = "
-                "iter(tmg.distribute_dataset(dataset, strategy)), then step.run(iterator, steps)."
-            )
-        run = self._find((key, tf.type_spec_from_value(source)), split)
+            return iterator.source, iterator.split_key, iterator.split
+        if isinstance(iterator, tf.data.Iterator):
+            return iterator, None, self._cut
+        raise DataError(
+            "step.run takes an iterator, which remembers where it is between calls. Received: "
+            f"{type(iterator).__name__}. Write iterator = "
+            "iter(tmg.distribute_dataset(dataset, strategy)), then step.run(iterator, steps)."
+        )
+
+    def take(self, iterator: Any) -> tuple[Shards, Any] | None:
+        """Takes the next batch, for a look at it before a step does.
+
+        Returns:
+            Its shards, and an iterator that yields this batch only; None if the data has ended.
+        """
+        source, _, split = self.check(iterator, 1)
         with explaining_failures(self.step.strategy):
-            return dict(run(source, tf.cast(steps, tf.int64)))
+            element = next(source, None)
+            if element is None:
+                return None
+            local, offsets = split(element)
+        if isinstance(iterator, ShardSource):
+            return Shards(local, offsets), iterator.only(element)
+        return Shards(local, offsets), iterator_of(element, source.element_spec)
 
     def _find(self, kind: Any, split: Callable[[Any], Any]) -> Any:
         """The compiled function for a kind of iterator; specs of dicts compare but do not hash."""
         for known, run in self._compiled:
             if known == kind:
                 return run
-        signature = kind[1], tf.TensorSpec([], tf.int64)
-        run = self._compile(split).get_concrete_function(*signature)
+        scalar = tf.TensorSpec([], tf.int64)
+        vector = tf.TensorSpec([None], tf.float64)
+        run = self._compile(split).get_concrete_function(kind[1], scalar, scalar, vector, vector)
         self._compiled.append((kind, run))
         return run
 
@@ -112,6 +149,7 @@ class MultiStep:
         def one(element: Any, sums: Any, last: Any, **known: Any) -> tuple[Any, Any]:
             local, offsets = split(element)
             logs = self.step.function(Shards(local, offsets, **known))
+            terms = tf.cast(logs.pop(TERMS, []), tf.float64)
             names[:] = [name for name in logs if name not in _LAST]
             wide = {name: tf.cast(value, tf.float64) for name, value in logs.items()}
             added = [wide["loss"]] + [_addend(name, wide) for name in names]
@@ -119,17 +157,18 @@ class MultiStep:
             added += [tf.zeros([], tf.float64)] * (_ROOM - len(added))
             if len(added) > _ROOM:
                 sums = tf.pad(sums, [[0, len(added) - tf.size(sums)]])
-            ends = [tf.cast(logs.get(name, 0.0), tf.float32) for name in _LAST]
-            return sums + tf.stack(added), tf.stack(ends)
+            ends = [tf.cast(logs.get(name, 0.0), tf.float64) for name in _LAST]
+            return sums + tf.stack(added), tf.concat([tf.stack(ends), terms], 0)
 
-        def run(source: Any, steps: Any) -> dict[str, Any]:
-            # In float64: a sum of many in float32 drifts, and stops to count rows at 2**24.
-            given = source, steps, one, tf.zeros([_ROOM], tf.float64), tf.zeros([2])
+        def run(source: Any, steps: Any, before: Any, sums: Any, last: Any) -> dict[str, Any]:
+            given = source, steps, one, sums, last
             if self._can_look_ahead(source):
                 done, sums, last = _looking_ahead(*given, overlap=not self._keeps_state())
             else:
                 done, sums, last = _looking_when_due(*given)
-            return _logs(done, sums, last, names)
+            done += before
+            logs = _logs(done, sums, last, names)
+            return {**logs, "carry": (done, sums, last), TERMS: last[len(_LAST) :]}
 
         return tf.function(run, autograph=False)
 
@@ -173,7 +212,7 @@ def _looking_ahead(
             zero.shape,
             tf.type_spec_from_value(optional),
             tf.TensorShape([None]),
-            last.shape,
+            tf.TensorShape([None]),
         ],
         parallel_iterations=1,
     )
@@ -201,7 +240,7 @@ def _looking_when_due(source: Any, steps: Any, one: Any, sums: Any, last: Any) -
         lambda left, *_: left > 0,
         body,
         [left, tf.zeros([], tf.int32), sums, last],
-        shape_invariants=[left.shape, left.shape, tf.TensorShape([None]), last.shape],
+        shape_invariants=[left.shape, left.shape, *[tf.TensorShape([None])] * 2],
         parallel_iterations=1,
     )
     return tf.cast(done, tf.int64), sums, last
@@ -238,7 +277,17 @@ def _logs(done: Any, sums: Any, last: Any, names: list[str]) -> dict[str, Any]:
     # Without weight there is still regularisation, which is in every step's loss.
     logs["loss"] = tf.where(weight > 0, loss, plain / tf.cast(done, tf.float64))
     logs = {name: tf.cast(value, tf.float32) for name, value in logs.items()}
-    return {"steps": done, **logs, **dict(zip(_LAST, tf.unstack(last), strict=True))}
+    ends = {name: tf.cast(last[i], tf.float32) for i, name in enumerate(_LAST)}
+    return {"steps": done, **logs, **ends}
+
+
+@functools.cache
+def _nothing() -> tuple[Any, Any, Any]:
+    """What a call carries on from that is the first."""
+    with tf.init_scope(), tf.device("CPU:0"):
+        # In float64: a sum of many in float32 drifts, and stops to count rows at 2**24.
+        sums = tf.zeros([_ROOM], tf.float64)
+        return tf.constant(0, tf.int64), sums, tf.zeros([len(_LAST)], tf.float64)
 
 
 def _name(strategy: tf.distribute.Strategy) -> str:

@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from tfmultigpu import rows as rows_lib
 
-__all__ = ["ShardLayout", "components_of"]
+__all__ = ["ShardLayout", "components_of", "iterator_of"]
 
 
 class ShardLayout:
@@ -107,6 +107,19 @@ class ShardLayout:
     def _by_replica(self, leaves: list[Any]) -> list[list[Any]]:
         count = len(leaves) // len(self.local)
         return [leaves[i : i + count] for i in range(0, len(leaves), count)]
+
+
+def iterator_of(element: Any, element_spec: Any) -> Any:
+    """Returns a ``tf.data`` iterator that yields one element, of the types given.
+
+    Args:
+        element: A nested structure of tensors.
+        element_spec: Its types, in which axes may be open.
+    """
+    dataset = tf.data.Dataset.from_generator(
+        lambda: iter([element]), output_signature=element_spec
+    )
+    return iter(dataset)
 
 
 def components_of(element_spec: Any) -> list[Any]:

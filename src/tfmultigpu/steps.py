@@ -19,12 +19,11 @@ from tfmultigpu.backward_operations import any_may_fail, noting_operations
 from tfmultigpu.batches import BatchFunction, Shards, per_replica
 from tfmultigpu.evaluation import make_eval_step, make_predict_step
 from tfmultigpu.gradients import all_finite, clipped, global_norm, unscaled
-from tfmultigpu.layer_states import warn_about_copies
 from tfmultigpu.local_cpus import all_on_local_cpus
 from tfmultigpu.losses import LossSum
 from tfmultigpu.metrics import check_metrics
 from tfmultigpu.micro_batches import micro_batch_counts
-from tfmultigpu.multistep import MultiStep
+from tfmultigpu.multistep import TERMS, MultiStep
 from tfmultigpu.objectives import Objective, OutputLoss, regularization
 from tfmultigpu.precision import LossScale, make_loss_scale, unwrap_optimizer
 from tfmultigpu.reductions import sum_on_devices, sum_over_replicas
@@ -32,6 +31,7 @@ from tfmultigpu.replicas import ReplicaPhase
 from tfmultigpu.scopes import all_layers, check_backend, check_kinds, prepare_model
 from tfmultigpu.sharded_updates import ShardedUpdate, placed
 from tfmultigpu.updates import apply_in_replica, overwrite_with_averages, prepare_update
+from tfmultigpu.verification import Verification, Verifier, check_verify
 
 __all__ = ["TrainStep", "make_eval_step", "make_predict_step", "make_train_step"]
 
@@ -52,6 +52,7 @@ def make_train_step(
     shard_update: str | bool = "auto",
     reduce_dtype: str | None = None,
     jit_compile: bool = False,
+    verify: bool | str = "first",
 ) -> TrainStep:
     """Makes a train step that gives on N replicas what one device gives on the same global batches.
 
@@ -83,6 +84,9 @@ def make_train_step(
         reduce_dtype: ``"bfloat16"`` sends float32 gradients in it, for slow connections. That is
             not exact: a sum over N replicas is off by up to N / 256 of the sum of absolute values.
         jit_compile: Compile forward and backward with XLA.
+        verify: When to hold a step to what one device computes on the same global batch, and warn
+            of what differs: ``"first"``, True for every step, False, or ``"gradients"``, which also
+            compares the gradients of the first. See ``TrainStep.verification``.
 
     Returns:
         The step: ``logs = step(batch)``, ``logs = step.run(iterator, steps)``.
@@ -93,6 +97,9 @@ def make_train_step(
         MetricError: A metric cannot be added over replicas.
         KerasBackendError: Keras does not run on TensorFlow.
         TfMultiGpuError: ``shard_update=True`` cannot be had.
+
+    Warns:
+        ReplicaDependenceWarning: The first step computed something else than one device would.
 
     Example:
         >>> import keras, numpy as np, tfmultigpu as tmg
@@ -122,6 +129,7 @@ def make_train_step(
         raise ValueError(
             f"reduce_dtype is None or 'bfloat16'. Received: reduce_dtype={reduce_dtype!r}."
         )
+    check_verify(verify)
     check_metrics(metrics, strategy)
     check_metrics(weighted_metrics, strategy)
     objective = Objective.of(model, loss, loss_weights, forward)
@@ -134,8 +142,11 @@ def make_train_step(
         weighted_metrics=weighted_metrics,
         jit_compile=jit_compile,
     )
+    verifier = Verifier(
+        objective, strategy, verify, micro_batches=max(counts), jit_compile=jit_compile
+    )
     return TrainStep(
-        phase, model, optimizer, strategy, clip_norm, loss_scale, shard_update, reduce_dtype
+        phase, verifier, model, optimizer, strategy, clip_norm, loss_scale, shard_update, reduce_dtype
     )
 
 
@@ -163,6 +174,7 @@ class TrainStep:
     def __init__(
         self,
         phase: ReplicaPhase,
+        verifier: Verifier,
         model: Any,
         optimizer: Any,
         strategy: tf.distribute.Strategy,
@@ -177,6 +189,7 @@ class TrainStep:
         self.strategy = strategy
         self.metrics = phase.metrics
         self._phase = phase
+        self._verifier = verifier
         self._clip_norm = clip_norm
         self._asked_loss_scale = loss_scale
         self._asked_shard_update = shard_update
@@ -184,7 +197,6 @@ class TrainStep:
         self._travel_as = None if reduce_dtype is None else tf.as_dtype(reduce_dtype)
         self._layers: list[Any] = []
         self._seen_a_batch = False
-        self._checks = 3
         self._functions: dict[Any, tuple[BatchFunction, MultiStep, MultiStep]] = {}
         self._use(None)
         if model.built:
@@ -207,8 +219,10 @@ class TrainStep:
         """
         if not self._is_current():
             self._prepare(self._function.spec_of(batch))
+        if self._verifier.is_due:
+            return self._verified(batch)
         logs = dict(self._function(batch))
-        self._check_copies()
+        del logs[TERMS]
         return logs
 
     @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
@@ -226,9 +240,7 @@ class TrainStep:
         """
         if not self._is_current():
             self._prepare(self._multistep.batch_spec(iterator))
-        logs = self._multistep(iterator, steps)
-        self._check_copies()
-        return logs
+        return self._run(self._multistep, iterator, steps)
 
     @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
     def totals(self, iterator: Any, steps: int) -> dict[str, Any]:
@@ -240,18 +252,46 @@ class TrainStep:
         """
         if not self._is_current():
             self._prepare(self._adding.batch_spec(iterator))
-        logs = self._adding(iterator, steps)
-        self._check_copies()
+        logs = self._run(self._adding, iterator, steps)
         sums = {name[len(_SUM) :]: logs[name] for name in logs if name.startswith(_SUM)}
         others = {"steps": logs["steps"], "rows": logs["weight"], "skipped": logs["skipped"]}
         return {**others, **sums}
 
-    def _check_copies(self) -> None:
-        """Looks at what layers assigned in the first calls: a batch may be too small to tell."""
-        if self._checks and self._phase.assigned and not tf.inside_function():
-            self._checks -= 1
-            if warn_about_copies(self.strategy, self.model, self._phase.assigned):
-                self._checks = 0
+    @property
+    def verification(self) -> Verification | None:
+        """How the last verified step compares with one device; None before the first."""
+        return self._verifier.verification
+
+    def _verified(self, batch: Any) -> dict[str, Any]:
+        """Trains on a batch and compares the step with one device."""
+        expected = self._verifier.expect(self._function.shards(batch), self._scale())
+        logs = dict(self._function(batch))
+        terms = logs.pop(TERMS)
+        if expected is not None:
+            self._verifier.conclude(expected, terms)
+        return logs
+
+    def _run(self, multistep: MultiStep, iterator: Any, steps: Any) -> dict[str, Any]:
+        """Trains on up to ``steps`` batches; those to be verified one by one."""
+        multistep.check(iterator, steps)
+        carry = None
+        while self._verifier.is_due:
+            first = multistep.take(iterator)
+            if first is None:
+                break
+            shards, single = first
+            expected = self._verifier.expect(shards, self._scale())
+            logs, carry, terms = multistep(single, 1, carry)
+            if expected is not None:
+                self._verifier.conclude(expected, terms)
+            steps = steps - 1
+            if steps == 0:
+                return logs
+        logs, _, _ = multistep(iterator, steps, carry)
+        return logs
+
+    def _scale(self) -> Any:
+        return None if self.loss_scale is None else self.loss_scale.value()
 
     def _is_current(self) -> bool:
         """Whether everything was prepared, and no layer was frozen or thawed since."""
@@ -319,7 +359,8 @@ class TrainStep:
         rows = tf.cast(shards.global_rows, tf.float32)
         losses = {n: logs[n] for n in logs if n == "loss" or isinstance(n, OutputLoss)}
         sums = {_SUM + name: value * rows for name, value in losses.items()}
-        return {"loss": tf.zeros([]), "weight": rows, "skipped": logs["skipped"], **sums}
+        kept = {name: logs[name] for name in ("skipped", TERMS)}
+        return {"loss": tf.zeros([]), "weight": rows, **kept, **sums}
 
     def _places(self, sharded: ShardedUpdate) -> list[str]:
         """Where what the replicas return is added: gradients with their owners."""
@@ -370,6 +411,7 @@ class TrainStep:
         if self._clip_norm is not None:
             gradients = clipped(gradients, self._clip_norm, norm)
         logs = {**logs, "loss": logs["loss"] + penalty, "gradient_norm": tf.cast(norm, tf.float32)}
+        logs[TERMS] = stats
         return [tf.cast(g, v.dtype) for g, v in zip(gradients, self._trained, strict=True)], logs
 
     def _update(self, gradients: Any, finite: Any, loss: Any, after: Sequence[Any]) -> None:

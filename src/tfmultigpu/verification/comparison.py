@@ -1,0 +1,169 @@
+"""Comparing what a step computed with what one device computed."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import numpy as np
+import tensorflow as tf
+
+from tfmultigpu.verification.one_device import Computed
+from tfmultigpu.verification.outcome import Difference
+from tfmultigpu.verification.rounding import MARGIN, Rounding, largest_difference
+
+__all__ = ["Deviation", "beyond_rounding", "compare_gradients", "compare_states", "compare_terms"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Deviation:
+    """One quantity that lies further apart than rounding explains.
+
+    Attributes:
+        kind: What it is of.
+        index: The number of the term or of the trained variable, or the ``id`` of a state.
+        difference: The quantity with both numbers.
+        distance: How far they lie apart.
+        weight: Whether it is the weight of a term and not its sum.
+    """
+
+    kind: Literal["term", "state", "gradient"]
+    index: int
+    difference: Difference
+    distance: float
+    weight: bool = False
+
+
+def compare_terms(
+    terms: Sequence[Any], one: Any, replicas: Any, rounding: Rounding
+) -> list[Deviation]:
+    """Compares the sums and weights of the terms of a loss.
+
+    Args:
+        terms: The terms, of which names and kinds are used.
+        one: Their sums, then their weights, on one device.
+        replicas: The same, added over the replicas.
+        rounding: The rounding of the model.
+    """
+    one, replicas = np.asarray(one), np.asarray(replicas)
+    count = len(terms)
+    found = []
+    for i, term in enumerate(terms):
+        elements = float(np.abs(one[count + i]))
+        for place in (i, count + i):
+            if place != i and term.fixed:
+                continue  # The same on every shard, and not to be added.
+            exact = 0.0 if place == i else rounding.bound
+            bound = rounding.of_sum(one.dtype, elements) - exact
+            apart = largest_difference(one[place : place + 1], replicas[place : place + 1], bound)
+            if apart is not None:
+                name = _name(i, term) if place == i else f"the weight of {_name(i, term)}"
+                means = _means(apart[:2], term, one[count + i], replicas[count + i], place != i)
+                difference = Difference(name, *means)
+                found.append(Deviation("term", i, difference, apart[2], place != i))
+    return found
+
+
+def compare_states(
+    variables: Sequence[Any], computed: Computed, strategy: Any, rounding: Rounding
+) -> list[Deviation]:
+    """Compares what layers and metrics assigned, on every replica of this process.
+
+    Args:
+        variables: The variables that one device assigned to, Keras variables.
+        computed: What one device computed.
+        strategy: The strategy they live on; over several workers a collective.
+        rounding: The rounding of the model.
+    """
+    found = []
+    for variable in variables:
+        bound = rounding.of_sum(variable.dtype, 1.0) if _is_float(variable) else 0.0
+        for value in _copies(variable, strategy):
+            apart = largest_difference(computed.states[id(variable)], value, bound)
+            if apart is not None:
+                difference = Difference(f"the state {variable.path!r}", *apart[:2])
+                found.append(Deviation("state", id(variable), difference, apart[2]))
+                break
+    return found
+
+
+def compare_gradients(
+    variables: Sequence[Any], computed: Computed, gradients: Sequence[Any], rounding: Rounding
+) -> list[Deviation]:
+    """Compares the gradients of the trained variables before clipping.
+
+    Args:
+        variables: The trained variables.
+        computed: What one device computed.
+        gradients: What the replicas computed; None for variables without.
+        rounding: The rounding of the model.
+    """
+    found = []
+    pairs = list(zip(computed.gradients, gradients, strict=True))
+    largest = max([np.max(np.abs(one), initial=0.0) for one, _ in pairs if one is not None] or [0])
+    for i, (one, replicas) in enumerate(pairs):
+        if one is None and replicas is None:
+            continue
+        shape = variables[i].shape
+        one = np.zeros(shape) if one is None else one
+        other = np.zeros(shape) if replicas is None else np.asarray(replicas, "float64")
+        # A gradient that cancels to nothing is as exact as the numbers that cancel.
+        scale = max(np.max(np.abs(one), initial=0.0), 1e-3 * largest)
+        relative = rounding.of_sum("float32", 1.0) * scale / max(np.max(np.abs(one), initial=0.0), 1e-300)
+        apart = largest_difference(one, other, relative)
+        if apart is not None and apart[2] > rounding.bound * scale:
+            difference = Difference(f"the gradient of {variables[i].path!r}", *apart[:2])
+            found.append(Deviation("gradient", i, difference, apart[2]))
+    return found
+
+
+def beyond_rounding(
+    found: Sequence[Deviation], changes: Computed, terms: int
+) -> list[Deviation]:
+    """Returns the deviations that are larger than moving the weights by one rounding explains.
+
+    Args:
+        found: The deviations.
+        changes: How far the results change; see ``OneDevice.changes_by_rounding``.
+        terms: The number of terms.
+    """
+
+    def change(one: Deviation) -> float:
+        if one.kind == "term":
+            return float(changes.stats[one.index + terms * one.weight])
+        if one.kind == "state":
+            return float(np.max(changes.states[one.index], initial=0.0))
+        gradient = changes.gradients[one.index]
+        return 0.0 if gradient is None else float(np.max(gradient, initial=0.0))
+
+    # Not `distance <= ...`: what is not finite is beyond any rounding.
+    return [one for one in found if not one.distance <= MARGIN * change(one)]
+
+
+def _copies(variable: Any, strategy: Any) -> list[Any]:
+    """The value of a variable as it is read beside the replicas, and each copy of it."""
+    inner = variable.value
+    values = [tf.convert_to_tensor(inner)]
+    if getattr(inner, "synchronization", None) != tf.VariableSynchronization.ON_READ:
+        values += strategy.experimental_local_results(inner)
+    return [value.numpy() for value in values]
+
+
+def _name(index: int, term: Any) -> str:
+    if term.name is not None:
+        return f"the loss of output {term.name!r}"
+    return "the loss" if index == 0 else "an added loss"
+
+
+def _means(
+    sums: tuple[float, float], term: Any, one: float, other: float, is_weight: bool
+) -> tuple[float, float]:
+    """What a user knows: the loss, not its sum."""
+    if is_weight or term.fixed or not one or not other:
+        return sums
+    return sums[0] / float(one), sums[1] / float(other)
+
+
+def _is_float(variable: Any) -> bool:
+    return bool(tf.as_dtype(variable.dtype).is_floating)

@@ -1,0 +1,61 @@
+"""Finding operations of a graph that change something when they run, or that no two runs repeat."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+__all__ = ["CannotVerifyError", "check_changes_nothing"]
+
+
+class CannotVerifyError(Exception):
+    """The forward pass cannot be tried; the message says why, as the end of a sentence."""
+
+
+_HARMLESS = re.compile(
+    r"ReadVariableOp|VarHandleOp|VarIsInitializedOp|VariableShape|ResourceGather(Nd)?|Assert|Print"
+    r"(V2)?|(Stateful)?PartitionedCall|If|While|Case|LookupTable(Find|Size|Export)(V2)?"
+    r"|CudnnRNNV[23]|Placeholder\w*"
+)
+_CHANGES = re.compile(
+    r"Assign\w*|Resource(Scatter|Apply|SparseApply|CountUpTo|StridedSliceAssign)\w*"
+    r"|LookupTable(Insert|Import|Remove)\w*|(Eager)?PyFunc|Iterator\w*|\w*Queue\w*|Rng\w*"
+    r"|Stateful(Uniform|Standard|Random|Truncated)\w*|Write\w*|Stack(Push|Pop)\w*"
+)
+_NOT_REPEATED = re.compile(
+    r"Random(Uniform|StandardNormal|Gamma|Poisson|Shuffle)\w*|TruncatedNormal"
+    r"|ParameterizedTruncatedNormal|Multinomial|StatefulRandomBinomial"
+)
+
+
+def check_changes_nothing(graph: Any, operations: Sequence[Any]) -> None:
+    """Checks that operations, and the functions they call, change nothing when they run.
+
+    Args:
+        graph: The graph they are in.
+        operations: The operations to look at.
+
+    Raises:
+        CannotVerifyError: One changes something, or draws numbers that no two runs share.
+    """
+    kinds = {one.type for one in operations if one.op_def.is_stateful}
+    library = graph.as_graph_def().library.function
+    inner = {node.op for function in library for node in function.node_def}
+    for kind in sorted(kinds | {one for one in inner if _CHANGES.fullmatch(one)}):
+        if _NOT_REPEATED.fullmatch(kind):
+            raise CannotVerifyError(_draws(kind))
+        if not _HARMLESS.fullmatch(kind):
+            raise CannotVerifyError(
+                f"the forward pass runs {kind!r}, which may change something each time it runs"
+            )
+    drawn = sorted(one for one in inner if _NOT_REPEATED.fullmatch(one))
+    if drawn:
+        raise CannotVerifyError(_draws(drawn[0]))
+
+
+def _draws(kind: str) -> str:
+    return (
+        f"the forward pass draws by {kind!r}, which no two runs repeat; draw by keras.random with "
+        "a keras.random.SeedGenerator"
+    )

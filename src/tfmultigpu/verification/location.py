@@ -1,0 +1,175 @@
+"""Finding the first layer or loss whose result depends on how a batch was cut."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfmultigpu import rows as rows_lib
+from tfmultigpu.batches import Shards, per_replica
+from tfmultigpu.objectives import Objective
+from tfmultigpu.randomness import HeldRows, drawing_rows
+from tfmultigpu.reductions import sum_over_replicas
+from tfmultigpu.seeds import global_seeds
+from tfmultigpu.traces import Traces
+from tfmultigpu.verification.one_device import sharing_seeds
+from tfmultigpu.verification.rounding import Rounding, largest_difference
+from tfmultigpu.verification.trial import Trial, try_forward
+
+__all__ = ["Located", "locate_in_parts", "locate_on_replicas"]
+
+_HALVES = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Located:
+    """What depends on the cut.
+
+    Attributes:
+        layer: The first layer, or operation of Keras, whose output does; None if all agree.
+        stats: The sums of the terms, then their weights: of one device, and added over the parts.
+        in_parts: Whether the batch was cut on one device and not over the replicas.
+    """
+
+    layer: Any
+    stats: tuple[Any, Any]
+    in_parts: bool = False
+
+
+def locate_on_replicas(
+    objective: Objective,
+    strategy: tf.distribute.Strategy,
+    shards: Shards,
+    batch: Any,
+    training: bool,
+    rounding: Rounding,
+) -> Located:
+    """Runs the forward pass in one piece and on the replicas, and compares layer by layer.
+
+    With the weights as they are now: what depends on the cut does so with any weights. Every worker
+    must call it.
+
+    Args:
+        objective: The model and its losses.
+        strategy: The strategy of the model.
+        shards: A batch as the replicas of this process have it.
+        batch: All rows of that batch.
+        training: Whether layers behave as in training.
+        rounding: The rounding of the model.
+    """
+
+    def parts(shards: Shards, trials: list[Trial]) -> tuple[Any, list[Any]]:
+        def replica(shard: Any, weight: Any) -> Any:
+            with drawing_rows(HeldRows.of(shards, shard, seeds)):
+                trial = try_forward(
+                    objective, shard, training, row_weight=weight, record_calls=True
+                )
+            trials.append(trial)
+            return trial.stats, _outputs(trial)
+
+        weight = rows_lib.row_weight(shards.global_rows, strategy.num_replicas_in_sync)
+        with global_seeds(strategy) as seeds:
+            stats, outputs = strategy.run(replica, (per_replica(strategy, shards.local), weight))
+        local = strategy.experimental_local_results
+        added = sum_over_replicas(strategy, [[one] for one in local(stats)])[0][0]
+        return added, [list(one) for one in zip(*map(local, outputs), strict=True)]
+
+    first = np.asarray(shards.offsets)
+    places = [(int(first[r]), int(first[r + 1])) for r in rows_lib.local_replicas(strategy)]
+    return _locate(objective, strategy, shards, batch, training, rounding, parts, places)
+
+
+def locate_in_parts(
+    objective: Objective,
+    strategy: tf.distribute.Strategy,
+    batch: Any,
+    training: bool,
+    rounding: Rounding,
+) -> Located:
+    """Runs the forward pass in one piece and in two, on one device, and compares layer by layer.
+
+    Args:
+        objective: The model and its losses.
+        strategy: The strategy of the model.
+        batch: A batch of at least two rows.
+        training: Whether layers behave as in training.
+        rounding: The rounding of the model.
+    """
+    rows = int(rows_lib.count_rows(batch))
+
+    def parts(shards: Shards, trials: list[Trial]) -> tuple[Any, list[Any]]:
+        (shard,) = shards.local
+        found = []
+        with global_seeds(tf.distribute.get_strategy()) as seeds:
+            held = HeldRows.of(shards, shard, seeds)
+            for number in range(_HALVES):
+                part = rows_lib.cut_part(shard, _HALVES, number)
+                with drawing_rows(held.part(shard, _HALVES, number)):
+                    trials.append(try_forward(objective, part, training, record_calls=True))
+                found.append(_outputs(trials[-1]))
+        return tf.add_n([trial.stats for trial in trials]), found
+
+    shards = Shards([batch], tf.constant([0, rows], tf.int64))
+    places = [(0, rows // _HALVES), (rows // _HALVES, rows)]
+    found = _locate(objective, strategy, shards, batch, training, rounding, parts, places)
+    return dataclasses.replace(found, in_parts=True)
+
+
+def _locate(
+    objective: Objective,
+    strategy: tf.distribute.Strategy,
+    shards: Shards,
+    batch: Any,
+    training: bool,
+    rounding: Rounding,
+    parts: Callable[[Shards, list[Trial]], tuple[Any, list[Any]]],
+    places: list[tuple[int, int]],
+) -> Located:
+    whole: list[Trial] = []
+    cut: list[Trial] = []
+
+    def run(copies: list[Any], further: list[Any]) -> Any:
+        given, *local = copies
+        with sharing_seeds(strategy):
+            whole.append(try_forward(objective, given, training, record_calls=True))
+            found = parts(Shards(local, further[0]).with_open_rows(), cut)
+        return (whole[0].stats, _outputs(whole[0])), found
+
+    copies = [tf.nest.flatten(one) for one in (batch, *shards.local)]
+    (stats, outputs), (added, pieces) = Traces(run)(batch, copies, [shards.offsets])
+    rows = int(shards.global_rows)
+    layers = [layer for layer, tensors in whole[0].calls for _ in tensors]
+    alike = [layer for layer, tensors in cut[0].calls for _ in tensors]
+    if layers != alike:
+        return Located(None, (stats.numpy(), added.numpy()))
+    for i, layer in enumerate(layers):
+        for place, piece in zip(places, pieces, strict=True):
+            if _differ(outputs[i].numpy(), piece[i].numpy(), place, rows, rounding):
+                return Located(layer, (stats.numpy(), added.numpy()))
+    return Located(None, (stats.numpy(), added.numpy()))
+
+
+def _outputs(trial: Trial) -> list[Any]:
+    return [tf.cast(one, tf.float64) for _, tensors in trial.calls for one in tensors]
+
+
+def _differ(
+    whole: Any, piece: Any, place: tuple[int, int], rows: int, rounding: Rounding
+) -> bool:
+    """Returns whether a piece is not what these rows are in the whole."""
+    begin, end = place
+    candidates = [whole]
+    if whole.ndim and whole.shape[0] and whole.shape[0] % rows == 0:
+        # Several rows of a layer for one of the batch: side by side, or block after block.
+        times = whole.shape[0] // rows
+        blocks = whole.reshape(times, rows, *whole.shape[1:])[:, begin:end]
+        candidates += [whole[begin * times : end * times], blocks.reshape(-1, *whole.shape[1:])]
+    bound = 1000.0 * rounding.bound
+    return not any(
+        one.shape == piece.shape and largest_difference(one, piece, bound) is None
+        for one in candidates
+    )

@@ -1,0 +1,100 @@
+"""A forward pass that changes nothing: what a model and its losses give for a batch."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import tensorflow as tf
+
+from tfmultigpu import _bridge
+from tfmultigpu.objectives import Objective, stack
+from tfmultigpu.verification.effects import CannotVerifyError, check_changes_nothing
+
+__all__ = ["Trial", "try_forward"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Trial:
+    """What one forward pass gave.
+
+    Attributes:
+        terms: The terms of the loss; see ``Objective``.
+        stats: Their sums, then their weights; see ``objectives.stack``.
+        states: The variables that layers and metrics assigned to, Keras variables.
+        values: What they would have been assigned.
+        calls: Each layer call that ended, in order, with its dense outputs.
+    """
+
+    terms: Sequence[Any]
+    stats: Any
+    states: list[Any]
+    values: list[Any]
+    calls: list[tuple[Any, list[Any]]]
+
+
+def try_forward(
+    objective: Objective,
+    batch: Any,
+    training: bool,
+    *,
+    row_weight: Any = None,
+    weights: Sequence[tuple[Any, Any]] = (),
+    record_calls: bool = False,
+) -> Trial:
+    """Runs a model and its losses in a graph, and assigns nothing.
+
+    Args:
+        objective: The model and its losses.
+        batch: A batch, or a part of one.
+        training: Whether layers behave as in training.
+        row_weight: What each row counts; 1 if None.
+        weights: Keras variables with the values to compute with in place of theirs.
+        record_calls: Whether the outputs of layers are wanted.
+
+    Raises:
+        CannotVerifyError: Running the pass would change something all the same.
+    """
+    scope = _trial_scope(weights)
+    graph = tf.compat.v1.get_default_graph()
+    before = len(graph.get_operations())
+    recording = _bridge.recording_calls() if record_calls else nullcontext([])
+    with scope, _bridge.recording_assignments() as assigned, recording as calls:
+        terms, _ = objective(batch, training=training)
+    check_changes_nothing(graph, graph.get_operations()[before:])
+    lost = [one.path for one in assigned if scope.get_current_value(one) is None]
+    if lost:
+        raise CannotVerifyError(
+            f"a layer assigns {lost[0]!r} inside a loop or a branch, where it cannot be followed"
+        )
+    states = {id(one): one for one in assigned if not one.trainable}
+    values = [scope.get_current_value(one) for one in states.values()]
+    dense = [(layer, _dense_outputs(outputs, graph)) for layer, outputs in calls]
+    return Trial(terms, stack(terms, row_weight), list(states.values()), values, dense)
+
+
+def _trial_scope(weights: Sequence[tuple[Any, Any]]) -> Any:
+    import keras
+
+    class TrialScope(keras.StatelessScope):  # type: ignore[misc]
+        """Notes assignments; those of an inner graph have no value outside of it."""
+
+        graph = tf.compat.v1.get_default_graph()
+
+        def add_update(self, update: tuple[Any, Any]) -> None:
+            variable, value = update
+            if getattr(value, "graph", None) is self.graph:
+                super().add_update(update)
+
+    return TrialScope(list(weights))
+
+
+def _dense_outputs(outputs: Any, graph: Any) -> list[Any]:
+    """Dense numbers among the outputs of a layer; a loop inside the layer keeps its own."""
+    return [
+        one
+        for one in tf.nest.flatten(outputs)
+        if isinstance(one, tf.Tensor) and one.graph is graph and one.dtype.is_floating
+    ]

@@ -1,0 +1,304 @@
+"""Holding a step to what one device computes on the same global batch."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfmultigpu.batches import Shards, as_tensor
+from tfmultigpu.errors import ReplicaDependenceWarning, UnverifiedWarning
+from tfmultigpu.objectives import Objective
+from tfmultigpu.scopes import all_layers
+from tfmultigpu.verification.advice import (
+    advice_for_layer,
+    advice_for_loss,
+    advice_for_state,
+    name_of,
+)
+from tfmultigpu.verification.comparison import (
+    Deviation,
+    beyond_rounding,
+    compare_gradients,
+    compare_states,
+    compare_terms,
+)
+from tfmultigpu.verification.effects import CannotVerifyError
+from tfmultigpu.verification.global_batch import first_rows, join, size_in_bytes
+from tfmultigpu.verification.location import Located, locate_in_parts, locate_on_replicas
+from tfmultigpu.verification.one_device import Computed, OneDevice
+from tfmultigpu.verification.outcome import Verification
+from tfmultigpu.verification.rounding import Rounding
+from tfmultigpu.worker_exchange import WorkerExchange
+
+__all__ = ["Expected", "Verifier", "check_verify"]
+
+_ATTEMPTS = 3
+_GATHERED_BYTES = 64 * 2**20
+_PART_ROWS = 4
+
+
+def check_verify(verify: Any) -> None:
+    """Checks the argument ``verify`` of a step.
+
+    Raises:
+        ValueError: It is neither True, False, ``"first"`` nor ``"gradients"``.
+    """
+    if not isinstance(verify, bool) and verify not in ("first", "gradients"):
+        raise ValueError(
+            f"verify is 'first', True, False or 'gradients'. Received: verify={verify!r}."
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Expected:
+    """What a step is held to.
+
+    Attributes:
+        shards: The batch the step is about to take, as this process has it.
+        batch: All rows of it; None if they were not put together.
+        computed: What one device computes for them, or None.
+        loss_scale: What the step multiplies the loss by.
+        reason: Why only a part of the batch can be compared.
+        failure: Why nothing can be compared.
+    """
+
+    shards: Shards
+    batch: Any = None
+    computed: Computed | None = None
+    loss_scale: Any = 1.0
+    reason: str = ""
+    failure: str = ""
+
+
+class Verifier:
+    """Compares what a step computes with what one device computes, changing nothing.
+
+    Attributes:
+        verification: The last outcome; None before the first.
+        wants_gradients: Whether ``conclude`` is to be given gradients.
+    """
+
+    verification: Verification | None = None
+
+    def __init__(
+        self,
+        objective: Objective,
+        strategy: tf.distribute.Strategy,
+        verify: bool | str,
+        *,
+        micro_batches: int = 1,
+        jit_compile: bool = False,
+        training: bool = True,
+    ) -> None:
+        """Takes what a step was given; ``verify`` as ``check_verify`` allows."""
+        self.wants_gradients = verify == "gradients"
+        self._objective = objective
+        self._strategy = strategy
+        self._training = training
+        self._micro_batches = micro_batches
+        self._always = verify is True
+        needed = strategy.num_replicas_in_sync > 1 or micro_batches > 1
+        self._attempts = _ATTEMPTS if verify and needed else 0
+        self._exchange = WorkerExchange(strategy)
+        self._one_device = OneDevice(
+            objective,
+            strategy,
+            training=training,
+            gradients=self.wants_gradients,
+            jit_compile=jit_compile,
+        )
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the next step is to be verified."""
+        return self._attempts > 0 and not tf.inside_function()
+
+    def expect(self, shards: Shards, loss_scale: Any = None) -> Expected | None:
+        """Computes what one device would give for a batch, before the step takes it.
+
+        Args:
+            shards: The batch as the replicas of this process have it.
+            loss_scale: What the step multiplies the loss by, or None.
+
+        Returns:
+            What ``conclude`` is to be given after the step; None if the batch shows nothing.
+        """
+        rows = int(shards.global_rows)
+        if rows < max(self._strategy.num_replicas_in_sync, 2):
+            self._attempts -= 0 if self._always else 1
+            reason = "the batch had fewer rows than there are replicas, so each computed all of it"
+            self.verification = Verification("not verified", 0, rows, reason)
+            return None
+        scale = 1.0 if loss_scale is None else loss_scale
+        local = tf.nest.map_structure(as_tensor, shards.local)
+        expected = Expected(shards._replace(local=local), loss_scale=scale)
+        workers = self._exchange.workers
+        if workers > 1:
+            largest = int(self._exchange([size_in_bytes(expected.shards)]).max())
+            if workers * largest > _GATHERED_BYTES:
+                return dataclasses.replace(expected, reason="workers do not send so large a batch")
+        return self._alike(self._computed(expected))
+
+    def conclude(self, expected: Expected, stats: Any, gradients: Sequence[Any] = ()) -> None:
+        """Compares what the step computed, and warns if it differs from one device.
+
+        Args:
+            expected: What ``expect`` returned.
+            stats: The sums of the terms of the loss over all replicas, then their weights.
+            gradients: The gradients before clipping, None for variables without; empty if they
+                were not asked for.
+        """
+        self._attempts = self._attempts if self._always else 0
+        rows = int(expected.shards.global_rows)
+        if expected.failure:
+            self.verification = Verification("not verified", 0, rows, expected.failure)
+            warnings.warn(
+                f"The step could not be held to one device: {expected.failure}. A result that "
+                "depends on how the batch is cut would not be noticed. To leave the check out, "
+                "write verify=False.",
+                UnverifiedWarning,
+                stacklevel=4,
+            )
+            return
+        if expected.computed is None:
+            self._conclude_from_part(expected)
+            return
+        found = self._compare(expected.computed, stats, gradients)
+        if self._on_any_worker(found):
+            found = self._beyond_rounding(expected, found)
+        if not self._on_any_worker(found):
+            self.verification = Verification("same", rows, rows)
+            return
+        located = self._locate(first_rows(expected.shards, _PART_ROWS))
+        self._report(found, located, rows, expected)
+
+    def _conclude_from_part(self, expected: Expected) -> None:
+        part = first_rows(expected.shards, _PART_ROWS)
+        rows, total = int(part.global_rows), int(expected.shards.global_rows)
+        located = self._locate(part)
+        found: list[Deviation] = []
+        if located is not None:
+            found = self._compare_terms(*located.stats)
+        if self._on_any_worker(found):
+            self._report(found, located, rows, expected)
+        else:
+            outcome = "not verified" if located is None else "same"
+            self.verification = Verification(outcome, rows, total, expected.reason)
+
+    def _computed(self, expected: Expected) -> Expected:
+        """What one device computes, or why that cannot be had."""
+        try:
+            batch = join(self._strategy, expected.shards)
+            computed = self._one_device.compute(batch, expected.loss_scale)
+        except tf.errors.ResourceExhaustedError:
+            reason = "one device has not enough memory for the whole batch"
+            return dataclasses.replace(expected, reason=reason)
+        except CannotVerifyError as error:
+            return dataclasses.replace(expected, failure=str(error))
+        except Exception as error:  # The user's code may raise anything; training goes on.
+            first = str(error).strip().split("\n")[0]
+            failure = f"the forward pass fails outside of replicas, {type(error).__name__}: {first}"
+            return dataclasses.replace(expected, failure=failure)
+        return dataclasses.replace(expected, batch=batch, computed=computed)
+
+    def _alike(self, expected: Expected) -> Expected:
+        """What all workers can hold a step to: none of them may be left waiting for another."""
+        if self._exchange.workers == 1:
+            return expected
+        partly, failed = self._exchange(
+            [bool(expected.reason), bool(expected.failure)]
+        ).max(axis=0)
+        if failed:
+            failure = expected.failure or "another worker could not compute the batch by itself"
+            return dataclasses.replace(expected, failure=failure)
+        if partly:
+            reason = expected.reason or "another worker has not enough memory for the whole batch"
+            return dataclasses.replace(expected, reason=reason, batch=None, computed=None)
+        return expected
+
+    def _on_any_worker(self, found: Sequence[Deviation]) -> bool:
+        if self._exchange.workers == 1:
+            return bool(found)
+        return bool(self._exchange([bool(found)]).any())
+
+    @property
+    def _rounding(self) -> Rounding:
+        return Rounding(all_layers(self._objective.model))
+
+    def _compare_terms(self, one: Any, replicas: Any) -> list[Deviation]:
+        return compare_terms(self._one_device.terms, one, replicas, self._rounding)
+
+    def _compare(
+        self, computed: Computed, stats: Any, gradients: Sequence[Any]
+    ) -> list[Deviation]:
+        found = self._compare_terms(computed.stats, stats)
+        states = self._one_device.states
+        found += compare_states(states, computed, self._strategy, self._rounding)
+        if self.wants_gradients:
+            variables = self._objective.model.trainable_variables
+            found += compare_gradients(variables, computed, gradients, self._rounding)
+        return found
+
+    def _beyond_rounding(
+        self, expected: Expected, found: Sequence[Deviation]
+    ) -> list[Deviation]:
+        changes = self._one_device.changes_by_rounding(
+            expected.batch, self._rounding.compute, expected.loss_scale
+        )
+        return beyond_rounding(found, changes, len(self._one_device.terms))
+
+    def _locate(self, part: Shards) -> Located | None:
+        """The first layer that depends on the cut; None if looking for it fails."""
+        given = self._objective, self._strategy
+        how = self._training, self._rounding
+        try:
+            batch = join(self._strategy, part)
+            if self._strategy.num_replicas_in_sync == 1:
+                return locate_in_parts(*given, batch, *how)
+            located = locate_on_replicas(*given, part, batch, *how)
+            if located.layer is None and self._micro_batches > 1:
+                return locate_in_parts(*given, batch, *how)
+        except Exception as error:  # As above; the difference itself is known.
+            del error
+            return None
+        return located
+
+    def _report(
+        self,
+        found: Sequence[Deviation],
+        located: Located | None,
+        rows: int,
+        expected: Expected,
+    ) -> None:
+        culprit, advice = self._explain(found, located)
+        self.verification = Verification(
+            "different",
+            rows,
+            int(expected.shards.global_rows),
+            expected.reason,
+            tuple(one.difference for one in found),
+            culprit,
+            advice,
+        )
+        warnings.warn(str(self.verification), ReplicaDependenceWarning, stacklevel=5)
+
+    def _explain(
+        self, found: Sequence[Deviation], located: Located | None
+    ) -> tuple[str, str]:
+        """The first thing that depends on the cut, and the line to write."""
+        by_parts = located is not None and located.in_parts
+        if located is not None and located.layer is not None:
+            layer = located.layer
+            return name_of(layer), advice_for_layer(layer, by_micro_batches=by_parts)
+        states = [one.difference.quantity for one in found if one.kind == "state"]
+        terms = [one.difference.quantity for one in found if one.kind == "term"]
+        if terms:
+            return terms[0], advice_for_loss(by_micro_batches=by_parts)
+        if states:
+            return states[0], advice_for_state()
+        return "", advice_for_loss(by_micro_batches=by_parts)
