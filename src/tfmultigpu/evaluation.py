@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any, NamedTuple
 
@@ -12,13 +13,14 @@ from tfmultigpu.batches import BatchFunction, Shards, per_replica
 from tfmultigpu.errors import DataError
 from tfmultigpu.gathering import gather_rows
 from tfmultigpu.metrics import build_metrics, check_metrics, holds_what_counts, update_metrics
-from tfmultigpu.multistep import MultiStep
+from tfmultigpu.multistep import TERMS, MultiStep
 from tfmultigpu.objectives import Layout, Objective, regularization, stack
 from tfmultigpu.outputs import unpack_batch
 from tfmultigpu.randomness import HeldRows, drawing_rows
 from tfmultigpu.reductions import sum_over_replicas
 from tfmultigpu.scopes import check_backend, check_kinds, prepare_model
 from tfmultigpu.seeds import GlobalSeeds, global_seeds
+from tfmultigpu.verification import Verification, Verifier, check_verify
 
 __all__ = ["EvalStep", "PredictStep", "Totals", "make_eval_step", "make_predict_step"]
 
@@ -32,6 +34,7 @@ def make_eval_step(
     weighted_metrics: Any = (),
     loss_weights: Any = None,
     forward: Any = None,
+    verify: bool | str = "first",
 ) -> EvalStep:
     """Makes a step that computes loss and metrics without training.
 
@@ -43,6 +46,8 @@ def make_eval_step(
         weighted_metrics: The same, updated with sample weights.
         loss_weights: A number, or a dict or list of numbers, one per output.
         forward: ``f(model, batch, training) -> LossSum``.
+        verify: When to hold a step to what one device computes: ``"first"``, True for every step,
+            or False. See ``make_train_step``.
 
     Returns:
         The step: ``logs = step(batch)`` with ``"loss"`` and ``"weight"``, and
@@ -65,17 +70,23 @@ def make_eval_step(
     check_kinds(model, strategy)
     check_metrics(metrics, strategy)
     check_metrics(weighted_metrics, strategy)
+    check_verify(verify)
     objective = Objective.of(model, loss, loss_weights, forward)
     objective.check_metrics_allowed(metrics, weighted_metrics)
-    return EvalStep(objective, strategy, metrics, weighted_metrics)
+    verifier = Verifier(objective, strategy, verify, training=False)
+    return EvalStep(objective, verifier, strategy, metrics, weighted_metrics)
 
 
-def make_predict_step(model: Any, strategy: tf.distribute.Strategy | None = None) -> PredictStep:
+def make_predict_step(
+    model: Any, strategy: tf.distribute.Strategy | None = None, *, verify: bool | str = "first"
+) -> PredictStep:
     """Makes a step that predicts each row of a batch once, in the order of the batch.
 
     Args:
         model: A Keras model created in ``strategy.scope()``.
         strategy: The strategy; ``tf.distribute.get_strategy()`` where None.
+        verify: When to hold predictions, row by row, to those of one device: ``"first"``, True for
+            every step, or False.
 
     Returns:
         The step: ``outputs = step(batch)``, tensors of shape ``[rows of the global batch, ...]`` in
@@ -93,7 +104,10 @@ def make_predict_step(model: Any, strategy: tf.distribute.Strategy | None = None
     check_backend()
     strategy = tf.distribute.get_strategy() if strategy is None else strategy
     check_kinds(model, strategy)
-    return PredictStep(model, strategy)
+    check_verify(verify)
+    return PredictStep(
+        model, Verifier(_Prediction(model), strategy, verify, training=False), strategy
+    )
 
 
 class Totals(NamedTuple):
@@ -133,6 +147,7 @@ class EvalStep:
     def __init__(
         self,
         objective: Objective,
+        verifier: Verifier,
         strategy: tf.distribute.Strategy,
         metrics: Any,
         weighted_metrics: Any,
@@ -140,6 +155,7 @@ class EvalStep:
         """Use ``make_eval_step``, which checks what it is given."""
         self.strategy = strategy
         self._objective = objective
+        self._verifier = verifier
         self._metrics = metrics
         self._weighted_metrics = weighted_metrics
         self._ready = False
@@ -153,14 +169,20 @@ class EvalStep:
         """Evaluates one batch: an element of a distributed dataset, or a whole global batch."""
         if not self._ready:
             self._prepare(self._function.spec_of(batch))
-        return dict(self._function(batch))
+        logs: dict[str, Any] = self._verifier.call(self._function, batch)
+        return logs
+
+    @property
+    def verification(self) -> Verification | None:
+        """How the last verified step compares with one device; None before the first."""
+        return self._verifier.verification
 
     @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
     def run(self, iterator: Any, steps: int) -> dict[str, Any]:
         """Evaluates up to ``steps`` batches in one call; see ``TrainStep.run``."""
         if not self._ready:
             self._prepare(self._multistep.batch_spec(iterator))
-        logs, _, _ = self._multistep(iterator, steps)
+        logs = self._verifier.run(self._multistep, iterator, steps)
         return {name: logs[name] for name in logs if name not in ("gradient_norm", "loss_scale")}
 
     @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
@@ -168,7 +190,7 @@ class EvalStep:
         """Evaluates up to ``steps`` batches in one call, and returns sums and weights undivided."""
         if not self._ready:
             self._prepare(self._adding.batch_spec(iterator))
-        logs, _, _ = self._adding(iterator, steps)
+        logs = self._verifier.run(self._adding, iterator, steps)
         terms = range(len(self._layout.terms))
         sums, weights = (
             [float(logs[f"{what} {i}"]) if f"{what} {i}" in logs else 0.0 for i in terms]
@@ -190,20 +212,22 @@ class EvalStep:
         self._ready = True
 
     def _step(self, shards: Shards) -> dict[str, Any]:
-        sums, weights = self._terms(shards)
+        stats = self._terms(shards)
         rows = tf.cast(shards.global_rows, tf.float64)
-        return self._regularized(self._layout.report(sums, weights, rows))
+        logs = self._layout.report(*self._layout.unstack(stats), rows)
+        return {**self._regularized(logs), TERMS: stats}
 
     def _addends(self, shards: Shards) -> dict[str, Any]:
         """The terms as values that ``MultiStep`` adds up as they are."""
-        sums, weights = self._terms(shards)
+        stats = self._terms(shards)
+        sums, weights = self._layout.unstack(stats)
         logs = {f"sum {i}": value for i, value in enumerate(sums)}
         logs |= {f"weight {i}": value for i, value in enumerate(weights)}
         rows = tf.cast(shards.global_rows, tf.float32)
-        return {"loss": tf.zeros([]), "weight": rows, **logs}
+        return {"loss": tf.zeros([]), "weight": rows, **logs, TERMS: stats}
 
-    def _terms(self, shards: Shards) -> tuple[list[Any], list[Any]]:
-        """Sum and weight of each term of the loss over all replicas; updates the metrics."""
+    def _terms(self, shards: Shards) -> tf.Tensor:
+        """Sums and weights of the terms of the loss over all replicas; updates the metrics."""
         replicas = self.strategy.num_replicas_in_sync
         weight = rows_lib.row_weight(shards.global_rows, replicas) if replicas > 1 else None
         shard = per_replica(self.strategy, shards.local)
@@ -211,7 +235,7 @@ class EvalStep:
             replica = functools.partial(self._replica, shards, seeds)
             result = self.strategy.run(replica, args=(shard, weight))
         local = [[value] for value in self.strategy.experimental_local_results(result)]
-        return self._layout.unstack(sum_over_replicas(self.strategy, local)[0][0])
+        return sum_over_replicas(self.strategy, local)[0][0]
 
     def _regularized(self, logs: dict[str, Any]) -> dict[str, Any]:
         penalty, _ = regularization(self._objective.model.trainable_variables)
@@ -227,6 +251,21 @@ class EvalStep:
         return stack(terms, weight)
 
 
+@dataclasses.dataclass(frozen=True)
+class _Prediction:
+    """A model without losses, as what ``Verifier`` can try.
+
+    Attributes:
+        model: The model.
+    """
+
+    model: Any
+
+    def __call__(self, batch: Any, training: bool) -> tuple[list[Any], Any]:
+        """Returns no terms, and the predictions."""
+        return [], self.model(unpack_batch(batch)[0], training=training)
+
+
 class PredictStep:
     """Predictions for one global batch; what ``make_predict_step`` returns.
 
@@ -234,9 +273,10 @@ class PredictStep:
         strategy: The strategy it runs under.
     """
 
-    def __init__(self, model: Any, strategy: tf.distribute.Strategy) -> None:
+    def __init__(self, model: Any, verifier: Verifier, strategy: tf.distribute.Strategy) -> None:
         """Use ``make_predict_step``, which checks what it is given."""
         self.strategy = strategy
+        self._verifier = verifier
         self._model = model
         self._ready = False
         self._local = rows_lib.local_replicas(strategy)
@@ -248,7 +288,18 @@ class PredictStep:
         if not self._ready:
             prepare_model(self._model, self.strategy, self._function.spec_of(batch))
             self._ready = True
-        return self._function(batch)
+        if not self._verifier.is_due:
+            return self._function(batch)
+        expected = self._verifier.expect(self._function.shards(batch))
+        outputs = self._function(batch)
+        if expected is not None:
+            self._verifier.conclude(expected, [], outputs=outputs)
+        return outputs
+
+    @property
+    def verification(self) -> Verification | None:
+        """How the last verified step compares with one device; None before the first."""
+        return self._verifier.verification
 
     def _step(self, shards: Shards) -> Any:
         def predict(shard: Any) -> Any:

@@ -89,7 +89,7 @@ class MultiStep:
             ValueError: As ``__call__``.
         """
         check_called_from(self.step.strategy)
-        known = steps if isinstance(steps, numbers.Number) else tf.get_static_value(steps)
+        known: Any = steps if isinstance(steps, numbers.Number) else tf.get_static_value(steps)
         if known is not None and (known < 1 or int(known) != known):
             raise ValueError(f"steps is a whole number, at least 1. Received: steps={known}.")
         if isinstance(iterator, ShardSource):

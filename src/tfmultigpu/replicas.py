@@ -33,10 +33,8 @@ class ReplicaPhase:
         present: For each backward pass, which variables have a gradient; known once traced.
         backward_may_fail: Whether the backward pass has operations of its own that can fail; known
             once traced.
-        assigned: The variables that layers assigned to when they were called; known once traced.
     """
 
-    assigned: Sequence[Any] = ()
     backward_may_fail: bool = True
     layout: Layout
     present: list[list[bool]]
@@ -233,9 +231,7 @@ class ReplicaPhase:
         self, shard: Any, weight: Any, global_rows: Any, loss_scale: Any
     ) -> tuple[list[tf.Tensor], list[Output]]:
         with tf.GradientTape(persistent=True) as tape:
-            with _bridge.recording_assignments() as assigned:
-                terms, outputs = self._objective(shard, training=True)
-            self.assigned = assigned
+            terms, outputs = self._objective(shard, training=True)
             if not terms:
                 raise LossError(
                     "There is nothing to minimise: no loss was given and no layer adds one. "

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from tfmultigpu import _bridge
-from tfmultigpu.errors import KerasBackendError, ReplicaDependenceWarning, ScopeError
+from tfmultigpu.errors import KerasBackendError, ScopeError
 from tfmultigpu.outputs import unpack_batch
 
 __all__ = ["all_layers", "check_backend", "check_kinds", "check_scope", "prepare_model", "symbolic"]
@@ -39,8 +38,6 @@ def check_backend() -> None:
 
 _NO_OPTIMIZER = object()
 _LENGTH = 8
-# Two of them only through Equalization, whose histogram is that of all images together.
-_MIX_ROWS = {"AugMix", "CutMix", "Equalization", "MixUp", "RandAugment", "RandomElasticTransform"}
 
 
 def check_kinds(model: Any, strategy: Any, optimizer: Any = _NO_OPTIMIZER) -> None:
@@ -68,16 +65,13 @@ def check_kinds(model: Any, strategy: Any, optimizer: Any = _NO_OPTIMIZER) -> No
         )
 
 
-def prepare_model(
-    model: Any, strategy: tf.distribute.Strategy, batch_spec: Any = None, *, training: bool = False
-) -> None:
+def prepare_model(model: Any, strategy: tf.distribute.Strategy, batch_spec: Any = None) -> None:
     """Checks that a model was created in the scope of a strategy, and builds it there if need be.
 
     Args:
         model: A Keras model.
         strategy: The strategy.
         batch_spec: Type specs of a batch, for a model that has no variables yet.
-        training: Whether it will be trained; some layers are harmless otherwise.
 
     Raises:
         ScopeError: The model was created outside the scope, or cannot be built from the batch.
@@ -87,11 +81,11 @@ def prepare_model(
             _build(model, batch_spec)
     check_scope(model.variables, strategy, "model")
     if strategy.num_replicas_in_sync > 1:
-        _check_layers(model, training)
+        _check_layers(model)
 
 
-def _check_layers(model: Any, training: bool) -> None:
-    """Speaks up about layers that do something else on several replicas than on one device."""
+def _check_layers(model: Any) -> None:
+    """Refuses layers that several replicas cannot run as one device does."""
     import keras
 
     layers = all_layers(model)
@@ -110,35 +104,6 @@ def _check_layers(model: Any, training: bool) -> None:
             f"layers {active[:5]}. Install keras>=3.14 (Python 3.11 or newer), or leave "
             "activity_regularizer out."
         )
-    local = [
-        one.name
-        for one in layers
-        if isinstance(one, keras.layers.BatchNormalization)
-        and not getattr(one, "synchronized", False)
-        and one.trainable
-    ]
-    if local and training:
-        warnings.warn(
-            f"BatchNormalization sees only the rows of its own replica: layers {local[:5]}. The "
-            "result then depends on the number of replicas. For one device's result write "
-            "keras.layers.BatchNormalization(synchronized=True).",
-            ReplicaDependenceWarning,
-            stacklevel=4,
-        )
-    mixing = [one.name for one in layers if type(one).__name__ in _MIX_ROWS and _is_keras(one)]
-    if mixing and training:
-        warnings.warn(
-            "Some layers mix or compare the images of a batch, of which every replica has others. "
-            f"Received: layers {mixing[:5]}. The result then depends on the number of replicas. "
-            "For one device's result apply them to global batches: "
-            "dataset.map(lambda x, y: (layer(x, training=True), y)).",
-            ReplicaDependenceWarning,
-            stacklevel=4,
-        )
-
-
-def _is_keras(layer: Any) -> bool:
-    return type(layer).__module__.split(".")[0] == "keras"
 
 
 def _version(text: str) -> tuple[int, ...]:

@@ -116,9 +116,7 @@ def iterator_of(element: Any, element_spec: Any) -> Any:
         element: A nested structure of tensors.
         element_spec: Its types, in which axes may be open.
     """
-    dataset = tf.data.Dataset.from_generator(
-        lambda: iter([element]), output_signature=element_spec
-    )
+    dataset = tf.data.Dataset.from_generator(lambda: iter([element]), output_signature=element_spec)
     return iter(dataset)
 
 

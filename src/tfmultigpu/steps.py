@@ -146,7 +146,15 @@ def make_train_step(
         objective, strategy, verify, micro_batches=max(counts), jit_compile=jit_compile
     )
     return TrainStep(
-        phase, verifier, model, optimizer, strategy, clip_norm, loss_scale, shard_update, reduce_dtype
+        phase,
+        verifier,
+        model,
+        optimizer,
+        strategy,
+        clip_norm,
+        loss_scale,
+        shard_update,
+        reduce_dtype,
     )
 
 
@@ -219,10 +227,7 @@ class TrainStep:
         """
         if not self._is_current():
             self._prepare(self._function.spec_of(batch))
-        if self._verifier.is_due:
-            return self._verified(batch)
-        logs = dict(self._function(batch))
-        del logs[TERMS]
+        logs: dict[str, Any] = self._verifier.call(self._function, batch, self.loss_scale)
         return logs
 
     @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
@@ -240,7 +245,7 @@ class TrainStep:
         """
         if not self._is_current():
             self._prepare(self._multistep.batch_spec(iterator))
-        return self._run(self._multistep, iterator, steps)
+        return self._verifier.run(self._multistep, iterator, steps, self.loss_scale)
 
     @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
     def totals(self, iterator: Any, steps: int) -> dict[str, Any]:
@@ -252,7 +257,7 @@ class TrainStep:
         """
         if not self._is_current():
             self._prepare(self._adding.batch_spec(iterator))
-        logs = self._run(self._adding, iterator, steps)
+        logs = self._verifier.run(self._adding, iterator, steps, self.loss_scale)
         sums = {name[len(_SUM) :]: logs[name] for name in logs if name.startswith(_SUM)}
         others = {"steps": logs["steps"], "rows": logs["weight"], "skipped": logs["skipped"]}
         return {**others, **sums}
@@ -261,37 +266,6 @@ class TrainStep:
     def verification(self) -> Verification | None:
         """How the last verified step compares with one device; None before the first."""
         return self._verifier.verification
-
-    def _verified(self, batch: Any) -> dict[str, Any]:
-        """Trains on a batch and compares the step with one device."""
-        expected = self._verifier.expect(self._function.shards(batch), self._scale())
-        logs = dict(self._function(batch))
-        terms = logs.pop(TERMS)
-        if expected is not None:
-            self._verifier.conclude(expected, terms)
-        return logs
-
-    def _run(self, multistep: MultiStep, iterator: Any, steps: Any) -> dict[str, Any]:
-        """Trains on up to ``steps`` batches; those to be verified one by one."""
-        multistep.check(iterator, steps)
-        carry = None
-        while self._verifier.is_due:
-            first = multistep.take(iterator)
-            if first is None:
-                break
-            shards, single = first
-            expected = self._verifier.expect(shards, self._scale())
-            logs, carry, terms = multistep(single, 1, carry)
-            if expected is not None:
-                self._verifier.conclude(expected, terms)
-            steps = steps - 1
-            if steps == 0:
-                return logs
-        logs, _, _ = multistep(iterator, steps, carry)
-        return logs
-
-    def _scale(self) -> Any:
-        return None if self.loss_scale is None else self.loss_scale.value()
 
     def _is_current(self) -> bool:
         """Whether everything was prepared, and no layer was frozen or thawed since."""
@@ -321,7 +295,7 @@ class TrainStep:
         if self._seen_a_batch and frozen in self._functions:
             self._use(frozen)
             return
-        prepare_model(self.model, self.strategy, batch_spec, training=first)
+        prepare_model(self.model, self.strategy, batch_spec)
         plan, self._sharded = prepare_update(
             self.optimizer, self.model.trainable_variables, self.strategy, self._asked_shard_update
         )

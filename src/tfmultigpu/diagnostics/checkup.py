@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections import Counter
 from collections.abc import Mapping
 
 from tfmultigpu.diagnostics.causes import find_causes
 from tfmultigpu.diagnostics.machine import Machine, look_around
 from tfmultigpu.diagnostics.report import Report, ordered
 from tfmultigpu.diagnostics.variables import concealed, describe_variables
+from tfmultigpu.verification import outcomes
 
 __all__ = ["doctor"]
 
@@ -33,7 +36,12 @@ def doctor(*, show_addresses: bool = False) -> Report:
         >>> print(str(report).splitlines()[0])  # doctest: +ELLIPSIS
         tfmultigpu doctor: ...
     """
-    return report_on(look_around(), show_addresses=show_addresses)
+    report = report_on(look_around(), show_addresses=show_addresses)
+    if verified := outcomes():
+        counts = Counter(one.outcome for one in verified)
+        said = {f"steps {outcome}": str(count) for outcome, count in sorted(counts.items())}
+        report = dataclasses.replace(report, facts={**report.facts, "verification": said})
+    return report
 
 
 def report_on(machine: Machine, *, show_addresses: bool = False) -> Report:

@@ -26,6 +26,7 @@ from tfmultigpu.diagnostics.placement import (
 from tfmultigpu.diagnostics.report import Finding, Report, ordered
 from tfmultigpu.errors import TfMultiGpuError
 from tfmultigpu.scopes import check_kinds
+from tfmultigpu.verification import outcomes
 
 __all__ = ["explain"]
 
@@ -119,6 +120,9 @@ def explain(
             seen = measure_input(seen, model, strategy, seconds, patience)
         found += input_findings(seen, strategy)
         facts["dataset"] = _dataset(seen)
+    found += verification_findings(model)
+    if verified := outcomes(model):
+        facts["verification"] = {f"step {i + 1}": str(one) for i, one in enumerate(verified)}
     found += _nothing(found, strategy, dataset)
     title = f"tfmultigpu explain: {strategy.num_replicas_in_sync} replica(s)"
     if several:
@@ -126,6 +130,21 @@ def explain(
         here = local < strategy.num_replicas_in_sync
         title += f" on {local} device(s){' here and others elsewhere' if here else ''}"
     return Report(title, ordered(found), facts)
+
+
+def verification_findings(model: Any) -> Iterator[Finding]:
+    """Steps of this model that computed something else than one device."""
+    for one in outcomes(model):
+        if one.outcome == "different":
+            cause = f"; the first that depends on the cut is {one.culprit}" if one.culprit else ""
+            yield Finding(
+                "error",
+                "replica-dependence",
+                "A verified step computed something else than one device: "
+                f"{'; '.join(str(difference) for difference in one.differences[:3])}{cause}.",
+                "The result depends on how a batch is cut, so on the number of replicas.",
+                one.advice,
+            )
 
 
 def strategy_findings(strategy: tf.distribute.Strategy) -> Iterator[Finding]:

@@ -34,6 +34,7 @@ def evaluate(
     batch_size: int | None = None,
     sample_weight: Any = None,
     steps: int | None = None,
+    verify: bool | str = "first",
 ) -> dict[str, Any]:
     """Computes loss and metrics of a compiled model, exactly, over every example.
 
@@ -48,6 +49,7 @@ def evaluate(
         batch_size: Rows of a global batch, for arrays only; 32 where None.
         sample_weight: Weights beside arrays ``(x, y)``.
         steps: Batches at most. None: all of them.
+        verify: See ``make_eval_step``.
 
     Returns:
         ``"loss"``, for several losses that of each output, and the metrics, with the names of
@@ -77,7 +79,7 @@ def evaluate(
         data = with_weights(data, sample_weight)
     batches = pass_batches(data, strategy, batch_size, steps)
     check_labels(model, batches.element_spec)
-    evaluator = make_evaluator(model, strategy, batches.element_spec)
+    evaluator = make_evaluator(model, strategy, batches.element_spec, verify)
     logs = evaluator(batches, steps)
     if logs is None:
         raise no_batches(data)
@@ -151,7 +153,9 @@ class Watch(Protocol):
         """Returns whether to leave out the batches that are left."""
 
 
-def make_evaluator(model: Any, strategy: tf.distribute.Strategy, spec: Any) -> Evaluator:
+def make_evaluator(
+    model: Any, strategy: tf.distribute.Strategy, spec: Any, verify: bool | str
+) -> Evaluator:
     """Returns what evaluates a compiled model on batches of these types; kept with the model."""
 
     def make() -> Evaluator:
@@ -163,13 +167,14 @@ def make_evaluator(model: Any, strategy: tf.distribute.Strategy, spec: Any) -> E
             metrics=compiled.metrics,
             weighted_metrics=compiled.weighted_metrics,
             loss_weights=compiled.loss_weights,
+            verify=verify,
         )
         return Evaluator(compiled, step)
 
     build(model, strategy, spec)
     # Compiling again, freezing a layer or adding one is another evaluation.
     variables = tuple((id(one), one.trainable) for one in model.variables)
-    key = strategy, id(compile_arguments(model)), variables
+    key = strategy, id(compile_arguments(model)), variables, verify
     evaluator: Evaluator = kept(model, "evaluate", key, make)
     return evaluator
 

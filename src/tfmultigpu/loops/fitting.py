@@ -32,6 +32,7 @@ from tfmultigpu.loops.training import Clock, make_trainer
 from tfmultigpu.loops.training_data import make_feed, split_off
 from tfmultigpu.loops.validation import Validation
 from tfmultigpu.scopes import check_backend
+from tfmultigpu.verification import check_verify
 
 __all__ = ["fit"]
 
@@ -59,6 +60,7 @@ def fit(
     shard_update: str | bool = "auto",
     shares: Sequence[float] | None = None,
     steps_per_call: int | str = "auto",
+    verify: bool | str = "first",
     verbose: int | str = "auto",
 ) -> Any:
     """Trains a compiled model; the result is that of ``model.fit`` on one device.
@@ -94,6 +96,7 @@ def fit(
         steps_per_call: Steps in one call into TensorFlow. ``"auto"``: the least number that makes
             the cost of calls small; a callback that looks at each batch still gets each. A number:
             callbacks are called after that many. ``steps_per_execution`` of ``compile`` is one.
+        verify: See ``make_train_step``; validation is verified likewise.
         verbose: 0, 1 (a progress bar), 2 (a line an epoch) or ``"auto"``, which is 1. Among workers
             only the first prints.
 
@@ -124,6 +127,7 @@ def fit(
     check_backend()
     check_steps(steps_per_epoch, "steps_per_epoch")
     check_steps_per_call(steps_per_call)
+    check_verify(verify)
     strategy = checked_strategy(model, "fit", "train_step", *REPLACED)
     arguments = compile_arguments(model)
     if isinstance(callbacks, Iterator):
@@ -153,6 +157,7 @@ def fit(
             "loss_scale": loss_scale,
             "shares": shares,
             "steps_per_call": steps_per_call,
+            "verify": verify,
             "callbacks of tmg.Checkpoints": count_of_all_workers(callbacks),
         },
     )
@@ -179,6 +184,7 @@ def fit(
         strategy,
         validation_batch_size or batch_size,
         validation_steps,
+        verify,
     )
     trainer = make_trainer(
         model,
@@ -189,6 +195,7 @@ def fit(
         loss_scale=loss_scale,
         shard_update=shard_update,
         jit_compile=arguments.get("jit_compile") is True,
+        verify=verify,
     )
     adapt_callbacks(callbacks, model.optimizer)
     called = make_callbacks(

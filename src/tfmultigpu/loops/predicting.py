@@ -23,7 +23,12 @@ _AHEAD = 2
 
 
 def predict(
-    model: Any, data: Any, *, batch_size: int | None = None, steps: int | None = None
+    model: Any,
+    data: Any,
+    *,
+    batch_size: int | None = None,
+    steps: int | None = None,
+    verify: bool | str = "first",
 ) -> Any:
     """Predicts every example once, in the order of the data.
 
@@ -37,6 +42,7 @@ def predict(
             ``(x, y, sample_weight)`` only x is used.
         batch_size: Rows of a global batch, for arrays only; 32 where None.
         steps: Batches at most. None: all of them.
+        verify: See ``make_predict_step``.
 
     Returns:
         Arrays of shape ``[examples, ...]`` in the structure of the model's outputs, with their
@@ -61,7 +67,7 @@ def predict(
     if isinstance(data, list) and any(hasattr(item, "__array__") for item in data):
         data = (tuple(data),)  # Several inputs, as in Keras; a tuple would be (x, y).
     batches = pass_batches(data, strategy, batch_size, steps)
-    step = _predictor(model, strategy, batches.element_spec)
+    step = _predictor(model, strategy, batches.element_spec, verify)
     waiting: deque[Any] = deque()
     outputs: list[Any] = []
     for batch in itertools.islice(batches, steps):
@@ -74,10 +80,11 @@ def predict(
     return tf.nest.map_structure(_join, *outputs)
 
 
-def _predictor(model: Any, strategy: tf.distribute.Strategy, spec: Any) -> Any:
+def _predictor(model: Any, strategy: tf.distribute.Strategy, spec: Any, verify: bool | str) -> Any:
     build(model, strategy, spec)
-    key = strategy, tuple(id(one) for one in model.variables)
-    return kept(model, "predict", key, lambda: make_predict_step(weakref.proxy(model), strategy))
+    key = strategy, tuple(id(one) for one in model.variables), verify
+    proxy = weakref.proxy(model)
+    return kept(model, "predict", key, lambda: make_predict_step(proxy, strategy, verify=verify))
 
 
 def _to_host(output: Any) -> Any:

@@ -32,6 +32,7 @@ class Validation:
         frequency: After each how many epochs, or after which, counted from 1.
         model: The model.
         strategy: Where it lives.
+        verify: See ``make_eval_step``.
     """
 
     data: Any
@@ -40,6 +41,7 @@ class Validation:
     frequency: Any
     model: Any
     strategy: tf.distribute.Strategy
+    verify: bool | str
 
     @classmethod
     def of(
@@ -50,6 +52,7 @@ class Validation:
         strategy: tf.distribute.Strategy,
         batch_size: int | None,
         steps: int | None,
+        verify: bool | str,
     ) -> Validation | None:
         """Checks what the user gave; None where there is nothing to validate with.
 
@@ -69,7 +72,7 @@ class Validation:
         size = batch_size if is_arrays(data) else None
         batches = pass_batches(data, strategy, size, steps, "validation_steps")
         check_labels(model, batches.element_spec)
-        return cls(data, batches, steps, frequency, model, strategy)
+        return cls(data, batches, steps, frequency, model, strategy, verify)
 
     def is_due(self, epoch: int) -> bool:
         """Returns whether to evaluate after an epoch, counted from 0."""
@@ -79,7 +82,8 @@ class Validation:
 
     def __call__(self, callbacks: Any) -> dict[str, Any]:
         """Evaluates, and returns the logs with ``val_`` before their names."""
-        evaluator = make_evaluator(self.model, self.strategy, self.batches.element_spec)
+        spec = self.batches.element_spec
+        evaluator = make_evaluator(self.model, self.strategy, spec, self.verify)
         self.model.stop_evaluating = False
         callbacks.on_test_begin()
         logs = evaluator(self.batches, self.steps, self._watch(callbacks))

@@ -12,8 +12,16 @@ import tensorflow as tf
 from tfmultigpu.verification.one_device import Computed
 from tfmultigpu.verification.outcome import Difference
 from tfmultigpu.verification.rounding import MARGIN, Rounding, largest_difference
+from tfmultigpu.verification.trial import dense_outputs
 
-__all__ = ["Deviation", "beyond_rounding", "compare_gradients", "compare_states", "compare_terms"]
+__all__ = [
+    "Deviation",
+    "beyond_rounding",
+    "compare_gradients",
+    "compare_outputs",
+    "compare_states",
+    "compare_terms",
+]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,13 +30,13 @@ class Deviation:
 
     Attributes:
         kind: What it is of.
-        index: The number of the term or of the trained variable, or the ``id`` of a state.
+        index: The number of the term, the trained variable or the output, or the ``id`` of a state.
         difference: The quantity with both numbers.
         distance: How far they lie apart.
         weight: Whether it is the weight of a term and not its sum.
     """
 
-    kind: Literal["term", "state", "gradient"]
+    kind: Literal["term", "state", "gradient", "output", "layer"]
     index: int
     difference: Difference
     distance: float
@@ -110,7 +118,9 @@ def compare_gradients(
         other = np.zeros(shape) if replicas is None else np.asarray(replicas, "float64")
         # A gradient that cancels to nothing is as exact as the numbers that cancel.
         scale = max(np.max(np.abs(one), initial=0.0), 1e-3 * largest)
-        relative = rounding.of_sum("float32", 1.0) * scale / max(np.max(np.abs(one), initial=0.0), 1e-300)
+        relative = (
+            rounding.of_sum("float32", 1.0) * scale / max(np.max(np.abs(one), initial=0.0), 1e-300)
+        )
         apart = largest_difference(one, other, relative)
         if apart is not None and apart[2] > rounding.bound * scale:
             difference = Difference(f"the gradient of {variables[i].path!r}", *apart[:2])
@@ -118,9 +128,29 @@ def compare_gradients(
     return found
 
 
-def beyond_rounding(
-    found: Sequence[Deviation], changes: Computed, terms: int
-) -> list[Deviation]:
+def compare_outputs(computed: Computed, outputs: Any, rounding: Rounding) -> list[Deviation]:
+    """Compares predictions row by row.
+
+    Args:
+        computed: What one device computed.
+        outputs: What the replicas computed, a nested structure of tensors.
+        rounding: The rounding of the model.
+    """
+    found = []
+    for i, (one, other) in enumerate(zip(computed.outputs, dense_outputs(outputs), strict=True)):
+        other = other.numpy()
+        if one.shape != other.shape:
+            difference = Difference(f"the length of output {i}", len(one), len(other))
+            found.append(Deviation("output", i, difference, np.inf))
+            continue
+        apart = largest_difference(one, other, rounding.of_sum(one.dtype, 1.0))
+        if apart is not None:
+            difference = Difference(f"an element of output {i}", *apart[:2])
+            found.append(Deviation("output", i, difference, apart[2]))
+    return found
+
+
+def beyond_rounding(found: Sequence[Deviation], changes: Computed, terms: int) -> list[Deviation]:
     """Returns the deviations that are larger than moving the weights by one rounding explains.
 
     Args:
@@ -134,6 +164,8 @@ def beyond_rounding(
             return float(changes.stats[one.index + terms * one.weight])
         if one.kind == "state":
             return float(np.max(changes.states[one.index], initial=0.0))
+        if one.kind == "output":
+            return float(np.max(changes.outputs[one.index], initial=0.0))
         gradient = changes.gradients[one.index]
         return 0.0 if gradient is None else float(np.max(gradient, initial=0.0))
 

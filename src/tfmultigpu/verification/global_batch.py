@@ -54,4 +54,6 @@ def first_rows(shards: Shards, rows: int) -> Shards:
 def size_in_bytes(shards: Shards) -> int:
     """Returns the bytes of the tensors of the local shards."""
     leaves = tf.nest.flatten(shards.local, expand_composites=True)
-    return sum(leaf.shape.num_elements() * max(leaf.dtype.size, 1) for leaf in leaves if leaf is not None)
+    return sum(
+        leaf.shape.num_elements() * max(leaf.dtype.size, 1) for leaf in leaves if leaf is not None
+    )

@@ -11,14 +11,15 @@ import tensorflow as tf
 
 from tfmultigpu import rows as rows_lib
 from tfmultigpu.batches import Shards, per_replica
-from tfmultigpu.objectives import Objective
 from tfmultigpu.randomness import HeldRows, drawing_rows
 from tfmultigpu.reductions import sum_over_replicas
 from tfmultigpu.seeds import global_seeds
 from tfmultigpu.traces import Traces
+from tfmultigpu.verification.advice import name_of
 from tfmultigpu.verification.one_device import sharing_seeds
+from tfmultigpu.verification.outcome import Difference
 from tfmultigpu.verification.rounding import Rounding, largest_difference
-from tfmultigpu.verification.trial import Trial, try_forward
+from tfmultigpu.verification.trial import Forward, Trial, try_forward
 
 __all__ = ["Located", "locate_in_parts", "locate_on_replicas"]
 
@@ -32,16 +33,18 @@ class Located:
     Attributes:
         layer: The first layer, or operation of Keras, whose output does; None if all agree.
         stats: The sums of the terms, then their weights: of one device, and added over the parts.
+        difference: The element of that output that differs most, or None.
         in_parts: Whether the batch was cut on one device and not over the replicas.
     """
 
     layer: Any
     stats: tuple[Any, Any]
+    difference: Difference | None = None
     in_parts: bool = False
 
 
 def locate_on_replicas(
-    objective: Objective,
+    objective: Forward,
     strategy: tf.distribute.Strategy,
     shards: Shards,
     batch: Any,
@@ -84,7 +87,7 @@ def locate_on_replicas(
 
 
 def locate_in_parts(
-    objective: Objective,
+    objective: Forward,
     strategy: tf.distribute.Strategy,
     batch: Any,
     training: bool,
@@ -120,7 +123,7 @@ def locate_in_parts(
 
 
 def _locate(
-    objective: Objective,
+    objective: Forward,
     strategy: tf.distribute.Strategy,
     shards: Shards,
     batch: Any,
@@ -148,8 +151,10 @@ def _locate(
         return Located(None, (stats.numpy(), added.numpy()))
     for i, layer in enumerate(layers):
         for place, piece in zip(places, pieces, strict=True):
-            if _differ(outputs[i].numpy(), piece[i].numpy(), place, rows, rounding):
-                return Located(layer, (stats.numpy(), added.numpy()))
+            apart = _furthest(outputs[i].numpy(), piece[i].numpy(), place, rows, rounding)
+            if apart is not None:
+                difference = Difference(f"an output of {name_of(layer)}", *apart)
+                return Located(layer, (stats.numpy(), added.numpy()), difference)
     return Located(None, (stats.numpy(), added.numpy()))
 
 
@@ -157,19 +162,22 @@ def _outputs(trial: Trial) -> list[Any]:
     return [tf.cast(one, tf.float64) for _, tensors in trial.calls for one in tensors]
 
 
-def _differ(
+def _furthest(
     whole: Any, piece: Any, place: tuple[int, int], rows: int, rounding: Rounding
-) -> bool:
-    """Returns whether a piece is not what these rows are in the whole."""
+) -> tuple[float, float] | None:
+    """The elements of a piece that are furthest from these rows in the whole; None if all agree."""
     begin, end = place
     candidates = [whole]
     if whole.ndim and whole.shape[0] and whole.shape[0] % rows == 0:
         # Several rows of a layer for one of the batch: side by side, or block after block.
         times = whole.shape[0] // rows
         blocks = whole.reshape(times, rows, *whole.shape[1:])[:, begin:end]
-        candidates += [whole[begin * times : end * times], blocks.reshape(-1, *whole.shape[1:])]
+        candidates = [whole[begin * times : end * times], blocks.reshape(-1, *whole.shape[1:])]
+        candidates += [whole] if whole.shape == piece.shape else []
     bound = 1000.0 * rounding.bound
-    return not any(
-        one.shape == piece.shape and largest_difference(one, piece, bound) is None
-        for one in candidates
-    )
+    found = [
+        largest_difference(one, piece, bound) for one in candidates if one.shape == piece.shape
+    ]
+    if not found:
+        return float(whole.size), float(piece.size)
+    return None if None in found else (found[0][0], found[0][1])  # type: ignore[index]

@@ -12,10 +12,10 @@ import numpy as np
 import tensorflow as tf
 
 from tfmultigpu import _bridge
-from tfmultigpu.objectives import Objective, regularization
+from tfmultigpu.objectives import regularization
 from tfmultigpu.seeds import global_seeds
 from tfmultigpu.traces import Traces
-from tfmultigpu.verification.trial import Trial, try_forward
+from tfmultigpu.verification.trial import Forward, Trial, try_forward
 
 __all__ = ["Computed", "OneDevice", "sharing_seeds"]
 
@@ -29,11 +29,13 @@ class Computed:
         states: What each variable would have been assigned, by the variable's ``id``.
         gradients: The gradients of the loss, one per trained variable, or None for each without;
             empty if they were not asked for.
+        outputs: Predictions, of a forward pass whose outputs are wanted.
     """
 
     stats: np.ndarray[Any, Any]
     states: dict[int, np.ndarray[Any, Any]]
     gradients: list[Any]
+    outputs: list[Any]
 
 
 class OneDevice:
@@ -49,7 +51,7 @@ class OneDevice:
 
     def __init__(
         self,
-        objective: Objective,
+        objective: Forward,
         strategy: tf.distribute.Strategy,
         *,
         training: bool,
@@ -106,6 +108,7 @@ class OneDevice:
                 None if gradient is None else furthest(lambda one, i=i: one.gradients[i])  # type: ignore[misc]
                 for i, gradient in enumerate(still.gradients)
             ],
+            [furthest(lambda one, i=i: one.outputs[i]) for i in range(len(still.outputs))],  # type: ignore[misc]
         )
 
     def _run(self, traces: Traces, batch: Any, given: list[Any]) -> Computed:
@@ -113,7 +116,7 @@ class OneDevice:
         arrays = tf.nest.map_structure(lambda one: None if one is None else one.numpy(), found)
         keys = [id(one) for one in self.states]
         states = dict(zip(keys, arrays["states"], strict=True))
-        return Computed(arrays["stats"], states, arrays["gradients"])
+        return Computed(arrays["stats"], states, arrays["gradients"], arrays["outputs"])
 
     def _compute(
         self, batch: Any, loss_scale: Any, weights: Sequence[tuple[Any, Any]] = ()
@@ -147,7 +150,12 @@ class OneDevice:
                 if penalty is not None:
                     gradient = _wide(penalty) + (0.0 if gradient is None else gradient)
                 gradients.append(gradient)
-        return {"stats": trial.stats, "states": trial.values, "gradients": gradients}
+        return {
+            "stats": trial.stats,
+            "states": trial.values,
+            "gradients": gradients,
+            "outputs": trial.outputs,
+        }
 
     def _compute_moved(self, batch: Any, by: Any, seed: Any, loss_scale: Any) -> dict[str, Any]:
         weights = []

@@ -29,7 +29,8 @@ def epsilon(dtype: Any) -> float:
     """Returns the relative rounding of a floating-point dtype."""
     if tf.as_dtype(dtype) == tf.bfloat16:
         return 2.0**-7
-    return float(np.finfo(tf.as_dtype(dtype).as_numpy_dtype).eps)
+    numbers: Any = tf.as_dtype(dtype).as_numpy_dtype
+    return float(np.finfo(numbers).eps)
 
 
 class Rounding:

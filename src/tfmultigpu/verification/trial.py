@@ -5,15 +5,26 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, Protocol
 
 import tensorflow as tf
 
 from tfmultigpu import _bridge
-from tfmultigpu.objectives import Objective, stack
+from tfmultigpu.objectives import stack
 from tfmultigpu.verification.effects import CannotVerifyError, check_changes_nothing
 
-__all__ = ["Trial", "try_forward"]
+__all__ = ["Forward", "Trial", "dense_outputs", "try_forward"]
+
+
+class Forward(Protocol):
+    """What is tried: a model with or without its losses, such as ``Objective``."""
+
+    @property
+    def model(self) -> Any:
+        """The Keras model."""
+
+    def __call__(self, batch: Any, /, training: bool) -> tuple[list[Any], Any]:
+        """Returns the terms of the loss, and the outputs."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,6 +36,7 @@ class Trial:
         stats: Their sums, then their weights; see ``objectives.stack``.
         states: The variables that layers and metrics assigned to, Keras variables.
         values: What they would have been assigned.
+        outputs: The dense outputs, of a forward pass whose outputs are wanted.
         calls: Each layer call that ended, in order, with its dense outputs.
     """
 
@@ -32,11 +44,12 @@ class Trial:
     stats: Any
     states: list[Any]
     values: list[Any]
+    outputs: list[Any]
     calls: list[tuple[Any, list[Any]]]
 
 
 def try_forward(
-    objective: Objective,
+    objective: Forward,
     batch: Any,
     training: bool,
     *,
@@ -60,9 +73,9 @@ def try_forward(
     scope = _trial_scope(weights)
     graph = tf.compat.v1.get_default_graph()
     before = len(graph.get_operations())
-    recording = _bridge.recording_calls() if record_calls else nullcontext([])
+    recording: Any = _bridge.recording_calls() if record_calls else nullcontext([])
     with scope, _bridge.recording_assignments() as assigned, recording as calls:
-        terms, _ = objective(batch, training=training)
+        terms, outputs = objective(batch, training=training)
     check_changes_nothing(graph, graph.get_operations()[before:])
     lost = [one.path for one in assigned if scope.get_current_value(one) is None]
     if lost:
@@ -71,8 +84,12 @@ def try_forward(
         )
     states = {id(one): one for one in assigned if not one.trainable}
     values = [scope.get_current_value(one) for one in states.values()]
-    dense = [(layer, _dense_outputs(outputs, graph)) for layer, outputs in calls]
-    return Trial(terms, stack(terms, row_weight), list(states.values()), values, dense)
+    dense = [
+        (layer, [one for one in dense_outputs(result) if one.graph is graph])
+        for layer, result in calls
+    ]
+    stats = stack(terms, row_weight)
+    return Trial(terms, stats, list(states.values()), values, dense_outputs(outputs), dense)
 
 
 def _trial_scope(weights: Sequence[tuple[Any, Any]]) -> Any:
@@ -84,17 +101,16 @@ def _trial_scope(weights: Sequence[tuple[Any, Any]]) -> Any:
         graph = tf.compat.v1.get_default_graph()
 
         def add_update(self, update: tuple[Any, Any]) -> None:
-            variable, value = update
-            if getattr(value, "graph", None) is self.graph:
+            if getattr(update[1], "graph", None) is self.graph:
                 super().add_update(update)
 
     return TrialScope(list(weights))
 
 
-def _dense_outputs(outputs: Any, graph: Any) -> list[Any]:
-    """Dense numbers among the outputs of a layer; a loop inside the layer keeps its own."""
+def dense_outputs(outputs: Any) -> list[Any]:
+    """Returns the dense floating-point tensors in a nested structure."""
     return [
         one
         for one in tf.nest.flatten(outputs)
-        if isinstance(one, tf.Tensor) and one.graph is graph and one.dtype.is_floating
+        if isinstance(one, tf.Tensor) and one.dtype.is_floating
     ]

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import warnings
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 
-from tfmultigpu.batches import Shards, as_tensor
+from tfmultigpu.batches import BatchFunction, Shards, as_tensor
 from tfmultigpu.errors import ReplicaDependenceWarning, UnverifiedWarning
-from tfmultigpu.objectives import Objective
+from tfmultigpu.multistep import TERMS, MultiStep
+from tfmultigpu.precision import LossScale
 from tfmultigpu.scopes import all_layers
 from tfmultigpu.verification.advice import (
     advice_for_layer,
@@ -24,15 +25,18 @@ from tfmultigpu.verification.comparison import (
     Deviation,
     beyond_rounding,
     compare_gradients,
+    compare_outputs,
     compare_states,
     compare_terms,
 )
 from tfmultigpu.verification.effects import CannotVerifyError
 from tfmultigpu.verification.global_batch import first_rows, join, size_in_bytes
+from tfmultigpu.verification.history import remember
 from tfmultigpu.verification.location import Located, locate_in_parts, locate_on_replicas
 from tfmultigpu.verification.one_device import Computed, OneDevice
 from tfmultigpu.verification.outcome import Verification
 from tfmultigpu.verification.rounding import Rounding
+from tfmultigpu.verification.trial import Forward
 from tfmultigpu.worker_exchange import WorkerExchange
 
 __all__ = ["Expected", "Verifier", "check_verify"]
@@ -87,7 +91,7 @@ class Verifier:
 
     def __init__(
         self,
-        objective: Objective,
+        objective: Forward,
         strategy: tf.distribute.Strategy,
         verify: bool | str,
         *,
@@ -112,18 +116,70 @@ class Verifier:
             gradients=self.wants_gradients,
             jit_compile=jit_compile,
         )
+        remember(self)
+
+    @property
+    def variables(self) -> list[Any]:
+        """The variables of the model."""
+        return list(self._objective.model.variables)
 
     @property
     def is_due(self) -> bool:
         """Whether the next step is to be verified."""
         return self._attempts > 0 and not tf.inside_function()
 
-    def expect(self, shards: Shards, loss_scale: Any = None) -> Expected | None:
+    def call(self, function: BatchFunction, batch: Any, loss_scale: LossScale | None = None) -> Any:
+        """Runs a step on a batch, and holds it to one device if that is due.
+
+        Args:
+            function: The step, whose result has the terms of its loss under ``TERMS``.
+            batch: What it takes.
+            loss_scale: The loss scale of the step, or None.
+
+        Returns:
+            The result without the terms.
+        """
+        if not self.is_due:
+            logs = dict(function(batch))
+            del logs[TERMS]
+            return logs
+        expected = self.expect(function.shards(batch), loss_scale)
+        logs = dict(function(batch))
+        stats = logs.pop(TERMS)
+        if expected is not None:
+            self.conclude(expected, stats)
+        return logs
+
+    def run(
+        self, multistep: MultiStep, iterator: Any, steps: Any, loss_scale: LossScale | None = None
+    ) -> dict[str, Any]:
+        """Runs up to ``steps`` batches, one by one those that are to be held to one device.
+
+        Args:
+            multistep: The step in a loop.
+            iterator: What it takes its batches from.
+            steps: How many, at least 1.
+            loss_scale: The loss scale of the step, or None.
+        """
+        multistep.check(iterator, steps)
+        carry = None
+        while self.is_due and (first := multistep.take(iterator)) is not None:
+            shards, single = first
+            expected = self.expect(shards, loss_scale)
+            logs, carry, stats = multistep(single, 1, carry)
+            if expected is not None:
+                self.conclude(expected, stats)
+            steps = steps - 1
+            if steps == 0:
+                return logs
+        return multistep(iterator, steps, carry)[0]
+
+    def expect(self, shards: Shards, loss_scale: LossScale | None = None) -> Expected | None:
         """Computes what one device would give for a batch, before the step takes it.
 
         Args:
             shards: The batch as the replicas of this process have it.
-            loss_scale: What the step multiplies the loss by, or None.
+            loss_scale: The loss scale of the step, or None.
 
         Returns:
             What ``conclude`` is to be given after the step; None if the batch shows nothing.
@@ -134,7 +190,7 @@ class Verifier:
             reason = "the batch had fewer rows than there are replicas, so each computed all of it"
             self.verification = Verification("not verified", 0, rows, reason)
             return None
-        scale = 1.0 if loss_scale is None else loss_scale
+        scale = 1.0 if loss_scale is None else loss_scale.value()
         local = tf.nest.map_structure(as_tensor, shards.local)
         expected = Expected(shards._replace(local=local), loss_scale=scale)
         workers = self._exchange.workers
@@ -144,7 +200,14 @@ class Verifier:
                 return dataclasses.replace(expected, reason="workers do not send so large a batch")
         return self._alike(self._computed(expected))
 
-    def conclude(self, expected: Expected, stats: Any, gradients: Sequence[Any] = ()) -> None:
+    def conclude(
+        self,
+        expected: Expected,
+        stats: Any,
+        *,
+        gradients: Sequence[Any] = (),
+        outputs: Any = None,
+    ) -> None:
         """Compares what the step computed, and warns if it differs from one device.
 
         Args:
@@ -152,6 +215,7 @@ class Verifier:
             stats: The sums of the terms of the loss over all replicas, then their weights.
             gradients: The gradients before clipping, None for variables without; empty if they
                 were not asked for.
+            outputs: Predictions for each row of the batch, or None.
         """
         self._attempts = self._attempts if self._always else 0
         rows = int(expected.shards.global_rows)
@@ -168,7 +232,7 @@ class Verifier:
         if expected.computed is None:
             self._conclude_from_part(expected)
             return
-        found = self._compare(expected.computed, stats, gradients)
+        found = self._compare(expected.computed, stats, gradients, outputs)
         if self._on_any_worker(found):
             found = self._beyond_rounding(expected, found)
         if not self._on_any_worker(found):
@@ -184,11 +248,14 @@ class Verifier:
         found: list[Deviation] = []
         if located is not None:
             found = self._compare_terms(*located.stats)
+            if not found and located.difference is not None:
+                found = [Deviation("layer", 0, located.difference, math.inf)]
         if self._on_any_worker(found):
             self._report(found, located, rows, expected)
         else:
-            outcome = "not verified" if located is None else "same"
-            self.verification = Verification(outcome, rows, total, expected.reason)
+            self.verification = Verification(
+                "not verified" if located is None else "same", rows, total, expected.reason
+            )
 
     def _computed(self, expected: Expected) -> Expected:
         """What one device computes, or why that cannot be had."""
@@ -210,9 +277,7 @@ class Verifier:
         """What all workers can hold a step to: none of them may be left waiting for another."""
         if self._exchange.workers == 1:
             return expected
-        partly, failed = self._exchange(
-            [bool(expected.reason), bool(expected.failure)]
-        ).max(axis=0)
+        partly, failed = self._exchange([bool(expected.reason), bool(expected.failure)]).max(axis=0)
         if failed:
             failure = expected.failure or "another worker could not compute the batch by itself"
             return dataclasses.replace(expected, failure=failure)
@@ -234,7 +299,7 @@ class Verifier:
         return compare_terms(self._one_device.terms, one, replicas, self._rounding)
 
     def _compare(
-        self, computed: Computed, stats: Any, gradients: Sequence[Any]
+        self, computed: Computed, stats: Any, gradients: Sequence[Any], outputs: Any
     ) -> list[Deviation]:
         found = self._compare_terms(computed.stats, stats)
         states = self._one_device.states
@@ -242,11 +307,11 @@ class Verifier:
         if self.wants_gradients:
             variables = self._objective.model.trainable_variables
             found += compare_gradients(variables, computed, gradients, self._rounding)
+        if outputs is not None:
+            found += compare_outputs(computed, outputs, self._rounding)
         return found
 
-    def _beyond_rounding(
-        self, expected: Expected, found: Sequence[Deviation]
-    ) -> list[Deviation]:
+    def _beyond_rounding(self, expected: Expected, found: Sequence[Deviation]) -> list[Deviation]:
         changes = self._one_device.changes_by_rounding(
             expected.batch, self._rounding.compute, expected.loss_scale
         )
@@ -287,9 +352,7 @@ class Verifier:
         )
         warnings.warn(str(self.verification), ReplicaDependenceWarning, stacklevel=5)
 
-    def _explain(
-        self, found: Sequence[Deviation], located: Located | None
-    ) -> tuple[str, str]:
+    def _explain(self, found: Sequence[Deviation], located: Located | None) -> tuple[str, str]:
         """The first thing that depends on the cut, and the line to write."""
         by_parts = located is not None and located.in_parts
         if located is not None and located.layer is not None:
