@@ -116,13 +116,9 @@ def compare_gradients(
         shape = variables[i].shape
         one = np.zeros(shape) if one is None else one
         other = np.zeros(shape) if replicas is None else np.asarray(replicas, "float64")
+        apart = largest_difference(one, other, rounding.bound)
         # A gradient that cancels to nothing is as exact as the numbers that cancel.
-        scale = max(np.max(np.abs(one), initial=0.0), 1e-3 * largest)
-        relative = (
-            rounding.of_sum("float32", 1.0) * scale / max(np.max(np.abs(one), initial=0.0), 1e-300)
-        )
-        apart = largest_difference(one, other, relative)
-        if apart is not None and apart[2] > rounding.bound * scale:
+        if apart is not None and apart[2] > rounding.bound * 1e-3 * largest:
             difference = Difference(f"the gradient of {variables[i].path!r}", *apart[:2])
             found.append(Deviation("gradient", i, difference, apart[2]))
     return found
