@@ -11,7 +11,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfmultigpu.batches import BatchFunction, Shards, as_tensor
-from tfmultigpu.errors import ReplicaDependenceWarning, UnverifiedWarning
+from tfmultigpu.errors import ReplicaDependenceWarning, UnverifiedWarning, WorkerLostError
 from tfmultigpu.multistep import TERMS, MultiStep
 from tfmultigpu.precision import LossScale
 from tfmultigpu.scopes import all_layers
@@ -218,8 +218,16 @@ class Verifier:
             outputs: Predictions for each row of the batch, or None.
         """
         self._attempts = self._attempts if self._always else 0
-        rows = int(expected.shards.global_rows)
+        if not expected.failure:
+            try:
+                self._conclude(expected, stats, gradients, outputs)
+            except (WorkerLostError, ReplicaDependenceWarning):
+                raise
+            except Exception as error:  # A check must not end a training that goes well.
+                failure = f"the comparison failed, {type(error).__name__}: {_first_line(error)}"
+                expected = dataclasses.replace(expected, failure=failure)
         if expected.failure:
+            rows = int(expected.shards.global_rows)
             self.verification = Verification("not verified", 0, rows, expected.failure)
             warnings.warn(
                 f"The step could not be held to one device: {expected.failure}. A result that "
@@ -228,7 +236,11 @@ class Verifier:
                 UnverifiedWarning,
                 stacklevel=4,
             )
-            return
+
+    def _conclude(
+        self, expected: Expected, stats: Any, gradients: Sequence[Any], outputs: Any
+    ) -> None:
+        rows = int(expected.shards.global_rows)
         if expected.computed is None:
             self._conclude_from_part(expected)
             return
@@ -262,14 +274,18 @@ class Verifier:
         try:
             batch = join(self._strategy, expected.shards)
             computed = self._one_device.compute(batch, expected.loss_scale)
+        except WorkerLostError:
+            raise
         except tf.errors.ResourceExhaustedError:
             reason = "one device has not enough memory for the whole batch"
             return dataclasses.replace(expected, reason=reason)
         except CannotVerifyError as error:
             return dataclasses.replace(expected, failure=str(error))
         except Exception as error:  # The user's code may raise anything; training goes on.
-            first = str(error).strip().split("\n")[0]
-            failure = f"the forward pass fails outside of replicas, {type(error).__name__}: {first}"
+            failure = (
+                f"the forward pass fails outside of replicas, {type(error).__name__}: "
+                f"{_first_line(error)}"
+            )
             return dataclasses.replace(expected, failure=failure)
         return dataclasses.replace(expected, batch=batch, computed=computed)
 
@@ -365,3 +381,7 @@ class Verifier:
         if states:
             return states[0], advice_for_state()
         return "", advice_for_loss(by_micro_batches=by_parts)
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().split("\n")[0]

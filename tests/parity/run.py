@@ -1,0 +1,28 @@
+"""Prints the table of ``programs.CASES``: ``python tests/parity/run.py [part of a name]``."""
+
+from __future__ import annotations
+
+import sys
+
+from comparing import compare
+from programs import CASES
+
+import tfmultigpu as tmg
+
+
+def main(part: str = "") -> int:
+    devices = tmg.split_device("CPU:0", parts=2)
+    strategy = tmg.create_strategy(devices=list(devices))
+    wrong = 0
+    print("| program | two replicas | apart / moved | what is said |\n|---|---|---|---|")
+    for case in CASES:
+        if part in case.name:
+            found = compare(case, strategy)
+            wrong += found.said != case.outcome
+            numbers = f"{found.apart:.1e} / {found.moved:.1e}"
+            print(f"| {case.name} | {found.said} | {numbers} | {found.text[:160]} |", flush=True)
+    return wrong
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))
