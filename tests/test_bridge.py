@@ -207,7 +207,9 @@ def test_what_layers_add_is_recorded():
             model(X)
         model(X)
     penalty, weights = model.losses
-    assert [float(value) for value in recorded] == [float(penalty)], "weights are not recorded"
+    assert [(layer, float(value)) for layer, value in recorded] == [
+        (model.layers[1], float(penalty))
+    ], "weights are not recorded"
     assert len(outer) == 2
     assert float(weights) > 0
     assert keras.layers.Layer.add_loss is before
@@ -242,7 +244,7 @@ def test_each_replica_records_its_own():
         index = tf.distribute.get_replica_context().replica_id_in_sync_group
         with _bridge.recording_added_losses() as recorded:
             layer(tf.fill([1], tf.cast(index, tf.float32)))
-        return tf.stack(recorded)
+        return tf.stack([value for _, value in recorded])
 
     found = tf.function(lambda: strategy.run(replica))()
     values = [value.numpy().tolist() for value in strategy.experimental_local_results(found)]

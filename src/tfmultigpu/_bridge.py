@@ -93,8 +93,8 @@ _recorders = threading.local()
 _recording: dict[str, int] = {}
 
 
-def recording_added_losses() -> AbstractContextManager[list[Any]]:
-    """Collects what layers pass to ``add_loss`` on this thread while the context lasts.
+def recording_added_losses() -> AbstractContextManager[list[tuple[Any, Any]]]:
+    """Collects the layer and the value of each ``add_loss`` on this thread in the context.
 
     Replaces ``keras.layers.Layer.add_loss``, a public method, by one that also records. The public
     ``model.losses`` is one list per model, while replicas are threads that take turns at every
@@ -103,7 +103,10 @@ def recording_added_losses() -> AbstractContextManager[list[Any]]:
     """
     import keras
 
-    return _recording_calls(keras.layers.Layer, "add_loss", lambda _, loss: tf.nest.flatten(loss))
+    def pairs(layer: Any, loss: Any) -> list[tuple[Any, Any]]:
+        return [(layer, value) for value in tf.nest.flatten(loss)]
+
+    return _recording_calls(keras.layers.Layer, "add_loss", pairs)
 
 
 def recording_assignments() -> AbstractContextManager[list[Any]]:

@@ -58,6 +58,7 @@ class LossTerm:
         fixed: Whether ``weight`` is the same on every shard and not to be added.
         name: Of the output the loss is for, or None.
         factor: The loss weight of the output.
+        added: Whether a layer added it, by ``add_loss``.
     """
 
     sum: Any
@@ -66,6 +67,7 @@ class LossTerm:
     fixed: bool = False
     name: str | None = None
     factor: float = 1.0
+    added: bool = False
 
 
 def loss_sum(
@@ -195,7 +197,7 @@ def loss_term(loss: Any, y_true: Any, y_pred: Any, sample_weight: Any = None) ->
     if loss.reduction == "mean_with_sample_weight" and (
         sample_weight is not None or mask is not None
     ):
-        return LossTerm(total, tf.cast(_sum_of_weights(sample_weight, mask), total.dtype))
+        return LossTerm(total, _sum_of_weights(sample_weight, mask, total.dtype))
     elements = tf.cast(tf.size(values), total.dtype)
     if mask is not None:
         valid = tf.cast(tf.math.count_nonzero(mask), total.dtype)
@@ -302,11 +304,11 @@ def _mask(y_pred: Any, values: Any) -> Any:
     return present[0] if len(present) == 1 else present[0] & present[1]
 
 
-def _sum_of_weights(sample_weight: Any, mask: Any) -> Any:
+def _sum_of_weights(sample_weight: Any, mask: Any, dtype: tf.DType) -> Any:
     if sample_weight is None:
-        return tf.math.count_nonzero(mask)
-    weight = tf.cast(sample_weight, tf.float32)
+        return tf.cast(tf.math.count_nonzero(mask), dtype)
+    weight = tf.cast(sample_weight, dtype)
     if mask is None:
         return tf.reduce_sum(weight)
-    kept, weight = _same_rank(tf.cast(mask, tf.float32), weight)
+    kept, weight = _same_rank(tf.cast(mask, dtype), weight)
     return tf.reduce_sum(weight * kept)

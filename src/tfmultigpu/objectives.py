@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import tensorflow as tf
 
 from tfmultigpu import _bridge
 from tfmultigpu import rows as rows_lib
+from tfmultigpu.added_losses import AddedLosses, mean_term
 from tfmultigpu.errors import LossError, MetricError
 from tfmultigpu.losses import OTHER_ROWS, FixedLossSum, LossSum, LossTerm, as_loss, loss_term
 from tfmultigpu.outputs import Output, match_outputs, unpack_batch
+from tfmultigpu.scopes import all_layers
 
 __all__ = ["Layout", "Objective", "OutputLoss", "regularization", "stack"]
 
@@ -26,12 +29,15 @@ class Objective:
         losses: One Keras loss, or a dict or list of them, or None.
         loss_weights: Factors of the outputs' losses, or None.
         forward: ``f(model, batch, training) -> LossSum`` in place of a loss, or None.
+        added: Finds out which losses that layers add are sums; None where all may count as means,
+            because each batch is computed in one piece.
     """
 
     model: Any
     losses: Any
     loss_weights: Any = None
     forward: Callable[[Any, Any, bool], LossSum] | None = None
+    added: AddedLosses | None = None
 
     @classmethod
     def of(cls, model: Any, loss: Any, loss_weights: Any = None, forward: Any = None) -> Objective:
@@ -46,7 +52,7 @@ class Objective:
                 f"Received: loss={loss!r} and forward={forward!r}."
             )
         losses = tf.nest.map_structure(lambda one: None if one is None else as_loss(one), loss)
-        return cls(model, losses, loss_weights, forward)
+        return cls(model, losses, loss_weights, forward, AddedLosses())
 
     def check_metrics_allowed(self, *metrics: Any) -> None:
         """Checks that there are labels and predictions for metrics to look at.
@@ -67,8 +73,17 @@ class Objective:
         Returns:
             The terms of the loss, and the outputs for metrics (none with ``forward``).
         """
+        terms, outputs, values = self._call(shard, training)
+        if self.added is None:
+            rows = rows_lib.count_rows(shard)
+            return terms + [mean_term(value, rows) for value in values], outputs
+        again = self._added_by_layers
+        return terms + self.added.terms(values, shard, self.model, training, again), outputs
+
+    def _call(self, shard: Any, training: bool) -> tuple[list[LossTerm], list[Output], list[Any]]:
+        """The terms of the loss without what layers add, the outputs, and what layers add."""
         outputs: list[Output] = []
-        with _bridge.recording_added_losses() as added:
+        with _bridge.recording_added_losses() as recorded:
             if self.forward is not None:
                 terms = [_forward_term(self.forward(self.model, shard, training))]
             else:
@@ -77,8 +92,12 @@ class Objective:
                 y_pred = self.model(x, training=training)
                 outputs = match_outputs(y, y_pred, weight, self.losses, self.loss_weights, names)
                 terms = [_output_term(output) for output in outputs if output.loss is not None]
-        rows = rows_lib.count_rows(shard)
-        return terms + [_mean_term(value, rows) for value in added], outputs
+        # As in Keras, a model that the loss calls does not add to the loss of this one.
+        own = {id(layer) for layer in all_layers(self.model)} if recorded else set()
+        return terms, outputs, [value for layer, value in recorded if id(layer) in own]
+
+    def _added_by_layers(self, shard: Any, training: bool) -> list[Any]:
+        return self._call(shard, training)[2]
 
 
 class OutputLoss(str):
@@ -174,7 +193,7 @@ class Layout:
             if term.name is not None:
                 key = OutputLoss(term.name, term.factor)
                 logs |= {key: mean, key.weight: tf.cast(total, tf.float32)}
-            weight = total if i == 0 else weight
+            weight = total if i == 0 and not term.added else weight
         if weight is None or logs:
             weight = global_rows
         return {"loss": loss, "weight": tf.cast(weight, tf.float32), **logs}
@@ -197,24 +216,58 @@ def regularization(variables: Sequence[Any]) -> tuple[Any, list[Any]]:
     """Returns the weight regularisation and its gradient; it counts once per step.
 
     Args:
-        variables: Keras variables, which carry their ``regularizer``.
+        variables: Keras variables, which carry their ``regularizer``. It may read any of them.
 
     Returns:
-        A float32 scalar, and one gradient per variable (None for those without regularizer).
+        A float32 scalar, and one gradient per variable (None for those it does not depend on).
     """
+    own = [getattr(variable, "regularizer", None) for variable in variables]
+    if all(regularizer is None for regularizer in own):
+        return tf.zeros([]), [None] * len(variables)
+    # Those of Keras look at nothing but their own variable; the others are not read.
+    free = any(one is not None and not _is_from_keras(one) for one in own)
+    pairs = zip(variables, own, strict=True)
+    values = [tf.convert_to_tensor(v.value) if free or r is not None else None for v, r in pairs]
+    read = [value for value in values if value is not None]
+    with tf.GradientTape() as tape, _reading(variables, values) if free else nullcontext():
+        tape.watch(read)
+        penalties = [
+            tf.reduce_sum(regularizer(value))
+            for regularizer, value in zip(own, values, strict=True)
+            if regularizer is not None
+        ]
     total: Any = tf.zeros([])
-    gradients: list[Any] = []
-    for variable in variables:
-        if getattr(variable, "regularizer", None) is None:
-            gradients.append(None)
-            continue
-        value = tf.convert_to_tensor(variable.value)
-        with tf.GradientTape() as tape:
-            tape.watch(value)
-            penalty = tf.reduce_sum(variable.regularizer(value))
+    for penalty in penalties:
         total += tf.cast(penalty, tf.float32)
-        gradients.append(tape.gradient(penalty, value))
-    return total, gradients
+    found = iter(tape.gradient(penalties, read))
+    return total, [None if value is None else next(found) for value in values]
+
+
+def _reading(variables: Sequence[Any], values: Sequence[Any]) -> AbstractContextManager[Any]:
+    """Has code that reads variables find these values, which a tape can watch wherever it runs.
+
+    A variable with a copy on each replica cannot be watched outside the replicas.
+    """
+    import keras
+
+    class Reading(keras.StatelessScope):  # type: ignore[misc]
+        """Assigns to other variables at once, where its base only notes it."""
+
+        def add_update(self, update: tuple[Any, Any]) -> None:
+            variable, value = update
+            if id(variable) in self.state_mapping:
+                super().add_update(update)
+            else:
+                variable.value.assign(value)
+
+    pairs = zip(variables, values, strict=True)
+    mapping = [(one, value) for one, value in pairs if isinstance(one, keras.Variable)]
+    scope: AbstractContextManager[Any] = Reading(mapping)
+    return scope
+
+
+def _is_from_keras(thing: Any) -> bool:
+    return type(thing).__module__.split(".")[0] == "keras"
 
 
 def _output_term(output: Output) -> LossTerm:
@@ -242,10 +295,3 @@ def _forward_term(result: Any) -> LossTerm:
         )
     weight = tf.cast(result.weight, total.dtype)
     return LossTerm(total, weight, fixed=isinstance(result, FixedLossSum))
-
-
-def _mean_term(value: Any, rows: Any) -> LossTerm:
-    """A loss that a layer computed as a mean over the shard."""
-    value = tf.cast(value, tf.float64 if value.dtype == tf.float64 else tf.float32)
-    rows = tf.cast(rows, value.dtype)
-    return LossTerm(tf.reduce_sum(value) * rows, rows, per_row=1.0)

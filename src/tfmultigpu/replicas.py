@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -50,13 +51,16 @@ class ReplicaPhase:
         jit_compile: bool,
     ) -> None:
         """Takes what ``make_train_step`` was given, and the micro-batches of each replica."""
-        self._objective = objective
+        in_one_piece = strategy.num_replicas_in_sync == max(micro_batches) == 1
+        self._objective = dataclasses.replace(objective, added=None) if in_one_piece else objective
         self._strategy = strategy
         self._counts = tuple(micro_batches)
         self._micro_batches = max(micro_batches)
         self._metrics = metrics
         self._weighted_metrics = weighted_metrics
         self._jit_compile = jit_compile
+        self._without_gradient: set[str] = set()
+        self._has_nothing_to_train = False
 
     @property
     def metrics(self) -> tuple[Any, ...]:
@@ -260,6 +264,43 @@ class ReplicaPhase:
             if gradient is not None
         ]
         return [*gradients, stack(terms, weight)], outputs
+
+    def trained(self, variables: Sequence[Any], gradients: Sequence[Any]) -> list[Any]:
+        """Returns the variables that have a gradient, and says once which have none, as Keras does.
+
+        Args:
+            variables: Keras variables.
+            gradients: The gradient of each for the global batch, or None.
+
+        Raises:
+            LossError: No variable has one.
+        """
+        pairs = list(zip(variables, gradients, strict=True))
+        without = [variable.path for variable, gradient in pairs if gradient is None]
+        if variables and len(without) == len(variables):
+            raise LossError(
+                "No gradient reaches any trainable variable, so no step would change anything. "
+                f"Received: variables {without[:5]}. Compute the loss from the model's outputs by "
+                "operations that have a gradient: not by tf.stop_gradient, tf.argmax, tf.round, "
+                "a cast to integers or numpy."
+            )
+        new = [path for path in without if path not in self._without_gradient]
+        self._without_gradient.update(new)
+        if new:
+            warnings.warn(
+                "No gradient reaches some trainable variables, so they stay as they are. Received: "
+                f"variables {new[:5]}. Look for an output without a loss or a tf.stop_gradient; if "
+                "it is meant, write layer.trainable = False.",
+                stacklevel=2,
+            )
+        if not variables and not self._has_nothing_to_train:
+            self._has_nothing_to_train = True
+            warnings.warn(
+                "The model has no trainable variables, so a step computes the loss and changes "
+                "nothing. Write layer.trainable = True for the layers to train.",
+                stacklevel=2,
+            )
+        return [variable for variable, gradient in pairs if gradient is not None]
 
     def _values(self) -> list[Any]:
         return [variable.value for variable in self._objective.model.trainable_variables]

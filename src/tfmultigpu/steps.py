@@ -376,9 +376,7 @@ class TrainStep:
                 with placed(self._sharded, variables[i]):
                     part = tf.cast(part, tf.float32) if part.dtype.size < 4 else part
                     total[i] = part if total[i] is None else total[i] + part
-        self._trained = [
-            v for v, gradient in zip(variables, total, strict=True) if gradient is not None
-        ]
+        self._trained = self._phase.trained(variables, total)
         gradients = [gradient for gradient in total if gradient is not None]
         norm = global_norm(gradients, reported if self._clip_norm is None else True)
         logs["finite"] = tf.constant(True) if scale is None else all_finite(gradients)

@@ -7,7 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-__all__ = ["Traces", "any_rows"]
+__all__ = ["Traces", "any_rows", "take"]
 
 
 class Traces:
@@ -75,7 +75,7 @@ class Traces:
 
         def function(*tensors: Any) -> Any:
             given = iter(tensors)
-            leaves = [None if spec is None else _take(spec, given) for spec in specs]
+            leaves = [None if spec is None else take(spec, given) for spec in specs]
             packed = [
                 tf.nest.pack_sequence_as(structure, leaves[i * size : (i + 1) * size])
                 for i in range(copies)
@@ -100,8 +100,8 @@ def any_rows(leaf: Any) -> Any:
     return tf.TensorSpec([None, *leaf.shape[1:]] if leaf.shape.rank else [], leaf.dtype)
 
 
-def _take(spec: Any, tensors: Any) -> Any:
-    """One leaf from an iterator of plain tensors, several of which make up a composite one."""
+def take(spec: Any, tensors: Any) -> Any:
+    """Returns one leaf from an iterator of tensors; several make up a composite one."""
     parts = [next(tensors) for _ in tf.nest.flatten(spec, expand_composites=True)]
     return tf.nest.pack_sequence_as(spec, parts, expand_composites=True)
 

@@ -117,8 +117,8 @@ MUTATIONS = (
         "losses.py",
         (
             (
-                "tf.cast(_sum_of_weights(sample_weight, mask), total",
-                "tf.cast(tf.size(values), total",
+                "_sum_of_weights(sample_weight, mask, total.dtype)",
+                "tf.cast(tf.size(values), total.dtype)",
             ),
         ),
         (f"{WEIGHTS}[weights far apart, mean_with_sample_weight]",),
@@ -137,10 +137,10 @@ MUTATIONS = (
     ),
     Mutation(
         "losses that layers add are not weighted by rows",
-        "objectives.py",
+        "added_losses.py",
         (
             (
-                "LossTerm(tf.reduce_sum(value) * rows, rows, per_row=1.0)",
+                "LossTerm(tf.reduce_sum(value) * rows, rows, per_row=1.0, added=True)",
                 "LossTerm(tf.reduce_sum(value), tf.ones_like(rows))",
             ),
         ),
