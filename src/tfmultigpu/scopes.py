@@ -121,7 +121,8 @@ def _check_layers(model: Any, training: bool) -> None:
         warnings.warn(
             f"BatchNormalization sees only the rows of its own replica: layers {local[:5]}. The "
             "result then depends on the number of replicas. For one device's result write "
-            "keras.layers.BatchNormalization(synchronized=True).",
+            "keras.layers.BatchNormalization(synchronized=True), or for a model as it is "
+            "tmg.synchronize_batch_norm(model).",
             ReplicaDependenceWarning,
             stacklevel=4,
         )
