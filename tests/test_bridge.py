@@ -51,6 +51,7 @@ def test_every_private_attribute_of_the_bridge_is_tested_here():
         "_keras_mask",
         "_layers",
         "_model_variables_moving_average",
+        "_moments",
         "_resolved_output_names",
         "_should_trace",
         "_tf_finalize_ema_values",
@@ -261,7 +262,16 @@ KERAS_DRAWS = {
     "stateless_gamma": lambda: keras.random.gamma((2,), 2.0, seed=1),
     "stateless_binomial": lambda: keras.random.binomial((2,), 9.0, 0.5, seed=1),
     "stateless_dropout": lambda: keras.random.dropout(tf.ones([2]), 0.5, seed=1),
+    "stateless_poisson": lambda: tf.random.stateless_poisson((2,), (1, 2), 3.0),
+    "stateless_parameterized_truncated_normal": (
+        lambda: tf.random.stateless_parameterized_truncated_normal((2,), (1, 2))
+    ),
+    "stateless_random_uniform": (
+        lambda: tf.image.stateless_random_flip_left_right(tf.zeros([2, 3, 3, 1]), (1, 2))
+    ),
     "global_seed_generator": lambda: keras.random.normal((2,)),
+    "next": lambda: keras.random.normal((2,), seed=keras.random.SeedGenerator(1)),
+    "_moments": lambda: keras.layers.BatchNormalization()(tf.zeros([2, 3]), training=True),
 }
 
 

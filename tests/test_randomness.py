@@ -56,6 +56,13 @@ DRAWS = {
     "gamma": lambda s: tf.random.stateless_gamma(s, (7, 3), 0.7, 2.0),
     "gamma by column": lambda s: tf.random.stateless_gamma(s, (7, 3), tf.range(1.0, 4.0)),
     "binomial": lambda s: tf.random.stateless_binomial(s, (7, 3), 20.0, 0.3),
+    "poisson": lambda s: tf.random.stateless_poisson(s, (7, 3), 2.5),
+    "poisson by column": lambda s: tf.random.stateless_poisson(s, (7, 3), tf.range(1.0, 4.0)),
+    "truncated normal between": lambda s: tf.random.stateless_parameterized_truncated_normal(
+        s, (7, 3), 0.5, 2.0, -1.0, 4.0),
+    "truncated normal by column": lambda s: tf.random.stateless_parameterized_truncated_normal(
+        s, (7, 3), tf.range(3.0), 1.0, -1.0, 4.0),
+    "seeds": lambda s: tf.random.split((7, 3), s[0]),
 }  # fmt: skip
 
 
@@ -242,6 +249,38 @@ LAYERS = {
     "beta": (
         X,
         sampling(lambda x, seed: draw.beta((size(x)[0], 1), 2.0, tf.exp(x[:, :1]), seed=seed)),
+    ),
+    "poisson": (
+        X,
+        sampling(lambda x, seed: tf.random.stateless_poisson(size(x), seed.next(), tf.exp(x))),
+    ),
+    "truncated normal between": (
+        X,
+        sampling(lambda x, seed: tf.random.stateless_parameterized_truncated_normal(
+            size(x), seed.next(), x, 1.0, x[:1] * 0.0 - 2.0, tf.abs(x) + 1.0)),
+    ),
+    "flip by TensorFlow": (
+        IMAGES,
+        sampling(lambda x, seed: tf.image.stateless_random_flip_left_right(x, seed.next())),
+    ),
+    "upside down by TensorFlow": (
+        IMAGES,
+        sampling(lambda x, seed: tf.image.stateless_random_flip_up_down(x, seed.next())),
+    ),
+    "crop by TensorFlow": (
+        IMAGES,
+        sampling(lambda x, seed: tf.image.resize_with_crop_or_pad(
+            tf.image.stateless_random_crop(x, [size(x)[0], 5, 4, 3], seed.next()), 8, 8)),
+    ),
+    "brightness by TensorFlow": (
+        IMAGES,
+        sampling(lambda x, seed: tf.image.stateless_random_brightness(x, 0.4, seed.next())),
+    ),
+    "a seed for each row": (
+        IMAGES,
+        sampling(lambda x, seed: tf.map_fn(
+            lambda one: tf.image.stateless_random_contrast(one[0], 0.1, 0.9, one[1]),
+            (x, tf.random.split(seed.next(), size(x)[0])), fn_output_signature=x.dtype)),
     ),
     # From here on arithmetic between draws rounds differently in shards of other sizes.
     "gamma": (X, sampling(lambda x, seed: draw.gamma(size(x), tf.exp(x), seed=seed))),
@@ -465,6 +504,121 @@ def test_evaluation_draws_what_one_device_draws():
         step = tmg.make_eval_step(model, "mse", strategy)
         losses[replicas] = [float(step(batch)["loss"]) for batch in cut((X, X), SIZES)]
     np.testing.assert_allclose(losses[3], losses[1], rtol=1e-6)
+
+
+# Generators outside the model ---------------------------------------------------------------------
+
+
+class Noisy:
+    """A model, noise on its inputs, and a factor for all rows, from generators beside it."""
+
+    def __init__(self, strategy):
+        with strategy.scope():
+            keras.utils.set_random_seed(7)
+            self.model, self.optimizer = noisy(), sgd()
+            self.generators = [keras.random.SeedGenerator(11), keras.random.SeedGenerator(12)]
+
+    def scores(self, model, x):
+        rows, factor = self.generators
+        x += 0.3 * draw.normal(size(x), seed=rows)
+        return model(x, training=True) * draw.uniform((1,), 0.5, 1.0, seed=factor)
+
+    def states(self):
+        return [one.numpy() for one in [*self.model.variables, *(g.state for g in self.generators)]]
+
+
+@functools.cache
+def noisy_on_one_device():
+    on_one = Noisy(tf.distribute.get_strategy())
+
+    @functools.partial(
+        tf.function,
+        input_signature=[tf.TensorSpec([None, 6]), tf.TensorSpec([None], tf.int64)],
+        autograph=False,
+    )
+    def step(x, y):
+        with tf.GradientTape() as tape:
+            loss = crossentropy()(y, on_one.scores(on_one.model, x))
+        trained = on_one.model.trainable_variables
+        on_one.optimizer.apply(tape.gradient(loss, trained), trained)
+        return loss
+
+    losses = [float(step(*batch)) for batch in BATCHES]
+    return losses, on_one.states()
+
+
+@pytest.mark.parametrize(
+    ("replicas", "micro_batches"), [(1, 3), (2, 1), (2, 2), (3, (1, 2, 1))], ids=str
+)
+def test_generators_outside_the_model_advance_once_a_step(replicas, micro_batches):
+    strategy = strategy_of(replicas)
+    run = Noisy(strategy)
+
+    def forward(model, batch, training):
+        return tmg.loss_sum(crossentropy(), batch[1], run.scores(model, batch[0]))
+
+    step = tmg.make_train_step(
+        run.model, run.optimizer, None, strategy, forward=forward, micro_batches=micro_batches
+    )
+    losses, states = noisy_on_one_device()
+    result = [float(step(batch)["loss"]) for batch in BATCHES]
+    np.testing.assert_allclose(result, losses, rtol=1e-6, atol=1e-6)
+    for ours, theirs in zip(run.states(), states, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-6)
+    assert [int(state[1]) for state in states[-2:]] == [len(BATCHES)] * 2
+
+
+def forward_with(generator):
+    """A forward pass that draws from what ``generator()`` returns."""
+
+    def forward(model, batch, training):
+        x = batch[0] + draw.normal(size(batch[0]), seed=generator())
+        return tmg.loss_sum(crossentropy(), batch[1], model(x, training=training))
+
+    return forward
+
+
+def test_a_generator_outside_the_scope_is_refused_on_several_replicas():
+    outside = keras.random.SeedGenerator(1, name="beside")
+    losses = []
+    for replicas in (1, 2):
+        strategy = strategy_of(replicas)
+        run = Noisy(strategy)
+        step = tmg.make_train_step(
+            run.model, run.optimizer, None, strategy, forward=forward_with(lambda: outside)
+        )
+        if replicas == 1:
+            losses.append(float(step(BATCHES[0])["loss"]))
+            continue
+        with pytest.raises(tmg.ScopeError, match=r"(?s)'beside', .* 2 replica.*SeedGenerator\("):
+            step(BATCHES[0])
+    assert np.isfinite(losses).all()
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_generator_made_at_each_call_is_refused_with_micro_batches(replicas):
+    strategy = strategy_of(replicas)
+    run = Noisy(strategy)
+    forward = forward_with(lambda: keras.random.SeedGenerator(1))
+    step = tmg.make_train_step(
+        run.model, run.optimizer, None, strategy, forward=forward, micro_batches=2
+    )
+    with pytest.raises(tmg.TfMultiGpuError, match=r"another seed generator each time.*in the scope"):
+        step(BATCHES[0])
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_shuffles_along_rows_stay_within_a_shard(replicas):
+    """What goes over from one replica to another would have to be sent: nothing is lost or made."""
+    x = np.arange(14.0, dtype="float32").reshape(7, 2)
+
+    def shuffled(x, seed):
+        return tf.random.experimental.stateless_shuffle(draw.shuffle(x, seed=seed), seed.next()) - x
+
+    ours = on_replicas(sampling(shuffled), x, replicas)[0]
+    np.testing.assert_array_equal(np.sort(ours, axis=0), x)
+    for rows in np.array_split(np.arange(7), replicas):
+        np.testing.assert_array_equal(np.sort(ours[rows], axis=0), x[rows])
 
 
 # What it costs ------------------------------------------------------------------------------------

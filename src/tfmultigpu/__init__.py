@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tfmultigpu import testing
     from tfmultigpu.accumulation import GradientAccumulator
+    from tfmultigpu.batch_norm import synchronize_batch_norm
     from tfmultigpu.batch_size import find_batch_size
     from tfmultigpu.capacities import measured_capacities, memory_capacities
     from tfmultigpu.checkpoints import Checkpoints
@@ -80,6 +81,7 @@ __version__ = "0.1.0"
 
 _NAMES = {
     "accumulation": ("GradientAccumulator",),
+    "batch_norm": ("synchronize_batch_norm",),
     "batch_size": ("find_batch_size",),
     "capacities": (
         "measured_capacities",
@@ -248,6 +250,7 @@ __all__ = [
     "restrict_devices",
     "row_weight",
     "split_device",
+    "synchronize_batch_norm",
     "testing",
     "visible_devices",
 ]

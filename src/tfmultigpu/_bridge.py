@@ -7,7 +7,7 @@ Each function says which attribute, why the public API is not enough, and what h
 from __future__ import annotations
 
 import functools
-import importlib
+import pkgutil
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -203,7 +203,7 @@ def _recorded(original: Any, method: str, what: Callable[[Any, Any], list[Any]])
     return call
 
 
-# Where Keras looks up at each call what it draws by.
+# Where Keras and TensorFlow look up at each call what they draw by, or normalize by.
 _KERAS_SEEDS = "keras.src.random.seed_generator"
 _GLOBAL_SEEDS = "global_seed_generator"
 _DRAWS = {
@@ -214,7 +214,12 @@ _DRAWS = {
     "stateless_categorical": "tensorflow.random",
     "stateless_gamma": "tensorflow.random",
     "stateless_binomial": "tensorflow.random",
+    "stateless_poisson": "tensorflow.random",
+    "stateless_parameterized_truncated_normal": "tensorflow.random",
+    "stateless_random_uniform": "tensorflow.python.ops.stateless_random_ops",
     "stateless_dropout": "tensorflow.nn.experimental",
+    "next": "keras.random.SeedGenerator",
+    "_moments": "keras.layers.BatchNormalization",
 }
 _draws = threading.local()
 _originals: dict[str, Any] = {}
@@ -230,6 +235,10 @@ def replacing_draws(replacements: Mapping[str, Callable[..., Any]]) -> Iterator[
     no way to say which rows of a batch a layer sees. Without it every replica draws the same
     numbers. Private: ``keras.src.random.seed_generator.global_seed_generator``, which says what
     draws without a seed draw from. Without that they fail on replicas, or depend on their number.
+    Private: ``tensorflow.python.ops.stateless_random_ops.stateless_random_uniform``, by which
+    ``tf.image.stateless_random_flip_left_right`` and its like draw. Without it replicas flip alike.
+    Private: ``keras.layers.BatchNormalization._moments``, which behind a mask forgets
+    ``synchronized``. Without it each replica normalizes by its own rows.
 
     Re-entrant, because replicas are threads that take turns; outside the context, and on other
     threads in it, the functions are TensorFlow's.
@@ -281,8 +290,7 @@ def set_global_seeds(generator: Any) -> None:
 
 
 def _home_of(draw: str) -> Any:
-    package, *path = _DRAWS[draw].split(".")
-    return functools.reduce(getattr, path, importlib.import_module(package))
+    return pkgutil.resolve_name(_DRAWS[draw])
 
 
 def _by_thread(name: str, original: Any) -> Any:

@@ -76,7 +76,7 @@ class Addition:
         self.replica = replica
         self.structure = structure
         self.states = [*seed_states(model, seeds), *assigned_in_each_pass(model)]
-        self._seeds, self._generator = seeds, seeds.generator
+        self._seeds = seeds
 
     def begin(self) -> list[tf.Tensor]:
         """Returns the states as they are before the first micro-batch."""
@@ -91,9 +91,9 @@ class Addition:
         for state, value in zip(self.states, begin, strict=True):
             state.assign(value)
         values = self.replica(*args)
-        if self._seeds.generator is not self._generator:
-            raise OtherStructureError(self.structure)  # The draw made it: one more state.
         actual = [(value.shape, value.dtype) for value in values]
-        if actual != self.structure:
+        known = {id(state) for state in self.states}
+        drawn_from_others = any(id(state) not in known for state in self._seeds.used)
+        if drawn_from_others or actual != self.structure:
             raise OtherStructureError(actual)
         return [total + value for total, value in zip(sums, values, strict=True)]

@@ -23,7 +23,9 @@ import tensorflow as tf
 
 from tfmultigpu import _bridge
 from tfmultigpu import rows as rows_lib
+from tfmultigpu.batch_norm import masked_moments
 from tfmultigpu.batches import Shards
+from tfmultigpu.draw_shapes import as_shape, is_by_row
 from tfmultigpu.seeds import GlobalSeeds
 
 __all__ = ["HeldRows", "drawing_rows"]
@@ -106,6 +108,7 @@ class HeldRows:
 def drawing_rows(held: HeldRows) -> AbstractContextManager[None]:
     """Makes layers called on this thread draw their rows of the draws for the global batch.
 
+    Synchronized batch normalization behind masks, which Keras does not synchronize, is it as well.
     Where the first axis of a draw is not a multiple of the rows when it runs, it is no draw by row
     after all, and is made as it is.
 
@@ -116,15 +119,23 @@ def drawing_rows(held: HeldRows) -> AbstractContextManager[None]:
         return nullcontext()
     replacements: dict[str, Callable[..., Any]] = {
         "stateless_uniform": _uniform,
+        "stateless_random_uniform": _uniform,
         "stateless_normal": _normal,
         "stateless_truncated_normal": _truncated_normal,
         "stateless_categorical": _categorical,
         "stateless_gamma": _gamma,
         "stateless_binomial": _binomial,
+        "stateless_poisson": _poisson,
+        "stateless_parameterized_truncated_normal": _parameterized_truncated_normal,
         "stateless_dropout": _dropout,
     }
     by_row = {name: functools.partial(draw, held) for name, draw in replacements.items()}
-    return _bridge.replacing_draws({**by_row, "global_seed_generator": held.seeds.on_replica})
+    others: dict[str, Callable[..., Any]] = {
+        "global_seed_generator": held.seeds.on_replica,
+        "next": held.seeds.next_of,
+        "_moments": masked_moments,
+    }
+    return _bridge.replacing_draws({**by_row, **others})
 
 
 # Numbers that are drawn by counting on -----------------------------------------------------------
@@ -142,9 +153,9 @@ def _uniform(
     alg: Any = "auto_select",
 ) -> Any:
     dtype = tf.as_dtype(dtype)
-    shape = _as_shape(shape)
+    shape = as_shape(shape)
     wrong = dtype.is_integer and (minval is None) != (maxval is None)
-    if wrong or not _is_by_row(shape):
+    if wrong or not is_by_row(shape):
         return original(shape, seed, minval, maxval, dtype, name, alg)
     if not dtype.is_integer:
         maxval = 1 if maxval is None else maxval
@@ -173,8 +184,8 @@ def _normal(
     alg: Any = "auto_select",
 ) -> Any:
     dtype = tf.as_dtype(dtype)
-    shape = _as_shape(shape)
-    if not _is_by_row(shape):
+    shape = as_shape(shape)
+    if not is_by_row(shape):
         return original(shape, seed, mean, stddev, dtype, name, alg)
     held = dataclasses.replace(held, counts_on=held.counts_on and not held.by_xla)
     sample = functools.partial(tf.raw_ops.StatelessRandomNormalV2, dtype=dtype)
@@ -239,8 +250,8 @@ def _truncated_normal(
     alg: Any = "auto_select",
 ) -> Any:
     dtype = tf.as_dtype(dtype)
-    shape = _as_shape(shape)
-    if not _is_by_row(shape):
+    shape = as_shape(shape)
+    if not is_by_row(shape):
         return original(shape, seed, mean, stddev, dtype, name, alg)
     # How much is counted for one of these numbers differs between XLA and the rest.
     drawn = _cut(held, lambda shape: original(shape, seed, dtype=dtype, alg=alg), shape)
@@ -257,7 +268,7 @@ def _categorical(
     name: Any = None,
 ) -> Any:
     logits = tf.convert_to_tensor(logits)
-    if not _is_by_row(tf.shape(logits)):
+    if not is_by_row(tf.shape(logits)):
         return original(logits, num_samples, seed, dtype, name)
     everywhere = _among_all(held, logits, 0)
     drawn = original(everywhere, num_samples, seed, dtype, name)
@@ -274,8 +285,8 @@ def _gamma(
     dtype: Any = tf.float32,
     name: Any = None,
 ) -> Any:
-    shape = _as_shape(shape)
-    if not _is_by_row(shape):
+    shape = as_shape(shape)
+    if not is_by_row(shape):
         return original(shape, seed, alpha, beta, dtype, name)
     alpha = tf.convert_to_tensor(alpha, dtype)
     if beta is not None:
@@ -297,8 +308,8 @@ def _binomial(
     output_dtype: Any = tf.int32,
     name: Any = None,
 ) -> Any:
-    shape = _as_shape(shape)
-    if not _is_by_row(shape):
+    shape = as_shape(shape)
+    if not is_by_row(shape):
         return original(shape, seed, counts, probs, output_dtype, name)
     probs = tf.convert_to_tensor(probs, dtype_hint=tf.float32)
     counts = tf.convert_to_tensor(counts, dtype_hint=probs.dtype)
@@ -308,6 +319,45 @@ def _binomial(
         return original(shape, seed, counts, probs, output_dtype, name)
 
     return _cut(held, draw, shape)
+
+
+def _poisson(
+    held: HeldRows,
+    original: Any,
+    shape: Any,
+    seed: Any,
+    lam: Any,
+    dtype: Any = tf.int32,
+    name: Any = None,
+) -> Any:
+    shape = as_shape(shape)
+    if not is_by_row(shape):
+        return original(shape, seed, lam, dtype, name)
+    lam = _parameter(held, tf.convert_to_tensor(lam, dtype_hint=tf.float32), shape)
+    return _cut(held, lambda shape: original(shape, seed, lam, dtype, name), shape)
+
+
+def _parameterized_truncated_normal(
+    held: HeldRows,
+    original: Any,
+    shape: Any,
+    seed: Any,
+    means: Any = 0.0,
+    stddevs: Any = 1.0,
+    minvals: Any = -2.0,
+    maxvals: Any = 2.0,
+    name: Any = None,
+) -> Any:
+    given = (means, stddevs, minvals, maxvals)
+    shape = as_shape(shape)
+    if not is_by_row(shape):
+        return original(shape, seed, *given, name)
+    fillings = (0.0, 1.0, -2.0, 2.0)
+    parameters = [
+        _parameter(held, tf.convert_to_tensor(one), shape, filling)
+        for one, filling in zip(given, fillings, strict=True)
+    ]
+    return _cut(held, lambda shape: original(shape, seed, *parameters, name), shape)
 
 
 def _cut(held: HeldRows, draw: Callable[[Any], Any], shape: Any) -> Any:
@@ -323,10 +373,10 @@ def _rows_of_all(held: HeldRows, drawn: Any, size: Any) -> Any:
     return tf.slice(drawn, begin, tf.concat([[size], tf.shape(drawn)[1:]], 0))
 
 
-def _parameter(held: HeldRows, parameter: Any, shape: Any) -> Any:
+def _parameter(held: HeldRows, parameter: Any, shape: Any, filling: Any = 1) -> Any:
     """A parameter of a distribution, which may have rows, for a draw for all rows."""
     has_rows = parameter.shape.rank == shape.shape[0] and parameter.shape[0] != 1
-    return _among_all(held, parameter, 1) if has_rows else parameter
+    return _among_all(held, parameter, filling) if has_rows else parameter
 
 
 def _among_all(held: HeldRows, tensor: Any, filling: Any) -> Any:
@@ -335,40 +385,6 @@ def _among_all(held: HeldRows, tensor: Any, filling: Any) -> Any:
     first, total = _place(held, size)
     inner = [[0, 0]] * (tensor.shape.rank - 1)
     return tf.pad(tensor, [[first, total - first - size], *inner], constant_values=filling)
-
-
-# Shapes -------------------------------------------------------------------------------------------
-
-
-def _as_shape(shape: Any) -> Any:
-    if tf.is_tensor(shape):
-        return tf.cast(shape, tf.int32)
-    lengths = [tf.cast(length, tf.int32) for length in shape]
-    return tf.stack(lengths) if lengths else tf.zeros([0], tf.int32)
-
-
-def _is_by_row(shape: Any) -> bool:
-    """Whether the first axis of a draw has no length yet, while the step is traced.
-
-    Nor is it by row where that length is seen to be the one of another axis of some tensor, as that
-    of noise for the positions of a sequence.
-    """
-    static = tf.broadcast_to(False, shape).shape
-    return bool(static.rank) and static[0] is None and _axis_it_is_of(shape) in (0, None)
-
-
-def _axis_it_is_of(shape: Any) -> int | None:
-    """The axis whose length the first axis of a shape has; None where the graph does not tell."""
-    first = shape.op.inputs[0] if shape.op.type == "Pack" else shape
-    while first.op.type in ("Cast", "Identity"):
-        first = first.op.inputs[0]
-    if first.op.type != "StridedSlice" or first.op.inputs[0].op.type != "Shape":
-        return None
-    begin = tf.get_static_value(first.op.inputs[1])
-    rank = first.op.inputs[0].shape[0]
-    if begin is None or rank is None or begin.size != 1:
-        return None
-    return int(begin[0]) % int(rank)
 
 
 def _place(held: HeldRows, size: Any) -> tuple[Any, Any]:

@@ -97,12 +97,17 @@ class ReplicaPhase:
             alike = len(set(self._counts)) == 1
             loop = self._loop_around_replicas if alike else self._loop_in_replicas
             add = functools.partial(Addition, replica, self._objective.model, seeds)
-            for _ in range(2):
+            for _ in range(3):
                 try:
                     return loop(add(structure), shards, shard, fixed)
                 except OtherStructureError as other:
                     structure = other.args[0]
-            return loop(add(structure), shards, shard, fixed)
+        raise TfMultiGpuError(
+            "The model draws from another seed generator each time it is called, and micro-batches "
+            f"must all draw from the same. Received: seed generators {seeds.used[-3:]}. Create "
+            "each once, in the scope of the strategy, not in call or forward: "
+            "seeds = keras.random.SeedGenerator(seed)."
+        )
 
     def _loop_around_replicas(
         self, addition: Addition, shards: Shards, shard: Any, fixed: tuple[Any, ...]

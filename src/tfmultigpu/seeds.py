@@ -10,6 +10,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfmultigpu import _bridge
+from tfmultigpu.errors import ScopeError
 
 __all__ = ["GlobalSeeds", "global_seeds", "seed_states"]
 
@@ -24,12 +25,41 @@ class GlobalSeeds:
 
     Attributes:
         generator: The generator, or None where there is none yet.
+        used: The states of all generators that were drawn from, Keras variables; known once traced.
     """
 
     def __init__(self, strategy: tf.distribute.Strategy) -> None:
         """Takes the strategy; call on the thread that starts the replicas."""
         self.generator = _bridge.global_seeds()
+        self.used: list[Any] = []
         self._strategy = strategy
+
+    def next_of(self, original: Any, generator: Any, *args: Any, **kwargs: Any) -> Any:
+        """Returns a seed from a generator, by ``original``, and notes that it was drawn from.
+
+        Raises:
+            ScopeError: It was created outside the scope: there is one state for all replicas, and
+                each of them would go on where another is.
+        """
+        if all(state is not generator.state for state in self.used):
+            self._check_scope(generator)
+            self.used.append(generator.state)
+        return original(generator, *args, **kwargs)
+
+    def _check_scope(self, generator: Any) -> None:
+        state = generator.state.value  # A tensor where it was assigned to already.
+        several = self._strategy.num_replicas_in_sync > 1
+        if not several or not isinstance(state, tf.Variable):
+            return
+        if not self._strategy.extended.variable_created_in_scope(state):
+            raise ScopeError(
+                "A seed generator was created outside the scope of the strategy. It has one state "
+                "for all replicas, so each draws other numbers than one device does. Received: "
+                f"{generator.name!r}, and {type(self._strategy).__name__} with "
+                f"{self._strategy.num_replicas_in_sync} replica(s). Create it inside the scope:\n"
+                "    with strategy.scope():\n"
+                "        seeds = keras.random.SeedGenerator(seed)"
+            )
 
     def on_replica(self, original: Any) -> Any:
         """Returns the generator for a draw on a replica; ``original`` makes one."""
@@ -72,8 +102,12 @@ def global_seeds(strategy: tf.distribute.Strategy) -> Iterator[GlobalSeeds]:
 def seed_states(model: Any, seeds: GlobalSeeds) -> list[Any]:
     """Returns the states of the seeds that a model may draw from, Keras variables.
 
-    They are those of its layers, and that for draws without a seed where there is one yet.
+    They are those of its layers, that for draws without a seed where there is one yet, and those
+    that were seen to be drawn from.
     """
     weights = {id(variable) for variable in model.weights}
     states = [variable for variable in model.variables if id(variable) not in weights]
-    return states if seeds.generator is None else [*states, seeds.generator.state]
+    if seeds.generator is not None:
+        states.append(seeds.generator.state)
+    known = {id(state) for state in states}
+    return [*states, *(state for state in seeds.used if id(state) not in known)]

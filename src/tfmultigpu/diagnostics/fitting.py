@@ -40,6 +40,7 @@ def layer_findings(model: Any) -> Iterator[Finding]:
             "local-batch-norm",
             f"BatchNormalization normalises by the rows of its own replica: layers {local[:5]}.",
             "The result depends on the number of replicas: each sees a smaller batch.",
+            "tmg.synchronize_batch_norm(model), or "
             "keras.layers.BatchNormalization(synchronized=True)",
         )
     stateful = [one.name for one in layers if getattr(one, "stateful", False)]
