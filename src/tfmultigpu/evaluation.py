@@ -259,16 +259,21 @@ class PredictStep:
         return self._function(batch)
 
     def _step(self, shards: Shards) -> Any:
-        def predict(shard: Any) -> Any:
+        replicas = self.strategy.num_replicas_in_sync
+        weight = rows_lib.row_weight(shards.global_rows, replicas) if replicas > 1 else None
+        shard = per_replica(self.strategy, shards.local)
+
+        def predict(shard: Any, weight: Any) -> Any:
             held = HeldRows.of(shards, shard, seeds)
-            with drawing_rows(held), gathering_from(held):
+            counting = counting_once(holds_what_counts(weight))
+            with drawing_rows(held), gathering_from(held), counting:
                 return self._model(unpack_batch(shard)[0], training=False)
 
         with global_seeds(self.strategy) as seeds:
-            results = self.strategy.run(predict, args=(per_replica(self.strategy, shards.local),))
-        if self.strategy.num_replicas_in_sync == 1:
+            results = self.strategy.run(predict, args=(shard, weight))
+        if replicas == 1:
             return results
-        small = shards.global_rows < self.strategy.num_replicas_in_sync
+        small = shards.global_rows < replicas
 
         def join(result: Any) -> Any:
             parts = list(self.strategy.experimental_local_results(result))
