@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from tfmultigpu import rows as rows_lib
 from tfmultigpu.batches import Shards, per_replica
 from tfmultigpu.randomness import HeldRows
 from tfmultigpu.row_gathering import gathering_from
+from tfmultigpu.testing import run_workers
 
 PAGE = Path(__file__).parent.parent / "docs" / "coupled-losses.md"
 SIZES = (8, 1, 3, 2, 5, 8)
@@ -188,6 +190,18 @@ def test_shards_of_different_sizes(case: str, replicas: int, shares: tuple[int, 
     data = tf.data.Dataset.from_generator(lambda: iter(batches_of(arrays)), output_signature=spec)
     shards = tmg.distribute_dataset(data, run.strategy, shares=shares)
     held(case, run.train(shards), shares)
+
+
+@pytest.mark.slow
+def test_two_workers() -> None:
+    for worker, run in enumerate(run_workers(Path(__file__).with_name("worker_coupled.py"), 2)):
+        (line,) = [one for one in run.output.splitlines() if one.startswith("RESULT ")]
+        for case, found in json.loads(line.removeprefix("RESULT ")).items():
+            weights, losses = by_hand(case)
+            flat = np.concatenate([weight.ravel() for weight in weights])
+            where = f"{case} on worker {worker}"
+            np.testing.assert_allclose(found["weights"], flat, rtol=0, atol=2e-6, err_msg=where)
+            np.testing.assert_allclose(found["losses"], losses, rtol=5e-6, atol=2e-6, err_msg=where)
 
 
 def test_without_the_other_rows_the_result_is_another() -> None:
