@@ -72,6 +72,7 @@ if TYPE_CHECKING:
     from tfmultigpu.loops import evaluate, fit, predict
     from tfmultigpu.losses import LossSum, global_mean, loss_sum
     from tfmultigpu.lost_workers import explaining_lost_workers
+    from tfmultigpu.row_gathering import gather_rows, row_positions
     from tfmultigpu.shares import plan_micro_batches, plan_shares
     from tfmultigpu.steps import make_eval_step, make_predict_step, make_train_step
     from tfmultigpu.strategies import StrategyPlan, create_strategy, plan_strategy
@@ -162,6 +163,7 @@ _NAMES = {
         "loss_sum",
     ),
     "lost_workers": ("explaining_lost_workers",),
+    "row_gathering": ("gather_rows", "row_positions"),
     "shares": ("plan_micro_batches", "plan_shares"),
     "steps": (
         "make_eval_step",
@@ -230,6 +232,7 @@ __all__ = [
     "explaining_lost_workers",
     "find_batch_size",
     "fit",
+    "gather_rows",
     "global_mean",
     "limit_memory",
     "list_devices",
@@ -248,6 +251,7 @@ __all__ = [
     "predict",
     "profile_step",
     "restrict_devices",
+    "row_positions",
     "row_weight",
     "split_device",
     "synchronize_batch_norm",

@@ -89,6 +89,7 @@ def gradients_already_summed(optimizer: Any) -> Iterator[None]:
                 object.__delattr__(optimizer, _SUM_GRADIENTS)
 
 
+_CHANGES = "assign changes"
 _recorders = threading.local()
 _recording: dict[str, int] = {}
 
@@ -172,6 +173,25 @@ def _with_result_recorded(original: Any, key: str) -> Any:
 
 
 @contextmanager
+def changing_assignments(change: Callable[[Any, Any], Any]) -> Iterator[None]:
+    """Has Keras variables on this thread assigned other values while the context lasts.
+
+    Replaces ``keras.Variable.assign`` as above. It is the one place that the updates of all metrics
+    pass: each metric overrides ``update_state``.
+
+    Args:
+        change: ``f(variable, value)``, which returns the value to assign instead.
+    """
+    before = getattr(_recorders, _CHANGES, ())
+    setattr(_recorders, _CHANGES, (*before, change))
+    try:
+        with recording_assignments():
+            yield
+    finally:
+        setattr(_recorders, _CHANGES, before)
+
+
+@contextmanager
 def _recording_calls(
     owner: Any, method: str, what: Callable[[Any, Any], list[Any]]
 ) -> Iterator[list[Any]]:
@@ -198,6 +218,8 @@ def _recorded(original: Any, method: str, what: Callable[[Any, Any], list[Any]])
     def call(self: Any, argument: Any) -> Any:
         for recorded in getattr(_recorders, method, ()):
             recorded.extend(what(self, argument))
+        for change in getattr(_recorders, _CHANGES, ()) if method == "assign" else ():
+            argument = change(self, argument)
         return original(self, argument)
 
     return call

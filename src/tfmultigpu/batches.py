@@ -355,6 +355,8 @@ def _explain(error: Any) -> Exception | None:
     if isinstance(error, tf.errors.InvalidArgumentError):
         if OTHER_ROWS in error.message:
             return LossError(OTHER_ROWS)
+        if rows_lib.NOT_ROWS in error.message:
+            return LossError(rows_lib.explain_not_rows(error.message))
         explained = rows_lib.as_data_error(error)
         return None if explained is error else explained
     if "is joining a group" in error.message:

@@ -12,12 +12,19 @@ from tfmultigpu import rows as rows_lib
 from tfmultigpu.batches import BatchFunction, Shards, per_replica
 from tfmultigpu.errors import DataError
 from tfmultigpu.gathering import gather_rows
-from tfmultigpu.metrics import build_metrics, check_metrics, holds_what_counts, update_metrics
+from tfmultigpu.metrics import (
+    build_metrics,
+    check_metrics,
+    counting_once,
+    holds_what_counts,
+    update_metrics,
+)
 from tfmultigpu.multistep import TERMS, MultiStep
 from tfmultigpu.objectives import Layout, Objective, regularization, stack
 from tfmultigpu.outputs import unpack_batch
 from tfmultigpu.randomness import HeldRows, drawing_rows
 from tfmultigpu.reductions import sum_over_replicas
+from tfmultigpu.row_gathering import gathering_from
 from tfmultigpu.scopes import check_backend, check_kinds, prepare_model
 from tfmultigpu.seeds import GlobalSeeds, global_seeds
 from tfmultigpu.verification import Verification, Verifier, check_verify
@@ -242,9 +249,10 @@ class EvalStep:
         return {**logs, "loss": logs["loss"] + penalty}
 
     def _replica(self, shards: Shards, seeds: GlobalSeeds, shard: Any, weight: Any) -> tf.Tensor:
-        with drawing_rows(HeldRows.of(shards, shard, seeds)):
-            terms, outputs = self._objective(shard, training=False)
         counts = holds_what_counts(weight)
+        held = HeldRows.of(shards, shard, seeds)
+        with drawing_rows(held), gathering_from(held), counting_once(counts):
+            terms, outputs = self._objective(shard, training=False)
         update_metrics(self._metrics, outputs, counts, weighted=False)
         update_metrics(self._weighted_metrics, outputs, counts, weighted=True)
         self._layout = Layout.of(terms)
@@ -302,15 +310,21 @@ class PredictStep:
         return self._verifier.verification
 
     def _step(self, shards: Shards) -> Any:
-        def predict(shard: Any) -> Any:
-            with drawing_rows(HeldRows.of(shards, shard, seeds)):
+        replicas = self.strategy.num_replicas_in_sync
+        weight = rows_lib.row_weight(shards.global_rows, replicas) if replicas > 1 else None
+        shard = per_replica(self.strategy, shards.local)
+
+        def predict(shard: Any, weight: Any) -> Any:
+            held = HeldRows.of(shards, shard, seeds)
+            counting = counting_once(holds_what_counts(weight))
+            with drawing_rows(held), gathering_from(held), counting:
                 return self._model(unpack_batch(shard)[0], training=False)
 
         with global_seeds(self.strategy) as seeds:
-            results = self.strategy.run(predict, args=(per_replica(self.strategy, shards.local),))
-        if self.strategy.num_replicas_in_sync == 1:
+            results = self.strategy.run(predict, args=(shard, weight))
+        if replicas == 1:
             return results
-        small = shards.global_rows < self.strategy.num_replicas_in_sync
+        small = shards.global_rows < replicas
 
         def join(result: Any) -> Any:
             parts = list(self.strategy.experimental_local_results(result))

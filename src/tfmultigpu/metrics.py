@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import tensorflow as tf
@@ -19,7 +20,13 @@ from tfmultigpu.errors import MetricError
 from tfmultigpu.outputs import Output, match_metrics, match_outputs, unpack_batch
 from tfmultigpu.scopes import check_scope, symbolic
 
-__all__ = ["build_metrics", "check_metrics", "holds_what_counts", "update_metrics"]
+__all__ = [
+    "build_metrics",
+    "check_metrics",
+    "counting_once",
+    "holds_what_counts",
+    "update_metrics",
+]
 
 
 def check_metrics(metrics: Any, strategy: tf.distribute.Strategy) -> None:
@@ -134,6 +141,29 @@ def holds_what_counts(row_weight: Any) -> Any:
     """
     first = tf.get_static_value(tf.distribute.get_replica_context().replica_id_in_sync_group)
     return True if row_weight is None or first == 0 else tf.equal(row_weight, 1.0)
+
+
+def counting_once(counts: Any) -> AbstractContextManager[None]:
+    """Has metrics that a forward function or a layer updates itself count each row once.
+
+    Of the copies of a small batch those that do not count leave the states of metrics as they are.
+    Those are the variables that TensorFlow adds over the replicas when they are read.
+
+    Args:
+        counts: Whether this replica's copy of its rows is the one that counts: a bool, or a bool
+            scalar.
+    """
+    known = counts if isinstance(counts, bool) else tf.get_static_value(counts)
+    if known:
+        return nullcontext()
+
+    def assigned(variable: Any, value: Any) -> Any:
+        if variable.aggregation != "sum" or variable.synchronization != "on_read":
+            return value
+        before = tf.convert_to_tensor(variable.value)
+        return tf.where(counts, tf.cast(value, before.dtype), before)
+
+    return _bridge.changing_assignments(assigned)
 
 
 def update_metrics(metrics: Any, outputs: Sequence[Output], counts: Any, *, weighted: bool) -> None:

@@ -16,11 +16,17 @@ from tfmultigpu.accumulation import sum_dtype
 from tfmultigpu.backward_operations import any_may_fail, noting_operations
 from tfmultigpu.batches import Shards, per_replica
 from tfmultigpu.errors import LossError, TfMultiGpuError
-from tfmultigpu.metrics import build_metrics, holds_what_counts, update_metrics
+from tfmultigpu.metrics import (
+    build_metrics,
+    counting_once,
+    holds_what_counts,
+    update_metrics,
+)
 from tfmultigpu.micro_batches import Addition, OtherStructureError, Part
 from tfmultigpu.objectives import Layout, Objective, stack
 from tfmultigpu.outputs import Output
 from tfmultigpu.randomness import HeldRows, drawing_rows
+from tfmultigpu.row_gathering import gathering_from
 from tfmultigpu.seeds import GlobalSeeds, global_seeds
 
 __all__ = ["ReplicaPhase"]
@@ -202,7 +208,8 @@ class ReplicaPhase:
             held = held.part(shard, part.count, part.number)
             shard = rows_lib.cut_part(shard, part.count, part.number)
         compute = self._compiled if self._jit_compile else self._forward_backward
-        with drawing_rows(held):
+        gathering = gathering_from(held, None if part is None else self._counts)
+        with drawing_rows(held), gathering, counting_once(counts):
             values, outputs = compute(shard, weight, global_rows, loss_scale)
         update_metrics(self._metrics, outputs, counts, weighted=False)
         update_metrics(self._weighted_metrics, outputs, counts, weighted=True)

@@ -26,6 +26,12 @@ NO_ROWS = (
     "A batch has no rows. A replica cannot train on nothing: drop empty batches, for example with "
     "dataset.filter(lambda x, y: tf.shape(x)[0] > 0)."
 )
+NOT_ROWS = (
+    "gather_rows and row_positions take the rows of this replica, and this tensor has another "
+    "number of them. Gather each part by itself, such as the two views of an example: "
+    "tmg.gather_rows((first, second)). If k consecutive rows belong to each example, say "
+    "rows_per_example=k."
+)
 ROWS_DIFFER = (
     "The tensors of a batch differ in their number of rows (their first axis): features and labels "
     "would be paired wrongly. Check what .batch() was called on. Received: rows"
@@ -292,6 +298,15 @@ def as_data_error(error: Any) -> Exception:
         return DataError(f"{ROWS_DIFFER} {counts}.")
     raised = re.search(r"^(?:.*\s)?DataError: (.+)$", error.message, re.MULTILINE)
     return DataError(raised[1]) if raised else error
+
+
+def explain_not_rows(message: str) -> str:
+    """Returns ``NOT_ROWS`` with the numbers that follow it in an error's message."""
+    size, rows, times, *_ = re.findall(r"\d+", message.split(NOT_ROWS, 1)[1])
+    return (
+        f"{NOT_ROWS} Received: {size} rows, on a replica with {rows} rows of the batch and "
+        f"rows_per_example={times}."
+    )
 
 
 def mark_offsets(batch: Any, offsets: Any) -> Any:

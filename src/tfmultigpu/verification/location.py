@@ -13,6 +13,7 @@ from tfmultigpu import rows as rows_lib
 from tfmultigpu.batches import Shards, per_replica
 from tfmultigpu.randomness import HeldRows, drawing_rows
 from tfmultigpu.reductions import sum_over_replicas
+from tfmultigpu.row_gathering import gathering_from
 from tfmultigpu.seeds import global_seeds
 from tfmultigpu.traces import Traces
 from tfmultigpu.verification.advice import name_of
@@ -67,7 +68,8 @@ def locate_on_replicas(
 
     def parts(shards: Shards, trials: list[Trial]) -> tuple[Any, list[Any]]:
         def replica(shard: Any, weight: Any) -> Any:
-            with drawing_rows(HeldRows.of(shards, shard, seeds)):
+            held = HeldRows.of(shards, shard, seeds)
+            with drawing_rows(held), gathering_from(held):
                 trial = try_forward(
                     objective, shard, training, row_weight=weight, record_calls=True
                 )
