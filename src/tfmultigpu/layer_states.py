@@ -11,7 +11,7 @@ import tensorflow as tf
 from tfmultigpu.errors import ReplicaDependenceWarning
 from tfmultigpu.scopes import all_layers
 
-__all__ = ["assigned_in_each_pass", "warn_about_copies"]
+__all__ = ["assigned_in_each_pass", "may_be_assigned", "warn_about_copies"]
 
 _EQUAL = 1e-5
 
@@ -30,6 +30,12 @@ def assigned_in_each_pass(model: Any) -> list[Any]:
         if isinstance(layer, keras.layers.SpectralNormalization)
         for variable in (layer.vector_u, layer.kernel)
     ]
+
+
+def may_be_assigned(model: Any) -> list[Any]:
+    """Returns the variables that layers are most likely to assign, Keras variables: no weights."""
+    frozen = {id(v) for layer in all_layers(model) if not layer.trainable for v in layer.weights}
+    return [v for v in model.non_trainable_variables if id(v) not in frozen]
 
 
 def warn_about_copies(
