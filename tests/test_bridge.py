@@ -453,17 +453,3 @@ def test_keras_makes_the_compiled_metrics_from_shapes():
     without = mlp()
     without.compile(loss="mse")
     assert _bridge.compiled_metrics(without, labels, None) == (None, [], [], None)
-
-
-def test_assignments_are_recorded_while_the_context_lasts():
-    before = keras.Variable.assign
-    variable, other = keras.Variable(1.0), keras.Variable(2.0)
-    with _bridge.recording_assignments() as outer:
-        variable.assign(3.0)
-        with _bridge.recording_assignments() as inner:
-            other.assign_add(1.0)
-    variable.assign(4.0)
-    assert [id(one) for one in outer] == [id(variable), id(other)]
-    assert [id(one) for one in inner] == [id(other)]
-    assert float(other.numpy()) == 3.0
-    assert keras.Variable.assign is before

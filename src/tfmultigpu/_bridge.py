@@ -106,17 +106,6 @@ def recording_added_losses() -> AbstractContextManager[list[Any]]:
     return _recording_calls(keras.layers.Layer, "add_loss", lambda _, loss: tf.nest.flatten(loss))
 
 
-def recording_assignments() -> AbstractContextManager[list[Any]]:
-    """Collects the Keras variables that are assigned to on this thread while the context lasts.
-
-    Replaces ``keras.Variable.assign``, a public method that ``assign_add`` calls too, by one that
-    also records. Keras offers no way to know which variables a layer changes when it is called.
-    """
-    import keras
-
-    return _recording_calls(keras.Variable, "assign", lambda variable, _: [variable])
-
-
 @contextmanager
 def _recording_calls(
     owner: Any, method: str, what: Callable[[Any, Any], list[Any]]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -40,7 +40,7 @@ class Held(Protocol):
 
 
 @contextmanager
-def holding(given: Sequence[tuple[Any, Any]] = (), held: Any = None) -> Iterator[Held]:
+def holding(given: Iterable[tuple[Any, Any]] = (), held: Any = None) -> Iterator[Held]:
     """Holds what Keras variables are assigned on this thread; replica context.
 
     An assignment in an inner graph cannot be held, because its value does not exist outside: in the
@@ -55,11 +55,12 @@ def holding(given: Sequence[tuple[Any, Any]] = (), held: Any = None) -> Iterator
         yield scope
 
 
-def assign_held(variables: Sequence[Any], values: Sequence[Any]) -> None:
-    """Assigns values that were held; replica context."""
-    for variable, value in zip(variables, values, strict=True):
-        # Copies, for control dependencies: a variable with an aggregation is assigned elsewhere.
-        variable.assign(tf.identity(value))
+def assign_held(variables: Sequence[Any], values: Sequence[Any], after: Sequence[Any]) -> None:
+    """Assigns values that were held, when what comes before has succeeded; replica context."""
+    with tf.control_dependencies(after):
+        for variable, value in zip(variables, values, strict=True):
+            # Copies wait too: a variable with an aggregation is assigned somewhere else.
+            variable.assign(tf.identity(value))
 
 
 def assign_if(condition: Any, update: Callable[[], Any]) -> None:
@@ -95,12 +96,12 @@ def _kind() -> Any:
     class Holding(keras.StatelessScope):  # type: ignore[misc]
         """The scope by which Keras asks layers and metrics not to assign."""
 
-        def __init__(self, given: Sequence[tuple[Any, Any]]) -> None:
+        def __init__(self, given: Iterable[tuple[Any, Any]]) -> None:
             super().__init__(collect_losses=True)  # What layers add stays in ``layer.losses``.
             self.variables: list[Any] = []
             self.at_once: list[Any] = []
             self._given = list(given)  # Keeps the variables alive, and with them their ids.
-            self._values = {id(variable): value for variable, value in given}
+            self._values = {id(variable): value for variable, value in self._given}
             self._outer = _innermost()
             self._graph = tf.compat.v1.get_default_graph()
 
@@ -168,17 +169,18 @@ def _innermost() -> Any:
 @contextmanager
 def _left() -> Iterator[None]:
     """Leaves all scopes for a while, so that variables are those of TensorFlow."""
+    import keras
+
     scope = _innermost()
     if scope is None:
         yield
         return
-    base = type(scope).__mro__[1]
     before, scope.original_scope = scope.original_scope, None
-    base.__exit__(scope)
+    keras.StatelessScope.__exit__(scope)
     try:
         yield
     finally:
-        base.__enter__(scope)
+        keras.StatelessScope.__enter__(scope)
         scope.original_scope = before
 
 

@@ -298,7 +298,8 @@ class TrainStep:
         if self._sharded is None:
             values = sum_over_replicas(self.strategy, parts, self._travel_as)
         else:
-            values = [sum_on_devices(parts, self._places(self._sharded), self._travel_as)]
+            places = self._sharded.places(self.model.trainable_variables, self._phase.present)
+            values = [sum_on_devices(parts, places, self._travel_as)]
         if len(values) == 1:
             first = [self.strategy.experimental_local_results(value)[0] for value in states]
             gradients, logs = self._finish(values[0], first, rows, scale, shards.is_last)
@@ -319,21 +320,8 @@ class TrainStep:
         sums = {_SUM + name: value * rows for name, value in losses.items()}
         return {"loss": tf.zeros([]), "weight": rows, "skipped": logs["skipped"], **sums}
 
-    def _places(self, sharded: ShardedUpdate) -> list[str]:
-        """Where what the replicas return is added: gradients with their owners."""
-        owners = [sharded.owners[id(v)] for v in self.model.trainable_variables]
-        used = [
-            o for one in self._phase.present for o, here in zip(owners, one, strict=True) if here
-        ]
-        return [sharded.devices[owner] for owner in [*used, 0]]
-
     def _finish(
-        self,
-        values: list[tf.Tensor],
-        states: list[Any],
-        global_rows: Any,
-        scale: Any,
-        reported: Any = True,
+        self, values: Any, states: Any, global_rows: Any, scale: Any, reported: Any = True
     ) -> tuple[list[tf.Tensor], dict[str, Any]]:
         """Turns what was added over the replicas into the gradient of the global batch."""
         layout = self._phase.layout
@@ -343,8 +331,8 @@ class TrainStep:
         checks = layout.check(weights, global_rows)
         with tf.control_dependencies(checks):
             logs = layout.report(sums, weights, global_rows)
-        assigned = list(zip(self._phase.held, states, strict=True))
-        with noting_operations() as regularizing, holding(assigned):
+        held = zip(self._phase.held, states, strict=True)
+        with noting_operations() as regularizing, holding(held):
             penalty, penalties = regularization(variables)
         self._may_fail = self._phase.backward_may_fail or any_may_fail(regularizing)
         corrections: list[Any] = layout.corrections(weights, global_rows)
@@ -385,10 +373,6 @@ class TrainStep:
         def first(gradients: Any) -> list[Any]:
             return [*after, *([] if early else gradients)]
 
-        def keep(gradients: list[tf.Tensor], states: list[tf.Tensor]) -> None:
-            with tf.control_dependencies(first(gradients)):
-                assign_held(self._phase.held, states)
-
         def apply(gradients: list[tf.Tensor]) -> None:
             with tf.control_dependencies(first(gradients)):
                 apply_in_replica(optimizer, gradients, self._trained)
@@ -402,7 +386,8 @@ class TrainStep:
             return tf.constant(True)
 
         if states:  # Also where the update is skipped, and before it: weights may be among them.
-            self.strategy.run(keep, args=(gradients, states))
+            held, run = self._phase.held, self.strategy.run
+            run(lambda g, s: assign_held(held, s, first(g)), args=(gradients, states))
         if self.loss_scale is None:
             update()
             return
