@@ -603,7 +603,9 @@ def test_a_generator_made_at_each_call_is_refused_with_micro_batches(replicas):
     step = tmg.make_train_step(
         run.model, run.optimizer, None, strategy, forward=forward, micro_batches=2
     )
-    with pytest.raises(tmg.TfMultiGpuError, match=r"another seed generator each time.*in the scope"):
+    with pytest.raises(
+        tmg.TfMultiGpuError, match=r"another seed generator each time.*in the scope"
+    ):
         step(BATCHES[0])
 
 

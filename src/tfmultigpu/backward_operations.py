@@ -8,7 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
-__all__ = ["any_may_fail", "noting_operations"]
+__all__ = ["any_may_fail", "checks_among", "noting_operations"]
 
 # What gradients of Keras' layers and losses are made of. Shapes and indices of these come from the
 # forward pass, which found them to fit. Anything else may check, run Python, call functions in
@@ -51,3 +51,8 @@ def noting_operations() -> Iterator[list[Any]]:
 def any_may_fail(operations: list[Any]) -> bool:
     """Returns whether any of these is not known to succeed whatever numbers it is given."""
     return any(operation.type not in _KNOWN for operation in operations)
+
+
+def checks_among(operations: list[Any]) -> list[Any]:
+    """Returns the operations that run whether or not their results are used, and may fail."""
+    return [one for one in operations if one.op_def.is_stateful and one.type not in _KNOWN]

@@ -17,7 +17,9 @@ from tfmultigpu.additivity import (
     warn_unknown,
 )
 from tfmultigpu.errors import MetricError
+from tfmultigpu.held_assignments import assign_if
 from tfmultigpu.outputs import Output, match_metrics, match_outputs, unpack_batch
+from tfmultigpu.recording import changing_assignments
 from tfmultigpu.scopes import check_scope, symbolic
 
 __all__ = [
@@ -163,7 +165,7 @@ def counting_once(counts: Any) -> AbstractContextManager[None]:
         before = tf.convert_to_tensor(variable.value)
         return tf.where(counts, tf.cast(value, before.dtype), before)
 
-    return _bridge.changing_assignments(assigned)
+    return changing_assignments(assigned)
 
 
 def update_metrics(metrics: Any, outputs: Sequence[Output], counts: Any, *, weighted: bool) -> None:
@@ -180,17 +182,16 @@ def update_metrics(metrics: Any, outputs: Sequence[Output], counts: Any, *, weig
     if not pairs:
         return
 
-    def update() -> tf.Tensor:
+    def update() -> None:
         for metric, output in pairs:
             weight = {"sample_weight": output.sample_weight} if weighted else {}
             metric.update_state(output.y_true, output.y_pred, **weight)
-        return tf.constant(True)
 
     known = counts if isinstance(counts, bool) else tf.get_static_value(counts)
-    if known is None:
-        tf.cond(counts, update, lambda: tf.constant(False))
-    elif known:
+    if known:
         update()
+    else:
+        assign_if(counts, update)
 
 
 def _positional(function: Callable[..., Any]) -> list[str]:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
+from tfmultigpu.held_assignments import Held
 from tfmultigpu.layer_states import assigned_in_each_pass
 from tfmultigpu.seeds import GlobalSeeds, seed_states
 
@@ -45,7 +46,17 @@ def micro_batch_counts(micro_batches: int | Sequence[int], replicas: int) -> tup
 
 
 class OtherStructureError(Exception):
-    """What the replicas return is not what a loop was prepared for."""
+    """What the replicas return, or assign, is not what a loop was prepared for.
+
+    Attributes:
+        structure: Shape and dtype of each tensor they return.
+        states: The Keras variables they assign.
+    """
+
+    def __init__(self, structure: list[Any], states: list[Any]) -> None:
+        """Takes what was found in place of what the loop was prepared for."""
+        super().__init__(structure, states)
+        self.structure, self.states = structure, states
 
 
 class Part(NamedTuple):
@@ -59,24 +70,31 @@ class Addition:
     """Adds what one micro-batch of a replica gives to what those before gave; replica context.
 
     Attributes:
-        replica: Computes a micro-batch.
+        replica: Computes a micro-batch, given the values that variables have before it.
         structure: Shape and dtype of each of the tensors it returns.
-        states: Variables that all micro-batches of a step must find alike, Keras variables: they
+        states: Variables that it may assign, Keras variables.
+        alike: The ``id`` of those of them that all micro-batches of a step must find alike: they
             take their part of the same draws, and use the same kernels.
+        assigned: Whether each of the states is assigned; known once traced.
     """
+
+    assigned: Sequence[bool] = ()
 
     def __init__(
         self,
-        replica: Callable[..., list[tf.Tensor]],
+        replica: Callable[..., tuple[list[tf.Tensor], Held]],
         model: Any,
         seeds: GlobalSeeds,
         structure: list[Any],
+        states: list[Any],
     ) -> None:
-        """Takes what computes a micro-batch, the model, its seeds, and what is added."""
+        """Takes what computes a micro-batch, the model, its seeds, and what is carried along."""
         self.replica = replica
         self.structure = structure
-        self.states = [*seed_states(model, seeds), *assigned_in_each_pass(model)]
-        self._seeds = seeds
+        alike = [v for v in seed_states(model, seeds) if v.synchronization != "on_read"]
+        alike += assigned_in_each_pass(model)
+        self.alike = {id(variable) for variable in alike}
+        self.states = list({id(v): v for v in [*alike, *states]}.values())
 
     def begin(self) -> list[tf.Tensor]:
         """Returns the states as they are before the first micro-batch."""
@@ -86,14 +104,27 @@ class Addition:
         """Returns the sums before the first micro-batch."""
         return [tf.zeros(shape, dtype) for shape, dtype in self.structure]
 
-    def add(self, sums: Sequence[Any], begin: Sequence[Any], *args: Any) -> list[tf.Tensor]:
-        """Returns the sums with those of a micro-batch; ``args`` are for ``replica``."""
-        for state, value in zip(self.states, begin, strict=True):
-            state.assign(value)
-        values = self.replica(*args)
-        actual = [(value.shape, value.dtype) for value in values]
+    def add(self, before: Sequence[Any], begin: Sequence[Any], *args: Any) -> list[tf.Tensor]:
+        """Returns the sums with those of a micro-batch, then the states after it.
+
+        Args:
+            before: What was returned for the micro-batch before; zeros, then the states.
+            begin: The states before the first one.
+            args: For ``replica``.
+        """
+        sums, states = before[: len(self.structure)], before[len(self.structure) :]
+        pairs = zip(self.states, states, strict=True)
+        values, held = self.replica([(v, x) for v, x in pairs if id(v) not in self.alike], *args)
         known = {id(state) for state in self.states}
-        drawn_from_others = any(id(state) not in known for state in self._seeds.used)
-        if drawn_from_others or actual != self.structure:
-            raise OtherStructureError(actual)
-        return [total + value for total, value in zip(sums, values, strict=True)]
+        more = [variable for variable in held.variables if id(variable) not in known]
+        actual = [(value.shape, value.dtype) for value in values]
+        if more or actual != self.structure:
+            raise OtherStructureError(actual, [*self.states, *more])
+        after = [held.current(state) for state in self.states]
+        at_once = {id(variable) for variable in held.at_once}
+        for state, value in zip(self.states, begin, strict=True):
+            if id(state) in at_once & self.alike:
+                state.assign(value)
+        found = {id(variable) for variable in held.variables}
+        self.assigned = [id(state) in found for state in self.states]
+        return [*(total + value for total, value in zip(sums, values, strict=True)), *after]

@@ -9,7 +9,6 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfmultigpu.backward_operations import noting_operations
 from tfmultigpu.batches import (
     BatchFunction,
     Shards,
@@ -37,10 +36,9 @@ class MultiStep:
         step: The step, as a function of shards that can be called inside a ``tf.function``.
     """
 
-    def __init__(self, step: BatchFunction, keeps_state: Callable[[], bool] = bool) -> None:
-        """Takes the step, and what says whether it assigns anything that does not wait."""
+    def __init__(self, step: BatchFunction) -> None:
+        """Takes the step."""
         self.step = step
-        self._keeps_state = keeps_state
         self._compiled: list[tuple[Any, Any]] = []
 
     def batch_spec(self, iterator: Any) -> Any:
@@ -163,7 +161,7 @@ class MultiStep:
         def run(source: Any, steps: Any, before: Any, sums: Any, last: Any) -> dict[str, Any]:
             given = source, steps, one, sums, last
             if self._can_look_ahead(source):
-                done, sums, last = _looking_ahead(*given, overlap=not self._keeps_state())
+                done, sums, last = _looking_ahead(*given)
             else:
                 done, sums, last = _looking_when_due(*given)
             done += before
@@ -173,13 +171,10 @@ class MultiStep:
         return tf.function(run, autograph=False)
 
 
-def _looking_ahead(
-    source: Any, steps: Any, one: Any, sums: Any, last: Any, *, overlap: bool
-) -> Any:
+def _looking_ahead(source: Any, steps: Any, one: Any, sums: Any, last: Any) -> Any:
     """Takes the next element before a step is over, so that no branch has to be around the step.
 
-    With ``overlap`` it is taken while the step runs, which updates nothing should that fail. Else
-    it is taken when the step is through, all that it assigns included.
+    It is taken while the step runs, which changes nothing should that fail.
     """
     optional_type: Any = tf.experimental.Optional
 
@@ -191,15 +186,9 @@ def _looking_ahead(
         )
 
     def body(done: Any, optional: Any, sums: Any, last: Any) -> tuple[Any, ...]:
-        if overlap:
-            ahead = take(done + 1)
-            known = {"after": tuple(_components(ahead)), "is_last": ~ahead.has_value()}
-            sums, last = one(optional.get_value(), sums, last, **known)
-            return done + 1, ahead, sums, last
-        with noting_operations() as made:
-            sums, last = one(optional.get_value(), sums, last)
-        with tf.control_dependencies([op for op in made if op.op_def.is_stateful]):
-            ahead = take(done + 1)
+        ahead = take(done + 1)
+        known = {"after": tuple(_components(ahead)), "is_last": ~ahead.has_value()}
+        sums, last = one(optional.get_value(), sums, last, **known)
         return done + 1, ahead, sums, last
 
     zero = tf.constant(0, tf.int64)

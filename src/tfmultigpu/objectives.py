@@ -9,12 +9,12 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfmultigpu import _bridge
 from tfmultigpu import rows as rows_lib
 from tfmultigpu.added_losses import AddedLosses, mean_term
 from tfmultigpu.errors import LossError, MetricError
 from tfmultigpu.losses import OTHER_ROWS, FixedLossSum, LossSum, LossTerm, as_loss, loss_term
 from tfmultigpu.outputs import Output, match_outputs, unpack_batch
+from tfmultigpu.recording import recording_added_losses
 from tfmultigpu.scopes import all_layers
 
 __all__ = ["Layout", "Objective", "OutputLoss", "regularization", "stack"]
@@ -83,7 +83,7 @@ class Objective:
     def _call(self, shard: Any, training: bool) -> tuple[list[LossTerm], list[Output], list[Any]]:
         """The terms of the loss without what layers add, the outputs, and what layers add."""
         outputs: list[Output] = []
-        with _bridge.recording_added_losses() as recorded:
+        with recording_added_losses() as recorded:
             if self.forward is not None:
                 terms = [_forward_term(self.forward(self.model, shard, training))]
             else:

@@ -13,9 +13,11 @@ import tensorflow as tf
 from tfmultigpu import _bridge
 from tfmultigpu import rows as rows_lib
 from tfmultigpu.accumulation import sum_dtype
-from tfmultigpu.backward_operations import any_may_fail, noting_operations
+from tfmultigpu.backward_operations import any_may_fail, checks_among, noting_operations
 from tfmultigpu.batches import Shards, per_replica
 from tfmultigpu.errors import LossError, TfMultiGpuError
+from tfmultigpu.held_assignments import Held, holding
+from tfmultigpu.layer_states import may_be_assigned
 from tfmultigpu.metrics import (
     build_metrics,
     counting_once,
@@ -40,8 +42,10 @@ class ReplicaPhase:
         present: For each backward pass, which variables have a gradient; known once traced.
         backward_may_fail: Whether the backward pass has operations of its own that can fail; known
             once traced.
+        held: The variables of the values that it returns to be assigned; known once traced.
     """
 
+    held: Sequence[Any] = ()
     backward_may_fail: bool = True
     layout: Layout
     present: list[list[bool]]
@@ -79,8 +83,11 @@ class ReplicaPhase:
         for metrics in (self._metrics, self._weighted_metrics):
             build_metrics(metrics, self._objective.model, batch_spec, self._strategy)
 
-    def __call__(self, shards: Shards, loss_scale: Any) -> list[list[tf.Tensor]]:
+    def __call__(self, shards: Shards, loss_scale: Any) -> tuple[list[list[tf.Tensor]], Any]:
         """Runs the phase; call in a cross-replica context.
+
+        It changes no Keras variable: what layers, draws and metrics assign is returned. The last of
+        the tensors to be added is there only if every check that was made has passed.
 
         Args:
             shards: The global batch.
@@ -88,7 +95,8 @@ class ReplicaPhase:
 
         Returns:
             For each local replica a list of tensors to be added over all replicas: the gradients
-            that exist, backward pass by backward pass, then one vector of sums and weights.
+            that exist, backward pass by backward pass, then one vector of sums and weights; and
+            the values for ``held``, a list of per-replica values.
         """
         replicas = self._strategy.num_replicas_in_sync
         weight = rows_lib.row_weight(shards.global_rows, replicas) if replicas > 1 else None
@@ -97,17 +105,27 @@ class ReplicaPhase:
         with global_seeds(self._strategy) as seeds:
             replica = functools.partial(self._replica, shards, seeds)
             if self._micro_batches == 1:
-                return self._local(self._strategy.run(replica, args=(shard, None, *fixed)))
+
+                def once(*args: Any) -> Any:
+                    values, held = replica([], *args)
+                    self.held = held.variables
+                    return values, [held.current(variable) for variable in held.variables]
+
+                values, states = self._strategy.run(once, args=(shard, None, *fixed))
+                return self._local(values), states
             structure = [(value.shape, sum_dtype(value.dtype)) for value in self._values()]
             structure.append((tf.TensorShape([2]), tf.float32))
             alike = len(set(self._counts)) == 1
             loop = self._loop_around_replicas if alike else self._loop_in_replicas
-            add = functools.partial(Addition, replica, self._objective.model, seeds)
+            model = self._objective.model
+            states = may_be_assigned(model)
+            states += [variable for metric in self.metrics for variable in metric.variables]
             for _ in range(3):
                 try:
-                    return loop(add(structure), shards, shard, fixed)
+                    addition = Addition(replica, model, seeds, structure, states)
+                    return loop(addition, shards, shard, fixed)
                 except OtherStructureError as other:
-                    structure = other.args[0]
+                    structure, states = other.structure, other.states
         raise TfMultiGpuError(
             "The model draws from another seed generator each time it is called, and micro-batches "
             f"must all draw from the same. Received: seed generators {seeds.used[-3:]}. Create "
@@ -117,7 +135,7 @@ class ReplicaPhase:
 
     def _loop_around_replicas(
         self, addition: Addition, shards: Shards, shard: Any, fixed: tuple[Any, ...]
-    ) -> list[list[tf.Tensor]]:
+    ) -> tuple[list[list[tf.Tensor]], Any]:
         """Adds over the micro-batches of each shard, one after the other on all replicas.
 
         The loop is around ``strategy.run``, not in it: a synchronized layer synchronises by
@@ -125,8 +143,10 @@ class ReplicaPhase:
         """
         run = self._strategy.run
         local = len(rows_lib.local_replicas(self._strategy))
-        size = len(addition.structure)
+        size = len(addition.structure) + len(addition.states)
         begin = run(addition.begin) if addition.states else []
+        states = self._local(begin) or [[]] * local
+        first = [tensor for one in states for tensor in [*addition.zeros(), *one]]
         with tf.device("CPU:0"):  # Decided there; nothing has to wait for a GPU.
             largest = tf.reduce_max(shards.offsets[1:] - shards.offsets[:-1])
             # In 32 bits, which GPUs keep where loops are decided.
@@ -141,19 +161,28 @@ class ReplicaPhase:
         _, *flat = tf.while_loop(
             lambda micro, *_: micro < count,
             body,
-            [tf.zeros([], tf.int32), *addition.zeros() * local],
+            [tf.zeros([], tf.int32), *first],
             parallel_iterations=1,
         )
-        return [flat[i * size : (i + 1) * size] for i in range(local)]
+        return self._split(addition, [flat[i * size : (i + 1) * size] for i in range(local)])
+
+    def _split(self, addition: Addition, flat: list[list[Any]]) -> tuple[list[list[Any]], Any]:
+        """The sums of each local replica, and its values for the variables it assigned."""
+        end = len(addition.structure)
+        chosen = [i for i, assigned in enumerate(addition.assigned) if assigned]
+        self.held = [addition.states[i] for i in chosen]
+        states = [[one[end + i] for i in chosen] for one in flat]
+        values = per_replica(self._strategy, states) if chosen else []
+        return [one[:end] for one in flat], values
 
     def _loop_in_replicas(
         self, addition: Addition, shards: Shards, shard: Any, fixed: tuple[Any, ...]
-    ) -> list[list[tf.Tensor]]:
+    ) -> tuple[list[list[tf.Tensor]], Any]:
         """Adds over the micro-batches of each replica, which has a number of its own of them.
 
         The loop is in the replica, so that none waits for the others between micro-batches. Also
-        where there is one of them: were the structure not the one expected, what a body assigns is
-        dropped with it, while assignments beside a loop would stay and be done twice.
+        where there is one of them: were the structure not the one expected, what a body does is
+        dropped with it, while checks beside a loop would stay and be done twice.
         """
 
         def replica(shard: Any, *fixed: Any) -> list[tf.Tensor]:
@@ -170,13 +199,14 @@ class ReplicaPhase:
             _, *sums = tf.while_loop(
                 lambda micro, *_: micro < count,
                 body,
-                [tf.zeros([], tf.int32), *addition.zeros()],
+                [tf.zeros([], tf.int32), *addition.zeros(), *begin],
                 parallel_iterations=1,
             )
             return list(sums)
 
         try:
-            return self._local(self._strategy.run(replica, args=(shard, *fixed)))
+            flat = self._local(self._strategy.run(replica, args=(shard, *fixed)))
+            return self._split(addition, flat)
         except RuntimeError as error:
             if "merge_call" not in str(error):
                 raise
@@ -192,43 +222,49 @@ class ReplicaPhase:
         self,
         shards: Shards,
         seeds: GlobalSeeds,
+        given: list[Any],
         shard: Any,
         part: Part | None,
         weight: Any,
         global_rows: Any,
         loss_scale: Any,
-    ) -> list[tf.Tensor]:
+    ) -> tuple[list[tf.Tensor], Held]:
         counts = holds_what_counts(weight)
-        held = HeldRows.of(shards, shard, seeds, by_xla=self._jit_compile)
+        rows = HeldRows.of(shards, shard, seeds, by_xla=self._jit_compile)
         if part is not None:
-            rows = rows_lib.count_rows(shard)
-            once = rows_lib.row_weight(rows, part.count)
+            once = rows_lib.row_weight(rows_lib.count_rows(shard), part.count)
             weight = once if weight is None else weight * once
             counts = counts & (tf.equal(once, 1.0) | tf.equal(part.number, 0))
-            held = held.part(shard, part.count, part.number)
+            rows = rows.part(shard, part.count, part.number)
             shard = rows_lib.cut_part(shard, part.count, part.number)
         compute = self._compiled if self._jit_compile else self._forward_backward
-        gathering = gathering_from(held, None if part is None else self._counts)
-        with drawing_rows(held), gathering, counting_once(counts):
-            values, outputs = compute(shard, weight, global_rows, loss_scale)
-        update_metrics(self._metrics, outputs, counts, weighted=False)
-        update_metrics(self._weighted_metrics, outputs, counts, weighted=True)
-        return list(values)
+        gathering = gathering_from(rows, None if part is None else self._counts)
+        with noting_operations() as made:
+            with drawing_rows(rows), gathering, counting_once(counts):
+                values, outputs, held = compute(given, shard, weight, global_rows, loss_scale)
+            with holding(held=held):
+                update_metrics(self._metrics, outputs, counts, weighted=False)
+                update_metrics(self._weighted_metrics, outputs, counts, weighted=True)
+        states = [held.current(variable) for variable in held.variables]
+        with tf.control_dependencies([*checks_among(made), *states]):
+            return [*values[:-1], tf.identity(values[-1])], held
 
-    def _compiled(self, *args: Any) -> tuple[list[tf.Tensor], list[Output]]:
+    def _compiled(self, given: list[Any], *args: Any) -> tuple[list[tf.Tensor], list[Output], Held]:
         """Forward and backward by XLA; what metrics need of the outputs comes out as tensors."""
         outputs: list[Output] = []
+        variables: list[Any] = []
 
         def compute(*args: Any) -> Any:
-            values, found = self._forward_backward(*args)
-            outputs[:] = found
+            values, found, held = self._forward_backward(given, *args)
+            outputs[:], variables[:] = found, held.variables
             masks = [_bridge.keras_mask(o.y_pred) for o in found]
-            return values, [(o.y_true, o.y_pred, o.sample_weight) for o in found], masks
+            tensors = [(o.y_true, o.y_pred, o.sample_weight) for o in found]
+            return values, tensors, masks, [held.current(variable) for variable in variables]
 
         # A function of its own for each replica: it captures that replica's variables.
         function = tf.function(compute, jit_compile=True, autograph=False)
         try:
-            values, tensors, masks = function(*args)
+            values, tensors, masks, states = function(*args)
         except RuntimeError as error:
             if "merge_call" not in str(error):
                 raise
@@ -241,12 +277,17 @@ class ReplicaPhase:
             outputs[i] = dataclasses.replace(
                 outputs[i], y_true=y_true, y_pred=y_pred, sample_weight=weight
             )
-        return values, outputs
+        with holding(given) as held:
+            for variable, value in zip(variables, states, strict=True):
+                held.add_update((variable, value))
+        return list(values), outputs, held
 
     def _forward_backward(
-        self, shard: Any, weight: Any, global_rows: Any, loss_scale: Any
-    ) -> tuple[list[tf.Tensor], list[Output]]:
-        with tf.GradientTape(persistent=True) as tape:
+        self, given: list[Any], shard: Any, weight: Any, global_rows: Any, loss_scale: Any
+    ) -> tuple[list[tf.Tensor], list[Output], Held]:
+        values = self._values()
+        # Also while going backward, where a layer may be called once more to save memory.
+        with holding(given) as held, tf.GradientTape(persistent=True) as tape:
             terms, outputs = self._objective(shard, training=True)
             if not terms:
                 raise LossError(
@@ -262,8 +303,7 @@ class ReplicaPhase:
             measured = layout.measured
             known = [scaled[i] for i in range(len(terms)) if i not in measured]
             targets = ([_total(known)] if known else []) + [scaled[i] for i in measured]
-        values = self._values()
-        with noting_operations() as backward:
+        with holding(held=held), noting_operations() as backward:
             passes = [tape.gradient(target, values) for target in targets]
         del tape
         self.backward_may_fail = any_may_fail(backward)
@@ -275,7 +315,7 @@ class ReplicaPhase:
             for gradient, value in zip(one, values, strict=True)
             if gradient is not None
         ]
-        return [*gradients, stack(terms, weight)], outputs
+        return [*gradients, stack(terms, weight)], outputs, held
 
     def trained(self, variables: Sequence[Any], gradients: Sequence[Any]) -> list[Any]:
         """Returns the variables that have a gradient, and says once which have none, as Keras does.

@@ -244,6 +244,17 @@ class ShardedUpdate:
         device: AbstractContextManager[Any] = tf.device(self.devices[self.owners[id(variable)]])
         return device
 
+    def places(self, variables: Sequence[Any], present: Sequence[Sequence[bool]]) -> list[str]:
+        """Returns where what replicas return is added: gradients with the owners, then the rest.
+
+        Args:
+            variables: The trained variables.
+            present: For each backward pass, which of them have a gradient.
+        """
+        owners = [self.owners[id(variable)] for variable in variables]
+        used = [o for one in present for o, here in zip(owners, one, strict=True) if here]
+        return [self.devices[owner] for owner in [*used, 0]]
+
     def apply(
         self, gradients: Sequence[tf.Tensor], variables: Sequence[Any], after: Sequence[Any]
     ) -> None:

@@ -19,6 +19,7 @@ from tfmultigpu.backward_operations import any_may_fail, noting_operations
 from tfmultigpu.batches import BatchFunction, Shards, per_replica
 from tfmultigpu.evaluation import make_eval_step, make_predict_step
 from tfmultigpu.gradients import all_finite, clipped, global_norm, unscaled
+from tfmultigpu.held_assignments import assign_held, holding
 from tfmultigpu.local_cpus import all_on_local_cpus
 from tfmultigpu.losses import LossSum
 from tfmultigpu.metrics import check_metrics
@@ -281,13 +282,9 @@ class TrainStep:
             local = rows_lib.local_replicas(self.strategy)
             function = BatchFunction(self._step, self.strategy, local)
             adding = BatchFunction(self._addends, self.strategy, local)
-            several = [MultiStep(one, self._keeps_state) for one in (function, adding)]
-            self._functions[frozen] = function, several[0], several[1]
+            self._functions[frozen] = function, MultiStep(function), MultiStep(adding)
         self._frozen = frozen
         self._function, self._multistep, self._adding = self._functions[frozen]
-
-    def _keeps_state(self) -> bool:
-        return bool(self.model.non_trainable_variables or self.metrics or self.loss_scale)
 
     def _prepare(self, batch_spec: Any) -> None:
         first = not self._layers
@@ -311,19 +308,21 @@ class TrainStep:
     def _step(self, shards: Shards) -> dict[str, Any]:
         scale = None if self.loss_scale is None else self.loss_scale.value()
         rows = tf.cast(shards.global_rows, tf.float64)
-        parts = self._phase(shards, scale)
+        parts, states = self._phase(shards, scale)
         if self._sharded is None:
             values = sum_over_replicas(self.strategy, parts, self._travel_as)
         else:
-            values = [sum_on_devices(parts, self._places(self._sharded), self._travel_as)]
+            places = self._sharded.places(self.model.trainable_variables, self._phase.present)
+            values = [sum_on_devices(parts, places, self._travel_as)]
         if len(values) == 1:
-            gradients, logs = self._finish(values[0], rows, scale, shards.is_last)
+            first = [self.strategy.experimental_local_results(value)[0] for value in states]
+            gradients, logs = self._finish(values[0], first, rows, scale, shards.is_last)
         else:
-            args = (per_replica(self.strategy, values), rows, scale)
+            args = (per_replica(self.strategy, values), states, rows, scale)
             gradients, logs = self.strategy.run(self._finish, args=args)
             logs = {k: self.strategy.experimental_local_results(v)[0] for k, v in logs.items()}
         finite = logs.pop("finite")
-        self._update(gradients, finite, logs["loss"], shards.after)
+        self._update(gradients, states, finite, [*shards.after, rows, logs["loss"]])
         skipped = tf.zeros([]) if scale is None else 1.0 - tf.cast(finite, tf.float32)
         return {**logs, "skipped": skipped, "loss_scale": tf.ones([]) if scale is None else scale}
 
@@ -336,16 +335,8 @@ class TrainStep:
         kept = {name: logs[name] for name in ("skipped", TERMS)}
         return {"loss": tf.zeros([]), "weight": rows, **kept, **sums}
 
-    def _places(self, sharded: ShardedUpdate) -> list[str]:
-        """Where what the replicas return is added: gradients with their owners."""
-        owners = [sharded.owners[id(v)] for v in self.model.trainable_variables]
-        used = [
-            o for one in self._phase.present for o, here in zip(owners, one, strict=True) if here
-        ]
-        return [sharded.devices[owner] for owner in [*used, 0]]
-
     def _finish(
-        self, values: list[tf.Tensor], global_rows: Any, scale: Any, reported: Any = True
+        self, values: Any, states: Any, global_rows: Any, scale: Any, reported: Any = True
     ) -> tuple[list[tf.Tensor], dict[str, Any]]:
         """Turns what was added over the replicas into the gradient of the global batch."""
         layout = self._phase.layout
@@ -355,7 +346,8 @@ class TrainStep:
         checks = layout.check(weights, global_rows)
         with tf.control_dependencies(checks):
             logs = layout.report(sums, weights, global_rows)
-        with noting_operations() as regularizing:
+        held = zip(self._phase.held, states, strict=True)
+        with noting_operations() as regularizing, holding(held):
             penalty, penalties = regularization(variables)
         self._may_fail = self._phase.backward_may_fail or any_may_fail(regularizing)
         corrections: list[Any] = layout.corrections(weights, global_rows)
@@ -386,14 +378,14 @@ class TrainStep:
         logs[TERMS] = stats
         return [tf.cast(g, v.dtype) for g, v in zip(gradients, self._trained, strict=True)], logs
 
-    def _update(self, gradients: Any, finite: Any, loss: Any, after: Sequence[Any]) -> None:
+    def _update(self, gradients: Any, states: Any, finite: Any, after: Sequence[Any]) -> None:
         optimizer = unwrap_optimizer(self.optimizer)
-        # A step whose gradients fail is not counted and updates nothing. CPUs do not run out of
-        # memory alone: where nothing else can fail, the loss and its checks are enough to wait for.
+        # A step whose gradients fail is not counted and changes nothing. CPUs do not run out of
+        # memory alone: where nothing else can fail, the loss and all checks are enough to wait for.
         early = all_on_local_cpus(self.strategy) and not self._may_fail
 
         def first(gradients: Any) -> list[Any]:
-            return [*after, loss, *([] if early else gradients)]
+            return [*after, *([] if early else gradients)]
 
         def apply(gradients: list[tf.Tensor]) -> None:
             with tf.control_dependencies(first(gradients)):
@@ -407,8 +399,12 @@ class TrainStep:
             overwrite_with_averages(optimizer, self.strategy)
             return tf.constant(True)
 
+        if states:  # Also where the update is skipped, and before it: weights may be among them.
+            held, run = self._phase.held, self.strategy.run
+            run(lambda g, s: assign_held(held, s, first(g)), args=(gradients, states))
         if self.loss_scale is None:
             update()
             return
         tf.cond(finite, update, lambda: tf.constant(False))
-        self.loss_scale.update(finite)
+        with tf.control_dependencies(after):
+            self.loss_scale.update(tf.identity(finite))

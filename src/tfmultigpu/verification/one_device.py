@@ -131,10 +131,8 @@ class OneDevice:
         self, batch: Any, loss_scale: Any, weights: Sequence[tuple[Any, Any]]
     ) -> dict[str, Any]:
         variables = self._objective.model.trainable_variables
-        values = [value for _, value in weights] or [one.value for one in variables]
+        values = [one.value for one in variables]
         with tf.GradientTape(watch_accessed_variables=self._wants_gradients) as tape:
-            if self._wants_gradients:
-                tape.watch(values)
             with sharing_seeds(self._strategy):
                 trial = try_forward(self._objective, batch, self._training, weights=weights)
             if self._wants_gradients:

@@ -9,9 +9,10 @@ from typing import Any, Protocol
 
 import tensorflow as tf
 
-from tfmultigpu import _bridge
+from tfmultigpu.held_assignments import holding
 from tfmultigpu.objectives import stack
-from tfmultigpu.verification.effects import CannotVerifyError, check_changes_nothing
+from tfmultigpu.recording import recording_calls
+from tfmultigpu.verification.effects import check_changes_nothing
 
 __all__ = ["Forward", "Trial", "dense_outputs", "try_forward"]
 
@@ -70,41 +71,20 @@ def try_forward(
     Raises:
         CannotVerifyError: Running the pass would change something all the same.
     """
-    scope = _trial_scope(weights)
     graph = tf.compat.v1.get_default_graph()
     before = len(graph.get_operations())
-    recording: Any = _bridge.recording_calls() if record_calls else nullcontext([])
-    with scope, _bridge.recording_assignments() as assigned, recording as calls:
+    recording: Any = recording_calls() if record_calls else nullcontext([])
+    with holding(weights) as held, recording as calls:
         terms, outputs = objective(batch, training=training)
     check_changes_nothing(graph, graph.get_operations()[before:])
-    lost = [one.path for one in assigned if scope.get_current_value(one) is None]
-    if lost:
-        raise CannotVerifyError(
-            f"a layer assigns {lost[0]!r} inside a loop or a branch, where it cannot be followed"
-        )
-    states = {id(one): one for one in assigned if not one.trainable}
-    values = [scope.get_current_value(one) for one in states.values()]
+    states = [one for one in held.variables if not one.trainable]
+    values = [held.current(one) for one in states]
     dense = [
         (layer, [one for one in dense_outputs(result) if one.graph is graph])
         for layer, result in calls
     ]
     stats = stack(terms, row_weight)
-    return Trial(terms, stats, list(states.values()), values, dense_outputs(outputs), dense)
-
-
-def _trial_scope(weights: Sequence[tuple[Any, Any]]) -> Any:
-    import keras
-
-    class TrialScope(keras.StatelessScope):  # type: ignore[misc]
-        """Notes assignments; those of an inner graph have no value outside of it."""
-
-        graph = tf.compat.v1.get_default_graph()
-
-        def add_update(self, update: tuple[Any, Any]) -> None:
-            if getattr(update[1], "graph", None) is self.graph:
-                super().add_update(update)
-
-    return TrialScope(list(weights))
+    return Trial(terms, stats, states, values, dense_outputs(outputs), dense)
 
 
 def dense_outputs(outputs: Any) -> list[Any]:
