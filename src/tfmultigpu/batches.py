@@ -161,6 +161,11 @@ class BatchFunction:
                 offsets = rows_lib.shard_offsets(rows, shares)
                 return Shards(rows_lib.cut_rows(batch, shares, self._local), offsets)
 
+    def on_shards(self, shards: Shards) -> Any:
+        """Runs the function on shards, outside of a ``tf.function``."""
+        local = [tf.nest.flatten(shard) for shard in shards.local]
+        return self._run(self._cut, shards.local[0], local, [shards.offsets])
+
     def shards(self, batch: Any) -> Shards:
         """Returns a batch, whole or already cut, as shards; outside of a ``tf.function``."""
         leaves = tf.nest.flatten(batch)

@@ -199,6 +199,8 @@ class TrainStep:
         self.metrics = phase.metrics
         self._phase = phase
         self._verifier = verifier
+        local = rows_lib.local_replicas(strategy)
+        verifier.compare_gradients(BatchFunction(self._gradients, strategy, local))
         self._clip_norm = clip_norm
         self._asked_loss_scale = loss_scale
         self._asked_shard_update = shard_update
@@ -306,7 +308,29 @@ class TrainStep:
         self._use(self._what_is_frozen())
 
     def _step(self, shards: Shards) -> dict[str, Any]:
-        scale = None if self.loss_scale is None else self.loss_scale.value()
+        scale = self._scale()
+        gradients, logs, states = self._reduced(shards, scale, self._clip_norm)
+        finite = logs.pop("finite")
+        rows = tf.cast(shards.global_rows, tf.float64)
+        self._update(gradients, states, finite, [*shards.after, rows, logs["loss"]])
+        skipped = tf.zeros([]) if scale is None else 1.0 - tf.cast(finite, tf.float32)
+        return {**logs, "skipped": skipped, "loss_scale": tf.ones([]) if scale is None else scale}
+
+    def _gradients(self, shards: Shards) -> dict[str, Any]:
+        """The gradient of each trained variable before clipping, by its number; changes nothing."""
+        gradients, _, _ = self._reduced(shards, self._scale(), None)
+        local = self.strategy.experimental_local_results
+        numbers = {id(one): i for i, one in enumerate(self.model.trainable_variables)}
+        pairs = zip(self._trained, gradients, strict=True)
+        return {str(numbers[id(variable)]): local(one)[0] for variable, one in pairs}
+
+    def _scale(self) -> Any:
+        return None if self.loss_scale is None else self.loss_scale.value()
+
+    def _reduced(
+        self, shards: Shards, scale: Any, clip_norm: float | None
+    ) -> tuple[Any, dict[str, Any], Any]:
+        """The gradient of the global batch, the logs, and the states to assign."""
         rows = tf.cast(shards.global_rows, tf.float64)
         parts, states = self._phase(shards, scale)
         if self._sharded is None:
@@ -316,15 +340,12 @@ class TrainStep:
             values = [sum_on_devices(parts, places, self._travel_as)]
         if len(values) == 1:
             first = [self.strategy.experimental_local_results(value)[0] for value in states]
-            gradients, logs = self._finish(values[0], first, rows, scale, shards.is_last)
-        else:
-            args = (per_replica(self.strategy, values), states, rows, scale)
-            gradients, logs = self.strategy.run(self._finish, args=args)
-            logs = {k: self.strategy.experimental_local_results(v)[0] for k, v in logs.items()}
-        finite = logs.pop("finite")
-        self._update(gradients, states, finite, [*shards.after, rows, logs["loss"]])
-        skipped = tf.zeros([]) if scale is None else 1.0 - tf.cast(finite, tf.float32)
-        return {**logs, "skipped": skipped, "loss_scale": tf.ones([]) if scale is None else scale}
+            finished = self._finish(values[0], first, rows, scale, clip_norm, shards.is_last)
+            return *finished, states
+        args = (per_replica(self.strategy, values), states, rows, scale, clip_norm)
+        gradients, logs = self.strategy.run(self._finish, args=args)
+        logs = {k: self.strategy.experimental_local_results(v)[0] for k, v in logs.items()}
+        return gradients, logs, states
 
     def _addends(self, shards: Shards) -> dict[str, Any]:
         """The logs as values that ``MultiStep`` adds up as they are, losses by rows."""
@@ -336,7 +357,13 @@ class TrainStep:
         return {"loss": tf.zeros([]), "weight": rows, **kept, **sums}
 
     def _finish(
-        self, values: Any, states: Any, global_rows: Any, scale: Any, reported: Any = True
+        self,
+        values: Any,
+        states: Any,
+        global_rows: Any,
+        scale: Any,
+        clip_norm: float | None,
+        reported: Any = True,
     ) -> tuple[list[tf.Tensor], dict[str, Any]]:
         """Turns what was added over the replicas into the gradient of the global batch."""
         layout = self._phase.layout
@@ -370,10 +397,10 @@ class TrainStep:
                     total[i] = part if total[i] is None else total[i] + part
         self._trained = self._phase.trained(variables, total)
         gradients = [gradient for gradient in total if gradient is not None]
-        norm = global_norm(gradients, reported if self._clip_norm is None else True)
+        norm = global_norm(gradients, reported if clip_norm is None else True)
         logs["finite"] = tf.constant(True) if scale is None else all_finite(gradients)
-        if self._clip_norm is not None:
-            gradients = clipped(gradients, self._clip_norm, norm)
+        if clip_norm is not None:
+            gradients = clipped(gradients, clip_norm, norm)
         logs = {**logs, "loss": logs["loss"] + penalty, "gradient_norm": tf.cast(norm, tf.float32)}
         logs[TERMS] = stats
         return [tf.cast(g, v.dtype) for g, v in zip(gradients, self._trained, strict=True)], logs

@@ -62,8 +62,8 @@ class Case:
     build: Callable[[], Program]
     outcome: str
     says: str = ""
-    x: Any = dataclasses.field(default=X, repr=False)
-    y: Any = dataclasses.field(default=Y, repr=False)
+    x: Any = dataclasses.field(default_factory=lambda: X, repr=False)
+    y: Any = dataclasses.field(default_factory=lambda: Y, repr=False)
     sizes: tuple[int, ...] = (ROWS, ROWS, ROWS)
 
 

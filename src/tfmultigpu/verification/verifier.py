@@ -66,6 +66,7 @@ class Expected:
         shards: The batch the step is about to take, as this process has it.
         batch: All rows of it; None if they were not put together.
         computed: What one device computes for them, or None.
+        gradients: What the replicas compute for the gradients, if they are to be compared.
         loss_scale: What the step multiplies the loss by.
         reason: Why only a part of the batch can be compared.
         failure: Why nothing can be compared.
@@ -74,6 +75,7 @@ class Expected:
     shards: Shards
     batch: Any = None
     computed: Computed | None = None
+    gradients: dict[str, Any] | None = None
     loss_scale: Any = 1.0
     reason: str = ""
     failure: str = ""
@@ -84,10 +86,10 @@ class Verifier:
 
     Attributes:
         verification: The last outcome; None before the first.
-        wants_gradients: Whether ``conclude`` is to be given gradients.
     """
 
     verification: Verification | None = None
+    _gradients: BatchFunction | None = None
 
     def __init__(
         self,
@@ -100,7 +102,7 @@ class Verifier:
         training: bool = True,
     ) -> None:
         """Takes what a step was given; ``verify`` as ``check_verify`` allows."""
-        self.wants_gradients = verify == "gradients"
+        self._wants_gradients = verify == "gradients"
         self._objective = objective
         self._strategy = strategy
         self._training = training
@@ -113,7 +115,7 @@ class Verifier:
             objective,
             strategy,
             training=training,
-            gradients=self.wants_gradients,
+            gradients=self._wants_gradients,
             jit_compile=jit_compile,
         )
         remember(self)
@@ -127,6 +129,15 @@ class Verifier:
     def is_due(self) -> bool:
         """Whether the next step is to be verified."""
         return self._attempts > 0 and not tf.inside_function()
+
+    def compare_gradients(self, function: BatchFunction) -> None:
+        """Has the gradients compared too, if that was asked for.
+
+        Args:
+            function: Returns the gradient of each trained variable by its number, before clipping,
+                and changes nothing.
+        """
+        self._gradients = function if self._wants_gradients else None
 
     def call(self, function: BatchFunction, batch: Any, loss_scale: LossScale | None = None) -> Any:
         """Runs a step on a batch, and holds it to one device if that is due.
@@ -198,14 +209,17 @@ class Verifier:
             largest = int(self._exchange([size_in_bytes(expected.shards)]).max())
             if workers * largest > _GATHERED_BYTES:
                 return dataclasses.replace(expected, reason="workers do not send so large a batch")
-        return self._alike(self._computed(expected))
+        expected = self._alike(self._computed(expected))
+        if self._gradients is not None and expected.computed is not None:
+            gradients = dict(self._gradients.on_shards(expected.shards))
+            expected = dataclasses.replace(expected, gradients=gradients)
+        return expected
 
     def conclude(
         self,
         expected: Expected,
         stats: Any,
         *,
-        gradients: Sequence[Any] = (),
         outputs: Any = None,
     ) -> None:
         """Compares what the step computed, and warns if it differs from one device.
@@ -213,14 +227,12 @@ class Verifier:
         Args:
             expected: What ``expect`` returned.
             stats: The sums of the terms of the loss over all replicas, then their weights.
-            gradients: The gradients before clipping, None for variables without; empty if they
-                were not asked for.
             outputs: Predictions for each row of the batch, or None.
         """
         self._attempts = self._attempts if self._always else 0
         if not expected.failure:
             try:
-                self._conclude(expected, stats, gradients, outputs)
+                self._conclude(expected, stats, outputs)
             except (WorkerLostError, ReplicaDependenceWarning):
                 raise
             except Exception as error:  # A check must not end a training that goes well.
@@ -237,14 +249,12 @@ class Verifier:
                 stacklevel=4,
             )
 
-    def _conclude(
-        self, expected: Expected, stats: Any, gradients: Sequence[Any], outputs: Any
-    ) -> None:
+    def _conclude(self, expected: Expected, stats: Any, outputs: Any) -> None:
         rows = int(expected.shards.global_rows)
         if expected.computed is None:
             self._conclude_from_part(expected)
             return
-        found = self._compare(expected.computed, stats, gradients, outputs)
+        found = self._compare(expected.computed, stats, expected.gradients, outputs)
         if self._on_any_worker(found):
             found = self._beyond_rounding(expected, found)
         if not self._on_any_worker(found):
@@ -315,14 +325,15 @@ class Verifier:
         return compare_terms(self._one_device.terms, one, replicas, self._rounding)
 
     def _compare(
-        self, computed: Computed, stats: Any, gradients: Sequence[Any], outputs: Any
+        self, computed: Computed, stats: Any, gradients: dict[str, Any] | None, outputs: Any
     ) -> list[Deviation]:
         found = self._compare_terms(computed.stats, stats)
         states = self._one_device.states
         found += compare_states(states, computed, self._strategy, self._rounding)
-        if self.wants_gradients:
+        if gradients is not None:
             variables = self._objective.model.trainable_variables
-            found += compare_gradients(variables, computed, gradients, self._rounding)
+            each = [gradients.get(str(i)) for i in range(len(variables))]
+            found += compare_gradients(variables, computed, each, self._rounding)
         if outputs is not None:
             found += compare_outputs(computed, outputs, self._rounding)
         return found
