@@ -33,6 +33,7 @@ class Deviation:
         index: The number of the term, the trained variable or the output, or the ``id`` of a state.
         difference: The quantity with both numbers.
         distance: How far they lie apart.
+        size: The largest absolute number on one device.
         weight: Whether it is the weight of a term and not its sum.
     """
 
@@ -40,6 +41,7 @@ class Deviation:
     index: int
     difference: Difference
     distance: float
+    size: float
     weight: bool = False
 
 
@@ -69,7 +71,8 @@ def compare_terms(
                 name = _name(i, term) if place == i else f"the weight of {_name(i, term)}"
                 means = _means(apart[:2], term, one[count + i], replicas[count + i], place != i)
                 difference = Difference(name, *means)
-                found.append(Deviation("term", i, difference, apart[2], place != i))
+                size = float(np.abs(one[place]))
+                found.append(Deviation("term", i, difference, apart[2], size, place != i))
     return found
 
 
@@ -91,7 +94,8 @@ def compare_states(
             apart = largest_difference(computed.states[id(variable)], value, bound)
             if apart is not None:
                 difference = Difference(f"the state {variable.path!r}", *apart[:2])
-                found.append(Deviation("state", id(variable), difference, apart[2]))
+                size = _size(computed.states[id(variable)])
+                found.append(Deviation("state", id(variable), difference, apart[2], size))
                 break
     return found
 
@@ -120,7 +124,7 @@ def compare_gradients(
         # A gradient that cancels to nothing is as exact as the numbers that cancel.
         if apart is not None and apart[2] > rounding.bound * 1e-3 * largest:
             difference = Difference(f"the gradient of {variables[i].path!r}", *apart[:2])
-            found.append(Deviation("gradient", i, difference, apart[2]))
+            found.append(Deviation("gradient", i, difference, apart[2], _size(one)))
     return found
 
 
@@ -137,36 +141,46 @@ def compare_outputs(computed: Computed, outputs: Any, rounding: Rounding) -> lis
         other = other.numpy()
         if one.shape != other.shape:
             difference = Difference(f"the length of output {i}", len(one), len(other))
-            found.append(Deviation("output", i, difference, np.inf))
+            found.append(Deviation("output", i, difference, np.inf, _size(one)))
             continue
         apart = largest_difference(one, other, rounding.of_sum(one.dtype, 1.0))
         if apart is not None:
             difference = Difference(f"an element of output {i}", *apart[:2])
-            found.append(Deviation("output", i, difference, apart[2]))
+            found.append(Deviation("output", i, difference, apart[2], _size(one)))
     return found
 
 
-def beyond_rounding(found: Sequence[Deviation], changes: Computed, terms: int) -> list[Deviation]:
+def beyond_rounding(
+    found: Sequence[Deviation], computed: Sequence[Computed], terms: int
+) -> list[Deviation]:
     """Returns the deviations that are larger than moving the weights by one rounding explains.
+
+    Relative to the size of each quantity: the weights may have changed since it was computed.
 
     Args:
         found: The deviations.
-        changes: How far the results change; see ``OneDevice.changes_by_rounding``.
+        computed: See ``OneDevice.compute_with_moved_weights``.
         terms: The number of terms.
     """
 
-    def change(one: Deviation) -> float:
+    def quantity(one: Deviation, of: Computed) -> Any:
         if one.kind == "term":
-            return float(changes.stats[one.index + terms * one.weight])
+            return of.stats[one.index + terms * one.weight]
         if one.kind == "state":
-            return float(np.max(changes.states[one.index], initial=0.0))
-        if one.kind == "output":
-            return float(np.max(changes.outputs[one.index], initial=0.0))
-        gradient = changes.gradients[one.index]
-        return 0.0 if gradient is None else float(np.max(gradient, initial=0.0))
+            return of.states[one.index]
+        return of.outputs[one.index] if one.kind == "output" else of.gradients[one.index]
+
+    def change(one: Deviation) -> float:
+        still, *moved = (np.asarray(quantity(one, of), "float64") for of in computed)
+        largest = max(_size(other - still) for other in moved)
+        return largest / max(_size(still), np.finfo("float64").tiny)
 
     # Not `distance <= ...`: what is not finite is beyond any rounding.
-    return [one for one in found if not one.distance <= MARGIN * change(one)]
+    return [one for one in found if not one.distance <= MARGIN * change(one) * one.size]
+
+
+def _size(array: Any) -> float:
+    return float(np.max(np.abs(np.asarray(array, "float64")), initial=0.0))
 
 
 def _copies(variable: Any, strategy: Any) -> list[Any]:

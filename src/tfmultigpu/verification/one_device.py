@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
@@ -79,8 +79,10 @@ class OneDevice:
         """
         return self._run(self._plain, batch, [tf.cast(loss_scale, tf.float32)])
 
-    def changes_by_rounding(self, batch: Any, rounding: float, loss_scale: Any = 1.0) -> Computed:
-        """Returns how far the results change if each weight moves by one rounding.
+    def compute_with_moved_weights(
+        self, batch: Any, rounding: float, loss_scale: Any = 1.0
+    ) -> list[Computed]:
+        """Returns what one device computes with the weights as they are, then with moved ones.
 
         Args:
             batch: A nested structure of tensors.
@@ -92,24 +94,7 @@ class OneDevice:
             further = [rounding if seed else 0.0, seed, loss_scale]
             given = [tf.cast(one, tf.float32) for one in further]
             found.append(self._run(self._moved, batch, given))
-        still, *moved = found
-
-        def furthest(read: Callable[[Computed], Any]) -> Any:
-            with np.errstate(invalid="ignore"):
-                return np.max([np.abs(read(one) - read(still)) for one in moved], axis=0)
-
-        return Computed(
-            furthest(lambda one: one.stats),
-            {
-                key: furthest(lambda one, key=key: one.states[key].astype("float64"))  # type: ignore[misc]
-                for key in still.states
-            },
-            [
-                None if gradient is None else furthest(lambda one, i=i: one.gradients[i])  # type: ignore[misc]
-                for i, gradient in enumerate(still.gradients)
-            ],
-            [furthest(lambda one, i=i: one.outputs[i]) for i in range(len(still.outputs))],  # type: ignore[misc]
-        )
+        return found
 
     def _run(self, traces: Traces, batch: Any, given: list[Any]) -> Computed:
         found = traces(batch, [tf.nest.flatten(batch)], given)

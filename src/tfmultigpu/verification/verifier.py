@@ -11,6 +11,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfmultigpu.batches import BatchFunction, Shards, as_tensor
+from tfmultigpu.callers import stack_level_of_user
 from tfmultigpu.errors import ReplicaDependenceWarning, UnverifiedWarning, WorkerLostError
 from tfmultigpu.multistep import TERMS, MultiStep
 from tfmultigpu.precision import LossScale
@@ -246,7 +247,7 @@ class Verifier:
                 "depends on how the batch is cut would not be noticed. To leave the check out, "
                 "write verify=False.",
                 UnverifiedWarning,
-                stacklevel=4,
+                stacklevel=stack_level_of_user(),
             )
 
     def _conclude(self, expected: Expected, stats: Any, outputs: Any) -> None:
@@ -271,7 +272,7 @@ class Verifier:
         if located is not None:
             found = self._compare_terms(*located.stats)
             if not found and located.difference is not None:
-                found = [Deviation("layer", 0, located.difference, math.inf)]
+                found = [Deviation("layer", 0, located.difference, math.inf, math.inf)]
         if self._on_any_worker(found):
             self._report(found, located, rows, expected)
         else:
@@ -339,10 +340,10 @@ class Verifier:
         return found
 
     def _beyond_rounding(self, expected: Expected, found: Sequence[Deviation]) -> list[Deviation]:
-        changes = self._one_device.changes_by_rounding(
+        computed = self._one_device.compute_with_moved_weights(
             expected.batch, self._rounding.compute, expected.loss_scale
         )
-        return beyond_rounding(found, changes, len(self._one_device.terms))
+        return beyond_rounding(found, computed, len(self._one_device.terms))
 
     def _locate(self, part: Shards) -> Located | None:
         """The first layer that depends on the cut; None if looking for it fails."""
@@ -377,7 +378,9 @@ class Verifier:
             culprit,
             advice,
         )
-        warnings.warn(str(self.verification), ReplicaDependenceWarning, stacklevel=5)
+        warnings.warn(
+            str(self.verification), ReplicaDependenceWarning, stacklevel=stack_level_of_user()
+        )
 
     def _explain(self, found: Sequence[Deviation], located: Located | None) -> tuple[str, str]:
         """The first thing that depends on the cut, and the line to write."""
