@@ -467,3 +467,22 @@ def test_assignments_are_recorded_while_the_context_lasts():
     assert [id(one) for one in inner] == [id(other)]
     assert float(other.numpy()) == 3.0
     assert keras.Variable.assign is before
+
+
+def test_assignments_are_changed_on_one_thread_while_the_context_lasts():
+    before = keras.Variable.assign
+    variable, other = keras.Variable(1.0), keras.Variable(2.0)
+    with _bridge.changing_assignments(lambda one, value: -value if one is variable else value):
+        variable.assign_add(1.0)
+        other.assign(5.0)
+        with _bridge.recording_assignments() as recorded:
+            variable.assign(3.0)
+        thread = threading.Thread(target=other.assign, args=(-1.0,))
+        thread.start()
+        thread.join()
+        assert float(variable.numpy()) == -3.0
+    assert [id(one) for one in recorded] == [id(variable)]
+    assert float(other.numpy()) == -1.0
+    variable.assign(4.0)
+    assert float(variable.numpy()) == 4.0
+    assert keras.Variable.assign is before
