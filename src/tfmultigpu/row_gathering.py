@@ -157,7 +157,7 @@ def _source(name: str) -> _Source | None:
 
 
 def _check_can_meet(source: _Source) -> None:
-    """Checks that the rows of a whole batch are on the replicas, and that they can exchange them."""
+    """Checks that the replicas hold a whole batch, and can exchange it."""
     if source.micro_batches is not None:
         raise LossError(
             "A loss that compares all examples of a batch cannot be computed from one micro-batch "
@@ -167,8 +167,8 @@ def _check_can_meet(source: _Source) -> None:
         )
     if source.held.by_xla and not source.held.are_all:
         raise LossError(
-            "XLA cannot compile gather_rows, which needs the other replicas in the middle of the loss. "
-            "Received: jit_compile=True. Write jit_compile=False."
+            "XLA cannot compile gather_rows, which needs the other replicas in the middle of the "
+            "loss. Received: jit_compile=True. Write jit_compile=False."
         )
 
 
