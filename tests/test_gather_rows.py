@@ -57,6 +57,11 @@ def encoder() -> keras.Model:
     )
 
 
+def embedder() -> keras.Model:
+    layers = keras.layers
+    return keras.Sequential([keras.Input((6,)), layers.Dense(4), layers.UnitNormalization()])
+
+
 def two_towers() -> keras.Model:
     query, item = keras.Input((6,)), keras.Input((6,))
     towers = [keras.layers.Dense(4)(query), keras.layers.Dense(4)(item)]
@@ -132,6 +137,12 @@ CASES: dict[str, tuple[Any, Any, Any, Callable[[], dict[str, Any]]]] = {
         lambda: {"loss": of_the_page("in_batch_softmax")},
     ),
     "barlow": (encoder, (FIRST, SECOND), barlow, lambda: {"forward": views_to("barlow_twins")}),
+    "circle": (
+        embedder,
+        (FIRST, NUMBERS),
+        lambda model, batch: keras.losses.Circle(gamma=8)(batch[1], model(batch[0])),
+        lambda: {"forward": of_the_page("circle_loss")},
+    ),
     "dice": (segmenter, (IMAGES, MASKS), dice, lambda: {"loss": of_the_page("batch_dice")}),
 }
 
@@ -408,6 +419,19 @@ def test_micro_batches(micro_batches: Any) -> None:
 def test_micro_batches_of_one_replica() -> None:
     with pytest.raises(tmg.LossError, match="only the rows of this one"):
         step_with(mean_of_all, 1, micro_batches=2).step(BATCH)
+
+
+@pytest.mark.parametrize("options", [{"micro_batches": 3}, {"jit_compile": True}])
+@pytest.mark.parametrize("rows", [1, 2, 7])
+def test_positions_need_no_other_replica(rows: int, options: dict[str, Any]) -> None:
+    """The mean of the positions of all rows, each counted once."""
+
+    def positions(y_true: Any, y_pred: Any) -> Any:
+        return tf.cast(tmg.row_positions(y_pred), tf.float32) + 0 * tf.reduce_sum(y_pred, -1)
+
+    run = step_with(positions, **options)
+    batch = FIRST[:rows], np.zeros((rows, 4), "float32")
+    assert float(run.step(batch)["loss"]) == pytest.approx((rows - 1) / 2)
 
 
 def test_xla() -> None:

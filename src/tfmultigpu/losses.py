@@ -180,7 +180,9 @@ def loss_term(loss: Any, y_true: Any, y_pred: Any, sample_weight: Any = None) ->
             f"result depends on how the batch was cut. Received: shape {tuple(values.shape)} from "
             f"{type(loss).__name__}. Return one value per example that depends on it alone, for "
             "example tf.reduce_mean(tf.square(y_true - y_pred), axis=-1). A loss that couples the "
-            "examples of a batch (Dice over a batch, Circle, contrastive) has no such form."
+            "examples of a batch (Dice over a batch, Circle, contrastive) sees all of them by "
+            "tmg.gather_rows(y_pred): return the values of this replica's rows, or the one number "
+            "for each, tf.fill(tf.shape(y_pred)[:1], value)."
         )
     if _lost_the_rows(values, y_pred):
         raise LossError(

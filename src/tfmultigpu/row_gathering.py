@@ -82,6 +82,8 @@ def gather_rows(tensor: Any, *, rows_per_example: int = 1) -> Any:
         [[1.0], [2.0]]
     """
     source = _source("gather_rows")
+    if source is not None:
+        _check_can_meet(source)
     tensors = [_as_rows(one) for one in tf.nest.flatten(tensor)]
     if source is None or source.held.are_all:
         return tf.nest.pack_sequence_as(tensor, tensors)
@@ -111,7 +113,7 @@ def gather_rows(tensor: Any, *, rows_per_example: int = 1) -> Any:
 def row_positions(tensor: Any, *, rows_per_example: int = 1) -> Any:
     """Returns where the rows of this replica are in the global batch.
 
-    The labels of a contrastive loss: ``gather_rows(tensor)[row_positions(tensor)]`` is ``tensor``.
+    The labels of a contrastive loss: ``gather_rows(tensor)`` at these positions is ``tensor``.
 
     Args:
         tensor: A tensor whose first axis are the rows of this replica.
@@ -121,7 +123,7 @@ def row_positions(tensor: Any, *, rows_per_example: int = 1) -> Any:
         An int32 tensor of as many positions as ``tensor`` has rows.
 
     Raises:
-        LossError: As for ``gather_rows``; the functions TensorFlow compiles are fine here.
+        LossError: Called outside a step, or with something that has other rows than the batch.
 
     Example:
         >>> import tensorflow as tf, tfmultigpu as tmg
@@ -151,19 +153,23 @@ def _source(name: str) -> _Source | None:
             "make_train_step(..., forward=f), make_eval_step(..., forward=f), or fit of a model "
             "compiled with loss=f."
         )
+    return source
+
+
+def _check_can_meet(source: _Source) -> None:
+    """Checks that the replicas hold a whole batch, and can exchange it."""
     if source.micro_batches is not None:
         raise LossError(
             "A loss that compares all examples of a batch cannot be computed from one micro-batch "
-            f"at a time: {name} would see only the rows of this one. Received: "
+            "at a time: gather_rows would see only the rows of this one. Received: "
             f"micro_batches={_shortest(source.micro_batches)}. Write micro_batches=1, and to save "
             "memory use a smaller global batch or more replicas."
         )
     if source.held.by_xla and not source.held.are_all:
         raise LossError(
-            f"XLA cannot compile {name}, which needs the other replicas in the middle of the loss. "
-            "Received: jit_compile=True. Write jit_compile=False."
+            "XLA cannot compile gather_rows, which needs the other replicas in the middle of the "
+            "loss. Received: jit_compile=True. Write jit_compile=False."
         )
-    return source
 
 
 def _shortest(micro_batches: Sequence[int]) -> Any:

@@ -54,6 +54,19 @@ SCALING = "test_precision.py::test_loss_scale_optimizer_as_keras_has_it_on_one_d
 EVALUATION = "test_evaluation.py::test_loss_and_metrics_over_all_rows"
 PREDICTION = "test_evaluation.py::test_each_row_is_predicted_once_and_in_order"
 SPARSE = "invariance/test_sparse_gradients.py::test_replicas_give_the_dense_result_of_one_device"
+COUPLED = "test_gather_rows.py::test_a_loss_over_the_whole_batch_is_that_of_one_device"
+# A gradient that forgets to meet the other replicas.
+LONE = """def lone(add: Any) -> Any:
+    def added(context: Any, tensors: Any) -> Any:
+        return [
+            one + tf.stop_gradient(every - one)
+            for one, every in zip(tensors, add(context, tensors), strict=True)
+        ]
+
+    return added
+
+
+def _source("""
 
 
 MUTATIONS = (
@@ -354,6 +367,24 @@ MUTATIONS = (
         "metrics.py",
         (("return True if row_weight is None or first == 0 else tf", "return True or tf"),),
         (f"{METRICS}[4-{{}}]", f"{EVALUATION}[8]"),
+    ),
+    Mutation(
+        "metrics in a forward function see every copy of a small batch",
+        "metrics.py",
+        (("return tf.where(counts, tf.cast(value", "return tf.where(True, tf.cast(value"),),
+        ("test_metrics_in_forward.py::test_in_evaluation[4]",),
+    ),
+    Mutation(
+        "rows that are gathered in a small batch have the gradients of all copies",
+        "row_gathering.py",
+        (("tf.where(small, own, every)", "tf.where(False, own, every)"),),
+        (f"{COUPLED}[simclr-4]",),
+    ),
+    Mutation(
+        "rows that are gathered have the gradients of their own replica alone",
+        "row_gathering.py",
+        (("added = all_reduce_sum(", "added = lone(all_reduce_sum)("), ("def _source(", LONE)),
+        (f"{COUPLED}[simclr-2]",),
     ),
     Mutation(
         "replicas draw the same numbers",

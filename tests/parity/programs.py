@@ -275,7 +275,7 @@ def seeds_beside_the_model() -> Program:
 
 
 def _poisson(shape: Any, seed: Any) -> Any:
-    return tf.random.stateless_poisson(shape, seed, lam=[2.0], dtype=tf.float32)
+    return tf.random.stateless_poisson(shape, seed, lam=2.0, dtype=tf.float32)
 
 
 def _truncated(shape: Any, seed: Any) -> Any:

@@ -72,7 +72,7 @@ def largest_difference(one: Any, other: Any, bound: float) -> tuple[float, float
     Returns:
         Both numbers and their distance; None if all are within the bound. NaN equals NaN.
     """
-    one, other = np.asarray(one), np.asarray(other)
+    one, other = np.atleast_1d(one), np.atleast_1d(other)
     if one.dtype.kind not in "fc" and one.dtype.name != "bfloat16":
         unequal = np.flatnonzero(np.ravel(one != other))
         if not unequal.size:
