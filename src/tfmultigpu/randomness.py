@@ -374,5 +374,10 @@ def _cut(held: HeldRows, draw: Callable[[Any], Any], shape: Any) -> Any:
 
 def _parameter(held: HeldRows, parameter: Any, shape: Any, filling: Any = 1) -> Any:
     """A parameter of a distribution, which may have rows, for a draw for all rows."""
-    has_rows = parameter.shape.rank == shape.shape[0] and parameter.shape[0] != 1
-    return Places.of(held, shape).spread(parameter, filling) if has_rows else parameter
+    if parameter.shape.rank != shape.shape[0] or parameter.shape[0] == 1:
+        return parameter
+    inner = tf.shape(parameter)[1:]
+    for_rows = tf.broadcast_to(
+        parameter, tf.concat([shape[:1], inner], 0)
+    )  # It may be one for all.
+    return Places.of(held, shape).spread(for_rows, filling)
