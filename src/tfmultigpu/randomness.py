@@ -25,6 +25,7 @@ from tfmultigpu import _bridge
 from tfmultigpu import rows as rows_lib
 from tfmultigpu.batch_norm import masked_moments
 from tfmultigpu.batches import Shards
+from tfmultigpu.draw_places import Places
 from tfmultigpu.draw_shapes import as_shape, is_by_row
 from tfmultigpu.seeds import GlobalSeeds
 
@@ -219,20 +220,25 @@ def _draw(
         return _cut(held, lambda shape: whole(shape, seed), shape)
     # One count makes 128 bits: four numbers, also where a number takes 16 bits, or two.
     group = 2 if dtype.size == 8 else 4
-    first: Any = _place(held, shape[0])[0]
     # Multiplied one by one: a GPU computes tf.reduce_prod itself, and all would wait for it.
     inner: Any = math.prod([shape[axis] for axis in range(1, shape.shape[0])], start=tf.constant(1))
-    counts = tf.cast(first, tf.int64) * tf.cast(inner, tf.int64) // group
-    # In 32 bits, which GPUs keep where shapes and slices are decided; hence the remainders first.
-    begin = (first % group) * (inner % group) % group
-    size = shape[0] * inner
     key, counter = tf.raw_ops.StatelessRandomGetKeyCounter(seed=seed)
-    counter = tf.bitcast(counter, tf.int64) + tf.stack([counts, tf.zeros_like(counts)])
-    # A little more than needed always, because XLA must know the size when it compiles.
-    drawn = sample(
-        shape=[size + (group - 1)], key=key, counter=tf.bitcast(counter, tf.uint64), alg=3
-    )
-    return tf.reshape(tf.slice(drawn, [begin], [size]), shape)
+    drawn = []
+    for _, first, length in Places.of(held, shape).parts:
+        counts = tf.cast(first, tf.int64) * tf.cast(inner, tf.int64) // group
+        # In 32 bits, which GPUs keep where shapes and slices are decided; hence the remainders
+        # first.
+        begin = (first % group) * (inner % group) % group
+        further = tf.bitcast(counter, tf.int64) + tf.stack([counts, tf.zeros_like(counts)])
+        # A little more than needed always, because XLA must know the size when it compiles.
+        numbers = sample(
+            shape=[length * inner + (group - 1)],
+            key=key,
+            counter=tf.bitcast(further, tf.uint64),
+            alg=3,
+        )
+        drawn.append(tf.slice(numbers, [begin], [length * inner]))
+    return tf.reshape(tf.concat(drawn, 0) if len(drawn) > 1 else drawn[0], shape)
 
 
 # Numbers that are drawn for all rows --------------------------------------------------------------
@@ -270,9 +276,8 @@ def _categorical(
     logits = tf.convert_to_tensor(logits)
     if not is_by_row(tf.shape(logits)):
         return original(logits, num_samples, seed, dtype, name)
-    everywhere = _among_all(held, logits, 0)
-    drawn = original(everywhere, num_samples, seed, dtype, name)
-    return _rows_of_all(held, drawn, tf.shape(logits)[0])
+    places = Places.of(held, tf.shape(logits))
+    return places.cut(original(places.spread(logits, 0), num_samples, seed, dtype, name))
 
 
 def _gamma(
@@ -362,36 +367,17 @@ def _parameterized_truncated_normal(
 
 def _cut(held: HeldRows, draw: Callable[[Any], Any], shape: Any) -> Any:
     """Draws for the rows of the global batch and returns those of this replica."""
-    _, total = _place(held, shape[0])
-    drawn = draw(tf.concat([[total], shape[1:]], 0))
-    return tf.reshape(_rows_of_all(held, drawn, shape[0]), shape)
-
-
-def _rows_of_all(held: HeldRows, drawn: Any, size: Any) -> Any:
-    first, _ = _place(held, size)
-    begin = tf.stack([first, *[0] * (drawn.shape.rank - 1)])
-    return tf.slice(drawn, begin, tf.concat([[size], tf.shape(drawn)[1:]], 0))
+    places = Places.of(held, shape)
+    drawn = draw(tf.concat([[places.total], shape[1:]], 0))
+    return tf.reshape(places.cut(drawn), shape)
 
 
 def _parameter(held: HeldRows, parameter: Any, shape: Any, filling: Any = 1) -> Any:
     """A parameter of a distribution, which may have rows, for a draw for all rows."""
-    has_rows = parameter.shape.rank == shape.shape[0] and parameter.shape[0] != 1
-    return _among_all(held, parameter, filling) if has_rows else parameter
-
-
-def _among_all(held: HeldRows, tensor: Any, filling: Any) -> Any:
-    """Puts rows where they are in the global batch; the others, which are not here, are filled."""
-    size = tf.shape(tensor)[0]
-    first, total = _place(held, size)
-    inner = [[0, 0]] * (tensor.shape.rank - 1)
-    return tf.pad(tensor, [[first, total - first - size], *inner], constant_values=filling)
-
-
-def _place(held: HeldRows, size: Any) -> tuple[Any, Any]:
-    """Where a first axis of ``size`` begins in that of the global batch, and how long that is."""
-    with tf.device("CPU:0"):  # Shapes are decided there; nothing has to wait for a GPU.
-        count = tf.cast(held.count(), tf.int32)
-        times = tf.where(size % count == 0, size // count, 0)
-        first = tf.cast(held.first(), tf.int32) * times
-        total = tf.where(times > 0, tf.cast(held.total(), tf.int32) * times, size)
-    return first, total
+    if parameter.shape.rank != shape.shape[0] or parameter.shape[0] == 1:
+        return parameter
+    inner = tf.shape(parameter)[1:]
+    for_rows = tf.broadcast_to(
+        parameter, tf.concat([shape[:1], inner], 0)
+    )  # It may be one for all.
+    return Places.of(held, shape).spread(for_rows, filling)
