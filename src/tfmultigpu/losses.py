@@ -7,6 +7,7 @@ after the last addition. That is why the result does not depend on how a batch w
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -15,6 +16,7 @@ import tensorflow as tf
 
 from tfmultigpu import _bridge
 from tfmultigpu.errors import LossError
+from tfmultigpu.row_axes import check_row_axes
 
 __all__ = ["FixedLossSum", "LossSum", "LossTerm", "as_loss", "global_mean", "loss_sum", "loss_term"]
 
@@ -162,17 +164,9 @@ def loss_term(loss: Any, y_true: Any, y_pred: Any, sample_weight: Any = None) ->
         sample_weight: Weights, or None.
     """
     unreduced: list[Any] = []
-
-    def call(y_true: Any, y_pred: Any) -> Any:
-        unreduced.append(loss.call(y_true, y_pred))
-        return unreduced[0]
-
-    # Not copy.copy: that serialises a Keras object, and a user's own loss does not survive it.
-    elementwise = object.__new__(type(loss))
-    vars(elementwise).update(vars(loss))
-    elementwise.reduction = "none"
-    elementwise.call = call
-    values = elementwise(y_true, y_pred, sample_weight=sample_weight)
+    if _may_mix_axes(loss, y_true, y_pred, sample_weight):
+        check_row_axes(loss, _elementwise(loss, []), y_true, y_pred, sample_weight)
+    values = _elementwise(loss, unreduced)(y_true, y_pred, sample_weight)
     if values.shape.rank == 0 or isinstance(loss, _couples_examples()):
         raise LossError(
             f"The loss {loss.name!r} is one number for a batch, or compares its examples with each "
@@ -189,7 +183,8 @@ def loss_term(loss: Any, y_true: Any, y_pred: Any, sample_weight: Any = None) ->
             f"The loss {loss.name!r} returns {values.shape[0]} values whatever the number of rows, "
             "so it reduces over them and the result depends on how the batch was cut. Received: "
             f"shape {tuple(values.shape)} from predictions of shape {tuple(y_pred.shape)}. Reduce "
-            "over the last axis, axis=-1, to return one value per example."
+            "over the last axis, axis=-1, to return one value per example. If examples are to be "
+            "compared with each other, do so in forward= with tmg.gather_rows(predictions)."
         )
     total = tf.reduce_sum(values)
     if loss.reduction == "sum":
@@ -199,7 +194,11 @@ def loss_term(loss: Any, y_true: Any, y_pred: Any, sample_weight: Any = None) ->
     if loss.reduction == "mean_with_sample_weight" and (
         sample_weight is not None or mask is not None
     ):
-        return LossTerm(total, _sum_of_weights(sample_weight, mask, total.dtype))
+        weights = _sum_of_weights(sample_weight, mask, total.dtype)
+        if mask is None and _has_no_rows(sample_weight, values):
+            mean = tf.math.divide_no_nan(total, weights)  # By the same however many rows there are.
+            return LossTerm(mean, tf.ones_like(total), fixed=True)
+        return LossTerm(total, weights)
     elements = tf.cast(tf.size(values), total.dtype)
     if mask is not None:
         valid = tf.cast(tf.math.count_nonzero(mask), total.dtype)
@@ -207,6 +206,25 @@ def loss_term(loss: Any, y_true: Any, y_pred: Any, sample_weight: Any = None) ->
     # A function may flatten, drop or add rows; Keras' own losses return one entry for each.
     per_row = values.shape[1:].num_elements() if _is_from_keras(loss) else None
     return LossTerm(total, elements, float(per_row) if per_row else None)
+
+
+def _elementwise(loss: Any, unreduced: list[Any]) -> Callable[..., Any]:
+    """The weighted values of a loss; those without weights are put into ``unreduced``."""
+
+    def call(y_true: Any, y_pred: Any) -> Any:
+        unreduced.append(loss.call(y_true, y_pred))
+        return unreduced[-1]
+
+    # Not copy.copy: that serialises a Keras object, and a user's own loss does not survive it.
+    elementwise = object.__new__(type(loss))
+    vars(elementwise).update(vars(loss))
+    elementwise.reduction = "none"
+    elementwise.call = call
+    return functools.partial(_call_weighted, elementwise)
+
+
+def _call_weighted(loss: Any, y_true: Any, y_pred: Any, sample_weight: Any) -> Any:
+    return loss(y_true, y_pred, sample_weight=sample_weight)
 
 
 def as_loss(loss: Any) -> Any:
@@ -243,6 +261,21 @@ def as_loss(loss: Any) -> Any:
             "function f(y_true, y_pred) that returns one value per example."
         )
     return _function_loss(loss)
+
+
+def _may_mix_axes(loss: Any, y_true: Any, y_pred: Any, sample_weight: Any) -> bool:
+    """Whether anything may be broadcast along rows; a loss of Keras does not where ranks agree."""
+    shapes = [getattr(one, "shape", ()) for one in tf.nest.flatten([y_true, y_pred])]
+    ranks = {tf.TensorShape(shape).rank for shape in shapes}
+    return sample_weight is not None or len(ranks) > 1 or not _is_from_keras(loss)
+
+
+def _has_no_rows(sample_weight: Any, values: Any) -> bool:
+    """Whether weights are the same for every row: they broadcast along the axis of the rows."""
+    weight, values = _same_rank(tf.convert_to_tensor(sample_weight), values)
+    if weight.shape.rank is None or weight.shape.rank < values.shape.rank:
+        return weight.shape.rank is not None
+    return bool(weight.shape[0] == 1 and values.shape[0] != 1)
 
 
 def _lost_the_rows(values: Any, y_pred: Any) -> bool:
