@@ -245,8 +245,10 @@ def test_what_xla_computes_is_held_too(replicas):
         step(bad)
     assert_equal([variable.numpy() for variable in variables], before)
     step(good)
+    constant = optimizer.learning_rate
     for variable, old in zip(variables, before, strict=True):
-        assert not np.array_equal(variable.numpy(), old), variable.path
+        if variable is not constant:
+            assert not np.array_equal(variable.numpy(), old), variable.path
 
 
 def doubled_if_asked(inputs):
@@ -284,5 +286,4 @@ def test_after_a_batch_that_is_refused_training_is_that_of_one_device(replicas, 
             run.step((x, Y[:1, :1]))
         return run.step(batch)
 
-    run.step(good[0])
     assert_same(run.train(good, step), expected)
