@@ -6,7 +6,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from one_device import as_dataset, strategy_of
+from one_device import ByHand, Replicated, as_dataset, assert_same, cut, strategy_of
 
 import tfmultigpu as tmg
 from tfmultigpu import _bridge
@@ -209,3 +209,81 @@ def test_a_step_that_raises_has_changed_nothing(replicas, micro_batches, synchro
     run = Run(replicas, micro_batches, synchronized)
     checks = [check for check in CHECKS if check != "memory" or (replicas == 2 and way == "run")]
     hold(run, WAYS[way], [*checks, "rows"], several=way != "step")
+
+
+@pytest.mark.filterwarnings("ignore:BatchNormalization sees only")
+@pytest.mark.parametrize(
+    ("replicas", "options"),
+    [(2, {"shard_update": True}), (2, {"loss_scale": None, "clip_norm": 0.1})],
+    ids=["one update for all replicas", "without a loss scale"],
+)
+def test_other_updates_wait_too(replicas, options):
+    run = Run(replicas, **options)
+    hold(run, WAYS["step"], ["assert in a layer", "metric of the step", "rows"], several=False)
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_what_xla_computes_is_held_too(replicas):
+    """Assertions inside are dropped by XLA; those of metrics and of rows are outside."""
+    strategy = strategy_of(replicas)
+    keras.utils.set_random_seed(3)
+    with strategy.scope():
+        layers = [keras.layers.Dense(3), keras.layers.Dropout(0.3), keras.layers.Dense(2)]
+        if replicas == 1:
+            layers.insert(1, keras.layers.BatchNormalization())
+        model = keras.Sequential([keras.Input((4,)), *layers])
+        optimizer = keras.optimizers.SGD(0.1, momentum=0.9, weight_decay=0.1)
+        metric = CheckedError()
+    step = tmg.make_train_step(
+        model, optimizer, "mse", strategy, metrics=[metric], jit_compile=True
+    )
+    variables = [*model.variables, *optimizer.variables, *metric.variables]
+    ((good,), (bad,)) = (batches(check) for check in (None, "metric of the step"))
+    step(good)
+    before = [variable.numpy() for variable in variables]
+    with pytest.raises(tf.errors.OpError, match="metric of the step"):
+        step(bad)
+    assert_equal([variable.numpy() for variable in variables], before)
+    step(good)
+    constant = optimizer.learning_rate
+    for variable, old in zip(variables, before, strict=True):
+        if variable is not constant:
+            assert not np.array_equal(variable.numpy(), old), variable.path
+
+
+def doubled_if_asked(inputs):
+    """Makes two rows of each, which the loss then has values for, where a row asks for that."""
+    asked = tf.cast(tf.reduce_any(tf.equal(inputs[:, 0], 1.0)), tf.int32)
+    return tf.ensure_shape(tf.tile(inputs, [1 + asked, 1]), [None, 4])
+
+
+@pytest.mark.parametrize("replicas", [1, 3])
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_after_a_batch_that_is_refused_training_is_that_of_one_device(replicas, micro_batches):
+    """Another number of losses than rows is seen last, when sums of all replicas are there."""
+
+    def build():
+        layers = [keras.layers.Lambda(doubled_if_asked), keras.layers.Dense(3, "tanh")]
+        if micro_batches == 1:
+            layers.append(keras.layers.BatchNormalization(synchronized=True))
+        layers += [keras.layers.Dropout(0.3, seed=1), keras.layers.Dense(1)]
+        return keras.Sequential([keras.Input((4,)), *layers])
+
+    def optimizer():
+        return keras.optimizers.AdamW(0.05)
+
+    def loss(y_true, y_pred, sample_weight=None):
+        return keras.losses.MeanSquaredError()(y_true, y_pred)
+
+    good = cut((X, Y[:, :1]), (7, 2, 1, 6))
+    expected = ByHand(build, optimizer, loss).train(good)
+    run = Replicated(replicas, build, optimizer, "mse", micro_batches=micro_batches)
+    x = X[:1].copy()
+    x[:, 0] = 1
+
+    def step(batch):
+        with pytest.raises(tmg.LossError, match="another number of values"):
+            run.step((x, Y[:1, :1]))
+        return run.step(batch)
+
+    assert_same(run.train(good, step), expected)
