@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
+from collections.abc import Iterator
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 os.environ.setdefault("KERAS_BACKEND", "tensorflow")
@@ -60,6 +62,11 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.pluginmanager.hasplugin("dsession"):
         return  # The process that only hands out the files needs no TensorFlow.
     import tensorflow as tf
+    from hypothesis import settings
+
+    # By default an example may take 0.2 seconds, which a slower machine would miss.
+    settings.register_profile("no clock", deadline=None)
+    settings.load_profile("no clock")
 
     (cpu,) = tf.config.list_physical_devices("CPU")
     tf.config.set_logical_device_configuration(
@@ -90,6 +97,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         skip = pytest.mark.skip(reason="needs a GPU that TensorFlow can see")
         for item in marked:
             item.add_marker(skip)
+
+
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Makes SIGINT a ``KeyboardInterrupt``, even if the tests run in the background.
+
+    A shell starts background processes with SIGINT ignored, and Python leaves that so.
+    """
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture

@@ -32,7 +32,7 @@ def provoke(cases: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]
         env=clean() | {"TF_CPP_MIN_LOG_LEVEL": "3", "KERAS_BACKEND": "tensorflow"},
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=1200,
         check=False,
     )
     assert result.returncode == 0, result.stderr[-3000:]

@@ -213,7 +213,7 @@ def test_a_real_all_reduce_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     # What is captured is never given back: TensorFlow keeps graphs that replicas were traced in.
     assert [one.captured_inputs for one in compiled] == [[]] * 4
     assert set(times.seconds) == {"one_device", "hierarchical_copy"}
-    assert all(0.0 < taken < 1.0 for taken in times.seconds.values())
+    assert all(taken > 0.0 for taken in times.seconds.values())
     assert times.seconds[times.fastest] <= 1.05 * min(times.seconds.values())
     # Fewer numbers than tensors.
     assert set(tmg.measure_communication(2, num_bytes=7, rounds=1).seconds) == set(times.seconds)

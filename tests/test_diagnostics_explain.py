@@ -192,7 +192,7 @@ CASES = {
         "    yield x[:8], y[:8]\n"
         "    raise RuntimeError('no more')\n" + UNDER + "model = build()\n"
         "made = tf.data.Dataset.from_generator(broken, output_signature=data.element_spec)\n"
-        "report = explain(model, dataset=made, seconds=0.2)",
+        "report = explain(model, dataset=made, seconds=10)",
     ),
     "arrays": case(
         "data-not-read",
@@ -248,7 +248,7 @@ CASES = {
         "warning",
         "import time\n"
         "def slow(x, y):\n"
-        "    (x,) = tf.numpy_function(lambda x: [time.sleep(0.05), x][1:], [x], [tf.float32])\n"
+        "    (x,) = tf.numpy_function(lambda x: [time.sleep(0.2), x][1:], [x], [tf.float32])\n"
         "    return tf.ensure_shape(x, [8, 3]), y\n" + UNDER + "model = build()\n"
         "slices = tf.data.Dataset.from_tensor_slices((x, y))\n"
         "report = explain(model, dataset=slices.batch(8, True).map(slow), seconds=1)",
@@ -397,7 +397,7 @@ CASES = {
     ),
     "silent-later": case(
         "data-silent",
-        "The dataset has not yielded its next batch in 0.8 seconds",
+        "The dataset has not yielded its next batch in 5.5 seconds",
         "next(iter(dataset)) in a program of its own",
         "error",
         "import threading\n"
@@ -408,7 +408,7 @@ CASES = {
         "blocked = tf.data.Dataset.from_generator(once, output_signature=types)\n"
         + UNDER
         + "model = build()\n"
-        "report = explain(model, dataset=blocked, patience=0.3, seconds=0.5)",
+        "report = explain(model, dataset=blocked, patience=5, seconds=0.5)",
     ),
     "in-order": case(
         "in-order",

@@ -93,8 +93,8 @@ def test_the_slowest_replica_is_named_and_the_folder_is_written(tmp_path: Path) 
     data = tmg.distribute_dataset(arrays, strategy, batch_size=12, shares=(3, 1))
     profile = profile_step(step, data, 3, trace_to=str(tmp_path / "trace"))
     assert (profile.steps, profile.rows, profile.slowest) == (3, 12.0, 0)
-    assert profile.replicas[0] > 0.2 > profile.replicas[1]
-    assert profile.compute == pytest.approx(profile.replicas[0], abs=0.05)
+    assert profile.replicas[0] > max(0.2, profile.replicas[1])
+    assert profile.compute >= profile.replicas[0]
     assert profile.finding.code == "slow-replica"
     assert "Replica 0 (CPU:0) takes" in str(profile)
     assert "tmg.plan_shares(batch_size" in str(profile)
@@ -113,11 +113,11 @@ def test_waiting_for_data_is_seen() -> None:
     class Slowly:
         def __iter__(self) -> Any:
             for _ in range(2):
-                time.sleep(0.03)
+                time.sleep(0.2)
                 yield X, Y
 
     profile = profile_step(step, Slowly(), 3)
-    assert profile.input > 0.03
+    assert profile.input >= 0.2
     assert profile.finding.code == "input-bound"
     assert "The devices wait " in profile.finding.what
     assert len(profile.replicas) == 1

@@ -538,6 +538,7 @@ def test_a_model_that_is_not_built():
     assert losses[-1] < losses[0]
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_ctrl_c_leaves_the_model_as_after_a_step(lines):
     model, truth = lines
     truth.set_weights(model.get_weights())

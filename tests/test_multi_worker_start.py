@@ -18,6 +18,8 @@ import pytest
 
 pytestmark = pytest.mark.slow
 
+# Seconds until every worker hears what is wrong; a machine may be five times as slow.
+PROMISED = 10.0
 WORKER = """
 import sys, time
 import tensorflow as tf
@@ -102,7 +104,7 @@ def run_workers(
             )
         )
     ended = []
-    deadline = time.monotonic() + 60.0
+    deadline = time.monotonic() + 300.0
     try:
         for process in processes:
             out, _ = process.communicate(timeout=max(1.0, deadline - time.monotonic()))
@@ -152,7 +154,8 @@ def test_a_missing_worker_is_named_at_the_timeout() -> None:
     (one,) = run_workers([tf_config(addresses, 0)], startup_timeout=3.0)
     assert "1 of 2 workers did not come within 3 s" in one.error
     assert f"worker 1 at {addresses[1]} (nothing listens there)" in one.error
-    assert 3.0 <= one.seconds < 5.0
+    # The promise is the timeout; a machine may be five times as slow.
+    assert 3.0 <= one.seconds < 5 * 3.0
 
 
 def test_workers_that_disagree_on_the_cluster_are_both_told() -> None:
@@ -163,7 +166,7 @@ def test_workers_that_disagree_on_the_cluster_are_both_told() -> None:
         assert f"worker 0 at {first} has worker ['{first}', '{second}'] (" in one.error
         assert f"worker 1 at {second} has worker ['{first}', '{second}', '{third}'] (" in one.error
         assert 'Give every worker the same "cluster" in TF_CONFIG' in one.error
-        assert one.seconds < 10.0
+        assert one.seconds < 5 * PROMISED
 
 
 def test_workers_that_bring_other_devices_or_communication_are_both_told() -> None:
@@ -183,7 +186,7 @@ strategies._look_around = lambda *asked: dataclasses.replace(look(*asked), devic
             f"worker 1 at {addresses[1]} has 2 GPU."
         ) in one.error
         assert "CUDA_VISIBLE_DEVICES" in one.error
-        assert one.seconds < 10.0
+        assert one.seconds < 5 * PROMISED
 
 
 def test_a_taken_port_is_told_to_both() -> None:
@@ -196,7 +199,7 @@ def test_a_taken_port_is_told_to_both() -> None:
     for one in ended:
         assert f"worker 1 at {addresses[1]} cannot start: port {port} is taken" in one.error
         assert "list another port in TF_CONFIG on every worker" in one.error
-        assert one.seconds < 10.0
+        assert one.seconds < 5 * PROMISED
 
 
 def test_tensorflow_started_too_early_is_told_to_both() -> None:
@@ -206,7 +209,7 @@ def test_tensorflow_started_too_early_is_told_to_both() -> None:
     )
     for one in ended:
         assert f"worker 1 at {addresses[1]} cannot start: TensorFlow had started" in one.error
-        assert one.seconds < 10.0
+        assert one.seconds < 5 * PROMISED
 
 
 def test_a_worker_that_leaves_after_the_meeting_does_not_hang_the_other() -> None:

@@ -14,6 +14,9 @@ from tfmultigpu.errors import ClusterError
 from tfmultigpu.ports import split_address
 from tfmultigpu.rendezvous import meet
 
+# Seconds. What goes wrong at the start is promised within ten, and a machine may be five times as
+# slow. Whoever is waited for must come; a test that waits for all of this has failed.
+PROMISED, PATIENCE = 10.0, 120.0
 CARD = {"the cluster": "one", "their devices": "1 CPU"}
 
 
@@ -64,13 +67,13 @@ def test_workers_that_agree_meet_at_once_and_free_their_ports(count: int) -> Non
     free = [False] * count
 
     def one(index: int) -> None:
-        meet(addresses, index, CARD, timeout=10.0)
+        meet(addresses, index, CARD, timeout=PATIENCE)
         free[index] = can_bind(addresses[index])
 
     texts, seconds = together([lambda index=index: one(index) for index in range(count)])
     assert texts == [None] * count
     assert free == [True] * count
-    assert max(seconds) < 2.0
+    assert max(seconds) < 5 * PROMISED
 
 
 def test_nobody_leaves_before_the_last_has_come() -> None:
@@ -82,7 +85,7 @@ def test_nobody_leaves_before_the_last_has_come() -> None:
         time.sleep(delay)
         if delay:
             came.append(time.monotonic())
-        meet(addresses, index, CARD, timeout=10.0)
+        meet(addresses, index, CARD, timeout=PATIENCE)
         left.append(time.monotonic())
 
     delays = [0.0, 0.0, 0.7]
@@ -94,19 +97,22 @@ def test_nobody_leaves_before_the_last_has_come() -> None:
 def test_meeting_again_on_the_same_ports_works() -> None:
     addresses = free_addresses(2)
     for _ in range(10):
-        texts, _ = together([lambda i=i: meet(addresses, i, CARD, timeout=5.0) for i in range(2)])
+        texts, _ = together(
+            [lambda i=i: meet(addresses, i, CARD, timeout=PATIENCE) for i in range(2)]
+        )
         assert texts == [None, None]
 
 
 def test_a_missing_worker_is_named_with_its_address_at_the_timeout() -> None:
     addresses = free_addresses(3)
-    texts, seconds = together([lambda i=i: meet(addresses, i, CARD, timeout=1.0) for i in (0, 1)])
+    texts, seconds = together([lambda i=i: meet(addresses, i, CARD, timeout=2.0) for i in (0, 1)])
     for text in texts:
         assert text is not None
-        assert "1 of 3 workers did not come within 1 s" in text
+        assert "1 of 3 workers did not come within 2 s" in text
         assert f"worker 2 at {addresses[2]} (nothing listens there)" in text
         assert "startup_timeout" in text
-    assert all(0.9 < one < 3.0 for one in seconds), seconds
+    # The promise is the timeout; a machine may be five times as slow.
+    assert all(1.9 < one < 5 * 2.0 for one in seconds), seconds
 
 
 @pytest.mark.parametrize("field", list(CARD))
@@ -115,7 +121,7 @@ def test_disagreement_is_told_to_every_worker_with_both_values(field: str) -> No
     cards = [CARD, CARD, {**CARD, field: "different"}]
     texts, seconds = together(
         [
-            lambda i=i: meet(addresses, i, cards[i], timeout=20.0, cures={field: "Do this."})
+            lambda i=i: meet(addresses, i, cards[i], timeout=PATIENCE, cures={field: "Do this."})
             for i in range(3)
         ]
     )
@@ -124,19 +130,19 @@ def test_disagreement_is_told_to_every_worker_with_both_values(field: str) -> No
         assert f"The workers disagree about {field}" in text
         assert f"has {CARD[field]}, worker 2 at {addresses[2]} has different" in text
         assert text.endswith("Do this.")
-    assert max(seconds) < 2.0, seconds
+    assert max(seconds) < 5 * PROMISED, seconds
 
 
 def test_workers_that_disagree_on_the_leader_find_out() -> None:
     first, second, nobody = free_addresses(3)
     texts, seconds = together(
         [
-            lambda: meet([first, second], 0, {"the cluster": "a"}, timeout=20.0),
-            lambda: meet([nobody, second], 1, {"the cluster": "b"}, timeout=20.0),
+            lambda: meet([first, second], 0, {"the cluster": "a"}, timeout=PATIENCE),
+            lambda: meet([nobody, second], 1, {"the cluster": "b"}, timeout=PATIENCE),
         ]
     )
     assert all(text is not None and "disagree about the cluster" in text for text in texts), texts
-    assert max(seconds) < 3.0, seconds
+    assert max(seconds) < 5 * PROMISED, seconds
 
 
 def test_a_taken_port_is_an_error_on_every_worker() -> None:
@@ -145,13 +151,13 @@ def test_a_taken_port_is_an_error_on_every_worker() -> None:
         other.bind(("127.0.0.1", split_address(addresses[1])[1]))
         other.listen()
         texts, seconds = together(
-            [lambda i=i: meet(addresses, i, CARD, timeout=20.0) for i in range(2)]
+            [lambda i=i: meet(addresses, i, CARD, timeout=PATIENCE) for i in range(2)]
         )
     port = split_address(addresses[1])[1]
     for text in texts:
         assert text is not None
         assert f"worker 1 at {addresses[1]} cannot start: port {port} is taken" in text
-    assert max(seconds) < 9.0, seconds
+    assert max(seconds) < 5 * PROMISED, seconds
 
 
 def test_an_address_of_another_machine_is_named() -> None:
@@ -169,25 +175,25 @@ def test_a_worker_that_cannot_start_says_so_to_the_others() -> None:
     addresses = free_addresses(2)
     texts, seconds = together(
         [
-            lambda: meet(addresses, 0, CARD, timeout=20.0),
-            lambda: meet(addresses, 1, CARD, timeout=20.0, problem="it has a cold"),
+            lambda: meet(addresses, 0, CARD, timeout=PATIENCE),
+            lambda: meet(addresses, 1, CARD, timeout=PATIENCE, problem="it has a cold"),
         ]
     )
     assert texts == [f"worker 1 at {addresses[1]} cannot start: it has a cold"] * 2
-    assert max(seconds) < 3.0, seconds
+    assert max(seconds) < 5 * PROMISED, seconds
 
 
 def test_two_workers_with_one_index_are_named() -> None:
     first, second, third = free_addresses(3)
     texts, seconds = together(
         [
-            lambda: meet([first, second], 0, CARD, timeout=20.0),
-            lambda: meet([third, first], 0, CARD, timeout=20.0),
+            lambda: meet([first, second], 0, CARD, timeout=PATIENCE),
+            lambda: meet([third, first], 0, CARD, timeout=PATIENCE),
         ]
     )
     assert all(text is not None for text in texts)
     assert "Two processes say they are worker 0 of 2" in f"{texts}", texts
-    assert max(seconds) < 3.0, seconds
+    assert max(seconds) < 5 * PROMISED, seconds
 
 
 def test_strangers_on_the_port_disturb_nobody() -> None:
@@ -205,11 +211,11 @@ def test_strangers_on_the_port_disturb_nobody() -> None:
 
     def late() -> None:
         time.sleep(0.4)
-        meet(addresses, 1, CARD, timeout=10.0)
+        meet(addresses, 1, CARD, timeout=PATIENCE)
 
-    texts, seconds = together([lambda: meet(addresses, 0, CARD, timeout=10.0), late, stranger])
+    texts, seconds = together([lambda: meet(addresses, 0, CARD, timeout=PATIENCE), late, stranger])
     assert texts == [None] * 3
-    assert max(seconds) < 3.0, seconds
+    assert max(seconds) < 5 * PROMISED, seconds
 
 
 def test_a_program_that_holds_a_workers_port_is_named_at_the_timeout() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
-import time
+import math
 import warnings
 from pathlib import Path
 
@@ -481,10 +481,10 @@ def test_large_predictions_are_tried_on_fewer_positions():
         return old + tf.cast(tf.size(p), old.dtype)
 
     y_true, y_pred = tf.TensorSpec([None, 1024], tf.int32), tf.TensorSpec([None, 1024, 50_000])
-    began = time.perf_counter()
     check_adds(Own(count), y_true, y_pred)
     assert shapes[0] == ([2, 2], [2, 2, 50_000])
-    assert time.perf_counter() - began < 5.0, "a whole batch of these takes minutes"
+    # A whole batch of these takes minutes: every update is given a few positions alone.
+    assert max(math.prod(prediction) for _, prediction in shapes) <= 2 * 2 * 50_000
 
 
 def test_a_metric_is_tried_once_and_not_at_every_step():

@@ -328,7 +328,8 @@ def test_the_first_worker_to_fail_is_named_and_the_others_are_stopped() -> None:
     start = time.monotonic()
     with pytest.raises(tmg.testing.WorkerFailedError) as caught:
         run_workers(fail_second, 2)
-    assert time.monotonic() - start < 30
+    # Measured: 2 seconds. The other one would sleep for 600.
+    assert time.monotonic() - start < 150
     text = str(caught.value)
     assert text.startswith("Worker 1 of 2 ended with code 1.")
     assert "about to fail" in text
@@ -365,7 +366,7 @@ def test_no_worker_outlives_a_test_that_is_killed(tmp_path: Path) -> None:
     )
     call = f"from tfmultigpu.testing import run_workers; run_workers({str(script)!r}, 2)"
     parent = subprocess.Popen([sys.executable, "-c", call])
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     while not pids.exists() or len(pids.read_text().split()) < 2:
         assert time.monotonic() < deadline
         time.sleep(0.1)

@@ -88,12 +88,10 @@ say("state", state())
 
 # Asked to stop: one of them, and both save the same step.
 assign(start)
-began = time.monotonic()
 try:
     train(shared / "c", epochs=10_000, kill=20)
 except SystemExit as ended:
     say("code", ended.code)
-say("seconds to stop", time.monotonic() - began)
 say("saved", sorted(path.name for path in (shared / "c").iterdir()))
 
 # Directories that only look alike.

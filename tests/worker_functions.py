@@ -19,7 +19,7 @@ def fail_second() -> None:
     if '"index": 1' in os.environ["TF_CONFIG"]:
         print("about to fail")
         raise ValueError("the second worker's own error")
-    time.sleep(60)
+    time.sleep(600)
 
 
 def leave_early() -> None:

@@ -41,20 +41,22 @@ def test_what_was_written_before_a_process_was_killed_is_kept(parts: Any) -> Non
 
 @pytest.mark.parametrize(
     ("seconds", "silent", "problem"),
-    [(0.5, 9.0, "took longer than 0 s"), (9.0, 0.5, "wrote nothing for 0 s")],
+    [(0.5, 600.0, "took longer than 0 s"), (600.0, 0.5, "wrote nothing for 0 s")],
 )
 def test_a_process_that_hangs_is_ended_with_all_it_started(
     parts: Any, tmp_path: Path, seconds: float, silent: float, problem: str
 ) -> None:
-    began = time.monotonic()
     pid = tmp_path / "pid"
-    both = f"child = os.fork()\nif child: open({str(pid)!r}, 'w').write(str(child))\ntime.sleep(60)"
+    both = (
+        f"child = os.fork()\nif child: open({str(pid)!r}, 'w').write(str(child))\ntime.sleep(600)"
+    )
     ended = parts.watched(script(both), seconds, silent)
     assert ended.problem == problem
-    assert time.monotonic() - began < 8
-    time.sleep(0.1)
     state = Path(f"/proc/{pid.read_text()}/stat")
-    assert not state.exists() or state.read_text().split()[2] == "Z"
+    until = time.monotonic() + 60.0
+    while state.exists() and state.read_text().split()[2] != "Z":
+        assert time.monotonic() < until
+        time.sleep(0.01)
 
 
 def test_lines_that_are_no_json_are_left_out_and_named(parts: Any) -> None:

@@ -83,7 +83,7 @@ class Case:
         alone: Whether the plain side needs a process of its own.
         ours_alone: Whether our side does.
         virtual_cpus: Into how many devices the CPU is cut beforehand; 0 leaves it as it is.
-        patience: Seconds after which no answer is a hang.
+        patience: Seconds after which no answer of plain code is a hang; ours has five times that.
         sleeps: Whether the plain side waits without computing.
     """
 
