@@ -17,6 +17,7 @@ from tfmultigpu.batches import (
     explaining_failures,
 )
 from tfmultigpu.errors import DataError
+from tfmultigpu.living_strategies import describe
 from tfmultigpu.local_cpus import all_on_local_cpus
 from tfmultigpu.objectives import OutputLoss
 
@@ -71,8 +72,9 @@ class MultiStep:
             if iterator.strategy is not self.step.strategy:
                 raise DataError(
                     "The data was distributed for another strategy than the step was made for. "
-                    f"Received: {_name(iterator.strategy)} and {_name(self.step.strategy)}. "
-                    "Give distribute_dataset and make_train_step the same strategy."
+                    f"Received: data for {describe(iterator.strategy)}; a step for "
+                    f"{describe(self.step.strategy)}. Give distribute_dataset and make_train_step "
+                    "the same strategy: tmg.distribute_dataset(dataset, strategy)."
                 )
             split: Callable[[Any], Any] = iterator.split
             source, key = iterator.source, iterator.split_key
@@ -239,7 +241,3 @@ def _logs(done: Any, sums: Any, last: Any, names: list[str]) -> dict[str, Any]:
     logs["loss"] = tf.where(weight > 0, loss, plain / tf.cast(done, tf.float64))
     logs = {name: tf.cast(value, tf.float32) for name, value in logs.items()}
     return {"steps": done, **logs, **dict(zip(_LAST, tf.unstack(last), strict=True))}
-
-
-def _name(strategy: tf.distribute.Strategy) -> str:
-    return f"{type(strategy).__name__} with {strategy.num_replicas_in_sync} replicas"
