@@ -37,7 +37,7 @@ strategy = two()
 with strategy.scope(): model, optimizer = build(Hungry()), keras.optimizers.SGD(0.1)
 step = tmg.make_train_step(model, optimizer, "mse", strategy)
 kept = lambda: int(optimizer.iterations.numpy())
-# Three rows and two: TensorFlow waits ten seconds for memory on each replica that lacks it.
+# Two rows and three: TensorFlow waits ten seconds for memory on each replica that lacks it.
 step((x[:5], y[:5]))
 """
 GROWS = """
@@ -214,7 +214,7 @@ EVENTS = {
     ),
     "out of memory": event(
         "OutOfMemoryError",
-        "Replica 0 (CPU:0) has not enough memory for this step. Received: a global batch of 5 rows",
+        "Replica 1 (CPU:1) has not enough memory for this step. Received: a global batch of 5 rows",
         PRELUDE + HUNGRY,
         kept=0,
     ),

@@ -73,7 +73,9 @@ def test_a_model_of_another_strategy():
         model = classifier()
     with strategy_of(2).scope():
         optimizer = sgd()
-    with pytest.raises(tmg.ScopeError, match="The model was created outside the scope"):
+    with pytest.raises(
+        tmg.ScopeError, match=r"scope of another strategy than the one given\. .*3 "
+    ):
         tmg.make_train_step(model, optimizer, "mse", strategy_of(2))
 
 
@@ -293,7 +295,9 @@ def test_an_iterator_of_another_strategy(step):
     with pytest.raises(tmg.DataError) as caught:
         step.run(iter(data), 2)
     message = str(caught.value)
-    assert "MirroredStrategy with 3 replicas and MirroredStrategy with 2 replicas" in message
+    assert (
+        "data for MirroredStrategy with 3 replica(s); a step for MirroredStrategy with 2" in message
+    )
 
 
 def test_an_empty_batch_among_others():

@@ -17,6 +17,7 @@ from tfmultigpu.batches import (
     explaining_failures,
 )
 from tfmultigpu.errors import DataError
+from tfmultigpu.living_strategies import describe
 from tfmultigpu.local_cpus import all_on_local_cpus
 from tfmultigpu.objectives import OutputLoss
 from tfmultigpu.shard_layout import iterator_of
@@ -94,8 +95,9 @@ class MultiStep:
             if iterator.strategy is not self.step.strategy:
                 raise DataError(
                     "The data was distributed for another strategy than the step was made for. "
-                    f"Received: {_name(iterator.strategy)} and {_name(self.step.strategy)}. "
-                    "Give distribute_dataset and make_train_step the same strategy."
+                    f"Received: data for {describe(iterator.strategy)}; a step for "
+                    f"{describe(self.step.strategy)}. Give distribute_dataset and make_train_step "
+                    "the same strategy: tmg.distribute_dataset(dataset, strategy)."
                 )
             return iterator.source, iterator.split_key, iterator.split
         if isinstance(iterator, tf.data.Iterator):
@@ -277,7 +279,3 @@ def _nothing() -> tuple[Any, Any, Any]:
         # In float64: a sum of many in float32 drifts, and stops to count rows at 2**24.
         sums = tf.zeros([_ROOM], tf.float64)
         return tf.constant(0, tf.int64), sums, tf.zeros([len(_LAST)], tf.float64)
-
-
-def _name(strategy: tf.distribute.Strategy) -> str:
-    return f"{type(strategy).__name__} with {strategy.num_replicas_in_sync} replicas"

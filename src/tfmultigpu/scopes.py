@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from tfmultigpu import _bridge
 from tfmultigpu.errors import KerasBackendError, ScopeError
+from tfmultigpu.living_strategies import describe, is_default
 from tfmultigpu.outputs import unpack_batch
 
 __all__ = ["all_layers", "check_backend", "check_kinds", "check_scope", "prepare_model", "symbolic"]
@@ -180,6 +181,9 @@ def check_scope(variables: Sequence[Any], strategy: tf.distribute.Strategy, what
         inner = variable if callable(inner) else inner
         if not strategy.extended.variable_created_in_scope(inner):
             name = getattr(variable, "path", variable.name)
+            own = getattr(inner, "distribute_strategy", None)
+            if own is not None:
+                raise _of_another(what, name, own, strategy)
             raise ScopeError(
                 f"The {what} was created outside the scope of the strategy, so it lives on one "
                 f"device and would be trained there alone. Received: variable {name!r} of the "
@@ -188,3 +192,24 @@ def check_scope(variables: Sequence[Any], strategy: tf.distribute.Strategy, what
                 "    with strategy.scope():\n"
                 f"        {what} = ..."
             )
+
+
+def _of_another(
+    what: str, name: str, own: tf.distribute.Strategy, strategy: tf.distribute.Strategy
+) -> ScopeError:
+    """The error for a variable that lives on another strategy than the one given."""
+    received = f"Received: variable {name!r} of the {what}, on {describe(own)}"
+    if is_default(strategy):
+        return ScopeError(
+            f"The {what} lives on a strategy, and this is for one device because no strategy was "
+            f"given. {received}. Pass the one in whose scope the {what} was created: "
+            "strategy=strategy."
+        )
+    same = type(own) is type(strategy) and own.num_replicas_in_sync == strategy.num_replicas_in_sync
+    other = "another object of the same kind" if same else describe(strategy)
+    return ScopeError(
+        f"The {what} was created in the scope of another strategy than the one given. {received}; "
+        f"given: {other}. A program or a notebook cell that makes the strategy anew leaves the "
+        f"{what} on the old one. Run the lines that create the {what} again, in the scope of the "
+        "new strategy; or keep the old strategy and pass that."
+    )

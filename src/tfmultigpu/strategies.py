@@ -36,6 +36,7 @@ from tfmultigpu.errors import (
     StrategyFallbackWarning,
     StrategyUnavailableError,
 )
+from tfmultigpu.living_strategies import living
 from tfmultigpu.lost_workers import watch
 from tfmultigpu.plans import Facts, StrategyPlan, added_by, choose
 from tfmultigpu.tpus import Tpu, connect_tpu, find_tpu
@@ -149,7 +150,7 @@ def create_strategy(
             _accept(plan, fallback)
         else:
             _log.info("%s", plan)
-            return strategy
+            return living.note(strategy)
     if plan.kind == "multi_worker" and _joined is not None:
         raise ClusterError(
             f"This process has joined a cluster already, as {_joined}. TensorFlow can do that once "
@@ -158,12 +159,12 @@ def create_strategy(
         )
     _say(plan, facts, devices)
     if plan.kind == "multi_worker" and facts.cluster is not None:
-        return _join(plan, facts.cluster, startup_timeout)
+        return living.note(_join(plan, facts.cluster, startup_timeout))
     contradiction = _contradicting_settings()
     if contradiction is not None:
         raise DeviceSettingsError(f"{contradiction}.")
     if plan.kind == "mirrored":
-        return _mirror(plan, facts)
+        return living.note(_mirror(plan, facts))
     with explaining_tf_config():
         return tf.distribute.OneDeviceStrategy(f"/device:{plan.devices[0]}")
 

@@ -82,8 +82,14 @@ def differ(strategy: tf.distribute.Strategy, values: Iterable[float]) -> list[bo
     return [not column.all() for column in near.T]
 
 
-@functools.lru_cache(maxsize=8)
 def _exchange(strategy: Any) -> WorkerExchange:
+    exchange = WorkerExchange(strategy)
+    return exchange if exchange.workers == 1 else _of_cluster(strategy)
+
+
+@functools.lru_cache(maxsize=8)
+def _of_cluster(strategy: Any) -> WorkerExchange:
+    # Keeps the strategy. A process joins one cluster, and only once.
     return WorkerExchange(strategy)
 
 

@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from tfmultigpu.compiled import check_keeps_to, strategy_of
 from tfmultigpu.errors import ScopeError
+from tfmultigpu.living_strategies import describe, is_default, living
 from tfmultigpu.scopes import check_kinds, prepare_model
 
 __all__ = ["build", "checked_strategy", "kept"]
@@ -46,7 +47,8 @@ def checked_strategy(model: Any, what: str, *methods: str) -> tf.distribute.Stra
 
     Raises:
         CompileError: It replaces one of them.
-        ScopeError: This is the scope of another strategy.
+        ScopeError: This is the scope of another strategy; or the model is on none, and one of
+            several replicas was created.
         TypeError: It is no model.
     """
     import keras
@@ -61,11 +63,31 @@ def checked_strategy(model: Any, what: str, *methods: str) -> tf.distribute.Stra
                 f"{type(own).__name__} with {own.num_replicas_in_sync} replica(s). Call it outside "
                 "of the scope, or create the model inside."
             )
+        _check_not_left_out(model, own, what)
         return own
     strategy = tf.distribute.get_strategy()
     check_kinds(model, strategy)
+    _check_not_left_out(model, strategy, what)
     if what != "predict":
         raise TypeError(
             f"{what} takes a compiled keras.Model. Received: {type(model).__name__}, a layer."
         )
     return strategy
+
+
+def _check_not_left_out(model: Any, own: tf.distribute.Strategy, what: str) -> None:
+    """Checks that a model is on a strategy if one of several replicas was created."""
+    if not is_default(own):
+        return
+    held = living.held()
+    if held:
+        raise ScopeError(
+            f"The model was created outside the scope of every strategy, so {what} would run on "
+            f"one device alone. Received: model {model.name!r}, and {describe(held[0])} from "
+            "tmg.create_strategy. Create the model inside its scope:\n"
+            "    with strategy.scope():\n"
+            "        model = ...\n"
+            "If one device is what you want, create the model in a scope that says so:\n"
+            '    with tmg.create_strategy(prefer="one_device").scope():\n'
+            "        model = ..."
+        )

@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from tfmultigpu.data import ShardedDataset, distribute_dataset
 from tfmultigpu.errors import DataError, UnknownLengthError
+from tfmultigpu.living_strategies import describe
 
 __all__ = [
     "check_shards",
@@ -82,8 +83,9 @@ def check_shards(
     if data.strategy is not strategy:
         raise DataError(
             "The data was distributed for another strategy than the one the model was created "
-            f"in. Received: {_name(data.strategy)}, and {_name(strategy)} of the model. Give "
-            "the dataset itself, or distribute it for the strategy of the model."
+            f"in. Received: data for {describe(data.strategy)}; a model of {describe(strategy)}. "
+            "Give the dataset itself, or distribute it for the strategy of the model: "
+            "tmg.distribute_dataset(dataset, strategy)."
         )
     if batch_size is not None:
         raise DataError(
@@ -144,7 +146,3 @@ def no_batches(data: Any) -> DataError:
         f"The data has no batches. Received: {type(data).__name__}. Check its source, or a "
         "filter or take() that leaves nothing."
     )
-
-
-def _name(strategy: tf.distribute.Strategy) -> str:
-    return f"{type(strategy).__name__} with {strategy.num_replicas_in_sync} replica(s)"

@@ -1,0 +1,207 @@
+"""Models that are on no strategy, or on another one than the call: the error names the cause."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfmultigpu as tmg
+from tfmultigpu.living_strategies import LivingStrategies, living
+
+X = np.random.default_rng(0).normal(size=(7, 3)).astype("float32")
+Y = X.sum(1, keepdims=True)
+CALLS: dict[str, Callable[[Any], Any]] = {
+    "fit": lambda model: tmg.fit(model, (X, Y), batch_size=4, shuffle=False, verbose=0),
+    "evaluate": lambda model: tmg.evaluate(model, (X, Y), batch_size=4),
+    "predict": lambda model: tmg.predict(model, X, batch_size=4),
+}
+
+
+@pytest.fixture(autouse=True)
+def nothing_created_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other tests of this process created strategies that TensorFlow may still hold."""
+    monkeypatch.setattr(living, "_strategies", weakref.WeakSet())
+
+
+def two() -> tf.distribute.Strategy:
+    return tmg.create_strategy(devices=["CPU:0", "CPU:1"])
+
+
+def build() -> Any:
+    keras.utils.set_random_seed(5)
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+    model.compile(keras.optimizers.Adam(0.1), "mse")
+    return model
+
+
+# On none ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_model_on_no_strategy_beside_one_of_several_replicas(call: str) -> None:
+    strategy, model = two(), build()
+    before = model.get_weights()
+    with pytest.raises(tmg.ScopeError) as caught:
+        CALLS[call](model)
+    assert str(caught.value) == (
+        f"The model was created outside the scope of every strategy, so {call} would run on one "
+        f"device alone. Received: model {model.name!r}, and MirroredStrategy with "
+        f"{strategy.num_replicas_in_sync} replica(s) from tmg.create_strategy. Create the model "
+        "inside its scope:\n    with strategy.scope():\n        model = ...\n"
+        "If one device is what you want, create the model in a scope that says so:\n"
+        '    with tmg.create_strategy(prefer="one_device").scope():\n        model = ...'
+    )
+    for value, was in zip(model.get_weights(), before, strict=True):
+        np.testing.assert_array_equal(value, was)
+    with strategy.scope():
+        inside = build()
+    CALLS[call](inside)
+
+
+def test_a_layer_and_a_model_without_variables_on_no_strategy() -> None:
+    class Late(keras.Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.dense = keras.layers.Dense(1)
+
+        def call(self, x: Any) -> Any:
+            return self.dense(x)
+
+    strategy, dense = two(), keras.layers.Dense(1)
+    dense.build((None, 3))
+    for model in (dense, Late()):
+        with pytest.raises(tmg.ScopeError, match="so predict would run on one device alone"):
+            tmg.predict(model, X)
+    with strategy.scope():
+        late = Late()
+    assert tmg.predict(late, X).shape == (7, 1)
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_one_device_by_name_beside_several_replicas(call: str) -> None:
+    strategy = two()
+    with tmg.create_strategy(prefer="one_device").scope():
+        model = build()
+    truth = build()
+    found = CALLS[call](model)
+    if call == "fit":
+        truth.fit(X, Y, batch_size=4, shuffle=False, verbose=0)
+        for value, expected in zip(model.get_weights(), truth.get_weights(), strict=True):
+            np.testing.assert_allclose(value, expected, rtol=0, atol=1e-6)
+    elif call == "predict":
+        np.testing.assert_allclose(found, truth.predict(X, verbose=0), rtol=0, atol=1e-6)
+    else:
+        assert found["loss"] == pytest.approx(truth.evaluate(X, Y, verbose=0), abs=1e-6)
+    assert strategy.num_replicas_in_sync == 2
+
+
+def test_one_device_strategies_do_not_ask_for_models() -> None:
+    held = tmg.create_strategy(devices=1), tmg.create_strategy(prefer="one_device")
+    assert tmg.predict(build(), X).shape == (7, 1)
+    assert [one.num_replicas_in_sync for one in held] == [1, 1]
+
+
+@pytest.mark.parametrize("used", ["not at all", "fit", "evaluate", "predict", "step"])
+def test_a_strategy_that_nobody_holds_does_not_count(used: str) -> None:
+    def use() -> None:
+        strategy = two()
+        with strategy.scope():
+            model = build()
+        if used in CALLS:
+            CALLS[used](model)
+        elif used == "step":
+            tmg.make_train_step(model, model.optimizer, "mse", strategy)((X, Y))
+        assert living.held() == (strategy,)
+
+    use()
+    assert living.held() == ()
+    assert tmg.predict(build(), X).shape == (7, 1)
+
+
+def test_notes_do_not_keep() -> None:
+    notes = LivingStrategies()
+    strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+    assert notes.note(strategy) is strategy
+    assert notes.note(tf.distribute.OneDeviceStrategy("CPU:0")) is not strategy
+    assert notes.held() == (strategy,)
+    del strategy
+    gc.collect()
+    assert notes.held() == ()
+
+
+# On another one -----------------------------------------------------------------------------------
+
+FORGOTTEN = (
+    " lives on a strategy, and this is for one device because no strategy was given. Received: "
+    "variable {name!r} of the model, on MirroredStrategy with 2 replica(s). Pass the one in whose "
+    "scope the model was created: strategy=strategy."
+)
+
+
+def test_the_strategy_was_not_given() -> None:
+    with two().scope():
+        model = build()
+    expected = "The model" + FORGOTTEN.format(name=model.variables[0].path)
+    for make in (
+        lambda: tmg.make_train_step(model, model.optimizer, "mse"),
+        lambda: tmg.make_eval_step(model, "mse")((X, Y)),
+        lambda: tmg.make_predict_step(model)(X),
+    ):
+        with pytest.raises(tmg.ScopeError) as caught:
+            make()
+        assert str(caught.value) == expected
+
+
+def test_the_strategy_was_made_anew() -> None:
+    old, new = two(), two()
+    with old.scope():
+        model = build()
+    for make in (
+        lambda: tmg.make_train_step(model, model.optimizer, "mse", new),
+        lambda: tmg.make_eval_step(model, "mse", new)((X, Y)),
+        lambda: tmg.make_predict_step(model, new)(X),
+    ):
+        with pytest.raises(tmg.ScopeError) as caught:
+            make()
+        assert str(caught.value) == (
+            "The model was created in the scope of another strategy than the one given. Received: "
+            f"variable {model.variables[0].path!r} of the model, on MirroredStrategy with 2 "
+            "replica(s); given: another object of the same kind. A program or a notebook cell that "
+            "makes the strategy anew leaves the model on the old one. Run the lines that create "
+            "the model again, in the scope of the new strategy; or keep the old strategy and pass "
+            "that."
+        )
+    with new.scope():
+        again = build()
+    with pytest.raises(tmg.ScopeError, match=r"The optimizer was created in the scope of another "):
+        tmg.make_train_step(again, model.optimizer, "mse", new)
+    with pytest.raises(tmg.ScopeError, match=r"given: MirroredStrategy with 3 replica\(s\)\. A "):
+        tmg.make_predict_step(model, tmg.create_strategy(devices=["CPU:0", "CPU:1", "CPU:2"]))(X)
+
+
+def test_data_for_another_strategy() -> None:
+    strategy, other = two(), two()
+    with strategy.scope():
+        model = build()
+    step = tmg.make_train_step(model, model.optimizer, "mse", strategy)
+    dataset = tf.data.Dataset.from_tensor_slices((X, Y)).batch(5)
+    for data, name in (
+        (tmg.distribute_dataset(dataset), "TensorFlow's default strategy of one device, taken if"),
+        (tmg.distribute_dataset(dataset, other), "MirroredStrategy with 2 replica(s);"),
+    ):
+        with pytest.raises(tmg.DataError) as caught:
+            step.run(iter(data), 1)
+        assert f"Received: data for {name}" in str(caught.value)
+        assert "the same strategy: tmg.distribute_dataset(dataset, strategy)." in str(caught.value)
+        with pytest.raises(tmg.DataError) as caught:
+            tmg.evaluate(model, data)
+        assert f"Received: data for {name}" in str(caught.value)
+        assert "of the model: tmg.distribute_dataset(dataset, strategy)." in str(caught.value)
+    assert int(step.optimizer.iterations.numpy()) == 0
