@@ -70,13 +70,17 @@ class Addition:
         replica: Callable[..., list[tf.Tensor]],
         model: Any,
         seeds: GlobalSeeds,
+        maxima: Callable[[], int],
         structure: list[Any],
     ) -> None:
-        """Takes what computes a micro-batch, the model, its seeds, and what is added."""
+        """Takes what computes a micro-batch, the model, its seeds, and what is added.
+
+        Of as many tensors as ``maxima()`` says, the last but one, the largest is kept instead.
+        """
         self.replica = replica
         self.structure = structure
         self.states = [*seed_states(model, seeds), *assigned_in_each_pass(model)]
-        self._seeds, self._generator = seeds, seeds.generator
+        self._seeds, self._generator, self._maxima = seeds, seeds.generator, maxima
 
     def begin(self) -> list[tf.Tensor]:
         """Returns the states as they are before the first micro-batch."""
@@ -96,4 +100,9 @@ class Addition:
         actual = [(value.shape, value.dtype) for value in values]
         if actual != self.structure:
             raise OtherStructureError(actual)
-        return [total + value for total, value in zip(sums, values, strict=True)]
+        end = len(values) - 1
+        largest = range(end - self._maxima(), end)
+        return [
+            tf.maximum(total, value) if i in largest else total + value
+            for i, (total, value) in enumerate(zip(sums, values, strict=True))
+        ]

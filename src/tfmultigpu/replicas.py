@@ -15,6 +15,7 @@ from tfmultigpu.accumulation import sum_dtype
 from tfmultigpu.backward_operations import any_may_fail, noting_operations
 from tfmultigpu.batches import Shards, per_replica
 from tfmultigpu.errors import LossError, TfMultiGpuError
+from tfmultigpu.gradients import is_overwritten, spread_over_replicas
 from tfmultigpu.metrics import build_metrics, holds_what_counts, update_metrics
 from tfmultigpu.micro_batches import Addition, OtherStructureError, Part
 from tfmultigpu.objectives import Layout, Objective, stack
@@ -34,11 +35,13 @@ class ReplicaPhase:
         backward_may_fail: Whether the backward pass has operations of its own that can fail; known
             once traced.
         assigned: The variables that layers assigned to when they were called; known once traced.
+        overwritten: The variables whose "gradient" is the value they are to have; likewise.
     """
 
     assigned: Sequence[Any] = ()
     backward_may_fail: bool = True
     layout: Layout
+    overwritten: list[Any]
     present: list[list[bool]]
 
     def __init__(
@@ -80,8 +83,15 @@ class ReplicaPhase:
 
         Returns:
             For each local replica a list of tensors to be added over all replicas: the gradients
-            that exist, backward pass by backward pass, then one vector of sums and weights.
+            that exist, backward pass by backward pass, then the new value of each variable that
+            is overwritten, spread over the replicas, then one vector of sums and weights.
         """
+        parts = self._parts(shards, loss_scale)
+        numbers = rows_lib.local_replicas(self._strategy)
+        replicas = self._strategy.num_replicas_in_sync
+        return spread_over_replicas(parts, len(self.overwritten), numbers, replicas)
+
+    def _parts(self, shards: Shards, loss_scale: Any) -> list[list[tf.Tensor]]:
         replicas = self._strategy.num_replicas_in_sync
         weight = rows_lib.row_weight(shards.global_rows, replicas) if replicas > 1 else None
         shard = per_replica(self._strategy, shards.local)
@@ -94,7 +104,7 @@ class ReplicaPhase:
             structure.append((tf.TensorShape([2]), tf.float32))
             alike = len(set(self._counts)) == 1
             loop = self._loop_around_replicas if alike else self._loop_in_replicas
-            add = functools.partial(Addition, replica, self._objective.model, seeds)
+            add = functools.partial(Addition, replica, self._objective.model, seeds, self._maxima)
             for _ in range(2):
                 try:
                     return loop(add(structure), shards, shard, fixed)
@@ -243,27 +253,39 @@ class ReplicaPhase:
                 )
             layout = Layout.of(terms)
             factors = layout.scales(global_rows)
+            variables = self._objective.model.trainable_variables
+            replaced = [is_overwritten(variable) for variable in variables]
+            # What is noted of the size of gradients on their way is that of whole rows.
+            before, later = (None, weight) if any(replaced) else (weight, None)
             scaled = [
-                term.sum * _product(term.sum.dtype, factor, weight, loss_scale)
+                term.sum * _product(term.sum.dtype, factor, before, loss_scale)
                 for term, factor in zip(terms, factors, strict=True)
             ]
             measured = layout.measured
+            if measured and any(replaced):
+                raise LossError(_NOT_DIVIDED_YET)
             known = [scaled[i] for i in range(len(terms)) if i not in measured]
             targets = ([_total(known)] if known else []) + [scaled[i] for i in measured]
-        values = self._values()
+        values = [variable.value for variable in variables]
         with noting_operations() as backward:
             passes = [tape.gradient(target, values) for target in targets]
         del tape
         self.backward_may_fail = any_may_fail(backward)
         self.layout = layout
-        self.present = [[gradient is not None for gradient in one] for one in passes]
+        found = [list(zip(one, variables, replaced, strict=True)) for one in passes]
+        self.present = [[g is not None and not new for g, _, new in one] for one in found]
+        self.overwritten = [v for one in found for g, v, new in one if g is not None and new]
         gradients = [
-            _dense(gradient, value.shape)
-            for one in passes
-            for gradient, value in zip(one, values, strict=True)
-            if gradient is not None
+            _dense(gradient, variable.shape, None if new else later)
+            for kind in (False, True)
+            for one in found
+            for gradient, variable, new in one
+            if gradient is not None and new == kind
         ]
         return [*gradients, stack(terms, weight)], outputs
+
+    def _maxima(self) -> int:
+        return len(self.overwritten)
 
     def _values(self) -> list[Any]:
         return [variable.value for variable in self._objective.model.trainable_variables]
@@ -278,12 +300,21 @@ def _part(number: Any, count: Any) -> Part:
         return Part(tf.cast(number, tf.int64), tf.cast(count, tf.int64))
 
 
-def _dense(gradient: Any, shape: Any) -> tf.Tensor:
+_NOT_DIVIDED_YET = (
+    "A layer records how large the gradients are that pass through it, as float8 layers do, and "
+    "what this loss is divided by is only known after they have passed: its rows are masked, "
+    "weighted by mean_with_sample_weight, or summed by a function or a forward of your own. Its "
+    "scales would not be those of one device. Take a loss of Keras that divides by the number of "
+    'elements, such as "mse", or layers that are not quantized to float8.'
+)
+
+
+def _dense(gradient: Any, shape: Any, factor: Any = None) -> tf.Tensor:
     """A gradient ready to be added: rows of an embedding summed into place, at least float32."""
     gradient = tf.convert_to_tensor(gradient)
     gradient.set_shape(shape)  # A backward pass through a reshape forgets it.
     summed: tf.Tensor = tf.cast(gradient, sum_dtype(gradient.dtype))
-    return summed
+    return summed if factor is None else summed * tf.cast(factor, summed.dtype)
 
 
 def _product(dtype: tf.DType, *factors: Any) -> Any:

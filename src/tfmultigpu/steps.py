@@ -8,6 +8,7 @@ A step has two phases inside one ``tf.function``::
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,7 +19,7 @@ from tfmultigpu import rows as rows_lib
 from tfmultigpu.backward_operations import any_may_fail, noting_operations
 from tfmultigpu.batches import BatchFunction, Shards, per_replica
 from tfmultigpu.evaluation import make_eval_step, make_predict_step
-from tfmultigpu.gradients import all_finite, clipped, global_norm, unscaled
+from tfmultigpu.gradients import all_finite, clipped, combined, global_norm, unscaled
 from tfmultigpu.layer_states import warn_about_copies
 from tfmultigpu.local_cpus import all_on_local_cpus
 from tfmultigpu.losses import LossSum
@@ -26,6 +27,7 @@ from tfmultigpu.metrics import check_metrics
 from tfmultigpu.micro_batches import micro_batch_counts
 from tfmultigpu.multistep import MultiStep
 from tfmultigpu.objectives import Objective, OutputLoss, regularization
+from tfmultigpu.optimizer_settings import Settings, explaining_settings
 from tfmultigpu.precision import LossScale, make_loss_scale, unwrap_optimizer
 from tfmultigpu.reductions import sum_on_devices, sum_over_replicas
 from tfmultigpu.replicas import ReplicaPhase
@@ -148,7 +150,7 @@ class TrainStep:
     Attributes:
         model: The model it trains.
         optimizer: The optimizer; set its learning rate to another number and read its iterations
-            as usual. A schedule, and clipping, must be set before the first step.
+            as usual. Another setting, a schedule or clipping, has the next call trace anew.
         strategy: The strategy it runs under.
         metrics: The Keras metrics it updates.
         loss_scale: The loss scale in use, or None; known after the first step.
@@ -185,6 +187,7 @@ class TrainStep:
         self._layers: list[Any] = []
         self._seen_a_batch = False
         self._checks = 3
+        self._settings = Settings()
         self._functions: dict[Any, tuple[BatchFunction, MultiStep, MultiStep]] = {}
         self._use(None)
         if model.built:
@@ -254,7 +257,9 @@ class TrainStep:
                 self._checks = 0
 
     def _is_current(self) -> bool:
-        """Whether everything was prepared, and no layer was frozen or thawed since."""
+        """Whether all was prepared, and no layer frozen or thawed, no setting changed since."""
+        if self._settings.changed(self.optimizer):
+            return False
         return self._seen_a_batch and self._frozen == self._what_is_frozen()
 
     def _what_is_frozen(self) -> Any:
@@ -278,6 +283,8 @@ class TrainStep:
     def _prepare(self, batch_spec: Any) -> None:
         first = not self._layers
         frozen = self._what_is_frozen()
+        if self._settings.changed(self.optimizer):
+            self._functions.clear()
         if self._seen_a_batch and frozen in self._functions:
             self._use(frozen)
             return
@@ -290,8 +297,9 @@ class TrainStep:
             self._seen_a_batch = True
         if first:
             self.shard_update, self.shard_update_reason = plan
-            self.loss_scale = make_loss_scale(self._asked_loss_scale, self.optimizer, self.strategy)
             self._layers = all_layers(self.model)
+        self.loss_scale = make_loss_scale(self._asked_loss_scale, self.optimizer, self.strategy)
+        self._settings.note(self.optimizer)
         self._use(self._what_is_frozen())
 
     def _step(self, shards: Shards) -> dict[str, Any]:
@@ -310,6 +318,7 @@ class TrainStep:
             logs = {k: self.strategy.experimental_local_results(v)[0] for k, v in logs.items()}
         finite = logs.pop("finite")
         self._update(gradients, finite, logs["loss"], shards.after)
+        self._settings.note(self.optimizer, traced=True)
         skipped = tf.zeros([]) if scale is None else 1.0 - tf.cast(finite, tf.float32)
         return {**logs, "skipped": skipped, "loss_scale": tf.ones([]) if scale is None else scale}
 
@@ -346,29 +355,19 @@ class TrainStep:
         corrections: list[Any] = layout.corrections(weights, global_rows)
         if len(self._phase.present) > len(corrections):
             corrections = [None, *corrections]
-        total: list[Any] = [None] * len(variables)
-        taken = iter(summed)
-        for correction, present in zip(corrections, self._phase.present, strict=True):
-            factor = unscaled(correction, scale)
-            for i, here in enumerate(present):
-                if here:
-                    with placed(self._sharded, variables[i]), tf.control_dependencies(checks):
-                        part = tf.identity(next(taken))
-                        part = part if factor is None else part * tf.cast(factor, part.dtype)
-                        total[i] = part if total[i] is None else total[i] + part
-        for i, part in enumerate(penalties):
-            if part is not None:
-                with placed(self._sharded, variables[i]):
-                    part = tf.cast(part, tf.float32) if part.dtype.size < 4 else part
-                    total[i] = part if total[i] is None else total[i] + part
+        factors = [unscaled(correction, scale) for correction in corrections]
+        places = [functools.partial(placed, self._sharded, variable) for variable in variables]
+        with tf.control_dependencies(checks):
+            total, new = combined(summed, self._phase.present, factors, penalties, places)
         self._trained = [
             v for v, gradient in zip(variables, total, strict=True) if gradient is not None
         ]
         gradients = [gradient for gradient in total if gradient is not None]
         norm = global_norm(gradients, reported if self._clip_norm is None else True)
-        logs["finite"] = tf.constant(True) if scale is None else all_finite(gradients)
+        logs["finite"] = tf.constant(True) if scale is None else all_finite([*gradients, *new])
         if self._clip_norm is not None:
             gradients = clipped(gradients, self._clip_norm, norm)
+        gradients, self._trained = gradients + new, self._trained + self._phase.overwritten
         logs = {**logs, "loss": logs["loss"] + penalty, "gradient_norm": tf.cast(norm, tf.float32)}
         return [tf.cast(g, v.dtype) for g, v in zip(gradients, self._trained, strict=True)], logs
 
@@ -385,12 +384,13 @@ class TrainStep:
             with tf.control_dependencies(first(gradients)):
                 apply_in_replica(optimizer, gradients, self._trained)
 
+        @explaining_settings(optimizer)
         def update() -> tf.Tensor:
             if self._sharded is not None:
                 self._sharded.apply(gradients, self._trained, first(gradients))
                 return tf.constant(True)
             self.strategy.run(apply, args=(gradients,))
-            overwrite_with_averages(optimizer, self.strategy)
+            overwrite_with_averages(optimizer, self.strategy, self._trained)
             return tf.constant(True)
 
         if self.loss_scale is None:
