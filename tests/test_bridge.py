@@ -359,6 +359,23 @@ def test_moving_averages_can_be_found():
     np.testing.assert_allclose(variable.numpy(), average, err_msg="the public way disagrees")
 
 
+def test_averages_can_be_updated_without_a_gradient():
+    """As Keras does for a variable that an update leaves as it is."""
+    averages = {"use_ema": True, "ema_momentum": 0.5, "ema_overwrite_frequency": 3}
+    trained, frozen, alone = (keras.Variable([1.0]) for _ in range(3))
+    both = built(keras.optimizers.SGD(1.0, **averages), trained, frozen)
+    other = built(keras.optimizers.SGD(1.0, **averages), alone)
+    for i in range(3):
+        for variable in (frozen, alone):
+            variable.assign([float(i)])
+        both.apply([tf.constant([2.0])], [trained])
+        _bridge.update_averages(other)
+        other.iterations.assign_add(1)
+        expected, found = _bridge.moving_averages(both)[1], _bridge.moving_averages(other)[0]
+        assert [one.numpy() for one in found] == [one.numpy() for one in expected]
+    assert alone.numpy() == np.float32([1.25])  # 0, then a half of each: overwritten.
+
+
 def test_the_swaps_of_averages_can_be_replaced():
     optimizer = built(keras.optimizers.SGD(use_ema=True), keras.Variable([1.0], name="kernel"))
     model = mlp()

@@ -206,6 +206,19 @@ def moving_averages(optimizer: Any) -> list[tuple[Any, Any]]:
     return [(variable.value, average.value) for variable, average in pairs if average is not None]
 
 
+def update_averages(optimizer: Any) -> None:
+    """Does what an update does to moving averages, and by them to variables, of no gradient.
+
+    Private: ``optimizer._backend_apply_gradients``. Keras averages all variables that an optimizer
+    was built for whenever it updates one of them. The public ``apply`` returns at once where there
+    are no gradients, so an owner of frozen variables alone would leave its averages as they were.
+
+    Raises:
+        AttributeError: Keras has renamed it.
+    """
+    optimizer._backend_apply_gradients([], [])
+
+
 def set_swaps(callback: Any, swap: Callable[[Any], None], keep: Callable[[Any], None]) -> None:
     """Has a ``keras.callbacks.SwapEMAWeights`` swap weights and averages by these functions.
 

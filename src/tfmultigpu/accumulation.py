@@ -8,6 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfmultigpu.errors import ScopeError, TfMultiGpuError
+from tfmultigpu.gradients import is_overwritten
 
 __all__ = ["GradientAccumulator", "all_reduce_sum", "sum_dtype"]
 
@@ -46,7 +47,7 @@ class GradientAccumulator:
             variables: Keras or TensorFlow variables.
 
         Raises:
-            TfMultiGpuError: There are no variables.
+            TfMultiGpuError: There are no variables, or one that is overwritten by its gradient.
         """
         self.variables = list(variables)
         self._strategy = tf.distribute.get_strategy()
@@ -54,6 +55,13 @@ class GradientAccumulator:
             raise TfMultiGpuError(
                 "There is nothing to accumulate gradients for: no variables were given. Build the "
                 "model first, then pass model.trainable_variables."
+            )
+        overwritten = [v.path for v in self.variables if is_overwritten(v)]
+        if overwritten:
+            raise TfMultiGpuError(
+                "The gradient of a variable of a float8 layer is its new value, which cannot be "
+                f"added and divided. Received: {overwritten[:3]}. Let a step of "
+                "make_train_step(..., micro_batches=k) accumulate, or leave these variables out."
             )
         self._sums = [_local_sum(v.shape, sum_dtype(v.dtype)) for v in self.variables]
         self._weight = _local_sum([], tf.float32)

@@ -166,15 +166,14 @@ class EvalStep:
         self._metrics = metrics
         self._weighted_metrics = weighted_metrics
         self._ready = False
-        local = rows_lib.local_replicas(strategy)
-        self._function = BatchFunction(self._step, strategy, local)
-        self._multistep = MultiStep(self._function)
-        self._adding = MultiStep(BatchFunction(self._addends, strategy, local))
+        self._regularizes = False
+        self._functions: dict[Any, tuple[BatchFunction, MultiStep, MultiStep]] = {}
+        self._use(())
 
     @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
     def __call__(self, batch: Any) -> dict[str, Any]:
         """Evaluates one batch: an element of a distributed dataset, or a whole global batch."""
-        if not self._ready:
+        if not self._is_current():
             self._prepare(self._function.spec_of(batch))
         logs: dict[str, Any] = self._verifier.call(self._function, batch)
         return logs
@@ -187,7 +186,7 @@ class EvalStep:
     @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
     def run(self, iterator: Any, steps: int) -> dict[str, Any]:
         """Evaluates up to ``steps`` batches in one call; see ``TrainStep.run``."""
-        if not self._ready:
+        if not self._is_current():
             self._prepare(self._multistep.batch_spec(iterator))
         logs = self._verifier.run(self._multistep, iterator, steps)
         return {name: logs[name] for name in logs if name not in ("gradient_norm", "loss_scale")}
@@ -195,7 +194,7 @@ class EvalStep:
     @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
     def totals(self, iterator: Any, steps: int) -> Totals:
         """Evaluates up to ``steps`` batches in one call, and returns sums and weights undivided."""
-        if not self._ready:
+        if not self._is_current():
             self._prepare(self._adding.batch_spec(iterator))
         logs = self._verifier.run(self._adding, iterator, steps)
         terms = range(len(self._layout.terms))
@@ -211,12 +210,35 @@ class EvalStep:
         logs = self._layout.report(sums, weights, tf.constant(totals.rows, tf.float64))
         return {name: float(value) for name, value in self._regularized(logs).items()}
 
+    def _is_current(self) -> bool:
+        """Whether all was prepared, and no layer with a penalty was frozen or thawed since."""
+        return self._ready and (not self._regularizes or self._penalized == self._find_penalized())
+
+    def _find_penalized(self) -> tuple[int, ...]:
+        """The variables whose penalty is part of the loss: Keras leaves out frozen ones."""
+        variables = self._objective.model.trainable_variables
+        return tuple([id(v) for v in variables if getattr(v, "regularizer", None) is not None])
+
+    def _use(self, penalized: tuple[int, ...]) -> None:
+        """Takes the functions compiled for a set of penalized variables."""
+        if penalized not in self._functions:
+            local = rows_lib.local_replicas(self.strategy)
+            function = BatchFunction(self._step, self.strategy, local)
+            adding = BatchFunction(self._addends, self.strategy, local)
+            self._functions[penalized] = function, MultiStep(function), MultiStep(adding)
+        self._penalized = penalized
+        self._function, self._multistep, self._adding = self._functions[penalized]
+
     def _prepare(self, spec: Any) -> None:
         model = self._objective.model
-        prepare_model(model, self.strategy, spec)
-        for metrics in (self._metrics, self._weighted_metrics):
-            build_metrics(metrics, model, spec, self.strategy)
-        self._ready = True
+        if not self._ready:
+            prepare_model(model, self.strategy, spec)
+            for metrics in (self._metrics, self._weighted_metrics):
+                build_metrics(metrics, model, spec, self.strategy)
+            penalties = [getattr(variable, "regularizer", None) for variable in model.variables]
+            self._regularizes = any(penalty is not None for penalty in penalties)
+            self._ready = True
+        self._use(self._find_penalized())
 
     def _step(self, shards: Shards) -> dict[str, Any]:
         stats = self._terms(shards)

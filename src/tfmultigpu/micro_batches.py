@@ -85,12 +85,18 @@ class Addition:
         replica: Callable[..., tuple[list[tf.Tensor], Held]],
         model: Any,
         seeds: GlobalSeeds,
+        maxima: Callable[[], int],
         structure: list[Any],
         states: list[Any],
     ) -> None:
-        """Takes what computes a micro-batch, the model, its seeds, and what is carried along."""
+        """Takes what computes a micro-batch, the model, its seeds, and what is carried along.
+
+        Of as many tensors as ``maxima()`` says, the last but one, the largest is kept instead of
+        the sum.
+        """
         self.replica = replica
         self.structure = structure
+        self._maxima = maxima
         alike = [v for v in seed_states(model, seeds) if v.synchronization != "on_read"]
         alike += assigned_in_each_pass(model)
         self.alike = {id(variable) for variable in alike}
@@ -127,4 +133,10 @@ class Addition:
                 state.assign(value)
         found = {id(variable) for variable in held.variables}
         self.assigned = [id(state) in found for state in self.states]
-        return [*(total + value for total, value in zip(sums, values, strict=True)), *after]
+        end = len(values) - 1
+        largest = range(end - self._maxima(), end)
+        added = [
+            tf.maximum(total, value) if i in largest else total + value
+            for i, (total, value) in enumerate(zip(sums, values, strict=True))
+        ]
+        return [*added, *after]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,6 +15,7 @@ from tfmultigpu.accumulation import sum_dtype
 from tfmultigpu.backward_operations import any_may_fail, checks_among, noting_operations
 from tfmultigpu.batches import Shards, per_replica
 from tfmultigpu.errors import LossError, TfMultiGpuError
+from tfmultigpu.gradients import is_overwritten, spread_over_replicas
 from tfmultigpu.held_assignments import Held, holding
 from tfmultigpu.layer_states import may_be_assigned
 from tfmultigpu.metrics import (
@@ -43,11 +43,13 @@ class ReplicaPhase:
         backward_may_fail: Whether the backward pass has operations of its own that can fail; known
             once traced.
         held: The variables of the values that it returns to be assigned; known once traced.
+        overwritten: The variables whose "gradient" is the value they are to have; likewise.
     """
 
     held: Sequence[Any] = ()
     backward_may_fail: bool = True
     layout: Layout
+    overwritten: list[Any]
     present: list[list[bool]]
 
     def __init__(
@@ -69,8 +71,6 @@ class ReplicaPhase:
         self._metrics = metrics
         self._weighted_metrics = weighted_metrics
         self._jit_compile = jit_compile
-        self._without_gradient: set[str] = set()
-        self._has_nothing_to_train = False
 
     @property
     def metrics(self) -> tuple[Any, ...]:
@@ -95,9 +95,16 @@ class ReplicaPhase:
 
         Returns:
             For each local replica a list of tensors to be added over all replicas: the gradients
-            that exist, backward pass by backward pass, then one vector of sums and weights; and
-            the values for ``held``, a list of per-replica values.
+            that exist, backward pass by backward pass, then the new value of each variable that
+            is overwritten, spread over the replicas, then one vector of sums and weights; and the
+            values for ``held``, a list of per-replica values.
         """
+        parts, states = self._parts(shards, loss_scale)
+        numbers = rows_lib.local_replicas(self._strategy)
+        replicas = self._strategy.num_replicas_in_sync
+        return spread_over_replicas(parts, len(self.overwritten), numbers, replicas), states
+
+    def _parts(self, shards: Shards, loss_scale: Any) -> tuple[list[list[tf.Tensor]], Any]:
         replicas = self._strategy.num_replicas_in_sync
         weight = rows_lib.row_weight(shards.global_rows, replicas) if replicas > 1 else None
         shard = per_replica(self._strategy, shards.local)
@@ -122,7 +129,7 @@ class ReplicaPhase:
             states += [variable for metric in self.metrics for variable in metric.variables]
             for _ in range(3):
                 try:
-                    addition = Addition(replica, model, seeds, structure, states)
+                    addition = Addition(replica, model, seeds, self._maxima, structure, states)
                     return loop(addition, shards, shard, fixed)
                 except OtherStructureError as other:
                     structure, states = other.structure, other.states
@@ -296,11 +303,17 @@ class ReplicaPhase:
                 )
             layout = Layout.of(terms)
             factors = layout.scales(global_rows)
+            variables = self._objective.model.trainable_variables
+            replaced = [is_overwritten(variable) for variable in variables]
+            # What is noted of the size of gradients on their way is that of whole rows.
+            before, later = (None, weight) if any(replaced) else (weight, None)
             scaled = [
-                term.sum * _product(term.sum.dtype, factor, weight, loss_scale)
+                term.sum * _product(term.sum.dtype, factor, before, loss_scale)
                 for term, factor in zip(terms, factors, strict=True)
             ]
             measured = layout.measured
+            if measured and any(replaced):
+                raise LossError(_NOT_DIVIDED_YET)
             known = [scaled[i] for i in range(len(terms)) if i not in measured]
             targets = ([_total(known)] if known else []) + [scaled[i] for i in measured]
         with holding(held=held), noting_operations() as backward:
@@ -308,51 +321,20 @@ class ReplicaPhase:
         del tape
         self.backward_may_fail = any_may_fail(backward)
         self.layout = layout
-        self.present = [[gradient is not None for gradient in one] for one in passes]
+        found = [list(zip(one, variables, replaced, strict=True)) for one in passes]
+        self.present = [[g is not None and not new for g, _, new in one] for one in found]
+        self.overwritten = [v for one in found for g, v, new in one if g is not None and new]
         gradients = [
-            _dense(gradient, value.shape)
-            for one in passes
-            for gradient, value in zip(one, values, strict=True)
-            if gradient is not None
+            _dense(gradient, variable.shape, None if new else later)
+            for kind in (False, True)
+            for one in found
+            for gradient, variable, new in one
+            if gradient is not None and new == kind
         ]
         return [*gradients, stack(terms, weight)], outputs, held
 
-    def trained(self, variables: Sequence[Any], gradients: Sequence[Any]) -> list[Any]:
-        """Returns the variables that have a gradient, and says once which have none, as Keras does.
-
-        Args:
-            variables: Keras variables.
-            gradients: The gradient of each for the global batch, or None.
-
-        Raises:
-            LossError: No variable has one.
-        """
-        pairs = list(zip(variables, gradients, strict=True))
-        without = [variable.path for variable, gradient in pairs if gradient is None]
-        if variables and len(without) == len(variables):
-            raise LossError(
-                "No gradient reaches any trainable variable, so no step would change anything. "
-                f"Received: variables {without[:5]}. Compute the loss from the model's outputs by "
-                "operations that have a gradient: not by tf.stop_gradient, tf.argmax, tf.round, "
-                "a cast to integers or numpy."
-            )
-        new = [path for path in without if path not in self._without_gradient]
-        self._without_gradient.update(new)
-        if new:
-            warnings.warn(
-                "No gradient reaches some trainable variables, so they stay as they are. Received: "
-                f"variables {new[:5]}. Look for an output without a loss or a tf.stop_gradient; if "
-                "it is meant, write layer.trainable = False.",
-                stacklevel=2,
-            )
-        if not variables and not self._has_nothing_to_train:
-            self._has_nothing_to_train = True
-            warnings.warn(
-                "The model has no trainable variables, so a step computes the loss and changes "
-                "nothing. Write layer.trainable = True for the layers to train.",
-                stacklevel=2,
-            )
-        return [variable for variable, gradient in pairs if gradient is not None]
+    def _maxima(self) -> int:
+        return len(self.overwritten)
 
     def _values(self) -> list[Any]:
         return [variable.value for variable in self._objective.model.trainable_variables]
@@ -367,12 +349,21 @@ def _part(number: Any, count: Any) -> Part:
         return Part(tf.cast(number, tf.int64), tf.cast(count, tf.int64))
 
 
-def _dense(gradient: Any, shape: Any) -> tf.Tensor:
+_NOT_DIVIDED_YET = (
+    "A layer records how large the gradients are that pass through it, as float8 layers do, and "
+    "what this loss is divided by is only known after they have passed: its rows are masked, "
+    "weighted by mean_with_sample_weight, or summed by a function or a forward of your own. Its "
+    "scales would not be those of one device. Take a loss of Keras that divides by the number of "
+    'elements, such as "mse", or layers that are not quantized to float8.'
+)
+
+
+def _dense(gradient: Any, shape: Any, factor: Any = None) -> tf.Tensor:
     """A gradient ready to be added: rows of an embedding summed into place, at least float32."""
     gradient = tf.convert_to_tensor(gradient)
     gradient.set_shape(shape)  # A backward pass through a reshape forgets it.
     summed: tf.Tensor = tf.cast(gradient, sum_dtype(gradient.dtype))
-    return summed
+    return summed if factor is None else summed * tf.cast(factor, summed.dtype)
 
 
 def _product(dtype: tf.DType, *factors: Any) -> Any:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from tfmultigpu._bridge import moving_averages
+from tfmultigpu._bridge import moving_averages, update_averages
 from tfmultigpu.errors import TfMultiGpuError
 from tfmultigpu.gradients import clipped, global_norm
 from tfmultigpu.local_cpus import all_on_local_cpus
@@ -285,6 +285,8 @@ class ShardedUpdate:
                             with reading_once(own):
                                 own.apply([gradients[i] for i in mine], twins)
                         else:
+                            if own.use_ema:
+                                update_averages(own)
                             own.iterations.assign_add(1)
         overwrites = optimizer.use_ema and optimizer.ema_overwrite_frequency
         for variable in self._variables if overwrites else variables:
@@ -302,6 +304,8 @@ class ShardedUpdate:
 
     def _follow(self, optimizer: Any) -> None:
         """Takes over settings that were changed since, as every new trace of a step does."""
+        for own in self._by_owner:
+            own.exclude_from_weight_decay()  # Forgets what was decided; what was set follows.
         for name, value in vars(optimizer).items():
             if isinstance(value, _SETTINGS) and name not in _DONE_BEFORE:
                 for own in self._by_owner:

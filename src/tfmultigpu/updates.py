@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from tfmultigpu import _bridge
 from tfmultigpu.errors import ScopeError, TfMultiGpuError
+from tfmultigpu.gradients import is_overwritten
 from tfmultigpu.precision import unwrap_optimizer
 from tfmultigpu.scopes import check_scope
 from tfmultigpu.sharded_updates import (
@@ -20,7 +21,7 @@ from tfmultigpu.sharded_updates import (
     plan_update,
     shard_update,
 )
-from tfmultigpu.single_reads import reading_once
+from tfmultigpu.single_reads import is_own_class_of_keras, reading_once
 
 __all__ = ["apply_reduced_gradients", "build_optimizer", "prepare_update"]
 
@@ -60,11 +61,14 @@ def apply_reduced_gradients(
         )
     overwrites = any(_overwrite_frequency(part) for part in _parts(optimizer))
     apply_in_replica(optimizer, gradients, variables)
+    applied = [v for g, v in zip(gradients, variables, strict=True) if g is not None]
     if overwrites:
         if _bridge.uses_merge_call(context.strategy):
-            context.merge_call(lambda strategy: overwrite_with_averages(optimizer, strategy))
+            context.merge_call(
+                lambda strategy: overwrite_with_averages(optimizer, strategy, applied)
+            )
         else:
-            overwrite_with_averages(optimizer, context.strategy)
+            overwrite_with_averages(optimizer, context.strategy, applied)
 
 
 def apply_in_replica(optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any]) -> None:
@@ -84,6 +88,16 @@ def apply_in_replica(optimizer: Any, gradients: Sequence[Any], variables: Sequen
 
 
 def _apply(optimizer: Any, pairs: list[tuple[Any, Any]], replicas: int) -> None:
+    new = [(value, variable) for value, variable in pairs if is_overwritten(variable)]
+    if new:
+        # Keras would assign the mean over the replicas, which rounds.
+        _assign_everywhere(new)
+        pairs = [
+            (gradient, variable) for gradient, variable in pairs if not is_overwritten(variable)
+        ]
+    if not pairs:
+        optimizer.iterations.assign_add(1)
+        return
     summed, kept = zip(*pairs, strict=True)
     with _hiding(optimizer, dict.fromkeys(_OWN_IDEAS)):
         if replicas == 1 or _bridge.can_skip_gradient_sum(optimizer):
@@ -95,19 +109,46 @@ def _apply(optimizer: Any, pairs: list[tuple[Any, Any]], replicas: int) -> None:
                 optimizer.apply([gradient / replicas for gradient in summed], list(kept))
 
 
-def overwrite_with_averages(optimizer: Any, strategy: tf.distribute.Strategy) -> None:
-    """Does what ``ema_overwrite_frequency`` asks, in a cross-replica context, after an update."""
+def _assign_everywhere(pairs: list[tuple[Any, Any]]) -> None:
+    """Gives variables values that every replica has alike; replica context."""
+    context = tf.distribute.get_replica_context()
+    variables = [variable for _, variable in pairs]
+    values = [tf.cast(value, variable.dtype) for value, variable in pairs]
+
+    def assign(strategy: tf.distribute.Strategy, *values: Any) -> None:
+        update = functools.partial(_assign, tf.identity)
+        for variable, value in zip(variables, values, strict=True):
+            strategy.extended.update(variable.value, update, args=(value,))
+
+    if _bridge.uses_merge_call(context.strategy):
+        context.merge_call(assign, args=tuple(values))
+    else:
+        assign(context.strategy, *values)
+
+
+def overwrite_with_averages(
+    optimizer: Any, strategy: tf.distribute.Strategy, applied: Sequence[Any]
+) -> None:
+    """Does what ``ema_overwrite_frequency`` asks, in a cross-replica context, after an update.
+
+    Args:
+        optimizer: The optimizer.
+        strategy: Its strategy.
+        applied: The variables that the update changed. All that the optimizer knows are
+            overwritten, but only these are constrained, and without any there was no update.
+    """
+    constraints = {id(v.value): v.constraint for v in applied if not is_overwritten(v)}
     for part in _parts(optimizer):
         frequency = _overwrite_frequency(part)
-        if frequency:
+        if frequency and any(id(v.value) in constraints for v in _bridge.optimizer_trains(part)):
             done: Any = tf.convert_to_tensor(part.iterations)
-            tf.cond(
-                done % frequency == 0, functools.partial(_overwrite, part, strategy), lambda: None
-            )
+            overwrite = functools.partial(_overwrite, part, strategy, constraints)
+            tf.cond(done % frequency == 0, overwrite, lambda: None)
 
 
-def _overwrite(optimizer: Any, strategy: tf.distribute.Strategy) -> None:
-    constraints = {id(v.value): v.constraint for v in _bridge.optimizer_trains(optimizer)}
+def _overwrite(
+    optimizer: Any, strategy: tf.distribute.Strategy, constraints: dict[int, Any]
+) -> None:
     for variable, average in _bridge.moving_averages(optimizer):
         # Keras constrains what it has overwritten: an average of what fits need not fit itself.
         constraint = constraints.get(id(variable)) or tf.convert_to_tensor
@@ -217,7 +258,9 @@ def build_optimizer(
             optimizer.build(list(variables))
         _check(optimizer, strategy)
     known = {id(variable) for variable in _bridge.optimizer_trains(optimizer)}
-    missing = [v.path for v in variables if known and id(v) not in known]
+    # Keras' own always say it, also where they were built for nothing: all was frozen.
+    says = known or is_own_class_of_keras(unwrap_optimizer(optimizer))
+    missing = [v.path for v in variables if says and id(v) not in known]
     if missing:
         raise ScopeError(
             f"The optimizer was built for other variables. It does not know: {missing[:3]}. "

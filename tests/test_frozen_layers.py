@@ -1,0 +1,197 @@
+"""Layers frozen and thawed while training goes on: averages, constraints, penalties, evaluation."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+from one_device import ByHand, Replicated, cut, difference, strategy_of
+
+import tfmultigpu as tmg
+
+_random = np.random.default_rng(21)
+X = _random.normal(size=(16, 4)).astype("float32")
+Y = _random.normal(size=(16, 2)).astype("float32")
+BATCHES = cut((X, Y), (5, 1, 3, 7, 5))
+LOSS = keras.losses.MeanSquaredError()
+# Which layers are frozen in which steps. Six variables, so five replicas own one or two each.
+FROZEN: dict[str, set[tuple[int, int]]] = {
+    "one, later": {(0, 2), (0, 3)},
+    "one, from the first step": {(0, step) for step in range(5)},
+    "all but one, then others": {(0, 1), (1, 1), (0, 2), (1, 2), (2, 3), (1, 4)},
+    "all": {(layer, step) for layer in range(3) for step in (2, 3)},
+}
+
+
+def constrained(frozen: set[tuple[int, int]]) -> keras.Model:
+    limit = keras.constraints.MaxNorm(0.7)
+    first, second = (
+        keras.layers.Dense(3, "tanh", kernel_constraint=limit, kernel_regularizer="l2")
+        for _ in range(2)
+    )
+    model = keras.Sequential([keras.Input((4,)), first, second, keras.layers.Dense(2)])
+    freeze(model, frozen, 0)
+    return model
+
+
+def freeze(model: keras.Model, frozen: set[tuple[int, int]], step: int) -> None:
+    for i, layer in enumerate(model.layers):
+        layer.trainable = (i, step) not in frozen
+
+
+def train(run: Any, step: Callable[[Any], Any], frozen: set[tuple[int, int]]) -> list[Any]:
+    """All variables of model and optimizer after each step."""
+    found = []
+    for i, batch in enumerate(BATCHES):
+        freeze(run.model, frozen, i)
+        step(batch)
+        both = [*run.model.variables, *run.optimizer.variables]
+        found.append([variable.numpy() for variable in both])
+    return found
+
+
+def on_one_device(make: Callable[[], Any], frozen: set[tuple[int, int]]) -> list[Any]:
+    device = ByHand(functools.partial(constrained, frozen), make, LOSS)
+    device.model(X)
+    device.optimizer.build(device.model.trainable_variables)
+
+    def step(batch: Any) -> None:
+        if device.model.trainable_variables:  # As Keras' fit asks.
+            device._step(batch)
+
+    return train(device, step, frozen)
+
+
+@pytest.mark.parametrize(
+    ("frozen", "kind", "overwrite", "replicas", "shard"),
+    [
+        ("one, later", "SGD", 2, 1, False),
+        ("one, later", "SGD", 2, 2, False),
+        ("one, later", "Adam", 2, 5, True),
+        ("one, from the first step", "SGD", 1, 5, True),
+        ("all but one, then others", "SGD", 1, 2, False),
+        ("all but one, then others", "Adam", 2, 2, True),
+        ("all but one, then others", "Adam", None, 5, True),
+        ("all", "SGD", 1, 2, False),
+        ("all", "SGD", 2, 2, True),
+    ],
+)
+def test_averages_go_on_and_overwrite(
+    frozen: str, kind: str, overwrite: int | None, replicas: int, shard: bool
+) -> None:
+    """Of all that the optimizer knows; what is frozen is overwritten and not constrained."""
+
+    def make() -> Any:
+        average = {"use_ema": True, "ema_momentum": 0.6, "ema_overwrite_frequency": overwrite}
+        return getattr(keras.optimizers, kind)(0.1, weight_decay=0.1, **average)
+
+    when = FROZEN[frozen]
+    expected = on_one_device(make, when)
+    run = Replicated(replicas, lambda: constrained(when), make, "mse", shard_update=shard)
+    for i, (one, other) in enumerate(zip(train(run, run.step, when), expected, strict=True)):
+        assert difference(one, other) <= 2e-6, f"step {i}"
+    run.assert_replicas_agree()
+    if frozen == "one, later" and overwrite:
+        # The fourth update overwrites what was frozen before the third.
+        assert difference(expected[3][:1], expected[2][:1]) > 1e-4
+
+
+@pytest.mark.parametrize("shard", [False, True])
+def test_penalties_and_constraints_without_averages(shard: bool) -> None:
+    when = FROZEN["all but one, then others"]
+    make = functools.partial(keras.optimizers.SGD, 0.1, momentum=0.9, global_clipnorm=0.5)
+    run = Replicated(5, lambda: constrained(when), make, "mse", shard_update=shard)
+    expected = on_one_device(make, when)
+    for one, other in zip(train(run, run.step, when), expected, strict=True):
+        assert difference(one, other) <= 2e-6
+
+
+def test_averages_applied_by_hand_constrain_what_was_applied() -> None:
+    def values(strategy: Any, apply: Callable[..., None]) -> list[Any]:
+        with strategy.scope():
+            limit = keras.constraints.MaxNorm(0.5, axis=0)
+            both = [keras.Variable([2.0]), keras.Variable([4.0])]
+            for variable in both:
+                variable.constraint = limit
+            optimizer = keras.optimizers.SGD(
+                1.0, use_ema=True, ema_momentum=0.5, ema_overwrite_frequency=1
+            )
+            optimizer.build(both)
+        for _ in range(2):
+            apply(optimizer, [np.float32([1.0])], both[:1])
+        return [variable.numpy() for variable in both]
+
+    strategy = strategy_of(3)
+
+    def on_replicas(*args: Any) -> None:
+        strategy.run(tmg.apply_reduced_gradients, args=args)
+
+    expected = values(strategy_of(1), lambda o, g, v: o.apply(g, v))
+    assert difference(values(strategy, on_replicas), expected) <= 1e-6
+
+
+@pytest.mark.parametrize("replicas", [1, 3])
+def test_an_evaluation_counts_penalties_of_what_is_trained_now(replicas: int) -> None:
+    """As ``model.losses`` of Keras does, whichever way the step is called."""
+    traces: list[Any] = []
+
+    def loss(y_true: Any, y_pred: Any) -> Any:
+        traces.append(y_pred)
+        return keras.ops.mean(keras.ops.square(y_true - y_pred), axis=-1)
+
+    strategy = strategy_of(replicas)
+    with strategy.scope():
+        model = constrained(set())
+    step = tmg.make_eval_step(model, loss, strategy)
+
+    def check() -> None:
+        expected = float(LOSS(Y, model(X))) + sum(float(one) for one in model.losses)
+        data = tmg.distribute_dataset((X, Y), strategy, batch_size=6)
+        found = float(step((X, Y))["loss"]), float(step.run(iter(data), 9)["loss"])
+        assert found == pytest.approx((expected, expected), rel=1e-5)
+        assert step.report(step.totals(iter(data), 9))["loss"] == pytest.approx(expected, rel=1e-5)
+
+    check()
+    model.layers[0].trainable = False
+    check()
+    model.trainable = False
+    check()
+    assert model.losses == []
+    once = len(traces)
+    model.trainable = True
+    check()
+    model.layers[0].trainable = False
+    check()
+    assert len(traces) == once
+
+
+def test_an_evaluation_without_penalties_does_not_look(monkeypatch: Any) -> None:
+    with strategy_of(1).scope():
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
+    step = tmg.make_eval_step(model, "mse")
+    step((X, Y))
+    monkeypatch.setattr(type(step), "_find_penalized", lambda self: pytest.fail("looked"))
+    model.layers[0].trainable = False
+    step((X, Y))
+
+
+@pytest.mark.parametrize("shard", [False, True])
+def test_all_frozen_before_the_optimizer_was_built_is_an_error_when_thawed(shard: bool) -> None:
+    """As where some are, of which ``fit`` of Keras says "Unknown variable"."""
+    everything = {(layer, 0) for layer in range(3)}
+    run = Replicated(
+        2,
+        lambda: constrained(everything),
+        lambda: keras.optimizers.SGD(0.1),
+        "mse",
+        shard_update=shard,
+    )
+    logs = run.step((X, Y))
+    assert float(logs["gradient_norm"]) == 0.0
+    freeze(run.model, everything, 1)
+    with pytest.raises(tmg.ScopeError, match=r"built for other variables.*kernel"):
+        run.step((X, Y))
