@@ -53,6 +53,9 @@ LOOP = "invariance/test_windows.py::test_a_window_of_batches_is_one_batch_of_all
 SCALING = "test_precision.py::test_loss_scale_optimizer_as_keras_has_it_on_one_device"
 EVALUATION = "test_evaluation.py::test_loss_and_metrics_over_all_rows"
 PREDICTION = "test_evaluation.py::test_each_row_is_predicted_once_and_in_order"
+TOUCHING = (
+    "parity/test_touching_rows.py::test_replicas_give_one_devices_answer_or_say_that_they_do_not"
+)
 SPARSE = "invariance/test_sparse_gradients.py::test_replicas_give_the_dense_result_of_one_device"
 COUPLED = "test_gather_rows.py::test_a_loss_over_the_whole_batch_is_that_of_one_device"
 # A gradient that forgets to meet the other replicas.
@@ -115,7 +118,7 @@ MUTATIONS = (
     ),
     Mutation(
         "the optimizer steps for each micro-batch",
-        "steps.py",
+        "train_step.py",
         (
             (
                 "            self.strategy.run(apply, args=(gradients,))",
@@ -145,7 +148,7 @@ MUTATIONS = (
     Mutation(
         'reduction="sum" is divided by the number of replicas',
         "losses.py",
-        (("tf.ones_like(total), fixed=True)", "tf.ones_like(total))"),),
+        (("(total, tf.ones_like(total), fixed=True)", "(total, tf.ones_like(total))"),),
         (f"{WEIGHTS}[weights far apart, sum]",),
     ),
     Mutation(
@@ -198,7 +201,7 @@ MUTATIONS = (
     # Weight regularisation ------------------------------------------------------------------------
     Mutation(
         "weights are regularised by each replica",
-        "steps.py",
+        "train_step.py",
         (
             (
                 "        corrections: list[Any] = ",
@@ -211,7 +214,7 @@ MUTATIONS = (
     ),
     Mutation(
         "weights are regularised by each micro-batch",
-        "steps.py",
+        "train_step.py",
         (
             (
                 "        corrections: list[Any] = ",
@@ -224,7 +227,7 @@ MUTATIONS = (
     ),
     Mutation(
         "the regularisation is divided by the weight",
-        "steps.py",
+        "train_step.py",
         (
             (
                 "        corrections: list[Any] = ",
@@ -237,25 +240,26 @@ MUTATIONS = (
     # What is decided about the whole gradient -----------------------------------------------------
     Mutation(
         "each replica clips before the sum",
-        "steps.py",
+        "train_step.py",
         (
             (
-                "parts = self._phase(shards, scale)",
-                "parts = [\n"
+                "parts, states = self._phase(shards, scale)",
+                "parts, states = self._phase(shards, scale)\n"
+                "        parts = [\n"
                 "            [*clipped(one[:-1], self._clip_norm or 1e9, "
                 "global_norm(one[:-1])), one[-1]]\n"
-                "            for one in self._phase(shards, scale)]",
+                "            for one in parts]",
             ),
         ),
         (f"{EXACT}[4-1-clip]",),
     ),
     Mutation(
         "the norm is that of one replica's gradient",
-        "steps.py",
+        "train_step.py",
         (
             (
-                "parts = self._phase(shards, scale)",
-                "parts = self._phase(shards, scale)\n        self._one = parts[0][:-1]",
+                "parts, states = self._phase(shards, scale)",
+                "parts, states = self._phase(shards, scale)\n        self._one = parts[0][:-1]",
             ),
             ("norm = global_norm(gradients, ", "norm = global_norm(self._one, "),
         ),
@@ -263,25 +267,25 @@ MUTATIONS = (
     ),
     Mutation(
         "whether gradients are finite is read from replica 0",
-        "steps.py",
+        "train_step.py",
         (
             (
-                "parts = self._phase(shards, scale)",
-                "parts = self._phase(shards, scale)\n        self._one = parts[0][:-1]",
+                "parts, states = self._phase(shards, scale)",
+                "parts, states = self._phase(shards, scale)\n        self._one = parts[0][:-1]",
             ),
-            ("else all_finite(gradients)", "else all_finite(self._one)"),
+            ("else all_finite([*gradients, *new])", "else all_finite(self._one)"),
         ),
         (f"{SCALING}[1]",),
     ),
     Mutation(
         "gradients stay multiplied by the loss scale",
-        "steps.py",
-        (("unscaled(correction, scale)\n", "unscaled(correction, None)\n"),),
+        "train_step.py",
+        (("unscaled(correction, scale) for", "unscaled(correction, None) for"),),
         (f"{SCALING}[1]",),
     ),
     Mutation(
         "a skipped step is counted",
-        "steps.py",
+        "train_step.py",
         (
             (
                 "update, lambda: tf.constant(False))",
@@ -304,8 +308,8 @@ MUTATIONS = (
     ),
     Mutation(
         "weights are not overwritten by their averages",
-        "steps.py",
-        (("            overwrite_with_averages(optimizer, self.strategy)\n", ""),),
+        "train_step.py",
+        (("            overwrite_with_averages(optimizer, self.strategy, self._trained)\n", ""),),
         (f"{WINDOW}[what counts steps counts windows: sum in 2 micro-batches]",),
     ),
     Mutation(
@@ -316,7 +320,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a step is counted although the data had ended",
-        "steps.py",
+        "train_step.py",
         (("            with tf.control_dependencies(first(gradients)):", "            if True:"),),
         ("test_steps_feeding.py::test_step_inside_a_function_of_the_user",),
     ),
@@ -359,7 +363,14 @@ MUTATIONS = (
     Mutation(
         "evaluation counts a small batch once for each replica",
         "evaluation.py",
-        (("rows_lib.row_weight(shards.global_rows, replicas) if replicas > 1", "None if True"),),
+        (
+            (
+                "if replicas > 1 else None\n        shard = per_replica(self.strategy, shards.local)\n"
+                "        with",
+                "if False else None\n        shard = per_replica(self.strategy, shards.local)\n"
+                "        with",
+            ),
+        ),
         (f"{EVALUATION}[8]",),
     ),
     Mutation(
@@ -439,5 +450,35 @@ MUTATIONS = (
             ),
         ),
         ("test_accumulation.py::test_one_all_reduce_for_a_window",),
+    ),
+    # Verification ---------------------------------------------------------------------------------
+    Mutation(
+        "the first step is not verified",
+        "verification/verifier.py",
+        (("self._attempts = _ATTEMPTS if verify and needed else 0", "self._attempts = 0"),),
+        (f"{TOUCHING}[Softmax along the rows]",),
+    ),
+    Mutation(
+        "the tolerance of the verification is a thousand times as large",
+        "verification/rounding.py",
+        (("self.bound = min(16.0 *", "self.bound = 1e5 * min(16.0 *"),),
+        (f"{TOUCHING}[a loss that compares rows: ranking]",),
+    ),
+    Mutation(
+        "every difference is taken for rounding",
+        "verification/rounding.py",
+        (("MARGIN = 16.0", "MARGIN = 1e9"),),
+        (f"{TOUCHING}[Softmax along the rows]",),
+    ),
+    Mutation(
+        "states that layers assign are not compared",
+        "verification/verifier.py",
+        (
+            (
+                "found += compare_states(states, computed, self._strategy, self._rounding)",
+                "found += []",
+            ),
+        ),
+        (f"{TOUCHING}[a Mean inside a layer]",),
     ),
 )

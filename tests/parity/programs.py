@@ -345,7 +345,7 @@ CASES = (
     Case(
         "dropout over two views, concatenated",
         lambda: Program(TwoViews(), mse, {"loss": "mse"}),
-        "told",
+        "same",
     ),
     Case("rows shuffled in the model", with_layers(Shuffles), "told", "Shuffles"),
     Case("noise by stateless_poisson", with_layers(lambda: Draws(_poisson)), "same"),
