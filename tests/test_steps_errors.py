@@ -295,9 +295,7 @@ def test_an_iterator_of_another_strategy(step):
     with pytest.raises(tmg.DataError) as caught:
         step.run(iter(data), 2)
     message = str(caught.value)
-    assert (
-        "data for MirroredStrategy with 3 replica(s); a step for MirroredStrategy with 2" in message
-    )
+    assert "data for MirroredStrategy with 3 replica(s); a step for Mirrored" in message
 
 
 def test_an_empty_batch_among_others():
