@@ -365,9 +365,11 @@ MUTATIONS = (
         "evaluation.py",
         (
             (
-                "if replicas > 1 else None\n        shard = per_replica(self.strategy, shards.local)\n"
+                "if replicas > 1 else None\n"
+                "        shard = per_replica(self.strategy, shards.local)\n"
                 "        with",
-                "if False else None\n        shard = per_replica(self.strategy, shards.local)\n"
+                "if False else None\n"
+                "        shard = per_replica(self.strategy, shards.local)\n"
                 "        with",
             ),
         ),
