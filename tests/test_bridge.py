@@ -44,6 +44,7 @@ def test_every_private_attribute_of_the_bridge_is_tested_here():
     ours = {"_recording", "_entered"}
     assert private - ours == {
         "_all_reduce_sum_gradients",
+        "_backend_apply_gradients",
         "_built",
         "_compile_config",
         "_compile_metrics",

@@ -292,7 +292,8 @@ class ReplicaPhase:
     def _forward_backward(
         self, given: list[Any], shard: Any, weight: Any, global_rows: Any, loss_scale: Any
     ) -> tuple[list[tf.Tensor], list[Output], Held]:
-        values = self._values()
+        variables = self._objective.model.trainable_variables
+        values = [variable.value for variable in variables]
         # Also while going backward, where a layer may be called once more to save memory.
         with holding(given) as held, tf.GradientTape(persistent=True) as tape:
             terms, outputs = self._objective(shard, training=True)
@@ -303,7 +304,6 @@ class ReplicaPhase:
                 )
             layout = Layout.of(terms)
             factors = layout.scales(global_rows)
-            variables = self._objective.model.trainable_variables
             replaced = [is_overwritten(variable) for variable in variables]
             # What is noted of the size of gradients on their way is that of whole rows.
             before, later = (None, weight) if any(replaced) else (weight, None)

@@ -21,7 +21,7 @@ from tfmultigpu.sharded_updates import (
     plan_update,
     shard_update,
 )
-from tfmultigpu.single_reads import is_own_class_of_keras, reading_once
+from tfmultigpu.single_reads import reading_once
 
 __all__ = ["apply_reduced_gradients", "build_optimizer", "prepare_update"]
 
@@ -229,6 +229,10 @@ def prepare_update(
     """
     inner = unwrap_optimizer(optimizer)
     _check(optimizer, strategy)
+    if not variables and not optimizer.built and inner is optimizer:
+        return UpdatePlan(
+            False, "everything is frozen; the optimizer is built when it is not"
+        ), None
     plan = plan_update(shard, inner, variables, strategy)
     sharded = shard_update(inner, variables, strategy) if plan.sharded else None
     build_optimizer(optimizer, variables, strategy)
@@ -258,9 +262,7 @@ def build_optimizer(
             optimizer.build(list(variables))
         _check(optimizer, strategy)
     known = {id(variable) for variable in _bridge.optimizer_trains(optimizer)}
-    # Keras' own always say it, also where they were built for nothing: all was frozen.
-    says = known or is_own_class_of_keras(unwrap_optimizer(optimizer))
-    missing = [v.path for v in variables if says and id(v) not in known]
+    missing = [v.path for v in variables if known and id(v) not in known]
     if missing:
         raise ScopeError(
             f"The optimizer was built for other variables. It does not know: {missing[:3]}. "
