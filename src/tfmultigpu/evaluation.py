@@ -333,7 +333,7 @@ class PredictStep:
 
     def _step(self, shards: Shards) -> Any:
         replicas = self.strategy.num_replicas_in_sync
-        weight = rows_lib.row_weight(shards.global_rows, replicas) if replicas > 1 else None
+        weight = rows_lib.row_weight(shards.global_rows, replicas)
         shard = per_replica(self.strategy, shards.local)
 
         def predict(shard: Any, weight: Any) -> Any:
