@@ -165,24 +165,27 @@ def loss_term(loss: Any, y_true: Any, y_pred: Any, sample_weight: Any = None) ->
     """
     unreduced: list[Any] = []
     if _may_mix_axes(loss, y_true, y_pred, sample_weight):
-        check_row_axes(loss, _elementwise(loss, []), y_true, y_pred, sample_weight)
+        shapes = y_true, y_pred, sample_weight
+        check_row_axes(loss, _elementwise(loss, []), *shapes, throughout=_is_from_keras(loss))
     values = _elementwise(loss, unreduced)(y_true, y_pred, sample_weight)
-    if values.shape.rank == 0 or isinstance(loss, _couples_examples()):
+    # Before weights, which may have the rows that the loss has lost.
+    plain = tf.convert_to_tensor(unreduced[0]) if unreduced else values
+    if plain.shape.rank == 0 or isinstance(loss, _couples_examples()):
         raise LossError(
             f"The loss {loss.name!r} is one number for a batch, or compares its examples with each "
             "other. Several replicas then cannot tell what each example contributes, and the "
-            f"result depends on how the batch was cut. Received: shape {tuple(values.shape)} from "
+            f"result depends on how the batch was cut. Received: shape {tuple(plain.shape)} from "
             f"{type(loss).__name__}. Return one value per example that depends on it alone, for "
             "example tf.reduce_mean(tf.square(y_true - y_pred), axis=-1). A loss that couples the "
             "examples of a batch (Dice over a batch, Circle, contrastive) sees all of them by "
             "tmg.gather_rows(y_pred): return the values of this replica's rows, or the one number "
             "for each, tf.fill(tf.shape(y_pred)[:1], value)."
         )
-    if _lost_the_rows(values, y_pred):
+    if _lost_the_rows(plain, y_pred):
         raise LossError(
-            f"The loss {loss.name!r} returns {values.shape[0]} values whatever the number of rows, "
+            f"The loss {loss.name!r} returns {plain.shape[0]} values whatever the number of rows, "
             "so it reduces over them and the result depends on how the batch was cut. Received: "
-            f"shape {tuple(values.shape)} from predictions of shape {tuple(y_pred.shape)}. Reduce "
+            f"shape {tuple(plain.shape)} from predictions of shape {tuple(y_pred.shape)}. Reduce "
             "over the last axis, axis=-1, to return one value per example. If examples are to be "
             "compared with each other, do so in forward= with tmg.gather_rows(predictions)."
         )

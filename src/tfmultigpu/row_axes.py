@@ -30,7 +30,13 @@ _right: MutableMapping[Any, set[Any]] = weakref.WeakKeyDictionary()
 
 
 def check_row_axes(
-    loss: Any, values: Callable[..., Any], y_true: Any, y_pred: Any, sample_weight: Any
+    loss: Any,
+    values: Callable[..., Any],
+    y_true: Any,
+    y_pred: Any,
+    sample_weight: Any,
+    *,
+    throughout: bool,
 ) -> None:
     """Checks, where a step is traced, that a loss pairs rows with rows and with nothing else.
 
@@ -40,6 +46,8 @@ def check_row_axes(
         y_true: Labels.
         y_pred: Predictions.
         sample_weight: Weights, or None.
+        throughout: Whether the loss never compares rows on purpose, so that no tensor on the way to
+            its values may have rows twice either.
 
     Raises:
         LossError: It pairs rows with another axis, or each row with every row.
@@ -63,8 +71,8 @@ def check_row_axes(
     used = {length for shape in shapes for length in (shape or ())[1:]}
     rows = next(number for number in _ROWS if number not in used)
 
-    def shape_for(number: int | None) -> Any:
-        """The shape of the values for a number of rows, open where None."""
+    def shapes_for(number: int | None) -> list[Any]:
+        """The shapes of the values, and of those on the way, for a number of rows or open ones."""
         of = [_with_rows(shape, first[0], number) for shape in shapes]
         pairs = zip(of, [*leaves, *masks], strict=True)
         specs = [None if one is None else tf.TensorSpec(shape, one.dtype) for shape, one in pairs]
@@ -79,15 +87,16 @@ def check_row_axes(
 
         signature = [spec for spec in specs if spec is not None]
         traced = tf.function(function, autograph=False).get_concrete_function(*signature)
-        return traced.output_shapes
+        inner = [one.shape for op in traced.graph.get_operations() for one in op.outputs]
+        return [traced.structured_outputs.shape, *(inner if throughout else [])]
 
     try:
-        found = beside(lambda: shape_for(rows))
+        found = beside(lambda: shapes_for(rows))
     except Exception as error:  # Code of the user's own may raise anything.
-        if _also_fails(lambda: shape_for(None)):
+        if _also_fails(lambda: shapes_for(None)):
             return
         raise LossError(_message(loss, leaves, str(error))) from error
-    if isinstance(found, tf.TensorShape) and found.rank and rows in found.as_list()[1:]:
+    if any(shape.rank and shape.as_list().count(rows) > 1 for shape in found):
         pairs = "each row is paired with every row; if that is meant, see tmg.gather_rows."
         raise LossError(_message(loss, leaves, pairs))
     known.add(key)
