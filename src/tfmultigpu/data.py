@@ -270,10 +270,9 @@ class ShardIterator(Iterator[Any]):
         strategy = self.layout.strategy
         if not self.layout.on_devices:
             return ShardIterator(iterator_of(element, self.source.element_spec), self.layout)
-        pieces = list(
-            zip(*(strategy.experimental_local_results(one) for one in element), strict=True)
-        )
-        spec = self.source.element_spec
+        local = [strategy.experimental_local_results(one) for one in element]
+        pieces = list(zip(*local, strict=True))
+        spec = self.layout.piece_spec
         dealt = tf.data.Dataset.from_generator(lambda: iter(pieces), output_signature=spec)
         source = iter(strategy.distribute_datasets_from_function(lambda context: dealt))
         return ShardIterator(source, self.layout)

@@ -8,6 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfmultigpu import rows as rows_lib
+from tfmultigpu.traces import any_rows
 
 __all__ = ["ShardLayout", "components_of", "iterator_of"]
 
@@ -72,6 +73,12 @@ class ShardLayout:
         for piece in pieces[1:]:
             dataset = dataset.concatenate(piece)
         return dataset
+
+    @property
+    def piece_spec(self) -> tuple[Any, ...]:
+        """The types of one element that ``deal`` returns."""
+        offsets = tf.TensorSpec([self.strategy.num_replicas_in_sync + 1], tf.int64)
+        return (*[any_rows(spec) for spec in components_of(self.element_spec)], offsets)
 
     def split(self, element: Any) -> tuple[list[Any], Any]:
         """Returns the local shards, one structure for each, and the offsets of all."""

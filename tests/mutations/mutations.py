@@ -463,7 +463,7 @@ MUTATIONS = (
     Mutation(
         "the tolerance of the verification is a thousand times as large",
         "verification/rounding.py",
-        (("self.bound = min(16.0 *", "self.bound = 1e5 * min(16.0 *"),),
+        (("self.bound = self.compute *", "self.bound = 1e5 * self.compute *"),),
         (f"{TOUCHING}[a loss that compares rows: ranking]",),
     ),
     Mutation(

@@ -4,9 +4,9 @@ The bound of a comparison is, relative to the larger number,
 
     16 * eps(compute dtype) * sqrt(layers) + 4 * eps(sum dtype) * sqrt(additions)
 
-The first part is the rounding of a forward pass whose kernels see other numbers of rows, which adds
-up like a random walk over the layers. The second is that of adding the rows in another order. Some
-networks amplify rounding further, so what exceeds the bound is measured before anybody is warned:
+with 4 in place of 16 * sqrt(layers) in half precision. The first part is the rounding of a forward
+pass whose kernels see other numbers of rows, which adds up like a random walk over the layers. The
+second is that of adding the rows in another order. Some networks amplify rounding further, so what exceeds the bound is measured before anybody is warned:
 one device computes the quantity again from weights that are moved by one rounding, and a difference
 counts only if it is more than ``MARGIN`` times what that changes.
 """
@@ -47,9 +47,9 @@ class Rounding:
         self.compute = max([epsilon(dtype) for dtype in dtypes], default=epsilon(tf.float32))
         if _uses_tensor_float_32():
             self.compute = max(self.compute, 2.0**-10)
-        # Half precision would bound nothing: its rounding is measured where it matters.
-        walk = math.sqrt(len(layers)) if self.compute < 1e-5 else 1.0
-        self.bound = min(16.0 * self.compute * walk, 0.05)
+        # That would bound nothing in half precision, whose rounding is measured where it matters.
+        half = self.compute > 1e-5
+        self.bound = self.compute * (4.0 if half else 16.0 * math.sqrt(len(layers)))
 
     def of_sum(self, dtype: Any, additions: float) -> float:
         """Returns the relative bound for a sum.
