@@ -76,6 +76,9 @@ def test_assigning_under_a_condition(condition, is_held):
 
     def run():
         asked = tf.equal(tf.constant(1), tf.constant(1 if condition else 0))
+        with holding() as nothing:
+            assign_if(asked, lambda: None)
+        assert not nothing.variables
         if not is_held:
             assign_if(asked, update)
             return

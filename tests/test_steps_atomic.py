@@ -270,7 +270,7 @@ def test_after_a_batch_that_is_refused_training_is_that_of_one_device(replicas, 
         return keras.Sequential([keras.Input((4,)), *layers])
 
     def optimizer():
-        return keras.optimizers.AdamW(0.05)
+        return keras.optimizers.SGD(0.05, momentum=0.9, weight_decay=0.01)
 
     def loss(y_true, y_pred, sample_weight=None):
         return keras.losses.MeanSquaredError()(y_true, y_pred)

@@ -73,18 +73,19 @@ def assign_if(condition: Any, update: Callable[[], Any]) -> None:
         tf.cond(condition, lambda: (update(), tf.constant(True))[1], lambda: tf.constant(False))
         return
     variables: list[Any] = []
+    condition = tf.convert_to_tensor(condition)
 
     def after() -> list[tf.Tensor]:
         with holding() as inner:
             update()
         variables[:] = inner.variables
-        return [inner.current(variable) for variable in variables]
+        return [condition, *(inner.current(variable) for variable in variables)]
 
     def before() -> list[tf.Tensor]:
         with holding() as inner:
-            return [inner.current(variable) for variable in variables]
+            return [condition, *(inner.current(variable) for variable in variables)]
 
-    values = tf.nest.flatten(tf.cond(condition, after, before))
+    _, *values = tf.cond(condition, after, before)
     for variable, value in zip(variables, values, strict=True):
         outer.add_update((variable, value))
 
