@@ -117,7 +117,7 @@ EVENTS = {
         "StrategyUnavailableError",
         "it aborts both, and whatever else adds so, until the process restarts",
         "virtual_cpus(3)\n"
-        "from tfmultigpu.batches import explaining_failures\n"
+        "from tfmultigpu.step_failures import explaining_failures\n"
         "def adding_on(*devices):\n"
         "    strategy = tf.distribute.MirroredStrategy(devices)\n"
         "    def add():\n"

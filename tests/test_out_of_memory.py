@@ -9,7 +9,8 @@ import tensorflow as tf
 from one_device import strategy_of
 
 import tfmultigpu as tmg
-from tfmultigpu.batches import BatchFunction, explaining_failures
+from tfmultigpu.batches import BatchFunction
+from tfmultigpu.step_failures import explaining_failures
 
 ROWS_THAT_FIT = 4
 

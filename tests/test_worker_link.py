@@ -17,11 +17,11 @@ import pytest
 import tensorflow as tf
 
 from tfmultigpu import lost_workers
-from tfmultigpu.batches import explaining_failures
 from tfmultigpu.clusters import Cluster
 from tfmultigpu.errors import WorkerLostError
 from tfmultigpu.lost_workers import explaining_lost_workers, link_of_workers, watch
 from tfmultigpu.rendezvous import meet
+from tfmultigpu.step_failures import explaining_failures
 from tfmultigpu.worker_link import BROKEN_OFF, WorkerLink
 from tfmultigpu.worker_processes import free_addresses
 

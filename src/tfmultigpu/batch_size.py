@@ -10,8 +10,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfmultigpu.batches import line_on_memory
 from tfmultigpu.errors import OutOfMemoryError, TfMultiGpuError
+from tfmultigpu.step_failures import line_on_memory
 from tfmultigpu.worker_exchange import WorkerExchange
 
 __all__ = ["find_batch_size"]

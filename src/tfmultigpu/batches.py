@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
@@ -14,13 +12,9 @@ import tensorflow as tf
 from tfmultigpu import rows as rows_lib
 from tfmultigpu.errors import (
     DataError,
-    LossError,
-    OutOfMemoryError,
     ScopeError,
-    StrategyUnavailableError,
 )
-from tfmultigpu.losses import OTHER_ROWS
-from tfmultigpu.lost_workers import explaining_lost_workers
+from tfmultigpu.step_failures import explaining_failures
 from tfmultigpu.traces import Traces, any_rows
 
 __all__ = [
@@ -28,18 +22,8 @@ __all__ = [
     "ShardSource",
     "Shards",
     "as_tensor",
-    "explaining_failures",
-    "line_on_memory",
     "per_replica",
 ]
-
-
-# How allocators, XLA, cuDNN and a copy to a GPU, the last, say that memory ran out.
-_NO_MEMORY = re.compile(
-    r"OOM when|out of memory|OUT_OF_MEMORY|failed to allocate|RESOURCE_EXHAUSTED"
-    r"|Dst tensor is not initialized",
-    re.I,
-)
 
 
 class Shards(NamedTuple):
@@ -170,7 +154,8 @@ class BatchFunction:
         """Returns a batch, whole or already cut, as shards; outside of a ``tf.function``."""
         leaves = tf.nest.flatten(batch)
         if not any(isinstance(leaf, tf.distribute.DistributedValues) for leaf in leaves):
-            return self.cut(batch)
+            with explaining_failures(self.strategy):
+                return self.cut(batch)
         local, offsets = self._cut_before(batch, leaves)
         return Shards([tf.nest.pack_sequence_as(batch, shard) for shard in local], offsets)
 
@@ -291,90 +276,6 @@ def check_called_from(strategy: tf.distribute.Strategy) -> None:
         )
 
 
-@contextmanager
-def explaining_failures(
-    strategy: tf.distribute.Strategy, count_rows: Callable[[], Any] | None = None
-) -> Iterator[None]:
-    """Raises what an error of TensorFlow means for the user, where it does not speak for itself.
-
-    Args:
-        strategy: Where the step runs.
-        count_rows: Returns the rows of the global batch, where there is one batch.
-    """
-    try:
-        with explaining_lost_workers():
-            yield
-    except tf.errors.ResourceExhaustedError as error:
-        rows = None if count_rows is None else count_rows()
-        raise _out_of_memory(error, strategy, rows) from error
-    except (tf.errors.InvalidArgumentError, tf.errors.InternalError) as error:
-        internal = isinstance(error, tf.errors.InternalError)
-        if internal and line_on_memory(error.message) is not None:
-            rows = None if count_rows is None else count_rows()
-            raise _out_of_memory(error, strategy, rows) from error
-        explained = _explain(error)
-        if explained is None:
-            raise
-        raise explained from error
-
-
-def line_on_memory(message: str) -> str | None:
-    """Returns the line of an error's message that says that memory ran out; None without one."""
-    # Not one that names the place in a program: it may be called so.
-    lines = [line for line in message.splitlines() if not line.lstrip().startswith("File ")]
-    return next((line for line in lines if _NO_MEMORY.search(line)), None)
-
-
-def _out_of_memory(error: Any, strategy: tf.distribute.Strategy, rows: Any) -> Exception:
-    line = line_on_memory(error.message) or error.message
-    # Of a copy, the device it went to.
-    *_, device = [None, *re.findall(r"device:(\w+:\d+)", line)]
-    where = "A device"
-    if device is not None:
-        where = device
-        several = strategy.num_replicas_in_sync > 1
-        names = [name.upper() for name in strategy.extended.worker_devices] if several else []
-        for replica, name in zip(rows_lib.local_replicas(strategy), names, strict=False):
-            if name.endswith(f":{device}"):
-                where = f"Replica {replica} ({device})"
-    batch = "" if rows is None else f" a global batch of {int(rows)} rows;"
-    return OutOfMemoryError(
-        f"{where} has not enough memory for this step. Received:{batch} {line.strip()}. Compute it "
-        "in parts, with the same result: make_train_step(..., micro_batches=2), or more, or as "
-        "many for each replica as it needs: micro_batches=tmg.plan_micro_batches(shares, "
-        "rows_in_memory); give a smaller device a smaller share: distribute_dataset(..., "
-        "shares=...); or see what fits: tmg.find_batch_size."
-    )
-
-
-def _rows_of(batch: Any) -> Any:
-    known = rows_lib.marked_global_rows(batch)
-    if known is not None or any(
-        isinstance(leaf, tf.distribute.DistributedValues) for leaf in tf.nest.flatten(batch)
-    ):
-        return known
-    return rows_lib.count_rows(batch)
-
-
-def _explain(error: Any) -> Exception | None:
-    if isinstance(error, tf.errors.InvalidArgumentError):
-        if OTHER_ROWS in error.message:
-            return LossError(OTHER_ROWS)
-        if rows_lib.NOT_ROWS in error.message:
-            return LossError(rows_lib.explain_not_rows(error.message))
-        explained = rows_lib.as_data_error(error)
-        return None if explained is error else explained
-    if "is joining a group" in error.message:
-        return StrategyUnavailableError(
-            "Two strategies over different devices have added by TensorFlow's collectives in this "
-            "process, which TensorFlow does not allow: it aborts both, and whatever else adds so, "
-            "until the process restarts (a default tf.distribute.MirroredStrategy does so on "
-            "CPUs). Restart, and make the strategies with tmg.create_strategy(devices=...), which "
-            "avoids that."
-        )
-    return None
-
-
 def as_tensor(value: Any) -> Any:
     """Returns a part of a batch as a tensor with rows; None stays None.
 
@@ -400,3 +301,12 @@ def as_tensor(value: Any) -> Any:
             "Give a batch of examples: dataset.batch(global_batch_size)."
         )
     return tensor
+
+
+def _rows_of(batch: Any) -> Any:
+    known = rows_lib.marked_global_rows(batch)
+    if known is not None or any(
+        isinstance(leaf, tf.distribute.DistributedValues) for leaf in tf.nest.flatten(batch)
+    ):
+        return known
+    return rows_lib.count_rows(batch)

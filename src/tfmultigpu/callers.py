@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import inspect
 from pathlib import Path
 
 import tensorflow as tf
@@ -17,9 +17,9 @@ def stack_level_of_user() -> int:
 
     That is the innermost line that is in neither this package nor TensorFlow.
     """
-    level = 1
-    frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_INNER):
+    level = 0
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code.co_filename.startswith(_INNER):
         frame = frame.f_back
         level += 1
     return level

@@ -14,13 +14,13 @@ from tfmultigpu.batches import (
     Shards,
     ShardSource,
     check_called_from,
-    explaining_failures,
 )
 from tfmultigpu.errors import DataError
 from tfmultigpu.living_strategies import describe
 from tfmultigpu.local_cpus import all_on_local_cpus
 from tfmultigpu.objectives import OutputLoss
 from tfmultigpu.shard_layout import iterator_of
+from tfmultigpu.step_failures import explaining_failures
 
 __all__ = ["TERMS", "MultiStep"]
 

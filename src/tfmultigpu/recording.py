@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import tensorflow as tf
@@ -32,7 +32,7 @@ def recording_added_losses() -> AbstractContextManager[list[tuple[Any, Any]]]:
     import keras
 
     return _collecting(
-        [keras.layers.Layer],
+        keras.layers.Layer,
         "add_loss",
         lambda layer, arguments, _: [(layer, one) for one in tf.nest.flatten(arguments)],
     )
@@ -45,8 +45,8 @@ def recording_calls() -> AbstractContextManager[list[tuple[Any, Any]]]:
     """
     import keras
 
-    owners = [keras.layers.Layer, keras.Operation]
-    return _collecting(owners, "__call__", lambda layer, _, result: [(layer, result)])
+    # Each layer is one.
+    return _collecting(keras.Operation, "__call__", lambda layer, _, result: [(layer, result)])
 
 
 def changing_assignments(change: Callable[[Any, Any], Any]) -> AbstractContextManager[None]:
@@ -69,7 +69,7 @@ def changing_assignments(change: Callable[[Any, Any], Any]) -> AbstractContextMa
 
 @contextmanager
 def _collecting(
-    owners: list[Any], method: str, what: Callable[[Any, Any, Any], list[Any]]
+    owner: Any, method: str, what: Callable[[Any, Any, Any], list[Any]]
 ) -> Iterator[list[Any]]:
     found: list[Any] = []
 
@@ -78,9 +78,7 @@ def _collecting(
         found.extend(what(this, args, result))
         return result
 
-    with ExitStack() as stack:
-        for owner in owners:
-            stack.enter_context(_around(owner, method, collect))
+    with _around(owner, method, collect):
         yield found
 
 

@@ -6,9 +6,10 @@ The bound of a comparison is, relative to the larger number,
 
 with 4 in place of 16 * sqrt(layers) in half precision. The first part is the rounding of a forward
 pass whose kernels see other numbers of rows, which adds up like a random walk over the layers. The
-second is that of adding the rows in another order. Some networks amplify rounding further, so what exceeds the bound is measured before anybody is warned:
-one device computes the quantity again from weights that are moved by one rounding, and a difference
-counts only if it is more than ``MARGIN`` times what that changes.
+second is that of adding the rows in another order. Some networks amplify rounding further, so what
+exceeds the bound is measured before anybody is warned: one device computes the quantity again from
+weights that are moved by one rounding, and a difference counts only if it is more than ``MARGIN``
+times what that changes.
 """
 
 from __future__ import annotations

@@ -31,6 +31,7 @@ from tfmultigpu.verification.comparison import (
     compare_terms,
 )
 from tfmultigpu.verification.effects import CannotVerifyError
+from tfmultigpu.verification.expectation import Expected
 from tfmultigpu.verification.global_batch import first_rows, join, size_in_bytes
 from tfmultigpu.verification.history import remember
 from tfmultigpu.verification.location import Located, locate_in_parts, locate_on_replicas
@@ -40,46 +41,11 @@ from tfmultigpu.verification.rounding import Rounding
 from tfmultigpu.verification.trial import Forward
 from tfmultigpu.worker_exchange import WorkerExchange
 
-__all__ = ["Expected", "Verifier", "check_verify"]
+__all__ = ["Verifier"]
 
 _ATTEMPTS = 3
 _GATHERED_BYTES = 64 * 2**20
 _PART_ROWS = 4
-
-
-def check_verify(verify: Any) -> None:
-    """Checks the argument ``verify`` of a step.
-
-    Raises:
-        ValueError: It is neither True, False, ``"first"`` nor ``"gradients"``.
-    """
-    if not isinstance(verify, bool) and verify not in ("first", "gradients"):
-        raise ValueError(
-            f"verify is 'first', True, False or 'gradients'. Received: verify={verify!r}."
-        )
-
-
-@dataclasses.dataclass(frozen=True)
-class Expected:
-    """What a step is held to.
-
-    Attributes:
-        shards: The batch the step is about to take, as this process has it.
-        batch: All rows of it; None if they were not put together.
-        computed: What one device computes for them, or None.
-        gradients: What the replicas compute for the gradients, if they are to be compared.
-        loss_scale: What the step multiplies the loss by.
-        reason: Why only a part of the batch can be compared.
-        failure: Why nothing can be compared.
-    """
-
-    shards: Shards
-    batch: Any = None
-    computed: Computed | None = None
-    gradients: dict[str, Any] | None = None
-    loss_scale: Any = 1.0
-    reason: str = ""
-    failure: str = ""
 
 
 class Verifier:
@@ -204,7 +170,7 @@ class Verifier:
             return None
         scale = 1.0 if loss_scale is None else loss_scale.value()
         local = tf.nest.map_structure(as_tensor, shards.local)
-        expected = Expected(shards._replace(local=local), loss_scale=scale)
+        expected = Expected(Shards(local, shards.offsets), loss_scale=scale)
         workers = self._exchange.workers
         if workers > 1:
             largest = int(self._exchange([size_in_bytes(expected.shards)]).max())
