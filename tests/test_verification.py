@@ -395,7 +395,7 @@ def test_a_difference_counts_if_moving_the_weights_by_one_rounding_does_not_expl
     within = Deviation("term", 0, difference, 0.010, 1.0)
     beyond = Deviation("term", 0, difference, 0.020, 1.0)
     infinite = Deviation("term", 0, difference, np.inf, 1.0)
-    assert beyond_rounding([within, beyond, infinite], moved, 1) == [beyond, infinite]
+    assert beyond_rounding([within, beyond, infinite], moved, 1, 16.0) == [beyond, infinite]
 
 
 @pytest.mark.parametrize(

@@ -469,7 +469,7 @@ MUTATIONS = (
     Mutation(
         "every difference is taken for rounding",
         "verification/rounding.py",
-        (("MARGIN = 16.0", "MARGIN = 1e9"),),
+        (("4.0 if half else 16.0\n", "1e9\n"),),
         (f"{TOUCHING}[Softmax along the rows]",),
     ),
     Mutation(

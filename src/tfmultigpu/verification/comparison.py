@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from tfmultigpu.verification.one_device import Computed
 from tfmultigpu.verification.outcome import Difference
-from tfmultigpu.verification.rounding import MARGIN, Rounding, largest_difference
+from tfmultigpu.verification.rounding import Rounding, largest_difference
 from tfmultigpu.verification.trial import dense_outputs
 
 __all__ = [
@@ -151,7 +151,7 @@ def compare_outputs(computed: Computed, outputs: Any, rounding: Rounding) -> lis
 
 
 def beyond_rounding(
-    found: Sequence[Deviation], computed: Sequence[Computed], terms: int
+    found: Sequence[Deviation], computed: Sequence[Computed], terms: int, margin: float
 ) -> list[Deviation]:
     """Returns the deviations that are larger than moving the weights by one rounding explains.
 
@@ -161,6 +161,7 @@ def beyond_rounding(
         found: The deviations.
         computed: See ``OneDevice.compute_with_moved_weights``.
         terms: The number of terms.
+        margin: How many times that change is still rounding.
     """
 
     def quantity(one: Deviation, of: Computed) -> Any:
@@ -176,7 +177,7 @@ def beyond_rounding(
         return largest / max(_size(still), np.finfo("float64").tiny)
 
     # Not `distance <= ...`: what is not finite is beyond any rounding.
-    return [one for one in found if not one.distance <= MARGIN * change(one) * one.size]
+    return [one for one in found if not one.distance <= margin * change(one) * one.size]
 
 
 def _size(array: Any) -> float:

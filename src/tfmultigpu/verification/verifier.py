@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -309,7 +310,8 @@ class Verifier:
         computed = self._one_device.compute_with_moved_weights(
             expected.batch, self._rounding.compute, expected.loss_scale
         )
-        return beyond_rounding(found, computed, len(self._one_device.terms))
+        terms = len(self._one_device.terms)
+        return beyond_rounding(found, computed, terms, self._rounding.margin)
 
     def _locate(self, part: Shards) -> Located | None:
         """The first layer that depends on the cut; None if looking for it fails."""
@@ -364,4 +366,7 @@ class Verifier:
 
 
 def _first_line(error: Exception) -> str:
-    return str(error).strip().split("\n")[0]
+    """What happened, without what Keras puts before it and around it."""
+    lines = [re.sub(r"\x1b\[\d*m", "", line).strip() for line in str(error).splitlines()]
+    said = [line for line in lines if line and not line.startswith("Exception encountered when")]
+    return said[0] if said else type(error).__name__
