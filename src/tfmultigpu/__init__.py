@@ -77,6 +77,7 @@ if TYPE_CHECKING:
     from tfmultigpu.steps import make_eval_step, make_predict_step, make_train_step
     from tfmultigpu.strategies import StrategyPlan, create_strategy, plan_strategy
     from tfmultigpu.updates import apply_reduced_gradients
+    from tfmultigpu.verification import Verification
 
 __version__ = "0.1.0"
 
@@ -176,6 +177,7 @@ _NAMES = {
         "plan_strategy",
     ),
     "updates": ("apply_reduced_gradients",),
+    "verification": ("Verification",),
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names}
 _MODULES = ("testing",)
@@ -217,6 +219,7 @@ __all__ = [
     "TfMultiGpuError",
     "UnknownLengthError",
     "UnverifiedWarning",
+    "Verification",
     "WorkerLostError",
     "WorkersDifferError",
     "apply_reduced_gradients",

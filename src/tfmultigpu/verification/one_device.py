@@ -64,6 +64,10 @@ class OneDevice:
         self._training = training
         self._wants_gradients = gradients
         self._jit_compile = jit_compile
+        self.forget()
+
+    def forget(self) -> None:
+        """Lets go of what was compiled."""
         self._plain = Traces(lambda batches, scale: self._compute(batches[0], scale[0]))
         self._moved = Traces(lambda batches, given: self._compute_moved(batches[0], *given))
 

@@ -45,7 +45,7 @@ from tfmultigpu.worker_exchange import WorkerExchange
 __all__ = ["Verifier"]
 
 _ATTEMPTS = 3
-_GATHERED_BYTES = 64 * 2**20
+GATHERED_BYTES = 64 * 2**20
 _PART_ROWS = 4
 
 
@@ -175,7 +175,7 @@ class Verifier:
         workers = self._exchange.workers
         if workers > 1:
             largest = int(self._exchange([size_in_bytes(expected.shards)]).max())
-            if workers * largest > _GATHERED_BYTES:
+            if workers * largest > GATHERED_BYTES:
                 return dataclasses.replace(expected, reason="workers do not send so large a batch")
         expected = self._alike(self._computed(expected))
         if self._gradients is not None and expected.computed is not None:
@@ -198,6 +198,11 @@ class Verifier:
             outputs: Predictions for each row of the batch, or None.
         """
         self._attempts = self._attempts if self._always else 0
+        self._finish(expected, stats, outputs)
+        if not self.is_due:
+            self._one_device.forget()
+
+    def _finish(self, expected: Expected, stats: Any, outputs: Any) -> None:
         if not expected.failure:
             try:
                 self._conclude(expected, stats, outputs)
