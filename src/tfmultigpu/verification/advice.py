@@ -45,13 +45,13 @@ def advice_for_loss(*, by_micro_batches: bool) -> str:
     """Returns the line to write for a loss that compares rows, or is not a sum over them."""
     if by_micro_batches:
         return (
-            "The loss of a row must depend on that row alone if a batch is computed in parts. "
-            "Write micro_batches=1."
+            "What is computed for a row, its loss included, must depend on that row alone if a "
+            "batch is computed in parts. Write micro_batches=1."
         )
     return (
-        "The loss of a row must depend on that row alone. A loss over the whole batch is written "
-        "with tmg.gather_rows(tensor), which returns the rows of all replicas; "
-        "docs/coupled-losses.md has examples."
+        "What is computed for a row, its loss included, must depend on that row alone. Write a "
+        "loss over the whole batch with tmg.gather_rows(tensor), which returns the rows of all "
+        "replicas; docs/coupled-losses.md has examples."
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -22,7 +23,7 @@ from tfmultigpu.verification.outcome import Difference
 from tfmultigpu.verification.rounding import Rounding, largest_difference
 from tfmultigpu.verification.trial import Forward, Trial, try_forward
 
-__all__ = ["Located", "locate_in_parts", "locate_on_replicas"]
+__all__ = ["Located", "Locator"]
 
 _HALVES = 2
 
@@ -44,120 +45,106 @@ class Located:
     in_parts: bool = False
 
 
-def locate_on_replicas(
-    objective: Forward,
-    strategy: tf.distribute.Strategy,
-    shards: Shards,
-    batch: Any,
-    training: bool,
-    rounding: Rounding,
-) -> Located:
-    """Runs the forward pass in one piece and on the replicas, and compares layer by layer.
+@dataclasses.dataclass(frozen=True)
+class Locator:
+    """Runs a forward pass in one piece and in parts, and compares layer by layer.
 
-    With the weights as they are now: what depends on the cut does so with any weights. Every worker
-    must call it.
+    With the weights as they are now: what depends on the cut does so with any weights.
 
-    Args:
+    Attributes:
         objective: The model and its losses.
         strategy: The strategy of the model.
-        shards: A batch as the replicas of this process have it.
-        batch: All rows of that batch.
         training: Whether layers behave as in training.
         rounding: The rounding of the model.
     """
 
-    def parts(shards: Shards, trials: list[Trial]) -> tuple[Any, list[Any]]:
-        def replica(shard: Any, weight: Any) -> Any:
-            held = HeldRows.of(shards, shard, seeds)
-            with drawing_rows(held), gathering_from(held):
-                trial = try_forward(
-                    objective, shard, training, row_weight=weight, record_calls=True
-                )
-            trials.append(trial)
-            return trial.stats, _outputs(trial)
+    objective: Forward
+    strategy: tf.distribute.Strategy
+    training: bool
+    rounding: Rounding
 
-        weight = rows_lib.row_weight(shards.global_rows, strategy.num_replicas_in_sync)
-        with global_seeds(strategy) as seeds:
-            stats, outputs = strategy.run(replica, (per_replica(strategy, shards.local), weight))
-        local = strategy.experimental_local_results
-        added = sum_over_replicas(strategy, [[one] for one in local(stats)])[0][0]
-        return added, [list(one) for one in zip(*map(local, outputs), strict=True)]
+    def on_replicas(self, shards: Shards, batch: Any) -> Located:
+        """Compares with the replicas; every worker must call it.
 
-    first = np.asarray(shards.offsets)
-    places = [(int(first[r]), int(first[r + 1])) for r in rows_lib.local_replicas(strategy)]
-    return _locate(objective, strategy, shards, batch, training, rounding, parts, places)
+        Args:
+            shards: A batch as the replicas of this process have it.
+            batch: All rows of that batch.
+        """
+        strategy = self.strategy
 
+        def parts(shards: Shards, trials: list[Trial]) -> tuple[Any, list[Any]]:
+            def replica(shard: Any, weight: Any) -> Any:
+                held = HeldRows.of(shards, shard, seeds)
+                with drawing_rows(held), gathering_from(held):
+                    trials.append(self._try(shard, weight))
+                return trials[-1].stats, _outputs(trials[-1])
 
-def locate_in_parts(
-    objective: Forward,
-    strategy: tf.distribute.Strategy,
-    batch: Any,
-    training: bool,
-    rounding: Rounding,
-) -> Located:
-    """Runs the forward pass in one piece and in two, on one device, and compares layer by layer.
+            weight = rows_lib.row_weight(shards.global_rows, strategy.num_replicas_in_sync)
+            with global_seeds(strategy) as seeds:
+                args = (per_replica(strategy, shards.local), weight)
+                stats, outputs = strategy.run(replica, args)
+            local = strategy.experimental_local_results
+            added = sum_over_replicas(strategy, [[one] for one in local(stats)])[0][0]
+            return added, [list(one) for one in zip(*map(local, outputs), strict=True)]
 
-    Args:
-        objective: The model and its losses.
-        strategy: The strategy of the model.
-        batch: A batch of at least two rows.
-        training: Whether layers behave as in training.
-        rounding: The rounding of the model.
-    """
-    rows = int(rows_lib.count_rows(batch))
+        first = np.asarray(shards.offsets)
+        places = [(int(first[r]), int(first[r + 1])) for r in rows_lib.local_replicas(strategy)]
+        return self._compare(shards, batch, parts, places)
 
-    def parts(shards: Shards, trials: list[Trial]) -> tuple[Any, list[Any]]:
-        (shard,) = shards.local
-        found = []
-        with global_seeds(tf.distribute.get_strategy()) as seeds:
-            held = HeldRows.of(shards, shard, seeds)
-            for number in range(_HALVES):
-                part = rows_lib.cut_part(shard, _HALVES, number)
-                with drawing_rows(held.part(shard, _HALVES, number)):
-                    trials.append(try_forward(objective, part, training, record_calls=True))
-                found.append(_outputs(trials[-1]))
-        return tf.add_n([trial.stats for trial in trials]), found
+    def in_parts(self, batch: Any) -> Located:
+        """Compares with two halves of a batch on one device, one after the other."""
+        rows = int(rows_lib.count_rows(batch))
 
-    shards = Shards([batch], tf.constant([0, rows], tf.int64))
-    places = [(0, rows // _HALVES), (rows // _HALVES, rows)]
-    found = _locate(objective, strategy, shards, batch, training, rounding, parts, places)
-    return dataclasses.replace(found, in_parts=True)
+        def parts(shards: Shards, trials: list[Trial]) -> tuple[Any, list[Any]]:
+            (shard,) = shards.local
+            with global_seeds(tf.distribute.get_strategy()) as seeds:
+                held = HeldRows.of(shards, shard, seeds)
+                for number in range(_HALVES):
+                    with drawing_rows(held.part(shard, _HALVES, number)):
+                        trials.append(self._try(rows_lib.cut_part(shard, _HALVES, number)))
+            return tf.add_n([one.stats for one in trials]), [_outputs(one) for one in trials]
 
+        shards = Shards([batch], tf.constant([0, rows], tf.int64))
+        places = [(0, rows // _HALVES), (rows // _HALVES, rows)]
+        found = self._compare(shards, batch, parts, places)
+        return dataclasses.replace(found, in_parts=True)
 
-def _locate(
-    objective: Forward,
-    strategy: tf.distribute.Strategy,
-    shards: Shards,
-    batch: Any,
-    training: bool,
-    rounding: Rounding,
-    parts: Callable[[Shards, list[Trial]], tuple[Any, list[Any]]],
-    places: list[tuple[int, int]],
-) -> Located:
-    whole: list[Trial] = []
-    cut: list[Trial] = []
+    def _try(self, batch: Any, row_weight: Any = None) -> Trial:
+        return try_forward(
+            self.objective, batch, self.training, row_weight=row_weight, record_calls=True
+        )
 
-    def run(copies: list[Any], further: list[Any]) -> Any:
-        given, *local = copies
-        with sharing_seeds(strategy):
-            whole.append(try_forward(objective, given, training, record_calls=True))
-            found = parts(Shards(local, further[0]).with_open_rows(), cut)
-        return (whole[0].stats, _outputs(whole[0])), found
+    def _compare(
+        self,
+        shards: Shards,
+        batch: Any,
+        parts: Callable[[Shards, list[Trial]], tuple[Any, list[Any]]],
+        places: list[tuple[int, int]],
+    ) -> Located:
+        whole: list[Trial] = []
+        cut: list[Trial] = []
 
-    copies = [tf.nest.flatten(one) for one in (batch, *shards.local)]
-    (stats, outputs), (added, pieces) = Traces(run)(batch, copies, [shards.offsets])
-    rows = int(shards.global_rows)
-    layers = [layer for layer, tensors in whole[0].calls for _ in tensors]
-    alike = [layer for layer, tensors in cut[0].calls for _ in tensors]
-    if layers != alike:
-        return Located(None, (stats.numpy(), added.numpy()))
-    for i, layer in enumerate(layers):
-        for place, piece in zip(places, pieces, strict=True):
-            apart = _furthest(outputs[i].numpy(), piece[i].numpy(), place, rows, rounding)
-            if apart is not None:
-                difference = Difference(f"an output of {name_of(layer)}", *apart)
-                return Located(layer, (stats.numpy(), added.numpy()), difference)
-    return Located(None, (stats.numpy(), added.numpy()))
+        def run(copies: list[Any], further: list[Any]) -> Any:
+            given, *local = copies
+            with sharing_seeds(self.strategy):
+                whole.append(self._try(given))
+                found = parts(Shards(local, further[0]).with_open_rows(), cut)
+            return (whole[0].stats, _outputs(whole[0])), found
+
+        copies = [tf.nest.flatten(one) for one in (batch, *shards.local)]
+        (stats, outputs), (added, pieces) = Traces(run)(batch, copies, [shards.offsets])
+        located = Located(None, (stats.numpy(), added.numpy()))
+        layers = [layer for layer, tensors in whole[0].calls for _ in tensors]
+        if layers != [layer for layer, tensors in cut[0].calls for _ in tensors]:
+            return located
+        rows, bound = int(shards.global_rows), math.sqrt(self.rounding.compute)
+        for i, layer in enumerate(layers):
+            for place, piece in zip(places, pieces, strict=True):
+                apart = _furthest(outputs[i].numpy(), piece[i].numpy(), place, rows, bound)
+                if apart is not None:
+                    difference = Difference(f"an output of {name_of(layer)}", *apart)
+                    return dataclasses.replace(located, layer=layer, difference=difference)
+        return located
 
 
 def _outputs(trial: Trial) -> list[Any]:
@@ -165,7 +152,7 @@ def _outputs(trial: Trial) -> list[Any]:
 
 
 def _furthest(
-    whole: Any, piece: Any, place: tuple[int, int], rows: int, rounding: Rounding
+    whole: Any, piece: Any, place: tuple[int, int], rows: int, bound: float
 ) -> tuple[float, float] | None:
     """The elements of a piece that are furthest from these rows in the whole; None if all agree."""
     begin, end = place
@@ -176,7 +163,6 @@ def _furthest(
         blocks = whole.reshape(times, rows, *whole.shape[1:])[:, begin:end]
         candidates = [whole[begin * times : end * times], blocks.reshape(-1, *whole.shape[1:])]
         candidates += [whole] if whole.shape == piece.shape else []
-    bound = 1000.0 * rounding.bound
     found = [
         largest_difference(one, piece, bound) for one in candidates if one.shape == piece.shape
     ]

@@ -35,7 +35,7 @@ from tfmultigpu.verification.effects import CannotVerifyError
 from tfmultigpu.verification.expectation import Expected
 from tfmultigpu.verification.global_batch import first_rows, join, size_in_bytes
 from tfmultigpu.verification.history import remember
-from tfmultigpu.verification.location import Located, locate_in_parts, locate_on_replicas
+from tfmultigpu.verification.location import Located, Locator
 from tfmultigpu.verification.one_device import Computed, OneDevice
 from tfmultigpu.verification.outcome import Verification
 from tfmultigpu.verification.rounding import Rounding
@@ -320,17 +320,17 @@ class Verifier:
 
     def _locate(self, part: Shards) -> Located | None:
         """The first layer that depends on the cut; None if looking for it fails."""
-        given = self._objective, self._strategy
-        how = self._training, self._rounding
+        locator = Locator(self._objective, self._strategy, self._training, self._rounding)
         try:
             batch = join(self._strategy, part)
             if self._strategy.num_replicas_in_sync == 1:
-                return locate_in_parts(*given, batch, *how)
-            located = locate_on_replicas(*given, part, batch, *how)
+                return locator.in_parts(batch)
+            located = locator.on_replicas(part, batch)
             if located.layer is None and self._micro_batches > 1:
-                return locate_in_parts(*given, batch, *how)
-        except Exception as error:  # As above; the difference itself is known.
-            del error
+                return locator.in_parts(batch)
+        except WorkerLostError:
+            raise
+        except Exception:  # The user's code may raise anything; the difference itself is known.
             return None
         return located
 
@@ -363,11 +363,12 @@ class Verifier:
             return name_of(layer), advice_for_layer(layer, by_micro_batches=by_parts)
         states = [one.difference.quantity for one in found if one.kind == "state"]
         terms = [one.difference.quantity for one in found if one.kind == "term"]
-        if terms:
-            return terms[0], advice_for_loss(by_micro_batches=by_parts)
-        if states:
+        if not terms and states:
             return states[0], advice_for_state()
-        return "", advice_for_loss(by_micro_batches=by_parts)
+        # All layers agree: it is the loss, if the few rows that were looked at show it too.
+        shown = located is not None and bool(self._compare_terms(*located.stats))
+        culprit = terms[0] if terms and shown else ""
+        return culprit, advice_for_loss(by_micro_batches=by_parts)
 
 
 def _first_line(error: Exception) -> str:
