@@ -15,8 +15,9 @@ def synchronize_batch_norm(model: Any) -> Any:
     """Makes every ``BatchNormalization`` in a model normalize by the rows of all replicas.
 
     That is what ``BatchNormalization(synchronized=True)`` does, for models one did not write, such
-    as those of ``keras.applications``. Weights stay as they are. Call it before the first step:
-    what TensorFlow has compiled does not change.
+    as those of ``keras.applications``. Trained weights stay as they are; moving statistics that
+    differ between replicas become those of the first. Steps made before notice at the next call.
+    What Keras' own ``fit`` has compiled does not change.
 
     Args:
         model: A Keras model or layer, built or not. Layers inside layers are found too.
@@ -45,6 +46,8 @@ def synchronize_batch_norm(model: Any) -> Any:
     for layer in all_layers(model):
         if isinstance(layer, keras.layers.BatchNormalization):
             layer.synchronized = True
+            for variable in layer.non_trainable_variables:
+                variable.assign(tf.convert_to_tensor(variable.value))  # To every replica.
     return model
 
 

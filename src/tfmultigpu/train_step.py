@@ -86,6 +86,7 @@ class TrainStep:
         self._settings = Settings()
         self._missing = MissingGradients()
         self._functions: dict[Any, tuple[BatchFunction, MultiStep, MultiStep]] = {}
+        self._frozen: Any = None
         self._use(None)
         if model.built:
             self._prepare(None)
@@ -155,7 +156,8 @@ class TrainStep:
 
     def _what_is_frozen(self) -> Any:
         trained = tuple([id(variable) for variable in self.model.trainable_variables])
-        return trained, tuple([layer.trainable for layer in self._layers])
+        layers = [(one.trainable, getattr(one, "synchronized", None)) for one in self._layers]
+        return trained, tuple(layers)
 
     def _use(self, frozen: Any) -> None:
         """Takes the functions compiled for a set of frozen layers; each set has its own."""
@@ -164,6 +166,8 @@ class TrainStep:
             function = BatchFunction(self._step, self.strategy, local)
             adding = BatchFunction(self._addends, self.strategy, local)
             self._functions[frozen] = function, MultiStep(function), MultiStep(adding)
+            if frozen != self._frozen:
+                self._verifier.renew()
         self._frozen = frozen
         self._function, self._multistep, self._adding = self._functions[frozen]
 

@@ -457,7 +457,7 @@ MUTATIONS = (
     Mutation(
         "the first step is not verified",
         "verification/verifier.py",
-        (("self._attempts = _ATTEMPTS if verify and needed else 0", "self._attempts = 0"),),
+        (("_ATTEMPTS if verify and needed else 0", "0"),),
         (f"{TOUCHING}[Softmax along the rows]",),
     ),
     Mutation(

@@ -55,8 +55,17 @@ def advice_for_loss(*, by_micro_batches: bool) -> str:
     )
 
 
-def advice_for_state() -> str:
-    """Returns the line to write for a state that a layer computes from the rows it is given."""
+def advice_for_state(variable: Any) -> str:
+    """Returns the line to write for a state that is computed from the rows that are given.
+
+    Args:
+        variable: The state, a Keras variable.
+    """
+    if variable.aggregation == "sum" and variable.synchronization == "on_read":
+        return (
+            "It is a metric's, which was not given one value per row: each replica counts the mean "
+            "of its rows as one. Write metric.update_state(values) with a value for each row."
+        )
     return (
         "In call, add sums over the replicas before you assign them: context = "
         "tf.distribute.get_replica_context(); total, count = context.all_reduce('SUM', [total, "

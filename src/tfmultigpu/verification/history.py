@@ -44,7 +44,7 @@ def remember(verifier: _Verifies) -> None:
 
 
 def outcomes(model: Any = None) -> list[Verification]:
-    """Returns the last outcome of each step in use.
+    """Returns the last outcome of each step in use, those that are equal once.
 
     Args:
         model: The model whose steps are asked for; all if None.
@@ -57,6 +57,6 @@ def outcomes(model: Any = None) -> list[Verification]:
             ours = wanted is None or any(id(one) in wanted for one in verifier.variables)
         except ReferenceError:  # Its model is gone, and its step is about to go.
             continue
-        if known is not None and ours:
+        if known is not None and ours and known not in found:
             found.append(known)
     return found

@@ -53,7 +53,8 @@ class Verifier:
     """Compares what a step computes with what one device computes, changing nothing.
 
     Attributes:
-        verification: The last outcome; None before the first.
+        verification: The last outcome, or the difference that was found before it; None before the
+            first.
     """
 
     verification: Verification | None = None
@@ -77,7 +78,8 @@ class Verifier:
         self._micro_batches = micro_batches
         self._always = verify is True
         needed = strategy.num_replicas_in_sync > 1 or micro_batches > 1
-        self._attempts = _ATTEMPTS if verify and needed else 0
+        self._first_attempts = _ATTEMPTS if verify and needed else 0
+        self._attempts = self._first_attempts
         self._exchange = WorkerExchange(strategy)
         self._one_device = OneDevice(
             objective,
@@ -87,6 +89,16 @@ class Verifier:
             jit_compile=jit_compile,
         )
         remember(self)
+
+    def renew(self) -> None:
+        """Has the next step verified as if it were the first: the model is another one now."""
+        self._attempts = self._first_attempts
+        self.verification = None
+
+    def _note(self, found: Verification) -> None:
+        """Keeps an outcome, unless a step before this one was different."""
+        if self.verification is None or self.verification.outcome != "different":
+            self.verification = found
 
     @property
     def variables(self) -> list[Any]:
@@ -167,7 +179,7 @@ class Verifier:
         if rows < max(self._strategy.num_replicas_in_sync, 2):
             self._attempts -= 0 if self._always else 1
             reason = "the batch had fewer rows than there are replicas, so each computed all of it"
-            self.verification = Verification("not verified", 0, rows, reason)
+            self._note(Verification("not verified", 0, rows, reason))
             return None
         scale = 1.0 if loss_scale is None else loss_scale.value()
         local = tf.nest.map_structure(as_tensor, shards.local)
@@ -213,7 +225,7 @@ class Verifier:
                 expected = dataclasses.replace(expected, failure=failure)
         if expected.failure:
             rows = int(expected.shards.global_rows)
-            self.verification = Verification("not verified", 0, rows, expected.failure)
+            self._note(Verification("not verified", 0, rows, expected.failure))
             warnings.warn(
                 f"The step could not be held to one device: {expected.failure}. A result that "
                 "depends on how the batch is cut would not be noticed. To leave the check out, "
@@ -231,7 +243,7 @@ class Verifier:
         if self._on_any_worker(found):
             found = self._beyond_rounding(expected, found)
         if not self._on_any_worker(found):
-            self.verification = Verification("same", rows, rows)
+            self._note(Verification("same", rows, rows))
             return
         located = self._locate(first_rows(expected.shards, _PART_ROWS))
         self._report(found, located, rows, expected)
@@ -248,9 +260,8 @@ class Verifier:
         if self._on_any_worker(found):
             self._report(found, located, rows, expected)
         else:
-            self.verification = Verification(
-                "not verified" if located is None else "same", rows, total, expected.reason
-            )
+            outcome: Any = "not verified" if located is None else "same"
+            self._note(Verification(outcome, rows, total, expected.reason))
 
     def _computed(self, expected: Expected) -> Expected:
         """What one device computes, or why that cannot be had."""
@@ -361,10 +372,11 @@ class Verifier:
         if located is not None and located.layer is not None:
             layer = located.layer
             return name_of(layer), advice_for_layer(layer, by_micro_batches=by_parts)
-        states = [one.difference.quantity for one in found if one.kind == "state"]
+        states = [one for one in found if one.kind == "state"]
         terms = [one.difference.quantity for one in found if one.kind == "term"]
         if not terms and states:
-            return states[0], advice_for_state()
+            variables = {id(one): one for one in self._one_device.states}
+            return states[0].difference.quantity, advice_for_state(variables[states[0].index])
         # All layers agree: it is the loss, if the few rows that were looked at show it too.
         shown = located is not None and bool(self._compare_terms(*located.stats))
         culprit = terms[0] if terms and shown else ""
