@@ -26,6 +26,7 @@ __all__ = ["meet"]
 _PROTOCOL = "tfmultigpu rendezvous 1"
 _LINE_LIMIT = 1 << 20
 _ATTEMPT_SECONDS = 2.0
+_CANCEL_SECONDS = 0.1
 _COMMIT_SECONDS = 10.0
 _RESOLVE_SECONDS = 10.0
 _Connections = dict[int, tuple[asyncio.StreamReader, asyncio.StreamWriter]]
@@ -165,10 +166,7 @@ class _Meeting:
             if not keep or self.problem is not None:
                 for _, writer in self.ready.values():
                     writer.close()
-            rest = asyncio.all_tasks() - {self.task}
-            for task in rest:
-                task.cancel()
-            await asyncio.gather(*rest, return_exceptions=True)
+            await _end(asyncio.all_tasks() - {self.task})
         return kept
 
     async def _listen(self) -> socket.socket:
@@ -202,8 +200,8 @@ class _Meeting:
         """Give the others time to hear of the problem."""
         assert self.problem is not None
         seconds = min(_LINGER_SECONDS[self.problem[0]], self.timeout)
-        with contextlib.suppress(TimeoutError, asyncio.TimeoutError):
-            await asyncio.wait_for(asyncio.gather(*self.dialers), seconds)
+        if self.dialers:
+            await asyncio.wait(self.dialers, timeout=seconds)
 
     async def _commit(self) -> None:
         """All cards are here; go when everybody says so."""
@@ -372,6 +370,20 @@ class _Meeting:
     def _name(self, peer: int) -> str:
         known = peer in range(len(self.addresses))
         return f"worker {peer} at {self.addresses[peer]}" if known else f"worker {peer}"
+
+
+async def _end(tasks: set[asyncio.Task[Any]]) -> None:
+    """Cancel tasks until all have ended.
+
+    Before Python 3.12 ``asyncio.wait_for`` swallows a cancellation that comes together with its
+    result, so asking once may leave a task running for ever.
+    """
+    left = tasks
+    while left:
+        for task in left:
+            task.cancel()
+        _, left = await asyncio.wait(left, timeout=_CANCEL_SECONDS)
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:
