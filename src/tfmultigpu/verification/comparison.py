@@ -17,6 +17,7 @@ from tfmultigpu.verification.trial import dense_outputs
 __all__ = [
     "Deviation",
     "beyond_rounding",
+    "compare_copies",
     "compare_gradients",
     "compare_outputs",
     "compare_states",
@@ -37,7 +38,7 @@ class Deviation:
         weight: Whether it is the weight of a term and not its sum.
     """
 
-    kind: Literal["term", "state", "gradient", "output", "layer"]
+    kind: Literal["term", "state", "copy", "gradient", "output", "layer"]
     index: int
     difference: Difference
     distance: float
@@ -96,6 +97,29 @@ def compare_states(
                 difference = Difference(f"the state {variable.path!r}", *apart[:2])
                 size = _size(computed.states[id(variable)])
                 found.append(Deviation("state", id(variable), difference, apart[2], size))
+                break
+    return found
+
+
+def compare_copies(
+    variables: Sequence[Any], strategy: Any, rounding: Rounding
+) -> list[Deviation]:
+    """Compares the copies of trained variables, which a layer may have assigned on its own replica.
+
+    Args:
+        variables: The trained variables that layers assigned to, Keras variables.
+        strategy: The strategy they live on.
+        rounding: The rounding of the model.
+    """
+    found = []
+    for variable in variables:
+        first, *others = [np.asarray(one) for one in _copies(variable, strategy)]
+        for other in others:
+            apart = largest_difference(first, other, rounding.bound)
+            if apart is not None:
+                name = f"the trained weight {variable.path!r}, which a layer assigns,"
+                difference = Difference(name, *apart[:2])
+                found.append(Deviation("copy", id(variable), difference, apart[2], _size(first)))
                 break
     return found
 
@@ -177,7 +201,11 @@ def beyond_rounding(
         return largest / max(_size(still), np.finfo("float64").tiny)
 
     # Not `distance <= ...`: what is not finite is beyond any rounding.
-    return [one for one in found if not one.distance <= margin * change(one) * one.size]
+    return [
+        one
+        for one in found
+        if one.kind == "copy" or not one.distance <= margin * change(one) * one.size
+    ]
 
 
 def _size(array: Any) -> float:

@@ -26,6 +26,7 @@ from tfmultigpu.verification.advice import (
 from tfmultigpu.verification.comparison import (
     Deviation,
     beyond_rounding,
+    compare_copies,
     compare_gradients,
     compare_outputs,
     compare_states,
@@ -298,6 +299,7 @@ class Verifier:
         found = self._compare_terms(computed.stats, stats)
         states = self._one_device.states
         found += compare_states(states, computed, self._strategy, self._rounding)
+        found += compare_copies(self._one_device.overwritten, self._strategy, self._rounding)
         if gradients is not None:
             variables = self._objective.model.trainable_variables
             each = [gradients.get(str(i)) for i in range(len(variables))]
@@ -356,7 +358,7 @@ class Verifier:
         if located is not None and located.layer is not None:
             layer = located.layer
             return name_of(layer), advice_for_layer(layer, by_micro_batches=by_parts)
-        states = [one.difference.quantity for one in found if one.kind == "state"]
+        states = [one.difference.quantity for one in found if one.kind in ("state", "copy")]
         terms = [one.difference.quantity for one in found if one.kind == "term"]
         if terms:
             return terms[0], advice_for_loss(by_micro_batches=by_parts)
