@@ -19,7 +19,7 @@ class Outcome:
     """What two replicas made of a program.
 
     Attributes:
-        said: ``"same"``, ``"told"``, ``"refused"`` or ``"SILENTLY DIFFERENT"``.
+        said: ``"same"``, ``"told"``, ``"unverified"``, ``"refused"`` or ``"SILENTLY DIFFERENT"``.
         apart: The largest difference of a variable from one device.
         moved: How far training moved the weights on one device.
         text: What was said.
@@ -91,4 +91,6 @@ def compare(case: Case, strategy: Any) -> Outcome:
     text = "; ".join(str(one.message) for one in [*told, *other])
     if told:
         return Outcome("told", apart, moved, text)
+    if any(issubclass(one.category, tmg.UnverifiedWarning) for one in other):
+        return Outcome("unverified", apart, moved, text)
     return Outcome("same" if apart < 1e-4 * moved else "SILENTLY DIFFERENT", apart, moved, text)

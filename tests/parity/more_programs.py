@@ -7,7 +7,42 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
-from programs import CLASSES, FEATURES, IDS, ROWS, Case, L, Program, X, Y, mse, sequential, with_layers, with_loss
+from layers_of_users import (
+    CondOnMean,
+    CountsSteps,
+    DropTokens,
+    MapRows,
+    MixUp,
+    NormalizesItsGradient,
+    Numpy,
+    Overwrites,
+    PenalizesItsWeights,
+    PythonCounter,
+    Quantizes,
+    Queue,
+    RunningRewards,
+    SamplesLatent,
+    StochasticDepth,
+    VariableCounter,
+    WeightNoise,
+    WhileLoop,
+    ZeroGate,
+)
+from programs import (
+    CLASSES,
+    FEATURES,
+    IDS,
+    ROWS,
+    AddsLoss,
+    Case,
+    L,
+    Program,
+    X,
+    mse,
+    sequential,
+    with_layers,
+    with_loss,
+)
 
 import tfmultigpu as tmg
 
@@ -29,39 +64,6 @@ def summed(values: Any, model: Any = None, **options: Any) -> Any:
         return Program(made, plain, {"loss": None, "forward": forward, **options})
 
     return build
-
-
-class SamplesLatent(L.Layer):
-    def __init__(self) -> None:
-        super().__init__()
-        self.seed_generator = keras.random.SeedGenerator(7)
-
-    def call(self, x: Any) -> Any:
-        mean, log_variance = keras.ops.split(x, 2, axis=-1)
-        kl = -0.5 * (1 + log_variance - mean**2 - keras.ops.exp(log_variance))
-        self.add_loss(0.1 * keras.ops.mean(keras.ops.sum(kl, axis=-1)))
-        noise = keras.random.normal(keras.ops.shape(mean), seed=self.seed_generator)
-        return mean + keras.ops.exp(0.5 * log_variance) * noise
-
-
-class Quantizes(L.Layer):
-    """VQ-VAE: straight-through, the codebook a moving average of what chose each code."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        start = lambda shape, dtype=None: tf.reshape(tf.linspace(-1.0, 1.0, 20), (4, 5))  # noqa: E731
-        self.codes = self.add_weight(shape=(4, 5), initializer=start, trainable=False)
-
-    def call(self, x: Any) -> Any:
-        apart = tf.reduce_sum((x[:, None] - self.codes[None]) ** 2, -1)
-        chosen = tf.one_hot(tf.argmin(apart, -1), 4)
-        quantized = chosen @ self.codes
-        mean = tf.math.divide_no_nan(tf.transpose(chosen) @ x, tf.reduce_sum(chosen, 0)[:, None])
-        used = tf.reduce_sum(chosen, 0)[:, None] > 0
-        moved = 0.8 * self.codes + 0.2 * tf.where(used, mean, self.codes)
-        self.codes.assign(tf.stop_gradient(moved))
-        self.add_loss(0.25 * tf.reduce_mean((tf.stop_gradient(quantized) - x) ** 2))
-        return x + tf.stop_gradient(quantized - x)
 
 
 def semi_hard(y: Any, predictions: Any) -> Any:
@@ -101,7 +103,7 @@ def over_positives(y: Any, predictions: Any) -> Any:
     return tf.reduce_sum(focal, 1) / tf.reduce_sum(t)
 
 
-def over_own_mean(model: Any, x: Any, y: Any) -> Any:
+def over_its_mean(model: Any, x: Any, y: Any) -> Any:
     values = tf.reduce_mean((y - model(x, training=True)) ** 2, 1)
     return values / tf.stop_gradient(tf.reduce_mean(values))
 
@@ -120,7 +122,9 @@ def reinforce(model: Any, x: Any, y: Any) -> Any:
     chosen = tf.argmax(y, -1)
     rewards = x[:, 0]
     advantage = rewards - tf.reduce_mean(rewards)
-    return advantage * tf.nn.sparse_softmax_cross_entropy_with_logits(chosen, model(x, training=True))
+    return advantage * tf.nn.sparse_softmax_cross_entropy_with_logits(
+        chosen, model(x, training=True)
+    )
 
 
 def zero_head() -> Any:
@@ -135,24 +139,6 @@ def balanced_zero_head(model: Any, x: Any, y: Any) -> Any:
     weights = labels @ (1 / (1 + tf.reduce_sum(labels, 0)))[:, None]
     weights = weights[:, 0] / tf.reduce_mean(weights)
     return weights * tf.nn.softmax_cross_entropy_with_logits(labels, model(x, training=True))
-
-
-class ZeroGate(L.Layer):
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate = self.add_weight(shape=(), initializer="zeros")
-
-    def call(self, x: Any) -> Any:
-        return x + self.gate * (x - tf.reduce_mean(x, 0))
-
-
-class ClipsItsGradient(L.Layer):
-    def call(self, x: Any) -> Any:
-        @tf.custom_gradient
-        def identity(x: Any) -> Any:
-            return tf.identity(x), lambda g: g / (tf.norm(g) + 1e-6) * 0.1
-
-        return identity(x)
 
 
 class GradientPenalty(keras.Model):
@@ -195,144 +181,12 @@ def mean_teacher(micro_batches: int) -> Any:
     return build
 
 
-class Queue(L.Layer):
-    """MoCo: keeps the last keys and compares with them."""
-
-    def __init__(self, gather: bool = False) -> None:
-        super().__init__()
-        self.keys = self.add_weight(shape=(10, FEATURES), initializer="ones", trainable=False)
-        self.gather = gather
-
-    def call(self, x: Any) -> Any:
-        old = self.keys.value
-        new = tmg.gather_rows(x) if self.gather else x
-        self.keys.assign(tf.concat([tf.stop_gradient(new), self.keys], 0)[:10])
-        return tf.concat([x, x @ tf.transpose(old)], 1)
-
-
-class RunningRewards(L.Layer):
-    def __init__(self) -> None:
-        super().__init__()
-        self.m = self.add_weight(shape=(), initializer="zeros", trainable=False)
-        self.n = self.add_weight(shape=(), initializer="ones", trainable=False)
-
-    def call(self, x: Any) -> Any:
-        rows = tf.cast(tf.shape(x)[0], "float32")
-        self.m.assign((self.m * self.n + tf.reduce_sum(x[:, 0])) / (self.n + rows))
-        self.n.assign_add(rows)
-        return x - self.m
-
-
-class CountsSteps(L.Layer):
-    def __init__(self, coupled: bool = False) -> None:
-        super().__init__()
-        self.steps = self.add_weight(shape=(), initializer="zeros", trainable=False)
-        self.coupled = coupled
-
-    def call(self, x: Any) -> Any:
-        self.steps.assign_add(1.0)
-        other = tf.reduce_mean(x, 0) if self.coupled else 0.1
-        return x + other * tf.cast(self.steps > 1.5, x.dtype)
-
-
-class PythonCounter(L.Layer):
-    calls = 0
-
-    def call(self, x: Any) -> Any:
-        self.calls += 1
-        return x * (1.0 + 0.5 * (self.calls % 2))
-
-
-class VariableCounter(L.Layer):
-    def __init__(self) -> None:
-        super().__init__()
-        self.steps = tf.Variable(0.0, trainable=False)
-
-    def call(self, x: Any) -> Any:
-        self.steps.assign_add(1.0)
-        return x * (1.0 + 0.1 * self.steps)
-
-
-class CondOnMean(L.Layer):
-    def call(self, x: Any) -> Any:
-        return tf.cond(tf.reduce_mean(x[:, 0]) > 0.0, lambda: x, lambda: -0.5 * x)
-
-
-class WhileLoop(L.Layer):
-    def call(self, x: Any) -> Any:
-        return tf.while_loop(lambda i, h: i < 3, lambda i, h: (i + 1, tf.tanh(h + x)), [0, x])[1]
-
-
-class MapRows(L.Layer):
-    def __init__(self, noise: bool = False) -> None:
-        super().__init__()
-        self.dropout = L.Dropout(0.5) if noise else None
-
-    def call(self, x: Any, training: bool = False) -> Any:
-        if self.dropout is None:
-            return tf.map_fn(lambda row: row / (1.0 + tf.norm(row)), x)
-        return tf.map_fn(lambda row: self.dropout(row[None], training=training)[0], x)
-
-
-class Numpy(L.Layer):
-    def call(self, x: Any) -> Any:
-        return x + tf.reshape(
-            tf.numpy_function(lambda x: x - x.mean(0), [tf.stop_gradient(x)], tf.float32), tf.shape(x)
-        )
-
-
-class WeightNoise(L.Layer):
-    """Noise on weights, whose shape is by chance that of a shard's rows."""
-
-    def __init__(self, shape: tuple[int, ...]) -> None:
-        super().__init__()
-        self.shape = shape
-        self.seed_generator = keras.random.SeedGenerator(9)
-
-    def call(self, x: Any) -> Any:
-        noise = keras.random.normal(self.shape, seed=self.seed_generator)
-        return x + 0.3 * tf.reduce_sum(noise * tf.cast(tf.range(self.shape[0]), "float32")[:, None], 0)[0]
-
-
-class DropTokens(L.Layer):
-    """Dropout on the tokens that are not padding, all rows' in one tensor."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table, self.dropout = L.Embedding(9, 4), L.Dropout(0.5)
-
-    def call(self, ids: Any, training: bool = False) -> Any:
-        flat = tf.RaggedTensor.from_tensor(ids, padding=0)
-        tokens = flat.with_flat_values(self.dropout(self.table(flat.flat_values), training=training))
-        return tf.reduce_sum(tokens, 1)
-
-
-class StochasticDepth(L.Layer):
-    def __init__(self, per_row: bool) -> None:
-        super().__init__()
-        self.seed_generator = keras.random.SeedGenerator(10)
-        self.per_row = per_row
-
-    def call(self, x: Any) -> Any:
-        shape = (tf.shape(x)[0], 1) if self.per_row else (1, 1)
-        keep = keras.random.uniform(shape, seed=self.seed_generator) < 0.5
-        return x + tf.cast(keep, x.dtype) * tf.tanh(x)
-
-
-class MixUp(L.Layer):
-    def __init__(self) -> None:
-        super().__init__()
-        self.seed_generator = keras.random.SeedGenerator(10)
-
-    def call(self, x: Any) -> Any:
-        share = keras.random.beta((), 0.4, 0.4, seed=self.seed_generator)
-        return share * x + (1 - share) * tf.reverse(x, [0])
-
-
 def unlabelled(model: Any, x: Any, y: Any) -> Any:
     predictions = model(x, training=True)
     labelled = y[:, 0] > 0.3
-    return tf.reduce_mean((tf.boolean_mask(y, labelled) - tf.boolean_mask(predictions, labelled)) ** 2, 1)
+    return tf.reduce_mean(
+        (tf.boolean_mask(y, labelled) - tf.boolean_mask(predictions, labelled)) ** 2, 1
+    )
 
 
 def centre_loss() -> Program:
@@ -386,9 +240,9 @@ def masked_attention() -> Program:
     return Program(model, mse, {"loss": "mse"})
 
 
-def global_seed() -> Program:
-    model = sequential(L.Dense(5, "tanh"))
-    return summed(lambda m, x, y: tf.reduce_mean((m(x + keras.random.normal(tf.shape(x), seed=3)) - y) ** 2, 1), lambda: model)()
+def fixed_seed(model: Any, x: Any, y: Any) -> Any:
+    noise = keras.random.normal(tf.shape(x), seed=3)
+    return tf.reduce_mean((model(x + noise) - y) ** 2, 1)
 
 
 def keras_loss(loss: Any, activation: str = "sigmoid") -> Any:
@@ -406,66 +260,153 @@ def keras_loss(loss: Any, activation: str = "sigmoid") -> Any:
     return build
 
 
-def half(policy: str, *layers: Any) -> Any:
+def norm_in_half(policy: str) -> Any:
     def build() -> Program:
         model = keras.Sequential(
-            [keras.Input((FEATURES,)), *[one(policy) for one in layers], L.Dense(CLASSES, dtype=policy), L.Activation("linear", dtype="float32")]
+            [
+                keras.Input((FEATURES,)),
+                L.Dense(5, dtype=policy),
+                L.BatchNormalization(dtype=policy),
+                L.Dense(CLASSES, dtype=policy),
+                L.Activation("linear", dtype="float32"),
+            ]
         )
         return Program(model, mse, {"loss": "mse"})
 
     return build
 
 
+def with_options(build: Any, **options: Any) -> Any:
+    def changed() -> Program:
+        program = build()
+        program.options.update(options)
+        return program
+
+    return changed
+
+
+def by_gradients(build: Any) -> Any:
+    """The loss of the first step shows nothing, the gradients do."""
+    return with_options(build, verify="gradients")
+
+
+def adds(loss: Any) -> Any:
+    return with_layers(lambda: L.Dense(4), lambda: AddsLoss(loss))
+
+
+def each_positive(x: Any) -> Any:
+    return tf.reduce_sum(tf.nn.relu(x)) / tf.reduce_sum(tf.cast(x > 0, "float32"))
+
+
+def paired_with_every_row(y: Any, predictions: Any) -> Any:
+    return (y[:, 0] - predictions[:, :1]) ** 2
+
+
 MORE_CASES = (
-    Case("VAE", with_layers(lambda: L.Dense(8), SamplesLatent), "same"),
-    Case("VQ-VAE with EMA", with_layers(lambda: L.Dense(5), Quantizes), "told"),
-    Case("semi-hard triplets", with_loss(semi_hard), "told"),
-    Case("SupCon", with_loss(sup_con), "told"),
-    Case("label smoothing by batch", with_loss(softened_by_the_batch), "told"),
-    Case("over the largest", with_loss(over_the_largest), "told"),
-    Case("focal over positives", with_loss(over_positives), "told"),
-    Case("A loss over its own mean", summed(over_own_mean), "told"),
-    Case("A PPO", summed(ppo), "told"),
-    Case("REINFORCE with batch baseline", summed(reinforce), "told"),
-    Case("A class balanced, zero head", summed(balanced_zero_head, zero_head), "told"),
-    Case("A zero gate", with_layers(ZeroGate), "told"),
-    Case("A clips its gradient", with_layers(lambda: L.Dense(5), ClipsItsGradient), "told"),
-    Case("WGAN-GP", summed(wgan_gp, GradientPenalty), "same"),
-    Case("WGAN-GP micro", summed(wgan_gp, GradientPenalty, micro_batches=2), "same"),
-    Case("mean teacher", mean_teacher(1), "same"),
-    Case("mean teacher micro", mean_teacher(2), "told"),
-    Case("queue", with_layers(Queue), "told"),
-    Case("queue gathered", with_layers(lambda: Queue(True)), "same"),
-    Case("running rewards", with_layers(RunningRewards), "told"),
-    Case("counts steps", with_layers(CountsSteps), "same"),
-    Case("A curriculum", with_layers(lambda: CountsSteps(True)), "told"),
-    Case("A python counter", with_layers(PythonCounter), "told"),
-    Case("variable counter", with_layers(VariableCounter), "told"),
-    Case("cond on mean", with_layers(CondOnMean), "told"),
-    Case("while loop", with_layers(WhileLoop), "same"),
-    Case("map_fn", with_layers(MapRows), "same"),
-    Case("map_fn dropout", with_layers(lambda: MapRows(True)), "told"),
-    Case("numpy", with_layers(Numpy), "told"),
-    Case("weight noise 4", with_layers(lambda: WeightNoise((4, 3))), "same"),
-    Case("weight noise 3", with_layers(lambda: WeightNoise((3, 3))), "same"),
-    Case("weight noise 7", with_layers(lambda: WeightNoise((7, 3))), "same"),
-    Case("weight noise 1, two rows", with_layers(lambda: WeightNoise((1, 3))), "same", sizes=(7, 2, 2, 1)),
-    Case("drop tokens", with_layers(DropTokens, inputs=(5,), dtype="int64"), "told", x=IDS),
-    Case("depth row", with_layers(lambda: StochasticDepth(True)), "same", sizes=(7, 2, 1, 7)),
-    Case("depth batch", with_layers(lambda: StochasticDepth(False)), "same", sizes=(7, 2, 1, 7)),
-    Case("mixup", with_layers(MixUp), "told"),
-    Case("unlabelled", summed(unlabelled), "same"),
-    Case("centre loss", centre_loss, "told"),
+    Case("VAE", with_layers(lambda: L.Dense(8), SamplesLatent), "same", sizes=(7, 2, 1, 7)),
+    Case(
+        "VAE in micro-batches",
+        with_options(with_layers(lambda: L.Dense(8), SamplesLatent), micro_batches=2),
+        "same",
+        sizes=(7, 3, 1, 7),
+    ),
+    Case("VQ-VAE", with_layers(lambda: L.Dense(5), Quantizes), "told", "Quantizes"),
+    Case("triplets by semi-hard mining", with_loss(semi_hard), "told", "gather_rows"),
+    Case("SupCon", with_loss(sup_con), "told", "gather_rows"),
+    Case("labels softened by the batch", with_loss(softened_by_the_batch), "told", "gather_rows"),
+    Case("a loss over the largest", with_loss(over_the_largest), "told", "gather_rows"),
+    Case("a focal loss over the positives", with_loss(over_positives), "told", "gather_rows"),
+    Case("a loss over its mean", by_gradients(summed(over_its_mean)), "told", "the gradient"),
+    Case("PPO, advantages normalized in the loss", by_gradients(summed(ppo)), "told"),
+    Case("REINFORCE with the batch as baseline", summed(reinforce), "told", "gather_rows"),
+    Case(
+        "balanced classes before a head of zeros",
+        by_gradients(summed(balanced_zero_head, zero_head)),
+        "told",
+        "the gradient",
+    ),
+    Case("a gate of zero", by_gradients(with_layers(ZeroGate)), "told", "ZeroGate"),
+    Case(
+        "a layer that normalizes its gradient",
+        by_gradients(with_layers(lambda: L.Dense(5), NormalizesItsGradient)),
+        "told",
+        "the gradient",
+    ),
+    Case("WGAN-GP", summed(wgan_gp, GradientPenalty), "same", sizes=(7, 2, 1, 7)),
+    Case("WGAN-GP in micro-batches", summed(wgan_gp, GradientPenalty, micro_batches=2), "same"),
+    Case("a mean teacher", mean_teacher(1), "same"),
+    Case("a mean teacher in micro-batches", mean_teacher(2), "told", "micro_batches=1"),
+    Case("a queue of keys", with_layers(Queue), "told", "Queue"),
+    Case("running rewards", with_layers(RunningRewards), "told", "RunningRewards"),
+    Case("a mean in a trained weight", with_layers(Overwrites), "told", "which a layer assigns"),
+    Case("a centre of each class", centre_loss, "told", "the state"),
+    Case("a counter of steps", with_layers(CountsSteps), "same"),
+    Case("a counter in Python", with_layers(PythonCounter), "told", "PythonCounter"),
+    Case("a counter in a tf.Variable", with_layers(VariableCounter), "unverified", "AssignAdd"),
+    Case("tf.numpy_function", with_layers(Numpy), "unverified", "PyFunc"),
+    Case("dropout in tf.map_fn", with_layers(lambda: MapRows(True)), "unverified", "Assign"),
+    Case("tf.map_fn", with_layers(MapRows), "same"),
+    Case("tf.while_loop", with_layers(WhileLoop), "same"),
+    Case("tf.cond on the mean", with_layers(CondOnMean), "told", "CondOnMean", sizes=(4, 4, 7)),
+    Case("noise of four rows", with_layers(lambda: WeightNoise((4, 3))), "same"),
+    Case("noise of one row", with_layers(lambda: WeightNoise((1, 3))), "same", sizes=(7, 2, 1)),
+    Case(
+        "dropout on the tokens of all rows",
+        with_layers(DropTokens, inputs=(5,), dtype="int64"),
+        "told",
+        x=IDS,
+    ),
+    Case(
+        "stochastic depth by row",
+        with_layers(lambda: StochasticDepth(True)),
+        "same",
+        sizes=(7, 2, 1, 7),
+    ),
+    Case(
+        "stochastic depth by batch",
+        with_layers(lambda: StochasticDepth(False)),
+        "same",
+        sizes=(7, 2, 1, 7),
+    ),
+    Case("mixup with the reversed batch", with_layers(MixUp), "told", "MixUp"),
+    Case("labels of some rows", summed(unlabelled), "same"),
     Case("two outputs", two_outputs, "same", y={"a": LABELS, "b": X[:, 1]}),
-    Case("masked lstm", masked_lstm, "same", x=IDS),
-    Case("attention", masked_attention, "same", x=IDS),
-    Case("global seed", global_seed, "same"),
-    Case("Dice", keras_loss(keras.losses.Dice), "told"),
-    Case("Tversky", keras_loss(keras.losses.Tversky), "told"),
-    Case("bf16 BN", half("mixed_bfloat16", lambda p: L.Dense(5, dtype=p), lambda p: L.BatchNormalization(dtype=p)), "told"),
-    Case("f16 BN", half("mixed_float16", lambda p: L.Dense(5, dtype=p), lambda p: L.BatchNormalization(dtype=p)), "told"),
-    Case("bf16 mean", half("mixed_bfloat16", lambda p: L.Dense(5, dtype=p), lambda p: L.Lambda(lambda x: x - 0.5 * tf.reduce_mean(x, 0), dtype=p)), "told"),
-    Case("f16 mean", half("mixed_float16", lambda p: L.Dense(5, dtype=p), lambda p: L.Lambda(lambda x: x - 0.5 * tf.reduce_mean(x, 0), dtype=p)), "told"),
-    Case("weights-only add_loss", with_layers(lambda: L.GroupNormalization(3)), "same"),
-    Case("spectral", with_layers(lambda: L.SpectralNormalization(L.Dense(5))), "same"),
+    Case("LSTM with dropout behind a mask", masked_lstm, "same", x=IDS, sizes=(7, 1, 7)),
+    Case("attention with dropout behind a mask", masked_attention, "same", x=IDS),
+    Case("noise by a seed that is a number", summed(fixed_seed), "same"),
+    Case("Dice over the batch", keras_loss(keras.losses.Dice), "refused", "one number"),
+    Case("Tversky over the batch", keras_loss(keras.losses.Tversky), "refused", "one number"),
+    Case("a loss of all pairs by accident", with_loss(paired_with_every_row), "refused"),
+    Case("local norm in bfloat16", norm_in_half("mixed_bfloat16"), "told"),
+    Case("local norm in float16", norm_in_half("mixed_float16"), "told"),
+    Case(
+        "minus the batch mean, compiled by XLA",
+        with_options(
+            with_layers(lambda: L.Lambda(lambda x: x - tf.reduce_mean(x, 0))), jit_compile=True
+        ),
+        "told",
+        "Lambda",
+    ),
+    Case("GroupNormalization", with_layers(lambda: L.GroupNormalization(3)), "same"),
+    Case(
+        "SpectralNormalization",
+        with_layers(lambda: L.SpectralNormalization(L.Dense(5))),
+        "same",
+    ),
+    Case("add_loss of weights alone", with_layers(PenalizesItsWeights), "same", sizes=(8, 7, 5)),
+    Case("add_loss of tf.nn.l2_loss", adds(tf.nn.l2_loss), "same", sizes=(8, 7, 5)),
+    Case(
+        "add_loss of a sum over a written number of rows",
+        adds(lambda x: tf.reduce_sum(x**2) / 8.0),
+        "same",
+        sizes=(8, 7, 5),
+    ),
+    Case(
+        "add_loss of a sum and a mean",
+        adds(lambda x: tf.reduce_sum(x**2) + tf.reduce_mean(x**2)),
+        "told",
+        "added loss",
+    ),
+    Case("add_loss over the positives", adds(each_positive), "told", "added loss"),
+    Case("add_loss of a maximum", adds(tf.reduce_max), "told", "added loss"),
 )

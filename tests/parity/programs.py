@@ -2,7 +2,8 @@
 
 Each is trained by a plain GradientTape on one device, with none of this library's code, and by the
 train step on two replicas. The outcome is ``"same"`` (weights as on one device), ``"told"`` (a
-ReplicaDependenceWarning) or ``"refused"`` (an error of this library).
+ReplicaDependenceWarning), ``"unverified"`` (an UnverifiedWarning) or ``"refused"`` (an error of
+this library).
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class Case:
     Attributes:
         name: What rows do to each other, in a few words.
         build: Makes the program; called in the scope.
-        outcome: ``"same"``, ``"told"`` or ``"refused"``.
+        outcome: ``"same"``, ``"told"``, ``"unverified"`` or ``"refused"``.
         says: A text in the warning or error.
         x: Features of three batches of seven rows.
         y: Labels.

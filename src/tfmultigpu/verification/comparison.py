@@ -101,9 +101,7 @@ def compare_states(
     return found
 
 
-def compare_copies(
-    variables: Sequence[Any], strategy: Any, rounding: Rounding
-) -> list[Deviation]:
+def compare_copies(variables: Sequence[Any], strategy: Any, rounding: Rounding) -> list[Deviation]:
     """Compares the copies of trained variables, which a layer may have assigned on its own replica.
 
     Args:
