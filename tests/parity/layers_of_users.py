@@ -114,11 +114,6 @@ class VariableCounter(L.Layer):
         return x * (1.0 + 0.1 * self.steps)
 
 
-class CondOnMean(L.Layer):
-    def call(self, x: Any) -> Any:
-        return tf.cond(tf.reduce_mean(x[:, 0]) > 0.0, lambda: x, lambda: -0.5 * x)
-
-
 class WhileLoop(L.Layer):
     def call(self, x: Any) -> Any:
         return tf.while_loop(lambda i, h: i < 3, lambda i, h: (i + 1, tf.tanh(h + x)), [0, x])[1]

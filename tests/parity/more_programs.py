@@ -8,7 +8,6 @@ import keras
 import numpy as np
 import tensorflow as tf
 from layers_of_users import (
-    CondOnMean,
     CountsSteps,
     DropTokens,
     MapRows,
@@ -347,7 +346,6 @@ MORE_CASES = (
     Case("dropout in tf.map_fn", with_layers(lambda: MapRows(True)), "unverified", "Assign"),
     Case("tf.map_fn", with_layers(MapRows), "same"),
     Case("tf.while_loop", with_layers(WhileLoop), "same"),
-    Case("tf.cond on the mean", with_layers(CondOnMean), "told", "CondOnMean", sizes=(4, 4, 7)),
     Case("noise of four rows", with_layers(lambda: WeightNoise((4, 3))), "same"),
     Case("noise of one row", with_layers(lambda: WeightNoise((1, 3))), "same", sizes=(7, 2, 1)),
     Case(
@@ -371,7 +369,7 @@ MORE_CASES = (
     Case("mixup with the reversed batch", with_layers(MixUp), "told", "MixUp"),
     Case("labels of some rows", summed(unlabelled), "same"),
     Case("two outputs", two_outputs, "same", y={"a": LABELS, "b": X[:, 1]}),
-    Case("LSTM with dropout behind a mask", masked_lstm, "same", x=IDS, sizes=(7, 1, 7)),
+    Case("LSTM with dropout behind a mask", masked_lstm, "same", x=IDS, sizes=(7, 1)),
     Case("attention with dropout behind a mask", masked_attention, "same", x=IDS),
     Case("noise by a seed that is a number", summed(fixed_seed), "same"),
     Case("Dice over the batch", keras_loss(keras.losses.Dice), "refused", "one number"),
