@@ -77,7 +77,7 @@ def test_a_difference_names_the_numbers_the_layer_the_line_to_write_and_the_user
     assert found.differences[0].quantity == "the loss"
     assert found.differences[0].one_device != found.differences[0].replicas
     assert str(warning.message) == str(found)
-    for part in ("the loss is ", "'sequential", "tmg.gather_rows(inputs)"):
+    for part in ("the loss is ", "'sequential", "tmg.gather_rows(tensor)"):
         assert part in str(found)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -362,7 +362,7 @@ def test_the_bound_follows_from_dtype_layers_and_additions() -> None:
     assert rounding.bound == pytest.approx(16 * 2**-23 * 3)
     assert rounding.of_sum("float32", 100) == pytest.approx(16 * 2**-23 * 3 + 4 * 2**-23 * 10)
     Layer.compute_dtype = "bfloat16"
-    assert Rounding([Layer()] * 9).bound == 4 * 2**-7
+    assert Rounding([Layer()] * 9).bound == 2**-7
     assert epsilon("float64") == 2**-52
     assert epsilon("bfloat16") == 2**-7
 

@@ -145,6 +145,14 @@ class BatchFunction:
                 offsets = rows_lib.shard_offsets(rows, shares)
                 return Shards(rows_lib.cut_rows(batch, shares, self._local), offsets)
 
+    def known_rows(self, batch: Any) -> int | None:
+        """Returns the rows of a global batch, None if nobody has said how many they are."""
+        rows = rows_lib.marked_global_rows(batch)
+        if rows is None:
+            shapes = [getattr(leaf, "shape", None) for leaf in tf.nest.flatten(batch)]
+            rows = next((shape[0] for shape in shapes if shape), None)
+        return None if rows is None else int(rows)
+
     def on_shards(self, shards: Shards) -> Any:
         """Runs the function on shards, outside of a ``tf.function``."""
         local = [tf.nest.flatten(shard) for shard in shards.local]

@@ -19,7 +19,7 @@ class Outcome:
     """What two replicas made of a program.
 
     Attributes:
-        said: ``"same"``, ``"told"``, ``"refused"`` or ``"SILENTLY DIFFERENT"``.
+        said: ``"same"``, ``"told"``, ``"unverified"``, ``"refused"`` or ``"SILENTLY DIFFERENT"``.
         apart: The largest difference of a variable from one device.
         moved: How far training moved the weights on one device.
         text: What was said.
@@ -31,10 +31,11 @@ class Outcome:
     text: str
 
 
-def batches(case: Case) -> list[tuple[np.ndarray, np.ndarray]]:
+def batches(case: Case) -> list[tuple[Any, Any]]:
     cut, start = [], 0
     for size in case.sizes:
-        cut.append((case.x[start : start + size], case.y[start : start + size]))
+        part = slice(start, start + size)
+        cut.append(tf.nest.map_structure(lambda one, part=part: one[part], (case.x, case.y)))
         start += size
     return cut
 
@@ -52,11 +53,14 @@ def on_one_device(case: Case) -> tuple[list[np.ndarray], list[np.ndarray]]:
     optimizer = keras.optimizers.SGD(0.1)
     for x, y in batches(case):
         with tf.GradientTape() as tape:
-            loss = program.plain(program.model, tf.constant(x), tf.constant(y))
+            constants = tf.nest.map_structure(tf.convert_to_tensor, (x, y))
+            loss = program.plain(program.model, *constants)
             loss += sum(tf.reduce_sum(one) for one in program.model.losses)
         variables = program.model.trainable_variables
         gradients = tape.gradient(loss, [one.value for one in variables])
-        optimizer.apply([tf.convert_to_tensor(one) for one in gradients], variables)
+        pairs = zip(gradients, variables, strict=True)
+        pairs = [(tf.convert_to_tensor(one), v) for one, v in pairs if one is not None]
+        optimizer.apply(*zip(*pairs, strict=True))
     return before, _values(program)
 
 
@@ -87,4 +91,6 @@ def compare(case: Case, strategy: Any) -> Outcome:
     text = "; ".join(str(one.message) for one in [*told, *other])
     if told:
         return Outcome("told", apart, moved, text)
+    if any(issubclass(one.category, tmg.UnverifiedWarning) for one in other):
+        return Outcome("unverified", apart, moved, text)
     return Outcome("same" if apart < 1e-4 * moved else "SILENTLY DIFFERENT", apart, moved, text)

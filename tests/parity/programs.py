@@ -2,7 +2,8 @@
 
 Each is trained by a plain GradientTape on one device, with none of this library's code, and by the
 train step on two replicas. The outcome is ``"same"`` (weights as on one device), ``"told"`` (a
-ReplicaDependenceWarning) or ``"refused"`` (an error of this library).
+ReplicaDependenceWarning), ``"unverified"`` (an UnverifiedWarning) or ``"refused"`` (an error of
+this library).
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class Case:
     Attributes:
         name: What rows do to each other, in a few words.
         build: Makes the program; called in the scope.
-        outcome: ``"same"``, ``"told"`` or ``"refused"``.
+        outcome: ``"same"``, ``"told"``, ``"unverified"`` or ``"refused"``.
         says: A text in the warning or error.
         x: Features of three batches of seven rows.
         y: Labels.
@@ -186,6 +187,11 @@ class Draws(L.Layer):
 
     def call(self, x: Any) -> Any:
         return x + 0.3 * self._draw(tf.shape(x), tf.cast(self.seed_generator.next(), tf.int32))
+
+
+def mean_in_a_layer() -> Program:
+    layer = KeepsMean()
+    return Program(sequential(layer), mse, {"loss": "mse"}, layer.mean.variables)
 
 
 def masked_norm() -> Program:
@@ -361,7 +367,7 @@ CASES = (
         with_layers(lambda: Counts("only_first_replica")),
         "told",
     ),
-    Case("a Mean inside a layer", with_layers(KeepsMean), "told", "state"),
+    Case("a Mean inside a layer", mean_in_a_layer, "told", "value for each row"),
     Case(
         "a metric updated inside forward, one row in the batch",
         metric_in_forward,

@@ -1,10 +1,11 @@
-"""Prints the table of ``programs.CASES``: ``python tests/parity/run.py [parts of names]``."""
+"""Prints the table of all programs: ``python tests/parity/run.py [parts of names]``."""
 
 from __future__ import annotations
 
 import sys
 
 from comparing import compare
+from more_programs import MORE_CASES
 from programs import CASES
 
 import tfmultigpu as tmg
@@ -15,7 +16,7 @@ def main(*parts: str) -> int:
     strategy = tmg.create_strategy(devices=list(devices))
     wrong = 0
     print("| program | two replicas | apart / moved | what is said |\n|---|---|---|---|")
-    for case in CASES:
+    for case in (*CASES, *MORE_CASES):
         if not parts or any(part in case.name for part in parts):
             found = compare(case, strategy)
             wrong += found.said != case.outcome

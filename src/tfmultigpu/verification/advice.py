@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["advice_for_layer", "advice_for_loss", "advice_for_state", "name_of"]
+__all__ = [
+    "advice_for_layer",
+    "advice_for_loss",
+    "advice_for_state",
+    "advice_for_weight",
+    "name_of",
+]
 
 # The images of a batch are mixed or compared by these; two of them only through Equalization, whose
 # histogram is that of all images together.
@@ -36,8 +42,8 @@ def advice_for_layer(layer: Any, *, by_micro_batches: bool) -> str:
     if by_micro_batches:
         return "It computes with several rows at once. Write micro_batches=1."
     return (
-        "It computes with several rows at once. Let it look at one row at a time (axis=-1), or at "
-        "all rows of the global batch: tmg.gather_rows(inputs)."
+        "It computes with several rows at once. Let it look at one row at a time (axis=-1), or "
+        "compute it in forward= from the rows of all replicas: tmg.gather_rows(tensor)."
     )
 
 
@@ -52,6 +58,14 @@ def advice_for_loss(*, by_micro_batches: bool) -> str:
         "What is computed for a row, its loss included, must depend on that row alone. Write a "
         "loss over the whole batch with tmg.gather_rows(tensor), which returns the rows of all "
         "replicas; docs/coupled-losses.md has examples."
+    )
+
+
+def advice_for_weight() -> str:
+    """Returns the line to write for a loss that is divided by something else on replicas."""
+    return (
+        "A LossSum holds the sum over the rows of one replica and their number. Write "
+        "tmg.LossSum(tf.reduce_sum(values), tf.size(values))."
     )
 
 

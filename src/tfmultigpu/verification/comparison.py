@@ -11,12 +11,13 @@ import tensorflow as tf
 
 from tfmultigpu.verification.one_device import Computed
 from tfmultigpu.verification.outcome import Difference
-from tfmultigpu.verification.rounding import Rounding, largest_difference
+from tfmultigpu.verification.rounding import Rounding, epsilon, largest_difference
 from tfmultigpu.verification.trial import dense_outputs
 
 __all__ = [
     "Deviation",
     "beyond_rounding",
+    "compare_copies",
     "compare_gradients",
     "compare_outputs",
     "compare_states",
@@ -37,7 +38,7 @@ class Deviation:
         weight: Whether it is the weight of a term and not its sum.
     """
 
-    kind: Literal["term", "state", "gradient", "output", "layer"]
+    kind: Literal["term", "state", "copy", "gradient", "output", "layer"]
     index: int
     difference: Difference
     distance: float
@@ -61,13 +62,14 @@ def compare_terms(
     found = []
     for i, term in enumerate(terms):
         elements = float(np.abs(one[count + i]))
-        for place in (i, count + i):
+        for place in (count + i, i):
             if place != i and term.fixed:
                 continue  # The same on every shard, and not to be added.
             exact = 0.0 if place == i else rounding.bound
             bound = rounding.of_sum(one.dtype, elements) - exact
             apart = largest_difference(one[place : place + 1], replicas[place : place + 1], bound)
-            if apart is not None:
+            # Rows that cancel leave the rounding of a mean of one.
+            if apart is not None and apart[2] > epsilon(one.dtype) * max(elements, 1.0):
                 name = _name(i, term) if place == i else f"the weight of {_name(i, term)}"
                 means = _means(apart[:2], term, one[count + i], replicas[count + i], place != i)
                 difference = Difference(name, *means)
@@ -96,6 +98,27 @@ def compare_states(
                 difference = Difference(f"the state {variable.path!r}", *apart[:2])
                 size = _size(computed.states[id(variable)])
                 found.append(Deviation("state", id(variable), difference, apart[2], size))
+                break
+    return found
+
+
+def compare_copies(variables: Sequence[Any], strategy: Any, rounding: Rounding) -> list[Deviation]:
+    """Compares the copies of trained variables, which a layer may have assigned on its own replica.
+
+    Args:
+        variables: The trained variables that layers assigned to, Keras variables.
+        strategy: The strategy they live on.
+        rounding: The rounding of the model.
+    """
+    found = []
+    for variable in variables:
+        first, *others = [np.asarray(one) for one in _copies(variable, strategy)]
+        for other in others:
+            apart = largest_difference(first, other, rounding.bound)
+            if apart is not None:
+                name = f"the trained weight {variable.path!r}, which a layer assigns,"
+                difference = Difference(name, *apart[:2])
+                found.append(Deviation("copy", id(variable), difference, apart[2], _size(first)))
                 break
     return found
 
@@ -177,7 +200,11 @@ def beyond_rounding(
         return largest / max(_size(still), np.finfo("float64").tiny)
 
     # Not `distance <= ...`: what is not finite is beyond any rounding.
-    return [one for one in found if not one.distance <= margin * change(one) * one.size]
+    return [
+        one
+        for one in found
+        if one.kind == "copy" or not one.distance <= margin * change(one) * one.size
+    ]
 
 
 def _size(array: Any) -> float:

@@ -1,4 +1,4 @@
-"""Finding operations of a graph that change something when they run, or that no two runs repeat."""
+"""Why a forward pass cannot be tried: it changes something, or no two runs of it are alike."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-__all__ = ["CannotVerifyError", "check_changes_nothing"]
+__all__ = ["CannotVerifyError", "check_changes_nothing", "first_line_of"]
 
 
 class CannotVerifyError(Exception):
@@ -59,3 +59,10 @@ def _draws(kind: str) -> str:
         f"the forward pass draws by {kind!r}, which no two runs repeat; draw by keras.random with "
         "a keras.random.SeedGenerator"
     )
+
+
+def first_line_of(error: Exception) -> str:
+    """Returns what happened, without what Keras puts before it and around it."""
+    lines = [re.sub(r"\x1b\[\d*m", "", line).strip() for line in str(error).splitlines()]
+    said = [line for line in lines if line and not line.startswith("Exception encountered when")]
+    return said[0] if said else type(error).__name__

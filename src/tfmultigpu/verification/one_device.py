@@ -43,10 +43,12 @@ class OneDevice:
 
     Attributes:
         states: The variables that layers assign to, Keras variables; known once run.
+        overwritten: Trained variables that layers assign to; likewise.
         terms: The terms of the loss, of which only names and kinds are used; likewise.
     """
 
     states: Sequence[Any] = ()
+    overwritten: Sequence[Any] = ()
     terms: Sequence[Any] = ()
 
     def __init__(
@@ -113,8 +115,14 @@ class OneDevice:
         if not self._jit_compile:
             return self._trace(batch, loss_scale, weights)
         # XLA draws other random numbers, so what is compiled is held to what is compiled.
-        compiled = tf.function(self._trace, jit_compile=True, autograph=False)
-        return dict(compiled(batch, loss_scale, weights))
+        variables = [variable for variable, _ in weights]
+
+        def trace(batch: Any, loss_scale: Any, values: list[Any]) -> dict[str, Any]:
+            return self._trace(batch, loss_scale, list(zip(variables, values, strict=True)))
+
+        # Keras variables are no arguments of a tf.function.
+        compiled = tf.function(trace, jit_compile=True, autograph=False)
+        return dict(compiled(batch, loss_scale, [value for _, value in weights]))
 
     def _trace(
         self, batch: Any, loss_scale: Any, weights: Sequence[tuple[Any, Any]]
@@ -128,6 +136,7 @@ class OneDevice:
                 loss = _loss(trial)
                 target = loss * tf.cast(loss_scale, loss.dtype)
         self.states, self.terms = trial.states, trial.terms
+        self.overwritten = trial.overwritten
         gradients: list[Any] = []
         if self._wants_gradients:
             scale = tf.cast(loss_scale, tf.float64)

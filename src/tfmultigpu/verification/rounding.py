@@ -4,7 +4,7 @@ The bound of a comparison is, relative to the larger number,
 
     16 * eps(compute dtype) * sqrt(layers) + 4 * eps(sum dtype) * sqrt(additions)
 
-with 4 in place of 16 * sqrt(layers) in half precision. The first part is the rounding of a forward
+with 1 in place of 16 * sqrt(layers) in half precision. The first part is the rounding of a forward
 pass whose kernels see other numbers of rows, which adds up like a random walk over the layers. The
 second is that of adding the rows in another order. Some networks amplify rounding further, so what
 exceeds the bound is measured before anybody is warned: one device computes the quantity again from
@@ -49,7 +49,7 @@ class Rounding:
             self.compute = max(self.compute, 2.0**-10)
         # That would bound nothing in half precision, whose rounding is measured where it matters.
         half = self.compute > 1e-5
-        self.bound = self.compute * (4.0 if half else 16.0 * math.sqrt(len(layers)))
+        self.bound = self.compute * (1.0 if half else 16.0 * math.sqrt(len(layers)))
         self.margin = 4.0 if half else 16.0
 
     def of_sum(self, dtype: Any, additions: float) -> float:

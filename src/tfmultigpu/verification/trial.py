@@ -36,6 +36,7 @@ class Trial:
         terms: The terms of the loss; see ``Objective``.
         stats: Their sums, then their weights; see ``objectives.stack``.
         states: The variables that layers and metrics assigned to, Keras variables.
+        overwritten: The trained variables among what they assigned to, which are not in ``states``.
         values: What they would have been assigned.
         outputs: The dense outputs, of a forward pass whose outputs are wanted.
         calls: Each layer call that ended, in order, with its dense outputs.
@@ -44,6 +45,7 @@ class Trial:
     terms: Sequence[Any]
     stats: Any
     states: list[Any]
+    overwritten: list[Any]
     values: list[Any]
     outputs: list[Any]
     calls: list[tuple[Any, list[Any]]]
@@ -78,13 +80,14 @@ def try_forward(
         terms, outputs = objective(batch, training=training)
     check_changes_nothing(graph, graph.get_operations()[before:])
     states = [one for one in held.variables if not one.trainable]
+    overwritten = [one for one in held.variables if one.trainable]
     values = [held.current(one) for one in states]
     dense = [
         (layer, [one for one in dense_outputs(result) if one.graph is graph])
         for layer, result in calls
     ]
     stats = stack(terms, row_weight)
-    return Trial(terms, stats, states, values, dense_outputs(outputs), dense)
+    return Trial(terms, stats, states, overwritten, values, dense_outputs(outputs), dense)
 
 
 def dense_outputs(outputs: Any) -> list[Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import re
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -21,17 +20,19 @@ from tfmultigpu.verification.advice import (
     advice_for_layer,
     advice_for_loss,
     advice_for_state,
+    advice_for_weight,
     name_of,
 )
 from tfmultigpu.verification.comparison import (
     Deviation,
     beyond_rounding,
+    compare_copies,
     compare_gradients,
     compare_outputs,
     compare_states,
     compare_terms,
 )
-from tfmultigpu.verification.effects import CannotVerifyError
+from tfmultigpu.verification.effects import CannotVerifyError, first_line_of
 from tfmultigpu.verification.expectation import Expected
 from tfmultigpu.verification.global_batch import first_rows, join, size_in_bytes
 from tfmultigpu.verification.history import remember
@@ -105,6 +106,14 @@ class Verifier:
         """The variables of the model."""
         return list(self._objective.model.variables)
 
+    def _is_small(self, rows: int | None) -> bool:
+        """Whether a batch has so few rows that nothing of it is cut."""
+        if rows is None or rows >= max(self._strategy.num_replicas_in_sync, 2):
+            return False
+        reason = "the batch had fewer rows than there are replicas, so each computed all of it"
+        self._note(Verification("not verified", 0, rows, reason))
+        return True
+
     @property
     def is_due(self) -> bool:
         """Whether the next step is to be verified."""
@@ -130,7 +139,7 @@ class Verifier:
         Returns:
             The result without the terms.
         """
-        if not self.is_due:
+        if not self.is_due or self._is_small(function.known_rows(batch)):
             logs = dict(function(batch))
             del logs[TERMS]
             return logs
@@ -175,11 +184,8 @@ class Verifier:
         Returns:
             What ``conclude`` is to be given after the step; None if the batch shows nothing.
         """
-        rows = int(shards.global_rows)
-        if rows < max(self._strategy.num_replicas_in_sync, 2):
+        if self._is_small(int(shards.global_rows)):
             self._attempts -= 0 if self._always else 1
-            reason = "the batch had fewer rows than there are replicas, so each computed all of it"
-            self._note(Verification("not verified", 0, rows, reason))
             return None
         scale = 1.0 if loss_scale is None else loss_scale.value()
         local = tf.nest.map_structure(as_tensor, shards.local)
@@ -221,7 +227,7 @@ class Verifier:
             except (WorkerLostError, ReplicaDependenceWarning):
                 raise
             except Exception as error:  # A check must not end a training that goes well.
-                failure = f"the comparison failed, {type(error).__name__}: {_first_line(error)}"
+                failure = f"the comparison failed, {type(error).__name__}: {first_line_of(error)}"
                 expected = dataclasses.replace(expected, failure=failure)
         if expected.failure:
             rows = int(expected.shards.global_rows)
@@ -278,7 +284,7 @@ class Verifier:
         except Exception as error:  # The user's code may raise anything; training goes on.
             failure = (
                 f"the forward pass fails outside of replicas, {type(error).__name__}: "
-                f"{_first_line(error)}"
+                f"{first_line_of(error)}"
             )
             return dataclasses.replace(expected, failure=failure)
         return dataclasses.replace(expected, batch=batch, computed=computed)
@@ -314,6 +320,7 @@ class Verifier:
         found = self._compare_terms(computed.stats, stats)
         states = self._one_device.states
         found += compare_states(states, computed, self._strategy, self._rounding)
+        found += compare_copies(self._one_device.overwritten, self._strategy, self._rounding)
         if gradients is not None:
             variables = self._objective.model.trainable_variables
             each = [gradients.get(str(i)) for i in range(len(variables))]
@@ -372,19 +379,15 @@ class Verifier:
         if located is not None and located.layer is not None:
             layer = located.layer
             return name_of(layer), advice_for_layer(layer, by_micro_batches=by_parts)
-        states = [one for one in found if one.kind == "state"]
-        terms = [one.difference.quantity for one in found if one.kind == "term"]
+        states = [one for one in found if one.kind in ("state", "copy")]
+        terms = [one for one in found if one.kind == "term"]
         if not terms and states:
-            variables = {id(one): one for one in self._one_device.states}
+            assigned = [*self._one_device.states, *self._one_device.overwritten]
+            variables = {id(one): one for one in assigned}
             return states[0].difference.quantity, advice_for_state(variables[states[0].index])
+        if terms and terms[0].weight:
+            return terms[0].difference.quantity, advice_for_weight()
         # All layers agree: it is the loss, if the few rows that were looked at show it too.
         shown = located is not None and bool(self._compare_terms(*located.stats))
-        culprit = terms[0] if terms and shown else ""
+        culprit = terms[0].difference.quantity if terms and shown else ""
         return culprit, advice_for_loss(by_micro_batches=by_parts)
-
-
-def _first_line(error: Exception) -> str:
-    """What happened, without what Keras puts before it and around it."""
-    lines = [re.sub(r"\x1b\[\d*m", "", line).strip() for line in str(error).splitlines()]
-    said = [line for line in lines if line and not line.startswith("Exception encountered when")]
-    return said[0] if said else type(error).__name__
