@@ -307,7 +307,7 @@ def test_a_state_computed_from_the_rows_of_one_replica_is_warned_about_once(many
     strategy = tmg.create_strategy(devices=2)
     step = step_of(strategy, own(lambda: InputAverage(over_replicas=False)))
     step((X[:1], Y[:1]))  # Both replicas have this row, so their states agree.
-    text = r"copies on 2 replicas now differ.*input_average.*/mean'\].*all_reduce\('SUM'"
+    text = r"depends on the cut is \S*(InputAverage|the state) '.*input_average"
     data = tf.data.Dataset.from_tensor_slices((X, Y)).batch(6)
     with pytest.warns(tmg.ReplicaDependenceWarning, match=text):
         _ = step.run(iter(data), 2) if many else step((X, Y))
@@ -323,15 +323,18 @@ def test_layers_that_mix_the_images_of_a_batch_are_warned_about(name: str) -> No
         mixed = layers.Pipeline([layers.Rescaling(2.0), getattr(layers, name)(name="mixing")])
         return classifier(keras.Model(inputs, layers.Dense(4)(layers.Flatten()(mixed(inputs)))))
 
-    with pytest.warns(tmg.ReplicaDependenceWarning, match=r"\['mixing'\].*dataset.map\(lambda"):
-        step_of(strategy, build)
+    images = normal(6, 4, 4, 3, seed=5)
+    with pytest.warns(tmg.ReplicaDependenceWarning, match=r"mixing'.*dataset.map\(lambda"):
+        step_of(strategy, build)((images, Y[:6]))
 
 
-def test_unused_weights_are_warned_about_by_nobody_and_stay() -> None:
-    """Keras warns of missing gradients once for each replica; a step leaves such weights alone."""
+def test_unused_weights_are_warned_about_once_and_stay() -> None:
+    """Keras warns of missing gradients once for each replica."""
     strategy = tmg.create_strategy(devices=2)
     step = step_of(strategy, subclassed(Detour))
-    step((X, Y))
+    with pytest.warns(UserWarning, match="No gradient reaches some trainable variables") as caught:
+        step((X, Y))
+    assert len(caught) == 1
     before = step.model.dropped.kernel.numpy()
     step((X, Y))
     np.testing.assert_array_equal(step.model.dropped.kernel.numpy(), before)
