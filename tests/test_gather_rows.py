@@ -215,6 +215,7 @@ def test_two_workers() -> None:
             np.testing.assert_allclose(found["losses"], losses, rtol=5e-6, atol=2e-6, err_msg=where)
 
 
+@pytest.mark.filterwarnings("ignore:The result depends on how the batch was cut")
 def test_without_the_other_rows_the_result_is_another() -> None:
     """What the tests above would find if rows were gathered of one replica alone."""
 

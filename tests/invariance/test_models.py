@@ -286,6 +286,7 @@ CASES = [
 ]
 
 
+@pytest.mark.filterwarnings("ignore:No gradient reaches some trainable variables")
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_replicas_give_what_one_device_gives(case: Case) -> None:
     case.hold()
