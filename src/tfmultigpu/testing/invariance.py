@@ -286,8 +286,9 @@ def _on_replicas(
             strategy,
             loss_weights=training.loss_weights,
             forward=training.forward,
+            verify=False,  # Compared below, number by number.
         )
-        predict = make_predict_step(training.model, strategy)
+        predict = make_predict_step(training.model, strategy, verify=False)
         ends |= _outputs(
             batches, lambda batch: evaluate(batch)["loss"], predict, training.forward is None
         )
