@@ -188,7 +188,8 @@ class TrainStep:
             self._seen_a_batch = True
         if first:
             self._layers = all_layers(self.model)
-        self.shard_update, self.shard_update_reason = plan
+        if first or plan.sharded != self.shard_update:
+            self.shard_update, self.shard_update_reason = plan
         self.loss_scale = make_loss_scale(self._asked_loss_scale, self.optimizer, self.strategy)
         self._settings.note(self.optimizer)
         self._use(self._what_is_frozen())
