@@ -179,6 +179,7 @@ def test_an_evaluation_without_penalties_does_not_look(monkeypatch: Any) -> None
     step((X, Y))
 
 
+@pytest.mark.filterwarnings("ignore:The model has no trainable variables")
 @pytest.mark.parametrize("shard", [False, True])
 def test_all_frozen_from_the_first_step_trains_when_thawed(shard: bool) -> None:
     """Keras does not build an optimizer before it has something to train."""
