@@ -19,6 +19,7 @@ import tensorflow as tf
 from tfmultigpu import _bridge
 from tfmultigpu import rows as rows_lib
 from tfmultigpu.losses import LossTerm
+from tfmultigpu.randomness import dropout_drawn_by
 from tfmultigpu.traces import any_rows, take
 from tfmultigpu.trials import beside, made_up
 
@@ -189,7 +190,10 @@ def _without_effects(values: Sequence[tuple[Any, Any]], seeds: Any) -> Iterator[
     import keras
 
     draws: dict[str, Callable[..., Any]] = dict.fromkeys(_SHAPED, _same_for_every_row)
-    draws |= {"stateless_dropout": _dropout, "global_seed_generator": lambda _: seeds}
+    draws |= {
+        "stateless_dropout": dropout_drawn_by(_same_for_every_row),
+        "global_seed_generator": lambda _: seeds,
+    }
     with (
         keras.StatelessScope(state_mapping=values, initialize_variables=False),
         _bridge.replacing_draws(draws),
@@ -214,19 +218,3 @@ def _same_for_every_row(original: Any, shape: Any, *args: Any, **kwargs: Any) ->
     shape = tf.convert_to_tensor(shape, tf.int32)
     one = tf.concat([tf.minimum(shape[:1], 1), shape[1:]], 0)
     return tf.broadcast_to(original(one, *args, **kwargs), shape)
-
-
-def _dropout(
-    original: Any,
-    x: Any,
-    rate: Any,
-    seed: Any,
-    rng_alg: Any = None,
-    noise_shape: Any = None,
-    name: Any = None,
-) -> Any:
-    def sampler(shape: Any, dtype: Any) -> Any:
-        uniform = _bridge.original_draw("stateless_uniform")
-        return _same_for_every_row(uniform, shape, seed, dtype=dtype)
-
-    return tf.nn.experimental.general_dropout(x, rate, sampler, noise_shape, name)

@@ -29,7 +29,7 @@ from tfmultigpu.draw_places import Places
 from tfmultigpu.draw_shapes import as_shape, is_by_row
 from tfmultigpu.seeds import GlobalSeeds
 
-__all__ = ["HeldRows", "drawing_rows"]
+__all__ = ["HeldRows", "drawing_rows", "dropout_drawn_by"]
 
 _AUTOMATIC = (None, 3, "auto_select")  # Philox on a CPU or GPU, compiled by XLA or not.
 
@@ -128,9 +128,11 @@ def drawing_rows(held: HeldRows) -> AbstractContextManager[None]:
         "stateless_binomial": _binomial,
         "stateless_poisson": _poisson,
         "stateless_parameterized_truncated_normal": _parameterized_truncated_normal,
-        "stateless_dropout": _dropout,
     }
-    by_row = {name: functools.partial(draw, held) for name, draw in replacements.items()}
+    by_row: dict[str, Callable[..., Any]] = {
+        name: functools.partial(draw, held) for name, draw in replacements.items()
+    }
+    by_row["stateless_dropout"] = dropout_drawn_by(by_row["stateless_uniform"])
     others: dict[str, Callable[..., Any]] = {
         "global_seed_generator": held.seeds.on_replica,
         "next": held.seeds.next_of,
@@ -195,21 +197,29 @@ def _normal(
     return drawn * tf.convert_to_tensor(stddev, dtype) + tf.convert_to_tensor(mean, dtype)
 
 
-def _dropout(
-    held: HeldRows,
-    original: Any,
-    x: Any,
-    rate: Any,
-    seed: Any,
-    rng_alg: Any = None,
-    noise_shape: Any = None,
-    name: Any = None,
-) -> Any:
-    def sampler(shape: Any, dtype: Any) -> Any:
-        original_uniform = _bridge.original_draw("stateless_uniform")
-        return _uniform(held, original_uniform, shape, seed, dtype=dtype, alg=rng_alg)
+def dropout_drawn_by(uniform: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns what takes the place of ``tf.nn.experimental.stateless_dropout``.
 
-    return tf.nn.experimental.general_dropout(x, rate, sampler, noise_shape, name)
+    Args:
+        uniform: What takes the place of ``tf.random.stateless_uniform``, ``f(original, ...)``.
+    """
+
+    def dropout(
+        original: Any,
+        x: Any,
+        rate: Any,
+        seed: Any,
+        rng_alg: Any = "auto_select",
+        noise_shape: Any = None,
+        name: Any = None,
+    ) -> Any:
+        def sampler(shape: Any, dtype: Any) -> Any:
+            stock = _bridge.original_draw("stateless_uniform")
+            return uniform(stock, shape, seed, dtype=dtype, alg=rng_alg or "auto_select")
+
+        return tf.nn.experimental.general_dropout(x, rate, sampler, noise_shape, name)
+
+    return dropout
 
 
 def _draw(
