@@ -105,6 +105,28 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(skip)
 
 
+@pytest.fixture(autouse=True)
+def leaves_no_scope_behind() -> Iterator[None]:
+    """Holds that a test, passed or failed, leaves the scopes of Keras and TensorFlow."""
+    yield
+    import keras
+    import tensorflow as tf
+
+    made = keras.Variable(1.0)  # An error in a scope that holds assignments.
+    made.assign(2.0)
+    assert float(made.numpy()) == 2.0
+    assert not tf.distribute.has_strategy()
+    assert tf.executing_eagerly()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def forgets_strategies_of_other_files() -> None:
+    """Has a file begin as a process does: with no strategy of several replicas."""
+    from tfmultigpu.living_strategies import living
+
+    living.forget()
+
+
 @pytest.fixture
 def interruptible() -> Iterator[None]:
     """Makes SIGINT a ``KeyboardInterrupt``, even if the tests run in the background.

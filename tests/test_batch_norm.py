@@ -112,18 +112,20 @@ def test_micro_batches_meet_behind_a_mask():
     """Each sees its own rows, as documented: two of one replica are two smaller batches."""
     batches = batches_of(TOKENS)
     run = Replicated(2, behind_an_embedding, sgd, crossentropy(), micro_batches=2)
-    result = run.train(batches)
+    with pytest.warns(tmg.ReplicaDependenceWarning, match="the rows of one micro-batch"):
+        result = run.train(batches)
     assert np.isfinite(result.losses).all()
     for variable in run.model.non_trainable_variables:
         one, other = run.strategy.experimental_local_results(variable.value)
         np.testing.assert_array_equal(one.numpy(), other.numpy(), err_msg=variable.path)
 
 
-@pytest.mark.filterwarnings("ignore:BatchNormalization sees only the rows")
 def test_a_layer_that_is_not_synchronized_is_left_alone():
     batches = batches_of(TOKENS)
     expected = ByHand(not_synchronized, sgd, crossentropy()).train(batches)
-    result = Replicated(2, not_synchronized, sgd, crossentropy()).train(batches)
+    run = Replicated(2, not_synchronized, sgd, crossentropy())
+    with pytest.warns(tmg.ReplicaDependenceWarning, match="only the rows of its own replica"):
+        result = run.train(batches)
     assert difference(result.weights, expected.weights) > 1e-3
 
 

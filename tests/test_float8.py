@@ -12,7 +12,7 @@ import tensorflow as tf
 from one_device import ByHand, Replicated, assert_same, cut, difference, hold, strategy_of
 
 import tfmultigpu as tmg
-from tfmultigpu import multistep, reductions, steps
+from tfmultigpu import multistep, reductions, train_step
 
 _random = np.random.default_rng(4)
 X = _random.normal(size=(20, 4)).astype("float32")
@@ -123,7 +123,7 @@ def test_biases_to_the_precision_in_which_keras_sums_them() -> None:
 
 
 def test_by_collectives_as_on_accelerators(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (reductions, steps, multistep):
+    for module in (reductions, train_step, multistep):
         monkeypatch.setattr(module, "all_on_local_cpus", lambda _: False)
     hold(3, quantized, sgd, LOSS, BATCHES)
 

@@ -66,6 +66,7 @@ def on_one_device(make: Callable[[], Any], frozen: set[tuple[int, int]]) -> list
     return train(device, step, frozen)
 
 
+@pytest.mark.filterwarnings("ignore:The model has no trainable variables")
 @pytest.mark.parametrize(
     ("frozen", "kind", "overwrite", "replicas", "shard"),
     [

@@ -135,10 +135,12 @@ def test_with_other_micro_batches_on_each_replica() -> None:
 
 
 def test_compiled_by_xla() -> None:
+    """XLA on one device cannot read a metric's parts on all: the step says it is not verified."""
     made = Made(2)
     options = {"forward": made.forward, "jit_compile": True}
     step = tmg.make_train_step(made.model, made.optimizer, None, made.strategy, **options)
-    made.hold(step, (1, 3))
+    with pytest.warns(tmg.UnverifiedWarning, match="Trying to access resource watched/total"):
+        made.hold(step, (1, 3))
 
 
 @pytest.mark.parametrize("replicas", [2, 3, 4])

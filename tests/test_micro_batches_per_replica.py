@@ -162,6 +162,7 @@ def watched(seen):
     return build
 
 
+@pytest.mark.filterwarnings("ignore:The step could not be held")  # Python code in a layer.
 def test_no_replica_holds_more_rows_than_planned() -> None:
     seen: list[tuple[int, int]] = []
     shares, maximum = (15, 5), (15, 2)
@@ -180,6 +181,7 @@ def test_no_replica_holds_more_rows_than_planned() -> None:
     assert sorted(seen) == [(0, 1), (1, 1)]
 
 
+@pytest.mark.filterwarnings("ignore:The step could not be held")  # Python code in a layer.
 def test_alike_on_all_replicas_no_more_parts_than_rows() -> None:
     seen: list[tuple[int, int]] = []
     step = make_step(strategy_of(2), watched(seen), micro_batches=8)

@@ -112,8 +112,8 @@ def _kind() -> Any:
             return super().__enter__()
 
         def __exit__(self, *args: Any) -> None:
+            _current.scope = self._before  # Keras initializes variables now, which may fail.
             super().__exit__(*args)
-            _current.scope = self._before
 
         def current(self, variable: Any) -> tf.Tensor:
             value = self._found(variable)
@@ -177,8 +177,8 @@ def _left() -> Iterator[None]:
         yield
         return
     before, scope.original_scope = scope.original_scope, None
-    keras.StatelessScope.__exit__(scope)
     try:
+        keras.StatelessScope.__exit__(scope)
         yield
     finally:
         keras.StatelessScope.__enter__(scope)

@@ -38,6 +38,11 @@ class LivingStrategies:
             gc.collect()
         return self._now()
 
+    def forget(self) -> None:
+        """Begins with none again."""
+        with self._lock:
+            self._strategies.clear()
+
     def _now(self) -> tuple[tf.distribute.Strategy, ...]:
         with self._lock:
             return tuple(self._strategies)

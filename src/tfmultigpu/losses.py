@@ -164,13 +164,14 @@ def loss_term(loss: Any, y_true: Any, y_pred: Any, sample_weight: Any = None) ->
         sample_weight: Weights, or None.
     """
     unreduced: list[Any] = []
-    if _may_mix_axes(loss, y_true, y_pred, sample_weight):
+    couples = isinstance(loss, _couples_examples())
+    if not couples and _may_mix_axes(loss, y_true, y_pred, sample_weight):
         shapes = y_true, y_pred, sample_weight
         check_row_axes(loss, _elementwise(loss, []), *shapes, throughout=_is_from_keras(loss))
     values = _elementwise(loss, unreduced)(y_true, y_pred, sample_weight)
     # Before weights, which may have the rows that the loss has lost.
     plain = tf.convert_to_tensor(unreduced[0]) if unreduced else values
-    if plain.shape.rank == 0 or isinstance(loss, _couples_examples()):
+    if couples or plain.shape.rank == 0:
         raise LossError(
             f"The loss {loss.name!r} is one number for a batch, or compares its examples with each "
             "other. Several replicas then cannot tell what each example contributes, and the "

@@ -283,7 +283,7 @@ def test_a_loss_that_couples_examples_is_refused(name: str) -> None:
 @pytest.mark.parametrize("name", sorted(WHOLE_BATCH))
 def test_a_loss_over_the_whole_batch_is_refused(name: str) -> None:
     with pytest.raises(tmg.LossError, match=r"'(dice|tversky)' is one number for a batch"):
-        one_step(name)
+        one_step(name, np.eye(3, dtype="float32")[CLASSES])
 
 
 @pytest.mark.parametrize("name", sorted(WITHOUT_A_NAME))
@@ -294,9 +294,9 @@ def test_a_loss_without_a_name_is_refused(name: str) -> None:
         one_step(name)
 
 
-def one_step(loss: str) -> None:
+def one_step(loss: str, labels: Any = CLASSES) -> None:
     strategy = strategy_of(2)
     with strategy.scope():
         model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3)])
         optimizer = sgd()
-    tmg.make_train_step(model, optimizer, loss, strategy)((X, CLASSES))
+    tmg.make_train_step(model, optimizer, loss, strategy)((X, labels))

@@ -235,6 +235,7 @@ def test_every_optimizer_of_keras_is_here() -> None:
 # Optimizers of several optimizers -----------------------------------------------------------------
 
 
+@pytest.mark.filterwarnings("ignore:No gradient reaches some trainable variables")
 def test_several_optimizers_where_an_output_is_not_trained() -> None:
     """Keras by itself refuses gradients for some of the variables of a MultiOptimizer."""
 

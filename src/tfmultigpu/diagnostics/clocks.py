@@ -98,15 +98,15 @@ class _ClockedPhase:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.phase, name)
 
-    def __call__(self, shards: Shards, loss_scale: Any) -> list[list[tf.Tensor]]:
+    def __call__(self, shards: Shards, loss_scale: Any) -> tuple[list[list[tf.Tensor]], Any]:
         leaves = tf.nest.flatten(shards.local, expand_composites=True)
         begin = _clock([tf.size(leaf) for leaf in leaves if tf.is_tensor(leaf)])
         with tf.control_dependencies([begin]):
-            values = self.phase(shards, loss_scale)
+            values, states = self.phase(shards, loss_scale)
         ends = [_clock(one) for one in values]
         self.times = [begin, *ends]
         with tf.control_dependencies(ends):
-            return [[_after(None, tensor) for tensor in one] for one in values]
+            return [[_after(None, tensor) for tensor in one] for one in values], states
 
 
 def _clock(tensors: Sequence[Any]) -> Any:

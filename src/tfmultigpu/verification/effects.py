@@ -16,7 +16,8 @@ class CannotVerifyError(Exception):
 _HARMLESS = re.compile(
     r"ReadVariableOp|VarHandleOp|VarIsInitializedOp|VariableShape|ResourceGather(Nd)?|Assert|Print"
     r"(V2)?|(Stateful)?PartitionedCall|If|While|Case|LookupTable(Find|Size|Export)(V2)?"
-    r"|CudnnRNNV[23]|Placeholder\w*"
+    r"|CudnnRNN(V[23])?|Placeholder\w*|CheckNumerics(V2)?|Debug(Identity|NumericSummary)\w*"
+    r"|StatelessRandomGetAlg|Empty|DeviceIndex|GuaranteeConst|DisableCopyOnRead|HashTable(V2)?"
 )
 _CHANGES = re.compile(
     r"Assign\w*|Resource(Scatter|Apply|SparseApply|CountUpTo|StridedSliceAssign)\w*"
@@ -61,8 +62,13 @@ def _draws(kind: str) -> str:
     )
 
 
+_AROUND = re.compile(
+    r"Exception encountered when|Graph execution error|Detected at node|File \"|\[\[\{\{|<stack"
+)
+
+
 def first_line_of(error: Exception) -> str:
-    """Returns what happened, without what Keras puts before it and around it."""
+    """Returns what happened, without what Keras and TensorFlow put before it and around it."""
     lines = [re.sub(r"\x1b\[\d*m", "", line).strip() for line in str(error).splitlines()]
-    said = [line for line in lines if line and not line.startswith("Exception encountered when")]
+    said = [line for line in lines if line and not _AROUND.match(line)]
     return said[0] if said else type(error).__name__
