@@ -159,10 +159,14 @@ class Meeting:
                     writer.write(self.pen.answer(*self._kind("go"), self.asked[peer]))
                     await asyncio.wait_for(writer.drain(), _ATTEMPT_SECONDS)
             return
+        # The first worker may have to wait for others as long as any.
+        wait = self.timeout + _COMMIT_SECONDS + _ATTEMPT_SECONDS
+        asking = asyncio.ensure_future(self._ask(0, "ready", wait, keep=True))
+        asking.add_done_callback(lambda _: self.changed.set())
         reply = None
-        with contextlib.suppress(OSError, ValueError, asyncio.TimeoutError, TimeoutError):
-            wait = _COMMIT_SECONDS + _ATTEMPT_SECONDS
-            reply = await self._ask(0, "ready", wait, keep=True)
+        if await self._until(asking.done, None) and asking.done():
+            with contextlib.suppress(OSError, ValueError, asyncio.TimeoutError, TimeoutError):
+                reply = asking.result()
         if reply is not None:
             self._hear(reply, self.addresses[0], dialled=0)
         if self.problem is None and (reply is None or reply.kind != "go"):
@@ -246,10 +250,8 @@ class Meeting:
             message = self.pen.read_call(line, nonce)
             self._hear(message, place)
             if message.kind == "ready" and await self._is_ready(message, place):
-                self.ready[message.sender] = reader, writer
-                self.asked[message.sender] = message.nonce
                 keep = True
-                self.changed.set()
+                self._take(message, reader, writer)
                 return
             writer.write(self.pen.answer(*self._kind("card"), message.nonce))
             await asyncio.wait_for(writer.drain(), _ATTEMPT_SECONDS)
@@ -266,6 +268,16 @@ class Meeting:
             if not keep:
                 writer.close()
 
+    def _take(
+        self, message: Message, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        """Keep the connection of a worker that is ready, the last one of one that started again."""
+        if message.sender in self.ready:
+            self.ready[message.sender][1].close()
+        self.ready[message.sender] = reader, writer
+        self.asked[message.sender] = message.nonce
+        self.changed.set()
+
     async def _is_ready(self, message: Message, place: str) -> bool:
         """Whether this comes from the process that answers at the address of that worker."""
         peer = message.sender
@@ -274,7 +286,7 @@ class Meeting:
         if not await self._until(lambda: self.seen.get(peer) == message.process, _COMMIT_SECONDS):
             self._ignore(StrangeLineError("foreign", peer), place)
             return False
-        return self.problem is None and peer not in self.ready
+        return self.problem is None
 
     def _hear(self, message: Message, place: str, dialled: int | None = None) -> None:
         """Take in what a worker says: its card always, its problem if it has one.

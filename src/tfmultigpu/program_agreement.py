@@ -6,6 +6,7 @@ sum is the gradient of neither, and no error says so.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Mapping
 from typing import Any
@@ -28,9 +29,10 @@ class ProgramAgreement:
 
     def __init__(self, strategy: tf.distribute.Strategy, settings: Mapping[str, Any]) -> None:
         """Takes what beside the model and the optimizer must be alike, by name."""
-        self._exchange = WorkerExchange(strategy)
+        own = WorkerExchange(strategy)
+        self.due = own.workers > 1
+        self._exchange = _of_cluster(strategy) if self.due else own
         self._settings = dict(settings)
-        self.due = self._exchange.workers > 1
 
     def check(self, model: Any, optimizer: Any) -> None:
         """Compares with the other workers if that is due; all must call it.
@@ -46,7 +48,11 @@ class ProgramAgreement:
             "optimizer": [describe_value(optimizer)],
             **{name: [describe_value(value)] for name, value in self._settings.items()},
         }
-        told = self._exchange([_number("\n".join(lines)) for lines in parts.values()])
+        numbers = [_number("\n".join(lines)) for lines in parts.values()]
+        told = self._exchange([_number(f"{numbers}")])
+        if (told == told[0]).all():
+            return
+        told = self._exchange(numbers)
         for column, (name, lines) in enumerate(parts.items()):
             if (told[:, column] != told[0, column]).any():
                 raise WorkersDifferError(self._difference(name, lines))
@@ -67,6 +73,12 @@ class ProgramAgreement:
             f"{other} has {theirs}. The sum of their gradients would be that of neither. Every "
             "worker must run the same program with the same settings."
         )
+
+
+@functools.lru_cache(maxsize=8)
+def _of_cluster(strategy: Any) -> WorkerExchange:
+    # Traced once for all steps. Keeps the strategy; a process joins one cluster, and only once.
+    return WorkerExchange(strategy)
 
 
 def _number(text: str) -> int:

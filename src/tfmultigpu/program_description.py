@@ -144,7 +144,7 @@ def _object(value: Any, depth: int) -> str:
         for name, one in sorted(getattr(value, "__dict__", {}).items())
         if isinstance(one, types.FunctionType) and name in ("fn", "_fn", "function", "activation")
     ]
-    code = _own_code(value, "call", "__call__")
+    code = _own_code(value, "call", "__call__", "update_step")
     return " ".join([_class_of(value), *described, *functions, *code])
 
 
