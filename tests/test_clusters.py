@@ -225,6 +225,38 @@ def test_what_is_wrong_in_the_task_is_named(task: Any, message: str) -> None:
         read(task=task)
 
 
+DEEP = "[" * 100_000
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (DEEP, r"TF_CONFIG: is nested too deeply to be read\. It looks like "),
+        ('{"cluster": {"worker": ' + DEEP, r"is nested too deeply to be read"),
+        (
+            '{"cluster": {"worker": ' + "[" * 500 + "]" * 500 + "}}",
+            r"worker\[0\] must be host:port",
+        ),
+        (json.dumps({"cluster": "a" * 10**6}), r"must list the workers.*aaa\.\.\.$"),
+        (
+            json.dumps({"cluster": {"worker": {"9" * 5000: "a:1"}}}),
+            r"number its addresses from 0 without",
+        ),
+        (
+            json.dumps(
+                {"cluster": {"worker": WORKERS}, "task": {"type": "worker", "index": "9" * 5000}}
+            ),
+            r"task\.index must be a whole number",
+        ),
+    ],
+    ids=["deep", "deep inside", "deep and read", "long", "long key", "long index"],
+)
+def test_what_no_program_has_written_is_an_error_too(text: str, message: str) -> None:
+    with pytest.raises(ClusterError, match=message) as caught:
+        cluster_from_environment({"TF_CONFIG": text})
+    assert len(str(caught.value)) < 4000
+
+
 def test_a_missing_task_is_named() -> None:
     text = json.dumps({"cluster": {"worker": WORKERS}})
     with pytest.raises(ClusterError, match=r'TF_CONFIG: has no "task"\. Every process needs to'):

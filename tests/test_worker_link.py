@@ -22,7 +22,7 @@ from tfmultigpu.errors import WorkerLostError
 from tfmultigpu.lost_workers import explaining_lost_workers, link_of_workers, watch
 from tfmultigpu.rendezvous import meet
 from tfmultigpu.step_failures import explaining_failures
-from tfmultigpu.worker_link import BROKEN_OFF, WorkerLink
+from tfmultigpu.worker_link import BROKEN_OFF, NOT_A_WORKER, WorkerLink
 from tfmultigpu.worker_processes import free_addresses
 
 FINISHED = "its program ended without an error, at its last line or by sys.exit"
@@ -91,6 +91,47 @@ def test_half_a_message_is_a_connection_that_broke_off() -> None:
     writer, loop = links[1]._writers[0], links[1]._loop
     loop.call_soon_threadsafe(lambda: (writer.write(b'{"kind": "en'), writer.close()))
     assert links[0].wait_for_end(5.0) == {1: BROKEN_OFF}
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"hello",
+        b"[]",
+        b"[" * 100_000,
+        b"1" * 10_000,
+        b'{"kind": "gone"}',
+        b'{"kind": "ended", "worker": 1}',
+        b'{"kind": "ended", "worker": 1, "how": 7}',
+        b'{"kind": "ended", "worker": true, "how": "x"}',
+        b'{"kind": "ended", "worker": 0, "how": "one worker speaks for another"}',
+        b'{"kind": "value", "worker": 1, "key": ["a"], "value": 1}',
+        b'{"kind": "value", "worker": 1, "key": "a"}',
+        b'{"kind": "values", "key": "a", "values": {"0": 1, "1": 1}}',
+    ],
+    ids=range(12),
+)
+def test_a_message_of_no_worker_is_not_taken_in(line: bytes) -> None:
+    links = linked(2)
+    writer, loop = links[1]._writers[0], links[1]._loop
+    loop.call_soon_threadsafe(lambda: writer.write(line + b"\n"))
+    assert links[0].wait_for_end(60.0) == {1: NOT_A_WORKER}
+
+
+def test_a_line_without_an_end_is_a_connection_that_broke_off() -> None:
+    links = linked(2)
+    writer, loop = links[1]._writers[0], links[1]._loop
+    loop.call_soon_threadsafe(lambda: writer.write(b"x" * (1 << 22)))
+    assert links[0].wait_for_end(60.0) == {1: BROKEN_OFF}
+
+
+@pytest.mark.parametrize("values", ['{"0": 1}', '{"0": 1, "one": 1}', "[1, 1]"])
+def test_the_first_worker_is_not_trusted_blindly_either(values: str) -> None:
+    links = linked(2)
+    writer, loop = links[0]._writers[1], links[0]._loop
+    line = f'{{"kind": "values", "key": "a", "values": {values}}}\n'.encode()
+    loop.call_soon_threadsafe(lambda: writer.write(line))
+    assert links[1].wait_for_end(60.0) == {0: NOT_A_WORKER}
 
 
 def test_everybody_knows_the_order_in_which_workers_ended() -> None:

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
+import platform
 from collections.abc import Callable, Mapping
 
 import tensorflow as tf
 
+from tfmultigpu import __version__
 from tfmultigpu.cluster_spec import Cluster
 from tfmultigpu.errors import ClusterError
+from tfmultigpu.jobs import Job, read_job
 from tfmultigpu.rendezvous import meet
 from tfmultigpu.slurm import read_slurm, why_no_slurm
 from tfmultigpu.tf_config import read_tf_config
@@ -85,7 +88,8 @@ def preflight(
 
     Raises:
         ClusterError: a worker is missing at the timeout, or disagrees on the cluster, the devices,
-            the communication or the versions, or its port is taken; on every worker.
+            the communication or the versions, or belongs to another job, or its port is taken; on
+            every worker. Or `TFMULTIGPU_JOB_ID` or `TFMULTIGPU_JOB_SECRET` is wrong.
 
     Example:
         >>> one = Cluster(("localhost:23457",), 0, "worker", 0)
@@ -99,8 +103,10 @@ def preflight(
         "the cluster": f"{jobs} ({cluster.fingerprint})",
         "their devices": devices,
         "communication": communication,
+        "the version of tfmultigpu": __version__,
         "the version of tensorflow": tf.__version__,
         "the version of keras": _version("keras"),
+        "the version of python": ".".join(platform.python_version_tuple()[:2]),
     }
     workers, own = _FIELDS.get(cluster.source, ("list of workers", "which of them it is"))
     cures = {
@@ -108,9 +114,13 @@ def preflight(
         "their devices": "Show every worker as many devices of one kind: CUDA_VISIBLE_DEVICES, "
         "or create_strategy(devices=...).",
         "communication": "Give every worker the same create_strategy(communication=...).",
-        "the version of tensorflow": "Install the same version on every worker.",
-        "the version of keras": "Install the same version on every worker.",
     }
+    versions = [field for field in card if field.startswith("the version of")]
+    cures |= dict.fromkeys(versions, "Install the same version on every worker.")
+    try:
+        job = read_job(os.environ)
+    except ClusterError as error:
+        job, problem = Job(), problem or str(error)
     return meet(
         cluster.workers,
         cluster.index,
@@ -120,6 +130,7 @@ def preflight(
         problem=problem,
         source=cluster.source,
         stay=True,
+        job=job,
     )
 
 

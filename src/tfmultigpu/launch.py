@@ -20,6 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tfmultigpu.jobs import new_job
 from tfmultigpu.worker_processes import (
     Outcome,
     free_addresses,
@@ -86,11 +87,12 @@ def launch(
     output = _Output(workers)
     with _signals_in_a_queue() as next_signal:
         for attempt in range(restarts + 1):
-            addresses = free_addresses(workers)
+            addresses, job = free_addresses(workers), new_job("launch")
             environments = [
                 {
                     **worker_environment(addresses, i, os.environ),
                     **devices[i],
+                    **job,
                     ATTEMPT: f"{attempt}",
                 }
                 for i in range(workers)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import errno
 import socket
+import struct
 
 from tfmultigpu.errors import ClusterError
 
-__all__ = ["listen", "split_address"]
+__all__ = ["call", "listen", "split_address"]
 
 _ANOTHER_PORT = {"Slurm": "set the first port with TFMULTIGPU_PORT, the same for all tasks of srun"}
 
@@ -59,6 +62,59 @@ def listen(address: str, source: str = "TF_CONFIG") -> socket.socket:
     except OSError as error:
         raise ClusterError(_cannot_bind(address, port, error, source)) from error
     return listener
+
+
+async def call(address: str, limit: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """Connect to an address.
+
+    A call to a port of this machine on which nobody listens may reach itself: the kernel may give
+    that very port to the caller. Here that is a refused connection, and frees the port at once.
+
+    Args:
+        address: `host:port`.
+        limit: the length of the longest line that can be read.
+
+    Raises:
+        OSError: nobody answers there, or the name does not resolve.
+    """
+    host, port = split_address(address)
+    loop = asyncio.get_running_loop()
+    try:
+        numeric = socket.AI_NUMERICHOST
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=numeric)
+    except socket.gaierror:
+        found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    failure: OSError = ConnectionRefusedError(errno.ECONNREFUSED, "nothing listens there")
+    for family, _, _, _, place in found:
+        caller = _new_caller(family)
+        try:
+            caller.setblocking(False)
+            await loop.sock_connect(caller, place)
+            if caller.getsockname() != caller.getpeername():
+                return await asyncio.open_connection(sock=caller, limit=limit)
+            _reset(caller)
+        except OSError as error:
+            failure = error
+            caller.close()
+        except BaseException:
+            caller.close()
+            raise
+    raise failure
+
+
+def _new_caller(family: int) -> socket.socket:
+    caller = socket.socket(family, socket.SOCK_STREAM)
+    # A port lent to a caller must not keep the worker that has to listen there from binding it.
+    caller.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    return caller
+
+
+def _reset(connection: socket.socket) -> None:
+    """Close a connection without a trace: its port does not stay behind, waiting."""
+    with contextlib.suppress(OSError):
+        linger = struct.pack("ii", 1, 0)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+    connection.close()
 
 
 def _bind(family: int, host: str, port: int) -> socket.socket:

@@ -7,6 +7,7 @@ TensorFlow's own resolver asks `nvidia-smi`, which nodes without GPUs lack, and 
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from collections.abc import Iterator, Mapping
 
@@ -19,6 +20,11 @@ __all__ = ["expand_hosts", "read_slurm", "why_no_slurm"]
 _FIRST_PORT, _LAST_PORT = 10240, 32767
 _PORTS_OF_A_STEP = 64
 _PORT = "TFMULTIGPU_PORT"
+# More than any machine has, and still written out in a fraction of a second.
+_MOST_HOSTS = 100_000
+_LONGEST_LIST = 4_000_000
+_LONGEST_SHOWN = 1000
+_MOST_DIGITS = 18
 
 
 def read_slurm(environ: Mapping[str, str]) -> Cluster | None:
@@ -47,6 +53,8 @@ def read_slurm(environ: Mapping[str, str]) -> Cluster | None:
     tasks = _number(environ, "SLURM_STEP_NUM_TASKS")
     if tasks == 1:
         return None
+    if tasks > _MOST_HOSTS:
+        raise _wrong(environ, "SLURM_STEP_NUM_TASKS", f"is more than {_MOST_HOSTS}")
     hosts = expand_hosts(_text(environ, "SLURM_STEP_NODELIST"))
     counts = _tasks_per_node(environ, len(hosts), tasks)
     nodes = _node_of_each_task(environ, counts)
@@ -88,9 +96,13 @@ def expand_hosts(text: str) -> list[str]:
         ['gpu01', 'gpu02', 'gpu7', 'login']
     """
     hosts: list[str] = []
+    if len(text) > _LONGEST_LIST:
+        raise _too_many(text)
     for part in re.findall(r"(?:[^,\[\]]|\[[^\[\]]*\])+|[,\[\]]", text):
         if part != ",":
             hosts += _expand(part, text)
+        if len(hosts) > _MOST_HOSTS:
+            raise _too_many(text)
     if not hosts:
         raise _malformed(text)
     return hosts
@@ -101,6 +113,8 @@ def _expand(part: str, text: str) -> Iterator[str]:
     choices = [
         list(_numbers(piece[1:-1], text)) if piece.startswith("[") else [piece] for piece in pieces
     ]
+    if math.prod(len(one) for one in choices) > _MOST_HOSTS:
+        raise _too_many(text)
     found = ["".join(one) for one in itertools.product(*choices)]
     if any(re.fullmatch(r"[A-Za-z0-9._-]+", host) is None for host in found):
         raise _malformed(text)
@@ -108,10 +122,14 @@ def _expand(part: str, text: str) -> Iterator[str]:
 
 
 def _numbers(inside: str, text: str) -> Iterator[str]:
+    count = 0
     for one in inside.split(","):
-        match = re.fullmatch(r"([0-9]+)(?:-([0-9]+))?", one)
+        match = re.fullmatch(r"([0-9]{1,18})(?:-([0-9]{1,18}))?", one)
         if match is None or int(match[2] or match[1]) < int(match[1]):
             raise _malformed(text)
+        count += int(match[2] or match[1]) - int(match[1]) + 1
+        if count > _MOST_HOSTS:
+            raise _too_many(text)
         for number in range(int(match[1]), int(match[2] or match[1]) + 1):
             yield f"{number:0{len(match[1])}d}"
 
@@ -120,12 +138,14 @@ def _tasks_per_node(environ: Mapping[str, str], hosts: int, tasks: int) -> list[
     name = "SLURM_STEP_TASKS_PER_NODE"
     counts: list[int] = []
     for one in _text(environ, name).split(","):
-        match = re.fullmatch(r"([0-9]+)(?:\(x([0-9]+)\))?", one)
+        match = re.fullmatch(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?", one)
         if match is None:
             raise _wrong(environ, name, 'is not of the form "2(x3),1"')
+        if int(match[2] or 1) > hosts:
+            raise _wrong(environ, name, f"is for more than the {hosts} nodes of the list")
         counts += [int(match[1])] * int(match[2] or 1)
     if len(counts) != hosts:
-        nodes = environ["SLURM_STEP_NODELIST"]
+        nodes = _shortened(environ["SLURM_STEP_NODELIST"])
         raise _wrong(environ, name, f"is for {len(counts)} nodes, SLURM_STEP_NODELIST={nodes!r}")
     if sum(counts) != tasks:
         raise _wrong(environ, name, f"is {sum(counts)} tasks, SLURM_STEP_NUM_TASKS={tasks}")
@@ -161,7 +181,7 @@ def _first_port(environ: Mapping[str, str], most: int) -> int:
     job = _number(environ, "SLURM_JOB_ID")
     step = environ.get("SLURM_STEP_ID", "0")
     # Another step of the same job lands far from the jobs that follow.
-    slot = (job + 97 * (int(step) if step.isdecimal() else 0)) % slots
+    slot = (job + 97 * (int(step[:_MOST_DIGITS]) if step.isdecimal() else 0)) % slots
     return _FIRST_PORT + slot * size
 
 
@@ -176,17 +196,28 @@ def _text(environ: Mapping[str, str], name: str) -> str:
 
 def _number(environ: Mapping[str, str], name: str) -> int:
     text = _text(environ, name)
-    if not text.isdecimal():
+    if not (text.isascii() and text.isdecimal() and len(text) <= _MOST_DIGITS):
         raise _wrong(environ, name, "must be a whole number, at least 0")
     return int(text)
 
 
 def _wrong(environ: Mapping[str, str], name: str, what: str) -> ClusterError:
-    return ClusterError(f"Slurm: {name} {what}. Received: {name}={environ[name]!r}")
+    return ClusterError(f"Slurm: {name} {what}. Received: {name}={_shortened(environ[name])!r}")
+
+
+def _too_many(text: str) -> ClusterError:
+    return ClusterError(
+        f"Slurm: SLURM_STEP_NODELIST lists more than {_MOST_HOSTS} hosts. Start the program with "
+        f"srun, which sets it. Received: SLURM_STEP_NODELIST={_shortened(text)!r}"
+    )
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}..."
 
 
 def _malformed(text: str) -> ClusterError:
     return ClusterError(
         'Slurm: SLURM_STEP_NODELIST is not of the form "gpu[01-03,7],login". '
-        f"Received: SLURM_STEP_NODELIST={text!r}"
+        f"Received: SLURM_STEP_NODELIST={_shortened(text)!r}"
     )

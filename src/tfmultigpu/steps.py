@@ -13,6 +13,7 @@ from tfmultigpu.losses import LossSum
 from tfmultigpu.metrics import check_metrics
 from tfmultigpu.micro_batches import micro_batch_counts
 from tfmultigpu.objectives import Objective
+from tfmultigpu.program_agreement import ProgramAgreement
 from tfmultigpu.replicas import ReplicaPhase
 from tfmultigpu.scopes import check_backend, check_kinds
 from tfmultigpu.train_step import TrainStep
@@ -82,6 +83,8 @@ def make_train_step(
         MetricError: A metric cannot be added over replicas.
         KerasBackendError: Keras does not run on TensorFlow.
         TfMultiGpuError: ``shard_update=True`` cannot be had.
+        WorkersDifferError: Workers have different models, losses, optimizers or settings; here or
+            at the first step.
 
     Warns:
         ReplicaDependenceWarning: The first step computed something else than one device would.
@@ -130,9 +133,23 @@ def make_train_step(
     verifier = Verifier(
         objective, strategy, verify, micro_batches=max(counts), jit_compile=jit_compile
     )
+    agreement = ProgramAgreement(
+        strategy,
+        {
+            "loss": loss,
+            "forward": forward,
+            "loss_weights": loss_weights,
+            "micro_batches": counts,
+            "clip_norm": clip_norm,
+            "loss_scale": loss_scale,
+            "shard_update": shard_update,
+            "reduce_dtype": reduce_dtype,
+        },
+    )
     return TrainStep(
         phase,
         verifier,
+        agreement,
         model,
         optimizer,
         strategy,

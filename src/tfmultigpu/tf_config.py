@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 
 from tfmultigpu.cluster_spec import Cluster, find_wrong_addresses
@@ -13,6 +14,8 @@ __all__ = ["read_tf_config"]
 _EXAMPLE = (
     '{"cluster": {"worker": ["host1:2222", "host2:2222"]}, "task": {"type": "worker", "index": 0}}'
 )
+_NUMBER = re.compile(r"[0-9]{1,9}")
+_LONGEST_SHOWN = 2000
 _JOBS = ("chief", "master", "worker", "evaluator", "ps")
 _NO_PS = (
     "Parameter servers are declined: under TensorFlow's parameter server strategy "
@@ -40,6 +43,8 @@ def read_tf_config(environ: Mapping[str, str]) -> Cluster | None:
         return None
     try:
         config = json.loads(text)
+    except RecursionError:
+        raise _wrong("is nested too deeply to be read", text) from None
     except ValueError as error:
         raise _wrong("is not JSON", text, f"{error}. Unset TF_CONFIG to train alone") from error
     if not isinstance(config, dict):
@@ -109,7 +114,7 @@ def _listed(job: str, given: object) -> list[object]:
         return given
     if not isinstance(given, dict):
         raise _wrong(f"cluster.{job} must be a list of addresses", given)
-    numbers = sorted(int(key) if str(key).isdecimal() else -1 for key in given)
+    numbers = sorted(int(key) if _NUMBER.fullmatch(str(key)) else -1 for key in given)
     if numbers != list(range(len(given))):
         raise _wrong(
             f"cluster.{job} must number its addresses from 0 without a gap",
@@ -139,7 +144,7 @@ def _read_task(
     # Kubeflow leaves the evaluator out of the cluster, and it needs no address.
     if not isinstance(job, str) or (job not in jobs and job != "evaluator"):
         raise _wrong("task.type is not in the cluster", given, f"It has {', '.join(jobs)}")
-    if isinstance(index, str) and index.isdecimal():
+    if isinstance(index, str) and _NUMBER.fullmatch(index):
         index = int(index)
     if isinstance(index, bool) or not isinstance(index, int):
         raise _wrong("task.index must be a whole number", index)
@@ -156,4 +161,10 @@ def _read_task(
 
 
 def _wrong(what: str, value: object, cure: str = f"It looks like {_EXAMPLE}") -> ClusterError:
-    return ClusterError(f"TF_CONFIG: {what}. {cure}. Received: {value!r}")
+    try:
+        shown = repr(value)
+    except RecursionError:
+        shown = "something nested too deeply to be shown"
+    if len(shown) > _LONGEST_SHOWN:
+        shown = f"{shown[:_LONGEST_SHOWN]}..."
+    return ClusterError(f"TF_CONFIG: {what}. {cure}. Received: {shown}")

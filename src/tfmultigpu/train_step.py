@@ -25,6 +25,7 @@ from tfmultigpu.multistep import TERMS, MultiStep
 from tfmultigpu.objectives import OutputLoss, regularization
 from tfmultigpu.optimizer_settings import Settings, explaining_settings
 from tfmultigpu.precision import LossScale, make_loss_scale, unwrap_optimizer
+from tfmultigpu.program_agreement import ProgramAgreement
 from tfmultigpu.reductions import sum_on_devices, sum_over_replicas
 from tfmultigpu.replicas import ReplicaPhase
 from tfmultigpu.scopes import all_layers, prepare_model
@@ -59,6 +60,7 @@ class TrainStep:
         self,
         phase: ReplicaPhase,
         verifier: Verifier,
+        agreement: ProgramAgreement,
         model: Any,
         optimizer: Any,
         strategy: tf.distribute.Strategy,
@@ -74,6 +76,7 @@ class TrainStep:
         self.metrics = phase.metrics
         self._phase = phase
         self._verifier = verifier
+        self._agreement = agreement
         local = rows_lib.local_replicas(strategy)
         verifier.compare_gradients(BatchFunction(self._gradients, strategy, local))
         self._clip_norm = clip_norm
@@ -180,6 +183,9 @@ class TrainStep:
             self._use(frozen)
             return
         prepare_model(self.model, self.strategy, batch_spec)
+        # What the optimizer remembers is made by all workers together, and so is a step.
+        if batch_spec is not None or not unwrap_optimizer(self.optimizer).built:
+            self._agreement.check(self.model, self.optimizer)
         plan, self._sharded = prepare_update(
             self.optimizer, self.model.trainable_variables, self.strategy, self._asked_shard_update
         )

@@ -16,9 +16,10 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-__all__ = ["BROKEN_OFF", "WorkerLink"]
+__all__ = ["BROKEN_OFF", "NOT_A_WORKER", "WorkerLink"]
 
 BROKEN_OFF = "its connection broke off without a word: it was killed, or its machine failed"
+NOT_A_WORKER = "it said what no worker says: another program, or another version of tfmultigpu"
 # A machine that lost its power says nothing: ask it after so many silent seconds, so often.
 _KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 3, "TCP_KEEPCNT": 3}
 _LEAVE_SECONDS = 1.0
@@ -104,18 +105,19 @@ class WorkerLink:
 
     async def _listen(self, peer: int, reader: asyncio.StreamReader) -> None:
         while True:
-            message = None
-            with contextlib.suppress(OSError, ValueError):
-                message = json.loads(await reader.readline())
-            if not isinstance(message, dict):
-                self._note(peer, BROKEN_OFF)
+            line = b""
+            with contextlib.suppress(OSError, ValueError):  # A reset, or a line without an end.
+                line = await reader.readline()
+            message = _parse(line, peer, self.index, len(self.addresses))
+            if message is None:
+                self._note(peer, NOT_A_WORKER if line.endswith(b"\n") else BROKEN_OFF)
                 return
             if message["kind"] == "ended":
                 self._note(message["worker"], message["how"])
             elif message["kind"] == "value":
                 self._take(message["worker"], message["key"], message["value"])
             else:
-                self._answer(message["key"], {int(k): v for k, v in message["values"].items()})
+                self._answer(message["key"], message["values"])
 
     def _note(self, worker: int, how: str) -> None:
         with self._changed:
@@ -161,6 +163,32 @@ class WorkerLink:
         task = asyncio.get_running_loop().create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+def _parse(line: bytes, peer: int, index: int, workers: int) -> dict[str, Any] | None:
+    """What a worker says; None for what no worker would, in form or about another worker."""
+    try:
+        message = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(message, dict):
+        return None
+    kind, worker, key = message.get("kind"), message.get("worker"), message.get("key")
+    # Only the first worker passes on what others have said.
+    known = type(worker) is int and (worker == peer or (peer == 0 and 0 <= worker < workers))
+    if kind == "ended":
+        return message if known and isinstance(message.get("how"), str) else None
+    if not isinstance(key, str):
+        return None
+    if kind == "value":
+        return message if known and index == 0 and "value" in message else None
+    values = message.get("values")
+    if kind != "values" or peer != 0 or not isinstance(values, dict):
+        return None
+    names = {str(one): one for one in range(workers)}
+    if values.keys() != names.keys():
+        return None
+    return {**message, "values": {names[name]: value for name, value in values.items()}}
 
 
 def _keep_alive(connection: Any) -> None:

@@ -111,8 +111,8 @@ def fit(
             data; or what stands beside it does not fit it.
         LossError: The losses do not fit the outputs, or are not one value per example.
         MetricError: A metric cannot be added over replicas.
-        WorkersDifferError: Workers call it with different arguments, or a callback of only some
-            of them changed the learning rate or the weights.
+        WorkersDifferError: Workers call it with different arguments, models, losses or
+            optimizers, or a callback of only some of them changed the learning rate or the weights.
 
     Example:
         >>> import keras, numpy as np, tfmultigpu as tmg

@@ -13,6 +13,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfmultigpu.jobs import new_job
 from tfmultigpu.worker_processes import (
     Outcome,
     free_addresses,
@@ -124,8 +125,10 @@ def _run(
         call = [sys.executable, "-c", _CALL, str(folder / "call")]
         commands = [[*call, str(value)] for value in values]
     quiet = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": "-1"}
-    addresses = free_addresses(workers)
-    own = [{**worker_environment(addresses, i, quiet), **environment} for i in range(workers)]
+    addresses, job = free_addresses(workers), new_job("run_workers")
+    own = [
+        {**worker_environment(addresses, i, quiet), **job, **environment} for i in range(workers)
+    ]
     lines: list[list[bytes]] = [[] for _ in range(workers)]
     outcome = run_together(commands, own, lambda i, line: lines[i].append(line), timeout=timeout)
     texts = [b"".join(printed).decode(errors="replace") for printed in lines]

@@ -1,0 +1,105 @@
+"""Whether all workers train the same program: they compare model, loss and optimizer.
+
+TensorFlow adds whatever gradients the workers bring. Where one has another loss or activation, the
+sum is the gradient of neither, and no error says so.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfmultigpu.errors import WorkersDifferError
+from tfmultigpu.program_description import describe_model, describe_value
+from tfmultigpu.worker_exchange import WorkerExchange
+
+__all__ = ["ProgramAgreement"]
+
+_LONGEST = 480
+_BYTES = 6  # In a number of 64 bits, which has a sign.
+
+
+class ProgramAgreement:
+    """Compares once what a step of several workers is made of, before the first step."""
+
+    def __init__(self, strategy: tf.distribute.Strategy, settings: Mapping[str, Any]) -> None:
+        """Takes what beside the model and the optimizer must be alike, by name."""
+        own = WorkerExchange(strategy)
+        self.due = own.workers > 1
+        self._exchange = _of_cluster(strategy) if self.due else own
+        self._settings = dict(settings)
+
+    def check(self, model: Any, optimizer: Any) -> None:
+        """Compares with the other workers if that is due; all must call it.
+
+        Raises:
+            WorkersDifferError: They differ; the message names in what, with both values.
+        """
+        if not self.due or tf.inside_function():
+            return
+        self.due = False
+        parts = {
+            "model": describe_model(model),
+            "optimizer": [describe_value(optimizer)],
+            **{name: [describe_value(value)] for name, value in self._settings.items()},
+        }
+        numbers = [_number("\n".join(lines)) for lines in parts.values()]
+        told = self._exchange([_number(f"{numbers}")])
+        if (told == told[0]).all():
+            return
+        told = self._exchange(numbers)
+        for column, (name, lines) in enumerate(parts.items()):
+            if (told[:, column] != told[0, column]).any():
+                raise WorkersDifferError(self._difference(name, lines))
+
+    def _difference(self, name: str, lines: list[str]) -> str:
+        """What this worker and the first that differs from it have; all workers are here."""
+        most = int(self._exchange([len(lines)]).max())
+        padded = [*lines, *["nothing"] * (most - len(lines))]
+        told = self._exchange([_number(line) for line in padded])
+        # All look at the same line, because they tell each other its text.
+        place = int(np.flatnonzero((told != told[0]).any(axis=0))[0])
+        texts = [_text(row) for row in self._exchange(_numbers(padded[place]))]
+        own = self._exchange.worker
+        other = int(np.flatnonzero(told[:, place] != told[own, place])[0])
+        mine, theirs = _around(texts[own], texts[other])
+        return (
+            f"The workers train with a different {name}: worker {own} has {mine}, and worker "
+            f"{other} has {theirs}. The sum of their gradients would be that of neither. Every "
+            "worker must run the same program with the same settings."
+        )
+
+
+@functools.lru_cache(maxsize=8)
+def _of_cluster(strategy: Any) -> WorkerExchange:
+    # Traced once for all steps. Keeps the strategy; a process joins one cluster, and only once.
+    return WorkerExchange(strategy)
+
+
+def _number(text: str) -> int:
+    return int(hashlib.sha256(text.encode(errors="replace")).hexdigest()[:15], 16)
+
+
+def _numbers(text: str) -> list[int]:
+    """The beginning of a text, as many numbers for each."""
+    data = text.encode("ascii", errors="backslashreplace")[:_LONGEST].ljust(_LONGEST, b"\0")
+    return [int.from_bytes(data[i : i + _BYTES], "big") for i in range(0, _LONGEST, _BYTES)]
+
+
+def _text(numbers: Any) -> str:
+    data = b"".join(int(number).to_bytes(_BYTES, "big") for number in numbers)
+    return data.rstrip(b"\0").decode("ascii", errors="replace")
+
+
+def _around(one: str, other: str) -> tuple[str, str]:
+    """Two texts, each from a little before they part."""
+    equal = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), 0)
+    head, cut = one.partition(":")[0], max(0, equal - 60)
+    if cut <= len(head):
+        return one, other
+    return f"{head}: ...{one[cut:]}", f"{other.partition(':')[0]}: ...{other[cut:]}"

@@ -1,0 +1,272 @@
+"""Workers must train one program: what counts as a difference, and what must never count as one."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tfmultigpu.program_agreement import ProgramAgreement
+from tfmultigpu.program_description import describe_model, describe_value
+from tfmultigpu.testing import run_workers
+
+
+def dense(activation: Any = "relu", units: int = 3, **options: Any) -> Any:
+    inputs = keras.Input((2,))
+    hidden = keras.layers.Dense(units, activation, **options)(inputs)
+    return keras.Model(inputs, keras.layers.Dense(1)(hidden))
+
+
+def wired(swapped: bool) -> Any:
+    inputs = keras.Input((2,))
+    both = [keras.layers.Dense(2)(inputs), inputs]
+    return keras.Model(inputs, keras.layers.Subtract()(both[::-1] if swapped else both))
+
+
+def normalized(mean: float) -> Any:
+    return keras.Sequential([keras.Input((2,)), keras.layers.Normalization(mean=mean, variance=1)])
+
+
+class Own(keras.layers.Layer):
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.factor = factor
+
+    def call(self, inputs: Any) -> Any:
+        return inputs * 2.0
+
+
+class OwnToo(keras.layers.Layer):
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.factor = factor
+
+    def call(self, inputs: Any) -> Any:
+        return inputs * 3.0
+
+
+OwnToo.__qualname__ = Own.__qualname__
+
+
+def scaled(factor: float) -> Callable[[Any, Any], Any]:
+    return lambda y_true, y_pred: factor * (y_true - y_pred) ** 2
+
+
+MODELS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
+    "activation": (dense, lambda: dense("tanh")),
+    "units": (dense, lambda: dense(units=4)),
+    "regularizer": (dense, lambda: dense(kernel_regularizer="l2")),
+    "dtype": (dense, lambda: dense(dtype="float16")),
+    "policy": (dense, lambda: dense(dtype="mixed_bfloat16")),
+    "lambda": (lambda: dense(lambda x: x * 2.0), lambda: dense(lambda x: x * 3.0)),
+    "wiring": (lambda: wired(False), lambda: wired(True)),
+    "call": (
+        lambda: keras.Sequential([keras.Input((2,)), Own(1.0)]),
+        lambda: keras.Sequential([keras.Input((2,)), OwnToo(1.0)]),
+    ),
+    "argument": (
+        lambda: keras.Sequential([keras.Input((2,)), Own(1.0)]),
+        lambda: keras.Sequential([keras.Input((2,)), Own(2.0)]),
+    ),
+    "constant": (lambda: normalized(0.0), lambda: normalized(1.0)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models_that_compute_something_else_are_described_differently(name: str) -> None:
+    one, other = MODELS[name]
+    first = describe_model(one())
+    # Layers and models have been counted up since.
+    assert describe_model(one()) == first
+    assert describe_model(other()) != first
+
+
+def test_a_frozen_layer_counts() -> None:
+    model = dense()
+    before = describe_model(model)
+    model.layers[1].trainable = False
+    assert describe_model(model) != before
+
+
+VALUES: dict[str, tuple[Any, Any]] = {
+    "a number": (0.5, 0.25),
+    "a type": (1, 1.0),
+    "code": (lambda y, p: y - p, lambda y, p: y + p),
+    "a constant": (lambda y, p: 2 * (y - p), lambda y, p: 3 * (y - p)),
+    "a name": (lambda y, p: tf.abs(y - p), lambda y, p: tf.square(y - p)),
+    "a closure": (scaled(1.0), scaled(2.0)),
+    "a default": (lambda y, p, a=1: a * (y - p), lambda y, p, a=2: a * (y - p)),
+    "a partial": (functools.partial(scaled, 1.0), functools.partial(scaled, 2.0)),
+    "a loss": (keras.losses.MeanSquaredError(), keras.losses.MeanAbsoluteError()),
+    "its setting": (keras.losses.Huber(1.0), keras.losses.Huber(2.0)),
+    "its reduction": (keras.losses.Huber(), keras.losses.Huber(reduction="sum")),
+    "an optimizer": (keras.optimizers.SGD(), keras.optimizers.Adam()),
+    "momentum": (keras.optimizers.SGD(momentum=0.1), keras.optimizers.SGD(momentum=0.2)),
+    "a rate": (keras.optimizers.SGD(0.1), keras.optimizers.SGD(0.2)),
+    "clipping": (keras.optimizers.SGD(), keras.optimizers.SGD(clipnorm=1.0)),
+    "a schedule": (
+        keras.optimizers.SGD(keras.optimizers.schedules.ExponentialDecay(0.1, 10, 0.9)),
+        keras.optimizers.SGD(keras.optimizers.schedules.ExponentialDecay(0.1, 20, 0.9)),
+    ),
+    "an array": (np.zeros(2), np.ones(2)),
+    "an order": ([1, 2], [2, 1]),
+    "a key": ({"a": 1}, {"b": 1}),
+    "a tf.function": (tf.function(lambda x: x + 1), tf.function(lambda x: x + 2)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_values_that_mean_something_else_are_described_differently(name: str) -> None:
+    one, other = VALUES[name]
+    assert describe_value(one) == describe_value(one)
+    assert describe_value(one) != describe_value(other)
+
+
+def test_what_differs_between_processes_is_not_in_a_description() -> None:
+    class Mine:
+        """An object whose `repr` is its address."""
+
+    assert describe_value(Mine()) == describe_value(Mine())
+    assert describe_value({"name": "dense_1", "rate": 1}) == describe_value(
+        {"name": "x", "rate": 1}
+    )
+    assert describe_value({"a": 1, "b": 2}) == describe_value({"b": 2, "a": 1})
+    assert describe_value(keras.layers.Dropout(0.5, seed=1)) == describe_value(
+        keras.layers.Dropout(0.5, seed=2)
+    )
+    recursive: dict[str, Any] = {}
+    recursive["self"] = recursive
+    assert describe_value(recursive).endswith("..." + "}" * 31)
+    assert describe_value(keras.optimizers.SGD()) == describe_value(keras.optimizers.SGD())
+
+
+DESCRIBE = """
+import sys
+import keras
+{more}
+from tfmultigpu.program_description import describe_model, describe_value
+def loss(y_true, y_pred):
+    return abs(y_true - y_pred) if y_true.name in {{"a", "b", "c"}} else y_pred
+model = keras.Sequential([
+    keras.Input((2,)), keras.layers.Dense(2, lambda x: x + 1), keras.layers.Dropout(0.2)
+])
+print("FOUND", describe_model(model), describe_value([loss, lambda y: y, {{"x", "y", "z"}}]))
+"""
+
+
+@pytest.mark.slow
+def test_two_processes_describe_one_program_alike(tmp_path: Any) -> None:
+    """Started in other folders, with other hashes, with a model made before on one of them."""
+    found = []
+    for place, more in enumerate(["", "keras.Sequential([keras.layers.Dense(1)]).build((1, 1))"]):
+        folder = tmp_path / ("folder" * (place + 1))
+        folder.mkdir()
+        (folder / f"train{place}.py").write_text(textwrap.dedent(DESCRIBE.format(more=more)))
+        found.append(
+            subprocess.Popen(
+                [sys.executable, str(folder / f"train{place}.py")],
+                env={**os.environ, "CUDA_VISIBLE_DEVICES": "-1", "PYTHONHASHSEED": f"{place + 1}"},
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+        )
+    texts = [process.communicate(timeout=300)[0].partition("FOUND")[2] for process in found]
+    assert texts[0]
+    assert texts[0] == texts[1]
+
+
+# Between workers ----------------------------------------------------------------------------------
+
+
+def test_one_worker_has_nobody_to_compare_with() -> None:
+    agreement = ProgramAgreement(tf.distribute.get_strategy(), {"loss": "mse"})
+    assert not agreement.due
+    agreement.check(None, None)
+
+
+WORKER = """
+import json, os, sys
+import keras, numpy as np, tensorflow as tf
+import tfmultigpu as tmg
+
+strategy = tmg.create_strategy()
+number = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
+if number == 0:
+    # A model that one worker alone makes, outside of the scope: names count up from here.
+    keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+x = np.ones((8, 2), "float32")
+y = np.ones((8, 1), "float32")
+found = {}
+
+
+def made(activation="relu", loss="mse", optimizer=None):
+    with strategy.scope():
+        model = keras.Sequential(
+            [keras.Input((2,)), keras.layers.Dense(3, activation), keras.layers.Dense(1)]
+        )
+        model.compile(optimizer or keras.optimizers.SGD(0.1), loss)
+    return model
+
+
+def attempt(name, train):
+    try:
+        train()
+        found[name] = "trained"
+    except tmg.WorkersDifferError as error:
+        found[name] = str(error)
+
+
+data = tmg.distribute_dataset((x, y), strategy, batch_size=4)
+
+
+def step(loss, model=None):
+    model = model or made()
+    one = tmg.make_train_step(model, model.optimizer, loss, strategy)
+    for batch in data:
+        one(batch)
+
+
+fit = lambda model: tmg.fit(model, (x, y), batch_size=4, verbose=0)
+attempt("alike", lambda: fit(made(lambda v: v * 2.0, lambda a, b: (a - b) ** 2)))
+attempt("activation", lambda: fit(made(["relu", "tanh"][number])))
+attempt("loss", lambda: fit(made(loss=["mse", "mae"][number])))
+attempt("optimizer", lambda: fit(made(
+    optimizer=[keras.optimizers.SGD(0.1), keras.optimizers.Adam(0.1)][number]
+)))
+losses = [lambda a, b: (a - b) ** 2, lambda a, b: 2 * (a - b) ** 2]
+attempt("function", lambda: step(losses[number]))
+attempt("alike again", lambda: step("mse"))
+print("FOUND", json.dumps(found))
+"""
+
+
+@pytest.mark.slow
+def test_two_workers_that_train_another_program_are_told(tmp_path: Any) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(WORKER)
+    runs = run_workers(script, workers=2, timeout=300.0)
+    for number, run in enumerate(runs):
+        found = json.loads(run.output.partition("FOUND ")[2].splitlines()[0])
+        assert found["alike"] == found["alike again"] == "trained"
+        both = f"worker {number} has ", f", and worker {1 - number} has "
+        for name, part, values in [
+            ("activation", "model", ("activation: 'relu'", "activation: 'tanh'")),
+            ("loss", "loss", ("'mse'", "'mae'")),
+            ("optimizer", "optimizer", ("SGD", "Adam")),
+            ("function", "loss", ("<lambda>", "<lambda>")),
+        ]:
+            text = found[name]
+            assert text.startswith(f"The workers train with a different {part}: worker {number}")
+            assert all(one in text for one in both), text
+            assert values[number] in text.partition(both[1])[0], text
+            assert values[1 - number] in text.partition(both[1])[2], text
