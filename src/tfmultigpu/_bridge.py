@@ -309,3 +309,14 @@ def compiled_metrics(
         for lists in (container._flat_metrics, container._flat_weighted_metrics)
     )
     return container, plain, weighted, getattr(container, "_resolved_output_names", None)
+
+
+def abort_collectives(message: str) -> None:
+    """Ends the collectives that wait, and those to come, by an ``UnavailableError``.
+
+    Private: ``context().abort_collective_ops``. TensorFlow's public API has no way to end what
+    waits for another worker. Without it the process ends in place of raising an error.
+    """
+    from tensorflow.python.eager import context
+
+    context.context().abort_collective_ops(tf.errors.UNAVAILABLE, message)
