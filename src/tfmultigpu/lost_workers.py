@@ -53,6 +53,7 @@ _NEWS_SECONDS = 2.0
 _LONGEST = 300
 # At the end of a program that cannot have come to a good one.
 _EXIT_SECONDS = 8.0
+_NAME = "tfmultigpu.errors.WorkerLostError: "
 # With which code, a process does not know: sys.exit leaves no trace that could be seen at the end.
 _FINISHED = "its program ended without an error, at its last line or by sys.exit"
 
@@ -76,8 +77,8 @@ def watch(cluster: Cluster, link: WorkerLink | None) -> None:
             let_go_of_the_last_error()
 
     atexit.register(end)
-    leave_on_errors(leave)
-    Watchdog(link, _calls, lambda: f"WorkerLostError: {_words('it still waits for it.')}").start()
+    leave_on_errors(leave, _meaning)
+    Watchdog(link, _calls, lambda: _NAME + _words("nothing, and waits for that worker.")).start()
 
 
 def link_of_workers() -> WorkerLink | None:
@@ -116,6 +117,12 @@ def naming_lost_workers() -> Iterator[None]:
         if lost is None:
             raise
         raise lost from error
+
+
+def _meaning(error: BaseException) -> str | None:
+    """What an error of TensorFlow means that ended the program, where another worker is gone."""
+    lost = _explain(error) if isinstance(error, _KINDS) else None
+    return None if lost is None else f"{_NAME}{lost}"
 
 
 def _lost() -> bool:
@@ -171,4 +178,4 @@ def _how_this_process_ends() -> str:
     if error is None:
         return _FINISHED
     first = str(error).strip().split("\n", 1)[0][:_LONGEST]
-    return f"it ended with {type(error).__name__}: {first}"
+    return f"it ended with {type(error).__name__}" + (f": {first}" if first else "")

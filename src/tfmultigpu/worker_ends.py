@@ -92,11 +92,14 @@ class Watchdog:
             time.sleep(min(_ABORT_SECONDS, _END_SECONDS) / 20)
 
 
-def leave_on_errors(say: Callable[[], None]) -> None:
+def leave_on_errors(
+    say: Callable[[], None], explain: Callable[[BaseException], str | None]
+) -> None:
     """Has an error that ends the program end the process too, after it was printed.
 
     Args:
         say: Tells the other workers; called at once, when ``sys.last_value`` is the error.
+        explain: Returns what the error means, to be printed after it; None if it says so itself.
     """
     before, process = sys.excepthook, os.getpid()
 
@@ -110,6 +113,9 @@ def leave_on_errors(say: Callable[[], None]) -> None:
             if os.getpid() == process and not _goes_on():
                 end_within(_ERROR_SECONDS)
                 say()
+                words = explain(error)
+                if words is not None:
+                    _print(words)
 
     sys.excepthook = hook
 
@@ -151,10 +157,14 @@ def _nowhere() -> int:
     return os.open(os.devnull, os.O_WRONLY)
 
 
+def _print(words: str) -> None:
+    with contextlib.suppress(OSError, ValueError):  # It may be closed.
+        print(words, file=sys.stderr, flush=True)
+
+
 def _end_now(words: str) -> None:
     end_within(1.0)  # Nobody may read what is printed.
     with contextlib.suppress(OSError, ValueError):
         sys.stdout.flush()
-    with contextlib.suppress(OSError, ValueError):
-        print(words, file=sys.stderr, flush=True)
-    os._exit(1)
+    _print(words)
+    threading.Event().wait()
