@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 import time
+from types import SimpleNamespace
 
 import keras
 import numpy as np
@@ -167,7 +168,7 @@ def test_calls_that_are_cut_add_up_to_one_call(way, monkeypatch):
 
 def test_the_length_of_calls_follows_from_the_time_of_steps(monkeypatch):
     clock = [0.0]
-    monkeypatch.setattr(call_lengths.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(call_lengths, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
     length = call_lengths.CallLength(strategy_of(2))
 
     def call(seconds):
@@ -177,10 +178,10 @@ def test_the_length_of_calls_follows_from_the_time_of_steps(monkeypatch):
             note(asked)
         return asked
 
-    assert [call(0.01) for _ in range(5)] == [1, 4, 16, 50, 50]
+    assert [call(1 / 128) for _ in range(5)] == [1, 4, 16, 64, 64]
     assert length.most(7) == 7
-    assert [call(0.1) for _ in range(3)] == [50, 5, 5]
-    assert [call(3.0) for _ in range(3)] == [5, 1, 1]
+    assert [call(1 / 8) for _ in range(3)] == [64, 4, 4]
+    assert [call(4.0) for _ in range(3)] == [4, 1, 1]
 
 
 @pytest.mark.usefixtures("interruptible")

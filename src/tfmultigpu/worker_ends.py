@@ -19,6 +19,8 @@ import traceback
 from collections.abc import Callable, Iterator
 from types import TracebackType
 
+import tensorflow as tf
+
 from tfmultigpu._bridge import abort_collectives
 from tfmultigpu.worker_link import WorkerLink
 
@@ -88,7 +90,8 @@ class Watchdog:
             if longest >= _ABORT_SECONDS and not aborted:
                 # What waits in a collective raises now, and the program ends by its own ways.
                 aborted = True
-                abort_collectives("A worker has ended, and this one waits for it.")
+                with contextlib.suppress(tf.errors.OpError):  # They may have been ended before.
+                    abort_collectives("A worker has ended, and this one waits for it.")
             time.sleep(min(_ABORT_SECONDS, _END_SECONDS) / 20)
 
 
