@@ -201,4 +201,4 @@ def test_ctrl_c_is_heard_while_many_steps_run():
 
 def slowly(x, y):
     wait = tf.numpy_function(lambda: time.sleep(0.02) or np.float32(0), [], tf.float32)
-    return x + wait, y
+    return x + tf.ensure_shape(wait, []), y

@@ -295,8 +295,8 @@ ENDS = {
     "call": "print('waits', flush=True)\nwith lost_workers.explaining_lost_workers():\n"
     "    while True: time.sleep(600)",
     # One that needs nobody may take its time, and one with steps inside may go on.
-    "alone": "with lost_workers.naming_lost_workers(): time.sleep(4)\nprint('done')",
-    "goes on": "with lost_workers.explaining_lost_workers():\n"
+    "lives": "with lost_workers.naming_lost_workers(): time.sleep(4)\n"
+    "with lost_workers.explaining_lost_workers():\n"
     "    for _ in range(8):\n"
     "        with lost_workers.explaining_lost_workers(): time.sleep(0.5)\nprint('done')",
 }
@@ -316,7 +316,7 @@ def test_a_process_ends(how: str) -> None:
         assert link is not None
         link.leave(FINISHED)
         printed, said = other.communicate(timeout=300)
-    if how in ("alone", "goes on"):
+    if how == "lives":
         assert (other.returncode, printed) == (0, "done\n")
         return
     assert other.returncode == 1

@@ -106,9 +106,7 @@ def leave_on_errors(
     """
     before, process = sys.excepthook, os.getpid()
 
-    def hook(
-        kind: type[BaseException], error: BaseException, trace: TracebackType | None
-    ) -> None:
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         try:
             before(kind, error, trace)
         finally:
