@@ -7,6 +7,7 @@ Each function says which attribute, why the public API is not enough, and what h
 from __future__ import annotations
 
 import functools
+import importlib
 import pkgutil
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -317,6 +318,5 @@ def abort_collectives(message: str) -> None:
     Private: ``context().abort_collective_ops``. TensorFlow's public API has no way to end what
     waits for another worker. Without it the process ends in place of raising an error.
     """
-    from tensorflow.python.eager import context
-
+    context: Any = importlib.import_module("tensorflow.python.eager.context")
     context.context().abort_collective_ops(tf.errors.UNAVAILABLE, message)
