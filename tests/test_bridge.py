@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -484,3 +486,21 @@ def test_keras_makes_the_compiled_metrics_from_shapes():
     without = mlp()
     without.compile(loss="mse")
     assert _bridge.compiled_metrics(without, labels, None) == (None, [], [], None)
+
+
+# Collectives that wait for a worker ---------------------------------------------------------------
+
+
+def test_tensorflow_can_be_told_to_end_collectives():
+    """In a process of its own: afterwards none works in it."""
+    program = (
+        "import tensorflow as tf; from tfmultigpu import _bridge\n"
+        "_bridge.abort_collectives('no more')\n"
+        "reduce = tf.function(lambda: tf.raw_ops.CollectiveReduce(input=1.0, group_size=2, "
+        "group_key=1, instance_key=1, merge_op='Add', final_op='Id', subdiv_offsets=[0]))\n"
+        "try: reduce()\n"
+        "except tf.errors.UnavailableError as error: print(error.message)"
+    )
+    command = [sys.executable, "-c", program]
+    ended = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
+    assert "no more" in ended.stdout

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import signal
+import threading
+import time
+from types import SimpleNamespace
+
 import keras
 import numpy as np
 import pytest
@@ -9,7 +14,7 @@ import tensorflow as tf
 from one_device import as_dataset, cut, difference, strategy_of
 
 import tfmultigpu as tmg
-from tfmultigpu import multistep
+from tfmultigpu import call_lengths, multistep
 
 _random = np.random.default_rng(31)
 X = _random.normal(size=(24, 5)).astype("float32")
@@ -128,3 +133,72 @@ def test_data_that_fails_leaves_whole_what_layers_and_metrics_keep():
     ]
     for failed, whole in zip(*kept, strict=True):
         np.testing.assert_allclose(failed, whole, rtol=1e-6)
+
+
+def test_calls_that_are_cut_add_up_to_one_call(way, monkeypatch):
+    """To the bit, without another trace; and no batch is taken too many where one is cut."""
+    whole, cut_up = make_step(2, heads=5), make_step(2, heads=5)
+    data = as_dataset(cut((X, Y), SIZES)).map(lambda x, y: (x, (y,) * 5)).repeat()
+    monkeypatch.setattr(call_lengths.CallLength, "most", lambda self, steps: steps)
+    expected = whole.run(iter(data), 12)
+    monkeypatch.undo()
+    asked = []
+    lengths = iter([1, 2, 4, 3])
+    monkeypatch.setattr(
+        call_lengths.CallLength,
+        "most",
+        lambda self, steps: asked.append(steps) or min(steps, next(lengths, 9)),
+    )
+    iterator = iter(data)
+    found = cut_up.run(iterator, 12)
+    # One step was verified by itself.
+    assert asked == [1, 11, 9, 5, 2]
+    assert {name: value.numpy() for name, value in found.items()} == {
+        name: value.numpy() for name, value in expected.items()
+    }
+    for here, there in zip(weights(cut_up), weights(whole), strict=True):
+        np.testing.assert_array_equal(here, there)
+    assert len(next(iterator)[0]) == SIZES[12 % 5]
+    assert len(cut_up._multistep._compiled) == 1
+    # Where the data ends in the middle of a call, nothing more is asked for.
+    asked.clear()
+    assert int(cut_up.run(iter(data.take(5)), 100)["steps"]) == 5
+    assert asked == [100]
+
+
+def test_the_length_of_calls_follows_from_the_time_of_steps(monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr(call_lengths, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    length = call_lengths.CallLength(strategy_of(2))
+
+    def call(seconds):
+        asked = length.most(1000)
+        with length.measuring() as note:
+            clock[0] += asked * seconds
+            note(asked)
+        return asked
+
+    assert [call(1 / 128) for _ in range(5)] == [1, 4, 16, 64, 64]
+    assert length.most(7) == 7
+    assert [call(1 / 8) for _ in range(3)] == [64, 4, 4]
+    assert [call(4.0) for _ in range(3)] == [4, 1, 1]
+
+
+@pytest.mark.usefixtures("interruptible")
+def test_ctrl_c_is_heard_while_many_steps_run():
+    step = make_step(1)
+    data = as_dataset(cut((X, Y), SIZES)).map(slowly).repeat()
+    step.run(iter(data), 2)
+    before = int(step.optimizer.iterations)
+    timer = threading.Timer(1.0, signal.raise_signal, [signal.SIGINT])
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        step.run(iter(data), 3000)
+    timer.join()
+    # Measured: within 50 to 60 steps of 20 milliseconds. Else all of them run.
+    assert before < int(step.optimizer.iterations) < before + 1000
+
+
+def slowly(x, y):
+    wait = tf.numpy_function(lambda: time.sleep(0.02) or np.float32(0), [], tf.float32)
+    return x + tf.ensure_shape(wait, []), y

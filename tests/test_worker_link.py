@@ -22,6 +22,7 @@ from tfmultigpu.errors import WorkerLostError
 from tfmultigpu.lost_workers import explaining_lost_workers, link_of_workers, watch
 from tfmultigpu.rendezvous import meet
 from tfmultigpu.step_failures import explaining_failures
+from tfmultigpu.worker_ends import Watchdog
 from tfmultigpu.worker_link import BROKEN_OFF, NOT_A_WORKER, WorkerLink
 from tfmultigpu.worker_processes import free_addresses
 
@@ -193,6 +194,8 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(lost_workers, "_cluster", None)
     monkeypatch.setattr(lost_workers, "_NEWS_SECONDS", 0.5)
     monkeypatch.setattr(atexit, "register", lambda function: None)
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    monkeypatch.setattr(Watchdog, "start", lambda self: None)
     return
 
 
@@ -317,6 +320,55 @@ def test_a_process_says_how_it_ends(last: str, code: int, said: str) -> None:
     assert link is not None
     assert link.wait_for_end(150.0) == {1: said}
     assert other.wait() == code
+
+
+STUCK = """
+import time
+from tfmultigpu import lost_workers, worker_ends
+lost_workers._EXIT_SECONDS, worker_ends._ABORT_SECONDS, worker_ends._END_SECONDS = 0.5, 0.3, 2.0
+class Stuck:
+    def __del__(self): time.sleep(600)
+"""
+ENDS = {
+    # The end of the interpreter waits for something, and the error is the last that is said.
+    "error": "stuck = Stuck(); raise ValueError('my own')",
+    # A call waits for a worker that has ended, in C++ as far as Python can tell.
+    "call": "print('waits', flush=True)\nwith lost_workers.explaining_lost_workers():\n"
+    "    while True: time.sleep(600)",
+    # One that needs nobody may take its time, and one with steps inside may go on.
+    "lives": "with lost_workers.naming_lost_workers(): time.sleep(4)\n"
+    "with lost_workers.explaining_lost_workers():\n"
+    "    for _ in range(8):\n"
+    "        with lost_workers.explaining_lost_workers(): time.sleep(0.5)\nprint('done')",
+}
+
+
+@pytest.mark.parametrize("how", ENDS)
+def test_a_process_ends(how: str) -> None:
+    addresses = free_addresses(2)
+    with subprocess.Popen(
+        [sys.executable, "-c", GOODBYE, json.dumps(addresses), STUCK + ENDS[how]],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"},
+    ) as other:
+        link = meet(addresses, 0, {}, timeout=300.0, stay=True)
+        assert link is not None
+        link.leave(FINISHED)
+        printed, said = other.communicate(timeout=300)
+    if how == "lives":
+        assert (other.returncode, printed) == (0, "done\n")
+        return
+    assert other.returncode == 1
+    last = said.splitlines()[-1]
+    if how == "error":
+        assert last == "ValueError: my own"
+        assert link.wait_for_end(60.0) == {1: "it ended with ValueError: my own"}
+    else:
+        assert printed == "waits\n"
+        assert last.startswith("tfmultigpu.errors.WorkerLostError: Another worker is gone")
+        assert f"First to go: worker 0 of 2 at {addresses[0]}: its program ended without" in last
 
 
 def test_a_program_that_ends_without_an_error_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ Each function says which attribute, why the public API is not enough, and what h
 from __future__ import annotations
 
 import functools
+import importlib
 import pkgutil
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -309,3 +310,13 @@ def compiled_metrics(
         for lists in (container._flat_metrics, container._flat_weighted_metrics)
     )
     return container, plain, weighted, getattr(container, "_resolved_output_names", None)
+
+
+def abort_collectives(message: str) -> None:
+    """Ends the collectives that wait, and those to come, by an ``UnavailableError``.
+
+    Private: ``context().abort_collective_ops``. TensorFlow's public API has no way to end what
+    waits for another worker. Without it the process ends in place of raising an error.
+    """
+    context: Any = importlib.import_module("tensorflow.python.eager.context")
+    context.context().abort_collective_ops(tf.errors.UNAVAILABLE, message)

@@ -6,7 +6,6 @@ The launcher itself starts without TensorFlow: errors are imported where one is 
 from __future__ import annotations
 
 import argparse
-import collections
 import contextlib
 import itertools
 import os
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from tfmultigpu.jobs import new_job
+from tfmultigpu.worker_output import WorkerOutput
 from tfmultigpu.worker_processes import (
     Outcome,
     free_addresses,
@@ -32,7 +32,6 @@ from tfmultigpu.worker_processes import (
 __all__ = ["ATTEMPT", "add_arguments", "launch", "run"]
 
 ATTEMPT = "TFMULTIGPU_ATTEMPT"
-_TAIL_LINES = 20
 _GRACE = 5.0
 # A worker that saved a checkpoint on SIGTERM and ended so leaves time to the one that writes it.
 _TERMINATED = 128 + signal.SIGTERM
@@ -103,7 +102,7 @@ def launch(
                 output.pass_on,
                 grace=_GRACE,
                 patience={_TERMINATED: _SIGNAL_GRACE},
-                next_signal=lambda: next_signal() or output.lost(),
+                next_signal=lambda: output.signal_to_pass_on(next_signal()),
                 signal_grace=_SIGNAL_GRACE,
             )
             output.say_how(outcome, attempt, restarts)
@@ -145,46 +144,23 @@ def run(options: argparse.Namespace) -> int:
     )
 
 
-class _Output:
-    """What workers print, with their number in front; the last lines of each are kept."""
+class _Output(WorkerOutput):
+    """What workers print, and what the launcher says of how they ended."""
 
     def __init__(self, workers: int) -> None:
-        self._width = len(str(workers - 1))
-        self._workers = workers
-        self._lock = threading.Lock()
-        self._last: list[collections.deque[bytes]] = []
-        self._loss: OSError | None = None
+        super().__init__(workers)
+        self._count = workers
         self._told = False
-        self._forget()
 
-    def pass_on(self, worker: int, line: bytes) -> None:
-        self._last[worker].append(line)
-        prefix = f"[{worker:{self._width}}] ".encode()
-        whole = prefix + line if line.endswith(b"\n") else prefix + line + b"\n"
-        # Workers are read on when nobody reads this process: they would wait in `print` for ever.
-        with self._lock:
-            if self._loss is None:
-                try:
-                    self._write(whole)
-                except OSError as error:
-                    self._loss = error
-
-    def lost(self) -> int | None:
-        """A signal for all workers, once, when nobody reads any more what they print."""
-        if self._loss is None or self._told:
-            return None
-        self._told = True
-        self._say(f"What workers print cannot be passed on ({self._loss.strerror}): all must end.")
-        return signal.SIGTERM
-
-    @staticmethod
-    def _write(whole: bytes) -> None:
-        stream: Any = getattr(sys.stdout, "buffer", None)
-        if stream is None:  # Replaced by something that takes text only.
-            sys.stdout.write(whole.decode(errors="replace"))
-        else:
-            stream.write(whole)
-        sys.stdout.flush()
+    def signal_to_pass_on(self, received: int | None) -> int | None:
+        """A signal for all workers: one that came, or once that nobody reads what they print."""
+        if received is None and self.lost is not None and not self._told:
+            self.say(f"What workers print cannot be passed on ({self.lost}): all must end.")
+            received = signal.SIGTERM
+        if received is not None:
+            self._told = True  # A second signal would end them before they have saved.
+            self.hurry()
+        return received
 
     def say_how(self, outcome: Outcome, attempt: int, restarts: int) -> None:
         if outcome.first is None and outcome.signal is None:
@@ -195,27 +171,27 @@ class _Output:
             killed = (
                 f"; stopped after {_SIGNAL_GRACE:g} s: worker {', '.join(left)}" if left else ""
             )
-            self._say(f"{name} was passed on to all workers{killed}.")
-        if outcome.first is not None:
+            self.say(f"Interrupted: {name} was passed on to all workers{killed}.")
+        if outcome.first is not None and not _ended_as_asked(outcome):
             code = outcome.codes[outcome.first]
             assert code is not None
-            more = "; the others were stopped" if self._workers > 1 else ""
-            self._say(
-                f"Worker {outcome.first} of {self._workers} {how_it_ended(code)}, the first to "
+            more = "; the others were stopped" if self._count > 1 else ""
+            self.say(
+                f"Worker {outcome.first} of {self._count} {how_it_ended(code)}, the first to "
                 f"fail{more}. The end of what it printed:"
             )
-            for line in self._last[outcome.first]:
-                self._say("  " + line.decode(errors="replace").rstrip("\n"))
+            for line in self.last(outcome.first):
+                self.say("  " + line)
             if outcome.signal is None and attempt < restarts:
-                self._say(f"Starting all workers again: restart {attempt + 1} of {restarts}.")
-        self._forget()
+                self.say(f"Starting all workers again: restart {attempt + 1} of {restarts}.")
+        self.forget()
 
-    def _forget(self) -> None:
-        self._last = [collections.deque(maxlen=_TAIL_LINES) for _ in range(self._workers)]
 
-    def _say(self, text: str) -> None:
-        with self._lock:
-            print(f"[launch] {text}", file=sys.stderr, flush=True)
+def _ended_as_asked(outcome: Outcome) -> bool:
+    """Whether the first that failed did so by the signal that all were sent."""
+    assert outcome.first is not None
+    sent = outcome.signal
+    return sent is not None and outcome.codes[outcome.first] in (-sent, 128 + sent)
 
 
 def _check(script: str, workers: int, each: int | None, restarts: int, module: bool) -> None:

@@ -7,6 +7,7 @@ and may name the wrong worker. Here they become one error that names the right o
 from __future__ import annotations
 
 import atexit
+import os
 import re
 import sys
 from collections.abc import Iterator, Mapping
@@ -16,12 +17,20 @@ import tensorflow as tf
 
 from tfmultigpu.cluster_spec import Cluster
 from tfmultigpu.errors import WorkerLostError
+from tfmultigpu.worker_ends import (
+    Calls,
+    Watchdog,
+    end_within,
+    leave_on_errors,
+    let_go_of_the_last_error,
+)
 from tfmultigpu.worker_link import WorkerLink
 
-__all__ = ["explaining_lost_workers", "link_of_workers", "watch"]
+__all__ = ["explaining_lost_workers", "link_of_workers", "naming_lost_workers", "watch"]
 
 _link: WorkerLink | None = None
 _cluster: Cluster | None = None
+_calls = Calls()
 
 # How TensorFlow 2.16 to 2.21 puts it that a worker is gone.
 _GONE = re.compile(
@@ -42,16 +51,34 @@ _KINDS: tuple[type[Exception], ...] = (
 # News of a worker's end comes within milliseconds, but TensorFlow may be faster.
 _NEWS_SECONDS = 2.0
 _LONGEST = 300
+# At the end of a program that cannot have come to a good one.
+_EXIT_SECONDS = 8.0
+_NAME = "tfmultigpu.errors.WorkerLostError: "
 # With which code, a process does not know: sys.exit leaves no trace that could be seen at the end.
 _FINISHED = "its program ended without an error, at its last line or by sys.exit"
 
 
 def watch(cluster: Cluster, link: WorkerLink | None) -> None:
-    """Remember the workers of this process, and say goodbye to them when it ends."""
+    """Remember the workers of this process, say goodbye to them at its end, and see to that end."""
     global _cluster, _link
     _cluster, _link = cluster, link
-    if link is not None:
-        atexit.register(lambda: link.leave(_how_this_process_ends()))
+    if link is None:
+        return
+    process = os.getpid()
+
+    def leave() -> None:
+        if os.getpid() == process:  # Not a child made by fork.
+            link.leave(_how_this_process_ends())
+
+    def end() -> None:
+        leave()
+        if os.getpid() == process and (_how_this_process_ends() != _FINISHED or _lost()):
+            end_within(_EXIT_SECONDS)
+            let_go_of_the_last_error()
+
+    atexit.register(end)
+    leave_on_errors(leave, _meaning)
+    Watchdog(link, _calls, lambda: _NAME + _words("nothing, and waits for that worker.")).start()
 
 
 def link_of_workers() -> WorkerLink | None:
@@ -76,6 +103,13 @@ def explaining_lost_workers() -> Iterator[None]:
         >>> float(total)
         1.0
     """
+    with _calls.inside(), naming_lost_workers():
+        yield
+
+
+@contextmanager
+def naming_lost_workers() -> Iterator[None]:
+    """As `explaining_lost_workers`, around what need not communicate and may take its time."""
     try:
         yield
     except _KINDS as error:
@@ -83,6 +117,17 @@ def explaining_lost_workers() -> Iterator[None]:
         if lost is None:
             raise
         raise lost from error
+
+
+def _meaning(error: BaseException) -> str | None:
+    """What an error of TensorFlow means that ended the program, where another worker is gone."""
+    lost = _explain(error) if isinstance(error, _KINDS) else None
+    return None if lost is None else f"{_NAME}{lost}"
+
+
+def _lost() -> bool:
+    """Whether another worker has ended otherwise than at the end of its program."""
+    return _link is not None and any(how != _FINISHED for how in _link.ended().values())
 
 
 def _explain(error: Exception) -> WorkerLostError | None:
@@ -93,12 +138,19 @@ def _explain(error: Exception) -> WorkerLostError | None:
         ended = _link.wait_for_end(_NEWS_SECONDS) if named else _link.ended()
     if not ended and not named:
         return None
-    said = next((line for line in text.splitlines() if _GONE.search(line)), text.splitlines()[-1])
+    lines = text.splitlines() or [type(error).__name__]
+    said = next((line for line in lines if _GONE.search(line)), lines[-1])
+    return WorkerLostError(_words(said, ended, text))
+
+
+def _words(said: str, ended: Mapping[int, str] | None = None, text: str = "") -> str:
+    if ended is None:
+        ended = {} if _link is None else _link.ended()
     who = [f"{_name(worker)}: {how}" for worker, how in ended.items()]
     if not who:
         tasks = dict.fromkeys(_TASK.findall(text))
         who = [f"{_name_of_task(job, int(task))}: it does not answer" for job, task in tasks]
-    return WorkerLostError(
+    return (
         "Another worker is gone, and the others cannot go on without it. First to go: "
         f"{'; then '.join(who) or 'TensorFlow does not say which'}. Read its log for the reason "
         "(the lines of that worker under the launcher, the output of that task of srun, kubectl "
@@ -126,4 +178,4 @@ def _how_this_process_ends() -> str:
     if error is None:
         return _FINISHED
     first = str(error).strip().split("\n", 1)[0][:_LONGEST]
-    return f"it ended with {type(error).__name__}: {first}"
+    return f"it ended with {type(error).__name__}" + (f": {first}" if first else "")

@@ -15,6 +15,7 @@ from tfmultigpu.batches import (
     ShardSource,
     check_called_from,
 )
+from tfmultigpu.call_lengths import CallLength
 from tfmultigpu.errors import DataError
 from tfmultigpu.living_strategies import describe
 from tfmultigpu.local_cpus import all_on_local_cpus
@@ -33,6 +34,8 @@ _ROOM = 8
 class MultiStep:
     """Runs a step over an iterator, up to a number of times, as one ``tf.function``.
 
+    Long calls of that function are cut, because Ctrl-C is heard only between them.
+
     Attributes:
         step: The step, as a function of shards that can be called inside a ``tf.function``.
     """
@@ -41,6 +44,7 @@ class MultiStep:
         """Takes the step."""
         self.step = step
         self._compiled: list[tuple[Any, Any]] = []
+        self._length = CallLength(step.strategy)
 
     def batch_spec(self, iterator: Any) -> Any:
         """Returns the types of the global batches of an iterator, None where it is none."""
@@ -74,8 +78,21 @@ class MultiStep:
         source, key, split = self.check(iterator, steps)
         run = self._find((key, tf.type_spec_from_value(source)), split)
         with explaining_failures(self.step.strategy):
-            logs = dict(run(source, tf.cast(steps, tf.int64), *(carry or _nothing())))
+            logs = self._in_calls(run, source, steps, carry or _nothing())
         return logs, logs.pop("carry"), logs.pop(TERMS)
+
+    def _in_calls(self, run: Any, source: Any, steps: Any, carry: Any) -> dict[str, Any]:
+        left = None if tf.inside_function() else tf.get_static_value(steps)
+        while left is not None and (asked := self._length.most(int(left))) < left:
+            with self._length.measuring() as note:
+                logs = dict(run(source, tf.constant(asked, tf.int64), *carry))
+                done, _, _ = after = logs["carry"]
+                ran = int(done) - int(carry[0])  # Reading it waits for the steps.
+                note(ran)
+            if ran < asked:
+                return logs
+            carry, left = after, left - ran
+        return dict(run(source, tf.cast(steps if left is None else left, tf.int64), *carry))
 
     def check(self, iterator: Any, steps: Any) -> tuple[Any, Any, Callable[[Any], Any]]:
         """Checks what ``__call__`` is given.

@@ -12,7 +12,7 @@ import tensorflow as tf
 from tfmultigpu import rows as rows_lib
 from tfmultigpu.errors import LossError, OutOfMemoryError, StrategyUnavailableError
 from tfmultigpu.losses import OTHER_ROWS
-from tfmultigpu.lost_workers import explaining_lost_workers
+from tfmultigpu.lost_workers import explaining_lost_workers, naming_lost_workers
 
 __all__ = ["explaining_failures", "line_on_memory"]
 
@@ -34,8 +34,11 @@ def explaining_failures(
         strategy: Where the step runs.
         count_rows: Returns the rows of the global batch, where there is one batch.
     """
+    # Of the strategy of one worker alone no call waits for another.
+    replicas = strategy.num_replicas_in_sync
+    several = replicas > 1 and len(strategy.extended.worker_devices) < replicas
     try:
-        with explaining_lost_workers():
+        with explaining_lost_workers() if several else naming_lost_workers():
             yield
     except tf.errors.ResourceExhaustedError as error:
         rows = None if count_rows is None else count_rows()

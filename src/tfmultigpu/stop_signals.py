@@ -2,21 +2,42 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import os
 import signal
 import threading
 import time
+from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
 from tfmultigpu.checkpoint_arguments import check_signal
 from tfmultigpu.worker_exchange import WorkerExchange
 
-__all__ = ["StopSignal", "StopVote"]
+__all__ = ["StopSignal", "StopVote", "keeping_handler"]
 
 # Asking all workers takes some milliseconds; so often, in seconds, that is nothing.
 _INTERVAL = 1.0
 _MOST_STEPS = 1000
+
+
+@contextlib.contextmanager
+def keeping_handler(number: int) -> Iterator[None]:
+    """Gives a signal back to who had it, whoever takes it inside; in any thread.
+
+    TensorFlow takes SIGTERM for itself when it joins a cluster, behind Python's back, and then only
+    tells the other workers: the process would live on. ``signal.signal`` cannot be asked for the
+    handler, works in the main thread only, and does not know that it was replaced.
+    """
+    get, put = ctypes.pythonapi.PyOS_getsig, ctypes.pythonapi.PyOS_setsig
+    get.restype = put.restype = ctypes.c_void_p
+    get.argtypes, put.argtypes = [ctypes.c_int], [ctypes.c_int, ctypes.c_void_p]
+    before = get(number)
+    try:
+        yield
+    finally:
+        put(number, before)
 
 
 class StopSignal:
@@ -48,10 +69,7 @@ class StopSignal:
         return 128 + self.number
 
     def listen(self) -> None:
-        """Begins to listen; only the main thread can, on the others nothing happens.
-
-        Must come after the strategy was made: TensorFlow then listens for SIGTERM by itself.
-        """
+        """Begins to listen; only the main thread can, on the others nothing happens."""
         if not self._listening and threading.current_thread() is threading.main_thread():
             self._before = signal.signal(self.number, self._note)
             self._listening = True

@@ -11,6 +11,7 @@ import dataclasses
 import faulthandler
 import logging
 import os
+import signal
 import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -39,6 +40,7 @@ from tfmultigpu.errors import (
 from tfmultigpu.living_strategies import living
 from tfmultigpu.lost_workers import watch
 from tfmultigpu.plans import Facts, StrategyPlan, added_by, choose
+from tfmultigpu.stop_signals import keeping_handler
 from tfmultigpu.tpus import Tpu, connect_tpu, find_tpu
 
 __all__ = ["StrategyPlan", "create_strategy", "devices_started", "plan_strategy"]
@@ -312,7 +314,7 @@ def _join(plan: StrategyPlan, cluster: Cluster, timeout: float) -> tf.distribute
         ]
     )
     try:
-        with _not_for_ever(max(timeout, _JOIN_SECONDS)):
+        with keeping_handler(signal.SIGTERM), _not_for_ever(max(timeout, _JOIN_SECONDS)):
             strategy: tf.distribute.Strategy = distribute.MultiWorkerMirroredStrategy(
                 cluster_resolver=resolver, communication_options=options
             )

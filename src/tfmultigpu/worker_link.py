@@ -48,8 +48,8 @@ class WorkerLink:
         with self._changed:
             return dict(self._ended)
 
-    def wait_for_end(self, seconds: float) -> dict[int, str]:
-        """Wait until some worker has ended, at most so long; then as `ended`."""
+    def wait_for_end(self, seconds: float | None) -> dict[int, str]:
+        """Wait until some worker has ended, at most so long if told; then as `ended`."""
         with self._changed:
             self._changed.wait_for(lambda: bool(self._ended), seconds)
             return dict(self._ended)

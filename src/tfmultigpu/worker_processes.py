@@ -24,6 +24,8 @@ __all__ = ["Outcome", "free_addresses", "how_it_ended", "run_together", "worker_
 _POLL = 0.02
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _READ_SECONDS = 2.0
+# Of a line that does not end, so many bytes are passed on at a time.
+_LONGEST_LINE = 1 << 16
 # What srun sets in its tasks would describe another cluster than the one started here.
 _OF_SLURM_STEPS = ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID")
 
@@ -64,7 +66,8 @@ def run_together(
     Args:
         commands: Of each process, the program and its arguments.
         environments: Of each, all variables.
-        on_line: Called with the number of a process and a line that it printed, in threads.
+        on_line: Called with the number of a process and a line that it printed, in threads; with
+            the pieces of one that is longer than 64 KiB.
         timeout: Seconds until all must have ended.
         grace: Seconds that are left to the others when one has failed: to say what they saw of it.
         patience: Another grace for some exit codes.
@@ -190,7 +193,7 @@ def _started(
 
 
 def _read(stream: IO[bytes], index: int, on_line: Callable[[int, bytes], None]) -> None:
-    for line in stream:
+    for line in iter(lambda: stream.readline(_LONGEST_LINE), b""):
         on_line(index, line)
 
 
