@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,14 +12,16 @@ from typing import Any
 import numpy as np
 
 from tfmultigpu import checkpoint_files as files
-from tfmultigpu.errors import CheckpointError, RestoreMismatchError
+from tfmultigpu.errors import CheckpointError, DamagedCheckpointWarning, RestoreMismatchError
 from tfmultigpu.worker_exchange import WorkerExchange
 
-__all__ = ["SharedFiles"]
+__all__ = ["SharedFiles", "tell_damaged"]
 
 # A shared file system may show the other machines a new file only seconds later.
 _LOOKS = 5
 _BETWEEN = 1.0
+# How often a checkpoint may be gone before it was read.
+_READS = 20
 _NONE = -1
 
 
@@ -116,6 +119,34 @@ class SharedFiles:
             "others."
         )
 
+    def read_newest(
+        self,
+    ) -> tuple[files.Stored | None, dict[str, np.ndarray[Any, Any]], list[files.Damaged]]:
+        """Returns ``newest``, and its arrays between the two.
+
+        A run that trains meanwhile may delete it while it is read: then the next newest is taken.
+
+        Raises:
+            CheckpointError: That happened again and again.
+            RestoreMismatchError: Workers see different ones.
+        """
+        failure: OSError | None = None
+        for _ in range(_READS):
+            found, damaged = self.newest()
+            arrays: dict[str, np.ndarray[Any, Any]] = {}
+            failure = None
+            try:
+                arrays = {} if found is None else files.read_arrays(found)
+            except OSError as error:
+                failure = error
+            if not self._exchange([int(failure is not None)]).any():
+                return found, arrays, damaged
+        raise CheckpointError(
+            f"The checkpoints in {self.directory} cannot be read: each was gone before it had been "
+            f"read on all workers. Received: {failure or 'see what the others say'}. Another "
+            "run writes there: stop it, or give it a larger keep."
+        ) from failure
+
     def set_aside(self, damaged: Sequence[files.Damaged]) -> None:
         """Has the chief rename damaged checkpoints.
 
@@ -151,6 +182,29 @@ class SharedFiles:
             f"The first worker wrote {path}, and workers {np.flatnonzero(seen == 0).tolist()} do "
             "not see it, so that they could not go on from it. The directory is not shared: give "
             "one on a file system that all workers see."
+        )
+
+
+def tell_damaged(
+    directory: Path, damaged: Sequence[files.Damaged], found: files.Stored | None
+) -> None:
+    """Warns of damaged checkpoints, on behalf of who called the caller.
+
+    Raises:
+        CheckpointError: There are damaged ones alone.
+    """
+    for one in damaged:
+        warnings.warn(
+            f"A checkpoint is damaged and was passed over. Received: {one.path}: {one.reason}. "
+            + ("" if found is None else f"The run goes on from {found.path.name}."),
+            DamagedCheckpointWarning,
+            stacklevel=3,
+        )
+    if damaged and found is None:
+        raise CheckpointError(
+            f"There are only damaged checkpoints in {directory}: "
+            f"{[one.path.name for one in damaged]}. To begin anew, give another directory or "
+            "delete this one."
         )
 
 
