@@ -17,10 +17,8 @@ from one_device import strategy_of
 import tfmultigpu as tmg
 
 pytestmark = [
-    # Keras reads the learning rate of a strategy in this way, and leaves its log open when killed.
+    # Keras reads the learning rate of a strategy in this way.
     pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
-    pytest.mark.filterwarnings("ignore::ResourceWarning"),
 ]
 
 X = np.random.default_rng(0).normal(size=(22, 4)).astype("float32")
@@ -115,7 +113,7 @@ def start(request: Any) -> tuple[Any, list[np.ndarray]]:
         )
         optimizer = keras.optimizers.SGD(0.3, momentum=0.9, use_ema=True)
         model.compile(optimizer, "mse", metrics=["mae"])
-    model.optimizer.build(model.trainable_variables)
+        optimizer.build(model.trainable_variables)
     return model, variables(model)
 
 
@@ -147,24 +145,28 @@ class Fitted:
         self.plateau = callbacks.ReduceLROnPlateau("mae", factor=0.5, patience=1, min_delta=0.01)
         self.remembers, self.methods = Remembers(), HasMethods()
         logger = callbacks.CSVLogger(folder / "log.csv")
-        history = tmg.fit(
-            model,
-            run.data,
-            epochs=epochs,
-            validation_data=(X, Y),
-            callbacks=[
-                run.callback(**(saves or {})),
-                self.stops,
-                self.plateau,
-                self.remembers,
-                self.methods,
-                callbacks.SwapEMAWeights(swap_on_epoch=True),
-                logger,
-                *more,
-            ],
-            steps_per_call=1,
-            verbose=0,
-        )
+        try:
+            history = tmg.fit(
+                model,
+                run.data,
+                epochs=epochs,
+                validation_data=(X, Y),
+                callbacks=[
+                    run.callback(**(saves or {})),
+                    self.stops,
+                    self.plateau,
+                    self.remembers,
+                    self.methods,
+                    callbacks.SwapEMAWeights(swap_on_epoch=True),
+                    logger,
+                    *more,
+                ],
+                steps_per_call=1,
+                verbose=0,
+            )
+        finally:
+            if logger.csv_file is not None:
+                logger.csv_file.close()
         self.history, self.epochs = history.history, history.epoch
         self.values = variables(model)
         self.csv = (folder / "log.csv").read_text()
@@ -192,11 +194,11 @@ def test_a_run_that_is_resumed_has_the_callbacks_of_one_that_was_not_interrupted
     ended = len(whole.epochs)
     assert 4 < ended < 12
     # In the middle of an epoch, and again in that epoch; then at an epoch's end.
-    for kill in (Kill(2, 4), Kill(2, 5), Kill(5)):
+    for kill in (Kill(2, 4), Kill(2, 5), Kill(4)):
         with pytest.raises(Killed):
             Fitted(start, folders[1], kill, saves={"every_steps": 4, "every_epochs": 2})
     resumed = Fitted(start, folders[1], saves={"every_steps": 4})
-    assert resumed.restored == 28
+    assert resumed.restored == 24
     resumed.check_equals(whole)
     # Ended by a callback: it stays ended, with more epochs too, and ends with the best weights.
     for epochs in (12, 40):
@@ -209,3 +211,52 @@ def test_a_run_that_is_resumed_has_the_callbacks_of_one_that_was_not_interrupted
     last = Fitted(start, folders[3], saves={"every_steps": 6})
     assert last.restored == 18
     last.check_equals(whole)
+
+
+def test_callbacks_are_matched_by_name_and_what_they_watch(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "tfmultigpu")
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+
+    class Opaque(keras.callbacks.Callback):
+        def __init__(self) -> None:
+            super().__init__()
+            self.thing, self.function, self.watched = object(), print, model
+
+    def fit(epochs: int, *callbacks: Any) -> None:
+        run = tmg.Checkpoints(tmp_path, model, model.optimizer)
+        run.restore()
+        tmg.fit(model, (X, Y), epochs=epochs, callbacks=[run.callback(), *callbacks], verbose=0)
+
+    stopping = keras.callbacks.EarlyStopping
+    first = [stopping("val_loss", patience=9), stopping("loss", patience=9), Opaque()]
+    with pytest.warns(UserWarning, match="Early stopping conditioned on metric"):
+        fit(2, *first)
+    assert "do not hold what these attributes of callbacks remember: Opaque.thing (object)" in (
+        caplog.text
+    )
+    assert "function" not in caplog.text
+    caplog.clear()
+    # Another order, another patience, one more: none of it confuses which is which.
+    second = [keras.callbacks.TerminateOnNaN(), stopping("loss", patience=5)]
+    fit(3, *second)
+    assert second[1].patience == 5
+    assert second[1].best <= first[1].best
+    assert second[1].best_epoch >= first[1].best_epoch
+    assert "without the restart: EarlyStopping\n" in caplog.text
+    assert "begin anew: TerminateOnNaN" in caplog.text
+    # Other arrays, another batch size: refused before anything is trained.
+    before = model.get_weights()
+    for data, size, text in (
+        ((X[:20], Y[:20]), 32, "rows=20, then 22"),
+        ((X, Y), 8, "batch_size=8, then 32"),
+        ((X + 1, Y), 32, "mark of some rows="),
+    ):
+        run = tmg.Checkpoints(tmp_path, model, model.optimizer)
+        run.restore()
+        with pytest.raises(tmg.RestoreMismatchError, match=text):
+            tmg.fit(model, data, batch_size=size, epochs=4, callbacks=[run.callback()], verbose=0)
+    for here, there in zip(model.get_weights(), before, strict=True):
+        np.testing.assert_array_equal(here, there)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import tensorflow as tf
@@ -75,7 +75,7 @@ class PositionedDataset(ShardedDataset):
             fingerprints: What notes down the batches, or None.
             begin: Returns the rest of the pass that a position is in; None: batches are passed over
                 one by one.
-            again: Begins the pass of an epoch anew, and returns its iterator.
+            again: Returns what yields the marks of the batches of an epoch, each time it is begun.
             replay: What must be read of passes that are over; None where a pass is a function of
                 its epoch.
         """
@@ -151,16 +151,19 @@ class PositionedDataset(ShardedDataset):
         compare, self._to_compare = self._to_compare, None
         if self._replay is None:
             if compare is not None:
-                self._found = _read_pass(self._again(epochs - 1), compare.batches, False)
+                marks = self._again(epochs - 1)
+                self._found = _read_pass(iter(marks), _length(marks), compare.batches, False)
             return
         while self.passes < epochs:
-            iterator = self._again(self.passes)
+            marks = self._again(self.passes)
             self.passes += 1
+            iterator = iter(marks)
             last = self.passes == epochs and compare is not None
             # The first pass of what Python makes is what it was, with all it does to its state.
             whole = self._replay.whole or (last and epochs == 1 and self._replay.python)
             if whole or last or self._replay.first:
-                found = _read_pass(iterator, compare.batches if compare and last else 1, whole)
+                batches = compare.batches if compare is not None and last else 1
+                found = _read_pass(iterator, _length(marks), batches, whole)
                 self._found = found if last else None
 
 
@@ -179,10 +182,9 @@ def position_data(
         DataError: The data is none of these.
     """
     if isinstance(data, ShardedDataset) and type(data) is not ShardedDataset:
-        return PositionedDataset(
-            data, position, None, None, lambda epoch: iter(data).source, Replay()
-        )
+        return PositionedDataset(data, position, None, None, lambda epoch: data, Replay())
     fingerprints = _Fingerprints()
+    mark = tf.autograph.experimental.do_not_convert(lambda *batch: _mark(batch))
     cut = distribute_dataset
     replay: Replay | None = None
     if _takes_epoch(data):
@@ -195,7 +197,7 @@ def position_data(
             return known[epoch]
 
         def again(epoch: int) -> Any:
-            return iter(to_dataset(data(epoch)))
+            return to_dataset(data(epoch)).map(mark)
     else:
         if isinstance(data, ShardedDataset):
             batches, shares, prefetches = data.batches, data.shares, data.prefetches_to_device
@@ -212,7 +214,7 @@ def position_data(
             return dataset
 
         def again(epoch: int) -> Any:
-            return iter(batches)
+            return batches.map(mark)
 
     whole = cut(noted(position.epoch), strategy)
 
@@ -238,19 +240,21 @@ def _takes_epoch(data: Any) -> bool:
     return len(needed) == 1
 
 
-def _read_pass(iterator: Any, batches: int, whole: bool) -> Past:
-    """Reads the first batch of a pass, or all of them; marks the first and that of a number."""
+def _read_pass(marks: Iterator[Any], length: int, batches: int, whole: bool) -> Past:
+    """Reads the first mark of a pass, or all; ``length`` is negative where it is not known."""
     first = last = None
     number = 0
-    for batch in iterator:
+    for mark in marks:
         number += 1
-        if number == 1:
-            first = int(_mark(batch))
+        first = int(mark) if number == 1 else first
+        last = int(mark) if number == batches else last
         if not whole:
-            return Past(batches, first, first if batches == 1 else None)
-        if number == batches:
-            last = int(_mark(batch))
+            return Past(batches if length < 0 else min(batches, length), first, last)
     return Past(min(number, batches), first, last)
+
+
+def _length(marks: Any) -> int:
+    return int(marks.cardinality())
 
 
 class _Fingerprints:
