@@ -66,7 +66,7 @@ class Remembers(keras.callbacks.Callback):
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self.counts["epochs"] += 1
-        self.model.optimizer.learning_rate = float(self.model.optimizer.learning_rate) * 0.9
+        self.model.optimizer.learning_rate = float(self.model.optimizer.learning_rate.numpy()) * 0.9
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         drawn = self.random.normal() + self.legacy.normal() + self.python.random()

@@ -37,6 +37,7 @@ __all__ = [
     "read_manifest",
     "set_aside",
     "stored_steps",
+    "token",
     "write",
 ]
 
@@ -44,6 +45,7 @@ _FORMAT = 1
 _NAME = re.compile(r"step-(\d+)(?:-(\d+))?")
 _TEMPORARY = ".writing-"
 _TRASH = ".deleting-"
+_TOKEN = ".looking-"
 _ASIDE = "damaged-"
 _ARRAYS = "arrays.npz"
 _MANIFEST = "manifest.json"
@@ -201,6 +203,13 @@ def clean(directory: Path) -> None:
         for path in directory.iterdir():
             if path.name.startswith((_TEMPORARY, _TRASH)):
                 shutil.rmtree(path, ignore_errors=True)
+            elif path.name.startswith(_TOKEN):
+                path.unlink(missing_ok=True)
+
+
+def token(directory: Path, number: int) -> Path:
+    """Returns the file that is written to see whether that can be done, and who sees it."""
+    return directory / f"{_TOKEN}{number:x}"
 
 
 def _folders(directory: Path) -> list[Path]:

@@ -335,8 +335,20 @@ class Checkpoints:
         """Begins to note the stop signal; ``epochs`` and the callback do so.
 
         Raises:
-            CheckpointError: The directory has later steps, which were not restored.
+            CheckpointError: The directory has later steps, which were not restored, or cannot be
+                written to.
+            RestoreMismatchError: The directory or the data is not what it must be.
+            WorkersDifferError: Workers would not save alike.
         """
+        settings = {
+            "every_steps": self.every_steps,
+            "every_epochs": self.every_epochs,
+            "stop_signal is None": self._signal is None,
+            "data is None": self.data is None,
+            "extra": sorted(self._extra),
+        }
+        self._shared.check_settings(settings)
+        self._shared.check_writable()
         self._shared.check_own(self.step)
         self._marks.check_past()
         if self._signal is not None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import time
+import uuid
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,7 +14,12 @@ from typing import Any
 import numpy as np
 
 from tfmultigpu import checkpoint_files as files
-from tfmultigpu.errors import CheckpointError, DamagedCheckpointWarning, RestoreMismatchError
+from tfmultigpu.errors import (
+    CheckpointError,
+    DamagedCheckpointWarning,
+    RestoreMismatchError,
+    WorkersDifferError,
+)
 from tfmultigpu.worker_exchange import WorkerExchange
 
 __all__ = ["SharedFiles", "tell_damaged"]
@@ -37,6 +44,7 @@ class SharedFiles:
         self.directory = directory
         self._exchange = exchange
         self._known_to_be_shared = exchange.workers == 1
+        self._known_to_be_writable = False
         self._cleaned = False
 
     def write(
@@ -84,6 +92,61 @@ class SharedFiles:
         if not self._known_to_be_shared:
             self._check_seen(path)
         return path
+
+    def check_settings(self, settings: Mapping[str, Any]) -> None:
+        """Checks that all workers save alike.
+
+        Args:
+            settings: The same names on every worker, and values whose ``repr`` says what they are.
+
+        Raises:
+            WorkersDifferError: They do not, and one would wait for others that go on.
+        """
+        digests = [hashlib.sha256(repr(one).encode()).hexdigest() for one in settings.values()]
+        told = self._exchange([int(one[:15], 16) for one in digests])
+        for number, (name, value) in enumerate(settings.items()):
+            others = np.flatnonzero(told[:, number] != told[self._exchange.worker, number])
+            if len(others):
+                raise WorkersDifferError(
+                    "The workers were given different checkpoints, and some would wait for the "
+                    f"others for ever. Received: {name}={value!r} on worker "
+                    f"{self._exchange.worker}, and something else on worker {others[0]}. Every "
+                    "worker must make the same tmg.Checkpoints."
+                )
+
+    def check_writable(self) -> None:
+        """Has the chief write a file, for which all look; once, before anything is trained.
+
+        Raises:
+            CheckpointError: It could not be written.
+            RestoreMismatchError: Another worker does not see it.
+        """
+        if self._known_to_be_writable:
+            return
+        failure: OSError | None = None
+        own = uuid.uuid4().int >> 70
+        if self._exchange.is_chief:
+            try:
+                self.directory.mkdir(parents=True, exist_ok=True)
+                files.token(self.directory, own).write_bytes(b"")
+            except OSError as error:
+                failure = error
+        told = self._exchange([int(failure is not None), own])
+        if told[0, 0]:
+            raise CheckpointError(
+                f"Nothing can be written to {self.directory} on the first worker, so that no "
+                f"checkpoint could be saved: {failure or 'see what that worker says'}. Give a "
+                "directory that this process may write to."
+            ) from failure
+        path = files.token(self.directory, int(told[0, 1]))
+        try:
+            if not self._known_to_be_shared:
+                self._check_seen(path)
+        finally:
+            if self._exchange.is_chief:
+                with contextlib.suppress(OSError):
+                    path.unlink()
+        self._known_to_be_writable = True
 
     def check_own(self, step: int) -> None:
         """Checks that what is there is not later than the step of the run.
@@ -173,7 +236,7 @@ class SharedFiles:
 
     def _check_seen(self, path: Path) -> None:
         for _ in range(_LOOKS):
-            seen = self._exchange([int(path.is_dir())])[:, 0]
+            seen = self._exchange([int(path.exists())])[:, 0]
             if seen.all():
                 self._known_to_be_shared = True
                 return
