@@ -167,13 +167,14 @@ class CallbackStates:
                 ", ".join(gone),
             )
 
-    def missing(self, stored: Sequence[Mapping[str, Any]]) -> list[str]:
-        """Returns the names of callbacks that have a state in the checkpoint and are not here."""
+    def missing(self, stored: Sequence[Mapping[str, Any]], *, with_state: bool = True) -> list[str]:
+        """Returns the names of callbacks in the checkpoint, of those with a state, not here."""
         matched = [id(facts) for facts, _ in self._matches(stored)]
         return [
             facts["name"]
             for facts in stored
-            if id(facts) not in matched and (facts.get("attributes") or "state" in facts)
+            if id(facts) not in matched
+            and (not with_state or facts.get("attributes") or "state" in facts)
         ]
 
     def _matches(self, stored: Sequence[Mapping[str, Any]]) -> list[tuple[Mapping[str, Any], Any]]:

@@ -61,11 +61,11 @@ class FitState:
         self._model = model
         self._hooks = hooks
         self._seed = seed
-        self._states = CallbackStates(callbacks.callbacks)
         self._exchange = WorkerExchange(strategy)
         self._stored: Mapping[str, Any] | None = None
         self._arrays: Mapping[str, np.ndarray[Any, Any]] = {}
         self._keepers = [one for one in callbacks.callbacks if hasattr(one, "on_fit_begin")]
+        self._states = CallbackStates(callbacks.callbacks if self._keepers else ())
 
     def restore(self, facts: Mapping[str, Any], arrays: Mapping[str, Any]) -> None:
         """Takes what was saved; it is put back when training begins.
@@ -110,7 +110,7 @@ class FitState:
         """Returns whether a callback had ended the run that is resumed, and is here again."""
         if self._stored is None or not self._stored["stopped"]:
             return False
-        missing = self._states.missing(self._stored["callbacks"])
+        missing = self._states.missing(self._stored["callbacks"], with_state=False)
         if not missing:
             _log.warning(
                 "This run is over: a callback ended it before its last epoch, and its checkpoint "
@@ -161,7 +161,7 @@ class FitState:
         arrays: dict[str, np.ndarray[Any, Any]] = {}
         facts: dict[str, Any] = {
             "callbacks": self._states.read(arrays),
-            "stopped": self.stops(),
+            "stopped": self.stops() and not in_epoch,
             "seen": self.seen,
             "seed": self._seed,
             "data": self._feed.mark,
