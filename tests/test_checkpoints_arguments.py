@@ -57,6 +57,35 @@ def test_arguments_that_make_no_sense(
     assert names(tmp_path) == []
 
 
+def test_a_directory_that_cannot_be_written_to_is_told_before_anything_is_trained(
+    model: Any, tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("")
+    run = tmg.Checkpoints(tmp_path / "file" / "run", model, data=batches())
+    with pytest.raises(tmg.CheckpointError, match=r"Nothing can be written to .*Not a directory"):
+        next(run.epochs(1))
+    assert not run.data.was_read
+    assert names(tmp_path) == ["file"]
+
+
+def test_a_checkpoint_that_is_deleted_while_it_is_read_gives_way_to_the_next(
+    model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    optimizer = keras.optimizers.SGD()
+    saves = tmg.Checkpoints(tmp_path, model, optimizer, keep=1)
+    saves.save()
+    read = files.read_arrays
+
+    def slowly(stored: files.Stored) -> Any:
+        if stored.step < 3:
+            optimizer.iterations.assign(stored.step + 1)
+            saves.save()
+        return read(stored)
+
+    monkeypatch.setattr(files, "read_arrays", slowly)
+    assert tmg.Checkpoints(tmp_path, model, optimizer).restore() == 3
+
+
 def test_calls_that_make_no_sense(model: Any, tmp_path: Path) -> None:
     with pytest.raises(TypeError, match=r"Only numbers are saved. Received: 'a', with a variable"):
         tmg.Checkpoints(tmp_path, model, extra={"a": [tf.Variable("text")]})

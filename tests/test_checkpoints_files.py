@@ -98,6 +98,19 @@ def claim(**changes: object) -> Callable[[Path], None]:
     return change
 
 
+def forge(**changes: object) -> Callable[[Path], None]:
+    """Says something else, with the digest of that."""
+
+    def change(folder: Path) -> None:
+        path = folder / "manifest.json"
+        manifest = {**json.loads(path.read_text()), **changes}
+        manifest.pop(files._DIGEST)
+        digest = files._digest(manifest)
+        path.write_text(json.dumps({**manifest, files._DIGEST: digest}))
+
+    return change
+
+
 DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "a bit": (lambda f: flip(f / "arrays.npz"), "arrays.npz has another checksum"),
     "short": (lambda f: os.truncate(f / "arrays.npz", 100), "arrays.npz has 100 bytes of "),
@@ -107,6 +120,17 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "bytes": (lambda f: (f / "manifest.json").write_bytes(b"\xff"), "manifest.json is not JSON"),
     "list": (lambda f: (f / "manifest.json").write_text("[]"), "is not what was written"),
     "claims": (claim(step=7), "manifest.json is not what was written"),
+    "deep": (
+        lambda f: (f / "manifest.json").write_text('{"a":' * 100_000 + "1" + "}" * 100_000),
+        "manifest.json is not JSON",
+    ),
+    "forged": (forge(variables=[{}]), "was not written by this library: variables is [{}]"),
+    "other step": (forge(step=1), "manifest.json is that of step 1"),
+    "no format": (forge(format=None), "its format is None, and this version reads 1"),
+    "other names": (
+        forge(variables=[{"name": "a", "dtype": "float32", "shape": []}]),
+        "arrays.npz lacks ['a']",
+    ),
 }
 
 
@@ -183,6 +207,20 @@ def test_who_looks_while_another_run_saves_takes_the_newer(
     found, damaged = files.newest(tmp_path)
     assert found is not None
     assert (found.step, damaged) == (2, [])
+
+
+def test_links_that_lead_nowhere_are_damaged_checkpoints(tmp_path: Path) -> None:
+    (older,) = write(tmp_path, 1)
+    loop, nowhere = tmp_path / "step-00000002", tmp_path / "step-00000003"
+    loop.symlink_to(loop)
+    nowhere.symlink_to(tmp_path / "not there")
+    found, damaged = files.newest(tmp_path)
+    assert found == older
+    assert [one.path for one in damaged] == [nowhere, loop]
+    files.prune(tmp_path, 1)
+    assert names(tmp_path) == ["step-00000003"]
+    files.set_aside(damaged[0])
+    assert names(tmp_path) == ["damaged-step-00000003"]
 
 
 @pytest.mark.slow

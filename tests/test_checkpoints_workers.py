@@ -100,6 +100,17 @@ def test_a_directory_that_is_not_shared_is_an_error_on_both(results: list[dict[s
 
 
 @pytest.mark.slow
+def test_workers_that_would_not_save_alike_are_told_before_they_train(
+    results: list[dict[str, Any]],
+) -> None:
+    for worker, result in enumerate(results):
+        assert "RestoreMismatchError: The first worker wrote " in result["not shared"]
+        said = f"Received: every_steps={2 + worker} on worker {worker}, and something else on "
+        assert "WorkersDifferError: The workers were given different checkpoints" in result["apart"]
+        assert said in result["apart"]
+
+
+@pytest.mark.slow
 def test_all_workers_hear_of_a_write_that_failed(results: list[dict[str, Any]]) -> None:
     assert "could not be written" in results[0]["failed"]
     assert "Not a directory" in results[0]["failed"]

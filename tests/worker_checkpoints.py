@@ -104,6 +104,11 @@ for name in ("save", "restore"):
     except tmg.RestoreMismatchError as error:
         say(name, str(error))
     say(f"seconds to {name}", time.monotonic() - began)
+for name, place, every in (("not shared", own, 2), ("apart", shared / "e", 2 + worker)):
+    try:
+        next(tmg.Checkpoints(place, model, optimizer, dataset(), every_steps=every).epochs(1))
+    except (tmg.RestoreMismatchError, tmg.WorkersDifferError) as error:
+        say(name, f"{type(error).__name__}: {error}")
 say("unchanged", optimizer.iterations.numpy().item() > 0)
 
 # A disk that fails the first worker.

@@ -30,6 +30,16 @@ class Run(Protocol):
     def end_epoch(self) -> None:
         """Ends an epoch."""
 
+    def attach(self, fit: Any) -> None:
+        """Saves what ``fit`` holds from now on, and has it restored."""
+
+    def put_back_numbers(self) -> None:
+        """Takes back what callbacks changed when they heard of an epoch for the second time."""
+
+    @property
+    def stored_seed(self) -> int | None:
+        """The seed of the order of arrays in the ``fit`` that was restored."""
+
     def skip_finished_epoch(self, steps: int | None) -> None:
         """Goes to the next epoch if the present one has no more steps than were made."""
 
@@ -54,26 +64,45 @@ def make_callback(run: Run, together: bool) -> Any:
 
         Attributes:
             every_batches: After how many batches ``fit`` must call it; None: now and then.
-            resume_at: The epoch in which ``fit`` goes on, and the batches of it to pass over.
+            comes_last: That it is called after all others, whose state it saves.
+            resume_at: The epoch in which ``fit`` goes on, and the batches of it that are done.
+            passes_over: Whether the data passes over these by itself.
+            stored_seed: The seed of the order of arrays that the restored ``fit`` had.
             for_all_workers: That ``fit`` refuses to begin where some worker is without it.
         """
 
         for_all_workers = True
+        comes_last = True
         every_batches = min(run.every_steps or _TOGETHER, _TOGETHER) if together else None
+        _seen = 0
 
         @property
         def resume_at(self) -> tuple[int, int] | None:
             run.skip_finished_epoch(self.params.get("steps"))
-            return (run.epoch, self._passed_over()) if run.epoch or run.step_in_epoch else None
+            return (run.epoch, run.step_in_epoch) if run.epoch or run.step_in_epoch else None
+
+        @property
+        def passes_over(self) -> bool:
+            return run.data is not None
+
+        @property
+        def stored_seed(self) -> int | None:
+            return run.stored_seed
+
+        def on_fit_begin(self, fit: Any) -> None:
+            run.attach(fit)
+            self._seen = fit.seen
 
         def on_train_begin(self, logs: Any = None) -> None:
             run.listen()
-            self._untold = self._seen = 0
+            self._untold = 0
 
         def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
             if epoch > run.epoch:  # The one gone on with turned out to have no more steps.
                 run.skip_finished_epoch(run.step_in_epoch)
-            self._done = self._passed_over()
+            self._done = run.step_in_epoch
+            if self._done:
+                run.put_back_numbers()
 
         def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
             steps, self._done = batch + 1 - self._done, batch + 1
@@ -96,10 +125,6 @@ def make_callback(run: Run, together: bool) -> Any:
             steps, self._untold = self._untold, 0
             if steps:
                 run.after_step(steps, last=last)
-
-        def _passed_over(self) -> int:
-            """Batches that ``fit`` passes over; data of the run does that by itself."""
-            return run.step_in_epoch if run.data is None else 0
 
     if not together and run.every_steps is not None:
         CheckpointCallback.every_batches = run.every_steps

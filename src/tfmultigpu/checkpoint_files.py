@@ -23,6 +23,8 @@ from typing import Any
 
 import numpy as np
 
+from tfmultigpu.checkpoint_manifest import wrong_with
+
 __all__ = [
     "Damaged",
     "Stored",
@@ -35,6 +37,7 @@ __all__ = [
     "read_manifest",
     "set_aside",
     "stored_steps",
+    "token",
     "write",
 ]
 
@@ -42,6 +45,7 @@ _FORMAT = 1
 _NAME = re.compile(r"step-(\d+)(?:-(\d+))?")
 _TEMPORARY = ".writing-"
 _TRASH = ".deleting-"
+_TOKEN = ".looking-"
 _ASIDE = "damaged-"
 _ARRAYS = "arrays.npz"
 _MANIFEST = "manifest.json"
@@ -124,19 +128,26 @@ def write(
 
 def newest(directory: Path) -> tuple[Stored | None, list[Damaged]]:
     """Returns the newest whole checkpoint, and the damaged ones that are newer."""
+    while True:
+        found, damaged, gone = _look(directory)
+        if not gone:
+            return found, damaged
+
+
+def _look(directory: Path) -> tuple[Stored | None, list[Damaged], bool]:
+    """The same, and whether one was deleted meanwhile by a run that saves newer ones."""
     damaged: list[Damaged] = []
     for path in reversed(_folders(directory)):
         found = read_manifest(path)
         if isinstance(found, Stored):
             wrong = _wrong_with_arrays(found)
             if wrong is None:
-                return found, damaged
+                return found, damaged, False
             found = Damaged(path, wrong)
-        if not path.exists():
-            # A run that trains meanwhile saved newer ones and deleted this one.
-            return newest(directory)
+        if not os.path.lexists(path):
+            return None, damaged, True
         damaged.append(found)
-    return None, damaged
+    return None, damaged, False
 
 
 def stored_steps(directory: Path) -> list[int]:
@@ -150,14 +161,19 @@ def read_manifest(path: Path) -> Stored | Damaged:
         manifest = json.loads((path / _MANIFEST).read_text(encoding="utf-8"))
     except OSError as error:
         return Damaged(path, f"{_MANIFEST} cannot be read: {error.strerror or error}")
-    except ValueError:
+    except (ValueError, RecursionError):
         return Damaged(path, f"{_MANIFEST} is not JSON")
     if not isinstance(manifest, dict) or manifest.pop(_DIGEST, None) != _digest(manifest):
         return Damaged(path, f"{_MANIFEST} is not what was written")
-    if manifest["format"] != _FORMAT:
+    if manifest.get("format") != _FORMAT:
         return Damaged(
-            path, f"its format is {manifest['format']}, and this version reads {_FORMAT}"
+            path, f"its format is {manifest.get('format')!r:.40}, and this version reads {_FORMAT}"
         )
+    wrong = wrong_with(manifest)
+    if wrong is not None:
+        return Damaged(path, f"{_MANIFEST} was not written by this library: {wrong}")
+    if manifest["step"] != number_of(path)[0]:
+        return Damaged(path, f"{_MANIFEST} is that of step {manifest['step']}")
     return Stored(path, manifest["step"], _digest(manifest), manifest)
 
 
@@ -187,10 +203,17 @@ def clean(directory: Path) -> None:
         for path in directory.iterdir():
             if path.name.startswith((_TEMPORARY, _TRASH)):
                 shutil.rmtree(path, ignore_errors=True)
+            elif path.name.startswith(_TOKEN):
+                path.unlink(missing_ok=True)
+
+
+def token(directory: Path, number: int) -> Path:
+    """Returns the file that is written to see whether that can be done, and who sees it."""
+    return directory / f"{_TOKEN}{number:x}"
 
 
 def _folders(directory: Path) -> list[Path]:
-    """The folders with the name of a checkpoint, the oldest first."""
+    """What has the name of a checkpoint, the oldest first."""
     if not directory.is_dir():
         return []
     return sorted((p for p in directory.iterdir() if _NAME.fullmatch(p.name)), key=number_of)
@@ -224,7 +247,14 @@ def _wrong_with_arrays(stored: Stored) -> str | None:
         return f"{_ARRAYS} cannot be read: {error.strerror or error}"
     if checksum != stored.facts["arrays_sha256"]:
         return f"{_ARRAYS} has another checksum than when it was written"
-    return None if zipfile.is_zipfile(path) else f"{_ARRAYS} is no npz file"
+    try:
+        with np.load(path, allow_pickle=False) as arrays:
+            missing = {fact["name"] for fact in stored.facts.get("variables", ())} - set(
+                arrays.files
+            )
+    except (OSError, ValueError, zipfile.BadZipFile, AttributeError):
+        return f"{_ARRAYS} is no npz file"
+    return f"{_ARRAYS} lacks {sorted(missing)[:3]}" if missing else None
 
 
 def _delete(path: Path) -> None:
@@ -232,6 +262,8 @@ def _delete(path: Path) -> None:
     trash = path.with_name(f"{_TRASH}{uuid.uuid4().hex}")
     with contextlib.suppress(FileNotFoundError):
         path.rename(trash)
+        if trash.is_symlink():
+            trash.unlink()
         shutil.rmtree(trash, ignore_errors=True)
 
 

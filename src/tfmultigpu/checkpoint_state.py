@@ -17,7 +17,15 @@ from tfmultigpu.gathering import gather_rows
 from tfmultigpu.precision import kept_loss_scale, make_loss_scale
 from tfmultigpu.worker_exchange import WorkerExchange
 
-__all__ = ["Slot", "check_fits", "make_loss_scale_of", "read_state", "slots_of", "write_state"]
+__all__ = [
+    "Slot",
+    "check_fits",
+    "fits",
+    "make_loss_scale_of",
+    "read_state",
+    "slots_of",
+    "write_state",
+]
 
 _GLOBAL_SEEDS = "seeds"
 _LOSS_SCALE = ("loss_scale/scale", "loss_scale/good_steps")
@@ -127,6 +135,15 @@ def check_fits(slots: Mapping[str, Slot], facts: Sequence[Mapping[str, Any]], wh
                 f"{fact['name']} is {there[1]} of shape {there[0]}; here it is {here[1]} of shape "
                 f"{here[0]}. Build the same model as when it was saved."
             )
+
+
+def fits(slots: Mapping[str, Slot], facts: Sequence[Mapping[str, Any]]) -> bool:
+    """Returns whether stored arrays are those of these variables, to the name."""
+    there = {fact["name"]: (tuple(fact["shape"]), fact["dtype"]) for fact in facts}
+    return there == {
+        slot.name: (tuple(slot.variable.shape), tf.as_dtype(slot.variable.dtype).name)
+        for slot in slots.values()
+    }
 
 
 def write_state(

@@ -5,14 +5,12 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import tensorflow as tf
 
-from tfmultigpu import checkpoint_files as files
 from tfmultigpu import checkpoint_state as state
 from tfmultigpu.checkpoint_arguments import (
     check_extra,
@@ -24,11 +22,13 @@ from tfmultigpu.checkpoint_arguments import (
     read_number,
 )
 from tfmultigpu.checkpoint_callback import make_callback
+from tfmultigpu.checkpoint_fit import Fit, FitPart
+from tfmultigpu.checkpoint_marks import DataMarks
 from tfmultigpu.compiled import strategy_of
 from tfmultigpu.data_position import Position, PositionedDataset, position_data
-from tfmultigpu.errors import CheckpointError, DamagedCheckpointWarning, RestoreMismatchError
+from tfmultigpu.errors import CheckpointError
 from tfmultigpu.scopes import check_kinds, prepare_model
-from tfmultigpu.shared_files import SharedFiles
+from tfmultigpu.shared_files import SharedFiles, tell_damaged
 from tfmultigpu.stop_signals import StopSignal, StopVote
 from tfmultigpu.updates import build_optimizer
 from tfmultigpu.worker_exchange import WorkerExchange
@@ -99,7 +99,7 @@ class Checkpoints:
                 int) that returns what it takes. Its batches must be the same in each run.
             keep: How many checkpoints to keep, the newest.
             train_step: What ``make_train_step`` returned, in place of model and optimizer.
-            every_steps: Save so many steps after the last time, by ``after_step``.
+            every_steps: Save after so many steps, counted from the run's first, by ``after_step``.
             every_epochs: Save after so many epochs, at their end.
             extra: Further objects to save, by name: metrics, or whatever has ``variables``, or
                 lists of variables.
@@ -135,7 +135,8 @@ class Checkpoints:
         self._steps, self._iterations = self._count_iterations(), self._count_iterations()
         self._counts = False
         self._saved = self._steps
-        self._to_check: tuple[int, tuple[int, int]] | None = None
+        self._marks = DataMarks(self.data, self._position, self._exchange)
+        self._fit = FitPart()
         self._shared = SharedFiles(self.directory, self._exchange)
 
     @property
@@ -173,12 +174,13 @@ class Checkpoints:
         facts = {
             "epoch": position.epoch,
             "step_in_epoch": position.step,
-            "fingerprint": None if self.data is None else self.data.fingerprint(position.step),
+            **self._marks.facts(position),
             "replicas": self._exchange.strategy.num_replicas_in_sync,
             "tensorflow": tf.__version__,
             "variables": variables,
         }
-        path = self._shared.write(self.step, arrays, facts, self.keep)
+        of_fit, more = self._fit.read(position.step > 0)
+        path = self._shared.write(self.step, {**arrays, **more}, {**facts, **of_fit}, self.keep)
         self._saved = self.step
         return path
 
@@ -195,36 +197,22 @@ class Checkpoints:
             RestoreMismatchError: Workers see different checkpoints.
         """
         check_outside()
-        found, damaged = self._shared.newest()
-        for one in damaged:
-            warnings.warn(
-                f"A checkpoint is damaged and was passed over. Received: {one.path}: {one.reason}. "
-                + ("" if found is None else f"The run goes on from {found.path.name}."),
-                DamagedCheckpointWarning,
-                stacklevel=2,
-            )
+        found, arrays, damaged = self._shared.read_newest()
+        tell_damaged(self.directory, damaged, found)
         if found is None:
-            if damaged:
-                raise CheckpointError(
-                    f"There are only damaged checkpoints in {self.directory}: "
-                    f"{[one.path.name for one in damaged]}. To begin anew, give another directory "
-                    "or delete this one."
-                )
             return None
         self._build()
         state.make_loss_scale_of(found.facts["variables"], self._optimizer, self._strategy)
         slots = self._slots()
         state.check_fits(slots, found.facts["variables"], found.path)
-        state.write_state(slots, files.read_arrays(found), found.facts["variables"], self._exchange)
+        state.write_state(slots, arrays, found.facts["variables"], self._exchange)
+        self._fit.keep(found.facts, arrays)
         self._shared.set_aside(damaged)
         self._steps, self._iterations = found.step, self._count_iterations()
         self._saved = found.step
         self._position.epoch = found.facts["epoch"]
         self._position.step = found.facts["step_in_epoch"]
-        if self.data is not None:
-            self.data.pass_over(self.epoch)
-            if found.facts["fingerprint"] is not None and self.data.is_checked:
-                self._to_check = self._position.step, tuple(found.facts["fingerprint"])
+        self._marks.expect(found.facts)
         return found.step
 
     def epochs(self, epochs: int) -> Iterator[int]:
@@ -236,6 +224,7 @@ class Checkpoints:
             epochs: How many epochs the whole run has, those before a restart included.
         """
         epochs = read_number("epochs", epochs, 0)
+        self._fit.forget()
         self.listen()
         try:
             while self.epoch < epochs:
@@ -269,10 +258,12 @@ class Checkpoints:
         self._counts = True
         self._steps += steps
         self._position.step += steps
-        self._check_data()
+        self._marks.check()
         self._stop_if_wanted(steps)
-        due = self.every_steps is not None and self._steps - self._saved >= self.every_steps
-        if due and not (last and self._saves_after(self.epoch + 1)):
+        every = self.every_steps
+        due = every is not None and self._steps // every > self._saved // every
+        # Where a callback ends the run, its epoch is ended first.
+        if due and not (last and self._saves_after(self.epoch + 1)) and not self._fit.ends():
             self.save()
 
     def end_epoch(self) -> None:
@@ -282,9 +273,8 @@ class Checkpoints:
             SystemExit: As ``after_step``.
             RestoreMismatchError: As ``after_step``.
         """
-        self._check_data()
-        self._position.epoch += 1
-        self._position.step = 0
+        self._marks.check()
+        self._next_epoch()
         self._stop_if_wanted(0, now=True)
         if self._saves_after(self.epoch):
             self.save()
@@ -316,20 +306,51 @@ class Checkpoints:
         Args:
             steps: Batches of an epoch, or None where unknown.
         """
-        if steps and self.step_in_epoch >= steps:
-            self._position.epoch += 1
-            self._position.step = 0
-            self._to_check = None
-            if self.data is not None:
-                self.data.pass_over(self.epoch)
+        if steps and self.step_in_epoch >= steps and not self._fit.is_known:
+            self._next_epoch()
+
+    def attach(self, fit: Fit) -> None:
+        """Saves what ``fit`` holds from now on, and gives it what was restored; for the callback.
+
+        Raises:
+            RestoreMismatchError: Its data is other data than when the checkpoint was saved.
+        """
+        self._fit.attach(fit)
+
+    def put_back_numbers(self) -> None:
+        """Takes back what callbacks changed in a resumed epoch's beginning; for the callback."""
+        self._fit.put_back_numbers(self._slots(), self._exchange)
+
+    @property
+    def stored_seed(self) -> int | None:
+        """The seed of the order of arrays in the ``fit`` that was restored; for the callback."""
+        return self._fit.seed
+
+    def _next_epoch(self) -> None:
+        self._marks.end_epoch()
+        self._position.epoch += 1
+        self._position.step = 0
 
     def listen(self) -> None:
         """Begins to note the stop signal; ``epochs`` and the callback do so.
 
         Raises:
-            CheckpointError: The directory has later steps, which were not restored.
+            CheckpointError: The directory has later steps, which were not restored, or cannot be
+                written to.
+            RestoreMismatchError: The directory or the data is not what it must be.
+            WorkersDifferError: Workers would not save alike.
         """
+        settings = {
+            "every_steps": self.every_steps,
+            "every_epochs": self.every_epochs,
+            "stop_signal is None": self._signal is None,
+            "data is None": self.data is None,
+            "extra": sorted(self._extra),
+        }
+        self._shared.check_settings(settings)
+        self._shared.check_writable()
         self._shared.check_own(self.step)
+        self._marks.check_past()
         if self._signal is not None:
             self._signal.listen()
 
@@ -355,8 +376,8 @@ class Checkpoints:
             return Position(*divmod(self.step, len(self.data)))
         except TypeError:
             raise CheckpointError(
-                "The place in the data is not known: how many batches it has is not, and nobody "
-                "counted steps. Call checkpoints.after_step() after each step."
+                "The place in the data is unknown: its length is, and nobody counted steps. Call "
+                "checkpoints.after_step() after each step."
             ) from None
 
     def _count_iterations(self) -> int:
@@ -377,21 +398,3 @@ class Checkpoints:
 
     def _slots(self) -> dict[str, state.Slot]:
         return state.slots_of(self._model, self._optimizer, self._extra)
-
-    def _check_data(self) -> None:
-        """Compares the first data after a restart with what was there before it; once."""
-        if self._to_check is None or self.data is None:
-            return
-        (step, expected), self._to_check = self._to_check, None
-        found = self.data.fingerprint(step)
-        different = self._exchange([int(found != expected)]).any()
-        if different:
-            first = found is None or found[0] != expected[0]
-            what = "its first batch" if first else f"batch {step - 1}"
-            raise RestoreMismatchError(
-                "The data is not what it was when the checkpoint was saved, so that some examples "
-                f"would be trained on twice and others never. Received: epoch {self.epoch}, in "
-                f"which {what} is another one. Nothing was saved since. Make the data a function "
-                "of the epoch: data=lambda epoch: dataset.shuffle(n, seed=epoch).batch(size), "
-                "with a seed for everything random in it."
-            )

@@ -61,6 +61,11 @@ class Compiled:
         if self._container is not None:
             self._reset()
 
+    @property
+    def variables(self) -> list[Any]:
+        """The variables of all metrics."""
+        return [] if self._container is None else list(self._container.variables)
+
     def results(self) -> dict[str, Any]:
         """Returns what each metric says, under the name Keras gives it."""
         return {} if self._container is None else dict(self._results())

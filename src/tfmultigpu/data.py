@@ -147,6 +147,7 @@ class ShardedDataset(tf.distribute.DistributedDataset):  # type: ignore[misc]
         strategy: The strategy the shards are for.
         shares: Relative share of each replica, integers.
         prefetches_to_device: Whether shards are copied to the replicas ahead of time.
+        batches: The global batches, not cut.
     """
 
     def __init__(
@@ -157,6 +158,7 @@ class ShardedDataset(tf.distribute.DistributedDataset):  # type: ignore[misc]
         prefetch_to_device: bool,
     ) -> None:
         """Use ``distribute_dataset``, which checks what it is given."""
+        self.batches = batches
         self.strategy = strategy
         self.shares = shares
         self.prefetches_to_device = prefetch_to_device

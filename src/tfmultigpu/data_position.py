@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import tensorflow as tf
 
 from tfmultigpu.data import ShardedDataset, ShardIterator, distribute_dataset
+from tfmultigpu.data_passes import Replay, replay_of
 from tfmultigpu.errors import CheckpointError
 from tfmultigpu.sources import to_dataset
 
-__all__ = ["Position", "PositionedDataset", "position_data"]
+__all__ = ["Past", "Position", "PositionedDataset", "position_data"]
 
 _SAMPLED_ROWS = 4
 _NONE = -1
@@ -32,6 +34,21 @@ class Position:
     step: int = 0
 
 
+@dataclasses.dataclass(frozen=True)
+class Past:
+    """What a pass that is over was.
+
+    Attributes:
+        batches: Batches that were trained on.
+        first: Mark of the first batch.
+        last: Mark of the last of them; None where it was not read.
+    """
+
+    batches: int
+    first: int | None
+    last: int | None
+
+
 class PositionedDataset(ShardedDataset):
     """Shards for the replicas, of which a pass begins at a position.
 
@@ -47,7 +64,8 @@ class PositionedDataset(ShardedDataset):
         position: Position,
         fingerprints: _Fingerprints | None,
         begin: Callable[[Position], ShardedDataset] | None,
-        again: Callable[[], Any] | None,
+        again: Callable[[int], Any],
+        replay: Replay | None,
     ) -> None:
         """Use ``position_data``, which knows the kinds of data.
 
@@ -57,7 +75,9 @@ class PositionedDataset(ShardedDataset):
             fingerprints: What notes down the batches, or None.
             begin: Returns the rest of the pass that a position is in; None: batches are passed over
                 one by one.
-            again: Begins a pass and drops it; None where a pass is a function of its epoch.
+            again: Returns what yields the marks of the batches of an epoch, each time it is begun.
+            replay: What must be read of passes that are over; None where a pass is a function of
+                its epoch.
         """
         self.__dict__.update(whole.__dict__)
         self.is_checked = fingerprints is not None
@@ -67,6 +87,10 @@ class PositionedDataset(ShardedDataset):
         self._fingerprints = fingerprints
         self._begin = begin
         self._again = again
+        self._replay = replay
+        self._over = 0
+        self._to_compare: Past | None = None
+        self._found: Past | None = None
 
     def __iter__(self) -> ShardIterator:
         """Begins a pass where the position is.
@@ -74,6 +98,7 @@ class PositionedDataset(ShardedDataset):
         Raises:
             CheckpointError: The pass has fewer batches than were trained on before.
         """
+        self._catch_up()
         if self._fingerprints is not None:
             self._fingerprints.clear()
         self.passes += 1
@@ -104,15 +129,42 @@ class PositionedDataset(ShardedDataset):
             return None
         return self._fingerprints.of(0), self._fingerprints.of(step - 1)
 
-    def pass_over(self, epochs: int) -> None:
-        """Begins passes that a run which is gone on with began before, and drops them.
+    def pass_over(self, epochs: int, compare: Past | None = None) -> None:
+        """Takes note of passes that a run which is resumed began before.
 
-        A dataset that is shuffled anew in each pass counts its passes.
+        A dataset that is shuffled anew in each pass counts its passes: they are begun again before
+        the next one is, and read as far as the order of the next depends on it.
+
+        Args:
+            epochs: How many.
+            compare: What the last of them was, if ``found`` is to be compared with it.
         """
-        if self._again is not None:
-            while self.passes < epochs:
-                self.passes += 1
-                self._again()
+        self._over, self._to_compare, self._found = epochs, compare, None
+
+    def found(self) -> Past | None:
+        """Returns what the last of the passes that are over is now, if that was asked for."""
+        self._catch_up()
+        return self._found
+
+    def _catch_up(self) -> None:
+        epochs, self._over = self._over, 0
+        compare, self._to_compare = self._to_compare, None
+        if self._replay is None:
+            if compare is not None:
+                marks = self._again(epochs - 1)
+                self._found = _read_pass(iter(marks), _length(marks), compare.batches, False)
+            return
+        while self.passes < epochs:
+            marks = self._again(self.passes)
+            self.passes += 1
+            iterator = iter(marks)
+            last = self.passes == epochs and compare is not None
+            # The first pass of what Python makes is what it was, with all it does to its state.
+            whole = self._replay.whole or (last and epochs == 1 and self._replay.python)
+            if whole or last or self._replay.first:
+                batches = compare.batches if compare is not None and last else 1
+                found = _read_pass(iterator, _length(marks), batches, whole)
+                self._found = found if last else None
 
 
 def position_data(
@@ -129,9 +181,12 @@ def position_data(
     Raises:
         DataError: The data is none of these.
     """
-    if isinstance(data, ShardedDataset):
-        return PositionedDataset(data, position, None, None, lambda: iter(data))
+    if isinstance(data, ShardedDataset) and type(data) is not ShardedDataset:
+        return PositionedDataset(data, position, None, None, lambda epoch: data, Replay())
     fingerprints = _Fingerprints()
+    mark = tf.autograph.experimental.do_not_convert(lambda *batch: _mark(batch))
+    cut = distribute_dataset
+    replay: Replay | None = None
     if _takes_epoch(data):
         known: dict[int, tf.data.Dataset[Any]] = {}
 
@@ -141,26 +196,35 @@ def position_data(
                 known[epoch] = fingerprints.note(to_dataset(data(epoch)))
             return known[epoch]
 
-        again = None
+        def again(epoch: int) -> Any:
+            return to_dataset(data(epoch)).map(mark)
     else:
-        batches = to_dataset(data)
+        if isinstance(data, ShardedDataset):
+            batches, shares, prefetches = data.batches, data.shares, data.prefetches_to_device
+            cut = functools.partial(
+                distribute_dataset, shares=shares, prefetch_to_device=prefetches
+            )
+            strategy = data.strategy
+        else:
+            batches = to_dataset(data)
+        replay = replay_of(batches)
         dataset = fingerprints.note(batches)
 
         def noted(epoch: int) -> tf.data.Dataset[Any]:
             return dataset
 
-        def again() -> Any:
-            return iter(batches)
+        def again(epoch: int) -> Any:
+            return batches.map(mark)
 
-    whole = distribute_dataset(noted(position.epoch), strategy)
+    whole = cut(noted(position.epoch), strategy)
 
     def begin(position: Position) -> ShardedDataset:
-        if position.step == 0 and again is not None:
+        if position.step == 0 and replay is not None:
             return whole
         rest = noted(position.epoch).skip(position.step)
-        return distribute_dataset(rest, strategy)
+        return cut(rest, strategy)
 
-    return PositionedDataset(whole, position, fingerprints, begin, again)
+    return PositionedDataset(whole, position, fingerprints, begin, again, replay)
 
 
 def _takes_epoch(data: Any) -> bool:
@@ -174,6 +238,23 @@ def _takes_epoch(data: Any) -> bool:
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     needed = [one for one in parameters if one.default is one.empty and one.kind in kinds]
     return len(needed) == 1
+
+
+def _read_pass(marks: Iterator[Any], length: int, batches: int, whole: bool) -> Past:
+    """Reads the first mark of a pass, or all; ``length`` is negative where it is not known."""
+    first = last = None
+    number = 0
+    for mark in marks:
+        number += 1
+        first = int(mark) if number == 1 else first
+        last = int(mark) if number == batches else last
+        if not whole:
+            return Past(batches if length < 0 else min(batches, length), first, last)
+    return Past(min(number, batches), first, last)
+
+
+def _length(marks: Any) -> int:
+    return int(marks.cardinality())
 
 
 class _Fingerprints:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import time
+import uuid
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,14 +14,21 @@ from typing import Any
 import numpy as np
 
 from tfmultigpu import checkpoint_files as files
-from tfmultigpu.errors import CheckpointError, RestoreMismatchError
+from tfmultigpu.errors import (
+    CheckpointError,
+    DamagedCheckpointWarning,
+    RestoreMismatchError,
+    WorkersDifferError,
+)
 from tfmultigpu.worker_exchange import WorkerExchange
 
-__all__ = ["SharedFiles"]
+__all__ = ["SharedFiles", "tell_damaged"]
 
 # A shared file system may show the other machines a new file only seconds later.
 _LOOKS = 5
 _BETWEEN = 1.0
+# How often a checkpoint may be gone before it was read.
+_READS = 20
 _NONE = -1
 
 
@@ -34,6 +44,7 @@ class SharedFiles:
         self.directory = directory
         self._exchange = exchange
         self._known_to_be_shared = exchange.workers == 1
+        self._known_to_be_writable = False
         self._cleaned = False
 
     def write(
@@ -82,6 +93,61 @@ class SharedFiles:
             self._check_seen(path)
         return path
 
+    def check_settings(self, settings: Mapping[str, Any]) -> None:
+        """Checks that all workers save alike.
+
+        Args:
+            settings: The same names on every worker, and values whose ``repr`` says what they are.
+
+        Raises:
+            WorkersDifferError: They do not, and one would wait for others that go on.
+        """
+        digests = [hashlib.sha256(repr(one).encode()).hexdigest() for one in settings.values()]
+        told = self._exchange([int(one[:15], 16) for one in digests])
+        for number, (name, value) in enumerate(settings.items()):
+            others = np.flatnonzero(told[:, number] != told[self._exchange.worker, number])
+            if len(others):
+                raise WorkersDifferError(
+                    "The workers were given different checkpoints, and some would wait for the "
+                    f"others for ever. Received: {name}={value!r} on worker "
+                    f"{self._exchange.worker}, and something else on worker {others[0]}. Every "
+                    "worker must make the same tmg.Checkpoints."
+                )
+
+    def check_writable(self) -> None:
+        """Has the chief write a file, for which all look; once, before anything is trained.
+
+        Raises:
+            CheckpointError: It could not be written.
+            RestoreMismatchError: Another worker does not see it.
+        """
+        if self._known_to_be_writable:
+            return
+        failure: OSError | None = None
+        own = uuid.uuid4().int >> 70
+        if self._exchange.is_chief:
+            try:
+                self.directory.mkdir(parents=True, exist_ok=True)
+                files.token(self.directory, own).write_bytes(b"")
+            except OSError as error:
+                failure = error
+        told = self._exchange([int(failure is not None), own])
+        if told[0, 0]:
+            raise CheckpointError(
+                f"Nothing can be written to {self.directory} on the first worker, so that no "
+                f"checkpoint could be saved: {failure or 'see what that worker says'}. Give a "
+                "directory that this process may write to."
+            ) from failure
+        path = files.token(self.directory, int(told[0, 1]))
+        try:
+            if not self._known_to_be_shared:
+                self._check_seen(path)
+        finally:
+            if self._exchange.is_chief:
+                with contextlib.suppress(OSError):
+                    path.unlink()
+        self._known_to_be_writable = True
+
     def check_own(self, step: int) -> None:
         """Checks that what is there is not later than the step of the run.
 
@@ -116,6 +182,34 @@ class SharedFiles:
             "others."
         )
 
+    def read_newest(
+        self,
+    ) -> tuple[files.Stored | None, dict[str, np.ndarray[Any, Any]], list[files.Damaged]]:
+        """Returns ``newest``, and its arrays between the two.
+
+        A run that trains meanwhile may delete it while it is read: then the next newest is taken.
+
+        Raises:
+            CheckpointError: That happened again and again.
+            RestoreMismatchError: Workers see different ones.
+        """
+        failure: OSError | None = None
+        for _ in range(_READS):
+            found, damaged = self.newest()
+            arrays: dict[str, np.ndarray[Any, Any]] = {}
+            failure = None
+            try:
+                arrays = {} if found is None else files.read_arrays(found)
+            except OSError as error:
+                failure = error
+            if not self._exchange([int(failure is not None)]).any():
+                return found, arrays, damaged
+        raise CheckpointError(
+            f"The checkpoints in {self.directory} cannot be read: each was gone before it had been "
+            f"read on all workers. Received: {failure or 'see what the others say'}. Another "
+            "run writes there: stop it, or give it a larger keep."
+        ) from failure
+
     def set_aside(self, damaged: Sequence[files.Damaged]) -> None:
         """Has the chief rename damaged checkpoints.
 
@@ -142,7 +236,7 @@ class SharedFiles:
 
     def _check_seen(self, path: Path) -> None:
         for _ in range(_LOOKS):
-            seen = self._exchange([int(path.is_dir())])[:, 0]
+            seen = self._exchange([int(path.exists())])[:, 0]
             if seen.all():
                 self._known_to_be_shared = True
                 return
@@ -151,6 +245,29 @@ class SharedFiles:
             f"The first worker wrote {path}, and workers {np.flatnonzero(seen == 0).tolist()} do "
             "not see it, so that they could not go on from it. The directory is not shared: give "
             "one on a file system that all workers see."
+        )
+
+
+def tell_damaged(
+    directory: Path, damaged: Sequence[files.Damaged], found: files.Stored | None
+) -> None:
+    """Warns of damaged checkpoints, on behalf of who called the caller.
+
+    Raises:
+        CheckpointError: There are damaged ones alone.
+    """
+    for one in damaged:
+        warnings.warn(
+            f"A checkpoint is damaged and was passed over. Received: {one.path}: {one.reason}. "
+            + ("" if found is None else f"The run goes on from {found.path.name}."),
+            DamagedCheckpointWarning,
+            stacklevel=3,
+        )
+    if damaged and found is None:
+        raise CheckpointError(
+            f"There are only damaged checkpoints in {directory}: "
+            f"{[one.path.name for one in damaged]}. To begin anew, give another directory or "
+            "delete this one."
         )
 
 

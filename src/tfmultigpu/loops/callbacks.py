@@ -21,6 +21,7 @@ __all__ = [
     "leaving",
     "make_callbacks",
     "names_of",
+    "passes_over",
     "resume_at",
     "to_list",
 ]
@@ -61,9 +62,10 @@ def make_callbacks(
             callbacks.callbacks.append(known[0])
         callbacks.set_model(model)
         model.history = known[0]
+        _put_last(callbacks)
         return callbacks
     verbose = verbose if shown else 0
-    return keras.callbacks.CallbackList(
+    called = keras.callbacks.CallbackList(
         to_list(callbacks),
         add_history=True,
         add_progbar=verbose != 0,
@@ -72,6 +74,13 @@ def make_callbacks(
         steps=steps,
         model=model,
     )
+    _put_last(called)
+    return called
+
+
+def _put_last(callbacks: Any) -> None:
+    """Moves those to the end that say so by ``comes_last``: they save what the others remember."""
+    callbacks.callbacks.sort(key=lambda one: bool(getattr(one, "comes_last", False)))
 
 
 def check_callbacks(callbacks: Any, optimizer: Any) -> None:
@@ -141,6 +150,11 @@ def resume_at(callbacks: Any) -> tuple[int, int] | None:
     return (int(places[0][0]), int(places[0][1])) if places else None
 
 
+def passes_over(callbacks: Any) -> bool:
+    """Returns whether a callback says by ``passes_over`` that the data passes over batches."""
+    return any(getattr(one, "passes_over", False) for one in callbacks.callbacks)
+
+
 def names_of(callbacks: Any) -> list[str]:
     """Returns the names of the classes of what the user gave."""
     return [type(one).__name__ for one in to_list(callbacks)]
@@ -171,6 +185,7 @@ class BatchHooks:
 
     Attributes:
         called: Whether the hooks were called for the last call of steps.
+        seen: Batches so far.
     """
 
     def __init__(
@@ -202,7 +217,7 @@ class BatchHooks:
         self._steps_per_call = steps_per_call
         self._elapsed = elapsed
         self._shown = elapsed()
-        self._seen = 0
+        self.seen = 0
         self.called = False
         self._last = -1
         self._stops = False
@@ -221,13 +236,13 @@ class BatchHooks:
         if self._steps_per_call is None:
             steps = min(steps, 1) if self._stops else steps
             for every in self._every:
-                steps = min(steps, every - self._seen % every)
+                steps = min(steps, every - self.seen % every)
         return steps
 
     def before(self, batch: int, steps: int) -> int:
         """Is told that ``steps`` batches come next, of which the first is ``batch``."""
         steps = self.most(steps)
-        seen = self._seen + steps
+        seen = self.seen + steps
         due = bool(self._every) and (
             self._steps_per_call is not None or any(seen % every == 0 for every in self._every)
         )
@@ -238,7 +253,7 @@ class BatchHooks:
 
     def ran(self, steps: int) -> None:
         """Is told how many batches ran."""
-        self._seen += steps
+        self.seen += steps
 
     def after(self, batch: int, logs: Callable[[], dict[str, Any]]) -> None:
         """Is told the last batch that ran; ``logs()`` are those of the epoch so far."""

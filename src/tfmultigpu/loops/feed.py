@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from tfmultigpu.data import ShardedDataset
@@ -29,6 +31,7 @@ class Feed:
         steps_per_epoch: int | None,
         *,
         goes_on: bool = False,
+        facts: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         """Takes the data.
 
@@ -37,8 +40,10 @@ class Feed:
             per_pass: Batches of a pass; None where unknown, or without end.
             steps_per_epoch: Batches of an epoch, or None for a pass.
             goes_on: Whether one iterator yields pass after pass.
+            facts: What tells this data from other data, as JSON can hold it.
         """
         self.steps = steps_per_epoch or per_pass
+        self._facts = dict(facts)
         self.iterator: Any = None
         self._batches = batches
         self._per_pass = per_pass
@@ -48,6 +53,11 @@ class Feed:
         self._fresh = False
         self._epoch_left: int | None = None
         self._done = 0
+
+    @property
+    def mark(self) -> dict[str, Any]:
+        """What tells this data from other data; a value is None where it is not known."""
+        return {**self._facts, "steps": self.steps}
 
     def begin_epoch(self) -> None:
         """Begins an epoch, and a new pass where it is time for one."""
@@ -86,21 +96,30 @@ class Feed:
             self.steps = self._done
         return goes_on
 
-    def skip(self, epochs: int, step: int) -> int:
+    def skip(self, epochs: int, step: int, *, done: bool = False) -> int:
         """Passes over what a run that is gone on with has trained on.
 
         Args:
             epochs: Whole epochs.
             step: Batches of the next epoch, which must have begun with ``begin_epoch``.
+            done: Whether the data has passed over all of it by itself.
 
         Returns:
             Batches of the epoch that were passed over.
         """
+        if done:
+            self.took(step, step)
+            if self._left == 0:
+                self._drop(1)  # It passes over them when it is read, and none is left to be read.
+            return step
         if epochs:
             if self._asked is None:
-                for _ in range(epochs if self._goes_on else 0):
-                    self._drop(self._per_pass or 0)
-                    self._left = self._per_pass
+                for _ in range(epochs):
+                    if self._goes_on:
+                        self._drop(self._per_pass or 0)
+                        self._left = self._per_pass
+                    else:  # A dataset that is shuffled anew in each pass counts its passes.
+                        self._begin_pass()
             else:
                 for _ in range(epochs):
                     while (asked := self.most(self._asked)) and self.took(self._drop(asked), asked):

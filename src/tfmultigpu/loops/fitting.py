@@ -20,10 +20,12 @@ from tfmultigpu.loops.callbacks import (
     leaving,
     make_callbacks,
     names_of,
+    passes_over,
     resume_at,
     to_list,
 )
 from tfmultigpu.loops.evaluating import REPLACED
+from tfmultigpu.loops.fit_state import FitState, stored_seed
 from tfmultigpu.loops.kept_steps import checked_strategy
 from tfmultigpu.loops.pass_data import check_steps, no_batches, with_weights
 from tfmultigpu.loops.steps_per_call import check_steps_per_call
@@ -165,13 +167,15 @@ def fit(
         data = with_weights(data, sample_weight)
     if validation_split and validation_data is None:
         data, validation_data = split_off(data, validation_split)
+    seed = int(of_chief(strategy, random.randrange(2**31)))
+    seed = stored_seed(to_list(callbacks), seed)
     feed, spec = make_feed(
         data,
         strategy,
         batch_size=batch_size,
         steps_per_epoch=None if steps_per_epoch is None else int(steps_per_epoch),
         shuffle=_checked_shuffle(shuffle),
-        seed=int(of_chief(strategy, random.randrange(2**31))),
+        seed=seed,
         first_pass=initial_epoch,
         class_weight=class_weight,
         shares=shares,
@@ -215,28 +219,39 @@ def fit(
         elapsed=clock.elapsed,
         agree=functools.partial(of_any, strategy),
     )
+    state = FitState(strategy, called, trainer, feed, model, hooks, seed)
     model.stop_training = False
     with leaving(called):
-        called.on_train_begin()
+        with state.beginning():
+            called.on_train_begin()
         place = resume_at(called)
         check_alike(strategy, "fit", {"resume_at of a callback": place})
         start, step = place or (initial_epoch, 0)
         logs: dict[str, Any] = {}
-        for epoch in range(start, epochs):
+        over = state.has_ended()
+        for epoch in range(epochs if over else start, epochs):
             called.on_epoch_begin(epoch)
             feed.begin_epoch()
             goes_on = place is not None and epoch == start
+            first = 0
+            if goes_on:
+                first = feed.skip(start - initial_epoch, step, done=passes_over(called))
+            state.begin_epoch(resumed=goes_on and step > 0)
             found = trainer.epoch(
                 feed,
                 hooks,
-                first=feed.skip(start - initial_epoch, step) if goes_on else 0,
+                first=first,
+                sums=state.sums,
                 steps_per_call=asked,
                 stops=together.asked_to_stop(),
                 stopped=together.stopped,
                 clock=clock,
             )
             if found is None and goes_on:
-                continue  # The epoch had ended just where the run is gone on with.
+                # The epoch had ended just where the run is gone on with.
+                found = state.logs()
+                if found is None:
+                    continue
             if found is None:
                 raise no_batches(data)
             logs = found

@@ -43,6 +43,7 @@ class Trainer:
         hooks: BatchHooks,
         *,
         first: int,
+        sums: dict[str, float],
         steps_per_call: int | None,
         stops: bool,
         stopped: Callable[[bool], bool],
@@ -54,6 +55,8 @@ class Trainer:
             feed: The batches.
             hooks: Who is told of batches.
             first: Number of the first batch.
+            sums: Sums over the batches of the epoch so far; those of this call are added. Metrics
+                must have been reset.
             steps_per_call: Steps in a call, or None for as many as pay.
             stops: Whether a callback has asked to stop when the epoch began.
             stopped: Whether to stop; asked after each call, with whether callbacks were called.
@@ -62,9 +65,7 @@ class Trainer:
         Returns:
             The logs; None where there were no batches.
         """
-        self.compiled.reset()
         hooks.begin_epoch(stops)
-        sums: dict[str, float] = {}
         done = first
         while most := feed.most(steps_per_call or self.pace.steps):
             asked = hooks.before(done, most)
@@ -78,17 +79,17 @@ class Trainer:
                 clock.note(ran, time.perf_counter() - began)
                 done += ran
                 hooks.ran(ran)
-                hooks.after(done - 1, functools.partial(self._logs, sums))
+                hooks.after(done - 1, functools.partial(self.logs, sums))
             if not feed.took(ran, asked) or (stops and ran) or stopped(hooks.called):
                 break
         if done == first:
             return None
-        logs = self._logs(sums)
+        logs = self.logs(sums)
         hooks.finish(done - 1, logs)
         return logs
 
-    def _logs(self, sums: Mapping[str, float]) -> dict[str, Any]:
-        """What Keras reports: each loss as the mean over batches, weighted by their rows."""
+    def logs(self, sums: Mapping[str, float]) -> dict[str, Any]:
+        """Returns what Keras reports: losses as means over batches, weighted by their rows."""
         losses = {name: sums[name] / sums["rows"] for name in sums if name.endswith("loss")}
         return as_keras(losses, self.compiled.results())
 

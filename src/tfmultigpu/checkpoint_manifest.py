@@ -1,0 +1,98 @@
+"""Whether a manifest says what this library writes: a file that was edited may say anything."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+__all__ = ["wrong_with"]
+
+
+def wrong_with(manifest: Mapping[str, Any]) -> str | None:
+    """Returns what is wrong with a manifest, or None.
+
+    Args:
+        manifest: What JSON has read, without the digest.
+    """
+    for name, (is_right, needed) in _FIELDS.items():
+        if name not in manifest:
+            if needed:
+                return f"{name} is missing"
+        elif not is_right(manifest[name]):
+            return f"{name} is {manifest[name]!r:.80}"
+    return None
+
+
+def _count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 2**63
+
+
+def _marks(value: Any) -> bool:
+    return isinstance(value, list) and all(one is None or type(one) is int for one in value)
+
+
+def _text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _variables(value: Any) -> bool:
+    return isinstance(value, list) and all(
+        isinstance(one, dict)
+        and _text(one.get("name"))
+        and _text(one.get("dtype"))
+        and isinstance(one.get("shape"), list)
+        and all(map(_count, one["shape"]))
+        and ("replicas" not in one or (_count(one["replicas"]) and _text(one.get("together"))))
+        for one in value
+    )
+
+
+def _fit(value: Any) -> bool:
+    if not isinstance(value, dict) or not _count(value.get("seen")):
+        return False
+    callbacks, epoch = value.get("callbacks"), value.get("epoch", 0)
+    return (
+        type(value.get("seed")) is int
+        and isinstance(value.get("stopped"), bool)
+        and isinstance(value.get("data"), dict)
+        and isinstance(callbacks, list)
+        and all(_callback(one) for one in callbacks)
+        and (
+            epoch is None
+            or (
+                isinstance(epoch, dict)
+                and isinstance(epoch.get("sums"), dict)
+                and all(isinstance(one, (int, float)) for one in epoch["sums"].values())
+                and _variables(epoch.get("metrics"))
+            )
+        )
+    )
+
+
+def _callback(value: Any) -> bool:
+    return (
+        isinstance(value, dict)
+        and _text(value.get("name"))
+        and _text(value.get("monitor"))
+        and _count(value.get("number"))
+        and isinstance(value.get("attributes", {}), dict)
+        and _count(value.get("file_size", 0))
+    )
+
+
+def _maybe(is_right: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: value is None or is_right(value)
+
+
+# What each field must be, and whether each checkpoint has it: files are written by others, too.
+_FIELDS: dict[str, tuple[Callable[[Any], bool], bool]] = {
+    "step": (_count, True),
+    "arrays_sha256": (_text, True),
+    "arrays_bytes": (_count, True),
+    "epoch": (_count, False),
+    "step_in_epoch": (_count, False),
+    "fingerprint": (_maybe(lambda value: _marks(value) and len(value) == 2), False),
+    "past": (_maybe(lambda value: _marks(value) and len(value) == 3 and _count(value[0])), False),
+    "variables": (_variables, False),
+    "fit": (_fit, False),
+}

@@ -1,0 +1,262 @@
+"""What callbacks remember is part of a run: saved, restored, and to the bit."""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections import Counter, deque
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from one_device import strategy_of
+
+import tfmultigpu as tmg
+
+pytestmark = [
+    # Keras reads the learning rate of a strategy in this way.
+    pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning"),
+]
+
+X = np.random.default_rng(0).normal(size=(22, 4)).astype("float32")
+Y = np.random.default_rng(1).normal(size=(22, 1)).astype("float32")
+
+
+class Killed(Exception):
+    """The process is gone."""
+
+
+class Kill(keras.callbacks.Callback):
+    """Ends a run from outside before an epoch, or within one."""
+
+    every_batches = 1
+
+    def __init__(self, epoch: int, batch: int | None = None) -> None:
+        super().__init__()
+        self.at = epoch, batch
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self.epoch = epoch
+        if self.at == (epoch, None):
+            raise Killed
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        if self.at == (self.epoch, batch):
+            raise Killed
+
+
+class Remembers(keras.callbacks.Callback):
+    """State of every plain kind, of which training depends on some."""
+
+    def __init__(self, given: int = 0) -> None:
+        super().__init__()
+        self.given = given
+        self.losses: dict[int, tuple[float, ...]] = {}
+        self.recent: deque[float] = deque(maxlen=3)
+        self.counts: Counter[str] = Counter()
+        self.random = np.random.default_rng(3)
+        self.legacy = np.random.RandomState(4)
+        self.python = random.Random(5)
+        self.array = np.zeros([2], "float32")
+        self.variable = tf.Variable(0.0)
+        self.scale = np.float32(1)
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self.counts["epochs"] += 1
+        self.model.optimizer.learning_rate = float(self.model.optimizer.learning_rate.numpy()) * 0.9
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        drawn = self.random.normal() + self.legacy.normal() + self.python.random()
+        self.losses[epoch] = (round(logs["loss"], 4), drawn)
+        self.recent.append(drawn)
+        self.array = self.array + drawn
+        self.variable.assign_add(drawn)
+        self.scale = np.float32(self.scale * 1.5)
+        self.given += 1
+        weights = self.model.get_weights()
+        self.model.set_weights([one + 1e-3 * drawn for one in weights])
+
+    def remembered(self) -> Any:
+        return repr([self.losses, self.recent, self.counts, self.array, self.scale, self.given])
+
+
+class HasMethods(keras.callbacks.Callback):
+    """State that only it knows how to write down."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held = {object(): 0}
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self.held = {key: value + 1 for key, value in self.held.items()}
+
+    def state(self) -> Any:
+        return {"held": list(self.held.values()), 3: np.arange(2)}
+
+    def set_state(self, state: Any) -> None:
+        assert state[3].tolist() == [0, 1]
+        self.held = {object(): value for value in state["held"]}
+
+
+def variables(model: Any) -> list[np.ndarray]:
+    return [np.array(one.numpy()) for one in (*model.variables, *model.optimizer.variables)]
+
+
+@pytest.fixture(scope="module", params=[1, 2])
+def start(request: Any) -> tuple[Any, list[np.ndarray]]:
+    with strategy_of(request.param).scope():
+        model = keras.Sequential(
+            [keras.Input((4,)), keras.layers.Dropout(0.3, seed=1), keras.layers.Dense(1)]
+        )
+        optimizer = keras.optimizers.SGD(0.3, momentum=0.9, use_ema=True)
+        model.compile(optimizer, "mse", metrics=["mae"])
+        optimizer.build(model.trainable_variables)
+    return model, variables(model)
+
+
+class Fitted:
+    """One process that trains, from a checkpoint where there is one."""
+
+    def __init__(
+        self,
+        start: tuple[Any, list[np.ndarray]],
+        folder: Path,
+        *more: Any,
+        epochs: int = 12,
+        patience: int = 4,
+        saves: Any = None,
+    ) -> None:
+        model, values = start
+        for variable, value in zip(
+            (*model.variables, *model.optimizer.variables), values, strict=True
+        ):
+            variable.assign(value)
+        keras.utils.set_random_seed(8)
+        data = tf.data.Dataset.from_tensor_slices((X, Y)).shuffle(22, seed=3).batch(4)
+        run = tmg.Checkpoints(folder / "run", model, model.optimizer, data)
+        self.restored = run.restore()
+        callbacks = keras.callbacks
+        self.stops = callbacks.EarlyStopping(
+            "loss", patience=patience, min_delta=0.01, restore_best_weights=True, verbose=0
+        )
+        self.plateau = callbacks.ReduceLROnPlateau("mae", factor=0.5, patience=1, min_delta=0.01)
+        self.remembers, self.methods = Remembers(), HasMethods()
+        logger = callbacks.CSVLogger(folder / "log.csv")
+        try:
+            history = tmg.fit(
+                model,
+                run.data,
+                epochs=epochs,
+                validation_data=(X, Y),
+                callbacks=[
+                    run.callback(**(saves or {})),
+                    self.stops,
+                    self.plateau,
+                    self.remembers,
+                    self.methods,
+                    callbacks.SwapEMAWeights(swap_on_epoch=True),
+                    logger,
+                    *more,
+                ],
+                steps_per_call=1,
+                verbose=0,
+            )
+        finally:
+            if logger.csv_file is not None:
+                logger.csv_file.close()
+        self.history, self.epochs = history.history, history.epoch
+        self.values = variables(model)
+        self.csv = (folder / "log.csv").read_text()
+
+    def check_equals(self, other: Fitted) -> None:
+        for here, there in zip(self.values, other.values, strict=True):
+            np.testing.assert_array_equal(here, there)
+        assert (self.history, self.epochs) == (other.history, other.epochs)
+        assert self.remembers.remembered() == other.remembers.remembered()
+        assert list(self.methods.held.values()) == list(other.methods.held.values())
+        assert self.csv == other.csv
+        for name in ("wait", "best", "best_epoch", "stopped_epoch"):
+            assert getattr(self.stops, name) == getattr(other.stops, name)
+        assert self.plateau.cooldown_counter == other.plateau.cooldown_counter
+
+
+def test_a_run_that_is_resumed_has_the_callbacks_of_one_that_was_not_interrupted(
+    start: Any, tmp_path: Path
+) -> None:
+    folders = [tmp_path / name for name in ("whole", "middle", "end", "last")]
+    for folder in folders:
+        folder.mkdir()
+    whole = Fitted(start, folders[0])
+    # It is ended by EarlyStopping, after the learning rate was halved more than once.
+    ended = len(whole.epochs)
+    assert 4 < ended < 12
+    # In the middle of an epoch, and again in that epoch; then at an epoch's end.
+    for kill in (Kill(2, 4), Kill(2, 5), Kill(4)):
+        with pytest.raises(Killed):
+            Fitted(start, folders[1], kill, saves={"every_steps": 4, "every_epochs": 2})
+    resumed = Fitted(start, folders[1], saves={"every_steps": 4})
+    assert resumed.restored == 24
+    resumed.check_equals(whole)
+    # Ended by a callback: it stays ended, with more epochs too, and ends with the best weights.
+    for epochs in (12, 40):
+        again = Fitted(start, folders[0], epochs=epochs)
+        assert again.restored == 6 * ended
+        again.check_equals(whole)
+    # Saved after the last batch of an epoch, which has not ended: it is ended first.
+    with pytest.raises(Killed):
+        Fitted(start, folders[3], Kill(3, 0), saves={"every_steps": 6})
+    last = Fitted(start, folders[3], saves={"every_steps": 6})
+    assert last.restored == 18
+    last.check_equals(whole)
+
+
+def test_callbacks_are_matched_by_name_and_what_they_watch(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "tfmultigpu")
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+
+    class Opaque(keras.callbacks.Callback):
+        def __init__(self) -> None:
+            super().__init__()
+            self.thing, self.function, self.watched = object(), print, model
+
+    def fit(epochs: int, *callbacks: Any) -> None:
+        run = tmg.Checkpoints(tmp_path, model, model.optimizer)
+        run.restore()
+        tmg.fit(model, (X, Y), epochs=epochs, callbacks=[run.callback(), *callbacks], verbose=0)
+
+    stopping = keras.callbacks.EarlyStopping
+    first = [stopping("val_loss", patience=9), stopping("loss", patience=9), Opaque()]
+    with pytest.warns(UserWarning, match="Early stopping conditioned on metric"):
+        fit(2, *first)
+    assert "do not hold what these attributes of callbacks remember: Opaque.thing (object)" in (
+        caplog.text
+    )
+    assert "function" not in caplog.text
+    caplog.clear()
+    # Another order, another patience, one more: none of it confuses which is which.
+    second = [keras.callbacks.TerminateOnNaN(), stopping("loss", patience=5)]
+    fit(3, *second)
+    assert second[1].patience == 5
+    assert second[1].best <= first[1].best
+    assert second[1].best_epoch >= first[1].best_epoch
+    assert "without the restart: EarlyStopping\n" in caplog.text
+    assert "begin anew: TerminateOnNaN" in caplog.text
+    # Other arrays, another batch size: refused before anything is trained.
+    before = model.get_weights()
+    for data, size, text in (
+        ((X[:20], Y[:20]), 32, "rows=20, then 22"),
+        ((X, Y), 8, "batch_size=8, then 32"),
+        ((X + 1, Y), 32, "mark of some rows="),
+    ):
+        run = tmg.Checkpoints(tmp_path, model, model.optimizer)
+        run.restore()
+        with pytest.raises(tmg.RestoreMismatchError, match=text):
+            tmg.fit(model, data, batch_size=size, epochs=4, callbacks=[run.callback()], verbose=0)
+    for here, there in zip(model.get_weights(), before, strict=True):
+        np.testing.assert_array_equal(here, there)
