@@ -44,7 +44,7 @@ class Checkpoints:
     A run that was killed and gone on with ends with the weights of one that was not: equal to the
     bit on the same number of replicas, as exact as this library is on another number. Saved are all
     variables of model and optimizer, what random layers draw from, the loss scale, the counters,
-    and the place in the data.
+    the place in the data, and what callbacks of ``fit`` remember.
 
     Under several workers all of them must make this object and call its methods, with one directory
     that they share; the chief alone writes.
