@@ -264,6 +264,7 @@ def test_fit_follows_settings_and_another_optimizer() -> None:
     assert difference(fitted(by_us, strategy.scope), expected) <= 2e-6
 
 
+@pytest.mark.filterwarnings("ignore:The model has no trainable variables")
 def test_everything_frozen_and_thawed_again() -> None:
     """Nothing is updated nor counted, as Keras' fit has it; averages stay as they are."""
     make = functools.partial(optimizers.SGD, 0.1, use_ema=True, ema_overwrite_frequency=1)

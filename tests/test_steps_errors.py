@@ -304,10 +304,10 @@ def test_an_empty_batch_among_others():
     iterator = iter(tmg.distribute_dataset(as_dataset(batches), step.strategy))
     with pytest.raises(tmg.DataError, match="A batch has no rows"):
         step.run(iterator, 4)
-    assert int(step.optimizer.iterations.numpy()) == 1, "the step before it waits for it"
+    assert int(step.optimizer.iterations.numpy()) == 2
     with pytest.raises(tmg.DataError, match="A batch has no rows"):
         step.run(iter(as_dataset(batches)), 4)
-    assert int(step.optimizer.iterations.numpy()) == 3, "here the step itself finds it empty"
+    assert int(step.optimizer.iterations.numpy()) == 4
 
 
 # Outputs ------------------------------------------------------------------------------------------

@@ -190,9 +190,8 @@ def test_one_trace_whatever_the_batch_sizes(micro_batches):
     with strategy.scope():
         model = keras.Sequential([keras.Input((6,)), Counted(), keras.layers.Dense(4)])
         optimizer = sgd()
-    step = tmg.make_train_step(
-        model, optimizer, crossentropy(), strategy, micro_batches=micro_batches
-    )
+    options = {"micro_batches": micro_batches, "verify": False}
+    step = tmg.make_train_step(model, optimizer, crossentropy(), strategy, **options)
     traced.clear()
     batches = cut((X, Y), MIXED)
     step(batches[0])
