@@ -72,6 +72,8 @@ def meet_as(event: str, addresses: Sequence[str], index: int) -> None:
     meet(addresses, index, card, 0.02 if event == "missing" else PATIENCE, problem=problem)
 
 
+# A connection that the kernel accepted as the meeting ended is closed with the garbage.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_thousand_meetings_all_end() -> None:
     """Before Python 3.12 a cancellation may be lost: a meeting in a thousand would never return."""
     # One in ten fails. Who waits for nobody has a short timeout, and tells the others for as long.

@@ -26,6 +26,8 @@ _MOST_CALLERS = 32
 _MOST_STRANGERS = 5
 _ATTEMPT_SECONDS = 2.0
 _CANCEL_SECONDS = 0.1
+# Of the loop, until a call that was just accepted has a handler, which closes its connection.
+_ACCEPT_TURNS = 10
 _COMMIT_SECONDS = 10.0
 _RESOLVE_SECONDS = 10.0
 _LINGER_SECONDS = {"disagreement": 1.0, "cannot start": 8.0, "missing": 0.5, "told": 0.5}
@@ -106,6 +108,8 @@ class Meeting:
             self.ending = True
             if server is not None:
                 server.close()
+                for _ in range(_ACCEPT_TURNS):
+                    await asyncio.sleep(0)
             if not keep or self.problem is not None:
                 for _, writer in self.ready.values():
                     writer.close()
