@@ -246,6 +246,10 @@ attempt("optimizer", lambda: fit(made(
 losses = [lambda a, b: (a - b) ** 2, lambda a, b: 2 * (a - b) ** 2]
 attempt("function", lambda: step(losses[number]))
 attempt("alike again", lambda: step("mse"))
+# The last one: TensorFlow adds nothing more after it.
+model = made()
+checkpoints = tmg.Checkpoints(sys.argv[1], model, model.optimizer)
+attempt("calls", [lambda: step("mse", model), checkpoints.save][number])
 print("FOUND", json.dumps(found))
 """
 
@@ -254,7 +258,7 @@ print("FOUND", json.dumps(found))
 def test_two_workers_that_train_another_program_are_told(tmp_path: Any) -> None:
     script = tmp_path / "train.py"
     script.write_text(WORKER)
-    runs = run_workers(script, workers=2, timeout=300.0)
+    runs = run_workers(script, workers=2, args=[tmp_path / "run"], timeout=300.0)
     for number, run in enumerate(runs):
         found = json.loads(run.output.partition("FOUND ")[2].splitlines()[0])
         assert found["alike"] == found["alike again"] == "trained"
@@ -270,3 +274,5 @@ def test_two_workers_that_train_another_program_are_told(tmp_path: Any) -> None:
             assert all(one in text for one in both), text
             assert values[number] in text.partition(both[1])[0], text
             assert values[1 - number] in text.partition(both[1])[2], text
+        assert found["calls"].startswith("The workers do not call the same things in the same")
+        assert f"This is worker {number} of 2" in found["calls"]

@@ -1,4 +1,4 @@
-"""What callbacks remember, as part of a run: read when it is saved, put back when it resumes."""
+"""The state of callbacks as part of a run: read when it is saved, put back when it resumes."""
 
 from __future__ import annotations
 
@@ -207,12 +207,12 @@ def _attributes(one: Any) -> dict[str, Any]:
     return {
         name: value
         for name, value in vars(one).items()
-        if name not in skipped and not _is_no_state(value)
+        if name not in skipped and not _is_tool(value)
     }
 
 
-def _is_no_state(value: Any) -> bool:
-    """Whether a value is a thing that training uses, and does not count."""
+def _is_tool(value: Any) -> bool:
+    """Returns whether a value is used by training, and does not change with it."""
     import keras
 
     things = (

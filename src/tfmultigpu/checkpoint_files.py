@@ -213,7 +213,7 @@ def token(directory: Path, number: int) -> Path:
 
 
 def _folders(directory: Path) -> list[Path]:
-    """What has the name of a checkpoint, the oldest first."""
+    """Lists the folders that have the name of a checkpoint, the oldest first."""
     if not directory.is_dir():
         return []
     return sorted((p for p in directory.iterdir() if _NAME.fullmatch(p.name)), key=number_of)
@@ -253,7 +253,7 @@ def _wrong_with_arrays(stored: Stored) -> str | None:
                 arrays.files
             )
     except (OSError, ValueError, zipfile.BadZipFile, AttributeError):
-        return f"{_ARRAYS} is no npz file"
+        return f"{_ARRAYS} cannot be read as an npz file"
     return f"{_ARRAYS} lacks {sorted(missing)[:3]}" if missing else None
 
 

@@ -17,7 +17,7 @@ _Arrays = Mapping[str, np.ndarray[Any, Any]]
 
 
 class Fit(Protocol):
-    """What ``fit`` hands to callbacks that save a run."""
+    """The object that ``fit`` hands to callbacks that save a run."""
 
     def restore(self, facts: Mapping[str, Any], arrays: _Arrays) -> None:
         """Takes what was saved."""
@@ -30,7 +30,7 @@ class Fit(Protocol):
 
 
 class FitPart:
-    """What ``fit`` holds of a run: read from it, kept until there is one, given to it."""
+    """The part of a run that ``fit`` holds: read from it, kept until there is one, given to it."""
 
     def __init__(self) -> None:
         """Knows of no ``fit``."""

@@ -9,7 +9,7 @@ from tfmultigpu.data_position import Past, Position, PositionedDataset
 from tfmultigpu.errors import RestoreMismatchError
 from tfmultigpu.worker_exchange import WorkerExchange
 
-__all__ = ["DataMarks"]
+__all__ = ["DataMarks", "other_data"]
 
 _CURE = (
     "Nothing was saved since. Give the same data and batch size as then, or another directory to "
@@ -103,8 +103,12 @@ class DataMarks:
             self._refuse(self._position.epoch, what)
 
     def _refuse(self, epoch: int, what: str) -> None:
-        raise RestoreMismatchError(
-            "The data is not what it was when the checkpoint was saved, so that some examples "
-            f"would be trained on twice and others never. Received: epoch {epoch}, in which {what} "
-            f"is another one. {_CURE}"
-        )
+        raise other_data(f"epoch {epoch}, in which {what} is another one", _CURE)
+
+
+def other_data(received: str, cure: str) -> RestoreMismatchError:
+    """Returns the error for a run that would go on with other data than it began with."""
+    return RestoreMismatchError(
+        "The data is not what it was when the checkpoint was saved, so that some examples would "
+        f"be trained on twice and others never. Received: {received}. {cure}"
+    )

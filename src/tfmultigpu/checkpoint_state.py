@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -15,7 +14,7 @@ from tfmultigpu import _bridge
 from tfmultigpu.errors import CheckpointError
 from tfmultigpu.gathering import gather_rows
 from tfmultigpu.precision import kept_loss_scale, make_loss_scale
-from tfmultigpu.worker_exchange import WorkerExchange
+from tfmultigpu.worker_exchange import WorkerExchange, digest_of
 
 __all__ = [
     "Slot",
@@ -218,7 +217,7 @@ def _differing(slots: Sequence[Slot], exchange: WorkerExchange) -> set[str]:
         copies = [_to_numpy(one) for one in strategy.experimental_local_results(variable)]
         on_read = variable.synchronization == tf.VariableSynchronization.ON_READ
         differ.append(on_read or any(one.tobytes() != copies[0].tobytes() for one in copies))
-        marks.append(int(hashlib.sha256(copies[0].tobytes()).hexdigest()[:15], 16))
+        marks.append(digest_of(copies[0].tobytes()))
     told = exchange([*differ, *marks])
     apart = told[:, : len(slots)].any(0) | (told[:, len(slots) :] != told[:1, len(slots) :]).any(0)
     return {slot.name for slot, one in zip(slots, apart, strict=True) if one}

@@ -1,4 +1,4 @@
-"""Another worker is gone: which one, how it ended, and what to do now.
+"""Another worker is gone, or does something else: which one, how it ended, and what to do now.
 
 TensorFlow ends what waits for a lost worker within some ten seconds, with one of several errors,
 and may name the wrong worker. Here they become one error that names the right one.
@@ -16,7 +16,7 @@ from contextlib import contextmanager
 import tensorflow as tf
 
 from tfmultigpu.cluster_spec import Cluster
-from tfmultigpu.errors import WorkerLostError
+from tfmultigpu.errors import TfMultiGpuError, WorkerLostError, WorkersDifferError
 from tfmultigpu.worker_ends import (
     Calls,
     Watchdog,
@@ -39,8 +39,13 @@ _GONE = re.compile(
     r"coordination service.*(disconnect|unavailable|shut)",
     re.IGNORECASE,
 )
+# How it puts it that workers brought different things to one collective.
+_DIFFERENT = re.compile(
+    r"(Collective instance \S+ expected |Shape mismatch in the collective instance )[^\n\"\\]*"
+)
 _TASK = re.compile(r"/job:(\w+)/replica:\d+/task:(\d+)")
 _KINDS: tuple[type[Exception], ...] = (
+    tf.errors.InvalidArgumentError,
     tf.errors.UnavailableError,
     tf.errors.AbortedError,
     tf.errors.CancelledError,
@@ -53,7 +58,6 @@ _NEWS_SECONDS = 2.0
 _LONGEST = 300
 # At the end of a program that cannot have come to a good one.
 _EXIT_SECONDS = 8.0
-_NAME = "tfmultigpu.errors.WorkerLostError: "
 # With which code, a process does not know: sys.exit leaves no trace that could be seen at the end.
 _FINISHED = "its program ended without an error, at its last line or by sys.exit"
 
@@ -78,7 +82,11 @@ def watch(cluster: Cluster, link: WorkerLink | None) -> None:
 
     atexit.register(end)
     leave_on_errors(leave, _meaning)
-    Watchdog(link, _calls, lambda: _NAME + _words("nothing, and waits for that worker.")).start()
+    Watchdog(
+        link,
+        _calls,
+        lambda: _printed(WorkerLostError(_words("nothing, and waits for that worker."))),
+    ).start()
 
 
 def link_of_workers() -> WorkerLink | None:
@@ -95,7 +103,8 @@ def explaining_lost_workers() -> Iterator[None]:
 
     Raises:
         WorkerLostError: another worker has ended; the message says which one, how, and what to do.
-            Every other error passes unchanged.
+        WorkersDifferError: another worker has called something else meanwhile. Every other error
+            passes unchanged.
 
     Example:
         >>> with explaining_lost_workers():
@@ -113,16 +122,21 @@ def naming_lost_workers() -> Iterator[None]:
     try:
         yield
     except _KINDS as error:
-        lost = _explain(error)
-        if lost is None:
+        explained = _explain(error)
+        if explained is None:
             raise
-        raise lost from error
+        raise explained from error
 
 
 def _meaning(error: BaseException) -> str | None:
-    """What an error of TensorFlow means that ended the program, where another worker is gone."""
-    lost = _explain(error) if isinstance(error, _KINDS) else None
-    return None if lost is None else f"{_NAME}{lost}"
+    """What an error of TensorFlow that ended the program means, where it is about a worker."""
+    explained = _explain(error) if isinstance(error, _KINDS) else None
+    return None if explained is None else _printed(explained)
+
+
+def _printed(error: TfMultiGpuError) -> str:
+    kind = type(error)
+    return f"{kind.__module__}.{kind.__qualname__}: {error}"
 
 
 def _lost() -> bool:
@@ -130,8 +144,11 @@ def _lost() -> bool:
     return _link is not None and any(how != _FINISHED for how in _link.ended().values())
 
 
-def _explain(error: Exception) -> WorkerLostError | None:
+def _explain(error: Exception) -> TfMultiGpuError | None:
     text = str(error)
+    different = _DIFFERENT.search(text)
+    if different is not None:
+        return WorkersDifferError(_words_on_difference(different[0]))
     named = _GONE.search(text) is not None
     ended: Mapping[int, str] = {}
     if _link is not None:
@@ -157,6 +174,17 @@ def _words(said: str, ended: Mapping[int, str] | None = None, text: str = "") ->
         "logs of that pod). This process cannot take it back: start all workers again, and they go "
         "on from the last checkpoint that they restore. `python -m tfmultigpu launch --restarts 3` "
         f"does so on one machine. TensorFlow says: {said.strip()[:_LONGEST]}"
+    )
+
+
+def _words_on_difference(said: str) -> str:
+    here = "This worker" if _link is None else f"This is {_name(_link.index)}, and it"
+    return (
+        "The workers do not call the same things in the same order, and what each brought to one "
+        f"addition does not fit together. {here} stopped in the call that raised this; another one "
+        "was in another. Every worker must make the same steps, evaluations, predictions and "
+        "checkpoints: take them out from behind lines such as `if worker == 0:`, which are for "
+        f"printing and for files of your own. TensorFlow says: {said.strip()[:_LONGEST]}"
     )
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from tfmultigpu.errors import ClusterError
 from tfmultigpu.jobs import Job
-from tfmultigpu.meeting_lines import Message, Pen, StrangeLineError, readable
+from tfmultigpu.meeting_lines import LONGEST_PROBLEM, Message, Pen, StrangeLineError, readable
 from tfmultigpu.meeting_words import ANSWERS, Words
 from tfmultigpu.ports import call, listen
 
@@ -20,7 +20,6 @@ __all__ = ["Meeting"]
 # A line has the addresses of all workers; later ones, of a `WorkerLink`, a value of each.
 _LINE_LIMIT = 1 << 18
 _LIMIT_OF_EACH = 1 << 12
-_LONGEST_PROBLEM = 20_000
 # More that have said nothing yet are strangers. With the limit of a line this bounds memory.
 _MOST_CALLERS = 32
 _MOST_STRANGERS = 5
@@ -310,7 +309,7 @@ class Meeting:
             self.told.add(peer)
             if self.problem is None:
                 self.speaker = f" (Worker {peer} said so, from {place}.)"
-            self._fail("told", readable(message.problem, _LONGEST_PROBLEM))
+            self._fail("told", readable(message.problem, LONGEST_PROBLEM))
         elif dialled not in (None, peer):
             wrong = self.words.listed_for_another(dialled, f"worker {peer}")
         elif field is not None:

@@ -32,14 +32,14 @@ from typing import Any
 
 from tfmultigpu.jobs import Job
 
-__all__ = ["PROTOCOL", "Message", "Pen", "StrangeLineError", "readable"]
+__all__ = ["LONGEST_PROBLEM", "PROTOCOL", "Message", "Pen", "StrangeLineError", "readable"]
 
 _FAMILY = "tfmultigpu rendezvous "
 PROTOCOL = f"{_FAMILY}2"
 _KINDS = ("card", "problem", "ready", "go")
 _MOST_WORKERS = 1 << 20
 _MOST_FIELDS = 64
-_LONGEST_PROBLEM = 20_000
+LONGEST_PROBLEM = 20_000  # In characters.
 _TOKEN = re.compile(r"[0-9a-f]{16,64}")
 _OLD = re.compile(rb'"protocol": ?"(tfmultigpu rendezvous [0-9]{1,6})"')
 
@@ -153,7 +153,7 @@ class Pen:
             "process": self.process,
             "job": self.job.id,
             "card": self.card,
-            "problem": None if problem is None else problem[:_LONGEST_PROBLEM],
+            "problem": None if problem is None else problem[:LONGEST_PROBLEM],
             "nonce": own,
         }
         body = json.dumps(fields).encode()

@@ -99,8 +99,8 @@ class Words:
         claims = "" if error.claims is None else f" claiming to be worker {error.claims}"
         if error.kind == "version":
             return f"a line of another version of tfmultigpu came from {place}"
-        kind = "unauthenticated" if error.kind == "unsigned" else "malformed"
-        return f"an {kind} line came from {place}{claims}".replace("an malformed", "a malformed")
+        line = "an unauthenticated line" if error.kind == "unsigned" else "a malformed line"
+        return f"{line} came from {place}{claims}"
 
     def not_alike(self, error: StrangeLineError, place: str) -> str | None:
         """Returns what a worker without a secret cannot ignore: it will never meet that one."""

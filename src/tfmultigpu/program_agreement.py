@@ -6,8 +6,6 @@ sum is the gradient of neither, and no error says so.
 
 from __future__ import annotations
 
-import functools
-import hashlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,7 +14,7 @@ import tensorflow as tf
 
 from tfmultigpu.errors import WorkersDifferError
 from tfmultigpu.program_description import describe_model, describe_value
-from tfmultigpu.worker_exchange import WorkerExchange
+from tfmultigpu.worker_exchange import digest_of, exchange_of
 
 __all__ = ["ProgramAgreement"]
 
@@ -29,9 +27,8 @@ class ProgramAgreement:
 
     def __init__(self, strategy: tf.distribute.Strategy, settings: Mapping[str, Any]) -> None:
         """Takes what beside the model and the optimizer must be alike, by name."""
-        own = WorkerExchange(strategy)
-        self.due = own.workers > 1
-        self._exchange = _of_cluster(strategy) if self.due else own
+        self._exchange = exchange_of(strategy)
+        self.due = self._exchange.workers > 1
         self._settings = dict(settings)
 
     def check(self, model: Any, optimizer: Any) -> None:
@@ -48,8 +45,8 @@ class ProgramAgreement:
             "optimizer": [describe_value(optimizer)],
             **{name: [describe_value(value)] for name, value in self._settings.items()},
         }
-        numbers = [_number("\n".join(lines)) for lines in parts.values()]
-        told = self._exchange([_number(f"{numbers}")])
+        numbers = [digest_of("\n".join(lines)) for lines in parts.values()]
+        told = self._exchange([digest_of(f"{numbers}")])
         if (told == told[0]).all():
             return
         told = self._exchange(numbers)
@@ -61,7 +58,7 @@ class ProgramAgreement:
         """What this worker and the first that differs from it have; all workers are here."""
         most = int(self._exchange([len(lines)]).max())
         padded = [*lines, *["nothing"] * (most - len(lines))]
-        told = self._exchange([_number(line) for line in padded])
+        told = self._exchange([digest_of(line) for line in padded])
         # All look at the same line, because they tell each other its text.
         place = int(np.flatnonzero((told != told[0]).any(axis=0))[0])
         texts = [_text(row) for row in self._exchange(_numbers(padded[place]))]
@@ -73,16 +70,6 @@ class ProgramAgreement:
             f"{other} has {theirs}. The sum of their gradients would be that of neither. Every "
             "worker must run the same program with the same settings."
         )
-
-
-@functools.lru_cache(maxsize=8)
-def _of_cluster(strategy: Any) -> WorkerExchange:
-    # Traced once for all steps. Keeps the strategy; a process joins one cluster, and only once.
-    return WorkerExchange(strategy)
-
-
-def _number(text: str) -> int:
-    return int(hashlib.sha256(text.encode(errors="replace")).hexdigest()[:15], 16)
 
 
 def _numbers(text: str) -> list[int]:

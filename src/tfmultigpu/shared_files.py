@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import time
 import uuid
 import warnings
@@ -102,17 +101,14 @@ class SharedFiles:
         Raises:
             WorkersDifferError: They do not, and one would wait for others that go on.
         """
-        digests = [hashlib.sha256(repr(one).encode()).hexdigest() for one in settings.values()]
-        told = self._exchange([int(one[:15], 16) for one in digests])
-        for number, (name, value) in enumerate(settings.items()):
-            others = np.flatnonzero(told[:, number] != told[self._exchange.worker, number])
-            if len(others):
-                raise WorkersDifferError(
-                    "The workers were given different checkpoints, and some would wait for the "
-                    f"others for ever. Received: {name}={value!r} on worker "
-                    f"{self._exchange.worker}, and something else on worker {others[0]}. Every "
-                    "worker must make the same tmg.Checkpoints."
-                )
+        if (found := self._exchange.find_difference(settings)) is not None:
+            name, other = found
+            raise WorkersDifferError(
+                "The workers were given different checkpoints, and some would wait for the others "
+                f"for ever. Received: {name}={settings[name]!r} on worker "
+                f"{self._exchange.worker}, and something else on worker {other}. Every worker must "
+                "make the same tmg.Checkpoints."
+            )
 
     def check_writable(self) -> None:
         """Has the chief write a file, for which all look; once, before anything is trained.

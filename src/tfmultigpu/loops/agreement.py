@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import hashlib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -11,35 +9,35 @@ import numpy as np
 import tensorflow as tf
 
 from tfmultigpu.errors import WorkersDifferError
-from tfmultigpu.worker_exchange import WorkerExchange
+from tfmultigpu.worker_exchange import exchange_of
 
 __all__ = ["check_alike", "differ", "is_chief", "of_any", "of_chief", "on_any", "several_workers"]
 
 
 def several_workers(strategy: tf.distribute.Strategy) -> bool:
     """Returns whether other processes take part."""
-    return bool(_exchange(strategy).workers > 1)
+    return bool(exchange_of(strategy).workers > 1)
 
 
 def is_chief(strategy: tf.distribute.Strategy) -> bool:
     """Returns whether this process has the first replica."""
-    return bool(_exchange(strategy).is_chief)
+    return bool(exchange_of(strategy).is_chief)
 
 
 def of_chief(strategy: tf.distribute.Strategy, value: float) -> float:
     """Returns the number that the chief calls this with; all workers must call it."""
-    return float(_exchange(strategy).floats([value])[0, 0])
+    return float(exchange_of(strategy).floats([value])[0, 0])
 
 
 def on_any(strategy: tf.distribute.Strategy, truth: bool) -> bool:
     """Returns whether it is true on any worker; all workers must call it."""
-    return bool(_exchange(strategy)([int(truth)]).any())
+    return bool(exchange_of(strategy)([int(truth)]).any())
 
 
 def of_any(strategy: tf.distribute.Strategy, numbers: Iterable[int]) -> list[int]:
     """Returns what any worker has among its numbers, sorted; all workers must call it."""
     own = sorted(set(numbers))
-    exchange = _exchange(strategy)
+    exchange = exchange_of(strategy)
     if exchange.workers == 1:
         return own
     most = int(exchange([len(own)]).max())
@@ -61,37 +59,18 @@ def check_alike(strategy: tf.distribute.Strategy, what: str, arguments: Mapping[
         WorkersDifferError: They differ, which would end in a worker that waits for ever, or in
             replicas that train differently.
     """
-    exchange = _exchange(strategy)
-    if exchange.workers == 1:
-        return
-    told = exchange([_digest(value) for value in arguments.values()])
-    for number, (name, value) in enumerate(arguments.items()):
-        others = np.flatnonzero(told[:, number] != told[exchange.worker, number])
-        if len(others):
-            raise WorkersDifferError(
-                f"The workers call {what} with different arguments, and some would wait for the "
-                f"others for ever. Received: {name}={value!r} on worker {exchange.worker}, and "
-                f"something else on worker {others[0]}. Every worker must run the same program."
-            )
+    exchange = exchange_of(strategy)
+    if (found := exchange.find_difference(arguments)) is not None:
+        name, other = found
+        raise WorkersDifferError(
+            f"The workers call {what} with different arguments, and some would wait for the "
+            f"others for ever. Received: {name}={arguments[name]!r} on worker {exchange.worker}, "
+            f"and something else on worker {other}. Every worker must run the same program."
+        )
 
 
 def differ(strategy: tf.distribute.Strategy, values: Iterable[float]) -> list[bool]:
     """Returns of each number whether it is not nearly the same everywhere; all must call it."""
-    told = _exchange(strategy).floats(values)
+    told = exchange_of(strategy).floats(values)
     near = np.isclose(told, told[:1], rtol=1e-4, atol=1e-7, equal_nan=True)
     return [not column.all() for column in near.T]
-
-
-def _exchange(strategy: Any) -> WorkerExchange:
-    exchange = WorkerExchange(strategy)
-    return exchange if exchange.workers == 1 else _of_cluster(strategy)
-
-
-@functools.lru_cache(maxsize=8)
-def _of_cluster(strategy: Any) -> WorkerExchange:
-    # Keeps the strategy. A process joins one cluster, and only once.
-    return WorkerExchange(strategy)
-
-
-def _digest(value: Any) -> int:
-    return int(hashlib.sha256(repr(value).encode()).hexdigest()[:15], 16)

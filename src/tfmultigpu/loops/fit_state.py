@@ -11,13 +11,13 @@ import numpy as np
 import tensorflow as tf
 
 from tfmultigpu.callback_states import CallbackStates
+from tfmultigpu.checkpoint_marks import other_data
 from tfmultigpu.checkpoint_state import Slot, fits, read_state, write_state
-from tfmultigpu.errors import RestoreMismatchError
 from tfmultigpu.loops.agreement import on_any
 from tfmultigpu.loops.callbacks import BatchHooks
 from tfmultigpu.loops.feed import Feed
 from tfmultigpu.loops.training import Trainer
-from tfmultigpu.worker_exchange import WorkerExchange
+from tfmultigpu.worker_exchange import exchange_of
 
 __all__ = ["FitState", "stored_seed"]
 
@@ -61,7 +61,7 @@ class FitState:
         self._model = model
         self._hooks = hooks
         self._seed = seed
-        self._exchange = WorkerExchange(strategy)
+        self._exchange = exchange_of(strategy)
         self._stored: Mapping[str, Any] | None = None
         self._arrays: Mapping[str, np.ndarray[Any, Any]] = {}
         self._keepers = [one for one in callbacks.callbacks if hasattr(one, "on_fit_begin")]
@@ -81,10 +81,10 @@ class FitState:
         }
         if apart:
             told = ", ".join(f"{name}={here[name]!r}, then {apart[name]!r}" for name in apart)
-            raise RestoreMismatchError(
-                "The data is not what it was when the checkpoint was saved, so that some examples "
-                f"would be trained on twice and others never. Received: {told}. Give fit the same "
-                "data and batch_size as then, or give Checkpoints another directory to begin anew."
+            raise other_data(
+                told,
+                "Give fit the same data and batch_size as then, or give Checkpoints another "
+                "directory to begin anew.",
             )
         self._stored, self._arrays = facts, arrays
         self._hooks.seen = facts["seen"]

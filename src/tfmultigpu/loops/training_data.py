@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -17,6 +16,7 @@ from tfmultigpu.loops.feed import Feed
 from tfmultigpu.loops.pass_data import check_shards, has_no_end, is_arrays, length, no_batches
 from tfmultigpu.rows import count_rows
 from tfmultigpu.sources import to_dataset
+from tfmultigpu.worker_exchange import digest_of
 
 __all__ = ["make_feed", "split_off"]
 
@@ -186,13 +186,11 @@ def _mark(arrays: Any, rows: int) -> int:
     """A number that depends on some rows of arrays, and on their types."""
     some = range(0, rows, max(rows // _SAMPLED_ROWS, 1))
     present = [leaf for leaf in tf.nest.flatten(arrays) if leaf is not None]
-    found = hashlib.sha256()
-    for leaf in tf.nest.flatten(
+    sampled = tf.nest.flatten(
         [_slice(one, row, row + 1) for one in present for row in (*some, rows - 1)],
         expand_composites=True,
-    ):
-        found.update(tf.io.serialize_tensor(leaf).numpy())
-    return int(found.hexdigest()[:15], 16)
+    )
+    return digest_of(b"".join(tf.io.serialize_tensor(leaf).numpy() for leaf in sampled))
 
 
 def _slice(tensor: Any, start: Any, stop: Any) -> Any:
