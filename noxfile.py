@@ -56,9 +56,16 @@ def docs(session: nox.Session) -> None:
 
 @nox.session
 def tests(session: nox.Session) -> None:
-    """All tests, slow ones included, two worker processes."""
+    """All tests of this library, slow ones included, two worker processes."""
     session.install("-e", ".", *groups("test"))
-    session.run(*PYTEST, *session.posargs)
+    session.run(*PYTEST, "-m", "not versions", *session.posargs)
+
+
+@nox.session
+def versions(session: nox.Session) -> None:
+    """Whether plain TensorFlow and Keras still do what the page of guarantees says of them."""
+    session.install("-e", ".", *groups("test"))
+    session.run(*PYTEST, "-m", "versions", *session.posargs)
 
 
 def oldest_python() -> str:

@@ -37,9 +37,14 @@ def recorded_here() -> bool:
 Outcomes = dict[tuple[str, str], Outcome]
 
 
-def outcomes(cases: Sequence[Case]) -> Outcomes:
-    """Measures cases, each side in processes of its own."""
-    sides = ("plain", "ours") if recorded_here() else ("ours",)
+def outcomes(cases: Sequence[Case], request: pytest.FixtureRequest) -> Outcomes:
+    """Measures the sides of cases that the tests of a file are about, in processes of their own."""
+    wanted = {"test_this_library": "ours"}
+    if recorded_here():
+        wanted["test_plain_code"] = "plain"
+    tests = [item for item in request.session.items if item.path == request.path]
+    names = {getattr(item, "originalname", None) for item in tests}
+    sides = [side for name, side in wanted.items() if name in names]
     jobs = isolated.jobs_for(cases, sides)
     return {(name, side): outcome for name, side, outcome, _ in isolated.run(jobs)}
 

@@ -26,8 +26,8 @@ HEAD = """\
 What plain TensorFlow and Keras do today, what this library does, and whether that is what one
 device gives on the same global batches. Everything here was **measured**, both columns in the same
 run, with TensorFlow {tensorflow} and Keras {keras} on virtual CPUs, two replicas unless a line says
-otherwise. Nothing was written by hand, and the tests measure all of it again. To make this page
-anew:
+otherwise. Nothing was written by hand. `nox` measures the right column again, `nox -s versions` the
+left one, which changes with TensorFlow and Keras alone. To make this page anew:
 
 ```sh
 {command}

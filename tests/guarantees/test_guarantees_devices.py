@@ -11,8 +11,8 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def found() -> Outcomes:
-    return outcomes(CASES)
+def found(request: pytest.FixtureRequest) -> Outcomes:
+    return outcomes(CASES, request)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -20,6 +20,7 @@ def test_this_library(case: Case, found: Outcomes) -> None:
     hold_ours(case, found)
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_plain_code(case: Case, found: Outcomes) -> None:
     hold_plain(case, found)
