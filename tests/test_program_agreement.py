@@ -246,6 +246,33 @@ attempt("optimizer", lambda: fit(made(
 losses = [lambda a, b: (a - b) ** 2, lambda a, b: 2 * (a - b) ** 2]
 attempt("function", lambda: step(losses[number]))
 attempt("alike again", lambda: step("mse"))
+
+
+def loaded_by_the_first():
+    model = made()
+    if number == 0:
+        model.layers[1].bias.assign([0.5])
+    return model
+
+
+attempt("weights in fit", lambda: fit(loaded_by_the_first()))
+attempt("weights in a step", lambda: step("mse", loaded_by_the_first()))
+model = made()
+with strategy.scope():
+    model.optimizer.build(model.trainable_variables)
+late = tmg.make_train_step(model, model.optimizer, "mse", strategy)
+if number == 0:
+    model.layers[1].bias.assign([0.5])
+attempt("weights after the step was made", lambda: late(next(iter(data))))
+attempt("weights in evaluate", lambda: tmg.evaluate(loaded_by_the_first(), (x, y), batch_size=4))
+attempt("weights in predict", lambda: tmg.predict(loaded_by_the_first(), x, batch_size=4))
+with strategy.scope():
+    momentum = keras.optimizers.SGD(0.1, momentum=0.9)
+model = made(optimizer=momentum)
+fit(model)
+if number == 1:
+    model.optimizer.variables[-1].assign([7.0])
+attempt("moments in a second fit", lambda: fit(model))
 # The last one: TensorFlow adds nothing more after it.
 model = made()
 checkpoints = tmg.Checkpoints(sys.argv[1], model, model.optimizer)
@@ -274,5 +301,12 @@ def test_two_workers_that_train_another_program_are_told(tmp_path: Any) -> None:
             assert all(one in text for one in both), text
             assert values[number] in text.partition(both[1])[0], text
             assert values[1 - number] in text.partition(both[1])[2], text
+        for name in ("in fit", "in a step", "after the step was made", "in evaluate", "in predict"):
+            text = found[f"weights {name}"]
+            assert text.startswith("The workers begin with different values of "), text
+            assert "bias, and would go on with two models" in text
+            assert f"add up to {0.5 if number == 0 else 0:g} on worker {number}" in text
+        assert "momentum" in found["moments in a second fit"]
+        assert "to 7 on worker 1" in found["moments in a second fit"]
         assert found["calls"].startswith("The workers do not call the same things in the same")
         assert f"This is worker {number} of 2" in found["calls"]

@@ -27,6 +27,7 @@ from tfmultigpu.reductions import sum_over_replicas
 from tfmultigpu.row_gathering import gathering_from
 from tfmultigpu.scopes import check_backend, check_kinds, prepare_model
 from tfmultigpu.seeds import GlobalSeeds, global_seeds
+from tfmultigpu.value_agreement import check_values_alike
 from tfmultigpu.verification import Verification, Verifier, check_verify
 
 __all__ = ["EvalStep", "PredictStep", "Totals", "make_eval_step", "make_predict_step"]
@@ -237,6 +238,7 @@ class EvalStep:
                 build_metrics(metrics, model, spec, self.strategy)
             penalties = [getattr(variable, "regularizer", None) for variable in model.variables]
             self._regularizes = any(penalty is not None for penalty in penalties)
+            check_values_alike(self.strategy, model)
             self._ready = True
         self._use(self._find_penalized())
 
@@ -317,6 +319,7 @@ class PredictStep:
         """Predicts one batch: ``x``, ``(x, y)`` or ``(x, y, sample_weight)``; only x is used."""
         if not self._ready:
             prepare_model(self._model, self.strategy, self._function.spec_of(batch))
+            check_values_alike(self.strategy, self._model)
             self._ready = True
         if not self._verifier.is_due:
             return self._function(batch)

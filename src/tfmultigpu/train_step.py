@@ -31,6 +31,7 @@ from tfmultigpu.replicas import ReplicaPhase
 from tfmultigpu.scopes import all_layers, prepare_model
 from tfmultigpu.sharded_updates import ShardedUpdate, placed
 from tfmultigpu.updates import apply_in_replica, overwrite_with_averages, prepare_update
+from tfmultigpu.value_agreement import check_values_alike
 from tfmultigpu.verification import Verification, Verifier
 
 __all__ = ["TrainStep"]
@@ -190,6 +191,8 @@ class TrainStep:
             self.optimizer, self.model.trainable_variables, self.strategy, self._asked_shard_update
         )
         if batch_spec is not None:
+            if not self._seen_a_batch:
+                check_values_alike(self.strategy, self.model, self.optimizer)
             self._phase.build_metrics(batch_spec)
             self._seen_a_batch = True
         if first:

@@ -18,6 +18,7 @@ from tfmultigpu.loops.kept_steps import build, checked_strategy, kept
 from tfmultigpu.loops.pass_data import check_steps, length, no_batches, pass_batches, with_weights
 from tfmultigpu.scopes import check_backend
 from tfmultigpu.steps import make_eval_step
+from tfmultigpu.value_agreement import check_values_alike
 
 __all__ = ["REPLACED", "Evaluator", "Watch", "as_keras", "evaluate", "make_evaluator"]
 
@@ -80,6 +81,7 @@ def evaluate(
     batches = pass_batches(data, strategy, batch_size, steps)
     check_labels(model, batches.element_spec)
     evaluator = make_evaluator(model, strategy, batches.element_spec, verify)
+    check_values_alike(strategy, model)
     logs = evaluator(batches, steps)
     if logs is None:
         raise no_batches(data)

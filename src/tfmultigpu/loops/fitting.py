@@ -34,6 +34,7 @@ from tfmultigpu.loops.training import Clock, make_trainer
 from tfmultigpu.loops.training_data import make_feed, split_off
 from tfmultigpu.loops.validation import Validation
 from tfmultigpu.scopes import check_backend
+from tfmultigpu.value_agreement import check_values_alike
 from tfmultigpu.verification import check_verify
 
 __all__ = ["fit"]
@@ -226,6 +227,7 @@ def fit(
             called.on_train_begin()
         place = resume_at(called)
         check_alike(strategy, "fit", {"resume_at of a callback": place})
+        check_values_alike(strategy, model, model.optimizer)
         start, step = place or (initial_epoch, 0)
         logs: dict[str, Any] = {}
         over = state.has_ended()

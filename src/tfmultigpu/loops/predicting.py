@@ -15,6 +15,7 @@ from tfmultigpu.loops.kept_steps import build, checked_strategy, kept
 from tfmultigpu.loops.pass_data import check_steps, no_batches, pass_batches
 from tfmultigpu.scopes import check_backend
 from tfmultigpu.steps import make_predict_step
+from tfmultigpu.value_agreement import check_values_alike
 
 __all__ = ["predict"]
 
@@ -68,6 +69,7 @@ def predict(
         data = (tuple(data),)  # Several inputs, as in Keras; a tuple would be (x, y).
     batches = pass_batches(data, strategy, batch_size, steps)
     step = _predictor(model, strategy, batches.element_spec, verify)
+    check_values_alike(strategy, model)
     waiting: deque[Any] = deque()
     outputs: list[Any] = []
     for batch in itertools.islice(batches, steps):
