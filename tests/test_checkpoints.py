@@ -402,6 +402,20 @@ def test_another_model_is_refused_before_anything_changes(tmp_path: Path) -> Non
         assert difference(before, [variable.numpy() for variable in model.variables]) == 0
 
 
+def test_layers_that_have_changed_places_are_refused(tmp_path: Path) -> None:
+    def make(*names: str) -> Any:
+        return keras.Sequential(
+            [keras.Input((2,)), *(keras.layers.Dense(2, name=n) for n in names)]
+        )
+
+    tmg.Checkpoints(tmp_path, make("block_1", "block_2")).save()
+    assert tmg.Checkpoints(tmp_path, make("block_1", "block_2")).restore() == 0
+    # Keras counts names in a process, so that they may be other ones after a restart.
+    assert tmg.Checkpoints(tmp_path, make("block_2", "block_3")).restore() == 0
+    with pytest.raises(tmg.CheckpointError, match="'block_1' is where 'block_2' is now"):
+        tmg.Checkpoints(tmp_path, make("block_2", "block_1")).restore()
+
+
 def test_mistakes_are_explained(tmp_path: Path) -> None:
     model, optimizer = small()
     for arguments, text in (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -109,7 +109,8 @@ def check_fits(slots: Mapping[str, Slot], facts: Sequence[Mapping[str, Any]], wh
     """Checks that stored arrays are those of these variables.
 
     Raises:
-        CheckpointError: A variable is missing on either side, or has another shape or dtype.
+        CheckpointError: A variable is missing on either side, has another shape or dtype, or has
+            changed places with another one.
     """
     stored = {_structural(fact["name"]): fact for fact in facts}
     present = {_structural(slot.name): slot for slot in slots.values()}
@@ -123,6 +124,14 @@ def check_fits(slots: Mapping[str, Slot], facts: Sequence[Mapping[str, Any]], wh
             f"{where}, which has {_some(only_stored)} that are not here, and lacks "
             f"{_some(only_here)}. Build the same ones as when it was saved, or give another "
             "directory to begin anew."
+        )
+    swapped = _changed_places((fact["name"], present[name].name) for name, fact in stored.items())
+    if swapped is not None:
+        raise CheckpointError(
+            "Layers have changed places since they were saved, so it cannot be told which weights "
+            f"belong to which. Received: {where}, in which {swapped[0]!r} is where "
+            f"{swapped[1]!r} is now. Make the layers in the same order as when it was saved, or "
+            "give another directory to begin anew."
         )
     for name, fact in stored.items():
         variable = present[name].variable
@@ -170,6 +179,26 @@ def write_state(
 def _name(group: str, number: int, variable: Any) -> str:
     path = getattr(variable, "path", None) or variable.name
     return f"{group}/{number:04d}/{path}"
+
+
+def _changed_places(pairs: Iterable[tuple[str, str]]) -> tuple[str, str] | None:
+    """Returns a name and the one in its place now, where names were swapped or went around.
+
+    Keras counts in a process: ``dense`` may be ``dense_1`` now, and ``dense_1`` be ``dense_2``,
+    which leads back to no earlier name.
+    """
+    now: dict[str, str] = {}
+    for before, after in pairs:
+        for old, new in zip(before.split("/"), after.split("/"), strict=True):
+            now.setdefault(old, new)
+    for first, name in now.items():
+        seen = {first}
+        while name not in seen and name in now:
+            seen.add(name)
+            name = now[name]
+        if name == first and len(seen) > 1:
+            return first, now[first]
+    return None
 
 
 def _structural(name: str) -> str:
