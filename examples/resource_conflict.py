@@ -19,7 +19,7 @@ import tensorflow as tf
 import tfmultigpu as tmg
 
 GIB = 1024**3
-ROWS_THAT_FIT = 8  # on the devices simulated here
+ROWS_THAT_FIT = 32  # on the devices simulated here
 
 rng = np.random.default_rng(0)
 x = rng.normal(size=(125, 16)).astype("float32")

@@ -50,8 +50,8 @@ ALSO = {
     "resource_conflict": (
         "one device instead: No such device here: GPU:98, GPU:99",
         "communication='nccl': NCCL runs on GPUs only",
-        "micro_batches=4: Replica ",
-        "fit with micro_batches=8",
+        "micro_batches=1: Replica ",
+        "fit with micro_batches=2",
     ),
     "several_workers": ("worker 0 of 2", "worker 1 of 2"),
     "sharded_by_hand": ("Replica 1 got no rows",),
