@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import signal
-import time
 from pathlib import Path
 
 from copies import Copies
@@ -31,7 +30,11 @@ def kills(count: int, folder: Path, seed: int, programs: tuple[str, ...] = PROGR
                 place = folder / f"{program}-{workers}-{runs}"
                 share -= killed_until_finished(
                     Run(copies, program, workers, place, findings),
-                    share, expected, seconds, chance, findings,
+                    share,
+                    expected,
+                    seconds,
+                    chance,
+                    findings,
                 )
     return findings.report()
 
@@ -48,7 +51,6 @@ def killed_until_finished(run, most, expected, seconds, chance, findings) -> int
         hit = victim is not None and victim.code is None
         if hit:
             victim.send(signal.SIGKILL)
-        start = time.monotonic()
         took = attempt.wait()
         run.check(attempt)
         if took == float("inf"):
@@ -57,8 +59,11 @@ def killed_until_finished(run, most, expected, seconds, chance, findings) -> int
             done += 1
             findings.note(f"{run.name}: {kind}", took)
             run.check_survivors(attempt, attempt.copies.index(victim))
-            print(f"{run.name}: {kind}, worker {attempt.copies.index(victim)} at step "
-                  f"{attempt.step()}, {took:.1f} s", flush=True)
+            print(
+                f"{run.name}: {kind}, worker {attempt.copies.index(victim)} at step "
+                f"{attempt.step()}, {took:.1f} s",
+                flush=True,
+            )
             continue
         results = run.results(attempt)
         if results:

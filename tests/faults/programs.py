@@ -7,11 +7,12 @@ was made and before its checkpoint, so that all checkpoints of earlier steps are
 from __future__ import annotations
 
 import faulthandler
+import gc
 import hashlib
 import json
 import os
+import resource
 import signal
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -138,7 +139,7 @@ def by_hand(
     )
     data = data_of(strategy)
     numbers: Iterable[int] = range(EPOCHS)
-    after: Callable[[int], None] = lambda steps: None
+    after: Callable[[int], None] = int  # Nobody to be told.
     if saves:
         checkpoints = tmg.Checkpoints(
             Path(folder) / "checkpoints",
@@ -172,6 +173,55 @@ def run(folder: str, saves: bool = True, verify: str | bool = False) -> None:
 def saving(folder: str, saves: bool = True, verify: str | bool = False) -> None:
     """A loop that saves after each step, so that it does little else."""
     by_hand(folder, saves, verify, every=1)
+
+
+class Memory(keras.callbacks.Callback):
+    """Says after epochs what the process holds, and ends the training when its time is over."""
+
+    def __init__(self, seconds: float) -> None:
+        """Takes how long to train."""
+        super().__init__()
+        self._end = time.monotonic() + seconds
+        self._next = 0.0
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Called after validation, on all workers."""
+        now = time.monotonic()
+        if now > self._next:
+            self._next = now + 5.0
+            gc.collect()
+            pages = int(Path("/proc/self/statm").read_text().split()[1])
+            held = {
+                "steps": int(self.model.optimizer.iterations.numpy()),
+                "bytes": pages * resource.getpagesize(),
+                "files": sum(1 for _ in Path("/proc/self/fd").iterdir()),
+                "threads": sum(1 for _ in Path("/proc/self/task").iterdir()),
+                "objects": len(gc.get_objects()),
+            }
+            say("MEMORY", json.dumps(held))
+        self.model.stop_training = now > self._end
+
+
+def soak(folder: str, seconds: float) -> None:
+    """``tmg.fit`` for some minutes, with all that communicates."""
+    strategy, model = start()
+    rows = tf.data.Dataset.from_tensor_slices((X, Y)).repeat(4).shuffle(4 * ROWS, seed=3)
+    checkpoints = tmg.Checkpoints(
+        Path(folder) / "checkpoints",
+        model,
+        model.optimizer,
+        tmg.distribute_dataset(rows.batch(BATCH), strategy),
+    )
+    tmg.fit(
+        model,
+        checkpoints.data,
+        epochs=10**6,
+        callbacks=[Memory(seconds), checkpoints.callback(every_steps=50)],
+        validation_data=(X[:41], Y[:41]),
+        validation_batch_size=16,
+        verbose=0,
+    )
+    say("RESULT", json.dumps({}))
 
 
 def evaluate(folder: str, saves: bool = False, verify: str | bool = False) -> None:

@@ -14,6 +14,7 @@ import tempfile
 from pathlib import Path
 
 from kills import kills
+from soak import soak
 from stops import stops
 
 
@@ -31,7 +32,9 @@ def main(arguments: list[str]) -> int:
     only = {"programs": (given.only,)} if given.only else {}
     if given.what == "kills":
         return kills(given.number, folder, given.seed, **only)
-    return stops(given.number, folder, given.seed, **only)
+    if given.what == "stops":
+        return stops(given.number, folder, given.seed, **only)
+    return soak(given.number, folder)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,8 @@ from programs import EVERY
 
 from tfmultigpu.worker_processes import free_addresses, worker_environment
 
-# Measured: 32 s on a loaded machine until the others of a start are given up.
+# Seconds in which nobody says anything and nobody ends. Measured: 32 s on a loaded machine until
+# the others of a start are given up.
 HANGS_AFTER = 90.0
 _LOST = "tfmultigpu.errors.WorkerLostError: Another worker is gone"
 _ABSENT = "tfmultigpu.errors.ClusterError: "
@@ -106,10 +107,13 @@ class Attempt:
         return all(copy.code is not None for copy in self.copies)
 
     def wait(self, seconds: float = HANGS_AFTER) -> float:
-        """Waits for all to end; returns the seconds, infinite if they had to be killed."""
-        start = time.monotonic()
-        while not self.ended() and time.monotonic() < start + seconds:
+        """Waits for all to end; returns the seconds, infinite if they were silent for so long."""
+        start = heard = time.monotonic()
+        known = self._progress()
+        while not self.ended() and time.monotonic() < heard + seconds:
             time.sleep(0.01)
+            if known != self._progress():
+                known, heard = self._progress(), time.monotonic()
         hangs = not self.ended()
         for number, pause in ((signal.SIGUSR2, 1.0), (signal.SIGKILL, 0.0)):
             for copy in self.copies:
@@ -119,6 +123,10 @@ class Attempt:
             copy.wait(10.0)
         self.look()
         return float("inf") if hangs else time.monotonic() - start
+
+    def _progress(self) -> tuple[int, ...]:
+        ended = sum(copy.code is not None for copy in self.copies)
+        return (ended, *(copy.log.stat().st_size for copy in self.copies))
 
     def step(self) -> int:
         """Returns the last step that the first worker has said."""
@@ -154,9 +162,7 @@ class Run:
         """Starts it, for the next time."""
         self._before = newest(self.folder)
         verified = "first" if verify else False
-        return Attempt(
-            self._copies, self._program, self.workers, self.folder, saves, verified
-        )
+        return Attempt(self._copies, self._program, self.workers, self.folder, saves, verified)
 
     def check(self, attempt: Attempt, every: int = EVERY) -> None:
         """Checks what an attempt began from, once it has ended: the newest that there was."""
@@ -201,9 +207,7 @@ class Run:
                     self.blame("different", text)
 
 
-def undisturbed(
-    run: Run, saves: bool = True
-) -> tuple[list[dict[str, Any]], dict[str, float]]:
+def undisturbed(run: Run, saves: bool = True) -> tuple[list[dict[str, Any]], dict[str, float]]:
     """Returns the results of a run that nobody disturbs, and the seconds of its parts."""
     attempt = run.start(saves=saves)
     seconds: dict[str, float] = {}
@@ -211,7 +215,7 @@ def undisturbed(
         while not attempt.heard(word) and not attempt.ended():
             time.sleep(0.003)
         seconds[word] = time.monotonic() - attempt.began
-    attempt.wait(4 * HANGS_AFTER)
+    attempt.wait()
     results = run.results(attempt)
     if not results:
         raise RuntimeError(f"{run.name} fails undisturbed:\n" + "\n".join(attempt.said[0][-30:]))

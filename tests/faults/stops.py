@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import signal
-import time
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +24,9 @@ CASES = (
     ("predict", False),
 )
 _KINDS = {"start": 2, "run": 7, "end": 1}
-# Five times of what was measured on a loaded machine: 2 s, 3 s, 15 s.
-BOUNDS = {"stopped": 10.0, "stopped together": 25.0, "lost": 75.0}
+# Five times of what was measured on a machine with five busy programs for each core, where the step
+# that is being made may still have to be traced.
+BOUNDS = {"stopped": 60.0, "stopped together": 80.0, "lost": 80.0}
 
 
 def stops(count: int, folder: Path, seed: int, programs: tuple[str, ...] = ()) -> int:
@@ -60,6 +60,7 @@ def stopped(
     findings: Findings,
 ) -> None:
     """Stops a run once, and if it saves lets it finish."""
+    every = 1 if run.name.startswith("saving") else EVERY
     while True:
         attempt = run.start(saves=saves)
         (kind,) = chance.choices(list(_KINDS), list(_KINDS.values()))
@@ -68,12 +69,15 @@ def stopped(
         phase = "training" if attempt.value("STEP") and not attempt.value("END") else kind
         victim.send(signal.SIGTERM)
         took = attempt.wait()
+        if phase == "training" and attempt.value("END"):
+            phase = "end"  # It came a moment later.
         if took == float("inf"):
             run.blame("hang", f"after SIGTERM ({phase}) to {victim.log.name}")
         codes = [copy.code for copy in attempt.copies]
         index = attempt.copies.index(victim)
         if victim.code == 0:  # It had finished already.
-            run.check(attempt)
+            if saves:
+                run.check(attempt, every)
             continue
         what = how(run, attempt, index, saves and phase == "training")
         findings.note(f"{run.name}{', saves' * saves}: {phase}, {what}", took)
@@ -83,10 +87,10 @@ def stopped(
         break
     if not saves:
         return
-    run.check(attempt, 1 if run.name.startswith("saving") else EVERY)
+    run.check(attempt, every)
     again = run.start()
-    again.wait(600.0)
-    run.check(again, 1 if run.name.startswith("saving") else EVERY)
+    again.wait()
+    run.check(again, every)
     results = run.results(again)
     if results:
         run.compare(results, expected)
