@@ -147,7 +147,7 @@ def _prepare(command: Mapping[str, Any]) -> Callable[[], None]:
     for here, there in ((null, 0), (log, 1), (log, 2)):
         os.dup2(here, there)
     os.environ.update(command["more"])
-    program = getattr(programs, command["program"])
+    program = getattr(programs, command["program"], collectives)
     return lambda: program(*command["arguments"])
 
 
@@ -158,5 +158,6 @@ def _tell(**message: int) -> None:
 if __name__ == "__main__":
     os.environ.update(TF_CPP_MIN_LOG_LEVEL="3", CUDA_VISIBLE_DEVICES="-1")
     import programs
+    from collectives import collectives
 
     _serve()()

@@ -155,7 +155,7 @@ class Run:
         self.folder = folder
         self.workers = workers
         self._copies, self._program, self._findings = copies, program, findings
-        self._made = self._before = -1
+        self._before = -1
         folder.mkdir(parents=True)
 
     def start(self, *, saves: bool = True, verify: bool = False) -> Attempt:
@@ -169,10 +169,11 @@ class Run:
         restored = attempt.value("RESTORED")
         if restored is not None and int(restored) != self._before:
             self.blame("lost", f"restored {restored}, and step {self._before} was the newest")
-        # Step n was made and said, so the checkpoints of all steps before were complete.
-        self._made = max(self._made, attempt.step())
-        if newest(self.folder) < (self._made - 1) // every * every and self._made > every:
-            self.blame("lost", f"step {self._made} was made, {newest(self.folder)} is the newest")
+        # A step is said before it may be saved: the checkpoints of those said before are whole.
+        said = [int(one[5:]) for one in attempt.said[0] if one.startswith("STEP ")]
+        whole = said[-2] // every * every if len(said) > 1 else 0
+        if newest(self.folder) < whole:
+            self.blame("lost", f"step {said[-1]} was made, {newest(self.folder)} is the newest")
 
     def blame(self, kind: str, text: str) -> None:
         """Takes note of something that is wrong."""

@@ -9,9 +9,19 @@ from copies import Copies
 from runs import HANGS_AFTER, Attempt
 
 # What a process may hold at the end beyond what it held after a third of the time. TensorFlow
-# itself keeps 1.4 KB of each all-reduce of each call of a function (docs/workers.md).
+# itself keeps 1.4 KB of each all-reduce of each call of a function: see collectives.py.
 MOST_BYTES_PER_STEP = 16 << 10
 MOST = {"files": 3, "threads": 8, "objects": 3000}
+
+
+def plain(folder: Path) -> int:
+    """Prints what plain TensorFlow keeps of each call of a function with collectives."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with Copies() as copies:
+        attempt = Attempt(copies, "collectives", 2, folder)
+        attempt.wait(4 * HANGS_AFTER)
+    print("\n".join(one for one in attempt.said[0] if "all-reduces" in one))
+    return sum(copy.code != 0 for copy in attempt.copies)
 
 
 def soak(minutes: int, folder: Path) -> int:
