@@ -102,6 +102,15 @@ def mutations(session: nox.Session) -> None:
 
 
 @nox.session
+def faults(session: nox.Session) -> None:
+    """Kill trainings at random moments (``-- kills 100``, ``-- stops 50``, ``-- soak 10``)."""
+    session.install("-e", ".", *groups("test"))
+    wanted = [session.posargs] if session.posargs else [["kills", "100"], ["stops", "54"]]
+    for arguments in wanted:
+        session.run("python", "tests/faults/run.py", *arguments)
+
+
+@nox.session
 def notebooks(session: nox.Session) -> None:
     """Execute every notebook from top to bottom (they are kept as text, in docs/notebooks)."""
     session.install("-e", ".", *groups("notebooks", "test"))

@@ -415,6 +415,41 @@ def test_a_number_of_steps_per_call_is_kept_to(both):
     ]
 
 
+def test_calls_of_a_given_length_are_timed_once_three_of_one_step_were_seen():
+    pace = Pace()
+    # Three batches in an epoch, two in a call.
+    for _ in range(3):
+        for steps in (2, 1):
+            pace.note(steps, 0.01 + 0.015 * steps)
+    assert (pace.step, pace.call) == (pytest.approx(0.025), 0.0)
+    for steps in (2, 1, 2, 1):
+        pace.note(steps, 0.01 + 0.015 * steps)
+    assert (pace.step, pace.call) == (pytest.approx(0.015), pytest.approx(0.01))
+
+
+def test_history_is_the_same_to_the_bit_for_any_steps_per_call(models):
+    model, _, begin = models
+    # A third has no end in binary, so that a sum in float32 rounds at each addition.
+    data = X / 3, Y
+    found = []
+    for steps_per_call in (1, 2, 7):
+        model.set_weights(begin)
+        model.optimizer.learning_rate = 0.01
+        history = tmg.fit(
+            model,
+            data,
+            batch_size=6,
+            epochs=6,
+            shuffle=False,
+            validation_data=HELD_OUT,
+            validation_batch_size=3,
+            steps_per_call=steps_per_call,
+            verbose=0,
+        )
+        found.append(history.history)
+    assert found[0] == found[1] == found[2]
+
+
 def test_steps_per_execution_is_one(both):
     with strategy_of(1).scope():
         model = build()

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from tfmultigpu.errors import OutOfMemoryError, TfMultiGpuError
 from tfmultigpu.step_failures import line_on_memory
-from tfmultigpu.worker_exchange import exchange_of
+from tfmultigpu.worker_exchange import WorkerExchange
 
 __all__ = ["find_batch_size"]
 
@@ -73,7 +73,7 @@ def find_batch_size(
                 f"start={start!r}, limit={limit!r}."
             )
     strategy = tf.distribute.get_strategy()
-    if exchange_of(strategy).workers > 1:
+    if WorkerExchange(strategy).workers > 1:
         raise TfMultiGpuError(
             "Where one worker runs out of memory the others wait for it for ever, so the size must "
             "be known before. Received: "

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import tensorflow as tf
 
-from tfmultigpu.worker_exchange import exchange_of
+from tfmultigpu.worker_exchange import WorkerExchange
 
 __all__ = ["CallLength"]
 
@@ -28,7 +28,7 @@ class CallLength:
 
     def __init__(self, strategy: tf.distribute.Strategy) -> None:
         """Takes the strategy; nothing is known of its steps yet."""
-        self._exchange = exchange_of(strategy)
+        self._exchange = WorkerExchange(strategy)
         self._steps = 1
 
     def most(self, steps: int) -> int:

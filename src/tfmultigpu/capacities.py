@@ -20,7 +20,7 @@ from tfmultigpu.device_names import parse_device_name
 from tfmultigpu.discovery import list_devices, logical_to_physical
 from tfmultigpu.errors import DataError, ShareError
 from tfmultigpu.updates import build_optimizer
-from tfmultigpu.worker_exchange import exchange_of
+from tfmultigpu.worker_exchange import WorkerExchange
 
 __all__ = ["measured_capacities", "memory_capacities"]
 
@@ -358,9 +358,9 @@ def _known(name: str) -> tuple[float, bool]:
 
 def _of_all_workers(values: list[float], strategy: tf.distribute.Strategy) -> tuple[float, ...]:
     """Puts together what each worker knows of its own replicas."""
-    return tuple(exchange_of(strategy).floats(values).ravel().tolist())
+    return tuple(WorkerExchange(strategy).floats(values).ravel().tolist())
 
 
 def _mean_of_workers(values: list[float], strategy: tf.distribute.Strategy) -> tuple[float, ...]:
     """One verdict for all workers, whose clocks never agree."""
-    return tuple(exchange_of(strategy).floats(values).mean(axis=0).tolist())
+    return tuple(WorkerExchange(strategy).floats(values).mean(axis=0).tolist())

@@ -12,7 +12,6 @@ import tensorflow as tf
 
 from tfmultigpu import _bridge
 from tfmultigpu.errors import CheckpointError
-from tfmultigpu.gathering import gather_rows
 from tfmultigpu.precision import kept_loss_scale, make_loss_scale
 from tfmultigpu.worker_exchange import WorkerExchange, digest_of
 
@@ -253,13 +252,12 @@ def _differing(slots: Sequence[Slot], exchange: WorkerExchange) -> set[str]:
 
 
 def _all_copies(variable: Any, exchange: WorkerExchange) -> np.ndarray[Any, Any]:
-    strategy = exchange.strategy
-    copies = [_to_numpy(one)[None] for one in strategy.experimental_local_results(variable)]
+    local = exchange.strategy.experimental_local_results(variable)
+    copies = [_to_numpy(one)[None] for one in local]
     if exchange.workers == 1:
         return np.concatenate(copies)
     turn = iter(copies)
-    spread = strategy.experimental_distribute_values_from_function
-    return np.asarray(gather_rows(strategy, spread(lambda _: tf.constant(next(turn)))).numpy())
+    return exchange.rows(lambda: next(turn))
 
 
 def _assign_copies(

@@ -31,7 +31,7 @@ from tfmultigpu.scopes import check_kinds, prepare_model
 from tfmultigpu.shared_files import SharedFiles, tell_damaged
 from tfmultigpu.stop_signals import StopSignal, StopVote
 from tfmultigpu.updates import build_optimizer
-from tfmultigpu.worker_exchange import exchange_of
+from tfmultigpu.worker_exchange import WorkerExchange
 
 __all__ = ["Checkpoints"]
 
@@ -124,7 +124,7 @@ class Checkpoints:
         self.every_epochs = read_interval("every_epochs", every_epochs)
         self._model, self._optimizer = model, optimizer
         self._extra = check_extra(extra)
-        self._exchange = exchange_of(self._strategy)
+        self._exchange = WorkerExchange(self._strategy)
         check_workers(self._exchange.workers)
         self._vote = StopVote(self._exchange)
         self._signal = None if stop_signal is None else StopSignal(stop_signal)

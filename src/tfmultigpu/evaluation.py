@@ -226,7 +226,7 @@ class EvalStep:
             local = rows_lib.local_replicas(self.strategy)
             function = BatchFunction(self._step, self.strategy, local)
             adding = BatchFunction(self._addends, self.strategy, local)
-            self._functions[penalized] = function, MultiStep(function), MultiStep(adding)
+            self._functions[penalized] = function, MultiStep(function), MultiStep(adding, wide=True)
         self._penalized = penalized
         self._function, self._multistep, self._adding = self._functions[penalized]
 

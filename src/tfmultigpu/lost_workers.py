@@ -26,7 +26,13 @@ from tfmultigpu.worker_ends import (
 )
 from tfmultigpu.worker_link import WorkerLink
 
-__all__ = ["explaining_lost_workers", "link_of_workers", "naming_lost_workers", "watch"]
+__all__ = [
+    "different_calls",
+    "explaining_lost_workers",
+    "link_of_workers",
+    "naming_lost_workers",
+    "watch",
+]
 
 _link: WorkerLink | None = None
 _cluster: Cluster | None = None
@@ -148,7 +154,7 @@ def _explain(error: Exception) -> TfMultiGpuError | None:
     text = str(error)
     different = _DIFFERENT.search(text)
     if different is not None:
-        return WorkersDifferError(_words_on_difference(different[0]))
+        return different_calls(f"TensorFlow says: {different[0].strip()[:_LONGEST]}")
     named = _GONE.search(text) is not None
     ended: Mapping[int, str] = {}
     if _link is not None:
@@ -177,14 +183,15 @@ def _words(said: str, ended: Mapping[int, str] | None = None, text: str = "") ->
     )
 
 
-def _words_on_difference(said: str) -> str:
+def different_calls(received: str) -> WorkersDifferError:
+    """Returns the error for workers that have called different things."""
     here = "This worker" if _link is None else f"This is {_name(_link.index)}, and it"
-    return (
+    return WorkersDifferError(
         "The workers do not call the same things in the same order, and what each brought to one "
         f"addition does not fit together. {here} stopped in the call that raised this; another one "
         "was in another. Every worker must make the same steps, evaluations, predictions and "
         "checkpoints: take them out from behind lines such as `if worker == 0:`, which are for "
-        f"printing and for files of your own. TensorFlow says: {said.strip()[:_LONGEST]}"
+        f"printing and for files of your own. Received: {received}."
     )
 
 

@@ -40,9 +40,16 @@ class MultiStep:
         step: The step, as a function of shards that can be called inside a ``tf.function``.
     """
 
-    def __init__(self, step: BatchFunction) -> None:
-        """Takes the step."""
+    def __init__(self, step: BatchFunction, *, wide: bool = False) -> None:
+        """Takes the step.
+
+        Args:
+            step: The step.
+            wide: Whether to return sums in float64. Added up over calls these do not depend on how
+                many steps each call took, which depends on clocks and on where a run resumed.
+        """
         self.step = step
+        self._sums_in = tf.float64 if wide else tf.float32
         self._compiled: list[tuple[Any, Any]] = []
         self._length = CallLength(step.strategy)
 
@@ -184,7 +191,7 @@ class MultiStep:
             else:
                 done, sums, last = _looking_when_due(*given)
             done += before
-            logs = _logs(done, sums, last, names)
+            logs = _logs(done, sums, last, names, self._sums_in)
             return {**logs, "carry": (done, sums, last), TERMS: last[len(_LAST) :]}
 
         return tf.function(run, autograph=False)
@@ -272,7 +279,7 @@ def _of_outputs(logs: dict[str, Any]) -> Any:
     return sum(key.factor * logs[key] for key in logs if isinstance(key, OutputLoss))
 
 
-def _logs(done: Any, sums: Any, last: Any, names: list[str]) -> dict[str, Any]:
+def _logs(done: Any, sums: Any, last: Any, names: list[str], sums_in: Any) -> dict[str, Any]:
     if len(names) + 1 > _ROOM:  # After no step there is still no room.
         sums = tf.pad(sums, [[0, len(names) + 1 - tf.size(sums)]])
     plain, *values = [sums[i] for i in range(len(names) + 1)]
@@ -284,7 +291,7 @@ def _logs(done: Any, sums: Any, last: Any, names: list[str]) -> dict[str, Any]:
     loss = logs["loss"] / tf.where(weight > 0, weight, 1.0) + _of_outputs(logs)
     # Without weight there is still regularisation, which is in every step's loss.
     logs["loss"] = tf.where(weight > 0, loss, plain / tf.cast(done, tf.float64))
-    logs = {name: tf.cast(value, tf.float32) for name, value in logs.items()}
+    logs = {name: tf.cast(value, sums_in) for name, value in logs.items()}
     ends = {name: tf.cast(last[i], tf.float32) for i, name in enumerate(_LAST)}
     return {"steps": done, **logs, **ends}
 

@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from tfmultigpu.errors import WorkersDifferError
 from tfmultigpu.program_description import describe_model, describe_value
-from tfmultigpu.worker_exchange import digest_of, exchange_of
+from tfmultigpu.worker_exchange import WorkerExchange, digest_of
 
 __all__ = ["ProgramAgreement"]
 
@@ -27,7 +27,7 @@ class ProgramAgreement:
 
     def __init__(self, strategy: tf.distribute.Strategy, settings: Mapping[str, Any]) -> None:
         """Takes what beside the model and the optimizer must be alike, by name."""
-        self._exchange = exchange_of(strategy)
+        self._exchange = WorkerExchange(strategy)
         self.due = self._exchange.workers > 1
         self._settings = dict(settings)
 

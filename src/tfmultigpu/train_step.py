@@ -169,7 +169,7 @@ class TrainStep:
             local = rows_lib.local_replicas(self.strategy)
             function = BatchFunction(self._step, self.strategy, local)
             adding = BatchFunction(self._addends, self.strategy, local)
-            self._functions[frozen] = function, MultiStep(function), MultiStep(adding)
+            self._functions[frozen] = function, MultiStep(function), MultiStep(adding, wide=True)
             if frozen != self._frozen:
                 self._verifier.renew()
         self._frozen = frozen

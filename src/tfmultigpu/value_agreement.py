@@ -11,7 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfmultigpu.errors import WorkersDifferError
-from tfmultigpu.worker_exchange import digest_of, exchange_of
+from tfmultigpu.worker_exchange import WorkerExchange, digest_of
 
 __all__ = ["check_values_alike"]
 
@@ -30,7 +30,7 @@ def check_values_alike(strategy: tf.distribute.Strategy, model: Any, optimizer: 
     Raises:
         WorkersDifferError: They have other values; the message names the first variable.
     """
-    exchange = exchange_of(strategy)
+    exchange = WorkerExchange(strategy)
     if exchange.workers == 1 or tf.inside_function():
         return
     begins = optimizer is not None and int(optimizer.iterations.numpy()) == 0

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from tfmultigpu import rows as rows_lib
-from tfmultigpu.lost_workers import explaining_lost_workers
+from tfmultigpu.gathering import gather_rows
+from tfmultigpu.lost_workers import different_calls, explaining_lost_workers
 
-__all__ = ["WorkerExchange", "digest_of", "exchange_of"]
+__all__ = ["WorkerExchange", "digest_of"]
+
+_SHORTEST = 8
 
 
 class WorkerExchange:
@@ -46,14 +49,33 @@ class WorkerExchange:
 
         Returns:
             Those of all workers, of shape ``[workers, len(numbers)]``.
+
+        Raises:
+            WorkersDifferError: Another worker told more or fewer: it has called something else.
         """
         own = np.asarray([list(numbers)], "int64")
         if self.workers == 1:
             return own
+        count = own.shape[1]
+        # Few different lengths: each is traced once, which takes a second on a busy machine.
+        length = max(_SHORTEST, 1 << count.bit_length())
+        wide = np.pad(np.insert(own, 0, count, axis=1), [(0, 0), (0, length - count - 1)])
+        gathered = self.rows(lambda: wide)[:: self._local]
+        counts = gathered[:, 0].tolist()
+        if set(counts) != {count}:
+            raise different_calls(f"worker by worker {counts} numbers came together")
+        return np.asarray(gathered[:, 1 : count + 1], "int64")
+
+    def rows(self, next_rows: Callable[[], Any]) -> np.ndarray[Any, Any]:
+        """Returns the rows that all replicas hold, in their order; every worker must call it.
+
+        Args:
+            next_rows: Returns the rows of the next replica of this worker, an array.
+        """
         spread = self.strategy.experimental_distribute_values_from_function
         with explaining_lost_workers():
-            gathered = self._gather(spread(lambda _: tf.constant(own)))
-        return np.asarray(gathered.numpy()[:: self._local], "int64")
+            gathered = _gather_of(self.strategy)(spread(lambda _: tf.constant(next_rows())))
+        return np.asarray(gathered.numpy())
 
     def floats(self, values: Iterable[float]) -> np.ndarray[Any, np.dtype[np.float64]]:
         """Tells all workers some numbers, to the bit, and waits for theirs.
@@ -86,26 +108,16 @@ class WorkerExchange:
                 return name, int(others[0])
         return None
 
-    @functools.cached_property
-    def _gather(self) -> Any:
-        # Fifteen times as fast as eagerly.
-        return tf.function(lambda value: self.strategy.gather(value, axis=0), autograph=False)
-
-
-def exchange_of(strategy: tf.distribute.Strategy) -> WorkerExchange:
-    """Returns the exchange between the workers of a strategy, whose function is traced once."""
-    exchange = WorkerExchange(strategy)
-    return exchange if exchange.workers == 1 else _of_cluster(strategy)
-
-
-@functools.lru_cache(maxsize=8)
-def _of_cluster(strategy: tf.distribute.Strategy) -> WorkerExchange:
-    # Keeps the strategy. A process joins one cluster, and only once.
-    return WorkerExchange(strategy)
-
 
 def digest_of(data: str | bytes) -> int:
     """Returns a number of less than 64 bits that stands for data, the same on every machine."""
     if isinstance(data, str):
         data = data.encode(errors="backslashreplace")
     return int(hashlib.sha256(data).hexdigest()[:15], 16)
+
+
+@functools.lru_cache(maxsize=8)
+def _gather_of(strategy: tf.distribute.Strategy) -> Any:
+    # Called eagerly, TensorFlow traces each gathering anew. Keeps the strategy: a process joins one
+    # cluster, and only once.
+    return tf.function(lambda value: gather_rows(strategy, value), autograph=False)

@@ -9,35 +9,35 @@ import numpy as np
 import tensorflow as tf
 
 from tfmultigpu.errors import WorkersDifferError
-from tfmultigpu.worker_exchange import exchange_of
+from tfmultigpu.worker_exchange import WorkerExchange
 
 __all__ = ["check_alike", "differ", "is_chief", "of_any", "of_chief", "on_any", "several_workers"]
 
 
 def several_workers(strategy: tf.distribute.Strategy) -> bool:
     """Returns whether other processes take part."""
-    return bool(exchange_of(strategy).workers > 1)
+    return bool(WorkerExchange(strategy).workers > 1)
 
 
 def is_chief(strategy: tf.distribute.Strategy) -> bool:
     """Returns whether this process has the first replica."""
-    return bool(exchange_of(strategy).is_chief)
+    return bool(WorkerExchange(strategy).is_chief)
 
 
 def of_chief(strategy: tf.distribute.Strategy, value: float) -> float:
     """Returns the number that the chief calls this with; all workers must call it."""
-    return float(exchange_of(strategy).floats([value])[0, 0])
+    return float(WorkerExchange(strategy).floats([value])[0, 0])
 
 
 def on_any(strategy: tf.distribute.Strategy, truth: bool) -> bool:
     """Returns whether it is true on any worker; all workers must call it."""
-    return bool(exchange_of(strategy)([int(truth)]).any())
+    return bool(WorkerExchange(strategy)([int(truth)]).any())
 
 
 def of_any(strategy: tf.distribute.Strategy, numbers: Iterable[int]) -> list[int]:
     """Returns what any worker has among its numbers, sorted; all workers must call it."""
     own = sorted(set(numbers))
-    exchange = exchange_of(strategy)
+    exchange = WorkerExchange(strategy)
     if exchange.workers == 1:
         return own
     most = int(exchange([len(own)]).max())
@@ -59,7 +59,7 @@ def check_alike(strategy: tf.distribute.Strategy, what: str, arguments: Mapping[
         WorkersDifferError: They differ, which would end in a worker that waits for ever, or in
             replicas that train differently.
     """
-    exchange = exchange_of(strategy)
+    exchange = WorkerExchange(strategy)
     if (found := exchange.find_difference(arguments)) is not None:
         name, other = found
         raise WorkersDifferError(
@@ -71,6 +71,6 @@ def check_alike(strategy: tf.distribute.Strategy, what: str, arguments: Mapping[
 
 def differ(strategy: tf.distribute.Strategy, values: Iterable[float]) -> list[bool]:
     """Returns of each number whether it is not nearly the same everywhere; all must call it."""
-    told = exchange_of(strategy).floats(values)
+    told = WorkerExchange(strategy).floats(values)
     near = np.isclose(told, told[:1], rtol=1e-4, atol=1e-7, equal_nan=True)
     return [not column.all() for column in near.T]

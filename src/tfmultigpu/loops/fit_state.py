@@ -17,7 +17,7 @@ from tfmultigpu.loops.agreement import on_any
 from tfmultigpu.loops.callbacks import BatchHooks
 from tfmultigpu.loops.feed import Feed
 from tfmultigpu.loops.training import Trainer
-from tfmultigpu.worker_exchange import exchange_of
+from tfmultigpu.worker_exchange import WorkerExchange
 
 __all__ = ["FitState", "stored_seed"]
 
@@ -61,7 +61,7 @@ class FitState:
         self._model = model
         self._hooks = hooks
         self._seed = seed
-        self._exchange = exchange_of(strategy)
+        self._exchange = WorkerExchange(strategy)
         self._stored: Mapping[str, Any] | None = None
         self._arrays: Mapping[str, np.ndarray[Any, Any]] = {}
         self._keepers = [one for one in callbacks.callbacks if hasattr(one, "on_fit_begin")]

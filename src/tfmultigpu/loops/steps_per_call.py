@@ -78,7 +78,7 @@ class Pace:
                 self.step = single
                 self.steps = max(1, min(_PROBE, int(0.8 * _LONGEST / single)))
                 self.known = self.steps == 1
-        elif self._singles:
+        elif len(self._singles) >= _SINGLES:  # Before, the user alone decides how many steps.
             # Where an epoch ends a call may be shorter than it was meant to be.
             self._times.append(((seconds - min(self._singles)) / (steps - 1), seconds / steps))
             if len(self._times) == _CALLS:

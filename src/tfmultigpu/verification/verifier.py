@@ -41,7 +41,7 @@ from tfmultigpu.verification.one_device import Computed, OneDevice
 from tfmultigpu.verification.outcome import Verification
 from tfmultigpu.verification.rounding import Rounding
 from tfmultigpu.verification.trial import Forward
-from tfmultigpu.worker_exchange import exchange_of
+from tfmultigpu.worker_exchange import WorkerExchange
 
 __all__ = ["Verifier"]
 
@@ -81,7 +81,7 @@ class Verifier:
         needed = strategy.num_replicas_in_sync > 1 or micro_batches > 1
         self._first_attempts = _ATTEMPTS if verify and needed else 0
         self._attempts = self._first_attempts
-        self._exchange = exchange_of(strategy)
+        self._exchange = WorkerExchange(strategy)
         self._one_device = OneDevice(
             objective,
             strategy,
