@@ -315,16 +315,13 @@ class Checkpoints:
         Raises:
             RestoreMismatchError: Its data is other data than when the checkpoint was saved.
         """
-        self._fit.attach(fit)
-
-    def put_back_numbers(self) -> None:
-        """Takes back what callbacks changed in a resumed epoch's beginning; for the callback."""
-        self._fit.put_back_numbers(self._slots(), self._exchange)
+        begun = self.epoch > 0 or self.step_in_epoch > 0
+        self._fit.attach(fit, self._slots(), self._exchange, begun)
 
     @property
-    def stored_seed(self) -> int | None:
-        """The seed of the order of arrays in the ``fit`` that was restored; for the callback."""
-        return self._fit.seed
+    def of_fit(self) -> FitPart:
+        """The part of the run that ``fit`` holds; for the callback."""
+        return self._fit
 
     def _next_epoch(self) -> None:
         self._marks.end_epoch()
