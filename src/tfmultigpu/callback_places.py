@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import dis
 import functools
 import inspect
 import io
@@ -85,7 +86,7 @@ class _Search:
         self._found[path] = holder
         if has_methods(one):
             return
-        given = _given(type(one))
+        given, assigned = _given(type(one)), _assigned(type(one))
         skipped = set(_PLUMBING)
         if any(_is_keras(kind) and kind.__name__ == "TensorBoard" for kind in type(one).__mro__):
             skipped |= _OF_THIS_PROCESS
@@ -93,7 +94,7 @@ class _Search:
             if name in skipped:
                 continue
             # What a constructor of Keras was given is never state, unless a subclass changes it.
-            if not own and name in given and not callable(value):
+            if name in given and name not in assigned and not (not own and callable(value)):
                 continue
             self._look(holder, path, name, value)
         if not own:  # What Keras itself made there it looks after.
@@ -198,6 +199,24 @@ def _given(kind: type) -> set[str]:
         if _is_keras(one) and "__init__" in vars(one)
         for name in inspect.signature(vars(one)["__init__"]).parameters
     }
+
+
+def _assigned(kind: type) -> set[str]:
+    """The attributes that methods of a class assign, those of Keras and constructors left out."""
+    waiting = [
+        method.__code__
+        for one in kind.__mro__
+        if not _is_keras(one)
+        for name, method in vars(one).items()
+        if isinstance(method, types.FunctionType) and name != "__init__"
+    ]
+    found = set()
+    while waiting:
+        code = waiting.pop()
+        waiting += [one for one in code.co_consts if isinstance(one, types.CodeType)]
+        stores = (one for one in dis.get_instructions(code) if one.opname == "STORE_ATTR")
+        found |= {one.argval for one in stores}
+    return found
 
 
 def _is_callback(value: Any) -> bool:
