@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from pathlib import Path
 from typing import Any
 
@@ -260,3 +260,224 @@ def test_callbacks_are_matched_by_name_and_what_they_watch(
             tmg.fit(model, data, batch_size=size, epochs=4, callbacks=[run.callback()], verbose=0)
     for here, there in zip(model.get_weights(), before, strict=True):
         np.testing.assert_array_equal(here, there)
+
+
+class Small:
+    """A small model that begins as always, and one process that trains it."""
+
+    def __init__(self) -> None:
+        self.model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+        self.model.compile(keras.optimizers.Adam(0.01), "mse")
+        self.model.optimizer.build(self.model.trainable_variables)
+        self.start = variables(self.model)
+
+    def fit(
+        self, folder: Path, make: Any, *kill: Any, saves: int | None = 4, **options: Any
+    ) -> Any:
+        model = self.model
+        for variable, value in zip(
+            (*model.variables, *model.optimizer.variables), self.start, strict=True
+        ):
+            variable.assign(value)
+        keras.utils.set_random_seed(8)
+        run = tmg.Checkpoints(folder, model, model.optimizer)
+        self.restored = run.restore()
+        callbacks = make()
+        options = {"epochs": 5, "batch_size": 4, "verbose": 0, "steps_per_call": 1} | options
+        history = tmg.fit(
+            model,
+            (X, Y),
+            callbacks=[*callbacks, *kill, run.callback(every_steps=saves)],
+            **options,
+        )
+        logs = history.epoch, history.history
+        return variables(model), logs, [repr(getattr(one, "seen", None)) for one in callbacks]
+
+    def check(self, folder: Path, make: Any, *kills: Kill, **options: Any) -> None:
+        whole = self.fit(folder / "whole", make, **options)
+        for i, kill in enumerate(kills):
+            with pytest.raises(Killed):
+                self.fit(folder / str(i), make, kill, **options)
+            found = self.fit(folder / str(i), make, **options)
+            assert self.restored
+            for here, there in zip(found[0], whole[0], strict=True):
+                np.testing.assert_array_equal(here, there)
+            assert found[1:] == whole[1:]
+
+
+@pytest.fixture(scope="module")
+def small() -> Small:
+    return Small()
+
+
+class Begins(keras.callbacks.Callback):
+    """Loads weights when training begins; resets moments, and shrinks, when an epoch does."""
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        self.model.set_weights([0 * one + 0.1 for one in self.model.get_weights()])
+        self.model.optimizer.learning_rate = 0.03
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self.model.set_weights([0.9 * one for one in self.model.get_weights()])
+        for one in self.model.optimizer.variables[2:]:
+            one.assign(one * 0)
+
+
+def test_what_callbacks_do_when_they_begin_is_not_done_twice(small: Small, tmp_path: Path) -> None:
+    plateau = keras.callbacks.ReduceLROnPlateau
+
+    def make() -> list[Any]:
+        return [Begins(), plateau("loss", min_delta=10.0, patience=1, factor=0.1)]
+
+    # In the middle of an epoch, and at an epoch's end, where the next one's beginning is new.
+    small.check(tmp_path / "middle", make, Kill(2, 3))
+    small.check(tmp_path / "end", make, Kill(3, 1), saves=None)
+
+
+def test_epochs_are_those_of_fit(small: Small, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"initial_epoch": 2}
+    small.check(tmp_path / "middle", list, Kill(3, 2), Kill(2, 5), **options)
+    small.check(tmp_path / "end", list, Kill(4, 1), saves=None, **options)
+    # Its first epoch is known; what is said again may be another.
+    again = small.fit(tmp_path / "end" / "0", list, initial_epoch=0, epochs=6)
+    assert again[1][0] == [2, 3, 4, 5]
+
+
+class Counts(keras.callbacks.Callback):
+    """Has state of its own that it writes down."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.n = 0
+
+    def state(self) -> int:
+        return self.n
+
+    def set_state(self, state: int) -> None:
+        self.n = state
+
+
+class Holds(keras.callbacks.Callback):
+    """Holds callbacks and a model, and values in containers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = [keras.callbacks.EarlyStopping("loss", patience=3, min_delta=9.0), Counts()]
+        self.variables = [tf.Variable(0.0)]
+        self.random = {"a": np.random.default_rng(1)}
+        self.windows: dict[str, Any] = {"loss": deque(maxlen=2)}
+        self.lists = {"loss": defaultdict(list)}
+        self.special = defaultdict(lambda: [0])
+        self.kernel: Any = None
+        self.late: Any = None
+        self.lately: Any = None
+
+    def set_model(self, model: Any) -> None:
+        super().set_model(model)
+        self.inner[0].set_model(model)
+        self.kernel = model.layers[0].kernel
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        self.teacher = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+        self.teacher.set_weights(self.model.get_weights())
+        self.inner[0].on_train_begin(logs)
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self.inner[0].on_epoch_end(epoch, logs)
+        self.inner[1].n += 1
+        self.variables[0].assign_add(1.0)
+        self.windows["loss"].append(round(logs["loss"], 6))
+        self.windows.setdefault("late", deque(maxlen=1)).append(epoch)
+        self.lists["loss"][epoch].append(self.random["a"].random())
+        self.special[epoch].append(epoch)
+        self.late = deque([self.late], maxlen=3)
+        self.lately = self.lately or [tf.Variable(0.0), np.random.default_rng(2)]
+        self.lately[0].assign_add(self.lately[1].random())
+        own = zip(self.teacher.get_weights(), self.model.get_weights(), strict=True)
+        self.teacher.set_weights([(a + b) / 2 for a, b in own])
+
+    @property
+    def seen(self) -> Any:
+        lately = float(self.lately[0].numpy()), self.lately[1].random(), self.random["a"].random()
+        return (
+            *(self.inner[1].n, float(self.variables[0].numpy()), self.windows),
+            *(self.lists, dict(self.special), self.late, lately),
+            [one.tolist() for one in self.teacher.get_weights()],
+        )
+
+
+class Halves(keras.callbacks.ReduceLROnPlateau):
+    """Changes what the constructor of Keras was given."""
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self.factor *= 0.5
+        super().on_epoch_end(epoch, logs)
+
+
+def test_what_callbacks_hold_is_part_of_the_run(
+    small: Small, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = small.model
+
+    def make() -> list[Any]:
+        count = {"n": 0}
+        last = 0
+
+        def on_epoch_end(epoch: int, logs: Any) -> None:
+            nonlocal last
+            count["n"] += 1
+            last += 1
+            weights = model.get_weights()
+            model.set_weights([one + 1e-3 * (count["n"] + last) for one in weights])
+
+        return [
+            Holds(),
+            Halves("loss", min_delta=10.0, patience=1),
+            keras.callbacks.LambdaCallback(on_epoch_end=on_epoch_end),
+        ]
+
+    small.check(tmp_path, make, Kill(2, 1))
+    assert "Checkpoints do not hold" not in caplog.text
+
+
+def test_what_cannot_be_seen_is_logged_once(
+    small: Small, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Thing:
+        def __init__(self) -> None:
+            self.n = 0
+
+        def __call__(self, epoch: int, rate: float) -> float:
+            self.n += 1
+            return 0.01
+
+    class Late(keras.callbacks.Callback):
+        def __init__(self) -> None:
+            super().__init__()
+            self.thing: Any = None
+            self.own: Any = None
+            self.wrapped: Any = None
+
+        def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+            self.thing = Thing()
+            self.own = defaultdict(lambda: 0, {1: epoch})
+            self.wrapped = self.wrapped or keras.callbacks.EarlyStopping("loss")
+
+    thing = Thing()
+    lambdas = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: thing(epoch, 0))
+
+    def make() -> list[Any]:
+        return [keras.callbacks.LearningRateScheduler(Thing()), Late(), lambdas]
+
+    small.fit(tmp_path, make, epochs=2)
+    for text in (
+        "LearningRateScheduler.schedule (Thing)",
+        "LambdaCallback.on_epoch_end.thing (Thing)",
+        "Late.thing (Thing)",
+        "Late.own (a defaultdict or generator that nothing can make anew)",
+        "Late.wrapped (EarlyStopping)",
+    ):
+        assert caplog.text.count(text) == 1
+    # Nothing of it stands in the way of a resumed run.
+    small.fit(tmp_path, make, epochs=3)
+    assert small.restored == 12

@@ -115,3 +115,13 @@ def test_all_workers_hear_of_a_write_that_failed(results: list[dict[str, Any]]) 
     assert "could not be written" in results[0]["failed"]
     assert "Not a directory" in results[0]["failed"]
     assert "on the first worker: see what that worker says" in results[1]["failed"]
+
+
+@pytest.mark.slow
+def test_a_run_that_a_callback_ended_is_over_on_both(results: list[dict[str, Any]]) -> None:
+    epochs, _ = results[0]["ended"]
+    assert 1 <= len(epochs) < 5
+    for result in results:
+        # The second worker has fewer callbacks than were saved.
+        assert result["ended again"] == result["ended"]
+        assert result["ended"][0] == epochs

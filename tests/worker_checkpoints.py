@@ -117,3 +117,15 @@ try:
     tmg.Checkpoints(shared / "file" / "run", model).save()
 except tmg.CheckpointError as error:
     say("failed", str(error))
+
+# A run that a callback ended is over on all workers, whatever else the first alone does.
+with strategy.scope():
+    model.compile(optimizer, "mse")
+for attempt in ("ended", "ended again"):
+    run = tmg.Checkpoints(shared / "ended", model, optimizer)
+    run.restore()
+    stopping = keras.callbacks.EarlyStopping("loss", patience=0, min_delta=1e9)
+    logger = [keras.callbacks.CSVLogger(shared / "ended.csv")][worker:]
+    callbacks = [stopping, *logger, run.callback()]
+    fitted = tmg.fit(model, (X, Y), epochs=5, callbacks=callbacks, verify=False, verbose=0)
+    say(attempt, [fitted.epoch, state()])

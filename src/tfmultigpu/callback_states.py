@@ -2,32 +2,24 @@
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import hashlib
-import inspect
-import io
 import json
 import logging
 import os
-import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
-import tensorflow as tf
 
+from tfmultigpu.callback_places import Holder, find_holders, has_methods, ids_of
 from tfmultigpu.errors import CheckpointError
-from tfmultigpu.plain_values import NotPlainError, pack, unpack
+from tfmultigpu.plain_values import NotPlainError, needed_places, pack, unpack
 
 __all__ = ["CallbackStates"]
 
 _log = logging.getLogger("tfmultigpu")
 
-_PLUMBING = {"params", "_model", "model"}
-# Of TensorBoard: what lives in this process alone, the profiler and the files of this run.
-_OF_THIS_PROCESS = {"_is_tracing", "_profiler_started", "_should_write_train_graph"}
 _Arrays = Mapping[str, np.ndarray[Any, Any]]
 
 
@@ -35,15 +27,23 @@ class CallbackStates:
     """The state of a list of callbacks.
 
     It is what ``state()`` of a callback returns, and ``set_state`` gets back. Of one without these
-    it is each attribute of a plain kind that training has changed. What a constructor of Keras was
-    given is never state: who resumes with another ``patience`` gets it.
+    it is each value of a plain kind that training has changed: attributes, those of callbacks it
+    holds, variables of models it holds, and what functions it was given have in their closures.
+    What a constructor of Keras was given is never state, unless a subclass changes it: who resumes
+    with another ``patience`` gets it.
     """
 
-    def __init__(self, callbacks: Sequence[Any]) -> None:
-        """Notes what attributes are before training; call it before ``on_train_begin``."""
+    def __init__(self, callbacks: Sequence[Any], model: Any = None) -> None:
+        """Notes what callbacks remember before training; call it before ``on_train_begin``.
+
+        Args:
+            callbacks: The callbacks.
+            model: The model that is trained, whose variables are saved elsewhere.
+        """
         import keras
 
         seen: dict[tuple[str, str], int] = {}
+        self._model = model
         self._entries: list[tuple[str, str, int, Any]] = []
         for one in callbacks:
             if isinstance(one, keras.callbacks.ProgbarLogger) or hasattr(one, "on_fit_exit"):
@@ -52,19 +52,17 @@ class CallbackStates:
             key = type(one).__name__, monitor if isinstance(monitor, str) else ""
             self._entries.append((*key, seen.get(key, 0), one))
             seen[key] = seen.get(key, 0) + 1
-        self._before = [_digests(one) for *_, one in self._entries]
-        self._after = self._before
+        self._before = self._after = self._look()
+        self._told: set[str] = set()
 
     def prepare(self, stored: Sequence[Mapping[str, Any]]) -> Callable[[], None]:
         """Has files of callbacks go on where the checkpoint was saved.
 
         Call it before ``on_train_begin``, and what it returns after it.
         """
-        import keras
-
         changed = []
         for facts, one in self._matches(stored):
-            if isinstance(one, keras.callbacks.CSVLogger) and "file_size" in facts:
+            if _is_csv_logger(one) and "file_size" in facts:
                 _cut(Path(one.filename), facts["file_size"])
                 changed.append((one, one.append))
                 one.append = True
@@ -77,20 +75,39 @@ class CallbackStates:
 
     def begin(self) -> None:
         """Notes what ``on_train_begin`` left, and logs what of it cannot be saved."""
-        self._after = [_digests(one) for *_, one in self._entries]
-        unsaved = [
-            f"{name}.{attribute} ({kind})"
-            for name, _, _, one in self._entries
-            for attribute, kind in _unsaved(one)
-        ]
+        self._after = self._look()
+        self._tell_unsaved(
+            f"{self._entries[i][0]}.{place} ({kind})"
+            for i, sight in enumerate(self._after)
+            for place, kind in sight.unsaved.items()
+        )
+
+    def _tell_unsaved(self, places: Iterable[str]) -> None:
+        """Logs what cannot be saved, each once."""
+        unsaved = [place for place in dict.fromkeys(places) if place not in self._told]
+        self._told.update(unsaved)
         if unsaved:
             _log.warning(
                 "Checkpoints do not hold what these attributes of callbacks remember: %s. A run "
                 "that is resumed begins with new ones. Keep numbers, strings, arrays, and lists or "
-                "dicts of them, or give the callback state(), which returns such values, and "
-                "set_state(state).",
+                "dicts of them, from on_train_begin on, or give the callback state(), which "
+                "returns such values, and set_state(state).",
                 ", ".join(unsaved),
             )
+
+    def _look(self) -> list[_Sight]:
+        """What each callback holds now, without the values."""
+        return [_look(one, _name(i)).without_values() for i, one in enumerate(self._holders())]
+
+    def _holders(self) -> list[dict[str, Holder]]:
+        """All that has values, in each callback."""
+        callbacks = [one for *_, one in self._entries]
+        known = {id(one) for one in callbacks}
+        if self._model is not None:
+            optimizer = getattr(self._model, "optimizer", None)
+            known |= {id(self._model), id(optimizer)} | ids_of(self._model.variables)
+            known |= ids_of(getattr(optimizer, "variables", ()))
+        return [find_holders(one, known) for one in callbacks]
 
     def read(self, arrays: dict[str, np.ndarray[Any, Any]]) -> list[dict[str, Any]]:
         """Returns the state of each callback as JSON can hold it; adds its arrays to ``arrays``.
@@ -98,37 +115,47 @@ class CallbackStates:
         Raises:
             CheckpointError: ``state()`` of a callback returned something that cannot be saved.
         """
-        return [
-            {"name": name, "monitor": monitor, "number": number, **self._read_one(i, one, arrays)}
-            for i, (name, monitor, number, one) in enumerate(self._entries)
-        ]
+        found = []
+        for i, holders in enumerate(self._holders()):
+            name, monitor, number, _ = self._entries[i]
+            state = self._read_one(i, holders, arrays)
+            found.append({"name": name, "monitor": monitor, "number": number, **state})
+        return found
 
     def _read_one(
-        self, i: int, one: Any, arrays: dict[str, np.ndarray[Any, Any]]
+        self, i: int, holders: Mapping[str, Holder], arrays: dict[str, np.ndarray[Any, Any]]
     ) -> dict[str, Any]:
-        import keras
-
-        name = f"fit/callbacks/{i}"
-        if _has_methods(one):
-            try:
-                return {"state": pack(one.state(), name, arrays)}
-            except NotPlainError as error:
-                raise CheckpointError(
-                    f"The state of a callback cannot be saved. Received: {type(one).__name__}."
-                    f"state() with {error}. Return numbers, strings, arrays, and lists or dicts "
-                    "of them."
-                ) from None
-        found: dict[str, Any] = {}
-        for attribute, value in _attributes(one).items():
-            own: dict[str, np.ndarray[Any, Any]] = {}
-            with contextlib.suppress(NotPlainError):
-                packed = pack(value, f"{name}/{attribute}", own)
-                digest = _digest(packed, own)
-                if not digest == self._before[i].get(attribute) == self._after[i].get(attribute):
-                    found[attribute] = packed
-                    arrays.update(own)
-        facts: dict[str, Any] = {"attributes": found}
-        if isinstance(one, keras.callbacks.CSVLogger) and Path(one.filename).is_file():
+        name = _name(i)
+        if has_methods(holders[""].one):
+            return {"state": _state_of(holders[""].one, name, arrays)}
+        before, after, now = self._before[i], self._after[i], _look(holders, name)
+        lost = dict(now.unsaved)
+        attributes: dict[str, Any] = {}
+        for place, value in now.values.items():
+            if value.digest == before.digest(place) == after.digest(place):
+                continue
+            path = place.rpartition(".")[0]
+            if after.kinds.get(path) != holders[path].kind:
+                lost[path] = holders[path].kind  # Nothing will be there to take it.
+            elif not value.needs <= after.needs(place):
+                lost[place] = "a defaultdict or generator that nothing can make anew"
+            else:
+                attributes[place] = value.packed
+                arrays.update(value.arrays)
+        states = {}
+        for path, holder in holders.items():
+            if has_methods(holder.one):
+                if after.kinds.get(path) == holder.kind:
+                    states[path] = _state_of(holder.one, f"{name}/{path}", arrays)
+                else:
+                    lost[path] = holder.kind
+        of = self._entries[i][0]
+        self._tell_unsaved(f"{of}.{place} ({kind})" for place, kind in lost.items())
+        facts: dict[str, Any] = {"attributes": attributes}
+        if states:
+            facts["states"] = states
+        one = holders[""].one
+        if _is_csv_logger(one) and Path(one.filename).is_file():
             facts["file_size"] = Path(one.filename).stat().st_size
         return facts
 
@@ -138,13 +165,19 @@ class CallbackStates:
         Raises:
             CheckpointError: A callback does not take its state.
         """
+        holders_of = {id(one[""].one): one for one in self._holders()}
         for facts, one in self._matches(stored):
+            holders = holders_of[id(one)]
             try:
                 if "state" in facts:
                     one.set_state(unpack(facts["state"], arrays))
-                for attribute, packed in facts.get("attributes", {}).items():
-                    present = getattr(one, attribute, None)
-                    setattr(one, attribute, unpack(packed, arrays, present))
+                for path, packed in facts.get("states", {}).items():
+                    holders[path].one.set_state(unpack(packed, arrays))
+                for place, packed in facts.get("attributes", {}).items():
+                    path, _, name = place.rpartition(".")
+                    holder = holders[path]
+                    present = holder.values.get(name)
+                    holder.put(name, unpack(packed, arrays, present))
             except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
                 raise CheckpointError(
                     f"The state of a callback could not be put back. Received: {facts['name']}, "
@@ -174,7 +207,11 @@ class CallbackStates:
             facts["name"]
             for facts in stored
             if id(facts) not in matched
-            and (not with_state or facts.get("attributes") or "state" in facts)
+            and (
+                not with_state
+                or "state" in facts
+                or any(facts.get(one) for one in ("attributes", "states"))
+            )
         ]
 
     def _matches(self, stored: Sequence[Mapping[str, Any]]) -> list[tuple[Mapping[str, Any], Any]]:
@@ -184,82 +221,87 @@ class CallbackStates:
             (there[name, monitor, number], one)
             for name, monitor, number, one in self._entries
             if (name, monitor, number) in there
-            and _has_methods(one) == ("state" in there[name, monitor, number])
+            and has_methods(one) == ("state" in there[name, monitor, number])
         ]
 
 
-def _has_methods(one: Any) -> bool:
-    methods = (getattr(type(one), name, None) for name in ("state", "set_state"))
-    return all(callable(method) for method in methods)
+class _Value(NamedTuple):
+    """A value at one moment.
+
+    Attributes:
+        packed: What JSON can hold of it.
+        arrays: Its arrays.
+        digest: A digest of both.
+        needs: Where in it something must be present to take it.
+    """
+
+    packed: Any
+    arrays: _Arrays
+    digest: str
+    needs: set[str]
 
 
-def _attributes(one: Any) -> dict[str, Any]:
-    """The attributes of a callback that may be its state."""
-    given = {
-        name
-        for kind in type(one).__mro__
-        if _is_keras(kind) and "__init__" in vars(kind)
-        for name in inspect.signature(vars(kind)["__init__"]).parameters
-    }
-    skipped = _PLUMBING | given
-    if any(_is_keras(kind) and kind.__name__ == "TensorBoard" for kind in type(one).__mro__):
-        skipped |= _OF_THIS_PROCESS
-    return {
-        name: value
-        for name, value in vars(one).items()
-        if name not in skipped and not _is_tool(value)
-    }
+class _Sight(NamedTuple):
+    """What a callback holds at one moment.
+
+    Attributes:
+        kinds: The class of each holder.
+        values: Its values.
+        unsaved: The kinds of those that cannot be saved.
+    """
+
+    kinds: dict[str, str]
+    values: dict[str, _Value]
+    unsaved: dict[str, str]
+
+    def without_values(self) -> _Sight:
+        """Returns what later ones are compared with."""
+        brief = {place: one._replace(packed=None, arrays={}) for place, one in self.values.items()}
+        return self._replace(values=brief)
+
+    def digest(self, place: str) -> str | None:
+        """Returns the digest of a value; None where there is none."""
+        return self.values[place].digest if place in self.values else None
+
+    def needs(self, place: str) -> set[str]:
+        """Returns where in a value something is present that cannot be made anew."""
+        return self.values[place].needs if place in self.values else set()
 
 
-def _is_tool(value: Any) -> bool:
-    """Returns whether a value is used by training, and does not change with it."""
-    import keras
-
-    things = (
-        type,
-        types.ModuleType,
-        types.FunctionType,
-        types.BuiltinFunctionType,
-        types.MethodType,
-        functools.partial,
-        np.ufunc,
-        io.IOBase,
-        logging.Logger,
-        keras.Model,
-        keras.Layer,
-        keras.Loss,
-        keras.callbacks.Callback,
-        keras.optimizers.Optimizer,
-        tf.data.Dataset,
-        tf.distribute.Strategy,
-        tf.distribute.DistributedDataset,
-        tf.summary.SummaryWriter,
-    )
-    return isinstance(value, things) or hasattr(value, "get_concrete_function")
+def _look(holders: Mapping[str, Holder], name: str) -> _Sight:
+    values: dict[str, _Value] = {}
+    unsaved: dict[str, str] = {}
+    for path, holder in holders.items():
+        way = f"{path}." if path else ""
+        unsaved.update({f"{way}{other}": kind for other, kind in holder.others.items()})
+        for attribute, value in holder.values.items():
+            place = f"{way}{attribute}"
+            arrays: dict[str, np.ndarray[Any, Any]] = {}
+            try:
+                packed = pack(value, f"{name}/{place}", arrays)
+            except NotPlainError as error:
+                if holder.is_told:
+                    unsaved[place] = str(error)
+            else:
+                digest = _digest(packed, arrays)
+                values[place] = _Value(packed, arrays, digest, needed_places(packed))
+    return _Sight({path: holder.kind for path, holder in holders.items()}, values, unsaved)
 
 
-def _unsaved(one: Any) -> list[tuple[str, str]]:
-    """Attributes of a callback of the user's that cannot be saved, each with its kind."""
-    if _is_keras(type(one)) or _has_methods(one):
-        return []
-    found = []
-    for name, value in _attributes(one).items():
-        try:
-            pack(value, "", {})
-        except NotPlainError as error:
-            found.append((name, str(error)))
-    return found
+def _name(i: int) -> str:
+    """The beginning of the names of a callback's arrays."""
+    return f"fit/callbacks/{i}"
 
 
-def _digests(one: Any) -> dict[str, str]:
-    if _has_methods(one):
-        return {}
-    found = {}
-    for name, value in _attributes(one).items():
-        arrays: dict[str, np.ndarray[Any, Any]] = {}
-        with contextlib.suppress(NotPlainError):
-            found[name] = _digest(pack(value, "", arrays), arrays)
-    return found
+def _state_of(one: Any, name: str, arrays: dict[str, np.ndarray[Any, Any]]) -> Any:
+    try:
+        return pack(one.state(), name, arrays)
+    except NotPlainError as error:
+        raise CheckpointError(
+            f"The state of a callback cannot be saved. Received: {type(one).__name__}."
+            f"state() with {error}. Return numbers, strings, arrays, and lists or dicts "
+            "of them."
+        ) from None
 
 
 def _digest(packed: Any, arrays: _Arrays) -> str:
@@ -270,8 +312,10 @@ def _digest(packed: Any, arrays: _Arrays) -> str:
     return found.hexdigest()
 
 
-def _is_keras(kind: type) -> bool:
-    return kind.__module__.split(".")[0] == "keras"
+def _is_csv_logger(one: Any) -> bool:
+    import keras
+
+    return isinstance(one, keras.callbacks.CSVLogger)
 
 
 def _cut(path: Path, size: int) -> None:

@@ -10,6 +10,19 @@ __all__ = ["make_callback"]
 _TOGETHER = 10
 
 
+class OfFit(Protocol):
+    """What the callback needs of the part of the run that ``fit`` holds."""
+
+    first_epoch: int
+
+    @property
+    def beginning(self) -> tuple[int, int] | None:
+        """The seed of the order of arrays, and the first epoch, of the ``fit`` restored."""
+
+    def put_back(self, *, last: bool) -> None:
+        """Takes back what callbacks changed when they heard of a beginning once more."""
+
+
 class Run(Protocol):
     """What the callback needs of ``Checkpoints``."""
 
@@ -33,12 +46,9 @@ class Run(Protocol):
     def attach(self, fit: Any) -> None:
         """Saves what ``fit`` holds from now on, and has it restored."""
 
-    def put_back_numbers(self) -> None:
-        """Takes back what callbacks changed when they heard of an epoch for the second time."""
-
     @property
-    def stored_seed(self) -> int | None:
-        """The seed of the order of arrays in the ``fit`` that was restored."""
+    def of_fit(self) -> OfFit:
+        """The part of the run that ``fit`` holds."""
 
     def skip_finished_epoch(self, steps: int | None) -> None:
         """Goes to the next epoch if the present one has no more steps than were made."""
@@ -67,7 +77,8 @@ def make_callback(run: Run, together: bool) -> Any:
             comes_last: That it is called after all others, whose state it saves.
             resume_at: The epoch in which ``fit`` goes on, and the batches of it that are done.
             passes_over: Whether the data passes over these by itself.
-            stored_seed: The seed of the order of arrays that the restored ``fit`` had.
+            stored_beginning: The seed of the order of arrays that the restored ``fit`` had, and
+                the epoch it began with.
             for_all_workers: That ``fit`` refuses to begin where some worker is without it.
         """
 
@@ -79,15 +90,17 @@ def make_callback(run: Run, together: bool) -> Any:
         @property
         def resume_at(self) -> tuple[int, int] | None:
             run.skip_finished_epoch(self.params.get("steps"))
-            return (run.epoch, run.step_in_epoch) if run.epoch or run.step_in_epoch else None
+            if not (run.epoch or run.step_in_epoch):
+                return None
+            return run.of_fit.first_epoch + run.epoch, run.step_in_epoch
 
         @property
         def passes_over(self) -> bool:
             return run.data is not None
 
         @property
-        def stored_seed(self) -> int | None:
-            return run.stored_seed
+        def stored_beginning(self) -> tuple[int, int] | None:
+            return run.of_fit.beginning
 
         def on_fit_begin(self, fit: Any) -> None:
             run.attach(fit)
@@ -96,13 +109,16 @@ def make_callback(run: Run, together: bool) -> Any:
         def on_train_begin(self, logs: Any = None) -> None:
             run.listen()
             self._untold = 0
+            run.of_fit.put_back(last=not run.step_in_epoch)
 
         def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-            if epoch > run.epoch:  # The one gone on with turned out to have no more steps.
+            if (
+                epoch > run.of_fit.first_epoch + run.epoch
+            ):  # The one gone on with turned out to have no more steps.
                 run.skip_finished_epoch(run.step_in_epoch)
             self._done = run.step_in_epoch
             if self._done:
-                run.put_back_numbers()
+                run.of_fit.put_back(last=True)
 
         def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
             steps, self._done = batch + 1 - self._done, batch + 1

@@ -14,10 +14,13 @@ __all__ = ["FitPart"]
 
 _PREFIX = "fit/"
 _Arrays = Mapping[str, np.ndarray[Any, Any]]
+_Kept = tuple[Mapping[str, state.Slot], _Arrays, list[dict[str, Any]], WorkerExchange]
 
 
 class Fit(Protocol):
     """The object that ``fit`` hands to callbacks that save a run."""
+
+    first_epoch: int
 
     def restore(self, facts: Mapping[str, Any], arrays: _Arrays) -> None:
         """Takes what was saved."""
@@ -30,13 +33,19 @@ class Fit(Protocol):
 
 
 class FitPart:
-    """The part of a run that ``fit`` holds: read from it, kept until there is one, given to it."""
+    """The part of a run that ``fit`` holds: read from it, kept until there is one, given to it.
+
+    Attributes:
+        first_epoch: The epoch of ``fit`` that the run began with.
+    """
 
     def __init__(self) -> None:
         """Knows of no ``fit``."""
         self._fit: Fit | None = None
         self._stored: tuple[Mapping[str, Any], _Arrays] | None = None
-        self._numbers: tuple[list[Mapping[str, Any]], _Arrays] | None = None
+        self._kept: _Kept | None = None
+        self._resumes = False
+        self.first_epoch = 0
 
     @property
     def is_known(self) -> bool:
@@ -44,9 +53,9 @@ class FitPart:
         return self._fit is not None or self._stored is not None
 
     @property
-    def seed(self) -> int | None:
-        """The seed of the order of arrays in the ``fit`` that was restored."""
-        return None if self._stored is None else int(self._stored[0]["seed"])
+    def beginning(self) -> tuple[int, int] | None:
+        """The seed of the order of arrays, and the first epoch, of the ``fit`` restored."""
+        return None if self._stored is None else (int(self._stored[0]["seed"]), self.first_epoch)
 
     def keep(self, facts: Mapping[str, Any], arrays: _Arrays) -> None:
         """Takes the facts and arrays of a checkpoint, of which it keeps this part."""
@@ -54,15 +63,19 @@ class FitPart:
         stored = facts.get("fit")
         own = {name: array for name, array in arrays.items() if name.startswith(_PREFIX)}
         self._stored = None if stored is None else (stored, own)
-        numbers = [
-            one
-            for one in facts["variables"]
-            if not one["name"].startswith("model/") and arrays[one["name"]].size == 1
-        ]
-        self._numbers = numbers, {one["name"]: arrays[one["name"]] for one in numbers}
+        self.first_epoch = int((stored or {}).get("first_epoch", 0))
+        self._resumes = True
 
-    def attach(self, fit: Fit) -> None:
-        """Gives a ``fit`` what was saved, and saves it from now on.
+    def attach(
+        self, fit: Fit, slots: Mapping[str, state.Slot], exchange: WorkerExchange, begun: bool
+    ) -> None:
+        """Gives a ``fit`` what was saved, and saves it from now on; all workers must call it.
+
+        Args:
+            fit: The ``fit``, whose callbacks have not begun.
+            slots: The variables of the run.
+            exchange: Its workers.
+            begun: Whether some of it was trained before.
 
         Raises:
             RestoreMismatchError: Its data is other data than when it was saved.
@@ -71,28 +84,39 @@ class FitPart:
         if self._stored is not None:
             stored, self._stored = self._stored, None
             fit.restore(*stored)
+        elif not begun:
+            self.first_epoch = fit.first_epoch
+        self._kept = None
+        if self._resumes:
+            self._resumes = False
+            self._kept = (slots, *state.read_state(slots, exchange), exchange)
 
     def forget(self) -> None:
         """Has it that the run goes on without a ``fit``."""
         self._fit = self._stored = None
+        self._resumes = False
 
     def read(self, in_epoch: bool) -> tuple[dict[str, Any], _Arrays]:
         """Returns facts and arrays for a checkpoint; every worker must call it."""
         if self._fit is None:
             return ({}, {}) if self._stored is None else ({"fit": self._stored[0]}, self._stored[1])
         facts, arrays = self._fit.read(in_epoch)
-        return {"fit": facts}, arrays
+        return {"fit": {**facts, "first_epoch": self.first_epoch}}, arrays
 
     def ends(self) -> bool:
         """Returns whether a callback has asked to stop, so that the epoch is about to end."""
         return self._fit is not None and self._fit.stops()
 
-    def put_back_numbers(self, slots: Mapping[str, state.Slot], exchange: WorkerExchange) -> None:
-        """Puts single numbers back: the learning rate, the step count, those of the user's.
+    def put_back(self, *, last: bool) -> None:
+        """Gives the variables of a resumed run the values they had before callbacks began.
 
-        In an epoch that is resumed callbacks hear ``on_epoch_begin`` again, and may have changed
-        what they had changed before.
+        Callbacks hear ``on_train_begin`` again, and ``on_epoch_begin`` in an epoch that is resumed,
+        and may load weights, reset moments or set the learning rate there, as they had done.
+
+        Args:
+            last: Whether no beginning follows that callbacks had heard before.
         """
-        if self._numbers is not None:
-            (facts, arrays), self._numbers = self._numbers, None
-            state.write_state(slots, arrays, facts, exchange)
+        if self._kept is not None:
+            state.write_state(*self._kept)
+            if last:
+                self._kept = None

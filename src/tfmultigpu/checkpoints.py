@@ -24,6 +24,7 @@ from tfmultigpu.checkpoint_arguments import (
 from tfmultigpu.checkpoint_callback import make_callback
 from tfmultigpu.checkpoint_fit import Fit, FitPart
 from tfmultigpu.checkpoint_marks import DataMarks
+from tfmultigpu.checkpoint_optimizer import restore_variables
 from tfmultigpu.compiled import strategy_of
 from tfmultigpu.data_position import Position, PositionedDataset, position_data
 from tfmultigpu.errors import CheckpointError
@@ -201,11 +202,10 @@ class Checkpoints:
         tell_damaged(self.directory, damaged, found)
         if found is None:
             return None
-        self._build()
-        state.make_loss_scale_of(found.facts["variables"], self._optimizer, self._strategy)
-        slots = self._slots()
-        state.check_fits(slots, found.facts["variables"], found.path)
-        state.write_state(slots, arrays, found.facts["variables"], self._exchange)
+        self._build_model()
+        facts = found.facts["variables"]
+        run = self._model, self._optimizer, self._extra
+        restore_variables(*run, self._exchange, facts, arrays, found.path)
         self._fit.keep(found.facts, arrays)
         self._shared.set_aside(damaged)
         self._steps, self._iterations = found.step, self._count_iterations()
@@ -315,16 +315,13 @@ class Checkpoints:
         Raises:
             RestoreMismatchError: Its data is other data than when the checkpoint was saved.
         """
-        self._fit.attach(fit)
-
-    def put_back_numbers(self) -> None:
-        """Takes back what callbacks changed in a resumed epoch's beginning; for the callback."""
-        self._fit.put_back_numbers(self._slots(), self._exchange)
+        begun = self.epoch > 0 or self.step_in_epoch > 0
+        self._fit.attach(fit, self._slots(), self._exchange, begun)
 
     @property
-    def stored_seed(self) -> int | None:
-        """The seed of the order of arrays in the ``fit`` that was restored; for the callback."""
-        return self._fit.seed
+    def of_fit(self) -> FitPart:
+        """The part of the run that ``fit`` holds; for the callback."""
+        return self._fit
 
     def _next_epoch(self) -> None:
         self._marks.end_epoch()
@@ -383,8 +380,7 @@ class Checkpoints:
     def _count_iterations(self) -> int:
         return 0 if self._optimizer is None else int(self._optimizer.iterations.numpy())
 
-    def _build(self) -> None:
-        """Makes the variables that are not there yet."""
+    def _build_model(self) -> None:
         if not self._model.built:
             if self.data is None:
                 raise CheckpointError(
@@ -393,6 +389,10 @@ class Checkpoints:
                     "scope: with strategy.scope(): model.build(input_shape)."
                 )
             prepare_model(self._model, self._strategy, self.data.element_spec)
+
+    def _build(self) -> None:
+        """Makes the variables that are not there yet."""
+        self._build_model()
         if self._optimizer is not None and not self._optimizer.built:
             build_optimizer(self._optimizer, self._model.trainable_variables, self._strategy)
 

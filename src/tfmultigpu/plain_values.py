@@ -11,13 +11,15 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-__all__ = ["NotPlainError", "pack", "unpack"]
+__all__ = ["NotPlainError", "needed_places", "pack", "unpack"]
 
 # Deeper ones contain themselves, or are no state that anybody wrote down by hand.
 _DEEPEST = 32
 _AS_THEY_ARE = (type(None), bool, int, float, str)
 _DICTS = (dict, collections.OrderedDict, collections.defaultdict, collections.Counter)
 _ITEMS = {"tuple": tuple, "set": set, "frozenset": frozenset, "deque": collections.deque}
+# What a defaultdict makes that can be written down by its name.
+_FACTORIES = {one.__name__: one for one in (list, dict, set, int, float, str, bool, tuple)}
 
 
 class NotPlainError(Exception):
@@ -45,21 +47,53 @@ def pack(value: Any, name: str, arrays: dict[str, np.ndarray[Any, Any]], depth: 
     def inner(one: Any) -> Any:
         return pack(one, name, arrays, depth + 1)
 
+    packed: Any
     kind = type(value)
     if kind in _AS_THEY_ARE:
         return value
     if kind is list:
         return [inner(one) for one in value]
     if kind in _DICTS:
-        return {"kind": "dict", "items": [[inner(k), inner(v)] for k, v in value.items()]}
+        packed = {"kind": "dict", "items": [[inner(k), inner(v)] for k, v in value.items()]}
+        if kind is not dict:
+            packed["type"] = kind.__name__
+        if kind is collections.defaultdict:
+            packed["factory"] = _name_of_factory(value.default_factory)
+        return packed
     if kind in _ITEMS.values():
-        return {"kind": kind.__name__, "items": [inner(one) for one in value]}
+        packed = {"kind": kind.__name__, "items": [inner(one) for one in value]}
+        return packed if kind is not collections.deque else {**packed, "maxlen": value.maxlen}
     if isinstance(value, pathlib.PurePath):
         return {"kind": "path", "path": str(value)}
     state = _state_of_random(value)
     if state is not None:
-        return {"kind": "random", "state": inner(state)}
+        return {"kind": "random", "type": state[0], "state": inner(state[1])}
     return _pack_array(value, name, arrays)
+
+
+def needed_places(packed: Any, place: str = "") -> set[str]:
+    """Returns the places in a packed value where ``unpack`` needs something present.
+
+    It makes everything else anew.
+    """
+    if isinstance(packed, list):
+        inner = [needed_places(one, f"{place}/{i}") for i, one in enumerate(packed)]
+        return set().union(*inner)
+    if not isinstance(packed, dict):
+        return set()
+    found = {place} if _is_needed(packed) else set()
+    if packed["kind"] == "dict":
+        for key, value in packed["items"]:
+            found |= needed_places(value, f"{place}/{key!r}")
+    elif "items" in packed:
+        found |= needed_places(packed["items"], place)
+    return found
+
+
+def _is_needed(packed: Mapping[str, Any]) -> bool:
+    if packed["kind"] == "random" and packed["type"] == "Generator":
+        return _bit_generator(packed["state"]) is None
+    return packed.get("factory") == "its own"
 
 
 def unpack(packed: Any, arrays: Mapping[str, np.ndarray[Any, Any]], present: Any = None) -> Any:
@@ -69,45 +103,90 @@ def unpack(packed: Any, arrays: Mapping[str, np.ndarray[Any, Any]], present: Any
         packed: What ``pack`` returned.
         arrays: The arrays it filled.
         present: What is in its place now. Variables, generators of random numbers, deques and
-            dicts of other kinds are changed, not replaced.
+            dicts of other kinds are changed, not replaced, in containers too.
 
     Raises:
-        ValueError: There is nothing to change.
+        ValueError: Nothing is present where something is needed.
     """
     if isinstance(packed, list):
-        return [unpack(one, arrays) for one in packed]
+        return _unpack_items(packed, arrays, present if isinstance(present, list) else ())
     if not isinstance(packed, dict):
         return packed
     kind = packed["kind"]
     if kind == "dict":
-        found = {unpack(k, arrays): unpack(v, arrays) for k, v in packed["items"]}
-        if type(present) in _DICTS[1:]:
-            present.clear()
-            present.update(found)
-            return present
-        return found
-    if kind == "deque" and isinstance(present, collections.deque):
-        present.clear()
-        present.extend(unpack(one, arrays) for one in packed["items"])
-        return present
+        return _unpack_dict(packed, arrays, present)
     if kind in _ITEMS:
-        return _ITEMS[kind](unpack(one, arrays) for one in packed["items"])
+        return _unpack_sequence(packed, arrays, present)
     if kind == "path":
         return pathlib.Path(packed["path"])
     if kind == "random":
-        _set_state_of_random(present, unpack(packed["state"], arrays))
-        return present
+        return _unpack_random(packed, unpack(packed["state"], arrays), present)
     array = arrays[packed["array"]]
     if kind == "scalar":
         return array[()]
     if kind == "array":
         return array.copy()
+    tensor = tf.cast(tf.constant(array), packed["dtype"])
     if kind == "tensor":
-        return tf.cast(tf.constant(array), packed["dtype"])
-    if kind == "variable" and hasattr(present, "assign"):
-        present.assign(tf.cast(tf.constant(array), packed["dtype"]))
+        return tensor
+    if not hasattr(present, "assign"):
+        return _new_variable(tensor, packed)
+    present.assign(tensor)
+    return present
+
+
+def _unpack_items(packed: list[Any], arrays: Mapping[str, Any], present: Any) -> list[Any]:
+    there = [*present][: len(packed)]
+    there += [None] * (len(packed) - len(there))
+    return [unpack(one, arrays, old) for one, old in zip(packed, there, strict=True)]
+
+
+def _unpack_dict(packed: Mapping[str, Any], arrays: Mapping[str, Any], present: Any) -> Any:
+    old = present if type(present) in _DICTS else {}
+    found = {}
+    for packed_key, value in packed["items"]:
+        key = unpack(packed_key, arrays)
+        found[key] = unpack(value, arrays, old.get(key))
+    name = packed.get("type", "dict")
+    if name == "dict":
+        return found
+    if type(present).__name__ == name:
+        present.clear()
+        present.update(found)
         return present
-    raise ValueError(f"Nothing here takes a value of kind {kind!r}.")
+    if name == "defaultdict":
+        if packed["factory"] == "its own":
+            raise ValueError("There is no defaultdict whose default_factory could be taken over.")
+        return collections.defaultdict(_FACTORIES.get(packed["factory"]), found)
+    return collections.Counter(found) if name == "Counter" else collections.OrderedDict(found)
+
+
+def _unpack_sequence(packed: Mapping[str, Any], arrays: Mapping[str, Any], present: Any) -> Any:
+    kind = packed["kind"]
+    ordered = kind in ("tuple", "deque") and isinstance(present, (tuple, collections.deque))
+    found = _unpack_items(packed["items"], arrays, present if ordered else ())
+    if kind != "deque":
+        return _ITEMS[kind](found)
+    if not isinstance(present, collections.deque):
+        return collections.deque(found, packed.get("maxlen"))
+    present.clear()
+    present.extend(found)
+    return present
+
+
+def _name_of_factory(factory: Any) -> str | None:
+    if factory is None:
+        return None
+    name = getattr(factory, "__name__", "")
+    return name if _FACTORIES.get(name) is factory else "its own"
+
+
+def _new_variable(tensor: Any, packed: Mapping[str, Any]) -> Any:
+    import keras
+
+    if packed.get("type") == "keras":
+        return keras.Variable(tensor, dtype=packed["dtype"], trainable=packed["trainable"])
+    return tf.Variable(tensor, trainable=packed.get("trainable", True))
 
 
 def _pack_array(value: Any, name: str, arrays: dict[str, np.ndarray[Any, Any]]) -> Any:
@@ -117,7 +196,14 @@ def _pack_array(value: Any, name: str, arrays: dict[str, np.ndarray[Any, Any]]) 
     elif isinstance(value, np.generic):
         packed, array = {"kind": "scalar"}, np.asarray(value)
     elif _is_variable(value):
-        packed = {"kind": "variable", "dtype": tf.as_dtype(value.dtype).name}
+        kept = value if isinstance(value, tf.Variable) else value.value
+        _check_readable(kept)
+        packed = {
+            "kind": "variable",
+            "type": "tf" if kept is value else "keras",
+            "trainable": bool(value.trainable),
+            "dtype": tf.as_dtype(value.dtype).name,
+        }
         array = np.asarray(value.numpy())
     elif isinstance(value, tf.Tensor) and hasattr(value, "numpy"):
         packed = {"kind": "tensor", "dtype": value.dtype.name}
@@ -134,28 +220,48 @@ def _pack_array(value: Any, name: str, arrays: dict[str, np.ndarray[Any, Any]]) 
     return packed
 
 
+def _check_readable(variable: Any) -> None:
+    """Checks that reading a variable does not wait for other workers, which may not read it."""
+    strategy = getattr(variable, "distribute_strategy", None)
+    on_read = variable.synchronization == tf.VariableSynchronization.ON_READ
+    if strategy is not None and on_read:
+        local = len(strategy.experimental_local_results(variable))
+        if local < strategy.num_replicas_in_sync:
+            raise NotPlainError("a variable that is added up over the workers when it is read")
+
+
 def _is_variable(value: Any) -> bool:
     import keras
 
     return isinstance(value, (tf.Variable, keras.Variable)) and value.dtype != tf.string
 
 
-def _state_of_random(value: Any) -> Any:
+def _state_of_random(value: Any) -> tuple[str, Any] | None:
     if isinstance(value, np.random.Generator):
-        return value.bit_generator.state
+        return "Generator", value.bit_generator.state
     if isinstance(value, np.random.RandomState):
-        return value.get_state(legacy=False)
-    if type(value) is random.Random:
-        return value.getstate()
-    return None
+        return "RandomState", value.get_state(legacy=False)
+    return ("Random", value.getstate()) if type(value) is random.Random else None
 
 
-def _set_state_of_random(present: Any, state: Any) -> None:
-    if isinstance(present, np.random.Generator):
+def _bit_generator(state: Any) -> Any:
+    """The class of NumPy that a state of a ``Generator`` belongs to, packed or not."""
+    items = dict(state["items"]) if "items" in state else state
+    return getattr(np.random, items["bit_generator"], None)
+
+
+def _unpack_random(packed: Mapping[str, Any], state: Any, present: Any) -> Any:
+    if packed["type"] == "Generator":
+        if not isinstance(present, np.random.Generator):
+            make = _bit_generator(state)
+            if make is None:
+                raise ValueError("There is no generator of random numbers to set.")
+            present = np.random.Generator(make())
         present.bit_generator.state = state
-    elif isinstance(present, np.random.RandomState):
+    elif packed["type"] == "RandomState":
+        present = present if isinstance(present, np.random.RandomState) else np.random.RandomState()
         present.set_state(state)
-    elif isinstance(present, random.Random):
-        present.setstate(state)
     else:
-        raise ValueError("There is no generator of random numbers to set.")
+        present = present if isinstance(present, random.Random) else random.Random()
+        present.setstate(state)
+    return present

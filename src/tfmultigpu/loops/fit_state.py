@@ -13,13 +13,13 @@ import tensorflow as tf
 from tfmultigpu.callback_states import CallbackStates
 from tfmultigpu.checkpoint_marks import other_data
 from tfmultigpu.checkpoint_state import Slot, fits, read_state, write_state
-from tfmultigpu.loops.agreement import on_any
+from tfmultigpu.loops.agreement import of_chief, on_any
 from tfmultigpu.loops.callbacks import BatchHooks
 from tfmultigpu.loops.feed import Feed
 from tfmultigpu.loops.training import Trainer
 from tfmultigpu.worker_exchange import WorkerExchange
 
-__all__ = ["FitState", "stored_seed"]
+__all__ = ["FitState", "stored_beginning"]
 
 _log = logging.getLogger("tfmultigpu")
 
@@ -32,6 +32,7 @@ class FitState:
 
     Attributes:
         sums: Sums over the batches of the present epoch, of which logs are made.
+        first_epoch: The epoch that the run began with, ``initial_epoch`` of its first process.
     """
 
     def __init__(
@@ -43,6 +44,7 @@ class FitState:
         model: Any,
         hooks: BatchHooks,
         seed: int,
+        first_epoch: int,
     ) -> None:
         """Takes what the training consists of.
 
@@ -54,6 +56,7 @@ class FitState:
             model: The model.
             hooks: What is told of its batches, and counts them.
             seed: The seed of the order of arrays.
+            first_epoch: The epoch that the run began with.
         """
         self.sums: dict[str, float] = {}
         self._trainer = trainer
@@ -61,11 +64,12 @@ class FitState:
         self._model = model
         self._hooks = hooks
         self._seed = seed
+        self.first_epoch = first_epoch
         self._exchange = WorkerExchange(strategy)
         self._stored: Mapping[str, Any] | None = None
         self._arrays: Mapping[str, np.ndarray[Any, Any]] = {}
         self._keepers = [one for one in callbacks.callbacks if hasattr(one, "on_fit_begin")]
-        self._states = CallbackStates(callbacks.callbacks if self._keepers else ())
+        self._states = CallbackStates(callbacks.callbacks if self._keepers else (), model)
 
     def restore(self, facts: Mapping[str, Any], arrays: Mapping[str, Any]) -> None:
         """Takes what was saved; it is put back when training begins.
@@ -107,16 +111,21 @@ class FitState:
             self._states.write(stored, self._arrays)
 
     def has_ended(self) -> bool:
-        """Returns whether a callback had ended the run that is resumed, and is here again."""
+        """Returns whether a callback had ended the run that is resumed, and is here again.
+
+        All workers must call it: the chief decides.
+        """
         if self._stored is None or not self._stored["stopped"]:
             return False
         missing = self._states.missing(self._stored["callbacks"], with_state=False)
-        if not missing:
+        # Those of the chief were saved; other workers may have fewer.
+        is_over = bool(of_chief(self._exchange.strategy, not missing))
+        if is_over:
             _log.warning(
                 "This run is over: a callback ended it before its last epoch, and its checkpoint "
                 "says so. To train further, leave out the callback that ended it."
             )
-        return not missing
+        return is_over
 
     def begin_epoch(self, resumed: bool) -> None:
         """Begins the logs of an epoch; ``resumed`` in the middle of one: where they were.
@@ -183,10 +192,10 @@ class FitState:
         return {slot.name: slot for slot in slots}
 
 
-def stored_seed(callbacks: Sequence[Any], seed: int) -> int:
-    """Returns the seed of the order of arrays that a restored run had, or ``seed``."""
+def stored_beginning(callbacks: Sequence[Any], seed: int, first_epoch: int) -> tuple[int, int]:
+    """Returns seed of the order of arrays and first epoch of a restored run, or those given."""
     for one in callbacks:
-        stored = getattr(one, "stored_seed", None)
+        stored = getattr(one, "stored_beginning", None)
         if stored is not None:
-            return int(stored)
-    return seed
+            return int(stored[0]), int(stored[1])
+    return seed, first_epoch

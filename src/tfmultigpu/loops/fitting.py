@@ -25,7 +25,7 @@ from tfmultigpu.loops.callbacks import (
     to_list,
 )
 from tfmultigpu.loops.evaluating import REPLACED
-from tfmultigpu.loops.fit_state import FitState, stored_seed
+from tfmultigpu.loops.fit_state import FitState, stored_beginning
 from tfmultigpu.loops.kept_steps import checked_strategy
 from tfmultigpu.loops.pass_data import check_steps, no_batches, with_weights
 from tfmultigpu.loops.steps_per_call import check_steps_per_call
@@ -169,7 +169,7 @@ def fit(
     if validation_split and validation_data is None:
         data, validation_data = split_off(data, validation_split)
     seed = int(of_chief(strategy, random.randrange(2**31)))
-    seed = stored_seed(to_list(callbacks), seed)
+    seed, initial_epoch = stored_beginning(to_list(callbacks), seed, initial_epoch)
     feed, spec = make_feed(
         data,
         strategy,
@@ -220,7 +220,7 @@ def fit(
         elapsed=clock.elapsed,
         agree=functools.partial(of_any, strategy),
     )
-    state = FitState(strategy, called, trainer, feed, model, hooks, seed)
+    state = FitState(strategy, called, trainer, feed, model, hooks, seed, initial_epoch)
     model.stop_training = False
     with leaving(called):
         with state.beginning():
