@@ -67,6 +67,8 @@ class DataMarks:
             self._data.pass_over(self._position.epoch + 1, self._past)
             return
         marks = None if self._data is None else self._data.fingerprint(step)
+        if self._data is not None:
+            self._data.end_pass(step)
         self._past = None if marks is None else Past(step, *marks)
 
     def check_past(self) -> None:

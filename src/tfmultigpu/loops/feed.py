@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
 from tfmultigpu.data import ShardedDataset
+from tfmultigpu.data_passes import read_over, replay_of
 
 __all__ = ["Feed"]
+
+_log = logging.getLogger("tfmultigpu")
 
 
 class Feed:
@@ -113,13 +117,11 @@ class Feed:
                 self._drop(1)  # It passes over them when it is read, and none is left to be read.
             return step
         if epochs:
-            if self._asked is None:
-                for _ in range(epochs):
-                    if self._goes_on:
-                        self._drop(self._per_pass or 0)
-                        self._left = self._per_pass
-                    else:  # A dataset that is shuffled anew in each pass counts its passes.
-                        self._begin_pass()
+            if self._asked is None and self._goes_on:
+                self._drop(epochs * (self._per_pass or 0))
+                self._left = self._per_pass
+            elif self._asked is None:
+                self._pass_over(epochs)
             else:
                 for _ in range(epochs):
                     while (asked := self.most(self._asked)) and self.took(self._drop(asked), asked):
@@ -129,11 +131,24 @@ class Feed:
         self.took(dropped, dropped)
         return dropped
 
+    def _pass_over(self, passes: int) -> None:
+        """Reads what the next pass depends on, from the first on, which was begun."""
+        replay = replay_of(self._batches.batches)
+        batches = replay.batches
+        if replay.python and passes == 1:
+            batches = None
+        elif replay.python:
+            _log.warning(
+                "Python makes the data, and fit cannot tell whether its batches depend on earlier "
+                "passes. If so, this run goes on with others than it would have had. Give it to "
+                "tmg.Checkpoints(data=...), which compares it."
+            )
+        for _ in range(passes):
+            read_over(self.iterator.source, batches)
+            self._begin_pass()
+
     def _drop(self, batches: int) -> int:
-        for dropped in range(batches):
-            if next(self.iterator, None) is None:
-                return dropped
-        return batches
+        return read_over(self.iterator.source, batches)
 
     def _begin_pass(self) -> None:
         if self.iterator is None or not self._goes_on:

@@ -236,6 +236,8 @@ def fit(
             first = 0
             if goes_on:
                 first = feed.skip(start - initial_epoch, step, done=passes_over(called))
+                if validation is not None:
+                    validation.pass_over(range(initial_epoch, start))
             state.begin_epoch(resumed=goes_on and step > 0)
             found = trainer.epoch(
                 feed,
