@@ -56,6 +56,8 @@ class PositionedDataset(ShardedDataset):
         passes: Passes begun so far, those passed over included.
         was_read: Whether a pass was begun in this process.
         is_checked: Whether batches leave fingerprints.
+        passed_over: Called with the number of each epoch once its pass was passed over, for other
+            data that was read in between.
     """
 
     def __init__(
@@ -82,6 +84,7 @@ class PositionedDataset(ShardedDataset):
         self.is_checked = fingerprints is not None
         self.passes = 0
         self.was_read = False
+        self.passed_over: Callable[[int], None] = _nothing
         self._position = position
         self._fingerprints = fingerprints
         self._begin = begin
@@ -168,6 +171,8 @@ class PositionedDataset(ShardedDataset):
         epochs, self._over = self._over, 0
         compare, self._to_compare = self._to_compare, None
         if self._replay is None:
+            for epoch in range(epochs):
+                self.passed_over(epoch)
             if compare is not None and self._again is not None:
                 marks = self._again(epochs - 1)
                 first = next((int(mark) for mark in marks), None)
@@ -177,6 +182,7 @@ class PositionedDataset(ShardedDataset):
             self.passes += 1
             last = self.passes == epochs and compare is not None
             self._read_pass(self._replay, compare if last else None, alone=epochs == 1)
+            self.passed_over(self.passes - 1)
 
     def _read_pass(self, replay: Replay, compare: Past | None, alone: bool) -> None:
         """Begins the next pass, and reads of it what it takes; notes it down for ``found``."""
@@ -277,6 +283,10 @@ def _takes_epoch(data: Any) -> bool:
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     needed = [one for one in parameters if one.default is one.empty and one.kind in kinds]
     return len(needed) == 1
+
+
+def _nothing(epoch: int) -> None:
+    """Of an epoch that was passed over nobody is told."""
 
 
 def _shorter(batches: int, length: int, first: int | None) -> Past:

@@ -220,6 +220,8 @@ def fit(
         agree=functools.partial(of_any, strategy),
     )
     state = FitState(strategy, called, trainer, feed, model, hooks, seed)
+    if validation is not None:
+        feed.read_between(validation.pass_over, initial_epoch)
     model.stop_training = False
     with leaving(called):
         with state.beginning():
@@ -236,8 +238,6 @@ def fit(
             first = 0
             if goes_on:
                 first = feed.skip(start - initial_epoch, step, done=passes_over(called))
-                if validation is not None:
-                    validation.pass_over(range(initial_epoch, start))
             state.begin_epoch(resumed=goes_on and step > 0)
             found = trainer.epoch(
                 feed,

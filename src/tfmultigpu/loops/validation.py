@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from tfmultigpu.compiled import check_labels
 from tfmultigpu.data import ShardedDataset
-from tfmultigpu.data_passes import read_over, replay_of
+from tfmultigpu.data_passes import Replay, read_over, replay_of
 from tfmultigpu.loops.agreement import of_any, on_any, several_workers
 from tfmultigpu.loops.callbacks import BatchHooks
 from tfmultigpu.loops.evaluating import make_evaluator
@@ -81,20 +81,18 @@ class Validation:
             return epoch + 1 in self.frequency
         return (epoch + 1) % int(self.frequency) == 0
 
-    def pass_over(self, epochs: range) -> None:
-        """Takes note of evaluations after epochs that a run which is resumed had before.
+    def pass_over(self, epoch: int) -> None:
+        """Begins the pass after an epoch that a run which is resumed had before, if it had one.
 
         A dataset that is shuffled anew in each pass counts its passes.
         """
-        passes = sum(self.is_due(epoch) for epoch in epochs)
-        if not passes:
-            return
-        replay = replay_of(self.batches.batches)
-        batches = replay.batches
-        if batches is None or (replay.python and passes == 1):
-            batches = self.steps
-        for _ in range(passes):
-            read_over(iter(self.batches).source, batches)
+        if self.is_due(epoch):
+            batches = self._replay.batches
+            read_over(iter(self.batches).source, self.steps if batches is None else batches)
+
+    @functools.cached_property
+    def _replay(self) -> Replay:
+        return replay_of(self.batches.batches)
 
     def __call__(self, callbacks: Any) -> dict[str, Any]:
         """Evaluates, and returns the logs with ``val_`` before their names."""
