@@ -235,6 +235,21 @@ def test_an_endless_dataset_with_one_order_is_read_in_passes(tmp_path: Path) -> 
     assert half + first_three(run, 3) == whole
 
 
+def test_an_iterator_is_of_one_epoch(tmp_path: Path) -> None:
+    run = tmg.Checkpoints(tmp_path, *small(), data=range_of(12).repeat().batch(3))
+    iterator = iter(run.data)
+    epochs = run.epochs(3)
+    next(epochs)
+    next(iterator)
+    run.after_step()
+    assert next(epochs) == 1
+    next(iterator)
+    with pytest.raises(tmg.CheckpointError, match="in epoch 1 without a new pass") as caught:
+        run.after_step()
+    assert "iterator = iter(checkpoints.data)" in str(caught.value)
+    epochs.close()
+
+
 # datasets that fit alone gets -------------------------------------------------------------------
 
 
