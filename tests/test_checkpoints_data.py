@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,8 @@ import tensorflow as tf
 
 import tfmultigpu as tmg
 from tfmultigpu.data_passes import Replay, replay_of
+from tfmultigpu.loops.feed import Feed
+from tfmultigpu.loops.validation import Validation
 
 Dataset = tf.data.Dataset
 range_of = Dataset.range
@@ -27,6 +31,12 @@ def files() -> Any:
 
 def drawn(i: Any) -> Any:
     return tf.cast(i, tf.float32) + generator.normal([])
+
+
+@tf.function
+def called(i: Any) -> Any:
+    tf.debugging.assert_less(i, tf.constant(99, tf.int64))  # Makes the call one with a state.
+    return i + 1
 
 
 def passed(i: Any) -> Any:
@@ -58,6 +68,14 @@ KINDS: dict[str, tuple[Callable[[], Any], Replay]] = {
         ).batch(3),
         Replay(),
     ),
+    "chosen": (
+        lambda: Dataset.choose_from_datasets(
+            [range_of(6).shuffle(6, seed=1), range_of(6, 12).shuffle(6, seed=2)],
+            range_of(2).shuffle(2, seed=1).repeat(6),
+        ).batch(3),
+        Replay(whole=True),
+    ),
+    "called": (lambda: range_of(12).shuffle(9, seed=1).map(called).batch(3), Replay()),
     "python": (lambda: range_of(12).map(passed).batch(3), Replay(python=True)),
 }
 
@@ -153,3 +171,188 @@ def test_a_generator_with_a_state_resumes_after_its_first_pass(tmp_path: Path) -
     run = tmg.Checkpoints(tmp_path / "run", *model, data=Mixed())
     assert run.restore() == 4
     assert first + seen(run, 3) == whole
+
+
+BROKEN_OFF: dict[str, tuple[Callable[[], Any], str]] = {
+    "endless": (lambda: rows().repeat(), "3 batches of data without end"),
+    "cached": (
+        lambda: range_of(12).shuffle(9, seed=1).cache().batch(3),
+        "3 batches of data of 4 batches",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", BROKEN_OFF)
+def test_no_pass_follows_one_that_was_broken_off_where_that_decides_its_order(
+    kind: str, tmp_path: Path
+) -> None:
+    make, received = BROKEN_OFF[kind]
+
+    def three(run: tmg.Checkpoints, epochs: int, most: int = 3) -> list[list[int]]:
+        found = []
+        for _ in run.epochs(epochs):
+            for batch in itertools.islice(iter(run.data), most - run.step_in_epoch):
+                found.append(batch.numpy().tolist())
+                run.after_step()
+        return found
+
+    model = small()
+    run = tmg.Checkpoints(tmp_path, *model, data=make(), every_steps=2)
+    with pytest.raises(tmg.CheckpointError, match=f"Received: {received}, with a shuffle") as told:
+        three(run, 2)
+    assert "data=lambda epoch: dataset.shuffle(n, seed=epoch)" in str(told.value)
+    assert run.step == 3
+    # The epoch itself is resumed.
+    again = tmg.Checkpoints(tmp_path, *model, data=make(), every_epochs=1)
+    assert again.restore() == 2
+    whole = [batch.numpy().tolist() for batch in make().take(3)]
+    assert three(again, 1) == whole[2:]
+    # Its end is not.
+    ended = tmg.Checkpoints(tmp_path, *model, data=make())
+    assert ended.restore() == 3
+    with pytest.raises(tmg.CheckpointError, match=r"Received: .*, with a shuffle"):
+        three(ended, 2)
+
+
+def test_an_endless_dataset_with_one_order_is_read_in_passes(tmp_path: Path) -> None:
+    model = small()
+
+    def first_three(run: tmg.Checkpoints, epochs: int) -> list[list[int]]:
+        found = []
+        for _ in run.epochs(epochs):
+            for batch in itertools.islice(iter(run.data), 3):
+                found.append(batch.numpy().tolist())
+                run.after_step()
+        return found
+
+    def data() -> Any:
+        return range_of(12).repeat().shuffle(20, seed=1).batch(3)
+
+    whole = first_three(tmg.Checkpoints(tmp_path / "whole", *model, data=data()), 3)
+    half = first_three(tmg.Checkpoints(tmp_path / "run", *model, data=data(), every_epochs=1), 2)
+    run = tmg.Checkpoints(tmp_path / "run", *model, data=data())
+    assert run.restore() == 6
+    assert half + first_three(run, 3) == whole
+
+
+def test_an_iterator_is_of_one_epoch(tmp_path: Path) -> None:
+    run = tmg.Checkpoints(tmp_path, *small(), data=range_of(12).repeat().batch(3))
+    iterator = iter(run.data)
+    epochs = run.epochs(3)
+    next(epochs)
+    next(iterator)
+    run.after_step()
+    assert next(epochs) == 1
+    next(iterator)
+    with pytest.raises(tmg.CheckpointError, match="in epoch 1 without a new pass") as caught:
+        run.after_step()
+    assert "iterator = iter(checkpoints.data)" in str(caught.value)
+    epochs.close()
+
+
+# datasets that fit alone gets -------------------------------------------------------------------
+
+
+def lists(batches: Any) -> list[list[float]]:
+    return [batch.numpy().tolist() for batch in batches]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_fit_passes_over_its_own_datasets_likewise(
+    kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    global generator
+    make, replay = KINDS[kind]
+
+    def fresh() -> Any:
+        global generator
+        generator = tf.random.Generator.from_seed(3)
+        return make()
+
+    data = fresh()
+    third = [lists(data) for _ in range(3)][2]
+    feed = Feed(tmg.distribute_dataset(fresh()), 4, None)
+    feed.begin_epoch()
+    with caplog.at_level(logging.WARNING, "tfmultigpu"):
+        assert feed.skip(2, 1) == 1
+    assert lists(feed.iterator) == third[1:]
+    assert ("Python makes the data" in caplog.text) == replay.python
+
+
+def test_a_generator_of_fit_with_a_state_resumes_after_its_first_pass() -> None:
+    mixed = Mixed()
+    passes = [[batch.tolist() for batch in mixed()] for _ in range(2)]
+    feed = Feed(tmg.distribute_dataset(Mixed()), None, None)
+    feed.begin_epoch()
+    assert feed.skip(1, 2) == 2
+    assert lists(feed.iterator) == passes[1][2:]
+
+
+@pytest.mark.parametrize("given", ["fit", "checkpoints", "arrays", "steps"])
+def test_validation_goes_on_where_it_was_with_the_data_of_which_it_is_made(
+    given: str, tmp_path: Path
+) -> None:
+    x, y = np.random.default_rng(0).normal(size=(12, 3)), np.eye(2)[np.arange(12) % 2]
+
+    class Stop(keras.callbacks.Callback):
+        every_batches = 1
+
+        def __init__(self, after: int = 0) -> None:
+            super().__init__()
+            self._left = after
+
+        def state(self) -> int:
+            return 0
+
+        def set_state(self, state: int) -> None:
+            """The next one counts from its beginning."""
+
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            self._left -= 1
+            if self._left == 0:
+                raise KeyboardInterrupt
+
+    def fit(folder: str, stop: Any) -> tuple[Any, Any]:
+        keras.utils.set_random_seed(0)
+        model, optimizer = small()
+        model.compile(optimizer, "mse")
+        examples = Dataset.from_tensor_slices((x, y)).shuffle(12, seed=1)
+        data = examples.shuffle(12, seed=2).batch(3)
+        of_run = data if given == "checkpoints" else None
+        run = tmg.Checkpoints(tmp_path / folder, model, optimizer, of_run, every_steps=2)
+        run.restore()
+        history = tmg.fit(
+            model,
+            (x, y) if given == "arrays" else run.data or data,
+            batch_size=3 if given == "arrays" else None,
+            steps_per_epoch=2 if given == "steps" else None,
+            epochs=4,
+            validation_data=examples.shuffle(12, seed=4).batch(3),
+            validation_steps=2,
+            callbacks=[stop, run.callback()],
+            verbose=0,
+        )
+        return history.history, model.get_weights()
+
+    whole, expected = fit("whole", Stop())
+    with pytest.raises(KeyboardInterrupt):
+        fit("run", Stop(6 if given == "steps" else 11))
+    history, found = fit("run", Stop())
+    assert history == whole
+    assert len(history["val_loss"]) == 4
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_validation_passes_over_the_passes_that_were_due() -> None:
+    def validation(frequency: Any) -> Any:
+        batches = tmg.distribute_dataset(KINDS["twice"][0]())
+        return Validation(None, batches, None, frequency, None, batches.strategy, False)
+
+    batches = validation(1).batches
+    passes = [lists(batches) for _ in range(3)]
+    for frequency, epochs, expected in ((1, 2, 2), (2, 5, 2), ([1, 9], 8, 1), (3, 2, 0)):
+        resumed = validation(frequency)
+        for epoch in range(epochs):
+            resumed.pass_over(epoch)
+        assert lists(resumed.batches) == passes[expected], (frequency, epochs)

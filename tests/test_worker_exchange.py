@@ -42,7 +42,5 @@ def test_another_count_of_numbers_is_another_call(monkeypatch) -> None:
     other = np.array([[1, 5, 0, 0, 0, 0, 0, 0]])  # One number, 5.
     monkeypatch.setattr(exchange, "rows", lambda own: np.concatenate([own(), other]))
     assert exchange([4]).tolist() == [[4], [5]]
-    with pytest.raises(
-        WorkersDifferError, match=r"\[3, 1\] numbers came together"
-    ):
+    with pytest.raises(WorkersDifferError, match=r"\[3, 1\] numbers came together"):
         exchange([4, 5, 6])

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tfmultigpu.data_position import Past, Position, PositionedDataset
-from tfmultigpu.errors import RestoreMismatchError
+from tfmultigpu.errors import CheckpointError, RestoreMismatchError
 from tfmultigpu.worker_exchange import WorkerExchange
 
 __all__ = ["DataMarks", "other_data"]
@@ -34,6 +34,7 @@ class DataMarks:
         self._position = position
         self._exchange = exchange
         self._past: Past | None = None
+        self._passes = 0
         self._expected: tuple[int, tuple[int, int]] | None = None
         self._expected_past: Past | None = None
 
@@ -67,6 +68,9 @@ class DataMarks:
             self._data.pass_over(self._position.epoch + 1, self._past)
             return
         marks = None if self._data is None else self._data.fingerprint(step)
+        if self._data is not None:
+            self._data.end_pass(step)
+            self._passes = self._data.passes
         self._past = None if marks is None else Past(step, *marks)
 
     def check_past(self) -> None:
@@ -90,9 +94,17 @@ class DataMarks:
         """Compares the first data after a restart with what was there before it; once.
 
         Raises:
+            CheckpointError: Steps were made on an iterator of an epoch that is over.
             RestoreMismatchError: It is another one.
         """
         self.check_past()
+        if self._goes_on_in_old_pass():
+            raise CheckpointError(
+                "An epoch goes on with the iterator of the one before, so that a run that is "
+                "resumed would begin with other batches. Received: steps in epoch "
+                f"{self._position.epoch} without a new pass. Make the iterator inside the loop "
+                "over checkpoints.epochs(...): iterator = iter(checkpoints.data)."
+            )
         if self._expected is None or self._data is None:
             return
         (step, expected), self._expected = self._expected, None
@@ -101,6 +113,10 @@ class DataMarks:
             first = found is None or found[0] != expected[0]
             what = "its first batch" if first else f"batch {step - 1}"
             self._refuse(self._position.epoch, what)
+
+    def _goes_on_in_old_pass(self) -> bool:
+        begun = 0 if self._data is None else self._data.passes
+        return bool(begun and begun == self._passes and self._position.step)
 
     def _refuse(self, epoch: int, what: str) -> None:
         raise other_data(f"epoch {epoch}, in which {what} is another one", _CURE)

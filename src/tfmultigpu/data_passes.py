@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+import itertools
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import tensorflow as tf
 
-__all__ = ["Replay", "replay_of"]
+__all__ = ["Replay", "read_over", "replay_of"]
 
 # Their iterators make that of their input when they are made, and make it once.
 _PASSED_ON = {
@@ -38,6 +39,7 @@ _PASSED_ON = {
 _TOGETHER = {"DirectedInterleave", "Zip"}
 _SHUFFLES = {"Shuffle", "ShuffleAndRepeat"}
 _DRAWS = ("Rng", "Stateful")
+_CALL = "StatefulPartitionedCall"  # Of a function, whose operations are looked at too.
 _PYTHON = ("PyFunc", "EagerPyFunc", "PyFuncStateless")
 
 
@@ -47,7 +49,8 @@ class Replay:
 
     Attributes:
         first: The first batch of each: a shuffle lies below another, and begins when it is read.
-        whole: All of each: what a cache keeps or a ``tf.random.Generator`` draws depends on it.
+        whole: All of each: what a cache keeps, what a ``tf.random.Generator`` draws or how often a
+            shuffle below ``repeat`` began depends on it.
         python: Whether Python makes elements, whose state nobody knows.
     """
 
@@ -55,13 +58,32 @@ class Replay:
     whole: bool = False
     python: bool = False
 
+    @property
+    def batches(self) -> int | None:
+        """How many batches of a pass must be read; None for all."""
+        return None if self.whole else int(self.first)
+
+
+def read_over(iterator: Iterator[Any], batches: int | None) -> int:
+    """Reads batches of a pass that is over; it must be a pass over what is trained on.
+
+    Another dataset made of the same one, with ``map`` or ``skip``, can have a state of its own:
+    shuffles in the selector of ``choose_from_datasets`` begin anew in it.
+
+    Args:
+        iterator: The pass.
+        batches: How many, or None for all.
+
+    Returns:
+        How many there were.
+    """
+    return sum(1 for _ in itertools.islice(iterator, batches))
+
 
 def replay_of(dataset: tf.data.Dataset[Any]) -> Replay:
     """Returns what must be read of passes over a dataset."""
     from tensorflow.core.framework import graph_pb2
 
-    if int(dataset.cardinality()) == tf.data.INFINITE_CARDINALITY:
-        return Replay()
     try:
         written = tf.raw_ops.DatasetToGraphV2(
             input_dataset=tf.data.experimental.to_variant(dataset),
@@ -72,7 +94,7 @@ def replay_of(dataset: tf.data.Dataset[Any]) -> Replay:
     graph = graph_pb2.GraphDef.FromString(written.numpy())
     in_functions = [node.op for function in graph.library.function for node in function.node_def]
     walk = _Walk(graph.node)
-    draws = any(op.startswith(_DRAWS) for op in in_functions)
+    draws = any(op.startswith(_DRAWS) and op != _CALL for op in in_functions)
     return Replay(walk.nested, draws or walk.hidden, any(op in _PYTHON for op in in_functions))
 
 

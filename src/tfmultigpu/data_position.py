@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
 
 from tfmultigpu.data import ShardedDataset, ShardIterator, distribute_dataset
-from tfmultigpu.data_passes import Replay, replay_of
+from tfmultigpu.data_passes import Replay, read_over, replay_of
 from tfmultigpu.errors import CheckpointError
 from tfmultigpu.sources import to_dataset
 
@@ -56,6 +56,8 @@ class PositionedDataset(ShardedDataset):
         passes: Passes begun so far, those passed over included.
         was_read: Whether a pass was begun in this process.
         is_checked: Whether batches leave fingerprints.
+        passed_over: Called with the number of each epoch once its pass was passed over, for other
+            data that was read in between.
     """
 
     def __init__(
@@ -64,7 +66,7 @@ class PositionedDataset(ShardedDataset):
         position: Position,
         fingerprints: _Fingerprints | None,
         begin: Callable[[Position], ShardedDataset] | None,
-        again: Callable[[int], Any],
+        again: Callable[[int], Any] | None,
         replay: Replay | None,
     ) -> None:
         """Use ``position_data``, which knows the kinds of data.
@@ -73,21 +75,22 @@ class PositionedDataset(ShardedDataset):
             whole: A whole pass.
             position: Where the next pass begins; changed by whoever trains.
             fingerprints: What notes down the batches, or None.
-            begin: Returns the rest of the pass that a position is in; None: batches are passed over
-                one by one.
-            again: Returns what yields the marks of the batches of an epoch, each time it is begun.
-            replay: What must be read of passes that are over; None where a pass is a function of
-                its epoch.
+            begin: Where a pass is a function of its epoch: returns the rest of the pass that a
+                position is in.
+            again: Likewise: returns what yields the marks of the batches of an epoch.
+            replay: Otherwise: what must be read of passes that are over.
         """
         self.__dict__.update(whole.__dict__)
         self.is_checked = fingerprints is not None
         self.passes = 0
         self.was_read = False
+        self.passed_over: Callable[[int], None] = _nothing
         self._position = position
         self._fingerprints = fingerprints
         self._begin = begin
         self._again = again
         self._replay = replay
+        self._broken_off: int | None = None
         self._over = 0
         self._to_compare: Past | None = None
         self._found: Past | None = None
@@ -96,8 +99,11 @@ class PositionedDataset(ShardedDataset):
         """Begins a pass where the position is.
 
         Raises:
-            CheckpointError: The pass has fewer batches than were trained on before.
+            CheckpointError: The pass has fewer batches than were trained on before; or its order is
+                not known, because the one before was broken off.
         """
+        if self._broken_off is not None:
+            raise self._unknown_order(self._broken_off)
         self._catch_up()
         if self._fingerprints is not None:
             self._fingerprints.clear()
@@ -106,13 +112,13 @@ class PositionedDataset(ShardedDataset):
         if self._begin is not None:
             return ShardedDataset.__iter__(self._begin(self._position))
         iterator = super().__iter__()
-        for done in range(self._position.step):
-            if next(iterator.source, None) is None:
-                raise CheckpointError(
-                    f"The data has fewer batches than when the checkpoint was saved. Received: a "
-                    f"pass of {done}, of which {self._position.step} were trained on. Give the "
-                    "same data as then."
-                )
+        done = read_over(iterator.source, self._position.step)
+        if done < self._position.step:
+            raise CheckpointError(
+                f"The data has fewer batches than when the checkpoint was saved. Received: a "
+                f"pass of {done}, of which {self._position.step} were trained on. Give the "
+                "same data as then."
+            )
         return iterator
 
     def reduce(self, initial_state: Any, reduce_func: Callable[[Any, Any], Any]) -> Any:
@@ -129,6 +135,12 @@ class PositionedDataset(ShardedDataset):
             return None
         return self._fingerprints.of(0), self._fingerprints.of(step - 1)
 
+    def end_pass(self, batches: int) -> None:
+        """Takes note of how far the pass was read that is over."""
+        if self._replay is not None and self._replay.whole:
+            broken_off = self._is_endless or batches < int(self._cardinality)
+            self._broken_off = batches if broken_off else None
+
     def pass_over(self, epochs: int, compare: Past | None = None) -> None:
         """Takes note of passes that a run which is resumed began before.
 
@@ -140,9 +152,18 @@ class PositionedDataset(ShardedDataset):
             compare: What the last of them was, if ``found`` is to be compared with it.
         """
         self._over, self._to_compare, self._found = epochs, compare, None
+        self._broken_off = None
+        if epochs and (compare is not None or self._is_endless):
+            self.end_pass(0 if compare is None else compare.batches)
 
     def found(self) -> Past | None:
-        """Returns what the last of the passes that are over is now, if that was asked for."""
+        """Returns what the last of the passes that are over is now, if that was asked for.
+
+        Raises:
+            CheckpointError: It has no end, and the order of the next is not known.
+        """
+        if self._broken_off is not None and self._is_endless:
+            raise self._unknown_order(self._broken_off)
         self._catch_up()
         return self._found
 
@@ -150,21 +171,56 @@ class PositionedDataset(ShardedDataset):
         epochs, self._over = self._over, 0
         compare, self._to_compare = self._to_compare, None
         if self._replay is None:
-            if compare is not None:
+            for epoch in range(epochs):
+                self.passed_over(epoch)
+            if compare is not None and self._again is not None:
                 marks = self._again(epochs - 1)
-                self._found = _read_pass(iter(marks), _length(marks), compare.batches, False)
+                first = next((int(mark) for mark in marks), None)
+                self._found = _shorter(compare.batches, int(marks.cardinality()), first)
             return
         while self.passes < epochs:
-            marks = self._again(self.passes)
             self.passes += 1
-            iterator = iter(marks)
             last = self.passes == epochs and compare is not None
+            self._read_pass(self._replay, compare if last else None, alone=epochs == 1)
+            self.passed_over(self.passes - 1)
+
+    def _read_pass(self, replay: Replay, compare: Past | None, alone: bool) -> None:
+        """Begins the next pass, and reads of it what it takes; notes it down for ``found``."""
+        if self._fingerprints is not None:
+            self._fingerprints.clear()
+        batches = replay.batches
+        if compare is not None and batches == 0:
+            batches = 1
+        if compare is not None and alone and replay.python:
             # The first pass of what Python makes is what it was, with all it does to its state.
-            whole = self._replay.whole or (last and epochs == 1 and self._replay.python)
-            if whole or last or self._replay.first:
-                batches = compare.batches if compare is not None and last else 1
-                found = _read_pass(iterator, _length(marks), batches, whole)
-                self._found = found if last else None
+            batches = None
+        if batches is None and self._is_endless:
+            batches = 0 if compare is None else compare.batches
+        done = read_over(super().__iter__().source, batches)
+        if compare is None or self._fingerprints is None:
+            return
+        first = self._fingerprints.of(0) if done else None
+        if batches is None or batches >= compare.batches:
+            read = min(done, compare.batches)
+            last = self._fingerprints.of(read - 1) if read == compare.batches else None
+            self._found = Past(read, first, last)
+        else:
+            self._found = _shorter(compare.batches, int(self._cardinality), first)
+
+    def _unknown_order(self, batches: int) -> CheckpointError:
+        whole = "without end" if self._is_endless else f"of {int(self._cardinality)} batches"
+        read = f"{batches} batches of data {whole}" if batches else f"data {whole}"
+        return CheckpointError(
+            "An epoch ended before its pass over the data did, and what the next one begins with "
+            "depends on how far tf.data had read ahead, so that two runs would differ. Received: "
+            f"{read}, with a shuffle below repeat or cache, or a tf.random.Generator. Make the "
+            "data a function of the epoch: data=lambda epoch: "
+            "dataset.shuffle(n, seed=epoch).batch(size).repeat().take(steps)."
+        )
+
+    @property
+    def _is_endless(self) -> bool:
+        return bool(int(self._cardinality) == tf.data.INFINITE_CARDINALITY)
 
 
 def position_data(
@@ -182,23 +238,10 @@ def position_data(
         DataError: The data is none of these.
     """
     if isinstance(data, ShardedDataset) and type(data) is not ShardedDataset:
-        return PositionedDataset(data, position, None, None, lambda epoch: data, Replay())
+        return PositionedDataset(data, position, None, None, None, Replay())
     fingerprints = _Fingerprints()
-    mark = tf.autograph.experimental.do_not_convert(lambda *batch: _mark(batch))
-    cut = distribute_dataset
-    replay: Replay | None = None
-    if _takes_epoch(data):
-        known: dict[int, tf.data.Dataset[Any]] = {}
-
-        def noted(epoch: int) -> tf.data.Dataset[Any]:
-            if epoch not in known:
-                known.clear()
-                known[epoch] = fingerprints.note(to_dataset(data(epoch)))
-            return known[epoch]
-
-        def again(epoch: int) -> Any:
-            return to_dataset(data(epoch)).map(mark)
-    else:
+    if not _takes_epoch(data):
+        cut = distribute_dataset
         if isinstance(data, ShardedDataset):
             batches, shares, prefetches = data.batches, data.shares, data.prefetches_to_device
             cut = functools.partial(
@@ -208,23 +251,25 @@ def position_data(
         else:
             batches = to_dataset(data)
         replay = replay_of(batches)
-        dataset = fingerprints.note(batches)
+        whole = cut(fingerprints.note(batches), strategy)
+        return PositionedDataset(whole, position, fingerprints, None, None, replay)
+    mark = tf.autograph.experimental.do_not_convert(lambda *batch: _mark(batch))
+    known: dict[int, tf.data.Dataset[Any]] = {}
 
-        def noted(epoch: int) -> tf.data.Dataset[Any]:
-            return dataset
+    def noted(epoch: int) -> tf.data.Dataset[Any]:
+        if epoch not in known:
+            known.clear()
+            known[epoch] = fingerprints.note(to_dataset(data(epoch)))
+        return known[epoch]
 
-        def again(epoch: int) -> Any:
-            return batches.map(mark)
-
-    whole = cut(noted(position.epoch), strategy)
+    def again(epoch: int) -> Any:
+        return to_dataset(data(epoch)).map(mark)
 
     def begin(position: Position) -> ShardedDataset:
-        if position.step == 0 and replay is not None:
-            return whole
-        rest = noted(position.epoch).skip(position.step)
-        return cut(rest, strategy)
+        return distribute_dataset(noted(position.epoch).skip(position.step), strategy)
 
-    return PositionedDataset(whole, position, fingerprints, begin, again, replay)
+    whole = distribute_dataset(noted(position.epoch), strategy)
+    return PositionedDataset(whole, position, fingerprints, begin, again, None)
 
 
 def _takes_epoch(data: Any) -> bool:
@@ -240,21 +285,13 @@ def _takes_epoch(data: Any) -> bool:
     return len(needed) == 1
 
 
-def _read_pass(marks: Iterator[Any], length: int, batches: int, whole: bool) -> Past:
-    """Reads the first mark of a pass, or all; ``length`` is negative where it is not known."""
-    first = last = None
-    number = 0
-    for mark in marks:
-        number += 1
-        first = int(mark) if number == 1 else first
-        last = int(mark) if number == batches else last
-        if not whole:
-            return Past(batches if length < 0 else min(batches, length), first, last)
-    return Past(min(number, batches), first, last)
+def _nothing(epoch: int) -> None:
+    """Of an epoch that was passed over nobody is told."""
 
 
-def _length(marks: Any) -> int:
-    return int(marks.cardinality())
+def _shorter(batches: int, length: int, first: int | None) -> Past:
+    """A pass of which the first batch was read; ``length`` is negative where it is not known."""
+    return Past(batches if length < 0 else min(batches, length), first, None)
 
 
 class _Fingerprints:

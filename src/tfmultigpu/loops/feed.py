@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
 from tfmultigpu.data import ShardedDataset
+from tfmultigpu.data_passes import read_over, replay_of
+from tfmultigpu.data_position import PositionedDataset
 
 __all__ = ["Feed"]
+
+_log = logging.getLogger("tfmultigpu")
 
 
 class Feed:
@@ -53,6 +58,7 @@ class Feed:
         self._fresh = False
         self._epoch_left: int | None = None
         self._done = 0
+        self._read_between: Callable[[int], None] = lambda epochs: None
 
     @property
     def mark(self) -> dict[str, Any]:
@@ -96,6 +102,19 @@ class Feed:
             self.steps = self._done
         return goes_on
 
+    def read_between(self, read: Callable[[int], None], first: int) -> None:
+        """Has other data read after each epoch that is passed over, as it was then.
+
+        Datasets made of one that is shuffled anew in each pass count their passes together.
+
+        Args:
+            read: What reads it; gets the number of the epoch.
+            first: The number of the first epoch.
+        """
+        self._read_between = lambda epochs: read(first + epochs)
+        if isinstance(self._batches, PositionedDataset):
+            self._batches.passed_over = read
+
     def skip(self, epochs: int, step: int, *, done: bool = False) -> int:
         """Passes over what a run that is gone on with has trained on.
 
@@ -113,27 +132,42 @@ class Feed:
                 self._drop(1)  # It passes over them when it is read, and none is left to be read.
             return step
         if epochs:
-            if self._asked is None:
-                for _ in range(epochs):
-                    if self._goes_on:
-                        self._drop(self._per_pass or 0)
-                        self._left = self._per_pass
-                    else:  # A dataset that is shuffled anew in each pass counts its passes.
-                        self._begin_pass()
+            if self._asked is None and self._goes_on:
+                for epoch in range(epochs):
+                    self._drop(self._per_pass or 0)
+                    self._left = self._per_pass
+                    self._read_between(epoch)
+            elif self._asked is None:
+                self._pass_over(epochs)
             else:
-                for _ in range(epochs):
+                for epoch in range(epochs):
                     while (asked := self.most(self._asked)) and self.took(self._drop(asked), asked):
                         pass
+                    self._read_between(epoch)
                     self.begin_epoch()
         dropped = self._drop(self.most(step))
         self.took(dropped, dropped)
         return dropped
 
+    def _pass_over(self, passes: int) -> None:
+        """Reads what the next pass depends on, from the first on, which was begun."""
+        replay = replay_of(self._batches.batches)
+        batches = replay.batches
+        if replay.python and passes == 1:
+            batches = None
+        elif replay.python:
+            _log.warning(
+                "Python makes the data, and fit cannot tell whether its batches depend on earlier "
+                "passes. If so, this run goes on with others than it would have had. Give it to "
+                "tmg.Checkpoints(data=...), which compares it."
+            )
+        for epoch in range(passes):
+            read_over(self.iterator.source, batches)
+            self._read_between(epoch)
+            self._begin_pass()
+
     def _drop(self, batches: int) -> int:
-        for dropped in range(batches):
-            if next(self.iterator, None) is None:
-                return dropped
-        return batches
+        return read_over(self.iterator.source, batches)
 
     def _begin_pass(self) -> None:
         if self.iterator is None or not self._goes_on:

@@ -221,6 +221,8 @@ def fit(
         agree=functools.partial(of_any, strategy),
     )
     state = FitState(strategy, called, trainer, feed, model, hooks, seed, initial_epoch)
+    if validation is not None:
+        feed.read_between(validation.pass_over, initial_epoch)
     model.stop_training = False
     with leaving(called):
         with state.beginning():

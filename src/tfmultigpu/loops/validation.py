@@ -13,6 +13,7 @@ import tensorflow as tf
 
 from tfmultigpu.compiled import check_labels
 from tfmultigpu.data import ShardedDataset
+from tfmultigpu.data_passes import Replay, read_over, replay_of
 from tfmultigpu.loops.agreement import of_any, on_any, several_workers
 from tfmultigpu.loops.callbacks import BatchHooks
 from tfmultigpu.loops.evaluating import make_evaluator
@@ -79,6 +80,19 @@ class Validation:
         if isinstance(self.frequency, Collection):
             return epoch + 1 in self.frequency
         return (epoch + 1) % int(self.frequency) == 0
+
+    def pass_over(self, epoch: int) -> None:
+        """Begins the pass after an epoch that a run which is resumed had before, if it had one.
+
+        A dataset that is shuffled anew in each pass counts its passes.
+        """
+        if self.is_due(epoch):
+            batches = self._replay.batches
+            read_over(iter(self.batches).source, self.steps if batches is None else batches)
+
+    @functools.cached_property
+    def _replay(self) -> Replay:
+        return replay_of(self.batches.batches)
 
     def __call__(self, callbacks: Any) -> dict[str, Any]:
         """Evaluates, and returns the logs with ``val_`` before their names."""
