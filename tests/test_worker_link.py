@@ -18,7 +18,7 @@ import tensorflow as tf
 
 from tfmultigpu import lost_workers
 from tfmultigpu.clusters import Cluster
-from tfmultigpu.errors import WorkerLostError
+from tfmultigpu.errors import WorkerLostError, WorkersDifferError
 from tfmultigpu.lost_workers import explaining_lost_workers, link_of_workers, watch
 from tfmultigpu.rendezvous import meet
 from tfmultigpu.step_failures import explaining_failures
@@ -289,6 +289,31 @@ def test_other_errors_pass_unchanged(error: Exception) -> None:
     with pytest.raises(type(error)) as caught, explaining_lost_workers():
         raise error
     assert caught.value is error
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        tf.errors.InternalError(
+            None,
+            None,
+            "Collective ops is aborted by: Collective instance 9 expected type 0 and data_type 1",
+        ),
+        tf.errors.InvalidArgumentError(
+            None, None, "Shape mismatch in the collective instance 9. Op at device /job:worker"
+        ),
+    ],
+)
+@pytest.mark.usefixtures("fresh")
+def test_workers_that_called_different_things_are_told_so(error: Exception) -> None:
+    links = linked(2)
+    watch(Cluster(links[0].addresses, 0), links[0])
+    with pytest.raises(WorkersDifferError, match="do not call the same things") as caught:
+        with explaining_lost_workers():
+            raise error
+    assert f"This is worker 0 of 2 at {links[0].addresses[0]}" in str(caught.value)
+    assert "ollective instance 9" in str(caught.value)
+    assert caught.value.__cause__ is error
 
 
 GOODBYE = """

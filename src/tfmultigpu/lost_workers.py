@@ -51,7 +51,6 @@ _DIFFERENT = re.compile(
 )
 _TASK = re.compile(r"/job:(\w+)/replica:\d+/task:(\d+)")
 _KINDS: tuple[type[Exception], ...] = (
-    tf.errors.InvalidArgumentError,
     tf.errors.UnavailableError,
     tf.errors.AbortedError,
     tf.errors.CancelledError,
@@ -127,7 +126,7 @@ def naming_lost_workers() -> Iterator[None]:
     """As `explaining_lost_workers`, around what need not communicate and may take its time."""
     try:
         yield
-    except _KINDS as error:
+    except (*_KINDS, tf.errors.InvalidArgumentError) as error:
         explained = _explain(error)
         if explained is None:
             raise
@@ -136,7 +135,7 @@ def naming_lost_workers() -> Iterator[None]:
 
 def _meaning(error: BaseException) -> str | None:
     """What an error of TensorFlow that ended the program means, where it is about a worker."""
-    explained = _explain(error) if isinstance(error, _KINDS) else None
+    explained = _explain(error)
     return None if explained is None else _printed(explained)
 
 
@@ -150,11 +149,15 @@ def _lost() -> bool:
     return _link is not None and any(how != _FINISHED for how in _link.ended().values())
 
 
-def _explain(error: Exception) -> TfMultiGpuError | None:
+def _explain(error: BaseException) -> TfMultiGpuError | None:
+    if not isinstance(error, tf.errors.OpError):
+        return None
     text = str(error)
     different = _DIFFERENT.search(text)
     if different is not None:
         return different_calls(f"TensorFlow says: {different[0].strip()[:_LONGEST]}")
+    if not isinstance(error, _KINDS):
+        return None
     named = _GONE.search(text) is not None
     ended: Mapping[int, str] = {}
     if _link is not None:
