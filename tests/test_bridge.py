@@ -502,5 +502,5 @@ def test_tensorflow_can_be_told_to_end_collectives():
         "except tf.errors.UnavailableError as error: print(error.message)"
     )
     command = [sys.executable, "-c", program]
-    ended = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
+    ended = subprocess.run(command, capture_output=True, text=True, check=True, timeout=900)
     assert "no more" in ended.stdout

@@ -20,7 +20,7 @@ def test_workers_of_unequal_memory_and_speed() -> None:
     sizes = (24, 1, 2, 7, 24)
     args = (shares, micro_batches, sizes)
     found = [
-        one.value for one in run_workers(worker_capacities.everything, 3, args=args, timeout=240.0)
+        one.value for one in run_workers(worker_capacities.everything, 3, args=args, timeout=900.0)
     ]
     for worker, seen in enumerate(found):
         assert seen["differs"] <= 1e-6, worker

@@ -26,7 +26,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def results(shared: Path) -> list[dict[str, Any]]:
     found = []
-    for run in run_workers(SCRIPT, workers=2, args=[shared], timeout=240):
+    for run in run_workers(SCRIPT, workers=2, args=[shared], timeout=900):
         lines = [line for line in run.output.splitlines() if line.startswith("RESULT ")]
         merged: dict[str, Any] = {}
         for line in lines:

@@ -23,7 +23,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[str, 
         worker_files.write_files(folder, count)
     results: dict[int, list[Any]] = {1: [worker_files.run(str(folder))]}
     for workers in WORKERS[1:]:
-        ended = run_workers(worker_files.run, workers, args=[str(folder)], timeout=240.0)
+        ended = run_workers(worker_files.run, workers, args=[str(folder)], timeout=900.0)
         results[workers] = [one.value for one in ended]
     return results
 

@@ -20,7 +20,7 @@ SIZES = (5, 1, 2, 64, 3)
 def workers() -> list[dict[str, Any]]:
     """What each worker printed, in the order of their replicas."""
     found = []
-    for run in run_workers(SCRIPT, workers=2):
+    for run in run_workers(SCRIPT, workers=2, timeout=900):
         (line,) = [line for line in run.output.splitlines() if line.startswith("RESULT ")]
         found.append(json.loads(line.removeprefix("RESULT ")))
     assert [result["replica"] for result in found] == [0, 1]

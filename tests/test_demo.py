@@ -35,7 +35,7 @@ def test_trains_and_agrees_as_the_readme_says() -> None:
         [sys.executable, "-m", "tfmultigpu", "demo", "--replicas", "3", "--epochs", "2"],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=900,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-2000:]

@@ -63,7 +63,7 @@ def run(script: str, *, gpus: bool = False, **environment: str) -> str:
         env=inherited | {"CUDA_VISIBLE_DEVICES": "", "TF_CPP_MIN_LOG_LEVEL": "3"} | environment,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
         check=False,
     )
     assert result.returncode == 0, result.stderr[-3000:]

@@ -396,7 +396,7 @@ def test_the_command_prints_it_and_its_status_says_whether_there_is_an_error(
         command = [sys.executable, "-m", "tfmultigpu", "doctor", *arguments]
         env = clean() | {"TF_CPP_MIN_LOG_LEVEL": "3"} | environment
         return subprocess.run(
-            command, env=env, capture_output=True, text=True, timeout=100, check=False
+            command, env=env, capture_output=True, text=True, timeout=600, check=False
         )
 
     # Whoever reads may stop reading: "| head -1".
@@ -409,7 +409,7 @@ def test_the_command_prints_it_and_its_status_says_whether_there_is_an_error(
         stdout=writer,
         stderr=subprocess.PIPE,
         text=True,
-        timeout=100,
+        timeout=600,
         check=False,
     )
     os.close(writer)

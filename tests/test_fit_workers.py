@@ -20,7 +20,13 @@ def printed_after(word: str, printed: str) -> dict[str, dict]:
 
 @pytest.mark.slow
 def test_two_workers_give_what_one_device_gives() -> None:
-    outputs = [run.output for run in [*run_workers(SCRIPT, 1), *run_workers(SCRIPT, workers=2)]]
+    outputs = [
+        run.output
+        for run in [
+            *run_workers(SCRIPT, 1, timeout=900),
+            *run_workers(SCRIPT, workers=2, timeout=900),
+        ]
+    ]
     one, *two = [printed_after("RESULT", output) for output in outputs]
     assert two[0] == two[1]
     assert ["Epoch 6/6" in output for output in outputs] == [True, True, False]

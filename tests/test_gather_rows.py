@@ -205,7 +205,9 @@ def test_shards_of_different_sizes(case: str, replicas: int, shares: tuple[int, 
 
 @pytest.mark.slow
 def test_two_workers() -> None:
-    for worker, run in enumerate(run_workers(Path(__file__).with_name("worker_coupled.py"), 2)):
+    for worker, run in enumerate(
+        run_workers(Path(__file__).with_name("worker_coupled.py"), 2, timeout=900)
+    ):
         (line,) = [one for one in run.output.splitlines() if one.startswith("RESULT ")]
         for case, found in json.loads(line.removeprefix("RESULT ")).items():
             weights, losses = by_hand(case)

@@ -38,7 +38,7 @@ def undisturbed_in_slurm(folder: Path) -> str:
         [[sys.executable, str(SCRIPT), str(folder)]] * 2,
         [{**shared, "SLURM_PROCID": f"{task}"} for task in range(2)],
         lambda task, line: lines.append(line),
-        timeout=180.0,
+        timeout=900.0,
     )
     printed = b"".join(lines).decode()
     assert outcome.codes == (0, 0), printed

@@ -20,8 +20,8 @@ def results(printed: str) -> dict[str, dict]:
 
 @pytest.mark.slow
 def test_two_workers_give_what_one_device_gives() -> None:
-    one = results(run_workers(SCRIPT, 1)[0].output)
-    two = [results(run.output) for run in run_workers(SCRIPT, workers=2)]
+    one = results(run_workers(SCRIPT, 1, timeout=900)[0].output)
+    two = [results(run.output) for run in run_workers(SCRIPT, workers=2, timeout=900)]
     assert two[0] == two[1]
     for name in ("evaluated", "again"):
         assert two[0][name] == pytest.approx(one[name], abs=1e-6), name

@@ -180,7 +180,7 @@ def test_two_processes_describe_one_program_alike(tmp_path: Any) -> None:
                 text=True,
             )
         )
-    texts = [process.communicate(timeout=300)[0].partition("FOUND")[2] for process in found]
+    texts = [process.communicate(timeout=900)[0].partition("FOUND")[2] for process in found]
     assert texts[0]
     assert texts[0] == texts[1]
 
@@ -285,7 +285,7 @@ print("FOUND", json.dumps(found))
 def test_two_workers_that_train_another_program_are_told(tmp_path: Any) -> None:
     script = tmp_path / "train.py"
     script.write_text(WORKER)
-    runs = run_workers(script, workers=2, args=[tmp_path / "run"], timeout=300.0)
+    runs = run_workers(script, workers=2, args=[tmp_path / "run"], timeout=900.0)
     for number, run in enumerate(runs):
         found = json.loads(run.output.partition("FOUND ")[2].splitlines()[0])
         assert found["alike"] == found["alike again"] == "trained"

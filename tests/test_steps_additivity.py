@@ -571,7 +571,7 @@ def test_a_model_that_does_not_run_on_shapes_alone():
 
 @pytest.mark.slow
 def test_two_workers_refuse_and_add_alike():
-    results = run_workers(Path(__file__).with_name("worker_metrics.py"), workers=2)
+    results = run_workers(Path(__file__).with_name("worker_metrics.py"), workers=2, timeout=900)
     printed = [result.output for result in results]
     for text in printed:
         (line,) = [line for line in text.splitlines() if line.startswith("RESULT ")]

@@ -20,8 +20,8 @@ def results(printed: str) -> dict[str, dict]:
 
 @pytest.mark.slow
 def test_two_workers_equal_one_device() -> None:
-    one = results(run_workers(SCRIPT, 1)[0].output)
-    for worker, run in enumerate(run_workers(SCRIPT, workers=2)):
+    one = results(run_workers(SCRIPT, 1, timeout=900)[0].output)
+    for worker, run in enumerate(run_workers(SCRIPT, workers=2, timeout=900)):
         for case, ours in results(run.output).items():
             expected = one[case]
             where = f"{case} on worker {worker}"

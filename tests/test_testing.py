@@ -305,7 +305,7 @@ def test_virtual_devices_too_late_or_too_few() -> None:
 
 
 def test_a_function_in_workers() -> None:
-    first, second = run_workers(greet, 2, args=["hello"])
+    first, second = run_workers(greet, 2, args=["hello"], timeout=900)
     assert (first.index, second.index) == (0, 1)
     assert first.output.endswith("working\n")
     assert first.value.startswith('hello {"cluster": {"worker": ["127.0.0.1:')
@@ -319,7 +319,7 @@ def test_one_worker_has_no_cluster() -> None:
 def test_a_script_in_workers(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text("import os, sys; print(sys.argv[1], os.environ['FLAVOUR'])")
-    results = run_workers(script, 2, args=[3], environment={"FLAVOUR": "sweet"})
+    results = run_workers(script, 2, args=[3], timeout=900, environment={"FLAVOUR": "sweet"})
     assert [result.output for result in results] == ["3 sweet\n"] * 2
     assert [result.value for result in results] == [None, None]
 
@@ -327,7 +327,7 @@ def test_a_script_in_workers(tmp_path: Path) -> None:
 def test_the_first_worker_to_fail_is_named_and_the_others_are_stopped() -> None:
     start = time.monotonic()
     with pytest.raises(tmg.testing.WorkerFailedError) as caught:
-        run_workers(fail_second, 2)
+        run_workers(fail_second, 2, timeout=900)
     # Measured: 2 seconds. The other one would sleep for 600.
     assert time.monotonic() - start < 150
     text = str(caught.value)
