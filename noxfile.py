@@ -22,7 +22,7 @@ PROJECT = nox.project.load_toml("pyproject.toml")
 LINTED = ("src", "tests", "benchmarks", "examples", "docs", "noxfile.py")
 # One file, one worker process: a file's tests share TensorFlow's virtual devices and traces.
 # In the order of tests/conftest.py, which knows the slow ones; else by their number of tests.
-PYTEST = ("pytest", "-n", "3", "--dist", "loadfile", "--no-loadscope-reorder")
+PYTEST = ("pytest", "-n", "2", "--dist", "loadfile", "--no-loadscope-reorder")
 
 
 def groups(*names: str) -> list[str]:
