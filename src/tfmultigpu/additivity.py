@@ -13,6 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfmultigpu.errors import MetricError, ReplicaDependenceWarning
+from tfmultigpu.keras_classes import is_part_of_keras
 
 __all__ = ["check_adds", "check_starts_at_zero", "is_from_keras", "warn_unknown"]
 
@@ -32,7 +33,7 @@ def is_from_keras(metric: Any) -> bool:
     """
     import keras
 
-    if type(metric).__module__.split(".")[0] != "keras":
+    if not is_part_of_keras(type(metric)):
         return False
     wraps = type(metric) is getattr(keras.metrics, "MeanMetricWrapper", None)
     along = metric.get_config().get("axis", -1) != -1

@@ -15,6 +15,9 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from tfmultigpu.keras_classes import is_part_of_keras
+from tfmultigpu.program_description import content_of
+
 __all__ = ["Holder", "find_holders", "has_methods", "ids_of"]
 
 _PLUMBING = {"params", "_model", "model"}
@@ -80,15 +83,17 @@ class _Search:
 
     def visit(self, path: str, one: Any) -> None:
         """Notes a callback, and what it holds."""
+        import keras
+
         self._seen.add(id(one))
-        own = not _is_keras(type(one))
+        own = not is_part_of_keras(type(one))
         holder = Holder(type(one).__name__, one, {}, functools.partial(setattr, one), own, {})
         self._found[path] = holder
         if has_methods(one):
             return
         given, assigned = _given(type(one)), _assigned(type(one))
         skipped = set(_PLUMBING)
-        if any(_is_keras(kind) and kind.__name__ == "TensorBoard" for kind in type(one).__mro__):
+        if isinstance(one, keras.callbacks.TensorBoard):
             skipped |= _OF_THIS_PROCESS
         for name, value in vars(one).items():
             if name in skipped:
@@ -121,7 +126,7 @@ class _Search:
         elif isinstance(value, types.FunctionType) and value.__closure__:
             self._seen.add(id(value))
             cells = dict(zip(value.__code__.co_freevars, value.__closure__, strict=True))
-            contents = {cell_name: _content(cell) for cell_name, cell in cells.items()}
+            contents = {cell_name: content_of(cell) for cell_name, cell in cells.items()}
 
             def put(cell_name: str, content: Any) -> None:
                 cells[cell_name].cell_contents = content
@@ -151,7 +156,7 @@ class _Search:
         return self._found[path]
 
     def _is_known_list(self, value: Any) -> bool:
-        """Whether these are variables of the model alone, which are saved with it."""
+        """Returns whether a list holds variables of the model alone, which are saved with it."""
         items = value if type(value) in (list, tuple) else ()
         return bool(items) and all(id(one) in self._seen for one in items)
 
@@ -184,19 +189,12 @@ def _setter(value: Any) -> Callable[[str, Any], None]:
     return put
 
 
-def _content(cell: Any) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # A name that was given no value so far.
-        return None
-
-
 def _given(kind: type) -> set[str]:
-    """What constructors of Keras take, among the classes that a class is made of."""
+    """Returns what constructors of Keras take, of all classes that a class is made of."""
     return {
         name
         for one in kind.__mro__
-        if _is_keras(one) and "__init__" in vars(one)
+        if is_part_of_keras(one) and "__init__" in vars(one)
         for name in inspect.signature(vars(one)["__init__"]).parameters
     }
 
@@ -206,7 +204,7 @@ def _assigned(kind: type) -> set[str]:
     waiting = [
         method.__code__
         for one in kind.__mro__
-        if not _is_keras(one)
+        if not is_part_of_keras(one)
         for name, method in vars(one).items()
         if isinstance(method, types.FunctionType) and name != "__init__"
     ]
@@ -236,7 +234,7 @@ def _variables_in(value: Any) -> list[Any] | None:
 
 
 def _is_own_function_object(value: Any) -> bool:
-    """Whether this is an object that is called like a function, of a class of the user's."""
+    """Returns whether an object of a class of the user's is called like a function."""
     return callable(value) and not _is_tool(value)
 
 
@@ -262,7 +260,3 @@ def _is_tool(value: Any) -> bool:
         tf.summary.SummaryWriter,
     )
     return isinstance(value, things) or hasattr(value, "get_concrete_function")
-
-
-def _is_keras(kind: type) -> bool:
-    return kind.__module__.split(".")[0] == "keras"

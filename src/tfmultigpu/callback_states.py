@@ -96,7 +96,7 @@ class CallbackStates:
             )
 
     def _look(self) -> list[_Sight]:
-        """What each callback holds now, without the values."""
+        """Returns what each callback holds now, without the values."""
         return [_look(one, _name(i)).without_values() for i, one in enumerate(self._holders())]
 
     def _holders(self) -> list[dict[str, Holder]]:
@@ -242,7 +242,7 @@ class _Value(NamedTuple):
 
 
 class _Sight(NamedTuple):
-    """What a callback holds at one moment.
+    """The values that a callback holds at one moment.
 
     Attributes:
         kinds: The class of each holder.

@@ -11,7 +11,7 @@ _TOGETHER = 10
 
 
 class OfFit(Protocol):
-    """What the callback needs of the part of the run that ``fit`` holds."""
+    """The part of the run that ``fit`` holds, as the callback needs it."""
 
     first_epoch: int
 
@@ -24,7 +24,7 @@ class OfFit(Protocol):
 
 
 class Run(Protocol):
-    """What the callback needs of ``Checkpoints``."""
+    """The ``Checkpoints``, as the callback needs them."""
 
     data: Any
     every_steps: int | None
@@ -112,9 +112,8 @@ def make_callback(run: Run, together: bool) -> Any:
             run.of_fit.put_back(last=not run.step_in_epoch)
 
         def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-            if (
-                epoch > run.of_fit.first_epoch + run.epoch
-            ):  # The one gone on with turned out to have no more steps.
+            # The epoch that was resumed may turn out to have no more steps.
+            if epoch > run.of_fit.first_epoch + run.epoch:
                 run.skip_finished_epoch(run.step_in_epoch)
             self._done = run.step_in_epoch
             if self._done:

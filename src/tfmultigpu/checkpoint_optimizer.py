@@ -6,10 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-import tensorflow as tf
 
 from tfmultigpu import checkpoint_state as state
-from tfmultigpu.single_reads import is_own_class_of_keras
+from tfmultigpu.sharded_updates import can_be_sharded
 from tfmultigpu.updates import build_optimizer
 from tfmultigpu.worker_exchange import WorkerExchange
 
@@ -46,9 +45,12 @@ def restore_variables(
     """
     strategy = exchange.strategy
     state.make_loss_scale_of(facts, optimizer, strategy)
-    if not _may_be_sharded(optimizer, strategy):
+    variables = model.trainable_variables
+    # Wrappers build what they wrap by themselves.
+    wraps = hasattr(optimizer, "inner_optimizer")
+    if optimizer is None or wraps or not can_be_sharded(optimizer, variables, strategy):
         if optimizer is not None and not optimizer.built:
-            build_optimizer(optimizer, model.trainable_variables, strategy)
+            build_optimizer(optimizer, variables, strategy)
         slots = state.slots_of(model, optimizer, extra)
         state.check_fits(slots, facts, where)
         state.write_state(slots, arrays, facts, exchange)
@@ -57,7 +59,7 @@ def restore_variables(
     # What it will have is known from another one like it.
     with strategy.scope():
         twin = type(optimizer).from_config(optimizer.get_config())
-        twin.build(list(model.trainable_variables))
+        twin.build(list(variables))
     state.check_fits(state.slots_of(model, twin, {}) | slots, facts, where)
     del twin
     there = len(optimizer.variables)  # Step count and learning rate.
@@ -85,16 +87,3 @@ def _after_build(optimizer: Any, then: Any) -> None:
         then()
 
     optimizer.build = build
-
-
-def _may_be_sharded(optimizer: Any, strategy: tf.distribute.Strategy) -> bool:
-    """Whether the one who builds an optimizer may want its state with the owners alone."""
-    return (
-        optimizer is not None
-        and not optimizer.built
-        and isinstance(strategy, tf.distribute.MirroredStrategy)
-        and strategy.num_replicas_in_sync > 1
-        and is_own_class_of_keras(optimizer)
-        and not hasattr(optimizer, "inner_optimizer")
-        and not hasattr(optimizer, "optimizers")
-    )

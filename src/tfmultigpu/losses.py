@@ -16,6 +16,7 @@ import tensorflow as tf
 
 from tfmultigpu import _bridge
 from tfmultigpu.errors import LossError
+from tfmultigpu.keras_classes import is_part_of_keras
 from tfmultigpu.row_axes import check_row_axes
 
 __all__ = ["FixedLossSum", "LossSum", "LossTerm", "as_loss", "global_mean", "loss_sum", "loss_term"]
@@ -292,7 +293,7 @@ def _lost_the_rows(values: Any, y_pred: Any) -> bool:
 def _is_from_keras(loss: Any) -> bool:
     function = getattr(loss, "wrapped", None)
     source = type(loss) if function is None else function
-    return str(getattr(source, "__module__", "")).split(".")[0] == "keras"
+    return is_part_of_keras(source)
 
 
 def _couples_examples() -> tuple[type, ...]:

@@ -87,11 +87,7 @@ def watch(cluster: Cluster, link: WorkerLink | None) -> None:
 
     atexit.register(end)
     leave_on_errors(leave, _meaning)
-    Watchdog(
-        link,
-        _calls,
-        lambda: _printed(WorkerLostError(_words("nothing, and waits for that worker."))),
-    ).start()
+    Watchdog(link, _calls, _last_words).start()
 
 
 def link_of_workers() -> WorkerLink | None:
@@ -137,6 +133,10 @@ def _meaning(error: BaseException) -> str | None:
     """What an error of TensorFlow that ended the program means, where it is about a worker."""
     explained = _explain(error)
     return None if explained is None else _printed(explained)
+
+
+def _last_words() -> str:
+    return _printed(WorkerLostError(_words("nothing, and waits for that worker.")))
 
 
 def _printed(error: TfMultiGpuError) -> str:

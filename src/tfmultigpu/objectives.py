@@ -12,6 +12,7 @@ import tensorflow as tf
 from tfmultigpu import rows as rows_lib
 from tfmultigpu.added_losses import AddedLosses, mean_term
 from tfmultigpu.errors import LossError, MetricError
+from tfmultigpu.keras_classes import is_part_of_keras
 from tfmultigpu.losses import OTHER_ROWS, FixedLossSum, LossSum, LossTerm, as_loss, loss_term
 from tfmultigpu.outputs import Output, match_outputs, unpack_batch
 from tfmultigpu.recording import recording_added_losses
@@ -225,7 +226,7 @@ def regularization(variables: Sequence[Any]) -> tuple[Any, list[Any]]:
     if all(regularizer is None for regularizer in own):
         return tf.zeros([]), [None] * len(variables)
     # Those of Keras look at nothing but their own variable; the others are not read.
-    free = any(one is not None and not _is_from_keras(one) for one in own)
+    free = any(one is not None and not is_part_of_keras(type(one)) for one in own)
     pairs = zip(variables, own, strict=True)
     values = [tf.convert_to_tensor(v.value) if free or r is not None else None for v, r in pairs]
     read = [value for value in values if value is not None]
@@ -264,10 +265,6 @@ def _reading(variables: Sequence[Any], values: Sequence[Any]) -> AbstractContext
     mapping = [(one, value) for one, value in pairs if isinstance(one, keras.Variable)]
     scope: AbstractContextManager[Any] = Reading(mapping)
     return scope
-
-
-def _is_from_keras(thing: Any) -> bool:
-    return type(thing).__module__.split(".")[0] == "keras"
 
 
 def _output_term(output: Output) -> LossTerm:

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from tfmultigpu.errors import TfMultiGpuError
+from tfmultigpu.keras_classes import is_own_class_of_keras
 from tfmultigpu.precision import unwrap_optimizer
-from tfmultigpu.single_reads import is_own_class_of_keras
 
 __all__ = ["Settings", "explaining_settings"]
 

@@ -9,12 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 
 from tfmultigpu.errors import WorkersDifferError
 from tfmultigpu.program_description import describe_model, describe_value
-from tfmultigpu.worker_exchange import WorkerExchange, digest_of
+from tfmultigpu.worker_exchange import WorkerExchange
 
 __all__ = ["ProgramAgreement"]
 
@@ -45,25 +44,20 @@ class ProgramAgreement:
             "optimizer": [describe_value(optimizer)],
             **{name: [describe_value(value)] for name, value in self._settings.items()},
         }
-        numbers = [digest_of("\n".join(lines)) for lines in parts.values()]
-        told = self._exchange([digest_of(f"{numbers}")])
-        if (told == told[0]).all():
-            return
-        told = self._exchange(numbers)
-        for column, (name, lines) in enumerate(parts.items()):
-            if (told[:, column] != told[0, column]).any():
-                raise WorkersDifferError(self._difference(name, lines))
+        if (found := self._exchange.find_difference(parts)) is not None:
+            name, _ = found
+            raise WorkersDifferError(self._difference(name, parts[name]))
 
     def _difference(self, name: str, lines: list[str]) -> str:
         """What this worker and the first that differs from it have; all workers are here."""
         most = int(self._exchange([len(lines)]).max())
         padded = [*lines, *["nothing"] * (most - len(lines))]
-        told = self._exchange([digest_of(line) for line in padded])
+        found = self._exchange.find_difference(dict(enumerate(padded)))
+        assert found is not None  # Some part differs, so some line of it does.
+        place, other = found
         # All look at the same line, because they tell each other its text.
-        place = int(np.flatnonzero((told != told[0]).any(axis=0))[0])
         texts = [_text(row) for row in self._exchange(_numbers(padded[place]))]
         own = self._exchange.worker
-        other = int(np.flatnonzero(told[:, place] != told[own, place])[0])
         mine, theirs = _around(texts[own], texts[other])
         return (
             f"The workers train with a different {name}: worker {own} has {mine}, and worker "

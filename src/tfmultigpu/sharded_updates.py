@@ -19,6 +19,7 @@ import tensorflow as tf
 from tfmultigpu._bridge import moving_averages, update_averages
 from tfmultigpu.errors import TfMultiGpuError
 from tfmultigpu.gradients import clipped, global_norm
+from tfmultigpu.keras_classes import is_own_class_of_keras
 from tfmultigpu.local_cpus import all_on_local_cpus
 from tfmultigpu.owners import (
     assign_owners,
@@ -27,13 +28,14 @@ from tfmultigpu.owners import (
     owned_state,
     using,
 )
-from tfmultigpu.single_reads import is_own_class_of_keras, reading_once
+from tfmultigpu.single_reads import reading_once
 
 __all__ = [
     "PAYS_FROM",
     "PAYS_FROM_VARIABLES",
     "ShardedUpdate",
     "UpdatePlan",
+    "can_be_sharded",
     "owned_variables",
     "placed",
     "plan_update",
@@ -114,6 +116,20 @@ def plan_update(
         f"{count:,} trained numbers in {len(variables)} variables: it is faster from {PAYS_FROM:,} "
         f"numbers, or {PAYS_FROM_VARIABLES} variables, on",
     )
+
+
+def can_be_sharded(
+    optimizer: Any, variables: Sequence[Any], strategy: tf.distribute.Strategy
+) -> bool:
+    """Returns whether a step could still have each variable updated by one replica.
+
+    Args:
+        optimizer: As for ``plan_update``.
+        variables: As for ``plan_update``.
+        strategy: As for ``plan_update``.
+    """
+    several = strategy.num_replicas_in_sync > 1
+    return several and _obstacle(optimizer, variables, strategy) is None
 
 
 def _obstacle(

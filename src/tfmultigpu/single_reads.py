@@ -13,15 +13,9 @@ from typing import Any
 
 import tensorflow as tf
 
-__all__ = ["is_own_class_of_keras", "reading_once"]
+from tfmultigpu.keras_classes import is_own_class_of_keras
 
-
-def is_own_class_of_keras(optimizer: Any) -> bool:
-    """Returns whether an optimizer is one of Keras' own, and no class derived from one."""
-    import keras
-
-    kind = type(optimizer)
-    return getattr(keras.optimizers, kind.__name__, None) is kind
+__all__ = ["reading_once"]
 
 
 @contextmanager

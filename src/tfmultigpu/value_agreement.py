@@ -36,20 +36,19 @@ def check_values_alike(strategy: tf.distribute.Strategy, model: Any, optimizer: 
     begins = optimizer is not None and int(optimizer.iterations.numpy()) == 0
     variables = list(model.variables if begins else model.trainable_variables)
     variables += [] if optimizer is None else list(optimizer.variables)
-    digests = [digest_of(np.asarray(one.numpy()).tobytes()) for one in variables]
-    told = exchange([len(digests), digest_of(repr(digests))])
-    if (told == told[0]).all():
-        return
-    if (told[:, 0] != told[0, 0]).any():
-        counts = {f"worker {worker}": int(row[0]) for worker, row in enumerate(told)}
+    told = exchange([len(variables)])[:, 0].tolist()
+    if len(set(told)) > 1:
+        counts = {f"worker {worker}": count for worker, count in enumerate(told)}
         raise WorkersDifferError(
             f"The workers have other numbers of variables. Received: {counts}. Every worker must "
             "build the same model and the same optimizer."
         )
-    told = exchange(digests)
-    place = int(np.flatnonzero((told != told[0]).any(axis=0))[0])
-    own = exchange.worker
-    other = int(np.flatnonzero(told[:, place] != told[own, place])[0])
+    digests = {
+        place: digest_of(np.asarray(one.numpy()).tobytes()) for place, one in enumerate(variables)
+    }
+    if (found := exchange.find_difference(digests)) is None:
+        return
+    (place, other), own = found, exchange.worker
     sums = exchange.floats([float(np.sum(np.asarray(variables[place].numpy(), "float64")))])
     raise WorkersDifferError(
         f"The workers begin with different values of {variables[place].path}, and would go on with "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import tensorflow as tf
@@ -16,6 +16,7 @@ from tfmultigpu.lost_workers import different_calls, explaining_lost_workers
 
 __all__ = ["WorkerExchange", "digest_of"]
 
+_Name = TypeVar("_Name")
 _SHORTEST = 8
 
 
@@ -89,24 +90,27 @@ class WorkerExchange:
         bits = np.asarray(list(values), "float64").view("int64")
         return np.ascontiguousarray(self(bits.tolist())).view("float64")
 
-    def find_difference(self, values: Mapping[str, Any]) -> tuple[str, int] | None:
+    def find_difference(self, values: Mapping[_Name, Any]) -> tuple[_Name, int] | None:
         """Compares values between the workers, and waits for theirs.
 
         Args:
-            values: The same names on every worker, and values whose ``repr`` says what they are.
+            values: As many on every worker, by the same names; ``repr`` of each says what it is.
 
         Returns:
-            The first name whose value another worker has not, and that worker; None where all are
-            equal.
+            The first name whose value another worker has not, the same name on all workers, and
+            that worker; None where all are equal.
         """
         if self.workers == 1:
             return None
-        told = self([digest_of(repr(value)) for value in values.values()])
-        for column, name in enumerate(values):
-            others = np.flatnonzero(told[:, column] != told[self.worker, column])
-            if len(others):
-                return name, int(others[0])
-        return None
+        digests = [digest_of(repr(value)) for value in values.values()]
+        # One number, as long as all is well: more of them would be another trace.
+        told = self([digest_of(repr(digests))])
+        if (told == told[0]).all():
+            return None
+        told = self(digests)
+        column = int(np.flatnonzero((told != told[0]).any(axis=0))[0])
+        other = np.flatnonzero(told[:, column] != told[self.worker, column])[0]
+        return list(values)[column], int(other)
 
 
 def digest_of(data: str | bytes) -> int:

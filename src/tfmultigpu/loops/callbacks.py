@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from tfmultigpu._bridge import profiles_batches, set_swaps
 from tfmultigpu.errors import CompileError
+from tfmultigpu.keras_classes import is_part_of_keras
 from tfmultigpu.precision import unwrap_optimizer
 from tfmultigpu.sharded_updates import owned_variables, reset_averages, swap_averages
 
@@ -295,7 +296,7 @@ def _every_batches(callback: Any, what: str) -> int | None:
         if owner in (keras.callbacks.Callback, keras.callbacks.ProgbarLogger):
             continue
         saves = getattr(callback, "save_freq", None)
-        if owner is not None and _is_keras(owner) and saves is not None:
+        if owner is not None and is_part_of_keras(owner) and saves is not None:
             every += [] if saves == "epoch" else [int(saves)]
         elif owner is keras.callbacks.TensorBoard and callback.update_freq == "epoch":
             every += [1] if callback.write_steps_per_second or profiles_batches(callback) else []
@@ -309,7 +310,3 @@ def _owner(callback: Any, name: str) -> type | None:
     if name in vars(callback):
         return None
     return next(one for one in type(callback).__mro__ if name in vars(one))
-
-
-def _is_keras(owner: type) -> bool:
-    return owner.__module__.split(".")[0] == "keras"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from tfmultigpu.keras_classes import is_part_of_keras
+
 __all__ = [
     "advice_for_layer",
     "advice_for_loss",
@@ -34,7 +36,7 @@ def advice_for_layer(layer: Any, *, by_micro_batches: bool) -> str:
                 "keras.layers.BatchNormalization(synchronized=True), or for a model you did not "
                 "write tmg.synchronize_batch_norm(model)."
             )
-    if type(layer).__name__ in _MIX_ROWS and type(layer).__module__.split(".")[0] == "keras":
+    if type(layer).__name__ in _MIX_ROWS and is_part_of_keras(type(layer)):
         return (
             "It mixes or compares the images of a batch. Apply it to global batches: "
             "dataset.map(lambda x, y: (layer(x, training=True), y))."
