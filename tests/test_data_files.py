@@ -54,6 +54,8 @@ def test_workers_that_read_different_data_are_told(
                 "The workers read different data: in pass 1 the first batch of worker "
                 f"{one['worker']} is not that of worker {other}. Each takes its rows of the same"
             ), one[case]
+        assert "in pass 1 one of the first 5 batches of worker" in one["last batch"]
+        assert "in pass 1 one of the first 8 batches of worker" in one["later batch"]
         assert "dataset.shuffle(size, seed=1)" in one["without a seed"]
         counts = {worker: 5 - worker for worker in range(workers)}
         assert f"their numbers of batches differ. Received: {counts}, by" in one["other length"]

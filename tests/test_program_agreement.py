@@ -62,6 +62,13 @@ def scaled(factor: float) -> Callable[[Any, Any], Any]:
     return lambda y_true, y_pred: factor * (y_true - y_pred) ** 2
 
 
+def with_global(value: float) -> Any:
+    """A function that reads a number of its module."""
+    scope: dict[str, Any] = {"WEIGHT": value}
+    exec("def loss(y_true, y_pred):\n    return WEIGHT * (y_true - y_pred)", scope)
+    return scope["loss"]
+
+
 MODELS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
     "activation": (dense, lambda: dense("tanh")),
     "units": (dense, lambda: dense(units=4)),
@@ -105,6 +112,11 @@ VALUES: dict[str, tuple[Any, Any]] = {
     "a constant": (lambda y, p: 2 * (y - p), lambda y, p: 3 * (y - p)),
     "a name": (lambda y, p: tf.abs(y - p), lambda y, p: tf.square(y - p)),
     "a closure": (scaled(1.0), scaled(2.0)),
+    "a global": (with_global(0.5), with_global(0.25)),
+    "a metric": (
+        keras.metrics.BinaryAccuracy(threshold=0.5),
+        keras.metrics.BinaryAccuracy(threshold=0.6),
+    ),
     "a default": (lambda y, p, a=1: a * (y - p), lambda y, p, a=2: a * (y - p)),
     "a partial": (functools.partial(scaled, 1.0), functools.partial(scaled, 2.0)),
     "a loss": (keras.losses.MeanSquaredError(), keras.losses.MeanAbsoluteError()),
@@ -209,12 +221,14 @@ y = np.ones((8, 1), "float32")
 found = {}
 
 
-def made(activation="relu", loss="mse", optimizer=None):
+def made(activation="relu", loss="mse", optimizer=None, metrics=None):
     with strategy.scope():
         model = keras.Sequential(
             [keras.Input((2,)), keras.layers.Dense(3, activation), keras.layers.Dense(1)]
         )
-        model.compile(optimizer or keras.optimizers.SGD(0.1), loss)
+        model.compile(
+            optimizer or keras.optimizers.SGD(0.1), loss, metrics=metrics and metrics()
+        )
     return model
 
 
@@ -245,6 +259,8 @@ attempt("optimizer", lambda: fit(made(
 )))
 losses = [lambda a, b: (a - b) ** 2, lambda a, b: 2 * (a - b) ** 2]
 attempt("function", lambda: step(losses[number]))
+metrics = lambda: [keras.metrics.BinaryAccuracy(threshold=[0.5, 0.6][number])]
+attempt("metric", lambda: fit(made(metrics=metrics)))
 attempt("alike again", lambda: step("mse"))
 
 
@@ -295,6 +311,7 @@ def test_two_workers_that_train_another_program_are_told(tmp_path: Any) -> None:
             ("loss", "loss", ("'mse'", "'mae'")),
             ("optimizer", "optimizer", ("SGD", "Adam")),
             ("function", "loss", ("<lambda>", "<lambda>")),
+            ("metric", "metrics", ("threshold: 0.5", "threshold: 0.6")),
         ]:
             text = found[name]
             assert text.startswith(f"The workers train with a different {part}: worker {number}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -57,9 +58,10 @@ def train(strategy: Any, files: list[str]) -> dict[str, Any]:
     return {"seen": seen, "losses": losses}
 
 
-def refused(strategy: Any, dataset: Any) -> str:
+def refused(strategy: Any, dataset: Any, batches: int = 1) -> str:
     try:
-        next(iter(tmg.distribute_dataset(dataset, strategy)))
+        for _ in itertools.islice(tmg.distribute_dataset(dataset, strategy), batches):
+            time.sleep(0.01)
     except tmg.DataError as error:
         return str(error)
     return ""
@@ -82,5 +84,9 @@ def run(folder: str) -> dict[str, Any]:
         found["other length"] = refused(strategy, batches.take(5 - link.index))
         tf.random.set_seed(7)
         found["seed for all"] = refused(strategy, read(two))
+        found["last batch"] = refused(strategy, batches.map(lambda n: n + (n // 8) * link.index), 5)
+        # Nobody knows how many batches there are: it is found when a power of two of them was read.
+        later = batches.repeat(9).map(lambda n: n + (n // 8) * link.index).filter(lambda n: True)
+        found["later batch"] = refused(strategy, later, 45)
         found["dict"] = refused(strategy, batches.map(lambda n: {"n": n, "text": ["a", "b"]}))
     return found

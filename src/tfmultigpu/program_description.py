@@ -195,6 +195,7 @@ def _function(function: types.FunctionType, depth: int) -> str:
         return function.__qualname__
     # Numbers that a function was made with count. What else it holds may be of one process.
     cells = [content_of(cell) for cell in function.__closure__ or ()]
+    cells += [function.__globals__.get(name) for name in function.__code__.co_names]
     numbers = [one for one in cells if isinstance(one, float)]
     inside = [_digest(_code(one.__code__)) for one in cells if isinstance(one, types.FunctionType)]
     defaults = [function.__defaults__ or (), function.__kwdefaults__ or {}]

@@ -139,6 +139,8 @@ def make_train_step(
             "loss": loss,
             "forward": forward,
             "loss_weights": loss_weights,
+            "metrics": metrics,
+            "weighted_metrics": weighted_metrics,
             "micro_batches": counts,
             "clip_norm": clip_norm,
             "loss_scale": loss_scale,
