@@ -440,6 +440,32 @@ def test_what_callbacks_hold_is_part_of_the_run(
     assert "Checkpoints do not hold" not in caplog.text
 
 
+annealed: Any = None
+ended = 0
+
+
+def test_what_callbacks_change_in_their_module_is_part_of_the_run(
+    small: Small, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Anneals(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            annealed.assign_add(0.25)
+
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            global ended
+            ended += 1
+            factor = 1 + 1e-3 * (ended + float(annealed))
+            self.model.set_weights([one * factor for one in self.model.get_weights()])
+
+    def make() -> list[Any]:
+        global annealed, ended
+        annealed, ended = tf.Variable(0.0), 0
+        return [Anneals()]
+
+    small.check(tmp_path, make, Kill(2, 1))
+    assert "Checkpoints do not hold" not in caplog.text
+
+
 def test_what_cannot_be_seen_is_logged_once(
     small: Small, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

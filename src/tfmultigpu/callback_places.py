@@ -9,7 +9,7 @@ import inspect
 import io
 import logging
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -102,6 +102,8 @@ class _Search:
             if name in given and name not in assigned and not (not own and callable(value)):
                 continue
             self._look(holder, path, name, value)
+        for function in _own_methods(type(one)):
+            self._look_at_module(path, function)
         if not own:  # What Keras itself made there it looks after.
             for name in set(holder.others) - given:
                 del holder.others[name]
@@ -123,15 +125,18 @@ class _Search:
             self._seen.add(id(value))
             items = dict(enumerate(_items(value)))
             self._visit_all(inner, value, {str(i): one for i, one in items.items()}, _setter(value))
-        elif isinstance(value, types.FunctionType) and value.__closure__:
+        elif isinstance(value, types.FunctionType) and not is_part_of_keras(value):
             self._seen.add(id(value))
-            cells = dict(zip(value.__code__.co_freevars, value.__closure__, strict=True))
+            self._look_at_module(inner, value)
+            closure = value.__closure__ or ()
+            cells = dict(zip(value.__code__.co_freevars, closure, strict=True))
             contents = {cell_name: content_of(cell) for cell_name, cell in cells.items()}
 
             def put(cell_name: str, content: Any) -> None:
                 cells[cell_name].cell_contents = content
 
-            self._visit_all(inner, value, contents, put)
+            if cells:
+                self._visit_all(inner, value, contents, put)
         elif isinstance(value, functools.partial):
             self._look(holder, path, name, value.func)
         elif isinstance(value, types.MethodType) or _is_own_function_object(value):
@@ -141,6 +146,22 @@ class _Search:
                 holder.others[name] = type(owner).__name__
         elif not _is_tool(value) and not self._is_known_list(value):
             holder.values[name] = value
+
+    def _look_at_module(self, path: str, function: types.FunctionType) -> None:
+        """Notes the variables of a module that a function names, and the values that it assigns."""
+        import keras
+
+        names = function.__globals__
+        assigned = set(_names_in(function.__code__, "STORE_GLOBAL"))
+        read = set(_names_in(function.__code__, "LOAD_GLOBAL"))
+        found = {
+            name: names[name]
+            for name in sorted((assigned | read) & names.keys())
+            if name in assigned or isinstance(names[name], (tf.Variable, keras.Variable))
+        }
+        if found := {name: value for name, value in found.items() if id(value) not in self._seen}:
+            inner = f"{path}.{function.__module__}" if path else function.__module__
+            self._visit_all(inner, function, found, names.__setitem__)
 
     def _visit_all(
         self, path: str, one: Any, items: dict[str, Any], put: Callable[[str, Any], None]
@@ -200,21 +221,29 @@ def _given(kind: type) -> set[str]:
 
 
 def _assigned(kind: type) -> set[str]:
-    """The attributes that methods of a class assign, those of Keras and constructors left out."""
-    waiting = [
-        method.__code__
+    """Returns the attributes that methods of a class assign, without Keras' and constructors."""
+    return {name for one in _own_methods(kind) for name in _names_in(one.__code__, "STORE_ATTR")}
+
+
+def _own_methods(kind: type) -> list[types.FunctionType]:
+    """Returns the methods of a class that are not Keras', without constructors."""
+    return [
+        method
         for one in kind.__mro__
         if not is_part_of_keras(one)
         for name, method in vars(one).items()
         if isinstance(method, types.FunctionType) and name != "__init__"
     ]
-    found = set()
-    while waiting:
-        code = waiting.pop()
-        waiting += [one for one in code.co_consts if isinstance(one, types.CodeType)]
-        stores = (one for one in dis.get_instructions(code) if one.opname == "STORE_ATTR")
-        found |= {one.argval for one in stores}
-    return found
+
+
+def _names_in(code: types.CodeType, operation: str) -> Iterator[str]:
+    """Yields the names that an operation has in a function and in those written inside it."""
+    for one in dis.get_instructions(code):
+        if one.opname == operation:
+            yield one.argval
+    for inner in code.co_consts:
+        if isinstance(inner, types.CodeType):
+            yield from _names_in(inner, operation)
 
 
 def _is_callback(value: Any) -> bool:
