@@ -34,7 +34,7 @@ def train(strategy):
 
 
 def main():
-    gpus = tmg.existing_logical_names("GPU")
+    gpus = tmg.devices.existing_logical_names("GPU")
     devices = gpus[:2] if len(gpus) > 1 else tmg.split_device("CPU:0", parts=2)
 
     try:

@@ -53,11 +53,13 @@ def build(strategy, *layers):
 
 
 def main():
-    gpus = tmg.visible_devices("GPU")
+    gpus = tmg.devices.visible_devices("GPU")
     usable = [gpu.name for gpu in gpus if (gpu.memory_free or 4 * GIB) >= 4 * GIB]
     if len(usable) < len(gpus):
-        tmg.restrict_devices(usable)  # the others, taken by somebody else, are not even started
-    devices = tmg.existing_logical_names("GPU")
+        tmg.devices.restrict_devices(
+            usable
+        )  # the others, taken by somebody else, are not even started
+    devices = tmg.devices.existing_logical_names("GPU")
     devices = devices if len(devices) > 1 else tmg.split_device("CPU:0", parts=2)
 
     single = strategy_or_one_device(["GPU:98", "GPU:99"])

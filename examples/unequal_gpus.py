@@ -30,7 +30,7 @@ y = (x @ rng.normal(size=16) > 0).astype("int32")
 def memory_of(devices):
     """Bytes of each device, asked of the driver (needs the extra nvml), else an example's."""
     known = {device.name: device.memory_total for device in tmg.list_devices()}
-    physical = tmg.logical_to_physical()
+    physical = tmg.devices.logical_to_physical()
     memory = [known[physical[name]] for name in devices]
     return memory if all(memory) else [24 * GIB] + [8 * GIB] * (len(devices) - 1)
 
@@ -51,7 +51,7 @@ def train(strategy, shares=None, micro_batches=1):
 
 
 def main():
-    gpus = tmg.existing_logical_names("GPU")
+    gpus = tmg.devices.existing_logical_names("GPU")
     devices = gpus if len(gpus) > 1 else tmg.split_device("CPU:0", parts=2)
     memory = memory_of(devices)
     shares = tmg.plan_shares(BATCH, memory)
@@ -60,7 +60,7 @@ def main():
     strategy = tmg.create_strategy(devices=devices)
     weights = train(strategy, shares)
     alike = tmg.plan_shares(BATCH, [1] * len(devices))  # as fast as each other ...
-    parts = tmg.plan_micro_batches(alike, shares)  # ... and each holds so many rows at once
+    parts = tmg.data.plan_micro_batches(alike, shares)  # ... and each holds so many rows at once
     weights_of_parts = train(strategy, alike, parts)
     print("one device:")
     reference = train(tmg.create_strategy(devices=devices[:1]))

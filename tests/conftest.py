@@ -122,7 +122,7 @@ def leaves_no_scope_behind() -> Iterator[None]:
 @pytest.fixture(autouse=True, scope="module")
 def forgets_strategies_of_other_files() -> None:
     """Has a file begin as a process does: with no strategy of several replicas."""
-    from tfmultigpu.living_strategies import living
+    from tfmultigpu.strategies.registry import living
 
     living.forget()
 

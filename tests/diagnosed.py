@@ -131,7 +131,7 @@ def _in_a_copy(name: str, case: Mapping[str, Any]) -> None:
 
     import tfmultigpu as tmg
     from tfmultigpu import diagnostics
-    from tfmultigpu.strategies import devices_started
+    from tfmultigpu.strategies.factory import devices_started
 
     names: dict[str, Any] = {**globals(), "tf": tf, "keras": keras, "np": np, "tmg": tmg}
     names["diagnostics"] = diagnostics

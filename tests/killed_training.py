@@ -19,7 +19,7 @@ import numpy as np
 import tensorflow as tf
 
 import tfmultigpu as tmg
-from tfmultigpu import checkpoint_files as files
+from tfmultigpu.checkpoints import storage as files
 
 X = np.random.default_rng(0).normal(size=(22, 4)).astype("float32")
 Y = np.random.default_rng(1).normal(size=(22, 1)).astype("float32")

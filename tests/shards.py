@@ -44,7 +44,7 @@ def local(strategy: tf.distribute.Strategy, leaf: Any) -> list[Any]:
     return [to_list(part) for part in strategy.experimental_local_results(leaf)]
 
 
-def read(data: tmg.ShardedDataset) -> list[Any]:
+def read(data: tmg.data.ShardedDataset) -> list[Any]:
     return [local(data.strategy, batch) for batch in data]
 
 

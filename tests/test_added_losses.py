@@ -11,7 +11,7 @@ import tensorflow as tf
 from one_device import ByHand, Replicated, assert_same, cut, strategy_of
 
 import tfmultigpu as tmg
-from tfmultigpu import added_losses
+from tfmultigpu.losses import added_losses
 
 _random = np.random.default_rng(5)
 X = _random.normal(size=(9, 5)).astype("float32")

@@ -11,8 +11,8 @@ import tensorflow as tf
 from one_device import ByHand, Replicated, assert_same, cut, difference, strategy_of
 
 import tfmultigpu as tmg
-from tfmultigpu import _bridge
-from tfmultigpu.batch_norm import masked_moments
+from tfmultigpu import _compat
+from tfmultigpu.steps.batch_norm import masked_moments
 
 layers = keras.layers
 _random = np.random.default_rng(4)
@@ -179,7 +179,7 @@ def test_keras_computes_moments_by_a_method_that_can_be_replaced():
     layer = norm(dtype="float16")
     x, mask = tf.ones([2, 3, 4], tf.float16), tf.constant([[True, False, True]] * 2)
     own = keras.layers.BatchNormalization._moments
-    with _bridge.replacing_draws({"_moments": replacement}):
+    with _compat.replacing_draws({"_moments": replacement}):
         layer(x, training=True, mask=mask)
         layer(x, training=True)
         layer(x, training=False)

@@ -11,11 +11,10 @@ from unittest import mock
 import numpy as np
 import pytest
 import tensorflow as tf
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 import tfmultigpu as tmg
-from tfmultigpu.batch_size import runs_out_of_memory
+from tfmultigpu.tuning.batch_size import runs_out_of_memory
 
 
 class Memory:

@@ -15,8 +15,8 @@ import tensorflow as tf
 from one_device import ByHand, Replicated, assert_same, cut, difference, strategy_of
 
 import tfmultigpu as tmg
-from tfmultigpu import _bridge
-from tfmultigpu.recording import recording_added_losses
+from tfmultigpu import _compat
+from tfmultigpu.losses.recording import recording_added_losses
 
 _random = np.random.default_rng(31)
 X = _random.normal(size=(24, 6)).astype("float32")
@@ -41,7 +41,7 @@ def built(optimizer, *variables):
 
 def test_every_private_attribute_of_the_bridge_is_tested_here():
     """The list below is what the file names; a new one needs a test."""
-    source = Path(_bridge.__file__).read_text()
+    source = Path(_compat.__file__).read_text()
     private = set(re.findall(r"\.(_[a-z]\w+)", source)) | set(re.findall(r'"(_[a-z]\w+)"', source))
     ours = {"_recording", "_entered"}
     assert private - ours == {
@@ -79,17 +79,17 @@ def test_layers_inside_a_layer_of_the_user_are_found():
 
     block = Block()
     model = keras.Sequential([keras.Input((3,)), block])
-    assert block in _bridge.layers_of(model)
-    assert _bridge.layers_of(block) == block.hidden
+    assert block in _compat.layers_of(model)
+    assert _compat.layers_of(block) == block.hidden
 
 
 @pytest.mark.parametrize("name", ["F1Score", "R2Score", "SparseCategoricalAccuracy"])
 def test_metrics_that_wait_for_shapes_are_known(name):
     metric = getattr(keras.metrics, name)()
-    assert _bridge.waits_for_shapes(metric) == (name != "SparseCategoricalAccuracy")
+    assert _compat.waits_for_shapes(metric) == (name != "SparseCategoricalAccuracy")
     labels = tf.one_hot([0, 1], 2) if name == "F1Score" else tf.zeros([2, 1])
     metric.update_state(labels, tf.eye(2) if name != "R2Score" else tf.ones([2, 1]))
-    assert not _bridge.waits_for_shapes(metric)
+    assert not _compat.waits_for_shapes(metric)
 
 
 # Masks --------------------------------------------------------------------------------------------
@@ -98,22 +98,22 @@ def test_metrics_that_wait_for_shapes_are_known(name):
 def test_keras_attaches_masks_to_tensors():
     tokens = np.array([[1, 2, 0], [3, 0, 0]])
     output = keras.layers.Embedding(5, 2, mask_zero=True)(tokens)
-    np.testing.assert_array_equal(_bridge.keras_mask(output), tokens > 0)
-    assert _bridge.keras_mask(tf.zeros([2])) is None
+    np.testing.assert_array_equal(_compat.keras_mask(output), tokens > 0)
+    assert _compat.keras_mask(tf.zeros([2])) is None
 
 
 def test_a_mask_set_by_the_bridge_is_one_for_keras():
     values = tf.constant([[1.0, 2.0], [3.0, 4.0]])
-    _bridge.set_keras_mask(values, tf.constant([[True, False], [True, False]]))
+    _compat.set_keras_mask(values, tf.constant([[True, False], [True, False]]))
     loss = keras.losses.MeanAbsoluteError(reduction="sum")
     metric = keras.metrics.MeanMetricWrapper(lambda t, p: tf.abs(t - p))
     metric.update_state(tf.zeros([2, 2]), values)
     assert float(metric.result()) == 2.0
     sequence = tf.ones([1, 2, 1])
-    _bridge.set_keras_mask(sequence, tf.constant([[True, False]]))
+    _compat.set_keras_mask(sequence, tf.constant([[True, False]]))
     assert float(loss(tf.zeros([1, 2, 1]), sequence)) == 1.0
-    _bridge.set_keras_mask(values, None)
-    assert _bridge.keras_mask(values) is not None, "None leaves a mask as it is"
+    _compat.set_keras_mask(values, None)
+    assert _compat.keras_mask(values) is not None, "None leaves a mask as it is"
 
 
 # Gradients that are already summed ----------------------------------------------------------------
@@ -124,7 +124,7 @@ def test_a_mask_set_by_the_bridge_is_one_for_keras():
     [keras.optimizers.SGD, keras.optimizers.Adam, keras.optimizers.AdamW, keras.optimizers.Lion],
 )
 def test_optimizers_of_keras_sum_gradients_by_a_method_that_can_be_replaced(optimizer):
-    assert _bridge.can_skip_gradient_sum(optimizer())
+    assert _compat.can_skip_gradient_sum(optimizer())
 
 
 def test_keras_sums_gradients_and_the_bridge_keeps_it_from_that():
@@ -140,7 +140,7 @@ def test_keras_sums_gradients_and_the_bridge_keeps_it_from_that():
     assert variable.numpy().tolist() == [-3.0], "Keras no longer adds over the replicas"
 
     def apply_summed():
-        with _bridge.gradients_already_summed(optimizer):
+        with _compat.gradients_already_summed(optimizer):
             apply()
 
     tf.function(lambda: strategy.run(apply_summed))()
@@ -154,8 +154,8 @@ def test_an_error_inside_gives_the_optimizer_back_as_it_was():
     optimizer = keras.optimizers.SGD(1.0)
 
     def fail():
-        with _bridge.gradients_already_summed(optimizer):
-            with _bridge.gradients_already_summed(optimizer):
+        with _compat.gradients_already_summed(optimizer):
+            with _compat.gradients_already_summed(optimizer):
                 assert "_all_reduce_sum_gradients" in vars(optimizer)
             assert "_all_reduce_sum_gradients" in vars(optimizer)
             raise ZeroDivisionError
@@ -176,9 +176,9 @@ def test_an_error_inside_gives_the_optimizer_back_as_it_was():
 )
 def test_without_the_private_method_the_result_is_the_same(monkeypatch, optimizer):
     """The public way: divide by the replicas and let Keras add once more."""
-    monkeypatch.setattr(_bridge, "can_skip_gradient_sum", lambda optimizer: False)
+    monkeypatch.setattr(_compat, "can_skip_gradient_sum", lambda optimizer: False)
     entered = []
-    monkeypatch.setattr(_bridge, "gradients_already_summed", entered.append)
+    monkeypatch.setattr(_compat, "gradients_already_summed", entered.append)
     expected = ByHand(mlp, optimizer, crossentropy()).train(BATCHES)
     run = Replicated(3, mlp, optimizer, crossentropy(), micro_batches=2)
     assert_same(run.train(BATCHES), expected)
@@ -186,7 +186,7 @@ def test_without_the_private_method_the_result_is_the_same(monkeypatch, optimize
 
 
 def test_without_the_private_method_apply_reduced_gradients_is_the_same(monkeypatch):
-    monkeypatch.setattr(_bridge, "can_skip_gradient_sum", lambda optimizer: False)
+    monkeypatch.setattr(_compat, "can_skip_gradient_sum", lambda optimizer: False)
     strategy = strategy_of(2)
     with strategy.scope():
         variable = keras.Variable([1.0])
@@ -288,15 +288,15 @@ def test_keras_looks_up_at_each_call_what_it_draws_by(name):
         return original(*args, **kwargs)
 
     expected = KERAS_DRAWS[name]()
-    with _bridge.replacing_draws({name: replacement}):
+    with _compat.replacing_draws({name: replacement}):
         drawn = KERAS_DRAWS[name]()
     assert calls == [name], f"Keras no longer draws by {name}: replicas would draw the same numbers"
     assert drawn.shape == expected.shape
-    assert set(_bridge._DRAWS) == set(KERAS_DRAWS)
+    assert set(_compat._DRAWS) == set(KERAS_DRAWS)
 
 
 def test_draws_are_replaced_on_one_thread_and_only_while_the_context_lasts():
-    before = [getattr(_bridge._home_of(name), name) for name in _bridge._DRAWS]
+    before = [getattr(_compat._home_of(name), name) for name in _compat._DRAWS]
     elsewhere = []
 
     def draw_elsewhere():
@@ -304,24 +304,24 @@ def test_draws_are_replaced_on_one_thread_and_only_while_the_context_lasts():
 
     ours = {"stateless_uniform": lambda original, shape, seed: "ours"}
     inner = {"stateless_uniform": lambda original, shape, seed: "inner"}
-    with _bridge.replacing_draws(ours):
-        with _bridge.replacing_draws(inner):
+    with _compat.replacing_draws(ours):
+        with _compat.replacing_draws(inner):
             assert tf.random.stateless_uniform([2], (1, 2)) == "inner"
         assert tf.random.stateless_uniform([2], (1, 2)) == "ours"
         thread = threading.Thread(target=draw_elsewhere)
         thread.start()
         thread.join()
-        assert _bridge.original_draw("stateless_uniform") is before[1]
-    assert [getattr(_bridge._home_of(name), name) for name in _bridge._DRAWS] == before
+        assert _compat.original_draw("stateless_uniform") is before[1]
+    assert [getattr(_compat._home_of(name), name) for name in _compat._DRAWS] == before
     np.testing.assert_array_equal(elsewhere[0], tf.random.stateless_uniform([2], (1, 2)))
-    assert _bridge.original_draw("stateless_uniform") is before[1]
+    assert _compat.original_draw("stateless_uniform") is before[1]
 
 
 def test_draws_are_those_of_tensorflow_again_after_an_error():
     before, during = tf.random.stateless_normal, []
 
     def fail():
-        with _bridge.replacing_draws({}):
+        with _compat.replacing_draws({}):
             during.append(tf.random.stateless_normal)
             raise ZeroDivisionError
 
@@ -333,16 +333,16 @@ def test_draws_are_those_of_tensorflow_again_after_an_error():
 
 def test_the_generator_of_draws_without_a_seed_can_be_seen_and_set():
     keras.utils.set_random_seed(3)
-    assert _bridge.global_seeds() is None
+    assert _compat.global_seeds() is None
     keras.random.normal((2,))
-    made = _bridge.global_seeds()
+    made = _compat.global_seeds()
     np.testing.assert_array_equal(made.state.numpy()[1] > 0, True)
     other = keras.random.SeedGenerator(77)
-    _bridge.set_global_seeds(other)
+    _compat.set_global_seeds(other)
     before = other.state.numpy()
     keras.random.normal((2,))
     assert not np.array_equal(other.state.numpy(), before), "Keras draws from another one"
-    assert _bridge.global_seeds() is other
+    assert _compat.global_seeds() is other
 
 
 # Moving averages ----------------------------------------------------------------------------------
@@ -353,7 +353,7 @@ def test_moving_averages_can_be_found():
     optimizer = built(keras.optimizers.SGD(1.0, use_ema=True, ema_momentum=0.5), variable, other)
     for _ in range(2):
         optimizer.apply([tf.constant([2.0]), tf.zeros([2])], [variable, other])
-    pairs = _bridge.moving_averages(optimizer)
+    pairs = _compat.moving_averages(optimizer)
     assert [v.shape.as_list() for v, _ in pairs] == [[1], [2]]
     np.testing.assert_allclose(pairs[0][0].numpy(), [-3.0])
     average = pairs[0][1].numpy()
@@ -372,9 +372,9 @@ def test_averages_can_be_updated_without_a_gradient():
         for variable in (frozen, alone):
             variable.assign([float(i)])
         both.apply([tf.constant([2.0])], [trained])
-        _bridge.update_averages(other)
+        _compat.update_averages(other)
         other.iterations.assign_add(1)
-        expected, found = _bridge.moving_averages(both)[1], _bridge.moving_averages(other)[0]
+        expected, found = _compat.moving_averages(both)[1], _compat.moving_averages(other)[0]
         assert [one.numpy() for one in found] == [one.numpy() for one in expected]
     assert alone.numpy() == np.float32([1.25])  # 0, then a half of each: overwritten.
 
@@ -387,27 +387,27 @@ def test_the_swaps_of_averages_can_be_replaced():
     callback.set_model(model)
     callback.set_params({"epochs": 1})
     told = []
-    _bridge.set_swaps(callback, lambda one: told.append(("swap", one)), lambda one: told.append(1))
+    _compat.set_swaps(callback, lambda one: told.append(("swap", one)), lambda one: told.append(1))
     callback.on_test_begin()
     assert told == [("swap", optimizer)]
     callback.on_test_end()
     callback.on_epoch_end(0)
     assert told == [("swap", optimizer)] * 3 + [1]
     with pytest.raises(AttributeError, match="_tf_swap_variables"):
-        _bridge.set_swaps(keras.callbacks.Callback(), print, print)
+        _compat.set_swaps(keras.callbacks.Callback(), print, print)
 
 
 def test_whether_batches_are_profiled_is_known(tmp_path):
     for batches, expected in ((0, False), (2, True), ((3, 5), True)):
         callback = keras.callbacks.TensorBoard(tmp_path, profile_batch=batches)
-        assert _bridge.profiles_batches(callback) is expected
+        assert _compat.profiles_batches(callback) is expected
 
 
 def test_moving_averages_that_were_renamed_are_an_error(monkeypatch):
     optimizer = built(keras.optimizers.SGD(1.0, use_ema=True), keras.Variable([1.0]))
-    monkeypatch.setattr(_bridge, "_AVERAGES", "_renamed")
+    monkeypatch.setattr(_compat, "_AVERAGES", "_renamed")
     with pytest.raises(AttributeError, match="_renamed"):
-        _bridge.moving_averages(optimizer)
+        _compat.moving_averages(optimizer)
 
 
 # What an optimizer was built for ------------------------------------------------------------------
@@ -416,16 +416,16 @@ def test_moving_averages_that_were_renamed_are_an_error(monkeypatch):
 def test_an_optimizer_says_what_it_was_built_for():
     variable = keras.Variable([1.0])
     optimizer = keras.optimizers.Adam()
-    assert _bridge.optimizer_trains(optimizer) == []
+    assert _compat.optimizer_trains(optimizer) == []
     built(optimizer, variable)
-    assert [v is variable for v in _bridge.optimizer_trains(optimizer)] == [True]
+    assert [v is variable for v in _compat.optimizer_trains(optimizer)] == [True]
     wrapped = built(keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam()), variable)
-    assert [v is variable for v in _bridge.optimizer_trains(wrapped)] == [True]
-    assert _bridge.optimizer_trains(object()) == []
+    assert [v is variable for v in _compat.optimizer_trains(wrapped)] == [True]
+    assert _compat.optimizer_trains(object()) == []
 
 
 def test_an_optimizer_that_does_not_say_still_trains(monkeypatch):
-    monkeypatch.setattr(_bridge, "optimizer_trains", lambda optimizer: [])
+    monkeypatch.setattr(_compat, "optimizer_trains", lambda optimizer: [])
     result = Replicated(2, mlp, keras.optimizers.SGD, crossentropy()).train(BATCHES)
     expected = ByHand(mlp, keras.optimizers.SGD, crossentropy()).train(BATCHES)
     assert difference(result.weights, expected.weights) <= 1e-6
@@ -436,14 +436,14 @@ def test_an_optimizer_that_does_not_say_still_trains(monkeypatch):
 
 def test_mirrored_replicas_meet_by_merge_call():
     assert callable(strategy_of(2).extended._use_merge_call), "TensorFlow has renamed it"
-    assert _bridge.uses_merge_call(strategy_of(2)) is True
+    assert _compat.uses_merge_call(strategy_of(2)) is True
 
 
 def test_a_strategy_that_does_not_say_is_taken_to():
     class Silent:
         extended = object()
 
-    assert _bridge.uses_merge_call(Silent()) is True
+    assert _compat.uses_merge_call(Silent()) is True
 
 
 # What a model was compiled with -------------------------------------------------------------------
@@ -453,14 +453,14 @@ def test_keras_keeps_what_compile_was_given():
     model, function = mlp(), lambda y_true, y_pred: y_pred
     metrics = [function, keras.metrics.AUC()]
     model.compile(loss=function, metrics=metrics, loss_weights=0.5)
-    arguments = _bridge.compile_arguments(model)
+    arguments = _compat.compile_arguments(model)
     assert arguments["loss"] is function
     assert arguments["loss_weights"] == 0.5
     assert arguments["metrics"] is metrics
     assert arguments["weighted_metrics"] is None
-    assert _bridge.compile_arguments(model) is arguments
+    assert _compat.compile_arguments(model) is arguments
     model.compile(loss="mse")
-    assert _bridge.compile_arguments(model) is not arguments
+    assert _compat.compile_arguments(model) is not arguments
 
 
 def test_keras_makes_the_compiled_metrics_from_shapes():
@@ -469,7 +469,7 @@ def test_keras_makes_the_compiled_metrics_from_shapes():
     model = keras.Model(inputs, outputs)
     model.compile(loss="mse", metrics={"b": ["accuracy", "mae"]}, weighted_metrics={"a": "acc"})
     labels = {"b": tf.TensorSpec([None]), "a": tf.TensorSpec([None, 1])}
-    container, plain, weighted, keys = _bridge.compiled_metrics(model, labels, model.output)
+    container, plain, weighted, keys = _compat.compiled_metrics(model, labels, model.output)
     by_key = dict(zip(keys, plain, strict=True))
     assert [type(one).__name__ for one in by_key["b"]] == [
         "SparseCategoricalAccuracy",
@@ -480,12 +480,12 @@ def test_keras_makes_the_compiled_metrics_from_shapes():
     assert (name, type(one).__name__) == ("a", "BinaryAccuracy")
     assert set(container.result()) == {"b_accuracy", "b_mae", "a_acc"}
     assert container in model.metrics
-    again, same, *_ = _bridge.compiled_metrics(model, labels, model.output)
+    again, same, *_ = _compat.compiled_metrics(model, labels, model.output)
     assert again is container
     assert same == plain
     without = mlp()
     without.compile(loss="mse")
-    assert _bridge.compiled_metrics(without, labels, None) == (None, [], [], None)
+    assert _compat.compiled_metrics(without, labels, None) == (None, [], [], None)
 
 
 # Collectives that wait for a worker ---------------------------------------------------------------
@@ -494,8 +494,8 @@ def test_keras_makes_the_compiled_metrics_from_shapes():
 def test_tensorflow_can_be_told_to_end_collectives():
     """In a process of its own: afterwards none works in it."""
     program = (
-        "import tensorflow as tf; from tfmultigpu import _bridge\n"
-        "_bridge.abort_collectives('no more')\n"
+        "import tensorflow as tf; from tfmultigpu import _compat\n"
+        "_compat.abort_collectives('no more')\n"
         "reduce = tf.function(lambda: tf.raw_ops.CollectiveReduce(input=1.0, group_size=2, "
         "group_key=1, instance_key=1, merge_op='Add', final_op='Id', subdiv_offsets=[0]))\n"
         "try: reduce()\n"

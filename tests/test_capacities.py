@@ -11,7 +11,8 @@ import tensorflow as tf
 from one_device import strategy_of
 
 import tfmultigpu as tmg
-from tfmultigpu import _bridge, capacities
+from tfmultigpu import _compat
+from tfmultigpu.tuning import capacities
 
 MIB = 1024**2
 GIB = 1024**3
@@ -229,7 +230,7 @@ def test_measuring_changes_nothing(monkeypatch) -> None:
 
     def state():
         scale = [step.loss_scale.scale, step.loss_scale.good_steps]
-        scale.append(_bridge.global_seeds().state)
+        scale.append(_compat.global_seeds().state)
         variables = [*step.model.variables, *step.optimizer.variables, *scale]
         return [v.numpy() for v in [*variables, *step.metrics[0].variables]]
 

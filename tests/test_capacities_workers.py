@@ -15,7 +15,7 @@ from tfmultigpu.testing import run_workers
 def test_workers_of_unequal_memory_and_speed() -> None:
     # A machine of two devices and a machine of one are three workers.
     shares = tmg.plan_shares(24, (7, 4, 1))
-    micro_batches = tmg.plan_micro_batches(shares, (14, 3, 1))
+    micro_batches = tmg.data.plan_micro_batches(shares, (14, 3, 1))
     assert (shares, micro_batches) == ((14, 8, 2), (1, 3, 2))
     sizes = (24, 1, 2, 7, 24)
     args = (shares, micro_batches, sizes)

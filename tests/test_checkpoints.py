@@ -18,8 +18,8 @@ import tensorflow as tf
 from one_device import difference, strategy_of
 
 import tfmultigpu as tmg
-from tfmultigpu import stop_signals
-from tfmultigpu.stop_signals import StopSignal, StopVote
+from tfmultigpu.strategies import stop_signals
+from tfmultigpu.strategies.stop_signals import StopSignal, StopVote
 
 _random = np.random.default_rng(5)
 X = _random.normal(size=(22, 4)).astype("float32")

@@ -15,7 +15,7 @@ import pytest
 import tensorflow as tf
 
 import tfmultigpu as tmg
-from tfmultigpu import checkpoint_files as files
+from tfmultigpu.checkpoints import storage as files
 
 
 @pytest.fixture(scope="module")

@@ -14,8 +14,8 @@ import pytest
 import tensorflow as tf
 
 import tfmultigpu as tmg
-from tfmultigpu.data_passes import Replay, replay_of
-from tfmultigpu.loops.feed import Feed
+from tfmultigpu.data.passes import Replay, replay_of
+from tfmultigpu.loops.epoch_iterator import Feed
 from tfmultigpu.loops.validation import Validation
 
 Dataset = tf.data.Dataset

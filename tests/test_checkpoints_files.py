@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tfmultigpu import checkpoint_files as files
+from tfmultigpu.checkpoints import storage as files
 
 KILLS = 20
 # Needs no TensorFlow, so that a process is there in no time.
@@ -23,7 +23,7 @@ SAVES = """
 import sys
 from pathlib import Path
 import numpy as np
-from tfmultigpu import checkpoint_files as files
+from tfmultigpu.checkpoints import storage as files
 directory = Path(sys.argv[1])
 found, _ = files.newest(directory)
 files.clean(directory)

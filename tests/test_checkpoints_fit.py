@@ -14,8 +14,8 @@ import tensorflow as tf
 from one_device import strategy_of
 
 import tfmultigpu as tmg
-from tfmultigpu.checkpoint_callback import make_callback
-from tfmultigpu.precision import kept_loss_scale
+from tfmultigpu.checkpoints.callback import make_callback
+from tfmultigpu.optimizers.loss_scaling import kept_loss_scale
 
 X = np.random.default_rng(0).normal(size=(22, 4)).astype("float32")
 Y = np.random.default_rng(1).normal(size=(22, 1)).astype("float32")

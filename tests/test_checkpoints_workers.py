@@ -12,7 +12,7 @@ import pytest
 from one_device import strategy_of
 
 import tfmultigpu as tmg
-from tfmultigpu import stop_signals
+from tfmultigpu.strategies import stop_signals
 from tfmultigpu.testing import run_workers
 
 SCRIPT = Path(__file__).with_name("worker_checkpoints.py")

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tfmultigpu.clusters import Cluster, cluster_from_environment, preflight
+from tfmultigpu.clusters.sources import Cluster, cluster_from_environment, preflight
 from tfmultigpu.errors import ClusterError
 
 WORKERS = ["a.example:2222", "b.example:2222", "10.0.0.3:2222"]

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from tfmultigpu.clusters import cluster_from_environment, why_no_cluster
+from tfmultigpu.clusters.slurm import expand_hosts, read_slurm
+from tfmultigpu.clusters.sources import cluster_from_environment, why_no_cluster
 from tfmultigpu.errors import ClusterError
-from tfmultigpu.slurm import expand_hosts, read_slurm
 
 # What srun sets in task 3 of `srun --nodes=3 --ntasks=5`, on nodes without GPUs.
 TASK = {

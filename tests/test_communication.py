@@ -18,11 +18,11 @@ import pytest
 import tensorflow as tf
 
 import tfmultigpu as tmg
-from tfmultigpu import communication
-from tfmultigpu.clusters import Cluster
+from tfmultigpu.clusters.sources import Cluster
 from tfmultigpu.errors import ClusterError, StrategyFallbackWarning, StrategyUnavailableError
-from tfmultigpu.plans import Facts, choose, measurable
-from tfmultigpu.tpus import Tpu
+from tfmultigpu.strategies import communication
+from tfmultigpu.strategies.plan import Facts, choose, measurable
+from tfmultigpu.strategies.tpu import Tpu
 
 # Where nothing has to be told apart by its time.
 SMALL = {"num_bytes": 4096, "rounds": 2}
@@ -128,7 +128,7 @@ def test_nccl_never_runs_over_two_parts_of_one_card(
     facts = machine(2, parts=parts)
     monkeypatch.setattr(communication, "logical_to_physical", lambda: facts.devices)
     monkeypatch.setattr(communication, "built_with_nccl", lambda: True)
-    times = tmg.measure_communication(rounds=1)
+    times = tmg.strategies.measure_communication(rounds=1)
     assert times.devices == ("GPU:0", "GPU:1")
     assert clock.prepared == tried
     assert times.fastest == tried[0]
@@ -151,7 +151,7 @@ def test_several_workers_and_tpus_cannot_try() -> None:
 
 def test_one_way_is_taken_without_trying(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch)
-    one, three = tmg.measure_communication(1), tmg.measure_communication(3)
+    one, three = tmg.strategies.measure_communication(1), tmg.strategies.measure_communication(3)
     assert clock.prepared == []
     assert (one.fastest, dict(one.seconds)) == ("one_device", {})
     assert one.left_out["hierarchical_copy"] == "one replica has nothing to add"
@@ -164,7 +164,7 @@ def test_one_way_is_taken_without_trying(monkeypatch: pytest.MonkeyPatch) -> Non
     for count in (1, 3):
         strategy = tmg.create_strategy(devices=count, communication="measured", fallback=False)
         assert strategy.num_replicas_in_sync == count
-        assert tmg.communication_times(strategy) is None
+        assert tmg.strategies.communication_times(strategy) is None
 
 
 # How it is timed -------------------------------------------------------------------------------
@@ -178,7 +178,7 @@ def test_the_ways_take_turns_and_the_first_turn_does_not_count(
         one_device=[9.0, 0.002, 0.004, 0.9],
         hierarchical_copy=[0.001, 0.005, 0.005, 0.006],
     )
-    times = tmg.measure_communication(2, num_bytes=2 * 1024**2, rounds=3)
+    times = tmg.strategies.measure_communication(2, num_bytes=2 * 1024**2, rounds=3)
     assert clock.calls == ["one_device", "hierarchical_copy"] * 4
     assert times.seconds == pytest.approx({"one_device": 0.004, "hierarchical_copy": 0.005})
     assert (times.fastest, times.num_bytes) == ("one_device", 2 * 1024**2)
@@ -197,7 +197,7 @@ def test_what_is_as_fast_as_the_rule_is_no_reason_to_leave_it(
     other: float, fastest: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Clock(monkeypatch, one_device=[1.0], hierarchical_copy=[other])
-    assert tmg.measure_communication(2, rounds=1).fastest == fastest
+    assert tmg.strategies.measure_communication(2, rounds=1).fastest == fastest
 
 
 def test_a_real_all_reduce_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,21 +209,23 @@ def test_a_real_all_reduce_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
 
     real = communication._compiled
     monkeypatch.setattr(communication, "_compiled", spy)
-    times = tmg.measure_communication(4, **SMALL)
+    times = tmg.strategies.measure_communication(4, **SMALL)
     # What is captured is never given back: TensorFlow keeps graphs that replicas were traced in.
     assert [one.captured_inputs for one in compiled] == [[]] * 4
     assert set(times.seconds) == {"one_device", "hierarchical_copy"}
     assert all(taken > 0.0 for taken in times.seconds.values())
     assert times.seconds[times.fastest] <= 1.05 * min(times.seconds.values())
     # Fewer numbers than tensors.
-    assert set(tmg.measure_communication(2, num_bytes=7, rounds=1).seconds) == set(times.seconds)
+    assert set(tmg.strategies.measure_communication(2, num_bytes=7, rounds=1).seconds) == set(
+        times.seconds
+    )
 
 
 def test_a_wrong_sum_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     """TensorFlow's hierarchical copy over an odd number of devices, which is declined otherwise."""
     ways = ("hierarchical_copy", "one_device")
     monkeypatch.setattr(communication, "measurable", lambda devices, facts: (ways, {}))
-    times = tmg.measure_communication(3, **SMALL)
+    times = tmg.strategies.measure_communication(3, **SMALL)
     assert list(times.seconds) == ["one_device"]
     assert times.fastest == "one_device"
     # The replicas give 1, 2 and 4 times 1, 2, ...; the last one is lost.
@@ -232,7 +234,7 @@ def test_a_wrong_sum_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     }
     monkeypatch.setattr(communication, "measurable", lambda devices, facts: (ways[:1] * 2, {}))
     with pytest.raises(StrategyUnavailableError) as caught:
-        tmg.measure_communication(3, **SMALL)
+        tmg.strategies.measure_communication(3, **SMALL)
     assert "No way to add over CPU:0, CPU:1, CPU:2 gives the right sum" in str(caught.value)
     assert "hierarchical_copy: wrong sum on replica 0" in str(caught.value)
     assert "tmg.create_strategy(devices=1)" in str(caught.value)
@@ -262,7 +264,7 @@ def test_a_sum_that_is_wrong_on_one_replica_alone_does_not_count(
             else distribute.MirroredStrategy([f"/device:{one}" for one in devices], Forgetful())
         ),
     )
-    times = tmg.measure_communication(2, **SMALL)
+    times = tmg.strategies.measure_communication(2, **SMALL)
     assert list(times.seconds) == ["hierarchical_copy"]
     assert "wrong sum on replica 1: 1 of 64 numbers differ" in times.left_out["one_device"]
 
@@ -272,7 +274,7 @@ def test_what_raises_is_left_out_with_its_reason(monkeypatch: pytest.MonkeyPatch
     ways = ("nccl", "one_device")
     with monkeypatch.context() as patch:
         patch.setattr(communication, "measurable", lambda devices, facts: (ways, {}))
-        times = tmg.measure_communication(2, **SMALL)
+        times = tmg.strategies.measure_communication(2, **SMALL)
     assert (times.fastest, list(times.seconds)) == ("one_device", ["one_device"])
     # It is only the kernel that is missing here: the graph is one that NCCL can run.
     assert times.left_out["nccl"].startswith("it fails here with InvalidArgumentError: ")
@@ -280,7 +282,7 @@ def test_what_raises_is_left_out_with_its_reason(monkeypatch: pytest.MonkeyPatch
 
     lost = tf.errors.ResourceExhaustedError(None, None, "out of memory\nand much more")
     clock = Clock(monkeypatch, one_device=[1.0, 1.0, lost], hierarchical_copy=[5.0])
-    times = tmg.measure_communication(2, rounds=3)
+    times = tmg.strategies.measure_communication(2, rounds=3)
     assert clock.calls.count("one_device") == 3
     assert clock.calls.count("hierarchical_copy") == 4
     assert (times.fastest, dict(times.seconds)) == ("hierarchical_copy", {"hierarchical_copy": 5.0})
@@ -313,13 +315,13 @@ def test_every_order_adds_to_the_same_and_no_replica_can_be_missing(replicas: in
 )
 def test_wrong_arguments_are_refused(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        tmg.measure_communication(**{"devices": 2, **arguments})
+        tmg.strategies.measure_communication(**{"devices": 2, **arguments})
 
 
 def test_a_cluster_that_is_no_json_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TF_CONFIG", "{worker: 1")
     with pytest.raises(ClusterError, match=r"TF_CONFIG is not JSON.*'\{worker: 1'.*Unset it"):
-        tmg.measure_communication(2, **SMALL)
+        tmg.strategies.measure_communication(2, **SMALL)
 
 
 def test_inside_a_scope_or_a_function_nothing_can_be_tried() -> None:
@@ -331,7 +333,7 @@ def test_inside_a_scope_or_a_function_nothing_can_be_tried() -> None:
 
     @tf.function(autograph=False)
     def inside() -> None:
-        tmg.measure_communication(2, **SMALL)
+        tmg.strategies.measure_communication(2, **SMALL)
 
     with pytest.raises(StrategyUnavailableError, match=r"inside a tf\.function\. Move the line"):
         inside()
@@ -361,11 +363,11 @@ def test_each_set_of_devices_is_measured_once(
     kept = [made[2], made[3], made[6]]
     assert [way for _, way in kept] == ["hierarchical_copy"] * 3
     assert clock.prepared == ["one_device", "hierarchical_copy"] * 2
-    times = tmg.communication_times(first)
+    times = tmg.strategies.communication_times(first)
     assert times is not None
-    assert tmg.communication_times(again) is times
+    assert tmg.strategies.communication_times(again) is times
     assert (times.devices, times.fastest) == (("CPU:0", "CPU:1"), "hierarchical_copy")
-    assert tmg.communication_times(other).devices == ("CPU:1", "CPU:0")
+    assert tmg.strategies.communication_times(other).devices == ("CPU:1", "CPU:0")
     logged = [record.getMessage() for record in caplog.records]
     assert logged[1] == f"Gradients are added by hierarchical_copy, the fastest. {times}"
     assert (
@@ -422,10 +424,10 @@ def test_training_is_that_of_one_device(fastest: str, monkeypatch: pytest.Monkey
         real = communication.mirrored_strategy
         Clock(patch, **times)
         patch.setattr(communication, "mirrored_strategy", lambda devices, way: way)
-        communication._measured[("CPU:0", "CPU:1")] = tmg.measure_communication(2)
+        communication._measured[("CPU:0", "CPU:1")] = tmg.strategies.measure_communication(2)
         patch.setattr(communication, "mirrored_strategy", real)
         strategy = tmg.create_strategy(devices=2, communication="measured", fallback=False)
-    assert tmg.communication_times(strategy).fastest == fastest
+    assert tmg.strategies.communication_times(strategy).fastest == fastest
     assert sums(strategy) == [3.0, 3.0]
     generator = np.random.default_rng(3)
     arrays = [generator.normal(size=(12, size)).astype("float32") for size in (5, 1)]
@@ -441,7 +443,7 @@ def test_training_is_that_of_one_device(fastest: str, monkeypatch: pytest.Monkey
 def test_strategies_by_measurement_and_by_rule_stand_side_by_side() -> None:
     measured = tmg.create_strategy(devices=4, communication="measured", fallback=False)
     ruled = tmg.create_strategy(devices=2)
-    times = tmg.measure_communication(["CPU:5", "CPU:2"], **SMALL)
+    times = tmg.strategies.measure_communication(["CPU:5", "CPU:2"], **SMALL)
     asked = tmg.create_strategy(devices=times.devices, communication=times.fastest, fallback=False)
     assert [sums(one) for one in (measured, ruled, asked, measured)] == [
         [10.0] * 4,
@@ -449,6 +451,6 @@ def test_strategies_by_measurement_and_by_rule_stand_side_by_side() -> None:
         [3.0] * 2,
         [10.0] * 4,
     ]
-    assert tmg.communication_times(ruled) is None
+    assert tmg.strategies.communication_times(ruled) is None
     # What was measured for a loop of one's own is not what create_strategy goes by.
     assert list(communication._measured) == [names("CPU", 4)]

@@ -15,8 +15,8 @@ import tensorflow as tf
 from shards import HOST_AND_DEVICE, batches_of, local, mirrored, read, text_of, to_list
 
 import tfmultigpu as tmg
-from tfmultigpu.data import check_batched, should_prefetch
-from tfmultigpu.rows import marked_global_rows, row_offsets
+from tfmultigpu.data.partition import marked_global_rows, row_offsets
+from tfmultigpu.data.sharded_dataset import check_batched, should_prefetch
 
 SIZES = (1, 2, 3, 5, 7, 9, 63, 64, 65)
 Pair = namedtuple("Pair", ["x", "y"])

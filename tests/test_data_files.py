@@ -9,7 +9,7 @@ import pytest
 import worker_files
 
 import tfmultigpu as tmg
-from tfmultigpu.data import distribute_dataset
+from tfmultigpu.data.sharded_dataset import distribute_dataset
 from tfmultigpu.testing import run_workers
 
 WORKERS = (1, 2, 3)
@@ -67,4 +67,4 @@ def test_one_process_compares_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     data = distribute_dataset(np.zeros((4, 2), "float32"), batch_size=2)
     assert len(data) == 2
     assert [batch.shape[0] for batch in data] == [2, 2]
-    assert isinstance(data, tmg.ShardedDataset)
+    assert isinstance(data, tmg.data.ShardedDataset)

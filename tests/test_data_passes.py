@@ -11,7 +11,7 @@ import tensorflow as tf
 from shards import HOST_AND_DEVICE, batches_of, local, mirrored, read, text_of, to_list
 
 import tfmultigpu as tmg
-from tfmultigpu.rows import marked_global_rows
+from tfmultigpu.data.partition import marked_global_rows
 
 # passes -------------------------------------------------------------------------------------------
 
@@ -85,7 +85,7 @@ def test_length() -> None:
 
 def numbers(
     prefetch: bool, replicas: int = 2, strategy: tf.distribute.Strategy | None = None
-) -> tmg.ShardedDataset:
+) -> tmg.data.ShardedDataset:
     dataset = tf.data.Dataset.range(10).batch(4).map(lambda x: (x, {"y": x * 10}))
     return tmg.distribute_dataset(
         dataset, strategy or mirrored(replicas), prefetch_to_device=prefetch
@@ -102,7 +102,7 @@ def test_a_for_loop_in_a_function_is_one_pass_per_call(replicas: int, prefetch: 
     data = numbers(prefetch, replicas)
     traces = []
 
-    def total(data: tmg.ShardedDataset) -> tuple[tf.Tensor, tf.Tensor]:
+    def total(data: tmg.data.ShardedDataset) -> tuple[tf.Tensor, tf.Tensor]:
         traces.append(1)
         result, steps = tf.constant(0, tf.int64), tf.constant(0)
         for x, labels in data:
@@ -126,7 +126,7 @@ def test_next_in_a_function_is_traced_once_for_all_passes_and_datasets_of_a_kind
     traces = []
 
     @tf.function
-    def step(iterator: tmg.ShardIterator) -> tf.Tensor:
+    def step(iterator: tmg.data.ShardIterator) -> tf.Tensor:
         traces.append(1)
         x, _ = next(iterator)
         return summed(data.strategy, x)
@@ -151,7 +151,7 @@ def test_many_steps_in_one_call(prefetch: bool) -> None:
     data = numbers(prefetch)
 
     @tf.function
-    def steps(iterator: tmg.ShardIterator, count: tf.Tensor) -> tf.Tensor:
+    def steps(iterator: tmg.data.ShardIterator, count: tf.Tensor) -> tf.Tensor:
         result = tf.constant(0, tf.int64)
         for _ in tf.range(count):
             result += summed(data.strategy, next(iterator)[0])
@@ -165,7 +165,7 @@ def test_the_rows_of_the_global_batch_are_known_inside_a_function(prefetch: bool
     data = tmg.distribute_dataset(batches_of((5, 1)), mirrored(2), prefetch_to_device=prefetch)
 
     @tf.function
-    def rows(iterator: tmg.ShardIterator) -> tf.Tensor:
+    def rows(iterator: tmg.data.ShardIterator) -> tf.Tensor:
         return marked_global_rows(next(iterator))
 
     iterator = iter(data)
@@ -175,7 +175,7 @@ def test_the_rows_of_the_global_batch_are_known_inside_a_function(prefetch: bool
 def test_a_for_loop_over_an_iterator_in_a_function_is_refused() -> None:
     data = numbers(prefetch=False)
 
-    def loop(iterator: tmg.ShardIterator) -> None:
+    def loop(iterator: tmg.data.ShardIterator) -> None:
         for _ in iterator:
             pass
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tfmultigpu.rows import row_offsets
+from tfmultigpu.data.partition import row_offsets
 from tfmultigpu.testing import run_workers
 
 SCRIPT = Path(__file__).with_name("worker_data.py")

@@ -8,11 +8,11 @@ from types import SimpleNamespace
 import pytest
 import tensorflow as tf
 
-from tfmultigpu import devices as D
-from tfmultigpu.device_names import parse_device_name, resolve_devices
-from tfmultigpu.discovery import describe_devices, logical_names
+from tfmultigpu.devices import configure as D
+from tfmultigpu.devices.discovery import describe_devices, logical_names
+from tfmultigpu.devices.names import parse_device_name, resolve_devices
+from tfmultigpu.devices.nvml import NvmlGpu, match_gpus, read_gpus, visible_gpus
 from tfmultigpu.errors import DeviceNotFoundError, DeviceSettingsError, DevicesInitializedError
-from tfmultigpu.nvml import NvmlGpu, match_gpus, read_gpus, visible_gpus
 
 GIB = 1024**3
 H200, A100, T4 = "NVIDIA H200", "NVIDIA A100-SXM4-40GB", "Tesla T4"

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
 PRELUDE = """
 import pytest
 import tensorflow as tf
-from tfmultigpu.devices import *
+from tfmultigpu.devices.configure import *
 from tfmultigpu.errors import *
 
 GIB = 1024**3
@@ -32,8 +32,8 @@ def logical(kind):
 
 FAKE_GPUS = """
 from tensorflow.python.eager.context import pywrap_tfe
-from tfmultigpu import discovery
-from tfmultigpu.nvml import NvmlGpu
+from tfmultigpu.devices import discovery
+from tfmultigpu.devices.nvml import NvmlGpu
 
 COUNT = 3
 DETAILS = {"device_name": "NVIDIA H200", "compute_capability": "9.0"}

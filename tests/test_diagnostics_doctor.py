@@ -13,9 +13,9 @@ import pytest
 from diagnosed import clean, provoke
 
 from tfmultigpu.__main__ import main
+from tfmultigpu.devices.driver import ask_driver
 from tfmultigpu.diagnostics import Finding, Report
-from tfmultigpu.diagnostics.driver import ask_driver
-from tfmultigpu.diagnostics.variables import concealed, describe_variables
+from tfmultigpu.diagnostics.environment import concealed, describe_variables
 
 ROOT = "from pathlib import Path\nimport functools\nfrom tfmultigpu.diagnostics import machine\n"
 CLUSTER = {"cluster": {"worker": ["ada.corp.example:2222", "10.1.2.3:2222"]}}
@@ -141,9 +141,9 @@ CASES = {
     "by-this-library": case(
         "gpus-hidden-by-program",
         "1 of 3 GPUs are used: the program hid GPU:1, GPU:2",
-        "tmg.restrict_devices(['GPU:0', 'GPU:1', 'GPU:2'])",
+        "tmg.devices.restrict_devices(['GPU:0', 'GPU:1', 'GPU:2'])",
         "error",
-        "driver(3); tensorflow_sees(3); tmg.restrict_devices(['GPU:0'])",
+        "driver(3); tensorflow_sees(3); tmg.devices.restrict_devices(['GPU:0'])",
     ),
     "by-tensorflow": case(
         "gpus-hidden-by-program",

@@ -94,7 +94,7 @@ EVENTS = {
     "splitting after the start": event(
         "DevicesInitializedError",
         "Move this line up, directly after the imports",
-        "tf.constant(1.0)\nkept = tmg.existing_logical_names\ntmg.split_device('CPU:0', 2)",
+        "tf.constant(1.0)\nkept = tmg.devices.existing_logical_names\ntmg.split_device('CPU:0', 2)",
         kept=["CPU:0"],
     ),
     "no GPU": event(
@@ -117,7 +117,7 @@ EVENTS = {
         "StrategyUnavailableError",
         "it aborts both, and whatever else adds so, until the process restarts",
         "virtual_cpus(3)\n"
-        "from tfmultigpu.step_failures import explaining_failures\n"
+        "from tfmultigpu.steps.failures import explaining_failures\n"
         "def adding_on(*devices):\n"
         "    strategy = tf.distribute.MirroredStrategy(devices)\n"
         "    def add():\n"

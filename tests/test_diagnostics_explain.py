@@ -413,7 +413,7 @@ CASES = {
     "in-order": case(
         "in-order",
         "Model, optimizer and dataset are on 2 replicas as they should be",
-        "tmg.profile_step(step, data)",
+        "tmg.tuning.profile_step(step, data)",
         "note",
         UNDER + "model = build(*[keras.layers.Dense(1500) for _ in range(3)])\n"
         "    model.compile('sgd', 'mse', metrics=['mae'])\n"

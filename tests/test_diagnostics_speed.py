@@ -15,11 +15,11 @@ import tensorflow as tf
 from one_device import strategy_of
 
 import tfmultigpu as tmg
-from tfmultigpu import reductions
-from tfmultigpu.diagnostics import StepProfile, measure_scaling, profile_step
-from tfmultigpu.diagnostics.clocks import ClockedStep
-from tfmultigpu.diagnostics.profiling import advise
-from tfmultigpu.diagnostics.scaling import compare
+from tfmultigpu.strategies import collectives as reductions
+from tfmultigpu.tuning import StepProfile, measure_scaling, profile_step
+from tfmultigpu.tuning.scaling import compare
+from tfmultigpu.tuning.step_profile import advise
+from tfmultigpu.tuning.timed_step import ClockedStep
 
 X = np.random.default_rng(0).normal(size=(12, 5)).astype("float32")
 Y = X.sum(1, keepdims=True)

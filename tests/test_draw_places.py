@@ -11,9 +11,9 @@ import tensorflow as tf
 from one_device import cut, strategy_of
 
 import tfmultigpu as tmg
-from tfmultigpu.draw_shapes import passes_of
-from tfmultigpu.randomness import HeldRows, drawing_rows
-from tfmultigpu.seeds import GlobalSeeds
+from tfmultigpu.steps.draw_shapes import passes_of
+from tfmultigpu.steps.random_draws import HeldRows, drawing_rows
+from tfmultigpu.steps.seeds import GlobalSeeds
 
 _random = np.random.default_rng(2)
 X = _random.normal(size=(40, 6)).astype("float32")
@@ -149,7 +149,7 @@ def test_a_row_for_all_behind_the_rows_is_drawn_as_it_is():
 def test_graphs_that_were_looked_into_are_forgotten():
     import gc
 
-    from tfmultigpu import draw_shapes
+    from tfmultigpu.steps import draw_shapes
 
     drawing(JOINED["joined"][2], X).get_concrete_function()
     gc.collect()

@@ -12,7 +12,8 @@ import tensorflow as tf
 from one_device import ByHand, Replicated, assert_same, cut, difference, hold, strategy_of
 
 import tfmultigpu as tmg
-from tfmultigpu import multistep, reductions, train_step
+from tfmultigpu.steps import multi_step as multistep, train_step
+from tfmultigpu.strategies import collectives as reductions
 
 _random = np.random.default_rng(4)
 X = _random.normal(size=(20, 4)).astype("float32")

@@ -20,10 +20,11 @@ import tensorflow as tf
 from one_device import SEED, Replicated, as_dataset, difference, strategy_of
 
 import tfmultigpu as tmg
-from tfmultigpu import rows as rows_lib
-from tfmultigpu.batches import Shards, per_replica
-from tfmultigpu.randomness import HeldRows
-from tfmultigpu.row_gathering import gathering_from
+from tfmultigpu.data import partition
+from tfmultigpu.steps.batch_function import Shards
+from tfmultigpu.steps.random_draws import HeldRows
+from tfmultigpu.steps.row_gathering import gathering_from
+from tfmultigpu.strategies.topology import per_replica
 from tfmultigpu.testing import run_workers
 
 PAGE = Path(__file__).parent.parent / "docs" / "coupled-losses.md"
@@ -271,8 +272,8 @@ def on_replicas(
 
     @tf.function
     def run(batch: Any) -> Any:
-        offsets = rows_lib.shard_offsets(rows_lib.count_rows(batch), shares)
-        shards = Shards(rows_lib.cut_rows(batch, shares), offsets)
+        offsets = partition.shard_offsets(partition.count_rows(batch), shares)
+        shards = Shards(partition.cut_rows(batch, shares), offsets)
 
         def replica(shard: Any) -> Any:
             with gathering_from(HeldRows.of(shards, shard, None)):
@@ -324,7 +325,7 @@ def test_several_rows_of_each_example_and_their_positions(rank: int, rows: int) 
     def gather(shard: Any) -> Any:
         crops = tf.reshape(shard, [-1, *shard.shape[2:]])
         gathered = tmg.gather_rows(crops, rows_per_example=3)
-        own = tf.gather(gathered, tmg.row_positions(crops, rows_per_example=3))
+        own = tf.gather(gathered, tmg.steps.row_positions(crops, rows_per_example=3))
         return gathered, own, crops
 
     for gathered, own, crops in on_replicas(3, batch, gather):
@@ -382,7 +383,7 @@ def test_gradients_of_gradients_and_of_some_of_the_rows() -> None:
 def test_one_replica_gets_the_tensor_itself() -> None:
     tensor = tf.constant([[1.0], [2.0]])
     assert tmg.gather_rows(tensor) is tensor
-    assert tmg.row_positions(tensor).numpy().tolist() == [0, 1]
+    assert tmg.steps.row_positions(tensor).numpy().tolist() == [0, 1]
     (kept,) = on_replicas(
         1, np.ones((3, 1)), lambda shard: tf.constant(tmg.gather_rows(shard) is shard)
     )
@@ -397,7 +398,7 @@ def test_outside_a_step() -> None:
     with pytest.raises(tmg.LossError, match=r"called outside a step.*forward=f"):
         strategy.run(lambda: tmg.gather_rows(tf.ones([2, 1])))
     with strategy.scope(), pytest.raises(tmg.LossError, match="row_positions is called outside"):
-        tmg.row_positions(tf.ones([2, 1]))
+        tmg.steps.row_positions(tf.ones([2, 1]))
 
 
 def step_with(loss: Callable[..., Any], replicas: int = 2, **options: Any) -> Replicated:
@@ -430,7 +431,7 @@ def test_positions_need_no_other_replica(rows: int, options: dict[str, Any]) -> 
     """The mean of the positions of all rows, each counted once."""
 
     def positions(y_true: Any, y_pred: Any) -> Any:
-        return tf.cast(tmg.row_positions(y_pred), tf.float32) + 0 * tf.reduce_sum(y_pred, -1)
+        return tf.cast(tmg.steps.row_positions(y_pred), tf.float32) + 0 * tf.reduce_sum(y_pred, -1)
 
     run = step_with(positions, **options)
     batch = FIRST[:rows], np.zeros((rows, 4), "float32")

@@ -57,7 +57,7 @@ def test_global_mean_of_batches_that_end_in_one_row(replicas, reduction):
     @tf.function
     def step(iterator):
         batch = next(iterator)
-        strategy.run(replica, args=(batch, tmg.row_weight(batch, strategy)))
+        strategy.run(replica, args=(batch, tmg.data.row_weight(batch, strategy)))
 
     data = tmg.distribute_dataset((X, Y), strategy, batch_size=5)
     iterator = iter(data)
@@ -94,7 +94,7 @@ def test_a_window_with_a_batch_smaller_than_the_replicas(replicas):
     weights = []
     for group in groups:
         for batch in group:
-            strategy.run(add, args=(batch, tmg.row_weight(batch, strategy)))
+            strategy.run(add, args=(batch, tmg.data.row_weight(batch, strategy)))
         assert accumulator.count == len(group)
         weight = strategy.run(update)
         weights.append(float(strategy.experimental_local_results(weight)[0]))
@@ -107,4 +107,4 @@ def test_a_batch_that_something_else_cut_has_no_row_weight():
     dataset = tf.data.Dataset.from_tensor_slices(X).batch(4)
     batch = next(iter(strategy.experimental_distribute_dataset(dataset)))
     with pytest.raises(tmg.DataError, match=r"does not know how many rows its global batch has"):
-        tmg.row_weight(batch, strategy)
+        tmg.data.row_weight(batch, strategy)

@@ -11,7 +11,7 @@ import tensorflow as tf
 from one_device import cut, hold, strategy_of
 
 import tfmultigpu as tmg
-from tfmultigpu.held_assignments import assign_held, assign_if, holding
+from tfmultigpu.losses.held_assignments import assign_held, assign_if, holding
 
 _random = np.random.default_rng(43)
 X = _random.normal(size=(16, 4)).astype("float32")

@@ -48,7 +48,7 @@ def imported() -> dict[str, object]:
 
 def test_one_module_is_loaded_until_a_name_is_used(imported: dict[str, object]) -> None:
     # Which is why importing takes milliseconds: 1.7 to 2.9 were measured on two cores.
-    assert imported["with it"] == ["tfmultigpu"]
+    assert imported["with it"] == ["tfmultigpu", "tfmultigpu._version"]
 
 
 def test_starts_no_device(imported: dict[str, object]) -> None:
@@ -76,9 +76,16 @@ def test_every_public_name_is_loaded_from_the_module_that_types_say() -> None:
         if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("tfmultigpu")
         for alias in node.names
     }
-    assert sorted(typed) == sorted(tfmultigpu.__all__)
+    assert sorted(typed) == sorted([*tfmultigpu.__all__, "__version__"])
     for name, module in typed.items():
-        assert getattr(tfmultigpu, name) is getattr(sys.modules[module], name)
+        found = getattr(tfmultigpu, name)
+        assert found is sys.modules.get(f"{module}.{name}", getattr(sys.modules[module], name))
+
+
+def test_listing_the_names_shows_nothing_else() -> None:
+    import tfmultigpu
+
+    assert dir(tfmultigpu) == sorted([*tfmultigpu.__all__, "__version__"])
 
 
 def test_an_unknown_name_is_an_attribute_error() -> None:

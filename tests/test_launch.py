@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 
 from tfmultigpu import __main__ as command_line
-from tfmultigpu import launch as launch_module
+from tfmultigpu.clusters import launcher as launch_module
+from tfmultigpu.clusters.launcher import launch
 from tfmultigpu.errors import ClusterError, DeviceNotFoundError
-from tfmultigpu.launch import launch
 
 Write = Callable[[str], str]
 linux_only = pytest.mark.skipif(

@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tfmultigpu import launch as launch_module
-from tfmultigpu.launch import launch
-from tfmultigpu.worker_processes import run_together
+from tfmultigpu.clusters import launcher as launch_module
+from tfmultigpu.clusters.launcher import launch
+from tfmultigpu.clusters.processes import run_together
 
 SCRIPT = Path(__file__).with_name("worker_resume.py")
 

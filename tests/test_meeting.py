@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
-from tfmultigpu.clusters import Cluster, preflight
+from tfmultigpu.clusters.jobs import JOB_ID, JOB_SECRET, Job, new_job, read_job
+from tfmultigpu.clusters.meeting_lines import PROTOCOL, Pen, StrangeLineError, readable
+from tfmultigpu.clusters.ports import split_address
+from tfmultigpu.clusters.processes import free_addresses
+from tfmultigpu.clusters.rendezvous import meet
+from tfmultigpu.clusters.sources import Cluster, preflight
 from tfmultigpu.errors import ClusterError
-from tfmultigpu.jobs import JOB_ID, JOB_SECRET, Job, new_job, read_job
-from tfmultigpu.meeting_lines import PROTOCOL, Pen, StrangeLineError, readable
-from tfmultigpu.ports import split_address
-from tfmultigpu.rendezvous import meet
-from tfmultigpu.worker_processes import free_addresses
 
 # Seconds: see test_rendezvous.py.
 PROMISED, PATIENCE = 10.0, 120.0

@@ -166,7 +166,7 @@ def watched(seen):
 def test_no_replica_holds_more_rows_than_planned() -> None:
     seen: list[tuple[int, int]] = []
     shares, maximum = (15, 5), (15, 2)
-    counts = tmg.plan_micro_batches(shares, maximum)
+    counts = tmg.data.plan_micro_batches(shares, maximum)
     assert counts == (1, 3)
     strategy = strategy_of(2)
     step = make_step(strategy, watched(seen), micro_batches=np.array(counts))
@@ -191,7 +191,7 @@ def test_alike_on_all_replicas_no_more_parts_than_rows() -> None:
 
 def test_one_all_reduce_for_a_step(monkeypatch) -> None:
     """However often replicas add, they meet once; on GPUs that is one all-reduce."""
-    from tfmultigpu import reductions
+    from tfmultigpu.strategies import collectives as reductions
 
     monkeypatch.setattr(reductions, "all_on_local_cpus", lambda _: False)
     calls: list[int] = []

@@ -150,7 +150,7 @@ def test_a_regularizer_of_keras_reads_its_own_variable_alone():
         regularized = keras.layers.Dense(4, kernel_regularizer="l2", name="a")
         return keras.Sequential([keras.Input((5,)), regularized, keras.layers.Dense(2)])
 
-    from tfmultigpu.objectives import regularization
+    from tfmultigpu.losses.objective import regularization
 
     model = build()
     traced = tf.function(lambda: regularization(model.trainable_variables)[0])

@@ -24,7 +24,7 @@ WORKER = """
 import sys, time
 import tensorflow as tf
 from tfmultigpu.errors import ClusterError
-from tfmultigpu.strategies import create_strategy
+from tfmultigpu.strategies.factory import create_strategy
 
 LOCAL
 start = time.monotonic()
@@ -174,7 +174,7 @@ def test_workers_that_bring_other_devices_or_communication_are_both_told() -> No
     addresses = free_addresses(2)
     pretend = """
 import dataclasses
-from tfmultigpu import strategies
+from tfmultigpu.strategies import factory as strategies
 look = strategies._look_around
 two = {"CPU:0": "CPU:0", "GPU:0": "GPU:0", "GPU:1": "GPU:1"}
 strategies._look_around = lambda *asked: dataclasses.replace(look(*asked), devices=two, nccl=True)
@@ -215,9 +215,9 @@ def test_tensorflow_started_too_early_is_told_to_both() -> None:
 def test_a_worker_that_leaves_after_the_meeting_does_not_hang_the_other() -> None:
     addresses = free_addresses(2)
     leave = """
-from tfmultigpu import strategies
+from tfmultigpu.strategies import factory as strategies
 strategies.preflight = lambda *asked, **named: (meet(*asked, **named), sys.exit(5))
-from tfmultigpu.clusters import preflight as meet
+from tfmultigpu.clusters.sources import preflight as meet
 """
     soon = "from tfmultigpu import strategies; strategies._JOIN_SECONDS = 20.0"
     stays, left = run_workers(

@@ -14,7 +14,7 @@ import tensorflow as tf
 from one_device import as_dataset, cut, difference, strategy_of
 
 import tfmultigpu as tmg
-from tfmultigpu import call_lengths, multistep
+from tfmultigpu.steps import call_lengths, multi_step as multistep
 
 _random = np.random.default_rng(31)
 X = _random.normal(size=(24, 5)).astype("float32")

@@ -14,7 +14,7 @@ import tensorflow as tf
 from one_device import ByHand, Replicated, cut, difference
 
 import tfmultigpu as tmg
-from tfmultigpu.optimizer_settings import Settings
+from tfmultigpu.optimizers.settings import Settings
 
 optimizers = keras.optimizers
 schedules = keras.optimizers.schedules

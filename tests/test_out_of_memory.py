@@ -9,8 +9,8 @@ import tensorflow as tf
 from one_device import strategy_of
 
 import tfmultigpu as tmg
-from tfmultigpu.batches import BatchFunction
-from tfmultigpu.step_failures import explaining_failures
+from tfmultigpu.steps.batch_function import BatchFunction
+from tfmultigpu.steps.failures import explaining_failures
 
 ROWS_THAT_FIT = 4
 
@@ -51,7 +51,7 @@ def test_the_replica_the_batch_and_the_way_out_are_named() -> None:
     assert "a global batch of 9 rows; " in text
     assert "OOM when allocating tensor with shape[1125899906842624]" in text
     assert "micro_batches=2" in text
-    assert "micro_batches=tmg.plan_micro_batches(shares, rows_in_memory)" in text
+    assert "micro_batches=tmg.data.plan_micro_batches(shares, rows_in_memory)" in text
     assert "shares=" in text
     assert "tmg.find_batch_size" in text
     assert int(step.optimizer.iterations.numpy()) == 0

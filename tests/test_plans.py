@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from tfmultigpu.clusters import Cluster
+from tfmultigpu.clusters.sources import Cluster
 from tfmultigpu.errors import DeviceNotFoundError, StrategyUnavailableError
-from tfmultigpu.plans import COMMUNICATIONS, KINDS, Facts, choose
-from tfmultigpu.tpus import Tpu
+from tfmultigpu.strategies.plan import COMMUNICATIONS, KINDS, Facts, choose
+from tfmultigpu.strategies.tpu import Tpu
 
 TPU = Tpu("grpc://10.0.0.2:8470", "TPU_NAME", None)
 NO_TPU = Tpu(None, "", "TPU_NAME is not set")

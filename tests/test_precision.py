@@ -9,7 +9,7 @@ import tensorflow as tf
 from one_device import ByHand, Replicated, as_dataset, assert_same, cut, difference, strategy_of
 
 import tfmultigpu as tmg
-from tfmultigpu.precision import DynamicLossScale, FixedLossScale
+from tfmultigpu.optimizers.loss_scaling import DynamicLossScale, FixedLossScale
 
 REPLICAS = 3
 ROWS = 12

@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfmultigpu.program_agreement import ProgramAgreement
-from tfmultigpu.program_description import describe_model, describe_value
+from tfmultigpu.steps.program_agreement import ProgramAgreement
+from tfmultigpu.steps.program_description import describe_model, describe_value
 from tfmultigpu.testing import run_workers
 
 
@@ -166,7 +166,7 @@ DESCRIBE = """
 import sys
 import keras
 {more}
-from tfmultigpu.program_description import describe_model, describe_value
+from tfmultigpu.steps.program_description import describe_model, describe_value
 def loss(y_true, y_pred):
     return abs(y_true - y_pred) if y_true.name in {{"a", "b", "c"}} else y_pred
 model = keras.Sequential([

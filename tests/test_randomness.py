@@ -14,10 +14,12 @@ import tensorflow as tf
 from one_device import ByHand, Replicated, as_dataset, assert_same, cut, strategy_of
 
 import tfmultigpu as tmg
-from tfmultigpu import micro_batches as micro_batches_module
-from tfmultigpu import replicas as replicas_module
-from tfmultigpu.randomness import HeldRows, drawing_rows
-from tfmultigpu.seeds import GlobalSeeds
+from tfmultigpu.steps import (
+    forward_backward as replicas_module,
+    micro_batches as micro_batches_module,
+)
+from tfmultigpu.steps.random_draws import HeldRows, drawing_rows
+from tfmultigpu.steps.seeds import GlobalSeeds
 
 layers, draw = keras.layers, keras.random
 _random = np.random.default_rng(8)

@@ -7,7 +7,7 @@ import threading
 import keras
 import numpy as np
 
-from tfmultigpu.recording import changing_assignments, recording_calls
+from tfmultigpu.losses.recording import changing_assignments, recording_calls
 
 
 def test_assignments_are_changed_on_one_thread_while_the_context_lasts() -> None:

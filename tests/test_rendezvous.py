@@ -10,10 +10,10 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from tfmultigpu import ports
+from tfmultigpu.clusters import ports
+from tfmultigpu.clusters.ports import split_address
+from tfmultigpu.clusters.rendezvous import meet
 from tfmultigpu.errors import ClusterError
-from tfmultigpu.ports import split_address
-from tfmultigpu.rendezvous import meet
 
 # Seconds. What goes wrong at the start is promised within ten, and a machine may be five times as
 # slow. Whoever is waited for must come; a test that waits for all of this has failed.

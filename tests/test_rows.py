@@ -10,18 +10,18 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import tensorflow as tf
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
-from tfmultigpu import rows
+from tfmultigpu.data import partition
 from tfmultigpu.errors import DataError
+from tfmultigpu.strategies.topology import local_replicas
 
 shares_of = st.lists(st.integers(1, 60), min_size=1, max_size=8)
 Pair = namedtuple("Pair", ["x", "y"])
 
 
 def offsets(count: int, shares: list[int]) -> list[int]:
-    return rows.row_offsets(count, shares).numpy().tolist()
+    return partition.row_offsets(count, shares).numpy().tolist()
 
 
 @settings(max_examples=200, deadline=None)
@@ -74,12 +74,12 @@ def test_one_more_row_moves_no_end_backwards(shares: list[int], extra: int) -> N
 )
 def test_known_cuts(count: int, shares: tuple[int, ...], expected: list[int]) -> None:
     assert np.diff(offsets(count, shares)).tolist() == expected
-    traced = tf.function(lambda n: rows.row_offsets(n, shares))
+    traced = tf.function(lambda n: partition.row_offsets(n, shares))
     assert np.diff(traced(tf.constant(count))).tolist() == expected
 
 
 def dense_parts(batch: tf.Tensor, shares: tuple[int, ...]) -> list[list[int]]:
-    return [part.numpy().tolist() for part in rows.cut_rows(batch, shares)]
+    return [part.numpy().tolist() for part in partition.cut_rows(batch, shares)]
 
 
 def test_cut_rows_keeps_order() -> None:
@@ -94,16 +94,16 @@ def test_a_small_batch_goes_whole_to_every_part() -> None:
 
 def test_only_the_parts_asked_for() -> None:
     batch = tf.range(8)
-    (second, first) = rows.cut_rows(batch, (1, 1, 1, 1), parts=(3, 0))
+    (second, first) = partition.cut_rows(batch, (1, 1, 1, 1), parts=(3, 0))
     assert second.numpy().tolist() == [6, 7]
     assert first.numpy().tolist() == [0, 1]
-    assert rows.cut_rows(batch, (1,), parts=(0,))[0] is batch
+    assert partition.cut_rows(batch, (1,), parts=(0,))[0] is batch
 
 
 @settings(max_examples=60, deadline=None)
 @given(count=st.integers(1, 40), parts=st.integers(1, 9))
 def test_cut_part_gives_each_row_once_or_the_whole_batch(count: int, parts: int) -> None:
-    pieces = [rows.cut_part(tf.range(count), parts, i).numpy().tolist() for i in range(parts)]
+    pieces = [partition.cut_part(tf.range(count), parts, i).numpy().tolist() for i in range(parts)]
     if count < parts:
         assert pieces == [list(range(count))] * parts
     else:
@@ -112,7 +112,7 @@ def test_cut_part_gives_each_row_once_or_the_whole_batch(count: int, parts: int)
 
 
 def test_cut_part_takes_a_tensor_for_the_part() -> None:
-    cut = tf.function(lambda batch, i: rows.cut_part(batch, 3, i))
+    cut = tf.function(lambda batch, i: partition.cut_part(batch, 3, i))
     assert cut(tf.range(9), tf.constant(1)).numpy().tolist() == [3, 4, 5]
 
 
@@ -120,7 +120,7 @@ def test_cut_part_takes_a_tensor_for_the_part() -> None:
     ("count", "parts", "weight"), [(1, 1, 1), (1, 2, 1 / 2), (2, 2, 1), (2, 3, 1 / 3), (9, 8, 1)]
 )
 def test_row_weight(count: int, parts: int, weight: float) -> None:
-    assert rows.row_weight(tf.constant(count), parts).numpy() == weight
+    assert partition.row_weight(tf.constant(count), parts).numpy() == weight
 
 
 def structure(count: int) -> dict:
@@ -150,7 +150,7 @@ def to_lists(leaf: object) -> object:
 def test_every_kind_of_tensor_is_cut_alike(count: int, traced: bool) -> None:
     shares = (1, 2, 1)
     batch = structure(count)
-    cut = tf.function(rows.cut_rows) if traced else rows.cut_rows
+    cut = tf.function(partition.cut_rows) if traced else partition.cut_rows
     parts = cut(batch, shares)
     ends = offsets(count, list(shares)) if count >= 3 else None
     for i, part in enumerate(parts):
@@ -167,9 +167,9 @@ def test_every_kind_of_tensor_is_cut_alike(count: int, traced: bool) -> None:
 def test_a_sparse_part_still_knows_its_columns() -> None:
     @tf.function(input_signature=[tf.SparseTensorSpec([None, 5, None, 3], tf.float32)])
     def shapes(batch: tf.SparseTensor) -> tf.Tensor:
-        for part in rows.cut_rows(batch, (1, 1)):
+        for part in partition.cut_rows(batch, (1, 1)):
             assert part.shape.as_list() == [None, 5, None, 3]
-        return tf.stack([part.dense_shape for part in rows.cut_rows(batch, (1, 1))])
+        return tf.stack([part.dense_shape for part in partition.cut_rows(batch, (1, 1))])
 
     batch = tf.sparse.from_dense(np.ones((5, 5, 2, 3), "float32"))
     assert shapes(batch).numpy().tolist() == [[2, 5, 2, 3], [3, 5, 2, 3]]
@@ -180,8 +180,8 @@ def test_tensors_of_unknown_rank_are_cut() -> None:
         input_signature=[tf.TensorSpec(None, tf.int32), tf.SparseTensorSpec(None, tf.int32)]
     )
     def cut(dense: tf.Tensor, sparse: tf.SparseTensor) -> list:
-        assert rows.check_rows_agree((dense, sparse))
-        first, second = rows.cut_rows((dense, sparse), (1, 1))
+        assert partition.check_rows_agree((dense, sparse))
+        first, second = partition.cut_rows((dense, sparse), (1, 1))
         return first[0], second[0], tf.sparse.to_dense(second[1])
 
     first, second, sparse = cut(tf.range(5), tf.sparse.from_dense(tf.eye(5, dtype=tf.int32)))
@@ -193,25 +193,25 @@ def test_tensors_of_unknown_rank_are_cut() -> None:
 def test_count_rows_reads_the_first_tensor() -> None:
     for leaf in tf.nest.flatten(structure(5)):
         if leaf is not None:
-            count = rows.count_rows((None, leaf))
+            count = partition.count_rows((None, leaf))
             assert count.dtype == tf.int64
             assert int(count) == 5
 
 
 def test_a_batch_without_tensors_is_refused() -> None:
     with pytest.raises(DataError, match=r"The batch holds no tensors\. Received: \(None, \{\}\)\."):
-        rows.count_rows((None, {}))
+        partition.count_rows((None, {}))
 
 
 def failure(batch: tuple, *, traced: bool) -> Exception:
     def check(*parts: tf.Tensor) -> tf.Tensor:
-        with tf.control_dependencies(rows.check_rows_agree(parts)):
+        with tf.control_dependencies(partition.check_rows_agree(parts)):
             return tf.constant(0)
 
     specs = [tf.TensorSpec([None, *part.shape[1:]], part.dtype) for part in batch]
     with pytest.raises(tf.errors.InvalidArgumentError) as caught:
         (tf.function(check, input_signature=specs) if traced else check)(*batch)
-    return rows.as_data_error(caught.value)
+    return partition.as_data_error(caught.value)
 
 
 @pytest.mark.parametrize("traced", [False, True])
@@ -237,28 +237,28 @@ def test_a_batch_without_rows_says_how_to_drop_it(traced: bool) -> None:
 
 def test_other_errors_stay_as_they_are() -> None:
     error = tf.errors.InvalidArgumentError(None, None, "Incompatible shapes: [2] vs. [3]")
-    assert rows.as_data_error(error) is error
+    assert partition.as_data_error(error) is error
 
 
 def test_rows_known_to_agree_cost_no_operation() -> None:
     @tf.function
     def checks(x: tf.Tensor, y: tf.Tensor) -> tf.Tensor:
-        return tf.constant(len(rows.check_rows_agree((x, y))))
+        return tf.constant(len(partition.check_rows_agree((x, y))))
 
     assert int(checks(tf.zeros([4, 2]), tf.zeros([4]))) == 0
 
 
 def test_the_count_of_rows_rides_on_the_pieces() -> None:
     batch = {"x": tf.zeros([2, 3]), "y": (tf.zeros([2]), None)}
-    assert rows.marked_global_rows(batch) is None
-    marked = rows.mark_offsets(batch, rows.shard_offsets(7, (3, 1)))
+    assert partition.marked_global_rows(batch) is None
+    marked = partition.mark_offsets(batch, partition.shard_offsets(7, (3, 1)))
     assert marked is batch
-    assert int(rows.marked_global_rows(batch)) == 7
-    assert int(rows.marked_global_rows(batch["x"])) == 7
-    assert rows.marked_offsets(batch["y"]).numpy().tolist() == [0, 5, 7]
-    assert int(rows.marked_global_rows((batch["x"] + 1, batch["y"]))) == 7
-    assert rows.marked_global_rows(batch["x"] + 1) is None
-    assert tf.function(rows.marked_global_rows)(batch) is None
+    assert int(partition.marked_global_rows(batch)) == 7
+    assert int(partition.marked_global_rows(batch["x"])) == 7
+    assert partition.marked_offsets(batch["y"]).numpy().tolist() == [0, 5, 7]
+    assert int(partition.marked_global_rows((batch["x"] + 1, batch["y"]))) == 7
+    assert partition.marked_global_rows(batch["x"] + 1) is None
+    assert tf.function(partition.marked_global_rows)(batch) is None
 
 
 def worker(kind: str, index: int, devices: int, replicas: int, chief: bool) -> SimpleNamespace:
@@ -286,13 +286,13 @@ def worker(kind: str, index: int, devices: int, replicas: int, chief: bool) -> S
 def test_each_worker_takes_the_parts_of_its_replicas(
     strategy: SimpleNamespace, expected: tuple[int, ...]
 ) -> None:
-    assert rows.local_replicas(strategy) == expected
+    assert local_replicas(strategy) == expected
 
 
 def test_one_process_takes_all_parts() -> None:
-    assert rows.local_replicas(tf.distribute.get_strategy()) == (0,)
-    assert rows.local_replicas(tf.distribute.OneDeviceStrategy("CPU:1")) == (0,)
-    assert rows.local_replicas(tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])) == (0, 1)
+    assert local_replicas(tf.distribute.get_strategy()) == (0,)
+    assert local_replicas(tf.distribute.OneDeviceStrategy("CPU:1")) == (0,)
+    assert local_replicas(tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])) == (0, 1)
 
 
 def test_a_tensor_is_counted_and_cut_where_it_is() -> None:
@@ -301,8 +301,8 @@ def test_a_tensor_is_counted_and_cut_where_it_is() -> None:
     @tf.function(autograph=False)
     def cut(batch: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         with tf.device("CPU:0"):
-            count = rows.count_rows(batch)
-        return count, rows.cut_part(batch, 2, 1)
+            count = partition.count_rows(batch)
+        return count, partition.cut_part(batch, 2, 1)
 
     graph = cut.get_concrete_function(tf.TensorSpec([None, 3])).graph
     batch = graph.inputs[0]

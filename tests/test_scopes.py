@@ -13,7 +13,7 @@ import pytest
 import tensorflow as tf
 
 import tfmultigpu as tmg
-from tfmultigpu.living_strategies import LivingStrategies, living
+from tfmultigpu.strategies.registry import LivingStrategies, living
 
 X = np.random.default_rng(0).normal(size=(7, 3)).astype("float32")
 Y = X.sum(1, keepdims=True)

@@ -15,8 +15,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from one_device import (
     ByHand,
     Replicated,
@@ -29,8 +28,8 @@ from one_device import (
 )
 
 import tfmultigpu as tmg
-from tfmultigpu.owners import assign_owners
-from tfmultigpu.sharded_updates import PAYS_FROM, PAYS_FROM_VARIABLES
+from tfmultigpu.optimizers.placement import assign_owners
+from tfmultigpu.optimizers.sharded import PAYS_FROM, PAYS_FROM_VARIABLES
 
 optimizers = keras.optimizers
 _random = np.random.default_rng(11)

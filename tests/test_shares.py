@@ -8,11 +8,10 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 import tfmultigpu as tmg
-from tfmultigpu.shares import check_shares, integer_shares
+from tfmultigpu.data.shares import check_shares, integer_shares
 
 capacity = st.one_of(st.integers(1, 10**12), st.floats(1e-3, 1e12))
 capacities_of = st.lists(capacity, min_size=1, max_size=8)
@@ -300,7 +299,7 @@ def test_the_least_micro_batches_that_each_replica_can_hold(
 ) -> None:
     shares = [share for share, _ in replicas]
     limits = [limit for _, limit in replicas]
-    counts = tmg.plan_micro_batches(shares, limits)
+    counts = tmg.data.plan_micro_batches(shares, limits)
     for share, limit, count in zip(shares, limits, counts, strict=True):
         assert -(-share // count) <= limit
         assert count == 1 or -(-share // (count - 1)) > limit
@@ -320,7 +319,7 @@ def test_the_least_micro_batches_that_each_replica_can_hold(
     ],
 )
 def test_known_numbers_of_micro_batches(shares, maximum, expected) -> None:
-    counts = tmg.plan_micro_batches(shares, maximum)
+    counts = tmg.data.plan_micro_batches(shares, maximum)
     assert counts == expected
     assert all(type(count) is int for count in counts)
 
@@ -337,12 +336,12 @@ def test_known_numbers_of_micro_batches(shares, maximum, expected) -> None:
 )
 def test_micro_batches_that_cannot_be_planned(shares, maximum, text) -> None:
     with pytest.raises(tmg.ShareError) as caught:
-        tmg.plan_micro_batches(shares, maximum)
+        tmg.data.plan_micro_batches(shares, maximum)
     assert text in str(caught.value)
 
 
 def test_shares_that_are_no_sequence() -> None:
     for wrong in (None, 3):
-        for call in (tmg.plan_shares, lambda _, one: tmg.plan_micro_batches(one, 5)):
+        for call in (tmg.plan_shares, lambda _, one: tmg.data.plan_micro_batches(one, 5)):
             with pytest.raises(tmg.ShareError, match=rf"per replica\. Received: {wrong}\."):
                 call(64, wrong)

@@ -14,7 +14,7 @@ import pytest
 import tensorflow as tf
 
 import tfmultigpu as tmg
-from tfmultigpu.sources import to_dataset
+from tfmultigpu.data.sources import to_dataset
 
 Pair = namedtuple("Pair", ["x", "y"])
 

@@ -15,7 +15,7 @@ import tensorflow as tf
 from one_device import cut, strategy_of
 
 import tfmultigpu as tmg
-from tfmultigpu.additivity import check_adds, is_from_keras
+from tfmultigpu.losses.metric_checks import check_adds, is_from_keras
 from tfmultigpu.testing import run_workers
 
 SIZES = (7, 2, 16, 1, 3, 3)

@@ -9,7 +9,7 @@ import tensorflow as tf
 from one_device import ByHand, Replicated, as_dataset, assert_same, cut, strategy_of
 
 import tfmultigpu as tmg
-from tfmultigpu import _bridge
+from tfmultigpu import _compat
 
 # The model runs Python code, which may change something: it cannot be held to one device.
 pytestmark = pytest.mark.filterwarnings("ignore:The step could not be held")
@@ -119,7 +119,7 @@ class Run:
         )
 
     def variables(self):
-        seeds = _bridge.global_seeds()
+        seeds = _compat.global_seeds()
         found = [*self.model.variables, *self.optimizer.variables, *self.metric.variables]
         found += [] if seeds is None else [seeds.state]
         scale = self.step.loss_scale

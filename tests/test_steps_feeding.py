@@ -10,7 +10,7 @@ from one_device import as_dataset, assert_same, cut, difference, plain, strategy
 from small_problem import CASES, MIXED, STEPS, X, Y, crossentropy, mlp, replicated, sgd, truth
 
 import tfmultigpu as tmg
-from tfmultigpu import reductions
+from tfmultigpu.strategies import collectives as reductions
 
 # How batches reach the step ----------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ import ctypes
 import signal
 import threading
 
-from tfmultigpu.stop_signals import keeping_handler
+from tfmultigpu.strategies.stop_signals import keeping_handler
 
 
 def test_a_signal_taken_behind_pythons_back_is_given_back() -> None:

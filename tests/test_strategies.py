@@ -16,14 +16,14 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfmultigpu import strategies
 from tfmultigpu.errors import (
     ClusterError,
     DeviceNotFoundError,
     StrategyFallbackWarning,
     StrategyUnavailableError,
 )
-from tfmultigpu.strategies import create_strategy, plan_strategy
+from tfmultigpu.strategies import factory as strategies
+from tfmultigpu.strategies.factory import create_strategy, plan_strategy
 
 
 @pytest.fixture(autouse=True)
@@ -319,7 +319,7 @@ def test_planning_starts_nothing_and_a_grpc_server_is_no_tpu() -> None:
         import os, socket, subprocess, sys
         import tensorflow as tf
         from tfmultigpu.errors import StrategyUnavailableError
-        from tfmultigpu.strategies import devices_started, create_strategy, plan_strategy
+        from tfmultigpu.strategies.factory import devices_started, create_strategy, plan_strategy
 
         before = dict(os.environ)
         threads = tf.config.threading.get_inter_op_parallelism_threads()

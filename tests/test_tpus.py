@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tfmultigpu.tpus import find_tpu, probe_address
+from tfmultigpu.strategies.tpu import find_tpu, probe_address
 
 
 @contextlib.contextmanager

@@ -10,8 +10,8 @@ import pytest
 import tensorflow as tf
 
 import tfmultigpu as tmg
-from tfmultigpu import batches as batches_lib
-from tfmultigpu.traces import Traces
+from tfmultigpu.steps import batch_function as batches_lib
+from tfmultigpu.steps.traces import Traces
 
 
 def seen_by(keep_rows: bool, *batches: Any) -> tuple[list[Any], list[float]]:

@@ -11,8 +11,8 @@ import tensorflow as tf
 from one_device import difference, strategy_of
 
 import tfmultigpu as tmg
-from tfmultigpu.backward_operations import any_may_fail, noting_operations
-from tfmultigpu.single_reads import reading_once
+from tfmultigpu.optimizers.backward_operations import any_may_fail, noting_operations
+from tfmultigpu.optimizers.single_reads import reading_once
 
 _random = np.random.default_rng(37)
 X = _random.normal(size=(12, 6)).astype("float32")

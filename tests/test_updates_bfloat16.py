@@ -10,7 +10,7 @@ import pytest
 import tensorflow as tf
 from one_device import Replicated, cut, difference, strategy_of
 
-from tfmultigpu import reductions
+from tfmultigpu.strategies import collectives as reductions
 
 _random = np.random.default_rng(5)
 BATCHES = cut((_random.normal(size=(40, 6)).astype("float32"), _random.integers(0, 4, 40)), [33, 2])

@@ -11,11 +11,11 @@ import pytest
 import tensorflow as tf
 
 import tfmultigpu as tmg
-from tfmultigpu.verification.comparison import Deviation, beyond_rounding
-from tfmultigpu.verification.effects import CannotVerifyError, check_changes_nothing
-from tfmultigpu.verification.one_device import Computed, OneDevice
-from tfmultigpu.verification.outcome import Difference, Verification
-from tfmultigpu.verification.rounding import Rounding, epsilon, largest_difference
+from tfmultigpu.steps.verification.comparison import Deviation, beyond_rounding
+from tfmultigpu.steps.verification.effects import CannotVerifyError, check_changes_nothing
+from tfmultigpu.steps.verification.one_device import Computed, OneDevice
+from tfmultigpu.steps.verification.outcome import Difference, Verification
+from tfmultigpu.steps.verification.rounding import Rounding, epsilon, largest_difference
 
 L = keras.layers
 _random = np.random.default_rng(0)

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tfmultigpu.worker_processes import free_addresses, worker_environment
+from tfmultigpu.clusters.processes import free_addresses, worker_environment
 
 SCRIPT = Path(__file__).with_name("worker_ends.py")
 LONGEST = 600.0

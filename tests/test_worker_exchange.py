@@ -7,7 +7,7 @@ import pytest
 from one_device import strategy_of
 
 from tfmultigpu.errors import WorkersDifferError
-from tfmultigpu.worker_exchange import WorkerExchange, _gather_of
+from tfmultigpu.strategies.worker_exchange import WorkerExchange, _gather_of
 
 
 def test_numbers_of_nearly_any_count_share_one_trace() -> None:

@@ -16,15 +16,15 @@ from typing import Any
 import pytest
 import tensorflow as tf
 
-from tfmultigpu import lost_workers
-from tfmultigpu.clusters import Cluster
+from tfmultigpu.clusters import failures as lost_workers
+from tfmultigpu.clusters.connection import BROKEN_OFF, NOT_A_WORKER, WorkerLink
+from tfmultigpu.clusters.exits import Watchdog
+from tfmultigpu.clusters.failures import explaining_lost_workers, link_of_workers, watch
+from tfmultigpu.clusters.processes import free_addresses
+from tfmultigpu.clusters.rendezvous import meet
+from tfmultigpu.clusters.sources import Cluster
 from tfmultigpu.errors import WorkerLostError, WorkersDifferError
-from tfmultigpu.lost_workers import explaining_lost_workers, link_of_workers, watch
-from tfmultigpu.rendezvous import meet
-from tfmultigpu.step_failures import explaining_failures
-from tfmultigpu.worker_ends import Watchdog
-from tfmultigpu.worker_link import BROKEN_OFF, NOT_A_WORKER, WorkerLink
-from tfmultigpu.worker_processes import free_addresses
+from tfmultigpu.steps.failures import explaining_failures
 
 FINISHED = "its program ended without an error, at its last line or by sys.exit"
 
@@ -318,9 +318,9 @@ def test_workers_that_called_different_things_are_told_so(error: Exception) -> N
 
 GOODBYE = """
 import json, sys
-from tfmultigpu.clusters import Cluster
-from tfmultigpu.lost_workers import watch
-from tfmultigpu.rendezvous import meet
+from tfmultigpu.clusters.sources import Cluster
+from tfmultigpu.clusters.failures import watch
+from tfmultigpu.clusters.rendezvous import meet
 addresses = json.loads(sys.argv[1])
 watch(Cluster(addresses, 1), meet(addresses, 1, {}, timeout=300.0, stay=True))
 exec(sys.argv[2])
@@ -349,7 +349,8 @@ def test_a_process_says_how_it_ends(last: str, code: int, said: str) -> None:
 
 STUCK = """
 import time
-from tfmultigpu import lost_workers, worker_ends
+from tfmultigpu.clusters import failures as lost_workers
+from tfmultigpu.clusters import exits as worker_ends
 lost_workers._EXIT_SECONDS, worker_ends._ABORT_SECONDS, worker_ends._END_SECONDS = 0.5, 0.3, 2.0
 class Stuck:
     def __del__(self): time.sleep(600)

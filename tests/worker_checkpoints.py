@@ -16,7 +16,7 @@ import numpy as np
 import tensorflow as tf
 
 import tfmultigpu as tmg
-from tfmultigpu import shared_files
+from tfmultigpu.checkpoints import shared_storage as shared_files
 
 shared = Path(sys.argv[1])
 strategy = tmg.create_strategy(prefer="multi_worker", fallback=False)

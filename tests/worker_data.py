@@ -8,7 +8,7 @@ import numpy as np
 import tensorflow as tf
 
 import tfmultigpu as tmg
-from tfmultigpu.rows import marked_global_rows
+from tfmultigpu.data.partition import marked_global_rows
 
 strategy = tf.distribute.MultiWorkerMirroredStrategy()
 
@@ -20,7 +20,7 @@ def batches() -> tf.data.Dataset:
     return pairs.map(lambda start, stop: tf.range(start, stop))
 
 
-def read(iterator: tmg.ShardIterator) -> list[list[int]]:
+def read(iterator: tmg.data.ShardIterator) -> list[list[int]]:
     """What the replica of this worker gets of each batch, with the rows of the global batch."""
     found = []
     for batch in iterator:
@@ -30,7 +30,7 @@ def read(iterator: tmg.ShardIterator) -> list[list[int]]:
 
 
 @tf.function
-def totals(data: tmg.ShardedDataset) -> tuple[tf.Tensor, tf.Tensor]:
+def totals(data: tmg.data.ShardedDataset) -> tuple[tf.Tensor, tf.Tensor]:
     total, rows = tf.constant(0, tf.int64), tf.constant(0, tf.int64)
     for batch in data:
         total += strategy.reduce("SUM", strategy.run(tf.reduce_sum, args=(batch,)), axis=None)

@@ -14,10 +14,10 @@ import numpy as np
 import tensorflow as tf
 
 import tfmultigpu as tmg
-from tfmultigpu.gathering import gather_rows
+from tfmultigpu.strategies.gathering import gather_rows
 
 strategy = tmg.create_strategy()
-me = tmg.cluster_from_environment().index
+me = tmg.clusters.cluster_from_environment().index
 x = np.arange(12, dtype="float32").reshape(6, 2)
 y = x[:, :1] / 12
 with strategy.scope():
@@ -42,7 +42,7 @@ def reduce() -> Any:
 
 
 def by_hand() -> Any:
-    with tmg.explaining_lost_workers():
+    with tmg.clusters.explaining_lost_workers():
         return reduce()
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 import tfmultigpu as tmg
-from tfmultigpu.lost_workers import link_of_workers
+from tfmultigpu.clusters.failures import link_of_workers
 
 folder = Path(sys.argv[1])
 # Which worker gets which signal before which step, for each attempt.

@@ -11,7 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 import tfmultigpu as tmg
-from tfmultigpu.verification import verifier
+from tfmultigpu.steps.verification import verifier
 
 strategy = tf.distribute.MultiWorkerMirroredStrategy()
 random = np.random.default_rng(0)

@@ -6,8 +6,7 @@ from statistics import median
 from typing import Any
 
 from speed.measure import WARM_UP_STEPS
-from speed.memory import ROWS as ROWS_IN_MEMORY
-from speed.memory import TINY
+from speed.memory import ROWS as ROWS_IN_MEMORY, TINY
 from speed.report import ROWS, Spread, largest_difference, largest_weight, ratios, spreads
 from speed.targets import compared, of_activations, per_round
 from speed.workloads import BATCH_SIZE, WORKLOADS

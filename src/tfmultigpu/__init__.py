@@ -1,131 +1,113 @@
 """Train a Keras model on several devices and get what one device would have given.
 
-Names are loaded from their modules when they are first used, so that importing the package costs a
-millisecond.
+The names that most programs need are here; the packages hold the rest, such as
+``tfmultigpu.devices.restrict_devices``. Names are loaded when they are first used, so that
+importing the package costs a millisecond.
 """
 
 from importlib import import_module as _import_module
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from tfmultigpu import testing
-    from tfmultigpu.accumulation import GradientAccumulator
-    from tfmultigpu.batch_norm import synchronize_batch_norm
-    from tfmultigpu.batch_size import find_batch_size
-    from tfmultigpu.capacities import measured_capacities, memory_capacities
-    from tfmultigpu.checkpoints import Checkpoints
-    from tfmultigpu.clusters import Cluster, cluster_from_environment
-    from tfmultigpu.communication import (
-        CommunicationTimes,
-        communication_times,
-        measure_communication,
-    )
-    from tfmultigpu.data import ShardedDataset, ShardIterator, distribute_dataset, row_weight
-    from tfmultigpu.devices import (
-        Device,
-        enable_memory_growth,
-        existing_logical_names,
-        limit_memory,
-        list_devices,
-        logical_to_physical,
-        restrict_devices,
-        split_device,
-        visible_devices,
-    )
-    from tfmultigpu.diagnostics import (
-        Finding,
-        Report,
-        Scaling,
-        ScalingPoint,
-        StepProfile,
-        doctor,
-        explain,
-        measure_scaling,
-        profile_step,
-    )
-    from tfmultigpu.errors import (
-        CheckpointError,
-        ClusterError,
-        CompileError,
-        DamagedCheckpointWarning,
-        DataError,
-        DeviceNotFoundError,
-        DeviceSettingsError,
-        DevicesInitializedError,
-        KerasBackendError,
-        LossError,
-        MetricError,
-        MissingExtraError,
-        OutOfMemoryError,
-        ReplicaDependenceWarning,
-        RestoreMismatchError,
-        ScopeError,
-        ShareError,
-        StrategyFallbackWarning,
-        StrategyUnavailableError,
-        TfMultiGpuError,
-        UnknownLengthError,
-        UnverifiedWarning,
-        WorkerLostError,
-        WorkersDifferError,
-    )
-    from tfmultigpu.loops import evaluate, fit, predict
-    from tfmultigpu.losses import LossSum, global_mean, loss_sum
-    from tfmultigpu.lost_workers import explaining_lost_workers
-    from tfmultigpu.row_gathering import gather_rows, row_positions
-    from tfmultigpu.shares import plan_micro_batches, plan_shares
-    from tfmultigpu.steps import make_eval_step, make_predict_step, make_train_step
-    from tfmultigpu.strategies import StrategyPlan, create_strategy, plan_strategy
-    from tfmultigpu.updates import apply_reduced_gradients
-    from tfmultigpu.verification import Verification
+from tfmultigpu._version import __version__ as __version__
 
-__version__ = "0.1.0"
+if TYPE_CHECKING:
+    from tfmultigpu import (
+        checkpoints as checkpoints,
+        clusters as clusters,
+        data as data,
+        devices as devices,
+        diagnostics as diagnostics,
+        errors as errors,
+        loops as loops,
+        losses as losses,
+        optimizers as optimizers,
+        steps as steps,
+        strategies as strategies,
+        testing as testing,
+        tuning as tuning,
+    )
+    from tfmultigpu.checkpoints import Checkpoints as Checkpoints
+    from tfmultigpu.data import distribute_dataset as distribute_dataset, plan_shares as plan_shares
+    from tfmultigpu.devices import (
+        Device as Device,
+        enable_memory_growth as enable_memory_growth,
+        limit_memory as limit_memory,
+        list_devices as list_devices,
+        split_device as split_device,
+    )
+    from tfmultigpu.diagnostics import Report as Report
+    from tfmultigpu.diagnostics.doctor import doctor as doctor
+    from tfmultigpu.diagnostics.explain import explain as explain
+    from tfmultigpu.errors import (
+        CheckpointError as CheckpointError,
+        ClusterError as ClusterError,
+        CompileError as CompileError,
+        DamagedCheckpointWarning as DamagedCheckpointWarning,
+        DataError as DataError,
+        DeviceNotFoundError as DeviceNotFoundError,
+        DeviceSettingsError as DeviceSettingsError,
+        DevicesInitializedError as DevicesInitializedError,
+        KerasBackendError as KerasBackendError,
+        LossError as LossError,
+        MetricError as MetricError,
+        MissingExtraError as MissingExtraError,
+        OutOfMemoryError as OutOfMemoryError,
+        ReplicaDependenceWarning as ReplicaDependenceWarning,
+        RestoreMismatchError as RestoreMismatchError,
+        ScopeError as ScopeError,
+        ShareError as ShareError,
+        StrategyFallbackWarning as StrategyFallbackWarning,
+        StrategyUnavailableError as StrategyUnavailableError,
+        TfMultiGpuError as TfMultiGpuError,
+        UnknownLengthError as UnknownLengthError,
+        UnverifiedWarning as UnverifiedWarning,
+        WorkerLostError as WorkerLostError,
+        WorkersDifferError as WorkersDifferError,
+    )
+    from tfmultigpu.loops.evaluate import evaluate as evaluate
+    from tfmultigpu.loops.fit import fit as fit
+    from tfmultigpu.loops.predict import predict as predict
+    from tfmultigpu.losses import LossSum as LossSum, global_mean as global_mean
+    from tfmultigpu.losses.loss_sum import loss_sum as loss_sum
+    from tfmultigpu.optimizers import (
+        GradientAccumulator as GradientAccumulator,
+        apply_reduced_gradients as apply_reduced_gradients,
+    )
+    from tfmultigpu.steps import (
+        gather_rows as gather_rows,
+        make_eval_step as make_eval_step,
+        make_predict_step as make_predict_step,
+        make_train_step as make_train_step,
+        synchronize_batch_norm as synchronize_batch_norm,
+    )
+    from tfmultigpu.strategies import (
+        StrategyPlan as StrategyPlan,
+        create_strategy as create_strategy,
+        plan_strategy as plan_strategy,
+    )
+    from tfmultigpu.tuning import (
+        find_batch_size as find_batch_size,
+        measured_capacities as measured_capacities,
+        memory_capacities as memory_capacities,
+    )
 
 _NAMES = {
-    "accumulation": ("GradientAccumulator",),
-    "batch_norm": ("synchronize_batch_norm",),
-    "batch_size": ("find_batch_size",),
-    "capacities": (
-        "measured_capacities",
-        "memory_capacities",
-    ),
     "checkpoints": ("Checkpoints",),
-    "clusters": (
-        "Cluster",
-        "cluster_from_environment",
-    ),
-    "communication": (
-        "CommunicationTimes",
-        "communication_times",
-        "measure_communication",
-    ),
     "data": (
-        "ShardedDataset",
-        "ShardIterator",
         "distribute_dataset",
-        "row_weight",
+        "plan_shares",
     ),
     "devices": (
         "Device",
         "enable_memory_growth",
-        "existing_logical_names",
         "limit_memory",
         "list_devices",
-        "logical_to_physical",
-        "restrict_devices",
         "split_device",
-        "visible_devices",
     ),
     "diagnostics": (
-        "Finding",
         "Report",
-        "Scaling",
-        "ScalingPoint",
-        "StepProfile",
         "doctor",
         "explain",
-        "measure_scaling",
-        "profile_step",
     ),
     "errors": (
         "CheckpointError",
@@ -163,108 +145,50 @@ _NAMES = {
         "global_mean",
         "loss_sum",
     ),
-    "lost_workers": ("explaining_lost_workers",),
-    "row_gathering": ("gather_rows", "row_positions"),
-    "shares": ("plan_micro_batches", "plan_shares"),
+    "optimizers": (
+        "GradientAccumulator",
+        "apply_reduced_gradients",
+    ),
     "steps": (
+        "gather_rows",
         "make_eval_step",
         "make_predict_step",
         "make_train_step",
+        "synchronize_batch_norm",
     ),
     "strategies": (
         "StrategyPlan",
         "create_strategy",
         "plan_strategy",
     ),
-    "updates": ("apply_reduced_gradients",),
-    "verification": ("Verification",),
+    "tuning": (
+        "find_batch_size",
+        "measured_capacities",
+        "memory_capacities",
+    ),
 }
-_HOME = {name: module for module, names in _NAMES.items() for name in names}
-_MODULES = ("testing",)
-
-__all__ = [
-    "CheckpointError",
-    "Checkpoints",
-    "Cluster",
-    "ClusterError",
-    "CommunicationTimes",
-    "CompileError",
-    "DamagedCheckpointWarning",
-    "DataError",
-    "Device",
-    "DeviceNotFoundError",
-    "DeviceSettingsError",
-    "DevicesInitializedError",
-    "Finding",
-    "GradientAccumulator",
-    "KerasBackendError",
-    "LossError",
-    "LossSum",
-    "MetricError",
-    "MissingExtraError",
-    "OutOfMemoryError",
-    "ReplicaDependenceWarning",
-    "Report",
-    "RestoreMismatchError",
-    "Scaling",
-    "ScalingPoint",
-    "ScopeError",
-    "ShardIterator",
-    "ShardedDataset",
-    "ShareError",
-    "StepProfile",
-    "StrategyFallbackWarning",
-    "StrategyPlan",
-    "StrategyUnavailableError",
-    "TfMultiGpuError",
-    "UnknownLengthError",
-    "UnverifiedWarning",
-    "Verification",
-    "WorkerLostError",
-    "WorkersDifferError",
-    "apply_reduced_gradients",
-    "cluster_from_environment",
-    "communication_times",
-    "create_strategy",
-    "distribute_dataset",
-    "doctor",
-    "enable_memory_growth",
-    "evaluate",
-    "existing_logical_names",
-    "explain",
-    "explaining_lost_workers",
-    "find_batch_size",
-    "fit",
-    "gather_rows",
-    "global_mean",
-    "limit_memory",
-    "list_devices",
-    "logical_to_physical",
-    "loss_sum",
-    "make_eval_step",
-    "make_predict_step",
-    "make_train_step",
-    "measure_communication",
-    "measure_scaling",
-    "measured_capacities",
-    "memory_capacities",
-    "plan_micro_batches",
-    "plan_shares",
-    "plan_strategy",
-    "predict",
-    "profile_step",
-    "restrict_devices",
-    "row_positions",
-    "row_weight",
-    "split_device",
-    "synchronize_batch_norm",
+_PACKAGES = (
+    "checkpoints",
+    "clusters",
+    "data",
+    "devices",
+    "diagnostics",
+    "errors",
+    "loops",
+    "losses",
+    "optimizers",
+    "steps",
+    "strategies",
     "testing",
-    "visible_devices",
-]
+    "tuning",
+)
+_HOME = {name: package for package, names in _NAMES.items() for name in names}
+
+__all__ = sorted([*_PACKAGES, *_HOME])
 
 
 def __getattr__(name: str) -> Any:
-    if name in _MODULES:
+    if name in _PACKAGES:
         return _import_module(f"{__name__}.{name}")
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -274,4 +198,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted(set(globals()) | set(__all__))
+    return sorted([*__all__, "__version__"])

@@ -111,7 +111,7 @@ def _run_demo(options: argparse.Namespace) -> int:
 
 
 def _add_launch(commands: Any) -> None:
-    from tfmultigpu.launch import add_arguments, run
+    from tfmultigpu.clusters.launcher import add_arguments, run
 
     parser = commands.add_parser(
         "launch",

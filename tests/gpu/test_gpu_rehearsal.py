@@ -14,7 +14,7 @@ from gpu_checks.groups import GROUPS, Group, run_check, run_group
 from gpu_checks.place import GIB, NeedsGpu, Place, grown, used_memory
 
 import tfmultigpu as tmg
-from tfmultigpu.plans import Facts, choose
+from tfmultigpu.strategies.plan import Facts, choose
 
 TWO = Place("CPU", ("CPU:0", "CPU:1"), (12 * GIB, 4 * GIB))
 

@@ -13,7 +13,7 @@ from keras import layers
 
 import tfmultigpu as tmg
 from tfmultigpu.testing import Training
-from tfmultigpu.testing.one_device import OneDevice
+from tfmultigpu.testing.reference import OneDevice
 
 ROWS = sum(SIZES)
 X = normal(ROWS, 4)

@@ -11,7 +11,7 @@ import pytest
 from case import SIZES, Case, cut, integers, normal
 from keras import layers
 
-from tfmultigpu.scopes import all_layers
+from tfmultigpu.strategies.scopes import all_layers
 from tfmultigpu.testing import Training
 
 ROWS = sum(SIZES)

@@ -15,7 +15,7 @@ from case import Case, cut, integers, normal
 from one_device import ByHand, Replicated, assert_same, strategy_of
 
 import tfmultigpu as tmg
-from tfmultigpu.losses import as_loss
+from tfmultigpu.losses.loss_sum import as_loss
 from tfmultigpu.testing import Training
 
 ROWS = 24

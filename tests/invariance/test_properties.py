@@ -15,13 +15,12 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from hypothesis import HealthCheck, assume, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, assume, given, settings, strategies as st
 from one_device import strategy_of
 
 import tfmultigpu as tmg
 from tfmultigpu.testing import Training
-from tfmultigpu.testing.one_device import OneDevice
+from tfmultigpu.testing.reference import OneDevice
 
 REDUCTIONS = ("sum_over_batch_size", "mean_with_sample_weight", "sum")
 # Replicas, micro-batches (13 are more than any batch has rows) and the shares of a distributed
@@ -250,8 +249,8 @@ def test_sums_and_weights_add_up_however_the_rows_are_cut(
 def test_every_row_is_on_one_replica_or_the_whole_batch_on_all(
     rows: int, shares: list[float]
 ) -> None:
-    from tfmultigpu.rows import cut_rows
-    from tfmultigpu.shares import integer_shares
+    from tfmultigpu.data.partition import cut_rows
+    from tfmultigpu.data.shares import integer_shares
 
     parts = [part.numpy().tolist() for part in cut_rows(tf.range(rows), integer_shares(shares))]
     if rows < len(shares):

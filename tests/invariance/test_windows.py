@@ -18,7 +18,7 @@ from one_device import strategy_of
 
 import tfmultigpu as tmg
 from tfmultigpu.testing import Training
-from tfmultigpu.testing.one_device import OneDevice
+from tfmultigpu.testing.reference import OneDevice
 
 # Windows of three batches: one row among many, fewer rows than replicas, and a short one to end.
 WINDOW = 3
@@ -123,7 +123,7 @@ class Windows:
 
     def _add_next(self, iterator: Any) -> None:
         batch = next(iterator)
-        self.strategy.run(self._add, args=(*batch, tmg.row_weight(batch, self.strategy)))
+        self.strategy.run(self._add, args=(*batch, tmg.data.row_weight(batch, self.strategy)))
 
     def _add(self, x: Any, y: Any, weight: Any, row_weight: Any) -> None:
         with tf.GradientTape() as tape:

@@ -76,17 +76,17 @@ MUTATIONS = (
     # Sums and weights, divided once ---------------------------------------------------------------
     Mutation(
         "the sum is divided by a constant batch size",
-        "objectives.py",
+        "losses/objective.py",
         (("1.0 if term.fixed else global_rows * (", "1.0 if term.fixed else 64.0 * ("),),
         (f"{EXACT}[2-1-weights]",),
     ),
     Mutation(
         "a mean of the means of the replicas",
-        "replicas.py",
+        "steps/forward_backward.py",
         (
             (
                 "layout.scales(global_rows)",
-                "layout.scales(tf.cast(rows_lib.count_rows(shard) "
+                "layout.scales(tf.cast(partition.count_rows(shard) "
                 "* self._strategy.num_replicas_in_sync, tf.float64))",
             ),
         ),
@@ -94,12 +94,12 @@ MUTATIONS = (
     ),
     Mutation(
         "a mean of the means of the micro-batches",
-        "replicas.py",
+        "steps/forward_backward.py",
         (
             (
-                "            shard = rows_lib.cut_part(shard, part.count, part.number)",
-                "            shard = rows_lib.cut_part(shard, part.count, part.number)\n"
-                "            own = rows_lib.count_rows(shard) * part.count\n"
+                "            shard = partition.cut_part(shard, part.count, part.number)",
+                "            shard = partition.cut_part(shard, part.count, part.number)\n"
+                "            own = partition.count_rows(shard) * part.count\n"
                 "            weight *= tf.where(tf.equal(once, 1.0), rows / own, 1.0)",
             ),
         ),
@@ -107,7 +107,7 @@ MUTATIONS = (
     ),
     Mutation(
         "the last micro-batch is left out",
-        "replicas.py",
+        "steps/forward_backward.py",
         (
             (
                 "\n            lambda micro, *_: micro < count,",
@@ -118,7 +118,7 @@ MUTATIONS = (
     ),
     Mutation(
         "the optimizer steps for each micro-batch",
-        "train_step.py",
+        "steps/train_step.py",
         (
             (
                 "            self.strategy.run(apply, args=(gradients,))",
@@ -130,7 +130,7 @@ MUTATIONS = (
     ),
     Mutation(
         "the weight is the rows where it should be the sample weights",
-        "losses.py",
+        "losses/loss_sum.py",
         (
             (
                 "_sum_of_weights(sample_weight, mask, total.dtype)",
@@ -141,19 +141,19 @@ MUTATIONS = (
     ),
     Mutation(
         "what a mask hides is in the weight",
-        "losses.py",
+        "losses/loss_sum.py",
         (("    mask = _mask(y_pred, ", "    mask = None and _mask(y_pred, "),),
         (f"{WEIGHTS}[masks without weights, every reduction]",),
     ),
     Mutation(
         'reduction="sum" is divided by the number of replicas',
-        "losses.py",
+        "losses/loss_sum.py",
         (("(total, tf.ones_like(total), fixed=True)", "(total, tf.ones_like(total))"),),
         (f"{WEIGHTS}[weights far apart, sum]",),
     ),
     Mutation(
         "losses that layers add are not weighted by rows",
-        "added_losses.py",
+        "losses/added_losses.py",
         (
             (
                 "LossTerm(tf.reduce_sum(value) * rows, rows, per_row=1.0, added=True)",
@@ -164,13 +164,13 @@ MUTATIONS = (
     ),
     Mutation(
         "gradients are added over the replicas once more",
-        "updates.py",
+        "optimizers/update.py",
         (("(list(summed), list(kept))", "([g * replicas for g in summed], list(kept))"),),
         (f"{EXACT}[2-1-weights]",),
     ),
     Mutation(
         "of a row that an embedding looks up twice one gradient counts",
-        "replicas.py",
+        "steps/forward_backward.py",
         (
             (
                 "    gradient = tf.convert_to_tensor(gradient)\n",
@@ -183,13 +183,13 @@ MUTATIONS = (
     ),
     Mutation(
         "the loss of many steps is a mean of their losses",
-        "multistep.py",
+        "steps/multi_step.py",
         (("tf.where(weight > 0, loss, plain", "tf.where(weight > 1e9, loss, plain"),),
         ("test_steps_feeding.py::test_many_steps_in_one_call_end_where_the_data_ends[1]",),
     ),
     Mutation(
         "losses of several outputs are weighed alike over many steps",
-        "multistep.py",
+        "steps/multi_step.py",
         (
             (
                 "logs[name] = tf.math.divide_no_nan(logs[name], logs[name.weight])",
@@ -201,7 +201,7 @@ MUTATIONS = (
     # Weight regularisation ------------------------------------------------------------------------
     Mutation(
         "weights are regularised by each replica",
-        "train_step.py",
+        "steps/train_step.py",
         (
             (
                 "        corrections: list[Any] = ",
@@ -214,7 +214,7 @@ MUTATIONS = (
     ),
     Mutation(
         "weights are regularised by each micro-batch",
-        "train_step.py",
+        "steps/train_step.py",
         (
             (
                 "        corrections: list[Any] = ",
@@ -227,7 +227,7 @@ MUTATIONS = (
     ),
     Mutation(
         "the regularisation is divided by the weight",
-        "train_step.py",
+        "steps/train_step.py",
         (
             (
                 "        corrections: list[Any] = ",
@@ -240,7 +240,7 @@ MUTATIONS = (
     # What is decided about the whole gradient -----------------------------------------------------
     Mutation(
         "each replica clips before the sum",
-        "train_step.py",
+        "steps/train_step.py",
         (
             (
                 "parts, states = self._phase(shards, scale)",
@@ -255,7 +255,7 @@ MUTATIONS = (
     ),
     Mutation(
         "the norm is that of one replica's gradient",
-        "train_step.py",
+        "steps/train_step.py",
         (
             (
                 "parts, states = self._phase(shards, scale)",
@@ -267,7 +267,7 @@ MUTATIONS = (
     ),
     Mutation(
         "whether gradients are finite is read from replica 0",
-        "train_step.py",
+        "steps/train_step.py",
         (
             (
                 "parts, states = self._phase(shards, scale)",
@@ -279,13 +279,13 @@ MUTATIONS = (
     ),
     Mutation(
         "gradients stay multiplied by the loss scale",
-        "train_step.py",
+        "steps/train_step.py",
         (("unscaled(correction, scale) for", "unscaled(correction, None) for"),),
         (f"{SCALING}[1]",),
     ),
     Mutation(
         "a skipped step is counted",
-        "train_step.py",
+        "steps/train_step.py",
         (
             (
                 "update, lambda: tf.constant(False))",
@@ -297,7 +297,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a skipped step counts as a good one for the loss scale",
-        "precision.py",
+        "optimizers/loss_scaling.py",
         (
             (
                 "tf.where(finite & ~grow, good + 1, tf.zeros_like(good))",
@@ -308,38 +308,38 @@ MUTATIONS = (
     ),
     Mutation(
         "weights are not overwritten by their averages",
-        "train_step.py",
+        "steps/train_step.py",
         (("            overwrite_with_averages(optimizer, self.strategy, self._trained)\n", ""),),
         (f"{WINDOW}[what counts steps counts windows: sum in 2 micro-batches]",),
     ),
     Mutation(
         "averages that overwrite weights are not constrained",
-        "updates.py",
+        "optimizers/update.py",
         (("constraints.get(id(variable)) or tf.convert_to_tensor", "tf.convert_to_tensor"),),
         (f"{WINDOW}[what counts steps counts windows: sum in 2 micro-batches]",),
     ),
     Mutation(
         "a step is counted although the data had ended",
-        "train_step.py",
+        "steps/train_step.py",
         (("            with tf.control_dependencies(first(gradients)):", "            if True:"),),
         ("test_steps_feeding.py::test_step_inside_a_function_of_the_user",),
     ),
     # Rows -----------------------------------------------------------------------------------------
     Mutation(
         "the last, partial batch is dropped",
-        "sources.py",
+        "data/sources.py",
         ((".batch(batch_size)\n", ".batch(batch_size, drop_remainder=True)\n"),),
         ("test_sources.py::test_arrays_are_batched_in_order[arrays0-expected0]",),
     ),
     Mutation(
         "rows that replicas cannot divide are dropped",
-        "rows.py",
+        "data/partition.py",
         (("return rows * index // parts\n", "return rows // parts * index\n"),),
         ("test_rows.py::test_every_row_is_in_one_part_and_no_part_is_empty",),
     ),
     Mutation(
         "a replica gets no rows, as TensorFlow splits",
-        "rows.py",
+        "data/partition.py",
         (
             (
                 "return rows * index // parts\n",
@@ -350,19 +350,19 @@ MUTATIONS = (
     ),
     Mutation(
         "a batch smaller than the replicas leaves some without rows",
-        "rows.py",
+        "data/partition.py",
         (("    whole = rows < len(shares)\n", "    whole = tf.constant(False)\n"),),
         ("test_rows.py::test_a_small_batch_goes_whole_to_every_part",),
     ),
     Mutation(
         "a small batch counts once for each replica",
-        "replicas.py",
-        (("rows_lib.row_weight(shards.global_rows, replicas) if replicas > 1", "None if True"),),
+        "steps/forward_backward.py",
+        (("partition.row_weight(shards.global_rows, replicas) if replicas > 1", "None if True"),),
         (f"{EXACT}[2-1-weights]", f"{WEIGHTS}[weights far apart, sum]"),
     ),
     Mutation(
         "evaluation counts a small batch once for each replica",
-        "evaluation.py",
+        "steps/evaluate.py",
         (
             (
                 "if replicas > 1 else None\n"
@@ -377,50 +377,50 @@ MUTATIONS = (
     ),
     Mutation(
         "metrics see every copy of a small batch",
-        "metrics.py",
+        "losses/metrics.py",
         (("return True if row_weight is None or first == 0 else tf", "return True or tf"),),
         (f"{METRICS}[4-{{}}]", f"{EVALUATION}[8]"),
     ),
     Mutation(
         "metrics in a forward function see every copy of a small batch",
-        "metrics.py",
+        "losses/metrics.py",
         (("return tf.where(counts, tf.cast(value", "return tf.where(True, tf.cast(value"),),
         ("test_metrics_in_forward.py::test_in_evaluation[4]",),
     ),
     Mutation(
         "rows that are gathered in a small batch have the gradients of all copies",
-        "row_gathering.py",
+        "steps/row_gathering.py",
         (("tf.where(small, own, every)", "tf.where(False, own, every)"),),
         (f"{COUPLED}[simclr-4]",),
     ),
     Mutation(
         "rows that are gathered have the gradients of their own replica alone",
-        "row_gathering.py",
+        "steps/row_gathering.py",
         (("added = all_reduce_sum(", "added = lone(all_reduce_sum)("), ("def _source(", LONE)),
         (f"{COUPLED}[simclr-2]",),
     ),
     Mutation(
         "replicas draw the same numbers",
-        "randomness.py",
+        "steps/random_draws.py",
         (("first=lambda: shards.first_row(replica),", "first=lambda: tf.zeros([], tf.int64),"),),
         ("test_randomness.py::test_layers_draw_what_one_device_draws[dropout-2]",),
     ),
     Mutation(
         "predictions come by replica, the last one first",
-        "evaluation.py",
+        "steps/evaluate.py",
         (("joined = tf.concat(parts, axis=0)", "joined = tf.concat(parts[::-1], axis=0)"),),
         (f"{PREDICTION}[2]",),
     ),
     Mutation(
         "a small batch is predicted once for each replica",
-        "evaluation.py",
+        "steps/evaluate.py",
         (("return joined[: tf.where(small, once, joined_rows)]", "return joined"),),
         (f"{PREDICTION}[8]",),
     ),
     # Windows over batches -------------------------------------------------------------------------
     Mutation(
         "a short window is divided by the weight of a whole one",
-        "accumulation.py",
+        "optimizers/accumulation.py",
         (
             (
                 "        with tf.control_dependencies(parts):",
@@ -432,7 +432,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a window begins with what the one before left",
-        "accumulation.py",
+        "optimizers/accumulation.py",
         (
             (
                 "        with tf.control_dependencies(parts):\n            self._clear()",
@@ -443,7 +443,7 @@ MUTATIONS = (
     ),
     Mutation(
         "adding to a window communicates",
-        "accumulation.py",
+        "optimizers/accumulation.py",
         (
             (
                 "        self._weight.assign_add(tf.cast(weight, tf.float32))",
@@ -456,25 +456,25 @@ MUTATIONS = (
     # Verification ---------------------------------------------------------------------------------
     Mutation(
         "the first step is not verified",
-        "verification/verifier.py",
+        "steps/verification/verifier.py",
         (("_ATTEMPTS if verify and needed else 0", "0"),),
         (f"{TOUCHING}[Softmax along the rows]",),
     ),
     Mutation(
         "the tolerance of the verification is a thousand times as large",
-        "verification/rounding.py",
+        "steps/verification/rounding.py",
         (("self.bound = self.compute *", "self.bound = 1e5 * self.compute *"),),
         (f"{TOUCHING}[a loss that compares rows: ranking]",),
     ),
     Mutation(
         "every difference is taken for rounding",
-        "verification/rounding.py",
+        "steps/verification/rounding.py",
         (("4.0 if half else 16.0\n", "1e9\n"),),
         (f"{TOUCHING}[Softmax along the rows]",),
     ),
     Mutation(
         "states that layers assign are not compared",
-        "verification/verifier.py",
+        "steps/verification/verifier.py",
         (
             (
                 "found += compare_states(states, computed, self._strategy, self._rounding)",

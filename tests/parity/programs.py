@@ -213,7 +213,7 @@ def gathered_info_nce() -> Program:
         x, y = batch
         predictions = model(x, training=training)
         values = info_nce(tmg.gather_rows(y), tmg.gather_rows(predictions))
-        own = tf.gather(values, tmg.row_positions(predictions))
+        own = tf.gather(values, tmg.steps.row_positions(predictions))
         return tmg.LossSum(tf.reduce_sum(own), tf.size(own))
 
     return Program(model, plain, {"loss": None, "forward": forward})

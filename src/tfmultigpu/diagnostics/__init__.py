@@ -1,19 +1,12 @@
-"""What is wrong, and what to change: with the machine, a program, or the speed of a step."""
+"""Diagnostics: what is wrong with a machine or a program, and what to change."""
 
-from tfmultigpu.diagnostics.checkup import doctor
-from tfmultigpu.diagnostics.profiling import StepProfile, profile_step
-from tfmultigpu.diagnostics.program import explain
+from tfmultigpu.diagnostics.doctor import doctor
+from tfmultigpu.diagnostics.explain import explain
 from tfmultigpu.diagnostics.report import Finding, Report
-from tfmultigpu.diagnostics.scaling import Scaling, ScalingPoint, measure_scaling
 
 __all__ = [
     "Finding",
     "Report",
-    "Scaling",
-    "ScalingPoint",
-    "StepProfile",
     "doctor",
     "explain",
-    "measure_scaling",
-    "profile_step",
 ]

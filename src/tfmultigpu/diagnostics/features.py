@@ -9,9 +9,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfmultigpu.diagnostics.inputs import Input
+from tfmultigpu.data.batch_format import unpack_batch
+from tfmultigpu.diagnostics.input_checks import Input
 from tfmultigpu.diagnostics.report import Finding
-from tfmultigpu.outputs import unpack_batch
 
 __all__ = ["feature_findings"]
 

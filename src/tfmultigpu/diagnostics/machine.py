@@ -15,11 +15,17 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfmultigpu.devices import Device, list_devices, logical_to_physical, parse_device_name
-from tfmultigpu.diagnostics.driver import Driver, ask_driver
+from tfmultigpu._version import __version__
+from tfmultigpu.devices.configure import (
+    Device,
+    list_devices,
+    logical_to_physical,
+    parse_device_name,
+)
+from tfmultigpu.devices.driver import Driver, ask_driver
 from tfmultigpu.errors import TfMultiGpuError
-from tfmultigpu.plans import StrategyPlan
-from tfmultigpu.strategies import devices_started, plan_strategy
+from tfmultigpu.strategies.factory import devices_started, plan_strategy
+from tfmultigpu.strategies.plan import StrategyPlan
 
 __all__ = ["Machine", "look_around"]
 
@@ -212,9 +218,7 @@ def _backend() -> tuple[str, str]:
 
 
 def _versions() -> dict[str, str]:
-    import tfmultigpu
-
-    versions = {"tfmultigpu": tfmultigpu.__version__, "tensorflow": tf.__version__}
+    versions = {"tfmultigpu": __version__, "tensorflow": tf.__version__}
     for package in ("keras", "tf_keras", "numpy", "nvidia-ml-py"):
         try:
             versions[package] = importlib.metadata.version(package)

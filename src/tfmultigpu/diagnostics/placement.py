@@ -8,12 +8,17 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfmultigpu import _bridge
-from tfmultigpu.device_names import listed, parse_device_name
-from tfmultigpu.devices import existing_logical_names
+from tfmultigpu import _compat
+from tfmultigpu.devices.configure import existing_logical_names
+from tfmultigpu.devices.names import listed, parse_device_name
 from tfmultigpu.diagnostics.report import Finding
+from tfmultigpu.strategies.topology import strategy_devices
 
-__all__ = ["Placement", "optimizer_findings", "placement_findings", "strategy_devices"]
+__all__ = [
+    "Placement",
+    "optimizer_findings",
+    "placement_findings",
+]
 
 _SCOPE = "with strategy.scope():"
 
@@ -92,15 +97,6 @@ def outside_of(
             count = found.num_replicas_in_sync
             other = f"{type(found).__name__} with {count} replica(s)"
     return tuple(names), other
-
-
-def strategy_devices(strategy: tf.distribute.Strategy) -> tuple[str, ...]:
-    """Returns the devices of a strategy in this process; none for TensorFlow's default strategy."""
-    try:
-        names: Any = strategy.extended.worker_devices
-    except RuntimeError:
-        return ()  # The default strategy has none of its own, and says so.
-    return tuple(parse_device_name(name) for name in names)
 
 
 def devices_of(variable: Any, strategy: tf.distribute.Strategy) -> tuple[str, ...]:
@@ -184,7 +180,7 @@ def optimizer_findings(
             else "It belongs to one device, as the model does.",
             f"{_SCOPE} optimizer = ..., and model.compile(optimizer, ...)",
         )
-    known = {id(variable) for variable in _bridge.optimizer_trains(optimizer)}
+    known = {id(variable) for variable in _compat.optimizer_trains(optimizer)}
     strange = [one for one in model.trainable_variables if id(one) not in known]
     if known and len(strange) == len(model.trainable_variables) and strange:
         yield Finding(

@@ -1,7 +1,11 @@
-"""Whole passes over data with a compiled Keras model: ``fit``, ``evaluate`` and ``predict``."""
+"""Whole passes over data with a compiled Keras model."""
 
-from tfmultigpu.loops.evaluating import evaluate
-from tfmultigpu.loops.fitting import fit
-from tfmultigpu.loops.predicting import predict
+from tfmultigpu.loops.evaluate import evaluate
+from tfmultigpu.loops.fit import fit
+from tfmultigpu.loops.predict import predict
 
-__all__ = ["evaluate", "fit", "predict"]
+__all__ = [
+    "evaluate",
+    "fit",
+    "predict",
+]

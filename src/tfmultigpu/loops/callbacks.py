@@ -8,11 +8,10 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfmultigpu._bridge import profiles_batches, set_swaps
+from tfmultigpu._compat import is_part_of_keras, profiles_batches, set_swaps
 from tfmultigpu.errors import CompileError
-from tfmultigpu.keras_classes import is_part_of_keras
-from tfmultigpu.precision import unwrap_optimizer
-from tfmultigpu.sharded_updates import owned_variables, reset_averages, swap_averages
+from tfmultigpu.optimizers.loss_scaling import unwrap_optimizer
+from tfmultigpu.optimizers.sharded import owned_variables, reset_averages, swap_averages
 
 __all__ = [
     "BatchHooks",

@@ -8,8 +8,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfmultigpu.data.batch_format import unpack_batch
 from tfmultigpu.errors import DataError
-from tfmultigpu.outputs import unpack_batch
 
 __all__ = ["weighting"]
 

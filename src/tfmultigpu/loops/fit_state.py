@@ -10,14 +10,14 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfmultigpu.callback_states import CallbackStates
-from tfmultigpu.checkpoint_marks import other_data
-from tfmultigpu.checkpoint_state import Slot, fits, read_state, write_state
-from tfmultigpu.loops.agreement import of_chief, on_any
+from tfmultigpu.checkpoints.callback_states import CallbackStates
+from tfmultigpu.checkpoints.marks import other_data
+from tfmultigpu.checkpoints.state import Slot, fits, read_state, write_state
 from tfmultigpu.loops.callbacks import BatchHooks
-from tfmultigpu.loops.feed import Feed
-from tfmultigpu.loops.training import Trainer
-from tfmultigpu.worker_exchange import WorkerExchange
+from tfmultigpu.loops.epoch import Trainer
+from tfmultigpu.loops.epoch_iterator import Feed
+from tfmultigpu.loops.worker_agreement import of_chief, on_any
+from tfmultigpu.strategies.worker_exchange import WorkerExchange
 
 __all__ = ["FitState", "stored_beginning"]
 

@@ -8,15 +8,15 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfmultigpu.data import ShardedDataset, distribute_dataset
-from tfmultigpu.data_position import PositionedDataset
+from tfmultigpu.data.partition import count_rows
+from tfmultigpu.data.resumable import PositionedDataset
+from tfmultigpu.data.sharded_dataset import ShardedDataset, distribute_dataset
+from tfmultigpu.data.sources import to_dataset
 from tfmultigpu.errors import DataError
 from tfmultigpu.loops.class_weights import weighting
-from tfmultigpu.loops.feed import Feed
-from tfmultigpu.loops.pass_data import check_shards, has_no_end, is_arrays, length, no_batches
-from tfmultigpu.rows import count_rows
-from tfmultigpu.sources import to_dataset
-from tfmultigpu.worker_exchange import digest_of
+from tfmultigpu.loops.epoch_iterator import Feed
+from tfmultigpu.loops.inputs import check_shards, has_no_end, is_arrays, length, no_batches
+from tfmultigpu.strategies.worker_exchange import digest_of
 
 __all__ = ["make_feed", "split_off"]
 

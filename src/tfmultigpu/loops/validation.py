@@ -11,13 +11,13 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfmultigpu.compiled import check_labels
-from tfmultigpu.data import ShardedDataset
-from tfmultigpu.data_passes import Replay, read_over, replay_of
-from tfmultigpu.loops.agreement import of_any, on_any, several_workers
+from tfmultigpu.data.passes import Replay, read_over, replay_of
+from tfmultigpu.data.sharded_dataset import ShardedDataset
 from tfmultigpu.loops.callbacks import BatchHooks
-from tfmultigpu.loops.evaluating import make_evaluator
-from tfmultigpu.loops.pass_data import check_steps, is_arrays, no_batches, pass_batches
+from tfmultigpu.loops.compiled import check_labels
+from tfmultigpu.loops.evaluate import make_evaluator
+from tfmultigpu.loops.inputs import check_steps, is_arrays, no_batches, pass_batches
+from tfmultigpu.loops.worker_agreement import of_any, on_any, several_workers
 
 __all__ = ["Validation"]
 

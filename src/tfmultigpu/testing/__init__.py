@@ -2,7 +2,7 @@
 
 from tfmultigpu.testing.comparison import Difference, InvarianceReport, ReplicaInvarianceError
 from tfmultigpu.testing.invariance import assert_replica_invariant
-from tfmultigpu.testing.one_device import Training
+from tfmultigpu.testing.reference import Training
 from tfmultigpu.testing.virtual_devices import virtual_devices
 from tfmultigpu.testing.workers import WorkerFailedError, WorkerResult, run_workers
 

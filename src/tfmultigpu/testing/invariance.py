@@ -12,17 +12,17 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfmultigpu.data import distribute_dataset
+from tfmultigpu.data.sharded_dataset import distribute_dataset
+from tfmultigpu.data.sources import to_dataset
 from tfmultigpu.errors import TfMultiGpuError
-from tfmultigpu.sources import to_dataset
-from tfmultigpu.steps import make_eval_step, make_predict_step, make_train_step
-from tfmultigpu.strategies import create_strategy
+from tfmultigpu.steps.train import make_eval_step, make_predict_step, make_train_step
+from tfmultigpu.strategies.factory import create_strategy
 from tfmultigpu.testing.comparison import (
     Differences,
     InvarianceReport,
     ReplicaInvarianceError,
 )
-from tfmultigpu.testing.one_device import OneDevice, Training
+from tfmultigpu.testing.reference import OneDevice, Training
 from tfmultigpu.testing.workers import pickled, run_workers
 
 __all__ = ["assert_replica_invariant"]

@@ -13,8 +13,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfmultigpu.jobs import new_job
-from tfmultigpu.worker_processes import (
+from tfmultigpu.clusters.jobs import new_job
+from tfmultigpu.clusters.processes import (
     Outcome,
     free_addresses,
     how_it_ended,

@@ -24,7 +24,7 @@ def names_of_parts(place: Place) -> dict[str, Any]:
     """The parts are numbered, all on one physical device, and TensorFlow starts just these."""
     expected = tuple(f"{place.kind}:{i}" for i in range(len(place.limits)))
     assert place.devices[: len(expected)] == expected, place.devices
-    owners = tmg.logical_to_physical()
+    owners = tmg.devices.logical_to_physical()
     assert {owners[name] for name in expected} == {f"{place.kind}:0"}, owners
     import tensorflow as tf
 
@@ -60,7 +60,7 @@ def measured_communication(place: Place) -> dict[str, Any]:
     strategy = tmg.create_strategy(
         devices=list(place.devices), communication="measured", fallback=False
     )
-    times = tmg.communication_times(strategy)
+    times = tmg.strategies.communication_times(strategy)
     assert times is not None, "nothing was measured"
     milliseconds = {way: 1000 * taken for way, taken in times.seconds.items()}
     assert set(milliseconds) <= {"one_device", "hierarchical_copy"}, milliseconds

@@ -1,0 +1,360 @@
+"""The only file that touches private attributes of TensorFlow or Keras.
+
+Each function says which attribute, why the public API is not enough, and what happens without it.
+``tests/test_bridge.py`` fails loudly when one of them changes.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import pkgutil
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import tensorflow as tf
+
+_lock = threading.RLock()
+_entered: dict[int, int] = {}
+
+_SUM_GRADIENTS = "_all_reduce_sum_gradients"
+_AVERAGES = "_model_variables_moving_average"
+_SWAP, _KEEP = "_tf_swap_variables", "_tf_finalize_ema_values"
+
+
+def keras_mask(tensor: Any) -> Any:
+    """Returns the mask that Keras layers attached to a tensor, or None.
+
+    Private: ``tensor._keras_mask``. The public ``layer.compute_mask`` would need the layers between
+    input and output walked again. Without it a masked loss would divide by every element.
+    """
+    return getattr(tensor, "_keras_mask", None)
+
+
+def set_keras_mask(tensor: Any, mask: Any) -> None:
+    """Attaches a mask to a tensor that lost it by leaving a ``tf.function``; private as above."""
+    if mask is not None:
+        tensor._keras_mask = mask
+
+
+def waits_for_shapes(metric: Any) -> bool:
+    """Returns whether a metric makes variables only when it is first updated.
+
+    Private: ``metric._built`` of ``F1Score`` and ``R2Score``. Without it only metrics that have no
+    variable at all are recognised, and ``R2Score`` fails inside a trace.
+    """
+    return not metric.variables or not getattr(metric, "_built", True)
+
+
+def layers_of(layer: Any) -> list[Any]:
+    """Returns the layers directly inside a layer.
+
+    Private: ``layer._layers``. The public ``model.layers`` leaves out layers that a layer of the
+    user's own holds. Without it warnings about such inner layers are missed.
+    """
+    inside: Any = getattr(layer, "_layers", None)
+    return list(getattr(layer, "layers", ()) if inside is None else inside)
+
+
+def can_skip_gradient_sum(optimizer: Any) -> bool:
+    """Returns whether ``gradients_already_summed`` works for an optimizer."""
+    return callable(getattr(type(optimizer), _SUM_GRADIENTS, None))
+
+
+@contextmanager
+def gradients_already_summed(optimizer: Any) -> Iterator[None]:
+    """Keeps ``optimizer.apply`` from adding gradients over the replicas once more.
+
+    Private: ``optimizer._all_reduce_sum_gradients``, replaced by the identity on this one object
+    while the context lasts. Keras offers no public way to apply gradients that are already summed,
+    and clipping, skipping and loss scaling need the sum first. The public fallback, dividing by the
+    number of replicas and letting Keras sum again, is exact but costs the traffic twice;
+    ``updates.apply_in_replica`` takes it where ``can_skip_gradient_sum`` is False.
+
+    Re-entrant, because replicas are threads that take turns inside ``optimizer.apply``.
+    """
+    key = id(optimizer)
+    with _lock:
+        _entered[key] = _entered.get(key, 0) + 1
+        if _entered[key] == 1:
+            object.__setattr__(optimizer, _SUM_GRADIENTS, lambda pairs: pairs)
+    try:
+        yield
+    finally:
+        with _lock:
+            _entered[key] -= 1
+            if not _entered[key]:
+                del _entered[key]
+                object.__delattr__(optimizer, _SUM_GRADIENTS)
+
+
+# Where Keras and TensorFlow look up at each call what they draw by, or normalize by.
+_KERAS_SEEDS = "keras.src.random.seed_generator"
+_GLOBAL_SEEDS = "global_seed_generator"
+_DRAWS = {
+    _GLOBAL_SEEDS: _KERAS_SEEDS,
+    "stateless_uniform": "tensorflow.random",
+    "stateless_normal": "tensorflow.random",
+    "stateless_truncated_normal": "tensorflow.random",
+    "stateless_categorical": "tensorflow.random",
+    "stateless_gamma": "tensorflow.random",
+    "stateless_binomial": "tensorflow.random",
+    "stateless_poisson": "tensorflow.random",
+    "stateless_parameterized_truncated_normal": "tensorflow.random",
+    "stateless_random_uniform": "tensorflow.python.ops.stateless_random_ops",
+    "stateless_dropout": "tensorflow.nn.experimental",
+    "next": "keras.random.SeedGenerator",
+    "_moments": "keras.layers.BatchNormalization",
+}
+_draws = threading.local()
+_originals: dict[str, Any] = {}
+_drawing = 0
+
+
+@contextmanager
+def replacing_draws(replacements: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
+    """Has random draws on this thread made by other functions while the context lasts.
+
+    Replaces the public functions of TensorFlow by which Keras draws, such as
+    ``tf.random.stateless_uniform``, by ones that ask on which thread they are called. Keras offers
+    no way to say which rows of a batch a layer sees. Without it every replica draws the same
+    numbers. Private: ``keras.src.random.seed_generator.global_seed_generator``, which says what
+    draws without a seed draw from. Without that they fail on replicas, or depend on their number.
+    Private: ``tensorflow.python.ops.stateless_random_ops.stateless_random_uniform``, by which
+    ``tf.image.stateless_random_flip_left_right`` and its like draw. Without it replicas flip alike.
+    Private: ``keras.layers.BatchNormalization._moments``, which behind a mask forgets
+    ``synchronized``. Without it each replica normalizes by its own rows.
+
+    Re-entrant, because replicas are threads that take turns; outside the context, and on other
+    threads in it, the functions are TensorFlow's.
+
+    Args:
+        replacements: By the name of the function, ``f(original, ...)`` with its arguments.
+    """
+    global _drawing
+    before = getattr(_draws, "replacements", {})
+    with _lock:
+        _drawing += 1
+        if _drawing == 1:
+            for name in _DRAWS:
+                _originals[name] = getattr(_home_of(name), name)
+                setattr(_home_of(name), name, _by_thread(name, _originals[name]))
+    _draws.replacements = replacements
+    try:
+        yield
+    finally:
+        _draws.replacements = before
+        with _lock:
+            _drawing -= 1
+            if not _drawing:
+                for name in _DRAWS:
+                    setattr(_home_of(name), name, _originals.pop(name))
+
+
+def original_draw(name: str) -> Any:
+    """Returns TensorFlow's own function, also while it is replaced."""
+    return _originals.get(name) or getattr(_home_of(name), name)
+
+
+def global_seeds() -> Any:
+    """Returns the generator that draws without a seed draw from; None before the first.
+
+    Private: ``keras.src.backend.common.global_state``. The public way to it would make one, and
+    take a number from Python's generator for that.
+    """
+    from keras.src.backend.common import global_state
+
+    return global_state.get_global_attribute(_GLOBAL_SEEDS)
+
+
+def set_global_seeds(generator: Any) -> None:
+    """Has draws without a seed draw from a generator; private as above."""
+    from keras.src.backend.common import global_state
+
+    global_state.set_global_attribute(_GLOBAL_SEEDS, generator)
+
+
+def _home_of(draw: str) -> Any:
+    return pkgutil.resolve_name(_DRAWS[draw])
+
+
+def _by_thread(name: str, original: Any) -> Any:
+    @functools.wraps(original)
+    def draw(*args: Any, **kwargs: Any) -> Any:
+        replacement = getattr(_draws, "replacements", {}).get(name)
+        if replacement is None:
+            return original(*args, **kwargs)
+        return replacement(original, *args, **kwargs)
+
+    return draw
+
+
+def moving_averages(optimizer: Any) -> list[tuple[Any, Any]]:
+    """Returns each trained variable with its moving average, as ``tf.Variable``s.
+
+    Private: ``optimizer._model_variables_moving_average`` and ``optimizer._trainable_variables``.
+    Keras overwrites variables with their averages inside a ``tf.cond`` in the replicas, where
+    assigning to a mirrored variable is an error; the averages are needed to do it outside. The
+    public ``finalize_variable_values`` assigns them too, but at once and in every context alike.
+
+    Raises:
+        AttributeError: Keras has renamed them; ``ema_overwrite_frequency`` then cannot be honoured.
+    """
+    averages = getattr(optimizer, _AVERAGES)
+    pairs = zip(optimizer._trainable_variables, averages, strict=True)
+    return [(variable.value, average.value) for variable, average in pairs if average is not None]
+
+
+def update_averages(optimizer: Any) -> None:
+    """Does what an update does to moving averages, and by them to variables, of no gradient.
+
+    Private: ``optimizer._backend_apply_gradients``. Keras averages all variables that an optimizer
+    was built for whenever it updates one of them. The public ``apply`` returns at once where there
+    are no gradients, so an owner of frozen variables alone would leave its averages as they were.
+
+    Raises:
+        AttributeError: Keras has renamed it.
+    """
+    optimizer._backend_apply_gradients([], [])
+
+
+def set_swaps(callback: Any, swap: Callable[[Any], None], keep: Callable[[Any], None]) -> None:
+    """Has a ``keras.callbacks.SwapEMAWeights`` swap weights and averages by these functions.
+
+    Private: ``callback._tf_swap_variables`` and ``callback._tf_finalize_ema_values``, each called
+    with the optimizer. Keras' own add and subtract on every replica, which for an average that
+    exists once gives something else. Without this the callback needs an update that is not sharded.
+
+    Raises:
+        AttributeError: Keras has renamed one of them.
+    """
+    for name, function in ((_SWAP, swap), (_KEEP, keep)):
+        getattr(callback, name)
+        setattr(callback, name, function)
+
+
+def profiles_batches(callback: Any) -> bool:
+    """Returns whether a ``keras.callbacks.TensorBoard`` was given a ``profile_batch``.
+
+    Private: ``callback._should_trace``. The argument itself is kept nowhere. False where it is
+    missing: the callback is then not called for each batch, and counts calls as if they were some.
+    """
+    return bool(getattr(callback, "_should_trace", False))
+
+
+def optimizer_trains(optimizer: Any) -> list[Any]:
+    """Returns the variables an optimizer was built for, [] where it does not say.
+
+    Private: ``optimizer._trainable_variables``. Serves only to name the variables in an error that
+    Keras would raise later, inside a trace.
+    """
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    return list(getattr(inner, "_trainable_variables", []))
+
+
+def uses_merge_call(strategy: tf.distribute.Strategy) -> bool:
+    """Returns whether replicas of a strategy synchronise by ``merge_call``.
+
+    Private: ``strategy.extended._use_merge_call``. Decides only where an assignment guarded by
+    ``tf.cond`` must be placed; True, the general case, where it is missing.
+    """
+    decide = getattr(strategy.extended, "_use_merge_call", None)
+    return True if decide is None else bool(decide())
+
+
+def compile_arguments(model: Any) -> Any:
+    """Returns what ``model.compile`` was given, by name of argument: one dict for each call of it.
+
+    Private: ``model._compile_config``. The public ``model.get_compile_config()`` serialises, which
+    a function or a metric of the user's own does not survive. Without it ``evaluate`` has no loss
+    and no metrics; ``make_eval_step``, which is given them, does not need it.
+
+    Raises:
+        AttributeError: Keras has renamed it.
+    """
+    return model._compile_config.config
+
+
+def compiled_metrics(
+    model: Any, y_true: Any, y_pred: Any
+) -> tuple[Any, list[list[Any]], list[list[Any]], list[str] | None]:
+    """Returns the metrics a model was compiled with, made by Keras from the shapes of a batch.
+
+    Private: ``model._compile_metrics`` and in it ``_flat_metrics``, ``_flat_weighted_metrics`` and
+    ``_resolved_output_names``. The public ``model.metrics`` does not say which output a metric is
+    for nor whether sample weights apply, and is empty until Keras has trained. Without them names
+    such as "accuracy" and those of the results would be guessed.
+
+    Args:
+        model: A compiled model.
+        y_true: The labels, or anything of their structure with their shapes.
+        y_pred: The outputs, likewise.
+
+    Returns:
+        What holds the metrics and has ``result()`` and ``reset_state()`` (None where there are no
+        metrics); the metrics of each output; those with sample weights of each output; the keys of
+        the outputs in that order, None where it is the order of the outputs.
+
+    Raises:
+        AttributeError: Keras has renamed one of them.
+    """
+    container = model._compile_metrics
+    if container is None:
+        return None, [], [], None
+    if not container.built:
+        container.build(y_true, y_pred)
+    plain, weighted = (
+        [[] if one is None else list(one.metrics) for one in lists]
+        for lists in (container._flat_metrics, container._flat_weighted_metrics)
+    )
+    return container, plain, weighted, getattr(container, "_resolved_output_names", None)
+
+
+def abort_collectives(message: str) -> None:
+    """Ends the collectives that wait, and those to come, by an ``UnavailableError``.
+
+    Private: ``context().abort_collective_ops``. TensorFlow's public API has no way to end what
+    waits for another worker. Without it the process ends in place of raising an error.
+    """
+    context: Any = importlib.import_module("tensorflow.python.eager.context")
+    context.context().abort_collective_ops(tf.errors.UNAVAILABLE, message)
+
+
+def is_part_of_keras(source: Any) -> bool:
+    """Returns whether a class or a function is part of Keras; one derived from it is not."""
+    return str(getattr(source, "__module__", "")).split(".")[0] == "keras"
+
+
+def is_own_class_of_keras(optimizer: Any) -> bool:
+    """Returns whether an optimizer is one of Keras' own, and no class derived from one."""
+    import keras
+
+    kind = type(optimizer)
+    return getattr(keras.optimizers, kind.__name__, None) is kind
+
+
+def dropout_drawn_by(uniform: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns what takes the place of ``tf.nn.experimental.stateless_dropout``.
+
+    Args:
+        uniform: What takes the place of ``tf.random.stateless_uniform``, ``f(original, ...)``.
+    """
+
+    def dropout(
+        original: Any,
+        x: Any,
+        rate: Any,
+        seed: Any,
+        rng_alg: Any = "auto_select",
+        noise_shape: Any = None,
+        name: Any = None,
+    ) -> Any:
+        def sampler(shape: Any, dtype: Any) -> Any:
+            stock = original_draw("stateless_uniform")
+            return uniform(stock, shape, seed, dtype=dtype, alg=rng_alg or "auto_select")
+
+        return tf.nn.experimental.general_dropout(x, rate, sampler, noise_shape, name)
+
+    return dropout

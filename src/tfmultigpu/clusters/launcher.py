@@ -1,0 +1,287 @@
+"""Several workers of one program on this machine, started again together when one is lost.
+
+The launcher itself starts without TensorFlow: errors are imported where one is raised.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import os
+import queue
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tfmultigpu.clusters.jobs import new_job
+from tfmultigpu.clusters.output import WorkerOutput
+from tfmultigpu.clusters.processes import (
+    Outcome,
+    free_addresses,
+    how_it_ended,
+    run_together,
+    worker_environment,
+)
+
+__all__ = ["ATTEMPT", "add_arguments", "launch", "run"]
+
+ATTEMPT = "TFMULTIGPU_ATTEMPT"
+_GRACE = 5.0
+# A worker that saved a checkpoint on SIGTERM and ended so leaves time to the one that writes it.
+_TERMINATED = 128 + signal.SIGTERM
+_SIGNAL_GRACE = 30.0
+_PASSED_ON = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2")
+
+
+def launch(
+    script: str,
+    arguments: Sequence[str] = (),
+    *,
+    workers: int = 2,
+    devices_per_worker: int | None = None,
+    restarts: int = 0,
+    module: bool = False,
+) -> int:
+    """Run a program as several workers on this machine.
+
+    Each worker finds the others by `TF_CONFIG`, on free ports of the loopback address, and what it
+    prints is passed on with its number in front. When one fails it is named with the end of what it
+    printed, the rest is stopped, and all are started again, as often as `restarts` says. Signals
+    are passed on to all workers. No worker outlives this process (on Linux not even its `kill -9`).
+
+    Args:
+        script: The path of a Python script, or the name of a module.
+        arguments: Its command line.
+        workers: How many.
+        devices_per_worker: GPUs for each worker, its own; 0 for the CPU; `None` to give out all
+            GPUs evenly, and the CPU where there is none.
+        restarts: How often all are started again after a failure. Each then has the number of the
+            attempt, from 0, in the variable `TFMULTIGPU_ATTEMPT`, and restores its last checkpoint.
+        module: Whether `script` is the name of a module.
+
+    Returns:
+        The exit code: 0, or that of the first worker that failed in the last attempt, 128 and the
+        number of the signal where it was one.
+
+    Raises:
+        ClusterError: The script does not exist, or a number makes no sense.
+        DeviceNotFoundError: There are fewer GPUs than asked for.
+
+    Example:
+        >>> import pathlib, tempfile
+        >>> script = pathlib.Path(tempfile.mkdtemp(), "train.py")
+        >>> _ = script.write_text("import os; assert 'TF_CONFIG' in os.environ")
+        >>> launch(str(script), workers=2, devices_per_worker=0)
+        0
+    """
+    _check(script, workers, devices_per_worker, restarts, module)
+    program = [sys.executable, "-u", *(["-m"] if module else []), script, *arguments]
+    devices = _devices_of_workers(workers, devices_per_worker)
+    output = _Output(workers)
+    with _signals_in_a_queue() as next_signal:
+        for attempt in range(restarts + 1):
+            addresses, job = free_addresses(workers), new_job("launch")
+            environments = [
+                {
+                    **worker_environment(addresses, i, os.environ),
+                    **devices[i],
+                    **job,
+                    ATTEMPT: f"{attempt}",
+                }
+                for i in range(workers)
+            ]
+            outcome = run_together(
+                [program] * workers,
+                environments,
+                output.pass_on,
+                grace=_GRACE,
+                patience={_TERMINATED: _SIGNAL_GRACE},
+                next_signal=lambda: output.signal_to_pass_on(next_signal()),
+                signal_grace=_SIGNAL_GRACE,
+            )
+            output.say_how(outcome, attempt, restarts)
+            if outcome.first is None or outcome.signal is not None:
+                break
+    return _exit_code(outcome)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command line of `python -m tfmultigpu launch`."""
+    parser.add_argument("--workers", type=int, default=2, help="how many; default: 2")
+    parser.add_argument(
+        "--devices-per-worker",
+        type=int,
+        metavar="K",
+        help="GPUs of each worker; 0: the CPU; default: all GPUs, evenly",
+    )
+    parser.add_argument(
+        "--restarts",
+        type=int,
+        default=0,
+        metavar="R",
+        help="start all again after a failure, so often; default: 0",
+    )
+    parser.add_argument("-m", dest="module", action="store_true", help="SCRIPT names a module")
+    parser.add_argument("script", metavar="SCRIPT", help="a Python script")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its command line")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Launch what the command line says; returns the exit code."""
+    return launch(
+        options.script,
+        options.arguments,
+        workers=options.workers,
+        devices_per_worker=options.devices_per_worker,
+        restarts=options.restarts,
+        module=options.module,
+    )
+
+
+class _Output(WorkerOutput):
+    """What workers print, and what the launcher says of how they ended."""
+
+    def __init__(self, workers: int) -> None:
+        super().__init__(workers)
+        self._count = workers
+        self._told = False
+
+    def signal_to_pass_on(self, received: int | None) -> int | None:
+        """A signal for all workers: one that came, or once that nobody reads what they print."""
+        if received is None and self.lost is not None and not self._told:
+            self.say(f"What workers print cannot be passed on ({self.lost}): all must end.")
+            received = signal.SIGTERM
+        if received is not None:
+            self._told = True  # A second signal would end them before they have saved.
+            self.hurry()
+        return received
+
+    def say_how(self, outcome: Outcome, attempt: int, restarts: int) -> None:
+        if outcome.first is None and outcome.signal is None:
+            return
+        if outcome.signal is not None:
+            name = signal.Signals(outcome.signal).name
+            left = [str(i) for i, code in enumerate(outcome.codes) if code is None]
+            killed = (
+                f"; stopped after {_SIGNAL_GRACE:g} s: worker {', '.join(left)}" if left else ""
+            )
+            self.say(f"Interrupted: {name} was passed on to all workers{killed}.")
+        if outcome.first is not None and not _ended_as_asked(outcome):
+            code = outcome.codes[outcome.first]
+            assert code is not None
+            more = "; the others were stopped" if self._count > 1 else ""
+            self.say(
+                f"Worker {outcome.first} of {self._count} {how_it_ended(code)}, the first to "
+                f"fail{more}. The end of what it printed:"
+            )
+            for line in self.last(outcome.first):
+                self.say("  " + line)
+            if outcome.signal is None and attempt < restarts:
+                self.say(f"Starting all workers again: restart {attempt + 1} of {restarts}.")
+        self.forget()
+
+
+def _ended_as_asked(outcome: Outcome) -> bool:
+    """Whether the first that failed did so by the signal that all were sent."""
+    assert outcome.first is not None
+    sent = outcome.signal
+    return sent is not None and outcome.codes[outcome.first] in (-sent, 128 + sent)
+
+
+def _check(script: str, workers: int, each: int | None, restarts: int, module: bool) -> None:
+    wrong = None
+    if workers < 1:
+        wrong = f"There must be at least one worker. Received: workers={workers}"
+    elif restarts < 0:
+        wrong = f"restarts is at least 0. Received: restarts={restarts}"
+    elif each is not None and each < 0:
+        wrong = f"devices_per_worker is at least 0. Received: devices_per_worker={each}"
+    elif not module and not Path(script).is_file():
+        wrong = (
+            f"There is no such script. Received: {script!r}, in {Path.cwd()}. Write the path of a "
+            "Python script, or -m and the name of a module."
+        )
+    if wrong is not None:
+        from tfmultigpu.errors import ClusterError
+
+        raise ClusterError(wrong)
+
+
+def _devices_of_workers(workers: int, each: int | None) -> list[Mapping[str, str]]:
+    """`CUDA_VISIBLE_DEVICES` of each worker: no two see the same GPU."""
+    gpus = [] if each == 0 else _gpus()
+    share = len(gpus) // workers
+    wrong = None
+    if each is None and gpus and not share:
+        wrong = (
+            f"{workers} workers need a GPU each, and there are {len(gpus)}. Start fewer, "
+            f"--workers {len(gpus)}, or let all run on the CPU: --devices-per-worker 0."
+        )
+    elif each is not None and len(gpus) < workers * each:
+        wrong = (
+            f"{workers} workers with {each} GPUs each need {workers * each}, and there are "
+            f"{len(gpus)}. Write --devices-per-worker {share}."
+        )
+    if wrong is not None:
+        from tfmultigpu.errors import DeviceNotFoundError
+
+        raise DeviceNotFoundError(wrong)
+    if not gpus:
+        return [{"CUDA_VISIBLE_DEVICES": "-1"}] * workers
+    count = share if each is None else each
+    own = [gpus[i * count : (i + 1) * count] for i in range(workers)]
+    return [{"CUDA_VISIBLE_DEVICES": ",".join(some)} for some in own]
+
+
+def _gpus() -> list[str]:
+    """The GPUs that CUDA would show, as `CUDA_VISIBLE_DEVICES` writes them; asks the driver."""
+    shown = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if shown is not None:
+        # CUDA stops at the first that is none.
+        return list(itertools.takewhile(lambda one: one not in ("", "-1"), shown.split(",")))
+    ask = shutil.which("nvidia-smi")
+    if ask is None:
+        return []
+    listed = subprocess.run([ask, "-L"], capture_output=True, text=True, check=False)
+    lines = [line for line in listed.stdout.splitlines() if line.startswith("GPU ")]
+    return [str(number) for number in range(len(lines))]
+
+
+@contextlib.contextmanager
+def _signals_in_a_queue() -> Iterator[Any]:
+    """Signals to pass on wait in a queue while the context lasts; in the main thread only."""
+    waiting: queue.SimpleQueue[int] = queue.SimpleQueue()
+
+    def next_signal() -> int | None:
+        try:
+            return waiting.get_nowait()
+        except queue.Empty:
+            return None
+
+    if threading.current_thread() is not threading.main_thread():
+        yield next_signal
+        return
+    numbers = [getattr(signal, name) for name in _PASSED_ON if hasattr(signal, name)]
+    before = {
+        number: signal.signal(number, lambda received, _: waiting.put(received))
+        for number in numbers
+    }
+    try:
+        yield next_signal
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _exit_code(outcome: Outcome) -> int:
+    if outcome.first is None:
+        return 0 if None not in outcome.codes else 128 + (outcome.signal or signal.SIGKILL)
+    code = outcome.codes[outcome.first]
+    assert code is not None
+    return code if code > 0 else 128 - code

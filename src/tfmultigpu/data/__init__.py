@@ -1,0 +1,18 @@
+"""Data: from global batches to one shard for each replica."""
+
+from tfmultigpu.data.sharded_dataset import (
+    ShardedDataset,
+    ShardIterator,
+    distribute_dataset,
+    row_weight,
+)
+from tfmultigpu.data.shares import plan_micro_batches, plan_shares
+
+__all__ = [
+    "ShardIterator",
+    "ShardedDataset",
+    "distribute_dataset",
+    "plan_micro_batches",
+    "plan_shares",
+    "row_weight",
+]

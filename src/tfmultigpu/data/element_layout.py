@@ -1,0 +1,167 @@
+"""How the tensors that ``tf.data`` yields make up the shards of a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import tensorflow as tf
+
+from tfmultigpu.data import partition
+from tfmultigpu.data.batch_format import any_rows
+from tfmultigpu.strategies.topology import local_replicas
+
+__all__ = ["ShardLayout", "components_of", "iterator_of"]
+
+
+class ShardLayout:
+    """What the elements of a sharded dataset mean, without the dataset.
+
+    An element is a flat tuple: the tensors of each local shard in turn, then the offsets of all
+    shards (``rows.shard_offsets``). Flat, because ``tf.data`` packs nested structures in Python at
+    each read, which costs as much as reading. Copied ahead to the devices, each replica's element
+    holds its own shard only.
+
+    Nothing is cut for one replica, so for dense tensors an element is the global batch itself, and
+    looked at by whoever takes it: a map over the data would cost more than a small step.
+
+    Layouts are equal where they read elements alike, so that a ``tf.function`` of an iterator is
+    traced once for all datasets of a kind.
+
+    Attributes:
+        strategy: The strategy the shards are for.
+        element_spec: The types of one global batch.
+        on_devices: Whether elements are per-replica values, copied ahead of time.
+        local: Numbers, among all replicas, of those of this process.
+        whole: Whether each element is a whole global batch.
+    """
+
+    def __init__(
+        self, strategy: tf.distribute.Strategy, element_spec: Any, on_devices: bool
+    ) -> None:
+        """Takes the strategy, the types of a batch, and where elements are."""
+        self.strategy = strategy
+        self.element_spec = element_spec
+        self.on_devices = on_devices
+        self.local = local_replicas(strategy)
+        one = strategy.num_replicas_in_sync == 1 and not on_devices
+        self.whole = one and _all_dense(element_spec)
+        self._pack = _packer(element_spec)
+
+    def __eq__(self, other: object) -> bool:
+        """Whether elements are read alike."""
+        return (
+            isinstance(other, ShardLayout)
+            and self.strategy is other.strategy
+            and self.on_devices == other.on_devices
+            and bool(self.element_spec == other.element_spec)
+        )
+
+    def __hash__(self) -> int:
+        """Without the types: those of a dict have no hash."""
+        return hash((id(self.strategy), self.on_devices))
+
+    def flatten(self, shards: list[Any], offsets: Any) -> tuple[Any, ...]:
+        """Returns the element for local shards and the offsets of all."""
+        return (*[leaf for leaf in tf.nest.flatten(shards) if leaf is not None], offsets)
+
+    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+    def deal(self, *element: Any) -> tf.data.Dataset[Any]:
+        """Returns one element for each local replica in turn, with its own shard."""
+        *leaves, offsets = element
+        pieces = [tf.data.Dataset.from_tensors((*p, offsets)) for p in self._by_replica(leaves)]
+        dataset = pieces[0]
+        for piece in pieces[1:]:
+            dataset = dataset.concatenate(piece)
+        return dataset
+
+    @property
+    def piece_spec(self) -> tuple[Any, ...]:
+        """The types of one element that ``deal`` returns."""
+        offsets = tf.TensorSpec([self.strategy.num_replicas_in_sync + 1], tf.int64)
+        return (*[any_rows(spec) for spec in components_of(self.element_spec)], offsets)
+
+    def split(self, element: Any) -> tuple[list[Any], Any]:
+        """Returns the local shards, one structure for each, and the offsets of all."""
+        if self.whole:
+            element = partition.checked_rows(element)
+            return [element], partition.shard_offsets(partition.count_rows(element), (1,))
+        *leaves, offsets = element
+        if self.on_devices:
+            results = self.strategy.experimental_local_results
+            shards = zip(*(results(leaf) for leaf in leaves), strict=True)
+            return [self._pack(iter(shard)) for shard in shards], results(offsets)[0]
+        return [self._pack(iter(shard)) for shard in self._by_replica(leaves)], offsets
+
+    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+    def to_batch(self, element: Any) -> Any:
+        """Returns one structure of per-replica values, for ``strategy.run``, that knows its cut.
+
+        One replica gets plain tensors.
+        """
+        if self.whole:
+            return partition.checked_rows(element)
+        *leaves, offsets = element
+        if self.strategy.num_replicas_in_sync == 1:
+            return self._pack(iter(leaves))
+        if self.on_devices:
+            offsets = self.strategy.experimental_local_results(offsets)[0]
+        else:
+            turn = iter(self._by_replica(leaves))
+            spread = self.strategy.experimental_distribute_values_from_function
+            leaves = spread(lambda _: next(turn))
+        return partition.mark_offsets(self._pack(iter(leaves)), offsets)
+
+    def _by_replica(self, leaves: list[Any]) -> list[list[Any]]:
+        count = len(leaves) // len(self.local)
+        return [leaves[i : i + count] for i in range(0, len(leaves), count)]
+
+
+def iterator_of(element: Any, element_spec: Any) -> Any:
+    """Returns a ``tf.data`` iterator that yields one element, of the types given.
+
+    Args:
+        element: A nested structure of tensors.
+        element_spec: Its types, in which axes may be open.
+    """
+    dataset = tf.data.Dataset.from_generator(lambda: iter([element]), output_signature=element_spec)
+    return iter(dataset)
+
+
+def components_of(element_spec: Any) -> list[Any]:
+    """Returns the types of a batch's tensors, without those that are None."""
+    return [spec for spec in tf.nest.flatten(element_spec) if not _is_none(spec)]
+
+
+def _all_dense(element_spec: Any) -> bool:
+    specs = components_of(element_spec)
+    return bool(specs) and all(
+        isinstance(spec, tf.TensorSpec) and bool(spec.shape.rank) for spec in specs
+    )
+
+
+def _is_none(spec: Any) -> bool:
+    # The class itself has a public name from TensorFlow 2.17 on only.
+    return isinstance(spec, type(tf.type_spec_from_value(None)))
+
+
+def _packer(spec: Any) -> Callable[[Iterator[Any]], Any]:
+    """Returns what makes a structure of its leaves: tf.nest without looking at it each time."""
+    if isinstance(spec, tf.TypeSpec):
+        return (lambda leaves: None) if _is_none(spec) else next
+    if type(spec) is tuple:
+        parts = [_packer(part) for part in spec]
+        return lambda leaves: tuple([part(leaves) for part in parts])
+    if type(spec) is dict:
+        # The leaves of a dict come sorted by key; the dict itself keeps its order.
+        named = {key: _packer(spec[key]) for key in sorted(spec)}
+
+        def pack(leaves: Iterator[Any]) -> Any:
+            found = {key: part(leaves) for key, part in named.items()}
+            return {key: found[key] for key in spec}
+
+        return pack
+    present = [not _is_none(leaf) for leaf in tf.nest.flatten(spec)]
+    return lambda leaves: tf.nest.pack_sequence_as(
+        spec, [next(leaves) if here else None for here in present]
+    )

@@ -1,0 +1,354 @@
+"""From a dataset of global batches to shards for each replica: exact coverage, never empty."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfmultigpu.data import partition
+from tfmultigpu.data.consistency import compared_over_workers
+from tfmultigpu.data.element_layout import ShardLayout, components_of, iterator_of
+from tfmultigpu.data.shares import check_shares, integer_shares
+from tfmultigpu.data.sources import to_dataset
+from tfmultigpu.errors import DataError, UnknownLengthError
+from tfmultigpu.strategies.topology import local_replicas
+
+__all__ = ["ShardIterator", "ShardedDataset", "distribute_dataset", "row_weight"]
+
+
+def distribute_dataset(
+    dataset: Any,
+    strategy: tf.distribute.Strategy | None = None,
+    *,
+    batch_size: int | None = None,
+    shares: Sequence[float] | None = None,
+    sharding: str = "auto",
+    prefetch_to_device: bool | None = None,
+) -> ShardedDataset:
+    """Cuts each global batch of a dataset into one shard per replica.
+
+    Each row of a global batch is on exactly one replica, the partial batch at the end included, and
+    no shard is empty. A batch with fewer rows than replicas goes whole to every replica; the train,
+    eval and predict steps of this library then count each row once. In a loop written by hand,
+    ``global_mean`` of a ``loss_sum`` is right for such a batch as it is; ``row_weight`` says what
+    else needs to know.
+
+    Under several workers every worker runs the same pipeline and takes its rows of each batch, so
+    the dataset must yield the same batches on all of them: give ``shuffle`` a seed. Where the
+    strategy is of ``create_strategy`` the workers compare the first batch of each pass.
+
+    Args:
+        dataset: A ``tf.data.Dataset`` of *global* batches in any nested structure (dict, tuple,
+            dense, ragged, sparse), a ``keras.utils.PyDataset``, a function without arguments that
+            returns a fresh generator of batches, or arrays (one, or a tuple or dict of them) with
+            ``batch_size``. Arrays are not shuffled.
+        strategy: Where to run; ``tf.distribute.get_strategy()`` where None.
+        batch_size: Rows of a global batch, for arrays only.
+        shares: Relative share of each global batch per replica, positive, such as ``(3, 1)`` or
+            the result of ``plan_shares``. Equal where None.
+        sharding: How workers divide the data. ``"auto"`` and ``"rows"``: by the rows of each batch.
+        prefetch_to_device: Copy shards to the replicas ahead of time. None: where a replica is not
+            on a CPU. Over several workers with data that ends, TensorFlow then asks all of them at
+            each step whether there is more, so None means no there.
+
+    Returns:
+        A re-iterable of shards. Each item has the structure of the dataset's elements and goes to
+        ``step(batch)`` or ``strategy.run(fn, args=(batch,))``. Its ``iter()`` goes to
+        ``step.run(iterator, steps)``, and ``next(iterator)`` and ``for batch in data`` also work
+        inside a ``tf.function``.
+
+    Raises:
+        DataError: The dataset is unbatched, already distributed, one-shot, or not data; or its
+            tensors differ in their number of rows. At the first batch: workers read different data.
+        ShareError: ``shares`` are not one positive number per replica.
+
+    Example:
+        >>> import numpy as np, tfmultigpu as tmg
+        >>> x, y = np.zeros((10, 3), "float32"), np.zeros((10,), "int32")
+        >>> data = tmg.distribute_dataset((x, y), batch_size=4)
+        >>> [int(labels.shape[0]) for features, labels in data]
+        [4, 4, 2]
+    """
+    strategy = tf.distribute.get_strategy() if strategy is None else strategy
+    if sharding not in ("auto", "rows"):
+        raise DataError(
+            f"sharding must be 'auto' or 'rows'. Received: sharding={sharding!r}. Files need no "
+            "sharding: give every worker the same list of them, and the rows are divided."
+        )
+    replicas = strategy.num_replicas_in_sync
+    shares = (1,) * replicas if shares is None else tuple(shares)
+    check_shares(shares, replicas)
+    batches = to_dataset(dataset, batch_size)
+    check_batched(batches.element_spec)
+    if prefetch_to_device is None:
+        several = len(local_replicas(strategy)) < strategy.num_replicas_in_sync
+        ends = int(batches.cardinality()) != tf.data.INFINITE_CARDINALITY
+        prefetch_to_device = should_prefetch(batches.element_spec, strategy)
+        prefetch_to_device = prefetch_to_device and not (several and ends)
+    return ShardedDataset(batches, strategy, integer_shares(shares), prefetch_to_device)
+
+
+def row_weight(batch: Any, strategy: tf.distribute.Strategy | None = None) -> tf.Tensor:
+    """Returns what each row of a batch counts on each replica that has it, for loops by hand.
+
+    The steps of this library do this by themselves. Call it where the batch is, outside
+    ``strategy.run``, and hand it to the replicas with the batch:
+    ``strategy.run(fn, args=(batch, tmg.data.row_weight(batch, strategy)))``, then
+    ``tmg.loss_sum(..., row_weight=weight)``.
+
+    Args:
+        batch: An element of a distributed dataset, or what it was taken apart into.
+        strategy: The strategy it is for; ``tf.distribute.get_strategy()`` where None.
+
+    Returns:
+        A float64 scalar: 1, or ``1 / replicas`` where the batch has fewer rows than there are
+        replicas, each of which then holds all of them.
+
+    Raises:
+        DataError: The batch was not cut by ``distribute_dataset``, or was passed into a
+            ``tf.function``, where it forgets.
+
+    Example:
+        >>> import numpy as np, tfmultigpu as tmg
+        >>> data = tmg.distribute_dataset(np.ones((5, 3)), batch_size=4)
+        >>> [float(tmg.data.row_weight(batch)) for batch in data]
+        [1.0, 1.0]
+    """
+    strategy = tf.distribute.get_strategy() if strategy is None else strategy
+    replicas = strategy.num_replicas_in_sync
+    rows = partition.marked_global_rows(batch)
+    if rows is None and replicas > 1:
+        raise DataError(
+            "This batch does not know how many rows its global batch has. Give an element of "
+            "tmg.distribute_dataset, and call row_weight before the batch is passed into a "
+            "tf.function of your own."
+        )
+    weight: tf.Tensor = partition.row_weight(rows, replicas)
+    return weight
+
+
+def should_prefetch(element_spec: Any, strategy: tf.distribute.Strategy) -> bool:
+    """Ahead of time to GPUs and TPUs, of what they can hold: dense numbers."""
+    devices = strategy.extended.worker_devices if strategy.num_replicas_in_sync > 1 else ()
+    on_accelerators = any("CPU" not in device.upper() for device in devices)
+    return on_accelerators and all(
+        isinstance(spec, tf.TensorSpec) and spec.dtype != tf.string
+        for spec in components_of(element_spec)
+    )
+
+
+class ShardedDataset(tf.distribute.DistributedDataset):  # type: ignore[misc]
+    """Global batches cut into shards; what ``distribute_dataset`` returns.
+
+    Attributes:
+        strategy: The strategy the shards are for.
+        shares: Relative share of each replica, integers.
+        prefetches_to_device: Whether shards are copied to the replicas ahead of time.
+        batches: The global batches, not cut.
+    """
+
+    def __init__(
+        self,
+        batches: tf.data.Dataset[Any],
+        strategy: tf.distribute.Strategy,
+        shares: tuple[int, ...],
+        prefetch_to_device: bool,
+    ) -> None:
+        """Use ``distribute_dataset``, which checks what it is given."""
+        self.batches = batches
+        self.strategy = strategy
+        self.shares = shares
+        self.prefetches_to_device = prefetch_to_device
+        self._layout = ShardLayout(strategy, batches.element_spec, prefetch_to_device)
+        self._cardinality = batches.cardinality()
+        # Cut by tf.data, in its own thread, while the previous step runs.
+        batches = compared_over_workers(batches, strategy)
+        cut = batches if self._layout.whole else batches.map(self._cut)
+        if prefetch_to_device:
+            # One element per replica, dealt out in turn, so that each is copied ahead of time.
+            pieces = cut.flat_map(self._layout.deal)
+            self._source = strategy.distribute_datasets_from_function(lambda context: pieces)
+        else:
+            self._source = cut.prefetch(tf.data.AUTOTUNE)
+
+    def __iter__(self) -> ShardIterator:
+        """Begins a new pass over the data."""
+        return ShardIterator(iter(self._source), self._layout)
+
+    def __len__(self) -> int:
+        """Number of global batches in a pass.
+
+        Raises:
+            UnknownLengthError: The number is unknown or infinite.
+        """
+        count = int(self._cardinality)
+        if count < 0:
+            kind = "infinite" if count == tf.data.INFINITE_CARDINALITY else "unknown in advance"
+            raise UnknownLengthError(
+                f"The number of batches is {kind}. Count steps instead, for example with "
+                "step.run(iterator, steps), or state it with "
+                "dataset.apply(tf.data.experimental.assert_cardinality(n))."
+            )
+        return count
+
+    @property
+    def element_spec(self) -> Any:
+        """The type of one *global* batch."""
+        return self._layout.element_spec
+
+    def reduce(self, initial_state: Any, reduce_func: Callable[[Any, Any], Any]) -> Any:
+        """Runs ``state = reduce_func(state, batch)`` over a pass; ``for`` in a graph calls this."""
+        with warnings.catch_warnings():
+            # TensorFlow's, about its own call on its own dataset: nothing for the user to change.
+            warnings.filterwarnings("ignore", "To make it possible to preserve tf.data options")
+            source = iter(self._source)
+
+        def body(optional: Any, state: Any) -> tuple[Any, Any]:
+            state = reduce_func(state, self._layout.to_batch(optional.get_value()))
+            return source.get_next_as_optional(), state
+
+        _, state = tf.while_loop(
+            lambda optional, state: optional.has_value(),
+            body,
+            [source.get_next_as_optional(), initial_state],
+            parallel_iterations=1,
+        )
+        return state
+
+    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+    def _cut(self, *element: Any) -> tuple[Any, ...]:
+        # tf.data takes tuples apart into arguments, and nothing else.
+        batch = element if type(self.element_spec) is tuple else element[0]
+        batch = partition.checked_rows(batch)
+        offsets = partition.shard_offsets(partition.count_rows(batch), self.shares)
+        shards = partition.cut_rows(batch, self.shares, self._layout.local)
+        return self._layout.flatten(shards, offsets)
+
+
+@dataclasses.dataclass(eq=False)
+class ShardIterator(Iterator[Any]):
+    """One pass over a ``ShardedDataset``; made by ``iter(dataset)``.
+
+    Attributes:
+        source: The TensorFlow iterator underneath.
+        layout: What the elements of ``source`` mean.
+    """
+
+    source: Any
+    layout: ShardLayout
+
+    @property
+    def strategy(self) -> tf.distribute.Strategy:
+        """The strategy the shards are for."""
+        return self.layout.strategy
+
+    @property
+    def batch_spec(self) -> Any:
+        """The types of one global batch."""
+        return self.layout.element_spec
+
+    @property
+    def split_key(self) -> Any:
+        """What ``split`` depends on besides its argument; comparable."""
+        return self.layout
+
+    def split(self, element: Any) -> tuple[list[Any], Any]:
+        """Returns what ``source`` yielded as local shards, and their offsets.
+
+        Args:
+            element: One element of ``source``.
+
+        Returns:
+            A list with one structure per local replica, and an int64 vector: where the shard of
+            each replica begins in the global batch, then the rows of that.
+        """
+        return self.layout.split(element)
+
+    def only(self, element: Any) -> ShardIterator:
+        """Returns an iterator of the same kind that yields one element of ``source`` only."""
+        strategy = self.layout.strategy
+        if not self.layout.on_devices:
+            return ShardIterator(iterator_of(element, self.source.element_spec), self.layout)
+        local = [strategy.experimental_local_results(one) for one in element]
+        pieces = list(zip(*local, strict=True))
+        spec = self.layout.piece_spec
+        dealt = tf.data.Dataset.from_generator(lambda: iter(pieces), output_signature=spec)
+        source = iter(strategy.distribute_datasets_from_function(lambda context: dealt))
+        return ShardIterator(source, self.layout)
+
+    def __iter__(self) -> ShardIterator:
+        """Returns itself.
+
+        Raises:
+            DataError: Inside a ``tf.function``, where a ``for`` over an iterator would never end.
+        """
+        if tf.inside_function():
+            raise DataError(
+                "A for loop over an iterator inside a tf.function would be unrolled without end. "
+                "Loop over the dataset itself (for batch in data), or call next(iterator)."
+            )
+        return self
+
+    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+    def __next__(self) -> Any:
+        """Returns the next batch of shards.
+
+        Raises:
+            StopIteration: The data has ended (inside a ``tf.function``:
+                ``tf.errors.OutOfRangeError`` when it runs).
+            DataError: The batch has no rows, or its tensors differ in their number of rows.
+        """
+        if tf.inside_function():
+            return self.layout.to_batch(self.source.get_next())
+        try:
+            return self.layout.to_batch(next(self.source))
+        except tf.errors.InvalidArgumentError as error:
+            raise partition.as_data_error(error) from None
+
+    def __tf_flatten__(self) -> tuple[tuple[ShardLayout], tuple[Any]]:
+        """Lets a ``tf.function`` take the iterator as an argument, one trace for all passes."""
+        return (self.layout,), (self.source,)
+
+    @classmethod
+    def __tf_unflatten__(
+        cls, metadata: tuple[ShardLayout], components: tuple[Any]
+    ) -> ShardIterator:
+        """The inverse of ``__tf_flatten__``."""
+        return cls(components[0], metadata[0])
+
+
+def check_batched(element_spec: Any) -> None:
+    """Checks, from the types alone, that elements look like batches.
+
+    Raises:
+        DataError: A component is a scalar, or components differ in their static first axis.
+    """
+    specs = components_of(element_spec)
+    if not specs:
+        raise DataError(f"The dataset has no components. Received: element_spec={element_spec}.")
+    kinds = (tf.TensorSpec, tf.RaggedTensorSpec, tf.SparseTensorSpec)
+    foreign = [type(spec).__name__ for spec in specs if not isinstance(spec, kinds)]
+    if foreign:
+        raise DataError(
+            f"A component of the dataset is no tensor but a {foreign[0]}. Received: "
+            f"element_spec={element_spec}. Components are dense, ragged or sparse tensors; after "
+            "dataset.window(n) the tensors are in dataset.flat_map(lambda window: window.batch(n))."
+        )
+    shapes = [spec.shape for spec in specs]
+    if any(shape.rank == 0 for shape in shapes):
+        raise DataError(
+            "The dataset is not batched: a component is a scalar per element. "
+            f"Received: element_spec={element_spec}. Batch it first, with the global batch size: "
+            "dataset.batch(global_batch_size)."
+        )
+    sizes = {shape[0] for shape in shapes if shape.rank} - {None}
+    if len(sizes) > 1:
+        raise DataError(
+            f"The components of an element differ in their first axis: {sorted(sizes)}. "
+            f"Received: element_spec={element_spec}. Either the dataset is not batched (call "
+            "dataset.batch(global_batch_size)), or features and labels do not belong together."
+        )

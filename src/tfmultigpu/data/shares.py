@@ -1,0 +1,253 @@
+"""How a global batch is apportioned over replicas that are not alike."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Iterable, Sequence
+from fractions import Fraction
+from numbers import Integral, Real
+from typing import Any
+
+import numpy as np
+
+from tfmultigpu.errors import ShareError
+
+__all__ = ["check_shares", "integer_shares", "plan_micro_batches", "plan_shares"]
+
+_FINEST = 2**20  # parts into which fractional shares are rounded
+
+
+def plan_shares(
+    global_batch_size: int,
+    capacities: Sequence[float],
+    *,
+    minimum: int = 1,
+    maximum: float | Sequence[float] | None = None,
+    multiple_of: int = 1,
+) -> tuple[int, ...]:
+    """Divides the rows of a global batch over replicas in proportion to what each can take.
+
+    The method of largest remainders: every replica gets its proportional share rounded down, and
+    the rows left over go to the largest fractions (Hamilton's method; see
+    https://en.wikipedia.org/wiki/Quota_method). While rows last no replica is left without one.
+    A share that would be below its minimum or above its maximum is set to that, and the others
+    divide the rest in proportion.
+
+    Args:
+        global_batch_size: Rows of one global batch, at least 1.
+        capacities: One positive number per replica, in any unit: bytes free
+            (``memory_capacities``), rows per second (``measured_capacities``).
+        minimum: Fewest rows of a replica.
+        maximum: Most rows of each replica, one number for all or one per replica: with speeds as
+            capacities, what its memory holds. None: no limit.
+        multiple_of: Shares are multiples of this. The rows of a batch that is none itself, less
+            than one multiple, go to the most capable replica that has room for them.
+
+    Returns:
+        Rows per replica, in the order of ``capacities``; they sum to ``global_batch_size``. Equal
+        capacities differ by at most one row (one multiple), the earlier replica getting it.
+
+    Raises:
+        ShareError: A capacity is not a positive finite number, the batch has no rows, or it cannot
+            be divided within the limits.
+
+    Example:
+        >>> import tfmultigpu as tmg
+        >>> tmg.plan_shares(64, (24e9, 8e9))
+        (48, 16)
+        >>> tmg.plan_shares(64, (3, 1), maximum=(40, 100))
+        (40, 24)
+        >>> tmg.plan_shares(100, (2, 1), multiple_of=8)
+        (68, 32)
+    """
+    capacities = check_shares(capacities)
+    _check_rows(global_batch_size, "A global batch", "global_batch_size")
+    _check_rows(minimum, "The minimum of a replica", "minimum")
+    _check_rows(multiple_of, "What shares are multiples of", "multiple_of")
+    rows, unit = int(global_batch_size), int(multiple_of)
+    exact = [_fraction(capacity) for capacity in capacities]
+    by_capacity = sorted(range(len(exact)), key=lambda i: (-exact[i], i))
+    if minimum == unit == 1 and maximum is None and rows < len(exact):
+        return tuple(int(i in by_capacity[:rows]) for i in range(len(exact)))
+    limits = _limits(maximum, len(exact))
+    low = [-(-int(minimum) // unit)] * len(exact)
+    high = [rows // unit if limit is None else limit // unit for limit in limits]
+    units, rest = divmod(rows, unit)
+    for last in by_capacity:
+        bounds = list(high)
+        limit = limits[last]
+        if rest and limit is not None:
+            bounds[last] = max(0, limit - rest) // unit
+        if sum(low) <= units <= sum(bounds) and all(map(operator.le, low, bounds)):
+            break
+    else:
+        raise ShareError(
+            f"The batch cannot be divided within the limits. Received: {rows} rows for "
+            f"{len(exact)} replicas, minimum={minimum}, maximum={maximum}, "
+            f"multiple_of={multiple_of}. Make the batch smaller where memory is the limit, or "
+            "leave out the maximum and compute shares in parts (plan_micro_batches); larger where "
+            "the minimum is."
+        )
+    parts = [share * unit for share in _apportion(units, exact, low, bounds)]
+    parts[last] += rest
+    return tuple(parts)
+
+
+def plan_micro_batches(shares: Sequence[int], maximum: float | Sequence[float]) -> tuple[int, ...]:
+    """Returns into how many micro-batches each replica must cut its share to hold one at a time.
+
+    Shares then go by speed and micro-batches by memory, and a small GPU trains beside a large one
+    without a smaller global batch::
+
+        shares = tmg.plan_shares(1024, speeds)
+        micro_batches = tmg.data.plan_micro_batches(shares, rows_in_memory)
+        data = tmg.distribute_dataset(dataset, strategy, shares=shares)
+        step = tmg.make_train_step(model, optimizer, loss, strategy, micro_batches=micro_batches)
+
+    Args:
+        shares: Rows of each replica in the largest global batch, as ``plan_shares`` returns them.
+        maximum: Rows that each replica holds at once, one number for all or one per replica;
+            parts of a row do not count, ``math.inf`` is no limit.
+
+    Returns:
+        The least number of micro-batches for each replica, at least 1.
+
+    Raises:
+        ShareError: A share is no whole number of rows, a replica does not hold one row, or there is
+            not one maximum per replica.
+
+    Example:
+        >>> import tfmultigpu as tmg
+        >>> tmg.data.plan_micro_batches((192, 64), (256, 24))
+        (1, 3)
+    """
+    shares = check_shares(shares)
+    for share in shares:
+        _check_rows(share, "A share", "shares")
+    limits = _limits(maximum, len(shares))
+    return tuple(
+        1 if limit is None else -(-int(share) // limit)
+        for share, limit in zip(shares, limits, strict=True)
+    )
+
+
+def _check_rows(number: Any, what: str, name: str) -> None:
+    if not _is_finite(number) or number < 1 or int(number) != number:
+        raise ShareError(
+            f"{what} is a whole number of rows, at least one. Received: {name}={number}."
+        )
+
+
+def _limits(maximum: float | Sequence[float] | None, replicas: int) -> list[int | None]:
+    """The most rows of each replica, rounded down; None for no limit."""
+    if maximum is None:
+        return [None] * replicas
+    limits: list[Any] = np.atleast_1d(np.asarray(maximum, dtype=object)).tolist()
+    limits = limits * replicas if np.ndim(maximum) == 0 else limits
+    if len(limits) != replicas:
+        raise ShareError(
+            f"There must be one maximum per replica. Received: maximum={maximum} for {replicas} "
+            "replicas."
+        )
+    for i, limit in enumerate(limits):
+        if not isinstance(limit, Real) or math.isnan(limit) or limit < 1:
+            raise ShareError(
+                f"A replica must be able to hold one row. Received: maximum[{i}]={limit!r}. Leave "
+                "its device out of the strategy: tmg.create_strategy(devices=[...])."
+            )
+    return [None if limit == math.inf else int(limit) for limit in limits]
+
+
+def _fraction(number: float) -> Fraction:
+    """The number without rounding, also where it is one of NumPy's."""
+    return Fraction(int(number) if isinstance(number, Integral) else float(number))
+
+
+def _apportion(
+    units: int, capacities: Sequence[Fraction], low: Sequence[int], high: Sequence[int]
+) -> list[int]:
+    """Divides units in proportion, each part between its bounds; the bounds must allow it."""
+    parts: dict[int, int] = {}
+    while True:
+        free = [i for i in range(len(capacities)) if i not in parts]
+        left = units - sum(parts.values())
+        total = sum(capacities[i] for i in free)
+        quotas = {i: left * capacities[i] / total for i in free}
+        missing = {i: low[i] - quotas[i] for i in free if quotas[i] < low[i]}
+        beyond = {i: quotas[i] - high[i] for i in free if quotas[i] > high[i]}
+        if not missing and not beyond:
+            break
+        # Setting the heavier side first leaves the other side something to give or to take.
+        if sum(missing.values()) >= sum(beyond.values()):
+            parts.update({i: low[i] for i in missing})
+        else:
+            parts.update({i: high[i] for i in beyond})
+    parts.update({i: int(quotas[i]) for i in free})
+    by_remainder = sorted(free, key=lambda i: (parts[i] - quotas[i], -capacities[i], i))
+    for i in by_remainder[: units - sum(parts.values())]:
+        parts[i] += 1
+    return [parts[i] for i in range(len(capacities))]
+
+
+def check_shares(shares: Sequence[float], replicas: int | None = None) -> tuple[Any, ...]:
+    """Checks relative shares, one per replica.
+
+    Args:
+        shares: Relative weights, in any unit.
+        replicas: How many there must be; unchecked where None.
+
+    Returns:
+        The same, as a tuple.
+
+    Raises:
+        ShareError: There are none, not as many as replicas, or one is not positive and finite.
+    """
+    if not isinstance(shares, Iterable):
+        raise ShareError(f"There must be one positive number per replica. Received: {shares!r}.")
+    shares = tuple(shares)
+    if not shares:
+        raise ShareError("There are no shares. Give one positive number per replica. Received: ().")
+    if replicas is not None and len(shares) != replicas:
+        raise ShareError(
+            f"There must be one share per replica. Received: {len(shares)} shares {shares} for "
+            f"{replicas} replicas."
+        )
+    for i, share in enumerate(shares):
+        if not _is_finite(share) or share < 0:
+            raise ShareError(
+                "A share is a positive, finite number. Received: "
+                f"shares[{i}]={share!r} in {shares}."
+            )
+        if share == 0:
+            raise ShareError(
+                f"Replica {i} would get nothing to do, and would still slow down every step. "
+                f"Received: shares={shares}. Leave its device out of the strategy instead: "
+                "tmg.create_strategy(devices=[...]) with the other devices."
+            )
+    return shares
+
+
+def _is_finite(number: object) -> bool:
+    try:
+        return math.isfinite(number)  # type: ignore[arg-type]
+    except (TypeError, OverflowError):
+        return False
+
+
+def integer_shares(shares: Sequence[float]) -> tuple[int, ...]:
+    """Returns shares as integers in the same proportion.
+
+    Args:
+        shares: Positive relative weights.
+
+    Returns:
+        Positive integers, exact where the shares are integers; others, and such as sum to more than
+        2**20 in lowest terms, are rounded to one part in 2**20.
+    """
+    if all(float(share).is_integer() for share in shares):
+        whole = [int(share) for share in shares]
+        common = math.gcd(*whole)
+        if sum(whole) <= common * _FINEST:
+            return tuple(share // common for share in whole)
+    return plan_shares(_FINEST, shares)

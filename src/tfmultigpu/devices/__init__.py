@@ -1,0 +1,25 @@
+"""Devices: their names, what the driver says of them, and their settings."""
+
+from tfmultigpu.devices.configure import (
+    Device,
+    enable_memory_growth,
+    existing_logical_names,
+    limit_memory,
+    list_devices,
+    logical_to_physical,
+    restrict_devices,
+    split_device,
+    visible_devices,
+)
+
+__all__ = [
+    "Device",
+    "enable_memory_growth",
+    "existing_logical_names",
+    "limit_memory",
+    "list_devices",
+    "logical_to_physical",
+    "restrict_devices",
+    "split_device",
+    "visible_devices",
+]

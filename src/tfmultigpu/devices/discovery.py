@@ -1,0 +1,202 @@
+"""What is here: the physical devices of this machine, and the logical devices they become.
+
+*Physical* devices are what the machine has. *Logical* devices are what programs run on: one for
+each visible physical device, or several where it was split. Nothing here starts a device, so
+everything may still be set afterwards.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import tensorflow as tf
+
+from tfmultigpu.devices.names import parse_device_name
+from tfmultigpu.devices.nvml import NvmlGpu, match_gpus, read_gpus
+
+__all__ = [
+    "Device",
+    "describe_devices",
+    "existing_logical_names",
+    "list_devices",
+    "logical_names",
+    "logical_to_physical",
+    "visible_devices",
+]
+
+
+@dataclass(frozen=True)
+class Device:
+    """A physical device.
+
+    Attributes:
+        name: `"GPU:0"`; TensorFlow's number among the devices that CUDA shows to this process.
+        kind: `"CPU"`, `"GPU"` or `"TPU"`.
+        index: the number in `name`.
+        description: the model, such as `"NVIDIA H200"`; empty where TensorFlow has none.
+        compute_capability: of a CUDA GPU, such as `(9, 0)`; otherwise `None`.
+        memory_total: bytes; `None` for all but NVIDIA GPUs, without the extra `nvml`, or where
+            it is not certain which GPU of the driver this is.
+        memory_free: bytes that no process had taken when the device was listed; `None` as above.
+    """
+
+    name: str
+    kind: str
+    index: int
+    description: str = ""
+    compute_capability: tuple[int, int] | None = None
+    memory_total: int | None = None
+    memory_free: int | None = None
+
+
+def list_devices(kind: str | None = None) -> tuple[Device, ...]:
+    """List the physical devices of this machine, hidden and split ones included; starts none.
+
+    A GPU that was split is still one entry: its parts are in `existing_logical_names`. Memory
+    needs the extra `nvml`.
+
+    Args:
+        kind: `"CPU"`, `"GPU"`, `"TPU"`, or `None` for all.
+
+    Returns:
+        The devices in TensorFlow's order.
+
+    Example:
+        >>> list_devices("CPU")[0].name
+        'CPU:0'
+    """
+    config: Any = tf.config
+    found = [
+        (physical.name, config.experimental.get_device_details(physical))
+        for physical in config.list_physical_devices()
+    ]
+    gpus = (
+        read_gpus() if any(parse_device_name(name).startswith("GPU") for name, _ in found) else ()
+    )
+    return _of_kind(describe_devices(found, gpus, os.environ), kind)
+
+
+def visible_devices(kind: str | None = None) -> tuple[Device, ...]:
+    """List the physical devices that TensorFlow uses or will use; starts none.
+
+    All of `list_devices`, unless `restrict_devices` or TensorFlow's own setter hid some.
+
+    Args:
+        kind: `"CPU"`, `"GPU"`, `"TPU"`, or `None` for all.
+
+    Example:
+        >>> visible_devices("CPU")[0].name
+        'CPU:0'
+    """
+    config: Any = tf.config
+    shown = {parse_device_name(physical.name) for physical in config.get_visible_devices()}
+    return tuple(device for device in list_devices(kind) if device.name in shown)
+
+
+def logical_to_physical() -> dict[str, str]:
+    """Map every logical device to the physical device it is, or is a part of; starts none.
+
+    Two logical GPUs with one physical GPU behind them share its memory and its time, and cannot
+    talk through NCCL. Hiding `GPU:0` makes the physical `GPU:1` the logical `GPU:0`.
+
+    Returns:
+        Short names to short names, in order. TPU cores appear once TensorFlow lists them as
+        physical devices.
+
+    Example:
+        >>> list(logical_to_physical().values())[0]
+        'CPU:0'
+    """
+    config: Any = tf.config
+    visible = set(config.get_visible_devices())
+    parts = [
+        (
+            parse_device_name(device.name),
+            len(config.get_logical_device_configuration(device) or (None,)),
+        )
+        for device in config.list_physical_devices()
+        if device in visible
+    ]
+    return logical_names(parts)
+
+
+def existing_logical_names(kind: str | None = None) -> tuple[str, ...]:
+    """Name the devices that strategies and `tf.device` may use; starts none.
+
+    The names follow from which physical devices are visible and how they were split. Both are
+    final once TensorFlow has started its devices, so the answer holds before and after.
+
+    Args:
+        kind: `"CPU"`, `"GPU"`, `"TPU"`, or `None` for all.
+
+    Returns:
+        Short names; the indices of a kind count over all its devices and their parts.
+
+    Example:
+        >>> existing_logical_names("CPU")[0]
+        'CPU:0'
+    """
+    names = logical_to_physical()
+    return tuple(name for name in names if kind is None or name.startswith(f"{kind.upper()}:"))
+
+
+def describe_devices(
+    found: Iterable[tuple[str, Mapping[str, Any]]],
+    gpus: Sequence[NvmlGpu],
+    environment: Mapping[str, str],
+) -> tuple[Device, ...]:
+    """Put together what TensorFlow and the NVIDIA driver each know; pure.
+
+    Args:
+        found: TensorFlow's name and details (`device_name`, `compute_capability`) of each device.
+        gpus: what `nvml.read_gpus` returned.
+        environment: `CUDA_VISIBLE_DEVICES` and `CUDA_DEVICE_ORDER` decide which is which.
+    """
+    named = [(parse_device_name(name), details) for name, details in found]
+    models = {
+        name: details.get("device_name") for name, details in named if name.startswith("GPU:")
+    }
+    memory = dict(zip(models, match_gpus(list(models.values()), gpus, environment), strict=True))
+    devices = []
+    for name, details in named:
+        kind, index = name.split(":")
+        gpu = memory.get(name)
+        devices.append(
+            Device(
+                name=name,
+                kind=kind,
+                index=int(index),
+                description=details.get("device_name") or "",
+                compute_capability=details.get("compute_capability"),
+                memory_total=gpu.memory_total if gpu else None,
+                memory_free=gpu.memory_free if gpu else None,
+            )
+        )
+    return tuple(devices)
+
+
+def logical_names(parts: Iterable[tuple[str, int]]) -> dict[str, str]:
+    """Number the logical devices as TensorFlow does: by kind, over all physical devices; pure.
+
+    Args:
+        parts: each visible physical device in order, with the number of its parts.
+
+    Example:
+        >>> logical_names([("CPU:0", 1), ("GPU:0", 2), ("GPU:2", 1)])
+        {'CPU:0': 'CPU:0', 'GPU:0': 'GPU:0', 'GPU:1': 'GPU:0', 'GPU:2': 'GPU:2'}
+    """
+    count: dict[str, int] = {}
+    names: dict[str, str] = {}
+    for physical, number in parts:
+        kind = physical.split(":")[0]
+        for _ in range(number):
+            names[f"{kind}:{count.get(kind, 0)}"] = physical
+            count[kind] = count.get(kind, 0) + 1
+    return names
+
+
+def _of_kind(devices: Iterable[Device], kind: str | None) -> tuple[Device, ...]:
+    return tuple(device for device in devices if kind is None or device.kind == kind.upper())

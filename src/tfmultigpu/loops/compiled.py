@@ -1,0 +1,254 @@
+"""What a Keras model was compiled with, and under which strategy it lives."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfmultigpu import _compat
+from tfmultigpu.data.batch_format import unpack_batch
+from tfmultigpu.errors import CompileError, DataError, LossError
+from tfmultigpu.losses.build_model import symbolic
+from tfmultigpu.losses.metric_checks import is_from_keras
+from tfmultigpu.losses.outputs import match_outputs
+
+__all__ = [
+    "Compiled",
+    "check_keeps_to",
+    "check_labels",
+    "compile_arguments",
+    "read_compiled",
+]
+
+_FORWARD = "a forward of tmg.make_eval_step: forward(model, batch, training) returns a LossSum"
+_INSTEAD = {
+    "train_step": (
+        "a forward of tmg.make_train_step: forward(model, batch, training) returns a LossSum, and "
+        "a loop of your own calls step.run(iterator, steps)"
+    ),
+    "test_step": _FORWARD,
+    "compute_loss": _FORWARD,
+    "compute_metrics": f"metrics given to model.compile, or update them in {_FORWARD}",
+    "predict_step": "part of the model: what comes after the layers belongs into its call",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+    """Losses and metrics of a model, each with the output it is for.
+
+    Attributes:
+        losses: What ``make_eval_step`` takes as loss.
+        loss_weights: What it takes as such.
+        metrics: The compiled metrics themselves, as it takes them.
+        weighted_metrics: The same for those that use sample weights.
+        arguments: What ``model.compile`` was given; another object after each compile.
+    """
+
+    losses: Any
+    loss_weights: Any
+    metrics: Any
+    weighted_metrics: Any
+    arguments: Any
+    _container: Any
+
+    def reset(self) -> None:
+        """Sets all metrics back to nothing seen."""
+        if self._container is not None:
+            self._reset()
+
+    @property
+    def variables(self) -> list[Any]:
+        """The variables of all metrics."""
+        return [] if self._container is None else list(self._container.variables)
+
+    def results(self) -> dict[str, Any]:
+        """Returns what each metric says, under the name Keras gives it."""
+        return {} if self._container is None else dict(self._results())
+
+    @functools.cached_property
+    def _reset(self) -> Callable[[], None]:
+        return self._in_one_call(self._container.reset_state)
+
+    @functools.cached_property
+    def _results(self) -> Callable[[], Mapping[str, Any]]:
+        return self._in_one_call(self._container.result)
+
+    def _in_one_call(self, method: Callable[[], Any]) -> Callable[[], Any]:
+        """Variables of replicas are slow one by one; but what users write may be no graph."""
+        metrics = tf.nest.flatten([self.metrics, self.weighted_metrics])
+        if all(metric is None or is_from_keras(metric) for metric in metrics):
+            traced: Any = tf.function(lambda: method(), autograph=False)
+            return lambda: traced()
+        return method
+
+
+def check_keeps_to(model: Any, *methods: str) -> None:
+    """Checks that a model does not replace methods of Keras that would not be called here.
+
+    Raises:
+        CompileError: It does.
+    """
+    import keras
+
+    for name in methods:
+        own = name in vars(model) or getattr(type(model), name) is not getattr(keras.Model, name)
+        if own:
+            raise CompileError(
+                f"The model replaces {name} of Keras, which runs on each replica alone, so that "
+                "its result depends on how a batch was cut. Received: "
+                f"{type(model).__name__}.{name}. Write it as {_INSTEAD[name]}."
+            )
+
+
+def read_compiled(model: Any, strategy: tf.distribute.Strategy, batch_spec: Any) -> Compiled:
+    """Returns what a model was compiled with, resolved for the shapes of a batch as Keras does it.
+
+    Metrics that Keras would make when it first trains are made now, in the scope. They are the
+    model's own: ``model.metrics`` holds them afterwards.
+
+    Args:
+        model: A Keras model, built.
+        strategy: Where it lives.
+        batch_spec: Type specs of a batch.
+
+    Raises:
+        CompileError: The model was not compiled.
+        LossError: The losses do not fit the outputs.
+    """
+    arguments = compile_arguments(model)
+    x, y_true, _ = unpack_batch(batch_spec)
+    y_pred = _outputs(model, x)
+    _check_flat(y_pred)
+    losses, weights = arguments.get("loss"), arguments.get("loss_weights")
+    names = getattr(model, "output_names", None)
+    outputs = match_outputs(
+        y_true if _needing_labels(arguments) else None,
+        y_pred,
+        None,
+        _by_key(losses, y_pred),
+        _by_key(weights, y_pred),
+        names,
+    )
+    each = [_resolve(output.loss, output.y_true, output.y_pred) for output in outputs]
+    if len(outputs) == 1 and outputs[0].name is None:
+        losses, weights = each[0], outputs[0].factor
+    else:
+        found = [(one.name, loss, one.factor) for one, loss in zip(outputs, each, strict=True)]
+        losses = {name: loss for name, loss, _ in found if loss is not None} or None
+        weights = {name: factor for name, loss, factor in found if losses and name in losses}
+    container: Any = None
+    plain: list[list[Any]] = []
+    weighted: list[list[Any]] = []
+    keys = None
+    # Keras keeps the metrics of the compile before where the last one had none.
+    if arguments.get("metrics") or arguments.get("weighted_metrics"):
+        with strategy.scope():
+            container, plain, weighted, keys = _compat.compiled_metrics(model, y_true, y_pred)
+    return Compiled(
+        losses,
+        weights,
+        _by_output(plain, y_pred, keys),
+        _by_output(weighted, y_pred, keys),
+        arguments,
+        container,
+    )
+
+
+def check_labels(model: Any, batch_spec: Any) -> None:
+    """Checks that batches have labels where a model was compiled with what needs them.
+
+    Raises:
+        CompileError: The model was not compiled.
+        DataError: There are no labels.
+    """
+    needing = _needing_labels(compile_arguments(model))
+    if needing and unpack_batch(batch_spec)[1] is None:
+        raise DataError(
+            f"The model was compiled with {' and '.join(needing)}, but the data has no labels to "
+            f"compare with. Received: batches of {batch_spec}. Give (x, y) or "
+            "(x, y, sample_weight)."
+        )
+
+
+def _needing_labels(arguments: Any) -> list[str]:
+    return [one for one in ("loss", "metrics", "weighted_metrics") if arguments.get(one)]
+
+
+def compile_arguments(model: Any) -> Any:
+    """Returns what ``model.compile`` was given.
+
+    Raises:
+        CompileError: It was not called.
+    """
+    if not getattr(model, "compiled", False):
+        raise CompileError(
+            "Loss and metrics are those the model was compiled with, and it was not. Received: "
+            f"{type(model).__name__} {model.name!r}. In the scope, write model.compile(loss=..., "
+            "metrics=[...]); or give loss and metrics to tmg.make_eval_step."
+        )
+    return _compat.compile_arguments(model)
+
+
+def _outputs(model: Any, x: Any) -> Any:
+    """What a model returns for inputs of these types, without values."""
+    try:
+        return model(symbolic(x), training=False)
+    except Exception:  # A model that only takes tensors may raise anything: it gets tensors.
+        traced: Any = tf.function(lambda x: model(x, training=False), autograph=False)
+        return traced.get_concrete_function(x).structured_outputs
+
+
+def _check_flat(y_pred: Any) -> None:
+    outputs = y_pred.values() if isinstance(y_pred, Mapping) else y_pred
+    if isinstance(outputs, Sequence) or isinstance(y_pred, Mapping):
+        deep = [one for one in outputs if isinstance(one, (Mapping, list, tuple))]
+        if deep:
+            shapes = tf.nest.map_structure(lambda one: tuple(one.shape), y_pred)
+            raise LossError(
+                "The outputs of the model are structures inside a structure, for which losses and "
+                f"metrics cannot be told apart. Received: {shapes}. Return one dict of outputs, or "
+                "give make_eval_step a forward; predict takes any structure."
+            )
+
+
+def _by_key(values: Any, y_pred: Any) -> Any:
+    """A list of what belongs to the outputs of a dict, with the keys as Keras orders them."""
+    if isinstance(values, (list, tuple)) and isinstance(y_pred, Mapping):
+        keys = list(y_pred) if len(y_pred) == 1 else sorted(y_pred)
+        if len(values) == len(keys):
+            return dict(zip(keys, values, strict=True))
+    return values
+
+
+def _by_output(lists: list[list[Any]], y_pred: Any, keys: list[str] | None) -> Any:
+    """The metrics of each output as ``match_metrics`` takes them."""
+    if not any(lists):
+        return ()
+    if isinstance(y_pred, Mapping):
+        keys = list(keys or sorted(y_pred))
+        return dict(zip(keys, lists, strict=True))
+    return lists if isinstance(y_pred, (list, tuple)) else lists[0]
+
+
+def _resolve(loss: Any, y_true: Any, y_pred: Any) -> Any:
+    """A loss, where "crossentropy" means the one for the shapes of labels and predictions."""
+    import keras
+
+    if isinstance(loss, (list, tuple, Mapping)):
+        raise LossError(
+            f"An output has one loss. Received: {loss!r} for one of them. Add the losses up in a "
+            "function of your own that returns one value per example."
+        )
+    if not isinstance(loss, str) or loss.lower() not in ("crossentropy", "ce"):
+        return loss
+    labels, predictions = y_true.shape, y_pred.shape
+    if predictions[-1] == 1:
+        return keras.losses.BinaryCrossentropy()
+    if len(labels) < len(predictions) or labels[-1] == 1:
+        return keras.losses.SparseCategoricalCrossentropy()
+    return keras.losses.CategoricalCrossentropy()

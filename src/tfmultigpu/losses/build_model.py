@@ -1,0 +1,100 @@
+"""Building models from the types of a batch, in the scope of their strategy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+
+from tfmultigpu.data.batch_format import unpack_batch
+from tfmultigpu.errors import ScopeError
+from tfmultigpu.strategies.scopes import all_layers, check_scope
+
+__all__ = ["prepare_model", "symbolic"]
+
+_LENGTH = 8
+
+
+def prepare_model(model: Any, strategy: tf.distribute.Strategy, batch_spec: Any = None) -> None:
+    """Checks that a model was created in the scope of a strategy, and builds it there if need be.
+
+    Args:
+        model: A Keras model.
+        strategy: The strategy.
+        batch_spec: Type specs of a batch, for a model that has no variables yet.
+
+    Raises:
+        ScopeError: The model was created outside the scope, or cannot be built from the batch.
+    """
+    if not model.built:
+        with strategy.scope():
+            _build(model, batch_spec)
+    check_scope(model.variables, strategy, "model")
+    if strategy.num_replicas_in_sync > 1:
+        _check_layers(model)
+
+
+def _check_layers(model: Any) -> None:
+    """Refuses layers that several replicas cannot run as one device does."""
+    import keras
+
+    layers = all_layers(model)
+    stateful = [one.name for one in layers if getattr(one, "stateful", False)]
+    if stateful:
+        raise ScopeError(
+            "A stateful layer carries the state of each row to the next batch, and rows change "
+            f"their replica. Received: layers {stateful}. Leave stateful=True out, or train on one "
+            "device: tmg.create_strategy(devices=1)."
+        )
+    active = [one.name for one in layers if getattr(one, "activity_regularizer", None) is not None]
+    if active and _version(keras.__version__) < (3, 14):
+        raise ScopeError(
+            "Before Keras 3.14 an activity regularizer is a sum over a batch and not a mean, which "
+            f"does not agree between one device and several. Received: Keras {keras.__version__}, "
+            f"layers {active[:5]}. Install keras>=3.14 (Python 3.11 or newer), or leave "
+            "activity_regularizer out."
+        )
+
+
+def _version(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(".")[:2])
+
+
+def symbolic(specs: Any) -> Any:
+    """Returns Keras' symbolic tensors for type specs, for running a model on shapes alone."""
+    import keras
+
+    def tensor(spec: Any) -> Any:
+        sparse = isinstance(spec, tf.SparseTensorSpec)
+        return keras.KerasTensor(tuple(spec.shape), spec.dtype.name, sparse=sparse)
+
+    return tf.nest.map_structure(tensor, specs)
+
+
+def _build(model: Any, batch_spec: Any) -> None:
+    try:
+        inputs, _, _ = unpack_batch(batch_spec)
+        if any(isinstance(spec, tf.RaggedTensorSpec) for spec in tf.nest.flatten(inputs)):
+            # Keras has symbolic tensors for these, but tries layers on dense ones.
+            model(tf.nest.map_structure(_example, inputs))
+        else:
+            model(symbolic(inputs))
+    except (AttributeError, TypeError, ValueError, RuntimeError, tf.errors.OpError) as error:
+        raise ScopeError(
+            f"The model has no variables yet and could not be built from the batch: {error} "
+            f"Received: model {model.name!r}, batch {batch_spec}. Build it first, inside the "
+            "scope: with strategy.scope(): model.build(input_shape)."
+        ) from error
+
+
+def _example(spec: Any) -> Any:
+    """One row of zeros, of some length where that is open."""
+    row = [1, *(_LENGTH if size is None else size for size in spec.shape[1:])]
+    zeros = tf.zeros(row, spec.dtype)
+    ragged_rank = getattr(spec, "ragged_rank", None)
+    if ragged_rank is not None:
+        ragged: Any = tf.RaggedTensor
+        return ragged.from_tensor(
+            zeros, ragged_rank=ragged_rank, row_splits_dtype=spec.row_splits_dtype
+        )
+    return tf.sparse.from_dense(zeros) if isinstance(spec, tf.SparseTensorSpec) else zeros

@@ -1,0 +1,300 @@
+"""Whether the state of a metric is sums over rows, which add over replicas: found by trying."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import warnings
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfmultigpu._compat import is_part_of_keras
+from tfmultigpu.errors import MetricError, ReplicaDependenceWarning
+
+__all__ = ["check_adds", "check_starts_at_zero", "is_from_keras", "warn_unknown"]
+
+_RELATIVE = 1e-3  # A sum differs by rounding, everything else by far more.
+_ELEMENTS = 2**18  # Larger predictions are tried on fewer positions, to take milliseconds.
+_KEEP_SUMS = (
+    "Keep sums and counts over the rows: self.total.assign_add(tf.reduce_sum(values)), "
+    "self.count.assign_add(number of values); and divide in result()."
+)
+
+
+def is_from_keras(metric: Any) -> bool:
+    """Returns whether a metric is one of Keras' own that is known to keep sums over rows.
+
+    All do but those that wrap a function, and those along an axis: along the first one they compare
+    rows with each other. ``CosineSimilarity`` does not say along which it is.
+    """
+    import keras
+
+    if not is_part_of_keras(type(metric)):
+        return False
+    wraps = type(metric) is getattr(keras.metrics, "MeanMetricWrapper", None)
+    along = metric.get_config().get("axis", -1) != -1
+    return not wraps and not along and not isinstance(metric, keras.metrics.CosineSimilarity)
+
+
+def check_adds(metric: Any, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+    """Checks that an update adds the same to every state, and for two rows what it adds for each.
+
+    The metric is updated with made-up labels and predictions, from states that are made up too:
+    its own is neither read nor changed. Where that fails nothing is known, and a
+    ``ReplicaDependenceWarning`` says why.
+
+    Args:
+        metric: A Keras metric that has its variables.
+        y_true: Specs of the labels, ``[rows, ...]``: whatever has a shape and a dtype, or a nested
+            structure of them.
+        y_pred: Specs of the predictions.
+        sample_weight: Specs of the sample weights, or None.
+
+    Raises:
+        MetricError: A variable of the metric is not a sum over rows.
+    """
+    for variable in metric.variables:
+        dtype = tf.as_dtype(variable.dtype)
+        if not (dtype.is_floating or dtype.is_integer or dtype.is_complex):
+            raise _refused(metric, variable, f"is of type {dtype.name}, which cannot be added")
+    if any(isinstance(value, tf.Variable) for value in vars(metric).values()):
+        warn_unknown(metric, "it keeps a tf.Variable; make it with self.add_variable")
+        return
+    takes_weights = "sample_weight" in inspect.signature(metric.update_state).parameters
+    ways = [None] if sample_weight is None or not takes_weights else [None, sample_weight]
+    failures = [_check(metric, y_true, y_pred, weight) for weight in ways]
+    if all(failure is not None for failure in failures):
+        reason = str(failures[0]).strip().split("\n")[0]
+        warn_unknown(metric, f"{type(failures[0]).__name__}: {reason}")
+
+
+def _check(metric: Any, y_true: Any, y_pred: Any, sample_weight: Any) -> Exception | None:
+    """Tries a metric with or without weights; returns what it fails with, None where it works."""
+    failure = None
+    for labels, predictions in ((_row_numbers, _ramp), (_zeros, _halves)):
+        try:
+            with tf.init_scope(), warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # About made-up data they help nobody.
+                shrink = _shrinking(y_pred)
+                given = _made(y_true, labels, shrink), _made(y_pred, predictions, shrink)
+                weight = _made(sample_weight, _weights, shrink)
+                found = _find_no_sum(metric, given, weight)
+        except Exception as error:  # Code of the user's own may raise anything.
+            failure = error
+            continue
+        if found is not None:
+            raise _refused(metric, *found)
+        return None
+    return failure
+
+
+def check_starts_at_zero(metric: Any, strategy: tf.distribute.Strategy) -> None:
+    """Checks that a metric does not start at something else than zero, which every replica adds.
+
+    A state that is not zero may also be that of a metric in use; what tells them apart is a second
+    metric made the same way.
+
+    Args:
+        metric: A Keras metric that has its variables.
+        strategy: The strategy in whose scope it was made.
+
+    Raises:
+        MetricError: A variable of the metric was made with another value than zero.
+    """
+    with tf.init_scope():
+        states = [
+            [np.asarray(copy) for copy in strategy.experimental_local_results(variable.value)]
+            for variable in metric.variables
+        ]
+    if not any(np.any(copy) for copies in states for copy in copies):
+        return
+    # In a thread of its own it is made under no strategy, where no other worker has to help.
+    with ThreadPoolExecutor(1) as outside:
+        fresh = outside.submit(_made_again, metric).result()
+    if isinstance(fresh, Exception):
+        warn_unknown(
+            metric,
+            "its state is not zero, and whether it starts so cannot be found out by making "
+            f"another: {fresh}. Call metric.reset_state() first if it does",
+        )
+        return
+    if len(fresh) != len(states):
+        return
+    pairs = zip(states, fresh, strict=True)
+    if not all(np.array_equal(copy, start) for copies, start in pairs for copy in copies):
+        return
+    for variable, start in zip(metric.variables, fresh, strict=True):
+        if np.any(start):
+            value = np.ravel(start)[np.flatnonzero(start)[0]]
+            raise MetricError(
+                "The state of a metric is added over replicas, so it must start at zero. Received: "
+                f"variable {variable.path!r} of {metric.name!r}, which starts at {value:g} on each "
+                f"of {strategy.num_replicas_in_sync} replicas. Make it with initializer='zeros', "
+                "and add what it should start at in result()."
+            )
+
+
+def _made_again(metric: Any) -> Any:
+    """The state of a metric made like this one, or why there is none."""
+    try:
+        try:
+            other = type(metric).from_config(metric.get_config())
+        except TypeError:  # Its __init__ takes no name or dtype.
+            other = type(metric)()
+        return [np.asarray(tf.convert_to_tensor(variable.value)) for variable in other.variables]
+    except Exception as error:  # Code of the user's own may raise anything.
+        return error
+
+
+def _find_no_sum(metric: Any, given: tuple[Any, Any], weight: Any) -> tuple[Any, str] | None:
+    """The first variable that is no sum, and what it does; None where all are sums."""
+
+    def added(start: int, rows: slice) -> list[np.ndarray]:
+        before = [_full(variable, start) for variable in metric.variables]
+        weighted = {} if weight is None else {"sample_weight": _cut(weight, rows)}
+        after = metric.stateless_update_state(before, *_cut(given, rows), **weighted)
+        return [_wide(a) - _wide(b) for a, b in zip(after, before, strict=True)]
+
+    # Every update of the same rows must add the same, whatever was there.
+    both = slice(0, 2)
+    from_zero = added(0, both)
+    unsigned = any(tf.as_dtype(variable.dtype).is_unsigned for variable in metric.variables)
+    for start in (8, 16 if unsigned else -8):
+        for variable, first, other in zip(
+            metric.variables, from_zero, added(start, both), strict=True
+        ):
+            apart = _largest_difference(variable, first, other)
+            if apart is not None:
+                return variable, (
+                    f"is no sum: one and the same update adds {apart[0]:g} to it where it is 0, "
+                    f"and {apart[1]:g} where it is {start}. So does a maximum, a last value, a "
+                    "mean or a product, and replicas cannot add those"
+                )
+    one_by_one = [a + b for a, b in zip(added(0, slice(0, 1)), added(0, slice(1, 2)), strict=True)]
+    for variable, together, alone in zip(metric.variables, from_zero, one_by_one, strict=True):
+        apart = _largest_difference(variable, together, alone)
+        if apart is not None:
+            return variable, (
+                f"is no sum over rows: two rows in one batch add {apart[0]:g} to it, and one after "
+                f"the other {apart[1]:g}. It counts batches or divides by their size, and every "
+                "replica has a batch of its own"
+            )
+    return None
+
+
+def _largest_difference(
+    variable: Any, one: np.ndarray, other: np.ndarray
+) -> tuple[float, float] | None:
+    """The two numbers that are furthest apart, None where all agree but for rounding."""
+    one, other = np.atleast_1d(one), np.atleast_1d(other)
+    dtype = tf.as_dtype(variable.dtype)
+    with np.errstate(invalid="ignore"):
+        apart = np.abs(one - other)
+    apart[(one == other) | (np.isnan(one) & np.isnan(other))] = 0.0
+    apart[np.isnan(apart)] = np.inf
+    if not dtype.is_integer:
+        numbers: Any = dtype.as_numpy_dtype
+        epsilon = 2.0**-7 if dtype == tf.bfloat16 else float(np.finfo(numbers).eps)
+        apart -= 16.0 * epsilon + _RELATIVE * np.nan_to_num(np.abs(one))
+    if not np.any(apart > 0):
+        return None
+    where = np.unravel_index(np.argmax(apart), apart.shape)
+    return one[where].item(), other[where].item()
+
+
+def _full(variable: Any, value: int) -> Any:
+    return tf.cast(tf.fill(variable.shape, value), variable.dtype)
+
+
+def _wide(tensor: Any) -> np.ndarray:
+    tensor = tf.convert_to_tensor(tensor)
+    return np.asarray(tf.cast(tensor, tf.complex128 if tensor.dtype.is_complex else tf.float64))
+
+
+def _zeros(shape: list[int]) -> np.ndarray:
+    return np.zeros(shape)
+
+
+def _halves(shape: list[int]) -> np.ndarray:
+    return np.full(shape, 0.5)
+
+
+def _row_numbers(shape: list[int]) -> np.ndarray:
+    return np.zeros(shape) + np.arange(shape[0]).reshape([-1] + [1] * (len(shape) - 1))
+
+
+def _weights(shape: list[int]) -> np.ndarray:
+    return 1.0 + _row_numbers(shape)
+
+
+def _ramp(shape: list[int]) -> np.ndarray:
+    return np.linspace(0.1, 0.8, math.prod(shape)).reshape(shape)
+
+
+def _shrinking(y_pred: Any) -> dict[int, int]:
+    """The axes, with their sizes, of which two positions do: not the classes, and only if large."""
+    shapes = [tuple(spec.shape) for spec in tf.nest.flatten(y_pred)]
+    if max((math.prod(size or 1 for size in shape[1:]) for shape in shapes), default=0) < _ELEMENTS:
+        return {}
+    return {
+        axis: size
+        for shape in shapes
+        for axis, size in enumerate(shape[:-1])
+        if axis > 0 and size is not None and size > 2
+    }
+
+
+def _made(specs: Any, values: Callable[[list[int]], np.ndarray], shrink: dict[int, int]) -> Any:
+    ragged: Any = tf.RaggedTensor
+
+    def make(spec: Any) -> Any:
+        if spec is None:
+            return None
+        sizes = list(spec.shape)
+        shape = [
+            2 if axis == 0 or shrink.get(axis) == size else 1 if size is None else size
+            for axis, size in enumerate(sizes)
+        ]
+        dtype = tf.as_dtype(spec.dtype)
+        if dtype == tf.string:
+            tensor = tf.fill(shape, "")
+        else:
+            tensor = tf.cast(values(shape) if shape else 0.5, dtype)
+        if isinstance(spec, tf.RaggedTensorSpec):
+            return ragged.from_tensor(tensor, ragged_rank=getattr(spec, "ragged_rank", 1))
+        return tf.sparse.from_dense(tensor) if isinstance(spec, tf.SparseTensorSpec) else tensor
+
+    return tf.nest.map_structure(make, specs)
+
+
+def _cut(structure: Any, rows: slice) -> Any:
+    def cut(tensor: Any) -> Any:
+        if isinstance(tensor, tf.SparseTensor):
+            size = rows.stop - rows.start
+            start = [rows.start] + [0] * (tensor.shape.rank - 1)
+            return tf.sparse.slice(tensor, start, [size, *tensor.shape[1:]])
+        return tensor[rows] if tensor is not None and tensor.shape.rank else tensor
+
+    return tf.nest.map_structure(cut, structure)
+
+
+def _refused(metric: Any, variable: Any, what: str) -> MetricError:
+    return MetricError(
+        "The state of a metric is added over replicas, so it must be made of sums over rows. "
+        f"Received: {metric.name!r}, whose variable {variable.path!r} {what}. {_KEEP_SUMS}"
+    )
+
+
+def warn_unknown(metric: Any, reason: str) -> None:
+    """Says that nothing is known about the state of a metric, and why."""
+    warnings.warn(
+        f"Whether the metric {metric.name!r} can be added over replicas was not found out: "
+        f"{reason}. If it keeps anything but sums over rows, its value depends on the number of "
+        f"replicas. {_KEEP_SUMS}",
+        ReplicaDependenceWarning,
+        stacklevel=3,
+    )

@@ -1,0 +1,103 @@
+"""What an error of TensorFlow in a step means for the user."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import tensorflow as tf
+
+from tfmultigpu.clusters.failures import explaining_lost_workers, naming_lost_workers
+from tfmultigpu.data import partition
+from tfmultigpu.errors import LossError, OutOfMemoryError, StrategyUnavailableError
+from tfmultigpu.losses.loss_sum import OTHER_ROWS
+from tfmultigpu.strategies.topology import local_replicas
+
+__all__ = ["explaining_failures", "line_on_memory"]
+
+# How allocators, XLA, cuDNN and a copy to a GPU, the last, say that memory ran out.
+_NO_MEMORY = re.compile(
+    r"OOM when|out of memory|OUT_OF_MEMORY|failed to allocate|RESOURCE_EXHAUSTED"
+    r"|Dst tensor is not initialized",
+    re.I,
+)
+
+
+@contextmanager
+def explaining_failures(
+    strategy: tf.distribute.Strategy, count_rows: Callable[[], Any] | None = None
+) -> Iterator[None]:
+    """Raises what an error of TensorFlow means for the user, where it does not speak for itself.
+
+    Args:
+        strategy: Where the step runs.
+        count_rows: Returns the rows of the global batch, where there is one batch.
+    """
+    # Of the strategy of one worker alone no call waits for another.
+    replicas = strategy.num_replicas_in_sync
+    several = replicas > 1 and len(strategy.extended.worker_devices) < replicas
+    try:
+        with explaining_lost_workers() if several else naming_lost_workers():
+            yield
+    except tf.errors.ResourceExhaustedError as error:
+        rows = None if count_rows is None else count_rows()
+        raise _out_of_memory(error, strategy, rows) from error
+    except (tf.errors.InvalidArgumentError, tf.errors.InternalError) as error:
+        internal = isinstance(error, tf.errors.InternalError)
+        if internal and line_on_memory(error.message) is not None:
+            rows = None if count_rows is None else count_rows()
+            raise _out_of_memory(error, strategy, rows) from error
+        explained = _explain(error)
+        if explained is None:
+            raise
+        raise explained from error
+
+
+def line_on_memory(message: str) -> str | None:
+    """Returns the line of an error's message that says that memory ran out; None without one."""
+    # Not one that names the place in a program: it may be called so.
+    lines = [line for line in message.splitlines() if not line.lstrip().startswith("File ")]
+    return next((line for line in lines if _NO_MEMORY.search(line)), None)
+
+
+def _out_of_memory(error: Any, strategy: tf.distribute.Strategy, rows: Any) -> Exception:
+    line = line_on_memory(error.message) or error.message
+    # Of a copy, the device it went to.
+    *_, device = [None, *re.findall(r"device:(\w+:\d+)", line)]
+    where = "A device"
+    if device is not None:
+        where = device
+        several = strategy.num_replicas_in_sync > 1
+        names = [name.upper() for name in strategy.extended.worker_devices] if several else []
+        for replica, name in zip(local_replicas(strategy), names, strict=False):
+            if name.endswith(f":{device}"):
+                where = f"Replica {replica} ({device})"
+    batch = "" if rows is None else f" a global batch of {int(rows)} rows;"
+    return OutOfMemoryError(
+        f"{where} has not enough memory for this step. Received:{batch} {line.strip()}. Compute it "
+        "in parts, with the same result: make_train_step(..., micro_batches=2), or more, or as "
+        "many for each replica as it needs: micro_batches=tmg.data.plan_micro_batches(shares, "
+        "rows_in_memory); give a smaller device a smaller share: distribute_dataset(..., "
+        "shares=...); or see what fits: tmg.find_batch_size."
+    )
+
+
+def _explain(error: Any) -> Exception | None:
+    if isinstance(error, tf.errors.InvalidArgumentError):
+        if OTHER_ROWS in error.message:
+            return LossError(OTHER_ROWS)
+        if partition.NOT_ROWS in error.message:
+            return LossError(partition.explain_not_rows(error.message))
+        explained = partition.as_data_error(error)
+        return None if explained is error else explained
+    if "is joining a group" in error.message:
+        return StrategyUnavailableError(
+            "Two strategies over different devices have added by TensorFlow's collectives in this "
+            "process, which TensorFlow does not allow: it aborts both, and whatever else adds so, "
+            "until the process restarts (a default tf.distribute.MirroredStrategy does so on "
+            "CPUs). Restart, and make the strategies with tmg.create_strategy(devices=...), which "
+            "avoids that."
+        )
+    return None

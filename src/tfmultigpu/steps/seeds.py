@@ -1,0 +1,113 @@
+"""What random draws start from: alike on all replicas, and once a step."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import tensorflow as tf
+
+from tfmultigpu import _compat
+from tfmultigpu.errors import ScopeError
+
+__all__ = ["GlobalSeeds", "global_seeds", "seed_states"]
+
+
+class GlobalSeeds:
+    """What draws without a seed draw from, during one call of ``strategy.run``.
+
+    Keras keeps a generator of seeds for them, one for each thread. Replicas are threads, and a
+    state that is to be alike on all of them is made before they start or beside them. So the
+    generator of the thread that starts them serves all; the first draw has one made if there is
+    none.
+
+    Attributes:
+        generator: The generator, or None where there is none yet.
+        used: The states of all generators that were drawn from, Keras variables; known once traced.
+    """
+
+    def __init__(self, strategy: tf.distribute.Strategy) -> None:
+        """Takes the strategy; call on the thread that starts the replicas."""
+        self.generator = _compat.global_seeds()
+        self.used: list[Any] = []
+        self._strategy = strategy
+
+    def next_of(self, original: Any, generator: Any, *args: Any, **kwargs: Any) -> Any:
+        """Returns a seed from a generator, by ``original``, and notes that it was drawn from.
+
+        Raises:
+            ScopeError: It was created outside the scope: there is one state for all replicas, and
+                each of them would go on where another is.
+        """
+        if all(state is not generator.state for state in self.used):
+            self._check_scope(generator)
+            self.used.append(generator.state)
+        return original(generator, *args, **kwargs)
+
+    def _check_scope(self, generator: Any) -> None:
+        state = generator.state.value  # A tensor where it was assigned to already.
+        several = self._strategy.num_replicas_in_sync > 1
+        if not several or not isinstance(state, tf.Variable):
+            return
+        if not self._strategy.extended.variable_created_in_scope(state):
+            raise ScopeError(
+                "A seed generator was created outside the scope of the strategy. It has one state "
+                "for all replicas, so each draws other numbers than one device does. Received: "
+                f"{generator.name!r}, and {type(self._strategy).__name__} with "
+                f"{self._strategy.num_replicas_in_sync} replica(s). Create it inside the scope:\n"
+                "    with strategy.scope():\n"
+                "        seeds = keras.random.SeedGenerator(seed)"
+            )
+
+    def on_replica(self, original: Any) -> Any:
+        """Returns the generator for a draw on a replica; ``original`` makes one."""
+        if self._strategy.num_replicas_in_sync == 1:
+            self.generator = original()
+        elif not self._is_on_replicas():
+            made = threading.Thread(target=self._make, args=(original,))
+            made.start()
+            made.join()
+        return self.generator
+
+    def _is_on_replicas(self) -> bool:
+        if self.generator is None:
+            return False
+        variable = self.generator.state.value
+        return bool(self._strategy.extended.variable_created_in_scope(variable))
+
+    def _make(self, original: Any) -> None:
+        import keras
+
+        with self._strategy.scope():
+            if self.generator is None:
+                self.generator = original()
+                return
+            copy = keras.random.SeedGenerator(0)
+            copy.state.assign(self.generator.state)
+            self.generator = copy
+
+
+@contextmanager
+def global_seeds(strategy: tf.distribute.Strategy) -> Iterator[GlobalSeeds]:
+    """Shares the seeds of draws without a seed among the replicas run in the context."""
+    seeds = GlobalSeeds(strategy)
+    before = seeds.generator
+    yield seeds
+    if seeds.generator is not before:
+        _compat.set_global_seeds(seeds.generator)
+
+
+def seed_states(model: Any, seeds: GlobalSeeds) -> list[Any]:
+    """Returns the states of the seeds that a model may draw from, Keras variables.
+
+    They are those of its layers, that for draws without a seed where there is one yet, and those
+    that were seen to be drawn from.
+    """
+    weights = {id(variable) for variable in model.weights}
+    states = [variable for variable in model.variables if id(variable) not in weights]
+    if seeds.generator is not None:
+        states.append(seeds.generator.state)
+    known = {id(state) for state in states}
+    return [*states, *(state for state in seeds.used if id(state) not in known)]

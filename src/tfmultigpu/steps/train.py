@@ -1,0 +1,162 @@
+"""Train steps: the same result on any number of replicas."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfmultigpu.losses.loss_sum import LossSum
+from tfmultigpu.losses.metrics import check_metrics
+from tfmultigpu.losses.objective import Objective
+from tfmultigpu.steps.evaluate import make_eval_step, make_predict_step
+from tfmultigpu.steps.forward_backward import ReplicaPhase
+from tfmultigpu.steps.micro_batches import micro_batch_counts
+from tfmultigpu.steps.program_agreement import ProgramAgreement
+from tfmultigpu.steps.train_step import TrainStep
+from tfmultigpu.steps.verification import Verifier, check_verify
+from tfmultigpu.strategies.scopes import check_backend, check_kinds
+
+__all__ = ["TrainStep", "make_eval_step", "make_predict_step", "make_train_step"]
+
+
+def make_train_step(
+    model: Any,
+    optimizer: Any,
+    loss: Any,
+    strategy: tf.distribute.Strategy | None = None,
+    *,
+    metrics: Any = (),
+    weighted_metrics: Any = (),
+    loss_weights: Any = None,
+    micro_batches: int | Sequence[int] = 1,
+    forward: Callable[[Any, Any, bool], LossSum] | None = None,
+    clip_norm: float | None = None,
+    loss_scale: str | float | None = None,
+    shard_update: str | bool = "auto",
+    reduce_dtype: str | None = None,
+    jit_compile: bool = False,
+    verify: bool | str = "first",
+) -> TrainStep:
+    """Makes a train step that gives on N replicas what one device gives on the same global batches.
+
+    Args:
+        model: A Keras model created in ``strategy.scope()``.
+        optimizer: A Keras optimizer created in the scope; its variables are made here. Clipping set
+            on it acts on the gradient of the global batch. A
+            ``keras.optimizers.LossScaleOptimizer`` means ``loss_scale="dynamic"``.
+        loss: A Keras loss, its name, a function ``f(y_true, y_pred)`` of per-example values, or a
+            dict or list of them for several outputs. None with ``forward``.
+        strategy: The strategy; ``tf.distribute.get_strategy()`` where None.
+        metrics: Keras metrics created in the scope, updated without sample weights; for several
+            outputs a dict by output. Their states are added over replicas, so a metric of your own
+            must keep sums and counts; anything else is refused at the first step.
+        weighted_metrics: The same, updated with sample weights.
+        loss_weights: A number, or a dict or list of numbers, one per output.
+        micro_batches: Into how many parts each replica's shard is cut and computed one after the
+            other, to save memory; or one such number for each replica, of all workers, as from
+            ``plan_micro_batches``. The result is that of 1, except for layers that look at a whole
+            batch (BatchNormalization) or count calls: they see each part.
+        forward: ``f(model, batch, training) -> LossSum`` for what a loss cannot say. Weight
+            regularisation and ``add_loss`` are added by the step.
+        clip_norm: Largest global norm of the gradient; larger ones are scaled down to it.
+        loss_scale: For float16: ``"dynamic"`` or a number. A step whose global gradient is not
+            finite is skipped on every replica.
+        shard_update: Whether each variable is updated by one replica, which keeps what the
+            optimizer remembers of it, and then copied to the others: True, False, or ``"auto"``
+            where it can be and is known to be faster. The result is the same.
+        reduce_dtype: ``"bfloat16"`` sends float32 gradients in it, for slow connections. That is
+            not exact: a sum over N replicas is off by up to N / 256 of the sum of absolute values.
+        jit_compile: Compile forward and backward with XLA.
+        verify: When to hold a step to what one device computes on the same global batch, and warn
+            of what differs: ``"first"``, True for every step, False, or ``"gradients"``, which also
+            compares the gradients of the first. See ``TrainStep.verification``.
+
+    Returns:
+        The step: ``logs = step(batch)``, ``logs = step.run(iterator, steps)``.
+
+    Raises:
+        ScopeError: Model, optimizer or a metric was created outside the scope.
+        LossError: The loss is none, or not one value per example.
+        MetricError: A metric cannot be added over replicas.
+        KerasBackendError: Keras does not run on TensorFlow.
+        TfMultiGpuError: ``shard_update=True`` cannot be had.
+        WorkersDifferError: Workers have different models, losses, optimizers or settings; here or
+            at the first step.
+
+    Warns:
+        ReplicaDependenceWarning: The first step computed something else than one device would.
+
+    Example:
+        >>> import keras, numpy as np, tfmultigpu as tmg
+        >>> strategy = tmg.create_strategy()
+        >>> with strategy.scope():
+        ...     model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+        ...     optimizer = keras.optimizers.SGD(0.1)
+        >>> arrays = np.ones((5, 3)), np.ones((5, 1))
+        >>> data = tmg.distribute_dataset(arrays, strategy, batch_size=2)
+        >>> step = tmg.make_train_step(model, optimizer, "mse", strategy)
+        >>> [float(step(batch)["weight"]) for batch in data]
+        [2.0, 2.0, 1.0]
+    """
+    check_backend()
+    strategy = tf.distribute.get_strategy() if strategy is None else strategy
+    check_kinds(model, strategy, optimizer)
+    counts = micro_batch_counts(micro_batches, strategy.num_replicas_in_sync)
+    if clip_norm is not None and not clip_norm > 0:
+        raise ValueError(f"clip_norm is positive. Received: clip_norm={clip_norm}.")
+    if clip_norm == math.inf:
+        clip_norm = None  # Nothing is larger; the norm is in the logs all the same.
+    if not isinstance(shard_update, bool) and shard_update != "auto":
+        raise ValueError(
+            f"shard_update is True, False or 'auto'. Received: shard_update={shard_update!r}."
+        )
+    if reduce_dtype not in (None, "bfloat16"):
+        raise ValueError(
+            f"reduce_dtype is None or 'bfloat16'. Received: reduce_dtype={reduce_dtype!r}."
+        )
+    check_verify(verify)
+    check_metrics(metrics, strategy)
+    check_metrics(weighted_metrics, strategy)
+    objective = Objective.of(model, loss, loss_weights, forward)
+    objective.check_metrics_allowed(metrics, weighted_metrics)
+    phase = ReplicaPhase(
+        objective,
+        strategy,
+        micro_batches=counts,
+        metrics=metrics,
+        weighted_metrics=weighted_metrics,
+        jit_compile=jit_compile,
+    )
+    verifier = Verifier(
+        objective, strategy, verify, micro_batches=max(counts), jit_compile=jit_compile
+    )
+    agreement = ProgramAgreement(
+        strategy,
+        {
+            "loss": loss,
+            "forward": forward,
+            "loss_weights": loss_weights,
+            "metrics": metrics,
+            "weighted_metrics": weighted_metrics,
+            "micro_batches": counts,
+            "clip_norm": clip_norm,
+            "loss_scale": loss_scale,
+            "shard_update": shard_update,
+            "reduce_dtype": reduce_dtype,
+        },
+    )
+    return TrainStep(
+        phase,
+        verifier,
+        agreement,
+        model,
+        optimizer,
+        strategy,
+        clip_norm,
+        loss_scale,
+        shard_update,
+        reduce_dtype,
+    )

@@ -1,0 +1,326 @@
+"""One optimizer step on one global batch, as a compiled function.
+
+A step has two phases inside one ``tf.function``::
+
+    replica phase   for each micro-batch: forward, backward, add (gradients, sums, weights)
+    global phase    add over the replicas, once; divide; norm; clip; one optimizer update
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfmultigpu.losses.build_model import prepare_model
+from tfmultigpu.losses.held_assignments import assign_held, holding
+from tfmultigpu.losses.objective import OutputLoss, regularization
+from tfmultigpu.optimizers.backward_operations import any_may_fail, noting_operations
+from tfmultigpu.optimizers.gradients import all_finite, clipped, combined, global_norm, unscaled
+from tfmultigpu.optimizers.loss_scaling import LossScale, make_loss_scale, unwrap_optimizer
+from tfmultigpu.optimizers.settings import Settings, explaining_settings
+from tfmultigpu.optimizers.sharded import ShardedUpdate, placed
+from tfmultigpu.optimizers.update import apply_in_replica, overwrite_with_averages, prepare_update
+from tfmultigpu.steps.batch_function import BatchFunction, Shards
+from tfmultigpu.steps.forward_backward import ReplicaPhase
+from tfmultigpu.steps.missing_gradients import MissingGradients
+from tfmultigpu.steps.multi_step import TERMS, MultiStep
+from tfmultigpu.steps.program_agreement import ProgramAgreement
+from tfmultigpu.steps.value_agreement import check_values_alike
+from tfmultigpu.steps.verification import Verification, Verifier
+from tfmultigpu.strategies.collectives import sum_on_devices, sum_over_replicas
+from tfmultigpu.strategies.scopes import all_layers
+from tfmultigpu.strategies.topology import all_on_local_cpus, local_replicas, per_replica
+
+__all__ = ["TrainStep"]
+
+_SUM = "sum of "  # Before the names of what ``totals`` returns.
+
+
+class TrainStep:
+    """One optimizer step on one global batch; what ``make_train_step`` returns.
+
+    Attributes:
+        model: The model it trains.
+        optimizer: The optimizer; set its learning rate to another number and read its iterations
+            as usual. Another setting, a schedule or clipping, has the next call trace anew.
+        strategy: The strategy it runs under.
+        metrics: The Keras metrics it updates.
+        loss_scale: The loss scale in use, or None; known after the first step.
+        shard_update: Whether each variable is updated by one replica; likewise.
+        shard_update_reason: Why, for a person; likewise.
+    """
+
+    loss_scale: LossScale | None = None
+    shard_update: bool = False
+    shard_update_reason: str = "the model is not built yet"
+
+    def __init__(
+        self,
+        phase: ReplicaPhase,
+        verifier: Verifier,
+        agreement: ProgramAgreement,
+        model: Any,
+        optimizer: Any,
+        strategy: tf.distribute.Strategy,
+        clip_norm: float | None,
+        loss_scale: str | float | None,
+        shard_update: str | bool,
+        reduce_dtype: str | None,
+    ) -> None:
+        """Use ``make_train_step``, which checks what it is given."""
+        self.model = model
+        self.optimizer = optimizer
+        self.strategy = strategy
+        self.metrics = phase.metrics
+        self._phase = phase
+        self._verifier = verifier
+        self._agreement = agreement
+        local = local_replicas(strategy)
+        verifier.compare_gradients(BatchFunction(self._gradients, strategy, local))
+        self._clip_norm = clip_norm
+        self._asked_loss_scale = loss_scale
+        self._asked_shard_update = shard_update
+        self._sharded: ShardedUpdate | None = None
+        self._travel_as = None if reduce_dtype is None else tf.as_dtype(reduce_dtype)
+        self._layers: list[Any] = []
+        self._seen_a_batch = False
+        self._settings = Settings()
+        self._missing = MissingGradients()
+        self._functions: dict[Any, tuple[BatchFunction, MultiStep, MultiStep]] = {}
+        self._frozen: Any = None
+        self._use(None)
+        if model.built:
+            self._prepare(None)
+
+    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+    def __call__(self, batch: Any) -> dict[str, Any]:
+        """Trains on one batch.
+
+        Args:
+            batch: An element of a distributed dataset, or a whole global batch: ``x``, ``(x, y)``
+                or ``(x, y, sample_weight)`` of tensors or arrays.
+
+        Returns:
+            Scalars: ``"loss"``, what one device would report, regularisation included;
+            ``"weight"``, what its sum was divided by (with several outputs: the number of rows);
+            ``"gradient_norm"``, before clipping; ``"skipped"``, 1 where loss scaling skipped the
+            update; ``"loss_scale"``, the one used; and for each of several outputs ``"NAME_loss"``
+            and ``"NAME_weight"``, what its sum was divided by.
+        """
+        if not self._is_current():
+            self._prepare(self._function.spec_of(batch))
+        logs: dict[str, Any] = self._verifier.call(self._function, batch, self.loss_scale)
+        return logs
+
+    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+    def run(self, iterator: Any, steps: int) -> dict[str, Any]:
+        """Trains on up to ``steps`` batches in one call, which saves the cost of calls.
+
+        Args:
+            iterator: ``iter()`` of a distributed dataset, or of a plain dataset of global batches.
+            steps: How many, at least 1.
+
+        Returns:
+            ``"steps"``, how many ran: fewer where the data ended. Losses are means over these
+            steps, each output's by its own weight; weights and ``"skipped"`` are sums, the rest is
+            that of the last step.
+        """
+        if not self._is_current():
+            self._prepare(self._multistep.batch_spec(iterator))
+        return self._verifier.run(self._multistep, iterator, steps, self.loss_scale)
+
+    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+    def totals(self, iterator: Any, steps: int) -> dict[str, Any]:
+        """Trains on up to ``steps`` batches in one call, and returns sums that can be added up.
+
+        Returns:
+            Scalars: ``"steps"``, how many ran; ``"rows"`` in their batches; ``"skipped"``; and for
+            ``"loss"`` and the loss of each output the sum of its value times the rows of its batch.
+        """
+        if not self._is_current():
+            self._prepare(self._adding.batch_spec(iterator))
+        logs = self._verifier.run(self._adding, iterator, steps, self.loss_scale)
+        sums = {name[len(_SUM) :]: logs[name] for name in logs if name.startswith(_SUM)}
+        others = {"steps": logs["steps"], "rows": logs["weight"], "skipped": logs["skipped"]}
+        return {**others, **sums}
+
+    @property
+    def verification(self) -> Verification | None:
+        """How the last verified step compares with one device; None before the first."""
+        return self._verifier.verification
+
+    def _is_current(self) -> bool:
+        """Whether all was prepared, and no layer frozen or thawed, no setting changed since."""
+        if self._settings.changed(self.optimizer):
+            return False
+        return self._seen_a_batch and self._frozen == self._what_is_frozen()
+
+    def _what_is_frozen(self) -> Any:
+        trained = tuple([id(variable) for variable in self.model.trainable_variables])
+        layers = [(one.trainable, getattr(one, "synchronized", None)) for one in self._layers]
+        return trained, tuple(layers)
+
+    def _use(self, frozen: Any) -> None:
+        """Takes the functions compiled for a set of frozen layers; each set has its own."""
+        if frozen not in self._functions:
+            local = local_replicas(self.strategy)
+            function = BatchFunction(self._step, self.strategy, local)
+            adding = BatchFunction(self._addends, self.strategy, local)
+            self._functions[frozen] = function, MultiStep(function), MultiStep(adding, wide=True)
+            if frozen != self._frozen:
+                self._verifier.renew()
+        self._frozen = frozen
+        self._function, self._multistep, self._adding = self._functions[frozen]
+
+    def _prepare(self, batch_spec: Any) -> None:
+        first = not self._layers
+        frozen = self._what_is_frozen()
+        if self._settings.changed(self.optimizer):
+            self._functions.clear()
+        if self._seen_a_batch and frozen in self._functions:
+            self._use(frozen)
+            return
+        prepare_model(self.model, self.strategy, batch_spec)
+        # What the optimizer remembers is made by all workers together, and so is a step.
+        if batch_spec is not None or not unwrap_optimizer(self.optimizer).built:
+            self._agreement.check(self.model, self.optimizer)
+        plan, self._sharded = prepare_update(
+            self.optimizer, self.model.trainable_variables, self.strategy, self._asked_shard_update
+        )
+        if batch_spec is not None:
+            if not self._seen_a_batch:
+                check_values_alike(self.strategy, self.model, self.optimizer)
+            self._phase.build_metrics(batch_spec)
+            self._seen_a_batch = True
+        if first:
+            self._layers = all_layers(self.model)
+        if first or plan.sharded != self.shard_update:
+            self.shard_update, self.shard_update_reason = plan
+        self.loss_scale = make_loss_scale(self._asked_loss_scale, self.optimizer, self.strategy)
+        self._settings.note(self.optimizer)
+        self._use(self._what_is_frozen())
+
+    def _step(self, shards: Shards) -> dict[str, Any]:
+        scale = self._scale()
+        gradients, logs, states = self._reduced(shards, scale, self._clip_norm)
+        finite = logs.pop("finite")
+        rows = tf.cast(shards.global_rows, tf.float64)
+        self._update(gradients, states, finite, [*shards.after, rows, logs["loss"]])
+        self._settings.note(self.optimizer, traced=True)
+        skipped = tf.zeros([]) if scale is None else 1.0 - tf.cast(finite, tf.float32)
+        return {**logs, "skipped": skipped, "loss_scale": tf.ones([]) if scale is None else scale}
+
+    def _gradients(self, shards: Shards) -> dict[str, Any]:
+        """The gradient of each trained variable before clipping, by its number; changes nothing."""
+        gradients, _, _ = self._reduced(shards, self._scale(), None)
+        local = self.strategy.experimental_local_results
+        numbers = {id(one): i for i, one in enumerate(self.model.trainable_variables)}
+        pairs = zip(self._trained, gradients, strict=True)
+        return {str(numbers[id(variable)]): local(one)[0] for variable, one in pairs}
+
+    def _scale(self) -> Any:
+        return None if self.loss_scale is None else self.loss_scale.value()
+
+    def _reduced(
+        self, shards: Shards, scale: Any, clip_norm: float | None
+    ) -> tuple[Any, dict[str, Any], Any]:
+        """The gradient of the global batch, the logs, and the states to assign."""
+        rows = tf.cast(shards.global_rows, tf.float64)
+        parts, states = self._phase(shards, scale)
+        if self._sharded is None:
+            values = sum_over_replicas(self.strategy, parts, self._travel_as)
+        else:
+            places = self._sharded.places(self.model.trainable_variables, self._phase.present)
+            values = [sum_on_devices(parts, places, self._travel_as)]
+        if len(values) == 1:
+            first = [self.strategy.experimental_local_results(value)[0] for value in states]
+            finished = self._finish(values[0], first, rows, scale, clip_norm, shards.is_last)
+            return *finished, states
+        args = (per_replica(self.strategy, values), states, rows, scale, clip_norm)
+        gradients, logs = self.strategy.run(self._finish, args=args)
+        logs = {k: self.strategy.experimental_local_results(v)[0] for k, v in logs.items()}
+        return gradients, logs, states
+
+    def _addends(self, shards: Shards) -> dict[str, Any]:
+        """The logs as values that ``MultiStep`` adds up as they are, losses by rows."""
+        logs = self._step(shards)
+        rows = tf.cast(shards.global_rows, tf.float32)
+        losses = {n: logs[n] for n in logs if n == "loss" or isinstance(n, OutputLoss)}
+        sums = {_SUM + name: value * rows for name, value in losses.items()}
+        kept = {name: logs[name] for name in ("skipped", TERMS)}
+        return {"loss": tf.zeros([]), "weight": rows, **kept, **sums}
+
+    def _finish(
+        self,
+        values: Any,
+        states: Any,
+        global_rows: Any,
+        scale: Any,
+        clip_norm: float | None,
+        reported: Any = True,
+    ) -> tuple[list[tf.Tensor], dict[str, Any]]:
+        """Turns what was added over the replicas into the gradient of the global batch."""
+        layout = self._phase.layout
+        *summed, stats = values
+        sums, weights = layout.unstack(stats)
+        variables = self.model.trainable_variables
+        checks = layout.check(weights, global_rows)
+        with tf.control_dependencies(checks):
+            logs = layout.report(sums, weights, global_rows)
+        held = zip(self._phase.held, states, strict=True)
+        with noting_operations() as regularizing, holding(held):
+            penalty, penalties = regularization(variables)
+        self._may_fail = self._phase.backward_may_fail or any_may_fail(regularizing)
+        corrections: list[Any] = layout.corrections(weights, global_rows)
+        if len(self._phase.present) > len(corrections):
+            corrections = [None, *corrections]
+        factors = [unscaled(correction, scale) for correction in corrections]
+        places = [functools.partial(placed, self._sharded, variable) for variable in variables]
+        with tf.control_dependencies(checks):
+            total, new = combined(summed, self._phase.present, factors, penalties, places)
+        overwritten = self._phase.overwritten
+        self._trained = self._missing.trained(variables, total, overwritten)
+        gradients = [gradient for gradient in total if gradient is not None]
+        norm = global_norm(gradients, reported if clip_norm is None else True)
+        logs["finite"] = tf.constant(True) if scale is None else all_finite([*gradients, *new])
+        if clip_norm is not None:
+            gradients = clipped(gradients, clip_norm, norm)
+        gradients, self._trained = gradients + new, self._trained + overwritten
+        logs = {**logs, "loss": logs["loss"] + penalty, "gradient_norm": tf.cast(norm, tf.float32)}
+        logs[TERMS] = stats
+        return [tf.cast(g, v.dtype) for g, v in zip(gradients, self._trained, strict=True)], logs
+
+    def _update(self, gradients: Any, states: Any, finite: Any, after: Sequence[Any]) -> None:
+        optimizer = unwrap_optimizer(self.optimizer)
+        # A step whose gradients fail is not counted and changes nothing. CPUs do not run out of
+        # memory alone: where nothing else can fail, the loss and all checks are enough to wait for.
+        early = all_on_local_cpus(self.strategy) and not self._may_fail
+
+        def first(gradients: Any) -> list[Any]:
+            return [*after, *([] if early else gradients)]
+
+        def apply(gradients: list[tf.Tensor]) -> None:
+            with tf.control_dependencies(first(gradients)):
+                apply_in_replica(optimizer, gradients, self._trained)
+
+        @explaining_settings(optimizer)
+        def update() -> tf.Tensor:
+            if self._sharded is not None:
+                self._sharded.apply(gradients, self._trained, first(gradients))
+                return tf.constant(True)
+            self.strategy.run(apply, args=(gradients,))
+            overwrite_with_averages(optimizer, self.strategy, self._trained)
+            return tf.constant(True)
+
+        if states:  # Also where the update is skipped, and before it: weights may be among them.
+            held, run = self._phase.held, self.strategy.run
+            run(lambda g, s: assign_held(held, s, first(g)), args=(gradients, states))
+        if self.loss_scale is None:
+            update()
+            return
+        tf.cond(finite, update, lambda: tf.constant(False))
+        with tf.control_dependencies(after):
+            self.loss_scale.update(tf.identity(finite))

@@ -1,0 +1,18 @@
+"""Strategies: which one fits the machine, and what the layers above ask of it."""
+
+from tfmultigpu.strategies.communication import (
+    CommunicationTimes,
+    communication_times,
+    measure_communication,
+)
+from tfmultigpu.strategies.factory import create_strategy, plan_strategy
+from tfmultigpu.strategies.plan import StrategyPlan
+
+__all__ = [
+    "CommunicationTimes",
+    "StrategyPlan",
+    "communication_times",
+    "create_strategy",
+    "measure_communication",
+    "plan_strategy",
+]

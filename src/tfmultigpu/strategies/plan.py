@@ -1,0 +1,393 @@
+"""What to run on, and why: one pure decision over what is known of the machine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from tfmultigpu.clusters.sources import Cluster
+from tfmultigpu.devices.names import listed, resolve_devices
+from tfmultigpu.errors import StrategyUnavailableError
+from tfmultigpu.strategies.tpu import Tpu
+
+__all__ = [
+    "COMMUNICATIONS",
+    "KINDS",
+    "Facts",
+    "StrategyPlan",
+    "added_by",
+    "choose",
+    "measurable",
+]
+
+KINDS = ("tpu", "multi_worker", "mirrored", "one_device")
+_WAYS = ("nccl", "ring", "hierarchical_copy", "one_device")
+COMMUNICATIONS = ("auto", "measured", *_WAYS)
+
+_NO_TPU = Tpu(None, "", "no TPU was looked for")
+_HINTS = {
+    "TF_GPU_THREAD_MODE": "TF_GPU_THREAD_MODE=gpu_private gives each GPU threads of its own for "
+    "starting kernels; try it where the input pipeline keeps the CPU busy.",
+    "TF_FORCE_GPU_ALLOW_GROWTH": "TF_FORCE_GPU_ALLOW_GROWTH=true takes GPU memory as it is needed, "
+    "for a GPU that other programs use too.",
+    "NCCL_DEBUG": "NCCL_DEBUG=INFO makes NCCL say which links it uses, where the first step hangs "
+    "or the sum of the gradients is slow.",
+}
+
+
+@dataclass(frozen=True)
+class Facts:
+    """All that the decision depends on.
+
+    Attributes:
+        devices: every logical device and the physical device behind it, in order.
+        tpu: whether a TPU answers.
+        cluster: the cluster, if one is described.
+        no_cluster: why there is none, for the reason.
+        nccl: whether this TensorFlow has NCCL.
+        no_gpu: why there is no GPU, for the reason.
+        ring_over: the devices that a ring of this process already runs over, if there is one.
+        environment: names of the environment variables that are set.
+    """
+
+    devices: Mapping[str, str]
+    tpu: Tpu = _NO_TPU
+    cluster: Cluster | None = None
+    no_cluster: str = "TF_CONFIG is not set"
+    nccl: bool = True
+    no_gpu: str = "TensorFlow finds none"
+    ring_over: tuple[str, ...] | None = None
+    environment: frozenset[str] = frozenset()
+
+    def of_kind(self, kind: str) -> tuple[str, ...]:
+        """The logical devices of a kind."""
+        return tuple(name for name in self.devices if name.startswith(f"{kind}:"))
+
+    def shared(self, devices: Sequence[str]) -> bool:
+        """Whether two of the devices are parts of one physical device."""
+        return len({self.devices[name] for name in devices}) < len(devices)
+
+
+@dataclass(frozen=True)
+class StrategyPlan:
+    """What to run on, and why.
+
+    Attributes:
+        kind: `"tpu"`, `"multi_worker"`, `"mirrored"` or `"one_device"`.
+        devices: the devices of this process; for a TPU its address.
+        num_replicas: over all workers; `None` for a TPU, whose cores are known once it answers.
+        reason: why this kind.
+        rejected: for each other kind, why not.
+        communication: how the replicas add their gradients: one of the choices, `"none"` for one
+            replica, `"tpu"` for a TPU, `"measured"` where `create_strategy` is to time several.
+        communication_reason: why so.
+        unmet: what was asked for and cannot be had, each with its reason.
+        hints: settings of the environment that may help; nothing here sets them.
+    """
+
+    kind: str
+    devices: tuple[str, ...]
+    num_replicas: int | None
+    reason: str
+    rejected: Mapping[str, str]
+    communication: str
+    communication_reason: str
+    unmet: tuple[str, ...] = ()
+    hints: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        """The plan, one line for each thing a person asks about it."""
+        count = "as many replicas as it has cores"
+        if self.num_replicas is not None:
+            count = f"{self.num_replicas} replica{'s' if self.num_replicas > 1 else ''}"
+        lines = [
+            f"{self.kind}: {count} on {listed(self.devices)}",
+            f"  because {self.reason}",
+            f"  gradients are added by {added_by(self.communication)}: {self.communication_reason}",
+        ]
+        lines += [f"  not {kind}: {why}" for kind, why in self.rejected.items()]
+        lines += [f"  asked for, but: {what}" for what in self.unmet]
+        lines += [f"  hint: {hint}" for hint in self.hints]
+        return "\n".join(lines)
+
+
+def added_by(communication: str) -> str:
+    """The communication of a plan, for a sentence."""
+    return "the fastest, to be measured" if communication == "measured" else communication
+
+
+class _Choice(NamedTuple):
+    kind: str
+    devices: tuple[str, ...]
+    num_replicas: int | None
+    reason: str
+
+
+def choose(
+    facts: Facts,
+    prefer: str = "auto",
+    devices: int | str | Sequence[str] | None = None,
+    communication: str = "auto",
+) -> StrategyPlan:
+    """Decide what to run on; pure.
+
+    Args:
+        facts: what is known of the machine and its surroundings.
+        prefer: `"auto"` or one of `KINDS`.
+        devices: names, or a count; `None` for all that make sense.
+        communication: one of `COMMUNICATIONS`.
+
+    Raises:
+        DeviceNotFoundError: a device is asked for that does not exist.
+        StrategyUnavailableError: `prefer`, `devices` and the cluster contradict each other.
+        ValueError: an argument is none of the choices.
+
+    Example:
+        >>> choose(Facts({"CPU:0": "CPU:0", "GPU:0": "GPU:0", "GPU:1": "GPU:1"})).devices
+        ('GPU:0', 'GPU:1')
+    """
+    _check("prefer", prefer, ("auto", *KINDS))
+    _check("communication", communication, COMMUNICATIONS)
+    explicit = None if prefer == "tpu" else _explicit(facts, devices)
+    if prefer == "one_device" and explicit is not None and len(explicit) > 1:
+        raise StrategyUnavailableError(
+            f"prefer='one_device' runs on one device, but devices={devices!r} names "
+            f"{len(explicit)}. Name one, devices={[explicit[0]]!r}, or write prefer='mirrored'."
+        )
+    rejected: dict[str, str] = {}
+    unmet: list[str] = []
+    found = None
+    for kind in KINDS[:-1] if prefer == "auto" else KINDS[KINDS.index(prefer) : -1]:
+        attempt = _try(kind, facts, prefer, explicit)
+        if isinstance(attempt, _Choice):
+            found = attempt
+            break
+        rejected[kind] = attempt
+        evaluator = kind == "multi_worker" and facts.cluster is not None
+        one_named = kind == "mirrored" and explicit is not None
+        if kind == prefer and not evaluator and not one_named:
+            unmet.append(f"prefer={prefer!r}: {attempt}")
+    found = found or _one_device(facts, explicit)
+    for kind in KINDS:
+        if kind != found.kind and kind not in rejected:
+            rejected[kind] = (
+                f"prefer={prefer!r} was asked for"
+                if prefer != "auto" and KINDS.index(kind) < KINDS.index(prefer)
+                else f"{found.kind} comes first"
+            )
+    how, why, refused = _communication(communication, found, facts)
+    if refused is not None:
+        unmet.append(f"communication={communication!r}: {refused}")
+    return StrategyPlan(
+        kind=found.kind,
+        devices=found.devices,
+        num_replicas=found.num_replicas,
+        reason=found.reason,
+        rejected={kind: rejected[kind] for kind in KINDS if kind in rejected},
+        communication=how,
+        communication_reason=why,
+        unmet=tuple(unmet),
+        hints=_hints(found, how, facts),
+    )
+
+
+def _check(name: str, value: object, choices: Sequence[str]) -> None:
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(choices)}. Received: {name}={value!r}")
+
+
+def _explicit(facts: Facts, devices: int | str | Sequence[str] | None) -> tuple[str, ...] | None:
+    """The devices asked for; a count means GPUs where there are any, CPUs otherwise."""
+    if devices is None:
+        return None
+    counted = facts.of_kind("GPU") or facts.of_kind("CPU")
+    names = resolve_devices(devices, counted if isinstance(devices, int) else tuple(facts.devices))
+    kinds = sorted({name.split(":")[0] for name in names})
+    if len(kinds) > 1:
+        keep = [name for name in names if not name.startswith("CPU:")]
+        raise StrategyUnavailableError(
+            f"devices={list(names)!r} mixes {' and '.join(kinds)}. Every step would wait for the "
+            f"slowest of them. Name devices of one kind: devices={keep!r}."
+        )
+    if kinds == ["TPU"]:
+        raise StrategyUnavailableError(
+            f"devices={list(names)!r} names TPU cores, and a TPU is used whole. Leave devices out "
+            "and write prefer='tpu'."
+        )
+    return names
+
+
+def _try(kind: str, facts: Facts, prefer: str, explicit: tuple[str, ...] | None) -> _Choice | str:
+    """The choice if this kind can be had, otherwise why not."""
+    if kind == "tpu":
+        return _tpu(facts, explicit)
+    if kind == "multi_worker":
+        return _multi_worker(facts, prefer, explicit)
+    return _mirrored(facts, prefer, explicit)
+
+
+def _tpu(facts: Facts, explicit: tuple[str, ...] | None) -> _Choice | str:
+    if explicit is not None:
+        return f"devices names {listed(explicit)}"
+    if facts.tpu.missing is not None:
+        return facts.tpu.missing
+    cores = facts.of_kind("TPU")
+    where = cores or (str(facts.tpu.address),)
+    return _Choice("tpu", where, len(cores) or None, f"a TPU answers ({facts.tpu.source})")
+
+
+def _multi_worker(facts: Facts, prefer: str, explicit: tuple[str, ...] | None) -> _Choice | str:
+    cluster = facts.cluster
+    if cluster is None:
+        return f"no cluster is described: {facts.no_cluster}"
+    if cluster.index is None:
+        return "this process is the evaluator, which runs alone beside the workers"
+    if len(cluster.workers) == 1 and prefer != "multi_worker":
+        return "the cluster has one worker, which needs no network to train"
+    gpus = facts.of_kind("GPU")
+    local = explicit or gpus or ("CPU:0",)
+    if local != ("CPU:0",) and local != gpus[: len(local)]:
+        usable = f"the first GPUs in order ({listed(gpus)})" if gpus else "CPU:0 alone"
+        raise StrategyUnavailableError(
+            f"devices={list(local)!r} cannot be combined with the cluster of {cluster.source} "
+            f"({len(cluster.workers)} workers): there TensorFlow uses {usable}. Hide the others "
+            "before TensorFlow starts, tfmultigpu.devices.restrict_devices([...]) or "
+            "CUDA_VISIBLE_DEVICES, and leave devices out; or train alone: prefer='mirrored'."
+        )
+    return _Choice(
+        "multi_worker",
+        local,
+        len(local) * len(cluster.workers),
+        f"this is {cluster}, {len(local)} device{'s' if len(local) > 1 else ''} on each",
+    )
+
+
+def _mirrored(facts: Facts, prefer: str, explicit: tuple[str, ...] | None) -> _Choice | str:
+    gpus, cpus = facts.of_kind("GPU"), facts.of_kind("CPU")
+    if explicit is not None:
+        chosen, reason = explicit, f"devices names {listed(explicit)}"
+    elif gpus:
+        chosen, reason = gpus, f"{len(gpus)} GPUs are here"
+    elif prefer == "mirrored":
+        chosen, reason = cpus, f"there is no GPU ({facts.no_gpu}), and {len(cpus)} logical CPUs"
+    else:
+        more = "; prefer='mirrored' uses the logical CPUs" if len(cpus) > 1 else ""
+        return f"there is no GPU ({facts.no_gpu}){more}"
+    if len(chosen) > 1:
+        return _Choice("mirrored", chosen, len(chosen), reason)
+    return f"{chosen[0]} is the only device, and one device has nothing to mirror"
+
+
+def _one_device(facts: Facts, explicit: tuple[str, ...] | None) -> _Choice:
+    gpus = facts.of_kind("GPU")
+    if explicit is not None:
+        return _Choice("one_device", explicit, 1, f"devices names {listed(explicit)}")
+    if gpus:
+        only = "is the only GPU" if len(gpus) == 1 else f"is the first of {len(gpus)} GPUs"
+        return _Choice("one_device", gpus[:1], 1, f"{gpus[0]} {only}")
+    return _Choice("one_device", ("CPU:0",), 1, f"there is no GPU: {facts.no_gpu}")
+
+
+def _communication(asked: str, choice: _Choice, facts: Facts) -> tuple[str, str, str | None]:
+    """How to add gradients, why, and why not as asked."""
+    if choice.kind == "one_device":
+        return "none", "one replica has nothing to add", None
+    if choice.kind == "tpu":
+        own = "a TPU adds over its own interconnect"
+        return "tpu", own, None if asked == "auto" else own
+    if asked == "measured" and choice.kind == "mirrored":
+        ways, why = measurable(choice.devices, facts)
+        others = "; ".join(f"not {way}: {reason}" for way, reason in why.items())
+        if len(ways) > 1:
+            return asked, f"{listed(ways)} are timed when the strategy is created; {others}", None
+        return ways[0], f"nothing to measure, as it is the only way; {others}", None
+    possible, why = _possible(choice, facts)
+    if asked == "auto":
+        best = possible[0]
+    elif asked in possible:
+        return asked, "it was asked for", None
+    else:
+        best = possible[0]
+        return best, f"{asked} was asked for, but {why[asked]}", why[asked]
+    return best, why[best], None
+
+
+def measurable(devices: tuple[str, ...], facts: Facts) -> tuple[tuple[str, ...], dict[str, str]]:
+    """The ways to add over devices of one machine that may be tried, and why not the others; pure.
+
+    Args:
+        devices: The devices of a mirrored strategy, or one.
+        facts: What is known of the machine.
+
+    Example:
+        >>> cpus = Facts({f"CPU:{index}": "CPU:0" for index in range(3)})
+        >>> measurable(("CPU:0", "CPU:1"), cpus)[0]
+        ('one_device', 'hierarchical_copy')
+    """
+    if len(devices) == 1:
+        alone = "one replica has nothing to add"
+        return ("one_device",), {way: alone for way in _WAYS if way != "one_device"}
+    possible, why = _possible(_Choice("mirrored", devices, len(devices), ""), facts)
+    if "ring" in possible:
+        why["ring"] = (
+            "TensorFlow has one ring in a process, and a trial would spend it on these devices"
+        )
+    ways = tuple(way for way in possible if way != "ring")
+    return ways, {way: why[way] for way in _WAYS if way not in ways}
+
+
+def _possible(choice: _Choice, facts: Facts) -> tuple[tuple[str, ...], dict[str, str]]:
+    """The choices that work, best first; for the best why, for the others why not."""
+    devices = choice.devices
+    on_cpu = devices[0].startswith("CPU:")
+    no_nccl = None
+    if on_cpu:
+        no_nccl = "NCCL runs on GPUs only, and these are CPUs"
+    elif facts.shared(devices):
+        no_nccl = f"NCCL cannot join {listed(devices)}: some are parts of one physical GPU"
+    elif not facts.nccl:
+        no_nccl = "this TensorFlow is built without NCCL"
+    if choice.kind == "multi_worker":
+        between = "between workers TensorFlow has NCCL and ring only"
+        once = "with several workers nothing can be tried: TensorFlow joins a cluster once"
+        why = {"hierarchical_copy": between, "one_device": between, "measured": once}
+        if no_nccl is None:
+            return ("nccl", "ring"), {**why, "nccl": "the GPUs are whole"}
+        return ("ring",), {**why, "nccl": no_nccl, "ring": no_nccl}
+    possible = ["one_device"] if no_nccl else ["nccl", "one_device"]
+    why = {"nccl": no_nccl or "every replica has a GPU to itself"}
+    if no_nccl:
+        why["one_device"] = f"{no_nccl}; of what works this is fastest"
+    if len(devices) % 2 == 0:
+        possible.append("hierarchical_copy")
+    else:
+        why["hierarchical_copy"] = (
+            f"over {len(devices)} devices, an odd number, TensorFlow's hierarchical copy leaves "
+            "out the gradients of the last without a word"
+        )
+    if not on_cpu:
+        why["ring"] = "on the GPUs of one machine TensorFlow offers no ring; NCCL makes its own"
+    elif facts.ring_over not in (None, devices):
+        why["ring"] = (
+            f"a ring over {listed(facts.ring_over or ())} exists in this process, and TensorFlow "
+            "aborts every ring as soon as two over different devices have been used"
+        )
+    else:
+        possible.append("ring")
+    return tuple(possible), why
+
+
+def _hints(choice: _Choice, communication: str, facts: Facts) -> tuple[str, ...]:
+    names = []
+    if choice.devices[0].startswith("GPU:"):
+        names += ["TF_GPU_THREAD_MODE", "TF_FORCE_GPU_ALLOW_GROWTH"]
+    if communication == "nccl":
+        names.append("NCCL_DEBUG")
+    hints = [_HINTS[name] for name in names if name not in facts.environment]
+    if choice.kind == "mirrored" and facts.shared(choice.devices):
+        hints.append(
+            f"{listed(choice.devices)} share a physical device: this tests a program, it does not "
+            "make it faster."
+        )
+    return tuple(hints)

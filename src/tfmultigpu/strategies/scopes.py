@@ -1,0 +1,133 @@
+"""Checking that models, optimizers and metrics live where the strategy wants them."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfmultigpu import _compat
+from tfmultigpu.errors import KerasBackendError, ScopeError
+from tfmultigpu.strategies.topology import describe, is_default
+
+__all__ = [
+    "all_layers",
+    "check_backend",
+    "check_kinds",
+    "check_scope",
+]
+
+
+def check_backend() -> None:
+    """Checks that Keras runs on TensorFlow.
+
+    Raises:
+        KerasBackendError: It runs on something else.
+    """
+    asked = os.environ.get("KERAS_BACKEND", "tensorflow")
+    backend = asked
+    if "keras" in sys.modules or asked == "tensorflow":  # Importing another backend may fail.
+        import keras
+
+        backend = keras.config.backend()
+    if backend != "tensorflow":
+        raise KerasBackendError(
+            "tf.distribute trains Keras models on the TensorFlow backend only. Received: the "
+            f"{backend!r} backend. Before the first import of keras, set "
+            'os.environ["KERAS_BACKEND"] = "tensorflow".'
+        )
+
+
+_NO_OPTIMIZER = object()
+
+
+def check_kinds(model: Any, strategy: Any, optimizer: Any = _NO_OPTIMIZER) -> None:
+    """Checks that a step was given a model, a strategy and an optimizer, in their places.
+
+    Raises:
+        TypeError: One of them is something else.
+    """
+    import keras
+
+    if not isinstance(model, keras.layers.Layer):
+        raise TypeError(
+            f"model must be a Keras model. Received: {model!r}. The arguments are "
+            "make_train_step(model, optimizer, loss, strategy)."
+        )
+    if not isinstance(strategy, tf.distribute.Strategy):
+        raise TypeError(
+            f"strategy must be a tf.distribute.Strategy. Received: {strategy!r}. Make one with "
+            "tmg.create_strategy()."
+        )
+    if optimizer is not _NO_OPTIMIZER and not isinstance(optimizer, keras.optimizers.Optimizer):
+        raise TypeError(
+            f"optimizer must be a Keras optimizer. Received: {optimizer!r}. Create it in the scope:"
+            " with strategy.scope(): optimizer = keras.optimizers.Adam(1e-3)."
+        )
+
+
+def all_layers(model: Any) -> list[Any]:
+    """Returns the model and every layer inside it, each once."""
+    import keras
+
+    found: dict[int, Any] = {}
+    pending = [model]
+    while pending:
+        layer = pending.pop()
+        if id(layer) not in found:
+            found[id(layer)] = layer
+            pending.extend(_compat.layers_of(layer))
+    return [one for one in found.values() if isinstance(one, keras.layers.Layer)]
+
+
+def check_scope(variables: Sequence[Any], strategy: tf.distribute.Strategy, what: str) -> None:
+    """Checks that variables were created in the scope of a strategy.
+
+    Args:
+        variables: Keras or TensorFlow variables.
+        strategy: The strategy.
+        what: What they belong to, for the error.
+
+    Raises:
+        ScopeError: One was not.
+    """
+    for variable in variables:
+        inner = getattr(variable, "value", variable)
+        inner = variable if callable(inner) else inner
+        if not strategy.extended.variable_created_in_scope(inner):
+            name = getattr(variable, "path", variable.name)
+            own = getattr(inner, "distribute_strategy", None)
+            if own is not None:
+                raise _of_another(what, name, own, strategy)
+            raise ScopeError(
+                f"The {what} was created outside the scope of the strategy, so it lives on one "
+                f"device and would be trained there alone. Received: variable {name!r} of the "
+                f"{what}, and {type(strategy).__name__} with {strategy.num_replicas_in_sync} "
+                f"replica(s). Create the {what} inside the scope:\n"
+                "    with strategy.scope():\n"
+                f"        {what} = ..."
+            )
+
+
+def _of_another(
+    what: str, name: str, own: tf.distribute.Strategy, strategy: tf.distribute.Strategy
+) -> ScopeError:
+    """The error for a variable that lives on another strategy than the one given."""
+    received = f"Received: variable {name!r} of the {what}, on {describe(own)}"
+    if is_default(strategy):
+        return ScopeError(
+            f"The {what} lives on a strategy, and this is for one device because no strategy was "
+            f"given. {received}. Pass the one in whose scope the {what} was created: "
+            "strategy=strategy."
+        )
+    same = type(own) is type(strategy) and own.num_replicas_in_sync == strategy.num_replicas_in_sync
+    other = "another object of the same kind" if same else describe(strategy)
+    return ScopeError(
+        f"The {what} was created in the scope of another strategy than the one given. {received}; "
+        f"given: {other}. A program or a notebook cell that makes the strategy anew leaves the "
+        f"{what} on the old one. Run the lines that create the {what} again, in the scope of the "
+        "new strategy; or keep the old strategy and pass that."
+    )

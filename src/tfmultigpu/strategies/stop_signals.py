@@ -1,0 +1,142 @@
+"""A request to stop, such as SIGTERM before a machine is taken away: heard now, obeyed later."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any
+
+from tfmultigpu.strategies.worker_exchange import WorkerExchange
+
+__all__ = ["StopSignal", "StopVote", "check_signal", "keeping_handler"]
+
+_KILLS = ("SIGKILL", "SIGSTOP")
+# Asking all workers takes some milliseconds; so often, in seconds, that is nothing.
+_INTERVAL = 1.0
+_MOST_STEPS = 1000
+
+
+@contextlib.contextmanager
+def keeping_handler(number: int) -> Iterator[None]:
+    """Gives a signal back to who had it, whoever takes it inside; in any thread.
+
+    TensorFlow takes SIGTERM for itself when it joins a cluster, behind Python's back, and then only
+    tells the other workers: the process would live on. ``signal.signal`` cannot be asked for the
+    handler, works in the main thread only, and does not know that it was replaced.
+    """
+    get, put = ctypes.pythonapi.PyOS_getsig, ctypes.pythonapi.PyOS_setsig
+    get.restype = put.restype = ctypes.c_void_p
+    get.argtypes, put.argtypes = [ctypes.c_int], [ctypes.c_int, ctypes.c_void_p]
+    before = get(number)
+    try:
+        yield
+    finally:
+        put(number, before)
+
+
+class StopSignal:
+    """Listens for a signal while training goes on.
+
+    The first one is only noted. A second one does what it would have done without this.
+
+    Attributes:
+        number: The signal.
+        received: Whether it came.
+    """
+
+    def __init__(self, number: int) -> None:
+        """Takes the signal.
+
+        Raises:
+            TypeError: It is no number.
+            ValueError: There is no such signal, or nobody can listen for it.
+        """
+        check_signal(number)
+        self.number = number
+        self.received = False
+        self._before: Any = None
+        self._listening = False
+
+    @property
+    def exit_code(self) -> int:
+        """What a shell reports of a process that the signal ended: 143 for SIGTERM."""
+        return 128 + self.number
+
+    def listen(self) -> None:
+        """Begins to listen; only the main thread can, on the others nothing happens."""
+        if not self._listening and threading.current_thread() is threading.main_thread():
+            self._before = signal.signal(self.number, self._note)
+            self._listening = True
+
+    def stop_listening(self) -> None:
+        """Gives the signal back to who had it."""
+        if self._listening:
+            # None: the handler was not set by Python and cannot be given back by it.
+            signal.signal(self.number, self._before or signal.SIG_DFL)
+            self._listening = False
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if self.received:
+            self.stop_listening()
+            os.kill(os.getpid(), number)
+        self.received = True
+
+
+class StopVote:
+    """Decides at the same step on all workers to stop because any of them was asked to."""
+
+    def __init__(self, exchange: WorkerExchange) -> None:
+        """Takes how workers tell each other numbers."""
+        self._exchange = exchange
+        self._every = 1
+        self._since = 0
+        self._asked = time.monotonic()
+
+    def __call__(self, wanted: bool, steps: int, now: bool = False) -> bool:
+        """Returns whether to stop; all workers must call it after the same steps.
+
+        In one process the answer is there at once. Several workers ask each other about once a
+        second, after a number of steps that they all compute from the same times.
+
+        Args:
+            wanted: Whether this worker was asked to.
+            steps: Steps since the last call.
+            now: Whether to ask the others in any case.
+        """
+        if self._exchange.workers == 1:
+            return wanted
+        self._since += steps
+        if self._since < self._every and not now:
+            return False
+        elapsed = time.monotonic() - self._asked
+        told = self._exchange([int(wanted), int(1e6 * elapsed)])
+        seconds = float(told[:, 1].mean()) / 1e6
+        if self._since:
+            often = self._since * _INTERVAL / max(seconds, 1e-6)
+            # At most twice as many as before: the first steps are not like the others.
+            self._every = max(1, min(int(often), 2 * self._every, _MOST_STEPS))
+        self._since, self._asked = 0, time.monotonic()
+        return bool(told[:, 0].any())
+
+
+def check_signal(number: Any) -> None:
+    """Checks that a process can listen for a signal.
+
+    Raises:
+        TypeError: It is no number.
+        ValueError: There is no such signal, or nobody can listen for it.
+    """
+    known = signal.valid_signals() - {getattr(signal, name, 0) for name in _KILLS}
+    if not isinstance(number, int) or isinstance(number, bool):
+        raise TypeError(
+            "stop_signal must be a signal, such as signal.SIGTERM. Received: "
+            f"stop_signal={number!r}."
+        )
+    if number not in known:
+        raise ValueError(f"No process can listen for this. Received: stop_signal={number!r}.")

@@ -1,0 +1,92 @@
+"""What every layer above asks of a strategy: its devices, its replicas, and how to describe it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+
+from tfmultigpu.devices.names import parse_device_name
+
+__all__ = [
+    "all_on_local_cpus",
+    "describe",
+    "is_default",
+    "local_replicas",
+    "per_replica",
+    "strategy_devices",
+    "strategy_of",
+]
+
+
+def is_default(strategy: tf.distribute.Strategy) -> bool:
+    """Returns whether this is TensorFlow's default strategy, of one device."""
+    return not tf.distribute.has_strategy() and strategy is tf.distribute.get_strategy()
+
+
+def describe(strategy: tf.distribute.Strategy) -> str:
+    """Returns the kind and the size of a strategy, for an error.
+
+    Example:
+        >>> import tensorflow as tf
+        >>> describe(tf.distribute.OneDeviceStrategy("CPU:0"))
+        'OneDeviceStrategy with 1 replica(s)'
+    """
+    if is_default(strategy):
+        return "TensorFlow's default strategy of one device, taken if none is given"
+    return f"{type(strategy).__name__} with {strategy.num_replicas_in_sync} replica(s)"
+
+
+def all_on_local_cpus(strategy: tf.distribute.Strategy) -> bool:
+    """Returns whether every replica is a CPU of this process, which shares its memory.
+
+    Nothing can then run out of memory alone, and a tensor of one replica is at hand for all. One
+    replica without a device of its own runs on the best that is there, so none but CPUs may be.
+    """
+    if strategy.num_replicas_in_sync == 1:
+        kinds = {device.device_type for device in tf.config.list_logical_devices()}
+        return kinds == {"CPU"}
+    devices = strategy.extended.worker_devices
+    return len(devices) == strategy.num_replicas_in_sync and all(
+        "CPU" in device.upper() for device in devices
+    )
+
+
+def local_replicas(strategy: tf.distribute.Strategy) -> tuple[int, ...]:
+    """Returns the numbers, among all replicas, of those whose parts this process needs."""
+    if strategy.num_replicas_in_sync == 1:
+        return (0,)  # The default strategy does not say where it runs.
+    count = len(strategy.extended.worker_devices)
+    resolver = strategy.cluster_resolver
+    if count >= strategy.num_replicas_in_sync or resolver is None:
+        return tuple(range(strategy.num_replicas_in_sync))
+    chiefs = len(resolver.cluster_spec().as_dict().get("chief", ()))
+    worker = resolver.task_id + (chiefs if resolver.task_type == "worker" else 0)
+    return tuple(range(worker * count, (worker + 1) * count))
+
+
+def strategy_of(model: Any) -> tf.distribute.Strategy:
+    """Returns the strategy in whose scope a model was created; the default one where in none."""
+    for variable in model.variables:
+        strategy = getattr(getattr(variable, "value", variable), "distribute_strategy", None)
+        if strategy is not None:
+            return strategy
+    # A model without variables so far was at least made somewhere.
+    return getattr(model, "distribute_strategy", None) or tf.distribute.get_strategy()
+
+
+def per_replica(strategy: tf.distribute.Strategy, values: list[Any]) -> Any:
+    """Returns one value per local replica as what ``strategy.run`` hands to each its own of."""
+    if strategy.num_replicas_in_sync == 1:
+        return values[0]
+    turn = iter(values)
+    return strategy.experimental_distribute_values_from_function(lambda _: next(turn))
+
+
+def strategy_devices(strategy: tf.distribute.Strategy) -> tuple[str, ...]:
+    """Returns the devices of a strategy in this process; none for TensorFlow's default strategy."""
+    try:
+        names: Any = strategy.extended.worker_devices
+    except RuntimeError:
+        return ()  # The default strategy has none of its own, and says so.
+    return tuple(parse_device_name(name) for name in names)

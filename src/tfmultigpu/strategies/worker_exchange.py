@@ -1,0 +1,127 @@
+"""A few numbers from every worker to every worker."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+import tensorflow as tf
+
+from tfmultigpu.clusters.failures import different_calls, explaining_lost_workers
+from tfmultigpu.strategies.gathering import gather_rows
+from tfmultigpu.strategies.topology import local_replicas
+
+__all__ = ["WorkerExchange", "digest_of"]
+
+_Name = TypeVar("_Name")
+_SHORTEST = 8
+
+
+class WorkerExchange:
+    """Lets the workers of a strategy tell each other numbers.
+
+    Attributes:
+        strategy: The strategy.
+        workers: How many processes it runs in.
+        worker: Which of them this is; the first is the chief.
+    """
+
+    def __init__(self, strategy: tf.distribute.Strategy) -> None:
+        """Takes the strategy."""
+        self.strategy = strategy
+        local = local_replicas(strategy)
+        self.workers = max(1, strategy.num_replicas_in_sync // len(local))
+        self.worker = local[0] // len(local)
+        self._local = len(local)
+
+    @property
+    def is_chief(self) -> bool:
+        """Whether this is the first worker."""
+        return self.worker == 0
+
+    def __call__(self, numbers: Sequence[int]) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """Tells all workers some numbers, and waits for theirs.
+
+        Args:
+            numbers: Whole numbers of 64 bits, as many on every worker.
+
+        Returns:
+            Those of all workers, of shape ``[workers, len(numbers)]``.
+
+        Raises:
+            WorkersDifferError: Another worker told more or fewer: it has called something else.
+        """
+        own = np.asarray([list(numbers)], "int64")
+        if self.workers == 1:
+            return own
+        count = own.shape[1]
+        # Few different lengths: each is traced once, which takes a second on a busy machine.
+        length = max(_SHORTEST, 1 << count.bit_length())
+        wide = np.pad(np.insert(own, 0, count, axis=1), [(0, 0), (0, length - count - 1)])
+        gathered = self.rows(lambda: wide)[:: self._local]
+        counts = gathered[:, 0].tolist()
+        if set(counts) != {count}:
+            raise different_calls(f"worker by worker {counts} numbers came together")
+        return np.asarray(gathered[:, 1 : count + 1], "int64")
+
+    def rows(self, next_rows: Callable[[], Any]) -> np.ndarray[Any, Any]:
+        """Returns the rows that all replicas hold, in their order; every worker must call it.
+
+        Args:
+            next_rows: Returns the rows of the next replica of this worker, an array.
+        """
+        spread = self.strategy.experimental_distribute_values_from_function
+        with explaining_lost_workers():
+            gathered = _gather_of(self.strategy)(spread(lambda _: tf.constant(next_rows())))
+        return np.asarray(gathered.numpy())
+
+    def floats(self, values: Iterable[float]) -> np.ndarray[Any, np.dtype[np.float64]]:
+        """Tells all workers some numbers, to the bit, and waits for theirs.
+
+        Args:
+            values: Floats of 64 bits, as many on every worker.
+
+        Returns:
+            Those of all workers, of shape ``[workers, len(values)]``.
+        """
+        bits = np.asarray(list(values), "float64").view("int64")
+        return np.ascontiguousarray(self(bits.tolist())).view("float64")
+
+    def find_difference(self, values: Mapping[_Name, Any]) -> tuple[_Name, int] | None:
+        """Compares values between the workers, and waits for theirs.
+
+        Args:
+            values: As many on every worker, by the same names; ``repr`` of each says what it is.
+
+        Returns:
+            The first name whose value another worker has not, the same name on all workers, and
+            that worker; None where all are equal.
+        """
+        if self.workers == 1:
+            return None
+        digests = [digest_of(repr(value)) for value in values.values()]
+        # One number, as long as all is well: more of them would be another trace.
+        told = self([digest_of(repr(digests))])
+        if (told == told[0]).all():
+            return None
+        told = self(digests)
+        column = int(np.flatnonzero((told != told[0]).any(axis=0))[0])
+        other = np.flatnonzero(told[:, column] != told[self.worker, column])[0]
+        return list(values)[column], int(other)
+
+
+def digest_of(data: str | bytes) -> int:
+    """Returns a number of less than 64 bits that stands for data, the same on every machine."""
+    if isinstance(data, str):
+        data = data.encode(errors="backslashreplace")
+    return int(hashlib.sha256(data).hexdigest()[:15], 16)
+
+
+@functools.lru_cache(maxsize=8)
+def _gather_of(strategy: tf.distribute.Strategy) -> Any:
+    # Called eagerly, TensorFlow traces each gathering anew. Keeps the strategy: a process joins one
+    # cluster, and only once.
+    return tf.function(lambda value: gather_rows(strategy, value), autograph=False)

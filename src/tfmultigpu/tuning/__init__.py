@@ -1,0 +1,17 @@
+"""Tuning: batch sizes, capacities of devices, and the speed of a step."""
+
+from tfmultigpu.tuning.batch_size import find_batch_size
+from tfmultigpu.tuning.capacities import measured_capacities, memory_capacities
+from tfmultigpu.tuning.scaling import Scaling, ScalingPoint, measure_scaling
+from tfmultigpu.tuning.step_profile import StepProfile, profile_step
+
+__all__ = [
+    "Scaling",
+    "ScalingPoint",
+    "StepProfile",
+    "find_batch_size",
+    "measure_scaling",
+    "measured_capacities",
+    "memory_capacities",
+    "profile_step",
+]
