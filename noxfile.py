@@ -91,7 +91,7 @@ def tests_oldest(session: nox.Session) -> None:
 def ray(session: nox.Session) -> None:
     """The tests that need Ray, which the other sessions skip: its workers, killed and resumed."""
     session.install("-e", ".[ray]", *groups("test"))
-    session.run("pytest", "-k", "test_ray", *session.posargs, "tests/test_schedulers.py")
+    session.run("pytest", "-k", "test_ray", *session.posargs, "tests/docs/test_schedulers.py")
 
 
 @nox.session

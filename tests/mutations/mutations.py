@@ -43,21 +43,21 @@ class Mutation:
 
 
 # Short names for tests of many files.
-EXACT = "test_steps_exactness.py::test_twenty_sgd_steps_at_every_batch_size"
-OUTPUTS = "test_steps_outputs.py::test_losses_of_many_steps_are_those_of_all_rows"
-LAYERS = "test_steps_features.py::test_add_loss_and_activity_regularisers_on_partial_batches"
-METRICS = "test_steps_metrics.py::test_metrics_are_those_of_one_device"
+EXACT = "parity/test_exactness.py::test_twenty_sgd_steps_at_every_batch_size"
+OUTPUTS = "parity/test_outputs.py::test_losses_of_many_steps_are_those_of_all_rows"
+LAYERS = "parity/test_features.py::test_add_loss_and_activity_regularisers_on_partial_batches"
+METRICS = "parity/test_metrics.py::test_metrics_are_those_of_one_device"
 WEIGHTS = "invariance/test_sample_weights.py::test_replicas_give_what_one_device_gives"
 WINDOW = "invariance/test_windows.py::test_micro_batches_are_one_window"
 LOOP = "invariance/test_windows.py::test_a_window_of_batches_is_one_batch_of_all_their_rows"
-SCALING = "test_precision.py::test_loss_scale_optimizer_as_keras_has_it_on_one_device"
-EVALUATION = "test_evaluation.py::test_loss_and_metrics_over_all_rows"
-PREDICTION = "test_evaluation.py::test_each_row_is_predicted_once_and_in_order"
+SCALING = "optimizers/test_loss_scaling.py::test_loss_scale_optimizer_as_keras_has_it_on_one_device"
+EVALUATION = "steps/test_evaluate.py::test_loss_and_metrics_over_all_rows"
+PREDICTION = "steps/test_evaluate.py::test_each_row_is_predicted_once_and_in_order"
 TOUCHING = (
     "parity/test_touching_rows.py::test_replicas_give_one_devices_answer_or_say_that_they_do_not"
 )
 SPARSE = "invariance/test_sparse_gradients.py::test_replicas_give_the_dense_result_of_one_device"
-COUPLED = "test_gather_rows.py::test_a_loss_over_the_whole_batch_is_that_of_one_device"
+COUPLED = "steps/test_row_gathering.py::test_a_loss_over_the_whole_batch_is_that_of_one_device"
 # A gradient that forgets to meet the other replicas.
 LONE = """def lone(add: Any) -> Any:
     def added(context: Any, tensors: Any) -> Any:
@@ -185,7 +185,7 @@ MUTATIONS = (
         "the loss of many steps is a mean of their losses",
         "steps/multi_step.py",
         (("tf.where(weight > 0, loss, plain", "tf.where(weight > 1e9, loss, plain"),),
-        ("test_steps_feeding.py::test_many_steps_in_one_call_end_where_the_data_ends[1]",),
+        ("parity/test_feeding.py::test_many_steps_in_one_call_end_where_the_data_ends[1]",),
     ),
     Mutation(
         "losses of several outputs are weighed alike over many steps",
@@ -304,7 +304,9 @@ MUTATIONS = (
                 "tf.where(grow, tf.zeros_like(good), good + 1)",
             ),
         ),
-        ("test_precision.py::test_a_dynamic_scale_halves_doubles_and_stays_in_bounds",),
+        (
+            "optimizers/test_loss_scaling.py::test_a_dynamic_scale_halves_doubles_and_stays_in_bounds",
+        ),
     ),
     Mutation(
         "weights are not overwritten by their averages",
@@ -322,20 +324,20 @@ MUTATIONS = (
         "a step is counted although the data had ended",
         "steps/train_step.py",
         (("            with tf.control_dependencies(first(gradients)):", "            if True:"),),
-        ("test_steps_feeding.py::test_step_inside_a_function_of_the_user",),
+        ("parity/test_feeding.py::test_step_inside_a_function_of_the_user",),
     ),
     # Rows -----------------------------------------------------------------------------------------
     Mutation(
         "the last, partial batch is dropped",
         "data/sources.py",
         ((".batch(batch_size)\n", ".batch(batch_size, drop_remainder=True)\n"),),
-        ("test_sources.py::test_arrays_are_batched_in_order[arrays0-expected0]",),
+        ("data/test_sources.py::test_arrays_are_batched_in_order[arrays0-expected0]",),
     ),
     Mutation(
         "rows that replicas cannot divide are dropped",
         "data/partition.py",
         (("return rows * index // parts\n", "return rows // parts * index\n"),),
-        ("test_rows.py::test_every_row_is_in_one_part_and_no_part_is_empty",),
+        ("data/test_partition.py::test_every_row_is_in_one_part_and_no_part_is_empty",),
     ),
     Mutation(
         "a replica gets no rows, as TensorFlow splits",
@@ -346,13 +348,13 @@ MUTATIONS = (
                 "return tf.minimum(index * ((rows + parts - 1) // parts), rows)\n",
             ),
         ),
-        ("test_rows.py::test_known_cuts[9-shares0-expected0]",),
+        ("data/test_partition.py::test_known_cuts[9-shares0-expected0]",),
     ),
     Mutation(
         "a batch smaller than the replicas leaves some without rows",
         "data/partition.py",
         (("    whole = rows < len(shares)\n", "    whole = tf.constant(False)\n"),),
-        ("test_rows.py::test_a_small_batch_goes_whole_to_every_part",),
+        ("data/test_partition.py::test_a_small_batch_goes_whole_to_every_part",),
     ),
     Mutation(
         "a small batch counts once for each replica",
@@ -385,7 +387,7 @@ MUTATIONS = (
         "metrics in a forward function see every copy of a small batch",
         "losses/metrics.py",
         (("return tf.where(counts, tf.cast(value", "return tf.where(True, tf.cast(value"),),
-        ("test_metrics_in_forward.py::test_in_evaluation[4]",),
+        ("losses/test_metrics_in_forward.py::test_in_evaluation[4]",),
     ),
     Mutation(
         "rows that are gathered in a small batch have the gradients of all copies",
@@ -403,7 +405,7 @@ MUTATIONS = (
         "replicas draw the same numbers",
         "steps/random_draws.py",
         (("first=lambda: shards.first_row(replica),", "first=lambda: tf.zeros([], tf.int64),"),),
-        ("test_randomness.py::test_layers_draw_what_one_device_draws[dropout-2]",),
+        ("steps/test_random_draws.py::test_layers_draw_what_one_device_draws[dropout-2]",),
     ),
     Mutation(
         "predictions come by replica, the last one first",
@@ -451,7 +453,7 @@ MUTATIONS = (
                 "        self._weight.assign_add(tf.cast(weight, tf.float32))",
             ),
         ),
-        ("test_accumulation.py::test_one_all_reduce_for_a_window",),
+        ("optimizers/test_accumulation.py::test_one_all_reduce_for_a_window",),
     ),
     # Verification ---------------------------------------------------------------------------------
     Mutation(

@@ -27,7 +27,7 @@ from tfmultigpu.steps.row_gathering import gathering_from
 from tfmultigpu.strategies.topology import per_replica
 from tfmultigpu.testing import run_workers
 
-PAGE = Path(__file__).parent.parent / "docs" / "coupled-losses.md"
+PAGE = Path(__file__).parents[2] / "docs" / "coupled-losses.md"
 SIZES = (8, 1, 3, 2, 5, 8)
 
 _random = np.random.default_rng(5)

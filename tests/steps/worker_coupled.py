@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import json
+import sys
+from pathlib import Path
 
 import tensorflow as tf
+
+# Run as a script, where pytest does not put this folder on the path.
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
 from one_device import Replicated, as_dataset
-from test_gather_rows import CASES, batches_of, sgd
+from test_row_gathering import CASES, batches_of, sgd
 
 import tfmultigpu as tmg
 

@@ -618,7 +618,7 @@ def test_hooks_from_time_to_time():
 
 
 def test_the_table_of_the_guide_names_every_callback_of_keras():
-    page = (Path(__file__).parent.parent / "docs" / "loops.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "loops.md").read_text()
     names = [
         name
         for name, one in vars(keras.callbacks).items()

@@ -221,28 +221,28 @@ EVENTS = {
 }
 ELSEWHERE = {
     "workers that disagree on the cluster": (
-        "test_multi_worker_start.py",
+        "workers/test_multi_worker_start.py",
         "test_workers_that_disagree_on_the_cluster_are_both_told",
     ),
     "workers that disagree on their devices": (
-        "test_multi_worker_start.py",
+        "workers/test_multi_worker_start.py",
         "test_workers_that_bring_other_devices_or_communication_are_both_told",
     ),
-    "a worker that dies": ("test_worker_link.py", "test_steps_name_a_lost_worker_too"),
+    "a worker that dies": ("clusters/test_connection.py", "test_steps_name_a_lost_worker_too"),
     "all restarted from the last checkpoint": (
-        "test_launch_resume.py",
+        "workers/test_launch_resume.py",
         "test_workers_that_get_a_signal_resume_to_the_same_bits",
     ),
     "SIGTERM": (
-        "test_checkpoints_workers.py",
+        "workers/test_checkpoints_workers.py",
         "test_a_signal_to_one_worker_stops_both_after_the_same_step",
     ),
     "a damaged checkpoint": (
-        "test_checkpoints.py",
+        "checkpoints/test_manager.py",
         "test_a_damaged_checkpoint_is_passed_over_with_a_word",
     ),
     "memory growth too late": (
-        "test_devices_process.py",
+        "devices/test_configure_processes.py",
         "test_memory_growth_after_the_start_is_refused",
     ),
 }
@@ -267,4 +267,4 @@ def test_each_event_is_an_error_that_says_what_to_do(found: Any, name: str) -> N
 @pytest.mark.parametrize("event", ELSEWHERE)
 def test_the_other_events_have_a_test(event: str) -> None:
     file, name = ELSEWHERE[event]
-    assert f"def {name}(" in (Path(__file__).parent / file).read_text()
+    assert f"def {name}(" in (Path(__file__).parents[1] / file).read_text()
