@@ -53,7 +53,7 @@ def train(strategy):
 
 
 def main():
-    gpus = tmg.devices.existing_logical_names("GPU")
+    gpus = tmg.devices.list_logical_devices("GPU")
     devices = gpus if len(gpus) > 1 else tmg.split_device("CPU:0", parts=2)
     results = {}
     for count in (len(devices), 1):

@@ -34,7 +34,7 @@ def train(strategy):
 
 
 def main():
-    gpus = tmg.devices.existing_logical_names("GPU")
+    gpus = tmg.devices.list_logical_devices("GPU")
     devices = gpus[:2] if len(gpus) > 1 else tmg.split_device("CPU:0", parts=2)
 
     try:

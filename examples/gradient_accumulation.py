@@ -59,7 +59,7 @@ def train(strategy, batch_size, window):
 
 
 def main():
-    gpus = tmg.devices.existing_logical_names("GPU")
+    gpus = tmg.devices.list_logical_devices("GPU")
     devices = gpus if len(gpus) > 1 else tmg.split_device("CPU:0", parts=2)
     weights, updates = train(tmg.create_strategy(devices=devices), BATCH, WINDOW)
     single = tmg.create_strategy(devices=devices[:1])

@@ -54,7 +54,7 @@ def train(strategy):
 
 
 def main():
-    gpus = tmg.devices.existing_logical_names("GPU")
+    gpus = tmg.devices.list_logical_devices("GPU")
     devices = gpus if len(gpus) > 1 else tmg.split_device("CPU:0", parts=2)
     weights, losses = train(tmg.create_strategy(devices=devices))
     reference, expected = train(tmg.create_strategy(devices=devices[:1]))

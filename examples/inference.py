@@ -39,7 +39,7 @@ def predict(path, strategy, rows):
 
 
 def main():
-    gpus = tmg.devices.existing_logical_names("GPU")
+    gpus = tmg.devices.list_logical_devices("GPU")
     devices = gpus if len(gpus) > 1 else tmg.split_device("CPU:0", parts=3)
     several = tmg.create_strategy(devices=devices)
     single = tmg.create_strategy(devices=devices[:1])

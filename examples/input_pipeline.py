@@ -66,7 +66,7 @@ def orders(strategy):
 
 
 def main():
-    gpus = tmg.devices.existing_logical_names("GPU")
+    gpus = tmg.devices.list_logical_devices("GPU")
     devices = gpus if len(gpus) > 1 else tmg.split_device("CPU:0", parts=4)
     several = tmg.create_strategy(devices=devices)
     first, second = orders(several)

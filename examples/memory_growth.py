@@ -29,7 +29,7 @@ def main():
     for gpu in growing:
         free = "unknown" if gpu.memory_free is None else f"{gpu.memory_free / 1024**3:.1f} GiB"
         print(f"{gpu.name} {gpu.description}: takes memory as it needs it, free now: {free}")
-    devices = tmg.devices.existing_logical_names("GPU") or tmg.split_device("CPU:0", parts=2)
+    devices = tmg.devices.list_logical_devices("GPU") or tmg.split_device("CPU:0", parts=2)
 
     strategy = tmg.create_strategy(devices=devices)
     with strategy.scope():

@@ -55,7 +55,7 @@ def difference(ours, reference):
 
 
 def main():
-    gpus = tmg.devices.existing_logical_names("GPU")
+    gpus = tmg.devices.list_logical_devices("GPU")
     devices = gpus[:2] if len(gpus) > 1 else tmg.split_device("CPU:0", parts=2)
     several = tmg.create_strategy(devices=devices)
     single = tmg.create_strategy(devices=devices[:1])

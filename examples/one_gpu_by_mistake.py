@@ -32,7 +32,7 @@ def copies(model, strategy):
 
 
 def main():
-    gpus = tmg.devices.existing_logical_names("GPU")
+    gpus = tmg.devices.list_logical_devices("GPU")
     devices = gpus if len(gpus) > 1 else tmg.split_device("CPU:0", parts=2)
     strategy = tmg.create_strategy(devices=devices)
     print(f"the strategy has {strategy.num_replicas_in_sync} replicas")

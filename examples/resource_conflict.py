@@ -59,7 +59,7 @@ def main():
         tmg.devices.restrict_devices(
             usable
         )  # the others, taken by somebody else, are not even started
-    devices = tmg.devices.existing_logical_names("GPU")
+    devices = tmg.devices.list_logical_devices("GPU")
     devices = devices if len(devices) > 1 else tmg.split_device("CPU:0", parts=2)
 
     single = strategy_or_one_device(["GPU:98", "GPU:99"])

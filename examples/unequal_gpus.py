@@ -51,7 +51,7 @@ def train(strategy, shares=None, micro_batches=1):
 
 
 def main():
-    gpus = tmg.devices.existing_logical_names("GPU")
+    gpus = tmg.devices.list_logical_devices("GPU")
     devices = gpus if len(gpus) > 1 else tmg.split_device("CPU:0", parts=2)
     memory = memory_of(devices)
     shares = tmg.plan_shares(BATCH, memory)

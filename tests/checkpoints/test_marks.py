@@ -15,7 +15,7 @@ import tensorflow as tf
 
 import tfmultigpu as tmg
 from tfmultigpu.data.passes import Replay, replay_of
-from tfmultigpu.loops.epoch_iterator import Feed
+from tfmultigpu.loops.epoch_iterator import EpochIterator
 from tfmultigpu.loops.validation import Validation
 
 Dataset = tf.data.Dataset
@@ -271,7 +271,7 @@ def test_fit_passes_over_its_own_datasets_likewise(
 
     data = fresh()
     third = [lists(data) for _ in range(3)][2]
-    feed = Feed(tmg.distribute_dataset(fresh()), 4, None)
+    feed = EpochIterator(tmg.distribute_dataset(fresh()), 4, None)
     feed.begin_epoch()
     with caplog.at_level(logging.WARNING, "tfmultigpu"):
         assert feed.skip(2, 1) == 1
@@ -282,7 +282,7 @@ def test_fit_passes_over_its_own_datasets_likewise(
 def test_a_generator_of_fit_with_a_state_resumes_after_its_first_pass() -> None:
     mixed = Mixed()
     passes = [[batch.tolist() for batch in mixed()] for _ in range(2)]
-    feed = Feed(tmg.distribute_dataset(Mixed()), None, None)
+    feed = EpochIterator(tmg.distribute_dataset(Mixed()), None, None)
     feed.begin_epoch()
     assert feed.skip(1, 2) == 2
     assert lists(feed.iterator) == passes[1][2:]

@@ -402,8 +402,8 @@ def test_numbering_of_logical_devices(parts: list[tuple[str, int]], names: dict[
 
 def test_names_equal_tensorflows_own_once_it_has_started() -> None:
     real = tuple(parse_device_name(device.name) for device in tf.config.list_logical_devices())
-    assert D.existing_logical_names() == real
-    assert D.existing_logical_names("cpu") == tuple(n for n in real if n.startswith("CPU:"))
+    assert D.list_logical_devices() == real
+    assert D.list_logical_devices("cpu") == tuple(n for n in real if n.startswith("CPU:"))
     assert set(D.logical_to_physical().values()) == {d.name for d in D.visible_devices()}
 
 
@@ -414,7 +414,7 @@ def test_a_split_cpu_is_one_physical_device() -> None:
 
 def test_splitting_after_the_start_says_what_to_move() -> None:
     tf.constant(1.0)
-    before = D.existing_logical_names("CPU")
+    before = D.list_logical_devices("CPU")
     assert D.split_device("CPU:0", parts=len(before)) == before  # as it is: nothing to do
     with pytest.raises(DevicesInitializedError) as caught:
         D.split_device("CPU:0", parts=len(before) + 1)
@@ -423,7 +423,7 @@ def test_splitting_after_the_start_says_what_to_move() -> None:
     assert "nothing was" in text
     assert "tf.distribute strategy, tf.config.list_logical_devices" in text
     assert "Move this line up, directly after the imports" in text
-    assert D.existing_logical_names("CPU") == before
+    assert D.list_logical_devices("CPU") == before
 
 
 @pytest.mark.parametrize("parts", [0, -1, True, 2.0, "2"])

@@ -74,23 +74,23 @@ def test_listing_starts_nothing_and_splitting_works_after_it() -> None:
     out = run(
         """
         assert names(list_devices()) == names(visible_devices()) == ("CPU:0",)
-        assert existing_logical_names() == ("CPU:0",)
+        assert list_logical_devices() == ("CPU:0",)
         assert enable_memory_growth() == ()          # no GPU: nothing to do
         assert split_device("/physical_device:CPU:0", parts=2) == ("CPU:0", "CPU:1")
         assert split_device("CPU:0", parts=1) == ("CPU:0",)       # the last split holds
         assert split_device("cpu:0", parts=4) == ("CPU:0", "CPU:1", "CPU:2", "CPU:3")
         list_devices(), visible_devices(), logical_to_physical()  # nothing is started by these
         assert restrict_devices([]) == ()
-        assert split_device("CPU:0", parts=3) == existing_logical_names("CPU")
+        assert split_device("CPU:0", parts=3) == list_logical_devices("CPU")
 
-        strategy = tf.distribute.MirroredStrategy(existing_logical_names())
+        strategy = tf.distribute.MirroredStrategy(list_logical_devices())
         assert strategy.num_replicas_in_sync == 3
         total = strategy.reduce("SUM", strategy.run(lambda: tf.constant(2.0)), axis=None)
-        assert logical("CPU") == existing_logical_names() == ("CPU:0", "CPU:1", "CPU:2")
+        assert logical("CPU") == list_logical_devices() == ("CPU:0", "CPU:1", "CPU:2")
         assert split_device("CPU:0", parts=3) == ("CPU:0", "CPU:1", "CPU:2")
         with pytest.raises(DevicesInitializedError, match="parts=2, memory=None. came after"):
             split_device("CPU:0", parts=2)
-        assert existing_logical_names() == ("CPU:0", "CPU:1", "CPU:2")
+        assert list_logical_devices() == ("CPU:0", "CPU:1", "CPU:2")
         assert enable_memory_growth() == ()
         print("total", float(total))
         """
@@ -112,7 +112,7 @@ def test_what_the_error_names_does_start_the_devices(start: str) -> None:
         {start}
         with pytest.raises(DevicesInitializedError, match="Move this line up"):
             split_device("CPU:0", parts=2)
-        assert existing_logical_names() == logical("CPU") == ("CPU:0",)
+        assert list_logical_devices() == logical("CPU") == ("CPU:0",)
         """
     )
 
@@ -159,7 +159,7 @@ def test_memory_growth_is_on_for_all_gpus_or_none() -> None:
         ):
             with pytest.raises(DeviceSettingsError, match="drops memory growth of every GPU"):
                 call()
-        assert existing_logical_names() == ("CPU:0", "GPU:0", "GPU:1", "GPU:2")
+        assert list_logical_devices() == ("CPU:0", "GPU:0", "GPU:1", "GPU:2")
         assert split_device("CPU:0", parts=1) == ("CPU:0",)       # that divides nothing
 
         tf.constant(1.0)
@@ -211,7 +211,7 @@ def test_limits_and_parts_of_gpus() -> None:
         assert split_device("GPU:0", parts=2, memory=[GIB, 2 * GIB]) == ("GPU:0", "GPU:1")
         assert split_device("GPU:1", parts=2, memory=GIB) == ("GPU:2", "GPU:3")
         assert (limits(0), limits(1)) == ([1024, 2048], [1024, 1024])
-        assert existing_logical_names("GPU") == ("GPU:0", "GPU:1", "GPU:2", "GPU:3", "GPU:4")
+        assert list_logical_devices("GPU") == ("GPU:0", "GPU:1", "GPU:2", "GPU:3", "GPU:4")
         assert logical_to_physical() == {
             "CPU:0": "CPU:0", "GPU:0": "GPU:0", "GPU:1": "GPU:0", "GPU:2": "GPU:1",
             "GPU:3": "GPU:1", "GPU:4": "GPU:2",
@@ -266,7 +266,7 @@ def test_hiding_gpus_numbers_the_rest_anew() -> None:
             restrict_devices(["GPU:1", "gpu:1"])
         assert names(visible_devices("GPU")) == ("GPU:1", "GPU:2")
         assert names(restrict_devices(1)) == ("GPU:0",)              # a count: the first of all
-        assert restrict_devices([]) == () and existing_logical_names() == ("CPU:0",)
+        assert restrict_devices([]) == () and list_logical_devices() == ("CPU:0",)
         assert enable_memory_growth() == ()
         """,
         gpus=True,

@@ -94,7 +94,7 @@ EVENTS = {
     "splitting after the start": event(
         "DevicesInitializedError",
         "Move this line up, directly after the imports",
-        "tf.constant(1.0)\nkept = tmg.devices.existing_logical_names\ntmg.split_device('CPU:0', 2)",
+        "tf.constant(1.0)\nkept = tmg.devices.list_logical_devices\ntmg.split_device('CPU:0', 2)",
         kept=["CPU:0"],
     ),
     "no GPU": event(

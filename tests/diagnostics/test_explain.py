@@ -116,7 +116,7 @@ CASES = {
         "strategy = tf.distribute.OneDeviceStrategy('CPU:0')\n"
         "with strategy.scope(): model = build()\n"
         "from tfmultigpu.diagnostics import placement\n"
-        "placement.existing_logical_names = lambda kind: ('GPU:0', 'GPU:1')\n"
+        "placement.list_logical_devices = lambda kind: ('GPU:0', 'GPU:1')\n"
         "report = explain(model)",
     ),
     "hidden-gpus": case(

@@ -14,7 +14,7 @@ from gpu_checks.groups import GROUPS, Group, run_check, run_group
 from gpu_checks.place import GIB, NeedsGpu, Place, grown, used_memory
 
 import tfmultigpu as tmg
-from tfmultigpu.strategies.plan import Facts, choose
+from tfmultigpu.strategies.plan import MachineInfo, choose
 
 TWO = Place("CPU", ("CPU:0", "CPU:1"), (12 * GIB, 4 * GIB))
 
@@ -92,10 +92,10 @@ def test_shares_that_forget_the_memory_fail(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_nccl_over_the_parts_of_one_gpu_would_fail() -> None:
     parts = {"CPU:0": "CPU:0", "GPU:0": "GPU:0", "GPU:1": "GPU:0"}
-    plan = choose(Facts(parts, nccl=True))
+    plan = choose(MachineInfo(parts, nccl=True))
     assert plan.devices == ("GPU:0", "GPU:1")
     planning.judge_plan(plan)
-    whole = choose(Facts(parts | {"GPU:1": "GPU:1"}, nccl=True))
+    whole = choose(MachineInfo(parts | {"GPU:1": "GPU:1"}, nccl=True))
     with pytest.raises(AssertionError, match="nccl was chosen for parts of one device"):
         planning.judge_plan(whole)
 

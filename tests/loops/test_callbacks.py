@@ -17,7 +17,7 @@ from one_device import strategy_of
 
 import tfmultigpu as tmg
 from tfmultigpu.loops.callbacks import BatchHooks, check_callbacks
-from tfmultigpu.loops.steps_per_call import Pace
+from tfmultigpu.loops.steps_per_call import StepsPerCallTuner
 
 # NumPy 2 about TensorFlow's variables on replicas, which Keras reads as arrays.
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
@@ -416,7 +416,7 @@ def test_a_number_of_steps_per_call_is_kept_to(both):
 
 
 def test_calls_of_a_given_length_are_timed_once_three_of_one_step_were_seen():
-    pace = Pace()
+    pace = StepsPerCallTuner()
     # Three batches in an epoch, two in a call.
     for _ in range(3):
         for steps in (2, 1):
@@ -533,7 +533,7 @@ def test_a_callback_says_where_to_go_on(models, steps_per_epoch):
 
 
 def paced(call, step, calls=40, longest=None):
-    pace, taken = Pace(), []
+    pace, taken = StepsPerCallTuner(), []
     for _ in range(calls):
         steps = pace.steps if longest is None else min(pace.steps, longest)
         taken.append(steps)

@@ -12,7 +12,7 @@ from one_device import cut, strategy_of
 
 import tfmultigpu as tmg
 from tfmultigpu.steps.draw_shapes import passes_of
-from tfmultigpu.steps.random_draws import HeldRows, drawing_rows
+from tfmultigpu.steps.random_draws import ReplicaRows, drawing_rows
 from tfmultigpu.steps.seeds import GlobalSeeds
 
 _random = np.random.default_rng(2)
@@ -99,7 +99,7 @@ def drawing(function, x):
     @tf.function(input_signature=[number] * 3, autograph=False)
     def rows(first, count, total):
         places = [lambda one=one: one for one in (first, count, total)]
-        held = HeldRows(*places, seeds=GlobalSeeds(tf.distribute.get_strategy()))
+        held = ReplicaRows(*places, seeds=GlobalSeeds(tf.distribute.get_strategy()))
         with drawing_rows(held):
             return function(tf.slice(x, [first, *[0] * (x.ndim - 1)], [count, *x.shape[1:]]))
 

@@ -18,7 +18,7 @@ from tfmultigpu.steps import (
     forward_backward as replicas_module,
     micro_batches as micro_batches_module,
 )
-from tfmultigpu.steps.random_draws import HeldRows, drawing_rows
+from tfmultigpu.steps.random_draws import ReplicaRows, drawing_rows
 from tfmultigpu.steps.seeds import GlobalSeeds
 
 layers, draw = keras.layers, keras.random
@@ -71,7 +71,7 @@ DRAWS = {
 def held(first, count, total):
     numbers = (tf.cast(one, tf.int64) for one in (first, count, total))
     places = [functools.partial(tf.identity, number) for number in numbers]
-    return HeldRows(*places, seeds=GlobalSeeds(tf.distribute.get_strategy()))
+    return ReplicaRows(*places, seeds=GlobalSeeds(tf.distribute.get_strategy()))
 
 
 @pytest.mark.parametrize("name", DRAWS)

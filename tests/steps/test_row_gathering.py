@@ -22,7 +22,7 @@ from one_device import SEED, Replicated, as_dataset, difference, strategy_of
 import tfmultigpu as tmg
 from tfmultigpu.data import partition
 from tfmultigpu.steps.batch_function import Shards
-from tfmultigpu.steps.random_draws import HeldRows
+from tfmultigpu.steps.random_draws import ReplicaRows
 from tfmultigpu.steps.row_gathering import gathering_from
 from tfmultigpu.strategies.topology import per_replica
 from tfmultigpu.testing import run_workers
@@ -276,7 +276,7 @@ def on_replicas(
         shards = Shards(partition.cut_rows(batch, shares), offsets)
 
         def replica(shard: Any) -> Any:
-            with gathering_from(HeldRows.of(shards, shard, None)):
+            with gathering_from(ReplicaRows.of(shards, shard, None)):
                 return function(shard)
 
         return strategy.run(replica, args=(per_replica(strategy, shards.local),))

@@ -21,7 +21,7 @@ import tfmultigpu as tmg
 from tfmultigpu.clusters.sources import Cluster
 from tfmultigpu.errors import ClusterError, StrategyFallbackWarning, StrategyUnavailableError
 from tfmultigpu.strategies import communication
-from tfmultigpu.strategies.plan import Facts, choose, measurable
+from tfmultigpu.strategies.plan import MachineInfo, choose, measurable
 from tfmultigpu.strategies.tpu import Tpu
 
 # Where nothing has to be told apart by its time.
@@ -35,11 +35,11 @@ def _nothing_measured_yet(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-def machine(gpus: int = 0, cpus: int = 1, *, parts: int = 1, **facts: Any) -> Facts:
+def machine(gpus: int = 0, cpus: int = 1, *, parts: int = 1, **facts: Any) -> MachineInfo:
     """So many logical CPUs and GPUs; `parts` logical GPUs on each physical one."""
     devices = {f"CPU:{index}": "CPU:0" for index in range(cpus)}
     devices |= {f"GPU:{index}": f"GPU:{index // parts}" for index in range(gpus)}
-    return Facts(devices, **facts)
+    return MachineInfo(devices, **facts)
 
 
 def names(kind: str, count: int) -> tuple[str, ...]:
@@ -96,7 +96,7 @@ class Clock:
         ),
     ],
 )
-def test_only_what_can_work_is_tried(facts: Facts, devices: tuple[str, ...], ways: list[str]):
+def test_only_what_can_work_is_tried(facts: MachineInfo, devices: tuple[str, ...], ways: list[str]):
     tried, why = measurable(devices, facts)
     assert list(tried) == ways
     assert {*tried, *why} == {"nccl", "ring", "hierarchical_copy", "one_device"}

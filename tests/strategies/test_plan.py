@@ -6,7 +6,7 @@ import pytest
 
 from tfmultigpu.clusters.sources import Cluster
 from tfmultigpu.errors import DeviceNotFoundError, StrategyUnavailableError
-from tfmultigpu.strategies.plan import COMMUNICATIONS, KINDS, Facts, choose
+from tfmultigpu.strategies.plan import COMMUNICATIONS, KINDS, MachineInfo, choose
 from tfmultigpu.strategies.tpu import Tpu
 
 TPU = Tpu("grpc://10.0.0.2:8470", "TPU_NAME", None)
@@ -26,11 +26,11 @@ def machine(
     nccl: bool = True,
     ring_over: tuple[str, ...] | None = None,
     environment: frozenset[str] = frozenset(),
-) -> Facts:
+) -> MachineInfo:
     """A machine with so many logical CPUs and GPUs; `parts` logical GPUs on each physical one."""
     devices = {f"CPU:{index}": "CPU:0" for index in range(cpus)}
     devices |= {f"GPU:{index}": f"GPU:{index // parts}" for index in range(gpus)}
-    return Facts(
+    return MachineInfo(
         devices,
         tpu,
         cluster,
@@ -209,7 +209,9 @@ def test_a_cluster_of_one_trains_alone_unless_asked() -> None:
 
 
 def test_tpu_cores_are_counted_where_they_are_known() -> None:
-    here = Facts({"CPU:0": "CPU:0", "TPU:0": "TPU:0", "TPU:1": "TPU:1"}, Tpu("local", "here", None))
+    here = MachineInfo(
+        {"CPU:0": "CPU:0", "TPU:0": "TPU:0", "TPU:1": "TPU:1"}, Tpu("local", "here", None)
+    )
     assert choose(here).devices == ("TPU:0", "TPU:1")
     assert choose(here).num_replicas == 2
     far = choose(machine(tpu=TPU))
@@ -266,7 +268,7 @@ def test_tpu_cores_are_counted_where_they_are_known() -> None:
     ],
 )
 def test_communication_is_what_works(
-    facts: Facts, prefer: str, best: str, impossible: set[str]
+    facts: MachineInfo, prefer: str, best: str, impossible: set[str]
 ) -> None:
     for asked in set(COMMUNICATIONS) - {"measured"}:  # See tests/test_communication.py.
         plan = choose(facts, prefer, communication=asked)
@@ -283,7 +285,7 @@ def test_communication_is_what_works(
 
 
 def test_why_not_is_said() -> None:
-    def why(facts: Facts, asked: str) -> str:
+    def why(facts: MachineInfo, asked: str) -> str:
         return choose(facts, "mirrored", communication=asked).unmet[0]
 
     assert "GPUs only" in why(machine(0, cpus=2), "nccl")

@@ -14,7 +14,7 @@ __all__ = ["FitPart"]
 
 _PREFIX = "fit/"
 _Arrays = Mapping[str, np.ndarray[Any, Any]]
-_Kept = tuple[Mapping[str, state.Slot], _Arrays, list[dict[str, Any]], WorkerExchange]
+_Kept = tuple[Mapping[str, state.StateVariable], _Arrays, list[dict[str, Any]], WorkerExchange]
 
 
 class Fit(Protocol):
@@ -67,7 +67,11 @@ class FitPart:
         self._resumes = True
 
     def attach(
-        self, fit: Fit, slots: Mapping[str, state.Slot], exchange: WorkerExchange, begun: bool
+        self,
+        fit: Fit,
+        slots: Mapping[str, state.StateVariable],
+        exchange: WorkerExchange,
+        begun: bool,
     ) -> None:
         """Gives a ``fit`` what was saved, and saves it from now on; all workers must call it.
 

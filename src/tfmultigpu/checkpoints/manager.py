@@ -397,5 +397,5 @@ class Checkpoints:
         if self._optimizer is not None and not self._optimizer.built:
             build_optimizer(self._optimizer, self._model.trainable_variables, self._strategy)
 
-    def _slots(self) -> dict[str, state.Slot]:
+    def _slots(self) -> dict[str, state.StateVariable]:
         return state.slots_of(self._model, self._optimizer, self._extra)

@@ -16,7 +16,7 @@ from tfmultigpu.optimizers.loss_scaling import kept_loss_scale, make_loss_scale
 from tfmultigpu.strategies.worker_exchange import WorkerExchange, digest_of
 
 __all__ = [
-    "Slot",
+    "StateVariable",
     "check_fits",
     "fits",
     "make_loss_scale_of",
@@ -30,7 +30,7 @@ _LOSS_SCALE = ("loss_scale/scale", "loss_scale/good_steps")
 
 
 @dataclasses.dataclass(frozen=True)
-class Slot:
+class StateVariable:
     """One variable that belongs to the state.
 
     Attributes:
@@ -44,7 +44,7 @@ class Slot:
     may_differ: bool = False
 
 
-def slots_of(model: Any, optimizer: Any, extra: Mapping[str, Any]) -> dict[str, Slot]:
+def slots_of(model: Any, optimizer: Any, extra: Mapping[str, Any]) -> dict[str, StateVariable]:
     """Returns all variables of a run, by name.
 
     Args:
@@ -54,21 +54,27 @@ def slots_of(model: Any, optimizer: Any, extra: Mapping[str, Any]) -> dict[str, 
     """
     trained = {id(variable) for variable in model.trainable_variables}
     slots = [
-        Slot(_name("model", i, one), one, id(one) not in trained)
+        StateVariable(_name("model", i, one), one, id(one) not in trained)
         for i, one in enumerate(model.variables)
     ]
     if optimizer is not None:
-        slots += [Slot(_name("optimizer", i, v), v) for i, v in enumerate(optimizer.variables)]
+        slots += [
+            StateVariable(_name("optimizer", i, v), v) for i, v in enumerate(optimizer.variables)
+        ]
         scale = kept_loss_scale(optimizer)
         if scale is not None:
-            slots += [Slot(name, getattr(scale, name.split("/")[1])) for name in _LOSS_SCALE]
+            slots += [
+                StateVariable(name, getattr(scale, name.split("/")[1])) for name in _LOSS_SCALE
+            ]
     seeds = _compat.global_seeds()
     if seeds is not None:
-        slots.append(Slot(_GLOBAL_SEEDS, seeds.state))
+        slots.append(StateVariable(_GLOBAL_SEEDS, seeds.state))
     for name, owner in extra.items():
         variables = getattr(owner, "variables", owner)
         variables = list(variables) if isinstance(variables, (list, tuple)) else [variables]
-        slots += [Slot(_name(f"extra/{name}", i, v), v, True) for i, v in enumerate(variables)]
+        slots += [
+            StateVariable(_name(f"extra/{name}", i, v), v, True) for i, v in enumerate(variables)
+        ]
     return {slot.name: slot for slot in slots}
 
 
@@ -81,7 +87,7 @@ def make_loss_scale_of(
 
 
 def read_state(
-    slots: Mapping[str, Slot], exchange: WorkerExchange
+    slots: Mapping[str, StateVariable], exchange: WorkerExchange
 ) -> tuple[dict[str, np.ndarray[Any, Any]], list[dict[str, Any]]]:
     """Reads all variables; every worker must call it where there are several.
 
@@ -104,7 +110,9 @@ def read_state(
     return arrays, facts
 
 
-def check_fits(slots: Mapping[str, Slot], facts: Sequence[Mapping[str, Any]], where: Any) -> None:
+def check_fits(
+    slots: Mapping[str, StateVariable], facts: Sequence[Mapping[str, Any]], where: Any
+) -> None:
     """Checks that stored arrays are those of these variables.
 
     Raises:
@@ -144,7 +152,7 @@ def check_fits(slots: Mapping[str, Slot], facts: Sequence[Mapping[str, Any]], wh
             )
 
 
-def fits(slots: Mapping[str, Slot], facts: Sequence[Mapping[str, Any]]) -> bool:
+def fits(slots: Mapping[str, StateVariable], facts: Sequence[Mapping[str, Any]]) -> bool:
     """Returns whether stored arrays are those of these variables, to the name."""
     there = {fact["name"]: (tuple(fact["shape"]), fact["dtype"]) for fact in facts}
     return there == {
@@ -154,7 +162,7 @@ def fits(slots: Mapping[str, Slot], facts: Sequence[Mapping[str, Any]]) -> bool:
 
 
 def write_state(
-    slots: Mapping[str, Slot],
+    slots: Mapping[str, StateVariable],
     arrays: Mapping[str, np.ndarray[Any, Any]],
     facts: Sequence[Mapping[str, Any]],
     exchange: WorkerExchange,
@@ -234,7 +242,7 @@ def _together(variable: Any) -> str:
     return "mean" if variable.dtype.is_floating or variable.dtype.is_complex else "first"
 
 
-def _differing(slots: Sequence[Slot], exchange: WorkerExchange) -> set[str]:
+def _differing(slots: Sequence[StateVariable], exchange: WorkerExchange) -> set[str]:
     """The names of variables whose values on replicas differ or would, on any worker."""
     strategy = exchange.strategy
     if strategy.num_replicas_in_sync == 1 or not slots:

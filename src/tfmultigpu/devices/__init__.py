@@ -3,9 +3,9 @@
 from tfmultigpu.devices.configure import (
     Device,
     enable_memory_growth,
-    existing_logical_names,
     limit_memory,
     list_devices,
+    list_logical_devices,
     logical_to_physical,
     restrict_devices,
     split_device,
@@ -15,9 +15,9 @@ from tfmultigpu.devices.configure import (
 __all__ = [
     "Device",
     "enable_memory_growth",
-    "existing_logical_names",
     "limit_memory",
     "list_devices",
+    "list_logical_devices",
     "logical_to_physical",
     "restrict_devices",
     "split_device",

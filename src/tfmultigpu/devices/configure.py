@@ -14,8 +14,8 @@ import tensorflow as tf
 
 from tfmultigpu.devices.discovery import (
     Device,
-    existing_logical_names,
     list_devices,
+    list_logical_devices,
     logical_to_physical,
     visible_devices,
 )
@@ -25,9 +25,9 @@ from tfmultigpu.errors import DeviceNotFoundError, DeviceSettingsError, DevicesI
 __all__ = [
     "Device",
     "enable_memory_growth",
-    "existing_logical_names",
     "limit_memory",
     "list_devices",
+    "list_logical_devices",
     "logical_to_physical",
     "parse_device_name",
     "resolve_devices",

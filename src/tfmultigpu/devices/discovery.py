@@ -20,8 +20,8 @@ from tfmultigpu.devices.nvml import NvmlGpu, match_gpus, read_gpus
 __all__ = [
     "Device",
     "describe_devices",
-    "existing_logical_names",
     "list_devices",
+    "list_logical_devices",
     "logical_names",
     "logical_to_physical",
     "visible_devices",
@@ -55,7 +55,7 @@ class Device:
 def list_devices(kind: str | None = None) -> tuple[Device, ...]:
     """List the physical devices of this machine, hidden and split ones included; starts none.
 
-    A GPU that was split is still one entry: its parts are in `existing_logical_names`. Memory
+    A GPU that was split is still one entry: its parts are in `list_logical_devices`. Memory
     needs the extra `nvml`.
 
     Args:
@@ -123,7 +123,7 @@ def logical_to_physical() -> dict[str, str]:
     return logical_names(parts)
 
 
-def existing_logical_names(kind: str | None = None) -> tuple[str, ...]:
+def list_logical_devices(kind: str | None = None) -> tuple[str, ...]:
     """Name the devices that strategies and `tf.device` may use; starts none.
 
     The names follow from which physical devices are visible and how they were split. Both are
@@ -136,7 +136,7 @@ def existing_logical_names(kind: str | None = None) -> tuple[str, ...]:
         Short names; the indices of a kind count over all its devices and their parts.
 
     Example:
-        >>> existing_logical_names("CPU")[0]
+        >>> list_logical_devices("CPU")[0]
         'CPU:0'
     """
     names = logical_to_physical()

@@ -9,7 +9,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfmultigpu.devices.configure import existing_logical_names
+from tfmultigpu.devices.configure import list_logical_devices
 from tfmultigpu.devices.names import listed
 from tfmultigpu.diagnostics.features import feature_findings
 from tfmultigpu.diagnostics.input_checks import Input, input_findings, look_at_input, measure_input
@@ -146,8 +146,8 @@ def strategy_findings(strategy: tf.distribute.Strategy) -> Iterator[Finding]:
     """What is wrong with the strategy itself."""
     if strategy.num_replicas_in_sync > 1:
         return
-    gpus = existing_logical_names("GPU")
-    here = gpus or existing_logical_names("CPU")
+    gpus = list_logical_devices("GPU")
+    here = gpus or list_logical_devices("CPU")
     if len(here) < 2:
         return
     used = strategy_devices(strategy)
@@ -177,7 +177,7 @@ def _strategy(strategy: tf.distribute.Strategy) -> dict[str, str]:
         "kind": type(strategy).__name__,
         "replicas": str(strategy.num_replicas_in_sync),
         "devices in this process": listed(strategy_devices(strategy)),
-        "devices that are here": listed(existing_logical_names()),
+        "devices that are here": listed(list_logical_devices()),
     }
 
 
@@ -199,7 +199,7 @@ def _nothing(found: list[Finding], strategy: tf.distribute.Strategy, dataset: An
     replicas = strategy.num_replicas_in_sync
     unread = dataset is None or any(one.code == "data-not-read" for one in found)
     looked = "model and optimizer" if unread else "model, optimizer and dataset"
-    here = len(existing_logical_names("GPU")) or len(existing_logical_names("CPU"))
+    here = len(list_logical_devices("GPU")) or len(list_logical_devices("CPU"))
     if replicas == 1:
         what = f"One device is used, and {here} is here: there is nothing to distribute."
         change = "print(tmg.doctor()) says whether the machine has more"

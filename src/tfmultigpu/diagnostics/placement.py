@@ -9,7 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfmultigpu import _compat
-from tfmultigpu.devices.configure import existing_logical_names
+from tfmultigpu.devices.configure import list_logical_devices
 from tfmultigpu.devices.names import listed, parse_device_name
 from tfmultigpu.diagnostics.report import Finding
 from tfmultigpu.strategies.topology import strategy_devices
@@ -53,7 +53,7 @@ class Placement:
         variables = list(model.variables)
         names, other = outside_of(variables, strategy)
         first = next((v for v in variables if getattr(v, "trainable", False)), None)
-        asked = strategy_devices(strategy) or existing_logical_names()[-1:]
+        asked = strategy_devices(strategy) or list_logical_devices()[-1:]
         return cls(
             built=bool(model.built) and bool(variables),
             total=len(variables),
@@ -62,7 +62,7 @@ class Placement:
             copies=() if first is None else devices_of(first, strategy),
             replicas=len(asked),
             asked=asked,
-            gpus=existing_logical_names("GPU"),
+            gpus=list_logical_devices("GPU"),
         )
 
     @property

@@ -13,10 +13,10 @@ import tensorflow as tf
 
 from tfmultigpu.loops.callbacks import BatchHooks
 from tfmultigpu.loops.compiled import Compiled, compile_arguments, read_compiled
-from tfmultigpu.loops.epoch_iterator import Feed
+from tfmultigpu.loops.epoch_iterator import EpochIterator
 from tfmultigpu.loops.evaluate import as_keras
 from tfmultigpu.loops.step_cache import build, kept
-from tfmultigpu.loops.steps_per_call import Pace
+from tfmultigpu.loops.steps_per_call import StepsPerCallTuner
 from tfmultigpu.loops.worker_agreement import of_chief, several_workers
 from tfmultigpu.steps.train import TrainStep, make_train_step
 
@@ -35,11 +35,11 @@ class Trainer:
 
     compiled: Compiled
     step: TrainStep
-    pace: Pace
+    pace: StepsPerCallTuner
 
     def epoch(
         self,
-        feed: Feed,
+        feed: EpochIterator,
         hooks: BatchHooks,
         *,
         first: int,
@@ -103,7 +103,7 @@ class Clock:
 
     elapsed: Callable[[], float]
 
-    def __init__(self, pace: Pace, strategy: tf.distribute.Strategy) -> None:
+    def __init__(self, pace: StepsPerCallTuner, strategy: tf.distribute.Strategy) -> None:
         """Takes what knows how long calls take."""
         self._pace = pace
         self._told = 0.0
@@ -139,7 +139,7 @@ def make_trainer(
             loss_weights=compiled.loss_weights,
             **options,
         )
-        pace = Pace(functools.partial(of_chief, strategy))
+        pace = StepsPerCallTuner(functools.partial(of_chief, strategy))
         return Trainer(compiled, step, pace)
 
     build(model, strategy, spec)

@@ -12,12 +12,12 @@ from tfmultigpu.data.passes import read_over, replay_of
 from tfmultigpu.data.resumable import PositionedDataset
 from tfmultigpu.data.sharded_dataset import ShardedDataset
 
-__all__ = ["Feed"]
+__all__ = ["EpochIterator"]
 
 _log = logging.getLogger("tfmultigpu")
 
 
-class Feed:
+class EpochIterator:
     """Hands out the batches of each epoch, by the rules of Keras.
 
     Without ``steps_per_epoch`` an epoch is one pass over the data. With it an epoch goes on where

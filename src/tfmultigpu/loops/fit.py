@@ -32,7 +32,7 @@ from tfmultigpu.loops.steps_per_call import check_steps_per_call
 from tfmultigpu.loops.training_data import make_feed, split_off
 from tfmultigpu.loops.validation import Validation
 from tfmultigpu.loops.worker_agreement import check_alike, is_chief, of_any, of_chief
-from tfmultigpu.loops.worker_sync import Together
+from tfmultigpu.loops.worker_sync import WorkerSync
 from tfmultigpu.steps.value_agreement import check_values_alike
 from tfmultigpu.steps.verification import check_verify
 from tfmultigpu.strategies.scopes import check_backend
@@ -212,7 +212,7 @@ def fit(
         shown=is_chief(strategy),
     )
     clock = Clock(trainer.pace, strategy)
-    together = Together(strategy, model, names_of(callbacks))
+    together = WorkerSync(strategy, model, names_of(callbacks))
     hooks = BatchHooks(
         called,
         "train",

@@ -12,10 +12,10 @@ import tensorflow as tf
 
 from tfmultigpu.checkpoints.callback_states import CallbackStates
 from tfmultigpu.checkpoints.marks import other_data
-from tfmultigpu.checkpoints.state import Slot, fits, read_state, write_state
+from tfmultigpu.checkpoints.state import StateVariable, fits, read_state, write_state
 from tfmultigpu.loops.callbacks import BatchHooks
 from tfmultigpu.loops.epoch import Trainer
-from tfmultigpu.loops.epoch_iterator import Feed
+from tfmultigpu.loops.epoch_iterator import EpochIterator
 from tfmultigpu.loops.worker_agreement import of_chief, on_any
 from tfmultigpu.strategies.worker_exchange import WorkerExchange
 
@@ -40,7 +40,7 @@ class FitState:
         strategy: tf.distribute.Strategy,
         callbacks: Any,
         trainer: Trainer,
-        feed: Feed,
+        feed: EpochIterator,
         model: Any,
         hooks: BatchHooks,
         seed: int,
@@ -186,9 +186,11 @@ class FitState:
         """Returns whether a callback of any worker ends the run; all must call it."""
         return on_any(self._exchange.strategy, bool(self._model.stop_training))
 
-    def _slots(self) -> dict[str, Slot]:
+    def _slots(self) -> dict[str, StateVariable]:
         variables = self._trainer.compiled.variables
-        slots = [Slot(f"fit/metrics/{i:04d}", one, True) for i, one in enumerate(variables)]
+        slots = [
+            StateVariable(f"fit/metrics/{i:04d}", one, True) for i, one in enumerate(variables)
+        ]
         return {slot.name: slot for slot in slots}
 
 

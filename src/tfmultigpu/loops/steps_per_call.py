@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["Pace", "check_steps_per_call"]
+__all__ = ["StepsPerCallTuner", "check_steps_per_call"]
 
 # What a call may cost of the time it takes.
 _OVERHEAD = 0.05
@@ -43,7 +43,7 @@ def check_steps_per_call(steps_per_call: Any) -> None:
         )
 
 
-class Pace:
+class StepsPerCallTuner:
     """Finds out how many steps a call should take.
 
     Attributes:

@@ -14,7 +14,7 @@ from tfmultigpu.data.sharded_dataset import ShardedDataset, distribute_dataset
 from tfmultigpu.data.sources import to_dataset
 from tfmultigpu.errors import DataError
 from tfmultigpu.loops.class_weights import weighting
-from tfmultigpu.loops.epoch_iterator import Feed
+from tfmultigpu.loops.epoch_iterator import EpochIterator
 from tfmultigpu.loops.inputs import check_shards, has_no_end, is_arrays, length, no_batches
 from tfmultigpu.strategies.worker_exchange import digest_of
 
@@ -34,7 +34,7 @@ def make_feed(
     first_pass: int,
     class_weight: Any,
     shares: Sequence[float] | None,
-) -> tuple[Feed, Any]:
+) -> tuple[EpochIterator, Any]:
     """Returns the batches of each epoch, and their types.
 
     Args:
@@ -88,7 +88,7 @@ def make_feed(
         "mark of some rows": _mark(arrays, rows),
     }
     count = math.ceil(rows / batch_size)
-    feed = Feed(sharded, count, steps_per_epoch, goes_on=True, facts=facts)
+    feed = EpochIterator(sharded, count, steps_per_epoch, goes_on=True, facts=facts)
     return feed, sharded.element_spec
 
 
@@ -127,14 +127,14 @@ def split_off(data: Any, validation_split: float) -> tuple[Any, Any]:
     return part(0, at), part(at, rows)
 
 
-def _feed_of(data: Any, batches: ShardedDataset, steps: int | None) -> tuple[Feed, Any]:
+def _feed_of(data: Any, batches: ShardedDataset, steps: int | None) -> tuple[EpochIterator, Any]:
     if steps is None and has_no_end(data, batches):
         raise DataError(
             "The data has no end, so an epoch would never finish. Received: "
             f"{type(data).__name__} and steps_per_epoch=None. Say how many batches an epoch has: "
             "steps_per_epoch=100, or leave out .repeat()."
         )
-    return Feed(batches, length(data, batches), steps), batches.element_spec
+    return EpochIterator(batches, length(data, batches), steps), batches.element_spec
 
 
 def _weighted(batches: tf.data.Dataset[Any], class_weight: Any) -> tf.data.Dataset[Any]:

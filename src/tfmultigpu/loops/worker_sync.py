@@ -11,10 +11,10 @@ import tensorflow as tf
 from tfmultigpu.errors import WorkersDifferError
 from tfmultigpu.loops.worker_agreement import differ, of_any, on_any, several_workers
 
-__all__ = ["Together"]
+__all__ = ["WorkerSync"]
 
 
-class Together:
+class WorkerSync:
     """Looks after what callbacks do, which may be others on each worker."""
 
     def __init__(self, strategy: tf.distribute.Strategy, model: Any, names: list[str]) -> None:

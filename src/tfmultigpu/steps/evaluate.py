@@ -22,7 +22,7 @@ from tfmultigpu.losses.metrics import (
 from tfmultigpu.losses.objective import Layout, Objective, regularization, stack
 from tfmultigpu.steps.batch_function import BatchFunction, Shards
 from tfmultigpu.steps.multi_step import TERMS, MultiStep
-from tfmultigpu.steps.random_draws import HeldRows, drawing_rows
+from tfmultigpu.steps.random_draws import ReplicaRows, drawing_rows
 from tfmultigpu.steps.row_gathering import gathering_from
 from tfmultigpu.steps.seeds import GlobalSeeds, global_seeds
 from tfmultigpu.steps.value_agreement import check_values_alike
@@ -276,7 +276,7 @@ class EvalStep:
 
     def _replica(self, shards: Shards, seeds: GlobalSeeds, shard: Any, weight: Any) -> tf.Tensor:
         counts = holds_what_counts(weight)
-        held = HeldRows.of(shards, shard, seeds)
+        held = ReplicaRows.of(shards, shard, seeds)
         with drawing_rows(held), gathering_from(held), counting_once(counts):
             terms, outputs = self._objective(shard, training=False)
         update_metrics(self._metrics, outputs, counts, weighted=False)
@@ -342,7 +342,7 @@ class PredictStep:
         shard = per_replica(self.strategy, shards.local)
 
         def predict(shard: Any, weight: Any) -> Any:
-            held = HeldRows.of(shards, shard, seeds)
+            held = ReplicaRows.of(shards, shard, seeds)
             counting = counting_once(holds_what_counts(weight))
             with drawing_rows(held), gathering_from(held), counting:
                 return self._model(unpack_batch(shard)[0], training=False)

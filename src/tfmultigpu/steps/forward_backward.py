@@ -26,8 +26,8 @@ from tfmultigpu.optimizers.backward_operations import any_may_fail, checks_among
 from tfmultigpu.optimizers.gradients import is_overwritten, spread_over_replicas
 from tfmultigpu.steps.batch_function import Shards
 from tfmultigpu.steps.layer_states import may_be_assigned
-from tfmultigpu.steps.micro_batches import Addition, OtherStructureError, Part
-from tfmultigpu.steps.random_draws import HeldRows, drawing_rows
+from tfmultigpu.steps.micro_batches import MicroBatchSum, OtherStructureError, Part
+from tfmultigpu.steps.random_draws import ReplicaRows, drawing_rows
 from tfmultigpu.steps.row_gathering import gathering_from
 from tfmultigpu.steps.seeds import GlobalSeeds, global_seeds
 from tfmultigpu.strategies.topology import local_replicas, per_replica
@@ -130,7 +130,7 @@ class ReplicaPhase:
             states += [variable for metric in self.metrics for variable in metric.variables]
             for _ in range(3):
                 try:
-                    addition = Addition(replica, model, seeds, self._maxima, structure, states)
+                    addition = MicroBatchSum(replica, model, seeds, self._maxima, structure, states)
                     return loop(addition, shards, shard, fixed)
                 except OtherStructureError as other:
                     structure, states = other.structure, other.states
@@ -142,7 +142,7 @@ class ReplicaPhase:
         )
 
     def _loop_around_replicas(
-        self, addition: Addition, shards: Shards, shard: Any, fixed: tuple[Any, ...]
+        self, addition: MicroBatchSum, shards: Shards, shard: Any, fixed: tuple[Any, ...]
     ) -> tuple[list[list[tf.Tensor]], Any]:
         """Adds over the micro-batches of each shard, one after the other on all replicas.
 
@@ -174,7 +174,7 @@ class ReplicaPhase:
         )
         return self._split(addition, [flat[i * size : (i + 1) * size] for i in range(local)])
 
-    def _split(self, addition: Addition, flat: list[list[Any]]) -> tuple[list[list[Any]], Any]:
+    def _split(self, addition: MicroBatchSum, flat: list[list[Any]]) -> tuple[list[list[Any]], Any]:
         """The sums of each local replica, and its values for the variables it assigned."""
         end = len(addition.structure)
         chosen = [i for i, assigned in enumerate(addition.assigned) if assigned]
@@ -184,7 +184,7 @@ class ReplicaPhase:
         return [one[:end] for one in flat], values
 
     def _loop_in_replicas(
-        self, addition: Addition, shards: Shards, shard: Any, fixed: tuple[Any, ...]
+        self, addition: MicroBatchSum, shards: Shards, shard: Any, fixed: tuple[Any, ...]
     ) -> tuple[list[list[tf.Tensor]], Any]:
         """Adds over the micro-batches of each replica, which has a number of its own of them.
 
@@ -238,7 +238,7 @@ class ReplicaPhase:
         loss_scale: Any,
     ) -> tuple[list[tf.Tensor], Held]:
         counts = holds_what_counts(weight)
-        rows = HeldRows.of(shards, shard, seeds, by_xla=self._jit_compile)
+        rows = ReplicaRows.of(shards, shard, seeds, by_xla=self._jit_compile)
         if part is not None:
             once = partition.row_weight(partition.count_rows(shard), part.count)
             weight = once if weight is None else weight * once

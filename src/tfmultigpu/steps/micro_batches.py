@@ -13,7 +13,7 @@ from tfmultigpu.losses.held_assignments import Held
 from tfmultigpu.steps.layer_states import assigned_in_each_pass
 from tfmultigpu.steps.seeds import GlobalSeeds, seed_states
 
-__all__ = ["Addition", "OtherStructureError", "Part", "micro_batch_counts"]
+__all__ = ["MicroBatchSum", "OtherStructureError", "Part", "micro_batch_counts"]
 
 
 def micro_batch_counts(micro_batches: int | Sequence[int], replicas: int) -> tuple[int, ...]:
@@ -66,7 +66,7 @@ class Part(NamedTuple):
     count: Any
 
 
-class Addition:
+class MicroBatchSum:
     """Adds what one micro-batch of a replica gives to what those before gave; replica context.
 
     Attributes:

@@ -31,7 +31,7 @@ from tfmultigpu.steps.draw_shapes import as_shape, is_by_row
 from tfmultigpu.steps.seeds import GlobalSeeds
 
 __all__ = [
-    "HeldRows",
+    "ReplicaRows",
     "drawing_rows",
 ]
 
@@ -39,7 +39,7 @@ _AUTOMATIC = (None, 3, "auto_select")  # Philox on a CPU or GPU, compiled by XLA
 
 
 @dataclasses.dataclass(frozen=True)
-class HeldRows:
+class ReplicaRows:
     """Which rows of a global batch a replica computes.
 
     Functions, so that a model that draws nothing gets no operations for it.
@@ -67,7 +67,7 @@ class HeldRows:
     @classmethod
     def of(
         cls, shards: Shards, shard: Any, seeds: GlobalSeeds, *, by_xla: bool = False
-    ) -> HeldRows:
+    ) -> ReplicaRows:
         """Returns the rows of the replica it is called on.
 
         Args:
@@ -90,7 +90,7 @@ class HeldRows:
             by_xla=by_xla,
         )
 
-    def part(self, batch: Any, parts: int, part: Any) -> HeldRows:
+    def part(self, batch: Any, parts: int, part: Any) -> ReplicaRows:
         """Returns the rows of one of ``parts`` micro-batches of these.
 
         Args:
@@ -110,7 +110,7 @@ class HeldRows:
         )
 
 
-def drawing_rows(held: HeldRows) -> AbstractContextManager[None]:
+def drawing_rows(held: ReplicaRows) -> AbstractContextManager[None]:
     """Makes layers called on this thread draw their rows of the draws for the global batch.
 
     Synchronized batch normalization behind masks, which Keras does not synchronize, is it as well.
@@ -149,7 +149,7 @@ def drawing_rows(held: HeldRows) -> AbstractContextManager[None]:
 
 
 def _uniform(
-    held: HeldRows,
+    held: ReplicaRows,
     original: Any,
     shape: Any,
     seed: Any,
@@ -180,7 +180,7 @@ def _uniform(
 
 
 def _normal(
-    held: HeldRows,
+    held: ReplicaRows,
     original: Any,
     shape: Any,
     seed: Any,
@@ -202,7 +202,7 @@ def _normal(
 
 
 def _draw(
-    held: HeldRows, sample: Any, whole: Any, shape: Any, seed: Any, dtype: tf.DType, alg: Any
+    held: ReplicaRows, sample: Any, whole: Any, shape: Any, seed: Any, dtype: tf.DType, alg: Any
 ) -> Any:
     """Draws rows of unit numbers: by counting on where that is possible, else from all rows."""
     if not held.counts_on or alg not in _AUTOMATIC:
@@ -234,7 +234,7 @@ def _draw(
 
 
 def _truncated_normal(
-    held: HeldRows,
+    held: ReplicaRows,
     original: Any,
     shape: Any,
     seed: Any,
@@ -254,7 +254,7 @@ def _truncated_normal(
 
 
 def _categorical(
-    held: HeldRows,
+    held: ReplicaRows,
     original: Any,
     logits: Any,
     num_samples: Any,
@@ -270,7 +270,7 @@ def _categorical(
 
 
 def _gamma(
-    held: HeldRows,
+    held: ReplicaRows,
     original: Any,
     shape: Any,
     seed: Any,
@@ -293,7 +293,7 @@ def _gamma(
 
 
 def _binomial(
-    held: HeldRows,
+    held: ReplicaRows,
     original: Any,
     shape: Any,
     seed: Any,
@@ -316,7 +316,7 @@ def _binomial(
 
 
 def _poisson(
-    held: HeldRows,
+    held: ReplicaRows,
     original: Any,
     shape: Any,
     seed: Any,
@@ -332,7 +332,7 @@ def _poisson(
 
 
 def _parameterized_truncated_normal(
-    held: HeldRows,
+    held: ReplicaRows,
     original: Any,
     shape: Any,
     seed: Any,
@@ -354,14 +354,14 @@ def _parameterized_truncated_normal(
     return _cut(held, lambda shape: original(shape, seed, *parameters, name), shape)
 
 
-def _cut(held: HeldRows, draw: Callable[[Any], Any], shape: Any) -> Any:
+def _cut(held: ReplicaRows, draw: Callable[[Any], Any], shape: Any) -> Any:
     """Draws for the rows of the global batch and returns those of this replica."""
     places = Places.of(held, shape)
     drawn = draw(tf.concat([[places.total], shape[1:]], 0))
     return tf.reshape(places.cut(drawn), shape)
 
 
-def _parameter(held: HeldRows, parameter: Any, shape: Any, filling: Any = 1) -> Any:
+def _parameter(held: ReplicaRows, parameter: Any, shape: Any, filling: Any = 1) -> Any:
     """A parameter of a distribution, which may have rows, for a draw for all rows."""
     if parameter.shape.rank != shape.shape[0] or parameter.shape[0] == 1:
         return parameter

@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from tfmultigpu.data.partition import NOT_ROWS
 from tfmultigpu.errors import LossError
-from tfmultigpu.steps.random_draws import HeldRows
+from tfmultigpu.steps.random_draws import ReplicaRows
 from tfmultigpu.strategies.collectives import all_reduce_sum
 
 __all__ = ["gather_rows", "gathering_from", "row_positions"]
@@ -30,7 +30,7 @@ class _Source(NamedTuple):
         micro_batches: Into how many parts each shard is cut, if the rows are one of these parts.
     """
 
-    held: HeldRows
+    held: ReplicaRows
     micro_batches: Sequence[int] | None
 
 
@@ -38,7 +38,7 @@ _thread = threading.local()
 
 
 @contextmanager
-def gathering_from(held: HeldRows, micro_batches: Sequence[int] | None = None) -> Iterator[None]:
+def gathering_from(held: ReplicaRows, micro_batches: Sequence[int] | None = None) -> Iterator[None]:
     """Tells ``gather_rows`` on this thread which rows of the global batch it is called with.
 
     Args:
@@ -198,7 +198,7 @@ def _as_rows(value: Any) -> Any:
     return tensor
 
 
-def _among_zeros(held: HeldRows, tensor: Any, rows_per_example: int) -> Any:
+def _among_zeros(held: ReplicaRows, tensor: Any, rows_per_example: int) -> Any:
     """The rows at their place in the global batch, in a dtype in which they can be added."""
     checks = _checks(held, tensor, rows_per_example)
     size, rank = tf.shape(tensor)[0], tf.rank(tensor)
@@ -212,7 +212,7 @@ def _among_zeros(held: HeldRows, tensor: Any, rows_per_example: int) -> Any:
     return padded
 
 
-def _checks(held: HeldRows, tensor: Any, rows_per_example: int) -> list[tf.Operation]:
+def _checks(held: ReplicaRows, tensor: Any, rows_per_example: int) -> list[tf.Operation]:
     """Assertions that the tensor has the rows of this replica, and nothing else."""
     size = tf.shape(tensor)[0]
     with tf.device("CPU:0"):

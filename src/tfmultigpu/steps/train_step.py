@@ -84,7 +84,7 @@ class TrainStep:
         self._asked_loss_scale = loss_scale
         self._asked_shard_update = shard_update
         self._sharded: ShardedUpdate | None = None
-        self._travel_as = None if reduce_dtype is None else tf.as_dtype(reduce_dtype)
+        self._reduce_dtype = None if reduce_dtype is None else tf.as_dtype(reduce_dtype)
         self._layers: list[Any] = []
         self._seen_a_batch = False
         self._settings = Settings()
@@ -231,10 +231,10 @@ class TrainStep:
         rows = tf.cast(shards.global_rows, tf.float64)
         parts, states = self._phase(shards, scale)
         if self._sharded is None:
-            values = sum_over_replicas(self.strategy, parts, self._travel_as)
+            values = sum_over_replicas(self.strategy, parts, self._reduce_dtype)
         else:
             places = self._sharded.places(self.model.trainable_variables, self._phase.present)
-            values = [sum_on_devices(parts, places, self._travel_as)]
+            values = [sum_on_devices(parts, places, self._reduce_dtype)]
         if len(values) == 1:
             first = [self.strategy.experimental_local_results(value)[0] for value in states]
             finished = self._finish(values[0], first, rows, scale, clip_norm, shards.is_last)

@@ -15,7 +15,7 @@ __all__ = ["all_reduce_sum", "sum_on_devices", "sum_over_replicas"]
 def sum_over_replicas(
     strategy: tf.distribute.Strategy,
     values: list[list[tf.Tensor]],
-    travel_as: tf.DType | None = None,
+    reduce_dtype: tf.DType | None = None,
 ) -> list[list[tf.Tensor]]:
     """Adds tensors over all replicas; call in a cross-replica context.
 
@@ -27,8 +27,8 @@ def sum_over_replicas(
     Args:
         strategy: The strategy.
         values: One list of tensors for each replica of this process, alike in shapes and dtypes.
-        travel_as: A narrower dtype that float32 tensors are sent in, the last one of each list left
-            out, which holds sums and weights.
+        reduce_dtype: A narrower dtype that float32 tensors are sent in, without the last one of
+            each list, which holds sums and weights.
 
     Returns:
         The sums, of the dtypes that came: one list for all replicas of this process where they
@@ -38,12 +38,12 @@ def sum_over_replicas(
         return values
     if all_on_local_cpus(strategy):
         devices = strategy.extended.worker_devices
-        return [sum_on_devices(values, [devices[0]] * len(values[0]), travel_as)]
+        return [sum_on_devices(values, [devices[0]] * len(values[0]), reduce_dtype)]
 
     def reduce(tensors: list[tf.Tensor]) -> list[tf.Tensor]:
         # A tensor captured by a branch or a loop has no device of its own, which some strategies
         # need to know where to reduce to.
-        placed = _narrow([tf.identity(tensor) for tensor in tensors], travel_as)
+        placed = _narrow([tf.identity(tensor) for tensor in tensors], reduce_dtype)
         summed = all_reduce_sum(tf.distribute.get_replica_context(), placed)
         return [tf.cast(one, tensor.dtype) for one, tensor in zip(summed, tensors, strict=True)]
 
@@ -53,16 +53,16 @@ def sum_over_replicas(
 
 
 def sum_on_devices(
-    values: list[list[tf.Tensor]], devices: Sequence[str], travel_as: tf.DType | None = None
+    values: list[list[tf.Tensor]], devices: Sequence[str], reduce_dtype: tf.DType | None = None
 ) -> list[tf.Tensor]:
     """Adds tensors over the replicas of one process, each on a device of its own.
 
     Args:
         values: One list of tensors for each replica, alike in shapes and dtypes.
         devices: Where each sum is to be, one for each tensor of a list.
-        travel_as: As for ``sum_over_replicas``.
+        reduce_dtype: As for ``sum_over_replicas``.
     """
-    sent = [_narrow(tensors, travel_as) for tensors in values]
+    sent = [_narrow(tensors, reduce_dtype) for tensors in values]
     totals = []
     for device, tensor, *parts in zip(devices, values[0], *sent, strict=True):
         with tf.device(device):

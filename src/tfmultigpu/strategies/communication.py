@@ -23,7 +23,7 @@ import tensorflow as tf
 from tfmultigpu.devices.configure import logical_to_physical
 from tfmultigpu.devices.names import listed
 from tfmultigpu.errors import ClusterError, StrategyUnavailableError
-from tfmultigpu.strategies.plan import Facts, choose, measurable
+from tfmultigpu.strategies.plan import MachineInfo, choose, measurable
 
 __all__ = [
     "CommunicationTimes",
@@ -123,7 +123,7 @@ def measure_communication(
     """
     _check("num_bytes", num_bytes, _FLOAT_BYTES, "bytes, at least the 4 of one float32")
     _check("rounds", rounds, 1, "times that each way is run, at least 1")
-    facts = Facts(logical_to_physical(), nccl=built_with_nccl())
+    facts = MachineInfo(logical_to_physical(), nccl=built_with_nccl())
     plan = choose(facts, "mirrored", devices)
     return _measure(plan.devices, facts, int(num_bytes), int(rounds))
 
@@ -146,7 +146,7 @@ def communication_times(strategy: tf.distribute.Strategy) -> CommunicationTimes 
     return _of_strategy.get(strategy)
 
 
-def measured_strategy(devices: tuple[str, ...], facts: Facts) -> tf.distribute.Strategy:
+def measured_strategy(devices: tuple[str, ...], facts: MachineInfo) -> tf.distribute.Strategy:
     """Create the strategy that adds the fastest way; measures once for these devices."""
     times = _measured.get(devices)
     if times is None:
@@ -196,7 +196,7 @@ def built_with_nccl() -> bool:
 
 
 def _measure(
-    devices: tuple[str, ...], facts: Facts, num_bytes: int, rounds: int
+    devices: tuple[str, ...], facts: MachineInfo, num_bytes: int, rounds: int
 ) -> CommunicationTimes:
     ways, why = measurable(devices, facts)
     left_out = dict(why)

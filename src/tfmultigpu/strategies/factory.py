@@ -20,7 +20,7 @@ import tensorflow as tf
 
 from tfmultigpu.clusters.failures import watch
 from tfmultigpu.clusters.sources import Cluster, cluster_from_environment, preflight, why_no_cluster
-from tfmultigpu.devices.configure import existing_logical_names, list_devices, logical_to_physical
+from tfmultigpu.devices.configure import list_devices, list_logical_devices, logical_to_physical
 from tfmultigpu.errors import (
     ClusterError,
     DeviceSettingsError,
@@ -33,7 +33,7 @@ from tfmultigpu.strategies.communication import (
     measured_strategy,
     mirrored_strategy,
 )
-from tfmultigpu.strategies.plan import Facts, StrategyPlan, added_by, choose
+from tfmultigpu.strategies.plan import MachineInfo, StrategyPlan, added_by, choose
 from tfmultigpu.strategies.registry import living
 from tfmultigpu.strategies.stop_signals import keeping_handler
 from tfmultigpu.strategies.tpu import Tpu, connect_tpu, find_tpu
@@ -168,7 +168,7 @@ def create_strategy(
 
 def _look_around(
     prefer: str, devices: int | str | Sequence[str] | None, cluster: Cluster | None
-) -> Facts:
+) -> MachineInfo:
     if cluster is not None and not isinstance(cluster, Cluster):
         raise ClusterError(
             "cluster must be a tmg.clusters.Cluster(workers=[...], index=...). Received: "
@@ -177,12 +177,12 @@ def _look_around(
     wants_tpu = prefer == "tpu" or (prefer == "auto" and devices is None)
     if cluster is None and prefer in ("auto", "tpu", "multi_worker"):
         cluster = cluster_from_environment()
-    names = existing_logical_names("TPU")
+    names = list_logical_devices("TPU")
     tpu = Tpu(None, "", "it was not asked for")
     if wants_tpu:
         address = _tpu_address(devices) if prefer == "tpu" else None
         tpu = find_tpu(os.environ, address=address, local=len(names))
-    return Facts(
+    return MachineInfo(
         devices=logical_to_physical(),
         tpu=tpu,
         cluster=cluster,
@@ -249,7 +249,7 @@ def _accept(plan: StrategyPlan, fallback: bool) -> None:
     )
 
 
-def _say(plan: StrategyPlan, facts: Facts, devices: int | str | Sequence[str] | None) -> None:
+def _say(plan: StrategyPlan, facts: MachineInfo, devices: int | str | Sequence[str] | None) -> None:
     if facts.tpu.address is not None and facts.tpu.missing is not None:
         _log.warning("No TPU: %s", facts.tpu.missing)
     if devices is None and not facts.of_kind("GPU"):
@@ -262,7 +262,7 @@ def _say(plan: StrategyPlan, facts: Facts, devices: int | str | Sequence[str] | 
     _log.info("%s", plan)
 
 
-def _mirror(plan: StrategyPlan, facts: Facts) -> tf.distribute.Strategy:
+def _mirror(plan: StrategyPlan, facts: MachineInfo) -> tf.distribute.Strategy:
     global _ring, _ring_over
     if plan.communication == "measured":
         return measured_strategy(plan.devices, facts)

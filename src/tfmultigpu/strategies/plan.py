@@ -14,7 +14,7 @@ from tfmultigpu.strategies.tpu import Tpu
 __all__ = [
     "COMMUNICATIONS",
     "KINDS",
-    "Facts",
+    "MachineInfo",
     "StrategyPlan",
     "added_by",
     "choose",
@@ -37,7 +37,7 @@ _HINTS = {
 
 
 @dataclass(frozen=True)
-class Facts:
+class MachineInfo:
     """All that the decision depends on.
 
     Attributes:
@@ -125,7 +125,7 @@ class _Choice(NamedTuple):
 
 
 def choose(
-    facts: Facts,
+    facts: MachineInfo,
     prefer: str = "auto",
     devices: int | str | Sequence[str] | None = None,
     communication: str = "auto",
@@ -144,7 +144,7 @@ def choose(
         ValueError: an argument is none of the choices.
 
     Example:
-        >>> choose(Facts({"CPU:0": "CPU:0", "GPU:0": "GPU:0", "GPU:1": "GPU:1"})).devices
+        >>> choose(MachineInfo({"CPU:0": "CPU:0", "GPU:0": "GPU:0", "GPU:1": "GPU:1"})).devices
         ('GPU:0', 'GPU:1')
     """
     _check("prefer", prefer, ("auto", *KINDS))
@@ -197,7 +197,9 @@ def _check(name: str, value: object, choices: Sequence[str]) -> None:
         raise ValueError(f"{name} must be one of {', '.join(choices)}. Received: {name}={value!r}")
 
 
-def _explicit(facts: Facts, devices: int | str | Sequence[str] | None) -> tuple[str, ...] | None:
+def _explicit(
+    facts: MachineInfo, devices: int | str | Sequence[str] | None
+) -> tuple[str, ...] | None:
     """The devices asked for; a count means GPUs where there are any, CPUs otherwise."""
     if devices is None:
         return None
@@ -218,7 +220,9 @@ def _explicit(facts: Facts, devices: int | str | Sequence[str] | None) -> tuple[
     return names
 
 
-def _try(kind: str, facts: Facts, prefer: str, explicit: tuple[str, ...] | None) -> _Choice | str:
+def _try(
+    kind: str, facts: MachineInfo, prefer: str, explicit: tuple[str, ...] | None
+) -> _Choice | str:
     """The choice if this kind can be had, otherwise why not."""
     if kind == "tpu":
         return _tpu(facts, explicit)
@@ -227,7 +231,7 @@ def _try(kind: str, facts: Facts, prefer: str, explicit: tuple[str, ...] | None)
     return _mirrored(facts, prefer, explicit)
 
 
-def _tpu(facts: Facts, explicit: tuple[str, ...] | None) -> _Choice | str:
+def _tpu(facts: MachineInfo, explicit: tuple[str, ...] | None) -> _Choice | str:
     if explicit is not None:
         return f"devices names {listed(explicit)}"
     if facts.tpu.missing is not None:
@@ -237,7 +241,9 @@ def _tpu(facts: Facts, explicit: tuple[str, ...] | None) -> _Choice | str:
     return _Choice("tpu", where, len(cores) or None, f"a TPU answers ({facts.tpu.source})")
 
 
-def _multi_worker(facts: Facts, prefer: str, explicit: tuple[str, ...] | None) -> _Choice | str:
+def _multi_worker(
+    facts: MachineInfo, prefer: str, explicit: tuple[str, ...] | None
+) -> _Choice | str:
     cluster = facts.cluster
     if cluster is None:
         return f"no cluster is described: {facts.no_cluster}"
@@ -263,7 +269,7 @@ def _multi_worker(facts: Facts, prefer: str, explicit: tuple[str, ...] | None) -
     )
 
 
-def _mirrored(facts: Facts, prefer: str, explicit: tuple[str, ...] | None) -> _Choice | str:
+def _mirrored(facts: MachineInfo, prefer: str, explicit: tuple[str, ...] | None) -> _Choice | str:
     gpus, cpus = facts.of_kind("GPU"), facts.of_kind("CPU")
     if explicit is not None:
         chosen, reason = explicit, f"devices names {listed(explicit)}"
@@ -279,7 +285,7 @@ def _mirrored(facts: Facts, prefer: str, explicit: tuple[str, ...] | None) -> _C
     return f"{chosen[0]} is the only device, and one device has nothing to mirror"
 
 
-def _one_device(facts: Facts, explicit: tuple[str, ...] | None) -> _Choice:
+def _one_device(facts: MachineInfo, explicit: tuple[str, ...] | None) -> _Choice:
     gpus = facts.of_kind("GPU")
     if explicit is not None:
         return _Choice("one_device", explicit, 1, f"devices names {listed(explicit)}")
@@ -289,7 +295,7 @@ def _one_device(facts: Facts, explicit: tuple[str, ...] | None) -> _Choice:
     return _Choice("one_device", ("CPU:0",), 1, f"there is no GPU: {facts.no_gpu}")
 
 
-def _communication(asked: str, choice: _Choice, facts: Facts) -> tuple[str, str, str | None]:
+def _communication(asked: str, choice: _Choice, facts: MachineInfo) -> tuple[str, str, str | None]:
     """How to add gradients, why, and why not as asked."""
     if choice.kind == "one_device":
         return "none", "one replica has nothing to add", None
@@ -313,7 +319,9 @@ def _communication(asked: str, choice: _Choice, facts: Facts) -> tuple[str, str,
     return best, why[best], None
 
 
-def measurable(devices: tuple[str, ...], facts: Facts) -> tuple[tuple[str, ...], dict[str, str]]:
+def measurable(
+    devices: tuple[str, ...], facts: MachineInfo
+) -> tuple[tuple[str, ...], dict[str, str]]:
     """The ways to add over devices of one machine that may be tried, and why not the others; pure.
 
     Args:
@@ -321,7 +329,7 @@ def measurable(devices: tuple[str, ...], facts: Facts) -> tuple[tuple[str, ...],
         facts: What is known of the machine.
 
     Example:
-        >>> cpus = Facts({f"CPU:{index}": "CPU:0" for index in range(3)})
+        >>> cpus = MachineInfo({f"CPU:{index}": "CPU:0" for index in range(3)})
         >>> measurable(("CPU:0", "CPU:1"), cpus)[0]
         ('one_device', 'hierarchical_copy')
     """
@@ -337,7 +345,7 @@ def measurable(devices: tuple[str, ...], facts: Facts) -> tuple[tuple[str, ...],
     return ways, {way: why[way] for way in _WAYS if way not in ways}
 
 
-def _possible(choice: _Choice, facts: Facts) -> tuple[tuple[str, ...], dict[str, str]]:
+def _possible(choice: _Choice, facts: MachineInfo) -> tuple[tuple[str, ...], dict[str, str]]:
     """The choices that work, best first; for the best why, for the others why not."""
     devices = choice.devices
     on_cpu = devices[0].startswith("CPU:")
@@ -378,7 +386,7 @@ def _possible(choice: _Choice, facts: Facts) -> tuple[tuple[str, ...], dict[str,
     return tuple(possible), why
 
 
-def _hints(choice: _Choice, communication: str, facts: Facts) -> tuple[str, ...]:
+def _hints(choice: _Choice, communication: str, facts: MachineInfo) -> tuple[str, ...]:
     names = []
     if choice.devices[0].startswith("GPU:"):
         names += ["TF_GPU_THREAD_MODE", "TF_FORCE_GPU_ALLOW_GROWTH"]

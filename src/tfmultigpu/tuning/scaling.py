@@ -11,7 +11,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfmultigpu.devices.configure import existing_logical_names, logical_to_physical
+from tfmultigpu.devices.configure import list_logical_devices, logical_to_physical
 from tfmultigpu.devices.names import listed
 from tfmultigpu.errors import DeviceNotFoundError
 from tfmultigpu.strategies.factory import create_strategy
@@ -142,7 +142,7 @@ def measure_scaling(
             "replicas are whole numbers that grow, from 1 on, such as (1, 2, 4). Received: "
             f"replicas={given!r}."
         )
-    names = existing_logical_names("GPU") or existing_logical_names("CPU")
+    names = list_logical_devices("GPU") or list_logical_devices("CPU")
     if counts[-1] > len(names):
         usable = tuple(count for count in counts if count <= len(names))
         raise DeviceNotFoundError(

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from tfmultigpu.data import partition
 from tfmultigpu.steps.batch_function import Shards
-from tfmultigpu.steps.random_draws import HeldRows, drawing_rows
+from tfmultigpu.steps.random_draws import ReplicaRows, drawing_rows
 from tfmultigpu.steps.row_gathering import gathering_from
 from tfmultigpu.steps.seeds import global_seeds
 from tfmultigpu.steps.traces import Traces
@@ -75,7 +75,7 @@ class Locator:
 
         def parts(shards: Shards, trials: list[Trial]) -> tuple[Any, list[Any]]:
             def replica(shard: Any, weight: Any) -> Any:
-                held = HeldRows.of(shards, shard, seeds)
+                held = ReplicaRows.of(shards, shard, seeds)
                 with drawing_rows(held), gathering_from(held):
                     trials.append(self._try(shard, weight))
                 return trials[-1].stats, _outputs(trials[-1])
@@ -99,7 +99,7 @@ class Locator:
         def parts(shards: Shards, trials: list[Trial]) -> tuple[Any, list[Any]]:
             (shard,) = shards.local
             with global_seeds(tf.distribute.get_strategy()) as seeds:
-                held = HeldRows.of(shards, shard, seeds)
+                held = ReplicaRows.of(shards, shard, seeds)
                 for number in range(_HALVES):
                     with drawing_rows(held.part(shard, _HALVES, number)):
                         trials.append(self._try(partition.cut_part(shard, _HALVES, number)))
