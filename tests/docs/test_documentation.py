@@ -257,7 +257,16 @@ def test_links_between_the_files_of_the_repository_lead_somewhere() -> None:
     assert broken == []
 
 
-PUBLIC = sorted({*tmg.__all__, *(f"testing.{name}" for name in tmg.testing.__all__)} - {"testing"})
+PACKAGES = [
+    name for name in tmg.__all__ if inspect.ismodule(getattr(tmg, name)) and name != "errors"
+]
+AT_THE_TOP = [name for name in tmg.__all__ if not inspect.ismodule(getattr(tmg, name))]
+PUBLIC = AT_THE_TOP + [
+    f"{package}.{name}"
+    for package in PACKAGES
+    for name in getattr(tmg, package).__all__
+    if name not in AT_THE_TOP
+]
 
 
 @pytest.mark.parametrize("name", PUBLIC)
