@@ -62,6 +62,13 @@ def tests(session: nox.Session) -> None:
 
 
 @nox.session
+def quick(session: nox.Session) -> None:
+    """Units, and one test for each promise of the README: two minutes, not a proof."""
+    session.install("-e", ".", *groups("test"))
+    session.run(*PYTEST, "-m", "quick", *session.posargs)
+
+
+@nox.session
 def versions(session: nox.Session) -> None:
     """Whether plain TensorFlow and Keras still do what the page of guarantees says of them."""
     session.install("-e", ".", *groups("test"))
@@ -155,3 +162,23 @@ def build(session: nox.Session) -> None:
     if missing:
         session.error(f"the wheel lacks {sorted(missing)}")
     session.log(f"{wheel.name}: {len(packed)} files")
+
+
+@nox.session
+def release(session: nox.Session) -> None:
+    """Build, check what is built, and tag it ``vVERSION``; nothing is uploaded."""
+    session.install(*groups("build"), "twine")
+    version = re.search(r'__version__ = "(.+)"', Path("src/tfmultigpu/_version.py").read_text())
+    if version is None:
+        session.error("src/tfmultigpu/_version.py has no version")
+    if session.run("git", "status", "--porcelain", external=True, silent=True):
+        session.error("the working tree has changes: commit them first")
+    if f"## [{version[1]}]" not in Path("CHANGELOG.md").read_text():
+        session.error(f"CHANGELOG.md has no section '## [{version[1]}]'")
+    if f"version: {version[1]}\n" not in Path("CITATION.cff").read_text():
+        session.error(f"CITATION.cff does not say 'version: {version[1]}'")
+    shutil.rmtree("dist", ignore_errors=True)
+    session.run("python", "-m", "build")
+    session.run("twine", "check", "--strict", *map(str, Path("dist").iterdir()))
+    session.run("git", "tag", "-a", f"v{version[1]}", "-m", f"v{version[1]}", external=True)
+    session.log(f"tagged v{version[1]}; to publish: git push --tags, then twine upload dist/*")
