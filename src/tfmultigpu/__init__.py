@@ -71,7 +71,9 @@ if TYPE_CHECKING:
     from tfmultigpu.losses.loss_sum import loss_sum as loss_sum
     from tfmultigpu.optimizers import (
         GradientAccumulator as GradientAccumulator,
+        LossScale as LossScale,
         apply_reduced_gradients as apply_reduced_gradients,
+        clip_gradients as clip_gradients,
     )
     from tfmultigpu.steps import (
         gather_rows as gather_rows,
@@ -147,7 +149,9 @@ _NAMES = {
     ),
     "optimizers": (
         "GradientAccumulator",
+        "LossScale",
         "apply_reduced_gradients",
+        "clip_gradients",
     ),
     "steps": (
         "gather_rows",

@@ -28,6 +28,7 @@ LAST_LINE = {
     "handwritten_loop": rf"2 replicas, largest weight difference to one device: {DIFFERENCE}",
     "inference": rf"3 replicas, largest difference to one device's predictions: {DIFFERENCE}",
     "input_pipeline": rf"4 replicas, largest weight difference to one device: {DIFFERENCE}",
+    "loss_scale_by_hand": rf"2 replicas, largest weight difference to one device: {DIFFERENCE}",
     "memory_growth": r"memory growth on 0 GPUs, trained on CPU:0, CPU:1",
     "mirrored_fit": rf"  our loop, the last does not:  {DIFFERENCE}",
     "one_gpu_by_mistake": r"inside the scope: 2 copies, loss \d+\.\d+",
@@ -45,6 +46,7 @@ ALSO = {
     "explicit_devices": ("No such device here: GPU:0, GPU:99", "hierarchical_copy: largest"),
     "gradient_accumulation": ("3 updates of 4 batches of 32",),
     "input_pipeline": ("each of 1003 examples once per epoch", "epoch 3: 1003 examples"),
+    "loss_scale_by_hand": ("3 updates, each clipped to 0.5",),
     "memory_growth": ("came after TensorFlow had started its devices",),
     "one_gpu_by_mistake": ("1 copy of each weight", "model was created", "optimizer was created"),
     "resource_conflict": (

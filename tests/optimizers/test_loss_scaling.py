@@ -9,7 +9,7 @@ import tensorflow as tf
 from one_device import ByHand, Replicated, as_dataset, assert_same, cut, difference, strategy_of
 
 import tfmultigpu as tmg
-from tfmultigpu.optimizers.loss_scaling import DynamicLossScale, FixedLossScale
+from tfmultigpu.optimizers.loss_scaling import LossScale
 
 REPLICAS = 3
 ROWS = 12
@@ -196,8 +196,8 @@ def test_large_batches_do_not_overflow_float16():
 # The rule of a dynamic scale ----------------------------------------------------------------------
 
 
-def dynamic(scale: float, good_steps: int = 0, growth_steps: int = 3) -> DynamicLossScale:
-    return DynamicLossScale(tf.Variable(scale), tf.Variable(good_steps), growth_steps)
+def dynamic(scale: float, good_steps: int = 0, growth_steps: int = 3) -> LossScale:
+    return LossScale.of_variables(tf.Variable(scale), tf.Variable(good_steps), growth_steps)
 
 
 def test_a_dynamic_scale_halves_doubles_and_stays_in_bounds():
@@ -219,7 +219,7 @@ def test_a_dynamic_scale_halves_doubles_and_stays_in_bounds():
 
 
 def test_a_fixed_scale_does_not_move():
-    scale = FixedLossScale(64)
+    scale = LossScale(64, growth_steps=None)
     scale.update(tf.constant(False))
     assert float(scale.value()) == 64.0
 
@@ -228,8 +228,8 @@ def test_a_fixed_scale_does_not_move():
     ("loss_scale", "text"),
     [
         ("dynamc", r"loss_scale is None, 'dynamic' or a number. Received: loss_scale='dynamc'"),
-        (-2.0, r"A loss scale is positive and finite. Received: loss_scale=-2.0"),
-        (0, r"A loss scale is positive and finite. Received: loss_scale=0"),
+        (-2.0, r"A loss scale must be positive and finite. Received: loss_scale=-2.0"),
+        (0, r"A loss scale must be positive and finite. Received: loss_scale=0"),
     ],
 )
 def test_what_is_no_loss_scale(loss_scale, text):

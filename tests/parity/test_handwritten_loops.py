@@ -108,3 +108,78 @@ def test_a_batch_that_something_else_cut_has_no_row_weight():
     batch = next(iter(strategy.experimental_distribute_dataset(dataset)))
     with pytest.raises(tmg.DataError, match=r"does not know how many rows its global batch has"):
         tmg.data.row_weight(batch, strategy)
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 3])
+@pytest.mark.parametrize("window", [1, 2])
+def test_loss_scale_clipping_and_accumulation_decide_once_for_all_replicas(replicas, window):
+    """Overflows skip a step on all replicas; the prepared step on one device does the same."""
+    weights = np.ones(21, "float32")
+    weights[7] = 1e36  # Times a scale of 2**10 this overflows, on one replica only.
+    model, optimizer = model_and_optimizer(tf.distribute.get_strategy())
+    step = tmg.make_train_step(
+        model, optimizer, "mse", clip_norm=0.3, loss_scale="dynamic", verify=False
+    )
+    step(tuple(one[:1] for one in (X, Y, np.zeros(1, "float32"))))  # Makes its loss scale.
+    step.loss_scale.scale.assign(1024.0)
+    groups = [np.arange(i, min(i + 5 * window, 21)) for i in range(0, 21, 5 * window)]
+    norms = []
+    for rows in groups:
+        logs = step((X[rows], Y[rows], weights[rows]))
+        norms.append(float(logs["gradient_norm"]))
+
+    strategy = tmg.create_strategy(devices=[f"CPU:{i}" for i in range(replicas)])
+    own, own_optimizer = model_and_optimizer(strategy)
+    variables = own.trainable_variables
+    with strategy.scope():
+        accumulator = tmg.GradientAccumulator(variables)
+        loss_scale = tmg.LossScale(1024.0)
+
+    def add(batch, row_weight):
+        x, y, w = batch
+        with tf.GradientTape() as tape:
+            pair = tmg.loss_sum("mse", y, own(x, training=True), w, row_weight=row_weight)
+            scaled = loss_scale.scale_loss(pair.sum)
+        accumulator.add(tape.gradient(scaled, [v.value for v in variables]), pair.weight)
+
+    def reduce():
+        gradients, finite = loss_scale.unscale(accumulator.reduce()[0])
+        gradients, norm = tmg.clip_gradients(gradients, 0.3)
+        return gradients, norm, finite
+
+    def apply(gradients):
+        tmg.apply_reduced_gradients(own_optimizer, gradients, variables)
+
+    @tf.function
+    def update():
+        gradients, norm, finite = strategy.run(reduce)
+        local = strategy.experimental_local_results
+        if local(finite)[0]:
+            strategy.run(apply, args=(gradients,))
+        loss_scale.update(local(finite)[0])
+        return local(norm)[0], local(finite)[0]
+
+    found, finite = [], []
+    batches = list(tmg.distribute_dataset((X, Y, weights), strategy, batch_size=5))
+    for start in range(0, len(batches), window):
+        for batch in batches[start : start + window]:
+            strategy.run(add, args=(batch, tmg.data.row_weight(batch, strategy)))
+        norm, good = update()
+        found.append(float(norm))
+        finite.append(bool(good))
+    assert finite.count(False) == 1
+    assert int(own_optimizer.iterations.numpy()) == len(groups) - 1
+    assert float(loss_scale.value()) == float(step.loss_scale.value()) == 512.0
+    np.testing.assert_allclose(np.array(found)[finite], np.array(norms)[finite], rtol=1e-5)
+    assert largest_difference(own.get_weights(), model.get_weights()) <= 1e-6
+
+
+def test_what_loss_scale_and_clipping_refuse():
+    with pytest.raises(ValueError, match=r"positive and finite\. Received: loss_scale=0"):
+        tmg.LossScale(0)
+    with pytest.raises(ValueError, match=r"limit must be positive\. Received: limit=0"):
+        tmg.clip_gradients([tf.constant([1.0])], 0)
+    fixed = tmg.LossScale(8.0, growth_steps=None)
+    fixed.update(tf.constant(False))
+    assert float(fixed.value()) == 8.0
+    assert fixed.variables == []

@@ -8,10 +8,10 @@ from typing import Any
 import tensorflow as tf
 
 from tfmultigpu.errors import ScopeError, TfMultiGpuError
-from tfmultigpu.optimizers.gradients import is_overwritten
+from tfmultigpu.optimizers.gradients import is_overwritten, sum_dtype
 from tfmultigpu.strategies.collectives import all_reduce_sum
 
-__all__ = ["GradientAccumulator", "sum_dtype"]
+__all__ = ["GradientAccumulator"]
 
 
 class GradientAccumulator:
@@ -170,9 +170,3 @@ def _local_sum(shape: Any, dtype: tf.DType) -> tf.Variable:
         synchronization=tf.VariableSynchronization.ON_READ,
         aggregation=tf.VariableAggregation.SUM,
     )
-
-
-def sum_dtype(dtype: Any) -> tf.DType:
-    """Returns the dtype sums of gradients are kept in: at least float32."""
-    dtype = tf.as_dtype(dtype)
-    return tf.float32 if dtype in (tf.float16, tf.bfloat16) else dtype

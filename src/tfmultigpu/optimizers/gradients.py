@@ -10,11 +10,13 @@ import tensorflow as tf
 
 __all__ = [
     "all_finite",
+    "clip_gradients",
     "clipped",
     "combined",
     "global_norm",
     "is_overwritten",
     "spread_over_replicas",
+    "sum_dtype",
     "unscaled",
 ]
 
@@ -37,6 +39,34 @@ def global_norm(gradients: Sequence[tf.Tensor], wanted: Any = True) -> Any:
         nothing = tf.zeros([], gradients[0].dtype)
         return tf.cond(wanted, lambda: tf.linalg.global_norm(list(gradients)), lambda: nothing)
     return tf.linalg.global_norm(list(gradients))
+
+
+def clip_gradients(gradients: Sequence[Any], limit: float) -> tuple[list[Any], Any]:
+    """Scales gradients down so that their norm together is at most a limit, as on one device.
+
+    Args:
+        gradients: Tensors of any float dtypes that are already added over the replicas, such as
+            those of ``GradientAccumulator.reduce``. None stays None.
+        limit: The largest norm, positive.
+
+    Returns:
+        The gradients, and their norm before, a scalar.
+
+    Raises:
+        ValueError: ``limit`` is not positive.
+
+    Example:
+        >>> import tensorflow as tf, tfmultigpu as tmg
+        >>> gradients, norm = tmg.clip_gradients([tf.constant([3.0, 4.0]), None], 1.0)
+        >>> [round(x, 6) for x in gradients[0].numpy().tolist()], float(norm)
+        ([0.6, 0.8], 5.0)
+    """
+    if not limit > 0:
+        raise ValueError(f"limit must be positive. Received: limit={limit}.")
+    present = [gradient for gradient in gradients if gradient is not None]
+    norm = global_norm(present)
+    scaled = iter(clipped(present, limit, norm))
+    return [None if gradient is None else next(scaled) for gradient in gradients], norm
 
 
 def clipped(gradients: Sequence[tf.Tensor], limit: float, norm: Any) -> list[tf.Tensor]:
@@ -147,3 +177,9 @@ def combined(
                 part = tf.cast(part, tf.float32) if part.dtype.size < 4 else part
                 total[i] = part if total[i] is None else total[i] + part
     return total, [tf.reduce_max(spread, axis=0) for spread in taken]
+
+
+def sum_dtype(dtype: Any) -> tf.DType:
+    """Returns the dtype sums of gradients are kept in: at least float32."""
+    dtype = tf.as_dtype(dtype)
+    return tf.float32 if dtype in (tf.float16, tf.bfloat16) else dtype

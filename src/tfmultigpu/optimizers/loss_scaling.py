@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import weakref
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Any
 
 import tensorflow as tf
 
+from tfmultigpu.optimizers.gradients import all_finite, sum_dtype
+
 __all__ = [
-    "DynamicLossScale",
-    "FixedLossScale",
     "LossScale",
     "kept_loss_scale",
     "make_loss_scale",
@@ -21,61 +22,113 @@ INITIAL_SCALE = 2.0**15
 GROWTH_STEPS = 2000
 
 
-class LossScale(Protocol):
-    """What losses are multiplied by before the backward pass, and gradients divided by after it."""
+class LossScale:
+    """A factor that keeps float16 gradients from becoming zero, for loops written by hand.
 
-    def value(self) -> Any:
-        """Returns the scale for the next step, a float32 scalar."""
-
-    def update(self, finite: Any) -> None:
-        """Takes note of whether the global gradient was finite; cross-replica context."""
-
-
-class FixedLossScale:
-    """A constant scale; a step whose gradient is not finite is skipped.
+    A dynamic scale halves when a gradient overflows, never below 1, and doubles after a run of good
+    steps: the rule of ``keras.optimizers.LossScaleOptimizer``, with its constants. A fixed one
+    stays. Either way, skip the update of a step whose gradients are not finite.
 
     Attributes:
-        scale: The scale, positive.
+        scale: The scale, a float32 variable; a float if it is fixed.
+        good_steps: Steps with finite gradients since the scale changed, an integer variable; None
+            if it is fixed.
+        growth_steps: Good steps after which the scale doubles; None if it is fixed.
+
+    Example:
+        >>> import tensorflow as tf, tfmultigpu as tmg
+        >>> loss_scale = tmg.LossScale(8.0)
+        >>> float(loss_scale.scale_loss(tf.constant(0.5)))
+        4.0
+        >>> gradients, finite = loss_scale.unscale([tf.constant([16.0])])
+        >>> gradients[0].numpy().tolist(), bool(finite)
+        ([2.0], True)
+        >>> loss_scale.update(tf.constant(False))
+        >>> float(loss_scale.value())
+        4.0
     """
 
-    def __init__(self, scale: float) -> None:
-        """Takes the scale."""
-        if isinstance(scale, bool) or not 0 < scale < math.inf:
-            raise ValueError(f"A loss scale is positive and finite. Received: loss_scale={scale}.")
-        self.scale = float(scale)
+    def __init__(
+        self, initial: float = INITIAL_SCALE, growth_steps: int | None = GROWTH_STEPS
+    ) -> None:
+        """Creates the variables of a dynamic scale; call it in ``strategy.scope()``.
 
-    def value(self) -> Any:
-        """Returns the scale, a float32 scalar."""
-        return tf.constant(self.scale)
+        Args:
+            initial: The scale to begin with, positive and finite.
+            growth_steps: Good steps after which the scale doubles. None: the scale is fixed.
 
-    def update(self, finite: Any) -> None:
-        """Changes nothing."""
-
-
-class DynamicLossScale:
-    """A scale that halves when a gradient overflows and doubles after a run of good steps.
-
-    The rule and its constants are those of ``keras.optimizers.LossScaleOptimizer``; the scale never
-    falls below 1.
-
-    Attributes:
-        scale: The scale, a float32 variable.
-        good_steps: Steps with a finite gradient since the scale last changed, an integer variable.
-        growth_steps: Good steps after which the scale doubles.
-    """
-
-    def __init__(self, scale: Any, good_steps: Any, growth_steps: int = GROWTH_STEPS) -> None:
-        """Takes the variables that hold its state."""
-        self.scale = scale
-        self.good_steps = good_steps
+        Raises:
+            ValueError: ``initial`` is not positive and finite.
+        """
+        if isinstance(initial, bool) or not 0 < initial < math.inf:
+            raise ValueError(
+                f"A loss scale must be positive and finite. Received: loss_scale={initial}."
+            )
         self.growth_steps = growth_steps
+        self.scale: Any = float(initial)
+        self.good_steps: Any = None
+        if growth_steps is not None:
+            first = tf.VariableAggregation.ONLY_FIRST_REPLICA
+            self.scale = tf.Variable(
+                tf.constant(self.scale), trainable=False, name="loss_scale", aggregation=first
+            )
+            self.good_steps = tf.Variable(
+                tf.constant(0), trainable=False, name="good_steps", aggregation=first
+            )
+
+    @classmethod
+    def of_variables(cls, scale: Any, good_steps: Any, growth_steps: int) -> LossScale:
+        """Returns a dynamic scale whose state somebody else holds.
+
+        Args:
+            scale: A float32 variable.
+            good_steps: An integer variable.
+            growth_steps: Good steps after which the scale doubles.
+        """
+        loss_scale = cls(growth_steps=None)
+        loss_scale.scale, loss_scale.good_steps = scale, good_steps
+        loss_scale.growth_steps = growth_steps
+        return loss_scale
+
+    @property
+    def variables(self) -> list[Any]:
+        """The variables that hold its state, for checkpoints; none if it is fixed."""
+        return [] if self.growth_steps is None else [self.scale, self.good_steps]
 
     def value(self) -> Any:
         """Returns the scale for the next step, a float32 scalar."""
-        return tf.convert_to_tensor(self.scale)
+        return tf.convert_to_tensor(self.scale, tf.float32)
+
+    def scale_loss(self, loss: Any) -> Any:
+        """Returns a loss times the scale, to take the gradient of.
+
+        Args:
+            loss: A scalar of any float dtype.
+        """
+        return loss * tf.cast(self.value(), loss.dtype)
+
+    def unscale(self, gradients: Sequence[Any]) -> tuple[list[Any], Any]:
+        """Returns gradients divided by the scale, and whether all of them are finite.
+
+        Args:
+            gradients: Tensors that are already added over the replicas, so that the verdict is the
+                same on each of them. None stays None.
+
+        Returns:
+            The gradients, at least float32, and a bool scalar.
+        """
+        wide = [None if one is None else tf.cast(one, sum_dtype(one.dtype)) for one in gradients]
+        divided = [None if one is None else one / tf.cast(self.value(), one.dtype) for one in wide]
+        return divided, all_finite([one for one in divided if one is not None])
 
     def update(self, finite: Any) -> None:
-        """Halves, doubles or keeps the scale; cross-replica context."""
+        """Halves, doubles or keeps the scale; call it in a cross-replica context.
+
+        Args:
+            finite: Whether the gradients of the step were finite, a bool scalar.
+        """
+        if self.growth_steps is None:
+            return
         scale = tf.convert_to_tensor(self.scale)
         good = tf.convert_to_tensor(self.good_steps)
         grow = finite & (good >= self.growth_steps - 1)
@@ -114,7 +167,7 @@ def make_loss_scale(
                 "A LossScaleOptimizer scales dynamically. Received: "
                 f"loss_scale={loss_scale!r} beside it. Leave one of them out."
             )
-        return DynamicLossScale(
+        return LossScale.of_variables(
             optimizer.dynamic_scale.value,
             optimizer.step_counter.value,
             optimizer.dynamic_growth_steps,
@@ -123,13 +176,14 @@ def make_loss_scale(
         return None
     if asked == "dynamic":
         if optimizer not in _kept:
-            _kept[optimizer] = _begin(strategy)
+            with strategy.scope():
+                _kept[optimizer] = LossScale()
         return _kept[optimizer]
     if isinstance(asked, str):
         raise ValueError(
             f"loss_scale is None, 'dynamic' or a number. Received: loss_scale={loss_scale!r}."
         )
-    return FixedLossScale(asked)
+    return LossScale(asked, growth_steps=None)
 
 
 def kept_loss_scale(optimizer: Any) -> LossScale | None:
@@ -137,14 +191,4 @@ def kept_loss_scale(optimizer: Any) -> LossScale | None:
     return _kept.get(optimizer)
 
 
-def _begin(strategy: tf.distribute.Strategy) -> DynamicLossScale:
-    first = tf.VariableAggregation.ONLY_FIRST_REPLICA
-    with strategy.scope():
-        scale = tf.Variable(
-            tf.constant(INITIAL_SCALE), trainable=False, name="loss_scale", aggregation=first
-        )
-        good = tf.Variable(tf.constant(0), trainable=False, name="good_steps", aggregation=first)
-    return DynamicLossScale(scale, good)
-
-
-_kept: weakref.WeakKeyDictionary[Any, DynamicLossScale] = weakref.WeakKeyDictionary()
+_kept: weakref.WeakKeyDictionary[Any, LossScale] = weakref.WeakKeyDictionary()

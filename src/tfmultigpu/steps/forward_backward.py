@@ -21,9 +21,8 @@ from tfmultigpu.losses.metrics import (
 )
 from tfmultigpu.losses.objective import Layout, Objective, stack
 from tfmultigpu.losses.outputs import Output
-from tfmultigpu.optimizers.accumulation import sum_dtype
 from tfmultigpu.optimizers.backward_operations import any_may_fail, checks_among, noting_operations
-from tfmultigpu.optimizers.gradients import is_overwritten, spread_over_replicas
+from tfmultigpu.optimizers.gradients import is_overwritten, spread_over_replicas, sum_dtype
 from tfmultigpu.steps.batch_function import Shards
 from tfmultigpu.steps.layer_states import may_be_assigned
 from tfmultigpu.steps.micro_batches import MicroBatchSum, OtherStructureError, Part

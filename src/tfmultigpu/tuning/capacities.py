@@ -17,7 +17,7 @@ from tfmultigpu.data.sharded_dataset import distribute_dataset
 from tfmultigpu.devices.discovery import list_devices, logical_to_physical
 from tfmultigpu.devices.names import parse_device_name
 from tfmultigpu.errors import DataError, ShareError
-from tfmultigpu.optimizers.accumulation import sum_dtype
+from tfmultigpu.optimizers.gradients import sum_dtype
 from tfmultigpu.optimizers.update import build_optimizer
 from tfmultigpu.steps.batch_function import as_tensor
 from tfmultigpu.strategies.worker_exchange import WorkerExchange
