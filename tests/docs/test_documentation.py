@@ -29,8 +29,6 @@ PAGES = {
     str(path.relative_to(ROOT)): path
     for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
 }
-# The programs of this page set up the devices themselves.
-WITHOUT_VIRTUAL_CPUS = {"docs/devices.md"}
 # Blocks that are shown and not run.
 SHOWN = {"text", "console", "json", "mermaid"}
 COMMANDS = {"sh"}
@@ -41,7 +39,7 @@ RUNNER = """
 import json, os, runpy, sys, traceback
 import keras, tensorflow as tf, tfmultigpu
 failures = {}
-for name, virtual_cpus, source in json.load(sys.stdin):
+for name, source in json.load(sys.stdin):
     # TensorFlow compiles `for` in a tf.function from the source it finds in the file.
     path = name.replace("/", ".") + ".py"
     with open(path, "w") as file:
@@ -53,11 +51,6 @@ for name, virtual_cpus, source in json.load(sys.stdin):
         os.dup2(output, 1)
         os.dup2(output, 2)
         try:
-            if virtual_cpus:
-                (cpu,) = tf.config.list_physical_devices("CPU")
-                tf.config.set_logical_device_configuration(
-                    cpu, [tf.config.LogicalDeviceConfiguration()] * virtual_cpus
-                )
             runpy.run_path(path, run_name="__main__")
             status = 0
         except BaseException:
@@ -136,14 +129,13 @@ def examples() -> dict[str, str]:
 @pytest.fixture(scope="module")
 def failures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """What the programs and examples that failed have printed, all of them run once."""
-    programs: list[tuple[str, int, str]] = []
+    # With one CPU, as on a machine without GPUs: what needs more devices makes them.
+    programs: list[tuple[str, str]] = []
     for page, path in PAGES.items():
-        virtual_cpus = 0 if page in WITHOUT_VIRTUAL_CPUS else 8
         for number, program in enumerate(programs_of(path.read_text()), 1):
-            programs.append((f"{page} {number}", virtual_cpus, program))
-    # One CPU: some of the examples split it, and the others show what any machine shows.
-    programs += [(name, 0, source) for name, source in examples().items()]
-    programs.append(("wrong", 0, "assert 1 + 1 == 3"))
+            programs.append((f"{page} {number}", program))
+    programs += examples().items()
+    programs.append(("wrong", "assert 1 + 1 == 3"))
     done = subprocess.run(
         [sys.executable, "-c", RUNNER],
         input=json.dumps(programs),
