@@ -219,8 +219,8 @@ def test_tensors_that_differ_in_rows_are_named_by_their_counts(traced: bool) -> 
     error = failure((tf.zeros([10, 2]), tf.zeros([5]), tf.zeros([5])), traced=traced)
     assert isinstance(error, DataError)
     assert str(error) == (
-        "The tensors of a batch differ in their number of rows (their first axis): features and "
-        "labels would be paired wrongly. Check what .batch() was called on. Received: rows "
+        "The tensors of a batch differ in their number of rows (their first axis), so features "
+        "and labels would be paired wrongly. Check the dataset before .batch(). Received: rows "
         "10, 5, 5."
     )
 
@@ -230,8 +230,8 @@ def test_a_batch_without_rows_says_how_to_drop_it(traced: bool) -> None:
     error = failure((tf.zeros([0, 2]), tf.zeros([0])), traced=traced)
     assert isinstance(error, DataError)
     assert str(error) == (
-        "A batch has no rows. A replica cannot train on nothing: drop empty batches, for example "
-        "with dataset.filter(lambda x, y: tf.shape(x)[0] > 0)."
+        "A batch has no rows. A replica cannot train on it. Drop empty batches: "
+        "dataset.filter(lambda x, y: tf.shape(x)[0] > 0)."
     )
 
 

@@ -1,4 +1,4 @@
-"""The format of a batch: features, labels and sample weights, with any number of rows."""
+"""Format of a batch: features, labels and sample weights, with any number of rows."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["any_rows", "take", "unpack_batch"]
 
 
 def unpack_batch(batch: Any) -> tuple[Any, Any, Any]:
-    """Returns features, labels and sample weights of a batch, None where there are none.
+    """Returns features, labels and sample weights of a batch; None for a missing part.
 
     A tuple is ``(x,)``, ``(x, y)`` or ``(x, y, sample_weight)``; anything else is ``x``, as in
     Keras.
@@ -24,16 +24,16 @@ def unpack_batch(batch: Any) -> tuple[Any, Any, Any]:
         return batch, None, None
     if not 1 <= len(batch) <= 3:
         raise DataError(
-            "A batch is x, (x, y) or (x, y, sample_weight). Received: a tuple of "
-            f"{len(batch)} elements. Put several inputs into a dict or an inner tuple, or give "
-            "forward=f(model, batch, training) to take the batch apart yourself."
+            f"A batch is x, (x, y) or (x, y, sample_weight). Received: a tuple of {len(batch)} "
+            "elements. Put several inputs into a dict or an inner tuple, or unpack the batch "
+            "yourself in forward=f(model, batch, training)."
         )
     x, y, weight = (*batch, None, None)[:3]
     return x, y, weight
 
 
 def any_rows(leaf: Any) -> Any:
-    """Returns the type spec of a tensor with its number of rows left open."""
+    """Returns the type spec of a tensor, with an unknown number of rows."""
     if leaf is None:
         return None
     if isinstance(leaf, tf.RaggedTensor):
@@ -46,6 +46,6 @@ def any_rows(leaf: Any) -> Any:
 
 
 def take(spec: Any, tensors: Any) -> Any:
-    """Returns one leaf from an iterator of tensors; several make up a composite one."""
+    """Builds the next leaf from an iterator of tensors; a composite leaf takes several of them."""
     parts = [next(tensors) for _ in tf.nest.flatten(spec, expand_composites=True)]
     return tf.nest.pack_sequence_as(spec, parts, expand_composites=True)

@@ -1,13 +1,13 @@
-"""Cutting a batch into parts by rows, so that no part is ever empty.
+"""Cuts a batch into parts by rows, so that no part is ever empty.
 
-A *row* is one example: one index of the first axis of every tensor of a batch. Replicas receive
-parts of a global batch, micro-batches are parts of a replica's shard, and both follow one rule:
+A *row* is one example: one index of the first axis of every tensor of a batch. Shards are parts of
+a global batch, and micro-batches are parts of a shard. One rule holds for both:
 
 - with at least as many rows as parts, each row is in exactly one part and no part is empty;
 - with fewer rows than parts, every part is the whole batch and each row counts ``1 / parts``.
 
-The second half keeps convolution, pooling and batch normalization away from zero rows, where they
-crash or return NaN, and keeps sums, counts and batch statistics exact, which padding would not.
+The second case exists because convolution, pooling and batch normalization crash or return NaN for
+zero rows. Unlike padding, it keeps sums, counts and batch statistics exact.
 """
 
 from __future__ import annotations
@@ -23,28 +23,28 @@ from tfmultigpu.errors import DataError
 _OFFSETS = "_tfmultigpu_offsets"
 
 NO_ROWS = (
-    "A batch has no rows. A replica cannot train on nothing: drop empty batches, for example with "
-    "dataset.filter(lambda x, y: tf.shape(x)[0] > 0)."
+    "A batch has no rows. A replica cannot train on it. Drop empty batches: dataset.filter(lambda "
+    "x, y: tf.shape(x)[0] > 0)."
 )
 NOT_ROWS = (
-    "gather_rows and row_positions take the rows of this replica, and this tensor has another "
-    "number of them. Gather each part by itself, such as the two views of an example: "
-    "tmg.gather_rows((first, second)). If k consecutive rows belong to each example, say "
+    "gather_rows and row_positions take one row per example of this replica, and this tensor has "
+    "another number of rows. Gather each part by itself, such as the two views of an example: "
+    "tmg.gather_rows((first, second)). If k consecutive rows belong to each example, write "
     "rows_per_example=k."
 )
 ROWS_DIFFER = (
-    "The tensors of a batch differ in their number of rows (their first axis): features and labels "
-    "would be paired wrongly. Check what .batch() was called on. Received: rows"
+    "The tensors of a batch differ in their number of rows (their first axis), so features and "
+    "labels would be paired wrongly. Check the dataset before .batch(). Received: rows"
 )
 
 
 def row_offsets(rows: Any, shares: Sequence[int]) -> Any:
-    """Returns where each part of a batch begins and ends.
+    """Returns the offsets at which the parts of a batch begin and end.
 
     Args:
         rows: Rows of the batch, an integer scalar (Python int or ``tf.Tensor``), at least
             ``len(shares)``.
-        shares: Relative sizes of the parts, positive integers. Where they sum to ``rows`` the parts
+        shares: Relative sizes of the parts, positive integers. If they sum to ``rows``, the parts
             have exactly these sizes; else the ends of the parts are rounded to the nearest row.
 
     Returns:
@@ -63,26 +63,26 @@ def row_offsets(rows: Any, shares: Sequence[int]) -> Any:
     rows = tf.cast(rows, tf.int64)
     index = tf.range(parts + 1, dtype=tf.int64)
     if len(set(shares)) == 1:
-        # At least one row a part follows from rows >= parts alone.
+        # With rows >= parts every part has a row.
         return rows * index // parts
     ideal = (rows * tf.constant(ends, tf.int64) + ends[-1] // 2) // ends[-1]
-    # Where a small share would round to nothing, push the ends apart by one row, from the left ...
+    # If a small share rounds to nothing, push the ends apart by one row, from the left ...
     slack = tf.linalg.band_part(tf.ones([parts + 1, parts + 1], tf.bool), -1, 0)
     pushed = tf.reduce_max(tf.where(slack, (ideal - index)[None, :], tf.int64.min), axis=1) + index
-    # ... and where that runs past the end, from the right.
+    # ... and from the right, if that runs past the end.
     return tf.minimum(pushed, rows - (parts - index))
 
 
 def shard_offsets(rows: Any, shares: Sequence[int]) -> Any:
-    """Returns where each replica's shard begins in the global batch, and how many rows that has.
+    """Returns the offsets of the replicas' shards in the global batch, then the rows of the batch.
 
     Args:
         rows: Rows of the global batch, an integer scalar (Python int or ``tf.Tensor``).
         shares: Relative sizes of the shards, positive integers.
 
     Returns:
-        An int64 tensor of shape ``[len(shares) + 1]``: the number of the first row of each shard,
-        0 for all where there are fewer rows than shards, then ``rows``.
+        An int64 tensor of shape ``[len(shares) + 1]``: the first row of each shard, 0 for all if
+        there are fewer rows than shards; then ``rows``.
 
     Example:
         >>> from tfmultigpu.data.partition import shard_offsets
@@ -103,10 +103,10 @@ def cut_rows(batch: Any, shares: Sequence[int], parts: Sequence[int] | None = No
     Args:
         batch: Nested structure of dense, ragged or sparse tensors that agree in their rows.
         shares: Relative sizes of all parts, positive integers.
-        parts: Which parts to return; all of them where None.
+        parts: The parts to return; None: all.
 
     Returns:
-        One structure like ``batch`` for each part asked for. With fewer rows than ``shares`` each
+        One structure like ``batch`` for each of these parts. With fewer rows than ``shares`` each
         is the whole batch.
     """
     parts = range(len(shares)) if parts is None else parts
@@ -125,28 +125,28 @@ def cut_part(batch: Any, parts: Any, part: Any) -> Any:
 
     Args:
         batch: Nested structure of dense, ragged or sparse tensors that agree in their rows.
-        parts: How many parts the batch is cut into, an int or an int64 scalar.
-        part: Which one to return, an integer scalar (Python int or ``tf.Tensor``).
+        parts: Number of parts, an int or an int64 scalar.
+        part: Number of the part, an integer scalar (Python int or ``tf.Tensor``).
 
     Returns:
-        A structure like ``batch``; the whole batch where it has fewer rows than ``parts``.
+        A structure like ``batch``; the whole batch if it has fewer rows than ``parts``.
     """
-    with tf.device("CPU:0"):  # Decided there, in 32 bits; nothing has to wait for a GPU.
+    with tf.device("CPU:0"):  # Shapes are computed there, so that nothing waits for a GPU.
         bounds = part_bounds(count_rows(batch), parts, part)
         start, stop = (tf.cast(bound, tf.int32) for bound in bounds)
     return slice_rows(batch, start, stop)
 
 
 def part_bounds(rows: Any, parts: Any, part: Any) -> tuple[Any, Any]:
-    """Returns where one of ``parts`` nearly equal parts begins and ends, as ``cut_part`` cuts.
+    """Returns the first row of a part and the row after its last, as ``cut_part`` cuts.
 
     Args:
         rows: Rows of the batch, an int64 scalar.
-        parts: How many parts the batch is cut into, an int or an int64 scalar.
-        part: Which one, an integer scalar (Python int or ``tf.Tensor``).
+        parts: Number of parts, an int or an int64 scalar.
+        part: Number of the part, an integer scalar (Python int or ``tf.Tensor``).
 
     Returns:
-        Two int64 scalars; 0 and ``rows`` where there are fewer rows than parts.
+        Two int64 scalars; 0 and ``rows`` if there are fewer rows than parts.
     """
     part = tf.cast(part, tf.int64)
     whole = rows < parts
@@ -155,14 +155,14 @@ def part_bounds(rows: Any, parts: Any, part: Any) -> tuple[Any, Any]:
 
 
 def row_weight(rows: Any, parts: Any) -> Any:
-    """Returns what each row counts in each part it is in: 1, or ``1 / parts`` in a small batch.
+    """Returns the weight of each row in a part: 1, or ``1 / parts`` in a small batch.
 
     Args:
         rows: Rows of the whole batch, an integer scalar.
-        parts: How many parts the batch was cut into, an int or an int64 scalar.
+        parts: Number of parts, an int or an int64 scalar.
 
     Returns:
-        A float64 scalar, to be cast to what it weights.
+        A float64 scalar.
     """
     one = tf.ones([], tf.float64)
     if isinstance(parts, int) and parts == 1:
@@ -191,7 +191,7 @@ def _slice_sparse(tensor: Any, start: Any, stop: Any) -> Any:
     part = tf.sparse.slice(tensor, begin, size)
     if tensor.shape.rank is None:
         return part
-    # Slicing forgets how many columns there are, and a layer must know that to build its weights.
+    # Slicing drops the static number of columns, which a layer needs to build its weights.
     known = enumerate(tensor.shape.as_list())
     sizes = [
         part.dense_shape[axis] if axis == 0 or length is None else tf.constant(length, tf.int64)
@@ -201,7 +201,7 @@ def _slice_sparse(tensor: Any, start: Any, stop: Any) -> Any:
 
 
 def count_rows(batch: Any) -> Any:
-    """Returns the rows of a batch, an int64 scalar, read from its first tensor."""
+    """Returns the number of rows of a batch's first tensor, an int64 scalar."""
     return _rows_of(first_tensor(batch))
 
 
@@ -231,28 +231,29 @@ def _rows_of(tensor: Any) -> Any:
         return tensor.nrows(out_type=tf.int64)
     if isinstance(tensor, tf.Tensor) and tensor.shape.rank and tensor.shape[0] is not None:
         return tf.constant(tensor.shape[0], tf.int64)
-    # Where the tensor is, whatever device is asked for: else all of it would be copied there to be
-    # counted. And in 32 bits, which GPUs keep where shapes are decided.
+    # On the device of the tensor, so that it is not copied to be counted. In 32 bits, which GPUs
+    # keep in host memory.
     with tf.device(None):
         rows = tf.shape(tensor)[0]
     return tf.cast(rows, tf.int64)
 
 
 def check_rows_agree(batch: Any) -> list[tf.Operation]:
-    """Returns assertions, for a control dependency, that a batch has rows and one number of them.
+    """Returns assertions that all tensors of a batch have the same number of rows, at least one.
 
     Args:
         batch: Nested structure of dense, ragged or sparse tensors.
 
     Returns:
-        Operations that fail with ``tf.errors.InvalidArgumentError`` when run, none where the static
-        shapes say that all is well. Empty in eager mode, where a wrong batch raises at once.
+        Operations for a control dependency, which fail with ``tf.errors.InvalidArgumentError``.
+        None if the static shapes are enough. None in eager mode, in which a wrong batch raises at
+        once.
     """
     leaves = _tensors(batch)
     known = {leaf.shape[0] if leaf.shape.rank else None for leaf in leaves}
     if len(known) == 1 and (known.pop() or 0) > 0:
         return []
-    # int32, because Assert prints only that and text without a conditional around it.
+    # In int32: without a conditional around it, Assert prints only int32 and text.
     rows = tf.stack([tf.cast(_rows_of(leaf), tf.int32) for leaf in leaves])
     checks = [
         tf.debugging.Assert(tf.reduce_all(rows == rows[0]), [ROWS_DIFFER, rows], summarize=100),
@@ -262,7 +263,7 @@ def check_rows_agree(batch: Any) -> list[tf.Operation]:
 
 
 def checked_rows(batch: Any) -> Any:
-    """Returns a batch whose tensors are there only where ``check_rows_agree`` has no objection."""
+    """Returns a batch whose tensors depend on the assertions of ``check_rows_agree``."""
     checks = check_rows_agree(batch)
     if not checks:
         return batch
@@ -273,9 +274,10 @@ def checked_rows(batch: Any) -> Any:
 
 
 def as_data_error(error: Any) -> Exception:
-    """Returns a DataError for a failed ``check_rows_agree``, any other error unchanged.
+    """Returns the DataError that an error of TensorFlow stands for, any other error unchanged.
 
-    A DataError that Python code raised inside ``tf.data`` comes out as one again.
+    That is a failed assertion of ``check_rows_agree``, or a DataError that Python code raised
+    inside ``tf.data``.
     """
     if NO_ROWS in error.message:
         return DataError(NO_ROWS)
@@ -288,7 +290,7 @@ def as_data_error(error: Any) -> Exception:
 
 
 def explain_not_rows(message: str) -> str:
-    """Returns ``NOT_ROWS`` with the numbers that follow it in an error's message."""
+    """Returns ``NOT_ROWS`` with the numbers that follow it in an error message."""
     size, rows, times, *_ = re.findall(r"\d+", message.split(NOT_ROWS, 1)[1])
     return (
         f"{NOT_ROWS} Received: {size} rows, on a replica with {rows} rows of the batch and "
@@ -297,11 +299,10 @@ def explain_not_rows(message: str) -> str:
 
 
 def mark_offsets(batch: Any, offsets: Any) -> Any:
-    """Remembers on the shards of a batch what ``shard_offsets`` said of the global batch.
+    """Marks the shards of a batch with the result of ``shard_offsets``.
 
-    This rides on the objects themselves, so ``for x, y in data`` stays as it is: whatever the
-    caller takes the batch apart into, each piece still knows. A ``tf.function`` rebuilds its
-    arguments, so it does not survive being passed into one.
+    The mark is an attribute of each tensor, so ``for x, y in data`` works as usual and every part
+    of an unpacked batch keeps it. A ``tf.function`` rebuilds its arguments and so drops it.
     """
     for leaf in _tensors(batch):
         setattr(leaf, _OFFSETS, offsets)
@@ -309,7 +310,7 @@ def mark_offsets(batch: Any, offsets: Any) -> Any:
 
 
 def marked_offsets(batch: Any) -> Any:
-    """Returns where these shards begin in their global batch, then its rows; None if unknown."""
+    """Returns the offsets that these shards are marked with; None if unmarked."""
     for leaf in tf.nest.flatten(batch):
         offsets = getattr(leaf, _OFFSETS, None)
         if offsets is not None:
@@ -318,6 +319,6 @@ def marked_offsets(batch: Any) -> Any:
 
 
 def marked_global_rows(batch: Any) -> Any:
-    """Returns the rows of the global batch that these shards were cut from, or None if unknown."""
+    """Returns the number of rows of the global batch of these shards; None if unmarked."""
     offsets = marked_offsets(batch)
     return None if offsets is None else offsets[-1]
