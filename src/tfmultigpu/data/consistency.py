@@ -16,6 +16,7 @@ import tensorflow as tf
 
 from tfmultigpu.clusters.connection import WorkerLink
 from tfmultigpu.clusters.failures import link_of_workers
+from tfmultigpu.data.batch_format import with_dependencies
 from tfmultigpu.errors import DataError
 from tfmultigpu.strategies.topology import local_replicas
 
@@ -69,9 +70,7 @@ def compared_over_workers(
 
         due = power | (number == count)
         compared = tf.ensure_shape(tf.cond(due, compare_batch, lambda: compared), [])
-        with tf.control_dependencies([compared]):
-            same = tf.nest.map_structure(_identity, batch, expand_composites=True)
-        return (number, compared, digest), same
+        return (number, compared, digest), with_dependencies([compared], batch)
 
     zero = tf.constant(0, tf.int64)
     # The one-tuple keeps map from taking a tuple apart into several arguments.
@@ -147,7 +146,3 @@ def _digest(batch: Any, previous: Any) -> Any:
             flat = flat[:: 1 + tf.size(flat) // _ELEMENTS]
             parts += [tf.io.serialize_tensor(flat), tf.io.serialize_tensor(tf.shape(leaf))]
     return tf.strings.to_hash_bucket_fast(tf.strings.join(parts, "|"), _HASHES)
-
-
-def _identity(tensor: Any) -> Any:
-    return None if tensor is None else tf.identity(tensor)

@@ -8,7 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfmultigpu.data import partition
-from tfmultigpu.data.batch_format import any_rows
+from tfmultigpu.data.batch_format import any_rows, checked_rows, count_rows
 from tfmultigpu.strategies.topology import local_replicas
 
 __all__ = ["ShardLayout", "components_of", "iterator_of"]
@@ -84,8 +84,8 @@ class ShardLayout:
     def split(self, element: Any) -> tuple[list[Any], Any]:
         """Returns the local shards, one structure each, and the offsets of all shards."""
         if self.whole:
-            element = partition.checked_rows(element)
-            return [element], partition.shard_offsets(partition.count_rows(element), (1,))
+            element = checked_rows(element)
+            return [element], partition.shard_offsets(count_rows(element), (1,))
         *leaves, offsets = element
         if self.on_devices:
             results = self.strategy.experimental_local_results
@@ -100,7 +100,7 @@ class ShardLayout:
         One replica gets plain tensors.
         """
         if self.whole:
-            return partition.checked_rows(element)
+            return checked_rows(element)
         *leaves, offsets = element
         if self.strategy.num_replicas_in_sync == 1:
             return self._pack(iter(leaves))

@@ -18,23 +18,15 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfmultigpu.errors import DataError
+from tfmultigpu.data.batch_format import count_rows, tensors_of
 
 _OFFSETS = "_tfmultigpu_offsets"
 
-NO_ROWS = (
-    "A batch has no rows. A replica cannot train on it. Drop empty batches: dataset.filter(lambda "
-    "x, y: tf.shape(x)[0] > 0)."
-)
 NOT_ROWS = (
     "gather_rows and row_positions take one row per example of this replica, and this tensor has "
     "another number of rows. Gather each part by itself, such as the two views of an example: "
     "tmg.gather_rows((first, second)). If k consecutive rows belong to each example, write "
     "rows_per_example=k."
-)
-ROWS_DIFFER = (
-    "The tensors of a batch differ in their number of rows (their first axis), so features and "
-    "labels would be paired wrongly. Check the dataset before .batch(). Received: rows"
 )
 
 
@@ -200,95 +192,6 @@ def _slice_sparse(tensor: Any, start: Any, stop: Any) -> Any:
     return tf.SparseTensor(part.indices, part.values, tf.stack(sizes))
 
 
-def count_rows(batch: Any) -> Any:
-    """Returns the number of rows of a batch's first tensor, an int64 scalar."""
-    return _rows_of(first_tensor(batch))
-
-
-def first_tensor(batch: Any) -> Any:
-    """Returns the first tensor of a nested structure.
-
-    Raises:
-        DataError: The structure holds no tensor.
-    """
-    leaves = _tensors(batch)
-    if not leaves:
-        raise DataError(
-            f"The batch holds no tensors. Received: {batch!r}. "
-            "A batch is a tensor or a tuple or dict of tensors, such as (features, labels)."
-        )
-    return leaves[0]
-
-
-def _tensors(batch: Any) -> list[Any]:
-    return [leaf for leaf in tf.nest.flatten(batch) if leaf is not None]
-
-
-def _rows_of(tensor: Any) -> Any:
-    if isinstance(tensor, tf.SparseTensor):
-        return tensor.dense_shape[0]
-    if isinstance(tensor, tf.RaggedTensor):
-        return tensor.nrows(out_type=tf.int64)
-    if isinstance(tensor, tf.Tensor) and tensor.shape.rank and tensor.shape[0] is not None:
-        return tf.constant(tensor.shape[0], tf.int64)
-    # On the device of the tensor, so that it is not copied to be counted. In 32 bits, which GPUs
-    # keep in host memory.
-    with tf.device(None):
-        rows = tf.shape(tensor)[0]
-    return tf.cast(rows, tf.int64)
-
-
-def check_rows_agree(batch: Any) -> list[tf.Operation]:
-    """Returns assertions that all tensors of a batch have the same number of rows, at least one.
-
-    Args:
-        batch: Nested structure of dense, ragged or sparse tensors.
-
-    Returns:
-        Operations for a control dependency, which fail with ``tf.errors.InvalidArgumentError``.
-        None if the static shapes are enough. None in eager mode, in which a wrong batch raises at
-        once.
-    """
-    leaves = _tensors(batch)
-    known = {leaf.shape[0] if leaf.shape.rank else None for leaf in leaves}
-    if len(known) == 1 and (known.pop() or 0) > 0:
-        return []
-    # In int32: without a conditional around it, Assert prints only int32 and text.
-    rows = tf.stack([tf.cast(_rows_of(leaf), tf.int32) for leaf in leaves])
-    checks = [
-        tf.debugging.Assert(tf.reduce_all(rows == rows[0]), [ROWS_DIFFER, rows], summarize=100),
-        tf.debugging.Assert(rows[0] > 0, [NO_ROWS]),
-    ]
-    return [check for check in checks if check is not None]
-
-
-def checked_rows(batch: Any) -> Any:
-    """Returns a batch whose tensors depend on the assertions of ``check_rows_agree``."""
-    checks = check_rows_agree(batch)
-    if not checks:
-        return batch
-    with tf.control_dependencies(checks):
-        return tf.nest.map_structure(
-            lambda one: None if one is None else tf.identity(one), batch, expand_composites=True
-        )
-
-
-def as_data_error(error: Any) -> Exception:
-    """Returns the DataError that an error of TensorFlow stands for, any other error unchanged.
-
-    That is a failed assertion of ``check_rows_agree``, or a DataError that Python code raised
-    inside ``tf.data``.
-    """
-    if NO_ROWS in error.message:
-        return DataError(NO_ROWS)
-    if ROWS_DIFFER in error.message:
-        rows = re.search(r"[\d ,]+", error.message.split(ROWS_DIFFER, 1)[1].lstrip("]['\n "))
-        counts = ", ".join(re.findall(r"\d+", rows.group())) if rows else "unknown"
-        return DataError(f"{ROWS_DIFFER} {counts}.")
-    raised = re.search(r"^(?:.*\s)?DataError: (.+)$", error.message, re.MULTILINE)
-    return DataError(raised[1]) if raised else error
-
-
 def explain_not_rows(message: str) -> str:
     """Returns ``NOT_ROWS`` with the numbers that follow it in an error message."""
     size, rows, times, *_ = re.findall(r"\d+", message.split(NOT_ROWS, 1)[1])
@@ -304,7 +207,7 @@ def mark_offsets(batch: Any, offsets: Any) -> Any:
     The mark is an attribute of each tensor, so ``for x, y in data`` works as usual and every part
     of an unpacked batch keeps it. A ``tf.function`` rebuilds its arguments and so drops it.
     """
-    for leaf in _tensors(batch):
+    for leaf in tensors_of(batch):
         setattr(leaf, _OFFSETS, offsets)
     return batch
 

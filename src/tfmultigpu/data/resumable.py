@@ -10,6 +10,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfmultigpu.data.batch_format import with_dependencies
 from tfmultigpu.data.passes import Replay, read_over, replay_of
 from tfmultigpu.data.sharded_dataset import ShardedDataset, ShardIterator, distribute_dataset
 from tfmultigpu.data.sources import to_dataset
@@ -304,15 +305,10 @@ class _Fingerprints:
     def record(self, batches: tf.data.Dataset[Any]) -> tf.data.Dataset[Any]:
         """Returns the same batches, recorded as they are read."""
 
-        def one(number: Any, batch: Any) -> Any:
-            with tf.control_dependencies([self._table.insert(number, _hash_of(batch))]):
-                return tf.nest.map_structure(
-                    lambda leaf: None if leaf is None else tf.identity(leaf),
-                    batch,
-                    expand_composites=True,
-                )
+        def record_one(number: Any, batch: Any) -> Any:
+            return with_dependencies([self._table.insert(number, _hash_of(batch))], batch)
 
-        return batches.enumerate().map(tf.autograph.experimental.do_not_convert(one))
+        return batches.enumerate().map(tf.autograph.experimental.do_not_convert(record_one))
 
     def of(self, number: int) -> int:
         return int(self._table.lookup(tf.constant(number, tf.int64)))

@@ -10,6 +10,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfmultigpu.data import partition
+from tfmultigpu.data.batch_format import as_data_error, checked_rows, count_rows
 from tfmultigpu.data.consistency import compared_over_workers
 from tfmultigpu.data.element_layout import ShardLayout, components_of, iterator_of
 from tfmultigpu.data.shares import check_shares, integer_shares
@@ -222,8 +223,8 @@ class ShardedDataset(tf.distribute.DistributedDataset):  # type: ignore[misc]
     def _cut(self, *element: Any) -> tuple[Any, ...]:
         # tf.data unpacks only tuples into arguments.
         batch = element if type(self.element_spec) is tuple else element[0]
-        batch = partition.checked_rows(batch)
-        offsets = partition.shard_offsets(partition.count_rows(batch), self.shares)
+        batch = checked_rows(batch)
+        offsets = partition.shard_offsets(count_rows(batch), self.shares)
         shards = partition.cut_rows(batch, self.shares, self._layout.local)
         return self._layout.flatten(shards, offsets)
 
@@ -306,7 +307,7 @@ class ShardIterator(Iterator[Any]):
         try:
             return self.layout.to_batch(next(self.source))
         except tf.errors.InvalidArgumentError as error:
-            raise partition.as_data_error(error) from None
+            raise as_data_error(error) from None
 
     def __tf_flatten__(self) -> tuple[tuple[ShardLayout], tuple[Any]]:
         """Lets a ``tf.function`` take the iterator as an argument; one trace serves all passes."""

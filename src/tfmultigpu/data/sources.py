@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfmultigpu.data import partition
+from tfmultigpu.data.batch_format import any_rows, count_rows, tensors_of
 from tfmultigpu.errors import DataError
 
 __all__ = ["to_dataset"]
@@ -80,7 +80,7 @@ def _from_arrays(data: Any, batch_size: int | None) -> tf.data.Dataset[Any]:
             f"The data cannot be distributed: {error}. Received: {type(data).__name__}. Give a "
             f"tf.data.Dataset of global batches, or arrays with batch_size.{hint}"
         ) from None
-    leaves = _present(arrays)
+    leaves = tensors_of(arrays)
     if not leaves:
         raise DataError(f"The data has no arrays. Received: {data!r}. Give (features, labels).")
     shapes = [tuple(leaf.shape) for leaf in leaves]
@@ -94,7 +94,7 @@ def _from_arrays(data: Any, batch_size: int | None) -> tf.data.Dataset[Any]:
             f"Arrays need a batch size of at least 1. Received: batch_size={batch_size}. "
             "Write tmg.distribute_dataset((x, y), batch_size=64), with the size of a global batch."
         )
-    if len({int(partition.count_rows(leaf)) for leaf in leaves}) > 1:
+    if len({int(count_rows(leaf)) for leaf in leaves}) > 1:
         raise DataError(
             "The arrays differ in their number of rows, so they cannot be paired. Received: shapes "
             f"{shapes}. Give one row per example in each."
@@ -109,10 +109,6 @@ def _fill(structure: Any, *tensors: Any) -> Any:
     replacements = iter(tensors)
     leaves = [None if leaf is None else next(replacements) for leaf in tf.nest.flatten(structure)]
     return tf.nest.pack_sequence_as(structure, leaves)
-
-
-def _present(structure: Any) -> tuple[Any, ...]:
-    return tuple(leaf for leaf in tf.nest.flatten(structure) if leaf is not None)
 
 
 def _array_to_tensor(value: Any) -> Any:
@@ -161,7 +157,7 @@ class _Passes:
                 f"{getattr(make_batches, '__name__', make_batches)!r}."
             )
         first, second = (
-            tf.nest.map_structure(_any_rows, _to_tensors_or_arrays(batch))
+            tf.nest.map_structure(_spec_of, _to_tensors_or_arrays(batch))
             for batch in (seen[0], seen[-1])
         )
         try:
@@ -186,7 +182,7 @@ class _Passes:
         return map(self._checked, batches)
 
     def _checked(self, batch: Any) -> tuple[Any, ...]:
-        leaves, specs = _present(_to_tensors_or_arrays(batch)), _present(self.spec)
+        leaves, specs = tensors_of(_to_tensors_or_arrays(batch)), tensors_of(self.spec)
         shapes = [leaf.shape for leaf in leaves]
         fits = len(leaves) == len(specs) and all(
             spec.shape.is_compatible_with(shape) for spec, shape in zip(specs, shapes, strict=True)
@@ -198,7 +194,7 @@ class _Passes:
                 "An axis may vary if it differs between the first two batches; or set "
                 "tf.data.Dataset.from_generator(..., output_signature=...)."
             )
-        return leaves
+        return tuple(leaves)
 
 
 def _supertype(first: Any, second: Any) -> Any:
@@ -211,7 +207,9 @@ def _supertype(first: Any, second: Any) -> Any:
 
 
 def _from_passes(passes: _Passes) -> tf.data.Dataset[Any]:
-    present = tf.data.Dataset.from_generator(passes, output_signature=_present(passes.spec))
+    present = tf.data.Dataset.from_generator(
+        passes, output_signature=tuple(tensors_of(passes.spec))
+    )
     return present.map(functools.partial(_fill, passes.spec))
 
 
@@ -222,16 +220,8 @@ def _to_tensors_or_arrays(batch: Any) -> Any:
     )
 
 
-def _any_rows(leaf: Any) -> Any:
-    if leaf is None:
-        return None
-    spec: Any = tf.type_spec_from_value(leaf)
-    if isinstance(spec, tf.RaggedTensorSpec):
-        shape = [None, *leaf.shape[1:]]
-        return tf.RaggedTensorSpec(shape, leaf.dtype, leaf.ragged_rank, leaf.row_splits.dtype)
-    if isinstance(spec, tf.SparseTensorSpec):
-        return tf.SparseTensorSpec([None, *leaf.shape[1:]], leaf.dtype)
-    return tf.TensorSpec([None, *spec.shape[1:]], spec.dtype) if spec.shape.rank else spec
+def _spec_of(leaf: Any) -> Any:
+    return None if leaf is None else any_rows(tf.type_spec_from_value(leaf))
 
 
 def _is_py_dataset(data: Any) -> bool:

@@ -18,8 +18,7 @@ import tensorflow as tf
 
 from tfmultigpu import _compat
 from tfmultigpu._compat import dropout_drawn_by
-from tfmultigpu.data import partition
-from tfmultigpu.data.batch_format import any_rows, take
+from tfmultigpu.data.batch_format import any_rows, count_rows, take
 from tfmultigpu.losses.loss_sum import LossTerm
 from tfmultigpu.losses.trials import run_in_thread, synthetic_data
 
@@ -69,7 +68,7 @@ class AddedLosses:
         key = training, tuple([value.shape.rank for value in values])
         if key not in self._sums:
             self._sums[key] = _are_sums(values, shard, model, lambda batch: added(batch, training))
-        rows = partition.count_rows(shard)
+        rows = count_rows(shard)
         return [
             _sum_term(value) if is_sum else mean_term(value, rows)
             for value, is_sum in zip(values, self._sums[key], strict=True)

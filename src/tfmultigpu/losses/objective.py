@@ -10,8 +10,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfmultigpu._compat import is_part_of_keras
-from tfmultigpu.data import partition
-from tfmultigpu.data.batch_format import unpack_batch
+from tfmultigpu.data.batch_format import count_rows, unpack_batch
 from tfmultigpu.errors import LossError, MetricError
 from tfmultigpu.losses.added_losses import AddedLosses, mean_term
 from tfmultigpu.losses.loss_sum import (
@@ -84,7 +83,7 @@ class Objective:
         """
         terms, outputs, values = self._call(shard, training)
         if self.added is None:
-            rows = partition.count_rows(shard)
+            rows = count_rows(shard)
             return terms + [mean_term(value, rows) for value in values], outputs
         again = self._added_by_layers
         return terms + self.added.terms(values, shard, self.model, training, again), outputs
