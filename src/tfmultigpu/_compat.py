@@ -1,7 +1,7 @@
-"""The only file that touches private attributes of TensorFlow or Keras.
+"""Private attributes of TensorFlow and Keras; no other file touches any.
 
-Each function says which attribute, why the public API is not enough, and what happens without it.
-``tests/test_bridge.py`` fails loudly when one of them changes.
+Each function names the attribute, why the public API is not enough, and what happens without it.
+``tests/test_compat.py`` fails if one of them changes.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ _SWAP, _KEEP = "_tf_swap_variables", "_tf_finalize_ema_values"
 def keras_mask(tensor: Any) -> Any:
     """Returns the mask that Keras layers attached to a tensor, or None.
 
-    Private: ``tensor._keras_mask``. The public ``layer.compute_mask`` would need the layers between
-    input and output walked again. Without it a masked loss would divide by every element.
+    Private: ``tensor._keras_mask``. The public ``layer.compute_mask`` would walk through the layers
+    again. Without it a masked loss would divide by every element.
     """
     return getattr(tensor, "_keras_mask", None)
 
@@ -40,10 +40,10 @@ def set_keras_mask(tensor: Any, mask: Any) -> None:
 
 
 def waits_for_shapes(metric: Any) -> bool:
-    """Returns whether a metric makes variables only when it is first updated.
+    """Returns whether a metric creates variables in its first update.
 
-    Private: ``metric._built`` of ``F1Score`` and ``R2Score``. Without it only metrics that have no
-    variable at all are recognised, and ``R2Score`` fails inside a trace.
+    Private: ``metric._built`` of ``F1Score`` and ``R2Score``. Without it only metrics without any
+    variable are recognised, and ``R2Score`` fails inside a trace.
     """
     return not metric.variables or not getattr(metric, "_built", True)
 
@@ -51,8 +51,8 @@ def waits_for_shapes(metric: Any) -> bool:
 def layers_of(layer: Any) -> list[Any]:
     """Returns the layers directly inside a layer.
 
-    Private: ``layer._layers``. The public ``model.layers`` leaves out layers that a layer of the
-    user's own holds. Without it warnings about such inner layers are missed.
+    Private: ``layer._layers``. The public ``model.layers`` leaves out the layers inside a
+    user-defined layer. Without it warnings about such inner layers are missed.
     """
     inside: Any = getattr(layer, "_layers", None)
     return list(getattr(layer, "layers", ()) if inside is None else inside)
@@ -65,13 +65,13 @@ def can_skip_gradient_sum(optimizer: Any) -> bool:
 
 @contextmanager
 def gradients_already_summed(optimizer: Any) -> Iterator[None]:
-    """Keeps ``optimizer.apply`` from adding gradients over the replicas once more.
+    """Stops ``optimizer.apply`` from all-reducing gradients a second time.
 
-    Private: ``optimizer._all_reduce_sum_gradients``, replaced by the identity on this one object
-    while the context lasts. Keras offers no public way to apply gradients that are already summed,
-    and clipping, skipping and loss scaling need the sum first. The public fallback, dividing by the
-    number of replicas and letting Keras sum again, is exact but costs the traffic twice;
-    ``updates.apply_in_replica`` takes it where ``can_skip_gradient_sum`` is False.
+    Private: ``optimizer._all_reduce_sum_gradients``, replaced by the identity on this object inside
+    the context. Keras offers no public way to apply gradients that are already summed, and
+    clipping, skipping and loss scaling need the sum first. The public fallback divides by the
+    number of replicas and lets Keras sum again: exact, but with twice the traffic. It is used if
+    ``can_skip_gradient_sum`` is False.
 
     Re-entrant, because replicas are threads that take turns inside ``optimizer.apply``.
     """
@@ -90,7 +90,7 @@ def gradients_already_summed(optimizer: Any) -> Iterator[None]:
                 object.__delattr__(optimizer, _SUM_GRADIENTS)
 
 
-# Where Keras and TensorFlow look up at each call what they draw by, or normalize by.
+# Functions that Keras and TensorFlow look up at each call, to draw or to normalize.
 _KERAS_SEEDS = "keras.src.random.seed_generator"
 _GLOBAL_SEEDS = "global_seed_generator"
 _DRAWS = {
@@ -115,23 +115,23 @@ _drawing = 0
 
 @contextmanager
 def replacing_draws(replacements: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
-    """Has random draws on this thread made by other functions while the context lasts.
+    """Replaces the functions that make random draws on this thread.
 
-    Replaces the public functions of TensorFlow by which Keras draws, such as
-    ``tf.random.stateless_uniform``, by ones that ask on which thread they are called. Keras offers
-    no way to say which rows of a batch a layer sees. Without it every replica draws the same
-    numbers. Private: ``keras.src.random.seed_generator.global_seed_generator``, which says what
-    draws without a seed draw from. Without that they fail on replicas, or depend on their number.
-    Private: ``tensorflow.python.ops.stateless_random_ops.stateless_random_uniform``, by which
-    ``tf.image.stateless_random_flip_left_right`` and its like draw. Without it replicas flip alike.
-    Private: ``keras.layers.BatchNormalization._moments``, which behind a mask forgets
-    ``synchronized``. Without it each replica normalizes by its own rows.
+    The public functions of TensorFlow with which Keras draws, such as
+    ``tf.random.stateless_uniform``, are replaced by functions that depend on the calling thread.
+    Keras offers no way to tell a layer which rows of a batch it sees. Without it every replica
+    draws the same numbers. Private: ``keras.src.random.seed_generator.global_seed_generator``, the
+    source of draws without a seed. Without it they fail on replicas, or depend on their number.
+    Private: ``tensorflow.python.ops.stateless_random_ops.stateless_random_uniform``, with which
+    ``tf.image.stateless_random_flip_left_right`` and others draw. Without it all replicas flip
+    alike. Private: ``keras.layers.BatchNormalization._moments``, which ignores
+    ``synchronized`` for masked inputs. Without it each replica normalizes by its own rows.
 
-    Re-entrant, because replicas are threads that take turns; outside the context, and on other
-    threads in it, the functions are TensorFlow's.
+    Re-entrant, because replicas are threads that take turns. Other threads, and code outside the
+    context, use TensorFlow's functions.
 
     Args:
-        replacements: By the name of the function, ``f(original, ...)`` with its arguments.
+        replacements: By name of the function, ``f(original, ...)`` with its arguments.
     """
     global _drawing
     before = getattr(_draws, "replacements", {})
@@ -154,15 +154,15 @@ def replacing_draws(replacements: Mapping[str, Callable[..., Any]]) -> Iterator[
 
 
 def original_draw(name: str) -> Any:
-    """Returns TensorFlow's own function, also while it is replaced."""
+    """Returns TensorFlow's own function, even while it is replaced."""
     return _originals.get(name) or getattr(_home_of(name), name)
 
 
 def global_seeds() -> Any:
-    """Returns the generator that draws without a seed draw from; None before the first.
+    """Returns the generator for draws without a seed; None before the first such draw.
 
-    Private: ``keras.src.backend.common.global_state``. The public way to it would make one, and
-    take a number from Python's generator for that.
+    Private: ``keras.src.backend.common.global_state``. The public function would create one, and
+    take a number from Python's generator for it.
     """
     from keras.src.backend.common import global_state
 
@@ -170,7 +170,7 @@ def global_seeds() -> Any:
 
 
 def set_global_seeds(generator: Any) -> None:
-    """Has draws without a seed draw from a generator; private as above."""
+    """Sets the generator for draws without a seed; private as above."""
     from keras.src.backend.common import global_state
 
     global_state.set_global_attribute(_GLOBAL_SEEDS, generator)
@@ -195,9 +195,9 @@ def moving_averages(optimizer: Any) -> list[tuple[Any, Any]]:
     """Returns each trained variable with its moving average, as ``tf.Variable``s.
 
     Private: ``optimizer._model_variables_moving_average`` and ``optimizer._trainable_variables``.
-    Keras overwrites variables with their averages inside a ``tf.cond`` in the replicas, where
-    assigning to a mirrored variable is an error; the averages are needed to do it outside. The
-    public ``finalize_variable_values`` assigns them too, but at once and in every context alike.
+    Keras overwrites variables with their averages inside a ``tf.cond`` on the replicas, in which
+    assigning to a mirrored variable is an error. With the averages it can be done outside. The
+    public ``finalize_variable_values`` also assigns them, but unconditionally.
 
     Raises:
         AttributeError: Keras has renamed them; ``ema_overwrite_frequency`` then cannot be honoured.
@@ -208,11 +208,11 @@ def moving_averages(optimizer: Any) -> list[tuple[Any, Any]]:
 
 
 def update_averages(optimizer: Any) -> None:
-    """Does what an update does to moving averages, and by them to variables, of no gradient.
+    """Updates the moving averages of an optimizer, and variables from them, without any gradient.
 
-    Private: ``optimizer._backend_apply_gradients``. Keras averages all variables that an optimizer
-    was built for whenever it updates one of them. The public ``apply`` returns at once where there
-    are no gradients, so an owner of frozen variables alone would leave its averages as they were.
+    Private: ``optimizer._backend_apply_gradients``. Whenever Keras updates a variable, it averages
+    all variables that the optimizer was built for. The public ``apply`` returns at once without
+    gradients, so a replica that owns only frozen variables would not update its averages.
 
     Raises:
         AttributeError: Keras has renamed it.
@@ -221,11 +221,11 @@ def update_averages(optimizer: Any) -> None:
 
 
 def set_swaps(callback: Any, swap: Callable[[Any], None], keep: Callable[[Any], None]) -> None:
-    """Has a ``keras.callbacks.SwapEMAWeights`` swap weights and averages by these functions.
+    """Makes a ``keras.callbacks.SwapEMAWeights`` use these functions.
 
     Private: ``callback._tf_swap_variables`` and ``callback._tf_finalize_ema_values``, each called
-    with the optimizer. Keras' own add and subtract on every replica, which for an average that
-    exists once gives something else. Without this the callback needs an update that is not sharded.
+    with the optimizer. The functions of Keras add and subtract on every replica, which is wrong for
+    an average that exists once. Without this the callback needs an update that is not sharded.
 
     Raises:
         AttributeError: Keras has renamed one of them.
@@ -238,16 +238,16 @@ def set_swaps(callback: Any, swap: Callable[[Any], None], keep: Callable[[Any], 
 def profiles_batches(callback: Any) -> bool:
     """Returns whether a ``keras.callbacks.TensorBoard`` was given a ``profile_batch``.
 
-    Private: ``callback._should_trace``. The argument itself is kept nowhere. False where it is
-    missing: the callback is then not called for each batch, and counts calls as if they were some.
+    Private: ``callback._should_trace``. The callback does not keep the argument. False without the
+    attribute: the callback then counts calls instead of batches.
     """
     return bool(getattr(callback, "_should_trace", False))
 
 
 def optimizer_trains(optimizer: Any) -> list[Any]:
-    """Returns the variables an optimizer was built for, [] where it does not say.
+    """Returns the variables an optimizer was built for; [] if unknown.
 
-    Private: ``optimizer._trainable_variables``. Serves only to name the variables in an error that
+    Private: ``optimizer._trainable_variables``. Used only to name the variables in an error that
     Keras would raise later, inside a trace.
     """
     inner = getattr(optimizer, "inner_optimizer", optimizer)
@@ -257,19 +257,19 @@ def optimizer_trains(optimizer: Any) -> list[Any]:
 def uses_merge_call(strategy: tf.distribute.Strategy) -> bool:
     """Returns whether replicas of a strategy synchronise by ``merge_call``.
 
-    Private: ``strategy.extended._use_merge_call``. Decides only where an assignment guarded by
-    ``tf.cond`` must be placed; True, the general case, where it is missing.
+    Private: ``strategy.extended._use_merge_call``. It decides only where an assignment guarded by
+    ``tf.cond`` must be placed. If it is missing: True, the general case.
     """
     decide = getattr(strategy.extended, "_use_merge_call", None)
     return True if decide is None else bool(decide())
 
 
 def compile_arguments(model: Any) -> Any:
-    """Returns what ``model.compile`` was given, by name of argument: one dict for each call of it.
+    """Returns the arguments of ``model.compile`` by name.
 
-    Private: ``model._compile_config``. The public ``model.get_compile_config()`` serialises, which
-    a function or a metric of the user's own does not survive. Without it ``evaluate`` has no loss
-    and no metrics; ``make_eval_step``, which is given them, does not need it.
+    Each call of ``compile`` has a new dict. Private: ``model._compile_config``. The public
+    ``model.get_compile_config()`` serialises them, which loses user-defined functions and metrics.
+    Without it ``evaluate`` has no loss and no metrics; ``make_eval_step`` does not need it.
 
     Raises:
         AttributeError: Keras has renamed it.
@@ -280,22 +280,22 @@ def compile_arguments(model: Any) -> Any:
 def compiled_metrics(
     model: Any, y_true: Any, y_pred: Any
 ) -> tuple[Any, list[list[Any]], list[list[Any]], list[str] | None]:
-    """Returns the metrics a model was compiled with, made by Keras from the shapes of a batch.
+    """Returns the metrics of a compiled model, which Keras builds from the shapes of a batch.
 
     Private: ``model._compile_metrics`` and in it ``_flat_metrics``, ``_flat_weighted_metrics`` and
-    ``_resolved_output_names``. The public ``model.metrics`` does not say which output a metric is
-    for nor whether sample weights apply, and is empty until Keras has trained. Without them names
-    such as "accuracy" and those of the results would be guessed.
+    ``_resolved_output_names``. The public ``model.metrics`` does not tell the output of a metric or
+    whether sample weights apply, and is empty until Keras has trained. Without them the library
+    would guess the meaning of names such as "accuracy", and the names of the results.
 
     Args:
         model: A compiled model.
-        y_true: The labels, or anything of their structure with their shapes.
-        y_pred: The outputs, likewise.
+        y_true: The labels, or a like structure with their shapes.
+        y_pred: The outputs, or a like structure with their shapes.
 
     Returns:
-        What holds the metrics and has ``result()`` and ``reset_state()`` (None where there are no
-        metrics); the metrics of each output; those with sample weights of each output; the keys of
-        the outputs in that order, None where it is the order of the outputs.
+        The container of the metrics, with ``result()`` and ``reset_state()`` (None without
+        metrics); the metrics of each output; the weighted metrics of each output; the keys of the
+        outputs in that order, or None for the order of the outputs.
 
     Raises:
         AttributeError: Keras has renamed one of them.
@@ -313,22 +313,22 @@ def compiled_metrics(
 
 
 def abort_collectives(message: str) -> None:
-    """Ends the collectives that wait, and those to come, by an ``UnavailableError``.
+    """Ends waiting and future collectives with an ``UnavailableError``.
 
-    Private: ``context().abort_collective_ops``. TensorFlow's public API has no way to end what
-    waits for another worker. Without it the process ends in place of raising an error.
+    Private: ``context().abort_collective_ops``. The public API cannot end a collective that waits
+    for another worker. Without it the process ends instead of raising an error.
     """
     context: Any = importlib.import_module("tensorflow.python.eager.context")
     context.context().abort_collective_ops(tf.errors.UNAVAILABLE, message)
 
 
 def is_part_of_keras(source: Any) -> bool:
-    """Returns whether a class or a function is part of Keras; one derived from it is not."""
+    """Returns whether Keras itself defines a class or a function."""
     return str(getattr(source, "__module__", "")).split(".")[0] == "keras"
 
 
 def is_own_class_of_keras(optimizer: Any) -> bool:
-    """Returns whether an optimizer is one of Keras' own, and no class derived from one."""
+    """Returns whether an optimizer is exactly a Keras class, not a subclass."""
     import keras
 
     kind = type(optimizer)
@@ -336,10 +336,10 @@ def is_own_class_of_keras(optimizer: Any) -> bool:
 
 
 def dropout_drawn_by(uniform: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns what takes the place of ``tf.nn.experimental.stateless_dropout``.
+    """Returns a replacement for ``tf.nn.experimental.stateless_dropout``.
 
     Args:
-        uniform: What takes the place of ``tf.random.stateless_uniform``, ``f(original, ...)``.
+        uniform: The replacement for ``tf.random.stateless_uniform``, ``f(original, ...)``.
     """
 
     def dropout(
@@ -352,8 +352,8 @@ def dropout_drawn_by(uniform: Callable[..., Any]) -> Callable[..., Any]:
         name: Any = None,
     ) -> Any:
         def sampler(shape: Any, dtype: Any) -> Any:
-            stock = original_draw("stateless_uniform")
-            return uniform(stock, shape, seed, dtype=dtype, alg=rng_alg or "auto_select")
+            original_uniform = original_draw("stateless_uniform")
+            return uniform(original_uniform, shape, seed, dtype=dtype, alg=rng_alg or "auto_select")
 
         return tf.nn.experimental.general_dropout(x, rate, sampler, noise_shape, name)
 

@@ -13,7 +13,7 @@ import tensorflow as tf
 from hypothesis import given, settings, strategies as st
 
 from tfmultigpu.data import partition
-from tfmultigpu.errors import DataError
+from tfmultigpu.data.batch_format import check_rows_agree, count_rows
 from tfmultigpu.strategies.topology import local_replicas
 
 shares_of = st.lists(st.integers(1, 60), min_size=1, max_size=8)
@@ -180,7 +180,7 @@ def test_tensors_of_unknown_rank_are_cut() -> None:
         input_signature=[tf.TensorSpec(None, tf.int32), tf.SparseTensorSpec(None, tf.int32)]
     )
     def cut(dense: tf.Tensor, sparse: tf.SparseTensor) -> list:
-        assert partition.check_rows_agree((dense, sparse))
+        assert check_rows_agree((dense, sparse))
         first, second = partition.cut_rows((dense, sparse), (1, 1))
         return first[0], second[0], tf.sparse.to_dense(second[1])
 
@@ -188,64 +188,6 @@ def test_tensors_of_unknown_rank_are_cut() -> None:
     assert first.numpy().tolist() == [0, 1]
     assert second.numpy().tolist() == [2, 3, 4]
     assert sparse.numpy().tolist() == np.eye(5)[2:].tolist()
-
-
-def test_count_rows_reads_the_first_tensor() -> None:
-    for leaf in tf.nest.flatten(structure(5)):
-        if leaf is not None:
-            count = partition.count_rows((None, leaf))
-            assert count.dtype == tf.int64
-            assert int(count) == 5
-
-
-def test_a_batch_without_tensors_is_refused() -> None:
-    with pytest.raises(DataError, match=r"The batch holds no tensors\. Received: \(None, \{\}\)\."):
-        partition.count_rows((None, {}))
-
-
-def failure(batch: tuple, *, traced: bool) -> Exception:
-    def check(*parts: tf.Tensor) -> tf.Tensor:
-        with tf.control_dependencies(partition.check_rows_agree(parts)):
-            return tf.constant(0)
-
-    specs = [tf.TensorSpec([None, *part.shape[1:]], part.dtype) for part in batch]
-    with pytest.raises(tf.errors.InvalidArgumentError) as caught:
-        (tf.function(check, input_signature=specs) if traced else check)(*batch)
-    return partition.as_data_error(caught.value)
-
-
-@pytest.mark.parametrize("traced", [False, True])
-def test_tensors_that_differ_in_rows_are_named_by_their_counts(traced: bool) -> None:
-    error = failure((tf.zeros([10, 2]), tf.zeros([5]), tf.zeros([5])), traced=traced)
-    assert isinstance(error, DataError)
-    assert str(error) == (
-        "The tensors of a batch differ in their number of rows (their first axis): features and "
-        "labels would be paired wrongly. Check what .batch() was called on. Received: rows "
-        "10, 5, 5."
-    )
-
-
-@pytest.mark.parametrize("traced", [False, True])
-def test_a_batch_without_rows_says_how_to_drop_it(traced: bool) -> None:
-    error = failure((tf.zeros([0, 2]), tf.zeros([0])), traced=traced)
-    assert isinstance(error, DataError)
-    assert str(error) == (
-        "A batch has no rows. A replica cannot train on nothing: drop empty batches, for example "
-        "with dataset.filter(lambda x, y: tf.shape(x)[0] > 0)."
-    )
-
-
-def test_other_errors_stay_as_they_are() -> None:
-    error = tf.errors.InvalidArgumentError(None, None, "Incompatible shapes: [2] vs. [3]")
-    assert partition.as_data_error(error) is error
-
-
-def test_rows_known_to_agree_cost_no_operation() -> None:
-    @tf.function
-    def checks(x: tf.Tensor, y: tf.Tensor) -> tf.Tensor:
-        return tf.constant(len(partition.check_rows_agree((x, y))))
-
-    assert int(checks(tf.zeros([4, 2]), tf.zeros([4]))) == 0
 
 
 def test_the_count_of_rows_rides_on_the_pieces() -> None:
@@ -301,7 +243,7 @@ def test_a_tensor_is_counted_and_cut_where_it_is() -> None:
     @tf.function(autograph=False)
     def cut(batch: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         with tf.device("CPU:0"):
-            count = partition.count_rows(batch)
+            count = count_rows(batch)
         return count, partition.cut_part(batch, 2, 1)
 
     graph = cut.get_concrete_function(tf.TensorSpec([None, 3])).graph

@@ -71,7 +71,7 @@ def test_length() -> None:
     unknown = tmg.distribute_dataset(tf.data.Dataset.range(9).batch(4).filter(lambda x: True))
     infinite = tmg.distribute_dataset(tf.data.Dataset.range(9).batch(4).repeat())
     advice = (
-        " Count steps instead, for example with step.run(iterator, steps), or state it with "
+        " Count steps instead, for example with step.run(iterator, steps), or set it with "
         "dataset.apply(tf.data.experimental.assert_cardinality(n))."
     )
     text = text_of(lambda: len(unknown), tmg.DataError)
@@ -181,8 +181,8 @@ def test_a_for_loop_over_an_iterator_in_a_function_is_refused() -> None:
 
     text = text_of(lambda: tf.function(loop, autograph=False)(iter(data)))
     assert text == (
-        "A for loop over an iterator inside a tf.function would be unrolled without end. Loop "
-        "over the dataset itself (for batch in data), or call next(iterator)."
+        "A for loop over an iterator inside a tf.function would be unrolled forever. Write for "
+        "batch in data, over the dataset itself, or call next(iterator)."
     )
 
 

@@ -208,7 +208,7 @@ def test_an_unbatched_dataset_of_examples_whose_axes_differ() -> None:
 
 def test_a_dataset_of_datasets() -> None:
     text = text_of(lambda: tmg.distribute_dataset(tf.data.Dataset.range(6).window(2)))
-    assert text.startswith("A component of the dataset is no tensor but a DatasetSpec. Received: ")
+    assert text.startswith("A component of the dataset is a DatasetSpec, not a tensor. Received: ")
     assert text.endswith("dataset.flat_map(lambda window: window.batch(n)).")
 
 
@@ -225,8 +225,9 @@ def test_features_and_labels_of_different_rows(replicas: int, prefetch: bool) ->
     iterator = iter(data)
     next(iterator)
     assert text_of(lambda: next(iterator)) == (
-        "The tensors of a batch differ in their number of rows (their first axis): features and "
-        "labels would be paired wrongly. Check what .batch() was called on. Received: rows 5, 1."
+        "The tensors of a batch differ in their number of rows (their first axis), so features "
+        "and labels would be paired wrongly. Check the dataset before .batch(). Received: rows "
+        "5, 1."
     )
 
 
@@ -239,7 +240,7 @@ def test_a_batch_without_rows(replicas: int, prefetch: bool) -> None:
     iterator = iter(data)
     next(iterator)
     text = text_of(lambda: next(iterator))
-    assert text.startswith("A batch has no rows. A replica cannot train on nothing: drop empty")
+    assert text.startswith("A batch has no rows. A replica cannot train on it. Drop empty")
 
 
 def test_empty_batches_can_be_dropped_as_the_error_says() -> None:
@@ -264,7 +265,7 @@ def test_another_error_of_the_pipeline_stays_what_it_is() -> None:
     [
         ((1,), "There must be one share per replica. Received: 1 shares (1,) for 2 replicas."),
         ((), "There are no shares. Give one positive number per replica. Received: ()."),
-        ((1, 0), "Replica 1 would get nothing to do, and would still slow down every step."),
+        ((1, 0), "Replica 1 would get no examples and still slow down every step."),
         ((1, -1), "A share is a positive, finite number. Received: shares[1]=-1 in (1, -1)."),
     ],
 )
@@ -287,7 +288,7 @@ def test_sharding_must_be_known() -> None:
     make = lambda: tmg.distribute_dataset(np.arange(4), batch_size=4, sharding="file")  # noqa: E731
     assert text_of(make) == (
         "sharding must be 'auto' or 'rows'. Received: sharding='file'. Files need no sharding: "
-        "give every worker the same list of them, and the rows are divided."
+        "give every worker the same list of files. The examples are divided."
     )
     for sharding in ("auto", "rows"):
         assert len(tmg.distribute_dataset(np.arange(4), batch_size=4, sharding=sharding)) == 1

@@ -1,4 +1,4 @@
-"""How the rows of a global batch are apportioned over replicas that are not alike."""
+"""Shares of a global batch for replicas of different speed or memory."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_a_batch_is_a_whole_number_of_rows(rows: float) -> None:
     with pytest.raises(tmg.ShareError) as caught:
         tmg.plan_shares(rows, (1, 1))
     assert str(caught.value) == (
-        "A global batch is a whole number of rows, at least one. Received: "
+        "global_batch_size must be a whole number of at least 1. Received: "
         f"global_batch_size={rows}."
     )
 
@@ -136,7 +136,7 @@ def test_a_batch_is_a_whole_number_of_rows(rows: float) -> None:
         (
             (3, 0),
             2,
-            "Replica 1 would get nothing to do, and would still slow down every step. Received: "
+            "Replica 1 would get no examples and still slow down every step. Received: "
             "shares=(3, 0). Leave its device out of the strategy instead: "
             "tmg.create_strategy(devices=[...]) with the other devices.",
         ),
@@ -271,13 +271,17 @@ def test_what_can_be_divided_is_divided(
 @pytest.mark.parametrize(
     ("rows", "limits", "text"),
     [
-        (64, {"maximum": (40, 20)}, "cannot be divided within the limits. Received: 64 rows for 2"),
+        (
+            64,
+            {"maximum": (40, 20)},
+            "cannot be divided within the limits. Received: 64 examples for 2",
+        ),
         (64, {"minimum": 33}, "minimum=33"),
         (10, {"multiple_of": 8}, "multiple_of=8"),
         (64, {"maximum": (40,)}, "There must be one maximum per replica."),
         (64, {"maximum": (40, 0.5)}, "maximum[1]=0.5. Leave its device out of the strategy"),
         (64, {"maximum": (40, float("nan"))}, "maximum[1]=nan"),
-        (64, {"minimum": 0}, "The minimum of a replica is a whole number of rows, at least one."),
+        (64, {"minimum": 0}, "minimum must be a whole number of at least 1. Received: minimum=0."),
         (64, {"multiple_of": 1.5}, "multiple_of=1.5."),
     ],
 )
@@ -328,8 +332,8 @@ def test_known_numbers_of_micro_batches(shares, maximum, expected) -> None:
     ("shares", "maximum", "text"),
     [
         ((64, 0), 8, "tmg.create_strategy(devices=[...]) with the other devices."),
-        ((64, 0.5), 8, "A share is a whole number of rows, at least one. Received: shares=0.5."),
-        ((64, 8), (8, 0.5), "A replica must be able to hold one row. Received: maximum[1]=0.5."),
+        ((64, 0.5), 8, "shares must be a whole number of at least 1. Received: shares=0.5."),
+        ((64, 8), (8, 0.5), "A replica must hold at least one example. Received: maximum[1]=0.5."),
         ((64, 8), (8, 8, 8), "There must be one maximum per replica."),
         ((), 8, "There are no shares."),
     ],

@@ -1,4 +1,4 @@
-"""What people have as data becomes a dataset of global batches, or an error that says how."""
+"""User data becomes a dataset of global batches, or an error says what to give instead."""
 
 from __future__ import annotations
 
@@ -93,20 +93,20 @@ def test_arrays_need_a_batch_size(batch_size: Any) -> None:
 def test_arrays_of_different_rows_are_not_paired() -> None:
     assert text_of((np.zeros((10, 2)), np.zeros(5)), batch_size=2) == (
         "The arrays differ in their number of rows, so they cannot be paired. Received: shapes "
-        "[(10, 2), (5,)]."
+        "[(10, 2), (5,)]. Give one row per example in each."
     )
 
 
 def test_a_single_value_is_no_array_of_examples() -> None:
     assert text_of((np.zeros(3), np.float32(1)), batch_size=2) == (
-        "An array of examples has rows, but one of these is a single value. Received: shapes "
-        "[(3,), ()]."
+        "An array of examples has rows, but one of these is a scalar. Received: shapes "
+        "[(3,), ()]. Give every array one row per example."
     )
 
 
 @pytest.mark.parametrize("nothing", [(), {}, (None,)])
 def test_no_arrays_at_all(nothing: Any) -> None:
-    assert text_of(nothing, batch_size=2).startswith("There are no arrays. Received: ")
+    assert text_of(nothing, batch_size=2).startswith("The data has no arrays. Received: ")
 
 
 class Loader:
@@ -119,19 +119,19 @@ class Loader:
     [
         (
             "train.csv",
-            "This is not data that can be distributed: str is not an array. Received: str. Give a "
+            "The data cannot be distributed: str is not an array. Received: str. Give a "
             "tf.data.Dataset of global batches, or arrays with batch_size.",
         ),
         (
             5,
-            "This is not data that can be distributed: int is not an array. Received: int. Give a "
+            "The data cannot be distributed: int is not an array. Received: int. Give a "
             "tf.data.Dataset of global batches, or arrays with batch_size.",
         ),
         (
             Loader(),
-            "This is not data that can be distributed: Loader is not an array. Received: Loader. "
-            "Give a tf.data.Dataset of global batches, or arrays with batch_size. If a loop over "
-            "it yields batches, give a function that returns it: lambda: it.",
+            "The data cannot be distributed: Loader is not an array. Received: Loader. Give a "
+            "tf.data.Dataset of global batches, or arrays with batch_size. If it is an iterable "
+            "of batches, give a function that returns it: lambda: it.",
         ),
     ],
 )
@@ -156,7 +156,7 @@ def test_distributed_data_is_not_distributed_again() -> None:
     for data, name in ((ours, "ShardedDataset"), (theirs, "DistributedDataset"), (value, "Per")):
         text = text_of(data)
         assert text.startswith(f"The data is already distributed. Received: {name}")
-        assert text.endswith("Give the tf.data.Dataset of global batches it was made from.")
+        assert text.endswith("Give the original tf.data.Dataset of global batches.")
 
 
 # generators ---------------------------------------------------------------------------------------
@@ -204,10 +204,9 @@ def test_a_batch_that_does_not_fit_the_first_two_is_named() -> None:
     with pytest.raises(tmg.DataError) as caught:
         list(data)
     assert str(caught.value) == (
-        "A batch of the generator does not fit the first two. Received: shapes [(2, 4)] where "
-        "[TensorShape([None, 3])] was expected. An axis may vary if it does so between the first "
-        "two batches; or give tf.data.Dataset.from_generator(..., output_signature=...), which "
-        "says it."
+        "A batch of the generator does not fit the first two. Received: shapes [(2, 4)], expected "
+        "[TensorShape([None, 3])]. An axis may vary if it differs between the first two batches; "
+        "or set tf.data.Dataset.from_generator(..., output_signature=...)."
     )
 
 
@@ -225,8 +224,8 @@ def test_batches_of_different_kinds_are_refused(second: Any) -> None:
 )
 def test_an_iterator_is_refused_before_a_batch_is_lost(iterator: Iterator[np.ndarray]) -> None:
     assert text_of(iterator) == (
-        "An iterator can be read once, and looking at it would lose batches. Received: "
-        f"{type(iterator).__name__}. Give the function that makes it: "
+        "An iterator can be read once, and inspecting it would lose batches. Received: "
+        f"{type(iterator).__name__}. Give the function that makes it: write "
         "tmg.distribute_dataset(make_batches), not tmg.distribute_dataset(make_batches())."
     )
     assert next(iterator).shape == (2,)
@@ -243,8 +242,8 @@ def test_a_function_that_returns_the_same_generator_fails_at_the_second_pass() -
     with pytest.raises(tmg.DataError) as caught:
         list(data)
     assert str(caught.value) == (
-        "The function returns the same iterator each time, which can be read only once, so the "
-        "second pass would have no data. Make the generator inside it."
+        "The function returns the same iterator each time, so the second pass would have no data. "
+        "Make the generator inside the function."
     )
 
 
@@ -345,5 +344,5 @@ def test_a_py_dataset_without_batches(kind: type[Counting]) -> None:
 )
 def test_batches_need_no_batch_size(data: Any, instead: str) -> None:
     text = text_of(data, batch_size=8)
-    assert text.startswith("batch_size is for arrays. Received: batch_size=8 with a ")
-    assert text.endswith(f", which already yields batches; use {instead}")
+    assert text.startswith("batch_size is for arrays, and a ")
+    assert text.endswith(f" already yields batches. Received: batch_size=8. Use {instead}")

@@ -1,4 +1,4 @@
-"""The law: a loss is a sum and a weight, added over shards and divided once."""
+"""Losses as sums and weights, added over shards and divided once."""
 
 from __future__ import annotations
 
@@ -273,10 +273,10 @@ def test_a_scalar_loss_is_refused_by_the_step():
     [
         (
             "mean_squared_eror",
-            "Keras knows no loss of this name. Received: loss='mean_squared_eror'",
+            "Keras has no loss of this name. Received: loss='mean_squared_eror'",
         ),
         (keras.losses.MeanSquaredError, r"is a class, not an object. .*Write MeanSquaredError\(\)"),
-        (0.5, "This is not a loss. Received: 0.5"),
+        (0.5, "This is not a loss. Received: loss=0.5"),
         (["mse"], "This is not a loss"),
     ],
 )

@@ -86,7 +86,7 @@ MUTATIONS = (
         (
             (
                 "layout.scales(global_rows)",
-                "layout.scales(tf.cast(partition.count_rows(shard) "
+                "layout.scales(tf.cast(count_rows(shard) "
                 "* self._strategy.num_replicas_in_sync, tf.float64))",
             ),
         ),
@@ -99,7 +99,7 @@ MUTATIONS = (
             (
                 "            shard = partition.cut_part(shard, part.count, part.number)",
                 "            shard = partition.cut_part(shard, part.count, part.number)\n"
-                "            own = partition.count_rows(shard) * part.count\n"
+                "            own = count_rows(shard) * part.count\n"
                 "            weight *= tf.where(tf.equal(once, 1.0), rows / own, 1.0)",
             ),
         ),

@@ -21,6 +21,7 @@ from one_device import SEED, Replicated, as_dataset, difference, strategy_of
 
 import tfmultigpu as tmg
 from tfmultigpu.data import partition
+from tfmultigpu.data.batch_format import count_rows
 from tfmultigpu.steps.batch_function import Shards
 from tfmultigpu.steps.random_draws import ReplicaRows
 from tfmultigpu.steps.row_gathering import gathering_from
@@ -272,7 +273,7 @@ def on_replicas(
 
     @tf.function
     def run(batch: Any) -> Any:
-        offsets = partition.shard_offsets(partition.count_rows(batch), shares)
+        offsets = partition.shard_offsets(count_rows(batch), shares)
         shards = Shards(partition.cut_rows(batch, shares), offsets)
 
         def replica(shard: Any) -> Any:

@@ -52,7 +52,7 @@ def test_workers_that_read_different_data_are_told(
         for case in ("without a seed", "other order"):
             assert one[case].startswith(
                 "The workers read different data: in pass 1 the first batch of worker "
-                f"{one['worker']} is not that of worker {other}. Each takes its rows of the same"
+                f"{one['worker']} differs from that of worker {other}. Each worker takes its"
             ), one[case]
         assert "in pass 1 one of the first 5 batches of worker" in one["last batch"]
         assert "in pass 1 one of the first 8 batches of worker" in one["later batch"]

@@ -1,18 +1,41 @@
-"""The format of a batch: features, labels and sample weights, with any number of rows."""
+"""Format of a batch: features, labels and sample weights; its tensors, rows and type specs."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from tfmultigpu.errors import DataError
 
-__all__ = ["any_rows", "take", "unpack_batch"]
+__all__ = [
+    "any_rows",
+    "as_data_error",
+    "check_rows_agree",
+    "checked_rows",
+    "count_rows",
+    "first_tensor",
+    "take",
+    "tensors_of",
+    "unpack_batch",
+    "with_dependencies",
+]
+
+
+NO_ROWS = (
+    "A batch has no rows. A replica cannot train on it. Drop empty batches: "
+    "dataset.filter(lambda x, y: tf.shape(x)[0] > 0)."
+)
+ROWS_DIFFER = (
+    "The tensors of a batch differ in their number of rows (their first axis), so features and "
+    "labels would be paired wrongly. Check the dataset before .batch(). Received: rows"
+)
 
 
 def unpack_batch(batch: Any) -> tuple[Any, Any, Any]:
-    """Returns features, labels and sample weights of a batch, None where there are none.
+    """Returns features, labels and sample weights of a batch; None for a missing part.
 
     A tuple is ``(x,)``, ``(x, y)`` or ``(x, y, sample_weight)``; anything else is ``x``, as in
     Keras.
@@ -24,28 +47,124 @@ def unpack_batch(batch: Any) -> tuple[Any, Any, Any]:
         return batch, None, None
     if not 1 <= len(batch) <= 3:
         raise DataError(
-            "A batch is x, (x, y) or (x, y, sample_weight). Received: a tuple of "
-            f"{len(batch)} elements. Put several inputs into a dict or an inner tuple, or give "
-            "forward=f(model, batch, training) to take the batch apart yourself."
+            f"A batch is x, (x, y) or (x, y, sample_weight). Received: a tuple of {len(batch)} "
+            "elements. Put several inputs into a dict or an inner tuple, or unpack the batch "
+            "yourself in forward=f(model, batch, training)."
         )
     x, y, weight = (*batch, None, None)[:3]
     return x, y, weight
 
 
 def any_rows(leaf: Any) -> Any:
-    """Returns the type spec of a tensor with its number of rows left open."""
+    """Returns the type spec of a tensor, or of its spec, with an unknown number of rows."""
     if leaf is None:
         return None
-    if isinstance(leaf, tf.RaggedTensor):
+    if isinstance(leaf, (tf.RaggedTensor, tf.SparseTensor)):
+        leaf = tf.type_spec_from_value(leaf)
+    if isinstance(leaf, tf.RaggedTensorSpec):
         shape = [None, *leaf.shape[1:]]
-        splits = leaf.row_splits.dtype
-        return tf.RaggedTensorSpec(shape, leaf.dtype, leaf.ragged_rank, splits)
-    if isinstance(leaf, tf.SparseTensor):
+        return tf.RaggedTensorSpec(shape, leaf.dtype, leaf.ragged_rank, leaf.row_splits_dtype)
+    if isinstance(leaf, tf.SparseTensorSpec):
         return tf.SparseTensorSpec([None, *leaf.shape[1:]], leaf.dtype)
     return tf.TensorSpec([None, *leaf.shape[1:]] if leaf.shape.rank else [], leaf.dtype)
 
 
 def take(spec: Any, tensors: Any) -> Any:
-    """Returns one leaf from an iterator of tensors; several make up a composite one."""
+    """Builds the next leaf from an iterator of tensors; a composite leaf takes several of them."""
     parts = [next(tensors) for _ in tf.nest.flatten(spec, expand_composites=True)]
     return tf.nest.pack_sequence_as(spec, parts, expand_composites=True)
+
+
+def tensors_of(batch: Any) -> list[Any]:
+    """Returns the tensors of a batch in the order of ``tf.nest``, leaving out None."""
+    return [leaf for leaf in tf.nest.flatten(batch) if leaf is not None]
+
+
+def first_tensor(batch: Any) -> Any:
+    """Returns the first tensor of a nested structure.
+
+    Raises:
+        DataError: The structure holds no tensor.
+    """
+    leaves = tensors_of(batch)
+    if not leaves:
+        raise DataError(
+            f"The batch holds no tensors. Received: {batch!r}. "
+            "A batch is a tensor or a tuple or dict of tensors, such as (features, labels)."
+        )
+    return leaves[0]
+
+
+def count_rows(batch: Any) -> Any:
+    """Returns the number of rows of a batch's first tensor, an int64 scalar."""
+    return _rows_of(first_tensor(batch))
+
+
+def _rows_of(tensor: Any) -> Any:
+    if isinstance(tensor, tf.SparseTensor):
+        return tensor.dense_shape[0]
+    if isinstance(tensor, tf.RaggedTensor):
+        return tensor.nrows(out_type=tf.int64)
+    if isinstance(tensor, tf.Tensor) and tensor.shape.rank and tensor.shape[0] is not None:
+        return tf.constant(tensor.shape[0], tf.int64)
+    # On the device of the tensor, so that it is not copied to be counted. In 32 bits, which GPUs
+    # keep in host memory.
+    with tf.device(None):
+        rows = tf.shape(tensor)[0]
+    return tf.cast(rows, tf.int64)
+
+
+def check_rows_agree(batch: Any) -> list[tf.Operation]:
+    """Returns assertions that all tensors of a batch have the same number of rows, at least one.
+
+    Args:
+        batch: Nested structure of dense, ragged or sparse tensors.
+
+    Returns:
+        Operations for a control dependency, which fail with ``tf.errors.InvalidArgumentError``.
+        The list is empty if the static shapes are enough, and in eager mode, in which a wrong batch
+        raises at once.
+    """
+    leaves = tensors_of(batch)
+    known = {leaf.shape[0] if leaf.shape.rank else None for leaf in leaves}
+    if len(known) == 1 and (known.pop() or 0) > 0:
+        return []
+    # In int32: without a conditional around it, Assert prints only int32 and text.
+    rows = tf.stack([tf.cast(_rows_of(leaf), tf.int32) for leaf in leaves])
+    checks = [
+        tf.debugging.Assert(tf.reduce_all(rows == rows[0]), [ROWS_DIFFER, rows], summarize=100),
+        tf.debugging.Assert(rows[0] > 0, [NO_ROWS]),
+    ]
+    return [check for check in checks if check is not None]
+
+
+def checked_rows(batch: Any) -> Any:
+    """Returns a batch whose tensors depend on the assertions of ``check_rows_agree``."""
+    checks = check_rows_agree(batch)
+    if not checks:
+        return batch
+    return with_dependencies(checks, batch)
+
+
+def with_dependencies(operations: Sequence[Any], batch: Any) -> Any:
+    """Returns a batch whose tensors are computed after some operations."""
+    with tf.control_dependencies(operations):
+        return tf.nest.map_structure(
+            lambda one: None if one is None else tf.identity(one), batch, expand_composites=True
+        )
+
+
+def as_data_error(error: Any) -> Exception:
+    """Returns the DataError that an error of TensorFlow stands for, any other error unchanged.
+
+    That is a failed assertion of ``check_rows_agree``, or a DataError that Python code raised
+    inside ``tf.data``.
+    """
+    if NO_ROWS in error.message:
+        return DataError(NO_ROWS)
+    if ROWS_DIFFER in error.message:
+        rows = re.search(r"[\d ,]+", error.message.split(ROWS_DIFFER, 1)[1].lstrip("]['\n "))
+        counts = ", ".join(re.findall(r"\d+", rows.group())) if rows else "unknown"
+        return DataError(f"{ROWS_DIFFER} {counts}.")
+    raised = re.search(r"^(?:.*\s)?DataError: (.+)$", error.message, re.MULTILINE)
+    return DataError(raised[1]) if raised else error

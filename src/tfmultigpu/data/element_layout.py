@@ -1,4 +1,4 @@
-"""How the tensors that ``tf.data`` yields make up the shards of a batch."""
+"""Layout of the tensors that ``tf.data`` yields for the shards of a batch."""
 
 from __future__ import annotations
 
@@ -8,38 +8,38 @@ from typing import Any
 import tensorflow as tf
 
 from tfmultigpu.data import partition
-from tfmultigpu.data.batch_format import any_rows
+from tfmultigpu.data.batch_format import any_rows, checked_rows, count_rows
 from tfmultigpu.strategies.topology import local_replicas
 
 __all__ = ["ShardLayout", "components_of", "iterator_of"]
 
 
 class ShardLayout:
-    """What the elements of a sharded dataset mean, without the dataset.
+    """Layout of the elements of a sharded dataset.
 
     An element is a flat tuple: the tensors of each local shard in turn, then the offsets of all
-    shards (``rows.shard_offsets``). Flat, because ``tf.data`` packs nested structures in Python at
-    each read, which costs as much as reading. Copied ahead to the devices, each replica's element
-    holds its own shard only.
+    shards (``partition.shard_offsets``). It is flat because ``tf.data`` packs nested structures in
+    Python at each read, which costs as much as reading. Prefetched to devices, each replica's
+    element holds only its own shard.
 
-    Nothing is cut for one replica, so for dense tensors an element is the global batch itself, and
-    looked at by whoever takes it: a map over the data would cost more than a small step.
+    With one replica and dense tensors an element is the global batch itself, checked by the code
+    that reads it: mapping a function over the data would cost more than a small step.
 
-    Layouts are equal where they read elements alike, so that a ``tf.function`` of an iterator is
-    traced once for all datasets of a kind.
+    Layouts are equal if they read elements alike, so that one trace of a ``tf.function`` serves all
+    datasets of a type.
 
     Attributes:
         strategy: The strategy the shards are for.
-        element_spec: The types of one global batch.
+        element_spec: The type specs of a global batch.
         on_devices: Whether elements are per-replica values, copied ahead of time.
-        local: Numbers, among all replicas, of those of this process.
+        local: Ids of this process's replicas, among all replicas.
         whole: Whether each element is a whole global batch.
     """
 
     def __init__(
         self, strategy: tf.distribute.Strategy, element_spec: Any, on_devices: bool
     ) -> None:
-        """Takes the strategy, the types of a batch, and where elements are."""
+        """Stores the strategy, the type specs of a batch and the place of the elements."""
         self.strategy = strategy
         self.element_spec = element_spec
         self.on_devices = on_devices
@@ -49,7 +49,7 @@ class ShardLayout:
         self._pack = _packer(element_spec)
 
     def __eq__(self, other: object) -> bool:
-        """Whether elements are read alike."""
+        """Compares the strategies, the type specs and the places of elements."""
         return (
             isinstance(other, ShardLayout)
             and self.strategy is other.strategy
@@ -58,16 +58,16 @@ class ShardLayout:
         )
 
     def __hash__(self) -> int:
-        """Without the types: those of a dict have no hash."""
+        """Leaves out the type specs: those of a dict have no hash."""
         return hash((id(self.strategy), self.on_devices))
 
     def flatten(self, shards: list[Any], offsets: Any) -> tuple[Any, ...]:
-        """Returns the element for local shards and the offsets of all."""
+        """Returns the element that holds the local shards and the offsets of all shards."""
         return (*[leaf for leaf in tf.nest.flatten(shards) if leaf is not None], offsets)
 
     @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
     def deal(self, *element: Any) -> tf.data.Dataset[Any]:
-        """Returns one element for each local replica in turn, with its own shard."""
+        """Returns one element per local replica, each with its own shard, in turn."""
         *leaves, offsets = element
         pieces = [tf.data.Dataset.from_tensors((*p, offsets)) for p in self._by_replica(leaves)]
         dataset = pieces[0]
@@ -77,15 +77,15 @@ class ShardLayout:
 
     @property
     def piece_spec(self) -> tuple[Any, ...]:
-        """The types of one element that ``deal`` returns."""
+        """Type specs of one element that ``deal`` returns."""
         offsets = tf.TensorSpec([self.strategy.num_replicas_in_sync + 1], tf.int64)
         return (*[any_rows(spec) for spec in components_of(self.element_spec)], offsets)
 
     def split(self, element: Any) -> tuple[list[Any], Any]:
-        """Returns the local shards, one structure for each, and the offsets of all."""
+        """Returns the local shards, one structure each, and the offsets of all shards."""
         if self.whole:
-            element = partition.checked_rows(element)
-            return [element], partition.shard_offsets(partition.count_rows(element), (1,))
+            element = checked_rows(element)
+            return [element], partition.shard_offsets(count_rows(element), (1,))
         *leaves, offsets = element
         if self.on_devices:
             results = self.strategy.experimental_local_results
@@ -95,12 +95,12 @@ class ShardLayout:
 
     @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
     def to_batch(self, element: Any) -> Any:
-        """Returns one structure of per-replica values, for ``strategy.run``, that knows its cut.
+        """Returns a structure of per-replica values for ``strategy.run``, marked with its offsets.
 
         One replica gets plain tensors.
         """
         if self.whole:
-            return partition.checked_rows(element)
+            return checked_rows(element)
         *leaves, offsets = element
         if self.strategy.num_replicas_in_sync == 1:
             return self._pack(iter(leaves))
@@ -118,18 +118,18 @@ class ShardLayout:
 
 
 def iterator_of(element: Any, element_spec: Any) -> Any:
-    """Returns a ``tf.data`` iterator that yields one element, of the types given.
+    """Returns a ``tf.data`` iterator that yields one element.
 
     Args:
         element: A nested structure of tensors.
-        element_spec: Its types, in which axes may be open.
+        element_spec: Its type specs; axes may be unknown.
     """
     dataset = tf.data.Dataset.from_generator(lambda: iter([element]), output_signature=element_spec)
     return iter(dataset)
 
 
 def components_of(element_spec: Any) -> list[Any]:
-    """Returns the types of a batch's tensors, without those that are None."""
+    """Returns the type specs of a batch's tensors, leaving out None."""
     return [spec for spec in tf.nest.flatten(element_spec) if not _is_none(spec)]
 
 
@@ -146,7 +146,7 @@ def _is_none(spec: Any) -> bool:
 
 
 def _packer(spec: Any) -> Callable[[Iterator[Any]], Any]:
-    """Returns what makes a structure of its leaves: tf.nest without looking at it each time."""
+    """Returns a function that packs leaves into a structure, faster than ``tf.nest``."""
     if isinstance(spec, tf.TypeSpec):
         return (lambda leaves: None) if _is_none(spec) else next
     if type(spec) is tuple:

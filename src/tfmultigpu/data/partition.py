@@ -1,13 +1,13 @@
-"""Cutting a batch into parts by rows, so that no part is ever empty.
+"""Cuts a batch into parts by rows, so that no part is ever empty.
 
-A *row* is one example: one index of the first axis of every tensor of a batch. Replicas receive
-parts of a global batch, micro-batches are parts of a replica's shard, and both follow one rule:
+A *row* is one example: one index of the first axis of every tensor of a batch. Shards are parts of
+a global batch, and micro-batches are parts of a shard. One rule holds for both:
 
 - with at least as many rows as parts, each row is in exactly one part and no part is empty;
 - with fewer rows than parts, every part is the whole batch and each row counts ``1 / parts``.
 
-The second half keeps convolution, pooling and batch normalization away from zero rows, where they
-crash or return NaN, and keeps sums, counts and batch statistics exact, which padding would not.
+The second case exists because convolution, pooling and batch normalization crash or return NaN for
+zero rows. Unlike padding, it keeps sums, counts and batch statistics exact.
 """
 
 from __future__ import annotations
@@ -18,33 +18,25 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfmultigpu.errors import DataError
+from tfmultigpu.data.batch_format import count_rows, tensors_of
 
 _OFFSETS = "_tfmultigpu_offsets"
 
-NO_ROWS = (
-    "A batch has no rows. A replica cannot train on nothing: drop empty batches, for example with "
-    "dataset.filter(lambda x, y: tf.shape(x)[0] > 0)."
-)
 NOT_ROWS = (
-    "gather_rows and row_positions take the rows of this replica, and this tensor has another "
-    "number of them. Gather each part by itself, such as the two views of an example: "
-    "tmg.gather_rows((first, second)). If k consecutive rows belong to each example, say "
+    "gather_rows and row_positions take one row per example of this replica, and this tensor has "
+    "another number of rows. Gather each part by itself, such as the two views of an example: "
+    "tmg.gather_rows((first, second)). If k consecutive rows belong to each example, write "
     "rows_per_example=k."
-)
-ROWS_DIFFER = (
-    "The tensors of a batch differ in their number of rows (their first axis): features and labels "
-    "would be paired wrongly. Check what .batch() was called on. Received: rows"
 )
 
 
 def row_offsets(rows: Any, shares: Sequence[int]) -> Any:
-    """Returns where each part of a batch begins and ends.
+    """Returns the offsets at which the parts of a batch begin and end.
 
     Args:
         rows: Rows of the batch, an integer scalar (Python int or ``tf.Tensor``), at least
             ``len(shares)``.
-        shares: Relative sizes of the parts, positive integers. Where they sum to ``rows`` the parts
+        shares: Relative sizes of the parts, positive integers. If they sum to ``rows``, the parts
             have exactly these sizes; else the ends of the parts are rounded to the nearest row.
 
     Returns:
@@ -63,26 +55,26 @@ def row_offsets(rows: Any, shares: Sequence[int]) -> Any:
     rows = tf.cast(rows, tf.int64)
     index = tf.range(parts + 1, dtype=tf.int64)
     if len(set(shares)) == 1:
-        # At least one row a part follows from rows >= parts alone.
+        # With rows >= parts every part has a row.
         return rows * index // parts
     ideal = (rows * tf.constant(ends, tf.int64) + ends[-1] // 2) // ends[-1]
-    # Where a small share would round to nothing, push the ends apart by one row, from the left ...
+    # If a small share rounds to nothing, push the ends apart by one row, from the left ...
     slack = tf.linalg.band_part(tf.ones([parts + 1, parts + 1], tf.bool), -1, 0)
     pushed = tf.reduce_max(tf.where(slack, (ideal - index)[None, :], tf.int64.min), axis=1) + index
-    # ... and where that runs past the end, from the right.
+    # ... and from the right, if that runs past the end.
     return tf.minimum(pushed, rows - (parts - index))
 
 
 def shard_offsets(rows: Any, shares: Sequence[int]) -> Any:
-    """Returns where each replica's shard begins in the global batch, and how many rows that has.
+    """Returns the offsets of the replicas' shards in the global batch, then the rows of the batch.
 
     Args:
         rows: Rows of the global batch, an integer scalar (Python int or ``tf.Tensor``).
         shares: Relative sizes of the shards, positive integers.
 
     Returns:
-        An int64 tensor of shape ``[len(shares) + 1]``: the number of the first row of each shard,
-        0 for all where there are fewer rows than shards, then ``rows``.
+        An int64 tensor of shape ``[len(shares) + 1]``: the first row of each shard, 0 for all if
+        there are fewer rows than shards; then ``rows``.
 
     Example:
         >>> from tfmultigpu.data.partition import shard_offsets
@@ -103,10 +95,10 @@ def cut_rows(batch: Any, shares: Sequence[int], parts: Sequence[int] | None = No
     Args:
         batch: Nested structure of dense, ragged or sparse tensors that agree in their rows.
         shares: Relative sizes of all parts, positive integers.
-        parts: Which parts to return; all of them where None.
+        parts: The parts to return; None: all.
 
     Returns:
-        One structure like ``batch`` for each part asked for. With fewer rows than ``shares`` each
+        One structure like ``batch`` for each of these parts. With fewer rows than ``shares`` each
         is the whole batch.
     """
     parts = range(len(shares)) if parts is None else parts
@@ -125,28 +117,28 @@ def cut_part(batch: Any, parts: Any, part: Any) -> Any:
 
     Args:
         batch: Nested structure of dense, ragged or sparse tensors that agree in their rows.
-        parts: How many parts the batch is cut into, an int or an int64 scalar.
-        part: Which one to return, an integer scalar (Python int or ``tf.Tensor``).
+        parts: Number of parts, an int or an int64 scalar.
+        part: Number of the part, an integer scalar (Python int or ``tf.Tensor``).
 
     Returns:
-        A structure like ``batch``; the whole batch where it has fewer rows than ``parts``.
+        A structure like ``batch``; the whole batch if it has fewer rows than ``parts``.
     """
-    with tf.device("CPU:0"):  # Decided there, in 32 bits; nothing has to wait for a GPU.
+    with tf.device("CPU:0"):  # Shapes are computed there, so that nothing waits for a GPU.
         bounds = part_bounds(count_rows(batch), parts, part)
         start, stop = (tf.cast(bound, tf.int32) for bound in bounds)
     return slice_rows(batch, start, stop)
 
 
 def part_bounds(rows: Any, parts: Any, part: Any) -> tuple[Any, Any]:
-    """Returns where one of ``parts`` nearly equal parts begins and ends, as ``cut_part`` cuts.
+    """Returns the first row of a part and the row after its last, as ``cut_part`` cuts.
 
     Args:
         rows: Rows of the batch, an int64 scalar.
-        parts: How many parts the batch is cut into, an int or an int64 scalar.
-        part: Which one, an integer scalar (Python int or ``tf.Tensor``).
+        parts: Number of parts, an int or an int64 scalar.
+        part: Number of the part, an integer scalar (Python int or ``tf.Tensor``).
 
     Returns:
-        Two int64 scalars; 0 and ``rows`` where there are fewer rows than parts.
+        Two int64 scalars; 0 and ``rows`` if there are fewer rows than parts.
     """
     part = tf.cast(part, tf.int64)
     whole = rows < parts
@@ -155,14 +147,14 @@ def part_bounds(rows: Any, parts: Any, part: Any) -> tuple[Any, Any]:
 
 
 def row_weight(rows: Any, parts: Any) -> Any:
-    """Returns what each row counts in each part it is in: 1, or ``1 / parts`` in a small batch.
+    """Returns the weight of each row in a part: 1, or ``1 / parts`` in a small batch.
 
     Args:
         rows: Rows of the whole batch, an integer scalar.
-        parts: How many parts the batch was cut into, an int or an int64 scalar.
+        parts: Number of parts, an int or an int64 scalar.
 
     Returns:
-        A float64 scalar, to be cast to what it weights.
+        A float64 scalar.
     """
     one = tf.ones([], tf.float64)
     if isinstance(parts, int) and parts == 1:
@@ -191,7 +183,7 @@ def _slice_sparse(tensor: Any, start: Any, stop: Any) -> Any:
     part = tf.sparse.slice(tensor, begin, size)
     if tensor.shape.rank is None:
         return part
-    # Slicing forgets how many columns there are, and a layer must know that to build its weights.
+    # Slicing drops the static number of columns, which a layer needs to build its weights.
     known = enumerate(tensor.shape.as_list())
     sizes = [
         part.dense_shape[axis] if axis == 0 or length is None else tf.constant(length, tf.int64)
@@ -200,95 +192,8 @@ def _slice_sparse(tensor: Any, start: Any, stop: Any) -> Any:
     return tf.SparseTensor(part.indices, part.values, tf.stack(sizes))
 
 
-def count_rows(batch: Any) -> Any:
-    """Returns the rows of a batch, an int64 scalar, read from its first tensor."""
-    return _rows_of(first_tensor(batch))
-
-
-def first_tensor(batch: Any) -> Any:
-    """Returns the first tensor of a nested structure.
-
-    Raises:
-        DataError: The structure holds no tensor.
-    """
-    leaves = _tensors(batch)
-    if not leaves:
-        raise DataError(
-            f"The batch holds no tensors. Received: {batch!r}. "
-            "A batch is a tensor or a tuple or dict of tensors, such as (features, labels)."
-        )
-    return leaves[0]
-
-
-def _tensors(batch: Any) -> list[Any]:
-    return [leaf for leaf in tf.nest.flatten(batch) if leaf is not None]
-
-
-def _rows_of(tensor: Any) -> Any:
-    if isinstance(tensor, tf.SparseTensor):
-        return tensor.dense_shape[0]
-    if isinstance(tensor, tf.RaggedTensor):
-        return tensor.nrows(out_type=tf.int64)
-    if isinstance(tensor, tf.Tensor) and tensor.shape.rank and tensor.shape[0] is not None:
-        return tf.constant(tensor.shape[0], tf.int64)
-    # Where the tensor is, whatever device is asked for: else all of it would be copied there to be
-    # counted. And in 32 bits, which GPUs keep where shapes are decided.
-    with tf.device(None):
-        rows = tf.shape(tensor)[0]
-    return tf.cast(rows, tf.int64)
-
-
-def check_rows_agree(batch: Any) -> list[tf.Operation]:
-    """Returns assertions, for a control dependency, that a batch has rows and one number of them.
-
-    Args:
-        batch: Nested structure of dense, ragged or sparse tensors.
-
-    Returns:
-        Operations that fail with ``tf.errors.InvalidArgumentError`` when run, none where the static
-        shapes say that all is well. Empty in eager mode, where a wrong batch raises at once.
-    """
-    leaves = _tensors(batch)
-    known = {leaf.shape[0] if leaf.shape.rank else None for leaf in leaves}
-    if len(known) == 1 and (known.pop() or 0) > 0:
-        return []
-    # int32, because Assert prints only that and text without a conditional around it.
-    rows = tf.stack([tf.cast(_rows_of(leaf), tf.int32) for leaf in leaves])
-    checks = [
-        tf.debugging.Assert(tf.reduce_all(rows == rows[0]), [ROWS_DIFFER, rows], summarize=100),
-        tf.debugging.Assert(rows[0] > 0, [NO_ROWS]),
-    ]
-    return [check for check in checks if check is not None]
-
-
-def checked_rows(batch: Any) -> Any:
-    """Returns a batch whose tensors are there only where ``check_rows_agree`` has no objection."""
-    checks = check_rows_agree(batch)
-    if not checks:
-        return batch
-    with tf.control_dependencies(checks):
-        return tf.nest.map_structure(
-            lambda one: None if one is None else tf.identity(one), batch, expand_composites=True
-        )
-
-
-def as_data_error(error: Any) -> Exception:
-    """Returns a DataError for a failed ``check_rows_agree``, any other error unchanged.
-
-    A DataError that Python code raised inside ``tf.data`` comes out as one again.
-    """
-    if NO_ROWS in error.message:
-        return DataError(NO_ROWS)
-    if ROWS_DIFFER in error.message:
-        rows = re.search(r"[\d ,]+", error.message.split(ROWS_DIFFER, 1)[1].lstrip("]['\n "))
-        counts = ", ".join(re.findall(r"\d+", rows.group())) if rows else "unknown"
-        return DataError(f"{ROWS_DIFFER} {counts}.")
-    raised = re.search(r"^(?:.*\s)?DataError: (.+)$", error.message, re.MULTILINE)
-    return DataError(raised[1]) if raised else error
-
-
 def explain_not_rows(message: str) -> str:
-    """Returns ``NOT_ROWS`` with the numbers that follow it in an error's message."""
+    """Returns ``NOT_ROWS`` with the numbers that follow it in an error message."""
     size, rows, times, *_ = re.findall(r"\d+", message.split(NOT_ROWS, 1)[1])
     return (
         f"{NOT_ROWS} Received: {size} rows, on a replica with {rows} rows of the batch and "
@@ -297,19 +202,18 @@ def explain_not_rows(message: str) -> str:
 
 
 def mark_offsets(batch: Any, offsets: Any) -> Any:
-    """Remembers on the shards of a batch what ``shard_offsets`` said of the global batch.
+    """Marks the shards of a batch with the result of ``shard_offsets``.
 
-    This rides on the objects themselves, so ``for x, y in data`` stays as it is: whatever the
-    caller takes the batch apart into, each piece still knows. A ``tf.function`` rebuilds its
-    arguments, so it does not survive being passed into one.
+    The mark is an attribute of each tensor, so ``for x, y in data`` works as usual and every part
+    of an unpacked batch keeps it. A ``tf.function`` rebuilds its arguments and so drops it.
     """
-    for leaf in _tensors(batch):
+    for leaf in tensors_of(batch):
         setattr(leaf, _OFFSETS, offsets)
     return batch
 
 
 def marked_offsets(batch: Any) -> Any:
-    """Returns where these shards begin in their global batch, then its rows; None if unknown."""
+    """Returns the offsets that these shards are marked with; None if unmarked."""
     for leaf in tf.nest.flatten(batch):
         offsets = getattr(leaf, _OFFSETS, None)
         if offsets is not None:
@@ -318,6 +222,6 @@ def marked_offsets(batch: Any) -> Any:
 
 
 def marked_global_rows(batch: Any) -> Any:
-    """Returns the rows of the global batch that these shards were cut from, or None if unknown."""
+    """Returns the number of rows of the global batch of these shards; None if unmarked."""
     offsets = marked_offsets(batch)
     return None if offsets is None else offsets[-1]

@@ -1,4 +1,4 @@
-"""What a pass over a dataset leaves behind, which decides about the order of the next."""
+"""State that a pass over a dataset leaves behind, on which the order of the next depends."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import tensorflow as tf
 
 __all__ = ["Replay", "read_over", "replay_of"]
 
-# Their iterators make that of their input when they are made, and make it once.
-_PASSED_ON = {
+# Their iterators create the iterator of their input once, when they are created.
+_ONE_INPUT = {
     "AssertCardinality",
     "Batch",
     "Filter",
@@ -36,22 +36,23 @@ _PASSED_ON = {
     "Unbatch",
     "Window",
 }
-_TOGETHER = {"DirectedInterleave", "Zip"}
+_SEVERAL_INPUTS = {"DirectedInterleave", "Zip"}
 _SHUFFLES = {"Shuffle", "ShuffleAndRepeat"}
 _DRAWS = ("Rng", "Stateful")
-_CALL = "StatefulPartitionedCall"  # Of a function, whose operations are looked at too.
+_CALL = "StatefulPartitionedCall"  # Calls a function whose operations are examined too.
 _PYTHON = ("PyFunc", "EagerPyFunc", "PyFuncStateless")
 
 
 @dataclasses.dataclass(frozen=True)
 class Replay:
-    """What must be read of passes that are over, so that the next has the order it would have had.
+    """Batches of earlier passes to read again, so that the next pass has its original order.
 
     Attributes:
-        first: The first batch of each: a shuffle lies below another, and begins when it is read.
-        whole: All of each: what a cache keeps, what a ``tf.random.Generator`` draws or how often a
-            shuffle below ``repeat`` began depends on it.
-        python: Whether Python makes elements, whose state nobody knows.
+        first: Read the first batch of each pass: a shuffle lies below another, and begins when it
+            is read.
+        whole: Read every batch: the order depends on the content of a cache, on the draws of a
+            ``tf.random.Generator``, or on how often a shuffle below ``repeat`` began.
+        python: Whether Python code makes elements; its state is unknown.
     """
 
     first: bool = False
@@ -60,38 +61,39 @@ class Replay:
 
     @property
     def batches(self) -> int | None:
-        """How many batches of a pass must be read; None for all."""
+        """Number of batches to read of each pass; None for all."""
         return None if self.whole else int(self.first)
 
 
 def read_over(iterator: Iterator[Any], batches: int | None) -> int:
-    """Reads batches of a pass that is over; it must be a pass over what is trained on.
+    """Reads batches of an earlier pass again.
 
-    Another dataset made of the same one, with ``map`` or ``skip``, can have a state of its own:
-    shuffles in the selector of ``choose_from_datasets`` begin anew in it.
+    The pass must be over the training dataset itself. Another dataset made from the same source by
+    ``map`` or ``skip`` can have its own state: shuffles in the selector of ``choose_from_datasets``
+    restart in it.
 
     Args:
         iterator: The pass.
-        batches: How many, or None for all.
+        batches: Number of batches, or None for all.
 
     Returns:
-        How many there were.
+        The number of batches read.
     """
     return sum(1 for _ in itertools.islice(iterator, batches))
 
 
 def replay_of(dataset: tf.data.Dataset[Any]) -> Replay:
-    """Returns what must be read of passes over a dataset."""
+    """Returns the batches of earlier passes that the order of the next depends on."""
     from tensorflow.core.framework import graph_pb2
 
     try:
-        written = tf.raw_ops.DatasetToGraphV2(
+        serialized = tf.raw_ops.DatasetToGraphV2(
             input_dataset=tf.data.experimental.to_variant(dataset),
-            external_state_policy=1,  # Does not matter, since the graph is not run.
+            external_state_policy=1,  # Has no effect: the graph is not run.
         )
-    except tf.errors.OpError:  # A dataset of others that cannot say what it is.
+    except tf.errors.OpError:  # A third-party dataset that cannot be serialised.
         return Replay(python=True)
-    graph = graph_pb2.GraphDef.FromString(written.numpy())
+    graph = graph_pb2.GraphDef.FromString(serialized.numpy())
     in_functions = [node.op for function in graph.library.function for node in function.node_def]
     walk = _Walk(graph.node)
     draws = any(op.startswith(_DRAWS) and op != _CALL for op in in_functions)
@@ -99,11 +101,11 @@ def replay_of(dataset: tf.data.Dataset[Any]) -> Replay:
 
 
 class _Walk:
-    """A way from the last dataset of a pipeline up to its sources.
+    """Walk from the last dataset of a pipeline up to its sources.
 
     Attributes:
-        nested: Whether a shuffle of its own order in each pass lies below another.
-        hidden: Whether one lies where its passes are not those of the whole.
+        nested: Whether a shuffle that reorders each pass lies below another shuffle.
+        hidden: Whether such a shuffle has other passes than the pipeline, as below ``repeat``.
     """
 
     def __init__(self, nodes: Iterable[Any]) -> None:
@@ -125,17 +127,17 @@ class _Walk:
         if _reshuffles(node):
             self.nested = self.nested or below
         if kind in _SHUFFLES:
-            below = True  # It begins to read its input when it is read.
-        if kind in _TOGETHER:
+            below = True  # A shuffle begins to read its input when it is read.
+        if kind in _SEVERAL_INPUTS:
             for one in node.input:
                 self._visit(one, below)
-        elif kind in _PASSED_ON or kind in _SHUFFLES:
+        elif kind in _ONE_INPUT or kind in _SHUFFLES:
             self._visit(node.input[0], below)
-        # Of all others, such as cache, repeat and concatenate, what is above stays unseen.
+        # The walk stops at all others, such as cache, repeat and concatenate.
 
 
 def _kind(node: Any) -> str | None:
-    """Map of MapDataset and MapDatasetV2; None of what is no dataset."""
+    """Returns "Map" for MapDataset and MapDatasetV2; None for a node that is not a dataset."""
     name, _, version = node.op.partition("Dataset")
     is_dataset = node.op != name and (version == "" or version[1:].isdigit())
     return name if is_dataset else None

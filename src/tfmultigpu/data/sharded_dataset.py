@@ -1,4 +1,4 @@
-"""From a dataset of global batches to shards for each replica: exact coverage, never empty."""
+"""Datasets of global batches, cut into one shard per replica; every example is used once."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfmultigpu.data import partition
+from tfmultigpu.data.batch_format import as_data_error, checked_rows, count_rows
 from tfmultigpu.data.consistency import compared_over_workers
 from tfmultigpu.data.element_layout import ShardLayout, components_of, iterator_of
 from tfmultigpu.data.shares import check_shares, integer_shares
@@ -31,29 +32,28 @@ def distribute_dataset(
 ) -> ShardedDataset:
     """Cuts each global batch of a dataset into one shard per replica.
 
-    Each row of a global batch is on exactly one replica, the partial batch at the end included, and
-    no shard is empty. A batch with fewer rows than replicas goes whole to every replica; the train,
-    eval and predict steps of this library then count each row once. In a loop written by hand,
-    ``global_mean`` of a ``loss_sum`` is right for such a batch as it is; ``row_weight`` says what
-    else needs to know.
+    Each example of a global batch is on exactly one replica, in the partial last batch too. No
+    shard is empty. A batch with fewer examples than replicas goes whole to every replica. The
+    steps of this library then count each example once. In a hand-written loop,
+    ``global_mean`` of a ``loss_sum`` handles such a batch; for anything else use ``row_weight``.
 
-    Under several workers every worker runs the same pipeline and takes its rows of each batch, so
-    the dataset must yield the same batches on all of them: give ``shuffle`` a seed. Where the
-    strategy is of ``create_strategy`` the workers compare the first batch of each pass.
+    Under several workers every worker runs the same pipeline and takes its examples of each batch.
+    So the dataset must yield the same batches on all of them: give ``shuffle`` a seed. Under a
+    strategy of ``create_strategy`` the workers compare the batches they read.
 
     Args:
         dataset: A ``tf.data.Dataset`` of *global* batches in any nested structure (dict, tuple,
             dense, ragged, sparse), a ``keras.utils.PyDataset``, a function without arguments that
             returns a fresh generator of batches, or arrays (one, or a tuple or dict of them) with
             ``batch_size``. Arrays are not shuffled.
-        strategy: Where to run; ``tf.distribute.get_strategy()`` where None.
-        batch_size: Rows of a global batch, for arrays only.
+        strategy: The strategy; None: ``tf.distribute.get_strategy()``.
+        batch_size: Examples of a global batch, for arrays only.
         shares: Relative share of each global batch per replica, positive, such as ``(3, 1)`` or
-            the result of ``plan_shares``. Equal where None.
-        sharding: How workers divide the data. ``"auto"`` and ``"rows"``: by the rows of each batch.
-        prefetch_to_device: Copy shards to the replicas ahead of time. None: where a replica is not
-            on a CPU. Over several workers with data that ends, TensorFlow then asks all of them at
-            each step whether there is more, so None means no there.
+            the result of ``plan_shares``. None: equal shares.
+        sharding: ``"auto"`` and ``"rows"`` both divide the examples of each batch over the workers.
+        prefetch_to_device: Copy shards to the replicas ahead of time. None: if a replica is not on
+            a CPU, except with finite data over several workers: TensorFlow would then ask all of
+            them at each step for more data.
 
     Returns:
         A re-iterable of shards. Each item has the structure of the dataset's elements and goes to
@@ -63,7 +63,7 @@ def distribute_dataset(
 
     Raises:
         DataError: The dataset is unbatched, already distributed, one-shot, or not data; or its
-            tensors differ in their number of rows. At the first batch: workers read different data.
+            tensors differ in their number of rows. Later: the workers read different data.
         ShareError: ``shares`` are not one positive number per replica.
 
     Example:
@@ -77,7 +77,7 @@ def distribute_dataset(
     if sharding not in ("auto", "rows"):
         raise DataError(
             f"sharding must be 'auto' or 'rows'. Received: sharding={sharding!r}. Files need no "
-            "sharding: give every worker the same list of them, and the rows are divided."
+            "sharding: give every worker the same list of files. The examples are divided."
         )
     replicas = strategy.num_replicas_in_sync
     shares = (1,) * replicas if shares is None else tuple(shares)
@@ -93,24 +93,24 @@ def distribute_dataset(
 
 
 def row_weight(batch: Any, strategy: tf.distribute.Strategy | None = None) -> tf.Tensor:
-    """Returns what each row of a batch counts on each replica that has it, for loops by hand.
+    """Returns the weight of each row of a batch on a replica, for hand-written loops.
 
-    The steps of this library do this by themselves. Call it where the batch is, outside
-    ``strategy.run``, and hand it to the replicas with the batch:
+    The steps of this library apply it themselves. Call it outside ``strategy.run``, and give it to
+    the replicas with the batch:
     ``strategy.run(fn, args=(batch, tmg.data.row_weight(batch, strategy)))``, then
     ``tmg.loss_sum(..., row_weight=weight)``.
 
     Args:
-        batch: An element of a distributed dataset, or what it was taken apart into.
-        strategy: The strategy it is for; ``tf.distribute.get_strategy()`` where None.
+        batch: An element of a distributed dataset, or a part of it.
+        strategy: The strategy of the dataset; None: ``tf.distribute.get_strategy()``.
 
     Returns:
-        A float64 scalar: 1, or ``1 / replicas`` where the batch has fewer rows than there are
-        replicas, each of which then holds all of them.
+        A float64 scalar: 1, or ``1 / replicas`` if the batch has fewer rows than there are
+        replicas. Each replica then holds all rows.
 
     Raises:
-        DataError: The batch was not cut by ``distribute_dataset``, or was passed into a
-            ``tf.function``, where it forgets.
+        DataError: ``distribute_dataset`` did not cut the batch, or it was passed into a
+            ``tf.function``, which drops its marks.
 
     Example:
         >>> import numpy as np, tfmultigpu as tmg
@@ -123,16 +123,16 @@ def row_weight(batch: Any, strategy: tf.distribute.Strategy | None = None) -> tf
     rows = partition.marked_global_rows(batch)
     if rows is None and replicas > 1:
         raise DataError(
-            "This batch does not know how many rows its global batch has. Give an element of "
-            "tmg.distribute_dataset, and call row_weight before the batch is passed into a "
-            "tf.function of your own."
+            "The number of rows of the global batch is unknown. Give an element of "
+            "tmg.distribute_dataset, and call row_weight before you pass the batch into your own "
+            "tf.function."
         )
     weight: tf.Tensor = partition.row_weight(rows, replicas)
     return weight
 
 
 def should_prefetch(element_spec: Any, strategy: tf.distribute.Strategy) -> bool:
-    """Ahead of time to GPUs and TPUs, of what they can hold: dense numbers."""
+    """Returns whether to prefetch to devices: dense numbers, to GPUs and TPUs."""
     devices = strategy.extended.worker_devices if strategy.num_replicas_in_sync > 1 else ()
     on_accelerators = any("CPU" not in device.upper() for device in devices)
     return on_accelerators and all(
@@ -142,13 +142,13 @@ def should_prefetch(element_spec: Any, strategy: tf.distribute.Strategy) -> bool
 
 
 class ShardedDataset(tf.distribute.DistributedDataset):  # type: ignore[misc]
-    """Global batches cut into shards; what ``distribute_dataset`` returns.
+    """Global batches cut into shards; ``distribute_dataset`` returns it.
 
     Attributes:
         strategy: The strategy the shards are for.
         shares: Relative share of each replica, integers.
         prefetches_to_device: Whether shards are copied to the replicas ahead of time.
-        batches: The global batches, not cut.
+        batches: The uncut global batches.
     """
 
     def __init__(
@@ -158,18 +158,18 @@ class ShardedDataset(tf.distribute.DistributedDataset):  # type: ignore[misc]
         shares: tuple[int, ...],
         prefetch_to_device: bool,
     ) -> None:
-        """Use ``distribute_dataset``, which checks what it is given."""
+        """Use ``distribute_dataset`` instead, which checks its arguments."""
         self.batches = batches
         self.strategy = strategy
         self.shares = shares
         self.prefetches_to_device = prefetch_to_device
         self._layout = ShardLayout(strategy, batches.element_spec, prefetch_to_device)
         self._cardinality = batches.cardinality()
-        # Cut by tf.data, in its own thread, while the previous step runs.
+        # tf.data cuts in its own thread while the previous step runs.
         batches = compared_over_workers(batches, strategy)
         cut = batches if self._layout.whole else batches.map(self._cut)
         if prefetch_to_device:
-            # One element per replica, dealt out in turn, so that each is copied ahead of time.
+            # One element per replica in turn, so that TensorFlow copies each ahead of time.
             pieces = cut.flat_map(self._layout.deal)
             self._source = strategy.distribute_datasets_from_function(lambda context: pieces)
         else:
@@ -180,7 +180,7 @@ class ShardedDataset(tf.distribute.DistributedDataset):  # type: ignore[misc]
         return ShardIterator(iter(self._source), self._layout)
 
     def __len__(self) -> int:
-        """Number of global batches in a pass.
+        """Returns the number of global batches in a pass.
 
         Raises:
             UnknownLengthError: The number is unknown or infinite.
@@ -190,20 +190,20 @@ class ShardedDataset(tf.distribute.DistributedDataset):  # type: ignore[misc]
             kind = "infinite" if count == tf.data.INFINITE_CARDINALITY else "unknown in advance"
             raise UnknownLengthError(
                 f"The number of batches is {kind}. Count steps instead, for example with "
-                "step.run(iterator, steps), or state it with "
+                "step.run(iterator, steps), or set it with "
                 "dataset.apply(tf.data.experimental.assert_cardinality(n))."
             )
         return count
 
     @property
     def element_spec(self) -> Any:
-        """The type of one *global* batch."""
+        """Type specs of a *global* batch."""
         return self._layout.element_spec
 
     def reduce(self, initial_state: Any, reduce_func: Callable[[Any, Any], Any]) -> Any:
-        """Runs ``state = reduce_func(state, batch)`` over a pass; ``for`` in a graph calls this."""
+        """Runs ``state = reduce_func(state, batch)`` over a pass; ``for`` in a graph calls it."""
         with warnings.catch_warnings():
-            # TensorFlow's, about its own call on its own dataset: nothing for the user to change.
+            # TensorFlow warns about its own call on its own dataset; the user cannot change it.
             warnings.filterwarnings("ignore", "To make it possible to preserve tf.data options")
             source = iter(self._source)
 
@@ -221,21 +221,21 @@ class ShardedDataset(tf.distribute.DistributedDataset):  # type: ignore[misc]
 
     @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
     def _cut(self, *element: Any) -> tuple[Any, ...]:
-        # tf.data takes tuples apart into arguments, and nothing else.
+        # tf.data unpacks only tuples into arguments.
         batch = element if type(self.element_spec) is tuple else element[0]
-        batch = partition.checked_rows(batch)
-        offsets = partition.shard_offsets(partition.count_rows(batch), self.shares)
+        batch = checked_rows(batch)
+        offsets = partition.shard_offsets(count_rows(batch), self.shares)
         shards = partition.cut_rows(batch, self.shares, self._layout.local)
         return self._layout.flatten(shards, offsets)
 
 
 @dataclasses.dataclass(eq=False)
 class ShardIterator(Iterator[Any]):
-    """One pass over a ``ShardedDataset``; made by ``iter(dataset)``.
+    """One pass over a ``ShardedDataset``; ``iter(dataset)`` creates it.
 
     Attributes:
-        source: The TensorFlow iterator underneath.
-        layout: What the elements of ``source`` mean.
+        source: The underlying TensorFlow iterator.
+        layout: The layout of the elements of ``source``.
     """
 
     source: Any
@@ -248,28 +248,28 @@ class ShardIterator(Iterator[Any]):
 
     @property
     def batch_spec(self) -> Any:
-        """The types of one global batch."""
+        """Type specs of a global batch."""
         return self.layout.element_spec
 
     @property
     def split_key(self) -> Any:
-        """What ``split`` depends on besides its argument; comparable."""
+        """Comparable value on which ``split`` depends, besides its argument."""
         return self.layout
 
     def split(self, element: Any) -> tuple[list[Any], Any]:
-        """Returns what ``source`` yielded as local shards, and their offsets.
+        """Returns the local shards of an element, and the offsets of all shards.
 
         Args:
             element: One element of ``source``.
 
         Returns:
-            A list with one structure per local replica, and an int64 vector: where the shard of
-            each replica begins in the global batch, then the rows of that.
+            A list with one structure per local replica, and an int64 vector: the first row of each
+            replica's shard in the global batch, then the rows of the global batch.
         """
         return self.layout.split(element)
 
     def only(self, element: Any) -> ShardIterator:
-        """Returns an iterator of the same kind that yields one element of ``source`` only."""
+        """Returns an iterator of the same type that yields one element of ``source`` only."""
         strategy = self.layout.strategy
         if not self.layout.on_devices:
             return ShardIterator(iterator_of(element, self.source.element_spec), self.layout)
@@ -284,12 +284,12 @@ class ShardIterator(Iterator[Any]):
         """Returns itself.
 
         Raises:
-            DataError: Inside a ``tf.function``, where a ``for`` over an iterator would never end.
+            DataError: Inside a ``tf.function``, in which a ``for`` over an iterator never ends.
         """
         if tf.inside_function():
             raise DataError(
-                "A for loop over an iterator inside a tf.function would be unrolled without end. "
-                "Loop over the dataset itself (for batch in data), or call next(iterator)."
+                "A for loop over an iterator inside a tf.function would be unrolled forever. Write "
+                "for batch in data, over the dataset itself, or call next(iterator)."
             )
         return self
 
@@ -307,22 +307,22 @@ class ShardIterator(Iterator[Any]):
         try:
             return self.layout.to_batch(next(self.source))
         except tf.errors.InvalidArgumentError as error:
-            raise partition.as_data_error(error) from None
+            raise as_data_error(error) from None
 
     def __tf_flatten__(self) -> tuple[tuple[ShardLayout], tuple[Any]]:
-        """Lets a ``tf.function`` take the iterator as an argument, one trace for all passes."""
+        """Lets a ``tf.function`` take the iterator as an argument; one trace serves all passes."""
         return (self.layout,), (self.source,)
 
     @classmethod
     def __tf_unflatten__(
         cls, metadata: tuple[ShardLayout], components: tuple[Any]
     ) -> ShardIterator:
-        """The inverse of ``__tf_flatten__``."""
+        """Inverts ``__tf_flatten__``."""
         return cls(components[0], metadata[0])
 
 
 def check_batched(element_spec: Any) -> None:
-    """Checks, from the types alone, that elements look like batches.
+    """Checks from the type specs alone that elements are batches.
 
     Raises:
         DataError: A component is a scalar, or components differ in their static first axis.
@@ -334,21 +334,21 @@ def check_batched(element_spec: Any) -> None:
     foreign = [type(spec).__name__ for spec in specs if not isinstance(spec, kinds)]
     if foreign:
         raise DataError(
-            f"A component of the dataset is no tensor but a {foreign[0]}. Received: "
-            f"element_spec={element_spec}. Components are dense, ragged or sparse tensors; after "
-            "dataset.window(n) the tensors are in dataset.flat_map(lambda window: window.batch(n))."
+            f"A component of the dataset is a {foreign[0]}, not a tensor. Received: "
+            f"element_spec={element_spec}. Give dense, ragged or sparse tensors; after "
+            "dataset.window(n) write dataset.flat_map(lambda window: window.batch(n))."
         )
     shapes = [spec.shape for spec in specs]
     if any(shape.rank == 0 for shape in shapes):
         raise DataError(
-            "The dataset is not batched: a component is a scalar per element. "
-            f"Received: element_spec={element_spec}. Batch it first, with the global batch size: "
+            "The dataset is not batched: a component is a scalar per element. Received: "
+            f"element_spec={element_spec}. Batch it first, with the global batch size: "
             "dataset.batch(global_batch_size)."
         )
     sizes = {shape[0] for shape in shapes if shape.rank} - {None}
     if len(sizes) > 1:
         raise DataError(
-            f"The components of an element differ in their first axis: {sorted(sizes)}. "
-            f"Received: element_spec={element_spec}. Either the dataset is not batched (call "
+            f"The components of an element differ in their first axis: {sorted(sizes)}. Received: "
+            f"element_spec={element_spec}. Either the dataset is not batched (call "
             "dataset.batch(global_batch_size)), or features and labels do not belong together."
         )

@@ -1,4 +1,4 @@
-"""How a global batch is apportioned over replicas that are not alike."""
+"""Shares of a global batch for replicas of different speed or memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tfmultigpu.errors import ShareError
 
 __all__ = ["check_shares", "integer_shares", "plan_micro_batches", "plan_shares"]
 
-_FINEST = 2**20  # parts into which fractional shares are rounded
+_PARTS = 2**20  # Fractional shares are rounded to this many parts.
 
 
 def plan_shares(
@@ -26,31 +26,32 @@ def plan_shares(
     maximum: float | Sequence[float] | None = None,
     multiple_of: int = 1,
 ) -> tuple[int, ...]:
-    """Divides the rows of a global batch over replicas in proportion to what each can take.
+    """Divides the examples of a global batch over replicas in proportion to their capacities.
 
-    The method of largest remainders: every replica gets its proportional share rounded down, and
-    the rows left over go to the largest fractions (Hamilton's method; see
-    https://en.wikipedia.org/wiki/Quota_method). While rows last no replica is left without one.
-    A share that would be below its minimum or above its maximum is set to that, and the others
-    divide the rest in proportion.
+    It uses the method of largest remainders (Hamilton's method; see
+    https://en.wikipedia.org/wiki/Quota_method). Every replica gets its proportional share, rounded
+    down. The examples left over go to the largest fractions. Every replica gets at least one
+    example while there are enough. A share below its minimum or above its maximum is set to that
+    limit, and the other replicas divide the rest in proportion.
 
     Args:
-        global_batch_size: Rows of one global batch, at least 1.
+        global_batch_size: Examples of one global batch, at least 1.
         capacities: One positive number per replica, in any unit: bytes free
-            (``memory_capacities``), rows per second (``measured_capacities``).
-        minimum: Fewest rows of a replica.
-        maximum: Most rows of each replica, one number for all or one per replica: with speeds as
-            capacities, what its memory holds. None: no limit.
-        multiple_of: Shares are multiples of this. The rows of a batch that is none itself, less
-            than one multiple, go to the most capable replica that has room for them.
+            (``memory_capacities``), examples per second (``measured_capacities``).
+        minimum: Fewest examples of a replica.
+        maximum: Most examples of each replica, one number for all or one per replica. If the
+            capacities are speeds, give the examples that fit in memory. None: no limit.
+        multiple_of: Shares are multiples of this. The remainder of the batch, less than one
+            multiple, goes to the replica of largest capacity that has room for it.
 
     Returns:
-        Rows per replica, in the order of ``capacities``; they sum to ``global_batch_size``. Equal
-        capacities differ by at most one row (one multiple), the earlier replica getting it.
+        Examples per replica, in the order of ``capacities``; they sum to ``global_batch_size``.
+        Shares of equal capacities differ by at most one example (one multiple); the earlier replica
+        gets more.
 
     Raises:
-        ShareError: A capacity is not a positive finite number, the batch has no rows, or it cannot
-            be divided within the limits.
+        ShareError: A capacity is not a positive finite number, the batch has no examples, or it
+            cannot be divided within the limits.
 
     Example:
         >>> import tfmultigpu as tmg
@@ -62,9 +63,9 @@ def plan_shares(
         (68, 32)
     """
     capacities = check_shares(capacities)
-    _check_rows(global_batch_size, "A global batch", "global_batch_size")
-    _check_rows(minimum, "The minimum of a replica", "minimum")
-    _check_rows(multiple_of, "What shares are multiples of", "multiple_of")
+    _check_count(global_batch_size, "global_batch_size")
+    _check_count(minimum, "minimum")
+    _check_count(multiple_of, "multiple_of")
     rows, unit = int(global_batch_size), int(multiple_of)
     exact = [_fraction(capacity) for capacity in capacities]
     by_capacity = sorted(range(len(exact)), key=lambda i: (-exact[i], i))
@@ -83,11 +84,11 @@ def plan_shares(
             break
     else:
         raise ShareError(
-            f"The batch cannot be divided within the limits. Received: {rows} rows for "
+            f"The batch cannot be divided within the limits. Received: {rows} examples for "
             f"{len(exact)} replicas, minimum={minimum}, maximum={maximum}, "
-            f"multiple_of={multiple_of}. Make the batch smaller where memory is the limit, or "
-            "leave out the maximum and compute shares in parts (plan_micro_batches); larger where "
-            "the minimum is."
+            f"multiple_of={multiple_of}. If memory is the limit, use a smaller batch, or drop "
+            "the maximum and compute shares in parts (plan_micro_batches). If the minimum is the "
+            "limit, use a larger batch."
         )
     parts = [share * unit for share in _apportion(units, exact, low, bounds)]
     parts[last] += rest
@@ -95,9 +96,9 @@ def plan_shares(
 
 
 def plan_micro_batches(shares: Sequence[int], maximum: float | Sequence[float]) -> tuple[int, ...]:
-    """Returns into how many micro-batches each replica must cut its share to hold one at a time.
+    """Returns the number of micro-batches that lets each replica hold its share part by part.
 
-    Shares then go by speed and micro-batches by memory, and a small GPU trains beside a large one
+    Shares then follow speed and micro-batches follow memory. A small GPU trains beside a large one
     without a smaller global batch::
 
         shares = tmg.plan_shares(1024, speeds)
@@ -106,15 +107,15 @@ def plan_micro_batches(shares: Sequence[int], maximum: float | Sequence[float]) 
         step = tmg.make_train_step(model, optimizer, loss, strategy, micro_batches=micro_batches)
 
     Args:
-        shares: Rows of each replica in the largest global batch, as ``plan_shares`` returns them.
-        maximum: Rows that each replica holds at once, one number for all or one per replica;
-            parts of a row do not count, ``math.inf`` is no limit.
+        shares: Examples of each replica in the largest global batch, from ``plan_shares``.
+        maximum: Examples that each replica holds at once, one number for all or one per replica.
+            Fractions are rounded down; ``math.inf`` means no limit.
 
     Returns:
         The least number of micro-batches for each replica, at least 1.
 
     Raises:
-        ShareError: A share is no whole number of rows, a replica does not hold one row, or there is
+        ShareError: A share is not a whole number, a replica does not hold one example, or there is
             not one maximum per replica.
 
     Example:
@@ -124,7 +125,7 @@ def plan_micro_batches(shares: Sequence[int], maximum: float | Sequence[float]) 
     """
     shares = check_shares(shares)
     for share in shares:
-        _check_rows(share, "A share", "shares")
+        _check_count(share, "shares")
     limits = _limits(maximum, len(shares))
     return tuple(
         1 if limit is None else -(-int(share) // limit)
@@ -132,15 +133,13 @@ def plan_micro_batches(shares: Sequence[int], maximum: float | Sequence[float]) 
     )
 
 
-def _check_rows(number: Any, what: str, name: str) -> None:
+def _check_count(number: Any, name: str) -> None:
     if not _is_finite(number) or number < 1 or int(number) != number:
-        raise ShareError(
-            f"{what} is a whole number of rows, at least one. Received: {name}={number}."
-        )
+        raise ShareError(f"{name} must be a whole number of at least 1. Received: {name}={number}.")
 
 
 def _limits(maximum: float | Sequence[float] | None, replicas: int) -> list[int | None]:
-    """The most rows of each replica, rounded down; None for no limit."""
+    """Returns the maximum of each replica, rounded down; None for no limit."""
     if maximum is None:
         return [None] * replicas
     limits: list[Any] = np.atleast_1d(np.asarray(maximum, dtype=object)).tolist()
@@ -153,14 +152,14 @@ def _limits(maximum: float | Sequence[float] | None, replicas: int) -> list[int 
     for i, limit in enumerate(limits):
         if not isinstance(limit, Real) or math.isnan(limit) or limit < 1:
             raise ShareError(
-                f"A replica must be able to hold one row. Received: maximum[{i}]={limit!r}. Leave "
-                "its device out of the strategy: tmg.create_strategy(devices=[...])."
+                f"A replica must hold at least one example. Received: maximum[{i}]={limit!r}. "
+                "Leave its device out of the strategy: tmg.create_strategy(devices=[...])."
             )
     return [None if limit == math.inf else int(limit) for limit in limits]
 
 
 def _fraction(number: float) -> Fraction:
-    """The number without rounding, also where it is one of NumPy's."""
+    """Returns a Python or NumPy number as a fraction, without rounding."""
     return Fraction(int(number) if isinstance(number, Integral) else float(number))
 
 
@@ -178,7 +177,7 @@ def _apportion(
         beyond = {i: quotas[i] - high[i] for i in free if quotas[i] > high[i]}
         if not missing and not beyond:
             break
-        # Setting the heavier side first leaves the other side something to give or to take.
+        # The side with the larger sum is fixed first, so that the other side can still balance it.
         if sum(missing.values()) >= sum(beyond.values()):
             parts.update({i: low[i] for i in missing})
         else:
@@ -195,13 +194,14 @@ def check_shares(shares: Sequence[float], replicas: int | None = None) -> tuple[
 
     Args:
         shares: Relative weights, in any unit.
-        replicas: How many there must be; unchecked where None.
+        replicas: Their required number; None: any.
 
     Returns:
-        The same, as a tuple.
+        The shares as a tuple.
 
     Raises:
-        ShareError: There are none, not as many as replicas, or one is not positive and finite.
+        ShareError: There are no shares, another number than ``replicas``, or one is not positive
+            and finite.
     """
     if not isinstance(shares, Iterable):
         raise ShareError(f"There must be one positive number per replica. Received: {shares!r}.")
@@ -221,8 +221,8 @@ def check_shares(shares: Sequence[float], replicas: int | None = None) -> tuple[
             )
         if share == 0:
             raise ShareError(
-                f"Replica {i} would get nothing to do, and would still slow down every step. "
-                f"Received: shares={shares}. Leave its device out of the strategy instead: "
+                f"Replica {i} would get no examples and still slow down every step. Received: "
+                f"shares={shares}. Leave its device out of the strategy instead: "
                 "tmg.create_strategy(devices=[...]) with the other devices."
             )
     return shares
@@ -242,12 +242,12 @@ def integer_shares(shares: Sequence[float]) -> tuple[int, ...]:
         shares: Positive relative weights.
 
     Returns:
-        Positive integers, exact where the shares are integers; others, and such as sum to more than
-        2**20 in lowest terms, are rounded to one part in 2**20.
+        Positive integers. Integer shares are exact. Other shares, and integers that sum to more
+        than 2**20 in lowest terms, are rounded to one part in 2**20.
     """
     if all(float(share).is_integer() for share in shares):
         whole = [int(share) for share in shares]
         common = math.gcd(*whole)
-        if sum(whole) <= common * _FINEST:
+        if sum(whole) <= common * _PARTS:
             return tuple(share // common for share in whole)
-    return plan_shares(_FINEST, shares)
+    return plan_shares(_PARTS, shares)

@@ -1,4 +1,4 @@
-"""What people have as data, turned into a ``tf.data.Dataset`` of global batches."""
+"""Conversion of user data to a ``tf.data.Dataset`` of global batches."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfmultigpu.data import partition
+from tfmultigpu.data.batch_format import any_rows, count_rows, tensors_of
 from tfmultigpu.errors import DataError
 
 __all__ = ["to_dataset"]
@@ -25,9 +25,9 @@ def to_dataset(data: Any, batch_size: int | None = None) -> tf.data.Dataset[Any]
     Args:
         data: A ``tf.data.Dataset`` of batches, a ``keras.utils.PyDataset``, a function without
             arguments that returns a fresh generator of batches, or arrays (one, or a tuple, list or
-            dict of them) that agree in their first axis. The batches of a PyDataset come in order,
-            ``workers`` of them being made at a time by threads.
-        batch_size: Rows of a global batch, for arrays only.
+            dict of them) that agree in their first axis. The batches of a PyDataset come in order;
+            its ``workers`` threads make them ahead of time.
+        batch_size: Examples of a global batch, for arrays only.
 
     Returns:
         A dataset that can be iterated any number of times.
@@ -44,8 +44,8 @@ def to_dataset(data: Any, batch_size: int | None = None) -> tf.data.Dataset[Any]
     """
     if isinstance(data, (tf.distribute.DistributedDataset, tf.distribute.DistributedValues)):
         raise DataError(
-            f"The data is already distributed. Received: {type(data).__name__}. Give the "
-            "tf.data.Dataset of global batches it was made from."
+            f"The data is already distributed. Received: {type(data).__name__}. Give the original "
+            "tf.data.Dataset of global batches."
         )
     if isinstance(data, tf.data.Dataset):
         _no_batch_size(data, batch_size, "dataset.batch(batch_size)")
@@ -59,8 +59,8 @@ def to_dataset(data: Any, batch_size: int | None = None) -> tf.data.Dataset[Any]
         return _from_passes(_Passes(lambda: _py_dataset_batches(data)))
     if isinstance(data, (Iterator, tf.data.Iterator)):
         raise DataError(
-            "An iterator can be read once, and looking at it would lose batches. Received: "
-            f"{type(data).__name__}. Give the function that makes it: "
+            "An iterator can be read once, and inspecting it would lose batches. Received: "
+            f"{type(data).__name__}. Give the function that makes it: write "
             "tmg.distribute_dataset(make_batches), not tmg.distribute_dataset(make_batches())."
         )
     if callable(data):
@@ -75,29 +75,29 @@ def _from_arrays(data: Any, batch_size: int | None) -> tf.data.Dataset[Any]:
     except (TypeError, ValueError) as error:
         hint = ""
         if hasattr(data, "__iter__") and not isinstance(data, (str, bytes, tuple, list, Mapping)):
-            hint = " If a loop over it yields batches, give a function that returns it: lambda: it."
+            hint = " If it is an iterable of batches, give a function that returns it: lambda: it."
         raise DataError(
-            f"This is not data that can be distributed: {error}. Received: {type(data).__name__}. "
-            f"Give a tf.data.Dataset of global batches, or arrays with batch_size.{hint}"
+            f"The data cannot be distributed: {error}. Received: {type(data).__name__}. Give a "
+            f"tf.data.Dataset of global batches, or arrays with batch_size.{hint}"
         ) from None
-    leaves = _present(arrays)
+    leaves = tensors_of(arrays)
     if not leaves:
-        raise DataError(f"There are no arrays. Received: {data!r}. Give (features, labels).")
+        raise DataError(f"The data has no arrays. Received: {data!r}. Give (features, labels).")
     shapes = [tuple(leaf.shape) for leaf in leaves]
     if () in shapes:
         raise DataError(
-            "An array of examples has rows, but one of these is a single value. Received: shapes "
-            f"{shapes}."
+            "An array of examples has rows, but one of these is a scalar. Received: shapes "
+            f"{shapes}. Give every array one row per example."
         )
     if not isinstance(batch_size, (int, np.integer)) or batch_size < 1:
         raise DataError(
             f"Arrays need a batch size of at least 1. Received: batch_size={batch_size}. "
             "Write tmg.distribute_dataset((x, y), batch_size=64), with the size of a global batch."
         )
-    if len({int(partition.count_rows(leaf)) for leaf in leaves}) > 1:
+    if len({int(count_rows(leaf)) for leaf in leaves}) > 1:
         raise DataError(
             "The arrays differ in their number of rows, so they cannot be paired. Received: shapes "
-            f"{shapes}."
+            f"{shapes}. Give one row per example in each."
         )
     present = tf.data.Dataset.from_tensor_slices(tuple(leaves)).batch(batch_size)
     return present.map(functools.partial(_fill, arrays))
@@ -105,14 +105,10 @@ def _from_arrays(data: Any, batch_size: int | None) -> tf.data.Dataset[Any]:
 
 @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
 def _fill(structure: Any, *tensors: Any) -> Any:
-    """The structure with these tensors in place of its leaves, and None where it had None."""
-    turn = iter(tensors)
-    leaves = [None if leaf is None else next(turn) for leaf in tf.nest.flatten(structure)]
+    """Returns the structure with these tensors as its leaves; a None leaf stays None."""
+    replacements = iter(tensors)
+    leaves = [None if leaf is None else next(replacements) for leaf in tf.nest.flatten(structure)]
     return tf.nest.pack_sequence_as(structure, leaves)
-
-
-def _present(structure: Any) -> tuple[Any, ...]:
-    return tuple(leaf for leaf in tf.nest.flatten(structure) if leaf is not None)
 
 
 def _array_to_tensor(value: Any) -> Any:
@@ -124,7 +120,7 @@ def _array_to_tensor(value: Any) -> Any:
 
 
 def _lists_to_tuples(batch: Any) -> Any:
-    """Lists of arrays as tuples, lists of numbers as arrays: tf.data would stack either kind."""
+    """Converts lists of arrays to tuples and other lists to arrays; tf.data would stack both."""
     if isinstance(batch, list):
         if not any(_holds_arrays(item) for item in batch):
             return np.asarray(batch)
@@ -144,14 +140,14 @@ def _holds_arrays(item: Any) -> bool:
 
 
 class _Passes:
-    """Fresh iterators of batches; the first pass continues the one whose types were looked at.
+    """Fresh iterators of batches; the first pass continues the iterator that was inspected.
 
     Attributes:
-        spec: The types of a batch. An axis that differs between the first two batches is open.
+        spec: Type specs of a batch. An axis that differs between the first two batches is unknown.
     """
 
     def __init__(self, make_batches: Callable[[], Any]) -> None:
-        """Looks at the first two batches, and keeps them for the first pass."""
+        """Reads the first two batches, and keeps them for the first pass."""
         self._make = make_batches
         self._first = iter(make_batches())
         seen = list(itertools.islice(self._first, 2))
@@ -161,7 +157,7 @@ class _Passes:
                 f"{getattr(make_batches, '__name__', make_batches)!r}."
             )
         first, second = (
-            tf.nest.map_structure(_any_rows, _to_tensors_or_arrays(batch))
+            tf.nest.map_structure(_spec_of, _to_tensors_or_arrays(batch))
             for batch in (seen[0], seen[-1])
         )
         try:
@@ -171,22 +167,22 @@ class _Passes:
                 "The batches of the generator differ in their structure or types. Received: "
                 f"{first}, then {second}."
             ) from None
-        self._waiting: Iterator[Any] | None = itertools.chain(seen, self._first)
+        self._next_pass: Iterator[Any] | None = itertools.chain(seen, self._first)
 
     def __call__(self) -> Iterator[Any]:
         """Begins a pass."""
-        batches, self._waiting = self._waiting, None
+        batches, self._next_pass = self._next_pass, None
         if batches is None:
             batches = iter(self._make())
             if batches is self._first:
                 raise DataError(
-                    "The function returns the same iterator each time, which can be read only "
-                    "once, so the second pass would have no data. Make the generator inside it."
+                    "The function returns the same iterator each time, so the second pass would "
+                    "have no data. Make the generator inside the function."
                 )
         return map(self._checked, batches)
 
     def _checked(self, batch: Any) -> tuple[Any, ...]:
-        leaves, specs = _present(_to_tensors_or_arrays(batch)), _present(self.spec)
+        leaves, specs = tensors_of(_to_tensors_or_arrays(batch)), tensors_of(self.spec)
         shapes = [leaf.shape for leaf in leaves]
         fits = len(leaves) == len(specs) and all(
             spec.shape.is_compatible_with(shape) for spec, shape in zip(specs, shapes, strict=True)
@@ -194,11 +190,11 @@ class _Passes:
         if not fits:
             raise DataError(
                 "A batch of the generator does not fit the first two. Received: shapes "
-                f"{[tuple(shape) for shape in shapes]} where {[spec.shape for spec in specs]} was "
-                "expected. An axis may vary if it does so between the first two batches; or give "
-                "tf.data.Dataset.from_generator(..., output_signature=...), which says it."
+                f"{[tuple(shape) for shape in shapes]}, expected {[spec.shape for spec in specs]}. "
+                "An axis may vary if it differs between the first two batches; or set "
+                "tf.data.Dataset.from_generator(..., output_signature=...)."
             )
-        return leaves
+        return tuple(leaves)
 
 
 def _supertype(first: Any, second: Any) -> Any:
@@ -211,7 +207,9 @@ def _supertype(first: Any, second: Any) -> Any:
 
 
 def _from_passes(passes: _Passes) -> tf.data.Dataset[Any]:
-    present = tf.data.Dataset.from_generator(passes, output_signature=_present(passes.spec))
+    present = tf.data.Dataset.from_generator(
+        passes, output_signature=tuple(tensors_of(passes.spec))
+    )
     return present.map(functools.partial(_fill, passes.spec))
 
 
@@ -222,32 +220,24 @@ def _to_tensors_or_arrays(batch: Any) -> Any:
     )
 
 
-def _any_rows(leaf: Any) -> Any:
-    if leaf is None:
-        return None
-    spec: Any = tf.type_spec_from_value(leaf)
-    if isinstance(spec, tf.RaggedTensorSpec):
-        shape = [None, *leaf.shape[1:]]
-        return tf.RaggedTensorSpec(shape, leaf.dtype, leaf.ragged_rank, leaf.row_splits.dtype)
-    if isinstance(spec, tf.SparseTensorSpec):
-        return tf.SparseTensorSpec([None, *leaf.shape[1:]], leaf.dtype)
-    return tf.TensorSpec([None, *spec.shape[1:]], spec.dtype) if spec.shape.rank else spec
+def _spec_of(leaf: Any) -> Any:
+    return None if leaf is None else any_rows(tf.type_spec_from_value(leaf))
 
 
 def _is_py_dataset(data: Any) -> bool:
-    # Who has a PyDataset has imported Keras; the others need not wait for it.
+    # A PyDataset exists only after Keras was imported; without one, the import is saved.
     keras = sys.modules.get("keras")
     return keras is not None and isinstance(data, keras.utils.PyDataset)
 
 
 def _num_batches(data: Any) -> int | None:
-    """Batches of a PyDataset; None where it has no end."""
+    """Returns the number of batches of a PyDataset; None if it has no end."""
     count = data.num_batches if hasattr(data, "num_batches") else len(data)
     return None if count is None else int(count)
 
 
 def _py_dataset_batches(data: Any) -> Iterator[Any]:
-    """One epoch of a PyDataset, in order; workers make batches ahead of time."""
+    """Yields one epoch of a PyDataset in order; threads make batches ahead of time."""
     if hasattr(data, "on_epoch_begin"):
         data.on_epoch_begin()
     count = _num_batches(data)
@@ -270,6 +260,6 @@ def _py_dataset_batches(data: Any) -> Iterator[Any]:
 def _no_batch_size(data: Any, batch_size: int | None, instead: str) -> None:
     if batch_size is not None:
         raise DataError(
-            f"batch_size is for arrays. Received: batch_size={batch_size} with a "
-            f"{type(data).__name__}, which already yields batches; use {instead}."
+            f"batch_size is for arrays, and a {type(data).__name__} already yields batches. "
+            f"Received: batch_size={batch_size}. Use {instead}."
         )

@@ -11,8 +11,7 @@ from typing import Any, TypeVar
 
 import tensorflow as tf
 
-from tfmultigpu.data import partition
-from tfmultigpu.data.batch_format import unpack_batch
+from tfmultigpu.data.batch_format import count_rows, unpack_batch
 from tfmultigpu.data.sharded_dataset import ShardedDataset, check_batched, distribute_dataset
 from tfmultigpu.diagnostics.report import Finding
 from tfmultigpu.errors import DataError
@@ -93,7 +92,7 @@ def look_at_input(dataset: Any, patience: float) -> Input:
     try:
         check_batched(spec)
         first = _within(patience, lambda: next(iter(dataset.take(1)), None))
-        rows = None if first is None else int(partition.count_rows(first))
+        rows = None if first is None else int(count_rows(first))
     except DataError as error:
         return Input(kind, dataset, spec=spec, problem=str(error), trouble="unbatched")
     except tf.errors.OpError as error:

@@ -8,7 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfmultigpu.data.partition import count_rows
+from tfmultigpu.data.batch_format import count_rows
 from tfmultigpu.data.resumable import PositionedDataset
 from tfmultigpu.data.sharded_dataset import ShardedDataset, distribute_dataset
 from tfmultigpu.data.sources import to_dataset

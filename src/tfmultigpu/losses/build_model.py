@@ -1,4 +1,4 @@
-"""Building models from the types of a batch, in the scope of their strategy."""
+"""Builds models from the type specs of a batch, in the scope of their strategy."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _LENGTH = 8
 
 
 def prepare_model(model: Any, strategy: tf.distribute.Strategy, batch_spec: Any = None) -> None:
-    """Checks that a model was created in the scope of a strategy, and builds it there if need be.
+    """Checks that a model was created in the scope of a strategy; builds it if it is not built.
 
     Args:
         model: A Keras model.
@@ -35,24 +35,24 @@ def prepare_model(model: Any, strategy: tf.distribute.Strategy, batch_spec: Any 
 
 
 def _check_layers(model: Any) -> None:
-    """Refuses layers that several replicas cannot run as one device does."""
+    """Raises an error for layers that give another result on several replicas."""
     import keras
 
     layers = all_layers(model)
     stateful = [one.name for one in layers if getattr(one, "stateful", False)]
     if stateful:
         raise ScopeError(
-            "A stateful layer carries the state of each row to the next batch, and rows change "
-            f"their replica. Received: layers {stateful}. Leave stateful=True out, or train on one "
-            "device: tmg.create_strategy(devices=1)."
+            "A stateful layer carries the state of each row to the next batch, in which the row "
+            f"may be on another replica. Received: layers {stateful}. Drop stateful=True, or train "
+            "on one device: tmg.create_strategy(devices=1)."
         )
     active = [one.name for one in layers if getattr(one, "activity_regularizer", None) is not None]
     if active and _version(keras.__version__) < (3, 14):
         raise ScopeError(
-            "Before Keras 3.14 an activity regularizer is a sum over a batch and not a mean, which "
-            f"does not agree between one device and several. Received: Keras {keras.__version__}, "
-            f"layers {active[:5]}. Install keras>=3.14 (Python 3.11 or newer), or leave "
-            "activity_regularizer out."
+            "Before Keras 3.14 an activity regularizer is a sum over a batch, not a mean, so "
+            f"several devices differ from one. Received: Keras {keras.__version__}, layers "
+            f"{active[:5]}. Install keras>=3.14 (Python 3.11 or newer), or drop "
+            "activity_regularizer."
         )
 
 
@@ -61,7 +61,7 @@ def _version(text: str) -> tuple[int, ...]:
 
 
 def symbolic(specs: Any) -> Any:
-    """Returns Keras' symbolic tensors for type specs, for running a model on shapes alone."""
+    """Returns symbolic tensors of Keras for type specs, to run a model on shapes alone."""
     import keras
 
     def tensor(spec: Any) -> Any:
@@ -75,20 +75,20 @@ def _build(model: Any, batch_spec: Any) -> None:
     try:
         inputs, _, _ = unpack_batch(batch_spec)
         if any(isinstance(spec, tf.RaggedTensorSpec) for spec in tf.nest.flatten(inputs)):
-            # Keras has symbolic tensors for these, but tries layers on dense ones.
-            model(tf.nest.map_structure(_example, inputs))
+            # With symbolic ragged tensors Keras would try the layers on dense ones.
+            model(tf.nest.map_structure(_one_row, inputs))
         else:
             model(symbolic(inputs))
     except (AttributeError, TypeError, ValueError, RuntimeError, tf.errors.OpError) as error:
         raise ScopeError(
             f"The model has no variables yet and could not be built from the batch: {error} "
-            f"Received: model {model.name!r}, batch {batch_spec}. Build it first, inside the "
-            "scope: with strategy.scope(): model.build(input_shape)."
+            f"Received: model {model.name!r}, batch {batch_spec}. Build it inside the scope: with "
+            "strategy.scope(): model.build(input_shape)."
         ) from error
 
 
-def _example(spec: Any) -> Any:
-    """One row of zeros, of some length where that is open."""
+def _one_row(spec: Any) -> Any:
+    """Returns one row of zeros; an axis of unknown length gets a fixed one."""
     row = [1, *(_LENGTH if size is None else size for size in spec.shape[1:])]
     zeros = tf.zeros(row, spec.dtype)
     ragged_rank = getattr(spec, "ragged_rank", None)

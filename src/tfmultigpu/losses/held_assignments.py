@@ -1,9 +1,9 @@
-"""Assignments that wait: a step that raises has changed nothing.
+"""Deferred assignments: a step that fails leaves all variables unchanged.
 
-Layers, draws and metrics assign while a step runs, before it is known whether the step succeeds.
-Inside ``holding`` a Keras variable is not assigned: the value is kept, and is what is found by
-whoever reads the variable on this replica. A step assigns what was held when all that can fail has
-succeeded.
+Layers, random draws and metrics assign variables before it is known whether the step succeeds.
+Inside ``holding`` a Keras variable is not assigned. The new value is held, and code that reads the
+variable on this replica finds it. After everything that can fail has succeeded, the step assigns
+the held values.
 """
 
 from __future__ import annotations
@@ -22,51 +22,51 @@ _current = threading.local()
 
 
 class Held(Protocol):
-    """What was assigned inside ``holding`` on one replica.
+    """Assignments inside ``holding`` on one replica.
 
     Attributes:
-        variables: The Keras variables that were assigned, in the order of their first assignment.
-        at_once: Those of them that could not be held, see ``holding``.
+        variables: The assigned Keras variables, in the order of their first assignment.
+        at_once: The variables among them that were assigned at once, see ``holding``.
     """
 
     variables: list[Any]
     at_once: list[Any]
 
     def current(self, variable: Any) -> tf.Tensor:
-        """Returns the value that a variable was last assigned, its own where there is none."""
+        """Returns the value last assigned to a variable, or its own value."""
 
     def add_update(self, update: tuple[Any, Any]) -> None:
-        """Takes a variable and its new value."""
+        """Holds a new value of a variable."""
 
 
 @contextmanager
 def holding(given: Iterable[tuple[Any, Any]] = (), held: Any = None) -> Iterator[Held]:
-    """Holds what Keras variables are assigned on this thread; replica context.
+    """Holds the assignments of Keras variables on this thread; enter it in replica context.
 
-    An assignment in an inner graph cannot be held, because its value does not exist outside: in the
-    body of a loop, a branch of ``tf.cond``, a ``tf.function`` of a layer. There the variable is
-    assigned at once, and before that what was held of it.
+    An inner graph is the body of a loop, a branch of ``tf.cond`` or a ``tf.function`` of a layer.
+    Its values do not exist outside, so an assignment in it cannot be held. There the variable is
+    assigned at once, after any value held for it.
 
     Args:
-        given: Variables with the values that they have in here in place of their own.
-        held: What an earlier context yielded in the same graph, to be continued.
+        given: Variables with the values that replace their own in this context.
+        held: The result of an earlier context in the same graph, to continue it.
     """
-    with _kind()(given) if held is None else held as scope:
+    with _holding_class()(given) if held is None else held as scope:
         yield scope
 
 
 def assign_held(variables: Sequence[Any], values: Sequence[Any], after: Sequence[Any]) -> None:
-    """Assigns values that were held, when what comes before has succeeded; replica context."""
+    """Assigns held values after the operations ``after``; call it in replica context."""
     with tf.control_dependencies(after):
         for variable, value in zip(variables, values, strict=True):
-            # Copies wait too: a variable with an aggregation is assigned somewhere else.
+            # The copy carries the dependency: an aggregated variable is assigned elsewhere.
             variable.assign(tf.identity(value))
 
 
 def assign_if(condition: Any, update: Callable[[], Any]) -> None:
-    """Calls a function that assigns variables, which changes them where a bool scalar is true.
+    """Calls a function that assigns variables; they change only if a bool scalar is true.
 
-    Inside ``holding`` the assignments are held; else they are made in a branch.
+    Inside ``holding`` the assignments are held; otherwise a branch makes them.
     """
     outer = _innermost()
     if outer is None:
@@ -91,17 +91,17 @@ def assign_if(condition: Any, update: Callable[[], Any]) -> None:
 
 
 @functools.cache
-def _kind() -> Any:
+def _holding_class() -> Any:
     import keras
 
     class Holding(keras.StatelessScope):  # type: ignore[misc]
-        """The scope by which Keras asks layers and metrics not to assign."""
+        """Keras scope in which layers and metrics do not assign."""
 
         def __init__(self, given: Iterable[tuple[Any, Any]]) -> None:
-            super().__init__(collect_losses=True)  # What layers add stays in ``layer.losses``.
+            super().__init__(collect_losses=True)  # Keeps added losses in ``layer.losses``.
             self.variables: list[Any] = []
             self.at_once: list[Any] = []
-            self._given = list(given)  # Keeps the variables alive, and with them their ids.
+            self._given = list(given)  # Keeps the variables alive, so ids stay unique.
             self._values = {id(variable): value for variable, value in self._given}
             self._outer = _innermost()
             self._graph = tf.compat.v1.get_default_graph()
@@ -112,7 +112,7 @@ def _kind() -> Any:
             return super().__enter__()
 
         def __exit__(self, *args: Any) -> None:
-            _current.scope = self._before  # Keras initializes variables now, which may fail.
+            _current.scope = self._before  # Keras initializes variables next, which may fail.
             super().__exit__(*args)
 
         def current(self, variable: Any) -> tf.Tensor:
@@ -123,23 +123,23 @@ def _kind() -> Any:
             variable, value = update
             if self._in_inner_graph():
                 self._assign_at_once(variable)
-                with _left():
+                with _outside_scopes():
                     variable.assign(value)
                 _note(self.at_once, variable)
             else:
-                # A gradient goes to variables, not through them to what they were assigned.
+                # A gradient stops at the variable, as for a real assignment.
                 self._values[id(variable)] = tf.stop_gradient(value)
             _note(self.variables, variable)
 
         def get_current_value(self, variable: Any) -> Any:
-            # What is run several times must find what it assigned the time before.
+            # A loop body must find the value that its last iteration assigned.
             if self._in_inner_graph() and not variable.trainable:
                 self._assign_at_once(variable)
             value = self._found(variable)
             if value is None:
                 return _own_value(variable)
             value = _aggregated(variable, value)
-            return _in_place_of(_own_value(variable), value) if variable.trainable else value
+            return _with_gradient_of(_own_value(variable), value) if variable.trainable else value
 
         def _in_inner_graph(self) -> bool:
             return tf.compat.v1.get_default_graph() is not self._graph
@@ -151,13 +151,13 @@ def _kind() -> Any:
             return value
 
         def _assign_at_once(self, variable: Any) -> None:
-            """Assigns what is held of a variable, where it is held."""
+            """Assigns the held value of a variable in the graph that holds it."""
             if self._outer is not None:
                 self._outer._assign_at_once(variable)
             value = self._values.pop(id(variable), None)
             if value is not None:
                 _note(self.at_once, variable)
-                with self._graph.as_default(), _left():
+                with self._graph.as_default(), _outside_scopes():
                     variable.assign(value)
 
     return Holding
@@ -168,8 +168,8 @@ def _innermost() -> Any:
 
 
 @contextmanager
-def _left() -> Iterator[None]:
-    """Leaves all scopes for a while, so that variables are those of TensorFlow."""
+def _outside_scopes() -> Iterator[None]:
+    """Leaves all Keras scopes for a while, so that variables have their TensorFlow values."""
     import keras
 
     scope = _innermost()
@@ -186,7 +186,7 @@ def _left() -> Iterator[None]:
 
 
 def _own_value(variable: Any) -> Any:
-    with _left():
+    with _outside_scopes():
         return variable.value
 
 
@@ -195,8 +195,8 @@ def _note(variables: list[Any], variable: Any) -> None:
         variables.append(variable)
 
 
-def _in_place_of(own: Any, value: Any) -> Any:
-    """The value that a trained variable was assigned; its gradient is that of the variable."""
+def _with_gradient_of(own: Any, value: Any) -> Any:
+    """Returns the value assigned to a trained variable, with the gradient of the variable."""
 
     @tf.custom_gradient  # type: ignore[untyped-decorator]
     def read(_: Any) -> Any:
@@ -206,7 +206,7 @@ def _in_place_of(own: Any, value: Any) -> Any:
 
 
 def _aggregated(variable: Any, value: Any) -> Any:
-    """The value that a variable has once it is assigned, which may be one of all replicas."""
+    """Returns the value of a variable after its assignment, aggregated over the replicas."""
     context = tf.distribute.get_replica_context()
     how = variable.aggregation
     if how == "none" or variable.synchronization == "on_read" or context is None:

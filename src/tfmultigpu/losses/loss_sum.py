@@ -1,7 +1,7 @@
-"""The law of sums and weights: a loss is a sum over examples and what that sum is divided by.
+"""Losses as sums and weights: a sum over examples, and the number that divides it.
 
-Sums and weights are only ever added, over micro-batches, replicas and workers, and divided once
-after the last addition. That is why the result does not depend on how a batch was cut.
+Sums and weights are only added, over micro-batches, replicas and workers. One division follows the
+last addition. So the result does not depend on how a batch was cut.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ __all__ = ["FixedLossSum", "LossSum", "LossTerm", "as_loss", "global_mean", "los
 
 
 OTHER_ROWS = (
-    "The loss returned another number of values than one per row: the model or the loss merges, "
-    "drops or adds rows. Give the loss as a function of your own, whose values are counted: "
-    "loss=lambda y_true, y_pred: keras_loss_function(y_true, y_pred)."
+    "The loss did not return one value per row: the model or the loss merges, drops or adds rows. "
+    "Give the loss as a function, whose values are counted: loss=lambda y_true, y_pred: "
+    "keras_loss_function(y_true, y_pred)."
 )
 
 
@@ -34,8 +34,8 @@ class LossSum(NamedTuple):
 
     Attributes:
         sum: Sum of the weighted losses of the shard's elements, a float scalar.
-        weight: The shard's part of what the sum over all shards is divided by, a float scalar:
-            the number of elements, or the sum of their weights.
+        weight: The shard's part of the divisor, a float scalar: the number of elements, or the sum
+            of their weights.
     """
 
     sum: Any
@@ -43,25 +43,25 @@ class LossSum(NamedTuple):
 
 
 class FixedLossSum(LossSum):
-    """A loss that is divided by the same weight however many shards are added.
+    """Loss whose weight does not grow with the number of shards.
 
-    That is a loss with ``reduction="sum"``: ``weight`` is 1 on every shard, and 1 in all.
+    That is a loss with ``reduction="sum"``: ``weight`` is 1 on every shard, and 1 in total.
     """
 
 
 @dataclasses.dataclass(frozen=True)
 class LossTerm:
-    """One additive part of a step's loss on one shard.
+    """Additive part of a step's loss on one shard.
 
     Attributes:
         sum: Sum of the weighted losses, a float scalar that gradients flow through.
-        weight: What the sum is divided by once it has been added over all shards.
-        per_row: The weight of one row where that should be a constant, so that the weight of a
-            global batch is known before its losses are; else None.
-        fixed: Whether ``weight`` is the same on every shard and not to be added.
-        name: Of the output the loss is for, or None.
+        weight: Divisor of the sum, after both were added over all shards.
+        per_row: The weight of one row if it is a constant, so that the weight of a global batch is
+            known before its losses; else None.
+        fixed: Whether ``weight`` is the same on every shard and must not be added.
+        name: Name of the output, or None.
         factor: The loss weight of the output.
-        added: Whether a layer added it, by ``add_loss``.
+        added: Whether a layer added the loss with ``add_loss``.
     """
 
     sum: Any
@@ -82,9 +82,9 @@ def loss_sum(
     of unmasked elements for ``"sum_over_batch_size"``, ``"mean"`` and per-example functions, the
     sum of the sample weights for ``"mean_with_sample_weight"``, and 1 for ``"sum"``.
 
-    In a batch with fewer rows than replicas every replica holds every row. That cancels where the
-    sum is divided by a weight that was added with it, as ``global_mean`` does; for ``"sum"``, and
-    for windows of several batches, give ``row_weight``.
+    In a batch with fewer rows than replicas every replica holds every row. That cancels if the sum
+    and the weight are both added and then divided, as ``global_mean`` does. For ``"sum"``, and for
+    windows of several batches, give ``row_weight``.
 
     Args:
         loss: A Keras loss, its name, or a function ``f(y_true, y_pred)`` that returns one value per
@@ -92,11 +92,11 @@ def loss_sum(
         y_true: Labels, shape ``[rows, ...]``.
         y_pred: Predictions, shape ``[rows, ...]``.
         sample_weight: Weights that broadcast to the losses, shape ``[rows]`` or ``[rows, ...]``.
-        row_weight: What each row counts on this replica: ``tmg.data.row_weight(batch)``, handed to
-            the replicas with the batch. 1 where None.
+        row_weight: The weight of each row on this replica: ``tmg.data.row_weight(batch)``, given to
+            the replicas with the batch. None: 1.
 
     Returns:
-        Two float32 scalars (float64 where the loss computes in float64).
+        Two float32 scalars (float64 if the loss computes in float64).
 
     Raises:
         LossError: The loss returns one number for the whole shard, from which the losses of its
@@ -116,16 +116,16 @@ def loss_sum(
 
 
 def global_mean(loss_sum: LossSum) -> Any:
-    """Returns the loss of the global batch, divided once after adding over all replicas.
+    """Returns the loss of the global batch, divided once after an all-reduce.
 
-    Its gradient on each replica is that replica's part of the gradient, so that gradients summed
-    over the replicas (which ``optimizer.apply`` of Keras does) are those of one device.
+    Its gradient on each replica is that replica's part of the gradient. Summed over the replicas,
+    as ``optimizer.apply`` of Keras does, the gradients are those of one device.
 
     Args:
         loss_sum: The sum and weight of this replica's shard.
 
     Returns:
-        A float scalar, the same on every replica; 0 where the weight is 0 in all.
+        A float scalar, the same on every replica; 0 if the total weight is 0.
 
     Raises:
         LossError: Called outside ``strategy.run`` under a strategy of several replicas.
@@ -138,8 +138,8 @@ def global_mean(loss_sum: LossSum) -> Any:
     context = tf.distribute.get_replica_context()
     if context is None:
         raise LossError(
-            "global_mean adds over replicas, so it must be called by each of them. Call it in the "
-            "function given to strategy.run, not beside it."
+            "global_mean adds over replicas, so it must be called by each of them. Call it inside "
+            "the function given to strategy.run."
         )
     fixed = isinstance(loss_sum, FixedLossSum)
 
@@ -159,7 +159,7 @@ def loss_term(loss: Any, y_true: Any, y_pred: Any, sample_weight: Any = None) ->
     """Returns the loss of one shard as a term of the step's loss; see ``loss_sum``.
 
     Args:
-        loss: What ``as_loss`` returned.
+        loss: A result of ``as_loss``.
         y_true: Labels.
         y_pred: Predictions.
         sample_weight: Weights, or None.
@@ -170,57 +170,57 @@ def loss_term(loss: Any, y_true: Any, y_pred: Any, sample_weight: Any = None) ->
         shapes = y_true, y_pred, sample_weight
         check_row_axes(loss, _elementwise(loss, []), *shapes, throughout=_is_from_keras(loss))
     values = _elementwise(loss, unreduced)(y_true, y_pred, sample_weight)
-    # Before weights, which may have the rows that the loss has lost.
+    # Checked without weights, which may bring back rows that the loss has reduced.
     plain = tf.convert_to_tensor(unreduced[0]) if unreduced else values
     if couples or plain.shape.rank == 0:
         raise LossError(
             f"The loss {loss.name!r} is one number for a batch, or compares its examples with each "
-            "other. Several replicas then cannot tell what each example contributes, and the "
-            f"result depends on how the batch was cut. Received: shape {tuple(plain.shape)} from "
-            f"{type(loss).__name__}. Return one value per example that depends on it alone, for "
-            "example tf.reduce_mean(tf.square(y_true - y_pred), axis=-1). A loss that couples the "
-            "examples of a batch (Dice over a batch, Circle, contrastive) sees all of them by "
-            "tmg.gather_rows(y_pred): return the values of this replica's rows, or the one number "
-            "for each, tf.fill(tf.shape(y_pred)[:1], value)."
+            "other. Then the contribution of each example is unknown, and the result depends on "
+            f"how the batch was cut. Received: shape {tuple(plain.shape)} from "
+            f"{type(loss).__name__}. Return one value per example that depends on it alone: "
+            "tf.reduce_mean(tf.square(y_true - y_pred), axis=-1). If the loss couples the examples "
+            "of a batch (Dice over a batch, Circle, contrastive), call tmg.gather_rows(y_pred) to "
+            "get all of them. Then return the values of this replica's rows, or the one number for "
+            "each row: tf.fill(tf.shape(y_pred)[:1], value)."
         )
-    if _lost_the_rows(plain, y_pred):
+    if _reduced_rows(plain, y_pred):
         raise LossError(
-            f"The loss {loss.name!r} returns {plain.shape[0]} values whatever the number of rows, "
-            "so it reduces over them and the result depends on how the batch was cut. Received: "
+            f"The loss {loss.name!r} returns {plain.shape[0]} values for any number of rows, so it "
+            "reduces over the rows and the result depends on how the batch was cut. Received: "
             f"shape {tuple(plain.shape)} from predictions of shape {tuple(y_pred.shape)}. Reduce "
-            "over the last axis, axis=-1, to return one value per example. If examples are to be "
-            "compared with each other, do so in forward= with tmg.gather_rows(predictions)."
+            "over the last axis, axis=-1, to return one value per example. To compare examples "
+            "with each other, use forward= with tmg.gather_rows(predictions)."
         )
     total = tf.reduce_sum(values)
     if loss.reduction == "sum":
         return LossTerm(total, tf.ones_like(total), fixed=True)
-    # A loss may mask its values itself (ignore_class); weighting them has dropped that mask.
+    # A loss may mask its values itself (ignore_class); the weighted values have lost that mask.
     mask = _mask(y_pred, unreduced[0] if unreduced else values)
     if loss.reduction == "mean_with_sample_weight" and (
         sample_weight is not None or mask is not None
     ):
         weights = _sum_of_weights(sample_weight, mask, total.dtype)
         if mask is None and _has_no_rows(sample_weight, values):
-            mean = tf.math.divide_no_nan(total, weights)  # By the same however many rows there are.
+            mean = tf.math.divide_no_nan(total, weights)  # The weights do not grow with the rows.
             return LossTerm(mean, tf.ones_like(total), fixed=True)
         return LossTerm(total, weights)
     elements = tf.cast(tf.size(values), total.dtype)
     if mask is not None:
         valid = tf.cast(tf.math.count_nonzero(mask), total.dtype)
         return LossTerm(total, valid * elements / tf.cast(tf.size(mask), total.dtype))
-    # A function may flatten, drop or add rows; Keras' own losses return one entry for each.
+    # A function may merge, drop or add rows; the losses of Keras return one entry per row.
     per_row = values.shape[1:].num_elements() if _is_from_keras(loss) else None
     return LossTerm(total, elements, float(per_row) if per_row else None)
 
 
 def _elementwise(loss: Any, unreduced: list[Any]) -> Callable[..., Any]:
-    """The weighted values of a loss; those without weights are put into ``unreduced``."""
+    """Returns a function for the weighted values of a loss; it appends the plain ones to a list."""
 
     def call(y_true: Any, y_pred: Any) -> Any:
         unreduced.append(loss.call(y_true, y_pred))
         return unreduced[-1]
 
-    # Not copy.copy: that serialises a Keras object, and a user's own loss does not survive it.
+    # copy.copy would serialise the Keras object, which fails for many user-defined losses.
     elementwise = object.__new__(type(loss))
     vars(elementwise).update(vars(loss))
     elementwise.reduction = "none"
@@ -239,7 +239,7 @@ def as_loss(loss: Any) -> Any:
         loss: A Keras loss, its name, or a function ``f(y_true, y_pred)`` of per-example values.
 
     Raises:
-        LossError: It is none of these, or a name that Keras does not know.
+        LossError: The loss is none of these, or Keras does not know the name.
     """
     import keras
 
@@ -248,7 +248,7 @@ def as_loss(loss: Any) -> Any:
             loss = keras.losses.get(loss)
         except ValueError:
             raise LossError(
-                f"Keras knows no loss of this name. Received: loss={loss!r}. Give a name such as "
+                f"Keras has no loss of this name. Received: loss={loss!r}. Give a name such as "
                 "'mse' or 'sparse_categorical_crossentropy', a keras.losses object or a function."
             ) from None
     if isinstance(loss, keras.losses.Loss):
@@ -262,28 +262,28 @@ def as_loss(loss: Any) -> Any:
         )
     if not callable(loss):
         raise LossError(
-            f"This is not a loss. Received: {loss!r}. Give a keras.losses object, its name, or a "
-            "function f(y_true, y_pred) that returns one value per example."
+            f"This is not a loss. Received: loss={loss!r}. Give a keras.losses object, its name, "
+            "or a function f(y_true, y_pred) that returns one value per example."
         )
     return _function_loss(loss)
 
 
 def _may_mix_axes(loss: Any, y_true: Any, y_pred: Any, sample_weight: Any) -> bool:
-    """Whether anything may be broadcast along rows; a loss of Keras does not where ranks agree."""
+    """Returns whether something may broadcast along rows; Keras losses of equal ranks do not."""
     shapes = [getattr(one, "shape", ()) for one in tf.nest.flatten([y_true, y_pred])]
     ranks = {tf.TensorShape(shape).rank for shape in shapes}
     return sample_weight is not None or len(ranks) > 1 or not _is_from_keras(loss)
 
 
 def _has_no_rows(sample_weight: Any, values: Any) -> bool:
-    """Whether weights are the same for every row: they broadcast along the axis of the rows."""
+    """Returns whether weights broadcast along the rows."""
     weight, values = _same_rank(tf.convert_to_tensor(sample_weight), values)
     if weight.shape.rank is None or weight.shape.rank < values.shape.rank:
         return weight.shape.rank is not None
     return bool(weight.shape[0] == 1 and values.shape[0] != 1)
 
 
-def _lost_the_rows(values: Any, y_pred: Any) -> bool:
+def _reduced_rows(values: Any, y_pred: Any) -> bool:
     shape = getattr(y_pred, "shape", None)
     if shape is None or not tf.TensorShape(shape).rank:
         return False
@@ -297,7 +297,7 @@ def _is_from_keras(loss: Any) -> bool:
 
 
 def _couples_examples() -> tuple[type, ...]:
-    """Losses whose value for one example depends on the others of its batch."""
+    """Returns the Keras losses whose value for one example depends on the rest of the batch."""
     import keras
 
     circle = getattr(keras.losses, "Circle", None)
@@ -308,7 +308,7 @@ def _function_loss(function: Callable[[Any, Any], Any]) -> Any:
     import keras
 
     class FunctionLoss(keras.losses.Loss):  # type: ignore[misc]
-        """A function of per-example values, with its arguments brought to one rank as in Keras."""
+        """Function of per-example values; its arguments get the same rank, as in Keras."""
 
         wrapped = staticmethod(function)
 
@@ -322,7 +322,7 @@ def _function_loss(function: Callable[[Any, Any], Any]) -> Any:
 
 
 def _same_rank(first: Any, second: Any) -> tuple[Any, Any]:
-    """Adds or removes a last axis of size 1 where the ranks differ by one, as Keras does."""
+    """Adds or removes a last axis of size 1 if the ranks differ by one, as Keras does."""
     ranks = first.shape.rank, second.shape.rank
     if None in ranks or abs(ranks[0] - ranks[1]) != 1:
         return first, second
@@ -336,7 +336,7 @@ def _same_rank(first: Any, second: Any) -> tuple[Any, Any]:
 
 
 def _mask(y_pred: Any, values: Any) -> Any:
-    """The mask Keras' own losses apply: of the predictions and of the losses, where both are."""
+    """Returns the mask that Keras losses apply: of the predictions and of the losses."""
     masks = [_compat.keras_mask(y_pred), _compat.keras_mask(values)]
     present = [tf.cast(mask, tf.bool) for mask in masks if mask is not None]
     if not present:

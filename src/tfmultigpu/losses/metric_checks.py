@@ -1,4 +1,4 @@
-"""Whether the state of a metric is sums over rows, which add over replicas: found by trying."""
+"""Trials that tell whether the state of a metric is a sum over rows, which replicas can add."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from tfmultigpu.errors import MetricError, ReplicaDependenceWarning
 
 __all__ = ["check_adds", "check_starts_at_zero", "is_from_keras", "warn_unknown"]
 
-_RELATIVE = 1e-3  # A sum differs by rounding, everything else by far more.
-_ELEMENTS = 2**18  # Larger predictions are tried on fewer positions, to take milliseconds.
+_RELATIVE = 1e-3  # Sums differ only by rounding, other states by far more.
+_ELEMENTS = 2**18  # Larger predictions are tried on fewer positions, in milliseconds.
 _KEEP_SUMS = (
     "Keep sums and counts over the rows: self.total.assign_add(tf.reduce_sum(values)), "
-    "self.count.assign_add(number of values); and divide in result()."
+    "self.count.assign_add(number of values), and divide in result()."
 )
 
 
 def is_from_keras(metric: Any) -> bool:
-    """Returns whether a metric is one of Keras' own that is known to keep sums over rows.
+    """Returns whether a metric is part of Keras and known to keep sums over rows.
 
-    All do but those that wrap a function, and those along an axis: along the first one they compare
-    rows with each other. ``CosineSimilarity`` does not say along which it is.
+    All metrics of Keras do, except those that wrap a function and those along an axis: along the
+    first axis they compare rows with each other. ``CosineSimilarity`` does not tell its axis.
     """
     import keras
 
@@ -41,16 +41,15 @@ def is_from_keras(metric: Any) -> bool:
 
 
 def check_adds(metric: Any, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
-    """Checks that an update adds the same to every state, and for two rows what it adds for each.
+    """Checks that an update adds the same number to any state, and adds up over rows.
 
-    The metric is updated with made-up labels and predictions, from states that are made up too:
-    its own is neither read nor changed. Where that fails nothing is known, and a
-    ``ReplicaDependenceWarning`` says why.
+    The trial uses synthetic labels, predictions and states; the state of the metric is neither
+    read nor changed. If the trial fails, a ``ReplicaDependenceWarning`` gives the reason.
 
     Args:
         metric: A Keras metric that has its variables.
-        y_true: Specs of the labels, ``[rows, ...]``: whatever has a shape and a dtype, or a nested
-            structure of them.
+        y_true: Specs of the labels, ``[rows, ...]``: anything with a shape and a dtype, or a nested
+            structure of such.
         y_pred: Specs of the predictions.
         sample_weight: Specs of the sample weights, or None.
 
@@ -62,7 +61,7 @@ def check_adds(metric: Any, y_true: Any, y_pred: Any, sample_weight: Any = None)
         if not (dtype.is_floating or dtype.is_integer or dtype.is_complex):
             raise _refused(metric, variable, f"is of type {dtype.name}, which cannot be added")
     if any(isinstance(value, tf.Variable) for value in vars(metric).values()):
-        warn_unknown(metric, "it keeps a tf.Variable; make it with self.add_variable")
+        warn_unknown(metric, "it keeps a tf.Variable; create it with self.add_variable")
         return
     takes_weights = "sample_weight" in inspect.signature(metric.update_state).parameters
     ways = [None] if sample_weight is None or not takes_weights else [None, sample_weight]
@@ -73,17 +72,17 @@ def check_adds(metric: Any, y_true: Any, y_pred: Any, sample_weight: Any = None)
 
 
 def _check(metric: Any, y_true: Any, y_pred: Any, sample_weight: Any) -> Exception | None:
-    """Tries a metric with or without weights; returns what it fails with, None where it works."""
+    """Tries a metric with or without weights; returns the error of the trial, or None."""
     failure = None
     for labels, predictions in ((_row_numbers, _ramp), (_zeros, _halves)):
         try:
             with tf.init_scope(), warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # About made-up data they help nobody.
+                warnings.simplefilter("ignore")  # Warnings about synthetic data help nobody.
                 shrink = _shrinking(y_pred)
-                given = _made(y_true, labels, shrink), _made(y_pred, predictions, shrink)
-                weight = _made(sample_weight, _weights, shrink)
-                found = _find_no_sum(metric, given, weight)
-        except Exception as error:  # Code of the user's own may raise anything.
+                given = _made_up(y_true, labels, shrink), _made_up(y_pred, predictions, shrink)
+                weight = _made_up(sample_weight, _weights, shrink)
+                found = _find_non_sum(metric, given, weight)
+        except Exception as error:  # User code may raise anything.
             failure = error
             continue
         if found is not None:
@@ -93,17 +92,17 @@ def _check(metric: Any, y_true: Any, y_pred: Any, sample_weight: Any) -> Excepti
 
 
 def check_starts_at_zero(metric: Any, strategy: tf.distribute.Strategy) -> None:
-    """Checks that a metric does not start at something else than zero, which every replica adds.
+    """Checks that the state of a metric starts at zero, because replicas add what it starts at.
 
-    A state that is not zero may also be that of a metric in use; what tells them apart is a second
-    metric made the same way.
+    The state of a metric in use is not zero either. So it is compared with a second metric that is
+    created in the same way.
 
     Args:
         metric: A Keras metric that has its variables.
-        strategy: The strategy in whose scope it was made.
+        strategy: The strategy in whose scope it was created.
 
     Raises:
-        MetricError: A variable of the metric was made with another value than zero.
+        MetricError: A variable of the metric was created with another value than zero.
     """
     with tf.init_scope():
         states = [
@@ -112,14 +111,14 @@ def check_starts_at_zero(metric: Any, strategy: tf.distribute.Strategy) -> None:
         ]
     if not any(np.any(copy) for copies in states for copy in copies):
         return
-    # In a thread of its own it is made under no strategy, where no other worker has to help.
+    # A new thread is under no strategy, so no other worker has to take part.
     with ThreadPoolExecutor(1) as outside:
-        fresh = outside.submit(_made_again, metric).result()
+        fresh = outside.submit(_fresh_state, metric).result()
     if isinstance(fresh, Exception):
         warn_unknown(
             metric,
-            "its state is not zero, and whether it starts so cannot be found out by making "
-            f"another: {fresh}. Call metric.reset_state() first if it does",
+            f"its state is not zero, and creating a second one to compare failed: {fresh}. If it "
+            "starts so, call metric.reset_state() first",
         )
         return
     if len(fresh) != len(states):
@@ -133,25 +132,25 @@ def check_starts_at_zero(metric: Any, strategy: tf.distribute.Strategy) -> None:
             raise MetricError(
                 "The state of a metric is added over replicas, so it must start at zero. Received: "
                 f"variable {variable.path!r} of {metric.name!r}, which starts at {value:g} on each "
-                f"of {strategy.num_replicas_in_sync} replicas. Make it with initializer='zeros', "
-                "and add what it should start at in result()."
+                f"of {strategy.num_replicas_in_sync} replicas. Create it with initializer='zeros', "
+                "and add its start value in result()."
             )
 
 
-def _made_again(metric: Any) -> Any:
-    """The state of a metric made like this one, or why there is none."""
+def _fresh_state(metric: Any) -> Any:
+    """Returns the state of a second metric created in the same way, or the error."""
     try:
         try:
             other = type(metric).from_config(metric.get_config())
         except TypeError:  # Its __init__ takes no name or dtype.
             other = type(metric)()
         return [np.asarray(tf.convert_to_tensor(variable.value)) for variable in other.variables]
-    except Exception as error:  # Code of the user's own may raise anything.
+    except Exception as error:  # User code may raise anything.
         return error
 
 
-def _find_no_sum(metric: Any, given: tuple[Any, Any], weight: Any) -> tuple[Any, str] | None:
-    """The first variable that is no sum, and what it does; None where all are sums."""
+def _find_non_sum(metric: Any, given: tuple[Any, Any], weight: Any) -> tuple[Any, str] | None:
+    """Returns the first variable that is not a sum, with a reason; None if all are sums."""
 
     def added(start: int, rows: slice) -> list[np.ndarray]:
         before = [_full(variable, start) for variable in metric.variables]
@@ -159,7 +158,7 @@ def _find_no_sum(metric: Any, given: tuple[Any, Any], weight: Any) -> tuple[Any,
         after = metric.stateless_update_state(before, *_cut(given, rows), **weighted)
         return [_wide(a) - _wide(b) for a, b in zip(after, before, strict=True)]
 
-    # Every update of the same rows must add the same, whatever was there.
+    # An update with the same rows must add the same to any state.
     both = slice(0, 2)
     from_zero = added(0, both)
     unsigned = any(tf.as_dtype(variable.dtype).is_unsigned for variable in metric.variables)
@@ -170,18 +169,18 @@ def _find_no_sum(metric: Any, given: tuple[Any, Any], weight: Any) -> tuple[Any,
             apart = _largest_difference(variable, first, other)
             if apart is not None:
                 return variable, (
-                    f"is no sum: one and the same update adds {apart[0]:g} to it where it is 0, "
-                    f"and {apart[1]:g} where it is {start}. So does a maximum, a last value, a "
-                    "mean or a product, and replicas cannot add those"
+                    f"is not a sum: the same update adds {apart[0]:g} to it if it is 0, and "
+                    f"{apart[1]:g} if it is {start}. So does a maximum, a last value, a mean or a "
+                    "product, and replicas cannot add those"
                 )
     one_by_one = [a + b for a, b in zip(added(0, slice(0, 1)), added(0, slice(1, 2)), strict=True)]
     for variable, together, alone in zip(metric.variables, from_zero, one_by_one, strict=True):
         apart = _largest_difference(variable, together, alone)
         if apart is not None:
             return variable, (
-                f"is no sum over rows: two rows in one batch add {apart[0]:g} to it, and one after "
-                f"the other {apart[1]:g}. It counts batches or divides by their size, and every "
-                "replica has a batch of its own"
+                f"is not a sum over rows: two rows in one batch add {apart[0]:g} to it, and one "
+                f"after the other {apart[1]:g}. It counts batches or divides by their size, and "
+                "every replica has another batch"
             )
     return None
 
@@ -189,7 +188,7 @@ def _find_no_sum(metric: Any, given: tuple[Any, Any], weight: Any) -> tuple[Any,
 def _largest_difference(
     variable: Any, one: np.ndarray, other: np.ndarray
 ) -> tuple[float, float] | None:
-    """The two numbers that are furthest apart, None where all agree but for rounding."""
+    """Returns the two numbers that differ most; None if all agree except for rounding."""
     one, other = np.atleast_1d(one), np.atleast_1d(other)
     dtype = tf.as_dtype(variable.dtype)
     with np.errstate(invalid="ignore"):
@@ -236,7 +235,7 @@ def _ramp(shape: list[int]) -> np.ndarray:
 
 
 def _shrinking(y_pred: Any) -> dict[int, int]:
-    """The axes, with their sizes, of which two positions do: not the classes, and only if large."""
+    """Returns the axes of large predictions, except the last, to cut to two positions."""
     shapes = [tuple(spec.shape) for spec in tf.nest.flatten(y_pred)]
     if max((math.prod(size or 1 for size in shape[1:]) for shape in shapes), default=0) < _ELEMENTS:
         return {}
@@ -248,7 +247,7 @@ def _shrinking(y_pred: Any) -> dict[int, int]:
     }
 
 
-def _made(specs: Any, values: Callable[[list[int]], np.ndarray], shrink: dict[int, int]) -> Any:
+def _made_up(specs: Any, values: Callable[[list[int]], np.ndarray], shrink: dict[int, int]) -> Any:
     ragged: Any = tf.RaggedTensor
 
     def make(spec: Any) -> Any:
@@ -282,19 +281,18 @@ def _cut(structure: Any, rows: slice) -> Any:
     return tf.nest.map_structure(cut, structure)
 
 
-def _refused(metric: Any, variable: Any, what: str) -> MetricError:
+def _refused(metric: Any, variable: Any, problem: str) -> MetricError:
     return MetricError(
         "The state of a metric is added over replicas, so it must be made of sums over rows. "
-        f"Received: {metric.name!r}, whose variable {variable.path!r} {what}. {_KEEP_SUMS}"
+        f"Received: {metric.name!r}, whose variable {variable.path!r} {problem}. {_KEEP_SUMS}"
     )
 
 
 def warn_unknown(metric: Any, reason: str) -> None:
-    """Says that nothing is known about the state of a metric, and why."""
+    """Warns that the state of a metric could not be checked."""
     warnings.warn(
-        f"Whether the metric {metric.name!r} can be added over replicas was not found out: "
-        f"{reason}. If it keeps anything but sums over rows, its value depends on the number of "
-        f"replicas. {_KEEP_SUMS}",
+        f"The metric {metric.name!r} could not be checked: {reason}. If it keeps anything but sums "
+        f"over rows, its value depends on the number of replicas. {_KEEP_SUMS}",
         ReplicaDependenceWarning,
         stacklevel=3,
     )

@@ -1,4 +1,4 @@
-"""Updating metrics on replicas so that each row is counted once."""
+"""Updates of metrics on replicas that count each row once."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def check_metrics(metrics: Any, strategy: tf.distribute.Strategy) -> None:
         strategy: The strategy in whose scope they must have been created.
 
     Raises:
-        MetricError: Something is not a Keras metric of labels and predictions, or keeps a state
-            that is not a sum.
+        MetricError: A metric is not a Keras metric of labels and predictions, or its state is not a
+            sum.
         ScopeError: A metric was created outside the scope.
     """
     import keras
@@ -52,14 +52,15 @@ def check_metrics(metrics: Any, strategy: tf.distribute.Strategy) -> None:
             continue
         if not isinstance(metric, keras.metrics.Metric):
             raise MetricError(
-                f"A metric must be a keras.metrics.Metric. Received: {metric!r}. Create it in the "
+                f"A metric must be a keras.metrics.Metric. Received: {metric!r}. Create one in the "
                 "scope: with strategy.scope(): metric = keras.metrics.SparseCategoricalAccuracy()."
             )
         if len(_positional(metric.update_state)) < 2 or type(metric).__name__ in ("Mean", "Sum"):
             raise MetricError(
-                "A metric of a step compares labels with predictions: update_state(y_true, y_pred)."
-                f" Received: {type(metric).__name__} {metric.name!r}, which takes values. The loss "
-                "is in the logs of each step; update other values by hand from them."
+                "A metric of a step compares labels with predictions: update_state(y_true, "
+                f"y_pred). Received: {type(metric).__name__} {metric.name!r}, which takes values. "
+                "Read the loss from the logs of each step, and update other values from them "
+                "yourself."
             )
         for variable in metric.variables:
             if strategy.num_replicas_in_sync > 1 and variable.aggregation != "sum":
@@ -74,14 +75,14 @@ def check_metrics(metrics: Any, strategy: tf.distribute.Strategy) -> None:
 def build_metrics(
     metrics: Any, model: Any, batch_spec: Any, strategy: tf.distribute.Strategy
 ) -> None:
-    """Readies metrics for the shapes of a batch, before the first of them is traced.
+    """Prepares metrics for the shapes of a batch, before the first trace.
 
-    Metrics that wait for shapes, such as ``F1Score``, get their variables, in the scope. For
-    several replicas, metrics that are not of Keras are tried on made-up batches.
+    Metrics that wait for shapes, such as ``F1Score``, create their variables in the scope. For
+    several replicas, metrics that are not part of Keras are tried on synthetic batches.
 
     Args:
         metrics: Metrics as ``match_metrics`` takes them.
-        model: The model, built.
+        model: The built model.
         batch_spec: Type specs of a batch.
         strategy: The strategy.
 
@@ -124,9 +125,9 @@ def _build(metric: Any, output: Output, strategy: tf.distribute.Strategy) -> Non
             metric.reset_state()
     except (TypeError, ValueError) as error:
         raise MetricError(
-            f"The metric {metric.name!r} makes its variables only when it is updated, which is "
-            f"too late on replicas, and an update of zeros failed: {error} Create the "
-            "variables in its __init__."
+            f"The metric {metric.name!r} creates its variables in its first update, which is too "
+            f"late on replicas. An update with zeros failed: {error} Create the variables in its "
+            "__init__."
         ) from error
 
 
@@ -135,27 +136,28 @@ def _zeros(spec: Any) -> tf.Tensor:
 
 
 def holds_what_counts(row_weight: Any) -> Any:
-    """Returns whether metrics of the calling replica see its rows, so that each is counted once.
+    """Returns whether metrics count the rows of the calling replica.
+
+    Of the copies of a small batch only the first replica's counts.
 
     Args:
-        row_weight: What each row of the batch counts on each replica, or None for 1.
+        row_weight: The weight of each row of the batch on each replica; None: 1.
 
     Returns:
-        A bool or a bool scalar: of the copies of a small batch the first replica's counts.
+        A bool or a bool scalar.
     """
     first = tf.get_static_value(tf.distribute.get_replica_context().replica_id_in_sync_group)
     return True if row_weight is None or first == 0 else tf.equal(row_weight, 1.0)
 
 
 def counting_once(counts: Any) -> AbstractContextManager[None]:
-    """Has metrics that a forward function or a layer updates itself count each row once.
+    """Makes metrics that a forward function or a layer updates itself count each row once.
 
-    Of the copies of a small batch those that do not count leave the states of metrics as they are.
-    Those are the variables that TensorFlow adds over the replicas when they are read.
+    Copies of a small batch that do not count leave the states of metrics unchanged. These states
+    are the variables that TensorFlow adds over the replicas when they are read.
 
     Args:
-        counts: Whether this replica's copy of its rows is the one that counts: a bool, or a bool
-            scalar.
+        counts: Whether this replica's copy of its rows counts: a bool or a bool scalar.
     """
     known = counts if isinstance(counts, bool) else tf.get_static_value(counts)
     if known:
@@ -171,13 +173,12 @@ def counting_once(counts: Any) -> AbstractContextManager[None]:
 
 
 def update_metrics(metrics: Any, outputs: Sequence[Output], counts: Any, *, weighted: bool) -> None:
-    """Updates metrics with what one replica predicted; replica context.
+    """Updates metrics with the predictions of one replica; call it in replica context.
 
     Args:
         metrics: Metrics as ``match_metrics`` takes them.
         outputs: The outputs of the model on this replica's shard.
-        counts: Whether this replica's copy of the shard is the one that counts: a bool, or a bool
-            scalar.
+        counts: Whether this replica's copy of the shard counts: a bool or a bool scalar.
         weighted: Whether the sample weights apply.
     """
     pairs = match_metrics(metrics, outputs)

@@ -1,4 +1,4 @@
-"""What a step minimises on one shard: the terms of its loss, and how they are put together."""
+"""Objective of a step: the terms of its loss on one shard, and their combination."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfmultigpu._compat import is_part_of_keras
-from tfmultigpu.data import partition
-from tfmultigpu.data.batch_format import unpack_batch
+from tfmultigpu.data.batch_format import count_rows, unpack_batch
 from tfmultigpu.errors import LossError, MetricError
 from tfmultigpu.losses.added_losses import AddedLosses, mean_term
 from tfmultigpu.losses.loss_sum import (
@@ -31,15 +30,15 @@ __all__ = ["Layout", "Objective", "OutputLoss", "regularization", "stack"]
 
 @dataclasses.dataclass(frozen=True)
 class Objective:
-    """A model and its loss, as a function from a shard to additive terms.
+    """Model and its loss, as a function from a shard to additive terms.
 
     Attributes:
         model: The Keras model.
         losses: One Keras loss, or a dict or list of them, or None.
         loss_weights: Factors of the outputs' losses, or None.
         forward: ``f(model, batch, training) -> LossSum`` in place of a loss, or None.
-        added: Finds out which losses that layers add are sums; None where all may count as means,
-            because each batch is computed in one piece.
+        added: Tells which losses added by layers are sums; None if all may count as means, because
+            each batch is computed in one piece.
     """
 
     model: Any
@@ -50,10 +49,10 @@ class Objective:
 
     @classmethod
     def of(cls, model: Any, loss: Any, loss_weights: Any = None, forward: Any = None) -> Objective:
-        """Checks and resolves what a user gives.
+        """Creates an objective from user arguments.
 
         Raises:
-            LossError: Both or neither of ``loss`` and ``forward``, or something that is no loss.
+            LossError: Both ``loss`` and ``forward`` are given, or the loss is not a loss.
         """
         if forward is not None and loss is not None:
             raise LossError(
@@ -64,10 +63,10 @@ class Objective:
         return cls(model, losses, loss_weights, forward, AddedLosses())
 
     def check_metrics_allowed(self, *metrics: Any) -> None:
-        """Checks that there are labels and predictions for metrics to look at.
+        """Checks that the step sees labels and predictions for its metrics.
 
         Raises:
-            MetricError: There are metrics beside ``forward``.
+            MetricError: Metrics are given beside ``forward``.
         """
         if self.forward is not None and any(tf.nest.flatten(one) for one in metrics):
             raise MetricError(
@@ -84,13 +83,13 @@ class Objective:
         """
         terms, outputs, values = self._call(shard, training)
         if self.added is None:
-            rows = partition.count_rows(shard)
+            rows = count_rows(shard)
             return terms + [mean_term(value, rows) for value in values], outputs
         again = self._added_by_layers
         return terms + self.added.terms(values, shard, self.model, training, again), outputs
 
     def _call(self, shard: Any, training: bool) -> tuple[list[LossTerm], list[Output], list[Any]]:
-        """The terms of the loss without what layers add, the outputs, and what layers add."""
+        """Returns the terms of the loss, the outputs, and the losses that layers add."""
         outputs: list[Output] = []
         with recording_added_losses() as recorded:
             if self.forward is not None:
@@ -101,7 +100,7 @@ class Objective:
                 y_pred = self.model(x, training=training)
                 outputs = match_outputs(y, y_pred, weight, self.losses, self.loss_weights, names)
                 terms = [_output_term(output) for output in outputs if output.loss is not None]
-        # As in Keras, a model that the loss calls does not add to the loss of this one.
+        # As in Keras, another model that the loss calls does not add to this loss.
         own = {id(layer) for layer in all_layers(self.model)} if recorded else set()
         return terms, outputs, [value for layer, value in recorded if id(layer) in own]
 
@@ -110,18 +109,18 @@ class Objective:
 
 
 class OutputLoss(str):
-    """The key of one output's loss in the logs, ``"NAME_loss"``, which knows what to do with it.
+    """Key of one output's loss in the logs, ``"NAME_loss"``.
 
     Attributes:
-        factor: What the loss is multiplied by in the loss of the step.
-        weight: The key of what its sum was divided by, ``"NAME_weight"``.
+        factor: Factor of the loss in the loss of the step.
+        weight: Key of the divisor of its sum, ``"NAME_weight"``.
     """
 
     factor: float
     weight: str
 
     def __new__(cls, name: str, factor: float) -> OutputLoss:
-        """Takes the name of the output and its loss weight."""
+        """Creates the key from the name of the output and its loss weight."""
         key = super().__new__(cls, f"{name}_loss")
         key.factor, key.weight = factor, f"{name}_weight"
         return key
@@ -129,30 +128,30 @@ class OutputLoss(str):
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """What the terms of a loss have in common on every shard: all but their values.
+    """Layout of the terms of a loss, the same on every shard: everything but their values.
 
     Attributes:
-        terms: The terms, of which only name, factor, ``per_row`` and ``fixed`` are used.
+        terms: The terms; only name, factor, ``per_row``, ``fixed`` and ``added`` are used.
     """
 
     terms: tuple[LossTerm, ...]
 
     @classmethod
     def of(cls, terms: Sequence[LossTerm]) -> Layout:
-        """Forgets the values."""
+        """Creates the layout of these terms."""
         return cls(tuple(dataclasses.replace(term, sum=None, weight=None) for term in terms))
 
     @property
     def measured(self) -> list[int]:
-        """Which terms have a weight that is only known once it was added over all shards."""
+        """Numbers of the terms whose weight is known only after it was added over all shards."""
         return [i for i, term in enumerate(self.terms) if term.per_row is None and not term.fixed]
 
     def scales(self, global_rows: Any) -> list[Any]:
-        """Returns what each term's sum is multiplied by before the backward pass.
+        """Returns the factor of each term's sum before the backward pass.
 
-        Where the weight of the global batch follows from its rows this is the whole division, so
-        that gradients need none after they were added. Otherwise it is a constant that every
-        replica shares, which keeps float16 gradients small, and ``corrections`` does the rest.
+        If the weight of the global batch follows from its rows, the factor is the whole division,
+        and gradients need none after they were added. Otherwise it is a constant that all replicas
+        share, which keeps float16 gradients small; ``corrections`` does the rest.
         """
         return [
             term.factor / (1.0 if term.fixed else global_rows * (term.per_row or 1.0))
@@ -160,14 +159,14 @@ class Layout:
         ]
 
     def corrections(self, weights: Sequence[Any], global_rows: Any) -> list[Any]:
-        """Returns what the summed gradients of the measured terms are multiplied by."""
+        """Returns the factors of the summed gradients of the measured terms."""
         measured = [weights[i] for i in self.measured]
         return [tf.math.divide_no_nan(tf.cast(global_rows, w.dtype), w) for w in measured]
 
     def check(self, weights: Sequence[Any], global_rows: Any) -> list[tf.Operation]:
-        """Returns assertions that the weights ``scales`` divided by are the ones that came out."""
+        """Returns assertions that the weights are those that ``scales`` divided by."""
         return [
-            # Not tf.debugging.Assert, which makes two branches of it.
+            # tf.debugging.Assert would add two branches.
             tf.raw_ops.Assert(
                 condition=abs(weight / tf.cast(global_rows * term.per_row, weight.dtype) - 1)
                 < 1e-3,
@@ -178,12 +177,12 @@ class Layout:
         ]
 
     def unstack(self, stats: Any) -> tuple[list[Any], list[Any]]:
-        """Returns the sums and the weights of the terms from what ``stack`` returned."""
+        """Returns the sums and the weights of the terms from a result of ``stack``."""
         values = tf.unstack(stats, num=2 * len(self.terms))
         return values[: len(self.terms)], values[len(self.terms) :]
 
     def report(self, sums: Any, weights: Sequence[Any], global_rows: Any) -> dict[str, Any]:
-        """Returns the loss, its weight, and those of each output, from values added up.
+        """Returns the loss and its weight, and those of each output, from summed values.
 
         Args:
             sums: The summed sum of each term.
@@ -209,11 +208,11 @@ class Layout:
 
 
 def stack(terms: Sequence[LossTerm], row_weight: Any) -> tf.Tensor:
-    """Returns the sums of the terms, then their weights, as one vector to be added over shards.
+    """Returns the sums of the terms, then their weights, as one vector to add over shards.
 
     Args:
         terms: The terms of the loss on one shard.
-        row_weight: What each row of the shard counts, a scalar, or None for 1.
+        row_weight: The weight of each row of the shard, a scalar; None: 1.
     """
     parts = [term.sum for term in terms] + [term.weight for term in terms]
     dtype = tf.float64 if any(part.dtype == tf.float64 for part in parts) else tf.float32
@@ -222,23 +221,25 @@ def stack(terms: Sequence[LossTerm], row_weight: Any) -> tf.Tensor:
 
 
 def regularization(variables: Sequence[Any]) -> tuple[Any, list[Any]]:
-    """Returns the weight regularisation and its gradient; it counts once per step.
+    """Returns the weight regularization and its gradient; it counts once per step.
 
     Args:
-        variables: Keras variables, which carry their ``regularizer``. It may read any of them.
+        variables: Keras variables with their ``regularizer``, which may read any of them.
 
     Returns:
-        A float32 scalar, and one gradient per variable (None for those it does not depend on).
+        A float32 scalar, and one gradient per variable (None without a dependence).
     """
     own = [getattr(variable, "regularizer", None) for variable in variables]
     if all(regularizer is None for regularizer in own):
         return tf.zeros([]), [None] * len(variables)
-    # Those of Keras look at nothing but their own variable; the others are not read.
-    free = any(one is not None and not is_part_of_keras(type(one)) for one in own)
+    # A Keras regularizer reads only its own variable.
+    read_all = any(one is not None and not is_part_of_keras(type(one)) for one in own)
     pairs = zip(variables, own, strict=True)
-    values = [tf.convert_to_tensor(v.value) if free or r is not None else None for v, r in pairs]
+    values = [
+        tf.convert_to_tensor(v.value) if read_all or r is not None else None for v, r in pairs
+    ]
     read = [value for value in values if value is not None]
-    with tf.GradientTape() as tape, _reading(variables, values) if free else nullcontext():
+    with tf.GradientTape() as tape, _reading(variables, values) if read_all else nullcontext():
         tape.watch(read)
         penalties = [
             tf.reduce_sum(regularizer(value))
@@ -253,14 +254,14 @@ def regularization(variables: Sequence[Any]) -> tuple[Any, list[Any]]:
 
 
 def _reading(variables: Sequence[Any], values: Sequence[Any]) -> AbstractContextManager[Any]:
-    """Has code that reads variables find these values, which a tape can watch wherever it runs.
+    """Makes code that reads variables find these values, which a tape can watch anywhere.
 
-    A variable with a copy on each replica cannot be watched outside the replicas.
+    A tape cannot watch a variable with a copy per replica outside the replicas.
     """
     import keras
 
     class Reading(keras.StatelessScope):  # type: ignore[misc]
-        """Assigns to other variables at once, where its base only notes it."""
+        """Scope that assigns to other variables at once, which its base class only records."""
 
         def add_update(self, update: tuple[Any, Any]) -> None:
             variable, value = update
@@ -278,8 +279,8 @@ def _reading(variables: Sequence[Any], values: Sequence[Any]) -> AbstractContext
 def _output_term(output: Output) -> LossTerm:
     if output.y_true is None:
         raise LossError(
-            "There is a loss but no labels. A batch is (x, y) or (x, y, sample_weight); give "
-            "forward=f(model, batch, training) for a loss without labels."
+            "There is a loss but no labels. Give batches (x, y) or (x, y, sample_weight), or, for "
+            "a loss without labels, forward=f(model, batch, training)."
         )
     term = loss_term(output.loss, output.y_true, output.y_pred, output.sample_weight)
     return dataclasses.replace(term, name=output.name, factor=output.factor)
@@ -289,8 +290,8 @@ def _forward_term(result: Any) -> LossTerm:
     if not isinstance(result, LossSum):
         raise LossError(
             "forward must return a LossSum: the sum of the losses of its examples and the weight "
-            f"to divide by. Received: {type(result).__name__}. Return "
-            "tmg.loss_sum(loss, y_true, y_pred), or tmg.LossSum(tf.reduce_sum(values), count)."
+            f"that divides it. Received: {type(result).__name__}. Return tmg.loss_sum(loss, "
+            "y_true, y_pred), or tmg.LossSum(tf.reduce_sum(values), count)."
         )
     total = tf.convert_to_tensor(result.sum)
     if total.shape.rank != 0:

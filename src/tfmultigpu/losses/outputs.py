@@ -1,4 +1,4 @@
-"""Which loss, label, weight and metrics belong to which output of a model."""
+"""Outputs of a model, paired with their losses, labels, weights and metrics."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ __all__ = [
 
 @dataclasses.dataclass(frozen=True)
 class Output:
-    """One output of a model with what belongs to it.
+    """Output of a model, with its loss, labels and weights.
 
     Attributes:
-        name: Its name, or None where the model has a single output.
+        name: Its name, or None if the model has a single output.
         y_true: Labels.
         y_pred: Predictions.
         sample_weight: Weights, or None.
@@ -85,15 +85,15 @@ def match_outputs(
 
 
 def match_metrics(metrics: Any, outputs: Sequence[Output]) -> list[tuple[Any, Output]]:
-    """Pairs metrics with the outputs they look at.
+    """Pairs metrics with their outputs.
 
     Args:
-        metrics: A sequence of metrics where there is one output, else a dict or a sequence with a
+        metrics: A sequence of metrics for one output; for several, a dict or a sequence with a
             metric or a sequence of metrics per output.
         outputs: The outputs of the model.
 
     Raises:
-        MetricError: The metrics do not say which of several outputs they are for.
+        MetricError: The metrics are not assigned to the outputs.
     """
     if not metrics:
         return []
@@ -101,7 +101,7 @@ def match_metrics(metrics: Any, outputs: Sequence[Output]) -> list[tuple[Any, Ou
         return [(metric, outputs[0]) for metric in _as_list(metrics)]
     if not isinstance(metrics, Mapping) and len(metrics) != len(outputs):
         raise MetricError(
-            f"The model has {len(outputs)} outputs, and the metrics do not say which they are for. "
+            f"The model has {len(outputs)} outputs, and the metrics are not assigned to them. "
             f"Received: {len(metrics)} metrics. Give a dict: metrics={{"
             + ", ".join(f"{output.name!r}: [...]" for output in outputs)
             + "}."
@@ -132,13 +132,14 @@ def _keys(y_pred: Any, names: Sequence[str] | None) -> list[str]:
 
 
 def _only(value: Any, what: str) -> Any:
-    """The one element of a container given for a single output."""
+    """Returns the only element of a container given for a single output."""
     items = list(value.values()) if isinstance(value, Mapping) else value
     if not isinstance(items, (list, tuple)):
         return value
     if len(items) != 1:
         raise LossError(
-            f"The model has one output, but there are {len(items)} {what}. Received: {value!r}."
+            f"The model has one output, but there are {len(items)} {what}. Received: {value!r}. "
+            "Give one."
         )
     return items[0]
 
@@ -150,8 +151,8 @@ def _spread(value: Any, keys: Sequence[str], what: str, *, shared: bool) -> list
         unknown = sorted(set(value) - set(keys))
         if unknown:
             raise LossError(
-                f"There are {what} for outputs that the model does not have: {unknown}. "
-                f"Its outputs are {list(keys)}."
+                f"There are {what} for outputs that the model does not have. Received: {unknown}. "
+                f"Use its outputs: {list(keys)}."
             )
         return [value.get(key) for key in keys]
     if isinstance(value, (list, tuple)):
@@ -164,7 +165,7 @@ def _spread(value: Any, keys: Sequence[str], what: str, *, shared: bool) -> list
     if shared:
         return [value] * len(keys)
     raise LossError(
-        f"The model has {len(keys)} outputs {list(keys)}, but only one of {what} was given. "
-        f"Received: {tf.type_spec_from_value(value) if tf.is_tensor(value) else value!r}. "
-        "Give a dict or a tuple with one per output."
+        f"The model has {len(keys)} outputs {list(keys)}, but the {what} are a single value. "
+        f"Received: {tf.type_spec_from_value(value) if tf.is_tensor(value) else value!r}. Give a "
+        "dict or a tuple with one per output."
     )

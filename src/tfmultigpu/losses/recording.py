@@ -1,7 +1,7 @@
-"""Seeing what Keras does on one thread while a step is traced, and changing what it assigns.
+"""Contexts that record the calls of Keras on one thread, or change its assignments.
 
-Replicas are threads that take turns, so what is seen is kept by thread. Each context replaces a
-public method of Keras for as long as any thread is in it.
+Replicas are threads that take turns, so records are kept per thread. While any thread is inside a
+context, a public method of Keras is replaced.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ __all__ = ["changing_assignments", "recording_added_losses", "recording_calls"]
 _lock = threading.RLock()
 _entered: dict[str, int] = {}
 _thread = threading.local()
-# What runs around a call: ``f(call, self, arguments)``, where ``call(*arguments)`` goes on.
-_Around = Callable[..., Any]
+# ``f(call, self, *arguments)``, which calls ``call(self, *arguments)`` itself.
+_Wrapper = Callable[..., Any]
 
 
 def recording_added_losses() -> AbstractContextManager[list[tuple[Any, Any]]]:
-    """Collects the layer and the value of each ``add_loss`` on this thread in the context.
+    """Records the layer and the value of each ``add_loss`` on this thread.
 
-    The public ``model.losses`` is one list per model: a synchronized layer makes replicas clear and
-    read each other's losses. Activity regularizers go through ``add_loss`` too.
+    The public ``model.losses`` is one list per model: with a synchronized layer, replicas clear and
+    read each other's losses. Activity regularizers use ``add_loss`` too.
     """
     import keras
 
-    return _collecting(
+    return _recording(
         keras.layers.Layer,
         "add_loss",
         lambda layer, arguments, _: [(layer, one) for one in tf.nest.flatten(arguments)],
@@ -39,28 +39,28 @@ def recording_added_losses() -> AbstractContextManager[list[tuple[Any, Any]]]:
 
 
 def recording_calls() -> AbstractContextManager[list[tuple[Any, Any]]]:
-    """Collects each call of a layer or operation that ends on this thread, with what it returns.
+    """Records each finished call of a layer or operation on this thread, with its result.
 
-    Keras offers no way to see the outputs of layers that a model written as a class calls.
+    Keras offers no access to the outputs of layers inside a subclassed model.
     """
     import keras
 
-    # Each layer is one.
-    return _collecting(keras.Operation, "__call__", lambda layer, _, result: [(layer, result)])
+    # Every layer is an Operation.
+    return _recording(keras.Operation, "__call__", lambda layer, _, result: [(layer, result)])
 
 
 def changing_assignments(change: Callable[[Any, Any], Any]) -> AbstractContextManager[None]:
-    """Has Keras variables on this thread assigned other values while the context lasts.
+    """Changes the values that Keras variables on this thread are assigned.
 
-    ``assign`` is the one place that the updates of all metrics pass: each metric overrides
-    ``update_state``, and ``assign_add`` calls it too.
+    The updates of all metrics pass through ``assign``: each metric overrides ``update_state``, and
+    ``assign_add`` calls ``assign`` too.
 
     Args:
-        change: ``f(variable, value)``, which returns the value to assign instead.
+        change: ``f(variable, value)``, which returns the value to assign.
     """
     import keras
 
-    return _around(
+    return _wrapping(
         keras.Variable,
         "assign",
         lambda call, variable, value: call(variable, change(variable, value)),
@@ -68,29 +68,29 @@ def changing_assignments(change: Callable[[Any, Any], Any]) -> AbstractContextMa
 
 
 @contextmanager
-def _collecting(
-    owner: Any, method: str, what: Callable[[Any, Any, Any], list[Any]]
+def _recording(
+    owner: Any, method: str, entries: Callable[[Any, Any, Any], list[Any]]
 ) -> Iterator[list[Any]]:
     found: list[Any] = []
 
     def collect(call: Any, this: Any, *args: Any, **kwargs: Any) -> Any:
         result = call(this, *args, **kwargs)
-        found.extend(what(this, args, result))
+        found.extend(entries(this, args, result))
         return result
 
-    with _around(owner, method, collect):
+    with _wrapping(owner, method, collect):
         yield found
 
 
 @contextmanager
-def _around(owner: Any, method: str, around: _Around) -> Iterator[None]:
+def _wrapping(owner: Any, method: str, wrapper: _Wrapper) -> Iterator[None]:
     key = f"{owner.__name__}.{method}"
     before = getattr(_thread, key, ())
-    setattr(_thread, key, (*before, around))
+    setattr(_thread, key, (*before, wrapper))
     with _lock:
         _entered[key] = _entered.get(key, 0) + 1
         if _entered[key] == 1:
-            setattr(owner, method, _wrapped(getattr(owner, method), key))
+            setattr(owner, method, _with_wrappers(getattr(owner, method), key))
     try:
         yield
     finally:
@@ -101,12 +101,12 @@ def _around(owner: Any, method: str, around: _Around) -> Iterator[None]:
                 setattr(owner, method, getattr(owner, method).__wrapped__)
 
 
-def _wrapped(original: Any, key: str) -> Any:
+def _with_wrappers(original: Any, key: str) -> Any:
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
         inner = original
-        for around in getattr(_thread, key, ()):
-            inner = functools.partial(around, inner)
+        for wrapper in getattr(_thread, key, ()):
+            inner = functools.partial(wrapper, inner)
         return inner(*args, **kwargs)
 
     return call

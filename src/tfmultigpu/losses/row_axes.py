@@ -1,8 +1,9 @@
-"""Finds losses that pair the rows of one tensor with another axis of a second one.
+"""Finds losses that pair the rows of one tensor with another axis of a second tensor.
 
-Labels of shape ``[rows]`` against predictions of ``[rows, 3]`` are an error for most batches. For
-three rows they broadcast along the wrong axis, and a shard may have three rows, or one, where its
-batch has not. So shapes are tried once for a number of rows that no other axis has.
+Labels of shape ``[rows]`` with predictions of shape ``[rows, 3]`` are an error for most batches.
+With three rows they broadcast along the wrong axis. A shard may have three rows, or one, although
+its batch has another number. So the loss is traced once with a number of rows that no other axis
+has.
 """
 
 from __future__ import annotations
@@ -17,16 +18,16 @@ import tensorflow as tf
 
 from tfmultigpu import _compat
 from tfmultigpu.errors import LossError
-from tfmultigpu.losses.trials import beside
+from tfmultigpu.losses.trials import run_in_thread
 
 __all__ = ["check_row_axes"]
 
 _log = logging.getLogger("tfmultigpu")
 
-_ROWS = (840, 1260, 1680, 2520)  # Divided by what rows are usually grouped by.
-_INNER = (0, 11, 13, 17, 19, 23)  # The length of an axis that is open, by its number.
-# Of each loss, the shapes that were found to be right.
-_right: MutableMapping[Any, set[Any]] = weakref.WeakKeyDictionary()
+_ROWS = (840, 1260, 1680, 2520)  # Divisible by the usual sizes of groups of rows.
+_LENGTHS = (0, 11, 13, 17, 19, 23)  # Lengths of unknown axes, by the number of the axis.
+# The shapes that have passed the check, by loss.
+_passed: MutableMapping[Any, set[Any]] = weakref.WeakKeyDictionary()
 
 
 def check_row_axes(
@@ -38,7 +39,7 @@ def check_row_axes(
     *,
     throughout: bool,
 ) -> None:
-    """Checks, where a step is traced, that a loss pairs rows with rows and with nothing else.
+    """Checks, while a step is traced, that a loss pairs rows only with rows.
 
     Args:
         loss: The Keras loss.
@@ -46,14 +47,14 @@ def check_row_axes(
         y_true: Labels.
         y_pred: Predictions.
         sample_weight: Weights, or None.
-        throughout: Whether the loss never compares rows on purpose, so that no tensor on the way to
-            its values may have rows twice either.
+        throughout: Whether the loss never compares rows on purpose, so that intermediate tensors
+            may not have two axes of rows either.
 
     Raises:
         LossError: It pairs rows with another axis, or each row with every row.
     """
     if tf.executing_eagerly():
-        return  # Shapes are those of the data: TensorFlow sees for itself.
+        return  # TensorFlow checks the shapes of the data itself.
     structure = (y_true, y_pred, sample_weight)
     leaves = tf.nest.flatten(structure)
     masks = [_compat.keras_mask(leaf) for leaf in leaves]
@@ -63,8 +64,8 @@ def check_row_axes(
         return
     key = tuple(shapes)
     try:
-        known = _right.setdefault(loss, set())
-    except TypeError:  # A loss of the user's own that cannot be hashed or referred to weakly.
+        known = _passed.setdefault(loss, set())
+    except TypeError:  # A user's loss without a hash or weak references.
         known = set()
     if key in known:
         return
@@ -72,9 +73,9 @@ def check_row_axes(
     rows = next(number for number in _ROWS if number not in used)
 
     def shapes_for(number: int | None) -> list[Any]:
-        """The shapes of the values, and of those on the way, for a number of rows or open ones."""
-        of = [_with_rows(shape, first[0], number) for shape in shapes]
-        pairs = zip(of, [*leaves, *masks], strict=True)
+        """Returns the shapes of the values and of intermediate tensors; None: unknown rows."""
+        resized = [_with_rows(shape, first[0], number) for shape in shapes]
+        pairs = zip(resized, [*leaves, *masks], strict=True)
         specs = [None if one is None else tf.TensorSpec(shape, one.dtype) for shape, one in pairs]
 
         @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
@@ -91,28 +92,28 @@ def check_row_axes(
         return [traced.structured_outputs.shape, *(inner if throughout else [])]
 
     try:
-        found = beside(lambda: shapes_for(rows))
-    except Exception as error:  # Code of the user's own may raise anything.
+        found = run_in_thread(lambda: shapes_for(rows))
+    except Exception as error:  # User code may raise anything.
         if _also_fails(lambda: shapes_for(None)):
             return
         raise LossError(_message(loss, leaves, str(error))) from error
     if any(shape.rank and shape.as_list().count(rows) > 1 for shape in found):
-        pairs = "each row is paired with every row; if that is meant, see tmg.gather_rows."
+        pairs = "each row is paired with every row; if that is intended, see tmg.gather_rows."
         raise LossError(_message(loss, leaves, pairs))
     known.add(key)
 
 
 def _also_fails(call: Callable[[], Any]) -> bool:
     try:
-        beside(call)
+        run_in_thread(call)
     except Exception as error:
-        _log.info("A loss could not be tried on shapes alone: %s", error)
+        _log.info("A loss could not be traced on shapes alone: %s", error)
         return True
     return False
 
 
 def _shape_of(leaf: Any) -> Any:
-    """The shape of a dense tensor as a tuple, None where there is none, else "unknown"."""
+    """Returns the shape of a dense tensor as a tuple, None for None, else "unknown"."""
     if leaf is None:
         return None
     if not isinstance(leaf, tf.Tensor | np.ndarray):
@@ -122,11 +123,11 @@ def _shape_of(leaf: Any) -> Any:
 
 
 def _with_rows(shape: Any, known_rows: Any, rows: int | None) -> Any:
-    """A shape with another number of rows, and a length for every other axis that is open."""
+    """Returns the shape with another number of rows, and a length for every other unknown axis."""
     if not shape:
         return shape
     inner = [
-        _INNER[min(axis, len(_INNER) - 1)] if length is None else length
+        _LENGTHS[min(axis, len(_LENGTHS) - 1)] if length is None else length
         for axis, length in enumerate(shape)
     ][1:]
     return [rows if shape[0] in (None, known_rows) else shape[0], *inner]
@@ -137,7 +138,7 @@ def _message(loss: Any, leaves: list[Any], problem: str) -> str:
     return (
         f"The loss {loss.name!r} does not pair rows with rows: {problem.strip().splitlines()[0]} "
         f"Received: labels, predictions and weights of shapes {', '.join(shapes)}. One device "
-        "raises an error, or pairs the wrong numbers where two axes are equally long; shards would "
-        "do so for other batches. Give each tensor its axes after the rows: labels y[:, None] or "
-        "weights sample_weight[:, None], of length 1 where one value is for all."
+        "raises an error, or pairs the wrong numbers if two axes are equally long; shards would do "
+        "so for other batches. Give each tensor all axes after the rows, of length 1 to broadcast: "
+        "labels y[:, None] or weights sample_weight[:, None]."
     )

@@ -1,7 +1,7 @@
-"""Trying code of the user's on made-up data, beside the step that is being traced.
+"""Trials of user code on synthetic data while a step is traced.
 
-A trial runs on a thread of its own. TensorFlow and Keras keep by thread what a call depends on and
-leaves behind (graph, strategy, tape, scopes, recorders), so the trace of the step is not touched.
+A trial runs on a new thread. TensorFlow and Keras keep the state of a call per thread (graph,
+strategy, tape, scopes, recorders), so a trial does not touch the trace of the step.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ from typing import Any, TypeVar
 import numpy as np
 import tensorflow as tf
 
-__all__ = ["beside", "made_up"]
+__all__ = ["run_in_thread", "synthetic_data"]
 
 _Result = TypeVar("_Result")
-_LENGTH = 8  # Of axes that are open.
+_LENGTH = 8  # Of axes of unknown length.
 
 
-def beside(function: Callable[[], _Result]) -> _Result:
-    """Returns what a function returns on a thread of its own, or raises what it raises there."""
+def run_in_thread(function: Callable[[], _Result]) -> _Result:
+    """Calls a function on a new thread; returns its result or raises its error."""
     results: list[_Result] = []
     errors: list[BaseException] = []
 
     def run() -> None:
         try:
             results.append(function())
-        except BaseException as error:  # Raised again, on the thread that waits for it.
+        except BaseException as error:  # The waiting thread raises it again.
             errors.append(error)
 
     thread = threading.Thread(target=run, name="tfmultigpu trial", daemon=True)
@@ -38,17 +38,17 @@ def beside(function: Callable[[], _Result]) -> _Result:
     return results[0]
 
 
-def made_up(spec: Any, rows: int, seed: int, times: int = 1) -> Any:
-    """Returns made-up data for a type spec, which depends on its arguments alone.
+def synthetic_data(spec: Any, rows: int, seed: int, times: int = 1) -> Any:
+    """Returns synthetic data of a type spec, which depends on the arguments alone.
 
-    Integers are 0 and 1, which nearly every vocabulary and number of classes allows. Numbers are
-    positive for seed 0 and have both signs for others.
+    Integers are 0 and 1, which nearly every vocabulary and number of classes allows. Floats are
+    positive for seed 0 and have both signs for other seeds.
 
     Args:
         spec: The type spec of a dense, ragged or sparse tensor.
-        rows: How many different rows.
-        seed: Makes other data.
-        times: How often these rows follow each other.
+        rows: Number of different rows.
+        seed: Another seed gives other data.
+        times: Number of times that the rows are repeated.
     """
     inner = [_LENGTH if size is None else size for size in spec.shape[1:]]
     dense = tf.constant(np.concatenate([_values(spec.dtype, [rows, *inner], seed)] * times))

@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfmultigpu.data import partition
-from tfmultigpu.data.batch_format import any_rows
+from tfmultigpu.data.batch_format import any_rows, check_rows_agree, count_rows, first_tensor
 from tfmultigpu.errors import (
     DataError,
     ScopeError,
@@ -118,7 +118,7 @@ class BatchFunction:
         check_called_from(self.strategy)
         leaves = tf.nest.flatten(batch)
         if all(leaf is None for leaf in leaves):
-            partition.first_tensor(batch)
+            first_tensor(batch)
         if any(isinstance(leaf, tf.distribute.DistributedValues) for leaf in leaves):
             return self._run_cut(batch, leaves)
         return self._run_whole(batch, leaves)
@@ -139,8 +139,8 @@ class BatchFunction:
         shares = (1,) * self.strategy.num_replicas_in_sync
         # Where batches come from: a GPU would be given the shards of all, to cut them.
         with tf.device("CPU:0"):
-            with tf.control_dependencies(partition.check_rows_agree(batch)):
-                rows = tf.identity(partition.count_rows(batch))
+            with tf.control_dependencies(check_rows_agree(batch)):
+                rows = tf.identity(count_rows(batch))
             with tf.control_dependencies([rows]):
                 offsets = partition.shard_offsets(rows, shares)
                 return Shards(partition.cut_rows(batch, shares, self._local), offsets)
@@ -207,7 +207,7 @@ class BatchFunction:
                 "or pass the iterator in and call step(next(iterator)), or use "
                 "step.run(iterator, steps)."
             )
-        counts = [int(partition.count_rows(shard)) for shard in local]
+        counts = [int(count_rows(shard)) for shard in local]
         if 0 in counts:
             raise DataError(
                 f"Replica {counts.index(0)} got no rows. Received: shards of {counts} rows. Cut "
@@ -309,4 +309,4 @@ def _rows_of(batch: Any) -> Any:
         isinstance(leaf, tf.distribute.DistributedValues) for leaf in tf.nest.flatten(batch)
     ):
         return known
-    return partition.count_rows(batch)
+    return count_rows(batch)

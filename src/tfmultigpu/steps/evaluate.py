@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from tfmultigpu.data import partition
-from tfmultigpu.data.batch_format import unpack_batch
+from tfmultigpu.data.batch_format import count_rows, unpack_batch
 from tfmultigpu.errors import DataError
 from tfmultigpu.losses.build_model import prepare_model
 from tfmultigpu.losses.metrics import (
@@ -372,7 +372,7 @@ class PredictStep:
             else:
                 joined = tf.concat(parts, axis=0)
             # A small batch went to every replica whole: the first copy is the batch.
-            once, joined_rows = partition.count_rows(parts[0]), partition.count_rows(joined)
+            once, joined_rows = count_rows(parts[0]), count_rows(joined)
             return joined[: tf.where(small, once, joined_rows)]
 
         return tf.nest.map_structure(join, results)

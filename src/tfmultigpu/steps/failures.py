@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from tfmultigpu.clusters.failures import explaining_lost_workers, naming_lost_workers
 from tfmultigpu.data import partition
+from tfmultigpu.data.batch_format import as_data_error
 from tfmultigpu.errors import LossError, OutOfMemoryError, StrategyUnavailableError
 from tfmultigpu.losses.loss_sum import OTHER_ROWS
 from tfmultigpu.strategies.topology import local_replicas
@@ -90,7 +91,7 @@ def _explain(error: Any) -> Exception | None:
             return LossError(OTHER_ROWS)
         if partition.NOT_ROWS in error.message:
             return LossError(partition.explain_not_rows(error.message))
-        explained = partition.as_data_error(error)
+        explained = as_data_error(error)
         return None if explained is error else explained
     if "is joining a group" in error.message:
         return StrategyUnavailableError(

@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from tfmultigpu import _compat
 from tfmultigpu.data import partition
+from tfmultigpu.data.batch_format import count_rows
 from tfmultigpu.errors import LossError, TfMultiGpuError
 from tfmultigpu.losses.held_assignments import Held, holding
 from tfmultigpu.losses.metrics import (
@@ -198,7 +199,7 @@ class ReplicaPhase:
             begin = addition.begin()
             # Each row is in one part, whatever the number of rows: there is no empty one.
             with tf.device("CPU:0"):
-                count = tf.minimum(own, tf.cast(partition.count_rows(shard), tf.int32))
+                count = tf.minimum(own, tf.cast(count_rows(shard), tf.int32))
 
             def body(micro: Any, *sums: Any) -> tuple[Any, ...]:
                 return (micro + 1, *addition.add(sums, begin, shard, _part(micro, count), *fixed))
@@ -239,7 +240,7 @@ class ReplicaPhase:
         counts = holds_what_counts(weight)
         rows = ReplicaRows.of(shards, shard, seeds, by_xla=self._jit_compile)
         if part is not None:
-            once = partition.row_weight(partition.count_rows(shard), part.count)
+            once = partition.row_weight(count_rows(shard), part.count)
             weight = once if weight is None else weight * once
             counts = counts & (tf.equal(once, 1.0) | tf.equal(part.number, 0))
             rows = rows.part(shard, part.count, part.number)

@@ -24,6 +24,7 @@ import tensorflow as tf
 from tfmultigpu import _compat
 from tfmultigpu._compat import dropout_drawn_by
 from tfmultigpu.data import partition
+from tfmultigpu.data.batch_format import count_rows
 from tfmultigpu.steps.batch_function import Shards
 from tfmultigpu.steps.batch_norm import masked_moments
 from tfmultigpu.steps.draw_places import Places
@@ -82,7 +83,7 @@ class ReplicaRows:
         devices = () if alone else context.strategy.extended.worker_devices
         return cls(
             first=lambda: shards.first_row(replica),
-            count=lambda: partition.count_rows(shard),
+            count=lambda: count_rows(shard),
             total=lambda: shards.global_rows,
             seeds=seeds,
             are_all=alone,
@@ -100,7 +101,7 @@ class ReplicaRows:
         """
 
         def bounds() -> tuple[Any, Any]:
-            return partition.part_bounds(partition.count_rows(batch), parts, part)
+            return partition.part_bounds(count_rows(batch), parts, part)
 
         return dataclasses.replace(
             self,

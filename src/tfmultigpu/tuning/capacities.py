@@ -13,6 +13,7 @@ import tensorflow as tf
 
 from tfmultigpu import _compat
 from tfmultigpu.data import partition
+from tfmultigpu.data.batch_format import count_rows
 from tfmultigpu.data.sharded_dataset import distribute_dataset
 from tfmultigpu.devices.discovery import list_devices, logical_to_physical
 from tfmultigpu.devices.names import parse_device_name
@@ -173,7 +174,7 @@ def measured_capacities(step: Step, batch: Any, *, repeats: int = 5) -> tuple[fl
     if replicas == 1:
         return (1.0,)
     batch = _whole(batch)
-    rows = int(partition.count_rows(batch))
+    rows = int(count_rows(batch))
     if rows < 4 * replicas:
         raise ShareError(
             "Rows are timed by giving one replica all but a few of them. Received: a batch of "
@@ -228,7 +229,7 @@ def _whole(batch: Any) -> Any:
 def _fastest(step: Step, batch: Any, repeats: int, strategy: tf.distribute.Strategy) -> list[float]:
     """Seconds of a step with one row for each replica; then with all but those, for each."""
     replicas = strategy.num_replicas_in_sync
-    rows = int(partition.count_rows(batch))
+    rows = int(count_rows(batch))
     few = (partition.slice_rows(batch, 0, replicas), [1] * replicas)
     cuts = [few, *((batch, _mostly(i, replicas, rows)) for i in range(replicas))]
     cut = []

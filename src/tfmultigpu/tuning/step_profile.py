@@ -13,6 +13,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfmultigpu.data import partition
+from tfmultigpu.data.batch_format import count_rows
 from tfmultigpu.diagnostics.report import Finding
 from tfmultigpu.errors import DataError
 from tfmultigpu.steps.train import TrainStep
@@ -343,7 +344,7 @@ def rows_of(batch: Any) -> int:
     known = partition.marked_global_rows(batch)
     if known is None:
         values = tf.nest.map_structure(tf.convert_to_tensor, batch)
-        known = partition.count_rows(values)
+        known = count_rows(values)
     return int(known)
 
 

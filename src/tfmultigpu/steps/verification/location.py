@@ -11,6 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfmultigpu.data import partition
+from tfmultigpu.data.batch_format import count_rows
 from tfmultigpu.steps.batch_function import Shards
 from tfmultigpu.steps.random_draws import ReplicaRows, drawing_rows
 from tfmultigpu.steps.row_gathering import gathering_from
@@ -94,7 +95,7 @@ class Locator:
 
     def in_parts(self, batch: Any) -> Located:
         """Compares with two halves of a batch on one device, one after the other."""
-        rows = int(partition.count_rows(batch))
+        rows = int(count_rows(batch))
 
         def parts(shards: Shards, trials: list[Trial]) -> tuple[Any, list[Any]]:
             (shard,) = shards.local
