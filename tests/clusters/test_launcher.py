@@ -19,7 +19,7 @@ import pytest
 from tfmultigpu import __main__ as command_line
 from tfmultigpu.clusters import launcher as launch_module
 from tfmultigpu.clusters.launcher import launch
-from tfmultigpu.errors import ClusterError, DeviceNotFoundError
+from tfmultigpu.errors import DeviceNotFoundError
 
 Write = Callable[[str], str]
 linux_only = pytest.mark.skipif(
@@ -166,14 +166,14 @@ def test_restarts_come_to_an_end(write: Write, capfd: pytest.CaptureFixture[str]
     ("arguments", "text"),
     [
         ({"script": "no.py"}, r"There is no such script\. Received: 'no\.py', in /"),
-        ({"workers": 0}, r"at least one worker\. Received: workers=0"),
-        ({"restarts": -1}, r"restarts is at least 0\. Received: restarts=-1"),
+        ({"workers": 0}, r"workers must be a whole number, at least 1\. Received: workers=0"),
+        ({"restarts": -1}, r"restarts must be a whole number, at least 0\. Received: restarts=-1"),
         ({"devices_per_worker": -1}, r"Received: devices_per_worker=-1"),
     ],
     ids=str,
 )
 def test_arguments_that_make_no_sense(write: Write, arguments: Any, text: str) -> None:
-    with pytest.raises(ClusterError, match=text):
+    with pytest.raises(ValueError, match=text):
         launch(**{"script": write(""), **arguments})
 
 

@@ -15,9 +15,10 @@ import pytest
 from tfmultigpu.clusters.jobs import JOB_ID, JOB_SECRET, Job, new_job, read_job
 from tfmultigpu.clusters.meeting_lines import PROTOCOL, Pen, StrangeLineError, readable
 from tfmultigpu.clusters.ports import split_address
+from tfmultigpu.clusters.preflight import preflight
 from tfmultigpu.clusters.processes import free_addresses
 from tfmultigpu.clusters.rendezvous import meet
-from tfmultigpu.clusters.sources import Cluster, preflight
+from tfmultigpu.clusters.spec import Cluster
 from tfmultigpu.errors import ClusterError
 
 # Seconds: see test_rendezvous.py.

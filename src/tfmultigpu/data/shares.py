@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from tfmultigpu.arguments import check_count
 from tfmultigpu.errors import ShareError
 
 __all__ = ["check_shares", "integer_shares", "plan_micro_batches", "plan_shares"]
@@ -49,8 +50,10 @@ def plan_shares(
         capacities differ by at most one row (one multiple), the earlier replica getting it.
 
     Raises:
-        ShareError: A capacity is not a positive finite number, the batch has no rows, or it cannot
-            be divided within the limits.
+        ShareError: A capacity is not a positive finite number, or the batch cannot be divided
+            within the limits.
+        TypeError: A number of rows is not a whole number.
+        ValueError: A number of rows is less than 1.
 
     Example:
         >>> import tfmultigpu as tmg
@@ -62,10 +65,9 @@ def plan_shares(
         (68, 32)
     """
     capacities = check_shares(capacities)
-    _check_rows(global_batch_size, "A global batch", "global_batch_size")
-    _check_rows(minimum, "The minimum of a replica", "minimum")
-    _check_rows(multiple_of, "What shares are multiples of", "multiple_of")
-    rows, unit = int(global_batch_size), int(multiple_of)
+    rows = check_count("global_batch_size", global_batch_size)
+    minimum = check_count("minimum", minimum)
+    unit = check_count("multiple_of", multiple_of)
     exact = [_fraction(capacity) for capacity in capacities]
     by_capacity = sorted(range(len(exact)), key=lambda i: (-exact[i], i))
     if minimum == unit == 1 and maximum is None and rows < len(exact):
@@ -124,19 +126,16 @@ def plan_micro_batches(shares: Sequence[int], maximum: float | Sequence[float]) 
     """
     shares = check_shares(shares)
     for share in shares:
-        _check_rows(share, "A share", "shares")
+        if not _is_finite(share) or share < 1 or int(share) != share:
+            raise ShareError(
+                "Each of the shares must be a whole number of rows, at least 1. Received: "
+                f"shares={share}."
+            )
     limits = _limits(maximum, len(shares))
     return tuple(
         1 if limit is None else -(-int(share) // limit)
         for share, limit in zip(shares, limits, strict=True)
     )
-
-
-def _check_rows(number: Any, what: str, name: str) -> None:
-    if not _is_finite(number) or number < 1 or int(number) != number:
-        raise ShareError(
-            f"{what} is a whole number of rows, at least one. Received: {name}={number}."
-        )
 
 
 def _limits(maximum: float | Sequence[float] | None, replicas: int) -> list[int | None]:
