@@ -98,7 +98,7 @@ def test_the_first_to_fail_is_named_and_gives_the_exit_code(
     said = capfd.readouterr().err
     assert said.startswith(
         "[launch] Worker 1 of 2 ended with code 7, the first to fail; the others were stopped. The "
-        "end of what it printed:\n[launch]   line 10\n"
+        "end of its output:\n[launch]   line 10\n"
     )
     assert said.endswith("[launch]   line 29\n")
 
@@ -288,7 +288,7 @@ def test_workers_end_when_nobody_reads_what_they_print(write: Write) -> None:
         launcher.stdout.close()
         said = launcher.stderr.read().decode()
         assert launcher.wait(300) == 128 + signal.SIGTERM
-    assert "What workers print cannot be passed on (Broken pipe): all must end." in said
+    assert "The output of the workers cannot be passed on (Broken pipe): all must end." in said
     assert "restart" not in said
 
 

@@ -76,10 +76,6 @@ class Watchdog:
         threading.Thread(target=self._watch, name="tfmultigpu-watchdog", daemon=True).start()
 
     def _watch(self) -> None:
-        import tensorflow as tf
-
-        from tfmultigpu._compat import abort_collectives
-
         while not self._link.wait_for_end(None):
             pass
         heard = time.monotonic()
@@ -91,9 +87,19 @@ class Watchdog:
             if longest >= _ABORT_SECONDS and not aborted:
                 # Collectives that wait raise now, and the program ends in its usual way.
                 aborted = True
-                with contextlib.suppress(tf.errors.OpError):  # They may have been ended before.
-                    abort_collectives("A worker has ended, and this one waits for it.")
+                _abort_collectives()
             time.sleep(min(_ABORT_SECONDS, _END_SECONDS) / 20)
+
+
+def _abort_collectives() -> None:
+    if "tensorflow" not in sys.modules:
+        return
+    import tensorflow as tf
+
+    from tfmultigpu._compat import abort_collectives
+
+    with contextlib.suppress(tf.errors.OpError):  # They may have ended before.
+        abort_collectives("A worker has ended, and this one waits for it.")
 
 
 def leave_on_errors(

@@ -146,6 +146,8 @@ def _lost() -> bool:
 
 
 def _explain(error: BaseException) -> TfMultiGpuError | None:
+    if "tensorflow" not in sys.modules:
+        return None  # Importing it to look at an error would take seconds, at the end of a process.
     import tensorflow as tf
 
     if not isinstance(error, tf.errors.OpError):

@@ -81,7 +81,7 @@ class Words:
             f"Workers of two jobs met. {self.name(self._index)} belongs to the job {job!r}. "
             f"Worker {message.sender} of the job {readable(str(message.job), 200)!r} spoke from "
             f"{place}. They would train one model together. Stop one of the jobs, or give each "
-            f"other addresses in {self._source}. If they are one job, set {JOB_ID} to the same "
+            f"different addresses in {self._source}. If they are one job, set {JOB_ID} to the same "
             "name on every worker."
         )
 

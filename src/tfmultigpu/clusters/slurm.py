@@ -102,7 +102,6 @@ SLURM = ClusterSource(
     start="srun python train.py",
     fix="Start every task of the job with one srun: srun python train.py",
     other_port=f"set the first port with {_PORT}, the same for all tasks of srun",
-    default_port=_FIRST_PORT,
     variables=("SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),
     hosts=(
         "SLURMD_NODENAME",

@@ -40,7 +40,6 @@ class ClusterSource:
         start: The line that starts the workers; empty if the user starts them.
         fix: The line that corrects a wrong description, for the doctor.
         other_port: The line that chooses another port.
-        default_port: The port of the first worker of a machine; None if the description has it.
         variables: Environment variables that make a process a worker. The launcher removes them
             from the environment of its own workers.
         hosts: Environment variables that name machines; reports conceal their values.
@@ -56,7 +55,6 @@ class ClusterSource:
     start: str = field(default="", repr=False)
     fix: str = field(default="", repr=False)
     other_port: str = field(default="", repr=False)
-    default_port: int | None = field(default=None, repr=False)
     variables: tuple[str, ...] = field(default=(), repr=False)
     hosts: tuple[str, ...] = field(default=(), repr=False)
     shown: tuple[str, ...] = field(default=(), repr=False)
