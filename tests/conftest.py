@@ -122,9 +122,9 @@ def leaves_no_scope_behind() -> Iterator[None]:
 @pytest.fixture(autouse=True, scope="module")
 def forgets_strategies_of_other_files() -> None:
     """Has a file begin as a process does: with no strategy of several replicas."""
-    from tfmultigpu.strategies.registry import living
+    from tfmultigpu.clusters.process_state import process_state
 
-    living.forget()
+    process_state.forget()
 
 
 @pytest.fixture

@@ -15,10 +15,11 @@ FILES = {
     ".".join(path.relative_to(SOURCE).with_suffix("").parts): path
     for path in sorted(SOURCE.rglob("*.py"))
 }
-# A package imports only from those before it. `errors`, `_compat` and `_version` import nothing of
-# the library; what is last is made of the public names.
+# A package imports only from those before it. Those in ALONE import nothing of the library; what is
+# last is made of the public names.
 LAYERS = (
     "errors",
+    "arguments",
     "_compat",
     "_version",
     "devices",
@@ -37,7 +38,7 @@ LAYERS = (
     "demo",
     "__main__",
 )
-ALONE = ("errors", "_compat", "_version")
+ALONE = ("errors", "arguments", "_compat", "_version")
 PACKAGES = sorted({name.split(".")[0] for name in FILES if "." in name})
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import math
 import os
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
+
+from tfmultigpu.arguments import count_option
+from tfmultigpu.errors import TfMultiGpuError
 
 DATASETS = ("digits", "mnist", "cifar10")
 MOST_REPLICAS = 16  # Tracing takes longer with each, and beyond this nothing new is shown.
@@ -28,9 +30,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return run(options)
     except Exception as error:
-        # Here and not above: the launcher and the help need no TensorFlow, which errors import.
-        from tfmultigpu.errors import TfMultiGpuError
-
         if not isinstance(error, (TfMultiGpuError, ConnectionError)):
             raise
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
@@ -89,13 +88,13 @@ def _add_demo(commands: Any) -> None:
     demo.add_argument("--dataset", choices=DATASETS, default="digits")
     demo.add_argument(
         "--replicas",
-        type=_whole_number(2, MOST_REPLICAS),
+        type=count_option(2, MOST_REPLICAS),
         help="default: one per GPU, or 4 virtual CPUs",
     )
-    demo.add_argument("--epochs", type=_whole_number(1), help="default: 10 for digits, 1 otherwise")
+    demo.add_argument("--epochs", type=count_option(), help="default: 10 for digits, 1 otherwise")
     demo.add_argument(
         "--batch-size",
-        type=_whole_number(1),
+        type=count_option(),
         default=64,
         help="one more where it would divide evenly",
     )
@@ -124,18 +123,6 @@ def _add_launch(commands: Any) -> None:
 
 
 _SUBCOMMANDS = (_add_doctor, _add_demo, _add_launch)
-
-
-def _whole_number(least: int, most: float = math.inf) -> Callable[[str], int]:
-    def number(text: str) -> int:
-        if not text.isdecimal() or not least <= int(text) <= most:
-            limit = "" if most == math.inf else f" and at most {most}"
-            raise argparse.ArgumentTypeError(
-                f"must be a whole number, at least {least}{limit}. Received: {text!r}"
-            )
-        return int(text)
-
-    return number
 
 
 if __name__ == "__main__":

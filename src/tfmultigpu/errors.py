@@ -1,13 +1,18 @@
-"""What can go wrong, by name.
+"""Errors and warnings of the library, by name.
 
-Every message says what happened, with the values received, why it matters, and the line to change.
+Every message says what happened, with the values received, why it matters, and the line to write.
+What code decides by is an attribute of the error, never a part of its message.
+
+Importing this module does not import TensorFlow: the launcher starts without it.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import tensorflow as tf
+if TYPE_CHECKING:
+    import tensorflow as tf
+    from typing_extensions import Self
 
 __all__ = [
     "CheckpointError",
@@ -38,19 +43,45 @@ __all__ = [
 
 
 class TfMultiGpuError(Exception):
-    """Base class of every error this library raises on purpose."""
+    """Base class of every error that this library raises on purpose.
+
+    Attributes:
+        fix: The line to write instead, by itself; None if only the message has it.
+    """
+
+    fix: str | None = None
 
     if not TYPE_CHECKING:
         # AutoGraph raises an error from inside a tf.function under its own type only with this one.
+        # So facts are attributes that `stating` sets, not arguments.
         __init__ = Exception.__init__
+
+    def stating(self, **facts: Any) -> Self:
+        """Sets attributes of the error, and returns it.
+
+        Args:
+            **facts: Values by the name of an attribute that the class documents.
+
+        Raises:
+            AttributeError: The class has no such attribute.
+
+        Example:
+            >>> UnknownLengthError("The data has no end.").stating(infinite=True).infinite
+            True
+        """
+        for name, value in facts.items():
+            if not hasattr(type(self), name):
+                raise AttributeError(f"{type(self).__name__} has no attribute {name!r}.")
+            setattr(self, name, value)
+        return self
 
 
 class DeviceNotFoundError(TfMultiGpuError, ValueError):
-    """A device was asked for that this machine does not have."""
+    """This machine does not have a device that was asked for."""
 
 
 class DeviceSettingsError(TfMultiGpuError, ValueError):
-    """Settings of the devices contradict each other, or TensorFlow cannot make one of them."""
+    """Device settings contradict each other, or TensorFlow cannot apply one of them."""
 
 
 class DevicesInitializedError(TfMultiGpuError, RuntimeError):
@@ -58,11 +89,11 @@ class DevicesInitializedError(TfMultiGpuError, RuntimeError):
 
 
 class StrategyUnavailableError(TfMultiGpuError, RuntimeError):
-    """The strategy asked for cannot be had here, and falling back was not allowed."""
+    """The requested strategy is not available, and falling back was not allowed."""
 
 
 class StrategyFallbackWarning(UserWarning):
-    """What was asked for cannot be had here, and the next best was taken."""
+    """A request is not available on this machine, so the next best was taken."""
 
 
 class ClusterError(TfMultiGpuError, ValueError):
@@ -70,19 +101,19 @@ class ClusterError(TfMultiGpuError, ValueError):
 
 
 class WorkerLostError(TfMultiGpuError, RuntimeError):
-    """Another worker ended during training, and this process cannot go on without it."""
+    """Another worker ended during training, and this process cannot continue without it."""
 
 
 class WorkersDifferError(TfMultiGpuError, ValueError):
-    """The workers do not call the same thing with the same arguments, or no longer train alike."""
+    """The workers make different calls or pass different arguments, or no longer train alike."""
 
 
 class CompileError(TfMultiGpuError, ValueError):
-    """A model was not compiled, or steps of its own stand in place of what it was compiled with."""
+    """A model was not compiled, or its own steps replace what it was compiled with."""
 
 
 class CheckpointError(TfMultiGpuError, RuntimeError):
-    """A checkpoint cannot be written or read, or does not fit what it is to be restored into."""
+    """A checkpoint cannot be written or read, or does not fit the objects to restore."""
 
 
 class RestoreMismatchError(CheckpointError):
@@ -94,7 +125,7 @@ class DamagedCheckpointWarning(UserWarning):
 
 
 class ShareError(TfMultiGpuError, ValueError):
-    """The shares of a global batch cannot be given out as asked."""
+    """A global batch cannot be divided into the requested shares."""
 
 
 class DataError(TfMultiGpuError, ValueError):
@@ -102,7 +133,13 @@ class DataError(TfMultiGpuError, ValueError):
 
 
 class UnknownLengthError(DataError, TypeError):
-    """The number of batches of a dataset is not known; a TypeError because ``list`` expects it."""
+    """A dataset has no known number of batches; a TypeError because ``list`` expects that.
+
+    Attributes:
+        infinite: Whether the dataset is known never to end.
+    """
+
+    infinite: bool = False
 
 
 class LossError(TfMultiGpuError, ValueError):
@@ -114,11 +151,11 @@ class MetricError(TfMultiGpuError, ValueError):
 
 
 class ReplicaDependenceWarning(UserWarning):
-    """A result will depend on the number of replicas, and there is a way to make it not."""
+    """A result depends on the number of replicas, and the message says how to avoid that."""
 
 
 class UnverifiedWarning(UserWarning):
-    """A step could not be held to what one device computes; training goes on."""
+    """A step could not be compared with what one device computes; training continues."""
 
 
 class ScopeError(TfMultiGpuError, ValueError):
@@ -130,19 +167,42 @@ class KerasBackendError(TfMultiGpuError, RuntimeError):
 
 
 class MissingExtraError(TfMultiGpuError, ImportError):
-    """An optional package is needed; the message names the extra that installs it."""
+    """An optional package is missing; the message names the extra that installs it."""
 
 
-class OutOfMemoryError(
-    TfMultiGpuError,
-    tf.errors.ResourceExhaustedError,  # type: ignore[misc]  # Its type is Any.
-):
-    """A device has not enough memory; TensorFlow's error for that, with what to do."""
+if TYPE_CHECKING:
 
-    def __init__(self, message: str) -> None:
-        """Takes the whole message; TensorFlow's own error has three arguments."""
-        tf.errors.ResourceExhaustedError.__init__(self, None, None, message)
+    class OutOfMemoryError(TfMultiGpuError, tf.errors.ResourceExhaustedError):  # type: ignore[misc]
+        """A device has not enough memory; also TensorFlow's own error for that."""
 
-    def __reduce__(self) -> tuple[Any, tuple[str]]:
-        """Lets it be sent to another process."""
-        return type(self), (self.message,)
+        def __init__(self, message: str) -> None:
+            """Takes the whole message; TensorFlow's own error has three arguments."""
+
+
+def __getattr__(name: str) -> Any:
+    """Makes ``OutOfMemoryError`` when it is first used: its base class needs TensorFlow."""
+    if name != "OutOfMemoryError":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    made = globals()[name] = _make_out_of_memory_error()
+    return made
+
+
+def _make_out_of_memory_error() -> type[Exception]:
+    import tensorflow as tf
+
+    class OutOfMemoryError(
+        TfMultiGpuError,
+        tf.errors.ResourceExhaustedError,  # type: ignore[misc]  # Its type is Any.
+    ):
+        """A device has not enough memory; also TensorFlow's own error for that."""
+
+        def __init__(self, message: str) -> None:
+            """Takes the whole message; TensorFlow's own error has three arguments."""
+            tf.errors.ResourceExhaustedError.__init__(self, None, None, message)
+
+        def __reduce__(self) -> tuple[Any, tuple[str]]:
+            """Lets it be sent to another process."""
+            return type(self), (self.message,)
+
+    OutOfMemoryError.__qualname__ = OutOfMemoryError.__name__
+    return OutOfMemoryError

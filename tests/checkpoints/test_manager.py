@@ -419,8 +419,8 @@ def test_layers_that_have_changed_places_are_refused(tmp_path: Path) -> None:
 def test_mistakes_are_explained(tmp_path: Path) -> None:
     model, optimizer = small()
     for arguments, text in (
-        ({"keep": 0}, "keep is at least 1. Received: keep=0"),
-        ({"every_steps": 0}, "every_steps is at least 1. Received: every_steps=0"),
+        ({"keep": 0}, "keep must be a whole number, at least 1. Received: keep=0"),
+        ({"every_steps": 0}, "at least 1, or None. Received: every_steps=0"),
         ({"directory": "gs://bucket/run"}, "Mount it, and give the path"),
         ({"train_step": model}, "Received: train_step beside model or optimizer"),
     ):

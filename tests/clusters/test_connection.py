@@ -20,9 +20,10 @@ from tfmultigpu.clusters import failures as lost_workers
 from tfmultigpu.clusters.connection import BROKEN_OFF, NOT_A_WORKER, WorkerLink
 from tfmultigpu.clusters.exits import Watchdog
 from tfmultigpu.clusters.failures import explaining_lost_workers, link_of_workers, watch
+from tfmultigpu.clusters.process_state import process_state
 from tfmultigpu.clusters.processes import free_addresses
 from tfmultigpu.clusters.rendezvous import meet
-from tfmultigpu.clusters.sources import Cluster
+from tfmultigpu.clusters.spec import Cluster
 from tfmultigpu.errors import WorkerLostError, WorkersDifferError
 from tfmultigpu.steps.failures import explaining_failures
 
@@ -190,13 +191,13 @@ def test_nobody_waits_for_a_value_for_ever() -> None:
 
 @pytest.fixture
 def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(lost_workers, "_link", None)
-    monkeypatch.setattr(lost_workers, "_cluster", None)
+    process_state.forget()
     monkeypatch.setattr(lost_workers, "_NEWS_SECONDS", 0.5)
     monkeypatch.setattr(atexit, "register", lambda function: None)
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
     monkeypatch.setattr(Watchdog, "start", lambda self: None)
-    return
+    yield
+    process_state.forget()
 
 
 # As TensorFlow 2.21 put it where real workers were killed, raised an error, or were frozen.
@@ -233,10 +234,10 @@ def test_a_lost_worker_is_named_with_what_to_do(said: str) -> None:
         raise kind(None, None, text)
     found = str(caught.value)
     assert found.startswith(
-        "Another worker is gone, and the others cannot go on without it. First to go: worker 2 of "
-        f"3 at {links[0].addresses[2]}: {BROKEN_OFF}. Read its log"
+        "Another worker is gone, and the others cannot continue without it. First to go: worker 2 of "
+        f"3 at {links[0].addresses[2]}: {BROKEN_OFF}. Its log"
     )
-    assert "start all workers again, and they go on from the last checkpoint" in found
+    assert "Start all workers again; they resume from the last checkpoint" in found
     assert "launch --restarts" in found
     assert "task:1" not in found.split("TensorFlow says: ")[0]
     assert isinstance(caught.value.__cause__, kind)
@@ -318,7 +319,7 @@ def test_workers_that_called_different_things_are_told_so(error: Exception) -> N
 
 GOODBYE = """
 import json, sys
-from tfmultigpu.clusters.sources import Cluster
+from tfmultigpu.clusters.spec import Cluster
 from tfmultigpu.clusters.failures import watch
 from tfmultigpu.clusters.rendezvous import meet
 addresses = json.loads(sys.argv[1])

@@ -19,7 +19,7 @@ import pytest
 from tfmultigpu import __main__ as command_line
 from tfmultigpu.clusters import launcher as launch_module
 from tfmultigpu.clusters.launcher import launch
-from tfmultigpu.errors import ClusterError, DeviceNotFoundError
+from tfmultigpu.errors import DeviceNotFoundError
 
 Write = Callable[[str], str]
 linux_only = pytest.mark.skipif(
@@ -98,7 +98,7 @@ def test_the_first_to_fail_is_named_and_gives_the_exit_code(
     said = capfd.readouterr().err
     assert said.startswith(
         "[launch] Worker 1 of 2 ended with code 7, the first to fail; the others were stopped. The "
-        "end of what it printed:\n[launch]   line 10\n"
+        "end of its output:\n[launch]   line 10\n"
     )
     assert said.endswith("[launch]   line 29\n")
 
@@ -166,14 +166,14 @@ def test_restarts_come_to_an_end(write: Write, capfd: pytest.CaptureFixture[str]
     ("arguments", "text"),
     [
         ({"script": "no.py"}, r"There is no such script\. Received: 'no\.py', in /"),
-        ({"workers": 0}, r"at least one worker\. Received: workers=0"),
-        ({"restarts": -1}, r"restarts is at least 0\. Received: restarts=-1"),
+        ({"workers": 0}, r"workers must be a whole number, at least 1\. Received: workers=0"),
+        ({"restarts": -1}, r"restarts must be a whole number, at least 0\. Received: restarts=-1"),
         ({"devices_per_worker": -1}, r"Received: devices_per_worker=-1"),
     ],
     ids=str,
 )
 def test_arguments_that_make_no_sense(write: Write, arguments: Any, text: str) -> None:
-    with pytest.raises(ClusterError, match=text):
+    with pytest.raises(ValueError, match=text):
         launch(**{"script": write(""), **arguments})
 
 
@@ -288,7 +288,7 @@ def test_workers_end_when_nobody_reads_what_they_print(write: Write) -> None:
         launcher.stdout.close()
         said = launcher.stderr.read().decode()
         assert launcher.wait(300) == 128 + signal.SIGTERM
-    assert "What workers print cannot be passed on (Broken pipe): all must end." in said
+    assert "The output of the workers cannot be passed on (Broken pipe): all must end." in said
     assert "restart" not in said
 
 

@@ -15,9 +15,11 @@ import pytest
 from tfmultigpu.clusters.jobs import JOB_ID, JOB_SECRET, Job, new_job, read_job
 from tfmultigpu.clusters.meeting_lines import PROTOCOL, Pen, StrangeLineError, readable
 from tfmultigpu.clusters.ports import split_address
+from tfmultigpu.clusters.preflight import preflight
 from tfmultigpu.clusters.processes import free_addresses
 from tfmultigpu.clusters.rendezvous import meet
-from tfmultigpu.clusters.sources import Cluster, preflight
+from tfmultigpu.clusters.sources import SOURCES
+from tfmultigpu.clusters.spec import Cluster
 from tfmultigpu.errors import ClusterError
 
 # Seconds: see test_rendezvous.py.
@@ -88,12 +90,12 @@ def line(**changes: Any) -> bytes:
 
 
 def test_the_job_is_read_from_the_environment() -> None:
-    assert read_job({}) == Job(None, None)
-    assert read_job({"SLURM_JOB_ID": "7"}) == Job("Slurm job 7", None)
+    assert read_job({}, SOURCES) == Job(None, None)
+    assert read_job({"SLURM_JOB_ID": "7"}, SOURCES) == Job("Slurm job 7", None)
     # Components of one job have numbers of their own beside one for all.
-    assert read_job({"SLURM_JOB_ID": "8", "SLURM_HET_JOB_ID": "7"}).id == "Slurm job 7"
-    assert read_job({"SLURM_JOB_ID": "8", JOB_ID: "mine"}).id == "mine"
-    made = read_job(new_job("launch"))
+    assert read_job({"SLURM_JOB_ID": "8", "SLURM_HET_JOB_ID": "7"}, SOURCES).id == "Slurm job 7"
+    assert read_job({"SLURM_JOB_ID": "8", JOB_ID: "mine"}, SOURCES).id == "mine"
+    made = read_job(new_job("launch"), SOURCES)
     assert made.id is not None
     assert made.id.startswith("launch ")
     assert made.secret is not None
@@ -111,7 +113,7 @@ def test_the_job_is_read_from_the_environment() -> None:
 )
 def test_a_job_that_cannot_be_is_named(environ: dict[str, str], message: str) -> None:
     with pytest.raises(ClusterError, match=message) as caught:
-        read_job(environ)
+        read_job(environ, SOURCES)
     assert "short" not in str(caught.value)
 
 
@@ -136,7 +138,7 @@ def test_workers_of_two_jobs_are_told_both_and_who_spoke() -> None:
         assert "'Slurm job 7'" in text
         assert "'Slurm job 8'" in text
         assert "set TFMULTIGPU_JOB_ID to the same name" in text
-        assert "From 127.0.0.1:" in text
+        assert "spoke from 127.0.0.1:" in text
 
 
 def test_a_worker_that_does_not_know_its_job_may_come() -> None:
@@ -170,7 +172,7 @@ def test_a_worker_with_another_secret_is_ignored_and_named_at_the_timeout() -> N
     for index, text in enumerate(texts):
         assert text is not None
         assert "1 of 2 workers did not come within 2 s" in text
-        assert "(it hangs up on this worker; has it another TFMULTIGPU_JOB_SECRET?)" in text
+        assert "(it hangs up on this worker; it may have another TFMULTIGPU_JOB_SECRET)" in text
         assert "Ignored: an unauthenticated line came from 127.0.0.1:" in text
         assert f"claiming to be worker {1 - index}" in text
 
@@ -184,7 +186,7 @@ def test_a_worker_without_the_secret_is_told_at_once() -> None:
         ]
     )
     assert texts[1] is not None
-    assert "Worker 0 signs what it says, which came from" in texts[1]
+    assert "Worker 0 signs its lines, which came from" in texts[1]
     assert f"worker 1 at {addresses[1]} has no TFMULTIGPU_JOB_SECRET." in texts[1]
     assert texts[0] is not None
     assert "an unauthenticated line came from" in texts[0]

@@ -110,7 +110,7 @@ def test_tf_config_comes_first_and_one_task_needs_no_cluster() -> None:
     config = '{"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": 0}}'
     cluster = cluster_from_environment(task(TF_CONFIG=config))
     assert cluster is not None
-    assert cluster.source == "TF_CONFIG"
+    assert cluster.source.name == "TF_CONFIG"
     assert cluster_from_environment(task(SLURM_STEP_NUM_TASKS="1")) is None
 
 
@@ -118,7 +118,8 @@ def test_a_job_script_that_forgot_srun_is_told() -> None:
     script = task(SLURM_STEP_NUM_TASKS=None, SLURM_STEP_NODELIST=None, SLURM_PROCID="0")
     assert cluster_from_environment(script) is None
     assert why_no_cluster(script) == (
-        "the Slurm job has 5 tasks, but srun did not start this process: srun python train.py"
+        "TF_CONFIG is not set; the Slurm job has 5 tasks, but srun did not start this process: "
+        "srun python train.py"
     )
     assert why_no_cluster({"SLURM_NTASKS": "1"}) == "TF_CONFIG is not set"
 
@@ -137,7 +138,10 @@ def test_a_job_script_that_forgot_srun_is_told() -> None:
         ),
         ({"SLURM_STEP_TASKS_PER_NODE": "5"}, r"is for 1 nodes, SLURM_STEP_NODELIST='n\[9-11\]'"),
         ({"SLURM_STEP_TASKS_PER_NODE": "2(x3)"}, r"is 6 tasks, SLURM_STEP_NUM_TASKS=5"),
-        ({"SLURM_NODEID": "2"}, r"task 3 is expected, node 1\..*srun --distribution=block"),
+        (
+            {"SLURM_NODEID": "2"},
+            r"task 3, which is node 1\..*srun --distribution=block",
+        ),
         ({"SLURM_STEP_NUM_TASKS": "999999999"}, r"SLURM_STEP_NUM_TASKS is more than 100000"),
         ({"SLURM_STEP_TASKS_PER_NODE": "1(x999999999)"}, r"is for more than the 3 nodes"),
         ({"SLURM_PROCID": "9" * 5000}, r"SLURM_PROCID must be a whole number"),

@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
-from tfmultigpu.clusters.sources import Cluster, cluster_from_environment, preflight
+from tfmultigpu.clusters.preflight import preflight
+from tfmultigpu.clusters.sources import cluster_from_environment
+from tfmultigpu.clusters.spec import Cluster
 from tfmultigpu.errors import ClusterError
 
 WORKERS = ["a.example:2222", "b.example:2222", "10.0.0.3:2222"]
@@ -194,7 +196,7 @@ def test_what_is_no_description_is_an_error(text: str, message: str) -> None:
         ),
         ({"chief": ["a:1", "b:1"]}, r"cluster\.chief must have one address"),
         ({"chief": ["a:1"], "master": ["b:1"]}, r'both "chief" and "master"'),
-        ({"worker": ["a:1"], "ps": ["b:1"]}, r'"cluster" has "ps"\. Parameter servers are decl'),
+        ({"worker": ["a:1"], "ps": ["b:1"]}, r'"cluster" has "ps"\. Parameter servers are not s'),
     ],
 )
 def test_what_is_wrong_in_the_cluster_is_named(cluster: Any, message: str) -> None:
@@ -211,7 +213,7 @@ def test_what_is_wrong_in_the_cluster_is_named(cluster: Any, message: str) -> No
         ({"type": "worker"}, r"task\.index is missing"),
         ({"type": "chief", "index": 0}, r"task\.type is not in the cluster\. It has worker"),
         ({"type": ["worker"], "index": 0}, r"task\.type is not in the cluster"),
-        ({"type": "ps", "index": 0}, r'task\.type is "ps"\. Parameter servers are declined'),
+        ({"type": "ps", "index": 0}, r'task\.type is "ps"\. Parameter servers are not supp'),
         ({"type": "worker", "index": 3}, r"out of range\. cluster\.worker has 3 addresses: 0 to 2"),
         ({"type": "worker", "index": -1}, r"task\.index is out of range.*Received: -1"),
         ({"type": "evaluator", "index": -1}, r"task\.index is out of range.*Received: -1"),

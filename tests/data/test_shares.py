@@ -99,8 +99,7 @@ def test_a_batch_is_a_whole_number_of_rows(rows: float) -> None:
     with pytest.raises(tmg.ShareError) as caught:
         tmg.plan_shares(rows, (1, 1))
     assert str(caught.value) == (
-        "global_batch_size must be a whole number of at least 1. Received: "
-        f"global_batch_size={rows}."
+        f"global_batch_size must be a whole number, at least 1. Received: global_batch_size={rows}."
     )
 
 
@@ -281,7 +280,7 @@ def test_what_can_be_divided_is_divided(
         (64, {"maximum": (40,)}, "There must be one maximum per replica."),
         (64, {"maximum": (40, 0.5)}, "maximum[1]=0.5. Leave its device out of the strategy"),
         (64, {"maximum": (40, float("nan"))}, "maximum[1]=nan"),
-        (64, {"minimum": 0}, "minimum must be a whole number of at least 1. Received: minimum=0."),
+        (64, {"minimum": 0}, "minimum must be a whole number, at least 1. Received: minimum=0."),
         (64, {"multiple_of": 1.5}, "multiple_of=1.5."),
     ],
 )
@@ -289,6 +288,12 @@ def test_limits_that_cannot_be_met(rows: int, limits: dict, text: str) -> None:
     with pytest.raises(tmg.ShareError) as caught:
         tmg.plan_shares(rows, (1, 1), **limits)
     assert text in str(caught.value)
+
+
+@pytest.mark.parametrize("limits", [{"minimum": 0}, {"multiple_of": 1.5}])
+def test_limits_are_whole_numbers(limits: dict) -> None:
+    with pytest.raises((TypeError, ValueError), match=f"{next(iter(limits))} must be a whole"):
+        tmg.plan_shares(64, (1, 1), **limits)
 
 
 # Micro-batches ------------------------------------------------------------------------------------
@@ -332,7 +337,7 @@ def test_known_numbers_of_micro_batches(shares, maximum, expected) -> None:
     ("shares", "maximum", "text"),
     [
         ((64, 0), 8, "tmg.create_strategy(devices=[...]) with the other devices."),
-        ((64, 0.5), 8, "shares must be a whole number of at least 1. Received: shares=0.5."),
+        ((64, 0.5), 8, "shares must be whole numbers, at least 1. Received: a share of 0.5."),
         ((64, 8), (8, 0.5), "A replica must hold at least one example. Received: maximum[1]=0.5."),
         ((64, 8), (8, 8, 8), "There must be one maximum per replica."),
         ((), 8, "There are no shares."),

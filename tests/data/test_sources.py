@@ -82,12 +82,17 @@ def test_a_frame_is_an_array() -> None:
     assert lists(dataset) == [[[0.0, 1.0], [2.0, 3.0]], [[4.0, 5.0]]]
 
 
-@pytest.mark.parametrize("batch_size", [None, 0, -3, 2.5])
-def test_arrays_need_a_batch_size(batch_size: Any) -> None:
-    assert text_of((np.zeros(4), np.zeros(4)), batch_size=batch_size) == (
-        f"Arrays need a batch size of at least 1. Received: batch_size={batch_size}. Write "
-        "tmg.distribute_dataset((x, y), batch_size=64), with the size of a global batch."
+def test_arrays_need_a_batch_size() -> None:
+    assert text_of((np.zeros(4), np.zeros(4)), batch_size=None) == (
+        "Arrays need the size of a global batch. Received: batch_size=None. Write "
+        "tmg.distribute_dataset((x, y), batch_size=64)."
     )
+
+
+@pytest.mark.parametrize("batch_size", [0, -3, 2.5, True])
+def test_a_batch_size_is_a_whole_number(batch_size: Any) -> None:
+    with pytest.raises((TypeError, ValueError), match=rf"at least 1\. .*batch_size={batch_size}"):
+        to_dataset((np.zeros(4), np.zeros(4)), batch_size=batch_size)
 
 
 def test_arrays_of_different_rows_are_not_paired() -> None:

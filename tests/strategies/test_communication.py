@@ -18,7 +18,8 @@ import pytest
 import tensorflow as tf
 
 import tfmultigpu as tmg
-from tfmultigpu.clusters.sources import Cluster
+from tfmultigpu.clusters.process_state import process_state
+from tfmultigpu.clusters.spec import Cluster
 from tfmultigpu.errors import ClusterError, StrategyFallbackWarning, StrategyUnavailableError
 from tfmultigpu.strategies import communication
 from tfmultigpu.strategies.plan import MachineInfo, choose, measurable
@@ -30,7 +31,7 @@ SMALL = {"num_bytes": 4096, "rounds": 2}
 
 @pytest.fixture(autouse=True)
 def _nothing_measured_yet(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(communication, "_measured", {})
+    process_state.forget()
     for name in ("TF_CONFIG", "TPU_NAME", "COLAB_TPU_ADDR"):
         monkeypatch.delenv(name, raising=False)
 
@@ -230,7 +231,7 @@ def test_a_wrong_sum_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     assert times.fastest == "one_device"
     # The replicas give 1, 2 and 4 times 1, 2, ...; the last one is lost.
     assert times.left_out == {
-        "hierarchical_copy": "wrong sum on replica 0: 64 of 64 numbers differ, 3 in place of 7"
+        "hierarchical_copy": "wrong sum on replica 0: 64 of 64 numbers differ, 3 instead of 7"
     }
     monkeypatch.setattr(communication, "measurable", lambda devices, facts: (ways[:1] * 2, {}))
     with pytest.raises(StrategyUnavailableError) as caught:
@@ -304,17 +305,19 @@ def test_every_order_adds_to_the_same_and_no_replica_can_be_missing(replicas: in
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("arguments", "error", "message"),
     [
-        ({"num_bytes": 3}, r"num_bytes is a whole number of bytes, at least.*num_bytes=3"),
-        ({"num_bytes": 1e6}, r"num_bytes is a whole number.*num_bytes=1000000\.0"),
-        ({"rounds": 0}, r"rounds is a whole number of times.*at least 1.*rounds=0"),
-        ({"rounds": True}, r"rounds is a whole number.*rounds=True"),
-        ({"devices": 99}, r"Asked for 99 devices, but only 8 exist"),
+        ({"num_bytes": 3}, ValueError, r"num_bytes must be a whole number, at least 4\..*=3"),
+        ({"num_bytes": 1e6}, TypeError, r"num_bytes must be a whole number.*=1000000\.0"),
+        ({"rounds": 0}, ValueError, r"rounds must be a whole number, at least 1\..*rounds=0"),
+        ({"rounds": True}, TypeError, r"rounds must be a whole number.*rounds=True"),
+        ({"devices": 99}, ValueError, r"Asked for 99 devices, but only 8 exist"),
     ],
 )
-def test_wrong_arguments_are_refused(arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+def test_wrong_arguments_are_refused(
+    arguments: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
         tmg.strategies.measure_communication(**{"devices": 2, **arguments})
 
 
@@ -327,7 +330,7 @@ def test_a_cluster_that_is_no_json_is_named(monkeypatch: pytest.MonkeyPatch) -> 
 def test_inside_a_scope_or_a_function_nothing_can_be_tried() -> None:
     with (
         one_device.strategy_of(2).scope(),
-        pytest.raises(StrategyUnavailableError, match=r"scope of a strategy\. Move the line"),
+        pytest.raises(StrategyUnavailableError, match=r"scope of a strategy\. Move the call"),
     ):
         tmg.create_strategy(devices=2, communication="measured")
 
@@ -335,9 +338,9 @@ def test_inside_a_scope_or_a_function_nothing_can_be_tried() -> None:
     def inside() -> None:
         tmg.strategies.measure_communication(2, **SMALL)
 
-    with pytest.raises(StrategyUnavailableError, match=r"inside a tf\.function\. Move the line"):
+    with pytest.raises(StrategyUnavailableError, match=r"inside a tf\.function\. Move the call"):
         inside()
-    assert communication._measured == {}
+    assert process_state._kept == {}
 
 
 # Strategies ------------------------------------------------------------------------------------
@@ -380,7 +383,7 @@ def test_planning_measures_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = tmg.plan_strategy(devices=4, communication="measured")
     assert (plan.kind, plan.communication) == ("mirrored", "measured")
     assert clock.prepared == []
-    assert communication._measured == {}
+    assert process_state._kept == {}
     with (
         pytest.warns(StrategyFallbackWarning, match="added by the fastest, to be measured instead"),
         pytest.raises(StrategyUnavailableError, match="No way to add over CPU:0, CPU:1 gives"),
@@ -424,7 +427,8 @@ def test_training_is_that_of_one_device(fastest: str, monkeypatch: pytest.Monkey
         real = communication.mirrored_strategy
         Clock(patch, **times)
         patch.setattr(communication, "mirrored_strategy", lambda devices, way: way)
-        communication._measured[("CPU:0", "CPU:1")] = tmg.strategies.measure_communication(2)
+        measured = tmg.strategies.measure_communication(2)
+        process_state.keep(("communication times", ("CPU:0", "CPU:1")), lambda: measured)
         patch.setattr(communication, "mirrored_strategy", real)
         strategy = tmg.create_strategy(devices=2, communication="measured", fallback=False)
     assert tmg.strategies.communication_times(strategy).fastest == fastest
@@ -453,4 +457,4 @@ def test_strategies_by_measurement_and_by_rule_stand_side_by_side() -> None:
     ]
     assert tmg.strategies.communication_times(ruled) is None
     # What was measured for a loop of one's own is not what create_strategy goes by.
-    assert list(communication._measured) == [names("CPU", 4)]
+    assert list(process_state._kept) == [("communication times", names("CPU", 4))]

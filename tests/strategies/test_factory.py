@@ -16,13 +16,13 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from tfmultigpu.clusters.process_state import process_state
 from tfmultigpu.errors import (
     ClusterError,
     DeviceNotFoundError,
     StrategyFallbackWarning,
     StrategyUnavailableError,
 )
-from tfmultigpu.strategies import factory as strategies
 from tfmultigpu.strategies.factory import create_strategy, plan_strategy
 
 
@@ -120,7 +120,7 @@ def test_tensorflows_hierarchical_copy_still_loses_the_last_of_an_odd_number(cou
 
 
 def test_a_ring_is_given_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(strategies, "_ring_over", None)
+    monkeypatch.setattr(process_state, "_ring", None)
     first = create_strategy(devices=2, communication="ring")
     assert set(sums(first)) == {3.0}
     again = create_strategy(devices=2, communication="ring", fallback=False)
@@ -189,16 +189,16 @@ def test_what_cannot_be_had_warns_or_raises() -> None:
         strategy = create_strategy(devices=2, communication="nccl")
     (warning,) = caught
     assert str(warning.message) == (
-        "Asked for, and not to be had here: communication='nccl': NCCL runs on GPUs only, and "
-        "these are CPUs. Running on mirrored on CPU:0, CPU:1, gradients added by one_device "
-        "instead. To get an error here, pass fallback=False."
+        "Requested but unavailable on this machine: communication='nccl': NCCL runs on GPUs only, "
+        "and these are CPUs. Running mirrored on CPU:0, CPU:1, gradients added by one_device "
+        "instead. Pass fallback=False to get an error."
     )
     assert warning.filename == __file__
     assert set(sums(strategy)) == {3.0}
     with pytest.raises(StrategyUnavailableError) as refused:
         create_strategy(devices=2, communication="nccl", fallback=False)
     assert "NCCL runs on GPUs only" in str(refused.value)
-    assert "fallback=True to run on mirrored on CPU:0, CPU:1" in str(refused.value)
+    assert "fallback=True to run mirrored on CPU:0, CPU:1" in str(refused.value)
 
 
 def test_workers_asked_for_without_a_cluster() -> None:
@@ -258,7 +258,7 @@ def test_a_worker_after_tensorflow_started_is_an_error(monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("timeout", [0, -1.0, True, float("nan")])
 def test_the_timeout_is_a_time(timeout: float) -> None:
-    with pytest.raises(ValueError, match="startup_timeout is how many seconds"):
+    with pytest.raises(ValueError, match="startup_timeout must be a number of seconds above 0"):
         create_strategy(startup_timeout=timeout)
 
 

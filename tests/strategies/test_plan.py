@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tfmultigpu.clusters.sources import Cluster
+from tfmultigpu.clusters.spec import Cluster
 from tfmultigpu.errors import DeviceNotFoundError, StrategyUnavailableError
 from tfmultigpu.strategies.plan import COMMUNICATIONS, KINDS, MachineInfo, choose
 from tfmultigpu.strategies.tpu import Tpu
@@ -112,8 +112,8 @@ def test_a_preference_passes_over_what_comes_before_it() -> None:
     plan = choose(facts, "mirrored")
     assert (plan.kind, plan.devices) == ("mirrored", gpu_names(2))
     assert plan.rejected == {
-        "tpu": "prefer='mirrored' was asked for",
-        "multi_worker": "prefer='mirrored' was asked for",
+        "tpu": "prefer='mirrored' was requested",
+        "multi_worker": "prefer='mirrored' was requested",
         "one_device": "mirrored comes first",
     }
     assert choose(facts, "one_device").reason == "GPU:0 is the first of 2 GPUs"
@@ -302,12 +302,13 @@ def test_the_plan_reads_well() -> None:
     assert str(choose(machine(0, cpus=3), "mirrored", communication="nccl")).splitlines() == [
         "mirrored: 3 replicas on CPU:0, CPU:1, CPU:2",
         "  because there is no GPU (none is here), and 3 logical CPUs",
-        "  gradients are added by one_device: nccl was asked for, but NCCL runs on GPUs only, and "
+        "  gradients are added by one_device: nccl was requested, but NCCL runs on GPUs only, and "
         "these are CPUs",
-        "  not tpu: prefer='mirrored' was asked for",
-        "  not multi_worker: prefer='mirrored' was asked for",
+        "  not tpu: prefer='mirrored' was requested",
+        "  not multi_worker: prefer='mirrored' was requested",
         "  not one_device: mirrored comes first",
-        "  asked for, but: communication='nccl': NCCL runs on GPUs only, and these are CPUs",
+        "  requested but unavailable: communication='nccl': NCCL runs on GPUs only, and these are "
+        "CPUs",
         "  hint: CPU:0, CPU:1, CPU:2 share a physical device: this tests a program, it does not "
         "make it faster.",
     ]

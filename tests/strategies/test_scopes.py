@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +12,7 @@ import pytest
 import tensorflow as tf
 
 import tfmultigpu as tmg
-from tfmultigpu.strategies.registry import LivingStrategies, living
+from tfmultigpu.clusters.process_state import ProcessState, process_state
 
 X = np.random.default_rng(0).normal(size=(7, 3)).astype("float32")
 Y = X.sum(1, keepdims=True)
@@ -25,9 +24,9 @@ CALLS: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.fixture(autouse=True)
-def nothing_created_before(monkeypatch: pytest.MonkeyPatch) -> None:
+def nothing_created_before() -> None:
     """Other tests of this process created strategies that TensorFlow may still hold."""
-    monkeypatch.setattr(living, "_strategies", weakref.WeakSet())
+    process_state.forget()
 
 
 def two() -> tf.distribute.Strategy:
@@ -118,22 +117,22 @@ def test_a_strategy_that_nobody_holds_does_not_count(used: str) -> None:
             CALLS[used](model)
         elif used == "step":
             tmg.make_train_step(model, model.optimizer, "mse", strategy)((X, Y))
-        assert living.held() == (strategy,)
+        assert process_state.living_strategies() == (strategy,)
 
     use()
-    assert living.held() == ()
+    assert process_state.living_strategies() == ()
     assert tmg.predict(build(), X).shape == (7, 1)
 
 
 def test_notes_do_not_keep() -> None:
-    notes = LivingStrategies()
+    notes = ProcessState()
     strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
     assert notes.note(strategy) is strategy
     assert notes.note(tf.distribute.OneDeviceStrategy("CPU:0")) is not strategy
-    assert notes.held() == (strategy,)
+    assert notes.living_strategies() == (strategy,)
     del strategy
     gc.collect()
-    assert notes.held() == ()
+    assert notes.living_strategies() == ()
 
 
 # On another one -----------------------------------------------------------------------------------

@@ -217,7 +217,7 @@ def test_no_data(nothing: object) -> None:
     [
         ({"replicas": ()}, ValueError, r"There must be replicas to compare with\. .*replicas=\[\]"),
         ({"replicas": 0}, ValueError, r"replicas=\[0\]"),
-        ({"steps": 0}, ValueError, r"steps and steps_per_call are at least 1\. .*steps=0"),
+        ({"steps": 0}, ValueError, r"steps must be a whole number, at least 1.*steps=0"),
         ({"steps_per_call": 0}, ValueError, "steps_per_call=0"),
         ({"tolerance": float("nan")}, ValueError, "tolerance is a number, at least 0.*nan"),
         ({"tolerance": "1e-6"}, ValueError, "tolerance='1e-6'"),
@@ -381,7 +381,7 @@ def test_no_worker_outlives_a_test_that_is_killed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"workers": 0}, "at least one worker. Received: workers=0"),
+        ({"workers": 0}, "at least 1. Received: workers=0"),
         ({"timeout": None}, "float('inf') for no limit. Received: timeout=None"),
         ({"timeout": 0}, "Received: timeout=0"),
         ({"args": "abc"}, "args is a list of arguments. Write ['abc']"),
@@ -396,7 +396,7 @@ def test_what_workers_are_run_with(options: dict, text: str) -> None:
 def test_what_cannot_be_run_in_workers() -> None:
     with pytest.raises(ValueError, match=r"Move it to the top level of a module"):
         run_workers(lambda: None)
-    with pytest.raises(ValueError, match=r"at least one worker. Received: workers=0"):
+    with pytest.raises(ValueError, match=r"at least 1. Received: workers=0"):
         run_workers(greet, 0)
 
 

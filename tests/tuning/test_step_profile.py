@@ -128,7 +128,7 @@ def test_what_cannot_be_profiled_says_so() -> None:
     with pytest.raises(TypeError, match=r"a train step\. Received: step=None\. Make it with"):
         profile_step(None, [(X, Y)])  # type: ignore[arg-type]
     for steps in (0, None, 1.5):
-        with pytest.raises(ValueError, match=rf"at least 1\. Received: steps={steps}"):
+        with pytest.raises((TypeError, ValueError), match=rf"at least 1\. .*: steps={steps}"):
             profile_step(step, [(X, Y)], steps)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"data that yields batches\. Received: data=None"):
         profile_step(step, None)  # type: ignore[arg-type]
@@ -191,8 +191,11 @@ def test_scaling_is_a_table_and_a_picture() -> None:
         measure_scaling(build_step, (1, 9))
     with pytest.raises(ValueError, match=r"numbers that grow, from 1 on.* Received: .*\(2, 1\)"):
         measure_scaling(build_step, (2, 1))
-    for replicas in ((), 2, None, (0, 1), (1, 1.5), "12", (True,)):
+    for replicas in ((), 2, None):
         with pytest.raises(ValueError, match=r"whole numbers that grow, .* Received: replicas="):
+            measure_scaling(build_step, replicas)  # type: ignore[arg-type]
+    for replicas in ((0, 1), (1, 1.5), "12", (True,)):
+        with pytest.raises((TypeError, ValueError), match=r"replicas must be a whole number"):
             measure_scaling(build_step, replicas)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"\(step, data\)\. Received: build_step=None"):
         measure_scaling(None, (1,))  # type: ignore[arg-type]

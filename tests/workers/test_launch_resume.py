@@ -71,7 +71,7 @@ def test_workers_that_get_a_signal_resume_to_the_same_bits(
         lost = f"[{other}] tfmultigpu.errors.WorkerLostError: Another worker is gone, and the"
         (line,) = [line for line in out.splitlines() if line.startswith(lost)]
         assert f"First to go: worker {dead} of 2 at 127.0.0.1:" in line
-        assert "its connection broke off without a word: it was killed" in line
+        assert "its connection broke off without a message: it was killed" in line
 
     # Both save the same step and end with 143; who is first to end is chance.
     assert re.search(r"Worker [01] of 2 ended with code 143, the first to fail", err), where

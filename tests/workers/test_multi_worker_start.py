@@ -217,9 +217,9 @@ def test_a_worker_that_leaves_after_the_meeting_does_not_hang_the_other() -> Non
     leave = """
 from tfmultigpu.strategies import factory as strategies
 strategies.preflight = lambda *asked, **named: (meet(*asked, **named), sys.exit(5))
-from tfmultigpu.clusters.sources import preflight as meet
+from tfmultigpu.clusters.preflight import preflight as meet
 """
-    soon = "from tfmultigpu import strategies; strategies._JOIN_SECONDS = 20.0"
+    soon = "from tfmultigpu.strategies import factory; factory._JOIN_SECONDS = 20.0"
     stays, left = run_workers(
         [tf_config(addresses, index) for index in range(2)],
         local=[soon, leave],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 import os
 import warnings
 from collections.abc import Mapping
@@ -11,6 +10,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfmultigpu.arguments import check_count
 from tfmultigpu.clusters.sources import cluster_from_environment
 from tfmultigpu.errors import CheckpointError, ClusterError, ReplicaDependenceWarning
 
@@ -21,7 +21,6 @@ __all__ = [
     "check_workers",
     "read_directory",
     "read_interval",
-    "read_number",
 ]
 
 
@@ -48,30 +47,14 @@ def read_directory(directory: Any) -> Path:
     return path
 
 
-def read_number(name: str, number: Any, least: int) -> int:
-    """Returns a whole number that was given, a scalar tensor of one too.
-
-    Raises:
-        TypeError: It is no whole number.
-        ValueError: It is less than ``least``.
-    """
-    try:
-        whole = operator.index(number)
-    except TypeError:
-        raise TypeError(f"{name} must be a whole number. Received: {name}={number!r}.") from None
-    if whole < least:
-        raise ValueError(f"{name} is at least {least}. Received: {name}={number}.")
-    return whole
-
-
 def read_interval(name: str, number: Any) -> int | None:
     """Returns after how many to do something; None for never.
 
     Raises:
-        TypeError: It is no whole number.
+        TypeError: It is not a whole number.
         ValueError: It is less than 1.
     """
-    return None if number is None else read_number(name, number, 1)
+    return None if number is None else check_count(name, number, other="None")
 
 
 def check_step(step: Any, model: Any, optimizer: Any) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfmultigpu.arguments import check_count
 from tfmultigpu.checkpoints import state
 from tfmultigpu.checkpoints.arguments import (
     check_extra,
@@ -19,7 +20,6 @@ from tfmultigpu.checkpoints.arguments import (
     check_workers,
     read_directory,
     read_interval,
-    read_number,
 )
 from tfmultigpu.checkpoints.callback import make_callback
 from tfmultigpu.checkpoints.fit_part import Fit, FitPart
@@ -121,7 +121,7 @@ class Checkpoints:
         else:
             check_kinds(model, self._strategy, optimizer)
         self.directory = read_directory(directory)
-        self.keep = read_number("keep", keep, 1)
+        self.keep = check_count("keep", keep)
         self.every_steps = read_interval("every_steps", every_steps)
         self.every_epochs = read_interval("every_epochs", every_epochs)
         self._model, self._optimizer = model, optimizer
@@ -224,7 +224,7 @@ class Checkpoints:
         Args:
             epochs: How many epochs the whole run has, those before a restart included.
         """
-        epochs = read_number("epochs", epochs, 0)
+        epochs = check_count("epochs", epochs, 0)
         self._fit.forget()
         self.listen()
         try:
@@ -255,7 +255,7 @@ class Checkpoints:
                 "Steps were made on other data than checkpoints.data, so the place in the data is "
                 "not known. Write: for batch in checkpoints.data."
             )
-        steps = read_number("steps", steps, 0)
+        steps = check_count("steps", steps, 0)
         self._counts = True
         self._steps += steps
         self._position.step += steps

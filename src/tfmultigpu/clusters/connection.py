@@ -1,8 +1,8 @@
-"""The connection that workers keep open while they train: who has ended, and do all agree.
+"""Connections that workers keep open while they train: who has ended, and whether all agree.
 
-Every worker is connected to the first one, which passes on what it hears. TensorFlow names a lost
-worker after some seconds, at times the wrong one; a closed connection is known at once. Messages
-are lines of JSON on connections that were made when the workers met.
+Every worker is connected to the first one, which passes messages on. TensorFlow names a lost worker
+after some seconds, and sometimes the wrong one; a closed connection is known at once. Messages are
+lines of JSON on the connections that were made when the workers met.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from typing import Any
 
 __all__ = ["BROKEN_OFF", "NOT_A_WORKER", "WorkerLink"]
 
-BROKEN_OFF = "its connection broke off without a word: it was killed, or its machine failed"
-NOT_A_WORKER = "it said what no worker says: another program, or another version of tfmultigpu"
-# A machine that lost its power says nothing: ask it after so many silent seconds, so often.
+BROKEN_OFF = "its connection broke off without a message: it was killed, or its machine failed"
+NOT_A_WORKER = "it sent no message of a worker: another program, or another version of tfmultigpu"
+# A machine that lost its power sends nothing. The system probes it after these seconds of silence.
 _KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 3, "TCP_KEEPCNT": 3}
 _LEAVE_SECONDS = 1.0
 
@@ -29,12 +29,12 @@ class WorkerLink:
     """One worker's end of the connections; its methods may be called from any thread.
 
     Attributes:
-        addresses: `host:port` of all workers.
-        index: which one this process is.
+        addresses: ``host:port`` of all workers.
+        index: The position of this process among them.
     """
 
     def __init__(self, addresses: Sequence[str], index: int) -> None:
-        """Use `meet(..., stay=True)`, which makes the connections."""
+        """Begins without connections; ``meet(..., stay=True)`` makes them."""
         self.addresses, self.index = tuple(addresses), index
         self._changed = threading.Condition()
         self._ended: dict[int, str] = {}
@@ -44,26 +44,26 @@ class WorkerLink:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def ended(self) -> dict[int, str]:
-        """How each worker ended that has, the first to end first."""
+        """Returns how each worker that has ended did so, the first to end first."""
         with self._changed:
             return dict(self._ended)
 
     def wait_for_end(self, seconds: float | None) -> dict[int, str]:
-        """Wait until some worker has ended, at most so long if told; then as `ended`."""
+        """Waits until a worker has ended, or for so many seconds; returns ``ended()``."""
         with self._changed:
             self._changed.wait_for(lambda: bool(self._ended), seconds)
             return dict(self._ended)
 
     def compare(self, key: str, value: Any, seconds: float) -> dict[int, Any] | None:
-        """Tell all workers a value; returns everybody's for the same key.
+        """Tells all workers a value, and returns the values of all for the same key.
 
         Args:
-            key: what is compared; each key serves once.
-            value: anything that JSON holds.
-            seconds: how long to wait for the others.
+            key: The name of the comparison; each key serves once.
+            value: A value that JSON can hold.
+            seconds: How long to wait for the others.
 
         Returns:
-            The value of each worker; `None` where one did not say it in time, or has ended.
+            The value of each worker; None if one did not answer in time, or has ended.
         """
         deadline = time.monotonic() + seconds
         self._call(self._take, self.index, key, value)
@@ -74,12 +74,12 @@ class WorkerLink:
             return self._answers.pop(key, None)
 
     def answer(self, key: str) -> dict[int, Any] | None:
-        """Returns what `compare` would have returned, had it waited until now."""
+        """Returns what ``compare`` would have returned if it had waited until now."""
         with self._changed:
             return self._answers.pop(key, None)
 
     def leave(self, how: str) -> None:
-        """Say to the others that this worker ends, and how."""
+        """Tells the others that this worker ends, and how."""
         done = threading.Event()
 
         async def say() -> None:
@@ -94,7 +94,7 @@ class WorkerLink:
     async def serve(
         self, peers: Mapping[int, tuple[asyncio.StreamReader, asyncio.StreamWriter]]
     ) -> None:
-        """Listen on the connections until all are closed; runs in a thread of its own."""
+        """Listens on the connections until all are closed; runs in a separate thread."""
         self._loop = asyncio.get_running_loop()
         self._tasks: set[asyncio.Task[None]] = set()
         for peer, (_, writer) in peers.items():
@@ -134,7 +134,7 @@ class WorkerLink:
             self._spawn(self._send({"kind": "ended", "worker": worker, "how": how}, worker))
 
     def _take(self, worker: int, key: str, value: Any) -> None:
-        """The first worker collects values; the others hand theirs to it."""
+        """Collects the values in the first worker; the others send theirs to it."""
         if self.index != 0:
             line = {"kind": "value", "worker": worker, "key": key, "value": value}
             self._spawn(self._send(line, None))
@@ -171,7 +171,7 @@ class WorkerLink:
 
 
 def _parse(line: bytes, peer: int, index: int, workers: int) -> dict[str, Any] | None:
-    """What a worker says; None for what no worker would, in form or about another worker."""
+    """Returns the message of a worker; None for a line that no worker may send."""
     try:
         message = json.loads(line)
     except (ValueError, RecursionError):

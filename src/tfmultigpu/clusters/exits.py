@@ -1,8 +1,8 @@
-"""Ends that end: a dead program leaves, and nobody waits for ever for a worker that is gone.
+"""Ends of a process: a failed program leaves, and nobody waits for ever for a lost worker.
 
-A worker that raised an error says so to the others at once and leaves, whatever threads of
-TensorFlow still wait for. A worker that hears of an end while it is inside a call that needs the
-others has that call ended: first by TensorFlow, which raises, and else by the end of the process.
+A worker that raised an error tells the others at once and leaves, whatever threads of TensorFlow
+still wait for. A worker that hears of an end during a call that needs the others has that call
+ended: first by TensorFlow, which raises, and later by the end of the process.
 """
 
 from __future__ import annotations
@@ -19,9 +19,6 @@ import traceback
 from collections.abc import Callable, Iterator
 from types import TracebackType
 
-import tensorflow as tf
-
-from tfmultigpu._compat import abort_collectives
 from tfmultigpu.clusters.connection import WorkerLink
 
 __all__ = ["Calls", "Watchdog", "end_within", "leave_on_errors", "let_go_of_the_last_error"]
@@ -34,16 +31,16 @@ _ERROR_SECONDS = 60.0
 
 
 class Calls:
-    """The calls that need all workers and that threads of this process are inside of."""
+    """The calls that need all workers, and that threads of this process are in."""
 
     def __init__(self) -> None:
-        """Begins with none."""
+        """Begins with no calls."""
         self._numbers = itertools.count()
         self._open: dict[int, tuple[int, float]] = {}
 
     @contextlib.contextmanager
     def inside(self) -> Iterator[None]:
-        """Notes such a call. One inside of another is progress of the other."""
+        """Notes such a call. A call inside another one counts as progress of the outer call."""
         thread = threading.get_ident()
         outer = self._open.get(thread)
         self._open[thread] = next(self._numbers), time.monotonic()
@@ -56,7 +53,7 @@ class Calls:
                 self._open[thread] = next(self._numbers), time.monotonic()
 
     def waiting(self, since: float) -> dict[int, float]:
-        """Returns the seconds that each call has waited after a moment, by its number."""
+        """Returns the seconds that each call has waited since a moment, by its number."""
         now = time.monotonic()
         return {number: now - max(began, since) for number, began in list(self._open.values())}
 
@@ -65,12 +62,12 @@ class Watchdog:
     """Ends calls that wait for a worker that has ended."""
 
     def __init__(self, link: WorkerLink, calls: Calls, explain: Callable[[], str]) -> None:
-        """Takes what it watches.
+        """Takes the connections and the calls to watch.
 
         Args:
-            link: Knows who has ended.
+            link: The connections, which know who has ended.
             calls: The calls of this process.
-            explain: Returns what the process says as its last words.
+            explain: Returns the last words of the process.
         """
         self._link, self._calls, self._explain = link, calls, explain
 
@@ -88,21 +85,31 @@ class Watchdog:
             if longest >= _END_SECONDS:
                 _end_now(self._explain())
             if longest >= _ABORT_SECONDS and not aborted:
-                # What waits in a collective raises now, and the program ends by its own ways.
+                # Collectives that wait raise now, and the program ends in its usual way.
                 aborted = True
-                with contextlib.suppress(tf.errors.OpError):  # They may have been ended before.
-                    abort_collectives("A worker has ended, and this one waits for it.")
+                _abort_collectives()
             time.sleep(min(_ABORT_SECONDS, _END_SECONDS) / 20)
+
+
+def _abort_collectives() -> None:
+    if "tensorflow" not in sys.modules:
+        return
+    import tensorflow as tf
+
+    from tfmultigpu._compat import abort_collectives
+
+    with contextlib.suppress(tf.errors.OpError):  # They may have ended before.
+        abort_collectives("A worker has ended, and this one waits for it.")
 
 
 def leave_on_errors(
     say: Callable[[], None], explain: Callable[[BaseException], str | None]
 ) -> None:
-    """Has an error that ends the program end the process too, after it was printed.
+    """Makes an error that ends the program end the process too, after it was printed.
 
     Args:
         say: Tells the other workers; called at once, when ``sys.last_value`` is the error.
-        explain: Returns what the error means, to be printed after it; None if it says so itself.
+        explain: Returns what the error means, to print after it; None if the error says so itself.
     """
     before, process = sys.excepthook, os.getpid()
 
@@ -110,8 +117,8 @@ def leave_on_errors(
         try:
             before(kind, error, trace)
         finally:
-            # A child made by fork has the hook as well, and an interactive session goes on.
-            if os.getpid() == process and not _goes_on():
+            # A child made by fork has the hook as well, and an interactive session continues.
+            if os.getpid() == process and not _is_interactive():
                 end_within(_ERROR_SECONDS)
                 say()
                 words = explain(error)
@@ -122,19 +129,21 @@ def leave_on_errors(
 
 
 def end_within(seconds: float) -> None:
-    """Has the process end with code 1 if it is still here then.
+    """Ends the process with code 1 if it still runs then.
 
-    No thread of Python runs to the end of a process, and TensorFlow may hold Python's lock. Only
-    this watchdog of Python's needs neither; what it prints goes nowhere.
+    Call it only in a process that is about to end. The timer of ``faulthandler`` is the only one
+    that works there: Python stops its threads before the end, and TensorFlow may hold Python's
+    lock. A process has one such timer and cannot read it, so this replaces one that the user set.
+    Its traceback is not shown.
     """
     faulthandler.dump_traceback_later(seconds, exit=True, file=_nowhere())
 
 
 def let_go_of_the_last_error() -> None:
-    """Forgets the variables of the functions that the last error has left.
+    """Clears the local variables of the functions that the last error has left.
 
-    An iterator over slow data that is among them would be deleted after Python's threads have
-    ended, and wait for one of them for ever.
+    If an iterator over slow data is among them, Python would delete it after its threads have
+    ended, and the iterator would wait for one of them for ever.
     """
     error: BaseException | None = getattr(sys, "last_value", None)
     seen: set[int] = set()
@@ -149,8 +158,8 @@ def let_go_of_the_last_error() -> None:
     gc.collect()
 
 
-def _goes_on() -> bool:
-    """Whether somebody types the next line."""
+def _is_interactive() -> bool:
+    """Returns whether somebody types the next line."""
     return bool(sys.flags.interactive or os.environ.get("PYTHONINSPECT")) or hasattr(sys, "ps1")
 
 
@@ -164,7 +173,7 @@ def _print(words: str) -> None:
 
 
 def _end_now(words: str) -> None:
-    end_within(1.0)  # Nobody may read what is printed.
+    end_within(1.0)  # Nobody may read the output, and printing would wait.
     with contextlib.suppress(OSError, ValueError):
         sys.stdout.flush()
     _print(words)

@@ -1,7 +1,7 @@
-"""Another worker is gone, or does something else: which one, how it ended, and what to do now.
+"""Lost workers, and workers that make different calls: which one, how it ended, and what to do.
 
-TensorFlow ends what waits for a lost worker within some ten seconds, with one of several errors,
-and may name the wrong worker. Here they become one error that names the right one.
+TensorFlow ends calls that wait for a lost worker within some ten seconds. It raises one of several
+errors, and may name the wrong worker. This module turns them into one error with the right one.
 """
 
 from __future__ import annotations
@@ -13,16 +13,14 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
-import tensorflow as tf
-
 from tfmultigpu.clusters.connection import WorkerLink
 from tfmultigpu.clusters.exits import (
-    Calls,
     Watchdog,
     end_within,
     leave_on_errors,
     let_go_of_the_last_error,
 )
+from tfmultigpu.clusters.process_state import process_state
 from tfmultigpu.clusters.spec import Cluster
 from tfmultigpu.errors import TfMultiGpuError, WorkerLostError, WorkersDifferError
 
@@ -34,43 +32,39 @@ __all__ = [
     "watch",
 ]
 
-_link: WorkerLink | None = None
-_cluster: Cluster | None = None
-_calls = Calls()
-
-# How TensorFlow 2.16 to 2.21 puts it that a worker is gone.
+# TensorFlow has no error class of its own for a lost worker, so its texts decide. These are the
+# words of TensorFlow 2.16 to 2.21.
 _GONE = re.compile(
     r"stopped sending heartbeats|CoordinationService/Heartbeat|Connection reset by peer|"
     r"Socket closed|failed to connect to all addresses|Connection refused|recvmsg:|"
     r"coordination service.*(disconnect|unavailable|shut)",
     re.IGNORECASE,
 )
-# How it puts it that workers brought different things to one collective.
+# Its words if workers brought different tensors to one collective.
 _DIFFERENT = re.compile(
     r"(Collective instance \S+ expected |Shape mismatch in the collective instance )[^\n\"\\]*"
 )
 _TASK = re.compile(r"/job:(\w+)/replica:\d+/task:(\d+)")
-_KINDS: tuple[type[Exception], ...] = (
-    tf.errors.UnavailableError,
-    tf.errors.AbortedError,
-    tf.errors.CancelledError,
-    tf.errors.DeadlineExceededError,
-    tf.errors.InternalError,
-    tf.errors.UnknownError,
+_KINDS = (
+    "UnavailableError",
+    "AbortedError",
+    "CancelledError",
+    "DeadlineExceededError",
+    "InternalError",
+    "UnknownError",
 )
 # News of a worker's end comes within milliseconds, but TensorFlow may be faster.
 _NEWS_SECONDS = 2.0
 _LONGEST = 300
-# At the end of a program that cannot have come to a good one.
+# At the end of a program that failed, or whose workers have failed.
 _EXIT_SECONDS = 8.0
-# With which code, a process does not know: sys.exit leaves no trace that could be seen at the end.
+# A process does not know its exit code then: sys.exit leaves no trace that could be read.
 _FINISHED = "its program ended without an error, at its last line or by sys.exit"
 
 
 def watch(cluster: Cluster, link: WorkerLink | None) -> None:
-    """Remember the workers of this process, say goodbye to them at its end, and see to that end."""
-    global _cluster, _link
-    _cluster, _link = cluster, link
+    """Notes the workers of this process, tells them of its end, and ensures that it ends."""
+    process_state.join(cluster, link)
     if link is None:
         return
     process = os.getpid()
@@ -87,42 +81,43 @@ def watch(cluster: Cluster, link: WorkerLink | None) -> None:
 
     atexit.register(end)
     leave_on_errors(leave, _meaning)
-    Watchdog(link, _calls, _last_words).start()
+    Watchdog(link, process_state.calls, _last_words).start()
 
 
 def link_of_workers() -> WorkerLink | None:
-    """The connections to the other workers; `None` where `create_strategy` made none."""
-    return _link
+    """Returns the connections to the other workers; None if ``create_strategy`` made none."""
+    return process_state.link
 
 
 @contextmanager
 def explaining_lost_workers() -> Iterator[None]:
-    """Raises what an error of TensorFlow means where another worker is gone.
+    """Turns TensorFlow's error for a lost worker into one that names it.
 
-    The steps and loops of this library do so by themselves. In a loop written by hand it belongs
-    around what communicates: a `tf.function` with `GradientAccumulator.reduce`, `strategy.gather`.
+    Steps and loops of this library use it already. In a loop of your own, put it around the calls
+    that communicate: a ``tf.function`` with ``GradientAccumulator.reduce``, ``strategy.gather``.
 
     Raises:
-        WorkerLostError: another worker has ended; the message says which one, how, and what to do.
-        WorkersDifferError: another worker has called something else meanwhile. Every other error
-            passes unchanged.
+        WorkerLostError: Another worker has ended; the message says which one, how, and what to do.
+        WorkersDifferError: Another worker made a different call. Every other error passes
+            unchanged.
 
     Example:
+        >>> import tensorflow as tf
         >>> with explaining_lost_workers():
         ...     total = tf.distribute.get_strategy().reduce("SUM", tf.ones([]), axis=None)
         >>> float(total)
         1.0
     """
-    with _calls.inside(), naming_lost_workers():
+    with process_state.calls.inside(), naming_lost_workers():
         yield
 
 
 @contextmanager
 def naming_lost_workers() -> Iterator[None]:
-    """As `explaining_lost_workers`, around what need not communicate and may take its time."""
+    """Does the same around calls that need not communicate, and may take long."""
     try:
         yield
-    except (*_KINDS, tf.errors.InvalidArgumentError) as error:
+    except Exception as error:
         explained = _explain(error)
         if explained is None:
             raise
@@ -130,7 +125,7 @@ def naming_lost_workers() -> Iterator[None]:
 
 
 def _meaning(error: BaseException) -> str | None:
-    """What an error of TensorFlow that ended the program means, where it is about a worker."""
+    """Returns what TensorFlow's error says about another worker; None if it is not about one."""
     explained = _explain(error)
     return None if explained is None else _printed(explained)
 
@@ -145,23 +140,29 @@ def _printed(error: TfMultiGpuError) -> str:
 
 
 def _lost() -> bool:
-    """Whether another worker has ended otherwise than at the end of its program."""
-    return _link is not None and any(how != _FINISHED for how in _link.ended().values())
+    """Returns whether another worker ended before the end of its program."""
+    link = process_state.link
+    return link is not None and any(how != _FINISHED for how in link.ended().values())
 
 
 def _explain(error: BaseException) -> TfMultiGpuError | None:
+    if "tensorflow" not in sys.modules:
+        return None  # Importing it to look at an error would take seconds, at the end of a process.
+    import tensorflow as tf
+
     if not isinstance(error, tf.errors.OpError):
         return None
     text = str(error)
     different = _DIFFERENT.search(text)
     if different is not None:
         return different_calls(f"TensorFlow says: {different[0].strip()[:_LONGEST]}")
-    if not isinstance(error, _KINDS):
+    if not isinstance(error, tuple(getattr(tf.errors, name) for name in _KINDS)):
         return None
     named = _GONE.search(text) is not None
     ended: Mapping[int, str] = {}
-    if _link is not None:
-        ended = _link.wait_for_end(_NEWS_SECONDS) if named else _link.ended()
+    link = process_state.link
+    if link is not None:
+        ended = link.wait_for_end(_NEWS_SECONDS) if named else link.ended()
     if not ended and not named:
         return None
     lines = text.splitlines() or [type(error).__name__]
@@ -171,47 +172,51 @@ def _explain(error: BaseException) -> TfMultiGpuError | None:
 
 def _words(said: str, ended: Mapping[int, str] | None = None, text: str = "") -> str:
     if ended is None:
-        ended = {} if _link is None else _link.ended()
+        link = process_state.link
+        ended = {} if link is None else link.ended()
     who = [f"{_name(worker)}: {how}" for worker, how in ended.items()]
     if not who:
         tasks = dict.fromkeys(_TASK.findall(text))
         who = [f"{_name_of_task(job, int(task))}: it does not answer" for job, task in tasks]
     return (
-        "Another worker is gone, and the others cannot go on without it. First to go: "
-        f"{'; then '.join(who) or 'TensorFlow does not say which'}. Read its log for the reason "
-        "(the lines of that worker under the launcher, the output of that task of srun, kubectl "
-        "logs of that pod). This process cannot take it back: start all workers again, and they go "
-        "on from the last checkpoint that they restore. `python -m tfmultigpu launch --restarts 3` "
-        f"does so on one machine. TensorFlow says: {said.strip()[:_LONGEST]}"
+        "Another worker is gone, and the others cannot continue without it. First to go: "
+        f"{'; then '.join(who) or 'TensorFlow does not say which'}. Its log has the reason: the "
+        "lines of that worker under the launcher, the output of that task of srun, kubectl logs of "
+        "that pod. This process cannot take it back. Start all workers again; they resume from the "
+        "last checkpoint that they restore. `python -m tfmultigpu launch --restarts 3` does so on "
+        f"one machine. TensorFlow says: {said.strip()[:_LONGEST]}"
     )
 
 
 def different_calls(received: str) -> WorkersDifferError:
-    """Returns the error for workers that have called different things."""
-    here = "This worker" if _link is None else f"This is {_name(_link.index)}, and it"
+    """Returns the error for workers that made different calls."""
+    link = process_state.link
+    here = "This worker" if link is None else f"This is {_name(link.index)}, and it"
     return WorkersDifferError(
-        "The workers do not call the same things in the same order, and what each brought to one "
-        f"addition does not fit together. {here} stopped in the call that raised this; another one "
-        "was in another. Every worker must make the same steps, evaluations, predictions and "
-        "checkpoints: take them out from behind lines such as `if worker == 0:`, which are for "
-        f"printing and for files of your own. Received: {received}."
+        "The workers do not call the same things in the same order, so the tensors of one addition "
+        f"do not fit together. {here} stopped in the call that raised this error; another worker "
+        "was in another call. Every worker must make the same steps, evaluations, predictions and "
+        "checkpoints. Move them out of blocks such as `if worker == 0:`, which are for printing "
+        f"and for files of your own. Received: {received}."
     )
 
 
 def _name(worker: int) -> str:
-    if _cluster is None:
+    cluster = process_state.cluster
+    if cluster is None:
         return f"worker {worker}"
-    return f"worker {worker} of {len(_cluster.workers)} at {_cluster.workers[worker]}"
+    return f"worker {worker} of {len(cluster.workers)} at {cluster.workers[worker]}"
 
 
 def _name_of_task(job: str, task: int) -> str:
-    if _cluster is None:
+    cluster = process_state.cluster
+    if cluster is None:
         return f"task {task} of job {job}"
-    return _name(task + 1 if _cluster.has_chief and job == "worker" else task)
+    return _name(task + 1 if cluster.has_chief and job == "worker" else task)
 
 
 def _how_this_process_ends() -> str:
-    # Set where an exception ends the program, before it is printed.
+    # Python sets this when an exception ends the program, before it prints the exception.
     error = getattr(sys, "last_value", None)
     if error is None:
         return _FINISHED

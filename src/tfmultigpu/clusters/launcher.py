@@ -1,6 +1,6 @@
-"""Several workers of one program on this machine, started again together when one is lost.
+"""The launcher: several workers of one program on this machine, restarted together.
 
-The launcher itself starts without TensorFlow: errors are imported where one is raised.
+Neither this module nor one that it imports imports TensorFlow, so the launcher starts at once.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tfmultigpu.arguments import check_count, count_option
 from tfmultigpu.clusters.jobs import new_job
 from tfmultigpu.clusters.output import WorkerOutput
 from tfmultigpu.clusters.processes import (
@@ -28,12 +29,13 @@ from tfmultigpu.clusters.processes import (
     run_together,
     worker_environment,
 )
+from tfmultigpu.errors import ClusterError, DeviceNotFoundError
 
 __all__ = ["ATTEMPT", "add_arguments", "launch", "run"]
 
 ATTEMPT = "TFMULTIGPU_ATTEMPT"
 _GRACE = 5.0
-# A worker that saved a checkpoint on SIGTERM and ended so leaves time to the one that writes it.
+# A worker that ends so has saved a checkpoint on SIGTERM; another one may still write it.
 _TERMINATED = 128 + signal.SIGTERM
 _SIGNAL_GRACE = 30.0
 _PASSED_ON = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2")
@@ -48,30 +50,33 @@ def launch(
     restarts: int = 0,
     module: bool = False,
 ) -> int:
-    """Run a program as several workers on this machine.
+    """Runs a program as several workers on this machine.
 
-    Each worker finds the others by `TF_CONFIG`, on free ports of the loopback address, and what it
-    prints is passed on with its number in front. When one fails it is named with the end of what it
-    printed, the rest is stopped, and all are started again, as often as `restarts` says. Signals
-    are passed on to all workers. No worker outlives this process (on Linux not even its `kill -9`).
+    Each worker finds the others by ``TF_CONFIG``, on free ports of the loopback address. The
+    launcher passes on the output of the workers with their number in front. When one fails, the
+    launcher names it with the end of its output, stops the rest, and starts all again up to
+    ``restarts`` times. It passes signals on to all workers. No worker outlives this process, on
+    Linux not even if it is ended with ``kill -9``.
 
     Args:
         script: The path of a Python script, or the name of a module.
-        arguments: Its command line.
-        workers: How many.
-        devices_per_worker: GPUs for each worker, its own; 0 for the CPU; `None` to give out all
-            GPUs evenly, and the CPU where there is none.
-        restarts: How often all are started again after a failure. Each then has the number of the
-            attempt, from 0, in the variable `TFMULTIGPU_ATTEMPT`, and restores its last checkpoint.
-        module: Whether `script` is the name of a module.
+        arguments: The command line of the script.
+        workers: The number of workers.
+        devices_per_worker: The number of GPUs of each worker, which no other worker sees; 0 for the
+            CPU; None to divide all GPUs evenly, or to use the CPU if there are none.
+        restarts: How often all workers are restarted after a failure. Each worker finds the number
+            of the attempt, from 0, in the variable ``TFMULTIGPU_ATTEMPT``.
+        module: Whether ``script`` is the name of a module.
 
     Returns:
-        The exit code: 0, or that of the first worker that failed in the last attempt, 128 and the
-        number of the signal where it was one.
+        The exit code: 0, or that of the first worker that failed in the last attempt; 128 plus the
+        number of the signal that ended it.
 
     Raises:
-        ClusterError: The script does not exist, or a number makes no sense.
+        ClusterError: The script does not exist.
         DeviceNotFoundError: There are fewer GPUs than asked for.
+        TypeError: A count is not a whole number.
+        ValueError: A count is too small.
 
     Example:
         >>> import pathlib, tempfile
@@ -112,20 +117,20 @@ def launch(
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command line of `python -m tfmultigpu launch`."""
-    parser.add_argument("--workers", type=int, default=2, help="how many; default: 2")
+    """Adds the command line of ``python -m tfmultigpu launch``."""
+    parser.add_argument("--workers", type=count_option(), default=2, help="how many; default: 2")
     parser.add_argument(
         "--devices-per-worker",
-        type=int,
+        type=count_option(0),
         metavar="K",
         help="GPUs of each worker; 0: the CPU; default: all GPUs, evenly",
     )
     parser.add_argument(
         "--restarts",
-        type=int,
+        type=count_option(0),
         default=0,
         metavar="R",
-        help="start all again after a failure, so often; default: 0",
+        help="how often all start again after a failure; default: 0",
     )
     parser.add_argument("-m", dest="module", action="store_true", help="SCRIPT names a module")
     parser.add_argument("script", metavar="SCRIPT", help="a Python script")
@@ -133,7 +138,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Launch what the command line says; returns the exit code."""
+    """Launches the program of a command line; returns the exit code."""
     return launch(
         options.script,
         options.arguments,
@@ -145,7 +150,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 class _Output(WorkerOutput):
-    """What workers print, and what the launcher says of how they ended."""
+    """The output of the workers, and what the launcher says about their ends."""
 
     def __init__(self, workers: int) -> None:
         super().__init__(workers)
@@ -153,9 +158,9 @@ class _Output(WorkerOutput):
         self._told = False
 
     def signal_to_pass_on(self, received: int | None) -> int | None:
-        """A signal for all workers: one that came, or once that nobody reads what they print."""
+        """Returns a signal for all workers: one that came, or SIGTERM if nobody reads."""
         if received is None and self.lost is not None and not self._told:
-            self.say(f"What workers print cannot be passed on ({self.lost}): all must end.")
+            self.say(f"The output of the workers cannot be passed on ({self.lost}): all must end.")
             received = signal.SIGTERM
         if received is not None:
             self._told = True  # A second signal would end them before they have saved.
@@ -178,7 +183,7 @@ class _Output(WorkerOutput):
             more = "; the others were stopped" if self._count > 1 else ""
             self.say(
                 f"Worker {outcome.first} of {self._count} {how_it_ended(code)}, the first to "
-                f"fail{more}. The end of what it printed:"
+                f"fail{more}. The end of its output:"
             )
             for line in self.last(outcome.first):
                 self.say("  " + line)
@@ -188,50 +193,38 @@ class _Output(WorkerOutput):
 
 
 def _ended_as_asked(outcome: Outcome) -> bool:
-    """Whether the first that failed did so by the signal that all were sent."""
+    """Returns whether the first that failed ended by the signal that all received."""
     assert outcome.first is not None
     sent = outcome.signal
     return sent is not None and outcome.codes[outcome.first] in (-sent, 128 + sent)
 
 
 def _check(script: str, workers: int, each: int | None, restarts: int, module: bool) -> None:
-    wrong = None
-    if workers < 1:
-        wrong = f"There must be at least one worker. Received: workers={workers}"
-    elif restarts < 0:
-        wrong = f"restarts is at least 0. Received: restarts={restarts}"
-    elif each is not None and each < 0:
-        wrong = f"devices_per_worker is at least 0. Received: devices_per_worker={each}"
-    elif not module and not Path(script).is_file():
-        wrong = (
+    check_count("workers", workers, error=ClusterError)
+    check_count("restarts", restarts, 0, error=ClusterError)
+    if each is not None:
+        check_count("devices_per_worker", each, 0, error=ClusterError)
+    if not module and not Path(script).is_file():
+        raise ClusterError(
             f"There is no such script. Received: {script!r}, in {Path.cwd()}. Write the path of a "
             "Python script, or -m and the name of a module."
         )
-    if wrong is not None:
-        from tfmultigpu.errors import ClusterError
-
-        raise ClusterError(wrong)
 
 
 def _devices_of_workers(workers: int, each: int | None) -> list[Mapping[str, str]]:
-    """`CUDA_VISIBLE_DEVICES` of each worker: no two see the same GPU."""
+    """Returns ``CUDA_VISIBLE_DEVICES`` of each worker: no two see the same GPU."""
     gpus = [] if each == 0 else _gpus()
     share = len(gpus) // workers
-    wrong = None
     if each is None and gpus and not share:
-        wrong = (
+        raise DeviceNotFoundError(
             f"{workers} workers need a GPU each, and there are {len(gpus)}. Start fewer, "
             f"--workers {len(gpus)}, or let all run on the CPU: --devices-per-worker 0."
         )
-    elif each is not None and len(gpus) < workers * each:
-        wrong = (
+    if each is not None and len(gpus) < workers * each:
+        raise DeviceNotFoundError(
             f"{workers} workers with {each} GPUs each need {workers * each}, and there are "
             f"{len(gpus)}. Write --devices-per-worker {share}."
         )
-    if wrong is not None:
-        from tfmultigpu.errors import DeviceNotFoundError
-
-        raise DeviceNotFoundError(wrong)
     if not gpus:
         return [{"CUDA_VISIBLE_DEVICES": "-1"}] * workers
     count = share if each is None else each
@@ -240,10 +233,10 @@ def _devices_of_workers(workers: int, each: int | None) -> list[Mapping[str, str
 
 
 def _gpus() -> list[str]:
-    """The GPUs that CUDA would show, as `CUDA_VISIBLE_DEVICES` writes them; asks the driver."""
+    """Returns the GPUs that CUDA would show, as ``CUDA_VISIBLE_DEVICES`` writes them."""
     shown = os.environ.get("CUDA_VISIBLE_DEVICES")
     if shown is not None:
-        # CUDA stops at the first that is none.
+        # CUDA stops at the first entry that is not a GPU.
         return list(itertools.takewhile(lambda one: one not in ("", "-1"), shown.split(",")))
     ask = shutil.which("nvidia-smi")
     if ask is None:
@@ -255,7 +248,7 @@ def _gpus() -> list[str]:
 
 @contextlib.contextmanager
 def _signals_in_a_queue() -> Iterator[Any]:
-    """Signals to pass on wait in a queue while the context lasts; in the main thread only."""
+    """Collects signals to pass on in a queue, in the main thread only."""
     waiting: queue.SimpleQueue[int] = queue.SimpleQueue()
 
     def next_signal() -> int | None:

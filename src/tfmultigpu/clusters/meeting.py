@@ -1,4 +1,4 @@
-"""One worker's side of a meeting: it listens, calls all others, and compares cards."""
+"""One worker's side of a meeting: listening, calling all others, comparing cards."""
 
 from __future__ import annotations
 
@@ -19,19 +19,20 @@ from tfmultigpu.clusters.meeting_lines import (
 )
 from tfmultigpu.clusters.meeting_messages import ANSWERS, Words
 from tfmultigpu.clusters.ports import call, listen
+from tfmultigpu.clusters.spec import ClusterSource
 from tfmultigpu.errors import ClusterError
 
 __all__ = ["Meeting"]
 
-# A line has the addresses of all workers; later ones, of a `WorkerLink`, a value of each.
+# A line has the addresses of all workers; later lines, of a `WorkerLink`, have a value of each.
 _LINE_LIMIT = 1 << 18
 _LIMIT_OF_EACH = 1 << 12
-# More that have said nothing yet are strangers. With the limit of a line this bounds memory.
+# More callers that have said nothing are strangers. With the limit of a line this bounds memory.
 _MOST_CALLERS = 32
 _MOST_STRANGERS = 5
 _ATTEMPT_SECONDS = 2.0
 _CANCEL_SECONDS = 0.1
-# Of the loop, until a call that was just accepted has a handler, which closes its connection.
+# Turns of the loop until a call that was just accepted has a handler, which closes it.
 _ACCEPT_TURNS = 10
 _COMMIT_SECONDS = 10.0
 _RESOLVE_SECONDS = 10.0
@@ -40,7 +41,7 @@ _Connections = dict[int, tuple[asyncio.StreamReader, asyncio.StreamWriter]]
 
 
 class Meeting:
-    """One worker's side: who has shown a card, who must still be told of a problem."""
+    """One worker's side: who has shown a card, and who must still be told of a problem."""
 
     def __init__(
         self,
@@ -50,9 +51,9 @@ class Meeting:
         timeout: float,
         words: Words,
         job: Job,
-        source: str,
+        source: ClusterSource,
     ) -> None:
-        """Takes what `meet` takes."""
+        """Takes the arguments of ``meet``."""
         self.addresses, self.index, self.card, self.timeout = addresses, index, card, timeout
         self.words, self.job, self.source = words, job, source
         self.pen = Pen(job, index, card)
@@ -74,17 +75,17 @@ class Meeting:
         self.dialers: list[asyncio.Task[None]] = []
 
     def cancel(self) -> None:
-        """End the meeting early; called in its loop."""
+        """Ends the meeting early; called in its loop."""
         if self.task is not None and not self.ending:
             self.task.cancel()
             # One cancellation may be lost: see `_end`.
             asyncio.get_running_loop().call_later(_CANCEL_SECONDS, self.cancel)
 
     async def hold(self, problem: str | None, keep: bool) -> _Connections:
-        """Meet the others; returns the connections, if they are kept.
+        """Meets the others; returns the connections if they are kept.
 
         Raises:
-            ClusterError: see `meet`.
+            ClusterError: See ``meet``.
         """
         self.task = asyncio.current_task()
         own = self.words.name(self.index)
@@ -122,7 +123,7 @@ class Meeting:
         return kept
 
     async def _listen(self) -> socket.socket:
-        """On this worker's address; the name of a new container may take a moment to be known."""
+        """Listens on this worker's address; the name of a new container may not resolve at once."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + min(self.timeout / 2, _RESOLVE_SECONDS)
         while True:
@@ -135,7 +136,7 @@ class Meeting:
             await asyncio.sleep(0.25)
 
     async def _until(self, reached: Callable[[], bool], seconds: float | None) -> bool:
-        """Wait until something holds or a problem is known; False when the time is over."""
+        """Waits until a condition holds or a problem is known; returns False at the timeout."""
 
         async def watch() -> None:
             while self.problem is None and not reached():
@@ -149,7 +150,7 @@ class Meeting:
         return True
 
     async def _linger(self) -> None:
-        """Give the others time to hear of the problem."""
+        """Gives the others time to hear of the problem."""
         assert self.problem is not None
         seconds = min(_LINGER_SECONDS[self.problem[0]], self.timeout)
         for wake in self.wake.values():
@@ -158,7 +159,7 @@ class Meeting:
             await asyncio.wait(self.dialers, timeout=seconds)
 
     async def _commit(self) -> None:
-        """All cards are here; go when everybody says so."""
+        """Starts together: the first worker says go once all are ready."""
         if self.index == 0:
             if not await self._until(lambda: self.ready.keys() >= self.peers, _COMMIT_SECONDS):
                 gone = self.words.names(self.peers - self.ready.keys(), self.notes)
@@ -183,7 +184,7 @@ class Meeting:
             self._fail("missing", f"{first} came, and left again before training began.")
 
     async def _dial(self, peer: int) -> None:
-        """Show a peer our card, or our problem once there is one, until it has seen it."""
+        """Shows a peer our card, or our problem once there is one, until it has seen it."""
         pause = 0.02
         while True:
             if self.problem is None and peer in self.seen:
@@ -224,7 +225,7 @@ class Meeting:
         return False
 
     async def _ask(self, peer: int, kind: str, seconds: float, keep: bool = False) -> Message:
-        """A greeting and an answer from there, and one line of ours between."""
+        """Calls a peer: reads its greeting, sends one line, returns the answer."""
 
         async def exchange() -> Message:
             reader, writer = await call(self.addresses[peer], self.limit)
@@ -247,7 +248,7 @@ class Meeting:
         return await asyncio.wait_for(exchange(), seconds)
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """A peer, or a stranger, calls us."""
+        """Answers a call of a peer or of a stranger."""
         keep, place = False, _place(writer)
         self.callers[writer] = None
         if len(self.callers) > _MOST_CALLERS + 2 * len(self.addresses):
@@ -280,7 +281,7 @@ class Meeting:
     def _take(
         self, message: Message, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
-        """Keep the connection of a worker that is ready, the last one of one that started again."""
+        """Keeps the connection of a worker that is ready; a restarted worker replaces it."""
         if message.sender in self.ready:
             self.ready[message.sender][1].close()
         self.ready[message.sender] = reader, writer
@@ -288,7 +289,7 @@ class Meeting:
         self.changed.set()
 
     async def _is_ready(self, message: Message, place: str) -> bool:
-        """Whether this comes from the process that answers at the address of that worker."""
+        """Returns whether the process that answers at the address of that worker said this."""
         peer = message.sender
         if self.index != 0 or peer not in self.peers:
             return False
@@ -298,9 +299,9 @@ class Meeting:
         return self.problem is None
 
     def _hear(self, message: Message, place: str, dialled: int | None = None) -> None:
-        """Take in what a worker says: its card always, its problem if it has one.
+        """Takes in the message of a worker: its card always, its problem if it has one.
 
-        A card counts once its worker shows it at its own address: a caller may be anybody.
+        A card counts once its worker shows it at its own address: anybody may call.
         """
         peer, card, own = message.sender, message.card, self.job.id
         field = next((field for field in self.card if card.get(field) != self.card[field]), None)
@@ -335,7 +336,7 @@ class Meeting:
         self.changed.set()
 
     def _ignore(self, error: StrangeLineError, place: str) -> None:
-        """Remember a stranger; one that shows that this worker will meet nobody is a problem."""
+        """Notes a stranger; a problem if it shows that this worker will never meet the others."""
         key = error.kind, place.rpartition(":")[0], error.claims
         if key in self.strangers or len(self.strangers) < _MOST_STRANGERS:
             self.strangers[key] = self.words.strange(error, place)
@@ -349,12 +350,12 @@ class Meeting:
             self.changed.set()
 
     def _kind(self, kind: str) -> tuple[str, str | None]:
-        """The kind of a line, and the problem; a problem takes the place of anything else."""
+        """Returns the kind of a line, and the problem, which replaces any other kind."""
         return (kind, None) if self.problem is None else ("problem", self.problem[1])
 
 
 async def _read_line(reader: asyncio.StreamReader) -> bytes:
-    """Read one line, which ends in a newline."""
+    """Reads one line, which ends in a newline."""
     try:
         return await reader.readuntil(b"\n")
     except asyncio.LimitOverrunError:
@@ -364,13 +365,13 @@ async def _read_line(reader: asyncio.StreamReader) -> bytes:
 
 
 def _place(writer: asyncio.StreamWriter) -> str:
-    """Where somebody speaks from."""
+    """Returns the address of the other side."""
     host, port, *_ = writer.get_extra_info("peername") or ("an unknown address", "?")
     return f"{host}:{port}"
 
 
 async def _end(tasks: set[asyncio.Task[Any]]) -> None:
-    """Cancel tasks until all have ended.
+    """Cancels tasks until all have ended.
 
     Before Python 3.12 ``asyncio.wait_for`` swallows a cancellation that comes together with its
     result, so asking once may leave a task running for ever.

@@ -1,4 +1,4 @@
-"""The lines that workers exchange when they meet: written, signed, and read with suspicion.
+"""The lines that workers exchange when they meet: writing, signing and checking them.
 
 A worker calls another on the address that is listed for it. Each line ends in a newline::
 
@@ -15,8 +15,8 @@ card of the speaker. A line of another job has another key. A line that was reco
 nonce, so it cannot be used again, neither for another connection nor in the other direction.
 Without a secret SIGNATURE is ``-``. Nothing is encrypted: lines hold no secret.
 
-Anybody may connect and say anything. A line has a largest length. Each of its fields is checked
-before it is used, and whatever is wrong is a `StrangeLineError`.
+Anybody may connect and say anything. Lines have a largest length. Each field is checked before it
+is used, and a wrong one raises a ``StrangeLineError``.
 """
 
 from __future__ import annotations
@@ -45,18 +45,18 @@ _OLD = re.compile(rb'"protocol": ?"(tfmultigpu rendezvous [0-9]{1,6})"')
 
 
 class StrangeLineError(ValueError):
-    """A line that no worker of this job has written.
+    """A line was not written by a worker of this job.
 
     Attributes:
         kind: ``"foreign"`` (another program), ``"version"`` (another version of this library),
             ``"unsigned"`` (no signature, or one with another secret), ``"signed"`` (signed, and
-            this worker has no secret) or ``"refused"`` (no line at all: the other side hung up).
-        claims: The worker that the speaker says it is, if it says so.
-        protocol: The protocol that another version speaks.
+            this worker has no secret) or ``"refused"`` (no line: the other side hung up).
+        claims: The number of the worker that the speaker claims to be; None if it claims none.
+        protocol: The protocol of another version.
     """
 
     def __init__(self, kind: str, claims: int | None = None, protocol: str | None = None) -> None:
-        """Takes its facts."""
+        """Takes the attributes."""
         super().__init__(kind)
         self.kind, self.claims, self.protocol = kind, claims, protocol
 
@@ -69,9 +69,9 @@ class Message:
         kind: ``"card"``, ``"problem"``, ``"ready"`` or ``"go"``.
         sender: The number of the worker that speaks.
         process: A random name of its process.
-        job: The id of its job, if it knows one.
-        card: What all workers must agree on.
-        problem: Why it cannot start, if it cannot.
+        job: The id of its job; None if it knows none.
+        card: The facts on which all workers must agree.
+        problem: Why it cannot start; None if it can.
         nonce: A fresh random number of a caller; empty in an answer.
     """
 
@@ -88,12 +88,12 @@ class Pen:
     """Writes and reads the lines of one worker of a job."""
 
     def __init__(self, job: Job, sender: int, card: Mapping[str, str]) -> None:
-        """Takes what is the same in all lines that it writes."""
+        """Takes the fields that are the same in all lines."""
         self.job, self.sender, self.card = job, sender, dict(card)
         self.process = secrets.token_hex(8)
 
     def greeting(self) -> tuple[bytes, str]:
-        """Returns the first line of who is called, and its nonce."""
+        """Returns the first line of the worker that is called, and its nonce."""
         nonce = secrets.token_hex(16)
         return json.dumps({"protocol": PROTOCOL, "nonce": nonce}).encode() + b"\n", nonce
 
@@ -101,7 +101,7 @@ class Pen:
         """Returns the nonce of a greeting.
 
         Raises:
-            StrangeLineError: It is not a greeting.
+            StrangeLineError: The line is not a greeting.
         """
         fields = _fields(line)
         return _token(fields.get("nonce"))
@@ -110,35 +110,35 @@ class Pen:
         """Returns the line of a caller, and its nonce.
 
         Args:
-            kind: See `Message`.
-            problem: See `Message`.
+            kind: See ``Message``.
+            problem: See ``Message``.
             greeting: The nonce of the greeting.
         """
         nonce = secrets.token_hex(16)
         return self._line(kind, problem, nonce, "call", greeting), nonce
 
     def answer(self, kind: str, problem: str | None, asked: str) -> bytes:
-        """Returns the line of who was called.
+        """Returns the line of the worker that was called.
 
         Args:
-            kind: See `Message`.
-            problem: See `Message`.
+            kind: See ``Message``.
+            problem: See ``Message``.
             asked: The nonce of the caller.
         """
         return self._line(kind, problem, "", "answer", asked)
 
     def read_call(self, line: bytes, greeting: str) -> Message:
-        """Returns what a caller says.
+        """Returns the message of a caller.
 
         Raises:
-            StrangeLineError: It is not a worker of this job.
+            StrangeLineError: The caller is not a worker of this job.
         """
         message = self._read(line, "call", greeting)
         _token(message.nonce)
         return message
 
     def read_answer(self, line: bytes, asked: str) -> Message:
-        """Returns what one that was called says.
+        """Returns the message of a worker that was called.
 
         Raises:
             StrangeLineError: It is not a worker of this job.
@@ -179,7 +179,7 @@ class Pen:
 
 
 def readable(text: str, most: int = 2000) -> str:
-    """Returns what somebody else said, fit for an error: no control characters, not too long.
+    """Returns text of somebody else for an error: without control characters, and shortened.
 
     Example:
         >>> readable("1 GPU" + chr(27) + "[2J", most=40)

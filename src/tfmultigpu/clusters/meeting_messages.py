@@ -1,4 +1,4 @@
-"""The errors of workers that meet, in words."""
+"""Messages of the errors of workers that meet."""
 
 from __future__ import annotations
 
@@ -6,36 +6,41 @@ from collections.abc import Collection, Mapping, Sequence
 
 from tfmultigpu.clusters.jobs import JOB_ID, JOB_SECRET
 from tfmultigpu.clusters.meeting_lines import PROTOCOL, Message, StrangeLineError, readable
+from tfmultigpu.clusters.spec import ClusterSource
 
 __all__ = ["ANSWERS", "Words"]
 
-# What is noted of a worker at whose address somebody else answers.
+# Notes about a worker at whose address somebody else answers.
 ANSWERS = {
     "foreign": "another program answers there",
     "version": "another version of tfmultigpu answers there",
     "unsigned": f"what answers there does not sign with the {JOB_SECRET} of this job",
-    "refused": f"it hangs up on this worker; has it another {JOB_SECRET}?",
+    "refused": f"it hangs up on this worker; it may have another {JOB_SECRET}",
     "signed": f"what answers there signs with a {JOB_SECRET}, and this worker has none",
 }
 
 
 class Words:
-    """What one worker says when a meeting fails."""
+    """Writes what one worker says when a meeting fails."""
 
     def __init__(
-        self, addresses: Sequence[str], index: int, source: str, cures: Mapping[str, str]
+        self,
+        addresses: Sequence[str],
+        index: int,
+        source: ClusterSource,
+        cures: Mapping[str, str],
     ) -> None:
-        """Takes what the texts name."""
+        """Takes the facts that the messages name."""
         self._addresses, self._index, self._source = addresses, index, source
         self._cures = cures
 
     def name(self, peer: int) -> str:
-        """Returns which worker that is."""
+        """Returns a worker in words."""
         known = peer in range(len(self._addresses))
         return f"worker {peer} at {self._addresses[peer]}" if known else f"worker {peer}"
 
     def names(self, peers: Collection[int], notes: Mapping[int, str]) -> str:
-        """Returns which workers those are, with what was noted of each."""
+        """Returns workers in words, with the notes about each."""
         said = {peer: f" ({notes[peer]})" if peer in notes else "" for peer in peers}
         return ", ".join(self.name(peer) + said[peer] for peer in sorted(peers))
 
@@ -46,22 +51,22 @@ class Words:
         strangers: Collection[str],
         timeout: float,
     ) -> str:
-        """Returns who did not come in time, and who spoke in their place."""
+        """Returns the message for workers that did not come in time."""
         ignored = f" Ignored: {'; '.join(strangers)}." if strangers else ""
         return (
             f"{len(peers)} of {len(self._addresses)} workers did not come within {timeout:g} s: "
             f"{self.names(peers, notes)}. This is {self.name(self._index)}.{ignored} Start the "
-            "same program on every worker, check its log there and that the ports are open, or "
+            "same program on every worker, and check its log there and that the ports are open. Or "
             "wait longer: create_strategy(startup_timeout=...)."
         )
 
     def disagreement(self, message: Message, place: str, field: str, mine: str) -> str:
-        """Returns what two workers disagree about, with both values."""
+        """Returns the message for two workers that disagree, with both values."""
         theirs = message.card.get(field)
         other = self.name(message.sender)
         if message.sender == self._index:
             other = f"another worker {self._index}, which spoke from {place},"
-        value = "nothing of the kind" if theirs is None else readable(theirs)
+        value = "no such field" if theirs is None else readable(theirs)
         said = sorted([(self._index, self.name(self._index), mine), (message.sender, other, value)])
         (_, first, one), (_, second, two) = said
         return (
@@ -71,31 +76,31 @@ class Words:
         )
 
     def two_jobs(self, job: str, message: Message, place: str) -> str:
-        """Returns which jobs met, and who spoke for the other one."""
+        """Returns the message for workers of two jobs."""
         return (
             f"Workers of two jobs met. {self.name(self._index)} belongs to the job {job!r}. "
-            f"From {place} worker {message.sender} of the job {readable(str(message.job), 200)!r} "
-            "spoke. They would train one model together. Stop one of the jobs, or give each its "
-            f"own addresses in {self._source}; if they are one job, set {JOB_ID} to the same name "
-            "on every worker."
+            f"Worker {message.sender} of the job {readable(str(message.job), 200)!r} spoke from "
+            f"{place}. They would train one model together. Stop one of the jobs, or give each "
+            f"different addresses in {self._source}. If they are one job, set {JOB_ID} to the same "
+            "name on every worker."
         )
 
     def listed_for_another(self, listed: int, who: str) -> str:
-        """Returns at whose address somebody else answers."""
+        """Returns the message for an address at which somebody else answers."""
         return (
             f"{self._addresses[listed]} is listed for worker {listed}, but {who} answers there. "
-            f"Give every worker an address of its own in {self._source}."
+            f"Give every worker another address in {self._source}."
         )
 
     def same_index(self, message: Message, place: str) -> str:
-        """Returns which number two processes have."""
+        """Returns the message for two processes with one number."""
         return (
             f"Two processes say they are worker {message.sender} of {len(self._addresses)}; one "
-            f"spoke from {place}. Give every process an index of its own in {self._source}."
+            f"spoke from {place}. Give every process another index in {self._source}."
         )
 
     def strange(self, error: StrangeLineError, place: str) -> str:
-        """Returns who spoke and was not heard."""
+        """Returns the note about a line that was ignored."""
         claims = "" if error.claims is None else f" claiming to be worker {error.claims}"
         if error.kind == "version":
             return f"a line of another version of tfmultigpu came from {place}"
@@ -103,7 +108,7 @@ class Words:
         return f"{line} came from {place}{claims}"
 
     def not_alike(self, error: StrangeLineError, place: str) -> str | None:
-        """Returns what a worker without a secret cannot ignore: it will never meet that one."""
+        """Returns the message for a worker that this one will never meet; None if it may still."""
         if error.kind == "version":
             return (
                 f"The workers run different versions of tfmultigpu: {self.name(self._index)} "
@@ -112,7 +117,7 @@ class Words:
             )
         if error.kind == "signed":
             return (
-                f"Worker {error.claims} signs what it says, which came from {place}, and "
+                f"Worker {error.claims} signs its lines, which came from {place}, but "
                 f"{self.name(self._index)} has no {JOB_SECRET}. Give every worker of the job the "
                 "same one, or none."
             )

@@ -1,4 +1,4 @@
-"""What workers print, passed on with their number in front, also to somebody who reads no more."""
+"""The output of workers, passed on with their number in front, even if the reader has stopped."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ __all__ = ["WorkerOutput"]
 
 _TAIL_LINES = 20
 _WAIT = 0.1
-# Once all have to end, for so long nobody need read before the rest is left out.
+# Seconds without a reader after which the rest is dropped, once all must end.
 _PATIENCE = 1.0
 
 
 class WorkerOutput:
     """Writes the lines of workers to standard output, and keeps the last of each.
 
-    Workers wait in ``print`` for whoever reads this process, as they would without it. Once they
-    were told to end, nobody waits any longer.
+    Workers wait in ``print`` for the reader of this process, as they would without it. Once they
+    were told to end, they no longer wait.
     """
 
     def __init__(self, workers: int) -> None:
-        """Takes how many workers there are."""
+        """Takes the number of workers."""
         self._width = len(str(workers - 1))
         self._workers = workers
         self._lock = threading.Lock()
@@ -37,7 +37,7 @@ class WorkerOutput:
 
     @property
     def lost(self) -> str | None:
-        """Why nothing more can be passed on; None as long as it can."""
+        """The reason why nothing more can be passed on; None as long as it can."""
         return self._reason
 
     def last(self, worker: int) -> list[str]:
@@ -49,16 +49,16 @@ class WorkerOutput:
         self._last = [collections.deque(maxlen=_TAIL_LINES) for _ in range(self._workers)]
 
     def hurry(self) -> None:
-        """Has what nobody reads left out from now on."""
+        """Drops output that nobody reads, from now on."""
         self._hurries = True
 
     def pass_on(self, worker: int, line: bytes) -> None:
-        """Writes a line, or a piece of a long one."""
+        """Passes on a line, or a piece of a long one."""
         self._last[worker].append(line)
         whole = f"[{worker:{self._width}}] ".encode() + line
         if not line.endswith(b"\n"):
             whole += b"\n"
-        # Workers are read on when nobody reads this process: they would wait in `print` for ever.
+        # If nobody reads this process, it still reads the workers: they would hang in `print`.
         with self._lock:
             if self._reason is None:
                 try:
@@ -72,14 +72,14 @@ class WorkerOutput:
         try:
             self._write(sys.stderr, f"[launch] {text}\n".encode(), _PATIENCE)
         except OSError:
-            self._hurries = True  # Nobody reads that either.
+            self._hurries = True  # Nobody reads standard error either.
         finally:
             if free:
                 self._lock.release()
 
     def _write(self, stream: Any, whole: bytes, patience: float | None = None) -> None:
         number = _number_of(stream)
-        if number is None:  # Replaced by something of Python's own.
+        if number is None:  # Replaced by an object of Python, as in a notebook.
             stream.write(whole.decode(errors="replace"))
             stream.flush()
             return
@@ -89,7 +89,7 @@ class WorkerOutput:
         last = time.monotonic()
         while whole:
             if poll.poll(1000 * _WAIT):
-                # A pipe that is ready takes so much without making anybody wait.
+                # A pipe that is ready takes this much without blocking.
                 whole = whole[os.write(number, whole[: select.PIPE_BUF]) :]
                 last = time.monotonic()
                 continue
@@ -99,7 +99,7 @@ class WorkerOutput:
 
 
 def _number_of(stream: Any) -> int | None:
-    """The number of the file behind a stream; None if there is none, as in a notebook."""
+    """Returns the file descriptor of a stream; None if it has none, as in a notebook."""
     try:
         return int(stream.buffer.fileno())
     except (OSError, ValueError, AttributeError):

@@ -1,4 +1,4 @@
-"""The port of a worker: is it this machine's, is it free, and will TensorFlow get it."""
+"""The port of a worker: whether it belongs to this machine, is free, and TensorFlow can take it."""
 
 from __future__ import annotations
 
@@ -8,15 +8,14 @@ import errno
 import socket
 import struct
 
+from tfmultigpu.clusters.spec import WRITTEN, ClusterSource
 from tfmultigpu.errors import ClusterError
 
 __all__ = ["call", "listen", "split_address"]
 
-_ANOTHER_PORT = {"Slurm": "set the first port with TFMULTIGPU_PORT, the same for all tasks of srun"}
-
 
 def split_address(address: str) -> tuple[str, int]:
-    """Split `host:port`; the brackets of an IPv6 host are dropped.
+    """Splits ``host:port``; drops the brackets of an IPv6 host.
 
     Example:
         >>> split_address("[::1]:2222")
@@ -26,15 +25,16 @@ def split_address(address: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-def listen(address: str, source: str = "TF_CONFIG") -> socket.socket:
-    """Listen on an address of this machine, and no other; TensorFlow may bind the port after.
+def listen(address: str, source: ClusterSource = WRITTEN) -> socket.socket:
+    """Listens on an address of this machine, and on no other; TensorFlow may bind the port after.
 
     Args:
-        address: `host:port`.
-        source: what lists the address, for the messages.
+        address: ``host:port``.
+        source: The source that lists the address, for the messages.
 
     Raises:
-        ClusterError: the name does not resolve, the port is taken, or the address is another's.
+        ClusterError: The name does not resolve, the port is taken, or the address belongs to
+            another machine.
 
     Example:
         >>> listen("localhost:23458").close()
@@ -65,17 +65,18 @@ def listen(address: str, source: str = "TF_CONFIG") -> socket.socket:
 
 
 async def call(address: str, limit: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """Connect to an address.
+    """Connects to an address.
 
     A call to a port of this machine on which nobody listens may reach itself: the kernel may give
-    that very port to the caller. Here that is a refused connection, and frees the port at once.
+    that very port to the caller. This function reports that as a refused connection, and frees the
+    port at once.
 
     Args:
-        address: `host:port`.
-        limit: the length of the longest line that can be read.
+        address: ``host:port``.
+        limit: The length of the longest line that can be read.
 
     Raises:
-        OSError: nobody answers there, or the name does not resolve.
+        OSError: Nobody answers there, or the name does not resolve.
     """
     host, port = split_address(address)
     loop = asyncio.get_running_loop()
@@ -110,7 +111,7 @@ def _new_caller(family: int) -> socket.socket:
 
 
 def _reset(connection: socket.socket) -> None:
-    """Close a connection without a trace: its port does not stay behind, waiting."""
+    """Closes a connection at once, so that its port does not stay in TIME_WAIT."""
     with contextlib.suppress(OSError):
         linger = struct.pack("ii", 1, 0)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
@@ -129,8 +130,8 @@ def _bind(family: int, host: str, port: int) -> socket.socket:
     return bound
 
 
-def _cannot_bind(address: str, port: int, error: OSError, source: str) -> str:
-    another = _ANOTHER_PORT.get(source, f"list another port in {source} on every worker")
+def _cannot_bind(address: str, port: int, error: OSError, source: ClusterSource) -> str:
+    another = source.other_port
     if error.errno == errno.EADDRINUSE:
         return (
             f"port {port} is taken by another program. Stop it (`ss -ltnp | grep {port}` names it; "

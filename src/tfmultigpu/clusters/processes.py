@@ -1,6 +1,6 @@
 """Worker processes on this machine: started together, ended together, none left behind.
 
-Whoever waits for them knows which one failed first: the others fail after it, and blame each other.
+The parent knows which worker failed first. The others fail after it, and blame each other.
 """
 
 from __future__ import annotations
@@ -19,26 +19,28 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import IO
 
+from tfmultigpu.clusters.sources import SOURCES
+
 __all__ = ["Outcome", "free_addresses", "how_it_ended", "run_together", "worker_environment"]
 
 _POLL = 0.02
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _READ_SECONDS = 2.0
-# Of a line that does not end, so many bytes are passed on at a time.
+# The bytes of a line without an end that are passed on at a time.
 _LONGEST_LINE = 1 << 16
-# What srun sets in its tasks would describe another cluster than the one started here.
-_OF_SLURM_STEPS = ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID")
+# Outside these workers they would describe another cluster than the one started here.
+_VARIABLES = frozenset(name for source in SOURCES for name in source.variables)
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How worker processes ended.
+    """The way in which worker processes ended.
 
     Attributes:
-        codes: The exit code of each, below zero for a signal; None where it had to be stopped.
-        first: The first that failed, None where none did.
-        signal: The signal that was passed on to all, None where there was none.
-        timed_out: Whether the time was over before all had ended or one had failed.
+        codes: The exit code of each, negative for a signal; None if the process was stopped.
+        first: The first process that failed; None if none did.
+        signal: The signal that was passed on to all; None if there was none.
+        timed_out: Whether the timeout came before all had ended or one had failed.
     """
 
     codes: tuple[int | None, ...]
@@ -60,19 +62,19 @@ def run_together(
 ) -> Outcome:
     r"""Runs one process for each command, and returns when all have ended.
 
-    Each runs in a process group of its own, which is gone at the end, and on Linux also when this
-    process dies.
+    Each process has its own process group. The group is killed at the end, and on Linux also when
+    this process dies.
 
     Args:
-        commands: Of each process, the program and its arguments.
-        environments: Of each, all variables.
-        on_line: Called with the number of a process and a line that it printed, in threads; with
-            the pieces of one that is longer than 64 KiB.
+        commands: The program and the arguments of each process.
+        environments: All environment variables of each process.
+        on_line: Called in threads with the number of a process and a line that it printed, or a
+            piece of a line that is longer than 64 KiB.
         timeout: Seconds until all must have ended.
-        grace: Seconds that are left to the others when one has failed: to say what they saw of it.
+        grace: Seconds for the others after one has failed, in which they print their errors.
         patience: Another grace for some exit codes.
-        next_signal: Returns a signal to pass on to all, None where there is none.
-        signal_grace: Seconds to end after a signal; a second one ends them at once.
+        next_signal: Returns a signal to pass on to all; None if there is none.
+        signal_grace: Seconds to end after a signal; a second signal ends them at once.
 
     Returns:
         How they ended.
@@ -98,7 +100,7 @@ def run_together(
             codes = tuple(process.poll() for process in processes)
             now = time.monotonic()
             if first is None and any(codes):
-                # What ended by a signal did so by itself; who ended by an error may have seen that.
+                # A signal comes first: a process with an error may have failed because of it.
                 first = min((code, i) for i, code in enumerate(codes) if code)[1]
                 if passed_on is None:
                     wait = (patience or {}).get(codes[first] or 0, grace)
@@ -118,13 +120,13 @@ def run_together(
 def worker_environment(
     addresses: Sequence[str], index: int, environ: Mapping[str, str]
 ) -> dict[str, str]:
-    """Returns the variables of a worker: those given, with `TF_CONFIG` for this cluster.
+    """Returns the variables of a worker: those given, with ``TF_CONFIG`` for this cluster.
 
     Example:
         >>> worker_environment(["127.0.0.1:1"], 0, {"TF_CONFIG": "old", "HOME": "/root"})
         {'HOME': '/root'}
     """
-    own = {k: v for k, v in environ.items() if k != "TF_CONFIG" and k not in _OF_SLURM_STEPS}
+    own = {name: value for name, value in environ.items() if name not in _VARIABLES}
     if len(addresses) > 1:
         task = {"type": "worker", "index": index}
         own["TF_CONFIG"] = json.dumps({"cluster": {"worker": list(addresses)}, "task": task})
@@ -132,12 +134,13 @@ def worker_environment(
 
 
 def free_addresses(count: int) -> list[str]:
-    """Returns loopback addresses nobody listens on, asking the system for them all at once.
+    """Returns loopback addresses on which nobody listens.
 
     Example:
         >>> len(set(free_addresses(3)))
         3
     """
+    # All at once: the system could give a port twice that was closed in between.
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
         for one in sockets:
@@ -167,7 +170,7 @@ def _started(
     environment: Mapping[str, str],
     on_line: Callable[[int, bytes], None],
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """A process in a group of its own, which is gone when the context ends."""
+    """Starts a process in its own process group, and kills the group when the context ends."""
     parent = os.getpid()
     process = subprocess.Popen(
         list(command),
@@ -198,7 +201,7 @@ def _read(stream: IO[bytes], index: int, on_line: Callable[[int, bytes], None]) 
 
 
 def _die_with(parent: int) -> None:
-    """Runs in the new process: it does not outlive a parent that was killed itself."""
+    """Lets the new process, which calls this, end with its parent."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os.kill(os.getpid(), signal.SIGKILL)

@@ -1,10 +1,10 @@
-"""Meet the other workers before TensorFlow does: plain sockets, on the addresses of the cluster.
+"""The meeting of all workers before TensorFlow starts, over plain sockets.
 
-TensorFlow waits an hour for a worker that never comes, with Ctrl-C dead, and for ever where workers
-disagree. So every worker first listens on its own address and dials all others, and they compare
-cards. When all have all cards the first worker says go, and only then does anybody give up its
-port: no worker is still looking for a port that TensorFlow has taken over. The connections of the
-first worker to the others may stay: a `WorkerLink`.
+TensorFlow waits an hour for a worker that never comes, ignoring Ctrl-C, and for ever if workers
+disagree. So every worker first listens on its own address and calls all others, and they compare
+cards. When all have all cards, the first worker says go. Only then do workers free their ports, so
+no worker still calls a port that TensorFlow has taken over. The connections of the first worker to
+the others may stay open, as a ``WorkerLink``.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from tfmultigpu.clusters.connection import WorkerLink
 from tfmultigpu.clusters.jobs import Job
 from tfmultigpu.clusters.meeting import Meeting
 from tfmultigpu.clusters.meeting_messages import Words
+from tfmultigpu.clusters.spec import WRITTEN, ClusterSource
 
 __all__ = ["meet"]
 
@@ -33,31 +34,31 @@ def meet(
     *,
     cures: Mapping[str, str] | None = None,
     problem: str | None = None,
-    source: str = "TF_CONFIG",
+    source: ClusterSource = WRITTEN,
     stay: bool = False,
     job: Job = _NO_JOB,
 ) -> WorkerLink | None:
-    """Wait until every worker is there and shows the same card; the port is free again after.
+    """Waits until every worker is there and shows the same card; then frees the port.
 
-    Listens on `addresses[index]` and nowhere else. Only what is signed with the secret of the job
-    is heard, if it has one.
+    Listens on ``addresses[index]`` and on nothing else. If the job has a secret, lines without its
+    signature are ignored.
 
     Args:
-        addresses: `host:port` of all workers, in an order that is the same for all.
-        index: which one this process is.
-        card: what all must agree on, compared in this order.
-        timeout: seconds to wait for the others.
-        cures: for a field of the card, what to change where it differs.
-        problem: why this worker cannot start; the others are told, then it is raised here.
-        source: what lists the addresses, for the messages.
-        stay: keep connections open, so that each worker knows when another ends.
-        job: what the workers of other jobs are told apart by.
+        addresses: ``host:port`` of all workers, in an order that is the same for all.
+        index: The position of this process among them.
+        card: The facts on which all must agree, compared in this order.
+        timeout: Seconds to wait for the others.
+        cures: The line that corrects a field of the card that differs, by field.
+        problem: Why this worker cannot start. The others are told; then it is raised here.
+        source: The source that lists the addresses, for the messages.
+        stay: Whether connections stay open, so that each worker knows when another one ends.
+        job: The job of this worker, which tells it apart from workers of other jobs.
 
     Returns:
-        The connections, where they stay and there is more than one worker.
+        The connections if they stay open and there are several workers, otherwise None.
 
     Raises:
-        ClusterError: a worker is missing, disagrees or cannot start, or this port is taken. Every
+        ClusterError: A worker is missing, disagrees or cannot start, or this port is taken. Every
             worker that can be reached raises too.
 
     Example:
@@ -82,7 +83,7 @@ def meet(
             await link.serve(connections)
 
     def run() -> None:
-        # A thread of its own: the caller may be a notebook, whose thread has a loop running.
+        # In another thread: that of the caller may have a running loop, as in a notebook.
         try:
             loop.run_until_complete(hold())
         finally:

@@ -1,7 +1,8 @@
-"""The cluster of a Slurm job step, from what `srun` tells each of its tasks.
+"""The cluster of a Slurm job step, from the variables that ``srun`` sets for each of its tasks.
 
-TensorFlow's own resolver asks `nvidia-smi`, which nodes without GPUs lack, and sorts hosts as text
-(`n10` before `n9`). Slurm numbers tasks along its list of nodes, so that order is kept here.
+TensorFlow's own resolver asks ``nvidia-smi``, which nodes without GPUs lack. It also sorts hosts as
+text (``n10`` before ``n9``). Slurm numbers tasks in the order of its list of nodes, and this module
+keeps that order.
 """
 
 from __future__ import annotations
@@ -11,10 +12,10 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 
-from tfmultigpu.clusters.spec import Cluster
+from tfmultigpu.clusters.spec import Cluster, ClusterSource
 from tfmultigpu.errors import ClusterError
 
-__all__ = ["expand_hosts", "read_slurm", "why_no_slurm"]
+__all__ = ["SLURM", "expand_hosts", "read_slurm", "why_no_slurm"]
 
 # Below the ports that Linux gives to outgoing connections (32768 and up).
 _FIRST_PORT, _LAST_PORT = 10240, 32767
@@ -28,16 +29,17 @@ _MOST_DIGITS = 18
 
 
 def read_slurm(environ: Mapping[str, str]) -> Cluster | None:
-    """Read the cluster from the `SLURM_*` variables of a task that `srun` started.
+    """Reads the cluster from the ``SLURM_*`` variables of a task that ``srun`` started.
 
-    Each task is a worker. Its port follows from the numbers of the job and of its step, so that
-    jobs that share a node do not meet; `TFMULTIGPU_PORT` sets the first port of each node instead.
+    Each task is a worker. Its port follows from the numbers of the job and of the step, so jobs
+    that share a node do not meet. ``TFMULTIGPU_PORT`` sets the first port of each node instead.
 
     Returns:
-        The cluster; `None` outside a job step, and in one of a single task.
+        The cluster; None outside a job step, and in a step of one task.
 
     Raises:
-        ClusterError: variables are missing or contradict each other, by name and value.
+        ClusterError: Variables are missing or contradict each other; the message has their names
+            and values.
 
     Example:
         >>> task = {
@@ -66,30 +68,57 @@ def read_slurm(environ: Mapping[str, str]) -> Cluster | None:
     seen = itertools.count
     places = {node: seen() for node in range(len(hosts))}
     workers = [f"{hosts[node]}:{first + next(places[node])}" for node in nodes]
-    return Cluster(workers, index, source="Slurm")
+    return Cluster(workers, index, source=SLURM)
 
 
 def why_no_slurm(environ: Mapping[str, str]) -> str | None:
-    """Why a process in a Slurm job has no cluster; `None` where there is nothing to say.
+    """Returns why a process in a Slurm job has no cluster; None outside such a job.
 
     Example:
         >>> why_no_slurm({"SLURM_NTASKS": "4"})
-        'the Slurm job has 4 tasks, but srun did not start this process: srun python train.py'
+        'the Slurm job has 4 tasks, but srun did not start this process'
     """
-    tasks = environ.get("SLURM_NTASKS", "1")
-    if tasks == "1" or "SLURM_STEP_NUM_TASKS" in environ:
+    tasks = environ.get("SLURM_NTASKS", "")
+    number = int(tasks) if tasks.isdecimal() and len(tasks) <= _MOST_DIGITS else 1
+    if number == 1 or "SLURM_STEP_NUM_TASKS" in environ:
         return None
-    return (
-        f"the Slurm job has {tasks} tasks, but srun did not start this process: "
-        "srun python train.py"
-    )
+    return f"the Slurm job has {number} tasks, but srun did not start this process"
+
+
+def _job_id(environ: Mapping[str, str]) -> str | None:
+    # A job of several components has one number for all of them beside a number for each.
+    names = ("SLURM_HET_JOB_ID", "SLURM_JOB_ID")
+    number = next((environ[one] for one in names if environ.get(one)), None)
+    return None if number is None else f"Slurm job {number}"
+
+
+SLURM = ClusterSource(
+    "Slurm",
+    read=read_slurm,
+    why_absent=why_no_slurm,
+    job_id=_job_id,
+    same=f"srun, and the same {_PORT} if any",
+    own="SLURM_PROCID",
+    start="srun python train.py",
+    fix="Start every task of the job with one srun: srun python train.py",
+    other_port=f"set the first port with {_PORT}, the same for all tasks of srun",
+    variables=("SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),
+    hosts=(
+        "SLURMD_NODENAME",
+        "SLURM_JOB_NODELIST",
+        "SLURM_NODELIST",
+        "SLURM_STEP_NODELIST",
+        "SLURM_SUBMIT_HOST",
+    ),
+    shown=("SLURM_NTASKS", "SLURM_PROCID"),
+)
 
 
 def expand_hosts(text: str) -> list[str]:
-    """Write out Slurm's short form of a list of hosts, in its order.
+    """Expands Slurm's short form of a list of hosts, in its order.
 
     Raises:
-        ClusterError: it is not of that form.
+        ClusterError: The text does not have that form.
 
     Example:
         >>> expand_hosts("gpu[01-02,7],login")
@@ -153,7 +182,7 @@ def _tasks_per_node(environ: Mapping[str, str], hosts: int, tasks: int) -> list[
 
 
 def _node_of_each_task(environ: Mapping[str, str], counts: list[int]) -> list[int]:
-    """Slurm fills node after node, or deals the tasks out in turn (`cyclic`)."""
+    """Returns the node of each task: Slurm fills node by node, or takes turns (``cyclic``)."""
     if environ.get("SLURM_DISTRIBUTION", "block").split(":")[0].split(",")[0] == "cyclic":
         rounds = range(max(counts))
         return [n for turn in rounds for n, count in enumerate(counts) if turn < count]
@@ -165,8 +194,8 @@ def _check_place(environ: Mapping[str, str], index: int, nodes: list[int]) -> No
         raise _wrong(
             environ,
             "SLURM_NODEID",
-            f"is not where task {index} is expected, node {nodes[index]}. Let Slurm number the "
-            "tasks node by node: srun --distribution=block",
+            f"is not the node of task {index}, which is node {nodes[index]}. Let Slurm number "
+            "the tasks node by node: srun --distribution=block",
         )
 
 

@@ -1,38 +1,103 @@
-"""The workers that train together, and which of them this process is."""
+"""Clusters: the workers that train together, and the sources that describe them."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from tfmultigpu.errors import ClusterError
 
-__all__ = ["Cluster", "find_wrong_address", "find_wrong_addresses"]
+__all__ = ["WRITTEN", "Cluster", "ClusterSource", "find_wrong_address", "find_wrong_addresses"]
 
 _TASK_TYPES = ("chief", "worker", "evaluator")
 _ADDRESS = re.compile(r"(\[[0-9A-Fa-f:.%]+\]|[A-Za-z0-9._-]+):([0-9]{1,5})")
+
+
+def _nothing(environ: Mapping[str, str]) -> None:
+    """Reads nothing."""
+
+
+@dataclass(frozen=True)
+class ClusterSource:
+    """A way to describe a cluster, such as ``TF_CONFIG`` or a scheduler.
+
+    Everything that the library knows of a scheduler is here. A new one is a file with one of these,
+    and its name in ``tfmultigpu.clusters.sources.SOURCES``.
+
+    Attributes:
+        name: Its name in messages.
+        read: Returns the cluster that an environment describes; None if it describes none. Raises
+            ``ClusterError`` for a wrong description.
+        why_absent: Returns why an environment describes no cluster here; None if nothing hints at
+            this source.
+        job_id: Returns the name of the job of this process, equal on all its workers; None if the
+            source does not know it.
+        same: The part of the description that all workers must have alike, for errors.
+        own: The part that differs between them, for errors.
+        start: The line that starts the workers; empty if the user starts them.
+        fix: The line that corrects a wrong description, for the doctor.
+        other_port: The line that chooses another port.
+        variables: Environment variables that make a process a worker. The launcher removes them
+            from the environment of its own workers.
+        hosts: Environment variables that name machines; reports conceal their values.
+        shown: Environment variables that reports show.
+    """
+
+    name: str
+    read: Callable[[Mapping[str, str]], Cluster | None] = field(default=_nothing, repr=False)
+    why_absent: Callable[[Mapping[str, str]], str | None] = field(default=_nothing, repr=False)
+    job_id: Callable[[Mapping[str, str]], str | None] = field(default=_nothing, repr=False)
+    same: str = field(default="list of workers", repr=False)
+    own: str = field(default="which of them it is", repr=False)
+    start: str = field(default="", repr=False)
+    fix: str = field(default="", repr=False)
+    other_port: str = field(default="", repr=False)
+    variables: tuple[str, ...] = field(default=(), repr=False)
+    hosts: tuple[str, ...] = field(default=(), repr=False)
+    shown: tuple[str, ...] = field(default=(), repr=False)
+
+    def __post_init__(self) -> None:
+        """Completes the lines that follow from the name."""
+        if not self.other_port:
+            line = f"list another port in {self.name} on every worker"
+            object.__setattr__(self, "other_port", line)
+        if not self.fix:
+            object.__setattr__(self, "fix", f"Correct {self.name}")
+
+    def __str__(self) -> str:
+        """Returns the name."""
+        return self.name
+
+    def is_present(self, environ: Mapping[str, str]) -> bool:
+        """Returns whether an environment has a variable that makes a process a worker."""
+        return any(name in environ for name in self.variables)
+
+
+WRITTEN = ClusterSource("Cluster", same="Cluster(workers=...)", own="index=")
 
 
 @dataclass(frozen=True)
 class Cluster:
     """The workers that train together, and which of them this process is.
 
-    Read from the environment by `cluster_from_environment`, or written down: `index` is then all
-    that differs between the workers.
+    ``cluster_from_environment`` reads it from the environment. In a program of your own only
+    ``index`` differs between the workers.
 
     Attributes:
-        workers: `host:port` of each, the chief first where there is one.
-        index: the place of this process in `workers`; `None` for the evaluator, which is outside.
-        task_type: `"chief"`, `"worker"` or `"evaluator"`; `master` is read as chief.
-        task_index: the number within its task type; `None` to derive it from `index`.
-        has_chief: whether the first worker has the task type chief.
-        source: what described the cluster.
+        workers: ``host:port`` of each worker, the chief first if there is one.
+        index: The position of this process in ``workers``; None for the evaluator, which is not
+            one of them.
+        task_type: ``"chief"``, ``"worker"`` or ``"evaluator"``; ``master`` is read as chief.
+        task_index: The number within the task type; None to derive it from ``index``.
+        has_chief: Whether the first worker has the task type chief.
+        source: The source that described the cluster.
 
     Raises:
-        ClusterError: an address is not `host:port` or listed twice, or `index` is none of them.
+        ClusterError: An address is not ``host:port`` or is listed twice, or ``index`` is out of
+            range.
 
     Example:
         >>> print(Cluster(workers=["10.0.0.1:2222", "10.0.0.2:2222"], index=1))
@@ -44,10 +109,10 @@ class Cluster:
     task_type: str = "worker"
     task_index: int | None = None
     has_chief: bool = False
-    source: str = "Cluster"
+    source: ClusterSource = WRITTEN
 
     def __post_init__(self) -> None:
-        """Checks what was given."""
+        """Checks the fields."""
         if isinstance(self.workers, str) or not isinstance(self.workers, Sequence):
             raise self._wrong("workers must be a list of addresses", self.workers)
         if not self.workers:
@@ -75,29 +140,29 @@ class Cluster:
 
     @property
     def address(self) -> str | None:
-        """This worker's `host:port`; `None` for the evaluator."""
+        """The ``host:port`` of this worker; None for the evaluator."""
         return None if self.index is None else self.workers[self.index]
 
     @property
     def is_chief(self) -> bool:
-        """Whether this is the first worker, the one that writes checkpoints and logs."""
+        """Whether this is the first worker, which writes checkpoints and logs."""
         return self.index == 0
 
     @property
     def fingerprint(self) -> str:
-        """Twelve hex digits that are equal where the same workers are listed in the same order."""
+        """Twelve hex digits, equal if the same workers are listed in the same order."""
         text = json.dumps([self.has_chief, *self.workers])
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
     @property
     def jobs(self) -> dict[str, list[str]]:
-        """The workers as TensorFlow's `ClusterSpec` takes them."""
+        """The workers in the form of TensorFlow's ``ClusterSpec``."""
         first = 1 if self.has_chief else 0
         jobs = {"chief": list(self.workers[:first]), "worker": list(self.workers[first:])}
         return {job: addresses for job, addresses in jobs.items() if addresses}
 
     def __str__(self) -> str:
-        """Which of the workers this process is."""
+        """Returns which of the workers this process is."""
         if self.index is None:
             return f"evaluator {self.task_index} beside {len(self.workers)} workers"
         return f"worker {self.index} of {len(self.workers)} at {self.address} ({self.source})"
@@ -107,8 +172,8 @@ class Cluster:
         return ClusterError(f"{self.source}: {what}. {cure}. Received: {value!r}")
 
 
-def find_wrong_address(field: str, address: object) -> tuple[str, object, str] | None:
-    """What is wrong with an address, its value and the cure; `None` for a right one.
+def find_wrong_address(name: str, address: object) -> tuple[str, object, str] | None:
+    """Returns what is wrong with an address, its value, and the fix; None for a right one.
 
     Example:
         >>> find_wrong_address("workers[0]", "http://a:1")[0]
@@ -117,38 +182,38 @@ def find_wrong_address(field: str, address: object) -> tuple[str, object, str] |
     example = 'Write it as "host1:2222"'
     if isinstance(address, str) and "://" in address:
         bare = address.split("://", 1)[1].rstrip("/")
-        return f"{field} must be host:port, without a scheme", address, f'Write "{bare}"'
+        return f"{name} must be host:port, without a scheme", address, f'Write "{bare}"'
     match = _ADDRESS.fullmatch(address) if isinstance(address, str) else None
     if match is None:
-        return f"{field} must be host:port", address, example
+        return f"{name} must be host:port", address, example
     if not 1 <= int(match[2]) <= 65535:
-        return f"{field} must have a port from 1 to 65535", address, example
+        return f"{name} must have a port from 1 to 65535", address, example
     return None
 
 
 def find_wrong_addresses(
     fields: Sequence[tuple[str, object]],
 ) -> tuple[str, object, str] | None:
-    """The first that is wrong, or listed before, as `find_wrong_address` says it.
+    """Returns the first address that is wrong or listed twice, as ``find_wrong_address`` does.
 
     Args:
-        fields: each address with the name of its field.
+        fields: The name of the field and the address, of each.
 
     Example:
         >>> find_wrong_addresses([("a", "host:1"), ("b", "HOST:1")])[0]
         'b and a are the same address'
     """
     owners: dict[str, str] = {}
-    for field, address in fields:
-        found = find_wrong_address(field, address)
+    for name, address in fields:
+        found = find_wrong_address(name, address)
         if found is not None:
             return found
         key = str(address).lower()
         if key in owners:
             return (
-                f"{field} and {owners[key]} are the same address",
+                f"{name} and {owners[key]} are the same address",
                 address,
-                "TensorFlow would wait for ever. Give every task a host and port of its own",
+                "TensorFlow would wait for ever. Give every task another host or port",
             )
-        owners[key] = field
+        owners[key] = name
     return None

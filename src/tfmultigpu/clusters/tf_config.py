@@ -1,4 +1,7 @@
-"""`TF_CONFIG`, read strictly: what TensorFlow takes for one machine, or hangs on, is an error."""
+"""``TF_CONFIG``, read strictly.
+
+Descriptions that TensorFlow takes for one machine, or hangs on, are errors here.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,10 @@ import json
 import re
 from collections.abc import Mapping
 
-from tfmultigpu.clusters.spec import Cluster, find_wrong_addresses
+from tfmultigpu.clusters.spec import Cluster, ClusterSource, find_wrong_addresses
 from tfmultigpu.errors import ClusterError
 
-__all__ = ["read_tf_config"]
+__all__ = ["TF_CONFIG", "read_tf_config"]
 
 _EXAMPLE = (
     '{"cluster": {"worker": ["host1:2222", "host2:2222"]}, "task": {"type": "worker", "index": 0}}'
@@ -18,20 +21,20 @@ _NUMBER = re.compile(r"[0-9]{1,9}")
 _LONGEST_SHOWN = 2000
 _JOBS = ("chief", "master", "worker", "evaluator", "ps")
 _NO_PS = (
-    "Parameter servers are declined: under TensorFlow's parameter server strategy "
+    "Parameter servers are not supported: under TensorFlow's parameter server strategy "
     "`optimizer.iterations` counts wrongly, and updates are not those of one device. List the "
     'machines under "worker" instead'
 )
 
 
 def read_tf_config(environ: Mapping[str, str]) -> Cluster | None:
-    """Read `TF_CONFIG`, as written by hand, by Kubeflow, by Vertex AI, by Ray Train.
+    """Reads ``TF_CONFIG``, as written by hand, by Kubeflow, by Vertex AI or by Ray Train.
 
     Returns:
-        The cluster; `None` where the variable is not set.
+        The cluster; None if the variable is not set.
 
     Raises:
-        ClusterError: the description is wrong; the message names the field and its value.
+        ClusterError: The description is wrong; the message names the field and its value.
 
     Example:
         >>> text = '{"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": 1}}'
@@ -53,8 +56,8 @@ def read_tf_config(environ: Mapping[str, str]) -> Cluster | None:
         raise _wrong(
             'has "sparseCluster"',
             config["sparseCluster"],
-            "It names only a part of the workers, and TensorFlow would train on one alone. In "
-            "Kubeflow's TFJob take out enableDynamicWorker",
+            "It names only some of the workers, and TensorFlow would train on one alone. Remove "
+            "enableDynamicWorker from Kubeflow's TFJob",
         )
     if config.get("rpc_layer", "grpc") != "grpc":
         raise _wrong('"rpc_layer" must be "grpc"', config["rpc_layer"], "Leave it out")
@@ -72,8 +75,21 @@ def read_tf_config(environ: Mapping[str, str]) -> Cluster | None:
         task_type=task_type,
         task_index=task_index,
         has_chief="chief" in jobs,
-        source="TF_CONFIG",
+        source=TF_CONFIG,
     )
+
+
+TF_CONFIG = ClusterSource(
+    "TF_CONFIG",
+    read=read_tf_config,
+    why_absent=lambda environ: None if "TF_CONFIG" in environ else "TF_CONFIG is not set",
+    same='"cluster" in TF_CONFIG',
+    own='"task"',
+    fix="Correct TF_CONFIG, or train alone: unset TF_CONFIG",
+    variables=("TF_CONFIG",),
+    hosts=("TF_CONFIG",),
+    shown=("TF_CONFIG",),
+)
 
 
 def _read_jobs(config: Mapping[str, object]) -> dict[str, tuple[str, ...]]:
@@ -109,7 +125,7 @@ def _read_jobs(config: Mapping[str, object]) -> dict[str, tuple[str, ...]]:
 
 
 def _listed(job: str, given: object) -> list[object]:
-    """The addresses of a job: a list, or as `ClusterSpec` allows a dict by number, all there."""
+    """Returns the addresses of a job: a list, or a dict by number as ``ClusterSpec`` allows."""
     if isinstance(given, list):
         return given
     if not isinstance(given, dict):
@@ -119,7 +135,7 @@ def _listed(job: str, given: object) -> list[object]:
         raise _wrong(
             f"cluster.{job} must number its addresses from 0 without a gap",
             given,
-            "Whoever is left out would wait for ever. List all of them",
+            "A task that is left out would wait for ever. List all of them",
         )
     return [given[key] for key in sorted(given, key=int)]
 

@@ -187,12 +187,12 @@ class ShardedDataset(tf.distribute.DistributedDataset):  # type: ignore[misc]
         """
         count = int(self._cardinality)
         if count < 0:
-            kind = "infinite" if count == tf.data.INFINITE_CARDINALITY else "unknown in advance"
+            infinite = count == tf.data.INFINITE_CARDINALITY
             raise UnknownLengthError(
-                f"The number of batches is {kind}. Count steps instead, for example with "
-                "step.run(iterator, steps), or set it with "
+                f"The number of batches is {'infinite' if infinite else 'unknown in advance'}. "
+                "Count steps instead, for example with step.run(iterator, steps), or set it with "
                 "dataset.apply(tf.data.experimental.assert_cardinality(n))."
-            )
+            ).stating(infinite=infinite)
         return count
 
     @property

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from tfmultigpu.arguments import check_count
 from tfmultigpu.errors import ShareError
 
 __all__ = ["check_shares", "integer_shares", "plan_micro_batches", "plan_shares"]
@@ -63,10 +64,9 @@ def plan_shares(
         (68, 32)
     """
     capacities = check_shares(capacities)
-    _check_count(global_batch_size, "global_batch_size")
-    _check_count(minimum, "minimum")
-    _check_count(multiple_of, "multiple_of")
-    rows, unit = int(global_batch_size), int(multiple_of)
+    rows = check_count("global_batch_size", global_batch_size, error=ShareError)
+    minimum = check_count("minimum", minimum, error=ShareError)
+    unit = check_count("multiple_of", multiple_of, error=ShareError)
     exact = [_fraction(capacity) for capacity in capacities]
     by_capacity = sorted(range(len(exact)), key=lambda i: (-exact[i], i))
     if minimum == unit == 1 and maximum is None and rows < len(exact):
@@ -125,17 +125,15 @@ def plan_micro_batches(shares: Sequence[int], maximum: float | Sequence[float]) 
     """
     shares = check_shares(shares)
     for share in shares:
-        _check_count(share, "shares")
+        if not _is_finite(share) or share < 1 or int(share) != share:
+            raise ShareError(
+                f"shares must be whole numbers, at least 1. Received: a share of {share}."
+            )
     limits = _limits(maximum, len(shares))
     return tuple(
         1 if limit is None else -(-int(share) // limit)
         for share, limit in zip(shares, limits, strict=True)
     )
-
-
-def _check_count(number: Any, name: str) -> None:
-    if not _is_finite(number) or number < 1 or int(number) != number:
-        raise ShareError(f"{name} must be a whole number of at least 1. Received: {name}={number}.")
 
 
 def _limits(maximum: float | Sequence[float] | None, replicas: int) -> list[int | None]:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from tfmultigpu.arguments import check_count
 from tfmultigpu.data.batch_format import any_rows, count_rows, tensors_of
 from tfmultigpu.errors import DataError
 
@@ -89,11 +90,12 @@ def _from_arrays(data: Any, batch_size: int | None) -> tf.data.Dataset[Any]:
             "An array of examples has rows, but one of these is a scalar. Received: shapes "
             f"{shapes}. Give every array one row per example."
         )
-    if not isinstance(batch_size, (int, np.integer)) or batch_size < 1:
+    if batch_size is None:
         raise DataError(
-            f"Arrays need a batch size of at least 1. Received: batch_size={batch_size}. "
-            "Write tmg.distribute_dataset((x, y), batch_size=64), with the size of a global batch."
+            "Arrays need the size of a global batch. Received: batch_size=None. Write "
+            "tmg.distribute_dataset((x, y), batch_size=64)."
         )
+    batch_size = check_count("batch_size", batch_size, error=DataError)
     if len({int(count_rows(leaf)) for leaf in leaves}) > 1:
         raise DataError(
             "The arrays differ in their number of rows, so they cannot be paired. Received: shapes "

@@ -12,6 +12,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfmultigpu.arguments import check_count
 from tfmultigpu.devices.discovery import (
     Device,
     list_devices,
@@ -156,8 +157,7 @@ def split_device(
         >>> strategy = tf.distribute.MirroredStrategy(names)  # doctest: +SKIP
     """
     call = f"split_device({device!r}, parts={parts!r}, memory={memory!r})"
-    if isinstance(parts, bool) or not isinstance(parts, int) or parts < 1:
-        raise ValueError(f"{call}: parts must be a whole number, at least 1.")
+    parts = check_count("parts", parts)
     config = _config()
     name = parse_device_name(device)
     physical = _visible(config, name, call)

@@ -11,18 +11,15 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from tfmultigpu.clusters.sources import SOURCES
+
 __all__ = ["concealed", "describe_variables", "relevant"]
 
 _LISTS = ("CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES")
 _PATHS = ("CUDA_HOME", "KERAS_HOME", "LD_LIBRARY_PATH")
 _ADDRESSES = ("COLAB_TPU_ADDR", "TPU_NAME")
-_HOSTS = (
-    "SLURMD_NODENAME",
-    "SLURM_JOB_NODELIST",
-    "SLURM_NODELIST",
-    "SLURM_STEP_NODELIST",
-    "SLURM_SUBMIT_HOST",
-)
+_HOSTS = tuple(name for source in SOURCES for name in source.hosts)
+_OF_CLUSTERS = tuple(name for source in SOURCES for name in source.shown)
 _HOST_PORT = re.compile(
     r"(?<![\w.-])(?![CGT]PU:)(?:[\w-]+(?:\.[\w-]+)*|\[[0-9a-fA-F:.]+\]):\d{2,5}\b"
 )
@@ -30,8 +27,6 @@ _FLAGS = ("TF_XLA_FLAGS", "XLA_FLAGS")
 _WORDS = (
     "CUDA_DEVICE_ORDER",
     "KERAS_BACKEND",
-    "SLURM_NTASKS",
-    "SLURM_PROCID",
     "TF_CPP_MIN_LOG_LEVEL",
     "TF_DETERMINISTIC_OPS",
     "TF_ENABLE_ONEDNN_OPTS",
@@ -52,7 +47,7 @@ _HIDDEN = "<not shown>"
 
 def relevant(environ: Mapping[str, str]) -> dict[str, str]:
     """Returns those variables that are set and matter, by name."""
-    named = {*_LISTS, *_PATHS, *_ADDRESSES, *_FLAGS, *_WORDS, "TF_CONFIG"}
+    named = {*_LISTS, *_PATHS, *_ADDRESSES, *_FLAGS, *_WORDS, *_OF_CLUSTERS}
     return {
         name: value
         for name, value in sorted(environ.items())
@@ -106,7 +101,7 @@ def concealed(text: str, environ: Mapping[str, str]) -> str:
     if not environ:
         return text
     secrets: set[str] = set()
-    for name in ("TF_CONFIG", *_ADDRESSES, *_HOSTS):
+    for name in (*_ADDRESSES, *_HOSTS):
         value = environ.get(name)
         if not value:
             continue

@@ -169,13 +169,13 @@ def metric_findings(model: Any, strategy: tf.distribute.Strategy, spec: Any) -> 
                     warnings.simplefilter("ignore")
                     check_adds(metric, labels, predictions)
             except MetricError as error:
-                what, _, cure = str(error).partition("Keep sums")
+                fix = error.fix or "Keep sums over the rows, and divide in result()."
                 yield Finding(
                     "error",
                     "metric-not-a-sum",
-                    what.strip(),
+                    str(error).removesuffix(fix).strip(),
                     "Its value depends on the number of replicas.",
-                    f"Keep sums{cure}",
+                    fix,
                 )
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
+from tfmultigpu.clusters.sources import SOURCES
 from tfmultigpu.devices.names import listed
 from tfmultigpu.devices.nvml import visible_gpus
 from tfmultigpu.diagnostics.environment import concealed, devices_shown
@@ -249,45 +250,53 @@ def _cluster(machine: Machine) -> Iterator[Finding]:
             "cluster",
             f"create_strategy() would raise {type(machine.plan_problem).__name__}: {text}",
             "TensorFlow itself would hang, or train on this machine alone without a message.",
-            "Correct TF_CONFIG, or train alone: unset TF_CONFIG"
-            if "TF_CONFIG" in environment
-            else "Start every task of the job with one srun: srun python train.py",
+            next(
+                (source.fix for source in SOURCES if source.is_present(environment)),
+                "Start every worker as its scheduler does, or train alone",
+            ),
         )
-    tasks = environment.get("SLURM_NTASKS", "")
-    alone = plan is not None and plan.kind != "multi_worker"
-    if tasks.isdecimal() and int(tasks) > 1 and alone and "TF_CONFIG" not in environment:
-        yield Finding(
-            "warning",
-            "slurm-alone",
-            f"The Slurm job has {int(tasks)} tasks, but srun did not start this process, so it "
-            "trains alone.",
-            "The other tasks do not run, or each trains the same model by itself.",
-            "srun python train.py",
-        )
-    if plan is not None and "one worker" in plan.rejected.get("multi_worker", ""):
+    if plan is None:
+        return
+    cluster = plan.cluster
+    if cluster is None:
+        yield from _not_started_by_its_scheduler(environment)
+    elif len(cluster.workers) == 1 and cluster.index == 0 and plan.kind != "multi_worker":
         yield Finding(
             "warning",
             "cluster-of-one",
-            "TF_CONFIG describes a cluster of one worker, so only this machine trains.",
+            f"{cluster.source} describes a cluster of one worker, so only this machine trains.",
             "With several machines meant, the others are idle or train alone.",
-            'List every worker in TF_CONFIG: {"cluster": {"worker": ["host1:2222", '
-            '"host2:2222"]}, ...}; for one machine unset TF_CONFIG',
+            f"List every worker in {cluster.source}; for one machine unset "
+            f"{listed(cluster.source.variables)}",
         )
-    if plan is not None and plan.kind == "multi_worker" and machine.started and not machine.joined:
+    if plan.kind == "multi_worker" and machine.started and not machine.joined:
         yield Finding(
             "error",
             "started-before-cluster",
-            "TF_CONFIG describes a cluster, but TensorFlow has started its devices and cannot "
-            "join it any more.",
+            f"{'The environment' if cluster is None else cluster.source} describes a cluster, but "
+            "TensorFlow has started its devices and cannot join it any more.",
             "create_strategy() raises ClusterError, and the other workers wait.",
             "Move tmg.create_strategy() up, directly after the imports.",
         )
 
 
+def _not_started_by_its_scheduler(environment: Mapping[str, str]) -> Iterator[Finding]:
+    for source in SOURCES:
+        why = source.why_absent(environment) if source.start else None
+        if why is not None:
+            yield Finding(
+                "warning",
+                f"{source.name.lower()}-alone",
+                f"{why[0].upper()}{why[1:]}, so it trains alone.",
+                "The other tasks do not run, or each trains the same model by itself.",
+                source.start,
+            )
+
+
 def _tpu(machine: Machine) -> Iterator[Finding]:
     name = next((one for one in ("TPU_NAME", "COLAB_TPU_ADDR") if machine.environment.get(one)), "")
-    missing = "" if machine.plan is None else machine.plan.rejected.get("tpu", "")
-    if name and name in missing:
+    missing = None if machine.plan is None else machine.plan.rejected.get("tpu")
+    if name and missing is not None:
         yield Finding(
             "warning",
             "tpu-missing",

@@ -7,8 +7,7 @@ import random
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import numpy as np
-
+from tfmultigpu.arguments import check_count
 from tfmultigpu.errors import DataError
 from tfmultigpu.loops.callbacks import (
     BatchHooks,
@@ -139,8 +138,8 @@ def fit(
     if steps_per_call == "auto" and (model.steps_per_execution or 1) > 1:
         steps_per_call = model.steps_per_execution
     asked = None if steps_per_call == "auto" else int(steps_per_call)
-    epochs = _checked_epoch(epochs, "epochs")
-    initial_epoch = _checked_epoch(initial_epoch, "initial_epoch")
+    epochs = check_count("epochs", epochs, 0)
+    initial_epoch = check_count("initial_epoch", initial_epoch, 0)
     check_alike(
         strategy,
         "fit",
@@ -269,12 +268,6 @@ def fit(
         called.on_train_end(logs)
         together.check()
     return model.history
-
-
-def _checked_epoch(number: Any, name: str) -> int:
-    if isinstance(number, (int, np.integer)):
-        return int(number)
-    raise ValueError(f"{name} is a whole number. Received: {name}={number!r}.")
 
 
 def _checked_shuffle(shuffle: Any) -> bool:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 
+from tfmultigpu.arguments import check_count
 from tfmultigpu.data.sharded_dataset import ShardedDataset, distribute_dataset
 from tfmultigpu.errors import DataError, UnknownLengthError
 from tfmultigpu.strategies.topology import describe
@@ -31,10 +31,8 @@ def check_steps(steps: Any, name: str = "steps") -> None:
             "part of a tf.function. Call them outside of it; inside, call the steps that "
             "tmg.make_train_step, tmg.make_eval_step and tmg.make_predict_step return."
         )
-    if steps is not None and (not isinstance(steps, (int, np.integer)) or steps < 1):
-        raise ValueError(
-            f"{name} is a whole number, at least 1, or None. Received: {name}={steps}."
-        )
+    if steps is not None:
+        check_count(name, steps, other="None")
 
 
 def pass_batches(
@@ -101,7 +99,7 @@ def has_no_end(data: Any, batches: Any) -> bool:
     try:
         len(batches)
     except UnknownLengthError as error:
-        return "infinite" in str(error)
+        return error.infinite
     return False
 
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfmultigpu.clusters.process_state import process_state
 from tfmultigpu.errors import ScopeError
 from tfmultigpu.loops.compiled import check_keeps_to
 from tfmultigpu.losses.build_model import prepare_model
-from tfmultigpu.strategies.registry import living
 from tfmultigpu.strategies.scopes import check_kinds
 from tfmultigpu.strategies.topology import describe, is_default, strategy_of
 
@@ -81,7 +81,7 @@ def _check_not_left_out(model: Any, own: tf.distribute.Strategy, what: str) -> N
     """Checks that a model is on a strategy if one of several replicas was created."""
     if not is_default(own):
         return
-    held = living.held()
+    held = process_state.living_strategies()
     if held:
         raise ScopeError(
             f"The model was created outside the scope of every strategy, so {what} would run on "

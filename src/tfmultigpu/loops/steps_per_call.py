@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
+from tfmultigpu.arguments import check_count
 
 __all__ = ["StepsPerCallTuner", "check_steps_per_call"]
 
@@ -29,18 +29,11 @@ def check_steps_per_call(steps_per_call: Any) -> None:
     """Checks what the user gave.
 
     Raises:
-        ValueError: It is neither ``"auto"`` nor a whole number.
+        TypeError: It is neither ``"auto"`` nor a whole number.
+        ValueError: It is less than 1.
     """
-    if steps_per_call != "auto" and (
-        isinstance(steps_per_call, bool)
-        or not isinstance(steps_per_call, (int, float, np.integer, np.floating))
-        or steps_per_call % 1 != 0
-        or steps_per_call < 1
-    ):
-        raise ValueError(
-            "steps_per_call is 'auto' or a whole number, at least 1. Received: "
-            f"steps_per_call={steps_per_call!r}."
-        )
+    if not (isinstance(steps_per_call, str) and steps_per_call == "auto"):
+        check_count("steps_per_call", steps_per_call, other="'auto'")
 
 
 class StepsPerCallTuner:

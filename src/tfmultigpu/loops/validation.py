@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import numbers
 import time
 from collections.abc import Collection
 from typing import Any
 
 import tensorflow as tf
 
+from tfmultigpu.arguments import check_count
 from tfmultigpu.data.passes import Replay, read_over, replay_of
 from tfmultigpu.data.sharded_dataset import ShardedDataset
 from tfmultigpu.loops.callbacks import BatchHooks
@@ -59,17 +59,14 @@ class Validation:
 
         Raises:
             DataError: It is no data for this model.
-            ValueError: ``frequency`` is neither a whole number nor epochs.
+            TypeError: ``frequency`` is neither a whole number nor epochs.
+            ValueError: ``frequency`` is less than 1.
         """
         if data is None:
             return None
         check_steps(steps, "validation_steps")
-        is_number = isinstance(frequency, numbers.Integral) and int(frequency) >= 1
-        if isinstance(frequency, str) or not (is_number or isinstance(frequency, Collection)):
-            raise ValueError(
-                "validation_freq is a whole number, at least 1, or a list of epochs counted from 1."
-                f" Received: validation_freq={frequency!r}."
-            )
+        if isinstance(frequency, str) or not isinstance(frequency, Collection):
+            check_count("validation_freq", frequency, other="a list of epochs counted from 1")
         size = batch_size if is_arrays(data) else None
         batches = pass_batches(data, strategy, size, steps, "validation_steps")
         check_labels(model, batches.element_spec)

@@ -285,7 +285,7 @@ def _refused(metric: Any, variable: Any, problem: str) -> MetricError:
     return MetricError(
         "The state of a metric is added over replicas, so it must be made of sums over rows. "
         f"Received: {metric.name!r}, whose variable {variable.path!r} {problem}. {_KEEP_SUMS}"
-    )
+    ).stating(fix=_KEEP_SUMS)
 
 
 def warn_unknown(metric: Any, reason: str) -> None:

@@ -1,4 +1,4 @@
-"""Strategies: which one fits the machine, and what the layers above ask of it."""
+"""Strategies: the choice for a machine, and the questions of the packages above."""
 
 from tfmultigpu.strategies.communication import (
     CommunicationTimes,

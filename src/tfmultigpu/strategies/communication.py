@@ -1,6 +1,6 @@
-"""Which way to add over the devices of this machine is fastest, by measurement.
+"""Measurement of the fastest way to add over the devices of this machine.
 
-Each way runs a real all-reduce, and has to give the right sum before its time counts.
+Each way runs a real all-reduce, and must give the right sum before its time counts.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from numbers import Integral
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import tensorflow as tf
 
+from tfmultigpu.arguments import check_count
+from tfmultigpu.clusters.process_state import process_state
 from tfmultigpu.devices.configure import logical_to_physical
 from tfmultigpu.devices.names import listed
 from tfmultigpu.errors import ClusterError, StrategyUnavailableError
@@ -43,25 +43,22 @@ _ROUNDS = 10
 _TENSORS = 16
 _FLOAT_BYTES = 4
 _LONGEST_REASON = 200
-# Nearer than this the clock decides by chance, and runs would differ for nothing.
+# Within this factor the clock decides by chance, and runs would differ without a reason.
 _AS_FAST = 1.05
-
-_measured: dict[tuple[str, ...], CommunicationTimes] = {}
-_of_strategy: WeakKeyDictionary[Any, CommunicationTimes] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
 class CommunicationTimes:
-    """How long each way to add over these devices takes.
+    """Times of the ways to add over some devices.
 
     Attributes:
         devices: The devices, one replica on each.
-        num_bytes: How much each replica gave to the sum, in float32.
-        seconds: For each way that was measured and gave the right sum the median time of a call
-            with one all-reduce. Empty where there was only one way, and nothing to measure.
+        num_bytes: The bytes that each replica added, in float32.
+        seconds: The median time of a call with one all-reduce, for each way that was measured and
+            gave the right sum. Empty if there was only one way, and nothing to measure.
         left_out: For each other way, why it was not measured or does not count.
-        fastest: The way to take: `create_strategy(devices=..., communication=times.fastest)`. Of
-            those within a twentieth of the least time the one that `"auto"` would take first.
+        fastest: The way to take: ``create_strategy(devices=..., communication=times.fastest)``. Of
+            those within a twentieth of the least time, the one that ``"auto"`` prefers.
     """
 
     devices: tuple[str, ...]
@@ -71,7 +68,7 @@ class CommunicationTimes:
     fastest: str
 
     def __str__(self) -> str:
-        """A table, the fastest first, then what was left out and why."""
+        """Returns a table, the fastest way first, then the ways that were left out, and why."""
         over = f"over {listed(self.devices)}"
         lines = [f"Nothing to measure {over}: {self.fastest} is the only way."]
         if self.seconds:
@@ -89,31 +86,34 @@ def measure_communication(
     num_bytes: int = _BYTES,
     rounds: int = _ROUNDS,
 ) -> CommunicationTimes:
-    """Time each way to add tensors over the devices of this process, one replica on each.
+    """Times each way to add tensors over the devices of this process, one replica on each.
 
-    A way is run only where it can work: NCCL not on CPUs nor on two parts of one GPU, the
-    hierarchical copy not over an odd number of devices, a ring never, because TensorFlow can have
-    it once in a process. Each runs in a replica, inside a `tf.function`, over 16 tensors of equal
-    size; the sums of all replicas are compared with the right ones, and what is wrong or raises
-    does not count. The ways take turns, after a first turn that does not count.
+    A way runs only if it can work: NCCL not on CPUs nor on two parts of one GPU, the hierarchical
+    copy not over an odd number of devices. A ring is never measured, because TensorFlow can have
+    one only once in a process. Each way runs in a replica, inside a ``tf.function``, over 16
+    tensors of equal size. The sums of all replicas are compared with the right ones; a way with a
+    wrong sum or an error does not count. The ways take turns, after a first turn that does not
+    count.
 
-    The times hold the cost of a call, the same for all. With one device, or one way, nothing runs.
-    Otherwise TensorFlow's devices are started, so a cluster can no longer be joined.
+    The times include the cost of a call, the same for all. With one device, or one way, nothing
+    runs. Otherwise TensorFlow's devices are started, so a cluster can no longer be joined.
 
     Args:
-        devices: As for `create_strategy`; `None` for all GPUs, or all logical CPUs without one.
-        num_bytes: What each replica gives to the sum, such as the bytes of a model's gradients.
+        devices: As for ``create_strategy``; None for all GPUs, or all logical CPUs without a GPU.
+        num_bytes: The bytes that each replica adds, such as those of a model's gradients; at least
+            the 4 of one float32.
         rounds: How often each way is timed.
 
     Returns:
-        The times, why the others were left out, and the fastest.
+        The times, why the others were left out, and the fastest way.
 
     Raises:
-        ClusterError: `TF_CONFIG` is not JSON; TensorFlow reads it here too.
-        DeviceNotFoundError: A device is asked for that does not exist.
+        ClusterError: ``TF_CONFIG`` is not JSON; TensorFlow reads it here too.
+        DeviceNotFoundError: A device does not exist.
         StrategyUnavailableError: No way gives the right sum, the devices are of several kinds, or
-            it is called in a `tf.function` or in the scope of a strategy.
-        ValueError: `num_bytes` or `rounds` is no whole number, or too small.
+            the call is inside a ``tf.function`` or the scope of a strategy.
+        TypeError: ``num_bytes`` or ``rounds`` is not a whole number.
+        ValueError: ``num_bytes`` or ``rounds`` is too small.
 
     Example:
         >>> import tfmultigpu as tmg
@@ -121,46 +121,47 @@ def measure_communication(
         >>> print(times.fastest, dict(times.seconds))
         one_device {}
     """
-    _check("num_bytes", num_bytes, _FLOAT_BYTES, "bytes, at least the 4 of one float32")
-    _check("rounds", rounds, 1, "times that each way is run, at least 1")
+    num_bytes = check_count("num_bytes", num_bytes, _FLOAT_BYTES)
+    rounds = check_count("rounds", rounds)
     facts = MachineInfo(logical_to_physical(), nccl=built_with_nccl())
     plan = choose(facts, "mirrored", devices)
-    return _measure(plan.devices, facts, int(num_bytes), int(rounds))
+    return _measure(plan.devices, facts, num_bytes, rounds)
 
 
 def communication_times(strategy: tf.distribute.Strategy) -> CommunicationTimes | None:
-    """Return what was measured to choose how this strategy adds.
+    """Returns the times by which the communication of a strategy was chosen.
 
     Args:
-        strategy: What `create_strategy(communication="measured")` returned.
+        strategy: The result of ``create_strategy(communication="measured")``.
 
     Returns:
-        The times; their `fastest` is how it adds. `None` where nothing was to be chosen by
-        measurement.
+        The times; the strategy adds in their ``fastest`` way. None if nothing was measured for it.
 
     Example:
         >>> import tfmultigpu as tmg
         >>> tmg.strategies.communication_times(tmg.create_strategy(devices=["CPU:0"])) is None
         True
     """
-    return _of_strategy.get(strategy)
+    times: CommunicationTimes | None = process_state.description(strategy)
+    return times
 
 
 def measured_strategy(devices: tuple[str, ...], facts: MachineInfo) -> tf.distribute.Strategy:
-    """Create the strategy that adds the fastest way; measures once for these devices."""
-    times = _measured.get(devices)
-    if times is None:
-        times = _measured[devices] = _measure(devices, facts, _BYTES, _ROUNDS)
-        _log.info("Gradients are added by %s, the fastest. %s", times.fastest, times)
-    else:
+    """Creates the strategy that adds in the fastest way; measures once for these devices."""
+    key = ("communication times", devices)
+    known = process_state.keeps(key)
+    times = process_state.keep(key, lambda: _measure(devices, facts, _BYTES, _ROUNDS))
+    if known:
         _log.info("Gradients are added by %s, the fastest when measured before.", times.fastest)
+    else:
+        _log.info("Gradients are added by %s, the fastest. %s", times.fastest, times)
     strategy = mirrored_strategy(devices, times.fastest)
-    _of_strategy[strategy] = times
+    process_state.describe(strategy, times)
     return strategy
 
 
 def mirrored_strategy(devices: Sequence[str], way: str) -> tf.distribute.Strategy:
-    """Create a mirrored strategy that adds this way."""
+    """Creates a mirrored strategy that adds in this way."""
     distribute: Any = tf.distribute
     # TensorFlow's default, collectives, works for one set of devices in a process; only "ring"
     # needs them.
@@ -178,7 +179,7 @@ def mirrored_strategy(devices: Sequence[str], way: str) -> tf.distribute.Strateg
 
 @contextlib.contextmanager
 def explaining_tf_config() -> Iterator[None]:
-    """Raise a ClusterError where TensorFlow cannot read TF_CONFIG."""
+    """Raises a ClusterError if TensorFlow cannot read TF_CONFIG."""
     try:
         yield
     except json.JSONDecodeError as error:
@@ -190,7 +191,7 @@ def explaining_tf_config() -> Iterator[None]:
 
 
 def built_with_nccl() -> bool:
-    """Whether this TensorFlow has NCCL."""
+    """Returns whether this TensorFlow has NCCL."""
     test: Any = tf.test
     return bool(test.is_built_with_gpu_support()) and os.name == "posix"
 
@@ -212,7 +213,7 @@ def _measure(
             left_out[way] = _failed(error)
     times: dict[str, list[float]] = {way: [] for way in calls}
     for turn in range(rounds + 1):
-        # In turn, so that a slow moment of the machine slows each of them.
+        # The ways take turns, so that a slow moment of the machine slows each of them.
         for way in list(times):
             start = time.perf_counter()
             try:
@@ -226,18 +227,18 @@ def _measure(
     seconds = {way: statistics.median(taken) for way, taken in times.items()}
     if not seconds:
         raise StrategyUnavailableError(
-            f"No way to add over {listed(devices)} gives the right sum, so nothing can train on "
+            f"No way to add over {listed(devices)} gives the right sum, so a model cannot train on "
             f"them together: {'; '.join(f'{way}: {left_out[way]}' for way in ways)}. Name other "
             "devices, or one: tmg.create_strategy(devices=1)."
         )
-    # The ways stand in the order of the rule.
+    # The ways are in the order in which "auto" prefers them.
     least = min(seconds.values())
     fastest = next(way for way in seconds if seconds[way] <= _AS_FAST * least)
     return CommunicationTimes(devices, num_bytes, seconds, left_out, fastest)
 
 
 def _all_reduce(strategy: tf.distribute.Strategy, num_bytes: int) -> Callable[[], None]:
-    """Compile an all-reduce and hold it to the right sum; the result runs it to its end."""
+    """Compiles an all-reduce and checks its sum; returns a function that runs it to its end."""
     replicas = strategy.num_replicas_in_sync
     given = _given(num_bytes, replicas)
     total = [np.sum([one[part] for one in given], axis=0) for part in range(len(given[0]))]
@@ -254,7 +255,7 @@ def _all_reduce(strategy: tf.distribute.Strategy, num_bytes: int) -> Callable[[]
         return sums
 
     def add_and_wait(own: list[tf.Tensor]) -> tf.Tensor:
-        # One number that needs every sum: to return the sums themselves would take longer.
+        # One number that needs every sum: returning the sums themselves would take longer.
         return tf.add_n([one[0] for one in add(own)])
 
     whole, timed = (_compiled(strategy, function, values) for function in (add, add_and_wait))
@@ -264,7 +265,7 @@ def _all_reduce(strategy: tf.distribute.Strategy, num_bytes: int) -> Callable[[]
             if len(wrong):
                 raise ArithmeticError(
                     f"wrong sum on replica {replica}: {len(wrong)} of {len(right)} numbers differ, "
-                    f"{sums.numpy()[wrong[0]]:g} in place of {right[wrong[0]]:g}"
+                    f"{sums.numpy()[wrong[0]]:g} instead of {right[wrong[0]]:g}"
                 )
 
     def call() -> None:
@@ -277,10 +278,10 @@ def _all_reduce(strategy: tf.distribute.Strategy, num_bytes: int) -> Callable[[]
 def _compiled(
     strategy: tf.distribute.Strategy, replica: Callable[[Any], Any], values: Any
 ) -> Callable[[Any], Any]:
-    """Compile `strategy.run` for values of all replicas.
+    """Compiles ``strategy.run`` for values of all replicas.
 
-    The values are arguments: TensorFlow never lets go of a graph that a mirrored strategy was run
-    in, nor of what it captured.
+    The values are arguments: TensorFlow never frees a graph that a mirrored strategy was run in,
+    nor the tensors that it captured.
     """
     distribute: Any = strategy
 
@@ -294,9 +295,9 @@ def _compiled(
 
 
 def _given(num_bytes: int, replicas: int) -> list[list[np.ndarray[Any, Any]]]:
-    """What each replica gives; whole numbers small enough that every order adds to the same.
+    """Returns the numbers of each replica, small enough that every order gives the same sum.
 
-    A power of two for each replica: one that is left out or counts twice changes the sum.
+    Each replica has a power of two: one that is left out or counts twice changes the sum.
     """
     numbers = num_bytes // _FLOAT_BYTES
     parts = [part for part in np.array_split(np.arange(numbers) % 31, _TENSORS) if len(part)]
@@ -313,17 +314,12 @@ def _failed(error: Exception) -> str:
     return f"it fails here with {type(error).__name__}: {said[:_LONGEST_REASON]}"
 
 
-def _check(name: str, value: Any, least: int, what: str) -> None:
-    if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
-        raise ValueError(f"{name} is a whole number of {what}. Received: {name}={value!r}. ")
-
-
 def _check_place() -> None:
     inside = "a tf.function" if tf.inside_function() else "the scope of a strategy"
     if tf.inside_function() or tf.distribute.has_strategy():
         raise StrategyUnavailableError(
-            "Ways to add are measured by running each, with a strategy of its own, which cannot be "
-            f"done inside {inside}. Move the line up, in front of it."
+            "Measuring runs each way to add with a new strategy, and TensorFlow cannot do that "
+            f"inside {inside}. Move the call up, in front of it."
         )
 
 

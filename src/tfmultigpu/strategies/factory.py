@@ -1,7 +1,7 @@
-"""What to run on: plan it, say why, and create the strategy.
+"""Planning and creating the strategy.
 
-A missing device, a dead TPU address and a missing worker are found here, in seconds, before
-TensorFlow is asked: it would wait for them, for ever or for an hour.
+A missing device, a dead TPU address and a missing worker are found here within seconds. TensorFlow
+would wait for them for an hour or for ever.
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ from typing import Any
 import tensorflow as tf
 
 from tfmultigpu.clusters.failures import watch
-from tfmultigpu.clusters.sources import Cluster, cluster_from_environment, preflight, why_no_cluster
+from tfmultigpu.clusters.preflight import preflight
+from tfmultigpu.clusters.process_state import process_state
+from tfmultigpu.clusters.sources import cluster_from_environment, why_no_cluster
+from tfmultigpu.clusters.spec import Cluster
 from tfmultigpu.devices.configure import list_devices, list_logical_devices, logical_to_physical
 from tfmultigpu.errors import (
     ClusterError,
@@ -34,7 +37,6 @@ from tfmultigpu.strategies.communication import (
     mirrored_strategy,
 )
 from tfmultigpu.strategies.plan import MachineInfo, StrategyPlan, added_by, choose
-from tfmultigpu.strategies.registry import living
 from tfmultigpu.strategies.stop_signals import keeping_handler
 from tfmultigpu.strategies.tpu import Tpu, connect_tpu, find_tpu
 
@@ -42,11 +44,7 @@ __all__ = ["StrategyPlan", "create_strategy", "devices_started", "plan_strategy"
 
 _log = logging.getLogger("tfmultigpu")
 
-# What TensorFlow itself can have only once in a process.
-_ring_over: tuple[str, ...] | None = None
-_ring: tf.distribute.Strategy | None = None
-_joined: str | None = None
-# All are there when TensorFlow starts them, so this is long.
+# All workers are there when TensorFlow starts, so this is long.
 _JOIN_SECONDS = 60.0
 
 
@@ -57,25 +55,25 @@ def plan_strategy(
     *,
     cluster: Cluster | None = None,
 ) -> StrategyPlan:
-    """Say what `create_strategy` would create with the same arguments, and why.
+    """Returns what ``create_strategy`` would create with the same arguments, and why.
 
-    Starts no device and changes nothing. A TPU address in the environment is dialled once.
+    Starts no device and changes nothing. Calls a TPU address in the environment once.
 
     Args:
-        prefer: `"auto"`, or `"tpu"`, `"multi_worker"`, `"mirrored"`, `"one_device"`.
-        devices: see `create_strategy`.
-        communication: see `create_strategy`.
-        cluster: see `create_strategy`.
+        prefer: ``"auto"``, or ``"tpu"``, ``"multi_worker"``, ``"mirrored"``, ``"one_device"``.
+        devices: See ``create_strategy``.
+        communication: See ``create_strategy``.
+        cluster: See ``create_strategy``.
 
     Returns:
-        The plan; `str` of it is for a person.
+        The plan; print it to read it.
 
     Raises:
-        ClusterError: the description of the cluster is wrong.
-        DeviceNotFoundError: a device is asked for that does not exist.
+        ClusterError: The description of the cluster is wrong.
+        DeviceNotFoundError: A device does not exist.
         DeviceSettingsError: TensorFlow cannot start the devices with the settings made before.
-        StrategyUnavailableError: the arguments contradict each other.
-        ValueError: an argument is none of the choices.
+        StrategyUnavailableError: The arguments contradict each other.
+        ValueError: An argument is not one of the choices.
 
     Example:
         >>> plan_strategy(prefer="one_device").num_replicas
@@ -93,37 +91,39 @@ def create_strategy(
     *,
     cluster: Cluster | None = None,
 ) -> tf.distribute.Strategy:
-    """Create the strategy for the devices that are here.
+    """Creates the strategy for the devices of this machine.
 
-    In order: a TPU that answers; the workers of `TF_CONFIG` or `srun`; all GPUs, mirrored; one GPU;
-    the CPU. `prefer` starts further down. Several logical CPUs are used only when asked for.
+    The order is: a TPU that answers; the workers of a cluster that the environment describes; all
+    GPUs, mirrored; one GPU; the CPU. ``prefer`` starts further down. Several logical CPUs are used
+    only on request. Joining a cluster takes the timer of ``faulthandler.dump_traceback_later``; set
+    your own afterwards.
 
     Args:
-        prefer: `"auto"`, or `"tpu"`, `"multi_worker"`, `"mirrored"`, `"one_device"`.
-        devices: names, such as `["GPU:0", "GPU:1"]`, or how many, of the GPUs if there are any
-            and of the logical CPUs otherwise; `None` for all. With `prefer="tpu"` its address.
-        communication: how replicas add gradients: `"auto"`, `"nccl"`, `"ring"`,
-            `"hierarchical_copy"`, `"one_device"` (added on one device, then copied), or
-            `"measured"`: the fastest of those, timed by `measure_communication` once for these
-            devices. Another run may then choose otherwise, and differ in the last bits.
-        fallback: what was asked for and this machine cannot do: `True` warns with the reason and
-            takes the next in order, `False` raises. A missing device, a wrong cluster and a
-            missing worker always raise: other devices than those named, or one worker training
-            alone, would be a silently different run.
-        startup_timeout: seconds to wait for the other workers.
-        cluster: the workers, and which of them this is, in place of what the environment says.
+        prefer: ``"auto"``, or ``"tpu"``, ``"multi_worker"``, ``"mirrored"``, ``"one_device"``.
+        devices: Names, such as ``["GPU:0", "GPU:1"]``, or a count: of the GPUs if there are any,
+            of the logical CPUs otherwise. None for all. With ``prefer="tpu"`` its address.
+        communication: How replicas add gradients: ``"auto"``, ``"nccl"``, ``"ring"``,
+            ``"hierarchical_copy"``, ``"one_device"`` (added on one device, then copied), or
+            ``"measured"``: the fastest of those, timed by ``measure_communication`` once for these
+            devices. Another run may choose another way, and differ in the last bits.
+        fallback: What to do if this machine cannot do what was requested. True warns with the
+            reason and takes the next in order; False raises. A missing device, a wrong cluster and
+            a missing worker always raise: a run on other devices, or of one worker alone, would be
+            silently different.
+        startup_timeout: Seconds to wait for the other workers.
+        cluster: The workers, and which of them this is; None to read the environment.
 
     Returns:
-        A `tf.distribute` strategy. Several may be created in one process, except over several
-        workers; asked for again, a ring is the strategy it was before.
+        A ``tf.distribute`` strategy. A process may create several, except over several workers. A
+        second request for a ring returns the first one.
 
     Raises:
-        ClusterError: the description of the cluster is wrong, a worker is missing, disagrees or
+        ClusterError: The description of the cluster is wrong, a worker is missing, disagrees or
             cannot start, or this process has joined a cluster before.
-        DeviceNotFoundError: a device is asked for that does not exist.
-        StrategyUnavailableError: the arguments contradict each other, or ask for what cannot be
-            had, with `fallback=False`.
-        ValueError: an argument is none of the choices.
+        DeviceNotFoundError: A device does not exist.
+        StrategyUnavailableError: The arguments contradict each other. Or the request is not
+            available, and ``fallback`` is False.
+        ValueError: An argument is not one of the choices.
 
     Example:
         >>> strategy = create_strategy(prefer="one_device")
@@ -132,8 +132,8 @@ def create_strategy(
     """
     if isinstance(startup_timeout, bool) or not startup_timeout > 0:
         raise ValueError(
-            "startup_timeout is how many seconds to wait for the other workers, above 0. "
-            f"Received: startup_timeout={startup_timeout!r}"
+            "startup_timeout must be a number of seconds above 0, to wait for the other workers. "
+            f"Received: startup_timeout={startup_timeout!r}."
         )
     facts = _look_around(prefer, devices, cluster)
     plan = choose(facts, prefer, devices, communication)
@@ -147,21 +147,22 @@ def create_strategy(
             _accept(plan, fallback)
         else:
             _log.info("%s", plan)
-            return living.note(strategy)
-    if plan.kind == "multi_worker" and _joined is not None:
+            return process_state.note(strategy)
+    joined = process_state.cluster
+    if plan.kind == "multi_worker" and joined is not None:
         raise ClusterError(
-            f"This process has joined a cluster already, as {_joined}. TensorFlow can do that once "
+            f"This process has joined a cluster already, as {joined}. TensorFlow can do that once "
             "in a process; a second time it hangs or mixes up the shapes. Keep the first strategy "
             "and use it again."
         )
     _say(plan, facts, devices)
     if plan.kind == "multi_worker" and facts.cluster is not None:
-        return living.note(_join(plan, facts.cluster, startup_timeout))
+        return process_state.note(_join(plan, facts.cluster, startup_timeout))
     contradiction = _contradicting_settings()
     if contradiction is not None:
         raise DeviceSettingsError(f"{contradiction}.")
     if plan.kind == "mirrored":
-        return living.note(_mirror(plan, facts))
+        return process_state.note(_mirror(plan, facts))
     with explaining_tf_config():
         return tf.distribute.OneDeviceStrategy(f"/device:{plan.devices[0]}")
 
@@ -172,7 +173,7 @@ def _look_around(
     if cluster is not None and not isinstance(cluster, Cluster):
         raise ClusterError(
             "cluster must be a tmg.clusters.Cluster(workers=[...], index=...). Received: "
-            f"cluster={cluster!r}"
+            f"cluster={cluster!r}."
         )
     wants_tpu = prefer == "tpu" or (prefer == "auto" and devices is None)
     if cluster is None and prefer in ("auto", "tpu", "multi_worker"):
@@ -189,7 +190,7 @@ def _look_around(
         no_cluster=why_no_cluster(),
         nccl=built_with_nccl(),
         no_gpu=_why_no_gpu(),
-        ring_over=_ring_over,
+        ring_over=process_state.ring_over,
         environment=frozenset(os.environ),
     )
 
@@ -201,13 +202,13 @@ def _tpu_address(devices: int | str | Sequence[str] | None) -> str | None:
     if isinstance(names, int) or len(names) != 1 or not names[0].startswith(("grpc://", "local")):
         raise ValueError(
             "With prefer='tpu', devices is the address of the TPU, 'grpc://host:port' or 'local', "
-            f"or is left out: a TPU is used whole. Received: devices={devices!r}"
+            f"or is left out: a TPU is used whole. Received: devices={devices!r}."
         )
     return names[0]
 
 
 def _dead(tpu: Tpu, error: Exception) -> Tpu:
-    """A TPU that answered and could not be started; an error where there is no way back."""
+    """Returns the TPU that could not be started; raises if TensorFlow is connected to it."""
     missing = f"{tpu.source}={tpu.address!r} answers, but TensorFlow finds no TPU there: {error}"
     if tpu.address == "local":
         return Tpu(tpu.address, tpu.source, missing)
@@ -218,7 +219,7 @@ def _dead(tpu: Tpu, error: Exception) -> Tpu:
 
 
 def _why_no_gpu() -> str:
-    """Why, in case there is none; names the likeliest first."""
+    """Returns the likeliest reason why there is no GPU, in case there is none."""
     test: Any = tf.test
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
     if list_devices("GPU"):
@@ -238,12 +239,12 @@ def _accept(plan: StrategyPlan, fallback: bool) -> None:
     taken = f"{plan.kind} on {', '.join(plan.devices)}, gradients added by {how}"
     if not fallback:
         raise StrategyUnavailableError(
-            f"Asked for, and not to be had here: {what}. Change that argument, or allow "
-            f"fallback=True to run on {taken}."
+            f"Requested but unavailable on this machine: {what}. Change that argument, or pass "
+            f"fallback=True to run {taken}."
         )
     warnings.warn(
-        f"Asked for, and not to be had here: {what}. Running on {taken} instead. To get an error "
-        "here, pass fallback=False.",
+        f"Requested but unavailable on this machine: {what}. Running {taken} instead. Pass "
+        "fallback=False to get an error.",
         StrategyFallbackWarning,
         stacklevel=3,
     )
@@ -263,20 +264,16 @@ def _say(plan: StrategyPlan, facts: MachineInfo, devices: int | str | Sequence[s
 
 
 def _mirror(plan: StrategyPlan, facts: MachineInfo) -> tf.distribute.Strategy:
-    global _ring, _ring_over
     if plan.communication == "measured":
         return measured_strategy(plan.devices, facts)
     if plan.communication != "ring":
         return mirrored_strategy(plan.devices, plan.communication)
     # A second ring, over the same devices too, takes the numbers of the first one's collectives:
     # as soon as their shapes differ, TensorFlow aborts both.
-    if _ring is None or _ring_over != plan.devices:
-        _ring, _ring_over = mirrored_strategy(plan.devices, "ring"), plan.devices
-    return _ring
+    return process_state.ring(plan.devices, lambda: mirrored_strategy(plan.devices, "ring"))
 
 
 def _join(plan: StrategyPlan, cluster: Cluster, timeout: float) -> tf.distribute.Strategy:
-    global _joined
     problem = _contradicting_settings()
     if devices_started():
         problem = (
@@ -292,7 +289,6 @@ def _join(plan: StrategyPlan, cluster: Cluster, timeout: float) -> tf.distribute
         timeout=timeout,
         problem=problem,
     )
-    _joined = str(cluster)
     watch(cluster, link)
     distribute: Any = tf.distribute
     job = "chief" if cluster.has_chief and cluster.index == 0 else "worker"
@@ -323,12 +319,14 @@ def _join(plan: StrategyPlan, cluster: Cluster, timeout: float) -> tf.distribute
 
 @contextlib.contextmanager
 def _not_for_ever(seconds: float) -> Iterator[None]:
-    """End this process if it is still here then.
+    """Ends this process, with a traceback, if the block takes longer.
 
-    For a worker that left after the meeting TensorFlow waits an hour, holding Python's lock: no
-    signal is heard and no thread runs. Only this watchdog, which is none of Python's threads, can
-    end that; it says where the process was.
+    TensorFlow waits an hour for a worker that left after the meeting.
     """
+    # It holds Python's lock meanwhile: a thread that should run twice a second did not run once in
+    # 24 seconds (TensorFlow 2.21), and no signal is handled. The timer of faulthandler needs no
+    # lock. A process has one, and Python cannot read it, so one that the user set is not restored;
+    # create_strategy says so.
     faulthandler.dump_traceback_later(seconds, exit=True, file=2)
     try:
         yield
@@ -346,8 +344,8 @@ def devices_started() -> bool:
         >>> devices_started()
         True
     """
-    # TensorFlow has no question for it, but refuses some settings from then on: try one, and put
-    # it back.
+    # TensorFlow has no function for this, but refuses some settings from then on: try one, and
+    # restore it.
     threading: Any = tf.config.threading
     if _contradicting_settings() is not None:
         return False  # No device can have started by them.
@@ -362,7 +360,7 @@ def devices_started() -> bool:
 
 
 def _contradicting_settings() -> str | None:
-    """Why TensorFlow cannot start its devices as they are set; None where it can."""
+    """Returns why TensorFlow cannot start its devices as they are set; None if it can."""
     threading: Any = tf.config.threading
     try:
         threading.get_inter_op_parallelism_threads()

@@ -1,7 +1,7 @@
-"""Rows of every replica, on every worker: what TensorFlow can send, and the rest written as that.
+"""Gathering the rows of all replicas on every worker, in any dtype.
 
-``strategy.gather`` sends float16, float32, float64, int32 and int64 between workers. Everything
-else a model may predict travels as one of these and is read back without loss.
+``strategy.gather`` sends float16, float32, float64, int32 and int64 between workers. Other dtypes
+that a model may predict travel as one of these, and are read back without loss.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ __all__ = ["gather_rows"]
 
 
 class _Wire(NamedTuple):
-    """How tensors of one dtype travel.
+    """Conversions of one dtype for sending.
 
     Attributes:
-        write: To a tensor that can be sent, with the same first axis.
-        read: The inverse.
+        write: Converts to a tensor that can be sent, with the same first axis.
+        read: Converts back.
     """
 
     write: Callable[[Any], Any]
@@ -30,7 +30,7 @@ class _Wire(NamedTuple):
 
 
 def gather_rows(strategy: tf.distribute.Strategy, value: Any) -> Any:
-    """Returns the rows that all replicas hold, in their order, on every worker.
+    """Returns the rows of all replicas, in their order, on every worker.
 
     Args:
         strategy: The strategy; call in its cross-replica context.
@@ -59,7 +59,7 @@ def _gather(strategy: tf.distribute.Strategy, value: Any) -> Any:
 
 
 def _wire_of(dtype: Any) -> _Wire | None:
-    """How to send a dtype, None where TensorFlow sends it itself."""
+    """Returns how to send a dtype; None if TensorFlow sends it itself."""
     if dtype in (tf.float16, tf.float32, tf.float64, tf.int32, tf.int64):
         return None
     if dtype in (tf.bool, tf.int8, tf.int16, tf.uint8, tf.uint16):
@@ -75,8 +75,8 @@ def _wire_of(dtype: Any) -> _Wire | None:
             lambda x: tf.complex(x[..., 0], x[..., 1]),
         )
     raise DataError(
-        "Workers send each other predictions as numbers, text or truth values, and this dtype has "
-        f"no such form. Received: {dtype.name}. Cast the output of the model, for example to "
+        "Workers can send predictions that are numbers, text or truth values, and this dtype is "
+        f"none of them. Received: {dtype.name}. Cast the output of the model, for example to "
         "float32."
     )
 
@@ -85,7 +85,7 @@ def _gather_strings(strategy: tf.distribute.Strategy, value: Any) -> Any:
     """Sends the bytes of all strings as one row of numbers, with the length of each string."""
 
     def write(strings: Any) -> tuple[Any, Any]:
-        # One more byte each, so that there is something to send where every string is empty.
+        # One more byte each, so that there is something to send if every string is empty.
         split = tf.strings.bytes_split(tf.reshape(strings, [-1]) + "|")
         numbers = tf.io.decode_raw(split.flat_values, tf.uint8)[:, 0]
         lengths = tf.reshape(split.row_lengths(), tf.shape(strings))
@@ -100,7 +100,7 @@ def _gather_strings(strategy: tf.distribute.Strategy, value: Any) -> Any:
 
 
 def _gather_ragged(strategy: tf.distribute.Strategy, value: Any) -> Any:
-    """Sends the values of all rows as one, and how many belong to each."""
+    """Sends the values of all rows as one tensor, and the length of each row."""
 
     def take_apart(ragged: Any) -> tuple[Any, ...]:
         lengths = [tf.cast(one, tf.int64) for one in ragged.nested_row_lengths()]
@@ -115,7 +115,7 @@ def _gather_ragged(strategy: tf.distribute.Strategy, value: Any) -> Any:
 
 
 def _gather_some(strategy: tf.distribute.Strategy, value: Any) -> Any:
-    """Gathers tensors of which some may have no rows: TensorFlow crashes on nothing to send."""
+    """Gathers tensors, some of which may have no rows: TensorFlow crashes on these."""
 
     def write(tensor: Any) -> tuple[Any, Any]:
         shape = tf.concat([[1], tf.shape(tensor)[1:]], axis=0)
@@ -128,7 +128,7 @@ def _gather_some(strategy: tf.distribute.Strategy, value: Any) -> Any:
 
 
 def _gather_nothing(strategy: tf.distribute.Strategy, value: Any, first: Any) -> Any:
-    """Rows without elements: only their number is there to send."""
+    """Gathers rows without elements: only their number can be sent."""
     ones = strategy.run(lambda rows: tf.ones(tf.shape(rows)[:1], tf.int32), args=(value,))
     rows = tf.shape(strategy.gather(ones, axis=0))[:1]
     return tf.zeros(tf.concat([rows, first.shape[1:]], axis=0), first.dtype)

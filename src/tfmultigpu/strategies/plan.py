@@ -1,4 +1,4 @@
-"""What to run on, and why: one pure decision over what is known of the machine."""
+"""The choice of a strategy and its reasons: a pure function of the facts about the machine."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from tfmultigpu.clusters.sources import Cluster
+from tfmultigpu.clusters.sources import why_no_cluster
+from tfmultigpu.clusters.spec import Cluster
 from tfmultigpu.devices.names import listed, resolve_devices
 from tfmultigpu.errors import StrategyUnavailableError
 from tfmultigpu.strategies.tpu import Tpu
@@ -25,65 +26,68 @@ KINDS = ("tpu", "multi_worker", "mirrored", "one_device")
 _WAYS = ("nccl", "ring", "hierarchical_copy", "one_device")
 COMMUNICATIONS = ("auto", "measured", *_WAYS)
 
-_NO_TPU = Tpu(None, "", "no TPU was looked for")
+_NO_TPU = Tpu(None, "", "nobody looked for a TPU")
 _HINTS = {
-    "TF_GPU_THREAD_MODE": "TF_GPU_THREAD_MODE=gpu_private gives each GPU threads of its own for "
-    "starting kernels; try it where the input pipeline keeps the CPU busy.",
-    "TF_FORCE_GPU_ALLOW_GROWTH": "TF_FORCE_GPU_ALLOW_GROWTH=true takes GPU memory as it is needed, "
+    "TF_GPU_THREAD_MODE": "TF_GPU_THREAD_MODE=gpu_private gives each GPU its own threads for "
+    "starting kernels; try it if the input pipeline keeps the CPU busy.",
+    "TF_FORCE_GPU_ALLOW_GROWTH": "TF_FORCE_GPU_ALLOW_GROWTH=true takes GPU memory only as needed, "
     "for a GPU that other programs use too.",
-    "NCCL_DEBUG": "NCCL_DEBUG=INFO makes NCCL say which links it uses, where the first step hangs "
+    "NCCL_DEBUG": "NCCL_DEBUG=INFO makes NCCL log the links that it uses, if the first step hangs "
     "or the sum of the gradients is slow.",
 }
 
 
 @dataclass(frozen=True)
 class MachineInfo:
-    """All that the decision depends on.
+    """Facts that the decision depends on.
 
     Attributes:
-        devices: every logical device and the physical device behind it, in order.
-        tpu: whether a TPU answers.
-        cluster: the cluster, if one is described.
-        no_cluster: why there is none, for the reason.
-        nccl: whether this TensorFlow has NCCL.
-        no_gpu: why there is no GPU, for the reason.
-        ring_over: the devices that a ring of this process already runs over, if there is one.
-        environment: names of the environment variables that are set.
+        devices: Every logical device and the physical device behind it, in order.
+        tpu: Whether a TPU answers.
+        cluster: The cluster, if one is described.
+        no_cluster: Why no cluster is described.
+        nccl: Whether this TensorFlow has NCCL.
+        no_gpu: Why there is no GPU.
+        ring_over: The devices of the ring of this process, if there is one.
+        environment: The names of the environment variables that are set.
     """
 
     devices: Mapping[str, str]
     tpu: Tpu = _NO_TPU
     cluster: Cluster | None = None
-    no_cluster: str = "TF_CONFIG is not set"
+    no_cluster: str = why_no_cluster({})
     nccl: bool = True
     no_gpu: str = "TensorFlow finds none"
     ring_over: tuple[str, ...] | None = None
     environment: frozenset[str] = frozenset()
 
     def of_kind(self, kind: str) -> tuple[str, ...]:
-        """The logical devices of a kind."""
+        """Returns the logical devices of a kind."""
         return tuple(name for name in self.devices if name.startswith(f"{kind}:"))
 
     def shared(self, devices: Sequence[str]) -> bool:
-        """Whether two of the devices are parts of one physical device."""
+        """Returns whether two of the devices are parts of one physical device."""
         return len({self.devices[name] for name in devices}) < len(devices)
 
 
 @dataclass(frozen=True)
 class StrategyPlan:
-    """What to run on, and why.
+    """A choice of devices and communication, with its reasons.
 
     Attributes:
-        kind: `"tpu"`, `"multi_worker"`, `"mirrored"` or `"one_device"`.
-        devices: the devices of this process; for a TPU its address.
-        num_replicas: over all workers; `None` for a TPU, whose cores are known once it answers.
-        reason: why this kind.
-        rejected: for each other kind, why not.
-        communication: how the replicas add their gradients: one of the choices, `"none"` for one
-            replica, `"tpu"` for a TPU, `"measured"` where `create_strategy` is to time several.
-        communication_reason: why so.
-        unmet: what was asked for and cannot be had, each with its reason.
-        hints: settings of the environment that may help; nothing here sets them.
+        kind: ``"tpu"``, ``"multi_worker"``, ``"mirrored"`` or ``"one_device"``.
+        devices: The devices of this process; for a TPU its address.
+        num_replicas: The number over all workers; None for a TPU, whose cores are known only once
+            it answers.
+        reason: Why this kind.
+        rejected: For each other kind, why not.
+        communication: How the replicas add their gradients: one of the choices, ``"none"`` for one
+            replica, ``"tpu"`` for a TPU, ``"measured"`` if ``create_strategy`` will time several.
+        communication_reason: Why this way.
+        unmet: The requests that this machine cannot meet, each with its reason.
+        hints: Settings of the environment that may help; the library does not set them.
+        cluster: The cluster that was described, if any; other kinds than ``"multi_worker"`` do not
+            use it.
     """
 
     kind: str
@@ -95,9 +99,10 @@ class StrategyPlan:
     communication_reason: str
     unmet: tuple[str, ...] = ()
     hints: tuple[str, ...] = ()
+    cluster: Cluster | None = None
 
     def __str__(self) -> str:
-        """The plan, one line for each thing a person asks about it."""
+        """Returns the plan, one line for each question about it."""
         count = "as many replicas as it has cores"
         if self.num_replicas is not None:
             count = f"{self.num_replicas} replica{'s' if self.num_replicas > 1 else ''}"
@@ -107,13 +112,13 @@ class StrategyPlan:
             f"  gradients are added by {added_by(self.communication)}: {self.communication_reason}",
         ]
         lines += [f"  not {kind}: {why}" for kind, why in self.rejected.items()]
-        lines += [f"  asked for, but: {what}" for what in self.unmet]
+        lines += [f"  requested but unavailable: {what}" for what in self.unmet]
         lines += [f"  hint: {hint}" for hint in self.hints]
         return "\n".join(lines)
 
 
 def added_by(communication: str) -> str:
-    """The communication of a plan, for a sentence."""
+    """Returns the communication of a plan, for a sentence."""
     return "the fastest, to be measured" if communication == "measured" else communication
 
 
@@ -130,18 +135,18 @@ def choose(
     devices: int | str | Sequence[str] | None = None,
     communication: str = "auto",
 ) -> StrategyPlan:
-    """Decide what to run on; pure.
+    """Chooses the strategy; pure.
 
     Args:
-        facts: what is known of the machine and its surroundings.
-        prefer: `"auto"` or one of `KINDS`.
-        devices: names, or a count; `None` for all that make sense.
-        communication: one of `COMMUNICATIONS`.
+        facts: The facts about the machine and its environment.
+        prefer: ``"auto"`` or one of ``KINDS``.
+        devices: Names, or a count; None for all that make sense.
+        communication: One of ``COMMUNICATIONS``.
 
     Raises:
-        DeviceNotFoundError: a device is asked for that does not exist.
-        StrategyUnavailableError: `prefer`, `devices` and the cluster contradict each other.
-        ValueError: an argument is none of the choices.
+        DeviceNotFoundError: A device does not exist.
+        StrategyUnavailableError: ``prefer``, ``devices`` and the cluster contradict each other.
+        ValueError: An argument is not one of the choices.
 
     Example:
         >>> choose(MachineInfo({"CPU:0": "CPU:0", "GPU:0": "GPU:0", "GPU:1": "GPU:1"})).devices
@@ -172,7 +177,7 @@ def choose(
     for kind in KINDS:
         if kind != found.kind and kind not in rejected:
             rejected[kind] = (
-                f"prefer={prefer!r} was asked for"
+                f"prefer={prefer!r} was requested"
                 if prefer != "auto" and KINDS.index(kind) < KINDS.index(prefer)
                 else f"{found.kind} comes first"
             )
@@ -189,18 +194,19 @@ def choose(
         communication_reason=why,
         unmet=tuple(unmet),
         hints=_hints(found, how, facts),
+        cluster=facts.cluster,
     )
 
 
 def _check(name: str, value: object, choices: Sequence[str]) -> None:
     if value not in choices:
-        raise ValueError(f"{name} must be one of {', '.join(choices)}. Received: {name}={value!r}")
+        raise ValueError(f"{name} must be one of {', '.join(choices)}. Received: {name}={value!r}.")
 
 
 def _explicit(
     facts: MachineInfo, devices: int | str | Sequence[str] | None
 ) -> tuple[str, ...] | None:
-    """The devices asked for; a count means GPUs where there are any, CPUs otherwise."""
+    """Returns the requested devices; a count means GPUs if there are any, CPUs otherwise."""
     if devices is None:
         return None
     counted = facts.of_kind("GPU") or facts.of_kind("CPU")
@@ -223,7 +229,7 @@ def _explicit(
 def _try(
     kind: str, facts: MachineInfo, prefer: str, explicit: tuple[str, ...] | None
 ) -> _Choice | str:
-    """The choice if this kind can be had, otherwise why not."""
+    """Returns the choice if this kind is available, otherwise why it is not."""
     if kind == "tpu":
         return _tpu(facts, explicit)
     if kind == "multi_worker":
@@ -296,7 +302,7 @@ def _one_device(facts: MachineInfo, explicit: tuple[str, ...] | None) -> _Choice
 
 
 def _communication(asked: str, choice: _Choice, facts: MachineInfo) -> tuple[str, str, str | None]:
-    """How to add gradients, why, and why not as asked."""
+    """Returns how to add gradients, why, and why not as requested."""
     if choice.kind == "one_device":
         return "none", "one replica has nothing to add", None
     if choice.kind == "tpu":
@@ -312,21 +318,24 @@ def _communication(asked: str, choice: _Choice, facts: MachineInfo) -> tuple[str
     if asked == "auto":
         best = possible[0]
     elif asked in possible:
-        return asked, "it was asked for", None
+        return asked, "it was requested", None
     else:
         best = possible[0]
-        return best, f"{asked} was asked for, but {why[asked]}", why[asked]
+        return best, f"{asked} was requested, but {why[asked]}", why[asked]
     return best, why[best], None
 
 
 def measurable(
     devices: tuple[str, ...], facts: MachineInfo
 ) -> tuple[tuple[str, ...], dict[str, str]]:
-    """The ways to add over devices of one machine that may be tried, and why not the others; pure.
+    """Returns the ways to add over devices of one machine that can be timed; pure.
 
     Args:
         devices: The devices of a mirrored strategy, or one.
-        facts: What is known of the machine.
+        facts: The facts about the machine.
+
+    Returns:
+        The ways, and for each other way why it cannot.
 
     Example:
         >>> cpus = MachineInfo({f"CPU:{index}": "CPU:0" for index in range(3)})
@@ -346,7 +355,7 @@ def measurable(
 
 
 def _possible(choice: _Choice, facts: MachineInfo) -> tuple[tuple[str, ...], dict[str, str]]:
-    """The choices that work, best first; for the best why, for the others why not."""
+    """Returns the ways that work, best first, and the reasons for the best and against others."""
     devices = choice.devices
     on_cpu = devices[0].startswith("CPU:")
     no_nccl = None
@@ -371,8 +380,8 @@ def _possible(choice: _Choice, facts: MachineInfo) -> tuple[tuple[str, ...], dic
         possible.append("hierarchical_copy")
     else:
         why["hierarchical_copy"] = (
-            f"over {len(devices)} devices, an odd number, TensorFlow's hierarchical copy leaves "
-            "out the gradients of the last without a word"
+            f"over {len(devices)} devices, an odd number, TensorFlow's hierarchical copy silently "
+            "leaves out the gradients of the last"
         )
     if not on_cpu:
         why["ring"] = "on the GPUs of one machine TensorFlow offers no ring; NCCL makes its own"

@@ -1,4 +1,4 @@
-"""Checking that models, optimizers and metrics live where the strategy wants them."""
+"""Checks that models, optimizers and metrics were created in the scope of the strategy."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def check_backend() -> None:
     """Checks that Keras runs on TensorFlow.
 
     Raises:
-        KerasBackendError: It runs on something else.
+        KerasBackendError: It runs on another backend.
     """
     asked = os.environ.get("KERAS_BACKEND", "tensorflow")
     backend = asked
@@ -45,10 +45,10 @@ _NO_OPTIMIZER = object()
 
 
 def check_kinds(model: Any, strategy: Any, optimizer: Any = _NO_OPTIMIZER) -> None:
-    """Checks that a step was given a model, a strategy and an optimizer, in their places.
+    """Checks that the model, the strategy and the optimizer of a step have the right types.
 
     Raises:
-        TypeError: One of them is something else.
+        TypeError: One of them has not.
     """
     import keras
 
@@ -89,10 +89,10 @@ def check_scope(variables: Sequence[Any], strategy: tf.distribute.Strategy, what
     Args:
         variables: Keras or TensorFlow variables.
         strategy: The strategy.
-        what: What they belong to, for the error.
+        what: Their owner, for the error, such as ``"model"``.
 
     Raises:
-        ScopeError: One was not.
+        ScopeError: A variable was created outside.
     """
     for variable in variables:
         inner = getattr(variable, "value", variable)
@@ -115,7 +115,7 @@ def check_scope(variables: Sequence[Any], strategy: tf.distribute.Strategy, what
 def _of_another(
     what: str, name: str, own: tf.distribute.Strategy, strategy: tf.distribute.Strategy
 ) -> ScopeError:
-    """The error for a variable that lives on another strategy than the one given."""
+    """Returns the error for a variable of another strategy than the one given."""
     received = f"Received: variable {name!r} of the {what}, on {describe(own)}"
     if is_default(strategy):
         return ScopeError(

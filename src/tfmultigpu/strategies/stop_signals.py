@@ -1,4 +1,4 @@
-"""A request to stop, such as SIGTERM before a machine is taken away: heard now, obeyed later."""
+"""Requests to stop, such as SIGTERM before a preemption: noted at once, obeyed after a step."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from tfmultigpu.strategies.worker_exchange import WorkerExchange
 __all__ = ["StopSignal", "StopVote", "check_signal", "keeping_handler"]
 
 _KILLS = ("SIGKILL", "SIGSTOP")
-# Asking all workers takes some milliseconds; so often, in seconds, that is nothing.
+# Seconds between votes. A vote takes some milliseconds.
 _INTERVAL = 1.0
 _MOST_STEPS = 1000
 
 
 @contextlib.contextmanager
 def keeping_handler(number: int) -> Iterator[None]:
-    """Gives a signal back to who had it, whoever takes it inside; in any thread.
+    """Restores the handler of a signal after the block, in any thread.
 
-    TensorFlow takes SIGTERM for itself when it joins a cluster, behind Python's back, and then only
-    tells the other workers: the process would live on. ``signal.signal`` cannot be asked for the
-    handler, works in the main thread only, and does not know that it was replaced.
+    TensorFlow replaces the handler of SIGTERM when it joins a cluster, unknown to Python. Its own
+    handler only tells the other workers, so the process would live on. ``signal.signal`` cannot
+    return the handler, works in the main thread only, and does not know of the replacement.
     """
     get, put = ctypes.pythonapi.PyOS_getsig, ctypes.pythonapi.PyOS_setsig
     get.restype = put.restype = ctypes.c_void_p
@@ -41,21 +41,21 @@ def keeping_handler(number: int) -> Iterator[None]:
 
 
 class StopSignal:
-    """Listens for a signal while training goes on.
+    """Listens for a signal while training continues.
 
-    The first one is only noted. A second one does what it would have done without this.
+    The first signal is only noted. A second one acts as it would without this object.
 
     Attributes:
-        number: The signal.
+        number: The number of the signal.
         received: Whether it came.
     """
 
     def __init__(self, number: int) -> None:
-        """Takes the signal.
+        """Takes the number of the signal.
 
         Raises:
-            TypeError: It is no number.
-            ValueError: There is no such signal, or nobody can listen for it.
+            TypeError: It is not a number.
+            ValueError: There is no such signal, or no process can listen for it.
         """
         check_signal(number)
         self.number = number
@@ -65,19 +65,19 @@ class StopSignal:
 
     @property
     def exit_code(self) -> int:
-        """What a shell reports of a process that the signal ended: 143 for SIGTERM."""
+        """The exit code that a shell reports for a process ended by the signal: 143 for SIGTERM."""
         return 128 + self.number
 
     def listen(self) -> None:
-        """Begins to listen; only the main thread can, on the others nothing happens."""
+        """Begins to listen, in the main thread; does nothing in other threads."""
         if not self._listening and threading.current_thread() is threading.main_thread():
             self._before = signal.signal(self.number, self._note)
             self._listening = True
 
     def stop_listening(self) -> None:
-        """Gives the signal back to who had it."""
+        """Restores the handler of before."""
         if self._listening:
-            # None: the handler was not set by Python and cannot be given back by it.
+            # None: the handler was not set by Python, which cannot restore it.
             signal.signal(self.number, self._before or signal.SIG_DFL)
             self._listening = False
 
@@ -89,10 +89,10 @@ class StopSignal:
 
 
 class StopVote:
-    """Decides at the same step on all workers to stop because any of them was asked to."""
+    """Decides to stop at the same step on all workers, if any of them was asked to."""
 
     def __init__(self, exchange: WorkerExchange) -> None:
-        """Takes how workers tell each other numbers."""
+        """Takes the exchange of numbers between workers."""
         self._exchange = exchange
         self._every = 1
         self._since = 0
@@ -101,13 +101,13 @@ class StopVote:
     def __call__(self, wanted: bool, steps: int, now: bool = False) -> bool:
         """Returns whether to stop; all workers must call it after the same steps.
 
-        In one process the answer is there at once. Several workers ask each other about once a
-        second, after a number of steps that they all compute from the same times.
+        One process answers at once. Several workers vote about once a second, after a number of
+        steps that all compute from the same times.
 
         Args:
-            wanted: Whether this worker was asked to.
-            steps: Steps since the last call.
-            now: Whether to ask the others in any case.
+            wanted: Whether this worker was asked to stop.
+            steps: The number of steps since the last call.
+            now: Whether to vote in any case.
         """
         if self._exchange.workers == 1:
             return wanted
@@ -129,8 +129,8 @@ def check_signal(number: Any) -> None:
     """Checks that a process can listen for a signal.
 
     Raises:
-        TypeError: It is no number.
-        ValueError: There is no such signal, or nobody can listen for it.
+        TypeError: It is not a number.
+        ValueError: There is no such signal, or no process can listen for it.
     """
     known = signal.valid_signals() - {getattr(signal, name, 0) for name in _KILLS}
     if not isinstance(number, int) or isinstance(number, bool):
@@ -139,4 +139,7 @@ def check_signal(number: Any) -> None:
             f"stop_signal={number!r}."
         )
     if number not in known:
-        raise ValueError(f"No process can listen for this. Received: stop_signal={number!r}.")
+        raise ValueError(
+            "stop_signal must be a signal that a process can listen for, such as signal.SIGTERM. "
+            f"Received: stop_signal={number!r}."
+        )

@@ -1,4 +1,4 @@
-"""Is there a TPU: the address is tried before TensorFlow, which waits minutes for a dead one."""
+"""Finding a TPU: its address is tried first, because TensorFlow waits minutes for a dead one."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _SETTINGS_FRAME = 4
 
 
 class Tpu(NamedTuple):
-    """What is known of a TPU without asking TensorFlow to connect.
+    """Facts about a TPU, found without connecting TensorFlow.
 
     Attributes:
-        address: `"grpc://host:port"`, `"local"`, a Google Cloud name, or `None`.
-        source: where the address comes from, such as `"TPU_NAME"`.
-        missing: why there is no TPU; `None` where one answers.
+        address: ``"grpc://host:port"``, ``"local"``, a name in Google Cloud, or None.
+        source: The source of the address, such as ``"TPU_NAME"``.
+        missing: Why there is no TPU; None if one answers.
     """
 
     address: str | None
@@ -37,13 +37,13 @@ class Tpu(NamedTuple):
 def find_tpu(
     environ: Mapping[str, str], *, address: str | None = None, local: int = 0, timeout: float = 4.0
 ) -> Tpu:
-    """Look for a TPU: an address given, the environment, then this machine; connects to none.
+    """Looks for a TPU: at the given address, in the environment, then on this machine.
 
     Args:
-        environ: `TPU_NAME` and `COLAB_TPU_ADDR` are read.
-        address: an address that was given in the program, instead of the environment.
-        local: how many TPU devices TensorFlow lists on this machine.
-        timeout: seconds that the address may take to answer.
+        environ: The environment variables; ``TPU_NAME`` and ``COLAB_TPU_ADDR`` are read.
+        address: An address from the program, which replaces that of the environment.
+        local: The number of TPU devices that TensorFlow lists on this machine.
+        timeout: Seconds that the address may take to answer.
 
     Example:
         >>> find_tpu({}).missing
@@ -71,13 +71,13 @@ def find_tpu(
         asked,
         source,
         problem
-        and f"{source}={asked!r} is a name that only Google Cloud can look up, and this is no "
-        f"machine there ({problem}); for an address write grpc://host:port",
+        and f"{source}={asked!r} is a name that only Google Cloud can look up, and this machine is "
+        f"not there ({problem}); for an address write grpc://host:port",
     )
 
 
 def probe_address(host: str, port: int, timeout: float, *, grpc: bool = True) -> str | None:
-    """Say what is wrong with an address, or `None` if a gRPC server answers; within `timeout`.
+    """Returns what is wrong with an address; None if a gRPC server answers within the timeout.
 
     Example:
         >>> probe_address("localhost", 1, timeout=1.0)
@@ -88,7 +88,7 @@ def probe_address(host: str, port: int, timeout: float, *, grpc: bool = True) ->
     def ask() -> None:
         found.append(_probe(host, port, time.monotonic() + timeout, grpc))
 
-    # Looking up a name has no timeout of its own.
+    # In a thread, because looking up a name has no timeout.
     thread = threading.Thread(target=ask, name="tfmultigpu-probe", daemon=True)
     thread.start()
     thread.join(timeout)
@@ -96,10 +96,10 @@ def probe_address(host: str, port: int, timeout: float, *, grpc: bool = True) ->
 
 
 def connect_tpu(address: str) -> tf.distribute.Strategy:
-    """Connect TensorFlow to a TPU that answers, and start it.
+    """Connects TensorFlow to a TPU that answers, and starts it.
 
     Raises:
-        ValueError, RuntimeError, tf.errors.OpError: TensorFlow could not.
+        ValueError, RuntimeError, tf.errors.OpError: TensorFlow cannot.
 
     Example:
         >>> strategy = connect_tpu("local")  # doctest: +SKIP

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -11,6 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfmultigpu.clusters.failures import different_calls, explaining_lost_workers
+from tfmultigpu.clusters.process_state import process_state
 from tfmultigpu.strategies.gathering import gather_rows
 from tfmultigpu.strategies.topology import local_replicas
 
@@ -25,8 +25,8 @@ class WorkerExchange:
 
     Attributes:
         strategy: The strategy.
-        workers: How many processes it runs in.
-        worker: Which of them this is; the first is the chief.
+        workers: The number of its processes.
+        worker: The number of this process; 0 is the chief.
     """
 
     def __init__(self, strategy: tf.distribute.Strategy) -> None:
@@ -46,19 +46,19 @@ class WorkerExchange:
         """Tells all workers some numbers, and waits for theirs.
 
         Args:
-            numbers: Whole numbers of 64 bits, as many on every worker.
+            numbers: Whole numbers of 64 bits, equally many on every worker.
 
         Returns:
-            Those of all workers, of shape ``[workers, len(numbers)]``.
+            The numbers of all workers, of shape ``[workers, len(numbers)]``.
 
         Raises:
-            WorkersDifferError: Another worker told more or fewer: it has called something else.
+            WorkersDifferError: Another worker told more or fewer, so it made another call.
         """
         own = np.asarray([list(numbers)], "int64")
         if self.workers == 1:
             return own
         count = own.shape[1]
-        # Few different lengths: each is traced once, which takes a second on a busy machine.
+        # Only a few lengths occur: tracing each takes a second on a busy machine.
         length = max(_SHORTEST, 1 << count.bit_length())
         wide = np.pad(np.insert(own, 0, count, axis=1), [(0, 0), (0, length - count - 1)])
         gathered = self.rows(lambda: wide)[:: self._local]
@@ -68,7 +68,7 @@ class WorkerExchange:
         return np.asarray(gathered[:, 1 : count + 1], "int64")
 
     def rows(self, next_rows: Callable[[], Any]) -> np.ndarray[Any, Any]:
-        """Returns the rows that all replicas hold, in their order; every worker must call it.
+        """Returns the rows of all replicas, in their order; every worker must call it.
 
         Args:
             next_rows: Returns the rows of the next replica of this worker, an array.
@@ -79,13 +79,13 @@ class WorkerExchange:
         return np.asarray(gathered.numpy())
 
     def floats(self, values: Iterable[float]) -> np.ndarray[Any, np.dtype[np.float64]]:
-        """Tells all workers some numbers, to the bit, and waits for theirs.
+        """Tells all workers some floats, without rounding, and waits for theirs.
 
         Args:
-            values: Floats of 64 bits, as many on every worker.
+            values: Floats of 64 bits, equally many on every worker.
 
         Returns:
-            Those of all workers, of shape ``[workers, len(values)]``.
+            The floats of all workers, of shape ``[workers, len(values)]``.
         """
         bits = np.asarray(list(values), "float64").view("int64")
         return np.ascontiguousarray(self(bits.tolist())).view("float64")
@@ -94,16 +94,16 @@ class WorkerExchange:
         """Compares values between the workers, and waits for theirs.
 
         Args:
-            values: As many on every worker, by the same names; ``repr`` of each says what it is.
+            values: Values by name, with the same names on every worker; their ``repr`` is compared.
 
         Returns:
-            The first name whose value another worker has not, the same name on all workers, and
-            that worker; None where all are equal.
+            The first name whose values differ, the same name on all workers, and a worker that
+            differs from this one; None if all are equal.
         """
         if self.workers == 1:
             return None
         digests = [digest_of(repr(value)) for value in values.values()]
-        # One number, as long as all is well: more of them would be another trace.
+        # One number while all agree: more numbers would need another trace.
         told = self([digest_of(repr(digests))])
         if (told == told[0]).all():
             return None
@@ -114,14 +114,16 @@ class WorkerExchange:
 
 
 def digest_of(data: str | bytes) -> int:
-    """Returns a number of less than 64 bits that stands for data, the same on every machine."""
+    """Returns a hash of less than 64 bits, the same on every machine."""
     if isinstance(data, str):
         data = data.encode(errors="backslashreplace")
     return int(hashlib.sha256(data).hexdigest()[:15], 16)
 
 
-@functools.lru_cache(maxsize=8)
 def _gather_of(strategy: tf.distribute.Strategy) -> Any:
-    # Called eagerly, TensorFlow traces each gathering anew. Keeps the strategy: a process joins one
-    # cluster, and only once.
-    return tf.function(lambda value: gather_rows(strategy, value), autograph=False)
+    # Called eagerly, TensorFlow would trace each gathering anew. The state keeps the strategy: a
+    # process joins one cluster only.
+    return process_state.keep(
+        ("gathering", strategy),
+        lambda: tf.function(lambda value: gather_rows(strategy, value), autograph=False),
+    )

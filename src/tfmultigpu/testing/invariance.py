@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from tfmultigpu.arguments import check_count
 from tfmultigpu.data.sharded_dataset import distribute_dataset
 from tfmultigpu.data.sources import to_dataset
 from tfmultigpu.errors import TfMultiGpuError
@@ -167,11 +168,9 @@ def _check_arguments(
         raise TypeError(f"strategy is a tf.distribute.Strategy. Received: strategy={strategy!r}.")
     if not counts or min(counts) < 1:
         raise ValueError(f"There must be replicas to compare with. Received: replicas={counts}.")
-    if steps_per_call < 1 or (steps is not None and steps < 1):
-        raise ValueError(
-            "steps and steps_per_call are at least 1. Received: "
-            f"steps={steps}, steps_per_call={steps_per_call}."
-        )
+    check_count("steps_per_call", steps_per_call)
+    if steps is not None:
+        check_count("steps", steps, other="None")
     if not isinstance(tolerance, Real) or not tolerance >= 0:
         raise ValueError(f"tolerance is a number, at least 0. Received: tolerance={tolerance!r}.")
     known = {field.name for field in dataclasses.fields(Training)} & set(options)

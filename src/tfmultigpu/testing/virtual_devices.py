@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tensorflow as tf
 
+from tfmultigpu.arguments import check_count
 from tfmultigpu.devices.configure import split_device
 
 __all__ = ["virtual_devices"]
@@ -33,9 +34,10 @@ def virtual_devices(count: int) -> tuple[str, ...]:
         >>> tmg.create_strategy(devices=2).num_replicas_in_sync
         2
     """
+    count = check_count("count", count)
     names = tuple(f"CPU:{index}" for index in range(count))
     cpu = tf.config.list_physical_devices("CPU")[0]
     configured = tf.config.get_logical_device_configuration(cpu) or ()
-    if names and len(configured) >= count:
+    if len(configured) >= count:
         return names
     return split_device("CPU:0", parts=count)

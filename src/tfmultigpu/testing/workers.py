@@ -13,6 +13,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfmultigpu.arguments import check_count
 from tfmultigpu.clusters.jobs import new_job
 from tfmultigpu.clusters.processes import (
     Outcome,
@@ -92,8 +93,7 @@ def run_workers(
         >>> results[0].value == os.getcwd()
         True
     """
-    if not isinstance(workers, int) or workers < 1:
-        raise ValueError(f"There must be at least one worker. Received: workers={workers}.")
+    check_count("workers", workers)
     if not isinstance(timeout, (int, float)) or not timeout > 0:
         raise ValueError(
             "timeout is in seconds, more than 0; float('inf') for no limit. Received: "

@@ -5,11 +5,11 @@ from __future__ import annotations
 import gc
 import traceback
 from collections.abc import Callable
-from numbers import Integral
 from typing import Any
 
 import tensorflow as tf
 
+from tfmultigpu.arguments import check_count
 from tfmultigpu.errors import OutOfMemoryError, TfMultiGpuError
 from tfmultigpu.steps.failures import line_on_memory
 from tfmultigpu.strategies.worker_exchange import WorkerExchange
@@ -50,7 +50,8 @@ def find_batch_size(
         OutOfMemoryError: Not even one row fits.
         TfMultiGpuError: Called under several workers.
         TypeError: ``try_batch`` is no function.
-        ValueError: ``start`` or ``limit`` is not a whole number from 1 on.
+        TypeError: ``start`` or ``limit`` is not a whole number.
+        ValueError: ``start`` or ``limit`` is less than 1.
 
     Example:
         >>> import tfmultigpu as tmg
@@ -65,13 +66,8 @@ def find_batch_size(
             "What is tried is a function of the batch size, which runs one step. Received: "
             f"try_batch={try_batch!r}."
         )
-    largest = _LARGEST if limit is None else limit
-    for size in (start, largest):
-        if isinstance(size, bool) or not isinstance(size, Integral) or size < 1:
-            raise ValueError(
-                "Batch sizes are whole numbers, at least 1. Received: "
-                f"start={start!r}, limit={limit!r}."
-            )
+    start = check_count("start", start)
+    largest = _LARGEST if limit is None else check_count("limit", limit, other="None")
     strategy = tf.distribute.get_strategy()
     if WorkerExchange(strategy).workers > 1:
         raise TfMultiGpuError(
@@ -80,8 +76,8 @@ def find_batch_size(
             f"{type(strategy).__name__} with {strategy.num_replicas_in_sync} replicas. Call "
             "find_batch_size in a process of its own, on one machine, before create_strategy."
         )
-    fits, too_large = 0, int(largest) + 1
-    size = min(int(start), int(largest))
+    fits, too_large = 0, largest + 1
+    size = min(start, largest)
     while too_large - fits > 1:
         if _fits(try_batch, size, out_of_memory or runs_out_of_memory):
             fits = size

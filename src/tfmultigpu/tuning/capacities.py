@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
-from numbers import Integral, Real
+from numbers import Real
 from typing import Any, Protocol
 
 import numpy as np
 import tensorflow as tf
 
 from tfmultigpu import _compat
+from tfmultigpu.arguments import check_count
 from tfmultigpu.data import partition
 from tfmultigpu.data.batch_format import count_rows
 from tfmultigpu.data.sharded_dataset import distribute_dataset
@@ -153,7 +154,7 @@ def measured_capacities(step: Step, batch: Any, *, repeats: int = 5) -> tuple[fl
         ShareError: The batch has fewer than four rows per replica, or no difference of time could
             be measured: give a larger batch.
         TypeError: ``step`` is no train step.
-        ValueError: ``repeats`` is not a whole number from 1 on.
+        ValueError: ``repeats`` is less than 1.
 
     Example:
         >>> import keras, numpy as np, tfmultigpu as tmg
@@ -167,8 +168,7 @@ def measured_capacities(step: Step, batch: Any, *, repeats: int = 5) -> tuple[fl
             f"What is timed is a train step. Received: step={step!r}. Make it with "
             "step = tmg.make_train_step(model, optimizer, loss, strategy)."
         )
-    if isinstance(repeats, bool) or not isinstance(repeats, Integral) or repeats < 1:
-        raise ValueError(f"repeats is a whole number, at least 1. Received: repeats={repeats!r}.")
+    repeats = check_count("repeats", repeats)
     strategy = step.strategy
     replicas = strategy.num_replicas_in_sync
     if replicas == 1:

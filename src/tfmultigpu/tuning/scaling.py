@@ -5,12 +5,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from numbers import Integral
 from pathlib import Path
 from typing import Any
 
 import tensorflow as tf
 
+from tfmultigpu.arguments import check_count
 from tfmultigpu.devices.configure import list_logical_devices, logical_to_physical
 from tfmultigpu.devices.names import listed
 from tfmultigpu.errors import DeviceNotFoundError
@@ -134,9 +134,8 @@ def measure_scaling(
         raise TypeError(f"{_BUILDS} Received: build_step={build_step!r}.")
     check_steps(steps)
     counts: list[Any] = list(replicas) if isinstance(replicas, Iterable) else []
-    whole = all(isinstance(one, Integral) and not isinstance(one, bool) for one in counts)
-    grows = whole and all(a < b for a, b in itertools.pairwise([0, *counts]))
-    if not counts or not grows:
+    counts = [check_count("replicas", one) for one in counts]
+    if not counts or not all(a < b for a, b in itertools.pairwise(counts)):
         given = tuple(counts) if counts else replicas
         raise ValueError(
             "replicas are whole numbers that grow, from 1 on, such as (1, 2, 4). Received: "

@@ -6,12 +6,12 @@ import statistics
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
-from numbers import Integral
 from pathlib import Path
 from typing import Any
 
 import tensorflow as tf
 
+from tfmultigpu.arguments import check_count
 from tfmultigpu.data import partition
 from tfmultigpu.data.batch_format import count_rows
 from tfmultigpu.diagnostics.report import Finding
@@ -198,8 +198,7 @@ def check_steps(steps: Any) -> None:
     Raises:
         ValueError: It is not a whole number from 1 on.
     """
-    if isinstance(steps, bool) or not isinstance(steps, Integral) or steps < 1:
-        raise ValueError(f"steps is a whole number, at least 1. Received: steps={steps!r}.")
+    check_count("steps", steps)
 
 
 def advise(profile: StepProfile) -> Finding:
