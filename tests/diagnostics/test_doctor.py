@@ -15,7 +15,7 @@ from diagnosed import clean, provoke
 from tfmultigpu.__main__ import main
 from tfmultigpu.devices.driver import ask_driver
 from tfmultigpu.diagnostics import Finding, Report
-from tfmultigpu.diagnostics.environment import concealed, describe_variables
+from tfmultigpu.diagnostics.environment import describe_variables, redact
 
 ROOT = "from pathlib import Path\nimport functools\nfrom tfmultigpu.diagnostics import machine\n"
 CLUSTER = {"cluster": {"worker": ["ada.corp.example:2222", "10.1.2.3:2222"]}}
@@ -61,7 +61,7 @@ CASES = {
     ),
     "cut": case(
         "gpu-list-cut",
-        "CUDA_VISIBLE_DEVICES='0,7,1' names 3 GPUs, and 1 of the 2 GPU(s)",
+        "CUDA_VISIBLE_DEVICES='0,7,1' names 3 GPUs, and CUDA shows 1 of the 2 GPU(s)",
         "CUDA_VISIBLE_DEVICES=0,1",
         "error",
         "driver(2); tensorflow_sees(1)",
@@ -85,7 +85,7 @@ CASES = {
     ),
     "mig": case(
         "mig",
-        "cut into 2 MIG instances; CUDA shows one instance to a process",
+        "divided into 2 MIG instances; CUDA shows one instance to a process",
         "nvidia-smi -mig 0",
         "warning",
         "driver(1, parts=[{'uuid': 'MIG-a'}, {'uuid': 'MIG-b'}]); tensorflow_sees(1)",
@@ -108,7 +108,7 @@ CASES = {
     ),
     "container": case(
         "no-device-files",
-        "The driver 550.54.15 is here, but no GPU is shown to this process",
+        "The driver 550.54.15 is here, but this process sees no GPU",
         "docker run --gpus all",
         "error",
         files(
@@ -190,7 +190,7 @@ CASES = {
     ),
     "started": case(
         "started-before-cluster",
-        "TensorFlow has started its devices and cannot join it any more",
+        "TensorFlow has started its devices and can no longer join it",
         "Move tmg.create_strategy() up",
         "error",
         "tf.constant(1.0)",
@@ -272,7 +272,7 @@ CASES = {
     ),
     "allocator": case(
         "allocator-variable",
-        "TF_GPU_ALLOCATOR is set to something that TensorFlow does not know",
+        "TF_GPU_ALLOCATOR has a value that TensorFlow does not know",
         "TF_GPU_ALLOCATOR=cuda_malloc_async",
         "warning",
         TF_GPU_ALLOCATOR="async",
@@ -286,14 +286,14 @@ CASES = {
     ),
     "fine": case(
         "ask-explain",
-        "Nothing here keeps the 4 GPUs from being used",
+        "This machine can use its 4 GPUs",
         "tmg.explain(model, optimizer, dataset, strategy)",
         "note",
         "driver(4); tensorflow_sees(4)",
     ),
     "one": case(
         "one-gpu",
-        "GPU:0 is the only GPU that is here",
+        "GPU:0 is the only GPU here",
         "Nothing to change",
         "note",
         "driver(1); tensorflow_sees(1)",
@@ -470,13 +470,13 @@ def test_tensorflow_that_cannot_be_imported_is_said_in_a_line(
 def test_addresses_are_taken_out_of_any_text() -> None:
     environment = {"TF_CONFIG": WORKER, "TPU_NAME": "my-own-tpu"}
     text = "worker 0 of 2 at ada.corp.example:2222, host ada.corp.example, TPU_NAME='my-own-tpu'"
-    assert concealed(text, environment) == (
+    assert redact(text, environment) == (
         "worker 0 of 2 at <not shown>, host <not shown>, TPU_NAME='<not shown>'"
     )
-    assert concealed(text, {}) == text
+    assert redact(text, {}) == text
     slurm = {"SLURM_STEP_NODELIST": "ada[01-02]"}
     said = "worker 0 of 2 at ada01:12345 (Slurm) of ada[01-02], on CPU:0, GPU:10"
-    assert concealed(said, slurm) == (
+    assert redact(said, slurm) == (
         "worker 0 of 2 at <not shown> (Slurm) of <not shown>, on CPU:0, GPU:10"
     )
 
