@@ -141,7 +141,7 @@ def test_memory_growth_is_on_for_all_gpus_or_none() -> None:
                 raise ValueError("not this one")
             real(gpu, enable)
         tf.config.experimental.set_memory_growth = refuse
-        with pytest.raises(DeviceSettingsError, match="refused: not this one. Memory growth is unc"):
+        with pytest.raises(DeviceSettingsError, match="refused: not this one. Memory growth is un"):
             enable_memory_growth()
         tf.config.experimental.set_memory_growth = real
         assert growth() == [None] * 3

@@ -464,7 +464,7 @@ def test_tensorflow_that_cannot_be_imported_is_said_in_a_line(
     assert main(["doctor"]) == 1
     said = capsys.readouterr().err
     assert said.startswith("TensorFlow cannot be imported: ModuleNotFoundError: ")
-    assert "look at the variable KERAS_BACKEND" in said
+    assert "check the variable KERAS_BACKEND" in said
 
 
 def test_addresses_are_taken_out_of_any_text() -> None:

@@ -94,9 +94,9 @@ def read_gpus(nvml: Nvml | None = None) -> tuple[NvmlGpu, ...]:
 def visible_gpus(gpus: Sequence[NvmlGpu], asked: str | None) -> tuple[NvmlGpu, ...]:
     """Returns the GPUs that CUDA shows for a value of `CUDA_VISIBLE_DEVICES`, in that order.
 
-    CUDA stops at the first entry that does not name a GPU, such as `-1`, or that is of another
-    form than the first entry (index, `GPU-`, `MIG-`). CUDA shows no GPU if an entry appears
-    twice. Of several MIG instances it uses the first.
+    CUDA stops at the first entry that does not name a GPU, such as `-1`. It also stops at an entry
+    of another form than the first one (index, `GPU-`, `MIG-`). CUDA shows no GPU if an entry
+    appears twice. Of several MIG instances it uses the first.
 
     Args:
         gpus: All GPUs of the machine, in the order of their indices.

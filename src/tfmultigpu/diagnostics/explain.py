@@ -203,9 +203,8 @@ def _nothing_wrong(
     replicas = strategy.num_replicas_in_sync
     unread = dataset is None or any(one.code == "data-not-read" for one in found)
     checked = "Model and optimizer" if unread else "Model, optimizer and dataset"
-    here = len(list_logical_devices("GPU")) or len(list_logical_devices("CPU"))
     if replicas == 1:
-        what = f"The program uses one device of {here}: there is nothing to distribute."
+        what = "The program uses the only device here: there is nothing to distribute."
         change = "print(tmg.doctor()) reports whether the machine has more"
     else:
         what = f"{checked} are on {replicas} replicas as they should be."

@@ -60,14 +60,14 @@ def fit_findings(model: Any, optimizer: Any, strategy: tf.distribute.Strategy) -
     replicas = strategy.num_replicas_in_sync
     if getattr(model, "compiled", False):
         if model.jit_compile:
-            yield _cannot(
+            yield _unsupported(
                 "fit-jit",
                 f"The model was compiled with jit_compile=True, for {replicas} replicas.",
                 "'Trying to access resource ... located in device'",
                 f"model.compile(..., jit_compile=False); or {_STEP[:-1]}, jit_compile=True)",
             )
         if (model.steps_per_execution or 1) > 1:
-            yield _cannot(
+            yield _unsupported(
                 "fit-steps-per-execution",
                 "The model was compiled with steps_per_execution="
                 f"{model.steps_per_execution}, for {replicas} replicas.",
@@ -77,7 +77,7 @@ def fit_findings(model: Any, optimizer: Any, strategy: tf.distribute.Strategy) -
             )
         local = len(local_replicas(strategy))
         if local < replicas:
-            yield _cannot(
+            yield _unsupported(
                 "fit-multi-worker",
                 f"The strategy spans {replicas // local} workers.",
                 "'Attempt to convert a value (PerReplica...'",
@@ -108,7 +108,7 @@ def _optimizer(optimizer: Any, replicas: int) -> Iterator[Finding]:
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     steps = getattr(inner, "gradient_accumulation_steps", None)
     if steps:
-        yield _cannot(
+        yield _unsupported(
             "fit-accumulation",
             f"The optimizer accumulates gradients, gradient_accumulation_steps={steps}, on "
             f"{replicas} replicas.",
@@ -116,7 +116,7 @@ def _optimizer(optimizer: Any, replicas: int) -> Iterator[Finding]:
             f"Leave it out, and write {_STEP[:-1]}, micro_batches={steps})",
         )
     if getattr(inner, "use_ema", False) and getattr(inner, "ema_overwrite_frequency", None):
-        yield _cannot(
+        yield _unsupported(
             "fit-averages",
             "The optimizer overwrites weights with their averages (ema_overwrite_frequency).",
             "'merge_call called while defining a new graph or a tf.function'",
@@ -143,9 +143,10 @@ def _optimizer(optimizer: Any, replicas: int) -> Iterator[Finding]:
         )
 
 
-def _cannot(code: str, what: str, says: str, change: str) -> Finding:
+def _unsupported(code: str, setting: str, error: str, change: str) -> Finding:
+    """Reports a setting that Keras' ``fit`` cannot run."""
     return Finding(
-        "warning", code, f"{what} Keras' fit cannot run that.", f"It fails with {says}.", change
+        "warning", code, f"{setting} Keras' fit cannot run that.", f"It fails with {error}.", change
     )
 
 
