@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -16,8 +18,11 @@ from tfmultigpu.__main__ import main
 from tfmultigpu.devices.driver import ask_driver
 from tfmultigpu.diagnostics import Finding, Report
 from tfmultigpu.diagnostics.environment import describe_variables, redact
+from tfmultigpu.diagnostics.machine_checks import CHECKS
+from tfmultigpu.diagnostics.report import SEVERITIES
 
 ROOT = "from pathlib import Path\nimport functools\nfrom tfmultigpu.diagnostics import machine\n"
+PAGE = Path(__file__).parents[2] / "docs" / "diagnostics.md"
 CLUSTER = {"cluster": {"worker": ["ada.corp.example:2222", "10.1.2.3:2222"]}}
 WORKER = json.dumps({**CLUSTER, "task": {"type": "worker", "index": 0}})
 ALONE = json.dumps({"cluster": {"worker": ["a.example:1"]}, "task": {"type": "worker", "index": 0}})
@@ -338,6 +343,15 @@ def test_each_cause_is_named_in_the_first_three_lines(reports: Any, name: str) -
     if finding == report["findings"][0]:
         assert says in first
     assert not report["started_by_it"]
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_each_check_finds_one_cause_that_is_provoked_here_and_documented(check: Any) -> None:
+    source = inspect.getsource(check)
+    (code,) = set(re.findall(r'^ +"([a-z-]+)",$', source, re.MULTILINE)) - set(SEVERITIES)
+    # The command at the end of this file provokes these two.
+    assert code in {"keras-backend", "legacy-keras", *(case[0] for case in CASES.values())}
+    assert f"`{code}`" in PAGE.read_text()
 
 
 @pytest.mark.slow
