@@ -4,8 +4,8 @@ Each of these decides something about the gradient of the whole window, over all
 finite, how long is it, may the weights be updated. The usual answer decides on each replica by
 itself, before the gradients are added. Replicas then skip different steps, and clip twice.
 
-Here each replica adds up scaled gradients of loss sums. ``reduce`` adds over the replicas and divides
-by the weight, once. What is decided after that is decided alike on every replica.
+Here each replica adds up scaled gradients of loss sums. ``reduce`` adds over the replicas, and
+divides by the weight, once. What is decided after that is decided alike on every replica.
 """
 
 from __future__ import annotations

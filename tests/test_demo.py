@@ -42,7 +42,7 @@ def test_trains_and_agrees_as_the_readme_says() -> None:
     text = done.stdout
     assert "as 3 virtual devices" in text or "3 GPUs" in text
     assert "mirrored: 3 replicas" in text
-    assert "batches of 64, which 3 does not divide, and a last one of 2" in text
+    assert "batches of 64, not divisible by 3, and a last one of 2" in text
     assert "[##############################] 48/48 steps" in text
     rows = {re.split(r"  +", line.strip())[0]: line.split() for line in text.splitlines() if line}
     assert rows["training loss"][-2][:5] == rows["training loss"][-1][:5]

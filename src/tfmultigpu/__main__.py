@@ -1,4 +1,4 @@
-"""``python -m tfmultigpu``: ``doctor`` says what is wrong here, ``demo`` trains and compares."""
+"""``python -m tfmultigpu``: the subcommands ``doctor``, ``demo`` and ``launch``."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from tfmultigpu.arguments import count_option
 from tfmultigpu.errors import TfMultiGpuError
 
 DATASETS = ("digits", "mnist", "cifar10")
-MOST_REPLICAS = 16  # Tracing takes longer with each, and beyond this nothing new is shown.
+MOST_REPLICAS = 16  # Tracing takes longer with each replica.
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a subcommand.
 
     Args:
-        arguments: The command line without the program; None for that of the process.
+        arguments: The command line without the program; None takes that of the process.
 
     Returns:
-        The exit status: 0 where all is well, 1 where the demo's answers differ or the doctor finds
-        an error, 2 where the subcommand cannot run.
+        The exit status: 0 for success, 1 if the demo's answers differ or the doctor finds an error,
+        2 if the subcommand cannot run.
     """
     options = _parser().parse_args(arguments)
     run: Callable[[argparse.Namespace], int] = options.run
@@ -47,9 +47,9 @@ def _parser() -> argparse.ArgumentParser:
 def _add_doctor(commands: Any) -> None:
     doctor = commands.add_parser(
         "doctor",
-        help="say what is wrong with this machine, and what to change",
-        description="Says what TensorFlow and the driver see here, what is wrong and which line to "
-        "change. Starts no device. Exits with 1 where it finds an error.",
+        help="report why this machine uses one GPU or none, and what to change",
+        description="Reports why TensorFlow uses one GPU or none here, and which line to change. "
+        "Starts no device. Exits with 1 if it finds an error.",
     )
     doctor.add_argument("--json", action="store_true", help="as JSON, for a program")
     doctor.add_argument(
@@ -60,12 +60,12 @@ def _add_doctor(commands: Any) -> None:
 
 def _run_doctor(options: argparse.Namespace) -> int:
     try:
-        from tfmultigpu.diagnostics import doctor  # After the help, which needs no TensorFlow.
-    except Exception as error:  # TensorFlow imports Keras, and fails in many ways where that does.
+        from tfmultigpu.diagnostics import doctor  # The help does not need TensorFlow.
+    except Exception as error:  # TensorFlow imports Keras, which fails in many ways.
         print(
             f"TensorFlow cannot be imported: {type(error).__name__}: {error}. If it names a "
-            "backend or a configuration, look at the variable KERAS_BACKEND and at "
-            "~/.keras/keras.json; else install it anew: pip install --force-reinstall tensorflow.",
+            "backend or a configuration, check the variable KERAS_BACKEND and "
+            "~/.keras/keras.json. Otherwise: pip install --force-reinstall tensorflow.",
             file=sys.stderr,
         )
         return 1
@@ -73,7 +73,7 @@ def _run_doctor(options: argparse.Namespace) -> int:
     report = doctor(show_addresses=options.show_addresses)
     try:
         print(report.as_json() if options.json else report, flush=True)
-    except BrokenPipeError:  # The reader has what it wanted, as "| head" does.
+    except BrokenPipeError:  # The reader stopped early, as "| head" does.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 1 if any(finding.severity == "error" for finding in report.findings) else 0
 
@@ -83,7 +83,7 @@ def _add_demo(commands: Any) -> None:
         "demo",
         help="train on one device and on several, and compare",
         description="Trains a small network on real images on one device and on several, with "
-        "batches that do not divide, and compares. Exits with 1 where the answers differ.",
+        "batches that the replicas do not divide. Exits with 1 if the answers differ.",
     )
     demo.add_argument("--dataset", choices=DATASETS, default="digits")
     demo.add_argument(
@@ -96,7 +96,7 @@ def _add_demo(commands: Any) -> None:
         "--batch-size",
         type=count_option(),
         default=64,
-        help="one more where it would divide evenly",
+        help="one more if the replicas divide it",
     )
     demo.set_defaults(run=_run_demo)
 
@@ -115,8 +115,8 @@ def _add_launch(commands: Any) -> None:
     parser = commands.add_parser(
         "launch",
         help="run a script as several workers on this machine",
-        description="Runs a script as several workers on this machine, on the loopback address, "
-        "and starts all again when one fails. Exits with the code of the first that failed.",
+        description="Runs a script as several workers on this machine, on the loopback address. "
+        "Restarts all if one fails. Exits with the code of the first that failed.",
     )
     add_arguments(parser)
     parser.set_defaults(run=run)

@@ -1,4 +1,4 @@
-"""The main job on real images: train on one device and on several, and compare the answers.
+"""Demo: trains on one device and on several, and compares the results.
 
 Run it with ``python -m tfmultigpu demo``.
 """
@@ -18,7 +18,7 @@ import tfmultigpu as tmg
 from tfmultigpu.errors import DataError, MissingExtraError
 
 __all__ = ["DemoOptions", "run_demo"]
-# Adding in another order changes the last bit of a float32. A mistake in scaling a loss changes
+# Another order of addition changes the last bit of a float32. A mistake in scaling a loss changes
 # the third digit.
 TOLERANCE = {"CPU": 1e-5, "GPU": 1e-4}
 STEPS_PER_CALL = 4
@@ -27,13 +27,14 @@ VIRTUAL_REPLICAS = 4
 
 @dataclasses.dataclass(frozen=True)
 class DemoOptions:
-    """What to train on, and how long.
+    """Options of the demo.
 
     Attributes:
-        dataset: ``"digits"`` comes with scikit-learn; ``"mnist"`` and ``"cifar10"`` are downloaded.
-        replicas: How many replicas to compare with one; None: one per GPU, or 4 virtual CPUs.
-        epochs: Times over the training images; None: 10 for digits, 1 for the larger sets.
-        batch_size: Rows of a global batch at least. One is added where it would divide evenly.
+        dataset: ``"digits"`` comes with scikit-learn; Keras downloads ``"mnist"`` and
+            ``"cifar10"``.
+        replicas: Number of replicas to compare with one; None: one per GPU, or 4 virtual CPUs.
+        epochs: Number of epochs; None: 10 for digits, 1 for the larger sets.
+        batch_size: Least number of examples in a global batch, plus one if the replicas divide it.
     """
 
     dataset: str = "digits"
@@ -44,7 +45,7 @@ class DemoOptions:
 
 @dataclasses.dataclass(frozen=True)
 class Images:
-    """Images in [0, 1] of shape ``[rows, height, width, channels]`` and labels 0 to 9."""
+    """Images in [0, 1] of shape ``[examples, height, width, channels]`` and labels 0 to 9."""
 
     x_train: Any
     y_train: Any
@@ -54,7 +55,7 @@ class Images:
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What one training run ended with."""
+    """Results of one training run."""
 
     train_loss: float
     test_loss: float
@@ -65,19 +66,19 @@ class Outcome:
 
 
 def run_demo(options: DemoOptions) -> int:
-    """Trains on one device and on several, prints a comparison, and says whether they agree.
+    """Trains on one device and on several, and prints a comparison.
 
     Args:
-        options: What to train on, and how long.
+        options: The options.
 
     Returns:
-        The exit status: 0 where the answers agree, 1 where they do not.
+        The exit status: 0 if the answers agree, 1 if they do not.
 
     Raises:
         MissingExtraError: scikit-learn is missing.
         DataError: The batches are too large for the data.
         ConnectionError: The images cannot be downloaded.
-        DevicesInitializedError: TensorFlow had started its devices before.
+        DevicesInitializedError: TensorFlow has started its devices.
 
     Example:
         >>> run_demo(DemoOptions(replicas=3, epochs=2))  # doctest: +SKIP
@@ -99,14 +100,14 @@ def run_demo(options: DemoOptions) -> int:
     tail = rows % batch_size
     print(
         f"{options.dataset}: {rows} images to train on, {len(images.x_test)} to test on. Every "
-        f"epoch is {rows // batch_size} batches of {batch_size}, which {len(devices)} does not "
-        f"divide, and a last one of {tail}: fewer rows than replicas."
+        f"epoch has {rows // batch_size} batches of {batch_size}, not divisible by {len(devices)}, "
+        f"and a last one of {tail}, fewer than replicas."
     )
     epochs = options.epochs or (10 if options.dataset == "digits" else 1)
     one = train(devices[:1], images, batch_size, epochs)
     many = train(devices, images, batch_size, epochs)
     agree = report(one, many, devices)
-    print(f"\n{time.perf_counter() - started:.0f} seconds, TensorFlow's start not included.")
+    print(f"\n{time.perf_counter() - started:.0f} seconds, without TensorFlow's start.")
     return 0 if agree else 1
 
 
@@ -117,11 +118,11 @@ def load_images(dataset: str) -> Images:
             from sklearn.datasets import load_digits
         except ImportError as error:
             raise MissingExtraError(
-                "The handwritten digits come with scikit-learn, which is not installed. Run: "
+                "The handwritten digits need scikit-learn, which is not installed. Run: "
                 "pip install 'tfmultigpu[demo]'"
             ) from error
         x, y = load_digits(return_X_y=True)
-        # In the order of the file, the last images are by other writers than the first.
+        # The last images of the file are by other writers than the first.
         order = np.random.default_rng(1).permutation(len(x))
         x, y = x[order].reshape(-1, 8, 8, 1).astype("float32") / 16, y[order]
         return Images(x[:1500], y[:1500], x[1500:], y[1500:])
@@ -129,9 +130,9 @@ def load_images(dataset: str) -> Images:
 
     try:
         (x_train, y_train), (x_test, y_test) = getattr(keras.datasets, dataset).load_data()
-    except Exception as error:  # Keras raises a plain Exception where a download fails.
+    except Exception as error:  # Keras raises a plain Exception if a download fails.
         raise ConnectionError(
-            f"{dataset} cannot be downloaded: {error} The digits need no network: "
+            f"{dataset} cannot be downloaded: {error} Use the digits, which need no network: "
             "python -m tfmultigpu demo --dataset digits"
         ) from error
     shape = (*x_train.shape[1:3], x_train.shape[3] if x_train.ndim == 4 else 1)
@@ -143,24 +144,24 @@ def load_images(dataset: str) -> Images:
 
 
 def choose_devices(replicas: int | None) -> tuple[tuple[str, ...], str]:
-    """The devices to train on, and why: the GPUs where there are enough, virtual CPUs otherwise."""
+    """Returns the devices to train on and the reason: GPUs if there are enough, else the CPU."""
     gpus = tmg.list_devices("GPU")
     if len(gpus) >= max(2, replicas or 0):
         tmg.enable_memory_growth()
-        # Rounding to TF32 depends on the shape of a shard and would hide what is compared here.
+        # Rounding to TF32 depends on the shape of a shard, which differs here.
         tf.config.experimental.enable_tensor_float_32_execution(False)
         names = tuple(gpu.name for gpu in gpus[:replicas])
         return names, f"Training on {len(names)} GPUs, in float32 (TF32 off)."
     parts = replicas or VIRTUAL_REPLICAS
-    have = {0: "No GPU", 1: "1 GPU"}.get(len(gpus), f"{len(gpus)} GPUs")
+    found = {0: "No GPU", 1: "1 GPU"}.get(len(gpus), f"{len(gpus)} GPUs")
     return tmg.split_device("CPU:0", parts=parts), (
-        f"{have}: training on the CPU, as {parts} virtual devices. They share its cores, so this "
-        "shows that the answers agree, not how fast several devices are."
+        f"{found}: training on the CPU, as {parts} virtual devices. They share its cores, so this "
+        "compares results, not speed."
     )
 
 
 def uneven_batches(batch_size: int, replicas: int, rows: int) -> tuple[int, int]:
-    """A batch size that the replicas do not divide, and a number of rows with a tiny last batch.
+    """Returns a batch size that the replicas do not divide, and rows that leave a tiny last batch.
 
     Example:
         >>> uneven_batches(64, replicas=4, rows=1500)
@@ -174,7 +175,7 @@ def uneven_batches(batch_size: int, replicas: int, rows: int) -> tuple[int, int]
             f"batch_size={batch_size}, replicas={replicas}. Choose a --batch-size of at most "
             f"{rows // 2 - 1}, and fewer replicas than that."
         )
-    # The most rows that leave between one and replicas - 1 for the last batch.
+    # The last batch has between one and replicas - 1 rows.
     tail = rows % batch_size
     if tail == 0:
         return batch_size, rows - batch_size + replicas - 1
@@ -182,10 +183,10 @@ def uneven_batches(batch_size: int, replicas: int, rows: int) -> tuple[int, int]
 
 
 def make_model(shape: tuple[int, ...]) -> Any:
-    """A small convolutional network for ten classes, without kinks.
+    """Builds a small convolutional network for ten classes, without ReLU and max pooling.
 
-    ReLU and max pooling have a gradient that jumps. Where the last bit of an activation decides on
-    which side of the jump it is, two runs of equal worth part, and go on parting.
+    Their gradients jump. If the last bit of an activation decides the side of a jump, two correct
+    runs diverge.
     """
     import keras
 
@@ -202,7 +203,7 @@ def make_model(shape: tuple[int, ...]) -> Any:
 
 
 def train(devices: tuple[str, ...], images: Images, batch_size: int, epochs: int) -> Outcome:
-    """Trains on some devices. Nothing in here depends on how many there are."""
+    """Trains on devices; the code is the same for one and for several."""
     import keras
 
     prefer = "mirrored" if len(devices) > 1 else "one_device"
@@ -210,7 +211,7 @@ def train(devices: tuple[str, ...], images: Images, batch_size: int, epochs: int
     keras.utils.set_random_seed(1)
     with strategy.scope():
         model = make_model(images.x_train.shape[1:])
-        # Small batches need small steps: training that is about to diverge amplifies rounding.
+        # Small batches need small steps, because training close to divergence amplifies rounding.
         rate = 0.05 * min(1.0, batch_size / 64)
         optimizer = keras.optimizers.SGD(rate, momentum=0.9)
         accuracy = keras.metrics.SparseCategoricalAccuracy()
@@ -244,23 +245,23 @@ def train(devices: tuple[str, ...], images: Images, batch_size: int, epochs: int
         test_loss=test_loss,
         accuracy=float(accuracy.result()),
         steps=int(optimizer.iterations.numpy()),
-        # Without the first call, which traces the step.
+        # The first call traces the step.
         milliseconds=1000 * statistics.median(seconds[1:] or seconds),
         weights=[np.asarray(weight) for weight in model.get_weights()],
     )
 
 
 class Progress:
-    """A progress bar in plain text: one line that grows on a terminal, a few lines in a log."""
+    """Text progress bar: one line that grows on a terminal, a few lines in a log."""
 
     def __init__(self, title: str, total: int, width: int = 30) -> None:
-        """Starts at none of ``total`` steps."""
+        """Starts at 0 of ``total`` steps."""
         self.title, self.total, self.width = title, total, width
         self.done = 0
         self.shown = -1
 
     def advance(self, steps: int, note: str) -> None:
-        """Counts steps and shows the bar where it has grown."""
+        """Counts steps and prints the bar if it has grown."""
         self.done += steps
         filled = self.width * self.done // self.total
         terminal = sys.stdout.isatty()
@@ -278,7 +279,7 @@ class Progress:
 
 def report(one: Outcome, many: Outcome, devices: tuple[str, ...]) -> bool:
     """Prints the comparison, and returns whether the two runs agree."""
-    apart = max(
+    weight_gap = max(
         float(np.max(np.abs(a - b))) for a, b in zip(one.weights, many.weights, strict=True)
     )
     rows = [
@@ -287,13 +288,13 @@ def report(one: Outcome, many: Outcome, devices: tuple[str, ...]) -> bool:
         ("test accuracy", f"{one.accuracy:.2%}", f"{many.accuracy:.2%}"),
         ("optimizer steps", str(one.steps), str(many.steps)),
         ("time per step", f"{one.milliseconds:.2f} ms", f"{many.milliseconds:.2f} ms"),
-        ("largest weight difference", "", f"{apart:.1e}"),
+        ("largest weight difference", "", f"{weight_gap:.1e}"),
     ]
     print(f"\n{'':26}{'one device':>14}{f'{len(devices)} replicas':>14}")
     for name, left, right in rows:
         print(f"{name:26}{left:>14}{right:>14}")
     tolerance = TOLERANCE[devices[0].split(":")[0]]
-    wrong = differences(one, many, apart, tolerance)
+    wrong = differences(one, many, weight_gap, tolerance)
     if wrong:
         print(f"\nThe answers DIFFER: {'; '.join(wrong)}. Please report this with the text above.")
     else:
@@ -301,12 +302,12 @@ def report(one: Outcome, many: Outcome, devices: tuple[str, ...]) -> bool:
     return not wrong
 
 
-def differences(one: Outcome, many: Outcome, apart: float, tolerance: float) -> list[str]:
-    """What is further apart than rounding explains, in words."""
+def differences(one: Outcome, many: Outcome, weight_gap: float, tolerance: float) -> list[str]:
+    """Describes the differences that are larger than rounding."""
     wrong = []
-    # Written so that NaN, which is in no order to anything, counts as a difference.
-    if not apart <= tolerance:
-        wrong.append(f"weights by {apart:.1e}, more than {tolerance:g}")
+    # "not <=", so that NaN counts as a difference.
+    if not weight_gap <= tolerance:
+        wrong.append(f"weights by {weight_gap:.1e}, more than {tolerance:g}")
     for name in ("train_loss", "test_loss"):
         gap = abs(getattr(one, name) - getattr(many, name))
         if not gap <= tolerance:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,9 +17,12 @@ from diagnosed import clean, provoke
 from tfmultigpu.__main__ import main
 from tfmultigpu.devices.driver import ask_driver
 from tfmultigpu.diagnostics import Finding, Report
-from tfmultigpu.diagnostics.environment import concealed, describe_variables
+from tfmultigpu.diagnostics.environment import describe_variables, redact
+from tfmultigpu.diagnostics.machine_checks import CHECKS
+from tfmultigpu.diagnostics.report import SEVERITIES
 
 ROOT = "from pathlib import Path\nimport functools\nfrom tfmultigpu.diagnostics import machine\n"
+PAGE = Path(__file__).parents[2] / "docs" / "diagnostics.md"
 CLUSTER = {"cluster": {"worker": ["ada.corp.example:2222", "10.1.2.3:2222"]}}
 WORKER = json.dumps({**CLUSTER, "task": {"type": "worker", "index": 0}})
 ALONE = json.dumps({"cluster": {"worker": ["a.example:1"]}, "task": {"type": "worker", "index": 0}})
@@ -61,7 +66,7 @@ CASES = {
     ),
     "cut": case(
         "gpu-list-cut",
-        "CUDA_VISIBLE_DEVICES='0,7,1' names 3 GPUs, and 1 of the 2 GPU(s)",
+        "CUDA_VISIBLE_DEVICES='0,7,1' names 3 GPUs, and CUDA shows 1 of the 2 GPU(s)",
         "CUDA_VISIBLE_DEVICES=0,1",
         "error",
         "driver(2); tensorflow_sees(1)",
@@ -85,7 +90,7 @@ CASES = {
     ),
     "mig": case(
         "mig",
-        "cut into 2 MIG instances; CUDA shows one instance to a process",
+        "divided into 2 MIG instances; CUDA shows one instance to a process",
         "nvidia-smi -mig 0",
         "warning",
         "driver(1, parts=[{'uuid': 'MIG-a'}, {'uuid': 'MIG-b'}]); tensorflow_sees(1)",
@@ -108,7 +113,7 @@ CASES = {
     ),
     "container": case(
         "no-device-files",
-        "The driver 550.54.15 is here, but no GPU is shown to this process",
+        "The driver 550.54.15 is here, but this process sees no GPU",
         "docker run --gpus all",
         "error",
         files(
@@ -190,7 +195,7 @@ CASES = {
     ),
     "started": case(
         "started-before-cluster",
-        "TensorFlow has started its devices and cannot join it any more",
+        "TensorFlow has started its devices and can no longer join it",
         "Move tmg.create_strategy() up",
         "error",
         "tf.constant(1.0)",
@@ -272,7 +277,7 @@ CASES = {
     ),
     "allocator": case(
         "allocator-variable",
-        "TF_GPU_ALLOCATOR is set to something that TensorFlow does not know",
+        "TF_GPU_ALLOCATOR has a value that TensorFlow does not know",
         "TF_GPU_ALLOCATOR=cuda_malloc_async",
         "warning",
         TF_GPU_ALLOCATOR="async",
@@ -286,14 +291,14 @@ CASES = {
     ),
     "fine": case(
         "ask-explain",
-        "Nothing here keeps the 4 GPUs from being used",
+        "This machine can use its 4 GPUs",
         "tmg.explain(model, optimizer, dataset, strategy)",
         "note",
         "driver(4); tensorflow_sees(4)",
     ),
     "one": case(
         "one-gpu",
-        "GPU:0 is the only GPU that is here",
+        "GPU:0 is the only GPU here",
         "Nothing to change",
         "note",
         "driver(1); tensorflow_sees(1)",
@@ -338,6 +343,15 @@ def test_each_cause_is_named_in_the_first_three_lines(reports: Any, name: str) -
     if finding == report["findings"][0]:
         assert says in first
     assert not report["started_by_it"]
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_each_check_finds_one_cause_that_is_provoked_here_and_documented(check: Any) -> None:
+    source = inspect.getsource(check)
+    (code,) = set(re.findall(r'^ +"([a-z-]+)",$', source, re.MULTILINE)) - set(SEVERITIES)
+    # The command at the end of this file provokes these two.
+    assert code in {"keras-backend", "legacy-keras", *(case[0] for case in CASES.values())}
+    assert f"`{code}`" in PAGE.read_text()
 
 
 @pytest.mark.slow
@@ -464,19 +478,19 @@ def test_tensorflow_that_cannot_be_imported_is_said_in_a_line(
     assert main(["doctor"]) == 1
     said = capsys.readouterr().err
     assert said.startswith("TensorFlow cannot be imported: ModuleNotFoundError: ")
-    assert "look at the variable KERAS_BACKEND" in said
+    assert "check the variable KERAS_BACKEND" in said
 
 
 def test_addresses_are_taken_out_of_any_text() -> None:
     environment = {"TF_CONFIG": WORKER, "TPU_NAME": "my-own-tpu"}
     text = "worker 0 of 2 at ada.corp.example:2222, host ada.corp.example, TPU_NAME='my-own-tpu'"
-    assert concealed(text, environment) == (
+    assert redact(text, environment) == (
         "worker 0 of 2 at <not shown>, host <not shown>, TPU_NAME='<not shown>'"
     )
-    assert concealed(text, {}) == text
+    assert redact(text, {}) == text
     slurm = {"SLURM_STEP_NODELIST": "ada[01-02]"}
     said = "worker 0 of 2 at ada01:12345 (Slurm) of ada[01-02], on CPU:0, GPU:10"
-    assert concealed(said, slurm) == (
+    assert redact(said, slurm) == (
         "worker 0 of 2 at <not shown> (Slurm) of <not shown>, on CPU:0, GPU:10"
     )
 

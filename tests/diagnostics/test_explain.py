@@ -36,7 +36,7 @@ def case(code: str, says: str, change: str, severity: str, setup: str, **environ
 CASES = {
     "no-strategy": case(
         "no-strategy",
-        "There is no strategy: the model lives on one device, and 2 are here: CPU:0, CPU:1",
+        "There is no strategy: the model is on one device, and 2 are here: CPU:0, CPU:1",
         "strategy = tmg.create_strategy(), then build the model",
         "error",
         "report = explain(build())",
@@ -145,7 +145,7 @@ CASES = {
     ),
     "small-batch": case(
         "small-batch",
-        "A batch has 1 row(s) for 2 replicas",
+        "A batch has 1 example(s) for 2 replicas",
         "dataset.batch(64)",
         "error",
         UNDER + "model = build()\n"
@@ -153,7 +153,7 @@ CASES = {
     ),
     "uneven-batch": case(
         "uneven-batch",
-        "A batch has 9 rows, which 2 replicas cannot divide evenly",
+        "A batch has 9 examples, not divisible by 2 replicas",
         "dataset.batch(8)",
         "warning",
         UNDER + "model = build()\n"
@@ -170,7 +170,7 @@ CASES = {
     "empty": case(
         "no-data",
         "The dataset is empty",
-        "See that the files are found",
+        "Check that the files are found",
         "error",
         UNDER + "model = build()\nreport = explain(model, dataset=data.take(0))",
     ),
@@ -196,14 +196,14 @@ CASES = {
     ),
     "arrays": case(
         "data-not-read",
-        "A tuple is not looked into.",
+        "explain does not read a tuple.",
         "tf.data.Dataset.from_tensor_slices((x, y)).batch(",
         "note",
         UNDER + "model = build()\nreport = explain(model, dataset=(x, y))",
     ),
     "sharded": case(
         "data-sharded",
-        "The dataset was divided by dataset.shard(...), and a strategy divides it again",
+        "dataset.shard(...) has divided the dataset, and a strategy divides it again",
         "Remove .shard(...)",
         "warning",
         UNDER + "model = build()\n"
@@ -212,7 +212,7 @@ CASES = {
     ),
     "distributed-by-tensorflow": case(
         "data-distributed",
-        "The dataset was distributed by TensorFlow already",
+        "TensorFlow has distributed the dataset already",
         "tmg.distribute_dataset(dataset, strategy)",
         "note",
         UNDER + "model = build()\n"
@@ -279,7 +279,7 @@ CASES = {
     ),
     "averages": case(
         "fit-averages",
-        "overwrites weights by their averages (ema_overwrite_frequency)",
+        "overwrites weights with their averages (ema_overwrite_frequency)",
         "tmg.make_train_step",
         "warning",
         UNDER + "model = build()\n"
@@ -289,14 +289,14 @@ CASES = {
     "clipping": case(
         "fit-clipping",
         "Keras' fit clips the gradient of each replica by itself: global_clipnorm",
-        "the sum is clipped",
+        "which clips the sum",
         "warning",
         UNDER + "model = build(); o = keras.optimizers.SGD(global_clipnorm=1.0)\n"
         "report = explain(model, o)",
     ),
     "loss-scale": case(
         "fit-loss-scale",
-        "LossScaleOptimizer asks replica 0 alone whether gradients are finite",
+        "LossScaleOptimizer checks the gradients of replica 0 alone",
         'loss_scale="dynamic"',
         "warning",
         UNDER + "model = build()\n"
@@ -305,7 +305,7 @@ CASES = {
     ),
     "batch-norm": case(
         "local-batch-norm",
-        "BatchNormalization normalises by the rows of its own replica: layers "
+        "BatchNormalization normalizes over the examples of one replica: layers "
         "['batch_normalization']",
         "keras.layers.BatchNormalization(synchronized=True)",
         "warning",
@@ -313,7 +313,7 @@ CASES = {
     ),
     "stateful": case(
         "stateful-layer",
-        "Stateful layers keep a state for each row of a batch: ['lstm']",
+        "Stateful layers keep a state for each example of a batch: ['lstm']",
         "tmg.create_strategy(devices=1)",
         "error",
         UNDER + "model = keras.Sequential([keras.Input((4, 3), batch_size=8),"
@@ -323,7 +323,7 @@ CASES = {
         "stock-dropout",
         "In Keras' fit every replica draws the same random numbers, such as dropout masks: layers "
         "['dropout']",
-        "each row then gets what one device would draw",
+        "each example then gets the numbers of one device",
         "warning",
         UNDER + "model = build(keras.layers.Dropout(0.5)); model.compile('sgd', 'mse')\n"
         "report = explain(model)",
@@ -371,7 +371,7 @@ CASES = {
     "feature-of-own-step": case(
         "features-do-not-fit",
         "they are {'image': (None, 3), 'label': (None, 1)}.",
-        "f takes a batch apart",
+        "if f unpacks the batch",
         "warning",
         "class Own(keras.Model):\n"
         "    def __init__(self):\n"
@@ -398,7 +398,7 @@ CASES = {
     "silent-later": case(
         "data-silent",
         "The dataset has not yielded its next batch in 5.5 seconds",
-        "next(iter(dataset)) in a program of its own",
+        "next(iter(dataset)) in a separate program",
         "error",
         "import threading\n"
         "def once():\n"
@@ -473,7 +473,7 @@ def test_what_is_no_model_is_refused() -> None:
     with pytest.raises(TypeError, match=r"must be a tf.distribute.Strategy\. Received: 'mirrored'"):
         diagnostics.explain(model, strategy="mirrored")
     for seconds in (-1, None, "1", float("nan")):
-        with pytest.raises(ValueError, match=f"0 for not at all. Received: seconds={seconds!r}"):
+        with pytest.raises(ValueError, match=f"0 measures nothing. Received: seconds={seconds!r}"):
             diagnostics.explain(model, seconds=seconds)
         with pytest.raises(ValueError, match=f"wait for a batch. Received: patience={seconds!r}"):
             diagnostics.explain(model, patience=seconds)

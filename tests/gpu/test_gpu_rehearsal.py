@@ -52,7 +52,7 @@ def test_exactness_is_held_and_a_wrong_tolerance_is_noticed(
     monkeypatch.setattr(replicas, "EXACT", 1e-12)
     status, error = outcome(replicas.exact_without_tf32)
     assert status == "failed"
-    assert "Training on replicas does not give what one device gives" in error
+    assert "Training on replicas differs from one device" in error
 
 
 def test_a_step_that_is_not_skipped_fails(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -145,7 +145,7 @@ def test_what_differs_first_is_named_with_its_step_and_size() -> None:
         return dataclasses.replace(build(), optimizer=Drifting(0.1))
 
     text = failure(drifting, BATCHES)
-    assert "does not give what one device gives" in text
+    assert "Training on replicas differs from one device." in text
     assert "First differences, after step 3:" in text
     assert re.search(
         r"copies of \S*dense/kernel on replicas\[\d, \d\]: \S+ instead of \S+, off by", text
@@ -208,22 +208,22 @@ def test_a_build_that_makes_other_variables() -> None:
 
 @pytest.mark.parametrize("nothing", [[], tf.data.Dataset.range(0).batch(2)], ids=["list", "data"])
 def test_no_data(nothing: object) -> None:
-    with pytest.raises(tmg.TfMultiGpuError, match="the dataset has no batches"):
+    with pytest.raises(tmg.TfMultiGpuError, match="The dataset has no batches"):
         assert_replica_invariant(build, nothing)
 
 
 @pytest.mark.parametrize(
     ("options", "error", "text"),
     [
-        ({"replicas": ()}, ValueError, r"There must be replicas to compare with\. .*replicas=\[\]"),
+        ({"replicas": ()}, ValueError, r"replicas must be at least 1\. .*replicas=\[\]"),
         ({"replicas": 0}, ValueError, r"replicas=\[0\]"),
         ({"steps": 0}, ValueError, r"steps must be a whole number, at least 1.*steps=0"),
         ({"steps_per_call": 0}, ValueError, "steps_per_call=0"),
-        ({"tolerance": float("nan")}, ValueError, "tolerance is a number, at least 0.*nan"),
+        ({"tolerance": float("nan")}, ValueError, "tolerance must be a number, at least 0.*nan"),
         ({"tolerance": "1e-6"}, ValueError, "tolerance='1e-6'"),
-        ({"clip_norm": 1.0}, ValueError, r"belongs into what build returns.*clip_norm=\.\.\."),
-        ({"strategy": "mirrored"}, TypeError, r"strategy is a tf\.distribute\.Strategy"),
-        ({"workers": 2}, ValueError, "cannot be sent to it"),
+        ({"clip_norm": 1.0}, ValueError, r"One device needs them, too.*clip_norm=\.\.\."),
+        ({"strategy": "mirrored"}, TypeError, r"strategy must be a tf\.distribute\.Strategy"),
+        ({"workers": 2}, ValueError, "cannot be sent to a worker process"),
     ],
     ids=str,
 )
@@ -233,7 +233,7 @@ def test_arguments_that_make_no_sense(options: dict, error: type, text: str) -> 
 
 
 def test_what_is_no_function_or_no_list_of_batches() -> None:
-    with pytest.raises(TypeError, match=r"build is a function .* Received: Training\."):
+    with pytest.raises(TypeError, match=r"build must be a function .* Received: Training\."):
         assert_replica_invariant(build(), BATCHES)
     with pytest.raises(tmg.TfMultiGpuError, match=r"Received: a tuple\. Give a list of batches"):
         assert_replica_invariant(build, (X, Y))
@@ -381,11 +381,11 @@ def test_no_worker_outlives_a_test_that_is_killed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"workers": 0}, "at least 1. Received: workers=0"),
+        ({"workers": 0}, "workers must be a whole number, at least 1. Received: workers=0"),
         ({"timeout": None}, "float('inf') for no limit. Received: timeout=None"),
         ({"timeout": 0}, "Received: timeout=0"),
-        ({"args": "abc"}, "args is a list of arguments. Write ['abc']"),
-        ({"environment": {"A": 1}}, "Environment variables are text. Received: 'A': 1"),
+        ({"args": "abc"}, "args must be a list of arguments. Write ['abc']"),
+        ({"environment": {"A": 1}}, "Environment variables must be strings. Received: 'A': 1"),
     ],
 )
 def test_what_workers_are_run_with(options: dict, text: str) -> None:

@@ -58,7 +58,7 @@ def test_without_a_limit_it_ends_somewhere() -> None:
 
 
 def test_not_even_one_row() -> None:
-    with pytest.raises(tmg.OutOfMemoryError, match="Not even a batch of one row fits"):
+    with pytest.raises(tmg.OutOfMemoryError, match="A batch of one example does not fit"):
         tmg.find_batch_size(Memory(0))
 
 

@@ -111,7 +111,9 @@ def test_free_memory_where_it_grows_has_the_weights_taken_already(monkeypatch) -
 
 def test_memory_that_tensorflow_has_taken_whole(monkeypatch) -> None:
     FakeGpus(monkeypatch, free=(0.2 * GIB, 0.1 * GIB), growth=False)
-    with pytest.raises(tmg.ShareError, match=r"says nothing\. Call tmg\.enable_memory_growth\(\)"):
+    with pytest.raises(
+        tmg.ShareError, match=r"has no meaning\. Call tmg\.enable_memory_growth\(\)"
+    ):
         tmg.memory_capacities(strategy_of(2))
 
 
@@ -130,8 +132,8 @@ def test_a_device_that_does_not_hold_the_model() -> None:
     with pytest.raises(tmg.ShareError) as caught:
         tmg.memory_capacities(strategy, model=model, optimizer=optimizer, memory=[GIB, MIB])
     text = str(caught.value)
-    assert text.startswith("CPU:1 does not hold the model, let alone rows. Received: 1.00 MiB, and")
-    assert "weights and optimizer state take 1.16 MiB, gradients 0.77 MiB." in text
+    assert text.startswith("CPU:1 does not hold the model. Received: 1.00 MiB, and")
+    assert "weights and optimizer slots take 1.16 MiB, gradients 0.77 MiB." in text
     assert "Leave the device out" in text
 
 
@@ -148,16 +150,19 @@ def test_what_cannot_be_answered() -> None:
 @pytest.mark.parametrize(
     ("memory", "says"),
     [
-        (5e9, "one number of bytes per replica of this process. Received: 5000000000.0 for 2"),
-        ("12", "one number of bytes per replica of this process. Received: 12 for 2"),
-        ([GIB, None], "Memory is a positive number of bytes. Received: None for CPU:1."),
+        (
+            5e9,
+            "one number of bytes per replica of this process. Received: memory=5000000000.0 for 2",
+        ),
+        ("12", "one number of bytes per replica of this process. Received: memory=12 for 2"),
+        ([GIB, None], "memory must be a positive number of bytes. Received: None for CPU:1."),
         ([float("nan"), GIB], "Received: nan for CPU:0."),
         ([float("inf"), GIB], "Received: inf for CPU:0."),
         (["8GB", GIB], "Received: '8GB' for CPU:0. Write 8 GB as 8 * 1024**3"),
         ({"CPU:0": GIB, "CPU:1": -1}, "Received: -1 for CPU:1."),
         (
             {"GPU:7": GIB},
-            "Memory is given of GPU:7, where no replica of this process is. Received: "
+            "memory names GPU:7, but no replica of this process is there. Received: "
             "memory={'GPU:7': 1073741824}; the replicas are on CPU:0, CPU:1.",
         ),
     ],
@@ -252,7 +257,9 @@ def test_a_step_that_was_never_called() -> None:
 
 def test_a_batch_too_small_to_make_a_difference(monkeypatch) -> None:
     step = timed(monkeypatch, (np.inf, np.inf))
-    with pytest.raises(tmg.ShareError, match=r"More rows did not take a replica longer.*64 rows"):
+    with pytest.raises(
+        tmg.ShareError, match=r"More examples did not take a replica longer.*64 examples"
+    ):
         tmg.measured_capacities(step, (X, X[:, :1]))
 
 
@@ -266,13 +273,15 @@ def test_too_few_rows_to_time() -> None:
     strategy = strategy_of(2)
     model, optimizer = built(strategy)
     step = tmg.make_train_step(model, optimizer, "mse", strategy)
-    with pytest.raises(tmg.ShareError, match=r"a batch of 7 rows for 2 replicas\. Give at least 8"):
+    with pytest.raises(
+        tmg.ShareError, match=r"a batch of 7 examples for 2 replicas\. Give at least 8"
+    ):
         tmg.measured_capacities(step, (np.zeros((7, 100)), np.zeros((7, 1000))))
 
 
 def test_what_cannot_be_timed(monkeypatch) -> None:
     step = timed(monkeypatch, (400.0, 100.0))
-    with pytest.raises(TypeError, match=r"What is timed is a train step\. Received: step=None"):
+    with pytest.raises(TypeError, match=r"step must be a train step\. Received: step=None"):
         tmg.measured_capacities(None, (X, X))
     for repeats in (0, None, 1.5, True):
         with pytest.raises((TypeError, ValueError), match=rf"at least 1\. .*: repeats={repeats}"):

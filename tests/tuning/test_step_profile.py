@@ -19,7 +19,7 @@ from tfmultigpu.strategies import collectives as reductions
 from tfmultigpu.tuning import StepProfile, measure_scaling, profile_step
 from tfmultigpu.tuning.scaling import compare
 from tfmultigpu.tuning.step_profile import advise
-from tfmultigpu.tuning.timed_step import ClockedStep
+from tfmultigpu.tuning.timed_step import TimedStep
 
 X = np.random.default_rng(0).normal(size=(12, 5)).astype("float32")
 Y = X.sum(1, keepdims=True)
@@ -50,17 +50,17 @@ def state(step: Any) -> list[np.ndarray]:
     [{"loss_scale": "dynamic", "clip_norm": 0.5}, {"shard_update": True, "micro_batches": 2}],
     ids=["scaled", "sharded"],
 )
-def test_a_clocked_step_computes_the_same(
+def test_a_timed_step_computes_the_same(
     options: Any, collective: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if collective:
         monkeypatch.setattr(reductions, "all_on_local_cpus", lambda _: False)
     strategy = strategy_of(2)
     plain, other = build(strategy, **options), build(strategy, **options)
-    clocked = ClockedStep(other)
+    timed = TimedStep(other)
     for _ in range(2):
         expected = plain((X, Y))
-        logs, times = clocked.timed((X, Y))
+        logs, times = timed.run_timed((X, Y))
         assert logs.keys() == expected.keys()
         for name, value in expected.items():
             assert float(logs[name]) == pytest.approx(float(value), abs=1e-6), name
@@ -130,7 +130,7 @@ def test_what_cannot_be_profiled_says_so() -> None:
     for steps in (0, None, 1.5):
         with pytest.raises((TypeError, ValueError), match=rf"at least 1\. .*: steps={steps}"):
             profile_step(step, [(X, Y)], steps)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"data that yields batches\. Received: data=None"):
+    with pytest.raises(TypeError, match=r"data must yield batches\. Received: data=None"):
         profile_step(step, None)  # type: ignore[arg-type]
     with pytest.raises(tf.errors.OpError):
         profile_step(step, [(X, Y)], 1, trace_to="/proc/nowhere")
@@ -182,12 +182,12 @@ def test_scaling_is_a_table_and_a_picture() -> None:
     assert two.efficiency == pytest.approx(two.speedup / 2)
     assert two.profile.devices == ("CPU:0", "CPU:1")
     lines = str(scaling).splitlines()
-    assert lines[0].split()[:3] == ["replicas", "rows/step", "ms/step"]
+    assert lines[0].split()[:3] == ["replicas", "examples/step", "ms/step"]
     assert lines[2].split()[:2] == ["2", "6"]
     assert "2 replicas share 1 physical device(s), CPU:0" in lines[3]
     picture = ElementTree.fromstring(scaling.as_svg())
     assert sum(one.tag.endswith("}circle") for one in picture.iter()) == 2
-    with pytest.raises(tmg.DeviceNotFoundError, match=r"Asked for 9 replicas, and 8 device"):
+    with pytest.raises(tmg.DeviceNotFoundError, match=r"Asked for 9 replicas, but only 8 device"):
         measure_scaling(build_step, (1, 9))
     with pytest.raises(ValueError, match=r"numbers that grow, from 1 on.* Received: .*\(2, 1\)"):
         measure_scaling(build_step, (2, 1))
@@ -206,11 +206,11 @@ def test_scaling_is_a_table_and_a_picture() -> None:
 @pytest.mark.parametrize(
     ("change", "cause"),
     [
-        ({"reduce": 0.008}, "adding the gradients"),
+        ({"reduce": 0.008}, "the all-reduce of the gradients"),
         ({"input": 0.008}, "the input pipeline"),
         ({"update": 0.008}, "the update, which every replica"),
         ({"call": 0.008}, "calling the step"),
-        ({"compute": 0.015}, "the replicas, which hold each other up"),
+        ({"compute": 0.015}, "the replicas, which slow each other down"),
     ],
 )
 def test_what_grows_most_is_what_is_lost_to(change: Any, cause: str) -> None:

@@ -1,4 +1,4 @@
-"""Devices: their names, what the driver says of them, and their settings."""
+"""Device names, discovery and settings."""
 
 from tfmultigpu.devices.configure import (
     Device,

@@ -1,6 +1,6 @@
-"""The devices of this machine, and the settings that must be made before TensorFlow starts them.
+"""Device settings, which must be made before TensorFlow starts the devices.
 
-Every setting is all or none: what can be refused is refused before anything changes.
+Every setting is all or none: each function checks its arguments before it changes anything.
 """
 
 from __future__ import annotations
@@ -42,28 +42,27 @@ _FORCE_GROWTH = 'os.environ["TF_FORCE_GPU_ALLOW_GROWTH"] = "true"'
 
 
 def enable_memory_growth(devices: Sequence[str] | None = None) -> tuple[Device, ...]:
-    """Let the GPUs take memory as they need it, instead of all of it at the start.
+    """Lets GPUs allocate memory as they need it, instead of all of it at the start.
 
-    TensorFlow has one such setting for all GPUs, so it is made for all visible GPUs or for none.
-    Calling it again changes nothing.
+    TensorFlow needs the same setting on all visible GPUs. A second call changes nothing.
 
     Args:
-        devices: the GPUs, if the line should say which; they must be all that are visible.
+        devices: All visible GPUs, by name; `None` takes them without naming them.
 
     Returns:
-        The GPUs that grow; empty on a machine without one.
+        The GPUs with memory growth; empty on a machine without GPUs.
 
     Raises:
-        DeviceNotFoundError: a GPU was named that is not there.
-        DevicesInitializedError: TensorFlow has started its devices, and growth is not on.
-        DeviceSettingsError: some GPUs were left out, or a device was split or limited.
+        DeviceNotFoundError: A named GPU does not exist.
+        DevicesInitializedError: TensorFlow started its devices without memory growth.
+        DeviceSettingsError: A visible GPU is left out, or a device is split or limited.
 
     Example:
         >>> for gpu in enable_memory_growth():
         ...     print(gpu.name, "takes memory as it needs it")
     """
     call = f"enable_memory_growth({'' if devices is None else repr(devices)})"
-    config = _config()
+    config: Any = tf.config
     gpus = {parse_device_name(gpu.name): gpu for gpu in config.get_visible_devices("GPU")}
     if devices is None and not gpus:
         return ()
@@ -76,29 +75,29 @@ def enable_memory_growth(devices: Sequence[str] | None = None) -> tuple[Device, 
             "memory growth cannot differ between GPUs. Call enable_memory_growth() for all, or "
             f"first hide the others: restrict_devices({list(chosen)})."
         )
-    divided = _divided(config)
-    if divided and not _growth_forced():
+    configured = _configured_devices(config)
+    if configured and not _growth_forced():
         raise DeviceSettingsError(
-            f"{call} came after {listed(divided)} was split or limited. TensorFlow then drops "
-            "memory growth of every GPU without a word. Take out one of the two lines, or set "
-            f"{_FORCE_GROWTH} before the first operation instead of calling this."
+            f"{call} came after {listed(configured)} was split or limited. TensorFlow then drops "
+            "memory growth of every GPU without a message. Remove one of the two lines, or set "
+            f"{_FORCE_GROWTH} before the first operation instead."
         )
-    _grow({name: gpu for name, gpu in gpus.items() if name not in growing}, call)
+    _turn_growth_on({name: gpu for name, gpu in gpus.items() if name not in growing}, call)
     return tuple(device for device in visible_devices("GPU") if device.name in gpus)
 
 
 def limit_memory(limits: Mapping[str, int]) -> None:
-    """Give GPUs at most so much memory each.
+    """Limits the memory that TensorFlow takes on each GPU.
 
     Args:
-        limits: bytes per physical GPU; TensorFlow counts whole MiB, the rest is cut off. GPUs
-            not named keep what they had. An empty mapping changes nothing.
+        limits: Bytes per physical GPU, rounded down to whole MiB. GPUs that are not named keep
+            their limit.
 
     Raises:
-        DeviceNotFoundError: a device was named that is not there, or is hidden.
-        DevicesInitializedError: TensorFlow has started its devices with other limits.
-        DeviceSettingsError: the device is no GPU, is split, or memory growth is on.
-        ValueError: a limit is below 1 MiB, above the memory of the GPU, or given twice.
+        DeviceNotFoundError: A named device does not exist or is hidden.
+        DevicesInitializedError: TensorFlow started its devices with other limits.
+        DeviceSettingsError: The device is not a GPU, is split, or memory growth is on.
+        ValueError: A limit is below 1 MiB, above the memory of the GPU, or given twice.
 
     Example:
         >>> limit_memory({gpu.name: 8 * 1024**3 for gpu in list_devices("GPU")})
@@ -107,10 +106,10 @@ def limit_memory(limits: Mapping[str, int]) -> None:
     names = [parse_device_name(name) for name in limits]
     if len(set(names)) < len(names):
         raise ValueError(f"{call} gives one device two limits. Name each device once.")
-    config = _config()
+    config: Any = tf.config
     wanted = {}
     for name, limit in zip(names, limits.values(), strict=True):
-        physical = _visible(config, name, call)
+        physical = _visible_device(config, name, call)
         if not name.startswith("GPU:"):
             raise DeviceSettingsError(
                 f"{call}: TensorFlow can limit the memory of GPUs only, not of {name}. Leave "
@@ -120,37 +119,37 @@ def limit_memory(limits: Mapping[str, int]) -> None:
         parts = len(config.get_logical_device_configuration(physical) or ())
         if parts > 1:
             raise DeviceSettingsError(
-                f"{call}: {name} is split into {parts} parts, which this limit would join again. "
-                "Give the limit where it is split: "
+                f"{call}: {name} is split into {parts} parts, and this limit would undo the split. "
+                "Give the limit with the split: "
                 f'split_device("{name}", parts={parts}, memory={limit // parts}).'
             )
         wanted[physical] = (limit,)
-    _divide(config, wanted, call)
+    _configure(config, wanted, call)
 
 
 def split_device(
     device: str, parts: int, memory: int | Sequence[int] | None = None
 ) -> tuple[str, ...]:
-    """Make several logical devices of one CPU or GPU, to try replicas where there is one device.
+    """Splits one CPU or GPU into several logical devices, to test replicas on one device.
 
-    The parts share the device: this tests a program, it does not make it faster. Splitting again
-    before TensorFlow starts replaces the first split.
+    The parts share the device, so they are not faster than the whole. A second call before
+    TensorFlow starts its devices replaces the first split.
 
     Args:
-        device: a visible physical device, `"CPU:0"` or `"GPU:0"`.
-        parts: how many, at least 1.
-        memory: for a GPU, bytes of each part, one number or one per part; `None` divides nine
-            tenths of the memory that is free now, which needs the extra `nvml`. For a CPU `None`.
+        device: A visible physical device, `"CPU:0"` or `"GPU:0"`.
+        parts: Number of parts, at least 1.
+        memory: Bytes of each part of a GPU: one number, or one per part. `None` divides nine
+            tenths of the free memory, which needs the extra `nvml`. For a CPU `None`.
 
     Returns:
-        The names of the parts. Logical devices are numbered over all devices of a kind: the parts
-        of `GPU:1` come after those of `GPU:0`, so split in that order.
+        The names of the parts. TensorFlow numbers the parts of `GPU:1` after those of `GPU:0`,
+        so split in that order.
 
     Raises:
-        DeviceNotFoundError: the device is not there, or is hidden.
-        DevicesInitializedError: TensorFlow has started its devices, and not with this split.
-        DeviceSettingsError: memory growth is on, or the device cannot be split like this.
-        ValueError: `parts` or `memory` make no sense together or for this device.
+        DeviceNotFoundError: The device does not exist or is hidden.
+        DevicesInitializedError: TensorFlow started its devices without this split.
+        DeviceSettingsError: Memory growth is on, or TensorFlow cannot split the device this way.
+        ValueError: `parts` or `memory` does not fit the other or the device.
 
     Example:
         >>> names = split_device("CPU:0", parts=4)  # doctest: +SKIP
@@ -158,9 +157,9 @@ def split_device(
     """
     call = f"split_device({device!r}, parts={parts!r}, memory={memory!r})"
     parts = check_count("parts", parts)
-    config = _config()
+    config: Any = tf.config
     name = parse_device_name(device)
-    physical = _visible(config, name, call)
+    physical = _visible_device(config, name, call)
     kind = name.split(":")[0]
     if kind == "CPU":
         if memory is not None:
@@ -169,31 +168,31 @@ def split_device(
             )
         sizes: tuple[int | None, ...] = (None,) * parts
     elif kind == "GPU":
-        sizes = _sizes(name, parts, memory, call)
+        sizes = _part_sizes(name, parts, memory, call)
     else:
         raise DeviceSettingsError(f"{call}: TensorFlow can split CPUs and GPUs only.")
-    _divide(config, {physical: sizes}, call)
+    _configure(config, {physical: sizes}, call)
     return tuple(part for part, owner in logical_to_physical().items() if owner == name)
 
 
 def restrict_devices(devices: int | Sequence[str], kind: str = "GPU") -> tuple[Device, ...]:
-    """Let TensorFlow use these physical devices of a kind only; other kinds stay as they are.
+    """Hides all other physical devices of a kind from TensorFlow.
 
-    The logical devices are numbered anew: with `GPU:1` alone, programs run on the logical
-    `GPU:0`. TensorFlow keeps the order of the machine whatever the order here.
+    TensorFlow renumbers the logical devices: if only the physical `GPU:1` is visible, it is the
+    logical `GPU:0`. TensorFlow keeps the order of the machine.
 
     Args:
-        devices: names from `list_devices`, or a count; `[]` hides all GPUs.
-        kind: the kind to restrict.
+        devices: Names from `list_devices`, or a count; `[]` hides all GPUs.
+        kind: The kind to restrict; other kinds stay unchanged.
 
     Returns:
-        The devices of this kind that are visible now.
+        The visible devices of this kind.
 
     Raises:
-        DeviceNotFoundError: a device was named that is not there.
-        DevicesInitializedError: TensorFlow has started its devices with others.
-        DeviceSettingsError: no CPU would be left, and TensorFlow cannot start without one.
-        ValueError: a device is named twice.
+        DeviceNotFoundError: A named device does not exist.
+        DevicesInitializedError: TensorFlow started its devices with others.
+        DeviceSettingsError: No CPU would be left, and TensorFlow cannot start without one.
+        ValueError: A device is named twice.
 
     Example:
         >>> restrict_devices([], kind="GPU")  # doctest: +SKIP
@@ -201,7 +200,7 @@ def restrict_devices(devices: int | Sequence[str], kind: str = "GPU") -> tuple[D
     """
     call = f"restrict_devices({devices!r}, kind={kind!r})"
     kind = kind.upper()
-    config = _config()
+    config: Any = tf.config
     physical = {parse_device_name(one.name): one for one in config.list_physical_devices(kind)}
     nothing = not isinstance(devices, int) and len(devices) == 0
     if nothing and kind == "CPU":
@@ -214,39 +213,42 @@ def restrict_devices(devices: int | Sequence[str], kind: str = "GPU") -> tuple[D
         try:
             config.set_visible_devices(wanted, kind)
         except RuntimeError as error:
-            raise _too_late(call) from error
+            raise _devices_started_error(call) from error
     return visible_devices(kind)
 
 
-def _config() -> Any:
-    return tf.config
-
-
-def _visible(config: Any, name: str, call: str) -> Any:
+def _visible_device(config: Any, name: str, call: str) -> Any:
     devices = {parse_device_name(one.name): one for one in config.get_visible_devices()}
     if name in devices:
         return devices[name]
     hidden = [parse_device_name(one.name) for one in config.list_physical_devices()]
     raise DeviceNotFoundError(
-        f"{call}: there is no {name}"
-        + (" in use: it is hidden from TensorFlow" if name in hidden else " here")
+        (
+            f"{call}: {name} is hidden from TensorFlow"
+            if name in hidden
+            else f"{call}: {name} does not exist"
+        )
         + f". Asked for: {name}. Existing: {listed(tuple(devices))}. Name one of these"
-        + (f", or show {name} first with restrict_devices." if name in hidden else ".")
+        + (f", or first show {name} with restrict_devices." if name in hidden else ".")
     )
 
 
-def _divided(config: Any) -> tuple[str, ...]:
-    physical = config.list_physical_devices()
-    divided = (one for one in physical if config.get_logical_device_configuration(one) is not None)
-    return tuple(parse_device_name(one.name) for one in divided)
+def _configured_devices(config: Any) -> tuple[str, ...]:
+    """Returns the names of the devices that are split or limited."""
+    return tuple(
+        parse_device_name(physical.name)
+        for physical in config.list_physical_devices()
+        if config.get_logical_device_configuration(physical) is not None
+    )
 
 
 def _growth_forced() -> bool:
     return os.environ.get("TF_FORCE_GPU_ALLOW_GROWTH") == "true"
 
 
-def _grow(gpus: Mapping[str, Any], call: str) -> None:
-    experimental = _config().experimental
+def _turn_growth_on(gpus: Mapping[str, Any], call: str) -> None:
+    config: Any = tf.config
+    experimental = config.experimental
     before = {name: experimental.get_memory_growth(gpu) for name, gpu in gpus.items()}
     done: list[str] = []
     try:
@@ -255,30 +257,32 @@ def _grow(gpus: Mapping[str, Any], call: str) -> None:
             done.append(name)
     except (RuntimeError, ValueError) as error:
         for name in done:
-            # Refused only where another thread has just started the devices: final anyway.
+            # TensorFlow refuses only if another thread has just started the devices.
             with contextlib.suppress(RuntimeError):
                 experimental.set_memory_growth(gpus[name], before[name])
         if isinstance(error, RuntimeError):
-            raise _too_late(call) from error
+            raise _devices_started_error(call) from error
         raise DeviceSettingsError(
-            f"{call}: TensorFlow refused: {error}. Memory growth was left as it was."
+            f"{call}: TensorFlow refused: {error}. Memory growth is unchanged."
         ) from error
 
 
-def _sizes(name: str, parts: int, memory: int | Sequence[int] | None, call: str) -> tuple[int, ...]:
+def _part_sizes(
+    name: str, parts: int, memory: int | Sequence[int] | None, call: str
+) -> tuple[int, ...]:
     if memory is None:
         free = next((one.memory_free for one in list_devices("GPU") if one.name == name), None)
         if free is None:
             raise ValueError(
-                f"{call}: the parts of a GPU need a memory limit, and how much is free is not "
-                "known here. Give bytes, as in memory=4 * 1024**3, or install the extra that asks "
+                f"{call}: the parts of a GPU need a memory limit, and the free memory of {name} is "
+                "unknown. Give bytes, such as memory=4 * 1024**3, or install the extra that asks "
                 "the driver: pip install 'tfmultigpu[nvml]'."
             )
         memory = int(0.9 * free) // parts
     sizes = (memory,) * parts if isinstance(memory, int) else tuple(memory)
     if len(sizes) != parts:
         raise ValueError(
-            f"{call}: {len(sizes)} memory limits for {parts} parts. Give one number for all, or "
+            f"{call} has {len(sizes)} memory limits for {parts} parts. Give one number for all, or "
             "one per part."
         )
     _check_bytes(sizes, name, call)
@@ -295,11 +299,12 @@ def _check_bytes(sizes: Sequence[int], name: str, call: str) -> None:
     total = next((one.memory_total for one in list_devices("GPU") if one.name == name), None)
     if total is not None and sum(sizes) > total:
         raise ValueError(
-            f"{call}: {sum(sizes)} bytes in all, but {name} has {total}. Ask for less."
+            f"{call} asks for {sum(sizes)} bytes in all, but {name} has {total}. Ask for less."
         )
 
 
-def _divide(config: Any, wanted: Mapping[Any, tuple[int | None, ...]], call: str) -> None:
+def _configure(config: Any, wanted: Mapping[Any, tuple[int | None, ...]], call: str) -> None:
+    """Splits or limits devices: memory limits in bytes, one per part, by physical device."""
     settings = {}
     for physical, sizes in wanted.items():
         setting = [
@@ -317,23 +322,23 @@ def _divide(config: Any, wanted: Mapping[Any, tuple[int | None, ...]], call: str
     if settings and growing and not _growth_forced():
         raise DeviceSettingsError(
             f"{call} came after memory growth was turned on for {listed(growing)}. TensorFlow "
-            "drops memory growth of every GPU, without a word, as soon as any device is split or "
-            "limited, the CPU included. Take out enable_memory_growth(), and if memory should "
-            f"still grow, set {_FORCE_GROWTH} before the first operation."
+            "drops memory growth of every GPU, without a message, if any device is split or "
+            "limited, even the CPU. Remove enable_memory_growth(). If memory should still grow, "
+            f"set {_FORCE_GROWTH} before the first operation."
         )
-    # TensorFlow cannot take a split back, so everything that can be refused was checked above;
-    # what is left, devices that have started, refuses the first of these and so all.
+    # TensorFlow cannot undo a split, so the checks come first. The one error left, devices that
+    # have started, comes from the first call, before anything has changed.
     for physical, setting in settings.items():
         try:
             config.set_logical_device_configuration(physical, setting)
         except RuntimeError as error:
-            raise _too_late(call) from error
+            raise _devices_started_error(call) from error
 
 
-def _too_late(call: str) -> DevicesInitializedError:
+def _devices_started_error(call: str) -> DevicesInitializedError:
     return DevicesInitializedError(
-        f"{call} came after TensorFlow had started its devices; from then on they cannot be "
-        "changed, and nothing was. What starts them: the first tensor, tf.Variable, tf.data "
+        f"{call} came after TensorFlow had started its devices. Their settings are final then, so "
+        "nothing was changed. These start the devices: the first tensor, tf.Variable, tf.data "
         "dataset or tf.random.Generator, a Keras model, optimizer or metric, any tf.distribute "
         "strategy, tf.config.list_logical_devices and tf.config.experimental.get_memory_info. "
         "Move this line up, directly after the imports; in a notebook restart the kernel first."

@@ -1,8 +1,7 @@
-"""What is here: the physical devices of this machine, and the logical devices they become.
+"""Physical devices of this machine, and the logical devices that programs run on.
 
-*Physical* devices are what the machine has. *Logical* devices are what programs run on: one for
-each visible physical device, or several where it was split. Nothing here starts a device, so
-everything may still be set afterwards.
+TensorFlow makes one *logical* device of each visible *physical* device, or several if it is split.
+No function here starts a device, so device settings remain possible.
 """
 
 from __future__ import annotations
@@ -33,14 +32,14 @@ class Device:
     """A physical device.
 
     Attributes:
-        name: `"GPU:0"`; TensorFlow's number among the devices that CUDA shows to this process.
+        name: `"GPU:0"`; the index counts the devices that CUDA shows to this process.
         kind: `"CPU"`, `"GPU"` or `"TPU"`.
-        index: the number in `name`.
-        description: the model, such as `"NVIDIA H200"`; empty where TensorFlow has none.
-        compute_capability: of a CUDA GPU, such as `(9, 0)`; otherwise `None`.
-        memory_total: bytes; `None` for all but NVIDIA GPUs, without the extra `nvml`, or where
-            it is not certain which GPU of the driver this is.
-        memory_free: bytes that no process had taken when the device was listed; `None` as above.
+        index: The number in `name`.
+        description: The model, such as `"NVIDIA H200"`; empty if TensorFlow does not know it.
+        compute_capability: Of a CUDA GPU, such as `(9, 0)`; otherwise `None`.
+        memory_total: Bytes; `None` without the extra `nvml`, for all but NVIDIA GPUs, and if the
+            driver's GPU cannot be identified with certainty.
+        memory_free: Bytes that no process had taken when the device was listed; `None` as above.
     """
 
     name: str
@@ -53,10 +52,10 @@ class Device:
 
 
 def list_devices(kind: str | None = None) -> tuple[Device, ...]:
-    """List the physical devices of this machine, hidden and split ones included; starts none.
+    """Lists the physical devices of this machine, including hidden and split ones; starts none.
 
-    A GPU that was split is still one entry: its parts are in `list_logical_devices`. Memory
-    needs the extra `nvml`.
+    A split GPU is one entry here; `list_logical_devices` lists its parts. Memory needs the extra
+    `nvml`.
 
     Args:
         kind: `"CPU"`, `"GPU"`, `"TPU"`, or `None` for all.
@@ -80,9 +79,9 @@ def list_devices(kind: str | None = None) -> tuple[Device, ...]:
 
 
 def visible_devices(kind: str | None = None) -> tuple[Device, ...]:
-    """List the physical devices that TensorFlow uses or will use; starts none.
+    """Lists the physical devices that TensorFlow uses or will use; starts none.
 
-    All of `list_devices`, unless `restrict_devices` or TensorFlow's own setter hid some.
+    Leaves out devices that `restrict_devices` or `tf.config.set_visible_devices` hid.
 
     Args:
         kind: `"CPU"`, `"GPU"`, `"TPU"`, or `None` for all.
@@ -97,13 +96,13 @@ def visible_devices(kind: str | None = None) -> tuple[Device, ...]:
 
 
 def logical_to_physical() -> dict[str, str]:
-    """Map every logical device to the physical device it is, or is a part of; starts none.
+    """Maps every logical device to its physical device; starts none.
 
-    Two logical GPUs with one physical GPU behind them share its memory and its time, and cannot
-    talk through NCCL. Hiding `GPU:0` makes the physical `GPU:1` the logical `GPU:0`.
+    Two logical GPUs on one physical GPU share its memory and its time, and NCCL cannot join them.
+    If `GPU:0` is hidden, the physical `GPU:1` is the logical `GPU:0`.
 
     Returns:
-        Short names to short names, in order. TPU cores appear once TensorFlow lists them as
+        Short names by short name, in order. TPU cores appear once TensorFlow lists them as
         physical devices.
 
     Example:
@@ -124,16 +123,13 @@ def logical_to_physical() -> dict[str, str]:
 
 
 def list_logical_devices(kind: str | None = None) -> tuple[str, ...]:
-    """Name the devices that strategies and `tf.device` may use; starts none.
-
-    The names follow from which physical devices are visible and how they were split. Both are
-    final once TensorFlow has started its devices, so the answer holds before and after.
+    """Lists the names that strategies and `tf.device` accept; starts no device.
 
     Args:
         kind: `"CPU"`, `"GPU"`, `"TPU"`, or `None` for all.
 
     Returns:
-        Short names; the indices of a kind count over all its devices and their parts.
+        Short names; indices count all devices of a kind and their parts.
 
     Example:
         >>> list_logical_devices("CPU")[0]
@@ -148,12 +144,12 @@ def describe_devices(
     gpus: Sequence[NvmlGpu],
     environment: Mapping[str, str],
 ) -> tuple[Device, ...]:
-    """Put together what TensorFlow and the NVIDIA driver each know; pure.
+    """Combines what TensorFlow and the NVIDIA driver know; pure.
 
     Args:
         found: TensorFlow's name and details (`device_name`, `compute_capability`) of each device.
-        gpus: what `nvml.read_gpus` returned.
-        environment: `CUDA_VISIBLE_DEVICES` and `CUDA_DEVICE_ORDER` decide which is which.
+        gpus: The result of `nvml.read_gpus`.
+        environment: The environment variables of this process.
     """
     named = [(parse_device_name(name), details) for name, details in found]
     models = {
@@ -179,10 +175,10 @@ def describe_devices(
 
 
 def logical_names(parts: Iterable[tuple[str, int]]) -> dict[str, str]:
-    """Number the logical devices as TensorFlow does: by kind, over all physical devices; pure.
+    """Numbers logical devices as TensorFlow does, by kind over all physical devices; pure.
 
     Args:
-        parts: each visible physical device in order, with the number of its parts.
+        parts: Each visible physical device in order, with the number of its parts.
 
     Example:
         >>> logical_names([("CPU:0", 1), ("GPU:0", 2), ("GPU:2", 1)])

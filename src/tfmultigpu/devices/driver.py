@@ -1,4 +1,4 @@
-"""What the NVIDIA driver sees, and whether there is one: asked without starting a GPU."""
+"""Facts about the NVIDIA driver and its GPUs, read without starting a GPU."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ _MIB = 1024**2
 
 @dataclass(frozen=True)
 class Driver:
-    """What is known of the driver.
+    """Facts about the driver.
 
     Attributes:
-        version: Of the driver, such as ``"550.54.15"``; None where there is none.
-        cuda: The newest CUDA it can run, such as ``(12, 4)``; None where it is not known.
-        gpus: The GPUs it sees, in the order of the bus.
-        source: Who said so: ``"nvml"``, ``"nvidia-smi"``, ``"/proc"`` or ``""``.
-        has_package: Whether the extra ``nvml`` is installed.
-        problem: What the driver answered instead; empty where it answered.
-        cards: NVIDIA cards on the PCI bus, driver or not.
-        files: GPUs whose device file (``/dev/nvidia0``) this process can see; None where there is
-            no such folder to look into.
+        version: Such as ``"550.54.15"``; None without a driver.
+        cuda: The newest CUDA the driver can run, such as ``(12, 4)``; None if unknown.
+        gpus: The GPUs of the driver, in PCI order.
+        source: The source of these facts: ``"nvml"``, ``"nvidia-smi"``, ``"/proc"`` or ``""``.
+        has_package: The extra ``nvml`` is installed.
+        problem: The reason why the driver did not answer; empty if it did.
+        cards: Number of NVIDIA cards on the PCI bus, with or without a driver.
+        files: Number of GPU device files (``/dev/nvidia0``) that this process sees; None without
+            a ``/dev``.
     """
 
     version: str | None = None
@@ -47,22 +47,22 @@ class Driver:
 
     @property
     def unreachable(self) -> bool:
-        """Whether there is a driver whose GPUs this process cannot open, as in a container."""
+        """True if this process cannot open the driver's GPUs, as in a container without them."""
         return self.source == "/proc" and self.files == 0
 
 
 def ask_driver(root: Path = Path("/")) -> Driver:
-    """Ask NVML, else ``nvidia-smi``, else the files of the driver; starts no GPU.
+    """Asks NVML, else ``nvidia-smi``, else the driver's files in ``/proc``; starts no GPU.
 
     Args:
-        root: Where ``proc``, ``sys`` and ``dev`` are.
+        root: The folder of ``proc``, ``sys`` and ``dev``.
 
     Example:
         >>> ask_driver().cards >= 0
         True
     """
-    cards, files = _cards(root), _device_files(root)
-    nvml, has_package = _package()
+    cards, files = _count_cards(root), _count_device_files(root)
+    nvml, has_package = _import_pynvml()
     problem = ""
     if nvml is not None:
         try:
@@ -81,22 +81,23 @@ def ask_driver(root: Path = Path("/")) -> Driver:
                 problem = str(error)
             finally:
                 nvml.nvmlShutdown()
-    version, gpus, said = _nvidia_smi()
+    version, gpus, smi_problem = _ask_nvidia_smi()
     if version is not None:
         return Driver(version, None, gpus, "nvidia-smi", has_package, "", cards, files)
-    version, gpus = _files(root)
+    version, gpus = _read_proc(root)
     source = "/proc" if version is not None else ""
-    return Driver(version, None, gpus, source, has_package, problem or said, cards, files)
+    return Driver(version, None, gpus, source, has_package, problem or smi_problem, cards, files)
 
 
-def _package() -> tuple[Any, bool]:
+def _import_pynvml() -> tuple[Any, bool]:
     try:
         return importlib.import_module("pynvml"), True
     except ImportError:
         return None, False
 
 
-def _nvidia_smi() -> tuple[str | None, tuple[NvmlGpu, ...], str]:
+def _ask_nvidia_smi() -> tuple[str | None, tuple[NvmlGpu, ...], str]:
+    """Returns the driver's version, its GPUs, and the problem if there is one."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return None, (), "nvidia-smi is not there"
@@ -108,8 +109,8 @@ def _nvidia_smi() -> tuple[str | None, tuple[NvmlGpu, ...], str]:
     rows = [[cell.strip() for cell in line.split(",")] for line in result.stdout.splitlines()]
     rows = [row for row in rows if len(row) == 5]
     if result.returncode or not rows:
-        said = (result.stdout or result.stderr).strip().splitlines()
-        return None, (), f"nvidia-smi: {said[0] if said else f'exit {result.returncode}'}"
+        lines = (result.stdout or result.stderr).strip().splitlines()
+        return None, (), f"nvidia-smi: {lines[0] if lines else f'exit {result.returncode}'}"
     gpus = tuple(NvmlGpu(row[0], row[1], _bytes(row[2]), _bytes(row[3])) for row in rows)
     return rows[0][4], gpus, ""
 
@@ -118,7 +119,7 @@ def _bytes(mebibytes: str) -> int | None:
     return int(mebibytes) * _MIB if mebibytes.isdecimal() else None
 
 
-def _files(root: Path) -> tuple[str | None, tuple[NvmlGpu, ...]]:
+def _read_proc(root: Path) -> tuple[str | None, tuple[NvmlGpu, ...]]:
     folder = root / "proc" / "driver" / "nvidia"
     try:
         text = (folder / "version").read_text()
@@ -128,12 +129,12 @@ def _files(root: Path) -> tuple[str | None, tuple[NvmlGpu, ...]]:
     gpus = []
     for path in sorted(folder.glob("gpus/*/information")):
         entries = dict(line.split(":", 1) for line in path.read_text().splitlines() if ":" in line)
-        named = {key.strip(): value.strip() for key, value in entries.items()}
-        gpus.append(NvmlGpu(named.get("GPU UUID", ""), named.get("Model", "")))
+        fields = {key.strip(): value.strip() for key, value in entries.items()}
+        gpus.append(NvmlGpu(fields.get("GPU UUID", ""), fields.get("Model", "")))
     return match[1] if match else "unknown", tuple(gpus)
 
 
-def _cards(root: Path) -> int:
+def _count_cards(root: Path) -> int:
     found = 0
     for device in (root / "sys" / "bus" / "pci" / "devices").glob("*"):
         try:
@@ -144,7 +145,7 @@ def _cards(root: Path) -> int:
     return found
 
 
-def _device_files(root: Path) -> int | None:
+def _count_device_files(root: Path) -> int | None:
     folder = root / "dev"
     if not folder.is_dir():
         return None

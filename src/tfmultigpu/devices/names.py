@@ -1,4 +1,4 @@
-"""Device names: one spelling for all of TensorFlow's; what was asked for against what exists."""
+"""Device names: one short spelling, and checks that requested devices exist."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _NOT_A_KIND = frozenset({"JOB", "REPLICA", "TASK", "DEVICE", "PHYSICAL_DEVICE"})
 
 
 def parse_device_name(name: str) -> str:
-    """Write a device name the short way, `"GPU:0"`, whichever way TensorFlow spelled it.
+    """Shortens a device name of TensorFlow to `"GPU:0"`.
 
-    Job, replica and task are dropped: the result names a device of this process.
+    Drops job, replica and task: the result names a device of this process.
 
     Args:
         name: `"GPU:0"`, `"gpu:0"`, `"/gpu:0"`, `"/device:GPU:0"`, `"/physical_device:GPU:0"` or
@@ -31,7 +31,7 @@ def parse_device_name(name: str) -> str:
 
     Raises:
         TypeError: `name` is not a string.
-        ValueError: `name` does not name one device by kind and index.
+        ValueError: `name` has no kind or no index.
 
     Example:
         >>> parse_device_name("/job:localhost/replica:0/task:0/device:GPU:1")
@@ -39,7 +39,7 @@ def parse_device_name(name: str) -> str:
     """
     if not isinstance(name, str):
         hint = f' Write "GPU:{name}".' if isinstance(name, int) else ' Write "GPU:0".'
-        raise TypeError(f"A device is named by kind and index.{hint} Received: name={name!r}")
+        raise TypeError(f"A device name is a string.{hint} Received: name={name!r}")
     match = _NAME.fullmatch(name.strip())
     if match is None or match["kind"].upper() in _NOT_A_KIND:
         raise ValueError(
@@ -52,20 +52,20 @@ def parse_device_name(name: str) -> str:
 def resolve_devices(
     asked: int | str | Sequence[str] | None, existing: Sequence[str]
 ) -> tuple[str, ...]:
-    """Turn what was asked for into device names that exist.
+    """Resolves a request for devices to names that exist.
 
     Args:
-        asked: `None` for all of `existing`; a count for the first so many of them; one name, or
-            a list of names in the order wanted.
-        existing: the names that may be used, in order; any spelling of `parse_device_name`.
+        asked: `None` for all of `existing`; a count for the first ones; one name; or a list of
+            names, whose order is kept.
+        existing: The usable names, in order; any spelling of `parse_device_name`.
 
     Returns:
         Short names, such as `("GPU:0", "GPU:1")`.
 
     Raises:
-        DeviceNotFoundError: a name is not among `existing`, or the count is larger than it.
+        DeviceNotFoundError: A name is not in `existing`, or the count is larger.
         TypeError: `asked` or one of its names has the wrong type.
-        ValueError: the list is empty or names a device twice, or the count is below 1.
+        ValueError: The list is empty or names a device twice, or the count is below 1.
 
     Example:
         >>> resolve_devices(2, ("GPU:0", "GPU:1", "GPU:2"))
@@ -78,13 +78,13 @@ def resolve_devices(
         return here
     if isinstance(asked, bool):
         raise TypeError(
-            f"devices is a count or a list of names, not a yes or no. Received: devices={asked!r}"
+            f"devices is a count or a list of names, not a boolean. Received: devices={asked!r}"
         )
-    if isinstance(asked, (int, Integral)):  # NumPy has integers of its own.
-        return _first(int(asked), here)
+    if isinstance(asked, (int, Integral)):  # Integral: integers of NumPy.
+        return _first_devices(int(asked), here)
     if isinstance(asked, (set, frozenset)):
         raise TypeError(
-            "devices is a set, which has no order, so replicas would be numbered by chance. "
+            "devices is a set, whose order is random, so the order of replicas would be too. "
             f"Received: devices={asked!r}. Write a list: devices={sorted(asked)!r}."
         )
     names = tuple(
@@ -92,14 +92,14 @@ def resolve_devices(
     )
     if not names:
         raise ValueError(
-            "devices is an empty list; TensorFlow would quietly take every device instead. "
+            "devices is an empty list. TensorFlow would take every device, without a message. "
             f"Name at least one of {listed(here)}, or leave devices out to use all. "
             f"Received: devices={asked!r}"
         )
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         raise ValueError(
-            f"{listed(twice)} is named more than once; two replicas cannot share one device. "
+            f"{listed(twice)} is named more than once. Two replicas cannot share one device. "
             f"Name each device once: devices={list(dict.fromkeys(names))!r}. "
             f"Received: devices={asked!r}"
         )
@@ -109,10 +109,10 @@ def resolve_devices(
     return names
 
 
-def _first(count: int, here: tuple[str, ...]) -> tuple[str, ...]:
+def _first_devices(count: int, here: tuple[str, ...]) -> tuple[str, ...]:
     if count < 1:
         raise ValueError(
-            "The number of devices must be at least 1; leave devices out to use all of "
+            "The number of devices must be at least 1. Leave devices out to use all of "
             f"{listed(here)}. Received: devices={count}"
         )
     if count > len(here):
@@ -122,7 +122,7 @@ def _first(count: int, here: tuple[str, ...]) -> tuple[str, ...]:
             + (
                 f"Ask for at most {len(here)}: devices={len(here)}. "
                 if here
-                else "Leave devices out to use what is there. "
+                else "Leave devices out. "
             )
             + f"Received: devices={count}"
         )
@@ -135,13 +135,13 @@ def _not_found(
     usable = [name for name in asked if name in here] or list(here[:1])
     return DeviceNotFoundError(
         f"No such device here: {listed(missing)}. Asked for: {listed(asked)}. "
-        f"Existing: {listed(here)}. TensorFlow would wait for a missing device for ever, or "
-        "quietly use the CPU in its place. "
+        f"Existing: {listed(here)}. TensorFlow would wait for a missing device for ever, or use "
+        "the CPU without a message. "
         + (f"Change the line to devices={usable!r}" if usable else "Leave devices out")
         + ", or make the device visible before TensorFlow starts (CUDA_VISIBLE_DEVICES)."
     )
 
 
 def listed(names: Sequence[str]) -> str:
-    """Join names for a message; `"none"` where there are none."""
+    """Joins names for a message; `"none"` if there are none."""
     return ", ".join(names) if names else "none"

@@ -1,9 +1,9 @@
-"""What the NVIDIA driver says about GPU memory, and which of its GPUs TensorFlow calls `GPU:0`.
+"""GPU memory from the NVIDIA driver, matched to the GPUs of TensorFlow.
 
-TensorFlow cannot tell the memory of a GPU without starting it; the driver can, through NVML (the
-package `nvidia-ml-py`, extra `nvml`). NVML numbers all GPUs of the machine by PCI bus, while
-TensorFlow sees those that CUDA shows to this process, in CUDA's order. Where the two cannot be
-matched with certainty the answer is "unknown": no number is better than another GPU's number.
+TensorFlow must start a GPU to know its memory. The driver knows it through NVML (the package
+`nvidia-ml-py`, extra `nvml`). NVML numbers all GPUs of the machine by PCI bus. TensorFlow sees the
+GPUs that CUDA shows to this process, in CUDA's order. If the two cannot be matched with certainty,
+the memory is unknown, because the number of another GPU would be wrong.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ __all__ = ["Nvml", "NvmlGpu", "match_gpus", "read_gpus", "visible_gpus"]
 
 @dataclass(frozen=True)
 class NvmlGpu:
-    """A GPU, or a MIG instance of one, as the driver sees it.
+    """A GPU of the driver, or a MIG instance of one.
 
     Attributes:
         uuid: `"GPU-..."` or `"MIG-..."`.
-        name: the model, such as `"NVIDIA A100-SXM4-80GB"`.
-        memory_total: bytes, or `None` where the driver does not say.
-        memory_free: bytes free now, counting every process, or `None`.
-        mig_mode: whether the GPU is cut into MIG instances; CUDA then runs on one of those.
-        instances: the MIG instances.
+        name: The model, such as `"NVIDIA A100-SXM4-80GB"`.
+        memory_total: Bytes; `None` if the driver does not know them.
+        memory_free: Bytes that no process has taken; `None` if the driver does not know them.
+        mig_mode: The GPU is divided into MIG instances; CUDA then uses one of those.
+        instances: The MIG instances.
     """
 
     uuid: str
@@ -39,7 +39,7 @@ class NvmlGpu:
 
 
 class Nvml(Protocol):
-    """The few functions of the module `pynvml` that are used here."""
+    """The functions of the module `pynvml` that this library uses."""
 
     NVMLError: type[Exception]
 
@@ -58,13 +58,13 @@ class Nvml(Protocol):
 
 
 def read_gpus(nvml: Nvml | None = None) -> tuple[NvmlGpu, ...]:
-    """Ask the driver for all GPUs of the machine, in PCI order; creates no CUDA context.
+    """Asks the driver for all GPUs of the machine, in PCI order; creates no CUDA context.
 
     Args:
-        nvml: the module `pynvml`, or one like it; imported if not given.
+        nvml: The module `pynvml`, or one like it; imported if not given.
 
     Returns:
-        The GPUs; empty without the package, without a driver, or where the driver refuses.
+        The GPUs; empty without the package, without a driver, or if one GPU does not answer.
 
     Example:
         >>> for gpu in read_gpus():
@@ -83,24 +83,24 @@ def read_gpus(nvml: Nvml | None = None) -> tuple[NvmlGpu, ...]:
         handles = [
             nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())
         ]
-        return tuple(_read(nvml, handle) for handle in handles)
+        return tuple(_read_gpu(nvml, handle) for handle in handles)
     except nvml.NVMLError:
-        # One GPU that does not answer shifts the numbers of all that follow.
+        # Leaving out the GPU that does not answer would renumber those after it.
         return ()
     finally:
         nvml.nvmlShutdown()
 
 
 def visible_gpus(gpus: Sequence[NvmlGpu], asked: str | None) -> tuple[NvmlGpu, ...]:
-    """Choose the GPUs that `CUDA_VISIBLE_DEVICES` shows, in the order it shows them.
+    """Returns the GPUs that CUDA shows for a value of `CUDA_VISIBLE_DEVICES`, in that order.
 
-    The first entry that names no GPU ends the list, `-1` included; an entry that appears twice
-    empties it; entries of another sort than the first (indices, `GPU-`, `MIG-`) end it; of MIG
-    instances CUDA uses the first only.
+    CUDA stops at the first entry that does not name a GPU, such as `-1`. It also stops at an entry
+    of another form than the first one (index, `GPU-`, `MIG-`). CUDA shows no GPU if an entry
+    appears twice. Of several MIG instances it uses the first.
 
     Args:
-        gpus: all GPUs of the machine, in the order that indices count.
-        asked: the value of `CUDA_VISIBLE_DEVICES`; `None` where it is not set.
+        gpus: All GPUs of the machine, in the order of their indices.
+        asked: The value of `CUDA_VISIBLE_DEVICES`; `None` if it is not set.
 
     Example:
         >>> two = (NvmlGpu("GPU-aa", "A100"), NvmlGpu("GPU-bb", "A100"))
@@ -112,33 +112,33 @@ def visible_gpus(gpus: Sequence[NvmlGpu], asked: str | None) -> tuple[NvmlGpu, .
     if asked is None:
         return tuple(gpus)
     entries = [entry.strip() for entry in asked.split(",")]
-    sort = _sort(entries[0])
+    form = _entry_form(entries[0])
     chosen: list[NvmlGpu] = []
     for entry in entries:
-        gpu = _named(entry, gpus) if _sort(entry) == sort else None
+        gpu = _find_gpu(entry, gpus) if _entry_form(entry) == form else None
         if gpu is None:
             break
         if gpu in chosen:
             return ()
         chosen.append(gpu)
-    return tuple(chosen[:1] if sort == "MIG-" else chosen)
+    return tuple(chosen[:1] if form == "MIG-" else chosen)
 
 
 def match_gpus(
     models: Sequence[str | None], gpus: Sequence[NvmlGpu], environment: Mapping[str, str]
 ) -> tuple[NvmlGpu | None, ...]:
-    """Find the driver's GPU for each GPU of TensorFlow; `None` where it is not certain.
+    """Finds the driver's GPU for each GPU of TensorFlow; `None` if it is not certain.
 
-    CUDA numbers equal GPUs by PCI bus, as NVML does. GPUs of different models it numbers by
-    speed, in an order that NVML does not know, unless `CUDA_DEVICE_ORDER=PCI_BUS_ID`.
+    CUDA numbers equal GPUs by PCI bus, as NVML does. It numbers different models by speed, which
+    NVML does not know, unless `CUDA_DEVICE_ORDER=PCI_BUS_ID`.
 
     Args:
-        models: TensorFlow's description of GPU:0, GPU:1, ...; `None` where it has none.
-        gpus: all GPUs of the machine, from `read_gpus`.
-        environment: `CUDA_VISIBLE_DEVICES` and `CUDA_DEVICE_ORDER` as the process started with.
+        models: TensorFlow's description of GPU:0, GPU:1, ...; `None` if it has none.
+        gpus: All GPUs of the machine, from `read_gpus`.
+        environment: The environment variables that the process started with.
 
     Returns:
-        As many as `models`.
+        One entry for each of `models`.
 
     Example:
         >>> two = (NvmlGpu("GPU-aa", "Tesla T4"), NvmlGpu("GPU-bb", "NVIDIA A100"))
@@ -147,16 +147,18 @@ def match_gpus(
     """
     unknown: tuple[None, ...] = (None,) * len(models)
     asked = environment.get("CUDA_VISIBLE_DEVICES")
-    by_uuid = asked is not None and _sort(asked.split(",")[0].strip()) != "index"
+    by_uuid = asked is not None and _entry_form(asked.split(",")[0].strip()) != "index"
     if any(gpu.mig_mode for gpu in (visible_gpus(gpus, asked) if by_uuid else gpus)):
         return unknown
     equal = len({gpu.name for gpu in gpus}) <= 1
     by_bus = environment.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID"
     if not (by_uuid or by_bus or equal):
         return _match_by_model(models, gpus, renumbered=asked is not None)
-    # TensorFlow leaves out GPUs that are too small or too old: always all of one model.
-    shown = [gpu for gpu in visible_gpus(gpus, asked) if any(_same(model, gpu) for model in models)]
-    if len(shown) != len(models) or not all(map(_same, models, shown)):
+    # TensorFlow leaves out GPUs that are too small or too old, always all of one model.
+    shown = [
+        gpu for gpu in visible_gpus(gpus, asked) if any(_same_model(model, gpu) for model in models)
+    ]
+    if len(shown) != len(models) or not all(map(_same_model, models, shown)):
         return unknown
     return tuple(shown)
 
@@ -166,36 +168,36 @@ def _match_by_model(
 ) -> tuple[NvmlGpu | None, ...]:
     found: list[NvmlGpu | None] = []
     for position, model in enumerate(models):
-        alike = [gpu for gpu in gpus if model is not None and _same(model, gpu)]
+        alike = [gpu for gpu in gpus if model is not None and _same_model(model, gpu)]
         certain = len(alike) == models.count(model) and (len(alike) == 1 or not renumbered)
         found.append(alike[models[:position].count(model)] if certain else None)
     return tuple(found)
 
 
-def _same(model: str | None, gpu: NvmlGpu) -> bool:
+def _same_model(model: str | None, gpu: NvmlGpu) -> bool:
     def plain(name: str) -> str:
         return name.lower().removeprefix("nvidia ").strip()
 
     return model is None or plain(model) == plain(gpu.name)
 
 
-def _sort(entry: str) -> str:
+def _entry_form(entry: str) -> str:
     return next((prefix for prefix in ("GPU-", "MIG-") if entry.startswith(prefix)), "index")
 
 
-def _named(entry: str, gpus: Sequence[NvmlGpu]) -> NvmlGpu | None:
-    sort = _sort(entry)
-    if sort == "index":
-        # CUDA reads the number an entry begins with, as C does: "1gpu" is 1.
+def _find_gpu(entry: str, gpus: Sequence[NvmlGpu]) -> NvmlGpu | None:
+    form = _entry_form(entry)
+    if form == "index":
+        # CUDA reads the leading number of an entry, as C does: "1gpu" is 1.
         number = re.match(r"\+?\d+", entry)
         index = int(number[0]) if number else len(gpus)
         return gpus[index] if index < len(gpus) else None
-    among = gpus if sort == "GPU-" else [part for gpu in gpus for part in gpu.instances]
-    begun = [gpu for gpu in among if gpu.uuid.startswith(entry)]
-    return begun[0] if len(begun) == 1 else None
+    candidates = gpus if form == "GPU-" else [part for gpu in gpus for part in gpu.instances]
+    matches = [gpu for gpu in candidates if gpu.uuid.startswith(entry)]
+    return matches[0] if len(matches) == 1 else None
 
 
-def _read(nvml: Nvml, handle: Any) -> NvmlGpu:
+def _read_gpu(nvml: Nvml, handle: Any) -> NvmlGpu:
     total, free = _memory(nvml, handle)
     parts = _instances(nvml, handle)
     return NvmlGpu(
@@ -212,7 +214,7 @@ def _memory(nvml: Nvml, handle: Any) -> tuple[int | None, int | None]:
     try:
         memory = nvml.nvmlDeviceGetMemoryInfo(handle)
     except nvml.NVMLError:
-        return None, None  # GPUs that share the memory of the CPU have none of their own
+        return None, None  # GPUs that share the memory of the CPU
     return int(memory.total), int(memory.free)
 
 

@@ -1,4 +1,4 @@
-"""Diagnostics: what is wrong with a machine or a program, and what to change."""
+"""Diagnostics: reports on a machine or a program, with the line to change."""
 
 from tfmultigpu.diagnostics.doctor import doctor
 from tfmultigpu.diagnostics.explain import explain

@@ -1,4 +1,4 @@
-"""``doctor``: what is wrong with this machine, and what to change."""
+"""``doctor``: a report on this machine, with the line to change."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import dataclasses
 from collections import Counter
 from collections.abc import Mapping
 
-from tfmultigpu.diagnostics.environment import concealed, describe_variables
-from tfmultigpu.diagnostics.machine import Machine, look_around
+from tfmultigpu.diagnostics.environment import describe_variables, redact
+from tfmultigpu.diagnostics.machine import Machine, inspect_machine
 from tfmultigpu.diagnostics.machine_checks import find_causes
 from tfmultigpu.diagnostics.report import Report, ordered
 from tfmultigpu.steps.verification import outcomes
@@ -18,29 +18,29 @@ _UNKNOWN = "not known"
 
 
 def doctor(*, show_addresses: bool = False) -> Report:
-    """Say what TensorFlow and the driver see here, what is wrong, and which line to change.
+    """Reports why TensorFlow uses one GPU or none here, and which line to change.
 
-    Starts no device and changes nothing. Addresses and paths are not shown unless asked for, so
-    the text can be pasted into an issue. ``python -m tfmultigpu doctor`` prints it. An address in
-    ``TPU_NAME`` is dialled once, for four seconds at most.
+    Starts no device and changes nothing. Leaves out addresses and paths, so that you can paste the
+    report into an issue. Dials an address in ``TPU_NAME`` once, for four seconds at most.
+    ``python -m tfmultigpu doctor`` prints the report.
 
     Args:
-        show_addresses: Show TF_CONFIG and the address of a TPU as they are.
+        show_addresses: Show TF_CONFIG and the address of a TPU unchanged.
 
     Returns:
         The report: findings, the most serious first, then versions, devices, variables and the
-        strategy that would be created.
+        strategy that ``create_strategy()`` would create.
 
     Example:
         >>> report = doctor()
         >>> print(str(report).splitlines()[0])  # doctest: +ELLIPSIS
         tfmultigpu doctor: ...
     """
-    report = report_on(look_around(), show_addresses=show_addresses)
+    report = report_on(inspect_machine(), show_addresses=show_addresses)
     if verified := outcomes():
         counts = Counter(one.outcome for one in verified)
-        said = {f"steps {outcome}": str(count) for outcome, count in sorted(counts.items())}
-        report = dataclasses.replace(report, facts={**report.facts, "verification": said})
+        steps = {f"steps {outcome}": str(count) for outcome, count in sorted(counts.items())}
+        report = dataclasses.replace(report, facts={**report.facts, "verification": steps})
     return report
 
 
@@ -48,11 +48,11 @@ def report_on(machine: Machine, *, show_addresses: bool = False) -> Report:
     """Returns the report on a machine; pure."""
     secrets = {} if show_addresses else machine.environment
     facts = {
-        "versions": {**machine.versions, **_cuda(machine)},
-        "devices": _devices(machine),
+        "versions": {**machine.versions, **_cuda_versions(machine)},
+        "devices": _device_facts(machine),
         "environment": describe_variables(machine.environment, addresses=show_addresses)
         or {"variables": "none of those that matter is set"},
-        "strategy": _strategy(machine, secrets),
+        "strategy": _strategy_facts(machine, secrets),
     }
     used, seen = len(machine.used_gpus), max(len(machine.driver.gpus), len(machine.gpus))
     seen = max(seen, machine.driver.cards)
@@ -60,13 +60,13 @@ def report_on(machine: Machine, *, show_addresses: bool = False) -> Report:
     return Report(title, ordered(find_causes(machine)), facts)
 
 
-def _cuda(machine: Machine) -> dict[str, str]:
+def _cuda_versions(machine: Machine) -> dict[str, str]:
     driver = machine.driver
     if driver.version is None:
-        said = f"none ({driver.problem})" if driver.problem else "none"
+        version = f"none ({driver.problem})" if driver.problem else "none"
     else:
         cuda = f", CUDA up to {driver.cuda[0]}.{driver.cuda[1]}" if driver.cuda else ""
-        said = f"{driver.version} (by {driver.source}{cuda})"
+        version = f"{driver.version} (by {driver.source}{cuda})"
     found = {name: version or "not found" for name, version in machine.libraries.items()}
     return {
         "keras backend": f"{machine.backend} ({machine.backend_source})",
@@ -76,11 +76,11 @@ def _cuda(machine: Machine) -> dict[str, str]:
         "cuDNN built against": machine.cudnn_built or "none",
         "cuDNN found": found.pop("cudnn", _UNKNOWN),
         "other libraries": ", ".join(f"{name} {one}" for name, one in found.items()) or _UNKNOWN,
-        "NVIDIA driver": said,
+        "NVIDIA driver": version,
     }
 
 
-def _devices(machine: Machine) -> dict[str, str]:
+def _device_facts(machine: Machine) -> dict[str, str]:
     found = {
         "the bus": f"{machine.driver.cards} NVIDIA card(s)",
         "the driver": f"{len(machine.driver.gpus)} GPU(s)",
@@ -93,17 +93,17 @@ def _devices(machine: Machine) -> dict[str, str]:
         found[f"driver: {gpu.uuid[:12]}"] = f"{gpu.name}, {memory}{mode}"
     for device in machine.devices:
         parts = [name for name, owner in machine.logical.items() if owner == device.name]
-        said = [device.description] if device.description else []
+        facts = [device.description] if device.description else []
         if device.compute_capability:
-            said.append("compute capability " + ".".join(map(str, device.compute_capability)))
+            facts.append("compute capability " + ".".join(map(str, device.compute_capability)))
         if device.kind == "GPU":
-            said.append(_memory(device.memory_total, device.memory_free))
+            facts.append(_memory(device.memory_total, device.memory_free))
             if device.name in machine.growth:
-                said.append(f"memory growth {'on' if machine.growth[device.name] else 'off'}")
+                facts.append(f"memory growth {'on' if machine.growth[device.name] else 'off'}")
         if device.name in machine.limits:
-            said.append("split or limited")
-        said.append(f"runs as {', '.join(parts)}" if parts else "hidden")
-        found[device.name] = ", ".join(said)
+            facts.append("split or limited")
+        facts.append(f"runs as {', '.join(parts)}" if parts else "hidden")
+        found[device.name] = ", ".join(facts)
     return found
 
 
@@ -114,9 +114,9 @@ def _memory(total: int | None, free: int | None) -> str:
     return text if free is None else f"{text} of which {free / 1024**3:.1f} free"
 
 
-def _strategy(machine: Machine, secrets: Mapping[str, str]) -> dict[str, str]:
+def _strategy_facts(machine: Machine, secrets: Mapping[str, str]) -> dict[str, str]:
     if machine.plan is None:
-        return {"would be": concealed(f"an error: {machine.plan_problem}", secrets)}
+        return {"would be": redact(f"an error: {machine.plan_problem}", secrets)}
     plan = machine.plan
     facts = {
         "would be": f"{plan.kind}, {plan.num_replicas or 'unknown'} replica(s)",
@@ -125,4 +125,4 @@ def _strategy(machine: Machine, secrets: Mapping[str, str]) -> dict[str, str]:
         "gradients by": f"{plan.communication}: {plan.communication_reason}",
         **{f"not {kind}": why for kind, why in plan.rejected.items()},
     }
-    return {name: concealed(text, secrets) for name, text in facts.items()}
+    return {name: redact(text, secrets) for name, text in facts.items()}

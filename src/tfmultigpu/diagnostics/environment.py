@@ -1,7 +1,6 @@
-"""The environment variables that matter, shown without what is nobody else's business.
+"""Environment variables for a report, without addresses, paths and unexpected values.
 
-Addresses, paths and anything unexpected are counted or left out: the report is made to be pasted
-into a public issue.
+Users paste the report into public issues.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from typing import Any
 
 from tfmultigpu.clusters.sources import SOURCES
 
-__all__ = ["concealed", "describe_variables", "relevant"]
+__all__ = ["describe_variables", "redact", "redact_devices"]
 
 _LISTS = ("CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES")
 _PATHS = ("CUDA_HOME", "KERAS_HOME", "LD_LIBRARY_PATH")
@@ -45,8 +44,7 @@ _NOT_SHOWN = "set (not shown)"
 _HIDDEN = "<not shown>"
 
 
-def relevant(environ: Mapping[str, str]) -> dict[str, str]:
-    """Returns those variables that are set and matter, by name."""
+def _relevant(environ: Mapping[str, str]) -> dict[str, str]:
     named = {*_LISTS, *_PATHS, *_ADDRESSES, *_FLAGS, *_WORDS, *_OF_CLUSTERS}
     return {
         name: value
@@ -56,24 +54,24 @@ def relevant(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def describe_variables(environ: Mapping[str, str], *, addresses: bool = False) -> dict[str, str]:
-    """Returns what may be shown of each variable that is set and matters.
+    """Returns a description of each relevant variable, safe to publish.
 
     Args:
         environ: The environment.
-        addresses: Whether addresses are shown too.
+        addresses: Show addresses.
 
     Example:
         >>> describe_variables({"CUDA_VISIBLE_DEVICES": "0", "HOME": "/home/ada"})
         {'CUDA_VISIBLE_DEVICES': "'0'"}
     """
     shown = {}
-    for name, value in relevant(environ).items():
+    for name, value in _relevant(environ).items():
         if name == "TF_CONFIG":
-            text = repr(value) if addresses else _structure(value)
+            text = repr(value) if addresses else _describe_tf_config(value)
         elif name in _ADDRESSES:
             text = repr(value) if addresses else _NOT_SHOWN
         elif name in _LISTS:
-            text = devices_shown(value)
+            text = redact_devices(value)
         elif name in _PATHS:
             text = f"set, {len([part for part in value.split(':') if part])} path(s)"
         elif name in _FLAGS:
@@ -84,8 +82,8 @@ def describe_variables(environ: Mapping[str, str], *, addresses: bool = False) -
     return shown
 
 
-def devices_shown(value: str) -> str:
-    """Returns a list of devices as it may be shown: numbers whole, UUIDs by their beginning."""
+def redact_devices(value: str) -> str:
+    """Shortens the UUIDs in a list of devices; hides a list with unexpected entries."""
     entries = [entry.strip() for entry in value.split(",")]
     if not all(_ENTRY.fullmatch(entry) for entry in entries):
         return _NOT_SHOWN
@@ -93,10 +91,12 @@ def devices_shown(value: str) -> str:
     return repr(",".join(short))
 
 
-def concealed(text: str, environ: Mapping[str, str]) -> str:
-    """Replaces in a text every address, and every name that describes a cluster or a TPU.
+def redact(text: str, environ: Mapping[str, str]) -> str:
+    """Hides every address in a text, and every value that describes a cluster or a TPU.
 
-    An empty environment has nothing to conceal: the text stays as it is.
+    Args:
+        text: The text.
+        environ: The environment; an empty one leaves the text unchanged.
     """
     if not environ:
         return text
@@ -108,7 +108,7 @@ def concealed(text: str, environ: Mapping[str, str]) -> str:
         found = {value}
         if name == "TF_CONFIG":
             found |= set(_strings(_parsed(value)))
-            # An address, and its host by itself; text that is not JSON is not taken apart.
+            # Addresses in a text that is not JSON.
             found |= set(re.findall(r"[\w.\[\]-]+:\d+", value))
         secrets |= found | {one.rsplit(":", 1)[0] for one in found if ":" in one}
     secrets |= {repr(one)[1:-1] for one in secrets}
@@ -122,8 +122,8 @@ _VOCABULARY = {"chief", "cluster", "evaluator", "grpc", "index", "local", "maste
 _VOCABULARY |= {"worker", "environment", "cloud", "rpc_layer", "sparseCluster"}
 
 
-def _structure(text: str) -> str:
-    """The shape of TF_CONFIG: how many addresses of each job, and the task."""
+def _describe_tf_config(text: str) -> str:
+    """Returns the number of addresses of each job, and the task."""
     config = _parsed(text)
     if not isinstance(config, dict):
         return "set, not a JSON object (not shown)"

@@ -1,4 +1,4 @@
-"""``explain``: why a program uses one device, or gives another result on several."""
+"""``explain``: a report on a program that uses one device, or gives another result on several."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import tensorflow as tf
 from tfmultigpu.devices.configure import list_logical_devices
 from tfmultigpu.devices.names import listed
 from tfmultigpu.diagnostics.features import feature_findings
-from tfmultigpu.diagnostics.input_checks import Input, input_findings, look_at_input, measure_input
+from tfmultigpu.diagnostics.input_checks import Input, input_findings, inspect_input, measure_input
 from tfmultigpu.diagnostics.keras_fit_checks import fit_findings, layer_findings, metric_findings
-from tfmultigpu.diagnostics.machine import look_around
+from tfmultigpu.diagnostics.machine import inspect_machine
 from tfmultigpu.diagnostics.machine_checks import find_causes
 from tfmultigpu.diagnostics.placement import Placement, optimizer_findings, placement_findings
 from tfmultigpu.diagnostics.report import Finding, Report, ordered
@@ -25,7 +25,7 @@ from tfmultigpu.strategies.topology import strategy_devices, strategy_of
 
 __all__ = ["explain"]
 
-# The devices have been started by the model itself.
+# The model itself has started the devices.
 _NOT_HERE = {"started-before-cluster"}
 
 
@@ -39,28 +39,28 @@ def explain(
     seconds: float = 2.0,
     patience: float = 30.0,
 ) -> Report:
-    """Say why a program uses one device only, or trains to another result on several.
+    """Reports why a program uses one device, or trains to another result on several.
 
-    Looks where the variables really are, what the optimizer was made for, what Keras' ``fit`` could
-    not run, and what the dataset yields. Trains nothing and changes no variable. A dataset is read
-    from its beginning for a moment, which a one-shot generator would not forgive.
+    Checks the placement of variables, the optimizer, the features that Keras' ``fit`` cannot run,
+    and the dataset. Trains nothing and changes no variable. Reads the first batches of the dataset,
+    which a one-shot generator then lacks.
 
     Args:
-        model: A Keras model, as the program made it.
-        optimizer: Its optimizer; the one it was compiled with where None.
-        dataset: What it is trained on: a ``tf.data.Dataset`` of global batches, or what
-            ``distribute_dataset`` returned.
-        strategy: The strategy meant; where None the current one, or that of the model.
-        seconds: How long the input may be timed against the model; 0 measures nothing.
-        patience: Seconds to wait for a batch of the dataset, which is said then to yield none.
+        model: A Keras model.
+        optimizer: Its optimizer; None takes the compiled one.
+        dataset: The training data: a ``tf.data.Dataset`` of global batches, or the result of
+            ``distribute_dataset``.
+        strategy: The strategy; None takes the current one, or that of the model.
+        seconds: Time limit for measuring the input against the model; 0 measures nothing.
+        patience: Seconds to wait for a batch of the dataset.
 
     Returns:
-        The report: findings, the most serious first, then what they were drawn from.
+        The report: findings, the most serious first, then the facts behind them.
 
     Raises:
-        TypeError: ``model`` is no Keras model, ``optimizer`` no optimizer or ``strategy`` no
-            strategy.
-        ValueError: ``seconds`` or ``patience`` is no number from 0 on.
+        TypeError: ``model`` is not a Keras model, ``optimizer`` not an optimizer or ``strategy``
+            not a strategy.
+        ValueError: ``seconds`` is negative or ``patience`` is not positive.
         TfMultiGpuError: Called inside a ``tf.function``.
 
     Example:
@@ -72,19 +72,20 @@ def explain(
     """
     if tf.inside_function():
         raise TfMultiGpuError(
-            "explain looks at values, which are not there while a tf.function is traced. Call "
+            "explain was called inside a tf.function, where variables have no values to read. Call "
             "tmg.explain outside of it, before the loop."
         )
     given = () if optimizer is None else (optimizer,)
     check_kinds(model, tf.distribute.get_strategy() if strategy is None else strategy, *given)
     if not isinstance(seconds, Real) or not 0 <= seconds < math.inf:
         raise ValueError(
-            "seconds is how long the input may be timed, 0 for not at all. Received: "
+            "seconds must be a number from 0 on; 0 measures nothing. Received: "
             f"seconds={seconds!r}."
         )
     if not isinstance(patience, Real) or not 0 < patience < math.inf:
         raise ValueError(
-            f"patience is how many seconds to wait for a batch. Received: patience={patience!r}."
+            "patience must be a positive number of seconds to wait for a batch. Received: "
+            f"patience={patience!r}."
         )
     if strategy is None:
         current = tf.distribute.has_strategy()
@@ -92,33 +93,33 @@ def explain(
     optimizer = getattr(model, "optimizer", None) if optimizer is None else optimizer
     found = [
         finding
-        for finding in find_causes(look_around())
+        for finding in find_causes(inspect_machine())
         if finding.severity == "error" and finding.code not in _NOT_HERE
     ]
     if any(finding.code == "keras-backend" for finding in found):
-        return Report("tfmultigpu explain", ordered(found), {"strategy": _strategy(strategy)})
+        return Report("tfmultigpu explain", ordered(found), {"strategy": _strategy_facts(strategy)})
     placement = Placement.of(model, strategy)
     found += [*strategy_findings(strategy), *placement_findings(placement)]
     found += optimizer_findings(optimizer, model, strategy, in_scope=placement.in_scope)
     in_place = not any(finding.severity == "error" for finding in found)
-    facts = {"strategy": _strategy(strategy), "model": placement.facts()}
+    facts = {"strategy": _strategy_facts(strategy), "model": placement.facts()}
     several = strategy.num_replicas_in_sync > 1
     if several:
         found += layer_findings(model)
         found += fit_findings(model, optimizer, strategy)
     if dataset is not None:
-        seen = look_at_input(dataset, patience)
+        seen = inspect_input(dataset, patience)
         found += feature_findings(seen, model)
         if several:
             found += metric_findings(model, strategy, seen.spec)
         if in_place and model.built and seconds > 0 and seen.problem is None:
             seen = measure_input(seen, model, strategy, seconds, patience)
         found += input_findings(seen, strategy)
-        facts["dataset"] = _dataset(seen)
+        facts["dataset"] = _dataset_facts(seen)
     found += verification_findings(model)
     if verified := outcomes(model):
         facts["verification"] = {f"step {i + 1}": str(one) for i, one in enumerate(verified)}
-    found += _nothing(found, strategy, dataset)
+    found += _nothing_wrong(found, strategy, dataset)
     title = f"tfmultigpu explain: {strategy.num_replicas_in_sync} replica(s)"
     if several:
         local = len(set(strategy_devices(strategy)))
@@ -128,22 +129,22 @@ def explain(
 
 
 def verification_findings(model: Any) -> Iterator[Finding]:
-    """Steps of this model that computed something else than one device."""
+    """Reports verified steps of a model that differ from one device."""
     for one in outcomes(model):
         if one.outcome == "different":
-            cause = f"; the first that depends on the cut is {one.culprit}" if one.culprit else ""
+            cause = f"; the cause is {one.culprit}" if one.culprit else ""
             yield Finding(
                 "error",
                 "replica-dependence",
                 "A verified step computed something else than one device: "
                 f"{'; '.join(str(difference) for difference in one.differences[:3])}{cause}.",
-                "The result depends on how a batch is cut, so on the number of replicas.",
+                "The result depends on the number of replicas.",
                 one.advice,
             )
 
 
 def strategy_findings(strategy: tf.distribute.Strategy) -> Iterator[Finding]:
-    """What is wrong with the strategy itself."""
+    """Reports a strategy of one replica on a machine with several devices."""
     if strategy.num_replicas_in_sync > 1:
         return
     gpus = list_logical_devices("GPU")
@@ -155,9 +156,9 @@ def strategy_findings(strategy: tf.distribute.Strategy) -> Iterator[Finding]:
         yield Finding(
             "error",
             "no-strategy",
-            f"There is no strategy: the model lives on one device, and {len(here)} are here: "
+            f"There is no strategy: the model is on one device, and {len(here)} are here: "
             f"{listed(here)}.",
-            "Keras trains on the first GPU alone and takes memory of all of them.",
+            "Keras trains on the first GPU alone and takes the memory of all.",
             "strategy = tmg.create_strategy(), then build the model and the optimizer under "
             "with strategy.scope():",
         )
@@ -172,7 +173,7 @@ def strategy_findings(strategy: tf.distribute.Strategy) -> Iterator[Finding]:
     )
 
 
-def _strategy(strategy: tf.distribute.Strategy) -> dict[str, str]:
+def _strategy_facts(strategy: tf.distribute.Strategy) -> dict[str, str]:
     return {
         "kind": type(strategy).__name__,
         "replicas": str(strategy.num_replicas_in_sync),
@@ -181,10 +182,10 @@ def _strategy(strategy: tf.distribute.Strategy) -> dict[str, str]:
     }
 
 
-def _dataset(seen: Input) -> dict[str, str]:
+def _dataset_facts(seen: Input) -> dict[str, str]:
     facts = {"kind": seen.kind}
-    if seen.rows is not None:
-        facts["rows of the first batch"] = str(seen.rows)
+    if seen.examples is not None:
+        facts["examples in a batch"] = str(seen.examples)
     if seen.stages is not None:
         facts["stages"] = " > ".join(seen.stages)
     if seen.seconds is not None and seen.compute is not None:
@@ -193,19 +194,21 @@ def _dataset(seen: Input) -> dict[str, str]:
     return facts
 
 
-def _nothing(found: list[Finding], strategy: tf.distribute.Strategy, dataset: Any) -> list[Finding]:
+def _nothing_wrong(
+    found: list[Finding], strategy: tf.distribute.Strategy, dataset: Any
+) -> list[Finding]:
+    """Describes a program in which no check found an error or a warning."""
     if any(one.severity != "note" or one.code == "model-not-built" for one in found):
         return []
     replicas = strategy.num_replicas_in_sync
     unread = dataset is None or any(one.code == "data-not-read" for one in found)
-    looked = "model and optimizer" if unread else "model, optimizer and dataset"
-    here = len(list_logical_devices("GPU")) or len(list_logical_devices("CPU"))
+    checked = "Model and optimizer" if unread else "Model, optimizer and dataset"
     if replicas == 1:
-        what = f"One device is used, and {here} is here: there is nothing to distribute."
-        change = "print(tmg.doctor()) says whether the machine has more"
+        what = "The program uses the only device here: there is nothing to distribute."
+        change = "print(tmg.doctor()) reports whether the machine has more"
     else:
-        what = f"{looked.capitalize()} are on {replicas} replicas as they should be."
+        what = f"{checked} are on {replicas} replicas as they should be."
         change = (
-            "Where it is slow: print(tmg.tuning.profile_step(step, data)) says what to change first"
+            "If it is slow: print(tmg.tuning.profile_step(step, data)) names what to change first"
         )
     return [Finding("note", "in-order", what, "Each replica computes its part of a step.", change)]

@@ -1,4 +1,4 @@
-"""What a dataset yields, how it is made, and whether a model waits for it."""
+"""Checks of a dataset: its batches, its stages, and the time a model waits for it."""
 
 from __future__ import annotations
 
@@ -16,34 +16,34 @@ from tfmultigpu.data.sharded_dataset import ShardedDataset, check_batched, distr
 from tfmultigpu.diagnostics.report import Finding
 from tfmultigpu.errors import DataError
 
-__all__ = ["Input", "input_findings", "look_at_input", "measure_input"]
+__all__ = ["Input", "input_findings", "inspect_input", "measure_input"]
 
 _T = TypeVar("_T")
 
-_LARGE = 64 * 1024**2  # Bytes. The stages are read from a graph that holds arrays given in memory.
+_LARGE = 64 * 1024**2  # Bytes. The graph of a dataset holds its arrays, so larger ones stay unread.
 _BATCHES = 20
-_WAITS = 1 / 3
-_WORTH_A_WORD = 2e-3  # Seconds; what takes less is lost in the noise.
+_LONG_WAIT = 1 / 3
+_MEASURABLE = 2e-3  # Seconds; shorter times are noise.
 
 
 @dataclass(frozen=True)
 class Input:
-    """What is known of a dataset.
+    """Facts about a dataset.
 
     Attributes:
         kind: Its type.
-        dataset: Itself, where it is a ``tf.data.Dataset``.
-        strategy: The strategy it was distributed for, if it was by this library.
-        distributed: Whether it is distributed already.
-        spec: Types of a batch.
-        problem: Why it is not known what it yields.
-        trouble: The code of the finding about that.
-        rows: Of the first batch.
+        dataset: The dataset, if it is a ``tf.data.Dataset``.
+        strategy: The strategy that this library distributed it for.
+        distributed: It is a distributed dataset.
+        spec: The type specs of a batch.
+        problem: The reason why it was not read.
+        problem_code: The code of the finding for this reason.
+        examples: Number of examples in the first batch.
         batch: The first batch.
-        batches: How many there are; None where it is not known, infinity where it never ends.
-        stages: The names of its stages; None where they were not read.
-        seconds: To make one batch, measured.
-        compute: Seconds of a forward and backward pass on it, measured.
+        batches: Number of batches; None if unknown, infinity if it never ends.
+        stages: The names of its stages; None if they were not read.
+        seconds: Measured seconds to make one batch.
+        compute: Measured seconds of a forward and backward pass on it.
     """
 
     kind: str
@@ -52,8 +52,8 @@ class Input:
     distributed: bool = False
     spec: Any = None
     problem: str | None = None
-    trouble: str = ""
-    rows: int | None = None
+    problem_code: str = ""
+    examples: int | None = None
     batch: Any = None
     batches: float | None = None
     stages: tuple[str, ...] | None = None
@@ -62,21 +62,26 @@ class Input:
 
     @property
     def prefetches(self) -> bool | None:
-        """Whether the last stage prefetches; None where the stages are not known."""
+        """True if the last stage prefetches; None if the stages are unknown."""
         return None if self.stages is None else self.stages[-1:] == ("Prefetch",)
 
     @property
-    def waits(self) -> float | None:
-        """The part of the time that devices wait for data; None where it is not known."""
-        if self.seconds is None or self.compute is None or self.seconds < _WORTH_A_WORD:
+    def wait_fraction(self) -> float | None:
+        """Fraction of the time that devices wait for data; None if unknown."""
+        if self.seconds is None or self.compute is None or self.seconds < _MEASURABLE:
             return None
         if self.prefetches is False:
             return self.seconds / (self.seconds + self.compute)
         return max(0.0, 1.0 - self.compute / self.seconds)
 
 
-def look_at_input(dataset: Any, patience: float) -> Input:
-    """Looks at a dataset; reads its first batch, for which it waits so many seconds."""
+def inspect_input(dataset: Any, patience: float) -> Input:
+    """Reads the first batch of a dataset and its stages.
+
+    Args:
+        dataset: The dataset.
+        patience: Seconds to wait for the batch.
+    """
     kind = type(dataset).__name__
     if isinstance(dataset, ShardedDataset):
         spec = dataset.element_spec
@@ -84,7 +89,7 @@ def look_at_input(dataset: Any, patience: float) -> Input:
     if isinstance(dataset, tf.distribute.DistributedDataset):
         return Input(kind, distributed=True)
     if not isinstance(dataset, tf.data.Dataset):
-        return Input(kind, problem=f"A {kind} is not looked into.", trouble="data-not-read")
+        return Input(kind, problem=f"explain does not read a {kind}.", problem_code="data-not-read")
     spec = dataset.element_spec
     kind = "tf.data.Dataset"
     count = int(dataset.cardinality())
@@ -92,33 +97,40 @@ def look_at_input(dataset: Any, patience: float) -> Input:
     try:
         check_batched(spec)
         first = _within(patience, lambda: next(iter(dataset.take(1)), None))
-        rows = None if first is None else int(count_rows(first))
+        examples = None if first is None else int(count_rows(first))
     except DataError as error:
-        return Input(kind, dataset, spec=spec, problem=str(error), trouble="unbatched")
+        return Input(kind, dataset, spec=spec, problem=str(error), problem_code="unbatched")
     except tf.errors.OpError as error:
         return _failing(Input(kind, dataset, spec=spec), error)
     except TimeoutError:
         return _silent(Input(kind, dataset, spec=spec, batches=batches), "first", patience)
-    stages = _stages(dataset, first, batches)
-    return Input(kind, dataset, spec=spec, rows=rows, batch=first, batches=batches, stages=stages)
+    return Input(
+        kind,
+        dataset,
+        spec=spec,
+        examples=examples,
+        batch=first,
+        batches=batches,
+        stages=_stages(dataset, first, batches),
+    )
 
 
 def _failing(seen: Input, error: Exception) -> Input:
-    # Its text may hold paths, which are nobody else's business.
-    said = f"Reading the dataset fails with {type(error).__name__}."
-    return replace(seen, problem=said, trouble="data-fails")
+    # The text of the error may hold paths, so the report leaves it out.
+    problem = f"Reading the dataset fails with {type(error).__name__}."
+    return replace(seen, problem=problem, problem_code="data-fails")
 
 
 def _silent(seen: Input, which: str, patience: float) -> Input:
-    said = f"The dataset has not yielded its {which} batch in {patience:g} seconds."
-    return replace(seen, problem=said, trouble="data-silent")
+    problem = f"The dataset has not yielded its {which} batch in {patience:g} seconds."
+    return replace(seen, problem=problem, problem_code="data-silent")
 
 
 def _within(seconds: float, function: Callable[[], _T]) -> _T:
-    """Returns what a function returns; of one that takes too long, the thread is left behind.
+    """Calls a function with a time limit; a call that exceeds it stays in its thread.
 
     Raises:
-        TimeoutError: It takes longer.
+        TimeoutError: The call takes longer.
     """
     results: list[_T] = []
     errors: list[Exception] = []
@@ -140,10 +152,7 @@ def _within(seconds: float, function: Callable[[], _T]) -> _T:
 
 
 def _stages(dataset: Any, first: Any, batches: float | None) -> tuple[str, ...] | None:
-    """The stages from first to last, such as TensorSlice, Shuffle, Batch.
-
-    They are read from the graph of the dataset, which for arrays holds all their values.
-    """
+    """Reads the stages from the graph of a dataset, such as TensorSlice, Shuffle, Batch."""
     size = sum(leaf.dtype.size * math.prod(leaf.shape) for leaf in _dense(first))
     if batches is not None and math.isfinite(batches) and size * batches > _LARGE:
         return None
@@ -152,7 +161,7 @@ def _stages(dataset: Any, first: Any, batches: float | None) -> tuple[str, ...] 
     try:
         graph = raw.DatasetToGraphV2(input_dataset=variant, external_state_policy=1)
     except tf.errors.OpError:
-        return None  # Something in it cannot be written down.
+        return None  # TensorFlow cannot serialize one of its stages.
     nodes: Any = tf.compat.v1.GraphDef.FromString(graph.numpy())
     names = [str(node.op) for node in nodes.node]
     return tuple(name.split("Dataset")[0] for name in names if "Dataset" in name)
@@ -166,10 +175,21 @@ def _dense(batch: Any) -> list[Any]:
 def measure_input(
     seen: Input, model: Any, strategy: tf.distribute.Strategy, seconds: float, patience: float
 ) -> Input:
-    """Times the making of batches, and a forward and backward pass on one; trains nothing."""
+    """Measures the seconds to make a batch and to compute on it; trains nothing.
+
+    Args:
+        seen: The facts about the dataset.
+        model: The model.
+        strategy: Its strategy.
+        seconds: Time limit of the measurement.
+        patience: Further seconds to wait for a batch.
+
+    Returns:
+        The facts with both times, or with the problem that came up.
+    """
     if seen.dataset is None or seen.batch is None:
         return seen
-    compute = _compute(model, strategy, seen.batch, seconds / 2)
+    compute = _time_compute(model, strategy, seen.batch, seconds / 2)
     if compute is None:
         return seen
 
@@ -191,10 +211,10 @@ def measure_input(
         return _silent(seen, "next", seconds + patience)
 
 
-def _compute(
+def _time_compute(
     model: Any, strategy: tf.distribute.Strategy, batch: Any, seconds: float
 ) -> float | None:
-    """Seconds of a forward and backward pass on all replicas, without any assignment."""
+    """Measures a forward and backward pass on all replicas, without any assignment."""
     inputs = unpack_batch(batch)[0]
     data = distribute_dataset(tf.data.Dataset.from_tensors(inputs), strategy)
     shard = next(iter(data))
@@ -220,7 +240,7 @@ def _compute(
     try:
         run()
     except (TypeError, ValueError, tf.errors.OpError):
-        return None  # A model that takes something else than the first part of a batch.
+        return None  # The model does not take the features of the batch.
     end = time.perf_counter() + seconds
     times = [run()]
     while len(times) < _BATCHES and time.perf_counter() < end:
@@ -229,53 +249,53 @@ def _compute(
 
 
 def input_findings(seen: Input, strategy: tf.distribute.Strategy) -> Iterator[Finding]:
-    """What is wrong with a dataset, for a strategy."""
+    """Reports problems of a dataset, for a strategy."""
     replicas = strategy.num_replicas_in_sync
     if seen.problem is not None:
-        yield _unknown(seen.problem, seen.trouble)
+        yield _unread(seen.problem, seen.problem_code)
         return
     yield from _distributed(seen, strategy)
     if seen.dataset is None:
         return
-    yield from _rows(seen, replicas)
-    if seen.rows:
+    yield from _batch_size(seen, replicas)
+    if seen.examples:
         yield from _pipeline(seen, strategy)
 
 
-def _unknown(problem: str, trouble: str) -> Finding:
-    """Why it is not known what a dataset yields."""
-    if trouble == "data-fails":
+def _unread(problem: str, code: str) -> Finding:
+    """Reports a dataset that was not read."""
+    if code == "data-fails":
         return Finding(
             "error",
-            trouble,
+            code,
             problem,
             "Training on it fails too, at that batch.",
             "for batch in dataset: pass, which shows the whole message",
         )
-    if trouble == "data-silent":
+    if code == "data-silent":
         return Finding(
             "error",
-            trouble,
+            code,
             problem,
-            "Training waits as long, without a message: a generator is blocked, a filter lets "
-            "nothing through, or making a batch takes longer than that.",
-            "next(iter(dataset)) in a program of its own; explain(..., patience=600) if it is slow",
+            "Training waits as long, without a message. A generator blocks, a filter drops every "
+            "example, or making a batch takes longer.",
+            "next(iter(dataset)) in a separate program; explain(..., patience=600) if it is slow",
         )
-    if trouble == "data-not-read":
+    if code == "data-not-read":
         return Finding(
             "note",
-            trouble,
+            code,
             problem,
-            "Whether its batches are large enough, and come soon enough, is not known.",
+            "The size of its batches and the time to make them are unknown.",
             "explain(model, dataset=tf.data.Dataset.from_tensor_slices((x, y)).batch("
             "global_batch_size))",
         )
     return Finding(
         "error",
-        trouble,
+        code,
         f"The dataset does not yield batches: {problem.split(' Received:')[0]}",
-        "TensorFlow divides the first axis of an element over the replicas, which then is not the "
-        "rows.",
+        "TensorFlow divides the first axis of an element over the replicas, and that is not the "
+        "axis of the examples.",
         "dataset.batch(global_batch_size)",
     )
 
@@ -287,47 +307,47 @@ def _distributed(seen: Input, strategy: tf.distribute.Strategy) -> Iterator[Find
             "data-other-strategy",
             f"The dataset was distributed for another {type(seen.strategy).__name__}, of "
             f"{seen.strategy.num_replicas_in_sync} replica(s).",
-            "Its shards are on the devices of that strategy, and as many as it has replicas.",
+            "Its shards are on the devices of that strategy.",
             "tmg.distribute_dataset(dataset, strategy), with the strategy of the model",
         )
     elif seen.distributed and seen.strategy is None:
         yield Finding(
             "note",
             "data-distributed",
-            "The dataset was distributed by TensorFlow already.",
-            "TensorFlow's division may leave a replica without rows at the end of the data, where "
-            "layers crash or give NaN.",
+            "TensorFlow has distributed the dataset already.",
+            "TensorFlow may leave a replica without examples at the end of the data. Layers then "
+            "crash or give NaN.",
             "tmg.distribute_dataset(dataset, strategy) in place of "
             "strategy.experimental_distribute_dataset",
         )
 
 
-def _rows(seen: Input, replicas: int) -> Iterator[Finding]:
-    if seen.rows is None or seen.rows == 0:
+def _batch_size(seen: Input, replicas: int) -> Iterator[Finding]:
+    if seen.examples is None or seen.examples == 0:
         yield Finding(
             "error",
             "no-data",
-            "The dataset is empty: it has no batch, or its first has no rows.",
-            "Nothing is trained.",
-            "See that the files are found, and that drop_remainder does not drop the only batch",
+            "The dataset is empty: it has no batch, or its first batch has no examples.",
+            "There is nothing to train on.",
+            "Check that the files are found, and that drop_remainder does not drop the only batch",
         )
-    elif seen.rows < replicas:
+    elif seen.examples < replicas:
         yield Finding(
             "error",
             "small-batch",
-            f"A batch has {seen.rows} row(s) for {replicas} replicas.",
-            f"At most {seen.rows} of them have something to do, and in Keras' fit a replica "
-            "without rows crashes or gives NaN.",
+            f"A batch has {seen.examples} example(s) for {replicas} replicas.",
+            f"At most {seen.examples} of them compute. In Keras' fit a replica without examples "
+            "crashes or gives NaN.",
             f"dataset.batch({32 * replicas}), the global batch: the batch size times the replicas",
         )
-    elif seen.rows % replicas:
+    elif seen.examples % replicas:
         yield Finding(
             "warning",
             "uneven-batch",
-            f"A batch has {seen.rows} rows, which {replicas} replicas cannot divide evenly.",
-            "Keras' fit weighs the smaller shards as much as the larger ones, or fails at the "
-            "first batch; the steps of this library weigh every row alike.",
-            f"dataset.batch({max(1, seen.rows // replicas) * replicas}), or "
+            f"A batch has {seen.examples} examples, not divisible by {replicas} replicas.",
+            "Keras' fit weighs small shards as much as large ones, or fails at the first batch. "
+            "The steps of this library weigh every example alike.",
+            f"dataset.batch({max(1, seen.examples // replicas) * replicas}), or "
             "tmg.make_train_step(...) with tmg.distribute_dataset(dataset, strategy)",
         )
 
@@ -338,8 +358,8 @@ def _pipeline(seen: Input, strategy: tf.distribute.Strategy) -> Iterator[Finding
         yield Finding(
             "warning",
             "data-sharded",
-            "The dataset was divided by dataset.shard(...), and a strategy divides it again.",
-            "Replicas then share a part of the data, and the rest is never used.",
+            "dataset.shard(...) has divided the dataset, and a strategy divides it again.",
+            "Replicas then share one part of the data and never see the rest.",
             "Remove .shard(...): tmg.distribute_dataset(dataset, strategy) takes global batches",
         )
     if seen.batches == math.inf:
@@ -347,37 +367,37 @@ def _pipeline(seen: Input, strategy: tf.distribute.Strategy) -> Iterator[Finding
             "note",
             "endless",
             "The dataset never ends (.repeat()).",
-            "An epoch without steps_per_epoch never ends either, without a message.",
+            "Without steps_per_epoch an epoch never ends.",
             "Give steps_per_epoch, or step.run(iterator, steps); or remove .repeat()",
         )
-    if seen.waits is not None and seen.waits > _WAITS:
-        yield _waiting(seen)
+    if seen.wait_fraction is not None and seen.wait_fraction > _LONG_WAIT:
+        yield _input_bound(seen)
     elif seen.prefetches is False and not seen.distributed:
         yield Finding(
             "note",
             "no-prefetch",
             "The dataset does not prefetch: its last stage is "
             f"{stages[-1] if stages else 'not known'}.",
-            "Batches are made while the devices wait, not while they compute.",
+            "The devices wait while a batch is made.",
             "dataset.prefetch(tf.data.AUTOTUNE), as the last stage",
         )
 
 
-def _waiting(seen: Input) -> Finding:
+def _input_bound(seen: Input) -> Finding:
     stages = seen.stages or ()
-    cures = []
+    fixes = []
     if "Map" in stages:
-        cures.append("dataset.map(f, num_parallel_calls=tf.data.AUTOTUNE)")
+        fixes.append("dataset.map(f, num_parallel_calls=tf.data.AUTOTUNE)")
     if seen.prefetches is False:
-        cures.append("dataset.prefetch(tf.data.AUTOTUNE) at the end")
+        fixes.append("dataset.prefetch(tf.data.AUTOTUNE) at the end")
     if "Cache" not in stages:
-        cures.append("dataset.cache() after what is slow, where it fits into memory")
+        fixes.append("dataset.cache() after the slow stage, if the data fits into memory")
     seconds, compute = 1e3 * (seen.seconds or 0.0), 1e3 * (seen.compute or 0.0)
     return Finding(
         "warning",
         "input-bound",
-        f"The devices wait for data {seen.waits or 0.0:.0%} of the time: making a batch takes "
-        f"{seconds:.1f} ms, a forward and backward pass on it {compute:.1f} ms.",
-        "More devices compute faster and wait longer: they look idle.",
-        "; ".join(cures) or "Do less for each row, or have more cores do it",
+        f"The devices wait for data {seen.wait_fraction or 0.0:.0%} of the time: making a batch "
+        f"takes {seconds:.1f} ms, a forward and backward pass on it {compute:.1f} ms.",
+        "More devices compute faster, wait longer and look idle.",
+        "; ".join(fixes) or "Do less work per example, or give it more cores",
     )

@@ -1,4 +1,4 @@
-"""What several replicas make of layers, metrics and an optimizer, in Keras' ``fit`` above all."""
+"""Checks of layers, metrics and an optimizer that behave differently on several replicas."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _OURS = f"tmg.fit(model, data), or {_STEP}"
 
 
 def layer_findings(model: Any) -> Iterator[Finding]:
-    """Layers that do something else on several replicas."""
+    """Reports layers that compute something else on several replicas."""
     import keras
 
     layers = all_layers(model)
@@ -39,8 +39,8 @@ def layer_findings(model: Any) -> Iterator[Finding]:
         yield Finding(
             "warning",
             "local-batch-norm",
-            f"BatchNormalization normalises by the rows of its own replica: layers {local[:5]}.",
-            "The result depends on the number of replicas: each sees a smaller batch.",
+            f"BatchNormalization normalizes over the examples of one replica: layers {local[:5]}.",
+            "The result depends on the number of replicas, because each sees a smaller batch.",
             "tmg.synchronize_batch_norm(model), or "
             "keras.layers.BatchNormalization(synchronized=True)",
         )
@@ -49,25 +49,25 @@ def layer_findings(model: Any) -> Iterator[Finding]:
         yield Finding(
             "error",
             "stateful-layer",
-            f"Stateful layers keep a state for each row of a batch: {stateful[:5]}.",
-            "Rows change their replica from batch to batch; TensorFlow fails at the first step.",
+            f"Stateful layers keep a state for each example of a batch: {stateful[:5]}.",
+            "An example's replica changes from batch to batch; TensorFlow fails at the first step.",
             "Leave stateful=True out, or train on one device: tmg.create_strategy(devices=1)",
         )
 
 
 def fit_findings(model: Any, optimizer: Any, strategy: tf.distribute.Strategy) -> Iterator[Finding]:
-    """What Keras' own ``fit`` could not run on several replicas, or runs to another result."""
+    """Reports settings that fail in Keras' ``fit`` on several replicas, or change the result."""
     replicas = strategy.num_replicas_in_sync
     if getattr(model, "compiled", False):
         if model.jit_compile:
-            yield _cannot(
+            yield _unsupported(
                 "fit-jit",
                 f"The model was compiled with jit_compile=True, for {replicas} replicas.",
                 "'Trying to access resource ... located in device'",
                 f"model.compile(..., jit_compile=False); or {_STEP[:-1]}, jit_compile=True)",
             )
         if (model.steps_per_execution or 1) > 1:
-            yield _cannot(
+            yield _unsupported(
                 "fit-steps-per-execution",
                 "The model was compiled with steps_per_execution="
                 f"{model.steps_per_execution}, for {replicas} replicas.",
@@ -77,11 +77,11 @@ def fit_findings(model: Any, optimizer: Any, strategy: tf.distribute.Strategy) -
             )
         local = len(local_replicas(strategy))
         if local < replicas:
-            yield _cannot(
+            yield _unsupported(
                 "fit-multi-worker",
                 f"The strategy spans {replicas // local} workers.",
                 "'Attempt to convert a value (PerReplica...'",
-                f"{_OURS} in a loop of your own",
+                _OURS,
             )
         drops = [one.name for one in all_layers(model) if _draws(one)]
         if drops:
@@ -90,15 +90,15 @@ def fit_findings(model: Any, optimizer: Any, strategy: tf.distribute.Strategy) -
                 "stock-dropout",
                 "In Keras' fit every replica draws the same random numbers, such as dropout masks: "
                 f"layers {drops[:5]}.",
-                "Row 0 of each replica loses the same units, row 1 too: less noise than on one "
-                "device.",
-                f"{_OURS}: each row then gets what one device would draw",
+                "Example 0 of each replica loses the same units, as does example 1: less noise "
+                "than on one device.",
+                f"{_OURS}: each example then gets the numbers of one device",
             )
     yield from _optimizer(optimizer, replicas)
 
 
 def _draws(layer: Any) -> bool:
-    """Whether a layer of Keras draws random numbers."""
+    """Returns whether a layer of Keras draws random numbers."""
     return any(getattr(layer, name, None) is not None for name in ("seed_generator", "generator"))
 
 
@@ -108,7 +108,7 @@ def _optimizer(optimizer: Any, replicas: int) -> Iterator[Finding]:
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     steps = getattr(inner, "gradient_accumulation_steps", None)
     if steps:
-        yield _cannot(
+        yield _unsupported(
             "fit-accumulation",
             f"The optimizer accumulates gradients, gradient_accumulation_steps={steps}, on "
             f"{replicas} replicas.",
@@ -116,9 +116,9 @@ def _optimizer(optimizer: Any, replicas: int) -> Iterator[Finding]:
             f"Leave it out, and write {_STEP[:-1]}, micro_batches={steps})",
         )
     if getattr(inner, "use_ema", False) and getattr(inner, "ema_overwrite_frequency", None):
-        yield _cannot(
+        yield _unsupported(
             "fit-averages",
-            "The optimizer overwrites weights by their averages (ema_overwrite_frequency).",
+            "The optimizer overwrites weights with their averages (ema_overwrite_frequency).",
             "'merge_call called while defining a new graph or a tf.function'",
             _OURS,
         )
@@ -131,26 +131,27 @@ def _optimizer(optimizer: Any, replicas: int) -> Iterator[Finding]:
             "fit-clipping",
             f"Keras' fit clips the gradient of each replica by itself: {', '.join(clips)}.",
             "The clipped parts do not add up to the clipped gradient of the batch.",
-            f"{_OURS}: the sum is clipped",
+            f"{_OURS}, which clips the sum",
         )
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         yield Finding(
             "warning",
             "fit-loss-scale",
-            "Keras' LossScaleOptimizer asks replica 0 alone whether gradients are finite.",
+            "Keras' LossScaleOptimizer checks the gradients of replica 0 alone for inf and NaN.",
             "An overflow on another replica makes every weight NaN.",
-            f'{_STEP[:-1]}, loss_scale="dynamic"), one verdict for all replicas',
+            f'{_STEP[:-1]}, loss_scale="dynamic"), which checks all replicas together',
         )
 
 
-def _cannot(code: str, what: str, says: str, change: str) -> Finding:
+def _unsupported(code: str, setting: str, error: str, change: str) -> Finding:
+    """Reports a setting that Keras' ``fit`` cannot run."""
     return Finding(
-        "warning", code, f"{what} Keras' fit cannot run that.", f"It fails with {says}.", change
+        "warning", code, f"{setting} Keras' fit cannot run that.", f"It fails with {error}.", change
     )
 
 
 def metric_findings(model: Any, strategy: tf.distribute.Strategy, spec: Any) -> Iterator[Finding]:
-    """Compiled metrics whose state is not sums over rows, found by trying them."""
+    """Reports compiled metrics whose state is not a sum over examples, by trying them."""
     if spec is None or not getattr(model, "compiled", False) or not model.built:
         return
     try:
@@ -159,7 +160,7 @@ def metric_findings(model: Any, strategy: tf.distribute.Strategy, spec: Any) -> 
         x, y_true, _ = unpack_batch(spec)
         y_pred = model(symbolic(x), training=False)
     except (TfMultiGpuError, TypeError, ValueError, AttributeError, UserWarning):
-        return  # What does not fit together has a finding of its own, or fails by itself.
+        return  # Other checks report what does not fit together.
     for metrics in (compiled.metrics, compiled.weighted_metrics):
         for metric, labels, predictions in _pairs(metrics, y_true, y_pred):
             if is_from_keras(metric):

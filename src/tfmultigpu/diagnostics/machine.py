@@ -1,4 +1,4 @@
-"""What is known of this machine and this process, collected without starting a device."""
+"""Facts about this machine and this process, collected without starting a device."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from tfmultigpu.errors import TfMultiGpuError
 from tfmultigpu.strategies.factory import devices_started, plan_strategy
 from tfmultigpu.strategies.plan import StrategyPlan
 
-__all__ = ["Machine", "look_around"]
+__all__ = ["Machine", "inspect_machine"]
 
-# What TensorFlow loads before it lists a GPU.
+# TensorFlow lists a GPU only if it can load all of these.
 _LIBRARIES = ("cublas", "cudart", "cudnn", "cufft", "cusolver", "cusparse")
 _PACKAGES = {
     "cublas": "nvidia-cublas",
@@ -45,28 +45,28 @@ _FOLDERS = ("/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu", "/usr/lib
 
 @dataclass(frozen=True)
 class Machine:
-    """All that the findings about a machine depend on.
+    """The facts that findings about a machine depend on.
 
     Attributes:
-        versions: By package.
-        driver: What the NVIDIA driver says.
+        versions: Versions by package.
+        driver: Facts about the NVIDIA driver.
         environment: The environment variables.
-        gpu_build: Whether this TensorFlow is built for GPUs.
-        cuda_built: The CUDA version it was built against, such as ``"12.5"``; None without.
-        cudnn_built: That of cuDNN.
-        libraries: Version of each CUDA library that was found; None where it was not.
+        gpu_build: This TensorFlow is built for GPUs.
+        cuda_built: The CUDA version it was built against, such as ``"12.5"``; None without CUDA.
+        cudnn_built: The cuDNN version it was built against.
+        libraries: Version of each CUDA library; None if it was not found.
         devices: The physical devices that TensorFlow sees.
         visible: Names of those it uses.
-        logical: Every logical device, and the physical one behind it.
-        growth: For each visible GPU whether its memory grows as needed.
-        limits: For each physical device that is split or limited its number of parts.
-        started: Whether TensorFlow has started its devices.
-        joined: Whether it started them as those of a cluster.
+        logical: Physical devices by logical device.
+        growth: Memory growth, on or off, of each visible GPU.
+        limits: Number of parts of each physical device that is split or limited.
+        started: TensorFlow has started its devices.
+        joined: TensorFlow has started them as part of a cluster.
         backend: The Keras backend.
-        backend_source: What chose it.
-        keras_distribution: The class of ``keras.distribution`` that is set, if one is.
-        plan: What ``create_strategy()`` would create.
-        plan_problem: Why it would raise.
+        backend_source: The setting that chose the backend.
+        keras_distribution: The class of the active ``keras.distribution``, if any.
+        plan: The plan of ``create_strategy()``; None if it would raise.
+        plan_problem: The error that ``create_strategy()`` would raise.
     """
 
     versions: Mapping[str, str]
@@ -91,7 +91,7 @@ class Machine:
 
     @property
     def gpus(self) -> tuple[Device, ...]:
-        """The GPUs that TensorFlow sees, hidden ones included."""
+        """The GPUs that TensorFlow sees, including hidden ones."""
         return tuple(device for device in self.devices if device.kind == "GPU")
 
     @property
@@ -100,8 +100,8 @@ class Machine:
         return tuple(device for device in self.gpus if device.name in self.visible)
 
 
-def look_around() -> Machine:
-    """Collect what is known; starts no device and imports no Keras that is not there yet."""
+def inspect_machine() -> Machine:
+    """Collects the facts; starts no device and does not import Keras."""
     config: Any = tf.config
     test: Any = tf.test
     sysconfig: Any = tf.sysconfig
@@ -151,7 +151,7 @@ def _in_a_cluster(device: str) -> bool:
 
 
 def keras_distribution() -> str | None:
-    """Returns the class of the ``keras.distribution`` that is set; None without one."""
+    """Returns the class of the active ``keras.distribution``; None without one."""
     if "keras" not in sys.modules:
         return None
     import keras
@@ -161,9 +161,9 @@ def keras_distribution() -> str | None:
 
 
 def find_libraries(environ: Mapping[str, str]) -> dict[str, str | None]:
-    """Returns the version of each CUDA library that is installed; None where none is.
+    """Returns the version of each CUDA library; None if it is not installed.
 
-    Looks at Python's packages, then at files in the usual folders; loads nothing.
+    Searches Python's packages, then the usual folders; loads nothing.
     """
     packages: dict[str, str] = {}
     for distribution in importlib.metadata.distributions():
@@ -184,12 +184,12 @@ def find_libraries(environ: Mapping[str, str]) -> dict[str, str | None]:
 
 
 def missing_libraries(libraries: Mapping[str, str | None], cuda: str | None) -> list[str]:
-    """Returns the libraries without which TensorFlow lists no GPU, and that are not here.
+    """Returns the missing libraries that TensorFlow needs to list a GPU.
 
     Args:
-        libraries: What ``find_libraries`` found.
-        cuda: The version of CUDA that TensorFlow is built against; one of another major version
-            counts as missing.
+        libraries: The result of ``find_libraries``.
+        cuda: The CUDA version that TensorFlow is built against; another major version counts as
+            missing.
     """
     missing = [name for name in _LIBRARIES if name in libraries and libraries[name] is None]
     major = (cuda or "").split(".")[0]
@@ -200,7 +200,7 @@ def missing_libraries(libraries: Mapping[str, str | None], cuda: str | None) -> 
 
 
 def _backend() -> tuple[str, str]:
-    """The Keras backend and what chose it; importing Keras could fail, so it is not imported."""
+    """Returns the Keras backend and the setting that chose it; does not import Keras."""
     if "keras" in sys.modules:
         import keras
 

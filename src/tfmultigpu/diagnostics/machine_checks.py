@@ -1,47 +1,42 @@
-"""Why a machine trains on one GPU or none: a pure decision over what is known of it."""
+"""Causes why a machine trains on one GPU or none: one function each, listed in ``CHECKS``.
+
+To add a cause, write a function from a ``Machine`` to findings and name it in ``CHECKS``.
+"""
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 from tfmultigpu.clusters.sources import SOURCES
 from tfmultigpu.devices.names import listed
-from tfmultigpu.devices.nvml import visible_gpus
-from tfmultigpu.diagnostics.environment import concealed, devices_shown
+from tfmultigpu.devices.nvml import NvmlGpu, visible_gpus
+from tfmultigpu.diagnostics.environment import redact, redact_devices
 from tfmultigpu.diagnostics.machine import Machine, missing_libraries
 from tfmultigpu.diagnostics.report import Finding
-from tfmultigpu.diagnostics.settings_checks import setting_findings
+from tfmultigpu.diagnostics.settings_checks import SETTINGS_CHECKS
 
-__all__ = ["find_causes"]
+__all__ = ["CHECKS", "find_causes"]
 
 _INSTALL = "pip install 'tensorflow[and-cuda]'"
-_NONE = ("", "-1", "NoDevFiles", "none", "void")
+_NO_GPUS = ("", "-1", "NoDevFiles", "none", "void")
 
 
 def find_causes(machine: Machine) -> list[Finding]:
-    """Return what is wrong with a machine, each part in the order in which one looks; pure.
+    """Returns the findings about a machine, in the order of ``CHECKS``; pure.
 
     Example:
         >>> from tfmultigpu.diagnostics.machine import Machine
         >>> [finding.code for finding in find_causes(Machine({}))]
         ['no-gpu']
     """
-    found = [
-        *_keras(machine),
-        *_hardware(machine),
-        *_shown(machine),
-        *_hidden(machine),
-        *_cluster(machine),
-        *_tpu(machine),
-        *setting_findings(machine),
-    ]
-    found += _what_is_left(machine, found)
-    return found
+    found = [finding for check in CHECKS for finding in check(machine)]
+    return [*found, *_nothing_wrong(machine, found)]
 
 
-def _keras(machine: Machine) -> Iterator[Finding]:
+def _keras_backend(machine: Machine) -> Iterator[Finding]:
     if machine.backend != "tensorflow":
         shown = machine.backend if re.fullmatch(r"[a-z_]{1,20}", machine.backend) else "another"
         yield Finding(
@@ -52,67 +47,80 @@ def _keras(machine: Machine) -> Iterator[Finding]:
             "tf.distribute strategies do nothing for models of another backend.",
             'Before the first import of keras: os.environ["KERAS_BACKEND"] = "tensorflow"',
         )
+
+
+def _keras_distribution(machine: Machine) -> Iterator[Finding]:
     if machine.keras_distribution is not None:
-        yield _distribution(machine.keras_distribution)
+        yield Finding(
+            "error",
+            "keras-distribution",
+            f"keras.distribution is set to {machine.keras_distribution}, which does nothing on the "
+            "TensorFlow backend: one device trains, without a message.",
+            "Keras implements it for JAX. On TensorFlow one device holds the weights and computes "
+            "everything.",
+            "Remove keras.distribution.set_distribution(...) and write "
+            "strategy = tmg.create_strategy(), then build under with strategy.scope():",
+        )
+
+
+def _legacy_keras(machine: Machine) -> Iterator[Finding]:
     if machine.environment.get("TF_USE_LEGACY_KERAS", "0").lower() in ("1", "true"):
-        has = machine.versions.get("tf_keras", "not installed") != "not installed"
+        installed = machine.versions.get("tf_keras", "not installed") != "not installed"
         yield Finding(
             "warning",
             "legacy-keras",
             "TF_USE_LEGACY_KERAS is set, so tf.keras is Keras 2 (the package tf_keras, which is "
-            f"{'installed' if has else 'not installed'}).",
-            "Models of Keras 2 and Keras 3 do not mix, and this library takes those of Keras 3; "
-            "Ray Train sets this variable by itself.",
+            f"{'installed' if installed else 'not installed'}).",
+            "This library needs models of Keras 3, and the two do not mix. Ray Train sets this "
+            "variable by itself.",
             "Write import keras, never tf.keras; or unset TF_USE_LEGACY_KERAS.",
         )
 
 
-def _distribution(kind: str) -> Finding:
-    return Finding(
-        "error",
-        "keras-distribution",
-        f"keras.distribution is set to {kind}, which does nothing on the TensorFlow backend: one "
-        "device trains, without a message.",
-        "Keras implements it for JAX; on TensorFlow the weights and all work are on one device.",
-        "Remove keras.distribution.set_distribution(...) and write "
-        "strategy = tmg.create_strategy(), then build under with strategy.scope():",
-    )
-
-
-def _hardware(machine: Machine) -> Iterator[Finding]:
+def _no_driver(machine: Machine) -> Iterator[Finding]:
     driver = machine.driver
-    cards = max(driver.cards, len(driver.gpus))
     if driver.cards and driver.version is None:
         yield Finding(
             "error",
             "no-driver",
             f"{driver.cards} NVIDIA card(s) are in this machine, but there is no NVIDIA driver"
             + (f" that answers ({driver.problem})." if driver.problem else "."),
-            "Without the driver no program can use the GPUs; TensorFlow says nothing and takes "
-            "the CPU.",
+            "Without the driver no program can use the GPUs. TensorFlow takes the CPU, without a "
+            "message.",
             "Install the driver and restart; nvidia-smi must list the GPUs. In a virtual machine "
             "or WSL install it on the host.",
         )
-    elif driver.unreachable and not machine.gpus:
+
+
+def _no_device_files(machine: Machine) -> Iterator[Finding]:
+    if machine.driver.unreachable and not machine.gpus:
         yield Finding(
             "error",
             "no-device-files",
-            f"The driver {driver.version} is here, but no GPU is shown to this process: there is "
+            f"The driver {machine.driver.version} is here, but this process sees no GPU: there is "
             "no /dev/nvidia0.",
-            "A container has the driver's files without its GPUs unless it is started with them.",
+            "A container sees the driver's files, but no GPUs unless it is started with them.",
             "docker run --gpus all ... (Kubernetes: resources.limits nvidia.com/gpu; Slurm: "
             "--gres=gpu:N)",
         )
+
+
+def _cpu_build(machine: Machine) -> Iterator[Finding]:
     if not machine.gpu_build and not machine.gpus:
+        cards = max(machine.driver.cards, len(machine.driver.gpus))
         yield Finding(
             "error" if cards else "note",
             "cpu-build",
             f"This TensorFlow {machine.versions.get('tensorflow', '')} is built without GPU "
             f"support; NVIDIA GPUs in this machine: {cards}.",
-            "The package tensorflow-cpu, and TensorFlow on Windows (but for WSL) and macOS, have "
-            "no CUDA in them.",
+            "The package tensorflow-cpu has no CUDA, nor has TensorFlow on macOS or on Windows "
+            "outside WSL.",
             f"{_INSTALL} (on Linux or WSL2), after pip uninstall tensorflow-cpu",
         )
+
+
+def _old_driver(machine: Machine) -> Iterator[Finding]:
+    driver = machine.driver
     built = re.match(r"(\d+)", machine.cuda_built or "")
     if built and driver.cuda is not None and driver.cuda[0] < int(built[1]):
         yield Finding(
@@ -120,113 +128,191 @@ def _hardware(machine: Machine) -> Iterator[Finding]:
             "old-driver",
             f"The driver {driver.version} runs CUDA {driver.cuda[0]}.{driver.cuda[1]} at most, and "
             f"this TensorFlow is built against CUDA {machine.cuda_built}.",
-            "CUDA does not start with a driver of an older major version, so TensorFlow sees no "
-            "GPU.",
+            "CUDA does not start on a driver of an older major version, so TensorFlow sees no GPU.",
             f"Install a driver for CUDA {built[1]} or newer, or a TensorFlow built against CUDA "
             f"{driver.cuda[0]}.",
         )
 
 
-def _shown(machine: Machine) -> Iterator[Finding]:
-    """What CUDA_VISIBLE_DEVICES and the libraries make of the driver's GPUs."""
-    asked = machine.environment.get("CUDA_VISIBLE_DEVICES")
-    all_gpus, seen = machine.driver.gpus, len(machine.gpus)
-    shown = visible_gpus(all_gpus, asked)
-    if asked is not None:
-        yield from _variable(machine, asked, len(shown))
-    cut = any(gpu.mig_mode for gpu in all_gpus)
-    if cut and len(shown) <= 1 < len(all_gpus) + sum(len(gpu.instances) for gpu in all_gpus):
+@dataclass(frozen=True)
+class _CudaVisible:
+    """The value of CUDA_VISIBLE_DEVICES, against the GPUs of the driver.
+
+    Attributes:
+        entries: The entries of the list.
+        shown: The GPUs of the driver that CUDA shows.
+        total: Number of the driver's GPUs.
+        text: The assignment, for a report.
+        of: Describes the driver's GPUs, for a report.
+    """
+
+    entries: tuple[str, ...]
+    shown: tuple[NvmlGpu, ...]
+    total: int
+    text: str
+    of: str
+
+    @classmethod
+    def read(cls, machine: Machine) -> _CudaVisible | None:
+        """Reads the variable; None if it is not set."""
+        value = machine.environment.get("CUDA_VISIBLE_DEVICES")
+        if value is None:
+            return None
+        gpus = machine.driver.gpus
+        return cls(
+            entries=tuple(entry.strip() for entry in value.split(",")),
+            shown=visible_gpus(gpus, value),
+            total=len(gpus),
+            text=f"CUDA_VISIBLE_DEVICES={redact_devices(value)}",
+            of=f"of the {len(gpus)} GPU(s) that the driver sees" if gpus else "of the machine's",
+        )
+
+    @property
+    def empty(self) -> bool:
+        """True if the value names no GPU on purpose."""
+        return len(self.entries) == 1 and self.entries[0] in _NO_GPUS
+
+    @property
+    def repeats(self) -> bool:
+        """True if a GPU is named twice."""
+        return any(count > 1 and entry for entry, count in Counter(self.entries).items())
+
+    @property
+    def all_indices(self) -> str:
+        """The value that names every GPU of the driver."""
+        return ",".join(str(index) for index in range(self.total))
+
+
+def _all_gpus_hidden(machine: Machine) -> Iterator[Finding]:
+    variable = _CudaVisible.read(machine)
+    if variable is not None and variable.empty:
+        yield Finding(
+            "error" if variable.total or machine.driver.cards else "note",
+            "gpus-hidden",
+            f"{variable.text} hides every GPU from TensorFlow: it sees none {variable.of}.",
+            "Training runs on the CPU, without a message.",
+            "unset CUDA_VISIBLE_DEVICES, before Python starts",
+        )
+
+
+def _gpu_twice(machine: Machine) -> Iterator[Finding]:
+    variable = _CudaVisible.read(machine)
+    if variable is not None and variable.repeats:
+        once = redact_devices(",".join(dict.fromkeys(variable.entries)))
+        yield Finding(
+            "error",
+            "gpu-twice",
+            f"{variable.text} names a GPU twice, and CUDA then shows none {variable.of}.",
+            "Training runs on the CPU, without a message.",
+            "CUDA_VISIBLE_DEVICES=" + once.strip("'"),
+        )
+
+
+def _gpu_list_cut(machine: Machine) -> Iterator[Finding]:
+    variable = _CudaVisible.read(machine)
+    if variable is None or variable.empty or variable.repeats or not variable.total:
+        return
+    if len(variable.shown) < len(variable.entries):
+        yield Finding(
+            "error" if len(variable.shown) <= 1 < variable.total else "warning",
+            "gpu-list-cut",
+            f"{variable.text} names {len(variable.entries)} GPUs, and CUDA shows "
+            f"{len(variable.shown)} {variable.of}: it stops at the first entry that is not a GPU.",
+            "The GPUs named after it are idle, without a message.",
+            f"Name GPUs from 0 to {variable.total - 1}: "
+            f"CUDA_VISIBLE_DEVICES={variable.all_indices}",
+        )
+
+
+def _some_gpus_hidden(machine: Machine) -> Iterator[Finding]:
+    variable = _CudaVisible.read(machine)
+    if variable is None or variable.empty or variable.repeats:
+        return
+    shown = len(variable.shown)
+    if len(variable.entries) <= shown < variable.total:
+        yield Finding(
+            "error" if shown == 1 and len(machine.gpus) <= 1 else "warning",
+            "gpus-hidden",
+            f"{variable.text} shows TensorFlow {shown} {variable.of}.",
+            "The others are idle. If a scheduler set the variable, they belong to other jobs.",
+            "unset CUDA_VISIBLE_DEVICES, before Python starts, or name them all: "
+            f"CUDA_VISIBLE_DEVICES={variable.all_indices}",
+        )
+
+
+def _shown_gpus(machine: Machine) -> tuple[NvmlGpu, ...]:
+    """Returns the GPUs of the driver that CUDA shows to this process."""
+    return visible_gpus(machine.driver.gpus, machine.environment.get("CUDA_VISIBLE_DEVICES"))
+
+
+def _has_mig(machine: Machine) -> bool:
+    return any(gpu.mig_mode for gpu in machine.driver.gpus)
+
+
+def _mig(machine: Machine) -> Iterator[Finding]:
+    gpus = machine.driver.gpus
+    instances = sum(len(gpu.instances) for gpu in gpus)
+    if _has_mig(machine) and len(_shown_gpus(machine)) <= 1 < len(gpus) + instances:
         yield Finding(
             "warning",
             "mig",
-            f"A GPU is cut into {sum(len(gpu.instances) for gpu in all_gpus)} MIG instances; CUDA "
-            "shows one instance to a process.",
-            "However many instances there are, a process trains on one of them.",
+            f"A GPU is divided into {instances} MIG instances; CUDA shows one instance to a "
+            "process.",
+            "A process trains on one MIG instance, whatever their number.",
             "Start one process for each instance (TF_CONFIG), or have MIG switched off: "
             "nvidia-smi -mig 0",
         )
-    if seen == 0 and shown and machine.gpu_build and not machine.driver.unreachable:
-        missing = missing_libraries(machine.libraries, machine.cuda_built)
-        named = f"not found: {listed(missing)}" if missing else "all of them were found"
-        yield Finding(
-            "error",
-            "no-cuda-libraries",
-            f"The driver shows {len(shown)} GPU(s), TensorFlow sees none. CUDA libraries {named}; "
-            f"it is built against CUDA {machine.cuda_built}, cuDNN {machine.cudnn_built}.",
-            "Where one library is missing or of another version TensorFlow drops all GPUs, with "
-            "one line in its log ('Cannot dlopen some GPU libraries').",
-            f"{_INSTALL}, into this environment, and take other CUDA folders out of "
-            "LD_LIBRARY_PATH",
-        )
-    elif 0 < seen < len(shown) and not cut:
+
+
+def _no_cuda_libraries(machine: Machine) -> Iterator[Finding]:
+    shown = len(_shown_gpus(machine))
+    if machine.gpus or not shown or not machine.gpu_build or machine.driver.unreachable:
+        return
+    missing = missing_libraries(machine.libraries, machine.cuda_built)
+    libraries = f"not found: {listed(missing)}" if missing else "all found"
+    yield Finding(
+        "error",
+        "no-cuda-libraries",
+        f"The driver shows {shown} GPU(s), TensorFlow sees none. CUDA libraries {libraries}; "
+        f"TensorFlow is built against CUDA {machine.cuda_built}, cuDNN {machine.cudnn_built}.",
+        "If one library is missing or of another version, TensorFlow drops all GPUs, with "
+        "one line in its log ('Cannot dlopen some GPU libraries').",
+        f"{_INSTALL}, into this environment, and remove other CUDA folders from LD_LIBRARY_PATH",
+    )
+
+
+def _gpus_ignored(machine: Machine) -> Iterator[Finding]:
+    shown = _shown_gpus(machine)
+    if 0 < len(machine.gpus) < len(shown) and not _has_mig(machine):
         yield Finding(
             "warning",
             "gpus-ignored",
-            f"The driver shows {len(shown)} GPUs, TensorFlow takes {seen} of them: "
+            f"The driver shows {len(shown)} GPUs, TensorFlow takes {len(machine.gpus)} of them: "
             f"{listed([gpu.name for gpu in shown])}.",
-            "TensorFlow leaves out GPUs that are much smaller than the others (fewer "
-            "multiprocessors) or too old for it.",
+            "TensorFlow leaves out GPUs that it does not support, or that have far fewer "
+            "multiprocessors than the others.",
             "To use the smaller ones too: TF_MIN_GPU_MULTIPROCESSOR_COUNT=4 in the environment, "
             "with shares=tmg.plan_shares(...) so that they do not hold up the rest.",
         )
-    elif seen > len(shown) and all_gpus and not cut and asked is not None:
+
+
+def _variable_too_late(machine: Machine) -> Iterator[Finding]:
+    variable = _CudaVisible.read(machine)
+    if variable is None or not variable.total or _has_mig(machine):
+        return
+    if len(machine.gpus) > len(variable.shown):
         yield Finding(
             "warning",
             "variable-too-late",
-            f"CUDA_VISIBLE_DEVICES={devices_shown(asked)} shows {len(shown)} GPU(s), but "
-            f"TensorFlow sees {seen}: it was set after TensorFlow had looked.",
-            "The variable is read once, when the first device is listed.",
+            f"{variable.text} shows {len(variable.shown)} GPU(s), but TensorFlow sees "
+            f"{len(machine.gpus)}: it was set after TensorFlow had listed the devices.",
+            "TensorFlow reads the variable once, when it lists the first device.",
             "Set it before import tensorflow, or in the shell; or call "
             "tmg.devices.restrict_devices([...]) instead.",
         )
 
 
-def _variable(machine: Machine, asked: str, shown: int) -> Iterator[Finding]:
-    total = len(machine.driver.gpus)
-    value = f"CUDA_VISIBLE_DEVICES={devices_shown(asked)}"
-    entries = [entry.strip() for entry in asked.split(",")]
-    of = f"of the {total} GPU(s) that the driver sees" if total else "of those that may be here"
-    twice = [entry for entry, count in Counter(entries).items() if count > 1 and entry]
-    if asked.strip() in _NONE:
-        seen = max(total, machine.driver.cards)
-        yield Finding(
-            "error" if seen else "note",
-            "gpus-hidden",
-            f"{value} hides every GPU from TensorFlow: it sees none {of}.",
-            "Training runs on the CPU, without a message.",
-            "unset CUDA_VISIBLE_DEVICES, before Python starts",
-        )
-    elif twice:
-        yield Finding(
-            "error",
-            "gpu-twice",
-            f"{value} names a GPU twice, and CUDA then shows none {of}.",
-            "Training runs on the CPU, without a message.",
-            "CUDA_VISIBLE_DEVICES=" + devices_shown(",".join(dict.fromkeys(entries))).strip("'"),
-        )
-    elif total and shown < len(entries):
-        yield Finding(
-            "error" if shown <= 1 < total else "warning",
-            "gpu-list-cut",
-            f"{value} names {len(entries)} GPUs, and {shown} {of} are shown: at the first entry "
-            "that is no GPU, CUDA stops reading.",
-            "The GPUs named after it are idle, without a message.",
-            f"Name GPUs from 0 to {total - 1}: CUDA_VISIBLE_DEVICES="
-            + ",".join(str(index) for index in range(total)),
-        )
-    elif total and shown < total:
-        yield Finding(
-            "error" if shown == 1 and len(machine.gpus) <= 1 else "warning",
-            "gpus-hidden",
-            f"{value} shows TensorFlow {shown} {of}.",
-            "The others are idle. A scheduler may have meant it so: they then belong to somebody "
-            "else.",
-            "unset CUDA_VISIBLE_DEVICES, before Python starts, or name them all: "
-            "CUDA_VISIBLE_DEVICES=" + ",".join(str(index) for index in range(total)),
-        )
-
-
-def _hidden(machine: Machine) -> Iterator[Finding]:
+def _gpus_hidden_by_program(machine: Machine) -> Iterator[Finding]:
     hidden = [gpu.name for gpu in machine.gpus if gpu.name not in machine.visible]
     if hidden:
         used = len(machine.used_gpus)
@@ -235,79 +321,113 @@ def _hidden(machine: Machine) -> Iterator[Finding]:
             "gpus-hidden-by-program",
             f"{used} of {len(machine.gpus)} GPUs are used: the program hid {listed(hidden)} "
             "(tf.config.set_visible_devices or tmg.devices.restrict_devices).",
-            "Hidden GPUs are idle, and the rest are numbered anew from GPU:0.",
+            "Hidden GPUs are idle, and TensorFlow renumbers the others from GPU:0.",
             "Remove the call, or name them all: tmg.devices.restrict_devices("
             f"{[gpu.name for gpu in machine.gpus]!r})",
         )
 
 
 def _cluster(machine: Machine) -> Iterator[Finding]:
-    environment, plan = machine.environment, machine.plan
     if machine.plan_problem is not None:
-        text = concealed(str(machine.plan_problem), environment).split(" Received:")[0]
+        text = redact(str(machine.plan_problem), machine.environment).split(" Received:")[0]
         yield Finding(
             "error",
             "cluster",
             f"create_strategy() would raise {type(machine.plan_problem).__name__}: {text}",
             "TensorFlow itself would hang, or train on this machine alone without a message.",
             next(
-                (source.fix for source in SOURCES if source.is_present(environment)),
+                (source.fix for source in SOURCES if source.is_present(machine.environment)),
                 "Start every worker as its scheduler does, or train alone",
             ),
         )
-    if plan is None:
+
+
+def _not_started_by_its_scheduler(machine: Machine) -> Iterator[Finding]:
+    if machine.plan is None or machine.plan.cluster is not None:
         return
-    cluster = plan.cluster
-    if cluster is None:
-        yield from _not_started_by_its_scheduler(environment)
-    elif len(cluster.workers) == 1 and cluster.index == 0 and plan.kind != "multi_worker":
-        yield Finding(
-            "warning",
-            "cluster-of-one",
-            f"{cluster.source} describes a cluster of one worker, so only this machine trains.",
-            "With several machines meant, the others are idle or train alone.",
-            f"List every worker in {cluster.source}; for one machine unset "
-            f"{listed(cluster.source.variables)}",
-        )
-    if plan.kind == "multi_worker" and machine.started and not machine.joined:
-        yield Finding(
-            "error",
-            "started-before-cluster",
-            f"{'The environment' if cluster is None else cluster.source} describes a cluster, but "
-            "TensorFlow has started its devices and cannot join it any more.",
-            "create_strategy() raises ClusterError, and the other workers wait.",
-            "Move tmg.create_strategy() up, directly after the imports.",
-        )
-
-
-def _not_started_by_its_scheduler(environment: Mapping[str, str]) -> Iterator[Finding]:
     for source in SOURCES:
-        why = source.why_absent(environment) if source.start else None
-        if why is not None:
+        reason = source.why_absent(machine.environment) if source.start else None
+        if reason is not None:
             yield Finding(
                 "warning",
                 f"{source.name.lower()}-alone",
-                f"{why[0].upper()}{why[1:]}, so it trains alone.",
+                f"{reason[0].upper()}{reason[1:]}, so it trains alone.",
                 "The other tasks do not run, or each trains the same model by itself.",
                 source.start,
             )
 
 
-def _tpu(machine: Machine) -> Iterator[Finding]:
+def _cluster_of_one(machine: Machine) -> Iterator[Finding]:
+    plan = machine.plan
+    if plan is None or plan.cluster is None or plan.kind == "multi_worker":
+        return
+    cluster = plan.cluster
+    if len(cluster.workers) == 1 and cluster.index == 0:
+        yield Finding(
+            "warning",
+            "cluster-of-one",
+            f"{cluster.source} describes a cluster of one worker, so only this machine trains.",
+            "Other machines of the job are idle, or train alone.",
+            f"List every worker in {cluster.source}; for one machine unset "
+            f"{listed(cluster.source.variables)}",
+        )
+
+
+def _started_before_cluster(machine: Machine) -> Iterator[Finding]:
+    plan = machine.plan
+    if plan is not None and plan.kind == "multi_worker" and machine.started and not machine.joined:
+        source = "The environment" if plan.cluster is None else plan.cluster.source
+        yield Finding(
+            "error",
+            "started-before-cluster",
+            f"{source} describes a cluster, but TensorFlow has started its devices and can no "
+            "longer join it.",
+            "create_strategy() raises ClusterError, and the other workers wait.",
+            "Move tmg.create_strategy() up, directly after the imports.",
+        )
+
+
+def _tpu_missing(machine: Machine) -> Iterator[Finding]:
     name = next((one for one in ("TPU_NAME", "COLAB_TPU_ADDR") if machine.environment.get(one)), "")
-    missing = None if machine.plan is None else machine.plan.rejected.get("tpu")
-    if name and missing is not None:
+    reason = None if machine.plan is None else machine.plan.rejected.get("tpu")
+    if name and reason is not None:
         yield Finding(
             "warning",
             "tpu-missing",
-            f"{name} is set, but no TPU answers: {concealed(missing, machine.environment)}.",
-            "TensorFlow would wait for it, for minutes; create_strategy() takes the next best.",
+            f"{name} is set, but no TPU answers: {redact(reason, machine.environment)}.",
+            "TensorFlow would wait minutes for it; create_strategy() takes the next best.",
             f"Correct the address, or unset {name}",
         )
 
 
-def _what_is_left(machine: Machine, found: list[Finding]) -> Iterator[Finding]:
-    """What to say where nothing above explains it."""
+CHECKS: tuple[Callable[[Machine], Iterator[Finding]], ...] = (
+    _keras_backend,
+    _keras_distribution,
+    _legacy_keras,
+    _no_driver,
+    _no_device_files,
+    _cpu_build,
+    _old_driver,
+    _all_gpus_hidden,
+    _gpu_twice,
+    _gpu_list_cut,
+    _some_gpus_hidden,
+    _mig,
+    _no_cuda_libraries,
+    _gpus_ignored,
+    _variable_too_late,
+    _gpus_hidden_by_program,
+    _cluster,
+    _not_started_by_its_scheduler,
+    _cluster_of_one,
+    _started_before_cluster,
+    _tpu_missing,
+    *SETTINGS_CHECKS,
+)
+
+
+def _nothing_wrong(machine: Machine, found: list[Finding]) -> Iterator[Finding]:
+    """Describes a machine on which no check found an error."""
     used = len(machine.used_gpus)
     if any(finding.severity == "error" for finding in found):
         return
@@ -316,8 +436,8 @@ def _what_is_left(machine: Machine, found: list[Finding]) -> Iterator[Finding]:
         yield Finding(
             "note",
             "ask-explain",
-            f"Nothing here keeps the {used} GPUs from being used. Where a program uses one of "
-            "them, the cause is in the program.",
+            f"This machine can use its {used} GPUs. If a program uses one of them, the cause is in "
+            "the program.",
             "A model built outside the scope of the strategy trains on one device, without a "
             "message.",
             "print(tmg.explain(model, optimizer, dataset, strategy)) in that program",
@@ -326,7 +446,7 @@ def _what_is_left(machine: Machine, found: list[Finding]) -> Iterator[Finding]:
         yield Finding(
             "note",
             "one-gpu",
-            f"{machine.used_gpus[0].name} is the only GPU that is here.",
+            f"{machine.used_gpus[0].name} is the only GPU here.",
             "There is nothing to distribute: create_strategy() takes this one.",
             "Nothing to change; to try several replicas: tmg.split_device('CPU:0', parts=4)",
         )
@@ -336,9 +456,8 @@ def _what_is_left(machine: Machine, found: list[Finding]) -> Iterator[Finding]:
             yield Finding(
                 "note",
                 "no-gpu",
-                "No GPU is here: TensorFlow sees none, the NVIDIA driver sees none, and there is "
-                "no NVIDIA card on the bus.",
+                "No GPU is here: TensorFlow and the NVIDIA driver see none, and the bus has no "
+                "NVIDIA card.",
                 "Training runs on the CPU.",
-                "Run it on a machine with GPUs; where this should be one, nvidia-smi must list "
-                "them first",
+                "Run it on a machine with GPUs. If this is one, nvidia-smi must list them first.",
             )

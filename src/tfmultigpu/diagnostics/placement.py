@@ -1,4 +1,4 @@
-"""Where variables really are, against where a strategy wants them."""
+"""Checks of the placement of variables against a strategy."""
 
 from __future__ import annotations
 
@@ -25,17 +25,16 @@ _SCOPE = "with strategy.scope():"
 
 @dataclass(frozen=True)
 class Placement:
-    """Where the variables of a model are.
+    """The placement of a model's variables.
 
     Attributes:
-        built: Whether the model has its variables.
-        total: How many there are.
-        outside: Names of those that were not created in the scope of the strategy.
-        other: What strategy they were created under, where it was another one.
-        copies: The devices that the copies of the first variable are on.
-        replicas: Those of the strategy in this process.
+        built: The model has its variables.
+        total: Number of variables.
+        outside: Names of the variables created outside the scope of the strategy.
+        other: The other strategy they were created under, if any.
+        copies: The devices of the first variable's copies.
         asked: The devices of the strategy in this process.
-        gpus: The logical GPUs that are here.
+        gpus: The logical GPUs of this process.
     """
 
     built: bool
@@ -43,35 +42,32 @@ class Placement:
     outside: tuple[str, ...] = ()
     other: str = ""
     copies: tuple[str, ...] = ()
-    replicas: int = 1
     asked: tuple[str, ...] = ()
     gpus: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, model: Any, strategy: tf.distribute.Strategy) -> Placement:
-        """Looks at a model."""
+        """Reads the placement of a model."""
         variables = list(model.variables)
         names, other = outside_of(variables, strategy)
         first = next((v for v in variables if getattr(v, "trainable", False)), None)
-        asked = strategy_devices(strategy) or list_logical_devices()[-1:]
         return cls(
             built=bool(model.built) and bool(variables),
             total=len(variables),
             outside=names,
             other=other,
             copies=() if first is None else devices_of(first, strategy),
-            replicas=len(asked),
-            asked=asked,
+            asked=strategy_devices(strategy) or list_logical_devices()[-1:],
             gpus=list_logical_devices("GPU"),
         )
 
     @property
     def in_scope(self) -> bool:
-        """Whether every variable was created in the scope."""
+        """True if every variable was created in the scope."""
         return not self.outside
 
     def facts(self) -> dict[str, str]:
-        """What a person asks about it."""
+        """Returns the placement for a report."""
         if not self.built:
             return {"built": "no"}
         return {
@@ -84,7 +80,7 @@ class Placement:
 def outside_of(
     variables: Sequence[Any], strategy: tf.distribute.Strategy
 ) -> tuple[tuple[str, ...], str]:
-    """Returns the names of variables created outside a scope, and under what else they were."""
+    """Returns the names of variables created outside a scope, and their other strategy."""
     names, other = [], ""
     for variable in variables:
         inner = getattr(variable, "value", variable)
@@ -107,13 +103,13 @@ def devices_of(variable: Any, strategy: tf.distribute.Strategy) -> tuple[str, ..
 
 
 def placement_findings(seen: Placement) -> Iterator[Finding]:
-    """What is wrong with where a model is; pure."""
+    """Reports misplaced variables of a model; pure."""
     if not seen.built:
         yield Finding(
             "note",
             "model-not-built",
-            "The model has no variables yet, so it is not known where they will be.",
-            "Variables are where they are first created: at the first call, if not before.",
+            "The model has no variables yet, so their placement is unknown.",
+            "The first call creates them, on the device of that call.",
             f"{_SCOPE} model.build(input_shape), or start the model with keras.Input",
         )
         return
@@ -123,7 +119,7 @@ def placement_findings(seen: Placement) -> Iterator[Finding]:
             "other-strategy",
             f"The model was created under another strategy, {seen.other}: "
             f"{len(seen.outside)} of {seen.total} variables, such as {seen.outside[0]!r}.",
-            "A model trains on the devices of the strategy it was created under, and no other.",
+            "A model trains only on the devices of the strategy it was created under.",
             f"Create one strategy, and under it, {_SCOPE} the model and the optimizer.",
         )
     elif seen.outside:
@@ -133,8 +129,8 @@ def placement_findings(seen: Placement) -> Iterator[Finding]:
             f"The model was created outside the scope of the strategy: {len(seen.outside)} of "
             f"{seen.total} variables, such as {seen.outside[0]!r}, are on "
             f"{listed(tuple(dict.fromkeys(seen.copies)))} alone.",
-            "fit then trains on that one device, without a message, or fails with an "
-            "AssertionError without text.",
+            "fit trains on that one device, without a message, or fails with an AssertionError "
+            "without text.",
             f"{_SCOPE} model = ... (loading a saved model counts as creating it)",
         )
     devices = tuple(dict.fromkeys(seen.copies))
@@ -144,9 +140,8 @@ def placement_findings(seen: Placement) -> Iterator[Finding]:
             "copies-together",
             f"The {len(seen.copies)} copies of each weight are on {listed(devices)}: the strategy "
             f"was made for {listed(seen.asked)}, and not all of these exist.",
-            "TensorFlow takes the CPU in place of a device that is missing, without a message, "
-            "or waits for ever.",
-            "strategy = tmg.create_strategy(devices=[...]), which names the devices that exist",
+            "TensorFlow uses the CPU for a missing device, without a message, or waits for ever.",
+            "strategy = tmg.create_strategy(devices=[...]), with devices that exist",
         )
     on_cpu = devices and all(name.startswith("CPU") for name in devices)
     if seen.gpus and on_cpu:
@@ -155,7 +150,7 @@ def placement_findings(seen: Placement) -> Iterator[Finding]:
             "variables-on-cpu",
             f"The weights are on {listed(devices)}, and {len(seen.gpus)} GPU(s) are here: "
             f"{listed(seen.gpus)}.",
-            "What a variable feeds is computed where it is, or copied to a GPU at every step.",
+            "TensorFlow computes on the CPU, or copies the weights to a GPU at every step.",
             "strategy = tmg.create_strategy(), and no tf.device('CPU:0') around the model",
         )
 
@@ -163,7 +158,7 @@ def placement_findings(seen: Placement) -> Iterator[Finding]:
 def optimizer_findings(
     optimizer: Any, model: Any, strategy: tf.distribute.Strategy, *, in_scope: bool
 ) -> Iterator[Finding]:
-    """What is wrong with where an optimizer is, and what it was made for."""
+    """Reports a misplaced optimizer, or one of another model."""
     if optimizer is None or not hasattr(optimizer, "variables"):
         return
     names, other = outside_of(optimizer.variables, strategy)
@@ -174,20 +169,20 @@ def optimizer_findings(
             "optimizer-scope",
             f"The optimizer was created outside the scope of the strategy{under}: "
             f"{len(names)} of {len(optimizer.variables)} variables, such as {names[0]!r}.",
-            "Each replica then updates its own copy of the weights by itself, and counts steps "
-            "twice: replicas drift apart without a message."
+            "Each replica then updates its copy of the weights by itself and counts steps twice, "
+            "so replicas drift apart without a message."
             if in_scope
-            else "It belongs to one device, as the model does.",
+            else "It is on one device, as the model is.",
             f"{_SCOPE} optimizer = ..., and model.compile(optimizer, ...)",
         )
     known = {id(variable) for variable in _compat.optimizer_trains(optimizer)}
-    strange = [one for one in model.trainable_variables if id(one) not in known]
-    if known and len(strange) == len(model.trainable_variables) and strange:
+    unknown = [one for one in model.trainable_variables if id(one) not in known]
+    if known and unknown and len(unknown) == len(model.trainable_variables):
         yield Finding(
             "error",
             "optimizer-of-another-model",
             "The optimizer was built for the variables of another model: it knows none of the "
-            f"{len(strange)} of this one.",
+            f"{len(unknown)} of this one.",
             "It fails at the first step, or updates the wrong model.",
             f"Create a new one: {_SCOPE} optimizer = ...",
         )

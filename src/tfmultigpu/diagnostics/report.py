@@ -1,4 +1,4 @@
-"""What a diagnosis is: findings, most serious first, and the facts they were drawn from."""
+"""Reports: findings, the most serious first, and the facts behind them."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ SEVERITIES = ("error", "warning", "note")
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was found.
+    """One result of a check.
 
     Attributes:
-        severity: ``"error"``: devices stay idle, or training fails or is wrong. ``"warning"``: it
-            may be, or is slower than it need be. ``"note"``: worth knowing.
+        severity: ``"error"``: devices stay idle, or training fails or is wrong. ``"warning"``:
+            training may be wrong, or is slower than necessary. ``"note"``: worth knowing.
         code: A name that stays the same from version to version, such as ``"model-scope"``.
-        what: What is wrong, with the values found.
-        why: Why it matters.
-        change: The line to change, or what to do.
+        what: The problem, with the values found.
+        why: The consequence.
+        change: The line to change, or the action to take.
     """
 
     severity: str
@@ -32,7 +32,7 @@ class Finding:
     change: str
 
     def __str__(self) -> str:
-        """Three lines: what, why, and the change."""
+        """Formats the finding as three lines: what, why, change."""
         return (
             f"{self.severity} [{self.code}] {self.what}\n"
             f"    why: {self.why}\n"
@@ -42,12 +42,12 @@ class Finding:
 
 @dataclass(frozen=True)
 class Report:
-    """What ``doctor`` and ``explain`` return; ``print`` it, or paste it into an issue.
+    """The result of ``doctor`` and ``explain``; print it, or paste it into an issue.
 
     Attributes:
-        title: Who reports, and the answer in a few words.
-        findings: What was found, the most serious first.
-        facts: By section and name, what the findings were drawn from.
+        title: The name of the report and its subject.
+        findings: The findings, the most serious first.
+        facts: The facts behind the findings, by section and name.
     """
 
     title: str
@@ -60,7 +60,7 @@ class Report:
         return tuple(finding.code for finding in self.findings)
 
     def __str__(self) -> str:
-        """The answer first: a line that counts and names the findings, then each, then facts."""
+        """Formats a line that counts and names the findings, then each finding, then the facts."""
         lines = [f"{self.title}: {self._summary()}"]
         lines += [str(finding) for finding in self.findings]
         for section, facts in self.facts.items():
@@ -70,7 +70,7 @@ class Report:
         return "\n".join(line.rstrip() for line in "\n".join(lines).splitlines())
 
     def as_json(self) -> str:
-        """Returns the same as JSON: ``title``, ``findings``, ``facts``."""
+        """Returns the report as JSON: ``title``, ``findings``, ``facts``."""
         whole: dict[str, Any] = {
             "title": self.title,
             "findings": [asdict(finding) for finding in self.findings],
@@ -80,13 +80,13 @@ class Report:
 
     def _summary(self) -> str:
         counts = [(sum(f.severity == one for f in self.findings), one) for one in SEVERITIES]
-        said = [f"{count} {one}{'s' if count > 1 else ''}" for count, one in counts if count]
+        parts = [f"{count} {one}{'s' if count > 1 else ''}" for count, one in counts if count]
         serious = [f.code for f in self.findings if f.severity != "note"] or list(self.codes)
-        if not said:
+        if not parts:
             return "nothing wrong was found"
-        return f"{', '.join(said)} ({', '.join(dict.fromkeys(serious))})"
+        return f"{', '.join(parts)} ({', '.join(dict.fromkeys(serious))})"
 
 
 def ordered(findings: Iterable[Finding]) -> tuple[Finding, ...]:
-    """Puts errors before warnings before notes, each kind in the order given."""
+    """Sorts findings by severity; keeps the given order within each severity."""
     return tuple(sorted(findings, key=lambda finding: SEVERITIES.index(finding.severity)))

@@ -1,4 +1,4 @@
-"""Tools for the tests of programs that train on several replicas."""
+"""Tools to test programs that train on several replicas."""
 
 from tfmultigpu.testing.comparison import Difference, InvarianceReport, ReplicaInvarianceError
 from tfmultigpu.testing.invariance import assert_replica_invariant

@@ -1,4 +1,4 @@
-"""How two trainings are compared, and how the difference is told."""
+"""Comparison of two trainings, and the report of their differences."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _SHOWN = 8
 
 
 class ReplicaInvarianceError(AssertionError):
-    """Training on several replicas did not give what one device gives."""
+    """Training on several replicas differs from training on one device."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,13 +22,13 @@ class Difference:
     """The largest difference of one quantity.
 
     Attributes:
-        quantity: What differs, such as ``"loss"`` or ``"Sequential: dense/kernel"``.
-        step: The step after which it was largest, counted from 1; 0 is before training.
-        amount: By how much: absolute below one, relative above. NaN and infinity on one side only,
-            and arrays of different shapes, differ by infinity.
-        place: Where in the array.
-        expected: The value on one device there.
-        actual: The value on the replicas there.
+        quantity: The name of the quantity, such as ``"loss"`` or ``"Sequential: dense/kernel"``.
+        step: The step after which the difference was largest, from 1 on; 0 is before training.
+        amount: The size of the difference: absolute below one, relative above. Infinity if one side
+            only is NaN or infinite, or if the shapes differ.
+        place: The index in the array.
+        expected: The value on one device.
+        actual: The value on the replicas.
     """
 
     quantity: str
@@ -39,25 +39,25 @@ class Difference:
     actual: Any = None
 
     def __str__(self) -> str:
-        """One line, for a person."""
-        where = f"[{', '.join(map(str, self.place))}]" if self.place else ""
+        """Formats the difference as one line."""
+        index = f"[{', '.join(map(str, self.place))}]" if self.place else ""
         return (
-            f"{self.quantity}{where}: {self.actual!s} instead of {self.expected!s}, "
+            f"{self.quantity}{index}: {self.actual!s} instead of {self.expected!s}, "
             f"off by {self.amount:.1e}"
         )
 
 
 @dataclasses.dataclass(frozen=True)
 class InvarianceReport:
-    """How far training on replicas was from one device; prints as a table.
+    """Differences between training on replicas and on one device; prints as a table.
 
     Attributes:
-        where: What it ran on.
-        steps: How many optimizer steps were compared.
-        tolerance: What was allowed.
-        differences: For each quantity its largest difference.
-        first: What differed by more than allowed after the first step where anything did.
-        not_finite: What was infinite or NaN on one device, where equality says little.
+        where: The strategies that were compared.
+        steps: Number of optimizer steps.
+        tolerance: The largest difference allowed.
+        differences: The largest difference of each quantity.
+        first: The differences above the tolerance, after the first step that has any.
+        not_finite: The quantities that were infinite or NaN on one device.
     """
 
     where: str
@@ -69,11 +69,11 @@ class InvarianceReport:
 
     @property
     def largest(self) -> Difference | None:
-        """The largest difference of all, None where nothing was compared."""
+        """The largest difference of all; None if nothing was compared."""
         return max(self.differences.values(), key=lambda one: one.amount, default=None)
 
     def __str__(self) -> str:
-        """All quantities, the largest difference first; what differed first above them."""
+        """Formats the first differences, then the largest ones."""
         lines = [f"{self.where}, {self.steps} steps, tolerance {self.tolerance:.0e}"]
         if self.first:
             lines.append(f"First differences, after step {self.first[0].step}:")
@@ -84,23 +84,29 @@ class InvarianceReport:
             names = ", ".join(self.not_finite[:_SHOWN])
             lines.append(f"Not finite on one device, so hardly compared: {names}")
         ordered = sorted(self.differences.values(), key=lambda one: -one.amount)
-        apart = [one for one in ordered if one.amount > 0]
-        lines.append(f"Equal to the bit: {len(ordered) - len(apart)} of {len(ordered)} quantities.")
-        if apart:
+        unequal = [one for one in ordered if one.amount > 0]
+        equal = len(ordered) - len(unequal)
+        lines.append(f"Equal to the bit: {equal} of {len(ordered)} quantities.")
+        if unequal:
             lines.append("Largest differences:")
         lines += [
-            f"  {one.amount:8.1e}  step {one.step:3}  {one.quantity}" for one in apart[:_SHOWN]
+            f"  {one.amount:8.1e}  step {one.step:3}  {one.quantity}" for one in unequal[:_SHOWN]
         ]
-        if len(apart) > _SHOWN:
-            lines.append(f"  and {len(apart) - _SHOWN} smaller ones")
+        if len(unequal) > _SHOWN:
+            lines.append(f"  and {len(unequal) - _SHOWN} smaller ones")
         return "\n".join(lines)
 
 
 class Differences:
-    """Keeps the largest difference of each quantity, and which were too large first."""
+    """Collects the largest difference of each quantity, and the first ones above the tolerance."""
 
     def __init__(self, tolerance: float, tolerances: Mapping[str, float]) -> None:
-        """Takes what is allowed, and what for quantities with a text in their name."""
+        """Starts without differences.
+
+        Args:
+            tolerance: The largest difference allowed.
+            tolerances: The same for quantities whose name contains a text.
+        """
         self.largest: dict[str, Difference] = {}
         self.first: list[Difference] = []
         self.not_finite: dict[str, None] = {}
@@ -128,20 +134,20 @@ def compare(quantity: str, step: int, expected: Any, actual: Any) -> Difference:
         return Difference(quantity, step, np.inf, (), f"shape {one.shape}", f"shape {other.shape}")
     if not one.size:
         return Difference(quantity, step, 0.0)
-    apart = _apart(one, other)
-    place = tuple(int(i) for i in np.unravel_index(int(np.argmax(apart)), apart.shape))
-    return Difference(quantity, step, float(apart[place]), place, one[place], other[place])
+    amounts = _amounts(one, other)
+    place = tuple(int(i) for i in np.unravel_index(int(np.argmax(amounts)), amounts.shape))
+    return Difference(quantity, step, float(amounts[place]), place, one[place], other[place])
 
 
-def _apart(expected: np.ndarray[Any, Any], actual: np.ndarray[Any, Any]) -> Any:
-    """Element by element; absolute below one, relative above."""
+def _amounts(expected: np.ndarray[Any, Any], actual: np.ndarray[Any, Any]) -> Any:
+    """Returns the differences of the elements, absolute below one and relative above."""
     if expected.dtype.kind in "OSUb":
         return np.where(expected == actual, 0.0, np.inf)
     one, other = expected.astype("float64"), actual.astype("float64")
     same = (one == other) | (np.isnan(one) & np.isnan(other))
     with np.errstate(invalid="ignore", over="ignore"):
-        apart = np.abs(one - other) / np.maximum(1.0, np.abs(one))
-    return np.where(same, 0.0, np.where(np.isfinite(apart), apart, np.inf))
+        amounts = np.abs(one - other) / np.maximum(1.0, np.abs(one))
+    return np.where(same, 0.0, np.where(np.isfinite(amounts), amounts, np.inf))
 
 
 def _is_finite(values: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Does training on replicas give what one device gives? The assertion for tests."""
+"""``assert_replica_invariant``: compares training on replicas with training on one device."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tfmultigpu.testing.comparison import (
     ReplicaInvarianceError,
 )
 from tfmultigpu.testing.reference import OneDevice, Training
-from tfmultigpu.testing.workers import pickled, run_workers
+from tfmultigpu.testing.workers import run_workers, to_pickle
 
 __all__ = ["assert_replica_invariant"]
 
@@ -45,41 +45,40 @@ def assert_replica_invariant(
     predict: bool = True,
     **options: Any,
 ) -> InvarianceReport:
-    """Holds that training on several replicas gives what one device gives.
+    """Asserts that training on several replicas equals training on one device.
 
-    The same thing is trained twice on the same global batches: on one device by a plain loop of
-    Keras and TensorFlow, and on replicas by ``make_train_step``. After every step the loss, the
-    gradient norm and every variable of model, optimizer and metrics are compared, at the end also
+    Trains twice on the same global batches: on one device with a plain loop of Keras and
+    TensorFlow, and on replicas with ``make_train_step``. Compares the loss, the gradient norm and
+    every variable of model, optimizer and metrics after every step. At the end it also compares
     metric results, the loss of ``make_eval_step`` and predictions.
 
     Args:
-        build: Makes what is trained, a ``Training``. Called once for each side, inside the scope of
-            the strategy and after ``keras.utils.set_random_seed(seed)``.
+        build: Makes a ``Training``. Called once for each side, inside the scope of the strategy and
+            after ``keras.utils.set_random_seed(seed)``.
         dataset: Global batches: a ``tf.data.Dataset``, or a list of batches ``(x, y)`` or
-            ``(x, y, sample_weight)``. It is read once, and both sides get what it gave.
-        replicas: How many, on the GPUs or logical CPUs that are here (see ``virtual_devices``); or
-            several such numbers, each of which is held to the same one device.
-        strategy: The strategy to use, in place of ``replicas``.
-        workers: Run on that many worker processes on this machine, in place of ``replicas``.
-            ``build`` and ``dataset`` are then sent to them: ``build`` must be a function of a
-            module that can be imported, ``dataset`` such a function too, or a list of arrays.
-        steps: How many batches to use; all where None.
+            ``(x, y, sample_weight)``. Read once for both sides.
+        replicas: Number of replicas, on the GPUs or logical CPUs of this process (see
+            ``virtual_devices``); or several numbers, each compared with one device.
+        strategy: The strategy, in place of ``replicas``.
+        workers: Number of worker processes on this machine, in place of ``replicas``. They import
+            ``build``, a function of a module, and ``dataset``, another one or a list of arrays.
+        steps: Number of batches; None takes all.
         shares: Relative share of each global batch per replica.
-        steps_per_call: Above 1, uses ``step.run``, and compares after each call, without losses.
+        steps_per_call: Above 1, uses ``step.run``, and compares variables after each call.
         tolerance: Largest difference: absolute for values below one, relative above.
-        tolerances: Larger ones for quantities whose name contains a text, such as
-            ``{"Adam": 1e-5}``. Write beside it why.
-        seed: For ``keras.utils.set_random_seed``.
-        predict: Whether to compare evaluation and predictions too.
+        tolerances: Larger tolerances for quantities whose name contains a text, such as
+            ``{"Adam": 1e-5}``. Write the reason beside it.
+        seed: The seed for ``keras.utils.set_random_seed``.
+        predict: Compare evaluation and predictions, too.
         options: For ``make_train_step``: ``micro_batches``, ``jit_compile``, ``loss_scale``.
 
     Returns:
         A report of the largest difference of each quantity.
 
     Raises:
-        ReplicaInvarianceError: Something differs by more than allowed; an ``AssertionError`` that
-            says which variable, after which step, and by how much.
-        TfMultiGpuError: ``build`` returns something else than a ``Training``, or there is no data.
+        ReplicaInvarianceError: A difference is above its tolerance. This ``AssertionError`` names
+            the variable, the step and the difference.
+        TfMultiGpuError: ``build`` does not return a ``Training``, or there is no data.
 
     Example:
         >>> import keras, numpy as np, tfmultigpu as tmg
@@ -96,7 +95,7 @@ def assert_replica_invariant(
     """
     counts: list[int] = [int(count) for count in np.atleast_1d(replicas)]
     _check_arguments(build, strategy, counts, steps, steps_per_call, tolerance, options)
-    compared: dict[str, Any] = {
+    settings: dict[str, Any] = {
         "steps": steps,
         "shares": shares,
         "steps_per_call": steps_per_call,
@@ -107,28 +106,28 @@ def assert_replica_invariant(
         **options,
     }
     if workers:
-        results = run_workers(_in_worker, workers, args=(pickled((build, dataset)), compared))
+        results = run_workers(
+            _compare_in_worker, workers, args=(to_pickle((build, dataset)), settings)
+        )
         report: InvarianceReport = results[0].value
         return report
     strategies = [strategy] if strategy is not None else [_strategy(count) for count in counts]
-    batches = _batches(dataset() if callable(dataset) else dataset, steps)
-    expected = _on_one_device(build, batches, seed, predict)
+    batches = _read_batches(dataset() if callable(dataset) else dataset, steps)
+    expected = _train_on_one_device(build, batches, seed, predict)
     differences = Differences(tolerance, dict(tolerances or {}))
     names = []
     for one in strategies:
         names.append(f"{type(one).__name__} with {one.num_replicas_in_sync} replica(s)")
-        _on_replicas(build, batches, one, expected, differences, compared, options)
+        _compare_on_replicas(build, batches, one, expected, differences, settings, options)
         if differences.first:
             report = _report(names[-1:], batches, differences)
-            raise ReplicaInvarianceError(
-                f"Training on replicas does not give what one device gives.\n{report}"
-            )
+            raise ReplicaInvarianceError(f"Training on replicas differs from one device.\n{report}")
     return _report(names, batches, differences)
 
 
-def _report(where: list[str], batches: list[Any], differences: Differences) -> InvarianceReport:
+def _report(names: list[str], batches: list[Any], differences: Differences) -> InvarianceReport:
     return InvarianceReport(
-        ", ".join(where),
+        ", ".join(names),
         len(batches),
         differences.tolerance,
         differences.largest,
@@ -137,16 +136,16 @@ def _report(where: list[str], batches: list[Any], differences: Differences) -> I
     )
 
 
-def _in_worker(stored: bytes, options: dict[str, Any]) -> InvarianceReport:
-    # Before the user's module is imported, which may start TensorFlow's devices.
+def _compare_in_worker(stored: bytes, settings: dict[str, Any]) -> InvarianceReport:
+    # Before importing the user's module, which may start TensorFlow's devices.
     strategy = create_strategy(prefer="multi_worker", fallback=False)
     build, dataset = pickle.loads(stored)
-    return assert_replica_invariant(build, dataset, strategy=strategy, **options)
+    return assert_replica_invariant(build, dataset, strategy=strategy, **settings)
 
 
 @functools.cache
 def _strategy(replicas: int) -> tf.distribute.Strategy:
-    """One for each number, however often it is asked for: making one takes time and devices."""
+    """Creates a strategy once for each number of replicas."""
     return create_strategy("mirrored", devices=replicas, fallback=False)
 
 
@@ -161,30 +160,34 @@ def _check_arguments(
 ) -> None:
     if not callable(build):
         raise TypeError(
-            "build is a function that makes what is trained, once for each side. Received: "
+            "build must be a function that makes a Training, once for each side. Received: "
             f"{type(build).__name__}."
         )
     if strategy is not None and not isinstance(strategy, tf.distribute.Strategy):
-        raise TypeError(f"strategy is a tf.distribute.Strategy. Received: strategy={strategy!r}.")
+        raise TypeError(
+            f"strategy must be a tf.distribute.Strategy. Received: strategy={strategy!r}."
+        )
     if not counts or min(counts) < 1:
-        raise ValueError(f"There must be replicas to compare with. Received: replicas={counts}.")
+        raise ValueError(f"replicas must be at least 1. Received: replicas={counts}.")
     check_count("steps_per_call", steps_per_call)
     if steps is not None:
         check_count("steps", steps, other="None")
     if not isinstance(tolerance, Real) or not tolerance >= 0:
-        raise ValueError(f"tolerance is a number, at least 0. Received: tolerance={tolerance!r}.")
+        raise ValueError(
+            f"tolerance must be a number, at least 0. Received: tolerance={tolerance!r}."
+        )
     known = {field.name for field in dataclasses.fields(Training)} & set(options)
     if known:
         raise ValueError(
-            "What decides the weights on one device too belongs into what build returns. Received: "
-            f"options {sorted(known)}. Write Training(..., {sorted(known)[0]}=...)."
+            "assert_replica_invariant got options of the Training. One device needs them, too. "
+            f"Received: options {sorted(known)}. Write Training(..., {sorted(known)[0]}=...)."
         )
 
 
-def _batches(dataset: Any, steps: int | None) -> list[Any]:
+def _read_batches(dataset: Any, steps: int | None) -> list[Any]:
     if isinstance(dataset, tuple):
         raise TfMultiGpuError(
-            "The dataset is global batches. Received: a tuple. Give a list of batches "
+            "dataset must yield global batches. Received: a tuple. Give a list of batches "
             "[(x, y), (x, y)], or tf.data.Dataset.from_tensor_slices((x, y)).batch(n)."
         )
     source = dataset if isinstance(dataset, (list, Iterator)) else to_dataset(dataset)
@@ -193,16 +196,16 @@ def _batches(dataset: Any, steps: int | None) -> list[Any]:
         if steps is not None and len(batches) == steps:
             break
         batch = tuple(batch) if isinstance(batch, list) else batch
-        batches.append(tf.nest.map_structure(_tensor, batch))
+        batches.append(tf.nest.map_structure(_as_tensor, batch))
     if not batches:
         raise TfMultiGpuError(
-            "There is nothing to train on: the dataset has no batches. Received: "
+            "The dataset has no batches, so there is nothing to train on. Received: "
             f"{type(dataset).__name__}, steps={steps}."
         )
     return batches
 
 
-def _tensor(leaf: Any) -> Any:
+def _as_tensor(leaf: Any) -> Any:
     return leaf if leaf is None or tf.is_tensor(leaf) else tf.convert_to_tensor(leaf)
 
 
@@ -213,17 +216,16 @@ def _build(build: Callable[[], Any], seed: int) -> Training:
     training = build()
     if not isinstance(training, Training):
         raise TfMultiGpuError(
-            "build returns what is trained. Received: "
-            f"{type(training).__name__}. Write return "
+            f"build must return a Training. Received: {type(training).__name__}. Write return "
             "tmg.testing.Training(model, optimizer, loss)."
         )
     return training
 
 
-def _on_one_device(
+def _train_on_one_device(
     build: Callable[[], Any], batches: list[Any], seed: int, predict: bool
 ) -> dict[str, Any]:
-    """Everything that is compared, as one device gives it: before, after each step, at the end."""
+    """Returns the values of one device before training, after each step and at the end."""
     training = _build(build, seed)
     loop = OneDevice(training)
     loop.build(batches[0])
@@ -238,17 +240,18 @@ def _on_one_device(
     return {"before": before, "logs": logs, "after": after, "ends": ends}
 
 
-def _on_replicas(
+def _compare_on_replicas(
     build: Callable[[], Any],
     batches: list[Any],
     strategy: tf.distribute.Strategy,
     expected: Mapping[str, Any],
     differences: Differences,
-    compared: Mapping[str, Any],
+    settings: Mapping[str, Any],
     options: Mapping[str, Any],
 ) -> None:
+    """Trains on replicas and adds the differences from one device."""
     with strategy.scope():
-        training = _build(build, compared["seed"])
+        training = _build(build, settings["seed"])
     step = make_train_step(
         training.model,
         training.optimizer,
@@ -263,13 +266,12 @@ def _on_replicas(
     )
     if training.model.built:
         _compare_values(differences, 0, expected["before"], _values(training), common=True)
-    shares = compared["shares"]
-    data = distribute_dataset(_dataset(batches), strategy, shares=shares)
+    dataset = to_dataset(lambda: iter(batches))
+    iterator = iter(distribute_dataset(dataset, strategy, shares=settings["shares"]))
     done = 0
-    iterator = iter(data)
     while done < len(batches):
-        if compared["steps_per_call"] > 1:
-            done += int(step.run(iterator, compared["steps_per_call"])["steps"])
+        if settings["steps_per_call"] > 1:
+            done += int(step.run(iterator, settings["steps_per_call"])["steps"])
         else:
             logs = step(next(iterator))
             for name, value in expected["logs"][done].items():
@@ -278,26 +280,22 @@ def _on_replicas(
         _compare_values(differences, done, expected["after"][done - 1], _values(training))
         _compare_copies(differences, done, training, strategy)
     ends = _results(training)
-    if compared["predict"]:
+    if settings["predict"]:
         evaluate = make_eval_step(
             training.model,
             training.loss,
             strategy,
             loss_weights=training.loss_weights,
             forward=training.forward,
-            verify=False,  # Compared below, number by number.
+            verify=False,  # The code below compares.
         )
         predict = make_predict_step(training.model, strategy, verify=False)
         ends |= _outputs(
             batches, lambda batch: evaluate(batch)["loss"], predict, training.forward is None
         )
-    # By their order, as variables: Keras numbers the names of metrics through the process.
+    # Paired by order, because Keras numbers the names of metrics across the process.
     for (name, value), other in zip(expected["ends"].items(), ends.values(), strict=True):
         differences.add(name, done, value, other)
-
-
-def _dataset(batches: list[Any]) -> tf.data.Dataset[Any]:
-    return to_dataset(lambda: iter(batches))
 
 
 def _values(training: Training) -> dict[str, Any]:
@@ -316,7 +314,7 @@ def _results(training: Training) -> dict[str, Any]:
 def _outputs(
     batches: list[Any], evaluate: Callable[[Any], Any], predict: Callable[[Any], Any], plain: bool
 ) -> dict[str, Any]:
-    """Evaluation and predictions; a forward function may take batches that a model does not."""
+    """Returns losses and, if the model itself takes the batches, predictions."""
     found = {}
     for i, batch in enumerate(batches):
         found[f"evaluated loss of batch {i}"] = evaluate(batch).numpy()
@@ -328,11 +326,9 @@ def _outputs(
 def _array(tensor: Any) -> Any:
     if isinstance(tensor, tf.RaggedTensor):
         tensor = tensor.to_tensor()
-    return tf.sparse.to_dense(tensor).numpy() if _is_sparse(tensor) else tensor.numpy()
-
-
-def _is_sparse(tensor: Any) -> bool:
-    return isinstance(tensor, tf.SparseTensor)
+    elif isinstance(tensor, tf.SparseTensor):
+        tensor = tf.sparse.to_dense(tensor)
+    return tensor.numpy()
 
 
 def _compare_values(
@@ -346,11 +342,11 @@ def _compare_values(
     names, others = list(expected), list(actual)
     if len(names) != len(others) and not common:
         raise TfMultiGpuError(
-            "build made other variables the second time, so they cannot be compared. Received: "
+            "build made other variables the second time, and the two cannot be compared. Received: "
             f"{len(names)} on one device and {len(others)} on replicas: "
             f"{sorted(set(names) ^ set(others))[:5]}."
         )
-    # Keras numbers the names of layers through the process, so variables are paired by their order.
+    # Paired by order, because Keras numbers the names of layers across the process.
     for name, other in zip(names, others, strict=not common):
         differences.add(name, step, expected[name], actual[other])
 
@@ -358,7 +354,7 @@ def _compare_values(
 def _compare_copies(
     differences: Differences, step: int, training: Training, strategy: tf.distribute.Strategy
 ) -> None:
-    """The copies of what is trained must be the same on every replica of this process."""
+    """Adds differences between the copies of a variable on the replicas of this process."""
     for variable in [*training.model.trainable_variables, *training.optimizer.variables]:
         inner = getattr(variable, "value", variable)
         first, *others = (copy.numpy() for copy in strategy.experimental_local_results(inner))

@@ -1,4 +1,4 @@
-"""The loop anybody would write for one device: the truth that replicas are held to."""
+"""Reference loop on one device, written without the steps of this library."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["OneDevice", "Training"]
 
 @dataclasses.dataclass(frozen=True)
 class Training:
-    """What is trained: the model with everything that decides its weights.
+    """Model, optimizer and loss, and every option that changes the weights.
 
     Attributes:
         model: A Keras model.
@@ -24,7 +24,7 @@ class Training:
         loss: A Keras loss, its name, a function, or a dict or list of them; see
             ``make_train_step``.
         metrics: Keras metrics, updated without sample weights; for several outputs a dict.
-        weighted_metrics: The same, updated with sample weights.
+        weighted_metrics: Keras metrics, updated with sample weights.
         loss_weights: None, or a dict or list of numbers, one per output.
         forward: ``f(model, batch, training) -> LossSum`` in place of ``loss``.
         clip_norm: Largest global norm of the gradient.
@@ -40,7 +40,7 @@ class Training:
     clip_norm: float | None = None
 
     def variables(self) -> dict[str, Any]:
-        """Returns the variables of model, optimizer and metrics, by unambiguous names."""
+        """Returns the variables of model, optimizer and metrics, by unique names."""
         named: dict[str, Any] = {}
         metrics = tf.nest.flatten([self.metrics, self.weighted_metrics])
         for owner in (self.model, self.optimizer, *metrics):
@@ -55,27 +55,26 @@ class Training:
 
 
 class OneDevice:
-    """Trains on one device by a gradient tape, a Keras loss and ``optimizer.apply``.
+    """Trains on one device with a gradient tape, a Keras loss and ``optimizer.apply``.
 
-    Of this library only the pairing of names is used: what Keras computes is the truth. Gradients
-    of embeddings are summed by row, as those of any other layer.
+    Converts the sparse gradients of embeddings to dense ones.
 
     Attributes:
-        training: What is trained.
+        training: The training.
     """
 
     def __init__(self, training: Training) -> None:
-        """Takes what is trained, created outside of any strategy."""
+        """Takes a training whose variables were created outside of any strategy."""
         self.training = training
         self._losses = tf.nest.map_structure(
             lambda loss: None if loss is None else as_loss(loss), training.loss
         )
-        self._step = self._traced(self._train)
-        self._evaluation = self._traced(self._evaluate)
-        self._prediction = self._traced(lambda batch: self._call(batch, training=False)[2])
+        self._step = _trace_per_spec(self._train)
+        self._evaluation = _trace_per_spec(self._evaluate)
+        self._prediction = _trace_per_spec(lambda batch: self._call(batch, training=False)[2])
 
     def build(self, batch: Any) -> None:
-        """Makes the variables that the model makes at its first call, and the optimizer's."""
+        """Creates the variables of model and optimizer."""
         if not self.training.model.built:
             self.training.model(_unpack(batch)[0])
         self.training.optimizer.build(self.training.model.trainable_variables)
@@ -89,32 +88,8 @@ class OneDevice:
         return self._evaluation(batch)
 
     def predict(self, batch: Any) -> Any:
-        """Returns what the model predicts for a batch."""
+        """Returns the model's predictions for a batch."""
         return self._prediction(batch)
-
-    def _traced(self, function: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        traces: list[tuple[Any, Any]] = []
-
-        def call(batch: Any) -> Any:
-            spec = tf.nest.map_structure(any_rows, batch)
-            leaves = [leaf for leaf in tf.nest.flatten(batch) if leaf is not None]
-            for known, traced in traces:
-                if known == spec:
-                    return traced(*leaves)
-
-            def of_leaves(*leaves: Any) -> Any:
-                turn = iter(leaves)
-                return function(
-                    tf.nest.map_structure(lambda one: None if one is None else next(turn), spec)
-                )
-
-            # No signature has a place for None, which stands for sample weights that are not there.
-            signature = [one for one in tf.nest.flatten(spec) if one is not None]
-            traced = tf.function(of_leaves, input_signature=signature, autograph=False)
-            traces.append((spec, traced))
-            return traced(*leaves)
-
-        return call
 
     def _call(self, batch: Any, *, training: bool) -> tuple[Any, Any, Any]:
         x, y, weight = _unpack(batch)
@@ -171,13 +146,39 @@ class OneDevice:
         return self._loss(batch, training=False)[0]
 
 
+def _trace_per_spec(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Traces a function of a batch once for each structure, whatever the number of examples."""
+    traces: list[tuple[Any, Any]] = []
+
+    def call(batch: Any) -> Any:
+        spec = tf.nest.map_structure(any_rows, batch)
+        leaves = [leaf for leaf in tf.nest.flatten(batch) if leaf is not None]
+        for known, traced in traces:
+            if known == spec:
+                return traced(*leaves)
+
+        def call_with_leaves(*leaves: Any) -> Any:
+            remaining = iter(leaves)
+            return function(
+                tf.nest.map_structure(lambda one: None if one is None else next(remaining), spec)
+            )
+
+        # An input signature cannot hold None, such as missing sample weights.
+        signature = [one for one in tf.nest.flatten(spec) if one is not None]
+        traced = tf.function(call_with_leaves, input_signature=signature, autograph=False)
+        traces.append((spec, traced))
+        return traced(*leaves)
+
+    return call
+
+
 def _unpack(batch: Any) -> tuple[Any, Any, Any]:
     x, y, weight = (*(batch if isinstance(batch, tuple) else (batch,)), None, None)[:3]
     return x, y, weight
 
 
 def _by_output(outputs: Any, model: Any, *others: Any) -> list[tuple[Any, ...]]:
-    """What belongs to each output: by its name in a dict, by its place in a list."""
+    """Groups arguments by output: by name in a dict, by index in a list."""
     if isinstance(outputs, Mapping):
         names = list(outputs)
         return [(outputs[n], *(_pick(o, n, names.index(n)) for o in others)) for n in names]
@@ -189,11 +190,11 @@ def _by_output(outputs: Any, model: Any, *others: Any) -> list[tuple[Any, ...]]:
     return [(outputs, *(_only(other) for other in others))]
 
 
-def _pick(structure: Any, name: Any, place: int) -> Any:
+def _pick(structure: Any, name: Any, index: int) -> Any:
     if isinstance(structure, Mapping):
         return structure.get(name)
     if isinstance(structure, (list, tuple)):
-        return structure[place] if structure else None
+        return structure[index] if structure else None
     return structure
 
 

@@ -1,4 +1,4 @@
-"""Several devices where there is one, for tests."""
+"""Virtual devices for tests."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ __all__ = ["virtual_devices"]
 
 
 def virtual_devices(count: int) -> tuple[str, ...]:
-    """Makes the CPU into several logical devices, so that replicas can be tried on any machine.
+    """Splits the CPU into several logical devices, to test replicas on any machine.
 
-    They are real devices to TensorFlow, with real copies and reductions between them; they only
-    share their cores. Call it before anything starts TensorFlow's devices, for example in
-    ``conftest.py``. Calling it again for as many or fewer changes nothing.
+    TensorFlow treats them as separate devices; they share the cores of the CPU. Call it before
+    anything starts TensorFlow's devices, for example in ``conftest.py``. A second call for as many
+    or fewer changes nothing.
 
     Args:
-        count: How many, at least 1.
+        count: Number of devices, at least 1.
 
     Returns:
         The names of ``count`` logical CPUs, ``("CPU:0", "CPU:1", ...)``.
 
     Raises:
-        DevicesInitializedError: TensorFlow has started its devices with fewer.
+        DevicesInitializedError: TensorFlow started its devices with fewer.
         ValueError: ``count`` is less than 1.
 
     Example:

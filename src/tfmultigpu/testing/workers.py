@@ -1,4 +1,4 @@
-"""Real worker processes on this machine, for tests of what runs on several workers."""
+"""Real worker processes on this machine, for tests of programs with several workers."""
 
 from __future__ import annotations
 
@@ -26,8 +26,7 @@ from tfmultigpu.clusters.processes import (
 __all__ = ["WorkerFailedError", "WorkerResult", "run_workers"]
 
 _TAIL = 4000
-_ARE_PATHS = (str, os.PathLike)
-# The parent's module search path goes along, so that a function is found where it was defined.
+# Sets the parent's module search path, so that the worker can import the function.
 _CALL = """
 import pickle, sys
 with open(sys.argv[1], "rb") as file:
@@ -40,17 +39,17 @@ with open(sys.argv[2], "wb") as file:
 
 
 class WorkerFailedError(AssertionError):
-    """A worker process failed or did not end in time; the message has what it printed."""
+    """A worker process failed or did not end in time; the message holds its last output."""
 
 
 @dataclasses.dataclass(frozen=True)
 class WorkerResult:
-    """What one worker left behind.
+    """The result of one worker.
 
     Attributes:
-        index: Its number.
-        output: What it printed, standard output and standard error together.
-        value: What the function returned; None for a script.
+        index: The index of the worker.
+        output: Its standard output and standard error.
+        value: The value that the function returned; None for a script.
     """
 
     index: int
@@ -66,15 +65,15 @@ def run_workers(
     timeout: float = 120.0,
     environment: Mapping[str, str] | None = None,
 ) -> list[WorkerResult]:
-    """Runs a function or a script in several worker processes that find each other.
+    """Runs a function or a script in several worker processes that form a cluster.
 
-    Each gets its own ``TF_CONFIG``, so that ``tmg.create_strategy()`` in it returns a strategy over
-    all of them. They listen on the loopback address, on free ports, without a GPU.
+    Sets ``TF_CONFIG`` in each, so that ``tmg.create_strategy()`` returns a strategy over all of
+    them. They listen on free ports of the loopback address and see no GPU.
 
     Args:
-        target: A function of a module that can be imported, or the path of a Python script.
-        workers: How many processes, at least 1; with 1 there is no cluster and no ``TF_CONFIG``.
-        args: For a function its arguments, which must be picklable; for a script its command line.
+        target: A function that can be imported, or the path of a Python script.
+        workers: Number of processes, at least 1; a single one has no ``TF_CONFIG``.
+        args: The arguments of a function, which must be picklable, or the command line of a script.
         timeout: Seconds until all must have ended.
         environment: Further environment variables.
 
@@ -82,10 +81,10 @@ def run_workers(
         One result for each worker, in order.
 
     Raises:
-        WorkerFailedError: A worker failed, or did not end in time: an ``AssertionError`` that names
-            the first to fail and has the end of what it printed. The others are stopped.
-        ValueError: ``workers`` is less than 1, the function cannot be found by its name, or another
-            argument makes no sense.
+        WorkerFailedError: A worker failed or did not end in time. This ``AssertionError`` names the
+            first to fail and holds its last output. The others are stopped.
+        ValueError: ``workers`` is below 1, a worker cannot import the function, or another argument
+            is wrong.
 
     Example:
         >>> import os, tfmultigpu as tmg
@@ -96,14 +95,18 @@ def run_workers(
     check_count("workers", workers)
     if not isinstance(timeout, (int, float)) or not timeout > 0:
         raise ValueError(
-            "timeout is in seconds, more than 0; float('inf') for no limit. Received: "
+            "timeout must be above 0 seconds; float('inf') for no limit. Received: "
             f"timeout={timeout!r}."
         )
     if isinstance(args, (str, bytes)) or not isinstance(args, Sequence):
-        raise ValueError(f"args is a list of arguments. Write [{args!r}]. Received: args={args!r}.")
+        raise ValueError(
+            f"args must be a list of arguments. Write [{args!r}]. Received: args={args!r}."
+        )
     for name, value in (environment or {}).items():
         if not isinstance(value, str):
-            raise ValueError(f"Environment variables are text. Received: {name!r}: {value!r}.")
+            raise ValueError(
+                f"Environment variables must be strings. Received: {name!r}: {value!r}."
+            )
     with tempfile.TemporaryDirectory(prefix="tfmultigpu-workers-") as folder:
         return _run(target, workers, list(args), timeout, environment or {}, Path(folder))
 
@@ -116,7 +119,7 @@ def _run(
     environment: Mapping[str, str],
     folder: Path,
 ) -> list[WorkerResult]:
-    script = isinstance(target, _ARE_PATHS)
+    script = isinstance(target, (str, os.PathLike))
     values = [folder / f"value-{index}" for index in range(workers)]
     if script:
         commands = [[sys.executable, os.fspath(target), *map(str, args)]] * workers
@@ -135,20 +138,20 @@ def _run(
     failed = outcome.codes.index(None) if outcome.timed_out else outcome.first
     if failed is not None:
         raise WorkerFailedError(
-            f"Worker {failed} of {workers} {_how(outcome, failed, timeout)}. The end of what it "
-            f"printed:\n{texts[failed][-_TAIL:]}"
+            f"Worker {failed} of {workers} {_describe_end(outcome, failed, timeout)}. Its last "
+            f"output:\n{texts[failed][-_TAIL:]}"
         )
     ended = [i for i, value in enumerate(values) if not script and not value.exists()]
     if ended:
         raise WorkerFailedError(
-            f"Worker {ended[0]} of {workers} ended before its function returned. The end of what "
-            f"it printed:\n{texts[ended[0]][-_TAIL:]}"
+            f"Worker {ended[0]} of {workers} ended before its function returned. Its last output:\n"
+            f"{texts[ended[0]][-_TAIL:]}"
         )
     results = [None if script else pickle.loads(value.read_bytes()) for value in values]
     return [WorkerResult(i, texts[i], results[i]) for i in range(workers)]
 
 
-def _how(outcome: Outcome, failed: int, timeout: float) -> str:
+def _describe_end(outcome: Outcome, failed: int, timeout: float) -> str:
     code = outcome.codes[failed]
     if outcome.timed_out or code is None:
         return f"did not end within {timeout:g} seconds and was stopped"
@@ -159,25 +162,25 @@ def _store_call(function: Any, args: list[Any], path: Path) -> None:
     module = getattr(function, "__module__", None)
     if module == "__main__" or "<" in getattr(function, "__qualname__", "<"):
         raise ValueError(
-            "A worker is another process, which finds a function by the name of its module. "
+            "A worker process cannot import this function by the name of its module. "
             f"Received: {function!r}. Move it to the top level of a module that can be imported, "
             "or give run_workers the path of a script."
         )
     with path.open("wb") as file:
         pickle.dump(sys.path, file)
-        file.write(pickled((function, args)))
+        file.write(to_pickle((function, args)))
 
 
-def pickled(value: Any) -> bytes:
-    """Returns what is sent to a worker.
+def to_pickle(value: Any) -> bytes:
+    """Pickles a value for a worker process.
 
     Raises:
-        ValueError: A part of it cannot be sent to another process.
+        ValueError: A part of it cannot be pickled.
     """
     try:
         return pickle.dumps(value)
     except (pickle.PicklingError, AttributeError, TypeError, tf.errors.OpError) as error:
         raise ValueError(
-            f"A worker is another process, and this cannot be sent to it: {error} Give functions "
-            "from the top level of a module, and arrays or a function that makes the dataset."
+            f"A value cannot be sent to a worker process: {error} Give functions from the top "
+            "level of a module, and arrays or a function that makes the dataset."
         ) from error

@@ -1,4 +1,4 @@
-"""Tuning: batch sizes, capacities of devices, and the speed of a step."""
+"""Tuning: batch sizes, capacities of replicas, and the speed of a step."""
 
 from tfmultigpu.tuning.batch_size import find_batch_size
 from tfmultigpu.tuning.capacities import measured_capacities, memory_capacities

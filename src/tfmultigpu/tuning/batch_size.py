@@ -1,4 +1,4 @@
-"""The largest batch that fits into memory, found by trying."""
+"""Search for the largest batch that fits into memory."""
 
 from __future__ import annotations
 
@@ -28,29 +28,27 @@ def find_batch_size(
 ) -> int:
     """Finds the largest batch size that fits: doubles until out of memory, then bisects.
 
-    What a failed try held is freed before the next one. Search before joining several workers:
-    where one worker runs out of memory, the others wait for it for ever. A GPU whose memory
-    TensorFlow may not take whole (``limit_memory``, ``split_device``) is searched within its limit.
+    Frees the memory of a failed try before the next one. Respects ``limit_memory`` and
+    ``split_device``. Call it before joining several workers: if one runs out of memory, the others
+    wait for it for ever.
 
     Args:
-        try_batch: Runs at least one real step on a batch of that many rows, and waits for it (reads
-            the loss, say). Its largest moment counts, so the step should be the one that trains:
-            forward, backward and update.
+        try_batch: Runs at least one train step on a batch of that many examples, and waits for its
+            result, such as the loss. The step must be the real one: forward, backward and update.
         start: The first size to try, at least 1.
-        limit: The largest size to try. None: 2 to the 24; on a CPU, whose memory TensorFlow does
-            not limit, give one.
-        out_of_memory: Whether an exception means that memory ran out. None:
-            ``tf.errors.ResourceExhaustedError``, ``MemoryError``, and errors of TensorFlow that
-            say so in their message.
+        limit: The largest size to try; None: 2**24. Give one on a CPU, whose memory TensorFlow does
+            not limit.
+        out_of_memory: Returns whether an exception means that memory ran out. None recognizes
+            ``tf.errors.ResourceExhaustedError``, ``MemoryError``, and other errors of TensorFlow by
+            their message.
 
     Returns:
         The largest size that ran.
 
     Raises:
-        OutOfMemoryError: Not even one row fits.
+        OutOfMemoryError: A batch of one example does not fit.
         TfMultiGpuError: Called under several workers.
-        TypeError: ``try_batch`` is no function.
-        TypeError: ``start`` or ``limit`` is not a whole number.
+        TypeError: ``try_batch`` is not a function, or ``start`` or ``limit`` not a whole number.
         ValueError: ``start`` or ``limit`` is less than 1.
 
     Example:
@@ -63,7 +61,7 @@ def find_batch_size(
     """
     if not callable(try_batch):
         raise TypeError(
-            "What is tried is a function of the batch size, which runs one step. Received: "
+            "try_batch must be a function of the batch size that runs one step. Received: "
             f"try_batch={try_batch!r}."
         )
     start = check_count("start", start)
@@ -71,10 +69,10 @@ def find_batch_size(
     strategy = tf.distribute.get_strategy()
     if WorkerExchange(strategy).workers > 1:
         raise TfMultiGpuError(
-            "Where one worker runs out of memory the others wait for it for ever, so the size must "
-            "be known before. Received: "
-            f"{type(strategy).__name__} with {strategy.num_replicas_in_sync} replicas. Call "
-            "find_batch_size in a process of its own, on one machine, before create_strategy."
+            "find_batch_size was called under several workers: "
+            f"{type(strategy).__name__} with {strategy.num_replicas_in_sync} replicas. If one "
+            "worker runs out of memory, the others wait for it for ever. Call find_batch_size in a "
+            "separate process, on one machine, before create_strategy."
         )
     fits, too_large = 0, largest + 1
     size = min(start, largest)
@@ -88,7 +86,7 @@ def find_batch_size(
             size = (fits + too_large) // 2
     if fits == 0:
         raise OutOfMemoryError(
-            "Not even a batch of one row fits into memory. Make the model smaller, train it in "
+            "A batch of one example does not fit into memory. Make the model smaller, train it in "
             "float16 or bfloat16 (keras.mixed_precision), or put it on several devices."
         )
     return fits
@@ -97,7 +95,7 @@ def find_batch_size(
 def runs_out_of_memory(error: BaseException) -> bool:
     """Returns whether an exception means that a device or the machine has no memory left.
 
-    XLA and cuDNN report it as an internal error with a text, not as ``ResourceExhaustedError``.
+    XLA and cuDNN report it by the message of an internal error.
 
     Args:
         error: Any exception.
@@ -116,11 +114,11 @@ def _fits(
     except Exception as error:
         if not out_of_memory(error):
             raise
-        # The frames of the error hold the tensors that were too many.
-        held: BaseException | None = error
-        while held is not None:
-            traceback.clear_frames(held.__traceback__)
-            held = held.__cause__ or held.__context__
+        # The frames of the error keep tensors alive.
+        link: BaseException | None = error
+        while link is not None:
+            traceback.clear_frames(link.__traceback__)
+            link = link.__cause__ or link.__context__
     else:
         return True
     gc.collect()

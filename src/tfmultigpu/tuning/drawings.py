@@ -1,4 +1,4 @@
-"""Small pictures, written as SVG by hand: a timeline and a curve."""
+"""SVG drawings of a timeline and of a curve."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from html import escape
 
 __all__ = ["draw_curve", "draw_timeline"]
 
-_COLOURS = {
+_COLORS = {
     "input": "#d9822b",
     "forward and backward": "#2b6cb0",
     "all-reduce": "#6b46c1",
@@ -20,27 +20,31 @@ _WIDTH, _LEFT, _RIGHT, _ROW = 720, 150, 20, 26
 def draw_timeline(
     title: str, rows: Sequence[tuple[str, Sequence[tuple[float, float, str]]]]
 ) -> str:
-    """Draws bars over time: for each row its name, and from, to (seconds) and part of each bar.
+    """Draws bars over time.
+
+    Args:
+        title: The title.
+        rows: The name and the bars of each row; a bar is its begin, its end (seconds) and its part.
 
     Example:
         >>> draw_timeline("a step", [("input", [(0.0, 0.001, "input")])]).startswith("<svg")
         True
     """
-    end = max((to for _, bars in rows for _, to, _ in bars), default=0.0) or 1.0
-    scale = (_WIDTH - _LEFT - _RIGHT) / end
+    total = max((end for _, bars in rows for _, end, _ in bars), default=0.0) or 1.0
+    scale = (_WIDTH - _LEFT - _RIGHT) / total
     height = 60 + _ROW * len(rows)
     lines = _begin(title, height)
     for i, (name, bars) in enumerate(rows):
         y = 34 + _ROW * i
         lines.append(_text(_LEFT - 8, y + 14, name, anchor="end"))
-        for begin, to, part in bars:
+        for begin, end, part in bars:
             lines.append(
                 f'<rect x="{_LEFT + begin * scale:.1f}" y="{y}" height="{_ROW - 6}" '
-                f'width="{max(0.5, (to - begin) * scale):.1f}" fill="{_COLOURS[part]}">'
-                f"<title>{escape(part)}: {1e3 * (to - begin):.2f} ms</title></rect>"
+                f'width="{max(0.5, (end - begin) * scale):.1f}" fill="{_COLORS[part]}">'
+                f"<title>{escape(part)}: {1e3 * (end - begin):.2f} ms</title></rect>"
             )
     for tick in range(5):
-        at = end * tick / 4
+        at = total * tick / 4
         lines.append(_text(_LEFT + at * scale, height - 8, f"{1e3 * at:.1f} ms", anchor="middle"))
     return "\n".join([*lines, "</svg>"])
 
@@ -48,7 +52,7 @@ def draw_timeline(
 def draw_curve(
     title: str, points: Sequence[tuple[float, float]], ideal: Sequence[tuple[float, float]]
 ) -> str:
-    """Draws measured points joined by a line, and a dashed line of what would be ideal.
+    """Draws measured points joined by a line, and a dashed line of ideal points.
 
     Example:
         >>> draw_curve("speed", [(1, 1), (2, 1.8)], [(1, 1), (2, 2)]).count("<circle")

@@ -1,4 +1,4 @@
-"""``profile_step``: where the time of a training step goes, and what to change first."""
+"""``profile_step``: the time of each part of a train step, and the first thing to change."""
 
 from __future__ import annotations
 
@@ -19,30 +19,32 @@ from tfmultigpu.errors import DataError
 from tfmultigpu.steps.train import TrainStep
 from tfmultigpu.strategies.topology import strategy_devices
 from tfmultigpu.tuning.drawings import draw_timeline
-from tfmultigpu.tuning.timed_step import ClockedStep, Times
+from tfmultigpu.tuning.timed_step import TimedStep, Times
 
 __all__ = ["StepProfile", "profile_step"]
 
-_UNEVEN = 1.2
-_MUCH = 0.25
+# A replica that takes longer than this many times the median is slow.
+_SLOW_REPLICA = 1.2
+# Another part than compute is worth a change from this fraction of a step on.
+_LARGE_PART = 0.25
 
 
 @dataclass(frozen=True)
 class StepProfile:
-    """Where the time of a step goes: medians over the steps, in seconds.
+    """The time of a step and its parts: medians over the steps, in seconds.
 
     Attributes:
-        steps: How many were timed.
-        rows: Of the global batches, on average.
-        seconds: A whole step as it is, input included: the parts overlap where they can.
-        input: Until the next batch is there.
+        steps: Number of timed steps.
+        rows: Examples in a global batch, the mean.
+        seconds: A whole step with its input; the parts overlap.
+        input: The wait for the next batch.
         compute: Forward and backward, until the last replica has its gradients.
-        reduce: Adding them over the replicas, dividing and clipping.
-        update: Until every variable on every replica has its new value.
-        call: The rest of a clocked step: calling it, and fetching the loss.
-        replicas: For each replica of this process, until it has its gradients.
+        reduce: The all-reduce of the gradients, with dividing and clipping.
+        update: The update of every variable on every replica.
+        call: The rest of a timed step: calling it, and fetching the loss.
+        replicas: Forward and backward of each replica of this process.
         devices: Their devices.
-        replicas_in_all: How many there are, those of other workers included.
+        replicas_in_all: Number of replicas of all workers.
     """
 
     steps: int
@@ -70,21 +72,21 @@ class StepProfile:
 
     @property
     def slowest(self) -> int:
-        """The number of the replica that takes longest, among those of this process."""
+        """The index of the slowest replica of this process."""
         return max(range(len(self.replicas)), key=self.replicas.__getitem__)
 
     @property
     def finding(self) -> Finding:
-        """What to change first."""
+        """The first thing to change."""
         return advise(self)
 
     def __str__(self) -> str:
-        """A table, and what to change first."""
+        """Formats a table and the first thing to change."""
         total = sum(self.parts.values())
         lines = [
-            f"profile of {self.steps} steps of {self.rows:g} rows on "
+            f"profile of {self.steps} steps of {self.rows:g} examples on "
             f"{self.replicas_in_all} replica(s): {1e3 * self.seconds:.2f} ms a step, "
-            f"{self.rows / self.seconds:.0f} rows/s",
+            f"{self.rows / self.seconds:.0f} examples/s",
             f"parts, timed one after the other: {1e3 * total:.2f} ms",
         ]
         for name, part in self.parts.items():
@@ -96,7 +98,7 @@ class StepProfile:
         return "\n".join([*lines, "change first:", str(self.finding)])
 
     def as_svg(self) -> str:
-        """Returns the timeline of one step as a picture, an SVG document."""
+        """Returns the timeline of one step, as an SVG document."""
         begin = self.input
         rows = [("input", [(0.0, self.input, "input")])]
         names = [f"replica {i} ({device})" for i, device in enumerate(self.devices)]
@@ -109,7 +111,7 @@ class StepProfile:
         ]
         end = reduced + self.update
         rows += [("all replicas", together), ("call", [(end, end + self.call, "call")])]
-        return draw_timeline(f"one step of {self.rows:g} rows", rows)
+        return draw_timeline(f"one step of {self.rows:g} examples", rows)
 
     def save_svg(self, path: str | Path) -> None:
         """Writes the timeline to a file."""
@@ -119,17 +121,17 @@ class StepProfile:
 def profile_step(
     step: TrainStep, data: Iterable[Any], steps: int = 20, *, trace_to: str | None = None
 ) -> StepProfile:
-    """Time the parts of a train step: input, forward and backward, all-reduce, update.
+    """Measures the parts of a train step: input, forward and backward, all-reduce, update.
 
-    Trains: first ``steps`` real steps with the clock read between the parts, which keeps these from
-    overlapping, then as many as they are; one of each before, to compile them; and one, not timed,
-    where the data begins again. Under several workers all must call it, and each reports its own
-    replicas.
+    Trains ``steps`` real steps and reads the clock between their parts, which then cannot overlap.
+    Trains as many steps without the clock. One step of each kind before compiles them; the first
+    step of each pass over the data is not timed. Under several workers all must call it, and each
+    reports its replicas.
 
     Args:
-        step: What ``make_train_step`` returned.
-        data: What it trains on: a distributed dataset, or batches. Begun again where it ends.
-        steps: How many steps are timed, at least 1.
+        step: The result of ``make_train_step``.
+        data: The training data: a distributed dataset, or batches. Starts again if it ends.
+        steps: Number of timed steps, at least 1.
         trace_to: A folder for another ``steps`` steps in the format of TensorBoard's profiler,
             which shows every operation.
 
@@ -138,7 +140,7 @@ def profile_step(
 
     Raises:
         DataError: The data is empty.
-        TypeError: ``step`` is no train step, or ``data`` no batches.
+        TypeError: ``step`` is not a train step, or ``data`` does not yield batches.
         ValueError: ``steps`` is not a whole number from 1 on.
 
     Example:
@@ -151,33 +153,32 @@ def profile_step(
     """
     if not isinstance(step, TrainStep):
         raise TypeError(
-            f"What is profiled is a train step. Received: step={step!r}. Make it with "
+            f"step must be a train step. Received: step={step!r}. Make it with "
             "step = tmg.make_train_step(model, optimizer, loss, strategy)."
         )
-    check_steps(steps)
+    check_count("steps", steps)
     if not isinstance(data, Iterable):
         raise TypeError(
-            f"What is profiled on is data that yields batches. Received: data={data!r}. Give "
-            "tmg.distribute_dataset(...)."
+            f"data must yield batches. Received: data={data!r}. Give tmg.distribute_dataset(...)."
         )
     if trace_to is not None:
         gfile: Any = tf.io.gfile
-        gfile.makedirs(trace_to)  # Where it cannot be written nothing is trained.
-    passes = _Passes(data, step)
-    first = passes.next()
+        gfile.makedirs(trace_to)  # Fails before anything is trained.
+    batches = _Batches(data, step)
+    first = batches.next()
     float(step(first)["loss"])
-    clocked = ClockedStep(step)
-    clocked.timed(first)
-    timed = [_timed(clocked, passes) for _ in range(steps)]
-    whole = [_whole(step, passes) for _ in range(steps)]
+    timed_step = TimedStep(step)
+    timed_step.run_timed(first)
+    timed = [_time_parts(timed_step, batches) for _ in range(steps)]
+    whole = [_time_whole(step, batches) for _ in range(steps)]
     if trace_to is not None:
-        _trace(step, passes, steps, trace_to)
+        _trace(step, batches, steps, trace_to)
     times = [one.times for one in timed]
     count = len(times[0].replicas)
     devices = strategy_devices(step.strategy) or ("its device",) * count
     return StepProfile(
         steps=steps,
-        rows=statistics.fmean(one.rows for one in timed),
+        rows=statistics.fmean(one.examples for one in timed),
         seconds=statistics.median(whole),
         input=statistics.median(one.input for one in timed),
         compute=statistics.median(max(one.replicas) - one.begin for one in times),
@@ -192,43 +193,34 @@ def profile_step(
     )
 
 
-def check_steps(steps: Any) -> None:
-    """Checks how many steps are to be timed.
-
-    Raises:
-        ValueError: It is not a whole number from 1 on.
-    """
-    check_count("steps", steps)
-
-
 def advise(profile: StepProfile) -> Finding:
-    """Say what to change first, from where the time goes; pure."""
+    """Returns the first thing to change; pure."""
     total = sum(profile.parts.values())
-    part = {name: seconds / total for name, seconds in profile.parts.items()}
-    compute = part.pop("forward and backward")
+    fractions = {name: seconds / total for name, seconds in profile.parts.items()}
+    compute = fractions.pop("forward and backward")
     if profile.replicas_in_all == 1:
-        del part["all-reduce"]
-    others = statistics.median_low(profile.replicas)
-    uneven = max(profile.replicas) > _UNEVEN * others
+        del fractions["all-reduce"]
+    median = statistics.median_low(profile.replicas)
+    uneven = max(profile.replicas) > _SLOW_REPLICA * median
     if uneven:
-        part["the slowest replica"] = (max(profile.replicas) - others) / total
-    worst = max(part, key=part.__getitem__)
-    if part[worst] < min(_MUCH, compute) and not uneven:
+        fractions["the slowest replica"] = (max(profile.replicas) - median) / total
+    worst = max(fractions, key=fractions.__getitem__)
+    if fractions[worst] < min(_LARGE_PART, compute) and not uneven:
         return Finding(
             "note",
             "compute-bound",
             f"Forward and backward take {compute:.0%} of a step, as they should.",
-            "The devices are busy; only faster computation, or more devices, makes it faster.",
+            "The devices are busy; only faster computation or more devices help.",
             "jit_compile=True in make_train_step, or keras.mixed_precision.set_global_policy("
             '"mixed_float16") with loss_scale="dynamic" on GPUs',
         )
-    if part[worst] < min(_MUCH, compute):
+    if fractions[worst] < min(_LARGE_PART, compute):
         worst = "the slowest replica"
-    return _about(worst, part[worst], profile)
+    return _advise_part(worst, fractions[worst], profile)
 
 
-def _about(worst: str, part: float, profile: StepProfile) -> Finding:
-    """What to do about the part of a step that is larger than it need be."""
+def _advise_part(worst: str, fraction: float, profile: StepProfile) -> Finding:
+    """Returns the advice for the part of a step that takes too long."""
     if worst == "the slowest replica":
         slow = profile.slowest
         ratio = max(profile.replicas) / statistics.median_low(profile.replicas)
@@ -237,14 +229,14 @@ def _about(worst: str, part: float, profile: StepProfile) -> Finding:
             "slow-replica",
             f"Replica {slow} ({profile.devices[slow]}) takes {ratio:.1f} times as long as the "
             "others.",
-            "Every step waits for it, and the others look idle.",
+            "Every step waits for it, so the others look idle.",
             "tmg.distribute_dataset(dataset, strategy, shares=tmg.plan_shares(batch_size, "
             "tmg.measured_capacities(step, batch)))",
         )
     code, what, why, change = _ADVICE[worst]
     if worst == "update" and profile.replicas_in_all > 1:
         change = f"shard_update=True; or {change}"
-    return Finding("warning", code, what.format(part=f"{part:.0%}"), why, change)
+    return Finding("warning", code, what.format(part=f"{fraction:.0%}"), why, change)
 
 
 _ADVICE = {
@@ -252,20 +244,20 @@ _ADVICE = {
         "input-bound",
         "The devices wait {part} of a step for the next batch.",
         "More devices would wait longer.",
-        "dataset.map(f, num_parallel_calls=tf.data.AUTOTUNE), .cache() after what is slow, "
+        "dataset.map(f, num_parallel_calls=tf.data.AUTOTUNE), .cache() after the slow stage, "
         ".prefetch(tf.data.AUTOTUNE) at the end",
     ),
     "call": (
         "call-bound",
-        "Calling the step takes {part} of the time: it is short.",
+        "Calling the step takes {part} of the time: the step is short.",
         "Python and the start of a compiled function cost the same for every step.",
         "step.run(iterator, 20) runs twenty steps in one call; or larger batches",
     ),
     "all-reduce": (
         "reduce-bound",
-        "Adding the gradients takes {part} of a step.",
+        "The all-reduce of the gradients takes {part} of a step.",
         "It costs the same for every batch, however small.",
-        "Larger global batches, with micro_batches=4 where memory is short; and see that the GPUs "
+        "Larger global batches, with micro_batches=4 if memory is short; and check that the GPUs "
         'are linked (nvidia-smi topo -m) and communication is "nccl"',
     ),
     "update": (
@@ -278,42 +270,42 @@ _ADVICE = {
 
 
 @dataclass(frozen=True)
-class _Timed:
-    rows: int
+class _StepTimes:
+    examples: int
     input: float
     call: float
     times: Times
 
 
-def _timed(clocked: ClockedStep, passes: _Passes) -> _Timed:
-    batch, waited = passes.timed()
-    there = time.perf_counter()
-    logs, times = clocked.timed(batch)
+def _time_parts(step: TimedStep, batches: _Batches) -> _StepTimes:
+    batch, waited = batches.timed_next()
+    begin = time.perf_counter()
+    logs, times = step.run_timed(batch)
     float(logs["loss"])
-    call = time.perf_counter() - there - (times.updated - times.begin)
-    return _Timed(rows_of(batch), waited, max(0.0, call), times)
+    call = time.perf_counter() - begin - (times.updated - times.begin)
+    return _StepTimes(_count_examples(batch), waited, max(0.0, call), times)
 
 
-def _whole(step: TrainStep, passes: _Passes) -> float:
-    batch, waited = passes.timed()
+def _time_whole(step: TrainStep, batches: _Batches) -> float:
+    batch, waited = batches.timed_next()
     begin = time.perf_counter()
     float(step(batch)["loss"])
     return waited + time.perf_counter() - begin
 
 
-class _Passes:
-    """Batches of data that is begun again where it ends."""
+class _Batches:
+    """Batches of data that starts again if it ends."""
 
     def __init__(self, data: Iterable[Any], step: TrainStep) -> None:
         self._data = data
         self._step = step
         self._iterator = iter(data)
-        self._just_begun = False
+        self._new_pass = False
 
     def next(self) -> Any:
-        """The next batch."""
+        """Returns the next batch."""
         batch = next(self._iterator, None)
-        self._just_begun = batch is None
+        self._new_pass = batch is None
         if batch is None:
             self._iterator = iter(self._data)
             batch = next(self._iterator, None)
@@ -324,22 +316,23 @@ class _Passes:
             )
         return batch
 
-    def timed(self) -> tuple[Any, float]:
-        """The next batch and how long it took; not the first of a pass, which opens the data.
+    def timed_next(self) -> tuple[Any, float]:
+        """Returns the next batch and the seconds it took.
 
-        That one is trained on all the same. Where every pass is of one batch there is no other.
+        Trains on the first batch of a pass without timing it, because it opens the data. If a pass
+        has one batch only, there is no other to time.
         """
         begin = time.perf_counter()
         batch = self.next()
-        if self._just_begun:
+        if self._new_pass:
             float(self._step(batch)["loss"])
             begin = time.perf_counter()
             batch = self.next()
         return batch, time.perf_counter() - begin
 
 
-def rows_of(batch: Any) -> int:
-    """Returns the rows of a global batch, cut or whole."""
+def _count_examples(batch: Any) -> int:
+    """Returns the number of examples in a global batch, sharded or not."""
     known = partition.marked_global_rows(batch)
     if known is None:
         values = tf.nest.map_structure(tf.convert_to_tensor, batch)
@@ -347,12 +340,12 @@ def rows_of(batch: Any) -> int:
     return int(known)
 
 
-def _trace(step: TrainStep, passes: _Passes, steps: int, folder: str) -> None:
+def _trace(step: TrainStep, batches: _Batches, steps: int, folder: str) -> None:
     profiler: Any = tf.profiler
     profiler.experimental.start(folder)
     try:
         for number in range(steps):
             with profiler.experimental.Trace("train", step_num=number, _r=1):
-                float(step(passes.next())["loss"])
+                float(step(batches.next())["loss"])
     finally:
         profiler.experimental.stop()

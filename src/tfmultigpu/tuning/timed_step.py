@@ -1,9 +1,9 @@
-"""A train step that reads the clock between its parts.
+"""Train step that reads the clock between its parts.
 
-The clock is read inside the step's own ``tf.function``, by operations that wait for the part before
-and that the part after waits for. So the parts cannot overlap as they do otherwise; what is
-computed is the same. On a GPU, whose work runs behind the program's back, one number of each result
-is fetched to the host before the clock is read.
+Operations inside the step's ``tf.function`` read the clock. Each waits for the part before it, and
+the next part waits for it. So the parts cannot overlap, and the results stay the same. A GPU
+computes asynchronously, so an operation fetches one number of each result to the host before it
+reads the clock.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from tfmultigpu.steps.batch_function import Shards
 from tfmultigpu.steps.train import TrainStep
 from tfmultigpu.strategies.topology import per_replica
 
-__all__ = ["ClockedStep", "Times"]
+__all__ = ["TimedStep", "Times"]
 
 _TIMES = "times"
 
 
 class Times(NamedTuple):
-    """When the parts of a step ended, in seconds.
+    """Times at which the parts of a step ended, in seconds.
 
     Attributes:
-        begin: The batch was there.
+        begin: The batch was ready.
         replicas: Each replica of this process had its gradients.
-        reduced: They were added, divided and clipped.
+        reduced: The gradients were reduced, divided and clipped.
         updated: Every variable had its new value.
     """
 
@@ -41,14 +41,14 @@ class Times(NamedTuple):
     updated: float
 
 
-class ClockedStep(TrainStep):
-    """The same train step, with the same variables, and times in its logs."""
+class TimedStep(TrainStep):
+    """Copy of a train step, with the same variables, that measures its parts."""
 
     def __init__(self, step: TrainStep) -> None:
-        """Takes a train step; it may go on training, too."""
+        """Copies a train step, which remains usable."""
         vars(self).update(vars(step))
         self._functions = {}
-        self._phase: Any = _ClockedPhase(self._phase, self.strategy)
+        self._phase: Any = _TimedPhase(self._phase, self.strategy)
         whole, update = self._step, self._update
         vars(self).update(
             _step=functools.partial(self._with_times, whole),
@@ -57,8 +57,8 @@ class ClockedStep(TrainStep):
         self._ends: list[Any] = []
         self._use(self._what_is_frozen())
 
-    def timed(self, batch: Any) -> tuple[dict[str, Any], Times]:
-        """Trains on one batch; returns the logs and when the parts ended."""
+    def run_timed(self, batch: Any) -> tuple[dict[str, Any], Times]:
+        """Trains on one batch; returns the logs and the times of the parts."""
         logs = self(batch)
         begin, *replicas, reduced, updated = np.asarray(logs.pop(_TIMES)).tolist()
         return logs, Times(begin, tuple(replicas), reduced, updated)
@@ -88,8 +88,8 @@ class ClockedStep(TrainStep):
         self._ends.append(_clock(values))
 
 
-class _ClockedPhase:
-    """The replica phase, and when it began and each replica ended."""
+class _TimedPhase:
+    """Replica phase that keeps its begin and the end of each replica."""
 
     def __init__(self, phase: Any, strategy: tf.distribute.Strategy) -> None:
         self.phase = phase
@@ -111,14 +111,14 @@ class _ClockedPhase:
 
 
 def _clock(tensors: Sequence[Any]) -> Any:
-    """The time at which tensors have been computed, seconds as a float64 scalar."""
+    """Returns the time at which tensors have been computed, in seconds, as a float64 scalar."""
     pieces = []
     for tensor in tensors:
-        with tf.device(tensor.device or None):  # One number, not the whole, goes to the host.
+        with tf.device(tensor.device or None):  # Sends one number to the host, not the tensor.
             pieces.append(tf.reduce_sum(tf.cast(tf.reshape(tensor, [-1])[:1], tf.float32)))
     with tf.device("CPU:0"):
-        # Not tf.timestamp: a tf.function orders such operations as they were written, so that the
-        # end of a replica would be that of the slowest of those before it.
+        # Not tf.timestamp: a tf.function runs such operations in program order, so a replica's end
+        # would wait for the replicas before it.
         now: Any = tf.numpy_function(_now, [tf.add_n(pieces)], tf.float64, stateful=False)
     return tf.ensure_shape(now, [])
 
@@ -128,6 +128,6 @@ def _now(_: Any) -> Any:
 
 
 def _after(clock: Any, tensor: Any) -> Any:
-    """The tensor, not before the clock was read."""
+    """Returns the tensor, available once the clock was read."""
     with tf.control_dependencies([] if clock is None else [clock]), tf.device(tensor.device):
         return tf.identity(tensor)
