@@ -11,7 +11,6 @@ import tensorflow as tf
 from one_device import difference, strategy_of
 
 import tfmultigpu as tmg
-from tfmultigpu.optimizers.backward_operations import any_may_fail, noting_operations
 from tfmultigpu.optimizers.single_reads import reading_once
 
 _random = np.random.default_rng(37)
@@ -132,31 +131,6 @@ def test_operations_that_fail_by_what_they_are_given_update_nothing(fails):
     after = [v.numpy() for v in (*model.variables, *optimizer.variables)]
     for old, new in zip(before, after, strict=True):
         np.testing.assert_array_equal(old, new)
-
-
-def test_common_layers_cannot_fail_on_the_way_back():
-    """Updates of these do not wait for all gradients; whether they must is for later versions."""
-    layers = keras.layers
-    inputs = keras.Input((8, 8, 3))
-    x = layers.MaxPooling2D()(layers.Conv2D(4, 3, padding="same", activation="relu")(inputs))
-    x = layers.Dropout(0.1)(layers.BatchNormalization()(layers.DepthwiseConv2D(3)(x)))
-    x = layers.LayerNormalization()(layers.Reshape((4, 4))(x))
-    x = layers.Add()([x, layers.MultiHeadAttention(2, 2)(x, x)])
-    x = layers.Concatenate()([layers.Dense(3, a)(x) for a in ("gelu", "swish", "softmax", "tanh")])
-    model = keras.Model(inputs, layers.Dense(2)(layers.GlobalAveragePooling1D()(x)))
-    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    kept = []
-
-    def gradients():
-        with tf.GradientTape() as tape:
-            values = loss(tf.constant([0, 1, 1]), model(tf.ones([3, 8, 8, 3]), training=True))
-        with noting_operations() as made:
-            tape.gradient(values, [v.value for v in model.trainable_variables])
-        kept.extend(made)
-
-    tf.function(gradients, autograph=False).get_concrete_function()
-    assert len(kept) > 100
-    assert not any_may_fail(kept), {one.type for one in kept if any_may_fail([one])}
 
 
 class Halving(keras.optimizers.schedules.LearningRateSchedule):
