@@ -207,7 +207,7 @@ class TrainStep:
         gradients, logs, states = self._reduced(shards, scale, self._clip_norm)
         finite = logs.pop("finite")
         rows = tf.cast(shards.global_rows, tf.float64)
-        self._update(gradients, states, finite, [*shards.after, rows, logs["loss"]])
+        self._update(gradients, states, finite, [rows, logs["loss"]])
         self._settings.note(self.optimizer, traced=True)
         skipped = tf.zeros([]) if scale is None else 1.0 - tf.cast(finite, tf.float32)
         return {**logs, "skipped": skipped, "loss_scale": tf.ones([]) if scale is None else scale}
@@ -236,7 +236,7 @@ class TrainStep:
             values = [sum_on_devices(parts, places, self._reduce_dtype)]
         if len(values) == 1:
             first = [self.strategy.experimental_local_results(value)[0] for value in states]
-            finished = self._finish(values[0], first, rows, scale, clip_norm, shards.is_last)
+            finished = self._finish(values[0], first, rows, scale, clip_norm)
             return *finished, states
         args = (per_replica(self.strategy, values), states, rows, scale, clip_norm)
         gradients, logs = self.strategy.run(self._finish, args=args)
@@ -259,7 +259,6 @@ class TrainStep:
         global_rows: Any,
         scale: Any,
         clip_norm: float | None,
-        reported: Any = True,
     ) -> tuple[list[tf.Tensor], dict[str, Any]]:
         """Turns what was added over the replicas into the gradient of the global batch."""
         layout = self._phase.layout
@@ -282,7 +281,7 @@ class TrainStep:
         overwritten = self._phase.overwritten
         self._trained = self._missing.trained(variables, total, overwritten)
         gradients = [gradient for gradient in total if gradient is not None]
-        norm = global_norm(gradients, reported if clip_norm is None else True)
+        norm = global_norm(gradients)
         logs["finite"] = tf.constant(True) if scale is None else all_finite([*gradients, *new])
         if clip_norm is not None:
             gradients = clipped(gradients, clip_norm, norm)
