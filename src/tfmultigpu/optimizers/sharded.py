@@ -26,7 +26,6 @@ from tfmultigpu.optimizers.placement import (
     owned_state,
     using,
 )
-from tfmultigpu.optimizers.single_reads import reading_once
 from tfmultigpu.strategies.topology import all_on_local_cpus
 
 __all__ = [
@@ -297,8 +296,7 @@ class ShardedUpdate:
                     with tf.device(self.devices[owner]):
                         if mine:
                             twins = [self._twins[id(variables[i])] for i in mine]
-                            with reading_once(own):
-                                own.apply([gradients[i] for i in mine], twins)
+                            own.apply([gradients[i] for i in mine], twins)
                         else:
                             if own.use_ema:
                                 update_averages(own)
