@@ -26,7 +26,7 @@ from tfmultigpu.optimizers.placement import (
     owned_state,
     using,
 )
-from tfmultigpu.strategies.topology import all_on_local_cpus
+from tfmultigpu.strategies.collectives import replicas_share_memory
 
 __all__ = [
     "PAYS_FROM",
@@ -102,7 +102,7 @@ def plan_update(
         return UpdatePlan(True, "shard_update=True")
     if obstacle is not None:
         return UpdatePlan(False, obstacle)
-    if not all_on_local_cpus(strategy):
+    if not replicas_share_memory(strategy):
         return UpdatePlan(
             False,
             "only on CPUs was it measured to be faster; shard_update=True saves "
