@@ -261,7 +261,7 @@ MUTATIONS = (
                 "parts, states = self._phase(shards, scale)",
                 "parts, states = self._phase(shards, scale)\n        self._one = parts[0][:-1]",
             ),
-            ("norm = global_norm(gradients, ", "norm = global_norm(self._one, "),
+            ("norm = global_norm(gradients)", "norm = global_norm(self._one)"),
         ),
         (f"{EXACT}[4-1-clip]",),
     ),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import keras
 import numpy as np
@@ -10,20 +10,18 @@ import pytest
 import tensorflow as tf
 from one_device import Replicated, cut, difference, strategy_of
 
-from tfmultigpu.strategies import collectives as reductions
+from tfmultigpu.strategies.collectives import forcing_addition, sum_over_replicas
 
 _random = np.random.default_rng(5)
 BATCHES = cut((_random.normal(size=(40, 6)).astype("float32"), _random.integers(0, 4, 40)), [33, 2])
 LOSS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 
 
-@pytest.mark.parametrize("collective", [False, True], ids=["on one device", "all-reduce"])
-def test_the_bound_on_sums(collective: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("way", ["in memory", "collective"])
+def test_the_bound_on_sums(way: Literal["in memory", "collective"]) -> None:
     replicas = 4
     parts = _random.normal(size=(replicas, 3, 200)).astype("float32")
     strategy = strategy_of(replicas)
-    if collective:
-        monkeypatch.setattr(reductions, "all_on_local_cpus", lambda _: False)
 
     @tf.function(autograph=False)
     def add() -> Any:
@@ -31,9 +29,10 @@ def test_the_bound_on_sums(collective: bool, monkeypatch: pytest.MonkeyPatch) ->
             [tf.constant(part[0]), tf.constant(part[1], tf.float64), tf.constant(part[2])]
             for part in parts
         ]
-        return reductions.sum_over_replicas(strategy, values, tf.bfloat16)
+        return sum_over_replicas(strategy, values, tf.bfloat16)
 
-    with strategy.scope() if collective else tf.name_scope("outside"):
+    collective = way == "collective"
+    with forcing_addition(way), strategy.scope() if collective else tf.name_scope("outside"):
         results = add()
     assert len(results) == (replicas if collective else 1)
     for rounded, double, last in results:

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from one_device import difference, strategy_of
+from one_device import strategy_of
 
 import tfmultigpu as tmg
-from tfmultigpu.optimizers.backward_operations import any_may_fail, noting_operations
-from tfmultigpu.optimizers.single_reads import reading_once
 
 _random = np.random.default_rng(37)
 X = _random.normal(size=(12, 6)).astype("float32")
@@ -134,31 +130,6 @@ def test_operations_that_fail_by_what_they_are_given_update_nothing(fails):
         np.testing.assert_array_equal(old, new)
 
 
-def test_common_layers_cannot_fail_on_the_way_back():
-    """Updates of these do not wait for all gradients; whether they must is for later versions."""
-    layers = keras.layers
-    inputs = keras.Input((8, 8, 3))
-    x = layers.MaxPooling2D()(layers.Conv2D(4, 3, padding="same", activation="relu")(inputs))
-    x = layers.Dropout(0.1)(layers.BatchNormalization()(layers.DepthwiseConv2D(3)(x)))
-    x = layers.LayerNormalization()(layers.Reshape((4, 4))(x))
-    x = layers.Add()([x, layers.MultiHeadAttention(2, 2)(x, x)])
-    x = layers.Concatenate()([layers.Dense(3, a)(x) for a in ("gelu", "swish", "softmax", "tanh")])
-    model = keras.Model(inputs, layers.Dense(2)(layers.GlobalAveragePooling1D()(x)))
-    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    kept = []
-
-    def gradients():
-        with tf.GradientTape() as tape:
-            values = loss(tf.constant([0, 1, 1]), model(tf.ones([3, 8, 8, 3]), training=True))
-        with noting_operations() as made:
-            tape.gradient(values, [v.value for v in model.trainable_variables])
-        kept.extend(made)
-
-    tf.function(gradients, autograph=False).get_concrete_function()
-    assert len(kept) > 100
-    assert not any_may_fail(kept), {one.type for one in kept if any_may_fail([one])}
-
-
 class Halving(keras.optimizers.schedules.LearningRateSchedule):
     """A schedule with a state of its own, which asking it advances."""
 
@@ -179,90 +150,3 @@ def test_a_learning_rate_with_a_state_is_asked_once_per_update(as_function):
         tmg.apply_reduced_gradients(optimizer, [tf.constant([0.5])], [weight])
     assert float(rate.rate.numpy()) == 0.25
     assert float(weight.numpy()[0]) == 1.0 - 0.5 * (0.5 + 0.25)
-
-
-OPTIMIZERS = sorted(
-    name
-    for name, kind in vars(keras.optimizers).items()
-    if isinstance(kind, type)
-    and issubclass(kind, keras.optimizers.Optimizer)
-    and name not in ("Optimizer", "LossScaleOptimizer", "MultiOptimizer")
-)
-
-
-def _make(name: str, schedule: bool) -> keras.optimizers.Optimizer:
-    decay = keras.optimizers.schedules.ExponentialDecay
-    rate = decay(0.05, 2, 0.5) if schedule else 0.05
-    return getattr(keras.optimizers, name)(
-        rate, weight_decay=0.01, use_ema=True, ema_momentum=0.9, clipnorm=0.5
-    )
-
-
-def _update(optimizer, variables, around):
-    @tf.function(autograph=False)
-    def update(gradients):
-        with around(optimizer):
-            optimizer.apply(gradients, variables)
-
-    return update
-
-
-@pytest.mark.parametrize("schedule", [False, True])
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_reading_once_changes_no_bit(name, schedule):
-    constraint = keras.constraints.MaxNorm(0.8)
-    starts = [_random.normal(size=shape).astype("float32") for shape in [(6, 4), (4,), (5, 3)]]
-    results = []
-    for once in (False, True):
-        variables = [keras.Variable(start, name=f"v{i}") for i, start in enumerate(starts)]
-        variables[0].constraint = constraint
-        optimizer = _make(name, schedule)
-        optimizer.build(variables)
-
-        update = _update(optimizer, variables, reading_once if once else nullcontext)
-        for step in range(4):
-            if step == 2 and not schedule:
-                optimizer.learning_rate = 0.02
-            update([tf.constant(start) * (step + 1) / 7 for start in starts])
-        results.append([v.numpy() for v in (*variables, *optimizer.variables)])
-    for plain, once in zip(*results, strict=True):
-        np.testing.assert_array_equal(plain, once)
-    assert int(optimizer.iterations.numpy()) == 4
-
-
-def test_scalars_are_read_once_for_all_variables():
-    variables = [keras.Variable(np.ones(3, "float32")) for _ in range(5)]
-    optimizer = keras.optimizers.Adam(0.1)
-    optimizer.build(variables)
-
-    def reads(update):
-        graph = tf.function(update).get_concrete_function().graph
-        kinds = [
-            op.outputs[0].shape for op in graph.get_operations() if op.type == "ReadVariableOp"
-        ]
-        return kinds.count(tf.TensorShape([]))
-
-    def plain():
-        optimizer.apply([tf.ones(3)] * 5, variables)
-
-    def once():
-        with reading_once(optimizer):
-            plain()
-
-    assert reads(plain) >= 10, "Keras reads them once by itself: reading_once can go"
-    assert reads(once) <= 3
-
-
-def test_an_optimizer_of_ones_own_reads_as_it_does():
-    class Own(keras.optimizers.SGD):
-        def update_step(self, gradient, variable, learning_rate):
-            self.iterations.assign_add(1)
-            super().update_step(gradient, variable, learning_rate)
-
-    weight = keras.Variable([1.0])
-    optimizer = Own(0.5)
-    optimizer.build([weight])
-    with reading_once(optimizer):
-        optimizer.apply([tf.constant([1.0])], [weight])
-    assert int(optimizer.iterations.numpy()) == 2
-    assert difference([weight.numpy()], [np.array([0.5])]) == 0

@@ -10,7 +10,6 @@ from one_device import as_dataset, assert_same, cut, difference, plain, strategy
 from small_problem import CASES, MIXED, STEPS, X, Y, crossentropy, mlp, replicated, sgd, truth
 
 import tfmultigpu as tmg
-from tfmultigpu.strategies import collectives as reductions
 
 # How batches reach the step ----------------------------------------------------------------------
 
@@ -131,18 +130,6 @@ def test_shards_prefetched_to_the_replicas():
 
 
 # Under which strategy ----------------------------------------------------------------------------
-
-
-def test_gradients_added_by_the_strategy_instead_of_in_place(monkeypatch):
-    """What GPUs do: one all-reduce, which CPUs of one process can do without."""
-    monkeypatch.setattr(reductions, "all_on_local_cpus", lambda strategy: False)
-    run = replicated(3, "all", micro_batches=2)
-    batches = cut(CASES["all"][0], MIXED)
-    expected = truth("all", tuple(MIXED))
-    assert_same(run.train(batches), expected)
-    run.reset()
-    run.step.run(iter(as_dataset(batches)), STEPS)
-    assert difference([v.numpy() for v in run.model.variables], expected.weights) <= 1e-6
 
 
 def test_one_device_strategy():

@@ -12,8 +12,6 @@ import tensorflow as tf
 from one_device import ByHand, Replicated, assert_same, cut, difference, hold, strategy_of
 
 import tfmultigpu as tmg
-from tfmultigpu.steps import multi_step as multistep, train_step
-from tfmultigpu.strategies import collectives as reductions
 
 _random = np.random.default_rng(4)
 X = _random.normal(size=(20, 4)).astype("float32")
@@ -121,12 +119,6 @@ def test_frozen_with_their_layer() -> None:
 
 def test_biases_to_the_precision_in_which_keras_sums_them() -> None:
     hold(3, lambda: quantized(True), sgd, LOSS, BATCHES, tolerance=3e-3)
-
-
-def test_by_collectives_as_on_accelerators(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (reductions, train_step, multistep):
-        monkeypatch.setattr(module, "all_on_local_cpus", lambda _: False)
-    hold(3, quantized, sgd, LOSS, BATCHES)
 
 
 def test_many_steps_in_a_call() -> None:

@@ -9,6 +9,7 @@ import tensorflow as tf
 from one_device import strategy_of
 
 import tfmultigpu as tmg
+from tfmultigpu.strategies.collectives import forcing_addition
 
 rng = np.random.default_rng(5)
 X = rng.normal(size=(90, 6)).astype("float32")
@@ -191,9 +192,6 @@ def test_alike_on_all_replicas_no_more_parts_than_rows() -> None:
 
 def test_one_all_reduce_for_a_step(monkeypatch) -> None:
     """However often replicas add, they meet once; on GPUs that is one all-reduce."""
-    from tfmultigpu.strategies import collectives as reductions
-
-    monkeypatch.setattr(reductions, "all_on_local_cpus", lambda _: False)
     calls: list[int] = []
     original = tf.distribute.ReplicaContext.all_reduce
 
@@ -202,8 +200,9 @@ def test_one_all_reduce_for_a_step(monkeypatch) -> None:
         return original(self, reduce_op, value, options)
 
     monkeypatch.setattr(tf.distribute.ReplicaContext, "all_reduce", counting)
-    step = make_step(strategy_of(2), micro_batches=(1, 4))
-    step((X[:20], Y[:20]))
+    with forcing_addition("collective"):
+        step = make_step(strategy_of(2), micro_batches=(1, 4))
+        step((X[:20], Y[:20]))
     assert calls == [2, 2]  # once on each replica: the gradient, then sums and weights
 
 

@@ -1,4 +1,4 @@
-"""Many steps in one call: both ways to take the data, their ends and their failures."""
+"""Many steps in one call: how they take the data, its end and its failures."""
 
 from __future__ import annotations
 
@@ -14,26 +14,18 @@ import tensorflow as tf
 from one_device import as_dataset, cut, difference, strategy_of
 
 import tfmultigpu as tmg
-from tfmultigpu.steps import call_lengths, multi_step as multistep
+from tfmultigpu.steps import call_lengths
 
 _random = np.random.default_rng(31)
 X = _random.normal(size=(24, 5)).astype("float32")
 Y = _random.normal(size=(24, 1)).astype("float32")
 SIZES = (8, 6, 1, 5, 4)
-WAYS = ["looking ahead", "looking when due, as for accelerators"]
 
 
 @pytest.fixture
 def cut_on_a_fast_machine(monkeypatch):
     """Has calls take one, four, sixteen steps, however busy the machine is."""
     monkeypatch.setattr(call_lengths, "_SECONDS", 3600.0)
-
-
-@pytest.fixture(params=WAYS)
-def way(request, monkeypatch, cut_on_a_fast_machine):
-    if request.param == WAYS[1]:
-        monkeypatch.setattr(multistep, "all_on_local_cpus", lambda strategy: False)
-    return request.param
 
 
 def make_step(replicas, heads=1):
@@ -58,7 +50,8 @@ def one_by_one(step, batches):
 
 
 @pytest.mark.parametrize(("replicas", "heads"), [(1, 1), (2, 1), (2, 5)])
-def test_as_one_call_for_each_batch(way, replicas, heads):
+@pytest.mark.usefixtures("cut_on_a_fast_machine")
+def test_as_one_call_for_each_batch(replicas, heads):
     """Five heads have more in their logs than there is room for from the start."""
     several = (lambda x, y: (x, (y,) * heads)) if heads > 1 else (lambda x, y: (x, y))
     data = as_dataset(cut((X, Y), SIZES)).map(several)
@@ -80,7 +73,8 @@ def test_as_one_call_for_each_batch(way, replicas, heads):
     assert difference(weights(step), weights(expected)) <= 1e-6, "a step without data"
 
 
-def test_no_element_is_taken_that_no_step_uses(way):
+@pytest.mark.usefixtures("cut_on_a_fast_machine")
+def test_no_element_is_taken_that_no_step_uses():
     step = make_step(1)
     iterator = iter(as_dataset(cut((X, Y), SIZES)))
     assert int(step.run(iterator, 2)["steps"]) == 2
@@ -88,7 +82,8 @@ def test_no_element_is_taken_that_no_step_uses(way):
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
-def test_data_that_fails_leaves_whole_steps(way, replicas):
+@pytest.mark.usefixtures("cut_on_a_fast_machine")
+def test_data_that_fails_leaves_whole_steps(replicas):
     """After a failure the model has been trained on whole batches, the counter says on how many."""
 
     def batches():
@@ -102,14 +97,13 @@ def test_data_that_fails_leaves_whole_steps(way, replicas):
     with pytest.raises(tf.errors.OpError, match="the disk is gone"):
         step.run(iterator, 5)
     done = int(step.optimizer.iterations.numpy())
-    assert done == (2 if way == WAYS[0] else 3)
+    assert done == 3
     one_by_one(expected, cut((X, Y), (8, 6, 1))[:done])
     assert difference(weights(step), weights(expected)) <= 1e-6
 
 
 @pytest.mark.usefixtures("cut_on_a_fast_machine")
 def test_data_that_fails_leaves_whole_what_layers_and_metrics_keep():
-    """The step during which the next element is taken changes nothing, these included."""
     steps, metrics = [], []
     for _ in range(2):
         keras.utils.set_random_seed(5)
@@ -131,8 +125,8 @@ def test_data_that_fails_leaves_whole_what_layers_and_metrics_keep():
     data = tf.data.Dataset.from_generator(batches, output_signature=spec)
     with pytest.raises(tf.errors.OpError, match="the disk is gone"):
         steps[0].run(iter(data), 5)
-    assert int(steps[0].optimizer.iterations.numpy()) == 2
-    one_by_one(steps[1], cut((X, Y), (8, 6)))
+    assert int(steps[0].optimizer.iterations.numpy()) == 3
+    one_by_one(steps[1], cut((X, Y), (8, 6, 1)))
     kept = [
         [v.numpy() for v in (*s.model.variables, *s.optimizer.variables, *m.variables)]
         + [s.loss_scale.good_steps.numpy()]
@@ -142,7 +136,8 @@ def test_data_that_fails_leaves_whole_what_layers_and_metrics_keep():
         np.testing.assert_allclose(failed, whole, rtol=1e-6)
 
 
-def test_calls_that_are_cut_add_up_to_one_call(way, monkeypatch):
+@pytest.mark.usefixtures("cut_on_a_fast_machine")
+def test_calls_that_are_cut_add_up_to_one_call(monkeypatch):
     """To the bit, without another trace; and no batch is taken too many where one is cut."""
     whole, cut_up = make_step(2, heads=5), make_step(2, heads=5)
     data = as_dataset(cut((X, Y), SIZES)).map(lambda x, y: (x, (y,) * 5)).repeat()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from xml.etree import ElementTree
 
 import keras
@@ -15,7 +15,7 @@ import tensorflow as tf
 from one_device import strategy_of
 
 import tfmultigpu as tmg
-from tfmultigpu.strategies import collectives as reductions
+from tfmultigpu.strategies.collectives import forcing_addition
 from tfmultigpu.tuning import StepProfile, measure_scaling, profile_step
 from tfmultigpu.tuning.scaling import compare
 from tfmultigpu.tuning.step_profile import advise
@@ -44,23 +44,22 @@ def state(step: Any) -> list[np.ndarray]:
 # The clock --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("collective", [False, True], ids=["on one device", "all-reduce"])
+@pytest.mark.parametrize("way", ["in memory", "collective"])
 @pytest.mark.parametrize(
     "options",
     [{"loss_scale": "dynamic", "clip_norm": 0.5}, {"shard_update": True, "micro_batches": 2}],
     ids=["scaled", "sharded"],
 )
 def test_a_timed_step_computes_the_same(
-    options: Any, collective: bool, monkeypatch: pytest.MonkeyPatch
+    options: Any, way: Literal["in memory", "collective"]
 ) -> None:
-    if collective:
-        monkeypatch.setattr(reductions, "all_on_local_cpus", lambda _: False)
     strategy = strategy_of(2)
     plain, other = build(strategy, **options), build(strategy, **options)
     timed = TimedStep(other)
     for _ in range(2):
-        expected = plain((X, Y))
-        logs, times = timed.run_timed((X, Y))
+        with forcing_addition(way):
+            expected = plain((X, Y))
+            logs, times = timed.run_timed((X, Y))
         assert logs.keys() == expected.keys()
         for name, value in expected.items():
             assert float(logs[name]) == pytest.approx(float(value), abs=1e-6), name

@@ -21,23 +21,18 @@ __all__ = [
 ]
 
 
-def global_norm(gradients: Sequence[tf.Tensor], wanted: Any = True) -> Any:
+def global_norm(gradients: Sequence[tf.Tensor]) -> Any:
     """Returns the norm of all gradients together, a scalar: of their dtype, or float64 for several.
 
     The sum of squares of each gradient is taken on the device that the gradient is on.
 
     Args:
         gradients: Tensors of any float dtypes.
-        wanted: A bool scalar; where it is False the result is 0, and all these squares, which for
-            a large model take as long as part of the step, are not computed.
     """
     if not gradients:
         return tf.zeros([])
     if len({gradient.dtype for gradient in gradients}) > 1:
         gradients = [tf.cast(gradient, tf.float64) for gradient in gradients]
-    if wanted is not True:
-        nothing = tf.zeros([], gradients[0].dtype)
-        return tf.cond(wanted, lambda: tf.linalg.global_norm(list(gradients)), lambda: nothing)
     return tf.linalg.global_norm(list(gradients))
 
 

@@ -26,8 +26,7 @@ from tfmultigpu.optimizers.placement import (
     owned_state,
     using,
 )
-from tfmultigpu.optimizers.single_reads import reading_once
-from tfmultigpu.strategies.topology import all_on_local_cpus
+from tfmultigpu.strategies.collectives import replicas_share_memory
 
 __all__ = [
     "PAYS_FROM",
@@ -103,7 +102,7 @@ def plan_update(
         return UpdatePlan(True, "shard_update=True")
     if obstacle is not None:
         return UpdatePlan(False, obstacle)
-    if not all_on_local_cpus(strategy):
+    if not replicas_share_memory(strategy):
         return UpdatePlan(
             False,
             "only on CPUs was it measured to be faster; shard_update=True saves "
@@ -297,8 +296,7 @@ class ShardedUpdate:
                     with tf.device(self.devices[owner]):
                         if mine:
                             twins = [self._twins[id(variables[i])] for i in mine]
-                            with reading_once(own):
-                                own.apply([gradients[i] for i in mine], twins)
+                            own.apply([gradients[i] for i in mine], twins)
                         else:
                             if own.use_ema:
                                 update_averages(own)

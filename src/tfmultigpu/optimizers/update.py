@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import tensorflow as tf
@@ -20,7 +20,6 @@ from tfmultigpu.optimizers.sharded import (
     plan_update,
     shard_update,
 )
-from tfmultigpu.optimizers.single_reads import reading_once
 from tfmultigpu.strategies.scopes import check_scope
 
 __all__ = ["apply_reduced_gradients", "build_optimizer", "prepare_update"]
@@ -101,8 +100,7 @@ def _apply(optimizer: Any, pairs: list[tuple[Any, Any]], replicas: int) -> None:
     summed, kept = zip(*pairs, strict=True)
     with _hiding(optimizer, dict.fromkeys(_OWN_IDEAS)):
         if replicas == 1 or _compat.can_skip_gradient_sum(optimizer):
-            once = reading_once(optimizer) if replicas == 1 else nullcontext()
-            with _compat.gradients_already_summed(optimizer), once:
+            with _compat.gradients_already_summed(optimizer):
                 optimizer.apply(list(summed), list(kept))
         else:
             with _hiding(optimizer, {name: _divided(optimizer, name, replicas) for name in _CLIPS}):

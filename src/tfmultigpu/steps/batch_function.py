@@ -33,14 +33,10 @@ class Shards(NamedTuple):
         local: One structure of tensors for each replica of this process, none with zero rows.
         offsets: Where the shard of each replica, of all processes, begins in the global batch,
             then the rows of that: an int64 vector; see ``rows.shard_offsets``.
-        after: What must not have failed before anything is updated: tensors or operations.
-        is_last: Whether what is reported of the last step of a call is asked for, a bool scalar.
     """
 
     local: list[Any]
     offsets: Any
-    after: tuple[Any, ...] = ()
-    is_last: Any = True
 
     @property
     def global_rows(self) -> Any:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import tensorflow as tf
@@ -22,7 +23,6 @@ from tfmultigpu.losses.metrics import (
 )
 from tfmultigpu.losses.objective import Layout, Objective, stack
 from tfmultigpu.losses.outputs import Output
-from tfmultigpu.optimizers.backward_operations import any_may_fail, checks_among, noting_operations
 from tfmultigpu.optimizers.gradients import is_overwritten, spread_over_replicas, sum_dtype
 from tfmultigpu.steps.batch_function import Shards
 from tfmultigpu.steps.layer_states import may_be_assigned
@@ -41,14 +41,11 @@ class ReplicaPhase:
     Attributes:
         layout: How the terms of the loss are put together; known once traced.
         present: For each backward pass, which variables have a gradient; known once traced.
-        backward_may_fail: Whether the backward pass has operations of its own that can fail; known
-            once traced.
         held: The variables of the values that it returns to be assigned; known once traced.
         overwritten: The variables whose "gradient" is the value they are to have; likewise.
     """
 
     held: Sequence[Any] = ()
-    backward_may_fail: bool = True
     layout: Layout
     overwritten: list[Any]
     present: list[list[bool]]
@@ -247,14 +244,14 @@ class ReplicaPhase:
             shard = partition.cut_part(shard, part.count, part.number)
         compute = self._compiled if self._jit_compile else self._forward_backward
         gathering = gathering_from(rows, None if part is None else self._counts)
-        with noting_operations() as made:
+        with _noting_checks() as checks:
             with drawing_rows(rows), gathering, counting_once(counts):
                 values, outputs, held = compute(given, shard, weight, global_rows, loss_scale)
             with holding(held=held):
                 update_metrics(self._metrics, outputs, counts, weighted=False)
                 update_metrics(self._weighted_metrics, outputs, counts, weighted=True)
         states = [held.current(variable) for variable in held.variables]
-        with tf.control_dependencies([*checks_among(made), *states]):
+        with tf.control_dependencies([*checks, *states]):
             return [*values[:-1], tf.identity(values[-1])], held
 
     def _compiled(self, given: list[Any], *args: Any) -> tuple[list[tf.Tensor], list[Output], Held]:
@@ -317,10 +314,9 @@ class ReplicaPhase:
                 raise LossError(_NOT_DIVIDED_YET)
             known = [scaled[i] for i in range(len(terms)) if i not in measured]
             targets = ([_total(known)] if known else []) + [scaled[i] for i in measured]
-        with holding(held=held), noting_operations() as backward:
+        with holding(held=held):
             passes = [tape.gradient(target, values) for target in targets]
         del tape
-        self.backward_may_fail = any_may_fail(backward)
         self.layout = layout
         found = [list(zip(one, variables, replaced, strict=True)) for one in passes]
         self.present = [[g is not None and not new for g, _, new in one] for one in found]
@@ -343,6 +339,20 @@ class ReplicaPhase:
     def _local(self, results: list[Any]) -> list[list[tf.Tensor]]:
         local = [self._strategy.experimental_local_results(result) for result in results]
         return [list(one) for one in zip(*local, strict=True)]
+
+
+@contextmanager
+def _noting_checks() -> Iterator[list[Any]]:
+    """Yields a list that holds, at the end, the operations that may fail with their results unused.
+
+    They are stateful: TensorFlow runs them in any case. A variable can always be read.
+    """
+    checks: list[Any] = []
+    graph = tf.compat.v1.get_default_graph()
+    before = len(graph.get_operations())
+    yield checks
+    made = graph.get_operations()[before:]
+    checks += [one for one in made if one.op_def.is_stateful and one.type != "ReadVariableOp"]
 
 
 def _part(number: Any, count: Any) -> Part:

@@ -15,7 +15,7 @@ from tfmultigpu.losses.objective import OutputLoss
 from tfmultigpu.steps.batch_function import BatchFunction, Shards, ShardSource, check_called_from
 from tfmultigpu.steps.call_lengths import CallLength
 from tfmultigpu.steps.failures import explaining_failures
-from tfmultigpu.strategies.topology import all_on_local_cpus, describe
+from tfmultigpu.strategies.topology import describe
 
 __all__ = ["TERMS", "MultiStep"]
 
@@ -156,17 +156,12 @@ class MultiStep:
     def _cut(self, element: Any) -> Any:
         return self.step.cut(element)[:2]
 
-    def _can_look_ahead(self, source: Any) -> bool:
-        # TensorFlow's own loops take elements for GPUs when they are due, so there it is known to
-        # leave them where they are.
-        return isinstance(source, tf.data.Iterator) and all_on_local_cpus(self.step.strategy)
-
     def _compile(self, split: Callable[[Any], Any]) -> Any:
         names: list[str] = []
 
-        def one(element: Any, sums: Any, last: Any, **known: Any) -> tuple[Any, Any]:
+        def one(element: Any, sums: Any, last: Any) -> tuple[Any, Any]:
             local, offsets = split(element)
-            logs = self.step.function(Shards(local, offsets, **known))
+            logs = self.step.function(Shards(local, offsets))
             terms = tf.cast(logs.pop(TERMS, []), tf.float64)
             names[:] = [name for name in logs if name not in _LAST]
             wide = {name: tf.cast(value, tf.float64) for name, value in logs.items()}
@@ -179,11 +174,7 @@ class MultiStep:
             return sums + tf.stack(added), tf.concat([tf.stack(ends), terms], 0)
 
         def run(source: Any, steps: Any, before: Any, sums: Any, last: Any) -> dict[str, Any]:
-            given = source, steps, one, sums, last
-            if self._can_look_ahead(source):
-                done, sums, last = _looking_ahead(*given)
-            else:
-                done, sums, last = _looking_when_due(*given)
+            done, sums, last = _loop(source, steps, one, sums, last)
             done += before
             logs = _logs(done, sums, last, names, self._sums_in)
             return {**logs, "carry": (done, sums, last), TERMS: last[len(_LAST) :]}
@@ -191,45 +182,8 @@ class MultiStep:
         return tf.function(run, autograph=False)
 
 
-def _looking_ahead(source: Any, steps: Any, one: Any, sums: Any, last: Any) -> Any:
-    """Takes the next element before a step is over, so that no branch has to be around the step.
-
-    It is taken while the step runs, which changes nothing should that fail.
-    """
-    optional_type: Any = tf.experimental.Optional
-
-    def take(number: Any) -> Any:
-        return tf.cond(
-            number < steps,
-            source.get_next_as_optional,
-            lambda: optional_type.empty(source.element_spec),
-        )
-
-    def body(done: Any, optional: Any, sums: Any, last: Any) -> tuple[Any, ...]:
-        ahead = take(done + 1)
-        known = {"after": tuple(_components(ahead)), "is_last": ~ahead.has_value()}
-        sums, last = one(optional.get_value(), sums, last, **known)
-        return done + 1, ahead, sums, last
-
-    zero = tf.constant(0, tf.int64)
-    optional = take(zero)
-    done, _, sums, last = tf.while_loop(
-        lambda done, optional, *_: optional.has_value(),
-        body,
-        [zero, optional, sums, last],
-        shape_invariants=[
-            zero.shape,
-            tf.type_spec_from_value(optional),
-            tf.TensorShape([None]),
-            tf.TensorShape([None]),
-        ],
-        parallel_iterations=1,
-    )
-    return done, sums, last
-
-
-def _looking_when_due(source: Any, steps: Any, one: Any, sums: Any, last: Any) -> Any:
-    """Takes each element before its step, and has the step in a branch: there may be none."""
+def _loop(source: Any, steps: Any, one: Any, sums: Any, last: Any) -> Any:
+    """Takes each element before its step, which is in a branch: the data may have ended."""
     # What decides about going on is on the CPU, and loops keep it there in 32 bits: a step would
     # begin only after a GPU had ended the one before.
     with tf.device("CPU:0"):
@@ -253,10 +207,6 @@ def _looking_when_due(source: Any, steps: Any, one: Any, sums: Any, last: Any) -
         parallel_iterations=1,
     )
     return tf.cast(done, tf.int64), sums, last
-
-
-def _components(composite: Any) -> list[Any]:
-    return list(tf.nest.flatten(composite, expand_composites=True))
 
 
 def _addend(name: str, logs: dict[str, Any]) -> Any:

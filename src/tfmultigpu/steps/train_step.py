@@ -17,7 +17,6 @@ import tensorflow as tf
 from tfmultigpu.losses.build_model import prepare_model
 from tfmultigpu.losses.held_assignments import assign_held, holding
 from tfmultigpu.losses.objective import OutputLoss, regularization
-from tfmultigpu.optimizers.backward_operations import any_may_fail, noting_operations
 from tfmultigpu.optimizers.gradients import all_finite, clipped, combined, global_norm, unscaled
 from tfmultigpu.optimizers.loss_scaling import LossScale, make_loss_scale, unwrap_optimizer
 from tfmultigpu.optimizers.settings import Settings, explaining_settings
@@ -32,7 +31,7 @@ from tfmultigpu.steps.value_agreement import check_values_alike
 from tfmultigpu.steps.verification import Verification, Verifier
 from tfmultigpu.strategies.collectives import sum_on_devices, sum_over_replicas
 from tfmultigpu.strategies.scopes import all_layers
-from tfmultigpu.strategies.topology import all_on_local_cpus, local_replicas, per_replica
+from tfmultigpu.strategies.topology import local_replicas, per_replica
 
 __all__ = ["TrainStep"]
 
@@ -208,7 +207,7 @@ class TrainStep:
         gradients, logs, states = self._reduced(shards, scale, self._clip_norm)
         finite = logs.pop("finite")
         rows = tf.cast(shards.global_rows, tf.float64)
-        self._update(gradients, states, finite, [*shards.after, rows, logs["loss"]])
+        self._update(gradients, states, finite, [rows, logs["loss"]])
         self._settings.note(self.optimizer, traced=True)
         skipped = tf.zeros([]) if scale is None else 1.0 - tf.cast(finite, tf.float32)
         return {**logs, "skipped": skipped, "loss_scale": tf.ones([]) if scale is None else scale}
@@ -237,7 +236,7 @@ class TrainStep:
             values = [sum_on_devices(parts, places, self._reduce_dtype)]
         if len(values) == 1:
             first = [self.strategy.experimental_local_results(value)[0] for value in states]
-            finished = self._finish(values[0], first, rows, scale, clip_norm, shards.is_last)
+            finished = self._finish(values[0], first, rows, scale, clip_norm)
             return *finished, states
         args = (per_replica(self.strategy, values), states, rows, scale, clip_norm)
         gradients, logs = self.strategy.run(self._finish, args=args)
@@ -260,7 +259,6 @@ class TrainStep:
         global_rows: Any,
         scale: Any,
         clip_norm: float | None,
-        reported: Any = True,
     ) -> tuple[list[tf.Tensor], dict[str, Any]]:
         """Turns what was added over the replicas into the gradient of the global batch."""
         layout = self._phase.layout
@@ -271,9 +269,8 @@ class TrainStep:
         with tf.control_dependencies(checks):
             logs = layout.report(sums, weights, global_rows)
         held = zip(self._phase.held, states, strict=True)
-        with noting_operations() as regularizing, holding(held):
+        with holding(held):
             penalty, penalties = regularization(variables)
-        self._may_fail = self._phase.backward_may_fail or any_may_fail(regularizing)
         corrections: list[Any] = layout.corrections(weights, global_rows)
         if len(self._phase.present) > len(corrections):
             corrections = [None, *corrections]
@@ -284,7 +281,7 @@ class TrainStep:
         overwritten = self._phase.overwritten
         self._trained = self._missing.trained(variables, total, overwritten)
         gradients = [gradient for gradient in total if gradient is not None]
-        norm = global_norm(gradients, reported if clip_norm is None else True)
+        norm = global_norm(gradients)
         logs["finite"] = tf.constant(True) if scale is None else all_finite([*gradients, *new])
         if clip_norm is not None:
             gradients = clipped(gradients, clip_norm, norm)
@@ -295,21 +292,16 @@ class TrainStep:
 
     def _update(self, gradients: Any, states: Any, finite: Any, after: Sequence[Any]) -> None:
         optimizer = unwrap_optimizer(self.optimizer)
-        # A step whose gradients fail is not counted and changes nothing. CPUs do not run out of
-        # memory alone: where nothing else can fail, the loss and all checks are enough to wait for.
-        early = all_on_local_cpus(self.strategy) and not self._may_fail
 
-        def first(gradients: Any) -> list[Any]:
-            return [*after, *([] if early else gradients)]
-
+        # A step whose gradients fail is not counted and changes nothing.
         def apply(gradients: list[tf.Tensor]) -> None:
-            with tf.control_dependencies(first(gradients)):
+            with tf.control_dependencies([*after, *gradients]):
                 apply_in_replica(optimizer, gradients, self._trained)
 
         @explaining_settings(optimizer)
         def update() -> tf.Tensor:
             if self._sharded is not None:
-                self._sharded.apply(gradients, self._trained, first(gradients))
+                self._sharded.apply(gradients, self._trained, [*after, *gradients])
                 return tf.constant(True)
             self.strategy.run(apply, args=(gradients,))
             overwrite_with_averages(optimizer, self.strategy, self._trained)
@@ -317,7 +309,7 @@ class TrainStep:
 
         if states:  # Also where the update is skipped, and before it: weights may be among them.
             held, run = self._phase.held, self.strategy.run
-            run(lambda g, s: assign_held(held, s, first(g)), args=(gradients, states))
+            run(lambda g, s: assign_held(held, s, [*after, *g]), args=(gradients, states))
         if self.loss_scale is None:
             update()
             return

@@ -2,14 +2,55 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, Literal
 
 import tensorflow as tf
 
-from tfmultigpu.strategies.topology import all_on_local_cpus, per_replica
+from tfmultigpu.errors import TfMultiGpuError
+from tfmultigpu.strategies.topology import describe, per_replica
 
-__all__ = ["all_reduce_sum", "sum_on_devices", "sum_over_replicas"]
+__all__ = [
+    "all_reduce_sum",
+    "forcing_addition",
+    "replicas_share_memory",
+    "sum_on_devices",
+    "sum_over_replicas",
+]
+
+_forced: ContextVar[str | None] = ContextVar("forced", default=None)
+
+
+def replicas_share_memory(strategy: tf.distribute.Strategy) -> bool:
+    """Returns whether tensors of all replicas are added in memory, not by collectives.
+
+    This is the one branch between CPUs and accelerators: replicas on the CPUs of one process share
+    its memory. ``forcing_addition`` takes either side.
+    """
+    forced = _forced.get()
+    if forced is not None:
+        return forced == "in memory"
+    return _is_one_process(strategy) and all(
+        "CPU" in device.upper() for device in strategy.extended.worker_devices
+    )
+
+
+@contextmanager
+def forcing_addition(way: Literal["in memory", "collective"]) -> Iterator[None]:
+    """Forces one way to add for all steps that are traced on this thread inside the context.
+
+    Tests hold both ways to one device in one process. A step keeps the way it was traced with.
+
+    Args:
+        way: ``"in memory"`` as replicas on CPUs of one process add, ``"collective"`` as all others.
+    """
+    token = _forced.set(way)
+    try:
+        yield
+    finally:
+        _forced.reset(token)
 
 
 def sum_over_replicas(
@@ -19,9 +60,8 @@ def sum_over_replicas(
 ) -> list[list[tf.Tensor]]:
     """Adds tensors over all replicas; call in a cross-replica context.
 
-    Replicas on the CPUs of one process share its memory, so their tensors are added in place of a
-    collective: that is the cheapest way there, and it leaves TensorFlow's collective groups alone,
-    which a second strategy in one process would break. Everything else goes through one
+    Replicas that share memory add there: that is the cheapest way, and it leaves TensorFlow's
+    collective groups alone, which a second strategy in one process would break. All others use one
     ``all_reduce`` per dtype, packed by the strategy.
 
     Args:
@@ -31,12 +71,20 @@ def sum_over_replicas(
             each list, which holds sums and weights.
 
     Returns:
-        The sums, of the dtypes that came: one list for all replicas of this process where they
-        share it, else one list for each.
+        The sums, of the dtypes that came: one list for all replicas of this process if they share
+        memory, else one list for each.
+
+    Raises:
+        TfMultiGpuError: Addition in memory is forced, and there are several processes.
     """
     if strategy.num_replicas_in_sync == 1:
         return values
-    if all_on_local_cpus(strategy):
+    if replicas_share_memory(strategy):
+        if not _is_one_process(strategy):
+            raise TfMultiGpuError(
+                "Replicas of several processes cannot add in memory. Received: "
+                f'{describe(strategy)}. Write forcing_addition("collective").'
+            )
         devices = strategy.extended.worker_devices
         return [sum_on_devices(values, [devices[0]] * len(values[0]), reduce_dtype)]
 
@@ -50,6 +98,10 @@ def sum_over_replicas(
     results = strategy.run(reduce, args=(per_replica(strategy, values),))
     local = [strategy.experimental_local_results(result) for result in results]
     return [[result[r] for result in local] for r in range(len(values))]
+
+
+def _is_one_process(strategy: tf.distribute.Strategy) -> bool:
+    return len(strategy.extended.worker_devices) == strategy.num_replicas_in_sync
 
 
 def sum_on_devices(

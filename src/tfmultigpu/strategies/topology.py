@@ -9,7 +9,6 @@ import tensorflow as tf
 from tfmultigpu.devices.names import parse_device_name
 
 __all__ = [
-    "all_on_local_cpus",
     "describe",
     "is_default",
     "local_replicas",
@@ -35,21 +34,6 @@ def describe(strategy: tf.distribute.Strategy) -> str:
     if is_default(strategy):
         return "TensorFlow's default strategy of one device, taken if none is given"
     return f"{type(strategy).__name__} with {strategy.num_replicas_in_sync} replica(s)"
-
-
-def all_on_local_cpus(strategy: tf.distribute.Strategy) -> bool:
-    """Returns whether every replica is a CPU of this process, which shares its memory.
-
-    Nothing can then run out of memory alone, and a tensor of one replica is at hand for all. One
-    replica without a device of its own runs on the best that is there, so none but CPUs may be.
-    """
-    if strategy.num_replicas_in_sync == 1:
-        kinds = {device.device_type for device in tf.config.list_logical_devices()}
-        return kinds == {"CPU"}
-    devices = strategy.extended.worker_devices
-    return len(devices) == strategy.num_replicas_in_sync and all(
-        "CPU" in device.upper() for device in devices
-    )
 
 
 def local_replicas(strategy: tf.distribute.Strategy) -> tuple[int, ...]:

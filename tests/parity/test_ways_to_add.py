@@ -1,0 +1,125 @@
+"""Both ways to add over replicas, in memory and by collectives, in one process."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from one_device import as_dataset, assert_same, cut, difference, hold, strategy_of
+from small_problem import CASES, MIXED, STEPS, replicated, sgd, truth
+
+import tfmultigpu as tmg
+from tfmultigpu.errors import TfMultiGpuError
+from tfmultigpu.strategies.collectives import (
+    forcing_addition,
+    replicas_share_memory,
+    sum_over_replicas,
+)
+
+WAYS = ["in memory", "collective"]
+Way = Literal["in memory", "collective"]
+BATCHES = cut(CASES["all"][0], MIXED)
+
+
+@pytest.fixture(params=WAYS)
+def way(request: pytest.FixtureRequest) -> Any:
+    with forcing_addition(request.param):
+        yield request.param
+
+
+@pytest.mark.parametrize(
+    ("replicas", "options"),
+    [
+        (2, {}),
+        (3, {"micro_batches": 2}),
+        (2, {"micro_batches": (1, 3)}),
+        (4, {"loss_scale": 1024.0, "optimizer": "adam"}),
+        (3, {"shard_update": True}),
+    ],
+    ids=["plain", "micro-batches", "unequal micro-batches", "scaled", "sharded"],
+)
+def test_as_one_device(way: Way, replicas: int, options: dict[str, Any]) -> None:
+    run = replicated(replicas, "all", **options)
+    expected = truth("all", tuple(MIXED), options.get("optimizer", "sgd"))
+    # Adam divides by roots of tiny numbers in its first steps.
+    assert_same(run.train(BATCHES), expected, weights=1e-5 if "optimizer" in options else 1e-6)
+
+
+def test_many_steps_in_a_call(way: Way) -> None:
+    run = replicated(3, "all", micro_batches=2)
+    run.reset()
+    logs = run.step.run(iter(as_dataset(BATCHES)), STEPS)
+    assert int(logs["steps"]) == STEPS
+    expected = truth("all", tuple(MIXED))
+    assert difference([v.numpy() for v in run.model.variables], expected.weights) <= 1e-6
+
+
+def test_new_values_in_place_of_gradients(way: Way) -> None:
+    """Scales of float8 layers are assigned, not added."""
+
+    def quantized() -> keras.Model:
+        layers = [keras.layers.Dense(3, "tanh", use_bias=False), keras.layers.Dense(2)]
+        model = keras.Sequential([keras.Input((4,)), *layers])
+        model.layers[0].quantize("float8")
+        return model
+
+    random = np.random.default_rng(4)
+    arrays = [random.normal(size=(20, size)).astype("float32") for size in (4, 2)]
+    hold(3, quantized, sgd, keras.losses.MeanSquaredError(), cut(arrays, (5, 1, 3, 7, 2)))
+
+
+def test_metrics_and_evaluation(way: Way) -> None:
+    run = replicated(3, "weights")
+    with run.strategy.scope():
+        metric = keras.metrics.SparseCategoricalAccuracy()
+    step = tmg.make_eval_step(
+        run.model,
+        keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        run.strategy,
+        metrics=[metric],
+    )
+    x, y, weight = BATCHES[2]
+    logs = step((x, y, weight))
+    logits = run.model(x).numpy()
+    losses = tf.nn.sparse_softmax_cross_entropy_with_logits(y, logits).numpy()
+    assert float(logs["loss"]) == pytest.approx(float(np.mean(losses * weight)), rel=1e-5)
+    assert float(metric.result()) == pytest.approx(float(np.mean(logits.argmax(-1) == y)))
+
+
+def test_each_way_is_really_taken(way: Way, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+    original = tf.distribute.ReplicaContext.all_reduce
+
+    def counting(self: Any, *args: Any, **options: Any) -> Any:
+        calls.append(1)
+        return original(self, *args, **options)
+
+    monkeypatch.setattr(tf.distribute.ReplicaContext, "all_reduce", counting)
+    strategy = strategy_of(2)
+    assert replicas_share_memory(strategy) == (way == "in memory")
+    run = replicated(2, "weights", verify=False)
+    run.train(BATCHES[:1])
+    assert bool(calls) == (way == "collective")
+
+
+def test_by_itself_cpus_of_one_process_add_in_memory() -> None:
+    assert replicas_share_memory(strategy_of(2))
+    with forcing_addition("collective"):
+        assert not replicas_share_memory(strategy_of(2))
+    assert replicas_share_memory(strategy_of(2))
+
+
+def test_processes_cannot_be_forced_to_share_memory() -> None:
+    class TwoProcesses:
+        num_replicas_in_sync = 4
+        extended = type("Extended", (), {"worker_devices": ("CPU:0", "CPU:1")})
+
+    assert not replicas_share_memory(TwoProcesses())  # type: ignore[arg-type]
+    with (
+        forcing_addition("in memory"),
+        pytest.raises(TfMultiGpuError, match=r"several processes.*4 replica"),
+    ):
+        sum_over_replicas(TwoProcesses(), [[tf.zeros(1)], [tf.zeros(1)]])  # type: ignore[arg-type]
