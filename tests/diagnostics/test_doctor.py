@@ -262,7 +262,7 @@ CASES = {
         "devices=['cpu:0', 'cpu:1'], auto_shard_dataset=False))",
     ),
     "slurm": case(
-        "slurm-alone",
+        "not-started-by-scheduler",
         "The Slurm job has 4 tasks, but srun did not start this process, so it trains alone",
         "srun python train.py",
         "warning",

@@ -350,7 +350,7 @@ def _not_started_by_its_scheduler(machine: Machine) -> Iterator[Finding]:
         if reason is not None:
             yield Finding(
                 "warning",
-                f"{source.name.lower()}-alone",
+                "not-started-by-scheduler",
                 f"{reason[0].upper()}{reason[1:]}, so it trains alone.",
                 "The other tasks do not run, or each trains the same model by itself.",
                 source.start,

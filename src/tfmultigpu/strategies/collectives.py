@@ -101,7 +101,7 @@ def sum_over_replicas(
 
 
 def _is_one_process(strategy: tf.distribute.Strategy) -> bool:
-    return len(strategy.extended.worker_devices) == strategy.num_replicas_in_sync
+    return bool(len(strategy.extended.worker_devices) == strategy.num_replicas_in_sync)
 
 
 def sum_on_devices(
