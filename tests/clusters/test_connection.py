@@ -234,8 +234,8 @@ def test_a_lost_worker_is_named_with_what_to_do(said: str) -> None:
         raise kind(None, None, text)
     found = str(caught.value)
     assert found.startswith(
-        "Another worker is gone, and the others cannot continue without it. First to go: worker 2 of "
-        f"3 at {links[0].addresses[2]}: {BROKEN_OFF}. Its log"
+        "Another worker is gone, and the others cannot continue without it. First to go: worker 2 "
+        f"of 3 at {links[0].addresses[2]}: {BROKEN_OFF}. Its log"
     )
     assert "Start all workers again; they resume from the last checkpoint" in found
     assert "launch --restarts" in found
