@@ -79,10 +79,14 @@ def read_tf_config(environ: Mapping[str, str]) -> Cluster | None:
     )
 
 
+def _why_absent(environ: Mapping[str, str]) -> str | None:
+    return None if "TF_CONFIG" in environ else "TF_CONFIG is not set"
+
+
 TF_CONFIG = ClusterSource(
     "TF_CONFIG",
     read=read_tf_config,
-    why_absent=lambda environ: None if "TF_CONFIG" in environ else "TF_CONFIG is not set",
+    why_absent=_why_absent,
     same='"cluster" in TF_CONFIG',
     own='"task"',
     fix="Correct TF_CONFIG, or train alone: unset TF_CONFIG",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import socket
 from collections.abc import Mapping
 
@@ -12,7 +13,7 @@ from tfmultigpu.clusters.ports import listen
 from tfmultigpu.clusters.preflight import preflight
 from tfmultigpu.clusters.processes import free_addresses, worker_environment
 from tfmultigpu.clusters.sources import SOURCES, cluster_from_environment, why_no_cluster
-from tfmultigpu.clusters.spec import Cluster, ClusterSource
+from tfmultigpu.clusters.spec import WRITTEN, Cluster, ClusterSource
 from tfmultigpu.diagnostics.environment import concealed, relevant
 from tfmultigpu.errors import ClusterError
 
@@ -55,6 +56,13 @@ def test_a_source_says_why_it_has_no_cluster() -> None:
     )
     assert why_no_cluster({}, sources=ALL) == "TF_CONFIG is not set"
     assert why_no_cluster({}, sources=()) == "nothing describes one"
+
+
+@pytest.mark.parametrize("source", [*SOURCES, WRITTEN], ids=str)
+def test_a_cluster_can_be_sent_to_another_process(source: ClusterSource) -> None:
+    cluster = Cluster(["a:1", "b:1"], 1, source=source)
+    assert pickle.loads(pickle.dumps(cluster)) == cluster
+    assert repr(cluster).endswith(f"source=ClusterSource(name='{source}'))")
 
 
 def test_errors_name_the_source() -> None:
