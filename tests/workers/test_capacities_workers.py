@@ -28,7 +28,7 @@ def test_workers_of_unequal_memory_and_speed() -> None:
         assert plain == (2 * GIB + 1, 3 * GIB + 1, 4 * GIB + 1)  # to the byte
         taken = 21 * 4 * (1 + 2)  # weights, and gradients twice
         assert net == (2 * GIB - taken, 3 * GIB - taken, 4 * GIB - taken)
-        says = "Received: -1 for CPU:0" if worker == 1 else "no number for its replicas [1]"
+        says = "Received: -1 for CPU:0" if worker == 1 else "memory of its replicas [1]"
         assert says in seen["unknown"]
         assert seen["speeds"] == found[0]["speeds"]
         assert "A layer synchronises the replicas" in seen["refused"]

@@ -61,7 +61,7 @@ def memory_capacities(
     Raises:
         ShareError: On this worker or another, the memory of a device is unknown or does not hold
             the model. It is unknown for a CPU, for a GPU without the extra ``nvml``, and for a GPU
-            without memory growth. Or ``memory`` does not fit the devices.
+            whose memory TensorFlow has taken. Or ``memory`` does not fit the devices.
 
     Example:
         >>> import tfmultigpu as tmg
@@ -81,8 +81,8 @@ def memory_capacities(
     unknown = [replica for replica, left in enumerate(capacities) if math.isnan(left)]
     if unknown:
         raise ShareError(
-            f"Another worker does not know the memory of its replicas {unknown}. It ends with an "
-            "error that gives the reason: see its log."
+            f"Another worker could not determine the memory of its replicas {unknown}. It ends "
+            "with an error that gives the reason: see its log."
         )
     return capacities
 
