@@ -62,9 +62,9 @@ def any_rows(leaf: Any) -> Any:
     if isinstance(leaf, (tf.RaggedTensor, tf.SparseTensor)):
         leaf = tf.type_spec_from_value(leaf)
     if isinstance(leaf, tf.RaggedTensorSpec):
-        ragged: Any = leaf
-        shape = [None, *leaf.shape[1:]]
-        return tf.RaggedTensorSpec(shape, leaf.dtype, ragged.ragged_rank, ragged.row_splits_dtype)
+        spec: Any = leaf
+        shape = [None, *spec.shape[1:]]
+        return tf.RaggedTensorSpec(shape, spec.dtype, spec.ragged_rank, spec.row_splits_dtype)
     if isinstance(leaf, tf.SparseTensorSpec):
         return tf.SparseTensorSpec([None, *leaf.shape[1:]], leaf.dtype)
     return tf.TensorSpec([None, *leaf.shape[1:]] if leaf.shape.rank else [], leaf.dtype)
