@@ -264,6 +264,19 @@ def uses_merge_call(strategy: tf.distribute.Strategy) -> bool:
     return True if decide is None else bool(decide())
 
 
+@contextmanager
+def scratch_graph() -> Iterator[None]:
+    """Puts operations into a graph of their own, which nothing runs: for a look at what they give.
+
+    Private: ``tf.__internal__.FuncGraph``, which takes tensors of the graph around it. A
+    ``tf.function`` does that too, but would also compile the graph. Without it the number and the
+    shapes of the tensors that a loop over micro-batches carries would have to be guessed.
+    """
+    graph: Any = tf.__internal__.FuncGraph("scratch")
+    with graph.as_default():
+        yield
+
+
 def compile_arguments(model: Any) -> Any:
     """Returns the arguments of ``model.compile`` by name.
 

@@ -243,12 +243,12 @@ MUTATIONS = (
         "steps/train_step.py",
         (
             (
-                "parts, states = self._phase(shards, scale)",
-                "parts, states = self._phase(shards, scale)\n"
-                "        parts = [\n"
-                "            [*clipped(one[:-1], self._clip_norm or 1e9, "
+                "result = self._phase(shards, scale)",
+                "result = self._phase(shards, scale)\n"
+                "        result = result._replace(parts=[\n"
+                "            [*clipped(one[:-1], self._options.clip_norm or 1e9, "
                 "global_norm(one[:-1])), one[-1]]\n"
-                "            for one in parts]",
+                "            for one in result.parts])",
             ),
         ),
         (f"{EXACT}[4-1-clip]",),
@@ -258,8 +258,8 @@ MUTATIONS = (
         "steps/train_step.py",
         (
             (
-                "parts, states = self._phase(shards, scale)",
-                "parts, states = self._phase(shards, scale)\n        self._one = parts[0][:-1]",
+                "result = self._phase(shards, scale)",
+                "result = self._phase(shards, scale)\n        self._one = result.parts[0][:-1]",
             ),
             ("norm = global_norm(gradients)", "norm = global_norm(self._one)"),
         ),
@@ -270,8 +270,8 @@ MUTATIONS = (
         "steps/train_step.py",
         (
             (
-                "parts, states = self._phase(shards, scale)",
-                "parts, states = self._phase(shards, scale)\n        self._one = parts[0][:-1]",
+                "result = self._phase(shards, scale)",
+                "result = self._phase(shards, scale)\n        self._one = result.parts[0][:-1]",
             ),
             ("else all_finite([*gradients, *new])", "else all_finite(self._one)"),
         ),
@@ -311,7 +311,7 @@ MUTATIONS = (
     Mutation(
         "weights are not overwritten by their averages",
         "steps/train_step.py",
-        (("            overwrite_with_averages(optimizer, self.strategy, self._trained)\n", ""),),
+        (("            overwrite_with_averages(optimizer, self.strategy, variables)\n", ""),),
         (f"{WINDOW}[what counts steps counts windows: sum in 2 micro-batches]",),
     ),
     Mutation(
@@ -323,7 +323,12 @@ MUTATIONS = (
     Mutation(
         "a step is counted although the data had ended",
         "steps/train_step.py",
-        (("            with tf.control_dependencies(first(gradients)):", "            if True:"),),
+        (
+            (
+                "            with tf.control_dependencies([*after, *gradients]):",
+                "            if True:",
+            ),
+        ),
         ("parity/test_feeding.py::test_step_inside_a_function_of_the_user",),
     ),
     # Rows -----------------------------------------------------------------------------------------

@@ -1,4 +1,7 @@
-"""The replica phase of a train step: forward and backward on each shard."""
+"""The replica phase of a train step: forward and backward on each shard.
+
+Tracing returns what it finds, as ``Findings`` beside tensors. It sets no attribute on the way.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
@@ -25,63 +28,91 @@ from tfmultigpu.losses.objective import Layout, Objective, stack
 from tfmultigpu.losses.outputs import Output
 from tfmultigpu.optimizers.gradients import is_overwritten, spread_over_replicas, sum_dtype
 from tfmultigpu.steps.batch_function import Shards
-from tfmultigpu.steps.layer_states import may_be_assigned
-from tfmultigpu.steps.micro_batches import MicroBatchSum, OtherStructureError, Part
+from tfmultigpu.steps.micro_batches import MicroBatchSum, Part
+from tfmultigpu.steps.options import StepOptions
 from tfmultigpu.steps.random_draws import ReplicaRows, drawing_rows
 from tfmultigpu.steps.row_gathering import gathering_from
 from tfmultigpu.steps.seeds import GlobalSeeds, global_seeds
+from tfmultigpu.strategies.collectives import refusing_to_meet
 from tfmultigpu.strategies.topology import local_replicas, per_replica
 
-__all__ = ["ReplicaPhase"]
+__all__ = ["Findings", "PhaseResult", "ReplicaPhase"]
+
+
+class Findings(NamedTuple):
+    """Facts that the trace of a forward and backward pass tells, the same on every replica.
+
+    Attributes:
+        layout: How the terms of the loss are put together.
+        present: For each backward pass, which variables have a gradient.
+        overwritten: The variables whose "gradient" is the value they are to have.
+    """
+
+    layout: Layout
+    present: list[list[bool]]
+    overwritten: list[Any]
+
+
+class PhaseResult(NamedTuple):
+    """Tensors of all replicas of this process, and facts about them.
+
+    Attributes:
+        parts: For each local replica a list of tensors to be added over all replicas: the gradients
+            that exist, backward pass by backward pass, then the new value of each variable that
+            is overwritten, spread over the replicas, then one vector of sums and weights.
+        held: The Keras variables that layers, draws and metrics assigned.
+        states: Their values, a list of per-replica values.
+        findings: The findings of the trace.
+    """
+
+    parts: list[list[tf.Tensor]]
+    held: Sequence[Any]
+    states: Any
+    findings: Findings
+
+
+class _Pass(NamedTuple):
+    """One forward and backward pass on one replica.
+
+    Attributes:
+        values: The tensors to be added.
+        outputs: The outputs, for metrics.
+        held: The variables that were assigned.
+        findings: The findings of its trace.
+    """
+
+    values: list[tf.Tensor]
+    outputs: list[Output]
+    held: Held
+    findings: Findings
 
 
 class ReplicaPhase:
-    """Computes gradients, sums and weights on every replica of this process.
-
-    Attributes:
-        layout: How the terms of the loss are put together; known once traced.
-        present: For each backward pass, which variables have a gradient; known once traced.
-        held: The variables of the values that it returns to be assigned; known once traced.
-        overwritten: The variables whose "gradient" is the value they are to have; likewise.
-    """
-
-    held: Sequence[Any] = ()
-    layout: Layout
-    overwritten: list[Any]
-    present: list[list[bool]]
+    """Computes gradients, sums and weights on every replica of this process."""
 
     def __init__(
-        self,
-        objective: Objective,
-        strategy: tf.distribute.Strategy,
-        *,
-        micro_batches: Sequence[int],
-        metrics: Any,
-        weighted_metrics: Any,
-        jit_compile: bool,
+        self, objective: Objective, strategy: tf.distribute.Strategy, options: StepOptions
     ) -> None:
-        """Takes what ``make_train_step`` was given, and the micro-batches of each replica."""
-        in_one_piece = strategy.num_replicas_in_sync == max(micro_batches) == 1
+        """Takes the model with its loss, the strategy and the options of the step."""
+        counts = options.micro_batches
+        in_one_piece = strategy.num_replicas_in_sync == max(counts) == 1
         self._objective = dataclasses.replace(objective, added=None) if in_one_piece else objective
         self._strategy = strategy
-        self._counts = tuple(micro_batches)
-        self._micro_batches = max(micro_batches)
-        self._metrics = metrics
-        self._weighted_metrics = weighted_metrics
-        self._jit_compile = jit_compile
+        self._options = options
+        self._micro_batches = max(counts)
 
     @property
     def metrics(self) -> tuple[Any, ...]:
         """All metrics it updates."""
-        metrics = tf.nest.flatten([self._metrics, self._weighted_metrics])
+        metrics = tf.nest.flatten([self._options.metrics, self._options.weighted_metrics])
         return tuple(metric for metric in metrics if metric is not None)
 
     def build_metrics(self, batch_spec: Any) -> None:
         """Creates the variables of metrics that wait for the shapes of a batch."""
-        for metrics in (self._metrics, self._weighted_metrics):
+        for metrics in (self._options.metrics, self._options.weighted_metrics):
             build_metrics(metrics, self._objective.model, batch_spec, self._strategy)
 
-    def __call__(self, shards: Shards, loss_scale: Any) -> tuple[list[list[tf.Tensor]], Any]:
+    def __call__(self, shards: Shards, loss_scale: Any) -> PhaseResult:
         """Runs the phase; call in a cross-replica context.
 
         It changes no Keras variable: what layers, draws and metrics assign is returned. The last of
@@ -90,57 +121,58 @@ class ReplicaPhase:
         Args:
             shards: The global batch.
             loss_scale: What losses are multiplied by, a float scalar, or None.
-
-        Returns:
-            For each local replica a list of tensors to be added over all replicas: the gradients
-            that exist, backward pass by backward pass, then the new value of each variable that
-            is overwritten, spread over the replicas, then one vector of sums and weights; and the
-            values for ``held``, a list of per-replica values.
         """
-        parts, states = self._parts(shards, loss_scale)
+        result = self._run(shards, loss_scale)
         numbers = local_replicas(self._strategy)
         replicas = self._strategy.num_replicas_in_sync
-        return spread_over_replicas(parts, len(self.overwritten), numbers, replicas), states
+        count = len(result.findings.overwritten)
+        return result._replace(parts=spread_over_replicas(result.parts, count, numbers, replicas))
 
-    def _parts(self, shards: Shards, loss_scale: Any) -> tuple[list[list[tf.Tensor]], Any]:
+    def _run(self, shards: Shards, loss_scale: Any) -> PhaseResult:
         replicas = self._strategy.num_replicas_in_sync
         weight = partition.row_weight(shards.global_rows, replicas) if replicas > 1 else None
         shard = per_replica(self._strategy, shards.local)
         fixed = (weight, tf.cast(shards.global_rows, tf.float64), loss_scale)
+        passes: list[_Pass] = []  # Of each replica; ``strategy.run`` returns tensors only.
         with global_seeds(self._strategy) as seeds:
             replica = functools.partial(self._replica, shards, seeds)
+
+            def once(*args: Any) -> Any:
+                passes.append(one := replica([], *args))
+                return one.values, [one.held.current(variable) for variable in one.held.variables]
+
             if self._micro_batches == 1:
-
-                def once(*args: Any) -> Any:
-                    values, held = replica([], *args)
-                    self.held = held.variables
-                    return values, [held.current(variable) for variable in held.variables]
-
                 values, states = self._strategy.run(once, args=(shard, None, *fixed))
-                return self._local(values), states
-            structure = [(value.shape, sum_dtype(value.dtype)) for value in self._values()]
-            structure.append((tf.TensorShape([2]), tf.float32))
-            alike = len(set(self._counts)) == 1
+                _, _, held, findings = passes[-1]
+                return PhaseResult(self._local(values), held.variables, states, findings)
+            # A loop must know what it carries before it is traced. So one micro-batch is traced
+            # first, in a graph that is thrown away.
+            with _compat.scratch_graph():
+                self._strategy.run(once, args=(shard, _unknown_part(), *fixed))
+            values, _, held, findings = passes[-1]
+
+            def further(*args: Any) -> tuple[list[tf.Tensor], Held]:
+                one = replica(*args)
+                return one.values, one.held
+
+            addition = MicroBatchSum.like(
+                values, held, len(findings.overwritten), further, self._objective.model, seeds
+            )
+            alike = len(set(self._options.micro_batches)) == 1
             loop = self._loop_around_replicas if alike else self._loop_in_replicas
-            model = self._objective.model
-            states = may_be_assigned(model)
-            states += [variable for metric in self.metrics for variable in metric.variables]
-            for _ in range(3):
-                try:
-                    addition = MicroBatchSum(replica, model, seeds, self._maxima, structure, states)
-                    return loop(addition, shards, shard, fixed)
-                except OtherStructureError as other:
-                    structure, states = other.structure, other.states
-        raise TfMultiGpuError(
-            "The model draws from another seed generator each time it is called, and micro-batches "
-            f"must all draw from the same. Received: seed generators {seeds.used[-3:]}. Create "
-            "each once, in the scope of the strategy, not in call or forward: "
-            "seeds = keras.random.SeedGenerator(seed)."
+            flat = loop(addition, shards, shard, fixed)
+        end = len(addition.structure)
+        states = [[one[end + i] for one in flat] for i in range(len(addition.states))]
+        return PhaseResult(
+            [one[:end] for one in flat],
+            addition.states,
+            [per_replica(self._strategy, one) for one in states],
+            findings,
         )
 
     def _loop_around_replicas(
         self, addition: MicroBatchSum, shards: Shards, shard: Any, fixed: tuple[Any, ...]
-    ) -> tuple[list[list[tf.Tensor]], Any]:
+    ) -> list[list[tf.Tensor]]:
         """Adds over the micro-batches of each shard, one after the other on all replicas.
 
         The loop is around ``strategy.run``, not in it: a synchronized layer synchronises by
@@ -169,37 +201,35 @@ class ReplicaPhase:
             [tf.zeros([], tf.int32), *first],
             parallel_iterations=1,
         )
-        return self._split(addition, [flat[i * size : (i + 1) * size] for i in range(local)])
-
-    def _split(self, addition: MicroBatchSum, flat: list[list[Any]]) -> tuple[list[list[Any]], Any]:
-        """The sums of each local replica, and its values for the variables it assigned."""
-        end = len(addition.structure)
-        chosen = [i for i, assigned in enumerate(addition.assigned) if assigned]
-        self.held = [addition.states[i] for i in chosen]
-        states = [[one[end + i] for i in chosen] for one in flat]
-        values = per_replica(self._strategy, states) if chosen else []
-        return [one[:end] for one in flat], values
+        return [flat[i * size : (i + 1) * size] for i in range(local)]
 
     def _loop_in_replicas(
         self, addition: MicroBatchSum, shards: Shards, shard: Any, fixed: tuple[Any, ...]
-    ) -> tuple[list[list[tf.Tensor]], Any]:
+    ) -> list[list[tf.Tensor]]:
         """Adds over the micro-batches of each replica, which has a number of its own of them.
 
-        The loop is in the replica, so that none waits for the others between micro-batches. Also
-        where there is one of them: were the structure not the one expected, what a body does is
-        dropped with it, while checks beside a loop would stay and be done twice.
+        The loop is in the replica, so that none waits for the others between micro-batches.
         """
+        synchronised = TfMultiGpuError(
+            "A layer synchronises the replicas whenever it is called, such as "
+            "BatchNormalization(synchronized=True), and replicas with different numbers of "
+            f"micro-batches do not meet. Received: micro_batches={self._options.micro_batches}. "
+            f"Give all the same number, micro_batches={self._micro_batches}, or take a layer that "
+            "needs no other replica, such as GroupNormalization."
+        )
 
         def replica(shard: Any, *fixed: Any) -> list[tf.Tensor]:
             context = tf.distribute.get_replica_context()
-            own = self._counts[tf.get_static_value(context.replica_id_in_sync_group)]
+            own = self._options.micro_batches[tf.get_static_value(context.replica_id_in_sync_group)]
             begin = addition.begin()
             # Each row is in one part, whatever the number of rows: there is no empty one.
             with tf.device("CPU:0"):
                 count = tf.minimum(own, tf.cast(count_rows(shard), tf.int32))
 
             def body(micro: Any, *sums: Any) -> tuple[Any, ...]:
-                return (micro + 1, *addition.add(sums, begin, shard, _part(micro, count), *fixed))
+                with refusing_to_meet(synchronised):
+                    added = addition.add(sums, begin, shard, _part(micro, count), *fixed)
+                return (micro + 1, *added)
 
             _, *sums = tf.while_loop(
                 lambda micro, *_: micro < count,
@@ -209,19 +239,7 @@ class ReplicaPhase:
             )
             return list(sums)
 
-        try:
-            flat = self._local(self._strategy.run(replica, args=(shard, *fixed)))
-            return self._split(addition, flat)
-        except RuntimeError as error:
-            if "merge_call" not in str(error):
-                raise
-            raise TfMultiGpuError(
-                "A layer synchronises the replicas whenever it is called, such as "
-                "BatchNormalization(synchronized=True), and replicas with different numbers of "
-                f"micro-batches do not meet. Received: micro_batches={self._counts}. Give all the "
-                f"same number, micro_batches={self._micro_batches}, or take a layer that needs no "
-                "other replica, such as GroupNormalization."
-            ) from error
+        return self._local(self._strategy.run(replica, args=(shard, *fixed)))
 
     def _replica(
         self,
@@ -233,63 +251,59 @@ class ReplicaPhase:
         weight: Any,
         global_rows: Any,
         loss_scale: Any,
-    ) -> tuple[list[tf.Tensor], Held]:
+    ) -> _Pass:
         counts = holds_what_counts(weight)
-        rows = ReplicaRows.of(shards, shard, seeds, by_xla=self._jit_compile)
+        rows = ReplicaRows.of(shards, shard, seeds, by_xla=self._options.jit_compile)
         if part is not None:
             once = partition.row_weight(count_rows(shard), part.count)
             weight = once if weight is None else weight * once
             counts = counts & (tf.equal(once, 1.0) | tf.equal(part.number, 0))
             rows = rows.part(shard, part.count, part.number)
             shard = partition.cut_part(shard, part.count, part.number)
-        compute = self._compiled if self._jit_compile else self._forward_backward
-        gathering = gathering_from(rows, None if part is None else self._counts)
+        compute = self._compiled if self._options.jit_compile else self._forward_backward
+        gathering = gathering_from(rows, None if part is None else self._options.micro_batches)
         with _noting_checks() as checks:
             with drawing_rows(rows), gathering, counting_once(counts):
-                values, outputs, held = compute(given, shard, weight, global_rows, loss_scale)
-            with holding(held=held):
-                update_metrics(self._metrics, outputs, counts, weighted=False)
-                update_metrics(self._weighted_metrics, outputs, counts, weighted=True)
-        states = [held.current(variable) for variable in held.variables]
+                one = compute(given, shard, weight, global_rows, loss_scale)
+            with holding(held=one.held):
+                update_metrics(self._options.metrics, one.outputs, counts, weighted=False)
+                update_metrics(self._options.weighted_metrics, one.outputs, counts, weighted=True)
+        states = [one.held.current(variable) for variable in one.held.variables]
         with tf.control_dependencies([*checks, *states]):
-            return [*values[:-1], tf.identity(values[-1])], held
+            return one._replace(values=[*one.values[:-1], tf.identity(one.values[-1])])
 
-    def _compiled(self, given: list[Any], *args: Any) -> tuple[list[tf.Tensor], list[Output], Held]:
+    def _compiled(self, given: list[Any], *args: Any) -> _Pass:
         """Forward and backward by XLA; what metrics need of the outputs comes out as tensors."""
-        outputs: list[Output] = []
-        variables: list[Any] = []
+        inside: list[_Pass] = []
 
         def compute(*args: Any) -> Any:
-            values, found, held = self._forward_backward(given, *args)
-            outputs[:], variables[:] = found, held.variables
-            masks = [_compat.keras_mask(o.y_pred) for o in found]
-            tensors = [(o.y_true, o.y_pred, o.sample_weight) for o in found]
-            return values, tensors, masks, [held.current(variable) for variable in variables]
+            inside.append(one := self._forward_backward(given, *args))
+            masks = [_compat.keras_mask(o.y_pred) for o in one.outputs]
+            tensors = [(o.y_true, o.y_pred, o.sample_weight) for o in one.outputs]
+            return one.values, tensors, masks, [one.held.current(v) for v in one.held.variables]
 
+        synchronised = TfMultiGpuError(
+            "XLA cannot compile a layer that synchronises replicas, such as "
+            "BatchNormalization(synchronized=True). Received: jit_compile=True. Leave it out."
+        )
         # A function of its own for each replica: it captures that replica's variables.
         function = tf.function(compute, jit_compile=True, autograph=False)
-        try:
+        with refusing_to_meet(synchronised):
             values, tensors, masks, states = function(*args)
-        except RuntimeError as error:
-            if "merge_call" not in str(error):
-                raise
-            raise TfMultiGpuError(
-                "XLA cannot compile a layer that synchronises replicas, such as "
-                "BatchNormalization(synchronized=True). Received: jit_compile=True. Leave it out."
-            ) from error
-        for i, (y_true, y_pred, weight) in enumerate(tensors):
-            _compat.set_keras_mask(y_pred, masks[i])
-            outputs[i] = dataclasses.replace(
-                outputs[i], y_true=y_true, y_pred=y_pred, sample_weight=weight
+        one, outputs = inside[-1], []
+        for output, (y_true, y_pred, weight), mask in zip(one.outputs, tensors, masks, strict=True):
+            _compat.set_keras_mask(y_pred, mask)
+            outputs.append(
+                dataclasses.replace(output, y_true=y_true, y_pred=y_pred, sample_weight=weight)
             )
         with holding(given) as held:
-            for variable, value in zip(variables, states, strict=True):
+            for variable, value in zip(one.held.variables, states, strict=True):
                 held.add_update((variable, value))
-        return list(values), outputs, held
+        return _Pass(list(values), outputs, held, one.findings)
 
     def _forward_backward(
         self, given: list[Any], shard: Any, weight: Any, global_rows: Any, loss_scale: Any
-    ) -> tuple[list[tf.Tensor], list[Output], Held]:
+    ) -> _Pass:
         variables = self._objective.model.trainable_variables
         values = [variable.value for variable in variables]
         # Also while going backward, where a layer may be called once more to save memory.
@@ -317,10 +331,12 @@ class ReplicaPhase:
         with holding(held=held):
             passes = [tape.gradient(target, values) for target in targets]
         del tape
-        self.layout = layout
         found = [list(zip(one, variables, replaced, strict=True)) for one in passes]
-        self.present = [[g is not None and not new for g, _, new in one] for one in found]
-        self.overwritten = [v for one in found for g, v, new in one if g is not None and new]
+        findings = Findings(
+            layout,
+            present=[[g is not None and not new for g, _, new in one] for one in found],
+            overwritten=[v for one in found for g, v, new in one if g is not None and new],
+        )
         gradients = [
             _dense(gradient, variable.shape, None if new else later)
             for kind in (False, True)
@@ -328,13 +344,7 @@ class ReplicaPhase:
             for gradient, variable, new in one
             if gradient is not None and new == kind
         ]
-        return [*gradients, stack(terms, weight)], outputs, held
-
-    def _maxima(self) -> int:
-        return len(self.overwritten)
-
-    def _values(self) -> list[Any]:
-        return [variable.value for variable in self._objective.model.trainable_variables]
+        return _Pass([*gradients, stack(terms, weight)], outputs, held, findings)
 
     def _local(self, results: list[Any]) -> list[list[tf.Tensor]]:
         local = [self._strategy.experimental_local_results(result) for result in results]
@@ -353,6 +363,12 @@ def _noting_checks() -> Iterator[list[Any]]:
     yield checks
     made = graph.get_operations()[before:]
     checks += [one for one in made if one.op_def.is_stateful and one.type != "ReadVariableOp"]
+
+
+def _unknown_part() -> Part:
+    """A micro-batch whose number nothing can know while it is traced, as in a loop."""
+    hide = tf.compat.v1.placeholder_with_default
+    return _part(hide(0, []), hide(1, []))
 
 
 def _part(number: Any, count: Any) -> Part:

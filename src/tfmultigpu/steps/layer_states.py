@@ -1,4 +1,4 @@
-"""State that layers change by themselves when they are called, and what replicas make of it."""
+"""State that layers change by themselves when they are called."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 from tfmultigpu.strategies.scopes import all_layers
 
-__all__ = ["assigned_in_each_pass", "may_be_assigned"]
+__all__ = ["assigned_in_each_pass"]
 
 
 def assigned_in_each_pass(model: Any) -> list[Any]:
@@ -23,9 +23,3 @@ def assigned_in_each_pass(model: Any) -> list[Any]:
         if isinstance(layer, keras.layers.SpectralNormalization)
         for variable in (layer.vector_u, layer.kernel)
     ]
-
-
-def may_be_assigned(model: Any) -> list[Any]:
-    """Returns the variables that layers are most likely to assign, Keras variables: no weights."""
-    frozen = {id(v) for layer in all_layers(model) if not layer.trainable for v in layer.weights}
-    return [v for v in model.non_trainable_variables if id(v) not in frozen]

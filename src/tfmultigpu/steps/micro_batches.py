@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import numbers
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -9,11 +10,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
+from tfmultigpu.errors import TfMultiGpuError
 from tfmultigpu.losses.held_assignments import Held
 from tfmultigpu.steps.layer_states import assigned_in_each_pass
 from tfmultigpu.steps.seeds import GlobalSeeds, seed_states
 
-__all__ = ["MicroBatchSum", "OtherStructureError", "Part", "micro_batch_counts"]
+__all__ = ["MicroBatchSum", "Part", "micro_batch_counts"]
 
 
 def micro_batch_counts(micro_batches: int | Sequence[int], replicas: int) -> tuple[int, ...]:
@@ -45,20 +47,6 @@ def micro_batch_counts(micro_batches: int | Sequence[int], replicas: int) -> tup
     return counts if several else counts * replicas
 
 
-class OtherStructureError(Exception):
-    """What the replicas return, or assign, is not what a loop was prepared for.
-
-    Attributes:
-        structure: Shape and dtype of each tensor they return.
-        states: The Keras variables they assign.
-    """
-
-    def __init__(self, structure: list[Any], states: list[Any]) -> None:
-        """Takes what was found in place of what the loop was prepared for."""
-        super().__init__(structure, states)
-        self.structure, self.states = structure, states
-
-
 class Part(NamedTuple):
     """A micro-batch: ``number`` of ``count``, int64 scalars."""
 
@@ -66,41 +54,58 @@ class Part(NamedTuple):
     count: Any
 
 
+@dataclasses.dataclass(frozen=True)
 class MicroBatchSum:
     """Adds what one micro-batch of a replica gives to what those before gave; replica context.
 
     Attributes:
-        replica: Computes a micro-batch, given the values that variables have before it.
-        structure: Shape and dtype of each of the tensors it returns.
-        states: Variables that it may assign, Keras variables.
+        replica: Computes a micro-batch, given the values that variables have before it: tensors,
+            and the variables that it assigned.
+        structure: Shape and dtype of each of these tensors.
+        maxima: Of as many of them, the last but one, the largest is kept instead of the sum.
+        states: The Keras variables that it assigns.
         alike: The ``id`` of those of them that all micro-batches of a step must find alike: they
             take their part of the same draws, and use the same kernels.
-        assigned: Whether each of the states is assigned; known once traced.
+        seeds: What it draws from.
     """
 
-    assigned: Sequence[bool] = ()
+    replica: Callable[..., tuple[list[tf.Tensor], Held]]
+    structure: tuple[Any, ...]
+    maxima: int
+    states: tuple[Any, ...]
+    alike: frozenset[int]
+    seeds: GlobalSeeds
 
-    def __init__(
-        self,
+    @classmethod
+    def like(
+        cls,
+        values: Sequence[tf.Tensor],
+        held: Held,
+        maxima: int,
         replica: Callable[..., tuple[list[tf.Tensor], Held]],
         model: Any,
         seeds: GlobalSeeds,
-        maxima: Callable[[], int],
-        structure: list[Any],
-        states: list[Any],
-    ) -> None:
-        """Takes what computes a micro-batch, the model, its seeds, and what is carried along.
+    ) -> MicroBatchSum:
+        """Returns the addition of micro-batches that are like one that was traced.
 
-        Of as many tensors as ``maxima()`` says, the last but one, the largest is kept instead of
-        the sum.
+        Args:
+            values: The tensors of that one.
+            held: The variables it assigned.
+            maxima: As above.
+            replica: As above.
+            model: The Keras model.
+            seeds: As above.
         """
-        self.replica = replica
-        self.structure = structure
-        self._maxima = maxima
         alike = [v for v in seed_states(model, seeds) if v.synchronization != "on_read"]
         alike += assigned_in_each_pass(model)
-        self.alike = {id(variable) for variable in alike}
-        self.states = list({id(v): v for v in [*alike, *states]}.values())
+        return cls(
+            replica,
+            tuple((value.shape, value.dtype) for value in values),
+            maxima,
+            tuple(held.variables),
+            frozenset(id(variable) for variable in alike),
+            seeds,
+        )
 
     def begin(self) -> list[tf.Tensor]:
         """Returns the states as they are before the first micro-batch."""
@@ -117,26 +122,35 @@ class MicroBatchSum:
             before: What was returned for the micro-batch before; zeros, then the states.
             begin: The states before the first one.
             args: For ``replica``.
+
+        Raises:
+            TfMultiGpuError: This one assigns other variables than the one that was looked at.
         """
         sums, states = before[: len(self.structure)], before[len(self.structure) :]
         pairs = zip(self.states, states, strict=True)
         values, held = self.replica([(v, x) for v, x in pairs if id(v) not in self.alike], *args)
-        known = {id(state) for state in self.states}
-        more = [variable for variable in held.variables if id(variable) not in known]
-        actual = [(value.shape, value.dtype) for value in values]
-        if more or actual != self.structure:
-            raise OtherStructureError(actual, [*self.states, *more])
-        after = [held.current(state) for state in self.states]
+        self._check(values, held)
         at_once = {id(variable) for variable in held.at_once}
+        after = [held.current(state) for state in self.states]
         for state, value in zip(self.states, begin, strict=True):
             if id(state) in at_once & self.alike:
                 state.assign(value)
-        found = {id(variable) for variable in held.variables}
-        self.assigned = [id(state) in found for state in self.states]
         end = len(values) - 1
-        largest = range(end - self._maxima(), end)
+        largest = range(end - self.maxima, end)
         added = [
             tf.maximum(total, value) if i in largest else total + value
             for i, (total, value) in enumerate(zip(sums, values, strict=True))
         ]
         return [*added, *after]
+
+    def _check(self, values: Sequence[tf.Tensor], held: Held) -> None:
+        known = {id(state) for state in self.states}
+        actual = tuple((value.shape, value.dtype) for value in values)
+        if actual == self.structure and all(id(one) in known for one in held.variables):
+            return
+        raise TfMultiGpuError(
+            "The model draws from another seed generator each time it is called, and micro-batches "
+            "must all draw from the same. Received: seed generators "
+            f"{self.seeds.used[-3:]}. Create each once, in the scope of the strategy, not in call "
+            "or forward: seeds = keras.random.SeedGenerator(seed)."
+        )

@@ -28,10 +28,12 @@ class _Source(NamedTuple):
     Attributes:
         held: Where they are in the global batch.
         micro_batches: Into how many parts each shard is cut, if the rows are one of these parts.
+        graph: The graph of the replica. Replicas meet in no other.
     """
 
     held: ReplicaRows
     micro_batches: Sequence[int] | None
+    graph: Any
 
 
 _thread = threading.local()
@@ -46,7 +48,7 @@ def gathering_from(held: ReplicaRows, micro_batches: Sequence[int] | None = None
         micro_batches: The number of micro-batches of each replica, if these rows are one of them.
     """
     before = getattr(_thread, "source", None)
-    _thread.source = _Source(held, micro_batches)
+    _thread.source = _Source(held, micro_batches, tf.compat.v1.get_default_graph())
     try:
         yield
     finally:
@@ -91,16 +93,7 @@ def gather_rows(tensor: Any, *, rows_per_example: int = 1) -> Any:
     with tf.device("CPU:0"):  # Decided there; nothing has to wait for a GPU.
         small = held.total() < tf.distribute.get_replica_context().num_replicas_in_sync
     padded = [_among_zeros(held, one, rows_per_example) for one in tensors]
-    try:
-        added = all_reduce_sum(tf.distribute.get_replica_context(), padded)
-    except RuntimeError as error:
-        if "merge_call" not in str(error):
-            raise
-        raise LossError(
-            "gather_rows is called in a tf.function, a tf.cond or a loop inside the loss, where "
-            "replicas cannot meet. The step compiles the loss anyway: leave out @tf.function, and "
-            "call gather_rows before the branch or the loop."
-        ) from error
+    added = all_reduce_sum(tf.distribute.get_replica_context(), padded)
     # With fewer rows than replicas each replica holds all of them, and counts 1 / replicas: the
     # gradient of its copy stays with it.
     gathered = [
@@ -169,6 +162,12 @@ def _check_can_meet(source: _Source) -> None:
         raise LossError(
             "XLA cannot compile gather_rows, which needs the other replicas in the middle of the "
             "loss. Received: jit_compile=True. Write jit_compile=False."
+        )
+    if not source.held.are_all and tf.compat.v1.get_default_graph() is not source.graph:
+        raise LossError(
+            "gather_rows is called in a tf.function, a tf.cond or a loop inside the loss, where "
+            "replicas cannot meet. The step compiles the loss anyway: leave out @tf.function, and "
+            "call gather_rows before the branch or the loop."
         )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,11 +11,10 @@ from tfmultigpu.losses.loss_sum import LossSum
 from tfmultigpu.losses.metrics import check_metrics
 from tfmultigpu.losses.objective import Objective
 from tfmultigpu.steps.evaluate import make_eval_step, make_predict_step
-from tfmultigpu.steps.forward_backward import ReplicaPhase
 from tfmultigpu.steps.micro_batches import micro_batch_counts
+from tfmultigpu.steps.options import StepOptions
 from tfmultigpu.steps.program_agreement import ProgramAgreement
 from tfmultigpu.steps.train_step import TrainStep
-from tfmultigpu.steps.verification import Verifier, check_verify
 from tfmultigpu.strategies.scopes import check_backend, check_kinds
 
 __all__ = ["TrainStep", "make_eval_step", "make_predict_step", "make_train_step"]
@@ -104,35 +102,21 @@ def make_train_step(
     check_backend()
     strategy = tf.distribute.get_strategy() if strategy is None else strategy
     check_kinds(model, strategy, optimizer)
-    counts = micro_batch_counts(micro_batches, strategy.num_replicas_in_sync)
-    if clip_norm is not None and not clip_norm > 0:
-        raise ValueError(f"clip_norm is positive. Received: clip_norm={clip_norm}.")
-    if clip_norm == math.inf:
-        clip_norm = None  # Nothing is larger; the norm is in the logs all the same.
-    if not isinstance(shard_update, bool) and shard_update != "auto":
-        raise ValueError(
-            f"shard_update is True, False or 'auto'. Received: shard_update={shard_update!r}."
-        )
-    if reduce_dtype not in (None, "bfloat16"):
-        raise ValueError(
-            f"reduce_dtype is None or 'bfloat16'. Received: reduce_dtype={reduce_dtype!r}."
-        )
-    check_verify(verify)
+    options = StepOptions.of(
+        metrics=metrics,
+        weighted_metrics=weighted_metrics,
+        micro_batches=micro_batch_counts(micro_batches, strategy.num_replicas_in_sync),
+        clip_norm=clip_norm,
+        loss_scale=loss_scale,
+        shard_update=shard_update,
+        reduce_dtype=reduce_dtype,
+        jit_compile=jit_compile,
+        verify=verify,
+    )
     check_metrics(metrics, strategy)
     check_metrics(weighted_metrics, strategy)
     objective = Objective.of(model, loss, loss_weights, forward)
     objective.check_metrics_allowed(metrics, weighted_metrics)
-    phase = ReplicaPhase(
-        objective,
-        strategy,
-        micro_batches=counts,
-        metrics=metrics,
-        weighted_metrics=weighted_metrics,
-        jit_compile=jit_compile,
-    )
-    verifier = Verifier(
-        objective, strategy, verify, micro_batches=max(counts), jit_compile=jit_compile
-    )
     agreement = ProgramAgreement(
         strategy,
         {
@@ -141,22 +125,11 @@ def make_train_step(
             "loss_weights": loss_weights,
             "metrics": metrics,
             "weighted_metrics": weighted_metrics,
-            "micro_batches": counts,
-            "clip_norm": clip_norm,
+            "micro_batches": options.micro_batches,
+            "clip_norm": options.clip_norm,
             "loss_scale": loss_scale,
             "shard_update": shard_update,
             "reduce_dtype": reduce_dtype,
         },
     )
-    return TrainStep(
-        phase,
-        verifier,
-        agreement,
-        model,
-        optimizer,
-        strategy,
-        clip_norm,
-        loss_scale,
-        shard_update,
-        reduce_dtype,
-    )
+    return TrainStep(objective, optimizer, strategy, options, agreement)

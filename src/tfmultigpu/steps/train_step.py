@@ -10,22 +10,23 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
 from tfmultigpu.losses.build_model import prepare_model
 from tfmultigpu.losses.held_assignments import assign_held, holding
-from tfmultigpu.losses.objective import OutputLoss, regularization
+from tfmultigpu.losses.objective import Objective, OutputLoss, regularization
 from tfmultigpu.optimizers.gradients import all_finite, clipped, combined, global_norm, unscaled
 from tfmultigpu.optimizers.loss_scaling import LossScale, make_loss_scale, unwrap_optimizer
 from tfmultigpu.optimizers.settings import Settings, explaining_settings
 from tfmultigpu.optimizers.sharded import ShardedUpdate, placed
 from tfmultigpu.optimizers.update import apply_in_replica, overwrite_with_averages, prepare_update
 from tfmultigpu.steps.batch_function import BatchFunction, Shards
-from tfmultigpu.steps.forward_backward import ReplicaPhase
+from tfmultigpu.steps.forward_backward import Findings, ReplicaPhase
 from tfmultigpu.steps.missing_gradients import MissingGradients
 from tfmultigpu.steps.multi_step import TERMS, MultiStep
+from tfmultigpu.steps.options import StepOptions
 from tfmultigpu.steps.program_agreement import ProgramAgreement
 from tfmultigpu.steps.value_agreement import check_values_alike
 from tfmultigpu.steps.verification import Verification, Verifier
@@ -33,9 +34,29 @@ from tfmultigpu.strategies.collectives import sum_on_devices, sum_over_replicas
 from tfmultigpu.strategies.scopes import all_layers
 from tfmultigpu.strategies.topology import local_replicas, per_replica
 
-__all__ = ["TrainStep"]
+__all__ = ["Reduced", "TrainStep"]
 
 _SUM = "sum of "  # Before the names of what ``totals`` returns.
+
+
+class Reduced(NamedTuple):
+    """The gradient of the global batch, and everything else that an update needs.
+
+    Attributes:
+        gradients: One tensor, or per-replica value, for each of ``variables``.
+        variables: The variables to update.
+        logs: The logs.
+        finite: Whether every number in every gradient is finite, a bool scalar.
+        held: The Keras variables that layers, draws and metrics assigned.
+        states: Their values, a list of per-replica values.
+    """
+
+    gradients: Any
+    variables: list[Any]
+    logs: dict[str, Any]
+    finite: Any
+    held: Sequence[Any]
+    states: Any
 
 
 class TrainStep:
@@ -58,32 +79,30 @@ class TrainStep:
 
     def __init__(
         self,
-        phase: ReplicaPhase,
-        verifier: Verifier,
-        agreement: ProgramAgreement,
-        model: Any,
+        objective: Objective,
         optimizer: Any,
         strategy: tf.distribute.Strategy,
-        clip_norm: float | None,
-        loss_scale: str | float | None,
-        shard_update: str | bool,
-        reduce_dtype: str | None,
+        options: StepOptions,
+        agreement: ProgramAgreement,
     ) -> None:
         """Use ``make_train_step``, which checks what it is given."""
-        self.model = model
+        self.model = model = objective.model
         self.optimizer = optimizer
         self.strategy = strategy
-        self.metrics = phase.metrics
-        self._phase = phase
-        self._verifier = verifier
+        self._options = options
+        self._phase = ReplicaPhase(objective, strategy, options)
+        self.metrics = self._phase.metrics
+        self._verifier = Verifier(
+            objective,
+            strategy,
+            options.verify,
+            micro_batches=max(options.micro_batches),
+            jit_compile=options.jit_compile,
+        )
         self._agreement = agreement
         local = local_replicas(strategy)
-        verifier.compare_gradients(BatchFunction(self._gradients, strategy, local))
-        self._clip_norm = clip_norm
-        self._asked_loss_scale = loss_scale
-        self._asked_shard_update = shard_update
+        self._verifier.compare_gradients(BatchFunction(self._gradients, strategy, local))
         self._sharded: ShardedUpdate | None = None
-        self._reduce_dtype = None if reduce_dtype is None else tf.as_dtype(reduce_dtype)
         self._layers: list[Any] = []
         self._seen_a_batch = False
         self._settings = Settings()
@@ -187,7 +206,10 @@ class TrainStep:
         if batch_spec is not None or not unwrap_optimizer(self.optimizer).built:
             self._agreement.check(self.model, self.optimizer)
         plan, self._sharded = prepare_update(
-            self.optimizer, self.model.trainable_variables, self.strategy, self._asked_shard_update
+            self.optimizer,
+            self.model.trainable_variables,
+            self.strategy,
+            self._options.shard_update,
         )
         if batch_spec is not None:
             if not self._seen_a_batch:
@@ -198,50 +220,58 @@ class TrainStep:
             self._layers = all_layers(self.model)
         if first or plan.sharded != self.shard_update:
             self.shard_update, self.shard_update_reason = plan
-        self.loss_scale = make_loss_scale(self._asked_loss_scale, self.optimizer, self.strategy)
+        self.loss_scale = make_loss_scale(self._options.loss_scale, self.optimizer, self.strategy)
         self._settings.note(self.optimizer)
         self._use(self._what_is_frozen())
 
     def _step(self, shards: Shards) -> dict[str, Any]:
         scale = self._scale()
-        gradients, logs, states = self._reduced(shards, scale, self._clip_norm)
-        finite = logs.pop("finite")
+        reduced = self._reduced(shards, scale, self._options.clip_norm)
         rows = tf.cast(shards.global_rows, tf.float64)
-        self._update(gradients, states, finite, [rows, logs["loss"]])
+        self._update(reduced, [rows, reduced.logs["loss"]])
         self._settings.note(self.optimizer, traced=True)
-        skipped = tf.zeros([]) if scale is None else 1.0 - tf.cast(finite, tf.float32)
-        return {**logs, "skipped": skipped, "loss_scale": tf.ones([]) if scale is None else scale}
+        skipped = tf.zeros([]) if scale is None else 1.0 - tf.cast(reduced.finite, tf.float32)
+        scale = tf.ones([]) if scale is None else scale
+        return {**reduced.logs, "skipped": skipped, "loss_scale": scale}
 
     def _gradients(self, shards: Shards) -> dict[str, Any]:
         """The gradient of each trained variable before clipping, by its number; changes nothing."""
-        gradients, _, _ = self._reduced(shards, self._scale(), None)
+        reduced = self._reduced(shards, self._scale(), None)
         local = self.strategy.experimental_local_results
         numbers = {id(one): i for i, one in enumerate(self.model.trainable_variables)}
-        pairs = zip(self._trained, gradients, strict=True)
+        pairs = zip(reduced.variables, reduced.gradients, strict=True)
         return {str(numbers[id(variable)]): local(one)[0] for variable, one in pairs}
 
     def _scale(self) -> Any:
         return None if self.loss_scale is None else self.loss_scale.value()
 
-    def _reduced(
-        self, shards: Shards, scale: Any, clip_norm: float | None
-    ) -> tuple[Any, dict[str, Any], Any]:
-        """The gradient of the global batch, the logs, and the states to assign."""
+    def _reduced(self, shards: Shards, scale: Any, clip_norm: float | None) -> Reduced:
         rows = tf.cast(shards.global_rows, tf.float64)
-        parts, states = self._phase(shards, scale)
+        result = self._phase(shards, scale)
+        dtype, local = self._options.reduce_dtype, self.strategy.experimental_local_results
         if self._sharded is None:
-            values = sum_over_replicas(self.strategy, parts, self._reduce_dtype)
+            values = sum_over_replicas(self.strategy, result.parts, dtype)
         else:
-            places = self._sharded.places(self.model.trainable_variables, self._phase.present)
-            values = [sum_on_devices(parts, places, self._reduce_dtype)]
+            present = result.findings.present
+            places = self._sharded.places(self.model.trainable_variables, present)
+            values = [sum_on_devices(result.parts, places, dtype)]
+        updated: list[list[Any]] = []  # ``strategy.run`` returns tensors only.
+
+        def finish(values: Any, states: Any, *others: Any) -> Any:
+            held = list(zip(result.held, states, strict=True))
+            gradients, variables, logs = self._finish(result.findings, values, held, *others)
+            updated.append(variables)
+            return gradients, logs
+
+        others = (rows, scale, clip_norm)
         if len(values) == 1:
-            first = [self.strategy.experimental_local_results(value)[0] for value in states]
-            finished = self._finish(values[0], first, rows, scale, clip_norm)
-            return *finished, states
-        args = (per_replica(self.strategy, values), states, rows, scale, clip_norm)
-        gradients, logs = self.strategy.run(self._finish, args=args)
-        logs = {k: self.strategy.experimental_local_results(v)[0] for k, v in logs.items()}
-        return gradients, logs, states
+            gradients, logs = finish(values[0], [local(one)[0] for one in result.states], *others)
+        else:
+            args = (per_replica(self.strategy, values), result.states, *others)
+            gradients, logs = self.strategy.run(finish, args=args)
+            logs = {name: local(value)[0] for name, value in logs.items()}
+        finite = logs.pop("finite")
+        return Reduced(gradients, updated[-1], logs, finite, result.held, result.states)
 
     def _addends(self, shards: Shards) -> dict[str, Any]:
         """The logs as values that ``MultiStep`` adds up as they are, losses by rows."""
@@ -254,61 +284,66 @@ class TrainStep:
 
     def _finish(
         self,
+        findings: Findings,
         values: Any,
-        states: Any,
+        held: Sequence[tuple[Any, Any]],
         global_rows: Any,
         scale: Any,
         clip_norm: float | None,
-    ) -> tuple[list[tf.Tensor], dict[str, Any]]:
-        """Turns what was added over the replicas into the gradient of the global batch."""
-        layout = self._phase.layout
+    ) -> tuple[list[tf.Tensor], list[Any], dict[str, Any]]:
+        """Turns what was added over the replicas into the gradient of the global batch.
+
+        Returns:
+            The gradients, the variables that they are for, and the logs, with ``"finite"``.
+        """
+        layout, present, overwritten = findings
         *summed, stats = values
         sums, weights = layout.unstack(stats)
         variables = self.model.trainable_variables
         checks = layout.check(weights, global_rows)
         with tf.control_dependencies(checks):
             logs = layout.report(sums, weights, global_rows)
-        held = zip(self._phase.held, states, strict=True)
         with holding(held):
             penalty, penalties = regularization(variables)
         corrections: list[Any] = layout.corrections(weights, global_rows)
-        if len(self._phase.present) > len(corrections):
+        if len(present) > len(corrections):
             corrections = [None, *corrections]
         factors = [unscaled(correction, scale) for correction in corrections]
         places = [functools.partial(placed, self._sharded, variable) for variable in variables]
         with tf.control_dependencies(checks):
-            total, new = combined(summed, self._phase.present, factors, penalties, places)
-        overwritten = self._phase.overwritten
-        self._trained = self._missing.trained(variables, total, overwritten)
+            total, new = combined(summed, present, factors, penalties, places)
+        trained = self._missing.trained(variables, total, overwritten)
         gradients = [gradient for gradient in total if gradient is not None]
         norm = global_norm(gradients)
         logs["finite"] = tf.constant(True) if scale is None else all_finite([*gradients, *new])
         if clip_norm is not None:
             gradients = clipped(gradients, clip_norm, norm)
-        gradients, self._trained = gradients + new, self._trained + overwritten
+        gradients, trained = gradients + new, trained + overwritten
         logs = {**logs, "loss": logs["loss"] + penalty, "gradient_norm": tf.cast(norm, tf.float32)}
         logs[TERMS] = stats
-        return [tf.cast(g, v.dtype) for g, v in zip(gradients, self._trained, strict=True)], logs
+        cast = [tf.cast(g, v.dtype) for g, v in zip(gradients, trained, strict=True)]
+        return cast, trained, logs
 
-    def _update(self, gradients: Any, states: Any, finite: Any, after: Sequence[Any]) -> None:
+    def _update(self, reduced: Reduced, after: Sequence[Any]) -> None:
+        gradients, variables, _, finite, held, states = reduced
         optimizer = unwrap_optimizer(self.optimizer)
 
         # A step whose gradients fail is not counted and changes nothing.
         def apply(gradients: list[tf.Tensor]) -> None:
             with tf.control_dependencies([*after, *gradients]):
-                apply_in_replica(optimizer, gradients, self._trained)
+                apply_in_replica(optimizer, gradients, variables)
 
         @explaining_settings(optimizer)
         def update() -> tf.Tensor:
             if self._sharded is not None:
-                self._sharded.apply(gradients, self._trained, [*after, *gradients])
+                self._sharded.apply(gradients, variables, [*after, *gradients])
                 return tf.constant(True)
             self.strategy.run(apply, args=(gradients,))
-            overwrite_with_averages(optimizer, self.strategy, self._trained)
+            overwrite_with_averages(optimizer, self.strategy, variables)
             return tf.constant(True)
 
         if states:  # Also where the update is skipped, and before it: weights may be among them.
-            held, run = self._phase.held, self.strategy.run
+            run = self.strategy.run
             run(lambda g, s: assign_held(held, s, [*after, *g]), args=(gradients, states))
         if self.loss_scale is None:
             update()

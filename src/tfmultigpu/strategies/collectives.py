@@ -15,6 +15,7 @@ from tfmultigpu.strategies.topology import describe, per_replica
 __all__ = [
     "all_reduce_sum",
     "forcing_addition",
+    "refusing_to_meet",
     "replicas_share_memory",
     "sum_on_devices",
     "sum_over_replicas",
@@ -98,6 +99,42 @@ def sum_over_replicas(
     results = strategy.run(reduce, args=(per_replica(strategy, values),))
     local = [strategy.experimental_local_results(result) for result in results]
     return [[result[r] for result in local] for r in range(len(values))]
+
+
+@contextmanager
+def refusing_to_meet(error: Exception) -> Iterator[None]:
+    """Raises an error if this replica waits for the others inside the context; replica context.
+
+    In a loop or a compiled function of one replica TensorFlow cannot do that, and says so by an
+    error without a name.
+
+    Args:
+        error: What to raise in place of it.
+    """
+    context: Any = tf.distribute.get_replica_context()
+    if context.num_replicas_in_sync == 1:
+        yield
+        return
+
+    own = vars(context)  # Of this context alone: all ways to meet call its ``merge_call``.
+    outer = own.get("merge_call")
+    refused: list[bool] = []
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        refused.append(True)
+        raise error
+
+    own["merge_call"] = refuse
+    try:
+        yield
+    except Exception as raised:
+        if refused and raised is not error:  # Keras puts words of its own around it.
+            raise error from raised
+        raise
+    finally:
+        del own["merge_call"]
+        if outer is not None:
+            own["merge_call"] = outer
 
 
 def _is_one_process(strategy: tf.distribute.Strategy) -> bool:

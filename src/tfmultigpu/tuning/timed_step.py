@@ -17,7 +17,8 @@ import numpy as np
 import tensorflow as tf
 
 from tfmultigpu.steps.batch_function import Shards
-from tfmultigpu.steps.train import TrainStep
+from tfmultigpu.steps.forward_backward import PhaseResult
+from tfmultigpu.steps.train_step import Reduced, TrainStep
 from tfmultigpu.strategies.topology import per_replica
 
 __all__ = ["TimedStep", "Times"]
@@ -68,20 +69,22 @@ class TimedStep(TrainStep):
         logs = whole(shards)
         return {**logs, _TIMES: tf.stack([*self._phase.times, *self._ends])}
 
-    def _between_clocks(self, update: Callable[..., Any], gradients: Any, *others: Any) -> None:
-        tensors = [list(self.strategy.experimental_local_results(one)) for one in gradients]
+    def _between_clocks(
+        self, update: Callable[..., Any], found: Reduced, after: Sequence[Any]
+    ) -> None:
+        tensors = [list(self.strategy.experimental_local_results(one)) for one in found.gradients]
         reduced = _clock([one for parts in tensors for one in parts])
         self._ends.append(reduced)
         waiting = [
             [_after(reduced, one) for one in parts] if len(parts) > 1 else _after(reduced, parts[0])
             for parts in tensors
         ]
-        update(
-            [per_replica(self.strategy, one) if isinstance(one, list) else one for one in waiting],
-            *others,
-        )
+        gradients = [
+            per_replica(self.strategy, one) if isinstance(one, list) else one for one in waiting
+        ]
+        update(found._replace(gradients=gradients), after)
         values = [reduced]
-        for variable in self._trained:
+        for variable in found.variables:
             for copy in self.strategy.experimental_local_results(variable.value):
                 with tf.device(copy.device):
                     values.append(tf.identity(copy))
@@ -99,15 +102,16 @@ class _TimedPhase:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.phase, name)
 
-    def __call__(self, shards: Shards, loss_scale: Any) -> tuple[list[list[tf.Tensor]], Any]:
+    def __call__(self, shards: Shards, loss_scale: Any) -> PhaseResult:
         leaves = tf.nest.flatten(shards.local, expand_composites=True)
         begin = _clock([tf.size(leaf) for leaf in leaves if tf.is_tensor(leaf)])
         with tf.control_dependencies([begin]):
-            values, states = self.phase(shards, loss_scale)
-        ends = [_clock(one) for one in values]
+            result: PhaseResult = self.phase(shards, loss_scale)
+        ends = [_clock(one) for one in result.parts]
         self.times = [begin, *ends]
         with tf.control_dependencies(ends):
-            return [[_after(None, tensor) for tensor in one] for one in values], states
+            parts = [[_after(None, tensor) for tensor in one] for one in result.parts]
+        return result._replace(parts=parts)
 
 
 def _clock(tensors: Sequence[Any]) -> Any:

@@ -1,0 +1,75 @@
+"""Options of a train step."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import tensorflow as tf
+
+from tfmultigpu.steps.verification import check_verify
+
+__all__ = ["StepOptions"]
+
+
+@dataclasses.dataclass(frozen=True)
+class StepOptions:
+    """Options of ``make_train_step``, checked; see there.
+
+    Attributes:
+        metrics: Keras metrics updated without sample weights.
+        weighted_metrics: Keras metrics updated with sample weights.
+        micro_batches: The number of micro-batches of each replica.
+        clip_norm: Largest global norm of the gradient, or None.
+        loss_scale: ``"dynamic"``, a number or None.
+        shard_update: True, False or ``"auto"``.
+        reduce_dtype: Dtype in which float32 gradients are sent, or None.
+        jit_compile: Whether XLA compiles forward and backward.
+        verify: When to hold a step to one device.
+    """
+
+    metrics: Any
+    weighted_metrics: Any
+    micro_batches: tuple[int, ...]
+    clip_norm: float | None
+    loss_scale: str | float | None
+    shard_update: str | bool
+    reduce_dtype: tf.DType | None
+    jit_compile: bool
+    verify: bool | str
+
+    @classmethod
+    def of(
+        cls,
+        *,
+        clip_norm: float | None,
+        shard_update: str | bool,
+        reduce_dtype: str | None,
+        verify: bool | str,
+        **others: Any,
+    ) -> StepOptions:
+        """Checks the options that need neither a model nor a strategy.
+
+        Raises:
+            ValueError: An option has a value that it cannot have.
+        """
+        if clip_norm is not None and not clip_norm > 0:
+            raise ValueError(f"clip_norm is positive. Received: clip_norm={clip_norm}.")
+        if not isinstance(shard_update, bool) and shard_update != "auto":
+            raise ValueError(
+                f"shard_update is True, False or 'auto'. Received: shard_update={shard_update!r}."
+            )
+        if reduce_dtype not in (None, "bfloat16"):
+            raise ValueError(
+                f"reduce_dtype is None or 'bfloat16'. Received: reduce_dtype={reduce_dtype!r}."
+            )
+        check_verify(verify)
+        return cls(
+            # Nothing is larger than infinity; the norm is in the logs all the same.
+            clip_norm=None if clip_norm == math.inf else clip_norm,
+            shard_update=shard_update,
+            reduce_dtype=None if reduce_dtype is None else tf.as_dtype(reduce_dtype),
+            verify=verify,
+            **others,
+        )
