@@ -265,7 +265,7 @@ def test_epochs_that_are_no_passes_are_refused(model: Any, tmp_path: Path) -> No
     data = tf.data.Dataset.from_tensor_slices((X, Y)).shuffle(22, seed=3).batch(4).repeat()
     run = tmg.Checkpoints(tmp_path, model, model.optimizer, data)
     with pytest.raises(
-        tmg.DataError, match=r"steps_per_epoch=3\. Let an epoch be a pass: .*seed=ep"
+        tmg.DataError, match=r"steps_per_epoch=3\. Give Checkpoints data=lambda.*seed=ep"
     ):
         tmg.fit(model, run.data, steps_per_epoch=3, callbacks=[run.callback()], verbose=0)
 
@@ -290,11 +290,11 @@ def test_several_workers_are_told_after_the_same_steps() -> None:
         def attach(self, fit: Any) -> None:
             self.fit = fit
 
-        class of_fit:
+        class fit_part:
             first_epoch = 0
 
             @staticmethod
-            def put_back(last: bool) -> None:
+            def undo_begin_hooks(last: bool) -> None:
                 del last
 
         def listen(self) -> None:
@@ -303,7 +303,7 @@ def test_several_workers_are_told_after_the_same_steps() -> None:
         stop_listening = listen
 
     run = Run()
-    callback = make_callback(run, together=True)
+    callback = make_callback(run, several_workers=True)
     assert callback.every_batches == 10
     callback.set_params({"steps": 15})
     callback.on_train_begin()
@@ -315,10 +315,10 @@ def test_several_workers_are_told_after_the_same_steps() -> None:
         callback.on_epoch_end(epoch)
     assert run.told == [10, 5, -1, 5, 10, 1, -1]
     run.every_steps = 4
-    assert make_callback(run, together=True).every_batches == 4
-    assert make_callback(run, together=False).every_batches == 4
+    assert make_callback(run, several_workers=True).every_batches == 4
+    assert make_callback(run, several_workers=False).every_batches == 4
     run.every_steps = 400
-    assert make_callback(run, together=True).every_batches == 10
-    assert make_callback(run, together=False).every_batches == 400
+    assert make_callback(run, several_workers=True).every_batches == 10
+    assert make_callback(run, several_workers=False).every_batches == 400
     run.every_steps = None
-    assert make_callback(run, together=False).every_batches is None
+    assert make_callback(run, several_workers=False).every_batches is None

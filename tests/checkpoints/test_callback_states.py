@@ -234,9 +234,7 @@ def test_callbacks_are_matched_by_name_and_what_they_watch(
     first = [stopping("val_loss", patience=9), stopping("loss", patience=9), Opaque()]
     with pytest.warns(UserWarning, match="Early stopping conditioned on metric"):
         fit(2, *first)
-    assert "do not hold what these attributes of callbacks remember: Opaque.thing (object)" in (
-        caplog.text
-    )
+    assert "cannot save these attributes of callbacks: Opaque.thing (object)" in (caplog.text)
     assert "function" not in caplog.text
     caplog.clear()
     # Another order, another patience, one more: none of it confuses which is which.
@@ -246,12 +244,12 @@ def test_callbacks_are_matched_by_name_and_what_they_watch(
     assert second[1].best <= first[1].best
     assert second[1].best_epoch >= first[1].best_epoch
     assert "without the restart: EarlyStopping\n" in caplog.text
-    assert "begin anew: TerminateOnNaN" in caplog.text
+    assert "no state of these callbacks: TerminateOnNaN" in caplog.text
     # Other arrays, another batch size: refused before anything is trained.
     before = model.get_weights()
     for data, size, text in (
-        ((X[:20], Y[:20]), 32, "rows=20, then 22"),
-        ((X, Y), 8, "batch_size=8, then 32"),
+        ((X[:20], Y[:20]), 32, "rows=20, in the checkpoint 22"),
+        ((X, Y), 8, "batch_size=8, in the checkpoint 32"),
         ((X + 1, Y), 32, "mark of some rows="),
     ):
         run = tmg.Checkpoints(tmp_path, model, model.optimizer)
@@ -437,7 +435,7 @@ def test_what_callbacks_hold_is_part_of_the_run(
         ]
 
     small.check(tmp_path, make, Kill(2, 1))
-    assert "Checkpoints do not hold" not in caplog.text
+    assert "Checkpoints cannot save" not in caplog.text
 
 
 annealed: Any = None
@@ -463,7 +461,7 @@ def test_what_callbacks_change_in_their_module_is_part_of_the_run(
         return [Anneals()]
 
     small.check(tmp_path, make, Kill(2, 1))
-    assert "Checkpoints do not hold" not in caplog.text
+    assert "Checkpoints cannot save" not in caplog.text
 
 
 def test_what_cannot_be_seen_is_logged_once(
@@ -500,7 +498,7 @@ def test_what_cannot_be_seen_is_logged_once(
         "LearningRateScheduler.schedule (Thing)",
         "LambdaCallback.on_epoch_end.thing (Thing)",
         "Late.thing (Thing)",
-        "Late.own (a defaultdict or generator that nothing can make anew)",
+        "Late.own (a defaultdict or generator that cannot be rebuilt)",
         "Late.wrapped (EarlyStopping)",
     ):
         assert caplog.text.count(text) == 1

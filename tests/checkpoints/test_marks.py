@@ -354,5 +354,5 @@ def test_validation_passes_over_the_passes_that_were_due() -> None:
     for frequency, epochs, expected in ((1, 2, 2), (2, 5, 2), ([1, 9], 8, 1), (3, 2, 0)):
         resumed = validation(frequency)
         for epoch in range(epochs):
-            resumed.pass_over(epoch)
+            resumed.skip(epoch)
         assert lists(resumed.batches) == passes[expected], (frequency, epochs)

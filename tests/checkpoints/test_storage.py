@@ -56,7 +56,7 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     found, damaged = files.newest(tmp_path / "a" / "b")
     assert found == stored
     assert damaged == []
-    assert found.facts["epoch"] == 120
+    assert found.metadata["epoch"] == 120
     read = files.read_arrays(found)
     assert read.keys() == arrays_of(120).keys()
     for name, value in arrays_of(120).items():
@@ -112,20 +112,20 @@ def forge(**changes: object) -> Callable[[Path], None]:
 
 
 DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
-    "a bit": (lambda f: flip(f / "arrays.npz"), "arrays.npz has another checksum"),
-    "short": (lambda f: os.truncate(f / "arrays.npz", 100), "arrays.npz has 100 bytes of "),
+    "a bit": (lambda f: flip(f / "arrays.npz"), "arrays.npz does not match its checksum"),
+    "short": (lambda f: os.truncate(f / "arrays.npz", 100), "arrays.npz has 100 bytes instead of "),
     "gone": (lambda f: (f / "arrays.npz").unlink(), "arrays.npz cannot be read: No such file"),
     "empty": (lambda f: [p.unlink() for p in f.iterdir()], "manifest.json cannot be read"),
     "text": (lambda f: (f / "manifest.json").write_text("{"), "manifest.json is not JSON"),
     "bytes": (lambda f: (f / "manifest.json").write_bytes(b"\xff"), "manifest.json is not JSON"),
-    "list": (lambda f: (f / "manifest.json").write_text("[]"), "is not what was written"),
-    "claims": (claim(step=7), "manifest.json is not what was written"),
+    "list": (lambda f: (f / "manifest.json").write_text("[]"), "has changed since it was written"),
+    "claims": (claim(step=7), "manifest.json has changed since it was written"),
     "deep": (
         lambda f: (f / "manifest.json").write_text('{"a":' * 100_000 + "1" + "}" * 100_000),
         "manifest.json is not JSON",
     ),
     "forged": (forge(variables=[{}]), "was not written by this library: variables is [{}]"),
-    "other step": (forge(step=1), "manifest.json is that of step 1"),
+    "other step": (forge(step=1), "manifest.json is of step 1"),
     "no format": (forge(format=None), "its format is None, and this version reads 1"),
     "other names": (
         forge(variables=[{"name": "a", "dtype": "float32", "shape": []}]),

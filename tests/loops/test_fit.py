@@ -14,7 +14,7 @@ import tensorflow as tf
 from one_device import as_dataset, cut, strategy_of
 
 import tfmultigpu as tmg
-from tfmultigpu.loops.training_data import make_feed
+from tfmultigpu.loops.training_data import make_epoch_iterator
 
 ROWS = 37
 _random = np.random.default_rng(41)
@@ -315,7 +315,7 @@ def rows_in_order(replicas, seed, passes=2, **options):
     strategy, numbers = strategy_of(replicas), np.arange(ROWS)
     options = {"batch_size": 8, "steps_per_epoch": None, "shuffle": True, **options}
     options |= {"class_weight": None, "shares": None, "first_pass": 0}
-    feed, _ = make_feed((numbers, None), strategy, seed=seed, **options)
+    feed, _ = make_epoch_iterator((numbers, None), strategy, seed=seed, **options)
     found = []
     for _ in range(passes):
         feed.begin_epoch()
@@ -357,7 +357,7 @@ def test_arrays_of_other_kinds(kind):
     }[kind]()
     options = {"steps_per_epoch": None, "class_weight": None, "shares": None, "first_pass": 0}
     for shuffle in (False, True):
-        feed, _ = make_feed(
+        feed, _ = make_epoch_iterator(
             (x, np.arange(ROWS)), strategy_of(1), batch_size=8, shuffle=shuffle, seed=1, **options
         )
         feed.begin_epoch()
@@ -588,7 +588,7 @@ def test_arguments_that_do_not_fit(lines):
             tmg.fit(model, data, verbose=0, **options)
 
     endless = as_dataset(BATCHES).repeat()
-    refused(tmg.DataError, r"has no end, so an epoch.*steps_per_epoch=100, or leave", endless)
+    refused(tmg.DataError, r"has no end, so a pass.*steps_per_epoch=100, or leave", endless)
     refused(
         tmg.DataError,
         r"has no end.*validation_steps=None.*validation_steps=100",
@@ -596,38 +596,40 @@ def test_arguments_that_do_not_fit(lines):
     )
     refused(tmg.DataError, "has no batches", (X[:0], SIZE[:0]))
     refused(tmg.DataError, "has no batches", as_dataset(BATCHES).take(0))
-    refused(tmg.DataError, "has no labels to compare with", X)
-    refused(tmg.DataError, "shuffle is True or False", shuffle="batch")
-    refused(tmg.DataError, "validation_split is for arrays", endless, validation_split=0.5)
-    refused(tmg.DataError, "37 rows are too few to split", validation_split=0.999)
+    refused(tmg.DataError, "but the data has no labels", X)
+    refused(tmg.DataError, "shuffle must be True or False", shuffle="batch")
+    refused(tmg.DataError, "validation_split works only for arrays", endless, validation_split=0.5)
+    refused(tmg.DataError, "37 examples are too few to split", validation_split=0.999)
     refused(ValueError, "between 0 and 1. Received: validation_split=2", validation_split=2)
     refused(ValueError, "between 0 and 1. Received: validation_split='a'", validation_split="a")
     refused(TypeError, r"epochs must be a whole number.*Received: epochs=1\.5", epochs=1.5)
     refused(TypeError, "initial_epoch must be a whole number.*=None", initial_epoch=None)
     refused(TypeError, "must be a whole number.*or 'auto'.*=None", steps_per_call=None)
-    refused(tmg.DataError, "class_weight is a dict", class_weight={"a": 1.0})
+    refused(tmg.DataError, "class_weight must be a dict", class_weight={"a": 1.0})
     run = tmg.Checkpoints("unused", model, model.optimizer)
-    refused(TypeError, "A callback is a keras.*Received: 3 in", callbacks=iter([run.callback(), 3]))
+    refused(
+        TypeError, "A callback must be a keras.*Received: 3 in", callbacks=iter([run.callback(), 3])
+    )
     refused(ValueError, "validation_freq must be", validation_data=arrays, validation_freq=0)
-    refused(tmg.DataError, "class_weight is a dict", class_weight=[1.0, 2.0])
-    refused(tmg.DataError, "class weights and sample weights", (*arrays, W), class_weight={0: 2.0})
+    refused(tmg.DataError, "class_weight must be a dict", class_weight=[1.0, 2.0])
+    refused(tmg.DataError, "Class weights and sample weights", (*arrays, W), class_weight={0: 2.0})
     refused(tmg.DataError, "for one output", ({"x": X}, (SIZE, SIZE)), class_weight={0: 2.0})
     refused(ValueError, "steps_per_call must be a whole number.*or 'auto'", steps_per_call=0)
     refused(ValueError, "steps_per_epoch must be a whole number", steps_per_epoch=-1)
-    refused(TypeError, "A callback is a keras.callbacks.Callback. Received: 3", callbacks=[3])
+    refused(TypeError, "A callback must be a keras.callbacks.Callback. Received: 3", callbacks=[3])
     sharded = tmg.distribute_dataset(as_dataset(BATCHES), strategy_of(2))
-    refused(tmg.DataError, "so shares comes too late", sharded, shares=(1, 2))
+    refused(tmg.DataError, "so shares cannot be applied", sharded, shares=(1, 2))
     with (
         strategy_of(3).scope(),
-        pytest.raises(tmg.ScopeError, match=r"inside the scope of another one.*outside of the sc"),
+        pytest.raises(tmg.ScopeError, match=r"scope of another strategy.*fit outside the scope"),
     ):
         tmg.fit(model, arrays)
-    with pytest.raises(ValueError, match="verbose is 0, 1, 2 or 'auto'"):
+    with pytest.raises(ValueError, match="verbose must be 0, 1, 2 or 'auto'"):
         tmg.fit(model, arrays, verbose=3)
-    with pytest.raises(TypeError, match=r"fit takes a compiled keras\.Model\. Received: Dense"):
+    with pytest.raises(TypeError, match=r"fit needs a compiled keras\.Model\. Received: Dense"):
         tmg.fit(keras.layers.Dense(1), arrays)
     model = line()
-    with pytest.raises(tmg.CompileError, match=r"and it was not. .*model\.compile\("):
+    with pytest.raises(tmg.CompileError, match=r"is not compiled.*model\.compile\("):
         tmg.fit(model, arrays)
     with strategy_of(2).scope():
         model = line()

@@ -51,10 +51,10 @@ def test_a_model_on_no_strategy_beside_one_of_several_replicas(call: str) -> Non
         CALLS[call](model)
     assert str(caught.value) == (
         f"The model was created outside the scope of every strategy, so {call} would run on one "
-        f"device alone. Received: model {model.name!r}, and MirroredStrategy with "
+        f"device. Received: model {model.name!r}, and MirroredStrategy with "
         f"{strategy.num_replicas_in_sync} replica(s) from tmg.create_strategy. Create the model "
         "inside its scope:\n    with strategy.scope():\n        model = ...\n"
-        "If one device is what you want, create the model in a scope that says so:\n"
+        "To run on one device, create the model in a scope for one device:\n"
         '    with tmg.create_strategy(prefer="one_device").scope():\n        model = ...'
     )
     for value, was in zip(model.get_weights(), before, strict=True):
@@ -76,7 +76,7 @@ def test_a_layer_and_a_model_without_variables_on_no_strategy() -> None:
     strategy, dense = two(), keras.layers.Dense(1)
     dense.build((None, 3))
     for model in (dense, Late()):
-        with pytest.raises(tmg.ScopeError, match="so predict would run on one device alone"):
+        with pytest.raises(tmg.ScopeError, match="so predict would run on one device"):
             tmg.predict(model, X)
     with strategy.scope():
         late = Late()
@@ -202,5 +202,5 @@ def test_data_for_another_strategy() -> None:
         with pytest.raises(tmg.DataError) as caught:
             tmg.evaluate(model, data)
         assert f"Received: data for {name}" in str(caught.value)
-        assert "of the model: tmg.distribute_dataset(dataset, strategy)." in str(caught.value)
+        assert "or write tmg.distribute_dataset(dataset, strategy)." in str(caught.value)
     assert int(step.optimizer.iterations.numpy()) == 0

@@ -91,8 +91,8 @@ def test_a_signal_to_one_worker_stops_both_after_the_same_step(
 def test_a_directory_that_is_not_shared_is_an_error_on_both(results: list[dict[str, Any]]) -> None:
     for result in results:
         assert "workers [1] do not see it" in result["save"]
-        assert "would go on from different weights. Received: worker 0: step " in result["restore"]
-        assert "; worker 1: nothing. The directory is not shared" in result["restore"]
+        assert "would resume from different weights. Received: worker 0: step " in result["restore"]
+        assert "; worker 1: nothing. Give a directory on a file system" in result["restore"]
         assert result["unchanged"]
         # The promise is ten seconds; a machine may be five times as slow.
         assert result["seconds to save"] < 5 * 10.0
@@ -104,17 +104,17 @@ def test_workers_that_would_not_save_alike_are_told_before_they_train(
     results: list[dict[str, Any]],
 ) -> None:
     for worker, result in enumerate(results):
-        assert "RestoreMismatchError: The first worker wrote " in result["not shared"]
-        said = f"Received: every_steps={2 + worker} on worker {worker}, and something else on "
-        assert "WorkersDifferError: The workers were given different checkpoints" in result["apart"]
+        assert "RestoreMismatchError: The chief wrote " in result["not shared"]
+        said = f"Received: every_steps={2 + worker} on worker {worker}, and another value on "
+        assert "WorkersDifferError: The workers have different settings" in result["apart"]
         assert said in result["apart"]
 
 
 @pytest.mark.slow
 def test_all_workers_hear_of_a_write_that_failed(results: list[dict[str, Any]]) -> None:
-    assert "could not be written" in results[0]["failed"]
+    assert "could not write" in results[0]["failed"]
     assert "Not a directory" in results[0]["failed"]
-    assert "on the first worker: see what that worker says" in results[1]["failed"]
+    assert "see the output of the chief" in results[1]["failed"]
 
 
 @pytest.mark.slow

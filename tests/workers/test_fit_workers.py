@@ -66,6 +66,6 @@ def workers_differ(own: list[dict[str, dict]]) -> None:
         assert f"Received: learning rate {here} of this worker" in errors["rate"]
         assert "Give callbacks that change training (ReduceLROnPlateau" in errors["rate"]
         assert "Received: weights of this worker" in errors["weights"]
-        received = f"Received: epochs={1 + number} on worker {number}, and something else on worker"
+        received = f"Received: epochs={1 + number} on worker {number}, and another value on worker"
         assert received in errors["epochs"]
         assert f"callbacks of tmg.Checkpoints={number} on worker" in errors["checkpoints"]

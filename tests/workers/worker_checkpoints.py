@@ -95,7 +95,7 @@ except SystemExit as ended:
 say("saved", sorted(path.name for path in (shared / "c").iterdir()))
 
 # Directories that only look alike.
-shared_files._BETWEEN = 0.3
+shared_files._SECONDS_BETWEEN_LOOKS = 0.3
 own = shared / f"own-{worker}"
 for name in ("save", "restore"):
     began = time.monotonic()

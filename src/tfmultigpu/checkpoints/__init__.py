@@ -1,4 +1,4 @@
-"""Checkpoints: a run that was killed resumes, and equals one that was not."""
+"""Checkpoints: a killed run resumes and equals an uninterrupted one."""
 
 from tfmultigpu.checkpoints.manager import Checkpoints
 

@@ -1,4 +1,4 @@
-"""What a run of checkpoints is given, checked before anything is trained."""
+"""Checks of the arguments of ``Checkpoints``, made before any training."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ __all__ = [
 
 
 def read_directory(directory: Any) -> Path:
-    """Returns the folder that was given, in which ``~`` is the home folder.
+    """Returns the directory as a path, with ``~`` expanded.
 
     Raises:
-        TypeError: It is no path.
-        ValueError: It is empty, an address, or a file.
+        TypeError: It is not a path.
+        ValueError: It is empty, a URL or a file.
     """
     if not isinstance(directory, (str, bytes, os.PathLike)):
         raise TypeError(f"directory must be a path. Received: directory={directory!r}.")
     text = os.fsdecode(directory)
     if not text:
-        raise ValueError("directory must name a folder of this run alone. Received: directory=''.")
+        raise ValueError("directory is empty. Received: directory=''. Give one folder per run.")
     if "://" in text:
         raise ValueError(
-            "Checkpoints are folders of a file system. Received: "
-            f"directory={text!r}. Mount it, and give the path."
+            f"directory must be a path, not a URL. Received: directory={text!r}. "
+            "Mount the storage and give its path."
         )
     path = Path(text).expanduser()
     if path.exists() and not path.is_dir():
@@ -48,7 +48,7 @@ def read_directory(directory: Any) -> Path:
 
 
 def read_interval(name: str, number: Any) -> int | None:
-    """Returns after how many to do something; None for never.
+    """Returns an interval, counted in steps or epochs; None means never.
 
     Raises:
         TypeError: It is not a whole number.
@@ -58,81 +58,84 @@ def read_interval(name: str, number: Any) -> int | None:
 
 
 def check_step(step: Any, model: Any, optimizer: Any) -> None:
-    """Checks that this is a train step, and alone.
+    """Checks that ``step`` is a train step and that it is the only source of the model.
 
     Raises:
-        TypeError: It is something else.
-        ValueError: A model or an optimizer was given beside it.
+        TypeError: It is not a train step.
+        ValueError: A model or an optimizer was given too.
     """
     if model is not None or optimizer is not None:
         raise ValueError(
-            "A train step brings its model and its optimizer. Received: train_step beside "
-            "model or optimizer. Leave these out."
+            "A train step already holds its model and optimizer. Received: train_step beside "
+            "model or optimizer. Write Checkpoints(directory, train_step=train_step)."
         )
     if not (hasattr(step, "model") and hasattr(step, "optimizer")):
         raise TypeError(
-            f"train_step must be what make_train_step returned. Received: train_step={step!r}."
+            f"train_step must come from tmg.make_train_step. Received: train_step={step!r}."
         )
 
 
 def check_outside() -> None:
-    """Checks that this runs between steps.
+    """Checks that the caller runs between steps.
 
     Raises:
-        CheckpointError: It runs in a step or in a ``tf.function``.
+        CheckpointError: It runs inside a step or a ``tf.function``.
     """
     in_replica = tf.distribute.has_strategy() and not tf.distribute.in_cross_replica_context()
     if tf.inside_function() or in_replica:
         raise CheckpointError(
-            "Checkpoints are saved and restored between steps. Call this outside of "
-            "tf.function and of strategy.run."
+            "Checkpoints are saved and restored only between steps. Make this call outside "
+            "tf.function and strategy.run."
         )
 
 
 def check_workers(workers: int) -> None:
-    """Warns where the environment describes several workers, and the model is of one alone.
+    """Warns if the environment describes several workers but the model trains on one.
 
-    Each then trains on everything by itself, and all write into the same folder.
+    Each worker would then train alone on all data and write to the same directory.
 
     Args:
-        workers: How many the strategy of the model has.
+        workers: The number of workers in the model's strategy.
     """
     try:
         cluster = cluster_from_environment()
-    except ClusterError:  # Nobody asked for one here.
+    except ClusterError:  # This process does not ask for a cluster.
         return
     if cluster is None or cluster.index is None or workers == len(cluster.workers):
         return
     warnings.warn(
-        f"This process is {cluster}, but its model is not trained together with the others: each "
-        "worker trains a model of its own, on all of the data. Make the model in the scope of a "
-        "strategy over all: strategy = tmg.create_strategy(), directly after the imports, and "
-        "with strategy.scope(). If that is meant, give each worker a directory of its own.",
+        f"This process is {cluster}, but its model trains on this worker alone. Each worker would "
+        "train a separate model on all data. Create the model in the scope of one strategy: "
+        "strategy = tmg.create_strategy() directly after the imports, then with "
+        "strategy.scope(): .... To train separate models, give each worker its own directory.",
         ReplicaDependenceWarning,
         stacklevel=3,
     )
 
 
 def check_extra(extra: Any) -> dict[str, Any]:
-    """Returns further objects to save, by name.
+    """Returns the extra objects to save, by name.
 
     Raises:
-        TypeError: They have no names, or no variables.
+        TypeError: An object has no name or no variables.
     """
     if extra is None:
         return {}
-    cure = 'Write extra={"accuracy": metric}, or a list of variables in place of the metric.'
+    cure = 'Write extra={"accuracy": metric}, or give a list of variables instead of the metric.'
     if not isinstance(extra, Mapping):
-        raise TypeError(f"extra gives each object a name. {cure} Received: extra={extra!r}.")
+        raise TypeError(f"extra must be a dict of named objects. Received: extra={extra!r}. {cure}")
     for name, owner in extra.items():
         variables = getattr(owner, "variables", owner)
         for one in variables if isinstance(variables, (list, tuple)) else [variables]:
-            kept = one if isinstance(one, tf.Variable) else getattr(one, "value", None)
-            if not isinstance(kept, tf.Variable):
-                raise TypeError(f"Only variables are saved. {cure} Received: {name!r}: {one!r}.")
-            if kept.dtype in (tf.string, tf.resource, tf.variant):
+            variable = one if isinstance(one, tf.Variable) else getattr(one, "value", None)
+            if not isinstance(variable, tf.Variable):
                 raise TypeError(
-                    f"Only numbers are saved. Received: {name!r}, with a variable of "
-                    f"{kept.dtype.name}."
+                    "Checkpoints save only variables. Received: "
+                    f"extra={{{name!r}: {one!r}}}. {cure}"
+                )
+            if variable.dtype in (tf.string, tf.resource, tf.variant):
+                raise TypeError(
+                    f"Checkpoints save only numbers. Received: extra[{name!r}] with a variable of "
+                    f"dtype {variable.dtype.name}. Leave it out."
                 )
     return dict(extra)

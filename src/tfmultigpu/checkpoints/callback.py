@@ -1,30 +1,19 @@
-"""Checkpoints as a Keras callback."""
+"""A Keras callback that saves checkpoints during ``fit``."""
 
 from __future__ import annotations
 
 from typing import Any, Protocol
 
+from tfmultigpu.checkpoints.fit_part import FitPart
+
 __all__ = ["make_callback"]
 
-# Several workers look together whether one was asked to stop; so often, in steps, they can.
-_TOGETHER = 10
-
-
-class OfFit(Protocol):
-    """The part of the run that ``fit`` holds, as the callback needs it."""
-
-    first_epoch: int
-
-    @property
-    def beginning(self) -> tuple[int, int] | None:
-        """The seed of the order of arrays, and the first epoch, of the ``fit`` restored."""
-
-    def put_back(self, *, last: bool) -> None:
-        """Takes back what callbacks changed when they heard of a beginning once more."""
+# Several workers vote on the stop signal at least once in this many steps.
+_STEPS_BETWEEN_VOTES = 10
 
 
 class Run(Protocol):
-    """The ``Checkpoints``, as the callback needs them."""
+    """The part of ``Checkpoints`` that the callback uses; see there."""
 
     data: Any
     every_steps: int | None
@@ -35,56 +24,59 @@ class Run(Protocol):
 
     @property
     def step_in_epoch(self) -> int:
-        """Steps of the present epoch so far."""
+        """Steps of the current epoch so far."""
 
     def after_step(self, steps: int = 1, *, last: bool = False) -> None:
-        """Counts steps; ``last`` where the epoch ends with them."""
+        """Counts steps; ``last`` if they end the epoch."""
 
     def end_epoch(self) -> None:
         """Ends an epoch."""
 
     def attach(self, fit: Any) -> None:
-        """Saves what ``fit`` holds from now on, and has it restored."""
+        """Restores the state of ``fit``, and saves it from now on."""
 
     @property
-    def of_fit(self) -> OfFit:
-        """The part of the run that ``fit`` holds."""
+    def fit_part(self) -> FitPart:
+        """The state of ``fit`` in the run."""
 
     def skip_finished_epoch(self, steps: int | None) -> None:
-        """Goes to the next epoch if the present one has no more steps than were made."""
+        """Moves to the next epoch if all steps of the current one are done."""
 
     def listen(self) -> None:
-        """Begins to note the stop signal."""
+        """Starts to handle the stop signal."""
 
     def stop_listening(self) -> None:
-        """Gives the stop signal back."""
+        """Restores the earlier handler of the stop signal."""
 
 
-def make_callback(run: Run, together: bool) -> Any:
-    """Returns a ``keras.callbacks.Callback`` that tells a run of the steps that ``fit`` makes.
+def make_callback(run: Run, several_workers: bool) -> Any:
+    """Returns a ``keras.callbacks.Callback`` that reports the steps of ``fit`` to a run.
 
     Args:
-        run: What is told.
-        together: Whether several workers must do it after the same steps.
+        run: The run that receives the reports.
+        several_workers: Whether several workers must report after the same steps.
     """
     import keras
 
     class CheckpointCallback(keras.callbacks.Callback):  # type: ignore[misc]
-        """Counts steps and epochs, and lets checkpoints be saved.
+        """Counts steps and epochs, and saves checkpoints.
 
         Attributes:
-            every_batches: After how many batches ``fit`` must call it; None: now and then.
-            comes_last: That it is called after all others, whose state it saves.
-            resume_at: The epoch in which ``fit`` goes on, and the batches of it that are done.
-            passes_over: Whether the data passes over these by itself.
-            stored_beginning: The seed of the order of arrays that the restored ``fit`` had, and
-                the epoch it began with.
-            for_all_workers: That ``fit`` refuses to begin where some worker is without it.
+            every_batches: The batches between calls by ``fit``; None leaves it to ``fit``.
+            runs_last: Makes ``fit`` call it after all others, whose state it saves.
+            resume_at: The epoch in which ``fit`` resumes, and the batches of it that are done.
+            data_skips_batches: Whether the data itself skips these batches.
+            restored_start: The shuffle seed and the first epoch of the restored ``fit``.
+            required_on_all_workers: Makes ``fit`` fail if only some workers have it.
         """
 
-        for_all_workers = True
-        comes_last = True
-        every_batches = min(run.every_steps or _TOGETHER, _TOGETHER) if together else None
+        required_on_all_workers = True
+        runs_last = True
+        every_batches = (
+            min(run.every_steps or _STEPS_BETWEEN_VOTES, _STEPS_BETWEEN_VOTES)
+            if several_workers
+            else run.every_steps
+        )
         _seen = 0
 
         @property
@@ -92,15 +84,15 @@ def make_callback(run: Run, together: bool) -> Any:
             run.skip_finished_epoch(self.params.get("steps"))
             if not (run.epoch or run.step_in_epoch):
                 return None
-            return run.of_fit.first_epoch + run.epoch, run.step_in_epoch
+            return run.fit_part.first_epoch + run.epoch, run.step_in_epoch
 
         @property
-        def passes_over(self) -> bool:
+        def data_skips_batches(self) -> bool:
             return run.data is not None
 
         @property
-        def stored_beginning(self) -> tuple[int, int] | None:
-            return run.of_fit.beginning
+        def restored_start(self) -> tuple[int, int] | None:
+            return run.fit_part.start
 
         def on_fit_begin(self, fit: Any) -> None:
             run.attach(fit)
@@ -108,39 +100,37 @@ def make_callback(run: Run, together: bool) -> Any:
 
         def on_train_begin(self, logs: Any = None) -> None:
             run.listen()
-            self._untold = 0
-            run.of_fit.put_back(last=not run.step_in_epoch)
+            self._unreported = 0
+            run.fit_part.undo_begin_hooks(last=not run.step_in_epoch)
 
         def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-            # The epoch that was resumed may turn out to have no more steps.
-            if epoch > run.of_fit.first_epoch + run.epoch:
+            # The resumed epoch may have had no steps left.
+            if epoch > run.fit_part.first_epoch + run.epoch:
                 run.skip_finished_epoch(run.step_in_epoch)
             self._done = run.step_in_epoch
             if self._done:
-                run.of_fit.put_back(last=True)
+                run.fit_part.undo_begin_hooks(last=True)
 
         def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
             steps, self._done = batch + 1 - self._done, batch + 1
-            self._untold += steps
+            self._unreported += steps
             self._seen += steps
             if self.every_batches is None or self._seen % self.every_batches == 0:
-                self._tell(last=batch + 1 == self.params.get("steps"))
+                self._report(last=batch + 1 == self.params.get("steps"))
 
         def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-            self._tell(last=True)
+            self._report(last=True)
             run.end_epoch()
 
         def on_train_end(self, logs: Any = None) -> None:
             run.stop_listening()
 
         def on_fit_exit(self) -> None:
-            run.stop_listening()  # Where an error ended it too.
+            run.stop_listening()  # After an error too.
 
-        def _tell(self, last: bool) -> None:
-            steps, self._untold = self._untold, 0
+        def _report(self, last: bool) -> None:
+            steps, self._unreported = self._unreported, 0
             if steps:
                 run.after_step(steps, last=last)
 
-    if not together and run.every_steps is not None:
-        CheckpointCallback.every_batches = run.every_steps
     return CheckpointCallback()

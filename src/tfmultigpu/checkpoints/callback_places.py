@@ -1,4 +1,4 @@
-"""Where a callback keeps what it remembers: in itself, and in what it holds."""
+"""Search for the values a callback remembers, in itself and in the objects it holds."""
 
 from __future__ import annotations
 
@@ -20,38 +20,38 @@ from tfmultigpu.steps.program_description import content_of
 
 __all__ = ["Holder", "find_holders", "has_methods", "ids_of"]
 
-_PLUMBING = {"params", "_model", "model"}
-# Of TensorBoard: what lives in this process alone, the profiler and the files of this run.
+_SET_BY_KERAS = {"params", "_model", "model"}
+# Attributes of TensorBoard that describe this process: its profiler and its files.
 _OF_THIS_PROCESS = {"_is_tracing", "_profiler_started", "_should_write_train_graph"}
 
 
 @dataclasses.dataclass(frozen=True)
 class Holder:
-    """Something that has values: a callback, what one holds, or the closure of a function.
+    """An object with values: a callback, an object inside one, or the closure of a function.
 
     Attributes:
         kind: The name of its class.
         one: The object itself.
-        values: What it has, by name, other holders left out.
-        put: Gives it another value.
-        is_told: Whether values that cannot be saved are worth a word.
-        others: What it holds that cannot be looked into, by name.
+        values: Its values by name, without other holders.
+        assign: Assigns a value to a name.
+        reports_unsaved: Whether to log values that cannot be saved.
+        opaque: The classes of held objects that the search cannot enter, by name.
     """
 
     kind: str
     one: Any
     values: dict[str, Any]
-    put: Callable[[str, Any], None]
-    is_told: bool
-    others: dict[str, str]
+    assign: Callable[[str, Any], None]
+    reports_unsaved: bool
+    opaque: dict[str, str]
 
 
 def find_holders(callback: Any, known: Iterable[int]) -> dict[str, Holder]:
-    """Returns a callback and everything in it that has values, by the way to it; "" is itself.
+    """Returns the holders in a callback by their path; the callback itself has the path "".
 
     Args:
         callback: A callback.
-        known: The ``id`` of what is saved elsewhere: other callbacks, the model, its variables.
+        known: The ``id`` of objects saved elsewhere: other callbacks, the model, its variables.
     """
     found: dict[str, Holder] = {}
     _Search(found, set(known)).visit("", callback)
@@ -59,7 +59,7 @@ def find_holders(callback: Any, known: Iterable[int]) -> dict[str, Holder]:
 
 
 def ids_of(variables: Iterable[Any]) -> set[int]:
-    """Returns the ``id`` of variables, those inside of Keras variables too."""
+    """Returns the ``id`` of variables and of the variables inside Keras variables."""
     found = set()
     for variable in variables:
         found.add(id(variable))
@@ -75,41 +75,41 @@ def has_methods(one: Any) -> bool:
 
 
 class _Search:
-    """Looks through a callback; each object is found once."""
+    """A search through one callback that finds each object once."""
 
     def __init__(self, found: dict[str, Holder], seen: set[int]) -> None:
         self._found = found
         self._seen = seen
 
     def visit(self, path: str, one: Any) -> None:
-        """Notes a callback, and what it holds."""
+        """Records a callback and the objects it holds."""
         import keras
 
         self._seen.add(id(one))
-        own = not is_part_of_keras(type(one))
-        holder = Holder(type(one).__name__, one, {}, functools.partial(setattr, one), own, {})
+        custom = not is_part_of_keras(type(one))
+        holder = Holder(type(one).__name__, one, {}, functools.partial(setattr, one), custom, {})
         self._found[path] = holder
         if has_methods(one):
             return
-        given, assigned = _given(type(one)), _assigned(type(one))
-        skipped = set(_PLUMBING)
+        given, assigned = _constructor_arguments(type(one)), _assigned_attributes(type(one))
+        skipped = set(_SET_BY_KERAS)
         if isinstance(one, keras.callbacks.TensorBoard):
             skipped |= _OF_THIS_PROCESS
         for name, value in vars(one).items():
             if name in skipped:
                 continue
-            # What a constructor of Keras was given is never state, unless a subclass changes it.
-            if name in given and name not in assigned and not (not own and callable(value)):
+            # Arguments of a Keras constructor are not state, unless a subclass changes them.
+            if name in given and name not in assigned and (custom or not callable(value)):
                 continue
-            self._look(holder, path, name, value)
+            self._visit_value(holder, path, name, value)
         for function in _own_methods(type(one)):
-            self._look_at_module(path, function)
-        if not own:  # What Keras itself made there it looks after.
-            for name in set(holder.others) - given:
-                del holder.others[name]
+            self._visit_module(path, function)
+        if not custom:  # Keras manages the objects it made itself.
+            for name in set(holder.opaque) - given:
+                del holder.opaque[name]
 
-    def _look(self, holder: Holder, path: str, name: str, value: Any) -> None:
-        """Notes what is held under a name."""
+    def _visit_value(self, holder: Holder, path: str, name: str, value: Any) -> None:
+        """Records the value that a holder has under a name."""
         if id(value) in self._seen:
             return
         inner = f"{path}.{name}" if path else name
@@ -118,37 +118,38 @@ class _Search:
                 self.visit(inner, value)
         elif (variables := _variables_in(value)) is not None:
             self._seen.add(id(value))
-            own = [one for one in variables if id(one) not in self._seen]
-            if own:
-                self._note(inner, value, {"variables": own}, functools.partial(_check, own))
+            new = [one for one in variables if id(one) not in self._seen]
+            if new:
+                check = functools.partial(_check_assigned, new)
+                self._record(inner, value, {"variables": new}, check)
         elif any(_is_callback(one) or _variables_in(one) is not None for one in _items(value)):
             self._seen.add(id(value))
-            items = dict(enumerate(_items(value)))
-            self._visit_all(inner, value, {str(i): one for i, one in items.items()}, _setter(value))
+            items = {str(i): one for i, one in enumerate(_items(value))}
+            self._visit_all(inner, value, items, _setter(value))
         elif isinstance(value, types.FunctionType) and not is_part_of_keras(value):
             self._seen.add(id(value))
-            self._look_at_module(inner, value)
+            self._visit_module(inner, value)
             closure = value.__closure__ or ()
             cells = dict(zip(value.__code__.co_freevars, closure, strict=True))
             contents = {cell_name: content_of(cell) for cell_name, cell in cells.items()}
 
-            def put(cell_name: str, content: Any) -> None:
+            def assign(cell_name: str, content: Any) -> None:
                 cells[cell_name].cell_contents = content
 
             if cells:
-                self._visit_all(inner, value, contents, put)
+                self._visit_all(inner, value, contents, assign)
         elif isinstance(value, functools.partial):
-            self._look(holder, path, name, value.func)
+            self._visit_value(holder, path, name, value.func)
         elif isinstance(value, types.MethodType) or _is_own_function_object(value):
             owner = getattr(value, "__self__", value)
             known = id(owner) in self._seen or _is_tool(owner)
             if not known and getattr(owner, "__dict__", None):
-                holder.others[name] = type(owner).__name__
+                holder.opaque[name] = type(owner).__name__
         elif not _is_tool(value) and not self._is_known_list(value):
             holder.values[name] = value
 
-    def _look_at_module(self, path: str, function: types.FunctionType) -> None:
-        """Notes the variables of a module that a function names, and the values that it assigns."""
+    def _visit_module(self, path: str, function: types.FunctionType) -> None:
+        """Records the module variables a function names and the module values it assigns."""
         import keras
 
         names = function.__globals__
@@ -164,26 +165,26 @@ class _Search:
             self._visit_all(inner, function, found, names.__setitem__)
 
     def _visit_all(
-        self, path: str, one: Any, items: dict[str, Any], put: Callable[[str, Any], None]
+        self, path: str, one: Any, items: dict[str, Any], assign: Callable[[str, Any], None]
     ) -> None:
-        holder = self._note(path, one, {}, put)
+        holder = self._record(path, one, {}, assign)
         for name, value in items.items():
-            self._look(holder, path, name, value)
+            self._visit_value(holder, path, name, value)
 
-    def _note(
-        self, path: str, one: Any, values: dict[str, Any], put: Callable[[str, Any], None]
+    def _record(
+        self, path: str, one: Any, values: dict[str, Any], assign: Callable[[str, Any], None]
     ) -> Holder:
-        self._found[path] = Holder(type(one).__name__, one, values, put, True, {})
+        self._found[path] = Holder(type(one).__name__, one, values, assign, True, {})
         return self._found[path]
 
     def _is_known_list(self, value: Any) -> bool:
-        """Returns whether a list holds variables of the model alone, which are saved with it."""
+        """Returns whether a list holds only objects that are already found or saved elsewhere."""
         items = value if type(value) in (list, tuple) else ()
         return bool(items) and all(id(one) in self._seen for one in items)
 
 
-def _check(present: list[Any], _: str, assigned: list[Any]) -> None:
-    """Checks that all variables of something got a value; each has it by now."""
+def _check_assigned(present: list[Any], _: str, assigned: list[Any]) -> None:
+    """Checks that each variable got a value; ``unpack`` has assigned the values in place."""
     if len(present) != len(assigned):
         raise ValueError(f"it had {len(assigned)} variables, and now has {len(present)}")
 
@@ -199,19 +200,19 @@ def _items(value: Any) -> list[Any]:
 
 
 def _setter(value: Any) -> Callable[[str, Any], None]:
-    """Gives a container of callbacks another item in a place."""
+    """Returns a function that replaces an item of a list or dict by its number."""
 
-    def put(place: str, item: Any) -> None:
+    def assign(place: str, item: Any) -> None:
         if isinstance(value, dict):
             value[list(value)[int(place)]] = item
         elif isinstance(value, list):
             value[int(place)] = item
 
-    return put
+    return assign
 
 
-def _given(kind: type) -> set[str]:
-    """Returns what constructors of Keras take, of all classes that a class is made of."""
+def _constructor_arguments(kind: type) -> set[str]:
+    """Returns the arguments of all Keras constructors among the bases of a class."""
     return {
         name
         for one in kind.__mro__
@@ -220,13 +221,13 @@ def _given(kind: type) -> set[str]:
     }
 
 
-def _assigned(kind: type) -> set[str]:
-    """Returns the attributes that methods of a class assign, without Keras' and constructors."""
+def _assigned_attributes(kind: type) -> set[str]:
+    """Returns the attributes that the user's methods of a class assign, constructors excluded."""
     return {name for one in _own_methods(kind) for name in _names_in(one.__code__, "STORE_ATTR")}
 
 
 def _own_methods(kind: type) -> list[types.FunctionType]:
-    """Returns the methods of a class that are not Keras', without constructors."""
+    """Returns the user's methods of a class, without Keras' methods and constructors."""
     return [
         method
         for one in kind.__mro__
@@ -237,7 +238,7 @@ def _own_methods(kind: type) -> list[types.FunctionType]:
 
 
 def _names_in(code: types.CodeType, operation: str) -> Iterator[str]:
-    """Yields the names that an operation has in a function and in those written inside it."""
+    """Yields the names an operation uses in a function and in its nested functions."""
     for one in dis.get_instructions(code):
         if one.opname == operation:
             yield one.argval
@@ -253,7 +254,7 @@ def _is_callback(value: Any) -> bool:
 
 
 def _variables_in(value: Any) -> list[Any] | None:
-    """The variables of a model, or of something like it; None where it is something else."""
+    """Returns the variables of a layer, optimizer, metric or module; None for other objects."""
     import keras
 
     kinds = (keras.Layer, keras.optimizers.Optimizer, keras.Metric, tf.Module)
@@ -263,15 +264,15 @@ def _variables_in(value: Any) -> list[Any] | None:
 
 
 def _is_own_function_object(value: Any) -> bool:
-    """Returns whether an object of a class of the user's is called like a function."""
+    """Returns whether a value is a callable object of a user's class."""
     return callable(value) and not _is_tool(value)
 
 
 def _is_tool(value: Any) -> bool:
-    """Returns whether a value is used by training, and does not change with it."""
+    """Returns whether training uses a value but does not change it."""
     import keras
 
-    things = (
+    tools = (
         type,
         types.ModuleType,
         types.FunctionType,
@@ -288,4 +289,4 @@ def _is_tool(value: Any) -> bool:
         tf.distribute.DistributedDataset,
         tf.summary.SummaryWriter,
     )
-    return isinstance(value, things) or hasattr(value, "get_concrete_function")
+    return isinstance(value, tools) or hasattr(value, "get_concrete_function")

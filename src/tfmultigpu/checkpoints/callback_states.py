@@ -1,4 +1,4 @@
-"""The state of callbacks as part of a run: read when it is saved, put back when it resumes."""
+"""State of callbacks: read when a run is saved, restored when it resumes."""
 
 from __future__ import annotations
 
@@ -24,21 +24,20 @@ _Arrays = Mapping[str, np.ndarray[Any, Any]]
 
 
 class CallbackStates:
-    """The state of a list of callbacks.
+    """State of a list of callbacks.
 
-    It is what ``state()`` of a callback returns, and ``set_state`` gets back. Of one without these
-    it is each value of a plain kind that training has changed: attributes, those of callbacks it
-    holds, variables of models it holds, and what functions it was given have in their closures.
-    What a constructor of Keras was given is never state, unless a subclass changes it: who resumes
-    with another ``patience`` gets it.
+    A callback may define ``state()`` and ``set_state(state)``. Otherwise its state is every plain
+    value that training has changed: in its attributes, in callbacks and models it holds, and in
+    closures of its functions. Arguments of a Keras constructor are not state, unless a subclass
+    changes them: a run resumed with a new ``patience`` uses it.
     """
 
     def __init__(self, callbacks: Sequence[Any], model: Any = None) -> None:
-        """Notes what callbacks remember before training; call it before ``on_train_begin``.
+        """Records the values of callbacks before training; call it before ``on_train_begin``.
 
         Args:
             callbacks: The callbacks.
-            model: The model that is trained, whose variables are saved elsewhere.
+            model: The trained model; its variables are saved elsewhere.
         """
         import keras
 
@@ -47,60 +46,60 @@ class CallbackStates:
         self._entries: list[tuple[str, str, int, Any]] = []
         for one in callbacks:
             if isinstance(one, keras.callbacks.ProgbarLogger) or hasattr(one, "on_fit_exit"):
-                continue  # These show, or save.
+                continue  # The progress bar and checkpoint callbacks have no state to save.
             monitor = getattr(one, "monitor", None)
             key = type(one).__name__, monitor if isinstance(monitor, str) else ""
             self._entries.append((*key, seen.get(key, 0), one))
             seen[key] = seen.get(key, 0) + 1
-        self._before = self._after = self._look()
-        self._told: set[str] = set()
+        self._before = self._after = self._snapshots()
+        self._logged: set[str] = set()
 
     def prepare(self, stored: Sequence[Mapping[str, Any]]) -> Callable[[], None]:
-        """Has files of callbacks go on where the checkpoint was saved.
+        """Cuts the files of callbacks to their size in the checkpoint, to append to them.
 
-        Call it before ``on_train_begin``, and what it returns after it.
+        Call it before ``on_train_begin``, and the function it returns afterwards.
         """
         changed = []
-        for facts, one in self._matches(stored):
-            if _is_csv_logger(one) and "file_size" in facts:
-                _cut(Path(one.filename), facts["file_size"])
+        for entry, one in self._matches(stored):
+            if _is_csv_logger(one) and "file_size" in entry:
+                _truncate(Path(one.filename), entry["file_size"])
                 changed.append((one, one.append))
                 one.append = True
 
-        def put_back() -> None:
+        def restore_append() -> None:
             for one, append in changed:
                 one.append = append
 
-        return put_back
+        return restore_append
 
     def begin(self) -> None:
-        """Notes what ``on_train_begin`` left, and logs what of it cannot be saved."""
-        self._after = self._look()
-        self._tell_unsaved(
+        """Records the values after ``on_train_begin``, and logs those that cannot be saved."""
+        self._after = self._snapshots()
+        self._log_unsaved(
             f"{self._entries[i][0]}.{place} ({kind})"
-            for i, sight in enumerate(self._after)
-            for place, kind in sight.unsaved.items()
+            for i, snapshot in enumerate(self._after)
+            for place, kind in snapshot.unsaved.items()
         )
 
-    def _tell_unsaved(self, places: Iterable[str]) -> None:
-        """Logs what cannot be saved, each once."""
-        unsaved = [place for place in dict.fromkeys(places) if place not in self._told]
-        self._told.update(unsaved)
+    def _log_unsaved(self, places: Iterable[str]) -> None:
+        """Logs each place that cannot be saved once."""
+        unsaved = [place for place in dict.fromkeys(places) if place not in self._logged]
+        self._logged.update(unsaved)
         if unsaved:
             _log.warning(
-                "Checkpoints do not hold what these attributes of callbacks remember: %s. A run "
-                "that is resumed begins with new ones. Keep numbers, strings, arrays, and lists or "
-                "dicts of them, from on_train_begin on, or give the callback state(), which "
-                "returns such values, and set_state(state).",
+                "Checkpoints cannot save these attributes of callbacks: %s. A resumed run starts "
+                "with new ones. From on_train_begin on, store numbers, strings, arrays, or lists "
+                "and dicts of them. Or define state(), which returns such values, and "
+                "set_state(state).",
                 ", ".join(unsaved),
             )
 
-    def _look(self) -> list[_Sight]:
-        """Returns what each callback holds now, without the values."""
-        return [_look(one, _name(i)).without_values() for i, one in enumerate(self._holders())]
+    def _snapshots(self) -> list[_Snapshot]:
+        """Returns a snapshot of each callback, without the values."""
+        return [_snapshot(one, _name(i)).without_values() for i, one in enumerate(self._holders())]
 
     def _holders(self) -> list[dict[str, Holder]]:
-        """All that has values, in each callback."""
+        """Returns the holders of values in each callback."""
         callbacks = [one for *_, one in self._entries]
         known = {id(one) for one in callbacks}
         if self._model is not None:
@@ -110,10 +109,10 @@ class CallbackStates:
         return [find_holders(one, known) for one in callbacks]
 
     def read(self, arrays: dict[str, np.ndarray[Any, Any]]) -> list[dict[str, Any]]:
-        """Returns the state of each callback as JSON can hold it; adds its arrays to ``arrays``.
+        """Returns the state of each callback in JSON types, and adds its arrays to ``arrays``.
 
         Raises:
-            CheckpointError: ``state()`` of a callback returned something that cannot be saved.
+            CheckpointError: ``state()`` of a callback returned a value that cannot be saved.
         """
         found = []
         for i, holders in enumerate(self._holders()):
@@ -128,7 +127,7 @@ class CallbackStates:
         name = _name(i)
         if has_methods(holders[""].one):
             return {"state": _state_of(holders[""].one, name, arrays)}
-        before, after, now = self._before[i], self._after[i], _look(holders, name)
+        before, after, now = self._before[i], self._after[i], _snapshot(holders, name)
         lost = dict(now.unsaved)
         attributes: dict[str, Any] = {}
         for place, value in now.values.items():
@@ -136,9 +135,9 @@ class CallbackStates:
                 continue
             path = place.rpartition(".")[0]
             if after.kinds.get(path) != holders[path].kind:
-                lost[path] = holders[path].kind  # Nothing will be there to take it.
+                lost[path] = holders[path].kind  # A resumed run has no holder for it.
             elif not value.needs <= after.needs(place):
-                lost[place] = "a defaultdict or generator that nothing can make anew"
+                lost[place] = "a defaultdict or generator that cannot be rebuilt"
             else:
                 attributes[place] = value.packed
                 arrays.update(value.arrays)
@@ -149,79 +148,84 @@ class CallbackStates:
                     states[path] = _state_of(holder.one, f"{name}/{path}", arrays)
                 else:
                     lost[path] = holder.kind
-        of = self._entries[i][0]
-        self._tell_unsaved(f"{of}.{place} ({kind})" for place, kind in lost.items())
-        facts: dict[str, Any] = {"attributes": attributes}
+        callback = self._entries[i][0]
+        self._log_unsaved(f"{callback}.{place} ({kind})" for place, kind in lost.items())
+        found: dict[str, Any] = {"attributes": attributes}
         if states:
-            facts["states"] = states
+            found["states"] = states
         one = holders[""].one
         if _is_csv_logger(one) and Path(one.filename).is_file():
-            facts["file_size"] = Path(one.filename).stat().st_size
-        return facts
+            found["file_size"] = Path(one.filename).stat().st_size
+        return found
 
     def write(self, stored: Sequence[Mapping[str, Any]], arrays: _Arrays) -> None:
-        """Puts states back; callbacks that were not there begin anew, which is logged.
+        """Restores the stored states; callbacks without one keep their values.
 
         Raises:
-            CheckpointError: A callback does not take its state.
+            CheckpointError: A callback rejects its state.
         """
         holders_of = {id(one[""].one): one for one in self._holders()}
-        for facts, one in self._matches(stored):
+        for entry, one in self._matches(stored):
             holders = holders_of[id(one)]
             try:
-                if "state" in facts:
-                    one.set_state(unpack(facts["state"], arrays))
-                for path, packed in facts.get("states", {}).items():
+                if "state" in entry:
+                    one.set_state(unpack(entry["state"], arrays))
+                for path, packed in entry.get("states", {}).items():
                     holders[path].one.set_state(unpack(packed, arrays))
-                for place, packed in facts.get("attributes", {}).items():
+                for place, packed in entry.get("attributes", {}).items():
                     path, _, name = place.rpartition(".")
                     holder = holders[path]
                     present = holder.values.get(name)
-                    holder.put(name, unpack(packed, arrays, present))
+                    holder.assign(name, unpack(packed, arrays, present))
             except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
                 raise CheckpointError(
-                    f"The state of a callback could not be put back. Received: {facts['name']}, "
-                    f"and {type(error).__name__}: {error}. Give the callback that was given when "
-                    "the checkpoint was saved, or leave it out to go on without its state."
+                    f"A callback rejected its saved state. Received: callback {entry['name']}, "
+                    f"{type(error).__name__}: {error}. Pass the callback that the checkpoint was "
+                    "saved with, or leave it out to resume without its state."
                 ) from error
 
-    def tell_differences(self, stored: Sequence[Mapping[str, Any]]) -> None:
-        """Logs which callbacks have no state in the checkpoint, and which are not there."""
+    def log_differences(self, stored: Sequence[Mapping[str, Any]]) -> None:
+        """Logs callbacks without a stored state, and stored states without a callback."""
         matched = self._matches(stored)
         known = [id(one) for _, one in matched]
         new = [name for name, _, _, one in self._entries if id(one) not in known]
         gone = self.missing(stored)
         if new:
-            _log.info("Callbacks that the checkpoint does not know begin anew: %s", ", ".join(new))
+            _log.info("The checkpoint has no state of these callbacks: %s", ", ".join(new))
         if gone:
             _log.warning(
-                "The checkpoint holds the state of callbacks that were not given, so that the run "
-                "may end otherwise than without the restart: %s",
+                "The checkpoint has the state of callbacks that were not passed. The run may end "
+                "differently than without the restart: %s",
                 ", ".join(gone),
             )
 
     def missing(self, stored: Sequence[Mapping[str, Any]], *, with_state: bool = True) -> list[str]:
-        """Returns the names of callbacks in the checkpoint, of those with a state, not here."""
-        matched = [id(facts) for facts, _ in self._matches(stored)]
+        """Returns the names of stored callbacks that are missing here.
+
+        Args:
+            stored: The stored states.
+            with_state: Whether to count only callbacks with a state.
+        """
+        matched = [id(entry) for entry, _ in self._matches(stored)]
         return [
-            facts["name"]
-            for facts in stored
-            if id(facts) not in matched
+            entry["name"]
+            for entry in stored
+            if id(entry) not in matched
             and (
                 not with_state
-                or "state" in facts
-                or any(facts.get(one) for one in ("attributes", "states"))
+                or "state" in entry
+                or any(entry.get(one) for one in ("attributes", "states"))
             )
         ]
 
     def _matches(self, stored: Sequence[Mapping[str, Any]]) -> list[tuple[Mapping[str, Any], Any]]:
-        """States with their callbacks: those of one class that watch one metric, in their order."""
-        there = {(one["name"], one["monitor"], one["number"]): one for one in stored}
+        """Returns pairs of state and callback, matched by class, monitored metric and order."""
+        by_key = {(one["name"], one["monitor"], one["number"]): one for one in stored}
         return [
-            (there[name, monitor, number], one)
+            (by_key[name, monitor, number], one)
             for name, monitor, number, one in self._entries
-            if (name, monitor, number) in there
-            and has_methods(one) == ("state" in there[name, monitor, number])
+            if (name, monitor, number) in by_key
+            and has_methods(one) == ("state" in by_key[name, monitor, number])
         ]
 
 
@@ -229,10 +233,10 @@ class _Value(NamedTuple):
     """A value at one moment.
 
     Attributes:
-        packed: What JSON can hold of it.
+        packed: The value in JSON types.
         arrays: Its arrays.
         digest: A digest of both.
-        needs: Where in it something must be present to take it.
+        needs: The places in it that ``unpack`` can fill only if they hold an object already.
     """
 
     packed: Any
@@ -241,55 +245,57 @@ class _Value(NamedTuple):
     needs: set[str]
 
 
-class _Sight(NamedTuple):
-    """The values that a callback holds at one moment.
+class _Snapshot(NamedTuple):
+    """The values of a callback at one moment.
 
     Attributes:
-        kinds: The class of each holder.
-        values: Its values.
-        unsaved: The kinds of those that cannot be saved.
+        kinds: The class of each holder, by path.
+        values: The values, by place.
+        unsaved: The kind of each value that cannot be saved, by place.
     """
 
     kinds: dict[str, str]
     values: dict[str, _Value]
     unsaved: dict[str, str]
 
-    def without_values(self) -> _Sight:
-        """Returns what later ones are compared with."""
-        brief = {place: one._replace(packed=None, arrays={}) for place, one in self.values.items()}
-        return self._replace(values=brief)
+    def without_values(self) -> _Snapshot:
+        """Returns a copy with digests only, to compare later snapshots with."""
+        digests = {
+            place: one._replace(packed=None, arrays={}) for place, one in self.values.items()
+        }
+        return self._replace(values=digests)
 
     def digest(self, place: str) -> str | None:
-        """Returns the digest of a value; None where there is none."""
+        """Returns the digest of a value; None if there is no value."""
         return self.values[place].digest if place in self.values else None
 
     def needs(self, place: str) -> set[str]:
-        """Returns where in a value something is present that cannot be made anew."""
+        """Returns the places in a value that hold an object which cannot be rebuilt."""
         return self.values[place].needs if place in self.values else set()
 
 
-def _look(holders: Mapping[str, Holder], name: str) -> _Sight:
+def _snapshot(holders: Mapping[str, Holder], name: str) -> _Snapshot:
     values: dict[str, _Value] = {}
     unsaved: dict[str, str] = {}
     for path, holder in holders.items():
-        way = f"{path}." if path else ""
-        unsaved.update({f"{way}{other}": kind for other, kind in holder.others.items()})
+        prefix = f"{path}." if path else ""
+        unsaved.update({f"{prefix}{opaque}": kind for opaque, kind in holder.opaque.items()})
         for attribute, value in holder.values.items():
-            place = f"{way}{attribute}"
+            place = f"{prefix}{attribute}"
             arrays: dict[str, np.ndarray[Any, Any]] = {}
             try:
                 packed = pack(value, f"{name}/{place}", arrays)
             except NotPlainError as error:
-                if holder.is_told:
+                if holder.reports_unsaved:
                     unsaved[place] = str(error)
             else:
                 digest = _digest(packed, arrays)
                 values[place] = _Value(packed, arrays, digest, needed_places(packed))
-    return _Sight({path: holder.kind for path, holder in holders.items()}, values, unsaved)
+    return _Snapshot({path: holder.kind for path, holder in holders.items()}, values, unsaved)
 
 
 def _name(i: int) -> str:
-    """The beginning of the names of a callback's arrays."""
+    """Returns the prefix of the names of a callback's arrays."""
     return f"fit/callbacks/{i}"
 
 
@@ -298,9 +304,9 @@ def _state_of(one: Any, name: str, arrays: dict[str, np.ndarray[Any, Any]]) -> A
         return pack(one.state(), name, arrays)
     except NotPlainError as error:
         raise CheckpointError(
-            f"The state of a callback cannot be saved. Received: {type(one).__name__}."
-            f"state() with {error}. Return numbers, strings, arrays, and lists or dicts "
-            "of them."
+            "The state of a callback cannot be saved. Received: "
+            f"{type(one).__name__}.state() returned {error}. Return numbers, strings, arrays, or "
+            "lists and dicts of them."
         ) from None
 
 
@@ -318,7 +324,7 @@ def _is_csv_logger(one: Any) -> bool:
     return isinstance(one, keras.callbacks.CSVLogger)
 
 
-def _cut(path: Path, size: int) -> None:
-    """Takes away what was written to a file after a checkpoint was saved."""
+def _truncate(path: Path, size: int) -> None:
+    """Removes the part of a file that was written after the checkpoint."""
     if path.is_file() and path.stat().st_size > size:
         os.truncate(path, size)

@@ -1,4 +1,4 @@
-"""Checkpoints of a whole training run, from which it goes on as if nothing had happened."""
+"""Checkpoints of a whole training run."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tfmultigpu.checkpoints.callback import make_callback
 from tfmultigpu.checkpoints.fit_part import Fit, FitPart
 from tfmultigpu.checkpoints.marks import DataMarks
 from tfmultigpu.checkpoints.optimizer import restore_variables
-from tfmultigpu.checkpoints.shared_storage import SharedFiles, tell_damaged
+from tfmultigpu.checkpoints.shared_storage import SharedFiles, warn_damaged
 from tfmultigpu.data.resumable import Position, PositionedDataset, position_data
 from tfmultigpu.errors import CheckpointError
 from tfmultigpu.losses.build_model import prepare_model
@@ -41,20 +41,20 @@ _log = logging.getLogger("tfmultigpu")
 
 
 class Checkpoints:
-    """Saves a training run, and goes on with it after a crash, a restart or on other devices.
+    """Saves a training run, and resumes it after a crash, a preemption or on other devices.
 
-    A run that was killed and gone on with ends with the weights of one that was not: equal to the
-    bit on the same number of replicas, as exact as this library is on another number. Saved are all
-    variables of model and optimizer, what random layers draw from, the loss scale, the counters,
-    the place in the data, and what callbacks of ``fit`` remember.
+    A resumed run ends with the weights of an uninterrupted one. They are bit-equal on the same
+    number of replicas, and equal to float rounding on another number. A checkpoint holds all
+    variables of model and optimizer, the random seeds, the loss scale, the counters, the position
+    in the data and the state of the callbacks of ``fit``.
 
-    Under several workers all of them must make this object and call its methods, with one directory
-    that they share; the chief alone writes.
+    All workers must create this object with one shared directory and call its methods; only the
+    chief writes.
 
     Attributes:
-        directory: Where checkpoints are.
-        data: The data, for the loop: a pass begins where the run is. None where none was given.
-        keep: How many checkpoints are kept.
+        directory: The directory of the checkpoints.
+        data: The data for the loop; a pass begins at the run's position. None if none was given.
+        keep: The number of checkpoints to keep.
 
     Example:
         >>> import tempfile, keras, numpy as np, tfmultigpu as tmg
@@ -90,27 +90,27 @@ class Checkpoints:
         extra: Mapping[str, Any] | None = None,
         stop_signal: int | None = signal.SIGTERM,
     ) -> None:
-        """Writes and reads nothing yet.
+        """Checks the arguments; reads and writes no files.
 
         Args:
-            directory: A folder of this run alone; made when first saved. Under several workers a
-                folder that all of them see.
+            directory: A directory for this run alone, created by the first save. Several workers
+                need a directory that all of them see.
             model: A Keras model.
             optimizer: Its Keras optimizer; None saves none.
-            data: What ``distribute_dataset`` takes, or returned; or a function of the epoch (an
-                int) that returns what it takes. Its batches must be the same in each run.
-            keep: How many checkpoints to keep, the newest.
-            train_step: What ``make_train_step`` returned, in place of model and optimizer.
-            every_steps: Save after so many steps, counted from the run's first, by ``after_step``.
-            every_epochs: Save after so many epochs, at their end.
-            extra: Further objects to save, by name: metrics, or whatever has ``variables``, or
+            data: An argument or result of ``distribute_dataset``; or a function of the epoch (an
+                int) that returns such an argument. Each run must yield the same batches.
+            keep: The number of newest checkpoints to keep.
+            train_step: A step of ``make_train_step``, instead of model and optimizer.
+            every_steps: ``after_step`` saves at multiples of this many steps of the run.
+            every_epochs: Save at the end of every so many epochs.
+            extra: More objects to save, by name: metrics, other objects with ``variables``, or
                 lists of variables.
-            stop_signal: The signal after which a running loop saves and exits with code
-                128 + signal, 143 for SIGTERM. None: none.
+            stop_signal: The signal that makes a running loop save and exit with code
+                128 + signal, 143 for SIGTERM. None handles no signal.
 
         Raises:
-            TypeError: An argument is something else.
-            ValueError: A number is less than 1, or the directory is an address or a file.
+            TypeError: An argument has a wrong type.
+            ValueError: A number is less than 1, or the directory is a URL or a file.
         """
         if train_step is not None:
             check_step(train_step, model, optimizer)
@@ -143,7 +143,7 @@ class Checkpoints:
 
     @property
     def step(self) -> int:
-        """Steps so far: those told by ``after_step``, or else those of the optimizer."""
+        """Steps so far: those counted by ``after_step``, or else those of the optimizer."""
         if self._counts:
             return self._steps
         return self._steps + self._count_iterations() - self._iterations
@@ -155,105 +155,110 @@ class Checkpoints:
 
     @property
     def step_in_epoch(self) -> int:
-        """Steps of the present epoch so far."""
+        """Steps of the current epoch so far."""
         return self._position.step
 
     def save(self) -> Path:
-        """Saves the run as it is now; all workers must call it.
+        """Saves the current state of the run; all workers must call it.
 
         Returns:
             The folder of the checkpoint.
 
         Raises:
-            CheckpointError: It could not be written, the directory has later steps, which were not
-                restored, or the place in the data is not known.
-            RestoreMismatchError: A worker does not see what the chief has written.
+            CheckpointError: The chief could not write it; the directory has later steps, which were
+                not restored; or the position in the data is unknown.
+            RestoreMismatchError: A worker does not see the files of the chief.
         """
         check_outside()
-        position = self._place()
+        position = self._find_position()
         self._build()
-        arrays, variables = state.read_state(self._slots(), self._exchange)
-        facts = {
+        arrays, variables = state.read_state(self._variables(), self._exchange)
+        metadata = {
             "epoch": position.epoch,
             "step_in_epoch": position.step,
-            **self._marks.facts(position),
+            **self._marks.read(position),
             "replicas": self._exchange.strategy.num_replicas_in_sync,
             "tensorflow": tf.__version__,
             "variables": variables,
         }
-        of_fit, more = self._fit.read(position.step > 0)
-        path = self._shared.write(self.step, {**arrays, **more}, {**facts, **of_fit}, self.keep)
+        fit_metadata, fit_arrays = self._fit.read(position.step > 0)
+        path = self._shared.write(
+            self.step, {**arrays, **fit_arrays}, {**metadata, **fit_metadata}, self.keep
+        )
         self._saved = self.step
         return path
 
     def restore(self) -> int | None:
-        """Puts the newest whole checkpoint back; all workers must call it.
+        """Restores the newest intact checkpoint; all workers must call it.
 
-        Call it once strategy, model, optimizer and train step were made, before the first step.
+        Call it after creating strategy, model, optimizer and train step, before the first step.
 
         Returns:
-            The step it was saved after; None where there is no checkpoint, and nothing changed.
+            The step of the checkpoint; None if there is none, and nothing changes.
 
         Raises:
-            CheckpointError: It is that of another model, or there are only damaged ones.
+            CheckpointError: The checkpoint is of another model, or all checkpoints are damaged.
             RestoreMismatchError: Workers see different checkpoints.
         """
         check_outside()
         found, arrays, damaged = self._shared.read_newest()
-        tell_damaged(self.directory, damaged, found)
+        warn_damaged(self.directory, damaged, found)
         if found is None:
             return None
         self._build_model()
-        facts = found.facts["variables"]
+        entries = found.metadata["variables"]
         run = self._model, self._optimizer, self._extra
-        restore_variables(*run, self._exchange, facts, arrays, found.path)
-        self._fit.keep(found.facts, arrays)
+        restore_variables(*run, self._exchange, entries, arrays, found.path)
+        self._fit.load(found.metadata, arrays)
         self._shared.set_aside(damaged)
         self._steps, self._iterations = found.step, self._count_iterations()
         self._saved = found.step
-        self._position.epoch = found.facts["epoch"]
-        self._position.step = found.facts["step_in_epoch"]
-        self._marks.expect(found.facts)
+        self._position.epoch = found.metadata["epoch"]
+        self._position.step = found.metadata["step_in_epoch"]
+        self._marks.expect(found.metadata)
         return found.step
 
     def epochs(self, epochs: int) -> Iterator[int]:
-        """Yields the numbers of the epochs that are left, and ends each where the loop goes on.
+        """Yields the numbers of the remaining epochs, and saves every ``every_epochs``.
 
-        While it runs, ``stop_signal`` makes the run save and exit. Saves every ``every_epochs``.
+        While the loop runs, ``stop_signal`` makes it save and exit.
 
         Args:
-            epochs: How many epochs the whole run has, those before a restart included.
+            epochs: The epochs of the whole run, including those before a restart.
         """
         epochs = check_count("epochs", epochs, 0)
-        self._fit.forget()
+        self._fit.detach()
         self.listen()
         try:
             while self.epoch < epochs:
                 yield self.epoch
                 if self.data is not None and not self._position.step:
                     raise CheckpointError(
-                        "An epoch ended, and nobody said how many steps it had, so its place in "
-                        "the data is not known. Call checkpoints.after_step() after each step."
+                        "An epoch ended without any counted step, so the position in the data is "
+                        f"unknown. Received: epoch={self.epoch} with 0 steps. Call "
+                        "checkpoints.after_step() after each step."
                     )
                 self.end_epoch()
         finally:
             self.stop_listening()
 
     def after_step(self, steps: int = 1, *, last: bool = False) -> None:
-        """Counts steps that were made; saves if it is time for it, or if the run has to stop.
+        """Counts steps; saves every ``every_steps``, or if the run must stop.
 
         Args:
-            steps: How many; after ``logs = step.run(iterator, n)`` these are ``logs["steps"]``.
-            last: Whether the epoch ends with them: where its end is saved, that is enough.
+            steps: The number of steps; ``logs["steps"]`` after ``logs = step.run(iterator, n)``.
+            last: Whether the steps end the epoch; if the epoch end is saved too, this is not.
 
         Raises:
+            CheckpointError: The steps did not read ``checkpoints.data``.
+            RestoreMismatchError: The data differs from the data before the restart.
             SystemExit: The stop signal came, here or on another worker, and the run was saved.
-            RestoreMismatchError: The data is not what it was before the restart.
         """
         if self.data is not None and not self.data.was_read:
             raise CheckpointError(
-                "Steps were made on other data than checkpoints.data, so the place in the data is "
-                "not known. Write: for batch in checkpoints.data."
+                "The loop read other data than checkpoints.data, so the position in the data is "
+                f"unknown. Received: steps={steps} before any pass over it. Write: for batch in "
+                "checkpoints.data."
             )
         steps = check_count("steps", steps, 0)
         self._counts = True
@@ -263,12 +268,12 @@ class Checkpoints:
         self._stop_if_wanted(steps)
         every = self.every_steps
         due = every is not None and self._steps // every > self._saved // every
-        # Where a callback ends the run, its epoch is ended first.
-        if due and not (last and self._saves_after(self.epoch + 1)) and not self._fit.ends():
+        # If a callback stops the run, end the epoch before saving.
+        if due and not (last and self._saves_after(self.epoch + 1)) and not self._fit.is_stopping():
             self.save()
 
     def end_epoch(self) -> None:
-        """Ends an epoch, which ``epochs`` and the callback do by themselves; saves if it is time.
+        """Ends an epoch, and saves every ``every_epochs``; ``epochs`` and the callback call it.
 
         Raises:
             SystemExit: As ``after_step``.
@@ -284,14 +289,14 @@ class Checkpoints:
         return self.every_epochs is not None and epochs % self.every_epochs == 0
 
     def callback(self, every_steps: int | None = None, every_epochs: int | None = None) -> Any:
-        """Returns a ``keras.callbacks.Callback`` for ``tmg.fit`` that does all this by itself.
+        """Returns a ``keras.callbacks.Callback`` that saves and resumes in ``tmg.fit``.
 
-        Call ``restore`` first: ``fit`` then goes on where the checkpoint was saved. Give ``fit``
-        the ``data`` of this object, or, where it has none, the data itself.
+        Call ``restore`` first: ``fit`` then resumes at the checkpoint. Pass ``fit`` the ``data`` of
+        this object or, if it has none, the data itself.
 
         Args:
-            every_steps: As for the class, in its place.
-            every_epochs: As for the class, in its place; 1 where nothing was said anywhere.
+            every_steps: Replaces ``every_steps`` of the class.
+            every_epochs: Replaces ``every_epochs`` of the class; 1 if no interval was given.
         """
         self.every_steps = read_interval("every_steps", every_steps) or self.every_steps
         self.every_epochs = read_interval("every_epochs", every_epochs) or self.every_epochs
@@ -300,28 +305,28 @@ class Checkpoints:
         return make_callback(self, self._exchange.workers > 1)
 
     def skip_finished_epoch(self, steps: int | None) -> None:
-        """Goes to the next epoch if the present one has no more steps than were made.
+        """Moves to the next epoch if all steps of the current one are done.
 
         For the callback: ``fit`` would take such an epoch for one without data.
 
         Args:
-            steps: Batches of an epoch, or None where unknown.
+            steps: Batches of an epoch; None if unknown.
         """
-        if steps and self.step_in_epoch >= steps and not self._fit.is_known:
+        if steps and self.step_in_epoch >= steps and not self._fit.is_present:
             self._next_epoch()
 
     def attach(self, fit: Fit) -> None:
-        """Saves what ``fit`` holds from now on, and gives it what was restored; for the callback.
+        """Restores the state of ``fit``, and saves it from now on; for the callback.
 
         Raises:
-            RestoreMismatchError: Its data is other data than when the checkpoint was saved.
+            RestoreMismatchError: The data differs from the data of the checkpoint.
         """
         begun = self.epoch > 0 or self.step_in_epoch > 0
-        self._fit.attach(fit, self._slots(), self._exchange, begun)
+        self._fit.attach(fit, self._variables(), self._exchange, begun)
 
     @property
-    def of_fit(self) -> FitPart:
-        """The part of the run that ``fit`` holds; for the callback."""
+    def fit_part(self) -> FitPart:
+        """The state of ``fit`` in the run; for the callback."""
         return self._fit
 
     def _next_epoch(self) -> None:
@@ -330,13 +335,15 @@ class Checkpoints:
         self._position.step = 0
 
     def listen(self) -> None:
-        """Begins to note the stop signal; ``epochs`` and the callback do so.
+        """Checks directory, data and settings, then handles the stop signal.
+
+        ``epochs`` and the callback call it before any training.
 
         Raises:
-            CheckpointError: The directory has later steps, which were not restored, or cannot be
-                written to.
-            RestoreMismatchError: The directory or the data is not what it must be.
-            WorkersDifferError: Workers would not save alike.
+            CheckpointError: The directory has later steps, which were not restored, or is not
+                writable.
+            RestoreMismatchError: The directory is not shared, or the data differs.
+            WorkersDifferError: Workers have different settings.
         """
         settings = {
             "every_steps": self.every_steps,
@@ -347,13 +354,13 @@ class Checkpoints:
         }
         self._shared.check_settings(settings)
         self._shared.check_writable()
-        self._shared.check_own(self.step)
-        self._marks.check_past()
+        self._shared.check_no_later_steps(self.step)
+        self._marks.check_finished_epoch()
         if self._signal is not None:
             self._signal.listen()
 
     def stop_listening(self) -> None:
-        """Gives the stop signal back to who had it; ``epochs`` and the callback do so."""
+        """Restores the earlier handler of the stop signal; ``epochs`` and the callback call it."""
         if self._signal is not None:
             self._signal.stop_listening()
 
@@ -366,15 +373,16 @@ class Checkpoints:
         _log.warning("Asked to stop: saved step %d to %s, exiting with %d", self.step, path, code)
         raise SystemExit(code)
 
-    def _place(self) -> Position:
-        """Where the run is in its data."""
+    def _find_position(self) -> Position:
+        """Returns the position of the run in its data."""
         if self._counts or self.data is None or self._count_iterations() == self._iterations:
             return self._position
         try:
             return Position(*divmod(self.step, len(self.data)))
         except TypeError:
             raise CheckpointError(
-                "The place in the data is unknown: its length is, and nobody counted steps. Call "
+                "The position in the data is unknown, because its length is unknown and no steps "
+                f"were counted. Received: step={self.step} of the optimizer. Call "
                 "checkpoints.after_step() after each step."
             ) from None
 
@@ -385,17 +393,17 @@ class Checkpoints:
         if not self._model.built:
             if self.data is None:
                 raise CheckpointError(
-                    "The model has no variables yet, so there is nothing to save or to restore "
-                    f"into. Received: model {self._model.name!r}. Build it first, inside the "
-                    "scope: with strategy.scope(): model.build(input_shape)."
+                    "The model has no variables yet, so it can be neither saved nor restored. "
+                    f"Received: model {self._model.name!r}. Build it inside the scope: with "
+                    "strategy.scope(): model.build(input_shape)."
                 )
             prepare_model(self._model, self._strategy, self.data.element_spec)
 
     def _build(self) -> None:
-        """Makes the variables that are not there yet."""
+        """Builds model and optimizer if they have no variables yet."""
         self._build_model()
         if self._optimizer is not None and not self._optimizer.built:
             build_optimizer(self._optimizer, self._model.trainable_variables, self._strategy)
 
-    def _slots(self) -> dict[str, state.StateVariable]:
-        return state.slots_of(self._model, self._optimizer, self._extra)
+    def _variables(self) -> dict[str, state.StateVariable]:
+        return state.state_variables(self._model, self._optimizer, self._extra)

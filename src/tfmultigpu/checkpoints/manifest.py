@@ -1,24 +1,24 @@
-"""Whether a manifest says what this library writes: a file that was edited may say anything."""
+"""Validation of the manifest of a checkpoint, which somebody may have edited."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from typing import Any
 
-__all__ = ["wrong_with"]
+__all__ = ["find_problem"]
 
 
-def wrong_with(manifest: Mapping[str, Any]) -> str | None:
-    """Returns what is wrong with a manifest, or None.
+def find_problem(manifest: Mapping[str, Any]) -> str | None:
+    """Returns the first invalid field of a manifest and its value, or None.
 
     Args:
-        manifest: What JSON has read, without the digest.
+        manifest: The parsed JSON, without the digest.
     """
-    for name, (is_right, needed) in _FIELDS.items():
+    for name, (is_valid, required) in _FIELDS.items():
         if name not in manifest:
-            if needed:
+            if required:
                 return f"{name} is missing"
-        elif not is_right(manifest[name]):
+        elif not is_valid(manifest[name]):
             return f"{name} is {manifest[name]!r:.80}"
     return None
 
@@ -27,7 +27,7 @@ def _count(value: Any) -> bool:
     return type(value) is int and 0 <= value < 2**63
 
 
-def _marks(value: Any) -> bool:
+def _fingerprints(value: Any) -> bool:
     return isinstance(value, list) and all(one is None or type(one) is int for one in value)
 
 
@@ -80,19 +80,22 @@ def _callback(value: Any) -> bool:
     )
 
 
-def _maybe(is_right: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    return lambda value: value is None or is_right(value)
+def _optional(is_valid: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: value is None or is_valid(value)
 
 
-# What each field must be, and whether each checkpoint has it: files are written by others, too.
+# A check for each field, and whether the field is required.
 _FIELDS: dict[str, tuple[Callable[[Any], bool], bool]] = {
     "step": (_count, True),
     "arrays_sha256": (_text, True),
     "arrays_bytes": (_count, True),
     "epoch": (_count, False),
     "step_in_epoch": (_count, False),
-    "fingerprint": (_maybe(lambda value: _marks(value) and len(value) == 2), False),
-    "past": (_maybe(lambda value: _marks(value) and len(value) == 3 and _count(value[0])), False),
+    "fingerprint": (_optional(lambda value: _fingerprints(value) and len(value) == 2), False),
+    "past": (
+        _optional(lambda value: _fingerprints(value) and len(value) == 3 and _count(value[0])),
+        False,
+    ),
     "variables": (_variables, False),
     "fit": (_fit, False),
 }

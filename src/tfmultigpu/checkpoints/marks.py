@@ -1,4 +1,4 @@
-"""Marks of the data in checkpoints: whether a run that is resumed reads what it had read."""
+"""Fingerprints of the data in checkpoints: a resumed run must read the same batches."""
 
 from __future__ import annotations
 
@@ -9,27 +9,26 @@ from tfmultigpu.data.resumable import Past, Position, PositionedDataset
 from tfmultigpu.errors import CheckpointError, RestoreMismatchError
 from tfmultigpu.strategies.worker_exchange import WorkerExchange
 
-__all__ = ["DataMarks", "other_data"]
+__all__ = ["DataMarks", "data_mismatch"]
 
 _CURE = (
-    "Nothing was saved since. Give the same data and batch size as then, or another directory to "
-    "begin anew. If its order depends on what was read before (a generator or a PyDataset that "
-    "shuffles by itself), make the data a function of the epoch: data=lambda epoch: "
-    "dataset.shuffle(n, seed=epoch).batch(size), with a seed for everything random in it."
+    "The checkpoints are unchanged. Give the same data and batch size as before, or another "
+    "directory to start over. A generator or PyDataset that shuffles by itself needs a function of "
+    "the epoch: data=lambda epoch: dataset.shuffle(n, seed=epoch).batch(size). Seed everything "
+    "random in it."
 )
 
 
 class DataMarks:
-    """Marks of the batches of a run; every worker must call every method.
+    """Fingerprints of two batches of an epoch: the first one, and the last one trained on.
 
-    In the middle of an epoch they are those of its first batch and of the last one trained on. At
-    its end they are those of the epoch that is over.
+    At the end of an epoch they are those of the finished epoch. All workers must call every method.
     """
 
     def __init__(
         self, data: PositionedDataset | None, position: Position, exchange: WorkerExchange
     ) -> None:
-        """Takes the data of a run, and its place in it."""
+        """Stores the data of a run and its position in it."""
         self._data = data
         self._position = position
         self._exchange = exchange
@@ -38,46 +37,46 @@ class DataMarks:
         self._expected: tuple[int, tuple[int, int]] | None = None
         self._expected_past: Past | None = None
 
-    def facts(self, position: Position) -> dict[str, Any]:
-        """Returns the marks for a checkpoint at a position."""
+    def read(self, position: Position) -> dict[str, Any]:
+        """Returns the fingerprints for a checkpoint at a position."""
         past = None if position.step or position != self._position else self._past
         return {
             "fingerprint": None if self._data is None else self._data.fingerprint(position.step),
             "past": None if past is None else [past.batches, past.first, past.last],
         }
 
-    def expect(self, facts: Mapping[str, Any]) -> None:
-        """Takes the marks of a checkpoint, once the position is where it was saved."""
+    def expect(self, metadata: Mapping[str, Any]) -> None:
+        """Stores the fingerprints of a checkpoint; call it after restoring the position."""
         self._expected = self._expected_past = self._past = None
         if self._data is None:
             return
-        if facts.get("past") is not None:
-            self._past = Past(*facts["past"])
+        if metadata.get("past") is not None:
+            self._past = Past(*metadata["past"])
             self._expected_past = self._past if self._data.is_checked else None
-        elif facts["fingerprint"] is not None and self._data.is_checked:
-            self._expected = self._position.step, tuple(facts["fingerprint"])
+        elif metadata["fingerprint"] is not None and self._data.is_checked:
+            self._expected = self._position.step, tuple(metadata["fingerprint"])
         self._data.pass_over(self._position.epoch, self._expected_past)
 
     def end_epoch(self) -> None:
-        """Notes what the epoch was that ends here, or had ended before the checkpoint."""
+        """Records the fingerprints of the epoch that ends, here or before the checkpoint."""
         step = self._position.step
         if self._expected is not None and self._data is not None:
-            # Resumed where the epoch ended, so that none of it was read.
+            # Resumed at the end of the epoch: this process has read no batch of it.
             (step, (first, last)), self._expected = self._expected, None
             self._past = self._expected_past = Past(step, first, last)
             self._data.pass_over(self._position.epoch + 1, self._past)
             return
-        marks = None if self._data is None else self._data.fingerprint(step)
+        fingerprint = None if self._data is None else self._data.fingerprint(step)
         if self._data is not None:
             self._data.end_pass(step)
             self._passes = self._data.passes
-        self._past = None if marks is None else Past(step, *marks)
+        self._past = None if fingerprint is None else Past(step, *fingerprint)
 
-    def check_past(self) -> None:
-        """Compares the epoch that ended before the checkpoint; before anything is trained.
+    def check_finished_epoch(self) -> None:
+        """Compares the epoch that ended before the checkpoint; call it before any training.
 
         Raises:
-            RestoreMismatchError: It is another one now.
+            RestoreMismatchError: Its batches differ now.
         """
         expected, self._expected_past = self._expected_past, None
         if expected is None or self._data is None:
@@ -87,23 +86,23 @@ class DataMarks:
         last = found is None or (found.last is not None and found.last != expected.last)
         short = found is None or found.batches < expected.batches
         if self._exchange([int(first or last or short)]).any():
-            what = "its first batch" if first else f"batch {expected.batches - 1}"
-            self._refuse(self._position.epoch - 1, what)
+            batch = "the first batch" if first else f"batch {expected.batches - 1}"
+            self._refuse(self._position.epoch - 1, batch)
 
     def check(self) -> None:
-        """Compares the first data after a restart with what was there before it; once.
+        """Compares the first data after a restart with the data before it, once.
 
         Raises:
-            CheckpointError: Steps were made on an iterator of an epoch that is over.
-            RestoreMismatchError: It is another one.
+            CheckpointError: Steps read from an iterator of an earlier epoch.
+            RestoreMismatchError: The batches differ.
         """
-        self.check_past()
-        if self._goes_on_in_old_pass():
+        self.check_finished_epoch()
+        if self._reuses_iterator():
             raise CheckpointError(
-                "An epoch goes on with the iterator of the one before, so that a run that is "
-                "resumed would begin with other batches. Received: steps in epoch "
-                f"{self._position.epoch} without a new pass. Make the iterator inside the loop "
-                "over checkpoints.epochs(...): iterator = iter(checkpoints.data)."
+                "An epoch reads the iterator of the epoch before, so a resumed run would start "
+                f"with other batches. Received: steps in epoch {self._position.epoch} without a "
+                "new pass. Inside the loop over checkpoints.epochs(...), write: "
+                "iterator = iter(checkpoints.data)."
             )
         if self._expected is None or self._data is None:
             return
@@ -111,20 +110,20 @@ class DataMarks:
         found = self._data.fingerprint(step)
         if self._exchange([int(found != expected)]).any():
             first = found is None or found[0] != expected[0]
-            what = "its first batch" if first else f"batch {step - 1}"
-            self._refuse(self._position.epoch, what)
+            batch = "the first batch" if first else f"batch {step - 1}"
+            self._refuse(self._position.epoch, batch)
 
-    def _goes_on_in_old_pass(self) -> bool:
-        begun = 0 if self._data is None else self._data.passes
-        return bool(begun and begun == self._passes and self._position.step)
+    def _reuses_iterator(self) -> bool:
+        passes = 0 if self._data is None else self._data.passes
+        return bool(passes and passes == self._passes and self._position.step)
 
-    def _refuse(self, epoch: int, what: str) -> None:
-        raise other_data(f"epoch {epoch}, in which {what} is another one", _CURE)
+    def _refuse(self, epoch: int, batch: str) -> None:
+        raise data_mismatch(f"epoch {epoch}, in which {batch} differs", _CURE)
 
 
-def other_data(received: str, cure: str) -> RestoreMismatchError:
-    """Returns the error for a run that would go on with other data than it began with."""
+def data_mismatch(received: str, cure: str) -> RestoreMismatchError:
+    """Returns the error for a run that would resume with other data than it started with."""
     return RestoreMismatchError(
-        "The data is not what it was when the checkpoint was saved, so that some examples would "
-        f"be trained on twice and others never. Received: {received}. {cure}"
+        "The data differs from the data of the checkpoint. The run would train on some examples "
+        f"twice and skip others. Received: {received}. {cure}"
     )

@@ -1,4 +1,4 @@
-"""Variables of a run put back, those of an optimizer that is not built when it is."""
+"""Restoring of variables, including those of an optimizer that is not built yet."""
 
 from __future__ import annotations
 
@@ -22,67 +22,67 @@ def restore_variables(
     optimizer: Any,
     extra: Mapping[str, Any],
     exchange: WorkerExchange,
-    facts: list[dict[str, Any]],
+    entries: list[dict[str, Any]],
     arrays: Mapping[str, np.ndarray[Any, Any]],
-    where: Any,
+    path: Any,
 ) -> None:
-    """Puts stored variables back, once it was checked that they fit.
+    """Checks that the stored variables fit, and restores them.
 
-    Where the update may be sharded, an optimizer that is not built stays so: whoever builds it
-    decides where its state lives, and it gets it then.
+    If the update may be sharded, an unbuilt optimizer stays unbuilt. The step that builds it
+    decides where its slots live, and they are restored then.
 
     Args:
         model: A built model.
         optimizer: Its optimizer, or None.
-        extra: Further objects with variables.
+        extra: More objects with variables.
         exchange: The workers of the strategy.
-        facts: What is known of each stored variable.
+        entries: The description of each stored variable.
         arrays: The stored arrays.
-        where: Where they come from.
+        path: The folder of the checkpoint.
 
     Raises:
-        CheckpointError: They are those of another model or optimizer.
+        CheckpointError: The checkpoint is of another model or optimizer.
     """
     strategy = exchange.strategy
-    state.make_loss_scale_of(facts, optimizer, strategy)
+    state.make_loss_scale_of(entries, optimizer, strategy)
     variables = model.trainable_variables
-    # Wrappers build what they wrap by themselves.
+    # Wrappers build the optimizers inside them.
     wraps = hasattr(optimizer, "inner_optimizer")
     if optimizer is None or wraps or not can_be_sharded(optimizer, variables, strategy):
         if optimizer is not None and not optimizer.built:
             build_optimizer(optimizer, variables, strategy)
-        slots = state.slots_of(model, optimizer, extra)
-        state.check_fits(slots, facts, where)
-        state.write_state(slots, arrays, facts, exchange)
+        present = state.state_variables(model, optimizer, extra)
+        state.check_fits(present, entries, path)
+        state.write_state(present, arrays, entries, exchange)
         return
-    slots = state.slots_of(model, optimizer, extra)
-    # What it will have is known from another one like it.
+    present = state.state_variables(model, optimizer, extra)
+    # A copy of the optimizer shows which variables it will have.
     with strategy.scope():
         twin = type(optimizer).from_config(optimizer.get_config())
         twin.build(list(variables))
-    state.check_fits(state.slots_of(model, twin, {}) | slots, facts, where)
+    state.check_fits(state.state_variables(model, twin, {}) | present, entries, path)
     del twin
-    there = len(optimizer.variables)  # Step count and learning rate.
+    built = len(optimizer.variables)  # Step count and learning rate.
     later = [
-        fact
-        for fact in facts
-        if fact["name"].startswith(_GROUP) and int(fact["name"].split("/")[1]) >= there
+        entry
+        for entry in entries
+        if entry["name"].startswith(_GROUP) and int(entry["name"].split("/")[1]) >= built
     ]
-    names = {fact["name"] for fact in later}
-    state.write_state(slots, arrays, [f for f in facts if f["name"] not in names], exchange)
-    kept = {name: arrays[name] for name in names}
+    names = {entry["name"] for entry in later}
+    state.write_state(present, arrays, [f for f in entries if f["name"] not in names], exchange)
+    waiting = {name: arrays[name] for name in names}
 
     def write() -> None:
-        state.write_state(state.slots_of(model, optimizer, {}), kept, later, exchange)
+        state.write_state(state.state_variables(model, optimizer, {}), waiting, later, exchange)
 
     _after_build(optimizer, write)
 
 
 def _after_build(optimizer: Any, then: Any) -> None:
-    """Has a function called once an optimizer is built."""
+    """Calls a function once an optimizer is built."""
 
     def build(variables: Any) -> None:
-        del optimizer.build  # What its class does is behind it.
+        del optimizer.build  # Uncovers the method of the class.
         optimizer.build(variables)
         then()
 

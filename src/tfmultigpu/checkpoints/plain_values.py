@@ -1,4 +1,4 @@
-"""Plain Python values as JSON and arrays, and back: what callbacks remember."""
+"""Conversion of plain Python values to JSON and arrays, and back; for callbacks."""
 
 from __future__ import annotations
 
@@ -13,33 +13,33 @@ import tensorflow as tf
 
 __all__ = ["NotPlainError", "needed_places", "pack", "unpack"]
 
-# Deeper ones contain themselves, or are no state that anybody wrote down by hand.
+# A deeper container probably contains itself.
 _DEEPEST = 32
 _AS_THEY_ARE = (type(None), bool, int, float, str)
 _DICTS = (dict, collections.OrderedDict, collections.defaultdict, collections.Counter)
 _ITEMS = {"tuple": tuple, "set": set, "frozenset": frozenset, "deque": collections.deque}
-# What a defaultdict makes that can be written down by its name.
+# Factories of a defaultdict that are saved by name.
 _FACTORIES = {one.__name__: one for one in (list, dict, set, int, float, str, bool, tuple)}
 
 
 class NotPlainError(Exception):
-    """A value is of a kind that neither JSON nor arrays can hold."""
+    """Neither JSON nor arrays can hold a value."""
 
 
 def pack(value: Any, name: str, arrays: dict[str, np.ndarray[Any, Any]], depth: int = 0) -> Any:
-    """Returns a value as JSON can hold it.
+    """Returns a value in JSON types.
 
-    Numbers, strings, bools and None, lists, tuples, sets and dicts of them, NumPy arrays and
-    scalars, tensors, variables, paths and generators of random numbers.
+    Supports numbers, strings, bools, None, NumPy arrays and scalars, tensors, variables, paths and
+    random generators, and lists, tuples, sets and dicts of them.
 
     Args:
         value: The value.
-        name: Where its arrays go: the beginning of their names.
-        arrays: Its arrays are added here.
-        depth: In how many containers it lies.
+        name: The prefix for the names of its arrays.
+        arrays: Receives its arrays.
+        depth: The number of containers around it.
 
     Raises:
-        NotPlainError: It is something else, or contains something else.
+        NotPlainError: The value, or a value inside it, is of another kind.
     """
     if depth > _DEEPEST:
         raise NotPlainError("containers nested too deeply")
@@ -72,16 +72,16 @@ def pack(value: Any, name: str, arrays: dict[str, np.ndarray[Any, Any]], depth: 
 
 
 def needed_places(packed: Any, place: str = "") -> set[str]:
-    """Returns the places in a packed value where ``unpack`` needs something present.
+    """Returns the places in a packed value that ``unpack`` cannot rebuild.
 
-    It makes everything else anew.
+    It needs an object in these places; it creates all others.
     """
     if isinstance(packed, list):
         inner = [needed_places(one, f"{place}/{i}") for i, one in enumerate(packed)]
         return set().union(*inner)
     if not isinstance(packed, dict):
         return set()
-    found = {place} if _is_needed(packed) else set()
+    found = {place} if _needs_object(packed) else set()
     if packed["kind"] == "dict":
         for key, value in packed["items"]:
             found |= needed_places(value, f"{place}/{key!r}")
@@ -90,23 +90,23 @@ def needed_places(packed: Any, place: str = "") -> set[str]:
     return found
 
 
-def _is_needed(packed: Mapping[str, Any]) -> bool:
+def _needs_object(packed: Mapping[str, Any]) -> bool:
     if packed["kind"] == "random" and packed["type"] == "Generator":
         return _bit_generator(packed["state"]) is None
     return packed.get("factory") == "its own"
 
 
 def unpack(packed: Any, arrays: Mapping[str, np.ndarray[Any, Any]], present: Any = None) -> Any:
-    """Returns the value that was packed.
+    """Returns the value of a packed one.
 
     Args:
-        packed: What ``pack`` returned.
-        arrays: The arrays it filled.
-        present: What is in its place now. Variables, generators of random numbers, deques and
-            dicts of other kinds are changed, not replaced, in containers too.
+        packed: The result of ``pack``.
+        arrays: The arrays that ``pack`` filled.
+        present: The object now in its place. Variables, random generators, deques and subclasses
+            of dict are updated in place, in containers too.
 
     Raises:
-        ValueError: Nothing is present where something is needed.
+        ValueError: A needed object is missing; see ``needed_places``.
     """
     if isinstance(packed, list):
         return _unpack_items(packed, arrays, present if isinstance(present, list) else ())
@@ -136,9 +136,8 @@ def unpack(packed: Any, arrays: Mapping[str, np.ndarray[Any, Any]], present: Any
 
 
 def _unpack_items(packed: list[Any], arrays: Mapping[str, Any], present: Any) -> list[Any]:
-    there = [*present][: len(packed)]
-    there += [None] * (len(packed) - len(there))
-    return [unpack(one, arrays, old) for one, old in zip(packed, there, strict=True)]
+    padded = [*present, *[None] * len(packed)]
+    return [unpack(one, arrays, old) for one, old in zip(packed, padded, strict=False)]
 
 
 def _unpack_dict(packed: Mapping[str, Any], arrays: Mapping[str, Any], present: Any) -> Any:
@@ -156,7 +155,7 @@ def _unpack_dict(packed: Mapping[str, Any], arrays: Mapping[str, Any], present: 
         return present
     if name == "defaultdict":
         if packed["factory"] == "its own":
-            raise ValueError("There is no defaultdict whose default_factory could be taken over.")
+            raise ValueError("no defaultdict is present to take its default_factory from")
         return collections.defaultdict(_FACTORIES.get(packed["factory"]), found)
     return collections.Counter(found) if name == "Counter" else collections.OrderedDict(found)
 
@@ -211,23 +210,23 @@ def _pack_array(value: Any, name: str, arrays: dict[str, np.ndarray[Any, Any]]) 
     else:
         raise NotPlainError(type(value).__name__)
     if array.dtype.kind == "V" and array.dtype.names is None:
-        array = array.astype("float32")  # Types that NumPy does not know, such as bfloat16.
+        array = array.astype("float32")  # NumPy does not know bfloat16 and similar types.
     if array.dtype.kind not in "biufcSUMm":
         raise NotPlainError(f"an array of {array.dtype}")
     packed["array"] = f"{name}/{len(arrays)}"
-    # A copy: by the time it is written the value may be another.
+    # Copy it, because the value may change before it is written.
     arrays[packed["array"]] = np.array(array)
     return packed
 
 
 def _check_readable(variable: Any) -> None:
-    """Checks that reading a variable does not wait for other workers, which may not read it."""
+    """Checks that reading a variable needs no other worker: the others may not read it."""
     strategy = getattr(variable, "distribute_strategy", None)
     on_read = variable.synchronization == tf.VariableSynchronization.ON_READ
     if strategy is not None and on_read:
         local = len(strategy.experimental_local_results(variable))
         if local < strategy.num_replicas_in_sync:
-            raise NotPlainError("a variable that is added up over the workers when it is read")
+            raise NotPlainError("a variable that is summed over the workers when read")
 
 
 def _is_variable(value: Any) -> bool:
@@ -245,7 +244,7 @@ def _state_of_random(value: Any) -> tuple[str, Any] | None:
 
 
 def _bit_generator(state: Any) -> Any:
-    """The class of NumPy that a state of a ``Generator`` belongs to, packed or not."""
+    """Returns the NumPy class of a ``Generator`` state, packed or not; None if unknown."""
     items = dict(state["items"]) if "items" in state else state
     return getattr(np.random, items["bit_generator"], None)
 
@@ -255,7 +254,7 @@ def _unpack_random(packed: Mapping[str, Any], state: Any, present: Any) -> Any:
         if not isinstance(present, np.random.Generator):
             make = _bit_generator(state)
             if make is None:
-                raise ValueError("There is no generator of random numbers to set.")
+                raise ValueError("no random generator is present to set the state of")
             present = np.random.Generator(make())
         present.bit_generator.state = state
     elif packed["type"] == "RandomState":

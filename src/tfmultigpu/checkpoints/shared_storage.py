@@ -1,4 +1,4 @@
-"""One folder of checkpoints for several workers: the first one writes, all must see the same."""
+"""One directory of checkpoints for several workers: the chief writes, and all read the same."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ from tfmultigpu.errors import (
 )
 from tfmultigpu.strategies.worker_exchange import WorkerExchange
 
-__all__ = ["SharedFiles", "tell_damaged"]
+__all__ = ["SharedFiles", "warn_damaged"]
 
-# A shared file system may show the other machines a new file only seconds later.
+# A shared file system may show a new file to other machines only seconds later.
 _LOOKS = 5
-_BETWEEN = 1.0
-# How often a checkpoint may be gone before it was read.
+_SECONDS_BETWEEN_LOOKS = 1.0
+# Attempts to read a checkpoint that another run may delete.
 _READS = 20
 _NONE = -1
 
 
 class SharedFiles:
-    """The checkpoints in a directory; every worker must call every method.
+    """Checkpoints in a shared directory; all workers must call every method.
 
     Attributes:
         directory: The directory.
     """
 
     def __init__(self, directory: Path, exchange: WorkerExchange) -> None:
-        """Takes how workers tell each other numbers."""
+        """Stores the directory and the exchange between the workers."""
         self.directory = directory
         self._exchange = exchange
         self._known_to_be_shared = exchange.workers == 1
@@ -50,16 +50,16 @@ class SharedFiles:
         self,
         step: int,
         arrays: Mapping[str, np.ndarray[Any, Any]],
-        facts: Mapping[str, Any],
+        metadata: Mapping[str, Any],
         keep: int,
     ) -> Path:
-        """Has the chief write a checkpoint and delete those that are too many.
+        """Makes the chief write a checkpoint and delete all but the newest ``keep``.
 
         Returns:
             The folder of the checkpoint.
 
         Raises:
-            CheckpointError: It could not be written, or there are later steps already.
+            CheckpointError: The chief could not write it, or the directory has later steps.
             RestoreMismatchError: Another worker does not see it.
         """
         failure: OSError | None = None
@@ -74,47 +74,46 @@ class SharedFiles:
                 if not self._cleaned:
                     files.clean(self.directory)
                     self._cleaned = True
-                path = files.write(self.directory, step, arrays, facts).path
+                path = files.write(self.directory, step, arrays, metadata).path
                 number = files.number_of(path)[1]
                 files.prune(self.directory, keep)
             except OSError as error:
                 failure = error
-        told = self._exchange([int(failure is not None), number, latest])
-        if told[0, 0]:
+        of_chief = self._exchange([int(failure is not None), number, latest])[0]
+        if of_chief[0]:
             raise CheckpointError(
-                f"The checkpoint of step {step} could not be written to {self.directory} on the "
-                f"first worker: {failure or 'see what that worker says'}. The older ones are as "
-                "they were."
+                f"The chief could not write the checkpoint of step {step} to {self.directory}: "
+                f"{failure or 'see the output of the chief'}. Older checkpoints are unchanged."
             ) from failure
-        self._refuse_later(step, int(told[0, 2]))
-        path = files.folder_of(self.directory, step, int(told[0, 1]))
+        self._refuse_later(step, int(of_chief[2]))
+        path = files.folder_of(self.directory, step, int(of_chief[1]))
         if not self._known_to_be_shared:
             self._check_seen(path)
         return path
 
     def check_settings(self, settings: Mapping[str, Any]) -> None:
-        """Checks that all workers save alike.
+        """Checks that all workers have the same settings.
 
         Args:
-            settings: The same names on every worker, and values whose ``repr`` says what they are.
+            settings: The settings by name, compared by their ``repr``.
 
         Raises:
-            WorkersDifferError: They do not, and one would wait for others that go on.
+            WorkersDifferError: They differ, so some workers would wait for the others forever.
         """
         if (found := self._exchange.find_difference(settings)) is not None:
             name, other = found
             raise WorkersDifferError(
-                "The workers were given different checkpoints, and some would wait for the others "
-                f"for ever. Received: {name}={settings[name]!r} on worker "
-                f"{self._exchange.worker}, and something else on worker {other}. Every worker must "
-                "make the same tmg.Checkpoints."
+                "The workers have different settings of Checkpoints, so some would wait for the "
+                f"others forever. Received: {name}={settings[name]!r} on worker "
+                f"{self._exchange.worker}, and another value on worker {other}. Create the same "
+                "tmg.Checkpoints on all workers."
             )
 
     def check_writable(self) -> None:
-        """Has the chief write a file, for which all look; once, before anything is trained.
+        """Makes the chief write a file that all must see; once, before any training.
 
         Raises:
-            CheckpointError: It could not be written.
+            CheckpointError: The chief could not write it.
             RestoreMismatchError: Another worker does not see it.
         """
         if self._known_to_be_writable:
@@ -127,14 +126,14 @@ class SharedFiles:
                 files.token(self.directory, own).write_bytes(b"")
             except OSError as error:
                 failure = error
-        told = self._exchange([int(failure is not None), own])
-        if told[0, 0]:
+        of_chief = self._exchange([int(failure is not None), own])[0]
+        if of_chief[0]:
             raise CheckpointError(
-                f"Nothing can be written to {self.directory} on the first worker, so that no "
-                f"checkpoint could be saved: {failure or 'see what that worker says'}. Give a "
-                "directory that this process may write to."
+                f"The chief cannot write to {self.directory}: "
+                f"{failure or 'see the output of the chief'}. No checkpoint could be saved. Give a "
+                "directory that it may write to."
             ) from failure
-        path = files.token(self.directory, int(told[0, 1]))
+        path = files.token(self.directory, int(of_chief[1]))
         try:
             if not self._known_to_be_shared:
                 self._check_seen(path)
@@ -144,50 +143,49 @@ class SharedFiles:
                     path.unlink()
         self._known_to_be_writable = True
 
-    def check_own(self, step: int) -> None:
-        """Checks that what is there is not later than the step of the run.
+    def check_no_later_steps(self, step: int) -> None:
+        """Checks that the directory has no checkpoint later than the step of the run.
 
-        The newest are kept: what such a run saves would be deleted at once.
+        Only the newest are kept, so the checkpoints of such a run would be deleted at once.
 
         Raises:
-            CheckpointError: There are later steps already.
+            CheckpointError: The directory has later steps.
         """
         self._refuse_later(step, self._latest(step))
 
     def newest(self) -> tuple[files.Stored | None, list[files.Damaged]]:
-        """Returns the newest whole checkpoint, the same on all workers, and newer damaged ones.
+        """Returns the newest intact checkpoint, the same on all workers, and newer damaged ones.
 
         Raises:
-            RestoreMismatchError: Workers see different ones.
+            RestoreMismatchError: Workers see different checkpoints.
         """
         for look in range(_LOOKS):
             found, damaged = files.newest(self.directory)
-            told = self._exchange(_marks(found))
-            if (told == told[0]).all():
+            rows = self._exchange(_identify(found))
+            if (rows == rows[0]).all():
                 return found, damaged
             if look < _LOOKS - 1:
-                time.sleep(_BETWEEN)
+                time.sleep(_SECONDS_BETWEEN_LOOKS)
         seen = "; ".join(
             f"worker {i}: " + (f"step {row[0]} ({row[1]:015x})" if row[0] != _NONE else "nothing")
-            for i, row in enumerate(told.tolist())
+            for i, row in enumerate(rows.tolist())
         )
         raise RestoreMismatchError(
-            f"The workers see different checkpoints in {self.directory}, so they would go on from "
-            f"different weights. Received: {seen}. The directory is not shared: give one on a file "
-            "system that all workers see, or copy the newest checkpoint of the first worker to the "
-            "others."
+            f"The workers see different checkpoints in {self.directory}, so they would resume from "
+            f"different weights. Received: {seen}. Give a directory on a file system that all "
+            "workers share, or copy the newest checkpoint of the chief to the others."
         )
 
     def read_newest(
         self,
     ) -> tuple[files.Stored | None, dict[str, np.ndarray[Any, Any]], list[files.Damaged]]:
-        """Returns ``newest``, and its arrays between the two.
+        """Returns the newest intact checkpoint, its arrays, and newer damaged ones.
 
-        A run that trains meanwhile may delete it while it is read: then the next newest is taken.
+        Another run may delete a checkpoint during the read; the search then starts again.
 
         Raises:
-            CheckpointError: That happened again and again.
-            RestoreMismatchError: Workers see different ones.
+            CheckpointError: Every attempt to read failed.
+            RestoreMismatchError: Workers see different checkpoints.
         """
         failure: OSError | None = None
         for _ in range(_READS):
@@ -201,20 +199,19 @@ class SharedFiles:
             if not self._exchange([int(failure is not None)]).any():
                 return found, arrays, damaged
         raise CheckpointError(
-            f"The checkpoints in {self.directory} cannot be read: each was gone before it had been "
-            f"read on all workers. Received: {failure or 'see what the others say'}. Another "
-            "run writes there: stop it, or give it a larger keep."
+            f"The checkpoints in {self.directory} disappear before all workers have read them. "
+            f"Received: {failure or 'see the output of the other workers'}. Stop the run that "
+            "writes there, or give it a larger keep."
         ) from failure
 
     def set_aside(self, damaged: Sequence[files.Damaged]) -> None:
-        """Has the chief rename damaged checkpoints.
+        """Makes the chief rename damaged checkpoints.
 
-        What is half written stays until this run writes: it may be another's, whom this one only
-        evaluates.
+        Half-written ones stay until this run saves: another run may be writing them.
         """
         if self._exchange.is_chief:
             for one in damaged:
-                # Of a folder that can only be read a run may still be restored.
+                # A run may be restored from a read-only directory.
                 with contextlib.suppress(OSError):
                     files.set_aside(one)
 
@@ -224,10 +221,10 @@ class SharedFiles:
     def _refuse_later(self, step: int, latest: int) -> None:
         if latest > step:
             raise CheckpointError(
-                f"There are checkpoints of a later step in {self.directory} already. Received: "
-                f"step {latest} there, and a run at step {step}, whose checkpoints would not be "
-                "among the newest, which are kept. Call checkpoints.restore() first to go on from "
-                "there, or give another directory to begin anew."
+                f"{self.directory} has checkpoints of later steps. Only the newest are kept, so "
+                f"this run would lose its own. Received: step {latest} there, and a run at step "
+                f"{step}. Call checkpoints.restore() first to resume, or give another directory to "
+                "start over."
             )
 
     def _check_seen(self, path: Path) -> None:
@@ -236,36 +233,36 @@ class SharedFiles:
             if seen.all():
                 self._known_to_be_shared = True
                 return
-            time.sleep(_BETWEEN)
+            time.sleep(_SECONDS_BETWEEN_LOOKS)
         raise RestoreMismatchError(
-            f"The first worker wrote {path}, and workers {np.flatnonzero(seen == 0).tolist()} do "
-            "not see it, so that they could not go on from it. The directory is not shared: give "
-            "one on a file system that all workers see."
+            f"The chief wrote {path}, but workers {np.flatnonzero(seen == 0).tolist()} do not see "
+            "it, so they could not resume from it. Give a directory on a file system that all "
+            "workers share."
         )
 
 
-def tell_damaged(
+def warn_damaged(
     directory: Path, damaged: Sequence[files.Damaged], found: files.Stored | None
 ) -> None:
-    """Warns of damaged checkpoints, on behalf of who called the caller.
+    """Warns of damaged checkpoints; the warning names the line that called the caller.
 
     Raises:
-        CheckpointError: There are damaged ones alone.
+        CheckpointError: All checkpoints are damaged.
     """
     for one in damaged:
         warnings.warn(
-            f"A checkpoint is damaged and was passed over. Received: {one.path}: {one.reason}. "
-            + ("" if found is None else f"The run goes on from {found.path.name}."),
+            f"A checkpoint is damaged and was skipped. Received: {one.path}: {one.reason}. "
+            + ("" if found is None else f"The run resumes from {found.path.name}."),
             DamagedCheckpointWarning,
             stacklevel=3,
         )
     if damaged and found is None:
         raise CheckpointError(
-            f"There are only damaged checkpoints in {directory}: "
-            f"{[one.path.name for one in damaged]}. To begin anew, give another directory or "
+            f"All checkpoints in {directory} are damaged. Received: "
+            f"{[one.path.name for one in damaged]}. To start over, give another directory or "
             "delete this one."
         )
 
 
-def _marks(found: files.Stored | None) -> list[int]:
+def _identify(found: files.Stored | None) -> list[int]:
     return [_NONE, 0] if found is None else [found.step, int(found.digest[:15], 16)]

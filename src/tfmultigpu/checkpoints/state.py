@@ -1,4 +1,4 @@
-"""What a training run is made of, as named arrays: read from its variables and put back."""
+"""State of a training run as named arrays: read from its variables and written back."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = [
     "fits",
     "make_loss_scale_of",
     "read_state",
-    "slots_of",
+    "state_variables",
     "write_state",
 ]
 
@@ -31,7 +31,7 @@ _LOSS_SCALE = ("loss_scale/scale", "loss_scale/good_steps")
 
 @dataclasses.dataclass(frozen=True)
 class StateVariable:
-    """One variable that belongs to the state.
+    """One variable of the state.
 
     Attributes:
         name: Its name among the arrays: group, number in the group, path.
@@ -44,143 +44,147 @@ class StateVariable:
     may_differ: bool = False
 
 
-def slots_of(model: Any, optimizer: Any, extra: Mapping[str, Any]) -> dict[str, StateVariable]:
+def state_variables(
+    model: Any, optimizer: Any, extra: Mapping[str, Any]
+) -> dict[str, StateVariable]:
     """Returns all variables of a run, by name.
 
     Args:
         model: A built model.
         optimizer: A built optimizer, or None.
-        extra: Further objects with variables, such as metrics, or lists of variables, by name.
+        extra: More objects with variables, such as metrics, or lists of variables, by name.
     """
     trained = {id(variable) for variable in model.trainable_variables}
-    slots = [
+    found = [
         StateVariable(_name("model", i, one), one, id(one) not in trained)
         for i, one in enumerate(model.variables)
     ]
     if optimizer is not None:
-        slots += [
+        found += [
             StateVariable(_name("optimizer", i, v), v) for i, v in enumerate(optimizer.variables)
         ]
         scale = kept_loss_scale(optimizer)
         if scale is not None:
-            slots += [
+            found += [
                 StateVariable(name, getattr(scale, name.split("/")[1])) for name in _LOSS_SCALE
             ]
     seeds = _compat.global_seeds()
     if seeds is not None:
-        slots.append(StateVariable(_GLOBAL_SEEDS, seeds.state))
+        found.append(StateVariable(_GLOBAL_SEEDS, seeds.state))
     for name, owner in extra.items():
         variables = getattr(owner, "variables", owner)
         variables = list(variables) if isinstance(variables, (list, tuple)) else [variables]
-        slots += [
+        found += [
             StateVariable(_name(f"extra/{name}", i, v), v, True) for i, v in enumerate(variables)
         ]
-    return {slot.name: slot for slot in slots}
+    return {one.name: one for one in found}
 
 
 def make_loss_scale_of(
-    facts: Sequence[Mapping[str, Any]], optimizer: Any, strategy: tf.distribute.Strategy
+    entries: Sequence[Mapping[str, Any]], optimizer: Any, strategy: tf.distribute.Strategy
 ) -> None:
-    """Makes the dynamic loss scale that was stored, where no step has made one for an optimizer."""
-    if optimizer is not None and any(fact["name"] in _LOSS_SCALE for fact in facts):
+    """Creates the dynamic loss scale of an optimizer if one is stored and none exists."""
+    if optimizer is not None and any(entry["name"] in _LOSS_SCALE for entry in entries):
         make_loss_scale("dynamic", optimizer, strategy)
 
 
 def read_state(
-    slots: Mapping[str, StateVariable], exchange: WorkerExchange
+    variables: Mapping[str, StateVariable], exchange: WorkerExchange
 ) -> tuple[dict[str, np.ndarray[Any, Any]], list[dict[str, Any]]]:
-    """Reads all variables; every worker must call it where there are several.
+    """Reads all variables; all workers must call it.
 
     Returns:
-        The arrays by name, and what JSON can say about each. Where replicas hold different values
-        of a variable, its array has one more axis in front, with the value of each.
+        The arrays by name, and a description of each in JSON types. If replicas hold different
+        values of a variable, its array has a leading axis of replicas.
     """
-    differing = _differing([slot for slot in slots.values() if slot.may_differ], exchange)
-    arrays, facts = {}, []
-    for slot in slots.values():
-        variable = _tf_variable(slot.variable)
-        fact: dict[str, Any] = {"name": slot.name, "dtype": tf.as_dtype(slot.variable.dtype).name}
-        if slot.name in differing:
-            value = _all_copies(variable, exchange)
-            fact |= {"replicas": len(value), "together": _together(variable)}
+    differing = _differing([one for one in variables.values() if one.may_differ], exchange)
+    arrays, entries = {}, []
+    for one in variables.values():
+        variable = _tf_variable(one.variable)
+        entry: dict[str, Any] = {"name": one.name, "dtype": tf.as_dtype(one.variable.dtype).name}
+        if one.name in differing:
+            value = _read_replicas(variable, exchange)
+            entry |= {"replicas": len(value), "together": _reduction(variable)}
         else:
-            value = _to_numpy(slot.variable)
-        arrays[slot.name] = value
-        facts.append(fact | {"shape": list(value.shape[1:] if "replicas" in fact else value.shape)})
-    return arrays, facts
+            value = _to_numpy(one.variable)
+        arrays[one.name] = value
+        entries.append(
+            entry | {"shape": list(value.shape[1:] if "replicas" in entry else value.shape)}
+        )
+    return arrays, entries
 
 
 def check_fits(
-    slots: Mapping[str, StateVariable], facts: Sequence[Mapping[str, Any]], where: Any
+    variables: Mapping[str, StateVariable], entries: Sequence[Mapping[str, Any]], path: Any
 ) -> None:
-    """Checks that stored arrays are those of these variables.
+    """Checks that stored arrays belong to these variables.
 
     Raises:
         CheckpointError: A variable is missing on either side, has another shape or dtype, or has
             changed places with another one.
     """
-    stored = {_structural(fact["name"]): fact for fact in facts}
-    present = {_structural(slot.name): slot for slot in slots.values()}
+    stored = {_structural_name(entry["name"]): entry for entry in entries}
+    present = {_structural_name(one.name): one for one in variables.values()}
     stored.pop(_GLOBAL_SEEDS, None)
     present.pop(_GLOBAL_SEEDS, None)
     only_stored = [stored[name]["name"] for name in stored if name not in present]
     only_here = [present[name].name for name in present if name not in stored]
     if only_stored or only_here:
         raise CheckpointError(
-            "The checkpoint is that of another model, optimizer or loss scale. Received: "
-            f"{where}, which has {_some(only_stored)} that are not here, and lacks "
+            "The checkpoint is of another model, optimizer or loss scale. Received: "
+            f"{path}, which has {_some(only_stored)} that are not here, and lacks "
             f"{_some(only_here)}. Build the same ones as when it was saved, or give another "
-            "directory to begin anew."
+            "directory to start over."
         )
-    swapped = _changed_places((fact["name"], present[name].name) for name, fact in stored.items())
+    swapped = _find_swap((entry["name"], present[name].name) for name, entry in stored.items())
     if swapped is not None:
         raise CheckpointError(
-            "Layers have changed places since they were saved, so it cannot be told which weights "
-            f"belong to which. Received: {where}, in which {swapped[0]!r} is where "
-            f"{swapped[1]!r} is now. Make the layers in the same order as when it was saved, or "
-            "give another directory to begin anew."
+            "Layers have changed places since the checkpoint, so the weights cannot be matched to "
+            f"them. Received: {path}, in which {swapped[0]!r} is where {swapped[1]!r} is now. "
+            "Create the layers in the same order as when it was saved, or give another directory "
+            "to start over."
         )
-    for name, fact in stored.items():
+    for name, entry in stored.items():
         variable = present[name].variable
         here = tuple(variable.shape), tf.as_dtype(variable.dtype).name
-        there = tuple(fact["shape"]), fact["dtype"]
+        there = tuple(entry["shape"]), entry["dtype"]
         if here != there:
             raise CheckpointError(
-                f"A variable differs from the one that was saved. Received: {where}, in which "
-                f"{fact['name']} is {there[1]} of shape {there[0]}; here it is {here[1]} of shape "
+                f"A variable differs from the saved one. Received: {path}, in which "
+                f"{entry['name']} is {there[1]} of shape {there[0]}; here it is {here[1]} of shape "
                 f"{here[0]}. Build the same model as when it was saved."
             )
 
 
-def fits(slots: Mapping[str, StateVariable], facts: Sequence[Mapping[str, Any]]) -> bool:
-    """Returns whether stored arrays are those of these variables, to the name."""
-    there = {fact["name"]: (tuple(fact["shape"]), fact["dtype"]) for fact in facts}
-    return there == {
-        slot.name: (tuple(slot.variable.shape), tf.as_dtype(slot.variable.dtype).name)
-        for slot in slots.values()
+def fits(variables: Mapping[str, StateVariable], entries: Sequence[Mapping[str, Any]]) -> bool:
+    """Returns whether names, shapes and dtypes of stored arrays equal those of the variables."""
+    stored = {entry["name"]: (tuple(entry["shape"]), entry["dtype"]) for entry in entries}
+    return stored == {
+        one.name: (tuple(one.variable.shape), tf.as_dtype(one.variable.dtype).name)
+        for one in variables.values()
     }
 
 
 def write_state(
-    slots: Mapping[str, StateVariable],
+    variables: Mapping[str, StateVariable],
     arrays: Mapping[str, np.ndarray[Any, Any]],
-    facts: Sequence[Mapping[str, Any]],
+    entries: Sequence[Mapping[str, Any]],
     exchange: WorkerExchange,
 ) -> None:
-    """Puts stored arrays, which fit, back into the variables."""
-    present = {_structural(slot.name): slot for slot in slots.values()}
-    for fact in facts:
-        value = arrays[fact["name"]]
-        slot = present.get(_structural(fact["name"]))
-        if slot is None:
+    """Assigns stored arrays to the variables; call ``check_fits`` first."""
+    present = {_structural_name(one.name): one for one in variables.values()}
+    for entry in entries:
+        value = arrays[entry["name"]]
+        one = present.get(_structural_name(entry["name"]))
+        if one is None:
             _make_global_seeds(value, exchange.strategy)
-        elif "replicas" in fact:
-            _assign_copies(_tf_variable(slot.variable), value, fact["together"], exchange)
-        elif slot.may_differ:
-            for copy in exchange.strategy.experimental_local_results(_tf_variable(slot.variable)):
-                copy.assign(_as(value, copy.dtype))
+        elif "replicas" in entry:
+            _assign_replicas(_tf_variable(one.variable), value, entry["together"], exchange)
+        elif one.may_differ:
+            for copy in exchange.strategy.experimental_local_results(_tf_variable(one.variable)):
+                copy.assign(_to_tensor(value, copy.dtype))
         else:
-            slot.variable.assign(_as(value, slot.variable.dtype))
+            one.variable.assign(_to_tensor(value, one.variable.dtype))
 
 
 def _name(group: str, number: int, variable: Any) -> str:
@@ -188,11 +192,11 @@ def _name(group: str, number: int, variable: Any) -> str:
     return f"{group}/{number:04d}/{path}"
 
 
-def _changed_places(pairs: Iterable[tuple[str, str]]) -> tuple[str, str] | None:
-    """Returns a name and the one in its place now, where names were swapped or went around.
+def _find_swap(pairs: Iterable[tuple[str, str]]) -> tuple[str, str] | None:
+    """Returns a name and the name now in its place, if names were swapped or rotated.
 
-    Keras counts in a process: ``dense`` may be ``dense_1`` now, and ``dense_1`` be ``dense_2``,
-    which leads back to no earlier name.
+    Keras numbers names per process: ``dense`` may be ``dense_1`` now, and ``dense_1`` be
+    ``dense_2``. Such a chain never leads back to an earlier name.
     """
     now: dict[str, str] = {}
     for before, after in pairs:
@@ -208,8 +212,8 @@ def _changed_places(pairs: Iterable[tuple[str, str]]) -> tuple[str, str] | None:
     return None
 
 
-def _structural(name: str) -> str:
-    """A name without the numbers Keras counts in a process, which depend on what was made before.
+def _structural_name(name: str) -> str:
+    """Removes the numbers that Keras counts per process from a name.
 
     The number in the group, which comes first, stays.
     """
@@ -227,39 +231,40 @@ def _tf_variable(variable: Any) -> Any:
 
 def _to_numpy(variable: Any) -> np.ndarray[Any, Any]:
     value = np.asarray(variable.numpy())
-    # Types that NumPy does not know are written as one it does, without loss.
+    # NumPy does not know bfloat16 and similar types; float32 holds their values exactly.
     return value if value.dtype.kind in "fiubc" else value.astype("float32")
 
 
-def _as(value: np.ndarray[Any, Any], dtype: Any) -> Any:
+def _to_tensor(value: np.ndarray[Any, Any], dtype: Any) -> Any:
     return tf.cast(tf.constant(value), tf.as_dtype(dtype))
 
 
-def _together(variable: Any) -> str:
-    """What the values on replicas make together."""
+def _reduction(variable: Any) -> str:
+    """Returns how the values of the replicas make one value."""
     if variable.aggregation == tf.VariableAggregation.SUM:
         return "sum"
     return "mean" if variable.dtype.is_floating or variable.dtype.is_complex else "first"
 
 
-def _differing(slots: Sequence[StateVariable], exchange: WorkerExchange) -> set[str]:
-    """The names of variables whose values on replicas differ or would, on any worker."""
+def _differing(variables: Sequence[StateVariable], exchange: WorkerExchange) -> set[str]:
+    """Returns the names of variables that differ, or may differ, between replicas."""
     strategy = exchange.strategy
-    if strategy.num_replicas_in_sync == 1 or not slots:
+    if strategy.num_replicas_in_sync == 1 or not variables:
         return set()
-    differ, marks = [], []
-    for slot in slots:
-        variable = _tf_variable(slot.variable)
-        copies = [_to_numpy(one) for one in strategy.experimental_local_results(variable)]
+    differ, digests = [], []
+    for one in variables:
+        variable = _tf_variable(one.variable)
+        local = strategy.experimental_local_results(variable)
+        copies = [_to_numpy(copy).tobytes() for copy in local]
         on_read = variable.synchronization == tf.VariableSynchronization.ON_READ
-        differ.append(on_read or any(one.tobytes() != copies[0].tobytes() for one in copies))
-        marks.append(digest_of(copies[0].tobytes()))
-    told = exchange([*differ, *marks])
-    apart = told[:, : len(slots)].any(0) | (told[:, len(slots) :] != told[:1, len(slots) :]).any(0)
-    return {slot.name for slot, one in zip(slots, apart, strict=True) if one}
+        differ.append(on_read or any(copy != copies[0] for copy in copies))
+        digests.append(digest_of(copies[0]))
+    flags, by_worker = np.split(exchange([*differ, *digests]), 2, axis=1)
+    differing = flags.any(0) | (by_worker != by_worker[0]).any(0)
+    return {one.name for one, differs in zip(variables, differing, strict=True) if differs}
 
 
-def _all_copies(variable: Any, exchange: WorkerExchange) -> np.ndarray[Any, Any]:
+def _read_replicas(variable: Any, exchange: WorkerExchange) -> np.ndarray[Any, Any]:
     local = exchange.strategy.experimental_local_results(variable)
     copies = [_to_numpy(one)[None] for one in local]
     if exchange.workers == 1:
@@ -268,34 +273,32 @@ def _all_copies(variable: Any, exchange: WorkerExchange) -> np.ndarray[Any, Any]
     return exchange.rows(lambda: next(turn))
 
 
-def _assign_copies(
-    variable: Any, values: np.ndarray[Any, Any], together: str, exchange: WorkerExchange
+def _assign_replicas(
+    variable: Any, values: np.ndarray[Any, Any], reduction: str, exchange: WorkerExchange
 ) -> None:
     strategy = exchange.strategy
     replicas = strategy.num_replicas_in_sync
     if len(values) != replicas:
-        values = _for_replicas(values, together, replicas)
+        values = _spread(values, reduction, replicas)
     copies = strategy.experimental_local_results(variable)
     first = exchange.worker * len(copies)
     for i, copy in enumerate(copies):
-        copy.assign(_as(values[first + i], copy.dtype))
+        copy.assign(_to_tensor(values[first + i], copy.dtype))
 
 
-def _for_replicas(
-    values: np.ndarray[Any, Any], together: str, replicas: int
-) -> np.ndarray[Any, Any]:
-    """Values for another number of replicas that make the same together."""
-    if together == "sum":
+def _spread(values: np.ndarray[Any, Any], reduction: str, replicas: int) -> np.ndarray[Any, Any]:
+    """Returns values for another number of replicas that reduce to the same value."""
+    if reduction == "sum":
         total = values.sum(0, dtype=values.dtype)
         return np.stack([total] + [np.zeros_like(total)] * (replicas - 1))
-    one = (
-        values.mean(0, dtype=np.result_type(values, "float64")) if together == "mean" else values[0]
-    )
-    return np.stack([one.astype(values.dtype)] * replicas)
+    one = values[0]
+    if reduction == "mean":
+        one = values.mean(0, dtype=np.result_type(values, "float64")).astype(values.dtype)
+    return np.stack([one] * replicas)
 
 
 def _make_global_seeds(value: np.ndarray[Any, Any], strategy: tf.distribute.Strategy) -> None:
-    """Makes what draws without a seed draw from, where nothing has drawn so far."""
+    """Creates Keras' global seed generator, which does not exist before the first draw."""
     import keras
 
     with strategy.scope():

@@ -1,9 +1,9 @@
-"""Checkpoints as folders of plain files: written whole or not at all, and checked when read.
+"""Checkpoints as folders of plain files: written atomically, and checked when read.
 
-``step-00000120/arrays.npz`` holds the arrays, ``step-00000120/manifest.json`` what they are and the
-SHA-256 of the arrays. Both are written into a hidden folder beside it, flushed to the disk, and
-that folder is renamed, which a file system does at once or not at all. So a folder with such a name
-is whole, unless the disk damaged it later.
+``step-00000120/arrays.npz`` holds the arrays. ``step-00000120/manifest.json`` describes them and
+holds their SHA-256. Both are written into a hidden folder and flushed to the disk. Then the folder
+is renamed, which is atomic. So a folder with such a name is intact, unless the disk damaged it
+later.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from tfmultigpu.checkpoints.manifest import wrong_with
+from tfmultigpu.checkpoints.manifest import find_problem
 
 __all__ = [
     "Damaged",
@@ -50,33 +50,33 @@ _ASIDE = "damaged-"
 _ARRAYS = "arrays.npz"
 _MANIFEST = "manifest.json"
 _DIGEST = "manifest_sha256"
-_PIECE = 1 << 20
+_CHUNK = 1 << 20
 
 
 @dataclasses.dataclass(frozen=True)
 class Stored:
-    """A whole checkpoint.
+    """An intact checkpoint.
 
     Attributes:
         path: Its folder.
-        step: The number of its step.
-        digest: SHA-256 of all it holds, in hex digits.
-        facts: What was said about the arrays when it was written.
+        step: Its step.
+        digest: The SHA-256 of its manifest, in hex digits.
+        metadata: The fields of its manifest.
     """
 
     path: Path
     step: int
     digest: str
-    facts: Mapping[str, Any]
+    metadata: Mapping[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
 class Damaged:
-    """A folder that has the name of a checkpoint and is none.
+    """A folder with the name of a checkpoint that is not an intact one.
 
     Attributes:
         path: The folder.
-        reason: What is wrong with it.
+        reason: The damage.
     """
 
     path: Path
@@ -84,18 +84,21 @@ class Damaged:
 
 
 def write(
-    directory: Path, step: int, arrays: Mapping[str, np.ndarray[Any, Any]], facts: Mapping[str, Any]
+    directory: Path,
+    step: int,
+    arrays: Mapping[str, np.ndarray[Any, Any]],
+    metadata: Mapping[str, Any],
 ) -> Stored:
-    """Writes a checkpoint; it is there when this returns, also if the machine then loses power.
+    """Writes a checkpoint; it survives a loss of power after the return.
 
     Args:
-        directory: The folder of all checkpoints; made where it is missing.
-        step: The number of the step. What is there under that number counts as older.
+        directory: The directory of all checkpoints; created if missing.
+        step: The step. Existing checkpoints of the same step count as older.
         arrays: The arrays, by name.
-        facts: What JSON can say about them.
+        metadata: More fields of the manifest, in JSON types.
 
     Raises:
-        OSError: It could not be written; what was there before is as it was.
+        OSError: It could not be written; existing checkpoints are unchanged.
     """
     directory.mkdir(parents=True, exist_ok=True)
     folder = directory / f"{_TEMPORARY}{uuid.uuid4().hex}"
@@ -110,7 +113,7 @@ def write(
             "step": step,
             "arrays_sha256": checksum,
             "arrays_bytes": size,
-            **facts,
+            **metadata,
         }
         digest = _digest(manifest)
         with (folder / _MANIFEST).open("w", encoding="utf-8") as text:
@@ -127,23 +130,23 @@ def write(
 
 
 def newest(directory: Path) -> tuple[Stored | None, list[Damaged]]:
-    """Returns the newest whole checkpoint, and the damaged ones that are newer."""
+    """Returns the newest intact checkpoint, and the damaged ones that are newer."""
     while True:
-        found, damaged, gone = _look(directory)
-        if not gone:
+        found, damaged, deleted = _search(directory)
+        if not deleted:
             return found, damaged
 
 
-def _look(directory: Path) -> tuple[Stored | None, list[Damaged], bool]:
-    """The same, and whether one was deleted meanwhile by a run that saves newer ones."""
+def _search(directory: Path) -> tuple[Stored | None, list[Damaged], bool]:
+    """Searches once; also returns whether another run deleted a checkpoint meanwhile."""
     damaged: list[Damaged] = []
     for path in reversed(_folders(directory)):
         found = read_manifest(path)
         if isinstance(found, Stored):
-            wrong = _wrong_with_arrays(found)
-            if wrong is None:
+            problem = _problem_of_arrays(found)
+            if problem is None:
                 return found, damaged, False
-            found = Damaged(path, wrong)
+            found = Damaged(path, problem)
         if not os.path.lexists(path):
             return None, damaged, True
         damaged.append(found)
@@ -151,12 +154,12 @@ def _look(directory: Path) -> tuple[Stored | None, list[Damaged], bool]:
 
 
 def stored_steps(directory: Path) -> list[int]:
-    """Returns the numbers of the steps that have a checkpoint, whole or not."""
+    """Returns the steps that have a checkpoint, intact or damaged."""
     return [number_of(path)[0] for path in _folders(directory)]
 
 
 def read_manifest(path: Path) -> Stored | Damaged:
-    """Reads what a checkpoint says about itself, without its arrays."""
+    """Reads the manifest of a checkpoint, without its arrays."""
     try:
         manifest = json.loads((path / _MANIFEST).read_text(encoding="utf-8"))
     except OSError as error:
@@ -164,16 +167,16 @@ def read_manifest(path: Path) -> Stored | Damaged:
     except (ValueError, RecursionError):
         return Damaged(path, f"{_MANIFEST} is not JSON")
     if not isinstance(manifest, dict) or manifest.pop(_DIGEST, None) != _digest(manifest):
-        return Damaged(path, f"{_MANIFEST} is not what was written")
+        return Damaged(path, f"{_MANIFEST} has changed since it was written")
     if manifest.get("format") != _FORMAT:
         return Damaged(
             path, f"its format is {manifest.get('format')!r:.40}, and this version reads {_FORMAT}"
         )
-    wrong = wrong_with(manifest)
-    if wrong is not None:
-        return Damaged(path, f"{_MANIFEST} was not written by this library: {wrong}")
+    problem = find_problem(manifest)
+    if problem is not None:
+        return Damaged(path, f"{_MANIFEST} was not written by this library: {problem}")
     if manifest["step"] != number_of(path)[0]:
-        return Damaged(path, f"{_MANIFEST} is that of step {manifest['step']}")
+        return Damaged(path, f"{_MANIFEST} is of step {manifest['step']}")
     return Stored(path, manifest["step"], _digest(manifest), manifest)
 
 
@@ -184,13 +187,13 @@ def read_arrays(stored: Stored) -> dict[str, np.ndarray[Any, Any]]:
 
 
 def prune(directory: Path, keep: int) -> None:
-    """Deletes all checkpoints but the newest ``keep``."""
+    """Deletes all checkpoints except the newest ``keep``."""
     for path in _folders(directory)[:-keep]:
         _delete(path)
 
 
 def set_aside(damaged: Damaged) -> Path:
-    """Renames a damaged checkpoint, so that it no longer counts, and returns its new name."""
+    """Renames a damaged checkpoint, so that it no longer counts, and returns its new path."""
     aside = damaged.path.with_name(f"{_ASIDE}{damaged.path.name}")
     if aside.exists():
         _delete(aside)
@@ -198,7 +201,7 @@ def set_aside(damaged: Damaged) -> Path:
 
 
 def clean(directory: Path) -> None:
-    """Deletes what was being written or deleted when a process died; call where nobody writes."""
+    """Deletes the unfinished files of processes that died; call it while no run writes."""
     if directory.is_dir():
         for path in directory.iterdir():
             if path.name.startswith((_TEMPORARY, _TRASH)):
@@ -208,48 +211,48 @@ def clean(directory: Path) -> None:
 
 
 def token(directory: Path, number: int) -> Path:
-    """Returns the file that is written to see whether that can be done, and who sees it."""
+    """Returns the path of the file that tests whether the directory is writable and shared."""
     return directory / f"{_TOKEN}{number:x}"
 
 
 def _folders(directory: Path) -> list[Path]:
-    """Lists the folders that have the name of a checkpoint, the oldest first."""
+    """Lists the folders with the name of a checkpoint, the oldest first."""
     if not directory.is_dir():
         return []
     return sorted((p for p in directory.iterdir() if _NAME.fullmatch(p.name)), key=number_of)
 
 
 def number_of(path: Path) -> tuple[int, int]:
-    """Returns the step of a folder, and how many others were written for that step before."""
+    """Returns the step of a folder, and its number among the folders of that step."""
     parts = path.name.split("-")
     return int(parts[1]), int(parts[2]) if len(parts) > 2 else 0
 
 
 def folder_of(directory: Path, step: int, number: int) -> Path:
-    """Returns the folder that ``number_of`` tells these of."""
+    """Returns the folder for a step and a number; the inverse of ``number_of``."""
     return directory / (f"step-{step:08d}-{number}" if number else f"step-{step:08d}")
 
 
 def _free_name(directory: Path, step: int) -> Path:
-    """Never the name of another: replacing takes two moves, and a process may die between them."""
+    """Returns an unused name: replacing a folder is not atomic."""
     taken = [number_of(path)[1] for path in _folders(directory) if number_of(path)[0] == step]
     return folder_of(directory, step, max(taken, default=-1) + 1)
 
 
-def _wrong_with_arrays(stored: Stored) -> str | None:
+def _problem_of_arrays(stored: Stored) -> str | None:
     path = stored.path / _ARRAYS
     try:
         size = path.stat().st_size
-        if size != stored.facts["arrays_bytes"]:
-            return f"{_ARRAYS} has {size} bytes of {stored.facts['arrays_bytes']}"
+        if size != stored.metadata["arrays_bytes"]:
+            return f"{_ARRAYS} has {size} bytes instead of {stored.metadata['arrays_bytes']}"
         checksum, _ = _checksum(path)
     except OSError as error:
         return f"{_ARRAYS} cannot be read: {error.strerror or error}"
-    if checksum != stored.facts["arrays_sha256"]:
-        return f"{_ARRAYS} has another checksum than when it was written"
+    if checksum != stored.metadata["arrays_sha256"]:
+        return f"{_ARRAYS} does not match its checksum"
     try:
         with np.load(path, allow_pickle=False) as arrays:
-            missing = {fact["name"] for fact in stored.facts.get("variables", ())} - set(
+            missing = {entry["name"] for entry in stored.metadata.get("variables", ())} - set(
                 arrays.files
             )
     except (OSError, ValueError, zipfile.BadZipFile, AttributeError):
@@ -258,7 +261,7 @@ def _wrong_with_arrays(stored: Stored) -> str | None:
 
 
 def _delete(path: Path) -> None:
-    # Renamed first: a deletion that is cut short must not leave half a checkpoint under its name.
+    # Rename first: an interrupted deletion must not leave half a checkpoint under its name.
     trash = path.with_name(f"{_TRASH}{uuid.uuid4().hex}")
     with contextlib.suppress(FileNotFoundError):
         path.rename(trash)
@@ -275,9 +278,9 @@ def _digest(manifest: Mapping[str, Any]) -> str:
 def _checksum(path: Path) -> tuple[str, int]:
     found, size = hashlib.sha256(), 0
     with path.open("rb") as file:
-        while piece := file.read(_PIECE):
-            found.update(piece)
-            size += len(piece)
+        while chunk := file.read(_CHUNK):
+            found.update(chunk)
+            size += len(chunk)
     return found.hexdigest(), size
 
 
@@ -287,7 +290,7 @@ def _flush(file: Any) -> None:
 
 
 def _flush_folder(path: Path) -> None:
-    """Makes names in a folder last; systems without that need no call for it."""
+    """Flushes the names in a folder to the disk; only POSIX systems need this."""
     if os.name == "posix":
         number = os.open(path, os.O_RDONLY)
         try:

@@ -1,4 +1,4 @@
-"""Whole passes over data with a compiled Keras model."""
+"""Loops over whole data with a compiled Keras model."""
 
 from tfmultigpu.loops.evaluate import evaluate
 from tfmultigpu.loops.fit import fit

@@ -1,4 +1,4 @@
-"""Keras callbacks: which of them are called when, and what that asks of the calls of steps."""
+"""Keras callbacks: checks, the attributes they may have, and when their hooks are called."""
 
 from __future__ import annotations
 
@@ -17,30 +17,30 @@ __all__ = [
     "BatchHooks",
     "adapt_callbacks",
     "check_callbacks",
-    "count_of_all_workers",
-    "leaving",
+    "class_names",
+    "count_required_on_all_workers",
+    "data_skips_batches",
     "make_callbacks",
-    "names_of",
-    "passes_over",
+    "on_exit",
     "resume_at",
     "to_list",
 ]
 
 _CHECKPOINTS = (
     "Write callbacks=[tmg.Checkpoints(directory, model=model, "
-    "optimizer=model.optimizer).callback(every_epochs=1)], which goes on exactly."
+    "optimizer=model.optimizer).callback(every_epochs=1)], which resumes exactly."
 )
-# Seconds between two calls of what is content with being called from time to time.
+# Seconds between calls of hooks that do not need every batch.
 _INTERVAL = 0.1
 
 
 def make_callbacks(
     callbacks: Any, model: Any, *, epochs: int, steps: int | None, verbose: Any, shown: bool
 ) -> Any:
-    """Returns the ``keras.callbacks.CallbackList`` of a training, History and progress bar in it.
+    """Returns the ``keras.callbacks.CallbackList`` of a training, with History and progress bar.
 
     Args:
-        callbacks: What the user gave: a callback, a sequence of them, or a ``CallbackList``.
+        callbacks: A callback, a sequence of them, or a ``CallbackList``.
         model: The model.
         epochs: Number of the last epoch.
         steps: Batches of an epoch, or None.
@@ -48,12 +48,12 @@ def make_callbacks(
         shown: Whether this process may print.
 
     Raises:
-        ValueError: ``verbose`` is something else.
+        ValueError: ``verbose`` has another value.
     """
     import keras
 
     if verbose not in (0, 1, 2, "auto"):
-        raise ValueError(f"verbose is 0, 1, 2 or 'auto'. Received: verbose={verbose!r}.")
+        raise ValueError(f"verbose must be 0, 1, 2 or 'auto'. Received: verbose={verbose!r}.")
     if isinstance(callbacks, keras.callbacks.CallbackList):
         history = keras.callbacks.History
         known = [one for one in callbacks.callbacks if isinstance(one, history)]
@@ -65,7 +65,7 @@ def make_callbacks(
         _put_last(callbacks)
         return callbacks
     verbose = verbose if shown else 0
-    called = keras.callbacks.CallbackList(
+    made = keras.callbacks.CallbackList(
         to_list(callbacks),
         add_history=True,
         add_progbar=verbose != 0,
@@ -74,25 +74,25 @@ def make_callbacks(
         steps=steps,
         model=model,
     )
-    _put_last(called)
-    return called
+    _put_last(made)
+    return made
 
 
 def _put_last(callbacks: Any) -> None:
-    """Moves those to the end that say so by ``comes_last``: they save what the others remember."""
-    callbacks.callbacks.sort(key=lambda one: bool(getattr(one, "comes_last", False)))
+    """Moves callbacks with ``runs_last`` to the end: they save the state of the others."""
+    callbacks.callbacks.sort(key=lambda one: bool(getattr(one, "runs_last", False)))
 
 
 def check_callbacks(callbacks: Any, optimizer: Any) -> None:
-    """Checks that callbacks work here.
+    """Checks that callbacks work in ``tmg.fit``.
 
     Args:
-        callbacks: As for ``make_callbacks``.
+        callbacks: See ``make_callbacks``.
         optimizer: The optimizer of the model.
 
     Raises:
-        CompileError: One of them does not work outside of Keras' own ``fit``, or on a strategy.
-        TypeError: One is no callback.
+        CompileError: A callback works only in Keras' own ``fit``, or not on a strategy.
+        TypeError: An item is not a callback.
     """
     import keras
 
@@ -100,29 +100,28 @@ def check_callbacks(callbacks: Any, optimizer: Any) -> None:
     for one in to_list(callbacks):
         if isinstance(one, orbax) and _exists_per_replica(optimizer.iterations):
             raise CompileError(
-                "OrbaxCheckpoint takes the optimizer's step count for a variable of one device, "
-                "and fails on a strategy, in Keras' own fit too. Received: "
+                "OrbaxCheckpoint reads the optimizer's step count as a variable of one device, so "
+                "it fails on a strategy, in Keras' own fit too. Received: "
                 f"{type(one).__name__}. {_CHECKPOINTS}"
             )
         if isinstance(one, keras.callbacks.BackupAndRestore):
             raise CompileError(
-                "BackupAndRestore can tell only Keras' own fit in which epoch to go on, begins an "
-                "epoch anew with weights from its middle, and keeps neither the state of random "
-                "layers nor the place in the data. Received: "
-                f"{type(one).__name__}. {_CHECKPOINTS}"
+                "BackupAndRestore resumes only Keras' own fit. It restarts an epoch with weights "
+                "from its middle, and saves neither random seeds nor the position in the data. "
+                f"Received: {type(one).__name__}. {_CHECKPOINTS}"
             )
         if not isinstance(one, keras.callbacks.Callback):
             raise TypeError(
-                f"A callback is a keras.callbacks.Callback. Received: {one!r} in callbacks."
+                f"A callback must be a keras.callbacks.Callback. Received: {one!r} in callbacks."
             )
 
 
 def adapt_callbacks(callbacks: Any, optimizer: Any) -> None:
-    """Has callbacks that write to the state of the optimizer find it where it is.
+    """Makes callbacks that write optimizer slots find them on the replicas that own them.
 
     Args:
-        callbacks: As for ``make_callbacks``.
-        optimizer: The optimizer of the model, once its step was made.
+        callbacks: See ``make_callbacks``.
+        optimizer: The optimizer of the model, after its step was made.
     """
     import keras
 
@@ -133,7 +132,7 @@ def adapt_callbacks(callbacks: Any, optimizer: Any) -> None:
 
 
 def to_list(callbacks: Any) -> list[Any]:
-    """Returns callbacks as a list, which can be gone through more than once."""
+    """Returns callbacks as a list."""
     import keras
 
     if isinstance(callbacks, keras.callbacks.CallbackList):
@@ -144,30 +143,30 @@ def to_list(callbacks: Any) -> list[Any]:
 
 
 def resume_at(callbacks: Any) -> tuple[int, int] | None:
-    """Returns where to go on, ``(epoch, step)``, if a callback says so by ``resume_at``."""
+    """Returns the first ``resume_at`` of the callbacks, ``(epoch, step)``, or None."""
     found = [getattr(one, "resume_at", None) for one in callbacks.callbacks]
     places = [place for place in found if place is not None]
     return (int(places[0][0]), int(places[0][1])) if places else None
 
 
-def passes_over(callbacks: Any) -> bool:
-    """Returns whether a callback says by ``passes_over`` that the data passes over batches."""
-    return any(getattr(one, "passes_over", False) for one in callbacks.callbacks)
+def data_skips_batches(callbacks: Any) -> bool:
+    """Returns whether a callback has ``data_skips_batches``: the data skips finished batches."""
+    return any(getattr(one, "data_skips_batches", False) for one in callbacks.callbacks)
 
 
-def names_of(callbacks: Any) -> list[str]:
-    """Returns the names of the classes of what the user gave."""
+def class_names(callbacks: Any) -> list[str]:
+    """Returns the names of the callbacks' classes."""
     return [type(one).__name__ for one in to_list(callbacks)]
 
 
-def count_of_all_workers(callbacks: Any) -> int:
-    """Returns how many callbacks say by ``for_all_workers`` that no worker can be without them."""
-    return sum(bool(getattr(one, "for_all_workers", False)) for one in to_list(callbacks))
+def count_required_on_all_workers(callbacks: Any) -> int:
+    """Returns the number of callbacks with ``required_on_all_workers``."""
+    return sum(bool(getattr(one, "required_on_all_workers", False)) for one in to_list(callbacks))
 
 
 @contextmanager
-def leaving(callbacks: Any) -> Iterator[None]:
-    """Tells callbacks that have ``on_fit_exit`` however the block ends, by an error too."""
+def on_exit(callbacks: Any) -> Iterator[None]:
+    """Calls ``on_fit_exit`` of callbacks that have it at the end of the block, on errors too."""
     try:
         yield
     finally:
@@ -177,11 +176,11 @@ def leaving(callbacks: Any) -> Iterator[None]:
 
 
 class BatchHooks:
-    """Calls the hooks around batches, of training or of evaluation.
+    """Calls the batch hooks of callbacks, in training or in evaluation.
 
-    A callback without such hooks, and the progress bar, are content with being called from time to
-    time. One that has them is called for each batch, or after each ``every_batches`` of them: an
-    attribute it may have, None for from time to time.
+    A callback with batch hooks is called for each batch, or every ``every_batches`` batches: an
+    optional attribute of it. The progress bar, other callbacks and ``every_batches = None`` are
+    called only from time to time.
 
     Attributes:
         called: Whether the hooks were called for the last call of steps.
@@ -191,28 +190,28 @@ class BatchHooks:
     def __init__(
         self,
         callbacks: Any,
-        what: str,
+        mode: str,
         *,
         steps_per_call: int | None,
         elapsed: Callable[[], float],
         agree: Callable[[Iterable[int]], list[int]] = sorted,
         stopping: Callable[[], bool] = bool,
     ) -> None:
-        """Takes the callbacks.
+        """Finds out how often each callback must be called.
 
         Args:
             callbacks: A ``CallbackList``.
-            what: ``"train"`` or ``"test"``.
-            steps_per_call: What the user asked for, to be called after each call; or None.
+            mode: ``"train"`` or ``"test"``.
+            steps_per_call: The number the user set: hooks are then called after each call. Or None.
             elapsed: A clock, in seconds.
-            agree: Returns what any worker has among numbers, sorted. Logs are read by all workers
-                together, so all call their callbacks after the same batches.
-            stopping: Whether a callback wants no more batches; asked where any was called.
+            agree: Returns the sorted union of the workers' numbers. All workers read logs together,
+                so they call their callbacks after the same batches.
+            stopping: Returns whether a callback wants to stop; asked after hooks were called.
         """
         self._stopping = stopping
-        self._begin = getattr(callbacks, f"on_{what}_batch_begin")
-        self._end = getattr(callbacks, f"on_{what}_batch_end")
-        found = [_every_batches(one, what) for one in callbacks.callbacks]
+        self._begin = getattr(callbacks, f"on_{mode}_batch_begin")
+        self._end = getattr(callbacks, f"on_{mode}_batch_end")
+        found = [_every_batches(one, mode) for one in callbacks.callbacks]
         self._every = agree({one for one in found if one is not None})
         self._steps_per_call = steps_per_call
         self._elapsed = elapsed
@@ -223,16 +222,16 @@ class BatchHooks:
         self._stops = False
 
     def begin_epoch(self, stops: bool = False) -> None:
-        """Begins to count batches from 0.
+        """Starts to count the batches of an epoch.
 
         Args:
-            stops: Whether a callback has asked to stop already, which Keras does after one batch.
+            stops: Whether a callback has asked to stop already; Keras then stops after one batch.
         """
         self._last = -1
         self._stops = stops
 
     def most(self, steps: int) -> int:
-        """Returns how many of ``steps`` steps a call may take."""
+        """Returns the largest number of steps that a call may make, up to ``steps``."""
         if self._steps_per_call is None:
             steps = min(steps, 1) if self._stops else steps
             for every in self._every:
@@ -240,7 +239,12 @@ class BatchHooks:
         return steps
 
     def before(self, batch: int, steps: int) -> int:
-        """Is told that ``steps`` batches come next, of which the first is ``batch``."""
+        """Calls the begin hooks if they are due, and returns the steps of the next call.
+
+        Args:
+            batch: The number of the next batch.
+            steps: The largest number of steps.
+        """
         steps = self.most(steps)
         seen = self.seen + steps
         due = bool(self._every) and (
@@ -252,25 +256,30 @@ class BatchHooks:
         return steps
 
     def ran(self, steps: int) -> None:
-        """Is told how many batches ran."""
+        """Counts batches that ran."""
         self.seen += steps
 
     def after(self, batch: int, logs: Callable[[], dict[str, Any]]) -> None:
-        """Is told the last batch that ran; ``logs()`` are those of the epoch so far."""
+        """Calls the end hooks if ``before`` called the begin hooks.
+
+        Args:
+            batch: The number of the last batch that ran.
+            logs: Returns the logs of the epoch so far.
+        """
         if self.called:
-            self._tell(batch, logs())
+            self._call_end(batch, logs())
 
     def stopped(self) -> bool:
-        """Returns whether a callback wants no more batches."""
+        """Returns whether a callback wants to stop."""
         return self._stops or (self.called and self._stopping())
 
     def finish(self, batch: int, logs: dict[str, Any]) -> None:
-        """Tells of the last batch of an epoch, if that was not done."""
+        """Calls both hooks for the last batch of an epoch, if they were not called."""
         if self._last < batch:
             self._begin(batch)
-            self._tell(batch, logs)
+            self._call_end(batch, logs)
 
-    def _tell(self, batch: int, logs: dict[str, Any]) -> None:
+    def _call_end(self, batch: int, logs: dict[str, Any]) -> None:
         self._end(batch, logs)
         self._last = batch
         self._shown = self._elapsed()
@@ -280,14 +289,14 @@ def _exists_per_replica(variable: Any) -> bool:
     return isinstance(variable.value, tf.distribute.DistributedValues)
 
 
-def _every_batches(callback: Any, what: str) -> int | None:
-    """After how many batches a callback must be called; None: from time to time."""
+def _every_batches(callback: Any, mode: str) -> int | None:
+    """Returns the batches between calls of a callback; None for from time to time."""
     import keras
 
     if hasattr(callback, "every_batches"):
         return None if callback.every_batches is None else int(callback.every_batches)
-    names = [f"on_{what}_batch_begin", f"on_{what}_batch_end"]
-    if what == "train":
+    names = [f"on_{mode}_batch_begin", f"on_{mode}_batch_end"]
+    if mode == "train":
         names += ["on_batch_begin", "on_batch_end"]
     every: list[int] = []
     for name in names:
@@ -305,7 +314,7 @@ def _every_batches(callback: Any, what: str) -> int | None:
 
 
 def _owner(callback: Any, name: str) -> type | None:
-    """The class a method comes from; None where the object itself has it."""
+    """Returns the class that defines a method; None if the object itself does."""
     if name in vars(callback):
         return None
     return next(one for one in type(callback).__mro__ if name in vars(one))

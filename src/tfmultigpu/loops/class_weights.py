@@ -1,4 +1,4 @@
-"""Weights of classes as weights of examples."""
+"""Conversion of class weights to sample weights."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ __all__ = ["weighting"]
 
 
 def weighting(class_weight: Any) -> Callable[..., tuple[Any, Any, Any]]:
-    """Returns the function to map a dataset of batches ``(x, y)`` by.
+    """Returns a function that adds sample weights to a batch ``(x, y)``.
 
     Args:
-        class_weight: A dict from class number to weight; classes left out weigh 1.
+        class_weight: A dict from class number to weight; missing classes weigh 1.
 
     Raises:
-        DataError: It is something else.
+        DataError: It is not such a dict.
     """
     if (
         not isinstance(class_weight, Mapping)
@@ -30,7 +30,7 @@ def weighting(class_weight: Any) -> Callable[..., tuple[Any, Any, Any]]:
         or any(int(number) != number or number < 0 for number in class_weight)
     ):
         raise DataError(
-            "class_weight is a dict from the number of a class to its weight. Received: "
+            "class_weight must be a dict from class number to weight. Received: "
             f"class_weight={class_weight!r}. Write class_weight={{0: 1.0, 1: 5.0}}."
         )
     import keras
@@ -44,14 +44,14 @@ def weighting(class_weight: Any) -> Callable[..., tuple[Any, Any, Any]]:
         x, y, sample_weight = unpack_batch(batch)
         if sample_weight is not None:
             raise DataError(
-                "There are class weights and sample weights, and which is meant is not clear. "
-                f"Received: class_weight={dict(class_weight)!r} beside the weights of the data. "
-                "Multiply them yourself, and give the product as sample weights."
+                "Class weights and sample weights cannot be combined. Received: "
+                f"class_weight={dict(class_weight)!r} beside the sample weights of the data. "
+                "Multiply them, and give the product as sample weights."
             )
         if y is None or tf.nest.is_nested(y):
             raise DataError(
-                "class_weight is for one output, whose labels are the numbers of classes or "
-                f"one-hot. Received: labels {y!r}. Give sample weights, one per output: "
+                "class_weight works only for one output with class numbers or one-hot labels. "
+                f"Received: labels {y!r}. Give sample weights for each output: "
                 "(x, y, sample_weight)."
             )
         number = _classes_of(y)
@@ -63,7 +63,7 @@ def weighting(class_weight: Any) -> Callable[..., tuple[Any, Any, Any]]:
 
 
 def _classes_of(y: Any) -> Any:
-    """The numbers of the classes: of labels ``[rows]``, ``[rows, 1]`` or one-hot."""
+    """Returns the class numbers of labels of shape ``[batch]``, ``[batch, 1]`` or one-hot."""
     if y.shape.rank == 1:
         return _rounded(y)
     if y.shape[-1] == 1:

@@ -1,4 +1,4 @@
-"""What a Keras model was compiled with, and under which strategy it lives."""
+"""Losses and metrics from ``model.compile``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tfmultigpu.losses.outputs import match_outputs
 
 __all__ = [
     "Compiled",
-    "check_keeps_to",
+    "check_keeps_methods",
     "check_labels",
     "compile_arguments",
     "read_compiled",
@@ -27,26 +27,26 @@ __all__ = [
 _FORWARD = "a forward of tmg.make_eval_step: forward(model, batch, training) returns a LossSum"
 _INSTEAD = {
     "train_step": (
-        "a forward of tmg.make_train_step: forward(model, batch, training) returns a LossSum, and "
-        "a loop of your own calls step.run(iterator, steps)"
+        "a forward of tmg.make_train_step: forward(model, batch, training) returns a LossSum; call "
+        "step.run(iterator, steps) in your own loop"
     ),
     "test_step": _FORWARD,
     "compute_loss": _FORWARD,
     "compute_metrics": f"metrics given to model.compile, or update them in {_FORWARD}",
-    "predict_step": "part of the model: what comes after the layers belongs into its call",
+    "predict_step": "part of the model's call method",
 }
 
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
-    """Losses and metrics of a model, each with the output it is for.
+    """Losses and metrics of a compiled model, each matched to its output.
 
     Attributes:
-        losses: What ``make_eval_step`` takes as loss.
-        loss_weights: What it takes as such.
-        metrics: The compiled metrics themselves, as it takes them.
-        weighted_metrics: The same for those that use sample weights.
-        arguments: What ``model.compile`` was given; another object after each compile.
+        losses: The ``loss`` argument of ``make_eval_step``.
+        loss_weights: Its ``loss_weights`` argument.
+        metrics: Its ``metrics`` argument: the model's own metric objects.
+        weighted_metrics: Its ``weighted_metrics`` argument, likewise.
+        arguments: The arguments of ``model.compile``; a new object after each compile.
     """
 
     losses: Any
@@ -57,7 +57,7 @@ class Compiled:
     _container: Any
 
     def reset(self) -> None:
-        """Sets all metrics back to nothing seen."""
+        """Resets all metrics."""
         if self._container is not None:
             self._reset()
 
@@ -67,7 +67,7 @@ class Compiled:
         return [] if self._container is None else list(self._container.variables)
 
     def results(self) -> dict[str, Any]:
-        """Returns what each metric says, under the name Keras gives it."""
+        """Returns the result of each metric, by its name in Keras."""
         return {} if self._container is None else dict(self._results())
 
     @functools.cached_property
@@ -79,7 +79,7 @@ class Compiled:
         return self._in_one_call(self._container.result)
 
     def _in_one_call(self, method: Callable[[], Any]) -> Callable[[], Any]:
-        """Variables of replicas are slow one by one; but what users write may be no graph."""
+        """Traces a method, which is faster; metrics of the user may not work in a graph."""
         metrics = tf.nest.flatten([self.metrics, self.weighted_metrics])
         if all(metric is None or is_from_keras(metric) for metric in metrics):
             traced: Any = tf.function(lambda: method(), autograph=False)
@@ -87,11 +87,11 @@ class Compiled:
         return method
 
 
-def check_keeps_to(model: Any, *methods: str) -> None:
-    """Checks that a model does not replace methods of Keras that would not be called here.
+def check_keeps_methods(model: Any, *methods: str) -> None:
+    """Checks that a model keeps methods of Keras that this library does not call.
 
     Raises:
-        CompileError: It does.
+        CompileError: The model replaces one.
     """
     import keras
 
@@ -99,21 +99,21 @@ def check_keeps_to(model: Any, *methods: str) -> None:
         own = name in vars(model) or getattr(type(model), name) is not getattr(keras.Model, name)
         if own:
             raise CompileError(
-                f"The model replaces {name} of Keras, which runs on each replica alone, so that "
-                "its result depends on how a batch was cut. Received: "
+                f"The model replaces {name} of Keras. It would run on each replica alone, so its "
+                "result would depend on the sharding of the batch. Received: "
                 f"{type(model).__name__}.{name}. Write it as {_INSTEAD[name]}."
             )
 
 
 def read_compiled(model: Any, strategy: tf.distribute.Strategy, batch_spec: Any) -> Compiled:
-    """Returns what a model was compiled with, resolved for the shapes of a batch as Keras does it.
+    """Returns the losses and metrics of a model, resolved for the shapes of a batch as in Keras.
 
-    Metrics that Keras would make when it first trains are made now, in the scope. They are the
+    Creates the metrics that Keras would create in its first training, in the scope. They are the
     model's own: ``model.metrics`` holds them afterwards.
 
     Args:
         model: A Keras model, built.
-        strategy: Where it lives.
+        strategy: Its strategy.
         batch_spec: Type specs of a batch.
 
     Raises:
@@ -145,7 +145,7 @@ def read_compiled(model: Any, strategy: tf.distribute.Strategy, batch_spec: Any)
     plain: list[list[Any]] = []
     weighted: list[list[Any]] = []
     keys = None
-    # Keras keeps the metrics of the compile before where the last one had none.
+    # Keras keeps the metrics of the previous compile if the last one had none.
     if arguments.get("metrics") or arguments.get("weighted_metrics"):
         with strategy.scope():
             container, plain, weighted, keys = _compat.compiled_metrics(model, y_true, y_pred)
@@ -160,7 +160,7 @@ def read_compiled(model: Any, strategy: tf.distribute.Strategy, batch_spec: Any)
 
 
 def check_labels(model: Any, batch_spec: Any) -> None:
-    """Checks that batches have labels where a model was compiled with what needs them.
+    """Checks that batches have labels if the compiled losses or metrics need them.
 
     Raises:
         CompileError: The model was not compiled.
@@ -169,9 +169,8 @@ def check_labels(model: Any, batch_spec: Any) -> None:
     needing = _needing_labels(compile_arguments(model))
     if needing and unpack_batch(batch_spec)[1] is None:
         raise DataError(
-            f"The model was compiled with {' and '.join(needing)}, but the data has no labels to "
-            f"compare with. Received: batches of {batch_spec}. Give (x, y) or "
-            "(x, y, sample_weight)."
+            f"The model was compiled with {' and '.join(needing)}, but the data has no labels. "
+            f"Received: batches of {batch_spec}. Give (x, y) or (x, y, sample_weight)."
         )
 
 
@@ -180,14 +179,14 @@ def _needing_labels(arguments: Any) -> list[str]:
 
 
 def compile_arguments(model: Any) -> Any:
-    """Returns what ``model.compile`` was given.
+    """Returns the arguments of ``model.compile``.
 
     Raises:
-        CompileError: It was not called.
+        CompileError: The model is not compiled.
     """
     if not getattr(model, "compiled", False):
         raise CompileError(
-            "Loss and metrics are those the model was compiled with, and it was not. Received: "
+            "The model is not compiled, so it has no loss and metrics. Received: "
             f"{type(model).__name__} {model.name!r}. In the scope, write model.compile(loss=..., "
             "metrics=[...]); or give loss and metrics to tmg.make_eval_step."
         )
@@ -195,10 +194,10 @@ def compile_arguments(model: Any) -> Any:
 
 
 def _outputs(model: Any, x: Any) -> Any:
-    """What a model returns for inputs of these types, without values."""
+    """Returns the symbolic outputs of a model for inputs of these types."""
     try:
         return model(symbolic(x), training=False)
-    except Exception:  # A model that only takes tensors may raise anything: it gets tensors.
+    except Exception:  # A model that needs real tensors may raise anything: trace it instead.
         traced: Any = tf.function(lambda x: model(x, training=False), autograph=False)
         return traced.get_concrete_function(x).structured_outputs
 
@@ -210,14 +209,14 @@ def _check_flat(y_pred: Any) -> None:
         if deep:
             shapes = tf.nest.map_structure(lambda one: tuple(one.shape), y_pred)
             raise LossError(
-                "The outputs of the model are structures inside a structure, for which losses and "
-                f"metrics cannot be told apart. Received: {shapes}. Return one dict of outputs, or "
-                "give make_eval_step a forward; predict takes any structure."
+                "The outputs of the model are nested structures, so losses and metrics cannot be "
+                f"matched to them. Received: {shapes}. Return one flat dict of outputs, or give "
+                "make_eval_step a forward. predict accepts any structure."
             )
 
 
 def _by_key(values: Any, y_pred: Any) -> Any:
-    """A list of what belongs to the outputs of a dict, with the keys as Keras orders them."""
+    """Returns a list of values for a dict of outputs as a dict, with the keys in Keras' order."""
     if isinstance(values, (list, tuple)) and isinstance(y_pred, Mapping):
         keys = list(y_pred) if len(y_pred) == 1 else sorted(y_pred)
         if len(values) == len(keys):
@@ -226,7 +225,7 @@ def _by_key(values: Any, y_pred: Any) -> Any:
 
 
 def _by_output(lists: list[list[Any]], y_pred: Any, keys: list[str] | None) -> Any:
-    """The metrics of each output as ``match_metrics`` takes them."""
+    """Returns the metrics of each output in the form that ``match_metrics`` takes."""
     if not any(lists):
         return ()
     if isinstance(y_pred, Mapping):
@@ -236,13 +235,13 @@ def _by_output(lists: list[list[Any]], y_pred: Any, keys: list[str] | None) -> A
 
 
 def _resolve(loss: Any, y_true: Any, y_pred: Any) -> Any:
-    """A loss, where "crossentropy" means the one for the shapes of labels and predictions."""
+    """Returns the loss; "crossentropy" becomes the loss for the shapes of labels and outputs."""
     import keras
 
     if isinstance(loss, (list, tuple, Mapping)):
         raise LossError(
-            f"An output has one loss. Received: {loss!r} for one of them. Add the losses up in a "
-            "function of your own that returns one value per example."
+            f"An output can have only one loss. Received: {loss!r} for one output. Write one "
+            "function that adds the losses and returns one value per example."
         )
     if not isinstance(loss, str) or loss.lower() not in ("crossentropy", "ce"):
         return loss

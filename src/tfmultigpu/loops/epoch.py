@@ -1,4 +1,4 @@
-"""One epoch of training: calls of many steps, and what they add up to."""
+"""One epoch of training: calls of several steps, and the logs they add up to."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from tfmultigpu.loops.callbacks import BatchHooks
 from tfmultigpu.loops.compiled import Compiled, compile_arguments, read_compiled
 from tfmultigpu.loops.epoch_iterator import EpochIterator
 from tfmultigpu.loops.evaluate import as_keras
-from tfmultigpu.loops.step_cache import build, kept
+from tfmultigpu.loops.step_cache import build, get_or_make
 from tfmultigpu.loops.steps_per_call import StepsPerCallTuner
-from tfmultigpu.loops.worker_agreement import of_chief, several_workers
+from tfmultigpu.loops.worker_agreement import has_several_workers, value_of_chief
 from tfmultigpu.steps.train import TrainStep, make_train_step
 
 __all__ = ["Trainer", "make_trainer"]
@@ -25,21 +25,21 @@ __all__ = ["Trainer", "make_trainer"]
 
 @dataclasses.dataclass(frozen=True)
 class Trainer:
-    """Trains with what a model was compiled with; kept with the model.
+    """Training of a compiled model; cached with the model.
 
     Attributes:
-        compiled: What that is.
-        step: The step made of it.
-        pace: How many steps a call should take.
+        compiled: The compiled losses and metrics.
+        step: The train step made of them.
+        tuner: Chooses the steps per call.
     """
 
     compiled: Compiled
     step: TrainStep
-    pace: StepsPerCallTuner
+    tuner: StepsPerCallTuner
 
     def epoch(
         self,
-        feed: EpochIterator,
+        epoch_iterator: EpochIterator,
         hooks: BatchHooks,
         *,
         first: int,
@@ -49,29 +49,29 @@ class Trainer:
         stopped: Callable[[bool], bool],
         clock: Clock,
     ) -> dict[str, Any] | None:
-        """Trains for one epoch, which ``feed`` has begun.
+        """Trains for one epoch; call ``epoch_iterator.begin_epoch`` and reset the metrics first.
 
         Args:
-            feed: The batches.
-            hooks: Who is told of batches.
+            epoch_iterator: The batches.
+            hooks: The batch hooks of the callbacks.
             first: Number of the first batch.
-            sums: Sums over the batches of the epoch so far; those of this call are added. Metrics
-                must have been reset.
-            steps_per_call: Steps in a call, or None for as many as pay.
-            stops: Whether a callback has asked to stop when the epoch began.
-            stopped: Whether to stop; asked after each call, with whether callbacks were called.
-            clock: What measures calls.
+            sums: Sums over the batches of the epoch so far; updated by this call.
+            steps_per_call: Steps in a call; None lets the tuner choose.
+            stops: Whether a callback had asked to stop before the epoch.
+            stopped: Returns whether to stop; called after each call of steps. Its argument says
+                whether callbacks were called.
+            clock: The clock that measures calls.
 
         Returns:
-            The logs; None where there were no batches.
+            The logs; None if there were no batches.
         """
         hooks.begin_epoch(stops)
         done = first
-        while most := feed.most(steps_per_call or self.pace.steps):
+        while most := epoch_iterator.most(steps_per_call or self.tuner.steps):
             asked = hooks.before(done, most)
             began = time.perf_counter()
-            found = self.step.totals(feed.iterator, asked)
-            # Reading numbers waits for the devices, so that the clock is right and Ctrl-C is heard.
+            found = self.step.totals(epoch_iterator.iterator, asked)
+            # int() waits for the devices, so the time is right and Ctrl-C is handled here.
             ran = int(found.pop("steps"))
             for name, value in found.items():
                 sums[name] = sums.get(name, 0.0) + float(value)
@@ -80,7 +80,7 @@ class Trainer:
                 done += ran
                 hooks.ran(ran)
                 hooks.after(done - 1, functools.partial(self.logs, sums))
-            if not feed.took(ran, asked) or (stops and ran) or stopped(hooks.called):
+            if not epoch_iterator.took(ran, asked) or (stops and ran) or stopped(hooks.called):
                 break
         if done == first:
             return None
@@ -89,41 +89,44 @@ class Trainer:
         return logs
 
     def logs(self, sums: Mapping[str, float]) -> dict[str, Any]:
-        """Returns what Keras reports: losses as means over batches, weighted by their rows."""
+        """Returns the logs of Keras: losses are means over batches, weighted by their examples."""
         losses = {name: sums[name] / sums["rows"] for name in sums if name.endswith("loss")}
         return as_keras(losses, self.compiled.results())
 
 
 class Clock:
-    """Time as all workers see it: measured where there is one, else what calls should have taken.
+    """Clock that reads the same on all workers.
+
+    One worker measures the time. Several workers add up the expected durations of their calls.
 
     Attributes:
-        elapsed: Returns the seconds since some moment.
+        elapsed: Returns the seconds since a fixed moment.
     """
 
     elapsed: Callable[[], float]
 
-    def __init__(self, pace: StepsPerCallTuner, strategy: tf.distribute.Strategy) -> None:
-        """Takes what knows how long calls take."""
-        self._pace = pace
-        self._told = 0.0
-        self.elapsed = (lambda: self._told) if several_workers(strategy) else time.perf_counter
+    def __init__(self, tuner: StepsPerCallTuner, strategy: tf.distribute.Strategy) -> None:
+        """Stores the tuner, which knows the durations of calls."""
+        self._tuner = tuner
+        self._expected = 0.0
+        several = has_several_workers(strategy)
+        self.elapsed = (lambda: self._expected) if several else time.perf_counter
 
     def note(self, steps: int, seconds: float) -> None:
-        """Takes note of a call that ran."""
-        self._pace.note(steps, seconds)
-        self._told += self._pace.call + steps * self._pace.step
+        """Records the duration of a call."""
+        self._tuner.note(steps, seconds)
+        self._expected += self._tuner.call + steps * self._tuner.step
 
 
 def make_trainer(
     model: Any, strategy: tf.distribute.Strategy, spec: Any, **options: Any
 ) -> Trainer:
-    """Returns what trains a compiled model on batches of these types; kept with the model.
+    """Returns the cached ``Trainer`` of a compiled model, or makes one.
 
     Args:
         model: A compiled model.
-        strategy: Where it lives.
-        spec: The types of a batch.
+        strategy: Its strategy.
+        spec: The type specs of a batch.
         options: More arguments for ``make_train_step``.
     """
 
@@ -139,12 +142,12 @@ def make_trainer(
             loss_weights=compiled.loss_weights,
             **options,
         )
-        pace = StepsPerCallTuner(functools.partial(of_chief, strategy))
-        return Trainer(compiled, step, pace)
+        tuner = StepsPerCallTuner(functools.partial(value_of_chief, strategy))
+        return Trainer(compiled, step, tuner)
 
     build(model, strategy, spec)
-    # The step itself knows what is frozen; another compile or another layer is another step.
+    # A new compile or a new layer needs a new step; the step itself handles frozen layers.
     variables = tuple(id(one) for one in model.variables)
     arguments = id(compile_arguments(model)), id(model.optimizer)
-    trainer: Trainer = kept(model, "fit", (strategy, arguments, variables, options), make)
+    trainer: Trainer = get_or_make(model, "fit", (strategy, arguments, variables, options), make)
     return trainer

@@ -5,26 +5,27 @@ from __future__ import annotations
 import dataclasses
 import functools
 import weakref
-from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from tfmultigpu.data.sharded_dataset import ShardedDataset
+from tfmultigpu.loops.callbacks import BatchHooks
 from tfmultigpu.loops.compiled import Compiled, check_labels, compile_arguments, read_compiled
 from tfmultigpu.loops.inputs import check_steps, length, no_batches, pass_batches, with_weights
-from tfmultigpu.loops.step_cache import build, checked_strategy, kept
+from tfmultigpu.loops.step_cache import build, checked_strategy, get_or_make
 from tfmultigpu.steps.evaluate import EvalStep, Totals
 from tfmultigpu.steps.train import make_eval_step
 from tfmultigpu.steps.value_agreement import check_values_alike
 from tfmultigpu.strategies.scopes import check_backend
 
-__all__ = ["REPLACED", "Evaluator", "Watch", "as_keras", "evaluate", "make_evaluator"]
+__all__ = ["UNUSED_METHODS", "Evaluator", "as_keras", "evaluate", "make_evaluator"]
 
-# Methods of Keras that would be called in an evaluation by Keras.
-REPLACED = ("test_step", "compute_loss", "compute_metrics")
-# Batches in one call into TensorFlow: enough to hide what a call costs, few enough for Ctrl-C.
+# Methods that Keras calls in an evaluation, and this library does not.
+UNUSED_METHODS = ("test_step", "compute_loss", "compute_metrics")
+# Batches in one call into TensorFlow: enough to hide the cost of a call, few enough for Ctrl-C.
 _BATCHES_PER_CALL = 32
 
 
@@ -39,31 +40,31 @@ def evaluate(
 ) -> dict[str, Any]:
     """Computes loss and metrics of a compiled model, exactly, over every example.
 
-    Runs on the strategy in whose scope the model was created, one device where in none. Under
-    several workers every worker calls it and gets everything.
+    Runs on the strategy whose scope the model was created in, or else on one device. All workers
+    must call it, and all get the result.
 
     Args:
-        model: A Keras model, compiled. Its metrics are reset, and hold their state afterwards.
-        data: Arrays ``(x, y)`` or ``(x, y, sample_weight)``, each one array or a structure of them;
-            or what ``distribute_dataset`` takes: a ``tf.data.Dataset`` or ``PyDataset`` of global
-            batches, a function that returns a generator of them; or what it returned.
-        batch_size: Rows of a global batch, for arrays only; 32 where None.
-        sample_weight: Weights beside arrays ``(x, y)``.
-        steps: Batches at most. None: all of them.
+        model: A compiled Keras model. Its metrics are reset, and hold their state afterwards.
+        data: Arrays ``(x, y)`` or ``(x, y, sample_weight)``, each an array or a structure of
+            arrays; or a ``tf.data.Dataset`` or ``PyDataset`` of global batches, a function that
+            returns a generator of them, or a result of ``distribute_dataset``.
+        batch_size: Examples in a global batch, for arrays only; None means 32.
+        sample_weight: Sample weights for arrays ``(x, y)``.
+        steps: The largest number of batches; None means all.
         verify: See ``make_eval_step``.
 
     Returns:
-        ``"loss"``, for several losses that of each output, and the metrics, with the names of
-        ``model.evaluate(return_dict=True)``: floats, arrays where a metric is one. Each loss is its
-        sum over the whole data, divided once: what all of it in one batch would give.
+        ``"loss"``, the loss of each output if there are several, and the metrics, with the names of
+        ``model.evaluate(return_dict=True)``. Values are floats, or arrays if a metric is one. Each
+        loss is its sum over all data, divided once, as if the data were one batch.
 
     Raises:
         CompileError: The model is not compiled, or replaces ``test_step``, ``compute_loss`` or
             ``compute_metrics``.
-        ScopeError: The model, or a metric it was compiled with, was created outside the scope.
-        DataError: The data has no end and ``steps`` is None; or no batches; or is no data.
+        ScopeError: The model or one of its metrics was created outside the scope.
+        DataError: The data is infinite and ``steps`` is None, is empty, or is of an unknown kind.
         LossError: The losses do not fit the outputs, or are not one value per example.
-        MetricError: A metric cannot be added over replicas.
+        MetricError: A metric cannot be summed over replicas.
 
     Example:
         >>> import keras, numpy as np, tfmultigpu as tmg
@@ -74,7 +75,7 @@ def evaluate(
         {'loss': 4.0, 'mae': 2.0}
     """
     check_backend()
-    strategy = checked_strategy(model, "evaluate", *REPLACED)
+    strategy = checked_strategy(model, "evaluate", *UNUSED_METHODS)
     check_steps(steps)
     if sample_weight is not None:
         data = with_weights(data, sample_weight)
@@ -90,31 +91,31 @@ def evaluate(
 
 @dataclasses.dataclass(frozen=True)
 class Evaluator:
-    """Evaluates whole data with what a model was compiled with.
+    """Evaluation of a compiled model; cached with the model.
 
     Attributes:
-        compiled: What that is.
-        step: The step made of it.
+        compiled: The compiled losses and metrics.
+        step: The eval step made of them.
     """
 
     compiled: Compiled
     step: EvalStep
 
     def __call__(
-        self, batches: ShardedDataset, steps: int | None, watch: Watch | None = None
+        self, batches: ShardedDataset, steps: int | None, hooks: BatchHooks | None = None
     ) -> dict[str, Any] | None:
-        """Goes over the data.
+        """Evaluates the model on the data.
 
         Args:
             batches: Shards for the replicas.
-            steps: Batches at most, or None.
-            watch: Who is told of batches while it goes on, or None.
+            steps: The largest number of batches, or None.
+            hooks: The batch hooks of callbacks, or None.
 
         Returns:
-            The logs; None where there were no batches.
+            The logs; None if there were no batches.
         """
         self.compiled.reset()
-        # Where it is known how many there are, nobody is told of a batch that does not come.
+        # With a known length no hook is called for a batch that does not come.
         limits = [most for most in (steps, length(batches, batches)) if most is not None]
         steps = min(limits, default=None)
         totals: Totals | None = None
@@ -122,16 +123,16 @@ class Evaluator:
         iterator = iter(batches)
         while steps is None or done < steps:
             asked = _BATCHES_PER_CALL if steps is None else min(steps - done, _BATCHES_PER_CALL)
-            if watch is not None:
-                asked = watch.before(done, asked)
+            if hooks is not None:
+                asked = hooks.before(done, asked)
             found = self.step.totals(iterator, asked)
             if found.steps:
                 totals = found if totals is None else totals.plus(found)
                 done += found.steps
-                if watch is not None:
-                    watch.ran(found.steps)
-                    watch.after(done - 1, functools.partial(self._logs, totals))
-            if found.steps < asked or (watch is not None and watch.stopped()):
+                if hooks is not None:
+                    hooks.ran(found.steps)
+                    hooks.after(done - 1, functools.partial(self._logs, totals))
+            if found.steps < asked or (hooks is not None and hooks.stopped()):
                 break
         return None if totals is None else self._logs(totals)
 
@@ -139,26 +140,10 @@ class Evaluator:
         return as_keras(self.step.report(totals), self.compiled.results())
 
 
-class Watch(Protocol):
-    """Who is told of batches while an evaluation goes on."""
-
-    def before(self, batch: int, steps: int) -> int:
-        """Is told the next batch, and returns how many of ``steps`` batches to do in one call."""
-
-    def ran(self, steps: int) -> None:
-        """Is told how many batches were done."""
-
-    def after(self, batch: int, logs: Callable[[], dict[str, Any]]) -> None:
-        """Is told the last batch that was done; ``logs()`` are those of all so far."""
-
-    def stopped(self) -> bool:
-        """Returns whether to leave out the batches that are left."""
-
-
 def make_evaluator(
     model: Any, strategy: tf.distribute.Strategy, spec: Any, verify: bool | str
 ) -> Evaluator:
-    """Returns what evaluates a compiled model on batches of these types; kept with the model."""
+    """Returns the cached ``Evaluator`` of a compiled model for batches of these types."""
 
     def make() -> Evaluator:
         compiled = read_compiled(model, strategy, spec)
@@ -174,15 +159,15 @@ def make_evaluator(
         return Evaluator(compiled, step)
 
     build(model, strategy, spec)
-    # Compiling again, freezing a layer or adding one is another evaluation.
+    # A new compile, a new layer or a frozen layer needs a new step.
     variables = tuple((id(one), one.trainable) for one in model.variables)
     key = strategy, id(compile_arguments(model)), variables, verify
-    evaluator: Evaluator = kept(model, "evaluate", key, make)
+    evaluator: Evaluator = get_or_make(model, "evaluate", key, make)
     return evaluator
 
 
 def as_keras(losses: Mapping[str, float], metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns logs as Keras has them: the losses of outputs only where there are several."""
+    """Returns the logs of Keras: with the losses of outputs only if there are several."""
     outputs = {name: losses[name] for name in losses if name.endswith("_loss")}
     logs: dict[str, Any] = {"loss": losses["loss"], **(outputs if len(outputs) > 1 else {})}
     for name, value in metrics.items():

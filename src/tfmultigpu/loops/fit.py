@@ -1,4 +1,4 @@
-"""``fit``: training over epochs, as Keras does it, on every strategy."""
+"""``fit``: training over epochs as in Keras, on every strategy."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from tfmultigpu.loops.callbacks import (
     BatchHooks,
     adapt_callbacks,
     check_callbacks,
-    count_of_all_workers,
-    leaving,
+    class_names,
+    count_required_on_all_workers,
+    data_skips_batches,
     make_callbacks,
-    names_of,
-    passes_over,
+    on_exit,
     resume_at,
     to_list,
 )
 from tfmultigpu.loops.compiled import check_labels, compile_arguments
 from tfmultigpu.loops.epoch import Clock, make_trainer
-from tfmultigpu.loops.evaluate import REPLACED
-from tfmultigpu.loops.fit_state import FitState, stored_beginning
+from tfmultigpu.loops.evaluate import UNUSED_METHODS
+from tfmultigpu.loops.fit_state import FitState, restored_start
 from tfmultigpu.loops.inputs import check_steps, no_batches, with_weights
 from tfmultigpu.loops.step_cache import checked_strategy
 from tfmultigpu.loops.steps_per_call import check_steps_per_call
-from tfmultigpu.loops.training_data import make_feed, split_off
+from tfmultigpu.loops.training_data import make_epoch_iterator, split_off
 from tfmultigpu.loops.validation import Validation
-from tfmultigpu.loops.worker_agreement import check_alike, is_chief, of_any, of_chief
+from tfmultigpu.loops.worker_agreement import check_alike, is_chief, union, value_of_chief
 from tfmultigpu.loops.worker_sync import WorkerSync
 from tfmultigpu.steps.value_agreement import check_values_alike
 from tfmultigpu.steps.verification import check_verify
@@ -67,40 +67,39 @@ def fit(
 ) -> Any:
     """Trains a compiled model; the result is that of ``model.fit`` on one device.
 
-    Runs on the strategy in whose scope the model was created, one device where in none. Under
-    several workers every worker calls it with the same data.
+    Runs on the strategy whose scope the model was created in, or else on one device. All workers
+    must call it with the same data.
 
     Args:
-        model: A Keras model, compiled; its optimizer and its metrics are used, and hold their state
-            afterwards.
-        data: Arrays ``(x, y)`` or ``(x, y, sample_weight)``, each one array or a structure of them;
-            or what ``distribute_dataset`` takes: a ``tf.data.Dataset`` or ``PyDataset`` of global
-            batches, a function that returns a generator of them; or what it returned.
-        batch_size: Rows of a global batch, for arrays only; 32 where None.
+        model: A compiled Keras model. Its optimizer and metrics hold their state afterwards.
+        data: Arrays ``(x, y)`` or ``(x, y, sample_weight)``, each an array or a structure of
+            arrays; or a ``tf.data.Dataset`` or ``PyDataset`` of global batches, a function that
+            returns a generator of them, or a result of ``distribute_dataset``.
+        batch_size: Examples in a global batch, for arrays only; None means 32.
         epochs: Number of the last epoch.
         initial_epoch: Epochs that were trained before.
-        steps_per_epoch: Batches of an epoch; the next goes on where it stopped. None: one pass.
-        validation_data: What ``evaluate`` takes, evaluated after epochs.
-        validation_split: Part of arrays to validate with in place of that: their last rows.
-        validation_freq: After each how many epochs, or a list of epochs, counted from 1.
-        validation_batch_size: For arrays; ``batch_size`` where None.
-        validation_steps: Batches of an evaluation at most. None: all of them.
-        shuffle: Shuffle arrays, in each pass anew. The order follows from the seed set by
-            ``keras.utils.set_random_seed`` and is the same for any number of replicas.
+        steps_per_epoch: Batches of an epoch; the next epoch continues the pass. None: one pass.
+        validation_data: Data for ``evaluate`` after epochs, of the same kinds as ``data``.
+        validation_split: Fraction of arrays to validate with instead: the last examples.
+        validation_freq: Epochs between validations, or a list of epochs, counted from 1.
+        validation_batch_size: Like ``batch_size``, for validation; None means the same.
+        validation_steps: The largest number of batches of a validation; None means all.
+        shuffle: Whether to reshuffle arrays in each pass. The order depends only on the seed of
+            ``keras.utils.set_random_seed``, not on the number of replicas.
         class_weight: A dict from class number to weight, for one output.
-        sample_weight: Weights beside arrays ``(x, y)``.
+        sample_weight: Sample weights for arrays ``(x, y)``.
         callbacks: Keras callbacks.
         micro_batches: See ``make_train_step``.
         clip_norm: See ``make_train_step``.
         loss_scale: See ``make_train_step``.
         shard_update: See ``make_train_step``.
-        shares: Relative share of each global batch per replica; equal where None.
-        steps_per_call: Steps in one call into TensorFlow. ``"auto"``: the least number that makes
-            the cost of calls small; a callback that looks at each batch still gets each. A number:
-            callbacks are called after that many. ``steps_per_execution`` of ``compile`` is one.
-        verify: See ``make_train_step``; validation is verified likewise.
-        verbose: 0, 1 (a progress bar), 2 (a line an epoch) or ``"auto"``, which is 1. Among workers
-            only the first prints.
+        shares: Relative share of each global batch per replica; None means equal shares.
+        steps_per_call: Steps in one call into TensorFlow. ``"auto"`` finds the smallest number that
+            hides the cost of a call; callbacks that need every batch still get it. A number calls
+            the callbacks after that many steps. ``steps_per_execution`` of ``compile`` sets it too.
+        verify: See ``make_train_step``; also applies to validation.
+        verbose: 0, 1 (a progress bar), 2 (a line per epoch) or ``"auto"``, which is 1. Only the
+            chief prints.
 
     Returns:
         The ``keras.callbacks.History``; ``history.history`` has the logs of each epoch.
@@ -109,12 +108,12 @@ def fit(
         CompileError: The model is not compiled, or replaces ``train_step``, ``compute_loss`` or
             ``compute_metrics``; or a callback works only in Keras' own ``fit``.
         ScopeError: The model, its optimizer or a metric was created outside the scope.
-        DataError: The data has no end and ``steps_per_epoch`` is None; or no batches; or is no
-            data; or what stands beside it does not fit it.
+        DataError: The data is infinite and ``steps_per_epoch`` is None, is empty, is of an unknown
+            kind, or does not fit another argument.
         LossError: The losses do not fit the outputs, or are not one value per example.
-        MetricError: A metric cannot be added over replicas.
-        WorkersDifferError: Workers call it with different arguments, models, losses or
-            optimizers, or a callback of only some of them changed the learning rate or the weights.
+        MetricError: A metric cannot be summed over replicas.
+        WorkersDifferError: The workers have different arguments, models, losses or optimizers; or a
+            callback of only some workers changed the learning rate or the weights.
 
     Example:
         >>> import keras, numpy as np, tfmultigpu as tmg
@@ -130,7 +129,7 @@ def fit(
     check_steps(steps_per_epoch, "steps_per_epoch")
     check_steps_per_call(steps_per_call)
     check_verify(verify)
-    strategy = checked_strategy(model, "fit", "train_step", *REPLACED)
+    strategy = checked_strategy(model, "fit", "train_step", *UNUSED_METHODS)
     arguments = compile_arguments(model)
     if isinstance(callbacks, Iterator):
         callbacks = to_list(callbacks)
@@ -160,16 +159,16 @@ def fit(
             "shares": shares,
             "steps_per_call": steps_per_call,
             "verify": verify,
-            "callbacks of tmg.Checkpoints": count_of_all_workers(callbacks),
+            "callbacks of tmg.Checkpoints": count_required_on_all_workers(callbacks),
         },
     )
     if sample_weight is not None:
         data = with_weights(data, sample_weight)
     if validation_split and validation_data is None:
         data, validation_data = split_off(data, validation_split)
-    seed = int(of_chief(strategy, random.randrange(2**31)))
-    seed, initial_epoch = stored_beginning(to_list(callbacks), seed, initial_epoch)
-    feed, spec = make_feed(
+    seed = int(value_of_chief(strategy, random.randrange(2**31)))
+    seed, initial_epoch = restored_start(to_list(callbacks), seed, initial_epoch)
+    epoch_iterator, spec = make_epoch_iterator(
         data,
         strategy,
         batch_size=batch_size,
@@ -202,56 +201,62 @@ def fit(
         verify=verify,
     )
     adapt_callbacks(callbacks, model.optimizer)
-    called = make_callbacks(
+    callback_list = make_callbacks(
         callbacks,
         model,
         epochs=epochs,
-        steps=feed.steps,
+        steps=epoch_iterator.steps,
         verbose=verbose,
         shown=is_chief(strategy),
     )
-    clock = Clock(trainer.pace, strategy)
-    together = WorkerSync(strategy, model, names_of(callbacks))
+    clock = Clock(trainer.tuner, strategy)
+    worker_sync = WorkerSync(strategy, model, class_names(callbacks))
     hooks = BatchHooks(
-        called,
+        callback_list,
         "train",
         steps_per_call=asked,
         elapsed=clock.elapsed,
-        agree=functools.partial(of_any, strategy),
+        agree=functools.partial(union, strategy),
     )
-    state = FitState(strategy, called, trainer, feed, model, hooks, seed, initial_epoch)
+    state = FitState(
+        strategy, callback_list, trainer, epoch_iterator, model, hooks, seed, initial_epoch
+    )
     if validation is not None:
-        feed.read_between(validation.pass_over, initial_epoch)
+        epoch_iterator.after_skipped_epochs(validation.skip, initial_epoch)
     model.stop_training = False
-    with leaving(called):
+    with on_exit(callback_list):
         with state.beginning():
-            called.on_train_begin()
-        place = resume_at(called)
-        check_alike(strategy, "fit", {"resume_at of a callback": place})
+            callback_list.on_train_begin()
+        position = resume_at(callback_list)
+        check_alike(strategy, "fit", {"resume_at of a callback": position})
         check_values_alike(strategy, model, model.optimizer)
-        start, step = place or (initial_epoch, 0)
+        start, step = position or (initial_epoch, 0)
         logs: dict[str, Any] = {}
-        over = state.has_ended()
-        for epoch in range(epochs if over else start, epochs):
-            called.on_epoch_begin(epoch)
-            feed.begin_epoch()
-            goes_on = place is not None and epoch == start
+        has_ended = state.has_ended()
+        for epoch in range(epochs if has_ended else start, epochs):
+            callback_list.on_epoch_begin(epoch)
+            epoch_iterator.begin_epoch()
+            resumes = position is not None and epoch == start
             first = 0
-            if goes_on:
-                first = feed.skip(start - initial_epoch, step, done=passes_over(called))
-            state.begin_epoch(resumed=goes_on and step > 0)
+            if resumes:
+                first = epoch_iterator.skip(
+                    start - initial_epoch,
+                    step,
+                    data_skips_batches=data_skips_batches(callback_list),
+                )
+            state.begin_epoch(resumed=resumes and step > 0)
             found = trainer.epoch(
-                feed,
+                epoch_iterator,
                 hooks,
                 first=first,
                 sums=state.sums,
                 steps_per_call=asked,
-                stops=together.asked_to_stop(),
-                stopped=together.stopped,
+                stops=worker_sync.asked_to_stop(),
+                stopped=worker_sync.stopped,
                 clock=clock,
             )
-            if found is None and goes_on:
-                # The epoch had ended just where the run is gone on with.
+            if found is None and resumes:
+                # The checkpoint was saved at the end of this epoch.
                 found = state.logs()
                 if found is None:
                     continue
@@ -259,21 +264,21 @@ def fit(
                 raise no_batches(data)
             logs = found
             if validation is not None and validation.is_due(epoch):
-                logs = {**logs, **validation(called)}
-            called.on_epoch_end(epoch, logs)
-            if together.end_epoch():
+                logs = {**logs, **validation(callback_list)}
+            callback_list.on_epoch_end(epoch, logs)
+            if worker_sync.end_epoch():
                 break
         if epochs > 0:
             model.optimizer.finalize_variable_values(model.trainable_weights)
-        called.on_train_end(logs)
-        together.check()
+        callback_list.on_train_end(logs)
+        worker_sync.check()
     return model.history
 
 
 def _checked_shuffle(shuffle: Any) -> bool:
     if not isinstance(shuffle, bool):
         raise DataError(
-            "shuffle is True or False: within a batch the order changes nothing. Received: "
+            "shuffle must be True or False; the order within a batch changes nothing. Received: "
             f"shuffle={shuffle!r}."
         )
     return shuffle

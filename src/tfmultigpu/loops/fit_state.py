@@ -1,4 +1,4 @@
-"""What a ``fit`` knows beside the model: callbacks, logs of the epoch so far, marks of the data."""
+"""State of a ``fit`` beside the model: callbacks, logs of the current epoch, data description."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ import numpy as np
 import tensorflow as tf
 
 from tfmultigpu.checkpoints.callback_states import CallbackStates
-from tfmultigpu.checkpoints.marks import other_data
+from tfmultigpu.checkpoints.marks import data_mismatch
 from tfmultigpu.checkpoints.state import StateVariable, fits, read_state, write_state
 from tfmultigpu.loops.callbacks import BatchHooks
 from tfmultigpu.loops.epoch import Trainer
 from tfmultigpu.loops.epoch_iterator import EpochIterator
-from tfmultigpu.loops.worker_agreement import of_chief, on_any
+from tfmultigpu.loops.worker_agreement import any_worker, value_of_chief
 from tfmultigpu.strategies.worker_exchange import WorkerExchange
 
-__all__ = ["FitState", "stored_beginning"]
+__all__ = ["FitState", "restored_start"]
 
 _log = logging.getLogger("tfmultigpu")
 
 
 class FitState:
-    """The part of a run that ``fit`` holds, for callbacks that save it.
+    """State of a ``fit``, for callbacks that save it.
 
-    Such a callback has ``on_fit_begin``, which gets this object before ``on_train_begin``. It calls
-    ``read`` to save, and ``restore`` with what was saved, at once.
+    Such a callback has ``on_fit_begin``, which receives this object before ``on_train_begin``. The
+    callback calls ``restore`` there with a saved state, and ``read`` later to save.
 
     Attributes:
-        sums: Sums over the batches of the present epoch, of which logs are made.
-        first_epoch: The epoch that the run began with, ``initial_epoch`` of its first process.
+        sums: Sums over the batches of the current epoch, from which logs are made.
+        first_epoch: The first epoch of the run: ``initial_epoch`` of its first process.
     """
 
     def __init__(
@@ -40,27 +40,27 @@ class FitState:
         strategy: tf.distribute.Strategy,
         callbacks: Any,
         trainer: Trainer,
-        feed: EpochIterator,
+        epoch_iterator: EpochIterator,
         model: Any,
         hooks: BatchHooks,
         seed: int,
         first_epoch: int,
     ) -> None:
-        """Takes what the training consists of.
+        """Stores the parts of the training.
 
         Args:
-            strategy: Where the model lives.
-            callbacks: The ``CallbackList``, whose ``on_train_begin`` was not called so far.
-            trainer: What trains.
-            feed: The batches.
+            strategy: The strategy of the model.
+            callbacks: The ``CallbackList``, before ``on_train_begin``.
+            trainer: The trainer of the model.
+            epoch_iterator: The batches.
             model: The model.
-            hooks: What is told of its batches, and counts them.
-            seed: The seed of the order of arrays.
-            first_epoch: The epoch that the run began with.
+            hooks: The batch hooks, which count batches.
+            seed: The shuffle seed of arrays.
+            first_epoch: The first epoch of the run.
         """
         self.sums: dict[str, float] = {}
         self._trainer = trainer
-        self._feed = feed
+        self._epoch_iterator = epoch_iterator
         self._model = model
         self._hooks = hooks
         self._seed = seed
@@ -68,69 +68,72 @@ class FitState:
         self._exchange = WorkerExchange(strategy)
         self._stored: Mapping[str, Any] | None = None
         self._arrays: Mapping[str, np.ndarray[Any, Any]] = {}
-        self._keepers = [one for one in callbacks.callbacks if hasattr(one, "on_fit_begin")]
-        self._states = CallbackStates(callbacks.callbacks if self._keepers else (), model)
+        self._savers = [one for one in callbacks.callbacks if hasattr(one, "on_fit_begin")]
+        self._states = CallbackStates(callbacks.callbacks if self._savers else (), model)
 
-    def restore(self, facts: Mapping[str, Any], arrays: Mapping[str, Any]) -> None:
-        """Takes what was saved; it is put back when training begins.
+    def restore(self, metadata: Mapping[str, Any], arrays: Mapping[str, Any]) -> None:
+        """Accepts a saved state; it is restored when training begins.
 
         Raises:
-            RestoreMismatchError: The data is other data than when it was saved.
+            RestoreMismatchError: The data differs from the data of the checkpoint.
         """
-        here = self._feed.mark
-        apart = {
+        here = self._epoch_iterator.description
+        differing = {
             name: value
-            for name, value in facts["data"].items()
+            for name, value in metadata["data"].items()
             if name in here and None not in (value, here[name]) and value != here[name]
         }
-        if apart:
-            told = ", ".join(f"{name}={here[name]!r}, then {apart[name]!r}" for name in apart)
-            raise other_data(
-                told,
-                "Give fit the same data and batch_size as then, or give Checkpoints another "
-                "directory to begin anew.",
+        if differing:
+            received = ", ".join(
+                f"{name}={here[name]!r}, in the checkpoint {value!r}"
+                for name, value in differing.items()
             )
-        self._stored, self._arrays = facts, arrays
-        self._hooks.seen = facts["seen"]
+            raise data_mismatch(
+                received,
+                "Give fit the same data and batch_size as before, or give Checkpoints another "
+                "directory to start over.",
+            )
+        self._stored, self._arrays = metadata, arrays
+        self._hooks.seen = metadata["seen"]
 
     @contextmanager
     def beginning(self) -> Iterator[None]:
-        """Around ``on_train_begin``: callbacks begin, and get back what was saved of them."""
-        for one in self._keepers:
+        """Restores the callbacks; the block must call ``on_train_begin``."""
+        for one in self._savers:
             one.on_fit_begin(self)
         stored = () if self._stored is None else self._stored["callbacks"]
-        begun = self._states.prepare(stored)
+        finish_prepare = self._states.prepare(stored)
         try:
             yield
         finally:
-            begun()
-        if self._keepers:
+            finish_prepare()
+        if self._savers:
             self._states.begin()
         if self._stored is not None:
-            self._states.tell_differences(stored)
+            self._states.log_differences(stored)
             self._states.write(stored, self._arrays)
 
     def has_ended(self) -> bool:
-        """Returns whether a callback had ended the run that is resumed, and is here again.
+        """Returns whether a callback had ended the resumed run and is passed again.
 
         All workers must call it: the chief decides.
         """
         if self._stored is None or not self._stored["stopped"]:
             return False
         missing = self._states.missing(self._stored["callbacks"], with_state=False)
-        # Those of the chief were saved; other workers may have fewer.
-        is_over = bool(of_chief(self._exchange.strategy, not missing))
-        if is_over:
+        # The checkpoint has the callbacks of the chief; other workers may have fewer.
+        has_ended = bool(value_of_chief(self._exchange.strategy, not missing))
+        if has_ended:
             _log.warning(
-                "This run is over: a callback ended it before its last epoch, and its checkpoint "
-                "says so. To train further, leave out the callback that ended it."
+                "A callback ended this run before its last epoch, as its checkpoint records. To "
+                "train further, leave out that callback."
             )
-        return is_over
+        return has_ended
 
     def begin_epoch(self, resumed: bool) -> None:
-        """Begins the logs of an epoch; ``resumed`` in the middle of one: where they were.
+        """Resets the logs of an epoch, or restores them if the epoch is resumed.
 
-        Call it after ``on_epoch_begin``, which callbacks then hear for the second time.
+        Call it after ``on_epoch_begin``, which is a repeated call in a resumed epoch.
         """
         self.sums.clear()
         self._trainer.compiled.reset()
@@ -138,66 +141,63 @@ class FitState:
             return
         self._states.write(self._stored["callbacks"], self._arrays)
         epoch = self._stored["epoch"]
-        slots = self._slots()
-        if epoch is None or not fits(slots, epoch["metrics"]):
-            if slots or epoch is None:
+        variables = self._metric_variables()
+        if epoch is None or not fits(variables, epoch["metrics"]):
+            if variables or epoch is None:
                 _log.warning(
-                    "The model has other metrics than when the checkpoint was saved: the logs of "
-                    "this epoch are those of its remaining batches."
+                    "The metrics of the model differ from those of the checkpoint. The logs of "
+                    "this epoch cover only its remaining batches."
                 )
             return
-        write_state(slots, self._arrays, epoch["metrics"], self._exchange)
+        write_state(variables, self._arrays, epoch["metrics"], self._exchange)
         self.sums.update(epoch["sums"])
 
     def logs(self) -> dict[str, Any] | None:
-        """Returns the logs of the epoch so far; None where there are none."""
+        """Returns the logs of the epoch so far; None before its first batch."""
         return self._trainer.logs(self.sums) if self.sums else None
 
     @property
     def seen(self) -> int:
-        """Batches so far, those before a restart included."""
+        """Batches so far, including those before a restart."""
         return self._hooks.seen
 
     def read(self, in_epoch: bool) -> tuple[dict[str, Any], dict[str, np.ndarray[Any, Any]]]:
-        """Reads all of it; every worker must call it.
+        """Reads the state; all workers must call it.
 
         Args:
             in_epoch: Whether the run is in the middle of an epoch.
 
         Returns:
-            What JSON can hold, and arrays.
+            Metadata in JSON types, and arrays.
         """
         arrays: dict[str, np.ndarray[Any, Any]] = {}
-        facts: dict[str, Any] = {
+        metadata: dict[str, Any] = {
             "callbacks": self._states.read(arrays),
             "stopped": self.stops() and not in_epoch,
             "seen": self.seen,
             "seed": self._seed,
-            "data": self._feed.mark,
+            "data": self._epoch_iterator.description,
             "epoch": None,
         }
         if in_epoch:
-            found, metrics = read_state(self._slots(), self._exchange)
+            found, metrics = read_state(self._metric_variables(), self._exchange)
             arrays.update(found)
-            facts["epoch"] = {"sums": dict(self.sums), "metrics": metrics}
-        return facts, arrays
+            metadata["epoch"] = {"sums": dict(self.sums), "metrics": metrics}
+        return metadata, arrays
 
     def stops(self) -> bool:
-        """Returns whether a callback of any worker ends the run; all must call it."""
-        return on_any(self._exchange.strategy, bool(self._model.stop_training))
+        """Returns whether a callback of any worker ends the run; all workers must call it."""
+        return any_worker(self._exchange.strategy, bool(self._model.stop_training))
 
-    def _slots(self) -> dict[str, StateVariable]:
-        variables = self._trainer.compiled.variables
-        slots = [
-            StateVariable(f"fit/metrics/{i:04d}", one, True) for i, one in enumerate(variables)
-        ]
-        return {slot.name: slot for slot in slots}
+    def _metric_variables(self) -> dict[str, StateVariable]:
+        names = {f"fit/metrics/{i:04d}": v for i, v in enumerate(self._trainer.compiled.variables)}
+        return {name: StateVariable(name, variable, True) for name, variable in names.items()}
 
 
-def stored_beginning(callbacks: Sequence[Any], seed: int, first_epoch: int) -> tuple[int, int]:
-    """Returns seed of the order of arrays and first epoch of a restored run, or those given."""
+def restored_start(callbacks: Sequence[Any], seed: int, first_epoch: int) -> tuple[int, int]:
+    """Returns the shuffle seed and first epoch of a restored run, or else the given ones."""
     for one in callbacks:
-        stored = getattr(one, "stored_beginning", None)
+        stored = getattr(one, "restored_start", None)
         if stored is not None:
             return int(stored[0]), int(stored[1])
     return seed, first_epoch

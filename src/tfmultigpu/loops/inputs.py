@@ -1,4 +1,4 @@
-"""What people hand over for one pass over data, as shards for the replicas."""
+"""Conversion of user data to shards for one pass, and its checks."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from tfmultigpu.errors import DataError, UnknownLengthError
 from tfmultigpu.strategies.topology import describe
 
 __all__ = [
+    "check_ends",
     "check_shards",
     "check_steps",
-    "has_no_end",
     "is_arrays",
     "length",
     "no_batches",
@@ -24,12 +24,12 @@ __all__ = [
 
 
 def check_steps(steps: Any, name: str = "steps") -> None:
-    """Checks a number of batches, and that a pass is not asked for inside a ``tf.function``."""
+    """Checks a number of batches, and that the caller is not inside a ``tf.function``."""
     if tf.inside_function():
         raise DataError(
-            "fit, evaluate and predict go over whole data and return numbers, so they cannot be "
-            "part of a tf.function. Call them outside of it; inside, call the steps that "
-            "tmg.make_train_step, tmg.make_eval_step and tmg.make_predict_step return."
+            "fit, evaluate and predict read all data and return numbers, so they cannot run inside "
+            "a tf.function. Call them outside. Inside, call a step of tmg.make_train_step, "
+            "tmg.make_eval_step or tmg.make_predict_step."
         )
     if steps is not None:
         check_count(name, steps, other="None")
@@ -42,17 +42,18 @@ def pass_batches(
     steps: int | None,
     name: str = "steps",
 ) -> ShardedDataset:
-    """Returns shards for the replicas; refuses data without end where ``steps`` is None.
+    """Returns shards for the replicas.
 
     Args:
         data: Arrays, a source of global batches, or a ``ShardedDataset``.
-        strategy: Where the model lives.
-        batch_size: Rows of a global batch, for arrays; 32 where None.
-        steps: Batches at most, or None.
-        name: How the caller's caller calls ``steps``.
+        strategy: The strategy of the model.
+        batch_size: Examples in a global batch, for arrays; None means 32.
+        steps: The largest number of batches, or None.
+        name: The name of ``steps`` in messages.
 
     Raises:
-        DataError: The data has no end, is none, or was distributed for something else.
+        DataError: The data is infinite and ``steps`` is None, is of an unknown kind, or was
+            distributed for another strategy.
     """
     if isinstance(data, ShardedDataset):
         check_shards(data, strategy, batch_size)
@@ -61,13 +62,21 @@ def pass_batches(
         if batch_size is None and is_arrays(data):
             batch_size = 32
         batches = distribute_dataset(data, strategy, batch_size=batch_size)
-    if steps is None and has_no_end(data, batches):
+    check_ends(data, batches, steps, name)
+    return batches
+
+
+def check_ends(data: Any, batches: ShardedDataset, steps: int | None, name: str) -> None:
+    """Checks that a pass over data ends.
+
+    Raises:
+        DataError: The data is infinite and ``steps`` is None.
+    """
+    if steps is None and _has_no_end(data, batches):
         raise DataError(
             "The data has no end, so a pass over it would never finish. Received: "
-            f"{type(data).__name__} and {name}=None. Say how many batches: {name}=100, or leave "
-            "out .repeat()."
+            f"{type(data).__name__} and {name}=None. Write {name}=100, or leave out .repeat()."
         )
-    return batches
 
 
 def check_shards(
@@ -76,26 +85,25 @@ def check_shards(
     """Checks data that is already distributed.
 
     Raises:
-        DataError: It was for another strategy, or there is a batch size beside it.
+        DataError: It was distributed for another strategy, or ``batch_size`` is set.
     """
     if data.strategy is not strategy:
         raise DataError(
-            "The data was distributed for another strategy than the one the model was created "
-            f"in. Received: data for {describe(data.strategy)}; a model of {describe(strategy)}. "
-            "Give the dataset itself, or distribute it for the strategy of the model: "
-            "tmg.distribute_dataset(dataset, strategy)."
+            "The data was distributed for another strategy than that of the model. Received: data "
+            f"for {describe(data.strategy)}; a model of {describe(strategy)}. Give the dataset "
+            "itself, or write tmg.distribute_dataset(dataset, strategy)."
         )
     if batch_size is not None:
         raise DataError(
-            f"batch_size is for arrays. Received: batch_size={batch_size} with data that is "
-            "already distributed."
+            f"batch_size works only for arrays. Received: batch_size={batch_size} with data that "
+            "is already distributed. Leave it out."
         )
 
 
-def has_no_end(data: Any, batches: Any) -> bool:
-    """Returns whether a pass over data is known never to end."""
+def _has_no_end(data: Any, batches: Any) -> bool:
+    """Returns whether data is known to be infinite."""
     if getattr(data, "num_batches", 0) is None:
-        return True  # A PyDataset says so in this way.
+        return True  # Keras: an infinite PyDataset.
     try:
         len(batches)
     except UnknownLengthError as error:
@@ -104,17 +112,17 @@ def has_no_end(data: Any, batches: Any) -> bool:
 
 
 def length(data: Any, batches: ShardedDataset) -> int | None:
-    """Returns the number of batches of a pass; None where it is not known, or none."""
+    """Returns the number of batches of a pass; None if unknown or infinite."""
     try:
         return len(batches)
     except UnknownLengthError:
-        # A PyDataset knows what the generator made of it does not.
+        # A PyDataset knows its length; the generator made of it does not.
         count = getattr(data, "num_batches", None)
         return None if count is None else int(count)
 
 
 def is_arrays(data: Any) -> bool:
-    """Returns whether data is arrays, to be cut into batches by us."""
+    """Returns whether data consists of arrays, which need a batch size."""
     if isinstance(data, (tf.data.Dataset, tf.data.Iterator, tf.distribute.DistributedDataset)):
         return False
     kinds = (bool, int, float, str, tf.RaggedTensor, tf.SparseTensor)
@@ -128,18 +136,18 @@ def with_weights(data: Any, sample_weight: Any) -> Any:
     """Returns ``(x, y, sample_weight)`` for arrays ``(x, y)``.
 
     Raises:
-        DataError: The data is no pair of arrays.
+        DataError: The data is not a pair of arrays.
     """
     if not (isinstance(data, tuple) and len(data) == 2 and is_arrays(data)):
         raise DataError(
-            "sample_weight is for arrays (x, y). Received: sample_weight with data of type "
-            f"{type(data).__name__}. A dataset yields the weights itself: (x, y, sample_weight)."
+            "sample_weight works only for arrays (x, y). Received: sample_weight with data of type "
+            f"{type(data).__name__}. Let the dataset yield (x, y, sample_weight)."
         )
     return (*data, sample_weight)
 
 
 def no_batches(data: Any) -> DataError:
-    """Returns the error for data that turned out to be empty."""
+    """Returns the error for empty data."""
     return DataError(
         f"The data has no batches. Received: {type(data).__name__}. Check its source, or a "
         "filter or take() that leaves nothing."

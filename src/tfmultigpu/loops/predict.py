@@ -12,14 +12,14 @@ import tensorflow as tf
 
 from tfmultigpu.errors import DataError
 from tfmultigpu.loops.inputs import check_steps, no_batches, pass_batches
-from tfmultigpu.loops.step_cache import build, checked_strategy, kept
+from tfmultigpu.loops.step_cache import build, checked_strategy, get_or_make
 from tfmultigpu.steps.train import make_predict_step
 from tfmultigpu.steps.value_agreement import check_values_alike
 from tfmultigpu.strategies.scopes import check_backend
 
 __all__ = ["predict"]
 
-# Predictions that may wait on a device while it computes the next ones.
+# Outputs that may stay on the device while it computes the next ones.
 _AHEAD = 2
 
 
@@ -33,27 +33,27 @@ def predict(
 ) -> Any:
     """Predicts every example once, in the order of the data.
 
-    Runs on the strategy in whose scope the model was created, one device where in none. Under
-    several workers every worker calls it and gets all predictions. The model need not be compiled.
+    Runs on the strategy whose scope the model was created in, or else on one device. All workers
+    must call it, and all get every prediction. The model need not be compiled.
 
     Args:
         model: A Keras model.
-        data: Arrays ``x``, a dict or a list of them for several inputs; or what
-            ``distribute_dataset`` takes or returned. Of batches ``(x, y)`` or
-            ``(x, y, sample_weight)`` only x is used.
-        batch_size: Rows of a global batch, for arrays only; 32 where None.
-        steps: Batches at most. None: all of them.
+        data: An array ``x``, or a dict or list of arrays for several inputs; or an argument or
+            result of ``distribute_dataset``. Batches ``(x, y)`` or ``(x, y, sample_weight)`` are
+            valid too; only x is used.
+        batch_size: Examples in a global batch, for arrays only; None means 32.
+        steps: The largest number of batches; None means all.
         verify: See ``make_predict_step``.
 
     Returns:
         Arrays of shape ``[examples, ...]`` in the structure of the model's outputs, with their
-        dtypes (text as bytes); ragged and sparse outputs stay tensors.
+        dtypes (text as bytes). Ragged and sparse outputs stay tensors.
 
     Raises:
         CompileError: The model replaces ``predict_step``.
         ScopeError: The model was created outside the scope.
-        DataError: The data has no end and ``steps`` is None; or no batches; or is no data; or the
-            outputs of different batches do not fit together.
+        DataError: The data is infinite and ``steps`` is None, is empty, or is of an unknown kind;
+            or the outputs of the batches have different shapes.
 
     Example:
         >>> import keras, numpy as np, tfmultigpu as tmg
@@ -86,7 +86,9 @@ def _predictor(model: Any, strategy: tf.distribute.Strategy, spec: Any, verify: 
     build(model, strategy, spec)
     key = strategy, tuple(id(one) for one in model.variables), verify
     proxy = weakref.proxy(model)
-    return kept(model, "predict", key, lambda: make_predict_step(proxy, strategy, verify=verify))
+    return get_or_make(
+        model, "predict", key, lambda: make_predict_step(proxy, strategy, verify=verify)
+    )
 
 
 def _to_host(output: Any) -> Any:
@@ -106,13 +108,13 @@ def _join(*parts: Any) -> Any:
     shapes = {np.shape(part)[1:] for part in parts}
     if np.ndim(parts[0]) == 0:
         raise DataError(
-            "Predictions are put together row by row, and this output has no rows: it is one "
-            "number for a batch. Return one value per row."
+            "An output has one value per batch, so predictions cannot be joined. Received: an "
+            "output of shape []. Return one value per example."
         )
     if len(shapes) > 1:
         raise DataError(
-            "The predictions of different batches differ in more than their number of rows, so "
-            f"that they do not make one array. Received: rows of shapes {sorted(shapes)}. Pad the "
-            "inputs to one length, or use make_predict_step and keep the batches apart."
+            "The predictions of the batches have different shapes, so they do not make one array. "
+            f"Received: examples of shapes {sorted(shapes)}. Pad the inputs to one length, or use "
+            "tmg.make_predict_step and keep the batches apart."
         )
     return np.concatenate(parts)

@@ -1,4 +1,4 @@
-"""How many steps one call takes: as few as hide what a call costs.
+"""Choice of the steps per call: the smallest number that hides the cost of a call.
 
 A call of ``k`` steps takes ``call + k * step`` seconds. Both are measured on the first calls, which
 train like any other.
@@ -14,19 +14,19 @@ from tfmultigpu.arguments import check_count
 
 __all__ = ["StepsPerCallTuner", "check_steps_per_call"]
 
-# What a call may cost of the time it takes.
+# The part of its time that a call may cost.
 _OVERHEAD = 0.05
 _MOST = 64
-# Seconds a call may take: Ctrl-C is heard, and a callback called, only between calls.
+# The longest call in seconds: Ctrl-C and callbacks are handled only between calls.
 _LONGEST = 0.5
 _PROBE = 8
-# Calls of one step, then calls of each length tried; of each the fastest counts, and what follows
-# from it is tried next, because other programs make a clock say too much, never too little.
+# Calls of one step, calls of each longer length, and lengths to try. The fastest call of each
+# length counts, because other programs only ever make a call slower.
 _SINGLES, _CALLS, _ROUNDS = 3, 2, 3
 
 
 def check_steps_per_call(steps_per_call: Any) -> None:
-    """Checks what the user gave.
+    """Checks the argument ``steps_per_call``.
 
     Raises:
         TypeError: It is neither ``"auto"`` nor a whole number.
@@ -37,17 +37,21 @@ def check_steps_per_call(steps_per_call: Any) -> None:
 
 
 class StepsPerCallTuner:
-    """Finds out how many steps a call should take.
+    """Tuner of the steps per call.
 
     Attributes:
-        steps: Steps to take in the next call.
-        known: Whether it has found out.
-        call: Seconds that a call costs, whatever it does; 0 until measured.
-        step: Seconds that a step takes; 0 until measured.
+        steps: Steps of the next call.
+        known: Whether the search is over.
+        call: The fixed cost of a call in seconds; 0 until measured.
+        step: The seconds of a step; 0 until measured.
     """
 
     def __init__(self, agree: Callable[[float], float] = float) -> None:
-        """Takes what turns a time into one that all workers go by."""
+        """Starts with calls of one step.
+
+        Args:
+            agree: Turns the time of this worker into one that all workers use.
+        """
         self.steps = 1
         self.known = False
         self.call = self.step = 0.0
@@ -58,11 +62,11 @@ class StepsPerCallTuner:
         self._rounds = 0
 
     def note(self, steps: int, seconds: float) -> None:
-        """Takes note of a call; ``steps`` is how many it ran, at least 1."""
+        """Records a call that ran ``steps`` steps, at least 1."""
         if self.known:
             return
         seconds = self._agree(seconds)
-        if not self._traced:  # The first call is traced, and tells nothing.
+        if not self._traced:  # The first call includes the tracing.
             self._traced = True
         elif steps == 1:
             self._singles.append(seconds)
@@ -71,8 +75,8 @@ class StepsPerCallTuner:
                 self.step = single
                 self.steps = max(1, min(_PROBE, int(0.8 * _LONGEST / single)))
                 self.known = self.steps == 1
-        elif len(self._singles) >= _SINGLES:  # Before, the user alone decides how many steps.
-            # Where an epoch ends a call may be shorter than it was meant to be.
+        elif len(self._singles) >= _SINGLES:  # Earlier longer calls were set by the user.
+            # The last call of an epoch may be shorter than ``self.steps``.
             self._times.append(((seconds - min(self._singles)) / (steps - 1), seconds / steps))
             if len(self._times) == _CALLS:
                 self._decide()

@@ -1,4 +1,4 @@
-"""Evaluating after epochs of training."""
+"""Validation after epochs of training."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from tfmultigpu.loops.callbacks import BatchHooks
 from tfmultigpu.loops.compiled import check_labels
 from tfmultigpu.loops.evaluate import make_evaluator
 from tfmultigpu.loops.inputs import check_steps, is_arrays, no_batches, pass_batches
-from tfmultigpu.loops.worker_agreement import of_any, on_any, several_workers
+from tfmultigpu.loops.worker_agreement import any_worker, has_several_workers, union
 
 __all__ = ["Validation"]
 
 
 @dataclasses.dataclass(frozen=True)
 class Validation:
-    """What is evaluated after which epochs.
+    """Validation data of a model, and the epochs to validate after.
 
     Attributes:
-        data: What the user gave.
-        batches: The same as shards for the replicas.
-        steps: Batches at most, or None.
-        frequency: After each how many epochs, or after which, counted from 1.
+        data: The data of the user.
+        batches: The data as shards for the replicas.
+        steps: The largest number of batches, or None.
+        frequency: Epochs between validations, or a list of epochs, counted from 1.
         model: The model.
-        strategy: Where it lives.
+        strategy: The strategy of the model.
         verify: See ``make_eval_step``.
     """
 
@@ -55,11 +55,11 @@ class Validation:
         steps: int | None,
         verify: bool | str,
     ) -> Validation | None:
-        """Checks what the user gave; None where there is nothing to validate with.
+        """Checks the arguments of the user; returns None if there is no validation data.
 
         Raises:
-            DataError: It is no data for this model.
-            TypeError: ``frequency`` is neither a whole number nor epochs.
+            DataError: The data does not fit the model.
+            TypeError: ``frequency`` is neither a whole number nor a list of epochs.
             ValueError: ``frequency`` is less than 1.
         """
         if data is None:
@@ -73,15 +73,15 @@ class Validation:
         return cls(data, batches, steps, frequency, model, strategy, verify)
 
     def is_due(self, epoch: int) -> bool:
-        """Returns whether to evaluate after an epoch, counted from 0."""
+        """Returns whether to validate after an epoch, counted from 0."""
         if isinstance(self.frequency, Collection):
             return epoch + 1 in self.frequency
         return (epoch + 1) % int(self.frequency) == 0
 
-    def pass_over(self, epoch: int) -> None:
-        """Begins the pass after an epoch that a run which is resumed had before, if it had one.
+    def skip(self, epoch: int) -> None:
+        """Skips the pass after an epoch that a resumed run has finished, if one was due.
 
-        A dataset that is shuffled anew in each pass counts its passes.
+        A reshuffled dataset counts its passes, so the skipped pass is begun too.
         """
         if self.is_due(epoch):
             batches = self._replay.batches
@@ -92,31 +92,31 @@ class Validation:
         return replay_of(self.batches.batches)
 
     def __call__(self, callbacks: Any) -> dict[str, Any]:
-        """Evaluates, and returns the logs with ``val_`` before their names."""
+        """Evaluates the model; returns the logs with ``val_`` before their names."""
         spec = self.batches.element_spec
         evaluator = make_evaluator(self.model, self.strategy, spec, self.verify)
         self.model.stop_evaluating = False
         callbacks.on_test_begin()
-        logs = evaluator(self.batches, self.steps, self._watch(callbacks))
+        logs = evaluator(self.batches, self.steps, self._make_hooks(callbacks))
         if logs is None:
             raise no_batches(self.data)
         callbacks.on_test_end(logs)
         return {f"val_{name}": value for name, value in logs.items()}
 
-    def _watch(self, callbacks: Any) -> BatchHooks:
-        several = several_workers(self.strategy)
+    def _make_hooks(self, callbacks: Any) -> BatchHooks:
+        several = has_several_workers(self.strategy)
 
         def stopping() -> bool:
             wanted = bool(self.model.stop_evaluating)
-            return on_any(self.strategy, wanted) if several else wanted
+            return any_worker(self.strategy, wanted) if several else wanted
 
         hooks = BatchHooks(
             callbacks,
             "test",
             steps_per_call=None,
-            # Workers have no clock in common: there nobody is called only because time went by.
+            # Several workers have no common clock, so their callbacks are never called by time.
             elapsed=float if several else time.perf_counter,
-            agree=functools.partial(of_any, self.strategy),
+            agree=functools.partial(union, self.strategy),
             stopping=stopping,
         )
         hooks.begin_epoch(stopping())

@@ -1,4 +1,4 @@
-"""What workers must decide alike, because the next step is a collective that all must join."""
+"""Decisions that all workers must make alike, because the next step is a collective."""
 
 from __future__ import annotations
 
@@ -11,31 +11,39 @@ import tensorflow as tf
 from tfmultigpu.errors import WorkersDifferError
 from tfmultigpu.strategies.worker_exchange import WorkerExchange
 
-__all__ = ["check_alike", "differ", "is_chief", "of_any", "of_chief", "on_any", "several_workers"]
+__all__ = [
+    "any_worker",
+    "check_alike",
+    "differ",
+    "has_several_workers",
+    "is_chief",
+    "union",
+    "value_of_chief",
+]
 
 
-def several_workers(strategy: tf.distribute.Strategy) -> bool:
-    """Returns whether other processes take part."""
+def has_several_workers(strategy: tf.distribute.Strategy) -> bool:
+    """Returns whether a strategy spans several workers."""
     return bool(WorkerExchange(strategy).workers > 1)
 
 
 def is_chief(strategy: tf.distribute.Strategy) -> bool:
-    """Returns whether this process has the first replica."""
+    """Returns whether this process is the chief, which has the first replica."""
     return bool(WorkerExchange(strategy).is_chief)
 
 
-def of_chief(strategy: tf.distribute.Strategy, value: float) -> float:
-    """Returns the number that the chief calls this with; all workers must call it."""
+def value_of_chief(strategy: tf.distribute.Strategy, value: float) -> float:
+    """Returns the ``value`` of the chief; all workers must call it."""
     return float(WorkerExchange(strategy).floats([value])[0, 0])
 
 
-def on_any(strategy: tf.distribute.Strategy, truth: bool) -> bool:
-    """Returns whether it is true on any worker; all workers must call it."""
-    return bool(WorkerExchange(strategy)([int(truth)]).any())
+def any_worker(strategy: tf.distribute.Strategy, flag: bool) -> bool:
+    """Returns whether ``flag`` is true on any worker; all workers must call it."""
+    return bool(WorkerExchange(strategy)([int(flag)]).any())
 
 
-def of_any(strategy: tf.distribute.Strategy, numbers: Iterable[int]) -> list[int]:
-    """Returns what any worker has among its numbers, sorted; all workers must call it."""
+def union(strategy: tf.distribute.Strategy, numbers: Iterable[int]) -> list[int]:
+    """Returns the sorted union of the workers' numbers, from 0 up; all workers must call it."""
     own = sorted(set(numbers))
     exchange = WorkerExchange(strategy)
     if exchange.workers == 1:
@@ -43,34 +51,38 @@ def of_any(strategy: tf.distribute.Strategy, numbers: Iterable[int]) -> list[int
     most = int(exchange([len(own)]).max())
     if not most:
         return []
-    told = exchange([*own, *[-1] * (most - len(own))])
-    return sorted({int(number) for number in told.ravel()} - {-1})
+    padded = exchange([*own, *[-1] * (most - len(own))])
+    return sorted({int(number) for number in padded.ravel()} - {-1})
 
 
-def check_alike(strategy: tf.distribute.Strategy, what: str, arguments: Mapping[str, Any]) -> None:
-    """Checks that all workers call something with the same arguments; all must call it.
+def check_alike(
+    strategy: tf.distribute.Strategy, function: str, arguments: Mapping[str, Any]
+) -> None:
+    """Checks that all workers call a function with the same arguments; all must call it.
 
     Args:
-        strategy: Where they run.
-        what: What they call.
-        arguments: The same names on every worker, and values whose ``repr`` says what they are.
+        strategy: The strategy of the workers.
+        function: The name of the function.
+        arguments: The arguments by name, compared by their ``repr``.
 
     Raises:
-        WorkersDifferError: They differ, which would end in a worker that waits for ever, or in
-            replicas that train differently.
+        WorkersDifferError: They differ, so a worker would wait forever or train differently.
     """
     exchange = WorkerExchange(strategy)
     if (found := exchange.find_difference(arguments)) is not None:
         name, other = found
         raise WorkersDifferError(
-            f"The workers call {what} with different arguments, and some would wait for the "
-            f"others for ever. Received: {name}={arguments[name]!r} on worker {exchange.worker}, "
-            f"and something else on worker {other}. Every worker must run the same program."
+            f"The workers call {function} with different arguments, so some would wait for the "
+            f"others forever. Received: {name}={arguments[name]!r} on worker {exchange.worker}, "
+            f"and another value on worker {other}. Run the same program on every worker."
         )
 
 
 def differ(strategy: tf.distribute.Strategy, values: Iterable[float]) -> list[bool]:
-    """Returns of each number whether it is not nearly the same everywhere; all must call it."""
-    told = WorkerExchange(strategy).floats(values)
-    near = np.isclose(told, told[:1], rtol=1e-4, atol=1e-7, equal_nan=True)
+    """Returns for each value whether it differs between workers, beyond rounding.
+
+    All workers must call it.
+    """
+    rows = WorkerExchange(strategy).floats(values)
+    near = np.isclose(rows, rows[:1], rtol=1e-4, atol=1e-7, equal_nan=True)
     return [not column.all() for column in near.T]

@@ -1,4 +1,4 @@
-"""Training that goes on, stops and changes alike on all workers."""
+"""Synchronization of what callbacks do on several workers."""
 
 from __future__ import annotations
 
@@ -9,37 +9,43 @@ import numpy as np
 import tensorflow as tf
 
 from tfmultigpu.errors import WorkersDifferError
-from tfmultigpu.loops.worker_agreement import differ, of_any, on_any, several_workers
+from tfmultigpu.loops.worker_agreement import any_worker, differ, has_several_workers, union
 
 __all__ = ["WorkerSync"]
 
 
 class WorkerSync:
-    """Looks after what callbacks do, which may be others on each worker."""
+    """Keeps workers with different callbacks in step; all workers must call every method."""
 
     def __init__(self, strategy: tf.distribute.Strategy, model: Any, names: list[str]) -> None:
-        """Takes the names of this worker's callbacks; all workers must make it."""
+        """Compares the callbacks of the workers.
+
+        Args:
+            strategy: The strategy of the model.
+            model: The model.
+            names: The class names of this worker's callbacks.
+        """
         self._strategy = strategy
         self._model = model
-        self._several = several_workers(strategy)
+        self._several = has_several_workers(strategy)
         self._same = True
         if self._several:
             numbers = [zlib.crc32(" ".join(names).encode())]
-            self._same = len(of_any(strategy, numbers)) == 1
+            self._same = len(union(strategy, numbers)) == 1
 
     def asked_to_stop(self) -> bool:
-        """Returns whether a callback of any worker has asked to stop; all must call it."""
+        """Returns whether a callback of any worker has asked to stop."""
         if self._several:
-            self._model.stop_training = on_any(self._strategy, bool(self._model.stop_training))
+            self._model.stop_training = any_worker(self._strategy, bool(self._model.stop_training))
         return bool(self._model.stop_training)
 
-    def stopped(self, told: bool) -> bool:
+    def stopped(self, called: bool) -> bool:
         """Returns whether to stop in the middle of an epoch.
 
         Args:
-            told: Whether callbacks were called, on every worker or on none.
+            called: Whether callbacks were called; the same on all workers.
         """
-        return (told or not self._several) and self.asked_to_stop()
+        return (called or not self._several) and self.asked_to_stop()
 
     def end_epoch(self) -> bool:
         """Returns whether to stop after an epoch.
@@ -51,24 +57,26 @@ class WorkerSync:
         return self.asked_to_stop()
 
     def check(self) -> None:
-        """Checks that the workers still train alike; where all have the same callbacks, briefly.
+        """Checks that all workers have the same learning rate, and the same weights.
+
+        Compares the weights only if the workers have different callbacks.
 
         Raises:
-            WorkersDifferError: They do not.
+            WorkersDifferError: The workers differ.
         """
         if not self._several:
             return
         rate = float(tf.convert_to_tensor(self._model.optimizer.learning_rate))
         sums = [] if self._same else [_total(one) for one in self._model.trainable_variables]
-        apart = differ(self._strategy, [rate, *sums])
-        if any(apart):
-            what = f"learning rate {rate:g}" if apart[0] else "weights"
+        differing = differ(self._strategy, [rate, *sums])
+        if any(differing):
+            value = f"learning rate {rate:g}" if differing[0] else "weights"
             raise WorkersDifferError(
-                "Something that only some workers do has changed their training, so that the "
-                f"replicas no longer have one model. Received: {what} of this worker, and others "
-                "elsewhere. Give callbacks that change training (ReduceLROnPlateau, "
-                "LearningRateScheduler, EarlyStopping, your own) to every worker; only those that "
-                "look and write may be for one."
+                "Only some workers changed their learning rate or weights, so the replicas no "
+                f"longer have one model. Received: {value} of this worker, and others elsewhere. "
+                "Give callbacks that change training (ReduceLROnPlateau, LearningRateScheduler, "
+                "EarlyStopping, your own) to every worker. Only callbacks that just log may run on "
+                "one worker."
             )
 
 
