@@ -7,6 +7,7 @@ import pytest
 from one_device import strategy_of
 
 from tfmultigpu.errors import WorkersDifferError
+from tfmultigpu.loops import worker_agreement
 from tfmultigpu.strategies.worker_exchange import WorkerExchange, _gather_of
 
 
@@ -36,11 +37,44 @@ def test_rows_of_all_replicas_are_gathered_in_order_and_traced_once() -> None:
     assert _gather_of(exchange.strategy).experimental_get_tracing_count() == before + 3
 
 
-def test_another_count_of_numbers_is_another_call(monkeypatch) -> None:
+def test_another_count_or_another_caller_is_another_call(monkeypatch) -> None:
     exchange = WorkerExchange(strategy_of(2))
     exchange.workers, exchange._local = 2, 1
-    other = np.array([[1, 5, 0, 0, 0, 0, 0, 0]])  # One number, 5.
-    monkeypatch.setattr(exchange, "rows", lambda own: np.concatenate([own(), other]))
+    change: dict[int, int] = {}
+
+    def rows(own):
+        other = own().copy()
+        for place, value in change.items():
+            other[0, place] = value
+        return np.concatenate([own(), other])
+
+    monkeypatch.setattr(exchange, "rows", rows)
+    change[2] = 5
     assert exchange([4]).tolist() == [[4], [5]]
-    with pytest.raises(WorkersDifferError, match=r"\[3, 1\] numbers came together"):
-        exchange([4, 5, 6])
+    for place in (0, 1):  # How many numbers, and who exchanges them.
+        change = {place: 1}
+        with pytest.raises(WorkersDifferError, match=r"and workers \[1\] were elsewhere"):
+            exchange([4, 5, 6])
+
+
+def test_the_function_that_the_user_called_is_the_purpose(monkeypatch) -> None:
+    seen = []
+
+    def rows(exchange, next_rows):
+        seen.append(next_rows()[0, 1])
+        return next_rows()
+
+    monkeypatch.setattr(WorkerExchange, "rows", rows)
+    monkeypatch.setattr(worker_agreement, "WorkerExchange", lambda strategy: as_if_two(strategy))
+    strategy = strategy_of(2)
+    for _ in range(2):
+        worker_agreement.on_any(strategy, True)
+        worker_agreement.of_chief(strategy, 1.0)
+    assert seen[:2] == seen[2:]
+    assert seen[0] != seen[1]
+
+
+def as_if_two(strategy) -> WorkerExchange:
+    exchange = WorkerExchange(strategy)
+    exchange.workers = 2
+    return exchange

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -52,20 +53,25 @@ class WorkerExchange:
             The numbers of all workers, of shape ``[workers, len(numbers)]``.
 
         Raises:
-            WorkersDifferError: Another worker told more or fewer, so it made another call.
+            WorkersDifferError: Another worker told numbers for something else.
         """
         own = np.asarray([list(numbers)], "int64")
         if self.workers == 1:
             return own
         count = own.shape[1]
+        purpose = _purpose()
+        header = [count, digest_of(purpose)]
         # Only a few lengths occur: tracing each takes a second on a busy machine.
-        length = max(_SHORTEST, 1 << count.bit_length())
-        wide = np.pad(np.insert(own, 0, count, axis=1), [(0, 0), (0, length - count - 1)])
+        length = max(_SHORTEST, 1 << (count + 1).bit_length())
+        wide = np.zeros([1, length], "int64")
+        wide[0, : count + 2] = [*header, *own[0]]
         gathered = self.rows(lambda: wide)[:: self._local]
-        counts = gathered[:, 0].tolist()
-        if set(counts) != {count}:
-            raise different_calls(f"worker by worker {counts} numbers came together")
-        return np.asarray(gathered[:, 1 : count + 1], "int64")
+        others = np.flatnonzero((gathered[:, :2] != header).any(axis=1)).tolist()
+        if others:
+            raise different_calls(
+                f"worker {self.worker} was in {purpose}, and workers {others} were elsewhere"
+            )
+        return np.asarray(gathered[:, 2 : count + 2], "int64")
 
     def rows(self, next_rows: Callable[[], Any]) -> np.ndarray[Any, Any]:
         """Returns the rows of all replicas, in their order; every worker must call it.
@@ -111,6 +117,24 @@ class WorkerExchange:
         column = int(np.flatnonzero((told != told[0]).any(axis=0))[0])
         other = np.flatnonzero(told[:, column] != told[self.worker, column])[0]
         return list(values)[column], int(other)
+
+
+def _purpose() -> str:
+    """Returns the function of this library that the user's code called, and who exchanges there.
+
+    Workers of one program exchange numbers for the same purpose. The user's code may call different
+    functions on them, whose numbers would otherwise be taken for each other.
+    """
+    frame = inspect.currentframe()
+    inner = called = ""
+    while frame is not None:
+        name = str(frame.f_globals.get("__name__"))
+        if not name.startswith("tfmultigpu."):
+            break
+        if name != __name__:
+            inner, called = inner or name, f"{name}.{frame.f_code.co_name}"
+        frame = frame.f_back
+    return f"{called} ({inner})"
 
 
 def digest_of(data: str | bytes) -> int:
