@@ -68,8 +68,8 @@ def test_the_function_that_the_user_called_is_the_purpose(monkeypatch) -> None:
     monkeypatch.setattr(worker_agreement, "WorkerExchange", lambda strategy: as_if_two(strategy))
     strategy = strategy_of(2)
     for _ in range(2):
-        worker_agreement.on_any(strategy, True)
-        worker_agreement.of_chief(strategy, 1.0)
+        worker_agreement.any_worker(strategy, True)
+        worker_agreement.value_of_chief(strategy, 1.0)
     assert seen[:2] == seen[2:]
     assert seen[0] != seen[1]
 
