@@ -56,6 +56,8 @@ def test_workers_that_read_different_data_are_told(
             ), one[case]
         assert "in pass 1 one of the first 5 batches of worker" in one["last batch"]
         assert "in pass 1 one of the first 8 batches of worker" in one["later batch"]
+        counts = {worker: 45 - worker for worker in range(workers)}
+        assert f"their numbers of batches differ. Received: {counts}" in one["one batch less"]
         assert "dataset.shuffle(size, seed=1)" in one["without a seed"]
         counts = {worker: 5 - worker for worker in range(workers)}
         assert f"their numbers of batches differ. Received: {counts}, by" in one["other length"]

@@ -16,7 +16,6 @@ import tensorflow as tf
 
 from tfmultigpu.clusters.connection import WorkerLink
 from tfmultigpu.clusters.failures import link_of_workers
-from tfmultigpu.data.batch_format import with_dependencies
 from tfmultigpu.errors import DataError
 from tfmultigpu.strategies.topology import local_replicas
 
@@ -38,8 +37,8 @@ def compared_over_workers(
 
     At the first batch of a pass a worker waits for the others. Later it sends them a digest of all
     batches so far, each time their number has doubled, and does not wait. A difference is then an
-    error at the next such batch or at the start of the next pass. At the last batch, if the dataset
-    knows its length, the worker waits for a moment.
+    error at the next such batch or at the start of the next pass. At the end of the data it waits
+    for a moment.
 
     One worker needs no check. A strategy that ``create_strategy`` did not make is not checked,
     because the check uses the connections between the workers that it opens.
@@ -54,27 +53,45 @@ def compared_over_workers(
     # Counted by type, so that a dataset that only some workers make does not shift all the others.
     kind = f"{batches.element_spec}"
     _datasets_made[kind] += 1
-    count = int(batches.cardinality())
-    compare = _Comparison(link, f"{kind} {_datasets_made[kind]}", count)
+    compare = _Comparison(link, f"{kind} {_datasets_made[kind]}", int(batches.cardinality()))
+    is_tuple = isinstance(batches.element_spec, tuple)
+    optional: Any = tf.experimental.Optional
 
     @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
-    def check(state: Any, batch: Any) -> Any:
+    def mark(*batch: Any) -> Any:
+        return optional.from_value(batch if is_tuple else batch[0])
+
+    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+    def check(state: Any, marked: Any) -> Any:
         number, compared, digest = state
-        digest = _digest(batch, digest)
-        number += 1
+        is_batch = marked.has_value()
+        digest = tf.cond(is_batch, lambda: _digest(marked.get_value(), digest), lambda: digest)
+        number += tf.cast(is_batch, tf.int64)
         power = tf.bitwise.bitwise_and(number, number - 1) == 0
 
-        def compare_batch() -> Any:
-            given = [number, compared, digest]
+        def compare_batches() -> Any:
+            given = [number, compared, digest, ~is_batch]
             return tf.numpy_function(compare, given, tf.int64, stateful=True)
 
-        due = power | (number == count)
-        compared = tf.ensure_shape(tf.cond(due, compare_batch, lambda: compared), [])
-        return (number, compared, digest), with_dependencies([compared], batch)
+        due = ~is_batch | power
+        compared = tf.ensure_shape(tf.cond(due, compare_batches, lambda: compared), [])
+        with tf.control_dependencies([compared]):
+            is_batch = tf.identity(is_batch)
+        return (number, compared, digest), (marked, is_batch)
 
+    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+    def is_a_batch(marked: Any, is_batch: Any) -> Any:
+        return is_batch
+
+    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+    def batch_of(marked: Any, is_batch: Any) -> Any:
+        return marked.get_value()
+
+    # An element after the last batch, because nobody else hears of the end of data.
+    end = tf.data.Dataset.from_tensors(0).map(lambda _: optional.empty(batches.element_spec))
     zero = tf.constant(0, tf.int64)
-    # The one-tuple keeps map from taking a tuple apart into several arguments.
-    return batches.map(lambda *batch: (batch,)).scan((zero, zero, zero), check)
+    marked = batches.map(mark).concatenate(end).scan((zero, zero, zero), check)
+    return marked.filter(is_a_batch).map(batch_of)
 
 
 class _Comparison:
@@ -86,21 +103,24 @@ class _Comparison:
         self._batches = batches
         self._passes = 0
         self._pending: dict[str, tuple[int, int]] = {}
+        self._error: DataError | None = None
 
-    def __call__(self, number: Any, current: Any, digest: Any) -> Any:
-        """Compares the batches of a pass up to ``number``; returns the number of the pass."""
-        if number == 1:
+    def __call__(self, number: Any, current: Any, digest: Any, is_end: Any) -> Any:
+        """Compares the first ``number`` batches of a pass; returns the number of the pass."""
+        if self._error is not None:  # tf.data asks again after an error, while it reads ahead.
+            raise self._error
+        is_first = number == 1 and not is_end
+        if is_first:
             self._passes += 1
             current = np.int64(self._passes)
-        key = f"data {self._name} pass {current} batch {number}"
-        value = [self._batches, int(digest)]
+        key = f"data {self._name} pass {current} {'end' if is_end else f'batch {number}'}"
+        value = [int(number) if is_end else self._batches, int(digest)]
         self._pending[key] = int(current), int(number)
-        last = _SECONDS_AT_THE_END if number == self._batches else 0.0
-        timeout = _SECONDS if number == 1 else last
+        timeout = _SECONDS if is_first else _SECONDS_AT_THE_END if is_end else 0.0
         answers = self._link.compare(key, value, timeout)
         if answers is not None:
             self._check(answers, *self._pending.pop(key))
-        elif number == 1:
+        elif is_first:
             del self._pending[key]
             _log.warning(
                 "Not all workers began to read this data within %g s, so the check that they read "
@@ -116,16 +136,17 @@ class _Comparison:
     def _check(self, answers: Mapping[int, Any], current: int, number: int) -> None:
         counts = {worker: value[0] for worker, value in sorted(answers.items())}
         if len(set(counts.values())) > 1:
-            raise DataError(
+            self._error = DataError(
                 "The workers read different data: their numbers of batches differ. Received: "
                 f"{counts}, by worker. At the end some would wait for the others forever. Give "
                 "every worker the same files."
             )
+            raise self._error
         own = answers[self._link.index]
         others = [worker for worker, value in sorted(answers.items()) if value != own]
         if others:
             place = "the first batch" if number == 1 else f"one of the first {number} batches"
-            raise DataError(
+            self._error = DataError(
                 f"The workers read different data: in pass {current} {place} of worker "
                 f"{self._link.index} differs from that of worker {others[0]}. Each worker takes "
                 "its examples of the same batches, so examples would be used twice or never. Give "
@@ -133,6 +154,7 @@ class _Comparison:
                 "keras.utils.set_random_seed(1) on every worker before the dataset is made. Sort "
                 "lists of files, and give every worker the same."
             )
+            raise self._error
 
 
 def _digest(batch: Any, previous: Any) -> Any:
