@@ -49,8 +49,7 @@ def find_batch_size(
     Raises:
         OutOfMemoryError: Not even one row fits.
         TfMultiGpuError: Called under several workers.
-        TypeError: ``try_batch`` is no function.
-        TypeError: ``start`` or ``limit`` is not a whole number.
+        TypeError: ``try_batch`` is no function, or ``start`` or ``limit`` is not a whole number.
         ValueError: ``start`` or ``limit`` is less than 1.
 
     Example:
@@ -82,7 +81,7 @@ def find_batch_size(
         if _fits(try_batch, size, out_of_memory or runs_out_of_memory):
             fits = size
             grown = 2 * size if too_large > largest else (fits + too_large) // 2
-            size = min(grown, int(largest))
+            size = min(grown, largest)
         else:
             too_large = size
             size = (fits + too_large) // 2

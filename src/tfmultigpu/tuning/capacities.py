@@ -152,7 +152,7 @@ def measured_capacities(step: Step, batch: Any, *, repeats: int = 5) -> tuple[fl
         DataError: The batch is not a whole batch of tensors or arrays.
         ShareError: The batch has fewer than four rows per replica, or no difference of time could
             be measured: give a larger batch.
-        TypeError: ``step`` is no train step.
+        TypeError: ``step`` is no train step, or ``repeats`` is not a whole number.
         ValueError: ``repeats`` is less than 1.
 
     Example:

@@ -137,8 +137,8 @@ def profile_step(
 
     Raises:
         DataError: The data is empty.
-        TypeError: ``step`` is no train step, or ``data`` no batches.
-        ValueError: ``steps`` is not a whole number from 1 on.
+        TypeError: ``step`` is no train step, ``data`` no batches, or ``steps`` not a whole number.
+        ValueError: ``steps`` is less than 1.
 
     Example:
         >>> import keras, numpy as np, tfmultigpu as tmg
@@ -195,7 +195,8 @@ def check_steps(steps: Any) -> None:
     """Checks how many steps are to be timed.
 
     Raises:
-        ValueError: It is not a whole number from 1 on.
+        TypeError: It is not a whole number.
+        ValueError: It is less than 1.
     """
     check_count("steps", steps)
 
