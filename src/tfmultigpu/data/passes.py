@@ -120,7 +120,7 @@ class _Walk:
 
     def _visit(self, name: str, below: bool) -> None:
         node = self._nodes[name.split(":")[0].lstrip("^")]
-        kind = _kind(node)
+        kind = _dataset_type(node)
         if kind is None:
             return
         self._seen.add(node.name)
@@ -136,7 +136,7 @@ class _Walk:
         # The walk stops at all others, such as cache, repeat and concatenate.
 
 
-def _kind(node: Any) -> str | None:
+def _dataset_type(node: Any) -> str | None:
     """Returns "Map" for MapDataset and MapDatasetV2; None for a node that is not a dataset."""
     name, _, version = node.op.partition("Dataset")
     is_dataset = node.op != name and (version == "" or version[1:].isdigit())
@@ -144,7 +144,7 @@ def _kind(node: Any) -> str | None:
 
 
 def _reshuffles(node: Any) -> bool:
-    kind = _kind(node)
+    kind = _dataset_type(node)
     if kind == "Random":
         return bool(node.attr["rerandomize_each_iteration"].b)
     return kind in _SHUFFLES and bool(node.attr["reshuffle_each_iteration"].b)

@@ -116,7 +116,7 @@ def _holding_class() -> Any:
             super().__exit__(*args)
 
         def current(self, variable: Any) -> tf.Tensor:
-            value = self._found(variable)
+            value = self._held_value(variable)
             return tf.convert_to_tensor(_own_value(variable) if value is None else value)
 
         def add_update(self, update: tuple[Any, Any]) -> None:
@@ -125,17 +125,17 @@ def _holding_class() -> Any:
                 self._assign_at_once(variable)
                 with _outside_scopes():
                     variable.assign(value)
-                _note(self.at_once, variable)
+                _append_once(self.at_once, variable)
             else:
                 # A gradient stops at the variable, as for a real assignment.
                 self._values[id(variable)] = tf.stop_gradient(value)
-            _note(self.variables, variable)
+            _append_once(self.variables, variable)
 
         def get_current_value(self, variable: Any) -> Any:
             # A loop body must find the value that its last iteration assigned.
             if self._in_inner_graph() and not variable.trainable:
                 self._assign_at_once(variable)
-            value = self._found(variable)
+            value = self._held_value(variable)
             if value is None:
                 return _own_value(variable)
             value = _aggregated(variable, value)
@@ -144,10 +144,10 @@ def _holding_class() -> Any:
         def _in_inner_graph(self) -> bool:
             return tf.compat.v1.get_default_graph() is not self._graph
 
-        def _found(self, variable: Any) -> Any:
+        def _held_value(self, variable: Any) -> Any:
             value = self._values.get(id(variable))
             if value is None and self._outer is not None:
-                return self._outer._found(variable)
+                return self._outer._held_value(variable)
             return value
 
         def _assign_at_once(self, variable: Any) -> None:
@@ -156,7 +156,7 @@ def _holding_class() -> Any:
                 self._outer._assign_at_once(variable)
             value = self._values.pop(id(variable), None)
             if value is not None:
-                _note(self.at_once, variable)
+                _append_once(self.at_once, variable)
                 with self._graph.as_default(), _outside_scopes():
                     variable.assign(value)
 
@@ -190,7 +190,7 @@ def _own_value(variable: Any) -> Any:
         return variable.value
 
 
-def _note(variables: list[Any], variable: Any) -> None:
+def _append_once(variables: list[Any], variable: Any) -> None:
     if all(variable is not one for one in variables):
         variables.append(variable)
 

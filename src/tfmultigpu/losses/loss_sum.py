@@ -165,7 +165,7 @@ def loss_term(loss: Any, y_true: Any, y_pred: Any, sample_weight: Any = None) ->
         sample_weight: Weights, or None.
     """
     unreduced: list[Any] = []
-    couples = isinstance(loss, _couples_examples())
+    couples = isinstance(loss, _coupling_losses())
     if not couples and _may_mix_axes(loss, y_true, y_pred, sample_weight):
         shapes = y_true, y_pred, sample_weight
         check_row_axes(loss, _elementwise(loss, []), *shapes, throughout=_is_from_keras(loss))
@@ -296,7 +296,7 @@ def _is_from_keras(loss: Any) -> bool:
     return is_part_of_keras(source)
 
 
-def _couples_examples() -> tuple[type, ...]:
+def _coupling_losses() -> tuple[type, ...]:
     """Returns the Keras losses whose value for one example depends on the rest of the batch."""
     import keras
 

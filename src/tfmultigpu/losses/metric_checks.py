@@ -59,7 +59,7 @@ def check_adds(metric: Any, y_true: Any, y_pred: Any, sample_weight: Any = None)
     for variable in metric.variables:
         dtype = tf.as_dtype(variable.dtype)
         if not (dtype.is_floating or dtype.is_integer or dtype.is_complex):
-            raise _refused(metric, variable, f"is of type {dtype.name}, which cannot be added")
+            raise _not_a_sum(metric, variable, f"is of type {dtype.name}, which cannot be added")
     if any(isinstance(value, tf.Variable) for value in vars(metric).values()):
         warn_unknown(metric, "it keeps a tf.Variable; create it with self.add_variable")
         return
@@ -78,7 +78,7 @@ def _check(metric: Any, y_true: Any, y_pred: Any, sample_weight: Any) -> Excepti
         try:
             with tf.init_scope(), warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # Warnings about synthetic data help nobody.
-                shrink = _shrinking(y_pred)
+                shrink = _axes_to_cut(y_pred)
                 given = _made_up(y_true, labels, shrink), _made_up(y_pred, predictions, shrink)
                 weight = _made_up(sample_weight, _weights, shrink)
                 found = _find_non_sum(metric, given, weight)
@@ -86,7 +86,7 @@ def _check(metric: Any, y_true: Any, y_pred: Any, sample_weight: Any) -> Excepti
             failure = error
             continue
         if found is not None:
-            raise _refused(metric, *found)
+            raise _not_a_sum(metric, *found)
         return None
     return failure
 
@@ -153,10 +153,10 @@ def _find_non_sum(metric: Any, given: tuple[Any, Any], weight: Any) -> tuple[Any
     """Returns the first variable that is not a sum, with a reason; None if all are sums."""
 
     def added(start: int, rows: slice) -> list[np.ndarray]:
-        before = [_full(variable, start) for variable in metric.variables]
+        before = [_filled(variable, start) for variable in metric.variables]
         weighted = {} if weight is None else {"sample_weight": _cut(weight, rows)}
         after = metric.stateless_update_state(before, *_cut(given, rows), **weighted)
-        return [_wide(a) - _wide(b) for a, b in zip(after, before, strict=True)]
+        return [_to_float64(a) - _to_float64(b) for a, b in zip(after, before, strict=True)]
 
     # An update with the same rows must add the same to any state.
     both = slice(0, 2)
@@ -201,15 +201,15 @@ def _largest_difference(
         apart -= 16.0 * epsilon + _RELATIVE * np.nan_to_num(np.abs(one))
     if not np.any(apart > 0):
         return None
-    where = np.unravel_index(np.argmax(apart), apart.shape)
-    return one[where].item(), other[where].item()
+    index = np.unravel_index(np.argmax(apart), apart.shape)
+    return one[index].item(), other[index].item()
 
 
-def _full(variable: Any, value: int) -> Any:
+def _filled(variable: Any, value: int) -> Any:
     return tf.cast(tf.fill(variable.shape, value), variable.dtype)
 
 
-def _wide(tensor: Any) -> np.ndarray:
+def _to_float64(tensor: Any) -> np.ndarray:
     tensor = tf.convert_to_tensor(tensor)
     return np.asarray(tf.cast(tensor, tf.complex128 if tensor.dtype.is_complex else tf.float64))
 
@@ -234,7 +234,7 @@ def _ramp(shape: list[int]) -> np.ndarray:
     return np.linspace(0.1, 0.8, math.prod(shape)).reshape(shape)
 
 
-def _shrinking(y_pred: Any) -> dict[int, int]:
+def _axes_to_cut(y_pred: Any) -> dict[int, int]:
     """Returns the axes of large predictions, except the last, to cut to two positions."""
     shapes = [tuple(spec.shape) for spec in tf.nest.flatten(y_pred)]
     if max((math.prod(size or 1 for size in shape[1:]) for shape in shapes), default=0) < _ELEMENTS:
@@ -281,7 +281,7 @@ def _cut(structure: Any, rows: slice) -> Any:
     return tf.nest.map_structure(cut, structure)
 
 
-def _refused(metric: Any, variable: Any, problem: str) -> MetricError:
+def _not_a_sum(metric: Any, variable: Any, problem: str) -> MetricError:
     return MetricError(
         "The state of a metric is added over replicas, so it must be made of sums over rows. "
         f"Received: {metric.name!r}, whose variable {variable.path!r} {problem}. {_KEEP_SUMS}"
