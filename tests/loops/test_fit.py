@@ -258,7 +258,7 @@ def fitted(lines, data, **options):
 def test_an_epoch_goes_on_where_the_one_before_stopped(lines):
     ours, theirs = fitted(lines, with_known_length, epochs=5, steps_per_epoch=3)
     assert len(ours) == len(theirs) == 1
-    assert "an epoch of 3 batches ends after 1, and the next begins a new pass" in ours[0]
+    assert "an epoch of 3 batches ends after 1, and the next one starts a new pass" in ours[0]
     assert "steps_per_epoch * epochs" in ours[0]
     assert fitted(lines, lambda: as_dataset(BATCHES).repeat(), epochs=3, steps_per_epoch=4) == [
         [],
