@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import numbers
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -21,7 +22,7 @@ def check_count(
 ) -> int:
     """Returns an argument that is a whole number, as Python's ``int``.
 
-    NumPy's integers and eager scalar tensors of integers are whole numbers too.
+    Integers of NumPy, eager scalar tensors of integers and floats such as 3.0 are whole numbers too.
 
     Args:
         name: The name of the argument, for the error.
@@ -46,12 +47,16 @@ def check_count(
     if isinstance(value, bool):
         raise (error or TypeError)(wrong)
     try:
-        number = operator.index(value)
+        number = int(value) if _is_whole_float(value) else operator.index(value)
     except TypeError:
         raise (error or TypeError)(wrong) from None
     if number < least:
         raise (error or ValueError)(wrong)
     return number
+
+
+def _is_whole_float(value: Any) -> bool:
+    return isinstance(value, numbers.Real) and math.isfinite(value) and value == int(value)
 
 
 def count_option(least: int = 1, most: float = math.inf) -> Callable[[str], int]:
