@@ -12,13 +12,15 @@ import tensorflow as tf
 from tfmultigpu.arguments import check_count, count_option
 
 
-@pytest.mark.parametrize("value", [3, np.int8(3), np.uint64(3), np.array(3), tf.constant(3)])
+@pytest.mark.parametrize(
+    "value", [3, 3.0, np.float32(3), np.int8(3), np.uint64(3), np.array(3), tf.constant(3)]
+)
 def test_whole_numbers_of_every_kind_become_an_int(value: Any) -> None:
     found = check_count("steps", value)
     assert (found, type(found)) == (3, int)
 
 
-@pytest.mark.parametrize("value", [True, np.True_, 2.0, np.float32(2), "2", None, (1,), 1 + 0j])
+@pytest.mark.parametrize("value", [True, np.True_, 2.5, np.nan, "2", None, (1,), 1 + 0j])
 def test_everything_else_is_a_type_error(value: Any) -> None:
     with pytest.raises(TypeError) as caught:
         check_count("steps", value)

@@ -22,7 +22,7 @@ def check_count(
 ) -> int:
     """Returns an argument that is a whole number, as Python's ``int``.
 
-    Integers of NumPy, eager scalar tensors of integers and floats such as 3.0 are whole numbers too.
+    Integers of NumPy, eager scalar tensors of integers and floats such as 3.0 count as well.
 
     Args:
         name: The name of the argument, for the error.
@@ -47,7 +47,7 @@ def check_count(
     if isinstance(value, bool):
         raise (error or TypeError)(wrong)
     try:
-        number = int(value) if _is_whole_float(value) else operator.index(value)
+        number = int(float(value)) if _is_float(value) else operator.index(value)
     except TypeError:
         raise (error or TypeError)(wrong) from None
     if number < least:
@@ -55,8 +55,9 @@ def check_count(
     return number
 
 
-def _is_whole_float(value: Any) -> bool:
-    return isinstance(value, numbers.Real) and math.isfinite(value) and value == int(value)
+def _is_float(value: Any) -> bool:
+    whole = isinstance(value, numbers.Integral)
+    return isinstance(value, numbers.Real) and not whole and float(value).is_integer()
 
 
 def count_option(least: int = 1, most: float = math.inf) -> Callable[[str], int]:
