@@ -315,7 +315,9 @@ class TrainStep:
         trained = self._missing.trained(variables, total, overwritten)
         gradients = [gradient for gradient in total if gradient is not None]
         norm = global_norm(gradients)
-        logs["finite"] = tf.constant(True) if scale is None else all_finite([*gradients, *new])
+        # Clipping by a norm that overflows would make every gradient NaN.
+        checked = [*gradients, *new] if clip_norm is None else [*gradients, *new, norm]
+        logs["finite"] = tf.constant(True) if scale is None else all_finite(checked)
         if clip_norm is not None:
             gradients = clipped(gradients, clip_norm, norm)
         gradients, trained = gradients + new, trained + overwritten
