@@ -245,7 +245,7 @@ MUTATIONS = (
             (
                 "result = self._phase(shards, scale)",
                 "result = self._phase(shards, scale)\n"
-                "        result = result._replace(parts=[\n"
+                "        result = dataclasses.replace(result, parts=[\n"
                 "            [*clipped(one[:-1], self._options.clip_norm or 1e9, "
                 "global_norm(one[:-1])), one[-1]]\n"
                 "            for one in result.parts])",

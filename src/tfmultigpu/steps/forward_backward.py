@@ -53,7 +53,8 @@ class Findings(NamedTuple):
     overwritten: list[Any]
 
 
-class PhaseResult(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class PhaseResult:
     """Tensors of all replicas of this process, and facts about them.
 
     Attributes:
@@ -71,7 +72,8 @@ class PhaseResult(NamedTuple):
     findings: Findings
 
 
-class _Pass(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class _Pass:
     """One forward and backward pass on one replica.
 
     Attributes:
@@ -126,7 +128,9 @@ class ReplicaPhase:
         numbers = local_replicas(self._strategy)
         replicas = self._strategy.num_replicas_in_sync
         count = len(result.findings.overwritten)
-        return result._replace(parts=spread_over_replicas(result.parts, count, numbers, replicas))
+        return dataclasses.replace(
+            result, parts=spread_over_replicas(result.parts, count, numbers, replicas)
+        )
 
     def _run(self, shards: Shards, loss_scale: Any) -> PhaseResult:
         replicas = self._strategy.num_replicas_in_sync
@@ -143,20 +147,25 @@ class ReplicaPhase:
 
             if self._micro_batches == 1:
                 values, states = self._strategy.run(once, args=(shard, None, *fixed))
-                _, _, held, findings = passes[-1]
-                return PhaseResult(self._local(values), held.variables, states, findings)
+                one = passes[-1]
+                return PhaseResult(self._local(values), one.held.variables, states, one.findings)
             # A loop must know what it carries before it is traced. So one micro-batch is traced
             # first, in a graph that is thrown away.
             with _compat.scratch_graph():
                 self._strategy.run(once, args=(shard, _unknown_part(), *fixed))
-            values, _, held, findings = passes[-1]
+            look = passes[-1]
 
             def further(*args: Any) -> tuple[list[tf.Tensor], Held]:
                 one = replica(*args)
                 return one.values, one.held
 
             addition = MicroBatchSum.like(
-                values, held, len(findings.overwritten), further, self._objective.model, seeds
+                look.values,
+                look.held,
+                len(look.findings.overwritten),
+                further,
+                self._objective.model,
+                seeds,
             )
             alike = len(set(self._options.micro_batches)) == 1
             loop = self._loop_around_replicas if alike else self._loop_in_replicas
@@ -167,7 +176,7 @@ class ReplicaPhase:
             [one[:end] for one in flat],
             addition.states,
             [per_replica(self._strategy, one) for one in states],
-            findings,
+            look.findings,
         )
 
     def _loop_around_replicas(
@@ -270,7 +279,8 @@ class ReplicaPhase:
                 update_metrics(self._options.weighted_metrics, one.outputs, counts, weighted=True)
         states = [one.held.current(variable) for variable in one.held.variables]
         with tf.control_dependencies([*checks, *states]):
-            return one._replace(values=[*one.values[:-1], tf.identity(one.values[-1])])
+            values = [*one.values[:-1], tf.identity(one.values[-1])]
+            return dataclasses.replace(one, values=values)
 
     def _compiled(self, given: list[Any], *args: Any) -> _Pass:
         """Forward and backward by XLA; what metrics need of the outputs comes out as tensors."""

@@ -8,9 +8,10 @@ A step has two phases inside one ``tf.function``::
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import tensorflow as tf
 
@@ -39,7 +40,8 @@ __all__ = ["Reduced", "TrainStep"]
 _SUM = "sum of "  # Before the names of what ``totals`` returns.
 
 
-class Reduced(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Reduced:
     """The gradient of the global batch, and everything else that an update needs.
 
     Attributes:
@@ -327,7 +329,7 @@ class TrainStep:
         return cast, trained, logs
 
     def _update(self, reduced: Reduced, after: Sequence[Any]) -> None:
-        gradients, variables, _, finite, held, states = reduced
+        gradients, variables, states = reduced.gradients, reduced.variables, reduced.states
         optimizer = unwrap_optimizer(self.optimizer)
 
         # A step whose gradients fail is not counted and changes nothing.
@@ -346,10 +348,10 @@ class TrainStep:
 
         if states:  # Also where the update is skipped, and before it: weights may be among them.
             run = self.strategy.run
-            run(lambda g, s: assign_held(held, s, [*after, *g]), args=(gradients, states))
+            run(lambda g, s: assign_held(reduced.held, s, [*after, *g]), args=(gradients, states))
         if self.loss_scale is None:
             update()
             return
-        tf.cond(finite, update, lambda: tf.constant(False))
+        tf.cond(reduced.finite, update, lambda: tf.constant(False))
         with tf.control_dependencies(after):
-            self.loss_scale.update(tf.identity(finite))
+            self.loss_scale.update(tf.identity(reduced.finite))

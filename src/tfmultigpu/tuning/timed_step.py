@@ -8,6 +8,7 @@ reads the clock.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import time
 from collections.abc import Callable, Sequence
@@ -82,7 +83,7 @@ class TimedStep(TrainStep):
         gradients = [
             per_replica(self.strategy, one) if isinstance(one, list) else one for one in waiting
         ]
-        update(found._replace(gradients=gradients), after)
+        update(dataclasses.replace(found, gradients=gradients), after)
         values = [reduced]
         for variable in found.variables:
             for copy in self.strategy.experimental_local_results(variable.value):
@@ -111,7 +112,7 @@ class _TimedPhase:
         self.times = [begin, *ends]
         with tf.control_dependencies(ends):
             parts = [[_after(None, tensor) for tensor in one] for one in result.parts]
-        return result._replace(parts=parts)
+        return dataclasses.replace(result, parts=parts)
 
 
 def _clock(tensors: Sequence[Any]) -> Any:
