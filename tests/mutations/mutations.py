@@ -273,7 +273,7 @@ MUTATIONS = (
                 "result = self._phase(shards, scale)",
                 "result = self._phase(shards, scale)\n        self._one = result.parts[0][:-1]",
             ),
-            ("else all_finite([*gradients, *new])", "else all_finite(self._one)"),
+            ("else all_finite(checked)", "else all_finite(self._one)"),
         ),
         (f"{SCALING}[1]",),
     ),
