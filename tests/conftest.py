@@ -11,6 +11,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 os.environ.setdefault("KERAS_BACKEND", "tensorflow")
 
 import pytest
+from promises import PROMISES, UNITS
 
 VIRTUAL_CPUS = 8
 # Files that take longest, those that start processes before the others: with them at the end, one
@@ -91,6 +92,11 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    quick = set(PROMISES.values())
+    for item in items:
+        name = item.nodeid.removeprefix("tests/")
+        if name in quick or name.partition("::")[0] in UNITS:
+            item.add_marker(pytest.mark.quick)
     places = {name: place for place, name in enumerate(LONGEST)}
     # Stable: the order within a file, and of the other files, stays.
     items.sort(key=lambda item: places.get(item.path.name, len(places)))

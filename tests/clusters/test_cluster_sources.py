@@ -14,7 +14,7 @@ from tfmultigpu.clusters.preflight import preflight
 from tfmultigpu.clusters.processes import free_addresses, worker_environment
 from tfmultigpu.clusters.sources import SOURCES, cluster_from_environment, why_no_cluster
 from tfmultigpu.clusters.spec import WRITTEN, Cluster, ClusterSource
-from tfmultigpu.diagnostics.environment import concealed, relevant
+from tfmultigpu.diagnostics.environment import describe_variables, redact
 from tfmultigpu.errors import ClusterError
 
 
@@ -114,9 +114,7 @@ def test_the_launcher_and_reports_know_the_variables_of_all_sources() -> None:
     assert "SLURM_PROCID" in told
     assert worker_environment(["127.0.0.1:1"], 0, {**told, "HOME": "/root"}) == {"HOME": "/root"}
     for source in SOURCES:
-        assert set(source.shown) <= set(relevant(dict.fromkeys(source.shown, "1")))
+        assert set(source.shown) <= set(describe_variables(dict.fromkeys(source.shown, "1")))
         for name in source.hosts:
-            assert (
-                concealed("on gpu-7.example now", {name: "gpu-7.example"}) == "on <not shown> now"
-            )
+            assert redact("on gpu-7.example now", {name: "gpu-7.example"}) == "on <not shown> now"
     assert [source.is_present(SHIP) for source in ALL] == [False, False, True]
