@@ -130,7 +130,7 @@ def test_the_graph_tells_how_often_a_draw_goes_through_the_rows(name, monkeypatc
         found.append(passes_of(shape))
         return found[-1]
 
-    monkeypatch.setattr("tfmultigpu.draw_places.passes_of", noting)
+    monkeypatch.setattr("tfmultigpu.steps.draw_places.passes_of", noting)
     drawing(function, x).get_concrete_function()
     assert found
     assert set(found) == {passes}
