@@ -346,6 +346,50 @@ def test_values_that_differ_on_replicas_are_kept_apart(tmp_path: Path) -> None:
         assert copies(strategy, model.variables[0]) == [[1.0, 1.0]] * replicas
 
 
+class Counting(keras.layers.Layer):
+    """Holds variables that Keras does not track."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = tf.Variable(0, aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA)
+        self.tables = {
+            "mean": [tf.Variable([0.0, 0.0], synchronization=tf.VariableSynchronization.ON_READ)]
+        }
+        self.same = self.calls
+        self.inner = keras.layers.Dense(2)
+
+    def call(self, inputs: Any) -> Any:
+        self.calls.assign_add(1)
+        return self.inner(inputs)
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_variables_that_keras_does_not_track_are_saved(replicas: int, tmp_path: Path) -> None:
+    def build() -> tuple[tmg.Checkpoints, Counting]:
+        with strategy_of(replicas).scope():
+            layer = Counting()
+            model = keras.Sequential([keras.Input((3,)), layer])
+            optimizer = keras.optimizers.SGD()
+        return tmg.Checkpoints(tmp_path, model, optimizer), layer
+
+    run, layer = build()
+    layer.calls.assign(7)
+    local = strategy_of(replicas).experimental_local_results
+    for number, copy in enumerate(local(layer.tables["mean"][0])):
+        copy.assign([number, 1.0])
+    path = run.save()
+    with np.load(path / "arrays.npz") as arrays:
+        found = [name.split("/", 2)[2] for name in arrays if name.startswith("attributes/")]
+    assert [name.split("/")[1] for name in found] == ["calls", "tables.mean.0"]
+    again, other = build()
+    again.restore()
+    assert other.calls.numpy() == 7
+    for here, there in zip(
+        local(other.tables["mean"][0]), local(layer.tables["mean"][0]), strict=True
+    ):
+        np.testing.assert_array_equal(here.numpy(), there.numpy())
+
+
 def test_bfloat16_is_stored_as_what_numpy_reads(tmp_path: Path) -> None:
     def build() -> Any:
         return keras.Sequential([keras.Input((3,)), keras.layers.Dense(2, dtype="bfloat16")])

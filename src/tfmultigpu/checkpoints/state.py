@@ -13,6 +13,7 @@ import tensorflow as tf
 from tfmultigpu import _compat
 from tfmultigpu.errors import CheckpointError
 from tfmultigpu.optimizers.loss_scaling import kept_loss_scale, make_loss_scale
+from tfmultigpu.strategies.scopes import all_layers
 from tfmultigpu.strategies.worker_exchange import WorkerExchange, digest_of
 
 __all__ = [
@@ -69,6 +70,12 @@ def state_variables(
                 StateVariable(name, getattr(scale, name.split("/")[1])) for name in _LOSS_SCALE
             ]
     seeds = _compat.global_seeds()
+    known = {id(_tf_variable(one.variable)) for one in found}
+    found += [
+        StateVariable(f"attributes/{i:04d}/{path}", variable, True)
+        for i, (path, variable) in enumerate(_plain_variables(model))
+        if id(variable) not in known
+    ]
     if seeds is not None:
         found.append(StateVariable(_GLOBAL_SEEDS, seeds.state))
     for name, owner in extra.items():
@@ -185,6 +192,31 @@ def write_state(
                 copy.assign(_to_tensor(value, copy.dtype))
         else:
             one.variable.assign(_to_tensor(value, one.variable.dtype))
+
+
+def _plain_variables(model: Any) -> list[tuple[str, Any]]:
+    """Returns each ``tf.Variable`` of numbers in an attribute of a layer, and its path.
+
+    Keras tracks only its own variables.
+    """
+    found: dict[int, tuple[str, Any]] = {}
+
+    def visit(path: str, value: Any) -> None:
+        if isinstance(value, tf.Variable):
+            if value.dtype.is_floating or value.dtype.is_integer or value.dtype.is_bool:
+                found.setdefault(id(value), (path, value))
+        elif isinstance(value, Mapping):
+            for key, item in value.items():
+                visit(f"{path}.{key}", item)
+        elif isinstance(value, (list, tuple)):
+            for i, item in enumerate(value):
+                visit(f"{path}.{i}", item)
+
+    for layer in all_layers(model):
+        # The user's names come before the private records in which TensorFlow repeats them.
+        for attribute in sorted(vars(layer), key=lambda name: name.startswith("_")):
+            visit(f"{layer.name}/{attribute}", vars(layer)[attribute])
+    return list(found.values())
 
 
 def _name(group: str, number: int, variable: Any) -> str:
