@@ -254,6 +254,33 @@ class Checkpoints:
             RestoreMismatchError: The data differs from the data before the restart.
             SystemExit: The stop signal came, here or on another worker, and the run was saved.
         """
+        self._count(steps)
+        self._stop_if_wanted(steps)
+        waits = last and self._saves_after(self.epoch + 1)
+        # If a callback stops the run, end the epoch before saving.
+        if self._steps_are_due() and not waits and not self._fit.is_stopping():
+            self.save()
+
+    def end_epoch(self, steps: int = 0) -> None:
+        """Ends an epoch, and saves if it is time; ``epochs`` and the callback call it.
+
+        Args:
+            steps: The last steps of the epoch, if ``after_step`` has not counted them.
+
+        Raises:
+            CheckpointError: As ``after_step``.
+            RestoreMismatchError: As ``after_step``.
+            SystemExit: As ``after_step``.
+        """
+        if steps:
+            self._count(steps)
+        self._marks.check()
+        self._next_epoch()
+        self._stop_if_wanted(steps, now=True)
+        if self._saves_after(self.epoch) or self._steps_are_due():
+            self.save()
+
+    def _count(self, steps: int) -> None:
         if self.data is not None and not self.data.was_read:
             raise CheckpointError(
                 "The loop read other data than checkpoints.data, so the position in the data is "
@@ -265,28 +292,13 @@ class Checkpoints:
         self._steps += steps
         self._position.step += steps
         self._marks.check()
-        self._stop_if_wanted(steps)
-        every = self.every_steps
-        due = every is not None and self._steps // every > self._saved // every
-        # If a callback stops the run, end the epoch before saving.
-        if due and not (last and self._saves_after(self.epoch + 1)) and not self._fit.is_stopping():
-            self.save()
-
-    def end_epoch(self) -> None:
-        """Ends an epoch, and saves every ``every_epochs``; ``epochs`` and the callback call it.
-
-        Raises:
-            SystemExit: As ``after_step``.
-            RestoreMismatchError: As ``after_step``.
-        """
-        self._marks.check()
-        self._next_epoch()
-        self._stop_if_wanted(0, now=True)
-        if self._saves_after(self.epoch):
-            self.save()
 
     def _saves_after(self, epochs: int) -> bool:
         return self.every_epochs is not None and epochs % self.every_epochs == 0
+
+    def _steps_are_due(self) -> bool:
+        every = self.every_steps
+        return every is not None and self._steps // every > self._saved // every
 
     def callback(self, every_steps: int | None = None, every_epochs: int | None = None) -> Any:
         """Returns a ``keras.callbacks.Callback`` that saves and resumes in ``tmg.fit``.
@@ -321,8 +333,15 @@ class Checkpoints:
         Raises:
             RestoreMismatchError: The data differs from the data of the checkpoint.
         """
-        begun = self.epoch > 0 or self.step_in_epoch > 0
-        self._fit.attach(fit, self._variables(), self._exchange, begun)
+        self._fit.attach(fit, self._variables(), self._exchange, self._position)
+
+    def skips_fit(self, epochs: int) -> bool:
+        """Returns whether a ``fit`` ended before the checkpoint was saved; for the callback.
+
+        Args:
+            epochs: The number of its last epoch.
+        """
+        return self._fit.skips(epochs, self._position, self._variables(), self._exchange)
 
     @property
     def fit_part(self) -> FitPart:
