@@ -307,6 +307,27 @@ def test_a_signal_ends_fit_after_the_step(
     assert signal.getsignal(signal.SIGTERM) == before
 
 
+def test_a_signal_after_the_last_step_goes_to_the_earlier_handler(
+    model: Any, start: list[np.ndarray], tmp_path: Path
+) -> None:
+    class Late(Kill):
+        def on_train_end(self, logs: Any = None) -> None:
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert received == []
+
+    received: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, _: received.append(number))
+    try:
+        fit(model, start, tmp_path, "dataset", Late(None))
+        assert received == [signal.SIGTERM]
+        # The run saves and exits for it: then it is not sent again.
+        with pytest.raises(SystemExit):
+            fit(model, start, tmp_path / "run", "dataset", Kill(8, signal.SIGTERM))
+        assert received == [signal.SIGTERM]
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def test_other_data_than_that_of_the_checkpoints_is_refused(model: Any, tmp_path: Path) -> None:
     data = tf.data.Dataset.from_tensor_slices((X, Y)).batch(4)
     run = tmg.Checkpoints(tmp_path, model, model.optimizer, data)

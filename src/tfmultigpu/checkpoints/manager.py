@@ -379,16 +379,23 @@ class Checkpoints:
             self._signal.listen()
 
     def stop_listening(self) -> None:
-        """Restores the earlier handler of the stop signal; ``epochs`` and the callback call it."""
-        if self._signal is not None:
-            self._signal.stop_listening()
+        """Restores the earlier handler of the stop signal; ``epochs`` and the callback call it.
+
+        A signal that came after the last step goes to that handler.
+        """
+        if self._signal is None:
+            return
+        self._signal.stop_listening()
+        if self._signal.received:
+            self._signal.received = False
+            os.kill(os.getpid(), self._signal.number)
 
     def _stop_if_wanted(self, steps: int, now: bool = False) -> None:
         wanted = self._signal is not None and self._signal.received
         if self._signal is None or not self._vote(wanted, steps, now):
             return
         path = self.save()
-        code = self._signal.exit_code
+        code, self._signal.received = self._signal.exit_code, False
         _log.warning("Asked to stop: saved step %d to %s, exiting with %d", self.step, path, code)
         raise SystemExit(code)
 
