@@ -154,6 +154,45 @@ def test_an_optimizer_whose_state_is_sharded_is_saved_and_restored_like_any_othe
     assert difference(two.train(tmp_path), uninterrupted) <= 1e-6
 
 
+def test_two_models_resume_together(tmp_path: Path) -> None:
+    """Killed between multiples of ``every_steps``; the second optimizer is not built."""
+
+    def train(directory: Path, kill: int | None = None) -> list[np.ndarray]:
+        strategy = strategy_of(2)
+        keras.utils.set_random_seed(2)
+        models, steps = [], []
+        for rate in (0.05, 0.01):
+            with strategy.scope():
+                model = keras.Sequential(
+                    [keras.Input((4,)), keras.layers.Dropout(0.3), keras.layers.Dense(1)]
+                )
+                optimizer = keras.optimizers.Adam(rate)
+            steps.append(
+                tmg.make_train_step(model, optimizer, "mse", strategy, loss_scale="dynamic")
+            )
+            models.append(model)
+        run = tmg.Checkpoints(
+            directory, train_step=steps[0], data=dataset(), every_steps=4, extra={"d": steps[1]}
+        )
+        run.restore()
+        for _ in run.epochs(2):
+            for batch in run.data:
+                if run.step == kill:
+                    os.kill(os.getpid(), signal.SIGTERM)
+                for step in steps:
+                    step(batch)
+                run.after_step()
+        owners = [*models, *(step.optimizer for step in steps)]
+        return [np.asarray(one.numpy()) for owner in owners for one in owner.variables]
+
+    expected = train(tmp_path / "whole")
+    with pytest.raises(SystemExit):
+        train(tmp_path / "run", kill=6)
+    assert names(tmp_path / "run") == ["step-00000004", "step-00000007"]
+    for here, there in zip(train(tmp_path / "run"), expected, strict=True):
+        np.testing.assert_array_equal(here, there)
+
+
 def test_shards_that_are_copied_ahead_to_the_devices_are_passed_over(tmp_path: Path) -> None:
     def build() -> tmg.Checkpoints:
         strategy = strategy_of(2)

@@ -27,9 +27,10 @@ from tfmultigpu.checkpoints.marks import DataMarks
 from tfmultigpu.checkpoints.optimizer import restore_variables
 from tfmultigpu.checkpoints.shared_storage import SharedFiles, warn_damaged
 from tfmultigpu.data.resumable import Position, PositionedDataset, position_data
-from tfmultigpu.errors import CheckpointError
+from tfmultigpu.errors import CheckpointError, WorkersDifferError
 from tfmultigpu.losses.build_model import prepare_model
 from tfmultigpu.optimizers.update import build_optimizer
+from tfmultigpu.steps.value_agreement import check_values_alike
 from tfmultigpu.strategies.scopes import check_kinds
 from tfmultigpu.strategies.stop_signals import StopSignal, StopVote
 from tfmultigpu.strategies.topology import strategy_of
@@ -103,8 +104,8 @@ class Checkpoints:
             train_step: A step of ``make_train_step``, instead of model and optimizer.
             every_steps: ``after_step`` saves at multiples of this many steps of the run.
             every_epochs: Save at the end of every so many epochs.
-            extra: More objects to save, by name: metrics, other objects with ``variables``, or
-                lists of variables.
+            extra: More objects to save, by name: train steps of other models, metrics, other
+                objects with ``variables``, or lists of variables.
             stop_signal: The signal that makes a running loop save and exit with code
                 128 + signal, 143 for SIGTERM. None handles no signal.
 
@@ -125,7 +126,7 @@ class Checkpoints:
         self.every_steps = read_interval("every_steps", every_steps)
         self.every_epochs = read_interval("every_epochs", every_epochs)
         self._model, self._optimizer = model, optimizer
-        self._extra = check_extra(extra)
+        self._extra, self._steps_of_extra = check_extra(extra)
         self._exchange = WorkerExchange(self._strategy)
         check_workers(self._exchange.workers)
         self._vote = StopVote(self._exchange)
@@ -168,10 +169,12 @@ class Checkpoints:
             CheckpointError: The chief could not write it; the directory has later steps, which were
                 not restored; or the position in the data is unknown.
             RestoreMismatchError: A worker does not see the files of the chief.
+            WorkersDifferError: Workers have different weights, learning rates or positions.
         """
         check_outside()
         position = self._find_position()
         self._build()
+        self._check_alike(position)
         arrays, variables = state.read_state(self._variables(), self._exchange)
         metadata = {
             "epoch": position.epoch,
@@ -207,6 +210,10 @@ class Checkpoints:
             return None
         self._build_model()
         entries = found.metadata["variables"]
+        for name, step in self._steps_of_extra.items():
+            entries, of_step, own = state.split_entries(entries, arrays, name)
+            pair = step.model, step.optimizer
+            restore_variables(*pair, {}, self._exchange, of_step, own, found.path)
         run = self._model, self._optimizer, self._extra
         restore_variables(*run, self._exchange, entries, arrays, found.path)
         self._fit.load(found.metadata, arrays)
@@ -369,7 +376,7 @@ class Checkpoints:
             "every_epochs": self.every_epochs,
             "stop_signal is None": self._signal is None,
             "data is None": self.data is None,
-            "extra": sorted(self._extra),
+            "extra": sorted([*self._extra, *self._steps_of_extra]),
         }
         self._shared.check_settings(settings)
         self._shared.check_writable()
@@ -428,8 +435,34 @@ class Checkpoints:
     def _build(self) -> None:
         """Builds model and optimizer if they have no variables yet."""
         self._build_model()
-        if self._optimizer is not None and not self._optimizer.built:
-            build_optimizer(self._optimizer, self._model.trainable_variables, self._strategy)
+        for model, optimizer in self._trained():
+            if optimizer is not None and not optimizer.built:
+                build_optimizer(optimizer, model.trainable_variables, self._exchange.strategy)
+
+    def _check_alike(self, position: Position) -> None:
+        """Checks that all workers are about to save the same run.
+
+        Raises:
+            WorkersDifferError: Their positions, weights or optimizers differ.
+        """
+        own = [self.step, position.epoch, position.step]
+        places = self._exchange(own).tolist()
+        if any(place != own for place in places):
+            raise WorkersDifferError(
+                "The workers save at different positions, so they have trained on other batches. "
+                f"Received: [step, epoch, step in epoch] of each worker: {places}. Every worker "
+                "must make the same steps."
+            )
+        for model, optimizer in self._trained():
+            check_values_alike(self._exchange.strategy, model, optimizer)
+
+    def _trained(self) -> list[tuple[Any, Any]]:
+        """Returns each trained model with its optimizer."""
+        others = [(step.model, step.optimizer) for step in self._steps_of_extra.values()]
+        return [(self._model, self._optimizer), *others]
 
     def _variables(self) -> dict[str, state.StateVariable]:
-        return state.state_variables(self._model, self._optimizer, self._extra)
+        found = state.state_variables(self._model, self._optimizer, self._extra)
+        for name, step in self._steps_of_extra.items():
+            found |= state.step_variables(name, step)
+        return found

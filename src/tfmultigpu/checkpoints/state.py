@@ -22,7 +22,9 @@ __all__ = [
     "fits",
     "make_loss_scale_of",
     "read_state",
+    "split_entries",
     "state_variables",
+    "step_variables",
     "write_state",
 ]
 
@@ -85,6 +87,36 @@ def state_variables(
             StateVariable(_name(f"extra/{name}", i, v), v, True) for i, v in enumerate(variables)
         ]
     return {one.name: one for one in found}
+
+
+def step_variables(name: str, step: Any) -> dict[str, StateVariable]:
+    """Returns the variables of an extra train step, by name."""
+    found = state_variables(step.model, step.optimizer, {})
+    found.pop(_GLOBAL_SEEDS, None)
+    prefix = _prefix_of(name)
+    return {prefix + key: dataclasses.replace(one, name=prefix + key) for key, one in found.items()}
+
+
+def split_entries(
+    entries: Sequence[Mapping[str, Any]], arrays: Mapping[str, np.ndarray[Any, Any]], name: str
+) -> tuple[list[Any], list[Any], dict[str, np.ndarray[Any, Any]]]:
+    """Splits what is stored of an extra train step off.
+
+    Returns:
+        The other descriptions; those of the step with the names of ``state_variables``; its arrays.
+    """
+    prefix = _prefix_of(name)
+    own = [one for one in entries if one["name"].startswith(prefix)]
+    others = [one for one in entries if not one["name"].startswith(prefix)]
+    renamed = [{**one, "name": one["name"].removeprefix(prefix)} for one in own]
+    values = {
+        key.removeprefix(prefix): value for key, value in arrays.items() if key.startswith(prefix)
+    }
+    return others, renamed, values
+
+
+def _prefix_of(name: str) -> str:
+    return f"extra/{name}/"
 
 
 def make_loss_scale_of(
