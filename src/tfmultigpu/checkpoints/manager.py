@@ -22,6 +22,7 @@ from tfmultigpu.checkpoints.arguments import (
     read_interval,
 )
 from tfmultigpu.checkpoints.callback import make_callback
+from tfmultigpu.checkpoints.companions import Companions
 from tfmultigpu.checkpoints.fit_part import Fit, FitPart
 from tfmultigpu.checkpoints.marks import DataMarks
 from tfmultigpu.checkpoints.optimizer import restore_variables
@@ -140,6 +141,7 @@ class Checkpoints:
         self._saved = self._steps
         self._marks = DataMarks(self.data, self._position, self._exchange)
         self._fit = FitPart()
+        self._companions = Companions(self.directory, lambda: self.step)
         self._shared = SharedFiles(self.directory, self._exchange)
 
     @property
@@ -180,6 +182,7 @@ class Checkpoints:
             "epoch": position.epoch,
             "step_in_epoch": position.step,
             **self._marks.read(position),
+            **self._companions.read(),
             "replicas": self._exchange.strategy.num_replicas_in_sync,
             "tensorflow": tf.__version__,
             "variables": variables,
@@ -217,6 +220,7 @@ class Checkpoints:
         run = self._model, self._optimizer, self._extra
         restore_variables(*run, self._exchange, entries, arrays, found.path)
         self._fit.load(found.metadata, arrays)
+        self._companions.load(found.step, found.metadata)
         self._shared.set_aside(damaged)
         self._steps, self._iterations = found.step, self._count_iterations()
         self._saved = found.step
@@ -258,7 +262,8 @@ class Checkpoints:
 
         Raises:
             CheckpointError: The steps did not read ``checkpoints.data``.
-            RestoreMismatchError: The data differs from the data before the restart.
+            RestoreMismatchError: The data differs from the data before the restart, or another
+                ``Checkpoints`` of the loop was restored at another step of the loop.
             SystemExit: The stop signal came, here or on another worker, and the run was saved.
         """
         self._count(steps)
@@ -298,6 +303,7 @@ class Checkpoints:
         self._counts = True
         self._steps += steps
         self._position.step += steps
+        self._companions.count()
         self._marks.check()
 
     def _saves_after(self, epochs: int) -> bool:
