@@ -106,4 +106,8 @@ def _steps_of_others(directory: Path) -> list[tuple[int, dict[str, int]]]:
         files.read_manifest(files.folder_of(directory, step, 0))
         for step in files.stored_steps(directory)
     ]
-    return [(one.step, dict(one.metadata.get(_FIELD, {}))) for one in read if hasattr(one, "step")]
+    return [
+        (one.step, dict(one.metadata.get(_FIELD, {})))
+        for one in read
+        if isinstance(one, files.Stored)
+    ]
