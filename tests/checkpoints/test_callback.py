@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 from pathlib import Path
@@ -140,6 +141,58 @@ def test_saved_after_the_last_batch_fit_goes_on_in_the_next_epoch(
         np.testing.assert_array_equal(here, there)
 
 
+class SlowDown(keras.callbacks.Callback):
+    """Changes the optimizer after each batch."""
+
+    every_batches = 1
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        rate = self.model.optimizer.learning_rate
+        rate.assign(rate * 0.9)
+
+
+# The second fit is killed in its first epoch, after its first epoch, and where it had saved at the
+# end of an epoch; in the last case the run has ended.
+@pytest.mark.parametrize(("kind", "after"), [("arrays", 11), ("dataset", 13), ("arrays", None)])
+def test_the_second_of_two_fits_resumes(
+    kind: str, after: int | None, model: Any, start: list[np.ndarray], tmp_path: Path
+) -> None:
+    def train(directory: Path, *kill: Kill) -> tuple[list[np.ndarray], Any]:
+        for variable, value in zip(variables(model), start, strict=True):
+            variable.assign(value)
+        keras.utils.set_random_seed(8)
+        data = tf.data.Dataset.from_tensor_slices((X, Y)).shuffle(22, seed=3).batch(4)
+        checkpoints = tmg.Checkpoints(
+            directory, model, model.optimizer, data if kind == "dataset" else None
+        )
+        checkpoints.restore()
+        callbacks = [checkpoints.callback(every_steps=4), *kill]
+        given = (X, Y) if checkpoints.data is None else checkpoints.data
+        size = 4 if checkpoints.data is None else None
+        fit = functools.partial(tmg.fit, model, given, batch_size=size, verbose=0)
+        first = fit(epochs=1, callbacks=callbacks)
+        assert first.epoch in ([], [0])
+        model.optimizer.learning_rate.assign(0.02)
+        stop = keras.callbacks.EarlyStopping("loss", patience=3, min_delta=9.0)
+        history = fit(epochs=3, initial_epoch=1, callbacks=[stop, SlowDown(), *callbacks])
+        assert stop.wait == 1
+        return [np.array(variable.numpy()) for variable in variables(model)], history
+
+    expected, whole = train(tmp_path / "whole")
+    if after is None:
+        values, history = train(tmp_path / "whole")
+        assert names(tmp_path / "whole")[-1] == "step-00000018"
+    else:
+        with pytest.raises(Killed):
+            train(tmp_path / "run", Kill(after))
+        assert names(tmp_path / "run")[-1] == {11: "step-00000010", 13: "step-00000012"}[after]
+        values, history = train(tmp_path / "run")
+    for here, there in zip(values, expected, strict=True):
+        np.testing.assert_array_equal(here, there)
+    assert history.epoch == whole.epoch == [1, 2]
+    assert history.history == whole.history
+
+
 def test_one_save_where_steps_and_epochs_ask_for_one(
     model: Any, start: list[np.ndarray], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -254,6 +307,27 @@ def test_a_signal_ends_fit_after_the_step(
     assert signal.getsignal(signal.SIGTERM) == before
 
 
+def test_a_signal_after_the_last_step_goes_to_the_earlier_handler(
+    model: Any, start: list[np.ndarray], tmp_path: Path
+) -> None:
+    class Late(Kill):
+        def on_train_end(self, logs: Any = None) -> None:
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert received == []
+
+    received: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, _: received.append(number))
+    try:
+        fit(model, start, tmp_path, "dataset", Late(None))
+        assert received == [signal.SIGTERM]
+        # The run saves and exits for it: then it is not sent again.
+        with pytest.raises(SystemExit):
+            fit(model, start, tmp_path / "run", "dataset", Kill(8, signal.SIGTERM))
+        assert received == [signal.SIGTERM]
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def test_other_data_than_that_of_the_checkpoints_is_refused(model: Any, tmp_path: Path) -> None:
     data = tf.data.Dataset.from_tensor_slices((X, Y)).batch(4)
     run = tmg.Checkpoints(tmp_path, model, model.optimizer, data)
@@ -280,8 +354,8 @@ def test_several_workers_are_told_after_the_same_steps() -> None:
         def after_step(self, steps: int = 1, *, last: bool = False) -> None:
             self.told.append(steps)
 
-        def end_epoch(self) -> None:
-            self.told.append(-1)
+        def end_epoch(self, steps: int = 0) -> None:
+            self.told += [steps, -1]
             self.epoch += 1
 
         def skip_finished_epoch(self, steps: int | None) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import threading
 import types
@@ -152,6 +153,88 @@ def test_an_optimizer_whose_state_is_sharded_is_saved_and_restored_like_any_othe
     assert difference(sharded.train(tmp_path), uninterrupted) <= 1e-6
     two.forget()
     assert difference(two.train(tmp_path), uninterrupted) <= 1e-6
+
+
+def test_two_models_resume_together(tmp_path: Path) -> None:
+    """Killed between multiples of ``every_steps``; the second optimizer is not built."""
+
+    def train(directory: Path, kill: int | None = None) -> list[np.ndarray]:
+        strategy = strategy_of(2)
+        keras.utils.set_random_seed(2)
+        models, steps = [], []
+        for rate in (0.05, 0.01):
+            with strategy.scope():
+                model = keras.Sequential(
+                    [keras.Input((4,)), keras.layers.Dropout(0.3), keras.layers.Dense(1)]
+                )
+                optimizer = keras.optimizers.Adam(rate)
+            steps.append(
+                tmg.make_train_step(model, optimizer, "mse", strategy, loss_scale="dynamic")
+            )
+            models.append(model)
+        run = tmg.Checkpoints(
+            directory, train_step=steps[0], data=dataset(), every_steps=4, extra={"d": steps[1]}
+        )
+        run.restore()
+        for _ in run.epochs(2):
+            for batch in run.data:
+                if run.step == kill:
+                    os.kill(os.getpid(), signal.SIGTERM)
+                for step in steps:
+                    step(batch)
+                run.after_step()
+        owners = [*models, *(step.optimizer for step in steps)]
+        return [np.asarray(one.numpy()) for owner in owners for one in owner.variables]
+
+    expected = train(tmp_path / "whole")
+    with pytest.raises(SystemExit):
+        train(tmp_path / "run", kill=6)
+    assert names(tmp_path / "run") == ["step-00000004", "step-00000007"]
+    for here, there in zip(train(tmp_path / "run"), expected, strict=True):
+        np.testing.assert_array_equal(here, there)
+
+
+def test_two_checkpoints_of_one_loop_must_resume_together(tmp_path: Path) -> None:
+    models = small(), small()
+
+    def train(kill: int | None = None, every: int = 3) -> list[int | None]:
+        g = tmg.Checkpoints(tmp_path / "g", *models[0], data=numbers(), every_steps=every)
+        d = tmg.Checkpoints(tmp_path / "d", *models[1], every_steps=every)
+        found = [g.restore(), d.restore()]
+        for _ in g.epochs(3):
+            for _ in g.data:
+                if g.step + 1 == kill:
+                    os.kill(os.getpid(), signal.SIGTERM)
+                g.after_step()
+                d.after_step()
+        return found
+
+    with pytest.raises(SystemExit):
+        train(kill=8)
+    assert (names(tmp_path / "g")[-1], names(tmp_path / "d")[-1]) == (
+        "step-00000008",
+        "step-00000006",
+    )
+    # The first attempt saves a step before it can know.
+    for every, step in ((1, 8), (3, 9)):
+        with pytest.raises(
+            tmg.RestoreMismatchError,
+            match=rf"/d at step 6, and .*/g at step {step}\. The newest steps that belong together "
+            "are 6 and 6: delete the later",
+        ):
+            train(every=every)
+    for path in list((tmp_path / "g").glob("step-*")):
+        if path.name > "step-00000006":
+            shutil.rmtree(path)
+    assert train() == [6, 6]
+    assert train() == [15, 15]
+    # Those that train one after the other do not belong together.
+    others = [tmg.Checkpoints(tmp_path / name, *models[0]) for name in ("a", "b")]
+    others[0].save()
+    assert others[0].restore() == 0
+    for one in others:
+        one.after_step()
+        one.after_step()
 
 
 def test_shards_that_are_copied_ahead_to_the_devices_are_passed_over(tmp_path: Path) -> None:
@@ -344,6 +427,50 @@ def test_values_that_differ_on_replicas_are_kept_apart(tmp_path: Path) -> None:
         assert copies(strategy, model.variables[2]) == averaged
         assert copies(strategy, metric.variables[1]) == summed
         assert copies(strategy, model.variables[0]) == [[1.0, 1.0]] * replicas
+
+
+class Counting(keras.layers.Layer):
+    """Holds variables that Keras does not track."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = tf.Variable(0, aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA)
+        self.tables = {
+            "mean": [tf.Variable([0.0, 0.0], synchronization=tf.VariableSynchronization.ON_READ)]
+        }
+        self.same = self.calls
+        self.inner = keras.layers.Dense(2)
+
+    def call(self, inputs: Any) -> Any:
+        self.calls.assign_add(1)
+        return self.inner(inputs)
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_variables_that_keras_does_not_track_are_saved(replicas: int, tmp_path: Path) -> None:
+    def build() -> tuple[tmg.Checkpoints, Counting]:
+        with strategy_of(replicas).scope():
+            layer = Counting()
+            model = keras.Sequential([keras.Input((3,)), layer])
+            optimizer = keras.optimizers.SGD()
+        return tmg.Checkpoints(tmp_path, model, optimizer), layer
+
+    run, layer = build()
+    layer.calls.assign(7)
+    local = strategy_of(replicas).experimental_local_results
+    for number, copy in enumerate(local(layer.tables["mean"][0])):
+        copy.assign([number, 1.0])
+    path = run.save()
+    with np.load(path / "arrays.npz") as arrays:
+        found = [name.split("/", 2)[2] for name in arrays if name.startswith("attributes/")]
+    assert [name.split("/")[1] for name in found] == ["calls", "tables.mean.0"]
+    again, other = build()
+    again.restore()
+    assert other.calls.numpy() == 7
+    for here, there in zip(
+        local(other.tables["mean"][0]), local(layer.tables["mean"][0]), strict=True
+    ):
+        np.testing.assert_array_equal(here.numpy(), there.numpy())
 
 
 def test_bfloat16_is_stored_as_what_numpy_reads(tmp_path: Path) -> None:

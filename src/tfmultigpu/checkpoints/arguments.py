@@ -69,7 +69,7 @@ def check_step(step: Any, model: Any, optimizer: Any) -> None:
             "A train step already holds its model and optimizer. Received: train_step beside "
             "model or optimizer. Write Checkpoints(directory, train_step=train_step)."
         )
-    if not (hasattr(step, "model") and hasattr(step, "optimizer")):
+    if not _is_step(step):
         raise TypeError(
             f"train_step must come from tmg.make_train_step. Received: train_step={step!r}."
         )
@@ -113,18 +113,20 @@ def check_workers(workers: int) -> None:
     )
 
 
-def check_extra(extra: Any) -> dict[str, Any]:
-    """Returns the extra objects to save, by name.
+def check_extra(extra: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns the extra objects to save and the extra train steps, by name.
 
     Raises:
         TypeError: An object has no name or no variables.
     """
     if extra is None:
-        return {}
+        return {}, {}
     cure = 'Write extra={"accuracy": metric}, or give a list of variables instead of the metric.'
     if not isinstance(extra, Mapping):
         raise TypeError(f"extra must be a dict of named objects. Received: extra={extra!r}. {cure}")
-    for name, owner in extra.items():
+    steps = {name: one for name, one in extra.items() if _is_step(one)}
+    others = {name: one for name, one in extra.items() if name not in steps}
+    for name, owner in others.items():
         variables = getattr(owner, "variables", owner)
         for one in variables if isinstance(variables, (list, tuple)) else [variables]:
             variable = one if isinstance(one, tf.Variable) else getattr(one, "value", None)
@@ -138,4 +140,8 @@ def check_extra(extra: Any) -> dict[str, Any]:
                     f"Checkpoints save only numbers. Received: extra[{name!r}] with a variable of "
                     f"dtype {variable.dtype.name}. Leave it out."
                 )
-    return dict(extra)
+    return others, steps
+
+
+def _is_step(one: Any) -> bool:
+    return hasattr(one, "model") and hasattr(one, "optimizer")

@@ -29,11 +29,14 @@ class Run(Protocol):
     def after_step(self, steps: int = 1, *, last: bool = False) -> None:
         """Counts steps; ``last`` if they end the epoch."""
 
-    def end_epoch(self) -> None:
-        """Ends an epoch."""
+    def end_epoch(self, steps: int = 0) -> None:
+        """Counts the last steps of an epoch, and ends it."""
 
     def attach(self, fit: Any) -> None:
         """Restores the state of ``fit``, and saves it from now on."""
+
+    def skips_fit(self, epochs: int) -> bool:
+        """Returns whether a ``fit`` with this last epoch ended before the checkpoint was saved."""
 
     @property
     def fit_part(self) -> FitPart:
@@ -66,7 +69,8 @@ def make_callback(run: Run, several_workers: bool) -> Any:
             runs_last: Makes ``fit`` call it after all others, whose state it saves.
             resume_at: The epoch in which ``fit`` resumes, and the batches of it that are done.
             data_skips_batches: Whether the data itself skips these batches.
-            restored_start: The shuffle seed and the first epoch of the restored ``fit``.
+            restored_start: The shuffle seed and the ``initial_epoch`` of the restored ``fit``.
+            skips_fit: Returns whether a ``fit`` with this last epoch ended before the restart.
             required_on_all_workers: Makes ``fit`` fail if only some workers have it.
         """
 
@@ -94,6 +98,9 @@ def make_callback(run: Run, several_workers: bool) -> Any:
         def restored_start(self) -> tuple[int, int] | None:
             return run.fit_part.start
 
+        def skips_fit(self, epochs: int) -> bool:
+            return run.skips_fit(epochs)
+
         def on_fit_begin(self, fit: Any) -> None:
             run.attach(fit)
             self._seen = fit.seen
@@ -116,21 +123,18 @@ def make_callback(run: Run, several_workers: bool) -> Any:
             self._unreported += steps
             self._seen += steps
             if self.every_batches is None or self._seen % self.every_batches == 0:
-                self._report(last=batch + 1 == self.params.get("steps"))
+                steps, self._unreported = self._unreported, 0
+                run.after_step(steps, last=batch + 1 == self.params.get("steps"))
 
         def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-            self._report(last=True)
-            run.end_epoch()
+            # Other callbacks have ended the epoch already: save only at its end.
+            steps, self._unreported = self._unreported, 0
+            run.end_epoch(steps)
 
         def on_train_end(self, logs: Any = None) -> None:
             run.stop_listening()
 
         def on_fit_exit(self) -> None:
             run.stop_listening()  # After an error too.
-
-        def _report(self, last: bool) -> None:
-            steps, self._unreported = self._unreported, 0
-            if steps:
-                run.after_step(steps, last=last)
 
     return CheckpointCallback()

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from tfmultigpu.checkpoints import state
+from tfmultigpu.data.resumable import Position
 from tfmultigpu.strategies.worker_exchange import WorkerExchange
 
 __all__ = ["FitPart"]
@@ -45,6 +46,7 @@ class FitPart:
         self._stored: tuple[Mapping[str, Any], _Arrays] | None = None
         self._restored: _Variables | None = None
         self._resumes = False
+        self._began = 0
         self.first_epoch = 0
 
     @property
@@ -54,24 +56,52 @@ class FitPart:
 
     @property
     def start(self) -> tuple[int, int] | None:
-        """The shuffle seed and the first epoch of the restored ``fit``."""
-        return None if self._stored is None else (int(self._stored[0]["seed"]), self.first_epoch)
+        """The shuffle seed and the ``initial_epoch`` of the restored ``fit``."""
+        if self._stored is None:
+            return None
+        return int(self._stored[0]["seed"]), int(self._stored[0]["initial_epoch"])
 
     def load(self, metadata: Mapping[str, Any], arrays: _Arrays) -> None:
         """Holds this part of the metadata and arrays of a checkpoint."""
-        self._fit = None
+        self._fit = self._restored = None
         stored = metadata.get("fit")
         own = {name: array for name, array in arrays.items() if name.startswith(_PREFIX)}
         self._stored = None if stored is None else (stored, own)
-        self.first_epoch = int((stored or {}).get("first_epoch", 0))
+        self.first_epoch = int(metadata.get("first_epoch", 0))
         self._resumes = True
+
+    def skips(
+        self,
+        epochs: int,
+        position: Position,
+        variables: Mapping[str, state.StateVariable],
+        exchange: WorkerExchange,
+    ) -> bool:
+        """Returns whether a ``fit`` had ended when a later loop of the program was saved.
+
+        That loop takes the saved state. It also undoes what the program changes until then, as
+        these changes are part of the checkpoint. All workers must call it.
+
+        Args:
+            epochs: The number of the last epoch of the ``fit``.
+            position: The position of the run.
+            variables: The variables of the run.
+            exchange: The workers of the run.
+        """
+        place = self.first_epoch + position.epoch, position.step
+        is_of_later = self._stored is not None and int(self._stored[0]["began"]) >= epochs
+        if not self._resumes or place < (epochs, 0) or (place == (epochs, 0) and not is_of_later):
+            return False
+        if self._restored is None:
+            self._restored = (variables, *state.read_state(variables, exchange), exchange)
+        return True
 
     def attach(
         self,
         fit: Fit,
         variables: Mapping[str, state.StateVariable],
         exchange: WorkerExchange,
-        begun: bool,
+        position: Position,
     ) -> None:
         """Restores the saved state into a ``fit``, and saves it from now on.
 
@@ -81,18 +111,21 @@ class FitPart:
             fit: The ``fit``, before ``on_train_begin``.
             variables: The variables of the run.
             exchange: The workers of the run.
-            begun: Whether the run has made steps before.
+            position: The position of the run.
 
         Raises:
             RestoreMismatchError: The data differs from the data of the checkpoint.
         """
         self._fit = fit
+        self.undo_begin_hooks(last=True)  # Undoes changes since a skipped ``fit``.
         if self._stored is not None:
             stored, self._stored = self._stored, None
+            self._began = int(stored[0]["began"])
             fit.restore(*stored)
-        elif not begun:
-            self.first_epoch = fit.first_epoch
-        self._restored = None
+        else:
+            if position == Position():
+                self.first_epoch = fit.first_epoch
+            self._began = self.first_epoch + position.epoch
         if self._resumes:
             self._resumes = False
             self._restored = (variables, *state.read_state(variables, exchange), exchange)
@@ -101,13 +134,17 @@ class FitPart:
         """Drops the ``fit`` and its saved state: the run continues in a loop without ``fit``."""
         self._fit = self._stored = None
         self._resumes = False
+        self.undo_begin_hooks(last=True)  # Undoes changes since a skipped ``fit``.
 
     def read(self, in_epoch: bool) -> tuple[dict[str, Any], _Arrays]:
         """Returns metadata and arrays for a checkpoint; all workers must call it."""
-        if self._fit is None:
-            return ({}, {}) if self._stored is None else ({"fit": self._stored[0]}, self._stored[1])
-        metadata, arrays = self._fit.read(in_epoch)
-        return {"fit": {**metadata, "first_epoch": self.first_epoch}}, arrays
+        run = {"first_epoch": self.first_epoch}
+        if self._fit is not None:
+            metadata, arrays = self._fit.read(in_epoch)
+            return {**run, "fit": {**metadata, "began": self._began}}, arrays
+        if self._stored is not None:
+            return {**run, "fit": self._stored[0]}, self._stored[1]
+        return run, {}
 
     def is_stopping(self) -> bool:
         """Returns whether a callback has asked to stop, so that the epoch is about to end."""

@@ -22,14 +22,16 @@ from tfmultigpu.checkpoints.arguments import (
     read_interval,
 )
 from tfmultigpu.checkpoints.callback import make_callback
+from tfmultigpu.checkpoints.companions import Companions
 from tfmultigpu.checkpoints.fit_part import Fit, FitPart
 from tfmultigpu.checkpoints.marks import DataMarks
 from tfmultigpu.checkpoints.optimizer import restore_variables
 from tfmultigpu.checkpoints.shared_storage import SharedFiles, warn_damaged
 from tfmultigpu.data.resumable import Position, PositionedDataset, position_data
-from tfmultigpu.errors import CheckpointError
+from tfmultigpu.errors import CheckpointError, WorkersDifferError
 from tfmultigpu.losses.build_model import prepare_model
 from tfmultigpu.optimizers.update import build_optimizer
+from tfmultigpu.steps.value_agreement import check_values_alike
 from tfmultigpu.strategies.scopes import check_kinds
 from tfmultigpu.strategies.stop_signals import StopSignal, StopVote
 from tfmultigpu.strategies.topology import strategy_of
@@ -103,8 +105,8 @@ class Checkpoints:
             train_step: A step of ``make_train_step``, instead of model and optimizer.
             every_steps: ``after_step`` saves at multiples of this many steps of the run.
             every_epochs: Save at the end of every so many epochs.
-            extra: More objects to save, by name: metrics, other objects with ``variables``, or
-                lists of variables.
+            extra: More objects to save, by name: train steps of other models, metrics, other
+                objects with ``variables``, or lists of variables.
             stop_signal: The signal that makes a running loop save and exit with code
                 128 + signal, 143 for SIGTERM. None handles no signal.
 
@@ -125,7 +127,7 @@ class Checkpoints:
         self.every_steps = read_interval("every_steps", every_steps)
         self.every_epochs = read_interval("every_epochs", every_epochs)
         self._model, self._optimizer = model, optimizer
-        self._extra = check_extra(extra)
+        self._extra, self._steps_of_extra = check_extra(extra)
         self._exchange = WorkerExchange(self._strategy)
         check_workers(self._exchange.workers)
         self._vote = StopVote(self._exchange)
@@ -139,6 +141,7 @@ class Checkpoints:
         self._saved = self._steps
         self._marks = DataMarks(self.data, self._position, self._exchange)
         self._fit = FitPart()
+        self._companions = Companions(self.directory, lambda: self.step)
         self._shared = SharedFiles(self.directory, self._exchange)
 
     @property
@@ -168,15 +171,18 @@ class Checkpoints:
             CheckpointError: The chief could not write it; the directory has later steps, which were
                 not restored; or the position in the data is unknown.
             RestoreMismatchError: A worker does not see the files of the chief.
+            WorkersDifferError: Workers have different weights, learning rates or positions.
         """
         check_outside()
         position = self._find_position()
         self._build()
+        self._check_alike(position)
         arrays, variables = state.read_state(self._variables(), self._exchange)
         metadata = {
             "epoch": position.epoch,
             "step_in_epoch": position.step,
             **self._marks.read(position),
+            **self._companions.read(),
             "replicas": self._exchange.strategy.num_replicas_in_sync,
             "tensorflow": tf.__version__,
             "variables": variables,
@@ -207,9 +213,14 @@ class Checkpoints:
             return None
         self._build_model()
         entries = found.metadata["variables"]
+        for name, step in self._steps_of_extra.items():
+            entries, of_step, own = state.split_entries(entries, arrays, name)
+            pair = step.model, step.optimizer
+            restore_variables(*pair, {}, self._exchange, of_step, own, found.path)
         run = self._model, self._optimizer, self._extra
         restore_variables(*run, self._exchange, entries, arrays, found.path)
         self._fit.load(found.metadata, arrays)
+        self._companions.load(found.step, found.metadata)
         self._shared.set_aside(damaged)
         self._steps, self._iterations = found.step, self._count_iterations()
         self._saved = found.step
@@ -251,9 +262,37 @@ class Checkpoints:
 
         Raises:
             CheckpointError: The steps did not read ``checkpoints.data``.
-            RestoreMismatchError: The data differs from the data before the restart.
+            RestoreMismatchError: The data differs from the data before the restart, or another
+                ``Checkpoints`` of the loop was restored at another step of the loop.
             SystemExit: The stop signal came, here or on another worker, and the run was saved.
         """
+        self._count(steps)
+        self._stop_if_wanted(steps)
+        waits = last and self._saves_after(self.epoch + 1)
+        # If a callback stops the run, end the epoch before saving.
+        if self._steps_are_due() and not waits and not self._fit.is_stopping():
+            self.save()
+
+    def end_epoch(self, steps: int = 0) -> None:
+        """Ends an epoch, and saves if it is time; ``epochs`` and the callback call it.
+
+        Args:
+            steps: The last steps of the epoch, if ``after_step`` has not counted them.
+
+        Raises:
+            CheckpointError: As ``after_step``.
+            RestoreMismatchError: As ``after_step``.
+            SystemExit: As ``after_step``.
+        """
+        if steps:
+            self._count(steps)
+        self._marks.check()
+        self._next_epoch()
+        self._stop_if_wanted(steps, now=True)
+        if self._saves_after(self.epoch) or self._steps_are_due():
+            self.save()
+
+    def _count(self, steps: int) -> None:
         if self.data is not None and not self.data.was_read:
             raise CheckpointError(
                 "The loop read other data than checkpoints.data, so the position in the data is "
@@ -264,29 +303,15 @@ class Checkpoints:
         self._counts = True
         self._steps += steps
         self._position.step += steps
+        self._companions.count()
         self._marks.check()
-        self._stop_if_wanted(steps)
-        every = self.every_steps
-        due = every is not None and self._steps // every > self._saved // every
-        # If a callback stops the run, end the epoch before saving.
-        if due and not (last and self._saves_after(self.epoch + 1)) and not self._fit.is_stopping():
-            self.save()
-
-    def end_epoch(self) -> None:
-        """Ends an epoch, and saves every ``every_epochs``; ``epochs`` and the callback call it.
-
-        Raises:
-            SystemExit: As ``after_step``.
-            RestoreMismatchError: As ``after_step``.
-        """
-        self._marks.check()
-        self._next_epoch()
-        self._stop_if_wanted(0, now=True)
-        if self._saves_after(self.epoch):
-            self.save()
 
     def _saves_after(self, epochs: int) -> bool:
         return self.every_epochs is not None and epochs % self.every_epochs == 0
+
+    def _steps_are_due(self) -> bool:
+        every = self.every_steps
+        return every is not None and self._steps // every > self._saved // every
 
     def callback(self, every_steps: int | None = None, every_epochs: int | None = None) -> Any:
         """Returns a ``keras.callbacks.Callback`` that saves and resumes in ``tmg.fit``.
@@ -321,8 +346,15 @@ class Checkpoints:
         Raises:
             RestoreMismatchError: The data differs from the data of the checkpoint.
         """
-        begun = self.epoch > 0 or self.step_in_epoch > 0
-        self._fit.attach(fit, self._variables(), self._exchange, begun)
+        self._fit.attach(fit, self._variables(), self._exchange, self._position)
+
+    def skips_fit(self, epochs: int) -> bool:
+        """Returns whether a ``fit`` ended before the checkpoint was saved; for the callback.
+
+        Args:
+            epochs: The number of its last epoch.
+        """
+        return self._fit.skips(epochs, self._position, self._variables(), self._exchange)
 
     @property
     def fit_part(self) -> FitPart:
@@ -350,7 +382,7 @@ class Checkpoints:
             "every_epochs": self.every_epochs,
             "stop_signal is None": self._signal is None,
             "data is None": self.data is None,
-            "extra": sorted(self._extra),
+            "extra": sorted([*self._extra, *self._steps_of_extra]),
         }
         self._shared.check_settings(settings)
         self._shared.check_writable()
@@ -360,16 +392,23 @@ class Checkpoints:
             self._signal.listen()
 
     def stop_listening(self) -> None:
-        """Restores the earlier handler of the stop signal; ``epochs`` and the callback call it."""
-        if self._signal is not None:
-            self._signal.stop_listening()
+        """Restores the earlier handler of the stop signal; ``epochs`` and the callback call it.
+
+        A signal that came after the last step goes to that handler.
+        """
+        if self._signal is None:
+            return
+        self._signal.stop_listening()
+        if self._signal.received:
+            self._signal.received = False
+            os.kill(os.getpid(), self._signal.number)
 
     def _stop_if_wanted(self, steps: int, now: bool = False) -> None:
         wanted = self._signal is not None and self._signal.received
         if self._signal is None or not self._vote(wanted, steps, now):
             return
         path = self.save()
-        code = self._signal.exit_code
+        code, self._signal.received = self._signal.exit_code, False
         _log.warning("Asked to stop: saved step %d to %s, exiting with %d", self.step, path, code)
         raise SystemExit(code)
 
@@ -402,8 +441,34 @@ class Checkpoints:
     def _build(self) -> None:
         """Builds model and optimizer if they have no variables yet."""
         self._build_model()
-        if self._optimizer is not None and not self._optimizer.built:
-            build_optimizer(self._optimizer, self._model.trainable_variables, self._strategy)
+        for model, optimizer in self._trained():
+            if optimizer is not None and not optimizer.built:
+                build_optimizer(optimizer, model.trainable_variables, self._exchange.strategy)
+
+    def _check_alike(self, position: Position) -> None:
+        """Checks that all workers are about to save the same run.
+
+        Raises:
+            WorkersDifferError: Their positions, weights or optimizers differ.
+        """
+        own = [self.step, position.epoch, position.step]
+        places = self._exchange(own).tolist()
+        if any(place != own for place in places):
+            raise WorkersDifferError(
+                "The workers save at different positions, so they have trained on other batches. "
+                f"Received: [step, epoch, step in epoch] of each worker: {places}. Every worker "
+                "must make the same steps."
+            )
+        for model, optimizer in self._trained():
+            check_values_alike(self._exchange.strategy, model, optimizer)
+
+    def _trained(self) -> list[tuple[Any, Any]]:
+        """Returns each trained model with its optimizer."""
+        others = [(step.model, step.optimizer) for step in self._steps_of_extra.values()]
+        return [(self._model, self._optimizer), *others]
 
     def _variables(self) -> dict[str, state.StateVariable]:
-        return state.state_variables(self._model, self._optimizer, self._extra)
+        found = state.state_variables(self._model, self._optimizer, self._extra)
+        for name, step in self._steps_of_extra.items():
+            found |= state.step_variables(name, step)
+        return found

@@ -53,6 +53,8 @@ def _fit(value: Any) -> bool:
     callbacks, epoch = value.get("callbacks"), value.get("epoch", 0)
     return (
         type(value.get("seed")) is int
+        and _count(value.get("initial_epoch"))
+        and _count(value.get("began"))
         and isinstance(value.get("stopped"), bool)
         and isinstance(value.get("data"), dict)
         and isinstance(callbacks, list)
@@ -90,10 +92,15 @@ _FIELDS: dict[str, tuple[Callable[[Any], bool], bool]] = {
     "arrays_sha256": (_text, True),
     "arrays_bytes": (_count, True),
     "epoch": (_count, False),
+    "first_epoch": (_count, False),
     "step_in_epoch": (_count, False),
     "fingerprint": (_optional(lambda value: _fingerprints(value) and len(value) == 2), False),
     "past": (
         _optional(lambda value: _fingerprints(value) and len(value) == 3 and _count(value[0])),
+        False,
+    ),
+    "companions": (
+        lambda value: isinstance(value, dict) and all(map(_count, value.values())),
         False,
     ),
     "variables": (_variables, False),

@@ -13,6 +13,7 @@ import tensorflow as tf
 from tfmultigpu import _compat
 from tfmultigpu.errors import CheckpointError
 from tfmultigpu.optimizers.loss_scaling import kept_loss_scale, make_loss_scale
+from tfmultigpu.strategies.scopes import all_layers
 from tfmultigpu.strategies.worker_exchange import WorkerExchange, digest_of
 
 __all__ = [
@@ -21,7 +22,9 @@ __all__ = [
     "fits",
     "make_loss_scale_of",
     "read_state",
+    "split_entries",
     "state_variables",
+    "step_variables",
     "write_state",
 ]
 
@@ -69,6 +72,12 @@ def state_variables(
                 StateVariable(name, getattr(scale, name.split("/")[1])) for name in _LOSS_SCALE
             ]
     seeds = _compat.global_seeds()
+    known = {id(_tf_variable(one.variable)) for one in found}
+    found += [
+        StateVariable(f"attributes/{i:04d}/{path}", variable, True)
+        for i, (path, variable) in enumerate(_plain_variables(model))
+        if id(variable) not in known
+    ]
     if seeds is not None:
         found.append(StateVariable(_GLOBAL_SEEDS, seeds.state))
     for name, owner in extra.items():
@@ -78,6 +87,36 @@ def state_variables(
             StateVariable(_name(f"extra/{name}", i, v), v, True) for i, v in enumerate(variables)
         ]
     return {one.name: one for one in found}
+
+
+def step_variables(name: str, step: Any) -> dict[str, StateVariable]:
+    """Returns the variables of an extra train step, by name."""
+    found = state_variables(step.model, step.optimizer, {})
+    found.pop(_GLOBAL_SEEDS, None)
+    prefix = _prefix_of(name)
+    return {prefix + key: dataclasses.replace(one, name=prefix + key) for key, one in found.items()}
+
+
+def split_entries(
+    entries: Sequence[Mapping[str, Any]], arrays: Mapping[str, np.ndarray[Any, Any]], name: str
+) -> tuple[list[Any], list[Any], dict[str, np.ndarray[Any, Any]]]:
+    """Splits what is stored of an extra train step off.
+
+    Returns:
+        The other descriptions; those of the step with the names of ``state_variables``; its arrays.
+    """
+    prefix = _prefix_of(name)
+    own = [one for one in entries if one["name"].startswith(prefix)]
+    others = [one for one in entries if not one["name"].startswith(prefix)]
+    renamed = [{**one, "name": one["name"].removeprefix(prefix)} for one in own]
+    values = {
+        key.removeprefix(prefix): value for key, value in arrays.items() if key.startswith(prefix)
+    }
+    return others, renamed, values
+
+
+def _prefix_of(name: str) -> str:
+    return f"extra/{name}/"
 
 
 def make_loss_scale_of(
@@ -185,6 +224,31 @@ def write_state(
                 copy.assign(_to_tensor(value, copy.dtype))
         else:
             one.variable.assign(_to_tensor(value, one.variable.dtype))
+
+
+def _plain_variables(model: Any) -> list[tuple[str, Any]]:
+    """Returns each ``tf.Variable`` of numbers in an attribute of a layer, and its path.
+
+    Keras tracks only its own variables.
+    """
+    found: dict[int, tuple[str, Any]] = {}
+
+    def visit(path: str, value: Any) -> None:
+        if isinstance(value, tf.Variable):
+            if value.dtype.is_floating or value.dtype.is_integer or value.dtype.is_bool:
+                found.setdefault(id(value), (path, value))
+        elif isinstance(value, Mapping):
+            for key, item in value.items():
+                visit(f"{path}.{key}", item)
+        elif isinstance(value, (list, tuple)):
+            for i, item in enumerate(value):
+                visit(f"{path}.{i}", item)
+
+    for layer in all_layers(model):
+        # The user's names come before the private records in which TensorFlow repeats them.
+        for attribute in sorted(vars(layer), key=lambda name: name.startswith("_")):
+            visit(f"{layer.name}/{attribute}", vars(layer)[attribute])
+    return list(found.values())
 
 
 def _name(group: str, number: int, variable: Any) -> str:

@@ -23,6 +23,7 @@ __all__ = [
     "make_callbacks",
     "on_exit",
     "resume_at",
+    "skips_fit",
     "to_list",
 ]
 
@@ -147,6 +148,19 @@ def resume_at(callbacks: Any) -> tuple[int, int] | None:
     found = [getattr(one, "resume_at", None) for one in callbacks.callbacks]
     places = [place for place in found if place is not None]
     return (int(places[0][0]), int(places[0][1])) if places else None
+
+
+def skips_fit(callbacks: Any, model: Any, epochs: int) -> bool:
+    """Returns whether a callback has ``skips_fit``, which says that this ``fit`` is over.
+
+    The model then gets an empty ``History``.
+    """
+    skips = [one.skips_fit(epochs) for one in to_list(callbacks) if hasattr(one, "skips_fit")]
+    if not any(skips):
+        return False
+    make_callbacks(callbacks, model, epochs=epochs, steps=None, verbose=0, shown=False)
+    model.history.on_train_begin()
+    return True
 
 
 def data_skips_batches(callbacks: Any) -> bool:

@@ -19,6 +19,7 @@ from tfmultigpu.loops.callbacks import (
     make_callbacks,
     on_exit,
     resume_at,
+    skips_fit,
     to_list,
 )
 from tfmultigpu.loops.compiled import check_labels, compile_arguments
@@ -167,6 +168,8 @@ def fit(
     if validation_split and validation_data is None:
         data, validation_data = split_off(data, validation_split)
     seed = int(value_of_chief(strategy, random.randrange(2**31)))
+    if skips_fit(callbacks, model, epochs):
+        return model.history
     seed, initial_epoch = restored_start(to_list(callbacks), seed, initial_epoch)
     epoch_iterator, spec = make_epoch_iterator(
         data,

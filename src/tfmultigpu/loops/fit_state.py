@@ -32,7 +32,7 @@ class FitState:
 
     Attributes:
         sums: Sums over the batches of the current epoch, from which logs are made.
-        first_epoch: The first epoch of the run: ``initial_epoch`` of its first process.
+        first_epoch: The ``initial_epoch`` of this ``fit`` in its first process.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class FitState:
             model: The model.
             hooks: The batch hooks, which count batches.
             seed: The shuffle seed of arrays.
-            first_epoch: The first epoch of the run.
+            first_epoch: The ``initial_epoch`` of this ``fit`` in its first process.
         """
         self.sums: dict[str, float] = {}
         self._trainer = trainer
@@ -176,6 +176,7 @@ class FitState:
             "stopped": self.stops() and not in_epoch,
             "seen": self.seen,
             "seed": self._seed,
+            "initial_epoch": self.first_epoch,
             "data": self._epoch_iterator.description,
             "epoch": None,
         }
@@ -195,7 +196,7 @@ class FitState:
 
 
 def restored_start(callbacks: Sequence[Any], seed: int, first_epoch: int) -> tuple[int, int]:
-    """Returns the shuffle seed and first epoch of a restored run, or else the given ones."""
+    """Returns the shuffle seed and first epoch of a restored ``fit``, or else the given ones."""
     for one in callbacks:
         stored = getattr(one, "restored_start", None)
         if stored is not None:
