@@ -160,6 +160,7 @@ def private_accesses(tree: ast.AST) -> list[str]:
         if isinstance(node, ast.Attribute):
             dotted = ast.unparse(node)
             private = node.attr.startswith("_") and not node.attr.endswith("__")
+            private = private and node.attr != "_replace"  # Public, of every named tuple.
             own = isinstance(node.value, ast.Name) and node.value.id in {"self", "cls"}
             # `other._x`, where this file sets `self._x` too, is our own class's attribute.
             if private and not own and node.attr not in ours:
