@@ -247,8 +247,8 @@ def test_a_trial_leaves_nothing_behind():
 
 def test_one_trial_for_all_replicas_steps_and_parts(monkeypatch):
     trials = []
-    original = added_losses.beside
-    monkeypatch.setattr(added_losses, "beside", lambda f: trials.append(f) or original(f))
+    original = added_losses.run_in_thread
+    monkeypatch.setattr(added_losses, "run_in_thread", lambda f: trials.append(f) or original(f))
     run = Replicated(3, adding(ADDED["a sum"]), sgd, "mse", micro_batches=2)
     run.train(cut((X, Y), SIZES))
     assert len(trials) == 1
