@@ -117,7 +117,7 @@ class CheckpointError(TfMultiGpuError, RuntimeError):
 
 
 class RestoreMismatchError(CheckpointError):
-    """What was restored is not what was saved: on another worker, or in the data."""
+    """The restored run is not the saved one: on another worker, or in the data."""
 
 
 class DamagedCheckpointWarning(UserWarning):

@@ -145,7 +145,7 @@ class Cluster:
 
     @property
     def is_chief(self) -> bool:
-        """Whether this is the first worker, which writes checkpoints and logs."""
+        """True for the first worker, which writes checkpoints and logs."""
         return self.index == 0
 
     @property

@@ -1,4 +1,4 @@
-"""What is decided about all gradients of a step together: their norm, clipping, finiteness."""
+"""Decisions about all gradients of a step together: their norm, clipping, finiteness."""
 
 from __future__ import annotations
 

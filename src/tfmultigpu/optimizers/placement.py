@@ -1,4 +1,4 @@
-"""Which replica owns which variable, and optimizer state that lives with its owner alone.
+"""Owners of variables, and optimizer state that lives with its owner alone.
 
 Owners are numbers of replicas of one process. An owner updates its variables and copies them to the
 others; what an optimizer remembers of a variable exists once, on the device of its owner.

@@ -53,7 +53,7 @@ _SETTINGS = (bool, int, float, str, type(None), set, frozenset, re.Pattern)
 
 
 class UpdatePlan(NamedTuple):
-    """How the variables are updated, and why.
+    """The decision how variables are updated, and its reason.
 
     Attributes:
         sharded: Whether each variable is updated by its owner alone.
@@ -159,7 +159,7 @@ def _obstacle(
 
 
 def _keeps_state_by_variable(optimizer: Any) -> bool:
-    """Whether all that an optimizer remembers is made from a variable, tried on a small one."""
+    """Tries on a small variable if an optimizer makes all its state from a variable."""
     made: list[Any] = []
     trial = _make_again(
         optimizer, [tf.Variable(tf.constant(0, tf.int64), trainable=False)], lambda: 0.1

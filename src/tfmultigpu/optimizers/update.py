@@ -159,7 +159,7 @@ def _assign(constraint: Any, variable: Any, value: Any) -> None:
 
 
 def _overwrite_frequency(optimizer: Any) -> int | None:
-    """What was set, also while another replica hides it."""
+    """Returns the setting of the user, also while another replica hides it."""
     _, own = _hidden.get((id(optimizer), *_OWN_IDEAS), (None, {}))
     frequency = own.get("ema_overwrite_frequency", optimizer.ema_overwrite_frequency)
     return frequency if optimizer.use_ema else None

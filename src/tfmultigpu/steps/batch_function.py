@@ -1,4 +1,4 @@
-"""How a step takes a batch: whole or already cut, to one shard per local replica."""
+"""Conversion of a batch, whole or already cut, to one shard per local replica."""
 
 from __future__ import annotations
 
@@ -227,7 +227,7 @@ class BatchFunction:
 
 
 def _keeps_rows(strategy: tf.distribute.Strategy) -> bool:
-    """Whether steps are traced for a known number of rows first: on one GPU.
+    """Returns whether steps are first traced for a known number of rows: on one GPU.
 
     On several the number of rows is what tells draws by row, and on CPUs nothing is gained.
     """

@@ -1,4 +1,4 @@
-"""Where the rows of a replica are in a draw for the global batch."""
+"""Positions of the rows of a replica in a draw for the global batch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Places"]
 
 @dataclasses.dataclass(frozen=True)
 class Places:
-    """Where a first axis is in that of the global batch.
+    """Position of a first axis in that of the global batch.
 
     Attributes:
         parts: One for each pass through the rows: where it begins here, where there, its length.

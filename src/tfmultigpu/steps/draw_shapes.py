@@ -60,7 +60,7 @@ _known: weakref.WeakKeyDictionary[Any, dict[str, int]] = weakref.WeakKeyDictiona
 
 
 def _passes(tensor: Any) -> int:
-    """How many times the first axis of a tensor goes through the rows."""
+    """Counts how often the first axis of a tensor goes through the rows."""
     known = _known.setdefault(tensor.graph, {})  # A graph may have thousands of operations.
     pending = [tensor]
     while pending:
@@ -95,7 +95,7 @@ def _rows_from(tensor: Any) -> tuple[int, bool, list[Any]]:
 
 
 def _keeps_rows(op: Any) -> bool:
-    """Whether an operation leaves rows where they are, as nearly all do."""
+    """Returns whether an operation leaves rows in place, as nearly all do."""
     if op.type == "StridedSlice":
         step, inside = _static(op.inputs[3], 0), ("shrink_axis_mask", "new_axis_mask")
         all_of_it = op.get_attr("begin_mask") & op.get_attr("end_mask") & 1 and step == 1

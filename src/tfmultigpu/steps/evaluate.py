@@ -121,7 +121,7 @@ def make_predict_step(
 
 
 class Totals(NamedTuple):
-    """What evaluating some batches adds up to, not yet divided, so that calls can be added too.
+    """Sums of an evaluation, not yet divided, so that calls can be added.
 
     Attributes:
         steps: Batches.
@@ -183,7 +183,7 @@ class EvalStep:
 
     @property
     def verification(self) -> Verification | None:
-        """How the last verified step compares with one device; None before the first."""
+        """The comparison of the last verified step with one device; None before the first."""
         return self._verifier.verification
 
     @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
@@ -214,7 +214,7 @@ class EvalStep:
         return {name: float(value) for name, value in self._regularized(logs).items()}
 
     def _is_current(self) -> bool:
-        """Whether all was prepared, and no layer with a penalty was frozen or thawed since."""
+        """Returns whether all is prepared and no layer with a penalty was frozen or thawed since."""
         return self._ready and (not self._regularizes or self._penalized == self._find_penalized())
 
     def _find_penalized(self) -> tuple[int, ...]:
@@ -333,7 +333,7 @@ class PredictStep:
 
     @property
     def verification(self) -> Verification | None:
-        """How the last verified step compares with one device; None before the first."""
+        """The comparison of the last verified step with one device; None before the first."""
         return self._verifier.verification
 
     def _step(self, shards: Shards) -> Any:

@@ -1,4 +1,4 @@
-"""What an error of TensorFlow in a step means for the user."""
+"""Errors of TensorFlow in a step, translated for the user."""
 
 from __future__ import annotations
 

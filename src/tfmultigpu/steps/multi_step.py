@@ -210,7 +210,7 @@ def _loop(source: Any, steps: Any, one: Any, sums: Any, last: Any) -> Any:
 
 
 def _addend(name: str, logs: dict[str, Any]) -> Any:
-    """What of a step is added up: of a mean its sum, of the loss what is of no output."""
+    """Returns what a step adds to a log: the sum behind a mean, the loss without its outputs."""
     if isinstance(name, OutputLoss):
         return logs[name] * logs[name.weight]
     if name != "loss":
@@ -242,7 +242,7 @@ def _logs(done: Any, sums: Any, last: Any, names: list[str], sums_in: Any) -> di
 
 @functools.cache
 def _nothing() -> tuple[Any, Any, Any]:
-    """What a call carries on from that is the first."""
+    """Returns the carried state before the first call."""
     with tf.init_scope(), tf.device("CPU:0"):
         # In float64: a sum of many in float32 drifts, and stops to count rows at 2**24.
         sums = tf.zeros([_ROOM], tf.float64)

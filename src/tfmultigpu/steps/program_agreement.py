@@ -1,4 +1,4 @@
-"""Whether all workers train the same program: they compare model, loss and optimizer.
+"""Comparison of the program between workers: model, loss, optimizer and settings.
 
 TensorFlow adds whatever gradients the workers bring. Where one has another loss or activation, the
 sum is the gradient of neither, and no error says so.
@@ -49,7 +49,7 @@ class ProgramAgreement:
             raise WorkersDifferError(self._difference(name, parts[name]))
 
     def _difference(self, name: str, lines: list[str]) -> str:
-        """What this worker and the first that differs from it have; all workers are here."""
+        """Returns the difference from the first other worker; all workers must call it."""
         most = int(self._exchange([len(lines)]).max())
         padded = [*lines, *["nothing"] * (most - len(lines))]
         found = self._exchange.find_difference(dict(enumerate(padded)))

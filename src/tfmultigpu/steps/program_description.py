@@ -113,7 +113,7 @@ def _layer(layer: Any) -> str:
 
 
 def _wiring(layers: list[Any]) -> list[Any]:
-    """Which layer takes what, by their places in place of their names."""
+    """Returns the inputs of each layer, by places instead of names."""
     entries = [entry for entry in layers if isinstance(entry, dict)]
     names = [str(entry.get("name", entry.get("config", {}).get("name"))) for entry in entries]
     places = {name: place for place, name in enumerate(names)}
@@ -216,7 +216,7 @@ def content_of(cell: types.CellType) -> Any:
 
 
 def _code(code: types.CodeType) -> bytes:
-    """What a function does: no file, no line."""
+    """Returns the code of a function without file and line."""
     constants = [
         _digest(_code(one)) if isinstance(one, types.CodeType) else describe_value(one)
         for one in code.co_consts

@@ -41,7 +41,7 @@ _AUTOMATIC = (None, 3, "auto_select")  # Philox on a CPU or GPU, compiled by XLA
 
 @dataclasses.dataclass(frozen=True)
 class ReplicaRows:
-    """Which rows of a global batch a replica computes.
+    """The rows of a global batch that a replica computes.
 
     Functions, so that a model that draws nothing gets no operations for it.
 

@@ -1,4 +1,4 @@
-"""What random draws start from: alike on all replicas, and once a step."""
+"""Seeds of random draws: the same on all replicas, advanced once a step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["GlobalSeeds", "global_seeds", "seed_states"]
 
 
 class GlobalSeeds:
-    """What draws without a seed draw from, during one call of ``strategy.run``.
+    """Seeds of draws without a seed, during one call of ``strategy.run``.
 
     Keras keeps a generator of seeds for them, one for each thread. Replicas are threads, and a
     state that is to be alike on all of them is made before they start or beside them. So the

@@ -92,14 +92,14 @@ class Traces:
 
 
 def _kind(leaf: Any) -> Any:
-    """What a trace depends on, cheaper than a type spec for the usual dense tensor."""
+    """Returns what a trace depends on; for a dense tensor cheaper than a type spec."""
     if isinstance(leaf, tf.Tensor):
         return leaf.dtype, tuple(leaf.shape[1:]) if leaf.shape.rank else None
     return any_rows(leaf)
 
 
 def _agree(leaves: list[Any]) -> bool:
-    """Whether all dense tensors have one number of rows; what has none is for a check to tell."""
+    """Returns whether all dense tensors have the same number of rows; empty ones fail later."""
     rows = {leaf.shape[0] for leaf in leaves if isinstance(leaf, tf.Tensor) and leaf.shape.rank}
     return len(rows) == 1 and 0 not in rows
 

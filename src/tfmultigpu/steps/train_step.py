@@ -169,11 +169,11 @@ class TrainStep:
 
     @property
     def verification(self) -> Verification | None:
-        """How the last verified step compares with one device; None before the first."""
+        """The comparison of the last verified step with one device; None before the first."""
         return self._verifier.verification
 
     def _is_current(self) -> bool:
-        """Whether all was prepared, and no layer frozen or thawed, no setting changed since."""
+        """Returns whether all is prepared and no layer or setting has changed since."""
         if self._settings.changed(self.optimizer):
             return False
         return self._seen_a_batch and self._frozen == self._what_is_frozen()

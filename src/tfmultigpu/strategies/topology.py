@@ -1,4 +1,4 @@
-"""What every layer above asks of a strategy: its devices, its replicas, and how to describe it."""
+"""Questions of the layers above to a strategy: its devices, its replicas, its description."""
 
 from __future__ import annotations
 

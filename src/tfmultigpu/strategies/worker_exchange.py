@@ -40,7 +40,7 @@ class WorkerExchange:
 
     @property
     def is_chief(self) -> bool:
-        """Whether this is the first worker."""
+        """True for the first worker."""
         return self.worker == 0
 
     def __call__(self, numbers: Sequence[int]) -> np.ndarray[Any, np.dtype[np.int64]]:

@@ -1,4 +1,4 @@
-"""What to write in place of code whose result depends on how a batch was cut."""
+"""Advice for code whose result depends on how a batch was cut."""
 
 from __future__ import annotations
 

@@ -229,7 +229,7 @@ def _name(index: int, term: Any) -> str:
 def _means(
     sums: tuple[float, float], term: Any, one: float, other: float, is_weight: bool
 ) -> tuple[float, float]:
-    """What a user knows: the loss, not its sum."""
+    """Returns the means that a user knows: the loss, not its sum."""
     if is_weight or term.fixed or not one or not other:
         return sums
     return sums[0] / float(one), sums[1] / float(other)

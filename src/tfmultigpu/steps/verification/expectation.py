@@ -1,4 +1,4 @@
-"""What a step is held to, and the argument that asks for it."""
+"""Expected results of a step, and the argument that asks for them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def check_verify(verify: Any) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Expected:
-    """What a step is held to.
+    """The expected results of a step.
 
     Attributes:
         shards: The batch the step is about to take, as this process has it.

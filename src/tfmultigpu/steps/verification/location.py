@@ -32,7 +32,7 @@ _HALVES = 2
 
 @dataclasses.dataclass(frozen=True)
 class Located:
-    """What depends on the cut.
+    """The first layer or loss that depends on the cut.
 
     Attributes:
         layer: The first layer, or operation of Keras, whose output does; None if all agree.

@@ -1,4 +1,4 @@
-"""What one device computes for a whole global batch, and how much of that is rounding."""
+"""The computation of a whole global batch on one device, and its rounding."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["Computed", "OneDevice", "sharing_seeds"]
 
 @dataclasses.dataclass(frozen=True)
 class Computed:
-    """What was computed for a batch.
+    """The results for one batch.
 
     Attributes:
         stats: The sums of the terms of the loss, then their weights.

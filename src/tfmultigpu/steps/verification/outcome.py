@@ -30,7 +30,7 @@ class Difference:
 
 @dataclasses.dataclass(frozen=True)
 class Verification:
-    """Whether a step computed what one device computes on the same global batch.
+    """Comparison of a step with one device on the same global batch.
 
     Attributes:
         outcome: ``"same"``, ``"different"``, or ``"not verified"``.

@@ -1,4 +1,4 @@
-"""How far two computations of one quantity may lie apart by rounding alone.
+"""Bounds on the difference of two computations by rounding alone.
 
 The bound of a comparison is, relative to the larger number,
 

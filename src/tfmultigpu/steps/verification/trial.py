@@ -18,7 +18,7 @@ __all__ = ["Forward", "Trial", "dense_outputs", "try_forward"]
 
 
 class Forward(Protocol):
-    """What is tried: a model with or without its losses, such as ``Objective``."""
+    """A function to try: a model with or without its losses, such as ``Objective``."""
 
     @property
     def model(self) -> Any:
@@ -30,7 +30,7 @@ class Forward(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Trial:
-    """What one forward pass gave.
+    """The results of one forward pass.
 
     Attributes:
         terms: The terms of the loss; see ``Objective``.

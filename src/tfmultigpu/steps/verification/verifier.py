@@ -107,7 +107,7 @@ class Verifier:
         return list(self._objective.model.variables)
 
     def _is_small(self, rows: int | None) -> bool:
-        """Whether a batch has so few rows that nothing of it is cut."""
+        """Returns whether a batch has too few rows to be cut."""
         if rows is None or rows >= max(self._strategy.num_replicas_in_sync, 2):
             return False
         reason = "the batch had fewer rows than there are replicas, so each computed all of it"
@@ -116,7 +116,7 @@ class Verifier:
 
     @property
     def is_due(self) -> bool:
-        """Whether the next step is to be verified."""
+        """True if the next step is to be verified."""
         return self._attempts > 0 and not tf.inside_function()
 
     def compare_gradients(self, function: BatchFunction) -> None:
@@ -270,7 +270,7 @@ class Verifier:
             self._note(Verification(outcome, rows, total, expected.reason))
 
     def _computed(self, expected: Expected) -> Expected:
-        """What one device computes, or why that cannot be had."""
+        """Returns what one device computes, or why that is unknown."""
         try:
             batch = join(self._strategy, expected.shards)
             computed = self._one_device.compute(batch, expected.loss_scale)
@@ -290,7 +290,7 @@ class Verifier:
         return dataclasses.replace(expected, batch=batch, computed=computed)
 
     def _alike(self, expected: Expected) -> Expected:
-        """What all workers can hold a step to: none of them may be left waiting for another."""
+        """Returns what all workers can compare with, so that none waits for another."""
         if self._exchange.workers == 1:
             return expected
         partly, failed = self._exchange([bool(expected.reason), bool(expected.failure)]).max(axis=0)
