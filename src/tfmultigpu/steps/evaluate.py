@@ -214,7 +214,7 @@ class EvalStep:
         return {name: float(value) for name, value in self._regularized(logs).items()}
 
     def _is_current(self) -> bool:
-        """Returns whether all is prepared and no layer with a penalty was frozen or thawed since."""
+        """Returns whether all is prepared and the same layers with penalties are frozen."""
         return self._ready and (not self._regularizes or self._penalized == self._find_penalized())
 
     def _find_penalized(self) -> tuple[int, ...]:
