@@ -245,7 +245,7 @@ def test_what_meets_in_the_middle_of_a_step_is_refused(layer) -> None:
     ("micro_batches", "text"),
     [
         ((1, 2, 3), r"each replica, of all workers\. Received: micro_batches=\(1, 2, 3\) for 2"),
-        ((4,), r"micro_batches=\(4,\) for 2 replica\(s\)\. Write tmg\.plan_micro_batches"),
+        ((4,), r"micro_batches=\(4,\) for 2 replica\(s\)\. Write tmg\.data\.plan_micro_batches"),
         ((), r"micro_batches=\(\) for 2"),
         ((1, 0), r"a whole number, at least 1, or one .*Received: micro_batches=\(1, 0\)\."),
         ((1, 1.5), r"Received: micro_batches=\(1, 1\.5\)\."),

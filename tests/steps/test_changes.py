@@ -160,7 +160,7 @@ def test_a_stateful_layer_is_refused(strategy):
         hidden = keras.layers.LSTM(2, stateful=True, name="memory")(inputs)
         model = keras.Model(inputs, keras.layers.Dense(1)(hidden))
         optimizer = keras.optimizers.SGD(0.1)
-    with pytest.raises(tmg.ScopeError, match=r"stateful layer .*\['memory'\].*Leave stateful"):
+    with pytest.raises(tmg.ScopeError, match=r"stateful layer .*\['memory'\].*Drop stateful"):
         tmg.make_train_step(model, optimizer, "mse", strategy)
 
 

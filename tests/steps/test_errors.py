@@ -322,9 +322,9 @@ def two_heads() -> keras.Model:
 @pytest.mark.parametrize(
     ("loss", "y", "text"),
     [
-        ({"kin": "mse"}, {"kind": X, "size": X}, r"losses for outputs that .* not have: \['kin'\]"),
+        ({"kin": "mse"}, {"kind": X, "size": X}, r"losses for outputs that .* not have. Received: \['kin'\]"),
         (["mse"], {"kind": X, "size": X}, "The model has 2 outputs .*but there are 1 losses"),
-        ("mse", X, "The model has 2 outputs .*only one of labels was given"),
+        ("mse", X, "The model has 2 outputs .*but the labels are a single value"),
         ("mse", {"kind": X[:, :3]}, "There is a loss but no labels"),
     ],
     ids=["unknown name", "too few losses", "one array of labels", "a label is missing"],
