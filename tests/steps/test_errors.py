@@ -322,7 +322,11 @@ def two_heads() -> keras.Model:
 @pytest.mark.parametrize(
     ("loss", "y", "text"),
     [
-        ({"kin": "mse"}, {"kind": X, "size": X}, r"losses for outputs that .* not have. Received: \['kin'\]"),
+        (
+            {"kin": "mse"},
+            {"kind": X, "size": X},
+            r"losses for outputs that .* not have. Received: \['kin'\]",
+        ),
         (["mse"], {"kind": X, "size": X}, "The model has 2 outputs .*but there are 1 losses"),
         ("mse", X, "The model has 2 outputs .*but the labels are a single value"),
         ("mse", {"kind": X[:, :3]}, "There is a loss but no labels"),
