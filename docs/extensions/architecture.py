@@ -14,20 +14,9 @@ SOURCE = ROOT / "src" / "tfmultigpu"
 PAGE = ROOT / "docs" / "architecture.md"
 BEGIN = "<!-- Drawn by python docs/extensions/architecture.py from the imports. -->\n"
 END = "<!-- End of what is drawn. -->\n"
-PACKAGES = (
-    "devices",
-    "clusters",
-    "strategies",
-    "data",
-    "losses",
-    "optimizers",
-    "steps",
-    "checkpoints",
-    "loops",
-    "diagnostics",
-    "tuning",
-    "testing",
-)
+_ORDER = PAGE.read_text().partition("```text\n")[2].partition("```")[0]
+# Behind "errors, _compat", which are no packages.
+PACKAGES = tuple(name.strip() for name in _ORDER.split("->")[1:])
 
 
 def imported_packages(package: str) -> set[str]:

@@ -47,17 +47,14 @@ def check_count(
     if isinstance(value, bool):
         raise (error or TypeError)(wrong)
     try:
-        number = int(float(value)) if _is_float(value) else operator.index(value)
+        number = operator.index(value)
     except TypeError:
-        raise (error or TypeError)(wrong) from None
+        if not isinstance(value, numbers.Real) or not float(value).is_integer():
+            raise (error or TypeError)(wrong) from None
+        number = int(float(value))
     if number < least:
         raise (error or ValueError)(wrong)
     return number
-
-
-def _is_float(value: Any) -> bool:
-    whole = isinstance(value, numbers.Integral)
-    return isinstance(value, numbers.Real) and not whole and float(value).is_integer()
 
 
 def count_option(least: int = 1, most: float = math.inf) -> Callable[[str], int]:

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import logging
 import socket
-import subprocess
-import sys
-import textwrap
 import time
 import warnings
 from collections.abc import Iterator
@@ -15,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorflow as tf
+from run_script import run_script
 
 from tfmultigpu.clusters.process_state import process_state
 from tfmultigpu.errors import (
@@ -297,18 +295,6 @@ def test_the_address_may_stand_in_the_program(closed_port: int) -> None:
 
 
 # In a process of its own -----------------------------------------------------------------------
-
-
-def run_script(script: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script)],
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    return done.stdout
 
 
 @pytest.mark.slow

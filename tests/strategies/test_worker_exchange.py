@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from one_device import strategy_of
 
+from tfmultigpu.clusters.process_state import process_state
 from tfmultigpu.errors import WorkersDifferError
 from tfmultigpu.loops import worker_agreement
 from tfmultigpu.strategies.worker_exchange import WorkerExchange, _gather_of
@@ -27,6 +28,7 @@ def test_numbers_of_nearly_any_count_share_one_trace() -> None:
 
 def test_rows_of_all_replicas_are_gathered_in_order_and_traced_once() -> None:
     exchange = WorkerExchange(strategy_of(3))
+    exchange.workers = 3  # As if each replica were a worker.
     before = _gather_of(exchange.strategy).experimental_get_tracing_count()
     for dtype in ("float32", "bool", "uint8"):
         for _ in range(3):
@@ -35,6 +37,15 @@ def test_rows_of_all_replicas_are_gathered_in_order_and_traced_once() -> None:
             assert rows.dtype == dtype
             assert rows.tolist() == np.array([[1, 0], [0, 1], [1, 1]], dtype).tolist()
     assert _gather_of(exchange.strategy).experimental_get_tracing_count() == before + 3
+
+
+def test_one_process_gathers_without_tensorflow_and_keeps_no_strategy() -> None:
+    strategy = strategy_of(2)
+    values = iter([[[1, 0]], [[0, 1], [1, 1]]])
+    rows = WorkerExchange(strategy).rows(lambda: np.array(next(values), "uint8"))
+    assert rows.dtype == "uint8"
+    assert rows.tolist() == [[1, 0], [0, 1], [1, 1]]
+    assert not process_state.keeps(("gathering", strategy))
 
 
 def test_another_count_or_another_caller_is_another_call(monkeypatch) -> None:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-import textwrap
 import weakref
 from unittest import mock
 
@@ -12,6 +9,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from hypothesis import given, settings, strategies as st
+from run_script import run_script
 
 import tfmultigpu as tmg
 from tfmultigpu.tuning.batch_size import runs_out_of_memory
@@ -189,11 +187,4 @@ def test_a_real_allocation_in_a_process_whose_memory_is_bounded() -> None:
     assert 32 <= found <= 240, found
     assert found + 1 in tried, tried
     """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script)],
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
+    run_script(script)

@@ -396,12 +396,8 @@ class Checkpoints:
 
         A signal that came after the last step goes to that handler.
         """
-        if self._signal is None:
-            return
-        self._signal.stop_listening()
-        if self._signal.received:
-            self._signal.received = False
-            os.kill(os.getpid(), self._signal.number)
+        if self._signal is not None:
+            self._signal.stop_listening()
 
     def _stop_if_wanted(self, steps: int, now: bool = False) -> None:
         wanted = self._signal is not None and self._signal.received

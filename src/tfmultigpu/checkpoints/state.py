@@ -329,12 +329,8 @@ def _differing(variables: Sequence[StateVariable], exchange: WorkerExchange) -> 
 
 
 def _read_replicas(variable: Any, exchange: WorkerExchange) -> np.ndarray[Any, Any]:
-    local = exchange.strategy.experimental_local_results(variable)
-    copies = [_to_numpy(one)[None] for one in local]
-    if exchange.workers == 1:
-        return np.concatenate(copies)
-    turn = iter(copies)
-    return exchange.rows(lambda: next(turn))
+    copies = iter(exchange.strategy.experimental_local_results(variable))
+    return exchange.rows(lambda: _to_numpy(next(copies))[None])
 
 
 def _assign_replicas(

@@ -78,6 +78,12 @@ class WorkerLink:
         with self._changed:
             return self._answers.pop(key, None)
 
+    def forget(self, key: str) -> None:
+        """Gives up a comparison that not every worker has answered."""
+        with self._changed:
+            self._answers.pop(key, None)
+        self._call(self._said.pop, key, None)
+
     def leave(self, how: str) -> None:
         """Tells the others that this worker ends, and how."""
         done = threading.Event()

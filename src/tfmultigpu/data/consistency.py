@@ -113,48 +113,57 @@ class _Comparison:
         if is_first:
             self._passes += 1
             current = np.int64(self._passes)
+            self._forget_passes_before(self._passes - 1)
         key = f"data {self._name} pass {current} {'end' if is_end else f'batch {number}'}"
         value = [int(number) if is_end else self._batches, int(digest)]
         self._pending[key] = int(current), int(number)
         timeout = _SECONDS if is_first else _SECONDS_AT_THE_END if is_end else 0.0
-        answers = self._link.compare(key, value, timeout)
-        if answers is not None:
-            self._check(answers, *self._pending.pop(key))
-        elif is_first:
+        found = {key: self._link.compare(key, value, timeout)}
+        if is_first and found[key] is None:
             del self._pending[key]
             _log.warning(
                 "Not all workers began to read this data within %g s, so the check that they read "
                 "the same data was skipped.",
                 _SECONDS,
             )
-        for pending, place in list(self._pending.items()):
-            if (answers := self._link.answer(pending)) is not None:
-                del self._pending[pending]
-                self._check(answers, *place)
+        found |= {one: self._link.answer(one) for one in self._pending.keys() - {key}}
+        for one, answers in found.items():
+            if answers is not None:
+                self._error = self._error or self._difference(answers, *self._pending.pop(one))
+        if self._error is not None:
+            raise self._error
         return current
 
-    def _check(self, answers: Mapping[int, Any], current: int, number: int) -> None:
+    def _forget_passes_before(self, first: int) -> None:
+        """Forgets what the others have not answered: a pass may be broken off at any batch."""
+        for key in [key for key, (number, _) in self._pending.items() if number < first]:
+            del self._pending[key]
+            self._link.forget(key)
+
+    def _difference(
+        self, answers: Mapping[int, Any], current: int, number: int
+    ) -> DataError | None:
+        """Returns the error if the workers gave different answers."""
         counts = {worker: value[0] for worker, value in sorted(answers.items())}
         if len(set(counts.values())) > 1:
-            self._error = DataError(
+            return DataError(
                 "The workers read different data: their numbers of batches differ. Received: "
                 f"{counts}, by worker. At the end some would wait for the others forever. Give "
                 "every worker the same files."
             )
-            raise self._error
         own = answers[self._link.index]
         others = [worker for worker, value in sorted(answers.items()) if value != own]
-        if others:
-            place = "the first batch" if number == 1 else f"one of the first {number} batches"
-            self._error = DataError(
-                f"The workers read different data: in pass {current} {place} of worker "
-                f"{self._link.index} differs from that of worker {others[0]}. Each worker takes "
-                "its examples of the same batches, so examples would be used twice or never. Give "
-                "shuffle a seed: dataset.shuffle(size, seed=1); or call "
-                "keras.utils.set_random_seed(1) on every worker before the dataset is made. Sort "
-                "lists of files, and give every worker the same."
-            )
-            raise self._error
+        if not others:
+            return None
+        place = "the first batch" if number == 1 else f"one of the first {number} batches"
+        return DataError(
+            f"The workers read different data: in pass {current} {place} of worker "
+            f"{self._link.index} differs from that of worker {others[0]}. Each worker takes "
+            "its examples of the same batches, so examples would be used twice or never. Give "
+            "shuffle a seed: dataset.shuffle(size, seed=1); or call "
+            "keras.utils.set_random_seed(1) on every worker before the dataset is made. Sort "
+            "lists of files, and give every worker the same."
+        )
 
 
 def _digest(batch: Any, previous: Any) -> Any:

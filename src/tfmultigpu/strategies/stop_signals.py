@@ -75,16 +75,18 @@ class StopSignal:
             self._listening = True
 
     def stop_listening(self) -> None:
-        """Restores the handler of before."""
+        """Restores the handler of before, and passes on a signal that nobody has obeyed."""
         if self._listening:
             # None: the handler was not set by Python, which cannot restore it.
             signal.signal(self.number, self._before or signal.SIG_DFL)
             self._listening = False
+            if self.received:
+                self.received = False
+                os.kill(os.getpid(), self.number)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if self.received:
             self.stop_listening()
-            os.kill(os.getpid(), number)
         self.received = True
 
 

@@ -79,6 +79,8 @@ class WorkerExchange:
         Args:
             next_rows: Returns the rows of the next replica of this worker, an array.
         """
+        if self.workers == 1:
+            return np.concatenate([np.asarray(next_rows()) for _ in range(self._local)])
         spread = self.strategy.experimental_distribute_values_from_function
         with explaining_lost_workers():
             gathered = _gather_of(self.strategy)(spread(lambda _: tf.constant(next_rows())))
