@@ -76,6 +76,7 @@ if TYPE_CHECKING:
         clip_gradients as clip_gradients,
     )
     from tfmultigpu.steps import (
+        chain_steps as chain_steps,
         gather_rows as gather_rows,
         make_eval_step as make_eval_step,
         make_predict_step as make_predict_step,
@@ -154,6 +155,7 @@ _NAMES = {
         "clip_gradients",
     ),
     "steps": (
+        "chain_steps",
         "gather_rows",
         "make_eval_step",
         "make_predict_step",

@@ -62,6 +62,7 @@ class LossTerm:
         name: Name of the output, or None.
         factor: The loss weight of the output.
         added: Whether a layer added the loss with ``add_loss``.
+        logged: Whether it is only a value for the logs, and not part of the loss.
     """
 
     sum: Any
@@ -71,6 +72,7 @@ class LossTerm:
     name: str | None = None
     factor: float = 1.0
     added: bool = False
+    logged: bool = False
 
 
 def loss_sum(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -21,11 +21,12 @@ from tfmultigpu.losses.loss_sum import (
     as_loss,
     loss_term,
 )
+from tfmultigpu.losses.model_group import as_model, check_variables
 from tfmultigpu.losses.outputs import Output, match_outputs
 from tfmultigpu.losses.recording import recording_added_losses
 from tfmultigpu.strategies.scopes import all_layers
 
-__all__ = ["Layout", "Objective", "OutputLoss", "regularization", "stack"]
+__all__ = ["Layout", "MeanKey", "Objective", "is_loss", "regularization", "stack"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +37,9 @@ class Objective:
         model: The Keras model.
         losses: One Keras loss, or a dict or list of them, or None.
         loss_weights: Factors of the outputs' losses, or None.
-        forward: ``f(model, batch, training) -> LossSum`` in place of a loss, or None.
+        forward: ``f(model, batch, training)`` in place of a loss, or None.
+        given: The first argument of ``forward``: the model or the models, as the user gave them.
+        variables: The variables to train; None means those of the model.
         added: Tells which losses added by layers are sums; None if all may count as means, because
             each batch is computed in one piece.
     """
@@ -44,23 +47,49 @@ class Objective:
     model: Any
     losses: Any
     loss_weights: Any = None
-    forward: Callable[[Any, Any, bool], LossSum] | None = None
+    forward: Callable[[Any, Any, bool], Any] | None = None
+    given: Any = None
+    variables: tuple[Any, ...] | None = None
     added: AddedLosses | None = None
 
     @classmethod
-    def of(cls, model: Any, loss: Any, loss_weights: Any = None, forward: Any = None) -> Objective:
+    def of(
+        cls,
+        model: Any,
+        loss: Any,
+        loss_weights: Any = None,
+        forward: Any = None,
+        variables: Any = None,
+    ) -> Objective:
         """Creates an objective from user arguments.
 
         Raises:
-            LossError: Both ``loss`` and ``forward`` are given, or the loss is not a loss.
+            LossError: Both ``loss`` and ``forward`` are given, there are several models and no
+                ``forward``, or the loss is not a loss.
+            ValueError: ``variables`` holds something that is not a variable of the model.
         """
+        whole = as_model(model)
+        if whole is not model and forward is None:
+            raise LossError(
+                "A loss compares the outputs of one model with labels. Received: "
+                f"{type(model).__name__} of {len(model)} models and no forward. Write "
+                "forward=f(models, batch, training), which returns a LossSum."
+            )
         if forward is not None and loss is not None:
             raise LossError(
                 "Give either loss or forward, not both: forward returns the LossSum itself. "
                 f"Received: loss={loss!r} and forward={forward!r}."
             )
         losses = tf.nest.map_structure(lambda one: None if one is None else as_loss(one), loss)
-        return cls(model, losses, loss_weights, forward, AddedLosses())
+        chosen = None if variables is None else check_variables(variables, whole)
+        return cls(whole, losses, loss_weights, forward, model, chosen, AddedLosses())
+
+    @property
+    def trained(self) -> list[Any]:
+        """The variables to train; a frozen variable is left out."""
+        if self.variables is None:
+            return list(self.model.trainable_variables)
+        return [variable for variable in self.variables if variable.trainable]
 
     def check_metrics_allowed(self, *metrics: Any) -> None:
         """Checks that the step sees labels and predictions for its metrics.
@@ -93,7 +122,7 @@ class Objective:
         outputs: list[Output] = []
         with recording_added_losses() as recorded:
             if self.forward is not None:
-                terms = [_forward_term(self.forward(self.model, shard, training))]
+                terms = _forward_terms(self.forward(self.given, shard, training))
             else:
                 x, y, weight = unpack_batch(shard)
                 names = getattr(self.model, "output_names", None)
@@ -108,22 +137,28 @@ class Objective:
         return self._call(shard, training)[2]
 
 
-class OutputLoss(str):
-    """Key of one output's loss in the logs, ``"NAME_loss"``.
+class MeanKey(str):
+    """Key in the logs of a mean with a weight of its own.
 
     Attributes:
-        factor: Factor of the loss in the loss of the step.
+        factor: Factor of the mean in the loss of the step; None if it is only logged.
         weight: Key of the divisor of its sum, ``"NAME_weight"``.
     """
 
-    factor: float
+    factor: float | None
     weight: str
 
-    def __new__(cls, name: str, factor: float) -> OutputLoss:
-        """Creates the key from the name of the output and its loss weight."""
-        key = super().__new__(cls, f"{name}_loss")
-        key.factor, key.weight = factor, f"{name}_weight"
+    @classmethod
+    def of(cls, term: LossTerm) -> MeanKey:
+        """Creates the key of a named term: ``"NAME_loss"``, or ``"NAME"`` if it is only logged."""
+        key = cls(term.name if term.logged else f"{term.name}_loss")
+        key.factor, key.weight = None if term.logged else term.factor, f"{term.name}_weight"
         return key
+
+
+def is_loss(name: str) -> bool:
+    """Returns whether a key of the logs is that of the loss, or of the loss of an output."""
+    return name == "loss" or (isinstance(name, MeanKey) and name.factor is not None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,7 +179,11 @@ class Layout:
     @property
     def measured(self) -> list[int]:
         """Numbers of the terms whose weight is known only after it was added over all shards."""
-        return [i for i, term in enumerate(self.terms) if term.per_row is None and not term.fixed]
+        return [
+            i
+            for i, term in enumerate(self.terms)
+            if term.per_row is None and not term.fixed and not term.logged
+        ]
 
     def scales(self, global_rows: Any) -> list[Any]:
         """Returns the factor of each term's sum before the backward pass.
@@ -197,12 +236,13 @@ class Layout:
             mean = tf.cast(
                 tf.math.divide_no_nan(sums[i], tf.cast(total, sums[i].dtype)), tf.float32
             )
-            loss += term.factor * mean
+            if not term.logged:
+                loss += term.factor * mean
             if term.name is not None:
-                key = OutputLoss(term.name, term.factor)
+                key = MeanKey.of(term)
                 logs |= {key: mean, key.weight: tf.cast(total, tf.float32)}
             weight = total if i == 0 and not term.added else weight
-        if weight is None or logs:
+        if weight is None or self.terms[0].name is not None:
             weight = global_rows
         return {"loss": loss, "weight": tf.cast(weight, tf.float32), **logs}
 
@@ -286,18 +326,47 @@ def _output_term(output: Output) -> LossTerm:
     return dataclasses.replace(term, name=output.name, factor=output.factor)
 
 
-def _forward_term(result: Any) -> LossTerm:
+def _forward_terms(result: Any) -> list[LossTerm]:
+    """Returns the loss that ``forward`` returned, and the values for the logs beside it."""
+    values: Any = {}
+    if type(result) is tuple and len(result) == 2 and isinstance(result[1], Mapping):
+        result, values = result
     if not isinstance(result, LossSum):
         raise LossError(
             "forward must return a LossSum: the sum of the losses of its examples and the weight "
             f"that divides it. Received: {type(result).__name__}. Return tmg.loss_sum(loss, "
-            "y_true, y_pred), or tmg.LossSum(tf.reduce_sum(values), count)."
+            "y_true, y_pred), or tmg.LossSum(tf.reduce_sum(values), count); with values for the "
+            'logs, return loss, {"name": tmg.LossSum(...)}.'
         )
+    return [_forward_term("the loss", result), *(_logged(*one) for one in values.items())]
+
+
+def _logged(name: str, value: Any) -> LossTerm:
+    if name in _LOGS or name.endswith("_weight"):
+        raise LossError(
+            f"A step logs {name!r} itself. Received: {name!r} among the values of forward. Take "
+            "another name."
+        )
+    if not isinstance(value, tuple) or len(value) != 2:
+        raise LossError(
+            "A value for the logs is a sum and the weight that divides it, so that replicas can "
+            f"be added. Received: {type(value).__name__} for {name!r}. Write "
+            f'"{name}": (tf.reduce_sum(values), count).'
+        )
+    pair = value if isinstance(value, LossSum) else LossSum(*value)
+    pair = type(pair)(*(tf.stop_gradient(tf.cast(one, tf.float32)) for one in pair))
+    return dataclasses.replace(_forward_term(repr(name), pair), name=name, logged=True)
+
+
+_LOGS = ("loss", "weight", "gradient_norm", "skipped", "loss_scale", "steps", "rows", "terms")
+
+
+def _forward_term(what: str, result: LossSum) -> LossTerm:
     total = tf.convert_to_tensor(result.sum)
     if total.shape.rank != 0:
         raise LossError(
-            f"The sum in a LossSum is a scalar. Received: shape {tuple(total.shape)} from forward. "
-            "Write tf.reduce_sum(values)."
+            f"The sum in a LossSum is a scalar. Received: shape {tuple(total.shape)} for {what} "
+            "from forward. Write tf.reduce_sum(values)."
         )
     weight = tf.cast(result.weight, total.dtype)
     return LossTerm(total, weight, fixed=isinstance(result, FixedLossSum))

@@ -55,7 +55,8 @@ def make_eval_step(
         metrics: Keras metrics created in the scope, updated without sample weights.
         weighted_metrics: The same, updated with sample weights.
         loss_weights: A number, or a dict or list of numbers, one per output.
-        forward: ``f(model, batch, training) -> LossSum``.
+        forward: ``f(model, batch, training) -> LossSum``, with values for the logs if wanted; see
+            ``make_train_step``.
         verify: When to hold a step to what one device computes: ``"first"``, True for every step,
             or False. See ``make_train_step``.
 
@@ -77,11 +78,11 @@ def make_eval_step(
     """
     check_backend()
     strategy = tf.distribute.get_strategy() if strategy is None else strategy
-    check_kinds(model, strategy)
+    objective = Objective.of(model, loss, loss_weights, forward)
+    check_kinds(objective.model, strategy)
     check_metrics(metrics, strategy)
     check_metrics(weighted_metrics, strategy)
     check_verify(verify)
-    objective = Objective.of(model, loss, loss_weights, forward)
     objective.check_metrics_allowed(metrics, weighted_metrics)
     verifier = Verifier(objective, strategy, verify, training=False)
     return EvalStep(objective, verifier, strategy, metrics, weighted_metrics)
@@ -294,6 +295,11 @@ class _Prediction:
     """
 
     model: Any
+
+    @property
+    def trained(self) -> list[Any]:
+        """The variables that training would change."""
+        return list(self.model.trainable_variables)
 
     def __call__(self, batch: Any, training: bool) -> tuple[list[Any], Any]:
         """Returns no terms, and the predictions."""

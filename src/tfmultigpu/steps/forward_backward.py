@@ -314,7 +314,7 @@ class ReplicaPhase:
     def _forward_backward(
         self, given: list[Any], shard: Any, weight: Any, global_rows: Any, loss_scale: Any
     ) -> _Pass:
-        variables = self._objective.model.trainable_variables
+        variables = self._objective.trained
         values = [variable.value for variable in variables]
         # Also while going backward, where a layer may be called once more to save memory.
         with holding(given) as held, tf.GradientTape(persistent=True) as tape:
@@ -336,7 +336,9 @@ class ReplicaPhase:
             measured = layout.measured
             if measured and any(replaced):
                 raise LossError(_NOT_DIVIDED_YET)
-            known = [scaled[i] for i in range(len(terms)) if i not in measured]
+            known = [
+                scaled[i] for i, one in enumerate(terms) if i not in measured and not one.logged
+            ]
             targets = ([_total(known)] if known else []) + [scaled[i] for i in measured]
         with holding(held=held):
             passes = [tape.gradient(target, values) for target in targets]

@@ -11,18 +11,22 @@ import tensorflow as tf
 
 from tfmultigpu.data.element_layout import iterator_of
 from tfmultigpu.errors import DataError
-from tfmultigpu.losses.objective import OutputLoss
+from tfmultigpu.losses.objective import MeanKey
 from tfmultigpu.steps.batch_function import BatchFunction, Shards, ShardSource, check_called_from
 from tfmultigpu.steps.call_lengths import CallLength
 from tfmultigpu.steps.failures import explaining_failures
 from tfmultigpu.strategies.topology import describe
 
-__all__ = ["TERMS", "MultiStep"]
+__all__ = ["TERMS", "LastKey", "MultiStep"]
 
 # The terms of the loss in the logs of a step, for verification: sums, then weights.
 TERMS = "terms"
 _LAST = ("gradient_norm", "loss_scale")
 _ROOM = 8
+
+
+class LastKey(str):
+    """Key of a log that is that of the last step, and not added up or averaged over steps."""
 
 
 class MultiStep:
@@ -158,26 +162,28 @@ class MultiStep:
 
     def _compile(self, split: Callable[[Any], Any]) -> Any:
         names: list[str] = []
+        last_names: list[str] = []
 
         def one(element: Any, sums: Any, last: Any) -> tuple[Any, Any]:
             local, offsets = split(element)
             logs = self.step.function(Shards(local, offsets))
             terms = tf.cast(logs.pop(TERMS, []), tf.float64)
-            names[:] = [name for name in logs if name not in _LAST]
+            last_names[:] = [*_LAST, *(name for name in logs if isinstance(name, LastKey))]
+            names[:] = [name for name in logs if name not in last_names]
             wide = {name: tf.cast(value, tf.float64) for name, value in logs.items()}
             added = [wide["loss"]] + [_addend(name, wide) for name in names]
             # How many there are is known only here. There is room for a few; else make some.
             added += [tf.zeros([], tf.float64)] * (_ROOM - len(added))
             if len(added) > _ROOM:
                 sums = tf.pad(sums, [[0, len(added) - tf.size(sums)]])
-            ends = [tf.cast(logs.get(name, 0.0), tf.float64) for name in _LAST]
+            ends = [tf.cast(logs.get(name, 0.0), tf.float64) for name in last_names]
             return sums + tf.stack(added), tf.concat([tf.stack(ends), terms], 0)
 
         def run(source: Any, steps: Any, before: Any, sums: Any, last: Any) -> dict[str, Any]:
             done, sums, last = _loop(source, steps, one, sums, last)
             done += before
-            logs = _logs(done, sums, last, names, self._sums_in)
-            return {**logs, "carry": (done, sums, last), TERMS: last[len(_LAST) :]}
+            logs = _logs(done, sums, last, names, last_names, self._sums_in)
+            return {**logs, "carry": (done, sums, last), TERMS: last[len(last_names) :]}
 
         return tf.function(run, autograph=False)
 
@@ -211,7 +217,7 @@ def _loop(source: Any, steps: Any, one: Any, sums: Any, last: Any) -> Any:
 
 def _addend(name: str, logs: dict[str, Any]) -> Any:
     """Returns what a step adds to a log: the sum behind a mean, the loss without its outputs."""
-    if isinstance(name, OutputLoss):
+    if isinstance(name, MeanKey):
         return logs[name] * logs[name.weight]
     if name != "loss":
         return logs[name]
@@ -220,23 +226,28 @@ def _addend(name: str, logs: dict[str, Any]) -> Any:
 
 def _of_outputs(logs: dict[str, Any]) -> Any:
     """The part of the loss that outputs with a loss of their own make up."""
-    return sum(key.factor * logs[key] for key in logs if isinstance(key, OutputLoss))
+    outputs = [key for key in logs if isinstance(key, MeanKey) and key.factor is not None]
+    return sum(key.factor * logs[key] for key in outputs)
 
 
-def _logs(done: Any, sums: Any, last: Any, names: list[str], sums_in: Any) -> dict[str, Any]:
+def _logs(
+    done: Any, sums: Any, last: Any, names: list[str], last_names: list[str], sums_in: Any
+) -> dict[str, Any]:
     if len(names) + 1 > _ROOM:  # After no step there is still no room.
         sums = tf.pad(sums, [[0, len(names) + 1 - tf.size(sums)]])
+    if len(last_names) > len(_LAST):
+        last = tf.pad(last, [[0, tf.maximum(len(last_names) - tf.size(last), 0)]])
     plain, *values = [sums[i] for i in range(len(names) + 1)]
     logs = dict(zip(names, values, strict=True))
     for name in names:
-        if isinstance(name, OutputLoss):
+        if isinstance(name, MeanKey):
             logs[name] = tf.math.divide_no_nan(logs[name], logs[name.weight])
     weight = logs["weight"]
     loss = logs["loss"] / tf.where(weight > 0, weight, 1.0) + _of_outputs(logs)
     # Without weight there is still regularisation, which is in every step's loss.
     logs["loss"] = tf.where(weight > 0, loss, plain / tf.cast(done, tf.float64))
     logs = {name: tf.cast(value, sums_in) for name, value in logs.items()}
-    ends = {name: tf.cast(last[i], tf.float32) for i, name in enumerate(_LAST)}
+    ends = {name: tf.cast(last[i], tf.float32) for i, name in enumerate(last_names)}
     return {"steps": done, **logs, **ends}
 
 

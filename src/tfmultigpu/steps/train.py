@@ -7,7 +7,6 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfmultigpu.losses.loss_sum import LossSum
 from tfmultigpu.losses.metrics import check_metrics
 from tfmultigpu.losses.objective import Objective
 from tfmultigpu.steps.evaluate import make_eval_step, make_predict_step
@@ -30,7 +29,8 @@ def make_train_step(
     weighted_metrics: Any = (),
     loss_weights: Any = None,
     micro_batches: int | Sequence[int] = 1,
-    forward: Callable[[Any, Any, bool], LossSum] | None = None,
+    forward: Callable[[Any, Any, bool], Any] | None = None,
+    variables: Sequence[Any] | None = None,
     clip_norm: float | None = None,
     loss_scale: str | float | None = None,
     shard_update: str | bool = "auto",
@@ -41,7 +41,8 @@ def make_train_step(
     """Makes a train step that gives on N replicas what one device gives on the same global batches.
 
     Args:
-        model: A Keras model created in ``strategy.scope()``.
+        model: A Keras model created in ``strategy.scope()``; with ``forward`` also a list or dict
+            of built models.
         optimizer: A Keras optimizer created in the scope; its variables are made here. Clipping set
             on it acts on the gradient of the global batch. A
             ``keras.optimizers.LossScaleOptimizer`` means ``loss_scale="dynamic"``.
@@ -57,8 +58,11 @@ def make_train_step(
             other, to save memory; or one such number for each replica, of all workers, as from
             ``plan_micro_batches``. The result is that of 1, except for layers that look at a whole
             batch (BatchNormalization) or count calls: they see each part.
-        forward: ``f(model, batch, training) -> LossSum`` for what a loss cannot say. Weight
-            regularisation and ``add_loss`` are added by the step.
+        forward: ``f(model, batch, training) -> LossSum`` for what a loss cannot say. It may return
+            ``loss, {"name": (sum, weight)}``: values for the logs, which are added over replicas
+            and divided once, as the loss is. Weight regularisation and ``add_loss`` are added by
+            the step.
+        variables: The variables to train, of the model; None means all its trainable ones.
         clip_norm: Largest global norm of the gradient; larger ones are scaled down to it.
         loss_scale: For float16: ``"dynamic"`` or a number. A step whose global gradient is not
             finite is skipped on every replica.
@@ -81,6 +85,7 @@ def make_train_step(
         MetricError: A metric cannot be added over replicas.
         KerasBackendError: Keras does not run on TensorFlow.
         TfMultiGpuError: ``shard_update=True`` cannot be had.
+        ValueError: An option has a value that it cannot have.
         WorkersDifferError: Workers have different models, losses, optimizers or settings; here or
             at the first step.
 
@@ -101,7 +106,8 @@ def make_train_step(
     """
     check_backend()
     strategy = tf.distribute.get_strategy() if strategy is None else strategy
-    check_kinds(model, strategy, optimizer)
+    objective = Objective.of(model, loss, loss_weights, forward, variables)
+    check_kinds(objective.model, strategy, optimizer)
     options = StepOptions.of(
         metrics=metrics,
         weighted_metrics=weighted_metrics,
@@ -115,13 +121,13 @@ def make_train_step(
     )
     check_metrics(metrics, strategy)
     check_metrics(weighted_metrics, strategy)
-    objective = Objective.of(model, loss, loss_weights, forward)
     objective.check_metrics_allowed(metrics, weighted_metrics)
     agreement = ProgramAgreement(
         strategy,
         {
             "loss": loss,
             "forward": forward,
+            "variables": variables and [variable.path for variable in variables],
             "loss_weights": loss_weights,
             "metrics": metrics,
             "weighted_metrics": weighted_metrics,

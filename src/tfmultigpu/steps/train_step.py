@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
 from tfmultigpu.losses.build_model import prepare_model
 from tfmultigpu.losses.held_assignments import assign_held, holding
-from tfmultigpu.losses.objective import Objective, OutputLoss, regularization
+from tfmultigpu.losses.objective import MeanKey, Objective, is_loss, regularization
 from tfmultigpu.optimizers.gradients import all_finite, clipped, combined, global_norm, unscaled
 from tfmultigpu.optimizers.loss_scaling import LossScale, make_loss_scale, unwrap_optimizer
 from tfmultigpu.optimizers.settings import Settings, explaining_settings
@@ -35,7 +35,7 @@ from tfmultigpu.strategies.collectives import sum_on_devices, sum_over_replicas
 from tfmultigpu.strategies.scopes import all_layers
 from tfmultigpu.strategies.topology import local_replicas, per_replica
 
-__all__ = ["Reduced", "TrainStep"]
+__all__ = ["Reduced", "TrainStep", "Trained", "addends", "as_totals"]
 
 _SUM = "sum of "  # Before the names of what ``totals`` returns.
 
@@ -59,6 +59,14 @@ class Reduced:
     finite: Any
     held: Sequence[Any]
     states: Any
+
+
+class Trained(NamedTuple):
+    """A model, its optimizer, and the variables that it updates."""
+
+    model: Any
+    optimizer: Any
+    variables: list[Any]
 
 
 class TrainStep:
@@ -89,6 +97,7 @@ class TrainStep:
     ) -> None:
         """Use ``make_train_step``, which checks what it is given."""
         self.model = model = objective.model
+        self._objective = objective
         self.optimizer = optimizer
         self.strategy = strategy
         self._options = options
@@ -130,9 +139,8 @@ class TrainStep:
             update; ``"loss_scale"``, the one used; and for each of several outputs ``"NAME_loss"``
             and ``"NAME_weight"``, what its sum was divided by.
         """
-        if not self._is_current():
-            self._prepare(self._function.spec_of(batch))
-        logs: dict[str, Any] = self._verifier.call(self._function, batch, self.loss_scale)
+        self.prepare(lambda: self.function.spec_of(batch))
+        logs: dict[str, Any] = self._verifier.call(self.function, batch, self.loss_scale)
         return logs
 
     @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
@@ -148,24 +156,45 @@ class TrainStep:
             steps, each output's by its own weight; weights and ``"skipped"`` are sums, the rest is
             that of the last step.
         """
-        if not self._is_current():
-            self._prepare(self._multistep.batch_spec(iterator))
-        return self._verifier.run(self._multistep, iterator, steps, self.loss_scale)
+        self.prepare(lambda: self.multistep.batch_spec(iterator))
+        return self._verifier.run(self.multistep, iterator, steps, self.loss_scale)
 
     @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
     def totals(self, iterator: Any, steps: int) -> dict[str, Any]:
         """Trains on up to ``steps`` batches in one call, and returns sums that can be added up.
 
         Returns:
-            Scalars: ``"steps"``, how many ran; ``"rows"`` in their batches; ``"skipped"``; and for
-            ``"loss"`` and the loss of each output the sum of its value times the rows of its batch.
+            Scalars: ``"steps"``, how many ran; ``"rows"`` in their batches; ``"skipped"``; for
+            ``"loss"`` and the loss of each output the sum of its value times the rows of its batch;
+            and for each value that ``forward`` returned ``"NAME"``, its sum, and ``"NAME_weight"``.
+        """
+        self.prepare(lambda: self._adding.batch_spec(iterator))
+        logs = self._verifier.run(self._adding, iterator, steps, self.loss_scale)
+        return as_totals(logs)
+
+    @property
+    def variables(self) -> list[Any]:
+        """The variables that it trains; frozen ones are left out."""
+        return self._objective.trained
+
+    @property
+    def trained(self) -> tuple[Trained, ...]:
+        """What it trains: one entry, as for a chain of one step."""
+        return (Trained(self.model, self.optimizer, self.variables),)
+
+    @property
+    def is_to_be_verified(self) -> bool:
+        """Whether the next step is to be held to one device."""
+        return self._verifier.is_due
+
+    def prepare(self, batch_spec: Callable[[], Any]) -> None:
+        """Builds model and optimizer, and takes in changed settings; called before a step.
+
+        Args:
+            batch_spec: Returns the type specs of a global batch.
         """
         if not self._is_current():
-            self._prepare(self._adding.batch_spec(iterator))
-        logs = self._verifier.run(self._adding, iterator, steps, self.loss_scale)
-        sums = {name[len(_SUM) :]: logs[name] for name in logs if name.startswith(_SUM)}
-        others = {"steps": logs["steps"], "rows": logs["weight"], "skipped": logs["skipped"]}
-        return {**others, **sums}
+            self._prepare(batch_spec())
 
     @property
     def verification(self) -> Verification | None:
@@ -179,7 +208,7 @@ class TrainStep:
         return self._seen_a_batch and self._frozen == self._what_is_frozen()
 
     def _what_is_frozen(self) -> Any:
-        trained = tuple([id(variable) for variable in self.model.trainable_variables])
+        trained = tuple([id(variable) for variable in self.variables])
         layers = [(one.trainable, getattr(one, "synchronized", None)) for one in self._layers]
         return trained, tuple(layers)
 
@@ -187,13 +216,13 @@ class TrainStep:
         """Takes the functions compiled for a set of frozen layers; each set has its own."""
         if frozen not in self._functions:
             local = local_replicas(self.strategy)
-            function = BatchFunction(self._step, self.strategy, local)
+            function = BatchFunction(self.compute, self.strategy, local)
             adding = BatchFunction(self._addends, self.strategy, local)
             self._functions[frozen] = function, MultiStep(function), MultiStep(adding, wide=True)
             if frozen != self._frozen:
                 self._verifier.renew()
         self._frozen = frozen
-        self._function, self._multistep, self._adding = self._functions[frozen]
+        self.function, self.multistep, self._adding = self._functions[frozen]
 
     def _prepare(self, batch_spec: Any) -> None:
         first = not self._layers
@@ -209,7 +238,7 @@ class TrainStep:
             self._agreement.check(self.model, self.optimizer)
         plan, self._sharded = prepare_update(
             self.optimizer,
-            self.model.trainable_variables,
+            self.variables,
             self.strategy,
             self._options.shard_update,
         )
@@ -226,7 +255,8 @@ class TrainStep:
         self._settings.note(self.optimizer)
         self._use(self._what_is_frozen())
 
-    def _step(self, shards: Shards) -> dict[str, Any]:
+    def compute(self, shards: Shards) -> dict[str, Any]:
+        """Trains on one batch inside a ``tf.function``; call ``prepare`` before that."""
         scale = self._scale()
         reduced = self._reduced(shards, scale, self._options.clip_norm)
         rows = tf.cast(shards.global_rows, tf.float64)
@@ -240,7 +270,7 @@ class TrainStep:
         """The gradient of each trained variable before clipping, by its number; changes nothing."""
         reduced = self._reduced(shards, self._scale(), None)
         local = self.strategy.experimental_local_results
-        numbers = {id(one): i for i, one in enumerate(self.model.trainable_variables)}
+        numbers = {id(one): i for i, one in enumerate(self.variables)}
         pairs = zip(reduced.variables, reduced.gradients, strict=True)
         return {str(numbers[id(variable)]): local(one)[0] for variable, one in pairs}
 
@@ -255,7 +285,7 @@ class TrainStep:
             values = sum_over_replicas(self.strategy, result.parts, dtype)
         else:
             present = result.findings.present
-            places = self._sharded.places(self.model.trainable_variables, present)
+            places = self._sharded.places(self.variables, present)
             values = [sum_on_devices(result.parts, places, dtype)]
         updated: list[list[Any]] = []  # ``strategy.run`` returns tensors only.
 
@@ -277,12 +307,10 @@ class TrainStep:
 
     def _addends(self, shards: Shards) -> dict[str, Any]:
         """The logs as values that ``MultiStep`` adds up as they are, losses by rows."""
-        logs = self._step(shards)
+        logs = self.compute(shards)
         rows = tf.cast(shards.global_rows, tf.float32)
-        losses = {n: logs[n] for n in logs if n == "loss" or isinstance(n, OutputLoss)}
-        sums = {_SUM + name: value * rows for name, value in losses.items()}
-        kept = {name: logs[name] for name in ("skipped", TERMS)}
-        return {"loss": tf.zeros([]), "weight": rows, **kept, **sums}
+        others = {"loss": tf.zeros([]), "weight": rows, TERMS: logs[TERMS]}
+        return {**others, **addends(logs, rows)}
 
     def _finish(
         self,
@@ -301,7 +329,7 @@ class TrainStep:
         layout, present, overwritten = findings
         *summed, stats = values
         sums, weights = layout.unstack(stats)
-        variables = self.model.trainable_variables
+        variables = self.variables
         checks = layout.check(weights, global_rows)
         with tf.control_dependencies(checks):
             logs = layout.report(sums, weights, global_rows)
@@ -355,3 +383,26 @@ class TrainStep:
         tf.cond(reduced.finite, update, lambda: tf.constant(False))
         with tf.control_dependencies(after):
             self.loss_scale.update(tf.identity(reduced.finite))
+
+
+def addends(logs: Mapping[str, Any], rows: Any, prefix: str = "") -> dict[str, Any]:
+    """Returns the logs of a step as values that can be added up over batches.
+
+    Args:
+        logs: The logs.
+        rows: Rows of the batch, a scalar: the loss, and that of each output, are multiplied by it.
+        prefix: What the names in the result begin with.
+    """
+    sums = {"skipped": logs["skipped"]}
+    for name, value in logs.items():
+        if is_loss(name):
+            sums[name] = value * tf.cast(rows, value.dtype)
+        elif isinstance(name, MeanKey):
+            sums |= {name: value * logs[name.weight], name.weight: logs[name.weight]}
+    return {f"{_SUM}{prefix}{name}": value for name, value in sums.items()}
+
+
+def as_totals(logs: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns sums of ``addends`` as ``TrainStep.totals`` does."""
+    sums = {name[len(_SUM) :]: logs[name] for name in logs if name.startswith(_SUM)}
+    return {"steps": logs["steps"], "rows": logs["weight"], **sums}

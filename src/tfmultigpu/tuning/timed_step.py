@@ -51,9 +51,9 @@ class TimedStep(TrainStep):
         vars(self).update(vars(step))
         self._functions = {}
         self._phase: Any = _TimedPhase(self._phase, self.strategy)
-        whole, update = self._step, self._update
+        whole, update = self.compute, self._update
         vars(self).update(
-            _step=functools.partial(self._with_times, whole),
+            compute=functools.partial(self._with_times, whole),
             _update=functools.partial(self._between_clocks, update),
         )
         self._ends: list[Any] = []

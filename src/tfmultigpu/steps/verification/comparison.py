@@ -222,7 +222,7 @@ def _copies(variable: Any, strategy: Any) -> list[Any]:
 
 def _name(index: int, term: Any) -> str:
     if term.name is not None:
-        return f"the loss of output {term.name!r}"
+        return f"the value {term.name!r}" if term.logged else f"the loss of output {term.name!r}"
     return "the loss" if index == 0 else "an added loss"
 
 

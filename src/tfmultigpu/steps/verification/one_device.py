@@ -127,7 +127,7 @@ class OneDevice:
     def _trace(
         self, batch: Any, loss_scale: Any, weights: Sequence[tuple[Any, Any]]
     ) -> dict[str, Any]:
-        variables = self._objective.model.trainable_variables
+        variables = self._objective.trained
         values = [one.value for one in variables]
         with tf.GradientTape(watch_accessed_variables=self._wants_gradients) as tape:
             with sharing_seeds(self._strategy):
@@ -155,7 +155,7 @@ class OneDevice:
 
     def _compute_moved(self, batch: Any, by: Any, seed: Any, loss_scale: Any) -> dict[str, Any]:
         weights = []
-        for i, variable in enumerate(self._objective.model.trainable_variables):
+        for i, variable in enumerate(self._objective.trained):
             value = tf.convert_to_tensor(variable.value)
             noise = tf.random.stateless_uniform(
                 tf.shape(value), tf.stack([tf.cast(seed, tf.int32), i]), -1.0, 1.0, tf.float32
@@ -189,6 +189,8 @@ def _loss(trial: Trial) -> Any:
     """The loss of the batch without weight regularization, in the dtype of its terms."""
     total: Any = 0.0
     for term in trial.terms:
+        if term.logged:
+            continue
         weight = tf.ones([], term.sum.dtype) if term.fixed else tf.cast(term.weight, term.sum.dtype)
         total += term.factor * tf.cast(tf.math.divide_no_nan(term.sum, weight), tf.float64)
     return total

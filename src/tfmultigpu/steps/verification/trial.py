@@ -24,6 +24,10 @@ class Forward(Protocol):
     def model(self) -> Any:
         """The Keras model."""
 
+    @property
+    def trained(self) -> list[Any]:
+        """The variables to train."""
+
     def __call__(self, batch: Any, /, training: bool) -> tuple[list[Any], Any]:
         """Returns the terms of the loss, and the outputs."""
 

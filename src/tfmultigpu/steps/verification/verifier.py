@@ -322,7 +322,7 @@ class Verifier:
         found += compare_states(states, computed, self._strategy, self._rounding)
         found += compare_copies(self._one_device.overwritten, self._strategy, self._rounding)
         if gradients is not None:
-            variables = self._objective.model.trainable_variables
+            variables = self._objective.trained
             each = [gradients.get(str(i)) for i in range(len(variables))]
             found += compare_gradients(variables, computed, each, self._rounding)
         if outputs is not None:
