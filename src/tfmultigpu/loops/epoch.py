@@ -12,12 +12,14 @@ from typing import Any
 import tensorflow as tf
 
 from tfmultigpu.loops.callbacks import BatchHooks
-from tfmultigpu.loops.compiled import Compiled, compile_arguments, read_compiled
+from tfmultigpu.loops.compiled import compile_arguments, read_compiled
 from tfmultigpu.loops.epoch_iterator import EpochIterator
 from tfmultigpu.loops.evaluate import as_keras
 from tfmultigpu.loops.step_cache import build, get_or_make
 from tfmultigpu.loops.steps_per_call import StepsPerCallTuner
+from tfmultigpu.loops.tracked_metrics import EpochMetrics
 from tfmultigpu.loops.worker_agreement import has_several_workers, value_of_chief
+from tfmultigpu.steps.chain import ChainedStep
 from tfmultigpu.steps.train import TrainStep, make_train_step
 
 __all__ = ["Trainer", "make_trainer"]
@@ -25,16 +27,16 @@ __all__ = ["Trainer", "make_trainer"]
 
 @dataclasses.dataclass(frozen=True)
 class Trainer:
-    """Training of a compiled model; cached with the model.
+    """Training of a model for epochs; that of a compiled model is cached with it.
 
     Attributes:
-        compiled: The compiled losses and metrics.
-        step: The train step made of them.
+        metrics: The metrics in the logs.
+        step: The train step.
         tuner: Chooses the steps per call.
     """
 
-    compiled: Compiled
-    step: TrainStep
+    metrics: EpochMetrics
+    step: TrainStep | ChainedStep
     tuner: StepsPerCallTuner
 
     def epoch(
@@ -89,9 +91,22 @@ class Trainer:
         return logs
 
     def logs(self, sums: Mapping[str, float]) -> dict[str, Any]:
-        """Returns the logs of Keras: losses are means over batches, weighted by their examples."""
-        losses = {name: sums[name] / sums["rows"] for name in sums if name.endswith("loss")}
-        return as_keras(losses, self.compiled.results())
+        """Returns the logs of Keras: losses are means over batches, weighted by their examples.
+
+        A value with a weight of its own is divided by that.
+        """
+        values = {name: sums[name] for name in sums if f"{name}_weight" in sums}
+        means = {n: _divided(value, sums[f"{n}_weight"]) for n, value in values.items()}
+        losses = {
+            name: sums[name] / sums["rows"]
+            for name in sums
+            if name.endswith("loss") and name not in values
+        }
+        return as_keras(losses, {**means, **self.metrics.results()})
+
+
+def _divided(total: float, weight: float) -> float:
+    return total / weight if weight else 0.0
 
 
 class Clock:

@@ -13,9 +13,11 @@ import tensorflow as tf
 
 from tfmultigpu.data.sharded_dataset import ShardedDataset
 from tfmultigpu.loops.callbacks import BatchHooks
-from tfmultigpu.loops.compiled import Compiled, check_labels, compile_arguments, read_compiled
+from tfmultigpu.loops.compiled import check_labels, compile_arguments, read_compiled
 from tfmultigpu.loops.inputs import check_steps, length, no_batches, pass_batches, with_weights
 from tfmultigpu.loops.step_cache import build, checked_strategy, get_or_make
+from tfmultigpu.loops.tracked_metrics import EpochMetrics
+from tfmultigpu.losses.objective import MeanKey, is_loss
 from tfmultigpu.steps.evaluate import EvalStep, Totals
 from tfmultigpu.steps.train import make_eval_step
 from tfmultigpu.steps.value_agreement import check_values_alike
@@ -91,14 +93,14 @@ def evaluate(
 
 @dataclasses.dataclass(frozen=True)
 class Evaluator:
-    """Evaluation of a compiled model; cached with the model.
+    """Evaluation of a model; that of a compiled model is cached with it.
 
     Attributes:
-        compiled: The compiled losses and metrics.
-        step: The eval step made of them.
+        metrics: The metrics in the logs.
+        step: The eval step.
     """
 
-    compiled: Compiled
+    metrics: EpochMetrics
     step: EvalStep
 
     def __call__(
@@ -114,7 +116,7 @@ class Evaluator:
         Returns:
             The logs; None if there were no batches.
         """
-        self.compiled.reset()
+        self.metrics.reset()
         # With a known length no hook is called for a batch that does not come.
         limits = [most for most in (steps, length(batches, batches)) if most is not None]
         steps = min(limits, default=None)
@@ -137,7 +139,12 @@ class Evaluator:
         return None if totals is None else self._logs(totals)
 
     def _logs(self, totals: Totals) -> dict[str, Any]:
-        return as_keras(self.step.report(totals), self.compiled.results())
+        logs = self.step.report(totals)
+        values: dict[str, Any] = {
+            n: v for n, v in logs.items() if isinstance(n, MeanKey) and not is_loss(n)
+        }
+        losses = {name: value for name, value in logs.items() if name not in values}
+        return as_keras(losses, {**values, **self.metrics.results()})
 
 
 def make_evaluator(
@@ -167,9 +174,15 @@ def make_evaluator(
 
 
 def as_keras(losses: Mapping[str, float], metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the logs of Keras: with the losses of outputs only if there are several."""
-    outputs = {name: losses[name] for name in losses if name.endswith("_loss")}
-    logs: dict[str, Any] = {"loss": losses["loss"], **(outputs if len(outputs) > 1 else {})}
+    """Returns the logs of Keras: with the losses of outputs only if there are several.
+
+    Args:
+        losses: The loss, and that of each output; or those of several steps.
+        metrics: Other values, by name.
+    """
+    logs: dict[str, Any] = {n: losses[n] for n in losses if n == "loss" or n.endswith("_loss")}
+    if len(logs) == 2 and "loss" in logs:
+        logs = {"loss": losses["loss"]}
     for name, value in metrics.items():
         logs.update(value if isinstance(value, Mapping) else {name: value})
     return {name: _number(logs[name]) for name in sorted(logs)}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from tfmultigpu.arguments import check_count
@@ -22,17 +22,19 @@ from tfmultigpu.loops.callbacks import (
     skips_fit,
     to_list,
 )
-from tfmultigpu.loops.compiled import check_labels, compile_arguments
-from tfmultigpu.loops.epoch import Clock, make_trainer
-from tfmultigpu.loops.evaluate import UNUSED_METHODS
+from tfmultigpu.loops.compiled import compile_arguments
+from tfmultigpu.loops.epoch import Clock
 from tfmultigpu.loops.fit_state import FitState, restored_start
-from tfmultigpu.loops.inputs import check_steps, no_batches, with_weights
-from tfmultigpu.loops.step_cache import checked_strategy
+from tfmultigpu.loops.inputs import check_steps, labelled, no_batches, with_weights
+from tfmultigpu.loops.program import Program
 from tfmultigpu.loops.steps_per_call import check_steps_per_call
 from tfmultigpu.loops.training_data import make_epoch_iterator, split_off
 from tfmultigpu.loops.validation import Validation
 from tfmultigpu.loops.worker_agreement import check_alike, is_chief, union, value_of_chief
 from tfmultigpu.loops.worker_sync import WorkerSync
+from tfmultigpu.steps.chain import ChainedStep
+from tfmultigpu.steps.evaluate import EvalStep
+from tfmultigpu.steps.train_step import TrainStep
 from tfmultigpu.steps.value_agreement import check_values_alike
 from tfmultigpu.steps.verification import check_verify
 from tfmultigpu.strategies.scopes import check_backend
@@ -42,8 +44,14 @@ __all__ = ["fit"]
 
 def fit(
     model: Any,
-    data: Any,
+    data: Any = None,
+    y: Any = None,
     *,
+    x: Any = None,
+    forward: Callable[[Any, Any, bool], Any] | None = None,
+    eval_forward: Callable[[Any, Any, bool], Any] | None = None,
+    step: TrainStep | ChainedStep | Sequence[TrainStep] | None = None,
+    eval_step: EvalStep | None = None,
     batch_size: int | None = None,
     epochs: int = 1,
     initial_epoch: int = 0,
@@ -66,16 +74,29 @@ def fit(
     verify: bool | str = "first",
     verbose: int | str = "auto",
 ) -> Any:
-    """Trains a compiled model; the result is that of ``model.fit`` on one device.
+    """Trains a model for epochs; the result is that of ``model.fit`` on one device.
+
+    Trains with the compiled losses of the model, with ``forward``, or with ``step``. Callbacks,
+    validation, ``History`` and progress bar are those of Keras.
 
     Runs on the strategy whose scope the model was created in, or else on one device. All workers
     must call it with the same data.
 
     Args:
-        model: A compiled Keras model. Its optimizer and metrics hold their state afterwards.
+        model: A compiled Keras model; with ``step`` it need not be compiled. Its optimizer and
+            metrics hold their state afterwards.
         data: Arrays ``(x, y)`` or ``(x, y, sample_weight)``, each an array or a structure of
             arrays; or a ``tf.data.Dataset`` or ``PyDataset`` of global batches, a function that
             returns a generator of them, or a result of ``distribute_dataset``.
+        y: Labels, if ``data`` is arrays of inputs only.
+        x: Another name for ``data``, as in Keras.
+        forward: See ``make_train_step``; replaces compiled losses. The values that it returns for
+            the logs are shown like metrics, over the whole epoch. Compile the model with an
+            optimizer only. A second call of ``fit`` traces it anew; a ``step`` is not traced again.
+        eval_forward: The same for validation, instead of compiled losses; None means ``forward``.
+        step: A step of ``make_train_step`` or ``chain_steps``, or a list of train steps that take
+            each batch in turn. Its logs are shown: ``"loss"``, or ``"NAME_loss"`` for each step.
+        eval_step: A step of ``make_eval_step`` for validation.
         batch_size: Examples in a global batch, for arrays only; None means 32.
         epochs: Number of the last epoch.
         initial_epoch: Epochs that were trained before.
@@ -107,12 +128,16 @@ def fit(
 
     Raises:
         CompileError: The model is not compiled, or replaces ``train_step``, ``compute_loss`` or
-            ``compute_metrics``; or a callback works only in Keras' own ``fit``.
+            ``compute_metrics``; a callback works only in Keras' own ``fit``; or there is nothing to
+            validate with.
         ScopeError: The model, its optimizer or a metric was created outside the scope.
         DataError: The data is infinite and ``steps_per_epoch`` is None, is empty, is of an unknown
             kind, or does not fit another argument.
-        LossError: The losses do not fit the outputs, or are not one value per example.
+        LossError: The losses do not fit the outputs, are not one value per example, or are given
+            beside ``forward``.
         MetricError: A metric cannot be summed over replicas.
+        TypeError: An argument is not of its type.
+        ValueError: Arguments exclude each other, or have a value that they cannot have.
         WorkersDifferError: The workers have different arguments, models, losses or optimizers; or a
             callback of only some workers changed the learning rate or the weights.
 
@@ -130,11 +155,26 @@ def fit(
     check_steps(steps_per_epoch, "steps_per_epoch")
     check_steps_per_call(steps_per_call)
     check_verify(verify)
-    strategy = checked_strategy(model, "fit", "train_step", *UNUSED_METHODS)
-    arguments = compile_arguments(model)
+    data = labelled(data, x, y)
+    program = Program.of(
+        model,
+        forward=forward,
+        eval_forward=eval_forward,
+        step=step,
+        eval_step=eval_step,
+        options={
+            "micro_batches": (micro_batches, 1),
+            "clip_norm": (clip_norm, None),
+            "loss_scale": (loss_scale, None),
+            "shard_update": (shard_update, "auto"),
+            "verify": (verify, "first"),
+        },
+    )
+    strategy = program.strategy
     if isinstance(callbacks, Iterator):
         callbacks = to_list(callbacks)
-    check_callbacks(callbacks, model.optimizer)
+    optimizer = program.trained[0].optimizer
+    check_callbacks(callbacks, optimizer)
     if steps_per_call == "auto" and (model.steps_per_execution or 1) > 1:
         steps_per_call = model.steps_per_execution
     asked = None if steps_per_call == "auto" else int(steps_per_call)
@@ -160,6 +200,8 @@ def fit(
             "shares": shares,
             "steps_per_call": steps_per_call,
             "verify": verify,
+            "forward is None": forward is None,
+            "steps of step": len(program.trained) if program.step is not None else 0,
             "callbacks of tmg.Checkpoints": count_required_on_all_workers(callbacks),
         },
     )
@@ -182,28 +224,25 @@ def fit(
         class_weight=class_weight,
         shares=shares,
     )
-    check_labels(model, spec)
+    program.check_labels(spec)
     validation = Validation.of(
         validation_data,
         validation_freq,
-        model,
-        strategy,
+        program,
         validation_batch_size or batch_size,
         validation_steps,
         verify,
     )
-    trainer = make_trainer(
-        model,
-        strategy,
+    trainer = program.make_trainer(
         spec,
         micro_batches=micro_batches,
         clip_norm=clip_norm,
         loss_scale=loss_scale,
         shard_update=shard_update,
-        jit_compile=arguments.get("jit_compile") is True,
+        jit_compile=step is None and compile_arguments(model).get("jit_compile") is True,
         verify=verify,
     )
-    adapt_callbacks(callbacks, model.optimizer)
+    adapt_callbacks(callbacks, optimizer)
     callback_list = make_callbacks(
         callbacks,
         model,
@@ -213,7 +252,7 @@ def fit(
         shown=is_chief(strategy),
     )
     clock = Clock(trainer.tuner, strategy)
-    worker_sync = WorkerSync(strategy, model, class_names(callbacks))
+    worker_sync = WorkerSync(strategy, model, program.trained, class_names(callbacks))
     hooks = BatchHooks(
         callback_list,
         "train",
@@ -232,8 +271,9 @@ def fit(
             callback_list.on_train_begin()
         position = resume_at(callback_list)
         check_alike(strategy, "fit", {"resume_at of a callback": position})
-        check_values_alike(strategy, model, model.optimizer)
-        start, step = position or (initial_epoch, 0)
+        for one in program.trained:
+            check_values_alike(strategy, one.model, one.optimizer)
+        start, first_step = position or (initial_epoch, 0)
         logs: dict[str, Any] = {}
         has_ended = state.has_ended()
         for epoch in range(epochs if has_ended else start, epochs):
@@ -244,10 +284,10 @@ def fit(
             if resumes:
                 first = epoch_iterator.skip(
                     start - initial_epoch,
-                    step,
+                    first_step,
                     data_skips_batches=data_skips_batches(callback_list),
                 )
-            state.begin_epoch(resumed=resumes and step > 0)
+            state.begin_epoch(resumed=resumes and first_step > 0)
             found = trainer.epoch(
                 epoch_iterator,
                 hooks,
@@ -272,7 +312,8 @@ def fit(
             if worker_sync.end_epoch():
                 break
         if epochs > 0:
-            model.optimizer.finalize_variable_values(model.trainable_weights)
+            for one in program.trained:
+                one.optimizer.finalize_variable_values(one.variables)
         callback_list.on_train_end(logs)
         worker_sync.check()
     return model.history

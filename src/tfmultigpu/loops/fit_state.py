@@ -136,7 +136,7 @@ class FitState:
         Call it after ``on_epoch_begin``, which is a repeated call in a resumed epoch.
         """
         self.sums.clear()
-        self._trainer.compiled.reset()
+        self._trainer.metrics.reset()
         if not resumed or self._stored is None:
             return
         self._states.write(self._stored["callbacks"], self._arrays)
@@ -191,7 +191,7 @@ class FitState:
         return any_worker(self._exchange.strategy, bool(self._model.stop_training))
 
     def _metric_variables(self) -> dict[str, StateVariable]:
-        names = {f"fit/metrics/{i:04d}": v for i, v in enumerate(self._trainer.compiled.variables)}
+        names = {f"fit/metrics/{i:04d}": v for i, v in enumerate(self._trainer.metrics.variables)}
         return {name: StateVariable(name, variable, True) for name, variable in names.items()}
 
 

@@ -16,6 +16,7 @@ __all__ = [
     "check_shards",
     "check_steps",
     "is_arrays",
+    "labelled",
     "length",
     "no_batches",
     "pass_batches",
@@ -130,6 +131,29 @@ def is_arrays(data: Any) -> bool:
         leaf is None or hasattr(leaf, "__array__") or isinstance(leaf, kinds)
         for leaf in tf.nest.flatten(data)
     )
+
+
+def labelled(data: Any, x: Any, y: Any) -> Any:
+    """Returns the data of a call with Keras' arguments ``x`` and ``y``.
+
+    Raises:
+        DataError: Labels are given beside data that holds them.
+        TypeError: No data is given, or it is given twice.
+    """
+    if (data is None) == (x is None):
+        raise TypeError(
+            "fit, evaluate and predict take one data argument. Received: "
+            f"{'none' if x is None else 'data beside x'}. Write tmg.fit(model, data)."
+        )
+    data = x if data is None else data
+    if y is None:
+        return data
+    if not is_arrays(data):
+        raise DataError(
+            "y works only for arrays. Received: y with data of type "
+            f"{type(data).__name__}. Let the dataset yield (x, y)."
+        )
+    return data, y
 
 
 def with_weights(data: Any, sample_weight: Any) -> Any:

@@ -8,15 +8,12 @@ import time
 from collections.abc import Collection
 from typing import Any
 
-import tensorflow as tf
-
 from tfmultigpu.arguments import check_count
 from tfmultigpu.data.passes import Replay, read_over, replay_of
 from tfmultigpu.data.sharded_dataset import ShardedDataset
 from tfmultigpu.loops.callbacks import BatchHooks
-from tfmultigpu.loops.compiled import check_labels
-from tfmultigpu.loops.evaluate import make_evaluator
 from tfmultigpu.loops.inputs import check_steps, is_arrays, no_batches, pass_batches
+from tfmultigpu.loops.program import Program
 from tfmultigpu.loops.worker_agreement import any_worker, has_several_workers, union
 
 __all__ = ["Validation"]
@@ -31,8 +28,7 @@ class Validation:
         batches: The data as shards for the replicas.
         steps: The largest number of batches, or None.
         frequency: Epochs between validations, or a list of epochs, counted from 1.
-        model: The model.
-        strategy: The strategy of the model.
+        program: What to validate with.
         verify: See ``make_eval_step``.
     """
 
@@ -40,8 +36,7 @@ class Validation:
     batches: ShardedDataset
     steps: int | None
     frequency: Any
-    model: Any
-    strategy: tf.distribute.Strategy
+    program: Program
     verify: bool | str
 
     @classmethod
@@ -49,8 +44,7 @@ class Validation:
         cls,
         data: Any,
         frequency: Any,
-        model: Any,
-        strategy: tf.distribute.Strategy,
+        program: Program,
         batch_size: int | None,
         steps: int | None,
         verify: bool | str,
@@ -68,9 +62,9 @@ class Validation:
         if isinstance(frequency, str) or not isinstance(frequency, Collection):
             check_count("validation_freq", frequency, other="a list of epochs counted from 1")
         size = batch_size if is_arrays(data) else None
-        batches = pass_batches(data, strategy, size, steps, "validation_steps")
-        check_labels(model, batches.element_spec)
-        return cls(data, batches, steps, frequency, model, strategy, verify)
+        batches = pass_batches(data, program.strategy, size, steps, "validation_steps")
+        program.check_validation(batches.element_spec)
+        return cls(data, batches, steps, frequency, program, verify)
 
     def is_due(self, epoch: int) -> bool:
         """Returns whether to validate after an epoch, counted from 0."""
@@ -94,8 +88,8 @@ class Validation:
     def __call__(self, callbacks: Any) -> dict[str, Any]:
         """Evaluates the model; returns the logs with ``val_`` before their names."""
         spec = self.batches.element_spec
-        evaluator = make_evaluator(self.model, self.strategy, spec, self.verify)
-        self.model.stop_evaluating = False
+        evaluator = self.program.make_evaluator(spec, self.verify)
+        self.program.model.stop_evaluating = False
         callbacks.on_test_begin()
         logs = evaluator(self.batches, self.steps, self._make_hooks(callbacks))
         if logs is None:
@@ -104,11 +98,12 @@ class Validation:
         return {f"val_{name}": value for name, value in logs.items()}
 
     def _make_hooks(self, callbacks: Any) -> BatchHooks:
-        several = has_several_workers(self.strategy)
+        model, strategy = self.program.model, self.program.strategy
+        several = has_several_workers(strategy)
 
         def stopping() -> bool:
-            wanted = bool(self.model.stop_evaluating)
-            return any_worker(self.strategy, wanted) if several else wanted
+            wanted = bool(model.stop_evaluating)
+            return any_worker(strategy, wanted) if several else wanted
 
         hooks = BatchHooks(
             callbacks,
@@ -116,7 +111,7 @@ class Validation:
             steps_per_call=None,
             # Several workers have no common clock, so their callbacks are never called by time.
             elapsed=float if several else time.perf_counter,
-            agree=functools.partial(union, self.strategy),
+            agree=functools.partial(union, strategy),
             stopping=stopping,
         )
         hooks.begin_epoch(stopping())

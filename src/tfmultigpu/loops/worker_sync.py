@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import tensorflow as tf
 
 from tfmultigpu.errors import WorkersDifferError
 from tfmultigpu.loops.worker_agreement import any_worker, differ, has_several_workers, union
+from tfmultigpu.steps.train_step import Trained
 
 __all__ = ["WorkerSync"]
 
@@ -17,16 +19,24 @@ __all__ = ["WorkerSync"]
 class WorkerSync:
     """Keeps workers with different callbacks in step; all workers must call every method."""
 
-    def __init__(self, strategy: tf.distribute.Strategy, model: Any, names: list[str]) -> None:
+    def __init__(
+        self,
+        strategy: tf.distribute.Strategy,
+        model: Any,
+        trained: Sequence[Trained],
+        names: list[str],
+    ) -> None:
         """Compares the callbacks of the workers.
 
         Args:
             strategy: The strategy of the model.
             model: The model.
+            trained: Each trained model with its optimizer and variables.
             names: The class names of this worker's callbacks.
         """
         self._strategy = strategy
         self._model = model
+        self._trained = trained
         self._several = has_several_workers(strategy)
         self._same = True
         if self._several:
@@ -66,11 +76,13 @@ class WorkerSync:
         """
         if not self._several:
             return
-        rate = float(tf.convert_to_tensor(self._model.optimizer.learning_rate))
-        sums = [] if self._same else [_total(one) for one in self._model.trainable_variables]
-        differing = differ(self._strategy, [rate, *sums])
+        rates = [float(tf.convert_to_tensor(one.optimizer.learning_rate)) for one in self._trained]
+        variables = [v for one in self._trained for v in one.variables]
+        sums = [] if self._same else [_total(variable) for variable in variables]
+        differing = differ(self._strategy, [*rates, *sums])
         if any(differing):
-            value = f"learning rate {rate:g}" if differing[0] else "weights"
+            first = differing.index(True)
+            value = f"learning rate {rates[first]:g}" if first < len(rates) else "weights"
             raise WorkersDifferError(
                 "Only some workers changed their learning rate or weights, so the replicas no "
                 f"longer have one model. Received: {value} of this worker, and others elsewhere. "

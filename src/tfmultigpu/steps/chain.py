@@ -146,6 +146,10 @@ class ChainedStep:
         """What each step trains."""
         return tuple(one for step in self.steps.values() for one in step.trained)
 
+    def assigned(self, batch_spec: Any) -> list[Any]:
+        """Returns the Keras variables that a forward pass of a step assigns."""
+        return [one for step in self.steps.values() for one in step.assigned(batch_spec)]
+
     @property
     def verification(self) -> dict[str, Verification | None]:
         """The comparison of each step with one device, by its name."""

@@ -183,6 +183,12 @@ class EvalStep:
         return logs
 
     @property
+    def metrics(self) -> tuple[Any, ...]:
+        """The Keras metrics that it updates."""
+        found = tf.nest.flatten([self._metrics, self._weighted_metrics])
+        return tuple(metric for metric in found if metric is not None)
+
+    @property
     def verification(self) -> Verification | None:
         """The comparison of the last verified step with one device; None before the first."""
         return self._verifier.verification

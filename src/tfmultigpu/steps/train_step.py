@@ -30,7 +30,7 @@ from tfmultigpu.steps.multi_step import TERMS, MultiStep
 from tfmultigpu.steps.options import StepOptions
 from tfmultigpu.steps.program_agreement import ProgramAgreement
 from tfmultigpu.steps.value_agreement import check_values_alike
-from tfmultigpu.steps.verification import Verification, Verifier
+from tfmultigpu.steps.verification import Verification, Verifier, sharing_seeds
 from tfmultigpu.strategies.collectives import sum_on_devices, sum_over_replicas
 from tfmultigpu.strategies.scopes import all_layers
 from tfmultigpu.strategies.topology import local_replicas, per_replica
@@ -181,6 +181,24 @@ class TrainStep:
     def trained(self) -> tuple[Trained, ...]:
         """What it trains: one entry, as for a chain of one step."""
         return (Trained(self.model, self.optimizer, self.variables),)
+
+    def assigned(self, batch_spec: Any) -> list[Any]:
+        """Returns the Keras variables that a forward pass assigns: states of layers, metrics.
+
+        Args:
+            batch_spec: The type specs of a global batch.
+        """
+        self.prepare(lambda: batch_spec)
+        found: list[Any] = []
+
+        def look(batch: Any) -> None:
+            with sharing_seeds(self.strategy), holding() as held:
+                self._objective(batch, training=True)
+            found.extend(held.variables)
+
+        traced: Any = tf.function(look, autograph=False)
+        traced.get_concrete_function(batch_spec)
+        return found
 
     @property
     def is_to_be_verified(self) -> bool:

@@ -2,6 +2,7 @@
 
 from tfmultigpu.steps.verification.expectation import check_verify
 from tfmultigpu.steps.verification.history import outcomes
+from tfmultigpu.steps.verification.one_device import sharing_seeds
 from tfmultigpu.steps.verification.outcome import Difference, Verification
 from tfmultigpu.steps.verification.verifier import Verifier
 
@@ -11,4 +12,5 @@ __all__ = [
     "Verifier",
     "check_verify",
     "outcomes",
+    "sharing_seeds",
 ]

@@ -1,0 +1,230 @@
+"""What ``fit`` trains and validates with: compiled losses, a forward, or steps that were made."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfmultigpu.errors import CompileError, LossError, ScopeError
+from tfmultigpu.loops.compiled import check_labels, compile_arguments
+from tfmultigpu.loops.epoch import Trainer, make_trainer
+from tfmultigpu.loops.evaluate import UNUSED_METHODS, Evaluator, make_evaluator
+from tfmultigpu.loops.step_cache import build, checked_strategy
+from tfmultigpu.loops.steps_per_call import StepsPerCallTuner
+from tfmultigpu.loops.tracked_metrics import TrackedMetrics, metrics_that_assign
+from tfmultigpu.loops.worker_agreement import value_of_chief
+from tfmultigpu.steps.chain import ChainedStep, chain_steps
+from tfmultigpu.steps.evaluate import EvalStep, make_eval_step
+from tfmultigpu.steps.train import make_train_step
+from tfmultigpu.steps.train_step import Trained, TrainStep
+from tfmultigpu.strategies.topology import describe, strategy_of
+
+__all__ = ["Program"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """The training and the validation of one ``fit``.
+
+    Attributes:
+        model: The model that callbacks see.
+        strategy: The strategy that it is trained on.
+        forward: The ``forward`` of the user, or None.
+        eval_forward: The ``forward`` for validation, or None.
+        step: The train step of the user, or None.
+        eval_step: The eval step of the user, or None.
+    """
+
+    model: Any
+    strategy: tf.distribute.Strategy
+    forward: Callable[..., Any] | None = None
+    eval_forward: Callable[..., Any] | None = None
+    step: TrainStep | ChainedStep | None = None
+    eval_step: EvalStep | None = None
+
+    @classmethod
+    def of(
+        cls,
+        model: Any,
+        *,
+        forward: Any = None,
+        eval_forward: Any = None,
+        step: Any = None,
+        eval_step: Any = None,
+        options: Mapping[str, tuple[Any, Any]],
+    ) -> Program:
+        """Checks the arguments of ``fit``.
+
+        Args:
+            model: The model.
+            forward: See ``fit``.
+            eval_forward: See ``fit``.
+            step: See ``fit``.
+            eval_step: See ``fit``.
+            options: Options of ``make_train_step``: what was given, and the default.
+
+        Raises:
+            CompileError: The model is not compiled, or replaces a method of Keras.
+            LossError: There are a ``forward`` and compiled losses or metrics.
+            ScopeError: A step runs on another strategy than that of the model.
+            TypeError: A step is not a step.
+            ValueError: Arguments exclude each other.
+        """
+        if forward is not None and step is not None:
+            raise ValueError(
+                "A step has its own forward. Received: forward beside step. Give forward to "
+                "make_train_step, or leave out step."
+            )
+        if eval_forward is not None and eval_step is not None:
+            raise ValueError(
+                "An eval step has its own forward. Received: eval_forward beside eval_step. Give "
+                "one of them."
+            )
+        if eval_step is not None and not isinstance(eval_step, EvalStep):
+            raise TypeError(
+                "eval_step must come from tmg.make_eval_step. Received: "
+                f"{type(eval_step).__name__}."
+            )
+        methods = () if eval_step is not None or eval_forward is not None else UNUSED_METHODS
+        if step is not None:
+            step = _as_one(step)
+            changed = [name for name, (given, default) in options.items() if given != default]
+            if changed:
+                raise ValueError(
+                    f"A step has its own options. Received: {changed[0]}="
+                    f"{options[changed[0]][0]!r} beside step. Give it to make_train_step."
+                )
+            strategy = checked_strategy(model, "fit")
+        elif forward is not None:
+            strategy = checked_strategy(model, "fit")
+            _check_only_optimizer(model)
+            eval_forward = forward if eval_forward is None and eval_step is None else eval_forward
+        else:
+            strategy = checked_strategy(model, "fit", "train_step", *methods)
+            compile_arguments(model)
+        for one in (step, eval_step):
+            if one is not None and one.strategy is not strategy:
+                raise ScopeError(
+                    "The step was made for another strategy than that of the model. Received: a "
+                    f"step for {describe(one.strategy)}; model {model.name!r} of "
+                    f"{describe(strategy_of(model))}. Make both in the scope of one strategy."
+                )
+        return cls(model, strategy, forward, eval_forward, step, eval_step)
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether it trains with the compiled losses of the model."""
+        return self.forward is None and self.step is None
+
+    @property
+    def trained(self) -> tuple[Trained, ...]:
+        """Each trained model with its optimizer and variables."""
+        if self.step is not None:
+            return self.step.trained
+        return (Trained(self.model, self.model.optimizer, self.model.trainable_variables),)
+
+    def check_labels(self, spec: Any) -> None:
+        """Checks that training batches have the labels that compiled losses need."""
+        if self.is_compiled:
+            check_labels(self.model, spec)
+
+    def make_trainer(self, spec: Any, **options: Any) -> Trainer:
+        """Returns the ``Trainer`` for batches of these types.
+
+        Args:
+            spec: The type specs of a batch.
+            options: Arguments for ``make_train_step``.
+        """
+        if self.is_compiled:
+            return make_trainer(self.model, self.strategy, spec, **options)
+        step = self.step
+        if step is None:
+            build(self.model, self.strategy, spec)
+            # A reference to the model would be a cycle that holds it until it is searched for.
+            proxy = weakref.proxy(self.model)
+            step = make_train_step(
+                proxy, self.model.optimizer, None, self.strategy, forward=self.forward, **options
+            )
+        models = [one.model for one in step.trained]
+        metrics: tuple[Any, ...] = step.metrics
+        if any(getattr(model, "metrics", None) for model in models):
+            metrics += metrics_that_assign(models, step.assigned(spec))
+        tuner = StepsPerCallTuner(functools.partial(value_of_chief, self.strategy))
+        return Trainer(TrackedMetrics(tuple(dict.fromkeys(metrics))), step, tuner)
+
+    def check_validation(self, spec: Any) -> None:
+        """Checks that there is something to validate with, and that batches have its labels.
+
+        Raises:
+            CompileError: There is not.
+        """
+        if self.eval_step is not None or self.eval_forward is not None:
+            return
+        if self.step is not None and not (
+            getattr(self.model, "compiled", False) and compile_arguments(self.model).get("loss")
+        ):
+            raise CompileError(
+                "fit was given a step and validation data, but nothing to validate with. Received: "
+                f"model {self.model.name!r} without a compiled loss. Give eval_step="
+                "tmg.make_eval_step(model, loss, strategy), or eval_forward."
+            )
+        check_labels(self.model, spec)
+
+    def make_evaluator(self, spec: Any, verify: bool | str) -> Evaluator:
+        """Returns the ``Evaluator`` for validation batches of these types."""
+        if self.eval_step is None and self.eval_forward is None:
+            return make_evaluator(self.model, self.strategy, spec, verify)
+        step = self._eval_step(verify)
+        return Evaluator(TrackedMetrics(step.metrics), step)
+
+    def _eval_step(self, verify: bool | str) -> EvalStep:
+        if self.eval_step is not None:
+            return self.eval_step
+        key = "eval step"
+        if key not in self._made:
+            self._made[key] = make_eval_step(
+                weakref.proxy(self.model),
+                None,
+                self.strategy,
+                forward=self.eval_forward,
+                verify=verify,
+            )
+        return self._made[key]
+
+    @functools.cached_property
+    def _made(self) -> dict[str, EvalStep]:
+        return {}
+
+
+def _as_one(step: Any) -> TrainStep | ChainedStep:
+    if isinstance(step, (TrainStep, ChainedStep)):
+        return step
+    if isinstance(step, Sequence) and not isinstance(step, str):
+        return chain_steps(*step)
+    raise TypeError(
+        "step must come from tmg.make_train_step or tmg.chain_steps, or be a list of train steps. "
+        f"Received: {type(step).__name__}."
+    )
+
+
+def _check_only_optimizer(model: Any) -> None:
+    if not getattr(model, "compiled", False):
+        raise CompileError(
+            "The model is not compiled, so it has no optimizer. Received: "
+            f"{type(model).__name__} {model.name!r}. In the scope, write "
+            'model.compile(optimizer="adam").'
+        )
+    arguments = compile_arguments(model)
+    given = [name for name in ("loss", "metrics", "weighted_metrics") if arguments.get(name)]
+    if given:
+        raise LossError(
+            "forward computes the loss itself and shows no labels and predictions to metrics. "
+            f"Received: forward, and a model compiled with {' and '.join(given)}. Write "
+            'model.compile(optimizer=...), and return values for the logs: loss, {"name": (sum, '
+            "weight)}."
+        )
