@@ -56,7 +56,14 @@ def docs(session: nox.Session) -> None:
 
 @nox.session
 def tests(session: nox.Session) -> None:
-    """All tests of this library, slow ones included, two worker processes."""
+    """The tests of each promise: every value of every parameter, but no slow ones."""
+    session.install("-e", ".", *groups("test"))
+    session.run(*PYTEST, "-m", "not (slow or product or versions)", *session.posargs)
+
+
+@nox.session
+def full(session: nox.Session) -> None:
+    """All tests of this library: also real workers, killed runs, all combinations, every page."""
     session.install("-e", ".", *groups("test"))
     session.run(*PYTEST, "-m", "not versions", *session.posargs)
 

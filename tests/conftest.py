@@ -6,12 +6,13 @@ import gc
 import os
 import signal
 from collections.abc import Iterator
+from typing import Any
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 os.environ.setdefault("KERAS_BACKEND", "tensorflow")
 
 import pytest
-from promises import PROMISES, UNITS
+from promises import KEPT, PROMISES, UNITS
 
 VIRTUAL_CPUS = 8
 # Files that take longest, those that start processes before the others: with them at the end, one
@@ -91,10 +92,22 @@ def pytest_collection_finish() -> None:
     gc.set_threshold(20_000, 5, 5)
 
 
+def values_of(item: pytest.Item) -> set[Any]:
+    """Returns each value of each parameter that a test is run with."""
+    call = getattr(item, "callspec", None)
+    function = item.nodeid.partition("[")[0]
+    return set() if call is None else {(function, n, repr(v)) for n, v in call.params.items()}
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     quick = set(PROMISES.values())
+    covered: set[Any] = set()
     for item in items:
         name = item.nodeid.removeprefix("tests/")
+        values = values_of(item)
+        if values and values <= covered and name not in quick | KEPT:
+            item.add_marker(pytest.mark.product)
+        covered |= values
         if name in quick or name.partition("::")[0] in UNITS:
             item.add_marker(pytest.mark.quick)
     places = {name: place for place, name in enumerate(LONGEST)}

@@ -73,6 +73,7 @@ def meet_as(event: str, addresses: Sequence[str], index: int) -> None:
 
 
 # A connection that the kernel accepted as the meeting ended is closed with the garbage.
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_thousand_meetings_all_end() -> None:
     """Before Python 3.12 a cancellation may be lost: a meeting in a thousand would never return."""

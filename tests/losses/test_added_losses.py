@@ -133,6 +133,7 @@ def test_in_bfloat16(name):
     np.testing.assert_allclose(result.losses, expected.losses, rtol=3e-2)
 
 
+@pytest.mark.slow
 def test_in_float64_to_the_last_digits():
     batches = cut((X.astype("float64"), Y.astype("float64")), SIZES)
     loss = keras.losses.MeanSquaredError(dtype="float64")

@@ -484,6 +484,7 @@ def test_draws_without_a_seed(replicas, micro_batches, used_before):
     np.testing.assert_array_equal(next_drawn, next_expected, "the generator went on alike")
 
 
+@pytest.mark.slow
 def test_draws_of_a_step_compiled_by_xla_are_those_of_one_device_compiled_by_it():
     """XLA's numbers are others than those without, on one device too."""
     # Few, because XLA compiles for each number of rows; even, because it pairs normal numbers so.

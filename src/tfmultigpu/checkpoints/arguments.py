@@ -13,6 +13,8 @@ import tensorflow as tf
 from tfmultigpu.arguments import check_count
 from tfmultigpu.clusters.sources import cluster_from_environment
 from tfmultigpu.errors import CheckpointError, ClusterError, ReplicaDependenceWarning
+from tfmultigpu.steps.chain import ChainedStep
+from tfmultigpu.steps.train_step import TrainStep
 
 __all__ = [
     "check_extra",
@@ -21,6 +23,7 @@ __all__ = [
     "check_workers",
     "read_directory",
     "read_interval",
+    "split_chain",
 ]
 
 
@@ -69,10 +72,19 @@ def check_step(step: Any, model: Any, optimizer: Any) -> None:
             "A train step already holds its model and optimizer. Received: train_step beside "
             "model or optimizer. Write Checkpoints(directory, train_step=train_step)."
         )
-    if not _is_step(step):
+    if not isinstance(step, (TrainStep, ChainedStep)):
         raise TypeError(
-            f"train_step must come from tmg.make_train_step. Received: train_step={step!r}."
+            "train_step must come from tmg.make_train_step or tmg.chain_steps. Received: "
+            f"train_step={step!r}."
         )
+
+
+def split_chain(step: TrainStep | ChainedStep) -> tuple[TrainStep, dict[str, TrainStep], int]:
+    """Returns the first train step, the others by name, and updates of the first for each batch."""
+    if isinstance(step, TrainStep):
+        return step, {}, 1
+    (_, first), *others = step.steps.items()
+    return first, dict(others), step.times[0]
 
 
 def check_outside() -> None:
@@ -124,7 +136,7 @@ def check_extra(extra: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     cure = 'Write extra={"accuracy": metric}, or give a list of variables instead of the metric.'
     if not isinstance(extra, Mapping):
         raise TypeError(f"extra must be a dict of named objects. Received: extra={extra!r}. {cure}")
-    steps = {name: one for name, one in extra.items() if _is_step(one)}
+    steps = {name: one for name, one in extra.items() if isinstance(one, TrainStep)}
     others = {name: one for name, one in extra.items() if name not in steps}
     for name, owner in others.items():
         variables = getattr(owner, "variables", owner)
@@ -141,7 +153,3 @@ def check_extra(extra: Any) -> tuple[dict[str, Any], dict[str, Any]]:
                     f"dtype {variable.dtype.name}. Leave it out."
                 )
     return others, steps
-
-
-def _is_step(one: Any) -> bool:
-    return hasattr(one, "model") and hasattr(one, "optimizer")

@@ -32,6 +32,9 @@ class Fit(Protocol):
     def stops(self) -> bool:
         """Returns whether a callback of any worker ends the run."""
 
+    def states_beside_model(self) -> list[Any]:
+        """Returns what the step assigns that no model of it has."""
+
 
 class FitPart:
     """The state of ``fit`` in a run: read from ``fit``, or held until a ``fit`` takes it.

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import signal
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from tfmultigpu.checkpoints.arguments import (
     check_workers,
     read_directory,
     read_interval,
+    split_chain,
 )
 from tfmultigpu.checkpoints.callback import make_callback
 from tfmultigpu.checkpoints.companions import Companions
@@ -31,6 +33,7 @@ from tfmultigpu.data.resumable import Position, PositionedDataset, position_data
 from tfmultigpu.errors import CheckpointError, WorkersDifferError
 from tfmultigpu.losses.build_model import prepare_model
 from tfmultigpu.optimizers.update import build_optimizer
+from tfmultigpu.steps.train_step import Trained
 from tfmultigpu.steps.value_agreement import check_values_alike
 from tfmultigpu.strategies.scopes import check_kinds
 from tfmultigpu.strategies.stop_signals import StopSignal, StopVote
@@ -102,7 +105,8 @@ class Checkpoints:
             data: An argument or result of ``distribute_dataset``; or a function of the epoch (an
                 int) that returns such an argument. Each run must yield the same batches.
             keep: The number of newest checkpoints to keep.
-            train_step: A step of ``make_train_step``, instead of model and optimizer.
+            train_step: A step of ``make_train_step`` or ``chain_steps``, instead of model and
+                optimizer.
             every_steps: ``after_step`` saves at multiples of this many steps of the run.
             every_epochs: Save at the end of every so many epochs.
             extra: More objects to save, by name: train steps of other models, metrics, other
@@ -114,9 +118,13 @@ class Checkpoints:
             TypeError: An argument has a wrong type.
             ValueError: A number is less than 1, or the directory is a URL or a file.
         """
+        self._updates_per_step = 1
         if train_step is not None:
             check_step(train_step, model, optimizer)
+            train_step, others, self._updates_per_step = split_chain(train_step)
             model, optimizer = train_step.model, train_step.optimizer
+            extra = {**others, **(extra or {})}
+        self._train_step = train_step
         self._strategy = strategy_of(model) if hasattr(model, "variables") else None
         if optimizer is None:
             check_kinds(model, self._strategy or tf.distribute.get_strategy())
@@ -169,13 +177,15 @@ class Checkpoints:
 
         Raises:
             CheckpointError: The chief could not write it; the directory has later steps, which were
-                not restored; or the position in the data is unknown.
+                not restored; the position in the data is unknown; or a step changes variables that
+                are not saved.
             RestoreMismatchError: A worker does not see the files of the chief.
             WorkersDifferError: Workers have different weights, learning rates or positions.
         """
         check_outside()
         position = self._find_position()
         self._build()
+        self._check_holds(self._states_beside_models)
         self._check_alike(position)
         arrays, variables = state.read_state(self._variables(), self._exchange)
         metadata = {
@@ -215,10 +225,10 @@ class Checkpoints:
         entries = found.metadata["variables"]
         for name, step in self._steps_of_extra.items():
             entries, of_step, own = state.split_entries(entries, arrays, name)
-            pair = step.model, step.optimizer
-            restore_variables(*pair, {}, self._exchange, of_step, own, found.path)
-        run = self._model, self._optimizer, self._extra
-        restore_variables(*run, self._exchange, entries, arrays, found.path)
+            (trained,) = step.trained
+            restore_variables(trained, {}, self._exchange, of_step, own, found.path)
+        trained, *_ = self._trained()
+        restore_variables(trained, self._extra, self._exchange, entries, arrays, found.path)
         self._fit.load(found.metadata, arrays)
         self._companions.load(found.step, found.metadata)
         self._shared.set_aside(damaged)
@@ -346,6 +356,7 @@ class Checkpoints:
         Raises:
             RestoreMismatchError: The data differs from the data of the checkpoint.
         """
+        self._check_holds(fit.states_beside_model())
         self._fit.attach(fit, self._variables(), self._exchange, self._position)
 
     def skips_fit(self, epochs: int) -> bool:
@@ -422,7 +433,9 @@ class Checkpoints:
             ) from None
 
     def _count_iterations(self) -> int:
-        return 0 if self._optimizer is None else int(self._optimizer.iterations.numpy())
+        if self._optimizer is None:
+            return 0
+        return int(self._optimizer.iterations.numpy()) // self._updates_per_step
 
     def _build_model(self) -> None:
         if not self._model.built:
@@ -437,9 +450,33 @@ class Checkpoints:
     def _build(self) -> None:
         """Builds model and optimizer if they have no variables yet."""
         self._build_model()
-        for model, optimizer in self._trained():
+        for _, optimizer, variables in self._trained():
             if optimizer is not None and not optimizer.built:
-                build_optimizer(optimizer, model.trainable_variables, self._exchange.strategy)
+                build_optimizer(optimizer, variables, self._exchange.strategy)
+
+    @functools.cached_property
+    def _states_beside_models(self) -> list[Any]:
+        """What the steps change that no model of them has; tracing them takes a moment."""
+        steps = [*self._steps_of_extra.values()]
+        steps += [] if self._train_step is None else [self._train_step]
+        return [state for step in steps for state in step.states_beside_model()]
+
+    def _check_holds(self, states: Sequence[Any]) -> None:
+        """Checks that variables that a step changes are saved.
+
+        Raises:
+            CheckpointError: One is not.
+        """
+        known = {id(one.variable) for one in self._variables().values()} if states else set()
+        unknown = {id(one): one for one in states if id(one) not in known}
+        missing = [getattr(one, "path", one.name) for one in unknown.values()]
+        if missing:
+            raise CheckpointError(
+                "forward changes variables that the checkpoint would not hold, so a resumed run "
+                f"would go another way. Received: {missing}. Make their owner, such as a "
+                "SeedGenerator or a metric, an attribute of the model: model.seeds = "
+                'keras.random.SeedGenerator(1); or give extra={"seeds": [seeds.state]}.'
+            )
 
     def _check_alike(self, position: Position) -> None:
         """Checks that all workers are about to save the same run.
@@ -455,13 +492,16 @@ class Checkpoints:
                 f"Received: [step, epoch, step in epoch] of each worker: {places}. Every worker "
                 "must make the same steps."
             )
-        for model, optimizer in self._trained():
+        for model, optimizer, _ in self._trained():
             check_values_alike(self._exchange.strategy, model, optimizer)
 
-    def _trained(self) -> list[tuple[Any, Any]]:
-        """Returns each trained model with its optimizer."""
-        others = [(step.model, step.optimizer) for step in self._steps_of_extra.values()]
-        return [(self._model, self._optimizer), *others]
+    def _trained(self) -> list[Trained]:
+        """Returns each trained model with its optimizer and variables."""
+        others = [one for step in self._steps_of_extra.values() for one in step.trained]
+        if self._train_step is not None:
+            return [*self._train_step.trained, *others]
+        variables = self._model.trainable_variables
+        return [Trained(self._model, self._optimizer, variables), *others]
 
     def _variables(self) -> dict[str, state.StateVariable]:
         found = state.state_variables(self._model, self._optimizer, self._extra)

@@ -10,6 +10,7 @@ import numpy as np
 from tfmultigpu.checkpoints import state
 from tfmultigpu.optimizers.sharded import can_be_sharded
 from tfmultigpu.optimizers.update import build_optimizer
+from tfmultigpu.steps.train_step import Trained
 from tfmultigpu.strategies.worker_exchange import WorkerExchange
 
 __all__ = ["restore_variables"]
@@ -18,8 +19,7 @@ _GROUP = "optimizer/"
 
 
 def restore_variables(
-    model: Any,
-    optimizer: Any,
+    trained: Trained,
     extra: Mapping[str, Any],
     exchange: WorkerExchange,
     entries: list[dict[str, Any]],
@@ -32,8 +32,7 @@ def restore_variables(
     decides where its slots live, and they are restored then.
 
     Args:
-        model: A built model.
-        optimizer: Its optimizer, or None.
+        trained: A built model, its optimizer or None, and the variables that it trains.
         extra: More objects with variables.
         exchange: The workers of the strategy.
         entries: The description of each stored variable.
@@ -43,9 +42,9 @@ def restore_variables(
     Raises:
         CheckpointError: The checkpoint is of another model or optimizer.
     """
+    model, optimizer, variables = trained
     strategy = exchange.strategy
     state.make_loss_scale_of(entries, optimizer, strategy)
-    variables = model.trainable_variables
     # Wrappers build the optimizers inside them.
     wraps = hasattr(optimizer, "inner_optimizer")
     if optimizer is None or wraps or not can_be_sharded(optimizer, variables, strategy):

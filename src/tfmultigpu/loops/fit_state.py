@@ -156,6 +156,10 @@ class FitState:
         """Returns the logs of the epoch so far; None before its first batch."""
         return self._trainer.logs(self.sums) if self.sums else None
 
+    def states_beside_model(self) -> list[Any]:
+        """Returns what the step assigns that no model of it has."""
+        return self._trainer.step.states_beside_model()
+
     @property
     def seen(self) -> int:
         """Batches so far, including those before a restart."""

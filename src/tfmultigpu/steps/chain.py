@@ -94,13 +94,14 @@ class ChainedStep:
 
     Attributes:
         steps: The steps by name, in order.
+        times: How many times each takes a batch.
         strategy: The strategy that they run under.
     """
 
     def __init__(self, steps: Mapping[str, TrainStep], times: Sequence[int]) -> None:
         """Use ``chain_steps``, which checks what it is given."""
         self.steps = dict(steps)
-        self._times = tuple(times)
+        self.times = tuple(times)
         self.strategy = next(iter(self.steps.values())).strategy
         self._functions: dict[Any, tuple[BatchFunction, MultiStep, MultiStep]] = {}
 
@@ -146,9 +147,13 @@ class ChainedStep:
         """What each step trains."""
         return tuple(one for step in self.steps.values() for one in step.trained)
 
-    def assigned(self, batch_spec: Any) -> list[Any]:
+    def assigned(self, batch_spec: Any = None) -> list[Any]:
         """Returns the Keras variables that a forward pass of a step assigns."""
         return [one for step in self.steps.values() for one in step.assigned(batch_spec)]
+
+    def states_beside_model(self) -> list[Any]:
+        """Returns what the ``forward`` of a step assigns that no model and no metric of it has."""
+        return [one for step in self.steps.values() for one in step.states_beside_model()]
 
     @property
     def verification(self) -> dict[str, Verification | None]:
@@ -161,7 +166,7 @@ class ChainedStep:
     def _one_by_one(self, batch: Any) -> dict[str, dict[str, Any]]:
         """Calls each step by itself, which verifies it; returns their logs by name."""
         found = {}
-        for (name, step), times in zip(self.steps.items(), self._times, strict=True):
+        for (name, step), times in zip(self.steps.items(), self.times, strict=True):
             logs = step(batch)
             for _ in range(times - 1):
                 logs = _merged(logs, step(batch))
@@ -208,7 +213,7 @@ class ChainedStep:
     def _compute(self, shards: Shards) -> dict[str, dict[str, Any]]:
         """Runs the steps on a batch inside a ``tf.function``; returns their logs by name."""
         found = {}
-        for (name, step), times in zip(self.steps.items(), self._times, strict=True):
+        for (name, step), times in zip(self.steps.items(), self.times, strict=True):
             found[name] = _repeated(step, shards, times)
         return found
 

@@ -116,6 +116,7 @@ class TrainStep:
         self._sharded: ShardedUpdate | None = None
         self._layers: list[Any] = []
         self._seen_a_batch = False
+        self._batch_spec: Any = None
         self._settings = Settings()
         self._missing = MissingGradients()
         self._functions: dict[Any, tuple[BatchFunction, MultiStep, MultiStep]] = {}
@@ -182,12 +183,17 @@ class TrainStep:
         """What it trains: one entry, as for a chain of one step."""
         return (Trained(self.model, self.optimizer, self.variables),)
 
-    def assigned(self, batch_spec: Any) -> list[Any]:
+    def assigned(self, batch_spec: Any = None) -> list[Any]:
         """Returns the Keras variables that a forward pass assigns: states of layers, metrics.
 
         Args:
-            batch_spec: The type specs of a global batch.
+            batch_spec: The type specs of a global batch; None means those of the first batch.
+                Without a batch before nothing is known.
         """
+        if batch_spec is None:
+            batch_spec = self._batch_spec
+        if batch_spec is None:
+            return []
         self.prepare(lambda: batch_spec)
         found: list[Any] = []
 
@@ -199,6 +205,18 @@ class TrainStep:
         traced: Any = tf.function(look, autograph=False)
         traced.get_concrete_function(batch_spec)
         return found
+
+    def states_beside_model(self) -> list[Any]:
+        """Returns what ``forward`` assigns that no model and no metric of the step has.
+
+        That is the state of a seed generator or a metric in a closure, for example.
+        """
+        if self._objective.forward is None:
+            return []
+        owners = [self.model, *self.metrics]
+        known = {id(variable) for one in owners for variable in one.variables}
+        found = {id(variable): variable for variable in self.assigned()}
+        return [variable for key, variable in found.items() if key not in known]
 
     @property
     def is_to_be_verified(self) -> bool:
@@ -263,6 +281,7 @@ class TrainStep:
         if batch_spec is not None:
             if not self._seen_a_batch:
                 check_values_alike(self.strategy, self.model, self.optimizer)
+            self._batch_spec = batch_spec
             self._phase.build_metrics(batch_spec)
             self._seen_a_batch = True
         if first:
