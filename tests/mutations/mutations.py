@@ -98,9 +98,10 @@ MUTATIONS = (
         (
             (
                 "            shard = partition.cut_part(shard, part.count, part.number)",
+                "            whole = count_rows(shard)\n"
                 "            shard = partition.cut_part(shard, part.count, part.number)\n"
-                "            own = count_rows(shard) * part.count\n"
-                "            weight *= tf.where(tf.equal(once, 1.0), rows / own, 1.0)",
+                "            own = tf.cast(whole / (count_rows(shard) * part.count), weight.dtype)\n"
+                "            weight *= tf.where(tf.equal(once, 1.0), own, 1.0)",
             ),
         ),
         (f"{EXACT}[2-3-clip]",),
@@ -465,7 +466,7 @@ MUTATIONS = (
         "the first step is not verified",
         "steps/verification/verifier.py",
         (("_ATTEMPTS if verify and needed else 0", "0"),),
-        (f"{TOUCHING}[Softmax along the rows]",),
+        (f"{TOUCHING}[a loss centred on the batch mean]",),
     ),
     Mutation(
         "the tolerance of the verification is a thousand times as large",
@@ -477,7 +478,7 @@ MUTATIONS = (
         "every difference is taken for rounding",
         "steps/verification/rounding.py",
         (("4.0 if half else 16.0\n", "1e9\n"),),
-        (f"{TOUCHING}[Softmax along the rows]",),
+        (f"{TOUCHING}[a loss centred on the batch mean]",),
     ),
     Mutation(
         "states that layers assign are not compared",
