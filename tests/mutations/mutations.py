@@ -100,7 +100,8 @@ MUTATIONS = (
                 "            shard = partition.cut_part(shard, part.count, part.number)",
                 "            whole = count_rows(shard)\n"
                 "            shard = partition.cut_part(shard, part.count, part.number)\n"
-                "            own = tf.cast(whole / (count_rows(shard) * part.count), weight.dtype)\n"
+                "            own = whole / (count_rows(shard) * part.count)\n"
+                "            own = tf.cast(own, weight.dtype)\n"
                 "            weight *= tf.where(tf.equal(once, 1.0), own, 1.0)",
             ),
         ),

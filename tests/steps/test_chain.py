@@ -253,3 +253,26 @@ def test_what_is_no_chain_is_refused_with_the_line_to_write() -> None:
         tmg.chain_steps(first, second, times=(5, 0))
     with pytest.raises(ValueError, match=r"a name of its own\. Received: names=\['a', 'a'\]"):
         tmg.chain_steps(first, second, names=("a", "a"))
+
+
+def test_a_chain_is_profiled_and_explained() -> None:
+    strategy = strategy_of(2)
+    gan = Gan(strategy)
+    step = tmg.chain_steps(*steps_of(gan, strategy), names=("d", "g"), times=(2, 1))
+    data = tmg.distribute_dataset(tf.data.Dataset.from_tensor_slices(ROWS).batch(8), strategy)
+    before = [int(optimizer.iterations.numpy()) for optimizer in gan.optimizers]
+    profile = tmg.tuning.profile_step(step, data, steps=2)
+    after = [int(optimizer.iterations.numpy()) for optimizer in gan.optimizers]
+    trained = [b - a for a, b in zip(before, after, strict=True)]
+    assert trained[0] == 2 * trained[1] > 0
+    assert len(profile.replicas) == 2
+    assert min(profile.compute, profile.update, *profile.replicas) > 0
+    report = tmg.explain(step, dataset=data, seconds=0)
+    assert "model of generator" in report.facts
+    assert set(report.facts["verification"].values()) <= {str(step.verification["d"])} | {
+        str(one) for one in step.verification.values()
+    }
+    assert [finding.severity for finding in report.findings] == ["note"] * len(report.findings)
+    outside = Gan(strategy_of(1))
+    report = tmg.explain(tmg.chain_steps(*steps_of(outside, strategy_of(1))))
+    assert report.findings

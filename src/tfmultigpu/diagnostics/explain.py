@@ -19,6 +19,8 @@ from tfmultigpu.diagnostics.machine_checks import find_causes
 from tfmultigpu.diagnostics.placement import Placement, optimizer_findings, placement_findings
 from tfmultigpu.diagnostics.report import Finding, Report, ordered
 from tfmultigpu.errors import TfMultiGpuError
+from tfmultigpu.steps.chain import ChainedStep
+from tfmultigpu.steps.train_step import TrainStep
 from tfmultigpu.steps.verification import outcomes
 from tfmultigpu.strategies.scopes import check_kinds
 from tfmultigpu.strategies.topology import strategy_devices, strategy_of
@@ -46,7 +48,8 @@ def explain(
     which a one-shot generator then lacks.
 
     Args:
-        model: A Keras model.
+        model: A Keras model; or a step of ``make_train_step`` or ``chain_steps``, which has its
+            models and optimizers.
         optimizer: Its optimizer; None takes the compiled one.
         dataset: The training data: a ``tf.data.Dataset`` of global batches, or the result of
             ``distribute_dataset``.
@@ -75,6 +78,8 @@ def explain(
             "explain was called inside a tf.function, where variables have no values to read. Call "
             "tmg.explain outside of it, before the loop."
         )
+    if isinstance(model, (TrainStep, ChainedStep)):
+        return _explain_step(model, dataset, seconds, patience)
     given = () if optimizer is None else (optimizer,)
     check_kinds(model, tf.distribute.get_strategy() if strategy is None else strategy, *given)
     if not isinstance(seconds, Real) or not 0 <= seconds < math.inf:
@@ -126,6 +131,27 @@ def explain(
         here = local < strategy.num_replicas_in_sync
         title += f" on {local} device(s){' here and others elsewhere' if here else ''}"
     return Report(title, ordered(found), facts)
+
+
+def _explain_step(
+    step: TrainStep | ChainedStep, dataset: Any, seconds: float, patience: float
+) -> Report:
+    """Returns the reports of the models of a step as one; the dataset is looked at once."""
+    reports = []
+    for model, optimizer, _ in step.trained:
+        look = {"seconds": seconds, "patience": patience}
+        reports.append(explain(model, optimizer, dataset, step.strategy, **look))
+        dataset = None
+    found = {str(finding): finding for report in reports for finding in report.findings}
+    severe = any(one.severity != "note" for one in found.values())
+    kept = [one for one in found.values() if not severe or one.code != "in-order"]
+    facts = {
+        section if report is reports[0] else f"{section} of {one.model.name}": values
+        for report, one in zip(reports, step.trained, strict=True)
+        for section, values in report.facts.items()
+        if report is reports[0] or section != "strategy"
+    }
+    return Report(reports[0].title, ordered(kept), facts)
 
 
 def verification_findings(model: Any) -> Iterator[Finding]:

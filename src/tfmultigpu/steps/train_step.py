@@ -213,7 +213,7 @@ class TrainStep:
         """
         if self._objective.forward is None:
             return []
-        owners = [self.model, *self.metrics]
+        owners = [self.model, *self.metrics, *getattr(self.model, "metrics", ())]
         known = {id(variable) for one in owners for variable in one.variables}
         found = {id(variable): variable for variable in self.assigned()}
         return [variable for key, variable in found.items() if key not in known]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from tfmultigpu.data import partition
 from tfmultigpu.data.batch_format import count_rows
 from tfmultigpu.diagnostics.report import Finding
 from tfmultigpu.errors import DataError
+from tfmultigpu.steps.chain import ChainedStep
 from tfmultigpu.steps.train import TrainStep
 from tfmultigpu.strategies.topology import strategy_devices
 from tfmultigpu.tuning.drawings import draw_timeline
@@ -119,7 +120,11 @@ class StepProfile:
 
 
 def profile_step(
-    step: TrainStep, data: Iterable[Any], steps: int = 20, *, trace_to: str | None = None
+    step: TrainStep | ChainedStep,
+    data: Iterable[Any],
+    steps: int = 20,
+    *,
+    trace_to: str | None = None,
 ) -> StepProfile:
     """Measures the parts of a train step: input, forward and backward, all-reduce, update.
 
@@ -129,7 +134,7 @@ def profile_step(
     reports its replicas.
 
     Args:
-        step: The result of ``make_train_step``.
+        step: The result of ``make_train_step``, or of ``chain_steps``, whose parts add up.
         data: The training data: a distributed dataset, or batches. Starts again if it ends.
         steps: Number of timed steps, at least 1.
         trace_to: A folder for another ``steps`` steps in the format of TensorBoard's profiler,
@@ -151,7 +156,7 @@ def profile_step(
         >>> profile.rows
         8.0
     """
-    if not isinstance(step, TrainStep):
+    if not isinstance(step, (TrainStep, ChainedStep)):
         raise TypeError(
             f"step must be a train step. Received: step={step!r}. Make it with "
             "step = tmg.make_train_step(model, optimizer, loss, strategy)."
@@ -166,28 +171,26 @@ def profile_step(
         gfile.makedirs(trace_to)  # Fails before anything is trained.
     batches = _Batches(data, step)
     first = batches.next()
-    float(step(first)["loss"])
-    timed_step = TimedStep(step)
-    timed_step.run_timed(first)
-    timed = [_time_parts(timed_step, batches) for _ in range(steps)]
+    _train(step, first)
+    timed_steps = [TimedStep(one) for one in _in_turn(step)]
+    for one in timed_steps:
+        one.run_timed(first)
+    timed = [_time_parts(timed_steps, batches) for _ in range(steps)]
     whole = [_time_whole(step, batches) for _ in range(steps)]
     if trace_to is not None:
         _trace(step, batches, steps, trace_to)
-    times = [one.times for one in timed]
-    count = len(times[0].replicas)
+    count = len(timed[0].replicas)
     devices = strategy_devices(step.strategy) or ("its device",) * count
     return StepProfile(
         steps=steps,
         rows=statistics.fmean(one.examples for one in timed),
         seconds=statistics.median(whole),
         input=statistics.median(one.input for one in timed),
-        compute=statistics.median(max(one.replicas) - one.begin for one in times),
-        reduce=statistics.median(one.reduced - max(one.replicas) for one in times),
-        update=statistics.median(one.updated - one.reduced for one in times),
+        compute=statistics.median(one.compute for one in timed),
+        reduce=statistics.median(one.reduce for one in timed),
+        update=statistics.median(one.update for one in timed),
         call=statistics.median(one.call for one in timed),
-        replicas=tuple(
-            statistics.median(one.replicas[i] - one.begin for one in times) for i in range(count)
-        ),
+        replicas=tuple(statistics.median(one.replicas[i] for one in timed) for i in range(count)),
         devices=devices,
         replicas_in_all=step.strategy.num_replicas_in_sync,
     )
@@ -274,29 +277,60 @@ class _StepTimes:
     examples: int
     input: float
     call: float
-    times: Times
+    compute: float
+    reduce: float
+    update: float
+    replicas: tuple[float, ...]
 
 
-def _time_parts(step: TimedStep, batches: _Batches) -> _StepTimes:
+def _in_turn(step: TrainStep | ChainedStep) -> list[TrainStep]:
+    """Returns the train steps that take a batch, in order."""
+    if isinstance(step, TrainStep):
+        return [step]
+    pairs = zip(step.steps.values(), step.times, strict=True)
+    return [one for one, times in pairs for _ in range(times)]
+
+
+def _train(step: TrainStep | ChainedStep, batch: Any) -> None:
+    logs = step(batch)
+    float(next(iter(logs.values())))  # Waits for the step.
+
+
+def _time_parts(steps: Sequence[TimedStep], batches: _Batches) -> _StepTimes:
     batch, waited = batches.timed_next()
     begin = time.perf_counter()
-    logs, times = step.run_timed(batch)
-    float(logs["loss"])
-    call = time.perf_counter() - begin - (times.updated - times.begin)
-    return _StepTimes(_count_examples(batch), waited, max(0.0, call), times)
+    found = []
+    for step in steps:
+        logs, times = step.run_timed(batch)
+        float(logs["loss"])
+        found.append(times)
+    call = time.perf_counter() - begin - sum(one.updated - one.begin for one in found)
+    return _StepTimes(
+        examples=_count_examples(batch),
+        input=waited,
+        call=max(0.0, call),
+        compute=sum(max(one.replicas) - one.begin for one in found),
+        reduce=sum(one.reduced - max(one.replicas) for one in found),
+        update=sum(one.updated - one.reduced for one in found),
+        replicas=tuple(sum(ends) for ends in zip(*map(_of_replicas, found), strict=True)),
+    )
 
 
-def _time_whole(step: TrainStep, batches: _Batches) -> float:
+def _of_replicas(times: Times) -> list[float]:
+    return [end - times.begin for end in times.replicas]
+
+
+def _time_whole(step: TrainStep | ChainedStep, batches: _Batches) -> float:
     batch, waited = batches.timed_next()
     begin = time.perf_counter()
-    float(step(batch)["loss"])
+    _train(step, batch)
     return waited + time.perf_counter() - begin
 
 
 class _Batches:
     """Batches of data that starts again if it ends."""
 
-    def __init__(self, data: Iterable[Any], step: TrainStep) -> None:
+    def __init__(self, data: Iterable[Any], step: TrainStep | ChainedStep) -> None:
         self._data = data
         self._step = step
         self._iterator = iter(data)
@@ -325,7 +359,7 @@ class _Batches:
         begin = time.perf_counter()
         batch = self.next()
         if self._new_pass:
-            float(self._step(batch)["loss"])
+            _train(self._step, batch)
             begin = time.perf_counter()
             batch = self.next()
         return batch, time.perf_counter() - begin
@@ -340,7 +374,7 @@ def _count_examples(batch: Any) -> int:
     return int(known)
 
 
-def _trace(step: TrainStep, batches: _Batches, steps: int, folder: str) -> None:
+def _trace(step: TrainStep | ChainedStep, batches: _Batches, steps: int, folder: str) -> None:
     profiler: Any = tf.profiler
     profiler.experimental.start(folder)
     try:
