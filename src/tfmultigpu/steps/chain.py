@@ -230,15 +230,32 @@ _OF_THE_CHAIN = ("loss", "weight", *_OF_THE_LAST)
 
 
 def _repeated(step: TrainStep, shards: Shards, times: int) -> dict[str, Any]:
-    """Runs a step so many times on one batch; returns its logs over all of them."""
-    logs: dict[str, Any] | None = None
-    for _ in range(times):
-        # A compiled function inside this one: it is traced once, however often it is called.
-        one = dict(step.function.on_shards(shards))
-        del one[TERMS]
-        logs = one if logs is None else _merged(logs, one)
-    assert logs is not None
-    return logs
+    """Runs a step so many times on one batch; returns its logs over all of them.
+
+    Traces it here. TensorFlow fails to inline its compiled function, if that holds a loop, into the
+    loop of ``MultiStep`` on several workers.
+    """
+
+    def once() -> dict[str, Any]:
+        logs = dict(step.compute(shards))
+        del logs[TERMS]
+        return logs
+
+    logs = once()
+    if times == 1:
+        return logs
+    names = list(logs)
+
+    def body(left: Any, *values: Any) -> tuple[Any, ...]:
+        merged = _merged(dict(zip(names, values, strict=True)), once())
+        return (left - 1, *[merged[name] for name in names])
+
+    with tf.device("CPU:0"):
+        left = tf.constant(times - 1)
+    _, *values = tf.while_loop(
+        lambda left, *_: left > 0, body, [left, *logs.values()], parallel_iterations=1
+    )
+    return dict(zip(names, values, strict=True))
 
 
 def _merged(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
