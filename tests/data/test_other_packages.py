@@ -209,9 +209,9 @@ def test_passes_that_share_one_iterator_do_not_lose_batches(torch: None) -> None
         rows = np.concatenate([x for x, _ in dataset.as_numpy_iterator()])
         np.testing.assert_array_equal(rows, X)
     first, second = (iter(tmg.distribute_dataset(data)) for _ in range(2))
+    next(first), next(second)
     with pytest.raises(tmg.DataError, match="Two passes read one DataLoader at once"):
-        for _ in range(4):
-            next(first), next(second)
+        list(first)
 
 
 def test_a_torch_dataset_needs_a_loader(torch: None) -> None:
