@@ -27,6 +27,7 @@ __all__ = [
     "LossError",
     "MetricError",
     "MissingExtraError",
+    "NotCopiedError",
     "OutOfMemoryError",
     "ReplicaDependenceWarning",
     "RestoreMismatchError",
@@ -160,6 +161,10 @@ class UnverifiedWarning(UserWarning):
 
 class ScopeError(TfMultiGpuError, ValueError):
     """A model, an optimizer or a metric was created outside the scope of the strategy."""
+
+
+class NotCopiedError(TfMultiGpuError, TypeError):
+    """An object belongs to the variables of one model, so it cannot be copied or pickled."""
 
 
 class KerasBackendError(TfMultiGpuError, RuntimeError):

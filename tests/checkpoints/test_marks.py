@@ -16,6 +16,7 @@ import tensorflow as tf
 import tfmultigpu as tmg
 from tfmultigpu.data.passes import Replay, replay_of
 from tfmultigpu.loops.epoch_iterator import EpochIterator
+from tfmultigpu.loops.program import Program
 from tfmultigpu.loops.validation import Validation
 
 Dataset = tf.data.Dataset
@@ -347,7 +348,7 @@ def test_validation_goes_on_where_it_was_with_the_data_of_which_it_is_made(
 def test_validation_passes_over_the_passes_that_were_due() -> None:
     def validation(frequency: Any) -> Any:
         batches = tmg.distribute_dataset(KINDS["twice"][0]())
-        return Validation(None, batches, None, frequency, None, batches.strategy, False)
+        return Validation(None, batches, None, frequency, Program(None, batches.strategy), False)
 
     batches = validation(1).batches
     passes = [lists(batches) for _ in range(3)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from typing import Any
 
 import keras
 import numpy as np
@@ -11,7 +12,7 @@ import tensorflow as tf
 from one_device import ByHand, Replicated, assert_same, cut, difference, strategy_of
 
 import tfmultigpu as tmg
-from tfmultigpu.losses.loss_sum import FixedLossSum
+from tfmultigpu.losses.loss_sum import _MEANS, FixedLossSum
 
 REDUCTIONS = ("sum_over_batch_size", "mean", "mean_with_sample_weight", "sum")
 SHARDS = ((0, 4), (4, 5), (5, 7))
@@ -436,3 +437,29 @@ def test_global_mean_beside_the_replicas_is_refused():
         pytest.raises(tmg.LossError, match="must be called by each of them"),
     ):
         tmg.global_mean(tmg.LossSum(1.0, 1.0))
+
+
+@pytest.mark.parametrize("name", sorted(_MEANS))
+def test_predictions_without_a_last_axis_are_the_mean_of_keras(name: str) -> None:
+    random = np.random.default_rng(2)
+    y, p = (random.random(7).astype("float32") for _ in range(2))
+    expected = float(np.mean(getattr(keras.losses, name)(y, p)))
+    found = [tmg.loss_sum(name, y[part], p[part]) for part in (slice(0, 2), slice(2, 7))]
+    total, weight = (sum(float(one[i]) for one in found) for i in (0, 1))
+    assert weight == 7
+    np.testing.assert_allclose(total / weight, expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("loss", "weights"),
+    [
+        (keras.losses.KLDivergence(), None),
+        (keras.losses.Huber(reduction="sum"), None),
+        (keras.losses.Huber(), np.ones(3, "float32")),
+        (keras.losses.BinaryCrossentropy(axis=0), None),
+    ],
+)
+def test_other_losses_without_a_last_axis_are_refused(loss: Any, weights: Any) -> None:
+    y = np.array([0.2, 0.5, 0.9], "float32")
+    with pytest.raises(tmg.LossError, match=r"y_true\[:, None\] and y_pred\[:, None\]"):
+        tmg.loss_sum(loss, y, y, weights)

@@ -259,3 +259,15 @@ def test_activity_regularizers_of_older_keras_are_refused(strategy, monkeypatch)
         optimizer = keras.optimizers.SGD(0.1)
     with pytest.raises(tmg.ScopeError, match=r"Before Keras 3.14.*\['active'\].*keras>=3.14"):
         tmg.make_train_step(model, optimizer, "mse", strategy)
+
+
+def test_an_input_of_a_fixed_number_of_rows_is_refused(strategy):
+    with strategy.scope():
+        inputs = keras.Input(batch_shape=(6, 3), name="here")
+        fixed = keras.Model(inputs, keras.layers.Dense(1)(inputs), name="fixed")
+        called = keras.Sequential([keras.layers.Dense(1)])
+        called(tf.ones((6, 3)))  # Keras notes the rows of this batch, and takes any other.
+    words = r"'here' of model 'fixed' with batch_shape=\(6, 3\).*keras\.Input\(shape=\(3,\)\)"
+    with pytest.raises(tmg.ScopeError, match=words):
+        tmg.make_predict_step(fixed, strategy)(tf.ones((5, 3)))
+    assert tmg.make_predict_step(called, strategy)(tf.ones((5, 3))).shape == (5, 1)

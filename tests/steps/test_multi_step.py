@@ -161,7 +161,7 @@ def test_calls_that_are_cut_add_up_to_one_call(monkeypatch):
     for here, there in zip(weights(cut_up), weights(whole), strict=True):
         np.testing.assert_array_equal(here, there)
     assert len(next(iterator)[0]) == SIZES[12 % 5]
-    assert len(cut_up._multistep._compiled) == 1
+    assert len(cut_up.multistep._compiled) == 1
     # Where the data ends in the middle of a call, nothing more is asked for.
     asked.clear()
     assert int(cut_up.run(iter(data.take(5)), 100)["steps"]) == 5

@@ -40,7 +40,7 @@ def test_rows_of_all_replicas_are_gathered_in_order_and_traced_once() -> None:
 
 
 def test_one_process_gathers_without_tensorflow_and_keeps_no_strategy() -> None:
-    strategy = strategy_of(2)
+    strategy = strategy_of.__wrapped__(2)
     values = iter([[[1, 0]], [[0, 1], [1, 1]]])
     rows = WorkerExchange(strategy).rows(lambda: np.array(next(values), "uint8"))
     assert rows.dtype == "uint8"

@@ -161,8 +161,9 @@ class _Comparison:
             f"{self._link.index} differs from that of worker {others[0]}. Each worker takes "
             "its examples of the same batches, so examples would be used twice or never. Give "
             "shuffle a seed: dataset.shuffle(size, seed=1); or call "
-            "keras.utils.set_random_seed(1) on every worker before the dataset is made. Sort "
-            "lists of files, and give every worker the same."
+            "keras.utils.set_random_seed(1) on every worker before the dataset is made; for a "
+            "torch DataLoader call torch.manual_seed(1). Sort lists of files, and give every "
+            "worker the same."
         )
 
 

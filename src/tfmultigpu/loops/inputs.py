@@ -7,6 +7,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfmultigpu.arguments import check_count
+from tfmultigpu.data.other_packages import with_tables
 from tfmultigpu.data.sharded_dataset import ShardedDataset, distribute_dataset
 from tfmultigpu.errors import DataError, UnknownLengthError
 from tfmultigpu.strategies.topology import describe
@@ -129,7 +130,7 @@ def is_arrays(data: Any) -> bool:
     kinds = (bool, int, float, str, tf.RaggedTensor, tf.SparseTensor)
     return all(
         leaf is None or hasattr(leaf, "__array__") or isinstance(leaf, kinds)
-        for leaf in tf.nest.flatten(data)
+        for leaf in tf.nest.flatten(with_tables(data, lambda table: None))
     )
 
 

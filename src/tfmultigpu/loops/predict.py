@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from tfmultigpu.data.other_packages import read_tables
 from tfmultigpu.errors import DataError
 from tfmultigpu.loops.inputs import check_steps, no_batches, pass_batches
 from tfmultigpu.loops.step_cache import build, checked_strategy, get_or_make
@@ -65,7 +66,8 @@ def predict(
     check_backend()
     strategy = checked_strategy(model, "predict", "predict_step")
     check_steps(steps)
-    if isinstance(data, list) and any(hasattr(item, "__array__") for item in data):
+    data = read_tables(data)
+    if isinstance(data, list) and any(tf.is_tensor(i) or hasattr(i, "__array__") for i in data):
         data = (tuple(data),)  # Several inputs, as in Keras; a tuple would be (x, y).
     batches = pass_batches(data, strategy, batch_size, steps)
     step = _predictor(model, strategy, batches.element_spec, verify)

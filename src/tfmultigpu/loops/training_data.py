@@ -9,6 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfmultigpu.data.batch_format import count_rows
+from tfmultigpu.data.other_packages import read_tables
 from tfmultigpu.data.resumable import PositionedDataset
 from tfmultigpu.data.sharded_dataset import ShardedDataset, distribute_dataset
 from tfmultigpu.data.sources import to_dataset
@@ -71,6 +72,7 @@ def make_epoch_iterator(
     if not is_arrays(data):
         batches = _weighted(to_dataset(data, batch_size), class_weight)
         return _iterate(data, distribute_dataset(batches, strategy, shares=shares), steps_per_epoch)
+    data = read_tables(data)
     arrays = _tensors(data)
     rows = int(count_rows(arrays))
     if not rows:
@@ -112,7 +114,7 @@ def split_off(data: Any, validation_split: float) -> tuple[Any, Any]:
             f"{type(data).__name__}. Split a dataset with take() and skip(), and give "
             "validation_data."
         )
-    arrays = _tensors(data)
+    arrays = _tensors(read_tables(data))
     rows = int(count_rows(arrays))
     at = math.floor(rows * (1.0 - validation_split))
     if not 0 < at < rows:

@@ -46,6 +46,17 @@ def _check_layers(model: Any) -> None:
             f"may be on another replica. Received: layers {stateful}. Drop stateful=True, or train "
             "on one device: tmg.create_strategy(devices=1)."
         )
+    for one in layers:
+        # Keras makes the input of a Sequential from the first batch; its layers take any other.
+        inputs = [] if isinstance(one, keras.Sequential) else getattr(one, "inputs", None) or []
+        fixed = [t for t in inputs if isinstance(t, keras.KerasTensor) and (t.shape or [None])[0]]
+        if fixed:
+            name, (rows, *shape) = fixed[0].name, fixed[0].shape
+            raise ScopeError(
+                f"An input of the model takes {rows} rows only, and a replica gets other numbers "
+                f"of rows. Received: input {name!r} of model {one.name!r} with batch_shape="
+                f"{(rows, *shape)}. Leave the batch open: keras.Input(shape={tuple(shape)})."
+            )
     active = [one.name for one in layers if getattr(one, "activity_regularizer", None) is not None]
     if active and _version(keras.__version__) < (3, 14):
         raise ScopeError(

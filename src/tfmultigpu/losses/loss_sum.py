@@ -29,6 +29,19 @@ OTHER_ROWS = (
 )
 
 
+# Losses of Keras that are a mean over the last axis of a function of each element.
+_MEANS = {
+    "binary_crossentropy",
+    "huber",
+    "log_cosh",
+    "mean_absolute_error",
+    "mean_absolute_percentage_error",
+    "mean_squared_error",
+    "mean_squared_logarithmic_error",
+    "poisson",
+}
+
+
 class LossSum(NamedTuple):
     """The loss of one shard, not yet divided.
 
@@ -166,6 +179,8 @@ def loss_term(loss: Any, y_true: Any, y_pred: Any, sample_weight: Any = None) ->
         y_pred: Predictions.
         sample_weight: Weights, or None.
     """
+    if _averages_rows(loss, y_true, y_pred, sample_weight):
+        y_true, y_pred = tf.convert_to_tensor(y_true)[:, None], y_pred[:, None]
     unreduced: list[Any] = []
     couples = isinstance(loss, _coupling_losses())
     if not couples and _may_mix_axes(loss, y_true, y_pred, sample_weight):
@@ -183,7 +198,7 @@ def loss_term(loss: Any, y_true: Any, y_pred: Any, sample_weight: Any = None) ->
             "tf.reduce_mean(tf.square(y_true - y_pred), axis=-1). If the loss couples the examples "
             "of a batch (Dice over a batch, Circle, contrastive), call tmg.gather_rows(y_pred) to "
             "get all of them. Then return the values of this replica's rows, or the one number for "
-            "each row: tf.fill(tf.shape(y_pred)[:1], value)."
+            "each row: tf.fill(tf.shape(y_pred)[:1], value)." + _hint(y_pred)
         )
     if _reduced_rows(plain, y_pred):
         raise LossError(
@@ -275,6 +290,34 @@ def _may_mix_axes(loss: Any, y_true: Any, y_pred: Any, sample_weight: Any) -> bo
     shapes = [getattr(one, "shape", ()) for one in tf.nest.flatten([y_true, y_pred])]
     ranks = {tf.TensorShape(shape).rank for shape in shapes}
     return sample_weight is not None or len(ranks) > 1 or not _is_from_keras(loss)
+
+
+def _averages_rows(loss: Any, y_true: Any, y_pred: Any, sample_weight: Any) -> bool:
+    """Returns whether Keras takes the mean over the rows, because there is no other axis.
+
+    Of these losses that is the mean of the losses of the examples. Keras gives another number with
+    weights, with a mask or for a sum, and such a loss is refused.
+    """
+    function = getattr(loss, "wrapped", None) or getattr(loss, "fn", None)
+    if function is None or not is_part_of_keras(function) or sample_weight is not None:
+        return False
+    ranks = {tf.TensorShape(getattr(one, "shape", None)).rank for one in (y_true, y_pred)}
+    return (
+        ranks == {1}
+        and getattr(function, "__name__", "") in _MEANS
+        and loss.reduction in ("sum_over_batch_size", "mean", "mean_with_sample_weight")
+        and getattr(loss, "axis", -1) == -1
+        and _compat.keras_mask(y_pred) is None
+    )
+
+
+def _hint(y_pred: Any) -> str:
+    if tf.TensorShape(getattr(y_pred, "shape", None)).rank != 1:
+        return ""
+    return (
+        " Predictions of shape [rows] have no axis to reduce over but the rows: give "
+        "y_true[:, None] and y_pred[:, None]."
+    )
 
 
 def _has_no_rows(sample_weight: Any, values: Any) -> bool:

@@ -10,11 +10,12 @@ import tensorflow as tf
 from tfmultigpu.errors import ScopeError, TfMultiGpuError
 from tfmultigpu.optimizers.gradients import is_overwritten, sum_dtype
 from tfmultigpu.strategies.collectives import all_reduce_sum
+from tfmultigpu.strategies.not_copied import NotCopied
 
 __all__ = ["GradientAccumulator"]
 
 
-class GradientAccumulator:
+class GradientAccumulator(NotCopied):
     """Adds gradients and weights on each replica, and over the replicas once per window.
 
     For loops written by hand; ``make_train_step(micro_batches=k)`` does the same by itself. What is

@@ -14,6 +14,7 @@ from tfmultigpu.steps.batch_function import BatchFunction, Shards
 from tfmultigpu.steps.multi_step import TERMS, LastKey, MultiStep
 from tfmultigpu.steps.train_step import Trained, TrainStep, addends, as_totals
 from tfmultigpu.steps.verification import Verification
+from tfmultigpu.strategies.not_copied import NotCopied
 from tfmultigpu.strategies.topology import local_replicas
 
 __all__ = ["ChainedStep", "chain_steps"]
@@ -89,7 +90,7 @@ def chain_steps(
     return ChainedStep(dict(zip(chosen, steps, strict=True)), counts)
 
 
-class ChainedStep:
+class ChainedStep(NotCopied):
     """Several train steps in turn on each batch; what ``chain_steps`` returns.
 
     Attributes:

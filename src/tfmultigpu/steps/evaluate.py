@@ -6,6 +6,7 @@ import dataclasses
 import functools
 from typing import Any, NamedTuple
 
+import numpy as np
 import tensorflow as tf
 
 from tfmultigpu.data import partition
@@ -29,6 +30,7 @@ from tfmultigpu.steps.value_agreement import check_values_alike
 from tfmultigpu.steps.verification import Verification, Verifier, check_verify
 from tfmultigpu.strategies.collectives import sum_over_replicas
 from tfmultigpu.strategies.gathering import gather_rows
+from tfmultigpu.strategies.not_copied import NotCopied
 from tfmultigpu.strategies.scopes import check_backend, check_kinds
 from tfmultigpu.strategies.topology import local_replicas, per_replica
 
@@ -146,7 +148,7 @@ class Totals(NamedTuple):
         )
 
 
-class EvalStep:
+class EvalStep(NotCopied):
     """Loss and metrics of one global batch; what ``make_eval_step`` returns.
 
     Attributes:
@@ -312,7 +314,7 @@ class _Prediction:
         return [], self.model(unpack_batch(batch)[0], training=training)
 
 
-class PredictStep:
+class PredictStep(NotCopied):
     """Predictions for one global batch; what ``make_predict_step`` returns.
 
     Attributes:
@@ -379,12 +381,39 @@ class PredictStep:
                     "Predictions of several replicas are put together row by row, and this output "
                     "has no rows: it is one number for a batch. Return one value per row."
                 )
-            if len(parts) < self.strategy.num_replicas_in_sync:
-                joined = gather_rows(self.strategy, result)
-            else:
-                joined = tf.concat(parts, axis=0)
+            with tf.control_dependencies(self._check_lengths(parts, result)):
+                if len(parts) < self.strategy.num_replicas_in_sync:
+                    joined = gather_rows(self.strategy, result)
+                else:
+                    joined = tf.concat(parts, axis=0)
             # A small batch went to every replica whole: the first copy is the batch.
             once, joined_rows = count_rows(parts[0]), count_rows(joined)
             return joined[: tf.where(small, once, joined_rows)]
 
         return tf.nest.map_structure(join, results)
+
+    def _check_lengths(self, parts: list[Any], result: Any) -> list[Any]:
+        """Returns a check that the rows of one output have one shape on all replicas."""
+        first = parts[0]
+        if isinstance(first, tf.RaggedTensor) or first.shape[1:].is_fully_defined():
+            return []
+        if len(parts) < self.strategy.num_replicas_in_sync:
+            shapes = self.strategy.run(lambda one: tf.shape(one)[1:][None], args=(result,))
+            shapes = self.strategy.gather(shapes, axis=0)
+        else:
+            shapes = tf.stack([tf.shape(part)[1:] for part in parts])
+        static = tuple(first.shape)
+
+        def check(shapes: Any) -> Any:
+            if (shapes != shapes[0]).any():
+                raise DataError(
+                    "The predictions of the replicas have rows of different shapes, so they do not "
+                    f"make one tensor. Received: an output of shape {static} with rows of "
+                    f"{[tuple(one) for one in shapes.tolist()]}, by replica. One device would give "
+                    "all rows one length: pad the output to a fixed length, or return a "
+                    "tf.RaggedTensor."
+                )
+            return np.int32(0)
+
+        with tf.device("CPU:0"):
+            return [tf.numpy_function(check, [shapes], tf.int32, stateful=True)]

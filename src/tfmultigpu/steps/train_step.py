@@ -32,6 +32,7 @@ from tfmultigpu.steps.program_agreement import ProgramAgreement
 from tfmultigpu.steps.value_agreement import check_values_alike
 from tfmultigpu.steps.verification import Verification, Verifier, sharing_seeds
 from tfmultigpu.strategies.collectives import sum_on_devices, sum_over_replicas
+from tfmultigpu.strategies.not_copied import NotCopied
 from tfmultigpu.strategies.scopes import all_layers
 from tfmultigpu.strategies.topology import local_replicas, per_replica
 
@@ -69,7 +70,7 @@ class Trained(NamedTuple):
     variables: list[Any]
 
 
-class TrainStep:
+class TrainStep(NotCopied):
     """One optimizer step on one global batch; what ``make_train_step`` returns.
 
     Attributes:
