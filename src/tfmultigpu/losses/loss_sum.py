@@ -301,9 +301,8 @@ def _averages_rows(loss: Any, y_true: Any, y_pred: Any, sample_weight: Any) -> b
     function = getattr(loss, "wrapped", None) or getattr(loss, "fn", None)
     if function is None or not is_part_of_keras(function) or sample_weight is not None:
         return False
-    ranks = {tf.TensorShape(getattr(one, "shape", None)).rank for one in (y_true, y_pred)}
     return (
-        ranks == {1}
+        _rank(y_true) == _rank(y_pred) == 1
         and getattr(function, "__name__", "") in _MEANS
         and loss.reduction in ("sum_over_batch_size", "mean", "mean_with_sample_weight")
         and getattr(loss, "axis", -1) == -1
@@ -312,12 +311,17 @@ def _averages_rows(loss: Any, y_true: Any, y_pred: Any, sample_weight: Any) -> b
 
 
 def _hint(y_pred: Any) -> str:
-    if tf.TensorShape(getattr(y_pred, "shape", None)).rank != 1:
+    if _rank(y_pred) != 1:
         return ""
     return (
         " Predictions of shape [rows] have no axis to reduce over but the rows: give "
         "y_true[:, None] and y_pred[:, None]."
     )
+
+
+def _rank(value: Any) -> int | None:
+    shape = getattr(value, "shape", None)
+    return None if shape is None else tf.TensorShape(shape).rank
 
 
 def _has_no_rows(sample_weight: Any, values: Any) -> bool:
