@@ -360,9 +360,9 @@ def check_batched(element_spec: Any) -> None:
         where = "" if name == ROWS else f" of part {name!r}"
         if any(shape.rank == 0 for shape in shapes):
             raise DataError(
-                f"The dataset is not batched: a component{where} is a scalar per element. Received: "
-                f"element_spec={element_spec}. Batch it first, with the global batch size: "
-                "dataset.batch(global_batch_size)."
+                f"The dataset is not batched: a component{where} is a scalar per element. "
+                f"Received: element_spec={element_spec}. Batch it first, with the global batch "
+                "size: dataset.batch(global_batch_size)."
             )
         sizes = {shape[0] for shape in shapes if shape.rank} - {None}
         if len(sizes) > 1:

@@ -50,6 +50,14 @@ class Shards(NamedTuple):
         """Rows of the largest shard, of the smallest of its parts: an int64 scalar."""
         return partition.largest_shard(self.offsets)
 
+    def first_row(self, replica: Any) -> Any:
+        """Returns the number, in the global batch, of a replica's first row: an int64 scalar.
+
+        Args:
+            replica: Number of the replica among all, an integer scalar.
+        """
+        return self.offsets[replica]
+
     @property
     def offsets_of_parts(self) -> dict[str, Any]:
         """The offsets of each part that has rows, int64 vectors by name."""
@@ -193,8 +201,8 @@ class BatchFunction:
         offsets = partition.marked_offsets(batch)
         if offsets is None and is_marked(batch):
             raise DataError(
-                "A batch with Parts or Whole values was not cut by this library, or was passed into "
-                "a tf.function, so it is unknown which rows each replica holds. Received: "
+                "A batch with Parts or Whole values was not cut by this library, or was passed "
+                "into a tf.function, so it is unknown which rows each replica holds. Received: "
                 f"{type(batch).__name__}. Distribute the data by "
                 "tmg.distribute_dataset(dataset, strategy), and call step(batch) outside of your "
                 "tf.function, or step.run(iterator, steps)."
@@ -310,7 +318,10 @@ def as_tensor(value: Any) -> Any:
             "inside it. Give one element of tmg.distribute_dataset(dataset)."
         )
     with tf.device("CPU:0"):  # TensorFlow would put all of an array on the first GPU.
-        return tf.convert_to_tensor(np.asarray(value))
+        plain = isinstance(
+            value, (int, float)
+        )  # In 32 bits, as TensorFlow takes numbers of Python.
+        return tf.convert_to_tensor(value if plain else np.asarray(value))
 
 
 def as_tensors(batch: Any) -> Any:

@@ -46,6 +46,8 @@ class _Origin(NamedTuple):
 
 
 _UNKNOWN = "\0unknown"  # No name of a part.
+# The number of the input that is the shape of the result.
+_SHAPED = {"Reshape": 1, "BroadcastTo": 1, "Fill": 0}
 # Of these the first axis is none of those of their inputs.
 _OTHER_ROWS = ("Where", "Unique", "UniqueV2", "Range", "Fill", "RandomShuffle", "TopKV2", "Pack")
 
@@ -153,6 +155,11 @@ def _segments(tensor: Any, found: dict[str, _Origin]) -> tuple[Segment, ...] | N
         return None
     if tensor.shape[0] is not None:
         return None
+    if op.type in _SHAPED or op.type.startswith("StatelessRandom"):
+        # Made as long as another tensor is: noise, a mask, what is flattened by example.
+        like, axis = axis_of(op.inputs[_SHAPED.get(op.type, 0)])
+        if like is not None and axis == 0:
+            return _origins[like.graph][like.name].segments
     if op.type == "ConcatV2" and is_along_rows(op.inputs[-1], tensor):
         one_by_one = [_of_input(one, found) for one in list(op.inputs)[:-1]]
         if any(one is None for one in one_by_one):

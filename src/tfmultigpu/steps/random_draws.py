@@ -90,7 +90,7 @@ class ReplicaRows:
         replica = 0 if alone else context.replica_id_in_sync_group
         devices = () if alone else context.strategy.extended.worker_devices
         rows = cls(
-            first=lambda: shards.offsets[replica],
+            first=lambda: shards.first_row(replica),
             count=lambda: count_rows(shard),
             total=lambda: shards.global_rows,
             seeds=seeds,
@@ -103,11 +103,12 @@ class ReplicaRows:
 
         def of_part(name: str) -> ReplicaRows:
             offsets = shards.offsets_of_parts[name]
+            part = shards._replace(offsets=offsets)
             return dataclasses.replace(
                 rows,
-                first=lambda: offsets[replica],
+                first=lambda: part.first_row(replica),
                 count=lambda: rows_of_parts(shard)[name],
-                total=lambda: offsets[-1],
+                total=lambda: part.global_rows,
                 smallest=rows.total,
             )
 

@@ -149,7 +149,7 @@ def _rows_of_part(name: str, held: ReplicaRows, part: str | None) -> ReplicaRows
         known = "no parts" if names == [ROWS] else f"parts {names}"
         line = f"{name}(tensor)" if names == [ROWS] else f"{name}(tensor, part={names[0]!r})"
         raise LossError(
-            f"{name} must know which part of the batch the rows belong to. Received: part={part!r}, "
+            f"{name} must know which part of the batch the rows belong to. Received: part={part!r} "
             f"in a batch with {known}. Write tmg.steps.{line}."
         )
     return held if held.parts is None else held.parts[ROWS if part is None else part]
