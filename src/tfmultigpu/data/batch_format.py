@@ -224,14 +224,15 @@ def as_data_error(error: Any) -> Exception:
         return DataError(NO_ROWS)
     if DRAW_NOT_ROWS in error.message:
         return DataError(DRAW_NOT_ROWS)
-    part = re.search(r"part '[^']*'", error.message)
+    # TensorFlow writes a backslash before the quotes of an assertion.
+    part = re.search(r"part \\?'([^'\\]*)\\?'", error.message)
     if PART_NO_ROWS in error.message and part:
-        return DataError(f"{PART_NO_ROWS} {part.group()[5:]}.")
+        return DataError(f"{PART_NO_ROWS} '{part[1]}'.")
     for text in (ROWS_DIFFER, PART_ROWS_DIFFER):
         if text in error.message:
             rows = re.search(r"[\d ,]+", error.message.split(text, 1)[1].lstrip("]['\n "))
             counts = ", ".join(re.findall(r"\d+", rows.group())) if rows else "unknown"
-            where = "" if text == ROWS_DIFFER or part is None else f" in {part.group()}"
+            where = "" if text == ROWS_DIFFER or part is None else f" in part '{part[1]}'"
             return DataError(f"{text} {counts}{where}.")
     raised = re.search(r"^(?:.*\s)?DataError: (.+)$", error.message, re.MULTILINE)
     return DataError(raised[1]) if raised else error

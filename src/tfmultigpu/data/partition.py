@@ -269,10 +269,13 @@ def mark_offsets(batch: Any, offsets: Any) -> Any:
     The mark is an attribute of each tensor, so ``for x, y in data`` works as usual and every part
     of an unpacked batch keeps it. A ``tf.function`` rebuilds its arguments and so drops it.
     """
-    names = part_names(batch) if has_parts(batch) else None
     for leaf in tensors_of(batch):
         setattr(leaf, _OFFSETS, offsets)
-        setattr(leaf, _PARTS, names)
+    if has_parts(batch):
+        names = part_names(batch)
+        for name, leaf in zip(part_of_each_leaf(batch), tf.nest.flatten(batch), strict=True):
+            if leaf is not None:
+                setattr(leaf, _PARTS, (names, name))
     return batch
 
 
@@ -285,23 +288,27 @@ def marked_offsets(batch: Any) -> Any:
     leaves = tf.nest.flatten(batch)
     marks = [getattr(leaf, _OFFSETS, None) for leaf in leaves]
     offsets = next((mark for mark in marks if mark is not None), None)
-    if has_parts(batch) or any(getattr(leaf, _PARTS, None) is not None for leaf in leaves):
+    has_any = has_parts(batch) or any(getattr(leaf, _PARTS, None) for leaf in leaves)
+    if offsets is not None and has_any:
         _check_uncut_parts(batch, leaves, marks)
     return offsets
 
 
 def _check_uncut_parts(batch: Any, leaves: Sequence[Any], marks: Sequence[Any]) -> None:
     """Checks that parts come together as they were cut: their offsets are kept together."""
-    present = [i for i, leaf in enumerate(leaves) if leaf is not None]
-    together = all(marks[i] is marks[present[0]] for i in present)
-    names = part_names(batch) if has_parts(batch) else None
-    if together and all(getattr(leaves[i], _PARTS, None) == names for i in present):
+    names = part_names(batch)
+    own = zip(leaves, marks, part_of_each_leaf(batch), strict=True)
+    present = [one for one in own if one[0] is not None]
+    if has_parts(batch) and all(
+        mark is present[0][1] and getattr(leaf, _PARTS, None) == (names, name)
+        for leaf, mark, name in present
+    ):
         return
     raise DataError(
         "The parts of a distributed batch were taken apart or put together from several batches, "
         "so it is unknown where their rows are in the global batch. Received: a batch of type "
-        f"{type(batch).__name__}{'' if names is None else f' with parts {list(names)}'}. Give the "
-        "step a batch as it comes, and make Parts before the data is distributed: "
+        f"{type(batch).__name__}{f' with parts {list(names)}' if has_parts(batch) else ''}. Give "
+        "the step a batch as it comes, and make Parts before the data is distributed: "
         "dataset.map(lambda x, y, u: Parts(labeled=(x, y), unlabeled=u))."
     )
 

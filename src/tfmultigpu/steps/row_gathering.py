@@ -20,7 +20,7 @@ from tfmultigpu.errors import LossError
 from tfmultigpu.steps.random_draws import ReplicaRows
 from tfmultigpu.strategies.collectives import all_reduce_sum
 
-__all__ = ["gather_rows", "gathering_from", "row_positions"]
+__all__ = ["gather_rows", "gathering_from", "global_rows", "row_positions"]
 
 
 class _Source(NamedTuple):
@@ -138,6 +138,36 @@ def row_positions(tensor: Any, *, rows_per_example: int = 1, part: str | None = 
         return first + tf.range(size)
 
 
+def global_rows(tensor: Any, *, part: str | None = None) -> Any:
+    """Returns how many rows the global batch has, where a tensor has those of this replica.
+
+    For a loss of several parts that each have a mean of their own; see ``tmg.data.Parts``. With
+    micro-batches too these are the rows of the global batch.
+
+    Args:
+        tensor: A tensor whose first axis are the rows of this replica.
+        part: As for ``gather_rows``.
+
+    Returns:
+        An int32 scalar.
+
+    Raises:
+        LossError: Called outside a step, or with something that has other rows than the batch.
+
+    Example:
+        >>> import tensorflow as tf, tfmultigpu as tmg
+        >>> int(tmg.steps.global_rows(tf.constant([[1.0], [2.0]])))
+        2
+    """
+    source = _source("global_rows")
+    tensor = _as_rows(tensor)
+    held = None if source is None else _rows_of_part("global_rows", source.held, part)
+    if held is None or held.are_all:
+        return tf.shape(tensor)[0]
+    with tf.control_dependencies(_checks(held, tensor, 1)):
+        return tf.cast(held.total(), tf.int32)
+
+
 def _rows_of_part(name: str, held: ReplicaRows, part: str | None) -> ReplicaRows:
     """Returns the rows that a tensor of a part must have.
 
@@ -147,10 +177,11 @@ def _rows_of_part(name: str, held: ReplicaRows, part: str | None) -> ReplicaRows
     names = [ROWS] if held.parts is None else list(held.parts)
     if (ROWS if part is None else part) not in names:
         known = "no parts" if names == [ROWS] else f"parts {names}"
-        line = f"{name}(tensor)" if names == [ROWS] else f"{name}(tensor, part={names[0]!r})"
+        home = "tmg" if name == "gather_rows" else "tmg.steps"
+        line = f"{home}.{name}(tensor{'' if names == [ROWS] else f', part={names[0]!r}'})"
         raise LossError(
             f"{name} must know which part of the batch the rows belong to. Received: part={part!r} "
-            f"in a batch with {known}. Write tmg.steps.{line}."
+            f"in a batch with {known}. Write {line}."
         )
     return held if held.parts is None else held.parts[ROWS if part is None else part]
 
