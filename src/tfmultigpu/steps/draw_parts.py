@@ -27,10 +27,43 @@ class Segment(NamedTuple):
     Attributes:
         part: The name of the part; None if the rows are not cut, but the same on every replica.
         tensor: A tensor of as many rows, or of a fraction that is the same for all segments.
+        among: If it is one of several in a larger tensor that others follow: its number, these,
+            and the larger tensor, which tells how many rows each row of these has there.
     """
 
     part: str | None
     tensor: Any
+    among: tuple[int, tuple[Segment, ...], Any] | None = None
+
+    def length(self, checks: list[Any]) -> Any:
+        """Returns how many rows it has, or a fraction as above: an int32 scalar.
+
+        Args:
+            checks: Takes conditions that must hold, bool scalars.
+        """
+        if self.among is None:
+            return tf.shape(self.tensor)[0]
+        number, segments, larger = self.among
+        lengths = [one.length(checks) for one in segments]
+        size = tf.shape(larger)[0]
+        scale = size // tf.maximum(tf.add_n(lengths), 1)
+        checks.append(tf.equal(scale * tf.add_n(lengths), size))
+        return scale * lengths[number]
+
+    def is_in(self, graph: Any) -> bool:
+        """Returns whether its length can be known in a graph."""
+        outside = self.tensor.graph is not graph
+        if outside or self.among is None:
+            return not outside
+        _, segments, larger = self.among
+        return larger.graph is graph and all(one.is_in(graph) for one in segments)
+
+
+def _in_row(tensor: Any, segments: tuple[Segment, ...]) -> tuple[Segment, ...]:
+    """Returns the segments of a tensor that others follow, or precede, in a larger one."""
+    if len(segments) == 1:
+        return (Segment(segments[0].part, tensor),)
+    return tuple([one._replace(among=(i, segments, tensor)) for i, one in enumerate(segments)])
 
 
 class _Origin(NamedTuple):
@@ -73,7 +106,7 @@ def segments_of(shape: Any, names: tuple[str, ...], *, by_xla: bool = False) -> 
         segments = _origin(tensor).segments
     here = tf.compat.v1.get_default_graph()
     several = segments is not None and len({one.part for one in segments}) > 1
-    if segments is None or (several and any(one.tensor.graph is not here for one in segments)):
+    if segments is None or (several and not all(one.is_in(here) for one in segments)):
         where = " Or leave out jit_compile=True, which hides it." if by_xla else ""
         raise LossError(
             "It is unknown which part of the batch a random draw is for, as in dropout or noise "
@@ -161,10 +194,12 @@ def _segments(tensor: Any, found: dict[str, _Origin]) -> tuple[Segment, ...] | N
         if like is not None and axis == 0:
             return _origins[like.graph][like.name].segments
     if op.type == "ConcatV2" and is_along_rows(op.inputs[-1], tensor):
-        one_by_one = [_of_input(one, found) for one in list(op.inputs)[:-1]]
-        if any(one is None for one in one_by_one):
+        one_by_one = [(one, _of_input(one, found)) for one in list(op.inputs)[:-1]]
+        if any(segments is None for _, segments in one_by_one):
             return None
-        return tuple([segment for one in one_by_one if one for segment in one])
+        return tuple(
+            [one for given, segments in one_by_one for one in _in_row(given, segments or ())]
+        )
     if op.type in ("GatherV2", "ResourceGather"):
         # Rows picked out of a table by a vector of numbers: as many as there are numbers.
         axis = tf.get_static_value(op.inputs[2]) if op.type == "GatherV2" else 0

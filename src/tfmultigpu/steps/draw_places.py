@@ -65,9 +65,10 @@ class Places:
     def _of_segments(cls, held: Any, size: Any, segments: Sequence[Segment]) -> Places:
         """Returns the places of an axis along which rows of several parts follow each other."""
         with tf.device("CPU:0"):
-            lengths = [tf.shape(one.tensor)[0] for one in segments]
+            fits: list[Any] = []
+            lengths = [one.length(fits) for one in segments]
             scale = size // tf.maximum(tf.add_n(lengths), 1)
-            fits = [tf.equal(scale * tf.add_n(lengths), size)]
+            fits.append(tf.equal(scale * tf.add_n(lengths), size))
             parts: list[tuple[Any, Any, Any]] = []
             here: Any = 0
             total: Any = 0
