@@ -260,6 +260,42 @@ def test_a_graph_goes_whole_to_every_replica(replicas: int) -> None:
         assert trained.step.verification.outcome == "same"
 
 
+def repeated(x: Any, u: Any) -> Any:
+    return tf.concat([tf.repeat(x, 3, axis=0), u], 0)
+
+
+def tiled(x: Any, u: Any) -> Any:
+    return tf.concat([tf.tile(x, [2, 1]), u, tf.concat([x, u], 0)], 0)
+
+
+def nested(x: Any, u: Any) -> Any:
+    return tf.repeat(tf.concat([u, x], 0), 2, axis=0)
+
+
+@pytest.mark.parametrize("join", [repeated, tiled, nested], ids=lambda one: one.__name__)
+def test_draws_for_parts_that_follow_each_other(join: Callable[..., Any]) -> None:
+    """Several views of each row, in the order in which one device has them."""
+
+    def forward(model: Any, batch: Any, training: bool) -> tmg.LossSum:
+        rows = join(batch["labeled"][0], batch["unlabeled"])
+        outputs = model(rows, training=training)
+        return tmg.loss_sum(spread, tf.zeros_like(outputs), outputs)
+
+    one, two, three = (ours(replicas, forward=forward, norm=False) for replicas in (1, 2, 3))
+    batches = [parts(*BATCHES[0]), parts(*BATCHES[2])]
+    truth = one.train(batches)
+    for trained in (two, three):
+        assert_same(trained.train(batches), truth, weights=WEIGHTS, loss=2e-6)
+        assert trained.step.verification.outcome == "same"
+
+
+def test_an_iterator_of_whole_batches() -> None:
+    trained, truth = ours(2), by_hand("by part", True, True)
+    assert int(trained.step.run(iter(dataset()), 10)["steps"]) == len(SIZES)
+    result = Result(trained.finish([]).weights, [], len(SIZES))
+    assert_same(result, Result(truth.weights, [], len(SIZES)), weights=WEIGHTS)
+
+
 def _nodes() -> np.ndarray:
     return np.random.default_rng(1).normal(size=(7, 6)).astype("float32")
 
