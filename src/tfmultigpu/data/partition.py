@@ -141,11 +141,12 @@ def cut_rows(batch: Any, shares: Sequence[int], parts: Sequence[int] | None = No
     parts = range(len(shares)) if parts is None else parts
     if len(shares) == 1:
         return [batch for _ in parts]
-    rows = rows_of_parts(batch)
-    whole = _smallest(rows) < len(shares)
+    by_part = rows_of_parts(batch)
+    rows = _smallest(by_part)
+    whole = rows < len(shares)
     starts: list[dict[str, Any]] = [{} for _ in shares]
     stops: list[dict[str, Any]] = [{} for _ in shares]
-    for name, count in rows.items():
+    for name, count in by_part.items():
         offsets = row_offsets(tf.maximum(count, len(shares)), shares)
         first = tf.where(whole, tf.zeros_like(offsets[:-1]), offsets[:-1])
         last = tf.where(whole, tf.fill([len(shares)], count), offsets[1:])

@@ -9,7 +9,6 @@ labeled and unlabeled rows is a segment of each. What neither answers is an erro
 
 from __future__ import annotations
 
-import weakref
 from typing import Any, NamedTuple
 
 import tensorflow as tf
@@ -84,7 +83,15 @@ _SHAPED = {"Reshape": 1, "BroadcastTo": 1, "Fill": 0}
 # Of these the first axis is none of those of their inputs.
 _OTHER_ROWS = ("Where", "Unique", "UniqueV2", "Range", "Fill", "RandomShuffle", "TopKV2", "Pack")
 
-_origins: weakref.WeakKeyDictionary[Any, dict[str, _Origin]] = weakref.WeakKeyDictionary()
+_ORIGINS = "_tfmultigpu_origins"
+
+
+def _origins(graph: Any) -> dict[str, _Origin]:
+    """The facts about the tensors of a graph by name, which end with it: they hold its tensors."""
+    if not hasattr(graph, _ORIGINS):
+        setattr(graph, _ORIGINS, {})
+    found: dict[str, _Origin] = getattr(graph, _ORIGINS)
+    return found
 
 
 def segments_of(shape: Any, names: tuple[str, ...], *, by_xla: bool = False) -> tuple[Segment, ...]:
@@ -124,19 +131,19 @@ def _origin(tensor: Any) -> _Origin:
     pending = [tensor]
     while pending:
         one = pending[-1]
-        known = _origins.setdefault(one.graph, {})
+        known = _origins(one.graph)
         if one.name in known:
             pending.pop()
             continue
         sources = _sources(one)
-        missing = [s for s in sources if s.name not in _origins.setdefault(s.graph, {})]
+        missing = [s for s in sources if s.name not in _origins(s.graph)]
         if missing:
             pending.extend(missing)
             continue
-        found = {source.name: _origins[source.graph][source.name] for source in sources}
+        found = {source.name: _origins(source.graph)[source.name] for source in sources}
         known[one.name] = _of_op(one, sources, found)
         pending.pop()
-    return _origins[tensor.graph][tensor.name]
+    return _origins(tensor.graph)[tensor.name]
 
 
 def _sources(tensor: Any) -> list[Any]:
@@ -192,7 +199,7 @@ def _segments(tensor: Any, found: dict[str, _Origin]) -> tuple[Segment, ...] | N
         # Made as long as another tensor is: noise, a mask, what is flattened by example.
         like, axis = axis_of(op.inputs[_SHAPED.get(op.type, 0)])
         if like is not None and axis == 0:
-            return _origins[like.graph][like.name].segments
+            return _origins(like.graph)[like.name].segments
     if op.type == "ConcatV2" and is_along_rows(op.inputs[-1], tensor):
         one_by_one = [(one, _of_input(one, found)) for one in list(op.inputs)[:-1]]
         if any(segments is None for _, segments in one_by_one):
