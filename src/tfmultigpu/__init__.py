@@ -27,7 +27,12 @@ if TYPE_CHECKING:
         tuning as tuning,
     )
     from tfmultigpu.checkpoints import Checkpoints as Checkpoints
-    from tfmultigpu.data import distribute_dataset as distribute_dataset, plan_shares as plan_shares
+    from tfmultigpu.data import (
+        Parts as Parts,
+        Whole as Whole,
+        distribute_dataset as distribute_dataset,
+        plan_shares as plan_shares,
+    )
     from tfmultigpu.devices import (
         Device as Device,
         enable_memory_growth as enable_memory_growth,
@@ -98,6 +103,8 @@ if TYPE_CHECKING:
 _NAMES = {
     "checkpoints": ("Checkpoints",),
     "data": (
+        "Parts",
+        "Whole",
         "distribute_dataset",
         "plan_shares",
     ),

@@ -1,5 +1,6 @@
 """Data: from global batches to one shard for each replica."""
 
+from tfmultigpu.data.parts import Parts, Whole
 from tfmultigpu.data.sharded_dataset import (
     ShardedDataset,
     ShardIterator,
@@ -9,8 +10,10 @@ from tfmultigpu.data.sharded_dataset import (
 from tfmultigpu.data.shares import plan_micro_batches, plan_shares
 
 __all__ = [
+    "Parts",
     "ShardIterator",
     "ShardedDataset",
+    "Whole",
     "distribute_dataset",
     "plan_micro_batches",
     "plan_shares",

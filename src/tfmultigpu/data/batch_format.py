@@ -8,6 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfmultigpu.data.parts import ROWS, is_marked, part_of_each_leaf
 from tfmultigpu.errors import DataError
 
 __all__ = [
@@ -17,7 +18,9 @@ __all__ = [
     "checked_rows",
     "count_rows",
     "first_tensor",
+    "rows_of_parts",
     "take",
+    "tensors_by_part",
     "tensors_of",
     "unpack_batch",
     "with_dependencies",
@@ -32,6 +35,20 @@ ROWS_DIFFER = (
     "The tensors of a batch differ in their number of rows (their first axis), so features and "
     "labels would be paired wrongly. Check the dataset before .batch(). Received: rows"
 )
+PART_NO_ROWS = (
+    "A part of a batch has no rows, and a replica cannot compute on it. Repeat the smaller data, "
+    "dataset.repeat(), or drop such batches: dataset.filter(...). Received: no rows in part"
+)
+PART_ROWS_DIFFER = (
+    "The tensors of one part of a batch differ in their number of rows (their first axis), so they "
+    "would be paired wrongly. Give what has rows of its own another part: Parts(labeled=(x, y), "
+    "unlabeled=u). Received: rows"
+)
+DRAW_NOT_ROWS = (
+    "A random draw for several parts of a batch has another number of rows than these parts "
+    "together, so it is unknown which numbers belong to which example. Draw for each part by "
+    "itself, with the shape of one of its tensors."
+)
 
 
 def unpack_batch(batch: Any) -> tuple[Any, Any, Any]:
@@ -41,8 +58,16 @@ def unpack_batch(batch: Any) -> tuple[Any, Any, Any]:
     Keras.
 
     Raises:
-        DataError: A tuple of another length.
+        DataError: A tuple of another length; or a batch of ``Parts`` or with ``Whole`` values,
+            which only a function of the user can take apart.
     """
+    if is_marked(batch):
+        raise DataError(
+            "Only your own function knows what to do with Parts and Whole values of a batch. "
+            f"Received: a batch of type {type(batch).__name__}, and no forward. Write "
+            "make_train_step(..., loss=None, forward=f) with f(model, batch, training), which "
+            "returns a LossSum."
+        )
     if not isinstance(batch, tuple):
         return batch, None, None
     if not 1 <= len(batch) <= 3:
@@ -81,24 +106,52 @@ def tensors_of(batch: Any) -> list[Any]:
     return [leaf for leaf in tf.nest.flatten(batch) if leaf is not None]
 
 
+def tensors_by_part(batch: Any) -> dict[str, list[Any]]:
+    """Returns the tensors with rows of each part of a batch, by name, leaving out None.
+
+    An ordinary batch is one part, ``ROWS``. ``Whole`` values are left out.
+    """
+    found: dict[str, list[Any]] = {}
+    for name, leaf in zip(part_of_each_leaf(batch), tf.nest.flatten(batch), strict=True):
+        if name is not None and leaf is not None:
+            found.setdefault(name, []).append(leaf)
+    return found
+
+
 def first_tensor(batch: Any) -> Any:
-    """Returns the first tensor of a nested structure.
+    """Returns the first tensor with rows of a nested structure.
 
     Raises:
-        DataError: The structure holds no tensor.
+        DataError: The structure holds no such tensor.
     """
-    leaves = tensors_of(batch)
-    if not leaves:
+    return next(iter(_tensors_by_part(batch).values()))[0]
+
+
+def _tensors_by_part(batch: Any) -> dict[str, list[Any]]:
+    found = tensors_by_part(batch)
+    if found:
+        return found
+    if tensors_of(batch):
         raise DataError(
-            f"The batch holds no tensors. Received: {batch!r}. "
-            "A batch is a tensor or a tuple or dict of tensors, such as (features, labels)."
+            "The batch has no rows to divide over the replicas: all of it is Whole. Received: "
+            f"{batch!r}. Give at least one tensor with a row per example, such as the numbers of "
+            "the nodes to train on."
         )
-    return leaves[0]
+    raise DataError(
+        f"The batch holds no tensors. Received: {batch!r}. "
+        "A batch is a tensor or a tuple or dict of tensors, such as (features, labels)."
+    )
+
+
+def rows_of_parts(batch: Any) -> dict[str, Any]:
+    """Returns the number of rows of each part of a batch, int64 scalars, by name."""
+    return {name: _rows_of(leaves[0]) for name, leaves in _tensors_by_part(batch).items()}
 
 
 def count_rows(batch: Any) -> Any:
-    """Returns the number of rows of a batch's first tensor, an int64 scalar."""
-    return _rows_of(first_tensor(batch))
+    """Returns the number of rows of a batch, that of its smallest part: an int64 scalar."""
+    rows = list(rows_of_parts(batch).values())
+    return rows[0] if len(rows) == 1 else tf.reduce_min(tf.stack(rows))
 
 
 def _rows_of(tensor: Any) -> Any:
@@ -118,6 +171,8 @@ def _rows_of(tensor: Any) -> Any:
 def check_rows_agree(batch: Any) -> list[tf.Operation]:
     """Returns assertions that all tensors of a batch have the same number of rows, at least one.
 
+    In a batch of ``Parts`` those of each part; ``Whole`` values have no rows.
+
     Args:
         batch: Nested structure of dense, ragged or sparse tensors.
 
@@ -126,16 +181,20 @@ def check_rows_agree(batch: Any) -> list[tf.Operation]:
         The list is empty if the static shapes are enough, and in eager mode, in which a wrong batch
         raises at once.
     """
-    leaves = tensors_of(batch)
-    known = {leaf.shape[0] if leaf.shape.rank else None for leaf in leaves}
-    if len(known) == 1 and (known.pop() or 0) > 0:
-        return []
-    # In int32: without a conditional around it, Assert prints only int32 and text.
-    rows = tf.stack([tf.cast(_rows_of(leaf), tf.int32) for leaf in leaves])
-    checks = [
-        tf.debugging.Assert(tf.reduce_all(rows == rows[0]), [ROWS_DIFFER, rows], summarize=100),
-        tf.debugging.Assert(rows[0] > 0, [NO_ROWS]),
-    ]
+    checks = []
+    for name, leaves in _tensors_by_part(batch).items():
+        known = {leaf.shape[0] if leaf.shape.rank else None for leaf in leaves}
+        if len(known) == 1 and (known.pop() or 0) > 0:
+            continue
+        part = [] if name == ROWS else [f"part '{name}'"]
+        differ, none = (PART_ROWS_DIFFER, PART_NO_ROWS) if part else (ROWS_DIFFER, NO_ROWS)
+        # In int32: without a conditional around it, Assert prints only int32 and text.
+        rows = tf.stack([tf.cast(_rows_of(leaf), tf.int32) for leaf in leaves])
+        alike = tf.reduce_all(rows == rows[0])
+        checks += [
+            tf.debugging.Assert(alike, [differ, rows, *part], summarize=100),
+            tf.debugging.Assert(rows[0] > 0, [none, *part]),
+        ]
     return [check for check in checks if check is not None]
 
 
@@ -163,9 +222,17 @@ def as_data_error(error: Any) -> Exception:
     """
     if NO_ROWS in error.message:
         return DataError(NO_ROWS)
-    if ROWS_DIFFER in error.message:
-        rows = re.search(r"[\d ,]+", error.message.split(ROWS_DIFFER, 1)[1].lstrip("]['\n "))
-        counts = ", ".join(re.findall(r"\d+", rows.group())) if rows else "unknown"
-        return DataError(f"{ROWS_DIFFER} {counts}.")
+    if DRAW_NOT_ROWS in error.message:
+        return DataError(DRAW_NOT_ROWS)
+    # TensorFlow writes a backslash before the quotes of an assertion.
+    part = re.search(r"part \\?'([^'\\]*)\\?'", error.message)
+    if PART_NO_ROWS in error.message and part:
+        return DataError(f"{PART_NO_ROWS} '{part[1]}'.")
+    for text in (ROWS_DIFFER, PART_ROWS_DIFFER):
+        if text in error.message:
+            rows = re.search(r"[\d ,]+", error.message.split(text, 1)[1].lstrip("]['\n "))
+            counts = ", ".join(re.findall(r"\d+", rows.group())) if rows else "unknown"
+            where = "" if text == ROWS_DIFFER or part is None else f" in part '{part[1]}'"
+            return DataError(f"{text} {counts}{where}.")
     raised = re.search(r"^(?:.*\s)?DataError: (.+)$", error.message, re.MULTILINE)
     return DataError(raised[1]) if raised else error

@@ -8,7 +8,8 @@ from typing import Any
 import tensorflow as tf
 
 from tfmultigpu.data import partition
-from tfmultigpu.data.batch_format import any_rows, checked_rows, count_rows
+from tfmultigpu.data.batch_format import any_rows, checked_rows
+from tfmultigpu.data.parts import has_parts, part_names
 from tfmultigpu.strategies.topology import local_replicas
 
 __all__ = ["ShardLayout", "components_of", "iterator_of"]
@@ -18,7 +19,7 @@ class ShardLayout:
     """Layout of the elements of a sharded dataset.
 
     An element is a flat tuple: the tensors of each local shard in turn, then the offsets of all
-    shards (``partition.shard_offsets``). It is flat because ``tf.data`` packs nested structures in
+    shards (``partition.batch_offsets``). It is flat because ``tf.data`` packs nested structures in
     Python at each read, which costs as much as reading. Prefetched to devices, each replica's
     element holds only its own shard.
 
@@ -78,14 +79,15 @@ class ShardLayout:
     @property
     def piece_spec(self) -> tuple[Any, ...]:
         """Type specs of one element that ``deal`` returns."""
-        offsets = tf.TensorSpec([self.strategy.num_replicas_in_sync + 1], tf.int64)
+        parts = [len(part_names(self.element_spec))] if has_parts(self.element_spec) else []
+        offsets = tf.TensorSpec([*parts, self.strategy.num_replicas_in_sync + 1], tf.int64)
         return (*[any_rows(spec) for spec in components_of(self.element_spec)], offsets)
 
     def split(self, element: Any) -> tuple[list[Any], Any]:
         """Returns the local shards, one structure each, and the offsets of all shards."""
         if self.whole:
             element = checked_rows(element)
-            return [element], partition.shard_offsets(count_rows(element), (1,))
+            return [element], partition.batch_offsets(element, (1,))
         *leaves, offsets = element
         if self.on_devices:
             results = self.strategy.experimental_local_results

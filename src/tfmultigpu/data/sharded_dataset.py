@@ -10,9 +10,10 @@ from typing import Any
 import tensorflow as tf
 
 from tfmultigpu.data import partition
-from tfmultigpu.data.batch_format import as_data_error, checked_rows, count_rows
+from tfmultigpu.data.batch_format import as_data_error, checked_rows
 from tfmultigpu.data.consistency import compared_over_workers
 from tfmultigpu.data.element_layout import ShardLayout, components_of, iterator_of
+from tfmultigpu.data.parts import ROWS, is_marked, part_of_each_leaf
 from tfmultigpu.data.shares import check_shares, integer_shares
 from tfmultigpu.data.sources import to_dataset
 from tfmultigpu.errors import DataError, UnknownLengthError
@@ -82,6 +83,13 @@ def distribute_dataset(
     replicas = strategy.num_replicas_in_sync
     shares = (1,) * replicas if shares is None else tuple(shares)
     check_shares(shares, replicas)
+    if batch_size is not None and is_marked(dataset):
+        raise DataError(
+            "Parts and Whole mark what is in one batch, and these arrays are not batches yet. "
+            f"Received: batch_size={batch_size}. Batch each kind of data by itself, then write "
+            "tf.data.Dataset.zip(labeled, unlabeled).map(lambda l, u: Parts(labeled=l, "
+            "unlabeled=u))."
+        )
     batches = to_dataset(dataset, batch_size)
     check_batched(batches.element_spec)
     if prefetch_to_device is None:
@@ -224,7 +232,7 @@ class ShardedDataset(tf.distribute.DistributedDataset):  # type: ignore[misc]
         # tf.data unpacks only tuples into arguments.
         batch = element if type(self.element_spec) is tuple else element[0]
         batch = checked_rows(batch)
-        offsets = partition.shard_offsets(count_rows(batch), self.shares)
+        offsets = partition.batch_offsets(batch, self.shares)
         shards = partition.cut_rows(batch, self.shares, self._layout.local)
         return self._layout.flatten(shards, offsets)
 
@@ -338,17 +346,28 @@ def check_batched(element_spec: Any) -> None:
             f"element_spec={element_spec}. Give dense, ragged or sparse tensors; after "
             "dataset.window(n) write dataset.flat_map(lambda window: window.batch(n))."
         )
-    shapes = [spec.shape for spec in specs]
-    if any(shape.rank == 0 for shape in shapes):
+    by_part: dict[str, list[Any]] = {}
+    leaves = zip(part_of_each_leaf(element_spec), tf.nest.flatten(element_spec), strict=True)
+    for name, spec in leaves:
+        if name is not None and isinstance(spec, kinds):
+            by_part.setdefault(name, []).append(spec.shape)
+    if not by_part:
         raise DataError(
-            "The dataset is not batched: a component is a scalar per element. Received: "
-            f"element_spec={element_spec}. Batch it first, with the global batch size: "
-            "dataset.batch(global_batch_size)."
+            "The dataset has no rows to divide over the replicas: all of it is Whole. Received: "
+            f"element_spec={element_spec}. Give at least one tensor with a row per example."
         )
-    sizes = {shape[0] for shape in shapes if shape.rank} - {None}
-    if len(sizes) > 1:
-        raise DataError(
-            f"The components of an element differ in their first axis: {sorted(sizes)}. Received: "
-            f"element_spec={element_spec}. Either the dataset is not batched (call "
-            "dataset.batch(global_batch_size)), or features and labels do not belong together."
-        )
+    for name, shapes in by_part.items():
+        where = "" if name == ROWS else f" of part {name!r}"
+        if any(shape.rank == 0 for shape in shapes):
+            raise DataError(
+                f"The dataset is not batched: a component{where} is a scalar per element. "
+                f"Received: element_spec={element_spec}. Batch it first, with the global batch "
+                "size: dataset.batch(global_batch_size)."
+            )
+        sizes = {shape[0] for shape in shapes if shape.rank} - {None}
+        if len(sizes) > 1:
+            raise DataError(
+                f"The components of an element{where} differ in their first axis: {sorted(sizes)}. "
+                f"Received: element_spec={element_spec}. Either the dataset is not batched (call "
+                "dataset.batch(global_batch_size)), or features and labels do not belong together."
+            )

@@ -16,6 +16,7 @@ import tensorflow as tf
 from tfmultigpu.arguments import check_count
 from tfmultigpu.data.batch_format import any_rows, count_rows, tensors_of
 from tfmultigpu.data.other_packages import is_data_loader, loader_batches, read_tables
+from tfmultigpu.data.parts import Parts
 from tfmultigpu.errors import DataError
 
 __all__ = ["to_dataset"]
@@ -140,7 +141,8 @@ def _lists_to_tuples(batch: Any) -> Any:
         items = [_lists_to_tuples(item) for item in batch]
         return type(batch)(*items) if hasattr(batch, "_fields") else tuple(items)
     if isinstance(batch, Mapping):
-        return {key: _lists_to_tuples(value) for key, value in batch.items()}
+        named = {key: _lists_to_tuples(value) for key, value in batch.items()}
+        return Parts(named) if isinstance(batch, Parts) else named
     return batch
 
 

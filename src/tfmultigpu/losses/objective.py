@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from tfmultigpu._compat import is_part_of_keras
 from tfmultigpu.data.batch_format import count_rows, unpack_batch
+from tfmultigpu.data.parts import note_leaves, part_names
 from tfmultigpu.errors import LossError, MetricError
 from tfmultigpu.losses.added_losses import AddedLosses, mean_term
 from tfmultigpu.losses.loss_sum import (
@@ -114,6 +115,14 @@ class Objective:
         if self.added is None:
             rows = count_rows(shard)
             return terms + [mean_term(value, rows) for value in values], outputs
+        if values and len(part_names(shard)) > 1:
+            raise LossError(
+                "A layer adds a loss, by add_loss or an activity_regularizer, which is a mean over "
+                "the rows it sees, and it is unknown of which part of the batch these are. "
+                f"Received: {len(values)} such losses in a batch with parts "
+                f"{list(part_names(shard))}. Compute the loss in forward, and add it to the "
+                "LossSum it returns."
+            )
         again = self._added_by_layers
         return terms + self.added.terms(values, shard, self.model, training, again), outputs
 
@@ -122,6 +131,7 @@ class Objective:
         outputs: list[Output] = []
         with recording_added_losses() as recorded:
             if self.forward is not None:
+                note_leaves(shard)
                 terms = _forward_terms(self.forward(self.given, shard, training))
             else:
                 x, y, weight = unpack_batch(shard)

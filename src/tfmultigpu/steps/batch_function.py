@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from tfmultigpu.data import partition
 from tfmultigpu.data.batch_format import any_rows, check_rows_agree, count_rows, first_tensor
+from tfmultigpu.data.parts import has_parts, is_marked, part_names, part_of_each_leaf
 from tfmultigpu.errors import (
     DataError,
     ScopeError,
@@ -32,7 +33,8 @@ class Shards(NamedTuple):
     Attributes:
         local: One structure of tensors for each replica of this process, none with zero rows.
         offsets: Where the shard of each replica, of all processes, begins in the global batch,
-            then the rows of that: an int64 vector; see ``rows.shard_offsets``.
+            then the rows of that: an int64 vector, for ``Parts`` a matrix with a row for each part;
+            see ``partition.batch_offsets``.
     """
 
     local: list[Any]
@@ -40,8 +42,13 @@ class Shards(NamedTuple):
 
     @property
     def global_rows(self) -> Any:
-        """Rows of the global batch, an int64 scalar."""
-        return self.offsets[-1]
+        """Rows of the global batch, of the smallest of its parts: an int64 scalar."""
+        return partition.global_rows(self.offsets)
+
+    @property
+    def largest(self) -> Any:
+        """Rows of the largest shard, of the smallest of its parts: an int64 scalar."""
+        return partition.largest_shard(self.offsets)
 
     def first_row(self, replica: Any) -> Any:
         """Returns the number, in the global batch, of a replica's first row: an int64 scalar.
@@ -51,13 +58,21 @@ class Shards(NamedTuple):
         """
         return self.offsets[replica]
 
+    @property
+    def offsets_of_parts(self) -> dict[str, Any]:
+        """The offsets of each part that has rows, int64 vectors by name."""
+        names = part_names(self.local[0])
+        if not has_parts(self.local[0]):
+            return dict.fromkeys(names, self.offsets)
+        return {name: self.offsets[i] for i, name in enumerate(names)}
+
     def with_open_rows(self) -> Shards:
         """Returns these with the number of rows of each tensor unknown while a step is traced.
 
         It can be known where a dataset drops its last batch, and random draws are told to be by row
         by its being open.
         """
-        return self._replace(local=tf.nest.map_structure(_open_rows, self.local))
+        return self._replace(local=[_with_open_rows(shard) for shard in self.local])
 
 
 @runtime_checkable
@@ -122,32 +137,35 @@ class BatchFunction:
     def spec_of(self, batch: Any) -> Any:
         """Returns the type specs of a batch, with its number of rows left open."""
 
-        def spec(leaf: Any) -> Any:
-            if isinstance(leaf, tf.distribute.DistributedValues):
-                leaf = self._local_parts(leaf)[0]
-            return any_rows(as_tensor(leaf))
+        def first(leaf: Any) -> Any:
+            distributed = isinstance(leaf, tf.distribute.DistributedValues)
+            return self._local_parts(leaf)[0] if distributed else leaf
 
-        return tf.nest.map_structure(spec, batch)
+        shard = as_tensors(tf.nest.map_structure(first, batch))
+        return tf.nest.map_structure(any_rows, shard)
 
     def cut(self, batch: Any) -> Shards:
         """Returns a whole global batch as shards of equal size."""
-        batch = tf.nest.map_structure(as_tensor, batch)
+        batch = as_tensors(batch)
         shares = (1,) * self.strategy.num_replicas_in_sync
         # Where batches come from: a GPU would be given the shards of all, to cut them.
         with tf.device("CPU:0"):
             with tf.control_dependencies(check_rows_agree(batch)):
-                rows = tf.identity(count_rows(batch))
-            with tf.control_dependencies([rows]):
-                offsets = partition.shard_offsets(rows, shares)
+                offsets = tf.identity(partition.batch_offsets(batch, shares))
+            with tf.control_dependencies([offsets]):
                 return Shards(partition.cut_rows(batch, shares, self._local), offsets)
 
     def known_rows(self, batch: Any) -> int | None:
         """Returns the rows of a global batch, None if nobody has said how many they are."""
         rows = partition.marked_global_rows(batch)
-        if rows is None:
-            shapes = [getattr(leaf, "shape", None) for leaf in tf.nest.flatten(batch)]
-            rows = next((shape[0] for shape in shapes if shape), None)
-        return None if rows is None else int(rows)
+        if rows is not None:
+            return int(rows)
+        found: dict[str, int] = {}
+        for name, leaf in zip(part_of_each_leaf(batch), tf.nest.flatten(batch), strict=True):
+            shape = getattr(leaf, "shape", None)
+            if name is not None and shape and shape[0] is not None:
+                found.setdefault(name, int(shape[0]))
+        return min(found.values(), default=None)
 
     def on_shards(self, shards: Shards) -> Any:
         """Runs the function on shards, outside of a ``tf.function``."""
@@ -166,7 +184,7 @@ class BatchFunction:
     def _run_whole(self, batch: Any, leaves: list[Any]) -> Any:
         if tf.inside_function():
             return self.function(self.cut(batch))
-        return self._run(self._whole, batch, [[as_tensor(leaf) for leaf in leaves]], [])
+        return self._run(self._whole, batch, [_tensors(batch, leaves)], [])
 
     def _run_cut(self, batch: Any, leaves: list[Any]) -> Any:
         local, offsets = self._cut_before(batch, leaves)
@@ -181,6 +199,14 @@ class BatchFunction:
         parts = [nothing if leaf is None else self._local_parts(leaf) for leaf in leaves]
         local = [list(shard) for shard in zip(*parts, strict=True)]
         offsets = partition.marked_offsets(batch)
+        if offsets is None and is_marked(batch):
+            raise DataError(
+                "A batch with Parts or Whole values was not cut by this library, or was passed "
+                "into a tf.function, so it is unknown which rows each replica holds. Received: "
+                f"{type(batch).__name__}. Distribute the data by "
+                "tmg.distribute_dataset(dataset, strategy), and call step(batch) outside of your "
+                "tf.function, or step.run(iterator, steps)."
+            )
         return local, self._foreign_offsets(local) if offsets is None else offsets
 
     def _local_parts(self, leaf: Any) -> Any:
@@ -235,6 +261,12 @@ def _keeps_rows(strategy: tf.distribute.Strategy) -> bool:
     return alone and bool(tf.config.list_logical_devices("GPU"))
 
 
+def _with_open_rows(shard: Any) -> Any:
+    leaves = zip(part_of_each_leaf(shard), tf.nest.flatten(shard), strict=True)
+    opened = [leaf if name is None else _open_rows(leaf) for name, leaf in leaves]
+    return tf.nest.pack_sequence_as(shard, opened)
+
+
 def _open_rows(tensor: Any) -> Any:
     if tensor is None or isinstance(tensor, tf.SparseTensor) or not tensor.shape.rank:
         return tensor
@@ -273,30 +305,46 @@ def check_called_from(strategy: tf.distribute.Strategy) -> None:
 
 
 def as_tensor(value: Any) -> Any:
-    """Returns a part of a batch as a tensor with rows; None stays None.
+    """Returns a leaf of a batch as a tensor; None stays None.
 
     Raises:
-        DataError: It is no tensor, array or number, or has no rows.
+        DataError: It is no tensor, array or number.
     """
-    if value is None or (tf.is_tensor(value) and value.shape.rank != 0):
+    if value is None or tf.is_tensor(value):
         return value
-    if (
-        not tf.is_tensor(value)
-        and not hasattr(value, "__array__")
-        and not isinstance(value, (int, float))
-    ):
+    if not hasattr(value, "__array__") and not isinstance(value, (int, float)):
         raise DataError(
             f"A batch is a tensor or a tuple or dict of tensors. Received: {type(value).__name__} "
             "inside it. Give one element of tmg.distribute_dataset(dataset)."
         )
     with tf.device("CPU:0"):  # TensorFlow would put all of an array on the first GPU.
-        tensor = value if tf.is_tensor(value) else tf.convert_to_tensor(np.asarray(value))
-    if tensor.shape.rank == 0:
-        raise DataError(
-            f"A batch has rows, but a part of this one is a single number. Received: {value!r}. "
-            "Give a batch of examples: dataset.batch(global_batch_size)."
-        )
-    return tensor
+        plain = isinstance(
+            value, (int, float)
+        )  # In 32 bits, as TensorFlow takes numbers of Python.
+        return tf.convert_to_tensor(value if plain else np.asarray(value))
+
+
+def as_tensors(batch: Any) -> Any:
+    """Returns a batch as tensors; None stays None.
+
+    Raises:
+        DataError: Something in it is no tensor, array or number, or has no rows and is not
+            ``Whole``.
+    """
+    return tf.nest.pack_sequence_as(batch, _tensors(batch, tf.nest.flatten(batch)))
+
+
+def _tensors(batch: Any, leaves: list[Any]) -> list[Any]:
+    tensors = [as_tensor(leaf) for leaf in leaves]
+    if any(one is not None and one.shape.rank == 0 for one in tensors):
+        for name, leaf, tensor in zip(part_of_each_leaf(batch), leaves, tensors, strict=True):
+            if name is not None and tensor is not None and tensor.shape.rank == 0:
+                raise DataError(
+                    f"A batch has rows, but a part of this one is a single number. Received: "
+                    f"{leaf!r}. Give a batch of examples: dataset.batch(global_batch_size). Mark a "
+                    "value that is the same for all rows: Whole(value)."
+                )
+    return tensors
 
 
 def _rows_of(batch: Any) -> Any:

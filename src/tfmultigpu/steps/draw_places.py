@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
 
+from tfmultigpu.data.batch_format import DRAW_NOT_ROWS
+from tfmultigpu.steps.draw_parts import Segment, segments_of
 from tfmultigpu.steps.draw_shapes import passes_of
 
 __all__ = ["Places"]
@@ -34,6 +37,14 @@ class Places:
             held: The rows of the replica.
             shape: The shape of a draw here, an int32 vector.
         """
+        if held.parts is not None:
+            segments = segments_of(shape, tuple(held.parts), by_xla=held.by_xla)
+            names = {one.part for one in segments}
+            if names <= {None}:  # The same on every replica, as one device draws it.
+                return cls(((0, 0, shape[0]),), shape[0])
+            if len(names) > 1:
+                return cls._of_segments(held, shape[0], segments)
+            held = held.parts[segments[0].part]
         size, passes = shape[0], passes_of(shape)
         with tf.device("CPU:0"):  # Shapes are decided there; nothing has to wait for a GPU.
             count = tf.cast(held.count(), tf.int32)
@@ -49,6 +60,35 @@ class Places:
                 one = (i * (size // passes), (i * total + first) // passes, size // passes)
                 parts.append(tuple(tf.where(fits, *both) for both in zip(one, whole, strict=True)))
             return cls(tuple(parts), total)
+
+    @classmethod
+    def _of_segments(cls, held: Any, size: Any, segments: Sequence[Segment]) -> Places:
+        """Returns the places of an axis along which rows of several parts follow each other."""
+        with tf.device("CPU:0"):
+            fits: list[Any] = []
+            lengths = [one.length(fits) for one in segments]
+            scale = size // tf.maximum(tf.add_n(lengths), 1)
+            fits.append(tf.equal(scale * tf.add_n(lengths), size))
+            parts: list[tuple[Any, Any, Any]] = []
+            here: Any = 0
+            total: Any = 0
+            for one, length in zip(segments, lengths, strict=True):
+                if one.part is None:
+                    first, everywhere = tf.zeros_like(length), length
+                else:
+                    of_part = held.parts[one.part]
+                    count = tf.cast(of_part.count(), tf.int32)
+                    times = length // count
+                    fits.append(tf.equal(times * count, length))
+                    first = tf.cast(of_part.first(), tf.int32) * times
+                    everywhere = tf.cast(of_part.total(), tf.int32) * times
+                parts.append((here, total + scale * first, scale * length))
+                here, total = here + scale * length, total + scale * everywhere
+            right = tf.reduce_all(tf.stack(fits))
+            # Not tf.debugging.Assert, which makes two branches of it.
+            check = tf.raw_ops.Assert(condition=right, data=[DRAW_NOT_ROWS, size])
+            with tf.control_dependencies([check]):
+                return cls(tuple(parts), tf.identity(total))
 
     def cut(self, drawn: Any) -> Any:
         """Returns the rows of the replica from a draw for all."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-__all__ = ["as_shape", "is_by_row", "passes_of"]
+__all__ = ["as_shape", "axis_of", "is_along_rows", "is_by_row", "passes_of", "rows_from"]
 
 
 def as_shape(shape: Any) -> Any:
@@ -25,7 +25,7 @@ def is_by_row(shape: Any) -> bool:
     of noise for the positions of a sequence.
     """
     static = tf.broadcast_to(False, shape).shape
-    return bool(static.rank) and static[0] is None and _axis_it_is_of(shape)[1] in (0, None)
+    return bool(static.rank) and static[0] is None and axis_of(shape)[1] in (0, None)
 
 
 def passes_of(shape: Any) -> int:
@@ -36,11 +36,11 @@ def passes_of(shape: Any) -> int:
     global batch, on whatever replica they are. The graph tells, from the tensor whose length the
     axis has; where it does not, all that belongs to a row is taken to be in one place.
     """
-    tensor, _ = _axis_it_is_of(shape)
+    tensor, _ = axis_of(shape)
     return 1 if tensor is None else _passes(tensor)
 
 
-def _axis_it_is_of(shape: Any) -> tuple[Any, int | None]:
+def axis_of(shape: Any) -> tuple[Any, int | None]:
     """Returns the tensor and the axis whose length the first axis has; None where unknown."""
     first = shape.op.inputs[0] if shape.op.type == "Pack" else shape
     while first.op.type in ("Cast", "Identity"):
@@ -65,7 +65,7 @@ def _passes(tensor: Any) -> int:
     pending = [tensor]
     while pending:
         one = pending[-1]
-        times, adds, sources = _rows_from(one)
+        times, adds, sources = rows_from(one)
         missing = [source for source in sources if source.name not in known]
         if missing:
             pending.extend(missing)
@@ -77,11 +77,11 @@ def _passes(tensor: Any) -> int:
     return known[tensor.name]
 
 
-def _rows_from(tensor: Any) -> tuple[int, bool, list[Any]]:
-    """The tensors from which one has its rows: how many times, whether one behind the other."""
+def rows_from(tensor: Any) -> tuple[int, bool, list[Any]]:
+    """Returns the tensors from which one has its rows: how many times, if one behind the other."""
     op = tensor.op
     given = [one for one in op.inputs if one.shape.rank and one.shape[0] is None]
-    if op.type == "ConcatV2" and _static(op.inputs[-1]) in (0, -(tensor.shape.rank or 0)):
+    if op.type == "ConcatV2" and is_along_rows(op.inputs[-1], tensor):
         parts = list(op.inputs)[:-1]
         return (1, True, parts) if len(given) == len(parts) else (1, False, [])
     if op.type == "Tile":
@@ -92,6 +92,11 @@ def _rows_from(tensor: Any) -> tuple[int, bool, list[Any]]:
         stacked = before.rank and before.rank > 1 and before[0] is not None and before[1] is None
         return (int(before[0]) if stacked else 1), False, given[:1]
     return 1, False, given if _keeps_rows(op) else []
+
+
+def is_along_rows(axis: Any, tensor: Any) -> bool:
+    """Returns whether an axis, a tensor, is known to be the first one of another tensor."""
+    return _static(axis) in (0, -(tensor.shape.rank or 0))
 
 
 def _keeps_rows(op: Any) -> bool:

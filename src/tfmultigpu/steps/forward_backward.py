@@ -194,7 +194,7 @@ class ReplicaPhase:
         states = self._local(begin) or [[]] * local
         first = [tensor for one in states for tensor in [*addition.zeros(), *one]]
         with tf.device("CPU:0"):  # Decided there; nothing has to wait for a GPU.
-            largest = tf.reduce_max(shards.offsets[1:] - shards.offsets[:-1])
+            largest = shards.largest
             # In 32 bits, which GPUs keep where loops are decided.
             count = tf.minimum(self._micro_batches, tf.cast(largest, tf.int32))
 

@@ -7,7 +7,8 @@ by themselves, at the cost of any other numbers, by starting to count further on
 
 A draw is taken to be *by row* where the length of its first axis is open while the step is traced,
 as that of every batch is. A draw of known shape, such as one factor for all rows, stays as it is:
-the same on every replica, which is what one device draws.
+the same on every replica, which is what one device draws. In a batch of parts the graph tells whose
+rows a draw is for; see ``draw_parts``.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -24,7 +25,8 @@ import tensorflow as tf
 from tfmultigpu import _compat
 from tfmultigpu._compat import dropout_drawn_by
 from tfmultigpu.data import partition
-from tfmultigpu.data.batch_format import count_rows
+from tfmultigpu.data.batch_format import count_rows, rows_of_parts
+from tfmultigpu.data.parts import is_marked
 from tfmultigpu.steps.batch_function import Shards
 from tfmultigpu.steps.batch_norm import masked_moments
 from tfmultigpu.steps.draw_places import Places
@@ -41,7 +43,7 @@ _AUTOMATIC = (None, 3, "auto_select")  # Philox on a CPU or GPU, compiled by XLA
 
 @dataclasses.dataclass(frozen=True)
 class ReplicaRows:
-    """The rows of a global batch that a replica computes.
+    """The rows of a global batch that a replica computes; of ``Parts`` those of the smallest part.
 
     Functions, so that a model that draws nothing gets no operations for it.
 
@@ -55,6 +57,10 @@ class ReplicaRows:
             made for all rows and cut, which costs as many times more as there are replicas.
         by_xla: Whether XLA compiles the draws, which makes normal ones pair numbers by the shape of
             the whole draw: they are made for all rows too.
+        parts: The rows of each part by name, of a batch of ``Parts`` or with ``Whole`` values; else
+            None.
+        smallest: Returns the rows of the global batch that decide whether it is cut, those of its
+            smallest part; None: ``total``.
     """
 
     first: Callable[[], Any]
@@ -64,6 +70,8 @@ class ReplicaRows:
     are_all: bool = False
     counts_on: bool = True
     by_xla: bool = False
+    parts: Mapping[str, ReplicaRows] | None = None
+    smallest: Callable[[], Any] | None = None
 
     @classmethod
     def of(
@@ -81,7 +89,7 @@ class ReplicaRows:
         alone = context.strategy.num_replicas_in_sync == 1
         replica = 0 if alone else context.replica_id_in_sync_group
         devices = () if alone else context.strategy.extended.worker_devices
-        return cls(
+        rows = cls(
             first=lambda: shards.first_row(replica),
             count=lambda: count_rows(shard),
             total=lambda: shards.global_rows,
@@ -90,6 +98,22 @@ class ReplicaRows:
             counts_on=not any("TPU" in name for name in devices),
             by_xla=by_xla,
         )
+        if not is_marked(shard):
+            return rows
+
+        def of_part(name: str) -> ReplicaRows:
+            offsets = shards.offsets_of_parts[name]
+            part = shards._replace(offsets=offsets)
+            return dataclasses.replace(
+                rows,
+                first=lambda: part.first_row(replica),
+                count=lambda: rows_of_parts(shard)[name],
+                total=lambda: part.global_rows,
+                smallest=rows.total,
+            )
+
+        names = shards.offsets_of_parts
+        return dataclasses.replace(rows, parts={name: of_part(name) for name in names})
 
     def part(self, batch: Any, parts: int, part: Any) -> ReplicaRows:
         """Returns the rows of one of ``parts`` micro-batches of these.
@@ -100,15 +124,30 @@ class ReplicaRows:
             part: Which one, an integer scalar.
         """
 
-        def bounds() -> tuple[Any, Any]:
-            return partition.part_bounds(count_rows(batch), parts, part)
+        def cut(held: ReplicaRows, rows: Callable[[], Any]) -> ReplicaRows:
+            def bounds() -> tuple[Any, Any]:
+                return partition.part_bounds(rows(), parts, part, count_rows(batch))
 
-        return dataclasses.replace(
-            self,
-            first=lambda: self.first() + bounds()[0],
-            count=lambda: bounds()[1] - bounds()[0],
-            are_all=False,
-        )
+            return dataclasses.replace(
+                held,
+                first=lambda: held.first() + bounds()[0],
+                count=lambda: bounds()[1] - bounds()[0],
+                are_all=False,
+            )
+
+        held = cut(self, lambda: count_rows(batch))
+        if self.parts is None:
+            return held
+
+        def of_part(name: str, one: ReplicaRows) -> ReplicaRows:
+            return cut(one, lambda: rows_of_parts(batch)[name])
+
+        by_name = {name: of_part(name, one) for name, one in self.parts.items()}
+        return dataclasses.replace(held, parts=by_name)
+
+    def are_copies(self, replicas: int) -> Any:
+        """Returns whether each replica holds all rows, because they are too few: a bool scalar."""
+        return (self.smallest or self.total)() < replicas
 
 
 def drawing_rows(held: ReplicaRows) -> AbstractContextManager[None]:
