@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import numbers
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +16,8 @@ from tfmultigpu.losses.objective import MeanKey
 from tfmultigpu.steps.batch_function import BatchFunction, Shards, ShardSource, check_called_from
 from tfmultigpu.steps.call_lengths import CallLength
 from tfmultigpu.steps.failures import explaining_failures
-from tfmultigpu.strategies.topology import describe
+from tfmultigpu.steps.row_gathering import GATHERED
+from tfmultigpu.strategies.topology import describe, local_replicas
 
 __all__ = ["TERMS", "LastKey", "MultiStep"]
 
@@ -48,7 +50,7 @@ class MultiStep:
         """
         self.step = step
         self._sums_in = tf.float64 if wide else tf.float32
-        self._compiled: list[tuple[Any, Any]] = []
+        self._compiled: list[tuple[Any, Any, float]] = []
         self._length = CallLength(step.strategy)
 
     def batch_spec(self, iterator: Any) -> Any:
@@ -81,14 +83,16 @@ class MultiStep:
             ValueError: ``steps`` is less than 1.
         """
         source, key, split = self.check(iterator, steps)
-        run = self._find((key, tf.type_spec_from_value(source)), split)
+        run, most = self._find((key, tf.type_spec_from_value(source)), split)
         with explaining_failures(self.step.strategy):
-            logs = self._in_calls(run, source, steps, carry or _nothing())
+            logs = self._in_calls(run, most, source, steps, carry or _nothing())
         return logs, logs.pop("carry"), logs.pop(TERMS)
 
-    def _in_calls(self, run: Any, source: Any, steps: Any, carry: Any) -> dict[str, Any]:
+    def _in_calls(
+        self, run: Any, most: float, source: Any, steps: Any, carry: Any
+    ) -> dict[str, Any]:
         left = None if tf.inside_function() else tf.get_static_value(steps)
-        while left is not None and (asked := self._length.most(int(left))) < left:
+        while left is not None and (asked := min(most, self._length.most(int(left)))) < left:
             with self._length.measuring() as note:
                 logs = dict(run(source, tf.constant(asked, tf.int64), *carry))
                 done, _, _ = after = logs["carry"]
@@ -146,16 +150,20 @@ class MultiStep:
             return Shards(local, offsets), iterator.only(element)
         return Shards(local, offsets), iterator_of(element, source.element_spec)
 
-    def _find(self, kind: Any, split: Callable[[Any], Any]) -> Any:
-        """The compiled function for a kind of iterator; specs of dicts compare but do not hash."""
-        for known, run in self._compiled:
+    def _find(self, kind: Any, split: Callable[[Any], Any]) -> tuple[Any, float]:
+        """Returns the compiled function for a kind of iterator, and the most steps of a call."""
+        for known, run, most in self._compiled:  # Specs of dicts compare but do not hash.
             if known == kind:
-                return run
+                return run, most
         scalar = tf.TensorSpec([], tf.int64)
         vector = tf.TensorSpec([None], tf.float64)
         run = self._compile(split).get_concrete_function(kind[1], scalar, scalar, vector, vector)
-        self._compiled.append((kind, run))
-        return run
+        # In one call TensorFlow allows a collective of several workers one shape only, and gathered
+        # rows differ from batch to batch.
+        several = len(local_replicas(self.step.strategy)) < self.step.strategy.num_replicas_in_sync
+        most = 1 if several and _gathers_rows(run) else math.inf
+        self._compiled.append((kind, run, most))
+        return run, most
 
     def _cut(self, element: Any) -> Any:
         return self.step.cut(element)[:2]
@@ -186,6 +194,11 @@ class MultiStep:
             return {**logs, "carry": (done, sums, last), TERMS: last[len(last_names) :]}
 
         return tf.function(run, autograph=False)
+
+
+def _gathers_rows(run: Any) -> bool:
+    functions = run.graph.as_graph_def().library.function
+    return any(GATHERED in node.name for one in functions for node in one.node_def)
 
 
 def _loop(source: Any, steps: Any, one: Any, sums: Any, last: Any) -> Any:

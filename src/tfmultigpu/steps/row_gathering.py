@@ -20,7 +20,9 @@ from tfmultigpu.errors import LossError
 from tfmultigpu.steps.random_draws import ReplicaRows
 from tfmultigpu.strategies.collectives import all_reduce_sum
 
-__all__ = ["gather_rows", "gathering_from", "global_rows", "row_positions"]
+__all__ = ["GATHERED", "gather_rows", "gathering_from", "global_rows", "row_positions"]
+# The scope of the addition that gathers, by which a graph tells that it does.
+GATHERED = "gathered_rows_of_replicas"
 
 
 class _Source(NamedTuple):
@@ -96,7 +98,8 @@ def gather_rows(tensor: Any, *, rows_per_example: int = 1, part: str | None = No
     with tf.device("CPU:0"):  # Decided there; nothing has to wait for a GPU.
         small = held.are_copies(tf.distribute.get_replica_context().num_replicas_in_sync)
     padded = [_among_zeros(held, one, rows_per_example) for one in tensors]
-    added = all_reduce_sum(tf.distribute.get_replica_context(), padded)
+    with tf.name_scope(GATHERED):
+        added = all_reduce_sum(tf.distribute.get_replica_context(), padded)
     # With fewer rows than replicas each replica holds all of them, and counts 1 / replicas: the
     # gradient of its copy stays with it.
     gathered = [
