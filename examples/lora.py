@@ -29,20 +29,19 @@ def pretrained():
     layers = keras.layers
     tokens = keras.Input((LENGTH,), dtype="int32")
     x = layers.Embedding(WORDS, WIDTH, mask_zero=True)(tokens)
-    for block in range(2):
-        normal = layers.LayerNormalization()(x)
-        names = [f"{name}_{block}" for name in ("query", "value", "key")]
-        parts = [layers.Dense(WIDTH, use_bias=False, name=name)(normal) for name in names]
-        attended = layers.Attention(use_scale=True, dropout=0.1)(parts, use_causal_mask=True)
-        x = layers.Add()([x, layers.Dense(WIDTH)(attended)])
-        hidden = layers.Dense(2 * WIDTH, "gelu")(layers.LayerNormalization()(x))
-        x = layers.Add()([x, layers.Dense(WIDTH)(hidden)])
+    normal = layers.LayerNormalization()(x)
+    names = ("query", "value", "key")
+    parts = [layers.Dense(WIDTH, use_bias=False, name=name)(normal) for name in names]
+    attended = layers.Attention(use_scale=True, dropout=0.1)(parts, use_causal_mask=True)
+    x = layers.Add()([x, layers.Dense(WIDTH)(attended)])
+    hidden = layers.Dense(2 * WIDTH, "gelu")(layers.LayerNormalization()(x))
+    x = layers.Add()([x, layers.Dense(WIDTH)(hidden)])
     return keras.Model(tokens, layers.Dense(WORDS)(layers.LayerNormalization()(x)))
 
 
 def add_lora(model):
     for layer in model.layers:
-        adapted = layer.name.startswith(("query", "value"))
+        adapted = layer.name in ("query", "value")
         layer.trainable = adapted
         if adapted:
             layer.enable_lora(RANK)  # freezes the matrix and adds two small ones
@@ -65,17 +64,15 @@ def train(strategy):
 
 def main():
     gpus = tmg.devices.list_logical_devices("GPU")
-    devices = gpus if len(gpus) > 1 else tmg.split_device("CPU:0", parts=3)
+    devices = gpus if len(gpus) > 1 else tmg.split_device("CPU:0", parts=2)
     reference, expected = train(tmg.create_strategy(devices=devices[:1]))
-    differences = []
-    for count in sorted({2, len(devices)}):
-        weights, logs = train(tmg.create_strategy(devices=devices[:count]))
-        differences += [np.abs(a - b).max() for a, b in zip(weights, reference, strict=True)]
-        assert all(np.allclose(logs[name], expected[name], atol=1e-3) for name in expected)
+    weights, logs = train(tmg.create_strategy(devices=devices))
+    difference = max(np.abs(a - b).max() for a, b in zip(weights, reference, strict=True))
     print("  " + ", ".join(f"{name} {values[-1]:.3f}" for name, values in logs.items()))
-    counts = " and ".join(str(count) for count in sorted({2, len(devices)}))
-    print(f"{counts} replicas, largest weight difference to one device: {max(differences):.1e}")
-    assert max(differences) < 1e-3
+    print(f"{len(devices)} replicas, largest weight difference to one device: {difference:.1e}")
+    assert difference < 1e-3
+    assert logs["loss"][-1] < logs["loss"][0]
+    assert all(np.allclose(logs[name], expected[name], atol=1e-3) for name in expected)
 
 
 if __name__ == "__main__":

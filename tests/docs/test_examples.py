@@ -33,7 +33,7 @@ LAST_LINE = {
     "input_pipeline": rf"4 replicas, largest weight difference to one device: {DIFFERENCE}",
     # Layers in float16 round to 1e-3 of their values: 7e-6 was seen.
     "loss_scale_by_hand": r"2 replicas, largest weight difference to one device: \d\.\de-0[6-9]",
-    "lora": rf"2 and 3 replicas, largest weight difference to one device: {DIFFERENCE}",
+    "lora": rf"2 replicas, largest weight difference to one device: {DIFFERENCE}",
     "memory_growth": r"memory growth on 0 GPUs, trained on CPU:0, CPU:1",
     "mirrored_fit": rf"  our loop, the last does not:  {DIFFERENCE}",
     "one_gpu_by_mistake": r"inside the scope: 2 copies, loss \d+\.\d+",
