@@ -1,9 +1,8 @@
 """Distillation with a moving average: the teacher is the average of the student's own weights.
 
-The usual answer updates the teacher in a callback or after ``optimizer.apply`` in ``train_step``.
-Inside ``strategy.run`` an assignment to a mirrored variable stops with "You must specify an
-aggregation method", or adds the teachers of the replicas up. Statistics of BatchNormalization are
-left out of the average, or are those of one replica.
+The usual answer updates the teacher at the end of ``train_step``. On several replicas each has
+statistics of BatchNormalization from its own rows, so each averages another teacher. Nothing says
+so, and the first is saved. A callback that updates it costs a call for each batch.
 
 Here ``forward`` assigns the teacher before it asks it. Keras variables that ``forward`` assigns are
 states of the step, like the statistics of BatchNormalization: assigned once, the same on all

@@ -2,8 +2,8 @@
 
 The usual answer is right on one device. On several, ``fit`` counts a last batch that does not
 divide wrongly, and each BatchNormalization of a backbone that came from somewhere sees the rows of
-its replica only. A backbone that was loaded outside the scope stays on one device, or stops at the
-first update. An optimizer made before the backbone is unfrozen does not know its weights.
+its replica only. With a backbone that was loaded outside the scope it stops, with a message about
+``colocate_vars_with``. An optimizer made before the backbone is unfrozen does not know its weights.
 
 ``fit`` trains what is not frozen when it is called. A ``compile`` in the scope after unfreezing
 makes the new optimizer. ``synchronize_batch_norm`` makes one batch of all replicas' rows.

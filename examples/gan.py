@@ -2,8 +2,8 @@
 
 The usual answer overrides ``train_step`` of a ``keras.Model`` that holds both. Means of the losses
 on each replica count a short last batch wrongly, every replica draws the same noise, and what
-BatchNormalization of the generator sees is one replica's part. Two optimizers in one ``train_step``
-are built by hand in the scope, or stop inside ``strategy.run``.
+BatchNormalization of the generator sees is one replica's part. Keras builds one optimizer of a
+model; with two ``fit`` stops with "You must feed a value for placeholder tensor".
 
 Each model has a step made for it here. ``chain_steps`` gives each batch to one after the other; the
 generator meets the discriminator that has just been trained. ``fit`` takes the chain for its step.

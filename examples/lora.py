@@ -2,8 +2,7 @@
 
 The usual answer divides by the tokens of each replica and takes the mean of these means. Replicas
 with short texts then count as much as those with long ones; the same happens to micro-batches.
-``enable_lora`` outside the scope makes matrices on one device. An optimizer with momentum for
-frozen weights takes as much memory as they do.
+After ``enable_lora`` outside the scope ``fit`` stops, with a message about ``colocate_vars_with``.
 
 ``fit`` adds the losses of all tokens that are not padding, counts them, and divides once. It trains
 what is not frozen: here 2 % of the weights.
