@@ -7,7 +7,7 @@ so, and the first is saved. A callback that updates it costs a call for each bat
 Here ``forward`` assigns the teacher before it asks it. Keras variables that ``forward`` assigns are
 states of the step, like the statistics of BatchNormalization: assigned once, the same on all
 replicas, left as they were by a step that fails. Validation asks the same teacher, and assigns
-nothing.
+nothing. With ``micro_batches`` each part would assign it: take a callback there.
 """
 
 from __future__ import annotations
