@@ -23,13 +23,17 @@ ROUNDING = 1e-6
 # What each program prints last; the group is the largest difference to one device.
 LAST_LINE = {
     "custom_loop": rf"2 replicas, largest weight difference to one device: {DIFFERENCE}",
+    "distillation": rf"2 and 3 replicas, largest weight difference to one device: {DIFFERENCE}",
     "explicit_devices": rf"CPU:0, CPU:1, largest weight difference to one device: {DIFFERENCE}",
+    "fine_tuning": rf"2 and 3 replicas, largest weight difference to one device: {DIFFERENCE}",
+    "gan": rf"2 and 3 replicas, largest weight difference to one device: {DIFFERENCE}",
     "gradient_accumulation": rf"2 replicas, largest weight difference to one device: {DIFFERENCE}",
     "handwritten_loop": rf"2 replicas, largest weight difference to one device: {DIFFERENCE}",
     "inference": rf"3 replicas, largest difference to one device's predictions: {DIFFERENCE}",
     "input_pipeline": rf"4 replicas, largest weight difference to one device: {DIFFERENCE}",
     # Layers in float16 round to 1e-3 of their values: 7e-6 was seen.
     "loss_scale_by_hand": r"2 replicas, largest weight difference to one device: \d\.\de-0[6-9]",
+    "lora": rf"2 replicas, largest weight difference to one device: {DIFFERENCE}",
     "memory_growth": r"memory growth on 0 GPUs, trained on CPU:0, CPU:1",
     "mirrored_fit": rf"  our loop, the last does not:  {DIFFERENCE}",
     "one_gpu_by_mistake": r"inside the scope: 2 copies, loss \d+\.\d+",
@@ -38,14 +42,19 @@ LAST_LINE = {
     "several_workers": rf"2 workers, largest weight difference to one device: {DIFFERENCE}",
     "sharded_by_hand": "distribute_dataset, 197 rows, largest weight difference to one device: "
     + DIFFERENCE,
+    "simclr": rf"2 and 3 replicas, largest weight difference to one device: {DIFFERENCE}",
     "tpu_with_fallback": r"trained on OneDeviceStrategy: loss \d+\.\d+ at first, \d+\.\d+ at last",
     "unequal_gpus": r"shares \(48, 16\), largest weight difference to one device: " + DIFFERENCE,
+    "vae": rf"2 and 3 replicas, largest weight difference to one device: {DIFFERENCE}",
+    "wgan_gp": rf"2 and 3 replicas, largest weight difference to one device: {DIFFERENCE}",
 }
 
 # What else must be in the output, where the last line does not say it all.
 ALSO = {
+    "distillation": ("hard 0.", "soft 0.", "val_soft 0."),
     "explicit_devices": ("No such device here: GPU:0, GPU:99", "hierarchical_copy: largest"),
     "gradient_accumulation": ("3 updates of 4 batches of 32",),
+    "gan": ("d_found 0.", "d_loss 1.", "g_loss 0."),
     "input_pipeline": ("each of 1003 examples once per epoch", "epoch 3: 1003 examples"),
     "loss_scale_by_hand": ("3 updates, each clipped to 0.5",),
     "memory_growth": ("came after TensorFlow had started its devices",),
@@ -60,6 +69,8 @@ ALSO = {
     "sharded_by_hand": ("Replica 1 got no rows",),
     "tpu_with_fallback": ("nothing listens there", "warned: Requested but unavailable"),
     "unequal_gpus": ("rows on each: [48, 16]", "rows on each: [8, 3]"),
+    "vae": ("kl 0.", "reconstruction 42.", "val_kl 0."),
+    "wgan_gp": ("critic_distance 0.", "generator_loss -0."),
 }
 
 

@@ -233,6 +233,20 @@ def test_a_seed_generator_in_a_closure_is_not_lost_silently(tmp_path: Any) -> No
         tmg.Checkpoints(tmp_path / "other", train_step=step).save()
 
 
+def test_checkpoints_of_one_step_of_a_chain_are_refused(tmp_path: Any) -> None:
+    strategy = strategy_of(2)
+    models = [autoencoder(strategy) for _ in range(2)]
+    steps = [
+        tmg.make_train_step(model, model.optimizer, None, strategy, forward=forward)
+        for model in models
+    ]
+    chain = tmg.chain_steps(*steps, names=("a", "b"))
+    for run in ({"train_step": steps[0]}, {"model": models[0], "optimizer": models[0].optimizer}):
+        callback = tmg.Checkpoints(tmp_path, **run).callback()
+        with pytest.raises(CheckpointError, match=r"more\. For several models.*train_step=step\)"):
+            tmg.fit(models[0], data(), step=chain, callbacks=[callback], verbose=0)
+
+
 def test_a_model_that_is_trained_with_a_forward_can_be_forgotten() -> None:
     def train() -> Any:
         model = autoencoder(strategy_of(1))
@@ -287,6 +301,8 @@ def test_arguments_that_exclude_each_other() -> None:
         tmg.fit(model, data(), step=step, eval_step=step)
     with pytest.raises(TypeError, match=r"list of train steps\. Received: Sequential"):
         tmg.fit(model, data(), step=model)
+    with pytest.raises(ValueError, match="Received: eval_forward and no validation_data"):
+        tmg.fit(model, data(), step=step, eval_forward=forward)
     with pytest.raises(CompileError, match="nothing to validate with"):
         tmg.fit(model, data(), step=step, validation_data=data())
     with pytest.raises(CompileError, match="so it has no optimizer"):
@@ -295,6 +311,6 @@ def test_arguments_that_exclude_each_other() -> None:
         model.compile("sgd", "mse", metrics=["mae"])
     with pytest.raises(LossError, match="compiled with loss and metrics"):
         tmg.fit(model, data(), forward=forward)
-    other = autoencoder(strategy_of(3))
+    other = autoencoder(strategy_of(3), compiled=False)
     with pytest.raises(ScopeError, match="made for another strategy"):
         tmg.fit(other, data(), step=step)

@@ -158,8 +158,9 @@ def test_a_frozen_variable_is_left_out_although_it_was_chosen() -> None:
     ("returned", "message"),
     [
         ({"size": 1.0}, "is a sum and the weight that divides it"),
-        ({"loss": (1.0, 1.0)}, "A step logs 'loss' itself"),
-        ({"size_weight": (1.0, 1.0)}, "A step logs 'size_weight' itself"),
+        ({"loss": (1.0, 1.0)}, "A step or a validation logs 'loss' itself"),
+        ({"size_weight": (1.0, 1.0)}, "logs 'size_weight' itself"),
+        ({"val_size": (1.0, 1.0)}, "logs 'val_size' itself"),
         ({"size": (tf.ones([2]), 1.0)}, r"shape \(2,\) for 'size'"),
     ],
 )
@@ -185,3 +186,5 @@ def test_several_models_need_a_forward_and_variables_of_theirs() -> None:
         tmg.make_train_step([encoder, unbuilt], optimizer, None, forward=forward)
     with pytest.raises(TypeError, match="must be a Keras model"):
         tmg.make_train_step([encoder, 3], optimizer, None, forward=forward)
+    with pytest.raises(TypeError, match="Received: forward='mse'"):
+        tmg.make_train_step(encoder, optimizer, None, forward="mse")

@@ -32,8 +32,8 @@ class Fit(Protocol):
     def stops(self) -> bool:
         """Returns whether a callback of any worker ends the run."""
 
-    def states_beside_model(self) -> list[Any]:
-        """Returns what the step assigns that no model of it has."""
+    def changed_variables(self) -> list[Any]:
+        """Returns what the training changes: weights, optimizers, and states in closures."""
 
 
 class FitPart:

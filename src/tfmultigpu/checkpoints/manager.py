@@ -356,7 +356,7 @@ class Checkpoints:
         Raises:
             RestoreMismatchError: The data differs from the data of the checkpoint.
         """
-        self._check_holds(fit.states_beside_model())
+        self._check_holds(fit.changed_variables())
         self._fit.attach(fit, self._variables(), self._exchange, self._position)
 
     def skips_fit(self, epochs: int) -> bool:
@@ -472,10 +472,12 @@ class Checkpoints:
         missing = [getattr(one, "path", one.name) for one in unknown.values()]
         if missing:
             raise CheckpointError(
-                "forward changes variables that the checkpoint would not hold, so a resumed run "
-                f"would go another way. Received: {missing}. Make their owner, such as a "
-                "SeedGenerator or a metric, an attribute of the model: model.seeds = "
-                'keras.random.SeedGenerator(1); or give extra={"seeds": [seeds.state]}.'
+                "The training changes variables that the checkpoint would not hold, so a resumed "
+                f"run would go another way. Received: {_some(missing)}. For several models or "
+                "optimizers, write tmg.Checkpoints(directory, train_step=step) with the step given "
+                "to fit. Make a SeedGenerator or a metric that forward uses an attribute of the "
+                "model: model.seeds = keras.random.SeedGenerator(1); or give "
+                'extra={"seeds": [seeds.state]}.'
             )
 
     def _check_alike(self, position: Position) -> None:
@@ -508,3 +510,8 @@ class Checkpoints:
         for name, step in self._steps_of_extra.items():
             found |= state.step_variables(name, step)
         return found
+
+
+def _some(names: Sequence[str]) -> str:
+    more = len(names) - 5
+    return f"{list(names[:5])}" + (f" and {more} more" if more > 0 else "")

@@ -188,7 +188,8 @@ def compile_arguments(model: Any) -> Any:
         raise CompileError(
             "The model is not compiled, so it has no loss and metrics. Received: "
             f"{type(model).__name__} {model.name!r}. In the scope, write model.compile(loss=..., "
-            "metrics=[...]); or give loss and metrics to tmg.make_eval_step."
+            "metrics=[...]). Or give loss and metrics to a step: tmg.fit(model, data, step="
+            "tmg.make_train_step(...)), or tmg.make_eval_step."
         )
     return _compat.compile_arguments(model)
 

@@ -128,8 +128,8 @@ def fit(
 
     Raises:
         CompileError: The model is not compiled, or replaces ``train_step``, ``compute_loss`` or
-            ``compute_metrics``; a callback works only in Keras' own ``fit``; or there is nothing to
-            validate with.
+            ``compute_metrics``; a callback works only in Keras' own ``fit``, or uses an optimizer
+            that the ``step`` does not train with; or there is nothing to validate with.
         ScopeError: The model, its optimizer or a metric was created outside the scope.
         DataError: The data is infinite and ``steps_per_epoch`` is None, is empty, is of an unknown
             kind, or does not fit another argument.
@@ -171,10 +171,17 @@ def fit(
         },
     )
     strategy = program.strategy
+    unused = "eval_step" if eval_step is not None else "eval_forward" if eval_forward else None
+    if unused and validation_data is None and not validation_split:
+        raise ValueError(
+            f"There is nothing to validate. Received: {unused} and no validation_data. Give "
+            "validation_data, or leave it out."
+        )
     if isinstance(callbacks, Iterator):
         callbacks = to_list(callbacks)
     optimizer = program.trained[0].optimizer
     check_callbacks(callbacks, optimizer)
+    program.check_callbacks(to_list(callbacks))
     if steps_per_call == "auto" and (model.steps_per_execution or 1) > 1:
         steps_per_call = model.steps_per_execution
     asked = None if steps_per_call == "auto" else int(steps_per_call)

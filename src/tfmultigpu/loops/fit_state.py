@@ -156,9 +156,12 @@ class FitState:
         """Returns the logs of the epoch so far; None before its first batch."""
         return self._trainer.logs(self.sums) if self.sums else None
 
-    def states_beside_model(self) -> list[Any]:
-        """Returns what the step assigns that no model of it has."""
-        return self._trainer.step.states_beside_model()
+    def changed_variables(self) -> list[Any]:
+        """Returns what the training changes: weights, optimizers, and states in closures."""
+        step = self._trainer.step
+        owners = [owner for one in step.trained for owner in (one.model, one.optimizer)]
+        found = [variable for owner in owners for variable in owner.variables]
+        return [*found, *step.states_beside_model()]
 
     @property
     def seen(self) -> int:

@@ -18,6 +18,7 @@ from tfmultigpu.loops.step_cache import build, checked_strategy
 from tfmultigpu.loops.steps_per_call import StepsPerCallTuner
 from tfmultigpu.loops.tracked_metrics import TrackedMetrics, metrics_that_assign
 from tfmultigpu.loops.worker_agreement import value_of_chief
+from tfmultigpu.optimizers.loss_scaling import unwrap_optimizer
 from tfmultigpu.steps.chain import ChainedStep, chain_steps
 from tfmultigpu.steps.evaluate import EvalStep, make_eval_step
 from tfmultigpu.steps.train import make_train_step
@@ -72,8 +73,8 @@ class Program:
             CompileError: The model is not compiled, or replaces a method of Keras.
             LossError: There are a ``forward`` and compiled losses or metrics.
             ScopeError: A step runs on another strategy than that of the model.
-            TypeError: A step is not a step.
-            ValueError: Arguments exclude each other.
+            TypeError: A step is not a step, or a forward not a function.
+            ValueError: Arguments exclude each other, or the step trains other models.
         """
         if forward is not None and step is not None:
             raise ValueError(
@@ -90,6 +91,12 @@ class Program:
                 "eval_step must come from tmg.make_eval_step. Received: "
                 f"{type(eval_step).__name__}."
             )
+        for name, function in (("forward", forward), ("eval_forward", eval_forward)):
+            if function is not None and not callable(function):
+                raise TypeError(
+                    f"{name} must be a function f(model, batch, training). Received: "
+                    f"{name}={function!r}. For a Keras loss, write model.compile(optimizer, loss)."
+                )
         methods = () if eval_step is not None or eval_forward is not None else UNUSED_METHODS
         if step is not None:
             step = _as_one(step)
@@ -100,6 +107,7 @@ class Program:
                     f"{options[changed[0]][0]!r} beside step. Give it to make_train_step."
                 )
             strategy = checked_strategy(model, "fit")
+            _check_trains(step, model)
         elif forward is not None:
             strategy = checked_strategy(model, "fit")
             _check_only_optimizer(model)
@@ -127,6 +135,30 @@ class Program:
         if self.step is not None:
             return self.step.trained
         return (Trained(self.model, self.model.optimizer, self.model.trainable_variables),)
+
+    def check_callbacks(self, callbacks: Sequence[Any]) -> None:
+        """Checks that callbacks that use the optimizer of the model find one that a step trains.
+
+        Raises:
+            CompileError: One would find another optimizer, or none.
+        """
+        import keras
+
+        if self.step is None:
+            return
+        names = ("LearningRateScheduler", "ReduceLROnPlateau", "SwapEMAWeights", "TensorBoard")
+        kinds = tuple(getattr(keras.callbacks, name) for name in names)
+        found = [type(one).__name__ for one in callbacks if isinstance(one, kinds)]
+        own = getattr(self.model, "optimizer", None)
+        trained = [unwrap_optimizer(one.optimizer) for one in self.step.trained]
+        if found and not any(one is unwrap_optimizer(own) for one in trained):
+            received = "no optimizer" if own is None else f"the optimizer {own.name!r}"
+            raise CompileError(
+                f"{found[0]} uses the optimizer of the model, which the step does not train with. "
+                f"Received: {found[0]}, and model {self.model.name!r} with {received}. In the "
+                "scope, write model.compile(optimizer) with the optimizer given to "
+                "make_train_step."
+            )
 
     def check_labels(self, spec: Any) -> None:
         """Checks that training batches have the labels that compiled losses need."""
@@ -210,6 +242,18 @@ def _as_one(step: Any) -> TrainStep | ChainedStep:
         "step must come from tmg.make_train_step or tmg.chain_steps, or be a list of train steps. "
         f"Received: {type(step).__name__}."
     )
+
+
+def _check_trains(step: TrainStep | ChainedStep, model: Any) -> None:
+    """Checks that a step trains the model, or a part of it: callbacks save that model."""
+    own = {id(variable) for variable in model.variables}
+    trained = {id(variable) for one in step.trained for variable in one.variables}
+    if own and trained and not own & trained:
+        names = ", ".join(repr(one.model.name) for one in step.trained)
+        raise ValueError(
+            "The step does not train the model, which callbacks would save and restore. Received: "
+            f"model {model.name!r}, and a step that trains {names}. Give one of these models."
+        )
 
 
 def _check_only_optimizer(model: Any) -> None:

@@ -67,8 +67,15 @@ class Objective:
         Raises:
             LossError: Both ``loss`` and ``forward`` are given, there are several models and no
                 ``forward``, or the loss is not a loss.
+            TypeError: ``forward`` is not a function.
             ValueError: ``variables`` holds something that is not a variable of the model.
         """
+        if forward is not None and not callable(forward):
+            raise TypeError(
+                "forward must be a function f(model, batch, training). Received: "
+                f"forward={forward!r}. A Keras loss is the third argument: "
+                "make_train_step(model, optimizer, loss)."
+            )
         whole = as_model(model)
         if whole is not model and forward is None:
             raise LossError(
@@ -352,10 +359,10 @@ def _forward_terms(result: Any) -> list[LossTerm]:
 
 
 def _logged(name: str, value: Any) -> LossTerm:
-    if name in _LOGS or name.endswith("_weight"):
+    if name in _LOGS or name.endswith("_weight") or name.startswith("val_"):
         raise LossError(
-            f"A step logs {name!r} itself. Received: {name!r} among the values of forward. Take "
-            "another name."
+            f"A step or a validation logs {name!r} itself. Received: {name!r} among the values of "
+            "forward. Take another name."
         )
     if not isinstance(value, tuple) or len(value) != 2:
         raise LossError(

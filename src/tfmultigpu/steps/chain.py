@@ -28,7 +28,8 @@ def chain_steps(
     """Makes one step of several train steps, which take each batch in turn.
 
     Each step sees the weights that the step before it has left. The result on N replicas is that of
-    the same steps in turn on one device.
+    the same steps in turn on one device. If a step raises, it has changed nothing, and those before
+    it in the chain have trained on the batch.
 
     Args:
         *steps: Steps of ``make_train_step`` for the same strategy, such as those of a discriminator
@@ -46,7 +47,7 @@ def chain_steps(
         of the last time.
 
     Raises:
-        TypeError: Something is not a train step.
+        TypeError: Something is not a train step, or a name is not a text.
         ValueError: There are no steps, or another number of names or times; a name is given twice;
             or the steps belong to different strategies.
 
@@ -81,9 +82,15 @@ def chain_steps(
     own = [str(step.model.name) for step in steps]
     numbered = [f"step{number}" for number in range(1, len(steps) + 1)]
     chosen = _one_each("names", names, steps) or (own if _differ(own) else numbered)
+    if not all(isinstance(name, str) and name for name in chosen):
+        raise TypeError(
+            "The names of the steps begin their logs, so each is a text. Received: "
+            f'names={names!r}. Write names=("critic", "generator").'
+        )
     if not _differ(chosen):
         raise ValueError(
-            f"Each step of a chain needs a name of its own. Received: names={chosen!r}."
+            "The names of the steps begin their logs, so they must differ. Received: "
+            f'names={chosen!r}. Write names=("critic", "generator").'
         )
     counts = _one_each("times", times, steps) or [1] * len(steps)
     counts = [check_count("times", count) for count in counts]
@@ -213,9 +220,14 @@ class ChainedStep(NotCopied):
 
     def _compute(self, shards: Shards) -> dict[str, dict[str, Any]]:
         """Runs the steps on a batch inside a ``tf.function``; returns their logs by name."""
-        found = {}
+        found: dict[str, dict[str, Any]] = {}
+        before: list[Any] = []
         for (name, step), times in zip(self.steps.items(), self.times, strict=True):
-            found[name] = _repeated(step, shards, times)
+            # Steps of other variables would run at the same time: if one failed, TensorFlow would
+            # break off the update of the other.
+            with tf.control_dependencies(before):
+                found[name] = _repeated(step, shards, times)
+            before = list(found[name].values())
         return found
 
     def _compute_in_loop(self, shards: Shards) -> dict[str, Any]:
@@ -296,7 +308,14 @@ def _flat(logs: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for name, own in logs.items():
         for key, value in own.items():
-            flat[_prefixed(name, key)] = value
+            prefixed = _prefixed(name, key)
+            if prefixed in flat:
+                raise ValueError(
+                    "Two logs of a chain have one name, so one of them would be lost. Received: "
+                    f"{str(prefixed)!r} from the step {name!r} and from one before it. Give "
+                    "chain_steps other names."
+                )
+            flat[prefixed] = value
     return flat
 
 
@@ -316,9 +335,10 @@ def _one_each(what: str, given: Any, steps: Sequence[Any]) -> list[Any]:
         return []
     values = [given] if isinstance(given, (str, int)) else list(given)
     if len(values) != len(steps):
+        each = [f"step{i}" if what == "names" else 1 for i in range(1, len(steps) + 1)]
         raise ValueError(
             f"{what} must have one entry for each step. Received: {what}={given!r} for "
-            f"{len(steps)} step(s)."
+            f"{len(steps)} step(s). Write {what}={tuple(each)!r}, for example."
         )
     return values
 

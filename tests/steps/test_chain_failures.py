@@ -1,0 +1,78 @@
+"""chain_steps: what it refuses, and what a failure leaves."""
+
+from __future__ import annotations
+
+import re
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from one_device import strategy_of
+
+import tfmultigpu as tmg
+
+X = np.random.default_rng(3).normal(size=(7, 3)).astype("float32")
+
+
+def step_of(strategy, *, limit=np.inf, logged="value"):
+    """A step that refuses numbers above a limit, and logs a value of this name."""
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+        optimizer = keras.optimizers.SGD(0.1)
+
+    def forward(model, batch, training):
+        with tf.control_dependencies([tf.debugging.assert_less(batch, np.float32(limit))]):
+            loss = tmg.loss_sum("mse", batch[:, :1], model(batch, training=training))
+        return loss, {logged: loss}
+
+    return tmg.make_train_step(model, optimizer, None, strategy, forward=forward, verify=False)
+
+
+@pytest.fixture(scope="module")
+def strategy():
+    return strategy_of(2)
+
+
+@pytest.mark.parametrize(
+    ("names", "kind", "text"),
+    [
+        (
+            ("d",),
+            ValueError,
+            "names=('d',) for 2 step(s). Write names=('step1', 'step2')",
+        ),
+        (("d", "d"), ValueError, "so they must differ. Received: names=['d', 'd']. Write names="),
+        (("d", ""), TypeError, "so each is a text. Received: names=('d', ''). Write names="),
+        ((1, 2), TypeError, "so each is a text. Received: names=(1, 2). Write names="),
+    ],
+)
+def test_names_that_do_not_tell_steps_apart_are_refused(strategy, names, kind, text):
+    steps = step_of(strategy), step_of(strategy)
+    with pytest.raises(kind, match=re.escape(text)):
+        tmg.chain_steps(*steps, names=names)
+
+
+def test_the_number_of_times_is_one_for_each_step(strategy):
+    with pytest.raises(ValueError, match=re.escape("times=5 for 2 step(s). Write times=(1, 1)")):
+        tmg.chain_steps(step_of(strategy), step_of(strategy), times=5)
+
+
+def test_logs_of_one_name_are_refused_not_lost(strategy):
+    steps = step_of(strategy, logged="b_value"), step_of(strategy, logged="value")
+    step = tmg.chain_steps(*steps, names=("a", "a_b"))
+    with pytest.raises(ValueError, match=r"'a_b_value' from the step 'a_b' and from one before"):
+        step(X)
+
+
+def test_a_step_that_fails_has_changed_nothing_and_those_before_it_have_trained(strategy):
+    steps = step_of(strategy), step_of(strategy, limit=100.0)
+    step = tmg.chain_steps(*steps)
+    step(X)
+    before = [one.model.get_weights() for one in steps]
+    with pytest.raises(tf.errors.InvalidArgumentError):
+        step(np.where(np.arange(7)[:, None] == 5, 1e3, X))
+    assert [int(one.optimizer.iterations.numpy()) for one in steps] == [2, 1]
+    first, second = (one.model.get_weights() for one in steps)
+    assert not np.array_equal(first[0], before[0][0])
+    assert all(np.array_equal(a, b) for a, b in zip(second, before[1], strict=True))
