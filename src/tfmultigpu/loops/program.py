@@ -107,7 +107,6 @@ class Program:
                     f"{options[changed[0]][0]!r} beside step. Give it to make_train_step."
                 )
             strategy = checked_strategy(model, "fit")
-            _check_trains(step, model)
         elif forward is not None:
             strategy = checked_strategy(model, "fit")
             _check_only_optimizer(model)
@@ -122,6 +121,8 @@ class Program:
                     f"step for {describe(one.strategy)}; model {model.name!r} of "
                     f"{describe(strategy_of(model))}. Make both in the scope of one strategy."
                 )
+        if step is not None:
+            _check_trains(step, model)
         return cls(model, strategy, forward, eval_forward, step, eval_step)
 
     @property
