@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import weakref
 from collections import deque
@@ -12,6 +13,8 @@ import tensorflow as tf
 
 from tfmultigpu.errors import DataError
 from tfmultigpu.loops.inputs import check_steps, no_batches, pass_batches
+from tfmultigpu.loops.keras_methods import arrays_as_in_keras, make_method_predictor
+from tfmultigpu.loops.own_methods import own_methods, refused
 from tfmultigpu.loops.step_cache import build, checked_strategy, get_or_make
 from tfmultigpu.steps.train import make_predict_step
 from tfmultigpu.steps.value_agreement import check_values_alike
@@ -50,7 +53,7 @@ def predict(
         dtypes (text as bytes). Ragged and sparse outputs stay tensors.
 
     Raises:
-        CompileError: The model replaces ``predict_step``.
+        CompileError: The model replaces ``predict_step`` and is on several replicas.
         ScopeError: The model was created outside the scope.
         DataError: The data is infinite and ``steps`` is None, is empty, or is of an unknown kind;
             or the outputs of the batches have different shapes.
@@ -63,12 +66,17 @@ def predict(
         [[1.0], [5.0], [9.0]]
     """
     check_backend()
-    strategy = checked_strategy(model, "predict", "predict_step")
+    strategy = checked_strategy(model, "predict")
+    own = bool(own_methods(model, "predict_step"))
+    if own and strategy.num_replicas_in_sync > 1:
+        raise refused(model, "predict_step", strategy, "predict")
     check_steps(steps)
     if isinstance(data, list) and any(hasattr(item, "__array__") for item in data):
         data = (tuple(data),)  # Several inputs, as in Keras; a tuple would be (x, y).
+    data = arrays_as_in_keras(model, data)
     batches = pass_batches(data, strategy, batch_size, steps)
-    step = _predictor(model, strategy, batches.element_spec, verify)
+    make = make_method_predictor if own else functools.partial(_predictor, verify=verify)
+    step = make(model, strategy, batches.element_spec)
     check_values_alike(strategy, model)
     waiting: deque[Any] = deque()
     outputs: list[Any] = []
