@@ -155,7 +155,7 @@ def make_trainer(
 
     def make() -> Trainer:
         own = own_loss(model, strategy, spec)
-        compiled = read_compiled(model, strategy, spec, own and own.loss)
+        compiled = read_compiled(model, strategy, spec, None if own is None else own.loss)
         step = make_train_step(
             weakref.proxy(model),
             model.optimizer,
@@ -167,7 +167,7 @@ def make_trainer(
             **options,
         )
         tuner = StepsPerCallTuner(functools.partial(value_of_chief, strategy))
-        return Trainer(with_own_metrics(compiled, own and own.metrics), step, tuner)
+        return Trainer(with_own_metrics(compiled, () if own is None else own.metrics), step, tuner)
 
     build(model, strategy, spec)
     # A new compile or a new layer needs a new step; the step itself handles frozen layers.

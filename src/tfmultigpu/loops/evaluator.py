@@ -22,7 +22,7 @@ from tfmultigpu.losses.objective import MeanKey, is_loss
 from tfmultigpu.steps.evaluate import EvalStep
 from tfmultigpu.steps.train import make_eval_step
 
-__all__ = ["Evaluator", "as_keras", "make_evaluator"]
+__all__ = ["Evaluator", "as_keras", "as_list", "make_evaluator"]
 
 # Batches in one call into TensorFlow: enough to hide the cost of a call, few enough for Ctrl-C.
 _BATCHES_PER_CALL = 32
@@ -100,7 +100,7 @@ def make_evaluator(
 
     def make() -> Evaluator:
         own = own_loss(model, strategy, spec)
-        compiled = read_compiled(model, strategy, spec, own and own.loss)
+        compiled = read_compiled(model, strategy, spec, None if own is None else own.loss)
         step = make_eval_step(
             weakref.proxy(model),
             compiled.losses,
@@ -110,7 +110,7 @@ def make_evaluator(
             loss_weights=compiled.loss_weights,
             verify=verify,
         )
-        return Evaluator(with_own_metrics(compiled, own and own.metrics), step)
+        return Evaluator(with_own_metrics(compiled, () if own is None else own.metrics), step)
 
     build(model, strategy, spec)
     # A new compile, a new layer or a frozen layer needs a new step.
@@ -133,6 +133,29 @@ def as_keras(losses: Mapping[str, float], metrics: Mapping[str, Any]) -> dict[st
     for name, value in metrics.items():
         logs.update(value if isinstance(value, Mapping) else {name: value})
     return {name: _number(logs[name]) for name in sorted(logs)}
+
+
+def as_list(model: Any, logs: Mapping[str, Any]) -> Any:
+    """Returns logs as ``model.evaluate`` of Keras does without ``return_dict``.
+
+    Args:
+        model: The model.
+        logs: The logs by name.
+
+    Returns:
+        A list: the loss, compiled metrics, losses of outputs, then the rest by name. A single value
+        by itself.
+    """
+    names = []
+    for metric in model.metrics:
+        inner = getattr(metric, "metrics", None)  # Of the container of compiled metrics.
+        names += [metric.name] if inner is None else [one.name for one in inner]
+    outputs = getattr(model, "output_names", None) or []
+    # Keras tracks these only once it has trained or evaluated the model itself.
+    names += [f"{name}_loss" for name in outputs]
+    first = [name for name in dict.fromkeys(names) if name in logs]
+    values = [logs[name] for name in [*first, *sorted(set(logs) - set(first))]]
+    return values[0] if len(values) == 1 else values
 
 
 def _number(value: Any) -> Any:

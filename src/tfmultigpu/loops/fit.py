@@ -28,6 +28,7 @@ from tfmultigpu.loops.fit_state import FitState, restored_start
 from tfmultigpu.loops.inputs import check_steps, labelled, no_batches, with_weights
 from tfmultigpu.loops.keras_methods import arrays_as_in_keras
 from tfmultigpu.loops.program import Program
+from tfmultigpu.loops.running_fits import training
 from tfmultigpu.loops.steps_per_call import check_steps_per_call
 from tfmultigpu.loops.training_data import make_epoch_iterator, split_off
 from tfmultigpu.loops.validation import Validation
@@ -269,7 +270,7 @@ def fit(
     if validation is not None:
         epoch_iterator.after_skipped_epochs(validation.skip, initial_epoch)
     model.stop_training = False
-    with on_exit(callback_list):
+    with on_exit(callback_list), training(model, trainer.metrics):
         with state.beginning():
             callback_list.on_train_begin()
         position = resume_at(callback_list)

@@ -1,7 +1,7 @@
 """Training, evaluation and prediction by methods that a model replaces, on one replica.
 
-Nothing is cut there, so ``train_step``, ``test_step`` and ``predict_step`` run as in Keras: each gets
-a whole batch, and the logs are those that it returns for the last batch.
+Nothing is cut there, so ``train_step``, ``test_step`` and ``predict_step`` run as in Keras: each
+gets a whole batch, and the logs are those that it returns for the last batch.
 """
 
 from __future__ import annotations
@@ -171,7 +171,7 @@ class MethodStep:
         return f"{self.model.__class__.__name__}.{self._method}"
 
     def _compute(self, shards: Shards) -> dict[str, Any]:
-        logs = _named_logs(self._run(shards.local[0]), self._name)
+        logs: dict[str, Any] = _named_logs(self._run(shards.local[0]), self._name)
         rows = tf.cast(shards.global_rows, tf.float32)
         return {"loss": tf.zeros([]), "weight": rows, **logs, TERMS: tf.zeros([0])}
 
@@ -399,7 +399,8 @@ def make_method_trainer(model: Any, strategy: tf.distribute.Strategy, spec: Any)
 
     trainer = get_or_make(model, "train_step", _key(model, strategy, "train_step"), make)
     trainer.step.prepare(spec)
-    return _keyed_after_building(model, strategy, "train_step", trainer)
+    found: MethodTrainer = _keyed_after_building(model, strategy, "train_step", trainer)
+    return found
 
 
 def make_method_evaluator(
@@ -413,7 +414,8 @@ def make_method_evaluator(
 
     evaluator = get_or_make(model, "test_step", _key(model, strategy, "test_step"), make)
     evaluator.step.prepare(spec)
-    return _keyed_after_building(model, strategy, "test_step", evaluator)
+    found: MethodEvaluator = _keyed_after_building(model, strategy, "test_step", evaluator)
+    return found
 
 
 def make_method_predictor(

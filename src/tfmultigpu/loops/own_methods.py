@@ -109,8 +109,8 @@ def _chain(model: Any, optimizers: dict[str, Any]) -> str:
     """Returns the lines for a model that trains its parts with an optimizer each."""
     parts = [name.removesuffix("optimizer").rstrip("_") or "model" for name in optimizers]
     steps = "".join(
-        f"        tmg.make_train_step(model, model.{name}, None, strategy, forward={part}_forward,\n"
-        f"                            variables=...),  # those of model.{name}, "
+        f"        tmg.make_train_step(model, model.{name}, None, strategy,\n"
+        f"            forward={part}_forward, variables=...),  # those of model.{name}, "
         f"{type(optimizer).__name__}\n"
         for (name, optimizer), part in zip(optimizers.items(), parts, strict=True)
     )

@@ -86,7 +86,7 @@ class JoinedMetrics:
         return {**self.second.results(), **self.first.results()}
 
 
-def with_own_metrics(compiled: Any, own: tuple[Any, ...] | None) -> EpochMetrics:
+def with_own_metrics(compiled: Any, own: tuple[Any, ...]) -> EpochMetrics:
     """Returns compiled metrics together with those that a model updates itself, if any."""
     found: EpochMetrics = JoinedMetrics(compiled, TrackedMetrics(own)) if own else compiled
     return found
