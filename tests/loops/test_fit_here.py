@@ -116,7 +116,7 @@ def test_after_errors_and_in_any_order_of_leaving_all_is_as_before():
 
 def test_nothing_else_is_changed(tmp_path):
     model, _ = made(1)
-    methods = [getattr(keras.Model, name) for name in NAMES]
+    methods, config = [getattr(keras.Model, name) for name in NAMES], model.get_config()
     with tmg.fit_here(model):
         assert is_as_before(line())
         assert [getattr(keras.Model, name) for name in NAMES] == methods
@@ -131,7 +131,7 @@ def test_nothing_else_is_changed(tmp_path):
             ]
         assert all(is_as_before(one) for one in others)
         np.testing.assert_array_equal(others[0].get_weights()[0], model.get_weights()[0])
-        assert model.get_config() == others[0].get_config()
+        assert model.get_config() == config
         model.export(tmp_path / "exported", verbose=False)
         model.compile("adam", "mse")
         assert not is_as_before(model)
@@ -156,10 +156,13 @@ def test_refusals():
     model, _ = made(1)
     with pytest.raises(TypeError, match=r"takes a keras\.Model\. Received: Dense"):
         tmg.fit_here(keras.layers.Dense(1)).__enter__()
-    with pytest.raises(
-        TypeError, match=r"Keras does not have: .*clip_norm.*Received: epochs=3"
-    ):
+    with pytest.raises(TypeError, match=r"Keras does not have: .*clip_norm.*Received: epochs=3"):
         tmg.fit_here(model, epochs=3).__enter__()
+    with (
+        tmg.fit_here(model, forward=lambda model, batch, training: None),
+        pytest.raises(tmg.CompileError, match=r"Received: fit_here with forward"),
+    ):
+        model.evaluate(X, Y)
     with tmg.fit_here(model):
         with pytest.raises(TypeError, match=r"Received: micro_batches=2\. Give .* to fit_here"):
             model.fit(X, Y, micro_batches=2)

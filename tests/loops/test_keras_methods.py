@@ -267,6 +267,61 @@ def test_a_second_optimizer_is_not_left_out_of_a_checkpoint(tmp_path):
         tmg.fit(model, X, Y, callbacks=[checkpoints.callback(every_epochs=1)], **FIT)
 
 
+def test_further_optimizers_are_saved_as_extra_states(tmp_path):
+    def run(directory, *more):
+        model = compiled(Pair)
+        model.built = True  # It has no call, by which Keras builds a model.
+        model.d_optimizer.build(model.first.trainable_variables)
+        model.g_optimizer.build(model.second.trainable_variables)
+        checkpoints = tmg.Checkpoints(
+            directory,
+            model=model,
+            optimizer=model.d_optimizer,
+            extra={"g": list(model.g_optimizer.variables)},
+        )
+        step = checkpoints.restore()
+        callbacks = [checkpoints.callback(every_steps=3), *more]
+        tmg.fit(model, X, Y, callbacks=callbacks, **FIT)
+        return step, model
+
+    class Stop(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            if int(self.model.d_optimizer.iterations.numpy()) == 8:
+                raise KeyboardInterrupt
+
+    _, truth = run(tmp_path / "whole")
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path / "cut", Stop())
+    step, model = run(tmp_path / "cut")
+    assert step == 6
+    for one, other in zip(model.get_weights(), truth.get_weights(), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_without_an_optimizer():
+    model = OwnStep()
+    model.compile(optimizer=None)
+    with pytest.raises(tmg.CompileError, match=r"OwnStep compiled with optimizer=None"):
+        tmg.fit(model, X, Y, **FIT)
+
+
+def test_counts_and_float64_keep_their_digits():
+    class Own(Base):
+        def train_step(self, data):
+            return {"n": tf.constant(2**24 + 1, tf.int64), "d": tf.constant(0.1, tf.float64)}
+
+    assert tmg.fit(compiled(Own), X, Y, **FIT).history == {"d": [0.1] * 3, "n": [2.0**24 + 1] * 3}
+
+
+def test_a_loss_per_row_beside_compute_metrics():
+    class Own(RowLoss):
+        def compute_metrics(self, x, y, y_pred, sample_weight=None):
+            return {"a": 1.0}
+
+    with pytest.raises(tmg.CompileError, match=r"train on the sum of what compute_loss returns"):
+        tmg.fit(compiled(Own), X, Y, **FIT)
+
+
 @pytest.mark.parametrize(
     "option", [{"micro_batches": 2}, {"clip_norm": 1.0}, {"loss_scale": 8}, {"shard_update": True}]
 )

@@ -1,4 +1,4 @@
-"""``fit_here``: other people's ``model.fit``, ``evaluate`` and ``predict`` run ours, for a while."""
+"""``fit_here``: ``model.fit``, ``evaluate`` and ``predict`` of other people's code run ours."""
 
 from __future__ import annotations
 
@@ -116,6 +116,7 @@ def _methods(model: Any) -> dict[str, Callable[..., Any]]:
 
     @_like_keras("evaluate")
     def evaluate_method(**given: Any) -> Any:
+        _check_evaluates(_options(known()))
         return evaluate(known(), **{**given, **_verify(known())})
 
     @_like_keras("predict")
@@ -170,14 +171,29 @@ def _check_options(options: Mapping[str, Any]) -> None:
     import keras
 
     theirs = inspect.signature(keras.Model.fit).parameters
-    own = [
-        one for one in inspect.signature(fit).parameters if one not in (*theirs, "model", "data")
-    ]
+    taken = {*theirs, "model", "data"}
+    own = [name for name in inspect.signature(fit).parameters if name not in taken]
     unknown = [name for name in options if name not in own]
     if unknown:
         raise TypeError(
             f"fit_here takes the arguments of tmg.fit that Keras does not have: {', '.join(own)}. "
             f"Received: {unknown[0]}={options[unknown[0]]!r}. Give arguments of Keras to model.fit."
+        )
+
+
+def _check_evaluates(options: Mapping[str, Any]) -> None:
+    """Checks that the compiled losses are what the block trains with.
+
+    Raises:
+        CompileError: They are not.
+    """
+    own = [name for name in ("forward", "step") if options.get(name) is not None]
+    if own:
+        raise CompileError(
+            "model.evaluate runs tmg.evaluate inside tmg.fit_here, which computes compiled losses. "
+            f"Received: fit_here with {own[0]}, whose loss it does not know. Write step = "
+            "tmg.make_eval_step(model, None, strategy, forward=forward); logs = step.run(iter("
+            "tmg.distribute_dataset(data, strategy)), steps)."
         )
 
 

@@ -165,7 +165,7 @@ def labelled(data: Any, x: Any, y: Any, function: str = "fit") -> Any:
 
 def _as_structure(arrays: Any) -> Any:
     """Returns a list of arrays, for several inputs or outputs, as a tuple, as Keras does."""
-    if isinstance(arrays, list) and any(hasattr(one, "__array__") for one in arrays):
+    if isinstance(arrays, list) and any(getattr(one, "ndim", 0) for one in arrays):
         return tuple(arrays)
     return arrays
 

@@ -21,10 +21,11 @@ from tfmultigpu.loops.compiled import compile_arguments
 from tfmultigpu.loops.epoch import Trainer
 from tfmultigpu.loops.evaluator import Evaluator
 from tfmultigpu.loops.inputs import is_arrays
-from tfmultigpu.loops.own_methods import METHODS, own_methods
+from tfmultigpu.loops.own_methods import METHODS, own_methods, own_optimizers
 from tfmultigpu.loops.step_cache import get_or_make
 from tfmultigpu.loops.steps_per_call import StepsPerCallTuner
 from tfmultigpu.losses.build_model import prepare_model
+from tfmultigpu.losses.recording import changing_assignments
 from tfmultigpu.steps.batch_function import BatchFunction, Shards
 from tfmultigpu.steps.multi_step import TERMS, LastKey, MultiStep
 from tfmultigpu.steps.train_step import Trained
@@ -111,6 +112,7 @@ class MethodStep:
         self._function = BatchFunction(self._compute, strategy, local_replicas(strategy))
         self._steps = MultiStep(self._function, wide=True)
         self._traced: Any = None
+        self._noted: list[Any] = []
 
     @property
     def trained(self) -> tuple[Trained, ...]:
@@ -125,7 +127,8 @@ class MethodStep:
             function: Any = tf.function(
                 lambda batch: _named_logs(self._run(batch), self._name), autograph=False
             )
-            self._traced = function.get_concrete_function(batch_spec)
+            with changing_assignments(self._note):
+                self._traced = function.get_concrete_function(batch_spec)
         check_scope(self.model.variables, self.strategy, "model")
 
     def totals(self, iterator: Any, steps: int) -> dict[str, Any]:
@@ -138,7 +141,7 @@ class MethodStep:
         if self._eager:
             return self._one_by_one(iterator, steps)
         logs, _, _ = self._steps(iterator, steps)
-        last = {name: value for name, value in logs.items() if isinstance(name, LastKey)}
+        last: dict[str, Any] = {n: value for n, value in logs.items() if isinstance(n, LastKey)}
         return {"steps": logs["steps"], "rows": logs["weight"], **last}
 
     def assigned(self, batch_spec: Any = None) -> list[Any]:
@@ -149,18 +152,31 @@ class MethodStep:
     def states_beside_model(self) -> list[Any]:
         """Returns what the method assigns that is not part of model, metrics or ``optimizer``.
 
-        That is a second optimizer, for example. In eager mode nothing is known.
+        That is a second optimizer, for example. In eager mode only optimizers are known.
         """
+        optimizers = [
+            variable
+            for one in own_optimizers(self.model).values()
+            if one is not self.model.optimizer
+            for variable in one.variables
+        ]
         if self._traced is None:
-            return []
+            return optimizers
         optimizer = self.model.optimizer
         own = [*self.model.variables, *self.model.metrics_variables]
         own += [] if optimizer is None else list(optimizer.variables)
         known = {id(handle) for one in own for handle in self._handles(one)}
-        assigned = {id(handle) for handle in _assigned_handles(self._traced.graph)}
-        found = {id(one.handle): one for one in self._traced.graph.variables}
-        missing = [found.get(key) for key in assigned - known]
-        return [_Unsaved("a variable" if one is None else str(one.name)) for one in missing]
+        names: dict[int, Any] = {id(one.handle): one for one in self._traced.graph.variables}
+        names |= {id(h): one for one in (*optimizers, *self._noted) for h in self._handles(one)}
+        assigned = [id(handle) for handle in _assigned_handles(self._traced.graph)]
+        found = [names.get(key, _Unsaved()) for key in assigned if key not in known]
+        return list({id(one): one for one in found}.values())
+
+    def _note(self, variable: Any, value: Any) -> Any:
+        """Notes a Keras variable that is assigned: a graph knows only what is inside it."""
+        if all(variable is not one for one in self._noted):
+            self._noted.append(variable)
+        return value
 
     def _handles(self, variable: Any) -> list[Any]:
         value = getattr(variable, "value", variable)
@@ -186,19 +202,15 @@ class MethodStep:
 
 
 class _Unsaved(NamedTuple):
-    """A variable that a checkpoint would not hold.
+    """A variable that a checkpoint would not hold, and of which nothing is known.
 
     Attributes:
-        path: Its name.
+        path: Words instead of its name.
         name: The same.
     """
 
-    path: str
-
-    @property
-    def name(self) -> str:
-        """Its name."""
-        return self.path
+    path: str = "a variable without a name"
+    name: str = path
 
 
 def _run_method(model: Any, method: str, strategy: tf.distribute.Strategy, batch: Any) -> Any:
@@ -226,7 +238,7 @@ def _named_logs(logs: Any, name: str) -> dict[str, Any]:
             f"{name} must return a dict of values for the logs, as in Keras. Received: "
             f'{type(logs).__name__}. Write return {{"loss": loss}}.'
         )
-    found: dict[str, Any] = {}
+    found: dict[str, Any] = {}  # In the order of the names.
     for key, value in _flat(logs):
         tensor = tf.convert_to_tensor(value)
         if not (tensor.dtype.is_floating or tensor.dtype.is_integer or tensor.dtype.is_bool):
@@ -439,7 +451,8 @@ def make_method_predictor(
 def _key(model: Any, strategy: tf.distribute.Strategy, method: str) -> Any:
     arguments = id(compile_arguments(model)) if getattr(model, "compiled", False) else None
     variables = tuple((id(one), one.trainable) for one in model.variables)
-    return strategy, arguments, variables, model.run_eagerly, vars(model).get(method)
+    how = model.run_eagerly, model.jit_compile, vars(model).get(method)
+    return strategy, arguments, variables, how
 
 
 def _keyed_after_building(

@@ -10,6 +10,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfmultigpu.data.batch_format import any_rows, unpack_batch
+from tfmultigpu.errors import CompileError
 from tfmultigpu.loops.compiled import compile_arguments
 from tfmultigpu.loops.own_methods import own_methods, refused
 from tfmultigpu.loops.step_cache import build, get_or_make
@@ -76,6 +77,12 @@ def runs_as_in_keras(
     own = own_methods(model, step, "compute_metrics")
     if not own and spec is not None and own_methods(model, "compute_loss"):
         own = [] if own_loss(model, strategy, spec) is not None else ["compute_loss"]
+    if own == ["compute_metrics"] and spec is not None and own_loss(model, strategy, spec):
+        raise CompileError(
+            "compute_metrics runs in the step of Keras, which would train on the sum of what "
+            f"compute_loss returns. Received: {type(model).__name__} with both. Return one number "
+            "from compute_loss: tf.reduce_mean(values); or give metrics to model.compile."
+        )
     if own and strategy.num_replicas_in_sync > 1:
         raise refused(model, own[0], strategy, function)
     return bool(own)

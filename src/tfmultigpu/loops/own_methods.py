@@ -13,7 +13,7 @@ import tensorflow as tf
 from tfmultigpu.errors import CompileError
 from tfmultigpu.strategies.topology import describe
 
-__all__ = ["EVALUATION", "METHODS", "own_methods", "refused"]
+__all__ = ["EVALUATION", "METHODS", "own_methods", "own_optimizers", "refused"]
 
 # Methods that Keras calls in an evaluation.
 EVALUATION = ("test_step", "compute_metrics", "compute_loss")
@@ -68,7 +68,7 @@ def _instead(model: Any, method: str, function: str) -> str:
             "Give metrics to model.compile(metrics=[...]), or return values for the logs from a "
             f"forward:\n{_forward(model, method)}\n{_call(model, function)}"
         )
-    optimizers = _optimizers(model)
+    optimizers = own_optimizers(model)
     if method == "train_step" and len(optimizers) > 1:
         return _chain(model, optimizers)
     return (
@@ -122,14 +122,14 @@ def _chain(model: Any, optimizers: dict[str, Any]) -> str:
     )
 
 
-def _optimizers(model: Any) -> dict[str, Any]:
+def own_optimizers(model: Any) -> dict[str, Any]:
     """Returns the optimizers that a class keeps beside ``model.optimizer``, by attribute."""
     import keras
 
     kind = keras.optimizers.Optimizer
     return {
         name: value
-        for name, value in vars(model).items()
+        for name, value in model.__dict__.items()  # Also of a proxy.
         if isinstance(value, kind) and name != "optimizer" and not name.startswith("_")
     }
 

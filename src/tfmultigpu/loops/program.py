@@ -110,6 +110,12 @@ class Program:
         else:
             strategy = checked_strategy(model, "fit")
             compile_arguments(model)
+            if model.optimizer is None:
+                raise CompileError(
+                    "fit counts steps by the optimizer of the model. Received: "
+                    f"{type(model).__name__} compiled with optimizer=None. Compile it with one of "
+                    "the optimizers that its train_step uses."
+                )
             if runs_as_in_keras(model, strategy, "fit"):
                 _check_options_of_keras(model, options)
         for one in (step, eval_step):

@@ -1,4 +1,4 @@
-"""Models that ``fit`` is training: an evaluation in between leaves the metrics of training alone."""
+"""Models that ``fit`` is training: an evaluation in between leaves their metrics alone."""
 
 from __future__ import annotations
 
