@@ -336,6 +336,45 @@ def test_options_of_our_step_are_refused(kind, option):
     assert not int(model.optimizer.iterations.numpy())
 
 
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_loop_of_its_own_is_not_passed_over(replicas):
+    for purpose in ("train", "test", "predict"):
+        name = f"make_{purpose}_function"
+        own = type("Own", (Base,), {name: lambda self, force=False: None})
+        with strategy_of(replicas).scope():
+            model = compiled(own)
+        calls = {
+            "train": lambda one: tmg.fit(one, X, Y, **FIT),
+            "test": lambda one: tmg.evaluate(one, X, Y),
+            "predict": lambda one: tmg.predict(one, X),
+        }
+        with pytest.raises(tmg.CompileError, match=rf"Own\.{name}\. Write .* {purpose}_step"):
+            calls[purpose](model)
+
+
+def test_metrics_results_of_its_own():
+    class Own(Base):
+        def get_metrics_result(self):
+            return {**super().get_metrics_result(), "one": 1.0}
+
+    model, truth = both(Own)
+    assert_equal(model, truth, tmg.fit(model, X, Y, **FIT), truth.fit(X, Y, **FIT))
+    with strategy_of(2).scope():
+        model = compiled(Own)
+    with pytest.raises(tmg.CompileError, match=r"Own\.get_metrics_result, and Mirrored"):
+        tmg.fit(model, X, Y, **FIT)
+
+
+def test_long_arrays_in_logs_keep_their_order():
+    class Own(Base):
+        def train_step(self, data):
+            return {"each": tf.range(12.0), "table": tf.reshape(tf.range(6), [2, 3])}
+
+    history = tmg.fit(compiled(Own), X, Y, **FIT).history
+    np.testing.assert_array_equal(history["each"][-1], np.arange(12))
+    np.testing.assert_array_equal(history["table"][-1], [[0, 1, 2], [3, 4, 5]])
+
+
 def test_logs_must_be_a_dict_of_numbers():
     for logs, words in (
         (tf.constant(1.0), r"Own\.train_step must return a dict.*Received: \w*Tensor"),

@@ -270,18 +270,19 @@ def _flat(logs: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 def _values(sums: Mapping[str, float]) -> dict[str, Any]:
     """Returns logs by the names that the method gave them."""
-    parts: dict[str, tuple[str, list[float]]] = {}
+    parts: dict[str, tuple[str, dict[int, float]]] = {}
     for key, value in sums.items():
         if key.startswith(_LOG):
-            shape, _, name = key[len(_LOG) :].split(" ", 2)
-            parts.setdefault(name, (shape, []))[1].append(float(value))
+            shape, place, name = key[len(_LOG) :].split(" ", 2)
+            parts.setdefault(name, (shape, {}))[1][int(place)] = float(value)
     return {name: _shaped(*parts[name]) for name in sorted(parts)}
 
 
-def _shaped(shape: str, values: list[float]) -> Any:
+def _shaped(shape: str, values: Mapping[int, float]) -> Any:
     if shape == _NO_SHAPE:
         return values[0]
-    array = np.reshape(np.asarray(values, "float32"), [int(one) for one in shape.split("x")])
+    flat = np.asarray([values[place] for place in sorted(values)], "float32")
+    array = np.reshape(flat, [int(one) for one in shape.split("x")])
     return array.item() if array.size == 1 else array
 
 

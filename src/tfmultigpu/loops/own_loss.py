@@ -12,7 +12,7 @@ import tensorflow as tf
 from tfmultigpu.data.batch_format import any_rows, unpack_batch
 from tfmultigpu.errors import CompileError
 from tfmultigpu.loops.compiled import compile_arguments
-from tfmultigpu.loops.own_methods import own_methods, refused
+from tfmultigpu.loops.own_methods import OWN_METRICS, check_no_loop, own_methods, refused
 from tfmultigpu.loops.step_cache import build, get_or_make
 from tfmultigpu.loops.tracked_metrics import metrics_that_assign
 from tfmultigpu.losses.held_assignments import holding
@@ -74,12 +74,13 @@ def runs_as_in_keras(
         CompileError: It would have to, but there are several replicas.
     """
     step = "train_step" if function == "fit" else "test_step"
-    own = own_methods(model, step, "compute_metrics")
+    check_no_loop(model, step.removesuffix("_step"))
+    own = own_methods(model, step, *OWN_METRICS)
     if not own and spec is not None and own_methods(model, "compute_loss"):
         own = [] if own_loss(model, strategy, spec) is not None else ["compute_loss"]
-    if own == ["compute_metrics"] and spec is not None and own_loss(model, strategy, spec):
+    if own and own[0] != step and spec is not None and own_loss(model, strategy, spec):
         raise CompileError(
-            "compute_metrics runs in the step of Keras, which would train on the sum of what "
+            f"{own[0]} runs in the step of Keras, which would train on the sum of what "
             f"compute_loss returns. Received: {type(model).__name__} with both. Return one number "
             "from compute_loss: tf.reduce_mean(values); or give metrics to model.compile."
         )

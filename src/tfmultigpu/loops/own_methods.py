@@ -13,10 +13,19 @@ import tensorflow as tf
 from tfmultigpu.errors import CompileError
 from tfmultigpu.strategies.topology import describe
 
-__all__ = ["EVALUATION", "METHODS", "own_methods", "own_optimizers", "refused"]
+__all__ = [
+    "EVALUATION",
+    "METHODS",
+    "OWN_METRICS",
+    "check_no_loop",
+    "own_methods",
+    "own_optimizers",
+    "refused",
+]
 
 # Methods that Keras calls in an evaluation.
-EVALUATION = ("test_step", "compute_metrics", "compute_loss")
+OWN_METRICS = ("compute_metrics", "get_metrics_result")
+EVALUATION = ("test_step", *OWN_METRICS, "compute_loss")
 METHODS = ("train_step", *EVALUATION, "predict_step")
 
 
@@ -32,6 +41,25 @@ def own_methods(model: Any, *names: str) -> list[str]:
         for name in names
         if name in vars(model) or _defined(type(model), name) is not _defined(keras.Model, name)
     ]
+
+
+def check_no_loop(model: Any, purpose: str) -> None:
+    """Checks that a model does not replace the loop of Keras, which this library replaces too.
+
+    Args:
+        model: The model.
+        purpose: ``"train"``, ``"test"`` or ``"predict"``.
+
+    Raises:
+        CompileError: It does.
+    """
+    name = f"make_{purpose}_function"
+    if own_methods(model, name):
+        raise CompileError(
+            f"The model replaces {name} of Keras, which makes the loop over batches. This library "
+            f"has its own loop, so it would be passed over. Received: {type(model).__name__}."
+            f"{name}. Write what it does as a {purpose}_step, or a callback."
+        )
 
 
 def refused(
@@ -63,7 +91,7 @@ def _instead(model: Any, method: str, function: str) -> str:
             "without the mean at the end, or a sum and what divides it:\n"
             "    return tmg.LossSum(tf.reduce_sum(values), tf.size(values))"
         )
-    if method == "compute_metrics":
+    if method in OWN_METRICS:
         return (
             "Give metrics to model.compile(metrics=[...]), or return values for the logs from a "
             f"forward:\n{_forward(model, method)}\n{_call(model, function)}"

@@ -14,7 +14,7 @@ import tensorflow as tf
 from tfmultigpu.errors import DataError
 from tfmultigpu.loops.inputs import check_steps, labelled, no_batches, pass_batches
 from tfmultigpu.loops.keras_methods import arrays_as_in_keras, make_method_predictor
-from tfmultigpu.loops.own_methods import own_methods, refused
+from tfmultigpu.loops.own_methods import check_no_loop, own_methods, refused
 from tfmultigpu.loops.pass_callbacks import make_hooks, pass_callbacks
 from tfmultigpu.loops.step_cache import build, checked_strategy, get_or_make
 from tfmultigpu.steps.train import make_predict_step
@@ -76,7 +76,10 @@ def predict(
     import keras
 
     strategy = checked_strategy(model, "predict")
-    own = bool(own_methods(model, "predict_step"))
+    own = False
+    if isinstance(model, keras.Model):
+        check_no_loop(model, "predict")
+        own = bool(own_methods(model, "predict_step"))
     if own and strategy.num_replicas_in_sync > 1:
         raise refused(model, "predict_step", strategy, "predict")
     check_steps(steps)

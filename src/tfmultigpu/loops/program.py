@@ -16,7 +16,7 @@ from tfmultigpu.loops.epoch import Trainer, make_trainer
 from tfmultigpu.loops.evaluator import Evaluator, make_evaluator
 from tfmultigpu.loops.keras_methods import make_method_evaluator, make_method_trainer
 from tfmultigpu.loops.own_loss import own_loss, runs_as_in_keras
-from tfmultigpu.loops.own_methods import EVALUATION, own_methods
+from tfmultigpu.loops.own_methods import EVALUATION, OWN_METRICS, own_methods
 from tfmultigpu.loops.step_cache import build, checked_strategy
 from tfmultigpu.loops.steps_per_call import StepsPerCallTuner
 from tfmultigpu.loops.tracked_metrics import TrackedMetrics, metrics_that_assign
@@ -279,7 +279,7 @@ def _check_options_of_keras(model: Any, options: Mapping[str, tuple[Any, Any]]) 
     acting = [name for name in acting if options[name][0] is not False]
     if acting:
         name = acting[0]
-        own = own_methods(model, "train_step", "compute_metrics", "compute_loss")[0]
+        own = own_methods(model, "train_step", *OWN_METRICS, "compute_loss")[0]
         raise ValueError(
             f"{name} acts in the step of this library, and {own} of the model replaces that. "
             f"Received: {name}={options[name][0]!r}, and {type(model).__name__}.{own}. Leave it "
