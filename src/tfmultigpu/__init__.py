@@ -72,6 +72,7 @@ if TYPE_CHECKING:
     )
     from tfmultigpu.loops.evaluate import evaluate as evaluate
     from tfmultigpu.loops.fit import fit as fit
+    from tfmultigpu.loops.fit_here import fit_here as fit_here
     from tfmultigpu.loops.predict import predict as predict
     from tfmultigpu.losses import LossSum as LossSum, global_mean as global_mean
     from tfmultigpu.losses.loss_sum import loss_sum as loss_sum
@@ -150,6 +151,7 @@ _NAMES = {
     "loops": (
         "evaluate",
         "fit",
+        "fit_here",
         "predict",
     ),
     "losses": (

@@ -16,6 +16,7 @@ from tfmultigpu.optimizers.sharded import owned_variables, reset_averages, swap_
 __all__ = [
     "BatchHooks",
     "adapt_callbacks",
+    "check_are_callbacks",
     "check_callbacks",
     "class_names",
     "count_required_on_all_workers",
@@ -111,6 +112,18 @@ def check_callbacks(callbacks: Any, optimizer: Any) -> None:
                 "from its middle, and saves neither random seeds nor the position in the data. "
                 f"Received: {type(one).__name__}. {_CHECKPOINTS}"
             )
+    check_are_callbacks(to_list(callbacks))
+
+
+def check_are_callbacks(callbacks: Iterable[Any]) -> None:
+    """Checks that everything in a list is a callback.
+
+    Raises:
+        TypeError: An item is not.
+    """
+    import keras
+
+    for one in callbacks:
         if not isinstance(one, keras.callbacks.Callback):
             raise TypeError(
                 f"A callback must be a keras.callbacks.Callback. Received: {one!r} in callbacks."
@@ -215,7 +228,7 @@ class BatchHooks:
 
         Args:
             callbacks: A ``CallbackList``.
-            mode: ``"train"`` or ``"test"``.
+            mode: ``"train"``, ``"test"`` or ``"predict"``.
             steps_per_call: The number the user set: hooks are then called after each call. Or None.
             elapsed: A clock, in seconds.
             agree: Returns the sorted union of the workers' numbers. All workers read logs together,

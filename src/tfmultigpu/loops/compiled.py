@@ -14,27 +14,15 @@ from tfmultigpu.data.batch_format import unpack_batch
 from tfmultigpu.errors import CompileError, DataError, LossError
 from tfmultigpu.losses.build_model import symbolic
 from tfmultigpu.losses.metric_checks import is_from_keras
+from tfmultigpu.losses.objective import ModelLoss
 from tfmultigpu.losses.outputs import match_outputs
 
 __all__ = [
     "Compiled",
-    "check_keeps_methods",
     "check_labels",
     "compile_arguments",
     "read_compiled",
 ]
-
-_FORWARD = "a forward of tmg.make_eval_step: forward(model, batch, training) returns a LossSum"
-_INSTEAD = {
-    "train_step": (
-        "a forward of tmg.make_train_step: forward(model, batch, training) returns a LossSum; call "
-        "step.run(iterator, steps) in your own loop"
-    ),
-    "test_step": _FORWARD,
-    "compute_loss": _FORWARD,
-    "compute_metrics": f"metrics given to model.compile, or update them in {_FORWARD}",
-    "predict_step": "part of the model's call method",
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,25 +75,12 @@ class Compiled:
         return method
 
 
-def check_keeps_methods(model: Any, *methods: str) -> None:
-    """Checks that a model keeps methods of Keras that this library does not call.
-
-    Raises:
-        CompileError: The model replaces one.
-    """
-    import keras
-
-    for name in methods:
-        own = name in vars(model) or getattr(type(model), name) is not getattr(keras.Model, name)
-        if own:
-            raise CompileError(
-                f"The model replaces {name} of Keras. It would run on each replica alone, so its "
-                "result would depend on the sharding of the batch. Received: "
-                f"{type(model).__name__}.{name}. Write it as {_INSTEAD[name]}."
-            )
-
-
-def read_compiled(model: Any, strategy: tf.distribute.Strategy, batch_spec: Any) -> Compiled:
+def read_compiled(
+    model: Any,
+    strategy: tf.distribute.Strategy,
+    batch_spec: Any,
+    own_loss: ModelLoss | None = None,
+) -> Compiled:
     """Returns the losses and metrics of a model, resolved for the shapes of a batch as in Keras.
 
     Creates the metrics that Keras would create in its first training, in the scope. They are the
@@ -115,6 +90,7 @@ def read_compiled(model: Any, strategy: tf.distribute.Strategy, batch_spec: Any)
         model: A Keras model, built.
         strategy: Its strategy.
         batch_spec: Type specs of a batch.
+        own_loss: The ``compute_loss`` of the model, which replaces the compiled losses, or None.
 
     Raises:
         CompileError: The model was not compiled.
@@ -124,6 +100,30 @@ def read_compiled(model: Any, strategy: tf.distribute.Strategy, batch_spec: Any)
     x, y_true, _ = unpack_batch(batch_spec)
     y_pred = _outputs(model, x)
     _check_flat(y_pred)
+    losses: Any = own_loss
+    weights = None
+    if own_loss is None:
+        losses, weights = _match_losses(model, arguments, y_true, y_pred)
+    container: Any = None
+    plain: list[list[Any]] = []
+    weighted: list[list[Any]] = []
+    keys = None
+    # Keras keeps the metrics of the previous compile if the last one had none.
+    if arguments.get("metrics") or arguments.get("weighted_metrics"):
+        with strategy.scope():
+            container, plain, weighted, keys = _compat.compiled_metrics(model, y_true, y_pred)
+    return Compiled(
+        losses,
+        weights,
+        _by_output(plain, y_pred, keys),
+        _by_output(weighted, y_pred, keys),
+        arguments,
+        container,
+    )
+
+
+def _match_losses(model: Any, arguments: Any, y_true: Any, y_pred: Any) -> tuple[Any, Any]:
+    """Returns the losses and loss weights of a compiled model, by output if there are several."""
     losses, weights = arguments.get("loss"), arguments.get("loss_weights")
     names = getattr(model, "output_names", None)
     outputs = match_outputs(
@@ -141,22 +141,7 @@ def read_compiled(model: Any, strategy: tf.distribute.Strategy, batch_spec: Any)
         found = [(one.name, loss, one.factor) for one, loss in zip(outputs, each, strict=True)]
         losses = {name: loss for name, loss, _ in found if loss is not None} or None
         weights = {name: factor for name, loss, factor in found if losses and name in losses}
-    container: Any = None
-    plain: list[list[Any]] = []
-    weighted: list[list[Any]] = []
-    keys = None
-    # Keras keeps the metrics of the previous compile if the last one had none.
-    if arguments.get("metrics") or arguments.get("weighted_metrics"):
-        with strategy.scope():
-            container, plain, weighted, keys = _compat.compiled_metrics(model, y_true, y_pred)
-    return Compiled(
-        losses,
-        weights,
-        _by_output(plain, y_pred, keys),
-        _by_output(weighted, y_pred, keys),
-        arguments,
-        container,
-    )
+    return losses, weights
 
 
 def check_labels(model: Any, batch_spec: Any) -> None:

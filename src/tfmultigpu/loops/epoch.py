@@ -14,12 +14,14 @@ import tensorflow as tf
 from tfmultigpu.loops.callbacks import BatchHooks
 from tfmultigpu.loops.compiled import compile_arguments, read_compiled
 from tfmultigpu.loops.epoch_iterator import EpochIterator
-from tfmultigpu.loops.evaluate import as_keras
+from tfmultigpu.loops.evaluator import as_keras
+from tfmultigpu.loops.own_loss import own_loss
 from tfmultigpu.loops.step_cache import build, get_or_make
 from tfmultigpu.loops.steps_per_call import StepsPerCallTuner
-from tfmultigpu.loops.tracked_metrics import EpochMetrics
+from tfmultigpu.loops.tracked_metrics import EpochMetrics, with_own_metrics
 from tfmultigpu.loops.worker_agreement import has_several_workers, value_of_chief
 from tfmultigpu.steps.chain import ChainedStep
+from tfmultigpu.steps.multi_step import LastKey
 from tfmultigpu.steps.train import TrainStep, make_train_step
 
 __all__ = ["Trainer", "make_trainer"]
@@ -57,7 +59,8 @@ class Trainer:
             epoch_iterator: The batches.
             hooks: The batch hooks of the callbacks.
             first: Number of the first batch.
-            sums: Sums over the batches of the epoch so far; updated by this call.
+            sums: Sums over the batches of the epoch so far, and under a ``LastKey`` the value of
+                the last one; updated by this call.
             steps_per_call: Steps in a call; None lets the tuner choose.
             stops: Whether a callback had asked to stop before the epoch.
             stopped: Returns whether to stop; called after each call of steps. Its argument says
@@ -75,9 +78,10 @@ class Trainer:
             found = self.step.totals(epoch_iterator.iterator, asked)
             # int() waits for the devices, so the time is right and Ctrl-C is handled here.
             ran = int(found.pop("steps"))
-            for name, value in found.items():
-                sums[name] = sums.get(name, 0.0) + float(value)
             if ran:
+                for name, value in found.items():
+                    before = 0.0 if isinstance(name, LastKey) else sums.get(name, 0.0)
+                    sums[name] = before + float(value)
                 clock.note(ran, time.perf_counter() - began)
                 done += ran
                 hooks.ran(ran)
@@ -88,6 +92,10 @@ class Trainer:
             return None
         logs = self.logs(sums)
         hooks.finish(done - 1, logs)
+        return self.epoch_logs(logs)
+
+    def epoch_logs(self, logs: dict[str, Any]) -> dict[str, Any]:
+        """Returns the logs of an epoch, from those after its last batch: the same."""
         return logs
 
     def logs(self, sums: Mapping[str, float]) -> dict[str, Any]:
@@ -146,7 +154,8 @@ def make_trainer(
     """
 
     def make() -> Trainer:
-        compiled = read_compiled(model, strategy, spec)
+        own = own_loss(model, strategy, spec)
+        compiled = read_compiled(model, strategy, spec, None if own is None else own.loss)
         step = make_train_step(
             weakref.proxy(model),
             model.optimizer,
@@ -158,7 +167,7 @@ def make_trainer(
             **options,
         )
         tuner = StepsPerCallTuner(functools.partial(value_of_chief, strategy))
-        return Trainer(compiled, step, tuner)
+        return Trainer(with_own_metrics(compiled, () if own is None else own.metrics), step, tuner)
 
     build(model, strategy, spec)
     # A new compile or a new layer needs a new step; the step itself handles frozen layers.

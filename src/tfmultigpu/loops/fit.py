@@ -26,7 +26,9 @@ from tfmultigpu.loops.compiled import compile_arguments
 from tfmultigpu.loops.epoch import Clock
 from tfmultigpu.loops.fit_state import FitState, restored_start
 from tfmultigpu.loops.inputs import check_steps, labelled, no_batches, with_weights
+from tfmultigpu.loops.keras_methods import arrays_as_in_keras
 from tfmultigpu.loops.program import Program
+from tfmultigpu.loops.running_fits import training
 from tfmultigpu.loops.steps_per_call import check_steps_per_call
 from tfmultigpu.loops.training_data import make_epoch_iterator, split_off
 from tfmultigpu.loops.validation import Validation
@@ -127,9 +129,10 @@ def fit(
         The ``keras.callbacks.History``; ``history.history`` has the logs of each epoch.
 
     Raises:
-        CompileError: The model is not compiled, or replaces ``train_step``, ``compute_loss`` or
-            ``compute_metrics``; a callback works only in Keras' own ``fit``, or uses an optimizer
-            that the ``step`` does not train with; or there is nothing to validate with.
+        CompileError: The model is not compiled, or replaces ``train_step`` or another method of
+            Keras that cannot run on several replicas; a callback works only in Keras' own ``fit``,
+            or uses an optimizer that the ``step`` does not train with; or there is nothing to
+            validate with.
         ScopeError: The model, its optimizer or a metric was created outside the scope.
         DataError: The data is infinite and ``steps_per_epoch`` is None, is empty, is of an unknown
             kind, or does not fit another argument.
@@ -156,19 +159,20 @@ def fit(
     check_steps_per_call(steps_per_call)
     check_verify(verify)
     data = labelled(data, x, y)
+    options = {
+        "micro_batches": (micro_batches, 1),
+        "clip_norm": (clip_norm, None),
+        "loss_scale": (loss_scale, None),
+        "shard_update": (shard_update, "auto"),
+        "verify": (verify, "first"),
+    }
     program = Program.of(
         model,
         forward=forward,
         eval_forward=eval_forward,
         step=step,
         eval_step=eval_step,
-        options={
-            "micro_batches": (micro_batches, 1),
-            "clip_norm": (clip_norm, None),
-            "loss_scale": (loss_scale, None),
-            "shard_update": (shard_update, "auto"),
-            "verify": (verify, "first"),
-        },
+        options=options,
     )
     strategy = program.strategy
     unused = "eval_step" if eval_step is not None else "eval_forward" if eval_forward else None
@@ -214,6 +218,7 @@ def fit(
     )
     if sample_weight is not None:
         data = with_weights(data, sample_weight)
+    data, validation_data = (arrays_as_in_keras(model, one) for one in (data, validation_data))
     if validation_split and validation_data is None:
         data, validation_data = split_off(data, validation_split)
     seed = int(value_of_chief(strategy, random.randrange(2**31)))
@@ -231,7 +236,7 @@ def fit(
         class_weight=class_weight,
         shares=shares,
     )
-    program.check_labels(spec)
+    program.check_batches(spec, options)
     validation = Validation.of(
         validation_data,
         validation_freq,
@@ -273,7 +278,7 @@ def fit(
     if validation is not None:
         epoch_iterator.after_skipped_epochs(validation.skip, initial_epoch)
     model.stop_training = False
-    with on_exit(callback_list):
+    with on_exit(callback_list), training(model, trainer.metrics):
         with state.beginning():
             callback_list.on_train_begin()
         position = resume_at(callback_list)

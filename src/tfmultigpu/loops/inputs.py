@@ -134,8 +134,14 @@ def is_arrays(data: Any) -> bool:
     )
 
 
-def labelled(data: Any, x: Any, y: Any) -> Any:
+def labelled(data: Any, x: Any, y: Any, function: str = "fit") -> Any:
     """Returns the data of a call with Keras' arguments ``x`` and ``y``.
+
+    Args:
+        data: The argument ``data``.
+        x: The argument ``x``.
+        y: The argument ``y``.
+        function: The name of the called function.
 
     Raises:
         DataError: Labels are given beside data that holds them.
@@ -144,17 +150,25 @@ def labelled(data: Any, x: Any, y: Any) -> Any:
     if (data is None) == (x is None):
         raise TypeError(
             "fit, evaluate and predict take one data argument. Received: "
-            f"{'none' if x is None else 'data beside x'}. Write tmg.fit(model, data)."
+            f"{'none' if x is None else 'data beside x'}. Write tmg.{function}(model, data)."
         )
     data = x if data is None else data
     if y is None:
         return data
+    data, y = (_as_structure(one) for one in (data, y))
     if not is_arrays(data):
         raise DataError(
             "y works only for arrays. Received: y with data of type "
             f"{type(data).__name__}. Let the dataset yield (x, y)."
         )
     return data, y
+
+
+def _as_structure(arrays: Any) -> Any:
+    """Returns a list of arrays, for several inputs or outputs, as a tuple, as Keras does."""
+    if isinstance(arrays, list) and any(getattr(one, "ndim", 0) for one in arrays):
+        return tuple(arrays)
+    return arrays
 
 
 def with_weights(data: Any, sample_weight: Any) -> Any:

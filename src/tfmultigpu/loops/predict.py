@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import weakref
 from collections import deque
@@ -12,7 +13,10 @@ import tensorflow as tf
 
 from tfmultigpu.data.other_packages import read_tables
 from tfmultigpu.errors import DataError
-from tfmultigpu.loops.inputs import check_steps, no_batches, pass_batches
+from tfmultigpu.loops.inputs import check_steps, labelled, no_batches, pass_batches
+from tfmultigpu.loops.keras_methods import arrays_as_in_keras, make_method_predictor
+from tfmultigpu.loops.own_methods import check_no_loop, own_methods, refused
+from tfmultigpu.loops.pass_callbacks import make_hooks, pass_callbacks
 from tfmultigpu.loops.step_cache import build, checked_strategy, get_or_make
 from tfmultigpu.steps.train import make_predict_step
 from tfmultigpu.steps.value_agreement import check_values_alike
@@ -26,10 +30,13 @@ _AHEAD = 2
 
 def predict(
     model: Any,
-    data: Any,
+    data: Any = None,
     *,
+    x: Any = None,
     batch_size: int | None = None,
     steps: int | None = None,
+    callbacks: Any = (),
+    verbose: int | str = 0,
     verify: bool | str = "first",
 ) -> Any:
     """Predicts every example once, in the order of the data.
@@ -42,8 +49,11 @@ def predict(
         data: An array ``x``, or a dict or list of arrays for several inputs; or an argument or
             result of ``distribute_dataset``. Batches ``(x, y)`` or ``(x, y, sample_weight)`` are
             valid too; only x is used.
+        x: Another name for ``data``, as in Keras.
         batch_size: Examples in a global batch, for arrays only; None means 32.
         steps: The largest number of batches; None means all.
+        callbacks: Keras callbacks, whose ``on_predict_...`` hooks are called.
+        verbose: 0, 1 (a progress bar), 2 (a line) or ``"auto"``, which is 1. Only the chief prints.
         verify: See ``make_predict_step``.
 
     Returns:
@@ -51,7 +61,7 @@ def predict(
         dtypes (text as bytes). Ragged and sparse outputs stay tensors.
 
     Raises:
-        CompileError: The model replaces ``predict_step``.
+        CompileError: The model replaces ``predict_step`` and is on several replicas.
         ScopeError: The model was created outside the scope.
         DataError: The data is infinite and ``steps`` is None, is empty, or is of an unknown kind;
             or the outputs of the batches have different shapes.
@@ -64,23 +74,47 @@ def predict(
         [[1.0], [5.0], [9.0]]
     """
     check_backend()
-    strategy = checked_strategy(model, "predict", "predict_step")
+    import keras
+
+    strategy = checked_strategy(model, "predict")
+    own = False
+    if isinstance(model, keras.Model):
+        check_no_loop(model, "predict")
+        own = bool(own_methods(model, "predict_step"))
+    if own and strategy.num_replicas_in_sync > 1:
+        raise refused(model, "predict_step", strategy, "predict")
     check_steps(steps)
-    data = read_tables(data)
+    data = read_tables(labelled(data, x, None, "predict"))
     if isinstance(data, list) and any(tf.is_tensor(i) or hasattr(i, "__array__") for i in data):
         data = (tuple(data),)  # Several inputs, as in Keras; a tuple would be (x, y).
+    data = arrays_as_in_keras(model, data)
     batches = pass_batches(data, strategy, batch_size, steps)
-    step = _predictor(model, strategy, batches.element_spec, verify)
+    make = make_method_predictor if own else functools.partial(_predictor, verify=verify)
+    step = make(model, strategy, batches.element_spec)
     check_values_alike(strategy, model)
     waiting: deque[Any] = deque()
     outputs: list[Any] = []
-    for batch in itertools.islice(batches, steps):
-        waiting.append(step(batch))
+    listed = pass_callbacks(
+        callbacks, model, strategy, data=data, batches=batches, steps=steps, verbose=verbose
+    )
+    if isinstance(model, keras.Model):
+        model.stop_predicting = False
+    listed.on_predict_begin()
+    hooks = make_hooks(listed, "predict", model, strategy)
+    for number, batch in enumerate(itertools.islice(batches, steps)):
+        hooks.before(number, 1)
+        found = step(batch)
+        waiting.append(found)
+        hooks.ran(1)
+        hooks.after(number, functools.partial(dict, outputs=found))
         if len(waiting) > _AHEAD:
             outputs.append(_to_host(waiting.popleft()))
+        if hooks.stopped():
+            break
     outputs.extend(_to_host(output) for output in waiting)
     if not outputs:
         raise no_batches(data)
+    listed.on_predict_end()
     return tf.nest.map_structure(_join, *outputs)
 
 

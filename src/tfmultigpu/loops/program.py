@@ -13,7 +13,10 @@ import tensorflow as tf
 from tfmultigpu.errors import CompileError, LossError, ScopeError
 from tfmultigpu.loops.compiled import check_labels, compile_arguments
 from tfmultigpu.loops.epoch import Trainer, make_trainer
-from tfmultigpu.loops.evaluate import UNUSED_METHODS, Evaluator, make_evaluator
+from tfmultigpu.loops.evaluator import Evaluator, make_evaluator
+from tfmultigpu.loops.keras_methods import make_method_evaluator, make_method_trainer
+from tfmultigpu.loops.own_loss import own_loss, runs_as_in_keras
+from tfmultigpu.loops.own_methods import EVALUATION, OWN_METRICS, own_methods
 from tfmultigpu.loops.step_cache import build, checked_strategy
 from tfmultigpu.loops.steps_per_call import StepsPerCallTuner
 from tfmultigpu.loops.tracked_metrics import TrackedMetrics, metrics_that_assign
@@ -25,7 +28,7 @@ from tfmultigpu.steps.train import make_train_step
 from tfmultigpu.steps.train_step import Trained, TrainStep
 from tfmultigpu.strategies.topology import describe, strategy_of
 
-__all__ = ["Program"]
+__all__ = ["Program", "evaluator_of"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +73,8 @@ class Program:
             options: Options of ``make_train_step``: what was given, and the default.
 
         Raises:
-            CompileError: The model is not compiled, or replaces a method of Keras.
+            CompileError: The model is not compiled, or replaces a method of Keras and is on several
+                replicas.
             LossError: There are a ``forward`` and compiled losses or metrics.
             ScopeError: A step runs on another strategy than that of the model.
             TypeError: A step is not a step, or a forward not a function.
@@ -97,10 +101,9 @@ class Program:
                     f"{name} must be a function f(model, batch, training). Received: "
                     f"{name}={function!r}. For a Keras loss, write model.compile(optimizer, loss)."
                 )
-        methods = () if eval_step is not None or eval_forward is not None else UNUSED_METHODS
         if step is not None:
             step = _as_one(step)
-            changed = [name for name, (given, default) in options.items() if given != default]
+            changed = _changed(options)
             if changed:
                 raise ValueError(
                     f"A step has its own options. Received: {changed[0]}="
@@ -112,8 +115,16 @@ class Program:
             _check_only_optimizer(model)
             eval_forward = forward if eval_forward is None and eval_step is None else eval_forward
         else:
-            strategy = checked_strategy(model, "fit", "train_step", *methods)
+            strategy = checked_strategy(model, "fit")
             compile_arguments(model)
+            if model.optimizer is None:
+                raise CompileError(
+                    "fit counts steps by the optimizer of the model. Received: "
+                    f"{type(model).__name__} compiled with optimizer=None. Compile it with one of "
+                    "the optimizers that its train_step uses."
+                )
+            if runs_as_in_keras(model, strategy, "fit"):
+                _check_options_of_keras(model, options)
         for one in (step, eval_step):
             if one is not None and one.strategy is not strategy:
                 raise ScopeError(
@@ -161,9 +172,31 @@ class Program:
                 "make_train_step."
             )
 
-    def check_labels(self, spec: Any) -> None:
-        """Checks that training batches have the labels that compiled losses need."""
-        if self.is_compiled:
+    def runs_as_in_keras(self, spec: Any = None) -> bool:
+        """Returns whether the model trains by a ``train_step`` that it replaces.
+
+        Args:
+            spec: The type specs of a batch; None leaves ``compute_loss`` for a later call.
+        """
+        return self.is_compiled and runs_as_in_keras(self.model, self.strategy, "fit", spec)
+
+    def check_batches(self, spec: Any, options: Mapping[str, tuple[Any, Any]]) -> None:
+        """Checks that training batches have the labels that compiled losses need.
+
+        Args:
+            spec: The type specs of a batch.
+            options: See ``of``.
+
+        Raises:
+            CompileError: ``compute_loss`` of the model cannot run on several replicas.
+            DataError: There are no labels.
+            ValueError: An option cannot act in a ``train_step`` of Keras.
+        """
+        if not self.is_compiled:
+            return
+        if self.runs_as_in_keras(spec):
+            _check_options_of_keras(self.model, options)
+        elif own_loss(self.model, self.strategy, spec) is None:
             check_labels(self.model, spec)
 
     def make_trainer(self, spec: Any, **options: Any) -> Trainer:
@@ -173,6 +206,8 @@ class Program:
             spec: The type specs of a batch.
             options: Arguments for ``make_train_step``.
         """
+        if self.runs_as_in_keras(spec):
+            return make_method_trainer(self.model, self.strategy, spec)
         if self.is_compiled:
             return make_trainer(self.model, self.strategy, spec, **options)
         step = self.step
@@ -198,20 +233,34 @@ class Program:
         """
         if self.eval_step is not None or self.eval_forward is not None:
             return
-        if self.step is not None and not (
+        if (
+            getattr(self.model, "compiled", False)
+            and own_methods(self.model, *EVALUATION)
+            and (
+                runs_as_in_keras(self.model, self.strategy, "evaluate", spec)
+                or own_loss(self.model, self.strategy, spec) is not None
+            )
+        ):
+            return
+        own = self.step is not None or self.runs_as_in_keras()
+        if own and not (
             getattr(self.model, "compiled", False) and compile_arguments(self.model).get("loss")
         ):
             raise CompileError(
                 "fit was given a step and validation data, but nothing to validate with. Received: "
                 f"model {self.model.name!r} without a compiled loss. Give eval_step="
                 "tmg.make_eval_step(model, loss, strategy), or eval_forward."
+                if self.step is not None
+                else "The model replaces train_step of Keras, but has nothing to validate with. "
+                f"Received: {type(self.model).__name__} without a compiled loss and without "
+                "test_step. Write a test_step, or compile it with a loss."
             )
         check_labels(self.model, spec)
 
     def make_evaluator(self, spec: Any, verify: bool | str) -> Evaluator:
         """Returns the ``Evaluator`` for validation batches of these types."""
         if self.eval_step is None and self.eval_forward is None:
-            return make_evaluator(self.model, self.strategy, spec, verify)
+            return evaluator_of(self.model, self.strategy, spec, verify)
         step = self._eval_step(verify)
         return Evaluator(TrackedMetrics(step.metrics), step)
 
@@ -232,6 +281,43 @@ class Program:
     @functools.cached_property
     def _made(self) -> dict[str, EvalStep]:
         return {}
+
+
+def evaluator_of(
+    model: Any, strategy: tf.distribute.Strategy, spec: Any, verify: bool | str
+) -> Evaluator:
+    """Returns the ``Evaluator`` of a compiled model: by our step, or by its own ``test_step``.
+
+    Raises:
+        CompileError: The model replaces a method that cannot run on several replicas.
+        DataError: The batches have no labels, which the compiled losses or metrics need.
+    """
+    if runs_as_in_keras(model, strategy, "evaluate", spec):
+        return make_method_evaluator(model, strategy, spec)
+    if own_loss(model, strategy, spec) is None:
+        check_labels(model, spec)
+    return make_evaluator(model, strategy, spec, verify)
+
+
+def _changed(options: Mapping[str, tuple[Any, Any]]) -> list[str]:
+    return [name for name, (given, default) in options.items() if given != default]
+
+
+def _check_options_of_keras(model: Any, options: Mapping[str, tuple[Any, Any]]) -> None:
+    """Checks that no option is given that a ``train_step`` of Keras does not know.
+
+    ``verify`` compares replicas, of which there is one, and ``shard_update=False`` is what it does.
+    """
+    acting = [name for name in _changed(options) if name != "verify"]
+    acting = [name for name in acting if options[name][0] is not False]
+    if acting:
+        name = acting[0]
+        own = own_methods(model, "train_step", *OWN_METRICS, "compute_loss")[0]
+        raise ValueError(
+            f"{name} acts in the step of this library, and {own} of the model replaces that. "
+            f"Received: {name}={options[name][0]!r}, and {type(model).__name__}.{own}. Leave it "
+            "out, or write the loss as a forward: tmg.fit(model, data, forward=forward)."
+        )
 
 
 def _as_one(step: Any) -> TrainStep | ChainedStep:

@@ -10,7 +10,6 @@ import tensorflow as tf
 
 from tfmultigpu.clusters.process_state import process_state
 from tfmultigpu.errors import ScopeError
-from tfmultigpu.loops.compiled import check_keeps_methods
 from tfmultigpu.losses.build_model import prepare_model
 from tfmultigpu.strategies.scopes import check_kinds
 from tfmultigpu.strategies.topology import describe, is_default, strategy_of
@@ -39,16 +38,14 @@ def build(model: Any, strategy: tf.distribute.Strategy, batch_spec: Any) -> None
         prepare_model(model, strategy, batch_spec)
 
 
-def checked_strategy(model: Any, function: str, *methods: str) -> tf.distribute.Strategy:
+def checked_strategy(model: Any, function: str) -> tf.distribute.Strategy:
     """Returns the strategy whose scope a model was created in.
 
     Args:
         model: The user's model.
         function: The name of the called function.
-        methods: Methods of Keras that the model must not replace.
 
     Raises:
-        CompileError: The model replaces one of them.
         ScopeError: The caller is in the scope of another strategy; or the model is outside every
             scope, although a strategy with several replicas exists.
         TypeError: It is not a model.
@@ -56,7 +53,6 @@ def checked_strategy(model: Any, function: str, *methods: str) -> tf.distribute.
     import keras
 
     if isinstance(model, keras.Model):
-        check_keeps_methods(model, *methods)
         own = strategy_of(model)
         if tf.distribute.has_strategy() and tf.distribute.get_strategy() is not own:
             raise ScopeError(

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import time
 from collections.abc import Collection
 from typing import Any
 
 from tfmultigpu.arguments import check_count
 from tfmultigpu.data.passes import Replay, read_over, replay_of
 from tfmultigpu.data.sharded_dataset import ShardedDataset
-from tfmultigpu.loops.callbacks import BatchHooks
-from tfmultigpu.loops.inputs import check_steps, is_arrays, no_batches, pass_batches
+from tfmultigpu.loops.inputs import check_steps, is_arrays, pass_batches
+from tfmultigpu.loops.pass_callbacks import evaluated
 from tfmultigpu.loops.program import Program
-from tfmultigpu.loops.worker_agreement import any_worker, has_several_workers, union
 
 __all__ = ["Validation"]
 
@@ -89,30 +87,6 @@ class Validation:
         """Evaluates the model; returns the logs with ``val_`` before their names."""
         spec = self.batches.element_spec
         evaluator = self.program.make_evaluator(spec, self.verify)
-        self.program.model.stop_evaluating = False
-        callbacks.on_test_begin()
-        logs = evaluator(self.batches, self.steps, self._make_hooks(callbacks))
-        if logs is None:
-            raise no_batches(self.data)
-        callbacks.on_test_end(logs)
-        return {f"val_{name}": value for name, value in logs.items()}
-
-    def _make_hooks(self, callbacks: Any) -> BatchHooks:
         model, strategy = self.program.model, self.program.strategy
-        several = has_several_workers(strategy)
-
-        def stopping() -> bool:
-            wanted = bool(model.stop_evaluating)
-            return any_worker(strategy, wanted) if several else wanted
-
-        hooks = BatchHooks(
-            callbacks,
-            "test",
-            steps_per_call=None,
-            # Several workers have no common clock, so their callbacks are never called by time.
-            elapsed=float if several else time.perf_counter,
-            agree=functools.partial(union, strategy),
-            stopping=stopping,
-        )
-        hooks.begin_epoch(stopping())
-        return hooks
+        logs = evaluated(evaluator, self.batches, self.steps, callbacks, model, strategy, self.data)
+        return {f"val_{name}": value for name, value in logs.items()}

@@ -27,7 +27,21 @@ from tfmultigpu.losses.outputs import Output, match_outputs
 from tfmultigpu.losses.recording import recording_added_losses
 from tfmultigpu.strategies.scopes import all_layers
 
-__all__ = ["Layout", "MeanKey", "Objective", "is_loss", "regularization", "stack"]
+__all__ = ["Layout", "MeanKey", "ModelLoss", "Objective", "is_loss", "regularization", "stack"]
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelLoss:
+    """Whole loss of a model, which may depend on the inputs: ``compute_loss`` of a model.
+
+    Weight regularization and losses that layers add are part of it only if ``compute`` adds them.
+
+    Attributes:
+        compute: ``f(x, y, y_pred, sample_weight, training)``, which returns one value per row or a
+            ``LossSum``.
+    """
+
+    compute: Callable[[Any, Any, Any, Any, bool], Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +50,7 @@ class Objective:
 
     Attributes:
         model: The Keras model.
-        losses: One Keras loss, or a dict or list of them, or None.
+        losses: One Keras loss, a dict or list of them, a ``ModelLoss``, or None.
         loss_weights: Factors of the outputs' losses, or None.
         forward: ``f(model, batch, training)`` in place of a loss, or None.
         given: The first argument of ``forward``: the model or the models, as the user gave them.
@@ -88,7 +102,9 @@ class Objective:
                 "Give either loss or forward, not both: forward returns the LossSum itself. "
                 f"Received: loss={loss!r} and forward={forward!r}."
             )
-        losses = tf.nest.map_structure(lambda one: None if one is None else as_loss(one), loss)
+        losses = loss
+        if not isinstance(loss, ModelLoss):
+            losses = tf.nest.map_structure(lambda one: None if one is None else as_loss(one), loss)
         chosen = None if variables is None else check_variables(variables, whole)
         return cls(whole, losses, loss_weights, forward, model, chosen, AddedLosses())
 
@@ -144,11 +160,21 @@ class Objective:
                 x, y, weight = unpack_batch(shard)
                 names = getattr(self.model, "output_names", None)
                 y_pred = self.model(x, training=training)
+                if isinstance(self.losses, ModelLoss):
+                    outputs = match_outputs(y, y_pred, weight, None, names=names)
+                    found = self.losses.compute(x, y, y_pred, weight, training)
+                    return [_whole_term(found)], outputs, []
                 outputs = match_outputs(y, y_pred, weight, self.losses, self.loss_weights, names)
                 terms = [_output_term(output) for output in outputs if output.loss is not None]
         # As in Keras, another model that the loss calls does not add to this loss.
         own = {id(layer) for layer in all_layers(self.model)} if recorded else set()
         return terms, outputs, [value for layer, value in recorded if id(layer) in own]
+
+    def regularization(self, variables: Sequence[Any]) -> tuple[Any, list[Any]]:
+        """Returns the weight regularization and its gradient; none beside a ``ModelLoss``."""
+        if isinstance(self.losses, ModelLoss):
+            return tf.zeros([]), [None] * len(variables)
+        return regularization(variables)
 
     def _added_by_layers(self, shard: Any, training: bool) -> list[Any]:
         return self._call(shard, training)[2]
@@ -343,6 +369,20 @@ def _output_term(output: Output) -> LossTerm:
     return dataclasses.replace(term, name=output.name, factor=output.factor)
 
 
+def _whole_term(result: Any) -> LossTerm:
+    if isinstance(result, LossSum):
+        return _forward_term("the loss", result, "compute_loss")
+    values = tf.convert_to_tensor(result)
+    if not values.shape.rank:
+        raise LossError(
+            "compute_loss must return one value per row, or a LossSum. Received: shape "
+            f"{tuple(values.shape) if values.shape.rank is not None else None}. Leave out the mean "
+            "at its end, or return tmg.LossSum(tf.reduce_sum(values), tf.size(values))."
+        )
+    total = tf.reduce_sum(values)
+    return LossTerm(total, tf.cast(tf.size(values), total.dtype))
+
+
 def _forward_terms(result: Any) -> list[LossTerm]:
     """Returns the loss that ``forward`` returned, and the values for the logs beside it."""
     values: Any = {}
@@ -378,12 +418,12 @@ def _logged(name: str, value: Any) -> LossTerm:
 _LOGS = ("loss", "weight", "gradient_norm", "skipped", "loss_scale", "steps", "rows", "terms")
 
 
-def _forward_term(what: str, result: LossSum) -> LossTerm:
+def _forward_term(what: str, result: LossSum, source: str = "forward") -> LossTerm:
     total = tf.convert_to_tensor(result.sum)
     if total.shape.rank != 0:
         raise LossError(
             f"The sum in a LossSum is a scalar. Received: shape {tuple(total.shape)} for {what} "
-            "from forward. Write tf.reduce_sum(values)."
+            f"from {source}. Write tf.reduce_sum(values)."
         )
     weight = tf.cast(result.weight, total.dtype)
     return LossTerm(total, weight, fixed=isinstance(result, FixedLossSum))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,7 +21,7 @@ from tfmultigpu.losses.metrics import (
     holds_what_counts,
     update_metrics,
 )
-from tfmultigpu.losses.objective import Layout, Objective, regularization, stack
+from tfmultigpu.losses.objective import Layout, Objective, stack
 from tfmultigpu.steps.batch_function import BatchFunction, Shards
 from tfmultigpu.steps.multi_step import TERMS, MultiStep
 from tfmultigpu.steps.random_draws import ReplicaRows, drawing_rows
@@ -280,7 +281,7 @@ class EvalStep(NotCopied):
         return sum_over_replicas(self.strategy, local)[0][0]
 
     def _regularized(self, logs: dict[str, Any]) -> dict[str, Any]:
-        penalty, _ = regularization(self._objective.model.trainable_variables)
+        penalty, _ = self._objective.regularization(self._objective.model.trainable_variables)
         return {**logs, "loss": logs["loss"] + penalty}
 
     def _replica(self, shards: Shards, seeds: GlobalSeeds, shard: Any, weight: Any) -> tf.Tensor:
@@ -312,6 +313,10 @@ class _Prediction:
     def __call__(self, batch: Any, training: bool) -> tuple[list[Any], Any]:
         """Returns no terms, and the predictions."""
         return [], self.model(unpack_batch(batch)[0], training=training)
+
+    def regularization(self, variables: Sequence[Any]) -> tuple[Any, list[Any]]:
+        """Returns none: it is part of a loss."""
+        return tf.zeros([]), [None] * len(variables)
 
 
 class PredictStep(NotCopied):

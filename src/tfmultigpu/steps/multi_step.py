@@ -260,7 +260,11 @@ def _logs(
     # Without weight there is still regularisation, which is in every step's loss.
     logs["loss"] = tf.where(weight > 0, loss, plain / tf.cast(done, tf.float64))
     logs = {name: tf.cast(value, sums_in) for name, value in logs.items()}
-    ends = {name: tf.cast(last[i], tf.float32) for i, name in enumerate(last_names)}
+    # Under a `LastKey` there may be a count, for which float32 is too small.
+    ends = {
+        name: tf.cast(last[i], sums_in if isinstance(name, LastKey) else tf.float32)
+        for i, name in enumerate(last_names)
+    }
     return {"steps": done, **logs, **ends}
 
 

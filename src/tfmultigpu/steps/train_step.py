@@ -17,7 +17,7 @@ import tensorflow as tf
 
 from tfmultigpu.losses.build_model import prepare_model
 from tfmultigpu.losses.held_assignments import assign_held, holding
-from tfmultigpu.losses.objective import MeanKey, Objective, is_loss, regularization
+from tfmultigpu.losses.objective import MeanKey, Objective, is_loss
 from tfmultigpu.optimizers.gradients import all_finite, clipped, combined, global_norm, unscaled
 from tfmultigpu.optimizers.loss_scaling import LossScale, make_loss_scale, unwrap_optimizer
 from tfmultigpu.optimizers.settings import Settings, explaining_settings
@@ -372,7 +372,7 @@ class TrainStep(NotCopied):
         with tf.control_dependencies(checks):
             logs = layout.report(sums, weights, global_rows)
         with holding(held):
-            penalty, penalties = regularization(variables)
+            penalty, penalties = self._objective.regularization(variables)
         corrections: list[Any] = layout.corrections(weights, global_rows)
         if len(present) > len(corrections):
             corrections = [None, *corrections]

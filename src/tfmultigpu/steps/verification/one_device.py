@@ -12,7 +12,6 @@ import numpy as np
 import tensorflow as tf
 
 from tfmultigpu import _compat
-from tfmultigpu.losses.objective import regularization
 from tfmultigpu.steps.seeds import global_seeds
 from tfmultigpu.steps.traces import Traces
 from tfmultigpu.steps.verification.trial import Forward, Trial, try_forward
@@ -140,7 +139,7 @@ class OneDevice:
         gradients: list[Any] = []
         if self._wants_gradients:
             scale = tf.cast(loss_scale, tf.float64)
-            _, penalties = regularization(variables)
+            _, penalties = self._objective.regularization(variables)
             for part, penalty in zip(tape.gradient(target, values), penalties, strict=True):
                 gradient = None if part is None else _wide(part) / scale
                 if penalty is not None:

@@ -31,6 +31,9 @@ class Forward(Protocol):
     def __call__(self, batch: Any, /, training: bool) -> tuple[list[Any], Any]:
         """Returns the terms of the loss, and the outputs."""
 
+    def regularization(self, variables: Sequence[Any]) -> tuple[Any, list[Any]]:
+        """Returns the weight regularization and its gradients, None for each without."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Trial:
