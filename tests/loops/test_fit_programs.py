@@ -314,3 +314,101 @@ def test_arguments_that_exclude_each_other() -> None:
     other = autoencoder(strategy_of(3), compiled=False)
     with pytest.raises(ScopeError, match="made for another strategy"):
         tmg.fit(other, data(), step=step)
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_value_without_weight_in_a_batch_keeps_its_sum(replicas: int) -> None:
+    model = autoencoder(strategy_of(replicas))
+    model.optimizer.learning_rate = 0.0
+    objects = np.array([1] * BATCH + [0] * (len(ROWS) - BATCH), "float32")
+
+    def counting(model: Any, batch: Any, training: bool) -> Any:
+        x, there = batch
+        found = (tf.cast(tf.shape(x)[0], tf.float32), tf.reduce_sum(there))
+        return tmg.loss_sum("mse", x, model(x, training=training)), {"per_object": found}
+
+    given = tf.data.Dataset.from_tensor_slices((ROWS, objects)).batch(BATCH)
+    history = tmg.fit(model, given, forward=counting, validation_data=given, verbose=0).history
+    assert history["per_object"] == history["val_per_object"] == [len(ROWS) / BATCH]
+    step = tmg.make_train_step(
+        model, model.optimizer, None, strategy_of(replicas), forward=counting
+    )
+    for train in (step, tmg.chain_steps(step, names=["a"]), tmg.chain_steps(step, times=[2])):
+        logs = train.run(iter(tmg.distribute_dataset(given, strategy_of(replicas))), 9)
+        (name,) = [name for name in logs if name.endswith("per_object")]
+        assert float(logs[name]) == len(ROWS) / BATCH
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_metrics_of_the_validation_are_its_own(replicas: int) -> None:
+    model = autoencoder(strategy_of(replicas))
+    model.optimizer.learning_rate = 0.0
+
+    def tracking(model: Any, batch: Any, training: bool) -> Any:
+        output = model(batch, training=False)
+        model.tracker.update_state(batch, output)
+        return tmg.loss_sum("mse", batch, output)
+
+    history = tmg.fit(
+        model, data(), forward=tracking, validation_data=100 * ROWS, epochs=2, verbose=0
+    ).history
+    for name, rows in (("mae", ROWS), ("val_mae", 100 * ROWS)):
+        expected = np.abs(rows - model(rows).numpy()).mean()
+        np.testing.assert_allclose(history[name], [expected] * 2, rtol=1e-5, err_msg=name)
+
+
+def test_names_of_metrics_do_not_hide_each_other_or_a_loss() -> None:
+    strategy = strategy_of(2)
+    models = [autoencoder(strategy) for _ in range(2)]
+    with strategy.scope():
+        metrics = [keras.metrics.MeanAbsoluteError() for _ in models]
+    labels = tf.data.Dataset.zip(data(), data())
+    steps = [
+        tmg.make_train_step(model, model.optimizer, "mse", strategy, metrics=[metric])
+        for model, metric in zip(models, metrics, strict=True)
+    ]
+    chain = tmg.chain_steps(*steps, names=("a", "b"))
+    history = tmg.fit(models[0], labels, step=chain, verbose=0).history
+    assert set(history) == {
+        "a_loss",
+        "b_loss",
+        "a_mean_absolute_error",
+        "b_mean_absolute_error",
+    }
+    with pytest.raises(CompileError, match=r"TerminateOnNaN with steps \['a', 'b'\].*'a_loss'"):
+        tmg.fit(models[0], labels, step=chain, callbacks=[keras.callbacks.TerminateOnNaN()])
+
+    for name in ("loss", "big"):
+        model = autoencoder(strategy)
+        with strategy.scope():
+            model.extra = keras.metrics.Mean(name=name)
+
+        def hiding(model: Any, batch: Any, training: bool) -> Any:
+            model.extra.update_state(tf.reduce_mean(batch, -1))
+            return forward(model, batch, training)
+
+        with pytest.raises(ValueError, match=rf"Received: \['{name}'\]\. Give the metric another"):
+            tmg.fit(model, data(), forward=hiding, verbose=0)
+
+
+def test_a_weight_is_counted_beside_a_sum_in_half_precision() -> None:
+    rows = np.ones((1029, 4), "float32")
+    norms = []
+    for replicas in (1, 3):
+        strategy = strategy_of(replicas)
+        with strategy.scope():
+            model = keras.Sequential(
+                [keras.Input((4,)), keras.layers.Dense(1, kernel_initializer="ones")]
+            )
+            model.compile(optimizer=keras.optimizers.SGD(0.0))
+
+        def half(model: Any, batch: Any, training: bool) -> Any:
+            output = tf.cast(model(batch, training=training), tf.bfloat16)
+            return tmg.LossSum(tf.reduce_sum(output), tf.shape(batch)[0])
+
+        options = {"forward": half, "verify": False}
+        step = tmg.make_train_step(model, model.optimizer, None, strategy, **options)
+        logs = step(rows)
+        assert float(logs["weight"]) == 1029
+        norms.append(float(logs["gradient_norm"]))
+    np.testing.assert_allclose(norms, norms[0], rtol=1e-2)

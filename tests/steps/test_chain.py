@@ -175,6 +175,7 @@ def test_many_batches_in_one_call(replicas: int, verify: bool | str) -> None:
         "d_loss",
         "d_weight",
         "d_right",
+        "d_right_sum",
         "d_right_weight",
         "d_gradient_norm",
         "d_skipped",

@@ -14,7 +14,7 @@ import tensorflow as tf
 from tfmultigpu.loops.callbacks import BatchHooks
 from tfmultigpu.loops.compiled import compile_arguments, read_compiled
 from tfmultigpu.loops.epoch_iterator import EpochIterator
-from tfmultigpu.loops.evaluator import as_keras
+from tfmultigpu.loops.evaluator import as_keras, distinct
 from tfmultigpu.loops.own_loss import own_loss
 from tfmultigpu.loops.step_cache import build, get_or_make
 from tfmultigpu.loops.steps_per_call import StepsPerCallTuner
@@ -110,7 +110,7 @@ class Trainer:
             for name in sums
             if name.endswith("loss") and name not in values
         }
-        return as_keras(losses, {**means, **self.metrics.results()})
+        return as_keras(losses, distinct({**losses, **means}, means, self.metrics.results()))
 
 
 def _divided(total: float, weight: float) -> float:

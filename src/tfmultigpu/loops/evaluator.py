@@ -22,7 +22,7 @@ from tfmultigpu.losses.objective import MeanKey, is_loss
 from tfmultigpu.steps.evaluate import EvalStep
 from tfmultigpu.steps.train import make_eval_step
 
-__all__ = ["Evaluator", "as_keras", "as_list", "make_evaluator"]
+__all__ = ["Evaluator", "as_keras", "as_list", "distinct", "make_evaluator"]
 
 # Batches in one call into TensorFlow: enough to hide the cost of a call, few enough for Ctrl-C.
 _BATCHES_PER_CALL = 32
@@ -90,7 +90,7 @@ class Evaluator:
             n: v for n, v in logs.items() if isinstance(n, MeanKey) and not is_loss(n)
         }
         losses = {name: value for name, value in logs.items() if name not in values}
-        return as_keras(losses, {**values, **self.metrics.results()})
+        return as_keras(losses, distinct(logs, values, self.metrics.results()))
 
 
 def make_evaluator(
@@ -118,6 +118,22 @@ def make_evaluator(
     key = strategy, id(compile_arguments(model)), variables, verify
     evaluator: Evaluator = get_or_make(model, "evaluate", key, make)
     return evaluator
+
+
+def distinct(
+    taken: Mapping[str, Any], values: Mapping[str, Any], metrics: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Returns the values of ``forward`` and the results of metrics as one dict.
+
+    Raises:
+        ValueError: A metric has the name of a value or of a loss.
+    """
+    if both := sorted(taken.keys() & metrics.keys()):
+        raise ValueError(
+            "A metric has the name of a loss or of a value of forward, so one of them would be "
+            f"lost. Received: {both}. Give the metric another name: keras.metrics.Mean(name=...)."
+        )
+    return {**values, **metrics}
 
 
 def as_keras(losses: Mapping[str, float], metrics: Mapping[str, Any]) -> dict[str, Any]:

@@ -158,6 +158,14 @@ class Program:
 
         if self.step is None:
             return
+        nan = [one for one in callbacks if isinstance(one, keras.callbacks.TerminateOnNaN)]
+        if nan and isinstance(self.step, ChainedStep):
+            first = next(iter(self.step.steps))
+            raise CompileError(
+                "TerminateOnNaN reads the log 'loss', and a chain logs a loss for each step. "
+                f"Received: TerminateOnNaN with steps {list(self.step.steps)}. Write a callback "
+                f"that sets model.stop_training if logs['{first}_loss'] is not finite."
+            )
         names = ("LearningRateScheduler", "ReduceLROnPlateau", "SwapEMAWeights", "TensorBoard")
         kinds = tuple(getattr(keras.callbacks, name) for name in names)
         found = [type(one).__name__ for one in callbacks if isinstance(one, kinds)]
@@ -218,12 +226,11 @@ class Program:
             step = make_train_step(
                 proxy, self.model.optimizer, None, self.strategy, forward=self.forward, **options
             )
+        steps = step.steps if isinstance(step, ChainedStep) else {"": step}
         models = [one.model for one in step.trained]
-        metrics: tuple[Any, ...] = step.metrics
-        if any(getattr(model, "metrics", None) for model in models):
-            metrics += metrics_that_assign(models, step.assigned(spec))
+        metrics = {name: _updated_metrics(one, models, spec) for name, one in steps.items()}
         tuner = StepsPerCallTuner(functools.partial(value_of_chief, self.strategy))
-        return Trainer(TrackedMetrics(tuple(dict.fromkeys(metrics))), step, tuner)
+        return Trainer(TrackedMetrics.of(metrics), step, tuner)
 
     def check_validation(self, spec: Any) -> None:
         """Checks that there is something to validate with, and that batches have its labels.
@@ -262,7 +269,8 @@ class Program:
         if self.eval_step is None and self.eval_forward is None:
             return evaluator_of(self.model, self.strategy, spec, verify)
         step = self._eval_step(verify)
-        return Evaluator(TrackedMetrics(step.metrics), step)
+        metrics = _updated_metrics(step, [self.model], spec)
+        return Evaluator(TrackedMetrics.of({"": metrics}), step)
 
     def _eval_step(self, verify: bool | str) -> EvalStep:
         if self.eval_step is not None:
@@ -281,6 +289,13 @@ class Program:
     @functools.cached_property
     def _made(self) -> dict[str, EvalStep]:
         return {}
+
+
+def _updated_metrics(step: Any, models: Sequence[Any], spec: Any) -> tuple[Any, ...]:
+    """Returns the metrics that a step updates: its own, and those that ``forward`` does."""
+    if not any(getattr(model, "metrics", None) for model in models):
+        return tuple(step.metrics)
+    return (*step.metrics, *metrics_that_assign(models, step.assigned(spec)))
 
 
 def evaluator_of(

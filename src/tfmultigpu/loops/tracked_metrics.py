@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
 __all__ = [
@@ -34,24 +34,51 @@ class TrackedMetrics:
     """Metrics that are reset before an epoch and read after it, as ``Compiled`` has them.
 
     Attributes:
-        metrics: Keras metrics.
+        metrics: Keras metrics, by the names in the logs.
     """
 
-    metrics: tuple[Any, ...]
+    metrics: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, metrics: Mapping[str, Iterable[Any]]) -> TrackedMetrics:
+        """Names metrics: by themselves, or after their step too if several have one name.
+
+        Args:
+            metrics: The metrics of each step, by the name of the step.
+
+        Raises:
+            ValueError: Two metrics would have one name in the logs.
+        """
+        owners: dict[int, tuple[str, Any]] = {}
+        for step, found in metrics.items():
+            for metric in found:
+                owners.setdefault(id(metric), (step, metric))
+        names = [metric.name for _, metric in owners.values()]
+        named: dict[str, Any] = {}
+        for step, metric in owners.values():
+            several = names.count(metric.name) > 1 and step
+            name = f"{step}_{metric.name}" if several else metric.name
+            if name in named:
+                raise ValueError(
+                    f"Two metrics have one name, so the logs would hold one of them. Received: "
+                    f"{name!r} twice. Give one another name: keras.metrics.Mean(name=...)."
+                )
+            named[name] = metric
+        return cls(named)
 
     def reset(self) -> None:
         """Resets all metrics."""
-        for metric in self.metrics:
+        for metric in self.metrics.values():
             metric.reset_state()
 
     @property
     def variables(self) -> list[Any]:
         """The variables of all metrics."""
-        return [variable for metric in self.metrics for variable in metric.variables]
+        return [variable for metric in self.metrics.values() for variable in metric.variables]
 
     def results(self) -> dict[str, Any]:
         """Returns the result of each metric by its name."""
-        return {metric.name: metric.result() for metric in self.metrics}
+        return {name: metric.result() for name, metric in self.metrics.items()}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,7 +115,7 @@ class JoinedMetrics:
 
 def with_own_metrics(compiled: Any, own: tuple[Any, ...]) -> EpochMetrics:
     """Returns compiled metrics together with those that a model updates itself, if any."""
-    found: EpochMetrics = JoinedMetrics(compiled, TrackedMetrics(own)) if own else compiled
+    found: EpochMetrics = JoinedMetrics(compiled, TrackedMetrics.of({"": own})) if own else compiled
     return found
 
 

@@ -186,16 +186,19 @@ class MeanKey(str):
     Attributes:
         factor: Factor of the mean in the loss of the step; None if it is only logged.
         weight: Key of the divisor of its sum, ``"NAME_weight"``.
+        sum: Key of the sum, ``"NAME_sum"``, if that is logged: without weight a mean is 0.
     """
 
     factor: float | None
     weight: str
+    sum: str | None = None
 
     @classmethod
     def of(cls, term: LossTerm) -> MeanKey:
         """Creates the key of a named term: ``"NAME_loss"``, or ``"NAME"`` if it is only logged."""
         key = cls(term.name if term.logged else f"{term.name}_loss")
         key.factor, key.weight = None if term.logged else term.factor, f"{term.name}_weight"
+        key.sum = f"{term.name}_sum" if term.logged else None
         return key
 
 
@@ -284,6 +287,7 @@ class Layout:
             if term.name is not None:
                 key = MeanKey.of(term)
                 logs |= {key: mean, key.weight: tf.cast(total, tf.float32)}
+                logs |= {} if key.sum is None else {key.sum: tf.cast(sums[i], tf.float32)}
             weight = total if i == 0 and not term.added else weight
         if weight is None or self.terms[0].name is not None:
             weight = global_rows
@@ -399,7 +403,7 @@ def _forward_terms(result: Any) -> list[LossTerm]:
 
 
 def _logged(name: str, value: Any) -> LossTerm:
-    if name in _LOGS or name.endswith("_weight") or name.startswith("val_"):
+    if name in _LOGS or name.endswith(("_weight", "_sum")) or name.startswith("val_"):
         raise LossError(
             f"A step or a validation logs {name!r} itself. Received: {name!r} among the values of "
             "forward. Take another name."
@@ -420,6 +424,8 @@ _LOGS = ("loss", "weight", "gradient_norm", "skipped", "loss_scale", "steps", "r
 
 def _forward_term(what: str, result: LossSum, source: str = "forward") -> LossTerm:
     total = tf.convert_to_tensor(result.sum)
+    if total.dtype in (tf.float16, tf.bfloat16):  # Which cannot count many rows.
+        total = tf.cast(total, tf.float32)
     if total.shape.rank != 0:
         raise LossError(
             f"The sum in a LossSum is a scalar. Received: shape {tuple(total.shape)} for {what} "

@@ -280,6 +280,9 @@ def _merged(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
         weight = name.weight if isinstance(name, MeanKey) else "weight" if name == "loss" else None
         if isinstance(name, LastKey) or name in _OF_THE_LAST:
             merged[name] = other[name]
+        elif isinstance(name, MeanKey) and name.sum:
+            total = one[name.sum] + other[name.sum]
+            merged[name] = tf.math.divide_no_nan(total, one[name.weight] + other[name.weight])
         elif weight is None:
             merged[name] = one[name] + other[name]
         else:
@@ -327,6 +330,8 @@ def _prefixed(name: str, key: str) -> str:
         return f"{name}_{key}"
     mean = MeanKey(f"{name}_{key}")
     mean.factor, mean.weight = None, f"{name}_{weight}"
+    own = key.sum if isinstance(key, MeanKey) else None
+    mean.sum = own and f"{name}_{own}"
     return mean
 
 

@@ -28,7 +28,12 @@ from tfmultigpu.steps.random_draws import ReplicaRows, drawing_rows
 from tfmultigpu.steps.row_gathering import gathering_from
 from tfmultigpu.steps.seeds import GlobalSeeds, global_seeds
 from tfmultigpu.steps.value_agreement import check_values_alike
-from tfmultigpu.steps.verification import Verification, Verifier, check_verify
+from tfmultigpu.steps.verification import (
+    Verification,
+    Verifier,
+    assigned_variables,
+    check_verify,
+)
 from tfmultigpu.strategies.collectives import sum_over_replicas
 from tfmultigpu.strategies.gathering import gather_rows
 from tfmultigpu.strategies.not_copied import NotCopied
@@ -184,6 +189,12 @@ class EvalStep(NotCopied):
             self._prepare(self._function.spec_of(batch))
         logs: dict[str, Any] = self._verifier.call(self._function, batch)
         return logs
+
+    def assigned(self, batch_spec: Any) -> list[Any]:
+        """Returns the Keras variables that a forward pass assigns, such as those of metrics."""
+        if not self._is_current():
+            self._prepare(batch_spec)
+        return assigned_variables(self._objective, self.strategy, batch_spec, training=False)
 
     @property
     def metrics(self) -> tuple[Any, ...]:

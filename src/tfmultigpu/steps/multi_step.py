@@ -231,7 +231,7 @@ def _loop(source: Any, steps: Any, one: Any, sums: Any, last: Any) -> Any:
 def _addend(name: str, logs: dict[str, Any]) -> Any:
     """Returns what a step adds to a log: the sum behind a mean, the loss without its outputs."""
     if isinstance(name, MeanKey):
-        return logs[name] * logs[name.weight]
+        return logs[name.sum] if name.sum else logs[name] * logs[name.weight]
     if name != "loss":
         return logs[name]
     return (logs[name] - _of_outputs(logs)) * logs["weight"]

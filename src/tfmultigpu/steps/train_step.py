@@ -30,7 +30,7 @@ from tfmultigpu.steps.multi_step import TERMS, MultiStep
 from tfmultigpu.steps.options import StepOptions
 from tfmultigpu.steps.program_agreement import ProgramAgreement
 from tfmultigpu.steps.value_agreement import check_values_alike
-from tfmultigpu.steps.verification import Verification, Verifier, sharing_seeds
+from tfmultigpu.steps.verification import Verification, Verifier, assigned_variables
 from tfmultigpu.strategies.collectives import sum_on_devices, sum_over_replicas
 from tfmultigpu.strategies.not_copied import NotCopied
 from tfmultigpu.strategies.scopes import all_layers
@@ -196,16 +196,7 @@ class TrainStep(NotCopied):
         if batch_spec is None:
             return []
         self.prepare(lambda: batch_spec)
-        found: list[Any] = []
-
-        def look(batch: Any) -> None:
-            with sharing_seeds(self.strategy), holding() as held:
-                self._objective(batch, training=True)
-            found.extend(held.variables)
-
-        traced: Any = tf.function(look, autograph=False)
-        traced.get_concrete_function(batch_spec)
-        return found
+        return assigned_variables(self._objective, self.strategy, batch_spec, training=True)
 
     def states_beside_model(self) -> list[Any]:
         """Returns what ``forward`` assigns that no model and no metric of the step has.
@@ -436,7 +427,8 @@ def addends(logs: Mapping[str, Any], rows: Any, prefix: str = "") -> dict[str, A
         if is_loss(name):
             sums[name] = value * tf.cast(rows, value.dtype)
         elif isinstance(name, MeanKey):
-            sums |= {name: value * logs[name.weight], name.weight: logs[name.weight]}
+            total = logs[name.sum] if name.sum else value * logs[name.weight]
+            sums |= {name: total, name.weight: logs[name.weight]}
     return {f"{_SUM}{prefix}{name}": value for name, value in sums.items()}
 
 

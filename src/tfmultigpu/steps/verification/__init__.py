@@ -1,5 +1,6 @@
 """Verification: the first step held to what one device computes on the same global batch."""
 
+from tfmultigpu.steps.verification.assigned import assigned_variables
 from tfmultigpu.steps.verification.expectation import check_verify
 from tfmultigpu.steps.verification.history import outcomes
 from tfmultigpu.steps.verification.one_device import sharing_seeds
@@ -10,6 +11,7 @@ __all__ = [
     "Difference",
     "Verification",
     "Verifier",
+    "assigned_variables",
     "check_verify",
     "outcomes",
     "sharing_seeds",
