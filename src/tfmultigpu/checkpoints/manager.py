@@ -456,7 +456,7 @@ class Checkpoints:
 
     @functools.cached_property
     def _states_beside_models(self) -> list[Any]:
-        """What the steps change that no model of them has; tracing them takes a moment."""
+        """States that the steps change and no model of them has; tracing takes a moment."""
         steps = [*self._steps_of_extra.values()]
         steps += [] if self._train_step is None else [self._train_step]
         return [state for step in steps for state in step.states_beside_model()]

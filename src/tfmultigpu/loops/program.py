@@ -138,7 +138,7 @@ class Program:
 
     @property
     def is_compiled(self) -> bool:
-        """Whether it trains with the compiled losses of the model."""
+        """True if it trains with the compiled losses of the model."""
         return self.forward is None and self.step is None
 
     @property

@@ -152,7 +152,7 @@ class ChainedStep(NotCopied):
 
     @property
     def trained(self) -> tuple[Trained, ...]:
-        """What each step trains."""
+        """The models that the steps train, with optimizers and variables."""
         return tuple(one for step in self.steps.values() for one in step.trained)
 
     def assigned(self, batch_spec: Any = None) -> list[Any]:

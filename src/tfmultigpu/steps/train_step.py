@@ -181,7 +181,7 @@ class TrainStep(NotCopied):
 
     @property
     def trained(self) -> tuple[Trained, ...]:
-        """What it trains: one entry, as for a chain of one step."""
+        """The trained model with its optimizer and variables, as for a chain of one step."""
         return (Trained(self.model, self.optimizer, self.variables),)
 
     def assigned(self, batch_spec: Any = None) -> list[Any]:
@@ -212,7 +212,7 @@ class TrainStep(NotCopied):
 
     @property
     def is_to_be_verified(self) -> bool:
-        """Whether the next step is to be held to one device."""
+        """True if the next step is to be held to one device."""
         return self._verifier.is_due
 
     def prepare(self, batch_spec: Callable[[], Any]) -> None:
