@@ -18,6 +18,8 @@ PROMISES = {
     "test_one_device_gives_the_same[shares1-micro_batches1-momentum-options1]",
     "`shard_update`": "optimizers/test_sharded.py::test_optimizers_of_keras[Adam]",
     "`fit`": "loops/test_fit.py::test_arrays_and_steps",
+    "several steps on each batch": "steps/test_chain.py::"
+    "test_each_batch_trains_the_steps_in_turn[2-times0]",
     "a dataset of dicts": "data/test_sharded_dataset.py::"
     "test_every_structure_comes_out_as_it_went_in[named-host]",
     "an inf or NaN on one replica": "optimizers/test_loss_scaling.py::"
