@@ -13,7 +13,7 @@ import tensorflow as tf
 from one_device import SEED, strategy_of
 
 import tfmultigpu as tmg
-from tfmultigpu.errors import CheckpointError, CompileError, LossError, ScopeError
+from tfmultigpu.errors import CheckpointError, CompileError, DataError, LossError, ScopeError
 
 EPOCHS = 3
 ROWS = np.random.default_rng(8).normal(size=(11, 4)).astype("float32")
@@ -281,6 +281,8 @@ def test_keras_names_of_the_data() -> None:
     assert losses == [losses[0]] * len(calls)
     with pytest.raises(TypeError, match=r"Received: none\. Write tmg\.fit\(model, data\)"):
         tmg.fit(model)
+    with pytest.raises(DataError, match=r"a tuple of 2 beside y\. Write tmg\.fit\(model, \(x, y\)"):
+        tmg.fit(model, (ROWS, ROWS), ROWS)
     with pytest.raises(TypeError, match="Received: data beside x"):
         tmg.fit(model, ROWS, x=ROWS)
 

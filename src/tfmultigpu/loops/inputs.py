@@ -152,6 +152,12 @@ def labelled(data: Any, x: Any, y: Any, function: str = "fit") -> Any:
             "fit, evaluate and predict take one data argument. Received: "
             f"{'none' if x is None else 'data beside x'}. Write tmg.{function}(model, data)."
         )
+    if y is not None and isinstance(data, tuple):
+        raise DataError(
+            "A tuple is (x, y), so it holds labels already. Received: a tuple of "
+            f"{len(data)} beside y. Write tmg.{function}(model, (x, y)); or, for several inputs, "
+            f"tmg.{function}(model, [first, second], y)."
+        )
     data = x if data is None else data
     if y is None:
         return data
