@@ -640,7 +640,7 @@ def test_a_model_that_is_not_built():
 
 def test_not_compiled():
     model, _ = made(2, two_heads)
-    with pytest.raises(tmg.CompileError, match=r"model\.compile\(loss=.*or give loss and metrics"):
+    with pytest.raises(tmg.CompileError, match=r"model\.compile\(loss=.*Or give loss and metrics"):
         tmg.evaluate(model, ({"left": X[:, :3], "right": X[:, 3:]}, {"kind": KIND}))
 
 
