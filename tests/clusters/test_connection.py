@@ -52,8 +52,9 @@ def together(calls: list[Callable[[], None]]) -> None:
 
 def break_off(link: WorkerLink) -> None:
     """What the system does to the connections of a process that was killed."""
-    for writer in link._writers.values():
-        link._loop.call_soon_threadsafe(writer.transport.abort)
+    # All at once: between two, this worker would notice the first and tell the second.
+    writers = list(link._writers.values())
+    link._loop.call_soon_threadsafe(lambda: [writer.transport.abort() for writer in writers])
 
 
 def wait_until(reached: Callable[[], bool]) -> None:

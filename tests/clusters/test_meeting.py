@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import socket
@@ -13,7 +14,9 @@ from typing import Any
 import pytest
 
 from tfmultigpu.clusters.jobs import JOB_ID, JOB_SECRET, Job, new_job, read_job
+from tfmultigpu.clusters.meeting import Meeting
 from tfmultigpu.clusters.meeting_lines import PROTOCOL, Pen, StrangeLineError, readable
+from tfmultigpu.clusters.meeting_messages import Words
 from tfmultigpu.clusters.ports import split_address
 from tfmultigpu.clusters.preflight import preflight
 from tfmultigpu.clusters.processes import free_addresses
@@ -398,6 +401,32 @@ def test_silent_and_slow_strangers_hold_nobody_up() -> None:
         start = time.monotonic()
         assert together([lambda: meet(addresses, 0, CARD, PATIENCE), crowd]) == [None, None]
         assert time.monotonic() - start < 5 * PROMISED
+
+
+def test_a_connection_kept_by_a_task_that_ends_last_is_closed() -> None:
+    addresses = free_addresses(2)
+    words = Words(addresses, 0, SOURCES[0], {})
+    meeting = Meeting(tuple(addresses), 0, CARD, 0.2, words, Job(None, None), SOURCES[0])
+
+    async def hold() -> asyncio.StreamWriter:
+        pair = socket.socketpair()
+        with pair[1]:
+            kept = await asyncio.open_connection(sock=pair[0])
+
+            async def keep() -> None:
+                try:
+                    await asyncio.sleep(PATIENCE)
+                finally:
+                    meeting.ready[1] = kept
+
+            task = asyncio.create_task(keep())
+            await asyncio.sleep(0)
+            with pytest.raises(ClusterError, match="did not come"):
+                await meeting.hold(None, keep=True)
+            assert task.cancelled()
+            return kept[1]
+
+    assert asyncio.run(hold()).is_closing()
 
 
 def test_one_process_listed_twice_is_named() -> None:

@@ -6,7 +6,7 @@ import functools
 import logging
 import os
 import signal
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -101,7 +101,7 @@ class Checkpoints:
             directory: A directory for this run alone, created by the first save. Several workers
                 need a directory that all of them see.
             model: A Keras model.
-            optimizer: Its Keras optimizer; None saves none.
+            optimizer: Its Keras optimizer; None saves none, which ``fit`` refuses.
             data: An argument or result of ``distribute_dataset``; or a function of the epoch (an
                 int) that returns such an argument. Each run must yield the same batches.
             keep: The number of newest checkpoints to keep.
@@ -185,7 +185,7 @@ class Checkpoints:
         check_outside()
         position = self._find_position()
         self._build()
-        self._check_holds(self._states_beside_models)
+        state.check_holds(self._variables(), self._states_beside_models)
         self._check_alike(position)
         arrays, variables = state.read_state(self._variables(), self._exchange)
         metadata = {
@@ -356,7 +356,7 @@ class Checkpoints:
         Raises:
             RestoreMismatchError: The data differs from the data of the checkpoint.
         """
-        self._check_holds(fit.changed_variables())
+        state.check_holds(self._variables(), fit.changed_variables())
         self._fit.attach(fit, self._variables(), self._exchange, self._position)
 
     def skips_fit(self, epochs: int) -> bool:
@@ -461,25 +461,6 @@ class Checkpoints:
         steps += [] if self._train_step is None else [self._train_step]
         return [state for step in steps for state in step.states_beside_model()]
 
-    def _check_holds(self, states: Sequence[Any]) -> None:
-        """Checks that variables that a step changes are saved.
-
-        Raises:
-            CheckpointError: One is not.
-        """
-        known = {id(one.variable) for one in self._variables().values()} if states else set()
-        unknown = {id(one): one for one in states if id(one) not in known}
-        missing = [getattr(one, "path", one.name) for one in unknown.values()]
-        if missing:
-            raise CheckpointError(
-                "The training changes variables that the checkpoint would not hold, so a resumed "
-                f"run would go another way. Received: {_some(missing)}. For several models or "
-                "optimizers, write tmg.Checkpoints(directory, train_step=step) with the step given "
-                "to fit. Make a SeedGenerator or a metric that forward uses an attribute of the "
-                "model: model.seeds = keras.random.SeedGenerator(1); or give "
-                'extra={"seeds": [seeds.state]}.'
-            )
-
     def _check_alike(self, position: Position) -> None:
         """Checks that all workers are about to save the same run.
 
@@ -510,8 +491,3 @@ class Checkpoints:
         for name, step in self._steps_of_extra.items():
             found |= state.step_variables(name, step)
         return found
-
-
-def _some(names: Sequence[str]) -> str:
-    more = len(names) - 5
-    return f"{list(names[:5])}" + (f" and {more} more" if more > 0 else "")

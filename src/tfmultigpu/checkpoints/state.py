@@ -285,6 +285,29 @@ def _structural_name(name: str) -> str:
     return "/".join([group, *(re.sub(r"_\d+(?=[_/:]|$)", "", part) for part in rest)])
 
 
+def check_holds(variables: Mapping[str, StateVariable], changed: Sequence[Any]) -> None:
+    """Checks that what a training changes is saved.
+
+    Args:
+        variables: The variables that are saved.
+        changed: The variables that the training changes.
+
+    Raises:
+        CheckpointError: One of them is not saved.
+    """
+    known = {id(one.variable) for one in variables.values()}
+    missing = {id(one): getattr(one, "path", one.name) for one in changed if id(one) not in known}
+    if missing:
+        raise CheckpointError(
+            "The training changes variables that the checkpoint would not hold, so a resumed "
+            f"run would go another way. Received: {_some(list(missing.values()))}. Write "
+            "tmg.Checkpoints(directory, model, model.optimizer); for several models or optimizers, "
+            "tmg.Checkpoints(directory, train_step=step) with the step given to fit. Make a "
+            "SeedGenerator or a metric that forward uses an attribute of the model: model.seeds = "
+            'keras.random.SeedGenerator(1); or give extra={"seeds": [seeds.state]}.'
+        )
+
+
 def _some(names: Sequence[str]) -> str:
     return f"{len(names)} variables {list(names[:3])}" if names else "none"
 

@@ -116,10 +116,11 @@ class Meeting:
                 server.close()
                 for _ in range(_ACCEPT_TURNS):
                     await asyncio.sleep(0)
+            await _end(asyncio.all_tasks() - {self.task})
+            # After the tasks, which may keep another connection when they end.
             if not keep or self.problem is not None:
                 for _, writer in self.ready.values():
                     writer.close()
-            await _end(asyncio.all_tasks() - {self.task})
         return kept
 
     async def _listen(self) -> socket.socket:

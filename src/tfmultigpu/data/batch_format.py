@@ -41,7 +41,7 @@ PART_NO_ROWS = (
 )
 PART_ROWS_DIFFER = (
     "The tensors of one part of a batch differ in their number of rows (their first axis), so they "
-    "would be paired wrongly. Give what has rows of its own another part: Parts(labeled=(x, y), "
+    "would be paired wrongly. Give tensors with other rows another part: Parts(labeled=(x, y), "
     "unlabeled=u). Received: rows"
 )
 DRAW_NOT_ROWS = (

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from tfmultigpu.data.parts import map_items
 from tfmultigpu.errors import DataError
 
 __all__ = ["is_data_loader", "is_table", "loader_batches", "read_tables", "with_tables"]
@@ -71,13 +72,10 @@ def with_tables(data: Any, convert: Callable[[Any], Any]) -> Any:
             )
     if is_table(data):
         return convert(data)
-    if isinstance(data, (tuple, list)):
-        if data and all(isinstance(item, _PLAIN) for item in data):
-            return data
-        items = [with_tables(item, convert) for item in data]
-        return type(data)(*items) if hasattr(data, "_fields") else type(data)(items)
-    if isinstance(data, Mapping):
-        return {key: with_tables(value, convert) for key, value in data.items()}
+    if isinstance(data, (tuple, list)) and data and all(isinstance(one, _PLAIN) for one in data):
+        return data
+    if isinstance(data, (tuple, list, Mapping)):
+        return map_items(lambda item: with_tables(item, convert), data)
     return data
 
 
@@ -111,13 +109,10 @@ def loader_batches(loader: Any) -> Iterator[Any]:
 
 def _as_arrays(batch: Any) -> Any:
     """Returns a batch of torch tensors as arrays, and lists of text or numbers too."""
-    if isinstance(batch, (tuple, list)):
-        if batch and all(isinstance(item, _PLAIN) for item in batch):
-            return np.asarray(batch)
-        items = [_as_arrays(item) for item in batch]
-        return type(batch)(*items) if hasattr(batch, "_fields") else tuple(items)
-    if isinstance(batch, Mapping):
-        return {key: _as_arrays(value) for key, value in batch.items()}
+    if isinstance(batch, (tuple, list)) and batch and all(isinstance(i, _PLAIN) for i in batch):
+        return np.asarray(batch)
+    if isinstance(batch, (tuple, list, Mapping)):
+        return map_items(_as_arrays, tuple(batch) if isinstance(batch, list) else batch)
     if batch is None or isinstance(batch, np.ndarray):
         return batch
     try:

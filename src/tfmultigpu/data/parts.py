@@ -7,7 +7,7 @@ part by part. What is marked ``Whole`` is not cut.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import tensorflow as tf
@@ -21,6 +21,7 @@ __all__ = [
     "has_noted",
     "has_parts",
     "is_marked",
+    "map_items",
     "note_leaves",
     "noted_part",
     "part_names",
@@ -91,19 +92,29 @@ def part_of_each_leaf(batch: Any) -> list[str | None]:
 
 
 def _names_in(structure: Any, name: str) -> list[str | None]:
+    if isinstance(structure, Whole):
+        return [None] * len(tf.nest.flatten(structure))
+    items = _items(structure)
+    if items is None:
+        return [name] * len(tf.nest.flatten(structure))
+    return [one for item in items for one in _names_in(item, name)]
+
+
+def _items(structure: Any) -> list[Any] | None:
+    """Returns what a dict, list or tuple holds, in the order of ``tf.nest``; None for a leaf.
+
+    Raises:
+        DataError: The structure is Parts, which hold all else.
+    """
     if isinstance(structure, Parts):
         raise DataError(
             "Parts are the outermost structure of a batch. Received: Parts "
             f"{sorted(structure)} inside another structure. Write the whole batch as "
             "Parts(labeled=(x, y), unlabeled=u), with Whole(value) for what has no rows."
         )
-    if isinstance(structure, Whole):
-        return [None] * len(tf.nest.flatten(structure))
     if isinstance(structure, Mapping):
-        return [one for key in sorted(structure) for one in _names_in(structure[key], name)]
-    if isinstance(structure, (list, tuple)):
-        return [one for item in structure for one in _names_in(item, name)]
-    return [name] * len(tf.nest.flatten(structure))
+        return [structure[key] for key in sorted(structure)]
+    return list(structure) if isinstance(structure, (list, tuple)) else None
 
 
 def part_names(batch: Any) -> tuple[str, ...]:
@@ -126,8 +137,24 @@ def has_parts(batch: Any) -> bool:
 
 
 def is_marked(batch: Any) -> bool:
-    """Returns whether a batch has ``Parts``, or ``Whole`` values."""
-    return has_parts(batch) or None in part_of_each_leaf(batch)
+    """Returns whether a batch has ``Parts``, or ``Whole`` values; looks into no leaf."""
+    return has_parts(batch) or _has_whole(batch)
+
+
+def _has_whole(structure: Any) -> bool:
+    if isinstance(structure, Whole):
+        return True
+    found = [_has_whole(item) for item in _items(structure) or ()]  # All: nested Parts raise.
+    return any(found)
+
+
+def map_items(function: Callable[[Any], Any], structure: Any) -> Any:
+    """Returns a dict, list or tuple with the results of a function; ``Parts`` stay ``Parts``."""
+    if isinstance(structure, Mapping):
+        named = {name: function(item) for name, item in structure.items()}
+        return Parts(named) if isinstance(structure, Parts) else named
+    items = [function(item) for item in structure]
+    return type(structure)(*items) if hasattr(structure, "_fields") else type(structure)(items)
 
 
 def _is_none(leaf: Any) -> bool:

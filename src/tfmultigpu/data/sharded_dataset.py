@@ -13,7 +13,6 @@ from tfmultigpu.data import partition
 from tfmultigpu.data.batch_format import as_data_error, checked_rows
 from tfmultigpu.data.consistency import compared_over_workers
 from tfmultigpu.data.element_layout import ShardLayout, components_of, iterator_of
-from tfmultigpu.data.other_packages import with_tables
 from tfmultigpu.data.parts import ROWS, is_marked, part_of_each_leaf
 from tfmultigpu.data.shares import check_shares, integer_shares
 from tfmultigpu.data.sources import to_dataset
@@ -84,7 +83,7 @@ def distribute_dataset(
     replicas = strategy.num_replicas_in_sync
     shares = (1,) * replicas if shares is None else tuple(shares)
     check_shares(shares, replicas)
-    if batch_size is not None and is_marked(with_tables(dataset, lambda table: None)):
+    if batch_size is not None and is_marked(dataset):
         raise DataError(
             "Parts and Whole mark what is in one batch, and these arrays are not batches yet. "
             f"Received: batch_size={batch_size}. Batch each kind of data by itself, then write "

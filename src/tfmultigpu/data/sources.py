@@ -16,7 +16,7 @@ import tensorflow as tf
 from tfmultigpu.arguments import check_count
 from tfmultigpu.data.batch_format import any_rows, count_rows, tensors_of
 from tfmultigpu.data.other_packages import is_data_loader, loader_batches, read_tables
-from tfmultigpu.data.parts import Parts
+from tfmultigpu.data.parts import map_items
 from tfmultigpu.errors import DataError
 
 __all__ = ["to_dataset"]
@@ -137,13 +137,7 @@ def _lists_to_tuples(batch: Any) -> Any:
         if not any(_holds_arrays(item) for item in batch):
             return np.asarray(batch)
         batch = tuple(batch)
-    if isinstance(batch, tuple):
-        items = [_lists_to_tuples(item) for item in batch]
-        return type(batch)(*items) if hasattr(batch, "_fields") else tuple(items)
-    if isinstance(batch, Mapping):
-        named = {key: _lists_to_tuples(value) for key, value in batch.items()}
-        return Parts(named) if isinstance(batch, Parts) else named
-    return batch
+    return map_items(_lists_to_tuples, batch) if isinstance(batch, (tuple, Mapping)) else batch
 
 
 def _holds_arrays(item: Any) -> bool:

@@ -101,7 +101,7 @@ class Trainer:
     def logs(self, sums: Mapping[str, float]) -> dict[str, Any]:
         """Returns the logs of Keras: losses are means over batches, weighted by their examples.
 
-        A value with a weight of its own is divided by that.
+        A value that ``forward`` returned with a weight is divided by the sum of its weights.
         """
         values = {name: sums[name] for name in sums if f"{name}_weight" in sums}
         means = {n: _divided(value, sums[f"{n}_weight"]) for n, value in values.items()}

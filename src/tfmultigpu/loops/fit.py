@@ -166,6 +166,7 @@ def fit(
         "shard_update": (shard_update, "auto"),
         "verify": (verify, "first"),
     }
+    given = {name: value for name, (value, _) in options.items()}
     program = Program.of(
         model,
         forward=forward,
@@ -205,12 +206,9 @@ def fit(
             "validation_batch_size": validation_batch_size,
             "validation_steps": validation_steps,
             "shuffle": shuffle,
-            "micro_batches": micro_batches,
-            "clip_norm": clip_norm,
-            "loss_scale": loss_scale,
             "shares": shares,
             "steps_per_call": steps_per_call,
-            "verify": verify,
+            **given,
             "forward is None": forward is None,
             "steps of step": len(program.trained) if program.step is not None else 0,
             "callbacks of tmg.Checkpoints": count_required_on_all_workers(callbacks),
@@ -247,12 +245,8 @@ def fit(
     )
     trainer = program.make_trainer(
         spec,
-        micro_batches=micro_batches,
-        clip_norm=clip_norm,
-        loss_scale=loss_scale,
-        shard_update=shard_update,
         jit_compile=step is None and compile_arguments(model).get("jit_compile") is True,
-        verify=verify,
+        **given,
     )
     adapt_callbacks(callbacks, optimizer)
     callback_list = make_callbacks(

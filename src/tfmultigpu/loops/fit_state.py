@@ -17,8 +17,6 @@ from tfmultigpu.loops.callbacks import BatchHooks
 from tfmultigpu.loops.epoch import Trainer
 from tfmultigpu.loops.epoch_iterator import EpochIterator
 from tfmultigpu.loops.worker_agreement import any_worker, value_of_chief
-from tfmultigpu.steps.chain import ChainedStep
-from tfmultigpu.steps.train_step import TrainStep
 from tfmultigpu.strategies.worker_exchange import WorkerExchange
 
 __all__ = ["FitState", "restored_start"]
@@ -160,12 +158,7 @@ class FitState:
 
     def changed_variables(self) -> list[Any]:
         """Returns what the training changes: weights, optimizers, and states in closures."""
-        step = self._trainer.step
-        ours = isinstance(step, (TrainStep, ChainedStep))  # Else the optimizers are unknown.
-        trained = step.trained if ours else ()
-        owners = [owner for one in trained for owner in (one.model, one.optimizer)]
-        found = [variable for owner in owners for variable in owner.variables]
-        return [*found, *step.states_beside_model()]
+        return self._trainer.step.changed_variables()
 
     @property
     def seen(self) -> int:

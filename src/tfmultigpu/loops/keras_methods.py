@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
+from tfmultigpu.data.other_packages import read_tables
 from tfmultigpu.errors import CompileError
 from tfmultigpu.loops.compiled import compile_arguments
 from tfmultigpu.loops.epoch import Trainer
@@ -28,7 +29,6 @@ from tfmultigpu.losses.build_model import prepare_model
 from tfmultigpu.losses.recording import changing_assignments
 from tfmultigpu.steps.batch_function import BatchFunction, Shards
 from tfmultigpu.steps.multi_step import TERMS, LastKey, MultiStep
-from tfmultigpu.steps.train_step import Trained
 from tfmultigpu.strategies.scopes import check_scope
 from tfmultigpu.strategies.topology import local_replicas
 
@@ -83,14 +83,7 @@ class MethodStep:
     Attributes:
         model: The model.
         strategy: Its strategy, of one replica.
-        metrics: Empty: the model resets and reads its metrics itself.
-        is_to_be_verified: False: there is nothing to compare with.
-        verification: None.
     """
-
-    metrics: tuple[Any, ...] = ()
-    is_to_be_verified = False
-    verification = None
 
     def __init__(self, model: Any, method: str, strategy: tf.distribute.Strategy) -> None:
         """Takes the model, the name of the method and the strategy.
@@ -113,11 +106,6 @@ class MethodStep:
         self._steps = MultiStep(self._function, wide=True)
         self._traced: Any = None
         self._noted: list[Any] = []
-
-    @property
-    def trained(self) -> tuple[Trained, ...]:
-        """The model with ``model.optimizer``, which may be None."""
-        return (Trained(self.model, self.model.optimizer, self.model.trainable_variables),)
 
     def prepare(self, batch_spec: Any) -> None:
         """Traces the method, which builds the model, its metrics and its optimizers."""
@@ -144,12 +132,7 @@ class MethodStep:
         last: dict[str, Any] = {n: value for n, value in logs.items() if isinstance(n, LastKey)}
         return {"steps": logs["steps"], "rows": logs["weight"], **last}
 
-    def assigned(self, batch_spec: Any = None) -> list[Any]:
-        """Returns an empty list: the model knows its metrics."""
-        del batch_spec
-        return []
-
-    def states_beside_model(self) -> list[Any]:
+    def changed_variables(self) -> list[Any]:
         """Returns what the method assigns that is not part of model, metrics or ``optimizer``.
 
         That is a second optimizer, for example. In eager mode only optimizers are known.
@@ -405,30 +388,19 @@ def make_method_trainer(model: Any, strategy: tf.distribute.Strategy, spec: Any)
         spec: The type specs of a batch.
     """
 
-    def make() -> MethodTrainer:
-        proxy = weakref.proxy(model)
-        step = MethodStep(proxy, "train_step", strategy)
-        return MethodTrainer(_ModelMetrics(proxy), step, StepsPerCallTuner())
+    def make(metrics: _ModelMetrics, step: MethodStep) -> MethodTrainer:
+        return MethodTrainer(metrics, step, StepsPerCallTuner())
 
-    trainer = get_or_make(model, "train_step", _key(model, strategy, "train_step"), make)
-    trainer.step.prepare(spec)
-    found: MethodTrainer = _keyed_after_building(model, strategy, "train_step", trainer)
-    return found
+    trainer: MethodTrainer = _prepared(model, "train_step", strategy, spec, make)
+    return trainer
 
 
 def make_method_evaluator(
     model: Any, strategy: tf.distribute.Strategy, spec: Any
 ) -> MethodEvaluator:
     """Returns the cached evaluator by the ``test_step`` of a model; see ``make_method_trainer``."""
-
-    def make() -> MethodEvaluator:
-        proxy = weakref.proxy(model)
-        return MethodEvaluator(_ModelMetrics(proxy), MethodStep(proxy, "test_step", strategy))
-
-    evaluator = get_or_make(model, "test_step", _key(model, strategy, "test_step"), make)
-    evaluator.step.prepare(spec)
-    found: MethodEvaluator = _keyed_after_building(model, strategy, "test_step", evaluator)
-    return found
+    evaluator: MethodEvaluator = _prepared(model, "test_step", strategy, spec, MethodEvaluator)
+    return evaluator
 
 
 def make_method_predictor(
@@ -438,8 +410,10 @@ def make_method_predictor(
 
     def make() -> MethodPredictor:
         run = functools.partial(_run_method, weakref.proxy(model), "predict_step", strategy)
-        compute = lambda shards: run(shards.local[0])  # noqa: E731
-        return MethodPredictor(BatchFunction(compute, strategy, local_replicas(strategy)))
+        function = BatchFunction(
+            lambda shards: run(shards.local[0]), strategy, local_replicas(strategy)
+        )
+        return MethodPredictor(function)
 
     if not model.built and _has_call(model):
         prepare_model(model, strategy, spec)
@@ -456,10 +430,23 @@ def _key(model: Any, strategy: tf.distribute.Strategy, method: str) -> Any:
     return strategy, arguments, variables, how
 
 
-def _keyed_after_building(
-    model: Any, strategy: tf.distribute.Strategy, method: str, made: Any
+def _prepared(
+    model: Any,
+    method: str,
+    strategy: tf.distribute.Strategy,
+    spec: Any,
+    make: Callable[[_ModelMetrics, MethodStep], Any],
 ) -> Any:
-    """Puts a step under the key that the model has now: its first trace has built it."""
+    """Returns the cached result of a function, whose ``step`` is ready for batches."""
+    proxy = weakref.proxy(model)
+    made = get_or_make(
+        model,
+        method,
+        _key(model, strategy, method),
+        lambda: make(_ModelMetrics(proxy), MethodStep(proxy, method, strategy)),
+    )
+    made.step.prepare(spec)
+    # Under the key that the model has now: the first trace has built it.
     return get_or_make(model, method, _key(model, strategy, method), lambda: made)
 
 
@@ -487,4 +474,4 @@ def arrays_as_in_keras(model: Any, data: Any) -> Any:
         other = np.issubdtype(array.dtype, np.floating) and array.dtype.name != floatx
         return array.astype(floatx) if other else one
 
-    return tf.nest.map_structure(cast, data)
+    return tf.nest.map_structure(cast, read_tables(data))

@@ -15,10 +15,9 @@ from tfmultigpu.loops.compiled import compile_arguments
 from tfmultigpu.loops.own_methods import OWN_METRICS, check_no_loop, own_methods, refused
 from tfmultigpu.loops.step_cache import build, get_or_make
 from tfmultigpu.loops.tracked_metrics import metrics_that_assign
-from tfmultigpu.losses.held_assignments import holding
 from tfmultigpu.losses.loss_sum import LossSum
 from tfmultigpu.losses.objective import ModelLoss
-from tfmultigpu.steps.verification import sharing_seeds
+from tfmultigpu.steps.verification import assigned_variables
 
 __all__ = ["OwnLoss", "own_loss", "runs_as_in_keras"]
 
@@ -62,7 +61,7 @@ def own_loss(model: Any, strategy: tf.distribute.Strategy, spec: Any) -> OwnLoss
 def runs_as_in_keras(
     model: Any, strategy: tf.distribute.Strategy, function: str, spec: Any = None
 ) -> bool:
-    """Returns whether a model runs by methods of its own, as in Keras, instead of by our steps.
+    """Returns whether a model runs by methods that it replaces, as in Keras, not by our steps.
 
     Args:
         model: A compiled model.
@@ -103,21 +102,17 @@ def _model_loss(model: Any) -> ModelLoss:
 def _traced(
     loss: ModelLoss, model: Any, strategy: tf.distribute.Strategy, spec: Any
 ) -> OwnLoss | None:
-    found: list[OwnLoss | None] = []
+    found: list[Any] = []
 
-    def look(batch: Any) -> None:
+    def forward(batch: Any) -> None:
         x, y, sample_weight = unpack_batch(batch)
-        with sharing_seeds(strategy), holding() as held:
-            y_pred = model(x, training=True)
-            result = loss.compute(x, y, y_pred, sample_weight, True)
-        metrics = metrics_that_assign([model], held.variables)
-        found.append(OwnLoss(loss, metrics) if _has_rows(result) else None)
+        found.append(loss.compute(x, y, model(x, training=True), sample_weight, True))
 
-    traced: Any = tf.function(look, autograph=False)
-    traced.get_concrete_function(
-        tf.nest.map_structure(lambda one: None if one is None else any_rows(one), spec)
-    )
-    return found[-1]
+    spec = tf.nest.map_structure(lambda one: None if one is None else any_rows(one), spec)
+    assigned = assigned_variables(forward, strategy, spec)
+    if not _has_rows(found[-1]):
+        return None
+    return OwnLoss(loss, metrics_that_assign([model], assigned))
 
 
 def _has_rows(result: Any) -> bool:

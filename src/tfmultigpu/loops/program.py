@@ -1,4 +1,4 @@
-"""What ``fit`` trains and validates with: compiled losses, a forward, or steps that were made."""
+"""Steps that ``fit`` trains and validates with: of compiled losses or a forward, or made before."""
 
 from __future__ import annotations
 
@@ -268,27 +268,22 @@ class Program:
         """Returns the ``Evaluator`` for validation batches of these types."""
         if self.eval_step is None and self.eval_forward is None:
             return evaluator_of(self.model, self.strategy, spec, verify)
-        step = self._eval_step(verify)
-        metrics = _updated_metrics(step, [self.model], spec)
-        return Evaluator(TrackedMetrics.of({"": metrics}), step)
-
-    def _eval_step(self, verify: bool | str) -> EvalStep:
-        if self.eval_step is not None:
-            return self.eval_step
-        key = "eval step"
-        if key not in self._made:
-            self._made[key] = make_eval_step(
+        if not self._evaluators:
+            step = self.eval_step or make_eval_step(
                 weakref.proxy(self.model),
                 None,
                 self.strategy,
                 forward=self.eval_forward,
                 verify=verify,
             )
-        return self._made[key]
+            metrics = _updated_metrics(step, [self.model], spec)
+            self._evaluators.append(Evaluator(TrackedMetrics.of({"": metrics}), step))
+        return self._evaluators[0]
 
     @functools.cached_property
-    def _made(self) -> dict[str, EvalStep]:
-        return {}
+    def _evaluators(self) -> list[Evaluator]:
+        """The evaluator of the eval step, once it is made: its batches have the same types."""
+        return []
 
 
 def _updated_metrics(step: Any, models: Sequence[Any], spec: Any) -> tuple[Any, ...]:

@@ -293,7 +293,7 @@ def _may_mix_axes(loss: Any, y_true: Any, y_pred: Any, sample_weight: Any) -> bo
 
 
 def _averages_rows(loss: Any, y_true: Any, y_pred: Any, sample_weight: Any) -> bool:
-    """Returns whether Keras takes the mean over the rows, because there is no other axis.
+    """Returns whether Keras takes the mean over the rows: of values with one axis.
 
     Of these losses that is the mean of the losses of the examples. Keras gives another number with
     weights, with a mask or for a sum, and such a loss is refused.

@@ -181,7 +181,7 @@ class Objective:
 
 
 class MeanKey(str):
-    """Key in the logs of a mean with a weight of its own.
+    """Key in the logs of a mean that has another weight than the loss.
 
     Attributes:
         factor: Factor of the mean in the loss of the step; None if it is only logged.

@@ -308,7 +308,7 @@ def as_tensor(value: Any) -> Any:
     """Returns a leaf of a batch as a tensor; None stays None.
 
     Raises:
-        DataError: It is no tensor, array or number.
+        DataError: It is something other than a tensor, an array or a number.
     """
     if value is None or tf.is_tensor(value):
         return value
@@ -318,9 +318,8 @@ def as_tensor(value: Any) -> Any:
             "inside it. Give one element of tmg.distribute_dataset(dataset)."
         )
     with tf.device("CPU:0"):  # TensorFlow would put all of an array on the first GPU.
-        plain = isinstance(
-            value, (int, float)
-        )  # In 32 bits, as TensorFlow takes numbers of Python.
+        # TensorFlow takes numbers of Python in 32 bits, NumPy in 64.
+        plain = isinstance(value, (int, float))
         return tf.convert_to_tensor(value if plain else np.asarray(value))
 
 
@@ -328,8 +327,8 @@ def as_tensors(batch: Any) -> Any:
     """Returns a batch as tensors; None stays None.
 
     Raises:
-        DataError: Something in it is no tensor, array or number, or has no rows and is not
-            ``Whole``.
+        DataError: A leaf is something other than a tensor, an array or a number; or has no rows and
+            is not ``Whole``.
     """
     return tf.nest.pack_sequence_as(batch, _tensors(batch, tf.nest.flatten(batch)))
 

@@ -155,9 +155,9 @@ class ChainedStep(NotCopied):
         """The models that the steps train, with optimizers and variables."""
         return tuple(one for step in self.steps.values() for one in step.trained)
 
-    def assigned(self, batch_spec: Any = None) -> list[Any]:
-        """Returns the Keras variables that a forward pass of a step assigns."""
-        return [one for step in self.steps.values() for one in step.assigned(batch_spec)]
+    def changed_variables(self) -> list[Any]:
+        """Returns the variables that the steps change; see ``TrainStep.changed_variables``."""
+        return [one for step in self.steps.values() for one in step.changed_variables()]
 
     def states_beside_model(self) -> list[Any]:
         """Returns what the ``forward`` of a step assigns that no model and no metric of it has."""

@@ -194,7 +194,8 @@ class EvalStep(NotCopied):
         """Returns the Keras variables that a forward pass assigns, such as those of metrics."""
         if not self._is_current():
             self._prepare(batch_spec)
-        return assigned_variables(self._objective, self.strategy, batch_spec, training=False)
+        forward = functools.partial(self._objective, training=False)
+        return assigned_variables(forward, self.strategy, batch_spec)
 
     @property
     def metrics(self) -> tuple[Any, ...]:

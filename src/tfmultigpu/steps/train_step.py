@@ -118,6 +118,7 @@ class TrainStep(NotCopied):
         self._layers: list[Any] = []
         self._seen_a_batch = False
         self._batch_spec: Any = None
+        self._assigned: tuple[Any, list[Any]] | None = None  # Traced again only if it may differ.
         self._settings = Settings()
         self._missing = MissingGradients()
         self._functions: dict[Any, tuple[BatchFunction, MultiStep, MultiStep]] = {}
@@ -196,7 +197,15 @@ class TrainStep(NotCopied):
         if batch_spec is None:
             return []
         self.prepare(lambda: batch_spec)
-        return assigned_variables(self._objective, self.strategy, batch_spec, training=True)
+        key = self.function, batch_spec
+        if self._assigned is None or self._assigned[0] != key:
+            forward = functools.partial(self._objective, training=True)
+            self._assigned = key, assigned_variables(forward, self.strategy, batch_spec)
+        return self._assigned[1]
+
+    def changed_variables(self) -> list[Any]:
+        """Returns the variables that a step changes: of model, optimizer and closures."""
+        return [*self.model.variables, *self.optimizer.variables, *self.states_beside_model()]
 
     def states_beside_model(self) -> list[Any]:
         """Returns what ``forward`` assigns that no model and no metric of the step has.

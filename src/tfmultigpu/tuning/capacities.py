@@ -21,7 +21,7 @@ from tfmultigpu.devices.names import parse_device_name
 from tfmultigpu.errors import DataError, ShareError
 from tfmultigpu.optimizers.gradients import sum_dtype
 from tfmultigpu.optimizers.update import build_optimizer
-from tfmultigpu.steps.batch_function import as_tensor
+from tfmultigpu.steps.batch_function import as_tensors
 from tfmultigpu.strategies.worker_exchange import WorkerExchange
 
 __all__ = ["measured_capacities", "memory_capacities"]
@@ -219,7 +219,7 @@ def _as_tensors(batch: Any) -> Any:
             "The batch is divided already, and measuring divides it in several ways. "
             "Give a batch before tmg.distribute_dataset, such as (x[:256], y[:256])."
         )
-    return tf.nest.map_structure(as_tensor, batch)
+    return as_tensors(batch)
 
 
 def _fastest_times(

@@ -3,7 +3,6 @@
 from tfmultigpu.steps.verification.assigned import assigned_variables
 from tfmultigpu.steps.verification.expectation import check_verify
 from tfmultigpu.steps.verification.history import outcomes
-from tfmultigpu.steps.verification.one_device import sharing_seeds
 from tfmultigpu.steps.verification.outcome import Difference, Verification
 from tfmultigpu.steps.verification.verifier import Verifier
 
@@ -14,5 +13,4 @@ __all__ = [
     "assigned_variables",
     "check_verify",
     "outcomes",
-    "sharing_seeds",
 ]

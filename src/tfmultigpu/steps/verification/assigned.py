@@ -2,33 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
 
 from tfmultigpu.losses.held_assignments import holding
 from tfmultigpu.steps.verification.one_device import sharing_seeds
-from tfmultigpu.steps.verification.trial import Forward
 
 __all__ = ["assigned_variables"]
 
 
 def assigned_variables(
-    objective: Forward, strategy: tf.distribute.Strategy, batch_spec: Any, *, training: bool
+    forward: Callable[[Any], Any], strategy: tf.distribute.Strategy, batch_spec: Any
 ) -> list[Any]:
     """Returns the Keras variables that a forward pass assigns: states of layers, metrics, seeds.
 
     Args:
-        objective: The model and its losses.
+        forward: Function of a global batch.
         strategy: The strategy of the model.
         batch_spec: The type specs of a global batch.
-        training: Whether layers behave as in training.
     """
     found: list[Any] = []
 
     def look(batch: Any) -> None:
         with sharing_seeds(strategy), holding() as held:
-            objective(batch, training=training)
+            forward(batch)
         found.extend(held.variables)
 
     traced: Any = tf.function(look, autograph=False)
