@@ -249,6 +249,42 @@ def test_checkpoints_of_one_step_of_a_chain_are_refused(tmp_path: Any) -> None:
             tmg.fit(models[0], data(), step=chain, callbacks=[callback], verbose=0)
 
 
+def test_a_checkpoint_of_steps_with_other_names_is_refused(tmp_path: Any) -> None:
+    strategy = strategy_of(2)
+
+    def checkpoints(*names: str) -> tmg.Checkpoints:
+        models = [autoencoder(strategy) for _ in names]
+        steps = [
+            tmg.make_train_step(model, model.optimizer, None, strategy, forward=forward)
+            for model in models
+        ]
+        return tmg.Checkpoints(tmp_path, train_step=tmg.chain_steps(*steps, names=names))
+
+    checkpoints("a", "b").save()
+    assert checkpoints("a", "b").restore() == 0
+    with pytest.raises(CheckpointError, match=r"Received: 'c', and .*step-0+ with \['b'\]\."):
+        checkpoints("a", "c").restore()
+
+
+def test_one_optimizer_built_for_the_models_of_two_steps() -> None:
+    found = []
+    for replicas in (1, 2):
+        strategy = strategy_of(replicas)
+        models = [autoencoder(strategy, compiled=False) for _ in range(2)]
+        with strategy.scope():
+            optimizer = keras.optimizers.Adam(0.1)
+            optimizer.build([one for model in models for one in model.trainable_variables])
+        steps = [
+            tmg.make_train_step(model, optimizer, None, strategy, forward=forward)
+            for model in models
+        ]
+        tmg.fit(models[0], data(), step=tmg.chain_steps(*steps), epochs=2, verbose=0)
+        assert int(optimizer.iterations.numpy()) == 2 * 2 * len(batches())
+        found.append([one.numpy() for model in models for one in model.weights])
+    for one, two in zip(*found, strict=True):
+        np.testing.assert_allclose(two, one, atol=1e-6)
+
+
 def test_a_model_that_is_trained_with_a_forward_can_be_forgotten() -> None:
     def train() -> Any:
         model = autoencoder(strategy_of(1))

@@ -110,6 +110,7 @@ def test_an_optimizer_built_for_another_model():
     assert "The optimizer was built for other variables. It does not know:" in message
     assert model.trainable_variables[0].path in message
     assert "Create a new optimizer for this model, inside strategy.scope()" in message
+    assert "optimizer.build(a.trainable_variables + b.trainable_variables)" in message
 
 
 def test_a_metric_from_outside_the_scope():

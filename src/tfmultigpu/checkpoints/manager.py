@@ -224,7 +224,7 @@ class Checkpoints:
         self._build_model()
         entries = found.metadata["variables"]
         for name, step in self._steps_of_extra.items():
-            entries, of_step, own = state.split_entries(entries, arrays, name)
+            entries, of_step, own = state.split_entries(entries, arrays, name, found.path)
             (trained,) = step.trained
             restore_variables(trained, {}, self._exchange, of_step, own, found.path)
         trained, *_ = self._trained()

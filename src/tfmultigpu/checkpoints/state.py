@@ -98,15 +98,28 @@ def step_variables(name: str, step: Any) -> dict[str, StateVariable]:
 
 
 def split_entries(
-    entries: Sequence[Mapping[str, Any]], arrays: Mapping[str, np.ndarray[Any, Any]], name: str
+    entries: Sequence[Mapping[str, Any]],
+    arrays: Mapping[str, np.ndarray[Any, Any]],
+    name: str,
+    path: Any,
 ) -> tuple[list[Any], list[Any], dict[str, np.ndarray[Any, Any]]]:
     """Splits what is stored of an extra train step off.
 
     Returns:
         The other descriptions; those of the step with the names of ``state_variables``; its arrays.
+
+    Raises:
+        CheckpointError: Nothing is stored under that name.
     """
     prefix = _prefix_of(name)
     own = [one for one in entries if one["name"].startswith(prefix)]
+    if not own:
+        stored = {one["name"].split("/")[1] for one in entries if one["name"].startswith("extra/")}
+        raise CheckpointError(
+            f"The checkpoint holds no train step of this name. Received: {name!r}, and {path} "
+            f"with {sorted(stored)}. Give the steps the names that they had when it was saved, in "
+            "chain_steps(..., names=) or extra=, or give another directory to start over."
+        )
     others = [one for one in entries if not one["name"].startswith(prefix)]
     renamed = [{**one, "name": one["name"].removeprefix(prefix)} for one in own]
     values = {

@@ -9,6 +9,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfmultigpu.data.parts import is_marked
 from tfmultigpu.devices.configure import list_logical_devices
 from tfmultigpu.devices.names import listed
 from tfmultigpu.diagnostics.features import feature_findings
@@ -79,6 +80,11 @@ def explain(
             "tmg.explain outside of it, before the loop."
         )
     if isinstance(model, (TrainStep, ChainedStep)):
+        if optimizer is not None:
+            raise TypeError(
+                "A step has its optimizer, so explain takes none beside it. Received: "
+                f"optimizer={type(optimizer).__name__}. Write tmg.explain(step, dataset=data)."
+            )
         return _explain_step(model, dataset, seconds, patience)
     given = () if optimizer is None else (optimizer,)
     check_kinds(model, tf.distribute.get_strategy() if strategy is None else strategy, *given)
@@ -108,19 +114,26 @@ def explain(
     found += optimizer_findings(optimizer, model, strategy, in_scope=placement.in_scope)
     in_place = not any(finding.severity == "error" for finding in found)
     facts = {"strategy": _strategy_facts(strategy), "model": placement.facts()}
+    if optimizer is not None:
+        facts["optimizer"] = _optimizer_facts(optimizer)
     several = strategy.num_replicas_in_sync > 1
     if several:
         found += layer_findings(model)
         found += fit_findings(model, optimizer, strategy)
     if dataset is not None:
         seen = inspect_input(dataset, patience)
-        found += feature_findings(seen, model)
-        if several:
+        # Only the forward of a user knows what of marked values the model gets.
+        marked = is_marked(seen.spec)
+        if not marked:
+            found += feature_findings(seen, model)
+        if several and not marked:
             found += metric_findings(model, strategy, seen.spec)
-        if in_place and model.built and seconds > 0 and seen.problem is None:
+        if in_place and model.built and seconds > 0 and seen.problem is None and not marked:
             seen = measure_input(seen, model, strategy, seconds, patience)
         found += input_findings(seen, strategy)
         facts["dataset"] = _dataset_facts(seen)
+        if marked:
+            facts["dataset"]["not checked"] = "features and speed: only forward knows the inputs"
     found += verification_findings(model)
     if verified := outcomes(model):
         facts["verification"] = {f"step {i + 1}": str(one) for i, one in enumerate(verified)}
@@ -205,6 +218,17 @@ def _strategy_facts(strategy: tf.distribute.Strategy) -> dict[str, str]:
         "replicas": str(strategy.num_replicas_in_sync),
         "devices in this process": listed(strategy_devices(strategy)),
         "devices that are here": listed(list_logical_devices()),
+    }
+
+
+def _optimizer_facts(optimizer: Any) -> dict[str, str]:
+    rate = optimizer.learning_rate
+    if not hasattr(rate, "numpy"):  # Under a schedule, Keras returns a tensor or a number.
+        return {"kind": type(optimizer).__name__, "learning rate": f"{float(rate):.6g}"}
+    return {
+        "kind": type(optimizer).__name__,
+        "learning rate": f"{float(rate.numpy()):.6g}",
+        "read it in a callback": "float(optimizer.learning_rate.numpy()), on any strategy",
     }
 
 

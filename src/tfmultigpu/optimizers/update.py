@@ -264,7 +264,9 @@ def build_optimizer(
     if missing:
         raise ScopeError(
             f"The optimizer was built for other variables. It does not know: {missing[:3]}. "
-            "Create a new optimizer for this model, inside strategy.scope()."
+            "Create a new optimizer for this model, inside strategy.scope(). To train several "
+            "models with one, build it for all of them first: "
+            "optimizer.build(a.trainable_variables + b.trainable_variables)."
         )
 
 
