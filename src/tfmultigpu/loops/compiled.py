@@ -71,7 +71,9 @@ class Compiled:
         metrics = tf.nest.flatten([self.metrics, self.weighted_metrics])
         if all(metric is None or is_from_keras(metric) for metric in metrics):
             traced: Any = tf.function(lambda: method(), autograph=False)
-            return lambda: traced()
+            # TensorFlow would take the functions of several models for one that it traces anew.
+            concrete: Callable[[], Any] = traced.get_concrete_function()
+            return concrete
         return method
 
 
