@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -111,8 +110,7 @@ class PositionedDataset(ShardedDataset):
         self.was_read = True
         if self._begin is not None:
             return ShardedDataset.__iter__(self._begin(self._position))
-        iterator = super().__iter__()
-        done = read_over(iterator.source, self._position.step)
+        iterator, done = self.iterate_from(self._position.step)
         # With fingerprints, checkpoints find the difference themselves.
         if done < self._position.step and self._fingerprints is None:
             raise CheckpointError(
@@ -242,17 +240,9 @@ def position_data(
         return PositionedDataset(data, position, None, None, None, Replay())
     fingerprints = _Fingerprints()
     if not _takes_epoch(data):
-        distribute = distribute_dataset
-        if isinstance(data, ShardedDataset):
-            batches, shares, prefetches = data.batches, data.shares, data.prefetches_to_device
-            distribute = functools.partial(
-                distribute_dataset, shares=shares, prefetch_to_device=prefetches
-            )
-            strategy = data.strategy
-        else:
-            batches = to_dataset(data)
-        replay = replay_of(batches)
-        whole = distribute(fingerprints.record(batches), strategy)
+        given = data if isinstance(data, ShardedDataset) else distribute_dataset(data, strategy)
+        whole = given.with_batches(fingerprints.record(given.batches))
+        replay = replay_of(given.batches)
         return PositionedDataset(whole, position, fingerprints, None, None, replay)
     to_hash = tf.autograph.experimental.do_not_convert(lambda *batch: _hash_of(batch))
     known: dict[int, tf.data.Dataset[Any]] = {}

@@ -9,12 +9,22 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfmultigpu.arguments import check_count
 from tfmultigpu.data import partition
 from tfmultigpu.data.batch_format import as_data_error, checked_rows
 from tfmultigpu.data.consistency import compared_over_workers
 from tfmultigpu.data.element_layout import ShardLayout, components_of, iterator_of
+from tfmultigpu.data.examples import examples_of
 from tfmultigpu.data.parts import ROWS, is_marked, part_of_each_leaf
-from tfmultigpu.data.shares import check_shares, integer_shares
+from tfmultigpu.data.passes import read_over
+from tfmultigpu.data.preprocessing import (
+    OwnRows,
+    Preprocessing,
+    divide_own_rows,
+    seed_of_run,
+    takes_seed,
+)
+from tfmultigpu.data.shares import replica_shares
 from tfmultigpu.data.sources import to_dataset
 from tfmultigpu.errors import DataError, UnknownLengthError
 from tfmultigpu.strategies.topology import local_replicas
@@ -30,6 +40,9 @@ def distribute_dataset(
     shares: Sequence[float] | None = None,
     sharding: str = "auto",
     prefetch_to_device: bool | None = None,
+    preprocess: Callable[..., Any] | None = None,
+    preprocess_batched: bool = False,
+    seed: int | None = None,
 ) -> ShardedDataset:
     """Cuts each global batch of a dataset into one shard per replica.
 
@@ -55,6 +68,18 @@ def distribute_dataset(
         prefetch_to_device: Copy shards to the replicas ahead of time. None: if a replica is not on
             a CPU, except with finite data over several workers: TensorFlow would then ask all of
             them at each step for more data.
+        preprocess: A function ``f(example)`` or ``f(example, seed)`` that makes an example ready,
+            as in ``tf.data``'s ``map``. ``dataset`` then yields single examples that cost little (a
+            file name, a record), or is an object with ``len(dataset)`` and ``dataset[i]``. Batches
+            of ``batch_size`` are formed of them, and each process reads (if by number) and
+            preprocesses its own rows alone, in parallel. ``seed`` is an int64 tensor of shape
+            ``[2]`` for ``tf.random.stateless_*`` and ``tf.image.stateless_*``. It follows from the
+            seed of the run, the number of the pass and that of the row in it, so it is the same on
+            any number of replicas and workers.
+        preprocess_batched: Whether ``preprocess`` takes the rows of a process at once, with an
+            axis of rows first: ``f(examples)`` or ``f(examples, seeds)``. It must treat each row by
+            itself.
+        seed: The seed of the run for ``preprocess``. None: ``keras.utils.set_random_seed`` decides.
 
     Returns:
         A re-iterable of shards. Each item has the structure of the dataset's elements and goes to
@@ -65,6 +90,7 @@ def distribute_dataset(
     Raises:
         DataError: The dataset is unbatched, already distributed, one-shot, or not data; or its
             tensors differ in their number of rows. Later: the workers read different data.
+            With ``preprocess``: there is no ``batch_size``, or no examples.
         ShareError: ``shares`` are not one positive number per replica.
 
     Example:
@@ -80,9 +106,7 @@ def distribute_dataset(
             f"sharding must be 'auto' or 'rows'. Received: sharding={sharding!r}. Files need no "
             "sharding: give every worker the same list of files. The examples are divided."
         )
-    replicas = strategy.num_replicas_in_sync
-    shares = (1,) * replicas if shares is None else tuple(shares)
-    check_shares(shares, replicas)
+    whole_shares = replica_shares(shares, strategy.num_replicas_in_sync)
     if batch_size is not None and is_marked(dataset):
         raise DataError(
             "Parts and Whole mark what is in one batch, and these arrays are not batches yet. "
@@ -90,14 +114,25 @@ def distribute_dataset(
             "tf.data.Dataset.zip(labeled, unlabeled).map(lambda l, u: Parts(labeled=l, "
             "unlabeled=u))."
         )
-    batches = to_dataset(dataset, batch_size)
+    preprocessing = None
+    if preprocess is None:
+        batches = to_dataset(dataset, batch_size)
+    else:
+        if batch_size is None:
+            raise DataError(
+                "preprocess takes single examples, of which global batches are formed. Received: "
+                "batch_size=None. Write tmg.distribute_dataset(source, batch_size=64, "
+                "preprocess=f)."
+            )
+        examples = examples_of(dataset)
+        batches = examples.batches(check_count("batch_size", batch_size, error=DataError))
+        if seed is None:
+            seed = seed_of_run(strategy) if takes_seed(preprocess) else 0
+        preprocessing = Preprocessing(
+            preprocess, preprocess_batched, seed, examples.read, examples.reads_many
+        )
     check_batched(batches.element_spec)
-    if prefetch_to_device is None:
-        several = len(local_replicas(strategy)) < strategy.num_replicas_in_sync
-        ends = int(batches.cardinality()) != tf.data.INFINITE_CARDINALITY
-        prefetch_to_device = should_prefetch(batches.element_spec, strategy)
-        prefetch_to_device = prefetch_to_device and not (several and ends)
-    return ShardedDataset(batches, strategy, integer_shares(shares), prefetch_to_device)
+    return ShardedDataset(batches, strategy, whole_shares, prefetch_to_device, preprocessing)
 
 
 def row_weight(batch: Any, strategy: tf.distribute.Strategy | None = None) -> tf.Tensor:
@@ -156,7 +191,8 @@ class ShardedDataset(tf.distribute.DistributedDataset):  # type: ignore[misc]
         strategy: The strategy the shards are for.
         shares: Relative share of each replica, integers.
         prefetches_to_device: Whether shards are copied to the replicas ahead of time.
-        batches: The uncut global batches.
+        batches: The uncut global batches; with preprocessing, of what is preprocessed.
+        preprocessing: The preprocessing of rows, or None.
     """
 
     def __init__(
@@ -164,18 +200,42 @@ class ShardedDataset(tf.distribute.DistributedDataset):  # type: ignore[misc]
         batches: tf.data.Dataset[Any],
         strategy: tf.distribute.Strategy,
         shares: tuple[int, ...],
-        prefetch_to_device: bool,
+        prefetch_to_device: bool | None = None,
+        preprocessing: Preprocessing | None = None,
+        skip: int = 0,
     ) -> None:
-        """Use ``distribute_dataset`` instead, which checks its arguments."""
+        """Use ``distribute_dataset`` instead, which checks its arguments.
+
+        Args:
+            batches: The global batches.
+            strategy: The strategy the shards are for.
+            shares: Relative share of each replica, integers.
+            prefetch_to_device: See ``distribute_dataset``.
+            preprocessing: The preprocessing of rows, or None.
+            skip: With preprocessing, batches to leave out at the beginning of a pass.
+        """
         self.batches = batches
         self.strategy = strategy
         self.shares = shares
-        self.prefetches_to_device = prefetch_to_device
-        self._layout = ShardLayout(strategy, batches.element_spec, prefetch_to_device)
+        self.preprocessing = preprocessing
         self._cardinality = batches.cardinality()
         # tf.data cuts in its own thread while the previous step runs.
         batches = compared_over_workers(batches, strategy)
-        cut = batches if self._layout.whole else batches.map(self._cut)
+        local = local_replicas(strategy)
+        if preprocessing is not None:
+            own = preprocessing.own_rows(batches, shares, local, skip)
+            batches = own.map(_batch_of)
+        spec = batches.element_spec
+        if prefetch_to_device is None:
+            several = len(local) < strategy.num_replicas_in_sync
+            ends = int(self._cardinality) != tf.data.INFINITE_CARDINALITY
+            prefetch_to_device = should_prefetch(spec, strategy) and not (several and ends)
+        self.prefetches_to_device = prefetch_to_device
+        self._layout = ShardLayout(strategy, spec, prefetch_to_device)
+        if self._layout.whole:
+            cut = batches
+        else:
+            cut = batches.map(self._cut) if preprocessing is None else own.map(self._divide)
         if prefetch_to_device:
             # One element per replica in turn, so that TensorFlow copies each ahead of time.
             pieces = cut.flat_map(self._layout.deal)
@@ -185,7 +245,38 @@ class ShardedDataset(tf.distribute.DistributedDataset):  # type: ignore[misc]
 
     def __iter__(self) -> ShardIterator:
         """Begins a new pass over the data."""
+        if self.preprocessing is not None:
+            self.preprocessing.passes.begin_next()
         return ShardIterator(iter(self._source), self._layout)
+
+    def with_batches(self, batches: tf.data.Dataset[Any]) -> ShardedDataset:
+        """Returns other batches of the same type, cut and preprocessed as these are."""
+        return ShardedDataset(
+            batches, self.strategy, self.shares, self.prefetches_to_device, self.preprocessing
+        )
+
+    def iterate_from(self, batch: int) -> tuple[ShardIterator, int]:
+        """Begins a new pass at one of its batches; nothing before it is preprocessed.
+
+        Args:
+            batch: The number of the batch.
+
+        Returns:
+            The iterator, and how many batches were passed over: fewer if there are no more.
+        """
+        if self.preprocessing is None or not batch:
+            iterator = ShardedDataset.__iter__(self)
+            return iterator, read_over(iterator.source, batch)
+        rest = ShardedDataset(
+            self.batches,
+            self.strategy,
+            self.shares,
+            self.prefetches_to_device,
+            self.preprocessing,
+            skip=batch,
+        )
+        known = int(self._cardinality)
+        return iter(rest), batch if known < 0 else min(batch, known)
 
     def __len__(self) -> int:
         """Returns the number of global batches in a pass.
@@ -228,6 +319,10 @@ class ShardedDataset(tf.distribute.DistributedDataset):  # type: ignore[misc]
         return state
 
     @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+    def _divide(self, own: OwnRows) -> tuple[Any, ...]:
+        return self._layout.flatten(*divide_own_rows(own, self.shares, self._layout.local))
+
+    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
     def _cut(self, *element: Any) -> tuple[Any, ...]:
         # tf.data unpacks only tuples into arguments.
         batch = element if type(self.element_spec) is tuple else element[0]
@@ -235,6 +330,11 @@ class ShardedDataset(tf.distribute.DistributedDataset):  # type: ignore[misc]
         offsets = partition.batch_offsets(batch, self.shares)
         shards = partition.cut_rows(batch, self.shares, self._layout.local)
         return self._layout.flatten(shards, offsets)
+
+
+@tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+def _batch_of(own: OwnRows) -> Any:
+    return own.batch
 
 
 @dataclasses.dataclass(eq=False)

@@ -14,7 +14,7 @@ import numpy as np
 from tfmultigpu.arguments import check_count
 from tfmultigpu.errors import ShareError
 
-__all__ = ["check_shares", "integer_shares", "plan_micro_batches", "plan_shares"]
+__all__ = ["check_shares", "integer_shares", "plan_micro_batches", "plan_shares", "replica_shares"]
 
 _PARTS = 2**20  # Fractional shares are rounded to this many parts.
 
@@ -231,6 +231,15 @@ def _is_finite(number: object) -> bool:
         return math.isfinite(number)  # type: ignore[arg-type]
     except (TypeError, OverflowError):
         return False
+
+
+def replica_shares(shares: Sequence[float] | None, replicas: int) -> tuple[int, ...]:
+    """Returns the relative share of each replica as integers; None means equal shares.
+
+    Raises:
+        ShareError: The shares are not one positive number per replica.
+    """
+    return (1,) * replicas if shares is None else integer_shares(check_shares(shares, replicas))
 
 
 def integer_shares(shares: Sequence[float]) -> tuple[int, ...]:

@@ -19,7 +19,7 @@ from tfmultigpu.data.other_packages import is_data_loader, loader_batches, read_
 from tfmultigpu.data.parts import map_items
 from tfmultigpu.errors import DataError
 
-__all__ = ["to_dataset"]
+__all__ = ["tensors_of_arrays", "to_dataset"]
 
 
 def to_dataset(data: Any, batch_size: int | None = None) -> tf.data.Dataset[Any]:
@@ -79,7 +79,14 @@ def to_dataset(data: Any, batch_size: int | None = None) -> tf.data.Dataset[Any]
     return _from_arrays(data, batch_size)
 
 
-def _from_arrays(data: Any, batch_size: int | None) -> tf.data.Dataset[Any]:
+def tensors_of_arrays(data: Any) -> Any:
+    """Returns arrays, one or a tuple, list or dict of them, as tensors with equally many rows.
+
+    Lists of arrays are tuples in the result, as in the batches of ``to_dataset``.
+
+    Raises:
+        DataError: The data is not arrays, or they differ in their number of rows.
+    """
     data = read_tables(data)
     try:
         arrays = tf.nest.map_structure(_array_to_tensor, _lists_to_tuples(data))
@@ -100,18 +107,24 @@ def _from_arrays(data: Any, batch_size: int | None) -> tf.data.Dataset[Any]:
             "An array of examples has rows, but one of these is a scalar. Received: shapes "
             f"{shapes}. Give every array one row per example."
         )
+    if len({int(count_rows(leaf)) for leaf in leaves}) > 1:
+        raise DataError(
+            "The arrays differ in their number of rows, so they cannot be paired. Received: shapes "
+            f"{shapes}. Give one row per example in each."
+        )
+    return arrays
+
+
+def _from_arrays(data: Any, batch_size: int | None) -> tf.data.Dataset[Any]:
+    arrays = tensors_of_arrays(data)
     if batch_size is None:
         raise DataError(
             "Arrays need the size of a global batch. Received: batch_size=None. Write "
             "tmg.distribute_dataset((x, y), batch_size=64)."
         )
     batch_size = check_count("batch_size", batch_size, error=DataError)
-    if len({int(count_rows(leaf)) for leaf in leaves}) > 1:
-        raise DataError(
-            "The arrays differ in their number of rows, so they cannot be paired. Received: shapes "
-            f"{shapes}. Give one row per example in each."
-        )
-    present = tf.data.Dataset.from_tensor_slices(tuple(leaves)).batch(batch_size)
+    leaves = tuple(tensors_of(arrays))
+    present = tf.data.Dataset.from_tensor_slices(leaves).batch(batch_size)
     return present.map(functools.partial(_fill, arrays))
 
 

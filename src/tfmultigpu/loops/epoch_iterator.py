@@ -59,6 +59,7 @@ class EpochIterator:
         self._epoch_left: int | None = None
         self._done = 0
         self._after_skipped_epoch: Callable[[int], None] = lambda epochs: None
+        self._unread = 0
 
     @property
     def description(self) -> dict[str, Any]:
@@ -148,6 +149,8 @@ class EpochIterator:
                     self.begin_epoch()
         dropped = self._drop(self.most(step))
         self.took(dropped, dropped)
+        if self._unread:
+            self.iterator, _ = self._batches.iterate_from(self._unread)
         return dropped
 
     def _skip_passes(self, passes: int) -> None:
@@ -168,6 +171,9 @@ class EpochIterator:
             self._begin_pass()
 
     def _drop(self, batches: int) -> int:
+        if self._repeats and self._batches.preprocessing is not None:
+            self._unread += batches  # `skip` begins after all of them.
+            return batches
         return read_over(self.iterator.source, batches)
 
     def _begin_pass(self) -> None:

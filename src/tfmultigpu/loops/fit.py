@@ -72,6 +72,8 @@ def fit(
     loss_scale: str | float | None = None,
     shard_update: str | bool = "auto",
     shares: Sequence[float] | None = None,
+    preprocess: Callable[..., Any] | None = None,
+    preprocess_batched: bool = False,
     steps_per_call: int | str = "auto",
     verify: bool | str = "first",
     verbose: int | str = "auto",
@@ -118,6 +120,10 @@ def fit(
         loss_scale: See ``make_train_step``.
         shard_update: See ``make_train_step``.
         shares: Relative share of each global batch per replica; None means equal shares.
+        preprocess: See ``distribute_dataset``; ``data`` is then single examples, arrays of them, or
+            an object with ``len(data)`` and ``data[i]``. What can be read by number is shuffled.
+            Validation data is not preprocessed: give ``distribute_dataset(..., preprocess=f)``.
+        preprocess_batched: See ``distribute_dataset``.
         steps_per_call: Steps in one call into TensorFlow. ``"auto"`` finds the smallest number that
             hides the cost of a call; callbacks that need every batch still get it. A number calls
             the callbacks after that many steps. ``steps_per_execution`` of ``compile`` sets it too.
@@ -207,6 +213,8 @@ def fit(
             "validation_steps": validation_steps,
             "shuffle": shuffle,
             "shares": shares,
+            "preprocess is None": preprocess is None,
+            "preprocess_batched": preprocess_batched,
             "steps_per_call": steps_per_call,
             **given,
             "forward is None": forward is None,
@@ -218,6 +226,13 @@ def fit(
         data = with_weights(data, sample_weight)
     data, validation_data = (arrays_as_in_keras(model, one) for one in (data, validation_data))
     if validation_split and validation_data is None:
+        if preprocess is not None:
+            raise DataError(
+                "validation_split divides arrays, and preprocess is for the training part alone. "
+                f"Received: validation_split={validation_split} with preprocess. Give "
+                "validation_data=tmg.distribute_dataset(source, strategy, batch_size=64, "
+                "preprocess=f)."
+            )
         data, validation_data = split_off(data, validation_split)
     seed = int(value_of_chief(strategy, random.randrange(2**31)))
     if skips_fit(callbacks, model, epochs):
@@ -233,6 +248,8 @@ def fit(
         first_pass=initial_epoch,
         class_weight=class_weight,
         shares=shares,
+        preprocess=preprocess,
+        preprocess_batched=preprocess_batched,
     )
     program.check_batches(spec, options)
     validation = Validation.of(

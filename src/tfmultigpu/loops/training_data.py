@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
 
-from tfmultigpu.data.batch_format import count_rows
-from tfmultigpu.data.other_packages import read_tables
+from tfmultigpu.arguments import check_count
+from tfmultigpu.data.batch_format import count_rows, tensors_of
+from tfmultigpu.data.examples import examples_of
+from tfmultigpu.data.preprocessing import Preprocessing
 from tfmultigpu.data.resumable import PositionedDataset
 from tfmultigpu.data.sharded_dataset import ShardedDataset, distribute_dataset
-from tfmultigpu.data.sources import to_dataset
+from tfmultigpu.data.shares import replica_shares
+from tfmultigpu.data.sources import tensors_of_arrays, to_dataset
 from tfmultigpu.errors import DataError
 from tfmultigpu.loops.class_weights import weighting
 from tfmultigpu.loops.epoch_iterator import EpochIterator
@@ -35,6 +38,8 @@ def make_epoch_iterator(
     first_pass: int,
     class_weight: Any,
     shares: Sequence[float] | None,
+    preprocess: Callable[..., Any] | None = None,
+    preprocess_batched: bool = False,
 ) -> tuple[EpochIterator, Any]:
     """Returns the batches of each epoch, and their type specs.
 
@@ -49,6 +54,8 @@ def make_epoch_iterator(
         first_pass: The number of the first pass.
         class_weight: Weights of classes, or None.
         shares: Relative share of each global batch per replica, or None.
+        preprocess: See ``distribute_dataset``; ``data`` is then examples.
+        preprocess_batched: See ``distribute_dataset``.
 
     Raises:
         DataError: The data is infinite and ``steps_per_epoch`` is None, is empty, or is of an
@@ -62,38 +69,82 @@ def make_epoch_iterator(
                 f"that. Received: steps_per_epoch={steps_per_epoch}. Give Checkpoints "
                 "data=lambda epoch: dataset.shuffle(n, seed=epoch).batch(size).take(steps)."
             )
-        for name, value in (("class_weight", class_weight), ("shares", shares)):
+        given = {"class_weight": class_weight, "shares": shares, "preprocess": preprocess}
+        for name, value in given.items():
             if value is not None:
                 raise DataError(
                     f"The data is already distributed, so {name} cannot be applied. Received: "
                     f"{name}={value!r}. Give fit the dataset itself."
                 )
         return _iterate(data, data, steps_per_epoch)
+    if preprocess is not None:
+        examples = examples_of(data)
+        rows = examples.rows
+        batch_size = _checked_batch_size(batch_size, rows, steps_per_epoch)
+        preprocessing = Preprocessing(
+            preprocess,
+            preprocess_batched,
+            seed,
+            examples.read,
+            examples.reads_many,
+            None if class_weight is None else weighting(class_weight),
+        )
+        whole_shares = replica_shares(shares, strategy.num_replicas_in_sync)
+        if rows is None:
+            batches = examples.batches(batch_size)
+            sharded = ShardedDataset(batches, strategy, whole_shares, preprocessing=preprocessing)
+            return _iterate(data, sharded, steps_per_epoch)
+        numbers = tf.range(rows, dtype=tf.int64)
+        sharded = ShardedDataset(
+            _passes(numbers, rows, batch_size, shuffle, (seed, first_pass)),
+            strategy,
+            whole_shares,
+            preprocessing=preprocessing.of_passes(first_pass, rows, batch_size),
+        )
+        return _over_passes(sharded, rows, batch_size, shuffle, steps_per_epoch, examples.read)
     if not is_arrays(data):
         batches = _weighted(to_dataset(data, batch_size), class_weight)
         return _iterate(data, distribute_dataset(batches, strategy, shares=shares), steps_per_epoch)
-    data = read_tables(data)
-    arrays = _tensors(data)
+    arrays = tensors_of_arrays(data)
     rows = int(count_rows(arrays))
     if not rows:
         raise no_batches(data)
-    if batch_size is None:
-        batch_size = math.ceil(rows / steps_per_epoch) if steps_per_epoch else 32
-    to_dataset(data, batch_size)  # Checks its arguments.
-    passes = _passes(arrays, rows, int(batch_size), shuffle, (seed, first_pass))
+    batch_size = _checked_batch_size(batch_size, rows, steps_per_epoch)
+    passes = _passes(arrays, rows, batch_size, shuffle, (seed, first_pass))
     sharded = distribute_dataset(_weighted(passes, class_weight), strategy, shares=shares)
+    present = tensors_of(arrays)
+
+    def row(number: int) -> list[Any]:
+        return [_slice(one, number, number + 1) for one in present]
+
+    return _over_passes(sharded, rows, batch_size, shuffle, steps_per_epoch, row)
+
+
+def _checked_batch_size(batch_size: Any, rows: int | None, steps: int | None) -> int:
+    if batch_size is None:
+        return math.ceil(rows / steps) if rows and steps else 32
+    return check_count("batch_size", batch_size, error=DataError)
+
+
+def _over_passes(
+    sharded: ShardedDataset,
+    rows: int,
+    batch_size: int,
+    shuffle: bool,
+    steps: int | None,
+    row: Any,
+) -> tuple[EpochIterator, Any]:
+    """Returns the batches of data that goes through pass after pass, and their type specs."""
     description = {
         "rows": rows,
-        "batch_size": int(batch_size),
+        "batch_size": batch_size,
         "shuffle": shuffle,
-        "steps_per_epoch": steps_per_epoch,
-        "mark of some rows": _fingerprint(arrays, rows),
+        "steps_per_epoch": steps,
+        "mark of some rows": _fingerprint(row, rows),
     }
     per_pass = math.ceil(rows / batch_size)
-    epoch_iterator = EpochIterator(
-        sharded, per_pass, steps_per_epoch, repeats=True, description=description
-    )
-    return epoch_iterator, sharded.element_spec
+    iterator = EpochIterator(sharded, per_pass, steps, repeats=True, description=description)
+    return iterator, sharded.element_spec
 
 
 def split_off(data: Any, validation_split: float) -> tuple[Any, Any]:
@@ -114,7 +165,7 @@ def split_off(data: Any, validation_split: float) -> tuple[Any, Any]:
             f"{type(data).__name__}. Split a dataset with take() and skip(), and give "
             "validation_data."
         )
-    arrays = _tensors(read_tables(data))
+    arrays = tensors_of_arrays(data)
     rows = int(count_rows(arrays))
     at = math.floor(rows * (1.0 - validation_split))
     if not 0 < at < rows:
@@ -182,15 +233,12 @@ def _passes(
     return numbers.flat_map(one_pass)
 
 
-def _fingerprint(arrays: Any, rows: int) -> int:
-    """Returns a digest of some rows of arrays and of their types."""
-    some = range(0, rows, max(rows // _SAMPLED_ROWS, 1))
-    present = [leaf for leaf in tf.nest.flatten(arrays) if leaf is not None]
-    sampled = tf.nest.flatten(
-        [_slice(one, row, row + 1) for one in present for row in (*some, rows - 1)],
-        expand_composites=True,
-    )
-    return digest_of(b"".join(tf.io.serialize_tensor(leaf).numpy() for leaf in sampled))
+def _fingerprint(row: Any, rows: int) -> int:
+    """Returns a digest of some of the rows that a function returns, and of their types."""
+    some = (*range(0, rows, max(rows // _SAMPLED_ROWS, 1)), rows - 1)
+    sampled = tf.nest.flatten([row(number) for number in some], expand_composites=True)
+    present = [leaf for leaf in sampled if leaf is not None]
+    return digest_of(b"".join(tf.io.serialize_tensor(leaf).numpy() for leaf in present))
 
 
 def _slice(tensor: Any, start: Any, stop: Any) -> Any:
@@ -199,20 +247,3 @@ def _slice(tensor: Any, start: Any, stop: Any) -> Any:
     begin = tf.concat([[start], tf.zeros_like(tensor.dense_shape)[1:]], 0)
     size = tf.concat([[stop - start], tensor.dense_shape[1:]], 0)
     return tf.sparse.slice(tensor, begin, size)
-
-
-def _tensors(data: Any) -> Any:
-    """Converts arrays to tensors in the structure of the batches."""
-    spec = to_dataset(data, batch_size=1).element_spec
-
-    def convert(spec: Any, value: Any) -> Any:
-        if value is None:
-            return None
-        if isinstance(spec, Mapping):
-            return {key: convert(spec[key], value[key]) for key in spec}
-        if isinstance(spec, tuple):
-            items = [convert(one, item) for one, item in zip(spec, value, strict=True)]
-            return type(spec)(*items) if hasattr(spec, "_fields") else tuple(items)
-        return value if tf.is_tensor(value) else tf.convert_to_tensor(value)
-
-    return convert(spec, data)

@@ -1,0 +1,279 @@
+"""Preprocessing of the rows that a process holds, each with a seed that its place decides."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import random
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+from tfmultigpu.data import partition
+from tfmultigpu.data.batch_format import check_rows_agree, count_rows, with_dependencies
+from tfmultigpu.errors import DataError
+from tfmultigpu.strategies.worker_exchange import WorkerExchange
+
+__all__ = [
+    "OwnRows",
+    "PassNumber",
+    "Place",
+    "Preprocessing",
+    "divide_own_rows",
+    "own_range",
+    "seed_of_run",
+    "takes_seed",
+]
+
+# The key of a window holds the number of its batch, and in the lower bits its number of rows.
+_ROW_BITS = 32
+_WRONG_ROWS = (
+    "preprocess returned another number of rows than it was given, so labels and shards would not "
+    "fit. Return one row for each. Received and returned: rows"
+)
+
+
+class PassNumber:
+    """Number of the current pass over a dataset, from 0 on.
+
+    ``tf.data`` reads it together with the first batch of a pass.
+    """
+
+    def __init__(self) -> None:
+        """Begins before the first pass."""
+        # Unlike a variable, a table is the same object inside and outside the scope of a strategy.
+        self._table = tf.lookup.experimental.MutableHashTable(tf.int64, tf.int64, -1)
+
+    def begin_next(self) -> None:
+        """Begins the next pass."""
+        self._table.insert(tf.constant(0, tf.int64), self.read() + 1)
+
+    def read(self) -> Any:
+        """Returns the number, an int64 scalar; -1 before the first pass."""
+        return self._table.lookup(tf.constant(0, tf.int64))
+
+
+class Place(NamedTuple):
+    """Place of a batch in the passes over a dataset, int64 scalars.
+
+    Attributes:
+        pass_number: The number of the pass.
+        first_row: The number of its first row in the pass.
+    """
+
+    pass_number: Any
+    first_row: Any
+
+
+class OwnRows(NamedTuple):
+    """Rows of a global batch that the replicas of this process hold.
+
+    Attributes:
+        global_rows: Rows of the global batch, an int64 scalar.
+        batch: A nested structure of tensors: the own rows alone.
+    """
+
+    global_rows: Any
+    batch: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Preprocessing:
+    """A function of an example, applied in parallel to the rows of this process, in order.
+
+    Attributes:
+        function: ``f(example)`` or ``f(example, seed)``; if ``batched``, of many examples and a
+            seed for each.
+        batched: Whether the function takes many examples at once.
+        seed: The seed of the run.
+        read: From the number of an example to the example; None if batches hold examples.
+        reads_many: Whether ``read`` takes many numbers at once.
+        then: A function of preprocessed batches, as for ``map`` of ``tf.data``, or None.
+        place_of: From the number of a batch to its ``Place``, for a dataset that goes through pass
+            after pass. None: one iterator is one pass, with the number ``passes``.
+        passes: Counts passes.
+    """
+
+    function: Callable[..., Any]
+    batched: bool
+    seed: int
+    read: Callable[[Any], Any] | None = None
+    reads_many: bool = False
+    then: Callable[..., Any] | None = None
+    place_of: Callable[[Any], Place] | None = None
+    passes: PassNumber = dataclasses.field(default_factory=PassNumber)
+
+    def of_passes(self, first_pass: int, rows: int, batch_size: int) -> Preprocessing:
+        """Returns it for a dataset that goes through pass after pass.
+
+        Args:
+            first_pass: The number of the first pass.
+            rows: Rows of a pass.
+            batch_size: Rows of a batch, except the last of a pass.
+        """
+        batches = -(-rows // batch_size)
+
+        def place_of(number: Any) -> Place:
+            return Place(first_pass + number // batches, number % batches * batch_size)
+
+        return dataclasses.replace(self, place_of=place_of)
+
+    def own_rows(
+        self, batches: tf.data.Dataset[Any], shares: Sequence[int], local: Sequence[int], skip: int
+    ) -> tf.data.Dataset[Any]:
+        """Returns the rows of this process of each batch, preprocessed: a dataset of ``OwnRows``.
+
+        Args:
+            batches: Global batches of examples, or of their numbers.
+            shares: Relative share of each replica, integers.
+            local: The replicas of this process.
+            skip: Batches at the beginning to leave out.
+        """
+
+        @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+        def own(place: Place, batch: Any) -> tuple[Any, Any, Any]:
+            rows = count_rows(batch)
+            start, stop = own_range(rows, shares, local)
+            numbers = tf.range(place.first_row + start, place.first_row + stop)
+            key = tf.stack([tf.constant(self.seed, tf.int64), place.pass_number])
+            draw: Any = tf.random.stateless_uniform
+            mixed = draw([], key, minval=None, maxval=None, dtype=tf.int64)
+            seeds = tf.stack([tf.fill(tf.shape(numbers), mixed), numbers], 1)
+            return rows, seeds, partition.slice_rows(batch, start, stop)
+
+        parts = self._placed(batches).skip(skip).map(own)
+        if self.batched and (self.read is None or self.reads_many):
+            return self._of_many(parts, self.read)
+        if self.batched:
+            return self._of_many(self._of_each(parts, lambda example, seed: example), None)
+        return self._finished(self._of_each(parts, self._call))
+
+    def _call(self, examples: Any, seeds: Any) -> Any:
+        return (
+            self.function(examples, seeds) if takes_seed(self.function) else self.function(examples)
+        )
+
+    def _placed(self, batches: tf.data.Dataset[Any]) -> tf.data.Dataset[Any]:
+        """Returns the batches, each beside its ``Place``."""
+        place_of = self.place_of
+        if place_of is not None:
+            return batches.enumerate().map(lambda number, batch: (place_of(number), batch))
+
+        @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+        def count(state: Any, batch: Any) -> Any:
+            number, first_row = state
+            number = tf.where(number < 0, self.passes.read(), number)
+            rows = count_rows(batch)
+            return (number, first_row + rows), (Place(number, first_row), batch)
+
+        return batches.scan((tf.constant(-1, tf.int64), tf.constant(0, tf.int64)), count)
+
+    def _of_each(
+        self, parts: tf.data.Dataset[Any], function: Callable[[Any, Any], Any]
+    ) -> tf.data.Dataset[Any]:
+        """Applies a function to each row; returns rows of the global batch, seeds and results."""
+        read = self.read
+
+        @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+        def rows_of(number: Any, part: Any) -> tf.data.Dataset[Any]:
+            rows, seeds, batch = part
+            count = tf.shape(seeds, tf.int64)[0]
+            key = tf.bitwise.left_shift(number, tf.constant(_ROW_BITS, tf.int64)) + count
+            beside = tf.fill([count], key), tf.fill([count], rows), seeds
+            return tf.data.Dataset.from_tensor_slices((*beside, batch))
+
+        def apply(key: Any, rows: Any, seed: Any, example: Any) -> Any:  # AutoGraph converts it.
+            example = example if read is None else read(example)
+            return key, rows, seed, function(example, seed)
+
+        @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+        def size_of(key: Any) -> Any:
+            return tf.bitwise.bitwise_and(key, tf.constant(2**_ROW_BITS - 1, tf.int64))
+
+        @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+        def without_key(key: Any, rows: Any, seeds: Any, results: Any) -> Any:
+            return rows[0], seeds, results
+
+        rows = parts.enumerate().flat_map(rows_of)
+        rows = rows.map(apply, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
+        # Rows come in order, so one window is filled after the other.
+        windows = rows.group_by_window(
+            lambda key, *rest: key,
+            lambda key, window: window.batch(size_of(key)),
+            window_size_func=size_of,
+        )
+        return windows.map(without_key)
+
+    def _of_many(
+        self, parts: tf.data.Dataset[Any], read: Callable[[Any], Any] | None
+    ) -> tf.data.Dataset[Any]:
+        """Applies the function to all own rows of a batch at once."""
+
+        def apply(rows: Any, seeds: Any, examples: Any) -> Any:  # AutoGraph converts it.
+            examples = examples if read is None else read(examples)
+            return rows, seeds, self._call(examples, seeds)
+
+        return self._finished(
+            parts.map(apply, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
+        )
+
+    def _finished(self, parts: tf.data.Dataset[Any]) -> tf.data.Dataset[Any]:
+        @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+        def finish(rows: Any, seeds: Any, batch: Any) -> OwnRows:
+            count = tf.shape(seeds, tf.int64)[0]
+            found = count_rows(batch)
+            check = tf.debugging.Assert(found == count, [_WRONG_ROWS, count, found])
+            batch = with_dependencies([check, *check_rows_agree(batch)], batch)
+            if self.then is not None:
+                batch = self.then(*batch) if type(batch) is tuple else self.then(batch)
+            return OwnRows(rows, batch)
+
+        return parts.map(finish)
+
+
+def own_range(rows: Any, shares: Sequence[int], local: Sequence[int]) -> tuple[Any, Any]:
+    """Returns the first row of a process in a global batch, and the row after its last."""
+    offsets = partition.shard_offsets(rows, shares)
+    return offsets[local[0]], tf.where(rows < len(shares), rows, offsets[local[-1] + 1])
+
+
+def divide_own_rows(own: OwnRows, shares: Sequence[int], local: Sequence[int]) -> tuple[Any, Any]:
+    """Returns the shards of the replicas of this process, and the offsets of all shards."""
+    rows, batch = own
+    offsets = partition.shard_offsets(rows, shares)
+    start, _ = own_range(rows, shares, local)
+    stops = tf.where(rows < len(shares), rows, offsets[1:])
+    shards = [partition.slice_rows(batch, offsets[i] - start, stops[i] - start) for i in local]
+    return shards, offsets
+
+
+def takes_seed(function: Callable[..., Any]) -> bool:
+    """Returns whether a function of an example takes a seed too.
+
+    Raises:
+        DataError: It takes neither one nor two arguments.
+    """
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # Functions written in C have no signature.
+        return False
+    places = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    given = [one for one in parameters if one.kind in places]
+    needed = [one.name for one in given if one.default is one.empty]
+    names = [one.name for one in given]
+    if len(needed) > 2 or (
+        not given and not any(one.kind is one.VAR_POSITIONAL for one in parameters)
+    ):
+        raise DataError(
+            "preprocess must be a function f(example) or f(example, seed). Received: one with the "
+            f"arguments {names}. An example of several parts is a tuple: def f(example): image, "
+            "label = example."
+        )
+    return len(needed) == 2 or "seed" in names[1:2]
+
+
+def seed_of_run(strategy: tf.distribute.Strategy) -> int:
+    """Returns a seed that ``keras.utils.set_random_seed`` decides; on workers that of the chief."""
+    own = random.randrange(2**31)
+    return int(WorkerExchange(strategy)([own])[0, 0])
