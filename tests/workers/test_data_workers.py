@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tensorflow as tf
 
 from tfmultigpu.data.partition import row_offsets
 from tfmultigpu.testing import run_workers
@@ -70,3 +71,18 @@ def test_a_seeded_shuffle_is_the_same_on_both_workers_and_new_each_pass(
         orders.append(list(itertools.chain(*batches)))
         assert sorted(orders[-1]) == list(range(20))
     assert orders[0] != orders[1]
+
+
+@pytest.mark.slow
+def test_each_worker_reads_and_preprocesses_its_own_rows(workers: list[dict[str, Any]]) -> None:
+    assert workers[0]["read by number"] == [0, 1, 4, 5, 8]
+    assert workers[1]["read by number"] == [2, 3, 6, 7, 9, 10]
+    by_batch = zip(*(one["draws 7"] for one in workers), strict=True)
+    drawn = [row for parts in by_batch for part in parts for row in part]
+    mixed = tf.random.stateless_uniform([], tf.constant([7, 0], tf.int64), None, None, tf.int64)
+    for number, (row, draw) in enumerate(drawn):
+        assert row == number
+        assert draw == float(tf.random.stateless_uniform([], tf.stack([mixed, row])))
+    # Without a seed the workers agree on one.
+    everything = {draw for one in workers for part in one["draws None"] for _, draw in part}
+    assert len(everything) == 11

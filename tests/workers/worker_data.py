@@ -51,6 +51,36 @@ for prefetch in (False, True):
 shuffled = tf.data.Dataset.range(20).shuffle(20, seed=3).batch(8)
 data = tmg.distribute_dataset(shuffled, strategy)
 results["shuffled"] = [read(iter(data)), read(iter(data))]
+
+
+class Numbers:
+    """Examples by number; remembers which were read."""
+
+    def __init__(self) -> None:
+        self.read: list[int] = []
+
+    def __len__(self) -> int:
+        return 11
+
+    def __getitem__(self, number: int) -> int:
+        self.read.append(number)
+        return number
+
+
+def draw(number: tf.Tensor, seed: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+    return number, tf.random.stateless_uniform([], seed)
+
+
+source = Numbers()
+for seed in (7, None):
+    data = tmg.distribute_dataset(source, strategy, batch_size=4, preprocess=draw, seed=seed)
+    source.read.clear()
+    local = [[strategy.experimental_local_results(one)[0] for one in pair] for pair in data]
+    results[f"draws {seed}"] = [
+        list(zip(numbers.numpy().tolist(), draws.numpy().tolist(), strict=True))
+        for numbers, draws in local
+    ]
+    results["read by number"] = sorted(source.read)
 # The rank of this worker among the replicas, as TensorFlow numbers them.
 rank = strategy.run(lambda: tf.distribute.get_replica_context().replica_id_in_sync_group)
 results["replica"] = int(strategy.experimental_local_results(rank)[0])

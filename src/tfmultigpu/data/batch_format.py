@@ -44,6 +44,10 @@ PART_ROWS_DIFFER = (
     "would be paired wrongly. Give tensors with other rows another part: Parts(labeled=(x, y), "
     "unlabeled=u). Received: rows"
 )
+PREPROCESSED_ROWS = (
+    "preprocess was given the rows of a process and returned another number of rows, so it is "
+    "unknown which shard each belongs to. Return one row for each. Received: rows in and out"
+)
 DRAW_NOT_ROWS = (
     "A random draw for several parts of a batch has another number of rows than these parts "
     "together, so it is unknown which numbers belong to which example. Draw for each part by "
@@ -228,11 +232,11 @@ def as_data_error(error: Any) -> Exception:
     part = re.search(r"part \\?'([^'\\]*)\\?'", error.message)
     if PART_NO_ROWS in error.message and part:
         return DataError(f"{PART_NO_ROWS} '{part[1]}'.")
-    for text in (ROWS_DIFFER, PART_ROWS_DIFFER):
+    for text in (ROWS_DIFFER, PART_ROWS_DIFFER, PREPROCESSED_ROWS):
         if text in error.message:
             rows = re.search(r"[\d ,]+", error.message.split(text, 1)[1].lstrip("]['\n "))
             counts = ", ".join(re.findall(r"\d+", rows.group())) if rows else "unknown"
-            where = "" if text == ROWS_DIFFER or part is None else f" in part '{part[1]}'"
+            where = "" if text != PART_ROWS_DIFFER or part is None else f" in part '{part[1]}'"
             return DataError(f"{text} {counts}{where}.")
     raised = re.search(r"^(?:.*\s)?DataError: (.+)$", error.message, re.MULTILINE)
     return DataError(raised[1]) if raised else error

@@ -11,7 +11,12 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from tfmultigpu.data import partition
-from tfmultigpu.data.batch_format import check_rows_agree, count_rows, with_dependencies
+from tfmultigpu.data.batch_format import (
+    PREPROCESSED_ROWS,
+    check_rows_agree,
+    count_rows,
+    with_dependencies,
+)
 from tfmultigpu.errors import DataError
 from tfmultigpu.strategies.worker_exchange import WorkerExchange
 
@@ -28,10 +33,6 @@ __all__ = [
 
 # The key of a window holds the number of its batch, and in the lower bits its number of rows.
 _ROW_BITS = 32
-_WRONG_ROWS = (
-    "preprocess returned another number of rows than it was given, so labels and shards would not "
-    "fit. Return one row for each. Received and returned: rows"
-)
 
 
 class PassNumber:
@@ -223,7 +224,8 @@ class Preprocessing:
         def finish(rows: Any, seeds: Any, batch: Any) -> OwnRows:
             count = tf.shape(seeds, tf.int64)[0]
             found = count_rows(batch)
-            check = tf.debugging.Assert(found == count, [_WRONG_ROWS, count, found])
+            rows_in_and_out = tf.cast(tf.stack([count, found]), tf.int32)
+            check = tf.debugging.Assert(found == count, [PREPROCESSED_ROWS, rows_in_and_out])
             batch = with_dependencies([check, *check_rows_agree(batch)], batch)
             if self.then is not None:
                 batch = self.then(*batch) if type(batch) is tuple else self.then(batch)

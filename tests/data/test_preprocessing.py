@@ -1,0 +1,196 @@
+"""Preprocessing of own rows: the same rows on any number of replicas, each with its seed."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from shards import mirrored, read, text_of
+
+import tfmultigpu as tmg
+from tfmultigpu.data import partition
+from tfmultigpu.data.preprocessing import takes_seed
+
+ROWS = 11
+X = np.arange(2.0 * ROWS, dtype="float32").reshape(ROWS, 2)
+Y = np.arange(ROWS)
+BATCH = 4  # 4, 4 and 3 rows: on four replicas each gets the last batch whole.
+
+
+def noisy(example: Any, seed: Any) -> Any:
+    x, y = example
+    if y > 5:  # AutoGraph makes this a branch, as in map of tf.data.
+        x = x + 100.0
+    return {"x": x + tf.random.stateless_uniform([2], seed), "y": y}
+
+
+def noisy_together(examples: Any, seeds: Any) -> Any:
+    x, y = examples
+    draws = tf.map_fn(lambda seed: tf.random.stateless_uniform([2], seed), seeds, tf.float32)
+    return {"x": tf.where(y[:, None] > 5, x + 100.0, x) + draws, "y": y}
+
+
+class Indexed:
+    """Examples by number; remembers which were read."""
+
+    def __init__(self) -> None:
+        self.read: list[int] = []
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return ROWS
+
+    def __getitem__(self, number: int) -> Any:
+        with self._lock:
+            self.read.append(number)
+        return X[number], Y[number]
+
+
+class Examples(Indexed, keras.utils.PyDataset):
+    def __init__(self) -> None:
+        keras.utils.PyDataset.__init__(self)
+        Indexed.__init__(self)
+
+
+SOURCES: dict[str, Callable[[], Any]] = {
+    "arrays": lambda: (X, Y),
+    "dataset": lambda: tf.data.Dataset.from_tensor_slices((X, Y)),
+    "indexed": Indexed,
+    "PyDataset": Examples,
+}
+
+
+def by_hand(passes: int = 2) -> list[Any]:
+    """Returns the batches of some passes, made without the library but with its seeds."""
+    batches = []
+    for number in range(passes):
+        mixed = tf.random.stateless_uniform(
+            [], tf.constant([7, number], tf.int64), None, None, tf.int64
+        )
+        rows = [noisy((tf.constant(X[i]), Y[i]), tf.stack([mixed, i]))["x"] for i in range(ROWS)]
+        batches += [np.stack(rows[i : i + BATCH]) for i in range(0, ROWS, BATCH)]
+    return batches
+
+
+def whole(batch: Any, strategy: Any) -> np.ndarray:
+    """Returns the rows of a global batch."""
+    parts = [np.asarray(one) for one in strategy.experimental_local_results(batch["x"])]
+    rows = partition.marked_global_rows(batch) if len(parts) > 1 else None
+    if rows is not None and int(rows) < len(parts):
+        for part in parts:
+            np.testing.assert_array_equal(part, parts[0])
+        return parts[0]
+    return np.concatenate(parts)
+
+
+@pytest.mark.parametrize("batched", [False, True])
+@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("replicas", [1, 2, 3, 4])
+def test_rows_and_seeds_are_those_of_one_device(replicas: int, source: str, batched: bool) -> None:
+    strategy = mirrored(replicas)
+    data = tmg.distribute_dataset(
+        SOURCES[source](),
+        strategy,
+        batch_size=BATCH,
+        preprocess=noisy_together if batched else noisy,
+        preprocess_batched=batched,
+        seed=7,
+    )
+    assert data.element_spec["x"].shape == [None, 2]
+    found = [whole(batch, strategy) for _ in range(2) for batch in data]
+    for one, expected in zip(found, by_hand(), strict=True):
+        np.testing.assert_allclose(one, expected, rtol=1e-6)
+
+
+def test_shares_and_a_start_in_the_middle_of_a_pass() -> None:
+    strategy = mirrored(2)
+    data = tmg.distribute_dataset(
+        (X, Y), strategy, batch_size=BATCH, shares=(3, 1), preprocess=noisy, seed=7
+    )
+    sizes = [[len(p) for p in strategy.experimental_local_results(b["y"])] for b in data]
+    assert sizes == [[3, 1], [3, 1], [2, 1]]
+    source = Indexed()
+    data = tmg.distribute_dataset(source, strategy, batch_size=BATCH, preprocess=noisy, seed=7)
+    source.read.clear()
+    iterator, passed = data.iterate_from(2)
+    rest = [whole(batch, strategy) for batch in iterator]
+    assert passed == 2
+    assert sorted(source.read) == [8, 9, 10]  # What is passed over is not read.
+    np.testing.assert_allclose(rest, [by_hand()[2]], rtol=1e-6)
+
+
+def test_text_without_a_seed() -> None:
+    names = ["a", "bb", "ccc"]
+    data = tmg.distribute_dataset(
+        names, mirrored(2), batch_size=2, preprocess=lambda name: tf.strings.length(name)
+    )
+    assert read(data) == [[[1], [2]], [[3], [3]]]
+
+
+def test_keras_decides_the_seed() -> None:
+    def first() -> np.ndarray:
+        data = tmg.distribute_dataset((X, Y), mirrored(1), batch_size=BATCH, preprocess=noisy)
+        return next(iter(data))["x"].numpy()
+
+    keras.utils.set_random_seed(1)
+    one, other = first(), first()
+    keras.utils.set_random_seed(1)
+    np.testing.assert_array_equal(first(), one)
+    assert np.abs(one - other).max() > 1e-3
+
+
+def test_what_a_function_may_take() -> None:
+    assert takes_seed(noisy)
+    assert takes_seed(lambda example, seed=None: example)
+    assert not takes_seed(lambda example: example)
+    assert not takes_seed(lambda example, size=3: example)
+    assert not takes_seed(keras.layers.Rescaling(2.0))
+    assert not takes_seed(np.sin)
+    for wrong in (lambda: 1, lambda x, y, z: 1):
+        with pytest.raises(tmg.DataError, match=r"f\(example\) or f\(example, seed\)\. Received"):
+            takes_seed(wrong)
+
+
+def test_what_cannot_be_preprocessed() -> None:
+    strategy = mirrored(2)
+
+    def text(source: Any, **options: Any) -> str:
+        options = {"batch_size": BATCH, "preprocess": lambda example: example, **options}
+        return text_of(lambda: tmg.distribute_dataset(source, strategy, **options))
+
+    assert "batch_size=64, preprocess=f" in text((X, Y), batch_size=None)
+    assert "from_generator" in text(lambda: iter([X]))
+    assert "no examples" in text(X[:0])
+    assert "already distributed" in text(tmg.distribute_dataset(X, strategy, batch_size=2))
+    assert "differ in their number of rows" in text((X, Y[:3]))
+
+    class Uneven(Indexed):
+        def __getitem__(self, number: int) -> Any:
+            return X[number] if number else (X[number], Y[number])
+
+    assert "first and the last example differ" in text(Uneven())
+
+
+def test_a_batched_function_that_loses_rows_is_an_error() -> None:
+    data = tmg.distribute_dataset(
+        X, mirrored(2), batch_size=BATCH, preprocess=lambda x: x[1:], preprocess_batched=True
+    )
+    with pytest.raises(tmg.DataError, match=r"another number of rows.*rows in and out 4, 3"):
+        next(iter(data))
+
+
+def test_an_error_of_the_function_reaches_the_user() -> None:
+    def broken(x: Any) -> Any:
+        tf.debugging.Assert(x[0] < 9.0, ["too large"])
+        return x
+
+    data = tmg.distribute_dataset(X, mirrored(2), batch_size=BATCH, preprocess=broken)
+    iterator = iter(data)
+    next(iterator)
+    with pytest.raises(tf.errors.InvalidArgumentError, match="too large"):
+        list(iterator)
