@@ -132,6 +132,26 @@ def test_text_without_a_seed() -> None:
     assert read(data) == [[[1], [2]], [[3], [3]]]
 
 
+def test_passes_of_a_loop_in_a_function_count_too() -> None:
+    strategy = mirrored(2)
+    data = tmg.distribute_dataset((X, Y), strategy, batch_size=11, preprocess=noisy, seed=7)
+
+    @tf.function
+    def total() -> Any:
+        found = tf.zeros([])
+        for batch in data:
+            found += strategy.reduce("SUM", strategy.run(tf.reduce_sum, (batch["x"],)), axis=None)
+        return found
+
+    expected = by_hand(passes=3)
+    for number in range(2):
+        np.testing.assert_allclose(
+            total().numpy(), sum(one.sum() for one in expected[3 * number :][:3]), rtol=1e-6
+        )
+    (last,) = [whole(batch, strategy) for batch in data]
+    np.testing.assert_allclose(last, np.concatenate(expected[6:9]), rtol=1e-6)
+
+
 def test_keras_decides_the_seed() -> None:
     def first() -> np.ndarray:
         data = tmg.distribute_dataset((X, Y), mirrored(1), batch_size=BATCH, preprocess=noisy)

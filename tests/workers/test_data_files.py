@@ -49,7 +49,7 @@ def test_workers_that_read_different_data_are_told(
 ) -> None:
     for one in found[workers]:
         other = 1 if one["worker"] == 0 else 0
-        for case in ("without a seed", "other order"):
+        for case in ("without a seed", "other order", "by number"):
             assert one[case].startswith(
                 "The workers read different data: in pass 1 the first batch of worker "
                 f"{one['worker']} differs from that of worker {other}. Each worker takes its"
@@ -62,7 +62,7 @@ def test_workers_that_read_different_data_are_told(
         counts = {worker: 5 - worker for worker in range(workers)}
         assert f"their numbers of batches differ. Received: {counts}, by" in one["other length"]
         assert one["seed for all"] == ""
-        assert one["dict"] == ""
+        assert one["dict"] == one["alike by number"] == ""
 
 
 def test_one_process_compares_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

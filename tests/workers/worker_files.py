@@ -58,9 +58,10 @@ def train(strategy: Any, files: list[str]) -> dict[str, Any]:
     return {"seen": seen, "losses": losses}
 
 
-def refused(strategy: Any, dataset: Any, batches: int = 1) -> str:
+def refused(strategy: Any, dataset: Any, batches: int = 1, **options: Any) -> str:
     try:
-        for _ in itertools.islice(tmg.distribute_dataset(dataset, strategy), batches):
+        data = tmg.distribute_dataset(dataset, strategy, **options)
+        for _ in itertools.islice(data, batches):
             time.sleep(0.01)
     except tmg.DataError as error:
         return str(error)
@@ -90,5 +91,8 @@ def run(folder: str) -> dict[str, Any]:
         found["later batch"] = refused(strategy, later, 45)
         less = batches.repeat(9).filter(lambda n: True).take(45 - link.index)
         found["one batch less"] = refused(strategy, less, 46)
+        options = {"batch_size": 5, "preprocess": lambda n: n}
+        found["by number"] = refused(strategy, np.arange(40) + 100 * link.index, **options)
+        found["alike by number"] = refused(strategy, np.arange(40), **options)
         found["dict"] = refused(strategy, batches.map(lambda n: {"n": n, "text": ["a", "b"]}))
     return found

@@ -19,7 +19,7 @@ from tfmultigpu.clusters.failures import link_of_workers
 from tfmultigpu.errors import DataError
 from tfmultigpu.strategies.topology import local_replicas
 
-__all__ = ["compared_over_workers"]
+__all__ = ["compared_over_workers", "compares"]
 
 _log = logging.getLogger("tfmultigpu")
 # Longer than a worker usually lags behind; a later one goes unchecked.
@@ -48,7 +48,7 @@ def compared_over_workers(
         strategy: The strategy that trains on them.
     """
     link = link_of_workers()
-    if link is None or len(local_replicas(strategy)) == strategy.num_replicas_in_sync:
+    if link is None or not compares(strategy):
         return batches
     # Counted by type, so that a dataset that only some workers make does not shift all the others.
     kind = f"{batches.element_spec}"
@@ -92,6 +92,12 @@ def compared_over_workers(
     zero = tf.constant(0, tf.int64)
     marked = batches.map(mark).concatenate(end).scan((zero, zero, zero), check)
     return marked.filter(is_a_batch).map(batch_of)
+
+
+def compares(strategy: tf.distribute.Strategy) -> bool:
+    """Returns whether workers compare what they read: several, that ``create_strategy`` joined."""
+    several = len(local_replicas(strategy)) < strategy.num_replicas_in_sync
+    return several and link_of_workers() is not None
 
 
 class _Comparison:

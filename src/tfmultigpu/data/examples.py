@@ -13,8 +13,11 @@ from tfmultigpu.arguments import check_count
 from tfmultigpu.data.batch_format import count_rows, tensors_of
 from tfmultigpu.data.sources import tensors_of_arrays
 from tfmultigpu.errors import DataError
+from tfmultigpu.strategies.worker_exchange import digest_of
 
-__all__ = ["Examples", "examples_of"]
+__all__ = ["Examples", "examples_of", "mark_of"]
+
+_SAMPLED_ROWS = 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,6 +82,14 @@ def examples_of(source: Any) -> Examples:
 
     sparse = any(isinstance(one, tf.SparseTensor) for one in tensors_of(arrays))
     return Examples(rows, None, read, reads_many=not sparse)
+
+
+def mark_of(read: Callable[[Any], Any], rows: int) -> int:
+    """Returns a digest of some examples and of their types, by which data is recognised."""
+    some = (*range(0, rows, max(rows // _SAMPLED_ROWS, 1)), rows - 1)
+    sampled = tf.nest.flatten([read(number) for number in some], expand_composites=True)
+    present = [leaf for leaf in sampled if leaf is not None]
+    return digest_of(b"".join(tf.io.serialize_tensor(leaf).numpy() for leaf in present))
 
 
 def _rows(tensor: Any, number: Any) -> Any:

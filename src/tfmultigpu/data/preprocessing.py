@@ -17,6 +17,8 @@ from tfmultigpu.data.batch_format import (
     count_rows,
     with_dependencies,
 )
+from tfmultigpu.data.consistency import compared_over_workers, compares
+from tfmultigpu.data.examples import mark_of
 from tfmultigpu.errors import DataError
 from tfmultigpu.strategies.worker_exchange import WorkerExchange
 
@@ -46,9 +48,9 @@ class PassNumber:
         # Unlike a variable, a table is the same object inside and outside the scope of a strategy.
         self._table = tf.lookup.experimental.MutableHashTable(tf.int64, tf.int64, -1)
 
-    def begin_next(self) -> None:
-        """Begins the next pass."""
-        self._table.insert(tf.constant(0, tf.int64), self.read() + 1)
+    def begin_next(self) -> Any:
+        """Begins the next pass; returns the operation, in a graph."""
+        return self._table.insert(tf.constant(0, tf.int64), self.read() + 1)
 
     def read(self) -> Any:
         """Returns the number, an int64 scalar; -1 before the first pass."""
@@ -90,6 +92,7 @@ class Preprocessing:
         seed: The seed of the run.
         read: From the number of an example to the example; None if batches hold examples.
         reads_many: Whether ``read`` takes many numbers at once.
+        rows: The number of examples, if ``read`` reads them.
         then: A function of preprocessed batches, as for ``map`` of ``tf.data``, or None.
         place_of: From the number of a batch to its ``Place``, for a dataset that goes through pass
             after pass. None: one iterator is one pass, with the number ``passes``.
@@ -101,6 +104,7 @@ class Preprocessing:
     seed: int
     read: Callable[[Any], Any] | None = None
     reads_many: bool = False
+    rows: int = 0
     then: Callable[..., Any] | None = None
     place_of: Callable[[Any], Place] | None = None
     passes: PassNumber = dataclasses.field(default_factory=PassNumber)
@@ -119,6 +123,19 @@ class Preprocessing:
             return Place(first_pass + number // batches, number % batches * batch_size)
 
         return dataclasses.replace(self, place_of=place_of)
+
+    def compared(
+        self, batches: tf.data.Dataset[Any], strategy: tf.distribute.Strategy
+    ) -> tf.data.Dataset[Any]:
+        """Returns the dataset with a check that all workers read the same examples.
+
+        Of examples that are read by number, batches show only the numbers: some are compared too.
+        """
+        if self.read is None or not compares(strategy):
+            return compared_over_workers(batches, strategy)
+        mark = tf.constant(mark_of(self.read, self.rows), tf.int64)
+        marked = batches.map(lambda numbers: (numbers, mark))
+        return compared_over_workers(marked, strategy).map(lambda numbers, _: numbers)
 
     def own_rows(
         self, batches: tf.data.Dataset[Any], shares: Sequence[int], local: Sequence[int], skip: int

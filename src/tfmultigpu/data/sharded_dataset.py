@@ -129,7 +129,12 @@ def distribute_dataset(
         if seed is None:
             seed = seed_of_run(strategy) if takes_seed(preprocess) else 0
         preprocessing = Preprocessing(
-            preprocess, preprocess_batched, seed, examples.read, examples.reads_many
+            preprocess,
+            preprocess_batched,
+            seed,
+            examples.read,
+            examples.reads_many,
+            examples.rows or 0,
         )
     check_batched(batches.element_spec)
     return ShardedDataset(batches, strategy, whole_shares, prefetch_to_device, preprocessing)
@@ -220,9 +225,11 @@ class ShardedDataset(tf.distribute.DistributedDataset):  # type: ignore[misc]
         self.preprocessing = preprocessing
         self._cardinality = batches.cardinality()
         # tf.data cuts in its own thread while the previous step runs.
-        batches = compared_over_workers(batches, strategy)
         local = local_replicas(strategy)
-        if preprocessing is not None:
+        if preprocessing is None:
+            batches = compared_over_workers(batches, strategy)
+        else:
+            batches = preprocessing.compared(batches, strategy)
             own = preprocessing.own_rows(batches, shares, local, skip)
             batches = own.map(_batch_of)
         spec = batches.element_spec
@@ -301,7 +308,8 @@ class ShardedDataset(tf.distribute.DistributedDataset):  # type: ignore[misc]
 
     def reduce(self, initial_state: Any, reduce_func: Callable[[Any, Any], Any]) -> Any:
         """Runs ``state = reduce_func(state, batch)`` over a pass; ``for`` in a graph calls it."""
-        with warnings.catch_warnings():
+        begun = None if self.preprocessing is None else self.preprocessing.passes.begin_next()
+        with warnings.catch_warnings(), tf.control_dependencies([] if begun is None else [begun]):
             # TensorFlow warns about its own call on its own dataset; the user cannot change it.
             warnings.filterwarnings("ignore", "To make it possible to preserve tf.data options")
             source = iter(self._source)

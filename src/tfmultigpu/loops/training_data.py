@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from tfmultigpu.arguments import check_count
 from tfmultigpu.data.batch_format import count_rows, tensors_of
-from tfmultigpu.data.examples import examples_of
+from tfmultigpu.data.examples import examples_of, mark_of
 from tfmultigpu.data.preprocessing import Preprocessing
 from tfmultigpu.data.resumable import PositionedDataset
 from tfmultigpu.data.sharded_dataset import ShardedDataset, distribute_dataset
@@ -20,11 +20,8 @@ from tfmultigpu.errors import DataError
 from tfmultigpu.loops.class_weights import weighting
 from tfmultigpu.loops.epoch_iterator import EpochIterator
 from tfmultigpu.loops.inputs import check_ends, check_shards, is_arrays, length, no_batches
-from tfmultigpu.strategies.worker_exchange import digest_of
 
 __all__ = ["make_epoch_iterator", "split_off"]
-
-_SAMPLED_ROWS = 16
 
 
 def make_epoch_iterator(
@@ -87,6 +84,7 @@ def make_epoch_iterator(
             seed,
             examples.read,
             examples.reads_many,
+            rows or 0,
             None if class_weight is None else weighting(class_weight),
         )
         whole_shares = replica_shares(shares, strategy.num_replicas_in_sync)
@@ -140,7 +138,7 @@ def _over_passes(
         "batch_size": batch_size,
         "shuffle": shuffle,
         "steps_per_epoch": steps,
-        "mark of some rows": _fingerprint(row, rows),
+        "mark of some rows": mark_of(row, rows),
     }
     per_pass = math.ceil(rows / batch_size)
     iterator = EpochIterator(sharded, per_pass, steps, repeats=True, description=description)
@@ -231,14 +229,6 @@ def _passes(
 
     numbers = tf.data.Dataset.counter(tf.constant(first, tf.int64))
     return numbers.flat_map(one_pass)
-
-
-def _fingerprint(row: Any, rows: int) -> int:
-    """Returns a digest of some of the rows that a function returns, and of their types."""
-    some = (*range(0, rows, max(rows // _SAMPLED_ROWS, 1)), rows - 1)
-    sampled = tf.nest.flatten([row(number) for number in some], expand_composites=True)
-    present = [leaf for leaf in sampled if leaf is not None]
-    return digest_of(b"".join(tf.io.serialize_tensor(leaf).numpy() for leaf in present))
 
 
 def _slice(tensor: Any, start: Any, stop: Any) -> Any:
