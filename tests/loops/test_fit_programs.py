@@ -285,6 +285,30 @@ def test_one_optimizer_built_for_the_models_of_two_steps() -> None:
         np.testing.assert_allclose(two, one, atol=1e-6)
 
 
+def test_a_forward_that_adds_the_losses_of_the_model_is_told() -> None:
+    model = autoencoder(strategy_of(2))  # With a regularizer.
+
+    def adds(model: Any, batch: Any, training: bool) -> Any:
+        loss = tmg.loss_sum("mse", batch, model(batch, training=training))
+        rows = tf.cast(tf.shape(batch)[0], tf.float32)
+        return tmg.LossSum(loss.sum + rows * sum(model.losses), loss.weight)
+
+    with pytest.warns(UserWarning, match=r"Leave out sum\(model\.losses\)") as told:
+        tmg.fit(model, data(), forward=adds, verbose=0)
+    assert {one.filename for one in told if "losses" in str(one.message)} == {__file__}
+
+
+def test_a_value_that_is_no_sum_is_told_so() -> None:
+    model = autoencoder(strategy_of(2))
+
+    def mean(model: Any, batch: Any, training: bool) -> Any:
+        output = model(batch, training=training)
+        return tmg.loss_sum("mse", batch, output), {"m": (tf.reduce_mean(output), tf.size(output))}
+
+    with pytest.warns(tmg.errors.ReplicaDependenceWarning, match=r"tf\.reduce_sum\(values\), tf"):
+        tmg.fit(model, data(), forward=mean, verbose=0)
+
+
 def test_a_model_that_is_trained_with_a_forward_can_be_forgotten() -> None:
     def train() -> Any:
         model = autoencoder(strategy_of(1))

@@ -7,7 +7,7 @@ import threading
 import keras
 import numpy as np
 
-from tfmultigpu.losses.recording import changing_assignments, recording_calls
+from tfmultigpu.losses.recording import changing_assignments, noting_losses_read, recording_calls
 
 
 def test_assignments_are_changed_on_one_thread_while_the_context_lasts() -> None:
@@ -38,3 +38,18 @@ def test_calls_of_layers_and_operations_are_seen_in_the_order_in_which_they_end(
     assert [type(layer).__name__ for layer, _ in calls][-3:] == ["Dense", "Relu", "Functional"]
     assert calls[-1][1] is result
     assert (keras.layers.Layer.__call__, keras.Operation.__call__) == before
+
+
+def test_losses_that_are_read_are_noted_if_there_are_any() -> None:
+    before = keras.layers.Layer.__dict__["losses"]
+    plain = keras.layers.Dense(1)
+    strict = keras.layers.Dense(1, kernel_regularizer="l2")
+    for layer in (plain, strict):
+        layer.build((None, 2))
+    noted: list[object] = []
+    with noting_losses_read(noted.append):
+        assert plain.losses == []
+        assert len(strict.losses) == 1
+    assert noted == [strict]
+    assert keras.layers.Layer.__dict__["losses"] is before
+    assert len(strict.losses) == 1

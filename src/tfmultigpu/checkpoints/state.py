@@ -316,7 +316,8 @@ def check_holds(variables: Mapping[str, StateVariable], changed: Sequence[Any]) 
             f"run would go another way. Received: {_some(list(missing.values()))}. Write "
             "tmg.Checkpoints(directory, model, model.optimizer); for several models or optimizers, "
             "tmg.Checkpoints(directory, train_step=step) with the step given to fit. Make a "
-            "SeedGenerator or a metric that forward uses an attribute of the model: model.seeds = "
+            "SeedGenerator or a metric that forward uses an attribute of a model that a step "
+            "trains: model.seeds = "
             'keras.random.SeedGenerator(1); or give extra={"seeds": [seeds.state]}.'
         )
 

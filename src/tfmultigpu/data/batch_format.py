@@ -33,7 +33,8 @@ NO_ROWS = (
 )
 ROWS_DIFFER = (
     "The tensors of a batch differ in their number of rows (their first axis), so features and "
-    "labels would be paired wrongly. Check the dataset before .batch(). Received: rows"
+    "labels would be paired wrongly. Check the dataset before .batch(). If they are meant to "
+    "differ, give tmg.Parts(labeled=(x, y), unlabeled=u). Received: rows"
 )
 PART_NO_ROWS = (
     "A part of a batch has no rows, and a replica cannot compute on it. Repeat the smaller data, "

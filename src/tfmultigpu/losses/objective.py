@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -24,7 +25,7 @@ from tfmultigpu.losses.loss_sum import (
 )
 from tfmultigpu.losses.model_group import as_model, check_variables
 from tfmultigpu.losses.outputs import Output, match_outputs
-from tfmultigpu.losses.recording import recording_added_losses
+from tfmultigpu.losses.recording import noting_losses_read, recording_added_losses
 from tfmultigpu.strategies.scopes import all_layers
 
 __all__ = ["Layout", "MeanKey", "ModelLoss", "Objective", "is_loss", "regularization", "stack"]
@@ -155,7 +156,9 @@ class Objective:
         with recording_added_losses() as recorded:
             if self.forward is not None:
                 note_leaves(shard)
-                terms = _forward_terms(self.forward(self.given, shard, training))
+                with noting_losses_read(self._warn_of_losses):
+                    result = self.forward(self.given, shard, training)
+                terms = _forward_terms(result)
             else:
                 x, y, weight = unpack_batch(shard)
                 names = getattr(self.model, "output_names", None)
@@ -169,6 +172,17 @@ class Objective:
         # As in Keras, another model that the loss calls does not add to this loss.
         own = {id(layer) for layer in all_layers(self.model)} if recorded else set()
         return terms, outputs, [value for layer, value in recorded if id(layer) in own]
+
+    def _warn_of_losses(self, layer: Any) -> None:
+        """Warns that ``forward`` reads losses that the step adds by itself."""
+        own = {id(one) for one in all_layers(self.model)}  # The model may be given by a proxy.
+        if own & {id(one) for one in (layer, *all_layers(layer))}:
+            warnings.warn(
+                "forward reads the losses of the model, which the step adds by itself: those of "
+                "regularizers and of add_loss. In the sum that forward returns they would count "
+                f"twice. Received: losses of {layer.name!r}. Leave out sum(model.losses).",
+                stacklevel=4,
+            )
 
     def regularization(self, variables: Sequence[Any]) -> tuple[Any, list[Any]]:
         """Returns the weight regularization and its gradient; none beside a ``ModelLoss``."""

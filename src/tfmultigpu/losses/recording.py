@@ -1,12 +1,13 @@
 """Contexts that record the calls of Keras on one thread, or change its assignments.
 
 Replicas are threads that take turns, so records are kept per thread. While any thread is inside a
-context, a public method of Keras is replaced.
+context, a public method or property of Keras is replaced.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -14,10 +15,16 @@ from typing import Any
 
 import tensorflow as tf
 
-__all__ = ["changing_assignments", "recording_added_losses", "recording_calls"]
+__all__ = [
+    "changing_assignments",
+    "noting_losses_read",
+    "recording_added_losses",
+    "recording_calls",
+]
 
 _lock = threading.RLock()
 _entered: dict[str, int] = {}
+_originals: dict[str, Any] = {}
 _thread = threading.local()
 # ``f(call, self, *arguments)``, which calls ``call(self, *arguments)`` itself.
 _Wrapper = Callable[..., Any]
@@ -67,6 +74,19 @@ def changing_assignments(change: Callable[[Any, Any], Any]) -> AbstractContextMa
     )
 
 
+def noting_losses_read(note: Callable[[Any], None]) -> AbstractContextManager[None]:
+    """Calls a function with each layer whose ``losses`` are read on this thread, if it has any."""
+    import keras
+
+    def read(call: Any, layer: Any) -> Any:
+        found = call(layer)
+        if found:
+            note(layer)
+        return found
+
+    return _wrapping(keras.layers.Layer, "losses", read)
+
+
 @contextmanager
 def _recording(
     owner: Any, method: str, entries: Callable[[Any, Any, Any], list[Any]]
@@ -90,7 +110,11 @@ def _wrapping(owner: Any, method: str, wrapper: _Wrapper) -> Iterator[None]:
     with _lock:
         _entered[key] = _entered.get(key, 0) + 1
         if _entered[key] == 1:
-            setattr(owner, method, _with_wrappers(getattr(owner, method), key))
+            original = _originals[key] = inspect.getattr_static(owner, method)
+            if isinstance(original, property):
+                setattr(owner, method, property(_with_wrappers(original.fget, key)))
+            else:
+                setattr(owner, method, _with_wrappers(original, key))
     try:
         yield
     finally:
@@ -98,7 +122,7 @@ def _wrapping(owner: Any, method: str, wrapper: _Wrapper) -> Iterator[None]:
         with _lock:
             _entered[key] -= 1
             if not _entered[key]:
-                setattr(owner, method, getattr(owner, method).__wrapped__)
+                setattr(owner, method, _originals.pop(key))
 
 
 def _with_wrappers(original: Any, key: str) -> Any:

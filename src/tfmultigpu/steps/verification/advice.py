@@ -10,6 +10,7 @@ __all__ = [
     "advice_for_layer",
     "advice_for_loss",
     "advice_for_state",
+    "advice_for_value",
     "advice_for_weight",
     "name_of",
 ]
@@ -68,6 +69,15 @@ def advice_for_weight() -> str:
     return (
         "A LossSum holds the sum over the rows of one replica and their number. Write "
         "tmg.LossSum(tf.reduce_sum(values), tf.size(values))."
+    )
+
+
+def advice_for_value() -> str:
+    """Returns the line to write for a value for the logs that is not a sum over rows."""
+    return (
+        "A value for the logs is a sum over the rows of one replica, with what divides it. Write "
+        '{"name": (tf.reduce_sum(values), tf.size(values))}; compute a maximum or a correlation '
+        "from the rows of all replicas: tmg.gather_rows(tensor)."
     )
 
 

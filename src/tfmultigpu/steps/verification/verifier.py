@@ -19,6 +19,7 @@ from tfmultigpu.steps.verification.advice import (
     advice_for_layer,
     advice_for_loss,
     advice_for_state,
+    advice_for_value,
     advice_for_weight,
     name_of,
 )
@@ -385,6 +386,8 @@ class Verifier:
             assigned = [*self._one_device.states, *self._one_device.overwritten]
             variables = {id(one): one for one in assigned}
             return states[0].difference.quantity, advice_for_state(variables[states[0].index])
+        if terms and all(self._one_device.terms[one.index].logged for one in terms):
+            return terms[0].difference.quantity, advice_for_value()
         if terms and terms[0].weight:
             return terms[0].difference.quantity, advice_for_weight()
         # All layers agree: it is the loss, if the few rows that were looked at show it too.
