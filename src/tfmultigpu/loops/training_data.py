@@ -19,9 +19,19 @@ from tfmultigpu.loops.epoch_iterator import EpochIterator
 from tfmultigpu.loops.inputs import check_ends, check_shards, is_arrays, length, no_batches
 from tfmultigpu.strategies.worker_exchange import digest_of
 
-__all__ = ["make_epoch_iterator", "split_off"]
+__all__ = ["draw_seed", "make_epoch_iterator", "split_off"]
 
 _SAMPLED_ROWS = 16
+
+
+def draw_seed() -> int:
+    """Draws the seed of the order of arrays.
+
+    Draws it from TensorFlow's global seed, as Keras does to shuffle. From ``random`` Keras draws
+    the initial weights: a model that is created after ``fit`` would begin with other ones.
+    """
+    with tf.device("CPU:0"):
+        return int(tf.random.uniform([], maxval=2**31 - 1, dtype=tf.int32))
 
 
 def make_epoch_iterator(
