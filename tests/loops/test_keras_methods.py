@@ -600,7 +600,7 @@ def test_labels_of_a_structure_that_only_the_loss_reads():
         model.compile(keras.optimizers.SGD(0.1))
         return model
 
-    data = tf.data.Dataset.from_tensor_slices((X, {"box": Y})).batch(8)
+    data = tf.data.Dataset.from_tensor_slices((X, {"box": Y.astype("float32")})).batch(8)
     with strategy_of(2).scope():
         model = made()
     truth = made()
