@@ -102,6 +102,39 @@ class Pair(keras.Model):
         return {"d_loss": logs["d_loss"], "g_loss": logs["g_loss"]}
 
 
+class Parts(Base):
+    """A model without ``call``, whose ``train_step`` keeps an average of its own."""
+
+    call = keras.Model.call
+
+    def __init__(self):
+        super().__init__()
+        self.average = keras.Variable(0.0, trainable=False)
+
+    def train_step(self, rows):
+        self.average.assign(0.9 * self.average + 0.1 * tf.reduce_mean(rows[0]))
+        return {"loss": self.average}
+
+
+class Normalized(Base):
+    """A loss that divides by what it counts in the whole batch, as a detector does."""
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        counted = tf.cast(y > 0, y_pred.dtype)
+        values = tf.square(y - y_pred) * counted
+        return tf.reduce_sum(values) / tf.maximum(tf.reduce_sum(counted), 1.0) + sum(self.losses)
+
+
+class Whole(Normalized):
+    """The lines of the error."""
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        rows = tf.cast(tf.shape(tf.nest.flatten(x)[0])[0], tf.float32)
+        x, y, y_pred = tmg.gather_rows((x, y, y_pred))
+        loss = super().compute_loss(x, y, y_pred, sample_weight)
+        return tmg.LossSum(loss * rows, rows)
+
+
 def one_replica(kind):
     if kind == "none":
         return contextlib.nullcontext()
@@ -491,7 +524,17 @@ def test_a_loss_per_row_with_the_options_of_our_step():
             r"model.d_optimizer(?s:.*)Adam(?s:.*)model.g_optimizer(?s:.*)SGD",
         ),
         (OwnMetrics, r"OwnMetrics\.compute_metrics(?s:.*)model.compile\(metrics="),
-        (ScalarLoss, r"ScalarLoss\.compute_loss(?s:.*)return tmg.LossSum\("),
+        (
+            ScalarLoss,
+            r"ScalarLoss\.compute_loss(?s:.*)return tmg.LossSum\((?s:.*)"
+            r"class Whole\(ScalarLoss\)(?s:.*)tmg.gather_rows\(\(x, y, y_pred\)\)",
+        ),
+        (
+            Parts,
+            r" rows = batch\n +y_pred = \.\.\.  # (?s:.*)no call, as in Parts\.train_step(?s:.*)"
+            r"What it assigns besides, "
+            r"self\.average\.assign\(.*\), goes to a callback: in on_train_batch_end",
+        ),
     ],
 )
 def test_on_several_replicas_fit_shows_the_lines_for_this_class(kind, lines):
@@ -499,6 +542,72 @@ def test_on_several_replicas_fit_shows_the_lines_for_this_class(kind, lines):
         model = compiled(kind)
     with pytest.raises(tmg.CompileError, match=lines):
         tmg.fit(model, X, Y, **FIT)
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 3])
+def test_the_lines_for_a_loss_of_the_whole_batch_are_exact(replicas):
+    with strategy_of(replicas).scope():
+        model = compiled(Whole)
+    truth = compiled(Normalized)
+    x, y = X.astype("float32"), Y.astype("float32")
+    expected = truth.fit(x, y, **FIT).history
+    history = tmg.fit(model, x, y, **FIT).history
+    for one, other in zip(model.get_weights(), truth.get_weights(), strict=True):
+        np.testing.assert_allclose(one, other, rtol=0, atol=2e-6)
+    for name, values in expected.items():
+        np.testing.assert_allclose(history[name], values, rtol=1e-5, err_msg=name)
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_model_without_call_trains_with_a_forward(replicas):
+    def forward(model, batch, training):
+        x, y = batch
+        return tmg.loss_sum("mse", y, model.outer(model.drop(model.inner(x), training=training)))
+
+    class Built(Parts):
+        train_step = keras.Model.train_step
+
+        def __init__(self):
+            super().__init__()
+            self.inner.build((None, 5))
+            self.outer.build((None, 4))
+
+    kept = []
+    for scope in (strategy_of(replicas), strategy_of(1)):
+        with scope.scope():
+            keras.utils.set_random_seed(3)
+            model = Built()
+            model.compile(keras.optimizers.Adam(0.05))
+        tmg.fit(model, X.astype("float32"), Y.astype("float32"), forward=forward, **FIT)
+        kept.append(model.get_weights())
+    for one, other in zip(*kept, strict=True):
+        np.testing.assert_allclose(one, other, rtol=0, atol=1e-6)
+
+
+class Detector(keras.Model):
+    """Labels whose names are not those of its outputs."""
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        return tf.square(y["box"][:, 0] - y_pred["first"][:, 0] + y_pred["second"][:, 0])
+
+
+def test_labels_of_a_structure_that_only_the_loss_reads():
+    def made():
+        keras.utils.set_random_seed(3)
+        inputs = keras.Input((5,))
+        outputs = {name: keras.layers.Dense(1)(inputs) for name in ("first", "second")}
+        model = Detector(inputs, outputs)
+        model.compile(keras.optimizers.SGD(0.1))
+        return model
+
+    data = tf.data.Dataset.from_tensor_slices((X, {"box": Y.astype("float32")})).batch(8)
+    with strategy_of(2).scope():
+        model = made()
+    truth = made()
+    histories = [tmg.fit(one, data, verbose=0).history for one in (model, truth)]
+    assert histories[0]["loss"] == pytest.approx(histories[1]["loss"], rel=1e-5)
+    for one, other in zip(model.get_weights(), truth.get_weights(), strict=True):
+        np.testing.assert_allclose(one, other, rtol=0, atol=1e-6)
 
 
 def test_on_several_replicas_evaluate_and_predict_too():

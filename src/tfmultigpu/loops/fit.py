@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import random
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -27,10 +26,11 @@ from tfmultigpu.loops.epoch import Clock
 from tfmultigpu.loops.fit_state import FitState, restored_start
 from tfmultigpu.loops.inputs import check_steps, labelled, no_batches, with_weights
 from tfmultigpu.loops.keras_methods import arrays_as_in_keras
+from tfmultigpu.loops.mlflow_logging import with_mlflow
 from tfmultigpu.loops.program import Program
 from tfmultigpu.loops.running_fits import training
 from tfmultigpu.loops.steps_per_call import check_steps_per_call
-from tfmultigpu.loops.training_data import make_epoch_iterator, split_off
+from tfmultigpu.loops.training_data import draw_seed, make_epoch_iterator, split_off
 from tfmultigpu.loops.validation import Validation
 from tfmultigpu.loops.worker_agreement import check_alike, is_chief, union, value_of_chief
 from tfmultigpu.loops.worker_sync import WorkerSync
@@ -234,7 +234,7 @@ def fit(
                 "preprocess=f)."
             )
         data, validation_data = split_off(data, validation_split)
-    seed = int(value_of_chief(strategy, random.randrange(2**31)))
+    seed = int(value_of_chief(strategy, draw_seed()))
     if skips_fit(callbacks, model, epochs):
         return model.history
     seed, initial_epoch = restored_start(to_list(callbacks), seed, initial_epoch)
@@ -266,6 +266,8 @@ def fit(
         **given,
     )
     adapt_callbacks(callbacks, optimizer)
+    logged = {"batch_size": batch_size, "epochs": epochs, "initial_epoch": initial_epoch, **given}
+    callbacks = with_mlflow(callbacks, strategy, logged)
     callback_list = make_callbacks(
         callbacks,
         model,

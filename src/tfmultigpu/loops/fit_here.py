@@ -15,6 +15,7 @@ from typing import Any
 from tfmultigpu.errors import CompileError
 from tfmultigpu.loops.evaluate import evaluate
 from tfmultigpu.loops.fit import fit
+from tfmultigpu.loops.mlflow_logging import is_of_mlflow
 from tfmultigpu.loops.predict import predict
 from tfmultigpu.loops.worker_agreement import is_chief
 from tfmultigpu.strategies.scopes import check_backend
@@ -49,8 +50,8 @@ def fit_here(model: Any, **options: Any) -> Iterator[Any]:
         The model.
 
     Raises:
-        CompileError: The class of the model, or a library that logs, has replaced one of the
-            methods, which would be passed over.
+        CompileError: The class of the model, or a library other than MLflow, has replaced one of
+            the methods, which would be passed over.
         TypeError: It is not a model, or an option is unknown.
 
     Example:
@@ -208,12 +209,13 @@ def _check_methods(model: Any) -> None:
     home = str(Path(keras.__file__).parent)
     for name in _NAMES:
         method = getattr(type(model), name)
+        if is_of_mlflow(method):  # fit logs to it.
+            continue
         code = getattr(method, "__code__", None)
         if code is None or not code.co_filename.startswith(home):
             where = "an unknown place" if code is None else code.co_filename
             raise CompileError(
                 f"model.{name} is not that of Keras, so fit_here would pass over what it does "
                 f"beside training. Received: {type(model).__name__}.{name}, defined in {where}. "
-                "Call tmg.fit inside it, and without fit_here. For mlflow.autolog write "
-                "mlflow.autolog(disable=True) and callbacks=[mlflow.keras.MlflowCallback()]."
+                "Call tmg.fit inside it, and without fit_here."
             )

@@ -22,7 +22,7 @@ from tfmultigpu.loops.compiled import compile_arguments
 from tfmultigpu.loops.epoch import Trainer
 from tfmultigpu.loops.evaluator import Evaluator
 from tfmultigpu.loops.inputs import is_arrays
-from tfmultigpu.loops.own_methods import METHODS, own_methods, own_optimizers
+from tfmultigpu.loops.own_methods import METHODS, has_call, own_methods, own_optimizers
 from tfmultigpu.loops.step_cache import get_or_make
 from tfmultigpu.loops.steps_per_call import StepsPerCallTuner
 from tfmultigpu.losses.build_model import prepare_model
@@ -109,7 +109,7 @@ class MethodStep:
 
     def prepare(self, batch_spec: Any) -> None:
         """Traces the method, which builds the model, its metrics and its optimizers."""
-        if not self.model.built and _has_call(self.model):
+        if not self.model.built and has_call(self.model):
             prepare_model(self.model, self.strategy, batch_spec)
         if not self._eager and self._traced is None:
             function: Any = tf.function(
@@ -202,12 +202,6 @@ def _run_method(model: Any, method: str, strategy: tf.distribute.Strategy, batch
     return tf.nest.map_structure(
         lambda one: one if one is None else strategy.experimental_local_results(one)[0], result
     )
-
-
-def _has_call(model: Any) -> bool:
-    import keras
-
-    return model.__class__.call is not keras.Model.call
 
 
 def _named_logs(logs: Any, name: str) -> dict[str, Any]:
@@ -415,7 +409,7 @@ def make_method_predictor(
         )
         return MethodPredictor(function)
 
-    if not model.built and _has_call(model):
+    if not model.built and has_call(model):
         prepare_model(model, strategy, spec)
     predictor: MethodPredictor = get_or_make(
         model, "predict_step", _key(model, strategy, "predict_step"), make

@@ -18,6 +18,7 @@ __all__ = [
     "METHODS",
     "OWN_METRICS",
     "check_no_loop",
+    "has_call",
     "own_methods",
     "own_optimizers",
     "refused",
@@ -89,7 +90,17 @@ def _instead(model: Any, method: str, function: str) -> str:
         return (
             "It returns one number for the rows of a replica. Return one value per row, "
             "without the mean at the end, or a sum and what divides it:\n"
-            "    return tmg.LossSum(tf.reduce_sum(values), tf.size(values))"
+            "    return tmg.LossSum(tf.reduce_sum(values), tf.size(values))\n"
+            "If it divides by what it counts in the batch, or is of another package, compute it "
+            "from the rows of all replicas, and count it once for each row of this one:\n"
+            f"    class Whole({type(model).__name__}):\n"
+            "        def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, "
+            "training=True):\n"
+            "            rows = tf.cast(tf.shape(tf.nest.flatten(x)[0])[0], tf.float32)\n"
+            "            x, y, y_pred = tmg.gather_rows((x, y, y_pred))  # sample_weight too, "
+            "if the data has it\n"
+            "            loss = super().compute_loss(x, y, y_pred, sample_weight)\n"
+            "            return tmg.LossSum(loss * rows, rows)"
         )
     if method in OWN_METRICS:
         return (
@@ -101,7 +112,7 @@ def _instead(model: Any, method: str, function: str) -> str:
         return _chain(model, optimizers)
     return (
         f"Write the loss of {own} as a forward:\n{_forward(model, method)}\n"
-        f"{_call(model, function)}"
+        f"{_call(model, function)}{_after_the_update(model, method)}"
     )
 
 
@@ -110,11 +121,18 @@ def _forward(model: Any, method: str, name: str = "forward") -> str:
     logged = [one for one in names if one != "loss"]
     values = ", ".join(f'"{one}": (tf.reduce_sum({one}), tf.size({one}))' for one in _words(logged))
     result = f"loss, {{{values}}}" if values else "loss"
+    parts, inputs = _batch_names(model, method)
+    own = f"{type(model).__name__}.{method}"
+    predicted = (
+        f"model({inputs}, training=training)"
+        if has_call(model)
+        else f"...  # of the parts of the model, which has no call, as in {own}"
+    )
     return (
         f"    def {name}(model, batch, training):\n"
-        "        x, y = batch\n"
-        "        y_pred = model(x, training=training)\n"
-        f"        values = ...  # one for each row, as in {type(model).__name__}.{method}\n"
+        f"        {parts} = batch\n"
+        f"        y_pred = {predicted}\n"
+        f"        values = ...  # one for each row, as in {own}\n"
         "        loss = tmg.LossSum(tf.reduce_sum(values), tf.size(values))\n"
         f"        return {result}"
     )
@@ -133,6 +151,40 @@ def _call(model: Any, function: str) -> str:
     )
 
 
+def _batch_names(model: Any, method: str) -> tuple[str, str]:
+    """Returns the names of the parts of a batch in a method, and that of the inputs."""
+    function = _parsed(getattr(type(model), method, None))
+    if function is None or method not in ("train_step", "test_step") or len(function.args.args) < 2:
+        return "x, y", "x"
+    data = function.args.args[1].arg
+    for one in ast.walk(function):
+        if not isinstance(one, ast.Assign) or not isinstance(one.targets[0], (ast.Tuple, ast.List)):
+            continue
+        if ast.unparse(one.value) in (data, f"keras.utils.unpack_x_y_sample_weight({data})"):
+            parts = one.targets[0].elts
+            return ", ".join(ast.unparse(part) for part in parts), ast.unparse(parts[0])
+    return data, data
+
+
+def _after_the_update(model: Any, method: str) -> str:
+    """Returns where to do what a method assigns by itself, such as an average of the weights."""
+    function = _parsed(getattr(type(model), method, None))
+    names = ("assign", "assign_add", "assign_sub")
+    assigned = [
+        ast.unparse(one)
+        for one in (ast.walk(function) if function is not None else ())
+        if isinstance(one, ast.Call)
+        and isinstance(one.func, ast.Attribute)
+        and one.func.attr in names
+    ]
+    if not assigned:
+        return ""
+    return (
+        f"\nWhat it assigns besides, {assigned[0]}, goes to a callback: in on_train_batch_end if "
+        "it comes after the update."
+    )
+
+
 def _chain(model: Any, optimizers: dict[str, Any]) -> str:
     """Returns the lines for a model that trains its parts with an optimizer each."""
     parts = [name.removesuffix("optimizer").rstrip("_") or "model" for name in optimizers]
@@ -148,6 +200,13 @@ def _chain(model: Any, optimizers: dict[str, Any]) -> str:
         f"    step = tmg.chain_steps(\n{steps}    )\n"
         "    tmg.fit(model, data, step=step)"
     )
+
+
+def has_call(model: Any) -> bool:
+    """Returns whether the class of a model defines ``call``."""
+    import keras
+
+    return model.__class__.call is not keras.Model.call
 
 
 def own_optimizers(model: Any) -> dict[str, Any]:

@@ -26,12 +26,19 @@ def prepare_model(model: Any, strategy: tf.distribute.Strategy, batch_spec: Any 
     Raises:
         ScopeError: The model was created outside the scope, or cannot be built from the batch.
     """
-    if not model.built:
+    if not model.built and not (model.variables and _has_no_call(model)):
         with strategy.scope():
             _build(model, batch_spec)
     check_scope(model.variables, strategy, "model")
     if strategy.num_replicas_in_sync > 1:
         _check_layers(model)
+
+
+def _has_no_call(model: Any) -> bool:
+    """Returns whether only the parts of a model can be called, as those of a GAN."""
+    import keras
+
+    return getattr(model.__class__, "call", None) is keras.Model.call
 
 
 def _check_layers(model: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -164,7 +165,9 @@ class Objective:
                 names = getattr(self.model, "output_names", None)
                 y_pred = self.model(x, training=training)
                 if isinstance(self.losses, ModelLoss):
-                    outputs = match_outputs(y, y_pred, weight, None, names=names)
+                    # Labels of any structure: only the loss reads them if there are no metrics.
+                    with contextlib.suppress(LossError):
+                        outputs = match_outputs(y, y_pred, weight, None, names=names)
                     found = self.losses.compute(x, y, y_pred, weight, training)
                     return [_whole_term(found)], outputs, []
                 outputs = match_outputs(y, y_pred, weight, self.losses, self.loss_weights, names)
