@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import random
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -20,7 +19,6 @@ from tfmultigpu.data.batch_format import (
 from tfmultigpu.data.consistency import compared_over_workers, compares
 from tfmultigpu.data.examples import mark_of
 from tfmultigpu.errors import DataError
-from tfmultigpu.strategies.worker_exchange import WorkerExchange
 
 __all__ = [
     "OwnRows",
@@ -29,7 +27,6 @@ __all__ = [
     "Preprocessing",
     "divide_own_rows",
     "own_range",
-    "seed_of_run",
     "takes_seed",
 ]
 
@@ -290,9 +287,3 @@ def takes_seed(function: Callable[..., Any]) -> bool:
             "label = example."
         )
     return len(needed) == 2 or "seed" in names[1:2]
-
-
-def seed_of_run(strategy: tf.distribute.Strategy) -> int:
-    """Returns a seed that ``keras.utils.set_random_seed`` decides; on workers that of the chief."""
-    own = random.randrange(2**31)
-    return int(WorkerExchange(strategy)([own])[0, 0])

@@ -21,9 +21,9 @@ from tfmultigpu.data.preprocessing import (
     OwnRows,
     Preprocessing,
     divide_own_rows,
-    seed_of_run,
     takes_seed,
 )
+from tfmultigpu.data.seeds import draw_seed
 from tfmultigpu.data.shares import replica_shares
 from tfmultigpu.data.sources import to_dataset
 from tfmultigpu.errors import DataError, UnknownLengthError
@@ -127,7 +127,7 @@ def distribute_dataset(
         examples = examples_of(dataset)
         batches = examples.batches(check_count("batch_size", batch_size, error=DataError))
         if seed is None:
-            seed = seed_of_run(strategy) if takes_seed(preprocess) else 0
+            seed = draw_seed(strategy) if takes_seed(preprocess) else 0
         preprocessing = Preprocessing(
             preprocess,
             preprocess_batched,

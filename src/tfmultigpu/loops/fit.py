@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from tfmultigpu.arguments import check_count
+from tfmultigpu.data.seeds import draw_seed
 from tfmultigpu.errors import DataError
 from tfmultigpu.loops.callbacks import (
     BatchHooks,
@@ -30,9 +31,9 @@ from tfmultigpu.loops.mlflow_logging import with_mlflow
 from tfmultigpu.loops.program import Program
 from tfmultigpu.loops.running_fits import training
 from tfmultigpu.loops.steps_per_call import check_steps_per_call
-from tfmultigpu.loops.training_data import draw_seed, make_epoch_iterator, split_off
+from tfmultigpu.loops.training_data import make_epoch_iterator, split_off
 from tfmultigpu.loops.validation import Validation
-from tfmultigpu.loops.worker_agreement import check_alike, is_chief, union, value_of_chief
+from tfmultigpu.loops.worker_agreement import check_alike, is_chief, union
 from tfmultigpu.loops.worker_sync import WorkerSync
 from tfmultigpu.steps.chain import ChainedStep
 from tfmultigpu.steps.evaluate import EvalStep
@@ -234,7 +235,7 @@ def fit(
                 "preprocess=f)."
             )
         data, validation_data = split_off(data, validation_split)
-    seed = int(value_of_chief(strategy, draw_seed()))
+    seed = draw_seed(strategy)
     if skips_fit(callbacks, model, epochs):
         return model.history
     seed, initial_epoch = restored_start(to_list(callbacks), seed, initial_epoch)

@@ -22,10 +22,10 @@ from tfmultigpu.loops.compiled import compile_arguments
 from tfmultigpu.loops.epoch import Trainer
 from tfmultigpu.loops.evaluator import Evaluator
 from tfmultigpu.loops.inputs import is_arrays
-from tfmultigpu.loops.own_methods import METHODS, has_call, own_methods, own_optimizers
+from tfmultigpu.loops.own_methods import METHODS, own_methods, own_optimizers
 from tfmultigpu.loops.step_cache import get_or_make
 from tfmultigpu.loops.steps_per_call import StepsPerCallTuner
-from tfmultigpu.losses.build_model import prepare_model
+from tfmultigpu.losses.build_model import has_call, prepare_model
 from tfmultigpu.losses.recording import changing_assignments
 from tfmultigpu.steps.batch_function import BatchFunction, Shards
 from tfmultigpu.steps.multi_step import TERMS, LastKey, MultiStep

@@ -64,7 +64,8 @@ def _autologging() -> str | None:
     utils: Any = sys.modules.get("mlflow.utils.autologging_utils")
     if utils is None:
         return None
-    return next((one for one in _FLAVORS if not utils.autologging_is_disabled(one)), None)
+    loaded = [one for one in _FLAVORS if f"mlflow.{one}" in sys.modules]
+    return next((one for one in loaded if not utils.autologging_is_disabled(one)), None)
 
 
 def _make_callback(flavor: str, parameters: Mapping[str, Any]) -> Any:

@@ -11,6 +11,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfmultigpu.errors import CompileError
+from tfmultigpu.losses.build_model import has_call
 from tfmultigpu.strategies.topology import describe
 
 __all__ = [
@@ -18,7 +19,6 @@ __all__ = [
     "METHODS",
     "OWN_METRICS",
     "check_no_loop",
-    "has_call",
     "own_methods",
     "own_optimizers",
     "refused",
@@ -200,13 +200,6 @@ def _chain(model: Any, optimizers: dict[str, Any]) -> str:
         f"    step = tmg.chain_steps(\n{steps}    )\n"
         "    tmg.fit(model, data, step=step)"
     )
-
-
-def has_call(model: Any) -> bool:
-    """Returns whether the class of a model defines ``call``."""
-    import keras
-
-    return model.__class__.call is not keras.Model.call
 
 
 def own_optimizers(model: Any) -> dict[str, Any]:

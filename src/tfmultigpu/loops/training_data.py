@@ -21,17 +21,7 @@ from tfmultigpu.loops.class_weights import weighting
 from tfmultigpu.loops.epoch_iterator import EpochIterator
 from tfmultigpu.loops.inputs import check_ends, check_shards, is_arrays, length, no_batches
 
-__all__ = ["draw_seed", "make_epoch_iterator", "split_off"]
-
-
-def draw_seed() -> int:
-    """Draws the seed of the order of arrays.
-
-    Draws it from TensorFlow's global seed, as Keras does to shuffle. From ``random`` Keras draws
-    the initial weights: a model that is created after ``fit`` would begin with other ones.
-    """
-    with tf.device("CPU:0"):
-        return int(tf.random.uniform([], maxval=2**31 - 1, dtype=tf.int32))
+__all__ = ["make_epoch_iterator", "split_off"]
 
 
 def make_epoch_iterator(

@@ -26,7 +26,7 @@ def prepare_model(model: Any, strategy: tf.distribute.Strategy, batch_spec: Any 
     Raises:
         ScopeError: The model was created outside the scope, or cannot be built from the batch.
     """
-    if not model.built and not (model.variables and _has_no_call(model)):
+    if not model.built and (has_call(model) or not model.variables):
         with strategy.scope():
             _build(model, batch_spec)
     check_scope(model.variables, strategy, "model")
@@ -34,11 +34,11 @@ def prepare_model(model: Any, strategy: tf.distribute.Strategy, batch_spec: Any 
         _check_layers(model)
 
 
-def _has_no_call(model: Any) -> bool:
-    """Returns whether only the parts of a model can be called, as those of a GAN."""
+def has_call(model: Any) -> bool:
+    """Returns whether a model can be called itself, and not only its parts, as those of a GAN."""
     import keras
 
-    return getattr(model.__class__, "call", None) is keras.Model.call
+    return getattr(model.__class__, "call", None) is not keras.Model.call
 
 
 def _check_layers(model: Any) -> None:
