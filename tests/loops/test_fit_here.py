@@ -8,10 +8,12 @@ import logging
 import pickle
 import warnings
 import weakref
+from typing import Any
 
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 from one_device import strategy_of
 
 import tfmultigpu as tmg
@@ -197,3 +199,49 @@ def test_a_fit_that_somebody_has_replaced_is_not_passed_over(monkeypatch):
         monkeypatch.setattr(keras.Model, "fit", lambda *args, **kwargs: original(*args, **kwargs))
         with pytest.raises(tmg.CompileError, match=r"Call tmg\.fit inside it"):
             model.fit(X, Y, **FIT)
+
+
+class Evaluating(keras.callbacks.Callback):
+    """Evaluates and predicts as other people's callbacks do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Any] = []
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        found = self.model.evaluate(X[:7], Y[:7], batch_size=4, verbose=0, return_dict=True)
+        self.seen.append((found, self.model.predict(X[:7], batch_size=4, verbose=0)))
+
+
+def test_callbacks_of_fit_evaluate_as_on_one_device() -> None:
+    def run(replicas: int) -> list[Any]:
+        model, _ = made(replicas)
+        callback = Evaluating()
+        tmg.fit(model, (X, Y), batch_size=4, epochs=2, callbacks=[callback], verbose=0)
+        assert not {"evaluate", "predict"} & vars(model).keys()
+        return callback.seen
+
+    expected = run(1)
+    for replicas in (2, 3):
+        for (found, predicted), (logs, predictions) in zip(run(replicas), expected, strict=True):
+            assert found == pytest.approx(logs, rel=1e-5)
+            np.testing.assert_allclose(predicted, predictions, atol=1e-6)
+
+
+def test_a_test_step_in_a_callback_of_fit_is_refused_on_replicas() -> None:
+    class Own(keras.Sequential):
+        def test_step(self, data: Any) -> Any:
+            return {"loss": tf.reduce_mean(data[1])}
+
+    for replicas, error in ((1, None), (2, tmg.CompileError)):
+        with strategy_of(replicas).scope():
+            model = Own([keras.Input((X.shape[1],)), keras.layers.Dense(1)])
+            model.compile("sgd", "mse")
+        callback = Evaluating()
+        if error is None:
+            tmg.fit(model, (X, Y), callbacks=[callback], verbose=0)
+            assert len(callback.seen) == 1
+        else:
+            with pytest.raises(error, match="test_step"):
+                tmg.fit(model, (X, Y), callbacks=[callback], verbose=0)
+        assert "evaluate" not in vars(model)

@@ -28,6 +28,7 @@ from tfmultigpu.loops.fit_state import FitState, restored_start
 from tfmultigpu.loops.inputs import check_steps, labelled, no_batches, with_weights
 from tfmultigpu.loops.keras_methods import arrays_as_in_keras
 from tfmultigpu.loops.mlflow_logging import with_mlflow
+from tfmultigpu.loops.model_methods import evaluating_in_callbacks
 from tfmultigpu.loops.program import Program
 from tfmultigpu.loops.running_fits import training
 from tfmultigpu.loops.steps_per_call import check_steps_per_call
@@ -292,7 +293,8 @@ def fit(
     if validation is not None:
         epoch_iterator.after_skipped_epochs(validation.skip, initial_epoch)
     model.stop_training = False
-    with on_exit(callback_list), training(model, trainer.metrics):
+    own = evaluating_in_callbacks(model, strategy, verify)
+    with on_exit(callback_list), training(model, trainer.metrics), own:
         with state.beginning():
             callback_list.on_train_begin()
         position = resume_at(callback_list)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import logging
 import threading
@@ -16,6 +15,7 @@ from tfmultigpu.errors import CompileError
 from tfmultigpu.loops.evaluate import evaluate
 from tfmultigpu.loops.fit import fit
 from tfmultigpu.loops.mlflow_logging import is_of_mlflow
+from tfmultigpu.loops.model_methods import like_keras, replace_methods, restore_methods
 from tfmultigpu.loops.predict import predict
 from tfmultigpu.loops.worker_agreement import is_chief
 from tfmultigpu.strategies.scopes import check_backend
@@ -26,7 +26,6 @@ __all__ = ["fit_here"]
 _log = logging.getLogger("tfmultigpu")
 _lock = threading.RLock()
 _NAMES = ("fit", "evaluate", "predict")
-_NOTHING = object()
 # The options of the contexts that each model is in, the innermost last; and what its methods were.
 _entered: weakref.WeakKeyDictionary[Any, list[Mapping[str, Any]]] = weakref.WeakKeyDictionary()
 _before: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDictionary()
@@ -77,9 +76,7 @@ def fit_here(model: Any, **options: Any) -> Iterator[Any]:
     with _lock:
         frames = _entered.setdefault(model, [])
         if not frames:
-            _before[model] = {name: vars(model).get(name, _NOTHING) for name in _NAMES}
-            # Not by setattr, with which Keras would track them.
-            vars(model).update(_methods(model))
+            _before[model] = replace_methods(model, _methods(model))
         frames.append(frame)
     strategy = strategy_of(model)
     if len(frames) == 1 and is_chief(strategy):
@@ -94,33 +91,25 @@ def fit_here(model: Any, **options: Any) -> Iterator[Any]:
         with _lock:
             frames[:] = [one for one in frames if one is not frame]
             if not frames:
-                _restore(model, _before.pop(model))
-
-
-def _restore(model: Any, before: Mapping[str, Any]) -> None:
-    for name, value in before.items():
-        if value is _NOTHING:
-            vars(model).pop(name, None)
-        else:
-            vars(model)[name] = value
+                restore_methods(model, _before.pop(model))
 
 
 def _methods(model: Any) -> dict[str, Callable[..., Any]]:
     """Returns the methods that stand on the model; they hold it weakly."""
     known = weakref.ref(model)
 
-    @_like_keras("fit")
+    @like_keras("fit")
     def fit_method(**given: Any) -> Any:
         valid = given.pop("validation_data")
         given["validation_data"] = tuple(valid) if isinstance(valid, list) else valid
         return fit(known(), **{**given, **_options(known())})
 
-    @_like_keras("evaluate")
+    @like_keras("evaluate")
     def evaluate_method(**given: Any) -> Any:
         _check_evaluates(_options(known()))
         return evaluate(known(), **{**given, **_verify(known())})
 
-    @_like_keras("predict")
+    @like_keras("predict")
     def predict_method(**given: Any) -> Any:
         return predict(known(), **{**given, **_verify(known())})
 
@@ -134,38 +123,6 @@ def _options(model: Any) -> dict[str, Any]:
 
 def _verify(model: Any) -> dict[str, Any]:
     return {name: value for name, value in _options(model).items() if name == "verify"}
-
-
-def _like_keras(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Gives a function the arguments of a method of Keras, which it takes by name."""
-    import keras
-
-    signature = inspect.signature(getattr(keras.Model, name))
-    own = list(signature.parameters.values())[1:]  # Without self.
-    own = [one for one in own if one.kind is not inspect.Parameter.VAR_KEYWORD]
-    signature = signature.replace(parameters=own)
-
-    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(function)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            unknown = [one for one in kwargs if one not in signature.parameters]
-            if unknown:
-                raise TypeError(
-                    f"model.{name} runs tmg.{name} inside tmg.fit_here, which takes the public "
-                    f"arguments of Keras. Received: {unknown[0]}={kwargs[unknown[0]]!r}. Give "
-                    "arguments of tmg.fit to fit_here: with tmg.fit_here(model, micro_batches=2)."
-                )
-            bound = signature.bind(*args, **kwargs)
-            bound.apply_defaults()
-            given = dict(bound.arguments)
-            given["callbacks"] = () if given["callbacks"] is None else given["callbacks"]
-            return function(**given)
-
-        call.__name__ = name
-        call.__signature__ = signature  # type: ignore[attr-defined]
-        return call
-
-    return decorate
 
 
 def _check_options(options: Mapping[str, Any]) -> None:
