@@ -126,7 +126,8 @@ def main() -> None:
         for row, times in zip(rows, found, strict=True):
             ratio = statistics.median(a / b for a, b in zip(times, found[0], strict=True))
             middle = statistics.median(times)
-            print(f"| {row.workload.title} | {row.replicas} | {middle:.1f} s | {ratio:.2f} |")
+            title = row.workload.title
+            print(f"| {title} | {row.replicas} | {middle:.1f} s | {ratio:.2f} |", flush=True)
 
 
 def seconds_of_start(workload: Workload, strategy: Any) -> float:
