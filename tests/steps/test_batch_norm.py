@@ -12,7 +12,7 @@ from one_device import ByHand, Replicated, assert_same, cut, difference, strateg
 
 import tfmultigpu as tmg
 from tfmultigpu import _compat
-from tfmultigpu.steps.batch_norm import masked_moments
+from tfmultigpu.steps.batch_norm import moments_of_replicas
 
 layers = keras.layers
 _random = np.random.default_rng(4)
@@ -134,7 +134,7 @@ def test_a_layer_that_is_not_synchronized_is_left_alone():
 def test_the_formula_is_that_of_keras(axis, channels):
     """On two replicas with the rows of one device: gradients, moments, nothing left by a mask."""
     x = _random.normal(size=(6, 4, channels))
-    masks = [_random.random((6, 4)) < 0.6, np.zeros((6, 4), bool), np.ones((6, 4), bool)]
+    masks = [None, _random.random((6, 4)) < 0.6, np.zeros((6, 4), bool), np.ones((6, 4), bool)]
     layer = layers.BatchNormalization(axis=axis, dtype="float64", synchronized=True)
     layer.build(x.shape)
     strategy = strategy_of(2)
@@ -148,12 +148,14 @@ def test_the_formula_is_that_of_keras(axis, channels):
 
     keras_own = type(layer)._moments
     for mask in masks:
-        mean, variance, gradient = moments(keras_own, tf.constant(x), tf.constant(mask))
+        given = None if mask is None else tf.constant(mask)
+        mean, variance, gradient = moments(keras_own, tf.constant(x), given)
 
         def on_a_replica(mask=mask):
             own = slice(2) if replica_id() == 0 else slice(2, 6)
-            compute = functools.partial(masked_moments, keras_own)
-            return moments(compute, tf.constant(x[own]), tf.constant(mask[own]))
+            compute = functools.partial(moments_of_replicas, keras_own)
+            given = None if mask is None else tf.constant(mask[own])
+            return moments(compute, tf.constant(x[own]), given)
 
         results = tf.function(lambda run=on_a_replica: strategy.run(run), autograph=False)()
         means, variances, gradients = map(strategy.experimental_local_results, results)
@@ -193,7 +195,7 @@ def test_keras_computes_moments_by_a_method_that_can_be_replaced():
 
 
 def test_keras_does_not_synchronize_behind_a_mask_by_itself():
-    """Were it to, ``masked_moments`` could go."""
+    """Were it to, the half of ``moments_of_replicas`` for masks could go."""
     strategy = strategy_of(2)
     with strategy.scope():
         layer = norm(dtype="float64")

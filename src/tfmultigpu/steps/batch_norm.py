@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from tfmultigpu.strategies.scopes import all_layers, check_backend
 
-__all__ = ["masked_moments", "synchronize_batch_norm"]
+__all__ = ["moments_of_replicas", "synchronize_batch_norm"]
 
 
 def synchronize_batch_norm(model: Any) -> Any:
@@ -51,26 +51,45 @@ def synchronize_batch_norm(model: Any) -> Any:
     return model
 
 
-def masked_moments(original: Any, layer: Any, inputs: Any, mask: Any) -> Any:
-    """Returns mean and variance over what the masks of all replicas leave.
+def moments_of_replicas(original: Any, layer: Any, inputs: Any, mask: Any) -> Any:
+    """Returns mean and variance over the rows of all replicas, or over what their masks leave.
 
-    Keras synchronizes ``BatchNormalization(synchronized=True)`` only where there is no mask. This
-    is its formula for one device, with each sum added over the replicas before it is divided.
+    Without a mask this is the formula of ``BatchNormalization(synchronized=True)``. Keras adds
+    sums, squares and counts by three calls of ``all_reduce``; here one call adds all. With a mask
+    Keras does not synchronize. Then it is its formula for one device, with each sum added over the
+    replicas before it is divided.
 
     Args:
-        original: What Keras computes them by, for a layer without mask or not synchronized.
+        original: What Keras computes them by, for a layer that is not synchronized.
         layer: The ``BatchNormalization``.
         inputs: What it normalizes, at least float32.
         mask: Which elements count, of the shape of the inputs without the last axis; or None.
     """
     context = tf.distribute.get_replica_context()
     alone = context is None or context.num_replicas_in_sync == 1
-    if mask is None or alone or not layer.synchronized:
+    if alone or not layer.synchronized:
         return original(layer, inputs, mask)
-    import keras
-
     rank = inputs.shape.rank
     axes = [axis for axis in range(rank) if axis != layer.axis % rank]
+    return _moments(context, inputs, axes) if mask is None else _masked(context, inputs, axes, mask)
+
+
+def _moments(context: Any, inputs: Any, axes: list[int]) -> tuple[Any, Any]:
+    sums = tf.reduce_sum(inputs, axes)
+    squares = tf.reduce_sum(tf.square(inputs), axes)
+    count = tf.reduce_prod(tf.gather(tf.shape(inputs, tf.int64), axes))
+    packed = tf.concat([sums, squares, [tf.cast(count, inputs.dtype)]], 0)
+    total = context.all_reduce(tf.distribute.ReduceOp.SUM, packed)
+    channels = tf.shape(sums)[0] if sums.shape[0] is None else sums.shape[0]
+    sums, squares, count = tf.split(total, [channels, channels, 1])
+    mean = tf.math.divide_no_nan(sums, count)
+    variance = tf.math.divide_no_nan(squares, count) - tf.square(mean)
+    return mean, tf.maximum(variance, 0.0)
+
+
+def _masked(context: Any, inputs: Any, axes: list[int], mask: Any) -> tuple[Any, Any]:
+    import keras
+
     counted = tf.broadcast_to(tf.cast(mask, tf.bool)[..., tf.newaxis], tf.shape(inputs))
 
     def total(values: Any) -> Any:

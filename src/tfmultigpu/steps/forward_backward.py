@@ -31,6 +31,7 @@ from tfmultigpu.steps.batch_function import Shards
 from tfmultigpu.steps.micro_batches import MicroBatchSum, Part
 from tfmultigpu.steps.options import StepOptions
 from tfmultigpu.steps.random_draws import ReplicaRows, drawing_rows
+from tfmultigpu.steps.replica_sums import short_sums
 from tfmultigpu.steps.row_gathering import gathering_from
 from tfmultigpu.steps.seeds import GlobalSeeds, global_seeds
 from tfmultigpu.strategies.collectives import refusing_to_meet
@@ -271,7 +272,7 @@ class ReplicaPhase:
             shard = partition.cut_part(shard, part.count, part.number)
         compute = self._compiled if self._options.jit_compile else self._forward_backward
         gathering = gathering_from(rows, None if part is None else self._options.micro_batches)
-        with _noting_checks() as checks:
+        with short_sums(), _noting_checks() as checks:
             with drawing_rows(rows), gathering, counting_once(counts):
                 one = compute(given, shard, weight, global_rows, loss_scale)
             with holding(held=one.held):

@@ -28,7 +28,7 @@ from tfmultigpu.data import partition
 from tfmultigpu.data.batch_format import count_rows, rows_of_parts
 from tfmultigpu.data.parts import is_marked
 from tfmultigpu.steps.batch_function import Shards
-from tfmultigpu.steps.batch_norm import masked_moments
+from tfmultigpu.steps.batch_norm import moments_of_replicas
 from tfmultigpu.steps.draw_places import Places
 from tfmultigpu.steps.draw_shapes import as_shape, is_by_row
 from tfmultigpu.steps.seeds import GlobalSeeds
@@ -180,7 +180,7 @@ def drawing_rows(held: ReplicaRows) -> AbstractContextManager[None]:
     others: dict[str, Callable[..., Any]] = {
         "global_seed_generator": held.seeds.on_replica,
         "next": held.seeds.next_of,
-        "_moments": masked_moments,
+        "_moments": moments_of_replicas,
     }
     return _compat.replacing_draws({**by_row, **others})
 
