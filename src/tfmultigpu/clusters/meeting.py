@@ -30,9 +30,9 @@ from tfmultigpu.errors import ClusterError
 
 __all__ = ["Meeting"]
 
-# A line has the addresses of all workers; later lines, of a `WorkerLink`, have a value of each.
+# A line has the addresses of all workers; later lines of the first worker have a value of each.
 _LINE_LIMIT = 1 << 18
-_LIMIT_OF_EACH = 1 << 12
+_LIMIT_OF_EACH_ADDRESS, _LIMIT_OF_EACH_VALUE = 1 << 9, 1 << 12
 # More callers that have said nothing are strangers. With the limit of a line this bounds memory.
 _MOST_CALLERS = 32
 _MOST_STRANGERS = 5
@@ -77,13 +77,13 @@ class Meeting:
         self.words, self.job, self.source = words, job, source
         self.pen = Pen(job, index, card)
         count = len(addresses)
-        self.limit = _LINE_LIMIT + _LIMIT_OF_EACH * count
-        attempt = _ATTEMPT_SECONDS + _ATTEMPT_SECONDS_OF_EACH * count
-        self.longest_attempt = max(attempt, timeout / 4)
+        self.limit = _LINE_LIMIT + _LIMIT_OF_EACH_ADDRESS * count
+        self.attempt = _ATTEMPT_SECONDS + _ATTEMPT_SECONDS_OF_EACH * count
+        self.longest_attempt = max(self.attempt, timeout / 4)
         self.longest_pause = max(_LONGEST_PAUSE_SECONDS, _PAUSE_SECONDS_OF_EACH * count)
         self.peers = frozenset(range(count)) - {index} if index == 0 else frozenset({0})
         self.missing = set(self.peers)
-        self.patience = dict.fromkeys(self.peers, attempt)
+        self.patience = dict.fromkeys(self.peers, self.attempt)
         self.known_job = job.id, words.name(index)
         self.heard: dict[int, str] = {}  # The last process that called as each.
         self.seen: dict[int, str] = {}  # The process that answers at the address of each.
@@ -179,7 +179,7 @@ class Meeting:
     async def _gather(self) -> None:
         """Waits, as the first worker, until all have come; then says go."""
         if not await self._until(lambda: not self.missing, self.timeout):
-            self._fail("missing", self._who_is_missing(f"{self.timeout:g} s"))
+            self._fail("missing", self._who_is_missing(f"within {self.timeout:g} s"))
         if self.problem is None:
             lines = {peer: self.lines[self.seen[peer]] for peer in self.peers}
             self.ready = {peer: line.connection for peer, line in lines.items()}
@@ -195,10 +195,10 @@ class Meeting:
         if not met and 0 in self.seen:
             await self._call(0, "late")
         if not self.ready:
-            self._fail("missing", self._who_is_missing(f"{self.timeout:g} s"))
+            self._fail("missing", self._who_is_missing(f"within {self.timeout:g} s"))
 
-    def _who_is_missing(self, within: str) -> str:
-        return self.words.missing(self.missing, self.notes, self.strangers.values(), within)
+    def _who_is_missing(self, when: str) -> str:
+        return self.words.missing(self.missing, self.notes, self.strangers.values(), when)
 
     async def _linger(self) -> None:
         """Gives the others time to hear of the problem."""
@@ -241,7 +241,8 @@ class Meeting:
         telling = self.problem is not None
         writer = None
         try:
-            asked = asyncio.wait_for(self._ask(peer, kind), self.patience[peer])
+            seconds = self.attempt if kind == "late" else self.patience[peer]
+            asked = asyncio.wait_for(self._ask(peer, kind), seconds)
             reply, nonce, reader, writer = await asked
             if telling:
                 self.told.add(peer)
@@ -280,7 +281,8 @@ class Meeting:
         self, peer: int, kind: str
     ) -> tuple[Message, str, asyncio.StreamReader, asyncio.StreamWriter]:
         """Calls a peer: reads its greeting, sends one line, returns the answer and its nonce."""
-        reader, writer = await call(self.addresses[peer], self.limit)
+        limit = _LINE_LIMIT + _LIMIT_OF_EACH_VALUE * len(self.addresses)
+        reader, writer = await call(self.addresses[peer], limit)
         try:
             greeting = self.pen.read_greeting(await _read_line(reader))
             line, nonce = self.pen.call(*self._kind(kind), greeting)
@@ -324,19 +326,21 @@ class Meeting:
         try:
             greeting, nonce = self.pen.greeting()
             writer.write(greeting)
-            text = await asyncio.wait_for(_read_line(reader), self.longest_attempt)
-            message = self.pen.read_call(text, nonce)
+            text = asyncio.wait_for(_read_line(reader), self.longest_attempt)
+            message = self.pen.read_call(await text, nonce)
+            peer, process = message.sender, message.process
             self._hear(message, place)
-            peer, (kind, problem) = message.sender, self._kind("card")
+            kind, problem = self._kind("card")
             waits = message.kind == "ready" and self.index == 0 and peer in self.peers
             if waits and problem is None:
                 line = _Line(message.nonce, (reader, writer), asyncio.current_task())
-                self.lines[message.process] = line
+                self.lines[process] = line
                 self._count(peer)
             writer.write(self.pen.answer(kind, problem, message.nonce))
             await asyncio.wait_for(writer.drain(), self.longest_attempt)
             if problem is not None:
                 self.told.add(peer)
+            del message  # Its card is as long as the list of workers.
             if line is not None:
                 await reader.read(1)  # A worker says nothing before it hears go.
         except StrangeLineError as error:
@@ -349,8 +353,8 @@ class Meeting:
             self.callers.pop(writer, None)
             if line is None or self.ready.get(peer) is not line.connection:
                 writer.close()
-            if line is not None and self.lines.get(message.process) is line and not self.ready:
-                self._drop(peer, message.process)
+            if line is not None and self.lines.get(process) is line and not self.ready:
+                self._drop(peer, process)
 
     def _drop(self, peer: int, process: str) -> None:
         """Forgets the line of a worker that has left; its address tells whether it has ended."""
@@ -368,7 +372,6 @@ class Meeting:
             self.missing.add(peer)
             return
         self.missing.discard(peer)
-        self.came.add(peer)
         self.callers.pop(line.connection[1], None)
         self.changed.set()
 
@@ -402,6 +405,7 @@ class Meeting:
             self._ignore(StrangeLineError("foreign", peer), place)
         elif dialled is not None:
             self.seen[peer] = process
+            self.came.add(peer)
             self.notes[peer] = f"it answers, but {self.words.silence(peer)}"
             if own is None and message.job is not None:
                 self.known_job = message.job, self.words.name(peer)
@@ -409,8 +413,8 @@ class Meeting:
                 self.wake[peer].clear()
             self._count(peer)
         elif message.kind == "late":
-            waits = f"their time: {self.words.name(peer)} waits no longer"
-            self._fail("missing", self._who_is_missing(waits))
+            when = f"before the time of {self.words.name(peer)} was over"
+            self._fail("missing", self._who_is_missing(when))
         elif self.seen.get(peer) != process:
             # It has just come, was started again, or is a stranger: its address will tell.
             self.seen.pop(peer, None)

@@ -53,12 +53,12 @@ class Words:
         peers: Collection[int],
         notes: Mapping[int, str],
         strangers: Collection[str],
-        within: str,
+        when: str,
     ) -> str:
         """Returns the message for workers that did not come in time."""
         ignored = f" Ignored: {'; '.join(strangers)}." if strangers else ""
         return (
-            f"{len(peers)} of {len(self._addresses)} workers did not come within {within}: "
+            f"{len(peers)} of {len(self._addresses)} workers did not come {when}: "
             f"{self.names(peers, notes)}. This is {self.name(self._index)}.{ignored} Start the "
             "same program on every worker, and check its log there and that the ports are open. Or "
             "wait longer: create_strategy(startup_timeout=...)."
