@@ -3,10 +3,11 @@
 Workers are threads of a few processes, without TensorFlow, each with its own sockets and event
 loop; the first worker has a process to itself. All start at the same time. Prints a table: the
 seconds until the last worker has met the others, CPU seconds and memory of the first worker, and
-the most sockets that it and another worker had open. Then, on the connections that stay: the
-seconds of a comparison of all workers, alike and different, until all know that one has ended, and
-until all know that every worker has. All workers share the cores of the machine, so the seconds
-are those of all, and the CPU seconds are those of the first worker.
+the most sockets that it and another worker had open. Then, on the connections that stay, the
+seconds of a comparison, of equal and of different values, until all know that one worker has
+ended, and until all know that every worker has, each with the CPU seconds of the first worker.
+
+All workers share the cores of the machine, so the seconds are those of all of them.
 """
 
 from __future__ import annotations
@@ -79,7 +80,8 @@ def measure(count: int, processes: int, timeout: float, missing: int) -> Iterato
         yield f"{failed} raised {len(texts)} texts, such as: {min(texts)}"
     else:
         for _ in PHASES:
-            yield f"{max(end.recv() for end, _ in ends):.2f}"
+            told = [end.recv() for end, _ in ends]
+            yield f"{max(seconds for seconds, _ in told):.2f} ({told[0][1]:.2f})"
     for worker in workers:
         worker.join()
 
@@ -118,9 +120,9 @@ def run(
             start.abort()
         for phase in PHASES:
             start.wait()
-            began = time.monotonic()
+            began, cpu = time.monotonic(), time.process_time()
             each(group, functools.partial(act, phase, links))
-            end.send(time.monotonic() - began)
+            end.send((time.monotonic() - began, time.process_time() - cpu))
         start.wait()  # Who leaves earlier breaks off the connections of the others.
 
 

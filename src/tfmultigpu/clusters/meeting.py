@@ -192,8 +192,8 @@ class Meeting:
         if not met and 0 in self.seen:
             # The first worker knows, and its own time is over soon if it began as early.
             met = await self._until(lambda: bool(self.ready), _GRACE_SECONDS)
-        if not met and 0 in self.seen:
-            await self._call(0, "late")
+        if not met and 0 in self.seen and await self._call(0, "late"):
+            await self._until(lambda: bool(self.ready), _GRACE_SECONDS)
         if not self.ready:
             self._fail("missing", self._who_is_missing(f"within {self.timeout:g} s"))
 
@@ -412,7 +412,7 @@ class Meeting:
             if self.problem is None and self.heard.get(peer, process) == process:
                 self.wake[peer].clear()
             self._count(peer)
-        elif message.kind == "late":
+        elif message.kind == "late" and self.missing:
             when = f"before the time of {self.words.name(peer)} was over"
             self._fail("missing", self._who_is_missing(when))
         elif self.seen.get(peer) != process:
