@@ -218,6 +218,16 @@ def test_a_worker_whose_time_is_over_asks_the_first_who_is_missing() -> None:
         assert f"was over: worker 2 at {addresses[2]} (nothing listens there). This is" in text
 
 
+def test_of_many_missing_workers_some_are_named() -> None:
+    addresses = free_addresses(40)
+    with pytest.raises(ClusterError) as caught:
+        meet(addresses, 0, CARD, 0.5)
+    text = str(caught.value)
+    assert text.startswith("39 of 40 workers did not come within 0.5 s: worker 1 at ")
+    assert f"worker 20 at {addresses[20]} (nothing listens there) and 19 more. This is" in text
+    assert "worker 21" not in text
+
+
 def test_a_worker_that_shows_its_card_and_does_not_call_is_missing() -> None:
     addresses = free_addresses(3)
     with answering(addresses[2], showing_card(Pen(Job(), 2, CARD))):

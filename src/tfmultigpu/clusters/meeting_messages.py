@@ -10,6 +10,8 @@ from tfmultigpu.clusters.spec import ClusterSource
 
 __all__ = ["ANSWERS", "Words"]
 
+_MOST_NAMED = 20
+
 # Notes about a worker at whose address somebody else answers.
 ANSWERS = {
     "foreign": "another program answers there",
@@ -41,8 +43,10 @@ class Words:
 
     def names(self, peers: Collection[int], notes: Mapping[int, str]) -> str:
         """Returns workers in words, with the notes about each."""
-        said = [f"{self.name(peer)} ({notes.get(peer, 'no answer')})" for peer in sorted(peers)]
-        return ", ".join(said)
+        named = sorted(peers)[:_MOST_NAMED]
+        said = [f"{self.name(peer)} ({notes.get(peer, 'no answer')})" for peer in named]
+        more = len(peers) - len(named)
+        return ", ".join(said) + (f" and {more} more" if more else "")
 
     def silence(self, peer: int) -> str:
         """Returns what a worker that answers has not done."""
