@@ -225,11 +225,9 @@ class Meeting:
     async def _dial(self, peer: int) -> None:
         """Calls a peer until it answers, and again if there is news for it or of it."""
         pause = _PAUSE_SECONDS
-        while True:
+        while self.problem is None or peer not in self.told:
             self.wake[peer].clear()
             answered = await self._call(peer, "card" if self.index == 0 else "ready")
-            if self.problem is not None and peer in self.told:
-                return
             woken = asyncio.ensure_future(self.wake[peer].wait())
             seconds = None if answered else pause * _shuffle.uniform(0.5, 1.5)
             await asyncio.wait({woken}, timeout=seconds)
@@ -246,6 +244,7 @@ class Meeting:
             reply, nonce, reader, writer = await asked
             if telling:
                 self.told.add(peer)
+                self.wake[peer].set()
             self._hear(reply, self.addresses[peer], dialled=peer)
             if kind == "ready" and self.problem is None:
                 return await self._wait_for_go(nonce, reader, writer)
