@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import atexit
 import json
 import os
@@ -174,6 +175,63 @@ def test_values_are_compared_by_key_in_any_order() -> None:
     together([lambda i=i: say(i) for i in range(3)])
     expected = {key: {i: [key, i] for i in range(3)} for key in "ab"}
     assert found == [expected] * 3
+
+
+def test_equal_values_are_told_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[str] = []
+    send = WorkerLink._send
+
+    async def noted(link: WorkerLink, *messages: Any) -> None:
+        sent.extend(json.dumps(message) for message in messages if link.index == 0)
+        await send(link, *messages)
+
+    monkeypatch.setattr(WorkerLink, "_send", noted)
+    links = linked(3)
+    found: list[Any] = [None] * 3
+
+    def say(key: str, index: int) -> None:
+        found[index] = links[index].compare(key, [7, key == "b" and index == 2], 60.0)
+
+    for key in "ab":
+        together([lambda i=i, key=key: say(key, i) for i in range(3)])
+        assert found == [{0: [7, False], 1: [7, False], 2: [7, key == "b"]}] * 3
+    assert sent[0] == '{"kind": "values", "key": "a", "all": [7, false]}'
+    assert '"values": {' in sent[1]
+
+
+def test_a_frozen_worker_keeps_nothing_from_the_others() -> None:
+    links = linked(3)
+
+    class Full:
+        """A connection that takes no more, as its reader is frozen."""
+
+        def __init__(self, writer: Any) -> None:
+            self.write, self.close, self.wait_closed = (
+                writer.write,
+                writer.close,
+                writer.wait_closed,
+            )
+
+        async def drain(self) -> None:
+            await asyncio.sleep(600)
+
+    links[0]._writers[1] = Full(links[0]._writers[1])  # type: ignore[assignment]
+    found: list[Any] = [None] * 3
+
+    def say(index: int) -> None:
+        found[index] = links[index].compare("a", index, 60.0)
+
+    together([lambda i=i: say(i) for i in range(3)])
+    assert found == [{0: 0, 1: 1, 2: 2}] * 3
+
+
+def test_all_may_end_at_once() -> None:
+    links = linked(8)
+    together([lambda link=link: link.leave(FINISHED) for link in links])
+    for link in links:
+        others = set(range(8)) - {link.index}
+        wait_until(lambda link=link, others=others: link.ended().keys() == others)
+        assert set(link.ended().values()) == {FINISHED}
 
 
 def test_nobody_waits_for_a_value_for_ever() -> None:

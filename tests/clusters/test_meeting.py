@@ -308,8 +308,10 @@ def test_without_a_secret_ready_is_heard_only_of_the_process_at_its_address() ->
     found: list[Any] = [None, None]
     together([lambda i=i: found.__setitem__(i, links[i].compare("a", i, 60.0)) for i in range(2)])
     assert found == [{0: 0, 1: 1}] * 2
-    assert stranger[0].makefile("rb").readline() == b""
-    stranger[0].close()
+    # It is shown the card, as whoever calls is, and never hears go.
+    with stranger[0], stranger[0].makefile("rb") as said:
+        assert b'"kind": "card"' in said.readline()
+        assert said.readline() == b""
 
 
 def test_a_worker_that_was_started_again_takes_its_place() -> None:

@@ -40,6 +40,7 @@ class WorkerLink:
         self._ended: dict[int, str] = {}
         self._said: dict[str, dict[int, Any]] = {}
         self._answers: dict[str, dict[int, Any]] = {}
+        self._news: list[dict[str, Any]] = []
         self._writers: dict[int, asyncio.StreamWriter] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -89,7 +90,7 @@ class WorkerLink:
         done = threading.Event()
 
         async def say() -> None:
-            await self._send({"kind": "ended", "worker": self.index, "how": how}, None)
+            await self._send(_end_of(self.index, how))
             done.set()
 
         with contextlib.suppress(RuntimeError):
@@ -132,24 +133,35 @@ class WorkerLink:
 
     def _note(self, worker: int, how: str) -> None:
         with self._changed:
-            if worker in self._ended:
+            if worker in self._ended or worker == self.index:
                 return
             self._ended[worker] = how
             self._changed.notify_all()
         if self.index == 0:
-            self._spawn(self._send({"kind": "ended", "worker": worker, "how": how}, worker))
+            self._news.append(_end_of(worker, how))
+            if len(self._news) == 1:
+                self._spawn(self._tell_news())
+
+    async def _tell_news(self) -> None:
+        """Passes on at once all ends that are heard in one turn: all workers may end together."""
+        await asyncio.sleep(0)
+        news, self._news = self._news, []
+        await self._send(*news)
 
     def _take(self, worker: int, key: str, value: Any) -> None:
         """Collects the values in the first worker; the others send theirs to it."""
         if self.index != 0:
             line = {"kind": "value", "worker": worker, "key": key, "value": value}
-            self._spawn(self._send(line, None))
+            self._spawn(self._send(line))
             return
         said = self._said.setdefault(key, {})
         said[worker] = value
         if len(said) == len(self.addresses):
             values = self._said.pop(key)
-            self._spawn(self._send({"kind": "values", "key": key, "values": values}, None))
+            # A thousand equal values are told as one: to each worker, and so a million times else.
+            alike = len({json.dumps(one) for one in values.values()}) == 1
+            told = {"all": value} if alike else {"values": values}
+            self._spawn(self._send({"kind": "values", "key": key, **told}))
             self._answer(key, values)
 
     def _answer(self, key: str, values: dict[int, Any]) -> None:
@@ -157,13 +169,13 @@ class WorkerLink:
             self._answers[key] = values
             self._changed.notify_all()
 
-    async def _send(self, message: Mapping[str, Any], but: int | None) -> None:
-        line = json.dumps(message).encode() + b"\n"
-        for peer, writer in self._writers.items():
-            if peer != but:
-                with contextlib.suppress(OSError):
-                    writer.write(line)
-                    await writer.drain()
+    async def _send(self, *messages: Mapping[str, Any]) -> None:
+        lines = b"".join(json.dumps(message).encode() + b"\n" for message in messages)
+        for writer in self._writers.values():
+            writer.write(lines)
+        # One that is frozen does not keep them from the others.
+        drains = (writer.drain() for writer in self._writers.values())
+        await asyncio.gather(*drains, return_exceptions=True)
 
     def _call(self, function: Any, *args: Any) -> None:
         with contextlib.suppress(RuntimeError):  # The loop is closed: everybody else has ended.
@@ -193,6 +205,8 @@ def _parse(line: bytes, peer: int, index: int, workers: int) -> dict[str, Any] |
         return None
     if kind == "value":
         return message if known and index == 0 and "value" in message else None
+    if kind == "values" and peer == 0 and "all" in message:
+        return {**message, "values": dict.fromkeys(range(workers), message["all"])}
     values = message.get("values")
     if kind != "values" or peer != 0 or not isinstance(values, dict):
         return None
@@ -200,6 +214,10 @@ def _parse(line: bytes, peer: int, index: int, workers: int) -> dict[str, Any] |
     if values.keys() != names.keys():
         return None
     return {**message, "values": {names[name]: value for name, value in values.items()}}
+
+
+def _end_of(worker: int, how: str) -> dict[str, Any]:
+    return {"kind": "ended", "worker": worker, "how": how}
 
 
 def _keep_alive(connection: Any) -> None:

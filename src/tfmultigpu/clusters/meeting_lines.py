@@ -3,11 +3,13 @@
 A worker calls another on the address that is listed for it. Each line ends in a newline::
 
     called  {"protocol": ..., "nonce": A}                       a greeting: A is fresh
-    caller  SIGNATURE {"kind": "card", ..., "nonce": B}         B is fresh
+    caller  SIGNATURE {"kind": "ready", ..., "nonce": B}        B is fresh
     called  SIGNATURE {"kind": "card", ...}
+    called  SIGNATURE {"kind": "go", ...}                       once all have come
 
-``kind`` is ``card``, or ``problem`` if the speaker cannot start. Once a worker has all cards it
-calls the first worker with ``ready``. That one answers ``go``, and the connection stays.
+The first worker calls the others with ``card``, and hears their card. They call it with ``ready``,
+and the connection stays: on it they hear ``go``. A worker whose time is over before that calls with
+``late``. ``problem`` replaces any kind if the speaker cannot start.
 
 With a secret, SIGNATURE is the HMAC-SHA256 of the direction, the nonce of the other side and the
 JSON text. The direction is ``call`` or ``answer``. The JSON text has the job, the number and the
@@ -35,8 +37,8 @@ from tfmultigpu.clusters.jobs import Job
 __all__ = ["LONGEST_PROBLEM", "PROTOCOL", "Message", "Pen", "StrangeLineError", "readable"]
 
 _FAMILY = "tfmultigpu rendezvous "
-PROTOCOL = f"{_FAMILY}2"
-_KINDS = ("card", "problem", "ready", "go")
+PROTOCOL = f"{_FAMILY}3"
+_KINDS = ("card", "problem", "ready", "late", "go")
 _MOST_WORKERS = 1 << 20
 _MOST_FIELDS = 64
 LONGEST_PROBLEM = 20_000  # In characters.
@@ -66,7 +68,7 @@ class Message:
     """A line of a worker, with every field checked.
 
     Attributes:
-        kind: ``"card"``, ``"problem"``, ``"ready"`` or ``"go"``.
+        kind: ``"card"``, ``"problem"``, ``"ready"``, ``"late"`` or ``"go"``.
         sender: The number of the worker that speaks.
         process: A random name of its process.
         job: The id of its job; None if it knows none.

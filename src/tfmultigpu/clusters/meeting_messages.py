@@ -10,6 +10,8 @@ from tfmultigpu.clusters.spec import ClusterSource
 
 __all__ = ["ANSWERS", "Words"]
 
+_MOST_NAMED = 20
+
 # Notes about a worker at whose address somebody else answers.
 ANSWERS = {
     "foreign": "another program answers there",
@@ -41,20 +43,26 @@ class Words:
 
     def names(self, peers: Collection[int], notes: Mapping[int, str]) -> str:
         """Returns workers in words, with the notes about each."""
-        said = {peer: f" ({notes[peer]})" if peer in notes else "" for peer in peers}
-        return ", ".join(self.name(peer) + said[peer] for peer in sorted(peers))
+        named = sorted(peers)[:_MOST_NAMED]
+        said = [f"{self.name(peer)} ({notes.get(peer, 'no answer')})" for peer in named]
+        more = len(peers) - len(named)
+        return ", ".join(said) + (f" and {more} more" if more else "")
+
+    def silence(self, peer: int) -> str:
+        """Returns what a worker that answers has not done."""
+        return "has not said go" if peer == 0 else f"has not called {self.name(0)}"
 
     def missing(
         self,
         peers: Collection[int],
         notes: Mapping[int, str],
         strangers: Collection[str],
-        timeout: float,
+        when: str,
     ) -> str:
         """Returns the message for workers that did not come in time."""
         ignored = f" Ignored: {'; '.join(strangers)}." if strangers else ""
         return (
-            f"{len(peers)} of {len(self._addresses)} workers did not come within {timeout:g} s: "
+            f"{len(peers)} of {len(self._addresses)} workers did not come {when}: "
             f"{self.names(peers, notes)}. This is {self.name(self._index)}.{ignored} Start the "
             "same program on every worker, and check its log there and that the ports are open. Or "
             "wait longer: create_strategy(startup_timeout=...)."
@@ -75,10 +83,10 @@ class Words:
             + self._cures.get(field, f"Give every worker the same {field}.")
         )
 
-    def two_jobs(self, job: str, message: Message, place: str) -> str:
+    def two_jobs(self, job: str, whose: str, message: Message, place: str) -> str:
         """Returns the message for workers of two jobs."""
         return (
-            f"Workers of two jobs met. {self.name(self._index)} belongs to the job {job!r}. "
+            f"Workers of two jobs met. {whose} belongs to the job {job!r}. "
             f"Worker {message.sender} of the job {readable(str(message.job), 200)!r} spoke from "
             f"{place}. They would train one model together. Stop one of the jobs, or give each "
             f"different addresses in {self._source}. If they are one job, set {JOB_ID} to the same "

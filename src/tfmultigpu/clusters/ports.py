@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import resource
 import socket
 import struct
 
 from tfmultigpu.clusters.spec import WRITTEN, ClusterSource
 from tfmultigpu.errors import ClusterError
 
-__all__ = ["call", "listen", "split_address"]
+__all__ = ["allow_open_files", "call", "listen", "split_address"]
+
+_OTHER_FILES = 512
 
 
 def split_address(address: str) -> tuple[str, int]:
@@ -62,6 +65,31 @@ def listen(address: str, source: ClusterSource = WRITTEN) -> socket.socket:
     except OSError as error:
         raise ClusterError(_cannot_bind(address, port, error, source)) from error
     return listener
+
+
+def allow_open_files(connections: int) -> None:
+    """Raises the limit of open files of this process if so many connections need it.
+
+    Args:
+        connections: How many are open at the same time.
+
+    Raises:
+        ClusterError: The limit that the system sets is too low.
+
+    Example:
+        >>> allow_open_files(8)
+    """
+    needed = 2 * connections + _OTHER_FILES  # TensorFlow makes its own to the same workers.
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if needed <= soft or soft == resource.RLIM_INFINITY:
+        return
+    if needed > hard != resource.RLIM_INFINITY:
+        raise ClusterError(
+            f"it needs {needed} open files for connections to {connections} workers, and may have "
+            f"{hard}. Raise the limit where it is started: `ulimit -n {needed}`, or LimitNOFILE of "
+            "a service."
+        )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 
 async def call(address: str, limit: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:

@@ -1,10 +1,10 @@
 """The meeting of all workers before TensorFlow starts, over plain sockets.
 
 TensorFlow waits an hour for a worker that never comes, ignoring Ctrl-C, and for ever if workers
-disagree. So every worker first listens on its own address and calls all others, and they compare
-cards. When all have all cards, the first worker says go. Only then do workers free their ports, so
-no worker still calls a port that TensorFlow has taken over. The connections of the first worker to
-the others may stay open, as a ``WorkerLink``.
+disagree. So every worker first listens on its own address. It calls the first worker, which calls
+each of the others, and they compare cards. When all have come, the first worker says go. Only then
+do workers free their ports, so no worker still calls a port that TensorFlow has taken over. The
+connections of the first worker to the others may stay open, as a ``WorkerLink``.
 """
 
 from __future__ import annotations
