@@ -5,16 +5,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-import resource
 import socket
 import struct
+import sys
 
 from tfmultigpu.clusters.spec import WRITTEN, ClusterSource
 from tfmultigpu.errors import ClusterError
 
 __all__ = ["allow_open_files", "call", "listen", "split_address"]
 
-_OTHER_FILES = 512
+# Of Python and TensorFlow in a small program, and of one that reads data.
+_FEWEST_FILES, _OTHER_FILES = 64, 512
 
 
 def split_address(address: str) -> tuple[str, int]:
@@ -79,9 +80,14 @@ def allow_open_files(connections: int) -> None:
     Example:
         >>> allow_open_files(8)
     """
-    needed = 2 * connections + _OTHER_FILES  # TensorFlow makes its own to the same workers.
+    if sys.platform == "win32":  # It has no such limit.
+        return
+    import resource
+
+    needed = 2 * connections + _FEWEST_FILES  # TensorFlow makes its own to the same workers.
+    wanted = needed + _OTHER_FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if needed <= soft or soft == resource.RLIM_INFINITY:
+    if wanted <= soft or soft == resource.RLIM_INFINITY:
         return
     if needed > hard != resource.RLIM_INFINITY:
         raise ClusterError(
@@ -89,7 +95,8 @@ def allow_open_files(connections: int) -> None:
             f"{hard}. Raise the limit where it is started: `ulimit -n {needed}`, or LimitNOFILE of "
             "a service."
         )
-    resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+    limit = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
 
 
 async def call(address: str, limit: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
