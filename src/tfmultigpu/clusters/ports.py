@@ -84,8 +84,8 @@ def allow_open_files(connections: int) -> None:
         return
     import resource
 
-    needed = 2 * connections + _FEWEST_FILES  # TensorFlow makes its own to the same workers.
-    wanted = needed + _OTHER_FILES
+    # TensorFlow makes connections of its own to the same workers.
+    needed, wanted = (2 * connections + others for others in (_FEWEST_FILES, _OTHER_FILES))
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if wanted <= soft or soft == resource.RLIM_INFINITY:
         return
