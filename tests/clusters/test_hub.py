@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
+from meetings import CARD, PATIENCE, PROMISED, together
 
 from tfmultigpu.clusters import meeting, ports
 from tfmultigpu.clusters.jobs import Job
@@ -20,31 +21,6 @@ from tfmultigpu.clusters.ports import allow_open_files, split_address
 from tfmultigpu.clusters.processes import free_addresses
 from tfmultigpu.clusters.rendezvous import meet
 from tfmultigpu.errors import ClusterError
-
-# Seconds: see test_rendezvous.py.
-PROMISED, PATIENCE = 10.0, 120.0
-CARD = {"the cluster": "one", "their devices": "1 CPU"}
-
-
-def together(calls: Sequence[Callable[[], object]]) -> list[str | None]:
-    """What each call raised (its text), all at the same time."""
-    texts: list[str | None] = ["it did not return"] * len(calls)
-
-    def run(place: int) -> None:
-        try:
-            calls[place]()
-            texts[place] = None
-        except ClusterError as error:
-            texts[place] = str(error)
-
-    threads = [
-        threading.Thread(target=run, args=(place,), daemon=True) for place in range(len(calls))
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(2 * PATIENCE)
-    return texts
 
 
 def meet_as(addresses: Sequence[str], index: int, timeout: float, job: Job) -> Callable[[], Any]:

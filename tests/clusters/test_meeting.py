@@ -6,12 +6,12 @@ import asyncio
 import contextlib
 import json
 import socket
-import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
+from meetings import CARD, PATIENCE, PROMISED, together
 
 from tfmultigpu.clusters.jobs import JOB_ID, JOB_SECRET, Job, new_job, read_job
 from tfmultigpu.clusters.meeting import Meeting
@@ -25,31 +25,7 @@ from tfmultigpu.clusters.sources import SOURCES
 from tfmultigpu.clusters.spec import Cluster
 from tfmultigpu.errors import ClusterError
 
-# Seconds: see test_rendezvous.py.
-PROMISED, PATIENCE = 10.0, 120.0
-CARD = {"the cluster": "one", "their devices": "1 CPU"}
 SECRET = Job("train 1", b"0123456789abcdef")
-
-
-def together(calls: Sequence[Callable[[], object]]) -> list[str | None]:
-    """What each call raised (its text), all at the same time."""
-    texts: list[str | None] = ["it did not return"] * len(calls)
-
-    def run(place: int) -> None:
-        try:
-            calls[place]()
-            texts[place] = None
-        except ClusterError as error:
-            texts[place] = str(error)
-
-    threads = [
-        threading.Thread(target=run, args=(place,), daemon=True) for place in range(len(calls))
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(2 * PATIENCE)
-    return texts
 
 
 def connect(address: str) -> tuple[socket.socket, bytes]:

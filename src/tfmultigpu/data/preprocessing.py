@@ -17,7 +17,7 @@ from tfmultigpu.data.batch_format import (
     with_dependencies,
 )
 from tfmultigpu.data.consistency import compared_over_workers, compares
-from tfmultigpu.data.examples import mark_of
+from tfmultigpu.data.examples import Examples, mark_of
 from tfmultigpu.errors import DataError
 
 __all__ = [
@@ -87,9 +87,7 @@ class Preprocessing:
             seed for each.
         batched: Whether the function takes many examples at once.
         seed: The seed of the run.
-        read: From the number of an example to the example; None if batches hold examples.
-        reads_many: Whether ``read`` takes many numbers at once.
-        rows: The number of examples, if ``read`` reads them.
+        examples: What is preprocessed.
         then: A function of preprocessed batches, as for ``map`` of ``tf.data``, or None.
         place_of: From the number of a batch to its ``Place``, for a dataset that goes through pass
             after pass. None: one iterator is one pass, with the number ``passes``.
@@ -99,9 +97,7 @@ class Preprocessing:
     function: Callable[..., Any]
     batched: bool
     seed: int
-    read: Callable[[Any], Any] | None = None
-    reads_many: bool = False
-    rows: int = 0
+    examples: Examples
     then: Callable[..., Any] | None = None
     place_of: Callable[[Any], Place] | None = None
     passes: PassNumber = dataclasses.field(default_factory=PassNumber)
@@ -128,9 +124,10 @@ class Preprocessing:
 
         Of examples that are read by number, batches show only the numbers: some are compared too.
         """
-        if self.read is None or not compares(strategy):
+        read, rows = self.examples.read, self.examples.rows
+        if read is None or rows is None or not compares(strategy):
             return compared_over_workers(batches, strategy)
-        mark = tf.constant(mark_of(self.read, self.rows), tf.int64)
+        mark = tf.constant(mark_of(read, rows), tf.int64)
         marked = batches.map(lambda numbers: (numbers, mark))
         return compared_over_workers(marked, strategy).map(lambda numbers, _: numbers)
 
@@ -158,8 +155,9 @@ class Preprocessing:
             return rows, seeds, partition.slice_rows(batch, start, stop)
 
         parts = self._placed(batches).skip(skip).map(own)
-        if self.batched and (self.read is None or self.reads_many):
-            return self._of_many(parts, self.read)
+        read = self.examples.read
+        if self.batched and (read is None or self.examples.reads_many):
+            return self._of_many(parts, read)
         if self.batched:
             return self._of_many(self._of_each(parts, lambda example, seed: example), None)
         return self._finished(self._of_each(parts, self._call))
@@ -188,7 +186,7 @@ class Preprocessing:
         self, parts: tf.data.Dataset[Any], function: Callable[[Any, Any], Any]
     ) -> tf.data.Dataset[Any]:
         """Applies a function to each row; returns rows of the global batch, seeds and results."""
-        read = self.read
+        read = self.examples.read
 
         @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
         def rows_of(number: Any, part: Any) -> tf.data.Dataset[Any]:

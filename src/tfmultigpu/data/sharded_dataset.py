@@ -128,14 +128,7 @@ def distribute_dataset(
         batches = examples.batches(check_count("batch_size", batch_size, error=DataError))
         if seed is None:
             seed = draw_seed(strategy) if takes_seed(preprocess) else 0
-        preprocessing = Preprocessing(
-            preprocess,
-            preprocess_batched,
-            seed,
-            examples.read,
-            examples.reads_many,
-            examples.rows or 0,
-        )
+        preprocessing = Preprocessing(preprocess, preprocess_batched, seed, examples)
     check_batched(batches.element_spec)
     return ShardedDataset(batches, strategy, whole_shares, prefetch_to_device, preprocessing)
 

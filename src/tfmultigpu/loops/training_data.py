@@ -78,15 +78,8 @@ def make_epoch_iterator(
         examples = examples_of(data)
         rows = examples.rows
         batch_size = _checked_batch_size(batch_size, rows, steps_per_epoch)
-        preprocessing = Preprocessing(
-            preprocess,
-            preprocess_batched,
-            seed,
-            examples.read,
-            examples.reads_many,
-            rows or 0,
-            None if class_weight is None else weighting(class_weight),
-        )
+        weigh = None if class_weight is None else weighting(class_weight)
+        preprocessing = Preprocessing(preprocess, preprocess_batched, seed, examples, weigh)
         whole_shares = replica_shares(shares, strategy.num_replicas_in_sync)
         if rows is None:
             batches = examples.batches(batch_size)
