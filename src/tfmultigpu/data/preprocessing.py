@@ -87,7 +87,7 @@ class Preprocessing:
             seed for each.
         batched: Whether the function takes many examples at once.
         seed: The seed of the run.
-        examples: What is preprocessed.
+        examples: The source of the examples.
         then: A function of preprocessed batches, as for ``map`` of ``tf.data``, or None.
         place_of: From the number of a batch to its ``Place``, for a dataset that goes through pass
             after pass. None: one iterator is one pass, with the number ``passes``.

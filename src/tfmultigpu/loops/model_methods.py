@@ -26,7 +26,7 @@ def replace_methods(model: Any, methods: Mapping[str, Callable[..., Any]]) -> di
     """Puts functions in the place of methods of one model object.
 
     Returns:
-        What ``restore_methods`` takes to undo it.
+        The state that ``restore_methods`` takes to undo it.
     """
     before = {name: vars(model).get(name, _NOTHING) for name in methods}
     vars(model).update(methods)  # Not by setattr, with which Keras would track them.
