@@ -226,8 +226,8 @@ def test_features_and_labels_of_different_rows(replicas: int, prefetch: bool) ->
     next(iterator)
     assert text_of(lambda: next(iterator)) == (
         "The tensors of a batch differ in their number of rows (their first axis), so features "
-        "and labels would be paired wrongly. Check the dataset before .batch(). Received: rows "
-        "5, 1."
+        "and labels would be paired wrongly. Check the dataset before .batch(). If they are meant "
+        "to differ, give tmg.Parts(labeled=(x, y), unlabeled=u). Received: rows 5, 1."
     )
 
 
