@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import tensorflow as tf
@@ -225,9 +226,8 @@ class ChainedStep(NotCopied):
         for (name, step), times in zip(self.steps.items(), self.times, strict=True):
             # Steps of other variables would run at the same time: if one failed, TensorFlow would
             # break off the update of the other.
-            with tf.control_dependencies(before):
+            with tf.control_dependencies(before), _noting_changes() as before:
                 found[name] = _repeated(step, shards, times)
-            before = list(found[name].values())
         return found
 
     def _compute_in_loop(self, shards: Shards) -> dict[str, Any]:
@@ -240,6 +240,21 @@ class ChainedStep(NotCopied):
 
 
 _OF_THE_CHAIN = ("loss", "weight", *_OF_THE_LAST)
+
+
+@contextmanager
+def _noting_changes() -> Iterator[list[Any]]:
+    """Yields a list that holds, at the end, an operation after all that change something.
+
+    The logs of a step do not wait for its update.
+    """
+    after: list[Any] = []
+    graph = tf.compat.v1.get_default_graph()
+    before = len(graph.get_operations())
+    yield after
+    changes = [one for one in graph.get_operations()[before:] if one.op_def.is_stateful]
+    with tf.device("CPU:0"), tf.control_dependencies(changes):
+        after.append(tf.no_op())
 
 
 def _repeated(step: TrainStep, shards: Shards, times: int) -> dict[str, Any]:
