@@ -84,7 +84,7 @@ def allow_open_files(connections: int) -> None:
         return
     import resource
 
-    # TensorFlow makes connections of its own to the same workers.
+    # TensorFlow connects to the same workers too.
     needed, wanted = (2 * connections + others for others in (_FEWEST_FILES, _OTHER_FILES))
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if wanted <= soft or soft == resource.RLIM_INFINITY:

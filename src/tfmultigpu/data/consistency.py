@@ -19,7 +19,7 @@ from tfmultigpu.clusters.failures import link_of_workers
 from tfmultigpu.errors import DataError
 from tfmultigpu.strategies.topology import local_replicas
 
-__all__ = ["compared_over_workers", "compares"]
+__all__ = ["compared_over_workers", "link_to_compare"]
 
 _log = logging.getLogger("tfmultigpu")
 # Longer than a worker usually lags behind; a later one goes unchecked.
@@ -47,8 +47,8 @@ def compared_over_workers(
         batches: The global batches, as this worker reads them.
         strategy: The strategy that trains on them.
     """
-    link = link_of_workers()
-    if link is None or not compares(strategy):
+    link = link_to_compare(strategy)
+    if link is None:
         return batches
     # Counted by type, so that a dataset that only some workers make does not shift all the others.
     kind = f"{batches.element_spec}"
@@ -94,10 +94,13 @@ def compared_over_workers(
     return marked.filter(is_a_batch).map(batch_of)
 
 
-def compares(strategy: tf.distribute.Strategy) -> bool:
-    """Returns whether workers compare what they read: several, that ``create_strategy`` joined."""
+def link_to_compare(strategy: tf.distribute.Strategy) -> WorkerLink | None:
+    """Returns the connections by which workers compare what they read; None if they do not.
+
+    That takes several workers, which ``create_strategy`` has joined.
+    """
     several = len(local_replicas(strategy)) < strategy.num_replicas_in_sync
-    return several and link_of_workers() is not None
+    return link_of_workers() if several else None
 
 
 class _Comparison:

@@ -11,7 +11,8 @@ import tensorflow as tf
 
 from tfmultigpu.arguments import check_count
 from tfmultigpu.data.batch_format import count_rows, tensors_of
-from tfmultigpu.data.sources import tensors_of_arrays
+from tfmultigpu.data.partition import slice_rows
+from tfmultigpu.data.sources import fill, tensors_of_arrays
 from tfmultigpu.errors import DataError
 from tfmultigpu.strategies.worker_exchange import digest_of
 
@@ -95,9 +96,8 @@ def mark_of(read: Callable[[Any], Any], rows: int) -> int:
 def _rows(tensor: Any, number: Any) -> Any:
     if not isinstance(tensor, tf.SparseTensor):
         return tf.gather(tensor, number)
-    begin = tf.concat([[number], tf.zeros_like(tensor.dense_shape)[1:]], 0)
-    size = tf.concat([[1], tensor.dense_shape[1:]], 0)
-    return tf.sparse.reshape(tf.sparse.slice(tensor, begin, size), tensor.dense_shape[1:])
+    one = slice_rows(tensor, number, number + 1)
+    return tf.sparse.reshape(one, tensor.dense_shape[1:])
 
 
 def _is_indexable(source: Any) -> bool:
@@ -127,11 +127,8 @@ def _indexable(source: Any) -> Examples:
 
     def read(number: Any) -> Any:
         tensors = tf.numpy_function(item, [number], [spec.dtype for spec in specs])
-        turn = iter(
-            tf.ensure_shape(one, spec.shape) for one, spec in zip(tensors, specs, strict=True)
-        )
-        leaves = [None if leaf is None else next(turn) for leaf in tf.nest.flatten(first)]
-        return tf.nest.pack_sequence_as(first, leaves)
+        pairs = zip(tensors, specs, strict=True)
+        return fill(first, *[tf.ensure_shape(one, spec.shape) for one, spec in pairs])
 
     return Examples(rows, None, read)
 

@@ -240,10 +240,13 @@ def position_data(
         return PositionedDataset(data, position, None, None, None, Replay())
     fingerprints = _Fingerprints()
     if not _takes_epoch(data):
-        given = data if isinstance(data, ShardedDataset) else distribute_dataset(data, strategy)
-        whole = given.with_batches(fingerprints.record(given.batches))
-        replay = replay_of(given.batches)
-        return PositionedDataset(whole, position, fingerprints, None, None, replay)
+        if isinstance(data, ShardedDataset):
+            batches = data.batches
+            whole = data.with_batches(fingerprints.record(batches))
+        else:
+            batches = to_dataset(data)
+            whole = distribute_dataset(fingerprints.record(batches), strategy)
+        return PositionedDataset(whole, position, fingerprints, None, None, replay_of(batches))
     to_hash = tf.autograph.experimental.do_not_convert(lambda *batch: _hash_of(batch))
     known: dict[int, tf.data.Dataset[Any]] = {}
 

@@ -223,19 +223,20 @@ class ShardedDataset(tf.distribute.DistributedDataset):  # type: ignore[misc]
             batches = compared_over_workers(batches, strategy)
         else:
             batches = preprocessing.compared(batches, strategy)
-            own = preprocessing.own_rows(batches, shares, local, skip)
-            batches = own.map(_batch_of)
-        spec = batches.element_spec
+            batches = preprocessing.own_rows(batches, shares, local, skip)
+        spec: Any = batches.element_spec
+        if preprocessing is not None:
+            spec = spec.batch
         if prefetch_to_device is None:
             several = len(local) < strategy.num_replicas_in_sync
             ends = int(self._cardinality) != tf.data.INFINITE_CARDINALITY
             prefetch_to_device = should_prefetch(spec, strategy) and not (several and ends)
         self.prefetches_to_device = prefetch_to_device
         self._layout = ShardLayout(strategy, spec, prefetch_to_device)
-        if self._layout.whole:
-            cut = batches
+        if preprocessing is None:
+            cut = batches if self._layout.whole else batches.map(self._cut)
         else:
-            cut = batches.map(self._cut) if preprocessing is None else own.map(self._divide)
+            cut = batches.map(_batch_of if self._layout.whole else self._divide)
         if prefetch_to_device:
             # One element per replica in turn, so that TensorFlow copies each ahead of time.
             pieces = cut.flat_map(self._layout.deal)
@@ -249,10 +250,20 @@ class ShardedDataset(tf.distribute.DistributedDataset):  # type: ignore[misc]
             self.preprocessing.passes.begin_next()
         return ShardIterator(iter(self._source), self._layout)
 
-    def with_batches(self, batches: tf.data.Dataset[Any]) -> ShardedDataset:
-        """Returns other batches of the same type, cut and preprocessed as these are."""
+    def with_batches(self, batches: tf.data.Dataset[Any], skip: int = 0) -> ShardedDataset:
+        """Returns other batches of the same type, cut and preprocessed as these are.
+
+        Args:
+            batches: The batches.
+            skip: With preprocessing, batches to leave out at the beginning of a pass.
+        """
         return ShardedDataset(
-            batches, self.strategy, self.shares, self.prefetches_to_device, self.preprocessing
+            batches,
+            self.strategy,
+            self.shares,
+            self.prefetches_to_device,
+            self.preprocessing,
+            skip,
         )
 
     def iterate_from(self, batch: int) -> tuple[ShardIterator, int]:
@@ -267,14 +278,7 @@ class ShardedDataset(tf.distribute.DistributedDataset):  # type: ignore[misc]
         if self.preprocessing is None or not batch:
             iterator = ShardedDataset.__iter__(self)
             return iterator, read_over(iterator.source, batch)
-        rest = ShardedDataset(
-            self.batches,
-            self.strategy,
-            self.shares,
-            self.prefetches_to_device,
-            self.preprocessing,
-            skip=batch,
-        )
+        rest = self.with_batches(self.batches, skip=batch)
         known = int(self._cardinality)
         return iter(rest), batch if known < 0 else min(batch, known)
 

@@ -19,7 +19,7 @@ from tfmultigpu.data.other_packages import is_data_loader, loader_batches, read_
 from tfmultigpu.data.parts import map_items
 from tfmultigpu.errors import DataError
 
-__all__ = ["tensors_of_arrays", "to_dataset"]
+__all__ = ["fill", "tensors_of_arrays", "to_dataset"]
 
 
 def to_dataset(data: Any, batch_size: int | None = None) -> tf.data.Dataset[Any]:
@@ -125,11 +125,11 @@ def _from_arrays(data: Any, batch_size: int | None) -> tf.data.Dataset[Any]:
     batch_size = check_count("batch_size", batch_size, error=DataError)
     leaves = tuple(tensors_of(arrays))
     present = tf.data.Dataset.from_tensor_slices(leaves).batch(batch_size)
-    return present.map(functools.partial(_fill, arrays))
+    return present.map(functools.partial(fill, arrays))
 
 
 @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
-def _fill(structure: Any, *tensors: Any) -> Any:
+def fill(structure: Any, *tensors: Any) -> Any:
     """Returns the structure with these tensors as its leaves; a None leaf stays None."""
     replacements = iter(tensors)
     leaves = [None if leaf is None else next(replacements) for leaf in tf.nest.flatten(structure)]
@@ -231,7 +231,7 @@ def _from_passes(passes: _Passes) -> tf.data.Dataset[Any]:
     present = tf.data.Dataset.from_generator(
         passes, output_signature=tuple(tensors_of(passes.spec))
     )
-    return present.map(functools.partial(_fill, passes.spec))
+    return present.map(functools.partial(fill, passes.spec))
 
 
 def _to_tensors_or_arrays(batch: Any) -> Any:

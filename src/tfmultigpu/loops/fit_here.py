@@ -12,11 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from tfmultigpu.errors import CompileError
-from tfmultigpu.loops.evaluate import evaluate
 from tfmultigpu.loops.fit import fit
 from tfmultigpu.loops.mlflow_logging import is_of_mlflow
-from tfmultigpu.loops.model_methods import like_keras, replace_methods, restore_methods
-from tfmultigpu.loops.predict import predict
+from tfmultigpu.loops.model_methods import (
+    evaluation_methods,
+    like_keras,
+    replace_methods,
+    restore_methods,
+)
 from tfmultigpu.loops.worker_agreement import is_chief
 from tfmultigpu.strategies.scopes import check_backend
 from tfmultigpu.strategies.topology import describe, strategy_of
@@ -104,25 +107,18 @@ def _methods(model: Any) -> dict[str, Callable[..., Any]]:
         given["validation_data"] = tuple(valid) if isinstance(valid, list) else valid
         return fit(known(), **{**given, **_options(known())})
 
-    @like_keras("evaluate")
-    def evaluate_method(**given: Any) -> Any:
-        _check_evaluates(_options(known()))
-        return evaluate(known(), **{**given, **_verify(known())})
+    def arguments(name: str) -> dict[str, Any]:
+        options = _options(known())
+        if name == "evaluate":
+            _check_evaluates(options)
+        return {"verify": options["verify"]} if "verify" in options else {}
 
-    @like_keras("predict")
-    def predict_method(**given: Any) -> Any:
-        return predict(known(), **{**given, **_verify(known())})
-
-    return {"fit": fit_method, "evaluate": evaluate_method, "predict": predict_method}
+    return {"fit": fit_method, **evaluation_methods(model, arguments)}
 
 
 def _options(model: Any) -> dict[str, Any]:
     _check_methods(model)
     return dict(_entered[model][-1])
-
-
-def _verify(model: Any) -> dict[str, Any]:
-    return {name: value for name, value in _options(model).items() if name == "verify"}
 
 
 def _check_options(options: Mapping[str, Any]) -> None:

@@ -16,7 +16,13 @@ from tfmultigpu.loops.evaluate import evaluate
 from tfmultigpu.loops.own_methods import own_methods
 from tfmultigpu.loops.predict import predict
 
-__all__ = ["evaluating_in_callbacks", "like_keras", "replace_methods", "restore_methods"]
+__all__ = [
+    "evaluating_in_callbacks",
+    "evaluation_methods",
+    "like_keras",
+    "replace_methods",
+    "restore_methods",
+]
 
 _log = logging.getLogger("tfmultigpu")
 _NOTHING = object()
@@ -42,6 +48,23 @@ def restore_methods(model: Any, before: Mapping[str, Any]) -> None:
             vars(model)[name] = value
 
 
+def evaluation_methods(
+    model: Any, arguments: Callable[[str], Mapping[str, Any]]
+) -> dict[str, Callable[..., Any]]:
+    """Returns ``evaluate`` and ``predict`` of this library as methods, which hold the model weakly.
+
+    Args:
+        model: The model.
+        arguments: From the name of the method to further arguments, asked at each call.
+    """
+    known = weakref.ref(model)
+
+    def method(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        return like_keras(name)(lambda **given: function(known(), **given, **arguments(name)))
+
+    return {"evaluate": method("evaluate", evaluate), "predict": method("predict", predict)}
+
+
 @contextmanager
 def evaluating_in_callbacks(
     model: Any, strategy: tf.distribute.Strategy, verify: bool | str
@@ -61,19 +84,12 @@ def evaluating_in_callbacks(
     if strategy.num_replicas_in_sync == 1 or own:
         yield
         return
-    known = weakref.ref(model)
 
-    @like_keras("evaluate")
-    def evaluate_method(**given: Any) -> Any:
+    def arguments(name: str) -> dict[str, Any]:
         _say_once()
-        return evaluate(known(), **given, verify=verify)
+        return {"verify": verify}
 
-    @like_keras("predict")
-    def predict_method(**given: Any) -> Any:
-        _say_once()
-        return predict(known(), **given, verify=verify)
-
-    before = replace_methods(model, {"evaluate": evaluate_method, "predict": predict_method})
+    before = replace_methods(model, evaluation_methods(model, arguments))
     try:
         yield
     finally:

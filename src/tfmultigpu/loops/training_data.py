@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,11 +12,12 @@ import tensorflow as tf
 from tfmultigpu.arguments import check_count
 from tfmultigpu.data.batch_format import count_rows, tensors_of
 from tfmultigpu.data.examples import examples_of, mark_of
+from tfmultigpu.data.partition import slice_rows
 from tfmultigpu.data.preprocessing import Preprocessing
 from tfmultigpu.data.resumable import PositionedDataset
 from tfmultigpu.data.sharded_dataset import ShardedDataset, distribute_dataset
 from tfmultigpu.data.shares import replica_shares
-from tfmultigpu.data.sources import tensors_of_arrays, to_dataset
+from tfmultigpu.data.sources import fill, tensors_of_arrays, to_dataset
 from tfmultigpu.errors import DataError
 from tfmultigpu.loops.class_weights import weighting
 from tfmultigpu.loops.epoch_iterator import EpochIterator
@@ -103,10 +105,9 @@ def make_epoch_iterator(
     batch_size = _checked_batch_size(batch_size, rows, steps_per_epoch)
     passes = _passes(arrays, rows, batch_size, shuffle, (seed, first_pass))
     sharded = distribute_dataset(_weighted(passes, class_weight), strategy, shares=shares)
-    present = tensors_of(arrays)
 
-    def row(number: int) -> list[Any]:
-        return [_slice(one, number, number + 1) for one in present]
+    def row(number: int) -> Any:
+        return slice_rows(arrays, number, number + 1)
 
     return _over_passes(sharded, rows, batch_size, shuffle, steps_per_epoch, row)
 
@@ -165,13 +166,7 @@ def split_off(data: Any, validation_split: float) -> tuple[Any, Any]:
             f"{validation_split}, which leaves {at} examples to train on. Give more data, or "
             "another fraction."
         )
-
-    def part(start: int, stop: int) -> Any:
-        return tf.nest.map_structure(
-            lambda one: None if one is None else _slice(one, start, stop), arrays
-        )
-
-    return part(0, at), part(at, rows)
+    return slice_rows(arrays, 0, at), slice_rows(arrays, at, rows)
 
 
 def _iterate(data: Any, batches: ShardedDataset, steps: int | None) -> tuple[EpochIterator, Any]:
@@ -189,32 +184,25 @@ def _passes(
     arrays: Any, rows: int, batch_size: int, shuffle: bool, seed: tuple[int, int]
 ) -> tf.data.Dataset[Any]:
     """Returns infinite passes over arrays; the order depends only on seed and pass number."""
-    present = tuple(leaf for leaf in tf.nest.flatten(arrays) if leaf is not None)
+    present = tuple(tensors_of(arrays))
     starts = tf.data.Dataset.range(0, rows, batch_size)
     global_seed, first = seed
     has_sparse = any(isinstance(leaf, tf.SparseTensor) for leaf in present)
-
-    def filled(tensors: Sequence[Any]) -> Any:
-        turn = iter(tensors)
-        leaves = [None if leaf is None else next(turn) for leaf in tf.nest.flatten(arrays)]
-        return tf.nest.pack_sequence_as(arrays, leaves)
 
     def one_pass(number: Any) -> tf.data.Dataset[Any]:
         if shuffle and has_sparse:  # tf.gather does not accept sparse tensors.
             slices = tf.data.Dataset.from_tensor_slices(present)
             mixed = slices.shuffle(rows, seed=global_seed + number)
-            return mixed.batch(batch_size).map(lambda *tensors: filled(tensors))
+            return mixed.batch(batch_size).map(functools.partial(fill, arrays))
         if not shuffle:
-            return starts.map(
-                lambda start: filled([_slice(one, start, start + batch_size) for one in present])
-            )
+            return starts.map(lambda start: slice_rows(arrays, start, start + batch_size))
         shuffled: Any = tf.random
         order = shuffled.experimental.stateless_shuffle(
             tf.range(rows, dtype=tf.int64), seed=tf.stack([global_seed, number])
         )
         return starts.map(
-            lambda start: filled(
-                [tf.gather(one, order[start : start + batch_size]) for one in present]
+            lambda start: fill(
+                arrays, *[tf.gather(one, order[start : start + batch_size]) for one in present]
             ),
             num_parallel_calls=tf.data.AUTOTUNE,
             deterministic=True,
@@ -222,11 +210,3 @@ def _passes(
 
     numbers = tf.data.Dataset.counter(tf.constant(first, tf.int64))
     return numbers.flat_map(one_pass)
-
-
-def _slice(tensor: Any, start: Any, stop: Any) -> Any:
-    if not isinstance(tensor, tf.SparseTensor):
-        return tensor[start:stop]
-    begin = tf.concat([[start], tf.zeros_like(tensor.dense_shape)[1:]], 0)
-    size = tf.concat([[stop - start], tensor.dense_shape[1:]], 0)
-    return tf.sparse.slice(tensor, begin, size)

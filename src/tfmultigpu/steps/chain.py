@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -12,6 +11,7 @@ import tensorflow as tf
 from tfmultigpu.arguments import check_count
 from tfmultigpu.losses.objective import MeanKey
 from tfmultigpu.steps.batch_function import BatchFunction, Shards
+from tfmultigpu.steps.graph_effects import noting_effects
 from tfmultigpu.steps.multi_step import TERMS, LastKey, MultiStep
 from tfmultigpu.steps.train_step import Trained, TrainStep, addends, as_totals
 from tfmultigpu.steps.verification import Verification
@@ -226,8 +226,11 @@ class ChainedStep(NotCopied):
         for (name, step), times in zip(self.steps.items(), self.times, strict=True):
             # Steps of other variables would run at the same time: if one failed, TensorFlow would
             # break off the update of the other.
-            with tf.control_dependencies(before), _noting_changes() as before:
+            with tf.control_dependencies(before), noting_effects() as effects:
                 found[name] = _repeated(step, shards, times)
+            # The logs of a step do not wait for its update.
+            with tf.device("CPU:0"), tf.control_dependencies(effects):
+                before = [tf.no_op()]
         return found
 
     def _compute_in_loop(self, shards: Shards) -> dict[str, Any]:
@@ -240,21 +243,6 @@ class ChainedStep(NotCopied):
 
 
 _OF_THE_CHAIN = ("loss", "weight", *_OF_THE_LAST)
-
-
-@contextmanager
-def _noting_changes() -> Iterator[list[Any]]:
-    """Yields a list that holds, at the end, an operation after all that change something.
-
-    The logs of a step do not wait for its update.
-    """
-    after: list[Any] = []
-    graph = tf.compat.v1.get_default_graph()
-    before = len(graph.get_operations())
-    yield after
-    changes = [one for one in graph.get_operations()[before:] if one.op_def.is_stateful]
-    with tf.device("CPU:0"), tf.control_dependencies(changes):
-        after.append(tf.no_op())
 
 
 def _repeated(step: TrainStep, shards: Shards, times: int) -> dict[str, Any]:

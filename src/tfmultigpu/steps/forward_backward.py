@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
@@ -28,6 +27,7 @@ from tfmultigpu.losses.objective import Layout, Objective, stack
 from tfmultigpu.losses.outputs import Output
 from tfmultigpu.optimizers.gradients import is_overwritten, spread_over_replicas, sum_dtype
 from tfmultigpu.steps.batch_function import Shards
+from tfmultigpu.steps.graph_effects import noting_effects
 from tfmultigpu.steps.micro_batches import MicroBatchSum, Part
 from tfmultigpu.steps.options import StepOptions
 from tfmultigpu.steps.random_draws import ReplicaRows, drawing_rows
@@ -272,7 +272,7 @@ class ReplicaPhase:
             shard = partition.cut_part(shard, part.count, part.number)
         compute = self._compiled if self._options.jit_compile else self._forward_backward
         gathering = gathering_from(rows, None if part is None else self._options.micro_batches)
-        with short_sums(), _noting_checks() as checks:
+        with short_sums(), noting_effects() as checks:
             with drawing_rows(rows), gathering, counting_once(counts):
                 one = compute(given, shard, weight, global_rows, loss_scale)
             with holding(held=one.held):
@@ -362,20 +362,6 @@ class ReplicaPhase:
     def _local(self, results: list[Any]) -> list[list[tf.Tensor]]:
         local = [self._strategy.experimental_local_results(result) for result in results]
         return [list(one) for one in zip(*local, strict=True)]
-
-
-@contextmanager
-def _noting_checks() -> Iterator[list[Any]]:
-    """Yields a list that holds, at the end, the operations that may fail with their results unused.
-
-    They are stateful: TensorFlow runs them in any case. A variable can always be read.
-    """
-    checks: list[Any] = []
-    graph = tf.compat.v1.get_default_graph()
-    before = len(graph.get_operations())
-    yield checks
-    made = graph.get_operations()[before:]
-    checks += [one for one in made if one.op_def.is_stateful and one.type != "ReadVariableOp"]
 
 
 def _unknown_part() -> Part:
