@@ -315,7 +315,7 @@ def rows_in_order(replicas, seed, passes=2, **options):
     strategy, numbers = strategy_of(replicas), np.arange(ROWS)
     options = {"batch_size": 8, "steps_per_epoch": None, "shuffle": True, **options}
     options |= {"class_weight": None, "shares": None, "first_pass": 0}
-    feed, _ = make_epoch_iterator((numbers, None), strategy, seed=seed, **options)
+    feed, _ = make_epoch_iterator(keras.Model(), (numbers, None), strategy, seed=seed, **options)
     found = []
     for _ in range(passes):
         feed.begin_epoch()
@@ -358,7 +358,13 @@ def test_arrays_of_other_kinds(kind):
     options = {"steps_per_epoch": None, "class_weight": None, "shares": None, "first_pass": 0}
     for shuffle in (False, True):
         feed, _ = make_epoch_iterator(
-            (x, np.arange(ROWS)), strategy_of(1), batch_size=8, shuffle=shuffle, seed=1, **options
+            keras.Model(),
+            (x, np.arange(ROWS)),
+            strategy_of(1),
+            batch_size=8,
+            shuffle=shuffle,
+            seed=1,
+            **options,
         )
         feed.begin_epoch()
         seen = []

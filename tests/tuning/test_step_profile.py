@@ -24,7 +24,7 @@ from tfmultigpu.tuning.timed_step import TimedStep
 X = np.random.default_rng(0).normal(size=(12, 5)).astype("float32")
 Y = X.sum(1, keepdims=True)
 PROFILE = StepProfile(
-    10, 64.0, 0.010, 0.0, 0.006, 0.001, 0.001, 0.001, (0.006, 0.0058), ("A", "B"), 2
+    10, 64.0, 0.010, 0.0, 0.006, 0.001, 0.001, 0.001, (0.006, 0.0058), ("A", "B"), 2, 400, 1.0
 )
 
 

@@ -29,7 +29,7 @@ from tfmultigpu.data.sources import to_dataset
 from tfmultigpu.errors import DataError, UnknownLengthError
 from tfmultigpu.strategies.topology import local_replicas
 
-__all__ = ["ShardIterator", "ShardedDataset", "distribute_dataset", "row_weight"]
+__all__ = ["ShardIterator", "ShardedDataset", "cutter", "distribute_dataset", "row_weight"]
 
 
 def distribute_dataset(
@@ -201,6 +201,7 @@ class ShardedDataset(tf.distribute.DistributedDataset):  # type: ignore[misc]
         prefetch_to_device: bool | None = None,
         preprocessing: Preprocessing | None = None,
         skip: int = 0,
+        cut: tf.data.Dataset[Any] | None = None,
     ) -> None:
         """Use ``distribute_dataset`` instead, which checks its arguments.
 
@@ -211,6 +212,8 @@ class ShardedDataset(tf.distribute.DistributedDataset):  # type: ignore[misc]
             prefetch_to_device: See ``distribute_dataset``.
             preprocessing: The preprocessing of rows, or None.
             skip: With preprocessing, batches to leave out at the beginning of a pass.
+            cut: The batches as ``cutter`` cuts them, if that is made already; used if no other
+                workers compare the batches.
         """
         self.batches = batches
         self.strategy = strategy
@@ -219,24 +222,22 @@ class ShardedDataset(tf.distribute.DistributedDataset):  # type: ignore[misc]
         self._cardinality = batches.cardinality()
         # tf.data cuts in its own thread while the previous step runs.
         local = local_replicas(strategy)
-        if preprocessing is None:
-            batches = compared_over_workers(batches, strategy)
-        else:
-            batches = preprocessing.compared(batches, strategy)
-            batches = preprocessing.own_rows(batches, shares, local, skip)
         spec: Any = batches.element_spec
         if preprocessing is not None:
-            spec = spec.batch
+            own: Any = preprocessing.compared(batches, strategy)
+            own = preprocessing.own_rows(own, shares, local, skip)
+            spec = own.element_spec.batch
         if prefetch_to_device is None:
             several = len(local) < strategy.num_replicas_in_sync
             ends = int(self._cardinality) != tf.data.INFINITE_CARDINALITY
             prefetch_to_device = should_prefetch(spec, strategy) and not (several and ends)
         self.prefetches_to_device = prefetch_to_device
         self._layout = ShardLayout(strategy, spec, prefetch_to_device)
-        if preprocessing is None:
-            cut = batches if self._layout.whole else batches.map(self._cut)
-        else:
-            cut = batches.map(_batch_of if self._layout.whole else self._divide)
+        if preprocessing is not None:
+            cut = own.map(_batch_of if self._layout.whole else self._divide)
+        elif cut is None or len(local) < strategy.num_replicas_in_sync:
+            compared = compared_over_workers(batches, strategy)
+            cut = compared if self._layout.whole else compared.map(cutter(self._layout, shares))
         if prefetch_to_device:
             # One element per replica in turn, so that TensorFlow copies each ahead of time.
             pieces = cut.flat_map(self._layout.deal)
@@ -327,14 +328,25 @@ class ShardedDataset(tf.distribute.DistributedDataset):  # type: ignore[misc]
     def _divide(self, own: OwnRows) -> tuple[Any, ...]:
         return self._layout.flatten(*divide_own_rows(own, self.shares, self._layout.local))
 
+
+def cutter(layout: ShardLayout, shares: tuple[int, ...]) -> Any:
+    """Returns a function that cuts a global batch into the shards of a layout.
+
+    Args:
+        layout: The layout; its elements are not whole batches.
+        shares: Relative share of each replica, integers.
+    """
+
     @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
-    def _cut(self, *element: Any) -> tuple[Any, ...]:
+    def cut(*element: Any) -> Any:
         # tf.data unpacks only tuples into arguments.
-        batch = element if type(self.element_spec) is tuple else element[0]
+        batch = element if type(layout.element_spec) is tuple else element[0]
         batch = checked_rows(batch)
-        offsets = partition.batch_offsets(batch, self.shares)
-        shards = partition.cut_rows(batch, self.shares, self._layout.local)
-        return self._layout.flatten(shards, offsets)
+        offsets = partition.batch_offsets(batch, shares)
+        shards = partition.cut_rows(batch, shares, layout.local)
+        return layout.flatten(shards, offsets)
+
+    return cut
 
 
 @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import warnings
 from collections.abc import Callable, Mapping
-from types import MappingProxyType
 from typing import Any
 
 from tfmultigpu.data.passes import read_over, replay_of
@@ -36,7 +36,7 @@ class EpochIterator:
         steps_per_epoch: int | None,
         *,
         repeats: bool = False,
-        description: Mapping[str, Any] = MappingProxyType({}),
+        describe: Callable[[], Mapping[str, Any]] = dict,
     ) -> None:
         """Stores the data.
 
@@ -45,10 +45,10 @@ class EpochIterator:
             per_pass: Batches of a pass; None if unknown or infinite.
             steps_per_epoch: Batches of an epoch, or None for a pass.
             repeats: Whether one iterator yields pass after pass.
-            description: Values in JSON types that identify the data in checkpoints.
+            describe: Returns values in JSON types that identify the data in checkpoints.
         """
         self.steps = steps_per_epoch or per_pass
-        self._description = dict(description)
+        self._describe = describe
         self.iterator: Any = None
         self._batches = batches
         self._per_pass = per_pass
@@ -64,7 +64,11 @@ class EpochIterator:
     @property
     def description(self) -> dict[str, Any]:
         """Values that identify the data in checkpoints; an unknown value is None."""
-        return {**self._description, "steps": self.steps}
+        return {**self._fixed_description, "steps": self.steps}
+
+    @functools.cached_property
+    def _fixed_description(self) -> Mapping[str, Any]:
+        return self._describe()
 
     def begin_epoch(self) -> None:
         """Begins an epoch, and a new pass if one is due."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from tfmultigpu.loops.compiled import compile_arguments
+from tfmultigpu.loops.evaluation_passes import EvaluationPasses
 from tfmultigpu.loops.evaluator import as_list
 from tfmultigpu.loops.inputs import check_steps, labelled, pass_batches, with_weights
 from tfmultigpu.loops.keras_methods import arrays_as_in_keras
@@ -86,12 +87,13 @@ def evaluate(
     if sample_weight is not None:
         data = with_weights(data, sample_weight)
     data = arrays_as_in_keras(model, data)
-    batches = pass_batches(data, strategy, batch_size, steps)
+    batches = pass_batches(model, "evaluation of arrays", data, strategy, batch_size, steps)
     evaluator = evaluator_of(model, strategy, batches.element_spec, verify)
     check_values_alike(strategy, model)
     listed = pass_callbacks(
         callbacks, model, strategy, data=data, batches=batches, steps=steps, verbose=verbose
     )
+    passes = EvaluationPasses(batches)
     with keeping_metrics(model, strategy):
-        logs = evaluated(evaluator, batches, steps, listed, model, strategy, data)
+        logs = evaluated(evaluator, passes, steps, listed, model, strategy, data)
     return logs if return_dict else as_list(model, logs)

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfmultigpu.data.sharded_dataset import ShardedDataset
 from tfmultigpu.loops.callbacks import BatchHooks
 from tfmultigpu.loops.compiled import compile_arguments, read_compiled
+from tfmultigpu.loops.evaluation_passes import EvaluationPasses
 from tfmultigpu.loops.inputs import length
 from tfmultigpu.loops.own_loss import own_loss
 from tfmultigpu.loops.step_cache import build, get_or_make
@@ -41,12 +41,12 @@ class Evaluator:
     step: EvalStep
 
     def __call__(
-        self, batches: ShardedDataset, steps: int | None, hooks: BatchHooks | None = None
+        self, passes: EvaluationPasses, steps: int | None, hooks: BatchHooks | None = None
     ) -> dict[str, Any] | None:
-        """Evaluates the model on the data.
+        """Evaluates the model on one pass over the data.
 
         Args:
-            batches: Shards for the replicas.
+            passes: The data.
             steps: The largest number of batches, or None.
             hooks: The batch hooks of callbacks, or None.
 
@@ -55,16 +55,18 @@ class Evaluator:
         """
         self.metrics.reset()
         # With a known length no hook is called for a batch that does not come.
-        limits = [most for most in (steps, length(batches, batches)) if most is not None]
+        known = passes.per_pass or length(passes.batches, passes.batches)
+        limits = [most for most in (steps, known) if most is not None]
         steps = min(limits, default=None)
         totals: Any = None
         done = 0
-        iterator = iter(batches)
+        iterator = passes.begin()
         while steps is None or done < steps:
             asked = _BATCHES_PER_CALL if steps is None else min(steps - done, _BATCHES_PER_CALL)
             if hooks is not None:
                 asked = hooks.before(done, asked)
             found = self._run(iterator, asked)
+            passes.took(found.steps)
             if found.steps:
                 totals = found if totals is None else totals.plus(found)
                 done += found.steps

@@ -241,6 +241,7 @@ def fit(
         return model.history
     seed, initial_epoch = restored_start(to_list(callbacks), seed, initial_epoch)
     epoch_iterator, spec = make_epoch_iterator(
+        model,
         data,
         strategy,
         batch_size=batch_size,

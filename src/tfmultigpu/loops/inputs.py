@@ -8,14 +8,18 @@ import tensorflow as tf
 
 from tfmultigpu.arguments import check_count
 from tfmultigpu.data.other_packages import with_tables
+from tfmultigpu.data.parts import is_marked
 from tfmultigpu.data.sharded_dataset import ShardedDataset, distribute_dataset
+from tfmultigpu.data.sources import tensors_of_arrays
 from tfmultigpu.errors import DataError, UnknownLengthError
+from tfmultigpu.loops.array_batches import shard_arrays
 from tfmultigpu.strategies.topology import describe
 
 __all__ = [
     "check_ends",
     "check_shards",
     "check_steps",
+    "checked_batch_size",
     "is_arrays",
     "labelled",
     "length",
@@ -38,15 +42,19 @@ def check_steps(steps: Any, name: str = "steps") -> None:
 
 
 def pass_batches(
+    model: Any,
+    purpose: str,
     data: Any,
     strategy: tf.distribute.Strategy,
     batch_size: int | None,
     steps: int | None,
     name: str = "steps",
 ) -> ShardedDataset:
-    """Returns shards for the replicas.
+    """Returns one pass over data, as shards for the replicas.
 
     Args:
+        model: See ``shard_arrays``.
+        purpose: See ``shard_arrays``.
         data: Arrays, a source of global batches, or a ``ShardedDataset``.
         strategy: The strategy of the model.
         batch_size: Examples in a global batch, for arrays; None means 32.
@@ -60,12 +68,18 @@ def pass_batches(
     if isinstance(data, ShardedDataset):
         check_shards(data, strategy, batch_size)
         batches = data
+    elif is_arrays(data) and not is_marked(data):
+        arrays, size = tensors_of_arrays(data), checked_batch_size(batch_size)
+        batches = shard_arrays(model, purpose, strategy, arrays, size, endless=False)
     else:
-        if batch_size is None and is_arrays(data):
-            batch_size = 32
         batches = distribute_dataset(data, strategy, batch_size=batch_size)
     check_ends(data, batches, steps, name)
     return batches
+
+
+def checked_batch_size(batch_size: Any) -> int:
+    """Returns the examples of a global batch of arrays; None means 32, as in Keras."""
+    return 32 if batch_size is None else check_count("batch_size", batch_size, error=DataError)
 
 
 def check_ends(data: Any, batches: ShardedDataset, steps: int | None, name: str) -> None:

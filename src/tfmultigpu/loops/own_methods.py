@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
 import textwrap
 from collections.abc import Iterator
@@ -284,6 +285,7 @@ def _is_text(statement: ast.stmt) -> bool:
     return isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
 
 
+@functools.lru_cache(maxsize=128)  # Each call of fit asks about the same few methods.
 def _parsed(method: Any) -> ast.FunctionDef | None:
     """Returns the syntax tree of a method; None if its source is not to be had."""
     method = getattr(method, "python_function", method)  # Of a tf.function.

@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from tfmultigpu.data.sharded_dataset import ShardedDataset
 from tfmultigpu.loops.callbacks import BatchHooks, adapt_callbacks, check_are_callbacks, to_list
+from tfmultigpu.loops.evaluation_passes import EvaluationPasses
 from tfmultigpu.loops.evaluator import Evaluator
 from tfmultigpu.loops.inputs import length, no_batches
 from tfmultigpu.loops.worker_agreement import any_worker, has_several_workers, is_chief, union
@@ -98,7 +99,7 @@ def make_hooks(
 
 def evaluated(
     evaluator: Evaluator,
-    batches: ShardedDataset,
+    passes: EvaluationPasses,
     steps: int | None,
     callbacks: Any,
     model: Any,
@@ -109,7 +110,7 @@ def evaluated(
 
     Args:
         evaluator: The evaluator of the model.
-        batches: Shards for the replicas.
+        passes: The data as shards; one pass is read.
         steps: The largest number of batches, or None.
         callbacks: A ``CallbackList``.
         model: The model.
@@ -121,7 +122,7 @@ def evaluated(
     """
     model.stop_evaluating = False
     callbacks.on_test_begin()
-    logs = evaluator(batches, steps, make_hooks(callbacks, "test", model, strategy))
+    logs = evaluator(passes, steps, make_hooks(callbacks, "test", model, strategy))
     if logs is None:
         raise no_batches(data)
     callbacks.on_test_end(logs)

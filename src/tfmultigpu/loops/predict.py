@@ -88,7 +88,7 @@ def predict(
     if isinstance(data, list) and any(tf.is_tensor(i) or hasattr(i, "__array__") for i in data):
         data = (tuple(data),)  # Several inputs, as in Keras; a tuple would be (x, y).
     data = arrays_as_in_keras(model, data)
-    batches = pass_batches(data, strategy, batch_size, steps)
+    batches = pass_batches(model, "prediction of arrays", data, strategy, batch_size, steps)
     make = make_method_predictor if own else functools.partial(_predictor, verify=verify)
     step = make(model, strategy, batches.element_spec)
     check_values_alike(strategy, model)

@@ -2,31 +2,38 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
 
-from tfmultigpu.arguments import check_count
-from tfmultigpu.data.batch_format import count_rows, tensors_of
+from tfmultigpu.data.batch_format import count_rows
 from tfmultigpu.data.examples import examples_of, mark_of
 from tfmultigpu.data.partition import slice_rows
 from tfmultigpu.data.preprocessing import Preprocessing
 from tfmultigpu.data.resumable import PositionedDataset
 from tfmultigpu.data.sharded_dataset import ShardedDataset, distribute_dataset
 from tfmultigpu.data.shares import replica_shares
-from tfmultigpu.data.sources import fill, tensors_of_arrays, to_dataset
+from tfmultigpu.data.sources import tensors_of_arrays, to_dataset
 from tfmultigpu.errors import DataError
+from tfmultigpu.loops.array_batches import passes_over, shard_arrays
 from tfmultigpu.loops.class_weights import weighting
 from tfmultigpu.loops.epoch_iterator import EpochIterator
-from tfmultigpu.loops.inputs import check_ends, check_shards, is_arrays, length, no_batches
+from tfmultigpu.loops.inputs import (
+    check_ends,
+    check_shards,
+    checked_batch_size,
+    is_arrays,
+    length,
+    no_batches,
+)
 
 __all__ = ["make_epoch_iterator", "split_off"]
 
 
 def make_epoch_iterator(
+    model: Any,
     data: Any,
     strategy: tf.distribute.Strategy,
     *,
@@ -43,6 +50,7 @@ def make_epoch_iterator(
     """Returns the batches of each epoch, and their type specs.
 
     Args:
+        model: The model, which keeps the traced pipeline of arrays.
         data: Arrays, a source of global batches, or a ``ShardedDataset``.
         strategy: The strategy of the model.
         batch_size: Examples in a global batch, for arrays. None means 32, or the size that makes
@@ -79,7 +87,7 @@ def make_epoch_iterator(
     if preprocess is not None:
         examples = examples_of(data)
         rows = examples.rows
-        batch_size = _checked_batch_size(batch_size, rows, steps_per_epoch)
+        batch_size = _size_of_batches(batch_size, rows, steps_per_epoch)
         weigh = None if class_weight is None else weighting(class_weight)
         preprocessing = Preprocessing(preprocess, preprocess_batched, seed, examples, weigh)
         whole_shares = replica_shares(shares, strategy.num_replicas_in_sync)
@@ -89,22 +97,35 @@ def make_epoch_iterator(
             return _iterate(data, sharded, steps_per_epoch)
         numbers = tf.range(rows, dtype=tf.int64)
         sharded = ShardedDataset(
-            _passes(numbers, rows, batch_size, shuffle, (seed, first_pass)),
+            passes_over(numbers, batch_size, shuffle, seed, first_pass),
             strategy,
             whole_shares,
             preprocessing=preprocessing.of_passes(first_pass, rows, batch_size),
         )
         return _over_passes(sharded, rows, batch_size, shuffle, steps_per_epoch, examples.read)
     if not is_arrays(data):
-        batches = _weighted(to_dataset(data, batch_size), class_weight)
+        batches = to_dataset(data, batch_size)
+        if class_weight is not None:
+            weigh = weighting(class_weight)
+            batches = batches.map(weigh, num_parallel_calls=tf.data.AUTOTUNE)
         return _iterate(data, distribute_dataset(batches, strategy, shares=shares), steps_per_epoch)
     arrays = tensors_of_arrays(data)
     rows = int(count_rows(arrays))
     if not rows:
         raise no_batches(data)
-    batch_size = _checked_batch_size(batch_size, rows, steps_per_epoch)
-    passes = _passes(arrays, rows, batch_size, shuffle, (seed, first_pass))
-    sharded = distribute_dataset(_weighted(passes, class_weight), strategy, shares=shares)
+    batch_size = _size_of_batches(batch_size, rows, steps_per_epoch)
+    sharded = shard_arrays(
+        model,
+        "training on arrays",
+        strategy,
+        arrays,
+        batch_size,
+        shuffle=shuffle,
+        seed=seed,
+        first_pass=first_pass,
+        class_weight=class_weight,
+        shares=shares,
+    )
 
     def row(number: int) -> Any:
         return slice_rows(arrays, number, number + 1)
@@ -112,10 +133,10 @@ def make_epoch_iterator(
     return _over_passes(sharded, rows, batch_size, shuffle, steps_per_epoch, row)
 
 
-def _checked_batch_size(batch_size: Any, rows: int | None, steps: int | None) -> int:
-    if batch_size is None:
-        return math.ceil(rows / steps) if rows and steps else 32
-    return check_count("batch_size", batch_size, error=DataError)
+def _size_of_batches(batch_size: Any, rows: int | None, steps: int | None) -> int:
+    if batch_size is None and rows and steps:
+        return math.ceil(rows / steps)
+    return checked_batch_size(batch_size)
 
 
 def _over_passes(
@@ -127,15 +148,18 @@ def _over_passes(
     row: Any,
 ) -> tuple[EpochIterator, Any]:
     """Returns the batches of data that goes through pass after pass, and their type specs."""
-    description = {
-        "rows": rows,
-        "batch_size": batch_size,
-        "shuffle": shuffle,
-        "steps_per_epoch": steps,
-        "mark of some rows": mark_of(row, rows),
-    }
+
+    def describe() -> dict[str, Any]:
+        return {
+            "rows": rows,
+            "batch_size": batch_size,
+            "shuffle": shuffle,
+            "steps_per_epoch": steps,
+            "mark of some rows": mark_of(row, rows),
+        }
+
     per_pass = math.ceil(rows / batch_size)
-    iterator = EpochIterator(sharded, per_pass, steps, repeats=True, description=description)
+    iterator = EpochIterator(sharded, per_pass, steps, repeats=True, describe=describe)
     return iterator, sharded.element_spec
 
 
@@ -172,41 +196,3 @@ def split_off(data: Any, validation_split: float) -> tuple[Any, Any]:
 def _iterate(data: Any, batches: ShardedDataset, steps: int | None) -> tuple[EpochIterator, Any]:
     check_ends(data, batches, steps, "steps_per_epoch")
     return EpochIterator(batches, length(data, batches), steps), batches.element_spec
-
-
-def _weighted(batches: tf.data.Dataset[Any], class_weight: Any) -> tf.data.Dataset[Any]:
-    if class_weight is None:
-        return batches
-    return batches.map(weighting(class_weight), num_parallel_calls=tf.data.AUTOTUNE)
-
-
-def _passes(
-    arrays: Any, rows: int, batch_size: int, shuffle: bool, seed: tuple[int, int]
-) -> tf.data.Dataset[Any]:
-    """Returns infinite passes over arrays; the order depends only on seed and pass number."""
-    present = tuple(tensors_of(arrays))
-    starts = tf.data.Dataset.range(0, rows, batch_size)
-    global_seed, first = seed
-    has_sparse = any(isinstance(leaf, tf.SparseTensor) for leaf in present)
-
-    def one_pass(number: Any) -> tf.data.Dataset[Any]:
-        if shuffle and has_sparse:  # tf.gather does not accept sparse tensors.
-            slices = tf.data.Dataset.from_tensor_slices(present)
-            mixed = slices.shuffle(rows, seed=global_seed + number)
-            return mixed.batch(batch_size).map(functools.partial(fill, arrays))
-        if not shuffle:
-            return starts.map(lambda start: slice_rows(arrays, start, start + batch_size))
-        shuffled: Any = tf.random
-        order = shuffled.experimental.stateless_shuffle(
-            tf.range(rows, dtype=tf.int64), seed=tf.stack([global_seed, number])
-        )
-        return starts.map(
-            lambda start: fill(
-                arrays, *[tf.gather(one, order[start : start + batch_size]) for one in present]
-            ),
-            num_parallel_calls=tf.data.AUTOTUNE,
-            deterministic=True,
-        )
-
-    numbers = tf.data.Dataset.counter(tf.constant(first, tf.int64))
-    return numbers.flat_map(one_pass)

@@ -4,13 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Collection
 from typing import Any
 
 from tfmultigpu.arguments import check_count
+from tfmultigpu.data.batch_format import count_rows
+from tfmultigpu.data.parts import is_marked
 from tfmultigpu.data.passes import Replay, read_over, replay_of
-from tfmultigpu.data.sharded_dataset import ShardedDataset
-from tfmultigpu.loops.inputs import check_steps, is_arrays, pass_batches
+from tfmultigpu.data.sources import tensors_of_arrays
+from tfmultigpu.loops.array_batches import shard_arrays
+from tfmultigpu.loops.evaluation_passes import EvaluationPasses
+from tfmultigpu.loops.inputs import (
+    check_steps,
+    checked_batch_size,
+    is_arrays,
+    no_batches,
+    pass_batches,
+)
 from tfmultigpu.loops.pass_callbacks import evaluated
 from tfmultigpu.loops.program import Program
 
@@ -23,7 +34,7 @@ class Validation:
 
     Attributes:
         data: The data of the user.
-        batches: The data as shards for the replicas.
+        passes: The data as shards for the replicas.
         steps: The largest number of batches, or None.
         frequency: Epochs between validations, or a list of epochs, counted from 1.
         program: What to validate with.
@@ -31,7 +42,7 @@ class Validation:
     """
 
     data: Any
-    batches: ShardedDataset
+    passes: EvaluationPasses
     steps: int | None
     frequency: Any
     program: Program
@@ -59,10 +70,9 @@ class Validation:
         check_steps(steps, "validation_steps")
         if isinstance(frequency, str) or not isinstance(frequency, Collection):
             check_count("validation_freq", frequency, other="a list of epochs counted from 1")
-        size = batch_size if is_arrays(data) else None
-        batches = pass_batches(data, program.strategy, size, steps, "validation_steps")
-        program.check_validation(batches.element_spec)
-        return cls(data, batches, steps, frequency, program, verify)
+        passes = _passes(data, program, batch_size, steps)
+        program.check_validation(passes.batches.element_spec)
+        return cls(data, passes, steps, frequency, program, verify)
 
     def is_due(self, epoch: int) -> bool:
         """Returns whether to validate after an epoch, counted from 0."""
@@ -75,18 +85,34 @@ class Validation:
 
         A reshuffled dataset counts its passes, so the skipped pass is begun too.
         """
-        if self.is_due(epoch):
+        if self.is_due(epoch) and self.passes.per_pass is None:
             batches = self._replay.batches
-            read_over(iter(self.batches).source, self.steps if batches is None else batches)
+            read_over(self.passes.begin().source, self.steps if batches is None else batches)
 
     @functools.cached_property
     def _replay(self) -> Replay:
-        return replay_of(self.batches.batches)
+        return replay_of(self.passes.batches.batches)
 
     def __call__(self, callbacks: Any) -> dict[str, Any]:
         """Evaluates the model; returns the logs with ``val_`` before their names."""
-        spec = self.batches.element_spec
+        spec = self.passes.batches.element_spec
         evaluator = self.program.make_evaluator(spec, self.verify)
         model, strategy = self.program.model, self.program.strategy
-        logs = evaluated(evaluator, self.batches, self.steps, callbacks, model, strategy, self.data)
+        logs = evaluated(evaluator, self.passes, self.steps, callbacks, model, strategy, self.data)
         return {f"val_{name}": value for name, value in logs.items()}
+
+
+def _passes(
+    data: Any, program: Program, batch_size: int | None, steps: int | None
+) -> EvaluationPasses:
+    model, strategy = program.model, program.strategy
+    if not is_arrays(data) or is_marked(data):
+        size = batch_size if is_arrays(data) else None
+        name = "validation_steps"
+        return EvaluationPasses(pass_batches(model, "", data, strategy, size, steps, name))
+    arrays, size = tensors_of_arrays(data), checked_batch_size(batch_size)
+    rows = int(count_rows(arrays))
+    if not rows:
+        raise no_batches(data)
+    batches = shard_arrays(model, "validation on arrays", strategy, arrays, size)
+    return EvaluationPasses(batches, math.ceil(rows / size))

@@ -12,6 +12,7 @@ import tensorflow as tf
 from tfmultigpu.errors import WorkersDifferError
 from tfmultigpu.loops.worker_agreement import any_worker, differ, has_several_workers, union
 from tfmultigpu.steps.train_step import Trained
+from tfmultigpu.strategies.worker_exchange import WorkerExchange
 
 __all__ = ["WorkerSync"]
 
@@ -64,12 +65,13 @@ class WorkerSync:
             WorkersDifferError: A callback changed the training of some workers only.
         """
         self.check()
-        return self.asked_to_stop()
+        return bool(self._model.stop_training)
 
     def check(self) -> None:
         """Checks that all workers have the same learning rate, and the same weights.
 
-        Compares the weights only if the workers have different callbacks.
+        Compares the weights only if the workers have different callbacks. If a callback of any
+        worker has asked to stop, all of them stop.
 
         Raises:
             WorkersDifferError: The workers differ.
@@ -79,7 +81,12 @@ class WorkerSync:
         rates = [float(tf.convert_to_tensor(one.optimizer.learning_rate)) for one in self._trained]
         variables = [v for one in self._trained for v in one.variables]
         sums = [] if self._same else [_total(variable) for variable in variables]
-        differing = differ(self._strategy, [*rates, *sums])
+        # One exchange for both: each waits for the slowest worker.
+        told = WorkerExchange(self._strategy).floats(
+            [*rates, *sums, float(bool(self._model.stop_training))]
+        )
+        self._model.stop_training = bool(told[:, -1].any())
+        differing = differ(told[:, :-1])
         if any(differing):
             first = differing.index(True)
             value = f"learning rate {rates[first]:g}" if first < len(rates) else "weights"

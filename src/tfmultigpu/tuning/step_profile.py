@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Iterable, Sequence
@@ -46,6 +47,8 @@ class StepProfile:
         replicas: Forward and backward of each replica of this process.
         devices: Their devices.
         replicas_in_all: Number of replicas of all workers.
+        gradient_bytes: Bytes of the gradients that a replica adds to those of the others.
+        start: The first step, tracing included unless the step has run before.
     """
 
     steps: int
@@ -59,6 +62,8 @@ class StepProfile:
     replicas: tuple[float, ...]
     devices: tuple[str, ...]
     replicas_in_all: int
+    gradient_bytes: int
+    start: float
 
     @property
     def parts(self) -> dict[str, float]:
@@ -171,7 +176,9 @@ def profile_step(
         gfile.makedirs(trace_to)  # Fails before anything is trained.
     batches = _Batches(data, step)
     first = batches.next()
+    began = time.perf_counter()
     _train(step, first)
+    start = time.perf_counter() - began
     timed_steps = [TimedStep(one) for one in _in_turn(step)]
     for one in timed_steps:
         one.run_timed(first)
@@ -193,6 +200,8 @@ def profile_step(
         replicas=tuple(statistics.median(one.replicas[i] for one in timed) for i in range(count)),
         devices=devices,
         replicas_in_all=step.strategy.num_replicas_in_sync,
+        gradient_bytes=sum(_bytes_of_variables(one) for one in _in_turn(step)),
+        start=start,
     )
 
 
@@ -289,6 +298,10 @@ def _in_turn(step: TrainStep | ChainedStep) -> list[TrainStep]:
         return [step]
     pairs = zip(step.steps.values(), step.times, strict=True)
     return [one for one, times in pairs for _ in range(times)]
+
+
+def _bytes_of_variables(step: TrainStep) -> int:
+    return sum(math.prod(one.shape) * tf.as_dtype(one.dtype).size for one in step.variables)
 
 
 def _train(step: TrainStep | ChainedStep, batch: Any) -> None:

@@ -1,0 +1,150 @@
+"""The cost model of a step: what it was made of is found again, and it predicts the rest."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+from one_device import strategy_of
+
+import tfmultigpu as tmg
+from tfmultigpu.tuning import (
+    CostModel,
+    Network,
+    StepProfile,
+    fit_costs,
+    fit_network,
+    measure_scaling,
+)
+from tfmultigpu.tuning.scaling import compare, predict_scaling
+
+TERMS = {
+    "input": (1e-4, 2e-6),
+    "forward and backward": (1e-3, 5e-5),
+    "all-reduce": (2e-4, 0.0, 3e-4),
+    "update": (4e-4, 1e-4),
+    "call": (3e-4, 2e-4),
+    "start": (0.5, 0.4),
+}
+
+
+def profile_of(model: CostModel, replicas: int, rows: float, workers: int = 1) -> StepProfile:
+    """The profile that a step with exactly these costs would have."""
+    step = model.predict(replicas, rows, workers)
+    parts = step.parts
+    return StepProfile(
+        10,
+        rows,
+        step.seconds,
+        parts["input"],
+        parts["forward and backward"],
+        parts["all-reduce"],
+        parts["update"],
+        parts["call"],
+        (parts["forward and backward"],) * (replicas // workers),
+        ("A",) * (replicas // workers),
+        replicas,
+        model.gradient_bytes,
+        step.start,
+    )
+
+
+@pytest.mark.parametrize("grows", [False, True], ids=["strong", "weak"])
+@pytest.mark.parametrize("at_once", [math.inf, 1.0, 2.0])
+def test_a_model_fitted_to_few_replicas_predicts_more(at_once: float, grows: bool) -> None:
+    true = CostModel(TERMS, at_once, 0.9, 4000, Network())
+
+    def rows(replicas: int) -> float:
+        return 64.0 * (replicas if grows else 4)
+
+    profiles = [profile_of(true, n, rows(n)) for n in (1, 2, 3, 4)]
+    found = fit_costs(profiles, own_devices=math.isinf(at_once))
+    for count in (1, 2, 4, 8, 16):
+        wanted, got = true.predict(count, rows(count)), found.predict(count, rows(count))
+        assert got.seconds == pytest.approx(wanted.seconds, rel=0.05)
+        assert got.start == pytest.approx(wanted.start, rel=0.05)
+
+
+def test_more_workers_cost_what_a_ring_costs_and_read_the_whole_batch() -> None:
+    network = Network(latency=1e-3, bandwidth=1e6)
+    model = CostModel(TERMS, math.inf, 1.0, 4000, network)
+    one, many = model.predict(4, 256), model.predict(64, 16 * 256, workers=16)
+    ring = 2 * 15 * 1e-3 + 2 * 15 / 16 * 4000 / 1e6
+    assert many.parts["all-reduce"] - one.parts["all-reduce"] == pytest.approx(ring)
+    assert many.parts["input"] - one.parts["input"] == pytest.approx(15 * 256 * 2e-6)
+    for same in ("forward and backward", "update", "call"):
+        assert many.parts[same] == pytest.approx(one.parts[same])
+    assert network.seconds(1, 4000) == 0.0
+
+
+def test_latency_and_bandwidth_are_told_apart_by_two_sizes() -> None:
+    network = Network(latency=2e-4, bandwidth=5e8)
+    profiles = []
+    workers = [2, 4, 2, 4]
+    for number, num_bytes in zip(workers, [4_000, 4_000, 40_000_000, 40_000_000], strict=True):
+        model = CostModel({**TERMS, "all-reduce": (0, 0, 0)}, 1.0, 1.0, num_bytes, network)
+        profiles.append(profile_of(model, number, 64.0, number))
+    found = fit_network(profiles, workers)
+    assert found.latency == pytest.approx(2e-4, rel=1e-3)
+    assert found.bandwidth == pytest.approx(5e8, rel=1e-3)
+
+
+def test_constants_are_never_negative() -> None:
+    noise = np.random.default_rng(0)
+    true = CostModel(TERMS, 1.0, 1.0, 4000, Network())
+    for _ in range(20):
+        profiles = []
+        for count in (1, 2, 4):
+            wrong = {n: tuple(c * noise.uniform(0.3, 3) for c in v) for n, v in TERMS.items()}
+            profiles.append(profile_of(CostModel(wrong, 1.0, 1.0, 4000, Network()), count, 64.0))
+        found = fit_costs(profiles, own_devices=False)
+        assert all(one >= 0 for constants in found.terms.values() for one in constants)
+        assert found.predict(1024, true.gradient_bytes, 256).seconds > 0
+
+
+@pytest.mark.parametrize(
+    ("terms", "network", "cause"),
+    [
+        ({"input": (0.0, 1e-3)}, Network(), "the input pipeline"),
+        ({}, Network(latency=1e-2), "the all-reduce"),
+    ],
+)
+def test_a_prediction_says_what_limits_it(terms: Any, network: Network, cause: str) -> None:
+    model = CostModel({**TERMS, **terms}, math.inf, 1.0, 4000, network)
+    profiles = [profile_of(model, n, 64.0 * n) for n in (1, 2)]
+    points = compare((1, 2), profiles)
+    first, far = predict_scaling(model, points, (2, 1024))
+    assert first.speedup == pytest.approx(points[1].speedup)
+    assert far.step.rows == 64 * 1024
+    assert far.step.workers == 512
+    assert far.cause.startswith(cause)
+
+
+def test_scaling_prints_what_more_replicas_would_do() -> None:
+    x = np.random.default_rng(0).normal(size=(12, 5)).astype("float32")
+
+    def build_step(strategy: Any) -> Any:
+        with strategy.scope():
+            model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(1)])
+            optimizer = keras.optimizers.SGD(0.1)
+        step = tmg.make_train_step(model, optimizer, "mse", strategy)
+        data = tmg.distribute_dataset((x, x[:, :1]), strategy, batch_size=6)
+        return step, data
+
+    strategy_of(2)
+    scaling = measure_scaling(build_step, (1, 2), steps=3, predict=(64, 1024))
+    assert scaling.model is not None
+    assert scaling.model.gradient_bytes == 4 * (5 + 1)
+    assert [one.replicas for one in scaling.predicted] == [64, 1024]
+    assert [one.step.rows for one in scaling.predicted] == [6, 6]
+    lines = str(scaling).splitlines()
+    assert lines[3] == (
+        "predicted, 2 replica(s) a worker, 1.25 GB/s and 50 us a hop between workers:"
+    )
+    assert [line.split()[0] for line in lines[4:6]] == ["64", "1024"]
+    assert lines[6].startswith("The model is within ")
+    with pytest.raises(ValueError, match=r"with 2 measured\. Write predict=\(64, 4\)\."):
+        measure_scaling(build_step, (1, 2), predict=(64, 3))
