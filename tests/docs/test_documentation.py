@@ -42,7 +42,9 @@ import keras, tensorflow as tf, tfmultigpu
 failures = {}
 for name, source in json.load(sys.stdin):
     # TensorFlow compiles `for` in a tf.function from the source it finds in the file.
-    path = name.replace("/", ".") + ".py"
+    folder = os.path.abspath(name.replace("/", "."))
+    os.mkdir(folder)
+    path = os.path.join(folder, "program.py")
     with open(path, "w") as file:
         file.write(source)
     child = os.fork()
@@ -51,6 +53,7 @@ for name, source in json.load(sys.stdin):
         output = os.open(path + ".out", os.O_WRONLY | os.O_CREAT)
         os.dup2(output, 1)
         os.dup2(output, 2)
+        os.chdir(folder)
         try:
             runpy.run_path(path, run_name="__main__")
             status = 0
