@@ -141,7 +141,8 @@ def _panel(
         ticks = [10.0**power for power in range(-8, math.ceil(math.log10(max(values))) + 1, 2)]
         ticks += [ticks[-1] * 100] * (ticks[-1] < max(values))
     else:
-        ticks = [0.4 * i for i in range(math.ceil(max(values) / 0.4) + 1)]
+        lowest, highest = math.floor(min(values) / 0.2), math.ceil(max(values) / 0.2)
+        ticks = [0.2 * i for i in range(lowest, highest + 1)]
     right, bottom = left + WIDTH - 16, top + HEIGHT - 34
 
     def up(value: float) -> float:
@@ -149,7 +150,7 @@ def _panel(
             # A distance of zero is drawn at the lower edge.
             share = math.log(max(value, ticks[0]) / ticks[0]) / math.log(ticks[-1] / ticks[0])
         else:
-            share = value / ticks[-1]
+            share = (value - ticks[0]) / (ticks[-1] - ticks[0])
         return bottom - (bottom - top - TOP) * share
 
     def across(epoch: int) -> float:

@@ -198,6 +198,49 @@ def test_the_examples_in_the_docstrings_run(failures: dict[str, str]) -> None:
     assert not failed, "\n".join(f"{name}: {text}" for name, text in failed.items())
 
 
+# Pages whose blocks are still wider than what a screen of 1280 px shows.
+WIDE = (
+    "checkpoints",
+    "coupled-losses",
+    "data",
+    "devices",
+    "diagnostics",
+    "gpu",
+    "law",
+    "loops",
+    "own-steps",
+    "steps",
+    "strategies",
+    "testing",
+    "unequal-gpus",
+    "verification",
+    "workers",
+)
+WIDEST = 80
+
+
+def wide_lines(text: str) -> list[str]:
+    """The lines of code that do not fit beside the two columns of the site."""
+    return [
+        f"{block.line + i}: {line}"
+        for block in blocks_of(text)
+        if block.language in {"python", "diff", "sh", "console"}
+        for i, line in enumerate(block.code.splitlines())
+        # The two commands of the README are one line each.
+        if len(line) > WIDEST and not line.startswith("python3 -m venv .venv && ")
+    ]
+
+
+@pytest.mark.parametrize("page", sorted(set(PAGES) - {f"docs/{name}.md" for name in WIDE}))
+def test_code_is_not_wider_than_the_page(page: str) -> None:
+    assert wide_lines(PAGES[page].read_text()) == []
+
+
+def test_a_wide_line_is_found_in_its_block_only() -> None:
+    wide = "x" * 81
+    assert wide_lines(f"{wide}\n```python\na\n{wide}\n```\n") == [f"4: {wide}"]
+
+
 @pytest.mark.parametrize("page", sorted(PAGES))
 def test_every_block_says_what_it_is(page: str) -> None:
     languages = {block.language for block in blocks_of(PAGES[page].read_text())}
