@@ -2,7 +2,8 @@
 
 ``python docs/extensions/notebooks.py`` executes each ``docs/notebooks/*.py`` from top to bottom and
 writes its page and figures beside it; with names it executes only these. Pages are kept in the
-repository, so that the site is built without TensorFlow. Standard error is not shown.
+repository, so that the site is built without TensorFlow. Standard error and TensorFlow's INFO lines
+are not shown.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ SETTINGS = """\
 %config InlineBackend.figure_formats = ["svg"]
 import matplotlib
 matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "tfmultigpu"})
+matplotlib.rcParams["font.size"] = 12
 """
 
 
@@ -37,7 +39,7 @@ def run(path: Path) -> Any:
 
 def page_of(notebook: Any, name: str) -> tuple[str, dict[str, str]]:
     """Returns the page of an executed notebook, and its figures by the names of their files."""
-    parts = [f"<!-- Written by python docs/extensions/notebooks.py from {name}.py. -->"]
+    parts: list[str] = []
     figures: dict[str, str] = {}
     for cell in notebook.cells:
         if cell.cell_type == "markdown":
@@ -48,18 +50,20 @@ def page_of(notebook: Any, name: str) -> tuple[str, dict[str, str]]:
             shown = output_of(output, name, figures)
             if shown:
                 parts.append(shown)
-    first, *rest = parts[1:]
-    link = (
-        f"As a notebook to run: `docs/notebooks/{name}.py` (`jupytext --to ipynb` makes an ipynb)."
-    )
-    return "\n\n".join([parts[0], first, link, *rest]) + "\n", figures
+    first, *rest = parts
+    written = f"<!-- Written by python docs/extensions/notebooks.py from {name}.py. -->"
+    # The page takes its name from the heading, so that comes first.
+    title, _, text = first.partition("\n")
+    link = f"To run it: `jupytext --to ipynb docs/notebooks/{name}.py`, and open what that makes."
+    return "\n\n".join([title, written, text.strip(), link, *rest]) + "\n", figures
 
 
 def output_of(output: Any, name: str, figures: dict[str, str]) -> str:
     """Returns an output of a cell as Markdown, "" if it is not shown; adds to the figures."""
     if output.output_type == "stream":
-        shown = output.name == "stdout"
-        return f"```text\n{output.text.rstrip()}\n```" if shown else ""
+        lines = output.text.splitlines() if output.name == "stdout" else []
+        shown = "\n".join(line for line in lines if not line.startswith("INFO:tensorflow:"))
+        return f"```text\n{shown}\n```" if shown.strip() else ""
     data = output.get("data", {})
     if "image/svg+xml" in data:
         file = f"{name.replace('_', '-')}-{len(figures) + 1}.svg"

@@ -49,7 +49,7 @@ x[np.arange(LONGEST) >= lengths[:, None]] = 0.0
 data = tf.data.Dataset.from_tensor_slices((x, y)).batch(BATCH_SIZE)
 
 # %% [markdown]
-# Four replicas get eight texts each of the first batch. The numbers of their tokens differ widely:
+# Four replicas get eight texts each of the first batch. The numbers of their tokens differ:
 
 # %%
 tokens = lengths[:BATCH_SIZE].reshape(4, 8).sum(axis=1)

@@ -42,8 +42,8 @@ def make_models():
     """Returns a generator and a critic; called in the scope of the strategy."""
     generator = keras.Sequential(
         [
-            keras.Input((4,)),
-            keras.layers.Dense(32, "tanh"),
+            keras.Input((2,)),
+            keras.layers.Dense(64, "tanh"),
             keras.layers.Dense(2),
         ],
         name="generator",
@@ -52,7 +52,7 @@ def make_models():
     critic = keras.Sequential(
         [
             keras.Input((2,)),
-            keras.layers.Dense(32, "tanh"),
+            keras.layers.Dense(64, "tanh"),
             keras.layers.Dense(1),
         ],
         name="critic",
@@ -68,7 +68,7 @@ def make_losses(generator, critic):
 
     def forged(batch, training):
         rows = tf.shape(batch)[0]
-        noise = keras.random.normal((rows, 4), seed=generator.seeds)
+        noise = keras.random.normal((rows, 2), seed=generator.seeds)
         return generator(noise, training=training)
 
     def judge(critic, batch, training):
@@ -92,14 +92,15 @@ def make_losses(generator, critic):
 
 
 # %%
-def train(replicas, epochs=40):
+def train(replicas, epochs=120):
     """Returns the losses of each epoch and the generator."""
     prefer = "mirrored" if replicas > 1 else "one_device"
     strategy = tmg.create_strategy(prefer=prefer, devices=devices[:replicas])
     keras.utils.set_random_seed(1)
     with strategy.scope():
         generator, critic = make_models()
-        slow, fast = keras.optimizers.Adam(2e-3), keras.optimizers.Adam(4e-3)
+        slow = keras.optimizers.Adam(2e-3, beta_1=0.5)
+        fast = keras.optimizers.Adam(8e-3, beta_1=0.5)
     judge, forge = make_losses(generator, critic)
     step = tmg.chain_steps(
         tmg.make_train_step(critic, fast, None, strategy, forward=judge),
@@ -137,7 +138,7 @@ assert np.abs(one - three).max() < 1e-3
 # ## What the generator draws
 
 # %%
-noise = keras.random.normal((300, 4), seed=5)
+noise = keras.random.normal((300, 2), seed=5)
 drawn = keras.ops.convert_to_numpy(generator(noise))
 plt.figure(figsize=(3.6, 3.6))
 plt.scatter(*points[:300].T, s=6, color="#c0c4c8", label="true")
