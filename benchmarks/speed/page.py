@@ -13,6 +13,12 @@ from speed.workloads import BATCH_SIZE, WORKLOADS
 
 __all__ = ["to_markdown"]
 
+_SUMMARY = {
+    "ours / hand": "a step, beside a loop by hand",
+    "ours10 / hand10": "ten steps per call, beside a loop by hand",
+    "our_fit / fit": "`tmg.fit`, beside Keras `fit`",
+}
+
 _SERIES = {
     "replicas": ("replicas", "MLP of two layers of 256"),
     "parameters": ("width of the layers", "MLP of two layers, N = 2"),
@@ -23,10 +29,10 @@ _SERIES = {
 
 
 def to_markdown(record: dict[str, Any]) -> str:
-    """Returns the measured part of the page: targets, times, ratios, memory, costs."""
+    """Returns the measured part of the page: a summary, and folded below it all tables."""
     parts = record["parts"]
-    lines = _circumstances(parts) + _targets(record)
-    lines += ["", "## Time of a step", "", "![Milliseconds of a step](benchmarks.svg)"]
+    figure = _figure("Milliseconds of a step", "")
+    lines = [*_summary(record), "", "## Time of a step", "", *figure]
     for name in WORKLOADS:
         if name in parts:
             lines += _workload(name, parts[name]["results"])
@@ -34,7 +40,36 @@ def to_markdown(record: dict[str, Any]) -> str:
         lines += _memory(parts["memory"]["peaks"])
     if "costs" in parts:
         lines += _costs(parts["costs"])
-    return "\n".join(lines) + "\n"
+    lines += _targets(record)
+    return "\n".join(lines + _circumstances(parts)) + "\n"
+
+
+def _figure(title: str, name: str) -> list[str]:
+    return [f"![{title}](benchmarks{name}{end})" for end in (".svg#wide", "-narrow.svg#narrow")]
+
+
+def _folded(title: str, lines: list[str]) -> list[str]:
+    """Returns lines that a reader opens; the tag is also one of Markdown on GitHub."""
+    head = ["", '<details markdown="1">', f"<summary>{title}</summary>"]
+    return [*head, *(["", *lines] if lines[0] else lines), "", "</details>"]
+
+
+def _summary(record: dict[str, Any]) -> list[str]:
+    """Returns what a step takes beside a loop by hand and beside Keras, for two replicas."""
+    rows = []
+    for name, workload in WORKLOADS.items():
+        for result in record["parts"].get(name, {}).get("results", ()):
+            if result["replicas"] == 2:
+                found = ratios(result)
+                cells = [found.get(pair) for pair in _SUMMARY]
+                rows.append([workload.title, *("-" if c is None else _ratio(c) for c in cells)])
+    held = [found.median <= most for _, _, most, found, _ in compared(record)]
+    return [
+        "Share of the other's time on two replicas, median (quartiles); below 1 is faster:",
+        *("", *_grid(["", *_SUMMARY.values()], rows), ""),
+        f"{sum(held)} of {len(held)} [targets](#targets) are reached. No GPU was measured here: "
+        "virtual CPUs show what a strategy costs, not what more devices gain.",
+    ]
 
 
 def _circumstances(parts: dict[str, Any]) -> list[str]:
@@ -44,6 +79,7 @@ def _circumstances(parts: dict[str, Any]) -> list[str]:
     loads = ", ".join(f"{name} {part['machine']['load']:.1f}" for name, part in parts.items())
     dates = sorted({part["date"] for part in parts.values()})
     return [
+        *("", "## The machine", ""),
         f"Measured on {' and '.join(dates)}: {machine['cpu']}, {machine['cores']} cores; "
         f"{versions}. Global batch {BATCH_SIZE} and Adam unless said. Load of the machine when "
         f"each part began: {loads}.",
@@ -70,7 +106,7 @@ def _targets(record: dict[str, Any]) -> list[str]:
         *("", "## Targets", ""),
         "The last column compares processor time of all threads, which other programs disturb "
         "less; that of both `fit` includes what they set up.",
-        *("", *_grid(head, rows, numbers=2)),
+        *_folded(f"{len(rows)} targets", _grid(head, rows, numbers=2)),
     ]
 
 
@@ -80,7 +116,6 @@ def _workload(name: str, results: list[dict[str, Any]]) -> list[str]:
     errors = [result["errors"] for result in results]
     first = results[0]
     lines = [
-        *("", f"### {WORKLOADS[name].title}", ""),
         f"Milliseconds per step, median (quartiles) of {first['rounds']} rounds of "
         f"{first['steps']} steps:",
         "",
@@ -116,7 +151,8 @@ def _workload(name: str, results: list[dict[str, Any]]) -> list[str]:
             for who, said in one.items()
             for line in ("", f"Error of {ROWS.get(who, who)}, N = {result['replicas']}: `{said}`")
         ]
-    return lines
+    counts = ", ".join(head)
+    return ["", f"### {WORKLOADS[name].title}", *_folded(f"All times, {counts}", lines)]
 
 
 def _memory(peaks: dict[str, Any]) -> list[str]:
@@ -147,7 +183,6 @@ def _memory(peaks: dict[str, Any]) -> list[str]:
 
 def _costs(costs: dict[str, Any]) -> list[str]:
     lines = [
-        *("", "## How cost grows", "", "![How cost grows](benchmarks-costs.svg)", ""),
         f"Milliseconds of a step, medians of {costs['rounds']} rounds, ten steps per call; the "
         "loop by hand on `ReductionToOneDevice`. Steps in micro-batches take one step per call.",
     ]
@@ -171,7 +206,9 @@ def _costs(costs: dict[str, Any]) -> list[str]:
             cells = [f"{seconds[who][f'{replicas} {deep}']:.1f}" for deep in layers]
             rows.append([f"{title}, N = {replicas}", *cells])
     head = ["", *(f"{deep} layers" for deep in layers)]
-    return [*lines, "", "Seconds of the first step, tracing included, MLP:", "", *_grid(head, rows)]
+    lines += ["", "Seconds of the first step, tracing included, MLP:", "", *_grid(head, rows)]
+    figure = _figure("How cost grows", "-costs")
+    return ["", "## How cost grows", "", *figure, *_folded("All numbers", lines)]
 
 
 def _grid(head: list[str], rows: list[list[str]], numbers: int = 1) -> list[str]:

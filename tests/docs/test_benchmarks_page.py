@@ -37,7 +37,8 @@ def test_the_page_says_what_the_record_says(speed: Any, record: dict[str, Any]) 
 
 def test_the_figures_show_what_the_record_says(speed: Any, record: dict[str, Any]) -> None:
     drawn = speed.figure.figures(record)
-    assert sorted(drawn) == ["benchmarks-costs.svg", "benchmarks.svg"]
+    names = ("benchmarks-costs-narrow", "benchmarks-costs", "benchmarks-narrow", "benchmarks")
+    assert sorted(drawn) == [f"{name}.svg" for name in names]
     for name, svg in drawn.items():
         assert (DOCS / name).read_text() == svg, "python benchmarks/run.py --page-only"
 

@@ -1,7 +1,8 @@
 """The documentation is true: its programs run, its commands exist, every public name is in it.
 
 A ``python`` block that imports tfmultigpu starts a program, the blocks after it continue that
-program. Each program runs in a process of its own with eight virtual CPUs.
+program. A ``diff`` block is two programs: what it was, and what it becomes. Each program runs in a
+process of its own, with one CPU and nothing before it.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ PAGES = {
     for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
 }
 # Blocks that are shown and not run.
-SHOWN = {"text", "console", "json", "mermaid"}
+SHOWN = {"text", "console", "json", "mermaid", "diff"}
 COMMANDS = {"sh"}
 
 # Importing TensorFlow takes seconds, so it is done once: each program runs in a copy of the
@@ -100,6 +101,34 @@ def programs_of(text: str) -> list[str]:
     return programs
 
 
+def sides_of(diff: str) -> tuple[str, str]:
+    """The program before a change and the program after it."""
+    lines = diff.splitlines(keepends=True)
+    return tuple(
+        "".join(line[1:] if line.strip() else line for line in lines if line[0] != other)
+        for other in "+-"
+    )
+
+
+def all_programs_of(text: str) -> list[str]:
+    """The programs of a page and both sides of its diffs, without those that need Horovod."""
+    sides = [
+        "\n" * (block.line - 1) + side
+        for block in blocks_of(text)
+        if block.language == "diff"
+        for side in sides_of(block.code)
+        if "import horovod" not in side
+    ]
+    return programs_of(text) + sides
+
+
+def test_a_diff_is_two_programs() -> None:
+    page = "```diff\n import keras\n+import tfmultigpu\n\n-a = 1\n+a = 2\n```\n"
+    before, after = all_programs_of(page)
+    assert before == "\nimport keras\n\na = 1\n"
+    assert after == "\nimport keras\nimport tfmultigpu\n\na = 2\n"
+
+
 def test_blocks_become_programs_with_the_lines_of_the_page() -> None:
     page = (
         "```python\nimport tfmultigpu as tmg\n```\ntext\n```python\nprint(1)\n```\n"
@@ -136,7 +165,7 @@ def failures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     # With one CPU, as on a machine without GPUs: what needs more devices makes them.
     programs: list[tuple[str, str]] = []
     for page, path in PAGES.items():
-        for number, program in enumerate(programs_of(path.read_text()), 1):
+        for number, program in enumerate(all_programs_of(path.read_text()), 1):
             programs.append((f"{page} {number}", program))
     programs += examples().items()
     programs.append(("wrong", "assert 1 + 1 == 3"))
@@ -157,7 +186,7 @@ def failures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "page", [page for page, path in PAGES.items() if programs_of(path.read_text())]
+    "page", [page for page, path in PAGES.items() if all_programs_of(path.read_text())]
 )
 def test_the_programs_of_a_page_run(page: str, failures: dict[str, str]) -> None:
     failed = {name: text[-3000:] for name, text in failures.items() if name.split()[0] == page}
@@ -170,6 +199,49 @@ def test_the_examples_in_the_docstrings_run(failures: dict[str, str]) -> None:
     assert len(names) >= 20
     failed = {name: failures[name][-3000:] for name in names if name in failures}
     assert not failed, "\n".join(f"{name}: {text}" for name, text in failed.items())
+
+
+# Pages whose blocks are still wider than what a screen of 1280 px shows.
+WIDE = (
+    "checkpoints",
+    "coupled-losses",
+    "data",
+    "devices",
+    "diagnostics",
+    "gpu",
+    "law",
+    "loops",
+    "own-steps",
+    "steps",
+    "strategies",
+    "testing",
+    "unequal-gpus",
+    "verification",
+    "workers",
+)
+WIDEST = 80
+
+
+def wide_lines(text: str) -> list[str]:
+    """The lines of code that do not fit beside the two columns of the site."""
+    return [
+        f"{block.line + i}: {line}"
+        for block in blocks_of(text)
+        if block.language in {"python", "diff", "sh", "console"}
+        for i, line in enumerate(block.code.splitlines())
+        # The two commands of the README are one line each.
+        if len(line) > WIDEST and not line.startswith("python3 -m venv .venv && ")
+    ]
+
+
+@pytest.mark.parametrize("page", sorted(set(PAGES) - {f"docs/{name}.md" for name in WIDE}))
+def test_code_is_not_wider_than_the_page(page: str) -> None:
+    assert wide_lines(PAGES[page].read_text()) == []
+
+
+def test_a_wide_line_is_found_in_its_block_only() -> None:
+    wide = "x" * 81
+    assert wide_lines(f"{wide}\n```python\na\n{wide}\n```\n") == [f"4: {wide}"]
 
 
 @pytest.mark.parametrize("page", sorted(PAGES))
@@ -265,23 +337,32 @@ PUBLIC = AT_THE_TOP + [
 ]
 
 
+REFERENCE = ROOT / "docs" / "reference"
+
+
+def named_on(page: str) -> list[str]:
+    """The public names that a page of the reference documents."""
+    text = (REFERENCE / f"{page}.md").read_text()
+    return re.findall(r"^::: tfmultigpu\.([\w.]+)$", text, re.MULTILINE)
+
+
 @pytest.mark.parametrize("name", PUBLIC)
-def test_every_public_name_is_documented(name: str) -> None:
+def test_every_public_name_is_documented_on_the_page_of_its_package(name: str) -> None:
     public = operator.attrgetter(name)(tmg)
-    reference = (ROOT / "docs" / "api.md").read_text()
-    assert re.search(rf"^::: tfmultigpu\.{re.escape(name)}$", reference, re.MULTILINE), (
-        f"{name} is public but not in docs/api.md: add '::: tfmultigpu.{name}'"
-    )
+    last = name.rpartition(".")[2]
+    (page,) = [page for page in (*PACKAGES, "errors") if last in getattr(tmg, page).__all__]
+    assert name in named_on(page), f"add '::: tfmultigpu.{name}' to docs/reference/{page}.md"
     # A class without docstring would inherit that of its base: `__doc__` alone, not getdoc.
     documentation = public.__doc__
     assert documentation, f"{name} has no docstring"
     assert inspect.cleandoc(documentation).splitlines()[0].endswith(".")
 
 
-def test_the_reference_names_nothing_that_is_not_public() -> None:
-    named = re.findall(r"^::: tfmultigpu\.([\w.]+)$", (ROOT / "docs" / "api.md").read_text(), re.M)
-    assert sorted(named) == sorted(set(named))
-    assert set(named) <= set(PUBLIC)
+def test_the_reference_has_a_page_for_each_package_and_names_nothing_else() -> None:
+    pages = sorted(path.stem for path in REFERENCE.glob("*.md"))
+    assert pages == sorted([*PACKAGES, "errors", "index"])
+    named = [name for page in pages for name in named_on(page)]
+    assert sorted(named) == sorted(PUBLIC)
 
 
 def test_each_promise_of_the_readme_has_a_quick_test() -> None:

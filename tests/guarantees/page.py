@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from typing import Any
 
@@ -23,15 +24,25 @@ HEAD = """\
 
 <!-- Made by {command}. Do not edit: a test compares this page with docs/guarantees.json. -->
 
-What plain TensorFlow and Keras do today, what this library does, and whether that is what one
-device gives on the same global batches. Everything here was **measured**, both columns in the same
-run, with TensorFlow {tensorflow} and Keras {keras} on virtual CPUs, two replicas unless a line says
-otherwise. Nothing was written by hand. `nox` measures the right column again, `nox -s versions` the
-left one, which changes with TensorFlow and Keras alone. To make this page anew:
+{cases} cases that several devices make difficult, each **measured** in plain TensorFlow and Keras
+and with this library: is the result what one device gives on the same global batches?
 
-```sh
-{command}
-```
+| {cases} cases | {kinds} |
+|---|{rule}|
+| plain TensorFlow and Keras | {plain} |
+| tfmultigpu | {ours} |
+
+Where this library raises an error, the reason is below the table. The cases with the result of
+one device, by subject:
+
+| subject | cases | plain TensorFlow and Keras | tfmultigpu |
+|---|---:|---:|---:|
+{subjects}
+
+## How to read it
+
+Both columns were measured in the same run, with TensorFlow {tensorflow} and Keras {keras} on
+virtual CPUs, two replicas unless a line says otherwise. Nothing was written by hand.
 
 - **same** means: within the tolerance, 1e-6 in every weight unless a note below the table says
   otherwise. The number is the largest difference that was measured.
@@ -40,10 +51,12 @@ left one, which changes with TensorFlow and Keras alone. To make this page anew:
 - The right column is `make_train_step` over `distribute_dataset` where a line names nothing else.
 - Lines where plain code is right today are in the table too: they must stay right.
 
-| {cases} cases | {kinds} |
-|---|{rule}|
-| plain TensorFlow and Keras | {plain} |
-| tfmultigpu | {ours} |
+`nox` measures the right column again, `nox -s versions` the left one, which changes with TensorFlow
+and Keras alone. To make this page anew:
+
+```sh
+{command}
+```
 """
 
 KIND_TITLES = {
@@ -66,21 +79,35 @@ def render(record: dict[str, Any]) -> str:
         keras=record["keras"],
         cases=len(cases),
         kinds=" | ".join(KIND_TITLES.values()),
-        rule="|".join("---" for _ in KIND_TITLES),
+        rule="|".join("---:" for _ in KIND_TITLES),
+        subjects="\n".join(subject_row(section, cases) for section in sections(cases)),
         **{side: " | ".join(str(counts[side][kind]) for kind in KIND_TITLES) for side in counts},
     )
-    for section in dict.fromkeys(case["section"] for case in cases):
-        page += (
-            f"\n## {section}\n\n| case | plain TensorFlow and Keras | tfmultigpu |\n|---|---|---|\n"
-        )
+    for section in sections(cases):
         inside = [case for case in cases if case["section"] == section]
+        page += f'\n## {section}\n\n<details markdown="1">\n'
+        page += f"<summary>{len(inside)} cases</summary>\n\n"
+        page += "| case | plain TensorFlow and Keras | tfmultigpu |\n|---|---|---|\n"
         for case in inside:
             plain, ours = (cell(Outcome.from_json(case[side])) for side in ("plain", "ours"))
             if case["tolerance"] > 1e-6:
                 ours += f", tolerance {number(case['tolerance'])}"
             page += f"| {title(case)} | {plain} | {ours} |\n"
-        page += notes(inside)
+        page += f"{notes(inside)}\n</details>\n"
     return page
+
+
+def sections(cases: list[dict[str, Any]]) -> list[str]:
+    """The sections, in the order of their first case."""
+    return list(dict.fromkeys(case["section"] for case in cases))
+
+
+def subject_row(section: str, cases: list[dict[str, Any]]) -> str:
+    """How many cases of a section have the result of one device."""
+    inside = [case for case in cases if case["section"] == section]
+    same = [sum(case[side]["kind"] == "same" for case in inside) for side in ("plain", "ours")]
+    anchor = re.sub(r"[^a-z0-9 -]", "", section.lower()).replace(" ", "-")
+    return f"| [{section}](#{anchor}) | {len(inside)} | {same[0]} | {same[1]} |"
 
 
 def title(case: dict[str, Any]) -> str:

@@ -1,0 +1,49 @@
+"""Every message that the page of troubles quotes is one that the library writes."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import re
+from pathlib import Path
+
+import pytest
+
+import tfmultigpu as tmg
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "how-to" / "troubleshooting.md").read_text()
+QUOTED = re.findall(r"^\| `([^`]+)` \| (?!cause)", PAGE, re.MULTILINE)
+
+
+@functools.cache
+def messages() -> tuple[str, ...]:
+    """The texts of the source; a value in an f-string is "..."."""
+    found = []
+    for path in sorted((ROOT / "src").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            parts = node.values if isinstance(node, ast.JoinedStr) else [node]
+            if all(isinstance(part, (ast.Constant, ast.FormattedValue)) for part in parts):
+                texts = [getattr(part, "value", "") for part in parts]
+                found.append("".join(t if isinstance(t, str) else "..." for t in texts))
+    return tuple(found)
+
+
+def is_written(quoted: str) -> bool:
+    return any(quoted in message for message in messages())
+
+
+@pytest.mark.parametrize("quoted", QUOTED)
+def test_a_quoted_message_is_one_of_the_library(quoted: str) -> None:
+    assert is_written(quoted), f"no message of src/ has {quoted!r}"
+
+
+def test_the_page_quotes_messages_and_an_invented_one_is_found() -> None:
+    assert len(QUOTED) >= 40
+    assert not is_written("The model is compiled too often")
+
+
+def test_names_on_the_page_are_public() -> None:
+    named = set(re.findall(r"tmg\.(\w+)", PAGE))
+    assert len(named) > 8
+    assert named <= set(tmg.__all__)
