@@ -95,6 +95,19 @@ def test_a_count_where_nothing_exists() -> None:
         resolve_devices(1, ())
 
 
+@pytest.mark.parametrize(("asked", "parts"), [(4, 4), (["CPU:0", "CPU:2"], 3)])
+def test_the_only_device_can_be_split(asked: Any, parts: int) -> None:
+    with pytest.raises(DeviceNotFoundError, match=rf'tmg\.split_device\("CPU:0", parts={parts}\)'):
+        resolve_devices(asked, ["CPU:0"])
+    with pytest.raises(DeviceNotFoundError) as caught:
+        resolve_devices(asked, ["CPU:0", "CPU:1"])
+    assert "split_device" not in str(caught.value)
+    # Splitting the CPU does not make a GPU.
+    with pytest.raises(DeviceNotFoundError) as caught:
+        resolve_devices(["GPU:1"], ["CPU:0"])
+    assert "split_device" not in str(caught.value)
+
+
 @pytest.mark.parametrize("asked", [0, -1])
 def test_counts_below_one_are_refused(asked: int) -> None:
     with pytest.raises(ValueError, match=rf"at least 1\. .*GPU:0, GPU:1.*devices={asked}"):
