@@ -16,6 +16,7 @@ import tensorflow as tf
 
 import tfmultigpu as tmg
 from tfmultigpu.errors import DataError, MissingExtraError
+from tfmultigpu.installation import install_command
 
 __all__ = ["DemoOptions", "run_demo"]
 # Another order of addition changes the last bit of a float32. A mistake in scaling a loss changes
@@ -119,8 +120,8 @@ def load_images(dataset: str) -> Images:
         except ImportError as error:
             raise MissingExtraError(
                 "The handwritten digits need scikit-learn, which is not installed. Run: "
-                "pip install 'tfmultigpu[demo]'"
-            ) from error
+                f"{install_command('demo')}"
+            ).stating(fix=install_command("demo")) from error
         x, y = load_digits(return_X_y=True)
         # The last images of the file are by other writers than the first.
         order = np.random.default_rng(1).permutation(len(x))

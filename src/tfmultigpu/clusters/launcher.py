@@ -55,7 +55,7 @@ def launch(
 
     Each worker finds the others by ``TF_CONFIG``, on free ports of the loopback address. The
     launcher passes on the output of the workers with their number in front. When one fails, the
-    launcher names it with the cause, the end of its output, stops the rest, and starts all again up to
+    launcher names it with its error, stops the rest, and starts all again up to
     ``restarts`` times. It passes signals on to all workers. No worker outlives this process, on
     Linux not even if it is ended with ``kill -9``.
 
@@ -119,7 +119,9 @@ def launch(
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command line of ``python -m tfmultigpu launch``."""
-    parser.add_argument("--workers", type=count_option(), default=2, help="how many; default: 2")
+    parser.add_argument(
+        "--workers", type=count_option(), default=2, metavar="N", help="how many; default: 2"
+    )
     parser.add_argument(
         "--devices-per-worker",
         type=count_option(0),

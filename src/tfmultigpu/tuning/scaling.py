@@ -14,6 +14,7 @@ from tfmultigpu.arguments import check_count
 from tfmultigpu.devices.configure import list_logical_devices, logical_to_physical
 from tfmultigpu.devices.names import listed
 from tfmultigpu.errors import DeviceNotFoundError
+from tfmultigpu.html_tables import html_table
 from tfmultigpu.strategies.factory import create_strategy
 from tfmultigpu.tuning.drawings import draw_curve
 from tfmultigpu.tuning.step_profile import StepProfile, profile_step
@@ -77,6 +78,32 @@ class Scaling:
                 f"{point.cause or 'nothing significant'}"
             )
         return "\n".join([*lines, f"note: {self.note}"] if self.note else lines)
+
+    def _repr_html_(self) -> str:
+        """Returns the table, for a notebook."""
+        header = (
+            "replicas",
+            "examples/step",
+            "ms/step",
+            "examples/s",
+            "speedup",
+            "efficiency",
+            "lost to",
+        )
+        rows = [
+            (
+                one.replicas,
+                f"{one.profile.rows:g}",
+                f"{1e3 * one.profile.seconds:.2f}",
+                f"{one.throughput:.0f}",
+                f"{one.speedup:.2f}",
+                f"{one.efficiency:.0%}",
+                one.cause or "nothing significant",
+            )
+            for one in self.points
+        ]
+        notes = [f"note: {self.note}"] if self.note else []
+        return html_table("Scaling", rows, header=header, notes=notes)
 
     def as_svg(self) -> str:
         """Returns a curve of speedup over replicas, as an SVG document."""
