@@ -13,6 +13,7 @@ from tfmultigpu.data.sharded_dataset import ShardedDataset
 from tfmultigpu.loops.inputs import check_steps, is_arrays, pass_batches
 from tfmultigpu.loops.pass_callbacks import evaluated
 from tfmultigpu.loops.program import Program
+from tfmultigpu.types import Verify
 
 __all__ = ["Validation"]
 
@@ -35,7 +36,7 @@ class Validation:
     steps: int | None
     frequency: Any
     program: Program
-    verify: bool | str
+    verify: Verify
 
     @classmethod
     def of(
@@ -45,7 +46,7 @@ class Validation:
         program: Program,
         batch_size: int | None,
         steps: int | None,
-        verify: bool | str,
+        verify: Verify,
     ) -> Validation | None:
         """Checks the arguments of the user; returns None if there is no validation data.
 
