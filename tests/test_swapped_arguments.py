@@ -83,6 +83,7 @@ CASES: list[tuple[str, Call]] = [
     ("strategy must be a tf.distribute.Strategy", lambda g: tmg.distribute_dataset(g.data, "all")),
     ("strategy must be a tf.distribute.Strategy", lambda g: tmg.memory_capacities("all")),
     ("optimizer must be a Keras optimizer", lambda g: tmg.make_train_step(g.m, "sgd", "mse", g.s)),
+    ("model.trainable_variables", lambda g: tmg.GradientAccumulator(g.m)),
     ("model must be a Keras model", lambda g: tmg.fit(g.o, g.data)),
     ("fit() takes from 1 to 3 positional arguments", lambda g: tmg.fit(g.m, g.x, g.y, 64)),
     ("unexpected keyword argument 'zzz'", lambda g: tmg.fit(g.m, g.data, zzz=1)),

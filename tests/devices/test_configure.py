@@ -109,6 +109,13 @@ def test_the_only_device_can_be_split(asked: Any, parts: int) -> None:
     assert "split_device" not in str(caught.value)
 
 
+def test_arguments_of_another_kind_are_answered_with_the_line() -> None:
+    with pytest.raises(TypeError, match=r'Received: limits=4\. Write tmg\.limit_memory\(\{"GPU:0"'):
+        D.limit_memory(4)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"Received: kind=4\. Write tmg\.list_devices"):
+        D.list_devices(4)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("asked", [0, -1])
 def test_counts_below_one_are_refused(asked: int) -> None:
     with pytest.raises(ValueError, match=rf"at least 1\. .*GPU:0, GPU:1.*devices={asked}"):

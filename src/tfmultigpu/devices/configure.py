@@ -103,6 +103,11 @@ def limit_memory(limits: Mapping[str, int]) -> None:
     Example:
         >>> limit_memory({gpu.name: 8 * 1024**3 for gpu in list_devices("GPU")})
     """
+    if not isinstance(limits, Mapping):
+        raise TypeError(
+            "limit_memory takes the bytes of each GPU by its name. Received: "
+            f'limits={limits!r}. Write tmg.limit_memory({{"GPU:0": 8 * 1024**3}}).'
+        )
     call = f"limit_memory({dict(limits)!r})"
     names = [parse_device_name(name) for name in limits]
     if len(set(names)) < len(names):

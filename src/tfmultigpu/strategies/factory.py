@@ -39,6 +39,7 @@ from tfmultigpu.strategies.communication import (
 )
 from tfmultigpu.strategies.plan import MachineInfo, StrategyPlan, added_by, choose
 from tfmultigpu.strategies.stop_signals import keeping_handler
+from tfmultigpu.strategies.tensorflow_log import leave_out_progress
 from tfmultigpu.strategies.tpu import Tpu, connect_tpu, find_tpu
 from tfmultigpu.types import Communication, Prefer, Strategy
 
@@ -139,6 +140,7 @@ def create_strategy(
             "startup_timeout must be a number of seconds above 0, to wait for the other workers. "
             f"Received: startup_timeout={startup_timeout!r}."
         )
+    leave_out_progress()
     facts = _look_around(prefer, devices, cluster)
     plan = choose(facts, prefer, devices, communication)
     _accept(plan, fallback)

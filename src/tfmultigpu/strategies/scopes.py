@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from tfmultigpu import _compat
 from tfmultigpu.errors import KerasBackendError, ScopeError
+from tfmultigpu.strategies.tensorflow_log import leave_out_progress
 from tfmultigpu.strategies.topology import describe, is_default
 
 __all__ = [
@@ -23,11 +24,12 @@ __all__ = [
 
 
 def check_backend() -> None:
-    """Checks that Keras runs on TensorFlow.
+    """Checks that Keras runs on TensorFlow, before anything that trains.
 
     Raises:
         KerasBackendError: It runs on another backend.
     """
+    leave_out_progress()
     asked = os.environ.get("KERAS_BACKEND", "tensorflow")
     backend = asked
     if "keras" in sys.modules or asked == "tensorflow":  # Importing another backend may fail.
