@@ -50,6 +50,7 @@ def test_the_choices_of_types_are_those_of_the_library() -> None:
     assert len(WRONG) == 29
 
 
+@pytest.mark.slow
 @needs("mypy")
 def test_mypy_finds_the_wrong_calls(tmp_path: Path) -> None:
     config = tmp_path / "mypy.ini"
@@ -67,6 +68,7 @@ def test_mypy_finds_the_wrong_calls(tmp_path: Path) -> None:
     assert found == WRONG, out
 
 
+@pytest.mark.slow
 @needs("pyright")
 def test_pyright_finds_the_wrong_calls(tmp_path: Path) -> None:
     config = tmp_path / "pyrightconfig.json"

@@ -43,6 +43,8 @@ _TAKES = {
     "prefer": ("text",),
     "communication": ("text",),
 }
+# Nothing happens without data, also where a default lets it have another name.
+_NEEDED = ("data", "dataset")
 _CLASSES = (
     ("strategy", "tensorflow", "distribute.Strategy"),
     ("dataset", "tensorflow", "data.Dataset"),
@@ -196,11 +198,12 @@ def _check_places(name: str, signature: inspect.Signature, given: Mapping[str, A
         return  # The function itself knows best what it takes instead.
     said = " and ".join(f"{_with_article(kind)} as {one}" for one, kind in wrong.items())
     swapped = len(wrong) > 1 and set(moved.values()) == set(wrong)
+    missing = {one for one in wrong if one not in moved or one in _NEEDED}
     place_of_each_other = ", in each other's place" if swapped else ""
     received = ", ".join(f"{one}={_short(given[one])}" for one in wrong)
     raise TypeError(
         f"{name} received {said}{place_of_each_other}. "
-        f"Received: {received}. Write {_call(name, signature, right, set(wrong) - set(moved))}."
+        f"Received: {received}. Write {_call(name, signature, right, missing)}."
     )
 
 
