@@ -20,6 +20,9 @@ FILES = {
 LAYERS = (
     "errors",
     "arguments",
+    "installation",
+    "html_tables",
+    "types",
     "_compat",
     "_version",
     "devices",
@@ -38,7 +41,7 @@ LAYERS = (
     "demo",
     "__main__",
 )
-ALONE = ("errors", "arguments", "_compat", "_version")
+ALONE = ("errors", "arguments", "installation", "html_tables", "types", "_compat", "_version")
 PACKAGES = sorted({name.split(".")[0] for name in FILES if "." in name})
 
 

@@ -1,13 +1,17 @@
-"""``python -m tfmultigpu``: the subcommands ``doctor``, ``demo`` and ``launch``."""
+"""The command line: ``tfmultigpu``, or ``python -m tfmultigpu``, with its subcommands."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
+from tfmultigpu._version import __version__
 from tfmultigpu.arguments import count_option
 from tfmultigpu.errors import TfMultiGpuError
 
@@ -23,12 +27,39 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     Returns:
         The exit status: 0 for success, 1 if the demo's answers differ or the doctor finds an error,
-        2 if the subcommand cannot run.
+        2 if the subcommand cannot run, 141 if it ended because nobody reads what it prints.
     """
-    options = _parser().parse_args(arguments)
+    code = 128 + signal.SIGPIPE
+    try:
+        code = _run(arguments)
+    except SystemExit:  # Of the parser, which has printed help or an error.
+        _print_the_rest()
+        raise
+    except BrokenPipeError:  # The reader stopped early, as "| head" does.
+        pass
+    _print_the_rest()
+    return code
+
+
+def _print_the_rest() -> None:
+    """Flushes standard output; drops what is left if nobody reads it."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _run(arguments: Sequence[str] | None) -> int:
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    if options.command is None:
+        parser.print_help(sys.stderr)
+        return 2
     run: Callable[[argparse.Namespace], int] = options.run
     try:
         return run(options)
+    except BrokenPipeError:
+        raise
     except Exception as error:
         if not isinstance(error, (TfMultiGpuError, ConnectionError)):
             raise
@@ -37,8 +68,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m tfmultigpu", description=__doc__)
-    commands = parser.add_subparsers(dest="command", required=True)
+    script = Path(sys.argv[0]).stem == "tfmultigpu"
+    name = "tfmultigpu" if script else "python -m tfmultigpu"
+    parser = argparse.ArgumentParser(
+        prog=name,
+        description="Trains Keras models on several GPUs and gets the answer one device would have "
+        "given.",
+        epilog=f"{name} COMMAND --help explains a command.",
+    )
+    parser.add_argument("--version", action="version", version=f"tfmultigpu {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
     for add in _SUBCOMMANDS:
         add(commands)
     return parser
@@ -71,10 +110,8 @@ def _run_doctor(options: argparse.Namespace) -> int:
         return 1
 
     report = doctor(show_addresses=options.show_addresses)
-    try:
-        print(report.as_json() if options.json else report, flush=True)
-    except BrokenPipeError:  # The reader stopped early, as "| head" does.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    with contextlib.suppress(BrokenPipeError):  # The exit status says enough.
+        print(report.as_json() if options.json else report)
     return 1 if any(finding.severity == "error" for finding in report.findings) else 0
 
 
@@ -85,18 +122,30 @@ def _add_demo(commands: Any) -> None:
         description="Trains a small network on real images on one device and on several, with "
         "batches that the replicas do not divide. Exits with 1 if the answers differ.",
     )
-    demo.add_argument("--dataset", choices=DATASETS, default="digits")
+    demo.add_argument(
+        "--dataset",
+        choices=DATASETS,
+        default="digits",
+        help="default: digits, which needs no download",
+    )
     demo.add_argument(
         "--replicas",
         type=count_option(2, MOST_REPLICAS),
-        help="default: one per GPU, or 4 virtual CPUs",
+        metavar="N",
+        help=f"2 to {MOST_REPLICAS}; default: one per GPU, or 4 virtual CPUs",
     )
-    demo.add_argument("--epochs", type=count_option(), help="default: 10 for digits, 1 otherwise")
+    demo.add_argument(
+        "--epochs",
+        type=count_option(),
+        metavar="N",
+        help="default: 10 for digits, 1 otherwise",
+    )
     demo.add_argument(
         "--batch-size",
         type=count_option(),
         default=64,
-        help="one more if the replicas divide it",
+        metavar="N",
+        help="default: 64; one more if the replicas divide it",
     )
     demo.set_defaults(run=_run_demo)
 

@@ -16,6 +16,8 @@ import tensorflow as tf
 
 import tfmultigpu as tmg
 from tfmultigpu.errors import DataError, MissingExtraError
+from tfmultigpu.installation import install_command
+from tfmultigpu.types import Prefer
 
 __all__ = ["DemoOptions", "run_demo"]
 # Another order of addition changes the last bit of a float32. A mistake in scaling a loss changes
@@ -119,8 +121,8 @@ def load_images(dataset: str) -> Images:
         except ImportError as error:
             raise MissingExtraError(
                 "The handwritten digits need scikit-learn, which is not installed. Run: "
-                "pip install 'tfmultigpu[demo]'"
-            ) from error
+                f"{install_command('demo')}"
+            ).stating(fix=install_command("demo")) from error
         x, y = load_digits(return_X_y=True)
         # The last images of the file are by other writers than the first.
         order = np.random.default_rng(1).permutation(len(x))
@@ -206,7 +208,7 @@ def train(devices: tuple[str, ...], images: Images, batch_size: int, epochs: int
     """Trains on devices; the code is the same for one and for several."""
     import keras
 
-    prefer = "mirrored" if len(devices) > 1 else "one_device"
+    prefer: Prefer = "mirrored" if len(devices) > 1 else "one_device"
     strategy = tmg.create_strategy(prefer=prefer, devices=devices)
     keras.utils.set_random_seed(1)
     with strategy.scope():

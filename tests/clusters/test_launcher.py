@@ -19,6 +19,7 @@ import pytest
 from tfmultigpu import __main__ as command_line
 from tfmultigpu.clusters import launcher as launch_module
 from tfmultigpu.clusters.launcher import launch
+from tfmultigpu.clusters.output import cause
 from tfmultigpu.errors import DeviceNotFoundError
 
 Write = Callable[[str], str]
@@ -97,10 +98,36 @@ def test_the_first_to_fail_is_named_and_gives_the_exit_code(
     assert time.monotonic() - start < 60.0
     said = capfd.readouterr().err
     assert said.startswith(
-        "[launch] Worker 1 of 2 ended with code 7, the first to fail; the others were stopped. The "
-        "end of its output:\n[launch]   line 10\n"
+        "[launch] Worker 1 of 2 ended with code 7, the first to fail; the others were stopped. Its "
+        "output ends with:\n[launch]   line 25\n"
     )
     assert said.endswith("[launch]   line 29\n")
+
+
+def test_a_traceback_is_shown_once_and_the_cause_is_last(
+    write: Write, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch_module, "_GRACE", 0.5)
+    script = write("""
+        def inner(): raise ValueError("a bug in the script\\nin two lines")
+        if me == 1:
+            try: inner()
+            except ValueError as error: raise RuntimeError("the step failed") from error
+        time.sleep(600)
+        """)
+    assert launch(script, workers=2) == 1
+    out, err = capfd.readouterr()
+    assert out.count("[1] Traceback") == 2  # The error, and the one that it was raised from.
+    assert err.endswith("ends with:\n[launch]   RuntimeError: the step failed\n")
+    assert "Traceback" not in err
+
+
+def test_a_cause_is_an_error_or_the_last_lines() -> None:
+    frames = ["before", "Traceback (most recent call last):", '  File "a.py", line 1']
+    assert cause([*frames, "ValueError: one", "two"]) == ["ValueError: one", "two"]
+    assert cause(frames) == frames  # Killed while it wrote.
+    assert cause([str(i) for i in range(9)]) == ["4", "5", "6", "7", "8"]
+    assert cause([]) == []
 
 
 def test_others_that_fail_of_it_are_not_blamed(
@@ -159,7 +186,7 @@ def test_restarts_come_to_an_end(write: Write, capfd: pytest.CaptureFixture[str]
     assert launch(script, workers=1, restarts=2) == 5
     out, err = capfd.readouterr()
     assert out.count("again") == 3
-    assert err.count("the first to fail. The end") == 3
+    assert err.count("the first to fail. Its output") == 3
 
 
 @pytest.mark.parametrize(
@@ -223,6 +250,20 @@ def test_no_two_workers_see_the_same_gpu(
     assert [one["CUDA_VISIBLE_DEVICES"] for one in own] == expected
 
 
+@pytest.mark.parametrize(("driver", "expected"), [(False, {}), (True, "-1")])
+def test_a_machine_without_gpus_has_none_to_hide(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, driver: bool, expected: Any
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(launch_module, "_DRIVER_FILES", (tmp_path / "nvidiactl",))
+    if driver:  # As in a container without nvidia-smi.
+        (tmp_path / "nvidiactl").touch()
+        expected = {"CUDA_VISIBLE_DEVICES": expected}
+    assert launch_module._devices_of_workers(2, None) == [expected] * 2
+    assert launch_module._devices_of_workers(2, 0) == [expected] * 2
+
+
 def test_too_few_gpus_are_counted(nvidia_smi: Callable[[int], None]) -> None:
     nvidia_smi(3)
     with pytest.raises(DeviceNotFoundError, match=r"2 workers with 2 GPUs each need 4, and there "):
@@ -276,6 +317,55 @@ def test_signals_are_passed_on_and_nothing_is_restarted(
     out, err = capfd.readouterr()
     assert sorted(out.split("\n")) == ["", f"[0] got {number.name}", f"[1] got {number.name}"]
     assert err == f"[launch] Interrupted: {number.name} was passed on to all workers.\n"
+
+
+def test_an_interrupt_is_not_called_a_failure(
+    write: Write,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    script = write(
+        """
+        def stop(received, frame): sys.exit("my peer is gone")
+        signal.signal(signal.SIGINT, stop)
+        """
+        + READY.replace("\n", "\n        ")
+        + "time.sleep(600)"
+    )
+    ready = tmp_path / "ready"
+    thread = when(ready, 2, lambda: os.kill(os.getpid(), signal.SIGINT))
+    assert launch(script, [str(ready)], workers=2) == 128 + signal.SIGINT
+    thread.join()
+    said = capfd.readouterr().err
+    assert said == "[launch] Interrupted: SIGINT was passed on to all workers.\n"
+
+
+def test_a_failure_before_an_interrupt_is_one(
+    write: Write,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(launch_module, "_GRACE", 300.0)
+    script = write("""
+        if me == 1: sys.exit("a bug")
+        while "a bug" not in open(sys.argv[1]).read(): time.sleep(0.05)
+        os.kill(os.getppid(), signal.SIGINT)
+        time.sleep(600)
+        """)
+    seen = tmp_path / "seen"
+    seen.touch()
+    write_line = launch_module.WorkerOutput.pass_on
+
+    def pass_on(self: Any, worker: int, line: bytes) -> None:
+        write_line(self, worker, line)
+        threading.Timer(0.5, lambda: seen.write_bytes(line)).start()
+
+    monkeypatch.setattr(launch_module.WorkerOutput, "pass_on", pass_on)
+    assert launch(script, [str(seen)], workers=2) == 1
+    said = capfd.readouterr().err
+    assert "Worker 1 of 2 ended with code 1, the first to fail" in said
+    assert "Interrupted: SIGINT" in said
 
 
 def test_workers_end_when_nobody_reads_what_they_print(write: Write) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import tensorflow as tf
@@ -93,6 +94,26 @@ def test_counts_take_the_first_and_stop_at_what_exists(count: int) -> None:
 def test_a_count_where_nothing_exists() -> None:
     with pytest.raises(DeviceNotFoundError, match=r"only 0 exist: none.*Leave devices out"):
         resolve_devices(1, ())
+
+
+@pytest.mark.parametrize(("asked", "parts"), [(4, 4), (["CPU:0", "CPU:2"], 3)])
+def test_the_only_device_can_be_split(asked: Any, parts: int) -> None:
+    with pytest.raises(DeviceNotFoundError, match=rf'tmg\.split_device\("CPU:0", parts={parts}\)'):
+        resolve_devices(asked, ["CPU:0"])
+    with pytest.raises(DeviceNotFoundError) as caught:
+        resolve_devices(asked, ["CPU:0", "CPU:1"])
+    assert "split_device" not in str(caught.value)
+    # Splitting the CPU does not make a GPU.
+    with pytest.raises(DeviceNotFoundError) as caught:
+        resolve_devices(["GPU:1"], ["CPU:0"])
+    assert "split_device" not in str(caught.value)
+
+
+def test_arguments_of_another_kind_are_answered_with_the_line() -> None:
+    with pytest.raises(TypeError, match=r'Received: limits=4\. Write tmg\.limit_memory\(\{"GPU:0"'):
+        D.limit_memory(4)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"Received: kind=4\. Write tmg\.list_devices"):
+        D.list_devices(4)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("asked", [0, -1])

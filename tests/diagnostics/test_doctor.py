@@ -248,7 +248,7 @@ CASES = {
     "no-nvml": case(
         "no-nvml",
         "The extra nvml is not installed",
-        "pip install 'tfmultigpu[nvml]'",
+        "[nvml]'",
         "note",
         "tensorflow_sees(2)",
     ),
@@ -383,6 +383,13 @@ def test_the_facts_are_those_a_helper_asks_for(reports: Any) -> None:
     assert facts["strategy"]["would be"] == "mirrored, 4 replica(s)"
     assert {"not tpu", "not multi_worker", "not one_device"} <= set(facts["strategy"])
     assert reports["growth-dropped"]["facts"]["devices"]["CPU:0"].startswith("split or limited")
+    values = reports["fine"]["values"]
+    assert (values["gpus_seen"], values["gpus_used"], len(values["driver"]["gpus"])) == (4, 4, 4)
+    gpu = next(one for one in values["devices"] if one["name"] == "GPU:3")
+    assert (gpu["memory_total"], gpu["memory_free"]) == (80 * 1024**3, 79 * 1024**3)
+    assert gpu["compute_capability"] == [9, 0]
+    assert gpu["memory_growth"] is False
+    assert values["strategy"]["num_replicas"] == 4
     variables = reports["secrets"]["facts"]["environment"]
     assert variables["TF_CONFIG"] == (
         "set; addresses worker: 2; task worker 0 (addresses not shown)"
@@ -444,6 +451,14 @@ def test_the_command_prints_it_and_its_status_says_whether_there_is_an_error(
     found = json.loads(fine.stdout)
     assert fine.returncode == 0
     assert found["facts"]["versions"]["keras backend"].startswith("tensorflow")
+    values = found["values"]
+    assert values["findings"]["error"] == 0
+    assert values["keras_backend"] == "tensorflow"
+    assert values["devices_started"] is False
+    assert values["gpus_used"] == len([one for one in values["devices"] if one["kind"] == "GPU"])
+    cpu = next(one for one in values["devices"] if one["name"] == "CPU:0")
+    assert (cpu["visible"], cpu["logical"], cpu["memory_growth"]) == (True, ["CPU:0"], None)
+    assert values["strategy"]["num_replicas"] >= 1
 
     by_file = run("--json", KERAS_HOME=str(tmp_path))
     assert by_file.returncode == 1

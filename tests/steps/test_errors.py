@@ -278,6 +278,15 @@ def test_steps_out_of_range(step, steps):
 
 
 @pytest.mark.usefixtures("untouched")
+def test_an_iterator_and_steps_in_each_others_place(step):
+    iterator = iter(tf.data.Dataset.from_tensor_slices((X, Y)).batch(4))
+    with pytest.raises(tmg.DataError, match=r"takes an iterator.* Received: int\. Write"):
+        step.run(3, iterator)
+    with pytest.raises(ValueError, match=r"steps is a whole number.* steps=OwnedIterator\."):
+        step.run(iterator, iterator)
+
+
+@pytest.mark.usefixtures("untouched")
 def test_what_is_no_iterator(step):
     dataset = tf.data.Dataset.from_tensor_slices((X, Y)).batch(4)
     for given, name in (

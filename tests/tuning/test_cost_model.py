@@ -141,10 +141,11 @@ def test_scaling_prints_what_more_replicas_would_do() -> None:
     assert [one.replicas for one in scaling.predicted] == [64, 1024]
     assert [one.step.rows for one in scaling.predicted] == [6, 6]
     lines = str(scaling).splitlines()
-    assert lines[3] == (
-        "predicted, 2 replica(s) a worker, 1.25 GB/s and 50 us a hop between workers:"
+    assert lines[3].startswith(
+        "predicted: 2 replica(s) a worker, 1.25 GB/s and 50 us a hop between workers; the model is "
     )
     assert [line.split()[0] for line in lines[4:6]] == ["64", "1024"]
-    assert lines[6].startswith("The model is within ")
+    assert "<td>" in scaling._repr_html_()
+    assert "1024 (predicted)" in scaling._repr_html_()
     with pytest.raises(ValueError, match=r"with 2 measured\. Write predict=\(64, 4\)\."):
         measure_scaling(build_step, (1, 2), predict=(64, 3))

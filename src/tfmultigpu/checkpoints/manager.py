@@ -12,7 +12,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfmultigpu.arguments import check_count
+from tfmultigpu.arguments import check_count, telling_swapped
 from tfmultigpu.checkpoints import state
 from tfmultigpu.checkpoints.arguments import (
     check_extra,
@@ -39,6 +39,7 @@ from tfmultigpu.strategies.scopes import check_kinds
 from tfmultigpu.strategies.stop_signals import StopSignal, StopVote
 from tfmultigpu.strategies.topology import strategy_of
 from tfmultigpu.strategies.worker_exchange import WorkerExchange
+from tfmultigpu.types import Model, Optimizer
 
 __all__ = ["Checkpoints"]
 
@@ -81,11 +82,12 @@ class Checkpoints:
         ((None, 2), (2, 6))
     """
 
+    @telling_swapped
     def __init__(
         self,
         directory: str | os.PathLike[str],
-        model: Any = None,
-        optimizer: Any = None,
+        model: Model | None = None,
+        optimizer: Optimizer | None = None,
         data: Any = None,
         keep: int = 3,
         *,
@@ -134,7 +136,8 @@ class Checkpoints:
         self.keep = check_count("keep", keep)
         self.every_steps = read_interval("every_steps", every_steps)
         self.every_epochs = read_interval("every_epochs", every_epochs)
-        self._model, self._optimizer = model, optimizer
+        self._model: Any = model
+        self._optimizer: Any = optimizer
         self._extra, self._steps_of_extra = check_extra(extra)
         self._exchange = WorkerExchange(self._strategy)
         check_workers(self._exchange.workers)

@@ -21,7 +21,7 @@ from typing import Any
 
 from tfmultigpu.arguments import check_count, count_option
 from tfmultigpu.clusters.jobs import new_job
-from tfmultigpu.clusters.output import WorkerOutput
+from tfmultigpu.clusters.output import WorkerOutput, cause
 from tfmultigpu.clusters.processes import (
     Outcome,
     free_addresses,
@@ -38,6 +38,7 @@ _GRACE = 5.0
 # A worker that ends so has saved a checkpoint on SIGTERM; another one may still write it.
 _TERMINATED = 128 + signal.SIGTERM
 _SIGNAL_GRACE = 30.0
+_DRIVER_FILES = (Path("/dev/nvidiactl"), Path("/proc/driver/nvidia"), Path("/dev/dxg"))
 _PASSED_ON = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2")
 
 
@@ -54,7 +55,7 @@ def launch(
 
     Each worker finds the others by ``TF_CONFIG``, on free ports of the loopback address. The
     launcher passes on the output of the workers with their number in front. When one fails, the
-    launcher names it with the end of its output, stops the rest, and starts all again up to
+    launcher names it with its error, stops the rest, and starts all again up to
     ``restarts`` times. It passes signals on to all workers. No worker outlives this process, on
     Linux not even if it is ended with ``kill -9``.
 
@@ -118,7 +119,9 @@ def launch(
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command line of ``python -m tfmultigpu launch``."""
-    parser.add_argument("--workers", type=count_option(), default=2, help="how many; default: 2")
+    parser.add_argument(
+        "--workers", type=count_option(), default=2, metavar="N", help="how many; default: 2"
+    )
     parser.add_argument(
         "--devices-per-worker",
         type=count_option(0),
@@ -183,9 +186,9 @@ class _Output(WorkerOutput):
             more = "; the others were stopped" if self._count > 1 else ""
             self.say(
                 f"Worker {outcome.first} of {self._count} {how_it_ended(code)}, the first to "
-                f"fail{more}. The end of its output:"
+                f"fail{more}. Its output ends with:"
             )
-            for line in self.last(outcome.first):
+            for line in cause(self.last(outcome.first)):
                 self.say("  " + line)
             if outcome.signal is None and attempt < restarts:
                 self.say(f"Starting all workers again: restart {attempt + 1} of {restarts}.")
@@ -193,10 +196,17 @@ class _Output(WorkerOutput):
 
 
 def _ended_as_asked(outcome: Outcome) -> bool:
-    """Returns whether the first that failed ended by the signal that all received."""
+    """Returns whether the first that failed ended by the signal that all received.
+
+    After Ctrl-C others may fail because their peers have ended, before they hear of it themselves.
+    """
     assert outcome.first is not None
     sent = outcome.signal
-    return sent is not None and outcome.codes[outcome.first] in (-sent, 128 + sent)
+    if sent is None:
+        return False
+    if sent == signal.SIGINT and outcome.failed_after_signal:
+        return True
+    return outcome.codes[outcome.first] in (-sent, 128 + sent)
 
 
 def _check(script: str, workers: int, each: int | None, restarts: int, module: bool) -> None:
@@ -226,7 +236,9 @@ def _devices_of_workers(workers: int, each: int | None) -> list[Mapping[str, str
             f"{len(gpus)}. Write --devices-per-worker {share}."
         )
     if not gpus:
-        return [{"CUDA_VISIBLE_DEVICES": "-1"}] * workers
+        # Without a GPU the variable would only be blamed for that.
+        hidden = {"CUDA_VISIBLE_DEVICES": "-1"} if _may_have_gpus() else {}
+        return [hidden] * workers
     count = share if each is None else each
     own = [gpus[i * count : (i + 1) * count] for i in range(workers)]
     return [{"CUDA_VISIBLE_DEVICES": ",".join(some)} for some in own]
@@ -244,6 +256,11 @@ def _gpus() -> list[str]:
     listed = subprocess.run([ask, "-L"], capture_output=True, text=True, check=False)
     lines = [line for line in listed.stdout.splitlines() if line.startswith("GPU ")]
     return [str(number) for number in range(len(lines))]
+
+
+def _may_have_gpus() -> bool:
+    """Returns whether this machine may have NVIDIA GPUs, listed by ``nvidia-smi`` or not."""
+    return shutil.which("nvidia-smi") is not None or any(one.exists() for one in _DRIVER_FILES)
 
 
 @contextlib.contextmanager
@@ -277,4 +294,6 @@ def _exit_code(outcome: Outcome) -> int:
         return 0 if None not in outcome.codes else 128 + (outcome.signal or signal.SIGKILL)
     code = outcome.codes[outcome.first]
     assert code is not None
+    if outcome.signal is not None and _ended_as_asked(outcome):
+        return 128 + outcome.signal
     return code if code > 0 else 128 - code

@@ -8,11 +8,14 @@ import select
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from typing import Any
 
-__all__ = ["WorkerOutput"]
+__all__ = ["WorkerOutput", "cause"]
 
-_TAIL_LINES = 20
+_TAIL_LINES = 200
+_CAUSE_LINES = 5
+_TRACEBACK = "Traceback (most recent call last):"
 _WAIT = 0.1
 # Seconds without a reader after which the rest is dropped, once all must end.
 _PATIENCE = 1.0
@@ -96,6 +99,27 @@ class WorkerOutput:
             limit = _PATIENCE if self._hurries else patience
             if limit is not None and time.monotonic() - last > limit:
                 raise TimeoutError(0, "nobody reads it")
+
+
+def cause(lines: Sequence[str]) -> list[str]:
+    """Returns the lines that say why a process failed: its error, or the end of its output.
+
+    The traceback itself was passed on before, so it is left out.
+
+    Args:
+        lines: The last lines of the process.
+
+    Example:
+        >>> cause(["Traceback (most recent call last):", "  File ...", "ValueError: no", "bye"])
+        ['ValueError: no', 'bye']
+    """
+    starts = [number for number, line in enumerate(lines) if line == _TRACEBACK]
+    if starts:
+        after = range(starts[-1] + 1, len(lines))
+        begin = next((i for i in after if not lines[i].startswith((" ", "\t"))), None)
+        if begin is not None:
+            return list(lines[begin : begin + _CAUSE_LINES])
+    return list(lines[-_CAUSE_LINES:])
 
 
 def _number_of(stream: Any) -> int | None:

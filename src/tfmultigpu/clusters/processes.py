@@ -41,12 +41,14 @@ class Outcome:
         first: The first process that failed; None if none did.
         signal: The signal that was passed on to all; None if there was none.
         timed_out: Whether the timeout came before all had ended or one had failed.
+        failed_after_signal: Whether the first failed after the signal was passed on.
     """
 
     codes: tuple[int | None, ...]
     first: int | None
     signal: int | None = None
     timed_out: bool = False
+    failed_after_signal: bool = False
 
 
 def run_together(
@@ -96,18 +98,20 @@ def run_together(
         deadline = time.monotonic() + timeout
         first: int | None = None
         passed_on: int | None = None
+        after_signal = False
         while True:
             codes = tuple(process.poll() for process in processes)
             now = time.monotonic()
             if first is None and any(codes):
                 # A signal comes first: a process with an error may have failed because of it.
                 first = min((code, i) for i, code in enumerate(codes) if code)[1]
-                if passed_on is None:
+                after_signal = passed_on is not None
+                if not after_signal:
                     wait = (patience or {}).get(codes[first] or 0, grace)
                     deadline = min(deadline, now + wait)
             if None not in codes or now >= deadline:
                 timed_out = None in codes and first is None and passed_on is None
-                return Outcome(codes, first, passed_on, timed_out)
+                return Outcome(codes, first, passed_on, timed_out, after_signal)
             received = next_signal()
             if received is not None:
                 deadline = now if passed_on is not None else now + signal_grace

@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import tensorflow as tf
 
-from tfmultigpu.arguments import check_count
+from tfmultigpu.arguments import check_count, telling_swapped
 from tfmultigpu.data import partition
 from tfmultigpu.data.batch_format import as_data_error, checked_rows
 from tfmultigpu.data.consistency import compared_over_workers
@@ -27,18 +27,21 @@ from tfmultigpu.data.seeds import draw_seed
 from tfmultigpu.data.shares import replica_shares
 from tfmultigpu.data.sources import to_dataset
 from tfmultigpu.errors import DataError, UnknownLengthError
+from tfmultigpu.strategies.scopes import check_strategy
 from tfmultigpu.strategies.topology import local_replicas
+from tfmultigpu.types import Strategy
 
 __all__ = ["ShardIterator", "ShardedDataset", "cutter", "distribute_dataset", "row_weight"]
 
 
+@telling_swapped
 def distribute_dataset(
     dataset: Any,
-    strategy: tf.distribute.Strategy | None = None,
+    strategy: Strategy | None = None,
     *,
     batch_size: int | None = None,
     shares: Sequence[float] | None = None,
-    sharding: str = "auto",
+    sharding: Literal["auto", "rows"] = "auto",
     prefetch_to_device: bool | None = None,
     preprocess: Callable[..., Any] | None = None,
     preprocess_batched: bool = False,
@@ -101,6 +104,7 @@ def distribute_dataset(
         [4, 4, 2]
     """
     strategy = tf.distribute.get_strategy() if strategy is None else strategy
+    check_strategy(strategy)
     if sharding not in ("auto", "rows"):
         raise DataError(
             f"sharding must be 'auto' or 'rows'. Received: sharding={sharding!r}. Files need no "

@@ -12,7 +12,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfmultigpu.arguments import check_count
+from tfmultigpu.arguments import check_count, telling_swapped
 from tfmultigpu.devices.discovery import (
     Device,
     list_devices,
@@ -22,6 +22,7 @@ from tfmultigpu.devices.discovery import (
 )
 from tfmultigpu.devices.names import listed, parse_device_name, resolve_devices
 from tfmultigpu.errors import DeviceNotFoundError, DeviceSettingsError, DevicesInitializedError
+from tfmultigpu.installation import install_command
 
 __all__ = [
     "Device",
@@ -102,6 +103,11 @@ def limit_memory(limits: Mapping[str, int]) -> None:
     Example:
         >>> limit_memory({gpu.name: 8 * 1024**3 for gpu in list_devices("GPU")})
     """
+    if not isinstance(limits, Mapping):
+        raise TypeError(
+            "limit_memory takes the bytes of each GPU by its name. Received: "
+            f'limits={limits!r}. Write tmg.limit_memory({{"GPU:0": 8 * 1024**3}}).'
+        )
     call = f"limit_memory({dict(limits)!r})"
     names = [parse_device_name(name) for name in limits]
     if len(set(names)) < len(names):
@@ -127,6 +133,7 @@ def limit_memory(limits: Mapping[str, int]) -> None:
     _configure(config, wanted, call)
 
 
+@telling_swapped
 def split_device(
     device: str, parts: int, memory: int | Sequence[int] | None = None
 ) -> tuple[str, ...]:
@@ -276,7 +283,7 @@ def _part_sizes(
             raise ValueError(
                 f"{call}: the parts of a GPU need a memory limit, and the free memory of {name} is "
                 "unknown. Give bytes, such as memory=4 * 1024**3, or install the extra that asks "
-                "the driver: pip install 'tfmultigpu[nvml]'."
+                f"the driver: {install_command('nvml')}."
             )
         memory = int(0.9 * free) // parts
     sizes = (memory,) * parts if isinstance(memory, int) else tuple(memory)

@@ -195,4 +195,9 @@ def logical_names(parts: Iterable[tuple[str, int]]) -> dict[str, str]:
 
 
 def _of_kind(devices: Iterable[Device], kind: str | None) -> tuple[Device, ...]:
+    if kind is not None and not isinstance(kind, str):
+        raise TypeError(
+            f"kind is 'GPU', 'CPU' or 'TPU', or None for all. Received: kind={kind!r}. Write "
+            'tmg.list_devices("GPU").'
+        )
     return tuple(device for device in devices if kind is None or device.kind == kind.upper())

@@ -124,6 +124,7 @@ def _first_devices(count: int, here: tuple[str, ...]) -> tuple[str, ...]:
                 if here
                 else "Leave devices out. "
             )
+            + _split_instead(here, count)
             + f"Received: devices={count}"
         )
     return here[:count]
@@ -133,12 +134,26 @@ def _not_found(
     asked: Sequence[str], missing: Sequence[str], here: Sequence[str]
 ) -> DeviceNotFoundError:
     usable = [name for name in asked if name in here] or list(here[:1])
+    kind = missing[0].partition(":")[0]
+    same = [name for name in here if name.partition(":")[0] == kind]
+    parts = 1 + max(int(name.partition(":")[2]) for name in missing)
     return DeviceNotFoundError(
         f"No such device here: {listed(missing)}. Asked for: {listed(asked)}. "
         f"Existing: {listed(here)}. TensorFlow would wait for a missing device for ever, or use "
         "the CPU without a message. "
         + (f"Change the line to devices={usable!r}" if usable else "Leave devices out")
         + ", or make the device visible before TensorFlow starts (CUDA_VISIBLE_DEVICES)."
+        + f" {_split_instead(same, parts)}".rstrip()
+    )
+
+
+def _split_instead(here: Sequence[str], parts: int) -> str:
+    """Returns the line that makes several devices of the only one; empty if there are others."""
+    if len(here) != 1:
+        return ""
+    return (
+        "To try several replicas on one device, which is no faster, write as the first line "
+        f'tmg.split_device("{here[0]}", parts={parts}). '
     )
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
+from tfmultigpu.devices.discovery import Device
 from tfmultigpu.diagnostics.environment import describe_variables, redact
 from tfmultigpu.diagnostics.machine import Machine, inspect_machine
 from tfmultigpu.diagnostics.machine_checks import find_causes
-from tfmultigpu.diagnostics.report import Report, ordered
+from tfmultigpu.diagnostics.report import SEVERITIES, Finding, Report, ordered
 from tfmultigpu.steps.verification import outcomes
 
 __all__ = ["doctor"]
@@ -40,7 +42,11 @@ def doctor(*, show_addresses: bool = False) -> Report:
     if verified := outcomes():
         counts = Counter(one.outcome for one in verified)
         steps = {f"steps {outcome}": str(count) for outcome, count in sorted(counts.items())}
-        report = dataclasses.replace(report, facts={**report.facts, "verification": steps})
+        report = dataclasses.replace(
+            report,
+            facts={**report.facts, "verification": steps},
+            values={**report.values, "verification": dict(counts)},
+        )
     return report
 
 
@@ -57,7 +63,75 @@ def report_on(machine: Machine, *, show_addresses: bool = False) -> Report:
     used, seen = len(machine.used_gpus), max(len(machine.driver.gpus), len(machine.gpus))
     seen = max(seen, machine.driver.cards)
     title = f"tfmultigpu doctor: {used} of {seen} GPU(s) in use by TensorFlow"
-    return Report(title, ordered(find_causes(machine)), facts)
+    findings = ordered(find_causes(machine))
+    return Report(title, findings, facts, _values(machine, secrets, findings))
+
+
+def _values(
+    machine: Machine, secrets: Mapping[str, str], findings: Sequence[Finding]
+) -> dict[str, Any]:
+    """Returns the facts as values of JSON; bytes for memory, None for what is not known."""
+    driver = machine.driver
+    installed = {
+        name: None if version == "not installed" else version
+        for name, version in machine.versions.items()
+    }
+    return {
+        "findings": {one: sum(f.severity == one for f in findings) for one in SEVERITIES},
+        "versions": installed,
+        "keras_backend": machine.backend,
+        "built_for_gpus": machine.gpu_build,
+        "cuda_built": machine.cuda_built,
+        "cudnn_built": machine.cudnn_built,
+        "libraries": dict(machine.libraries),
+        "driver": {
+            "version": driver.version,
+            "cuda": None if driver.cuda is None else list(driver.cuda),
+            "gpus": [
+                {
+                    "name": gpu.name,
+                    "memory_total": gpu.memory_total,
+                    "memory_free": gpu.memory_free,
+                    "mig_instances": len(gpu.instances) if gpu.mig_mode else None,
+                }
+                for gpu in driver.gpus
+            ],
+            "cards": driver.cards,
+        },
+        "gpus_seen": len(machine.gpus),
+        "gpus_used": len(machine.used_gpus),
+        "devices_started": machine.started,
+        "devices": [_device_values(device, machine) for device in machine.devices],
+        "strategy": _strategy_values(machine, secrets),
+    }
+
+
+def _device_values(device: Device, machine: Machine) -> dict[str, Any]:
+    capability = device.compute_capability
+    return {
+        "name": device.name,
+        "kind": device.kind,
+        "description": device.description or None,
+        "compute_capability": None if capability is None else list(capability),
+        "memory_total": device.memory_total,
+        "memory_free": device.memory_free,
+        "visible": device.name in machine.visible,
+        "memory_growth": machine.growth.get(device.name),
+        "logical": [name for name, owner in machine.logical.items() if owner == device.name],
+    }
+
+
+def _strategy_values(machine: Machine, secrets: Mapping[str, str]) -> dict[str, Any]:
+    plan = machine.plan
+    if plan is None:
+        return {"kind": None, "error": redact(str(machine.plan_problem), secrets)}
+    return {
+        "kind": plan.kind,
+        "error": None,
+        "num_replicas": plan.num_replicas,
+        "devices": [redact(name, secrets) for name in plan.devices],
+        "communication": plan.communication,
+    }
 
 
 def _cuda_versions(machine: Machine) -> dict[str, str]:

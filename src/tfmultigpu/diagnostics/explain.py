@@ -9,6 +9,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfmultigpu.arguments import telling_swapped
 from tfmultigpu.data.parts import is_marked
 from tfmultigpu.devices.configure import list_logical_devices
 from tfmultigpu.devices.names import listed
@@ -25,6 +26,7 @@ from tfmultigpu.steps.train_step import TrainStep
 from tfmultigpu.steps.verification import outcomes
 from tfmultigpu.strategies.scopes import check_kinds
 from tfmultigpu.strategies.topology import strategy_devices, strategy_of
+from tfmultigpu.types import Models, Optimizer, Strategy
 
 __all__ = ["explain"]
 
@@ -33,11 +35,12 @@ _NOT_HERE = {"started-before-cluster"}
 
 
 @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+@telling_swapped
 def explain(
-    model: Any,
-    optimizer: Any = None,
+    model: Models,
+    optimizer: Optimizer | None = None,
     dataset: Any = None,
-    strategy: tf.distribute.Strategy | None = None,
+    strategy: Strategy | None = None,
     *,
     seconds: float = 2.0,
     patience: float = 30.0,

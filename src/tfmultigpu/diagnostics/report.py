@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
+
+from tfmultigpu.html_tables import html_table
 
 __all__ = ["SEVERITIES", "Finding", "Report"]
 
@@ -47,12 +49,14 @@ class Report:
     Attributes:
         title: The name of the report and its subject.
         findings: The findings, the most serious first.
-        facts: The facts behind the findings, by section and name.
+        facts: The facts behind the findings, by section and name, for a person.
+        values: The same facts for a program: numbers, booleans, texts, None, lists and dicts.
     """
 
     title: str
     findings: tuple[Finding, ...]
     facts: Mapping[str, Mapping[str, str]]
+    values: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def codes(self) -> tuple[str, ...]:
@@ -69,12 +73,22 @@ class Report:
             lines += [f"  {name:<{width}}  {value}" for name, value in facts.items()]
         return "\n".join(line.rstrip() for line in "\n".join(lines).splitlines())
 
+    def _repr_html_(self) -> str:
+        """Returns the report as tables, for a notebook."""
+        title = f"{self.title}: {self._summary()}"
+        found = [(one.severity, one.code, one.what, one.why, one.change) for one in self.findings]
+        header = ("severity", "code", "what", "why", "change") if found else ()
+        tables = [html_table(title, found, header=header)]
+        tables += [html_table(section, facts.items()) for section, facts in self.facts.items()]
+        return "".join(tables)
+
     def as_json(self) -> str:
-        """Returns the report as JSON: ``title``, ``findings``, ``facts``."""
+        """Returns the report as JSON: ``title``, ``findings``, ``facts``, ``values``."""
         whole: dict[str, Any] = {
             "title": self.title,
             "findings": [asdict(finding) for finding in self.findings],
             "facts": {section: dict(facts) for section, facts in self.facts.items()},
+            "values": dict(self.values),
         }
         return json.dumps(whole, indent=2)
 

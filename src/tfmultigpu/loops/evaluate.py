@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from tfmultigpu.arguments import telling_swapped
 from tfmultigpu.loops.compiled import compile_arguments
 from tfmultigpu.loops.evaluation_passes import EvaluationPasses
 from tfmultigpu.loops.evaluator import as_list
@@ -16,12 +17,14 @@ from tfmultigpu.loops.running_fits import keeping_metrics
 from tfmultigpu.loops.step_cache import checked_strategy
 from tfmultigpu.steps.value_agreement import check_values_alike
 from tfmultigpu.strategies.scopes import check_backend
+from tfmultigpu.types import Model, Verbose, Verify
 
 __all__ = ["evaluate"]
 
 
+@telling_swapped
 def evaluate(
-    model: Any,
+    model: Model,
     data: Any = None,
     y: Any = None,
     *,
@@ -30,9 +33,9 @@ def evaluate(
     sample_weight: Any = None,
     steps: int | None = None,
     callbacks: Any = (),
-    verbose: int | str = 0,
+    verbose: Verbose = "auto",
     return_dict: bool = True,
-    verify: bool | str = "first",
+    verify: Verify = "first",
 ) -> Any:
     """Computes loss and metrics of a compiled model, exactly, over every example.
 
@@ -75,7 +78,7 @@ def evaluate(
         >>> model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1, use_bias=False)])
         >>> model.set_weights([np.ones((2, 1))])
         >>> model.compile(loss="mse", metrics=["mae"])
-        >>> tmg.evaluate(model, (np.ones((5, 2)), np.zeros((5, 1))))
+        >>> tmg.evaluate(model, (np.ones((5, 2)), np.zeros((5, 1))), verbose=0)
         {'loss': 4.0, 'mae': 2.0}
     """
     check_backend()

@@ -21,6 +21,7 @@ from tfmultigpu.loops.tracked_metrics import EpochMetrics, with_own_metrics
 from tfmultigpu.losses.objective import MeanKey, is_loss
 from tfmultigpu.steps.evaluate import EvalStep
 from tfmultigpu.steps.train import make_eval_step
+from tfmultigpu.types import Verify
 
 __all__ = ["Evaluator", "as_keras", "as_list", "distinct", "make_evaluator"]
 
@@ -96,7 +97,7 @@ class Evaluator:
 
 
 def make_evaluator(
-    model: Any, strategy: tf.distribute.Strategy, spec: Any, verify: bool | str
+    model: Any, strategy: tf.distribute.Strategy, spec: Any, verify: Verify
 ) -> Evaluator:
     """Returns the cached ``Evaluator`` of a compiled model for batches of these types."""
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from tfmultigpu.arguments import check_count
+from tfmultigpu.arguments import check_count, telling_swapped
 from tfmultigpu.data.seeds import draw_seed
 from tfmultigpu.errors import DataError
 from tfmultigpu.loops.callbacks import (
@@ -42,12 +42,17 @@ from tfmultigpu.steps.train_step import TrainStep
 from tfmultigpu.steps.value_agreement import check_values_alike
 from tfmultigpu.steps.verification import check_verify
 from tfmultigpu.strategies.scopes import check_backend
+from tfmultigpu.types import LossScaling, Model, ShardUpdate, StepsPerCall, Verbose, Verify
+
+if TYPE_CHECKING:
+    from keras.callbacks import History
 
 __all__ = ["fit"]
 
 
+@telling_swapped
 def fit(
-    model: Any,
+    model: Model,
     data: Any = None,
     y: Any = None,
     *,
@@ -71,15 +76,15 @@ def fit(
     callbacks: Any = (),
     micro_batches: int | Sequence[int] = 1,
     clip_norm: float | None = None,
-    loss_scale: str | float | None = None,
-    shard_update: str | bool = "auto",
+    loss_scale: LossScaling = None,
+    shard_update: ShardUpdate = "auto",
     shares: Sequence[float] | None = None,
     preprocess: Callable[..., Any] | None = None,
     preprocess_batched: bool = False,
-    steps_per_call: int | str = "auto",
-    verify: bool | str = "first",
-    verbose: int | str = "auto",
-) -> Any:
+    steps_per_call: StepsPerCall = "auto",
+    verify: Verify = "first",
+    verbose: Verbose = "auto",
+) -> History:
     """Trains a model for epochs; the result is that of ``model.fit`` on one device.
 
     Trains with the compiled losses of the model, with ``forward``, or with ``step``. Callbacks,
@@ -238,7 +243,7 @@ def fit(
         data, validation_data = split_off(data, validation_split)
     seed = draw_seed(strategy)
     if skips_fit(callbacks, model, epochs):
-        return model.history
+        return _history_of(model)
     seed, initial_epoch = restored_start(to_list(callbacks), seed, initial_epoch)
     epoch_iterator, spec = make_epoch_iterator(
         model,
@@ -345,7 +350,7 @@ def fit(
                 one.optimizer.finalize_variable_values(one.variables)
         callback_list.on_train_end(logs)
         worker_sync.check()
-    return model.history
+    return _history_of(model)
 
 
 def _checked_shuffle(shuffle: Any) -> bool:
@@ -355,3 +360,8 @@ def _checked_shuffle(shuffle: Any) -> bool:
             f"shuffle={shuffle!r}."
         )
     return shuffle
+
+
+def _history_of(model: Any) -> History:
+    """Returns the callback that has recorded the logs of the last training."""
+    return model.history

@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from tfmultigpu.errors import CompileError
 from tfmultigpu.loops.fit import fit
@@ -105,7 +105,7 @@ def _methods(model: Any) -> dict[str, Callable[..., Any]]:
     def fit_method(**given: Any) -> Any:
         valid = given.pop("validation_data")
         given["validation_data"] = tuple(valid) if isinstance(valid, list) else valid
-        return fit(known(), **{**given, **_options(known())})
+        return fit(cast(Any, known()), **{**given, **_options(known())})
 
     def arguments(name: str) -> dict[str, Any]:
         options = _options(known())

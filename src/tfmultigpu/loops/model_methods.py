@@ -15,6 +15,7 @@ import tensorflow as tf
 from tfmultigpu.loops.evaluate import evaluate
 from tfmultigpu.loops.own_methods import own_methods
 from tfmultigpu.loops.predict import predict
+from tfmultigpu.types import Verify
 
 __all__ = [
     "evaluating_in_callbacks",
@@ -67,7 +68,7 @@ def evaluation_methods(
 
 @contextmanager
 def evaluating_in_callbacks(
-    model: Any, strategy: tf.distribute.Strategy, verify: bool | str
+    model: Any, strategy: tf.distribute.Strategy, verify: Verify
 ) -> Iterator[None]:
     """Makes ``evaluate`` and ``predict`` of a model on several replicas run those of this library.
 

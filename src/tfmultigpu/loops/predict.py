@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from tfmultigpu.arguments import telling_swapped
 from tfmultigpu.data.other_packages import read_tables
 from tfmultigpu.errors import DataError
 from tfmultigpu.loops.inputs import check_steps, labelled, no_batches, pass_batches
@@ -21,6 +22,7 @@ from tfmultigpu.loops.step_cache import build, checked_strategy, get_or_make
 from tfmultigpu.steps.train import make_predict_step
 from tfmultigpu.steps.value_agreement import check_values_alike
 from tfmultigpu.strategies.scopes import check_backend
+from tfmultigpu.types import Model, Verbose, Verify
 
 __all__ = ["predict"]
 
@@ -28,16 +30,17 @@ __all__ = ["predict"]
 _AHEAD = 2
 
 
+@telling_swapped
 def predict(
-    model: Any,
+    model: Model,
     data: Any = None,
     *,
     x: Any = None,
     batch_size: int | None = None,
     steps: int | None = None,
     callbacks: Any = (),
-    verbose: int | str = 0,
-    verify: bool | str = "first",
+    verbose: Verbose = "auto",
+    verify: Verify = "first",
 ) -> Any:
     """Predicts every example once, in the order of the data.
 
@@ -70,7 +73,7 @@ def predict(
         >>> import keras, numpy as np, tfmultigpu as tmg
         >>> model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1, use_bias=False)])
         >>> model.set_weights([np.ones((2, 1))])
-        >>> tmg.predict(model, np.arange(6).reshape(3, 2)).tolist()
+        >>> tmg.predict(model, np.arange(6).reshape(3, 2), verbose=0).tolist()
         [[1.0], [5.0], [9.0]]
     """
     check_backend()
@@ -118,7 +121,7 @@ def predict(
     return tf.nest.map_structure(_join, *outputs)
 
 
-def _predictor(model: Any, strategy: tf.distribute.Strategy, spec: Any, verify: bool | str) -> Any:
+def _predictor(model: Any, strategy: tf.distribute.Strategy, spec: Any, verify: Verify) -> Any:
     build(model, strategy, spec)
     key = strategy, tuple(id(one) for one in model.variables), verify
     proxy = weakref.proxy(model)

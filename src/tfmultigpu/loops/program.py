@@ -27,6 +27,7 @@ from tfmultigpu.steps.evaluate import EvalStep, make_eval_step
 from tfmultigpu.steps.train import make_train_step
 from tfmultigpu.steps.train_step import Trained, TrainStep
 from tfmultigpu.strategies.topology import describe, strategy_of
+from tfmultigpu.types import Verify
 
 __all__ = ["Program", "evaluator_of"]
 
@@ -264,7 +265,7 @@ class Program:
             )
         check_labels(self.model, spec)
 
-    def make_evaluator(self, spec: Any, verify: bool | str) -> Evaluator:
+    def make_evaluator(self, spec: Any, verify: Verify) -> Evaluator:
         """Returns the ``Evaluator`` for validation batches of these types."""
         if self.eval_step is None and self.eval_forward is None:
             return evaluator_of(self.model, self.strategy, spec, verify)
@@ -294,7 +295,7 @@ def _updated_metrics(step: Any, models: Sequence[Any], spec: Any) -> tuple[Any, 
 
 
 def evaluator_of(
-    model: Any, strategy: tf.distribute.Strategy, spec: Any, verify: bool | str
+    model: Any, strategy: tf.distribute.Strategy, spec: Any, verify: Verify
 ) -> Evaluator:
     """Returns the ``Evaluator`` of a compiled model: by our step, or by its own ``test_step``.
 

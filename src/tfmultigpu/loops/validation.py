@@ -24,6 +24,7 @@ from tfmultigpu.loops.inputs import (
 )
 from tfmultigpu.loops.pass_callbacks import evaluated
 from tfmultigpu.loops.program import Program
+from tfmultigpu.types import Verify
 
 __all__ = ["Validation"]
 
@@ -46,7 +47,7 @@ class Validation:
     steps: int | None
     frequency: Any
     program: Program
-    verify: bool | str
+    verify: Verify
 
     @classmethod
     def of(
@@ -56,7 +57,7 @@ class Validation:
         program: Program,
         batch_size: int | None,
         steps: int | None,
-        verify: bool | str,
+        verify: Verify,
     ) -> Validation | None:
         """Checks the arguments of the user; returns None if there is no validation data.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -50,7 +50,14 @@ class GradientAccumulator(NotCopied):
 
         Raises:
             TfMultiGpuError: There are no variables, or one that is overwritten by its gradient.
+            TypeError: They are something else, such as a model.
         """
+        if not isinstance(variables, Iterable):
+            raise TypeError(
+                "GradientAccumulator takes the variables whose gradients it adds. Received: "
+                f"{type(variables).__name__}. Write "
+                "tmg.GradientAccumulator(model.trainable_variables)."
+            )
         self.variables = list(variables)
         self._strategy = tf.distribute.get_strategy()
         if not self.variables:

@@ -48,6 +48,7 @@ def clip_gradients(gradients: Sequence[Any], limit: float) -> tuple[list[Any], A
         The gradients, and their norm before, a scalar.
 
     Raises:
+        TypeError: ``limit`` is a list.
         ValueError: ``limit`` is not positive.
 
     Example:
@@ -56,6 +57,11 @@ def clip_gradients(gradients: Sequence[Any], limit: float) -> tuple[list[Any], A
         >>> [round(x, 6) for x in gradients[0].numpy().tolist()], float(norm)
         ([0.6, 0.8], 5.0)
     """
+    if isinstance(limit, Sequence):
+        raise TypeError(
+            "clip_gradients takes the gradients first. Received: limit is a "
+            f"{type(limit).__name__}. Write tmg.clip_gradients(gradients, 1.0)."
+        )
     if not limit > 0:
         raise ValueError(f"limit must be positive. Received: limit={limit}.")
     present = [gradient for gradient in gradients if gradient is not None]

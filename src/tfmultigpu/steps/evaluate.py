@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
+from tfmultigpu.arguments import telling_swapped
 from tfmultigpu.data import partition
 from tfmultigpu.data.batch_format import count_rows, unpack_batch
 from tfmultigpu.errors import DataError
@@ -39,20 +40,22 @@ from tfmultigpu.strategies.gathering import gather_rows
 from tfmultigpu.strategies.not_copied import NotCopied
 from tfmultigpu.strategies.scopes import check_backend, check_kinds
 from tfmultigpu.strategies.topology import local_replicas, per_replica
+from tfmultigpu.types import Models, Strategy, Verify
 
 __all__ = ["EvalStep", "PredictStep", "Totals", "make_eval_step", "make_predict_step"]
 
 
+@telling_swapped
 def make_eval_step(
-    model: Any,
+    model: Models,
     loss: Any,
-    strategy: tf.distribute.Strategy | None = None,
+    strategy: Strategy | None = None,
     *,
     metrics: Any = (),
     weighted_metrics: Any = (),
     loss_weights: Any = None,
     forward: Any = None,
-    verify: bool | str = "first",
+    verify: Verify = "first",
 ) -> EvalStep:
     """Makes a step that computes loss and metrics without training.
 
@@ -96,8 +99,9 @@ def make_eval_step(
     return EvalStep(objective, verifier, strategy, metrics, weighted_metrics)
 
 
+@telling_swapped
 def make_predict_step(
-    model: Any, strategy: tf.distribute.Strategy | None = None, *, verify: bool | str = "first"
+    model: Models, strategy: Strategy | None = None, *, verify: Verify = "first"
 ) -> PredictStep:
     """Makes a step that predicts each row of a batch once, in the order of the batch.
 

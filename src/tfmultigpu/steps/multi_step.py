@@ -114,6 +114,16 @@ class MultiStep:
             ValueError: As ``__call__``.
         """
         check_called_from(self.step.strategy)
+        if not isinstance(iterator, (ShardSource, tf.data.Iterator)):
+            raise DataError(
+                "step.run takes an iterator, which remembers where it is between calls. Received: "
+                f"{type(iterator).__name__}. Write iterator = "
+                "iter(tmg.distribute_dataset(dataset, strategy)), then step.run(iterator, steps)."
+            )
+        if not isinstance(steps, numbers.Number) and not tf.is_tensor(steps):
+            raise ValueError(
+                f"steps is a whole number, at least 1. Received: steps={type(steps).__name__}."
+            )
         known: Any = steps if isinstance(steps, numbers.Number) else tf.get_static_value(steps)
         if known is not None and (known < 1 or int(known) != known):
             raise ValueError(f"steps is a whole number, at least 1. Received: steps={known}.")
@@ -126,13 +136,7 @@ class MultiStep:
                     "the same strategy: tmg.distribute_dataset(dataset, strategy)."
                 )
             return iterator.source, iterator.split_key, iterator.split
-        if isinstance(iterator, tf.data.Iterator):
-            return iterator, None, self._cut
-        raise DataError(
-            "step.run takes an iterator, which remembers where it is between calls. Received: "
-            f"{type(iterator).__name__}. Write iterator = "
-            "iter(tmg.distribute_dataset(dataset, strategy)), then step.run(iterator, steps)."
-        )
+        return iterator, None, self._cut
 
     def take(self, iterator: Any) -> tuple[Shards, Any] | None:
         """Takes the next batch, for a look at it before a step does.

@@ -9,6 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfmultigpu.steps.verification import check_verify
+from tfmultigpu.types import LossScaling, ShardUpdate, Verify
 
 __all__ = ["StepOptions"]
 
@@ -33,20 +34,20 @@ class StepOptions:
     weighted_metrics: Any
     micro_batches: tuple[int, ...]
     clip_norm: float | None
-    loss_scale: str | float | None
-    shard_update: str | bool
+    loss_scale: LossScaling
+    shard_update: ShardUpdate
     reduce_dtype: tf.DType | None
     jit_compile: bool
-    verify: bool | str
+    verify: Verify
 
     @classmethod
     def of(
         cls,
         *,
         clip_norm: float | None,
-        shard_update: str | bool,
+        shard_update: ShardUpdate,
         reduce_dtype: str | None,
-        verify: bool | str,
+        verify: Verify,
         **others: Any,
     ) -> StepOptions:
         """Checks the options that need neither a model nor a strategy.

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import tensorflow as tf
 
+from tfmultigpu.arguments import telling_swapped
 from tfmultigpu.losses.metrics import check_metrics
 from tfmultigpu.losses.objective import Objective
 from tfmultigpu.steps.evaluate import make_eval_step, make_predict_step
@@ -15,15 +16,17 @@ from tfmultigpu.steps.options import StepOptions
 from tfmultigpu.steps.program_agreement import ProgramAgreement
 from tfmultigpu.steps.train_step import TrainStep
 from tfmultigpu.strategies.scopes import check_backend, check_kinds
+from tfmultigpu.types import LossScaling, Models, Optimizer, ShardUpdate, Strategy, Verify
 
 __all__ = ["TrainStep", "make_eval_step", "make_predict_step", "make_train_step"]
 
 
+@telling_swapped
 def make_train_step(
-    model: Any,
-    optimizer: Any,
+    model: Models,
+    optimizer: Optimizer,
     loss: Any,
-    strategy: tf.distribute.Strategy | None = None,
+    strategy: Strategy | None = None,
     *,
     metrics: Any = (),
     weighted_metrics: Any = (),
@@ -32,11 +35,11 @@ def make_train_step(
     forward: Callable[[Any, Any, bool], Any] | None = None,
     variables: Sequence[Any] | None = None,
     clip_norm: float | None = None,
-    loss_scale: str | float | None = None,
-    shard_update: str | bool = "auto",
-    reduce_dtype: str | None = None,
+    loss_scale: LossScaling = None,
+    shard_update: ShardUpdate = "auto",
+    reduce_dtype: Literal["bfloat16"] | None = None,
     jit_compile: bool = False,
-    verify: bool | str = "first",
+    verify: Verify = "first",
 ) -> TrainStep:
     """Makes a train step that gives on N replicas what one device gives on the same global batches.
 

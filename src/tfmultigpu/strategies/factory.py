@@ -18,6 +18,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfmultigpu.arguments import telling_swapped
 from tfmultigpu.clusters.failures import watch
 from tfmultigpu.clusters.preflight import preflight
 from tfmultigpu.clusters.process_state import process_state
@@ -38,7 +39,9 @@ from tfmultigpu.strategies.communication import (
 )
 from tfmultigpu.strategies.plan import MachineInfo, StrategyPlan, added_by, choose
 from tfmultigpu.strategies.stop_signals import keeping_handler
+from tfmultigpu.strategies.tensorflow_log import leave_out_progress
 from tfmultigpu.strategies.tpu import Tpu, connect_tpu, find_tpu
+from tfmultigpu.types import Communication, Prefer, Strategy
 
 __all__ = ["StrategyPlan", "create_strategy", "devices_started", "plan_strategy"]
 
@@ -48,10 +51,11 @@ _log = logging.getLogger("tfmultigpu")
 _JOIN_SECONDS = 60.0
 
 
+@telling_swapped
 def plan_strategy(
-    prefer: str = "auto",
+    prefer: Prefer = "auto",
     devices: int | str | Sequence[str] | None = None,
-    communication: str = "auto",
+    communication: Communication = "auto",
     *,
     cluster: Cluster | None = None,
 ) -> StrategyPlan:
@@ -82,15 +86,16 @@ def plan_strategy(
     return choose(_look_around(prefer, devices, cluster), prefer, devices, communication)
 
 
+@telling_swapped
 def create_strategy(
-    prefer: str = "auto",
+    prefer: Prefer = "auto",
     devices: int | str | Sequence[str] | None = None,
-    communication: str = "auto",
+    communication: Communication = "auto",
     fallback: bool = True,
     startup_timeout: float = 60.0,
     *,
     cluster: Cluster | None = None,
-) -> tf.distribute.Strategy:
+) -> Strategy:
     """Creates the strategy for the devices of this machine.
 
     The order is: a TPU that answers; the workers of a cluster that the environment describes; all
@@ -135,6 +140,7 @@ def create_strategy(
             "startup_timeout must be a number of seconds above 0, to wait for the other workers. "
             f"Received: startup_timeout={startup_timeout!r}."
         )
+    leave_out_progress()
     facts = _look_around(prefer, devices, cluster)
     plan = choose(facts, prefer, devices, communication)
     _accept(plan, fallback)
@@ -147,7 +153,7 @@ def create_strategy(
             _accept(plan, fallback)
         else:
             _log.info("%s", plan)
-            return process_state.note(strategy)
+            return _noted(strategy)
     joined = process_state.cluster
     if plan.kind == "multi_worker" and joined is not None:
         raise ClusterError(
@@ -157,14 +163,21 @@ def create_strategy(
         )
     _say(plan, facts, devices)
     if plan.kind == "multi_worker" and facts.cluster is not None:
-        return process_state.note(_join(plan, facts.cluster, startup_timeout))
+        return _noted(_join(plan, facts.cluster, startup_timeout))
     contradiction = _contradicting_settings()
     if contradiction is not None:
         raise DeviceSettingsError(f"{contradiction}.")
     if plan.kind == "mirrored":
-        return process_state.note(_mirror(plan, facts))
+        return _noted(_mirror(plan, facts))
     with explaining_tf_config():
-        return tf.distribute.OneDeviceStrategy(f"/device:{plan.devices[0]}")
+        alone: Strategy = tf.distribute.OneDeviceStrategy(f"/device:{plan.devices[0]}")
+        return alone
+
+
+def _noted(strategy: Any) -> Strategy:
+    """Notes a strategy for the checks of scopes, and returns it."""
+    noted: Strategy = process_state.note(strategy)
+    return noted
 
 
 def _look_around(

@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from tfmultigpu import _compat
 from tfmultigpu.errors import KerasBackendError, ScopeError
+from tfmultigpu.strategies.tensorflow_log import leave_out_progress
 from tfmultigpu.strategies.topology import describe, is_default
 
 __all__ = [
@@ -18,15 +19,17 @@ __all__ = [
     "check_backend",
     "check_kinds",
     "check_scope",
+    "check_strategy",
 ]
 
 
 def check_backend() -> None:
-    """Checks that Keras runs on TensorFlow.
+    """Checks that Keras runs on TensorFlow, before anything that trains.
 
     Raises:
         KerasBackendError: It runs on another backend.
     """
+    leave_out_progress()
     asked = os.environ.get("KERAS_BACKEND", "tensorflow")
     backend = asked
     if "keras" in sys.modules or asked == "tensorflow":  # Importing another backend may fail.
@@ -54,18 +57,27 @@ def check_kinds(model: Any, strategy: Any, optimizer: Any = _NO_OPTIMIZER) -> No
 
     if not isinstance(model, keras.layers.Layer):
         raise TypeError(
-            f"model must be a Keras model. Received: {model!r}. The arguments are "
-            "make_train_step(model, optimizer, loss, strategy)."
+            f"model must be a Keras model. Received: {model!r}. Give a keras.Model, such as "
+            "keras.Sequential([...]), created in strategy.scope()."
         )
-    if not isinstance(strategy, tf.distribute.Strategy):
-        raise TypeError(
-            f"strategy must be a tf.distribute.Strategy. Received: {strategy!r}. Make one with "
-            "tmg.create_strategy()."
-        )
+    check_strategy(strategy)
     if optimizer is not _NO_OPTIMIZER and not isinstance(optimizer, keras.optimizers.Optimizer):
         raise TypeError(
             f"optimizer must be a Keras optimizer. Received: {optimizer!r}. Create it in the scope:"
             " with strategy.scope(): optimizer = keras.optimizers.Adam(1e-3)."
+        )
+
+
+def check_strategy(strategy: Any) -> None:
+    """Checks that something is a strategy.
+
+    Raises:
+        TypeError: It is not.
+    """
+    if not isinstance(strategy, tf.distribute.Strategy):
+        raise TypeError(
+            f"strategy must be a tf.distribute.Strategy. Received: {strategy!r}. Make one with "
+            "tmg.create_strategy()."
         )
 
 

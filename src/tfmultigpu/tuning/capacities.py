@@ -12,26 +12,30 @@ import numpy as np
 import tensorflow as tf
 
 from tfmultigpu import _compat
-from tfmultigpu.arguments import check_count
+from tfmultigpu.arguments import check_count, telling_swapped
 from tfmultigpu.data import partition
 from tfmultigpu.data.batch_format import count_rows
 from tfmultigpu.data.sharded_dataset import distribute_dataset
 from tfmultigpu.devices.discovery import list_devices, logical_to_physical
 from tfmultigpu.devices.names import parse_device_name
 from tfmultigpu.errors import DataError, ShareError
+from tfmultigpu.installation import install_command
 from tfmultigpu.optimizers.gradients import sum_dtype
 from tfmultigpu.optimizers.update import build_optimizer
 from tfmultigpu.steps.batch_function import as_tensors
+from tfmultigpu.strategies.scopes import check_strategy
 from tfmultigpu.strategies.worker_exchange import WorkerExchange
+from tfmultigpu.types import Model, Optimizer, Strategy
 
 __all__ = ["measured_capacities", "memory_capacities"]
 
 
+@telling_swapped
 def memory_capacities(
-    strategy: tf.distribute.Strategy | None = None,
+    strategy: Strategy | None = None,
     *,
-    model: Any = None,
-    optimizer: Any = None,
+    model: Model | None = None,
+    optimizer: Optimizer | None = None,
     memory: Mapping[str, float] | Sequence[float] | None = None,
 ) -> tuple[float, ...]:
     """Returns the memory each replica has for activations, which grow with its share.
@@ -71,6 +75,7 @@ def memory_capacities(
         (50, 14)
     """
     strategy = tf.distribute.get_strategy() if strategy is None else strategy
+    check_strategy(strategy)
     try:
         own = _local_capacities(strategy, model, optimizer, memory)
     except ShareError:
@@ -122,6 +127,7 @@ class Step(Protocol):
         """Trains on one batch."""
 
 
+@telling_swapped
 def measured_capacities(step: Step, batch: Any, *, repeats: int = 5) -> tuple[float, ...]:
     """Measures the examples per second of each replica with real steps.
 
@@ -341,7 +347,7 @@ def _device_memory(name: str) -> tuple[float, bool]:
             + (
                 "TensorFlow does not limit that of a CPU. "
                 if name.startswith("CPU")
-                else "Ask the driver with the extra nvml: pip install 'tfmultigpu[nvml]'. "
+                else f"Ask the driver with the extra nvml: {install_command('nvml')}. "
             )
             + f"Give it in bytes: memory_capacities(strategy, memory={{{name!r}: 8 * 1024**3}})."
         )

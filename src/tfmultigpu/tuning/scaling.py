@@ -14,6 +14,7 @@ from tfmultigpu.arguments import check_count
 from tfmultigpu.devices.configure import list_logical_devices, logical_to_physical
 from tfmultigpu.devices.names import listed
 from tfmultigpu.errors import DeviceNotFoundError
+from tfmultigpu.html_tables import html_table
 from tfmultigpu.strategies.factory import create_strategy
 from tfmultigpu.tuning.cost_model import CostModel, Network, Prediction, fit_costs
 from tfmultigpu.tuning.drawings import draw_curve
@@ -21,7 +22,15 @@ from tfmultigpu.tuning.step_profile import StepProfile, profile_step
 
 __all__ = ["Scaling", "ScalingPoint", "ScalingPrediction", "measure_scaling"]
 
-_HEADER = "replicas  examples/step  ms/step  examples/s  speedup  efficiency  lost to"
+_HEADER = (
+    "replicas",
+    "examples/step",
+    "ms/step",
+    "examples/s",
+    "speedup",
+    "efficiency",
+    "lost to",
+)
 
 _EFFICIENT = 0.9
 _CAUSES = {
@@ -96,15 +105,10 @@ class Scaling:
 
     def __str__(self) -> str:
         """Formats a table of throughput, speedup, efficiency, and the cause of the loss."""
-        lines = [_HEADER]
-        lines += [_line(one, one.profile.rows, one.profile.seconds) for one in self.points]
-        if self.model is not None and self.predicted:
-            here = self.points[-1].replicas
-            lines += [
-                f"predicted, {here} replica(s) a worker, {self.model.network} between workers:",
-                *(_line(one, one.step.rows, one.step.seconds) for one in self.predicted),
-                f"The model is within {self.model_error:.0%} of what was measured.",
-            ]
+        lines = [_line(_HEADER)]
+        lines += [_line(_cells(p, p.profile.rows, p.profile.seconds)) for p in self.points]
+        lines += self._of_model()
+        lines += [_line(_cells(p, p.step.rows, p.step.seconds)) for p in self.predicted]
         return "\n".join([*lines, f"note: {self.note}"] if self.note else lines)
 
     @property
@@ -117,6 +121,24 @@ class Scaling:
             abs(self.model.predict(count, one.rows).seconds / one.seconds - 1)
             for one, count in pairs
         )
+
+    def _repr_html_(self) -> str:
+        """Returns the table, for a notebook."""
+        rows = [_cells(one, one.profile.rows, one.profile.seconds) for one in self.points]
+        rows += [
+            (f"{one.replicas} (predicted)", *_cells(one, one.step.rows, one.step.seconds)[1:])
+            for one in self.predicted
+        ]
+        notes = [*self._of_model(), *([f"note: {self.note}"] if self.note else [])]
+        return html_table("Scaling", rows, header=_HEADER, notes=notes)
+
+    def _of_model(self) -> list[str]:
+        if self.model is None:
+            return []
+        return [
+            f"predicted: {self.points[-1].replicas} replica(s) a worker, {self.model.network} "
+            f"between workers; the model is within {self.model_error:.0%} of what was measured"
+        ]
 
     def as_svg(self) -> str:
         """Returns a curve of speedup over replicas, as an SVG document."""
@@ -257,11 +279,22 @@ def _check_predict(predict: Any, here: int) -> list[int]:
     return counts
 
 
-def _line(point: ScalingPoint | ScalingPrediction, rows: float, seconds: float) -> str:
+def _cells(point: ScalingPoint | ScalingPrediction, rows: float, seconds: float) -> tuple[str, ...]:
     return (
-        f"{point.replicas:>8}  {rows:>13g}  {1e3 * seconds:>7.2f}  {point.throughput:>10.0f}  "
-        f"{point.speedup:>7.2f}  {point.efficiency:>10.0%}  {point.cause or 'nothing significant'}"
+        f"{point.replicas}",
+        f"{rows:g}",
+        f"{1e3 * seconds:.2f}",
+        f"{point.throughput:.0f}",
+        f"{point.speedup:.2f}",
+        f"{point.efficiency:.0%}",
+        point.cause or "nothing significant",
     )
+
+
+def _line(cells: Sequence[str]) -> str:
+    *numbers, last = cells
+    wide = zip(_HEADER, numbers, strict=False)
+    return "  ".join([*(f"{one:>{max(7, len(name))}}" for name, one in wide), last])
 
 
 def _lost(parts: Mapping[str, float], before: Mapping[str, float], work: float) -> dict[str, float]:

@@ -12,11 +12,12 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfmultigpu.arguments import check_count
+from tfmultigpu.arguments import check_count, telling_swapped
 from tfmultigpu.data import partition
 from tfmultigpu.data.batch_format import count_rows
 from tfmultigpu.diagnostics.report import Finding
 from tfmultigpu.errors import DataError
+from tfmultigpu.html_tables import html_table
 from tfmultigpu.steps.chain import ChainedStep
 from tfmultigpu.steps.train import TrainStep
 from tfmultigpu.strategies.topology import strategy_devices
@@ -103,6 +104,24 @@ class StepProfile:
                     lines.append(f"    replica {i} ({device}){'':<4} {1e3 * one:>9.2f} ms{last}")
         return "\n".join([*lines, "change first:", str(self.finding)])
 
+    def _repr_html_(self) -> str:
+        """Returns the table and the first thing to change, for a notebook."""
+        total = sum(self.parts.values())
+        rows: list[tuple[str, str, str]] = []
+        for name, part in self.parts.items():
+            rows.append((name, f"{1e3 * part:.2f}", f"{part / total:.0%}"))
+            if name == "forward and backward" and len(self.replicas) > 1:
+                for i, (one, device) in enumerate(zip(self.replicas, self.devices, strict=True)):
+                    last = "slowest" if i == self.slowest else ""
+                    rows.append((f"replica {i} ({device})", f"{1e3 * one:.2f}", last))
+        title = (
+            f"Profile of {self.steps} steps of {self.rows:g} examples on {self.replicas_in_all} "
+            f"replica(s): {1e3 * self.seconds:.2f} ms a step, "
+            f"{self.rows / self.seconds:.0f} examples/s"
+        )
+        header = ("part, timed one after the other", "ms", "of their sum")
+        return html_table(title, rows, header=header, notes=[f"change first:\n{self.finding}"])
+
     def as_svg(self) -> str:
         """Returns the timeline of one step, as an SVG document."""
         begin = self.input
@@ -124,6 +143,7 @@ class StepProfile:
         Path(path).write_text(self.as_svg(), encoding="utf-8")
 
 
+@telling_swapped
 def profile_step(
     step: TrainStep | ChainedStep,
     data: Iterable[Any],

@@ -1,0 +1,37 @@
+"""Messages of TensorFlow that interrupt a notebook, where it shows those of level INFO too."""
+
+from __future__ import annotations
+
+import logging
+
+import tensorflow as tf
+
+__all__ = ["leave_out_progress"]
+
+# TensorFlow writes them at each trace, and an error from replicas once more than Python does.
+_PROGRESS = (
+    "Using MirroredStrategy with devices",
+    "MultiWorkerMirroredStrategy with",
+    "Single-worker MultiWorkerMirroredStrategy with",
+    "Reduce to ",
+    "Gather to ",
+    "batch_all_reduce: ",
+    "Collective ",
+    "Error reported to Coordinator: ",
+)
+
+
+class _Progress(logging.Filter):
+    """Drops messages of level INFO about the progress of strategies."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Returns whether to keep a message."""
+        return record.levelno != logging.INFO or not record.getMessage().startswith(_PROGRESS)
+
+
+_FILTER = _Progress()
+
+
+def leave_out_progress() -> None:
+    """Has TensorFlow's logger leave out the progress of strategies; others of INFO stay."""
+    tf.get_logger().addFilter(_FILTER)  # Once: a logger does not take the same filter twice.
