@@ -22,7 +22,7 @@ Returned = TypeVar("Returned")
 # The kinds of values that a public function takes under a name. A name that is not here, and a
 # value of none of these kinds, is for the function itself to check.
 _TAKES = {
-    "model": ("model",),
+    "model": ("model", "step"),  # A report on a step; others refuse it by themselves.
     "optimizer": ("optimizer",),
     "strategy": ("strategy",),
     "loss": ("loss", "text"),

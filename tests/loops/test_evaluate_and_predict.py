@@ -8,6 +8,7 @@ batch means by rows, and that of each output a plain mean of batch means, which 
 from __future__ import annotations
 
 import gc
+import re
 import weakref
 
 import keras
@@ -687,6 +688,29 @@ def test_a_predict_step_of_its_own_is_refused():
         model = own([keras.Input((6,)), keras.layers.Dense(1)])
     with pytest.raises(tmg.CompileError, match="to the model's call method"):
         tmg.predict(model, X)
+
+
+@pytest.mark.parametrize("given", [{}, {"verbose": "auto"}, {"verbose": 1}, {"verbose": 2}])
+def test_progress_is_shown_as_keras_shows_it(capsys, given):
+    model, truth = made(2, classifier, classification)
+    data = tf.data.Dataset.from_tensor_slices((X[:12], KIND[:12])).batch(4)
+
+    def shown(call):
+        capsys.readouterr()
+        call()
+        # The last state of the bar, without times.
+        last = re.split(r"[\r\x08]+", capsys.readouterr().out.rstrip())[-1].split("\n")[-1]
+        words = re.sub(r"\x1b\[[0-9;]*m", "", last).split()
+        return [one for one in words if one == "3/3" or one.endswith(":") or "━" in one]
+
+    theirs = shown(lambda: truth.evaluate(data, **given))
+    assert shown(lambda: tmg.evaluate(model, data, **given)) == theirs
+    assert {"3/3", "loss:"} <= set(theirs)
+    theirs = shown(lambda: truth.predict(data, **given))
+    assert shown(lambda: tmg.predict(model, data, **given)) == theirs
+    assert "3/3" in theirs
+    assert shown(lambda: tmg.evaluate(model, data, verbose=0)) == []
+    assert shown(lambda: tmg.predict(model, data, verbose=0)) == []
 
 
 def test_what_is_no_model():

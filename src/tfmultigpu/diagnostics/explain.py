@@ -26,7 +26,7 @@ from tfmultigpu.steps.train_step import TrainStep
 from tfmultigpu.steps.verification import outcomes
 from tfmultigpu.strategies.scopes import check_kinds
 from tfmultigpu.strategies.topology import strategy_devices, strategy_of
-from tfmultigpu.types import Models, Optimizer, Strategy
+from tfmultigpu.types import Optimizer, Strategy
 
 __all__ = ["explain"]
 
@@ -37,7 +37,7 @@ _NOT_HERE = {"started-before-cluster"}
 @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
 @telling_swapped
 def explain(
-    model: Models,
+    model: Any,
     optimizer: Optimizer | None = None,
     dataset: Any = None,
     strategy: Strategy | None = None,
