@@ -525,3 +525,21 @@ def test_tensorflow_can_be_told_to_end_collectives():
     command = [sys.executable, "-c", program]
     ended = subprocess.run(command, capture_output=True, text=True, check=True, timeout=900)
     assert "no more" in ended.stdout
+
+
+# Variables on one device of several -----------------------------------------------------------------
+
+
+def test_a_variable_of_a_strategy_can_be_on_one_of_its_devices():
+    strategy = strategy_of(2)
+    with strategy.scope():
+        variable = _compat.variable_on_device(
+            strategy, strategy.extended.worker_devices[1], tf.ones([3]), "alone", trainable=True
+        )
+    assert variable.device.endswith("CPU:1")
+    assert variable.distribute_strategy is strategy
+    assert strategy.extended.variable_created_in_scope(variable)
+    assert len(strategy.experimental_local_results(variable)) == 1
+    with tf.GradientTape() as tape:
+        total = tf.reduce_sum(variable * 2.0)
+    assert tape.gradient(total, variable).numpy().tolist() == [2.0, 2.0, 2.0]

@@ -277,6 +277,31 @@ def scratch_graph() -> Iterator[None]:
         yield
 
 
+def variable_on_device(
+    strategy: tf.distribute.Strategy, device: str, value: Any, name: str, *, trainable: bool
+) -> Any:
+    """Creates a variable of a strategy that lives on one of its devices alone.
+
+    Private: the class ``ResourceVariable`` and its argument ``distribute_strategy``. In a scope the
+    public ``tf.Variable`` makes a copy on each device, and outside it a variable belongs to no
+    strategy: TensorFlow and this library then take the model for one created outside the scope.
+
+    Args:
+        strategy: The strategy it belongs to.
+        device: The device.
+        value: The initial value.
+        name: The name.
+        trainable: Whether a ``GradientTape`` watches it by itself.
+    """
+    variables: Any = importlib.import_module("tensorflow.python.ops.resource_variable_ops")
+    with tf.init_scope(), tf.device(device):
+        variable: Any = variables.ResourceVariable(
+            initial_value=value, trainable=trainable, name=name, distribute_strategy=strategy
+        )
+    variable.distribute_strategy = strategy  # As all other variables with a strategy have it.
+    return variable
+
+
 def compile_arguments(model: Any) -> Any:
     """Returns the arguments of ``model.compile`` by name.
 

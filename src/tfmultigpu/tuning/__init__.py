@@ -2,10 +2,13 @@
 
 from tfmultigpu.tuning.batch_size import find_batch_size
 from tfmultigpu.tuning.capacities import measured_capacities, memory_capacities
+from tfmultigpu.tuning.memory_plan import MemoryPlan, PlannedVariable, plan_memory
 from tfmultigpu.tuning.scaling import Scaling, ScalingPoint, measure_scaling
 from tfmultigpu.tuning.step_profile import StepProfile, profile_step
 
 __all__ = [
+    "MemoryPlan",
+    "PlannedVariable",
     "Scaling",
     "ScalingPoint",
     "StepProfile",
@@ -13,5 +16,6 @@ __all__ = [
     "measure_scaling",
     "measured_capacities",
     "memory_capacities",
+    "plan_memory",
     "profile_step",
 ]
