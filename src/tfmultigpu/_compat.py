@@ -302,6 +302,26 @@ def variable_on_device(
     return variable
 
 
+def add_control_inputs(operation: Any, before: Any) -> None:
+    """Has an operation of a graph wait for others that were made before it.
+
+    Private: ``operation._add_control_inputs``. The public ``tf.control_dependencies`` must be known
+    when the operation is made, and Keras reads a weight before it says what it is for. Without it a
+    step copies all weights of other devices when it begins.
+    """
+    operation._add_control_inputs(list(before))
+
+
+def replace_input(operation: Any, index: int, tensor: Any) -> None:
+    """Gives an operation of a graph another tensor as one of its inputs.
+
+    Private: ``operation._update_input``. A ``GradientTape`` gives the backward pass the tensors of
+    the forward pass, and no public name changes that. Without it a copy of a weight of another
+    device stays until the backward pass has used it.
+    """
+    operation._update_input(index, tensor)
+
+
 def compile_arguments(model: Any) -> Any:
     """Returns the arguments of ``model.compile`` by name.
 
