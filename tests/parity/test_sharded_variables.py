@@ -14,6 +14,7 @@ import tensorflow as tf
 from one_device import strategy_of
 
 import tfmultigpu as tmg
+from tfmultigpu import _compat
 from tfmultigpu.strategies.collectives import forcing_addition
 from tfmultigpu.strategies.variable_sharding import is_sharded
 
@@ -461,3 +462,78 @@ def test_memory_is_given_for_each_device() -> None:
         tmg.sharded_variables(memory=[1.0]),
     ):
         pass
+
+
+def devices_of_values(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Notes the device of each value that a sharded variable begins with."""
+    devices: list[str] = []
+    create = _compat.variable_on_device
+
+    def note(strategy: Any, device: str, value: Any, *args: Any, **options: Any) -> Any:
+        devices.append(value.device)
+        assert value.device == device
+        return create(strategy, device, value, *args, **options)
+
+    monkeypatch.setattr(_compat, "variable_on_device", note)
+    return devices
+
+
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # Keras saving.
+def test_models_are_made_and_loaded_device_by_device(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    strategy = strategy_of(3)
+    step = sharded_step()
+    step((NUMBERS[:8], LABELS[:8]))
+    expected = [variable.numpy() for variable in step.model.weights]
+    step.model.save(tmp_path / "whole.keras")
+    step.model.save_weights(tmp_path / "only.weights.h5")
+
+    alone = keras.models.load_model(tmp_path / "whole.keras")  # On one device, without a strategy.
+    assert [one.shape for one in alone.weights] == [one.shape for one in step.model.weights]
+    for variable, value in zip(alone.weights, expected, strict=True):
+        np.testing.assert_array_equal(variable.numpy(), value)
+
+    devices = devices_of_values(monkeypatch)
+    with strategy.scope(), tmg.sharded_variables(at_least=0):
+        loaded = keras.models.load_model(tmp_path / "whole.keras", compile=False)
+        weights = mlp()
+    weights.load_weights(tmp_path / "only.weights.h5")
+    assert set(devices) == set(strategy.extended.worker_devices)
+    for model in (loaded, weights):
+        assert all(is_sharded(variable) for variable in model.trainable_variables)
+        for variable, value in zip(model.weights, expected, strict=True):
+            np.testing.assert_array_equal(variable.numpy(), value)
+
+
+def test_layers_placed_by_hand_on_one_replica(tmp_path: Any) -> None:
+    """Blocks of layers on devices of their own, the classical way."""
+
+    def train(places: list[str], resume: bool, **options: Any) -> Any:
+        keras.utils.set_random_seed(6)
+        x = inputs = keras.Input((6,))
+        blocks = []
+        for place in places:
+            with tf.device(place):
+                dense = layers.Dense(8, "tanh")
+                x = dense(x)
+                blocks.append(dense)
+        model = keras.Model(inputs, layers.Dense(3)(x))
+        optimizer = adam()
+        step = tmg.make_train_step(model, optimizer, crossentropy(), **options)
+        batches = cut(NUMBERS, LABELS)
+        checkpoints = tmg.Checkpoints(tmp_path / str(len(set(places))), model, optimizer)
+        begin = checkpoints.restore() or 0
+        for batch in batches[begin : None if resume else 2]:
+            step(batch)
+        checkpoints.save()
+        return [v.numpy() for v in model.variables], [b.kernel.value.device[-5:] for b in blocks]
+
+    by_hand, alone = ["CPU:0", "CPU:1", "CPU:2"], ["CPU:0"] * 3
+    train(by_hand, False, micro_batches=2)
+    found, devices = train(by_hand, True, micro_batches=2)
+    assert devices == by_hand
+    train(alone, False)
+    expected, _ = train(alone, True)
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(one, other, atol=2e-6)
