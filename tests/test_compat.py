@@ -45,6 +45,7 @@ def test_every_private_attribute_of_the_bridge_is_tested_here():
     private = set(re.findall(r"\.(_[a-z]\w+)", source)) | set(re.findall(r'"(_[a-z]\w+)"', source))
     ours = {"_recording", "_entered"}
     assert private - ours == {
+        "_add_control_inputs",
         "_all_reduce_sum_gradients",
         "_backend_apply_gradients",
         "_built",
@@ -61,6 +62,7 @@ def test_every_private_attribute_of_the_bridge_is_tested_here():
         "_tf_finalize_ema_values",
         "_tf_swap_variables",
         "_trainable_variables",
+        "_update_input",
         "_use_merge_call",
     }
 
@@ -525,3 +527,34 @@ def test_tensorflow_can_be_told_to_end_collectives():
     command = [sys.executable, "-c", program]
     ended = subprocess.run(command, capture_output=True, text=True, check=True, timeout=900)
     assert "no more" in ended.stdout
+
+
+# Variables on one device of several ---------------------------------------------------------------
+
+
+def test_a_variable_of_a_strategy_can_be_on_one_of_its_devices():
+    strategy = strategy_of(2)
+    with strategy.scope():
+        variable = _compat.variable_on_device(
+            strategy, strategy.extended.worker_devices[1], tf.ones([3]), "alone", trainable=True
+        )
+    assert variable.device.endswith("CPU:1")
+    assert variable.distribute_strategy is strategy
+    assert strategy.extended.variable_created_in_scope(variable)
+    assert len(strategy.experimental_local_results(variable)) == 1
+    with tf.GradientTape() as tape:
+        total = tf.reduce_sum(variable * 2.0)
+    assert tape.gradient(total, variable).numpy().tolist() == [2.0, 2.0, 2.0]
+
+
+def test_operations_of_a_graph_can_be_changed():
+    graph = tf.Graph()
+    with graph.as_default():
+        first, second = tf.constant(1.0), tf.constant(2.0)
+        total = first + first
+        _compat.replace_input(total.op, 1, second)
+        _compat.add_control_inputs(total.op, [second.op])
+    assert total.op.inputs[1] is second
+    assert [one.name for one in total.op.control_inputs] == [second.op.name]
+    with tf.compat.v1.Session(graph=graph) as session:
+        assert session.run(total) == 3.0

@@ -94,11 +94,13 @@ if TYPE_CHECKING:
         StrategyPlan as StrategyPlan,
         create_strategy as create_strategy,
         plan_strategy as plan_strategy,
+        sharded_variables as sharded_variables,
     )
     from tfmultigpu.tuning import (
         find_batch_size as find_batch_size,
         measured_capacities as measured_capacities,
         memory_capacities as memory_capacities,
+        plan_memory as plan_memory,
     )
 
 _NAMES = {
@@ -177,11 +179,13 @@ _NAMES = {
         "StrategyPlan",
         "create_strategy",
         "plan_strategy",
+        "sharded_variables",
     ),
     "tuning": (
         "find_batch_size",
         "measured_capacities",
         "memory_capacities",
+        "plan_memory",
     ),
 }
 _PACKAGES = (

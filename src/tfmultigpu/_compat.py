@@ -277,6 +277,51 @@ def scratch_graph() -> Iterator[None]:
         yield
 
 
+def variable_on_device(
+    strategy: tf.distribute.Strategy, device: str, value: Any, name: str, *, trainable: bool
+) -> Any:
+    """Creates a variable of a strategy that lives on one of its devices alone.
+
+    Private: the class ``ResourceVariable`` and its argument ``distribute_strategy``. In a scope the
+    public ``tf.Variable`` makes a copy on each device, and outside it a variable belongs to no
+    strategy: TensorFlow and this library then take the model for one created outside the scope.
+
+    Args:
+        strategy: The strategy it belongs to.
+        device: The device.
+        value: The initial value.
+        name: The name.
+        trainable: Whether a ``GradientTape`` watches it by itself.
+    """
+    variables: Any = importlib.import_module("tensorflow.python.ops.resource_variable_ops")
+    with tf.init_scope(), tf.device(device):
+        variable: Any = variables.ResourceVariable(
+            initial_value=value, trainable=trainable, name=name, distribute_strategy=strategy
+        )
+    variable.distribute_strategy = strategy  # As all other variables with a strategy have it.
+    return variable
+
+
+def add_control_inputs(operation: Any, before: Any) -> None:
+    """Has an operation of a graph wait for others that were made before it.
+
+    Private: ``operation._add_control_inputs``. The public ``tf.control_dependencies`` must be known
+    when the operation is made, and Keras reads a weight before it says what it is for. Without it a
+    step copies all weights of other devices when it begins.
+    """
+    operation._add_control_inputs(list(before))
+
+
+def replace_input(operation: Any, index: int, tensor: Any) -> None:
+    """Gives an operation of a graph another tensor as one of its inputs.
+
+    Private: ``operation._update_input``. A ``GradientTape`` gives the backward pass the tensors of
+    the forward pass, and no public name changes that. Without it a copy of a weight of another
+    device stays until the backward pass has used it.
+    """
+    operation._update_input(index, tensor)
+
+
 def compile_arguments(model: Any) -> Any:
     """Returns the arguments of ``model.compile`` by name.
 

@@ -42,6 +42,7 @@ LAST_LINE = {
     "several_workers": rf"2 workers, largest weight difference to one device: {DIFFERENCE}",
     "sharded_by_hand": "distribute_dataset, 197 rows, largest weight difference to one device: "
     + DIFFERENCE,
+    "sharded_variables": rf"4 replicas, largest weight difference to one device: {DIFFERENCE}",
     "simclr": rf"2 and 3 replicas, largest weight difference to one device: {DIFFERENCE}",
     "tpu_with_fallback": r"trained on OneDeviceStrategy: loss \d+\.\d+ at first, \d+\.\d+ at last",
     "unequal_gpus": r"shares \(48, 16\), largest weight difference to one device: " + DIFFERENCE,

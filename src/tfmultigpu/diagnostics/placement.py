@@ -12,7 +12,10 @@ from tfmultigpu import _compat
 from tfmultigpu.devices.configure import list_logical_devices
 from tfmultigpu.devices.names import listed, parse_device_name
 from tfmultigpu.diagnostics.report import Finding
+from tfmultigpu.optimizers.loss_scaling import unwrap_optimizer
+from tfmultigpu.optimizers.sharded import owned_variables
 from tfmultigpu.strategies.topology import strategy_devices
+from tfmultigpu.strategies.variable_sharding import is_sharded
 
 __all__ = [
     "Placement",
@@ -32,7 +35,8 @@ class Placement:
         total: Number of variables.
         outside: Names of the variables created outside the scope of the strategy.
         other: The other strategy they were created under, if any.
-        copies: The devices of the first variable's copies.
+        alone: The device of each sharded variable.
+        copies: The devices of the copies of the first variable that is not sharded, if any.
         asked: The devices of the strategy in this process.
         gpus: The logical GPUs of this process.
     """
@@ -41,6 +45,7 @@ class Placement:
     total: int = 0
     outside: tuple[str, ...] = ()
     other: str = ""
+    alone: tuple[str, ...] = ()
     copies: tuple[str, ...] = ()
     asked: tuple[str, ...] = ()
     gpus: tuple[str, ...] = ()
@@ -50,12 +55,15 @@ class Placement:
         """Reads the placement of a model."""
         variables = list(model.variables)
         names, other = outside_of(variables, strategy)
-        first = next((v for v in variables if getattr(v, "trainable", False)), None)
+        alone = [variable for variable in variables if is_sharded(variable)]
+        trained = [v for v in variables if getattr(v, "trainable", False)]
+        first = next((v for v in trained if not is_sharded(v)), *trained[:1] or [None])
         return cls(
             built=bool(model.built) and bool(variables),
             total=len(variables),
             outside=names,
             other=other,
+            alone=tuple(place for one in alone for place in devices_of(one, strategy)),
             copies=() if first is None else devices_of(first, strategy),
             asked=strategy_devices(strategy) or list_logical_devices()[-1:],
             gpus=list_logical_devices("GPU"),
@@ -70,11 +78,15 @@ class Placement:
         """Returns the placement for a report."""
         if not self.built:
             return {"built": "no"}
-        return {
+        facts = {
             "variables": str(self.total),
             "created in the scope": str(self.total - len(self.outside)),
             "copies of a weight": f"{len(self.copies)}, on {listed(self.copies)}",
         }
+        if self.alone:
+            counts = [f"{self.alone.count(one)} on {one}" for one in sorted(set(self.alone))]
+            facts["sharded variables"] = ", ".join(counts)
+        return facts
 
 
 def outside_of(
@@ -161,7 +173,9 @@ def optimizer_findings(
     """Reports a misplaced optimizer, or one of another model."""
     if optimizer is None or not hasattr(optimizer, "variables"):
         return
-    names, other = outside_of(optimizer.variables, strategy)
+    owned = owned_variables(unwrap_optimizer(optimizer))
+    everywhere = [variable for variable in optimizer.variables if id(variable) not in owned]
+    names, other = outside_of(everywhere, strategy)
     if names:
         under = f", under {other}" if other else ""
         yield Finding(

@@ -9,6 +9,7 @@ import tensorflow as tf
 from tfmultigpu.data.batch_format import unpack_batch
 from tfmultigpu.errors import ScopeError
 from tfmultigpu.strategies.scopes import all_layers, check_scope
+from tfmultigpu.strategies.variable_sharding import creating_as_before
 
 __all__ = ["prepare_model", "symbolic"]
 
@@ -27,7 +28,7 @@ def prepare_model(model: Any, strategy: tf.distribute.Strategy, batch_spec: Any 
         ScopeError: The model was created outside the scope, or cannot be built from the batch.
     """
     if not model.built and (has_call(model) or not model.variables):
-        with strategy.scope():
+        with creating_as_before(strategy):
             _build(model, batch_spec)
     check_scope(model.variables, strategy, "model")
     if strategy.num_replicas_in_sync > 1:

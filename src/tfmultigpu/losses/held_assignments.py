@@ -16,6 +16,9 @@ from typing import Any, Protocol
 
 import tensorflow as tf
 
+from tfmultigpu.errors import TfMultiGpuError
+from tfmultigpu.strategies.variable_sharding import is_sharded
+
 __all__ = ["Held", "assign_held", "assign_if", "holding"]
 
 _current = threading.local()
@@ -60,7 +63,14 @@ def assign_held(variables: Sequence[Any], values: Sequence[Any], after: Sequence
     with tf.control_dependencies(after):
         for variable, value in zip(variables, values, strict=True):
             # The copy carries the dependency: an aggregated variable is assigned elsewhere.
-            variable.assign(tf.identity(value))
+            value = tf.identity(value)
+            if not is_sharded(variable):
+                variable.assign(value)
+                continue
+            value = _aggregated(variable, value)
+            context: Any = tf.distribute.get_replica_context()
+            if tf.get_static_value(context.replica_id_in_sync_group) == 0:
+                variable.assign(value)
 
 
 def assign_if(condition: Any, update: Callable[[], Any]) -> None:
@@ -122,6 +132,13 @@ def _holding_class() -> Any:
         def add_update(self, update: tuple[Any, Any]) -> None:
             variable, value = update
             if self._in_inner_graph():
+                if is_sharded(variable):
+                    raise TfMultiGpuError(
+                        "A layer assigns a sharded variable in a loop, a branch or a tf.function, "
+                        "where the replicas cannot agree on its value. Received: "
+                        f"{variable.path!r}. Make it with add_weight(..., trainable=False), or "
+                        "create the layer outside tmg.sharded_variables()."
+                    )
                 self._assign_at_once(variable)
                 with _outside_scopes():
                     variable.assign(value)

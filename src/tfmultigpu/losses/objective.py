@@ -28,6 +28,7 @@ from tfmultigpu.losses.model_group import as_model, check_variables
 from tfmultigpu.losses.outputs import Output, match_outputs
 from tfmultigpu.losses.recording import noting_losses_read, recording_added_losses
 from tfmultigpu.strategies.scopes import all_layers
+from tfmultigpu.strategies.variable_sharding import is_sharded
 
 __all__ = ["Layout", "MeanKey", "ModelLoss", "Objective", "is_loss", "regularization", "stack"]
 
@@ -338,6 +339,8 @@ def regularization(variables: Sequence[Any]) -> tuple[Any, list[Any]]:
         return tf.zeros([]), [None] * len(variables)
     # A Keras regularizer reads only its own variable.
     read_all = any(one is not None and not is_part_of_keras(type(one)) for one in own)
+    if not read_all and any(is_sharded(variable) for variable in variables):
+        return _penalties_in_place(variables, own)
     pairs = zip(variables, own, strict=True)
     values = [
         tf.convert_to_tensor(v.value) if read_all or r is not None else None for v, r in pairs
@@ -355,6 +358,30 @@ def regularization(variables: Sequence[Any]) -> tuple[Any, list[Any]]:
         total += tf.cast(penalty, tf.float32)
     found = iter(tape.gradient(penalties, read))
     return total, [None if value is None else next(found) for value in values]
+
+
+def _penalties_in_place(variables: Sequence[Any], own: Sequence[Any]) -> tuple[Any, list[Any]]:
+    """Returns the same, and computes what depends on a sharded variable on its device."""
+    total: Any = tf.zeros([])
+    gradients: list[Any] = []
+    for variable, regularizer in zip(variables, own, strict=True):
+        if regularizer is None:
+            gradients.append(None)
+            continue
+        device = variable.value.device if is_sharded(variable) else None
+        with _on(device), tf.GradientTape() as tape:
+            value = tf.convert_to_tensor(variable.value)
+            tape.watch(value)
+            penalty = tf.reduce_sum(regularizer(value))
+        with _on(device):
+            gradients.append(tape.gradient(penalty, value))
+        total += tf.cast(penalty, tf.float32)
+    return total, gradients
+
+
+def _on(device: str | None) -> AbstractContextManager[Any]:
+    place: AbstractContextManager[Any] = nullcontext() if device is None else tf.device(device)
+    return place
 
 
 def _reading(variables: Sequence[Any], values: Sequence[Any]) -> AbstractContextManager[Any]:

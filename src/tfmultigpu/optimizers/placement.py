@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, TypeVar
 
@@ -19,7 +19,9 @@ __all__ = ["assign_owners", "component_as_keras", "outside_scopes", "owned_state
 _T = TypeVar("_T")
 
 
-def assign_owners(sizes: Sequence[int], owners: int) -> tuple[int, ...]:
+def assign_owners(
+    sizes: Sequence[int], owners: int, fixed: Mapping[int, int] | None = None
+) -> tuple[int, ...]:
     """Returns the owner of each variable, so that none owns much more than another.
 
     Largest first, each to whoever owns least: no owner has more than the mean and the largest
@@ -28,14 +30,20 @@ def assign_owners(sizes: Sequence[int], owners: int) -> tuple[int, ...]:
     Args:
         sizes: Elements or bytes of each variable.
         owners: How many owners there are, at least 1.
+        fixed: The owner of each variable that has one already, by its number.
 
     Example:
         >>> assign_owners([100, 10, 60, 50], 2)
         (0, 0, 1, 1)
     """
-    loads = [(0, owner) for owner in range(owners)]
     chosen = [0] * len(sizes)
-    for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
+    given = [0] * owners
+    for i, owner in (fixed or {}).items():
+        chosen[i] = owner
+        given[owner] += sizes[i]
+    loads = [(load, owner) for owner, load in enumerate(given)]
+    heapq.heapify(loads)
+    for i in sorted(set(range(len(sizes))) - set(fixed or ()), key=lambda i: (-sizes[i], i)):
         load, owner = heapq.heappop(loads)
         chosen[i] = owner
         heapq.heappush(loads, (load + sizes[i], owner))
@@ -98,12 +106,17 @@ def owned_state(
     """
     made: list[tuple[int, tf.Variable]] = []
     current: list[int] = []
-    from_reference = optimizer.add_variable_from_reference
+    # Keras' class for TensorFlow first enters ``colocate_vars_with``, which takes mirrored
+    # variables only. The one it inherits from does not.
+    method = "add_variable_from_reference"
+    from_reference = [vars(one)[method] for one in type(optimizer).__mro__ if method in vars(one)][
+        -1
+    ]
 
     def note_owner(reference_variable: Any, *args: Any, **options: Any) -> Any:
         current.append(owner_of(reference_variable))
         try:
-            return from_reference(reference_variable, *args, **options)
+            return from_reference(optimizer, reference_variable, *args, **options)
         finally:
             current.pop()
 

@@ -2,8 +2,9 @@
 
 Each variable has one owner. Gradients are added on the device of the owner, a stock Keras optimizer
 of the owner's applies them to its copy of the variable, and the new value is copied to the other
-replicas. Optimizer state exists once; the optimizer of the user and those of the owners are views
-of the same variables.
+replicas. A sharded variable is owned by the device that it lives on, and has no copies. Optimizer
+state exists once; the optimizer of the user and those of the owners are views of the same
+variables.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from tfmultigpu.optimizers.placement import (
     using,
 )
 from tfmultigpu.strategies.collectives import replicas_share_memory
+from tfmultigpu.strategies.variable_sharding import is_sharded, owner_of
 
 __all__ = [
     "PAYS_FROM",
@@ -39,6 +41,7 @@ __all__ = [
     "plan_update",
     "reset_averages",
     "shard_update",
+    "slots_of_each_variable",
     "swap_averages",
 ]
 
@@ -80,6 +83,9 @@ def plan_update(
             that was asked not to be.
     """
     known = _sharded.get(optimizer)
+    alone = [variable for variable in variables if is_sharded(variable)]
+    if alone and known is None:
+        return _plan_of_sharded(asked, alone, optimizer, variables, strategy)
     if known is not None:
         if asked is False:
             raise TfMultiGpuError(
@@ -116,6 +122,32 @@ def plan_update(
     )
 
 
+def _plan_of_sharded(
+    asked: str | bool,
+    alone: Sequence[Any],
+    optimizer: Any,
+    variables: Sequence[Any],
+    strategy: tf.distribute.Strategy,
+) -> UpdatePlan:
+    """Returns the plan for variables that live on one device alone, which has no alternative."""
+    which = f"{len(alone)} sharded variables, such as {alone[0].path!r}"
+    if asked is False:
+        raise TfMultiGpuError(
+            "A variable that lives on one device alone is updated there. Received: "
+            f"shard_update=False for a model with {which}. Leave shard_update out, or create the "
+            "model without tmg.sharded_variables()."
+        )
+    obstacle = _obstacle(optimizer, variables, strategy)
+    if obstacle is not None:
+        raise TfMultiGpuError(
+            "Variables that live on one device alone need an optimizer that works there too, and "
+            f"this one cannot: {obstacle}. Received: a model with {which}. Use an optimizer of "
+            "Keras such as Adam, AdamW, SGD or Lion, not built before the step is made; or create "
+            "the model without tmg.sharded_variables()."
+        )
+    return UpdatePlan(True, f"the model has {which}")
+
+
 def can_be_sharded(
     optimizer: Any, variables: Sequence[Any], strategy: tf.distribute.Strategy
 ) -> bool:
@@ -150,16 +182,21 @@ def _obstacle(
     if any(getattr(variable, "overwrite_with_gradient", False) for variable in variables):
         return "a variable is overwritten by its gradient"
     try:
-        by_variable = outside_scopes(lambda: _keeps_state_by_variable(optimizer))
+        owned, made = outside_scopes(lambda: _state_of_a_trial(optimizer))
     except (NotImplementedError, TypeError, ValueError) as error:
         return f"{kind.__name__} cannot be made again from its settings ({error})"
-    if not by_variable:
+    if owned < made:
         return f"{kind.__name__} keeps state that is not of the shape of a variable"
     return None
 
 
-def _keeps_state_by_variable(optimizer: Any) -> bool:
-    """Tries on a small variable if an optimizer makes all its state from a variable."""
+def slots_of_each_variable(optimizer: Any) -> int:
+    """Returns how many variables of the shape of a variable an optimizer keeps beside it."""
+    return outside_scopes(lambda: _state_of_a_trial(optimizer))[0]
+
+
+def _state_of_a_trial(optimizer: Any) -> tuple[int, int]:
+    """Returns how many variables an optimizer makes from a small one, and how many it makes."""
     made: list[Any] = []
     trial = _make_again(
         optimizer, [tf.Variable(tf.constant(0, tf.int64), trainable=False)], lambda: 0.1
@@ -177,7 +214,7 @@ def _keeps_state_by_variable(optimizer: Any) -> bool:
             variable = keras.Variable("zeros", shape=(2, 2), name="trial")
         with tf.variable_creator_scope(count):
             trial.build([variable])
-    return len(owned) == len(made)
+    return len(owned), len(made)
 
 
 def _make_again(optimizer: Any, variables: list[Any], learning_rate: Callable[[], Any]) -> Any:
@@ -221,7 +258,11 @@ class ShardedUpdate:
         """Builds the optimizer of the user, and one for each owner on the same variables."""
         self.devices: tuple[str, ...] = tuple(strategy.extended.worker_devices)
         replicas = range(len(self.devices))
-        owners = assign_owners([_size(variable) for variable in variables], len(self.devices))
+        fixed = {
+            i: owner_of(one, self.devices) for i, one in enumerate(variables) if is_sharded(one)
+        }
+        sizes = [_size(variable) for variable in variables]
+        owners = assign_owners(sizes, len(self.devices), fixed)
         self.owners = {id(v): owner for v, owner in zip(variables, owners, strict=True)}
         self._optimizer = weakref.ref(optimizer)  # The owners must not keep it alive.
         self._strategy = strategy
@@ -236,7 +277,7 @@ class ShardedUpdate:
         self.state = frozenset(id(v) for v in optimizer.variables if id(v) not in before)
         counters = strategy.experimental_local_results(optimizer.iterations.value)
         twins = [
-            component_as_keras(v, self._components(v)[owner])
+            component_as_keras(v, self._component(v, owner))
             for v, owner in zip(variables, owners, strict=True)
         ]
         self._twins = {id(v): twin for v, twin in zip(variables, twins, strict=True)}
@@ -307,6 +348,8 @@ class ShardedUpdate:
 
     def _copy(self, variable: Any) -> None:
         components = self._components(variable)
+        if len(components) == 1:
+            return
         owner = self.owners[id(variable)]
         with tf.device(self.devices[owner]):
             value = components[owner].read_value()
@@ -323,6 +366,10 @@ class ShardedUpdate:
             if isinstance(value, _SETTINGS) and name not in _DONE_BEFORE:
                 for own in self._by_owner:
                     setattr(own, name, value)
+
+    def _component(self, variable: Any, owner: int) -> tf.Variable:
+        components = self._components(variable)
+        return components[owner if len(components) > 1 else 0]
 
     def _components(self, variable: Any) -> tuple[tf.Variable, ...]:
         return tuple(self._strategy.experimental_local_results(variable.value))

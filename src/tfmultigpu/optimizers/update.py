@@ -21,6 +21,7 @@ from tfmultigpu.optimizers.sharded import (
     shard_update,
 )
 from tfmultigpu.strategies.scopes import check_scope
+from tfmultigpu.strategies.variable_sharding import is_sharded
 
 __all__ = ["apply_reduced_gradients", "build_optimizer", "prepare_update"]
 
@@ -42,6 +43,7 @@ def apply_reduced_gradients(
 
     Raises:
         RuntimeError: Called neither in a replica (``strategy.run``) nor on one device.
+        TfMultiGpuError: A variable was created with ``sharded_variables``.
 
     Example:
         >>> import keras, tensorflow as tf, tfmultigpu as tmg
@@ -52,6 +54,13 @@ def apply_reduced_gradients(
         >>> weight.numpy().tolist()
         [0.5]
     """
+    alone = [variable.path for variable in variables if is_sharded(variable)]
+    if alone:
+        raise TfMultiGpuError(
+            "A variable that lives on one device alone is updated once, not by every replica. "
+            f"Received: {alone[:3]}, created with tmg.sharded_variables(). Train it with "
+            "tmg.make_train_step or tmg.fit."
+        )
     context = tf.distribute.get_replica_context()
     if context is None:
         raise RuntimeError(

@@ -35,6 +35,7 @@ from tfmultigpu.steps.verification import (
     assigned_variables,
     check_verify,
 )
+from tfmultigpu.steps.weight_reads import bounding_reads
 from tfmultigpu.strategies.collectives import sum_over_replicas
 from tfmultigpu.strategies.gathering import gather_rows
 from tfmultigpu.strategies.not_copied import NotCopied
@@ -303,7 +304,8 @@ class EvalStep(NotCopied):
     def _replica(self, shards: Shards, seeds: GlobalSeeds, shard: Any, weight: Any) -> tf.Tensor:
         counts = holds_what_counts(weight)
         held = ReplicaRows.of(shards, shard, seeds)
-        with drawing_rows(held), gathering_from(held), counting_once(counts):
+        reads = bounding_reads(self._objective.model.variables)
+        with reads, drawing_rows(held), gathering_from(held), counting_once(counts):
             terms, outputs = self._objective(shard, training=False)
         update_metrics(self._metrics, outputs, counts, weighted=False)
         update_metrics(self._weighted_metrics, outputs, counts, weighted=True)
@@ -379,7 +381,8 @@ class PredictStep(NotCopied):
         def predict(shard: Any, weight: Any) -> Any:
             held = ReplicaRows.of(shards, shard, seeds)
             counting = counting_once(holds_what_counts(weight))
-            with drawing_rows(held), gathering_from(held), counting:
+            reads = bounding_reads(self._model.variables)
+            with reads, drawing_rows(held), gathering_from(held), counting:
                 return self._model(unpack_batch(shard)[0], training=False)
 
         with global_seeds(self.strategy) as seeds:

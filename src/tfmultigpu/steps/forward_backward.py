@@ -34,8 +34,10 @@ from tfmultigpu.steps.random_draws import ReplicaRows, drawing_rows
 from tfmultigpu.steps.replica_sums import short_sums
 from tfmultigpu.steps.row_gathering import gathering_from
 from tfmultigpu.steps.seeds import GlobalSeeds, global_seeds
-from tfmultigpu.strategies.collectives import refusing_to_meet
+from tfmultigpu.steps.weight_reads import BackwardReads, bounding_reads, keep_in_step
+from tfmultigpu.strategies.collectives import add_on_device, refusing_to_meet
 from tfmultigpu.strategies.topology import local_replicas, per_replica
+from tfmultigpu.strategies.variable_sharding import is_sharded
 
 __all__ = ["Findings", "PhaseResult", "ReplicaPhase"]
 
@@ -61,13 +63,14 @@ class PhaseResult:
     Attributes:
         parts: For each local replica a list of tensors to be added over all replicas: the gradients
             that exist, backward pass by backward pass, then the new value of each variable that
-            is overwritten, spread over the replicas, then one vector of sums and weights.
+            is overwritten, spread over the replicas, then one vector of sums and weights. Of a
+            gradient that is added already the first list has the sum, and the others None.
         held: The Keras variables that layers, draws and metrics assigned.
         states: Their values, a list of per-replica values.
         findings: The findings of the trace.
     """
 
-    parts: list[list[tf.Tensor]]
+    parts: list[list[Any]]
     held: Sequence[Any]
     states: Any
     findings: Findings
@@ -82,12 +85,14 @@ class _Pass:
         outputs: The outputs, for metrics.
         held: The variables that were assigned.
         findings: The findings of its trace.
+        reads: The reads of sharded variables in the backward pass.
     """
 
     values: list[tf.Tensor]
     outputs: list[Output]
     held: Held
     findings: Findings
+    reads: BackwardReads
 
 
 class ReplicaPhase:
@@ -149,7 +154,8 @@ class ReplicaPhase:
             if self._micro_batches == 1:
                 values, states = self._strategy.run(once, args=(shard, None, *fixed))
                 one = passes[-1]
-                return PhaseResult(self._local(values), one.held.variables, states, one.findings)
+                parts = self._added_by_owners(self._local(values), passes)
+                return PhaseResult(parts, one.held.variables, states, one.findings)
             # A loop must know what it carries before it is traced. So one micro-batch is traced
             # first, in a graph that is thrown away.
             with _compat.scratch_graph():
@@ -179,6 +185,28 @@ class ReplicaPhase:
             [per_replica(self._strategy, one) for one in states],
             look.findings,
         )
+
+    def _added_by_owners(
+        self, parts: list[list[tf.Tensor]], passes: Sequence[_Pass]
+    ) -> list[list[Any]]:
+        """Adds the gradients of sharded variables where these are; None in all lists but one."""
+        variables, (present, *more) = self._objective.trained, passes[-1].findings.present
+        if more or not any(is_sharded(variable) for variable in variables):
+            return parts  # Added later, of several backward passes.
+        added: list[list[Any]] = [list(one) for one in parts]
+        gradients: dict[int, list[Any]] = {}
+        sums: dict[int, Any] = {}
+        used = [v for v, here in zip(variables, present, strict=True) if here]
+        for i, variable in enumerate(used):
+            if is_sharded(variable):
+                handle, device = id(variable.value.handle), variable.value.device
+                gradients[handle] = [one[i] for one in parts]
+                dtype = self._options.reduce_dtype
+                sums[handle] = add_on_device(gradients[handle], device, dtype)
+                for one, total in zip(added, [sums[handle], *[None] * len(parts)], strict=False):
+                    one[i] = total
+        keep_in_step([one.reads for one in passes], gradients, sums)
+        return added
 
     def _loop_around_replicas(
         self, addition: MicroBatchSum, shards: Shards, shard: Any, fixed: tuple[Any, ...]
@@ -310,10 +338,22 @@ class ReplicaPhase:
         with holding(given) as held:
             for variable, value in zip(one.held.variables, states, strict=True):
                 held.add_update((variable, value))
-        return _Pass(list(values), outputs, held, one.findings)
+        return _Pass(list(values), outputs, held, one.findings, one.reads)
 
     def _forward_backward(
         self, given: list[Any], shard: Any, weight: Any, global_rows: Any, loss_scale: Any
+    ) -> _Pass:
+        with bounding_reads(self._objective.model.variables) as reads:
+            return self._traced(reads, given, shard, weight, global_rows, loss_scale)
+
+    def _traced(
+        self,
+        reads: BackwardReads,
+        given: list[Any],
+        shard: Any,
+        weight: Any,
+        global_rows: Any,
+        loss_scale: Any,
     ) -> _Pass:
         variables = self._objective.trained
         values = [variable.value for variable in variables]
@@ -341,8 +381,10 @@ class ReplicaPhase:
                 scaled[i] for i, one in enumerate(terms) if i not in measured and not one.logged
             ]
             targets = ([_total(known)] if known else []) + [scaled[i] for i in measured]
+        reads.backward_begins()
         with holding(held=held):
             passes = [tape.gradient(target, values) for target in targets]
+        reads.backward_ends()
         del tape
         found = [list(zip(one, variables, replaced, strict=True)) for one in passes]
         findings = Findings(
@@ -357,7 +399,7 @@ class ReplicaPhase:
             for gradient, variable, new in one
             if gradient is not None and new == kind
         ]
-        return _Pass([*gradients, stack(terms, weight)], outputs, held, findings)
+        return _Pass([*gradients, stack(terms, weight)], outputs, held, findings, reads)
 
     def _local(self, results: list[Any]) -> list[list[tf.Tensor]]:
         local = [self._strategy.experimental_local_results(result) for result in results]

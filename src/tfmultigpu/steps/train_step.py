@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
+from tfmultigpu.errors import TfMultiGpuError
 from tfmultigpu.losses.build_model import prepare_model
 from tfmultigpu.losses.held_assignments import assign_held, holding
 from tfmultigpu.losses.objective import MeanKey, Objective, is_loss
@@ -35,6 +36,7 @@ from tfmultigpu.strategies.collectives import sum_on_devices, sum_over_replicas
 from tfmultigpu.strategies.not_copied import NotCopied
 from tfmultigpu.strategies.scopes import all_layers
 from tfmultigpu.strategies.topology import local_replicas, per_replica
+from tfmultigpu.strategies.variable_sharding import is_sharded
 
 __all__ = ["Reduced", "TrainStep", "Trained", "addends", "as_totals"]
 
@@ -270,6 +272,8 @@ class TrainStep(NotCopied):
             self._use(frozen)
             return
         prepare_model(self.model, self.strategy, batch_spec)
+        if self._options.jit_compile:
+            self._refuse_sharded()
         # What the optimizer remembers is made by all workers together, and so is a step.
         if batch_spec is not None or not unwrap_optimizer(self.optimizer).built:
             self._agreement.check(self.model, self.optimizer)
@@ -292,6 +296,15 @@ class TrainStep(NotCopied):
         self.loss_scale = make_loss_scale(self._options.loss_scale, self.optimizer, self.strategy)
         self._settings.note(self.optimizer)
         self._use(self._what_is_frozen())
+
+    def _refuse_sharded(self) -> None:
+        alone = [variable.path for variable in self.model.variables if is_sharded(variable)]
+        if alone:
+            raise TfMultiGpuError(
+                "XLA cannot read a variable that lives on another device. Received: "
+                f"jit_compile=True, and {len(alone)} sharded variables, such as {alone[0]!r}. "
+                "Leave jit_compile out, or create the model without tmg.sharded_variables()."
+            )
 
     def compute(self, shards: Shards) -> dict[str, Any]:
         """Trains on one batch inside a ``tf.function``; call ``prepare`` before that."""

@@ -7,6 +7,7 @@ from tfmultigpu.strategies.communication import (
 )
 from tfmultigpu.strategies.factory import create_strategy, plan_strategy
 from tfmultigpu.strategies.plan import StrategyPlan
+from tfmultigpu.strategies.variable_sharding import sharded_variables
 
 __all__ = [
     "CommunicationTimes",
@@ -15,4 +16,5 @@ __all__ = [
     "create_strategy",
     "measure_communication",
     "plan_strategy",
+    "sharded_variables",
 ]

@@ -13,6 +13,7 @@ from tfmultigpu.errors import TfMultiGpuError
 from tfmultigpu.strategies.topology import describe, per_replica
 
 __all__ = [
+    "add_on_device",
     "all_reduce_sum",
     "forcing_addition",
     "refusing_to_meet",
@@ -147,16 +148,32 @@ def sum_on_devices(
     """Adds tensors over the replicas of one process, each on a device of its own.
 
     Args:
-        values: One list of tensors for each replica, alike in shapes and dtypes.
+        values: One list of tensors for each replica, alike in shapes and dtypes. What is added
+            already is in the first list, and None in the others.
         devices: Where each sum is to be, one for each tensor of a list.
         reduce_dtype: As for ``sum_over_replicas``.
     """
-    sent = [_narrow(tensors, reduce_dtype) for tensors in values]
-    totals = []
-    for device, tensor, *parts in zip(devices, values[0], *sent, strict=True):
-        with tf.device(device):
-            totals.append(tf.add_n([tf.cast(part, tensor.dtype) for part in parts]))
-    return totals
+    *others, last = zip(devices, *values, strict=True)
+    totals = [add_on_device(parts, device, reduce_dtype) for device, *parts in others]
+    return [*totals, add_on_device(last[1:], last[0])]
+
+
+def add_on_device(
+    parts: Sequence[Any], device: str, reduce_dtype: tf.DType | None = None
+) -> tf.Tensor:
+    """Adds tensors on a device.
+
+    Args:
+        parts: A tensor of each replica; or one that is their sum already, and None for the rest.
+        device: The device.
+        reduce_dtype: As for ``sum_over_replicas``.
+    """
+    present = [part for part in parts if part is not None]
+    if len(present) == 1:
+        reduce_dtype = None  # Nothing is sent.
+    sent = _narrow([*present, tf.zeros([])], reduce_dtype)[:-1]
+    with tf.device(device):
+        return tf.add_n([tf.cast(part, present[0].dtype) for part in sent])
 
 
 def _narrow(tensors: list[tf.Tensor], dtype: tf.DType | None) -> list[tf.Tensor]:

@@ -108,10 +108,13 @@ class _TimedPhase:
         begin = _clock([tf.size(leaf) for leaf in leaves if tf.is_tensor(leaf)])
         with tf.control_dependencies([begin]):
             result: PhaseResult = self.phase(shards, loss_scale)
-        ends = [_clock(one) for one in result.parts]
+        ends = [_clock([part for part in one if part is not None]) for one in result.parts]
         self.times = [begin, *ends]
         with tf.control_dependencies(ends):
-            parts = [[_after(None, tensor) for tensor in one] for one in result.parts]
+            parts = [
+                [None if tensor is None else _after(None, tensor) for tensor in one]
+                for one in result.parts
+            ]
         return dataclasses.replace(result, parts=parts)
 
 

@@ -13,6 +13,7 @@ from tfmultigpu.losses.held_assignments import holding
 from tfmultigpu.losses.objective import stack
 from tfmultigpu.losses.recording import recording_calls
 from tfmultigpu.steps.verification.effects import check_changes_nothing
+from tfmultigpu.steps.weight_reads import bounding_reads
 
 __all__ = ["Forward", "Trial", "dense_outputs", "try_forward"]
 
@@ -83,7 +84,8 @@ def try_forward(
     graph = tf.compat.v1.get_default_graph()
     before = len(graph.get_operations())
     recording: Any = recording_calls() if record_calls else nullcontext([])
-    with holding(weights) as held, recording as calls:
+    reads = bounding_reads(objective.model.variables)
+    with reads, holding(weights) as held, recording as calls:
         terms, outputs = objective(batch, training=training)
     check_changes_nothing(graph, graph.get_operations()[before:])
     states = [one for one in held.variables if not one.trainable]

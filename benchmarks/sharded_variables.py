@@ -1,0 +1,114 @@
+"""Peak memory and time of a step: mirrored variables, sharded update, sharded variables.
+
+``python benchmarks/sharded_variables.py`` runs each in a process of its own, on four virtual CPUs,
+and prints the peak of the process above what it had before the model. Virtual CPUs share their
+memory, so a read of a variable of another device is no copy: on GPUs mirrored variables take the
+parameters on each device, and what this shows is the part of gradients and optimizer state.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+SOURCE = Path(__file__).resolve().parents[1] / "src"
+WAYS = {
+    "mirrored variables": (False, False),
+    "mirrored variables, sharded update": (False, True),
+    "sharded variables": (True, True),
+}
+
+
+def peak() -> float:
+    """Returns the largest memory that this process has had, in MiB."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) / 1024 for line in lines if line.startswith("VmHWM"))
+
+
+def measure(way: str, replicas: int, layers: int, width: int) -> dict[str, Any]:
+    """Trains in this process; returns bytes, times and losses."""
+    os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
+    os.environ["KERAS_BACKEND"] = "tensorflow"
+    sys.path.insert(0, str(SOURCE))
+    import keras
+    import numpy as np
+
+    import tfmultigpu as tmg
+
+    devices = tmg.split_device("CPU:0", parts=replicas)
+    strategy = tmg.create_strategy(devices=list(devices))
+    sharded, update = WAYS[way]
+    keras.utils.set_random_seed(1)
+    random = np.random.default_rng(0)
+    batch = (
+        random.normal(size=(32, width)).astype("float32"),
+        random.normal(size=(32, 10)).astype("float32"),
+    )
+    before = peak()
+
+    def build() -> Any:
+        hidden = [keras.layers.Dense(width, "relu") for _ in range(layers)]
+        return keras.Sequential([keras.Input((width,)), *hidden, keras.layers.Dense(10)])
+
+    with strategy.scope():
+        if sharded:
+            with tmg.sharded_variables():
+                model = build()
+        else:
+            model = build()
+        optimizer = keras.optimizers.Adam(1e-4)
+    step = tmg.make_train_step(model, optimizer, "mse", strategy, shard_update=update, verify=False)
+    losses = [float(step(batch)["loss"]) for _ in range(3)]
+    begin, used = time.perf_counter(), time.process_time()
+    losses += [float(step(batch)["loss"]) for _ in range(5)]
+    return {
+        "parameters": model.count_params() * 4 / 2**20,
+        "peak": peak() - before,
+        "seconds": (time.perf_counter() - begin) / 5,
+        "processor": (time.process_time() - used) / 5,
+        "losses": losses,
+    }
+
+
+def main() -> int:
+    """Returns 1 if the ways do not train alike."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--replicas", type=int, default=4)
+    parser.add_argument("--layers", type=int, default=24)
+    parser.add_argument("--width", type=int, default=1450)
+    parser.add_argument("--measure", choices=list(WAYS))
+    asked = parser.parse_args()
+    if asked.measure:
+        print(json.dumps(measure(asked.measure, asked.replicas, asked.layers, asked.width)))
+        return 0
+    found: dict[str, Any] = {}
+    for way in WAYS:
+        command = [sys.executable, __file__, *sys.argv[1:], "--measure", way]
+        ended = subprocess.run(command, capture_output=True, text=True, check=True)
+        found[way] = json.loads(ended.stdout.splitlines()[-1])
+    first = next(iter(found.values()))
+    print(f"{first['parameters']:.0f} MiB of parameters, {asked.replicas} replicas, Adam")
+    for way, one in found.items():
+        print(
+            f"{way:36} peak {one['peak']:6.0f} MiB ({one['peak'] / first['peak']:.2f})   "
+            f"step {one['seconds'] * 1e3:6.0f} ms ({one['seconds'] / first['seconds']:.2f})   "
+            f"processor {one['processor'] * 1e3:6.0f} ms "
+            f"({one['processor'] / first['processor']:.2f})"
+        )
+    apart = max(
+        abs(a - b)
+        for one in found.values()
+        for a, b in zip(one["losses"], first["losses"], strict=True)
+    )
+    print(f"largest difference of a loss: {apart:.1e}")
+    return int(apart > 1e-4)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,243 @@
+"""Variables that live on one device alone, for models that do not fit on one."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import tensorflow as tf
+
+from tfmultigpu import _compat
+from tfmultigpu.devices.discovery import list_devices, logical_to_physical
+from tfmultigpu.devices.names import parse_device_name
+from tfmultigpu.errors import ScopeError, ShareError, TfMultiGpuError
+from tfmultigpu.strategies.topology import describe
+
+__all__ = [
+    "AT_LEAST",
+    "creating_as_before",
+    "is_sharded",
+    "memory_of_devices",
+    "next_device",
+    "owner_of",
+    "sharded_variables",
+]
+
+AT_LEAST = 2**16
+
+
+class _Loads:
+    """Bytes of sharded variables on each device of a strategy.
+
+    Attributes:
+        devices: The devices.
+        memory: Bytes of each device; None if they are unknown, which means alike.
+        at_least: Smaller variables, in bytes, are mirrored.
+        bytes: Bytes of the variables that are on each device now.
+    """
+
+    def __init__(self, devices: Sequence[str]) -> None:
+        self.devices = tuple(devices)
+        self.memory: tuple[float, ...] | None = None
+        self.at_least = AT_LEAST
+        self.bytes = [0] * len(devices)
+
+    def add(self, device: int, name: str, size: int) -> None:
+        """Counts a variable.
+
+        Raises:
+            ShareError: The device does not hold it.
+        """
+        if self.memory is not None and self.bytes[device] + size > self.memory[device]:
+            table = "; ".join(
+                f"{parse_device_name(one)}: {used:,} of {int(memory):,} bytes"
+                for one, used, memory in zip(self.devices, self.bytes, self.memory, strict=True)
+            )
+            raise ShareError(
+                "The variables do not fit on the devices of the strategy. Received: "
+                f"{name!r} of {size:,} bytes, after {table}. Take more devices, "
+                "tmg.create_strategy(devices=[...]), or a smaller model."
+            )
+        self.bytes[device] += size
+
+    def remove(self, device: int, size: int) -> None:
+        """Counts a variable no more, which nobody uses."""
+        self.bytes[device] -= size
+
+
+_loads: weakref.WeakKeyDictionary[Any, _Loads] = weakref.WeakKeyDictionary()
+
+
+@contextmanager
+def sharded_variables(
+    *, at_least: int = AT_LEAST, memory: Mapping[str, float] | Sequence[float] | None = None
+) -> Iterator[None]:
+    """Has each large trainable variable live on one device alone, for models too large for one.
+
+    Enter it inside the scope of the strategy, and create the model in it. All replicas read such
+    a variable from its device. A train step adds its gradients there and updates it there, with
+    the optimizer state beside it. The results are those of a mirrored model, and of one device.
+
+    A variable goes to the device with the smallest part of its memory in use. Small variables,
+    and those that layers assign themselves, such as moving statistics, stay mirrored. A model
+    that is built later, from its first batch, is sharded as well.
+
+    Args:
+        at_least: Bytes from which a variable is large.
+        memory: Bytes of each device, by device name or in order: unequal devices get unequal
+            parts. None takes the memory limits of the devices, or the memory the driver tells.
+            If that is unknown for one of them, as for CPUs, all get equal parts.
+
+    Raises:
+        ScopeError: Not in the scope of a strategy.
+        TfMultiGpuError: The strategy has several worker processes, or is not a
+            ``MirroredStrategy``.
+        ShareError: ``memory`` does not fit the devices; or, later, the variables do not.
+        ValueError: ``at_least`` is negative.
+
+    Example:
+        >>> import keras, tensorflow as tf, tfmultigpu as tmg
+        >>> strategy = tmg.create_strategy()
+        >>> with strategy.scope(), tmg.sharded_variables():
+        ...     model = keras.Sequential([keras.Input((256,)), keras.layers.Dense(256)])
+        >>> len(strategy.experimental_local_results(model.layers[0].kernel.value))
+        1
+    """
+    if at_least < 0:
+        raise ValueError(f"at_least is a number of bytes. Received: at_least={at_least}.")
+    if not tf.distribute.has_strategy():
+        raise ScopeError(
+            "sharded_variables spreads variables over the devices of a strategy, and was entered "
+            "outside the scope of one. Write both in this order: with strategy.scope(), "
+            "tmg.sharded_variables():"
+        )
+    strategy = tf.distribute.get_strategy()
+    if strategy.num_replicas_in_sync == 1:
+        yield
+        return
+    if not isinstance(strategy, tf.distribute.MirroredStrategy):
+        raise TfMultiGpuError(
+            "Variables can be sharded over the devices of one process only. Received: "
+            f"{describe(strategy)}. Train on the GPUs of one machine, "
+            'tmg.create_strategy(prefer="mirrored"), or leave sharded_variables out.'
+        )
+    devices = strategy.extended.worker_devices
+    loads = _loads.setdefault(strategy, _Loads(devices))
+    loads.at_least = at_least
+    loads.memory = memory_of_devices(devices, memory)
+    with _creating(strategy, loads):
+        yield
+
+
+@contextmanager
+def creating_as_before(strategy: tf.distribute.Strategy) -> Iterator[None]:
+    """Enters a scope to create a model in, sharded if an earlier part of the program did that."""
+    with strategy.scope():
+        if strategy in _loads:
+            with _creating(strategy, _loads[strategy]):
+                yield
+        else:
+            yield
+
+
+@contextmanager
+def _creating(strategy: tf.distribute.Strategy, loads: _Loads) -> Iterator[None]:
+    def create(create_mirrored: Any, **options: Any) -> Any:
+        # Only Keras says for each variable whether it is trained.
+        if options.get("trainable") is not True or not callable(options["initial_value"]):
+            return create_mirrored(**options)
+        number = next_device(loads.bytes, loads.memory)
+        with tf.init_scope(), tf.device(loads.devices[number]):
+            value = tf.convert_to_tensor(options["initial_value"](), options["dtype"])
+        size = value.shape.num_elements() * value.dtype.size
+        if size < loads.at_least:
+            return create_mirrored(**{**options, "initial_value": lambda: value})
+        loads.add(number, options["name"], size)
+        variable = _compat.variable_on_device(
+            strategy, loads.devices[number], value, options["name"], trainable=True
+        )
+        weakref.finalize(variable, loads.remove, number, size)
+        return variable
+
+    with tf.variable_creator_scope(create):
+        yield
+
+
+def next_device(loads: Sequence[int], memory: Sequence[float] | None) -> int:
+    """Returns the number of the device with the smallest part of its memory in use.
+
+    Args:
+        loads: Bytes of the sharded variables on each device.
+        memory: Bytes of each device; None if they are unknown, which means alike.
+
+    Example:
+        >>> next_device([30, 20], [4000, 1000])
+        0
+    """
+    used = [size / of for size, of in zip(loads, memory or (1.0,) * len(loads), strict=True)]
+    return used.index(min(used))
+
+
+def is_sharded(variable: Any) -> bool:
+    """Returns whether a variable lives on one of several devices of its strategy alone.
+
+    Args:
+        variable: A Keras or TensorFlow variable.
+    """
+    inner = getattr(variable, "value", variable)
+    inner = variable if callable(inner) else inner
+    strategy = getattr(inner, "distribute_strategy", None)
+    if strategy is None or strategy.num_replicas_in_sync == 1:
+        return False
+    if not isinstance(strategy, tf.distribute.MirroredStrategy):
+        return False
+    return len(strategy.experimental_local_results(inner)) == 1
+
+
+def owner_of(variable: Any, devices: Sequence[str]) -> int:
+    """Returns the number of the device that a sharded variable lives on."""
+    names = [parse_device_name(device) for device in devices]
+    return names.index(parse_device_name(variable.value.device))
+
+
+def memory_of_devices(
+    devices: Sequence[str], memory: Mapping[str, float] | Sequence[float] | None
+) -> tuple[float, ...] | None:
+    """Returns the bytes of each device: those given, else those known; None if one is not known.
+
+    Raises:
+        ShareError: What is given does not fit the devices.
+    """
+    names = [parse_device_name(device) for device in devices]
+    if memory is None:
+        known = [_known_memory(name) for name in names]
+        return None if None in known else tuple(float(one) for one in known if one is not None)
+    if isinstance(memory, Mapping):
+        given = {parse_device_name(name): value for name, value in memory.items()}
+        values = [given.get(name) for name in names]
+    else:
+        values = list(memory)
+    sizes = [one for one in values if isinstance(one, (int, float)) and 0 < one < math.inf]
+    if len(sizes) != len(names) or len(memory) != len(names):
+        raise ShareError(
+            "memory has one positive number of bytes for each device of the strategy. Received: "
+            f"memory={memory!r} for {', '.join(names)}."
+        )
+    return tuple(float(one) for one in sizes)
+
+
+def _known_memory(name: str) -> float | None:
+    """Returns the bytes of a logical device: its limit, or the memory that the driver tells."""
+    owners = logical_to_physical()
+    physical = owners.get(name, name)
+    config: Any = tf.config
+    devices = {parse_device_name(one.name): one for one in config.list_physical_devices()}
+    limits = config.get_logical_device_configuration(devices[physical]) or ()
+    parts = [part for part, owner in owners.items() if owner == physical]
+    if len(limits) == len(parts) and limits[parts.index(name)].memory_limit:
+        return float(limits[parts.index(name)].memory_limit) * 1024**2  # It is in MiB.
+    total = next((one.memory_total for one in list_devices() if one.name == physical), None)
+    return None if total is None or len(parts) > 1 else float(total)

@@ -1,0 +1,297 @@
+"""Bytes on each device of a model, its gradients, optimizer state and activations, beforehand."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import random
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfmultigpu.arguments import check_count
+from tfmultigpu.devices.names import parse_device_name
+from tfmultigpu.errors import ScopeError, ShareError
+from tfmultigpu.losses.recording import recording_calls
+from tfmultigpu.optimizers.gradients import sum_dtype
+from tfmultigpu.optimizers.loss_scaling import unwrap_optimizer
+from tfmultigpu.optimizers.placement import assign_owners
+from tfmultigpu.optimizers.sharded import slots_of_each_variable
+from tfmultigpu.strategies.topology import strategy_devices
+from tfmultigpu.strategies.variable_sharding import (
+    AT_LEAST,
+    is_sharded,
+    memory_of_devices,
+    next_device,
+    owner_of,
+)
+
+__all__ = ["MemoryPlan", "PlannedVariable", "plan_memory"]
+
+
+@dataclasses.dataclass(frozen=True)
+class PlannedVariable:
+    """One variable of a plan.
+
+    Attributes:
+        path: Its path, which begins with the name of its layer.
+        device: The device it lives on alone; None if each device has a copy.
+        owner: The device that updates it.
+        parameters: Bytes of the variable.
+        gradients: Bytes of its gradient, added over the replicas; 0 if it is not trained.
+        optimizer_state: Bytes that the optimizer keeps of it.
+    """
+
+    path: str
+    device: str | None
+    owner: str
+    parameters: int
+    gradients: int
+    optimizer_state: int
+
+
+@dataclasses.dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes that training takes on each device; ``str(plan)`` is for a person.
+
+    Attributes:
+        devices: The devices of the strategy.
+        memory: Bytes of each device; None if they are not known.
+        variables: The variables of the model.
+        activations: Bytes of the outputs of all layers on one replica, which the backward pass
+            needs; 0 if no rows were given.
+        largest: Bytes of the largest sharded variable. A replica holds copies of the few that it
+            computes with, so two of them are counted.
+    """
+
+    devices: tuple[str, ...]
+    memory: tuple[float, ...] | None
+    variables: tuple[PlannedVariable, ...]
+    activations: int
+    largest: int
+
+    def bytes_on(self, device: str) -> int:
+        """Returns the bytes on a device: its variables, gradients, state and activations."""
+        return sum(self._columns(device))
+
+    def check(self) -> None:
+        """Checks that each device has the memory for its part.
+
+        Raises:
+            ShareError: One has not; the message has the whole plan.
+        """
+        for device, memory in zip(self.devices, self.memory or (), strict=False):
+            needed = self.bytes_on(device)
+            if needed > memory:
+                raise ShareError(
+                    f"{device} has not enough memory. Received: {_text(needed)} needed of "
+                    f"{_text(memory)}. Take more devices, fewer rows, micro_batches=, or a smaller "
+                    f"model.\n{self}"
+                )
+
+    def _columns(self, device: str) -> list[int]:
+        here = [one for one in self.variables if one.device in (None, device)]
+        owned = [one for one in self.variables if one.owner == device]
+        several = len(self.devices) > 1 and self.largest > 0
+        return [
+            sum(one.parameters for one in here),
+            sum(one.gradients for one in owned),
+            sum(one.optimizer_state for one in owned),
+            2 * self.largest if several else 0,
+            self.activations,
+        ]
+
+    def __str__(self) -> str:
+        """Returns a table of the devices, and one of the variables."""
+        head = ("device", "parameters", "gradients", "state", "copies", "activations", "all", "of")
+        rows: list[Sequence[str]] = [head]
+        for i, device in enumerate(self.devices):
+            columns = self._columns(device)
+            memory = "?" if self.memory is None else _text(self.memory[i])
+            texts = [_text(one) for one in (*columns, sum(columns))]
+            rows.append((device, *texts, memory))
+        each: list[Sequence[str]] = [("variable", "device", "parameters", "gradients", "state")]
+        for one in self.variables:
+            sizes = (one.parameters, one.gradients, one.optimizer_state)
+            place = "each" if one.device is None else one.device
+            each.append((one.path, place, *[_text(size) for size in sizes]))
+        return f"{_table(rows)}\n\n{_table(each)}"
+
+
+def plan_memory(
+    model: Any,
+    optimizer: Any = None,
+    strategy: tf.distribute.Strategy | None = None,
+    *,
+    batch_spec: Any = None,
+    rows: int = 0,
+    at_least: int = AT_LEAST,
+    memory: Mapping[str, float] | Sequence[float] | None = None,
+) -> MemoryPlan:
+    """Plans the bytes on each device before anything runs, for ``sharded_variables``.
+
+    Args:
+        model: A function that makes the model, with ``keras.Input`` or built. It is called to see
+            its shapes, and no variable gets memory. Or a built model, whose variables are counted
+            on the devices that they are on.
+        optimizer: The optimizer; None counts no state.
+        strategy: The strategy; None takes ``tf.distribute.get_strategy()``.
+        batch_spec: The type specs of the features of a batch; None takes the inputs of the model.
+        rows: Rows of a global batch, or of one micro-batch of all replicas, for activations.
+        at_least: As for ``sharded_variables``.
+        memory: As for ``sharded_variables``.
+
+    Returns:
+        The plan. Call ``plan.check()`` for an error if a device has not enough memory.
+
+    Raises:
+        ScopeError: The model has no variables without a batch.
+        ShareError: ``memory`` does not fit the devices.
+
+    Example:
+        >>> import keras, tensorflow as tf, tfmultigpu as tmg
+        >>> def build():
+        ...     return keras.Sequential([keras.Input((256,)), keras.layers.Dense(256)])
+        >>> strategy = tf.distribute.OneDeviceStrategy("CPU:0")
+        >>> plan = tmg.plan_memory(build, keras.optimizers.Adam(), strategy, rows=16)
+        >>> plan.bytes_on("CPU:0")
+        1069056
+    """
+    strategy = tf.distribute.get_strategy() if strategy is None else strategy
+    rows = check_count("rows", rows, 0)
+    devices = strategy_devices(strategy) or (parse_device_name(tf.zeros([]).device),)
+    memories = memory_of_devices(devices, memory)
+    slots = 0 if optimizer is None else slots_of_each_variable(unwrap_optimizer(optimizer))
+    if isinstance(model, tf.Module) or hasattr(model, "trainable_variables"):
+        return _plan(model, slots, devices, memories, batch_spec, rows, None)
+    plan: MemoryPlan = _without_memory(
+        lambda: _plan(model(), slots, devices, memories, batch_spec, rows, at_least)
+    )
+    return plan
+
+
+def _plan(
+    model: Any,
+    slots: int,
+    devices: tuple[str, ...],
+    memory: tuple[float, ...] | None,
+    batch_spec: Any,
+    rows: int,
+    at_least: int | None,
+) -> MemoryPlan:
+    if not model.variables:
+        raise ScopeError(
+            "The model has no variables yet, so their bytes are unknown. Received: model "
+            f"{model.name!r}. Begin it with keras.Input(shape), or build it: "
+            "model.build(input_shape)."
+        )
+    trained = {id(variable) for variable in model.trainable_variables}
+    sizes = [_bytes(variable.shape, variable.dtype) for variable in model.variables]
+    alone: dict[int, int] = {}
+    loads = [0] * len(devices)
+    for i, variable in enumerate(model.variables):
+        if at_least is None:
+            if is_sharded(variable):
+                alone[i] = owner_of(variable, devices)
+        elif len(devices) > 1 and variable.trainable and sizes[i] >= at_least:
+            alone[i] = next_device(loads, memory)
+            loads[alone[i]] += sizes[i]
+    owners = assign_owners(sizes, len(devices), alone)
+    planned = tuple(
+        PlannedVariable(
+            variable.path,
+            devices[alone[i]] if i in alone else None,
+            devices[owners[i]],
+            sizes[i],
+            _bytes(variable.shape, sum_dtype(variable.dtype)) if id(variable) in trained else 0,
+            slots * sizes[i] if id(variable) in trained else 0,
+        )
+        for i, variable in enumerate(model.variables)
+    )
+    on_one = -(-rows // len(devices))
+    activations = _activations(model, batch_spec, on_one) if rows else 0
+    largest = max((sizes[i] for i in alone), default=0)
+    return MemoryPlan(devices, memory, planned, activations, largest)
+
+
+def _activations(model: Any, batch_spec: Any, rows: int) -> int:
+    """Returns the bytes of the outputs of all layers for a number of rows."""
+    inputs = batch_spec if batch_spec is not None else getattr(model, "inputs", None)
+    if not inputs:
+        raise ScopeError(
+            "The shapes of the inputs are unknown, so activations cannot be estimated. Received: "
+            f"model {model.name!r} without inputs. Give batch_spec=tf.TensorSpec(shape, dtype), or "
+            "leave rows out."
+        )
+    if batch_spec is None and len(inputs) == 1:
+        inputs = inputs[0]
+    specs = tf.nest.map_structure(
+        lambda one: tf.TensorSpec([rows, *tuple(one.shape)[1:]], one.dtype), inputs
+    )
+    sizes: dict[int, int] = {}
+
+    def forward(batch: Any) -> None:
+        with recording_calls() as calls:
+            model(batch, training=False)
+        # A model returns what a layer in it returned, which counts once.
+        for one in tf.nest.flatten([result for _, result in calls]):
+            if isinstance(one, tf.Tensor):
+                sizes[id(one)] = _bytes(one.shape, one.dtype)
+
+    traced: Any = tf.function(forward, autograph=False)
+    traced.get_concrete_function(specs)  # In a graph no variable gets memory either.
+    return sum(sizes.values())
+
+
+def _without_memory(function: Callable[[], Any]) -> Any:
+    """Calls a function whose variables get no memory, and leaves random generators as they are."""
+    import keras
+
+    policy = keras.config.dtype_policy()
+    states = random.getstate(), np.random.get_state()  # noqa: NPY002
+    results: list[Any] = []
+    errors: list[Exception] = []
+
+    def call() -> None:
+        # Keras keeps its settings, and a list of variables to initialize, for each thread.
+        try:
+            keras.config.set_dtype_policy(policy)
+            with keras.StatelessScope(initialize_variables=False):
+                results.append(function())
+        except Exception as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    thread.join()
+    random.setstate(states[0])
+    np.random.set_state(states[1])  # noqa: NPY002
+    if errors:
+        raise errors[0]
+    return results[0]
+
+
+def _bytes(shape: Any, dtype: Any) -> int:
+    known = [1 if size is None else int(size) for size in tuple(shape)]
+    return math.prod(known) * int(tf.as_dtype(dtype).size)
+
+
+def _text(size: float) -> str:
+    for unit, name in ((1024**3, "GiB"), (1024**2, "MiB"), (1024, "KiB")):
+        if size >= unit:
+            return f"{size / unit:.1f} {name}"
+    return f"{int(size)} B"
+
+
+def _table(rows: Sequence[Sequence[str]]) -> str:
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return "\n".join(
+        "  ".join(
+            text.ljust(width) if i == 0 else text.rjust(width)
+            for i, (text, width) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in rows
+    )

@@ -1,0 +1,539 @@
+"""Variables on one device each: what one device gives, and each variable and slot once."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from one_device import strategy_of
+
+import tfmultigpu as tmg
+from tfmultigpu import _compat
+from tfmultigpu.strategies.collectives import forcing_addition
+from tfmultigpu.strategies.variable_sharding import is_sharded
+
+layers = keras.layers
+_random = np.random.default_rng(3)
+# Partial batches, one row, fewer rows than replicas.
+SIZES = (12, 7, 1, 2, 12)
+
+
+def cut(*arrays: np.ndarray, sizes: tuple[int, ...] = SIZES) -> list[tuple[np.ndarray, ...]]:
+    ends = np.cumsum(sizes)
+    return [
+        tuple(a[end - size : end] for a in arrays) for end, size in zip(ends, sizes, strict=True)
+    ]
+
+
+@contextlib.contextmanager
+def sharding(at_least: int = 0) -> Any:
+    """Shards on replicas; the side of one device is built outside of scopes."""
+    with contextlib.ExitStack() as stack:
+        if tf.distribute.has_strategy():
+            stack.enter_context(tmg.sharded_variables(at_least=at_least))
+        yield
+
+
+def crossentropy() -> Any:
+    return keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+
+
+def mlp() -> Any:
+    return keras.Sequential(
+        [
+            keras.Input((6,)),
+            layers.Dense(16, "tanh", kernel_regularizer="l2"),
+            layers.Dropout(0.3, seed=1),
+            layers.Dense(16, "tanh", kernel_constraint=keras.constraints.MaxNorm(1.0)),
+            layers.Dense(3),
+        ]
+    )
+
+
+def cnn() -> Any:
+    return keras.Sequential(
+        [
+            keras.Input((6, 6, 2)),
+            layers.Conv2D(4, 3, use_bias=False),
+            layers.BatchNormalization(synchronized=True),
+            layers.Activation("relu"),
+            layers.Conv2D(4, 3, activation="relu"),
+            layers.GlobalAveragePooling2D(),
+            layers.Dense(3),
+        ]
+    )
+
+
+def transformer() -> Any:
+    ids = keras.Input((5,), dtype="int32")
+    x = layers.Embedding(11, 8)(ids)
+    x = x + layers.MultiHeadAttention(2, 4)(x, x, use_causal_mask=True)
+    x = layers.LayerNormalization()(x)
+    x = layers.LayerNormalization()(x + layers.Dense(8)(layers.Dense(16, "gelu")(x)))
+    return keras.Model(ids, layers.Dense(3)(layers.GlobalAveragePooling1D()(x)))
+
+
+def lstm() -> Any:
+    ids = keras.Input((5,), dtype="int32")
+    x = layers.Embedding(11, 4, mask_zero=True)(ids)
+    x = layers.LSTM(6, return_sequences=True)(x)
+    return keras.Model(ids, layers.Dense(3)(layers.LSTM(5)(x)))
+
+
+ROWS = sum(SIZES)
+LABELS = _random.integers(0, 3, ROWS)
+NUMBERS = _random.normal(size=(ROWS, 6)).astype("float32")
+IMAGES = _random.normal(size=(ROWS, 6, 6, 2)).astype("float32")
+IDS = _random.integers(1, 11, (ROWS, 5)).astype("int32")
+IDS[:, 3:] *= _random.integers(0, 2, (ROWS, 2)).astype("int32")
+MODELS: dict[str, tuple[Callable[[], Any], np.ndarray]] = {
+    "MLP": (mlp, NUMBERS),
+    "CNN": (cnn, IMAGES),
+    "transformer": (transformer, IDS),
+    "LSTM": (lstm, IDS),
+}
+
+
+def adam(**options: Any) -> Any:
+    return keras.optimizers.Adam(0.01, **options)
+
+
+def training(
+    make: Callable[[], Any], optimizer: Callable[[], Any] = adam, **options: Any
+) -> Callable[[], Any]:
+    def build() -> Any:
+        with sharding():
+            model = make()
+        metrics = [keras.metrics.SparseCategoricalAccuracy()]
+        return tmg.testing.Training(model, optimizer(), crossentropy(), metrics=metrics, **options)
+
+    return build
+
+
+# Their true gradient is zero, or nearly, and Adam divides it by its own size.
+ZERO = {"conv2d/kernel": 1e-5, "key/bias": 1e-3}
+
+
+def hold(name: str, replicas: Any, build: Any = None, **options: Any) -> None:
+    make, x = MODELS[name]
+    strategies = [strategy_of(n) for n in np.atleast_1d(replicas)]
+    for strategy in strategies:
+        tmg.testing.assert_replica_invariant(
+            build or training(make), cut(x, LABELS), strategy=strategy, **options
+        )
+
+
+@pytest.mark.parametrize("replicas", [2, 3, 4])
+@pytest.mark.parametrize("name", list(MODELS))
+def test_models_train_as_on_one_device(name: str, replicas: int) -> None:
+    hold(name, replicas, tolerances=ZERO)
+
+
+@pytest.mark.parametrize("name", ["MLP", "transformer", "LSTM"])
+def test_micro_batches(name: str) -> None:
+    hold(name, 2, micro_batches=3, tolerances=ZERO)
+
+
+def test_numbers_of_micro_batches_of_each_replica() -> None:
+    hold("MLP", 3, micro_batches=[1, 2, 3])
+
+
+def test_several_steps_in_one_call() -> None:
+    hold("MLP", 4, steps_per_call=2)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"clipnorm": 0.1},
+        {"global_clipnorm": 0.2},
+        {"clipvalue": 0.01},
+        {"weight_decay": 0.1},
+        {"use_ema": True, "ema_momentum": 0.8, "ema_overwrite_frequency": 2},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_settings_of_the_optimizer(options: dict[str, Any]) -> None:
+    make = functools.partial(adam, **options)
+    hold("MLP", 3, training(mlp, make))
+
+
+def test_clipping_by_the_step() -> None:
+    hold("MLP", 3, training(mlp, clip_norm=0.1))
+
+
+def test_both_ways_to_add() -> None:
+    with forcing_addition("collective"):
+        hold("CNN", 2, tolerances=ZERO)
+
+
+def test_loss_scaling_of_float16() -> None:
+    def build() -> Any:
+        policy = keras.config.dtype_policy()
+        keras.config.set_dtype_policy("mixed_float16")
+        try:
+            with sharding():
+                model = mlp()
+        finally:
+            keras.config.set_dtype_policy(policy)
+        sgd = keras.optimizers.SGD(0.1)
+        return tmg.testing.Training(model, sgd, crossentropy())
+
+    # The rounding of float16; that the steps are those of one device shows in the loss scale.
+    hold("MLP", 3, build, tolerance=3e-3, loss_scale="dynamic")
+
+
+def test_an_overflow_changes_nothing() -> None:
+    strategy = strategy_of(3)
+    with strategy.scope(), tmg.sharded_variables(at_least=0):
+        model = mlp()
+        optimizer = keras.optimizers.LossScaleOptimizer(adam())
+    step = tmg.make_train_step(model, optimizer, crossentropy(), strategy, verify=False)
+    x, y = NUMBERS[:9].copy(), LABELS[:9]
+    step((x, y))
+    before = [variable.numpy() for variable in model.trainable_variables]
+    x[8] = np.inf  # On the last replica alone.
+    logs = step((x, y))
+    assert float(logs["skipped"]) == 1.0
+    for variable, value in zip(model.trainable_variables, before, strict=True):
+        np.testing.assert_array_equal(variable.numpy(), value)
+
+
+def big(width: int = 32) -> Any:
+    return keras.Sequential(
+        [
+            keras.Input((6,)),
+            *[layers.Dense(width, "tanh") for _ in range(6)],
+            layers.BatchNormalization(synchronized=True),
+            layers.Dense(3),
+        ]
+    )
+
+
+def bytes_by_device(variables: Any, strategy: Any) -> dict[str, int]:
+    found = dict.fromkeys((f"CPU:{i}" for i in range(strategy.num_replicas_in_sync)), 0)
+    for variable in variables:
+        for copy in strategy.experimental_local_results(variable.value):
+            name = tmg.devices.names.parse_device_name(copy.device)
+            found[name] += copy.shape.num_elements() * copy.dtype.size
+    return found
+
+
+@pytest.mark.parametrize("replicas", [2, 4])
+def test_each_large_variable_and_its_slots_are_on_one_device(replicas: int) -> None:
+    strategy = strategy_of(replicas)
+    with strategy.scope(), tmg.sharded_variables(at_least=4 * 32 * 32):
+        model, optimizer = big(), adam()
+    step = tmg.make_train_step(model, optimizer, crossentropy(), strategy)
+    logs = step((NUMBERS[:8], LABELS[:8]))
+    assert step.verification.outcome == "same"
+    assert np.isfinite(float(logs["loss"]))
+    alone = [variable for variable in model.variables if is_sharded(variable)]
+    assert [one.path.split("/")[-1] for one in alone] == ["kernel"] * 5
+    kernel = 4 * 32 * 32
+    on_each = bytes_by_device(alone, strategy)
+    assert sum(on_each.values()) == 5 * kernel
+    assert max(on_each.values()) <= -(-5 // replicas) * kernel
+    others = [variable for variable in model.variables if not is_sharded(variable)]
+    small = bytes_by_device(others, strategy)
+    assert len(set(small.values())) == 1
+    places = {one.path.replace("/", "_"): one.value.device for one in alone}
+    slots = [
+        v
+        for v in optimizer.variables
+        if v.path.split("/")[-1] not in ("iteration", "learning_rate")
+    ]
+    of_alone = [v for v in slots for path in places if v.path.split("/")[-1].startswith(path)]
+    assert len(of_alone) == 10
+    for slot in of_alone:
+        path = next(path for path in places if slot.path.split("/")[-1].startswith(path))
+        assert slot.value.device == places[path]
+    assert sum(bytes_by_device(slots, strategy).values()) == 2 * sum(
+        4 * v.shape.num_elements() for v in model.trainable_variables
+    )
+
+
+def test_unequal_devices_get_unequal_parts() -> None:
+    strategy = unused_strategy(2)
+    with strategy.scope(), tmg.sharded_variables(at_least=0, memory=[3e6, 1e6]):
+        model = keras.Sequential([keras.Input((32,)), *[layers.Dense(32) for _ in range(12)]])
+    on_each = bytes_by_device(model.variables, strategy)
+    assert 2.5 < on_each["CPU:0"] / on_each["CPU:1"] < 3.5
+
+
+def unused_strategy(replicas: int) -> Any:
+    return tf.distribute.MirroredStrategy(
+        [f"CPU:{i}" for i in range(replicas)],
+        cross_device_ops=tf.distribute.ReductionToOneDevice(),
+    )
+
+
+def test_what_does_not_fit_is_said_with_numbers() -> None:
+    strategy = unused_strategy(2)
+    memory = {"CPU:0": 5000, "CPU:1": 5000}
+    with (
+        pytest.raises(tmg.ShareError, match=r"4,096 bytes, after CPU:0: .* of 5,000 bytes"),
+        strategy.scope(),
+        tmg.sharded_variables(memory=memory, at_least=0),
+    ):
+        keras.Sequential([keras.Input((32,)), *[layers.Dense(32) for _ in range(4)]])
+
+
+@pytest.mark.parametrize("replicas", [2, 3])
+def test_initial_values_are_those_of_one_device(replicas: int) -> None:
+    def values(scope: Any) -> list[np.ndarray]:
+        keras.utils.set_random_seed(4)
+        with scope:
+            model = transformer()
+            # A generator of its own and the global one draw in the same order too.
+            weight = keras.Variable(keras.random.normal((3, 3)), trainable=True)
+            drawn = keras.Variable(
+                lambda shape, dtype: keras.random.normal(shape, dtype=dtype), shape=(4, 4)
+            )
+        return [v.numpy() for v in [*model.variables, weight, drawn]]
+
+    strategy = strategy_of(replicas)
+    expected = values(contextlib.nullcontext())
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(strategy.scope())
+        found = values(tmg.sharded_variables(at_least=0))
+    for one, other in zip(expected, found, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize(
+    "then", [(4, True), (3, True), (2, False), (1, False)], ids=["4", "3", "mirrored", "one"]
+)
+def test_a_run_resumes_on_other_devices(then: tuple[int, bool], tmp_path: Any) -> None:
+    batches = cut(NUMBERS, LABELS)
+
+    def run(replicas: int, shards: bool, save: int | None = None) -> Any:
+        keras.utils.set_random_seed(9)
+        strategy = strategy_of(replicas)
+        with contextlib.ExitStack() as stack:
+            if replicas > 1:
+                stack.enter_context(strategy.scope())
+            if shards:
+                stack.enter_context(tmg.sharded_variables(at_least=0))
+            model, optimizer = mlp(), adam()
+        step = tmg.make_train_step(model, optimizer, crossentropy(), strategy)
+        checkpoints = tmg.Checkpoints(tmp_path, model, optimizer)
+        begin = checkpoints.restore() or 0
+        for i, batch in enumerate(batches[begin:], begin):
+            if i == save:
+                checkpoints.save()
+                break
+            step(batch)
+        return [v.numpy() for v in [*model.variables, *optimizer.variables]]
+
+    whole = run(4, True)
+    run(4, True, save=2)
+    resumed = run(*then)
+    for one, other in zip(whole, resumed, strict=True):
+        np.testing.assert_allclose(one, other, atol=2e-6)
+
+
+def test_fit_evaluate_and_predict() -> None:
+    def run(replicas: int) -> tuple[Any, ...]:
+        keras.utils.set_random_seed(9)
+        strategy = strategy_of(replicas)
+        with contextlib.ExitStack() as stack:
+            if replicas > 1:
+                stack.enter_context(strategy.scope())
+            with sharding():
+                # Built from the first batch, by fit, and sharded all the same.
+                model = keras.Sequential([layers.Dense(16, "tanh"), layers.Dense(3)])
+            model.compile(adam(), crossentropy(), metrics=["accuracy"])
+        data = tf.data.Dataset.from_tensor_slices((NUMBERS, LABELS)).batch(7)
+        history = tmg.fit(model, data, epochs=2, validation_data=data, verbose=0)
+        if replicas > 1:
+            assert all(is_sharded(v) for v in model.trainable_variables)
+        return history.history, tmg.evaluate(model, data), tmg.predict(model, data)
+
+    expected, found = run(1), run(3)
+    for one, other in zip(expected[:2], found[:2], strict=True):
+        assert one.keys() == other.keys()
+        for name in one:
+            np.testing.assert_allclose(one[name], other[name], atol=2e-6, err_msg=name)
+    np.testing.assert_allclose(expected[2], found[2], atol=2e-6)
+
+
+def sharded_step(**options: Any) -> Any:
+    strategy = strategy_of(2)
+    optimizer = options.pop("optimizer", adam)
+    with strategy.scope(), tmg.sharded_variables(at_least=0):
+        model, made = mlp(), optimizer()
+    return tmg.make_train_step(model, made, crossentropy(), strategy, **options)
+
+
+def test_reports() -> None:
+    step = sharded_step()
+    profile = tmg.tuning.profile_step(step, [(NUMBERS[:8], LABELS[:8])] * 4)
+    assert profile.parts
+    report = str(tmg.explain(step.model, step.optimizer))
+    assert "sharded variables" in report
+    assert "no finding" in report.lower() or "error" not in report.lower()
+
+
+def test_frozen_layers_stay_where_they_are() -> None:
+    strategy = strategy_of(2)
+    with strategy.scope(), tmg.sharded_variables(at_least=0):
+        model, optimizer = mlp(), keras.optimizers.SGD(0.1)
+    model.layers[0].trainable = False
+    step = tmg.make_train_step(model, optimizer, crossentropy(), strategy)
+    before = [v.numpy() for v in model.layers[0].variables]
+    step((NUMBERS[:8], LABELS[:8]))
+    for variable, value in zip(model.layers[0].variables, before, strict=True):
+        np.testing.assert_array_equal(variable.numpy(), value)
+
+
+def test_kernels_that_a_layer_assigns() -> None:
+    def build() -> Any:
+        with sharding():
+            model = keras.Sequential(
+                [
+                    keras.Input((6,)),
+                    layers.SpectralNormalization(layers.Dense(8, "tanh")),
+                    layers.Dense(3),
+                ]
+            )
+        return tmg.testing.Training(model, keras.optimizers.SGD(0.1), crossentropy())
+
+    hold("MLP", 3, build)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"shard_update": False}, "Leave shard_update out"),
+        ({"jit_compile": True}, "XLA cannot read"),
+        ({"optimizer": lambda: keras.optimizers.Nadam(0.1)}, "Nadam keeps state"),
+    ],
+    ids=["replicated", "XLA", "Nadam"],
+)
+def test_what_cannot_be_is_refused(options: dict[str, Any], says: str) -> None:
+    with pytest.raises(tmg.TfMultiGpuError, match=says):
+        sharded_step(**options)
+
+
+def test_replicas_may_not_update_by_themselves() -> None:
+    step = sharded_step()
+    variables = step.model.trainable_variables
+
+    def apply() -> None:
+        zeros = [tf.zeros_like(variable.value) for variable in variables]
+        tmg.apply_reduced_gradients(step.optimizer, zeros, variables)
+
+    with pytest.raises(tmg.TfMultiGpuError, match="updated once, not by every replica"):
+        step.strategy.run(apply)
+
+
+def test_outside_of_a_scope_there_is_nothing_to_spread_over() -> None:
+    with pytest.raises(tmg.ScopeError, match=r"with strategy.scope\(\), tmg.sharded"):
+        tmg.sharded_variables().__enter__()
+
+
+def test_on_one_device_nothing_changes() -> None:
+    with tf.distribute.OneDeviceStrategy("CPU:1").scope(), tmg.sharded_variables(at_least=0):
+        model = mlp()
+    assert not any(is_sharded(variable) for variable in model.variables)
+
+
+def test_other_strategies_are_refused() -> None:
+    strategy = tf.distribute.experimental.CentralStorageStrategy(["CPU:0", "CPU:1"], "CPU:0")
+    with (
+        pytest.raises(tmg.TfMultiGpuError, match="devices of one process only"),
+        strategy.scope(),
+        tmg.sharded_variables(),
+    ):
+        pass
+
+
+def test_memory_is_given_for_each_device() -> None:
+    with (
+        pytest.raises(tmg.ShareError, match="for each device"),
+        unused_strategy(2).scope(),
+        tmg.sharded_variables(memory=[1.0]),
+    ):
+        pass
+
+
+def devices_of_values(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Notes the device of each value that a sharded variable begins with."""
+    devices: list[str] = []
+    create = _compat.variable_on_device
+
+    def note(strategy: Any, device: str, value: Any, *args: Any, **options: Any) -> Any:
+        devices.append(value.device)
+        assert value.device == device
+        return create(strategy, device, value, *args, **options)
+
+    monkeypatch.setattr(_compat, "variable_on_device", note)
+    return devices
+
+
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # Keras saving.
+def test_models_are_made_and_loaded_device_by_device(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    strategy = strategy_of(3)
+    step = sharded_step()
+    step((NUMBERS[:8], LABELS[:8]))
+    expected = [variable.numpy() for variable in step.model.weights]
+    step.model.save(tmp_path / "whole.keras")
+    step.model.save_weights(tmp_path / "only.weights.h5")
+
+    alone = keras.models.load_model(tmp_path / "whole.keras")  # On one device, without a strategy.
+    assert [one.shape for one in alone.weights] == [one.shape for one in step.model.weights]
+    for variable, value in zip(alone.weights, expected, strict=True):
+        np.testing.assert_array_equal(variable.numpy(), value)
+
+    devices = devices_of_values(monkeypatch)
+    with strategy.scope(), tmg.sharded_variables(at_least=0):
+        loaded = keras.models.load_model(tmp_path / "whole.keras", compile=False)
+        weights = mlp()
+    weights.load_weights(tmp_path / "only.weights.h5")
+    assert set(devices) == set(strategy.extended.worker_devices)
+    for model in (loaded, weights):
+        assert all(is_sharded(variable) for variable in model.trainable_variables)
+        for variable, value in zip(model.weights, expected, strict=True):
+            np.testing.assert_array_equal(variable.numpy(), value)
+
+
+def test_layers_placed_by_hand_on_one_replica(tmp_path: Any) -> None:
+    """Blocks of layers on devices of their own, the classical way."""
+
+    def train(places: list[str], resume: bool, **options: Any) -> Any:
+        keras.utils.set_random_seed(6)
+        x = inputs = keras.Input((6,))
+        blocks = []
+        for place in places:
+            with tf.device(place):
+                dense = layers.Dense(8, "tanh")
+                x = dense(x)
+                blocks.append(dense)
+        model = keras.Model(inputs, layers.Dense(3)(x))
+        optimizer = adam()
+        step = tmg.make_train_step(model, optimizer, crossentropy(), **options)
+        batches = cut(NUMBERS, LABELS)
+        checkpoints = tmg.Checkpoints(tmp_path / str(len(set(places))), model, optimizer)
+        begin = checkpoints.restore() or 0
+        for batch in batches[begin : None if resume else 2]:
+            step(batch)
+        checkpoints.save()
+        return [v.numpy() for v in model.variables], [b.kernel.value.device[-5:] for b in blocks]
+
+    by_hand, alone = ["CPU:0", "CPU:1", "CPU:2"], ["CPU:0"] * 3
+    train(by_hand, False, micro_batches=2)
+    found, devices = train(by_hand, True, micro_batches=2)
+    assert devices == by_hand
+    train(alone, False)
+    expected, _ = train(alone, True)
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(one, other, atol=2e-6)

@@ -1,0 +1,124 @@
+"""The plan of bytes on each device: what it says is what training then takes."""
+
+from __future__ import annotations
+
+import random
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from one_device import strategy_of
+
+import tfmultigpu as tmg
+from tfmultigpu.strategies.variable_sharding import is_sharded
+
+KERNEL = 4 * 64 * 64
+
+
+def build() -> keras.Model:
+    layers = keras.layers
+    return keras.Sequential(
+        [
+            keras.Input((64,)),
+            *[layers.Dense(64, "relu", use_bias=False) for _ in range(4)],
+            layers.BatchNormalization(),
+            layers.Dense(3, dtype="float32"),
+        ]
+    )
+
+
+def model_on(strategy: tf.distribute.Strategy, at_least: int = KERNEL) -> keras.Model:
+    with strategy.scope(), tmg.sharded_variables(at_least=at_least):
+        return build()
+
+
+def test_a_plan_without_memory_is_that_of_the_model_made() -> None:
+    strategy = strategy_of(2)
+    adam = keras.optimizers.Adam()
+    before = tmg.plan_memory(build, adam, strategy, rows=20, at_least=KERNEL)
+    after = tmg.plan_memory(model_on(strategy), adam, strategy, rows=20)
+    assert [one.device for one in before.variables] == [one.device for one in after.variables]
+    for device in before.devices:
+        assert before.bytes_on(device) == after.bytes_on(device)
+    kernels = [one for one in before.variables if one.device is not None]
+    assert [one.device for one in kernels] == ["CPU:0", "CPU:1", "CPU:0", "CPU:1"]
+    assert {one.parameters for one in kernels} == {KERNEL}
+    assert {one.optimizer_state for one in kernels} == {2 * KERNEL}
+    # Ten rows on a replica: the outputs of four dense layers, the normalization, and the last one.
+    assert before.activations == 10 * 4 * (4 * 64 + 64 + 3)
+
+
+def test_the_optimizer_state_of_the_plan_is_that_of_a_step() -> None:
+    strategy = strategy_of(2)
+    model = model_on(strategy)
+    with strategy.scope():
+        adam = keras.optimizers.Adam()
+    plan = tmg.plan_memory(model, adam, strategy)
+    step = tmg.make_train_step(model, adam, "mse", strategy, shard_update=True)
+    step((np.ones((4, 64), "float32"), np.ones((4, 3), "float32")))
+    found = dict.fromkeys(plan.devices, 0)
+    for slot in adam.variables[2:]:
+        device = tmg.devices.names.parse_device_name(slot.value.device)
+        found[device] += slot.value.shape.num_elements() * 4
+    expected = {
+        device: sum(one.optimizer_state for one in plan.variables if one.owner == device)
+        for device in plan.devices
+    }
+    assert sum(found.values()) == sum(expected.values())
+    assert abs(found["CPU:0"] - expected["CPU:0"]) < KERNEL
+
+
+def test_a_plan_allocates_nothing_and_draws_nothing() -> None:
+    def huge() -> keras.Model:
+        return keras.Sequential([keras.Input((10**6,)), keras.layers.Dense(10**6)])  # 4 TB.
+
+    keras.utils.set_random_seed(3)
+    state = random.getstate()
+    plan = tmg.plan_memory(huge, keras.optimizers.Adam(), strategy_of(4))
+    assert random.getstate() == state
+    assert plan.bytes_on(plan.variables[0].device or "") > 16 * 10**12
+    variable = keras.Variable(1.0)  # Nothing waits to be initialized on this thread.
+    with keras.StatelessScope():
+        pass
+    assert float(variable.numpy()) == 1.0
+
+
+def test_the_policy_of_the_caller_counts() -> None:
+    before = keras.config.dtype_policy()
+    keras.config.set_dtype_policy("mixed_float16")
+    try:
+        plan = tmg.plan_memory(build, None, strategy_of(2), rows=20, at_least=KERNEL)
+    finally:
+        keras.config.set_dtype_policy(before)
+    assert plan.activations == 10 * (2 * (4 * 64 + 64) + 4 * 3)
+
+
+def test_what_fits_on_no_device_is_an_error_with_the_plan() -> None:
+    memory = {"CPU:0": 5 * KERNEL, "CPU:1": 50 * KERNEL}
+    strategy = strategy_of(2)
+    plan = tmg.plan_memory(build, keras.optimizers.Adam(), strategy, at_least=KERNEL, memory=memory)
+    kernels = [one.device for one in plan.variables if one.device is not None]
+    assert kernels.count("CPU:1") > kernels.count("CPU:0")
+    with pytest.raises(
+        tmg.ShareError, match=r"CPU:0 has not enough memory.*KiB needed of 80.0 KiB"
+    ):
+        plan.check()
+    text = str(plan)
+    assert "dense/kernel" in text
+    assert "16.0 KiB" in text
+    assert len({line.index("CPU") for line in text.split("\n\n")[0].splitlines()[1:]}) == 1
+    fits = tmg.plan_memory(build, None, strategy, memory=[1e9, 1e9])
+    fits.check()
+
+
+def test_a_model_without_shapes_is_refused() -> None:
+    with pytest.raises(tmg.ScopeError, match=r"Begin it with keras.Input"):
+        tmg.plan_memory(lambda: keras.Sequential([keras.layers.Dense(3)]))
+
+
+def test_on_one_device_all_is_there() -> None:
+    plan = tmg.plan_memory(build, keras.optimizers.SGD())
+    assert {one.device for one in plan.variables} == {None}
+    assert len(plan.devices) == 1
+    assert not any(is_sharded(variable) for variable in build().variables)
