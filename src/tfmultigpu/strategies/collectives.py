@@ -169,11 +169,12 @@ def add_on_device(
         reduce_dtype: As for ``sum_over_replicas``.
     """
     present = [part for part in parts if part is not None]
-    if len(present) == 1:
-        reduce_dtype = None  # Nothing is sent.
-    sent = _narrow([*present, tf.zeros([])], reduce_dtype)[:-1]
+    sent = present
+    if reduce_dtype is not None and len(present) > 1:
+        sent = _narrow([*present, tf.zeros([])], reduce_dtype)[:-1]
     with tf.device(device):
-        return tf.add_n([tf.cast(part, present[0].dtype) for part in sent])
+        total: tf.Tensor = tf.add_n([tf.cast(part, present[0].dtype) for part in sent])
+    return total
 
 
 def _narrow(tensors: list[tf.Tensor], dtype: tf.DType | None) -> list[tf.Tensor]:
