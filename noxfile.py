@@ -64,7 +64,7 @@ def tests(session: nox.Session) -> None:
 @nox.session
 def full(session: nox.Session) -> None:
     """All tests of this library: also real workers, killed runs, all combinations, every page."""
-    session.install("-e", ".", *groups("test"))
+    session.install("-e", ".", *groups("test", "checkers"))
     session.run(*PYTEST, "-m", "not versions", *session.posargs)
 
 
