@@ -20,6 +20,7 @@ VIRTUAL_CPUS = 8
 LONGEST = (
     "test_workers.py",
     "test_launch_resume.py",
+    "test_sharded_variables.py",
     "test_guarantees_optimizers.py",
     "test_guarantees_losses.py",
     "test_gpu_rehearsal.py",
