@@ -16,6 +16,7 @@ import tensorflow as tf
 import tfmultigpu as tmg
 from tfmultigpu.data.passes import Replay, replay_of
 from tfmultigpu.loops.epoch_iterator import EpochIterator
+from tfmultigpu.loops.evaluation_passes import EvaluationPasses
 from tfmultigpu.loops.program import Program
 from tfmultigpu.loops.validation import Validation
 
@@ -348,12 +349,13 @@ def test_validation_goes_on_where_it_was_with_the_data_of_which_it_is_made(
 def test_validation_passes_over_the_passes_that_were_due() -> None:
     def validation(frequency: Any) -> Any:
         batches = tmg.distribute_dataset(KINDS["twice"][0]())
-        return Validation(None, batches, None, frequency, Program(None, batches.strategy), False)
+        passes = EvaluationPasses(batches)
+        return Validation(None, passes, None, frequency, Program(None, batches.strategy), False)
 
-    batches = validation(1).batches
+    batches = validation(1).passes.batches
     passes = [lists(batches) for _ in range(3)]
     for frequency, epochs, expected in ((1, 2, 2), (2, 5, 2), ([1, 9], 8, 1), (3, 2, 0)):
         resumed = validation(frequency)
         for epoch in range(epochs):
             resumed.skip(epoch)
-        assert lists(resumed.batches) == passes[expected], (frequency, epochs)
+        assert lists(resumed.passes.batches) == passes[expected], (frequency, epochs)

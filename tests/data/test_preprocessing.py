@@ -214,3 +214,61 @@ def test_an_error_of_the_function_reaches_the_user() -> None:
     next(iterator)
     with pytest.raises(tf.errors.InvalidArgumentError, match="too large"):
         list(iterator)
+
+
+class Items:
+    """Examples by number."""
+
+    def __init__(self, items: list[Any]) -> None:
+        self.items = items
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __getitem__(self, number: int) -> Any:
+        return self.items[number]
+
+
+@pytest.mark.parametrize(
+    ("items", "says"),
+    [
+        ([0, 0.5, 1], r"Example 1 differs.*'float64\[\]', after 'int64\[\]'"),
+        ([np.uint8(1), np.int64(300), np.uint8(2)], r"Example 1 differs.*'int64\[\]'"),
+        (
+            [{"a": 1, "b": 2}, {"a": 1, "c": 20}, {"a": 1, "b": 2}],
+            r"Example 1 differs.*\{'a': 'int64\[\]', 'c': 'int64\[\]'\}, after",
+        ),
+        ([(1, None, 2), (1, 5, None), (1, None, 2)], r"Example 1 differs"),
+    ],
+    ids=["dtype", "narrower", "names", "places"],
+)
+def test_an_example_of_another_kind_is_an_error(items: list[Any], says: str) -> None:
+    data = tmg.distribute_dataset(
+        Items(items), mirrored(2), batch_size=3, preprocess=lambda example: example
+    )
+    with pytest.raises(tmg.DataError, match=says):
+        next(iter(data))
+
+
+def test_bytes_keep_the_zeros_at_their_end() -> None:
+    items = [b"\x01\x02\0\0", b"\0", b"ab"]
+    data = tmg.distribute_dataset(
+        Items(items), mirrored(1), batch_size=3, preprocess=lambda example: example
+    )
+    assert next(iter(data)).numpy().tolist() == items
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"preprocess": lambda image, label: (image, label)}, "An example of several parts is"),
+        ({"preprocess": lambda seed, example: example}, "An example of several parts is"),
+        ({"preprocess": 3}, r"Received: preprocess=3\. Write preprocess=f"),
+        ({"seed": 3}, r"seed is for preprocess\. Received: seed=3"),
+        ({"preprocess_batched": True}, r"Received: preprocess_batched=True and no preprocess"),
+        ({"preprocess": lambda example: example, "seed": 1.5}, "seed must be a whole number"),
+    ],
+)
+def test_arguments_of_preprocessing_that_mean_nothing(given: Any, says: str) -> None:
+    with pytest.raises((tmg.DataError, TypeError), match=says):
+        tmg.distribute_dataset(np.ones((4, 2)), mirrored(2), batch_size=2, **given)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
@@ -167,3 +167,54 @@ def test_arrays_without_rows_are_an_error_and_do_not_hang() -> None:
     ):
         with pytest.raises(tmg.DataError, match="The data has no batches"):
             call()
+
+
+class AB(NamedTuple):
+    a: Any
+    b: Any
+
+
+class BA(NamedTuple):
+    b: Any
+    a: Any
+
+
+class Fields(keras.Model):
+    """Reads its inputs by name."""
+
+    def call(self, inputs: Any) -> Any:
+        return 10 * inputs.a + inputs.b
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_named_tuples_with_other_fields_are_other_data(replicas: int) -> None:
+    strategy = strategy_of(replicas)
+    with strategy.scope():
+        model = Fields()
+        model.compile(loss="mse")
+    one, two = np.ones((4, 1), "float32"), np.full((4, 1), 2, "float32")
+    step = tmg.make_eval_step(model, "mse", strategy)
+    for kind in (AB, BA, AB):
+        x = kind(a=one, b=two)
+        np.testing.assert_array_equal(tmg.predict(model, (x,), verbose=0), 12 * one)
+        assert tmg.evaluate(model, (x, one), verbose=0)["loss"] == 121
+        dataset = tf.data.Dataset.from_tensors((x, one)).repeat()
+        assert float(step.run(iter(tmg.distribute_dataset(dataset, strategy)), 1)["loss"]) == 121
+        assert float(step.run(iter(dataset), 1)["loss"]) == 121
+
+
+def test_sparse_rows_come_in_the_order_of_dense_ones() -> None:
+    model, strategy = model_of(2), strategy_of(2)
+    dense = tf.reshape(tf.range(1.0, 14), [13, 1])
+    sparse = tf.sparse.from_dense(dense * [[1.0, 0.0, 2.0]])
+    for seed in (5, 6):
+        tf.random.set_seed(seed)  # Decides nothing here: the seed of the run is given.
+        orders = []
+        for x in (dense, sparse):
+            data = shard_arrays(model, "test", strategy, x, 5, shuffle=True, seed=seed)
+            iterator = iter(data)
+            batches = [strategy.experimental_local_results(next(iterator)) for _ in range(6)]
+            local = [one for batch in batches for one in batch]
+            rows = [tf.sparse.to_dense(one) if x is sparse else one for one in local]
+            orders.append(np.concatenate([np.asarray(one) for one in rows]))
+        np.testing.assert_array_equal(orders[1], orders[0] * [[1.0, 0.0, 2.0]])

@@ -537,3 +537,63 @@ def test_layers_placed_by_hand_on_one_replica(tmp_path: Any) -> None:
     expected, _ = train(alone, True)
     for one, other in zip(found, expected, strict=True):
         np.testing.assert_allclose(one, other, atol=2e-6)
+
+
+class TwoInOne(layers.Layer):
+    """Operations whose gradients read two weights."""
+
+    def build(self, shape: Any) -> None:
+        self.a, self.b = self.add_weight(shape=(6, 6)), self.add_weight(shape=(6, 6))
+
+    def call(self, x: Any) -> Any:
+        apart = tf.reduce_sum(tf.math.squared_difference(self.a, self.b))
+        return x @ tf.maximum(self.a, self.b) + apart
+
+
+class Rematerialized(layers.Layer):
+    """Computes its activations again in the backward pass."""
+
+    def build(self, shape: Any) -> None:
+        self.inner = layers.Dense(6, "tanh")
+        self.inner.build(shape)
+
+    def call(self, x: Any) -> Any:
+        return keras.remat(self.inner)(x)
+
+
+class Recomputed(Rematerialized):
+    """The same by TensorFlow."""
+
+    def call(self, x: Any) -> Any:
+        return tf.recompute_grad(lambda x: self.inner(x))(x)
+
+
+@pytest.mark.parametrize("kind", [TwoInOne, Rematerialized, Recomputed])
+@pytest.mark.parametrize("frequency", [None, 2])
+def test_layers_that_read_weights_together_or_again(kind: Any, frequency: int | None) -> None:
+    found = {}
+    for replicas in (1, 2, 4):
+        with strategy_of(replicas).scope(), sharding():
+            keras.utils.set_random_seed(1)
+            model = keras.Sequential([keras.Input((6,)), kind(), layers.Dense(1)])
+            model.compile(adam(use_ema=True, ema_overwrite_frequency=frequency), "mse")
+        history = tmg.fit(
+            model, NUMBERS, NUMBERS[:, :1], batch_size=7, epochs=2, verbose=0, shuffle=False
+        )
+        found[replicas] = [*model.get_weights(), np.asarray(history.history["loss"])]
+    for replicas in (2, 4):
+        for one, alone in zip(found[replicas], found[1], strict=True):
+            np.testing.assert_allclose(one, alone, rtol=1e-5, atol=1e-6)
+
+
+def test_an_inner_limit_ends_with_its_context() -> None:
+    def kernel() -> bool:
+        dense = layers.Dense(4)
+        dense.build((None, 4))
+        return is_sharded(dense.kernel)
+
+    with strategy_of(2).scope(), tmg.sharded_variables(at_least=0):
+        before = kernel()
+        with tmg.sharded_variables(at_least=10**6):
+            within = kernel()
+        assert (before, within, kernel()) == (True, False, True)

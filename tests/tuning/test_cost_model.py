@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -123,6 +124,55 @@ def test_a_prediction_says_what_limits_it(terms: Any, network: Network, cause: s
     assert far.cause.startswith(cause)
 
 
+def test_a_batch_of_fewer_rows_than_replicas_is_whole_on_each() -> None:
+    terms = {name: (0.0,) * len(one) for name, one in TERMS.items()}
+    model = CostModel(
+        {**terms, "forward and backward": (0.0, 1.0)}, math.inf, 1.0, 0, Network(latency=0.0)
+    )
+    assert model.predict(4, 4).seconds == pytest.approx(1.0)
+    assert model.predict(64, 4).seconds == pytest.approx(4.0)
+
+
+@pytest.mark.parametrize(("counts", "grows"), [((2, 3), True), ((4, 5), True), ((2, 3), False)])
+def test_batches_that_grow_with_replicas_keep_growing(counts: Any, grows: bool) -> None:
+    model = CostModel(TERMS, math.inf, 1.0, 4000, Network())
+    profiles = [profile_of(model, n, 32.0 * (n if grows else 1)) for n in counts]
+    (far,) = predict_scaling(model, compare(counts, profiles), (counts[-1] * 10,))
+    assert far.step.rows == 32 * (counts[-1] * 10 if grows else 1)
+
+
+def test_overlap_within_a_worker_does_not_hide_the_network() -> None:
+    network = Network(latency=1e-3)
+    model = CostModel(TERMS, math.inf, 0.1, 4000, network)
+    one, two = model.predict(1, 64), model.predict(2, 64, workers=2)
+    assert two.seconds - one.seconds > 0.9 * network.seconds(2, 4000)
+
+
+@pytest.mark.parametrize(
+    "given", [{"latency": -1}, {"bandwidth": -1e9}, {"bandwidth": 0}, {"bandwidth": math.nan}]
+)
+def test_a_network_that_cannot_be(given: Any) -> None:
+    with pytest.raises(ValueError, match=r"above 0\. Received: latency=.*\. Write tmg\.tuning"):
+        Network(**given)
+
+
+def test_what_cannot_be_fitted_is_an_error_before_anything_runs() -> None:
+    nothing = profile_of(CostModel(TERMS, 1.0, 1.0, 4000, Network()), 1, 64.0)
+    nothing = dataclasses.replace(nothing, input=0, compute=0, reduce=0, update=0, call=0)
+    with pytest.raises(ValueError, match="no times to fit"):
+        fit_costs([nothing], own_devices=True)
+    with pytest.raises(ValueError, match="two or more workers"):
+        fit_network([nothing], [1])
+
+    def build_step(strategy: Any) -> Any:
+        raise AssertionError("was called")
+
+    with pytest.raises(TypeError, match="network must be a Network"):
+        measure_scaling(build_step, (1, 2), predict=(4,), network=3)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"Measure two or more: replicas=\(1, 2\)"):
+        measure_scaling(build_step, (1,), predict=(4,))
+
+
 def test_scaling_prints_what_more_replicas_would_do() -> None:
     x = np.random.default_rng(0).normal(size=(12, 5)).astype("float32")
 
@@ -145,7 +195,7 @@ def test_scaling_prints_what_more_replicas_would_do() -> None:
         "predicted: 2 replica(s) a worker, 1.25 GB/s and 50 us a hop between workers; the model is "
     )
     assert [line.split()[0] for line in lines[4:6]] == ["64", "1024"]
-    assert "<td>" in scaling._repr_html_()
+    assert "<td " in scaling._repr_html_()
     assert "1024 (predicted)" in scaling._repr_html_()
     with pytest.raises(ValueError, match=r"with 2 measured\. Write predict=\(64, 4\)\."):
         measure_scaling(build_step, (1, 2), predict=(64, 3))

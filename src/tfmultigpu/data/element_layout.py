@@ -12,7 +12,7 @@ from tfmultigpu.data.batch_format import any_rows, checked_rows
 from tfmultigpu.data.parts import has_parts, part_names
 from tfmultigpu.strategies.topology import local_replicas
 
-__all__ = ["ShardLayout", "components_of", "iterator_of"]
+__all__ = ["ShardLayout", "components_of", "iterator_of", "structure_of"]
 
 
 class ShardLayout:
@@ -56,6 +56,7 @@ class ShardLayout:
             and self.strategy is other.strategy
             and self.on_devices == other.on_devices
             and bool(self.element_spec == other.element_spec)
+            and structure_of(self.element_spec) == structure_of(other.element_spec)
         )
 
     def __hash__(self) -> int:
@@ -128,6 +129,19 @@ def iterator_of(element: Any, element_spec: Any) -> Any:
     """
     dataset = tf.data.Dataset.from_generator(lambda: iter([element]), output_signature=element_spec)
     return iter(dataset)
+
+
+def structure_of(batch: Any) -> str:
+    """Returns the kinds of containers of a batch or of its type specs, and the names in them.
+
+    Named tuples are equal in Python if their values are, whatever their fields.
+
+    Example:
+        >>> from tfmultigpu.data.element_layout import structure_of
+        >>> structure_of((1.0, {"a": None}))
+        "(0, {'a': None})"
+    """
+    return repr(tf.nest.map_structure(lambda one: None if one is None else 0, batch))
 
 
 def components_of(element_spec: Any) -> list[Any]:

@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from tfmultigpu.arguments import check_count
 from tfmultigpu.data.batch_format import count_rows, tensors_of
+from tfmultigpu.data.element_layout import structure_of
 from tfmultigpu.data.partition import slice_rows
 from tfmultigpu.data.sources import fill, tensors_of_arrays
 from tfmultigpu.errors import DataError
@@ -120,10 +121,18 @@ def _indexable(source: Any) -> Examples:
             f"{rows} examples. Give all of them one structure, dtype and number of axes."
         ) from None
 
+    structure = structure_of(first)
+
     def item(number: Any) -> list[Any]:
-        found = tensors_of(_arrays_of(source[int(number)]))
-        pairs = zip(found, specs, strict=True)
-        return [np.asarray(one, spec.dtype.as_numpy_dtype) for one, spec in pairs]
+        example = _arrays_of(source[int(number)])
+        found = tensors_of(example)
+        if structure_of(example) != structure or not all(map(_fits, found, specs)):
+            raise DataError(
+                f"Example {int(number)} differs from the first. Received: {_described(example)}, "
+                f"after {_described(first)}. Give all of them one structure, dtype and number of "
+                "axes."
+            )
+        return found
 
     def read(number: Any) -> Any:
         tensors = tf.numpy_function(item, [number], [spec.dtype for spec in specs])
@@ -142,8 +151,28 @@ def _common(first: Any, last: Any) -> Any:
     return found
 
 
+def _fits(array: Any, spec: Any) -> bool:
+    shape: Any = spec.shape
+    return bool(tf.as_dtype(array.dtype) == spec.dtype and shape.is_compatible_with(array.shape))
+
+
+def _described(example: Any) -> str:
+    kinds = tf.nest.map_structure(
+        lambda one: None if one is None else f"{tf.as_dtype(one.dtype).name}{list(one.shape)}",
+        example,
+    )
+    return f"{kinds!r}"
+
+
 def _arrays_of(example: Any) -> Any:
-    return tf.nest.map_structure(lambda one: None if one is None else np.asarray(one), example)
+    return tf.nest.map_structure(_array_of, example)
+
+
+def _array_of(value: Any) -> Any:
+    if value is None:
+        return None
+    # An array of bytes would lose the zeros at their end.
+    return np.asarray(value, object) if isinstance(value, (bytes, str)) else np.asarray(value)
 
 
 def _check_not_empty(source: Any, rows: int) -> None:

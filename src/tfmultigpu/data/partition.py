@@ -238,12 +238,38 @@ def slice_parts(batch: Any, starts: Mapping[str, Any], stops: Mapping[str, Any])
     return tf.nest.pack_sequence_as(batch, [one(name, leaf) for name, leaf in leaves])
 
 
+def take_rows(tensor: Any, rows: Any) -> Any:
+    """Returns some rows of a dense, ragged or sparse tensor, in a new order.
+
+    Args:
+        tensor: The tensor.
+        rows: Numbers of rows, none twice: an int64 vector.
+    """
+    if not isinstance(tensor, tf.SparseTensor):
+        return tf.gather(tensor, rows)
+    count = tf.size(rows, tf.int64)
+    # For each old row its new place, from 1 on; 0 if it is not taken.
+    places = tf.scatter_nd(rows[:, None], tf.range(1, count + 1), tensor.dense_shape[:1])
+    place = tf.gather(places, tensor.indices[:, 0])
+    taken = place > 0
+    indices = tf.concat([place[:, None] - 1, tensor.indices[:, 1:]], 1)
+    part = tf.SparseTensor(
+        tf.boolean_mask(indices, taken),
+        tf.boolean_mask(tensor.values, taken),
+        tf.concat([[count], tensor.dense_shape[1:]], 0),
+    )
+    return _with_known_columns(tf.sparse.reorder(part), tensor)
+
+
 def _slice_sparse(tensor: Any, start: Any, stop: Any) -> Any:
     columns = tensor.dense_shape[1:]
     start, stop = tf.cast(start, tf.int64), tf.cast(stop, tf.int64)
     begin = tf.concat([[start], tf.zeros_like(columns)], 0)
     size = tf.concat([[stop - start], columns], 0)
-    part = tf.sparse.slice(tensor, begin, size)
+    return _with_known_columns(tf.sparse.slice(tensor, begin, size), tensor)
+
+
+def _with_known_columns(part: Any, tensor: Any) -> Any:
     if tensor.shape.rank is None:
         return part
     # Slicing drops the static number of columns, which a layer needs to build its weights.

@@ -266,8 +266,13 @@ def takes_seed(function: Callable[..., Any]) -> bool:
     """Returns whether a function of an example takes a seed too.
 
     Raises:
-        DataError: It takes neither one nor two arguments.
+        DataError: It is not a function, or takes other arguments.
     """
+    if not callable(function):
+        raise DataError(
+            "preprocess must be a function f(example) or f(example, seed). Received: "
+            f"preprocess={function!r}. Write preprocess=f."
+        )
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):  # Functions written in C have no signature.
@@ -276,12 +281,17 @@ def takes_seed(function: Callable[..., Any]) -> bool:
     given = [one for one in parameters if one.kind in places]
     needed = [one.name for one in given if one.default is one.empty]
     names = [one.name for one in given]
-    if len(needed) > 2 or (
-        not given and not any(one.kind is one.VAR_POSITIONAL for one in parameters)
+    by_name = [one for one in parameters if one.kind is one.KEYWORD_ONLY]
+    # A second argument of another name is a part of the example, as in the map of tf.data.
+    if (
+        len(needed) > 2
+        or (len(needed) == 2 and ("seed" not in needed[1] or "seed" in needed[0]))
+        or any(one.default is one.empty for one in by_name)
+        or (not given and not any(one.kind is one.VAR_POSITIONAL for one in parameters))
     ):
         raise DataError(
             "preprocess must be a function f(example) or f(example, seed). Received: one with the "
-            f"arguments {names}. An example of several parts is a tuple: def f(example): image, "
-            "label = example."
+            f"arguments {[*names, *(one.name for one in by_name)]}. An example of several parts is "
+            "a tuple: def f(example): image, label = example."
         )
-    return len(needed) == 2 or "seed" in names[1:2]
+    return any("seed" in name for name in names[1:2])

@@ -120,6 +120,12 @@ def distribute_dataset(
         )
     preprocessing = None
     if preprocess is None:
+        for name, value in {"preprocess_batched": preprocess_batched, "seed": seed}.items():
+            if value not in (None, False):
+                raise DataError(
+                    f"{name} is for preprocess. Received: {name}={value!r} and no preprocess. "
+                    "Write preprocess=f, or leave it out."
+                )
         batches = to_dataset(dataset, batch_size)
     else:
         if batch_size is None:
@@ -130,8 +136,10 @@ def distribute_dataset(
             )
         examples = examples_of(dataset)
         batches = examples.batches(check_count("batch_size", batch_size, error=DataError))
+        needs_seed = takes_seed(preprocess)
         if seed is None:
-            seed = draw_seed(strategy) if takes_seed(preprocess) else 0
+            seed = draw_seed(strategy) if needs_seed else 0
+        seed = check_count("seed", seed, -(2**63), error=DataError)
         preprocessing = Preprocessing(preprocess, preprocess_batched, seed, examples)
     check_batched(batches.element_spec)
     return ShardedDataset(batches, strategy, whole_shares, prefetch_to_device, preprocessing)

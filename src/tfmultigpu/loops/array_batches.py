@@ -12,8 +12,8 @@ from typing import Any
 import tensorflow as tf
 
 from tfmultigpu.data.batch_format import any_rows, count_rows, tensors_of
-from tfmultigpu.data.element_layout import ShardLayout
-from tfmultigpu.data.partition import slice_rows
+from tfmultigpu.data.element_layout import ShardLayout, structure_of
+from tfmultigpu.data.partition import slice_rows, take_rows
 from tfmultigpu.data.sharded_dataset import ShardedDataset, cutter
 from tfmultigpu.data.shares import replica_shares
 from tfmultigpu.data.sources import fill
@@ -82,10 +82,11 @@ def shard_arrays(
 
     def trace() -> Any:
         scalar = tf.TensorSpec([], tf.int64)
-        signature = [specs, scalar, scalar]
-        return tf.function(pipeline, autograph=False, input_signature=signature)
+        # Made once: TensorFlow would warn of a trace for each model.
+        return tf.function(pipeline, autograph=False).get_concrete_function(specs, scalar, scalar)
 
-    key = strategy, whole_shares, structure, specs, batch_size, endless, shuffle, weights
+    kind = structure_of(arrays), specs
+    key = strategy, whole_shares, kind, batch_size, endless, shuffle, weights
     traced = get_or_make(model, purpose, key, trace)
     batches, cut = traced(present, *(tf.constant(one, tf.int64) for one in (seed, first_pass)))
     return ShardedDataset(batches, strategy, whole_shares, cut=cut)
@@ -115,13 +116,6 @@ def passes_over(
     seed = tf.cast(seed, tf.int64)
     per_pass = -(-rows // batch_size)
     first_pass = tf.cast(first_pass, tf.int64)
-    if shuffle and any(isinstance(leaf, tf.SparseTensor) for leaf in present):
-        # tf.gather does not accept sparse tensors.
-        slices = tf.data.Dataset.from_tensor_slices(present)
-        passes = tf.data.Dataset.counter(first_pass).flat_map(
-            lambda number: slices.shuffle(rows, seed=seed + number).batch(batch_size)
-        )
-        return passes.map(_finished(lambda *batch: fill(arrays, *batch), finish))
     numbers = tf.data.Dataset.counter(first_pass * per_pass)
     rows_from = functools.partial(_rows_from, arrays, batch_size)
     if not shuffle:
@@ -144,7 +138,7 @@ def passes_over(
     # No flat_map: TensorFlow optimizes a function inside a function twice for each iterator.
     chosen = numbers.scan(tf.zeros([rows], tf.int64), choose)
     return chosen.map(
-        _finished(lambda chosen: fill(arrays, *[tf.gather(o, chosen) for o in present]), finish),
+        _finished(lambda chosen: fill(arrays, *[take_rows(o, chosen) for o in present]), finish),
         num_parallel_calls=tf.data.AUTOTUNE,
         deterministic=True,
     )

@@ -36,6 +36,7 @@ from tfmultigpu.loops.training_data import make_epoch_iterator, split_off
 from tfmultigpu.loops.validation import Validation
 from tfmultigpu.loops.worker_agreement import check_alike, is_chief, union
 from tfmultigpu.loops.worker_sync import WorkerSync
+from tfmultigpu.optimizers.update import finish_values
 from tfmultigpu.steps.chain import ChainedStep
 from tfmultigpu.steps.evaluate import EvalStep
 from tfmultigpu.steps.train_step import TrainStep
@@ -347,7 +348,7 @@ def fit(
                 break
         if epochs > 0:
             for one in program.trained:
-                one.optimizer.finalize_variable_values(one.variables)
+                finish_values(one.optimizer, one.variables, strategy)
         callback_list.on_train_end(logs)
         worker_sync.check()
     return _history_of(model)

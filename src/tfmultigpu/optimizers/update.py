@@ -23,7 +23,7 @@ from tfmultigpu.optimizers.sharded import (
 from tfmultigpu.strategies.scopes import check_scope
 from tfmultigpu.strategies.variable_sharding import is_sharded
 
-__all__ = ["apply_reduced_gradients", "build_optimizer", "prepare_update"]
+__all__ = ["apply_reduced_gradients", "build_optimizer", "finish_values", "prepare_update"]
 
 
 def apply_reduced_gradients(
@@ -153,12 +153,34 @@ def overwrite_with_averages(
             tf.cond(done % frequency == 0, overwrite, lambda: None)
 
 
+def finish_values(
+    optimizer: Any, variables: Sequence[Any], strategy: tf.distribute.Strategy
+) -> None:
+    """Overwrites variables with their moving averages, as Keras does at the end of training.
+
+    Args:
+        optimizer: The optimizer.
+        variables: What it trains, Keras variables.
+        strategy: Its strategy.
+    """
+    if not any(is_sharded(one) for one in variables):
+        optimizer.finalize_variable_values(variables)
+        return
+    for part in _parts(optimizer):
+        if part.use_ema:
+            _overwrite(part, strategy, {})
+
+
 def _overwrite(
     optimizer: Any, strategy: tf.distribute.Strategy, constraints: dict[int, Any]
 ) -> None:
     for variable, average in _compat.moving_averages(optimizer):
         # Keras constrains what it has overwritten: an average of what fits need not fit itself.
         constraint = constraints.get(id(variable)) or tf.convert_to_tensor
+        if is_sharded(variable):
+            with tf.device(variable.device):
+                _assign(constraint, variable, average)
+            continue
         assign = functools.partial(_assign, constraint)
         strategy.extended.update(variable, assign, args=(average,))
 

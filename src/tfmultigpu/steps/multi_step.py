@@ -10,7 +10,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfmultigpu.data.element_layout import iterator_of
+from tfmultigpu.data.element_layout import iterator_of, structure_of
 from tfmultigpu.errors import DataError
 from tfmultigpu.losses.objective import MeanKey
 from tfmultigpu.steps.batch_function import BatchFunction, Shards, ShardSource, check_called_from
@@ -136,7 +136,7 @@ class MultiStep:
                     "the same strategy: tmg.distribute_dataset(dataset, strategy)."
                 )
             return iterator.source, iterator.split_key, iterator.split
-        return iterator, None, self._cut
+        return iterator, structure_of(iterator.element_spec), self._cut
 
     def take(self, iterator: Any) -> tuple[Shards, Any] | None:
         """Takes the next batch, for a look at it before a step does.

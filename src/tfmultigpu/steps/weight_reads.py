@@ -226,11 +226,15 @@ def _read_again(uses: Sequence[_Use], middle: int, places: Mapping[Any, int]) ->
     by_read: dict[Any, list[_Use]] = {}
     for one in uses:
         by_read.setdefault(one.read, []).append(one)
+    # Before any is replaced: an operation may use several weights.
+    gradients = {
+        read: [tensor.op for tensor in users[0].user.inputs if places[tensor.op] >= middle]
+        for read, users in by_read.items()
+    }
     before: list[list[Any]] = []
     found: list[_Again] = []
     for read, users in by_read.items():  # In the order of their first use.
-        gradients = [tensor.op for tensor in users[0].user.inputs if places[tensor.op] >= middle]
-        before.append(gradients or (before[-1] if before else []))
+        before.append(gradients[read] or (before[-1] if before else []))
         waits = before[max(len(before) - 1 - _AHEAD, 0)] or before[-1]
         if not waits:
             continue

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,32 +30,45 @@ __all__ = [
 AT_LEAST = 2**16
 
 
+@dataclasses.dataclass(frozen=True)
+class _Limits:
+    """What ``sharded_variables`` was entered with.
+
+    Attributes:
+        at_least: Smaller variables, in bytes, are mirrored.
+        memory: Bytes of each device; None if they are unknown, which means alike.
+    """
+
+    at_least: int = AT_LEAST
+    memory: tuple[float, ...] | None = None
+
+
 class _Loads:
     """Bytes of sharded variables on each device of a strategy.
 
     Attributes:
         devices: The devices.
-        memory: Bytes of each device; None if they are unknown, which means alike.
-        at_least: Smaller variables, in bytes, are mirrored.
+        limits: What ``sharded_variables`` was entered with last.
+        entered: What those were entered with that have not ended, the innermost last.
         bytes: Bytes of the variables that are on each device now.
     """
 
     def __init__(self, devices: Sequence[str]) -> None:
         self.devices = tuple(devices)
-        self.memory: tuple[float, ...] | None = None
-        self.at_least = AT_LEAST
+        self.limits = _Limits()
+        self.entered: list[_Limits] = []
         self.bytes = [0] * len(devices)
 
-    def add(self, device: int, name: str, size: int) -> None:
+    def add(self, device: int, name: str, size: int, memory: tuple[float, ...] | None) -> None:
         """Counts a variable.
 
         Raises:
             ShareError: The device does not hold it.
         """
-        if self.memory is not None and self.bytes[device] + size > self.memory[device]:
+        if memory is not None and self.bytes[device] + size > memory[device]:
             table = "; ".join(
-                f"{parse_device_name(one)}: {used:,} of {int(memory):,} bytes"
-                for one, used, memory in zip(self.devices, self.bytes, self.memory, strict=True)
+                f"{parse_device_name(one)}: {used:,} of {int(most):,} bytes"
+                for one, used, most in zip(self.devices, self.bytes, memory, strict=True)
             )
             raise ShareError(
                 "The variables do not fit on the devices of the strategy. Received: "
@@ -83,7 +97,8 @@ def sharded_variables(
 
     A variable goes to the device with the smallest part of its memory in use. Small variables,
     and those that layers assign themselves, such as moving statistics, stay mirrored. A model
-    that is built later, from its first batch, is sharded as well.
+    that is built later, from its first batch, is sharded as well, by the arguments of the
+    ``sharded_variables`` that was entered last.
 
     Args:
         at_least: Bytes from which a variable is large.
@@ -126,9 +141,8 @@ def sharded_variables(
         )
     devices = strategy.extended.worker_devices
     loads = _loads.setdefault(strategy, _Loads(devices))
-    loads.at_least = at_least
-    loads.memory = memory_of_devices(devices, memory)
-    with _creating(strategy, loads):
+    limits = loads.limits = _Limits(at_least, memory_of_devices(devices, memory))
+    with _creating(strategy, loads, limits):
         yield
 
 
@@ -137,33 +151,41 @@ def creating_as_before(strategy: tf.distribute.Strategy) -> Iterator[None]:
     """Enters a scope to create a model in, sharded if an earlier part of the program did that."""
     with strategy.scope():
         if strategy in _loads:
-            with _creating(strategy, _loads[strategy]):
+            with _creating(strategy, _loads[strategy], _loads[strategy].limits):
                 yield
         else:
             yield
 
 
 @contextmanager
-def _creating(strategy: tf.distribute.Strategy, loads: _Loads) -> Iterator[None]:
+def _creating(strategy: tf.distribute.Strategy, loads: _Loads, limits: _Limits) -> Iterator[None]:
     def create(create_mirrored: Any, **options: Any) -> Any:
-        # Only Keras says for each variable whether it is trained.
-        if options.get("trainable") is not True or not callable(options["initial_value"]):
+        # The context within decides. Only Keras says for each variable whether it is trained.
+        if (
+            limits is not loads.entered[-1]
+            or options.get("trainable") is not True
+            or not callable(options["initial_value"])
+        ):
             return create_mirrored(**options)
-        number = next_device(loads.bytes, loads.memory)
+        number = next_device(loads.bytes, limits.memory)
         with tf.init_scope(), tf.device(loads.devices[number]):
             value = tf.convert_to_tensor(options["initial_value"](), options["dtype"])
         size = value.shape.num_elements() * value.dtype.size
-        if size < loads.at_least:
+        if size < limits.at_least:
             return create_mirrored(**{**options, "initial_value": lambda: value})
-        loads.add(number, options["name"], size)
+        loads.add(number, options["name"], size, limits.memory)
         variable = _compat.variable_on_device(
             strategy, loads.devices[number], value, options["name"], trainable=True
         )
         weakref.finalize(variable, loads.remove, number, size)
         return variable
 
-    with tf.variable_creator_scope(create):
-        yield
+    loads.entered.append(limits)
+    try:
+        with tf.variable_creator_scope(create):
+            yield
+    finally:
+        loads.entered.pop()
 
 
 def next_device(loads: Sequence[int], memory: Sequence[float] | None) -> int:

@@ -47,6 +47,19 @@ class Network:
     latency: float = 50e-6
     bandwidth: float = 1.25e9
 
+    def __post_init__(self) -> None:
+        """Checks the numbers.
+
+        Raises:
+            ValueError: One is not finite, the latency is negative, or the bandwidth not positive.
+        """
+        if not (0 <= self.latency < math.inf and 0 < self.bandwidth < math.inf):
+            raise ValueError(
+                "A network has a latency in seconds, at least 0, and a bandwidth in bytes per "
+                f"second, above 0. Received: latency={self.latency}, bandwidth={self.bandwidth}. "
+                "Write tmg.tuning.Network(latency=50e-6, bandwidth=1.25e9)."
+            )
+
     def __str__(self) -> str:
         """Formats the numbers with units."""
         return f"{self.bandwidth / 1e9:.3g} GB/s and {1e6 * self.latency:.3g} us a hop"
@@ -85,7 +98,7 @@ class CostModel:
     Attributes:
         terms: The constants of each part, in the order of the formulas.
         at_once: How many replicas a machine computes at once.
-        overlap: The seconds of a whole step, divided by the sum of its parts.
+        overlap: The seconds of a whole step of one worker, divided by the sum of its parts.
         gradient_bytes: Bytes that each worker adds to those of the others.
         network: What connects the workers.
     """
@@ -110,8 +123,9 @@ class CostModel:
             for name, constants in self.terms.items()
         }
         start = parts.pop(_START)
-        parts["all-reduce"] += self.network.seconds(workers, self.gradient_bytes)
-        seconds = self.overlap * sum(parts.values())
+        between = self.network.seconds(workers, self.gradient_bytes)
+        seconds = self.overlap * sum(parts.values()) + between
+        parts["all-reduce"] += between
         return Prediction(replicas, workers, rows, seconds, parts, start)
 
 
@@ -127,7 +141,18 @@ def fit_costs(
 
     Returns:
         The model that fits best.
+
+    Raises:
+        ValueError: A profile has no times.
     """
+    times = [value for one in profiles for value in (*one.parts.values(), one.seconds)]
+    if not all(math.isfinite(value) for value in times) or not all(
+        sum(one.parts.values()) > 0 and one.seconds > 0 for one in profiles
+    ):
+        raise ValueError(
+            f"A profile has no times to fit. Received: {len(profiles)} profile(s) with {times} "
+            "seconds. Measure them with tmg.tuning.profile_step."
+        )
     options = [math.inf] if own_devices else _AT_ONCE
     fits = [(_fit_parts(profiles, at_once), at_once) for at_once in options]
     (_, terms), at_once = min(fits, key=lambda one: one[0][0])
@@ -141,7 +166,15 @@ def fit_network(profiles: Sequence[StepProfile], workers: Sequence[int]) -> Netw
     Args:
         profiles: The profiles; with gradients of different sizes both can be told apart.
         workers: The workers of each profile, from 2 on.
+
+    Raises:
+        ValueError: A profile is of one worker.
     """
+    if not workers or min(workers) < 2:
+        raise ValueError(
+            "The network shows in profiles of two or more workers. Received: "
+            f"workers={list(workers)}. Leave the others out."
+        )
     hops = np.array([2.0 * (one - 1) for one in workers])
     sent = [2 * (n - 1) / n * one.gradient_bytes for one, n in zip(profiles, workers, strict=True)]
     features = np.stack([hops, np.array(sent)], axis=1)
@@ -195,7 +228,8 @@ _FEATURES: dict[str, Callable[[int, int, float, float], list[float]]] = {
     "input": lambda here, total, rows, at_once: [1.0, rows],
     "forward and backward": lambda here, total, rows, at_once: [
         _crowd(here, at_once),
-        _crowd(here, at_once) * rows / total,
+        # Of fewer rows than replicas each gets all.
+        _crowd(here, at_once) * (rows / total if rows >= total else rows),
     ],
     "all-reduce": lambda here, total, rows, at_once: [1.0, (here - 1) / here, here - 1.0],
     "update": lambda here, total, rows, at_once: [1.0, _crowd(here, at_once)],

@@ -183,8 +183,8 @@ def measure_scaling(
     Raises:
         DeviceNotFoundError: There are fewer devices than replicas.
         TypeError: ``build_step`` is not a function, or does not return a step and data.
-        ValueError: ``replicas`` are not growing whole numbers from 1 on, or ``predict`` are not
-            multiples of the largest.
+        ValueError: ``replicas`` are not growing whole numbers from 1 on, ``predict`` are not
+            multiples of the largest, or only one is measured.
 
     Example:
         >>> import keras, numpy as np, tfmultigpu as tmg
@@ -210,7 +210,12 @@ def measure_scaling(
             "replicas must be whole numbers that grow, from 1 on, such as (1, 2, 4). Received: "
             f"replicas={given!r}."
         )
-    further = _check_predict(predict, counts[-1])
+    further = _check_predict(predict, counts)
+    if network is not None and not isinstance(network, Network):
+        raise TypeError(
+            f"network must be a Network. Received: network={network!r}. Write "
+            "tmg.tuning.Network(latency=50e-6, bandwidth=1.25e9)."
+        )
     names = list_logical_devices("GPU") or list_logical_devices("CPU")
     if counts[-1] > len(names):
         usable = tuple(count for count in counts if count <= len(names))
@@ -252,7 +257,8 @@ def predict_scaling(
         replicas: Numbers of replicas, multiples of that of the last point.
     """
     first, last = points[0], points[-1]
-    grows = last.profile.rows > 1.5 * first.profile.rows
+    growth = (last.profile.rows / first.profile.rows - 1) / (last.replicas / first.replicas - 1)
+    grows = growth > 0.5
     before = model.predict(first.replicas, first.profile.rows)
     found = []
     for count in replicas:
@@ -267,9 +273,16 @@ def predict_scaling(
     return tuple(found)
 
 
-def _check_predict(predict: Any, here: int) -> list[int]:
+def _check_predict(predict: Any, measured: Sequence[int]) -> list[int]:
     counts = list(predict) if isinstance(predict, Iterable) else [predict]
     counts = [check_count("predict", one) for one in counts]
+    here = measured[-1]
+    if counts and len(measured) < 2:
+        raise ValueError(
+            "One number of replicas does not show what more of them cost. Received: "
+            f"predict={tuple(counts)} with replicas={tuple(measured)}. Measure two or more: "
+            "replicas=(1, 2)."
+        )
     if any(one % here for one in counts):
         raise ValueError(
             "predict takes numbers of replicas of equal workers, each with as many as were "
