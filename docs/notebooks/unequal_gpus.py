@@ -90,8 +90,19 @@ def train(replicas, shares=None, micro_batches=1):
         model = keras.Sequential([keras.Input((16,)), *layers])
         optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    step = tmg.make_train_step(model, optimizer, loss, strategy, micro_batches=micro_batches)
-    data = tmg.distribute_dataset((x, y), strategy, batch_size=BATCH_SIZE, shares=shares)
+    step = tmg.make_train_step(
+        model,
+        optimizer,
+        loss,
+        strategy,
+        micro_batches=micro_batches,
+    )
+    data = tmg.distribute_dataset(
+        (x, y),
+        strategy,
+        batch_size=BATCH_SIZE,
+        shares=shares,
+    )
     losses = [float(step(batch)["loss"]) for _ in range(5) for batch in data]
     return np.array(losses), model.get_weights()
 
@@ -102,7 +113,8 @@ both, both_weights = train(2, shares, micro_batches)
 # %%
 plt.figure(figsize=(6, 3.2))
 plt.plot(one, color="#c0c4c8", linewidth=7, label="one device")
-plt.plot(both, color="#1f6fd0", label=f"shares {shares}, in parts {micro_batches}")
+label = f"shares {shares}, in parts {micro_batches}"
+plt.plot(both, color="#1f6fd0", label=label)
 plt.xlabel("step; each fourth has 500 examples, the others 1,000")
 plt.ylabel("loss")
 plt.legend()
