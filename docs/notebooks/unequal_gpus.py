@@ -113,8 +113,8 @@ both, both_weights = train(2, shares, micro_batches)
 # %%
 plt.figure(figsize=(6, 3.2))
 plt.plot(one, color="#c0c4c8", linewidth=7, label="one device")
-unequal = f"shares {shares}, in parts {micro_batches}"
-plt.plot(both, color="#1f6fd0", label=unequal)
+label = f"shares {shares}, in parts {micro_batches}"
+plt.plot(both, color="#1f6fd0", label=label)
 plt.xlabel("step; each fourth has 500 examples, the others 1,000")
 plt.ylabel("loss")
 plt.legend()

@@ -31,6 +31,8 @@ PAGES = {
     str(path.relative_to(ROOT)): path
     for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
 }
+# Pages of notebooks need matplotlib: nox -s notebooks executes them.
+RUN = {page: path for page, path in PAGES.items() if path.parent.name != "notebooks"}
 # Blocks that are shown and not run.
 SHOWN = {"text", "console", "json", "mermaid", "diff"}
 COMMANDS = {"sh"}
@@ -164,7 +166,7 @@ def failures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """What the programs and examples that failed have printed, all of them run once."""
     # With one CPU, as on a machine without GPUs: what needs more devices makes them.
     programs: list[tuple[str, str]] = []
-    for page, path in PAGES.items():
+    for page, path in RUN.items():
         for number, program in enumerate(all_programs_of(path.read_text()), 1):
             programs.append((f"{page} {number}", program))
     programs += examples().items()
@@ -186,7 +188,7 @@ def failures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "page", [page for page, path in PAGES.items() if all_programs_of(path.read_text())]
+    "page", [page for page, path in RUN.items() if all_programs_of(path.read_text())]
 )
 def test_the_programs_of_a_page_run(page: str, failures: dict[str, str]) -> None:
     failed = {name: text[-3000:] for name, text in failures.items() if name.split()[0] == page}

@@ -160,7 +160,7 @@ def creating_as_before(strategy: tf.distribute.Strategy) -> Iterator[None]:
 @contextmanager
 def _creating(strategy: tf.distribute.Strategy, loads: _Loads, limits: _Limits) -> Iterator[None]:
     def create(create_mirrored: Any, **options: Any) -> Any:
-        # The context within decides. Only Keras says for each variable whether it is trained.
+        # The innermost context decides. Only Keras says for each variable whether it is trained.
         if (
             limits is not loads.entered[-1]
             or options.get("trainable") is not True
