@@ -127,7 +127,7 @@ def faults(session: nox.Session) -> None:
 @nox.session
 def notebooks(session: nox.Session) -> None:
     """Execute every notebook, and write the pages that the site shows (``-- NAME``: only one)."""
-    session.install("-e", ".", *groups("notebooks"), "nbclient", "matplotlib")
+    session.install("-e", ".", *groups("notebooks"))
     session.run("python", "docs/extensions/notebooks.py", *session.posargs)
 
 
