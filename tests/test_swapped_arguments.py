@@ -117,3 +117,18 @@ def test_right_calls_pass_unchanged(given: SimpleNamespace) -> None:
     for model, strategy, batch_size, others in calls:
         assert train(model, strategy, batch_size=batch_size, **others) == 7
     assert seen == calls
+
+
+def test_a_scalar_tensor_is_a_number_and_an_array_may_validate() -> None:
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    x = np.ones((4, 2), "float32")
+    for size in (np.array(2), tf.constant(2), np.int64(2)):
+        tmg.fit(model, x, x[:, :1], batch_size=size, epochs=np.array(1), verbose=0)
+
+    def forward(model: Any, x: Any, training: bool) -> Any:
+        return tmg.loss_sum("mse", x[:, :1], model(x))
+
+    step = tmg.make_train_step(model, model.optimizer, None, forward=forward)
+    eval_step = tmg.make_eval_step(model, None, forward=forward)
+    tmg.fit(model, x, step=step, eval_step=eval_step, validation_data=x, verbose=0)

@@ -31,7 +31,7 @@ _TAKES = {
     "dataset": ("dataset", "array"),
     "y": ("array",),
     "batch": ("array",),
-    "validation_data": ("dataset",),
+    "validation_data": ("dataset", "array"),
     "batch_size": ("number",),
     "epochs": ("number",),
     "steps": ("number",),
@@ -244,7 +244,8 @@ def _kind(value: Any) -> str | None:
         return None
     if isinstance(value, numbers.Number):
         return "number"
-    return "array" if hasattr(value, "__array__") else None
+    # A scalar tensor is a number too, for functions that take one.
+    return "array" if hasattr(value, "__array__") and getattr(value, "ndim", 1) else None
 
 
 def _with_article(kind: str) -> str:

@@ -131,12 +131,13 @@ def test_progress_bar(call, capsys):
     model, _ = both_of(single, 2)
     arguments = (X, Y) if call == "evaluate" else (X,)
     run = getattr(tmg, call)
-    run(model, *arguments, batch_size=8)
+    run(model, *arguments, batch_size=8, verbose=0)
     assert capsys.readouterr().out == ""
-    run(model, *arguments, batch_size=8, verbose=1)
-    shown = capsys.readouterr().out
-    assert "5/5" in shown
-    assert ("mae" in shown) == (call == "evaluate")
+    for verbose in ({}, {"verbose": 1}):  # As in Keras, progress is shown by default.
+        run(model, *arguments, batch_size=8, **verbose)
+        shown = capsys.readouterr().out
+        assert "5/5" in shown
+        assert ("mae" in shown) == (call == "evaluate")
     with pytest.raises(ValueError, match=r"verbose must be 0, 1, 2 or 'auto'"):
         run(model, *arguments, verbose=3)
     with pytest.raises(TypeError, match=r"A callback must be"):
