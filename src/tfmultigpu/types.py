@@ -32,7 +32,7 @@ Verbose: TypeAlias = Literal["auto", 0, 1, 2]
 
 
 class Model(Protocol):
-    """The part of a Keras model that a checker compares; Keras has no types of its own."""
+    """The part of a Keras model that a checker compares; Keras itself has no types."""
 
     built: Any
     name: Any

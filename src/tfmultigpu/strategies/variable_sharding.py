@@ -32,7 +32,7 @@ AT_LEAST = 2**16
 
 @dataclasses.dataclass(frozen=True)
 class _Limits:
-    """What ``sharded_variables`` was entered with.
+    """Arguments of ``sharded_variables``.
 
     Attributes:
         at_least: Smaller variables, in bytes, are mirrored.

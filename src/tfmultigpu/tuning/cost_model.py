@@ -37,7 +37,7 @@ _AT_ONCE = tuple(2.0 ** (i / 4) for i in range(25))
 
 @dataclasses.dataclass(frozen=True)
 class Network:
-    """What connects the workers.
+    """Connection of the workers.
 
     Attributes:
         latency: Seconds of a hop from one worker to the next.
@@ -72,7 +72,7 @@ class Network:
 
 @dataclasses.dataclass(frozen=True)
 class Prediction:
-    """What a step would take with a number of replicas.
+    """Times that a step would take with a number of replicas.
 
     Attributes:
         replicas: Number of replicas of all workers.
