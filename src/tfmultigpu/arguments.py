@@ -245,7 +245,8 @@ def _kind(value: Any) -> str | None:
     if isinstance(value, numbers.Number):
         return "number"
     # A scalar tensor is a number too, for functions that take one.
-    return "array" if hasattr(value, "__array__") and getattr(value, "ndim", 1) else None
+    is_scalar = getattr(value, "ndim", None) == 0
+    return "array" if hasattr(value, "__array__") and not is_scalar else None
 
 
 def _with_article(kind: str) -> str:
