@@ -51,6 +51,8 @@ PROFILE = StepProfile(
     replicas=(0.004, 0.006),
     devices=("GPU:0", "GPU:1"),
     replicas_in_all=2,
+    gradient_bytes=400,
+    start=1.0,
 )
 
 
