@@ -506,6 +506,71 @@ def test_models_are_made_and_loaded_device_by_device(
             np.testing.assert_array_equal(variable.numpy(), value)
 
 
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # Keras saving.
+@pytest.mark.parametrize("at_least", [0, 1000])  # Also with mirrored variables beside the others.
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: keras.optimizers.Adam(0.01, use_ema=True, clipnorm=0.5),
+        lambda: keras.optimizers.SGD(0.1, momentum=0.9, weight_decay=0.01),
+        lambda: keras.optimizers.Lion(keras.optimizers.schedules.ExponentialDecay(0.01, 1, 0.9)),
+    ],
+)
+def test_a_saved_optimizer_trains_on(make: Any, at_least: int, tmp_path: Any) -> None:
+    """A ``.keras`` file has the state of the optimizer, which Keras builds when it loads it."""
+
+    def train(model: Any, strategy: Any) -> list[np.ndarray]:
+        loss = crossentropy()
+        step = tmg.make_train_step(model, model.optimizer, loss, strategy, verify=False)
+        for rows in (8, 5, 1):
+            step((NUMBERS[:rows], LABELS[:rows]))
+        return [np.asarray(one.numpy()) for one in (*model.weights, *model.optimizer.variables)]
+
+    one = strategy_of(1)
+    with one.scope():
+        alone = mlp()
+        alone.compile(make(), crossentropy())
+    train(alone, one)
+    alone.save(tmp_path / "one.keras")
+    # Keras does not save what a Dropout has drawn.
+    expected = train(keras.models.load_model(tmp_path / "one.keras"), one)
+    for file in ("one.keras", "three.keras"):
+        strategy = strategy_of(3)
+        with strategy.scope(), tmg.sharded_variables(at_least=at_least):
+            loaded = keras.models.load_model(tmp_path / file)
+        assert any(is_sharded(one) for one in loaded.variables)
+        if file == "one.keras":
+            loaded.save(tmp_path / "three.keras")
+        for actual, value in zip(train(loaded, strategy), expected, strict=True):
+            np.testing.assert_allclose(actual, value, rtol=2e-5, atol=2e-6)
+
+
+def test_an_optimizer_built_before_the_step() -> None:
+    def train(replicas: int) -> list[np.ndarray]:
+        strategy = strategy_of(replicas)
+        keras.utils.set_random_seed(3)
+        with strategy.scope(), sharding():
+            model = mlp()
+            optimizer = keras.optimizers.RMSprop(0.01, momentum=0.9)
+            optimizer.build(model.trainable_variables)
+        model.layers[-1].trainable = False
+        step = tmg.make_train_step(model, optimizer, crossentropy(), strategy)
+        step((NUMBERS[:7], LABELS[:7]))
+        model.layers[-1].trainable = True
+        step((NUMBERS[:7], LABELS[:7]))
+        return [np.asarray(one.numpy()) for one in (*model.weights, *optimizer.variables)]
+
+    for actual, value in zip(train(3), train(1), strict=True):
+        np.testing.assert_allclose(actual, value, rtol=2e-5, atol=2e-6)
+
+
+def test_keras_may_not_update_by_itself() -> None:
+    step = sharded_step()
+    step.model.compile("sgd", crossentropy())
+    with pytest.raises(tmg.TfMultiGpuError, match=r"updated once[\s\S]*tmg\.fit\(model, data\)"):
+        step.model.fit(NUMBERS[:8], LABELS[:8], verbose=0)
+
+
 def test_layers_placed_by_hand_on_one_replica(tmp_path: Any) -> None:
     """Blocks of layers on devices of their own, the classical way."""
 

@@ -140,7 +140,10 @@ def sharded_variables(
             'tmg.create_strategy(prefer="mirrored"), or leave sharded_variables out.'
         )
     devices = strategy.extended.worker_devices
-    loads = _loads.setdefault(strategy, _Loads(devices))
+    if strategy not in _loads:
+        _loads[strategy] = _Loads(devices)
+        _serve_optimizers(strategy)
+    loads = _loads[strategy]
     limits = loads.limits = _Limits(at_least, memory_of_devices(devices, memory))
     with _creating(strategy, loads, limits):
         yield
@@ -186,6 +189,40 @@ def _creating(strategy: tf.distribute.Strategy, loads: _Loads, limits: _Limits) 
             yield
     finally:
         loads.entered.pop()
+
+
+def _serve_optimizers(strategy: tf.distribute.Strategy) -> None:
+    """Has Keras optimizers keep what they remember of a sharded variable beside it.
+
+    The strategy takes mirrored variables only, and says so by an assertion, or by a message with
+    the values of the variable.
+    """
+    extended: Any = strategy.extended
+    colocate, update = extended.colocate_vars_with, extended.update
+
+    def colocate_vars_with(variable: Any) -> Any:
+        if not is_sharded(variable):
+            return colocate(variable)
+
+        def beside(_: Any, **options: Any) -> Any:
+            with tf.init_scope(), tf.device(variable.device):
+                value = tf.convert_to_tensor(options["initial_value"](), options["dtype"])
+            return _compat.variable_on_device(
+                strategy, variable.device, value, options["name"], trainable=False
+            )
+
+        return tf.variable_creator_scope(beside)
+
+    def update_mirrored(variable: Any, *args: Any, **options: Any) -> Any:
+        if not is_sharded(variable):
+            return update(variable, *args, **options)
+        raise TfMultiGpuError(
+            "A sharded variable is updated once, not by every replica. Received: optimizer.apply, "
+            f"or Keras' own fit, for {variable.name!r} on {parse_device_name(variable.device)}. "
+            "Write tmg.fit(model, data), or step = tmg.make_train_step(model, optimizer, loss)."
+        )
+
+    extended.colocate_vars_with, extended.update = colocate_vars_with, update_mirrored
 
 
 def next_device(loads: Sequence[int], memory: Sequence[float] | None) -> int:
