@@ -564,6 +564,104 @@ def test_an_optimizer_built_before_the_step() -> None:
         np.testing.assert_allclose(actual, value, rtol=2e-5, atol=2e-6)
 
 
+class Halving(layers.Layer):
+    """Assigns its own weight in each call, after it has read it."""
+
+    def __init__(self, how: str = "keras") -> None:
+        super().__init__()
+        self.how = how
+
+    def build(self, shape: Any) -> None:
+        self.w = self.add_weight(shape=shape[-1:], initializer="ones")
+
+    def call(self, x: tf.Tensor) -> tf.Tensor:
+        result = x * self.w
+        if self.how == "keras":
+            self.w.assign(self.w * 0.5)
+        else:
+            self.w.value.assign_sub(self.w * 0.5)
+        return result
+
+
+@pytest.mark.parametrize("how", ["keras", "tensorflow"])
+@pytest.mark.parametrize("rows", [6, 2, 1])
+def test_layers_that_assign_weights_when_they_predict(how: str, rows: int) -> None:
+    def run(replicas: int) -> list[Any]:
+        strategy = strategy_of(replicas)
+        with strategy.scope(), sharding():
+            model = keras.Sequential([keras.Input((6,)), Halving(how)])
+            model.compile(loss="mse")
+        x = NUMBERS[:rows]
+        results = [tmg.predict(model, x, batch_size=rows, verify=False)]
+        results += [tmg.evaluate(model, x, x, batch_size=rows, verify=False)["loss"]]
+        return [*results, model.layers[0].w.numpy()]
+
+    for actual, value in zip(run(3), run(1), strict=True):
+        np.testing.assert_allclose(actual, value, rtol=1e-6)
+
+
+@pytest.mark.parametrize("aggregation", ["none", "mean", "only_first_replica", "sum"])
+def test_loops_by_hand_assign_once(aggregation: str) -> None:
+    """As for a mirrored variable: not once for each replica."""
+
+    def run(sharded: bool) -> np.ndarray:
+        strategy = strategy_of(3)
+        with strategy.scope(), sharding() if sharded else contextlib.nullcontext():
+            kernel = keras.Variable(np.ones((2, 2), "float32"), aggregation=aggregation)
+        assert is_sharded(kernel) == sharded
+
+        @tf.function
+        def step() -> None:
+            def replica() -> None:
+                kernel.assign_sub(tf.fill((2, 2), 0.1))
+                kernel.assign(kernel * 0.5)
+                if aggregation != "sum":
+                    kernel.value.assign_add(tf.ones((2, 2)))
+
+            strategy.run(replica)
+
+        step()
+        return np.asarray(kernel.numpy())
+
+    np.testing.assert_allclose(run(True), run(False), rtol=1e-6)
+
+
+def test_a_small_first_device_gets_what_it_holds() -> None:
+    strategy = unused_strategy(2)
+    memory = [16, 1000]
+    with strategy.scope(), tmg.sharded_variables(at_least=0, memory=memory):
+        variables = [keras.Variable(np.ones(size, "float32")) for size in (8, 2)]
+    assert [tmg.devices.names.parse_device_name(one.value.device) for one in variables] == [
+        "CPU:1",
+        "CPU:1",
+    ]
+
+
+def test_restore_before_the_optimizer_is_built(tmp_path: Any) -> None:
+    """The order of a program with ``fit``: compile, restore, fit."""
+
+    def model_on(replicas: int) -> Any:
+        keras.utils.set_random_seed(1)
+        with strategy_of(replicas).scope(), sharding():
+            model = keras.Sequential([keras.Input((6,)), layers.Dense(16, "tanh"), layers.Dense(3)])
+            model.compile(keras.optimizers.Adam(0.01, use_ema=True), crossentropy())
+        return model
+
+    def fit(model: Any, epochs: int, folder: str) -> list[np.ndarray]:
+        checkpoints = tmg.Checkpoints(tmp_path / folder, model, model.optimizer)
+        checkpoints.restore()
+        data = NUMBERS[:12], LABELS[:12]
+        callbacks = [checkpoints.callback()]
+        tmg.fit(model, data, batch_size=5, epochs=epochs, verbose=0, callbacks=callbacks)
+        return [np.asarray(one.numpy()) for one in (*model.weights, *model.optimizer.variables)]
+
+    fit(model_on(3), 2, "resumed")
+    resumed = fit(model_on(2), 4, "resumed")
+    straight = fit(model_on(1), 4, "straight")
+    for actual, value in zip(resumed, straight, strict=True):
+        np.testing.assert_allclose(actual, value, rtol=2e-5, atol=2e-6)
+
+
 def test_keras_may_not_update_by_itself() -> None:
     step = sharded_step()
     step.model.compile("sgd", crossentropy())
