@@ -165,14 +165,10 @@ def creating_as_before(strategy: tf.distribute.Strategy) -> Iterator[None]:
 def _creating(strategy: tf.distribute.Strategy, loads: _Loads, limits: _Limits) -> Iterator[None]:
     def create(create_mirrored: Any, **options: Any) -> Any:
         # The innermost context decides. Only Keras says for each variable whether it is trained.
+        if limits is not loads.entered[-1] or options.get("trainable") is not True:
+            return create_mirrored(**options)
         initial = options["initial_value"]
-        if (
-            limits is not loads.entered[-1]
-            or options.get("trainable") is not True
-            or not (
-                callable(initial) or tf.executing_eagerly()
-            )  # A tensor of a graph may not last.
-        ):
+        if not callable(initial) and not tf.executing_eagerly():  # It may be of this graph.
             return create_mirrored(**options)
         # The size is known once there is a value, which is made where there is most room.
         memory = limits.memory or [0] * len(loads.devices)
