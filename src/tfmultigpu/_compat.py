@@ -304,7 +304,7 @@ def variable_on_device(
             class, and its arguments.
     """
     with tf.init_scope(), tf.device(device):
-        variable: Any = _class_of_variable_on_device()(
+        variable: Any = _class_of_variables()(
             initial_value=value,
             trainable=trainable,
             name=name,
@@ -316,12 +316,53 @@ def variable_on_device(
     return variable
 
 
+@contextmanager
+def reading_before_loops(graph: Any) -> Iterator[list[Any]]:
+    """Has loops take the value of a ``variable_on_device``, not the variable, on this thread.
+
+    A loop of a layer, such as that of an LSTM, would read its weights in each turn, and keep what
+    it has read for the backward pass, once for each turn. Keras reads a weight through a property
+    that knows nothing of loops. Private: ``_read_variable_op`` of the class ``ResourceVariable``,
+    and the classes of the graphs of loops. Without them each turn reads.
+
+    Args:
+        graph: Loops inside of this graph are meant, not those around it.
+
+    Yields:
+        The operations that give loops these values, on the device of the loop.
+    """
+    before = getattr(_around, "reads", None)
+    found: dict[Any, Any] = {}
+    operations: list[Any] = []
+    _around.reads = graph, found, operations
+    try:
+        yield operations
+    finally:
+        _around.reads = before
+
+
+_around = threading.local()
+
+
+def _outermost_loop(graph: Any) -> Any:
+    """Returns the graph of the outermost loop between the current graph and one around it."""
+    graphs: Any = importlib.import_module("tensorflow.python.ops.control_flow_v2_func_graphs")
+    loops = graphs.WhileBodyFuncGraph, graphs.WhileCondFuncGraph
+    inner: Any = tf.compat.v1.get_default_graph()
+    found = None
+    # A tf.function may be called again elsewhere, so nothing outside of it is taken into it.
+    while inner is not graph and isinstance(inner, graphs.ControlFlowFuncGraph):
+        found = inner if isinstance(inner, loops) else found
+        inner = inner.outer_graph
+    return found
+
+
 @functools.cache
-def _class_of_variable_on_device() -> Any:
+def _class_of_variables() -> Any:
     variables: Any = importlib.import_module("tensorflow.python.ops.resource_variable_ops")
 
     class VariableOnDevice(variables.ResourceVariable):  # type: ignore[misc]
-        """Variable whose assignments go through a function."""
+        """Variable with other reads in loops, and whose assignments go through a function."""
 
         def assign(self, *args: Any, **options: Any) -> Any:
             return self.write(self, super().assign, *args, **options)
@@ -331,6 +372,20 @@ def _class_of_variable_on_device() -> Any:
 
         def assign_sub(self, *args: Any, **options: Any) -> Any:
             return self.write(self, super().assign_sub, *args, **options)
+
+        def _read_variable_op(self, no_copy: bool = False) -> Any:
+            reads = getattr(_around, "reads", None)
+            loop = None if reads is None or tf.executing_eagerly() else _outermost_loop(reads[0])
+            if loop is None:
+                return super()._read_variable_op(no_copy)
+            _, found, operations = reads
+            if (loop, id(self)) not in found:
+                with loop.outer_graph.as_default():
+                    with tf.device(self.device):
+                        value = super()._read_variable_op(no_copy)
+                    found[loop, id(self)] = tf.identity(value)
+                operations.append(found[loop, id(self)].op)
+            return found[loop, id(self)]
 
     return VariableOnDevice
 
