@@ -322,6 +322,17 @@ def replace_input(operation: Any, index: int, tensor: Any) -> None:
     operation._update_input(index, tensor)
 
 
+def forward_scope(operation: Any) -> str | None:
+    """Returns the name scope of the operation whose gradient this one computes; None if of none.
+
+    Private: a ``GradientTape`` names the scopes of a backward pass ``gradient_tape/`` and then as
+    in the forward pass. No public name tells which operation a gradient is of. Without it the
+    gradient of a weight may be computed on another device than the weight, and then copied.
+    """
+    _, tape, name = operation.name.rpartition("gradient_tape/")
+    return name.rpartition("/")[0] if tape else None
+
+
 def compile_arguments(model: Any) -> Any:
     """Returns the arguments of ``model.compile`` by name.
 
