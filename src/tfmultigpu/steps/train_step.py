@@ -28,7 +28,7 @@ from tfmultigpu.steps.batch_function import BatchFunction, Shards
 from tfmultigpu.steps.forward_backward import Findings, ReplicaPhase
 from tfmultigpu.steps.missing_gradients import MissingGradients
 from tfmultigpu.steps.multi_step import TERMS, MultiStep
-from tfmultigpu.steps.op_placement import computing_at_weights
+from tfmultigpu.steps.op_placement import computing_at_weights, devices_of
 from tfmultigpu.steps.options import StepOptions
 from tfmultigpu.steps.pipeline import check_pipeline
 from tfmultigpu.steps.program_agreement import ProgramAgreement
@@ -304,6 +304,12 @@ class TrainStep(NotCopied):
 
     def _refuse_sharded(self) -> None:
         alone = [variable.path for variable in self.model.variables if is_sharded(variable)]
+        if self.strategy.num_replicas_in_sync == 1 and len(devices_of(self.model)) > 1:
+            raise TfMultiGpuError(
+                "XLA cannot read a variable that lives on another device. Received: "
+                f"jit_compile=True, and weights on {', '.join(devices_of(self.model))}. Leave "
+                "jit_compile out, or build all layers on one device."
+            )
         if alone:
             raise TfMultiGpuError(
                 "XLA cannot read a variable that lives on another device. Received: "
