@@ -62,7 +62,7 @@ if __name__ == "__main__":
         options = {"micro_batches": 8, "pipeline": True}
         train(devices, f"{folder}/several", epochs=1, **options)
         model = train(devices, f"{folder}/several", epochs=2, **options)  # resumes
-        one = train(devices[:1], f"{folder}/one", epochs=2)
+        one = train(devices[:1] * len(devices), f"{folder}/one", epochs=2)
     kernels = [layer.kernel.value for layer in model.layers[1:]]
     places = [tmg.devices.names.parse_device_name(kernel.device) for kernel in kernels]
     print(f"kernels on {', '.join(places)}")

@@ -203,5 +203,5 @@ def test_what_cannot_overlap_is_refused(
 
 
 def test_xla_reads_no_weights_of_another_device() -> None:
-    with pytest.raises(tmg.TfMultiGpuError, match="weights on CPU:1, CPU:2. Leave jit_compile"):
+    with pytest.raises(tmg.TfMultiGpuError, match=r"weights on CPU:1, CPU:2\. Leave jit_compile"):
         tmg.make_train_step(build(), keras.optimizers.SGD(0.1), "mse", jit_compile=True)
