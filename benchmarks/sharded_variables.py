@@ -4,6 +4,9 @@
 and prints the peak of the process above what it had before the model. Virtual CPUs share their
 memory, so a read of a variable of another device is no copy: on GPUs mirrored variables take the
 parameters on each device, and what this shows is the part of gradients and optimizer state.
+
+``--model transformer`` takes eight blocks of width 768 in place of dense layers. ``--rows`` is the
+global batch: with many rows, activations take the memory, and ``remat`` computes them again.
 """
 
 from __future__ import annotations
@@ -18,11 +21,14 @@ from pathlib import Path
 from typing import Any
 
 SOURCE = Path(__file__).resolve().parents[1] / "src"
+# Whether variables and the update are sharded, and whether keras.remat is around each layer.
 WAYS = {
-    "mirrored variables": (False, False),
-    "mirrored variables, sharded update": (False, True),
-    "sharded variables": (True, True),
+    "mirrored variables": (False, False, False),
+    "mirrored variables, sharded update": (False, True, False),
+    "sharded variables": (True, True, False),
+    "sharded variables, remat": (True, True, True),
 }
+TOKENS, WORDS = 16, 1000
 
 
 def peak() -> float:
@@ -31,7 +37,38 @@ def peak() -> float:
     return next(int(line.split()[1]) / 1024 for line in lines if line.startswith("VmHWM"))
 
 
-def measure(way: str, replicas: int, layers: int, width: int) -> dict[str, Any]:
+def transformer(blocks: int, width: int, again: Any) -> Any:
+    """Returns a transformer with one output for each word."""
+    import keras
+
+    class Block(keras.layers.Layer):
+        def build(self, shape: Any) -> None:
+            self.attention = keras.layers.MultiHeadAttention(12, width // 12)
+            self.attention.build(shape, shape)
+            self.norms = [keras.layers.LayerNormalization() for _ in range(2)]
+            wide = (*shape[:-1], 4 * width)
+            self.hidden = keras.layers.Dense(4 * width, "gelu")
+            self.back = keras.layers.Dense(width)
+            for layer, size in zip(
+                (*self.norms, self.hidden, self.back), (shape, shape, shape, wide), strict=True
+            ):
+                layer.build(size)
+
+        def call(self, x: Any) -> Any:
+            normed = self.norms[0](x)
+            x = x + self.attention(normed, normed, use_causal_mask=True)
+            return x + self.back(self.hidden(self.norms[1](x)))
+
+    ids = keras.Input((TOKENS,), dtype="int32")
+    x = keras.layers.Embedding(WORDS, width)(ids)
+    for _ in range(blocks):
+        x = again(Block())(x)
+    return keras.Model(ids, keras.layers.Dense(10)(keras.layers.GlobalAveragePooling1D()(x)))
+
+
+def measure(
+    way: str, replicas: int, kind: str, layers: int, width: int, rows: int
+) -> dict[str, Any]:
     """Trains in this process; returns bytes, times and losses."""
     os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
     os.environ["KERAS_BACKEND"] = "tensorflow"
@@ -43,17 +80,33 @@ def measure(way: str, replicas: int, layers: int, width: int) -> dict[str, Any]:
 
     devices = tmg.split_device("CPU:0", parts=replicas)
     strategy = tmg.create_strategy(devices=list(devices))
-    sharded, update = WAYS[way]
+    sharded, update, remat = WAYS[way]
     keras.utils.set_random_seed(1)
     random = np.random.default_rng(0)
-    batch = (
-        random.normal(size=(32, width)).astype("float32"),
-        random.normal(size=(32, 10)).astype("float32"),
-    )
+    targets = random.normal(size=(rows, 10)).astype("float32")
+    if kind == "transformer":
+        batch = random.integers(0, WORDS, (rows, TOKENS)).astype("int32"), targets
+    else:
+        batch = random.normal(size=(rows, width)).astype("float32"), targets
     before = peak()
 
+    class Again(keras.layers.Layer):
+        def __init__(self, inner: Any) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def build(self, shape: Any) -> None:
+            self.inner.build(shape)
+
+        def call(self, x: Any) -> Any:
+            return keras.remat(self.inner)(x)
+
+    again: Any = Again if remat else lambda layer: layer
+
     def build() -> Any:
-        hidden = [keras.layers.Dense(width, "relu") for _ in range(layers)]
+        if kind == "transformer":
+            return transformer(layers, width, again)
+        hidden = [again(keras.layers.Dense(width, "relu")) for _ in range(layers)]
         return keras.Sequential([keras.Input((width,)), *hidden, keras.layers.Dense(10)])
 
     with strategy.scope():
@@ -80,12 +133,16 @@ def main() -> int:
     """Returns 1 if the ways do not train alike."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--replicas", type=int, default=4)
-    parser.add_argument("--layers", type=int, default=24)
-    parser.add_argument("--width", type=int, default=1450)
+    parser.add_argument("--model", choices=["dense", "transformer"], default="dense")
+    parser.add_argument("--layers", type=int, help="24 dense layers, or 8 blocks")
+    parser.add_argument("--width", type=int, help="1450 units, or 768")
+    parser.add_argument("--rows", type=int, default=32)
     parser.add_argument("--measure", choices=list(WAYS))
     asked = parser.parse_args()
+    layers, width = (8, 768) if asked.model == "transformer" else (24, 1450)
+    size = asked.layers or layers, asked.width or width, asked.rows
     if asked.measure:
-        print(json.dumps(measure(asked.measure, asked.replicas, asked.layers, asked.width)))
+        print(json.dumps(measure(asked.measure, asked.replicas, asked.model, *size)))
         return 0
     found: dict[str, Any] = {}
     for way in WAYS:

@@ -374,7 +374,7 @@ def _class_of_variables() -> Any:
             return self.write(self, super().assign_sub, *args, **options)
 
         def _read_variable_op(self, no_copy: bool = False) -> Any:
-            reads = getattr(_around, "reads", None)
+            reads: Any = getattr(_around, "reads", None)
             loop = None if reads is None or tf.executing_eagerly() else _outermost_loop(reads[0])
             if loop is None:
                 return super()._read_variable_op(no_copy)
@@ -408,6 +408,17 @@ def replace_input(operation: Any, index: int, tensor: Any) -> None:
     device stays until the backward pass has used it.
     """
     operation._update_input(index, tensor)
+
+
+def forward_scope(operation: Any) -> str | None:
+    """Returns the name scope of the operation whose gradient this one computes; None if of none.
+
+    Private: a ``GradientTape`` names the scopes of a backward pass ``gradient_tape/`` and then as
+    in the forward pass. No public name tells which operation a gradient is of. Without it the
+    gradient of a weight may be computed on another device than the weight, and then copied.
+    """
+    _, tape, name = operation.name.rpartition("gradient_tape/")
+    return name.rpartition("/")[0] if tape else None
 
 
 def compile_arguments(model: Any) -> Any:

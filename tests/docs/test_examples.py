@@ -31,6 +31,7 @@ LAST_LINE = {
     "handwritten_loop": rf"2 replicas, largest weight difference to one device: {DIFFERENCE}",
     "inference": rf"3 replicas, largest difference to one device's predictions: {DIFFERENCE}",
     "input_pipeline": rf"4 replicas, largest weight difference to one device: {DIFFERENCE}",
+    "layers_by_hand": rf"2 devices, largest weight difference to one device: {DIFFERENCE}",
     # Layers in float16 round to 1e-3 of their values: 7e-6 was seen.
     "loss_scale_by_hand": r"2 replicas, largest weight difference to one device: \d\.\de-0[6-9]",
     "lora": rf"2 replicas, largest weight difference to one device: {DIFFERENCE}",
@@ -57,6 +58,7 @@ ALSO = {
     "gradient_accumulation": ("3 updates of 4 batches of 32",),
     "gan": ("d_found 0.", "d_loss 1.", "g_loss 0."),
     "input_pipeline": ("each of 1003 examples once per epoch", "epoch 3: 1003 examples"),
+    "layers_by_hand": ("kernels on CPU:0, CPU:0, CPU:1, CPU:1, CPU:1",),
     "loss_scale_by_hand": ("3 updates, each clipped to 0.5",),
     "memory_growth": ("came after TensorFlow had started its devices",),
     "one_gpu_by_mistake": ("1 copy of each weight", "model was created", "optimizer was created"),

@@ -74,6 +74,28 @@ def test_frozen_weights_have_no_gradient() -> None:
     assert GIB - left[0] == 404_000
 
 
+def test_of_sharded_variables_a_device_holds_its_own() -> None:
+    strategy = strategy_of(2)
+    dense = keras.layers.Dense
+    with strategy.scope(), tmg.sharded_variables(memory=[3 * GIB, GIB]):
+        layers = [keras.Input((200,)), *[dense(200, use_bias=False) for _ in range(4)]]
+        model, adam = keras.Sequential(layers), keras.optimizers.Adam()
+    left = tmg.memory_capacities(strategy, model=model, optimizer=adam, memory=[3 * GIB, GIB])
+    kernel = 4 * 200 * 200
+    # Kernels with two moments and two gradients, and copies of two of the largest.
+    assert [3 * GIB - left[0], GIB - left[1]] == [3 * 5 * kernel + 2 * kernel, 7 * kernel]
+
+
+def test_of_layers_placed_by_hand_the_replica_holds_those_on_its_device() -> None:
+    x = inputs = keras.Input((200,))
+    for device in ("CPU:0", "CPU:1", "CPU:1"):
+        with tf.device(device):
+            x = keras.layers.Dense(200, use_bias=False)(x)
+    model, adam = keras.Model(inputs, x), keras.optimizers.Adam()
+    (left,) = tmg.memory_capacities(model=model, optimizer=adam, memory=[GIB])
+    assert GIB - left == 5 * 4 * 200 * 200
+
+
 def test_limits_of_split_devices(monkeypatch) -> None:
     cpu = tf.config.list_physical_devices("CPU")[0]
     limits = [tf.config.LogicalDeviceConfiguration(memory_limit=m) for m in (4096, 1024) * 4]

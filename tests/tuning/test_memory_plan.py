@@ -46,7 +46,7 @@ def test_a_plan_without_memory_is_that_of_the_model_made() -> None:
     assert {one.parameters for one in kernels} == {KERNEL}
     assert {one.optimizer_state for one in kernels} == {2 * KERNEL}
     # Ten rows on a replica: the outputs of four dense layers, the normalization, and the last one.
-    assert before.activations == 10 * 4 * (4 * 64 + 64 + 3)
+    assert before.activations == (10 * 4 * (4 * 64 + 64 + 3),) * 2
 
 
 def test_the_optimizer_state_of_the_plan_is_that_of_a_step() -> None:
@@ -91,7 +91,7 @@ def test_the_policy_of_the_caller_counts() -> None:
         plan = tmg.plan_memory(build, None, strategy_of(2), rows=20, at_least=KERNEL)
     finally:
         keras.config.set_dtype_policy(before)
-    assert plan.activations == 10 * (2 * (4 * 64 + 64) + 4 * 3)
+    assert plan.activations == (10 * (2 * (4 * 64 + 64) + 4 * 3),) * 2
 
 
 def test_what_fits_on_no_device_is_an_error_with_the_plan() -> None:
@@ -122,3 +122,40 @@ def test_on_one_device_all_is_there() -> None:
     assert {one.device for one in plan.variables} == {None}
     assert len(plan.devices) == 1
     assert not any(is_sharded(variable) for variable in build().variables)
+
+
+def by_hand() -> keras.Model:
+    x = inputs = keras.Input((64,))
+    for device, count in (("CPU:1", 1), ("CPU:2", 2)):
+        with tf.device(device):
+            for _ in range(count):
+                x = keras.layers.Activation("tanh")(keras.layers.Dense(64, use_bias=False)(x))
+    return keras.Model(inputs, x)
+
+
+def test_layers_placed_by_hand_are_counted_where_they_are() -> None:
+    adam = keras.optimizers.Adam()
+    before = tmg.plan_memory(by_hand, adam, rows=10)
+    model = by_hand()
+    after = tmg.plan_memory(model, adam, rows=10)
+    assert before.devices == after.devices == ("CPU:1", "CPU:2")
+    for plan in (before, after):
+        assert [one.device for one in plan.variables] == ["CPU:1", "CPU:2", "CPU:2"]
+        activations = 4 * 10 * 64
+        assert plan.parts_on("CPU:1") == (KERNEL, KERNEL, 2 * KERNEL, 0, 2 * activations)
+        expected = (2 * KERNEL, 2 * KERNEL, 4 * KERNEL, 0, 4 * activations)
+        assert plan.parts_on("CPU:2") == expected
+    step = tmg.make_train_step(model, adam, "mse")
+    step((np.ones((4, 64), "float32"), np.ones((4, 64), "float32")))
+    found = dict.fromkeys(before.devices, 0)
+    for slot in adam.variables[2:]:
+        device = tmg.devices.names.parse_device_name(slot.value.device)
+        found[device] += slot.value.shape.num_elements() * 4
+    assert found == {device: before.parts_on(device)[2] for device in before.devices}
+
+
+def test_layers_placed_by_hand_that_do_not_fit() -> None:
+    memory = {"CPU:1": 5 * KERNEL, "CPU:2": 5 * KERNEL}
+    plan = tmg.plan_memory(by_hand, keras.optimizers.Adam(), memory=memory)
+    with pytest.raises(tmg.ShareError, match="CPU:2 has not enough memory"):
+        plan.check()

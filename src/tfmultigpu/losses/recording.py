@@ -20,6 +20,7 @@ __all__ = [
     "noting_losses_read",
     "recording_added_losses",
     "recording_calls",
+    "recording_devices",
 ]
 
 _lock = threading.RLock()
@@ -54,6 +55,17 @@ def recording_calls() -> AbstractContextManager[list[tuple[Any, Any]]]:
 
     # Every layer is an Operation.
     return _recording(keras.Operation, "__call__", lambda layer, _, result: [(layer, result)])
+
+
+def recording_devices() -> AbstractContextManager[list[tuple[Any, Any]]]:
+    """Records each Keras variable made on this thread, with the device that ``tf.device`` names."""
+    import keras
+
+    def device(variable: Any, *_: Any) -> list[tuple[Any, Any]]:
+        with tf.init_scope():
+            return [(variable, tf.zeros([]).device)]
+
+    return _recording(keras.Variable, "__init__", device)
 
 
 def changing_assignments(change: Callable[[Any, Any], Any]) -> AbstractContextManager[None]:

@@ -25,6 +25,7 @@ from tfmultigpu.losses.metrics import (
 from tfmultigpu.losses.objective import Layout, Objective, stack
 from tfmultigpu.steps.batch_function import BatchFunction, Shards
 from tfmultigpu.steps.multi_step import TERMS, MultiStep
+from tfmultigpu.steps.op_placement import computing_at_weights
 from tfmultigpu.steps.random_draws import ReplicaRows, drawing_rows
 from tfmultigpu.steps.row_gathering import gathering_from
 from tfmultigpu.steps.seeds import GlobalSeeds, global_seeds
@@ -305,7 +306,8 @@ class EvalStep(NotCopied):
         counts = holds_what_counts(weight)
         held = ReplicaRows.of(shards, shard, seeds)
         reads = bounding_reads(self._objective.model.variables)
-        with reads, drawing_rows(held), gathering_from(held), counting_once(counts):
+        places = computing_at_weights(self.strategy, self._objective.model)
+        with places, reads, drawing_rows(held), gathering_from(held), counting_once(counts):
             terms, outputs = self._objective(shard, training=False)
         update_metrics(self._metrics, outputs, counts, weighted=False)
         update_metrics(self._weighted_metrics, outputs, counts, weighted=True)
@@ -382,7 +384,8 @@ class PredictStep(NotCopied):
             held = ReplicaRows.of(shards, shard, seeds)
             counting = counting_once(holds_what_counts(weight))
             reads = bounding_reads(self._model.variables)
-            with reads, drawing_rows(held), gathering_from(held), counting:
+            places = computing_at_weights(self.strategy, self._model)
+            with places, reads, drawing_rows(held), gathering_from(held), counting:
                 return self._model(unpack_batch(shard)[0], training=False)
 
         with global_seeds(self.strategy) as seeds:

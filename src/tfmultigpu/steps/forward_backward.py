@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
@@ -30,8 +30,10 @@ from tfmultigpu.optimizers.gradients import is_overwritten, spread_over_replicas
 from tfmultigpu.steps.batch_function import Shards
 from tfmultigpu.steps.graph_effects import noting_effects
 from tfmultigpu.steps.micro_batches import MicroBatchSum, Part
+from tfmultigpu.steps.op_placement import devices_of
 from tfmultigpu.steps.options import StepOptions
 from tfmultigpu.steps.owned_gradients import OwnedGradients
+from tfmultigpu.steps.pipeline import pipelined
 from tfmultigpu.steps.random_draws import ReplicaRows, drawing_rows
 from tfmultigpu.steps.replica_sums import short_sums
 from tfmultigpu.steps.row_gathering import gathering_from
@@ -178,8 +180,12 @@ class ReplicaPhase:
                 seeds,
             )
             alike = len(set(self._options.micro_batches)) == 1
-            around = functools.partial(self._loop_around_replicas, passes)
-            flat = (around if alike else self._loop_in_replicas)(addition, shards, shard, fixed)
+            loop: Callable[..., Any] = functools.partial(self._loop_around_replicas, passes)
+            if not alike:
+                loop = self._loop_in_replicas
+            elif self._options.pipeline:
+                loop = self._side_by_side
+            flat = loop(addition, shards, shard, fixed)
         end = len(addition.structure)
         states = [[one[end + i] for one in flat] for i in range(len(addition.states))]
         return PhaseResult(
@@ -233,6 +239,15 @@ class ReplicaPhase:
         )
         others = [flat[i * size : (i + 1) * size] for i in range(local)]
         return owned.put_back(others, flat[local * size :])
+
+    def _side_by_side(
+        self, addition: MicroBatchSum, shards: Shards, shard: Any, fixed: tuple[Any, ...]
+    ) -> list[list[tf.Tensor]]:
+        """Adds over the micro-batches of the only replica, on all devices of the model."""
+        # With one more than devices, none of these waits for the gradients of another.
+        at_once = len(devices_of(self._objective.model)) + 1
+        sums = pipelined(self._strategy, addition, self._micro_batches, at_once, shard, fixed)
+        return [sums]
 
     def _loop_in_replicas(
         self, addition: MicroBatchSum, shards: Shards, shard: Any, fixed: tuple[Any, ...]

@@ -27,6 +27,7 @@ class StepOptions:
         shard_update: True, False or ``"auto"``.
         reduce_dtype: Dtype in which float32 gradients are sent, or None.
         jit_compile: Whether XLA compiles forward and backward.
+        pipeline: Whether micro-batches are computed side by side, on the devices of their layers.
         verify: When to hold a step to one device.
     """
 
@@ -38,6 +39,7 @@ class StepOptions:
     shard_update: ShardUpdate
     reduce_dtype: tf.DType | None
     jit_compile: bool
+    pipeline: bool
     verify: Verify
 
     @classmethod

@@ -39,6 +39,7 @@ def make_train_step(
     shard_update: ShardUpdate = "auto",
     reduce_dtype: Literal["bfloat16"] | None = None,
     jit_compile: bool = False,
+    pipeline: bool = False,
     verify: Verify = "first",
 ) -> TrainStep:
     """Makes a train step that gives on N replicas what one device gives on the same global batches.
@@ -75,6 +76,9 @@ def make_train_step(
         reduce_dtype: ``"bfloat16"`` sends float32 gradients in it, for slow connections. That is
             not exact: a sum over N replicas is off by up to N / 256 of the sum of absolute values.
         jit_compile: Compile forward and backward with XLA.
+        pipeline: For a model on one replica whose layers were built under ``tf.device`` on several
+            devices: compute as many micro-batches side by side as there are devices. The result is
+            the same. Tracing takes longer, in proportion to ``micro_batches``.
         verify: When to hold a step to what one device computes on the same global batch, and warn
             of what differs: ``"first"``, True for every step, False, or ``"gradients"``, which also
             compares the gradients of the first. See ``TrainStep.verification``.
@@ -87,7 +91,7 @@ def make_train_step(
         LossError: The loss is none, or not one value per example.
         MetricError: A metric cannot be added over replicas.
         KerasBackendError: Keras does not run on TensorFlow.
-        TfMultiGpuError: ``shard_update=True`` cannot be had.
+        TfMultiGpuError: ``shard_update=True`` or ``pipeline=True`` cannot be had.
         ValueError: An option has a value that it cannot have.
         WorkersDifferError: Workers have different models, losses, optimizers or settings; here or
             at the first step.
@@ -120,6 +124,7 @@ def make_train_step(
         shard_update=shard_update,
         reduce_dtype=reduce_dtype,
         jit_compile=jit_compile,
+        pipeline=pipeline,
         verify=verify,
     )
     check_metrics(metrics, strategy)

@@ -28,7 +28,9 @@ from tfmultigpu.steps.batch_function import BatchFunction, Shards
 from tfmultigpu.steps.forward_backward import Findings, ReplicaPhase
 from tfmultigpu.steps.missing_gradients import MissingGradients
 from tfmultigpu.steps.multi_step import TERMS, MultiStep
+from tfmultigpu.steps.op_placement import computing_at_weights, devices_of
 from tfmultigpu.steps.options import StepOptions
+from tfmultigpu.steps.pipeline import check_pipeline
 from tfmultigpu.steps.program_agreement import ProgramAgreement
 from tfmultigpu.steps.value_agreement import check_values_alike
 from tfmultigpu.steps.verification import Verification, Verifier, assigned_variables
@@ -113,6 +115,8 @@ class TrainStep(NotCopied):
             micro_batches=max(options.micro_batches),
             jit_compile=options.jit_compile,
         )
+        if not model.built:
+            check_pipeline(strategy, options, model)
         self._agreement = agreement
         local = local_replicas(strategy)
         self._verifier.compare_gradients(BatchFunction(self._gradients, strategy, local))
@@ -272,6 +276,7 @@ class TrainStep(NotCopied):
             self._use(frozen)
             return
         prepare_model(self.model, self.strategy, batch_spec)
+        check_pipeline(self.strategy, self._options, self.model)
         if self._options.jit_compile:
             self._refuse_sharded()
         # What the optimizer remembers is made by all workers together, and so is a step.
@@ -299,6 +304,12 @@ class TrainStep(NotCopied):
 
     def _refuse_sharded(self) -> None:
         alone = [variable.path for variable in self.model.variables if is_sharded(variable)]
+        if self.strategy.num_replicas_in_sync == 1 and len(devices_of(self.model)) > 1:
+            raise TfMultiGpuError(
+                "XLA cannot read a variable that lives on another device. Received: "
+                f"jit_compile=True, and weights on {', '.join(devices_of(self.model))}. Leave "
+                "jit_compile out, or build all layers on one device."
+            )
         if alone:
             raise TfMultiGpuError(
                 "XLA cannot read a variable that lives on another device. Received: "
@@ -308,6 +319,10 @@ class TrainStep(NotCopied):
 
     def compute(self, shards: Shards) -> dict[str, Any]:
         """Trains on one batch inside a ``tf.function``; call ``prepare`` before that."""
+        with computing_at_weights(self.strategy, self.model):
+            return self._compute(shards)
+
+    def _compute(self, shards: Shards) -> dict[str, Any]:
         scale = self._scale()
         reduced = self._reduced(shards, scale, self._options.clip_norm)
         rows = tf.cast(shards.global_rows, tf.float64)

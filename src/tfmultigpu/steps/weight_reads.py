@@ -24,7 +24,7 @@ from tfmultigpu import _compat
 from tfmultigpu.devices.names import parse_device_name
 from tfmultigpu.strategies.variable_sharding import is_sharded
 
-__all__ = ["BackwardReads", "bounding_reads", "keep_in_step"]
+__all__ = ["BackwardReads", "bounding_reads", "keep_in_step", "resource_outside"]
 
 _AHEAD = 1  # Layers whose weights are copied while the layer before them computes.
 _PASSED_ON = ("Cast", "Identity")
@@ -195,7 +195,7 @@ def _uses(
     for read in operations:
         if read.type != "ReadVariableOp":
             continue
-        handle = id(_resource(read.inputs[0]))
+        handle = id(resource_outside(read.inputs[0]))
         device = alone.get(handle)
         if device is None:
             continue
@@ -215,7 +215,7 @@ def _uses(
     return sorted(found, key=lambda one: one.place)
 
 
-def _resource(tensor: Any) -> Any:
+def resource_outside(tensor: Any) -> Any:
     """Returns the resource around all graphs that a tensor in a graph stands for."""
     while (graph := getattr(tensor, "graph", None)) is not None:
         outer = [outside for outside, inside in graph.captures if inside is tensor]

@@ -23,8 +23,11 @@ from tfmultigpu.installation import install_command
 from tfmultigpu.optimizers.gradients import sum_dtype
 from tfmultigpu.optimizers.update import build_optimizer
 from tfmultigpu.steps.batch_function import as_tensors
+from tfmultigpu.steps.op_placement import devices_of
 from tfmultigpu.strategies.scopes import check_strategy
+from tfmultigpu.strategies.variable_sharding import is_sharded
 from tfmultigpu.strategies.worker_exchange import WorkerExchange
+from tfmultigpu.tuning.memory_plan import plan_memory
 from tfmultigpu.types import Model, Optimizer, Strategy
 
 __all__ = ["measured_capacities", "memory_capacities"]
@@ -40,7 +43,8 @@ def memory_capacities(
 ) -> tuple[float, ...]:
     """Returns the memory each replica has for activations, which grow with its share.
 
-    Every replica holds all weights, gradients and optimizer slots, whatever its share::
+    Every replica holds all weights, gradients and optimizer slots, whatever its share; of a model
+    made in ``sharded_variables`` or with layers placed by hand, those on its device::
 
         capacity = memory - weights - optimizer slots - 2 * gradients
 
@@ -98,9 +102,9 @@ def _local_capacities(
     """Returns the bytes for activations of each replica of this process."""
     names = [parse_device_name(name) for name in _local_devices(strategy)]
     given_memory = _check_memory(memory, names)
-    state, gradients = _model_bytes(model, optimizer, strategy)
+    taken = _model_bytes(model, optimizer, strategy, names)
     capacities = []
-    for name in names:
+    for name, (state, gradients) in zip(names, taken, strict=True):
         given = given_memory.get(name)
         known, holds_state = (given, True) if given is not None else _device_memory(name)
         left = known - gradients - (state if holds_state else 0)
@@ -263,8 +267,10 @@ def _variables_of(step: Step) -> list[Any]:
     return [*step.model.variables, *step.optimizer.variables, *metrics, *scale, *seed_states]
 
 
-def _model_bytes(model: Any, optimizer: Any, strategy: tf.distribute.Strategy) -> tuple[int, int]:
-    """Returns the bytes of weights and optimizer slots, and of the gradients during a step."""
+def _model_bytes(
+    model: Any, optimizer: Any, strategy: tf.distribute.Strategy, names: Sequence[str]
+) -> list[tuple[int, int]]:
+    """Returns bytes of weights and slots, and of gradients during a step, for each device."""
     if model is None:
         if optimizer is not None:
             raise ShareError(
@@ -272,19 +278,24 @@ def _model_bytes(model: Any, optimizer: Any, strategy: tf.distribute.Strategy) -
                 f"Received: optimizer={type(optimizer).__name__} without a model. Give both: "
                 "memory_capacities(strategy, model=model, optimizer=optimizer)."
             )
-        return 0, 0
+        return [(0, 0)] * len(names)
     if not model.built:
         raise ShareError(
             "The model has no variables yet, so their memory is unknown. Received: model "
             f"{model.name!r}. Build it first, inside the scope: model.build(input_shape)."
         )
+    alone = strategy.num_replicas_in_sync == 1 and len(devices_of(model)) > 1
+    if alone or any(is_sharded(variable) for variable in model.variables):
+        plan = plan_memory(model, optimizer, strategy)
+        each = [plan.parts_on(name) for name in names]
+        return [(one[0] + one[2], 2 * one[1] + one[3]) for one in each]
     variables = list(model.variables)
     if optimizer is not None:
         build_optimizer(optimizer, model.trainable_variables, strategy)
         variables += optimizer.variables
     state = sum(_bytes(variable.shape, variable.dtype) for variable in variables)
     gradients = sum(_bytes(v.shape, sum_dtype(v.dtype)) for v in model.trainable_variables)
-    return state, 2 * gradients
+    return [(state, 2 * gradients)] * len(names)
 
 
 def _bytes(shape: Any, dtype: Any) -> int:

@@ -15,7 +15,7 @@ import tensorflow as tf
 from tfmultigpu.arguments import check_count
 from tfmultigpu.devices.names import parse_device_name
 from tfmultigpu.errors import ScopeError, ShareError
-from tfmultigpu.losses.recording import recording_calls
+from tfmultigpu.losses.recording import recording_calls, recording_devices
 from tfmultigpu.optimizers.gradients import sum_dtype
 from tfmultigpu.optimizers.loss_scaling import unwrap_optimizer
 from tfmultigpu.optimizers.placement import assign_owners
@@ -58,11 +58,11 @@ class MemoryPlan:
     """Bytes that training takes on each device; ``str(plan)`` is for a person.
 
     Attributes:
-        devices: The devices of the strategy.
+        devices: The devices of the strategy; for the default strategy those of the variables.
         memory: Bytes of each device; None if they are not known.
         variables: The variables of the model.
-        activations: Bytes of the outputs of all layers on one replica, which the backward pass
-            needs; 0 if no rows were given.
+        activations: Bytes on each device of the outputs of layers, which the backward pass needs;
+            0 if no rows were given.
         largest: Bytes of the largest sharded variable. A replica holds copies of the few that it
             computes with, so two of them are counted.
     """
@@ -70,12 +70,12 @@ class MemoryPlan:
     devices: tuple[str, ...]
     memory: tuple[float, ...] | None
     variables: tuple[PlannedVariable, ...]
-    activations: int
+    activations: tuple[int, ...]
     largest: int
 
     def bytes_on(self, device: str) -> int:
         """Returns the bytes on a device: its variables, gradients, state and activations."""
-        return sum(self._columns(device))
+        return sum(self.parts_on(device))
 
     def check(self) -> None:
         """Checks that each device has the memory for its part.
@@ -92,24 +92,25 @@ class MemoryPlan:
                     f"model.\n{self}"
                 )
 
-    def _columns(self, device: str) -> list[int]:
+    def parts_on(self, device: str) -> tuple[int, int, int, int, int]:
+        """Returns its bytes of parameters, gradients, optimizer state, copies and activations."""
         here = [one for one in self.variables if one.device in (None, device)]
         owned = [one for one in self.variables if one.owner == device]
         several = len(self.devices) > 1 and self.largest > 0
-        return [
+        return (
             sum(one.parameters for one in here),
             sum(one.gradients for one in owned),
             sum(one.optimizer_state for one in owned),
             2 * self.largest if several else 0,
-            self.activations,
-        ]
+            dict(zip(self.devices, self.activations, strict=True)).get(device, 0),
+        )
 
     def __str__(self) -> str:
         """Returns a table of the devices, and one of the variables."""
         head = ("device", "parameters", "gradients", "state", "copies", "activations", "all", "of")
         rows: list[Sequence[str]] = [head]
         for i, device in enumerate(self.devices):
-            columns = self._columns(device)
+            columns = self.parts_on(device)
             memory = "?" if self.memory is None else _text(self.memory[i])
             texts = [_text(one) for one in (*columns, sum(columns))]
             rows.append((device, *texts, memory))
@@ -131,7 +132,10 @@ def plan_memory(
     at_least: int = AT_LEAST,
     memory: Mapping[str, float] | Sequence[float] | None = None,
 ) -> MemoryPlan:
-    """Plans the bytes on each device before anything runs, for ``sharded_variables``.
+    """Plans the bytes on each device before anything runs.
+
+    It is for models made in ``sharded_variables``, and for layers placed by hand: with the default
+    strategy, a variable is counted on the device that ``tf.device`` named when it was made.
 
     Args:
         model: A function that makes the model, with ``keras.Input`` or built. It is called to see
@@ -162,14 +166,19 @@ def plan_memory(
     """
     strategy = tf.distribute.get_strategy() if strategy is None else strategy
     rows = check_count("rows", rows, 0)
-    devices = strategy_devices(strategy) or (parse_device_name(tf.zeros([]).device),)
-    memories = memory_of_devices(devices, memory)
+    devices = strategy_devices(strategy)
     slots = 0 if optimizer is None else slots_of_each_variable(unwrap_optimizer(optimizer))
     if isinstance(model, tf.Module) or hasattr(model, "trainable_variables"):
-        return _plan(model, slots, devices, memories, batch_spec, rows, None)
-    plan: MemoryPlan = _without_memory(
-        lambda: _plan(model(), slots, devices, memories, batch_spec, rows, at_least)
-    )
+        made = [] if devices else [(one, one.value.device) for one in model.variables]
+        return _plan(model, slots, devices, made, memory, batch_spec, rows, None)
+
+    def build() -> MemoryPlan:
+        with recording_devices() as made:
+            built = model()
+        made = [] if devices else made
+        return _plan(built, slots, devices, made, memory, batch_spec, rows, at_least)
+
+    plan: MemoryPlan = _without_memory(build)
     return plan
 
 
@@ -177,23 +186,33 @@ def _plan(
     model: Any,
     slots: int,
     devices: tuple[str, ...],
-    memory: tuple[float, ...] | None,
+    made: Sequence[tuple[Any, str]],
+    memory: Any,
     batch_spec: Any,
     rows: int,
     at_least: int | None,
 ) -> MemoryPlan:
+    """Returns the plan of a model; ``made`` has variables and devices if layers are by hand."""
     if not model.variables:
         raise ScopeError(
             "The model has no variables yet, so their bytes are unknown. Received: model "
             f"{model.name!r}. Begin it with keras.Input(shape), or build it: "
             "model.build(input_shape)."
         )
+    by_hand = {id(variable): parse_device_name(device) for variable, device in made}
+    by_hand = {id(one): by_hand[id(one)] for one in model.variables if id(one) in by_hand}
+    replicas = len(devices) or 1
+    devices = devices or tuple(dict.fromkeys(by_hand.values()))
+    memory = memory_of_devices(devices, memory)
     trained = {id(variable) for variable in model.trainable_variables}
     sizes = [_bytes(variable.shape, variable.dtype) for variable in model.variables]
     alone: dict[int, int] = {}
     loads = [0] * len(devices)
     for i, variable in enumerate(model.variables):
-        if at_least is None:
+        if by_hand:
+            if len(devices) > 1:
+                alone[i] = devices.index(by_hand[id(variable)])
+        elif at_least is None:
             if is_sharded(variable):
                 alone[i] = owner_of(variable, devices)
         elif len(devices) > 1 and variable.trainable and sizes[i] >= at_least:
@@ -211,14 +230,23 @@ def _plan(
         )
         for i, variable in enumerate(model.variables)
     )
-    on_one = -(-rows // len(devices))
-    activations = _activations(model, batch_spec, on_one) if rows else 0
-    largest = max((sizes[i] for i in alone), default=0)
+    on_one = -(-rows // replicas)
+    found = _activations(model, batch_spec, on_one, by_hand) if rows else {}
+    everywhere = 0 if by_hand else found.get("", 0)
+    activations = tuple(found.get(device, everywhere) for device in devices)
+    # Layers placed by hand are computed where their variables are.
+    largest = 0 if by_hand else max((sizes[i] for i in alone), default=0)
     return MemoryPlan(devices, memory, planned, activations, largest)
 
 
-def _activations(model: Any, batch_spec: Any, rows: int) -> int:
-    """Returns the bytes of the outputs of all layers for a number of rows."""
+def _activations(
+    model: Any, batch_spec: Any, rows: int, by_hand: Mapping[int, str]
+) -> dict[str, int]:
+    """Returns the bytes of the outputs of layers for a number of rows, by device.
+
+    The device is that of the weights of the layer, or of the last layer before it that has any; an
+    empty name if no layer was placed by hand.
+    """
     inputs = batch_spec if batch_spec is not None else getattr(model, "inputs", None)
     if not inputs:
         raise ScopeError(
@@ -231,19 +259,26 @@ def _activations(model: Any, batch_spec: Any, rows: int) -> int:
     specs = tf.nest.map_structure(
         lambda one: tf.TensorSpec([rows, *tuple(one.shape)[1:]], one.dtype), inputs
     )
-    sizes: dict[int, int] = {}
+    sizes: dict[int, tuple[str, int]] = {}
 
     def forward(batch: Any) -> None:
         with recording_calls() as calls:
             model(batch, training=False)
-        # A model returns what a layer in it returned, which counts once.
-        for one in tf.nest.flatten([result for _, result in calls]):
-            if isinstance(one, tf.Tensor):
-                sizes[id(one)] = _bytes(one.shape, one.dtype)
+        device = next(iter(by_hand.values()), "")
+        for layer, result in calls:
+            known = [by_hand[id(v)] for v in getattr(layer, "weights", ()) if id(v) in by_hand]
+            device = known[0] if known and layer is not model else device
+            for one in tf.nest.flatten(result):
+                # A model returns what a layer in it returned, which counts once.
+                if isinstance(one, tf.Tensor):
+                    sizes.setdefault(id(one), (device, _bytes(one.shape, one.dtype)))
 
     traced: Any = tf.function(forward, autograph=False)
     traced.get_concrete_function(specs)  # In a graph no variable gets memory either.
-    return sum(sizes.values())
+    total: dict[str, int] = {}
+    for device, size in sizes.values():
+        total[device] = total.get(device, 0) + size
+    return total
 
 
 def _without_memory(function: Callable[[], Any]) -> Any:
