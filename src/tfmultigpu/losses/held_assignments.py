@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import tensorflow as tf
 
 from tfmultigpu.errors import TfMultiGpuError
+from tfmultigpu.strategies.topology import local_replicas
 from tfmultigpu.strategies.variable_sharding import is_sharded
 
 __all__ = ["Held", "assign_held", "assign_if", "holding"]
@@ -69,7 +70,8 @@ def assign_held(variables: Sequence[Any], values: Sequence[Any], after: Sequence
                 continue
             value = _aggregated(variable, value)
             context: Any = tf.distribute.get_replica_context()
-            if tf.get_static_value(context.replica_id_in_sync_group) == 0:
+            number = tf.get_static_value(context.replica_id_in_sync_group)
+            if number == local_replicas(context.strategy)[0]:
                 variable.assign(value)
 
 

@@ -28,6 +28,7 @@ from tfmultigpu.optimizers.placement import (
     using,
 )
 from tfmultigpu.strategies.collectives import replicas_share_memory
+from tfmultigpu.strategies.topology import is_mirrored
 from tfmultigpu.strategies.variable_sharding import is_sharded, owner_of
 
 __all__ = [
@@ -166,8 +167,8 @@ def _obstacle(
     optimizer: Any, variables: Sequence[Any], strategy: tf.distribute.Strategy
 ) -> str | None:
     kind = type(optimizer)
-    if not isinstance(strategy, tf.distribute.MirroredStrategy):
-        return f"{type(strategy).__name__} has no devices that one process could write to"
+    if not is_mirrored(strategy):
+        return f"{type(strategy).__name__} has no two devices that one process could write to"
     if hasattr(optimizer, "optimizers"):
         return f"{kind.__name__} holds several optimizers"
     if not is_own_class_of_keras(optimizer):
