@@ -41,16 +41,18 @@ def run(workers: int, *args: str, **environment: str) -> list[dict[str, Any]]:
     return [results(one.output) for one in ended]
 
 
-def assert_like(ours: dict[str, Any], expected: dict[str, Any], where: str) -> None:
+def assert_like(
+    ours: dict[str, Any], expected: dict[str, Any], where: str, atol: float = 2e-6
+) -> None:
     assert ours.keys() == expected.keys(), where
     for name, value in expected.items():
         if name == "verified":
             assert ours[name] == value, where
         elif name == "logs":
-            assert ours[name] == pytest.approx(value, abs=2e-6, rel=2e-6), where
+            assert ours[name] == pytest.approx(value, abs=atol, rel=2e-6), where
         else:
             np.testing.assert_allclose(
-                ours[name], value, rtol=0, atol=2e-6, err_msg=f"{name}: {where}"
+                ours[name], value, rtol=0, atol=atol, err_msg=f"{name}: {where}"
             )
 
 
@@ -75,6 +77,8 @@ def test_each_worker_keeps_each_large_variable_once() -> None:
     first, second = run(2, "placed")
     assert first["first"] == second["first"]  # Drawn from other seeds.
     assert first["devices"] == second["devices"] == ["CPU:0", "CPU:1"] * 2
+    assert first["later"] == second["later"]
+    assert set(first["later"]) == {"CPU:0", "CPU:1"}
     for one in (first, second):
         assert [path.split("/")[-1] for path in one["paths"]] == ["kernel"] * 4
         assert one["large"] == dict.fromkeys(("CPU:0", "CPU:1"), 2 * 4 * 32 * 32)
@@ -95,6 +99,14 @@ def test_a_run_resumes_on_workers_and_on_one_device(tmp_path: Path) -> None:
     run(2, "resume", back, "4", MIRRORED="1")
     for worker, ours in enumerate(run(2, "resume", back, "0")):
         assert_like(ours, whole, f"from one device to worker {worker}")
+
+
+def test_gradients_travel_in_a_narrow_dtype() -> None:
+    (one,) = run(1, "train", "narrow")
+    for worker, found in enumerate(run(2, "train", "narrow")):
+        ours = {**found["narrow"], "verified": "same"}
+        # bfloat16 has 8 bits; a sum that is wrong by a factor would be off by 0.1 and more.
+        assert_like(ours, one["narrow"], f"worker {worker}", atol=1e-2)
 
 
 def test_a_worker_with_one_device_keeps_all() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import sys
@@ -119,7 +120,11 @@ def bytes_on_devices(variables: Any) -> dict[str, int]:
 
 
 def train(
-    make: Any, make_optimizer: Any = adam, at_least: int = 0, in_one_call: bool = False, **options: Any
+    make: Any,
+    make_optimizer: Any = adam,
+    at_least: int = 0,
+    in_one_call: bool = False,
+    **options: Any,
 ) -> dict[str, Any]:
     model, optimizer = built(make, make_optimizer, at_least)
     loss = crossentropy()
@@ -162,6 +167,13 @@ def fitted() -> dict[str, Any]:
     }
 
 
+def dense(memory: Any = None) -> Any:
+    with strategy.scope(), tmg.sharded_variables(at_least=0, memory=memory):
+        made = layers.Dense(32, use_bias=False)
+        made.build((None, 32))
+    return made
+
+
 def placed() -> dict[str, Any]:
     """Bytes of large and small variables, and of the state of the optimizer, on each device."""
 
@@ -175,10 +187,21 @@ def placed() -> dict[str, Any]:
     step((X[:8], Y[:8]))
     profile = tmg.tuning.profile_step(step, [(X[:8], Y[:8])] * 4)
     alone = [v for v in model.variables if is_sharded(v)]
-    slots = [v for v in optimizer.variables if v.path.split("/")[-1] not in ("iteration", "learning_rate")]
+    slots = [
+        v
+        for v in optimizer.variables
+        if v.path.split("/")[-1] not in ("iteration", "learning_rate")
+    ]
     small = [v for v in model.variables if not is_sharded(v)]
+    # One worker still has a model that another has let go of, and their devices differ in memory.
+    memory = [3e6, 1e6] if worker == 0 else [1e6, 4e6]
+    made = [dense() for _ in range(3)][worker:]
+    gc.collect()
+    later = [dense(memory) for _ in range(6)]
+    assert made
     return {
         "first": first,
+        "later": [one.kernel.value.device.split("device:")[-1] for one in later],
         "paths": [one.path for one in alone],
         "devices": [one.value.device.split("device:")[-1] for one in alone],
         "large": bytes_on_devices(alone),
@@ -253,6 +276,7 @@ CASES = {
     "some": lambda: train(mlp, at_least=4 * 16 * 16),
     "gradients": lambda: train(normalized, verify="gradients"),
     "owners": lambda: train(mlp, shard_update=True),
+    "narrow": lambda: train(mlp, momentum, reduce_dtype="bfloat16"),
     "fit": fitted,
 }
 if __name__ == "__main__":

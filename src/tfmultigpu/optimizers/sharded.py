@@ -1,7 +1,8 @@
-"""The optimizer update sharded over the replicas of one process.
+"""The optimizer update sharded over the replicas of a process.
 
-Each variable has one owner. Gradients are added on the device of the owner, a stock Keras optimizer
-of the owner's applies them to its copy of the variable, and the new value is copied to the other
+Each variable has one owner. Gradients are added on the device of the owner, over several workers
+among the owners of the same number on each, which then update alike. A stock Keras optimizer of the
+owner's applies them to its copy of the variable, and the new value is copied to the other
 replicas. A sharded variable is owned by the device that it lives on, and has no copies. Optimizer
 state exists once; the optimizer of the user and those of the owners are views of the same
 variables.

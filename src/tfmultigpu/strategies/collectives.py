@@ -236,7 +236,7 @@ def value_of_first_worker(
 
 
 def _is_large(tensor: tf.Tensor) -> bool:
-    return int(tensor.shape.num_elements() or 0) * tensor.dtype.size >= _LARGE
+    return bool(int(tensor.shape.num_elements() or 0) * tensor.dtype.size >= _LARGE)
 
 
 def _narrow(tensors: list[tf.Tensor], dtype: tf.DType | None) -> list[tf.Tensor]:

@@ -75,7 +75,8 @@ class _Loads:
         if exchange.workers == 1:
             return limits
         unknown = (math.inf,) * len(self.devices)
-        told = exchange.floats([limits.at_least, *self.alive, *(limits.memory or unknown)])
+        with tf.init_scope():
+            told = exchange.floats([limits.at_least, *self.alive, *(limits.memory or unknown)])
         counts, alive, memory = np.split(told, [1, 1 + len(self.devices)], axis=1)
         if (counts != counts[0]).any():
             raise WorkersDifferError(
@@ -129,18 +130,23 @@ def sharded_variables(
     that is built later, from its first batch, is sharded as well, by the arguments of the
     ``sharded_variables`` that was entered last.
 
+    Several workers each keep all variables, spread over their own devices alike. All of them must
+    enter it. If each has one device, or the strategy has one replica, the model is as without it.
+
     Args:
         at_least: Bytes from which a variable is large.
         memory: Bytes of each device, by device name or in order: unequal devices get unequal
-            parts. None takes the memory limits of the devices, or the memory the driver tells.
-            If that is unknown for one of them, as for CPUs, all get equal parts.
+            parts. Of several workers, the least for devices of one number counts. None takes the
+            memory limits of the devices, or the memory the driver tells. If that is unknown for one
+            of them, as for CPUs, all get equal parts.
 
     Raises:
         ScopeError: Not in the scope of a strategy.
-        TfMultiGpuError: The strategy has several worker processes, or is not a
-            ``MirroredStrategy``.
+        TfMultiGpuError: The strategy is not a ``MirroredStrategy`` or a
+            ``MultiWorkerMirroredStrategy``.
         ShareError: ``memory`` does not fit the devices; or, later, the variables do not.
         ValueError: ``at_least`` is negative.
+        WorkersDifferError: The workers give other numbers for ``at_least``.
 
     Example:
         >>> import keras, tensorflow as tf, tfmultigpu as tmg
