@@ -279,7 +279,14 @@ def scratch_graph() -> Iterator[None]:
 
 
 def variable_on_device(
-    strategy: tf.distribute.Strategy, device: str, value: Any, name: str, *, trainable: bool
+    strategy: tf.distribute.Strategy,
+    device: str,
+    value: Any,
+    name: str,
+    *,
+    trainable: bool,
+    aggregation: tf.VariableAggregation,
+    write: Callable[..., Any],
 ) -> Any:
     """Creates a variable of a strategy that lives on one of its devices alone.
 
@@ -293,14 +300,40 @@ def variable_on_device(
         value: The initial value.
         name: The name.
         trainable: Whether a ``GradientTape`` watches it by itself.
+        aggregation: The way in which values that replicas assign become one.
+        write: A function that is called for each assignment, with the variable, the method of the
+            class, and its arguments.
     """
-    variables: Any = importlib.import_module("tensorflow.python.ops.resource_variable_ops")
     with tf.init_scope(), tf.device(device):
-        variable: Any = variables.ResourceVariable(
-            initial_value=value, trainable=trainable, name=name, distribute_strategy=strategy
+        variable: Any = _class_of_variable_on_device()(
+            initial_value=value,
+            trainable=trainable,
+            name=name,
+            aggregation=aggregation,
+            distribute_strategy=strategy,
         )
+    variable.write = write
     variable.distribute_strategy = strategy  # As all other variables with a strategy have it.
     return variable
+
+
+@functools.cache
+def _class_of_variable_on_device() -> Any:
+    variables: Any = importlib.import_module("tensorflow.python.ops.resource_variable_ops")
+
+    class VariableOnDevice(variables.ResourceVariable):  # type: ignore[misc]
+        """Variable whose assignments go through a function."""
+
+        def assign(self, *args: Any, **options: Any) -> Any:
+            return self.write(self, super().assign, *args, **options)
+
+        def assign_add(self, *args: Any, **options: Any) -> Any:
+            return self.write(self, super().assign_add, *args, **options)
+
+        def assign_sub(self, *args: Any, **options: Any) -> Any:
+            return self.write(self, super().assign_sub, *args, **options)
+
+    return VariableOnDevice
 
 
 def additions_over_workers(strategy: tf.distribute.Strategy) -> list[Callable[..., Any]]:
