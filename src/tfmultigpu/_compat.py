@@ -6,6 +6,7 @@ Each function names the attribute, why the public API is not enough, and what ha
 
 from __future__ import annotations
 
+import copy
 import functools
 import importlib
 import pkgutil
@@ -388,6 +389,35 @@ def _class_of_variables() -> Any:
             return found[loop, id(self)]
 
     return VariableOnDevice
+
+
+def additions_over_workers(strategy: tf.distribute.Strategy) -> list[Callable[..., Any]]:
+    """Returns functions that add tensors over the workers of a strategy, one per local device.
+
+    Each takes lists of tensors of one dtype on its device, and returns the sums in one list. A list
+    is sent as one message. The workers must call them alike and in the same order.
+
+    Private: ``strategy.extended._cross_device_ops``, its ``_launchers``, which add over all
+    replicas, and their ``_collective_keys``, ``_group_key`` and ``_group_size``. Their copies keep
+    the options, the order on a device, and keys that are new in each call. The public
+    ``strategy.reduce`` adds over workers on the CPUs alone, and ``tf.raw_ops.CollectiveReduceV2``
+    needs keys that the strategy does not use.
+
+    Args:
+        strategy: A ``MultiWorkerMirroredStrategy``.
+
+    Raises:
+        AttributeError: TensorFlow has renamed one of them.
+    """
+    devices = strategy.extended.worker_devices
+    extended: Any = strategy.extended
+    found = []
+    for device, one in zip(devices, extended._cross_device_ops._launchers, strict=True):
+        launcher = copy.copy(one)
+        launcher._group_key = one._collective_keys.get_group_key([device])
+        launcher._group_size = one._group_size // len(devices)
+        found.append(launcher.batch_all_reduce)
+    return found
 
 
 def add_control_inputs(operation: Any, before: Any) -> None:

@@ -448,7 +448,7 @@ def test_on_one_device_nothing_changes() -> None:
 def test_other_strategies_are_refused() -> None:
     strategy = tf.distribute.experimental.CentralStorageStrategy(["CPU:0", "CPU:1"], "CPU:0")
     with (
-        pytest.raises(tmg.TfMultiGpuError, match="devices of one process only"),
+        pytest.raises(tmg.TfMultiGpuError, match="devices of a mirrored strategy only"),
         strategy.scope(),
         tmg.sharded_variables(),
     ):

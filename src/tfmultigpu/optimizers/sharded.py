@@ -1,7 +1,8 @@
-"""The optimizer update sharded over the replicas of one process.
+"""The optimizer update sharded over the replicas of a process.
 
-Each variable has one owner. Gradients are added on the device of the owner, a stock Keras optimizer
-of the owner's applies them to its copy of the variable, and the new value is copied to the other
+Each variable has one owner. Gradients are added on the device of the owner, over several workers
+among the owners of the same number on each, which then update alike. A stock Keras optimizer of the
+owner's applies them to its copy of the variable, and the new value is copied to the other
 replicas. A sharded variable is owned by the device that it lives on, and has no copies. Optimizer
 state exists once; the optimizer of the user and those of the owners are views of the same
 variables.
@@ -33,6 +34,7 @@ from tfmultigpu.optimizers.placement import (
     using,
 )
 from tfmultigpu.strategies.collectives import replicas_share_memory
+from tfmultigpu.strategies.topology import is_mirrored
 from tfmultigpu.strategies.variable_sharding import is_sharded, owner_of
 
 __all__ = [
@@ -184,8 +186,8 @@ def _obstacle(
         built: Whether the optimizer may be built already.
     """
     kind = type(optimizer)
-    if not isinstance(strategy, tf.distribute.MirroredStrategy):
-        return f"{type(strategy).__name__} has no devices that one process could write to"
+    if not is_mirrored(strategy):
+        return f"{type(strategy).__name__} has no two devices that one process could write to"
     if hasattr(optimizer, "optimizers"):
         return f"{kind.__name__} holds several optimizers"
     if not is_own_class_of_keras(optimizer):

@@ -181,7 +181,8 @@ def _own_device() -> str | None:
     if context is None or context.num_replicas_in_sync == 1:
         return None
     number = tf.get_static_value(context.replica_id_in_sync_group)
-    return parse_device_name(context.strategy.extended.worker_devices[number])
+    devices = context.strategy.extended.worker_devices
+    return parse_device_name(devices[number % len(devices)])
 
 
 def _uses(

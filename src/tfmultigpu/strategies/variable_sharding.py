@@ -9,13 +9,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from tfmultigpu import _compat
 from tfmultigpu.devices.discovery import list_devices, logical_to_physical
 from tfmultigpu.devices.names import parse_device_name
-from tfmultigpu.errors import ScopeError, ShareError, TfMultiGpuError
-from tfmultigpu.strategies.topology import describe, local_replicas
+from tfmultigpu.errors import ScopeError, ShareError, TfMultiGpuError, WorkersDifferError
+from tfmultigpu.strategies.collectives import value_of_first_worker
+from tfmultigpu.strategies.topology import describe, is_mirrored, local_replicas
+from tfmultigpu.strategies.worker_exchange import WorkerExchange
 
 __all__ = [
     "AT_LEAST",
@@ -51,14 +54,39 @@ class _Loads:
         devices: The devices.
         limits: What ``sharded_variables`` was entered with last.
         entered: What those were entered with that have not ended, the innermost last.
-        bytes: Bytes of the variables that are on each device now.
+        alive: Bytes of the variables that are on each device now.
+        bytes: The bytes by which devices are chosen, the same on all workers. Those of variables
+            that nobody uses count until the workers agree again: each forgets them in its own time.
     """
 
     def __init__(self, devices: Sequence[str]) -> None:
         self.devices = tuple(devices)
         self.limits = _Limits()
         self.entered: list[_Limits] = []
-        self.bytes = [0] * len(devices)
+        self.alive = [0] * len(devices)
+        self.bytes = self.alive
+
+    def agree(self, strategy: tf.distribute.Strategy, limits: _Limits) -> _Limits:
+        """Has all workers choose the same devices; returns the limits that hold on all of them.
+
+        Raises:
+            WorkersDifferError: The workers give other numbers for ``at_least``.
+        """
+        exchange = WorkerExchange(strategy)
+        if exchange.workers == 1:
+            return limits
+        unknown = (math.inf,) * len(self.devices)
+        with tf.init_scope():
+            told = exchange.floats([limits.at_least, *self.alive, *(limits.memory or unknown)])
+        counts, alive, memory = np.split(told, [1, 1 + len(self.devices)], axis=1)
+        if (counts != counts[0]).any():
+            raise WorkersDifferError(
+                "The workers shard other variables, and would wait for each other. Received: "
+                f"at_least={[int(one) for one in counts[:, 0]]}, by worker. Give all the same."
+            )
+        self.bytes = [int(one) for one in alive.max(axis=0)]
+        least = tuple(float(one) for one in memory.min(axis=0))
+        return _Limits(limits.at_least, None if math.inf in least else least)
 
     def add(self, device: int, name: str, size: int, memory: tuple[float, ...] | None) -> None:
         """Counts a variable.
@@ -76,11 +104,13 @@ class _Loads:
                 f"{name!r} of {size:,} bytes, after {table}. Take more devices, "
                 "tmg.create_strategy(devices=[...]), or a smaller model."
             )
-        self.bytes[device] += size
+        self.alive[device] += size
+        if self.bytes is not self.alive:
+            self.bytes[device] += size
 
     def remove(self, device: int, size: int) -> None:
         """Counts a variable no more, which nobody uses."""
-        self.bytes[device] -= size
+        self.alive[device] -= size
 
 
 _loads: weakref.WeakKeyDictionary[Any, _Loads] = weakref.WeakKeyDictionary()
@@ -101,18 +131,23 @@ def sharded_variables(
     that is built later, from its first batch, is sharded as well, by the arguments of the
     ``sharded_variables`` that was entered last.
 
+    Several workers each keep all variables, spread over their own devices alike. All of them must
+    enter it. If each has one device, or the strategy has one replica, the model is as without it.
+
     Args:
         at_least: Bytes from which a variable is large.
         memory: Bytes of each device, by device name or in order: unequal devices get unequal
-            parts. None takes the memory limits of the devices, or the memory the driver tells.
-            If that is unknown for one of them, as for CPUs, all get equal parts.
+            parts. Of several workers, the least for devices of one number counts. None takes the
+            memory limits of the devices, or the memory the driver tells. If that is unknown for one
+            of them, as for CPUs, all get equal parts.
 
     Raises:
         ScopeError: Not in the scope of a strategy.
-        TfMultiGpuError: The strategy has several worker processes, or is not a
-            ``MirroredStrategy``.
+        TfMultiGpuError: The strategy is not a ``MirroredStrategy`` or a
+            ``MultiWorkerMirroredStrategy``.
         ShareError: ``memory`` does not fit the devices; or, later, the variables do not.
         ValueError: ``at_least`` is negative.
+        WorkersDifferError: The workers give other numbers for ``at_least``.
 
     Example:
         >>> import keras, tensorflow as tf, tfmultigpu as tmg
@@ -131,12 +166,12 @@ def sharded_variables(
             "tmg.sharded_variables():"
         )
     strategy = tf.distribute.get_strategy()
-    if strategy.num_replicas_in_sync == 1:
+    if strategy.num_replicas_in_sync == 1 or len(strategy.extended.worker_devices) == 1:
         yield
         return
-    if not isinstance(strategy, tf.distribute.MirroredStrategy):
+    if not is_mirrored(strategy):
         raise TfMultiGpuError(
-            "Variables can be sharded over the devices of one process only. Received: "
+            "Variables can be sharded over the devices of a mirrored strategy only. Received: "
             f"{describe(strategy)}. Train on the GPUs of one machine, "
             'tmg.create_strategy(prefer="mirrored"), or leave sharded_variables out.'
         )
@@ -183,10 +218,12 @@ def _creating(strategy: tf.distribute.Strategy, loads: _Loads, limits: _Limits) 
         with tf.init_scope(), tf.device(loads.devices[number]):
             value = tf.identity(value)
         loads.add(number, options["name"], size, limits.memory)
+        value = value_of_first_worker(strategy, value, loads.devices[number])
         variable = _on_device(strategy, loads.devices[number], value, options)
         weakref.finalize(variable, loads.remove, number, size)
         return variable
 
+    limits = loads.agree(strategy, limits)
     loads.entered.append(limits)
     try:
         with tf.variable_creator_scope(create):
@@ -303,9 +340,7 @@ def is_sharded(variable: Any) -> bool:
     strategy = getattr(inner, "distribute_strategy", None)
     if strategy is None or strategy.num_replicas_in_sync == 1:
         return False
-    if not isinstance(strategy, tf.distribute.MirroredStrategy):
-        return False
-    return len(strategy.experimental_local_results(inner)) == 1
+    return is_mirrored(strategy) and len(strategy.experimental_local_results(inner)) == 1
 
 
 def owner_of(variable: Any, devices: Sequence[str]) -> int:
