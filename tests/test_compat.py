@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -49,11 +50,16 @@ def test_every_private_attribute_of_the_bridge_is_tested_here():
         "_all_reduce_sum_gradients",
         "_backend_apply_gradients",
         "_built",
+        "_collective_keys",
         "_compile_config",
         "_compile_metrics",
+        "_cross_device_ops",
         "_flat_metrics",
         "_flat_weighted_metrics",
+        "_group_key",
+        "_group_size",
         "_keras_mask",
+        "_launchers",
         "_layers",
         "_model_variables_moving_average",
         "_moments",
@@ -527,6 +533,29 @@ def test_tensorflow_can_be_told_to_end_collectives():
     command = [sys.executable, "-c", program]
     ended = subprocess.run(command, capture_output=True, text=True, check=True, timeout=900)
     assert "no more" in ended.stdout
+
+
+def test_tensors_are_added_over_workers_by_groups_of_their_own():
+    """In a process of its own, of one worker: tests/workers has several."""
+    program = (
+        "import tensorflow as tf; from tfmultigpu import _compat\n"
+        "strategy = tf.distribute.MultiWorkerMirroredStrategy()\n"
+        "(add,) = _compat.additions_over_workers(strategy)\n"
+        "packs = [[tf.ones([2]), tf.constant(3.0)], [tf.constant([4.0])]]\n"
+        "print(*[one.numpy().tolist() for one in tf.function(add)(packs)])\n"
+        "(again,) = _compat.additions_over_workers(strategy)\n"
+        "(all_replicas,) = strategy.extended._cross_device_ops._launchers\n"
+        "assert again.__self__._group_key == add.__self__._group_key\n"
+        "assert again.__self__ is not all_replicas\n"
+        "assert again.__self__._ordering_token is all_replicas._ordering_token\n"
+    )
+    command = [sys.executable, "-c", program]
+    environment = {name: value for name, value in os.environ.items() if name != "TF_CONFIG"}
+    ended = subprocess.run(
+        command, capture_output=True, text=True, timeout=900, env=environment, check=False
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.splitlines()[-1] == "[1.0, 1.0] 3.0 [4.0]"
 
 
 # Variables on one device of several ---------------------------------------------------------------

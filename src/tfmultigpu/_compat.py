@@ -6,6 +6,7 @@ Each function names the attribute, why the public API is not enough, and what ha
 
 from __future__ import annotations
 
+import copy
 import functools
 import importlib
 import pkgutil
@@ -278,7 +279,14 @@ def scratch_graph() -> Iterator[None]:
 
 
 def variable_on_device(
-    strategy: tf.distribute.Strategy, device: str, value: Any, name: str, *, trainable: bool
+    strategy: tf.distribute.Strategy,
+    device: str,
+    value: Any,
+    name: str,
+    *,
+    trainable: bool,
+    aggregation: tf.VariableAggregation,
+    write: Callable[..., Any],
 ) -> Any:
     """Creates a variable of a strategy that lives on one of its devices alone.
 
@@ -292,14 +300,124 @@ def variable_on_device(
         value: The initial value.
         name: The name.
         trainable: Whether a ``GradientTape`` watches it by itself.
+        aggregation: The way in which values that replicas assign become one.
+        write: A function that is called for each assignment, with the variable, the method of the
+            class, and its arguments.
     """
-    variables: Any = importlib.import_module("tensorflow.python.ops.resource_variable_ops")
     with tf.init_scope(), tf.device(device):
-        variable: Any = variables.ResourceVariable(
-            initial_value=value, trainable=trainable, name=name, distribute_strategy=strategy
+        variable: Any = _class_of_variables()(
+            initial_value=value,
+            trainable=trainable,
+            name=name,
+            aggregation=aggregation,
+            distribute_strategy=strategy,
         )
+    variable.write = write
     variable.distribute_strategy = strategy  # As all other variables with a strategy have it.
     return variable
+
+
+@contextmanager
+def reading_before_loops(graph: Any) -> Iterator[list[Any]]:
+    """Has loops take the value of a ``variable_on_device``, not the variable, on this thread.
+
+    A loop of a layer, such as that of an LSTM, would read its weights in each turn, and keep what
+    it has read for the backward pass, once for each turn. Keras reads a weight through a property
+    that knows nothing of loops. Private: ``_read_variable_op`` of the class ``ResourceVariable``,
+    and the classes of the graphs of loops. Without them each turn reads.
+
+    Args:
+        graph: Loops inside of this graph are meant, not those around it.
+
+    Yields:
+        The operations that give loops these values, on the device of the loop.
+    """
+    before = getattr(_around, "reads", None)
+    found: dict[Any, Any] = {}
+    operations: list[Any] = []
+    _around.reads = graph, found, operations
+    try:
+        yield operations
+    finally:
+        _around.reads = before
+
+
+_around = threading.local()
+
+
+def _outermost_loop(graph: Any) -> Any:
+    """Returns the graph of the outermost loop between the current graph and one around it."""
+    graphs: Any = importlib.import_module("tensorflow.python.ops.control_flow_v2_func_graphs")
+    loops = graphs.WhileBodyFuncGraph, graphs.WhileCondFuncGraph
+    inner: Any = tf.compat.v1.get_default_graph()
+    found = None
+    # A tf.function may be called again elsewhere, so nothing outside of it is taken into it.
+    while inner is not graph and isinstance(inner, graphs.ControlFlowFuncGraph):
+        found = inner if isinstance(inner, loops) else found
+        inner = inner.outer_graph
+    return found
+
+
+@functools.cache
+def _class_of_variables() -> Any:
+    variables: Any = importlib.import_module("tensorflow.python.ops.resource_variable_ops")
+
+    class VariableOnDevice(variables.ResourceVariable):  # type: ignore[misc]
+        """Variable with other reads in loops, and whose assignments go through a function."""
+
+        def assign(self, *args: Any, **options: Any) -> Any:
+            return self.write(self, super().assign, *args, **options)
+
+        def assign_add(self, *args: Any, **options: Any) -> Any:
+            return self.write(self, super().assign_add, *args, **options)
+
+        def assign_sub(self, *args: Any, **options: Any) -> Any:
+            return self.write(self, super().assign_sub, *args, **options)
+
+        def _read_variable_op(self, no_copy: bool = False) -> Any:
+            reads: Any = getattr(_around, "reads", None)
+            loop = None if reads is None or tf.executing_eagerly() else _outermost_loop(reads[0])
+            if loop is None:
+                return super()._read_variable_op(no_copy)
+            _, found, operations = reads
+            if (loop, id(self)) not in found:
+                with loop.outer_graph.as_default():
+                    with tf.device(self.device):
+                        value = super()._read_variable_op(no_copy)
+                    found[loop, id(self)] = tf.identity(value)
+                operations.append(found[loop, id(self)].op)
+            return found[loop, id(self)]
+
+    return VariableOnDevice
+
+
+def additions_over_workers(strategy: tf.distribute.Strategy) -> list[Callable[..., Any]]:
+    """Returns functions that add tensors over the workers of a strategy, one per local device.
+
+    Each takes lists of tensors of one dtype on its device, and returns the sums in one list. A list
+    is sent as one message. The workers must call them alike and in the same order.
+
+    Private: ``strategy.extended._cross_device_ops``, its ``_launchers``, which add over all
+    replicas, and their ``_collective_keys``, ``_group_key`` and ``_group_size``. Their copies keep
+    the options, the order on a device, and keys that are new in each call. The public
+    ``strategy.reduce`` adds over workers on the CPUs alone, and ``tf.raw_ops.CollectiveReduceV2``
+    needs keys that the strategy does not use.
+
+    Args:
+        strategy: A ``MultiWorkerMirroredStrategy``.
+
+    Raises:
+        AttributeError: TensorFlow has renamed one of them.
+    """
+    devices = strategy.extended.worker_devices
+    extended: Any = strategy.extended
+    found = []
+    for device, one in zip(devices, extended._cross_device_ops._launchers, strict=True):
+        launcher = copy.copy(one)
+        launcher._group_key = one._collective_keys.get_group_key([device])
+        launcher._group_size = one._group_size // len(devices)
+        found.append(launcher.batch_all_reduce)
+    return found
 
 
 def add_control_inputs(operation: Any, before: Any) -> None:

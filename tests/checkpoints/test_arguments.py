@@ -105,6 +105,8 @@ def test_calls_that_make_no_sense(model: Any, tmp_path: Path) -> None:
         tmg.Checkpoints(tmp_path, model, extra={"a": [tf.Variable("text")]})
     with pytest.raises(TypeError, match=r"train_step must come from tmg\.make_train_step"):
         tmg.Checkpoints(tmp_path, train_step=5)
+    with pytest.raises(TypeError, match=r"Write tmg\.Checkpoints\(directory, model, model\.opt"):
+        tmg.Checkpoints(tmp_path)
     run = tmg.Checkpoints(tmp_path, model)
     with pytest.raises(ValueError, match=r"at least 1, or None. Received: every_steps=0"):
         run.callback(every_steps=0)

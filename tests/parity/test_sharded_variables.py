@@ -448,7 +448,7 @@ def test_on_one_device_nothing_changes() -> None:
 def test_other_strategies_are_refused() -> None:
     strategy = tf.distribute.experimental.CentralStorageStrategy(["CPU:0", "CPU:1"], "CPU:0")
     with (
-        pytest.raises(tmg.TfMultiGpuError, match="devices of one process only"),
+        pytest.raises(tmg.TfMultiGpuError, match="devices of a mirrored strategy only"),
         strategy.scope(),
         tmg.sharded_variables(),
     ):
@@ -504,6 +504,169 @@ def test_models_are_made_and_loaded_device_by_device(
         assert all(is_sharded(variable) for variable in model.trainable_variables)
         for variable, value in zip(model.weights, expected, strict=True):
             np.testing.assert_array_equal(variable.numpy(), value)
+
+
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # Keras saving.
+@pytest.mark.parametrize("at_least", [0, 1000])  # Also with mirrored variables beside the others.
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: keras.optimizers.Adam(0.01, use_ema=True, clipnorm=0.5),
+        lambda: keras.optimizers.SGD(0.1, momentum=0.9, weight_decay=0.01),
+        lambda: keras.optimizers.Lion(keras.optimizers.schedules.ExponentialDecay(0.01, 1, 0.9)),
+    ],
+)
+def test_a_saved_optimizer_trains_on(make: Any, at_least: int, tmp_path: Any) -> None:
+    """A ``.keras`` file has the state of the optimizer, which Keras builds when it loads it."""
+
+    def train(model: Any, strategy: Any) -> list[np.ndarray]:
+        loss = crossentropy()
+        step = tmg.make_train_step(model, model.optimizer, loss, strategy, verify=False)
+        for rows in (8, 5, 1):
+            step((NUMBERS[:rows], LABELS[:rows]))
+        return [np.asarray(one.numpy()) for one in (*model.weights, *model.optimizer.variables)]
+
+    one = strategy_of(1)
+    with one.scope():
+        alone = mlp()
+        alone.compile(make(), crossentropy())
+    train(alone, one)
+    alone.save(tmp_path / "one.keras")
+    # Keras does not save what a Dropout has drawn.
+    expected = train(keras.models.load_model(tmp_path / "one.keras"), one)
+    for file in ("one.keras", "three.keras"):
+        strategy = strategy_of(3)
+        with strategy.scope(), tmg.sharded_variables(at_least=at_least):
+            loaded = keras.models.load_model(tmp_path / file)
+        assert any(is_sharded(one) for one in loaded.variables)
+        if file == "one.keras":
+            loaded.save(tmp_path / "three.keras")
+        for actual, value in zip(train(loaded, strategy), expected, strict=True):
+            np.testing.assert_allclose(actual, value, rtol=2e-5, atol=2e-6)
+
+
+def test_an_optimizer_built_before_the_step() -> None:
+    def train(replicas: int) -> list[np.ndarray]:
+        strategy = strategy_of(replicas)
+        keras.utils.set_random_seed(3)
+        with strategy.scope(), sharding():
+            model = mlp()
+            optimizer = keras.optimizers.RMSprop(0.01, momentum=0.9)
+            optimizer.build(model.trainable_variables)
+        model.layers[-1].trainable = False
+        step = tmg.make_train_step(model, optimizer, crossentropy(), strategy)
+        step((NUMBERS[:7], LABELS[:7]))
+        model.layers[-1].trainable = True
+        step((NUMBERS[:7], LABELS[:7]))
+        return [np.asarray(one.numpy()) for one in (*model.weights, *optimizer.variables)]
+
+    for actual, value in zip(train(3), train(1), strict=True):
+        np.testing.assert_allclose(actual, value, rtol=2e-5, atol=2e-6)
+
+
+class Halving(layers.Layer):
+    """Assigns its own weight in each call, after it has read it."""
+
+    def __init__(self, how: str = "keras") -> None:
+        super().__init__()
+        self.how = how
+
+    def build(self, shape: Any) -> None:
+        self.w = self.add_weight(shape=shape[-1:], initializer="ones")
+
+    def call(self, x: tf.Tensor) -> tf.Tensor:
+        result = x * self.w
+        if self.how == "keras":
+            self.w.assign(self.w * 0.5)
+        else:
+            self.w.value.assign_sub(self.w * 0.5)
+        return result
+
+
+@pytest.mark.parametrize("how", ["keras", "tensorflow"])
+@pytest.mark.parametrize("rows", [6, 2, 1])
+def test_layers_that_assign_weights_when_they_predict(how: str, rows: int) -> None:
+    def run(replicas: int) -> list[Any]:
+        strategy = strategy_of(replicas)
+        with strategy.scope(), sharding():
+            model = keras.Sequential([keras.Input((6,)), Halving(how)])
+            model.compile(loss="mse")
+        x = NUMBERS[:rows]
+        results = [tmg.predict(model, x, batch_size=rows, verify=False)]
+        results += [tmg.evaluate(model, x, x, batch_size=rows, verify=False)["loss"]]
+        return [*results, model.layers[0].w.numpy()]
+
+    for actual, value in zip(run(3), run(1), strict=True):
+        np.testing.assert_allclose(actual, value, rtol=1e-6)
+
+
+@pytest.mark.parametrize("aggregation", ["none", "mean", "only_first_replica", "sum"])
+def test_loops_by_hand_assign_once(aggregation: str) -> None:
+    """As for a mirrored variable: not once for each replica."""
+
+    def run(sharded: bool) -> np.ndarray:
+        strategy = strategy_of(3)
+        with strategy.scope(), sharding() if sharded else contextlib.nullcontext():
+            kernel = keras.Variable(np.ones((2, 2), "float32"), aggregation=aggregation)
+        assert is_sharded(kernel) == sharded
+
+        @tf.function
+        def step() -> None:
+            def replica() -> None:
+                kernel.assign_sub(tf.fill((2, 2), 0.1))
+                kernel.assign(kernel * 0.5)
+                if aggregation != "sum":
+                    kernel.value.assign_add(tf.ones((2, 2)))
+
+            strategy.run(replica)
+
+        step()
+        return np.asarray(kernel.numpy())
+
+    np.testing.assert_allclose(run(True), run(False), rtol=1e-6)
+
+
+def test_a_small_first_device_gets_what_it_holds() -> None:
+    strategy = unused_strategy(2)
+    memory = [16, 1000]
+    with strategy.scope(), tmg.sharded_variables(at_least=0, memory=memory):
+        variables = [keras.Variable(np.ones(size, "float32")) for size in (8, 2)]
+    assert [tmg.devices.names.parse_device_name(one.value.device) for one in variables] == [
+        "CPU:1",
+        "CPU:1",
+    ]
+
+
+def test_restore_before_the_optimizer_is_built(tmp_path: Any) -> None:
+    """The order of a program with ``fit``: compile, restore, fit."""
+
+    def model_on(replicas: int) -> Any:
+        keras.utils.set_random_seed(1)
+        with strategy_of(replicas).scope(), sharding():
+            model = keras.Sequential([keras.Input((6,)), layers.Dense(16, "tanh"), layers.Dense(3)])
+            model.compile(keras.optimizers.Adam(0.01, use_ema=True), crossentropy())
+        return model
+
+    def fit(model: Any, epochs: int, folder: str) -> list[np.ndarray]:
+        checkpoints = tmg.Checkpoints(tmp_path / folder, model, model.optimizer)
+        checkpoints.restore()
+        data = NUMBERS[:12], LABELS[:12]
+        callbacks = [checkpoints.callback()]
+        tmg.fit(model, data, batch_size=5, epochs=epochs, verbose=0, callbacks=callbacks)
+        return [np.asarray(one.numpy()) for one in (*model.weights, *model.optimizer.variables)]
+
+    fit(model_on(3), 2, "resumed")
+    resumed = fit(model_on(2), 4, "resumed")
+    straight = fit(model_on(1), 4, "straight")
+    for actual, value in zip(resumed, straight, strict=True):
+        np.testing.assert_allclose(actual, value, rtol=2e-5, atol=2e-6)
+
+
+def test_keras_may_not_update_by_itself() -> None:
+    step = sharded_step()
+    step.model.compile("sgd", crossentropy())
+    with pytest.raises(tmg.TfMultiGpuError, match=r"updated once[\s\S]*tmg\.fit\(model, data\)"):
+        step.model.fit(NUMBERS[:8], LABELS[:8], verbose=0)
 
 
 def test_layers_placed_by_hand_on_one_replica(tmp_path: Any) -> None:

@@ -18,8 +18,8 @@ from tfmultigpu.steps.train_step import TrainStep
 
 __all__ = [
     "check_extra",
+    "check_one_source",
     "check_outside",
-    "check_step",
     "check_workers",
     "read_directory",
     "read_interval",
@@ -60,13 +60,20 @@ def read_interval(name: str, number: Any) -> int | None:
     return None if number is None else check_count(name, number, other="None")
 
 
-def check_step(step: Any, model: Any, optimizer: Any) -> None:
-    """Checks that ``step`` is a train step and that it is the only source of the model.
+def check_one_source(step: Any, model: Any, optimizer: Any) -> None:
+    """Checks that a model is given, or a train step alone, which has one.
 
     Raises:
-        TypeError: It is not a train step.
-        ValueError: A model or an optimizer was given too.
+        TypeError: Neither is given, or ``step`` is not a train step.
+        ValueError: A model or an optimizer was given beside a step.
     """
+    if step is None:
+        if model is None:
+            raise TypeError(
+                "Checkpoints save a model. Received: model=None and train_step=None. Write "
+                "tmg.Checkpoints(directory, model, model.optimizer)."
+            )
+        return
     if model is not None or optimizer is not None:
         raise ValueError(
             "A train step already holds its model and optimizer. Received: train_step beside "

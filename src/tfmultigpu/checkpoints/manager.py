@@ -16,8 +16,8 @@ from tfmultigpu.arguments import check_count, telling_swapped
 from tfmultigpu.checkpoints import state
 from tfmultigpu.checkpoints.arguments import (
     check_extra,
+    check_one_source,
     check_outside,
-    check_step,
     check_workers,
     read_directory,
     read_interval,
@@ -121,8 +121,8 @@ class Checkpoints:
             ValueError: A number is less than 1, or the directory is a URL or a file.
         """
         self._updates_per_step = 1
+        check_one_source(train_step, model, optimizer)
         if train_step is not None:
-            check_step(train_step, model, optimizer)
             train_step, others, self._updates_per_step = split_chain(train_step)
             model, optimizer = train_step.model, train_step.optimizer
             extra = {**others, **(extra or {})}

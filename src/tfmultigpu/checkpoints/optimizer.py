@@ -11,6 +11,7 @@ from tfmultigpu.checkpoints import state
 from tfmultigpu.optimizers.sharded import can_be_sharded
 from tfmultigpu.optimizers.update import build_optimizer
 from tfmultigpu.steps.train_step import Trained
+from tfmultigpu.strategies.variable_sharding import is_sharded
 from tfmultigpu.strategies.worker_exchange import WorkerExchange
 
 __all__ = ["restore_variables"]
@@ -45,9 +46,9 @@ def restore_variables(
     model, optimizer, variables = trained
     strategy = exchange.strategy
     state.make_loss_scale_of(entries, optimizer, strategy)
-    # Wrappers build the optimizers inside them.
-    wraps = hasattr(optimizer, "inner_optimizer")
-    if optimizer is None or wraps or not can_be_sharded(optimizer, variables, strategy):
+    # Wrappers build the optimizers inside them, and state beside sharded variables is not copied.
+    at_once = hasattr(optimizer, "inner_optimizer") or any(map(is_sharded, variables))
+    if optimizer is None or at_once or not can_be_sharded(optimizer, variables, strategy):
         if optimizer is not None and not optimizer.built:
             build_optimizer(optimizer, variables, strategy)
         present = state.state_variables(model, optimizer, extra)

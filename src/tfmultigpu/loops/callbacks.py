@@ -126,7 +126,9 @@ def check_are_callbacks(callbacks: Iterable[Any]) -> None:
     for one in callbacks:
         if not isinstance(one, keras.callbacks.Callback):
             raise TypeError(
-                f"A callback must be a keras.callbacks.Callback. Received: {one!r} in callbacks."
+                f"A callback must be a keras.callbacks.Callback. Received: {one!r} in callbacks. "
+                "Make one of a class, callbacks=[EarlyStopping()]; of checkpoints it is "
+                "callbacks=[checkpoints.callback()]."
             )
 
 

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import tensorflow as tf
 
 from tfmultigpu.errors import TfMultiGpuError
-from tfmultigpu.strategies.variable_sharding import is_sharded
+from tfmultigpu.strategies.variable_sharding import aggregated, is_sharded
 
 __all__ = ["Held", "assign_held", "assign_if", "holding"]
 
@@ -63,14 +63,7 @@ def assign_held(variables: Sequence[Any], values: Sequence[Any], after: Sequence
     with tf.control_dependencies(after):
         for variable, value in zip(variables, values, strict=True):
             # The copy carries the dependency: an aggregated variable is assigned elsewhere.
-            value = tf.identity(value)
-            if not is_sharded(variable):
-                variable.assign(value)
-                continue
-            value = _aggregated(variable, value)
-            context: Any = tf.distribute.get_replica_context()
-            if tf.get_static_value(context.replica_id_in_sync_group) == 0:
-                variable.assign(value)
+            variable.assign(tf.identity(value))
 
 
 def assign_if(condition: Any, update: Callable[[], Any]) -> None:
@@ -230,7 +223,4 @@ def _aggregated(variable: Any, value: Any) -> Any:
         return value
     if context.num_replicas_in_sync == 1:
         return value
-    if how == "only_first_replica":
-        first = context.replica_id_in_sync_group == 0
-        return context.all_reduce("SUM", tf.where(first, value, tf.zeros_like(value)))
-    return context.all_reduce(how.upper(), value)
+    return aggregated(value, tf.VariableAggregation[how.upper()])

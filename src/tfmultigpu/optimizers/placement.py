@@ -92,7 +92,10 @@ def using(existing: Iterator[Any]) -> Iterator[None]:
 
 @contextmanager
 def owned_state(
-    optimizer: Any, owner_of: Callable[[Any], int], devices: Sequence[str]
+    optimizer: Any,
+    owner_of: Callable[[Any], int],
+    devices: Sequence[str],
+    existing: Iterator[tf.Variable] | None = None,
 ) -> Iterator[list[tuple[int, tf.Variable]]]:
     """Has an optimizer that is built in here keep its state of a variable with the owner of that.
 
@@ -100,6 +103,7 @@ def owned_state(
         optimizer: A Keras optimizer that is not built.
         owner_of: From a variable to the number of its owner.
         devices: The device of each owner.
+        existing: What to take, in order, where nothing is to be made.
 
     Yields:
         The owner and the ``tf.Variable`` of everything that is made, in its order.
@@ -131,7 +135,8 @@ def owned_state(
                 return tf.Variable(**kept)
 
         # On this thread it would come back here.
-        made.append((owner, _on_another_thread(on_owner)))
+        one = _on_another_thread(on_owner) if existing is None else next(existing)
+        made.append((owner, one))
         return made[-1][1]
 
     optimizer.add_variable_from_reference = note_owner

@@ -1,7 +1,8 @@
-"""The optimizer update sharded over the replicas of one process.
+"""The optimizer update sharded over the replicas of a process.
 
-Each variable has one owner. Gradients are added on the device of the owner, a stock Keras optimizer
-of the owner's applies them to its copy of the variable, and the new value is copied to the other
+Each variable has one owner. Gradients are added on the device of the owner, over several workers
+among the owners of the same number on each, which then update alike. A stock Keras optimizer of the
+owner's applies them to its copy of the variable, and the new value is copied to the other
 replicas. A sharded variable is owned by the device that it lives on, and has no copies. Optimizer
 state exists once; the optimizer of the user and those of the owners are views of the same
 variables.
@@ -17,7 +18,12 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from tfmultigpu._compat import is_own_class_of_keras, moving_averages, update_averages
+from tfmultigpu._compat import (
+    is_own_class_of_keras,
+    moving_averages,
+    optimizer_trains,
+    update_averages,
+)
 from tfmultigpu.errors import TfMultiGpuError
 from tfmultigpu.optimizers.gradients import clipped, global_norm
 from tfmultigpu.optimizers.placement import (
@@ -28,6 +34,7 @@ from tfmultigpu.optimizers.placement import (
     using,
 )
 from tfmultigpu.strategies.collectives import replicas_share_memory
+from tfmultigpu.strategies.topology import is_mirrored
 from tfmultigpu.strategies.variable_sharding import is_sharded, owner_of
 
 __all__ = [
@@ -137,13 +144,14 @@ def _plan_of_sharded(
             f"shard_update=False for a model with {which}. Leave shard_update out, or create the "
             "model without tmg.sharded_variables()."
         )
-    obstacle = _obstacle(optimizer, variables, strategy)
+    known = optimizer_trains(optimizer)
+    obstacle = _obstacle(optimizer, known or variables, strategy, built=bool(known))
     if obstacle is not None:
         raise TfMultiGpuError(
-            "Variables that live on one device alone need an optimizer that works there too, and "
-            f"this one cannot: {obstacle}. Received: a model with {which}. Use an optimizer of "
-            "Keras such as Adam, AdamW, SGD or Lion, not built before the step is made; or create "
-            "the model without tmg.sharded_variables()."
+            "A variable that lives on one device alone is updated there, and this update cannot be "
+            f"divided: {obstacle}. Received: a model with {which}. Create the model without "
+            "tmg.sharded_variables(); or, if the optimizer is the reason, take an optimizer of "
+            "Keras such as Adam, AdamW, SGD or Lion."
         )
     return UpdatePlan(True, f"the model has {which}")
 
@@ -163,11 +171,23 @@ def can_be_sharded(
 
 
 def _obstacle(
-    optimizer: Any, variables: Sequence[Any], strategy: tf.distribute.Strategy
+    optimizer: Any,
+    variables: Sequence[Any],
+    strategy: tf.distribute.Strategy,
+    *,
+    built: bool = False,
 ) -> str | None:
+    """Returns why an update cannot be sharded; None if it can.
+
+    Args:
+        optimizer: The optimizer.
+        variables: What it trains.
+        strategy: Their strategy.
+        built: Whether the optimizer may be built already.
+    """
     kind = type(optimizer)
-    if not isinstance(strategy, tf.distribute.MirroredStrategy):
-        return f"{type(strategy).__name__} has no devices that one process could write to"
+    if not is_mirrored(strategy):
+        return f"{type(strategy).__name__} has no two devices that one process could write to"
     if hasattr(optimizer, "optimizers"):
         return f"{kind.__name__} holds several optimizers"
     if not is_own_class_of_keras(optimizer):
@@ -175,7 +195,7 @@ def _obstacle(
             f"{kind.__name__} is not an optimizer of Keras, so whether it updates each variable "
             "by itself is not known"
         )
-    if optimizer.built:
+    if optimizer.built and not built:
         return "the optimizer was built before the step was made, with its state on every replica"
     if len({variable.path for variable in variables}) < len(variables):
         return "two variables have the same path"
@@ -258,9 +278,13 @@ class ShardedUpdate:
         """Builds the optimizer of the user, and one for each owner on the same variables."""
         self.devices: tuple[str, ...] = tuple(strategy.extended.worker_devices)
         replicas = range(len(self.devices))
+        built = bool(optimizer.built)
+        variables = optimizer_trains(optimizer) if built else variables
         fixed = {
             i: owner_of(one, self.devices) for i, one in enumerate(variables) if is_sharded(one)
         }
+        if built:  # What is read of a mirrored variable is that of the first replica.
+            fixed = {i: fixed.get(i, 0) for i in range(len(variables))}
         sizes = [_size(variable) for variable in variables]
         owners = assign_owners(sizes, len(self.devices), fixed)
         self.owners = {id(v): owner for v, owner in zip(variables, owners, strict=True)}
@@ -268,14 +292,18 @@ class ShardedUpdate:
         self._strategy = strategy
         self._variables = list(variables)
         self._learning_rate: Any = None
-        before = {id(variable) for variable in optimizer.variables}
-        with (
-            strategy.scope(),
-            owned_state(optimizer, lambda v: self.owners[id(v)], self.devices) as made,
-        ):
-            optimizer.build(list(variables))
-        self.state = frozenset(id(v) for v in optimizer.variables if id(v) not in before)
         counters = strategy.experimental_local_results(optimizer.iterations.value)
+        own = (id(optimizer.iterations), id(optimizer.learning_rate))
+        if built:
+            state = [one for one in optimizer.variables if id(one) not in own]
+            made = outside_scopes(lambda: self._state_of(optimizer, variables, state, counters[0]))
+        else:
+            with (
+                strategy.scope(),
+                owned_state(optimizer, self._owner, self.devices) as made,
+            ):
+                optimizer.build(list(variables))
+        self.state = frozenset(id(one) for one in optimizer.variables if id(one) not in own)
         twins = [
             component_as_keras(v, self._component(v, owner))
             for v, owner in zip(variables, owners, strict=True)
@@ -293,6 +321,19 @@ class ShardedUpdate:
 
         outside_scopes(build)
         optimizer.apply = _refuse
+
+    def _owner(self, variable: Any) -> int:
+        return self.owners[id(variable)]
+
+    def _state_of(
+        self, optimizer: Any, variables: Sequence[Any], state: Sequence[Any], counter: Any
+    ) -> list[tuple[int, tf.Variable]]:
+        """Returns the owner of each variable of an optimizer that is built, in their order."""
+        again = _make_again(optimizer, [counter], lambda: self._learning_rate)
+        values = iter([self._components(one)[0] for one in state])
+        with owned_state(again, self._owner, self.devices, values) as made:
+            again.build(list(variables))
+        return made
 
     def at(self, variable: Any) -> AbstractContextManager[Any]:
         """Places what is computed of a variable on the device of its owner."""

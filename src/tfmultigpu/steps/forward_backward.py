@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
@@ -31,15 +32,15 @@ from tfmultigpu.steps.graph_effects import noting_effects
 from tfmultigpu.steps.micro_batches import MicroBatchSum, Part
 from tfmultigpu.steps.op_placement import devices_of
 from tfmultigpu.steps.options import StepOptions
+from tfmultigpu.steps.owned_gradients import OwnedGradients
 from tfmultigpu.steps.pipeline import pipelined
 from tfmultigpu.steps.random_draws import ReplicaRows, drawing_rows
 from tfmultigpu.steps.replica_sums import short_sums
 from tfmultigpu.steps.row_gathering import gathering_from
 from tfmultigpu.steps.seeds import GlobalSeeds, global_seeds
-from tfmultigpu.steps.weight_reads import BackwardReads, bounding_reads, keep_in_step
-from tfmultigpu.strategies.collectives import add_on_device, refusing_to_meet
+from tfmultigpu.steps.weight_reads import BackwardReads, bounding_reads
+from tfmultigpu.strategies.collectives import refusing_to_meet
 from tfmultigpu.strategies.topology import local_replicas, per_replica
-from tfmultigpu.strategies.variable_sharding import is_sharded
 
 __all__ = ["Findings", "PhaseResult", "ReplicaPhase"]
 
@@ -155,8 +156,10 @@ class ReplicaPhase:
 
             if self._micro_batches == 1:
                 values, states = self._strategy.run(once, args=(shard, None, *fixed))
-                one = passes[-1]
-                parts = self._added_by_owners(self._local(values), passes)
+                one, parts = passes[-1], self._local(values)
+                owned = OwnedGradients.of(self._objective.trained, one.findings.present)
+                sums = owned.add(parts, [one.reads for one in passes], self._options.reduce_dtype)
+                parts = owned.put_back([owned.without(each) for each in parts], sums)
                 return PhaseResult(parts, one.held.variables, states, one.findings)
             # A loop must know what it carries before it is traced. So one micro-batch is traced
             # first, in a graph that is thrown away.
@@ -165,7 +168,7 @@ class ReplicaPhase:
             look = passes[-1]
 
             def further(*args: Any) -> tuple[list[tf.Tensor], Held]:
-                one = replica(*args)
+                passes.append(one := replica(*args))
                 return one.values, one.held
 
             addition = MicroBatchSum.like(
@@ -177,8 +180,10 @@ class ReplicaPhase:
                 seeds,
             )
             alike = len(set(self._options.micro_batches)) == 1
-            loop = self._loop_around_replicas if alike else self._loop_in_replicas
-            if self._options.pipeline:
+            loop: Callable[..., Any] = functools.partial(self._loop_around_replicas, passes)
+            if not alike:
+                loop = self._loop_in_replicas
+            elif self._options.pipeline:
                 loop = self._side_by_side
             flat = loop(addition, shards, shard, fixed)
         end = len(addition.structure)
@@ -190,42 +195,28 @@ class ReplicaPhase:
             look.findings,
         )
 
-    def _added_by_owners(
-        self, parts: list[list[tf.Tensor]], passes: Sequence[_Pass]
-    ) -> list[list[Any]]:
-        """Adds the gradients of sharded variables where these are; None in all lists but one."""
-        variables, (present, *more) = self._objective.trained, passes[-1].findings.present
-        if more or not any(is_sharded(variable) for variable in variables):
-            return parts  # Added later, of several backward passes.
-        added: list[list[Any]] = [list(one) for one in parts]
-        gradients: dict[int, list[Any]] = {}
-        sums: dict[int, Any] = {}
-        used = [v for v, here in zip(variables, present, strict=True) if here]
-        for i, variable in enumerate(used):
-            if is_sharded(variable):
-                handle, device = id(variable.value.handle), variable.value.device
-                gradients[handle] = [one[i] for one in parts]
-                dtype = self._options.reduce_dtype
-                sums[handle] = add_on_device(gradients[handle], device, dtype)
-                for one, total in zip(added, [sums[handle], *[None] * len(parts)], strict=False):
-                    one[i] = total
-        keep_in_step([one.reads for one in passes], gradients, sums)
-        return added
-
     def _loop_around_replicas(
-        self, addition: MicroBatchSum, shards: Shards, shard: Any, fixed: tuple[Any, ...]
-    ) -> list[list[tf.Tensor]]:
+        self,
+        passes: Sequence[_Pass],
+        addition: MicroBatchSum,
+        shards: Shards,
+        shard: Any,
+        fixed: tuple[Any, ...],
+    ) -> list[list[Any]]:
         """Adds over the micro-batches of each shard, one after the other on all replicas.
 
         The loop is around ``strategy.run``, not in it: a synchronized layer synchronises by
-        ``merge_call``, which a loop inside a replica does not allow.
+        ``merge_call``, which a loop inside a replica does not allow. Gradients of sharded variables
+        are added on their devices, over the replicas and to those of the micro-batches before.
         """
         run = self._strategy.run
         local = len(local_replicas(self._strategy))
-        size = len(addition.structure) + len(addition.states)
-        begin = run(addition.begin) if addition.states else []
-        states = self._local(begin) or [[]] * local
-        first = [tensor for one in states for tensor in [*addition.zeros(), *one]]
+        owned = OwnedGradients.of(self._objective.trained, passes[-1].findings.present)
+        addition = dataclasses.replace(addition, elsewhere=owned.places.keys())
+        # On the replicas: TensorFlow carries a tensor through a loop on the device it comes from.
+        first = run(lambda: [*addition.zeros(), *addition.begin()])
+        size = len(first)
+        begin = first[size - len(addition.states) :]
         with tf.device("CPU:0"):  # Decided there; nothing has to wait for a GPU.
             largest = shards.largest
             # In 32 bits, which GPUs keep where loops are decided.
@@ -234,16 +225,20 @@ class ReplicaPhase:
         def body(micro: Any, *flat: Any) -> tuple[Any, ...]:
             sums = [list(flat[i * size : (i + 1) * size]) for i in range(local)]
             args = (per_replica(self._strategy, sums), begin, shard, _part(micro, count), *fixed)
-            results = run(addition.add, args=args)
-            return (micro + 1, *[tensor for result in self._local(results) for tensor in result])
+            results = self._local(run(addition.add, args=args))
+            reads = [one.reads for one in passes[-local:]]
+            dtype, before = self._options.reduce_dtype, flat[local * size :]
+            added = owned.add(results, reads, dtype, before)
+            return (micro + 1, *[one for each in results for one in owned.without(each)], *added)
 
         _, *flat = tf.while_loop(
             lambda micro, *_: micro < count,
             body,
-            [tf.zeros([], tf.int32), *first],
+            [tf.zeros([], tf.int32), *itertools.chain(*self._local(first)), *owned.zeros()],
             parallel_iterations=1,
         )
-        return [flat[i * size : (i + 1) * size] for i in range(local)]
+        others = [flat[i * size : (i + 1) * size] for i in range(local)]
+        return owned.put_back(others, flat[local * size :])
 
     def _side_by_side(
         self, addition: MicroBatchSum, shards: Shards, shard: Any, fixed: tuple[Any, ...]
@@ -394,9 +389,11 @@ class ReplicaPhase:
                 scaled[i] for i, one in enumerate(terms) if i not in measured and not one.logged
             ]
             targets = ([_total(known)] if known else []) + [scaled[i] for i in measured]
-        reads.backward_begins()
-        with holding(held=held):
-            passes = [tape.gradient(target, values) for target in targets]
+        passes = []
+        for target in targets:
+            reads.backward_begins()
+            with holding(held=held):
+                passes.append(tape.gradient(target, values))
         reads.backward_ends()
         del tape
         found = [list(zip(one, variables, replaced, strict=True)) for one in passes]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import numbers
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -67,6 +67,7 @@ class MicroBatchSum:
         alike: The ``id`` of those of them that all micro-batches of a step must find alike: they
             take their part of the same draws, and use the same kernels.
         seeds: What it draws from.
+        elsewhere: Places of tensors that are not added here, but returned as they are.
     """
 
     replica: Callable[..., tuple[list[tf.Tensor], Held]]
@@ -75,6 +76,7 @@ class MicroBatchSum:
     states: tuple[Any, ...]
     alike: frozenset[int]
     seeds: GlobalSeeds
+    elsewhere: Collection[int] = ()
 
     @classmethod
     def like(
@@ -113,7 +115,8 @@ class MicroBatchSum:
 
     def zeros(self) -> list[tf.Tensor]:
         """Returns the sums before the first micro-batch."""
-        return [tf.zeros(shape, dtype) for shape, dtype in self.structure]
+        kept = [one for i, one in enumerate(self.structure) if i not in self.elsewhere]
+        return [tf.zeros(shape, dtype) for shape, dtype in kept]
 
     def add(self, before: Sequence[Any], begin: Sequence[Any], *args: Any) -> list[tf.Tensor]:
         """Returns the sums with those of a micro-batch, then the states after it.
@@ -126,7 +129,8 @@ class MicroBatchSum:
         Raises:
             TfMultiGpuError: This one assigns other variables than the one that was looked at.
         """
-        sums, states = before[: len(self.structure)], before[len(self.structure) :]
+        count = len(self.structure) - len(self.elsewhere)
+        sums, states = iter(before[:count]), before[count:]
         pairs = zip(self.states, states, strict=True)
         values, held = self.replica([(v, x) for v, x in pairs if id(v) not in self.alike], *args)
         self._check(values, held)
@@ -138,8 +142,12 @@ class MicroBatchSum:
         end = len(values) - 1
         largest = range(end - self.maxima, end)
         added = [
-            tf.maximum(total, value) if i in largest else total + value
-            for i, (total, value) in enumerate(zip(sums, values, strict=True))
+            value
+            if i in self.elsewhere
+            else tf.maximum(next(sums), value)
+            if i in largest
+            else next(sums) + value
+            for i, value in enumerate(values)
         ]
         return [*added, *after]
 

@@ -34,7 +34,7 @@ from tfmultigpu.steps.pipeline import check_pipeline
 from tfmultigpu.steps.program_agreement import ProgramAgreement
 from tfmultigpu.steps.value_agreement import check_values_alike
 from tfmultigpu.steps.verification import Verification, Verifier, assigned_variables
-from tfmultigpu.strategies.collectives import sum_on_devices, sum_over_replicas
+from tfmultigpu.strategies.collectives import sum_on_devices, sum_over_replicas, sum_over_workers
 from tfmultigpu.strategies.not_copied import NotCopied
 from tfmultigpu.strategies.scopes import all_layers
 from tfmultigpu.strategies.topology import local_replicas, per_replica
@@ -352,7 +352,8 @@ class TrainStep(NotCopied):
         else:
             present = result.findings.present
             places = self._sharded.places(self.variables, present)
-            values = [sum_on_devices(result.parts, places, dtype)]
+            added = sum_on_devices(result.parts, places, dtype)
+            values = [sum_over_workers(self.strategy, added, places, dtype)]
         updated: list[list[Any]] = []  # ``strategy.run`` returns tensors only.
 
         def finish(values: Any, states: Any, *others: Any) -> Any:

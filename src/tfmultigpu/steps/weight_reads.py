@@ -12,6 +12,7 @@ gradients of the second layer before have been added.
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -31,31 +32,37 @@ _PASSED_ON = ("Cast", "Identity")
 
 @dataclasses.dataclass(frozen=True)
 class _Again:
-    """A read of the backward pass: the handle of its variable, the operation, its first use."""
+    """A read of a backward pass.
 
-    handle: int
+    Attributes:
+        key: The number of the backward pass, and the ``id`` of the handle of the variable.
+        operation: The operation.
+        place: The number in the graph of the operation that uses it first.
+    """
+
+    key: tuple[int, int]
     operation: Any
     place: int
 
 
 class BackwardReads:
-    """Reads of the backward pass of one replica, in the order of their use.
+    """Reads of the backward passes of one replica, in the order of their use.
 
     Attributes:
         reads: The reads; empty outside of graphs, or if no variable is sharded.
-        begin: Number of operations in the graph where the backward pass begins; None before.
-        end: Number of operations where it ends.
+        begins: Number of operations in the graph where each backward pass begins.
+        end: Number of operations where the last one ends.
     """
 
     def __init__(self) -> None:
         """Begins with the forward pass."""
         self.reads: list[_Again] = []
-        self.begin: int | None = None
+        self.begins: list[int] = []
         self.end = 0
 
     def backward_begins(self) -> None:
-        """Notes that what follows is the backward pass."""
-        self.begin = _count()
+        """Notes that what follows is a backward pass."""
+        self.begins.append(_count())
 
     def backward_ends(self) -> None:
         """Notes that what follows only scales the gradients."""
@@ -87,27 +94,31 @@ def bounding_reads(variables: Sequence[Any]) -> Iterator[BackwardReads]:
         yield found
         return
     begin = _count()
-    yield found
     graph: Any = tf.compat.v1.get_default_graph()
+    with _compat.reading_before_loops(graph) as loops:
+        yield found
     operations = graph.get_operations()
-    middle = len(operations) if found.begin is None else found.begin
+    begins = found.begins or [len(operations)]
     places = {one: place for place, one in enumerate(operations)}
-    uses = _uses(operations[begin:], places, _own_device(), alone)
-    _wait_in_turn([one for one in uses if one.place < middle], places)
-    found.reads = _read_again([one for one in uses if one.place >= middle], middle, places)
+    uses = _uses(operations[begin:], places, _own_device(), alone, loops)
+    _wait_in_turn([one for one in uses if one.place < begins[0]], places)
+    found.reads = _read_again([one for one in uses if one.place >= begins[0]], begins, places)
 
 
 def keep_in_step(
-    replicas: Sequence[BackwardReads], parts: Mapping[int, Sequence[Any]], sums: Mapping[int, Any]
+    replicas: Sequence[BackwardReads],
+    parts: Mapping[tuple[int, int], Sequence[Any]],
+    sums: Mapping[tuple[int, int], Any],
 ) -> None:
     """Has the replicas go backward together, so that gradients do not wait for each other.
 
     Args:
         replicas: The reads of each replica.
-        parts: The gradient of each replica, by the ``id`` of the handle of the variable.
+        parts: The gradient of each replica, by the number of the backward pass and the ``id`` of
+            the handle of the variable.
         sums: Their sum, likewise.
     """
-    orders = [[one.handle for one in each.reads] for each in replicas]
+    orders = [[one.key for one in each.reads] for each in replicas]
     if not orders[0] or any(order != orders[0] for order in orders):
         return
     graph: Any = tf.compat.v1.get_default_graph()
@@ -170,11 +181,16 @@ def _own_device() -> str | None:
     if context is None or context.num_replicas_in_sync == 1:
         return None
     number = tf.get_static_value(context.replica_id_in_sync_group)
-    return parse_device_name(context.strategy.extended.worker_devices[number])
+    devices = context.strategy.extended.worker_devices
+    return parse_device_name(devices[number % len(devices)])
 
 
 def _uses(
-    operations: Sequence[Any], places: Mapping[Any, int], own: str | None, alone: Mapping[int, str]
+    operations: Sequence[Any],
+    places: Mapping[Any, int],
+    own: str | None,
+    alone: Mapping[int, str],
+    loops: Sequence[Any],
 ) -> list[_Use]:
     found: list[_Use] = []
     for read in operations:
@@ -194,6 +210,9 @@ def _uses(
                     pending.append((user.outputs[0], (*casts, user)))
                 else:
                     found.append(_Use(read, handle, device, value, casts, user, places[user]))
+                if value.op in loops:  # The loop hands it on to that of the backward pass.
+                    ends = [i for i, tensor in enumerate(user.inputs) if tensor is value]
+                    pending += [(user.outputs[i], casts) for i in ends]
     return sorted(found, key=lambda one: one.place)
 
 
@@ -221,26 +240,29 @@ def _wait_in_turn(uses: Sequence[_Use], places: Mapping[Any, int]) -> None:
         _compat.add_control_inputs(read, waits[max(i - _AHEAD, 0)])
 
 
-def _read_again(uses: Sequence[_Use], middle: int, places: Mapping[Any, int]) -> list[_Again]:
-    """Has the backward pass take its own copy, which waits for the gradient that comes before."""
-    by_read: dict[Any, list[_Use]] = {}
+def _read_again(
+    uses: Sequence[_Use], begins: Sequence[int], places: Mapping[Any, int]
+) -> list[_Again]:
+    """Has each backward pass take its own copy, which waits for the gradient that comes before."""
+    by_read: dict[tuple[int, Any], list[_Use]] = {}
     for one in uses:
-        by_read.setdefault(one.read, []).append(one)
+        by_read.setdefault((bisect.bisect(begins, one.place), one.read), []).append(one)
     # Before any is replaced: an operation may use several weights.
     gradients = {
-        read: [tensor.op for tensor in users[0].user.inputs if places[tensor.op] >= middle]
-        for read, users in by_read.items()
+        key: [tensor.op for tensor in users[0].user.inputs if places[tensor.op] >= begins[0]]
+        for key, users in by_read.items()
     }
     before: list[list[Any]] = []
     found: list[_Again] = []
-    for read, users in by_read.items():  # In the order of their first use.
-        before.append(gradients[read] or (before[-1] if before else []))
+    for key, users in by_read.items():  # In the order of their first use.
+        number, read = key
+        before.append(gradients[key] or (before[-1] if before else []))
         waits = before[max(len(before) - 1 - _AHEAD, 0)] or before[-1]
         if not waits:
             continue
         with tf.control_dependencies(waits), tf.device(users[0].device):
             again = tf.raw_ops.ReadVariableOp(resource=read.inputs[0], dtype=read.outputs[0].dtype)
-        found.append(_Again(users[0].handle, again.op, users[0].place))
+        found.append(_Again((number - 1, users[0].handle), again.op, users[0].place))
         again.set_shape(read.outputs[0].shape)
         values: dict[Any, Any] = {(): again}
         for one in users:
@@ -248,8 +270,9 @@ def _read_again(uses: Sequence[_Use], middle: int, places: Mapping[Any, int]) ->
                 chain = one.casts[:end]
                 if chain not in values:
                     with tf.device(chain[-1].device):
-                        dtype = chain[-1].outputs[0].dtype
-                        values[chain] = tf.cast(values[chain[:-1]], dtype)
+                        # A loop carries what it takes where that was made: on this replica.
+                        copy = tf.identity(values[chain[:-1]])
+                        values[chain] = tf.cast(copy, chain[-1].outputs[0].dtype)
             for i, tensor in enumerate(one.user.inputs):
                 if tensor is one.value:
                     _compat.replace_input(one.user, i, values[one.casts])

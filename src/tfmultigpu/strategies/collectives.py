@@ -9,8 +9,11 @@ from typing import Any, Literal
 
 import tensorflow as tf
 
+from tfmultigpu import _compat
+from tfmultigpu.clusters.failures import explaining_lost_workers
+from tfmultigpu.devices.names import parse_device_name
 from tfmultigpu.errors import TfMultiGpuError
-from tfmultigpu.strategies.topology import describe, per_replica
+from tfmultigpu.strategies.topology import describe, local_replicas, per_replica
 
 __all__ = [
     "add_on_device",
@@ -20,7 +23,11 @@ __all__ = [
     "replicas_share_memory",
     "sum_on_devices",
     "sum_over_replicas",
+    "sum_over_workers",
+    "value_of_first_worker",
 ]
+
+_LARGE = 2**16  # Bytes from which a tensor is sent between workers by itself.
 
 _forced: ContextVar[str | None] = ContextVar("forced", default=None)
 
@@ -175,6 +182,61 @@ def add_on_device(
     with tf.device(device):
         total: tf.Tensor = tf.add_n([tf.cast(part, present[0].dtype) for part in sent])
     return total
+
+
+def sum_over_workers(
+    strategy: tf.distribute.Strategy,
+    values: Sequence[tf.Tensor],
+    devices: Sequence[str],
+    reduce_dtype: tf.DType | None = None,
+) -> list[tf.Tensor]:
+    """Adds tensors over the workers, each between the devices of one number; all must call it.
+
+    Args:
+        strategy: The strategy; with one worker the tensors are returned.
+        values: Tensors that are sums over the replicas of this worker, the last one of weights.
+        devices: The local device of each, of the same number on every worker.
+        reduce_dtype: As for ``sum_over_replicas``.
+    """
+    if _is_one_process(strategy):
+        return list(values)
+    names = [parse_device_name(device) for device in strategy.extended.worker_devices]
+    sent = _narrow(list(values), reduce_dtype)
+    numbers: dict[tuple[int, tf.DType], list[int]] = {}
+    for i, (tensor, device) in enumerate(zip(sent, devices, strict=True)):
+        place = names.index(parse_device_name(device)), tensor.dtype
+        numbers.setdefault(place, []).append(i)
+    added: dict[int, tf.Tensor] = {}
+    add = _compat.additions_over_workers(strategy)
+    for (owner, _), chosen in sorted(numbers.items(), key=lambda item: item[1]):
+        # Small ones travel together; a large one is not copied to be packed.
+        small = [i for i in chosen if not _is_large(sent[i])]
+        large = [i for i in chosen if _is_large(sent[i])]
+        packs = [[sent[i] for i in small]] * bool(small) + [[sent[i]] for i in large]
+        added.update(zip([*small, *large], add[owner](packs), strict=True))
+    return [tf.cast(added[i], tensor.dtype) for i, tensor in enumerate(values)]
+
+
+def value_of_first_worker(
+    strategy: tf.distribute.Strategy, value: tf.Tensor, device: str
+) -> tf.Tensor:
+    """Returns the value that the first worker has of a tensor on a device; all must call it.
+
+    Args:
+        strategy: The strategy; with one worker the tensor is returned.
+        value: A tensor, of the same shape and dtype on all workers.
+        device: The local device that it is on.
+    """
+    if _is_one_process(strategy):
+        return value
+    with tf.init_scope(), tf.device(device), explaining_lost_workers():
+        own = value if local_replicas(strategy)[0] == 0 else tf.zeros_like(value)
+        (first,) = sum_over_workers(strategy, [own], [device])
+    return first
+
+
+def _is_large(tensor: tf.Tensor) -> bool:
+    return bool(int(tensor.shape.num_elements() or 0) * tensor.dtype.size >= _LARGE)
 
 
 def _narrow(tensors: list[tf.Tensor], dtype: tf.DType | None) -> list[tf.Tensor]:

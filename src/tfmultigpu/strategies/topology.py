@@ -11,6 +11,7 @@ from tfmultigpu.devices.names import parse_device_name
 __all__ = [
     "describe",
     "is_default",
+    "is_mirrored",
     "local_replicas",
     "per_replica",
     "strategy_devices",
@@ -21,6 +22,12 @@ __all__ = [
 def is_default(strategy: tf.distribute.Strategy) -> bool:
     """Returns whether this is TensorFlow's default strategy, of one device."""
     return not tf.distribute.has_strategy() and strategy is tf.distribute.get_strategy()
+
+
+def is_mirrored(strategy: tf.distribute.Strategy) -> bool:
+    """Returns whether a strategy keeps a copy of each variable on each of several local devices."""
+    kinds = tf.distribute.MirroredStrategy, tf.distribute.MultiWorkerMirroredStrategy
+    return isinstance(strategy, kinds) and len(strategy.extended.worker_devices) > 1
 
 
 def describe(strategy: tf.distribute.Strategy) -> str:

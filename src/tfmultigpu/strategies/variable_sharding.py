@@ -9,16 +9,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from tfmultigpu import _compat
 from tfmultigpu.devices.discovery import list_devices, logical_to_physical
 from tfmultigpu.devices.names import parse_device_name
-from tfmultigpu.errors import ScopeError, ShareError, TfMultiGpuError
-from tfmultigpu.strategies.topology import describe
+from tfmultigpu.errors import ScopeError, ShareError, TfMultiGpuError, WorkersDifferError
+from tfmultigpu.strategies.collectives import value_of_first_worker
+from tfmultigpu.strategies.topology import describe, is_mirrored, local_replicas
+from tfmultigpu.strategies.worker_exchange import WorkerExchange
 
 __all__ = [
     "AT_LEAST",
+    "aggregated",
     "creating_as_before",
     "is_sharded",
     "memory_of_devices",
@@ -50,14 +54,39 @@ class _Loads:
         devices: The devices.
         limits: What ``sharded_variables`` was entered with last.
         entered: What those were entered with that have not ended, the innermost last.
-        bytes: Bytes of the variables that are on each device now.
+        alive: Bytes of the variables that are on each device now.
+        bytes: The bytes by which devices are chosen, the same on all workers. Those of variables
+            that nobody uses count until the workers agree again: each forgets them in its own time.
     """
 
     def __init__(self, devices: Sequence[str]) -> None:
         self.devices = tuple(devices)
         self.limits = _Limits()
         self.entered: list[_Limits] = []
-        self.bytes = [0] * len(devices)
+        self.alive = [0] * len(devices)
+        self.bytes = self.alive
+
+    def agree(self, strategy: tf.distribute.Strategy, limits: _Limits) -> _Limits:
+        """Has all workers choose the same devices; returns the limits that hold on all of them.
+
+        Raises:
+            WorkersDifferError: The workers give other numbers for ``at_least``.
+        """
+        exchange = WorkerExchange(strategy)
+        if exchange.workers == 1:
+            return limits
+        unknown = (math.inf,) * len(self.devices)
+        with tf.init_scope():
+            told = exchange.floats([limits.at_least, *self.alive, *(limits.memory or unknown)])
+        counts, alive, memory = np.split(told, [1, 1 + len(self.devices)], axis=1)
+        if (counts != counts[0]).any():
+            raise WorkersDifferError(
+                "The workers shard other variables, and would wait for each other. Received: "
+                f"at_least={[int(one) for one in counts[:, 0]]}, by worker. Give all the same."
+            )
+        self.bytes = [int(one) for one in alive.max(axis=0)]
+        least = tuple(float(one) for one in memory.min(axis=0))
+        return _Limits(limits.at_least, None if math.inf in least else least)
 
     def add(self, device: int, name: str, size: int, memory: tuple[float, ...] | None) -> None:
         """Counts a variable.
@@ -75,11 +104,13 @@ class _Loads:
                 f"{name!r} of {size:,} bytes, after {table}. Take more devices, "
                 "tmg.create_strategy(devices=[...]), or a smaller model."
             )
-        self.bytes[device] += size
+        self.alive[device] += size
+        if self.bytes is not self.alive:
+            self.bytes[device] += size
 
     def remove(self, device: int, size: int) -> None:
         """Counts a variable no more, which nobody uses."""
-        self.bytes[device] -= size
+        self.alive[device] -= size
 
 
 _loads: weakref.WeakKeyDictionary[Any, _Loads] = weakref.WeakKeyDictionary()
@@ -100,18 +131,23 @@ def sharded_variables(
     that is built later, from its first batch, is sharded as well, by the arguments of the
     ``sharded_variables`` that was entered last.
 
+    Several workers each keep all variables, spread over their own devices alike. All of them must
+    enter it. If each has one device, or the strategy has one replica, the model is as without it.
+
     Args:
         at_least: Bytes from which a variable is large.
         memory: Bytes of each device, by device name or in order: unequal devices get unequal
-            parts. None takes the memory limits of the devices, or the memory the driver tells.
-            If that is unknown for one of them, as for CPUs, all get equal parts.
+            parts. Of several workers, the least for devices of one number counts. None takes the
+            memory limits of the devices, or the memory the driver tells. If that is unknown for one
+            of them, as for CPUs, all get equal parts.
 
     Raises:
         ScopeError: Not in the scope of a strategy.
-        TfMultiGpuError: The strategy has several worker processes, or is not a
-            ``MirroredStrategy``.
+        TfMultiGpuError: The strategy is not a ``MirroredStrategy`` or a
+            ``MultiWorkerMirroredStrategy``.
         ShareError: ``memory`` does not fit the devices; or, later, the variables do not.
         ValueError: ``at_least`` is negative.
+        WorkersDifferError: The workers give other numbers for ``at_least``.
 
     Example:
         >>> import keras, tensorflow as tf, tfmultigpu as tmg
@@ -130,17 +166,20 @@ def sharded_variables(
             "tmg.sharded_variables():"
         )
     strategy = tf.distribute.get_strategy()
-    if strategy.num_replicas_in_sync == 1:
+    if strategy.num_replicas_in_sync == 1 or len(strategy.extended.worker_devices) == 1:
         yield
         return
-    if not isinstance(strategy, tf.distribute.MirroredStrategy):
+    if not is_mirrored(strategy):
         raise TfMultiGpuError(
-            "Variables can be sharded over the devices of one process only. Received: "
+            "Variables can be sharded over the devices of a mirrored strategy only. Received: "
             f"{describe(strategy)}. Train on the GPUs of one machine, "
             'tmg.create_strategy(prefer="mirrored"), or leave sharded_variables out.'
         )
     devices = strategy.extended.worker_devices
-    loads = _loads.setdefault(strategy, _Loads(devices))
+    if strategy not in _loads:
+        _loads[strategy] = _Loads(devices)
+        _serve_optimizers(strategy)
+    loads = _loads[strategy]
     limits = loads.limits = _Limits(at_least, memory_of_devices(devices, memory))
     with _creating(strategy, loads, limits):
         yield
@@ -161,25 +200,30 @@ def creating_as_before(strategy: tf.distribute.Strategy) -> Iterator[None]:
 def _creating(strategy: tf.distribute.Strategy, loads: _Loads, limits: _Limits) -> Iterator[None]:
     def create(create_mirrored: Any, **options: Any) -> Any:
         # The innermost context decides. Only Keras says for each variable whether it is trained.
-        if (
-            limits is not loads.entered[-1]
-            or options.get("trainable") is not True
-            or not callable(options["initial_value"])
-        ):
+        if limits is not loads.entered[-1] or options.get("trainable") is not True:
             return create_mirrored(**options)
-        number = next_device(loads.bytes, limits.memory)
-        with tf.init_scope(), tf.device(loads.devices[number]):
-            value = tf.convert_to_tensor(options["initial_value"](), options["dtype"])
+        initial = options["initial_value"]
+        if not callable(initial) and not tf.executing_eagerly():  # It may be of this graph.
+            return create_mirrored(**options)
+        # The size is known once there is a value, which is made where there is most room.
+        memory = limits.memory or [0] * len(loads.devices)
+        room = [most - used for most, used in zip(memory, loads.bytes, strict=True)]
+        with tf.init_scope(), tf.device(loads.devices[room.index(max(room))]):
+            given = initial() if callable(initial) else initial
+            value = tf.convert_to_tensor(given, options["dtype"])
         size = value.shape.num_elements() * value.dtype.size
         if size < limits.at_least:
             return create_mirrored(**{**options, "initial_value": lambda: value})
+        number = next_device(loads.bytes, limits.memory, size)
+        with tf.init_scope(), tf.device(loads.devices[number]):
+            value = tf.identity(value)
         loads.add(number, options["name"], size, limits.memory)
-        variable = _compat.variable_on_device(
-            strategy, loads.devices[number], value, options["name"], trainable=True
-        )
+        value = value_of_first_worker(strategy, value, loads.devices[number])
+        variable = _on_device(strategy, loads.devices[number], value, options)
         weakref.finalize(variable, loads.remove, number, size)
         return variable
 
+    limits = loads.agree(strategy, limits)
     loads.entered.append(limits)
     try:
         with tf.variable_creator_scope(create):
@@ -188,18 +232,100 @@ def _creating(strategy: tf.distribute.Strategy, loads: _Loads, limits: _Limits) 
         loads.entered.pop()
 
 
-def next_device(loads: Sequence[int], memory: Sequence[float] | None) -> int:
-    """Returns the number of the device with the smallest part of its memory in use.
+def _serve_optimizers(strategy: tf.distribute.Strategy) -> None:
+    """Has Keras optimizers keep what they remember of a sharded variable beside it.
+
+    The strategy takes mirrored variables only, and says so by an assertion, or by a message with
+    the values of the variable.
+    """
+    extended: Any = strategy.extended
+    colocate, update = extended.colocate_vars_with, extended.update
+
+    def colocate_vars_with(variable: Any) -> Any:
+        if not is_sharded(variable):
+            return colocate(variable)
+
+        def beside(_: Any, **options: Any) -> Any:
+            with tf.init_scope(), tf.device(variable.device):
+                value = tf.convert_to_tensor(options["initial_value"](), options["dtype"])
+            return _on_device(strategy, variable.device, value, {**options, "trainable": False})
+
+        return tf.variable_creator_scope(beside)
+
+    def update_mirrored(variable: Any, *args: Any, **options: Any) -> Any:
+        if not is_sharded(variable):
+            return update(variable, *args, **options)
+        raise TfMultiGpuError(
+            "A sharded variable is updated once, not by every replica. Received: optimizer.apply, "
+            f"or Keras' own fit, for {variable.name!r} on {parse_device_name(variable.device)}. "
+            "Write tmg.fit(model, data), or step = tmg.make_train_step(model, optimizer, loss)."
+        )
+
+    extended.colocate_vars_with, extended.update = colocate_vars_with, update_mirrored
+
+
+def _on_device(
+    strategy: tf.distribute.Strategy, device: str, value: Any, options: Mapping[str, Any]
+) -> Any:
+    return _compat.variable_on_device(
+        strategy,
+        device,
+        value,
+        options["name"],
+        trainable=options["trainable"],
+        aggregation=options.get("aggregation", tf.VariableAggregation.NONE),
+        write=_write_once,
+    )
+
+
+def _write_once(variable: Any, write: Any, value: Any, *args: Any, **options: Any) -> Any:
+    """Writes to a variable; replicas write once, together, what they agree on.
+
+    Without aggregation each would assign its copy of a mirrored variable. Only that of the first
+    is read and saved.
+    """
+    context: Any = tf.distribute.get_replica_context()
+    strategy = variable.distribute_strategy
+    if context is None or context.strategy is not strategy:
+        return write(value, *args, **options)
+    # They wait for each other, so that none finds what another has assigned before it reads.
+    total = aggregated(tf.convert_to_tensor(value, variable.dtype), variable.aggregation)
+    if tf.get_static_value(context.replica_id_in_sync_group) == local_replicas(strategy)[0]:
+        return write(total, *args, **options)
+    return variable
+
+
+def aggregated(value: tf.Tensor, how: tf.VariableAggregation) -> tf.Tensor:
+    """Returns one value for those of all replicas; call it in replica context.
+
+    Args:
+        value: The value of this replica.
+        how: The way; ``NONE`` takes the value of the first replica.
+    """
+    context: Any = tf.distribute.get_replica_context()
+    kinds = tf.VariableAggregation
+    if how in (kinds.NONE, kinds.ONLY_FIRST_REPLICA):
+        first = tf.equal(context.replica_id_in_sync_group, 0)
+        value, how = tf.where(first, value, tf.zeros_like(value)), kinds.SUM
+    reduce = tf.distribute.ReduceOp.SUM if how == kinds.SUM else tf.distribute.ReduceOp.MEAN
+    total: tf.Tensor = context.all_reduce(reduce, value)
+    return total
+
+
+def next_device(loads: Sequence[int], memory: Sequence[float] | None, size: int) -> int:
+    """Returns the number of the device that has the smallest part of its memory in use then.
 
     Args:
         loads: Bytes of the sharded variables on each device.
         memory: Bytes of each device; None if they are unknown, which means alike.
+        size: Bytes of the variable to place.
 
     Example:
-        >>> next_device([30, 20], [4000, 1000])
-        0
+        >>> next_device([0, 0], [1000, 4000], 500)
+        1
     """
-    used = [size / of for size, of in zip(loads, memory or (1.0,) * len(loads), strict=True)]
+    sizes = memory or (1.0,) * len(loads)
+    used = [(load + size) / of for load, of in zip(loads, sizes, strict=True)]
     return used.index(min(used))
 
 
@@ -214,9 +340,7 @@ def is_sharded(variable: Any) -> bool:
     strategy = getattr(inner, "distribute_strategy", None)
     if strategy is None or strategy.num_replicas_in_sync == 1:
         return False
-    if not isinstance(strategy, tf.distribute.MirroredStrategy):
-        return False
-    return len(strategy.experimental_local_results(inner)) == 1
+    return is_mirrored(strategy) and len(strategy.experimental_local_results(inner)) == 1
 
 
 def owner_of(variable: Any, devices: Sequence[str]) -> int:

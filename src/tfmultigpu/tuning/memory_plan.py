@@ -216,7 +216,7 @@ def _plan(
             if is_sharded(variable):
                 alone[i] = owner_of(variable, devices)
         elif len(devices) > 1 and variable.trainable and sizes[i] >= at_least:
-            alone[i] = next_device(loads, memory)
+            alone[i] = next_device(loads, memory, sizes[i])
             loads[alone[i]] += sizes[i]
     owners = assign_owners(sizes, len(devices), alone)
     planned = tuple(
