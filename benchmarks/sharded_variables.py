@@ -28,7 +28,7 @@ WAYS = {
     "sharded variables": (True, True, False),
     "sharded variables, remat": (True, True, True),
 }
-TOKENS, WORDS = 16, 1000
+TOKENS, WORDS = 8, 1000
 
 
 def peak() -> float:
@@ -136,11 +136,11 @@ def main() -> int:
     parser.add_argument("--model", choices=["dense", "transformer"], default="dense")
     parser.add_argument("--layers", type=int, help="24 dense layers, or 8 blocks")
     parser.add_argument("--width", type=int, help="1450 units, or 768")
-    parser.add_argument("--rows", type=int, default=32)
+    parser.add_argument("--rows", type=int, help="32, or 8")
     parser.add_argument("--measure", choices=list(WAYS))
     asked = parser.parse_args()
-    layers, width = (8, 768) if asked.model == "transformer" else (24, 1450)
-    size = asked.layers or layers, asked.width or width, asked.rows
+    layers, width, rows = (8, 768, 8) if asked.model == "transformer" else (24, 1450, 32)
+    size = asked.layers or layers, asked.width or width, asked.rows or rows
     if asked.measure:
         print(json.dumps(measure(asked.measure, asked.replicas, asked.model, *size)))
         return 0

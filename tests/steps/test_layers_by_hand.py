@@ -13,6 +13,7 @@ from one_device import strategy_of
 import tfmultigpu as tmg
 from tfmultigpu import _compat
 from tfmultigpu.devices.names import parse_device_name
+from tfmultigpu.steps import op_placement
 from tfmultigpu.steps.op_placement import computing_at_weights, devices_of
 from tfmultigpu.steps.train_step import TrainStep
 
@@ -172,13 +173,29 @@ def test_a_pipeline_resumes_on_one_device(tmp_path: Any) -> None:
         np.testing.assert_allclose(one, other, atol=2e-6)
 
 
-def test_evaluate_and_predict_are_those_of_one_device() -> None:
+def test_evaluate_and_predict_are_those_of_one_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    products: list[str] = []
+    device_of = op_placement._Places.device_of
+
+    def noting(self: Any, operation: Any) -> str:
+        device = device_of(self, operation)
+        if operation.type == "MatMul":
+            products.append(parse_device_name(device))
+        return device
+
+    monkeypatch.setattr(op_placement._Places, "device_of", noting)
     model, alone = build(), build(("CPU:0", "CPU:0"))
     for one in (model, alone):
         one.compile("sgd", "mse")
     np.testing.assert_allclose(tmg.predict(model, X), tmg.predict(alone, X), atol=1e-6)
+    assert products
+    assert set(zip(products[::3], products[1::3], products[2::3], strict=True)) == {
+        ("CPU:1", "CPU:2", "CPU:2")
+    }
+    products.clear()
     found, expected = (tmg.evaluate(one, X, Y, batch_size=7) for one in (model, alone))
     np.testing.assert_allclose(found["loss"], expected["loss"], atol=1e-6)
+    assert set(products) == {"CPU:1", "CPU:2"}
 
 
 @pytest.mark.parametrize(
