@@ -565,7 +565,13 @@ def test_a_variable_of_a_strategy_can_be_on_one_of_its_devices():
     strategy = strategy_of(2)
     with strategy.scope():
         variable = _compat.variable_on_device(
-            strategy, strategy.extended.worker_devices[1], tf.ones([3]), "alone", trainable=True
+            strategy,
+            strategy.extended.worker_devices[1],
+            tf.ones([3]),
+            "alone",
+            trainable=True,
+            aggregation=tf.VariableAggregation.MEAN,
+            write=lambda _, write, value: write(2.0 * value),
         )
     assert variable.device.endswith("CPU:1")
     assert variable.distribute_strategy is strategy
@@ -574,6 +580,9 @@ def test_a_variable_of_a_strategy_can_be_on_one_of_its_devices():
     with tf.GradientTape() as tape:
         total = tf.reduce_sum(variable * 2.0)
     assert tape.gradient(total, variable).numpy().tolist() == [2.0, 2.0, 2.0]
+    assert variable.aggregation == tf.VariableAggregation.MEAN
+    variable.assign(tf.ones([3]))
+    assert variable.numpy().tolist() == [2.0, 2.0, 2.0]
 
 
 def test_operations_of_a_graph_can_be_changed():
