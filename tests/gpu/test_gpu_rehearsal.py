@@ -33,6 +33,8 @@ def outcome(check: Callable[[Place], dict[str, Any]], place: Place = TWO) -> tup
         planning.shares_by_memory,
         memory.out_of_memory_report,
         low_precision.float16_dynamic,
+        replicas.sharded_variables,
+        replicas.layers_by_hand,
     ],
 )
 def test_a_check_passes_on_virtual_cpus(check: Callable[[Place], dict[str, Any]]) -> None:
@@ -98,6 +100,14 @@ def test_nccl_over_the_parts_of_one_gpu_would_fail() -> None:
     whole = choose(MachineInfo(parts | {"GPU:1": "GPU:1"}, nccl=True))
     with pytest.raises(AssertionError, match="nccl was chosen for parts of one device"):
         planning.judge_plan(whole)
+
+
+def test_sharded_weights_are_judged_by_what_each_part_holds() -> None:
+    memory.judge_sharded([750, 250], (12 * GIB, 4 * GIB), 1000)
+    with pytest.raises(AssertionError, match="bytes for weights of"):
+        memory.judge_sharded([1000, 1000], (12 * GIB, 4 * GIB), 1000)  # Mirrored.
+    with pytest.raises(AssertionError, match="bytes on part 0"):
+        memory.judge_sharded([500, 500], (12 * GIB, 4 * GIB), 1000)
 
 
 def test_growth_is_judged_by_what_the_driver_says() -> None:

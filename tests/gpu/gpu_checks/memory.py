@@ -7,6 +7,7 @@ machine at hand gives.
 from __future__ import annotations
 
 import gc
+from collections.abc import Sequence
 from typing import Any
 
 import keras
@@ -22,11 +23,13 @@ __all__ = [
     "judge_limit",
     "judge_micro_batches",
     "judge_parts",
+    "judge_sharded",
     "largest_batch",
     "limit",
     "limits_of_parts",
     "micro_batches",
     "out_of_memory_report",
+    "sharded_variables",
 ]
 
 # A CUDA context with the kernels of TensorFlow, cuBLAS and cuDNN; no tensor of ours.
@@ -211,6 +214,30 @@ def judge_micro_batches(peaks: dict[str, int], allowed: float = 0.3) -> float:
     share = left / whole
     assert share <= allowed, f"{share:.2f} of the activations with 8 micro-batches, not {allowed}"
     return share
+
+
+def sharded_variables(place: Place) -> dict[str, Any]:
+    """Weights of 1 GiB in all take the memory of a GPU once, spread over its parts."""
+    place.need_gpu("TensorFlow counts the memory of GPUs only")
+    config: Any = tf.config.experimental
+    before = [int(config.get_memory_info(one)["current"]) for one in place.devices]
+    with place.strategy().scope(), tmg.sharded_variables(memory=place.limits):
+        # A layer of 64 MiB.
+        model = keras.Sequential([keras.Input((WIDTH,)), *map(keras.layers.Dense, [WIDTH] * 16)])
+    after = [int(config.get_memory_info(one)["current"]) for one in place.devices]
+    size = sum(4 * int(np.prod(one.shape)) for one in model.weights)
+    taken = [b - a for a, b in zip(before, after, strict=True)]
+    judge_sharded(taken, place.limits, size)
+    return {"weights": size, "taken": taken}
+
+
+def judge_sharded(taken: list[int], limits: Sequence[int], size: int) -> None:
+    """Raises AssertionError if devices do not hold their part of the weights, once."""
+    assert sum(taken) <= 1.1 * size, f"{sum(taken)} bytes for weights of {size}"
+    for i, (used, of) in enumerate(zip(taken, limits, strict=True)):
+        part = size * of / sum(limits)
+        # One layer more or less, for there are 16.
+        assert abs(used - part) <= size / 8, f"{used} bytes on part {i}, its part is {part:.0f}"
 
 
 def _wait(tensor: Any) -> None:

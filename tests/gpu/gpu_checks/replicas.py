@@ -26,7 +26,9 @@ __all__ = [
     "exact_without_tf32",
     "four_parts",
     "gpu_against_cpu",
+    "layers_by_hand",
     "sharded_update",
+    "sharded_variables",
     "synchronized_batch_normalization",
     "xla",
     "xla_alone",
@@ -119,6 +121,46 @@ def xla_alone(place: Place) -> dict[str, Any]:
 def sharded_update(place: Place) -> dict[str, Any]:
     """Each variable updated on one part and copied to the others: the weights of one device."""
     return _hold(place, training, EXACT, tf32=False, shares=place.limits, shard_update=True)
+
+
+def sharded_variables(place: Place) -> dict[str, Any]:
+    """Each weight on one part, by their memory: the weights of one device."""
+
+    def build() -> tmg.testing.Training:
+        if not tf.distribute.has_strategy():
+            return training()
+        with tmg.sharded_variables(at_least=0, memory=place.limits):
+            return training()
+
+    return _hold(place, build, EXACT, tf32=False, shares=place.limits, micro_batches=2)
+
+
+def layers_by_hand(place: Place) -> dict[str, Any]:
+    """Half of the layers on the last part, micro-batches in a pipeline: the weights of one part."""
+    with_tf32(False)
+    data = batches(24, 17, 24, 3)
+    one = trained_on(place.devices[0], data, step={"micro_batches": 4})
+    keras.utils.set_random_seed(3)
+    source = training()
+    x = inputs = keras.Input(source.model.input_shape[1:])
+    for i, layer in enumerate(source.model.layers):
+        with tf.device(place.devices[-1 if 2 * i >= len(source.model.layers) else 0]):
+            x = type(layer).from_config(layer.get_config())(x)
+    model = keras.Model(inputs, x)
+    model.set_weights(source.model.get_weights())
+    strategy = tf.distribute.get_strategy()
+    optimizer = source.optimizer
+    step = tmg.make_train_step(
+        model, optimizer, source.loss, strategy, micro_batches=4, pipeline=True
+    )
+    losses = [float(step(batch)["loss"]) for batch in data]
+    facts = {
+        "allowed": EXACT,
+        "weights": apart(model, one["model"]),
+        "losses": float(np.max(np.abs(np.array(losses) - np.array(one["losses"])))),
+    }
+    assert max(facts["weights"], facts["losses"]) <= EXACT, f"off one device: {facts}"
+    return facts
 
 
 def checkpoints_cross_over(place: Place) -> dict[str, Any]:
