@@ -31,7 +31,7 @@ def peak() -> float:
     return next(int(line.split()[1]) / 1024 for line in lines if line.startswith("VmHWM"))
 
 
-def measure(way: str, replicas: int, layers: int, width: int) -> dict[str, Any]:
+def measure(way: str, replicas: int, layers: int, width: int, micro_batches: int) -> dict[str, Any]:
     """Trains in this process; returns bytes, times and losses."""
     os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
     os.environ["KERAS_BACKEND"] = "tensorflow"
@@ -63,7 +63,15 @@ def measure(way: str, replicas: int, layers: int, width: int) -> dict[str, Any]:
         else:
             model = build()
         optimizer = keras.optimizers.Adam(1e-4)
-    step = tmg.make_train_step(model, optimizer, "mse", strategy, shard_update=update, verify=False)
+    step = tmg.make_train_step(
+        model,
+        optimizer,
+        "mse",
+        strategy,
+        micro_batches=micro_batches,
+        shard_update=update,
+        verify=False,
+    )
     losses = [float(step(batch)["loss"]) for _ in range(3)]
     begin, used = time.perf_counter(), time.process_time()
     losses += [float(step(batch)["loss"]) for _ in range(5)]
@@ -82,10 +90,12 @@ def main() -> int:
     parser.add_argument("--replicas", type=int, default=4)
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--width", type=int, default=1450)
+    parser.add_argument("--micro-batches", type=int, default=1)
     parser.add_argument("--measure", choices=list(WAYS))
     asked = parser.parse_args()
     if asked.measure:
-        print(json.dumps(measure(asked.measure, asked.replicas, asked.layers, asked.width)))
+        sizes = (asked.replicas, asked.layers, asked.width, asked.micro_batches)
+        print(json.dumps(measure(asked.measure, *sizes)))
         return 0
     found: dict[str, Any] = {}
     for way in WAYS:
@@ -93,7 +103,10 @@ def main() -> int:
         ended = subprocess.run(command, capture_output=True, text=True, check=True)
         found[way] = json.loads(ended.stdout.splitlines()[-1])
     first = next(iter(found.values()))
-    print(f"{first['parameters']:.0f} MiB of parameters, {asked.replicas} replicas, Adam")
+    print(
+        f"{first['parameters']:.0f} MiB of parameters, {asked.replicas} replicas, Adam, "
+        f"micro_batches={asked.micro_batches}"
+    )
     for way, one in found.items():
         print(
             f"{way:36} peak {one['peak']:6.0f} MiB ({one['peak'] / first['peak']:.2f})   "
