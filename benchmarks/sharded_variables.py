@@ -67,7 +67,7 @@ def transformer(blocks: int, width: int, again: Any) -> Any:
 
 
 def measure(
-    way: str, replicas: int, kind: str, layers: int, width: int, rows: int
+    way: str, replicas: int, kind: str, layers: int, width: int, rows: int, micro: int
 ) -> dict[str, Any]:
     """Trains in this process; returns bytes, times and losses."""
     os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
@@ -116,7 +116,15 @@ def measure(
         else:
             model = build()
         optimizer = keras.optimizers.Adam(1e-4)
-    step = tmg.make_train_step(model, optimizer, "mse", strategy, shard_update=update, verify=False)
+    step = tmg.make_train_step(
+        model,
+        optimizer,
+        "mse",
+        strategy,
+        micro_batches=micro,
+        shard_update=update,
+        verify=False,
+    )
     losses = [float(step(batch)["loss"]) for _ in range(3)]
     begin, used = time.perf_counter(), time.process_time()
     losses += [float(step(batch)["loss"]) for _ in range(5)]
@@ -137,12 +145,14 @@ def main() -> int:
     parser.add_argument("--layers", type=int, help="24 dense layers, or 8 blocks")
     parser.add_argument("--width", type=int, help="1450 units, or 768")
     parser.add_argument("--rows", type=int, help="32, or 8")
+    parser.add_argument("--micro-batches", type=int, default=1)
     parser.add_argument("--measure", choices=list(WAYS))
     asked = parser.parse_args()
     layers, width, rows = (8, 768, 8) if asked.model == "transformer" else (24, 1450, 32)
     size = asked.layers or layers, asked.width or width, asked.rows or rows
     if asked.measure:
-        print(json.dumps(measure(asked.measure, asked.replicas, asked.model, *size)))
+        sizes = (*size, asked.micro_batches)
+        print(json.dumps(measure(asked.measure, asked.replicas, asked.model, *sizes)))
         return 0
     found: dict[str, Any] = {}
     for way in WAYS:
@@ -150,7 +160,10 @@ def main() -> int:
         ended = subprocess.run(command, capture_output=True, text=True, check=True)
         found[way] = json.loads(ended.stdout.splitlines()[-1])
     first = next(iter(found.values()))
-    print(f"{first['parameters']:.0f} MiB of parameters, {asked.replicas} replicas, Adam")
+    print(
+        f"{first['parameters']:.0f} MiB of parameters, {asked.replicas} replicas, Adam, "
+        f"micro_batches={asked.micro_batches}"
+    )
     for way, one in found.items():
         print(
             f"{way:36} peak {one['peak']:6.0f} MiB ({one['peak'] / first['peak']:.2f})   "

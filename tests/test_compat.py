@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import threading
+from contextlib import nullcontext
 from pathlib import Path
 
 import keras
@@ -583,6 +584,42 @@ def test_a_variable_of_a_strategy_can_be_on_one_of_its_devices():
     assert variable.aggregation == tf.VariableAggregation.MEAN
     variable.assign(tf.ones([3]))
     assert variable.numpy().tolist() == [2.0, 2.0, 2.0]
+
+
+def test_loops_take_values_that_were_read_before():
+    strategy = strategy_of(2)
+    with strategy.scope():
+        device = strategy.extended.worker_devices[1]
+        weight = _compat.variable_on_device(strategy, device, 2.0, "w", trainable=True)
+
+    def replica(x):
+        def inner(i, x):
+            return tf.while_loop(lambda j, _: j < 2, lambda j, x: (j + 1, x * weight), [0, x])
+
+        before = tf.while_loop(lambda i, _: i < 2, lambda i, x: (i + 1, inner(i, x)[1]), [0, x])
+        return before[1] + tf.function(lambda: weight * 1.0)()
+
+    @tf.function
+    def around(x, hoist):
+        def body(i, _, slope):
+            graph = tf.compat.v1.get_default_graph()
+            with _compat.reading_before_loops(graph) if hoist else nullcontext([]) as loops:
+                with tf.GradientTape() as tape:
+                    y = replica(x)
+                slope = tape.gradient(y, weight)
+            assert [one.graph for one in loops] == [graph] * hoist
+            with tf.control_dependencies([y, slope]):
+                weight.assign_add(1.0)
+            return i + 1, y, slope
+
+        return tf.while_loop(lambda i, *_: i < 3, body, [0, x, x])
+
+    for hoist in (False, True):
+        weight.assign(2.0)
+        _, y, slope = around(tf.constant(1.0), hoist)
+        # Of the third turn, where the weight is 4: the loop around it reads in each turn.
+        assert float(y) == 4.0**4 + 4.0
+        assert float(slope) == 4 * 4.0**3 + 1.0
 
 
 def test_operations_of_a_graph_can_be_changed():

@@ -366,7 +366,9 @@ class ReplicaPhase:
         variables = self._objective.trained
         values = [variable.value for variable in variables]
         # Also while going backward, where a layer may be called once more to save memory.
-        with holding(given) as held, tf.GradientTape(persistent=True) as tape:
+        # Under a persistent tape each loop of a layer would keep all that it computes.
+        eager = tf.executing_eagerly()
+        with holding(given) as held, tf.GradientTape(persistent=eager) as tape:
             terms, outputs = self._objective(shard, training=True)
             if not terms:
                 raise LossError(
@@ -393,7 +395,8 @@ class ReplicaPhase:
         for target in targets:
             reads.backward_begins()
             with holding(held=held):
-                passes.append(tape.gradient(target, values))
+                again = passes and not eager
+                passes.append((tf.gradients if again else tape.gradient)(target, values))
         reads.backward_ends()
         del tape
         found = [list(zip(one, variables, replaced, strict=True)) for one in passes]

@@ -1,0 +1,254 @@
+"""Sharded variables in loops: of micro-batches, and of recurrent layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from one_device import strategy_of
+
+import tfmultigpu as tmg
+from tfmultigpu.strategies.variable_sharding import sharded_variables
+
+layers = keras.layers
+_random = np.random.default_rng(5)
+# Partial batches, one row, fewer rows than replicas.
+SIZES = (12, 7, 1, 2)
+ROWS = sum(SIZES)
+IDS = _random.integers(1, 11, (ROWS, 5)).astype("int32")
+IDS[:, 3:] *= _random.integers(0, 2, (ROWS, 2)).astype("int32")
+LABELS = _random.integers(0, 3, ROWS)
+NUMBERS = _random.normal(size=(ROWS, 6)).astype("float32")
+
+
+def batches_of(*arrays: Any) -> list[Any]:
+    ends = np.cumsum(SIZES)
+    return [
+        tf.nest.map_structure(lambda a, end=end, size=size: a[end - size : end], arrays)
+        for end, size in zip(ends, SIZES, strict=True)
+    ]
+
+
+def sharding() -> Any:
+    """Shards on replicas; the side of one device is built outside of scopes."""
+    if tf.distribute.has_strategy():
+        return sharded_variables(at_least=0)
+    return strategy_of(1).scope()
+
+
+def recurrent(*inner: Callable[[], Any]) -> Callable[[], Any]:
+    """Recurrent layers behind a mask, which Keras computes in loops."""
+
+    def make() -> Any:
+        x = inputs = keras.Input((5,), dtype="int32")
+        x = layers.Embedding(11, 4, mask_zero=True)(x)
+        for one in inner:
+            x = one()(x)
+        return keras.Model(inputs, layers.Dense(3)(x))
+
+    return make
+
+
+def cells() -> Any:
+    return layers.RNN([layers.LSTMCell(5, recurrent_dropout=0.2, seed=1), layers.GRUCell(4)])
+
+
+MODELS = {
+    "LSTM": recurrent(lambda: layers.LSTM(6, return_sequences=True), lambda: layers.LSTM(5)),
+    "GRU": recurrent(lambda: layers.GRU(6)),
+    "Bidirectional": recurrent(lambda: layers.Bidirectional(layers.LSTM(5))),
+    "StackedRNNCells": recurrent(cells),
+}
+
+
+def training(make: Callable[[], Any], loss: Any = None, **options: Any) -> Callable[[], Any]:
+    def build() -> Any:
+        with sharding():
+            model = make()
+        default = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        return tmg.testing.Training(model, keras.optimizers.Adam(0.01), loss or default, **options)
+
+    return build
+
+
+@pytest.mark.parametrize("replicas", [2, 3])
+@pytest.mark.parametrize("name", list(MODELS))
+def test_recurrent_layers_train_as_on_one_device(name: str, replicas: int) -> None:
+    tmg.testing.assert_replica_invariant(
+        training(MODELS[name]), batches_of(IDS, LABELS), strategy=strategy_of(replicas)
+    )
+
+
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", "float64"])
+def test_recurrent_layers_of_other_dtypes(policy: str) -> None:
+    def make() -> Any:
+        before = keras.config.dtype_policy()
+        keras.config.set_dtype_policy(policy)
+        try:
+            return MODELS["LSTM"]()
+        finally:
+            keras.config.set_dtype_policy(before)
+
+    tmg.testing.assert_replica_invariant(
+        training(make),
+        batches_of(IDS, LABELS),
+        strategy=strategy_of(2),
+        # bfloat16 has 8 bits, and Adam divides a gradient near zero by its own size.
+        tolerance=2e-2 if policy == "mixed_bfloat16" else 1e-6,
+    )
+
+
+def two_outputs() -> Any:
+    x = inputs = keras.Input((6,))
+    for _ in range(3):
+        x = layers.Dense(8, "tanh")(x)
+    heads = {"a": layers.Dense(3, name="a")(x), "b": layers.Dense(1, name="b")(x)}
+    return keras.Model(inputs, heads)
+
+
+WEIGHED = "mean_with_sample_weight"  # Divided by sums that are known after the backward pass.
+LOSSES = {
+    "a": keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction=WEIGHED),
+    "b": keras.losses.MeanSquaredError(reduction=WEIGHED),
+}
+
+
+def weighted_batches() -> list[Any]:
+    y = {"a": LABELS, "b": NUMBERS[:, :1]}
+    weights = {"a": np.linspace(0.1, 2.0, ROWS), "b": np.linspace(2.0, 0.0, ROWS)}
+    return batches_of(NUMBERS, y, {name: w.astype("float32") for name, w in weights.items()})
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"micro_batches": 3},
+        {"micro_batches": 2, "steps_per_call": 2},
+        {"micro_batches": [1, 2, 3]},
+    ],
+    ids=str,
+)
+def test_several_backward_passes(options: dict[str, Any]) -> None:
+    tmg.testing.assert_replica_invariant(
+        training(two_outputs, LOSSES), weighted_batches(), strategy=strategy_of(3), **options
+    )
+
+
+def dense(width: int = 16) -> Any:
+    hidden = [layers.Dense(width, "tanh") for _ in range(4)]
+    return keras.Sequential([keras.Input((6,)), *hidden, layers.Dense(3)])
+
+
+def with_states() -> Any:
+    hidden = [layers.SpectralNormalization(layers.Dense(8)), layers.Dropout(0.2, seed=1)]
+    return keras.Sequential([keras.Input((6,)), *hidden, layers.Dense(3)])
+
+
+@pytest.mark.parametrize(
+    ("make", "clip_norm", "loss_scale"),
+    [(dense, 0.1, None), (dense, None, 128.0), (with_states, None, None)],
+    ids=["clipping", "loss scale", "states"],
+)
+def test_micro_batches_of_sharded_variables(
+    make: Any, clip_norm: float | None, loss_scale: float | None
+) -> None:
+    tmg.testing.assert_replica_invariant(
+        training(make, clip_norm=clip_norm),
+        batches_of(NUMBERS, LABELS),
+        strategy=strategy_of(3),
+        micro_batches=3,
+        loss_scale=loss_scale,
+    )
+
+
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_gradients_are_sent_narrow(micro_batches: int) -> None:
+    """In bfloat16 to the device of the variable, and added there in float32."""
+    found = {}
+    for dtype in (None, "bfloat16"):
+        keras.utils.set_random_seed(1)
+        model, step = step_of(dense, micro_batches=micro_batches, reduce_dtype=dtype)
+        step((NUMBERS[:12], LABELS[:12]))
+        found[dtype] = np.concatenate([one.ravel() for one in model.get_weights()])
+    apart = np.abs(found[None] - found["bfloat16"]).max()
+    assert 0 < apart < 0.1 * 2**-8  # Half of the last of 8 bits, of a gradient below 1.
+
+
+def step_of(make: Callable[[], Any], replicas: int = 2, **options: Any) -> tuple[Any, Any]:
+    strategy = strategy_of(replicas)
+    with strategy.scope(), tmg.sharded_variables(at_least=0):
+        model, optimizer = make(), keras.optimizers.SGD(0.1)
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    options = {"verify": False, **options}
+    return model, tmg.make_train_step(model, optimizer, loss, strategy, **options)
+
+
+def graph_of(step: Any, batch: Any) -> Any:
+    graphs: list[Any] = []
+
+    @tf.function
+    def look() -> Any:
+        graphs.append(tf.compat.v1.get_default_graph())
+        return step(batch)
+
+    step(batch)
+    look()
+    return graphs[0]
+
+
+def loops_in(graph: Any) -> Iterator[Any]:
+    return (one for one in graph.get_operations() if one.type in ("While", "StatelessWhile"))
+
+
+@pytest.mark.parametrize("replicas", [2, 4])
+def test_micro_batches_carry_each_gradient_once_at_its_owner(replicas: int) -> None:
+    model, step = step_of(lambda: dense(20), replicas, micro_batches=4)
+    (loop,) = loops_in(graph_of(step, (NUMBERS[:12], LABELS[:12])))
+    kernels = [v for v in model.trainable_variables if tuple(v.shape) == (20, 20)]
+    assert len(kernels) == 3
+    carried = [tensor for tensor in loop.inputs if tuple(tensor.shape) == (20, 20)]
+    assert len(carried) == len(kernels)
+    assert {one.device for one in carried} == {v.value.device for v in kernels}
+
+
+def test_replicas_go_backward_together_in_each_micro_batch() -> None:
+    _, step = step_of(dense, micro_batches=3)
+    graph = graph_of(step, (NUMBERS[:12], LABELS[:12]))
+    (loop,) = loops_in(graph)
+    name = loop.get_attr("body").name
+    library = graph.as_graph_def().library.function
+    (function,) = [one for one in library if one.signature.name == name]
+    body = {one.name: one for one in function.node_def}
+    waiting = [
+        one
+        for one in body.values()
+        if one.op == "ReadVariableOp"
+        and any(body[name[1:]].op == "AddV2" for name in one.input if name[0] == "^")
+    ]
+    # Five kernels: the first is not read to go backward, the next two wait for no sum.
+    assert len(waiting) == 2 * (5 - 1 - 2)
+
+
+@pytest.mark.parametrize("name", ["LSTM", "GRU"])
+def test_loops_read_no_weights(name: str) -> None:
+    _, step = step_of(MODELS[name])
+    graph = graph_of(step, (IDS[:8], LABELS[:8]))
+    functions = list(graph.as_graph_def().library.function)
+    assert len(list(loops_in(graph))) >= 4  # Two replicas, forward and backward.
+    reads = [one.name for f in functions for one in f.node_def if one.op == "ReadVariableOp"]
+    assert not reads
+    for loop in loops_in(graph):
+        copies = [tensor for tensor in loop.inputs if tensor.op.type == "Identity"]
+        weights = [one for one in copies if one.op.inputs[0].op.type == "ReadVariableOp"]
+        assert weights
+        # TensorFlow carries them where they come from: elsewhere each turn would copy them.
+        assert {one.device for one in weights} == {loop.device}
+        # The backward pass has copies of its own.
+        for one in weights:
+            assert one.consumers() == [loop]
+    assert len({one.device for one in loops_in(graph)}) == 2
