@@ -66,6 +66,7 @@ def test_every_private_attribute_of_the_bridge_is_tested_here():
         "_moments",
         "_resolved_output_names",
         "_should_trace",
+        "_strided_slice_assign",
         "_tf_finalize_ema_values",
         "_tf_swap_variables",
         "_trainable_variables",
@@ -633,3 +634,13 @@ def test_operations_of_a_graph_can_be_changed():
     assert [one.name for one in total.op.control_inputs] == [second.op.name]
     with tf.compat.v1.Session(graph=graph) as session:
         assert session.run(total) == 3.0
+
+
+def test_a_slice_of_a_variable_is_assigned_by_a_method_that_can_be_replaced(monkeypatch):
+    called = []
+    kind = type(tf.Variable([1.0]))
+    monkeypatch.setattr(kind, "_strided_slice_assign", lambda *_, **__: called.append(True))
+    tf.Variable([1.0])[0].assign(2.0)
+    assert called == [True]
+    for name in _compat._SCATTERS:
+        assert callable(getattr(kind, name))

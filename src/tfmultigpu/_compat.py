@@ -333,11 +333,9 @@ def reading_before_loops(graph: Any) -> Iterator[list[Any]]:
         The operations that give loops these values, on the device of the loop.
     """
     before = getattr(_around, "reads", None)
-    found: dict[Any, Any] = {}
-    operations: list[Any] = []
-    _around.reads = graph, found, operations
+    _around.reads = graph, []
     try:
-        yield operations
+        yield _around.reads[1]
     finally:
         _around.reads = before
 
@@ -375,20 +373,42 @@ def _class_of_variables() -> Any:
             return self.write(self, super().assign_sub, *args, **options)
 
         def _read_variable_op(self, no_copy: bool = False) -> Any:
-            reads: Any = getattr(_around, "reads", None)
-            loop = None if reads is None or tf.executing_eagerly() else _outermost_loop(reads[0])
+            graph, operations = getattr(_around, "reads", None) or (None, [])
+            loop = None if graph is None or tf.executing_eagerly() else _outermost_loop(graph)
             if loop is None:
                 return super()._read_variable_op(no_copy)
-            _, found, operations = reads
-            if (loop, id(self)) not in found:
-                with loop.outer_graph.as_default():
-                    with tf.device(self.device):
-                        value = super()._read_variable_op(no_copy)
-                    found[loop, id(self)] = tf.identity(value)
-                operations.append(found[loop, id(self)].op)
-            return found[loop, id(self)]
+            # Each time anew: a tape that is opened later sees only what is read after that.
+            with loop.outer_graph.as_default():
+                with tf.device(self.device):
+                    value = super()._read_variable_op(no_copy)
+                value = tf.identity(value)
+            operations.append(value.op)
+            return value
 
+    for name in _SCATTERS:
+        setattr(VariableOnDevice, name, _outside_replicas(name, VariableOnDevice))
     return VariableOnDevice
+
+
+_SCATTERS = (
+    *(f"scatter_{how}" for how in ("add", "div", "max", "min", "mul", "sub", "update")),
+    *(f"scatter_nd_{how}" for how in ("add", "max", "min", "sub", "update")),
+    "batch_scatter_update",
+    "_strided_slice_assign",
+)
+
+
+def _outside_replicas(name: str, kind: Any) -> Any:
+    """Returns a method that writes a part of a variable, where replicas do not do it N times.
+
+    Private: ``_strided_slice_assign``, which ``variable[0].assign`` calls. Without it that is
+    written once by each replica.
+    """
+
+    def method(self: Any, *args: Any, **options: Any) -> Any:
+        return self.write(self, getattr(super(kind, self), name), *args, part=True, **options)
+
+    return method
 
 
 def additions_over_workers(strategy: tf.distribute.Strategy) -> list[Callable[..., Any]]:

@@ -252,3 +252,57 @@ def test_loops_read_no_weights(name: str) -> None:
         for one in weights:
             assert one.consumers() == [loop]
     assert len({one.device for one in loops_in(graph)}) == 2
+
+
+class Reading(layers.Layer):
+    """Reads a weight in a loop as few layers do."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+
+    def build(self, shape: Any) -> None:
+        self.kernel = self.add_weight(shape=(6, 6), initializer="orthogonal")
+        self.bias = self.add_weight(shape=(6,), initializer="ones")
+
+    def call(self, x: tf.Tensor) -> tf.Tensor:
+        @tf.custom_gradient
+        def scaled(y: tf.Tensor) -> Any:
+            def gradient(upstream: tf.Tensor, variables: Any = ()) -> Any:
+                return upstream, [tf.reduce_sum(upstream * y, 0) for _ in variables]
+
+            return y * self.bias.value, gradient
+
+        def taped(y: tf.Tensor) -> tf.Tensor:
+            y = tf.tanh(y @ self.kernel)
+            with tf.GradientTape() as tape:
+                energy = tf.reduce_sum(tf.stop_gradient(y[:1] * 0 + 1) @ self.kernel)
+            slope = tape.gradient(energy, self.kernel.value, unconnected_gradients="zero")
+            return y - 0.01 * y @ slope
+
+        body = {
+            "a custom gradient": lambda y: scaled(tf.tanh(y + self.bias)),
+            "a tape": taped,
+            "an activation": lambda y: y @ tf.nn.silu(self.kernel),
+        }[self.how]
+        x = x @ self.kernel + self.bias
+        return tf.while_loop(lambda i, _: i < 3, lambda i, y: (i + 1, body(y)), [0, x])[1]
+
+
+@pytest.mark.parametrize("how", ["a custom gradient", "a tape", "an activation"])
+def test_weights_that_a_loop_reads_twice(how: str) -> None:
+    """A tape that is opened after the first read sees the second one only."""
+
+    def make() -> Any:
+        x = inputs = keras.Input((6,))
+        return keras.Model(inputs, layers.Dense(3)(Reading(how)(x)))
+
+    def build() -> Any:
+        with sharding():
+            model = make()
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        return tmg.testing.Training(model, keras.optimizers.SGD(0.1), loss)
+
+    tmg.testing.assert_replica_invariant(
+        build, batches_of(NUMBERS, LABELS), strategy=strategy_of(2)
+    )

@@ -626,6 +626,33 @@ def test_loops_by_hand_assign_once(aggregation: str) -> None:
     np.testing.assert_allclose(run(True), run(False), rtol=1e-6)
 
 
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda v: v.scatter_add(tf.IndexedSlices(tf.ones((1, 2)), [0])),
+        lambda v: v.scatter_nd_update([[0, 0]], [1.0]),
+        lambda v: v[0].assign([1.0, 1.0]),
+    ],
+)
+def test_replicas_do_not_write_a_part(write: Any) -> None:
+    strategy = strategy_of(3)
+    with strategy.scope(), sharding():
+        kernel = keras.Variable(np.ones((2, 2), "float32"))
+    with pytest.raises(tmg.TfMultiGpuError, match=r"part of a sharded variable[\s\S]*whole value"):
+        strategy.run(lambda: write(kernel.value))
+    write(kernel.value)  # Once, outside of replicas.
+    assert kernel.numpy().sum() in (4.0, 6.0)
+
+
+def test_a_second_strategy_aggregates_too() -> None:
+    for shape in ((4, 4), (4,)):
+        strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+        with strategy.scope(), sharding():
+            kernel = keras.Variable(np.ones(shape, "float32"), aggregation="mean")
+        strategy.run(lambda kernel=kernel: kernel.assign_add(tf.ones_like(kernel.value)))
+        np.testing.assert_array_equal(kernel.numpy(), np.full(shape, 2.0))
+
+
 def test_a_small_first_device_gets_what_it_holds() -> None:
     strategy = unused_strategy(2)
     memory = [16, 1000]

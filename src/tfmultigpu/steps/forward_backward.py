@@ -391,7 +391,7 @@ class ReplicaPhase:
                 scaled[i] for i, one in enumerate(terms) if i not in measured and not one.logged
             ]
             targets = ([_total(known)] if known else []) + [scaled[i] for i in measured]
-        passes = []
+        passes: list[list[Any]] = []
         for target in targets:
             reads.backward_begins()
             with holding(held=held):

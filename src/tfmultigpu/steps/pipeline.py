@@ -45,7 +45,7 @@ def pipelined(
         with tf.device("CPU:0"):
             part = Part(tf.minimum(tf.constant(micro, tf.int64), count - 1), count)
         with tf.control_dependencies(done[-at_once] if micro >= at_once else []):
-            given = tf.nest.map_structure(tf.identity, shard, expand_composites=True)
+            given = tf.nest.map_structure(_copy, shard, expand_composites=True)
         added = run(addition.add, args=(sums, begin, given, part, *fixed))
         # The first one has rows. One without rows has computed the last rows again.
         if micro:
@@ -54,6 +54,10 @@ def pipelined(
         sums = added
         done.append(sums)
     return sums
+
+
+def _copy(tensor: Any) -> Any:
+    return None if tensor is None else tf.identity(tensor)
 
 
 def check_pipeline(strategy: tf.distribute.Strategy, options: Any, model: Any) -> None:
@@ -87,6 +91,7 @@ def check_pipeline(strategy: tf.distribute.Strategy, options: Any, model: Any) -
     if model.built and len(devices) == 1:
         raise TfMultiGpuError(
             "A pipeline needs layers on several devices. Received: pipeline=True, and all weights "
-            f"of model {model.name!r} on {devices[0]}. Build each block under its device: with "
-            'tf.device("GPU:1"): x = layer(x).'
+            f"of model {model.name!r} on {devices[0]}. Build each block under its device, outside "
+            'of scopes, which place weights themselves: with tf.device("GPU:1"): x = layer(x). '
+            "Make the step with tf.distribute.get_strategy()."
         )

@@ -28,6 +28,7 @@ __all__ = ["BackwardReads", "bounding_reads", "keep_in_step", "resource_outside"
 
 _AHEAD = 1  # Layers whose weights are copied while the layer before them computes.
 _PASSED_ON = ("Cast", "Identity")
+_LOOPS = ("StatelessWhile", "While")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -210,7 +211,8 @@ def _uses(
                     pending.append((user.outputs[0], (*casts, user)))
                 else:
                     found.append(_Use(read, handle, device, value, casts, user, places[user]))
-                if value.op in loops:  # The loop hands it on to that of the backward pass.
+                if value.op in loops and user.type in _LOOPS:
+                    # The loop hands it on to that of the backward pass.
                     ends = [i for i, tensor in enumerate(user.inputs) if tensor is value]
                     pending += [(user.outputs[i], casts) for i in ends]
     return sorted(found, key=lambda one: one.place)

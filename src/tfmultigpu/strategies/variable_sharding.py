@@ -16,7 +16,11 @@ from tfmultigpu import _compat
 from tfmultigpu.devices.discovery import list_devices, logical_to_physical
 from tfmultigpu.devices.names import parse_device_name
 from tfmultigpu.errors import ScopeError, ShareError, TfMultiGpuError, WorkersDifferError
-from tfmultigpu.strategies.collectives import value_of_first_worker
+from tfmultigpu.strategies.collectives import (
+    add_on_device,
+    replicas_share_memory,
+    value_of_first_worker,
+)
 from tfmultigpu.strategies.topology import describe, is_mirrored, local_replicas
 from tfmultigpu.strategies.worker_exchange import WorkerExchange
 
@@ -278,7 +282,10 @@ def _on_device(
     )
 
 
-def _write_once(variable: Any, write: Any, value: Any, *args: Any, **options: Any) -> Any:
+@tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+def _write_once(
+    variable: Any, write: Any, value: Any, *args: Any, part: bool = False, **options: Any
+) -> Any:
     """Writes to a variable; replicas write once, together, what they agree on.
 
     Without aggregation each would assign its copy of a mirrored variable. Only that of the first
@@ -288,6 +295,13 @@ def _write_once(variable: Any, write: Any, value: Any, *args: Any, **options: An
     strategy = variable.distribute_strategy
     if context is None or context.strategy is not strategy:
         return write(value, *args, **options)
+    if part:
+        raise TfMultiGpuError(
+            "Replicas write a part of a sharded variable, which each of them would do once more. "
+            f"Received: {getattr(write, '__name__', 'a write')} of {variable.name!r}. Assign the "
+            "whole value, variable.assign(tf.tensor_scatter_nd_update(variable, indices, values)), "
+            "or create the variable outside tmg.sharded_variables()."
+        )
     # They wait for each other, so that none finds what another has assigned before it reads.
     total = aggregated(tf.convert_to_tensor(value, variable.dtype), variable.aggregation)
     if tf.get_static_value(context.replica_id_in_sync_group) == local_replicas(strategy)[0]:
@@ -295,7 +309,7 @@ def _write_once(variable: Any, write: Any, value: Any, *args: Any, **options: An
     return variable
 
 
-def aggregated(value: tf.Tensor, how: tf.VariableAggregation) -> tf.Tensor:
+def aggregated(value: tf.Tensor, how: tf.VariableAggregation) -> Any:
     """Returns one value for those of all replicas; call it in replica context.
 
     Args:
@@ -307,9 +321,17 @@ def aggregated(value: tf.Tensor, how: tf.VariableAggregation) -> tf.Tensor:
     if how in (kinds.NONE, kinds.ONLY_FIRST_REPLICA):
         first = tf.equal(context.replica_id_in_sync_group, 0)
         value, how = tf.where(first, value, tf.zeros_like(value)), kinds.SUM
-    reduce = tf.distribute.ReduceOp.SUM if how == kinds.SUM else tf.distribute.ReduceOp.MEAN
-    total: tf.Tensor = context.all_reduce(reduce, value)
-    return total
+    if replicas_share_memory(context.strategy):  # A second strategy has the keys of the first.
+
+        def add(strategy: tf.distribute.Strategy, value: Any) -> tf.Tensor:
+            parts = strategy.experimental_local_results(value)
+            return add_on_device(parts, strategy.extended.worker_devices[0])
+
+        total = context.merge_call(add, args=(value,))
+    else:
+        total = context.all_reduce(tf.distribute.ReduceOp.SUM, value)
+    mean = how == kinds.MEAN
+    return total / tf.cast(context.num_replicas_in_sync, total.dtype) if mean else total
 
 
 def next_device(loads: Sequence[int], memory: Sequence[float] | None, size: int) -> int:
