@@ -64,6 +64,7 @@ def test_every_private_attribute_of_the_bridge_is_tested_here():
         "_layers",
         "_model_variables_moving_average",
         "_moments",
+        "_read_variable_op",
         "_resolved_output_names",
         "_should_trace",
         "_strided_slice_assign",

@@ -283,9 +283,7 @@ def _on_device(
 
 
 @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
-def _write_once(
-    variable: Any, write: Any, value: Any, *args: Any, part: bool = False, **options: Any
-) -> Any:
+def _write_once(variable: Any, write: Any, *args: Any, part: bool = False, **options: Any) -> Any:
     """Writes to a variable; replicas write once, together, what they agree on.
 
     Without aggregation each would assign its copy of a mirrored variable. Only that of the first
@@ -294,7 +292,7 @@ def _write_once(
     context: Any = tf.distribute.get_replica_context()
     strategy = variable.distribute_strategy
     if context is None or context.strategy is not strategy:
-        return write(value, *args, **options)
+        return write(*args, **options)
     if part:
         raise TfMultiGpuError(
             "Replicas write a part of a sharded variable, which each of them would do once more. "
@@ -303,9 +301,10 @@ def _write_once(
             "or create the variable outside tmg.sharded_variables()."
         )
     # They wait for each other, so that none finds what another has assigned before it reads.
+    value, *rest = args or [options.pop(one) for one in ("value", "delta") if one in options]
     total = aggregated(tf.convert_to_tensor(value, variable.dtype), variable.aggregation)
     if tf.get_static_value(context.replica_id_in_sync_group) == local_replicas(strategy)[0]:
-        return write(total, *args, **options)
+        return write(total, *rest, **options)
     return variable
 
 
