@@ -592,7 +592,15 @@ def test_loops_take_values_that_were_read_before():
     strategy = strategy_of(2)
     with strategy.scope():
         device = strategy.extended.worker_devices[1]
-        weight = _compat.variable_on_device(strategy, device, 2.0, "w", trainable=True)
+        weight = _compat.variable_on_device(
+            strategy,
+            device,
+            2.0,
+            "w",
+            trainable=True,
+            aggregation=tf.VariableAggregation.NONE,
+            write=lambda _, write, *args, **options: write(*args, **options),
+        )
 
     def replica(x):
         def inner(i, x):
