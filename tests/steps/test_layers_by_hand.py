@@ -148,6 +148,22 @@ def test_training_is_that_of_one_device(optimizer: str, options: dict[str, Any])
         np.testing.assert_allclose(a, b, atol=2e-6)
 
 
+def test_fit_with_a_pipeline_and_a_batch_that_ends_with_none() -> None:
+    step = tmg.make_train_step(
+        build(), keras.optimizers.SGD(0.1), "mse", micro_batches=3, pipeline=True
+    )
+    history = tmg.fit(step.model, (X, Y), step=step, batch_size=8, shuffle=False, verbose=0)
+    logs = step((X, Y, None))
+
+    alone = tmg.make_train_step(build(("CPU:0", "CPU:0")), keras.optimizers.SGD(0.1), "mse")
+    losses = [float(alone((X[i : i + 8], Y[i : i + 8]))["loss"]) for i in range(0, 30, 8)]
+    mean = np.average(losses, weights=[8, 8, 8, 6])
+    np.testing.assert_allclose(history.history["loss"], [mean], rtol=1e-5)
+    np.testing.assert_allclose(logs["loss"], alone((X, Y))["loss"], rtol=1e-5)
+    for one, other in zip(step.model.get_weights(), alone.model.get_weights(), strict=True):
+        np.testing.assert_allclose(one, other, atol=2e-6)
+
+
 def test_the_slots_of_a_weight_are_beside_it() -> None:
     model, adam = build(), keras.optimizers.Adam()
     tmg.make_train_step(model, adam, "mse")((X[:4], Y[:4]))
