@@ -644,6 +644,32 @@ def test_replicas_do_not_write_a_part(write: Any) -> None:
     assert kernel.numpy().sum() in (4.0, 6.0)
 
 
+@pytest.mark.parametrize(
+    "control",
+    [
+        lambda write: tf.cond(tf.random.uniform(()) < 2.0, write, lambda: tf.zeros((2, 2))),
+        lambda write: tf.while_loop(lambda i: i < 2, lambda i: (write(), i + 1)[1:], [0]),
+        lambda write: tf.function(write)(),
+    ],
+    ids=["cond", "loop", "function"],
+)
+def test_replicas_do_not_write_where_they_cannot_agree(control: Any) -> None:
+    strategy = strategy_of(3)
+    with strategy.scope(), sharding():
+        kernel = keras.Variable(np.ones((2, 2), "float32"))
+
+    def write() -> Any:
+        kernel.assign_add(tf.ones((2, 2)))
+        return tf.zeros((2, 2))
+
+    @tf.function
+    def step() -> None:
+        strategy.run(lambda: control(write))
+
+    with pytest.raises(tmg.TfMultiGpuError, match=r"inside tf\.cond, a\s+loop[\s\S]*tf\.where"):
+        step()
+
+
 def test_a_second_strategy_aggregates_too() -> None:
     for shape in ((4, 4), (4,)):
         strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])

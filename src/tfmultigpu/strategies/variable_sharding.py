@@ -302,7 +302,15 @@ def _write_once(variable: Any, write: Any, *args: Any, part: bool = False, **opt
         )
     # They wait for each other, so that none finds what another has assigned before it reads.
     value, *rest = args or [options.pop(one) for one in ("value", "delta") if one in options]
-    total = aggregated(tf.convert_to_tensor(value, variable.dtype), variable.aggregation)
+    try:
+        total = aggregated(tf.convert_to_tensor(value, variable.dtype), variable.aggregation)
+    except RuntimeError as error:
+        raise TfMultiGpuError(
+            "Replicas agree on what they write to a sharded variable, and cannot inside tf.cond, a "
+            f"loop or a tf.function that each of them calls. Received: {write.__name__} of "
+            f"{variable.name!r} there. Assign outside of it, variable.assign(tf.where(condition, "
+            "value, variable)), or create the variable outside tmg.sharded_variables()."
+        ) from error
     if tf.get_static_value(context.replica_id_in_sync_group) == local_replicas(strategy)[0]:
         return write(total, *rest, **options)
     return variable
