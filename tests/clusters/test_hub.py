@@ -187,7 +187,7 @@ def test_a_worker_whose_time_is_over_asks_the_first_who_is_missing() -> None:
     texts = together(
         [
             lambda: meet(addresses, 0, CARD, PATIENCE),
-            lambda: meet(addresses, 1, CARD, 0.5),
+            lambda: meet(addresses, 1, CARD, 3.0),
         ]
     )
     assert time.monotonic() - start < 5 * PROMISED
