@@ -455,13 +455,25 @@ def test_other_strategies_are_refused() -> None:
         pass
 
 
-def test_memory_is_given_for_each_device() -> None:
+@pytest.mark.parametrize(
+    "memory",
+    [[1.0], 1e9, [1e9, 0], ["1", "2"], {"CPU:0": 1e9}, {f"CPU:{i}": 1e9 for i in (0, 1, 2)}],
+)
+def test_memory_is_given_for_each_device(memory: Any) -> None:
     with (
         pytest.raises(tmg.ShareError, match="for each device"),
         unused_strategy(2).scope(),
-        tmg.sharded_variables(memory=[1.0]),
+        tmg.sharded_variables(memory=memory),
     ):
         pass
+
+
+@pytest.mark.parametrize(("at_least", "error"), [("64k", TypeError), (-1, ValueError)])
+def test_at_least_is_a_number_of_bytes(at_least: Any, error: type[Exception]) -> None:
+    with unused_strategy(2).scope(), pytest.raises(error, match=r"at_least must be a whole number"):
+        tmg.sharded_variables(at_least=at_least).__enter__()
+    with pytest.raises(error, match=r"at_least must be a whole number"):
+        tmg.plan_memory(mlp, at_least=at_least)
 
 
 def devices_of_values(monkeypatch: pytest.MonkeyPatch) -> list[str]:

@@ -13,6 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfmultigpu import _compat
+from tfmultigpu.arguments import check_count
 from tfmultigpu.devices.discovery import list_devices, logical_to_physical
 from tfmultigpu.devices.names import parse_device_name
 from tfmultigpu.errors import ScopeError, ShareError, TfMultiGpuError, WorkersDifferError
@@ -150,6 +151,7 @@ def sharded_variables(
         TfMultiGpuError: The strategy is not a ``MirroredStrategy`` or a
             ``MultiWorkerMirroredStrategy``.
         ShareError: ``memory`` does not fit the devices; or, later, the variables do not.
+        TypeError: ``at_least`` is not a whole number.
         ValueError: ``at_least`` is negative.
         WorkersDifferError: The workers give other numbers for ``at_least``.
 
@@ -161,8 +163,7 @@ def sharded_variables(
         >>> len(strategy.experimental_local_results(model.layers[0].kernel.value))
         1
     """
-    if at_least < 0:
-        raise ValueError(f"at_least is a number of bytes. Received: at_least={at_least}.")
+    at_least = check_count("at_least", at_least, 0)
     if not tf.distribute.has_strategy():
         raise ScopeError(
             "sharded_variables spreads variables over the devices of a strategy, and was entered "
@@ -392,16 +393,17 @@ def memory_of_devices(
         return None if None in known else tuple(float(one) for one in known if one is not None)
     if isinstance(memory, Mapping):
         given = {parse_device_name(name): value for name, value in memory.items()}
-        values = [given.get(name) for name in names]
+        values: list[Any] = [*map(given.get, names), *given.keys() - set(names)]
     else:
-        values = list(memory)
-    sizes = [one for one in values if isinstance(one, (int, float)) and 0 < one < math.inf]
-    if len(sizes) != len(names) or len(memory) != len(names):
+        values = list(np.ravel(memory))
+    numbers = [float(one) for one in values if isinstance(one, (int, float, np.integer))]
+    sizes = [one for one in numbers if 0 < one < math.inf]
+    if len(sizes) != len(names) or len(values) != len(names):
         raise ShareError(
             "memory has one positive number of bytes for each device of the strategy. Received: "
             f"memory={memory!r} for {', '.join(names)}."
         )
-    return tuple(float(one) for one in sizes)
+    return tuple(sizes)
 
 
 def _known_memory(name: str) -> float | None:

@@ -154,6 +154,8 @@ def plan_memory(
     Raises:
         ScopeError: The model has no variables without a batch.
         ShareError: ``memory`` does not fit the devices.
+        TypeError: ``rows`` or ``at_least`` is not a whole number.
+        ValueError: One of them is negative.
 
     Example:
         >>> import keras, tensorflow as tf, tfmultigpu as tmg
@@ -166,6 +168,7 @@ def plan_memory(
     """
     strategy = tf.distribute.get_strategy() if strategy is None else strategy
     rows = check_count("rows", rows, 0)
+    at_least = check_count("at_least", at_least, 0)
     devices = strategy_devices(strategy)
     slots = 0 if optimizer is None else slots_of_each_variable(unwrap_optimizer(optimizer))
     if isinstance(model, tf.Module) or hasattr(model, "trainable_variables"):
