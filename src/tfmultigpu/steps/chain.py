@@ -11,7 +11,7 @@ import tensorflow as tf
 from tfmultigpu.arguments import check_count
 from tfmultigpu.losses.objective import MeanKey
 from tfmultigpu.steps.batch_function import BatchFunction, Shards
-from tfmultigpu.steps.graph_effects import noting_effects
+from tfmultigpu.steps.graph_effects import effects_of, noting_operations, run_after
 from tfmultigpu.steps.multi_step import TERMS, LastKey, MultiStep
 from tfmultigpu.steps.train_step import Trained, TrainStep, addends, as_totals
 from tfmultigpu.steps.verification import Verification
@@ -224,12 +224,13 @@ class ChainedStep(NotCopied):
         found: dict[str, dict[str, Any]] = {}
         before: list[Any] = []
         for (name, step), times in zip(self.steps.items(), self.times, strict=True):
+            with noting_operations() as made:
+                found[name] = _repeated(step, shards, times)
             # Steps of other variables would run at the same time: if one failed, TensorFlow would
             # break off the update of the other.
-            with tf.control_dependencies(before), noting_effects() as effects:
-                found[name] = _repeated(step, shards, times)
+            run_after(made, before)
             # The logs of a step do not wait for its update.
-            with tf.device("CPU:0"), tf.control_dependencies(effects):
+            with tf.device("CPU:0"), tf.control_dependencies(effects_of(made)):
                 before = [tf.no_op()]
         return found
 

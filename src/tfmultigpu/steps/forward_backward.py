@@ -28,7 +28,7 @@ from tfmultigpu.losses.objective import Layout, Objective, stack
 from tfmultigpu.losses.outputs import Output
 from tfmultigpu.optimizers.gradients import is_overwritten, spread_over_replicas, sum_dtype
 from tfmultigpu.steps.batch_function import Shards
-from tfmultigpu.steps.graph_effects import noting_effects
+from tfmultigpu.steps.graph_effects import effects_of, noting_operations
 from tfmultigpu.steps.micro_batches import MicroBatchSum, Part
 from tfmultigpu.steps.op_placement import devices_of
 from tfmultigpu.steps.options import StepOptions
@@ -308,14 +308,14 @@ class ReplicaPhase:
             shard = partition.cut_part(shard, part.count, part.number)
         compute = self._compiled if self._options.jit_compile else self._forward_backward
         gathering = gathering_from(rows, None if part is None else self._options.micro_batches)
-        with short_sums(), noting_effects() as checks:
+        with short_sums(), noting_operations() as made:
             with drawing_rows(rows), gathering, counting_once(counts):
                 one = compute(given, shard, weight, global_rows, loss_scale)
             with holding(held=one.held):
                 update_metrics(self._options.metrics, one.outputs, counts, weighted=False)
                 update_metrics(self._options.weighted_metrics, one.outputs, counts, weighted=True)
         states = [one.held.current(variable) for variable in one.held.variables]
-        with tf.control_dependencies([*checks, *states]):
+        with tf.control_dependencies([*effects_of(made), *states]):
             values = [*one.values[:-1], tf.identity(one.values[-1])]
             return dataclasses.replace(one, values=values)
 
