@@ -147,7 +147,11 @@ def test_a_lost_worker_is_an_error() -> None:
 
 @pytest.mark.parametrize(
     ("what", "says"),
-    [("widths", "Shape mismatch"), ("limits", r"at_least=[0, 8], by worker")],
+    [
+        ("widths", "another shape on worker"),
+        ("number", "were elsewhere"),
+        ("limits", "at_least=[0, 8], by worker"),
+    ],
 )
 def test_workers_that_differ_are_an_error(what: str, says: str) -> None:
     codes, printed = together("different", what)

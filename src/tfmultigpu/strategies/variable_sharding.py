@@ -153,7 +153,8 @@ def sharded_variables(
         ShareError: ``memory`` does not fit the devices; or, later, the variables do not.
         TypeError: ``at_least`` is not a whole number.
         ValueError: ``at_least`` is negative.
-        WorkersDifferError: The workers give other numbers for ``at_least``.
+        WorkersDifferError: The workers give other numbers for ``at_least``; or, later, create
+            different variables.
 
     Example:
         >>> import keras, tensorflow as tf, tfmultigpu as tmg
@@ -219,6 +220,7 @@ def _creating(strategy: tf.distribute.Strategy, loads: _Loads, limits: _Limits) 
         size = value.shape.num_elements() * value.dtype.size
         if size < limits.at_least:
             return create_mirrored(**{**options, "initial_value": lambda: value})
+        _check_alike(strategy, options["name"], value)
         number = next_device(loads.bytes, limits.memory, size)
         with tf.init_scope(), tf.device(loads.devices[number]):
             value = tf.identity(value)
@@ -235,6 +237,20 @@ def _creating(strategy: tf.distribute.Strategy, loads: _Loads, limits: _Limits) 
             yield
     finally:
         loads.entered.pop()
+
+
+def _check_alike(strategy: tf.distribute.Strategy, name: str, value: tf.Tensor) -> None:
+    """Checks that all workers create this variable now, and do nothing else meanwhile."""
+    exchange = WorkerExchange(strategy)
+    with tf.init_scope():
+        found = exchange.find_difference({"shape": tuple(value.shape), "dtype": value.dtype.name})
+    if found is not None:
+        raise WorkersDifferError(
+            "The workers create different variables, and would wait for each other. Received: "
+            f"{name!r} of shape {tuple(value.shape)} and {value.dtype.name} on worker "
+            f"{exchange.worker}, and another {found[0]} on worker {found[1]}. Create the same "
+            "model on every worker."
+        )
 
 
 def _serve_optimizers(strategy: tf.distribute.Strategy) -> None:
