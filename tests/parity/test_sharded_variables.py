@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -466,6 +467,52 @@ def test_memory_is_given_for_each_device(memory: Any) -> None:
         tmg.sharded_variables(memory=memory),
     ):
         pass
+
+
+def test_the_memory_of_an_earlier_model_is_free_again() -> None:
+    strategy = unused_strategy(2)
+    for _ in range(3):
+        model = None
+        gc.disable()  # As if it had not come to it yet.
+        try:
+            with strategy.scope(), tmg.sharded_variables(at_least=0, memory=[1e4, 1e4]):
+                model = keras.Sequential([keras.Input((64,)), layers.Dense(32), layers.Dense(64)])
+        finally:
+            gc.enable()
+        assert model.built
+
+
+def test_averages_written_by_hand_at_the_end() -> None:
+    def run(replicas: int) -> list[np.ndarray]:
+        keras.utils.set_random_seed(1)
+        with strategy_of(replicas).scope(), sharding():
+            model = keras.Sequential([keras.Input((6,)), layers.Dense(8, "tanh"), layers.Dense(3)])
+            sgd = keras.optimizers.SGD(0.1, use_ema=True, ema_momentum=0.5)
+        step = tmg.make_train_step(model, sgd, crossentropy(), strategy_of(replicas))
+        for _ in range(3):
+            step((NUMBERS[:7], LABELS[:7]))
+        before = model.get_weights()
+        sgd.finalize_variable_values(model.trainable_variables)
+        assert not np.array_equal(before[0], model.get_weights()[0])
+        return model.get_weights()
+
+    for one, other in zip(run(1), run(3), strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-6)
+
+
+def test_replicas_do_not_decay_weights_by_themselves() -> None:
+    strategy = strategy_of(2)
+    with strategy.scope(), sharding():
+        variables, optimizer = mlp().trainable_variables, adam(weight_decay=0.1)
+    before = [one.numpy() for one in variables]
+
+    def apply() -> None:
+        optimizer.apply([tf.ones_like(one) for one in variables], variables)
+
+    with pytest.raises(tmg.TfMultiGpuError, match=r"updated once[\s\S]*make_train_step"):
+        strategy.run(apply)
+    for one, variable in zip(before, variables, strict=True):
+        np.testing.assert_array_equal(one, variable.numpy())
 
 
 @pytest.mark.parametrize(("at_least", "error"), [("64k", TypeError), (-1, ValueError)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import math
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -230,6 +231,8 @@ def _creating(strategy: tf.distribute.Strategy, loads: _Loads, limits: _Limits) 
         weakref.finalize(variable, loads.remove, number, size)
         return variable
 
+    if any(loads.alive):
+        gc.collect()  # Keras models hold themselves: an earlier one that nobody uses lives on.
     limits = loads.agree(strategy, limits)
     loads.entered.append(limits)
     try:
@@ -273,9 +276,14 @@ def _serve_optimizers(strategy: tf.distribute.Strategy) -> None:
 
         return tf.variable_creator_scope(beside)
 
-    def update_mirrored(variable: Any, *args: Any, **options: Any) -> Any:
+    def update_mirrored(variable: Any, function: Any, args: Any = (), **options: Any) -> Any:
         if not is_sharded(variable):
-            return update(variable, *args, **options)
+            return update(variable, function, args, **options)
+        # Keras' `finalize_variable_values` brings an average. Replicas bring values of each, or
+        # none, for weight decay.
+        if args and not any(isinstance(one, tf.distribute.DistributedValues) for one in args):
+            with tf.device(variable.device):
+                return function(variable, *args, **(options.get("kwargs") or {}))
         raise TfMultiGpuError(
             "A sharded variable is updated once, not by every replica. Received: optimizer.apply, "
             f"or Keras' own fit, for {variable.name!r} on {parse_device_name(variable.device)}. "
