@@ -38,6 +38,7 @@ __all__ = [
 ]
 
 AT_LEAST = 2**16
+_PASSES = 5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -232,7 +233,11 @@ def _creating(strategy: tf.distribute.Strategy, loads: _Loads, limits: _Limits) 
         return variable
 
     if any(loads.alive):
-        gc.collect()  # Keras models hold themselves: an earlier one that nobody uses lives on.
+        # Keras models hold themselves: an earlier one that nobody uses lives on. Its variables are
+        # found only in the third pass, after the functions that hold them.
+        for _ in range(_PASSES):
+            if not gc.collect():
+                break
     limits = loads.agree(strategy, limits)
     loads.entered.append(limits)
     try:
