@@ -164,6 +164,22 @@ def test_fit_with_a_pipeline_and_a_batch_that_ends_with_none() -> None:
         np.testing.assert_allclose(one, other, atol=2e-6)
 
 
+def test_after_a_strategy_was_created() -> None:
+    """As in a notebook that tried replicas before."""
+    strategy = tmg.create_strategy(devices=2)
+    model = build()
+    step = tmg.make_train_step(
+        model, keras.optimizers.SGD(0.1), "mse", tf.distribute.get_strategy()
+    )
+    tmg.fit(model, (X, Y), step=step, verbose=0)
+    model.compile(loss="mse")
+    assert tmg.predict(model, X).shape == (30, 1)
+    assert tmg.evaluate(model, X, Y)["loss"] > 0.0
+    with pytest.raises(tmg.ScopeError, match="outside the scope of every strategy"):
+        tmg.predict(build(("CPU:0", "CPU:0")), X)
+    assert strategy.num_replicas_in_sync == 2
+
+
 def test_the_slots_of_a_weight_are_beside_it() -> None:
     model, adam = build(), keras.optimizers.Adam()
     tmg.make_train_step(model, adam, "mse")((X[:4], Y[:4]))

@@ -49,6 +49,36 @@ def test_a_plan_without_memory_is_that_of_the_model_made() -> None:
     assert before.activations == (10 * 4 * (4 * 64 + 64 + 3),) * 2
 
 
+@pytest.mark.parametrize("how", ["frozen", "made frozen", "LoRA"])
+def test_what_is_frozen_after_it_was_made_is_sharded_too(how: str) -> None:
+    def made() -> keras.Model:
+        options = {"use_bias": False, "trainable": how != "made frozen"}
+        inner = [keras.layers.Dense(64, **options) for _ in range(3)]
+        model = keras.Sequential([keras.Input((64,)), *inner, keras.layers.Dense(3)])
+        for layer in inner:
+            if how == "LoRA":
+                layer.enable_lora(2)
+            layer.trainable = layer.trainable and how != "frozen"
+        return model
+
+    strategy, sgd = strategy_of(2), keras.optimizers.SGD(0.1, momentum=0.9)
+    with strategy.scope(), tmg.sharded_variables(at_least=KERNEL):
+        after = tmg.plan_memory(made(), sgd, strategy)
+    before = tmg.plan_memory(made, sgd, strategy, at_least=KERNEL)
+    assert [one.device for one in before.variables] == [one.device for one in after.variables]
+    assert sum(one.device is not None for one in before.variables) == 3
+    assert [before.bytes_on(one) for one in before.devices] == [
+        after.bytes_on(one) for one in after.devices
+    ]
+
+
+def test_arguments_of_another_kind() -> None:
+    with pytest.raises(TypeError, match=r"Received: str\. Write tmg\.plan_memory\(build, keras"):
+        tmg.plan_memory(build, "adam")
+    with pytest.raises(ValueError, match=r"no such device\. Received: 'CPU:9'; the plan has CPU:0"):
+        tmg.plan_memory(build, None, strategy_of(2)).bytes_on("CPU:9")
+
+
 def test_the_optimizer_state_of_the_plan_is_that_of_a_step() -> None:
     strategy = strategy_of(2)
     model = model_on(strategy)

@@ -11,6 +11,7 @@ import tensorflow as tf
 from tfmultigpu.clusters.process_state import process_state
 from tfmultigpu.errors import ScopeError
 from tfmultigpu.losses.build_model import prepare_model
+from tfmultigpu.steps.op_placement import devices_of
 from tfmultigpu.strategies.scopes import check_kinds
 from tfmultigpu.strategies.topology import describe, is_default, strategy_of
 
@@ -75,7 +76,7 @@ def checked_strategy(model: Any, function: str) -> tf.distribute.Strategy:
 
 def _check_not_outside(model: Any, own: tf.distribute.Strategy, function: str) -> None:
     """Checks that a model is on a strategy if one with several replicas exists."""
-    if not is_default(own):
+    if not is_default(own) or len(devices_of(model)) > 1:  # Layers placed by hand.
         return
     held = process_state.living_strategies()
     if held:

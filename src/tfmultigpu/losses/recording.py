@@ -57,13 +57,16 @@ def recording_calls() -> AbstractContextManager[list[tuple[Any, Any]]]:
     return _recording(keras.Operation, "__call__", lambda layer, _, result: [(layer, result)])
 
 
-def recording_devices() -> AbstractContextManager[list[tuple[Any, Any]]]:
-    """Records each Keras variable made on this thread, with the device that ``tf.device`` names."""
+def recording_devices() -> AbstractContextManager[list[tuple[Any, str, bool]]]:
+    """Records each Keras variable made on this thread.
+
+    With it, the device that ``tf.device`` names, and whether it is trained.
+    """
     import keras
 
-    def device(variable: Any, *_: Any) -> list[tuple[Any, Any]]:
+    def device(variable: Any, *_: Any) -> list[tuple[Any, str, bool]]:
         with tf.init_scope():
-            return [(variable, tf.zeros([]).device)]
+            return [(variable, tf.zeros([]).device, variable.trainable)]
 
     return _recording(keras.Variable, "__init__", device)
 

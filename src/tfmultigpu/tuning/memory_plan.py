@@ -74,7 +74,16 @@ class MemoryPlan:
     largest: int
 
     def bytes_on(self, device: str) -> int:
-        """Returns the bytes on a device: its variables, gradients, state and activations."""
+        """Returns the bytes on a device: its variables, gradients, state and activations.
+
+        Raises:
+            ValueError: The plan has no such device.
+        """
+        if device not in self.devices:
+            raise ValueError(
+                f"The plan has no such device. Received: {device!r}; the plan has "
+                f"{', '.join(self.devices)}."
+            )
         return sum(self.parts_on(device))
 
     def check(self) -> None:
@@ -154,7 +163,7 @@ def plan_memory(
     Raises:
         ScopeError: The model has no variables without a batch.
         ShareError: ``memory`` does not fit the devices.
-        TypeError: ``rows`` or ``at_least`` is not a whole number.
+        TypeError: ``rows`` or ``at_least`` is not a whole number, or the optimizer is none.
         ValueError: One of them is negative.
 
     Example:
@@ -166,19 +175,26 @@ def plan_memory(
         >>> plan.bytes_on("CPU:0")
         1069056
     """
+    import keras
+
     strategy = tf.distribute.get_strategy() if strategy is None else strategy
     rows = check_count("rows", rows, 0)
     at_least = check_count("at_least", at_least, 0)
     devices = strategy_devices(strategy)
+    if optimizer is not None and not isinstance(optimizer, keras.optimizers.Optimizer):
+        raise TypeError(
+            "The optimizer is an object of Keras. Received: "
+            f"{type(optimizer).__name__}. Write tmg.plan_memory(build, keras.optimizers.Adam(), "
+            "strategy)."
+        )
     slots = 0 if optimizer is None else slots_of_each_variable(unwrap_optimizer(optimizer))
     if isinstance(model, tf.Module) or hasattr(model, "trainable_variables"):
-        made = [] if devices else [(one, one.value.device) for one in model.variables]
+        made = [] if devices else [(one, one.value.device, True) for one in model.variables]
         return _plan(model, slots, devices, made, memory, batch_spec, rows, None)
 
     def build() -> MemoryPlan:
         with recording_devices() as made:
             built = model()
-        made = [] if devices else made
         return _plan(built, slots, devices, made, memory, batch_spec, rows, at_least)
 
     plan: MemoryPlan = _without_memory(build)
@@ -189,20 +205,26 @@ def _plan(
     model: Any,
     slots: int,
     devices: tuple[str, ...],
-    made: Sequence[tuple[Any, str]],
+    made: Sequence[tuple[Any, str, bool]],
     memory: Any,
     batch_spec: Any,
     rows: int,
     at_least: int | None,
 ) -> MemoryPlan:
-    """Returns the plan of a model; ``made`` has variables and devices if layers are by hand."""
+    """Returns the plan of a model.
+
+    ``made`` has its variables, their devices if layers are by hand, and whether they were trained
+    when they were made: what is frozen later, as for LoRA, is sharded as well.
+    """
     if not model.variables:
         raise ScopeError(
             "The model has no variables yet, so their bytes are unknown. Received: model "
             f"{model.name!r}. Begin it with keras.Input(shape), or build it: "
             "model.build(input_shape)."
         )
-    by_hand = {id(variable): parse_device_name(device) for variable, device in made}
+    trained_first = {id(variable) for variable, _, trained in made if trained}
+    found = [] if devices else made
+    by_hand = {id(variable): parse_device_name(device) for variable, device, _ in found}
     by_hand = {id(one): by_hand[id(one)] for one in model.variables if id(one) in by_hand}
     replicas = len(devices) or 1
     devices = devices or tuple(dict.fromkeys(by_hand.values()))
@@ -218,7 +240,7 @@ def _plan(
         elif at_least is None:
             if is_sharded(variable):
                 alone[i] = owner_of(variable, devices)
-        elif len(devices) > 1 and variable.trainable and sizes[i] >= at_least:
+        elif len(devices) > 1 and id(variable) in trained_first and sizes[i] >= at_least:
             alone[i] = next_device(loads, memory, sizes[i])
             loads[alone[i]] += sizes[i]
     owners = assign_owners(sizes, len(devices), alone)
@@ -234,9 +256,9 @@ def _plan(
         for i, variable in enumerate(model.variables)
     )
     on_one = -(-rows // replicas)
-    found = _activations(model, batch_spec, on_one, by_hand) if rows else {}
-    everywhere = 0 if by_hand else found.get("", 0)
-    activations = tuple(found.get(device, everywhere) for device in devices)
+    outputs = _activations(model, batch_spec, on_one, by_hand) if rows else {}
+    everywhere = 0 if by_hand else outputs.get("", 0)
+    activations = tuple(outputs.get(device, everywhere) for device in devices)
     # Layers placed by hand are computed where their variables are.
     largest = 0 if by_hand else max((sizes[i] for i in alone), default=0)
     return MemoryPlan(devices, memory, planned, activations, largest)
