@@ -109,7 +109,8 @@ class _Loads:
             raise ShareError(
                 "The variables do not fit on the devices of the strategy. Received: "
                 f"{name!r} of {size:,} bytes, after {table}. Take more devices, "
-                "tmg.create_strategy(devices=[...]), or a smaller model."
+                "tmg.create_strategy(devices=[...]), or a smaller model. Other models count too: "
+                "`del` those that are not needed."
             )
         self.alive[device] += size
         if self.bytes is not self.alive:
@@ -292,7 +293,8 @@ def _serve_optimizers(strategy: tf.distribute.Strategy) -> None:
         raise TfMultiGpuError(
             "A sharded variable is updated once, not by every replica. Received: optimizer.apply, "
             f"or Keras' own fit, for {variable.name!r} on {parse_device_name(variable.device)}. "
-            "Write tmg.fit(model, data), or step = tmg.make_train_step(model, optimizer, loss)."
+            "Write tmg.fit(model, data), or step = tmg.make_train_step(model, optimizer, loss, "
+            "strategy)."
         )
 
     extended.colocate_vars_with, extended.update = colocate_vars_with, update_mirrored
