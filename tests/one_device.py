@@ -26,6 +26,11 @@ def strategy_of(replicas: int) -> tf.distribute.Strategy:
     """One strategy for each number of replicas: two on one process must not share collectives."""
     if replicas == 1:
         return tf.distribute.get_strategy()
+    return unused_strategy(replicas)
+
+
+def unused_strategy(replicas: int) -> tf.distribute.Strategy:
+    """A new strategy, for what depends on the variables that are alive on it: their places."""
     return tf.distribute.MirroredStrategy(
         [f"CPU:{i}" for i in range(replicas)],
         cross_device_ops=tf.distribute.ReductionToOneDevice(),

@@ -12,7 +12,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from one_device import strategy_of
+from one_device import strategy_of, unused_strategy
 
 import tfmultigpu as tmg
 from tfmultigpu import _compat
@@ -266,13 +266,6 @@ def test_unequal_devices_get_unequal_parts() -> None:
         model = keras.Sequential([keras.Input((32,)), *[layers.Dense(32) for _ in range(12)]])
     on_each = bytes_by_device(model.variables, strategy)
     assert 2.5 < on_each["CPU:0"] / on_each["CPU:1"] < 3.5
-
-
-def unused_strategy(replicas: int) -> Any:
-    return tf.distribute.MirroredStrategy(
-        [f"CPU:{i}" for i in range(replicas)],
-        cross_device_ops=tf.distribute.ReductionToOneDevice(),
-    )
 
 
 def test_what_does_not_fit_is_said_with_numbers() -> None:

@@ -8,7 +8,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from one_device import strategy_of
+from one_device import unused_strategy
 
 import tfmultigpu as tmg
 from tfmultigpu.strategies.variable_sharding import is_sharded
@@ -34,7 +34,7 @@ def model_on(strategy: tf.distribute.Strategy, at_least: int = KERNEL) -> keras.
 
 
 def test_a_plan_without_memory_is_that_of_the_model_made() -> None:
-    strategy = strategy_of(2)
+    strategy = unused_strategy(2)
     adam = keras.optimizers.Adam()
     before = tmg.plan_memory(build, adam, strategy, rows=20, at_least=KERNEL)
     after = tmg.plan_memory(model_on(strategy), adam, strategy, rows=20)
@@ -61,7 +61,7 @@ def test_what_is_frozen_after_it_was_made_is_sharded_too(how: str) -> None:
             layer.trainable = layer.trainable and how != "frozen"
         return model
 
-    strategy, sgd = strategy_of(2), keras.optimizers.SGD(0.1, momentum=0.9)
+    strategy, sgd = unused_strategy(2), keras.optimizers.SGD(0.1, momentum=0.9)
     with strategy.scope(), tmg.sharded_variables(at_least=KERNEL):
         after = tmg.plan_memory(made(), sgd, strategy)
     before = tmg.plan_memory(made, sgd, strategy, at_least=KERNEL)
@@ -76,11 +76,11 @@ def test_arguments_of_another_kind() -> None:
     with pytest.raises(TypeError, match=r"Received: str\. Write tmg\.plan_memory\(build, keras"):
         tmg.plan_memory(build, "adam")
     with pytest.raises(ValueError, match=r"no such device\. Received: 'CPU:9'; the plan has CPU:0"):
-        tmg.plan_memory(build, None, strategy_of(2)).bytes_on("CPU:9")
+        tmg.plan_memory(build, None, unused_strategy(2)).bytes_on("CPU:9")
 
 
 def test_the_optimizer_state_of_the_plan_is_that_of_a_step() -> None:
-    strategy = strategy_of(2)
+    strategy = unused_strategy(2)
     model = model_on(strategy)
     with strategy.scope():
         adam = keras.optimizers.Adam()
@@ -105,7 +105,7 @@ def test_a_plan_allocates_nothing_and_draws_nothing() -> None:
 
     keras.utils.set_random_seed(3)
     state = random.getstate()
-    plan = tmg.plan_memory(huge, keras.optimizers.Adam(), strategy_of(4))
+    plan = tmg.plan_memory(huge, keras.optimizers.Adam(), unused_strategy(4))
     assert random.getstate() == state
     assert plan.bytes_on(plan.variables[0].device or "") > 16 * 10**12
     variable = keras.Variable(1.0)  # Nothing waits to be initialized on this thread.
@@ -118,7 +118,7 @@ def test_the_policy_of_the_caller_counts() -> None:
     before = keras.config.dtype_policy()
     keras.config.set_dtype_policy("mixed_float16")
     try:
-        plan = tmg.plan_memory(build, None, strategy_of(2), rows=20, at_least=KERNEL)
+        plan = tmg.plan_memory(build, None, unused_strategy(2), rows=20, at_least=KERNEL)
     finally:
         keras.config.set_dtype_policy(before)
     assert plan.activations == (10 * (2 * (4 * 64 + 64) + 4 * 3),) * 2
@@ -126,7 +126,7 @@ def test_the_policy_of_the_caller_counts() -> None:
 
 def test_what_fits_on_no_device_is_an_error_with_the_plan() -> None:
     memory = {"CPU:0": KERNEL, "CPU:1": 50 * KERNEL}
-    strategy = strategy_of(2)
+    strategy = unused_strategy(2)
     plan = tmg.plan_memory(build, keras.optimizers.Adam(), strategy, at_least=KERNEL, memory=memory)
     kernels = [one.device for one in plan.variables if one.device is not None]
     assert kernels.count("CPU:1") > kernels.count("CPU:0")
