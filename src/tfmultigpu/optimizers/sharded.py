@@ -425,8 +425,8 @@ def _refuse(*_: Any, **__: Any) -> None:
         "make_train_step used it first: each part of it exists once, and replicas that called "
         "optimizer.apply (apply_gradients, Keras' own fit) would each change it. To use it there "
         "too, write shard_update=False in that call, tmg.fit(..., shard_update=False) or "
-        "make_train_step(..., shard_update=False), and make the optimizer anew. With sharded "
-        "variables there is no other way to update: write tmg.fit, or a step."
+        "make_train_step(..., shard_update=False), and make the optimizer anew. Sharded "
+        "variables are updated by tmg.fit and by a step only."
     )
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfmultigpu.data.batch_format import count_rows
+from tfmultigpu.data.batch_format import count_rows, with_dependencies
 from tfmultigpu.errors import TfMultiGpuError
 from tfmultigpu.steps.micro_batches import MicroBatchSum, Part
 from tfmultigpu.steps.op_placement import devices_of
@@ -44,8 +44,7 @@ def pipelined(
     for micro in range(micro_batches):
         with tf.device("CPU:0"):
             part = Part(tf.minimum(tf.constant(micro, tf.int64), count - 1), count)
-        with tf.control_dependencies(done[-at_once] if micro >= at_once else []):
-            given = tf.nest.map_structure(_copy, shard, expand_composites=True)
+        given = with_dependencies(done[-at_once] if micro >= at_once else [], shard)
         added = run(addition.add, args=(sums, begin, given, part, *fixed))
         # The first one has rows. One without rows has computed the last rows again.
         if micro:
@@ -54,10 +53,6 @@ def pipelined(
         sums = added
         done.append(sums)
     return sums
-
-
-def _copy(tensor: Any) -> Any:
-    return None if tensor is None else tf.identity(tensor)
 
 
 def check_pipeline(strategy: tf.distribute.Strategy, options: Any, model: Any) -> None:

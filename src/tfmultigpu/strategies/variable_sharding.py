@@ -234,11 +234,7 @@ def _creating(strategy: tf.distribute.Strategy, loads: _Loads, limits: _Limits) 
         return variable
 
     if any(loads.alive):
-        # Keras models hold themselves: an earlier one that nobody uses lives on. Its variables are
-        # found only in the third pass, after the functions that hold them.
-        for _ in range(_PASSES):
-            if not gc.collect():
-                break
+        _free_unused_models()
     limits = loads.agree(strategy, limits)
     loads.entered.append(limits)
     try:
@@ -246,6 +242,16 @@ def _creating(strategy: tf.distribute.Strategy, loads: _Loads, limits: _Limits) 
             yield
     finally:
         loads.entered.pop()
+
+
+def _free_unused_models() -> None:
+    """Frees the variables of models that nobody uses, which hold themselves.
+
+    The variables are found only in the third pass, after the functions that hold them.
+    """
+    for _ in range(_PASSES):
+        if not gc.collect():
+            return
 
 
 def _check_alike(strategy: tf.distribute.Strategy, name: str, value: tf.Tensor) -> None:

@@ -223,9 +223,8 @@ def _plan(
             "model.build(input_shape)."
         )
     trained_first = {id(variable) for variable, _, trained in made if trained}
-    found = [] if devices else made
-    by_hand = {id(variable): parse_device_name(device) for variable, device, _ in found}
-    by_hand = {id(one): by_hand[id(one)] for one in model.variables if id(one) in by_hand}
+    found = {} if devices else {id(one): parse_device_name(device) for one, device, _ in made}
+    by_hand = {id(one): found[id(one)] for one in model.variables if id(one) in found}
     replicas = len(devices) or 1
     devices = devices or tuple(dict.fromkeys(by_hand.values()))
     memory = memory_of_devices(devices, memory)
