@@ -79,6 +79,32 @@ def test_arguments_of_another_kind() -> None:
         tmg.plan_memory(build, None, unused_strategy(2)).bytes_on("CPU:9")
 
 
+@pytest.mark.parametrize("made_first", [False, True])
+def test_a_plan_is_refused_where_its_step_would_be(made_first: bool) -> None:
+    strategy = unused_strategy(2)
+    given = model_on(strategy) if made_first else build
+    with pytest.raises(tmg.TfMultiGpuError, match=r"Nadam .* 4 sharded variables, such as "):
+        tmg.plan_memory(given, keras.optimizers.Nadam(), strategy, at_least=KERNEL)
+    tmg.plan_memory(build, keras.optimizers.Nadam(), strategy)  # All is mirrored.
+
+
+def test_a_class_makes_the_model() -> None:
+    class Lazy(keras.Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.dense = keras.layers.Dense(3)
+
+    class Built(Lazy):
+        def __init__(self) -> None:
+            super().__init__()
+            self.dense.build((None, 4))
+            self.built = True
+
+    with pytest.raises(tmg.ScopeError, match="has no variables yet"):
+        tmg.plan_memory(Lazy)
+    assert len(tmg.plan_memory(Built, None, unused_strategy(2)).variables) == 2
+
+
 def test_the_optimizer_state_of_the_plan_is_that_of_a_step() -> None:
     strategy = unused_strategy(2)
     model = model_on(strategy)

@@ -145,7 +145,31 @@ def _plan_of_sharded(
             "model without tmg.sharded_variables()."
         )
     known = optimizer_trains(optimizer)
-    obstacle = _obstacle(optimizer, known or variables, strategy, built=bool(known))
+    check_divisible(optimizer, known or variables, strategy, which, built=bool(known))
+    return UpdatePlan(True, f"the model has {which}")
+
+
+def check_divisible(
+    optimizer: Any,
+    variables: Sequence[Any],
+    strategy: tf.distribute.Strategy,
+    which: str,
+    *,
+    built: bool,
+) -> None:
+    """Checks that an optimizer can update sharded variables, each on its device.
+
+    Args:
+        optimizer: As for ``plan_update``.
+        variables: What it trains; none asks about the optimizer alone.
+        strategy: As for ``plan_update``.
+        which: The sharded variables, for a person.
+        built: Whether the optimizer may be built already.
+
+    Raises:
+        TfMultiGpuError: It cannot.
+    """
+    obstacle = _obstacle(optimizer, variables, strategy, built=built)
     if obstacle is not None:
         raise TfMultiGpuError(
             "A variable that lives on one device alone is updated there, and this update cannot be "
@@ -153,7 +177,6 @@ def _plan_of_sharded(
             "tmg.sharded_variables(); or, if the optimizer is the reason, take an optimizer of "
             "Keras such as Adam, AdamW, SGD or Lion."
         )
-    return UpdatePlan(True, f"the model has {which}")
 
 
 def can_be_sharded(

@@ -19,7 +19,7 @@ from tfmultigpu.losses.recording import recording_calls, recording_devices
 from tfmultigpu.optimizers.gradients import sum_dtype
 from tfmultigpu.optimizers.loss_scaling import unwrap_optimizer
 from tfmultigpu.optimizers.placement import assign_owners
-from tfmultigpu.optimizers.sharded import slots_of_each_variable
+from tfmultigpu.optimizers.sharded import check_divisible, slots_of_each_variable
 from tfmultigpu.strategies.topology import strategy_devices
 from tfmultigpu.strategies.variable_sharding import (
     AT_LEAST,
@@ -163,6 +163,7 @@ def plan_memory(
     Raises:
         ScopeError: The model has no variables without a batch.
         ShareError: ``memory`` does not fit the devices.
+        TfMultiGpuError: The optimizer cannot update sharded variables, each on its device.
         TypeError: ``rows`` or ``at_least`` is not a whole number, or the optimizer is none.
         ValueError: One of them is negative.
 
@@ -188,16 +189,22 @@ def plan_memory(
             "strategy)."
         )
     slots = 0 if optimizer is None else slots_of_each_variable(unwrap_optimizer(optimizer))
-    if isinstance(model, tf.Module) or hasattr(model, "trainable_variables"):
-        made = [] if devices else [(one, one.value.device, True) for one in model.variables]
-        return _plan(model, slots, devices, made, memory, batch_spec, rows, None)
 
     def build() -> MemoryPlan:
         with recording_devices() as made:
             built = model()
         return _plan(built, slots, devices, made, memory, batch_spec, rows, at_least)
 
-    plan: MemoryPlan = _without_memory(build)
+    plan: MemoryPlan
+    if not isinstance(model, type) and hasattr(model, "trainable_variables"):
+        made = [] if devices else [(one, one.value.device, True) for one in model.variables]
+        plan = _plan(model, slots, devices, made, memory, batch_spec, rows, None)
+    else:
+        plan = _without_memory(build)
+    sharded = [one.path for one in plan.variables if one.device and one.gradients]
+    if optimizer is not None and sharded and len(devices) > 1:
+        which = f"{len(sharded)} sharded variables, such as {sharded[0]!r}"
+        check_divisible(unwrap_optimizer(optimizer), (), strategy, which, built=True)
     return plan
 
 
