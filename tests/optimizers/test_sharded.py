@@ -404,6 +404,23 @@ def test_an_optimizer_is_not_kept_alive() -> None:
     assert gone() is None
 
 
+def test_no_traced_graph_is_kept_alive() -> None:
+    graphs: list[Any] = []
+
+    def loss(labels: Any, outputs: Any) -> Any:
+        graphs.append(weakref.ref(tf.compat.v1.get_default_graph()))
+        return keras.losses.sparse_categorical_crossentropy(labels, outputs, from_logits=True)
+
+    run = Replicated(2, mlp, adam, loss, shard_update=True)
+    run.step(BATCHES[0])
+    assert graphs
+    assert graphs[-1]() is not None
+    del run
+    gc.collect()
+    gc.collect()
+    assert [graph() for graph in graphs] == [None] * len(graphs)
+
+
 # Where it is done and where not -------------------------------------------------------------------
 
 

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from tfmultigpu._compat import (
+    gradients_already_summed,
     is_own_class_of_keras,
     moving_averages,
     optimizer_trains,
@@ -401,7 +402,10 @@ class ShardedUpdate:
                     with tf.device(self.devices[owner]):
                         if mine:
                             twins = [self._twins[id(variables[i])] for i in mine]
-                            own.apply([gradients[i] for i in mine], twins)
+                            # A sum over one replica would add nothing, but TensorFlow keeps its
+                            # graph for ever.
+                            with gradients_already_summed(own):
+                                own.apply([gradients[i] for i in mine], twins)
                         else:
                             if own.use_ema:
                                 update_averages(own)
