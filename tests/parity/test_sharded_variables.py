@@ -653,6 +653,54 @@ def test_layers_that_assign_weights_when_they_predict(how: str, rows: int) -> No
         np.testing.assert_allclose(actual, value, rtol=1e-6)
 
 
+class Decaying(layers.Layer):
+    """Writes to its kernel by TensorFlow's own assign: after a read, between two, or going back."""
+
+    def __init__(self, when: str) -> None:
+        super().__init__()
+        self.when = when
+
+    def build(self, shape: Any) -> None:
+        self.kernel = self.add_weight(shape=(shape[-1], shape[-1]))
+
+    def call(self, x: tf.Tensor, training: bool = False) -> tf.Tensor:
+        variable = self.kernel.value
+
+        @tf.custom_gradient  # type: ignore[untyped-decorator]
+        def product(x: tf.Tensor, kernel: tf.Tensor) -> Any:
+            def gradient(upstream: tf.Tensor) -> Any:
+                before = tf.matmul(upstream, kernel, transpose_b=True)
+                if self.when == "in_gradient":
+                    variable.assign(variable * 0.5)
+                return before, tf.matmul(x, upstream, transpose_a=True)
+
+            return tf.matmul(x, kernel), gradient
+
+        result = tf.tanh(product(x, tf.convert_to_tensor(self.kernel)))
+        if training and self.when != "in_gradient":
+            variable.assign(variable * 0.5)
+        return tf.matmul(result, self.kernel) if self.when == "between_reads" else result
+
+
+@pytest.mark.parametrize("when", ["after_read", "between_reads", "in_gradient"])
+def test_layers_that_assign_weights_when_they_train(when: str) -> None:
+    """The backward pass takes the value that the forward pass took, not one written since."""
+
+    def train(replicas: int) -> list[np.ndarray]:
+        strategy = strategy_of(replicas)
+        keras.utils.set_random_seed(4)
+        with strategy.scope(), sharding():
+            before = layers.Dense(5, activation="tanh")
+            model = keras.Sequential([keras.Input((6,)), before, Decaying(when), layers.Dense(3)])
+            model.compile(keras.optimizers.SGD(0.3), crossentropy())
+        x, y = NUMBERS[:11], LABELS[:11]
+        history = tmg.fit(model, x, y, batch_size=5, epochs=2, shuffle=False, verify=False)
+        return [*(one.numpy() for one in model.weights), np.asarray(history.history["loss"])]
+
+    for actual, value in zip(train(3), train(1), strict=True):
+        np.testing.assert_allclose(actual, value, rtol=2e-5, atol=2e-6)
+
+
 @pytest.mark.parametrize("aggregation", ["none", "mean", "only_first_replica", "sum"])
 def test_loops_by_hand_assign_once(aggregation: str) -> None:
     """As for a mirrored variable: not once for each replica."""

@@ -8,6 +8,8 @@ reads once more.
 A replica that runs ahead of the others leaves its gradients waiting where they are added, in the
 end those of the whole model. So the backward pass reads the weights of a layer only when the
 gradients of the second layer before have been added.
+
+A variable that the forward pass writes to is left as it is: read once more, it would be another.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ __all__ = ["BackwardReads", "bounding_reads", "keep_in_step", "resource_outside"
 _AHEAD = 1  # Layers whose weights are copied while the layer before them computes.
 _PASSED_ON = ("Cast", "Identity")
 _LOOPS = ("StatelessWhile", "While")
+_WRITES = ("AssignAddVariableOp", "AssignSubVariableOp", "AssignVariableOp")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,6 +102,9 @@ def bounding_reads(variables: Sequence[Any]) -> Iterator[BackwardReads]:
     with _compat.reading_before_loops(graph) as loops:
         yield found
     operations = graph.get_operations()
+    for one in operations[begin:]:
+        if one.type in _WRITES:
+            alone.pop(id(resource_outside(one.inputs[0])), None)
     begins = found.begins or [len(operations)]
     places = {one: place for place, one in enumerate(operations)}
     uses = _uses(operations[begin:], places, _own_device(), alone, loops)
