@@ -666,7 +666,7 @@ class Decaying(layers.Layer):
     def call(self, x: tf.Tensor, training: bool = False) -> tf.Tensor:
         variable = self.kernel.value
 
-        @tf.custom_gradient  # type: ignore[untyped-decorator]
+        @tf.custom_gradient
         def product(x: tf.Tensor, kernel: tf.Tensor) -> Any:
             def gradient(upstream: tf.Tensor) -> Any:
                 before = tf.matmul(upstream, kernel, transpose_b=True)

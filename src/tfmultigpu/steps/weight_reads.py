@@ -9,7 +9,8 @@ A replica that runs ahead of the others leaves its gradients waiting where they 
 end those of the whole model. So the backward pass reads the weights of a layer only when the
 gradients of the second layer before have been added.
 
-A variable that the forward pass writes to is left as it is: read once more, it would be another.
+A variable that is written to in either pass is left alone: read once more, it would have another
+value, and its reads could wait for a write that waits for them.
 """
 
 from __future__ import annotations
@@ -86,7 +87,8 @@ def bounding_reads(variables: Sequence[Any]) -> Iterator[BackwardReads]:
     It changes the graph, not the results. Nothing happens outside of a graph.
 
     Args:
-        variables: Keras variables; those that are not sharded are left out.
+        variables: Keras variables; those that are not sharded are left out, as are those
+            that are written to in the context.
 
     Yields:
         The reads of the backward pass, which is told when that begins and ends. If it is not told,
