@@ -110,11 +110,8 @@ class Made:
             assert float(self.watched.mean.result()) == pytest.approx(x.mean(), rel=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("replicas", "micro_batches"),
-    [(1, 3), *((replicas, parts) for replicas in (2, 3, 4) for parts in (1, 2, 3))],
-)
-def test_in_training(replicas: int, micro_batches: int) -> None:
+@pytest.mark.parametrize(("replicas", "micro_batches"), [(1, 3), (2, (1, 3)), (4, 2)])
+def test_in_training(replicas: int, micro_batches: Any) -> None:
     made = Made(replicas)
     made.hold(
         tmg.make_train_step(
@@ -128,12 +125,6 @@ def test_in_training(replicas: int, micro_batches: int) -> None:
     )
 
 
-def test_with_other_micro_batches_on_each_replica() -> None:
-    made = Made(2)
-    options = {"forward": made.forward, "micro_batches": (1, 3)}
-    made.hold(tmg.make_train_step(made.model, made.optimizer, None, made.strategy, **options))
-
-
 def test_compiled_by_xla() -> None:
     """XLA on one device cannot read a metric's parts on all: the step says it is not verified."""
     made = Made(2)
@@ -143,7 +134,7 @@ def test_compiled_by_xla() -> None:
         made.hold(step, (1, 3))
 
 
-@pytest.mark.parametrize("replicas", [2, 3, 4])
+@pytest.mark.parametrize("replicas", [4])
 def test_in_evaluation(replicas: int) -> None:
     made = Made(replicas)
     made.hold(tmg.make_eval_step(made.model, None, made.strategy, forward=made.forward))

@@ -107,10 +107,9 @@ def test_equal_to_one_device_or_refused(name):
     assert min(outcomes.values()) > 0, outcomes
 
 
-@pytest.mark.parametrize("replicas", [1, 2, 3])
-@pytest.mark.parametrize("rows", [1, 3, 6])
+@pytest.mark.parametrize(("replicas", "rows"), [(1, 1), (2, 6)])
 def test_labels_without_the_axis_of_the_predictions_are_refused_by_a_step(replicas, rows):
-    """Predictions of 3 numbers: a batch of 6 makes shards of 3 rows, one of 3 shards of one."""
+    """Predictions of 3 numbers: a batch of 6 makes shards of 3 rows."""
 
     def build():
         return keras.Sequential([keras.Input((2,)), keras.layers.Dense(3)])
@@ -145,16 +144,16 @@ def test_rows_that_are_compared_by_accident():
         function.get_concrete_function(labels, predictions)
 
 
-@pytest.mark.parametrize("shape", [(3,), (1, 3)])
-def test_weights_without_rows_divide_once(shape):
+def test_weights_without_rows_divide_once():
     """One weight for each position of a sequence, the same in every row."""
     loss = keras.losses.MeanSquaredError(reduction="mean_with_sample_weight")
-    weight = np.array([0.5, 2.0, 1.0], "float32").reshape(shape)
     y_true, y_pred = made("BTT", 5, 3), made("BTT", 5, 3)
-    expected = float(loss(y_true, y_pred, weight))
-    pairs = [tmg.loss_sum(loss, y_true[i:j], y_pred[i:j], weight) for i, j in ((0, 2), (2, 5))]
-    assert all(isinstance(pair, FixedLossSum) for pair in pairs)
-    assert sum(float(pair.sum) for pair in pairs) == pytest.approx(expected, rel=1e-6)
+    for shape in ((3,), (1, 3)):
+        weight = np.array([0.5, 2.0, 1.0], "float32").reshape(shape)
+        expected = float(loss(y_true, y_pred, weight))
+        pairs = [tmg.loss_sum(loss, y_true[i:j], y_pred[i:j], weight) for i, j in ((0, 2), (2, 5))]
+        assert all(isinstance(pair, FixedLossSum) for pair in pairs)
+        assert sum(float(pair.sum) for pair in pairs) == pytest.approx(expected, rel=1e-6)
 
 
 def test_weights_do_not_hide_a_loss_that_has_lost_its_rows():
