@@ -1,0 +1,85 @@
+"""The truth: loops of plain Keras and TensorFlow on one device. Nothing of this library is here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from law.model import Batch, Training
+
+
+def as_tensors(batch: Batch) -> Any:
+    """Returns a batch as tensors; None stays None."""
+    return tf.nest.map_structure(lambda a: None if a is None else tf.convert_to_tensor(a), batch)
+
+
+def specs_of(batch: Batch) -> Any:
+    """Returns the specification of batches like this one, of any number of examples."""
+    return tf.nest.map_structure(
+        lambda a: tf.TensorSpec([None, *np.shape(a)[1:]], np.asarray(a).dtype), batch
+    )
+
+
+class PlainLoop:
+    """A tape, the losses of Keras with their own reductions, ``optimizer.apply``.
+
+    Gradients of embeddings are summed by row first (``tf.convert_to_tensor``), as this library
+    does. Clipping, if any, is of the whole gradient.
+    """
+
+    def __init__(self, training: Training, like: Batch) -> None:
+        self.training = training
+        training.optimizer.build(training.model.trainable_variables)
+        signature = [specs_of(like)]
+        self._step = tf.function(self._train, input_signature=signature, autograph=False)
+
+    def step(self, batch: Batch) -> dict[str, float]:
+        """Trains on one batch and returns its loss and the norm of its gradient."""
+        return {name: float(value) for name, value in self._step(as_tensors(batch)).items()}
+
+    def train(self, batches: Iterable[Batch]) -> list[dict[str, float]]:
+        return [self.step(batch) for batch in batches]
+
+    def _train(self, batch: Any) -> dict[str, Any]:
+        training = self.training
+        x, y, weights = (*batch, None)[:3]
+        with tf.GradientTape() as tape:
+            outputs = training.model(x, training=True)
+            loss = plain_loss(training.loss, y, outputs, weights)
+            loss += sum(tf.cast(extra, loss.dtype) for extra in training.model.losses)
+        variables = training.model.trainable_variables
+        gradients = [tf.convert_to_tensor(g) for g in tape.gradient(loss, variables)]
+        norm = tf.linalg.global_norm(gradients)
+        if training.clip_norm is not None:
+            gradients, _ = tf.clip_by_global_norm(gradients, training.clip_norm)
+        training.optimizer.apply(gradients, variables)
+        for name, metrics in training.metrics_by_output().items():
+            for metric in metrics:
+                if name is None:
+                    metric.update_state(y, outputs)
+                else:
+                    metric.update_state(y[name], outputs[name])
+        return {"loss": loss, "gradient_norm": norm}
+
+
+def plain_loss(loss: Any, y: Any, outputs: Any, weights: Any = None) -> Any:
+    """Returns what Keras' losses say of a whole batch, each by its own reduction, added."""
+    if not isinstance(loss, dict):
+        return loss(y, outputs, sample_weight=weights)
+    weights = weights or {}
+    return sum(loss[n](y[n], outputs[n], sample_weight=weights.get(n)) for n in loss)
+
+
+def assert_values(
+    actual: Sequence[np.ndarray],
+    expected: Sequence[np.ndarray],
+    names: Iterable[str],
+    rtol: float = 1e-7,
+    atol: float = 1e-9,
+) -> None:
+    """Holds that values are those of one device; integers exactly, and the sum over replicas too."""
+    for name, a, b in zip(names, actual, expected, strict=True):
+        np.testing.assert_allclose(a, b, rtol=rtol, atol=atol, err_msg=name)

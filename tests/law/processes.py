@@ -1,0 +1,264 @@
+"""Processes for tests: forks of one process that has imported TensorFlow, a start in a second.
+
+``pool()`` is that process, one for each process of pytest. A worker keeps running until it is told
+to end, and calls functions that tests name; they are found by import, as pickle does.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import functools
+import json
+import os
+import pickle
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Client, Connection, Listener
+from pathlib import Path
+from typing import Any
+
+import tfmultigpu
+
+SECONDS = 120.0  # A limit for what hangs, far above what anything takes.
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+class WorkerRaised(Exception):
+    """A function raised in a worker.
+
+    Attributes:
+        kinds: The names of the classes of the error, the most special one first.
+        text: Its traceback.
+    """
+
+    def __init__(self, kinds: Sequence[str], text: str) -> None:
+        super().__init__(text)
+        self.kinds, self.text = tuple(kinds), text
+
+
+class Worker:
+    """A process that calls functions, one after the other.
+
+    Attributes:
+        pid: Its number.
+        log: What it prints goes there.
+    """
+
+    def __init__(self, pool: Pool, pid: int, connection: Connection, log: Path) -> None:
+        self.pid, self.log = pid, log
+        self._pool, self._connection = pool, connection
+
+    @property
+    def code(self) -> int | None:
+        """The exit code, below zero for a signal; None while it runs."""
+        return self._pool.codes.get(self.pid)
+
+    def begin(self, function: Callable[..., Any], *arguments: Any) -> None:
+        """Starts a call; ``result`` waits for it."""
+        self._connection.send_bytes(pickle.dumps((function, arguments)))
+
+    def result(self, seconds: float = SECONDS) -> Any:
+        """Returns what the call returned.
+
+        Raises:
+            WorkerRaised: It raised, or the process ended.
+        """
+        end = time.monotonic() + seconds
+        while not self._connection.poll(0.05):
+            if self.code is not None and not self._connection.poll(0.0):
+                raise WorkerRaised([f"exit code {self.code}"], self.printed())
+            assert time.monotonic() < end, f"no result in {seconds} s: {self.printed()}"
+        try:
+            kind, *values = pickle.loads(self._connection.recv_bytes())
+        except EOFError:
+            raise WorkerRaised([f"exit code {self.wait()}"], self.printed()) from None
+        if kind == "raised":
+            raise WorkerRaised(*values)
+        return values[0]
+
+    def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Calls a function there and returns its result."""
+        self.begin(function, *arguments)
+        return self.result()
+
+    def send_signal(self, number: int) -> None:
+        if self.code is None:
+            os.kill(self.pid, number)
+
+    def end(self) -> None:
+        """Lets it end as a program does that has nothing left to do."""
+        with contextlib.suppress(OSError):
+            self._connection.send_bytes(pickle.dumps(None))
+
+    def wait(self, seconds: float = SECONDS) -> int:
+        """Waits for its end and returns the exit code."""
+        end = time.monotonic() + seconds
+        while self.code is None:
+            assert time.monotonic() < end, f"still running after {seconds} s: {self.printed()}"
+            time.sleep(0.01)
+        return self.code
+
+    def printed(self) -> str:
+        return self.log.read_text(errors="replace")[-3000:]
+
+
+class Pool:
+    """A process that has imported TensorFlow and makes forks of itself."""
+
+    def __init__(self) -> None:
+        self.codes: dict[int, int] = {}
+        self.folder = Path(tempfile.mkdtemp(prefix="pool-"))
+        self._listener = Listener(str(self.folder / "socket"))
+        package = str(Path(tfmultigpu.__file__).parents[1])
+        paths = [package, *(path for path in sys.path if path and path != package)]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+        for name in ("TF_CONFIG", "PYTEST_XDIST_WORKER"):
+            environment.pop(name, None)
+        self._server = subprocess.Popen(
+            [sys.executable, "-m", "law.processes", str(self.folder / "socket")],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**environment, "TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": "-1"},
+            text=True,
+            bufsize=1,
+        )
+        threading.Thread(target=self._read_codes, daemon=True).start()
+        atexit.register(self.close)
+
+    def start(self, **environment: str) -> Worker:
+        """Makes a process with these environment variables."""
+        log = self.folder / f"{time.monotonic_ns()}.log"
+        log.touch()
+        assert self._server.stdin is not None
+        self._server.stdin.write(json.dumps([str(log), environment]) + "\n")
+        connection = self._listener.accept()
+        return Worker(self, pickle.loads(connection.recv_bytes()), connection, log)
+
+    def cluster(self, workers: int = 2, **environment: str) -> list[Worker]:
+        """Makes processes whose TF_CONFIG names one another; they have not joined yet."""
+        addresses = unused_addresses(workers)
+        return [
+            self.start(TF_CONFIG=tf_config(addresses, index), **environment)
+            for index in range(workers)
+        ]
+
+    def close(self) -> None:
+        """Ends all of them."""
+        self._listener.close()
+        self._server.kill()
+        self._server.wait()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _read_codes(self) -> None:
+        assert self._server.stdout is not None
+        for line in self._server.stdout:
+            pid, code = json.loads(line)
+            self.codes[pid] = code
+
+
+pool = functools.cache(Pool)
+
+
+def call_all(workers: Sequence[Worker], function: Callable[..., Any], *arguments: Any) -> list[Any]:
+    """Calls a function on all workers at once and returns their results."""
+    for worker in workers:
+        worker.begin(function, *arguments)
+    return [worker.result() for worker in workers]
+
+
+def tf_config(addresses: Sequence[str], index: int) -> str:
+    task = {"type": "worker", "index": index}
+    return json.dumps({"cluster": {"worker": list(addresses)}, "task": task})
+
+
+def unused_addresses(count: int) -> list[str]:
+    """Returns addresses of this machine on ports that were free a moment ago."""
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [f"127.0.0.1:{each.getsockname()[1]}" for each in sockets]
+
+
+def _serve(address: str) -> None:
+    """Makes forks until the input ends; each answers calls until its connection ends."""
+    import keras  # noqa: F401
+    import numpy as np  # noqa: F401
+    import tensorflow as tf  # noqa: F401
+
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for line in sys.stdin:
+        log, environment = json.loads(line)
+        pid = os.fork()
+        if not pid:
+            _be_worker(address, log, environment)
+        threading.Thread(target=_tell_end, args=(pid,), daemon=True).start()
+
+
+def _tell_end(pid: int) -> None:
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    os.write(1, (json.dumps([pid, code]) + "\n").encode())
+
+
+def _be_worker(address: str, log: str, environment: dict[str, str]) -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    output = os.open(log, os.O_WRONLY | os.O_APPEND)
+    null = os.open(os.devnull, os.O_RDONLY)
+    for here, there in ((null, 0), (output, 1), (output, 2)):
+        os.dup2(here, there)
+    os.environ.update(environment)
+    status = 1
+    try:
+        with Client(address) as connection:
+            connection.send_bytes(pickle.dumps(os.getpid()))
+            _answer(connection)
+        status = 0
+    except SystemExit as error:
+        status = error.code if isinstance(error.code, int) else 1
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        _run_exit_functions()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def _answer(connection: Connection) -> None:
+    while True:
+        try:
+            request = pickle.loads(connection.recv_bytes())
+        except EOFError:
+            return
+        if request is None:
+            return
+        function, arguments = request
+        try:
+            answer: tuple[Any, ...] = "returned", function(*arguments)
+        except Exception as error:
+            kinds = [kind.__name__ for kind in type(error).__mro__]
+            answer = "raised", kinds, traceback.format_exc()
+            traceback.print_exc()
+        connection.send_bytes(pickle.dumps(answer))
+
+
+def _run_exit_functions() -> None:
+    """Runs what the interpreter runs at its end, such as the goodbye of a worker."""
+    with contextlib.suppress(Exception):
+        atexit._run_exitfuncs()
+
+
+if __name__ == "__main__":
+    _serve(sys.argv[1])

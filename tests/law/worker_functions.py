@@ -1,0 +1,116 @@
+"""Functions that tests call in worker processes (law/processes.py). Each begins on every worker."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import time
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import tfmultigpu as tmg
+from law.model import batches_of, regression, small
+from law.pair import Pair, Row
+
+SIZES = [7, 1, 2, 5]  # an odd one, one row, as many rows as workers, and odd again
+# Synchronized normalisation leaves no micro-batches; everything else is on.
+EVERYTHING = Row(2, norm=True, options=(("loss_scale", 1024.0),))
+_joined: dict[str, Any] = {}
+
+
+def join(startup_timeout: float = 60.0) -> int:
+    """Joins the cluster and returns the number of replicas."""
+    strategy = tmg.create_strategy("multi_worker", fallback=False, startup_timeout=startup_timeout)
+    _joined["strategy"] = strategy
+    return strategy.num_replicas_in_sync
+
+
+def everything_at_once() -> list[np.ndarray]:
+    """Holds to one device the model that has every feature; returns its values."""
+    pair = EVERYTHING.pair(_joined["strategy"])
+    pair.hold(batches_of(SIZES, [0.0, 1.0, 3.0], [1]), 3)
+    return pair.ours.values()
+
+
+def clipping_set_on_the_optimizer() -> list[np.ndarray]:
+    """Holds to one device a limit of the norm that is set on the optimizer, and shares."""
+    batches = regression(SIZES)
+
+    def build() -> Any:
+        return small(keras.optimizers.SGD(0.5, global_clipnorm=0.1))
+
+    pair = Pair(build, batches[0], _joined["strategy"], shares=(3, 1))
+    pair.hold(batches)
+    return pair.ours.values()
+
+
+def loops(folder: str) -> dict[str, Any]:
+    """Fits, evaluates, predicts and restores on the workers; Keras does it on one device."""
+    x, y = (np.concatenate(part) for part in zip(*regression([7, 7, 1]), strict=True))
+
+    def compiled() -> Any:
+        keras.utils.set_random_seed(1)
+        training = small()
+        training.model.compile(training.optimizer, training.loss, metrics=["mae"])
+        return training.model
+
+    plain = compiled()
+    expected = plain.fit(x, y, batch_size=7, epochs=2, shuffle=False, verbose=0).history
+    with _joined["strategy"].scope():
+        model = compiled()
+    history = tmg.fit(model, x, y, batch_size=7, epochs=2, shuffle=False, verbose=0).history
+    assert history.keys() == expected.keys()
+    for name, values in expected.items():
+        np.testing.assert_allclose(history[name], values, rtol=1e-6, err_msg=name)
+    for variable, truth in zip(model.weights, plain.weights, strict=True):
+        # The losses of `compile` are float32, so gradients are rounded to it.
+        np.testing.assert_allclose(variable.numpy(), truth.numpy(), rtol=1e-6, atol=1e-8)
+    evaluated = tmg.evaluate(model, x, y, batch_size=7)
+    truth = plain.evaluate(x, y, batch_size=7, return_dict=True, verbose=0)
+    np.testing.assert_allclose(evaluated["mae"], truth["mae"], rtol=1e-6)
+    np.testing.assert_allclose(
+        tmg.predict(model, x, batch_size=7), plain.predict(x, batch_size=7, verbose=0), rtol=1e-6
+    )
+    trained = [weight.numpy() for weight in model.weights]
+    checkpoints = tmg.Checkpoints(folder, model=model, optimizer=model.optimizer)
+    checkpoints.save()
+    for weight in model.weights:
+        weight.assign(tf.zeros_like(weight.value))
+    checkpoints.restore()
+    for weight, value in zip(model.weights, trained, strict=True):
+        np.testing.assert_array_equal(weight.numpy(), value)
+    return {"history": history, "weights": trained}
+
+
+def train_until_alone() -> str:
+    """Trains without an end; a worker that is lost ends it. The last one of them is killed."""
+    batches = regression([6])
+    with _joined["strategy"].scope():
+        training = small()
+    step = tmg.make_train_step(
+        training.model, training.optimizer, training.loss, _joined["strategy"]
+    )
+    data = tmg.distribute_dataset(batches[0], _joined["strategy"], batch_size=6)
+    (shards,) = list(data)
+    for number in itertools.count():
+        step(shards)
+        if number == 2:
+            print("trains", flush=True)
+        time.sleep(0.001)
+    raise AssertionError("unreachable")
+
+
+def errors_of_configurations(configurations: list[str]) -> list[tuple[str, str]]:
+    """Returns which error each TF_CONFIG is; they are raised before TensorFlow starts."""
+    errors = []
+    for configuration in configurations:
+        os.environ["TF_CONFIG"] = configuration
+        try:
+            strategy = tmg.create_strategy("multi_worker", fallback=False, startup_timeout=1.0)
+            errors.append(("", str(strategy)))
+        except Exception as error:
+            errors.append((type(error).__name__, str(error)))
+    return errors
