@@ -25,38 +25,37 @@ class Installed:
 GIT = {"vcs": "git", "commit_id": "0123abc"}
 
 
-@pytest.mark.parametrize(
-    ("origin", "command"),
-    [
-        (None, "pip install 'tfmultigpu[demo]'"),
-        (
-            {"url": "file:///home/me/my%20clone", "dir_info": {"editable": True}},
-            "pip install -e '/home/me/my clone[demo]'",
-        ),
-        ({"url": "file:///clone", "dir_info": {}}, "pip install '/clone[demo]'"),
-        (
-            {"url": "file:///dist/tfmultigpu-0.1.0-py3-none-any.whl", "archive_info": {}},
-            "pip install '/dist/tfmultigpu-0.1.0-py3-none-any.whl[demo]'",
-        ),
-        (
-            {"url": "https://example.org/t.git", "vcs_info": GIT},
-            "pip install 'tfmultigpu[demo] @ git+https://example.org/t.git'",
-        ),
-        (
-            {"url": "https://example.org/t.git", "vcs_info": {**GIT, "requested_revision": "v1"}},
-            "pip install 'tfmultigpu[demo] @ git+https://example.org/t.git@v1'",
-        ),
-        (
-            {"url": "https://example.org/t.whl", "archive_info": {}},
-            "pip install 'tfmultigpu[demo] @ https://example.org/t.whl'",
-        ),
-    ],
-)
-def test_installs_from_where_the_library_came(
-    monkeypatch: pytest.MonkeyPatch, origin: Any, command: str
-) -> None:
-    monkeypatch.setattr(importlib.metadata, "distribution", lambda name: Installed(origin))
-    assert install_command("demo") == command
+COMMANDS: list[tuple[Any, str]] = [
+    (None, "pip install 'tfmultigpu[demo]'"),
+    (
+        {"url": "file:///home/me/my%20clone", "dir_info": {"editable": True}},
+        "pip install -e '/home/me/my clone[demo]'",
+    ),
+    ({"url": "file:///clone", "dir_info": {}}, "pip install '/clone[demo]'"),
+    (
+        {"url": "file:///dist/tfmultigpu-0.1.0-py3-none-any.whl", "archive_info": {}},
+        "pip install '/dist/tfmultigpu-0.1.0-py3-none-any.whl[demo]'",
+    ),
+    (
+        {"url": "https://example.org/t.git", "vcs_info": GIT},
+        "pip install 'tfmultigpu[demo] @ git+https://example.org/t.git'",
+    ),
+    (
+        {"url": "https://example.org/t.git", "vcs_info": {**GIT, "requested_revision": "v1"}},
+        "pip install 'tfmultigpu[demo] @ git+https://example.org/t.git@v1'",
+    ),
+    (
+        {"url": "https://example.org/t.whl", "archive_info": {}},
+        "pip install 'tfmultigpu[demo] @ https://example.org/t.whl'",
+    ),
+]
+
+
+def test_installs_from_where_the_library_came(monkeypatch: pytest.MonkeyPatch) -> None:
+    for origin, command in COMMANDS:
+        found = Installed(origin)
+        monkeypatch.setattr(importlib.metadata, "distribution", lambda name, found=found: found)
+        assert install_command("demo") == command
 
 
 def test_a_clone_that_is_not_installed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -93,10 +93,10 @@ CASES: list[tuple[str, Call]] = [
 ]
 
 
-@pytest.mark.parametrize(("text", "call"), CASES, ids=[text[:60] for text, _ in CASES])
-def test_the_answer_is_the_call_to_write(given: SimpleNamespace, text: str, call: Call) -> None:
-    with pytest.raises(TypeError, match=re.escape(text)):
-        call(given)
+def test_the_answer_is_the_call_to_write(given: SimpleNamespace) -> None:
+    for text, call in CASES:
+        with pytest.raises(TypeError, match=re.escape(text)):
+            call(given)
 
 
 def test_right_calls_pass_unchanged(given: SimpleNamespace) -> None:
