@@ -1,7 +1,7 @@
 """Everything that is checked, by name: ``nox`` runs the default sessions, ``nox -s NAME`` one.
 
-TensorFlow takes 600 MB and a minute to install, so ``lint``, ``types``, ``docs`` and ``build`` do
-without it, and every environment is kept for the next run.
+TensorFlow takes 600 MB, so ``check`` and ``build`` do without it. With ``pip install 'nox[uv]'``
+environments are made by uv, several times as fast as by pip, and kept for the next run.
 """
 
 from __future__ import annotations
@@ -16,13 +16,15 @@ import nox
 
 nox.needs_version = ">=2024.10.9"
 nox.options.reuse_venv = "yes"
-nox.options.sessions = ["lint", "types", "docs", "tests"]
+nox.options.default_venv_backend = "uv|virtualenv"
+nox.options.sessions = ["check", "tests"]
 
 PROJECT = nox.project.load_toml("pyproject.toml")
 LINTED = ("src", "tests", "benchmarks", "examples", "docs", "noxfile.py")
 # One file, one worker process: a file's tests share TensorFlow's virtual devices and traces.
-# In the order of tests/conftest.py, which knows the slow ones; else by their number of tests.
 PYTEST = ("pytest", "-n", "2", "--dist", "loadfile", "--no-loadscope-reorder")
+# Every promise once, and what guards the proof itself. `full` runs all that is not here.
+PROOF = ("tests/promises", "tests/house", "tests/mutations")
 
 
 def groups(*names: str) -> list[str]:
@@ -31,48 +33,30 @@ def groups(*names: str) -> list[str]:
 
 
 @nox.session
-def lint(session: nox.Session) -> None:
-    """Format and lint rules; nothing is changed (``nox -s lint -- --fix`` changes it)."""
-    session.install(*groups("lint"))
+def check(session: nox.Session) -> None:
+    """Format and lint rules (``-- --fix`` mends them), strict types, and the documentation."""
+    session.install(*groups("lint", "types", "docs"))
     fix = "--fix" in session.posargs
     paths = [path for path in LINTED if Path(path).exists()]
     session.run("ruff", "check", *(["--fix"] if fix else []), *paths)
     session.run("ruff", "format", *([] if fix else ["--check"]), *paths)
-
-
-@nox.session
-def types(session: nox.Session) -> None:
-    """Check the types, strictly."""
-    session.install(*groups("types"))
-    session.run("mypy", *session.posargs)
-
-
-@nox.session
-def docs(session: nox.Session) -> None:
-    """Build the documentation; any warning is an error."""
-    session.install(*groups("docs"))
-    session.run("mkdocs", "build", "--strict", *session.posargs, env={"NO_MKDOCS_2_WARNING": "1"})
+    session.run("mypy")
+    session.run("mkdocs", "build", "--strict", "--quiet", env={"NO_MKDOCS_2_WARNING": "1"})
 
 
 @nox.session
 def tests(session: nox.Session) -> None:
-    """The tests of each promise: every value of every parameter, but no slow ones."""
+    """Every promise of the README, held to one device through public names alone."""
     session.install("-e", ".", *groups("test"))
-    session.run(*PYTEST, "-m", "not (slow or product or versions)", *session.posargs)
+    session.run(*PYTEST, *PROOF, *session.posargs)
 
 
 @nox.session
 def full(session: nox.Session) -> None:
-    """All tests of this library: also real workers, killed runs, all combinations, every page."""
+    """All other tests: units, more layers and sizes, more processes, kills, every page."""
     session.install("-e", ".", *groups("test", "checkers"))
-    session.run(*PYTEST, "-m", "not versions", *session.posargs)
-
-
-@nox.session
-def quick(session: nox.Session) -> None:
-    """Units, and one test for each promise of the README: two minutes, not a proof."""
-    session.install("-e", ".", *groups("test"))
-    session.run(*PYTEST, "-m", "quick", *session.posargs)
+    rest = [f"--ignore={folder}" for folder in PROOF]
+    session.run(*PYTEST, "-m", "not versions", *rest, *session.posargs)
 
 
 @nox.session
@@ -110,7 +94,7 @@ def ray(session: nox.Session) -> None:
 
 @nox.session
 def mutations(session: nox.Session) -> None:
-    """Break each clause of the law on purpose; the tests that docs/mutations.md names must fail."""
+    """Break each clause of the law on purpose; a promise that docs/mutations.md names must fail."""
     session.install("-e", ".", *groups("test"))
     session.run("python", "tests/mutations/run.py", *session.posargs)
 

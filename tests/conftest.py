@@ -6,65 +6,13 @@ import gc
 import os
 import signal
 from collections.abc import Iterator
-from typing import Any
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 os.environ.setdefault("KERAS_BACKEND", "tensorflow")
 
 import pytest
-from promises import KEPT, PROMISES, UNITS
 
 VIRTUAL_CPUS = 8
-# Files that take longest, those that start processes before the others: with them at the end, one
-# of the two processes of `nox -s tests` would have nothing left to do.
-LONGEST = (
-    "test_workers.py",
-    "test_launch_resume.py",
-    "test_sharded_variables.py",
-    "test_guarantees_optimizers.py",
-    "test_guarantees_losses.py",
-    "test_gpu_rehearsal.py",
-    "test_documentation.py",
-    "test_connection.py",
-    "test_touching_rows.py",
-    "test_added_losses.py",
-    "test_atomic.py",
-    "test_multi_worker_start.py",
-    "test_lost_workers.py",
-    "test_guarantees_input.py",
-    "test_guarantees_layers.py",
-    "test_guarantees_workers.py",
-    "test_guarantees_devices.py",
-    "test_capacities_workers.py",
-    "test_checkpoints_workers.py",
-    "test_killed.py",
-    "test_storage.py",
-    "test_communication.py",
-    "test_data_files.py",
-    "test_data_workers.py",
-    "test_configure_processes.py",
-    "test_examples.py",
-    "test_fit_workers.py",
-    "test_launcher.py",
-    "test_loops_workers.py",
-    "test_failures.py",
-    "test_steps_workers.py",
-    "test_invariance.py",
-    "test_evaluate_and_predict.py",
-    "test_loss_reductions.py",
-    "test_random_draws.py",
-    "test_optimizers.py",
-    "test_sparse_gradients.py",
-    "test_sample_weights.py",
-    "test_metric_results.py",
-    "test_sharded.py",
-    "test_row_gathering.py",
-    "test_metrics_in_forward.py",
-    "test_verification.py",
-    "test_fit.py",
-    "test_metric_checks.py",
-    "test_features.py",
-)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -93,27 +41,7 @@ def pytest_collection_finish() -> None:
     gc.set_threshold(20_000, 5, 5)
 
 
-def values_of(item: pytest.Item) -> set[Any]:
-    """Returns each value of each parameter that a test is run with."""
-    call = getattr(item, "callspec", None)
-    function = item.nodeid.partition("[")[0]
-    return set() if call is None else {(function, n, repr(v)) for n, v in call.params.items()}
-
-
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    quick = set(PROMISES.values())
-    covered: set[Any] = set()
-    for item in items:
-        name = item.nodeid.removeprefix("tests/")
-        values = values_of(item)
-        if values and values <= covered and name not in quick | KEPT:
-            item.add_marker(pytest.mark.product)
-        covered |= values
-        if name in quick or name.partition("::")[0] in UNITS:
-            item.add_marker(pytest.mark.quick)
-    places = {name: place for place, name in enumerate(LONGEST)}
-    # Stable: the order within a file, and of the other files, stays.
-    items.sort(key=lambda item: places.get(item.path.name, len(places)))
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:
         return
@@ -140,8 +68,13 @@ def leaves_no_scope_behind() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True, scope="module")
-def forgets_strategies_of_other_files() -> None:
-    """Has a file begin as a process does: with no strategy of several replicas."""
+def forgets_strategies_of_other_files(request: pytest.FixtureRequest) -> None:
+    """Has a file begin as a process does: with no strategy of several replicas.
+
+    Except in tests/promises, which know no module of the library.
+    """
+    if request.path.parent.name == "promises":
+        return
     from tfmultigpu.clusters.process_state import process_state
 
     process_state.forget()

@@ -8,11 +8,11 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
+
+import tfmultigpu as tmg
 from law.model import Batch, Training, regression, small
 from law.pair import SEED, dataset_of
 from law.plain import PlainLoop, assert_values
-
-import tfmultigpu as tmg
 
 
 def build(strategy: tf.distribute.Strategy | None = None, optimizer: Any = None) -> Training:

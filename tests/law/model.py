@@ -6,6 +6,7 @@ Everything is float64: there a difference of 1e-7 is never rounding.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -89,6 +90,8 @@ def everything(on: frozenset[str] = ALL, norm: bool = False, optimizer: Any = No
         "tanh",
         kernel_regularizer="l2" if "l2" in on else None,
         activity_regularizer="l1" if "activity" in on else None,
+        # An average of kernels of this norm has another one: it must be constrained again.
+        kernel_constraint="unit_norm" if "ema" in on else None,
         **FLOAT,
     )(x)
     if "add_loss" in on:
@@ -163,7 +166,7 @@ def batches_of(
 def regression(sizes: Sequence[int]) -> list[Batch]:
     """Returns batches ``(x, y)`` of 4 and 2 numbers an example, for ``small``."""
     starts = np.cumsum([0, *sizes])
-    return [(_X[a:b], _Y[a:b]) for a, b in zip(starts[:-1], starts[1:], strict=True)]
+    return [(_X[a:b], _Y[a:b]) for a, b in itertools.pairwise(starts)]
 
 
 def small(optimizer: Any = None, loss: Any = None, **more: Any) -> Training:

@@ -23,8 +23,6 @@ LOGS = {"rtol": 5e-7, "atol": 1e-9}  # Logs are float32.
 @functools.cache
 def strategy_of(replicas: int) -> tf.distribute.Strategy:
     """Returns the strategy of the first ``replicas`` virtual CPUs, one for each number."""
-    if replicas == 1:
-        return tf.distribute.get_strategy()
     return tmg.create_strategy(devices=[f"CPU:{i}" for i in range(replicas)])
 
 

@@ -80,6 +80,6 @@ def assert_values(
     rtol: float = 1e-7,
     atol: float = 1e-9,
 ) -> None:
-    """Holds that values are those of one device; integers exactly, and the sum over replicas too."""
+    """Holds that values are those of one device."""
     for name, a, b in zip(names, actual, expected, strict=True):
         np.testing.assert_allclose(a, b, rtol=rtol, atol=atol, err_msg=name)

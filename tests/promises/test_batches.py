@@ -12,19 +12,21 @@ from law.pair import Row, covering, pair_of
 DESIGN = covering()
 # Fails if any quantity of a step is divided before it is added over parts, replicas or steps, is
 # counted once for each of them, or reads another row, draw or state than one device does.
-ROWS = [
-    Row(2, norm=True, options=(("loss_scale", 1024.0),)),
-    Row(3, shares=(1, 5, 2), options=(("micro_batches", 2),)),
-    Row(3, DESIGN[0], options=(("shard_update", True),)),
-    Row(2, DESIGN[4], options=(("micro_batches", (1, 4)),)),
-    Row(3, DESIGN[7], sharded=True, options=(("micro_batches", 2),)),
-    Row(1, DESIGN[1], options=(("micro_batches", 3),)),
-]
+ROWS = {
+    "synchronized norm": Row(2, norm=True, options=(("loss_scale", 1024.0),)),
+    "shares": Row(3, shares=(1, 5, 2), options=(("micro_batches", 2),)),
+    "owners": Row(3, DESIGN[0], options=(("shard_update", True),)),
+    "parts of each replica": Row(2, DESIGN[4], options=(("micro_batches", (1, 4)),)),
+    "sharded variables": Row(3, DESIGN[7], sharded=True, options=(("micro_batches", 2),)),
+    "one replica": Row(1, DESIGN[1], options=(("micro_batches", 3),)),
+}
 WEIGHTS = st.sampled_from([0.0, 0.0, 1e-6, 1e-3, 0.25, 1.0, 1.0, 3.0, 1e3])
 
 
-@pytest.mark.parametrize("row", ROWS, ids=str)
-def test_any_sizes_weights_and_masks(row: Row) -> None:
+@pytest.mark.parametrize("name", ROWS)
+def test_any_sizes_weights_and_masks(name: str) -> None:
+    row = ROWS[name]
+
     @settings(
         max_examples=8,
         deadline=None,
