@@ -21,7 +21,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from promises import PROMISES
 
 import tfmultigpu as tmg
 from tfmultigpu.__main__ import main
@@ -348,18 +347,3 @@ def test_the_reference_has_a_page_for_each_package_and_names_nothing_else() -> N
     assert pages == sorted([*PACKAGES, "errors", "index"])
     named = [name for page in pages for name in named_on(page)]
     assert sorted(named) == sorted(PUBLIC)
-
-
-def test_each_promise_of_the_readme_has_a_quick_test() -> None:
-    table = (ROOT / "README.md").read_text().partition("| with N replicas | you get |")[2]
-    rows = re.findall(r"^\| (?!---)(.+?) \|", table.partition("\n\n")[0], re.MULTILINE)
-    found = [[one for one in PROMISES if row.startswith(one)] for row in rows]
-    assert len(rows) > 10
-    assert sorted(one for ones in found for one in ones) == sorted(PROMISES)
-    assert [len(ones) for ones in found] == [1] * len(rows)
-
-
-@pytest.mark.parametrize("test", PROMISES.values())
-def test_the_quick_test_of_a_promise_exists(test: str) -> None:
-    file, _, name = test.partition("::")
-    assert f"def {name.partition('[')[0]}(" in (ROOT / "tests" / file).read_text()
