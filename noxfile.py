@@ -76,13 +76,13 @@ def oldest_python() -> str:
 
 @nox.session(name="tests-oldest", python=oldest_python())
 def tests_oldest(session: nox.Session) -> None:
-    """All tests against the lowest TensorFlow that pyproject.toml allows."""
+    """The proof against the lowest TensorFlow that pyproject.toml allows."""
     (requirement,) = (r for r in PROJECT["project"]["dependencies"] if r.startswith("tensorflow"))
     lowest = re.fullmatch(r"tensorflow>=([\d.]+)", requirement)
     if lowest is None:
         session.error(f"pyproject.toml names no single lowest TensorFlow: {requirement!r}")
     session.install("-e", ".", f"tensorflow=={lowest[1]}.*", *groups("test"))
-    session.run(*PYTEST, *session.posargs)
+    session.run(*PYTEST, *PROOF, *session.posargs)
 
 
 @nox.session

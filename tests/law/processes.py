@@ -71,7 +71,8 @@ class Worker:
         """Returns what the call returned.
 
         Raises:
-            WorkerRaised: It raised, or the process ended.
+            AssertionError: It raised one.
+            WorkerRaised: It raised something else, or the process ended.
         """
         end = time.monotonic() + seconds
         while not self._connection.poll(0.05):
@@ -83,7 +84,9 @@ class Worker:
         except EOFError:
             raise WorkerRaised([f"exit code {self.wait()}"], self.printed()) from None
         if kind == "raised":
-            raise WorkerRaised(*values)
+            kinds, text = values
+            assert "AssertionError" not in kinds, text
+            raise WorkerRaised(kinds, text)
         return values[0]
 
     def call(self, function: Callable[..., Any], *arguments: Any) -> Any:

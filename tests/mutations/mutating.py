@@ -14,24 +14,34 @@ from pathlib import Path
 from mutations import MUTATIONS, ROOT, Mutation
 
 PAGE = ROOT / "docs" / "mutations.md"
+PLAIN = Path(__file__).with_name("plain")
 UNCHANGED = "nothing"
-# By what a test must fail: an assertion, or an error with which the package itself says that
-# something is wrong. A mutation that cannot be imported or run proves nothing.
-# What a test fails by; the last is what the library itself says of a step that is wrong.
-BY = {"AssertionError", "TfMultiGpuError", "ReplicaDependenceWarning"}
+# By what a test must fail: an assertion, a warning or error with which the library itself says that
+# something is wrong, or what a test says of an error that did not come. A mutation that cannot be
+# imported or run proves nothing.
+BY = {"AssertionError", "TfMultiGpuError", "ReplicaDependenceWarning", "Failed"}
 
 HEAD = """# What the tests catch
 
 <!-- Written by `python tests/mutations/run.py --write`; a test holds it to the code. -->
 
-A test that cannot fail proves nothing. So each clause of [the law](law.md) is broken on purpose in
-a copy of the source, one at a time, and the tests in the second column must fail, all of them, by
-an assertion about what came out. Without the change they pass. `nox -s mutations` does it; the test
-suite holds that each change still fits the source.
+A test that cannot fail proves nothing. So each clause of [the law](law.md), and each promise of the
+README, is broken on purpose in a copy of the source, one at a time. The promises in the second
+column must then fail, all of them, by an assertion about what came out. Without the change they
+pass. `nox -s mutations` does it. All of them are in `tests/promises/`, the proof that
+the README's command runs.
 
-| what is done wrong | tests that catch it |
+| what is done wrong | promises that catch it |
 |---|---|
 """
+
+
+def outcomes_on_plain_keras() -> dict[str, list[str]]:
+    """Returns how all promises end if plain Keras and TensorFlow stand in for the library."""
+    files = sorted((ROOT / "tests" / "promises").glob("test_*.py"))
+    jobs = [(path.name, str(PLAIN), [f"promises/{path.name}"]) for path in files]
+    by_file = _run(jobs)
+    return {test: end for ends in by_file.values() for test, end in ends.items()}
 
 
 def outcomes(mutations: Sequence[Mutation] = MUTATIONS) -> dict[str, dict[str, list[str]]]:
@@ -46,6 +56,12 @@ def outcomes(mutations: Sequence[Mutation] = MUTATIONS) -> dict[str, dict[str, l
             copy = _copy(Path(folder) / str(number))
             mutation.apply(Path(copy) / "tfmultigpu")
             jobs.append((mutation.name, copy, list(mutation.tests)))
+        return _run(jobs)
+
+
+def _run(jobs: Sequence[tuple[str, str, list[str]]]) -> dict[str, dict[str, list[str]]]:
+    """Runs tests on copies of the package, in forks; returns how each ended, by job."""
+    with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "outcomes"
         environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
         forking = subprocess.run(
@@ -55,7 +71,7 @@ def outcomes(mutations: Sequence[Mutation] = MUTATIONS) -> dict[str, dict[str, l
             env={**environment, "TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": "-1"},
             capture_output=True,
             text=True,
-            timeout=900,
+            timeout=3600,
             check=False,
         )
         said = f"It ended with {forking.returncode}: {forking.stderr[-4000:]}"

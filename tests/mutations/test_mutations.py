@@ -6,8 +6,6 @@ import ast
 import dataclasses
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,29 +13,25 @@ from mutating import PAGE, page, survived
 from mutations import MUTATIONS, ROOT, Mutation
 
 
-@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
-def test_the_text_that_a_mutation_changes_is_there(mutation: Mutation, tmp_path: Path) -> None:
-    copy = shutil.copy(ROOT / "src" / "tfmultigpu" / mutation.file, tmp_path)
-    before = Path(copy).read_text()
-    dataclasses.replace(mutation, file=Path(copy).name).apply(tmp_path)
-    ast.parse(Path(copy).read_text())
-    assert Path(copy).read_text() != before
-    for test in mutation.tests:
-        file, name = re.match(r"([^:]+)::(\w+)", test).groups()
-        assert f"def {name}(" in (ROOT / "tests" / file).read_text(), f"{test} is gone"
+def test_the_texts_that_mutations_change_are_there(tmp_path: Path) -> None:
+    for mutation in MUTATIONS:
+        copy = Path(shutil.copy(ROOT / "src" / "tfmultigpu" / mutation.file, tmp_path))
+        before = copy.read_text()
+        dataclasses.replace(mutation, file=copy.name).apply(tmp_path)
+        ast.parse(copy.read_text())
+        assert copy.read_text() != before, mutation.name
 
 
-def test_the_cases_that_are_to_notice_are_there() -> None:
-    """By their ids, which change with what a test is parametrized by."""
-    cases = sorted({str(ROOT / "tests" / test) for one in MUTATIONS for test in one.tests})
-    found = subprocess.run(
-        [sys.executable, "-m", "pytest", "--collect-only", "-q", *cases],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert found.returncode == 0, found.stdout + found.stderr
+def test_each_mutation_is_caught_by_a_promise() -> None:
+    wrong = []
+    for mutation in MUTATIONS:
+        for test in mutation.tests:
+            match = re.match(r"(promises/test_\w+\.py)::(\w+)", test)
+            file = ROOT / "tests" / match[1] if match else ROOT
+            if not file.is_file() or f"def {match[2]}(" not in file.read_text():
+                wrong.append((mutation.name, test))
+    assert not wrong
+    assert all(mutation.tests for mutation in MUTATIONS)
 
 
 def test_the_page_lists_what_is_tried() -> None:
