@@ -1,0 +1,143 @@
+"""An inf or NaN on one replica under loss scaling: the step is skipped on all of them."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+from hypothesis import given, settings, strategies as st
+from law.model import Batch, Training, regression, small
+from law.pair import LOGS, Pair
+
+SIZES = (7, 5, 2, 1)
+DRAWN = {"max_examples": 10, "deadline": None, "derandomize": True, "database": None}
+SCALE = 2.0**15  # Where Keras' LossScaleOptimizer begins.
+
+
+def sgd() -> Any:
+    return keras.optimizers.SGD(0.1, momentum=0.9, weight_decay=0.01)
+
+
+def wrapped() -> Any:
+    return keras.optimizers.LossScaleOptimizer(sgd())
+
+
+def averaged() -> Any:
+    return keras.optimizers.SGD(
+        0.1, momentum=0.9, use_ema=True, ema_momentum=0.8, ema_overwrite_frequency=2
+    )
+
+
+# Fails if a replica decides by its own gradient, the update of a skipped step runs anywhere or is
+# counted, the scale stays or falls once for each replica, or zeros replace what is not finite.
+CASES: dict[str, tuple[int, Any, dict[str, Any]]] = {
+    "dynamic, N=3": (3, averaged, {"loss_scale": "dynamic"}),
+    "dynamic, N=2, shard_update": (2, sgd, {"loss_scale": "dynamic", "shard_update": True}),
+    "a number, N=2": (2, sgd, {"loss_scale": 1024.0, "clip_norm": 0.5}),
+    "LossScaleOptimizer, N=3": (3, wrapped, {}),
+}
+
+
+class Scaled(Pair):
+    """A pair whose step scales the loss, and whose truth is the plain optimizer without a scale."""
+
+    def __init__(self, case: str) -> None:
+        replicas, make, options = CASES[case]
+        options = dict(options)
+        clip_norm = options.pop("clip_norm", None)
+        makers = iter((averaged if make is averaged else sgd, make))  # The truth is built first.
+
+        def build() -> Training:
+            return small(next(makers)(), clip_norm=clip_norm)
+
+        super().__init__(build, regression([1])[0], replicas, **options)
+        self.dynamic = options.get("loss_scale", "dynamic") == "dynamic"
+        self.scale = SCALE if self.dynamic else options["loss_scale"]
+
+    def inner(self) -> Any:
+        return getattr(self.ours.optimizer, "inner_optimizer", self.ours.optimizer)
+
+    def trained(self) -> list[np.ndarray]:
+        """Every copy of every weight, slot and counter, but not of the scale."""
+        variables = [*self.ours.model.variables, *self.inner().variables]
+        local = self.strategy.experimental_local_results
+        return [copy.numpy() for v in variables for copy in local(v.value)]
+
+    def restart(self) -> None:
+        self.truth.assign(self.start)
+        both = (self.ours.model, self.truth.model), (self.inner(), self.truth.optimizer)
+        for ours, truth in both:
+            for variable, value in zip(ours.variables, truth.variables, strict=True):
+                variable.assign(value)
+
+    def train(self, batches: list[Batch], skipped: list[bool]) -> None:
+        """Holds each step to one device, or to what was there before if it is to be skipped."""
+        for batch, shards, skip in zip(batches, self.shards(batches), skipped, strict=True):
+            before = self.trained()
+            logs = {name: float(value) for name, value in self.step(shards).items()}
+            assert logs["skipped"] == skip
+            assert logs["loss_scale"] == self.scale
+            if skip:
+                for old, new in zip(before, self.trained(), strict=True):
+                    np.testing.assert_array_equal(old, new)
+                self.scale = max(self.scale / 2, 1.0) if self.dynamic else self.scale
+                continue
+            expected = self.plain.step(batch)
+            np.testing.assert_allclose(logs["loss"], expected["loss"], **LOGS)
+            np.testing.assert_allclose(logs["gradient_norm"], expected["gradient_norm"], **LOGS)
+            for ours, truth in zip(
+                [*self.ours.model.variables, *self.inner().variables],
+                [*self.truth.model.variables, *self.truth.optimizer.variables],
+                strict=True,
+            ):
+                np.testing.assert_allclose(ours, truth, rtol=1e-7, atol=1e-9, err_msg=ours.path)
+
+
+scaled = functools.cache(Scaled)
+
+
+def spoilt(batches: list[Batch], number: int, row: int, value: float) -> list[Batch]:
+    """Returns the batches, with a value in one row of the labels of one of them."""
+    copies = [(x.copy(), y.copy()) for x, y in batches]
+    y = copies[number][1]
+    y[row % len(y), 1] = value
+    return copies
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_one_row_that_overflows_skips_the_step_on_all(case: str) -> None:
+    @settings(**DRAWN)
+    @given(
+        number=st.integers(0, len(SIZES) - 1),
+        row=st.integers(0, max(SIZES) - 1),
+        value=st.sampled_from([np.inf, -np.inf, np.nan]),
+    )
+    def hold(number: int, row: int, value: float) -> None:
+        pair = scaled(case)
+        pair.restart()
+        skipped = [i == number for i in range(len(SIZES))]
+        pair.train(spoilt(regression(SIZES), number, row, value), skipped)
+
+    good = regression(SIZES)
+    scaled(case).train(good, [False] * len(good))  # Verified, and everything is built.
+    hold()
+    counted = scaled(case).inner().iterations
+    assert int(counted.numpy()) == len(SIZES) - 1
+
+
+# Fails if what is not finite is hidden without a loss scale: kept out of weights or logs.
+def test_without_loss_scaling_the_answer_is_that_of_one_device_and_shows() -> None:
+    pair = Pair(small, regression([1])[0], 2)
+    batches = spoilt(regression(SIZES), 1, 3, np.inf)
+    expected = pair.plain.train(batches[:2])
+    first, second = (pair.step(shards) for shards in pair.shards(batches[:2]))
+    assert np.isfinite(float(first["gradient_norm"]))
+    for name in ("loss", "gradient_norm"):
+        np.testing.assert_allclose(second[name], expected[1][name])
+        assert not np.isfinite(float(second[name])), name
+    assert float(second["skipped"]) == 0
+    pair.assert_same()
+    assert not all(np.isfinite(value).all() for value in pair.ours.values())
