@@ -101,15 +101,12 @@ def test_example_keeps_its_promise(program: Path, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [], "an example must leave nothing behind"
 
 
-def test_every_example_says_what_the_usual_answer_gets_wrong() -> None:
+def test_every_example_is_on_the_page_and_says_what_the_usual_answer_gets_wrong() -> None:
     assert sorted(LAST_LINE) == [program.stem for program in PROGRAMS]
     for program in PROGRAMS:
         source = program.read_text(encoding="utf-8")
         docstring = ast.get_docstring(ast.parse(source))
         assert docstring is not None, program.name
         assert "The usual" in docstring, program.name
-
-
-def test_the_page_lists_every_example_once() -> None:
     page = (ROOT / "docs" / "examples.md").read_text(encoding="utf-8")
     assert sorted(re.findall(r"`examples/(\w+)\.py`", page)) == [p.stem for p in PROGRAMS]

@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-import pytest
-
 FOLDER = Path(__file__).parents[2] / "docs" / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.py"))
 AGAIN = "run: nox -s notebooks"
@@ -33,23 +31,22 @@ def test_there_are_three_notebooks_and_no_other_pages() -> None:
     assert sorted(FOLDER.glob("*.md")) == sorted(map(page_of, NOTEBOOKS))
 
 
-@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
-def test_the_page_has_every_cell_of_the_notebook(notebook: Path) -> None:
-    page = page_of(notebook).read_text()
-    cells = cells_of(notebook.read_text())
-    for kind, text in cells:
-        shown = text if kind == "markdown" else f"```python\n{text}\n```"
-        assert all(part in page for part in shown.split("\n\n", 1)), AGAIN
-    assert page.count("```python\n") == sum(kind == "code" for kind, _ in cells), AGAIN
+def test_the_page_has_every_cell_of_the_notebook() -> None:
+    for notebook in NOTEBOOKS:
+        page = page_of(notebook).read_text()
+        cells = cells_of(notebook.read_text())
+        for kind, text in cells:
+            shown = text if kind == "markdown" else f"```python\n{text}\n```"
+            assert all(part in page for part in shown.split("\n\n", 1)), AGAIN
+        assert page.count("```python\n") == sum(kind == "code" for kind, _ in cells), AGAIN
 
 
-@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
-def test_the_page_shows_pictures_and_what_was_printed(notebook: Path) -> None:
-    page = page_of(notebook).read_text()
-    figures = re.findall(r"!\[[^]]*\]\(([^)]+)\)", page)
-    assert len(figures) >= 2
-    assert sorted(figures) == sorted(
-        path.name for path in FOLDER.glob(f"{page_of(notebook).stem}-*.svg")
-    )
-    assert "```text\n" in page
-    assert "Traceback" not in page
+def test_the_page_shows_pictures_and_what_was_printed() -> None:
+    for notebook in NOTEBOOKS:
+        page = page_of(notebook).read_text()
+        figures = re.findall(r"!\[[^]]*\]\(([^)]+)\)", page)
+        drawn = sorted(path.name for path in FOLDER.glob(f"{page_of(notebook).stem}-*.svg"))
+        assert len(figures) >= 2
+        assert sorted(figures) == drawn
+        assert "```text\n" in page
+        assert "Traceback" not in page
