@@ -51,8 +51,7 @@ virtual CPUs, two replicas unless a line says otherwise. Nothing was written by 
 - The right column is `make_train_step` over `distribute_dataset` where a line names nothing else.
 - Lines where plain code is right today are in the table too: they must stay right.
 
-`nox` measures the right column again, `nox -s versions` the left one, which changes with TensorFlow
-and Keras alone. To make this page anew:
+`nox -s versions` measures both columns again. To make this page anew:
 
 ```sh
 {command}
