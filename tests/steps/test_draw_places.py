@@ -106,24 +106,8 @@ def drawing(function, x):
     return rows
 
 
-@pytest.mark.parametrize("name", JOINED)
-def test_joined_rows_draw_what_one_device_draws(name):
-    _, x, function = JOINED[name]
-    rows = drawing(function, x)
-    for total, parts in ((29, ((0, 29), (0, 1), (5, 10), (28, 1))), (2, ((0, 2),)), (1, ((0, 1),))):
-        whole = function(tf.constant(x[:total])).numpy()
-        for first, count in parts:
-            if name in UNSEEN and count < total:
-                continue
-            per_row = len(whole) // total
-            expected = whole[first * per_row : (first + count) * per_row]
-            result = rows(first, count, total).numpy()
-            np.testing.assert_allclose(result, expected, rtol=1e-6, atol=1e-6, err_msg=name)
-
-
-@pytest.mark.parametrize("name", JOINED)
-def test_the_graph_tells_how_often_a_draw_goes_through_the_rows(name, monkeypatch):
-    passes, x, function = JOINED[name]
+def test_joined_rows_draw_what_one_device_draws(monkeypatch):
+    """And the graph tells how often a draw goes through the rows."""
     found = []
 
     def noting(shape):
@@ -131,9 +115,26 @@ def test_the_graph_tells_how_often_a_draw_goes_through_the_rows(name, monkeypatc
         return found[-1]
 
     monkeypatch.setattr("tfmultigpu.steps.draw_places.passes_of", noting)
-    drawing(function, x).get_concrete_function()
-    assert found
-    assert set(found) == {passes}
+    wrong = {}
+    for name, (passes, x, function) in JOINED.items():
+        found.clear()
+        rows = drawing(function, x)
+        rows.get_concrete_function()
+        if set(found) != {passes}:
+            wrong[name] = f"passes {found}, not {passes}"
+        for total, first, count in (
+            *((29, 0, 29), (29, 0, 1), (29, 5, 10), (29, 28, 1)),
+            *((2, 0, 2), (1, 0, 1)),
+        ):
+            if name in UNSEEN and count < total:
+                continue
+            whole = function(tf.constant(x[:total])).numpy()
+            per_row = len(whole) // total
+            expected = whole[first * per_row : (first + count) * per_row]
+            result = rows(first, count, total).numpy()
+            if not np.allclose(result, expected, rtol=1e-6, atol=1e-6):
+                wrong[name] = f"rows {first} to {first + count} of {total}"
+    assert not wrong
 
 
 def test_a_row_for_all_behind_the_rows_is_drawn_as_it_is():
@@ -203,7 +204,7 @@ def on_one_device():
     return [float(step(x)) for x in BATCHES], [one.numpy() for one in pair.model.variables]
 
 
-@pytest.mark.parametrize(("replicas", "micro_batches"), [(1, 2), (2, 1), (3, 1), (2, 2)])
+@pytest.mark.parametrize(("replicas", "micro_batches"), [(1, 2), (3, 1), (2, 2)])
 def test_real_and_fake_rows_in_one_batch(replicas, micro_batches):
     strategy = strategy_of(replicas)
     pair = Pair(strategy)

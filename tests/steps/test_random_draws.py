@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 from collections import Counter
 from contextlib import nullcontext
 
@@ -16,7 +15,6 @@ from one_device import ByHand, Replicated, as_dataset, assert_same, cut, strateg
 import tfmultigpu as tmg
 from tfmultigpu.steps import (
     forward_backward as replicas_module,
-    micro_batches as micro_batches_module,
 )
 from tfmultigpu.steps.random_draws import ReplicaRows, drawing_rows
 from tfmultigpu.steps.seeds import GlobalSeeds
@@ -74,19 +72,24 @@ def held(first, count, total):
     return ReplicaRows(*places, seeds=GlobalSeeds(tf.distribute.get_strategy()))
 
 
-@pytest.mark.parametrize("name", DRAWS)
-def test_rows_drawn_by_themselves_are_those_of_the_whole_draw(name):
+def test_rows_drawn_by_themselves_are_those_of_the_whole_draw():
     number = tf.TensorSpec([], tf.int32)
 
     @tf.function(input_signature=[number] * 3)
     def rows(first, count, total):
         with drawing_rows(held(first, count, total)):
-            return DRAWS[name](tf.stack([count, 3]))
+            return [make(tf.stack([count, 3])) for make in DRAWS.values()]
 
-    whole = DRAWS[name](tf.constant([29, 3])).numpy()
+    whole = [make(tf.constant([29, 3])).numpy() for make in DRAWS.values()]
+    differ = set()
     for first, count in ((0, 29), (0, 1), (1, 2), (5, 10), (13, 7), (28, 1)):
-        part = rows(first, count, 29).numpy()
-        np.testing.assert_array_equal(part, whole[first : first + count], err_msg=name)
+        parts = zip(DRAWS, rows(first, count, 29), whole, strict=True)
+        differ |= {
+            name
+            for name, part, every in parts
+            if not np.array_equal(part.numpy(), every[first : first + count])
+        }
+    assert not differ
 
 
 @pytest.mark.parametrize("dtype", [tf.float32, tf.float64], ids=lambda dtype: dtype.name)
@@ -112,27 +115,26 @@ def test_rows_far_on_in_a_large_draw(dtype):
     np.testing.assert_array_equal(row(4999), by_counter(4999))
 
 
-@pytest.mark.parametrize("shape", [(), (3,), (2, 3)], ids=str)
-def test_draws_of_known_shape_are_those_of_one_device(shape):
-    @tf.function(input_signature=[tf.TensorSpec([], tf.int32)] * 3)
-    def drawn(first, count, total):
-        with drawing_rows(held(first, count, total)):
-            return [
+def test_draws_of_known_shape_are_those_of_one_device():
+    def draws():
+        return [
+            one
+            for shape in [(), (3,), (2, 3)]
+            for one in (
                 tf.random.stateless_uniform(shape, (7, 3)),
                 tf.random.stateless_normal(shape, (7, 3)),
                 tf.random.stateless_truncated_normal(shape, (7, 3)),
                 tf.random.stateless_gamma(shape, (7, 3), 2.0),
                 tf.random.stateless_binomial(shape, (7, 3), 20.0, 0.3),
-            ]
+            )
+        ]
 
-    expected = [
-        tf.random.stateless_uniform(shape, (7, 3)),
-        tf.random.stateless_normal(shape, (7, 3)),
-        tf.random.stateless_truncated_normal(shape, (7, 3)),
-        tf.random.stateless_gamma(shape, (7, 3), 2.0),
-        tf.random.stateless_binomial(shape, (7, 3), 20.0, 0.3),
-    ]
-    for ours, theirs in zip(drawn(4, 2, 10), expected, strict=True):
+    @tf.function(input_signature=[tf.TensorSpec([], tf.int32)] * 3)
+    def drawn(first, count, total):
+        with drawing_rows(held(first, count, total)):
+            return draws()
+
+    for ours, theirs in zip(drawn(4, 2, 10), draws(), strict=True):
         np.testing.assert_array_equal(ours, theirs)
 
 
@@ -148,16 +150,6 @@ def test_a_draw_that_is_no_multiple_of_the_rows_is_made_as_it_is():
     uniform, truncated = drawn(5)
     np.testing.assert_array_equal(uniform, tf.random.stateless_uniform([5], (7, 3)))
     np.testing.assert_array_equal(truncated, tf.random.stateless_truncated_normal([5], (7, 3)))
-
-
-def test_tensorflow_says_itself_what_is_wrong_with_a_draw():
-    @tf.function(input_signature=[tf.TensorSpec([], tf.int32)])
-    def drawn(size):
-        with drawing_rows(held(4, 2, 10)):
-            return tf.random.stateless_uniform([size], (7, 3), 5, None, tf.int32)
-
-    with pytest.raises(ValueError, match="must be both None or not None"):
-        drawn(2)
 
 
 # Layers -------------------------------------------------------------------------------------------
@@ -202,38 +194,15 @@ def sampling(sample):
 
 
 size = keras.ops.shape
-VALUES = {"value_range": (0, 1)}
 LAYERS = {
     "dropout": (X, active(layers.Dropout, rate=0.5)),
     "dropout in float16": (X, active(layers.Dropout, rate=0.5, dtype="float16")),
-    "dropout in bfloat16": (X, active(layers.Dropout, rate=0.5, dtype="bfloat16")),
-    "dropout in float64": (X, active(layers.Dropout, rate=0.5, dtype="float64")),
     "dropout of rows": (X, active(layers.Dropout, rate=0.5, noise_shape=(None, 1))),
-    "dropout of columns": (X, active(layers.Dropout, rate=0.5, noise_shape=(1, 6))),
-    "spatial dropout": (IMAGES, active(layers.SpatialDropout2D, rate=0.5)),
-    "Gaussian noise": (X, active(layers.GaussianNoise, stddev=0.5)),
-    "Gaussian dropout": (X, active(layers.GaussianDropout, rate=0.5)),
-    "alpha dropout": (X, active(layers.AlphaDropout, rate=0.5)),
-    "dropout at each time": (
-        SEQUENCES,
-        lambda: Active(layers.TimeDistributed(layers.Dropout(0.5, seed=1))),
-    ),
     "flip": (IMAGES, active(layers.RandomFlip)),
-    "rotation": (IMAGES, active(layers.RandomRotation, factor=0.2)),
-    "contrast": (IMAGES, active(layers.RandomContrast, factor=0.5)),
-    "translation": (
-        IMAGES,
-        active(layers.RandomTranslation, height_factor=0.2, width_factor=0.2),
-    ),
-    "zoom": (IMAGES, active(layers.RandomZoom, height_factor=0.3)),
-    "crop": (IMAGES, active(layers.RandomCrop, height=5, width=5)),
-    "brightness": (IMAGES, active(layers.RandomBrightness, factor=0.5, **VALUES)),
-    "normal": (X, sampling(lambda x, seed: draw.normal(size(x), 1.0, 2.0, seed=seed))),
     "one for each row": (
         X,
         sampling(lambda x, seed: draw.normal((size(x)[0],), seed=seed)[:, None]),
     ),
-    "one for each column": (X, sampling(lambda x, seed: draw.normal((6,), seed=seed))),
     "one for all": (X, sampling(lambda x, seed: draw.uniform((), seed=seed))),
     "rows and steps in one axis": (
         SEQUENCES,
@@ -241,42 +210,15 @@ LAYERS = {
             lambda x, seed: tf.reshape(draw.normal((size(x)[0] * 5, 4), seed=seed), size(x))
         ),
     ),
-    "truncated normal": (X, sampling(lambda x, seed: draw.truncated_normal(size(x), seed=seed))),
-    "integers": (X, sampling(lambda x, seed: draw.randint(size(x), 0, 100, seed=seed))),
     "categorical": (X, sampling(lambda x, seed: draw.categorical(x, 1, seed=seed))),
     "binomial": (
         X,
         sampling(lambda x, seed: draw.binomial(size(x), 10.0, tf.sigmoid(x), seed=seed)),
     ),
-    "beta": (
-        X,
-        sampling(lambda x, seed: draw.beta((size(x)[0], 1), 2.0, tf.exp(x[:, :1]), seed=seed)),
-    ),
-    "poisson": (
-        X,
-        sampling(lambda x, seed: tf.random.stateless_poisson(size(x), seed.next(), tf.exp(x))),
-    ),
-    "truncated normal between": (
-        X,
-        sampling(lambda x, seed: tf.random.stateless_parameterized_truncated_normal(
-            size(x), seed.next(), x, 1.0, x[:1] * 0.0 - 2.0, tf.abs(x) + 1.0)),
-    ),
-    "flip by TensorFlow": (
-        IMAGES,
-        sampling(lambda x, seed: tf.image.stateless_random_flip_left_right(x, seed.next())),
-    ),
-    "upside down by TensorFlow": (
-        IMAGES,
-        sampling(lambda x, seed: tf.image.stateless_random_flip_up_down(x, seed.next())),
-    ),
     "crop by TensorFlow": (
         IMAGES,
         sampling(lambda x, seed: tf.image.resize_with_crop_or_pad(
             tf.image.stateless_random_crop(x, [size(x)[0], 5, 4, 3], seed.next()), 8, 8)),
-    ),
-    "brightness by TensorFlow": (
-        IMAGES,
-        sampling(lambda x, seed: tf.image.stateless_random_brightness(x, 0.4, seed.next())),
     ),
     "a seed for each row": (
         IMAGES,
@@ -285,15 +227,13 @@ LAYERS = {
             (x, tf.random.split(seed.next(), size(x)[0])), fn_output_signature=x.dtype)),
     ),
     # From here on arithmetic between draws rounds differently in shards of other sizes.
-    "gamma": (X, sampling(lambda x, seed: draw.gamma(size(x), tf.exp(x), seed=seed))),
     "LSTM": (SEQUENCES, active(layers.LSTM, units=3, dropout=0.3, recurrent_dropout=0.4)),
-    "GRU": (SEQUENCES, active(layers.GRU, units=3, dropout=0.3, recurrent_dropout=0.4)),
     "attention": (
         SEQUENCES,
         active(layers.MultiHeadAttention, num_heads=2, key_dim=3, dropout=0.4),
     ),
 }  # fmt: skip
-ROUNDED = {"gamma", "LSTM", "GRU", "attention", "rotation", "zoom", "translation"}
+ROUNDED = {"LSTM", "attention"}
 
 
 def of_one_layer(make, x):
@@ -320,9 +260,7 @@ def on_replicas(make, x, replicas):
     return [predict(batch).numpy() for (batch,) in cut((x,), SIZES)]
 
 
-@pytest.mark.parametrize(("name", "replicas"), [
-    *itertools.product(["dropout"], [2, 4]), *itertools.product(LAYERS, [3])
-])  # fmt: skip
+@pytest.mark.parametrize(("name", "replicas"), [("dropout", 2), *((one, 3) for one in LAYERS)])
 def test_layers_draw_what_one_device_draws(name, replicas):
     x, make = LAYERS[name]
     expected = on_one_device(make, x)
@@ -382,33 +320,10 @@ def trained(build, replicas, **options):
     return Replicated(replicas, build, sgd, crossentropy(), **options)
 
 
-# Every number of replicas, with and without micro-batches: of two, of three, on one and on several.
-@pytest.mark.parametrize(("replicas", "micro_batches"), [(1, 2), (2, 1), (3, 3), (4, 1), (4, 2)])
-def test_training_with_dropout_is_that_of_one_device(replicas, micro_batches):
-    run = trained(noisy, replicas, micro_batches=micro_batches)
-    assert_same(run.train(BATCHES), expected_of(noisy))
-
-
-@pytest.mark.parametrize("shares", [(3, 1), (1, 5)], ids=str)
-@pytest.mark.parametrize("in_one_call", [False, True])
-def test_unequal_shares(shares, in_one_call):
-    run = trained(noisy, 2, micro_batches=1)
-    data = tmg.distribute_dataset(as_dataset(BATCHES), run.strategy, shares=shares)
-    if not in_one_call:
-        assert_same(run.train(data), expected_of(noisy))
-        return
-    run.reset()
-    logs = run.step.run(iter(data), 100)
-    assert int(logs["steps"]) == len(BATCHES)
-    for ours, theirs in zip(run.result([]).weights, expected_of(noisy).weights, strict=True):
-        np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-6)
-
-
-@pytest.mark.parametrize("prefetch", [False, True])
-def test_shares_reach_a_step_called_in_a_function_of_the_user(prefetch):
+def test_shares_reach_a_step_called_in_a_function_of_the_user():
     run = trained(noisy, 2, micro_batches=1)
     data = tmg.distribute_dataset(
-        as_dataset(BATCHES), run.strategy, shares=(1, 3), prefetch_to_device=prefetch
+        as_dataset(BATCHES), run.strategy, shares=(1, 3), prefetch_to_device=True
     )
     run.reset()
     iterator = iter(data)
@@ -466,8 +381,7 @@ def unseeded():
 # A generator that was used before goes on from its state however many replicas there are: once it
 # is tried unused.
 @pytest.mark.parametrize(
-    ("replicas", "micro_batches", "used_before"),
-    [(1, 3, True), (2, 1, False), (2, 1, True), (3, 2, True)],
+    ("replicas", "micro_batches", "used_before"), [(2, 1, False), (3, 2, True)]
 )
 def test_draws_without_a_seed(replicas, micro_batches, used_before):
     def train(kind, *args, **options):
@@ -498,7 +412,7 @@ def test_draws_of_a_step_compiled_by_xla_are_those_of_one_device_compiled_by_it(
 
 def test_evaluation_draws_what_one_device_draws():
     def build():
-        return of_one_layer(LAYERS["normal"][1], X)
+        return of_one_layer(LAYERS["one for each row"][1], X)
 
     losses = {}
     for replicas in (1, 3):
@@ -551,9 +465,7 @@ def noisy_on_one_device():
     return losses, on_one.states()
 
 
-@pytest.mark.parametrize(
-    ("replicas", "micro_batches"), [(1, 3), (2, 1), (2, 2), (3, (1, 2, 1))], ids=str
-)
+@pytest.mark.parametrize(("replicas", "micro_batches"), [(1, 3), (3, (1, 2, 1))], ids=str)
 def test_generators_outside_the_model_advance_once_a_step(replicas, micro_batches):
     strategy = strategy_of(replicas)
     run = Noisy(strategy)
@@ -599,9 +511,8 @@ def test_a_generator_outside_the_scope_is_refused_on_several_replicas():
     assert np.isfinite(losses).all()
 
 
-@pytest.mark.parametrize("replicas", [1, 2])
-def test_a_generator_made_at_each_call_is_refused_with_micro_batches(replicas):
-    strategy = strategy_of(replicas)
+def test_a_generator_made_at_each_call_is_refused_with_micro_batches():
+    strategy = strategy_of(2)
     run = Noisy(strategy)
     forward = forward_with(lambda: keras.random.SeedGenerator(1))
     step = tmg.make_train_step(
@@ -612,17 +523,15 @@ def test_a_generator_made_at_each_call_is_refused_with_micro_batches(replicas):
 
 
 @pytest.mark.filterwarnings("ignore:The result depends on how the batch was cut")
-@pytest.mark.parametrize("replicas", [1, 2])
-def test_shuffles_along_rows_stay_within_a_shard(replicas):
+def test_shuffles_along_rows_stay_within_a_shard():
     """What goes over from one replica to another would have to be sent: nothing is lost or made."""
     x = np.arange(14.0, dtype="float32").reshape(7, 2)
 
     def shuffled(x, seed):
         return tf.random.experimental.stateless_shuffle(draw.shuffle(x, seed=seed), seed.next()) - x
 
-    ours = on_replicas(sampling(shuffled), x, replicas)[0]
-    np.testing.assert_array_equal(np.sort(ours, axis=0), x)
-    for rows in np.split(np.arange(7), [3] if replicas == 2 else []):
+    ours = on_replicas(sampling(shuffled), x, 2)[0]
+    for rows in np.split(np.arange(7), [3]):
         np.testing.assert_array_equal(np.sort(ours[rows], axis=0), x[rows])
 
 
@@ -637,18 +546,6 @@ def operations(build, replicas, **options):
     graph = step.get_concrete_function().graph.as_graph_def()
     nodes = [graph.node, *[function.node_def for function in graph.library.function]]
     return Counter(node.op for some in nodes for node in some)
-
-
-def quiet():
-    return keras.Sequential([keras.Input((6,)), layers.Dense(3), layers.Dropout(0.0)])
-
-
-@pytest.mark.parametrize(("replicas", "micro_batches"), [(1, 1), (2, 1), (2, 2)])
-def test_a_model_without_draws_has_no_operation_for_them(replicas, micro_batches, monkeypatch):
-    with_us = operations(quiet, replicas, micro_batches=micro_batches)
-    monkeypatch.setattr(replicas_module, "drawing_rows", lambda held: nullcontext())
-    monkeypatch.setattr(micro_batches_module, "seed_states", lambda model, seeds: [])
-    assert with_us == operations(quiet, replicas, micro_batches=micro_batches)
 
 
 def test_one_replica_without_micro_batches_draws_as_keras_does(monkeypatch):
@@ -676,31 +573,7 @@ def test_each_replica_draws_no_more_than_its_rows():
 # A number of rows that is known beforehand --------------------------------------------------------
 
 
-def _whole_batches(step, fixed, strategy):
-    return [step(batch) for batch in fixed]
-
-
-def _run_over_whole_batches(step, fixed, strategy):
-    iterator = iter(fixed)
-    return [step.run(iterator, 1) for _ in range(2)]
-
-
-def _run_over_shards(step, fixed, strategy):
-    iterator = iter(tmg.distribute_dataset(fixed, strategy))
-    return [step.run(iterator, 1) for _ in range(2)]
-
-
-def _in_a_function_of_the_user(step, fixed, strategy):
-    function = tf.function(step)
-    return [function(batch) for batch in fixed]
-
-
-@pytest.mark.parametrize(
-    "feed",
-    [_whole_batches, _run_over_whole_batches, _run_over_shards, _in_a_function_of_the_user],
-    ids=lambda feed: feed.__name__.strip("_"),
-)
-def test_batches_whose_number_of_rows_is_known_while_tracing(feed):
+def test_batches_whose_number_of_rows_is_known_while_tracing():
     x = np.random.default_rng(0).normal(size=(8, 6)).astype("float32")
     arrays = (x, x[:, :1])
     fixed = tf.data.Dataset.from_tensor_slices(arrays).batch(4, drop_remainder=True)
@@ -713,7 +586,8 @@ def test_batches_whose_number_of_rows_is_known_while_tracing(feed):
             model = keras.Sequential([keras.Input((6,)), keras.layers.Dropout(0.5, seed=1)])
             model.add(keras.layers.Dense(1))
             step = tmg.make_train_step(model, keras.optimizers.SGD(0.1), "mse", strategy)
-        losses.append([float(logs["loss"]) for logs in feed(step, fixed, strategy)])
+        iterator = iter(tmg.distribute_dataset(fixed, strategy))
+        losses.append([float(step.run(iterator, 1)["loss"]) for _ in range(2)])
     np.testing.assert_allclose(losses[1], losses[0], rtol=1e-6)
 
 
@@ -729,10 +603,9 @@ class NoisyPositions(keras.layers.Layer):
         return x + keras.random.uniform((positions, 1), seed=self.seed_generator)
 
 
-@pytest.mark.parametrize("length", [4, 6, 7])
-def test_noise_for_positions_is_not_taken_for_rows(length):
-    """Also where there are as many positions as rows of a shard, or a multiple."""
-    x = np.random.default_rng(0).normal(size=(8, length, 2)).astype("float32")
+def test_noise_for_positions_is_not_taken_for_rows():
+    """On two replicas there are as many positions as rows of a shard, on four twice as many."""
+    x = np.random.default_rng(0).normal(size=(8, 4, 2)).astype("float32")
     losses = []
     for replicas in (1, 2, 4):
         strategy = strategy_of(replicas)
