@@ -198,14 +198,17 @@ def ours(replicas: int, case: str) -> Replicated:
     return Replicated(replicas, build, sgd, **{"loss": None, **options()})
 
 
-@pytest.mark.parametrize("replicas", [1, 2, 3, 4])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    ("case", "replicas"),
+    [("simclr", 2), ("simclr", 4), ("retrieval", 3), ("barlow", 2), ("circle", 3)],
+)
 def test_a_loss_over_the_whole_batch_is_that_of_one_device(case: str, replicas: int) -> None:
     held(case, ours(replicas, case).train(batches_of(CASES[case][1])), "whole batches")
 
 
-@pytest.mark.parametrize(("replicas", "shares"), [(2, (3, 1)), (3, (1, 4, 2))])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    ("case", "replicas", "shares"), [("simclr", 3, (1, 4, 2)), ("dice", 2, (3, 1))]
+)
 def test_shards_of_different_sizes(case: str, replicas: int, shares: tuple[int, ...]) -> None:
     run = ours(replicas, case)
     arrays = CASES[case][1]
@@ -300,24 +303,24 @@ def on_replicas(
 DTYPES = ["float16", "bfloat16", "float32", "float64", "int8", "uint8", "int32", "int64", "bool"]
 
 
-@pytest.mark.parametrize("rows", [1, 2, 7])
-def test_every_dtype_in_one_structure(rows: int) -> None:
-    random = np.random.default_rng(rows)
-    batch = {
-        dtype: tf.cast(random.integers(0, 100, (rows, 2)) - 50 * (dtype[0] == "f"), dtype).numpy()
-        for dtype in DTYPES
-    }
-    for gathered in on_replicas(3, batch, tmg.gather_rows, (4, 1, 2)):
-        for dtype, rows_of_all in gathered.items():
-            assert rows_of_all.dtype == dtype
-            np.testing.assert_array_equal(rows_of_all.numpy(), batch[dtype])
+def test_every_dtype_in_one_structure() -> None:
+    random = np.random.default_rng(7)
+    for rows in (1, 2, 7):
+        numbers = random.integers(0, 100, (rows, 2))
+        batch = {
+            dtype: tf.cast(numbers - 50 * (dtype[0] == "f"), dtype).numpy() for dtype in DTYPES
+        }
+        for gathered in on_replicas(3, batch, tmg.gather_rows, (4, 1, 2)):
+            for dtype, rows_of_all in gathered.items():
+                assert rows_of_all.dtype == dtype
+                np.testing.assert_array_equal(rows_of_all.numpy(), batch[dtype])
 
 
-@pytest.mark.parametrize("dtype", ["int64", "uint64"])
-def test_integers_are_exact_to_the_last_bit(dtype: str) -> None:
-    numbers = np.array([np.iinfo(dtype).max, 2**53 + 1, np.iinfo(dtype).min, 3, 4], dtype)
-    for gathered in on_replicas(2, numbers, tmg.gather_rows):
-        np.testing.assert_array_equal(gathered.numpy(), numbers)
+def test_integers_are_exact_to_the_last_bit() -> None:
+    for dtype in ("int64", "uint64"):
+        numbers = np.array([np.iinfo(dtype).max, 2**53 + 1, np.iinfo(dtype).min, 3, 4], dtype)
+        for gathered in on_replicas(2, numbers, tmg.gather_rows):
+            np.testing.assert_array_equal(gathered.numpy(), numbers)
 
 
 def test_not_finite_rows_do_not_touch_the_others() -> None:
@@ -326,8 +329,7 @@ def test_not_finite_rows_do_not_touch_the_others() -> None:
         np.testing.assert_array_equal(gathered.numpy(), rows)
 
 
-@pytest.mark.parametrize("rank", [1, 2, 4])
-@pytest.mark.parametrize("rows", [1, 2, 5])
+@pytest.mark.parametrize(("rank", "rows"), [(1, 5), (2, 1), (4, 2)])
 def test_several_rows_of_each_example_and_their_positions(rank: int, rows: int) -> None:
     batch = np.arange(rows * 3 * 2 ** (rank - 1), dtype="float32").reshape(
         rows, 3, *[2] * (rank - 1)
@@ -344,8 +346,9 @@ def test_several_rows_of_each_example_and_their_positions(rank: int, rows: int) 
         np.testing.assert_array_equal(own.numpy(), crops.numpy())
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "float64"])
-@pytest.mark.parametrize("rows", [1, 3, 7])
+@pytest.mark.parametrize(
+    ("dtype", "rows"), [("float32", 7), ("float16", 1), ("bfloat16", 3), ("float64", 2)]
+)
 def test_gradients_go_to_the_replica_that_holds_the_row(dtype: str, rows: int) -> None:
     """Replica r weighs row i by (r + 1) * (i + 1); a step weighs copies of a small batch itself."""
     batch = tf.cast(np.ones((rows, 2)), dtype).numpy()
@@ -424,29 +427,25 @@ def mean_of_all(y_true: Any, y_pred: Any) -> Any:
     return tf.fill(tf.shape(y_pred)[:1], value)
 
 
-@pytest.mark.parametrize("micro_batches", [2, (1, 3)])
-def test_micro_batches(micro_batches: Any) -> None:
-    run = step_with(mean_of_all, micro_batches=micro_batches)
-    with pytest.raises(tmg.LossError, match=r"micro_batches=(2|\(1, 3\))\. Write micro_batches=1"):
+def test_micro_batches() -> None:
+    run = step_with(mean_of_all, micro_batches=(1, 3))
+    with pytest.raises(tmg.LossError, match=r"micro_batches=\(1, 3\)\. Write micro_batches=1"):
         run.step(BATCH)
-
-
-def test_micro_batches_of_one_replica() -> None:
     with pytest.raises(tmg.LossError, match="only the rows of this one"):
         step_with(mean_of_all, 1, micro_batches=2).step(BATCH)
 
 
 @pytest.mark.parametrize("options", [{"micro_batches": 3}, {"jit_compile": True}])
-@pytest.mark.parametrize("rows", [1, 2, 7])
-def test_positions_need_no_other_replica(rows: int, options: dict[str, Any]) -> None:
+def test_positions_need_no_other_replica(options: dict[str, Any]) -> None:
     """The mean of the positions of all rows, each counted once."""
 
     def positions(y_true: Any, y_pred: Any) -> Any:
         return tf.cast(tmg.steps.row_positions(y_pred), tf.float32) + 0 * tf.reduce_sum(y_pred, -1)
 
     run = step_with(positions, **options)
-    batch = FIRST[:rows], np.zeros((rows, 4), "float32")
-    assert float(run.step(batch)["loss"]) == pytest.approx((rows - 1) / 2)
+    for rows in (7, 2, 1):
+        batch = FIRST[:rows], np.zeros((rows, 4), "float32")
+        assert float(run.step(batch)["loss"]) == pytest.approx((rows - 1) / 2)
 
 
 def test_xla() -> None:
@@ -483,16 +482,14 @@ def test_both_views_in_one_tensor() -> None:
     assert int(run.optimizer.iterations.numpy()) == 0
 
 
-@pytest.mark.parametrize(
-    ("value", "message"),
-    [
-        (lambda y: tf.reduce_mean(y), "single number"),
-        (lambda y: tf.strings.as_string(y), "dtype string"),
-        (lambda y: tf.cast(y, tf.complex64), "dtype complex64"),
-        (lambda y: tf.RaggedTensor.from_tensor(y), r"to_tensor\(\)"),
-        (lambda y: tf.sparse.from_dense(y), "SparseTensor"),
-    ],
-)
-def test_what_has_no_rows_of_numbers(value: Callable[[Any], Any], message: str) -> None:
-    with pytest.raises(tmg.LossError, match=message):
-        tmg.gather_rows(value(tf.ones([2, 2])))
+def test_what_has_no_rows_of_numbers() -> None:
+    y = tf.ones([2, 2])
+    for value, message in (
+        (tf.reduce_mean(y), "single number"),
+        (tf.strings.as_string(y), "dtype string"),
+        (tf.cast(y, tf.complex64), "dtype complex64"),
+        (tf.RaggedTensor.from_tensor(y), r"to_tensor\(\)"),
+        (tf.sparse.from_dense(y), "SparseTensor"),
+    ):
+        with pytest.raises(tmg.LossError, match=message):
+            tmg.gather_rows(value)
