@@ -39,28 +39,18 @@ def strategy():
     return strategy_of(2)
 
 
-@pytest.mark.parametrize(
-    ("names", "kind", "text"),
-    [
-        (
-            ("d",),
-            ValueError,
-            "names=('d',) for 2 step(s). Write names=('step1', 'step2')",
-        ),
+def test_names_and_times_that_do_not_fit_the_steps_are_refused(strategy):
+    steps = step_of(strategy), step_of(strategy)
+    for names, kind, text in (
+        (("d",), ValueError, "names=('d',) for 2 step(s). Write names=('step1', 'step2')"),
         (("d", "d"), ValueError, "so they must differ. Received: names=['d', 'd']. Write names="),
         (("d", ""), TypeError, "so each is a text. Received: names=('d', ''). Write names="),
         ((1, 2), TypeError, "so each is a text. Received: names=(1, 2). Write names="),
-    ],
-)
-def test_names_that_do_not_tell_steps_apart_are_refused(strategy, names, kind, text):
-    steps = step_of(strategy), step_of(strategy)
-    with pytest.raises(kind, match=re.escape(text)):
-        tmg.chain_steps(*steps, names=names)
-
-
-def test_the_number_of_times_is_one_for_each_step(strategy):
+    ):
+        with pytest.raises(kind, match=re.escape(text)):
+            tmg.chain_steps(*steps, names=names)
     with pytest.raises(ValueError, match=re.escape("times=5 for 2 step(s). Write times=(1, 1)")):
-        tmg.chain_steps(step_of(strategy), step_of(strategy), times=5)
+        tmg.chain_steps(*steps, times=5)
 
 
 def test_logs_of_one_name_are_refused_not_lost(strategy):

@@ -159,20 +159,14 @@ def test_another_backend(monkeypatch):
 # Arguments ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("options", "text"),
-    [
+def test_arguments_out_of_range():
+    for options, text in (
         ({"micro_batches": 0}, "micro_batches is a whole number, at least 1"),
         ({"clip_norm": 0.0}, r"clip_norm is positive. Received: clip_norm=0\.0"),
         ({"clip_norm": float("nan")}, "clip_norm is positive. Received: clip_norm=nan"),
-    ],
-)
-def test_arguments_out_of_range(options, text):
-    with pytest.raises(ValueError, match=text):
-        make_step(**options)
-
-
-def test_accumulation_inside_the_optimizer():
+    ):
+        with pytest.raises(ValueError, match=text):
+            make_step(**options)
     strategy = strategy_of(2)
     with strategy.scope():
         model = classifier()
@@ -195,9 +189,9 @@ def test_nothing_to_minimise():
 
 
 @pytest.mark.usefixtures("untouched")
-@pytest.mark.parametrize(
-    ("batch", "text"),
-    [
+def test_what_is_no_batch(step):
+    dataset = tf.data.Dataset.from_tensor_slices((X, Y)).batch(4)
+    for batch, text in (
         ((X[:0], Y[:0]), "A batch has no rows"),
         ((X, Y[:9]), "differ in their number of rows"),
         ((X[0], Y[0]), "a part of this one is a single number"),
@@ -206,37 +200,21 @@ def test_nothing_to_minimise():
         ((X, Y, Y, Y), "Received: a tuple of 4 elements"),
         (X, "There is a loss but no labels"),
         ((), "no tensors"),
-    ],
-    ids=["empty", "rows differ", "unbatched", "numbers", "text", "four parts", "no labels", "()"],
-)
-def test_what_is_no_batch(step, batch, text):
-    with pytest.raises((tmg.DataError, tmg.LossError), match=text):
-        step(batch)
+        (dataset, r"Received: .*Dataset"),
+        (tmg.distribute_dataset(dataset, step.strategy), "Received: ShardedDataset"),
+    ):
+        with pytest.raises((tmg.DataError, tmg.LossError), match=text):
+            step(batch)
 
 
 @pytest.mark.usefixtures("untouched")
-def test_a_dataset_in_place_of_a_batch(step):
-    dataset = tf.data.Dataset.from_tensor_slices((X, Y)).batch(4)
-    with pytest.raises(tmg.DataError, match=r"Received: .*Dataset"):
-        step(dataset)
-    with pytest.raises(tmg.DataError, match="Received: ShardedDataset"):
-        step(tmg.distribute_dataset(dataset, step.strategy))
-
-
-@pytest.mark.usefixtures("untouched")
-@pytest.mark.parametrize("replicas", [3, 4])
-def test_a_batch_cut_for_another_strategy(step, replicas):
-    other = strategy_of(replicas)
-    (batch,) = tmg.distribute_dataset((X, Y), other, batch_size=16)
+def test_a_batch_cut_for_another_strategy(step):
+    (batch,) = tmg.distribute_dataset((X, Y), strategy_of(3), batch_size=16)
     with pytest.raises(tmg.DataError, match="another strategy"):
         step(batch)
-
-
-def test_a_batch_cut_for_fewer_replicas():
-    step = make_step(strategy_of(3))
-    (batch,) = tmg.distribute_dataset((X, Y), strategy_of(2), batch_size=16)
+    (batch,) = tmg.distribute_dataset((X, Y), step.strategy, batch_size=16)
     with pytest.raises(tmg.DataError, match="another strategy"):
-        step(batch)
+        make_step(strategy_of(3))(batch)
 
 
 def test_batches_that_tensorflow_cut():
@@ -270,16 +248,11 @@ def test_labels_a_loss_cannot_take_are_an_error_of_tensorflow(step):
 
 
 @pytest.mark.usefixtures("untouched")
-@pytest.mark.parametrize("steps", [0, -3])
-def test_steps_out_of_range(step, steps):
+def test_what_are_no_steps(step):
     iterator = iter(tf.data.Dataset.from_tensor_slices((X, Y)).batch(4))
-    with pytest.raises(ValueError, match=f"steps is a whole number.* Received: steps={steps}"):
-        step.run(iterator, steps)
-
-
-@pytest.mark.usefixtures("untouched")
-def test_an_iterator_and_steps_in_each_others_place(step):
-    iterator = iter(tf.data.Dataset.from_tensor_slices((X, Y)).batch(4))
+    for steps in (0, -3):
+        with pytest.raises(ValueError, match=f"steps is a whole number.* Received: steps={steps}"):
+            step.run(iterator, steps)
     with pytest.raises(tmg.DataError, match=r"takes an iterator.* Received: int\. Write"):
         step.run(3, iterator)
     with pytest.raises(ValueError, match=r"steps is a whole number.* steps=OwnedIterator\."):
@@ -297,10 +270,6 @@ def test_what_is_no_iterator(step):
     ):
         with pytest.raises(tmg.DataError, match=f"Received: {name}. Write iterator = "):
             step.run(given, 2)
-
-
-@pytest.mark.usefixtures("untouched")
-def test_an_iterator_of_another_strategy(step):
     data = tmg.distribute_dataset((X, Y), strategy_of(3), batch_size=4)
     with pytest.raises(tmg.DataError) as caught:
         step.run(iter(data), 2)
@@ -329,9 +298,8 @@ def two_heads() -> keras.Model:
     return keras.Model(inputs, {"kind": kind, "size": keras.layers.Dense(1, name="size")(inputs)})
 
 
-@pytest.mark.parametrize(
-    ("loss", "y", "text"),
-    [
+def test_losses_and_labels_that_do_not_fit_the_outputs():
+    for loss, y, text in (
         (
             {"kin": "mse"},
             {"kind": X, "size": X},
@@ -340,19 +308,12 @@ def two_heads() -> keras.Model:
         (["mse"], {"kind": X, "size": X}, "The model has 2 outputs .*but there are 1 losses"),
         ("mse", X, "The model has 2 outputs .*but the labels are a single value"),
         ("mse", {"kind": X[:, :3]}, "There is a loss but no labels"),
-    ],
-    ids=["unknown name", "too few losses", "one array of labels", "a label is missing"],
-)
-def test_losses_and_labels_that_do_not_fit_the_outputs(loss, y, text):
-    strategy = strategy_of(2)
-    with strategy.scope():
-        model, optimizer = two_heads(), sgd()
-    step = tmg.make_train_step(model, optimizer, loss, strategy)
-    with pytest.raises(tmg.LossError, match=text):
-        step((X, y))
-
-
-def test_several_losses_for_one_output():
+    ):
+        with strategy_of(2).scope():
+            model, optimizer = two_heads(), sgd()
+        step = tmg.make_train_step(model, optimizer, loss, strategy_of(2))
+        with pytest.raises(tmg.LossError, match=text):
+            step((X, y))
     with strategy_of(2).scope():
         model, optimizer = classifier(), sgd()
     step = tmg.make_train_step(model, optimizer, ["mse", "mae"], strategy_of(2))
