@@ -54,10 +54,6 @@ def renormalized():
     return behind_an_embedding(renorm=True, renorm_momentum=0.6)
 
 
-def not_synchronized():
-    return behind_an_embedding(synchronized=False)
-
-
 def sgd():
     return keras.optimizers.SGD(0.05)
 
@@ -85,7 +81,7 @@ def expected_of(name):
 
 @pytest.mark.parametrize(
     ("name", "replicas"),
-    [("embedding", 2), ("embedding", 3), ("embedding", 4), ("masking", 3), ("renormalized", 2)],
+    [("embedding", 3), ("masking", 2), ("renormalized", 2)],
 )
 def test_behind_a_mask_replicas_normalize_as_one_device_does(name, replicas):
     build, x = CASES[name]
@@ -97,15 +93,13 @@ def test_behind_a_mask_replicas_normalize_as_one_device_does(name, replicas):
             np.testing.assert_array_equal(copy, copies[0], err_msg=variable.path)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "mixed_float16", "mixed_bfloat16"])
-def test_in_lower_precision(dtype):
+def test_in_lower_precision():
     """Keras computes moments in float32 whatever the layer computes in."""
-    build = functools.partial(behind_an_embedding, dtype)
+    build = functools.partial(behind_an_embedding, "mixed_float16")
     batches = batches_of(TOKENS, (7, 8, 9))[:1]  # Rounding is amplified from step to step.
     expected = ByHand(build, sgd, crossentropy()).train(batches)
     result = Replicated(2, build, sgd, crossentropy()).train(batches)
-    allowed = {"float32": 1e-6, "mixed_float16": 2e-3, "mixed_bfloat16": 2e-2}[dtype]
-    assert_same(result, expected, weights=allowed, loss=allowed)
+    assert_same(result, expected, weights=2e-3, loss=2e-3)
 
 
 def test_micro_batches_meet_behind_a_mask():
@@ -120,17 +114,7 @@ def test_micro_batches_meet_behind_a_mask():
         np.testing.assert_array_equal(one.numpy(), other.numpy(), err_msg=variable.path)
 
 
-def test_a_layer_that_is_not_synchronized_is_left_alone():
-    batches = batches_of(TOKENS)
-    expected = ByHand(not_synchronized, sgd, crossentropy()).train(batches)
-    run = Replicated(2, not_synchronized, sgd, crossentropy())
-    with pytest.warns(tmg.ReplicaDependenceWarning, match="only the rows of its own replica"):
-        result = run.train(batches)
-    assert difference(result.weights, expected.weights) > 1e-3
-
-
-@pytest.mark.parametrize("axis", [-1, 1])
-@pytest.mark.parametrize("channels", [4, 1])
+@pytest.mark.parametrize(("axis", "channels"), [(-1, 1), (1, 4)])
 def test_the_formula_is_that_of_keras(axis, channels):
     """On two replicas with the rows of one device: gradients, moments, nothing left by a mask."""
     x = _random.normal(size=(6, 4, channels))
@@ -271,13 +255,6 @@ def test_models_of_keras_cloned_and_loaded_ones(tmp_path):
     assert all(one.synchronized for one in normalizations(loaded))
 
 
-def test_a_model_without_batch_normalization_stays_as_it_is():
-    model = keras.Sequential([keras.Input((3,)), layers.Dense(2)])
-    assert tmg.synchronize_batch_norm(model) is model
-    assert not hasattr(model.layers[0], "synchronized")
-
-
-@pytest.mark.parametrize("given", [None, "resnet", [layers.Dense]], ids=repr)
-def test_something_else_is_refused(given):
+def test_something_else_is_refused():
     with pytest.raises(TypeError, match=r"must be a Keras model or layer\. Received: .*model"):
-        tmg.synchronize_batch_norm(given)
+        tmg.synchronize_batch_norm([layers.Dense])

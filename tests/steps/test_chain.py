@@ -124,8 +124,7 @@ def assert_same(weights: list[np.ndarray], times: tuple[int, int]) -> None:
         np.testing.assert_allclose(own, other, rtol=2e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("times", [(1, 1), (3, 2)])
-@pytest.mark.parametrize("replicas", [1, 2, 3])
+@pytest.mark.parametrize(("replicas", "times"), [(2, (1, 1)), (1, (3, 2)), (3, (3, 2))])
 def test_each_batch_trains_the_steps_in_turn(replicas: int, times: tuple[int, int]) -> None:
     strategy = strategy_of(replicas)
     gan = Gan(strategy)
@@ -144,11 +143,10 @@ def test_each_batch_trains_the_steps_in_turn(replicas: int, times: tuple[int, in
         assert outcomes == {"d": "same", "g": "same"}
 
 
-@pytest.mark.parametrize("verify", ["first", False, True])
-@pytest.mark.parametrize("replicas", [1, 2])
-def test_many_batches_in_one_call(replicas: int, verify: bool | str) -> None:
+@pytest.mark.parametrize("verify", ["first", True])
+def test_many_batches_in_one_call(verify: bool | str) -> None:
     times = (3, 2)
-    strategy = strategy_of(replicas)
+    strategy = strategy_of(2)
     gan = Gan(strategy)
     step = tmg.chain_steps(*steps_of(gan, strategy, verify=verify), names=("d", "g"), times=times)
     data = tf.data.Dataset.from_generator(
@@ -186,20 +184,6 @@ def test_many_batches_in_one_call(replicas: int, verify: bool | str) -> None:
         "g_skipped",
         "g_loss_scale",
     }
-
-
-def test_inside_a_function_of_the_user() -> None:
-    strategy = strategy_of(2)
-    gan = Gan(strategy)
-    step = tmg.chain_steps(*steps_of(gan, strategy), names=("d", "g"))
-
-    @tf.function
-    def train(batch: Any) -> Any:
-        return step(batch)["d_loss"]
-
-    losses = [float(train(batch)) for batch in BATCHES]
-    np.testing.assert_allclose(losses, [one[0] for one in truth((1, 1))[0]], rtol=2e-4)
-    assert_same(gan.weights, (1, 1))
 
 
 def test_a_layer_frozen_between_calls_stays() -> None:

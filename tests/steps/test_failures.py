@@ -60,33 +60,11 @@ def test_the_replica_the_batch_and_the_way_out_are_named() -> None:
     assert isinstance(caught.value, tf.errors.ResourceExhaustedError)
 
 
-def test_a_whole_batch_and_many_steps_in_one_call() -> None:
+def test_many_steps_in_one_call() -> None:
     strategy, step = make_step(3)
-    with pytest.raises(tmg.OutOfMemoryError, match="a global batch of 16 rows"):
-        step((np.tile(X, (2, 1))[:16], np.tile(Y, (2, 1))[:16]))
     data = tmg.distribute_dataset((X, Y), strategy, batch_size=12, shares=(5, 5, 2))
     with pytest.raises(tmg.OutOfMemoryError, match=r"Replica \d \(CPU:\d\) has not enough memory"):
         step.run(iter(data), 1)
-
-
-def test_one_device() -> None:
-    _, step = make_step(1)
-    with pytest.raises(tmg.OutOfMemoryError, match=r"^CPU:0 has not enough memory for this step"):
-        step((X, Y))
-
-
-def test_micro_batches_are_the_way_out() -> None:
-    _, step = make_step(2, micro_batches=2)
-    assert float(step((X, Y))["weight"]) == 12.0
-
-
-def test_the_largest_batch_is_found() -> None:
-    _, step = make_step(2)
-
-    def try_batch(size: int) -> None:
-        float(step((np.ones((size, 3), "float32"), np.ones((size, 1), "float32")))["loss"])
-
-    assert tmg.find_batch_size(try_batch, start=4, limit=10) == 2 * ROWS_THAT_FIT
 
 
 def test_a_batch_that_cannot_be_copied_to_a_gpu_is_out_of_memory() -> None:

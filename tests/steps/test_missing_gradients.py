@@ -44,8 +44,6 @@ def forward(model, batch, training):
 
 KINDS = {
     "plain": (1, "mse", {}),
-    "replicas": (2, "mse", {}),
-    "parts": (2, "mse", {"micro_batches": 2}),
     "other parts": (2, "mse", {"micro_batches": (2, 1)}),
     "forward": (2, None, {"forward": forward}),
     "sharded": (2, "mse", {"shard_update": True}),
@@ -83,14 +81,13 @@ def test_a_gradient_for_some_variables_is_said_once(kind):
     assert "first/bias']" in texts[0]
 
 
-@pytest.mark.parametrize("replicas", [1, 2])
-def test_nothing_to_train_is_said_and_the_loss_is_that_of_keras(replicas):
+def test_nothing_to_train_is_said_and_the_loss_is_that_of_keras():
     def build():
         model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(2)])
         model.trainable = False
         return model
 
-    run = Replicated(replicas, build, sgd, "mse")
+    run = Replicated(2, build, sgd, "mse")
     with pytest.warns(UserWarning, match="The model has no trainable variables"):
         losses = run.train(cut((X, Y), SIZES)).losses
     truth = build()
@@ -122,10 +119,9 @@ def reading(*, frozen: bool):
     return build
 
 
-@pytest.mark.parametrize("frozen", [False, True], ids=["all trained", "one frozen"])
 @pytest.mark.parametrize(
-    ("replicas", "options"),
-    [(1, {}), (3, {"micro_batches": 2}), (2, {"shard_update": True}), (2, {"clip_norm": 0.1})],
+    ("replicas", "options", "frozen"),
+    [(3, {"micro_batches": 2}, True), (2, {"shard_update": True, "clip_norm": 0.1}, False)],
 )
 def test_a_regularizer_that_reads_other_variables(replicas, options, frozen):
     batches = cut((X, Y), SIZES)
@@ -133,14 +129,6 @@ def test_a_regularizer_that_reads_other_variables(replicas, options, frozen):
     build = reading(frozen=frozen)
     expected = ByHand(build, sgd, SQUARES, clip_norm=clip_norm).train(batches)
     assert_same(Replicated(replicas, build, sgd, SQUARES, **options).train(batches), expected)
-
-
-def test_it_is_read_inside_the_scope_of_the_strategy_too():
-    batches = cut((X, Y), SIZES)
-    expected = ByHand(reading(frozen=False), sgd, SQUARES).train(batches)
-    run = Replicated(2, reading(frozen=False), sgd, SQUARES)
-    with run.strategy.scope():
-        assert_same(run.train(batches), expected)
 
 
 def test_a_regularizer_of_keras_reads_its_own_variable_alone():
