@@ -24,10 +24,9 @@ class Case:
         build: Makes what is trained.
         batches: Global batches, arrays.
         reason: Why a tolerance is larger than ``EXACT``; without one it may not be.
-        replicas: The numbers of replicas of one process. Three where nothing else is said: few
-            batches divide by it. Every number that tests use is in test_steps_exactness.py.
-        workers: Whether two worker processes train it too.
-        options: For ``assert_replica_invariant``.
+        replicas: The numbers of replicas. Three by default: few batches divide by it.
+        options: For ``assert_replica_invariant``. Steps of evaluation and prediction have tests of
+            their own, and are tried only with ``predict=True``.
     """
 
     name: str
@@ -35,7 +34,6 @@ class Case:
     batches: list[Any]
     reason: str = ""
     replicas: tuple[int, ...] = (3,)
-    workers: bool = True
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -45,11 +43,9 @@ class Case:
         ]
         assert max(allowed) <= EXACT or self.reason, f"{self.name}: say why {max(allowed):.0e}"
 
-    def hold(self, **where: Any) -> tmg.testing.InvarianceReport:
-        where = where or {"replicas": self.replicas}
-        return tmg.testing.assert_replica_invariant(
-            self.build, self.batches, **{**self.options, **where}
-        )
+    def hold(self) -> tmg.testing.InvarianceReport:
+        options = {"predict": False, "replicas": self.replicas, **self.options}
+        return tmg.testing.assert_replica_invariant(self.build, self.batches, **options)
 
 
 def cut(*arrays: Any, sizes: Iterable[int] = SIZES) -> list[Any]:

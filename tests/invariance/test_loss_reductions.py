@@ -1,21 +1,16 @@
-"""Every loss of Keras, with every reduction, by its class and by its name."""
+"""Every loss of Keras in a step, and losses without a reduction."""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
-import inspect
 from typing import Any
 
 import keras
 import numpy as np
-import pytest
 import tensorflow as tf
 from case import Case, cut, integers, normal
-from one_device import ByHand, Replicated, assert_same, strategy_of
+from one_device import ByHand, Replicated, assert_same
 
-import tfmultigpu as tmg
-from tfmultigpu.losses.loss_sum import as_loss
 from tfmultigpu.testing import Training
 
 ROWS = 24
@@ -72,25 +67,6 @@ HEADS = {
     "SquaredHinge": Head(BINARY),
     "Tversky": IMAGES,
 }
-# Its value for one example depends on the others, so that shards cannot be added.
-COUPLED = {"Circle"}
-REDUCTIONS = ("sum_over_batch_size", "mean", "mean_with_sample_weight", "sum")
-
-
-def classes_of_keras() -> set[str]:
-    return {
-        name
-        for name, value in vars(keras.losses).items()
-        if inspect.isclass(value) and issubclass(value, keras.losses.Loss)
-        if value is not keras.losses.Loss
-    }
-
-
-def class_of(name: str) -> str:
-    """The class that a name stands for: of a function, short, or its own."""
-    function = getattr(keras.losses, name, None) or keras.losses.get(name)
-    joined = function.__name__.replace("_", "").lower()
-    return next(one for one in [*HEADS, *COUPLED] if one.lower() == joined)
 
 
 def model_of(heads: dict[str, str]) -> keras.Model:
@@ -113,15 +89,8 @@ def sgd() -> keras.optimizers.Optimizer:
     return keras.optimizers.SGD(0.02, momentum=0.9)
 
 
-# Each class with each reduction -------------------------------------------------------------------
-
-WITHOUT = {loss: loss for loss in HEADS}
-WEIGHTED = {f"{loss}_weighted": loss for loss in HEADS}
-BOTH = {**WITHOUT, **WEIGHTED}
-# Without weights every loss is trained on its sum, and on its mean where a name gives that, below:
-# beside the weighted ones the other reductions have those losses whose name does not, and one more.
-NAMELESS = ("CategoricalGeneralizedCrossEntropy", "Dice", "Tversky")
-MOST = {**WEIGHTED, "Huber": "Huber", **{loss: loss for loss in NAMELESS}}
+HEADED = {f"{loss}_weighted": loss for loss in HEADS}
+ALL_WEIGHTS = dict.fromkeys(HEADED, WEIGHTS)
 
 
 def losses_of(heads: dict[str, str], reduction: str | None) -> dict[str, keras.losses.Loss]:
@@ -131,102 +100,20 @@ def losses_of(heads: dict[str, str], reduction: str | None) -> dict[str, keras.l
     }
 
 
-def by_class(reduction: str, heads: dict[str, str] = BOTH) -> Training:
-    return Training(model_of(heads), sgd(), losses_of(heads, reduction))
+def test_every_loss_in_a_step_with_weights_and_micro_batches() -> None:
+    """With each reduction their sums are held in losses/test_loss_sum.py."""
+
+    def build() -> Training:
+        return Training(model_of(HEADED), sgd(), losses_of(HEADED, "mean_with_sample_weight"))
+
+    batches = cut(X, labels_of(HEADED), ALL_WEIGHTS)
+    Case("all", build, batches, replicas=(2,), options={"micro_batches": 2}).hold()
 
 
-def batches_by_class(heads: dict[str, str] = BOTH) -> list[Any]:
-    return cut(X, labels_of(heads), dict.fromkeys(WEIGHTED, WEIGHTS))
-
-
-# By name ------------------------------------------------------------------------------------------
-
-SHORT = {"mse", "MSE", "mae", "MAE", "mape", "MAPE", "msle", "MSLE", "bce", "BCE", "kld", "KLD"}
-# These are one number for a whole batch unless an axis is given, which a name cannot.
-WHOLE_BATCH = {"Dice", "Tversky", "dice", "tversky"}
-# Keras has a class and a function, but knows neither by its name.
-WITHOUT_A_NAME = {"CategoricalGeneralizedCrossEntropy", "categorical_generalized_cross_entropy"}
-FUNCTIONS = {
-    name
-    for name, value in vars(keras.losses).items()
-    if inspect.isfunction(value) and name not in ("get", "serialize", "deserialize")
-}
-REFUSED = WHOLE_BATCH | WITHOUT_A_NAME | COUPLED | {"circle"}
-NAMES = {f"by_{name}": name for name in sorted({*FUNCTIONS, *SHORT} - REFUSED)}
-
-
-def classes_of(names: dict[str, str]) -> dict[str, str]:
-    return {head: class_of(name) for head, name in names.items()}
-
-
-def by_name(names: dict[str, str]) -> Training:
-    return Training(model_of(classes_of(names)), sgd(), names)
-
-
-def batches_by_name(names: dict[str, str]) -> list[Any]:
-    return cut(X, labels_of(classes_of(names)))
-
-
-# A case has dozens of losses, which take seconds to trace for each replica and for each kind of
-# step: not every number of replicas is tried with every reduction.
-FAST = {"predict": False}
-CASES = [
-    Case(
-        "every loss, mean over the batch",
-        functools.partial(by_class, "sum_over_batch_size", MOST),
-        batches_by_class(MOST),
-        replicas=(2,),
-        workers=False,  # All other cases of this folder have losses of this kind.
-        options=FAST,
-    ),
-    Case(
-        "every loss, mean, in micro-batches",
-        functools.partial(by_class, "mean", MOST),
-        batches_by_class(MOST),
-        replicas=(2,),
-        workers=False,  # The mean over the batch by another name.
-        options={**FAST, "micro_batches": 2},
-    ),
-    Case(
-        "every loss, mean with sample weights",
-        functools.partial(by_class, "mean_with_sample_weight", MOST),
-        batches_by_class(MOST),
-        replicas=(2,),
-        options=FAST,
-    ),
-    Case(
-        "every loss, sum",
-        functools.partial(by_class, "sum"),
-        batches_by_class(),
-        replicas=(2,),
-        options=FAST,
-    ),
-    Case(
-        "every loss by the name of its function",
-        functools.partial(by_name, NAMES),
-        batches_by_name(NAMES),
-        replicas=(2,),
-        workers=False,  # A name is looked up before anything is distributed.
-        options=FAST,
-    ),
-]
-
-
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_replicas_give_what_one_device_gives(case: Case) -> None:
-    case.hold()
-
-
-@pytest.mark.parametrize(
-    ("reduction", "heads"),
-    [("none", WEIGHTED), ("none", {"CTC": "CTC", "Huber": "Huber"}), (None, {"Huber": "Huber"})],
-    ids=["none, weighted", "none", "None"],
-)
-def test_without_a_reduction_a_loss_is_the_mean_of_its_values(
-    reduction: str | None, heads: dict[str, str]
-) -> None:
+def test_without_a_reduction_a_loss_is_the_mean_of_its_values() -> None:
     """Keras by itself would train on the sum of the values, which grows with the batch."""
-    losses = losses_of(heads, reduction)
+    heads = {"CTC": "CTC", "Huber": "Huber", "Huber_weighted": "Huber"}
+    losses = {**losses_of(heads, "none"), **losses_of({"Huber": "Huber"}, None)}
 
     def by_hand(y_true: Any, y_pred: Any, sample_weight: Any) -> Any:
         values = [
@@ -235,66 +122,19 @@ def test_without_a_reduction_a_loss_is_the_mean_of_its_values(
         ]
         return tf.add_n([tf.reduce_mean(one) for one in values])
 
-    weights = {head: WEIGHTS for head in heads if head in WEIGHTED}
+    weights = {"Huber_weighted": WEIGHTS}
     batches = cut(X, labels_of(heads), weights)
     expected = ByHand(lambda: model_of(heads), sgd, by_hand).train(batches)
     result = Replicated(2, lambda: model_of(heads), sgd, losses).train(batches)
     assert_same(result, expected)
 
 
-@pytest.mark.parametrize("name", sorted({*HEADS} - REFUSED))
-def test_a_class_by_its_name_is_the_class(name: str) -> None:
-    """So that what holds for the one, above, holds for the other."""
-    made, by_hand = as_loss(name), getattr(keras.losses, name)()
-    assert type(made) is type(by_hand)
-    assert made.get_config() == by_hand.get_config()
-
-
-# What is refused, and what is missing -------------------------------------------------------------
-
-
-def test_every_loss_of_keras_is_here() -> None:
-    assert {*NAMELESS} == {class_of(name) for name in REFUSED} - COUPLED
-    assert classes_of_keras() == set(HEADS) | COUPLED
-    assert {class_of(name) for name in FUNCTIONS} == set(HEADS) | COUPLED
-    assert {class_of(name) for name in NAMES.values()} == set(HEADS) - WHOLE_BATCH - WITHOUT_A_NAME
-
-
-@pytest.mark.parametrize("heads", [BOTH, classes_of(NAMES)], ids=["by class", "by name"])
-def test_every_head_learns(heads: dict[str, str]) -> None:
+def test_every_head_learns() -> None:
     """A loss without gradient would be equal on any number of replicas."""
-    model = model_of(heads)
+    model, losses = model_of(HEADED), losses_of(HEADED, "mean")
     with tf.GradientTape() as tape:
         outputs = model(X)
-        losses = losses_of(heads, "mean")
-        total = tf.add_n([losses[h](HEADS[heads[h]].labels, outputs[h]) for h in heads])
-    for variable, gradient in zip(
-        model.trainable_variables, tape.gradient(total, model.trainable_variables), strict=True
-    ):
+        total = tf.add_n([losses[h](HEADS[HEADED[h]].labels, outputs[h]) for h in HEADED])
+    gradients = tape.gradient(total, model.trainable_variables)
+    for variable, gradient in zip(model.trainable_variables, gradients, strict=True):
         assert float(tf.reduce_max(tf.abs(gradient))) > 1e-3, variable.path
-
-
-@pytest.mark.parametrize("name", ["Circle", "circle"])
-def test_a_loss_that_couples_examples_is_refused(name: str) -> None:
-    with pytest.raises(tmg.LossError, match="compares its examples with each other"):
-        one_step(name)
-
-
-@pytest.mark.parametrize("name", sorted(WHOLE_BATCH))
-def test_a_loss_over_the_whole_batch_is_refused(name: str) -> None:
-    with pytest.raises(tmg.LossError, match=r"'(dice|tversky)' is one number for a batch"):
-        one_step(name, np.eye(3, dtype="float32")[CLASSES])
-
-
-@pytest.mark.parametrize("name", sorted(WITHOUT_A_NAME))
-def test_a_loss_without_a_name_is_refused(name: str) -> None:
-    with pytest.raises(tmg.LossError, match=f"Keras has no loss of this name. Received: .*{name}"):
-        one_step(name)
-
-
-def one_step(loss: str, labels: Any = CLASSES) -> None:
-    strategy = strategy_of(2)
-    with strategy.scope():
-        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3)])
-        optimizer = sgd()
-    tmg.make_train_step(model, optimizer, loss, strategy)((X, labels))
