@@ -6,10 +6,12 @@ decide what is refused. The lines run in one process in order: a refusal must ch
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 import textwrap
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -54,23 +56,72 @@ def limits(index):
 """
 
 
-def run(script: str, *, gpus: bool = False, **environment: str) -> str:
-    """Run the script in a fresh process and return what it printed; its assertions are ours."""
+# TensorFlow is imported once, in seconds; each script runs in a copy of that process, made before
+# any device starts. What fails is written to standard error, which goes to standard output.
+COPIES = """
+import json, os, sys, traceback
+import keras, tensorflow
+for line in sys.stdin:
+    script, environment = json.loads(line)
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        status = 1
+        os.close(reader)
+        os.dup2(writer, 1)
+        os.dup2(writer, 2)
+        os.environ.update(environment)
+        try:
+            exec(script, {"__name__": "__main__"})
+            status = 0
+        except BaseException:
+            traceback.print_exc()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+    os.close(writer)
+    with open(reader) as file:
+        said = file.read()
+    print(json.dumps([os.waitpid(child, 0)[1], said]), flush=True)
+"""
+
+Run = Callable[..., str]
+
+
+@pytest.fixture(scope="module")
+def run() -> Iterator[Run]:
+    """Runs a script in a process of its own; returns what it printed, its assertions are ours."""
     # No warmth from the parent: neither its devices nor what it says about CUDA.
     inherited = {key: value for key, value in os.environ.items() if not key.startswith("TF_FORCE")}
-    result = subprocess.run(
-        [sys.executable, "-c", PRELUDE + (FAKE_GPUS if gpus else "") + textwrap.dedent(script)],
-        env=inherited | {"CUDA_VISIBLE_DEVICES": "", "TF_CPP_MIN_LOG_LEVEL": "3"} | environment,
-        capture_output=True,
+    with subprocess.Popen(
+        [sys.executable, "-c", COPIES],
+        env=inherited | {"CUDA_VISIBLE_DEVICES": "", "TF_CPP_MIN_LOG_LEVEL": "3"},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
         text=True,
-        timeout=600,
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr[-3000:]
-    return result.stdout
+    ) as copies:
+        assert copies.stdin is not None
+        assert copies.stdout is not None
+        requests, answers = copies.stdin, copies.stdout
+
+        def call(script: str, *, gpus: bool = False, **environment: str) -> str:
+            source = PRELUDE + (FAKE_GPUS if gpus else "") + textwrap.dedent(script)
+            print(json.dumps([source, environment]), file=requests, flush=True)
+            status, said = json.loads(answers.readline())
+            assert status == 0, said[-3000:]
+            return str(said)
+
+        yield call
+        requests.close()
 
 
-def test_listing_starts_nothing_and_splitting_works_after_it() -> None:
+def test_a_script_that_fails_is_a_failure(run: Run) -> None:
+    with pytest.raises(AssertionError, match="ZeroDivisionError"):
+        run("1 / 0")
+
+
+def test_listing_starts_nothing_and_splitting_works_after_it(run: Run) -> None:
     out = run(
         """
         assert names(list_devices()) == names(visible_devices()) == ("CPU:0",)
@@ -95,29 +146,23 @@ def test_listing_starts_nothing_and_splitting_works_after_it() -> None:
         print("total", float(total))
         """
     )
-    assert out.split() == ["total", "6.0"]
+    assert out.split()[-2:] == ["total", "6.0"]
 
 
-@pytest.mark.parametrize(
-    "start",
-    [
-        "tf.config.list_logical_devices()",
-        "keras.optimizers.SGD()",
-    ],
-)
-def test_what_the_error_names_does_start_the_devices(start: str) -> None:
-    run(
-        f"""
-        import keras
-        {start}
-        with pytest.raises(DevicesInitializedError, match="Move this line up"):
-            split_device("CPU:0", parts=2)
-        assert list_logical_devices() == logical("CPU") == ("CPU:0",)
-        """
-    )
+def test_what_the_error_names_does_start_the_devices(run: Run) -> None:
+    for start in ("tf.config.list_logical_devices()", "keras.optimizers.SGD()"):
+        run(
+            f"""
+            import keras
+            {start}
+            with pytest.raises(DevicesInitializedError, match="Move this line up"):
+                split_device("CPU:0", parts=2)
+            assert list_logical_devices() == logical("CPU") == ("CPU:0",)
+            """
+        )
 
 
-def test_memory_growth_is_on_for_all_gpus_or_none() -> None:
+def test_memory_growth_is_on_for_all_gpus_or_none(run: Run) -> None:
     run(
         """
         assert names(list_devices()) == ("CPU:0", "GPU:0", "GPU:1", "GPU:2")
@@ -169,7 +214,7 @@ def test_memory_growth_is_on_for_all_gpus_or_none() -> None:
     )
 
 
-def test_memory_growth_after_the_start_is_refused() -> None:
+def test_memory_growth_after_the_start_is_refused(run: Run) -> None:
     run(
         """
         tf.constant(1.0)
@@ -188,7 +233,7 @@ def test_memory_growth_after_the_start_is_refused() -> None:
     )
 
 
-def test_limits_and_parts_of_gpus() -> None:
+def test_limits_and_parts_of_gpus(run: Run) -> None:
     run(
         """
         limit_memory({"/gpu:0": 2 * GIB + 5})
@@ -248,7 +293,7 @@ def test_limits_and_parts_of_gpus() -> None:
     )
 
 
-def test_hiding_gpus_numbers_the_rest_anew() -> None:
+def test_hiding_gpus_numbers_the_rest_anew(run: Run) -> None:
     run(
         """
         assert names(restrict_devices(["GPU:2", "GPU:1"])) == ("GPU:1", "GPU:2")
@@ -273,7 +318,7 @@ def test_hiding_gpus_numbers_the_rest_anew() -> None:
     )
 
 
-def test_growth_forced_by_the_environment_goes_with_splits() -> None:
+def test_growth_forced_by_the_environment_goes_with_splits(run: Run) -> None:
     run(
         """
         assert split_device("CPU:0", parts=2) == ("CPU:0", "CPU:1")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+from typing import Any
+
 import pytest
 
 from tfmultigpu.clusters.spec import Cluster
@@ -41,70 +44,66 @@ def machine(
     )
 
 
+MACHINES = [
+    {"gpus": gpus, "cpus": cpus, "tpu": tpu, "cluster": cluster}
+    for gpus in (0, 1, 2, 8, 16)
+    for cpus in (1, 8)
+    for tpu in (NO_TPU, TPU)
+    for cluster in (None, ONE_WORKER, TWO_WORKERS, EVALUATOR)
+]
+
+
+def parts_of(facts: dict[str, Any]) -> tuple[int, Tpu, Cluster | None]:
+    return facts["gpus"], facts["tpu"], facts["cluster"]
+
+
 def gpu_names(count: int) -> tuple[str, ...]:
     return tuple(f"GPU:{index}" for index in range(count))
 
 
-@pytest.mark.parametrize("cpus", [1, 8])
-@pytest.mark.parametrize(
-    ("gpus", "kind", "devices"),
-    [
-        (0, "one_device", ("CPU:0",)),
-        (1, "one_device", ("GPU:0",)),
-        (2, "mirrored", gpu_names(2)),
-        (8, "mirrored", gpu_names(8)),
-        (16, "mirrored", gpu_names(16)),
-    ],
-)
-def test_auto_takes_all_gpus_then_one_then_the_cpu(
-    gpus: int, kind: str, devices: tuple[str, ...], cpus: int
-) -> None:
-    plan = choose(machine(gpus, cpus))
-    assert (plan.kind, plan.devices, plan.num_replicas) == (kind, devices, len(devices))
-    assert plan.unmet == ()
-    assert set(plan.rejected) == set(KINDS) - {kind}
+def test_auto_follows_the_order() -> None:
+    """Of every machine: a TPU, workers, all GPUs, one GPU, the CPU."""
+    wrong = []
+    for facts in MACHINES:
+        plan, (gpus, tpu, cluster) = choose(machine(**facts)), parts_of(facts)
+        if tpu is TPU:
+            expected = ("tpu", ("grpc://10.0.0.2:8470",), None)
+        elif cluster is TWO_WORKERS:
+            expected = ("multi_worker", gpu_names(gpus) or ("CPU:0",), 2 * max(gpus, 1))
+        elif gpus > 1:
+            expected = ("mirrored", gpu_names(gpus), gpus)
+        else:
+            expected = ("one_device", ("GPU:0" if gpus else "CPU:0",), 1)
+        rejected = [kind for kind in KINDS if kind != expected[0]]
+        if (
+            (plan.kind, plan.devices, plan.num_replicas) != expected
+            or plan.unmet
+            or list(plan.rejected) != rejected
+            or not all(plan.rejected.values())
+        ):
+            wrong.append((facts, plan))
+    assert wrong == []
 
 
-@pytest.mark.parametrize("gpus", [0, 1, 2, 8, 16])
-@pytest.mark.parametrize("cluster", [None, ONE_WORKER, TWO_WORKERS, EVALUATOR])
-@pytest.mark.parametrize("tpu", [NO_TPU, TPU])
-def test_auto_follows_the_order(gpus: int, cluster: Cluster | None, tpu: Tpu) -> None:
-    plan = choose(machine(gpus, tpu=tpu, cluster=cluster))
-    if tpu is TPU:
-        expected, replicas = "tpu", None
-    elif cluster is TWO_WORKERS:
-        expected, replicas = "multi_worker", 2 * max(gpus, 1)
-    elif gpus > 1:
-        expected, replicas = "mirrored", gpus
-    else:
-        expected, replicas = "one_device", 1
-    assert (plan.kind, plan.num_replicas, plan.unmet) == (expected, replicas, ())
-    assert list(plan.rejected) == [kind for kind in KINDS if kind != expected]
-    assert all(plan.rejected.values())
-
-
-@pytest.mark.parametrize("gpus", [0, 1, 2, 8])
-@pytest.mark.parametrize("cluster", [None, ONE_WORKER, TWO_WORKERS, EVALUATOR])
-@pytest.mark.parametrize("tpu", [NO_TPU, TPU])
-@pytest.mark.parametrize("prefer", KINDS)
-def test_what_is_preferred_is_taken_or_named_as_unmet(
-    prefer: str, tpu: Tpu, cluster: Cluster | None, gpus: int
-) -> None:
-    plan = choose(machine(gpus, tpu=tpu, cluster=cluster), prefer)
-    possible = {
-        "tpu": tpu is TPU,
-        "multi_worker": cluster in (ONE_WORKER, TWO_WORKERS),
-        "mirrored": gpus > 1,
-        "one_device": True,
-    }
-    if possible[prefer]:
-        assert (plan.kind, plan.unmet) == (prefer, ())
-        return
-    assert KINDS.index(plan.kind) > KINDS.index(prefer)
-    if prefer == "multi_worker" and cluster is EVALUATOR:
-        assert plan.unmet == ()  # What an evaluator is for.
-        return
-    assert plan.unmet == (f"prefer={prefer!r}: {plan.rejected[prefer]}",)
+def test_what_is_preferred_is_taken_or_named_as_unmet() -> None:
+    wrong = []
+    for facts, prefer in itertools.product(MACHINES, KINDS):
+        plan, (gpus, tpu, cluster) = choose(machine(**facts), prefer), parts_of(facts)
+        possible = {
+            "tpu": tpu is TPU,
+            "multi_worker": cluster in (ONE_WORKER, TWO_WORKERS),
+            "mirrored": gpus > 1 or (gpus == 0 and facts["cpus"] > 1),
+            "one_device": True,
+        }
+        if possible[prefer]:
+            right = (plan.kind, plan.unmet) == (prefer, ())
+        elif prefer == "multi_worker" and cluster is EVALUATOR:
+            right = plan.unmet == ()  # What an evaluator is for.
+        else:
+            right = plan.unmet == (f"prefer={prefer!r}: {plan.rejected[prefer]}",)
+        if not right or KINDS.index(plan.kind) < KINDS.index(prefer):
+            wrong.append((facts, prefer, plan))
+    assert wrong == []
 
 
 def test_a_preference_passes_over_what_comes_before_it() -> None:
@@ -127,14 +126,12 @@ def test_several_logical_cpus_are_used_only_when_asked_for() -> None:
     assert choose(facts, devices=["CPU:6", "cpu:1"]).devices == ("CPU:6", "CPU:1")
 
 
-@pytest.mark.parametrize("prefer", ["auto", "mirrored"])
-def test_one_device_named_is_one_device_and_nobody_is_warned(prefer: str) -> None:
-    plan = choose(machine(4), prefer, devices=["/gpu:2"])
-    assert (plan.kind, plan.devices, plan.unmet) == ("one_device", ("GPU:2",), ())
-    assert (
-        plan.rejected["mirrored"] == "GPU:2 is the only device, and one device has nothing to "
-        "mirror"
-    )
+def test_one_device_named_is_one_device_and_nobody_is_warned() -> None:
+    why = "GPU:2 is the only device, and one device has nothing to mirror"
+    for prefer in ("auto", "mirrored"):
+        plan = choose(machine(4), prefer, devices=["/gpu:2"])
+        assert (plan.kind, plan.devices, plan.unmet) == ("one_device", ("GPU:2",), ())
+        assert plan.rejected["mirrored"] == why
 
 
 def test_mirrored_without_a_second_device_is_unmet() -> None:
@@ -172,33 +169,35 @@ def test_one_device_of_two_named_is_a_contradiction() -> None:
         choose(machine(2), "one_device", devices=["GPU:0", "GPU:1"])
 
 
-@pytest.mark.parametrize(
-    ("gpus", "devices", "local"),
-    [
+def test_workers_bring_the_first_devices() -> None:
+    bring: list[tuple[int, Any, tuple[str, ...]]] = [
         (0, None, ("CPU:0",)),
         (0, 1, ("CPU:0",)),
         (2, ["CPU:0"], ("CPU:0",)),
         (4, None, gpu_names(4)),
         (4, 2, gpu_names(2)),
         (4, ["GPU:0"], ("GPU:0",)),
-    ],
-)
-def test_workers_bring_the_first_devices(
-    gpus: int, devices: int | list[str] | None, local: tuple[str, ...]
-) -> None:
-    plan = choose(machine(gpus, cpus=8, cluster=TWO_WORKERS), devices=devices)
-    assert (plan.kind, plan.devices) == ("multi_worker", local)
-    assert plan.num_replicas == 2 * len(local)
-    assert plan.reason.startswith("this is worker 1 of 2 at b:1 (Cluster)")
+    ]
+    for gpus, devices, local in bring:
+        plan = choose(machine(gpus, cpus=8, cluster=TWO_WORKERS), devices=devices)
+        assert (plan.kind, plan.devices, plan.num_replicas) == (
+            *("multi_worker", local),
+            2 * len(local),
+        )
+        assert plan.reason.startswith("this is worker 1 of 2 at b:1 (Cluster)")
 
 
-@pytest.mark.parametrize(
-    ("gpus", "devices"), [(4, ["GPU:1"]), (4, ["GPU:1", "GPU:0"]), (0, 2), (2, ["CPU:0", "CPU:1"])]
-)
-def test_workers_cannot_bring_others(gpus: int, devices: int | list[str]) -> None:
-    with pytest.raises(StrategyUnavailableError, match="cannot be combined with the cluster") as no:
-        choose(machine(gpus, cpus=2, cluster=TWO_WORKERS), devices=devices)
-    assert "CUDA_VISIBLE_DEVICES" in str(no.value)
+def test_workers_cannot_bring_others() -> None:
+    others: list[tuple[int, Any]] = [
+        (4, ["GPU:1"]),
+        (4, ["GPU:1", "GPU:0"]),
+        (0, 2),
+        (2, ["CPU:0", "CPU:1"]),
+    ]
+    for gpus, devices in others:
+        with pytest.raises(StrategyUnavailableError, match="combined with the cluster") as no:
+            choose(machine(gpus, cpus=2, cluster=TWO_WORKERS), devices=devices)
+        assert "CUDA_VISIBLE_DEVICES" in str(no.value), (gpus, devices)
 
 
 def test_a_cluster_of_one_trains_alone_unless_asked() -> None:
@@ -223,65 +222,64 @@ def test_tpu_cores_are_counted_where_they_are_known() -> None:
 # communication ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("facts", "prefer", "best", "impossible"),
-    [
-        (machine(2), "auto", "nccl", {"ring"}),
-        (machine(3), "auto", "nccl", {"ring", "hierarchical_copy"}),
-        (machine(2, parts=2), "auto", "one_device", {"nccl", "ring"}),
-        (machine(4, parts=2), "auto", "one_device", {"nccl", "ring"}),
-        (machine(2, nccl=False), "auto", "one_device", {"nccl", "ring"}),
-        (machine(0, cpus=2), "mirrored", "one_device", {"nccl"}),
-        (machine(0, cpus=3), "mirrored", "one_device", {"nccl", "hierarchical_copy"}),
-        (
-            machine(0, cpus=2, ring_over=("CPU:0", "CPU:1")),
-            "mirrored",
-            "one_device",
-            {"nccl"},
-        ),
-        (
-            machine(0, cpus=2, ring_over=("CPU:2", "CPU:3")),
-            "mirrored",
-            "one_device",
-            {"nccl", "ring"},
-        ),
-        (machine(2, cluster=TWO_WORKERS), "auto", "nccl", {"hierarchical_copy", "one_device"}),
-        (
-            machine(2, parts=2, cluster=TWO_WORKERS),
-            "auto",
-            "ring",
-            {"nccl", "hierarchical_copy", "one_device"},
-        ),
-        (
-            machine(0, cluster=TWO_WORKERS),
-            "auto",
-            "ring",
-            {"nccl", "hierarchical_copy", "one_device"},
-        ),
-        (
-            machine(tpu=TPU),
-            "auto",
-            "tpu",
-            {"nccl", "ring", "hierarchical_copy", "one_device"},
-        ),
-        (machine(1), "auto", "none", set()),
-    ],
-)
-def test_communication_is_what_works(
-    facts: MachineInfo, prefer: str, best: str, impossible: set[str]
-) -> None:
-    for asked in set(COMMUNICATIONS) - {"measured"}:  # See tests/test_communication.py.
+WAYS_TO_ADD: list[tuple[MachineInfo, str, str, set[str]]] = [
+    (machine(2), "auto", "nccl", {"ring"}),
+    (machine(3), "auto", "nccl", {"ring", "hierarchical_copy"}),
+    (machine(2, parts=2), "auto", "one_device", {"nccl", "ring"}),
+    (machine(4, parts=2), "auto", "one_device", {"nccl", "ring"}),
+    (machine(2, nccl=False), "auto", "one_device", {"nccl", "ring"}),
+    (machine(0, cpus=2), "mirrored", "one_device", {"nccl"}),
+    (machine(0, cpus=3), "mirrored", "one_device", {"nccl", "hierarchical_copy"}),
+    (
+        machine(0, cpus=2, ring_over=("CPU:0", "CPU:1")),
+        "mirrored",
+        "one_device",
+        {"nccl"},
+    ),
+    (
+        machine(0, cpus=2, ring_over=("CPU:2", "CPU:3")),
+        "mirrored",
+        "one_device",
+        {"nccl", "ring"},
+    ),
+    (machine(2, cluster=TWO_WORKERS), "auto", "nccl", {"hierarchical_copy", "one_device"}),
+    (
+        machine(2, parts=2, cluster=TWO_WORKERS),
+        "auto",
+        "ring",
+        {"nccl", "hierarchical_copy", "one_device"},
+    ),
+    (
+        machine(0, cluster=TWO_WORKERS),
+        "auto",
+        "ring",
+        {"nccl", "hierarchical_copy", "one_device"},
+    ),
+    (
+        machine(tpu=TPU),
+        "auto",
+        "tpu",
+        {"nccl", "ring", "hierarchical_copy", "one_device"},
+    ),
+    (machine(1), "auto", "none", set()),
+]
+
+
+def test_communication_is_what_works() -> None:
+    # "measured" has its own tests, in test_communication.py.
+    asked_for = sorted(set(COMMUNICATIONS) - {"measured"})
+    wrong = []
+    for (facts, prefer, best, impossible), asked in itertools.product(WAYS_TO_ADD, asked_for):
         plan = choose(facts, prefer, communication=asked)
-        assert plan.communication_reason
         if asked in impossible:
-            assert plan.communication == best
-            (unmet,) = plan.unmet
-            assert unmet.startswith(f"communication={asked!r}: ")
+            unmet = [one.partition(":")[0] for one in plan.unmet]
+            right = (plan.communication, unmet) == (best, [f"communication={asked!r}"])
         else:
-            assert plan.unmet == ()
-            assert plan.communication == (
-                best if best in ("none", "tpu") or asked == "auto" else asked
-            )
+            taken = best if best in ("none", "tpu") or asked == "auto" else asked
+            right = (plan.communication, plan.unmet) == (taken, ())
+        if not right or not plan.communication_reason:
+            wrong.append((facts, prefer, asked, plan))
+    assert wrong == []
 
 
 def test_why_not_is_said() -> None:
@@ -323,13 +321,8 @@ def test_hints_name_what_is_not_set_yet() -> None:
     assert choose(machine(0)).hints == ()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"prefer": "gpu"}, r"prefer must be one of auto, tpu, .*Received: prefer='gpu'"),
-        ({"communication": "mpi"}, r"communication must be one of auto, .*communication='mpi'"),
-    ],
-)
-def test_unknown_choices_are_refused(arguments: dict[str, str], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        choose(machine(1), **arguments)
+def test_unknown_choices_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"prefer must be one of auto, tpu, .*: prefer='gpu'"):
+        choose(machine(1), prefer="gpu")
+    with pytest.raises(ValueError, match=r"communication must be one of auto, .*='mpi'"):
+        choose(machine(1), communication="mpi")
