@@ -3,58 +3,45 @@
 from __future__ import annotations
 
 import itertools
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 import tensorflow as tf
 
 from tfmultigpu.data.partition import row_offsets
-from tfmultigpu.testing import run_workers
 
-SCRIPT = Path(__file__).with_name("worker_data.py")
 SIZES = (5, 1, 2, 64, 3)
 
 
 @pytest.fixture(scope="module")
-def workers() -> list[dict[str, Any]]:
+def workers(results: Any) -> list[dict[str, Any]]:
     """What each worker printed, in the order of their replicas."""
-    found = []
-    for run in run_workers(SCRIPT, workers=2, timeout=900):
-        (line,) = [line for line in run.output.splitlines() if line.startswith("RESULT ")]
-        found.append(json.loads(line.removeprefix("RESULT ")))
+    found: list[dict[str, Any]] = results("data")
     assert [result["replica"] for result in found] == [0, 1]
     return found
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shares", [None, (3, 1)], ids=str)
-@pytest.mark.parametrize("prefetch", [False, True], ids=["host", "device"])
-def test_each_row_is_on_one_worker_and_none_is_empty(
-    workers: list[dict[str, Any]], prefetch: bool, shares: tuple[int, ...] | None
-) -> None:
-    start = 0
-    read = [worker[f"{prefetch} {shares}"] for worker in workers]
-    for size, first, second in zip(SIZES, *read, strict=True):
-        rows = list(range(start, start + size))
-        start += size
-        if size == 1:
-            assert first == second == [size, *rows]
-        else:
-            middle = int(row_offsets(size, shares or (1, 1))[1])
-            assert first == [size, *rows[:middle]]
-            assert second == [size, *rows[middle:]]
-            assert 0 < middle < size
+def test_each_row_is_on_one_worker_and_none_is_empty(workers: list[dict[str, Any]]) -> None:
+    for prefetch, shares in itertools.product((False, True), (None, (3, 1))):
+        start = 0
+        read = [worker[f"{prefetch} {shares}"] for worker in workers]
+        for size, first, second in zip(SIZES, *read, strict=True):
+            rows = list(range(start, start + size))
+            start += size
+            if size == 1:
+                assert first == second == [size, *rows]
+            else:
+                middle = int(row_offsets(size, shares or (1, 1))[1])
+                assert first == [size, *rows[:middle]]
+                assert second == [size, *rows[middle:]]
+                assert 0 < middle < size
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("prefetch", [False, True], ids=["host", "device"])
-def test_a_second_pass_and_a_loop_in_a_function(
-    workers: list[dict[str, Any]], prefetch: bool
-) -> None:
+def test_a_second_pass_and_a_loop_in_a_function(workers: list[dict[str, Any]]) -> None:
     numbered = sum(range(sum(SIZES)))
-    for worker in workers:
+    for worker, prefetch in itertools.product(workers, (False, True)):
         assert worker[f"{prefetch} again"] is True
         # The batch of one row, number 5, is on both workers and thus counted twice.
         assert worker[f"{prefetch} totals"] == [numbered + 5, sum(SIZES)]

@@ -2,34 +2,17 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from tfmultigpu.testing import run_workers
-
-SCRIPT = Path(__file__).with_name("worker_fit.py")
-
-
-def printed_after(word: str, printed: str) -> dict[str, dict]:
-    (line,) = [line for line in printed.splitlines() if line.startswith(f"{word} ")]
-    return json.loads(line.removeprefix(word))
-
 
 @pytest.mark.slow
-def test_two_workers_give_what_one_device_gives() -> None:
-    outputs = [
-        run.output
-        for run in [
-            *run_workers(SCRIPT, 1, timeout=900),
-            *run_workers(SCRIPT, workers=2, timeout=900),
-        ]
-    ]
-    one, *two = [printed_after("RESULT", output) for output in outputs]
+def test_two_workers_give_what_one_device_gives(results: Any, printed: Any) -> None:
+    one, *two = results("fit")
     assert two[0] == two[1]
-    assert ["Epoch 6/6" in output for output in outputs] == [True, True, False]
+    assert ["Epoch 6/6" in output for output in printed("fit")] == [True, True, False]
     for name in ("shuffled", "watched", "stopped"):
         found, expected = two[0][name], one[name]
         assert found["steps"] == expected["steps"]
@@ -44,7 +27,7 @@ def test_two_workers_give_what_one_device_gives() -> None:
     assert len(one["watched"]["batches"]) == 2 * 6
     assert two[0]["stopped"]["epochs"] == one["stopped"]["epochs"] == [0, 1]
     assert two[0]["without a seed"] == one["without a seed"] == 31
-    workers_differ([printed_after("OWN", output) for output in outputs[1:]])
+    workers_differ(results("fit", "OWN")[1:])
     found = two[0]["watched by all"]["history"], one["watched by all"]["history"]
     assert found[0].keys() == found[1].keys()
     # The second worker alone asked to stop, after the fourth batch.

@@ -3,25 +3,15 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from tfmultigpu.testing import run_workers
-
-SCRIPT = Path(__file__).with_name("worker_loops.py")
-
-
-def results(printed: str) -> dict[str, dict]:
-    (line,) = [line for line in printed.splitlines() if line.startswith("RESULT ")]
-    return json.loads(line.removeprefix("RESULT "))
-
 
 @pytest.mark.slow
-def test_two_workers_give_what_one_device_gives() -> None:
-    one = results(run_workers(SCRIPT, 1, timeout=900)[0].output)
-    two = [results(run.output) for run in run_workers(SCRIPT, workers=2, timeout=900)]
+def test_two_workers_give_what_one_device_gives(results: Any) -> None:
+    one, *two = results("loops")
     assert two[0] == two[1]
     for name in ("evaluated", "again"):
         assert two[0][name] == pytest.approx(one[name], abs=1e-6), name

@@ -6,11 +6,10 @@ import json
 
 import numpy as np
 import tensorflow as tf
+from one_strategy import strategy
 
 import tfmultigpu as tmg
 from tfmultigpu.data.partition import marked_global_rows
-
-strategy = tf.distribute.MultiWorkerMirroredStrategy()
 
 
 def batches() -> tf.data.Dataset:
@@ -62,13 +61,13 @@ class Numbers:
     def __len__(self) -> int:
         return 11
 
-    def __getitem__(self, number: int) -> int:
+    def __getitem__(self, number: int) -> tuple[int, int]:
         self.read.append(number)
-        return number
+        return number, 0
 
 
-def draw(number: tf.Tensor, seed: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-    return number, tf.random.stateless_uniform([], seed)
+def draw(numbers: tuple[tf.Tensor, tf.Tensor], seed: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+    return numbers[0], tf.random.stateless_uniform([], seed)
 
 
 source = Numbers()

@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 
 import keras
 import numpy as np
 import tensorflow as tf
+from one_strategy import strategy
 
 import tfmultigpu as tmg
 
-strategy = (
-    tf.distribute.MultiWorkerMirroredStrategy()
-    if "TF_CONFIG" in os.environ
-    else tf.distribute.get_strategy()
-)
 rng = np.random.default_rng(0)
 # 31 rows in batches of 6: the last batch of one row goes to every worker whole.
 features = rng.normal(size=(31, 6)).astype("float32")

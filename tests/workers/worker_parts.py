@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 
 import keras
 import numpy as np
 import tensorflow as tf
+from one_strategy import strategy
 
 import tfmultigpu as tmg
 from tfmultigpu.data import Parts, Whole
 
-strategy = (
-    tmg.create_strategy(prefer="multi_worker")
-    if "TF_CONFIG" in os.environ
-    else tf.distribute.get_strategy()
-)
 SIZES = (
     (5, 12),
     (3, 4),

@@ -9,11 +9,11 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
+from one_strategy import strategy
 
 import tfmultigpu as tmg
 from tfmultigpu.steps.verification import verifier
 
-strategy = tf.distribute.MultiWorkerMirroredStrategy()
 random = np.random.default_rng(0)
 X = random.normal(size=(24, 4)).astype("float32")
 Y = random.normal(size=(24, 2)).astype("float32")
