@@ -6,73 +6,9 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from one_device import ByHand, cut, difference, strategy_of
+from one_device import strategy_of
 
 import tfmultigpu as tmg
-
-SIZES = (7, 16, 9, 5, 12, 8, 5, 9, 6, 11)
-
-_random = np.random.default_rng(19)
-X = _random.normal(size=(64, 6)).astype("float32")
-Y = _random.integers(0, 4, 64)
-W = _random.uniform(0.2, 2.0, 64).astype("float32")
-BATCHES = cut((X, Y, W), SIZES)
-
-
-def mlp() -> keras.Model:
-    return keras.Sequential(
-        [keras.Input((6,)), keras.layers.Dense(8, activation="tanh"), keras.layers.Dense(4)]
-    )
-
-
-def sgd() -> keras.optimizers.Optimizer:
-    return keras.optimizers.SGD(0.05, momentum=0.9)
-
-
-def crossentropy(reduction: str = "sum_over_batch_size") -> keras.losses.Loss:
-    return keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction=reduction)
-
-
-class Loop:
-    """A training loop written by hand, with an accumulator and nothing else of a step."""
-
-    def __init__(self, replicas: int, optimizer, loss) -> None:
-        self.strategy = strategy_of(replicas)
-        self.loss = loss
-        with self.strategy.scope():
-            keras.utils.set_random_seed(7)
-            self.model, self.optimizer = mlp(), optimizer()
-            self.optimizer.build(self.model.trainable_variables)
-            self.accumulator = tmg.GradientAccumulator(self.model.trainable_variables)
-
-    def add(self, x, y, weight):
-        with tf.GradientTape() as tape:
-            pair = tmg.loss_sum(self.loss, y, self.model(x, training=True), weight)
-        gradients = tape.gradient(pair.sum, self.model.trainable_variables)
-        self.accumulator.add(gradients, pair.weight)
-
-    def update(self):
-        gradients, _ = self.accumulator.reduce()
-        tmg.apply_reduced_gradients(self.optimizer, gradients, self.model.trainable_variables)
-
-
-def test_a_window_inside_one_function():
-    loop = Loop(2, sgd, crossentropy())
-    arrays = tuple(np.concatenate(parts) for parts in zip(*BATCHES, strict=True))[0:3]
-    rows = len(arrays[0]) // 4 * 4
-    data = tmg.distribute_dataset(
-        tuple(array[:rows] for array in arrays), loop.strategy, batch_size=rows // 4
-    )
-
-    @tf.function
-    def train(iterator):
-        for _ in tf.range(4):
-            loop.strategy.run(loop.add, args=next(iterator))
-        loop.strategy.run(loop.update)
-
-    train(iter(data))
-    expected = ByHand(mlp, sgd, crossentropy()).train([tuple(array[:rows] for array in arrays)])
-    assert difference([v.numpy() for v in loop.model.variables], expected.weights) <= 1e-6
 
 
 def accumulator_of(replicas: int, *values, dtype="float32"):
@@ -161,7 +97,7 @@ def test_a_missing_gradient_counts_as_zero():
     assert float(weight) == 4.0
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
 def test_dtypes(dtype):
     strategy, _, accumulator = accumulator_of(2, [0.0], dtype=dtype)
 
@@ -204,16 +140,10 @@ def test_reset_drops_a_window_with_nan_in_it():
     on_replicas(strategy, lambda: accumulator.add([tf.ones([1])], 1.0))
     gradients, _ = accumulator.reduce()
     np.testing.assert_allclose(gradients[0], [1.0])
-
-
-def test_nan_does_not_outlive_the_window_it_is_in():
-    strategy, _, accumulator = accumulator_of(2, [0.0])
     on_replicas(strategy, lambda: accumulator.add([tf.constant([np.nan])], 1.0))
-    gradients, _ = accumulator.reduce()
-    assert np.isnan(gradients[0]).all()
+    assert np.isnan(accumulator.reduce()[0][0]).all()
     on_replicas(strategy, lambda: accumulator.add([tf.ones([1])], 1.0))
-    gradients, _ = accumulator.reduce()
-    np.testing.assert_allclose(gradients[0], [1.0])
+    np.testing.assert_allclose(accumulator.reduce()[0][0], [1.0])
 
 
 def test_what_is_refused():

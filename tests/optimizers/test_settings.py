@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -60,49 +59,35 @@ def decay() -> Any:
     return optimizers.SGD(schedules.ExponentialDecay(0.5, 1, 0.7))
 
 
+# Others are seen as these are: test_what_counts_as_changed.
 CHANGES: dict[str, tuple[Callable[[], Any], Callable[[Any], None]]] = {
     "number to schedule": (
         lambda: optimizers.SGD(0.1),
         lambda o: setattr(o, "learning_rate", schedules.ExponentialDecay(0.5, 1, 0.7)),
     ),
-    "one schedule to another": (
-        decay,
-        lambda o: setattr(o, "learning_rate", schedules.InverseTimeDecay(0.2, 1, 2.0)),
-    ),
     "a number of a schedule": (
         decay,
         lambda o: setattr(vars(o)["_learning_rate"], "initial_learning_rate", 0.05),
     ),
-    "a function": (lambda: optimizers.SGD(0.1), set_to(learning_rate=lambda: 0.3)),
-    "clipnorm": (lambda: optimizers.Adam(0.1), set_to(clipnorm=0.01)),
-    "clipvalue": (lambda: optimizers.SGD(0.1), set_to(clipvalue=0.01)),
-    "global_clipnorm": (
-        lambda: optimizers.SGD(0.1, momentum=0.9),
-        set_to(global_clipnorm=0.01),
-    ),
-    "weight_decay": (lambda: optimizers.SGD(0.1), set_to(weight_decay=0.5)),
     "what is not decayed": (
         lambda: optimizers.AdamW(0.1, weight_decay=0.5),
         lambda o: o.exclude_from_weight_decay(var_names=["kernel"]),
     ),
-    "momentum": (
-        lambda: optimizers.SGD(0.1, momentum=0.5),
-        set_to(momentum=0.9, nesterov=True),
+    "global_clipnorm": (
+        lambda: optimizers.SGD(0.1, momentum=0.9),
+        set_to(global_clipnorm=0.01),
     ),
+    "iterations": (decay, lambda o: o.iterations.assign(7)),
     "averages": (
         lambda: optimizers.SGD(0.1, use_ema=True, ema_momentum=0.5, ema_overwrite_frequency=2),
         set_to(ema_momentum=0.9, ema_overwrite_frequency=1),
     ),
-    "iterations": (decay, lambda o: o.iterations.assign(7)),
 }
 
 
 @pytest.mark.parametrize(
     ("name", "replicas", "shard"),
-    [
-        *((name, 1 + i % 2, False) for i, name in enumerate(CHANGES)),
-        *((name, 2, True) for name in CHANGES),
-    ],
+    [(name, (1, 2, 2)[i % 3], i % 3 == 2) for i, name in enumerate(CHANGES)],
 )
 def test_a_change_acts_from_the_next_step_on(name: str, replicas: int, shard: bool) -> None:
     make, change = CHANGES[name]
@@ -113,23 +98,12 @@ def test_a_change_acts_from_the_next_step_on(name: str, replicas: int, shard: bo
     run.assert_replicas_agree()
 
 
-@pytest.mark.parametrize(
-    ("wrap", "of"),
-    [
-        (optimizers.LossScaleOptimizer, lambda o: o.inner_optimizer),
-        (
-            lambda o: optimizers.MultiOptimizer(optimizers.OptimizerMap(o)),
-            lambda o: o.optimizers[0],
-        ),
-    ],
-    ids=["LossScaleOptimizer", "MultiOptimizer"],
-)
-def test_settings_of_an_optimizer_inside_another(wrap: Any, of: Any) -> None:
+def test_settings_of_an_optimizer_inside_another() -> None:
     def make() -> Any:
-        return wrap(optimizers.SGD(0.1))
+        return optimizers.MultiOptimizer(optimizers.OptimizerMap(optimizers.SGD(0.1)))
 
     def change(optimizer: Any) -> None:
-        of(optimizer).clipnorm = 0.01
+        optimizer.optimizers[0].clipnorm = 0.01
 
     run = Replicated(2, small, make, "mse")
     assert difference(train(run, run.step, change), on_one_device(make, change)) <= 2e-6
@@ -139,7 +113,10 @@ def test_settings_of_loss_scaling() -> None:
     def make() -> Any:
         return optimizers.LossScaleOptimizer(optimizers.SGD(0.1))
 
-    change = set_to(dynamic_growth_steps=3)
+    def change(optimizer: Any) -> None:
+        optimizer.dynamic_growth_steps = 3
+        optimizer.inner_optimizer.clipnorm = 0.01
+
     run = Replicated(2, small, make, "mse")
     assert difference(train(run, run.step, change), on_one_device(make, change)) <= 2e-6
     assert float(run.optimizer.dynamic_scale.numpy()) == 2.0**16
@@ -154,9 +131,7 @@ def test_settings_of_loss_scaling() -> None:
     ("replicas", "shard", "kind", "setting", "text"),
     [
         (1, False, "SGD", {"use_ema": True}, r"SGD cannot.*use_ema.*SGD\(\.\.\.\)"),
-        (2, False, "SGD", {"momentum": 0.9}, r"momentum.*turned on later"),
         (2, True, "SGD", {"momentum": 0.9}, r"momentum.*turned on later"),
-        (2, True, "Adam", {"amsgrad": True}, "Adam cannot.*amsgrad"),
         (2, False, "SGD", {"gradient_accumulation_steps": 2}, "steps=2.*micro_batches=2"),
     ],
 )
@@ -199,11 +174,10 @@ class Counts(optimizers.SGD):
         super().update_step(gradient, variable, learning_rate)
 
 
-@pytest.mark.parametrize("make", [lambda: optimizers.SGD(0.1), lambda: Counts(0.1)])
-def test_nothing_is_traced_again_for_what_no_trace_holds(make: Callable[[], Any]) -> None:
+def test_nothing_is_traced_again_for_what_no_trace_holds() -> None:
     """Numbers for the learning rate, counters, equal settings, what a trace itself counts."""
     traces: list[Any] = []
-    run = Replicated(2, small, make, counting(traces))
+    run = Replicated(2, small, lambda: Counts(0.1), counting(traces))
     run.step(BATCHES[0])
     run.step.run(iter(tmg.distribute_dataset((X, Y), run.strategy, batch_size=4)), 2)
     once = len(traces)
@@ -262,26 +236,6 @@ def test_fit_follows_settings_and_another_optimizer() -> None:
     strategy = tmg.create_strategy(devices=["CPU:0", "CPU:1"])
     expected = fitted(by_keras, nullcontext)
     assert difference(fitted(by_us, strategy.scope), expected) <= 2e-6
-
-
-@pytest.mark.filterwarnings("ignore:The model has no trainable variables")
-def test_everything_frozen_and_thawed_again() -> None:
-    """Nothing is updated nor counted, as Keras' fit has it; averages stay as they are."""
-    make = functools.partial(optimizers.SGD, 0.1, use_ema=True, ema_overwrite_frequency=1)
-    for shard in (False, True):
-        run = Replicated(2, small, make, "mse", shard_update=shard)
-        run.model.trainable = False
-        before = [v.numpy() for v in [*run.model.variables, *run.optimizer.variables]]
-        logs = run.step(BATCHES[0])
-        assert float(logs["loss"]) > 0
-        assert float(logs["gradient_norm"]) == 0.0
-        after = [v.numpy() for v in [*run.model.variables, *run.optimizer.variables]]
-        assert difference(before, after) == 0.0
-        run.model.trainable = True
-        run.step(BATCHES[0])
-        expected = ByHand(small, make, LOSS).train(BATCHES[:1])
-        found = [v.numpy() for v in run.model.variables]
-        assert difference(found, expected.weights) <= 1e-6
 
 
 def test_what_counts_as_changed() -> None:

@@ -19,7 +19,6 @@ from hypothesis import given, strategies as st
 from one_device import (
     ByHand,
     Replicated,
-    as_dataset,
     assert_same,
     cut,
     difference,
@@ -103,22 +102,35 @@ def values(optimizer: Any) -> list[np.ndarray]:
 # The same result ----------------------------------------------------------------------------------
 
 
-# Other numbers: four where layers are frozen, six in test_settings.
-@pytest.mark.parametrize("replicas", [2, 3])
-def test_twenty_steps_with_everything(replicas: int) -> None:
+def test_twenty_steps_with_everything() -> None:
     """Weights, losses, counters and all that the optimizer remembers; bits on the replicas."""
     make = functools.partial(optimizers.AdamW, 0.01, **EVERYTHING)
-    device, run = ByHand(mlp, make, LOSS), sharded(replicas, make)
+    device, run = ByHand(mlp, make, LOSS), sharded(3, make)
     assert_same(run.train(TWENTY), device.train(TWENTY))
     assert difference(values(run.optimizer), values(device.optimizer)) <= 1e-6
     assert run.step.shard_update
     assert run.step.shard_update_reason == "shard_update=True"
 
 
-@pytest.mark.parametrize("name", SHARDED)
+TRACED = ("Adam", "LossScaleOptimizer", "Muon")
+
+
+@pytest.mark.parametrize("name", TRACED)
 def test_optimizers_of_keras(name: str) -> None:
     make = functools.partial(named, name, **EVERYTHING)
     hold(2, mlp, make, LOSS, BATCHES, shard_update=True)
+
+
+def test_the_other_optimizers_of_keras() -> None:
+    """Of one kernel each, in two steps."""
+
+    def small() -> keras.Model:
+        return keras.Sequential([keras.Input((6,)), keras.layers.Dense(4)])
+
+    for name in SHARDED:
+        if name not in TRACED:
+            make = functools.partial(named, name, **EVERYTHING)
+            hold(2, small, make, LOSS, BATCHES[2:4], shard_update=True, verify=False)
 
 
 def test_every_optimizer_of_keras_is_here() -> None:
@@ -130,17 +142,9 @@ def test_every_optimizer_of_keras_is_here() -> None:
     assert found - {"Optimizer"} == {*SHARDED, *REPLICATED}
 
 
-@pytest.mark.parametrize(
-    ("replicas", "make", "options"),
-    [
-        (3, lambda: adam(clipnorm=0.05), {"micro_batches": 2}),
-        (2, lambda: optimizers.SGD(0.1, clipvalue=0.01), {"clip_norm": 0.3}),
-        (6, adam, {"loss_scale": 64.0}),  # More replicas than variables.
-    ],
-    ids=["clipnorm, micro-batches", "clipvalue, clip_norm", "6 replicas, loss scale"],
-)
-def test_settings(replicas: int, make: Callable[[], Any], options: dict[str, Any]) -> None:
-    hold(replicas, mlp, make, LOSS, BATCHES, shard_update=True, **options)
+def test_more_replicas_than_variables() -> None:
+    options = {"micro_batches": 2, "loss_scale": 64.0, "clip_norm": 0.3}
+    hold(6, mlp, lambda: adam(clipvalue=0.01), LOSS, BATCHES, shard_update=True, **options)
 
 
 def test_decay_of_some_variables() -> None:
@@ -163,54 +167,12 @@ def test_decay_of_some_variables() -> None:
     assert difference(decayed.weights, expected) > 1e-3
 
 
-def test_what_some_batches_do_not_train() -> None:
-    """A frozen layer, and thawed again: the counters of all owners go on together."""
-
-    def train(run: Any, step: Callable[[Any], Any]) -> list[np.ndarray]:
-        layer = run.model.layers[0]
-        for i, batch in enumerate(BATCHES):
-            layer.trainable = i not in (1, 2)
-            step(batch)
-        return [variable.numpy() for variable in run.model.variables]
-
-    device = ByHand(mlp, adam, LOSS)
-    device.model(BATCHES[0][0])
-    device.optimizer.build(device.model.trainable_variables)
-    run = sharded(4)
-    assert difference(train(run, run.step), train(device, device._step)) <= 1e-6
-    run.assert_replicas_agree()
-    assert int(run.optimizer.iterations.numpy()) == 5
-
-
-def test_an_overflow_changes_nothing_on_any_replica() -> None:
-    run = sharded(2, lambda: optimizers.LossScaleOptimizer(adam(), initial_scale=4.0))
-    run.step(BATCHES[0])
-    before = [v.numpy() for v in [*run.model.variables, *run.optimizer.inner_optimizer.variables]]
-    x, y = BATCHES[4]
-    logs = run.step((np.where(np.arange(33)[:, None] == 30, np.inf, x), y))
-    after = [v.numpy() for v in [*run.model.variables, *run.optimizer.inner_optimizer.variables]]
-    assert float(logs["skipped"]) == 1.0
-    assert difference(before, after) == 0.0
-    assert float(run.optimizer.dynamic_scale.numpy()) == 2.0
-    run.assert_replicas_agree()
-
-
-@pytest.mark.parametrize("where", ["many steps", "in scope", "tf.function"])
-def test_ways_to_call(where: str) -> None:
+def test_in_a_function_of_the_user() -> None:
     run = sharded(3, lambda: adam(weight_decay=0.1))
     expected = ByHand(mlp, lambda: adam(weight_decay=0.1), LOSS).train(BATCHES)
-    if where == "many steps":
-        data = tmg.distribute_dataset(as_dataset(BATCHES), run.strategy)
-        assert int(run.step.run(iter(data), 9)["steps"]) == 5
-        run.assert_replicas_agree()
-        assert difference([v.numpy() for v in run.model.variables], expected.weights) <= 1e-6
-    elif where == "in scope":
-        with run.strategy.scope():
-            assert_same(run.train(BATCHES), expected)
-    else:
-        function = tf.function(run.step, autograph=False, reduce_retracing=True)
-        tensors = [(tf.constant(x), tf.constant(y)) for x, y in BATCHES]
-        assert_same(run.train(tensors, function), expected)
+    function = tf.function(run.step, autograph=False, reduce_retracing=True)
+    tensors = [(tf.constant(x), tf.constant(y)) for x, y in BATCHES]
+    assert_same(run.train(tensors, function), expected)
 
 
 def test_outputs_divided_by_weights_of_their_own() -> None:
@@ -299,18 +261,13 @@ class _OwnSchedule(keras.optimizers.schedules.LearningRateSchedule):
         return {}
 
 
-@pytest.mark.parametrize(
-    "rate",
-    [lambda: optimizers.schedules.ExponentialDecay(0.1, 1, 0.7), _OwnSchedule],
-    ids=["of Keras", "of one's own"],
-)
-def test_schedules(rate: Callable[[], Any]) -> None:
-    hold(2, mlp, lambda: optimizers.SGD(rate()), LOSS, BATCHES, shard_update=True)
+def test_a_schedule_of_ones_own() -> None:
+    hold(2, mlp, lambda: optimizers.SGD(_OwnSchedule()), LOSS, BATCHES, shard_update=True)
 
 
 # Keras turns mirrored variables into arrays in a way that NumPy 2 warns about.
 @pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
-@pytest.mark.parametrize("way", ["tf.train.Checkpoint", "save_own_variables", "model.save"])
+@pytest.mark.parametrize("way", ["tf.train.Checkpoint", "model.save"])
 def test_saved_on_some_replicas_and_resumed_on_others(way: str, tmp_path: Path) -> None:
     """3 replicas, sharded; then 2, sharded; then one device: as if never interrupted."""
     expected = ByHand(mlp, adam, LOSS).train(BATCHES[:4] + BATCHES[1:2])
@@ -321,14 +278,11 @@ def test_saved_on_some_replicas_and_resumed_on_others(way: str, tmp_path: Path) 
         if way == "tf.train.Checkpoint":
             return tf.train.Checkpoint(model=run.model, optimizer=run.optimizer).write(str(path))
         store: dict[str, Any] = {}
-        if way == "save_own_variables":
-            run.optimizer.save_own_variables(store)
-        else:
-            run.model.compile(optimizer=run.optimizer)
-            run.model.save(f"{path}.keras")
-            loaded = keras.models.load_model(f"{path}.keras")
-            loaded.optimizer.save_own_variables(store)
-            assert difference(loaded.get_weights(), run.model.get_weights()) == 0.0
+        run.model.compile(optimizer=run.optimizer)
+        run.model.save(f"{path}.keras")
+        loaded = keras.models.load_model(f"{path}.keras")
+        loaded.optimizer.save_own_variables(store)
+        assert difference(loaded.get_weights(), run.model.get_weights()) == 0.0
         return run.model.get_weights(), store
 
     def restore(run: Any, saved: Any) -> None:
@@ -479,18 +433,17 @@ OBSTACLES = {
 }
 
 
-@pytest.mark.parametrize("name", list(OBSTACLES))
-def test_what_cannot_be_sharded_says_so(name: str) -> None:
-    make, reason = OBSTACLES[name]
+def test_what_cannot_be_sharded_says_so() -> None:
     strategy = strategy_of(2)
-    with strategy.scope():
-        model, optimizer = make()
-    expected = re.escape(f"The update cannot be sharded: {reason}. Received: shard_update=True.")
-    with pytest.raises(tmg.TfMultiGpuError, match=expected):
-        tmg.make_train_step(model, optimizer, LOSS, strategy, shard_update=True)
-    step = tmg.make_train_step(model, optimizer, LOSS, strategy)
-    assert not step.shard_update
-    assert step.shard_update_reason == reason
+    for make, reason in OBSTACLES.values():
+        with strategy.scope():
+            model, optimizer = make()
+        said = f"The update cannot be sharded: {reason}. Received: shard_update=True."
+        with pytest.raises(tmg.TfMultiGpuError, match=re.escape(said)):
+            tmg.make_train_step(model, optimizer, LOSS, strategy, shard_update=True)
+        step = tmg.make_train_step(model, optimizer, LOSS, strategy)
+        assert not step.shard_update
+        assert step.shard_update_reason == reason
 
 
 def test_where_it_is_faster_it_is_done() -> None:

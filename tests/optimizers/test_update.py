@@ -49,9 +49,7 @@ def _checked(tensor: tf.Tensor) -> tf.Tensor:
 @pytest.mark.parametrize(
     ("replicas", "by_python", "options"),
     [
-        (1, False, {}),
         (1, True, {}),
-        (2, False, {}),
         (2, False, {"shard_update": True}),
         (2, False, {"micro_batches": 2}),
     ],
@@ -141,12 +139,12 @@ class Halving(keras.optimizers.schedules.LearningRateSchedule):
         return tf.convert_to_tensor(self.rate)
 
 
-@pytest.mark.parametrize("as_function", [False, True])
-def test_a_learning_rate_with_a_state_is_asked_once_per_update(as_function):
-    weight, rate = keras.Variable([1.0]), Halving()
-    optimizer = keras.optimizers.SGD((lambda: rate(None)) if as_function else rate)
-    optimizer.build([weight])
-    for _ in range(2):
-        tmg.apply_reduced_gradients(optimizer, [tf.constant([0.5])], [weight])
-    assert float(rate.rate.numpy()) == 0.25
-    assert float(weight.numpy()[0]) == 1.0 - 0.5 * (0.5 + 0.25)
+def test_a_learning_rate_with_a_state_is_asked_once_per_update():
+    for as_function in (False, True):
+        weight, rate = keras.Variable([1.0]), Halving()
+        optimizer = keras.optimizers.SGD((lambda rate=rate: rate(None)) if as_function else rate)
+        optimizer.build([weight])
+        for _ in range(2):
+            tmg.apply_reduced_gradients(optimizer, [tf.constant([0.5])], [weight])
+        assert float(rate.rate.numpy()) == 0.25
+        assert float(weight.numpy()[0]) == 1.0 - 0.5 * (0.5 + 0.25)
