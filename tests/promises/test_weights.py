@@ -30,6 +30,9 @@ class Case(NamedTuple):
     reduction: str
     weighted: bool = True
 
+    def __str__(self) -> str:
+        return f"N={self.replicas}, {self.reduction}" + ", masks alone" * (not self.weighted)
+
 
 # Fails if a replica divides by its own weight, a weight or mask counts in the sum only, a hidden
 # token counts as an element, or a weighted row counts once for each copy of a small batch.
