@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import json
-import os
 import re
 import subprocess
 import sys
@@ -169,23 +168,6 @@ CASES = {
     "no-json": case(
         "cluster", "TF_CONFIG: is not JSON", "unset TF_CONFIG", "error", TF_CONFIG="ada.corp:2222"
     ),
-    "nobody": case(
-        "cluster",
-        "create_strategy() would raise ClusterError",
-        "TF_CONFIG",
-        "error",
-        TF_CONFIG="{}",
-    ),
-    "a-list": case(
-        "cluster", "TF_CONFIG: must be a JSON object", "TF_CONFIG", "error", TF_CONFIG="[1, 2]"
-    ),
-    "a-part-of-the-cluster": case(
-        "cluster",
-        'TF_CONFIG: has "sparseCluster"',
-        "TF_CONFIG",
-        "error",
-        TF_CONFIG='{"sparseCluster": {"worker": {"0": "ada.corp:2222"}}}',
-    ),
     "cluster-of-one": case(
         "cluster-of-one",
         "TF_CONFIG describes a cluster of one worker",
@@ -217,40 +199,12 @@ CASES = {
         "gpus = tf.config.list_physical_devices('GPU')\n"
         "tf.config.experimental.set_memory_growth(gpus[0], True)",
     ),
-    "growth-dropped": case(
-        "growth-dropped",
-        "Memory growth is on, and CPU:0 is split or limited",
-        "TF_FORCE_GPU_ALLOW_GROWTH=true",
-        "warning",
-        "driver(2); tensorflow_sees(2); tmg.enable_memory_growth(); virtual_cpus(2)",
-    ),
-    "gpu-split": case(
-        "gpu-split",
-        "GPU:0 is split into 2 logical GPUs, which are one physical GPU",
-        "Remove split_device('GPU:0', ...)",
-        "warning",
-        "driver(1); tensorflow_sees(1); tmg.split_device('GPU:0', 2, memory=GIB)",
-    ),
     "gpu-taken": case(
         "gpu-taken",
         "GPU:1 (NVIDIA H200) has 3.0 GiB of 80.0 GiB free: another program uses it",
         "without 'GPU:1'",
         "warning",
         "driver(2, free=3 * GIB); tensorflow_sees(2)",
-    ),
-    "unequal": case(
-        "unequal-gpus",
-        "The GPUs differ: 1 x NVIDIA H200, 1 x Tesla T4",
-        "tmg.plan_shares(batch_size",
-        "note",
-        "driver(2, name='Tesla T4'); tensorflow_sees(2, ['NVIDIA H200', 'Tesla T4'])",
-    ),
-    "no-nvml": case(
-        "no-nvml",
-        "The extra nvml is not installed",
-        "[nvml]'",
-        "note",
-        "tensorflow_sees(2)",
     ),
     "distribution": case(
         "keras-distribution",
@@ -268,27 +222,6 @@ CASES = {
         "warning",
         SLURM_NTASKS="4",
     ),
-    "growth-variable": case(
-        "growth-variable",
-        "TF_FORCE_GPU_ALLOW_GROWTH is neither 'true' nor 'false'",
-        "TF_FORCE_GPU_ALLOW_GROWTH=true",
-        "warning",
-        TF_FORCE_GPU_ALLOW_GROWTH="1",
-    ),
-    "allocator": case(
-        "allocator-variable",
-        "TF_GPU_ALLOCATOR has a value that TensorFlow does not know",
-        "TF_GPU_ALLOCATOR=cuda_malloc_async",
-        "warning",
-        TF_GPU_ALLOCATOR="async",
-    ),
-    "nccl": case(
-        "nccl-variable",
-        "NCCL_P2P_DISABLE is set: GPUs then exchange gradients through the memory of the CPU",
-        "unset NCCL_P2P_DISABLE",
-        "note",
-        NCCL_P2P_DISABLE="1",
-    ),
     "fine": case(
         "ask-explain",
         "This machine can use its 4 GPUs",
@@ -304,7 +237,6 @@ CASES = {
         "driver(1); tensorflow_sees(1)",
     ),
 }
-MANY = {"driver(2); tensorflow_sees(2)": {"TF_CONFIG": WORKER, "TPU_NAME": "grpc://localhost:1"}}
 SECRETS = {
     "code": "driver(1); tensorflow_sees(1)",
     "environment": {
@@ -337,7 +269,8 @@ def test_each_cause_is_named_in_the_first_three_lines(reports: Any, name: str) -
     assert finding["severity"] == severity
     assert says in finding["what"]
     assert change in finding["change"]
-    assert len(finding["why"]) > 20
+    assert finding["why"]
+    assert finding["why"].rstrip(".") in report["text"]
     first = "\n".join(report["text"].splitlines()[:3])
     assert code in first
     if finding == report["findings"][0]:
@@ -345,13 +278,14 @@ def test_each_cause_is_named_in_the_first_three_lines(reports: Any, name: str) -
     assert not report["started_by_it"]
 
 
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-def test_each_check_finds_one_cause_that_is_provoked_here_and_documented(check: Any) -> None:
-    source = inspect.getsource(check)
-    (code,) = set(re.findall(r'^ +"([a-z-]+)",$', source, re.MULTILINE)) - set(SEVERITIES)
-    # The command at the end of this file provokes these two.
-    assert code in {"keras-backend", "legacy-keras", *(case[0] for case in CASES.values())}
-    assert f"`{code}`" in PAGE.read_text()
+def test_each_check_finds_one_cause_that_is_documented() -> None:
+    page, wrong = PAGE.read_text(), []
+    for check in CHECKS:
+        source = inspect.getsource(check)
+        codes = set(re.findall(r'^ +"([a-z-]+)",$', source, re.MULTILINE)) - set(SEVERITIES)
+        if len(codes) != 1 or any(f"`{code}`" not in page for code in codes):
+            wrong.append((check.__name__, codes))
+    assert wrong == []
 
 
 @pytest.mark.slow
@@ -382,7 +316,6 @@ def test_the_facts_are_those_a_helper_asks_for(reports: Any) -> None:
     )
     assert facts["strategy"]["would be"] == "mirrored, 4 replica(s)"
     assert {"not tpu", "not multi_worker", "not one_device"} <= set(facts["strategy"])
-    assert reports["growth-dropped"]["facts"]["devices"]["CPU:0"].startswith("split or limited")
     values = reports["fine"]["values"]
     assert (values["gpus_seen"], values["gpus_used"], len(values["driver"]["gpus"])) == (4, 4, 4)
     gpu = next(one for one in values["devices"] if one["name"] == "GPU:3")
@@ -402,8 +335,8 @@ def test_nothing_secret_is_printed(reports: Any) -> None:
     assert [word for word in HIDDEN if word in whole] == []
     assert "xla_dump_to" in whole
     for name in ("cluster", "no-json", "tpu", "started"):
-        assert [word for word in ("ada", "corp", "10.1.2.3", "2222") if word in reports[name]] == []
-        assert "ada" not in reports[name]["text"]
+        whole = json.dumps(reports[name])
+        assert [word for word in ("ada", "corp", "10.1.2.3", "2222") if word in whole] == [], name
     assert "ada.corp.example:2222" in reports["secrets-shown"]["text"]
 
 
@@ -419,22 +352,6 @@ def test_the_command_prints_it_and_its_status_says_whether_there_is_an_error(
         return subprocess.run(
             command, env=env, capture_output=True, text=True, timeout=600, check=False
         )
-
-    # Whoever reads may stop reading: "| head -1".
-    reader, writer = os.pipe()
-    os.close(reader)
-    command = [sys.executable, "-m", "tfmultigpu", "doctor"]
-    cut = subprocess.run(
-        command,
-        env=clean() | {"TF_CPP_MIN_LOG_LEVEL": "3"},
-        stdout=writer,
-        stderr=subprocess.PIPE,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    os.close(writer)
-    assert (cut.returncode, cut.stderr.count("BrokenPipe")) == (0, 0)
 
     wrong = run(KERAS_BACKEND="jax", TF_USE_LEGACY_KERAS="1")
     assert wrong.returncode == 1

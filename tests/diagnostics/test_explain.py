@@ -72,16 +72,6 @@ CASES = {
         "error",
         UNDER + "model = build()\nreport = explain(model, keras.optimizers.SGD(0.1))",
     ),
-    "compiled-under-another": case(
-        "optimizer-scope",
-        "The optimizer was created outside the scope of the strategy, under MirroredStrategy with "
-        "2 replica(s)",
-        "with strategy.scope(): optimizer = ...",
-        "error",
-        UNDER + "model = build()\n"
-        "with two().scope(): optimizer = keras.optimizers.SGD(0.1)\n"
-        "report = explain(model, optimizer, strategy=strategy)",
-    ),
     "another-strategy": case(
         "other-strategy",
         "The model was created under another strategy, MirroredStrategy with 2 replica(s)",
@@ -127,22 +117,6 @@ CASES = {
         "driver(4)\n" + UNDER + "model = build()\nreport = explain(model)",
         CUDA_VISIBLE_DEVICES="-1",
     ),
-    "keras-distribution": case(
-        "keras-distribution",
-        "keras.distribution is set to DataParallel, which does nothing on the TensorFlow backend",
-        "Remove keras.distribution.set_distribution",
-        "error",
-        "keras.distribution.set_distribution(keras.distribution.DataParallel("
-        "devices=['cpu:0', 'cpu:1'], auto_shard_dataset=False))\n"
-        "report = explain(build())",
-    ),
-    "not-built": case(
-        "model-not-built",
-        "The model has no variables yet",
-        "model.build(input_shape)",
-        "note",
-        UNDER + "model = keras.Sequential([keras.layers.Dense(1)])\nreport = explain(model)",
-    ),
     "small-batch": case(
         "small-batch",
         "A batch has 1 example(s) for 2 replicas",
@@ -183,17 +157,6 @@ CASES = {
         "report = explain(model, dataset=tf.data.TFRecordDataset(['/home/ada/x']).batch(4))\n"
         "assert 'ada' not in str(report)",
     ),
-    "second-batch-fails": case(
-        "data-fails",
-        "Reading the dataset fails with ",
-        "for batch in dataset: pass",
-        "error",
-        "def broken():\n"
-        "    yield x[:8], y[:8]\n"
-        "    raise RuntimeError('no more')\n" + UNDER + "model = build()\n"
-        "made = tf.data.Dataset.from_generator(broken, output_signature=data.element_spec)\n"
-        "report = explain(model, dataset=made, seconds=10)",
-    ),
     "arrays": case(
         "data-not-read",
         "explain does not read a tuple.",
@@ -210,37 +173,6 @@ CASES = {
         "slices = tf.data.Dataset.from_tensor_slices((x, y))\n"
         "report = explain(model, dataset=slices.shuffle(9).shard(2, 0).batch(8).prefetch(1))",
     ),
-    "distributed-by-tensorflow": case(
-        "data-distributed",
-        "TensorFlow has distributed the dataset already",
-        "tmg.distribute_dataset(dataset, strategy)",
-        "note",
-        UNDER + "model = build()\n"
-        "report = explain(model, dataset=strategy.experimental_distribute_dataset(data))",
-    ),
-    "data-of-another-strategy": case(
-        "data-other-strategy",
-        "The dataset was distributed for another MirroredStrategy, of 2 replica(s)",
-        "with the strategy of the model",
-        "error",
-        UNDER + "model = build()\n"
-        "report = explain(model, dataset=tmg.distribute_dataset(data, two()))",
-    ),
-    "endless": case(
-        "endless",
-        "The dataset never ends (.repeat())",
-        "steps_per_epoch",
-        "note",
-        UNDER + "model = build()\nreport = explain(model, dataset=data.repeat().prefetch(1))",
-    ),
-    "no-prefetch": case(
-        "no-prefetch",
-        "The dataset does not prefetch: its last stage is Batch",
-        "dataset.prefetch(tf.data.AUTOTUNE)",
-        "note",
-        UNDER + "model = build()\n"
-        "report = explain(model, dataset=tf.data.Dataset.from_tensor_slices((x, y)).batch(8))",
-    ),
     "input-bound": case(
         "input-bound",
         "The devices wait for data ",
@@ -252,163 +184,6 @@ CASES = {
         "    return tf.ensure_shape(x, [8, 3]), y\n" + UNDER + "model = build()\n"
         "slices = tf.data.Dataset.from_tensor_slices((x, y))\n"
         "report = explain(model, dataset=slices.batch(8, True).map(slow), seconds=1)",
-    ),
-    "jit": case(
-        "fit-jit",
-        "The model was compiled with jit_compile=True, for 2 replicas",
-        "model.compile(..., jit_compile=False)",
-        "warning",
-        UNDER + "model = build(); model.compile('sgd', 'mse', jit_compile=True)\n"
-        "report = explain(model)",
-    ),
-    "steps-per-execution": case(
-        "fit-steps-per-execution",
-        "The model was compiled with steps_per_execution=4, for 2 replicas",
-        "model.compile(..., steps_per_execution=1)",
-        "warning",
-        UNDER + "model = build(); model.compile('sgd', 'mse', steps_per_execution=4)\n"
-        "report = explain(model)",
-    ),
-    "accumulation": case(
-        "fit-accumulation",
-        "gradient_accumulation_steps=3, on 2 replicas. Keras' fit cannot run that",
-        "micro_batches=3",
-        "warning",
-        UNDER + "model = build(); o = keras.optimizers.SGD(gradient_accumulation_steps=3)\n"
-        "report = explain(model, o)",
-    ),
-    "averages": case(
-        "fit-averages",
-        "overwrites weights with their averages (ema_overwrite_frequency)",
-        "tmg.make_train_step",
-        "warning",
-        UNDER + "model = build()\n"
-        "    o = keras.optimizers.SGD(use_ema=True, ema_overwrite_frequency=2)\n"
-        "report = explain(model, o)",
-    ),
-    "clipping": case(
-        "fit-clipping",
-        "Keras' fit clips the gradient of each replica by itself: global_clipnorm",
-        "which clips the sum",
-        "warning",
-        UNDER + "model = build(); o = keras.optimizers.SGD(global_clipnorm=1.0)\n"
-        "report = explain(model, o)",
-    ),
-    "loss-scale": case(
-        "fit-loss-scale",
-        "LossScaleOptimizer checks the gradients of replica 0 alone",
-        'loss_scale="dynamic"',
-        "warning",
-        UNDER + "model = build()\n"
-        "    o = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1))\n"
-        "report = explain(model, o)",
-    ),
-    "batch-norm": case(
-        "local-batch-norm",
-        "BatchNormalization normalizes over the examples of one replica: layers "
-        "['batch_normalization']",
-        "keras.layers.BatchNormalization(synchronized=True)",
-        "warning",
-        UNDER + "model = build(keras.layers.BatchNormalization())\nreport = explain(model)",
-    ),
-    "stateful": case(
-        "stateful-layer",
-        "Stateful layers keep a state for each example of a batch: ['lstm']",
-        "tmg.create_strategy(devices=1)",
-        "error",
-        UNDER + "model = keras.Sequential([keras.Input((4, 3), batch_size=8),"
-        " keras.layers.LSTM(2, stateful=True)])\nreport = explain(model)",
-    ),
-    "dropout": case(
-        "stock-dropout",
-        "In Keras' fit every replica draws the same random numbers, such as dropout masks: layers "
-        "['dropout']",
-        "each example then gets the numbers of one device",
-        "warning",
-        UNDER + "model = build(keras.layers.Dropout(0.5)); model.compile('sgd', 'mse')\n"
-        "report = explain(model)",
-    ),
-    "metric": case(
-        "metric-not-a-sum",
-        "The state of a metric is added over replicas, so it must be made of sums over rows",
-        "Keep sums and counts over the rows",
-        "error",
-        "class Largest(keras.metrics.Metric):\n"
-        "    def __init__(self, **options):\n"
-        "        super().__init__(**options)\n"
-        "        self.most = self.add_variable((), 'zeros', name='most')\n"
-        "    def update_state(self, y_true, y_pred, sample_weight=None):\n"
-        "        self.most.assign(keras.ops.maximum(self.most, keras.ops.max(y_pred)))\n"
-        "    def result(self): return self.most\n"
-        + UNDER
-        + "model = build(); model.compile('sgd', 'mse', metrics=[Largest(name='largest')])\n"
-        "report = explain(model, dataset=data)",
-    ),
-    "feature-shape": case(
-        "features-do-not-fit",
-        "they are (None, 5), and it takes (None, 3)",
-        "make_train_step(..., forward=f)",
-        "error",
-        UNDER + "model = build()\n"
-        "wide = tf.data.Dataset.from_tensor_slices((np.ones((64, 5)), y)).batch(8)\n"
-        "report = explain(model, dataset=wide)\n"
-        "assert 'expected axis -1 of input shape to have value 3' in str(report)",
-    ),
-    "feature-names": case(
-        "features-do-not-fit",
-        "they are {'left': (None, 3), 'wright': (None, 2)}, and it takes "
-        "{'left': (None, 3), 'right': (None, 2)}",
-        "features of these shapes and names",
-        "error",
-        UNDER + "inputs = {'left': keras.Input((3,), name='left'),"
-        " 'right': keras.Input((2,), name='right')}\n"
-        "    out = keras.layers.Concatenate()(list(inputs.values()))\n"
-        "    model = keras.Model(inputs, keras.layers.Dense(1)(out))\n"
-        "named = data.map(lambda x, y: ({'left': x, 'wright': x[:, :2]}, y))\n"
-        "report = explain(model, dataset=named)\n"
-        "assert 'Missing data for input \"right\"' in str(report)",
-    ),
-    "feature-of-own-step": case(
-        "features-do-not-fit",
-        "they are {'image': (None, 3), 'label': (None, 1)}.",
-        "if f unpacks the batch",
-        "warning",
-        "class Own(keras.Model):\n"
-        "    def __init__(self):\n"
-        "        super().__init__()\n"
-        "        self.dense = keras.layers.Dense(1)\n"
-        "    def call(self, x): return self.dense(x['x'])\n"
-        + UNDER
-        + "model = Own(); model({'x': x})\n"
-        "whole = data.map(lambda x, y: {'image': x, 'label': y})\n"
-        "report = explain(model, dataset=whole)\n"
-        "assert 'KeyError: x' in str(report)\n"
-        "fits = explain(model, dataset=data.map(lambda x, y: ({'x': x}, y)))\n"
-        "assert 'features-do-not-fit' not in fits.codes",
-    ),
-    "silent-data": case(
-        "data-silent",
-        "The dataset has not yielded its first batch in 0.3 seconds",
-        "explain(..., patience=600) if it is slow",
-        "error",
-        UNDER + "model = build()\n"
-        "never = data.repeat().filter(lambda x, y: False)\n"
-        "report = explain(model, dataset=never, patience=0.3)",
-    ),
-    "silent-later": case(
-        "data-silent",
-        "The dataset has not yielded its next batch in 5.5 seconds",
-        "next(iter(dataset)) in a separate program",
-        "error",
-        "import threading\n"
-        "def once():\n"
-        "    yield x[:8], y[:8]\n"
-        "    threading.Event().wait()\n"
-        "types = tf.TensorSpec((8, 3)), tf.TensorSpec((8, 1))\n"
-        "blocked = tf.data.Dataset.from_generator(once, output_signature=types)\n"
-        + UNDER
-        + "model = build()\n"
-        "report = explain(model, dataset=blocked, patience=5, seconds=0.5)",
     ),
     "in-order": case(
         "in-order",
@@ -439,7 +214,8 @@ def test_each_cause_is_named_in_the_first_three_lines(reports: Any, name: str) -
     assert finding["severity"] == severity
     assert says in finding["what"]
     assert change in finding["change"]
-    assert len(finding["why"]) > 15
+    assert finding["why"]
+    assert finding["why"].rstrip(".") in report["text"]
     first = "\n".join(report["text"].splitlines()[:3])
     if severity != "note":
         assert code in first
@@ -454,7 +230,7 @@ def test_what_is_no_cause_is_not_said(reports: Any) -> None:
     assert found["arrays"] == ["data-not-read", "in-order"]
     assert "Model and optimizer are on 2 replicas" in reports["arrays"]["text"]
     assert found["both-outside"] == ["model-scope", "optimizer-scope"]
-    for name in ("no-strategy", "mirrored-of-one", "model-outside", "missing-device", "metric"):
+    for name in ("no-strategy", "mirrored-of-one", "model-outside", "missing-device"):
         assert found[name] == [CASES[name][0]], name
     assert found["input-bound"] == ["input-bound"]
     assert reports["in-order"]["title"].endswith("explain: 2 replica(s) on 2 device(s)")
