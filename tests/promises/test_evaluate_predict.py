@@ -16,7 +16,7 @@ import tfmultigpu as tmg
 
 layers = keras.layers
 _random = np.random.default_rng(29)
-# Fewer rows than replicas, rows that no number of replicas divides, one row last: odd and few calls.
+# Fewer rows than replicas, rows that no number of replicas divides, one row last.
 WAYS = ((7, 2, 1, 5, 3, 1), (1, 18), (19,))
 ROWS = 19
 X = _random.normal(size=(ROWS, 4))
@@ -85,9 +85,7 @@ def truth() -> tuple[dict[str, float], Any]:
     """What Keras says on one device of all examples in one batch: the only mean is then exact."""
     model, predictor = build()
     x, y, weights = everything()
-    logs = model.evaluate(
-        x, y, sample_weight=weights, batch_size=ROWS, return_dict=True, verbose=0
-    )
+    logs = model.evaluate(x, y, sample_weight=weights, batch_size=ROWS, return_dict=True, verbose=0)
     return logs, predictor.predict(x | {"row": ROW}, batch_size=ROWS, verbose=0)
 
 
@@ -118,8 +116,8 @@ def test_evaluation_is_exact_over_all_examples(replicas: int) -> None:
             np.testing.assert_allclose(logs[name], value, **LOGS, err_msg=f"{sizes}: {name}")
 
 
-# Fails if a row is missing, stands twice or in another place, if a copy of a small batch comes back,
-# or if dropout or the statistics of a batch are in a prediction.
+# Fails if a row is missing, stands twice or in another place, if copies of a small batch come
+# back, or if dropout or the statistics of a batch are in a prediction.
 @pytest.mark.parametrize("replicas", [2, 3])
 def test_predictions_are_all_rows_once_and_in_order(replicas: int) -> None:
     _, expected = truth()

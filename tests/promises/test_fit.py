@@ -1,4 +1,4 @@
-"""``tmg.fit`` gives the weights, the History and the calls of callbacks of Keras' fit on one device."""
+"""``tmg.fit`` gives the weights, History and calls of callbacks of Keras' fit on one device."""
 
 from __future__ import annotations
 
@@ -164,8 +164,8 @@ def keras_rich_training() -> Any:
     return train_richly(keras_fit, two_outputs())
 
 
-# Fails if a batch, a row, an output or a validation weighs otherwise than on one device, if an epoch
-# of History is a mean of means, if validation comes before the last step, if a hook is called once
+# Fails if a batch, a row, an output or a validation weighs otherwise than on one device, if an
+# epoch of History is a mean of means, if validation comes before the last step, if a hook is called once
 # too often or with other logs, or if a second fit begins anew.
 @pytest.mark.parametrize("replicas", [2, 3])
 def test_a_rich_training_with_callbacks_is_that_of_keras(replicas: int) -> None:
@@ -219,8 +219,8 @@ def classes(sizes: Sequence[int]) -> tf.data.Dataset:
 CLASS_WEIGHT = {0: 1.0, 1: 5.0, 2: 0.0}
 
 
-# Fails if a class weight is lost, if an epoch of three batches begins a new pass, or if steps of one
-# call are left out, run twice or are missing in the logs.
+# Fails if a class weight is lost, if an epoch of three batches begins a new pass, or if steps of
+# one call are left out, run twice or are missing in the logs.
 @pytest.mark.parametrize("replicas", [2, 3])
 def test_class_weights_epochs_across_passes_and_several_steps_a_call(replicas: int) -> None:
     models = []
@@ -233,7 +233,9 @@ def test_class_weights_epochs_across_passes_and_several_steps_a_call(replicas: i
     options = {"class_weight": CLASS_WEIGHT, "verbose": 0, "epochs": 4}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Keras warns of the shorter end of odd data.
-        expected = keras_fit(truth, classes((7, 1, 2, 5, 4, 1)), callbacks=[recorders[0]], **options)
+        expected = keras_fit(
+            truth, classes((7, 1, 2, 5, 4, 1)), callbacks=[recorders[0]], **options
+        )
     history = tmg.fit(model, classes((7, 1, 2, 5, 4, 1)), callbacks=[recorders[1]], **options)
     assert_same_fit(model, truth, history, expected)
     assert [call[:2] for call in recorders[1].calls] == [call[:2] for call in recorders[0].calls]

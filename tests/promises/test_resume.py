@@ -55,7 +55,6 @@ class Run:
     def __init__(self, directory: Path, replicas: int, seed: int, overflow: bool = False) -> None:
         keras.utils.set_random_seed(5)  # For the data.
         random.seed(seed)  # Nothing else may depend on it: Keras draws weights and seeds from it.
-        np.random.seed(seed)
         self.strategy = strategy_of(replicas)
         with self.strategy.scope():
             self.model = keras.Sequential(
@@ -324,8 +323,9 @@ def test_the_newest_whole_checkpoint_is_used(damage: Any, tmp_path: Path) -> Non
     damage(files[1][-1])
     last = Saved(tmp_path)
     last.set(7)
-    with pytest.warns(tmg.errors.DamagedCheckpointWarning), pytest.raises(
-        tmg.errors.TfMultiGpuError
+    with (
+        pytest.warns(tmg.errors.DamagedCheckpointWarning),
+        pytest.raises(tmg.errors.TfMultiGpuError),
     ):
         last.checkpoints.restore()
     assert last.shown() == {7.0}
