@@ -37,10 +37,8 @@ def main() -> None:
     assert tmg.plan_strategy(devices=3).devices == names
     strategy = tmg.create_strategy(devices=3)  # This starts them.
     assert strategy.num_replicas_in_sync == 3
-    total = strategy.run(
-        lambda: tf.distribute.get_replica_context().all_reduce("SUM", tf.constant(2.0))
-    )
-    assert [float(one) for one in strategy.experimental_local_results(total)] == [6.0] * 3
+    total = strategy.reduce("SUM", strategy.run(lambda: tf.constant(2.0)), axis=None)
+    assert float(total) == 6.0
 
     late = tmg.DevicesInitializedError
     refused(late, lambda: tmg.split_device("CPU:0", parts=4), "split_device")

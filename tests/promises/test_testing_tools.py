@@ -44,7 +44,7 @@ def test_a_model_that_does_not_depend_on_replicas_passes() -> None:
     tmg.testing.assert_replica_invariant(build, regression([5, 3, 1]), replicas=(2, 3))
 
 
-# Fails if a layer whose rows touch each other passes, or if neither the layer nor the variable is named.
+# Fails if a layer whose rows touch each other passes, or if neither it nor a variable is named.
 def test_a_layer_whose_rows_touch_each_other_fails() -> None:
     with (
         pytest.warns(tmg.ReplicaDependenceWarning, match="minus_batch_mean"),
