@@ -7,6 +7,7 @@ import socket
 from collections.abc import Mapping
 
 import pytest
+from each import each
 
 from tfmultigpu.clusters.jobs import read_job
 from tfmultigpu.clusters.ports import listen
@@ -58,7 +59,10 @@ def test_a_source_says_why_it_has_no_cluster() -> None:
     assert why_no_cluster({}, sources=()) == "nothing describes one"
 
 
-@pytest.mark.parametrize("source", [*SOURCES, WRITTEN], ids=str)
+@each(
+    "source",
+    [*SOURCES, WRITTEN],
+)
 def test_a_cluster_can_be_sent_to_another_process(source: ClusterSource) -> None:
     cluster = Cluster(["a:1", "b:1"], 1, source=source)
     assert pickle.loads(pickle.dumps(cluster)) == cluster

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import tensorflow as tf
+from each import each
 
 from tfmultigpu.data.batch_format import (
     any_rows,
@@ -23,7 +24,7 @@ SPARSE = tf.sparse.from_dense(tf.eye(5))
 LEAVES = (DENSE, RAGGED, SPARSE)
 
 
-@pytest.mark.parametrize(
+@each(
     ("leaf", "expected"),
     [
         (DENSE, tf.TensorSpec([None, 2])),
@@ -87,7 +88,7 @@ def failure(batch: tuple, *, traced: bool) -> Exception:
     return as_data_error(caught.value)
 
 
-@pytest.mark.parametrize("traced", [False, True])
+@each("traced", [False, True])
 def test_tensors_that_differ_in_rows_are_named_by_their_counts(traced: bool) -> None:
     error = failure((tf.zeros([10, 2]), tf.zeros([5]), tf.zeros([5])), traced=traced)
     assert isinstance(error, DataError)
@@ -98,7 +99,7 @@ def test_tensors_that_differ_in_rows_are_named_by_their_counts(traced: bool) -> 
     )
 
 
-@pytest.mark.parametrize("traced", [False, True])
+@each("traced", [False, True])
 def test_a_batch_without_rows_says_how_to_drop_it(traced: bool) -> None:
     error = failure((tf.zeros([0, 2]), tf.zeros([0])), traced=traced)
     assert isinstance(error, DataError)

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import tensorflow as tf
+from each import each
 from hypothesis import given, settings, strategies as st
 
 from tfmultigpu.data import partition
@@ -116,9 +117,7 @@ def test_cut_part_takes_a_tensor_for_the_part() -> None:
     assert cut(tf.range(9), tf.constant(1)).numpy().tolist() == [3, 4, 5]
 
 
-@pytest.mark.parametrize(
-    ("count", "parts", "weight"), [(1, 1, 1), (1, 2, 1 / 2), (2, 2, 1), (2, 3, 1 / 3), (9, 8, 1)]
-)
+@each(("count", "parts", "weight"), [(1, 1, 1), (1, 2, 1 / 2), (2, 2, 1), (2, 3, 1 / 3), (9, 8, 1)])
 def test_row_weight(count: int, parts: int, weight: float) -> None:
     assert partition.row_weight(tf.constant(count), parts).numpy() == weight
 
@@ -145,8 +144,8 @@ def to_lists(leaf: object) -> object:
     return dense.to_list() if isinstance(dense, tf.RaggedTensor) else dense.numpy().tolist()
 
 
-@pytest.mark.parametrize("traced", [False, True])
-@pytest.mark.parametrize("count", [1, 2, 3, 7])
+@each("traced", [False, True])
+@each("count", [1, 2, 3, 7])
 def test_every_kind_of_tensor_is_cut_alike(count: int, traced: bool) -> None:
     shares = (1, 2, 1)
     batch = structure(count)
@@ -213,7 +212,7 @@ def worker(kind: str, index: int, devices: int, replicas: int, chief: bool) -> S
     )
 
 
-@pytest.mark.parametrize(
+@each(
     ("strategy", "expected"),
     [
         (worker("worker", 0, devices=1, replicas=2, chief=False), (0,)),

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorflow as tf
+from each import each
 from shards import HOST_AND_DEVICE, local, mirrored, text_of
 
 import tfmultigpu as tmg
@@ -104,8 +105,8 @@ def test_each_part_is_cut_by_its_own_rows(prefetch: bool) -> None:
     assert small["u"] == [[0, -1, -2, -3, -4]] * 2
 
 
-@pytest.mark.parametrize("replicas", [1, 2, 3, 4])
-@pytest.mark.parametrize("shares", [False, True])
+@each("replicas", [1, 2, 3, 4])
+@each("shares", [False, True])
 def test_each_row_is_on_one_replica_or_all_are_on_each(replicas: int, shares: bool) -> None:
     strategy = mirrored(replicas)
     weights = tuple(range(1, replicas + 1)) if shares else None
@@ -200,7 +201,7 @@ def test_known_rows_need_no_check() -> None:
     assert int(checks(batch_of(3, 4))) == 0
 
 
-@pytest.mark.parametrize(
+@each(
     ("batch", "says"),
     [
         (Whole(tf.zeros([4])), "all of it is Whole"),

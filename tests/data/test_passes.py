@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorflow as tf
+from each import each
 from shards import HOST_AND_DEVICE, batches_of, local, mirrored, read, text_of, to_list
 
 import tfmultigpu as tmg
@@ -58,7 +59,7 @@ def test_repeated_data_keeps_its_batches_apart(prefetch: bool) -> None:
 
 
 @HOST_AND_DEVICE
-@pytest.mark.parametrize("dataset", [tf.data.Dataset.range(0).batch(4), np.zeros((0, 3))])
+@each("dataset", [tf.data.Dataset.range(0).batch(4), np.zeros((0, 3))])
 def test_an_empty_dataset_has_no_batches(dataset: Any, prefetch: bool) -> None:
     options = {"batch_size": 4} if isinstance(dataset, np.ndarray) else {}
     data = tmg.distribute_dataset(dataset, mirrored(2), prefetch_to_device=prefetch, **options)
@@ -97,7 +98,7 @@ def summed(strategy: tf.distribute.Strategy, x: Any) -> tf.Tensor:
 
 
 @HOST_AND_DEVICE
-@pytest.mark.parametrize("replicas", [1, 2])
+@each("replicas", [1, 2])
 def test_a_for_loop_in_a_function_is_one_pass_per_call(replicas: int, prefetch: bool) -> None:
     data = numbers(prefetch, replicas)
     traces = []
@@ -118,7 +119,7 @@ def test_a_for_loop_in_a_function_is_one_pass_per_call(replicas: int, prefetch: 
 
 
 @HOST_AND_DEVICE
-@pytest.mark.parametrize("replicas", [1, 2])
+@each("replicas", [1, 2])
 def test_next_in_a_function_is_traced_once_for_all_passes_and_datasets_of_a_kind(
     replicas: int, prefetch: bool
 ) -> None:

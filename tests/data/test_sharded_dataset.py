@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorflow as tf
+from each import each
 from shards import HOST_AND_DEVICE, batches_of, local, mirrored, read, text_of, to_list
 
 import tfmultigpu as tmg
@@ -26,8 +27,8 @@ Pair = namedtuple("Pair", ["x", "y"])
 
 
 @HOST_AND_DEVICE
-@pytest.mark.parametrize("shares", ["equal", "unequal"])
-@pytest.mark.parametrize("replicas", [1, 2, 3, 4, 8])
+@each("shares", ["equal", "unequal"])
+@each("replicas", [1, 2, 3, 4, 8])
 def test_each_row_is_on_one_replica_in_order_and_none_is_empty(
     replicas: int, shares: str, prefetch: bool
 ) -> None:
@@ -106,7 +107,7 @@ def odd_options() -> tf.data.Options:
 
 
 @HOST_AND_DEVICE
-@pytest.mark.parametrize("name", sorted(STRUCTURES))
+@each("name", sorted(STRUCTURES))
 def test_every_structure_comes_out_as_it_went_in(name: str, prefetch: bool) -> None:
     dataset = STRUCTURES[name]()
     expected = [tf.nest.map_structure(to_list, batch) for batch in dataset]
@@ -173,7 +174,7 @@ def test_element_spec_is_that_of_a_global_batch() -> None:
     assert tmg.distribute_dataset(dataset, mirrored(2)).element_spec == dataset.element_spec
 
 
-@pytest.mark.parametrize(
+@each(
     ("name", "expected"),
     [("nested", True), ("none", True), ("text", False), ("ragged", False), ("sparse", False)],
 )
@@ -218,7 +219,7 @@ def test_a_dataset_without_components() -> None:
 
 
 @HOST_AND_DEVICE
-@pytest.mark.parametrize("replicas", [1, 2])
+@each("replicas", [1, 2])
 def test_features_and_labels_of_different_rows(replicas: int, prefetch: bool) -> None:
     dataset = tf.data.Dataset.range(10).batch(5).map(lambda x: (x, x[: 10 - x[-1]]))
     data = tmg.distribute_dataset(dataset, mirrored(replicas), prefetch_to_device=prefetch)
@@ -232,7 +233,7 @@ def test_features_and_labels_of_different_rows(replicas: int, prefetch: bool) ->
 
 
 @HOST_AND_DEVICE
-@pytest.mark.parametrize("replicas", [1, 2])
+@each("replicas", [1, 2])
 def test_a_batch_without_rows(replicas: int, prefetch: bool) -> None:
     data = tmg.distribute_dataset(
         batches_of((3, 0)), mirrored(replicas), prefetch_to_device=prefetch
@@ -260,7 +261,7 @@ def test_another_error_of_the_pipeline_stays_what_it_is() -> None:
         list(tmg.distribute_dataset(dataset, mirrored(2)))
 
 
-@pytest.mark.parametrize(
+@each(
     ("shares", "text"),
     [
         ((1,), "There must be one share per replica. Received: 1 shares (1,) for 2 replicas."),

@@ -8,6 +8,7 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
+from each import each
 from hypothesis import given, strategies as st
 
 import tfmultigpu as tmg
@@ -76,7 +77,7 @@ def test_equal_capacities_differ_by_one_row_and_the_first_get_it(rows: int, coun
     assert list(parts) == sorted(parts, reverse=True)
 
 
-@pytest.mark.parametrize(
+@each(
     ("rows", "capacities", "expected"),
     [
         (64, (24e9, 8e9), (48, 16)),
@@ -94,7 +95,7 @@ def test_known_plans(rows: int, capacities: tuple[float, ...], expected: tuple[i
     assert tmg.plan_shares(rows, capacities) == expected
 
 
-@pytest.mark.parametrize("rows", [0, -1, 1.5])
+@each("rows", [0, -1, 1.5])
 def test_a_batch_is_a_whole_number_of_rows(rows: float) -> None:
     with pytest.raises(tmg.ShareError) as caught:
         tmg.plan_shares(rows, (1, 1))
@@ -103,7 +104,7 @@ def test_a_batch_is_a_whole_number_of_rows(rows: float) -> None:
     )
 
 
-@pytest.mark.parametrize(
+@each(
     ("shares", "replicas", "text"),
     [
         ((), None, "There are no shares. Give one positive number per replica. Received: ()."),
@@ -149,7 +150,7 @@ def test_shares_that_cannot_be_given_out(shares: tuple, replicas: int | None, te
         tmg.plan_shares(64, shares if shares != (1, 1) else (1, 0))
 
 
-@pytest.mark.parametrize(
+@each(
     ("shares", "expected"),
     [
         ((3, 1), (3, 1)),
@@ -215,7 +216,7 @@ def test_limits_are_kept_and_every_row_is_given_out(
             assert abs(one - other * capacity / against) <= unit * (1 + capacity / against)
 
 
-@pytest.mark.parametrize(
+@each(
     ("rows", "capacities", "limits", "expected"),
     [
         (64, (3, 1), {"maximum": (40, 100)}, (40, 24)),
@@ -267,7 +268,7 @@ def test_what_can_be_divided_is_divided(
             tmg.plan_shares(rows, capacities[: len(maximum)], **limits)
 
 
-@pytest.mark.parametrize(
+@each(
     ("rows", "limits", "text"),
     [
         (
@@ -290,7 +291,7 @@ def test_limits_that_cannot_be_met(rows: int, limits: dict, text: str) -> None:
     assert text in str(caught.value)
 
 
-@pytest.mark.parametrize("limits", [{"minimum": 0}, {"multiple_of": 1.5}])
+@each("limits", [{"minimum": 0}, {"multiple_of": 1.5}])
 def test_limits_are_whole_numbers(limits: dict) -> None:
     with pytest.raises((TypeError, ValueError), match=f"{next(iter(limits))} must be a whole"):
         tmg.plan_shares(64, (1, 1), **limits)
@@ -317,7 +318,7 @@ def test_the_least_micro_batches_that_each_replica_can_hold(
         assert -(-rows // min(count, rows)) <= limit
 
 
-@pytest.mark.parametrize(
+@each(
     ("shares", "maximum", "expected"),
     [
         ((192, 64), (256, 24), (1, 3)),
@@ -333,7 +334,7 @@ def test_known_numbers_of_micro_batches(shares, maximum, expected) -> None:
     assert all(type(count) is int for count in counts)
 
 
-@pytest.mark.parametrize(
+@each(
     ("shares", "maximum", "text"),
     [
         ((64, 0), 8, "tmg.create_strategy(devices=[...]) with the other devices."),

@@ -12,6 +12,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from each import each
 
 import tfmultigpu as tmg
 from tfmultigpu.data.sources import to_dataset
@@ -89,7 +90,7 @@ def test_arrays_need_a_batch_size() -> None:
     )
 
 
-@pytest.mark.parametrize("batch_size", [0, -3, 2.5, True])
+@each("batch_size", [0, -3, 2.5, True])
 def test_a_batch_size_is_a_whole_number(batch_size: Any) -> None:
     with pytest.raises((TypeError, ValueError), match=rf"at least 1\. .*batch_size={batch_size}"):
         to_dataset((np.zeros(4), np.zeros(4)), batch_size=batch_size)
@@ -109,7 +110,7 @@ def test_a_single_value_is_no_array_of_examples() -> None:
     )
 
 
-@pytest.mark.parametrize("nothing", [(), {}, (None,)])
+@each("nothing", [(), {}, (None,)])
 def test_no_arrays_at_all(nothing: Any) -> None:
     assert text_of(nothing, batch_size=2).startswith("The data has no arrays. Received: ")
 
@@ -119,7 +120,7 @@ class Loader:
         return iter([np.arange(2)])
 
 
-@pytest.mark.parametrize(
+@each(
     ("data", "text"),
     [
         (
@@ -215,7 +216,7 @@ def test_a_batch_that_does_not_fit_the_first_two_is_named() -> None:
     )
 
 
-@pytest.mark.parametrize("second", [np.zeros(2, "int64"), (np.zeros(2), np.zeros(2)), None])
+@each("second", [np.zeros(2, "int64"), (np.zeros(2), np.zeros(2)), None])
 def test_batches_of_different_kinds_are_refused(second: Any) -> None:
     text = text_of(lambda: iter([np.zeros(2), second]))
     assert text.startswith(
@@ -224,9 +225,7 @@ def test_batches_of_different_kinds_are_refused(second: Any) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    "iterator", [iter([np.zeros(2)]), (np.zeros(2) for _ in range(2)), map(np.zeros, [2])]
-)
+@each("iterator", [iter([np.zeros(2)]), (np.zeros(2) for _ in range(2)), map(np.zeros, [2])])
 def test_an_iterator_is_refused_before_a_batch_is_lost(iterator: Iterator[np.ndarray]) -> None:
     assert text_of(iterator) == (
         "An iterator can be read once, and inspecting it would lose batches. Received: "
@@ -291,7 +290,7 @@ class WithLength(Counting):
         return self.batches
 
 
-@pytest.mark.parametrize("kind", [Counting, WithLength])
+@each("kind", [Counting, WithLength])
 def test_a_py_dataset_loses_no_batch_and_ends_its_epochs(kind: type[Counting]) -> None:
     data = kind(3)
     dataset = to_dataset(data)
@@ -332,14 +331,14 @@ def test_workers_of_a_py_dataset_work_at_once_and_keep_the_order() -> None:
     assert data.ended == 1
 
 
-@pytest.mark.parametrize("kind", [Counting, WithLength])
+@each("kind", [Counting, WithLength])
 def test_a_py_dataset_without_batches(kind: type[Counting]) -> None:
     assert text_of(kind(0)) == (
         f"The PyDataset has no batches. Received: {kind.__name__} of length 0."
     )
 
 
-@pytest.mark.parametrize(
+@each(
     ("data", "instead"),
     [
         (tf.data.Dataset.range(4).batch(2), "dataset.batch(batch_size)."),
