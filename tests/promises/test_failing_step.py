@@ -32,10 +32,17 @@ class Checks(layers.Layer):
 
 
 class CheckedMetric(keras.metrics.Mean):
-    """A metric of the predictions that checks the second column of the labels."""
+    """A metric of the predictions that checks the second column of the labels.
+
+    Its check takes longer than an update: one that does not wait for it has been made by then.
+    """
 
     def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
-        tf.debugging.assert_equal(y_true[:, 1], 0)
+        work = tf.fill((300, 300), tf.reduce_mean(y_pred))
+        for _ in range(6):
+            work = tf.nn.softmax(work @ work)
+        wrong = tf.cast(tf.reduce_max(work) > 2, y_true.dtype)
+        tf.debugging.assert_equal(y_true[:, 1] + wrong, 0)
         return super().update_state(tf.reduce_sum(tf.square(y_pred), -1), sample_weight)
 
 

@@ -54,7 +54,11 @@ def assert_logs(logs: dict[str, Any], steps: list[tuple[float, float, float]]) -
 
 # Fails if a call stops before the last batch, counts one that was not there, trains on a batch
 # twice or after the end, or if its loss is the mean of the losses of its steps.
-@pytest.mark.parametrize(("replicas", "calls"), [(2, (3, 100)), (3, (1, 5, 2)), (1, (7, 1))])
+@pytest.mark.parametrize(
+    ("replicas", "calls"),
+    [(2, (3, 100)), (3, (1, 5, 2)), (1, (7, 1))],
+    ids=["N=2", "N=3", "N=1"],
+)
 def test_the_data_ends_within_a_call(replicas: int, calls: tuple[int, ...]) -> None:
     pair = pair_of(replicas)
     pair.reset()
