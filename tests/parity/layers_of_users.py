@@ -73,29 +73,6 @@ class Queue(L.Layer):
         return tf.concat([x, x @ tf.transpose(old)], 1)
 
 
-class RunningRewards(L.Layer):
-    def __init__(self) -> None:
-        super().__init__()
-        self.m = self.add_weight(shape=(), initializer="zeros", trainable=False)
-        self.n = self.add_weight(shape=(), initializer="ones", trainable=False)
-
-    def call(self, x: Any) -> Any:
-        rows = tf.cast(tf.shape(x)[0], "float32")
-        self.m.assign((self.m * self.n + tf.reduce_sum(x[:, 0])) / (self.n + rows))
-        self.n.assign_add(rows)
-        return x - self.m
-
-
-class CountsSteps(L.Layer):
-    def __init__(self) -> None:
-        super().__init__()
-        self.steps = self.add_weight(shape=(), initializer="zeros", trainable=False)
-
-    def call(self, x: Any) -> Any:
-        self.steps.assign_add(1.0)
-        return x + 0.1 * tf.cast(self.steps > 1.5, x.dtype)
-
-
 class PythonCounter(L.Layer):
     calls = 0
 
@@ -114,19 +91,12 @@ class VariableCounter(L.Layer):
         return x * (1.0 + 0.1 * self.steps)
 
 
-class WhileLoop(L.Layer):
-    def call(self, x: Any) -> Any:
-        return tf.while_loop(lambda i, h: i < 3, lambda i, h: (i + 1, tf.tanh(h + x)), [0, x])[1]
-
-
 class MapRows(L.Layer):
-    def __init__(self, noise: bool = False) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.dropout = L.Dropout(0.5) if noise else None
+        self.dropout = L.Dropout(0.5)
 
     def call(self, x: Any, training: bool = False) -> Any:
-        if self.dropout is None:
-            return tf.map_fn(lambda row: row / (1.0 + tf.norm(row)), x)
         return tf.map_fn(lambda row: self.dropout(row[None], training=training)[0], x)
 
 
@@ -168,18 +138,6 @@ class DropTokens(L.Layer):
             self.dropout(self.table(flat.flat_values), training=training)
         )
         return tf.reduce_sum(tokens, 1)
-
-
-class StochasticDepth(L.Layer):
-    def __init__(self, per_row: bool) -> None:
-        super().__init__()
-        self.seed_generator = keras.random.SeedGenerator(10)
-        self.per_row = per_row
-
-    def call(self, x: Any) -> Any:
-        shape = (tf.shape(x)[0], 1) if self.per_row else (1, 1)
-        keep = keras.random.uniform(shape, seed=self.seed_generator) < 0.5
-        return x + tf.cast(keep, x.dtype) * tf.tanh(x)
 
 
 class MixUp(L.Layer):

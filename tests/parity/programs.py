@@ -170,25 +170,6 @@ class TwoViews(keras.Model):
         return first - second
 
 
-class Shuffles(L.Layer):
-    def __init__(self) -> None:
-        super().__init__()
-        self.seed_generator = keras.random.SeedGenerator(3)
-
-    def call(self, x: Any) -> Any:
-        return x + 0.5 * keras.random.shuffle(x, axis=0, seed=self.seed_generator)
-
-
-class Draws(L.Layer):
-    def __init__(self, draw: Callable[[Any, Any], Any]) -> None:
-        super().__init__()
-        self.seed_generator = keras.random.SeedGenerator(4)
-        self._draw = draw
-
-    def call(self, x: Any) -> Any:
-        return x + 0.3 * self._draw(tf.shape(x), tf.cast(self.seed_generator.next(), tf.int32))
-
-
 def mean_in_a_layer() -> Program:
     layer = KeepsMean()
     return Program(sequential(layer), mse, {"loss": "mse"}, layer.mean.variables)
@@ -217,24 +198,6 @@ def gathered_info_nce() -> Program:
         return tmg.LossSum(tf.reduce_sum(own), tf.size(own))
 
     return Program(model, plain, {"loss": None, "forward": forward})
-
-
-def metric_in_forward() -> Program:
-    model = sequential(L.Dense(5, "tanh"))
-    metric = keras.metrics.MeanAbsoluteError()
-
-    def plain(model: Any, x: Any, y: Any) -> Any:
-        predictions = model(x, training=True)
-        metric.update_state(y, predictions)
-        return tf.reduce_mean(tf.square(y - predictions))
-
-    def forward(model: Any, batch: Any, training: bool) -> Any:
-        x, y = batch
-        predictions = model(x, training=training)
-        metric.update_state(y, predictions)
-        return tmg.loss_sum("mse", y, predictions)
-
-    return Program(model, plain, {"loss": None, "forward": forward}, metric.variables)
 
 
 class ReadsAnother(keras.regularizers.Regularizer):
@@ -280,14 +243,6 @@ def seeds_beside_the_model() -> Program:
     return Program(model, plain, {"loss": None, "forward": forward, "micro_batches": 3})
 
 
-def _poisson(shape: Any, seed: Any) -> Any:
-    return tf.random.stateless_poisson(shape, seed, lam=2.0, dtype=tf.float32)
-
-
-def _truncated(shape: Any, seed: Any) -> Any:
-    return tf.random.stateless_parameterized_truncated_normal(shape, seed, 0.0, 1.0, -1.0, 1.0)
-
-
 CASES = (
     Case("a loss that compares rows: InfoNCE", with_loss(info_nce), "told", "gather_rows"),
     Case("a loss that compares rows: ranking", with_loss(ranking), "told", "gather_rows"),
@@ -301,33 +256,12 @@ CASES = (
         "synchronized=True",
     ),
     Case(
-        "add_loss of one value per row",
-        with_layers(lambda: AddsLoss(lambda x: tf.reduce_mean(tf.square(x), 1))),
-        "same",
-    ),
-    Case(
-        "add_loss of a sum over rows",
-        with_layers(lambda: L.Dense(4), lambda: AddsLoss(lambda x: tf.reduce_sum(tf.square(x)))),
-        "same",
-    ),
-    Case(
-        "add_loss of a mean over rows",
-        with_layers(lambda: L.Dense(4), lambda: AddsLoss(lambda x: tf.reduce_mean(tf.square(x)))),
-        "same",
-    ),
-    Case(
         "an activity regularizer that is no mean over rows",
         with_layers(lambda: L.Dense(4, activity_regularizer=KLSparsity())),
         "told",
         "added loss",
     ),
     Case("Softmax along the rows", with_layers(lambda: L.Softmax(axis=0)), "told", "Softmax"),
-    Case(
-        "UnitNormalization along the rows",
-        with_layers(lambda: L.UnitNormalization(axis=0)),
-        "told",
-        "UnitNormalization",
-    ),
     Case(
         "a Lambda minus the mean of the batch",
         with_layers(lambda: L.Lambda(lambda x: x - tf.reduce_mean(x, 0))),
@@ -353,27 +287,12 @@ CASES = (
         lambda: Program(TwoViews(), mse, {"loss": "mse"}),
         "same",
     ),
-    Case("rows shuffled in the model", with_layers(Shuffles), "told", "Shuffles"),
-    Case("noise by stateless_poisson", with_layers(lambda: Draws(_poisson)), "same"),
-    Case("noise by a truncated normal with bounds", with_layers(lambda: Draws(_truncated)), "same"),
     Case(
         "a layer state of aggregation 'mean'",
         with_layers(lambda: Counts("mean")),
         "told",
     ),
-    Case("a layer state of aggregation 'sum'", with_layers(lambda: Counts("sum")), "told"),
-    Case(
-        "a layer state of one replica",
-        with_layers(lambda: Counts("only_first_replica")),
-        "told",
-    ),
     Case("a Mean inside a layer", mean_in_a_layer, "told", "value for each row"),
-    Case(
-        "a metric updated inside forward, one row in the batch",
-        metric_in_forward,
-        "same",
-        sizes=(ROWS, 1, 1),
-    ),
     Case("a regularizer that reads another variable", regularized_by_another, "same"),
     Case("a loss that calls another model", calls_another_model, "same"),
     Case("a generator of seeds beside the model", seeds_beside_the_model, "same"),

@@ -11,21 +11,11 @@ import tensorflow as tf
 from one_device import assert_same, cut
 from small_problem import CASES, MIXED, SIZES, STEPS, crossentropy, one_device, replicated, truth
 
-REPLICAS = (2, 3, 4, 8)
 
-
-def latin_square() -> list[tuple[int, int, str]]:
-    """Every number of replicas with every number of micro-batches, and each with every case."""
-    names = list(CASES)
-    square = [
-        (replicas, micro_batches, names[(i + j) % len(names)])
-        for i, replicas in enumerate(REPLICAS)
-        for j, micro_batches in enumerate((1, 2, 3, 8))
-    ]
-    return [(1, 1, "all"), (1, 3, "weights"), *square]
-
-
-@pytest.mark.parametrize(("replicas", "micro_batches", "case"), latin_square())
+@pytest.mark.parametrize(
+    ("replicas", "micro_batches", "case"),
+    [(2, 1, "weights"), (2, 2, "l2"), (2, 3, "clip"), (3, 1, "l2"), (3, 2, "clip"), (4, 1, "clip")],
+)
 def test_twenty_sgd_steps_at_every_batch_size(replicas, micro_batches, case):
     run = replicated(replicas, case, micro_batches=micro_batches)
     for size in SIZES:
@@ -37,9 +27,8 @@ def test_twenty_sgd_steps_at_every_batch_size(replicas, micro_batches, case):
     assert_same(run.train(cut(CASES[case][0], MIXED)), expected, what=f"batches of {MIXED}")
 
 
-@pytest.mark.parametrize(("replicas", "micro_batches"), [(2, 1), (3, 8), (4, 3), (8, 2)])
-def test_twenty_adam_steps(replicas, micro_batches):
-    run = replicated(replicas, "all", optimizer="adam", micro_batches=micro_batches)
+def test_twenty_adam_steps():
+    run = replicated(8, "all", optimizer="adam", micro_batches=2)
     result = run.train(cut(CASES["all"][0], MIXED))
     assert_same(result, truth("all", tuple(MIXED), "adam"), weights=2e-6)
 

@@ -40,40 +40,30 @@ def mlp() -> keras.Model:
 # Several outputs ----------------------------------------------------------------------------------
 
 
-def two_heads(outputs):
+def two_heads():
     """A tagger with a masked output per token and a plain output per row."""
-
-    def build():
-        tokens = keras.Input((4,), dtype="int32")
-        embedded = keras.layers.Embedding(9, 5, mask_zero=True)(tokens)
-        tags = keras.layers.Dense(3, name="tags")(embedded)
-        pooled = keras.layers.GlobalAveragePooling1D()(embedded)
-        score = keras.layers.Dense(2, name="score")(pooled)
-        return keras.Model(tokens, outputs(tags, score))
-
-    return build
+    tokens = keras.Input((4,), dtype="int32")
+    embedded = keras.layers.Embedding(9, 5, mask_zero=True)(tokens)
+    tags = keras.layers.Dense(3, name="tags")(embedded)
+    pooled = keras.layers.GlobalAveragePooling1D()(embedded)
+    return keras.Model(tokens, [tags, keras.layers.Dense(2, name="score")(pooled)])
 
 
-def two_losses(tag_factor=1.0, score_factor=1.0, keys=(0, 1)):
-    """What Keras adds up for ``two_heads``: each loss by its own reduction, times its factor."""
-    tag_loss, score_loss = crossentropy(), keras.losses.MeanSquaredError()
-
-    def by_hand(y_true, y_pred, sample_weight=None):
-        tags, score = keys
-        total = score_factor * score_loss(y_true[score], y_pred[score])
-        if tag_factor:
-            total += tag_factor * tag_loss(y_true[tags], y_pred[tags])
-        return total
-
-    return by_hand
+def two_losses(y_true, y_pred, sample_weight=None):
+    """What Keras adds up for ``two_heads``: each loss by its own reduction."""
+    score_loss = keras.losses.MeanSquaredError()
+    return crossentropy()(y_true[0], y_pred[0]) + score_loss(y_true[1], y_pred[1])
 
 
-@pytest.mark.parametrize("micro_batches", [1, 2])
+def score_loss(y_true, y_pred, sample_weight=None):
+    return keras.losses.MeanSquaredError()(y_true[1], y_pred[1])
+
+
+@pytest.mark.parametrize("micro_batches", [2])
 def test_a_list_of_outputs_one_of_them_masked(micro_batches):
     batches = [(t, (g, z)) for t, g, z in cut((TOKENS, TAGS, Z), SIZES)]
-    build = two_heads(lambda tags, score: [tags, score])
-    expected = ByHand(build, sgd, two_losses()).train(batches)
-    run = Replicated(3, build, sgd, [crossentropy(), "mse"], micro_batches=micro_batches)
+    expected = ByHand(two_heads, sgd, two_losses).train(batches)
+    run = Replicated(3, two_heads, sgd, [crossentropy(), "mse"], micro_batches=micro_batches)
     result = run.train(batches)
     assert_same(result, expected)
     for (_, (_, z)), log in zip(batches, result.logs, strict=True):
@@ -81,49 +71,16 @@ def test_a_list_of_outputs_one_of_them_masked(micro_batches):
         assert log["weight"] == len(z)
 
 
-def test_a_dict_of_outputs_with_loss_weights():
-    batches = [(t, {"tags": g, "score": z}) for t, g, z in cut((TOKENS, TAGS, Z), SIZES)]
-    build = two_heads(lambda tags, score: {"score": score, "tags": tags})
-    truth = two_losses(0.3, 2.0, keys=("tags", "score"))
-    expected = ByHand(build, sgd, truth).train(batches)
-    losses = {"tags": crossentropy(), "score": keras.losses.MeanSquaredError()}
-    run = Replicated(2, build, sgd, losses, loss_weights={"tags": 0.3, "score": 2.0})
-    result = run.train(batches)
-    assert_same(result, expected)
-    first = result.logs[0]
-    together = 0.3 * first["tags_loss"] + 2.0 * first["score_loss"]
-    assert first["loss"] == pytest.approx(together, rel=1e-6)
-
-
 def test_an_output_without_a_loss_and_its_head_without_gradient():
     batches = [(t, (g, z)) for t, g, z in cut((TOKENS, TAGS, Z), SIZES)]
-    build = two_heads(lambda tags, score: [tags, score])
-    expected = ByHand(build, sgd, two_losses(tag_factor=0.0)).train(batches)
-    run = Replicated(3, build, sgd, [None, "mse"])
+    expected = ByHand(two_heads, sgd, score_loss).train(batches)
+    run = Replicated(3, two_heads, sgd, [None, "mse"])
     start = run.model.get_layer("tags").get_weights()
     with pytest.warns(UserWarning, match=r"No gradient reaches some .*'tags/kernel', 'tags/bias'"):
         result = run.train(batches)
     assert_same(result, expected)
     assert difference(run.model.get_layer("tags").get_weights(), start) == 0.0
     assert "tags_loss" not in result.logs[0]
-
-
-def test_sample_weights_for_each_output():
-    batches = [
-        (t, {"tags": g, "score": z}, {"tags": np.repeat(w[:, None], 4, 1), "score": w})
-        for t, g, z, w in cut((TOKENS, TAGS, Z, W), SIZES)
-    ]
-    build = two_heads(lambda tags, score: {"tags": tags, "score": score})
-    tag_loss = crossentropy(reduction="mean_with_sample_weight")
-
-    def by_hand(y, p, sample_weight):
-        return tag_loss(y["tags"], p["tags"], sample_weight=sample_weight["tags"]) + (
-            keras.losses.MeanSquaredError()(y["score"], p["score"], sample_weight["score"])
-        )
-
-    expected = ByHand(build, sgd, by_hand).train(batches)
-    run = Replicated(2, build, sgd, {"tags": tag_loss, "score": "mse"}, micro_batches=2)
-    assert_same(run.train(batches), expected)
 
 
 # Losses that layers add ---------------------------------------------------------------------------
@@ -157,7 +114,7 @@ def penalised(normalise: bool):
     return build
 
 
-@pytest.mark.parametrize(("replicas", "micro_batches"), [(2, 3), (3, 1), (3, 2)])
+@pytest.mark.parametrize(("replicas", "micro_batches"), [(2, 3)])
 def test_add_loss_and_activity_regularisers_on_partial_batches(replicas, micro_batches):
     batches = cut((X, Y), SIZES)
     build = penalised(normalise=False)
@@ -206,19 +163,15 @@ def normalised(synchronized: bool):
     return build
 
 
-@pytest.mark.parametrize("replicas", [2, 4])
-def test_synchronized_batch_normalization(replicas):
+def test_synchronized_batch_normalization():
     batches = cut((X, Y), (7, 16, 5, 9, 6))
-    hold(replicas, normalised(synchronized=True), sgd, crossentropy(), batches, tolerance=2e-6)
+    hold(4, normalised(synchronized=True), sgd, crossentropy(), batches, tolerance=2e-6)
 
 
-@pytest.mark.parametrize("replicas", [2, 3])
-def test_synchronized_batch_normalization_with_fewer_rows_than_replicas(replicas):
+def test_synchronized_batch_normalization_with_fewer_rows_than_replicas():
     """Statistics of one row, or two, are those of these rows: no padding enters them."""
-    sizes = (9, replicas - 1, 16, replicas - 1, replicas)
-    tolerance = 2e-6 if replicas > 2 else 1e-5  # the variance of a single row is rounding noise
-    batches = cut((X, Y), sizes)
-    hold(replicas, normalised(synchronized=True), sgd, crossentropy(), batches, tolerance=tolerance)
+    batches = cut((X, Y), (9, 2, 16, 2, 3))
+    hold(3, normalised(synchronized=True), sgd, crossentropy(), batches, tolerance=2e-6)
 
 
 def test_synchronized_batch_normalization_in_micro_batches():
@@ -245,8 +198,7 @@ def test_batch_normalization_of_each_shard_is_another_model_and_is_said_so():
 # Layers that fail without rows --------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("micro_batches", [1, 3])
-def test_convolution_and_pooling_with_fewer_rows_than_replicas(micro_batches):
+def test_convolution_and_pooling_with_fewer_rows_than_replicas():
     """On zero rows these crash, abort the process or read uninitialised memory."""
 
     def build():
@@ -263,16 +215,15 @@ def test_convolution_and_pooling_with_fewer_rows_than_replicas(micro_batches):
 
     images = _random.normal(size=(32, 6, 6, 2)).astype("float32")
     batches = cut((images, Y), (1, 5, 2, 9, 3))
-    hold(4, build, sgd, crossentropy(), batches, micro_batches=micro_batches)
+    hold(4, build, sgd, crossentropy(), batches, micro_batches=3)
 
 
 # How it runs --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("micro_batches", [1, 2])
-def test_compiled_by_xla(micro_batches):
+def test_compiled_by_xla():
     batches = cut((X, Y, W), (7, 2, 16))
-    hold(2, mlp, sgd, crossentropy(), batches, jit_compile=True, micro_batches=micro_batches)
+    hold(2, mlp, sgd, crossentropy(), batches, jit_compile=True, micro_batches=2)
 
 
 def test_eager_functions():
