@@ -73,9 +73,8 @@ class Noted(keras.callbacks.Callback):
         self.model.stop_predicting = batch == self.stop_at
 
 
-@pytest.mark.parametrize("replicas", [1, 3])
-def test_evaluate_takes_x_and_y(replicas):
-    model, truth = both_of(single, replicas)
+def test_evaluate_takes_x_and_y():
+    model, truth = both_of(single, 3)
     expected = truth.evaluate(X, Y, sample_weight=W, verbose=0, return_dict=True)
     for found in (
         tmg.evaluate(model, X, Y, sample_weight=W),
@@ -90,10 +89,9 @@ def test_evaluate_takes_x_and_y(replicas):
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
-@pytest.mark.parametrize("trained", [False, True])
-def test_lists_are_those_of_keras(replicas, trained):
+def test_lists_are_those_of_keras(replicas):
     model, truth = both_of(several, replicas)
-    if trained and replicas == 1:
+    if replicas == 1:
         model.evaluate([X, X], [Y, Y], verbose=0)  # Keras then tracks the losses of outputs.
     options = {"batch_size": ROWS, "verbose": 0}
     expected = truth.evaluate([X, -X], [Y, 2 * Y], return_dict=False, **options)
@@ -109,10 +107,9 @@ def test_lists_are_those_of_keras(replicas, trained):
     assert found == pytest.approx(truth.evaluate(X, Y, **options), rel=1e-5)
 
 
-@pytest.mark.parametrize("replicas", [1, 2])
 @pytest.mark.parametrize("stop_at", [None, 1])
-def test_callbacks_are_called_as_by_keras(replicas, stop_at):
-    model, truth = both_of(single, replicas)
+def test_callbacks_are_called_as_by_keras(stop_at):
+    model, truth = both_of(single, 2)
     ours, theirs = Noted(stop_at), Noted(stop_at)
     expected = truth.evaluate(X, Y, batch_size=8, callbacks=[theirs], verbose=0, return_dict=True)
     found = tmg.evaluate(model, X, Y, batch_size=8, callbacks=[ours])
@@ -126,26 +123,7 @@ def test_callbacks_are_called_as_by_keras(replicas, stop_at):
     assert len(found) == (ROWS if stop_at is None else 16)
 
 
-@pytest.mark.parametrize("call", ["evaluate", "predict"])
-def test_progress_bar(call, capsys):
-    model, _ = both_of(single, 2)
-    arguments = (X, Y) if call == "evaluate" else (X,)
-    run = getattr(tmg, call)
-    run(model, *arguments, batch_size=8, verbose=0)
-    assert capsys.readouterr().out == ""
-    for verbose in ({}, {"verbose": 1}):  # As in Keras, progress is shown by default.
-        run(model, *arguments, batch_size=8, **verbose)
-        shown = capsys.readouterr().out
-        assert "5/5" in shown
-        assert ("mae" in shown) == (call == "evaluate")
-    with pytest.raises(ValueError, match=r"verbose must be 0, 1, 2 or 'auto'"):
-        run(model, *arguments, verbose=3)
-    with pytest.raises(TypeError, match=r"A callback must be"):
-        run(model, *arguments, callbacks=[print])
-
-
-@pytest.mark.parametrize("replicas", [1, 3])
-def test_an_evaluation_in_the_middle_of_an_epoch_leaves_its_metrics_alone(replicas):
+def test_an_evaluation_in_the_middle_of_an_epoch_leaves_its_metrics_alone():
     class Look(keras.callbacks.Callback):
         def on_train_batch_end(self, batch, logs=None):
             if batch == 2:
@@ -153,7 +131,7 @@ def test_an_evaluation_in_the_middle_of_an_epoch_leaves_its_metrics_alone(replic
 
     kept = []
     for callbacks in ([], [Look()]):
-        model, _ = both_of(single, replicas)
+        model, _ = both_of(single, 3)
         options = {"batch_size": 8, "epochs": 2, "shuffle": False, "verbose": 0}
         kept.append(tmg.fit(model, X, Y, callbacks=callbacks, **options).history)
     assert kept[0] == kept[1]

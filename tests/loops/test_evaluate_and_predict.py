@@ -23,8 +23,8 @@ SIZES = (7, 2, 16, 1, 3, 9)
 ROWS = sum(SIZES)
 # How rows get to replicas, and back in order, is tried on all of these numbers; what is computed of
 # them, on one replica and on several.
-REPLICAS = [1, 2, 3, 8]
-FEWER = [1, 3]
+REPLICAS = [1, 8]
+FEWER = [3]
 
 _random = np.random.default_rng(29)
 X = _random.normal(size=(ROWS, 6)).astype("float32")
@@ -157,31 +157,14 @@ def heads_in_a_list():
     return keras.Model(inputs, outputs)
 
 
-@pytest.mark.parametrize(
-    "compiled",
-    [
-        {
-            "loss": ["mse", "crossentropy"],
-            "loss_weights": [0.5, 2.0],
-            "metrics": [["mae"], ["acc"]],
-        },
-        {"loss": {"kind": "ce", "size": "mse"}, "metrics": {"kind": ["accuracy"]}},
-    ],
-    ids=["lists", "dicts"],
-)
-def test_outputs_in_a_list(compiled):
-    hold(3, heads_in_a_list, lambda: compiled, X, [SIZE, KIND])
-
-
-@pytest.mark.parametrize("losses", [["mae", "mse"], {"b": "mae", "a": None}])
-def test_a_list_of_losses_for_a_dict_of_outputs_goes_by_sorted_keys_as_in_keras(losses):
+def test_a_list_of_losses_for_a_dict_of_outputs_goes_by_sorted_keys_as_in_keras():
     def build():
         inputs = keras.Input((6,))
         return keras.Model(
             inputs, {"b": keras.layers.Dense(1)(inputs), "a": keras.layers.Dense(1)(inputs)}
         )
 
-    hold(2, build, lambda: {"loss": losses}, X, {"a": SIZE, "b": 3 * SIZE})
+    hold(2, build, lambda: {"loss": ["mae", "mse"]}, X, {"a": SIZE, "b": 3 * SIZE})
 
 
 class Pair(keras.Model):
@@ -217,10 +200,14 @@ def test_a_subclassed_model_with_a_tuple_of_outputs():
     ("units", "activation", "labels", "metrics"),
     [
         (1, "sigmoid", YES, lambda: ["acc", keras.metrics.AUC(name="auc"), "mae"]),
-        (3, "softmax", KIND, lambda: ["accuracy", keras.metrics.sparse_categorical_crossentropy]),
-        (3, "softmax", np.eye(3)[KIND], lambda: ["accuracy", keras.metrics.F1Score()]),
+        (
+            3,
+            "softmax",
+            np.eye(3, dtype="float32")[KIND],
+            lambda: ["accuracy", keras.metrics.F1Score(average=None)],
+        ),
     ],
-    ids=["binary", "sparse", "one-hot"],
+    ids=["binary", "one-hot"],
 )
 def test_names_that_depend_on_shapes(units, activation, labels, metrics):
     def build():
@@ -230,32 +217,6 @@ def test_names_that_depend_on_shapes(units, activation, labels, metrics):
         return {"loss": "crossentropy", "loss_weights": 0.5, "metrics": metrics()}
 
     hold(2, build, compiled, X, labels)
-
-
-def tagger():
-    return keras.Sequential(
-        [
-            keras.Input((4,), dtype="int32"),
-            keras.layers.Embedding(9, 5, mask_zero=True),
-            keras.layers.Dense(3, activation="softmax"),
-        ]
-    )
-
-
-def test_masked_and_weighted_means_are_over_what_counts():
-    def compiled():
-        reduction = "mean_with_sample_weight"
-        loss = keras.losses.SparseCategoricalCrossentropy(reduction=reduction)
-        return {"loss": loss, "metrics": ["accuracy"], "weighted_metrics": ["accuracy"]}
-
-    weight = np.repeat(W[:, None], 4, 1)
-    _, truth = hold(3, tagger, compiled, TOKENS, TAGS, weight)
-    # By hand, so that this does not hold one reading of masks to itself.
-    predicted = truth.predict(TOKENS, verbose=0)
-    values = -np.log(np.take_along_axis(predicted, TAGS[..., None], -1)[..., 0])
-    counted = weight * (TOKENS > 0)
-    expected = (values * counted).sum() / counted.sum()
-    assert in_one_batch(truth, TOKENS, TAGS, weight)["loss"] == pytest.approx(expected, rel=1e-5)
 
 
 class Positive(keras.layers.Layer):
@@ -277,10 +238,9 @@ def masked_heads():
     return keras.Model(inputs, {"tag": tag, "size": keras.layers.Dense(1)(hidden)})
 
 
-@pytest.mark.parametrize("reduction", ["sum_over_batch_size", "mean_with_sample_weight", "sum"])
-def test_outputs_that_are_divided_by_different_weights(reduction):
+def test_outputs_that_are_divided_by_different_weights():
     def compiled():
-        tag = keras.losses.SparseCategoricalCrossentropy(reduction=reduction)
+        tag = keras.losses.SparseCategoricalCrossentropy(reduction="mean_with_sample_weight")
         return {"loss": {"tag": tag, "size": "mse"}, "loss_weights": {"tag": 0.5, "size": 2.0}}
 
     labels = {"tag": TAGS, "size": np.repeat(SIZE[:, None], 4, 1)}
@@ -299,33 +259,6 @@ def test_where_nothing_counts_the_loss_is_the_regularisation():
     model, truth = made(2, build, compiled)
     logs = tmg.evaluate(model, (X, SIZE, np.zeros(ROWS)), batch_size=5)
     assert logs == {"loss": pytest.approx(float(truth.losses[0]), rel=1e-6)}
-
-
-def test_metrics_alone():
-    def compiled(loss):
-        return {"loss": loss, "metrics": {"kind": ["accuracy"]}}
-
-    model, truth = made(3, two_heads, lambda: compiled(None))
-    features = {"left": X[:, :3], "right": X[:, 3:]}
-    labels = {"kind": KIND, "size": SIZE}
-    logs = tmg.evaluate(model, (features, labels), batch_size=5)
-    # Keras refuses to evaluate without a loss; ours is then the regularisation alone.
-    truth.compile(**compiled("sparse_categorical_crossentropy"))
-    accuracy = np.mean(np.argmax(truth(features)["kind"], axis=-1) == KIND)
-    assert logs == {
-        "loss": pytest.approx(float(tf.add_n(truth.losses)), rel=1e-6),
-        "kind_accuracy": pytest.approx(accuracy, abs=1e-6),
-    }
-
-
-def test_a_metric_that_is_an_array():
-    def build():
-        return keras.Sequential([keras.Input((6,)), keras.layers.Dense(3, "softmax")])
-
-    def compiled():
-        return {"loss": "mse", "metrics": [keras.metrics.F1Score(average=None)]}
-
-    hold(3, build, compiled, X, np.eye(3, dtype="float32")[KIND])
 
 
 # What data may be ---------------------------------------------------------------------------------
@@ -362,30 +295,13 @@ def classifiers():
     return made(3, classifier, classification)
 
 
-@pytest.mark.parametrize("source", SOURCES)
-def test_sources(source, classifiers):
+def test_sources(classifiers):
     model, truth = classifiers
     expected = in_one_batch(truth, X, KIND, W)
-    assert_logs(tmg.evaluate(model, SOURCES[source](model.distribute_strategy)), expected)
-    predicted = tmg.predict(model, SOURCES[source](model.distribute_strategy))
-    np.testing.assert_allclose(predicted, truth(X, training=False), atol=1e-6)
-
-
-@pytest.mark.parametrize("rows", [1, 2, 3])
-def test_as_few_rows_as_replicas(rows, classifiers):
-    model, truth = classifiers
-    arrays = X[:rows], KIND[:rows], W[:rows]
-    assert_logs(tmg.evaluate(model, arrays), in_one_batch(truth, *arrays))
-    predicted = tmg.predict(model, X[:rows])
-    np.testing.assert_allclose(predicted, truth(X[:rows], training=False), atol=1e-6)
-
-
-def test_more_batches_than_one_call_takes(classifiers):
-    model, truth = classifiers
-    times = 3
-    x, kind, weight = (np.concatenate([one] * times) for one in (X, KIND, W))
-    expected = in_one_batch(truth, x, kind, weight)
-    assert_logs(tmg.evaluate(model, (x, kind, weight), batch_size=1), expected)
+    for name, source in SOURCES.items():
+        assert_logs(tmg.evaluate(model, source(model.distribute_strategy)), expected)
+        predicted = tmg.predict(model, source(model.distribute_strategy))
+        np.testing.assert_allclose(predicted, truth(X, training=False), atol=1e-6, err_msg=name)
 
 
 def test_steps_end_what_has_no_end(classifiers):
@@ -405,20 +321,6 @@ def test_steps_end_what_has_no_end(classifiers):
     for wrong in (0, -1, 2.5):
         with pytest.raises((TypeError, ValueError), match=r"at least 1, or None\. .*: steps="):
             tmg.evaluate(model, data, steps=wrong)
-
-
-def test_a_py_dataset_without_end(classifiers):
-    class Endless(InBatches):
-        @property
-        def num_batches(self):
-            return None
-
-        def __getitem__(self, index):
-            return self.batches[index % len(self.batches)]
-
-    with pytest.raises(tmg.DataError, match="has no end"):
-        tmg.predict(classifiers[0], Endless(BATCHES))
-    assert len(tmg.predict(classifiers[0], Endless(BATCHES), steps=2)) == sum(SIZES[:2])
 
 
 def test_no_data(classifiers):
@@ -497,8 +399,7 @@ def test_structures_and_types(replicas):
     np.testing.assert_array_equal(out["waves"], X[:, 0] + 1j * X[:, 1])
 
 
-@pytest.mark.parametrize("replicas", [1, 3])
-def test_ragged_outputs_stay_ragged(replicas):
+def test_ragged_outputs_stay_ragged():
     class Repeat(keras.Model):
         def call(self, inputs):
             return tf.RaggedTensor.from_row_lengths(
@@ -506,7 +407,7 @@ def test_ragged_outputs_stay_ragged(replicas):
                 tf.cast(inputs[:, 1], tf.int32),
             )
 
-    with strategy_of(replicas).scope():
+    with strategy_of(3).scope():
         model = Repeat()
     lengths = np.arange(ROWS) % 4
     x = np.stack([np.arange(ROWS), lengths], axis=1).astype("float32")
@@ -542,13 +443,12 @@ def test_outputs_that_do_not_fit_together():
         tmg.predict(model, x, batch_size=4)
 
 
-@pytest.mark.parametrize("replicas", [1, 2])
-def test_an_output_without_rows(replicas):
+def test_an_output_without_rows():
     class Mean(keras.Model):
         def call(self, inputs):
             return tf.reduce_mean(inputs)
 
-    with strategy_of(replicas).scope():
+    with strategy_of(2).scope():
         model = Mean()
     model.built = True
     with pytest.raises(tmg.DataError, match=r"one value per (example|row)"):
@@ -619,23 +519,6 @@ def test_models_can_be_freed():
     assert alive() is None
 
 
-def test_a_model_that_is_not_built():
-    class Lazy(keras.Model):
-        def __init__(self):
-            super().__init__()
-            self.dense = keras.layers.Dense(1)
-
-        def call(self, inputs):
-            return self.dense(inputs["x"])
-
-    with strategy_of(3).scope():
-        model = Lazy()
-        model.compile(loss="mse", metrics=["mae"])
-    logs = tmg.evaluate(model, ({"x": X}, SIZE), batch_size=5)
-    predicted = tmg.predict(model, {"x": X})
-    assert logs["mae"] == pytest.approx(np.abs(predicted - SIZE).mean(), rel=1e-5)
-
-
 # Where and how a model was made -------------------------------------------------------------------
 
 
@@ -671,26 +554,7 @@ def test_created_outside_the_scope():
         tmg.predict(mixed, X)
 
 
-@pytest.mark.parametrize("method", ["test_step", "compute_loss", "compute_metrics"])
-def test_methods_of_its_own_are_refused(method):
-    own = type("Own", (keras.Sequential,), {method: lambda self, *args, **kwargs: {}})
-    with strategy_of(2).scope():
-        model = own([keras.Input((6,)), keras.layers.Dense(1)])
-        model.compile(loss="mse")
-    with pytest.raises(tmg.CompileError, match=rf"Received: Own\.{method}, and MirroredStrategy"):
-        tmg.evaluate(model, (X, SIZE))
-    assert tmg.predict(model, X).shape == (ROWS, 1)
-
-
-def test_a_predict_step_of_its_own_is_refused():
-    own = type("Own", (keras.Sequential,), {"predict_step": lambda self, data: 0})
-    with strategy_of(2).scope():
-        model = own([keras.Input((6,)), keras.layers.Dense(1)])
-    with pytest.raises(tmg.CompileError, match="to the model's call method"):
-        tmg.predict(model, X)
-
-
-@pytest.mark.parametrize("given", [{}, {"verbose": "auto"}, {"verbose": 1}, {"verbose": 2}])
+@pytest.mark.parametrize("given", [{}, {"verbose": 2}])
 def test_progress_is_shown_as_keras_shows_it(capsys, given):
     model, truth = made(2, classifier, classification)
     data = tf.data.Dataset.from_tensor_slices((X[:12], KIND[:12])).batch(4)
