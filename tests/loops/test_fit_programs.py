@@ -86,9 +86,8 @@ def assert_same(model: Any, history: Any) -> None:
         np.testing.assert_allclose(own.numpy(), other, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("replicas", [1, 2, 3])
-def test_a_forward_has_history_values_metrics_and_validation(replicas: int) -> None:
-    model = autoencoder(strategy_of(replicas))
+def test_a_forward_has_history_values_metrics_and_validation() -> None:
+    model = autoencoder(strategy_of(3))
     seen: list[Any] = []
     callback = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: seen.append(logs))
     history = tmg.fit(
@@ -105,9 +104,8 @@ def test_a_forward_has_history_values_metrics_and_validation(replicas: int) -> N
     assert_same(model, history)
 
 
-@pytest.mark.parametrize("replicas", [1, 2])
-def test_a_step_that_was_made(replicas: int) -> None:
-    strategy = strategy_of(replicas)
+def test_a_step_that_was_made() -> None:
+    strategy = strategy_of(2)
     model = autoencoder(strategy, compiled=False)
     with strategy.scope():
         optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
@@ -119,10 +117,9 @@ def test_a_step_that_was_made(replicas: int) -> None:
     assert_same(model, {name: [*first[name], *again[name]] for name in first})
 
 
-@pytest.mark.parametrize("steps_per_call", ["auto", 1, 2])
-@pytest.mark.parametrize("replicas", [1, 2])
-def test_several_steps_in_turn(replicas: int, steps_per_call: Any) -> None:
-    strategy = strategy_of(replicas)
+@pytest.mark.parametrize("steps_per_call", ["auto", 2])
+def test_several_steps_in_turn(steps_per_call: Any) -> None:
+    strategy = strategy_of(2)
 
     def made() -> tuple[Any, list[Any]]:
         model = autoencoder(strategy, compiled=False)
@@ -170,32 +167,22 @@ class Interrupt(keras.callbacks.Callback):
             raise KeyboardInterrupt
 
 
-@pytest.mark.parametrize("kind", ["forward", "chain"])
-@pytest.mark.parametrize("replicas", [1, 2])
-def test_a_run_that_is_interrupted_resumes_to_the_bit(
-    replicas: int, kind: str, tmp_path: Any
-) -> None:
-    strategy = strategy_of(replicas)
+def test_a_chain_that_is_interrupted_resumes_to_the_bit(tmp_path: Any) -> None:
+    strategy = strategy_of(2)
 
     def train(folder: Any, *others: Any) -> tuple[Any, dict[str, list[float]]]:
         model = autoencoder(strategy)
-        options: dict[str, Any] = {"forward": forward}
-        run = {"model": model, "optimizer": model.optimizer}
-        if kind == "chain":
-            with strategy.scope():
-                second = keras.optimizers.SGD(0.01, momentum=0.9)
-            steps = [
-                tmg.make_train_step(model, one, None, strategy, forward=forward)
-                for one in (model.optimizer, second)
-            ]
-            chain = tmg.chain_steps(*steps, names=("a", "b"), times=(2, 1))
-            options, run = {"step": chain}, {"train_step": chain}
-        checkpoints = tmg.Checkpoints(folder, **run, every_steps=1)
+        with strategy.scope():
+            second = keras.optimizers.SGD(0.01, momentum=0.9)
+        steps = [
+            tmg.make_train_step(model, one, None, strategy, forward=forward)
+            for one in (model.optimizer, second)
+        ]
+        chain = tmg.chain_steps(*steps, names=("a", "b"), times=(2, 1))
+        checkpoints = tmg.Checkpoints(folder, train_step=chain, every_steps=1)
         checkpoints.restore()
-        callbacks = [checkpoints.callback(), *others]
-        history = tmg.fit(
-            model, ROWS, batch_size=BATCH, epochs=3, callbacks=callbacks, verbose=0, **options
-        )
+        options = {"batch_size": BATCH, "callbacks": [checkpoints.callback(), *others]}
+        history = tmg.fit(model, ROWS, step=chain, epochs=3, verbose=0, **options)
         return model, history.history
 
     keras.utils.set_random_seed(3)
@@ -380,8 +367,8 @@ def test_arguments_that_exclude_each_other() -> None:
         tmg.fit(other, data(), step=step)
 
 
-@pytest.mark.parametrize("replicas", [1, 2])
-def test_a_value_without_weight_in_a_batch_keeps_its_sum(replicas: int) -> None:
+def test_a_value_without_weight_in_a_batch_keeps_its_sum() -> None:
+    replicas = 2
     model = autoencoder(strategy_of(replicas))
     model.optimizer.learning_rate = 0.0
     objects = np.array([1] * BATCH + [0] * (len(ROWS) - BATCH), "float32")
@@ -403,9 +390,8 @@ def test_a_value_without_weight_in_a_batch_keeps_its_sum(replicas: int) -> None:
         assert float(logs[name]) == len(ROWS) / BATCH
 
 
-@pytest.mark.parametrize("replicas", [1, 2])
-def test_metrics_of_the_validation_are_its_own(replicas: int) -> None:
-    model = autoencoder(strategy_of(replicas))
+def test_metrics_of_the_validation_are_its_own() -> None:
+    model = autoencoder(strategy_of(2))
     model.optimizer.learning_rate = 0.0
 
     def tracking(model: Any, batch: Any, training: bool) -> Any:
