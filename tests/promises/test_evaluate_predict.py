@@ -17,8 +17,8 @@ import tfmultigpu as tmg
 layers = keras.layers
 _random = np.random.default_rng(29)
 # Fewer rows than replicas, rows that no number of replicas divides, one row last.
-WAYS = ((7, 2, 1, 5, 3, 1), (1, 18), (19,))
-ROWS = 19
+WAYS = ((7, 2, 1, 5, 3, 21, 1), (1, 39), (1,) * 40)
+ROWS = 40
 X = _random.normal(size=(ROWS, 4))
 SIZE = _random.normal(size=(ROWS, 2))
 KIND = _random.integers(0, 2, (ROWS, 1))
@@ -110,6 +110,7 @@ def test_evaluation_is_exact_over_all_examples(replicas: int) -> None:
     expected, _ = truth()
     assert len(expected) == 7  # The losses of two outputs, their sum and four metrics.
     for sizes in WAYS:
+        tmg.evaluate(replicated(replicas)[0], cut(everything(), (5,)))  # Must leave nothing behind.
         logs = tmg.evaluate(replicated(replicas)[0], cut(everything(), sizes))
         assert set(logs) == set(expected)
         for name, value in expected.items():

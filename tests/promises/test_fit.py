@@ -165,8 +165,8 @@ def keras_rich_training() -> Any:
 
 
 # Fails if a batch, a row, an output or a validation weighs otherwise than on one device, if an
-# epoch of History is a mean of means, if validation comes before the last step, if a hook is called once
-# too often or with other logs, or if a second fit begins anew.
+# epoch of History is a mean of means, if validation comes before the last step, if a hook is
+# called once too often or with other logs, or if a second fit begins anew.
 @pytest.mark.parametrize("replicas", [2, 3])
 def test_a_rich_training_with_callbacks_is_that_of_keras(replicas: int) -> None:
     expected, calls, values = keras_rich_training()
@@ -283,7 +283,8 @@ def trained_plainly(**options: Any) -> tuple[Training, list[float]]:
     return truth, plain_epochs(truth, SIZES, 3)
 
 
-# Fails if an argument does not reach the step: clipping per replica or part, parts as steps.
+# Fails if an argument does not reach the step, if each replica or part is clipped by itself, or if
+# a micro-batch is a step.
 @pytest.mark.parametrize(("replicas", "shares"), [(2, (1, 3)), (3, (1, 5, 2))])
 def test_micro_batches_clip_norm_and_shares_are_arguments(replicas: int, shares: Any) -> None:
     truth, losses = trained_plainly(clip_norm=CLIP)
@@ -297,6 +298,9 @@ def test_micro_batches_clip_norm_and_shares_are_arguments(replicas: int, shares:
     )  # fmt: skip
     assert_values(ours.values(), truth.values(), truth.variables())
     np.testing.assert_allclose(history.history["loss"], losses, **LOGS)
+    assert ours.optimizer.iterations.numpy() == 3 * len(SIZES)
+    with pytest.raises(tmg.errors.TfMultiGpuError):  # A share of zero leaves a replica idle.
+        tmg.fit(ours.model, known(regression(SIZES)), shares=[0, *shares[1:]], verbose=0)
     assert ours.optimizer.iterations.numpy() == 3 * len(SIZES)
 
 

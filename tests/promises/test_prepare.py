@@ -16,8 +16,8 @@ import tfmultigpu as tmg
 SIZES, CLIP = (7, 1, 2), 0.2
 
 
-# Fails if a method is still that of Keras (whose last batches weigh otherwise on replicas, and which
-# cannot clip the gradient of the global batch), or if another model changes too.
+# Fails if a method is still that of Keras (whose last batches weigh otherwise on replicas, and
+# which cannot clip the gradient of the global batch), or if another model changes too.
 @pytest.mark.xfail(
     strict=True, raises=AttributeError, reason="tmg.prepare does not exist yet: it is fit_here."
 )
