@@ -8,9 +8,12 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 from hypothesis import given, settings, strategies as st
 from law.model import Batch, Training, regression, small
-from law.pair import LOGS, Pair
+from law.pair import LOGS, Pair, strategy_of
+
+import tfmultigpu as tmg
 
 SIZES = (7, 5, 2, 1)
 DRAWN = {"max_examples": 10, "deadline": None, "derandomize": True, "database": None}
@@ -141,3 +144,36 @@ def test_without_loss_scaling_the_answer_is_that_of_one_device_and_shows() -> No
     assert float(second["skipped"]) == 0
     pair.assert_same()
     assert not all(np.isfinite(value).all() for value in pair.ours.values())
+
+
+# Fails if a gradient of float16 that overflows by the scale alone is applied, or if the scale does
+# not fall until it fits, or if the step that fits is not unscaled.
+def test_the_scale_falls_until_gradients_of_float16_fit() -> None:
+    strategy = strategy_of(3)
+    with strategy.scope():
+        layer = keras.layers.Dense(2, dtype="mixed_float16")
+        model = keras.Sequential([keras.Input((4,)), layer])
+        optimizer = keras.optimizers.SGD(2.0**-7)
+    step = tmg.make_train_step(
+        model, optimizer, "mse", strategy, loss_scale="dynamic", verify=False
+    )
+    ((x, y),) = regression([5])
+    y = 300.0 * y
+    before = model.get_weights()
+    slope = 2 * (x @ before[0] + before[1] - y) / y.size
+    data = tmg.distribute_dataset(tf.data.Dataset.from_tensors((x, y)).repeat(20), strategy)
+    skipped = 0
+    for shards in data:
+        logs = step(shards)
+        assert float(logs["loss_scale"]) == SCALE / 2**skipped
+        if not float(logs["skipped"]):
+            break
+        skipped += 1
+        for old, new in zip(before, model.get_weights(), strict=True):
+            np.testing.assert_array_equal(old, new)
+    assert skipped > 2
+    assert int(optimizer.iterations.numpy()) == 1
+    steps = [new - old for new, old in zip(model.get_weights(), before, strict=True)]
+    for moved, gradient in zip(steps, (x.T @ slope, slope.sum(0)), strict=True):
+        # What float16 keeps of numbers is 11 bits.
+        np.testing.assert_allclose(moved, -(2.0**-7) * gradient, rtol=1e-2, atol=1e-3)
