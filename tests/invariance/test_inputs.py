@@ -185,7 +185,6 @@ CASES = [
     Case("bools", switches, cut(X > 0, Y[:, None] > 0)),
     Case("uint8 images", images, cut(SMALL, Y.astype("uint8"))),
     Case("strings", words, cut(WORDS, Y)),
-    Case("float64 arrays for a float32 model", dense, cut(X.astype("float64"), Y)),
     Case("no labels, a loss that a layer adds", autoencoder, [x for (x,) in cut(X)]),
 ]
 

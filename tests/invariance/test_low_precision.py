@@ -37,15 +37,6 @@ def sgd() -> keras.optimizers.Optimizer:
     return keras.optimizers.SGD(0.05, momentum=0.9)
 
 
-def one_wide_layer() -> Training:
-    inputs = keras.Input((6,))
-    hidden = layers.Dense(5, "tanh", dtype="float32")(inputs)
-    hidden = layers.Dense(5, "tanh", dtype="float64", kernel_regularizer="l2")(hidden)
-    outputs = layers.Dense(4, dtype="float32")(hidden)
-    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    return Training(keras.Model(inputs, outputs), sgd(), loss)
-
-
 def normalised(policy: str) -> Callable[[], Training]:
     """Layers that Keras computes in float32 inside a model that does not."""
 
@@ -87,7 +78,6 @@ CASES = [
         cut(X, Y),
         options={"micro_batches": 3, **WIDE},
     ),
-    Case("a float64 layer in a float32 model", one_wide_layer, cut(X, Y)),
     sixteen(
         "mixed_float16 with a dynamic loss scale",
         mlp("mixed_float16"),

@@ -50,17 +50,6 @@ def with_a_frozen_part() -> Training:
     )
 
 
-def with_an_unused_head() -> Training:
-    inputs = keras.Input((6,))
-    hidden = layers.Dense(5, "tanh")(inputs)
-    outputs = {
-        "kind": layers.Dense(4, name="kind")(hidden),
-        "unused": layers.Dense(3, name="unused", kernel_regularizer="l2")(hidden),
-        "ignored": layers.Dense(2, name="ignored")(hidden),
-    }
-    return Training(keras.Model(inputs, outputs), sgd(), {"kind": crossentropy()})
-
-
 class Detour(keras.Model):
     """Has a layer that it calls, whose result it drops."""
 
@@ -215,7 +204,6 @@ TWO = {"numbers": X, "wide": Z}
 
 CASES = [
     Case("frozen layers", with_a_frozen_part, cut(X, Y)),
-    Case("outputs without a loss", with_an_unused_head, cut(X, {"kind": Y})),
     Case("shared layers", shared, cut((X[:, :3], X[:, 3:]), Y)),
     Case("a subclass around models", subclassed(Wrapped), cut(X, Y)),
     Case(

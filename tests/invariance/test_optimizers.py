@@ -160,15 +160,9 @@ CASES = [
             replicas=(2,),
             options={"micro_batches": 2},
         )
-        for name in ("Adam", "LossScaleOptimizer", "MultiOptimizer", "Muon")
+        for name in ("LossScaleOptimizer", "MultiOptimizer", "Muon")
     ],
     Case("loss_scale_factor", functools.partial(train, SCALED[0]), BATCHES),
-    Case(
-        "a constraint",
-        functools.partial(train, sgd, functools.partial(constrained, "UnitNorm")),
-        BATCHES,
-        replicas=(2,),
-    ),
 ]
 
 

@@ -63,12 +63,12 @@ def tagger(outputs: Sequence[str]) -> keras.Model:
     return keras.Model(inputs, tags)
 
 
-def rows() -> Training:
+def rows(reduction: str = "mean_with_sample_weight") -> Training:
     accuracy = keras.metrics.SparseCategoricalAccuracy
     return Training(
         mlp(),
         sgd(),
-        crossentropy("mean_with_sample_weight"),
+        crossentropy(reduction),
         metrics=accuracy(),
         weighted_metrics=accuracy(),
     )
@@ -103,7 +103,7 @@ def two_outputs() -> Training:
 
 
 # Zero for all that one replica gets, and for whole batches.
-ROW_WEIGHTS = np.linspace(0.1, 2.0, ROWS, dtype="float32")
+ROW_WEIGHTS = np.geomspace(1e-3, 2.0, ROWS).astype("float32")
 ROW_WEIGHTS[[0, 1, 2, 3, *range(8, 17), 19, 20, 21]] = 0.0
 # Of the batches with several rows the first tokens, and the whole third batch, weigh nothing.
 TOKEN_WEIGHTS = UNIFORM * np.where(np.arange(ROWS)[:, None] % 4 == 1, [0, 0, 1, 1], 1)
@@ -112,13 +112,17 @@ TOKEN_WEIGHTS = TOKEN_WEIGHTS.astype("float32")
 
 
 CASES = [
-    Case(
-        "weights of rows, zero here and everywhere",
-        rows,
-        cut(X, Y, ROW_WEIGHTS),
-        replicas=(2,),
-        options={"micro_batches": 2},
-    ),
+    *[
+        Case(
+            f"weights far apart, {reduction}",
+            functools.partial(rows, reduction),
+            cut(X, Y, ROW_WEIGHTS),
+            replicas=(2,),
+            options={"micro_batches": parts},
+        )
+        for reduction, parts in (("mean_with_sample_weight", 2), ("sum", 1))
+    ],
+    Case("masks without weights, every reduction", tokens, cut(TOKENS, by_reduction(TAGS))),
     Case(
         "weights by token with masks and an ignored class, every reduction",
         functools.partial(tokens, ignore_class=1),

@@ -92,7 +92,7 @@ CASES = [
         options={"micro_batches": parts},
     )
     for name, parts, replicas in (
-        ("SGD, global_clipnorm", 1, (1, 3)),
+        ("SGD", 1, (1, 3)),
         ("Adam", 2, (2,)),
         ("RMSprop, centered", 3, (2,)),
     )

@@ -129,25 +129,6 @@ def test_a_sum_in_forward_and_in_step_run():
         np.testing.assert_allclose(one.numpy(), other, atol=1e-6)
 
 
-def test_in_bfloat16():
-    batches = cut((X, Y), SIZES)
-    kinds = [ADDED[name] for name in ("a sum", "a mean", "one value per row")]
-    build = adding(*kinds, dtype="mixed_bfloat16")
-    expected = OneDevice(build, sgd, SQUARES).train(batches)
-    result = Replicated(3, build, sgd, SQUARES).train(batches)
-    np.testing.assert_allclose(result.losses, expected.losses, rtol=3e-2)
-
-
-def test_evaluation_counts_alike_on_one_device_and_on_three():
-    def evaluated(replicas):
-        run = Replicated(replicas, adding(ADDED["a sum"]), sgd, "mse")
-        step = tmg.make_eval_step(run.model, "mse", run.strategy)
-        data = tmg.distribute_dataset((X, Y), run.strategy, batch_size=4)
-        return [float(step(batch)["loss"]) for batch in data]
-
-    np.testing.assert_allclose(evaluated(3), evaluated(1), rtol=1e-6)
-
-
 def test_activity_regularizers_of_keras_and_one_that_is_no_mean_of_rows():
     """Sparsity compares the mean of all rows with a target: it counts as a mean of the shards."""
 

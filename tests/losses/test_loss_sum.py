@@ -9,7 +9,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from one_device import ByHand, Replicated, assert_same, cut, difference, strategy_of
+from one_device import ByHand, Replicated, assert_same, cut, strategy_of
 
 import tfmultigpu as tmg
 from tfmultigpu.losses.loss_sum import _MEANS, FixedLossSum
@@ -219,6 +219,21 @@ def test_a_loss_that_masks_its_own_values():
         assert float(total / weight) == pytest.approx(expected, rel=1e-6), reduction
 
 
+def test_without_a_reduction_a_loss_is_the_mean_of_its_values():
+    """Keras by itself would train on the sum of the values, which grows with the batch."""
+    for (name, (y_true, y_pred, arguments)), reduction in zip(
+        LOSSES.items(), itertools.cycle(("none", None)), strict=False
+    ):
+        loss = getattr(keras.losses, name)(reduction=reduction, **arguments)
+        y_pred = tf.constant(y_pred, tf.float32)
+        for weights in (None, WEIGHTS):
+            if weights is not None and loss(y_true, y_pred).shape.rank > 1:
+                weights = WEIGHTS[:, None, None]
+            total, weight = add_shards(loss, y_true, y_pred, weights)
+            mean = float(tf.reduce_mean(loss(y_true, y_pred, sample_weight=weights)))
+            assert float(total / weight) == pytest.approx(mean, rel=1e-5), (name, reduction)
+
+
 def test_sums_are_at_least_float32():
     half = tf.constant(REAL, tf.float16)
     wide = keras.losses.MeanSquaredError(dtype="float64")
@@ -329,40 +344,7 @@ def test_forward_must_return_a_loss_sum():
         tmg.make_train_step(linear(), sgd(), "mse", forward=mean)
 
 
-# global_mean in a loop written by hand -----------------------------------------------------------
-
-
-def test_global_mean_in_a_loop_written_by_hand():
-    loss = keras.losses.MeanSquaredError(reduction="mean_with_sample_weight")
-    batches = cut((REAL, OTHER, WEIGHTS), ROW_SIZES)
-    truth = ByHand(linear, sgd, loss)
-    expected = truth.train(batches)
-
-    strategy = strategy_of(4)
-    with strategy.scope():
-        keras.utils.set_random_seed(7)
-        model, optimizer = linear(), sgd()
-        optimizer.build(model.trainable_variables)
-
-    def replica_step(x, y, weight):
-        with tf.GradientTape() as tape:
-            value = tmg.global_mean(tmg.loss_sum(loss, y, model(x, training=True), weight))
-        optimizer.apply(tape.gradient(value, model.trainable_variables), model.trainable_variables)
-        return value
-
-    @tf.function
-    def step(batch):
-        return strategy.run(replica_step, args=batch)
-
-    losses = []
-    for x, y, weight in batches:
-        data = tmg.distribute_dataset((x, y, weight), strategy, batch_size=len(x))
-        for batch in data:
-            values = strategy.experimental_local_results(step(batch))
-            assert len({float(value) for value in values}) == 1, "one loss for all replicas"
-            losses.append(float(values[0]))
-    assert difference([v.numpy() for v in model.variables], expected.weights) <= 1e-6
-    np.testing.assert_allclose(losses, expected.losses, rtol=1e-6, atol=1e-6)
+# global_mean; predictions without a last axis ----------------------------------------------------
 
 
 def test_global_mean_outside_of_replicas():

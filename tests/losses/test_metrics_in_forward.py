@@ -110,9 +110,8 @@ class Made:
             assert float(self.watched.mean.result()) == pytest.approx(x.mean(), rel=1e-5)
 
 
-@pytest.mark.parametrize(("replicas", "micro_batches"), [(1, 3), (2, (1, 3)), (4, 2)])
-def test_in_training(replicas: int, micro_batches: Any) -> None:
-    made = Made(replicas)
+def test_in_training() -> None:
+    made = Made(2)
     made.hold(
         tmg.make_train_step(
             made.model,
@@ -120,7 +119,7 @@ def test_in_training(replicas: int, micro_batches: Any) -> None:
             None,
             made.strategy,
             forward=made.forward,
-            micro_batches=micro_batches,
+            micro_batches=(1, 3),
         )
     )
 
