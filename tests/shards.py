@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorflow as tf
+from each import each
 
 import tfmultigpu as tmg
 
-HOST_AND_DEVICE = pytest.mark.parametrize("prefetch", [False, True], ids=["host", "device"])
+HOST_AND_DEVICE = each("prefetch", [False, True])
 
 
 def mirrored(replicas: int) -> tf.distribute.Strategy:

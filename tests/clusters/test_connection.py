@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import tensorflow as tf
+from each import each
 
 from tfmultigpu.clusters import failures as lost_workers
 from tfmultigpu.clusters.connection import BROKEN_OFF, NOT_A_WORKER, WorkerLink
@@ -97,7 +98,7 @@ def test_half_a_message_is_a_connection_that_broke_off() -> None:
     assert links[0].wait_for_end(5.0) == {1: BROKEN_OFF}
 
 
-@pytest.mark.parametrize(
+@each(
     "line",
     [
         b"hello",
@@ -113,7 +114,6 @@ def test_half_a_message_is_a_connection_that_broke_off() -> None:
         b'{"kind": "value", "worker": 1, "key": "a"}',
         b'{"kind": "values", "key": "a", "values": {"0": 1, "1": 1}}',
     ],
-    ids=range(12),
 )
 def test_a_message_of_no_worker_is_not_taken_in(line: bytes) -> None:
     links = linked(2)
@@ -129,7 +129,7 @@ def test_a_line_without_an_end_is_a_connection_that_broke_off() -> None:
     assert links[0].wait_for_end(60.0) == {1: BROKEN_OFF}
 
 
-@pytest.mark.parametrize("values", ['{"0": 1}', '{"0": 1, "one": 1}', "[1, 1]"])
+@each("values", ['{"0": 1}', '{"0": 1, "one": 1}', "[1, 1]"])
 def test_the_first_worker_is_not_trusted_blindly_either(values: str) -> None:
     links = linked(2)
     writer, loop = links[0]._writers[1], links[0]._loop

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from each import each
 from meetings import CARD, PATIENCE, PROMISED, together
 
 from tfmultigpu.clusters.jobs import JOB_ID, JOB_SECRET, Job, new_job, read_job
@@ -82,7 +83,7 @@ def test_the_job_is_read_from_the_environment() -> None:
     assert made.secret.decode() not in repr(made)
 
 
-@pytest.mark.parametrize(
+@each(
     ("environ", "message"),
     [
         ({JOB_ID: ""}, r"TFMULTIGPU_JOB_ID must be 1 to 200 printable characters.*=''$"),
@@ -235,7 +236,7 @@ FOREIGN = [
 ]
 
 
-@pytest.mark.parametrize("text", FOREIGN, ids=range(len(FOREIGN)))
+@each("text", FOREIGN)
 def test_a_line_with_anything_wrong_is_foreign(text: bytes) -> None:
     pen = Pen(Job(), 0, CARD)
     with pytest.raises(StrangeLineError) as caught:
@@ -313,14 +314,13 @@ def test_a_worker_that_was_started_again_takes_its_place() -> None:
     assert texts == [None] * 3
 
 
-@pytest.mark.parametrize(
+@each(
     ("card", "said"),
     [
         ({"the cluster": "one"}, "about their devices: worker 0 at {} has 1 CPU, worker 1 at {} "),
         ({**CARD, "their devices": "9" * 9000}, "9" * 2000 + "... TensorFlow"),
         ({**CARD, "their devices": "\x1b[2J"}, "has ?[2J. TensorFlow"),
     ],
-    ids=["missing", "long", "control"],
 )
 def test_what_a_worker_without_a_secret_is_told_may_be_anything(
     card: dict[str, str], said: str

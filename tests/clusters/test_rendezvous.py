@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 
 import pytest
+from each import each
 
 from tfmultigpu.clusters import ports
 from tfmultigpu.clusters.ports import split_address
@@ -73,42 +74,6 @@ def meet_as(event: str, addresses: Sequence[str], index: int) -> None:
 
 
 # A connection that the kernel accepted as the meeting ended is closed with the garbage.
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_a_thousand_meetings_all_end() -> None:
-    """Before Python 3.12 a cancellation may be lost: a meeting in a thousand would never return."""
-    # One in ten fails. Who waits for nobody has a short timeout, and tells the others for as long.
-    events = {10: "disagreement", 20: "problem", 30: "missing"}
-    slowest = 0.0
-    for number in range(1000):
-        event = events.get(number % 40, "none")
-        addresses = free_addresses(3)
-        texts: list[str | None] = ["it did not return"] * 3
-
-        def one(index: int, event: str, addresses: list[str], texts: list[str | None]) -> None:
-            try:
-                meet_as(event, addresses, index)
-                texts[index] = None
-            except ClusterError as error:
-                texts[index] = str(error)
-
-        threads = [
-            threading.Thread(target=one, args=(index, event, addresses, texts), daemon=True)
-            for index in range(3)
-        ]
-        start = time.monotonic()
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(max(0.0, start + PATIENCE - time.monotonic()))
-        slowest = max(slowest, time.monotonic() - start)
-        told = [text for text in texts[: 2 if event == "missing" else 3] if text is not None]
-        assert "it did not return" not in told, (number, event, addresses)
-        expected = {"none": 0, "missing": 2}.get(event, 3)
-        assert len(told) == expected, (number, event, texts)
-    assert slowest < PATIENCE
-
-
 def test_a_call_that_reaches_itself_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel may give a caller the very port that it calls, if nobody listens there yet."""
     addresses = free_addresses(2)
@@ -136,7 +101,7 @@ def test_a_call_that_reaches_itself_is_tried_again(monkeypatch: pytest.MonkeyPat
     assert max(seconds) < 5 * PROMISED
 
 
-@pytest.mark.parametrize("count", [1, 2, 3, 8])
+@each("count", [1, 2, 3, 8])
 def test_workers_that_agree_meet_at_once_and_free_their_ports(count: int) -> None:
     addresses = free_addresses(count)
     free = [False] * count
@@ -190,7 +155,7 @@ def test_a_missing_worker_is_named_with_its_address_at_the_timeout() -> None:
     assert all(1.9 < one < 5 * 2.0 for one in seconds), seconds
 
 
-@pytest.mark.parametrize("field", list(CARD))
+@each("field", list(CARD))
 def test_disagreement_is_told_to_every_worker_with_both_values(field: str) -> None:
     addresses = free_addresses(3)
     cards = [CARD, CARD, {**CARD, field: "different"}]

@@ -6,6 +6,7 @@ import time
 from typing import Any
 
 import pytest
+from each import each
 
 from tfmultigpu.clusters.slurm import expand_hosts, read_slurm
 from tfmultigpu.clusters.sources import cluster_from_environment, why_no_cluster
@@ -31,7 +32,7 @@ def task(**changes: str | None) -> dict[str, str]:
     return {name: value for name, value in {**TASK, **changes}.items() if value is not None}
 
 
-@pytest.mark.parametrize(
+@each(
     ("text", "hosts"),
     [
         ("n1", ["n1"]),
@@ -49,14 +50,14 @@ def test_lists_of_hosts_are_written_out_in_their_order(text: str, hosts: list[st
     assert expand_hosts(text) == hosts
 
 
-@pytest.mark.parametrize("text", ["", ",", "n[1-", "n[3-1]", "n[a]", "n]1", "n[]", "n 1"])
+@each("text", ["", ",", "n[1-", "n[3-1]", "n[a]", "n]1", "n[]", "n 1"])
 def test_what_is_no_list_of_hosts_is_named(text: str) -> None:
     with pytest.raises(ClusterError, match=r"SLURM_STEP_NODELIST is not of the form") as caught:
         expand_hosts(text)
     assert str(caught.value).endswith(f"Received: SLURM_STEP_NODELIST={text!r}")
 
 
-@pytest.mark.parametrize(
+@each(
     "text",
     [
         "n[1-999999999]",
@@ -65,7 +66,6 @@ def test_what_is_no_list_of_hosts_is_named(text: str) -> None:
         "n[" + ",".join(["1-99999"] * 1000) + "]",
         "n," * 3_000_000,
     ],
-    ids=["range", "product", "sum", "ranges", "text"],
 )
 def test_a_list_of_more_hosts_than_there_are_is_refused_at_once(text: str) -> None:
     start = time.monotonic()
@@ -124,7 +124,7 @@ def test_a_job_script_that_forgot_srun_is_told() -> None:
     assert why_no_cluster({"SLURM_NTASKS": "1"}) == "TF_CONFIG is not set"
 
 
-@pytest.mark.parametrize(
+@each(
     ("changes", "message"),
     [
         ({"SLURM_PROCID": "5"}, r"^Slurm: SLURM_PROCID is not below the number of tasks, 5\."),
@@ -149,7 +149,6 @@ def test_a_job_script_that_forgot_srun_is_told() -> None:
         ({"TFMULTIGPU_PORT": "65534"}, r"TFMULTIGPU_PORT leaves no room for 2 ports below 65536"),
         ({"TFMULTIGPU_PORT": "auto"}, r"TFMULTIGPU_PORT must be a whole number"),
     ],
-    ids=str,
 )
 def test_contradictions_are_named(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ClusterError, match=message):

@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 import pytest
+from each import each
 
 from tfmultigpu.clusters.preflight import preflight
 from tfmultigpu.clusters.sources import cluster_from_environment
@@ -46,7 +47,7 @@ def test_workers_in_their_order() -> None:
     assert str(cluster) == "worker 2 of 3 at 10.0.0.3:2222 (TF_CONFIG)"
 
 
-@pytest.mark.parametrize("chief", ["chief", "master"])
+@each("chief", ["chief", "master"])
 def test_the_chief_comes_first_and_master_is_chief(chief: str) -> None:
     jobs = {"worker": WORKERS[1:], chief: WORKERS[:1]}
     first = read(jobs, {"type": chief, "index": 0})
@@ -57,7 +58,7 @@ def test_the_chief_comes_first_and_master_is_chief(chief: str) -> None:
     assert (second.index, second.address, second.is_chief) == (1, WORKERS[1], False)
 
 
-@pytest.mark.parametrize("inside", [True, False])
+@each("inside", [True, False])
 def test_the_evaluator_is_beside_the_workers(inside: bool) -> None:
     jobs = {"worker": WORKERS, **({"evaluator": ["e:1"]} if inside else {})}
     evaluator = read(jobs, {"type": "evaluator", "index": 0})
@@ -116,7 +117,7 @@ def test_a_cluster_that_is_written_down() -> None:
     assert Cluster(WORKERS, None, "evaluator").address is None
 
 
-@pytest.mark.parametrize(
+@each(
     ("arguments", "message"),
     [
         ({"workers": []}, r"^Cluster: workers lists nobody\. It looks like Cluster\(workers=\["),
@@ -130,7 +131,6 @@ def test_a_cluster_that_is_written_down() -> None:
         ({"index": True}, r"index must be a whole number"),
         ({"task_type": "ps"}, r"task_type must be one of chief, worker, evaluator.*'ps'"),
     ],
-    ids=str,
 )
 def test_what_is_wrong_in_a_written_cluster_is_named(arguments: Any, message: str) -> None:
     with pytest.raises(ClusterError, match=message):
@@ -147,7 +147,7 @@ def test_fingerprints_are_equal_for_the_same_workers_in_the_same_order() -> None
     assert chief.fingerprint != first.fingerprint
 
 
-@pytest.mark.parametrize(
+@each(
     ("text", "message"),
     [
         ("", r"TF_CONFIG: is not JSON\..*Unset TF_CONFIG to train alone\. Received: ''"),
@@ -162,7 +162,7 @@ def test_what_is_no_description_is_an_error(text: str, message: str) -> None:
         cluster_from_environment({"TF_CONFIG": text})
 
 
-@pytest.mark.parametrize(
+@each(
     ("cluster", "message"),
     [
         ({}, r'"cluster" must list the workers'),
@@ -205,7 +205,7 @@ def test_what_is_wrong_in_the_cluster_is_named(cluster: Any, message: str) -> No
     assert str(caught.value).startswith("TF_CONFIG: ")
 
 
-@pytest.mark.parametrize(
+@each(
     ("task", "message"),
     [
         ([], r'"task" must be an object'),
@@ -230,7 +230,7 @@ def test_what_is_wrong_in_the_task_is_named(task: Any, message: str) -> None:
 DEEP = "[" * 100_000
 
 
-@pytest.mark.parametrize(
+@each(
     ("text", "message"),
     [
         (DEEP, r"TF_CONFIG: is nested too deeply to be read\. It looks like "),
@@ -251,7 +251,6 @@ DEEP = "[" * 100_000
             r"task\.index must be a whole number",
         ),
     ],
-    ids=["deep", "deep inside", "deep and read", "long", "long key", "long index"],
 )
 def test_what_no_program_has_written_is_an_error_too(text: str, message: str) -> None:
     with pytest.raises(ClusterError, match=message) as caught:

@@ -97,8 +97,7 @@ def summed(strategy: tf.distribute.Strategy, x: Any) -> tf.Tensor:
     return strategy.reduce("SUM", strategy.run(tf.reduce_sum, args=(x,)), axis=None)
 
 
-@HOST_AND_DEVICE
-@each("replicas", [1, 2])
+@each(("replicas", "prefetch"), [(1, False), (2, False), (2, True)])
 def test_a_for_loop_in_a_function_is_one_pass_per_call(replicas: int, prefetch: bool) -> None:
     data = numbers(prefetch, replicas)
     traces = []
@@ -118,8 +117,7 @@ def test_a_for_loop_in_a_function_is_one_pass_per_call(replicas: int, prefetch: 
     assert len(traces) == 2
 
 
-@HOST_AND_DEVICE
-@each("replicas", [1, 2])
+@each(("replicas", "prefetch"), [(1, False), (2, False), (2, True)])
 def test_next_in_a_function_is_traced_once_for_all_passes_and_datasets_of_a_kind(
     replicas: int, prefetch: bool
 ) -> None:

@@ -10,6 +10,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from each import each
 from shards import mirrored, read, text_of
 
 import tfmultigpu as tmg
@@ -88,9 +89,9 @@ def whole(batch: Any, strategy: Any) -> np.ndarray:
     return np.concatenate(parts)
 
 
-@pytest.mark.parametrize("batched", [False, True])
-@pytest.mark.parametrize("source", SOURCES)
-@pytest.mark.parametrize("replicas", [1, 2, 3, 4])
+@each("batched", [False, True])
+@each("source", SOURCES)
+@each("replicas", [1, 2, 3, 4])
 def test_rows_and_seeds_are_those_of_one_device(replicas: int, source: str, batched: bool) -> None:
     strategy = mirrored(replicas)
     data = tmg.distribute_dataset(
@@ -229,7 +230,7 @@ class Items:
         return self.items[number]
 
 
-@pytest.mark.parametrize(
+@each(
     ("items", "says"),
     [
         ([0, 0.5, 1], r"Example 1 differs.*'float64\[\]', after 'int64\[\]'"),
@@ -240,7 +241,6 @@ class Items:
         ),
         ([(1, None, 2), (1, 5, None), (1, None, 2)], r"Example 1 differs"),
     ],
-    ids=["dtype", "narrower", "names", "places"],
 )
 def test_an_example_of_another_kind_is_an_error(items: list[Any], says: str) -> None:
     data = tmg.distribute_dataset(
@@ -258,7 +258,7 @@ def test_bytes_keep_the_zeros_at_their_end() -> None:
     assert next(iter(data)).numpy().tolist() == items
 
 
-@pytest.mark.parametrize(
+@each(
     ("given", "says"),
     [
         ({"preprocess": lambda image, label: (image, label)}, "An example of several parts is"),

@@ -26,9 +26,10 @@ Pair = namedtuple("Pair", ["x", "y"])
 # coverage -----------------------------------------------------------------------------------------
 
 
-@HOST_AND_DEVICE
-@each("shares", ["equal", "unequal"])
-@each("replicas", [1, 2, 3, 4, 8])
+@each(
+    ("replicas", "shares", "prefetch"),
+    [*itertools.product([1, 2, 3, 4, 8], ["equal", "unequal"], [False]), (3, "unequal", True)],
+)
 def test_each_row_is_on_one_replica_in_order_and_none_is_empty(
     replicas: int, shares: str, prefetch: bool
 ) -> None:
@@ -106,8 +107,13 @@ def odd_options() -> tf.data.Options:
     return options
 
 
-@HOST_AND_DEVICE
-@each("name", sorted(STRUCTURES))
+@each(
+    ("name", "prefetch"),
+    [
+        *((name, False) for name in sorted(STRUCTURES)),
+        *((name, True) for name in ("dense", "nested", "named_none", "unknown")),
+    ],
+)
 def test_every_structure_comes_out_as_it_went_in(name: str, prefetch: bool) -> None:
     dataset = STRUCTURES[name]()
     expected = [tf.nest.map_structure(to_list, batch) for batch in dataset]
@@ -218,8 +224,7 @@ def test_a_dataset_without_components() -> None:
     assert text == "The dataset has no components. Received: element_spec=(NoneTensorSpec(), {})."
 
 
-@HOST_AND_DEVICE
-@each("replicas", [1, 2])
+@each(("replicas", "prefetch"), [(1, False), (2, False), (2, True)])
 def test_features_and_labels_of_different_rows(replicas: int, prefetch: bool) -> None:
     dataset = tf.data.Dataset.range(10).batch(5).map(lambda x: (x, x[: 10 - x[-1]]))
     data = tmg.distribute_dataset(dataset, mirrored(replicas), prefetch_to_device=prefetch)
@@ -232,8 +237,7 @@ def test_features_and_labels_of_different_rows(replicas: int, prefetch: bool) ->
     )
 
 
-@HOST_AND_DEVICE
-@each("replicas", [1, 2])
+@each(("replicas", "prefetch"), [(1, False), (2, False), (2, True)])
 def test_a_batch_without_rows(replicas: int, prefetch: bool) -> None:
     data = tmg.distribute_dataset(
         batches_of((3, 0)), mirrored(replicas), prefetch_to_device=prefetch
