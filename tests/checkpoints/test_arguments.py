@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import json
 import signal
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,41 +30,40 @@ def names(directory: Path) -> list[str]:
     return sorted(path.name for path in directory.iterdir())
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "text"),
-    [
-        ({"keep": 2.5}, TypeError, "keep must be a whole number, at least 1. Received: keep=2.5."),
-        (
-            {"keep": None},
-            TypeError,
-            "keep must be a whole number, at least 1. Rec",
-        ),
-        (
-            {"every_steps": "3"},
-            TypeError,
-            "every_steps must be a whole number, at least 1, or",
-        ),
-        ({"every_epochs": 0}, ValueError, "at least 1, or None. Received: every_epochs=0."),
-        ({"directory": None}, TypeError, "directory must be a path. Received: directory=None."),
-        ({"directory": ""}, ValueError, "directory is empty. Received: directory=''."),
-        ({"directory": __file__}, ValueError, "directory is a file. Received: directory='/"),
-        ({"stop_signal": "SIGTERM"}, TypeError, "such as signal.SIGTERM. Received: stop_signal='"),
-        (
-            {"stop_signal": signal.SIGKILL},
-            ValueError,
-            "a signal that a process can listen for",
-        ),
-        ({"stop_signal": 999}, ValueError, "Received: stop_signal=999."),
-        ({"extra": {"a": 5}}, TypeError, "Checkpoints save only variables. Received: extra={'a'"),
-        ({"extra": [np.ones(2)]}, TypeError, "extra must be a dict of named objects."),
-    ],
-)
-def test_arguments_that_make_no_sense(
-    arguments: dict[str, Any], error: type[Exception], text: str, model: Any, tmp_path: Path
-) -> None:
-    with pytest.raises(error) as caught:
-        tmg.Checkpoints(**{"directory": tmp_path / "run", "model": model, **arguments})
-    assert text in str(caught.value)
+MISTAKES: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"keep": 2.5}, TypeError, "keep must be a whole number, at least 1. Received: keep=2.5."),
+    (
+        {"keep": None},
+        TypeError,
+        "keep must be a whole number, at least 1. Rec",
+    ),
+    (
+        {"every_steps": "3"},
+        TypeError,
+        "every_steps must be a whole number, at least 1, or",
+    ),
+    ({"every_epochs": 0}, ValueError, "at least 1, or None. Received: every_epochs=0."),
+    ({"directory": None}, TypeError, "directory must be a path. Received: directory=None."),
+    ({"directory": ""}, ValueError, "directory is empty. Received: directory=''."),
+    ({"directory": __file__}, ValueError, "directory is a file. Received: directory='/"),
+    ({"stop_signal": "SIGTERM"}, TypeError, "such as signal.SIGTERM. Received: stop_signal='"),
+    (
+        {"stop_signal": signal.SIGKILL},
+        ValueError,
+        "a signal that a process can listen for",
+    ),
+    ({"stop_signal": 999}, ValueError, "Received: stop_signal=999."),
+    ({"extra": {"a": 5}}, TypeError, "Checkpoints save only variables. Received: extra={'a'"),
+    ({"extra": [np.ones(2)]}, TypeError, "extra must be a dict of named objects."),
+    ({"directory": "gs://bucket/run"}, ValueError, "Mount the storage and give its path"),
+]
+
+
+def test_arguments_that_make_no_sense(model: Any, tmp_path: Path) -> None:
+    for arguments, error, text in MISTAKES:
+        with pytest.raises(error) as caught:
+            tmg.Checkpoints(**{"directory": tmp_path / "run", "model": model, **arguments})
+        assert text in str(caught.value)
     assert names(tmp_path) == []
 
 
@@ -168,16 +166,16 @@ class Make:
         return make(3, epoch)
 
 
-@pytest.mark.parametrize("function", [functools.partial(make, 3), Make(), Make().__call__])
 def test_whatever_can_be_called_with_an_epoch_is_a_function_of_it(
-    function: Callable[[int], Any], model: Any, tmp_path: Path
+    model: Any, tmp_path: Path
 ) -> None:
-    run = tmg.Checkpoints(tmp_path, model, data=function)
-    lengths = []
-    for _ in run.epochs(2):
-        lengths.append(len(list(run.data)))
-        run.after_step(lengths[-1])
-    assert lengths == [3, 4]
+    for function in (functools.partial(make, 3), Make(), Make().__call__):
+        run = tmg.Checkpoints(tmp_path, model, data=function)
+        lengths = []
+        for _ in run.epochs(2):
+            lengths.append(len(list(run.data)))
+            run.after_step(lengths[-1])
+        assert lengths == [3, 4]
 
 
 def test_complex_numbers_are_saved_whole(model: Any, tmp_path: Path) -> None:

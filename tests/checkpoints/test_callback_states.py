@@ -105,9 +105,9 @@ def variables(model: Any) -> list[np.ndarray]:
     return [np.array(one.numpy()) for one in (*model.variables, *model.optimizer.variables)]
 
 
-@pytest.fixture(scope="module", params=[1, 2])
-def start(request: Any) -> tuple[Any, list[np.ndarray]]:
-    with strategy_of(request.param).scope():
+@pytest.fixture(scope="module")
+def start() -> tuple[Any, list[np.ndarray]]:
+    with strategy_of(2).scope():
         model = keras.Sequential(
             [keras.Input((4,)), keras.layers.Dropout(0.3, seed=1), keras.layers.Dense(1)]
         )

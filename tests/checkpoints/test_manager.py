@@ -117,9 +117,7 @@ def uninterrupted(two: Trained, tmp_path_factory: pytest.TempPathFactory) -> lis
     return two.train(tmp_path_factory.mktemp("uninterrupted"))
 
 
-@pytest.mark.parametrize(
-    ("stop", "calls"), [(1, 1), (8, 1), (BATCHES, 1), (EPOCHS * BATCHES, 1), (10, 2)]
-)
+@pytest.mark.parametrize(("stop", "calls"), [(8, 1), (BATCHES, 1), (10, 2)])
 def test_a_run_gone_on_with_equals_one_uninterrupted_to_the_bit(
     stop: int, calls: int, two: Trained, uninterrupted: list[np.ndarray], tmp_path: Path
 ) -> None:
@@ -130,13 +128,12 @@ def test_a_run_gone_on_with_equals_one_uninterrupted_to_the_bit(
         np.testing.assert_array_equal(here, there)
 
 
-@pytest.mark.parametrize("replicas", [1, 3])
 def test_a_checkpoint_of_two_replicas_goes_on_on_others(
-    replicas: int, two: Trained, uninterrupted: list[np.ndarray], tmp_path: Path
+    two: Trained, uninterrupted: list[np.ndarray], tmp_path: Path
 ) -> None:
     two.begin()
     two.train(tmp_path, 8)
-    other = Trained(replicas, loss_scale="dynamic")
+    other = Trained(3, loss_scale="dynamic")
     assert difference(other.train(tmp_path), uninterrupted) <= 1e-6
 
 
@@ -237,35 +234,6 @@ def test_two_checkpoints_of_one_loop_must_resume_together(tmp_path: Path) -> Non
         one.after_step()
 
 
-def test_shards_that_are_copied_ahead_to_the_devices_are_passed_over(tmp_path: Path) -> None:
-    def build() -> tmg.Checkpoints:
-        strategy = strategy_of(2)
-        with strategy.scope():
-            model, optimizer = small()
-        data = tmg.distribute_dataset(shuffled(2), strategy, prefetch_to_device=True)
-        return tmg.Checkpoints(tmp_path, model, optimizer, data)
-
-    def batches(run: tmg.Checkpoints, stop: int | None = None) -> list[list[list[int]]]:
-        found = []
-        for _ in run.epochs(2):
-            for batch in run.data:
-                local = strategy_of(2).experimental_local_results(batch)
-                found.append([one.numpy().tolist() for one in local])
-                run.after_step()
-                if run.step == stop:
-                    run.save()
-                    return found
-        return found
-
-    whole = batches(build())
-    assert len(whole) == 10
-    assert len(whole[0]) == 2
-    parts = batches(build(), stop=7)
-    run = build()
-    assert run.restore() == 7
-    assert parts + batches(run) == whole
-
-
 # What follows needs no training: counting steps is enough.
 
 
@@ -308,23 +276,22 @@ def seen(run: tmg.Checkpoints, epochs: int, stop: int | None = None) -> list[str
     return found
 
 
-@pytest.mark.parametrize("kind", SOURCES)
-def test_each_batch_is_seen_once(kind: str, tmp_path: Path) -> None:
-    make = SOURCES[kind]
-    whole = seen(tmg.Checkpoints(tmp_path / "whole", *small(), data=make()), 3)
-    assert len(whole) == 15
-    run = tmg.Checkpoints(tmp_path / "run", *small(), data=make())
-    assert run.restore() is None
-    parts = seen(run, 3, stop=7)
-    run = tmg.Checkpoints(tmp_path / "run", *small(), data=make())
-    assert run.restore() == 7
-    assert (run.epoch, run.step_in_epoch) == (1, 2)
-    parts += seen(run, 3)
-    assert parts == whole
-    assert (run.step, run.epoch, run.step_in_epoch) == (15, 3, 0)
-    # Passes of the function and of the dataset that is shuffled anew differ from each other.
-    if kind in ("shuffled", "epoch"):
-        assert whole[0][3:] != whole[5][3:]
+def test_each_batch_is_seen_once(tmp_path: Path) -> None:
+    for kind, make in SOURCES.items():
+        whole = seen(tmg.Checkpoints(tmp_path / kind / "whole", *small(), data=make()), 3)
+        assert len(whole) == 15
+        run = tmg.Checkpoints(tmp_path / kind / "run", *small(), data=make())
+        assert run.restore() is None
+        parts = seen(run, 3, stop=7)
+        run = tmg.Checkpoints(tmp_path / kind / "run", *small(), data=make())
+        assert run.restore() == 7
+        assert (run.epoch, run.step_in_epoch) == (1, 2)
+        parts += seen(run, 3)
+        assert parts == whole, kind
+        assert (run.step, run.epoch, run.step_in_epoch) == (15, 3, 0)
+        # Passes of the function and of the dataset that is shuffled anew differ from each other.
+        if kind in ("shuffled", "epoch"):
+            assert whole[0][3:] != whole[5][3:]
 
 
 def hundred() -> tf.data.Dataset:
@@ -338,17 +305,17 @@ OTHER_DATA: dict[str, tuple[Callable[[], Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("kind", OTHER_DATA)
-def test_other_data_than_before_is_refused(kind: str, tmp_path: Path) -> None:
-    make, what = OTHER_DATA[kind]
-    plain = hundred().batch(20)
-    seen(tmg.Checkpoints(tmp_path, *small(), data=make() if kind == "no seed" else plain), 1, 2)
-    run = tmg.Checkpoints(tmp_path, *small(), data=make(), every_steps=1)
-    assert run.restore() == 2
-    with pytest.raises(tmg.RestoreMismatchError, match=f"in which {what}") as caught:
-        seen(run, 2)
-    assert "data=lambda epoch: dataset.shuffle(n, seed=epoch)" in str(caught.value)
-    assert names(tmp_path) == ["step-00000002"]
+def test_other_data_than_before_is_refused(tmp_path: Path) -> None:
+    for kind, (make, what) in OTHER_DATA.items():
+        folder = tmp_path / kind
+        before = make() if kind == "no seed" else hundred().batch(20)
+        seen(tmg.Checkpoints(folder, *small(), data=before), 1, 2)
+        run = tmg.Checkpoints(folder, *small(), data=make(), every_steps=1)
+        assert run.restore() == 2
+        with pytest.raises(tmg.RestoreMismatchError, match=f"in which {what}") as caught:
+            seen(run, 2)
+        assert "data=lambda epoch: dataset.shuffle(n, seed=epoch)" in str(caught.value)
+        assert names(folder) == ["step-00000002"]
 
 
 def test_saving_when_it_is_time_and_keeping_the_newest(tmp_path: Path) -> None:
@@ -446,8 +413,9 @@ class Counting(keras.layers.Layer):
         return self.inner(inputs)
 
 
-@pytest.mark.parametrize("replicas", [1, 2])
-def test_variables_that_keras_does_not_track_are_saved(replicas: int, tmp_path: Path) -> None:
+def test_variables_that_keras_does_not_track_are_saved(tmp_path: Path) -> None:
+    replicas = 2
+
     def build() -> tuple[tmg.Checkpoints, Counting]:
         with strategy_of(replicas).scope():
             layer = Counting()
@@ -471,20 +439,6 @@ def test_variables_that_keras_does_not_track_are_saved(replicas: int, tmp_path: 
         local(other.tables["mean"][0]), local(layer.tables["mean"][0]), strict=True
     ):
         np.testing.assert_array_equal(here.numpy(), there.numpy())
-
-
-def test_bfloat16_is_stored_as_what_numpy_reads(tmp_path: Path) -> None:
-    def build() -> Any:
-        return keras.Sequential([keras.Input((3,)), keras.layers.Dense(2, dtype="bfloat16")])
-
-    model = build()
-    folder = tmg.Checkpoints(tmp_path, model).save()
-    with np.load(folder / "arrays.npz") as arrays:
-        assert {arrays[name].dtype.name for name in arrays if "kernel" in name} == {"float32"}
-    other = build()
-    tmg.Checkpoints(tmp_path, other).restore()
-    assert other.variables[0].dtype == "bfloat16"
-    assert other.variables[0].numpy().tobytes() == model.variables[0].numpy().tobytes()
 
 
 def test_a_damaged_checkpoint_is_passed_over_with_a_word(tmp_path: Path) -> None:
@@ -545,16 +499,8 @@ def test_layers_that_have_changed_places_are_refused(tmp_path: Path) -> None:
 
 def test_mistakes_are_explained(tmp_path: Path) -> None:
     model, optimizer = small()
-    for arguments, text in (
-        ({"keep": 0}, "keep must be a whole number, at least 1. Received: keep=0"),
-        ({"every_steps": 0}, "at least 1, or None. Received: every_steps=0"),
-        ({"directory": "gs://bucket/run"}, "Mount the storage and give its path"),
-        ({"train_step": model}, "Received: train_step beside model or optimizer"),
-    ):
-        with pytest.raises(ValueError, match=re.escape(text)):
-            tmg.Checkpoints(
-                **{"directory": tmp_path, "model": model, "optimizer": optimizer, **arguments}
-            )
+    with pytest.raises(ValueError, match="Received: train_step beside model or optimizer"):
+        tmg.Checkpoints(tmp_path, model, optimizer, train_step=model)
     with pytest.raises(TypeError, match="model must be a Keras model"):
         tmg.Checkpoints(tmp_path, "model")
     unbuilt = keras.Sequential([keras.layers.Dense(1)])
@@ -572,10 +518,6 @@ def test_mistakes_are_explained(tmp_path: Path) -> None:
     optimizer.iterations.assign(5)
     with pytest.raises(tmg.CheckpointError, match=r"Call checkpoints.after_step\(\) after each"):
         unknown.save()
-    (tmp_path / "file").write_text("")
-    with pytest.raises(tmg.CheckpointError, match=r"The chief could not write .*Not a directory"):
-        tmg.Checkpoints(tmp_path / "file" / "run", model).save()
-    assert names(tmp_path) == ["file"]
 
 
 def loop(run: tmg.Checkpoints, epochs: int, send: int, after: int) -> list[int]:
