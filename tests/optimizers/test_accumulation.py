@@ -97,18 +97,17 @@ def test_a_missing_gradient_counts_as_zero():
     assert float(weight) == 4.0
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
-def test_dtypes(dtype):
-    strategy, _, accumulator = accumulator_of(2, [0.0], dtype=dtype)
+def test_sums_of_bfloat16_are_wider():
+    strategy, _, accumulator = accumulator_of(2, [0.0], dtype="bfloat16")
 
     def add():
-        accumulator.add([tf.constant([1.0], dtype)], 1.0)
+        accumulator.add([tf.constant([1.0], "bfloat16")], 1.0)
 
     add = tf.function(lambda one=add: strategy.run(one))
     for _ in range(300):  # bfloat16 would stop counting at 256
         add()
     gradients, weight = accumulator.reduce()
-    assert gradients[0].dtype == dtype
+    assert gradients[0].dtype == "bfloat16"
     assert float(weight) == 600.0
     np.testing.assert_allclose(tf.cast(gradients[0], "float32"), [1.0])
 

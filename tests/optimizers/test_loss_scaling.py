@@ -6,7 +6,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from one_device import ByHand, Replicated, as_dataset, assert_same, cut, difference, strategy_of
+from one_device import ByHand, Replicated, assert_same, cut, difference, strategy_of
 
 import tfmultigpu as tmg
 from tfmultigpu.optimizers.loss_scaling import LossScale
@@ -113,17 +113,6 @@ def test_a_dynamic_loss_scale_without_the_optimizer_of_keras():
     assert scales == [1, 1, 0.5, 0.5, 0.5, 0.25, 0.125, 0.125]
 
 
-def test_skipped_steps_are_counted_over_many_steps_in_one_call():
-    batches = batches_with_overflow()
-    run = Replicated(REPLICAS, mlp, sgd, crossentropy(), loss_scale="dynamic", clip_norm=0.5)
-    run.reset()
-    logs = run.step.run(iter(as_dataset(batches)), 100)
-    assert int(logs["steps"]) == 8
-    assert float(logs["skipped"]) == 3.0
-    assert int(run.optimizer.iterations.numpy()) == 5
-    assert all(np.isfinite(variable.numpy()).all() for variable in run.model.variables)
-
-
 def test_a_fixed_loss_scale():
     batches = batches_with_overflow()
     good = [batch for batch in batches if np.isfinite(batch[2]).all()]
@@ -146,21 +135,6 @@ def test_moving_averages_under_a_loss_scale():
     expected = ByHand(mlp, optimizer, crossentropy()).train(good)
     run = Replicated(REPLICAS, mlp, optimizer, crossentropy(), loss_scale="dynamic")
     assert difference(run.train(batches).weights, expected.weights) <= 1e-6
-
-
-def test_without_a_loss_scale_the_logs_name_what_is_not_finite():
-    """As one device would: nothing is skipped, and the step that broke it can be found."""
-    batches = batches_with_overflow()[:2]
-    result = Replicated(REPLICAS, mlp, sgd, crossentropy()).train(batches[:1])
-    assert np.isfinite(result.logs[0]["gradient_norm"])
-    run = Replicated(REPLICAS, mlp, sgd, crossentropy())
-    result = run.train(batches)
-    assert not np.isfinite(result.logs[1]["gradient_norm"])
-    assert result.logs[1]["skipped"] == 0.0
-    assert result.iterations == 2
-    expected = ByHand(mlp, sgd, crossentropy()).train(batches)
-    for ours, hand in zip(result.weights, expected.weights, strict=True):
-        np.testing.assert_array_equal(np.isfinite(ours), np.isfinite(hand))
 
 
 def test_large_batches_do_not_overflow_float16():

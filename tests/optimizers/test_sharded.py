@@ -112,25 +112,22 @@ def test_twenty_steps_with_everything() -> None:
     assert run.step.shard_update_reason == "shard_update=True"
 
 
-TRACED = ("Adam", "LossScaleOptimizer", "Muon")
-
-
-@pytest.mark.parametrize("name", TRACED)
+@pytest.mark.parametrize("name", ["Adam"])
 def test_optimizers_of_keras(name: str) -> None:
     make = functools.partial(named, name, **EVERYTHING)
     hold(2, mlp, make, LOSS, BATCHES, shard_update=True)
 
 
 def test_the_other_optimizers_of_keras() -> None:
-    """Of one kernel each, in two steps."""
+    """Of one layer, in three steps."""
 
     def small() -> keras.Model:
         return keras.Sequential([keras.Input((6,)), keras.layers.Dense(4)])
 
-    for name in SHARDED:
-        if name not in TRACED:
-            make = functools.partial(named, name, **EVERYTHING)
-            hold(2, small, make, LOSS, BATCHES[2:4], shard_update=True, verify=False)
+    shown = {"Adam", "AdamW", "Lion", "RMSprop", "SGD"}  # In tests/promises.
+    for name in (one for one in SHARDED if one not in shown):
+        make = functools.partial(named, name, **EVERYTHING)
+        hold(2, small, make, LOSS, BATCHES[2:], shard_update=True, verify=False)
 
 
 def test_every_optimizer_of_keras_is_here() -> None:
@@ -145,34 +142,6 @@ def test_every_optimizer_of_keras_is_here() -> None:
 def test_more_replicas_than_variables() -> None:
     options = {"micro_batches": 2, "loss_scale": 64.0, "clip_norm": 0.3}
     hold(6, mlp, lambda: adam(clipvalue=0.01), LOSS, BATCHES, shard_update=True, **options)
-
-
-def test_decay_of_some_variables() -> None:
-    """By name, and by a variable of the model; set on the optimizer, so in no configuration."""
-
-    def trained(run: Any) -> list[np.ndarray]:
-        with run.strategy.scope() if hasattr(run, "strategy") else tf.name_scope("one"):
-            run.optimizer = optimizers.AdamW(0.01, weight_decay=2.0)
-        first = run.model.trainable_variables[0]
-        run.optimizer.exclude_from_weight_decay(var_list=[first], var_names=["bias"])
-        if hasattr(run, "strategy"):
-            run.step = tmg.make_train_step(
-                run.model, run.optimizer, LOSS, run.strategy, shard_update=True
-            )
-        return run.train(BATCHES).weights
-
-    expected = trained(ByHand(mlp, adam, LOSS))
-    assert difference(trained(sharded(2)), expected) <= 1e-6
-    decayed = ByHand(mlp, lambda: optimizers.AdamW(0.01, weight_decay=2.0), LOSS).train(BATCHES)
-    assert difference(decayed.weights, expected) > 1e-3
-
-
-def test_in_a_function_of_the_user() -> None:
-    run = sharded(3, lambda: adam(weight_decay=0.1))
-    expected = ByHand(mlp, lambda: adam(weight_decay=0.1), LOSS).train(BATCHES)
-    function = tf.function(run.step, autograph=False, reduce_retracing=True)
-    tensors = [(tf.constant(x), tf.constant(y)) for x, y in BATCHES]
-    assert_same(run.train(tensors, function), expected)
 
 
 def test_outputs_divided_by_weights_of_their_own() -> None:
@@ -228,55 +197,15 @@ def test_state_exists_once_and_is_spread_by_size() -> None:
     assert of_device == of_run
 
 
-def test_learning_rate_and_iterations_through_the_optimizer() -> None:
-    """A number set between steps acts at the next one, without another trace."""
-    run, device = (
-        sharded(2, lambda: optimizers.SGD(0.1)),
-        ByHand(mlp, lambda: optimizers.SGD(0.1), LOSS),
-    )
-    expected = device.train(BATCHES[:1])
-    assert_same(run.train(BATCHES[:1]), expected)
-    for one in (run, device):
-        one.optimizer.learning_rate = 0.5
-    run.step(BATCHES[2])
-    device._compiled(BATCHES[2])
-    assert difference(*([v.numpy() for v in one.model.variables] for one in (run, device))) <= 1e-6
-    assert int(run.optimizer.iterations.numpy()) == 2
-    run.optimizer.learning_rate.assign(0.0)
-    before = [variable.numpy() for variable in run.model.variables]
-    run.step(BATCHES[2])
-    after = [variable.numpy() for variable in run.model.variables]
-    assert difference(before, after) <= 1e-6  # The constraint divides once more.
-    run.optimizer.iterations.assign(40)
-    run.step(BATCHES[2])
-    copies = run.strategy.experimental_local_results(run.optimizer.iterations.value)
-    assert [int(copy.numpy()) for copy in copies] == [41, 41]
-
-
-class _OwnSchedule(keras.optimizers.schedules.LearningRateSchedule):
-    def __call__(self, step: Any) -> Any:
-        return 0.1 / (1.0 + tf.cast(step, tf.float32))
-
-    def get_config(self) -> dict[str, Any]:
-        return {}
-
-
-def test_a_schedule_of_ones_own() -> None:
-    hold(2, mlp, lambda: optimizers.SGD(_OwnSchedule()), LOSS, BATCHES, shard_update=True)
-
-
 # Keras turns mirrored variables into arrays in a way that NumPy 2 warns about.
 @pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
-@pytest.mark.parametrize("way", ["tf.train.Checkpoint", "model.save"])
-def test_saved_on_some_replicas_and_resumed_on_others(way: str, tmp_path: Path) -> None:
+def test_saved_on_some_replicas_and_resumed_on_others(tmp_path: Path) -> None:
     """3 replicas, sharded; then 2, sharded; then one device: as if never interrupted."""
     expected = ByHand(mlp, adam, LOSS).train(BATCHES[:4] + BATCHES[1:2])
     states: list[Any] = [tmp_path / "first", tmp_path / "second"]
     runs: list[Any] = [sharded(3), sharded(2), ByHand(mlp, adam, LOSS)]
 
     def save(run: Any, path: Path) -> Any:
-        if way == "tf.train.Checkpoint":
-            return tf.train.Checkpoint(model=run.model, optimizer=run.optimizer).write(str(path))
         store: dict[str, Any] = {}
         run.model.compile(optimizer=run.optimizer)
         run.model.save(f"{path}.keras")
@@ -286,10 +215,6 @@ def test_saved_on_some_replicas_and_resumed_on_others(way: str, tmp_path: Path) 
         return run.model.get_weights(), store
 
     def restore(run: Any, saved: Any) -> None:
-        if way == "tf.train.Checkpoint":
-            status = tf.train.Checkpoint(model=run.model, optimizer=run.optimizer).read(saved)
-            status.assert_existing_objects_matched()
-            return
         run.model.set_weights(saved[0])
         run.optimizer.load_own_variables(saved[1])
 
