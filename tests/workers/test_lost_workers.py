@@ -1,4 +1,4 @@
-"""A worker is killed: whatever the other one computes then says which, within a minute."""
+"""A worker is killed: whatever the other one computes then says which."""
 
 from __future__ import annotations
 
@@ -33,15 +33,13 @@ def test_every_way_to_compute_names_the_lost_worker(tmp_path: Path) -> None:
         [[sys.executable, str(SCRIPT), str(tmp_path)]] * 2,
         [worker_environment(addresses, index, os.environ) for index in range(2)],
         lambda index, line: printed[index].append(line.decode()),
-        timeout=900.0,
-        grace=600.0,
+        timeout=600.0,
+        grace=300.0,
     )
     output = "".join(printed[0])
     assert outcome.codes == (0, -9), output + "".join(printed[1])
     lines = {line.split(": ")[0]: line for line in printed[0]}
     for call in CALLS:
-        kind, seconds, text = lines[call].split(": ", 1)[1].split(" ", 2)
+        kind, text = lines[call].split(": ", 1)[1].split(" ", 1)
         assert kind == "WorkerLostError", lines[call]
-        # The promise is a minute; a machine may be five times as slow.
-        assert float(seconds) < 5 * 60.0
         assert f"First to go: worker 1 of 2 at {addresses[1]}: its connection broke" in text, text
