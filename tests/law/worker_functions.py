@@ -47,6 +47,23 @@ def clipping_set_on_the_optimizer() -> list[np.ndarray]:
     return pair.ours.values()
 
 
+def preprocessed(strategy: Any = None) -> list[float]:
+    """Returns this worker's rows with the random numbers that its preprocessing has drawn."""
+
+    def noisy(example: Any, seed: Any) -> Any:
+        return example + tf.random.stateless_uniform([], seed, dtype=tf.float64)
+
+    keras.utils.set_random_seed(5)
+    strategy = strategy or _joined["strategy"]
+    data = tmg.distribute_dataset(np.arange(16.0), strategy, batch_size=7, preprocess=noisy)
+    parts = []
+    for _ in range(2):
+        for shards in data:
+            rows = strategy.run(tf.identity, args=(shards,))
+            parts += [r.numpy() for r in strategy.experimental_local_results(rows)]
+    return [float(row) for row in np.concatenate(parts)]
+
+
 def loops(folder: str) -> dict[str, Any]:
     """Fits, evaluates, predicts and restores on the workers; Keras does it on one device."""
     x, y = (np.concatenate(part) for part in zip(*regression([7, 7, 1]), strict=True))

@@ -121,8 +121,10 @@ MISTAKES = [
     # Steps.
     Mistake("optimizer outside the scope", lambda: step(optimizer=parts().outside_optimizer),
             tmg.ScopeError, "optimizer"),
-    Mistake("model outside the scope", lambda: step(parts().outside), tmg.ScopeError, "model"),
-    Mistake("metric outside the scope", lambda: step(metrics=[outside_metric()]), tmg.ScopeError,
+    Mistake("model outside the scope", lambda: step(parts().outside, new_optimizer()),
+            tmg.ScopeError, "model"),
+    Mistake("metric outside the scope",
+            lambda: step(optimizer=new_optimizer(), metrics=[outside_metric()]), tmg.ScopeError,
             "metric"),
     Mistake("evaluation outside the scope",
             lambda: tmg.make_eval_step(parts().outside, "mse", parts().strategy)((X, Y)),

@@ -10,12 +10,18 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from hypothesis import assume, given, settings, strategies as st
+from hypothesis import Phase, assume, given, settings, strategies as st
 from law.pair import SEED, strategy_of
 
 import tfmultigpu as tmg
 
-DRAWN = {"max_examples": 8, "deadline": None, "derandomize": True, "database": None}
+DRAWN: dict[str, Any] = {
+    "max_examples": 8,
+    "deadline": None,
+    "derandomize": True,
+    "database": None,
+    "phases": [Phase.explicit, Phase.generate],  # To shrink a structure takes a minute.
+}
 
 # Each makes ``n`` rows that can be told apart, some of them without numbers.
 LEAVES: dict[str, Callable[[int], Any]] = {

@@ -42,7 +42,7 @@ def test_each_device_is_listed_once_with_its_facts() -> None:
 @pytest.mark.parametrize(
     ("call", "asked"),
     [
-        (lambda: tmg.create_strategy(devices=["CPU:0", "CPU:64"]), "CPU:64"),
+        (lambda: tmg.create_strategy(devices=["CPU:1", "CPU:64"]), "CPU:64"),
         (lambda: tmg.create_strategy(devices=["GPU:7"], fallback=True), "GPU:7"),
         (lambda: tmg.create_strategy(devices=64), "64"),
         (lambda: tmg.plan_strategy(devices=["TPU:3"]), "TPU:3"),
@@ -50,6 +50,7 @@ def test_each_device_is_listed_once_with_its_facts() -> None:
         (lambda: tmg.limit_memory({"GPU:7": 2**30}), "GPU:7"),
         (lambda: tmg.enable_memory_growth(["GPU:7"]), "GPU:7"),
     ],
+    ids=lambda value: value if isinstance(value, str) else "asked",
 )
 def test_a_device_that_does_not_exist(call: object, asked: str) -> None:
     assert callable(call)

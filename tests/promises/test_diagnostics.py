@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -70,11 +71,12 @@ def test_a_strategy_of_one_replica_is_found() -> None:
 
 # Fails if replicas that all compute the same rows, or none, are not told.
 def test_a_batch_smaller_than_the_replicas_is_found() -> None:
-    report = explained(*model_in(strategy_of(3)), size=2, replicas=3)
-    assert severities(report)[0] == "error"
-    assert "2" in str(report.findings[0])
-    assert "3" in str(report.findings[0])
-    assert "batch" in str(report.findings[0])
+    model = model_in(strategy_of(3))
+    small, uneven = (explained(*model, size=size, replicas=3) for size in (2, 4))
+    found = [str(one) for one in small.findings if one.severity != "note"]
+    known = [re.sub(r"\d+", "", str(one)) for one in uneven.findings]
+    found = [one for one in found if re.sub(r"\d+", "", one) not in known]
+    assert any("batch" in one and "2" in one and "3" in one for one in found), str(small)
 
 
 # Fails if explaining trains, or reads the data away.

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from law import worker_functions
+from law.pair import strategy_of
 from law.processes import SECONDS, Worker, WorkerRaised, call_all, pool, tf_config, unused_addresses
 
 
@@ -39,10 +40,18 @@ def test_everything_at_once(pair: list[Worker]) -> None:
     assert_equal_bits(call_all(pair, worker_functions.everything_at_once))
 
 
-# Fails if what the optimizer clips is each worker's part, or nothing: gradients of workers are added
-# by collectives, and take another way than those of one process.
+# Fails if what the optimizer clips is each worker's part, or nothing: workers add gradients by
+# collectives, which is another way through the code than that of one process.
 def test_clipping_set_on_the_optimizer_and_shares(pair: list[Worker]) -> None:
     assert_equal_bits(call_all(pair, worker_functions.clipping_set_on_the_optimizer))
+
+
+# Fails if a worker draws by its own count of rows or passes, or reads rows of another one.
+def test_each_worker_preprocesses_its_own_rows(pair: list[Worker]) -> None:
+    alone = worker_functions.preprocessed(strategy_of(1))
+    first, second = call_all(pair, worker_functions.preprocessed)
+    assert sorted(first + second) == sorted(alone)
+    assert len(set(alone)) == 2 * 16
 
 
 # Fails if the History, evaluation or predictions are those of one worker's rows, or if a checkpoint
