@@ -1,0 +1,287 @@
+"""What blocks alone promise, broken on purpose: data, shares, devices, strategies, reports."""
+
+from __future__ import annotations
+
+from mutation import Mutation
+
+BLOCKS = (
+    Mutation(
+        "the weight of a window is that of one replica",
+        "optimizers/accumulation.py",
+        (
+            (
+                "*sums, weight = all_reduce_sum(context, parts)",
+                "*sums, _ = all_reduce_sum(context, parts)\n        weight = parts[-1]",
+            ),
+        ),
+        ("promises/test_blocks_alone.py::test_the_accumulator_alone_over_uneven_windows[2]",),
+    ),
+    Mutation(
+        "a batch smaller than the replicas loses rows where others cut",
+        "data/partition.py",
+        (
+            (
+                "return tensor[starts[name] : stops[name]]",
+                "return tensor[starts[name] : starts[name] + 1]",
+            ),
+        ),
+        (
+            "promises/test_blocks_alone.py::test_distribute_dataset_alone_in_a_compiled_loop[2]",
+            "promises/test_datasets.py::test_arrays_and_generators[2]",
+        ),
+    ),
+    Mutation(
+        "a model outside every scope is taken",
+        "strategies/scopes.py",
+        (("if not strategy.extended.variable_created_in_scope(inner):", "if False:"),),
+        (
+            "promises/test_bad_input.py::test_a_mistake_is_told[optimizer outside the scope]",
+            "promises/test_bad_input.py::test_a_mistake_is_told[model outside the scope]",
+            "promises/test_bad_input.py::test_a_mistake_is_told[metric outside the scope]",
+        ),
+    ),
+    Mutation(
+        "the loss scale is not taken out again",
+        "optimizers/loss_scaling.py",
+        (("one / tf.cast(self.value(), one.dtype)", "one"),),
+        (
+            "promises/test_composition_by_hand.py::test_loss_scale_and_clipping_alone_decide_once[2-global_clipnorm]",
+        ),
+    ),
+    Mutation(
+        "any finite gradient is enough",
+        "optimizers/gradients.py",
+        (
+            (
+                "return tf.reduce_all([tf.reduce_all(tf.math.is_finite(gradient)) for gradient in gradients])",
+                "return tf.constant(True)",
+            ),
+        ),
+        (
+            "promises/test_composition_by_hand.py::test_loss_scale_and_clipping_alone_decide_once[3-clip_gradients]",
+        ),
+    ),
+    Mutation(
+        "each gradient is clipped by itself",
+        "optimizers/gradients.py",
+        (("    norm = global_norm(present)\n", "    norm = global_norm(present[:1])\n"),),
+        (
+            "promises/test_composition_by_hand.py::test_loss_scale_and_clipping_alone_decide_once[3-clip_gradients]",
+        ),
+    ),
+    Mutation(
+        "gradients are sent in float64",
+        "strategies/collectives.py",
+        (
+            (
+                "placed = _narrow([tf.identity(tensor) for tensor in tensors], reduce_dtype)",
+                "placed = [tf.cast(tensor, tf.float64) for tensor in tensors]",
+            ),
+        ),
+        ("promises/test_gradients_leave_early.py::test_every_gradient_is_sent_once",),
+    ),
+    Mutation(
+        "sparse rows are those of the first replica",
+        "data/partition.py",
+        (
+            (
+                "begin = tf.concat([[start], tf.zeros_like(columns)], 0)",
+                "begin = tf.concat([[tf.zeros_like(start)], tf.zeros_like(columns)], 0)",
+            ),
+        ),
+        (
+            "promises/test_datasets.py::test_each_row_once_of_every_kind_at_once[2]",
+            "promises/test_datasets.py::test_each_row_once_in_any_structure",
+        ),
+    ),
+    Mutation(
+        "every pass has the seeds of the first",
+        "data/sharded_dataset.py",
+        (
+            (
+                "            self.preprocessing.passes.begin_next()\n        return ShardIterator(",
+                "            pass\n        return ShardIterator(",
+            ),
+        ),
+        ("promises/test_datasets.py::test_preprocessing_gives_each_row_its_own_random_numbers",),
+    ),
+    Mutation(
+        "shares go to the replicas in reverse",
+        "data/sharded_dataset.py",
+        (
+            (
+                "whole_shares = replica_shares(shares, strategy.num_replicas_in_sync)",
+                "whole_shares = replica_shares(shares, strategy.num_replicas_in_sync)[::-1]",
+            ),
+        ),
+        ("promises/test_shares.py::test_replicas_get_their_shares_of_each_batch[capacities0-8]",),
+    ),
+    Mutation(
+        "the smallest remainder gets the next example",
+        "data/shares.py",
+        (
+            (
+                "(parts[i] - quotas[i], -capacities[i], i)",
+                "(quotas[i] - parts[i], -capacities[i], i)",
+            ),
+        ),
+        ("promises/test_shares.py::test_shares_sum_exactly_and_are_proportional",),
+    ),
+    Mutation(
+        "equal remainders are given by place alone",
+        "data/shares.py",
+        (("(parts[i] - quotas[i], -capacities[i], i)", "(i,)"),),
+        ("promises/test_shares.py::test_shares_do_not_depend_on_the_order",),
+    ),
+    Mutation(
+        "a share of zero is taken",
+        "data/shares.py",
+        (("        if share == 0:\n", "        if share < 0:\n"),),
+        (
+            "promises/test_bad_input.py::test_a_mistake_is_told[a share of zero]",
+            "promises/test_shares.py::test_what_cannot_be_divided_is_refused[8-capacities3-0]",
+        ),
+    ),
+    Mutation(
+        "listing starts the devices",
+        "devices/discovery.py",
+        (
+            (
+                "    config: Any = tf.config\n    found = [",
+                "    config: Any = tf.config\n    config.list_logical_devices()\n    found = [",
+            ),
+        ),
+        ("promises/test_devices.py::test_settings_before_and_after_tensorflow_started",),
+    ),
+    Mutation(
+        "a split that comes too late is passed over",
+        "devices/configure.py",
+        (
+            (
+                "            config.set_logical_device_configuration(physical, setting)\n        except RuntimeError as error:\n            raise _devices_started_error(call) from error",
+                "            config.set_logical_device_configuration(physical, setting)\n        except RuntimeError as error:\n            pass",
+            ),
+        ),
+        ("promises/test_devices.py::test_settings_before_and_after_tensorflow_started",),
+    ),
+    Mutation(
+        "a missing device is named without what exists",
+        "devices/names.py",
+        (("Existing: {listed(", "Existing: {len("),),
+        ("promises/test_devices.py::test_a_device_that_does_not_exist[asked-CPU:64]",),
+    ),
+    Mutation(
+        "fallback=False falls back",
+        "strategies/factory.py",
+        (("    if not fallback:\n", "    if False:\n"),),
+        (
+            "promises/test_strategies.py::test_fallback_warns_or_raises[options0-TPU-1]",
+            "promises/test_strategies.py::test_fallback_warns_or_raises[options3-odd-3]",
+        ),
+    ),
+    Mutation(
+        "a kind is rejected without a reason",
+        "strategies/plan.py",
+        (("        rejected[kind] = attempt\n", "        rejected[kind] = ''\n"),),
+        (
+            "promises/test_strategies.py::test_a_plan_has_reasons_and_no_side_effect[options1-mirrored-3]",
+        ),
+    ),
+    Mutation(
+        "a strategy is made on the first devices",
+        "strategies/communication.py",
+        (
+            (
+                'names = [f"/device:{name}" for name in devices]',
+                'names = [f"/device:CPU:{i}" for i, name in enumerate(devices)]',
+            ),
+        ),
+        ("promises/test_strategies.py::test_what_is_created_is_what_was_planned[devices1]",),
+    ),
+    Mutation(
+        "a scalar per element is a batch",
+        "data/sharded_dataset.py",
+        (("        if any(shape.rank == 0 for shape in shapes):\n", "        if False:\n"),),
+        ("promises/test_bad_input.py::test_a_mistake_is_told[unbatched dataset]",),
+    ),
+    Mutation(
+        "a batch size is tried beyond the limit",
+        "tuning/batch_size.py",
+        (("size = min(grown, int(largest))", "size = grown"),),
+        ("promises/test_diagnostics.py::test_the_largest_batch_that_fits",),
+    ),
+    Mutation(
+        "small batches are not told",
+        "diagnostics/input_checks.py",
+        (("    elif seen.examples < replicas:\n", "    elif seen.examples < 1:\n"),),
+        ("promises/test_diagnostics.py::test_a_batch_smaller_than_the_replicas_is_found",),
+    ),
+    Mutation(
+        "the doctor shows addresses",
+        "diagnostics/doctor.py",
+        (
+            (
+                "describe_variables(machine.environment, addresses=show_addresses)",
+                "describe_variables(machine.environment, addresses=True)",
+            ),
+        ),
+        ("promises/test_diagnostics.py::test_the_doctor_names_what_is_wrong_here",),
+    ),
+    Mutation(
+        "a model outside the scope is not found",
+        "diagnostics/placement.py",
+        (
+            (
+                "        if strategy.extended.variable_created_in_scope(inner):\n            continue\n        names",
+                "        continue\n        names",
+            ),
+        ),
+        ("promises/test_diagnostics.py::test_a_model_or_an_optimizer_outside_the_scope_is_found",),
+    ),
+    Mutation(
+        "a difference of replicas is passed over",
+        "testing/comparison.py",
+        (("if too_large and (not self.first", "if False and (not self.first"),),
+        ("promises/test_testing_tools.py::test_a_layer_whose_rows_touch_each_other_fails",),
+    ),
+    Mutation(
+        "fewer virtual devices than asked for are enough",
+        "testing/virtual_devices.py",
+        (("    if len(configured) >= count:\n", "    if configured:\n"),),
+        ("promises/test_testing_tools.py::test_virtual_devices",),
+    ),
+    Mutation(
+        "shares are left out of the comparison",
+        "testing/invariance.py",
+        (
+            (
+                'distribute_dataset(dataset, strategy, shares=settings["shares"])',
+                'distribute_dataset(dataset.skip(1), strategy, shares=settings["shares"])',
+            ),
+        ),
+        ("promises/test_testing_tools.py::test_sample_weights_and_shares_are_compared_too",),
+    ),
+    Mutation(
+        "a model outside every scope is trained and evaluated",
+        "loops/step_cache.py",
+        (
+            (
+                "        _check_not_outside(model, own, function)\n        return own",
+                "        return own",
+            ),
+        ),
+        (
+            "promises/test_blocks_alone.py::test_a_model_outside_every_scope_is_refused[fit]",
+            "promises/test_blocks_alone.py::test_a_model_outside_every_scope_is_refused[evaluate]",
+            "promises/test_blocks_alone.py::test_a_model_outside_every_scope_is_refused[predict]",
+        ),
+    ),
+    Mutation(
+        "what TensorFlow cut counts by the first shard",
+        "steps/batch_function.py",
+        (("            everywhere[replica] = count\n", "            everywhere[replica] = 1\n"),),
+        (
+            "promises/test_blocks_alone.py::test_a_step_alone_beside_a_strategy_and_data_of_tensorflow[2]",
+        ),
+    ),
+)

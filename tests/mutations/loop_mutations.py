@@ -1,0 +1,242 @@
+"""What loops promise, broken on purpose: fit, checkpoints, rows that touch, interrupts."""
+
+from __future__ import annotations
+
+from mutation import Mutation
+
+LOOPS = (
+    # fit --------------------------------------------------------------------------------------------
+    Mutation(
+        "the logs of an epoch are those of its last call",
+        "loops/epoch.py",
+        (
+            (
+                "before = 0.0 if isinstance(name, LastKey) else sums.get(name, 0.0)",
+                "before = 0.0",
+            ),
+        ),
+        ("promises/test_fit.py::test_a_rich_training_with_callbacks_is_that_of_keras[3]",),
+    ),
+    Mutation(
+        "losses of an epoch are divided by other than its rows",
+        "loops/epoch.py",
+        (
+            (
+                'name: sums[name] / sums["rows"]',
+                'name: sums[name] / (sums["rows"] + 1.0)',
+            ),
+        ),
+        (
+            "promises/test_fit.py::test_a_rich_training_with_callbacks_is_that_of_keras[3]",
+            "promises/test_fit.py::test_a_step_or_a_forward_of_ones_own[3-forward]",
+        ),
+    ),
+    Mutation(
+        "a fit begins with the first epoch, whatever initial_epoch is",
+        "loops/fit.py",
+        (("start, first_step = position or (initial_epoch, 0)", "start, first_step = (0, 0)"),),
+        ("promises/test_fit.py::test_a_rich_training_with_callbacks_is_that_of_keras[3]",),
+    ),
+    Mutation(
+        "class weights are forgotten",
+        "loops/class_weights.py",
+        (("tf.where(known, found, tf.ones([], dtype))", "tf.ones_like(found)"),),
+        (
+            "promises/test_fit.py::"
+            "test_class_weights_epochs_across_passes_and_several_steps_a_call[3]",
+        ),
+    ),
+    Mutation(
+        "each epoch begins a pass",
+        "loops/epoch_iterator.py",
+        (("if self.iterator is None or self._asked is None or self._left == 0:", "if True:"),),
+        (
+            "promises/test_fit.py::"
+            "test_class_weights_epochs_across_passes_and_several_steps_a_call[3]",
+        ),
+    ),
+    Mutation(
+        "fit forgets clip_norm",
+        "loops/fit.py",
+        (('"clip_norm": (clip_norm, None),', '"clip_norm": (None, None),'),),
+        ("promises/test_fit.py::test_micro_batches_clip_norm_and_shares_are_arguments[3-shares1]",),
+    ),
+    # evaluate and predict ---------------------------------------------------------------------------
+    Mutation(
+        "only the first batches of an evaluation are in its loss",
+        "steps/evaluate.py",
+        (
+            (
+                "[a + b for a, b in zip(self.sums, other.sums, strict=True)]",
+                "list(self.sums)",
+            ),
+        ),
+        ("promises/test_evaluate_predict.py::test_evaluation_is_exact_over_all_examples[2]",),
+    ),
+    Mutation(
+        "an evaluation continues the metrics of the one before",
+        "loops/evaluator.py",
+        (("        self.metrics.reset()", "        pass"),),
+        ("promises/test_evaluate_predict.py::test_evaluation_is_exact_over_all_examples[2]",),
+    ),
+    Mutation(
+        "a resumed run begins its epoch again",
+        "checkpoints/manager.py",
+        (('self._position.step = found.metadata["step_in_epoch"]', "self._position.step = 0"),),
+        (
+            "promises/test_resume.py::"
+            "test_a_loop_resumed_from_any_step_ends_with_the_same_bits[3-13]",
+        ),
+    ),
+    Mutation(
+        "the loss scale is not saved",
+        "checkpoints/state.py",
+        (("        if scale is not None:", "        if False:"),),
+        (
+            "promises/test_resume.py::"
+            "test_a_loop_resumed_from_any_step_ends_with_the_same_bits[1-5]",
+        ),
+    ),
+    Mutation(
+        "the state of a callback is not restored",
+        "checkpoints/callback_states.py",
+        (('one.set_state(unpack(entry["state"], arrays))', "pass"),),
+        ("promises/test_resume.py::test_fit_resumed_in_an_epoch_ends_with_the_same_bits",),
+    ),
+    Mutation(
+        "a damaged checkpoint is passed over without a word",
+        "checkpoints/manager.py",
+        (("        warn_damaged(self.directory, damaged, found)\n", ""),),
+        ("promises/test_resume.py::test_the_newest_whole_checkpoint_is_used[flip]",),
+    ),
+    Mutation(
+        "one checkpoint too many is kept",
+        "checkpoints/manager.py",
+        (("**fit_metadata}, self.keep\n", "**fit_metadata}, self.keep + 1\n"),),
+        ("promises/test_resume.py::test_the_newest_are_kept",),
+    ),
+    # rows that touch --------------------------------------------------------------------------------
+    Mutation(
+        "verify=True verifies the first step alone",
+        "steps/verification/verifier.py",
+        (("self._always = verify is True", "self._always = False"),),
+        ("promises/test_touching_rows.py::test_verify_says_which_steps_are_checked",),
+    ),
+    Mutation(
+        "gathered rows lie one upon the other",
+        "steps/row_gathering.py",
+        (
+            (
+                "first = tf.cast(held.first(), tf.int32) * rows_per_example\n        total",
+                "first = tf.cast(held.first(), tf.int32) * 0\n        total",
+            ),
+        ),
+        (
+            "promises/test_touching_rows.py::"
+            "test_gathered_rows_make_a_contrastive_loss_exact[3-views_by_labels]",
+        ),
+    ),
+    Mutation(
+        "synchronize_batch_norm changes nothing",
+        "steps/batch_norm.py",
+        (("layer.synchronized = True", "layer.synchronized = False"),),
+        ("promises/test_touching_rows.py::test_synchronize_batch_norm_mends_a_model_of_others",),
+    ),
+    Mutation(
+        "masked moments are those of a replica's rows",
+        "steps/batch_norm.py",
+        (
+            (
+                "squares = context.all_reduce(tf.distribute.ReduceOp.SUM, total(tf.square(apart)))",
+                "squares = total(tf.square(apart))",
+            ),
+        ),
+        (
+            "promises/test_synchronized_norm.py::"
+            "test_masked_batches_are_normalized_as_on_one_device[3]",
+        ),
+    ),
+    # sharded variables ------------------------------------------------------------------------------
+    Mutation(
+        "nothing is large enough to be on one device alone",
+        "strategies/variable_sharding.py",
+        (("AT_LEAST = 2**16", "AT_LEAST = 2**40"),),
+        ("promises/test_sharded_variables.py::test_each_large_variable_is_on_one_device_alone",),
+    ),
+    Mutation(
+        "the optimizer is not in the checkpoint",
+        "checkpoints/state.py",
+        (
+            (
+                "    if optimizer is not None:\n        found += [",
+                "    if False:\n        found += [",
+            ),
+        ),
+        ("promises/test_sharded_variables.py::test_they_are_saved_and_restored",),
+    ),
+    # signals ----------------------------------------------------------------------------------------
+    Mutation(
+        "a call is never cut, so Ctrl-C comes after all its steps",
+        "steps/call_lengths.py",
+        (("return min(steps, self._steps)", "return steps"),),
+        ("promises/test_interrupts.py::test_ctrl_c_ends_a_call_of_many_steps_after_a_whole_one",),
+    ),
+    Mutation(
+        "SIGTERM ends a run without saving it",
+        "checkpoints/manager.py",
+        (("        path = self.save()\n        code", '        path = ""\n        code'),),
+        ("promises/test_interrupts.py::test_sigterm_saves_the_steps_of_fit_and_exits",),
+    ),
+    Mutation(
+        "a run that SIGTERM ended says that all is well",
+        "strategies/stop_signals.py",
+        (("return 128 + self.number", "return 0"),),
+        ("promises/test_interrupts.py::test_sigterm_saves_the_steps_of_fit_and_exits",),
+    ),
+    Mutation(
+        "the owner of a variable adds the gradient of its first replica alone",
+        "steps/owned_gradients.py",
+        (
+            (
+                "sums[key] = add_on_device(gradients[key], device, dtype)",
+                "sums[key] = add_on_device(gradients[key][:1], device, dtype)",
+            ),
+        ),
+        ("promises/test_sharded_variables.py::test_training_is_that_of_one_device",),
+    ),
+    Mutation(
+        "all large variables are on the first device",
+        "strategies/variable_sharding.py",
+        (("return used.index(min(used))", "return 0"),),
+        ("promises/test_sharded_variables.py::test_each_large_variable_is_on_one_device_alone",),
+    ),
+    Mutation(
+        "the seeds of layers are not saved",
+        "checkpoints/state.py",
+        (
+            (
+                "for i, one in enumerate(model.variables)\n",
+                "for i, one in enumerate(model.weights)\n",
+            ),
+        ),
+        (
+            "promises/test_resume.py::"
+            "test_a_loop_resumed_from_any_step_ends_with_the_same_bits[3-13]",
+        ),
+    ),
+    Mutation(
+        "gathered rows have no gradient on other replicas",
+        "steps/row_gathering.py",
+        (
+            (
+                "padded = tf.pad(tf.cast(tensor, _wire_dtype(tensor.dtype)), paddings)",
+                "padded = tf.cast(tensor, _wire_dtype(tensor.dtype))\n"
+                "    padded = tf.pad(tf.stop_gradient(padded), paddings)",
+            ),
+        ),
+        (
+            "promises/test_touching_rows.py::"
+            "test_gathered_rows_make_a_contrastive_loss_exact[3-views_by_labels]",
+        ),
+    ),
+)
