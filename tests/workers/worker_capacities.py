@@ -10,7 +10,7 @@ import tensorflow as tf
 
 import tfmultigpu as tmg
 
-SECONDS_PER_ROW = (0.002, 0.004, 0.008)
+SECONDS_PER_ROW = (0.0005, 0.002, 0.008)
 GIB = 1024**3
 
 rng = np.random.default_rng(0)

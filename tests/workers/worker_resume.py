@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import os
 import sys
-import time
 from pathlib import Path
 
 import keras
@@ -46,12 +45,11 @@ restored, first = checkpoints.restore(), True
 for _ in checkpoints.epochs(2):
     for batch in checkpoints.data:
         if me == victim and checkpoints.step == last:
-            (folder / f"death {attempt}").write_text(f"{time.time()}")
             os.kill(os.getpid(), number)
         loss = float(step(batch)["loss"])
         if me == 0 and first:
             with (folder / "first steps").open("a") as file:
-                file.write(f"{attempt} {restored} {time.time()}\n")
+                file.write(f"{attempt} {restored}\n")
         first = False
         checkpoints.after_step()
 values = [np.asarray(variable) for variable in model.variables + optimizer.variables]
