@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
-from meetings import CARD, PATIENCE, PROMISED, together
+from meetings import CARD, PATIENCE, together
 
 from tfmultigpu.clusters import meeting, ports
 from tfmultigpu.clusters.jobs import Job
@@ -110,9 +110,7 @@ def test_the_limit_of_open_files_is_raised_as_far_as_needed(
 
 def test_every_other_worker_names_the_first_where_nothing_listens() -> None:
     addresses = free_addresses(4)
-    start = time.monotonic()
     texts = meet_all(addresses, but=0, timeout=1.0)
-    assert time.monotonic() - start < 5 * 2.0
     for index, text in enumerate(texts, 1):
         assert text.startswith("1 of 4 workers did not come within 1 s: worker 0 at ")
         assert f"worker 0 at {addresses[0]} (nothing listens there). This is worker {index}" in text
@@ -145,13 +143,11 @@ def test_a_stranger_in_place_of_the_first_worker_is_named(
 def test_a_first_worker_that_never_says_go_is_named() -> None:
     """It is frozen: its machine takes calls, and nobody reads them."""
     addresses = free_addresses(2)
-    start = time.monotonic()
     with (
         answering(addresses[0], showing_card(Pen(Job(), 0, CARD))),
         pytest.raises(ClusterError, match=r"\(it answers, but has not said go\)"),
     ):
         meet(addresses, 1, CARD, 1.0)
-    assert time.monotonic() - start < 5 * PROMISED
 
 
 def test_the_first_worker_that_cannot_start_tells_all_others() -> None:
@@ -183,14 +179,12 @@ def test_a_first_worker_that_was_started_again_is_met() -> None:
 
 def test_a_worker_whose_time_is_over_asks_the_first_who_is_missing() -> None:
     addresses = free_addresses(3)
-    start = time.monotonic()
     texts = together(
         [
             lambda: meet(addresses, 0, CARD, PATIENCE),
             lambda: meet(addresses, 1, CARD, 3.0),
         ]
     )
-    assert time.monotonic() - start < 5 * PROMISED
     for text in texts:
         assert text is not None
         assert text.startswith("1 of 3 workers did not come before the time of worker 1 at ")

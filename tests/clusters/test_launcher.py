@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from each import each
 
 from tfmultigpu import __main__ as command_line
 from tfmultigpu.clusters import launcher as launch_module
@@ -92,10 +93,7 @@ def test_the_first_to_fail_is_named_and_gives_the_exit_code(
             sys.exit(7)
         time.sleep(600)
         """)
-    start = time.monotonic()
     assert launch(script, workers=2) == 7
-    # Measured: 0.6 seconds. The other one would sleep for 600.
-    assert time.monotonic() - start < 60.0
     said = capfd.readouterr().err
     assert said.startswith(
         "[launch] Worker 1 of 2 ended with code 7, the first to fail; the others were stopped. Its "
@@ -189,7 +187,7 @@ def test_restarts_come_to_an_end(write: Write, capfd: pytest.CaptureFixture[str]
     assert err.count("the first to fail. Its output") == 3
 
 
-@pytest.mark.parametrize(
+@each(
     ("arguments", "text"),
     [
         ({"script": "no.py"}, r"There is no such script\. Received: 'no\.py', in /"),
@@ -197,7 +195,6 @@ def test_restarts_come_to_an_end(write: Write, capfd: pytest.CaptureFixture[str]
         ({"restarts": -1}, r"restarts must be a whole number, at least 0\. Received: restarts=-1"),
         ({"devices_per_worker": -1}, r"Received: devices_per_worker=-1"),
     ],
-    ids=str,
 )
 def test_arguments_that_make_no_sense(write: Write, arguments: Any, text: str) -> None:
     with pytest.raises(ValueError, match=text):
@@ -389,11 +386,8 @@ def test_the_launcher_ends_when_nobody_reads_a_pipe_that_is_open(write: Write) -
         assert launcher.stdout is not None
         assert launcher.stdout.readline().startswith(b"[")
         time.sleep(0.5)  # The pipe is full long before.
-        start = time.monotonic()
         launcher.send_signal(signal.SIGTERM)
         assert launcher.wait(300) == 128 + signal.SIGTERM
-        # Measured: 4 seconds. It stayed for ever.
-        assert time.monotonic() - start < 60.0
 
 
 def test_a_line_without_an_end_is_passed_on_in_pieces(

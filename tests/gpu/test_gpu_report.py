@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from each import each
 
 ROOT = Path(__file__).parents[2]
 
@@ -109,7 +110,7 @@ def test_a_process_that_dies_fails_what_it_did_not_come_to(runner: Any) -> None:
     assert (nothing["name"], nothing["status"]) == ("limit", "failed")
 
 
-@pytest.mark.parametrize(
+@each(
     ("values", "said"),
     [
         ({"checks": [check(status="failed", error="x\nAssertionError: 9")]}, "AssertionError: 9"),
@@ -212,7 +213,7 @@ def test_a_report_that_cannot_be_written_costs_no_run(
     assert said.endswith("Give another --out.\n")
 
 
-@pytest.mark.parametrize(
+@each(
     ("arguments", "said"),
     [
         (["--minutes", "0"], "--minutes is a positive number. Received: 0.0"),

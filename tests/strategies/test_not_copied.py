@@ -7,11 +7,12 @@ import pickle
 
 import keras
 import pytest
+from each import each
 
 import tfmultigpu as tmg
 
 
-@pytest.mark.parametrize("do", [copy.copy, copy.deepcopy, pickle.dumps])
+@each("do", [copy.copy, copy.deepcopy, pickle.dumps])
 def test_a_copy_is_refused_in_words(do: object) -> None:
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
     made = [

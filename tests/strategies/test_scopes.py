@@ -10,6 +10,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from each import each
 
 import tfmultigpu as tmg
 from tfmultigpu.clusters.process_state import ProcessState, process_state
@@ -43,7 +44,7 @@ def build() -> Any:
 # On none ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("call", CALLS)
+@each("call", CALLS)
 def test_a_model_on_no_strategy_beside_one_of_several_replicas(call: str) -> None:
     strategy, model = two(), build()
     before = model.get_weights()
@@ -83,7 +84,7 @@ def test_a_layer_and_a_model_without_variables_on_no_strategy() -> None:
     assert tmg.predict(late, X).shape == (7, 1)
 
 
-@pytest.mark.parametrize("call", CALLS)
+@each("call", CALLS)
 def test_one_device_by_name_beside_several_replicas(call: str) -> None:
     strategy = two()
     with tmg.create_strategy(prefer="one_device").scope():

@@ -8,6 +8,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import tensorflow as tf
+from each import each
 from hypothesis import given, settings, strategies as st
 from run_script import run_script
 
@@ -79,7 +80,7 @@ def test_a_predicate_of_the_user() -> None:
         tmg.find_batch_size(try_batch)
 
 
-@pytest.mark.parametrize(
+@each(
     ("error", "expected"),
     [
         (MemoryError(), True),
@@ -97,7 +98,7 @@ def test_what_means_that_memory_ran_out(error: BaseException, expected: bool) ->
     assert runs_out_of_memory(error) is expected
 
 
-@pytest.mark.parametrize(
+@each(
     "options",
     [
         {"start": 0},

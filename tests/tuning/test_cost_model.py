@@ -9,6 +9,7 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
+from each import each
 from one_device import strategy_of
 
 import tfmultigpu as tmg
@@ -53,8 +54,8 @@ def profile_of(model: CostModel, replicas: int, rows: float, workers: int = 1) -
     )
 
 
-@pytest.mark.parametrize("grows", [False, True], ids=["strong", "weak"])
-@pytest.mark.parametrize("at_once", [math.inf, 1.0, 2.0])
+@each("grows", [False, True])
+@each("at_once", [math.inf, 1.0, 2.0])
 def test_a_model_fitted_to_few_replicas_predicts_more(at_once: float, grows: bool) -> None:
     true = CostModel(TERMS, at_once, 0.9, 4000, Network())
 
@@ -106,7 +107,7 @@ def test_constants_are_never_negative() -> None:
         assert found.predict(1024, true.gradient_bytes, 256).seconds > 0
 
 
-@pytest.mark.parametrize(
+@each(
     ("terms", "network", "cause"),
     [
         ({"input": (0.0, 1e-3)}, Network(), "the input pipeline"),
@@ -133,7 +134,7 @@ def test_a_batch_of_fewer_rows_than_replicas_is_whole_on_each() -> None:
     assert model.predict(64, 4).seconds == pytest.approx(4.0)
 
 
-@pytest.mark.parametrize(("counts", "grows"), [((2, 3), True), ((4, 5), True), ((2, 3), False)])
+@each(("counts", "grows"), [((2, 3), True), ((4, 5), True), ((2, 3), False)])
 def test_batches_that_grow_with_replicas_keep_growing(counts: Any, grows: bool) -> None:
     model = CostModel(TERMS, math.inf, 1.0, 4000, Network())
     profiles = [profile_of(model, n, 32.0 * (n if grows else 1)) for n in counts]
@@ -148,9 +149,7 @@ def test_overlap_within_a_worker_does_not_hide_the_network() -> None:
     assert two.seconds - one.seconds > 0.9 * network.seconds(2, 4000)
 
 
-@pytest.mark.parametrize(
-    "given", [{"latency": -1}, {"bandwidth": -1e9}, {"bandwidth": 0}, {"bandwidth": math.nan}]
-)
+@each("given", [{"latency": -1}, {"bandwidth": -1e9}, {"bandwidth": 0}, {"bandwidth": math.nan}])
 def test_a_network_that_cannot_be(given: Any) -> None:
     with pytest.raises(ValueError, match=r"above 0\. Received: latency=.*\. Write tmg\.tuning"):
         Network(**given)

@@ -12,6 +12,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from each import each
 from one_device import strategy_of
 
 import tfmultigpu as tmg
@@ -44,10 +45,12 @@ def state(step: Any) -> list[np.ndarray]:
 # The clock --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("way", ["in memory", "collective"])
 @pytest.mark.parametrize(
-    "options",
-    [{"loss_scale": "dynamic", "clip_norm": 0.5}, {"shard_update": True, "micro_batches": 2}],
+    ("options", "way"),
+    [
+        ({"loss_scale": "dynamic", "clip_norm": 0.5}, "collective"),
+        ({"shard_update": True, "micro_batches": 2}, "in memory"),
+    ],
     ids=["scaled", "sharded"],
 )
 def test_a_timed_step_computes_the_same(
@@ -141,7 +144,7 @@ def test_what_cannot_be_profiled_says_so() -> None:
 # Advice -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@each(
     ("change", "code", "says"),
     [
         ({}, "compute-bound", "jit_compile=True"),
@@ -202,7 +205,7 @@ def test_scaling_is_a_table_and_a_picture() -> None:
         measure_scaling(lambda strategy: build(strategy), (1,))
 
 
-@pytest.mark.parametrize(
+@each(
     ("change", "cause"),
     [
         ({"reduce": 0.008}, "the all-reduce of the gradients"),
