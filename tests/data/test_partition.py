@@ -8,7 +8,6 @@ from collections import namedtuple
 from types import SimpleNamespace
 
 import numpy as np
-import pytest
 import tensorflow as tf
 from each import each
 from hypothesis import given, settings, strategies as st
@@ -61,7 +60,7 @@ def test_one_more_row_moves_no_end_backwards(shares: list[int], extra: int) -> N
     assert all(0 <= b - a <= 1 for a, b in zip(before, after, strict=True))
 
 
-@pytest.mark.parametrize(
+@each(
     ("count", "shares", "expected"),
     [
         (9, (1, 1, 1, 1), [2, 2, 2, 3]),  # TensorFlow: 3, 3, 3, 0

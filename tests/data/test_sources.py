@@ -45,7 +45,7 @@ def test_a_dataset_is_taken_as_it_is() -> None:
 # arrays -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@each(
     ("arrays", "expected"),
     [
         (np.arange(3), [[0, 1], [2]]),
