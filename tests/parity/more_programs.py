@@ -23,8 +23,6 @@ from layers_of_users import (
     ZeroGate,
 )
 from programs import (
-    CLASSES,
-    FEATURES,
     IDS,
     AddsLoss,
     Case,
@@ -33,7 +31,6 @@ from programs import (
     mse,
     sequential,
     with_layers,
-    with_loss,
 )
 
 import tfmultigpu as tmg
@@ -110,21 +107,6 @@ def masked_lstm() -> Program:
     return Program(model, mse, {"loss": "mse"})
 
 
-def keras_loss(loss: Any, activation: str = "sigmoid") -> Any:
-    def build() -> Program:
-        model = keras.Sequential([keras.Input((FEATURES,)), L.Dense(CLASSES, activation)])
-        made = loss()
-        plain = lambda model, x, y: made(tf.cast(y > 0, "float32"), model(x, training=True))  # noqa: E731
-
-        class Binary(keras.losses.Loss):
-            def call(self, y: Any, p: Any) -> Any:
-                return made.call(tf.cast(y > 0, "float32"), p)
-
-        return Program(model, plain, {"loss": Binary()})
-
-    return build
-
-
 def with_options(build: Any, **options: Any) -> Any:
     def changed() -> Program:
         program = build()
@@ -141,10 +123,6 @@ def by_gradients(build: Any) -> Any:
 
 def adds(loss: Any) -> Any:
     return with_layers(lambda: L.Dense(4), lambda: AddsLoss(loss))
-
-
-def paired_with_every_row(y: Any, predictions: Any) -> Any:
-    return (y[:, 0] - predictions[:, :1]) ** 2
 
 
 MORE_CASES = (
@@ -181,8 +159,6 @@ MORE_CASES = (
     ),
     Case("mixup with the reversed batch", with_layers(MixUp), "told", "MixUp"),
     Case("LSTM with dropout behind a mask", masked_lstm, "same", x=IDS, sizes=(7, 1)),
-    Case("Dice over the batch", keras_loss(keras.losses.Dice), "refused", "one number"),
-    Case("a loss of all pairs by accident", with_loss(paired_with_every_row), "refused"),
     Case(
         "minus the batch mean, compiled by XLA",
         with_options(

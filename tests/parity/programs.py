@@ -95,13 +95,6 @@ def with_loss(values: Callable[[Any, Any], Any]) -> Callable[[], Program]:
     return build
 
 
-def info_nce(y: Any, predictions: Any) -> Any:
-    queries, keys = tf.math.l2_normalize(predictions, 1), tf.math.l2_normalize(y, 1)
-    logits = 5.0 * tf.matmul(queries, keys, transpose_b=True)
-    labels = tf.range(tf.shape(logits)[0])
-    return tf.nn.sparse_softmax_cross_entropy_with_logits(labels, logits)
-
-
 def ranking(y: Any, predictions: Any) -> Any:
     apart = predictions[:, None, 0] - predictions[None, :, 0]
     wanted = tf.sign(y[:, None, 0] - y[None, :, 0])
@@ -186,20 +179,6 @@ def masked_norm() -> Program:
     return Program(model, mse, {"loss": "mse"})
 
 
-def gathered_info_nce() -> Program:
-    model = sequential(L.Dense(5, "tanh"))
-    plain = lambda model, x, y: tf.reduce_mean(info_nce(y, model(x, training=True)))  # noqa: E731
-
-    def forward(model: Any, batch: Any, training: bool) -> Any:
-        x, y = batch
-        predictions = model(x, training=training)
-        values = info_nce(tmg.gather_rows(y), tmg.gather_rows(predictions))
-        own = tf.gather(values, tmg.steps.row_positions(predictions))
-        return tmg.LossSum(tf.reduce_sum(own), tf.size(own))
-
-    return Program(model, plain, {"loss": None, "forward": forward})
-
-
 class ReadsAnother(keras.regularizers.Regularizer):
     def __init__(self, other: Any) -> None:
         self.other = other
@@ -244,17 +223,9 @@ def seeds_beside_the_model() -> Program:
 
 
 CASES = (
-    Case("a loss that compares rows: InfoNCE", with_loss(info_nce), "told", "gather_rows"),
     Case("a loss that compares rows: ranking", with_loss(ranking), "told", "gather_rows"),
     Case("a loss centred on the batch mean", with_loss(centred), "told", "gather_rows"),
-    Case("InfoNCE over gathered rows", gathered_info_nce, "same", sizes=(ROWS, 1, ROWS)),
     Case("synchronized normalization behind a mask", masked_norm, "same", x=IDS),
-    Case(
-        "local BatchNormalization",
-        with_layers(lambda: L.Dense(5), L.BatchNormalization),
-        "told",
-        "synchronized=True",
-    ),
     Case(
         "an activity regularizer that is no mean over rows",
         with_layers(lambda: L.Dense(4, activity_regularizer=KLSparsity())),

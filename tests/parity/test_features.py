@@ -163,11 +163,6 @@ def normalised(synchronized: bool):
     return build
 
 
-def test_synchronized_batch_normalization():
-    batches = cut((X, Y), (7, 16, 5, 9, 6))
-    hold(4, normalised(synchronized=True), sgd, crossentropy(), batches, tolerance=2e-6)
-
-
 def test_synchronized_batch_normalization_with_fewer_rows_than_replicas():
     """Statistics of one row, or two, are those of these rows: no padding enters them."""
     batches = cut((X, Y), (9, 2, 16, 2, 3))

@@ -70,25 +70,6 @@ def test_step_inside_a_function_of_the_user():
     assert len(traces) == 1
 
 
-def test_a_loop_inside_a_function_of_the_user():
-    run = replicated(2, "weights")
-    batches = cut(CASES["weights"][0], MIXED)
-    data = tmg.distribute_dataset(as_dataset(batches), run.strategy)
-
-    @tf.function
-    def epoch():
-        total = tf.constant(0.0)
-        for batch in data:
-            total += run.step(batch)["weight"]
-        return total
-
-    run.reset()
-    assert float(epoch()) == sum(MIXED)
-    expected = truth("weights", tuple(MIXED))
-    assert difference([v.numpy() for v in run.model.variables], expected.weights) <= 1e-6
-    assert int(run.optimizer.iterations.numpy()) == STEPS
-
-
 def test_shards_of_unequal_shares_prefetched_to_the_replicas():
     run = replicated(3, "all", micro_batches=2)
     batches = cut(CASES["all"][0], MIXED)
@@ -111,18 +92,6 @@ def test_one_device_strategy():
     batches = cut(CASES["all"][0], MIXED)
     data = tmg.distribute_dataset(as_dataset(batches), run.strategy)
     assert_same(run.train(data), truth("all", tuple(MIXED)))
-
-
-def test_several_mirrored_strategies_as_they_come_in_one_process():
-    """With TensorFlow's own collectives, a second one on other devices would break both."""
-    batches = cut(CASES["clip"][0], MIXED)
-    strategies = [
-        tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]),
-        tf.distribute.MirroredStrategy(["CPU:2", "CPU:3", "CPU:4", "CPU:5"]),
-    ]
-    runs = [replicated(strategy, "clip") for strategy in strategies]
-    for run in [*runs, runs[0]]:
-        assert_same(run.train(batches), truth("clip", tuple(MIXED)))
 
 
 def test_the_strategy_in_scope_is_the_default():

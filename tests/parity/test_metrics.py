@@ -6,7 +6,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from one_device import as_dataset, cut, strategy_of
+from one_device import cut, strategy_of
 
 import tfmultigpu as tmg
 
@@ -80,22 +80,6 @@ def test_metrics_are_those_of_one_device(replicas, options):
     assert float(tf.reduce_sum(made[2].total_cm.numpy())) == sum(SIZES), "each row once"
 
 
-def test_metrics_over_many_steps_in_one_call():
-    step, model, made, truth = make_step(3, classifier, several, micro_batches=2)
-    batches = cut((X, Y), SIZES)
-    data = tmg.distribute_dataset(as_dataset(batches), step.strategy, shares=(5, 2, 1))
-    assert int(step.run(iter(data), 100)["steps"]) == len(batches)
-    for x, y in batches:
-        predicted = model(x)
-        for metric in truth:
-            metric.update_state(y, predicted)
-    for metric, expected in zip(made, truth, strict=True):
-        assert float(metric.result()) == pytest.approx(float(expected.result()), abs=1e-6)
-    for metric in made:
-        metric.reset_state()
-    assert float(made[0].count.numpy()) == 0.0
-
-
 def test_padding_of_a_sequence_is_not_counted():
     def accuracy():
         return [keras.metrics.SparseCategoricalAccuracy()]
@@ -118,26 +102,6 @@ def two_heads() -> keras.Model:
     kind = keras.layers.Dense(3, "softmax", name="kind")(inputs)
     size = keras.layers.Dense(1, name="size")(inputs)
     return keras.Model(inputs, {"kind": kind, "size": size})
-
-
-def test_metrics_of_several_outputs():
-    strategy = strategy_of(2)
-    with strategy.scope():
-        keras.utils.set_random_seed(1)
-        model, optimizer = two_heads(), still()
-        accuracy = keras.metrics.SparseCategoricalAccuracy()
-        error = keras.metrics.MeanAbsoluteError()
-    metrics = [[accuracy], error]
-    losses = {"kind": "sparse_categorical_crossentropy", "size": "mse"}
-    step = tmg.make_train_step(model, optimizer, losses, strategy, metrics=metrics)
-    truth = keras.metrics.SparseCategoricalAccuracy(), keras.metrics.MeanAbsoluteError()
-    for x, y in cut((X, Y), SIZES):
-        step((x, {"kind": y, "size": x[:, :1]}))
-        predicted = model(x)
-        truth[0].update_state(y, predicted["kind"])
-        truth[1].update_state(x[:, :1], predicted["size"])
-    assert float(accuracy.result()) == pytest.approx(float(truth[0].result()), abs=1e-6)
-    assert float(error.result()) == pytest.approx(float(truth[1].result()), abs=1e-6)
 
 
 # What is refused ----------------------------------------------------------------------------------

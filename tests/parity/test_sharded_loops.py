@@ -86,19 +86,6 @@ def test_recurrent_layers_train_as_on_one_device(name: str, replicas: int) -> No
     hold(training(MODELS[name]), batches_of(IDS, LABELS), replicas)
 
 
-def test_recurrent_layers_of_bfloat16() -> None:
-    def make() -> Any:
-        before = keras.config.dtype_policy()
-        keras.config.set_dtype_policy("mixed_bfloat16")
-        try:
-            return MODELS["LSTM"]()
-        finally:
-            keras.config.set_dtype_policy(before)
-
-    # bfloat16 has 8 bits, and Adam divides a gradient near zero by its own size.
-    hold(training(make), batches_of(IDS, LABELS), 2, tolerance=2e-2)
-
-
 def two_outputs() -> Any:
     x = inputs = keras.Input((6,))
     for _ in range(3):

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-import keras
-import numpy as np
 import pytest
 import tensorflow as tf
 from one_device import assert_same, cut, strategy_of
 from small_problem import CASES, MIXED, replicated, truth
 
-import tfmultigpu as tmg
 from tfmultigpu.errors import TfMultiGpuError
 from tfmultigpu.strategies.collectives import (
     forcing_addition,
@@ -43,24 +40,6 @@ def test_as_one_device(way: Way, replicas: int, options: dict[str, Any]) -> None
     expected = truth("all", tuple(MIXED), options.get("optimizer", "sgd"))
     # Adam divides by roots of tiny numbers in its first steps.
     assert_same(run.train(BATCHES), expected, weights=1e-5 if "optimizer" in options else 1e-6)
-
-
-def test_metrics_and_evaluation(way: Way) -> None:
-    run = replicated(3, "weights")
-    with run.strategy.scope():
-        metric = keras.metrics.SparseCategoricalAccuracy()
-    step = tmg.make_eval_step(
-        run.model,
-        keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-        run.strategy,
-        metrics=[metric],
-    )
-    x, y, weight = BATCHES[2]
-    logs = step((x, y, weight))
-    logits = run.model(x).numpy()
-    losses = tf.nn.sparse_softmax_cross_entropy_with_logits(y, logits).numpy()
-    assert float(logs["loss"]) == pytest.approx(float(np.mean(losses * weight)), rel=1e-5)
-    assert float(metric.result()) == pytest.approx(float(np.mean(logits.argmax(-1) == y)))
 
 
 def test_each_way_is_really_taken(way: Way, monkeypatch: pytest.MonkeyPatch) -> None:
