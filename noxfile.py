@@ -48,7 +48,7 @@ def check(session: nox.Session) -> None:
 def tests(session: nox.Session) -> None:
     """Every promise of the README, held to one device through public names alone."""
     session.install("-e", ".", *groups("test"))
-    session.run(*PYTEST, *PROOF, *session.posargs)
+    session.run(*PYTEST, *session.posargs)
 
 
 @nox.session
@@ -56,14 +56,14 @@ def full(session: nox.Session) -> None:
     """All other tests: units, more layers and sizes, more processes, kills, every page."""
     session.install("-e", ".", *groups("test", "checkers"))
     rest = [f"--ignore={folder}" for folder in PROOF]
-    session.run(*PYTEST, "-m", "not versions", *rest, *session.posargs)
+    session.run(*PYTEST, "-m", "not versions", "tests", *rest, *session.posargs)
 
 
 @nox.session
 def versions(session: nox.Session) -> None:
     """Whether plain TensorFlow and Keras still do what the page of guarantees says of them."""
     session.install("-e", ".", *groups("test"))
-    session.run(*PYTEST, "-m", "versions", *session.posargs)
+    session.run(*PYTEST, "-m", "versions", "tests/guarantees", *session.posargs)
 
 
 def oldest_python() -> str:
@@ -82,7 +82,7 @@ def tests_oldest(session: nox.Session) -> None:
     if lowest is None:
         session.error(f"pyproject.toml names no single lowest TensorFlow: {requirement!r}")
     session.install("-e", ".", f"tensorflow=={lowest[1]}.*", *groups("test"))
-    session.run(*PYTEST, *PROOF, *session.posargs)
+    session.run(*PYTEST, *session.posargs)
 
 
 @nox.session

@@ -324,7 +324,7 @@ def test_the_newest_whole_checkpoint_is_used(damage: Any, tmp_path: Path) -> Non
     last = Saved(tmp_path)
     last.set(7)
     with (
-        pytest.warns(UserWarning),
+        pytest.warns(UserWarning, match="checkpoint"),
         pytest.raises(tmg.errors.TfMultiGpuError),
     ):
         last.checkpoints.restore()
