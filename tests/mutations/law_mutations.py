@@ -144,7 +144,7 @@ LAW = (
         "the loss of many steps is a mean of their losses",
         "steps/multi_step.py",
         (("tf.where(weight > 0, loss, plain", "tf.where(weight > 1e9, loss, plain"),),
-        (f"{RUN}::test_the_data_ends_within_a_call[2-calls0]",),
+        (f"{RUN}::test_the_data_ends_within_a_call[N=2]",),
     ),
     Mutation(
         "losses of several outputs are weighed alike over many steps",

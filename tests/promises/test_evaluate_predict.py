@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -27,12 +27,7 @@ WEIGHTS = _random.choice([0.0, 0.5, 1.0, 3.0], (2, ROWS))
 WEIGHTS[:, 7:10] = 0.0  # Two batches whose weights are all zero.
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _float64() -> Iterator[None]:
-    before = keras.config.floatx()
-    keras.config.set_floatx("float64")
-    yield
-    keras.config.set_floatx(before)
+pytestmark = pytest.mark.usefixtures("float64")
 
 
 class Mean(keras.layers.Layer):

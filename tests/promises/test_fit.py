@@ -18,7 +18,11 @@ from law.plain import PlainLoop, assert_values
 import tfmultigpu as tmg
 
 # Of NumPy 2, for the arrays that Keras' LearningRateScheduler makes.
-pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+pytestmark = [
+    pytest.mark.usefixtures("float64"),
+    # Of a callback of Keras under NumPy 2.
+    pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning"),
+]
 layers = keras.layers
 _random = np.random.default_rng(11)
 # Rows that no number of replicas divides, fewer rows than replicas, a last batch of one row.
@@ -47,15 +51,6 @@ def cut(arrays: Any, sizes: Sequence[int]) -> list[Any]:
 
 
 keras_fit = functools.partial(keras.Model.fit, shuffle=False)  # Else it warns of a dataset.
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _float64() -> Any:
-    """Has Keras keep losses as float64 too: it cannot add an L2 of float64 to one of float32."""
-    before = keras.config.floatx()
-    keras.config.set_floatx("float64")
-    yield
-    keras.config.set_floatx(before)
 
 
 class Recorder(keras.callbacks.Callback):

@@ -8,7 +8,6 @@ import random
 import shutil
 import signal
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,13 +31,7 @@ Y = X @ _random.normal(size=(4, 2))
 OVERFLOW = 1e308  # Of this label, the gradient of its batch is infinite.
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _float64() -> Iterator[None]:
-    """Has the loss be float64 as the model is, also in ``fit``."""
-    before = keras.config.floatx()
-    keras.config.set_floatx("float64")
-    yield
-    keras.config.set_floatx(before)
+pytestmark = pytest.mark.usefixtures("float64")
 
 
 def read(overflow: bool = False) -> tf.data.Dataset:
@@ -251,6 +244,7 @@ def train_until_killed(directory: Path, end: int) -> None:
     (cpu,) = tf.config.list_physical_devices("CPU")
     tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 2)
     keras.config.set_floatx("float64")
+    keras.config.set_dtype_policy("float64")
     train(Run(directory, 2, seed=5, overflow=True), end=end)
 
 
