@@ -21,9 +21,7 @@ __all__ = [
 ]
 
 Prefer: TypeAlias = Literal["auto", "tpu", "multi_worker", "mirrored", "one_device"]
-Communication: TypeAlias = Literal[
-    "auto", "measured", "nccl", "ring", "hierarchical_copy", "one_device"
-]
+Communication: TypeAlias = Literal["auto", "nccl", "ring", "hierarchical_copy", "one_device"]
 Verify: TypeAlias = Literal["first", "gradients"] | bool
 ShardUpdate: TypeAlias = Literal["auto"] | bool
 LossScaling: TypeAlias = Literal["dynamic"] | float | None

@@ -266,10 +266,8 @@ WAYS_TO_ADD: list[tuple[MachineInfo, str, str, set[str]]] = [
 
 
 def test_communication_is_what_works() -> None:
-    # "measured" has its own tests, in test_communication.py.
-    asked_for = sorted(set(COMMUNICATIONS) - {"measured"})
     wrong = []
-    for (facts, prefer, best, impossible), asked in itertools.product(WAYS_TO_ADD, asked_for):
+    for (facts, prefer, best, impossible), asked in itertools.product(WAYS_TO_ADD, COMMUNICATIONS):
         plan = choose(facts, prefer, communication=asked)
         if asked in impossible:
             unmet = [one.partition(":")[0] for one in plan.unmet]

@@ -41,7 +41,6 @@ class ProcessState:
             self._link: WorkerLink | None = None
             self._strategies: weakref.WeakSet[Any] = weakref.WeakSet()
             self._kept: dict[Hashable, Any] = {}
-            self._facts: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
     def join(self, cluster: Cluster, link: WorkerLink | None) -> None:
         """Notes the cluster, and the connections to its other workers."""
@@ -105,16 +104,6 @@ class ProcessState:
         """Returns whether something was made for a key."""
         with self._lock:
             return key in self._kept
-
-    def describe(self, strategy: Any, fact: Any) -> None:
-        """Notes a fact about a strategy, for as long as the strategy lives."""
-        with self._lock:
-            self._facts[strategy] = fact
-
-    def description(self, strategy: Any) -> Any:
-        """Returns the fact that was noted about a strategy; None if there is none."""
-        with self._lock:
-            return self._facts.get(strategy)
 
     def _noted(self) -> tuple[Any, ...]:
         with self._lock:

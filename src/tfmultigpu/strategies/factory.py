@@ -18,7 +18,6 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfmultigpu.arguments import telling_swapped
 from tfmultigpu.clusters.failures import watch
 from tfmultigpu.clusters.preflight import preflight
 from tfmultigpu.clusters.process_state import process_state
@@ -34,10 +33,9 @@ from tfmultigpu.errors import (
 from tfmultigpu.strategies.communication import (
     built_with_nccl,
     explaining_tf_config,
-    measured_strategy,
     mirrored_strategy,
 )
-from tfmultigpu.strategies.plan import MachineInfo, StrategyPlan, added_by, choose
+from tfmultigpu.strategies.plan import MachineInfo, StrategyPlan, choose
 from tfmultigpu.strategies.stop_signals import keeping_handler
 from tfmultigpu.strategies.tensorflow_log import leave_out_progress
 from tfmultigpu.strategies.tpu import Tpu, connect_tpu, find_tpu
@@ -51,7 +49,6 @@ _log = logging.getLogger("tfmultigpu")
 _JOIN_SECONDS = 60.0
 
 
-@telling_swapped
 def plan_strategy(
     prefer: Prefer = "auto",
     devices: int | str | Sequence[str] | None = None,
@@ -86,7 +83,6 @@ def plan_strategy(
     return choose(_look_around(prefer, devices, cluster), prefer, devices, communication)
 
 
-@telling_swapped
 def create_strategy(
     prefer: Prefer = "auto",
     devices: int | str | Sequence[str] | None = None,
@@ -108,9 +104,7 @@ def create_strategy(
         devices: Names, such as ``["GPU:0", "GPU:1"]``, or a count: of the GPUs if there are any,
             of the logical CPUs otherwise. None for all. With ``prefer="tpu"`` its address.
         communication: How replicas add gradients: ``"auto"``, ``"nccl"``, ``"ring"``,
-            ``"hierarchical_copy"``, ``"one_device"`` (added on one device, then copied), or
-            ``"measured"``: the fastest of those, timed by ``measure_communication`` once for these
-            devices. Another run may choose another way, and differ in the last bits.
+            ``"hierarchical_copy"`` or ``"one_device"`` (added on one device, then copied).
         fallback: What to do if this machine cannot do what was requested. True warns with the
             reason and takes the next in order; False raises. A missing device, a wrong cluster and
             a missing worker always raise: a run on other devices, or of one worker alone, would be
@@ -168,7 +162,7 @@ def create_strategy(
     if contradiction is not None:
         raise DeviceSettingsError(f"{contradiction}.")
     if plan.kind == "mirrored":
-        return _noted(_mirror(plan, facts))
+        return _noted(_mirror(plan))
     with explaining_tf_config():
         alone: Strategy = tf.distribute.OneDeviceStrategy(f"/device:{plan.devices[0]}")
         return alone
@@ -248,8 +242,7 @@ def _accept(plan: StrategyPlan, fallback: bool) -> None:
     if not plan.unmet:
         return
     what = "; ".join(plan.unmet)
-    how = added_by(plan.communication)
-    taken = f"{plan.kind} on {', '.join(plan.devices)}, gradients added by {how}"
+    taken = f"{plan.kind} on {', '.join(plan.devices)}, gradients added by {plan.communication}"
     if not fallback:
         raise StrategyUnavailableError(
             f"Requested but unavailable on this machine: {what}. Change that argument, or pass "
@@ -276,9 +269,7 @@ def _say(plan: StrategyPlan, facts: MachineInfo, devices: int | str | Sequence[s
     _log.info("%s", plan)
 
 
-def _mirror(plan: StrategyPlan, facts: MachineInfo) -> tf.distribute.Strategy:
-    if plan.communication == "measured":
-        return measured_strategy(plan.devices, facts)
+def _mirror(plan: StrategyPlan) -> tf.distribute.Strategy:
     if plan.communication != "ring":
         return mirrored_strategy(plan.devices, plan.communication)
     # A second ring, over the same devices too, takes the numbers of the first one's collectives:

@@ -18,14 +18,12 @@ __all__ = [
     "KINDS",
     "MachineInfo",
     "StrategyPlan",
-    "added_by",
     "choose",
-    "measurable",
 ]
 
 KINDS = ("tpu", "multi_worker", "mirrored", "one_device")
 _WAYS = ("nccl", "ring", "hierarchical_copy", "one_device")
-COMMUNICATIONS = ("auto", "measured", *_WAYS)
+COMMUNICATIONS = ("auto", *_WAYS)
 
 _NO_TPU = Tpu(None, "", "nobody looked for a TPU")
 _HINTS = {
@@ -83,7 +81,7 @@ class StrategyPlan:
         reason: Why this kind.
         rejected: For each other kind, why not.
         communication: How the replicas add their gradients: one of the choices, ``"none"`` for one
-            replica, ``"tpu"`` for a TPU, ``"measured"`` if ``create_strategy`` will time several.
+            replica, ``"tpu"`` for a TPU.
         communication_reason: Why this way.
         unmet: The requests that this machine cannot meet, each with its reason.
         hints: Settings of the environment that may help; the library does not set them.
@@ -110,7 +108,7 @@ class StrategyPlan:
         lines = [
             f"{self.kind}: {count} on {listed(self.devices)}",
             f"  because {self.reason}",
-            f"  gradients are added by {added_by(self.communication)}: {self.communication_reason}",
+            f"  gradients are added by {self.communication}: {self.communication_reason}",
         ]
         lines += [f"  not {kind}: {why}" for kind, why in self.rejected.items()]
         lines += [f"  requested but unavailable: {what}" for what in self.unmet]
@@ -124,18 +122,13 @@ class StrategyPlan:
             ("devices", listed(self.devices)),
             ("replicas", cores if self.num_replicas is None else self.num_replicas),
             ("because", self.reason),
-            ("gradients are added by", added_by(self.communication)),
+            ("gradients are added by", self.communication),
             ("because", self.communication_reason),
             *((f"not {kind}", why) for kind, why in self.rejected.items()),
             *(("requested but unavailable", what) for what in self.unmet),
             *(("hint", hint) for hint in self.hints),
         ]
         return html_table(f"Strategy plan: {self.kind}", rows)
-
-
-def added_by(communication: str) -> str:
-    """Returns the communication of a plan, for a sentence."""
-    return "the fastest, to be measured" if communication == "measured" else communication
 
 
 class _Choice(NamedTuple):
@@ -324,12 +317,6 @@ def _communication(asked: str, choice: _Choice, facts: MachineInfo) -> tuple[str
     if choice.kind == "tpu":
         own = "a TPU adds over its own interconnect"
         return "tpu", own, None if asked == "auto" else own
-    if asked == "measured" and choice.kind == "mirrored":
-        ways, why = measurable(choice.devices, facts)
-        others = "; ".join(f"not {way}: {reason}" for way, reason in why.items())
-        if len(ways) > 1:
-            return asked, f"{listed(ways)} are timed when the strategy is created; {others}", None
-        return ways[0], f"nothing to measure, as it is the only way; {others}", None
     possible, why = _possible(choice, facts)
     if asked == "auto":
         best = possible[0]
@@ -339,35 +326,6 @@ def _communication(asked: str, choice: _Choice, facts: MachineInfo) -> tuple[str
         best = possible[0]
         return best, f"{asked} was requested, but {why[asked]}", why[asked]
     return best, why[best], None
-
-
-def measurable(
-    devices: tuple[str, ...], facts: MachineInfo
-) -> tuple[tuple[str, ...], dict[str, str]]:
-    """Returns the ways to add over devices of one machine that can be timed; pure.
-
-    Args:
-        devices: The devices of a mirrored strategy, or one.
-        facts: The facts about the machine.
-
-    Returns:
-        The ways, and for each other way why it cannot.
-
-    Example:
-        >>> cpus = MachineInfo({f"CPU:{index}": "CPU:0" for index in range(3)})
-        >>> measurable(("CPU:0", "CPU:1"), cpus)[0]
-        ('one_device', 'hierarchical_copy')
-    """
-    if len(devices) == 1:
-        alone = "one replica has nothing to add"
-        return ("one_device",), {way: alone for way in _WAYS if way != "one_device"}
-    possible, why = _possible(_Choice("mirrored", devices, len(devices), ""), facts)
-    if "ring" in possible:
-        why["ring"] = (
-            "TensorFlow has one ring in a process, and a trial would spend it on these devices"
-        )
-    ways = tuple(way for way in possible if way != "ring")
-    return ways, {way: why[way] for way in _WAYS if way not in ways}
 
 
 def _possible(choice: _Choice, facts: MachineInfo) -> tuple[tuple[str, ...], dict[str, str]]:
@@ -383,8 +341,7 @@ def _possible(choice: _Choice, facts: MachineInfo) -> tuple[tuple[str, ...], dic
         no_nccl = "this TensorFlow is built without NCCL"
     if choice.kind == "multi_worker":
         between = "between workers TensorFlow has NCCL and ring only"
-        once = "with several workers nothing can be tried: TensorFlow joins a cluster once"
-        why = {"hierarchical_copy": between, "one_device": between, "measured": once}
+        why = {"hierarchical_copy": between, "one_device": between}
         if no_nccl is None:
             return ("nccl", "ring"), {**why, "nccl": "the GPUs are whole"}
         return ("ring",), {**why, "nccl": no_nccl, "ring": no_nccl}

@@ -80,7 +80,6 @@ GROUPS: dict[str, Group] = {
             memory.out_of_memory_report,
             memory.limits_of_parts,
             memory.sharded_variables,
-            planning.measured_communication,
             replicas.xla,
             # Last: what cuDNN chose for a shape it keeps, and may keep with TF32.
             replicas.exact_with_tf32,

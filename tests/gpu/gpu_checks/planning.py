@@ -14,7 +14,6 @@ __all__ = [
     "communication",
     "doctor",
     "judge_plan",
-    "measured_communication",
     "names_of_parts",
     "shares_by_memory",
 ]
@@ -53,20 +52,6 @@ def communication(place: Place) -> dict[str, Any]:
     )
     assert strategy.num_replicas_in_sync == len(place.devices)
     return {"communication": plan.communication, "reason": plan.communication_reason}
-
-
-def measured_communication(place: Place) -> dict[str, Any]:
-    """Of the ways that can work over parts of one card the fastest is taken; NCCL is not tried."""
-    strategy = tmg.create_strategy(
-        devices=list(place.devices), communication="measured", fallback=False
-    )
-    times = tmg.strategies.communication_times(strategy)
-    assert times is not None, "nothing was measured"
-    milliseconds = {way: 1000 * taken for way, taken in times.seconds.items()}
-    assert set(milliseconds) <= {"one_device", "hierarchical_copy"}, milliseconds
-    assert times.fastest in milliseconds, times
-    assert "NCCL" in times.left_out["nccl"], times.left_out
-    return {"ms of 16 MiB": milliseconds, "left_out": dict(times.left_out)}
 
 
 def judge_plan(plan: tmg.StrategyPlan) -> None:
