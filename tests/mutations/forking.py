@@ -28,11 +28,17 @@ class Outcomes:
     def pytest_runtest_makereport(self, item: Any, call: Any) -> None:
         name = item.nodeid.removeprefix("tests/")
         if call.excinfo is not None:
-            kinds = [kind.__name__ for kind in call.excinfo.type.__mro__]
+            kinds = kinds_of(call.excinfo.value)
             lines = str(call.excinfo.value).strip().splitlines() or [""]
             self.by_test[name] = ["failed", " ".join(kinds), lines[0]]
         elif call.when == "call":
             self.by_test.setdefault(name, ["passed", "", ""])
+
+
+def kinds_of(error: BaseException) -> list[str]:
+    """Returns the names of the classes of an error, and of the errors that it groups."""
+    names = [kind.__name__ for kind in type(error).__mro__]
+    return names + [name for one in getattr(error, "exceptions", ()) for name in kinds_of(one)]
 
 
 def run(package: str, tests: list[str], output: str) -> None:
@@ -40,6 +46,7 @@ def run(package: str, tests: list[str], output: str) -> None:
     import pytest
 
     sys.path.insert(0, package)
+    os.environ["PYTHONPATH"] = package  # For the processes that tests start.
     import tfmultigpu
 
     assert tfmultigpu.__file__.startswith(package), tfmultigpu.__file__

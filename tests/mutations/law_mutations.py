@@ -263,7 +263,7 @@ LAW = (
                 "tf.where(grow, tf.zeros_like(good), good + 1)",
             ),
         ),
-        (f"{SKIP}[dynamic, N=3]",),
+        (f"{SKIP}[LossScaleOptimizer, N=3]",),
     ),
     Mutation(
         "weights are not overwritten by their averages",
@@ -286,7 +286,7 @@ LAW = (
                 "            if True:",
             ),
         ),
-        (f"{RUN}::test_steps_inside_a_function_of_the_user[2]",),
+        (f"{RUN}::test_the_end_of_the_data_in_a_function_of_the_user",),
     ),
     # Rows -----------------------------------------------------------------------------------------
     Mutation(
@@ -316,7 +316,7 @@ LAW = (
         "a batch smaller than the replicas leaves some without rows",
         "data/partition.py",
         (("    whole = rows < len(shares)\n", "    whole = tf.constant(False)\n"),),
-        (NORM,),
+        (f"{DATASETS}::test_no_replica_of_a_step_is_without_rows[3]",),
     ),
     Mutation(
         "a small batch counts once for each replica",
@@ -355,13 +355,13 @@ LAW = (
         "rows that are gathered in a small batch have the gradients of all copies",
         "steps/row_gathering.py",
         (("tf.where(small, own, every)", "tf.where(False, own, every)"),),
-        (f"{GATHERED}[3-views_by_labels]",),
+        (f"{GATHERED}[3-against_itself-against_gathered]",),
     ),
     Mutation(
         "rows that are gathered have the gradients of their own replica alone",
         "steps/row_gathering.py",
         (("added = all_reduce_sum(", "added = lone(all_reduce_sum)("), ("def _source(", LONE)),
-        (f"{GATHERED}[2-views_by_labels]",),
+        (f"{GATHERED}[2-views-views_by_labels]",),
     ),
     Mutation(
         "replicas draw the same numbers",
@@ -434,7 +434,7 @@ LAW = (
         "every difference is taken for rounding",
         "steps/verification/rounding.py",
         (("4.0 if half else 16.0\n", "1e9\n"),),
-        (f"{TOUCHING}[a batch mean in a Lambda]",),
+        (f"{TOUCHING}[a batch mean in float32]",),
     ),
     Mutation(
         "states that layers assign are not compared",
@@ -445,6 +445,6 @@ LAW = (
                 "found += []",
             ),
         ),
-        (f"{TOUCHING}[a maximum kept in a layer]",),
+        (f"{TOUCHING}[a number of rows kept in a layer]",),
     ),
 )

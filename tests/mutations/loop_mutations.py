@@ -133,7 +133,7 @@ LOOPS = (
         ),
         (
             "promises/test_touching_rows.py::"
-            "test_gathered_rows_make_a_contrastive_loss_exact[3-views_by_labels]",
+            "test_gathered_rows_make_a_contrastive_loss_exact[3-views-views_by_labels]",
         ),
     ),
     Mutation(
@@ -236,7 +236,7 @@ LOOPS = (
         ),
         (
             "promises/test_touching_rows.py::"
-            "test_gathered_rows_make_a_contrastive_loss_exact[3-views_by_labels]",
+            "test_gathered_rows_make_a_contrastive_loss_exact[3-views-views_by_labels]",
         ),
     ),
 )

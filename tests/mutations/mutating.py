@@ -19,7 +19,8 @@ UNCHANGED = "nothing"
 # By what a test must fail: an assertion, a warning or error with which the library itself says that
 # something is wrong, or what a test says of an error that did not come. A mutation that cannot be
 # imported or run proves nothing.
-BY = {"AssertionError", "TfMultiGpuError", "ReplicaDependenceWarning", "Failed"}
+BY = {"AssertionError", "Failed", "TfMultiGpuError"}
+BY |= {"ReplicaDependenceWarning", "StrategyFallbackWarning"}
 
 HEAD = """# What the tests catch
 

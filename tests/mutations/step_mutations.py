@@ -128,7 +128,7 @@ STEPS = (
     Mutation(
         "a micro-batch draws the numbers of the first one",
         "steps/random_draws.py",
-        (("first=lambda: held.first() + bounds()[0],", "first=held.first,"),),
+        (("first=lambda: self.first() + bounds()[0],", "first=self.first,"),),
         (f"{DRAWS}[noise without seeds, N=2]",),
     ),
     Mutation(

@@ -13,7 +13,7 @@ PROCESSES = (
         (
             (
                 "    with _hiding(optimizer, dict.fromkeys(_OWN_IDEAS)):",
-                "    several = 'MultiWorker' in type(tf.distribute.get_strategy()).__name__\n"
+                "    several = 'Collective' in type(tf.distribute.get_strategy()).__name__\n"
                 "    with _hiding(optimizer, dict.fromkeys(_OWN_IDEAS + _CLIPS * several)):",
             ),
         ),

@@ -17,6 +17,7 @@ import tfmultigpu as tmg
 
 SIZES = (7, 5, 2, 1)
 DRAWN = {"max_examples": 10, "deadline": None, "derandomize": True, "database": None}
+GROWTH = 2  # Good steps after which the scale of the wrapped optimizer doubles.
 SCALE = 2.0**15  # Where Keras' LossScaleOptimizer begins.
 
 
@@ -25,7 +26,7 @@ def sgd() -> Any:
 
 
 def wrapped() -> Any:
-    return keras.optimizers.LossScaleOptimizer(sgd())
+    return keras.optimizers.LossScaleOptimizer(sgd(), dynamic_growth_steps=GROWTH)
 
 
 def averaged() -> Any:
@@ -59,6 +60,7 @@ class Scaled(Pair):
         super().__init__(build, regression([1])[0], replicas, **options)
         self.dynamic = options.get("loss_scale", "dynamic") == "dynamic"
         self.scale = SCALE if self.dynamic else options["loss_scale"]
+        self.growth, self.good = GROWTH if make is wrapped else 2000, 0
 
     def inner(self) -> Any:
         return getattr(self.ours.optimizer, "inner_optimizer", self.ours.optimizer)
@@ -87,7 +89,11 @@ class Scaled(Pair):
                 for old, new in zip(before, self.trained(), strict=True):
                     np.testing.assert_array_equal(old, new)
                 self.scale = max(self.scale / 2, 1.0) if self.dynamic else self.scale
+                self.good = 0
                 continue
+            self.good += 1
+            if self.good == self.growth:
+                self.scale, self.good = self.scale * 2, 0
             expected = self.plain.step(batch)
             np.testing.assert_allclose(logs["loss"], expected["loss"], **LOGS)
             np.testing.assert_allclose(logs["gradient_norm"], expected["gradient_norm"], **LOGS)

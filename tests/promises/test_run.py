@@ -90,6 +90,26 @@ def test_each_pass_is_over_all_batches() -> None:
     pair.assert_same()
 
 
+# Fails if a step whose batch the data could not give is counted, or moves a weight.
+def test_the_end_of_the_data_in_a_function_of_the_user() -> None:
+    pair = pair_of(3)
+    pair.reset()
+    batches = batches_of(SIZES)
+    expected = expected_logs(pair, batches)
+
+    @tf.function
+    def train(iterator: Any) -> Any:
+        return pair.step(next(iterator))["loss"]
+
+    iterator = pair.shards(batches)
+    losses = [float(train(iterator)) for _ in batches]
+    np.testing.assert_allclose(losses, [one[0] for one in expected], **LOGS)
+    with pytest.raises((tf.errors.OutOfRangeError, StopIteration)):
+        train(iterator)
+    assert int(pair.ours.optimizer.iterations.numpy()) == len(batches)
+    pair.assert_same()
+
+
 # Fails if a step inside a tf.function trains while that is traced, takes a batch that is not its
 # own, or knows no longer how many rows a batch has that is smaller than the number of replicas.
 @pytest.mark.parametrize("replicas", [2, 3])

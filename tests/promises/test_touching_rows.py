@@ -52,6 +52,20 @@ class KeepsMean(layers.Layer):
         return x - self.mean
 
 
+class CountsBatches(layers.Layer):
+    """Keeps the rows of its last batch; nothing that is trained depends on them."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.rows = self.add_weight(
+            name="rows", initializer="zeros", trainable=False, aggregation="mean"
+        )
+
+    def call(self, x: Any) -> Any:
+        self.rows.assign(tf.cast(tf.shape(x)[0], self.rows.dtype))
+        return x
+
+
 def views(y: Any, z: Any) -> Any:
     """The loss of SimCLR, for each row: its two views against all other views of the batch."""
     rows = tf.shape(z)[0]
@@ -72,6 +86,21 @@ def views_by_labels(y: Any, z: Any) -> Any:
 def views_by_rows(y: Any, z: Any) -> Any:
     rows = tmg.rows()
     return views(y, tmg.gather_rows(z))[rows.first : rows.first + rows.count]
+
+
+def against(y: Any, z: Any, every: Any) -> Any:
+    """A row against all rows: what is its own is not read from those that were gathered."""
+    alike = tf.matmul(z, every, transpose_b=True)
+    places = tf.cast(y[:, 0], tf.int32)
+    return tf.nn.sparse_softmax_cross_entropy_with_logits(places, alike)
+
+
+def against_itself(y: Any, z: Any) -> Any:
+    return against(y, z, z)
+
+
+def against_gathered(y: Any, z: Any) -> Any:
+    return against(y, z, tmg.gather_rows(z))
 
 
 class Float64Loss(keras.losses.Loss):
@@ -110,6 +139,11 @@ def centred() -> Any:
     return sequential(layers.Lambda(lambda x: x - tf.reduce_mean(x, 0), name="centred", **FLOAT))
 
 
+def centred_in_float32() -> Any:
+    centre = layers.Lambda(lambda x: x - tf.reduce_mean(x, 0), name="centre")
+    return keras.Sequential([keras.Input((4,)), centre, layers.Dense(2)])
+
+
 def slightly_centred() -> Any:
     return sequential(
         layers.Lambda(lambda x: x + 0.01 * tf.reduce_mean(x * x), name="slight", **FLOAT)
@@ -122,9 +156,16 @@ def local_norm() -> Any:
 
 TOLD = {
     "a batch mean in a Lambda": (2, centred, "mse", "centred"),
+    "a batch mean in float32": (2, centred_in_float32, "mse", "centre"),
     "a hundredth of the batch mean in a Lambda": (2, slightly_centred, "mse", "slight"),
     "a BatchNormalization that is not synchronized": (3, local_norm, "mse", "local_norm"),
     "a contrastive loss": (3, encoder, views, "gather_rows"),
+    "a number of rows kept in a layer": (
+        2,
+        lambda: sequential(CountsBatches(name="counts", **FLOAT)),
+        "mse",
+        "counts",
+    ),
     "a maximum kept in a layer": (
         2,
         lambda: sequential(Largest(name="top", **FLOAT)),
@@ -178,12 +219,14 @@ def test_the_first_batch_that_does_not_divide_evenly_is_checked_too() -> None:
 # Fails if rows are missing, stand twice (two rows on three replicas) or in another order, or if the
 # gradient of a row leaves out what it does to the rows of another replica.
 @pytest.mark.parametrize(
-    ("replicas", "own"),
+    ("replicas", "whole", "own"),
     [
-        (2, views_by_labels),
-        (3, views_by_labels),
+        (2, views, views_by_labels),
+        (3, views, views_by_labels),
+        (3, against_itself, against_gathered),
         pytest.param(
             3,
+            views,
             views_by_rows,
             marks=pytest.mark.xfail(
                 strict=True, raises=AttributeError, reason="tmg.rows does not exist yet."
@@ -191,9 +234,9 @@ def test_the_first_batch_that_does_not_divide_evenly_is_checked_too() -> None:
         ),
     ],
 )
-def test_gathered_rows_make_a_contrastive_loss_exact(replicas: int, own: Any) -> None:
+def test_gathered_rows_make_a_contrastive_loss_exact(replicas: int, whole: Any, own: Any) -> None:
     def build() -> Training:
-        values = own if tf.distribute.has_strategy() else views
+        values = own if tf.distribute.has_strategy() else whole
         return Training(encoder(), keras.optimizers.SGD(0.1), Float64Loss(values))
 
     batches = [(x, np.arange(len(x))[:, None]) for x, _ in regression([7, 2, 1, 5])]
