@@ -333,4 +333,16 @@ STEPS = (
         (("sums[name] = value * tf.cast(rows, value.dtype)", "sums[name] = value"),),
         ("promises/test_chain.py::test_fit_runs_the_chain_on_each_batch",),
     ),
+    Mutation(
+        "out of memory does not name the batch",
+        "steps/failures.py",
+        (
+            (
+                "        rows = None if count_rows is None else count_rows()\n"
+                "        raise _out_of_memory(error, strategy, rows) from error\n    except (tf",
+                "        raise _out_of_memory(error, strategy, None) from error\n    except (tf",
+            ),
+        ),
+        ("promises/test_out_of_memory.py::test_the_replica_the_batch_and_the_way_out_are_named",),
+    ),
 )
