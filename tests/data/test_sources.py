@@ -125,12 +125,12 @@ class Loader:
     [
         (
             "train.csv",
-            "The data cannot be distributed: str is not an array. Received: str. Give a "
+            "The data cannot be distributed: str is not an array. Received: 'train.csv'. Give a "
             "tf.data.Dataset of global batches, or arrays with batch_size.",
         ),
         (
             5,
-            "The data cannot be distributed: int is not an array. Received: int. Give a "
+            "The data cannot be distributed: int is not an array. Received: 5. Give a "
             "tf.data.Dataset of global batches, or arrays with batch_size.",
         ),
         (

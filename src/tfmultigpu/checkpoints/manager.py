@@ -12,7 +12,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfmultigpu.arguments import check_count, telling_swapped
+from tfmultigpu.arguments import check_count
 from tfmultigpu.checkpoints import state
 from tfmultigpu.checkpoints.arguments import (
     check_extra,
@@ -82,7 +82,6 @@ class Checkpoints:
         ((None, 2), (2, 6))
     """
 
-    @telling_swapped
     def __init__(
         self,
         directory: str | os.PathLike[str],

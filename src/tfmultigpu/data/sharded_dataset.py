@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import tensorflow as tf
 
-from tfmultigpu.arguments import check_count, telling_swapped
+from tfmultigpu.arguments import check_count
 from tfmultigpu.data import partition
 from tfmultigpu.data.batch_format import as_data_error, checked_rows
 from tfmultigpu.data.consistency import compared_over_workers
@@ -34,7 +34,6 @@ from tfmultigpu.types import Strategy
 __all__ = ["ShardIterator", "ShardedDataset", "cutter", "distribute_dataset", "row_weight"]
 
 
-@telling_swapped
 def distribute_dataset(
     dataset: Any,
     strategy: Strategy | None = None,

@@ -94,8 +94,9 @@ def tensors_of_arrays(data: Any) -> Any:
         hint = ""
         if hasattr(data, "__iter__") and not isinstance(data, (str, bytes, tuple, list, Mapping)):
             hint = " If it is an iterable of batches, give a function that returns it: lambda: it."
+        received = repr(data) if isinstance(data, (str, int, float)) else type(data).__name__
         raise DataError(
-            f"The data cannot be distributed: {error}. Received: {type(data).__name__}. Give a "
+            f"The data cannot be distributed: {error}. Received: {received}. Give a "
             f"tf.data.Dataset of global batches, or arrays with batch_size.{hint}"
         ) from None
     leaves = tensors_of(arrays)

@@ -12,7 +12,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfmultigpu.arguments import check_count, telling_swapped
+from tfmultigpu.arguments import check_count
 from tfmultigpu.devices.discovery import (
     Device,
     list_devices,
@@ -133,7 +133,6 @@ def limit_memory(limits: Mapping[str, int]) -> None:
     _configure(config, wanted, call)
 
 
-@telling_swapped
 def split_device(
     device: str, parts: int, memory: int | Sequence[int] | None = None
 ) -> tuple[str, ...]:

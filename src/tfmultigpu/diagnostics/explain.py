@@ -9,7 +9,6 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfmultigpu.arguments import telling_swapped
 from tfmultigpu.data.parts import is_marked
 from tfmultigpu.devices.configure import list_logical_devices
 from tfmultigpu.devices.names import listed
@@ -35,7 +34,6 @@ _NOT_HERE = {"started-before-cluster"}
 
 
 @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
-@telling_swapped
 def explain(
     model: Any,
     optimizer: Optimizer | None = None,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from tfmultigpu.arguments import telling_swapped
 from tfmultigpu.loops.compiled import compile_arguments
 from tfmultigpu.loops.evaluation_passes import EvaluationPasses
 from tfmultigpu.loops.evaluator import as_list
@@ -22,7 +21,6 @@ from tfmultigpu.types import Model, Verbose, Verify
 __all__ = ["evaluate"]
 
 
-@telling_swapped
 def evaluate(
     model: Model,
     data: Any = None,

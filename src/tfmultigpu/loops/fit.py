@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from tfmultigpu.arguments import check_count, telling_swapped
+from tfmultigpu.arguments import check_count
 from tfmultigpu.data.seeds import draw_seed
 from tfmultigpu.errors import DataError
 from tfmultigpu.loops.callbacks import (
@@ -51,7 +51,6 @@ if TYPE_CHECKING:
 __all__ = ["fit"]
 
 
-@telling_swapped
 def fit(
     model: Model,
     data: Any = None,

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfmultigpu.arguments import telling_swapped
 from tfmultigpu.data.other_packages import read_tables
 from tfmultigpu.errors import DataError
 from tfmultigpu.loops.inputs import check_steps, labelled, no_batches, pass_batches
@@ -30,7 +29,6 @@ __all__ = ["predict"]
 _AHEAD = 2
 
 
-@telling_swapped
 def predict(
     model: Model,
     data: Any = None,

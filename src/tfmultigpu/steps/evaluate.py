@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from tfmultigpu.arguments import telling_swapped
 from tfmultigpu.data import partition
 from tfmultigpu.data.batch_format import count_rows, unpack_batch
 from tfmultigpu.errors import DataError
@@ -47,7 +46,6 @@ from tfmultigpu.types import Models, Strategy, Verify
 __all__ = ["EvalStep", "PredictStep", "Totals", "make_eval_step", "make_predict_step"]
 
 
-@telling_swapped
 def make_eval_step(
     model: Models,
     loss: Any,
@@ -101,7 +99,6 @@ def make_eval_step(
     return EvalStep(objective, verifier, strategy, metrics, weighted_metrics)
 
 
-@telling_swapped
 def make_predict_step(
     model: Models, strategy: Strategy | None = None, *, verify: Verify = "first"
 ) -> PredictStep:

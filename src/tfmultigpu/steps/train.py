@@ -7,7 +7,6 @@ from typing import Any, Literal
 
 import tensorflow as tf
 
-from tfmultigpu.arguments import telling_swapped
 from tfmultigpu.losses.metrics import check_metrics
 from tfmultigpu.losses.objective import Objective
 from tfmultigpu.steps.evaluate import make_eval_step, make_predict_step
@@ -21,7 +20,6 @@ from tfmultigpu.types import LossScaling, Models, Optimizer, ShardUpdate, Strate
 __all__ = ["TrainStep", "make_eval_step", "make_predict_step", "make_train_step"]
 
 
-@telling_swapped
 def make_train_step(
     model: Models,
     optimizer: Optimizer,

@@ -12,7 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfmultigpu import _compat
-from tfmultigpu.arguments import check_count, telling_swapped
+from tfmultigpu.arguments import check_count
 from tfmultigpu.data import partition
 from tfmultigpu.data.batch_format import count_rows
 from tfmultigpu.data.sharded_dataset import distribute_dataset
@@ -33,7 +33,6 @@ from tfmultigpu.types import Model, Optimizer, Strategy
 __all__ = ["measured_capacities", "memory_capacities"]
 
 
-@telling_swapped
 def memory_capacities(
     strategy: Strategy | None = None,
     *,
@@ -131,7 +130,6 @@ class Step(Protocol):
         """Trains on one batch."""
 
 
-@telling_swapped
 def measured_capacities(step: Step, batch: Any, *, repeats: int = 5) -> tuple[float, ...]:
     """Measures the examples per second of each replica with real steps.
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfmultigpu.arguments import check_count, telling_swapped
+from tfmultigpu.arguments import check_count
 from tfmultigpu.data import partition
 from tfmultigpu.data.batch_format import count_rows
 from tfmultigpu.diagnostics.report import Finding
@@ -143,7 +143,6 @@ class StepProfile:
         Path(path).write_text(self.as_svg(), encoding="utf-8")
 
 
-@telling_swapped
 def profile_step(
     step: TrainStep | ChainedStep,
     data: Iterable[Any],
