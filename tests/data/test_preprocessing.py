@@ -15,6 +15,7 @@ from shards import mirrored, read, text_of
 
 import tfmultigpu as tmg
 from tfmultigpu.data import partition
+from tfmultigpu.data.examples import examples_of, mark_of
 from tfmultigpu.data.preprocessing import takes_seed
 
 ROWS = 11
@@ -276,3 +277,10 @@ def test_bytes_keep_the_zeros_at_their_end() -> None:
 def test_arguments_of_preprocessing_that_mean_nothing(given: Any, says: str) -> None:
     with pytest.raises((tmg.DataError, TypeError), match=says):
         tmg.distribute_dataset(np.ones((4, 2)), mirrored(2), batch_size=2, **given)
+
+
+# Several workers compare such a mark before the first step.
+def test_examples_of_one_scalar_have_a_mark() -> None:
+    for items, other in (([1, 2, 3], 4), ([b"a", b"b", b"c"], b"d"), ([{"a": 4}], {"a": 5})):
+        marks = [mark_of(examples_of(Items(i)).read, len(i)) for i in (items, items, [other])]
+        assert marks[0] == marks[1] != marks[2]

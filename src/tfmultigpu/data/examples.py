@@ -136,6 +136,8 @@ def _indexable(source: Any) -> Examples:
 
     def read(number: Any) -> Any:
         tensors = tf.numpy_function(item, [number], [spec.dtype for spec in specs])
+        # Called eagerly it returns a single tensor as it is, not in a list.
+        tensors = [tensors] if tf.is_tensor(tensors) else tensors
         pairs = zip(tensors, specs, strict=True)
         return fill(first, *[tf.ensure_shape(one, spec.shape) for one, spec in pairs])
 
