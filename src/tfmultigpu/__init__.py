@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     )
     from tfmultigpu.checkpoints import Checkpoints as Checkpoints
     from tfmultigpu.data import (
-        Parts as Parts,
-        Whole as Whole,
         distribute_dataset as distribute_dataset,
         plan_shares as plan_shares,
     )
@@ -106,8 +104,6 @@ if TYPE_CHECKING:
 _NAMES = {
     "checkpoints": ("Checkpoints",),
     "data": (
-        "Parts",
-        "Whole",
         "distribute_dataset",
         "plan_shares",
     ),

@@ -200,7 +200,8 @@ def test_an_unbatched_dataset_of_scalars() -> None:
     assert text_of(lambda: tmg.distribute_dataset(dataset, mirrored(2))) == (
         "The dataset is not batched: a component is a scalar per element. Received: "
         f"element_spec={dataset.element_spec}. Batch it first, with the global batch size: "
-        "dataset.batch(global_batch_size)."
+        "dataset.batch(global_batch_size). A value that is the same for all rows is read by the "
+        "model, such as a tf.Variable, not from the batch."
     )
 
 
@@ -209,7 +210,9 @@ def test_an_unbatched_dataset_of_examples_whose_axes_differ() -> None:
     assert text_of(lambda: tmg.distribute_dataset(dataset, mirrored(2))) == (
         "The components of an element differ in their first axis: [10, 28]. Received: "
         f"element_spec={dataset.element_spec}. Either the dataset is not batched (call "
-        "dataset.batch(global_batch_size)), or features and labels do not belong together."
+        "dataset.batch(global_batch_size)), or features and labels do not belong together. If "
+        "each example has k rows of another kind, give them an axis of their own: "
+        "tf.reshape(u, [rows, k, ...])."
     )
 
 
@@ -232,8 +235,9 @@ def test_features_and_labels_of_different_rows(replicas: int, prefetch: bool) ->
     next(iterator)
     assert text_of(lambda: next(iterator)) == (
         "The tensors of a batch differ in their number of rows (their first axis), so features "
-        "and labels would be paired wrongly. Check the dataset before .batch(). If they are meant "
-        "to differ, give tmg.Parts(labeled=(x, y), unlabeled=u). Received: rows 5, 1."
+        "and labels would be paired wrongly. Check the dataset before .batch(). If each example "
+        "has k rows of another kind, give them an axis of their own: tf.reshape(u, [rows, k, "
+        "...]). Received: rows 5, 1."
     )
 
 

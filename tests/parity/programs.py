@@ -256,7 +256,8 @@ CASES = (
     Case(
         "dropout over two views, concatenated",
         lambda: Program(TwoViews(), mse, {"loss": "mse"}),
-        "same",
+        "told",
+        says="Call the model for each: model(real), model(fake)",
     ),
     Case(
         "a layer state of aggregation 'mean'",

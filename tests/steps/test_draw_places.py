@@ -1,8 +1,6 @@
-"""Draws for rows that a model joins, repeats or stacks: the numbers that one device draws."""
+"""Draws for rows that a model repeats or stacks; those for rows that it joins are told."""
 
 from __future__ import annotations
-
-import functools
 
 import keras
 import numpy as np
@@ -11,7 +9,6 @@ import tensorflow as tf
 from one_device import cut, strategy_of
 
 import tfmultigpu as tmg
-from tfmultigpu.steps.draw_shapes import passes_of
 from tfmultigpu.steps.random_draws import ReplicaRows, drawing_rows
 from tfmultigpu.steps.seeds import GlobalSeeds
 
@@ -30,66 +27,25 @@ def joined(x):
     return tf.concat([x, 2.0 * x], 0)
 
 
-def apart(y, parts=2):
-    """The parts of each row side by side, so that the result has the rows of the batch."""
-    return tf.concat(tf.split(y, parts, 0), -1)
-
-
-def noise(x):
-    return x + keras.random.normal(keras.ops.shape(x), seed=3)
-
-
-# How often the first axis of a draw goes through the rows, and what is computed.
-JOINED = {
-    "joined": (2, X, lambda x: apart(dropped(joined(x)))),
-    "through layers": (2, X, lambda x: apart(dropped(tf.nn.relu(joined(x) @ TABLE + 1.0)))),
-    "lengths by Keras": (2, X, lambda x: apart(noise(joined(x)))),
-    "three": (3, X, lambda x: apart(dropped(tf.concat([x, 2.0 * x, 3.0 * x], 0)), 3)),
-    "joined to what was joined": (3, X, lambda x: apart(dropped(tf.concat([joined(x), x], 0)), 3)),
-    "tiled": (2, X, lambda x: apart(dropped(tf.tile(x, [2, 1])))),
-    "tiled, joined": (4, X, lambda x: apart(dropped(tf.tile(joined(x), [2, 1])), 4)),
-    "repeated": (1, X, lambda x: dropped(tf.repeat(x, 2, 0))),
-    "stacked first": (2, X, lambda x: apart(dropped(tf.reshape(tf.stack([x, x]), [-1, 6])))),
-    "stacked within": (1, X, lambda x: dropped(tf.reshape(tf.stack([x, x], 1), [-1, 6]))),
-    "split again": (1, X, lambda x: dropped(tf.split(joined(x), 2)[0])),
-    "sliced again": (1, X, lambda x: dropped(joined(x)[: tf.shape(x)[0]])),
-    "gathered again": (1, X, lambda x: dropped(tf.gather(joined(x), tf.range(tf.shape(x)[0])))),
-    "every second": (1, X, lambda x: dropped(joined(x)[::2])),
-    "a column": (2, SEQUENCES, lambda x: apart(dropped(joined(x)[:, 0]))),
-    "the last column": (2, SEQUENCES, lambda x: apart(dropped(joined(x)[..., -1]))),
-    "columns": (2, SEQUENCES, lambda x: apart(dropped(tf.gather(joined(x), [0, 2], axis=1)))),
-    "half the columns": (2, X, lambda x: apart(dropped(tf.split(joined(x), 2, axis=1)[1]))),
-    "looked up": (2, X, lambda x: apart(dropped(tf.gather(TABLE, tf.argmax(joined(x), 1))))),
-    "transposed within": (
-        2, SEQUENCES, lambda x: apart(dropped(tf.transpose(joined(x), [0, 2, 1])))
-    ),
-    "steps as rows": (
-        2, SEQUENCES, lambda x: apart(tf.reshape(dropped(tf.reshape(joined(x), [-1, 6])), [-1, 30]))
-    ),
-    "steps first": (
-        5, SEQUENCES,
-        lambda x: apart(dropped(tf.reshape(tf.transpose(x, [1, 0, 2]), [-1, 6])), 5),
-    ),
-    "columns joined": (1, X, lambda x: dropped(tf.concat([x, x], 1))),
-    "added": (2, X, lambda x: apart(dropped(joined(x) + tf.tile(x, [2, 1])))),
-    "in other orders": (1, X, lambda x: dropped(joined(x) + tf.repeat(x, 2, 0))),
-    "truncated normal": (
-        2, X, lambda x: apart(tf.random.stateless_truncated_normal(tf.shape(joined(x)), SEED))
-    ),
+# Draws for several places of one row that follow each other, or for the rows alone.
+BY_ROW = {
+    "repeated": (X, lambda x: dropped(tf.repeat(x, 2, 0))),
+    "stacked within": (X, lambda x: dropped(tf.reshape(tf.stack([x, x], 1), [-1, 6]))),
+    "split again": (X, lambda x: dropped(tf.split(joined(x), 2)[0])),
+    "sliced again": (X, lambda x: dropped(joined(x)[: tf.shape(x)[0]])),
+    "gathered again": (X, lambda x: dropped(tf.gather(joined(x), tf.range(tf.shape(x)[0])))),
+    "a column": (SEQUENCES, lambda x: dropped(x[:, 0])),
+    "steps as rows": (SEQUENCES, lambda x: dropped(tf.reshape(x, [-1, 6]))),
+    "lengths by Keras": (X, lambda x: x + keras.random.normal(keras.ops.shape(x), seed=3)),
+    "columns joined": (X, lambda x: dropped(tf.concat([x, x], 1))),
     "gamma": (
-        2, X,
-        lambda x: apart(
-            tf.random.stateless_gamma(tf.shape(joined(x)), SEED, tf.exp(joined(x)), dtype=x.dtype)
-        ),
+        X, lambda x: tf.random.stateless_gamma(tf.shape(x), SEED, tf.exp(x), dtype=x.dtype)
     ),
-    "categorical": (2, X, lambda x: apart(tf.random.stateless_categorical(joined(x), 3, SEED))),
+    "categorical": (X, lambda x: tf.random.stateless_categorical(x, 3, SEED)),
     "numbers of 64 bits": (
-        2, X,
-        lambda x: apart(tf.random.stateless_uniform(tf.shape(joined(x)), SEED, dtype="float64")),
+        X, lambda x: tf.random.stateless_uniform(tf.shape(x), SEED, dtype="float64")
     ),
 }  # fmt: skip
-# Neither in one place for each row, nor in whole passes.
-UNSEEN = {"every second", "in other orders"}
 
 
 def drawing(function, x):
@@ -106,35 +62,20 @@ def drawing(function, x):
     return rows
 
 
-def test_joined_rows_draw_what_one_device_draws(monkeypatch):
-    """And the graph tells how often a draw goes through the rows."""
-    found = []
-
-    def noting(shape):
-        found.append(passes_of(shape))
-        return found[-1]
-
-    monkeypatch.setattr("tfmultigpu.steps.draw_places.passes_of", noting)
-    wrong = {}
-    for name, (passes, x, function) in JOINED.items():
-        found.clear()
+def test_rows_draw_what_one_device_draws():
+    wrong = []
+    for name, (x, function) in BY_ROW.items():
         rows = drawing(function, x)
-        rows.get_concrete_function()
-        if set(found) != {passes}:
-            wrong[name] = f"passes {found}, not {passes}"
         for total, first, count in (
             *((29, 0, 29), (29, 0, 1), (29, 5, 10), (29, 28, 1)),
             *((2, 0, 2), (1, 0, 1)),
         ):
-            if name in UNSEEN and count < total:
-                continue
             whole = function(tf.constant(x[:total])).numpy()
             per_row = len(whole) // total
             expected = whole[first * per_row : (first + count) * per_row]
-            result = rows(first, count, total).numpy()
-            if not np.allclose(result, expected, rtol=1e-6, atol=1e-6):
-                wrong[name] = f"rows {first} to {first + count} of {total}"
-    assert not wrong
+            if not np.allclose(rows(first, count, total).numpy(), expected, rtol=1e-6, atol=1e-6):
+                wrong.append(f"{name}: rows {first} to {first + count} of {total}")
+    assert wrong == []
 
 
 def test_a_row_for_all_behind_the_rows_is_drawn_as_it_is():
@@ -145,20 +86,6 @@ def test_a_row_for_all_behind_the_rows_is_drawn_as_it_is():
 
     result = drawing(function, X)(10, 4, 20).numpy()
     np.testing.assert_array_equal(result, function(tf.constant(X[10:14])).numpy())
-
-
-def test_graphs_that_were_looked_into_are_forgotten():
-    import gc
-
-    from tfmultigpu.steps import draw_shapes
-
-    drawing(JOINED["joined"][2], X).get_concrete_function()
-    gc.collect()
-    before = len(draw_shapes._known)
-    for _ in range(3):
-        drawing(JOINED["joined"][2], X).get_concrete_function()
-    gc.collect()
-    assert len(draw_shapes._known) <= before
 
 
 # A discriminator that sees real and fake rows at once ---------------------------------------------
@@ -181,42 +108,41 @@ class Pair:
             )
             self.optimizer = keras.optimizers.SGD(0.1)
 
-    def errors(self, model, x):
-        real, fake = tf.split(model(tf.concat([x, tf.sin(3.0 * x)], 0), training=True), 2, 0)
-        return tf.reduce_sum(tf.nn.softplus(-real) + tf.nn.softplus(fake), -1)
+
+def together(model, x):
+    return tf.split(model(tf.concat([x, tf.sin(3.0 * x)], 0), training=True), 2, 0)
 
 
-BATCHES = [batch for (batch,) in cut((X,), (7, 1, 2, 9, 4))]
+def one_by_one(model, x):
+    return model(x, training=True), model(tf.sin(3.0 * x), training=True)
 
 
-@functools.cache
-def on_one_device():
-    pair = Pair(tf.distribute.get_strategy())
-
-    @functools.partial(tf.function, input_signature=[tf.TensorSpec([None, 6])], autograph=False)
-    def step(x):
-        with tf.GradientTape() as tape:
-            loss = tf.reduce_mean(pair.errors(pair.model, x))
-        trained = pair.model.trainable_variables
-        pair.optimizer.apply(tape.gradient(loss, trained), trained)
-        return loss
-
-    return [float(step(x)) for x in BATCHES], [one.numpy() for one in pair.model.variables]
-
-
-@pytest.mark.parametrize(("replicas", "micro_batches"), [(1, 2), (3, 1), (2, 2)])
-def test_real_and_fake_rows_in_one_batch(replicas, micro_batches):
+def trained(call, replicas, micro_batches):
     strategy = strategy_of(replicas)
     pair = Pair(strategy)
 
     def forward(model, x, training):
-        errors = pair.errors(model, x)
+        real, fake = call(model, x)
+        errors = tf.reduce_sum(tf.nn.softplus(-real) + tf.nn.softplus(fake), -1)
         return tmg.LossSum(tf.reduce_sum(errors), tf.cast(tf.shape(x)[0], tf.float32))
 
     step = tmg.make_train_step(
         pair.model, pair.optimizer, None, strategy, forward=forward, micro_batches=micro_batches
     )
-    losses, weights = on_one_device()
-    np.testing.assert_allclose([float(step(x)["loss"]) for x in BATCHES], losses, rtol=2e-6)
-    for ours, theirs in zip(pair.model.variables, weights, strict=True):
-        np.testing.assert_allclose(ours.numpy(), theirs, rtol=0, atol=1e-6)
+    losses = [float(step(x)["loss"]) for (x,) in cut((X,), (7, 1, 2, 9, 4))]
+    return losses, [one.numpy() for one in pair.model.variables]
+
+
+@pytest.mark.parametrize(("replicas", "micro_batches"), [(1, 2), (3, 1)])
+def test_real_and_fake_rows_in_one_batch_are_told(replicas, micro_batches):
+    """And the line that the warning has gives what one device gives."""
+    with pytest.warns(tmg.ReplicaDependenceWarning) as caught:
+        trained(together, replicas, micro_batches)
+    text = str(caught[0].message)
+    assert "Dropout" in text
+    assert "Call the model for each: model(real), model(fake)" in text
+    losses, weights = trained(one_by_one, 1, 1)
+    ours = trained(one_by_one, replicas, micro_batches)
+    np.testing.assert_allclose(ours[0], losses, rtol=2e-6)
+    for one, other in zip(ours[1], weights, strict=True):
+        np.testing.assert_allclose(one, other, rtol=0, atol=1e-6)

@@ -12,7 +12,7 @@ import pytest
 from tfmultigpu.testing import run_workers
 
 SCRIPT = Path(__file__).with_name("worker_together.py")
-ON_BOTH = ("parts", "loops", "fit")
+ON_BOTH = ("loops", "fit")
 ON_WORKERS = ("data", "verification")
 
 

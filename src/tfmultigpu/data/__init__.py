@@ -1,6 +1,5 @@
 """Data: from global batches to one shard for each replica."""
 
-from tfmultigpu.data.parts import Parts, Whole
 from tfmultigpu.data.sharded_dataset import (
     ShardedDataset,
     ShardIterator,
@@ -10,10 +9,8 @@ from tfmultigpu.data.sharded_dataset import (
 from tfmultigpu.data.shares import plan_micro_batches, plan_shares
 
 __all__ = [
-    "Parts",
     "ShardIterator",
     "ShardedDataset",
-    "Whole",
     "distribute_dataset",
     "plan_micro_batches",
     "plan_shares",

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
 
-from tfmultigpu.data.parts import ROWS, is_marked, part_of_each_leaf
 from tfmultigpu.errors import DataError
 
 __all__ = [
@@ -18,9 +17,8 @@ __all__ = [
     "checked_rows",
     "count_rows",
     "first_tensor",
-    "rows_of_parts",
+    "map_items",
     "take",
-    "tensors_by_part",
     "tensors_of",
     "unpack_batch",
     "with_dependencies",
@@ -33,26 +31,12 @@ NO_ROWS = (
 )
 ROWS_DIFFER = (
     "The tensors of a batch differ in their number of rows (their first axis), so features and "
-    "labels would be paired wrongly. Check the dataset before .batch(). If they are meant to "
-    "differ, give tmg.Parts(labeled=(x, y), unlabeled=u). Received: rows"
-)
-PART_NO_ROWS = (
-    "A part of a batch has no rows, and a replica cannot compute on it. Repeat the smaller data, "
-    "dataset.repeat(), or drop such batches: dataset.filter(...). Received: no rows in part"
-)
-PART_ROWS_DIFFER = (
-    "The tensors of one part of a batch differ in their number of rows (their first axis), so they "
-    "would be paired wrongly. Give tensors with other rows another part: Parts(labeled=(x, y), "
-    "unlabeled=u). Received: rows"
+    "labels would be paired wrongly. Check the dataset before .batch(). If each example has k rows "
+    "of another kind, give them an axis of their own: tf.reshape(u, [rows, k, ...]). Received: rows"
 )
 PREPROCESSED_ROWS = (
     "preprocess was given the rows of a process and returned another number of rows, so it is "
     "unknown which shard each belongs to. Return one row for each. Received: rows in and out"
-)
-DRAW_NOT_ROWS = (
-    "A random draw for several parts of a batch has another number of rows than these parts "
-    "together, so it is unknown which numbers belong to which example. Draw for each part by "
-    "itself, with the shape of one of its tensors."
 )
 
 
@@ -63,16 +47,8 @@ def unpack_batch(batch: Any) -> tuple[Any, Any, Any]:
     Keras.
 
     Raises:
-        DataError: A tuple of another length; or a batch of ``Parts`` or with ``Whole`` values,
-            which only a function of the user can take apart.
+        DataError: A tuple of another length.
     """
-    if is_marked(batch):
-        raise DataError(
-            "Only your own function knows what to do with Parts and Whole values of a batch. "
-            f"Received: a batch of type {type(batch).__name__}, and no forward. Write "
-            "make_train_step(..., loss=None, forward=f) with f(model, batch, training), which "
-            "returns a LossSum."
-        )
     if not isinstance(batch, tuple):
         return batch, None, None
     if not 1 <= len(batch) <= 3:
@@ -111,52 +87,36 @@ def tensors_of(batch: Any) -> list[Any]:
     return [leaf for leaf in tf.nest.flatten(batch) if leaf is not None]
 
 
-def tensors_by_part(batch: Any) -> dict[str, list[Any]]:
-    """Returns the tensors with rows of each part of a batch, by name, leaving out None.
-
-    An ordinary batch is one part, ``ROWS``. ``Whole`` values are left out.
-    """
-    found: dict[str, list[Any]] = {}
-    for name, leaf in zip(part_of_each_leaf(batch), tf.nest.flatten(batch), strict=True):
-        if name is not None and leaf is not None:
-            found.setdefault(name, []).append(leaf)
-    return found
-
-
 def first_tensor(batch: Any) -> Any:
-    """Returns the first tensor with rows of a nested structure.
+    """Returns the first tensor of a nested structure.
 
     Raises:
-        DataError: The structure holds no such tensor.
+        DataError: The structure holds no tensor.
     """
-    return next(iter(_tensors_by_part(batch).values()))[0]
+    return _present(batch)[0]
 
 
-def _tensors_by_part(batch: Any) -> dict[str, list[Any]]:
-    found = tensors_by_part(batch)
-    if found:
-        return found
-    if tensors_of(batch):
+def _present(batch: Any) -> list[Any]:
+    tensors = tensors_of(batch)
+    if not tensors:
         raise DataError(
-            "The batch has no rows to divide over the replicas: all of it is Whole. Received: "
-            f"{batch!r}. Give at least one tensor with a row per example, such as the numbers of "
-            "the nodes to train on."
+            f"The batch holds no tensors. Received: {batch!r}. "
+            "A batch is a tensor or a tuple or dict of tensors, such as (features, labels)."
         )
-    raise DataError(
-        f"The batch holds no tensors. Received: {batch!r}. "
-        "A batch is a tensor or a tuple or dict of tensors, such as (features, labels)."
-    )
+    return tensors
 
 
-def rows_of_parts(batch: Any) -> dict[str, Any]:
-    """Returns the number of rows of each part of a batch, int64 scalars, by name."""
-    return {name: _rows_of(leaves[0]) for name, leaves in _tensors_by_part(batch).items()}
+def map_items(function: Callable[[Any], Any], structure: Any) -> Any:
+    """Returns a dict, list or tuple with the results of a function."""
+    if isinstance(structure, Mapping):
+        return {name: function(item) for name, item in structure.items()}
+    items = [function(item) for item in structure]
+    return type(structure)(*items) if hasattr(structure, "_fields") else type(structure)(items)
 
 
 def count_rows(batch: Any) -> Any:
-    """Returns the number of rows of a batch, that of its smallest part: an int64 scalar."""
-    rows = list(rows_of_parts(batch).values())
-    return rows[0] if len(rows) == 1 else tf.reduce_min(tf.stack(rows))
+    """Returns the number of rows of a batch, an int64 scalar."""
+    return _rows_of(first_tensor(batch))
 
 
 def _rows_of(tensor: Any) -> Any:
@@ -176,8 +136,6 @@ def _rows_of(tensor: Any) -> Any:
 def check_rows_agree(batch: Any) -> list[tf.Operation]:
     """Returns assertions that all tensors of a batch have the same number of rows, at least one.
 
-    In a batch of ``Parts`` those of each part; ``Whole`` values have no rows.
-
     Args:
         batch: Nested structure of dense, ragged or sparse tensors.
 
@@ -186,20 +144,16 @@ def check_rows_agree(batch: Any) -> list[tf.Operation]:
         The list is empty if the static shapes are enough, and in eager mode, in which a wrong batch
         raises at once.
     """
-    checks = []
-    for name, leaves in _tensors_by_part(batch).items():
-        known = {leaf.shape[0] if leaf.shape.rank else None for leaf in leaves}
-        if len(known) == 1 and (known.pop() or 0) > 0:
-            continue
-        part = [] if name == ROWS else [f"part '{name}'"]
-        differ, none = (PART_ROWS_DIFFER, PART_NO_ROWS) if part else (ROWS_DIFFER, NO_ROWS)
-        # In int32: without a conditional around it, Assert prints only int32 and text.
-        rows = tf.stack([tf.cast(_rows_of(leaf), tf.int32) for leaf in leaves])
-        alike = tf.reduce_all(rows == rows[0])
-        checks += [
-            tf.debugging.Assert(alike, [differ, rows, *part], summarize=100),
-            tf.debugging.Assert(rows[0] > 0, [none, *part]),
-        ]
+    leaves = _present(batch)
+    known = {leaf.shape[0] if leaf.shape.rank else None for leaf in leaves}
+    if len(known) == 1 and (known.pop() or 0) > 0:
+        return []
+    # In int32: without a conditional around it, Assert prints only int32 and text.
+    rows = tf.stack([tf.cast(_rows_of(leaf), tf.int32) for leaf in leaves])
+    checks = [
+        tf.debugging.Assert(tf.reduce_all(rows == rows[0]), [ROWS_DIFFER, rows], summarize=100),
+        tf.debugging.Assert(rows[0] > 0, [NO_ROWS]),
+    ]
     return [check for check in checks if check is not None]
 
 
@@ -227,17 +181,10 @@ def as_data_error(error: Any) -> Exception:
     """
     if NO_ROWS in error.message:
         return DataError(NO_ROWS)
-    if DRAW_NOT_ROWS in error.message:
-        return DataError(DRAW_NOT_ROWS)
-    # TensorFlow writes a backslash before the quotes of an assertion.
-    part = re.search(r"part \\?'([^'\\]*)\\?'", error.message)
-    if PART_NO_ROWS in error.message and part:
-        return DataError(f"{PART_NO_ROWS} '{part[1]}'.")
-    for text in (ROWS_DIFFER, PART_ROWS_DIFFER, PREPROCESSED_ROWS):
+    for text in (ROWS_DIFFER, PREPROCESSED_ROWS):
         if text in error.message:
             rows = re.search(r"[\d ,]+", error.message.split(text, 1)[1].lstrip("]['\n "))
             counts = ", ".join(re.findall(r"\d+", rows.group())) if rows else "unknown"
-            where = "" if text != PART_ROWS_DIFFER or part is None else f" in part '{part[1]}'"
-            return DataError(f"{text} {counts}{where}.")
+            return DataError(f"{text} {counts}.")
     raised = re.search(r"^(?:.*\s)?DataError: (.+)$", error.message, re.MULTILINE)
     return DataError(raised[1]) if raised else error

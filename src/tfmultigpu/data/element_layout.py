@@ -9,7 +9,6 @@ import tensorflow as tf
 
 from tfmultigpu.data import partition
 from tfmultigpu.data.batch_format import any_rows, checked_rows
-from tfmultigpu.data.parts import has_parts, part_names
 from tfmultigpu.strategies.topology import local_replicas
 
 __all__ = ["ShardLayout", "components_of", "iterator_of", "structure_of"]
@@ -80,8 +79,7 @@ class ShardLayout:
     @property
     def piece_spec(self) -> tuple[Any, ...]:
         """Type specs of one element that ``deal`` returns."""
-        parts = [len(part_names(self.element_spec))] if has_parts(self.element_spec) else []
-        offsets = tf.TensorSpec([*parts, self.strategy.num_replicas_in_sync + 1], tf.int64)
+        offsets = tf.TensorSpec([self.strategy.num_replicas_in_sync + 1], tf.int64)
         return (*[any_rows(spec) for spec in components_of(self.element_spec)], offsets)
 
     def split(self, element: Any) -> tuple[list[Any], Any]:

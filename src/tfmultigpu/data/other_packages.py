@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfmultigpu.data.parts import map_items
+from tfmultigpu.data.batch_format import map_items
 from tfmultigpu.errors import DataError
 
 __all__ = ["is_data_loader", "is_table", "loader_batches", "read_tables", "with_tables"]

@@ -6,9 +6,6 @@ a global batch, and micro-batches are parts of a shard. One rule holds for both:
 - with at least as many rows as parts, each row is in exactly one part and no part is empty;
 - with fewer rows than parts, every part is the whole batch and each row counts ``1 / parts``.
 
-A batch of ``Parts`` has rows of several kinds, and each part is cut by its own number. Its smallest
-part decides which of the two cases it is, for all of them. ``Whole`` values are never cut.
-
 The second case exists because convolution, pooling and batch normalization crash or return NaN for
 zero rows. Unlike padding, it keeps sums, counts and batch statistics exact.
 """
@@ -16,17 +13,14 @@ zero rows. Unlike padding, it keeps sums, counts and batch statistics exact.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
 
-from tfmultigpu.data.batch_format import rows_of_parts, tensors_of
-from tfmultigpu.data.parts import has_parts, part_names, part_of_each_leaf
-from tfmultigpu.errors import DataError
+from tfmultigpu.data.batch_format import count_rows, tensors_of
 
 _OFFSETS = "_tfmultigpu_offsets"
-_PARTS = "_tfmultigpu_parts"
 
 NOT_ROWS = (
     "gather_rows and row_positions take one row per example of this replica, and this tensor has "
@@ -71,13 +65,12 @@ def row_offsets(rows: Any, shares: Sequence[int]) -> Any:
     return tf.minimum(pushed, rows - (parts - index))
 
 
-def shard_offsets(rows: Any, shares: Sequence[int], smallest: Any = None) -> Any:
+def shard_offsets(rows: Any, shares: Sequence[int]) -> Any:
     """Returns the offsets of the replicas' shards in the global batch, then the rows of the batch.
 
     Args:
         rows: Rows of the global batch, an integer scalar (Python int or ``tf.Tensor``).
         shares: Relative sizes of the shards, positive integers.
-        smallest: Rows of the smallest part of a batch of several; None: ``rows``.
 
     Returns:
         An int64 tensor of shape ``[len(shares) + 1]``: the first row of each shard, 0 for all if
@@ -93,8 +86,7 @@ def shard_offsets(rows: Any, shares: Sequence[int], smallest: Any = None) -> Any
     if parts == 1:
         return tf.stack([tf.zeros_like(rows), rows])
     whole = tf.pad(rows[None], [[parts, 0]])
-    smallest = rows if smallest is None else smallest
-    return tf.where(smallest < parts, whole, row_offsets(tf.maximum(rows, parts), shares))
+    return tf.where(rows < parts, whole, row_offsets(tf.maximum(rows, parts), shares))
 
 
 def batch_offsets(batch: Any, shares: Sequence[int]) -> Any:
@@ -103,27 +95,8 @@ def batch_offsets(batch: Any, shares: Sequence[int]) -> Any:
     Args:
         batch: Nested structure of tensors.
         shares: Relative sizes of the shards, positive integers.
-
-    Returns:
-        An int64 vector; for ``Parts`` a matrix with a row for each part, in the order of
-        ``part_names``.
     """
-    rows = list(rows_of_parts(batch).values())
-    if not has_parts(batch):
-        return shard_offsets(rows[0], shares)
-    smallest = tf.reduce_min(tf.stack(rows))
-    return tf.stack([shard_offsets(one, shares, smallest) for one in rows])
-
-
-def global_rows(offsets: Any) -> Any:
-    """Returns the rows of a global batch, those of its smallest part, from its offsets."""
-    return offsets[-1] if offsets.shape.rank == 1 else tf.reduce_min(offsets[:, -1])
-
-
-def largest_shard(offsets: Any) -> Any:
-    """Returns the rows of the largest shard, each counted by the smallest part of it."""
-    rows = offsets[..., 1:] - offsets[..., :-1]
-    return tf.reduce_max(rows if offsets.shape.rank == 1 else tf.reduce_min(rows, 0))
+    return shard_offsets(count_rows(batch), shares)
 
 
 def cut_rows(batch: Any, shares: Sequence[int], parts: Sequence[int] | None = None) -> list[Any]:
@@ -141,18 +114,12 @@ def cut_rows(batch: Any, shares: Sequence[int], parts: Sequence[int] | None = No
     parts = range(len(shares)) if parts is None else parts
     if len(shares) == 1:
         return [batch for _ in parts]
-    by_part = rows_of_parts(batch)
-    rows = _smallest(by_part)
+    rows = count_rows(batch)
     whole = rows < len(shares)
-    starts: list[dict[str, Any]] = [{} for _ in shares]
-    stops: list[dict[str, Any]] = [{} for _ in shares]
-    for name, count in by_part.items():
-        offsets = row_offsets(tf.maximum(count, len(shares)), shares)
-        first = tf.where(whole, tf.zeros_like(offsets[:-1]), offsets[:-1])
-        last = tf.where(whole, tf.fill([len(shares)], count), offsets[1:])
-        for part in parts:
-            starts[part][name], stops[part][name] = first[part], last[part]
-    return [slice_parts(batch, starts[part], stops[part]) for part in parts]
+    offsets = row_offsets(tf.maximum(rows, len(shares)), shares)
+    starts = tf.where(whole, tf.zeros_like(offsets[:-1]), offsets[:-1])
+    stops = tf.where(whole, tf.fill([len(shares)], rows), offsets[1:])
+    return [slice_rows(batch, starts[part], stops[part]) for part in parts]
 
 
 def cut_part(batch: Any, parts: Any, part: Any) -> Any:
@@ -167,34 +134,24 @@ def cut_part(batch: Any, parts: Any, part: Any) -> Any:
         A structure like ``batch``; the whole batch if it has fewer rows than ``parts``.
     """
     with tf.device("CPU:0"):  # Shapes are computed there, so that nothing waits for a GPU.
-        rows = rows_of_parts(batch)
-        smallest = _smallest(rows)
-        starts, stops = {}, {}
-        for name, count in rows.items():
-            bounds = part_bounds(count, parts, part, smallest)
-            starts[name], stops[name] = (tf.cast(bound, tf.int32) for bound in bounds)
-    return slice_parts(batch, starts, stops)
+        bounds = part_bounds(count_rows(batch), parts, part)
+        start, stop = (tf.cast(bound, tf.int32) for bound in bounds)
+    return slice_rows(batch, start, stop)
 
 
-def _smallest(rows: dict[str, Any]) -> Any:
-    counts = list(rows.values())
-    return counts[0] if len(counts) == 1 else tf.reduce_min(tf.stack(counts))
-
-
-def part_bounds(rows: Any, parts: Any, part: Any, smallest: Any = None) -> tuple[Any, Any]:
+def part_bounds(rows: Any, parts: Any, part: Any) -> tuple[Any, Any]:
     """Returns the first row of a part and the row after its last, as ``cut_part`` cuts.
 
     Args:
         rows: Rows of the batch, an int64 scalar.
         parts: Number of parts, an int or an int64 scalar.
         part: Number of the part, an integer scalar (Python int or ``tf.Tensor``).
-        smallest: Rows of the smallest part of a batch of several; None: ``rows``.
 
     Returns:
         Two int64 scalars; 0 and ``rows`` if there are fewer rows than parts.
     """
     part = tf.cast(part, tf.int64)
-    whole = (rows if smallest is None else smallest) < parts
+    whole = rows < parts
     start = tf.where(whole, tf.zeros([], tf.int64), rows * part // parts)
     return start, tf.where(whole, rows, rows * (part + 1) // parts)
 
@@ -216,26 +173,16 @@ def row_weight(rows: Any, parts: Any) -> Any:
 
 
 def slice_rows(batch: Any, start: Any, stop: Any) -> Any:
-    """Returns rows ``start`` up to, not including, ``stop`` of every tensor with rows of a batch.
+    """Returns rows ``start`` up to, not including, ``stop`` of every tensor of a batch."""
 
-    Of ``Parts`` these rows of each part, as far as it has them.
-    """
-    names = part_names(batch)
-    return slice_parts(batch, dict.fromkeys(names, start), dict.fromkeys(names, stop))
-
-
-def slice_parts(batch: Any, starts: Mapping[str, Any], stops: Mapping[str, Any]) -> Any:
-    """Returns the rows of each part of a batch from its start up to, not including, its stop."""
-
-    def one(name: str | None, tensor: Any) -> Any:
-        if tensor is None or name is None:
-            return tensor
+    def one(tensor: Any) -> Any:
+        if tensor is None:
+            return None
         if isinstance(tensor, tf.SparseTensor):
-            return _slice_sparse(tensor, starts[name], stops[name])
-        return tensor[starts[name] : stops[name]]
+            return _slice_sparse(tensor, start, stop)
+        return tensor[start:stop]
 
-    leaves = zip(part_of_each_leaf(batch), tf.nest.flatten(batch), strict=True)
-    return tf.nest.pack_sequence_as(batch, [one(name, leaf) for name, leaf in leaves])
+    return tf.nest.map_structure(one, batch)
 
 
 def take_rows(tensor: Any, rows: Any) -> Any:
@@ -298,52 +245,16 @@ def mark_offsets(batch: Any, offsets: Any) -> Any:
     """
     for leaf in tensors_of(batch):
         setattr(leaf, _OFFSETS, offsets)
-    if has_parts(batch):
-        names = part_names(batch)
-        for name, leaf in zip(part_of_each_leaf(batch), tf.nest.flatten(batch), strict=True):
-            if leaf is not None:
-                setattr(leaf, _PARTS, (names, name))
     return batch
 
 
 def marked_offsets(batch: Any) -> Any:
-    """Returns the offsets that these shards are marked with; None if unmarked.
-
-    Raises:
-        DataError: They are not the parts of one batch as it was cut.
-    """
-    leaves = tf.nest.flatten(batch)
-    marks = [getattr(leaf, _OFFSETS, None) for leaf in leaves]
-    offsets = next((mark for mark in marks if mark is not None), None)
-    has_any = has_parts(batch) or any(getattr(leaf, _PARTS, None) for leaf in leaves)
-    if offsets is not None and has_any:
-        _check_uncut_parts(batch, leaves, marks)
-    return offsets
-
-
-def _check_uncut_parts(batch: Any, leaves: Sequence[Any], marks: Sequence[Any]) -> None:
-    """Checks that parts come together as they were cut: their offsets are kept together."""
-    names = part_names(batch)
-    own = zip(leaves, marks, part_of_each_leaf(batch), strict=True)
-    present = [one for one in own if one[0] is not None]
-    if has_parts(batch) and all(
-        mark is present[0][1] and getattr(leaf, _PARTS, None) == (names, name)
-        for leaf, mark, name in present
-    ):
-        return
-    raise DataError(
-        "The parts of a distributed batch were taken apart or put together from several batches, "
-        "so it is unknown where their rows are in the global batch. Received: a batch of type "
-        f"{type(batch).__name__}{f' with parts {list(names)}' if has_parts(batch) else ''}. Give "
-        "the step a batch as it comes, and make Parts before the data is distributed: "
-        "dataset.map(lambda x, y, u: Parts(labeled=(x, y), unlabeled=u))."
-    )
+    """Returns the offsets that these shards are marked with; None if unmarked."""
+    marks = (getattr(leaf, _OFFSETS, None) for leaf in tf.nest.flatten(batch))
+    return next((mark for mark in marks if mark is not None), None)
 
 
 def marked_global_rows(batch: Any) -> Any:
     """Returns the number of rows of the global batch of these shards; None if unmarked."""
-    for leaf in tf.nest.flatten(batch):
-        offsets = getattr(leaf, _OFFSETS, None)
-        if offsets is not None:
-            return global_rows(offsets)
-    return None
+    offsets = marked_offsets(batch)
+    return None if offsets is None else offsets[-1]

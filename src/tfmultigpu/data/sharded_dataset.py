@@ -15,7 +15,6 @@ from tfmultigpu.data.batch_format import as_data_error, checked_rows
 from tfmultigpu.data.consistency import compared_over_workers
 from tfmultigpu.data.element_layout import ShardLayout, components_of, iterator_of
 from tfmultigpu.data.examples import examples_of
-from tfmultigpu.data.parts import ROWS, is_marked, part_of_each_leaf
 from tfmultigpu.data.passes import read_over
 from tfmultigpu.data.preprocessing import (
     OwnRows,
@@ -110,13 +109,6 @@ def distribute_dataset(
             "sharding: give every worker the same list of files. The examples are divided."
         )
     whole_shares = replica_shares(shares, strategy.num_replicas_in_sync)
-    if batch_size is not None and is_marked(dataset):
-        raise DataError(
-            "Parts and Whole mark what is in one batch, and these arrays are not batches yet. "
-            f"Received: batch_size={batch_size}. Batch each kind of data by itself, then write "
-            "tf.data.Dataset.zip(labeled, unlabeled).map(lambda l, u: Parts(labeled=l, "
-            "unlabeled=u))."
-        )
     preprocessing = None
     if preprocess is None:
         for name, value in {"preprocess_batched": preprocess_batched, "seed": seed}.items():
@@ -474,28 +466,20 @@ def check_batched(element_spec: Any) -> None:
             f"element_spec={element_spec}. Give dense, ragged or sparse tensors; after "
             "dataset.window(n) write dataset.flat_map(lambda window: window.batch(n))."
         )
-    by_part: dict[str, list[Any]] = {}
-    leaves = zip(part_of_each_leaf(element_spec), tf.nest.flatten(element_spec), strict=True)
-    for name, spec in leaves:
-        if name is not None and isinstance(spec, kinds):
-            by_part.setdefault(name, []).append(spec.shape)
-    if not by_part:
+    shapes = [spec.shape for spec in specs]
+    if any(shape.rank == 0 for shape in shapes):
         raise DataError(
-            "The dataset has no rows to divide over the replicas: all of it is Whole. Received: "
-            f"element_spec={element_spec}. Give at least one tensor with a row per example."
+            "The dataset is not batched: a component is a scalar per element. Received: "
+            f"element_spec={element_spec}. Batch it first, with the global batch size: "
+            "dataset.batch(global_batch_size). A value that is the same for all rows is read by "
+            "the model, such as a tf.Variable, not from the batch."
         )
-    for name, shapes in by_part.items():
-        where = "" if name == ROWS else f" of part {name!r}"
-        if any(shape.rank == 0 for shape in shapes):
-            raise DataError(
-                f"The dataset is not batched: a component{where} is a scalar per element. "
-                f"Received: element_spec={element_spec}. Batch it first, with the global batch "
-                "size: dataset.batch(global_batch_size)."
-            )
-        sizes = {shape[0] for shape in shapes if shape.rank} - {None}
-        if len(sizes) > 1:
-            raise DataError(
-                f"The components of an element{where} differ in their first axis: {sorted(sizes)}. "
-                f"Received: element_spec={element_spec}. Either the dataset is not batched (call "
-                "dataset.batch(global_batch_size)), or features and labels do not belong together."
-            )
+    sizes = {shape[0] for shape in shapes if shape.rank} - {None}
+    if len(sizes) > 1:
+        raise DataError(
+            f"The components of an element differ in their first axis: {sorted(sizes)}. Received: "
+            f"element_spec={element_spec}. Either the dataset is not batched (call "
+            "dataset.batch(global_batch_size)), or features and labels do not belong together. If "
+            "each example has k rows of another kind, give them an axis of their own: "
+            "tf.reshape(u, [rows, k, ...])."
+        )

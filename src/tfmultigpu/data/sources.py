@@ -14,9 +14,8 @@ import numpy as np
 import tensorflow as tf
 
 from tfmultigpu.arguments import check_count
-from tfmultigpu.data.batch_format import any_rows, count_rows, tensors_of
+from tfmultigpu.data.batch_format import any_rows, count_rows, map_items, tensors_of
 from tfmultigpu.data.other_packages import is_data_loader, loader_batches, read_tables
-from tfmultigpu.data.parts import map_items
 from tfmultigpu.errors import DataError
 
 __all__ = ["fill", "tensors_of_arrays", "to_dataset"]

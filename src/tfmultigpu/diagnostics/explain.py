@@ -9,7 +9,6 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfmultigpu.data.parts import is_marked
 from tfmultigpu.devices.configure import list_logical_devices
 from tfmultigpu.devices.names import listed
 from tfmultigpu.diagnostics.features import feature_findings
@@ -123,18 +122,13 @@ def explain(
         found += fit_findings(model, optimizer, strategy)
     if dataset is not None:
         seen = inspect_input(dataset, patience)
-        # Only the forward of a user knows what of marked values the model gets.
-        marked = is_marked(seen.spec)
-        if not marked:
-            found += feature_findings(seen, model)
-        if several and not marked:
+        found += feature_findings(seen, model)
+        if several:
             found += metric_findings(model, strategy, seen.spec)
-        if in_place and model.built and seconds > 0 and seen.problem is None and not marked:
+        if in_place and model.built and seconds > 0 and seen.problem is None:
             seen = measure_input(seen, model, strategy, seconds, patience)
         found += input_findings(seen, strategy)
         facts["dataset"] = _dataset_facts(seen)
-        if marked:
-            facts["dataset"]["not checked"] = "features and speed: only forward knows the inputs"
     found += verification_findings(model)
     if verified := outcomes(model):
         facts["verification"] = {f"step {i + 1}": str(one) for i, one in enumerate(verified)}

@@ -8,7 +8,6 @@ import tensorflow as tf
 
 from tfmultigpu.arguments import check_count
 from tfmultigpu.data.other_packages import with_tables
-from tfmultigpu.data.parts import is_marked
 from tfmultigpu.data.sharded_dataset import ShardedDataset, distribute_dataset
 from tfmultigpu.data.sources import tensors_of_arrays
 from tfmultigpu.errors import DataError, UnknownLengthError
@@ -68,7 +67,7 @@ def pass_batches(
     if isinstance(data, ShardedDataset):
         check_shards(data, strategy, batch_size)
         batches = data
-    elif is_arrays(data) and not is_marked(data):
+    elif is_arrays(data):
         arrays, size = tensors_of_arrays(data), checked_batch_size(batch_size)
         batches = shard_arrays(model, purpose, strategy, arrays, size, endless=False)
     else:

@@ -10,7 +10,6 @@ from typing import Any
 
 from tfmultigpu.arguments import check_count
 from tfmultigpu.data.batch_format import count_rows
-from tfmultigpu.data.parts import is_marked
 from tfmultigpu.data.passes import Replay, read_over, replay_of
 from tfmultigpu.data.sources import tensors_of_arrays
 from tfmultigpu.loops.array_batches import shard_arrays
@@ -107,10 +106,9 @@ def _passes(
     data: Any, program: Program, batch_size: int | None, steps: int | None
 ) -> EvaluationPasses:
     model, strategy = program.model, program.strategy
-    if not is_arrays(data) or is_marked(data):
-        size = batch_size if is_arrays(data) else None
+    if not is_arrays(data):
         name = "validation_steps"
-        return EvaluationPasses(pass_batches(model, "", data, strategy, size, steps, name))
+        return EvaluationPasses(pass_batches(model, "", data, strategy, None, steps, name))
     arrays, size = tensors_of_arrays(data), checked_batch_size(batch_size)
     rows = int(count_rows(arrays))
     if not rows:

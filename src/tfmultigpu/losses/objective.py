@@ -13,7 +13,6 @@ import tensorflow as tf
 
 from tfmultigpu._compat import is_part_of_keras
 from tfmultigpu.data.batch_format import count_rows, unpack_batch
-from tfmultigpu.data.parts import note_leaves, part_names
 from tfmultigpu.errors import LossError, MetricError
 from tfmultigpu.losses.added_losses import AddedLosses, mean_term
 from tfmultigpu.losses.loss_sum import (
@@ -141,14 +140,6 @@ class Objective:
         if self.added is None:
             rows = count_rows(shard)
             return terms + [mean_term(value, rows) for value in values], outputs
-        if values and len(part_names(shard)) > 1:
-            raise LossError(
-                "A layer adds a loss, by add_loss or an activity_regularizer, which is a mean over "
-                "the rows it sees, and it is unknown of which part of the batch these are. "
-                f"Received: {len(values)} such losses in a batch with parts "
-                f"{list(part_names(shard))}. Compute the loss in forward, and add it to the "
-                "LossSum it returns."
-            )
         again = self._added_by_layers
         return terms + self.added.terms(values, shard, self.model, training, again), outputs
 
@@ -157,7 +148,6 @@ class Objective:
         outputs: list[Output] = []
         with recording_added_losses() as recorded:
             if self.forward is not None:
-                note_leaves(shard)
                 with noting_losses_read(self._warn_of_losses):
                     result = self.forward(self.given, shard, training)
                 terms = _forward_terms(result)

@@ -11,7 +11,6 @@ import tensorflow as tf
 
 from tfmultigpu.data import partition
 from tfmultigpu.data.batch_format import any_rows, check_rows_agree, count_rows, first_tensor
-from tfmultigpu.data.parts import has_parts, is_marked, part_names, part_of_each_leaf
 from tfmultigpu.errors import (
     DataError,
     ScopeError,
@@ -33,8 +32,7 @@ class Shards(NamedTuple):
     Attributes:
         local: One structure of tensors for each replica of this process, none with zero rows.
         offsets: Where the shard of each replica, of all processes, begins in the global batch,
-            then the rows of that: an int64 vector, for ``Parts`` a matrix with a row for each part;
-            see ``partition.batch_offsets``.
+            then the rows of that: an int64 vector; see ``partition.batch_offsets``.
     """
 
     local: list[Any]
@@ -42,13 +40,13 @@ class Shards(NamedTuple):
 
     @property
     def global_rows(self) -> Any:
-        """Rows of the global batch, of the smallest of its parts: an int64 scalar."""
-        return partition.global_rows(self.offsets)
+        """Rows of the global batch, an int64 scalar."""
+        return self.offsets[-1]
 
     @property
     def largest(self) -> Any:
-        """Rows of the largest shard, of the smallest of its parts: an int64 scalar."""
-        return partition.largest_shard(self.offsets)
+        """Rows of the largest shard, an int64 scalar."""
+        return tf.reduce_max(self.offsets[1:] - self.offsets[:-1])
 
     def first_row(self, replica: Any) -> Any:
         """Returns the number, in the global batch, of a replica's first row: an int64 scalar.
@@ -58,21 +56,13 @@ class Shards(NamedTuple):
         """
         return self.offsets[replica]
 
-    @property
-    def offsets_of_parts(self) -> dict[str, Any]:
-        """The offsets of each part that has rows, int64 vectors by name."""
-        names = part_names(self.local[0])
-        if not has_parts(self.local[0]):
-            return dict.fromkeys(names, self.offsets)
-        return {name: self.offsets[i] for i, name in enumerate(names)}
-
     def with_open_rows(self) -> Shards:
         """Returns these with the number of rows of each tensor unknown while a step is traced.
 
         It can be known where a dataset drops its last batch, and random draws are told to be by row
         by its being open.
         """
-        return self._replace(local=[_with_open_rows(shard) for shard in self.local])
+        return self._replace(local=tf.nest.map_structure(_open_rows, self.local))
 
 
 @runtime_checkable
@@ -160,12 +150,8 @@ class BatchFunction:
         rows = partition.marked_global_rows(batch)
         if rows is not None:
             return int(rows)
-        found: dict[str, int] = {}
-        for name, leaf in zip(part_of_each_leaf(batch), tf.nest.flatten(batch), strict=True):
-            shape = getattr(leaf, "shape", None)
-            if name is not None and shape and shape[0] is not None:
-                found.setdefault(name, int(shape[0]))
-        return min(found.values(), default=None)
+        shapes = (getattr(leaf, "shape", None) for leaf in tf.nest.flatten(batch))
+        return next((int(shape[0]) for shape in shapes if shape and shape[0] is not None), None)
 
     def on_shards(self, shards: Shards) -> Any:
         """Runs the function on shards, outside of a ``tf.function``."""
@@ -199,14 +185,6 @@ class BatchFunction:
         parts = [nothing if leaf is None else self._local_parts(leaf) for leaf in leaves]
         local = [list(shard) for shard in zip(*parts, strict=True)]
         offsets = partition.marked_offsets(batch)
-        if offsets is None and is_marked(batch):
-            raise DataError(
-                "A batch with Parts or Whole values was not cut by this library, or was passed "
-                "into a tf.function, so it is unknown which rows each replica holds. Received: "
-                f"{type(batch).__name__}. Distribute the data by "
-                "tmg.distribute_dataset(dataset, strategy), and call step(batch) outside of your "
-                "tf.function, or step.run(iterator, steps)."
-            )
         return local, self._foreign_offsets(local) if offsets is None else offsets
 
     def _local_parts(self, leaf: Any) -> Any:
@@ -259,12 +237,6 @@ def _keeps_rows(strategy: tf.distribute.Strategy) -> bool:
     """
     alone = strategy.num_replicas_in_sync == 1
     return alone and bool(tf.config.list_logical_devices("GPU"))
-
-
-def _with_open_rows(shard: Any) -> Any:
-    leaves = zip(part_of_each_leaf(shard), tf.nest.flatten(shard), strict=True)
-    opened = [leaf if name is None else _open_rows(leaf) for name, leaf in leaves]
-    return tf.nest.pack_sequence_as(shard, opened)
 
 
 def _open_rows(tensor: Any) -> Any:
@@ -327,22 +299,21 @@ def as_tensors(batch: Any) -> Any:
     """Returns a batch as tensors; None stays None.
 
     Raises:
-        DataError: A leaf is something other than a tensor, an array or a number; or has no rows and
-            is not ``Whole``.
+        DataError: A leaf is something other than a tensor or an array, or has no rows.
     """
     return tf.nest.pack_sequence_as(batch, _tensors(batch, tf.nest.flatten(batch)))
 
 
 def _tensors(batch: Any, leaves: list[Any]) -> list[Any]:
     tensors = [as_tensor(leaf) for leaf in leaves]
-    if any(one is not None and one.shape.rank == 0 for one in tensors):
-        for name, leaf, tensor in zip(part_of_each_leaf(batch), leaves, tensors, strict=True):
-            if name is not None and tensor is not None and tensor.shape.rank == 0:
-                raise DataError(
-                    f"A batch has rows, but a part of this one is a single number. Received: "
-                    f"{leaf!r}. Give a batch of examples: dataset.batch(global_batch_size). Mark a "
-                    "value that is the same for all rows: Whole(value)."
-                )
+    for leaf, tensor in zip(leaves, tensors, strict=True):
+        if tensor is not None and tensor.shape.rank == 0:
+            raise DataError(
+                "A batch has rows, but a component of this one is a single number. Received: "
+                f"{leaf!r}. Give a batch of examples: dataset.batch(global_batch_size). A value "
+                "that is the same for all rows is read by the model or the forward, such as a "
+                "tf.Variable, not from the batch."
+            )
     return tensors
 
 

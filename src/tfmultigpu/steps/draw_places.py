@@ -1,117 +1,91 @@
-"""Positions of the rows of a replica in a draw for the global batch."""
+"""Random draws by row: which draws they are, and where the rows of a replica lie in them."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
 
-from tfmultigpu.data.batch_format import DRAW_NOT_ROWS
-from tfmultigpu.steps.draw_parts import Segment, segments_of
-from tfmultigpu.steps.draw_shapes import passes_of
+__all__ = ["Places", "as_shape", "is_by_row"]
 
-__all__ = ["Places"]
+
+def as_shape(shape: Any) -> Any:
+    """Returns a shape, lengths or a tensor of them, as an int32 vector."""
+    if tf.is_tensor(shape):
+        return tf.cast(shape, tf.int32)
+    lengths = [tf.cast(length, tf.int32) for length in shape]
+    return tf.stack(lengths) if lengths else tf.zeros([0], tf.int32)
+
+
+def is_by_row(shape: Any) -> bool:
+    """Returns whether the first axis of a draw has no length yet, while the step is traced.
+
+    A draw is not by row if the graph shows that this length is the one of another axis, as that of
+    noise for the positions of a sequence.
+    """
+    static = tf.broadcast_to(False, shape).shape
+    return bool(static.rank) and static[0] is None and _axis_of(shape) in (0, None)
+
+
+def _axis_of(shape: Any) -> int | None:
+    """Returns the axis of a tensor whose length the first axis has; None where unknown."""
+    first = shape.op.inputs[0] if shape.op.type == "Pack" else shape
+    while first.op.type in ("Cast", "Identity"):
+        first = first.op.inputs[0]
+    if first.op.type != "StridedSlice" or first.op.inputs[0].op.type != "Shape":
+        return None
+    begin = tf.get_static_value(first.op.inputs[1])
+    rank = first.op.inputs[0].shape[0]
+    if begin is None or rank is None or begin.size != 1:
+        return None
+    return int(begin[0]) % int(rank)
 
 
 @dataclasses.dataclass(frozen=True)
 class Places:
     """Position of a first axis in that of the global batch.
 
+    Several places belong to one row if the axis is a multiple of the rows. They are taken to follow
+    each other, as in ``[rows * steps, ...]``.
+
     Attributes:
-        parts: One for each pass through the rows: where it begins here, where there, its length.
+        first: Where the axis begins in the global batch, an int32 scalar.
+        size: The length of the axis here, an int32 scalar.
         total: The length of the axis of the global batch, an int32 scalar.
     """
 
-    parts: tuple[tuple[Any, Any, Any], ...]
+    first: Any
+    size: Any
     total: Any
 
     @classmethod
     def of(cls, held: Any, shape: Any) -> Places:
         """Returns the places of the first axis of a shape.
 
-        Where it is not a multiple of the rows when it runs, it is taken as it is.
+        An axis that is not a multiple of the rows when it runs is taken as it is.
 
         Args:
             held: The rows of the replica.
             shape: The shape of a draw here, an int32 vector.
         """
-        if held.parts is not None:
-            segments = segments_of(shape, tuple(held.parts), by_xla=held.by_xla)
-            names = {one.part for one in segments}
-            if names <= {None}:  # The same on every replica, as one device draws it.
-                return cls(((0, 0, shape[0]),), shape[0])
-            if len(names) > 1:
-                return cls._of_segments(held, shape[0], segments)
-            held = held.parts[segments[0].part]
-        size, passes = shape[0], passes_of(shape)
+        size = shape[0]
         with tf.device("CPU:0"):  # Shapes are decided there; nothing has to wait for a GPU.
             count = tf.cast(held.count(), tf.int32)
             times: Any = tf.where(size % count == 0, size // count, 0)
             first = tf.cast(held.first(), tf.int32) * times
             total = tf.where(times > 0, tf.cast(held.total(), tf.int32) * times, size)
-            if passes == 1:
-                return cls(((0, first, size),), total)
-            fits = (times > 0) & (times % passes == 0)
-            parts: list[Any] = []
-            for i in range(passes):
-                whole = (size if i else 0, first + size if i else first, 0 if i else size)
-                one = (i * (size // passes), (i * total + first) // passes, size // passes)
-                parts.append(tuple(tf.where(fits, *both) for both in zip(one, whole, strict=True)))
-            return cls(tuple(parts), total)
-
-    @classmethod
-    def _of_segments(cls, held: Any, size: Any, segments: Sequence[Segment]) -> Places:
-        """Returns the places of an axis along which rows of several parts follow each other."""
-        with tf.device("CPU:0"):
-            fits: list[Any] = []
-            lengths = [one.length(fits) for one in segments]
-            scale = size // tf.maximum(tf.add_n(lengths), 1)
-            fits.append(tf.equal(scale * tf.add_n(lengths), size))
-            parts: list[tuple[Any, Any, Any]] = []
-            here: Any = 0
-            total: Any = 0
-            for one, length in zip(segments, lengths, strict=True):
-                if one.part is None:
-                    first, everywhere = tf.zeros_like(length), length
-                else:
-                    of_part = held.parts[one.part]
-                    count = tf.cast(of_part.count(), tf.int32)
-                    times = length // count
-                    fits.append(tf.equal(times * count, length))
-                    first = tf.cast(of_part.first(), tf.int32) * times
-                    everywhere = tf.cast(of_part.total(), tf.int32) * times
-                parts.append((here, total + scale * first, scale * length))
-                here, total = here + scale * length, total + scale * everywhere
-            right = tf.reduce_all(tf.stack(fits))
-            # Not tf.debugging.Assert, which makes two branches of it.
-            check = tf.raw_ops.Assert(condition=right, data=[DRAW_NOT_ROWS, size])
-            with tf.control_dependencies([check]):
-                return cls(tuple(parts), tf.identity(total))
+            return cls(first, size, total)
 
     def cut(self, drawn: Any) -> Any:
         """Returns the rows of the replica from a draw for all."""
         inner, zeros = tf.shape(drawn)[1:], [0] * (drawn.shape.rank - 1)
-        return _join(
-            [
-                tf.slice(drawn, tf.stack([there, *zeros]), tf.concat([[length], inner], 0))
-                for _, there, length in self.parts
-            ]
-        )
+        return tf.slice(drawn, tf.stack([self.first, *zeros]), tf.concat([[self.size], inner], 0))
 
     def spread(self, tensor: Any, filling: Any) -> Any:
         """Puts rows where they are in the global batch; the others, not here, are filled."""
-        inner = [[0, 0]] * (tensor.shape.rank - 1)
-        padded, end = [], 0
-        for i, (here, there, length) in enumerate(self.parts):
-            after = self.total - there - length if i == len(self.parts) - 1 else 0
-            part = tensor[here : here + length] if len(self.parts) > 1 else tensor
-            widths = [[there - end, after], *inner]
-            padded.append(tf.pad(part, widths, constant_values=filling))
-            end = there + length
-        return _join(padded)
-
-
-def _join(parts: list[Any]) -> Any:
-    return parts[0] if len(parts) == 1 else tf.concat(parts, 0)
+        widths = [
+            [self.first, self.total - self.first - self.size],
+            *([[0, 0]] * (tensor.shape.rank - 1)),
+        ]
+        return tf.pad(tensor, widths, constant_values=filling)

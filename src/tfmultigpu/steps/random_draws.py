@@ -7,8 +7,9 @@ by themselves, at the cost of any other numbers, by starting to count further on
 
 A draw is taken to be *by row* where the length of its first axis is open while the step is traced,
 as that of every batch is. A draw of known shape, such as one factor for all rows, stays as it is:
-the same on every replica, which is what one device draws. In a batch of parts the graph tells whose
-rows a draw is for; see ``draw_parts``.
+the same on every replica, which is what one device draws. Rows that a model joins or tiles are not
+told from several places of one row, so their draws are not those of one device; the first step says
+so.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -25,12 +26,10 @@ import tensorflow as tf
 from tfmultigpu import _compat
 from tfmultigpu._compat import dropout_drawn_by
 from tfmultigpu.data import partition
-from tfmultigpu.data.batch_format import count_rows, rows_of_parts
-from tfmultigpu.data.parts import is_marked
+from tfmultigpu.data.batch_format import count_rows
 from tfmultigpu.steps.batch_function import Shards
 from tfmultigpu.steps.batch_norm import moments_of_replicas
-from tfmultigpu.steps.draw_places import Places
-from tfmultigpu.steps.draw_shapes import as_shape, is_by_row
+from tfmultigpu.steps.draw_places import Places, as_shape, is_by_row
 from tfmultigpu.steps.seeds import GlobalSeeds
 
 __all__ = [
@@ -43,7 +42,7 @@ _AUTOMATIC = (None, 3, "auto_select")  # Philox on a CPU or GPU, compiled by XLA
 
 @dataclasses.dataclass(frozen=True)
 class ReplicaRows:
-    """The rows of a global batch that a replica computes; of ``Parts`` those of the smallest part.
+    """The rows of a global batch that a replica computes.
 
     Functions, so that a model that draws nothing gets no operations for it.
 
@@ -57,10 +56,6 @@ class ReplicaRows:
             made for all rows and cut, which costs as many times more as there are replicas.
         by_xla: Whether XLA compiles the draws, which makes normal ones pair numbers by the shape of
             the whole draw: they are made for all rows too.
-        parts: The rows of each part by name, of a batch of ``Parts`` or with ``Whole`` values; else
-            None.
-        smallest: Returns the rows of the global batch that decide whether it is cut, those of its
-            smallest part; None: ``total``.
     """
 
     first: Callable[[], Any]
@@ -70,8 +65,6 @@ class ReplicaRows:
     are_all: bool = False
     counts_on: bool = True
     by_xla: bool = False
-    parts: Mapping[str, ReplicaRows] | None = None
-    smallest: Callable[[], Any] | None = None
 
     @classmethod
     def of(
@@ -89,7 +82,7 @@ class ReplicaRows:
         alone = context.strategy.num_replicas_in_sync == 1
         replica = 0 if alone else context.replica_id_in_sync_group
         devices = () if alone else context.strategy.extended.worker_devices
-        rows = cls(
+        return cls(
             first=lambda: shards.first_row(replica),
             count=lambda: count_rows(shard),
             total=lambda: shards.global_rows,
@@ -98,22 +91,6 @@ class ReplicaRows:
             counts_on=not any("TPU" in name for name in devices),
             by_xla=by_xla,
         )
-        if not is_marked(shard):
-            return rows
-
-        def of_part(name: str) -> ReplicaRows:
-            offsets = shards.offsets_of_parts[name]
-            part = shards._replace(offsets=offsets)
-            return dataclasses.replace(
-                rows,
-                first=lambda: part.first_row(replica),
-                count=lambda: rows_of_parts(shard)[name],
-                total=lambda: part.global_rows,
-                smallest=rows.total,
-            )
-
-        names = shards.offsets_of_parts
-        return dataclasses.replace(rows, parts={name: of_part(name) for name in names})
 
     def part(self, batch: Any, parts: int, part: Any) -> ReplicaRows:
         """Returns the rows of one of ``parts`` micro-batches of these.
@@ -124,30 +101,19 @@ class ReplicaRows:
             part: Which one, an integer scalar.
         """
 
-        def cut(held: ReplicaRows, rows: Callable[[], Any]) -> ReplicaRows:
-            def bounds() -> tuple[Any, Any]:
-                return partition.part_bounds(rows(), parts, part, count_rows(batch))
+        def bounds() -> tuple[Any, Any]:
+            return partition.part_bounds(count_rows(batch), parts, part)
 
-            return dataclasses.replace(
-                held,
-                first=lambda: held.first() + bounds()[0],
-                count=lambda: bounds()[1] - bounds()[0],
-                are_all=False,
-            )
-
-        held = cut(self, lambda: count_rows(batch))
-        if self.parts is None:
-            return held
-
-        def of_part(name: str, one: ReplicaRows) -> ReplicaRows:
-            return cut(one, lambda: rows_of_parts(batch)[name])
-
-        by_name = {name: of_part(name, one) for name, one in self.parts.items()}
-        return dataclasses.replace(held, parts=by_name)
+        return dataclasses.replace(
+            self,
+            first=lambda: self.first() + bounds()[0],
+            count=lambda: bounds()[1] - bounds()[0],
+            are_all=False,
+        )
 
     def are_copies(self, replicas: int) -> Any:
         """Returns whether each replica holds all rows, because they are too few: a bool scalar."""
-        return (self.smallest or self.total)() < replicas
+        return self.total() < replicas
 
 
 def drawing_rows(held: ReplicaRows) -> AbstractContextManager[None]:
@@ -252,22 +218,19 @@ def _draw(
     # Multiplied one by one: a GPU computes tf.reduce_prod itself, and all would wait for it.
     inner: Any = math.prod([shape[axis] for axis in range(1, shape.shape[0])], start=tf.constant(1))
     key, counter = tf.raw_ops.StatelessRandomGetKeyCounter(seed=seed)
-    drawn = []
-    for _, first, length in Places.of(held, shape).parts:
-        counts = tf.cast(first, tf.int64) * tf.cast(inner, tf.int64) // group
-        # In 32 bits, which GPUs keep where shapes and slices are decided; hence the remainders
-        # first.
-        begin = (first % group) * (inner % group) % group
-        further = tf.bitcast(counter, tf.int64) + tf.stack([counts, tf.zeros_like(counts)])
-        # A little more than needed always, because XLA must know the size when it compiles.
-        numbers = sample(
-            shape=[length * inner + (group - 1)],
-            key=key,
-            counter=tf.bitcast(further, tf.uint64),
-            alg=3,
-        )
-        drawn.append(tf.slice(numbers, [begin], [length * inner]))
-    return tf.reshape(tf.concat(drawn, 0) if len(drawn) > 1 else drawn[0], shape)
+    places = Places.of(held, shape)
+    counts = tf.cast(places.first, tf.int64) * tf.cast(inner, tf.int64) // group
+    # In 32 bits, which GPUs keep where shapes and slices are decided; hence the remainders first.
+    begin = (places.first % group) * (inner % group) % group
+    further = tf.bitcast(counter, tf.int64) + tf.stack([counts, tf.zeros_like(counts)])
+    # A little more than needed always, because XLA must know the size when it compiles.
+    numbers = sample(
+        shape=[places.size * inner + (group - 1)],
+        key=key,
+        counter=tf.bitcast(further, tf.uint64),
+        alg=3,
+    )
+    return tf.reshape(tf.slice(numbers, [begin], [places.size * inner]), shape)
 
 
 # Numbers that are drawn for all rows --------------------------------------------------------------

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from tfmultigpu.data.partition import NOT_ROWS
-from tfmultigpu.data.parts import ROWS
 from tfmultigpu.errors import LossError
 from tfmultigpu.steps.random_draws import ReplicaRows
 from tfmultigpu.strategies.collectives import all_reduce_sum
@@ -58,7 +57,7 @@ def gathering_from(held: ReplicaRows, micro_batches: Sequence[int] | None = None
         _thread.source = before
 
 
-def gather_rows(tensor: Any, *, rows_per_example: int = 1, part: str | None = None) -> Any:
+def gather_rows(tensor: Any, *, rows_per_example: int = 1) -> Any:
     """Returns the rows of the global batch, in order and each once, on every replica.
 
     For a loss that compares the examples of a batch with each other. Call it in a loss
@@ -73,15 +72,13 @@ def gather_rows(tensor: Any, *, rows_per_example: int = 1, part: str | None = No
         tensor: A tensor of numbers whose first axis are the rows of this replica, or a nested
             structure of such tensors.
         rows_per_example: How many consecutive rows of the tensor belong to each example.
-        part: The name of the part whose rows these are, in a batch of ``Parts``.
 
     Returns:
         A tensor, or a structure of them, with ``rows of the global batch * rows_per_example`` rows.
 
     Raises:
         LossError: Called outside a step, with micro-batches, in a function that TensorFlow or XLA
-            compiles by itself, with something that has other rows than the batch, or without the
-            name of one of several parts.
+            compiles by itself, or with something that has other rows than the batch.
 
     Example:
         >>> import tensorflow as tf, tfmultigpu as tmg
@@ -92,7 +89,7 @@ def gather_rows(tensor: Any, *, rows_per_example: int = 1, part: str | None = No
     if source is not None:
         _check_can_meet(source)
     tensors = [_as_rows(one) for one in tf.nest.flatten(tensor)]
-    held = None if source is None else _rows_of_part("gather_rows", source.held, part)
+    held = None if source is None else source.held
     if held is None or held.are_all:
         return tf.nest.pack_sequence_as(tensor, tensors)
     with tf.device("CPU:0"):  # Decided there; nothing has to wait for a GPU.
@@ -109,7 +106,7 @@ def gather_rows(tensor: Any, *, rows_per_example: int = 1, part: str | None = No
     return tf.nest.pack_sequence_as(tensor, gathered)
 
 
-def row_positions(tensor: Any, *, rows_per_example: int = 1, part: str | None = None) -> Any:
+def row_positions(tensor: Any, *, rows_per_example: int = 1) -> Any:
     """Returns where the rows of this replica are in the global batch.
 
     The labels of a contrastive loss: ``gather_rows(tensor)`` at these positions is ``tensor``.
@@ -117,7 +114,6 @@ def row_positions(tensor: Any, *, rows_per_example: int = 1, part: str | None = 
     Args:
         tensor: A tensor whose first axis are the rows of this replica.
         rows_per_example: As for ``gather_rows``.
-        part: As for ``gather_rows``.
 
     Returns:
         An int32 tensor of as many positions as ``tensor`` has rows.
@@ -133,7 +129,7 @@ def row_positions(tensor: Any, *, rows_per_example: int = 1, part: str | None = 
     source = _source("row_positions")
     tensor = _as_rows(tensor)
     size = tf.shape(tensor)[0]
-    held = None if source is None else _rows_of_part("row_positions", source.held, part)
+    held = None if source is None else source.held
     if held is None or held.are_all:
         return tf.range(size)
     first = tf.cast(held.first(), tf.int32) * rows_per_example
@@ -141,15 +137,14 @@ def row_positions(tensor: Any, *, rows_per_example: int = 1, part: str | None = 
         return first + tf.range(size)
 
 
-def global_rows(tensor: Any, *, part: str | None = None) -> Any:
+def global_rows(tensor: Any) -> Any:
     """Returns how many rows the global batch has, where a tensor has those of this replica.
 
-    For a loss of several parts that each have a mean of their own; see ``tmg.Parts``. With
-    micro-batches too these are the rows of the global batch.
+    For a loss that is divided by something else than the rows. With micro-batches too these are the
+    rows of the global batch.
 
     Args:
         tensor: A tensor whose first axis are the rows of this replica.
-        part: As for ``gather_rows``.
 
     Returns:
         An int32 scalar.
@@ -164,29 +159,11 @@ def global_rows(tensor: Any, *, part: str | None = None) -> Any:
     """
     source = _source("global_rows")
     tensor = _as_rows(tensor)
-    held = None if source is None else _rows_of_part("global_rows", source.held, part)
+    held = None if source is None else source.held
     if held is None or held.are_all:
         return tf.shape(tensor)[0]
     with tf.control_dependencies(_checks(held, tensor, 1)):
         return tf.cast(held.total(), tf.int32)
-
-
-def _rows_of_part(name: str, held: ReplicaRows, part: str | None) -> ReplicaRows:
-    """Returns the rows that a tensor of a part must have.
-
-    Raises:
-        LossError: The batch has parts, and not this one.
-    """
-    names = [ROWS] if held.parts is None else list(held.parts)
-    if (ROWS if part is None else part) not in names:
-        known = "no parts" if names == [ROWS] else f"parts {names}"
-        home = "tmg" if name == "gather_rows" else "tmg.steps"
-        line = f"{home}.{name}(tensor{'' if names == [ROWS] else f', part={names[0]!r}'})"
-        raise LossError(
-            f"{name} must know which part of the batch the rows belong to. Received: part={part!r} "
-            f"in a batch with {known}. Write {line}."
-        )
-    return held if held.parts is None else held.parts[ROWS if part is None else part]
 
 
 def _source(name: str) -> _Source | None:

@@ -42,6 +42,11 @@ def advice_for_layer(layer: Any, *, by_micro_batches: bool) -> str:
             "It mixes or compares the images of a batch. Apply it to global batches: "
             "dataset.map(lambda x, y: (layer(x, training=True), y))."
         )
+    if getattr(layer, "seed_generator", None) is not None:
+        return (
+            "It draws for rows in another order than that of the batch, such as those of "
+            "tf.concat([real, fake], 0). Call the model for each: model(real), model(fake)."
+        )
     if by_micro_batches:
         return "It computes with several rows at once. Write micro_batches=1."
     return (

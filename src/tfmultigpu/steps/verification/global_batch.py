@@ -8,7 +8,6 @@ import numpy as np
 import tensorflow as tf
 
 from tfmultigpu.data import partition
-from tfmultigpu.data.parts import part_of_each_leaf
 from tfmultigpu.steps.batch_function import Shards
 from tfmultigpu.strategies.gathering import gather_rows
 from tfmultigpu.strategies.topology import per_replica
@@ -29,17 +28,16 @@ def join(strategy: tf.distribute.Strategy, shards: Shards) -> Any:
         return local[0]
     several_workers = len(local) < strategy.num_replicas_in_sync
 
-    def one(name: str | None, *parts: Any) -> Any:
-        if parts[0] is None or name is None:  # Nothing, or the same on all replicas.
-            return parts[0]
+    def one(*parts: Any) -> Any:
+        if parts[0] is None:
+            return None
         if several_workers:
             return gather_rows(strategy, per_replica(strategy, list(parts)))
         if isinstance(parts[0], tf.SparseTensor):
             return tf.sparse.concat(0, list(parts))
         return tf.concat(list(parts), 0)
 
-    leaves = zip(part_of_each_leaf(local[0]), *map(tf.nest.flatten, local), strict=True)
-    return tf.nest.pack_sequence_as(local[0], [one(*leaf) for leaf in leaves])
+    return tf.nest.map_structure(one, *local)
 
 
 def first_rows(shards: Shards, rows: int) -> Shards:
@@ -47,11 +45,11 @@ def first_rows(shards: Shards, rows: int) -> Shards:
 
     Args:
         shards: The global batch, of at least as many rows as there are replicas.
-        rows: The most rows of a shard, of each of its parts.
+        rows: The most rows of a shard.
     """
     counts = np.minimum(np.diff(np.asarray(shards.offsets)), rows)
     local = [partition.slice_rows(shard, 0, rows) for shard in shards.local]
-    offsets = np.insert(np.cumsum(counts, axis=-1), 0, 0, axis=-1)
+    offsets = np.insert(np.cumsum(counts), 0, 0)
     return Shards(local, tf.constant(offsets, tf.int64))
 
 

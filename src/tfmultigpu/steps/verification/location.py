@@ -12,7 +12,6 @@ import tensorflow as tf
 
 from tfmultigpu.data import partition
 from tfmultigpu.data.batch_format import count_rows
-from tfmultigpu.data.parts import has_parts
 from tfmultigpu.steps.batch_function import Shards
 from tfmultigpu.steps.random_draws import ReplicaRows, drawing_rows
 from tfmultigpu.steps.row_gathering import gathering_from
@@ -90,10 +89,8 @@ class Locator:
             added = sum_over_replicas(strategy, [[one] for one in local(stats)])[0][0]
             return added, [list(one) for one in zip(*map(local, outputs), strict=True)]
 
-        places: list[tuple[int, int]] = []
-        if not has_parts(batch):
-            first = np.asarray(shards.offsets)
-            places = [(int(first[r]), int(first[r + 1])) for r in local_replicas(strategy)]
+        first = np.asarray(shards.offsets)
+        places = [(int(first[r]), int(first[r + 1])) for r in local_replicas(strategy)]
         return self._compare(shards, batch, parts, places)
 
     def in_parts(self, batch: Any) -> Located:
@@ -126,7 +123,6 @@ class Locator:
         parts: Callable[[Shards, list[Trial]], tuple[Any, list[Any]]],
         places: list[tuple[int, int]],
     ) -> Located:
-        """Compares; of ``Parts``, whose rows may be in any output, the terms of the loss alone."""
         whole: list[Trial] = []
         cut: list[Trial] = []
 
@@ -141,9 +137,7 @@ class Locator:
         (stats, outputs), (added, pieces) = Traces(run)(batch, copies, [shards.offsets])
         located = Located(None, (stats.numpy(), added.numpy()))
         layers = [layer for layer, tensors in whole[0].calls for _ in tensors]
-        if has_parts(batch) or layers != [
-            layer for layer, tensors in cut[0].calls for _ in tensors
-        ]:
+        if layers != [layer for layer, tensors in cut[0].calls for _ in tensors]:
             return located
         rows, bound = int(shards.global_rows), math.sqrt(self.rounding.compute)
         for i, layer in enumerate(layers):
