@@ -3,14 +3,13 @@
 Workers are processes on this machine, connected by loopback. Prints, for 1, 2 and 4 workers and
 two models, the milliseconds of a step by hand under the same strategy, and the ratios to it: of the
 step of this library, of ten steps in one call, of ``fit``, and of the step with gradients added in
-bfloat16. Then the parts of a step, and what the cost model fitted to the smaller model predicts.
+bfloat16. Then the parts of a step.
 All contenders take turns inside each worker, so load on the machine falls on all of them.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import itertools
 import json
 import os
@@ -29,7 +28,6 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     asked = parser.parse_args()
     from tfmultigpu.testing import run_workers
-    from tfmultigpu.tuning import StepProfile, fit_costs, fit_network
 
     found: dict[tuple[str, int], dict[str, Any]] = {}
     print("| model | workers | by hand, ms | step | ten steps | fit | in bfloat16 |")
@@ -49,33 +47,11 @@ def main() -> None:
                 + " | ".join(f"{ratio:.2f}" for ratio in ratios)
                 + " |"
             )
-    profiles = {key: StepProfile(**one["profile"]) for key, one in found.items()}
-    print("\n| model | workers | " + " | ".join(profiles["small", 1].parts) + " |")
+    print("\n| model | workers | " + " | ".join(found["small", 1]["parts"]) + " |")
     print("|---|---|" + "---|" * 5)
-    for (model, workers), profile in profiles.items():
-        parts = " | ".join(f"{1e3 * part:.2f}" for part in profile.parts.values())
+    for (model, workers), one in found.items():
+        parts = " | ".join(f"{1e3 * part:.2f}" for part in one["parts"].values())
         print(f"| {model} | {workers} | {parts} |")
-    pairs = [(one, workers) for (_, workers), one in profiles.items() if workers > 1]
-    network = fit_network([one for one, _ in pairs], [workers for _, workers in pairs])
-    print(f"\nnetwork: {network}\n")
-    print("| model | workers | measured, ms | predicted, ms |\n|---|---|---|---|")
-    for model in MODELS:
-        batches = [StepProfile(**one) for one in found[model, 1]["batches"]]
-        costs = fit_costs([profiles[model, 1], *batches], own_devices=True, network=network)
-        for workers in (1, 2, 4):
-            measured = profiles[model, workers]
-            expected = crowded(costs, workers).predict(workers, measured.rows, workers)
-            print(
-                f"| {model} | {workers} | {1e3 * measured.seconds:.2f} | "
-                f"{1e3 * expected.seconds:.2f} |"
-            )
-
-
-def crowded(costs: Any, workers: int) -> Any:
-    """Returns the costs of workers that share the cores of this machine."""
-    times = max(1.0, workers / (os.cpu_count() or 1))
-    terms = {name: tuple(times * one for one in parts) for name, parts in costs.terms.items()}
-    return dataclasses.replace(costs, terms=terms)
 
 
 def measure(model_name: str, rounds: int) -> dict[str, Any]:
@@ -160,15 +136,10 @@ def measure(model_name: str, rounds: int) -> dict[str, Any]:
                     times[name] += taken if isinstance(taken, list) else [seconds]
     model = make()
     step = tmg.make_train_step(model, model.optimizer, loss, strategy, verify=False)
-
-    def profile(size: int) -> dict[str, Any]:
-        sized = tf.data.Dataset.from_tensor_slices((x, y)).repeat().batch(size)
-        distributed = tmg.distribute_dataset(sized, strategy)
-        return dataclasses.asdict(tmg.tuning.profile_step(step, distributed, steps=50))
-
+    sized = tf.data.Dataset.from_tensor_slices((x, y)).repeat().batch(BATCH * workers)
+    profile = tmg.tuning.profile_step(step, tmg.distribute_dataset(sized, strategy), steps=50)
     found: dict[str, Any] = {name: statistics.median(one) for name, one in times.items()}
-    found["profile"] = profile(BATCH * workers)
-    found["batches"] = [profile(BATCH * times) for times in (2, 4)] if workers == 1 else []
+    found["parts"] = profile.parts
     return found
 
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import tensorflow as tf
@@ -14,13 +13,10 @@ from tfmultigpu.arguments import check_count
 from tfmultigpu.devices.configure import list_logical_devices, logical_to_physical
 from tfmultigpu.devices.names import listed
 from tfmultigpu.errors import DeviceNotFoundError
-from tfmultigpu.html_tables import html_table
 from tfmultigpu.strategies.factory import create_strategy
-from tfmultigpu.tuning.cost_model import CostModel, Network, Prediction, fit_costs
-from tfmultigpu.tuning.drawings import draw_curve
 from tfmultigpu.tuning.step_profile import StepProfile, profile_step
 
-__all__ = ["Scaling", "ScalingPoint", "ScalingPrediction", "measure_scaling"]
+__all__ = ["Scaling", "ScalingPoint", "measure_scaling"]
 
 _HEADER = (
     "replicas",
@@ -40,7 +36,6 @@ _CAUSES = {
     "update": "the update, which every replica computes",
     "call": "calling the step, which costs more with each replica",
 }
-
 
 _BUILD_STEP = "build_step must be a function: build_step(strategy) -> (step, data)."
 
@@ -67,89 +62,21 @@ class ScalingPoint:
 
 
 @dataclass(frozen=True)
-class ScalingPrediction:
-    """The predicted speed of a number of replicas.
-
-    Attributes:
-        replicas: Number of replicas of all workers.
-        step: The predicted step.
-        throughput: Examples per second.
-        speedup: The throughput divided by that of the first point, as the model has it.
-        efficiency: The speedup divided by the ideal speedup.
-        cause: The part of a step that loses the most; empty if the loss is small.
-    """
-
-    replicas: int
-    step: Prediction
-    throughput: float
-    speedup: float
-    efficiency: float
-    cause: str
-
-
-@dataclass(frozen=True)
 class Scaling:
     """The result of ``measure_scaling``; prints as a table.
 
     Attributes:
         points: One for each number of replicas.
         note: A limitation of these numbers; empty if there is none.
-        model: The cost model fitted to the points; None if nothing was to be predicted.
-        predicted: Its predictions.
     """
 
     points: tuple[ScalingPoint, ...]
     note: str = ""
-    model: CostModel | None = None
-    predicted: tuple[ScalingPrediction, ...] = ()
 
     def __str__(self) -> str:
         """Formats a table of throughput, speedup, efficiency, and the cause of the loss."""
-        lines = [_line(_HEADER)]
-        lines += [_line(_cells(p, p.profile.rows, p.profile.seconds)) for p in self.points]
-        lines += self._of_model()
-        lines += [_line(_cells(p, p.step.rows, p.step.seconds)) for p in self.predicted]
+        lines = [_line(_HEADER), *map(_format_point, self.points)]
         return "\n".join([*lines, f"note: {self.note}"] if self.note else lines)
-
-    @property
-    def model_error(self) -> float:
-        """The largest relative difference of the cost model to a measured point; 0 without one."""
-        if self.model is None:
-            return 0.0
-        pairs = [(one.profile, one.replicas) for one in self.points]
-        return max(
-            abs(self.model.predict(count, one.rows).seconds / one.seconds - 1)
-            for one, count in pairs
-        )
-
-    def _repr_html_(self) -> str:
-        """Returns the table, for a notebook."""
-        rows = [_cells(one, one.profile.rows, one.profile.seconds) for one in self.points]
-        rows += [
-            (f"{one.replicas} (predicted)", *_cells(one, one.step.rows, one.step.seconds)[1:])
-            for one in self.predicted
-        ]
-        notes = [*self._of_model(), *([f"note: {self.note}"] if self.note else [])]
-        return html_table("Scaling", rows, header=_HEADER, notes=notes)
-
-    def _of_model(self) -> list[str]:
-        if self.model is None:
-            return []
-        return [
-            f"predicted: {self.points[-1].replicas} replica(s) a worker, {self.model.network} "
-            f"between workers; the model is within {self.model_error:.0%} of what was measured"
-        ]
-
-    def as_svg(self) -> str:
-        """Returns a curve of speedup over replicas, as an SVG document."""
-        first = self.points[0].replicas
-        measured = [(float(one.replicas), one.speedup) for one in self.points]
-        ideal = [(x, x / first) for x, _ in measured]
-        return draw_curve("speedup over replicas (dashed: ideal)", measured, ideal)
-
-    def save_svg(self, path: str | Path) -> None:
-        """Writes the curve to a file."""
-        Path(path).write_text(self.as_svg(), encoding="utf-8")
 
 
 def measure_scaling(
@@ -157,8 +84,6 @@ def measure_scaling(
     replicas: Sequence[int] = (1, 2, 4),
     *,
     steps: int = 20,
-    predict: Sequence[int] = (),
-    network: Network | None = None,
 ) -> Scaling:
     """Measures throughput and efficiency for growing numbers of replicas.
 
@@ -171,20 +96,14 @@ def measure_scaling(
             scope, the train step and the distributed dataset.
         replicas: Growing numbers of replicas; the first is the baseline.
         steps: Timed steps for each number.
-        predict: Numbers of replicas to predict with a cost model fitted to the measured ones, such
-            as ``(64, 1024)``: workers like this machine, each with as many replicas as the largest
-            measured number. If the measured global batches grow with the replicas, so do these.
-        network: What connects the workers; None: ``Network()``, 1.25 GB/s and 50 us a hop.
 
     Returns:
-        The table; ``print`` it, or ``save_svg`` the curve. A prediction is as good as its
-        assumptions, which the table prints.
+        The table; ``print`` it.
 
     Raises:
         DeviceNotFoundError: There are fewer devices than replicas.
         TypeError: ``build_step`` is not a function, or does not return a step and data.
-        ValueError: ``replicas`` are not growing whole numbers from 1 on, ``predict`` are not
-            multiples of the largest, or only one is measured.
+        ValueError: ``replicas`` are not growing whole numbers from 1 on.
 
     Example:
         >>> import keras, numpy as np, tfmultigpu as tmg
@@ -210,12 +129,6 @@ def measure_scaling(
             "replicas must be whole numbers that grow, from 1 on, such as (1, 2, 4). Received: "
             f"replicas={given!r}."
         )
-    further = _check_predict(predict, counts)
-    if network is not None and not isinstance(network, Network):
-        raise TypeError(
-            f"network must be a Network. Received: network={network!r}. Write "
-            "tmg.tuning.Network(latency=50e-6, bandwidth=1.25e9)."
-        )
     names = list_logical_devices("GPU") or list_logical_devices("CPU")
     if counts[-1] > len(names):
         usable = tuple(count for count in counts if count <= len(names))
@@ -239,68 +152,21 @@ def measure_scaling(
             f"{listed(sorted(owners))}: this shows the cost of a step's parts, not the speed of "
             "more devices."
         )
-    points = compare(counts, profiles)
-    if not further:
-        return Scaling(points, note)
-    model = fit_costs(profiles, own_devices=len(owners) == counts[-1], network=network)
-    return Scaling(points, note, model, predict_scaling(model, points, further))
+    return Scaling(compare(counts, profiles), note)
 
 
-def predict_scaling(
-    model: CostModel, points: Sequence[ScalingPoint], replicas: Sequence[int]
-) -> tuple[ScalingPrediction, ...]:
-    """Predicts further points of a scaling; pure.
-
-    Args:
-        model: The cost model fitted to the points.
-        points: The measured points.
-        replicas: Numbers of replicas, multiples of that of the last point.
-    """
-    first, last = points[0], points[-1]
-    growth = (last.profile.rows / first.profile.rows - 1) / (last.replicas / first.replicas - 1)
-    grows = growth > 0.5
-    before = model.predict(first.replicas, first.profile.rows)
-    found = []
-    for count in replicas:
-        times = count / first.replicas
-        rows = last.profile.rows * (count / last.replicas if grows else 1)
-        step = model.predict(count, rows, workers=count // last.replicas)
-        throughput = rows / step.seconds
-        speedup = throughput / (before.rows / before.seconds)
-        lost = _lost(step.parts, before.parts, rows / before.rows / times)
-        cause = "" if speedup / times >= _EFFICIENT else _CAUSES[max(lost, key=lost.__getitem__)]
-        found.append(ScalingPrediction(count, step, throughput, speedup, speedup / times, cause))
-    return tuple(found)
-
-
-def _check_predict(predict: Any, measured: Sequence[int]) -> list[int]:
-    counts = list(predict) if isinstance(predict, Iterable) else [predict]
-    counts = [check_count("predict", one) for one in counts]
-    here = measured[-1]
-    if counts and len(measured) < 2:
-        raise ValueError(
-            "One number of replicas does not show what more of them cost. Received: "
-            f"predict={tuple(counts)} with replicas={tuple(measured)}. Measure two or more: "
-            "replicas=(1, 2)."
+def _format_point(point: ScalingPoint) -> str:
+    profile = point.profile
+    return _line(
+        (
+            f"{point.replicas}",
+            f"{profile.rows:g}",
+            f"{1e3 * profile.seconds:.2f}",
+            f"{point.throughput:.0f}",
+            f"{point.speedup:.2f}",
+            f"{point.efficiency:.0%}",
+            point.cause or "nothing significant",
         )
-    if any(one % here for one in counts):
-        raise ValueError(
-            "predict takes numbers of replicas of equal workers, each with as many as were "
-            f"measured last. Received: predict={tuple(counts)} with {here} measured. Write "
-            f"predict={tuple(max(1, round(one / here)) * here for one in counts)}."
-        )
-    return counts
-
-
-def _cells(point: ScalingPoint | ScalingPrediction, rows: float, seconds: float) -> tuple[str, ...]:
-    return (
-        f"{point.replicas}",
-        f"{rows:g}",
-        f"{1e3 * seconds:.2f}",
-        f"{point.throughput:.0f}",
-        f"{point.speedup:.2f}",
-        f"{point.efficiency:.0%}",
-        point.cause or "nothing significant",
     )
 
 
@@ -308,14 +174,6 @@ def _line(cells: Sequence[str]) -> str:
     *numbers, last = cells
     wide = zip(_HEADER, numbers, strict=False)
     return "  ".join([*(f"{one:>{max(7, len(name))}}" for name, one in wide), last])
-
-
-def _lost(parts: Mapping[str, float], before: Mapping[str, float], work: float) -> dict[str, float]:
-    """Returns the seconds that each part takes beyond the ideal.
-
-    Ideally n times the replicas take 1/n of the time for the same examples, in every part.
-    """
-    return {name: part - before[name] * work for name, part in parts.items()}
 
 
 def compare(replicas: Sequence[int], profiles: Sequence[StepProfile]) -> tuple[ScalingPoint, ...]:
@@ -327,7 +185,9 @@ def compare(replicas: Sequence[int], profiles: Sequence[StepProfile]) -> tuple[S
         throughput = profile.rows / profile.seconds
         times = count / replicas[0]
         efficiency = throughput / base / times
-        lost = _lost(profile.parts, first.parts, profile.rows / first.rows / times)
+        # Ideally n times the replicas take 1/n of the time for the same examples, in every part.
+        work = profile.rows / first.rows / times
+        lost = {name: part - first.parts[name] * work for name, part in profile.parts.items()}
         worst = max(lost, key=lost.__getitem__)
         cause = "" if efficiency >= _EFFICIENT or lost[worst] <= 0 else _CAUSES[worst]
         points.append(

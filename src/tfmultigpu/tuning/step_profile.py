@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import tensorflow as tf
@@ -17,11 +15,9 @@ from tfmultigpu.data import partition
 from tfmultigpu.data.batch_format import count_rows
 from tfmultigpu.diagnostics.report import Finding
 from tfmultigpu.errors import DataError
-from tfmultigpu.html_tables import html_table
 from tfmultigpu.steps.chain import ChainedStep
 from tfmultigpu.steps.train import TrainStep
 from tfmultigpu.strategies.topology import strategy_devices
-from tfmultigpu.tuning.drawings import draw_timeline
 from tfmultigpu.tuning.timed_step import TimedStep, Times
 
 __all__ = ["StepProfile", "profile_step"]
@@ -48,8 +44,6 @@ class StepProfile:
         replicas: Forward and backward of each replica of this process.
         devices: Their devices.
         replicas_in_all: Number of replicas of all workers.
-        gradient_bytes: Bytes of the gradients that a replica adds to those of the others.
-        start: The first step, tracing included unless the step has run before.
     """
 
     steps: int
@@ -63,8 +57,6 @@ class StepProfile:
     replicas: tuple[float, ...]
     devices: tuple[str, ...]
     replicas_in_all: int
-    gradient_bytes: int
-    start: float
 
     @property
     def parts(self) -> dict[str, float]:
@@ -104,44 +96,6 @@ class StepProfile:
                     lines.append(f"    replica {i} ({device}){'':<4} {1e3 * one:>9.2f} ms{last}")
         return "\n".join([*lines, "change first:", str(self.finding)])
 
-    def _repr_html_(self) -> str:
-        """Returns the table and the first thing to change, for a notebook."""
-        total = sum(self.parts.values())
-        rows: list[tuple[str, str, str]] = []
-        for name, part in self.parts.items():
-            rows.append((name, f"{1e3 * part:.2f}", f"{part / total:.0%}"))
-            if name == "forward and backward" and len(self.replicas) > 1:
-                for i, (one, device) in enumerate(zip(self.replicas, self.devices, strict=True)):
-                    last = "slowest" if i == self.slowest else ""
-                    rows.append((f"replica {i} ({device})", f"{1e3 * one:.2f}", last))
-        title = (
-            f"Profile of {self.steps} steps of {self.rows:g} examples on {self.replicas_in_all} "
-            f"replica(s): {1e3 * self.seconds:.2f} ms a step, "
-            f"{self.rows / self.seconds:.0f} examples/s"
-        )
-        header = ("part, timed one after the other", "ms", "of their sum")
-        return html_table(title, rows, header=header, notes=[f"change first:\n{self.finding}"])
-
-    def as_svg(self) -> str:
-        """Returns the timeline of one step, as an SVG document."""
-        begin = self.input
-        rows = [("input", [(0.0, self.input, "input")])]
-        names = [f"replica {i} ({device})" for i, device in enumerate(self.devices)]
-        for name, end in zip(names, self.replicas, strict=True):
-            rows.append((name, [(begin, begin + end, "forward and backward")]))
-        reduced = begin + self.compute + self.reduce
-        together = [
-            (begin + self.compute, reduced, "all-reduce"),
-            (reduced, reduced + self.update, "update"),
-        ]
-        end = reduced + self.update
-        rows += [("all replicas", together), ("call", [(end, end + self.call, "call")])]
-        return draw_timeline(f"one step of {self.rows:g} examples", rows)
-
-    def save_svg(self, path: str | Path) -> None:
-        """Writes the timeline to a file."""
-        Path(path).write_text(self.as_svg(), encoding="utf-8")
-
 
 def profile_step(
     step: TrainStep | ChainedStep,
@@ -165,7 +119,7 @@ def profile_step(
             which shows every operation.
 
     Returns:
-        The profile: ``print`` it, or ``save_svg`` its timeline.
+        The profile; ``print`` it.
 
     Raises:
         DataError: The data is empty.
@@ -195,9 +149,7 @@ def profile_step(
         gfile.makedirs(trace_to)  # Fails before anything is trained.
     batches = _Batches(data, step)
     first = batches.next()
-    began = time.perf_counter()
     _train(step, first)
-    start = time.perf_counter() - began
     timed_steps = [TimedStep(one) for one in _in_turn(step)]
     for one in timed_steps:
         one.run_timed(first)
@@ -219,8 +171,6 @@ def profile_step(
         replicas=tuple(statistics.median(one.replicas[i] for one in timed) for i in range(count)),
         devices=devices,
         replicas_in_all=step.strategy.num_replicas_in_sync,
-        gradient_bytes=sum(_bytes_of_variables(one) for one in _in_turn(step)),
-        start=start,
     )
 
 
@@ -317,10 +267,6 @@ def _in_turn(step: TrainStep | ChainedStep) -> list[TrainStep]:
         return [step]
     pairs = zip(step.steps.values(), step.times, strict=True)
     return [one for one, times in pairs for _ in range(times)]
-
-
-def _bytes_of_variables(step: TrainStep) -> int:
-    return sum(math.prod(one.shape) * tf.as_dtype(one.dtype).size for one in step.variables)
 
 
 def _train(step: TrainStep | ChainedStep, batch: Any) -> None:
