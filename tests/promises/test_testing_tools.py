@@ -39,9 +39,11 @@ def test_virtual_devices() -> None:
 
 
 # Fails if a model without faults is accused, at a batch that two replicas do not divide and one
-# smaller than the replicas.
+# smaller than the replicas, with weights of rows and unequal shares.
 def test_a_model_that_does_not_depend_on_replicas_passes() -> None:
-    tmg.testing.assert_replica_invariant(build, regression([5, 3, 1]), replicas=(2, 3))
+    batches = [(x, y, abs(x[:, 0])) for x, y in regression([5, 3, 1])]
+    tmg.testing.assert_replica_invariant(build, batches, replicas=2, shares=(3, 1))
+    tmg.testing.assert_replica_invariant(build, regression([5, 3, 1]), replicas=3)
 
 
 # Fails if a layer whose rows touch each other passes, or if neither it nor a variable is named.
@@ -57,10 +59,3 @@ def test_a_layer_whose_rows_touch_each_other_fails() -> None:
         )
     assert "dense" in str(caught.value)  # The variable that is another one afterwards.
     assert "step 1" in str(caught.value)
-
-
-# Fails if replicas read other batches than one device, or if weights of rows are left out of the
-# comparison.
-def test_sample_weights_and_shares_are_compared_too() -> None:
-    batches = [(x, y, abs(x[:, 0])) for x, y in regression([7, 2])]
-    tmg.testing.assert_replica_invariant(build, batches, replicas=2, shares=(3, 1))
