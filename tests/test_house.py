@@ -18,8 +18,6 @@ FILES = {
 LAYERS = (
     "errors",
     "arguments",
-    "installation",
-    "html_tables",
     "types",
     "_compat",
     "_version",
@@ -39,7 +37,7 @@ LAYERS = (
     "demo",
     "__main__",
 )
-ALONE = ("errors", "arguments", "installation", "html_tables", "types", "_compat", "_version")
+ALONE = ("errors", "arguments", "types", "_compat", "_version")
 PACKAGES = sorted({name.split(".")[0] for name in FILES if "." in name})
 
 

@@ -16,7 +16,6 @@ import tensorflow as tf
 
 import tfmultigpu as tmg
 from tfmultigpu.errors import DataError, MissingExtraError
-from tfmultigpu.installation import install_command
 from tfmultigpu.types import Prefer
 
 __all__ = ["DemoOptions", "run_demo"]
@@ -121,8 +120,8 @@ def load_images(dataset: str) -> Images:
         except ImportError as error:
             raise MissingExtraError(
                 "The handwritten digits need scikit-learn, which is not installed. Run: "
-                f"{install_command('demo')}"
-            ).stating(fix=install_command("demo")) from error
+                'pip install "tfmultigpu[demo]"'
+            ).stating(fix='pip install "tfmultigpu[demo]"') from error
         x, y = load_digits(return_X_y=True)
         # The last images of the file are by other writers than the first.
         order = np.random.default_rng(1).permutation(len(x))

@@ -236,6 +236,9 @@ def test_what_is_no_cause_is_not_said(reports: Any) -> None:
     assert reports["in-order"]["title"].endswith("explain: 2 replica(s) on 2 device(s)")
     model = reports["in-order"]["facts"]["model"]
     assert model["copies of a weight"] == "2, on CPU:0, CPU:1"
+    # The model is compiled, so Keras' own fit may be meant.
+    assert "use tmg.fit: Keras' own fit may fail" in reports["in-order"]["text"]
+    assert "use tmg.fit" not in reports["arrays"]["text"]
     stages = reports["sharded"]["facts"]["dataset"]["stages"]
     assert stages == "TensorSlice > Shuffle > Shard > Batch > Prefetch"
 

@@ -22,7 +22,6 @@ from tfmultigpu.devices.discovery import (
 )
 from tfmultigpu.devices.names import listed, parse_device_name, resolve_devices
 from tfmultigpu.errors import DeviceNotFoundError, DeviceSettingsError, DevicesInitializedError
-from tfmultigpu.installation import install_command
 
 __all__ = [
     "Device",
@@ -282,7 +281,7 @@ def _part_sizes(
             raise ValueError(
                 f"{call}: the parts of a GPU need a memory limit, and the free memory of {name} is "
                 "unknown. Give bytes, such as memory=4 * 1024**3, or install the extra that asks "
-                f"the driver: {install_command('nvml')}."
+                'the driver: pip install "tfmultigpu[nvml]".'
             )
         memory = int(0.9 * free) // parts
     sizes = (memory,) * parts if isinstance(memory, int) else tuple(memory)

@@ -13,7 +13,6 @@ from tfmultigpu.devices.configure import list_logical_devices
 from tfmultigpu.devices.names import listed
 from tfmultigpu.diagnostics.features import feature_findings
 from tfmultigpu.diagnostics.input_checks import Input, input_findings, inspect_input, measure_input
-from tfmultigpu.diagnostics.keras_fit_checks import fit_findings, layer_findings, metric_findings
 from tfmultigpu.diagnostics.machine import inspect_machine
 from tfmultigpu.diagnostics.machine_checks import find_causes
 from tfmultigpu.diagnostics.placement import Placement, optimizer_findings, placement_findings
@@ -30,6 +29,7 @@ __all__ = ["explain"]
 
 # The model itself has started the devices.
 _NOT_HERE = {"started-before-cluster"}
+_TRAINING = "use tmg.fit: Keras' own fit may fail or give another result on several replicas"
 
 
 @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
@@ -44,9 +44,8 @@ def explain(
 ) -> Report:
     """Reports why a program uses one device, or trains to another result on several.
 
-    Checks the placement of variables, the optimizer, the features that Keras' ``fit`` cannot run,
-    and the dataset. Trains nothing and changes no variable. Reads the first batches of the dataset,
-    which a one-shot generator then lacks.
+    Checks the placement of variables, the optimizer and the dataset. Trains nothing and changes no
+    variable. Reads the first batches of the dataset, which a one-shot generator then lacks.
 
     Args:
         model: A Keras model; or a step of ``make_train_step`` or ``chain_steps``, which has its
@@ -117,14 +116,11 @@ def explain(
     if optimizer is not None:
         facts["optimizer"] = _optimizer_facts(optimizer)
     several = strategy.num_replicas_in_sync > 1
-    if several:
-        found += layer_findings(model)
-        found += fit_findings(model, optimizer, strategy)
+    if several and getattr(model, "compiled", False):
+        facts["training"] = {"by": _TRAINING}
     if dataset is not None:
         seen = inspect_input(dataset, patience)
         found += feature_findings(seen, model)
-        if several:
-            found += metric_findings(model, strategy, seen.spec)
         if in_place and model.built and seconds > 0 and seen.problem is None:
             seen = measure_input(seen, model, strategy, seconds, patience)
         found += input_findings(seen, strategy)
@@ -157,7 +153,7 @@ def _explain_step(
         section if report is reports[0] else f"{section} of {one.model.name}": values
         for report, one in zip(reports, step.trained, strict=True)
         for section, values in report.facts.items()
-        if report is reports[0] or section != "strategy"
+        if section != "training" and (report is reports[0] or section != "strategy")
     }
     return Report(reports[0].title, ordered(kept), facts)
 

@@ -7,8 +7,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from tfmultigpu.html_tables import html_table
-
 __all__ = ["SEVERITIES", "Finding", "Report"]
 
 SEVERITIES = ("error", "warning", "note")
@@ -73,14 +71,7 @@ class Report:
             lines += [f"  {name:<{width}}  {value}" for name, value in facts.items()]
         return "\n".join(line.rstrip() for line in "\n".join(lines).splitlines())
 
-    def _repr_html_(self) -> str:
-        """Returns the report as tables, for a notebook."""
-        title = f"{self.title}: {self._summary()}"
-        found = [(one.severity, one.code, one.what, one.why, one.change) for one in self.findings]
-        header = ("severity", "code", "what", "why", "change") if found else ()
-        tables = [html_table(title, found, header=header)]
-        tables += [html_table(section, facts.items()) for section, facts in self.facts.items()]
-        return "".join(tables)
+    __repr__ = __str__  # A notebook shows the text.
 
     def as_json(self) -> str:
         """Returns the report as JSON: ``title``, ``findings``, ``facts``, ``values``."""

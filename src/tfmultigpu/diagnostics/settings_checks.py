@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from tfmultigpu.devices.names import listed
 from tfmultigpu.diagnostics.machine import Machine
 from tfmultigpu.diagnostics.report import Finding
-from tfmultigpu.installation import install_command
 
 __all__ = ["SETTINGS_CHECKS"]
 
@@ -101,7 +100,7 @@ def _no_nvml(machine: Machine) -> Iterator[Finding]:
             "The extra nvml is not installed, so the memory of the GPUs is unknown until "
             "TensorFlow starts them.",
             "Shares by memory, and the memory in this report, need it.",
-            install_command("nvml"),
+            'pip install "tfmultigpu[nvml]"',
         )
 
 

@@ -10,7 +10,6 @@ from tfmultigpu.clusters.sources import why_no_cluster
 from tfmultigpu.clusters.spec import Cluster
 from tfmultigpu.devices.names import listed, resolve_devices
 from tfmultigpu.errors import StrategyUnavailableError
-from tfmultigpu.html_tables import html_table
 from tfmultigpu.strategies.tpu import Tpu
 
 __all__ = [
@@ -114,21 +113,6 @@ class StrategyPlan:
         lines += [f"  requested but unavailable: {what}" for what in self.unmet]
         lines += [f"  hint: {hint}" for hint in self.hints]
         return "\n".join(lines)
-
-    def _repr_html_(self) -> str:
-        """Returns the plan as a table, for a notebook."""
-        cores = "as many as the TPU has cores"
-        rows = [
-            ("devices", listed(self.devices)),
-            ("replicas", cores if self.num_replicas is None else self.num_replicas),
-            ("because", self.reason),
-            ("gradients are added by", self.communication),
-            ("because", self.communication_reason),
-            *((f"not {kind}", why) for kind, why in self.rejected.items()),
-            *(("requested but unavailable", what) for what in self.unmet),
-            *(("hint", hint) for hint in self.hints),
-        ]
-        return html_table(f"Strategy plan: {self.kind}", rows)
 
 
 class _Choice(NamedTuple):

@@ -19,7 +19,6 @@ from tfmultigpu.data.sharded_dataset import distribute_dataset
 from tfmultigpu.devices.discovery import list_devices, logical_to_physical
 from tfmultigpu.devices.names import parse_device_name
 from tfmultigpu.errors import DataError, ShareError
-from tfmultigpu.installation import install_command
 from tfmultigpu.optimizers.gradients import sum_dtype
 from tfmultigpu.optimizers.update import build_optimizer
 from tfmultigpu.steps.batch_function import as_tensors
@@ -356,7 +355,7 @@ def _device_memory(name: str) -> tuple[float, bool]:
             + (
                 "TensorFlow does not limit that of a CPU. "
                 if name.startswith("CPU")
-                else f"Ask the driver with the extra nvml: {install_command('nvml')}. "
+                else 'Ask the driver with the extra nvml: pip install "tfmultigpu[nvml]". '
             )
             + f"Give it in bytes: memory_capacities(strategy, memory={{{name!r}: 8 * 1024**3}})."
         )

@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
-from tfmultigpu.html_tables import html_table
-
 __all__ = ["Difference", "Verification"]
 
 
@@ -66,16 +64,6 @@ class Verification:
             f"The result depends on how the batch was cut: {self.differences[0]}{where}.{cause} "
             f"{self.advice}"
         )
-
-    def _repr_html_(self) -> str:
-        """Returns the outcome as a table, for a notebook."""
-        rows = [("rows compared", f"{self.rows} of {self.global_rows}")] if self.rows else []
-        for one in self.differences:
-            device, computed = _apart(one.one_device, one.replicas)
-            rows.append((one.quantity, f"one device {device}, as computed {computed}"))
-        texts = {"because": self.reason, "first": self.culprit, "write": self.advice}
-        rows += [(name, text) for name, text in texts.items() if text]
-        return html_table(f"Verification: {self.outcome}", rows)
 
 
 def _apart(one: float, other: float) -> tuple[str, str]:
