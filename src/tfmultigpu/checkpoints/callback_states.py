@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import inspect
+import io
 import json
 import logging
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
-from typing import Any, NamedTuple
+import pathlib
+import types
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
+import tensorflow as tf
 
-from tfmultigpu.checkpoints.callback_places import Holder, find_holders, has_methods, ids_of
-from tfmultigpu.checkpoints.plain_values import NotPlainError, needed_places, pack, unpack
+from tfmultigpu._compat import is_part_of_keras
+from tfmultigpu.checkpoints.plain_values import NotPlainError, pack, unpack
 from tfmultigpu.errors import CheckpointError
 
 __all__ = ["CallbackStates"]
@@ -22,14 +27,17 @@ _log = logging.getLogger("tfmultigpu")
 
 _Arrays = Mapping[str, np.ndarray[Any, Any]]
 
+_SET_BY_KERAS = {"params", "_model", "model"}
+# Attributes of TensorBoard that describe this process: its profiler and its files.
+_OF_THIS_PROCESS = {"_is_tracing", "_profiler_started", "_should_write_train_graph"}
+
 
 class CallbackStates:
     """State of a list of callbacks.
 
-    A callback may define ``state()`` and ``set_state(state)``. Otherwise its state is every plain
-    value that training has changed: in its attributes, in callbacks and models it holds, and in
-    closures of its functions. Arguments of a Keras constructor are not state, unless a subclass
-    changes them: a run resumed with a new ``patience`` uses it.
+    A callback may define ``state()`` and ``set_state(value)``. Otherwise its state is each plain
+    attribute that training has changed. Arguments of a Keras constructor are not state: a run
+    resumed with a new ``patience`` uses it.
     """
 
     def __init__(self, callbacks: Sequence[Any], model: Any = None) -> None:
@@ -51,8 +59,8 @@ class CallbackStates:
             key = type(one).__name__, monitor if isinstance(monitor, str) else ""
             self._entries.append((*key, seen.get(key, 0), one))
             seen[key] = seen.get(key, 0) + 1
-        self._before = self._after = self._snapshots()
-        self._logged: set[str] = set()
+        self._before = self._after = self._digests()
+        self._named: set[str] = set()
 
     def prepare(self, stored: Sequence[Mapping[str, Any]]) -> Callable[[], None]:
         """Cuts the files of callbacks to their size in the checkpoint, to append to them.
@@ -62,7 +70,7 @@ class CallbackStates:
         changed = []
         for entry, one in self._matches(stored):
             if _is_csv_logger(one) and "file_size" in entry:
-                _truncate(Path(one.filename), entry["file_size"])
+                _truncate(pathlib.Path(one.filename), entry["file_size"])
                 changed.append((one, one.append))
                 one.append = True
 
@@ -73,40 +81,17 @@ class CallbackStates:
         return restore_append
 
     def begin(self) -> None:
-        """Records the values after ``on_train_begin``, and logs those that cannot be saved."""
-        self._after = self._snapshots()
-        self._log_unsaved(
-            f"{self._entries[i][0]}.{place} ({kind})"
-            for i, snapshot in enumerate(self._after)
-            for place, kind in snapshot.unsaved.items()
-        )
+        """Records the values after ``on_train_begin``."""
+        self._after = self._digests()
 
-    def _log_unsaved(self, places: Iterable[str]) -> None:
-        """Logs each place that cannot be saved once."""
-        unsaved = [place for place in dict.fromkeys(places) if place not in self._logged]
-        self._logged.update(unsaved)
-        if unsaved:
-            _log.warning(
-                "Checkpoints cannot save these attributes of callbacks: %s. A resumed run starts "
-                "with new ones. From on_train_begin on, store numbers, strings, arrays, or lists "
-                "and dicts of them. Or define state(), which returns such values, and "
-                "set_state(state).",
-                ", ".join(unsaved),
-            )
-
-    def _snapshots(self) -> list[_Snapshot]:
-        """Returns a snapshot of each callback, without the values."""
-        return [_snapshot(one, _name(i)).without_values() for i, one in enumerate(self._holders())]
-
-    def _holders(self) -> list[dict[str, Holder]]:
-        """Returns the holders of values in each callback."""
-        callbacks = [one for *_, one in self._entries]
-        known = {id(one) for one in callbacks}
-        if self._model is not None:
-            optimizer = getattr(self._model, "optimizer", None)
-            known |= {id(self._model), id(optimizer)} | ids_of(self._model.variables)
-            known |= ids_of(getattr(optimizer, "variables", ()))
-        return [find_holders(one, known) for one in callbacks]
+    def _digests(self) -> list[dict[str, str]]:
+        """Returns digests of the plain attributes of each callback, by name."""
+        found = []
+        for i, (*_, callback) in enumerate(self._entries):
+            attributes = _attributes(callback).items()
+            packed = {name: _packed(value, f"{_name(i)}/{name}") for name, value in attributes}
+            found.append({name: _digest(*one) for name, one in packed.items() if one is not None})
+        return found
 
     def read(self, arrays: dict[str, np.ndarray[Any, Any]]) -> list[dict[str, Any]]:
         """Returns the state of each callback in JSON types, and adds its arrays to ``arrays``.
@@ -114,49 +99,66 @@ class CallbackStates:
         Raises:
             CheckpointError: ``state()`` of a callback returned a value that cannot be saved.
         """
-        found = []
-        for i, holders in enumerate(self._holders()):
-            name, monitor, number, _ = self._entries[i]
-            state = self._read_one(i, holders, arrays)
+        found, unsaved = [], []
+        for i, (name, monitor, number, callback) in enumerate(self._entries):
+            if has_methods(callback):
+                state = {"state": _state_of(callback, _name(i), arrays)}
+            else:
+                state, lost = self._read_attributes(i, callback, arrays)
+                unsaved += [f"{name}.{place}" for place in lost]
             found.append({"name": name, "monitor": monitor, "number": number, **state})
+        self._warn_unsaved(unsaved)
         return found
 
-    def _read_one(
-        self, i: int, holders: Mapping[str, Holder], arrays: dict[str, np.ndarray[Any, Any]]
-    ) -> dict[str, Any]:
-        name = _name(i)
-        if has_methods(holders[""].one):
-            return {"state": _state_of(holders[""].one, name, arrays)}
-        before, after, now = self._before[i], self._after[i], _snapshot(holders, name)
-        lost = dict(now.unsaved)
+    def _read_attributes(
+        self, i: int, callback: Any, arrays: dict[str, np.ndarray[Any, Any]]
+    ) -> tuple[dict[str, Any], list[str]]:
+        """Returns the state of a callback, and its attributes that cannot be saved."""
         attributes: dict[str, Any] = {}
-        for place, value in now.values.items():
-            if value.digest == before.digest(place) == after.digest(place):
+        unsaved = []
+        for name, value in _attributes(callback).items():
+            packed = _packed(value, f"{_name(i)}/{name}")
+            if packed is None:
+                if not is_part_of_keras(type(callback)) and not self._is_saved_elsewhere(value):
+                    unsaved.append(f"{name} ({type(value).__name__})")
                 continue
-            path = place.rpartition(".")[0]
-            if after.kinds.get(path) != holders[path].kind:
-                lost[path] = holders[path].kind  # A resumed run has no holder for it.
-            elif not value.needs <= after.needs(place):
-                lost[place] = "a defaultdict or generator that cannot be rebuilt"
-            else:
-                attributes[place] = value.packed
-                arrays.update(value.arrays)
-        states = {}
-        for path, holder in holders.items():
-            if has_methods(holder.one):
-                if after.kinds.get(path) == holder.kind:
-                    states[path] = _state_of(holder.one, f"{name}/{path}", arrays)
-                else:
-                    lost[path] = holder.kind
-        callback = self._entries[i][0]
-        self._log_unsaved(f"{callback}.{place} ({kind})" for place, kind in lost.items())
+            changed = {_digest(*packed)} != {self._before[i].get(name), self._after[i].get(name)}
+            if changed:
+                attributes[name] = packed[0]
+                arrays.update(packed[1])
         found: dict[str, Any] = {"attributes": attributes}
-        if states:
-            found["states"] = states
-        one = holders[""].one
-        if _is_csv_logger(one) and Path(one.filename).is_file():
-            found["file_size"] = Path(one.filename).stat().st_size
-        return found
+        if _is_csv_logger(callback) and pathlib.Path(callback.filename).is_file():
+            found["file_size"] = pathlib.Path(callback.filename).stat().st_size
+        return found, unsaved
+
+    def _is_saved_elsewhere(self, value: Any) -> bool:
+        """Returns whether a value belongs to the trained model, is a callback, or never changes."""
+        import keras
+
+        if type(value) in (list, tuple):
+            return all(self._is_saved_elsewhere(item) for item in value)
+        optimizer = getattr(self._model, "optimizer", None)
+        variables = [*getattr(self._model, "variables", ()), *getattr(optimizer, "variables", ())]
+        known = {id(one) for variable in variables for one in (variable, variable.value)}
+        kinds = (keras.Layer, keras.optimizers.Optimizer, keras.Metric, tf.Module)
+        callbacks = [callback for *_, callback in self._entries]
+        if value is self._model or any(value is callback for callback in callbacks):
+            return True
+        if isinstance(value, kinds):
+            return all(id(variable) in known for variable in value.variables)
+        return id(value) in known or _is_tool(value)
+
+    def _warn_unsaved(self, places: Sequence[str]) -> None:
+        """Names each place that cannot be saved once."""
+        new = [place for place in dict.fromkeys(places) if place not in self._named]
+        self._named.update(new)
+        if new:
+            _log.warning(
+                "Checkpoints cannot save these attributes of callbacks: %s. A resumed run starts "
+                "with new ones. Write state(), which returns numbers, strings, arrays, or lists "
+                "and dicts of them, and set_state(value) in the callback.",
+                ", ".join(new),
+            )
 
     def write(self, stored: Sequence[Mapping[str, Any]], arrays: _Arrays) -> None:
         """Restores the stored states; callbacks without one keep their values.
@@ -164,19 +166,12 @@ class CallbackStates:
         Raises:
             CheckpointError: A callback rejects its state.
         """
-        holders_of = {id(one[""].one): one for one in self._holders()}
         for entry, one in self._matches(stored):
-            holders = holders_of[id(one)]
             try:
                 if "state" in entry:
                     one.set_state(unpack(entry["state"], arrays))
-                for path, packed in entry.get("states", {}).items():
-                    holders[path].one.set_state(unpack(packed, arrays))
-                for place, packed in entry.get("attributes", {}).items():
-                    path, _, name = place.rpartition(".")
-                    holder = holders[path]
-                    present = holder.values.get(name)
-                    holder.assign(name, unpack(packed, arrays, present))
+                for name, packed in entry.get("attributes", {}).items():
+                    setattr(one, name, unpack(packed, arrays))
             except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
                 raise CheckpointError(
                     f"A callback rejected its saved state. Received: callback {entry['name']}, "
@@ -211,11 +206,7 @@ class CallbackStates:
             entry["name"]
             for entry in stored
             if id(entry) not in matched
-            and (
-                not with_state
-                or "state" in entry
-                or any(entry.get(one) for one in ("attributes", "states"))
-            )
+            and (not with_state or "state" in entry or entry.get("attributes"))
         ]
 
     def _matches(self, stored: Sequence[Mapping[str, Any]]) -> list[tuple[Mapping[str, Any], Any]]:
@@ -229,69 +220,61 @@ class CallbackStates:
         ]
 
 
-class _Value(NamedTuple):
-    """A value at one moment.
-
-    Attributes:
-        packed: The value in JSON types.
-        arrays: Its arrays.
-        digest: A digest of both.
-        needs: The places in it that ``unpack`` can fill only if they hold an object already.
-    """
-
-    packed: Any
-    arrays: _Arrays
-    digest: str
-    needs: set[str]
+def has_methods(callback: Any) -> bool:
+    """Returns whether a callback has ``state()`` and ``set_state(value)``."""
+    methods = (getattr(type(callback), name, None) for name in ("state", "set_state"))
+    return all(callable(method) for method in methods)
 
 
-class _Snapshot(NamedTuple):
-    """The values of a callback at one moment.
+def _attributes(callback: Any) -> dict[str, Any]:
+    """Returns the attributes that are not arguments of a Keras constructor."""
+    import keras
 
-    Attributes:
-        kinds: The class of each holder, by path.
-        values: The values, by place.
-        unsaved: The kind of each value that cannot be saved, by place.
-    """
-
-    kinds: dict[str, str]
-    values: dict[str, _Value]
-    unsaved: dict[str, str]
-
-    def without_values(self) -> _Snapshot:
-        """Returns a copy with digests only, to compare later snapshots with."""
-        digests = {
-            place: one._replace(packed=None, arrays={}) for place, one in self.values.items()
-        }
-        return self._replace(values=digests)
-
-    def digest(self, place: str) -> str | None:
-        """Returns the digest of a value; None if there is no value."""
-        return self.values[place].digest if place in self.values else None
-
-    def needs(self, place: str) -> set[str]:
-        """Returns the places in a value that hold an object which cannot be rebuilt."""
-        return self.values[place].needs if place in self.values else set()
+    if has_methods(callback):
+        return {}
+    skipped = _SET_BY_KERAS | {
+        name
+        for kind in type(callback).__mro__
+        if is_part_of_keras(kind) and "__init__" in vars(kind)
+        for name in inspect.signature(vars(kind)["__init__"]).parameters
+    }
+    if isinstance(callback, keras.callbacks.TensorBoard):
+        skipped |= _OF_THIS_PROCESS
+    return {name: value for name, value in vars(callback).items() if name not in skipped}
 
 
-def _snapshot(holders: Mapping[str, Holder], name: str) -> _Snapshot:
-    values: dict[str, _Value] = {}
-    unsaved: dict[str, str] = {}
-    for path, holder in holders.items():
-        prefix = f"{path}." if path else ""
-        unsaved.update({f"{prefix}{opaque}": kind for opaque, kind in holder.opaque.items()})
-        for attribute, value in holder.values.items():
-            place = f"{prefix}{attribute}"
-            arrays: dict[str, np.ndarray[Any, Any]] = {}
-            try:
-                packed = pack(value, f"{name}/{place}", arrays)
-            except NotPlainError as error:
-                if holder.reports_unsaved:
-                    unsaved[place] = str(error)
-            else:
-                digest = _digest(packed, arrays)
-                values[place] = _Value(packed, arrays, digest, needed_places(packed))
-    return _Snapshot({path: holder.kind for path, holder in holders.items()}, values, unsaved)
+def _packed(value: Any, name: str) -> tuple[Any, _Arrays] | None:
+    """Returns a value in JSON types and its arrays; None if it is not plain."""
+    arrays: dict[str, np.ndarray[Any, Any]] = {}
+    try:
+        return pack(value, name, arrays), arrays
+    except NotPlainError:
+        return None
+
+
+def _is_tool(value: Any) -> bool:
+    """Returns whether training uses a value but does not change it."""
+    import keras
+
+    tools = (
+        type,
+        pathlib.PurePath,
+        types.ModuleType,
+        types.FunctionType,
+        types.BuiltinFunctionType,
+        types.MethodType,
+        functools.partial,
+        np.ufunc,
+        io.IOBase,
+        logging.Logger,
+        keras.Loss,
+        keras.optimizers.schedules.LearningRateSchedule,
+        tf.data.Dataset,
+        tf.distribute.Strategy,
+        tf.distribute.DistributedDataset,
+        tf.summary.SummaryWriter,
+    )
+    return isinstance(value, tools) or hasattr(value, "get_concrete_function")
 
 
 def _name(i: int) -> str:
@@ -311,7 +294,7 @@ def _state_of(one: Any, name: str, arrays: dict[str, np.ndarray[Any, Any]]) -> A
 
 
 def _digest(packed: Any, arrays: _Arrays) -> str:
-    found = hashlib.sha256(json.dumps(packed, default=str).encode())
+    found = hashlib.sha256(json.dumps(packed).encode())
     for array in arrays.values():
         found.update(f"{array.dtype}{array.shape}".encode())
         found.update(array.tobytes())
@@ -324,7 +307,7 @@ def _is_csv_logger(one: Any) -> bool:
     return isinstance(one, keras.callbacks.CSVLogger)
 
 
-def _truncate(path: Path, size: int) -> None:
+def _truncate(path: pathlib.Path, size: int) -> None:
     """Removes the part of a file that was written after the checkpoint."""
     if path.is_file() and path.stat().st_size > size:
         os.truncate(path, size)

@@ -20,7 +20,7 @@ import tensorflow as tf
 
 from tfmultigpu.strategies.scopes import all_layers
 
-__all__ = ["content_of", "describe_model", "describe_value"]
+__all__ = ["describe_model", "describe_value"]
 
 # Names count up with the layers that were made before; a module may be `__main__` for one worker.
 _NOT_COMPARED = frozenset({"name", "module", "registered_name", "seed", "build_config"})
@@ -194,7 +194,7 @@ def _function(function: types.FunctionType, depth: int) -> str:
     if _is_of_a_library(function.__module__):
         return function.__qualname__
     # Numbers that a function was made with count. What else it holds may be of one process.
-    cells = [content_of(cell) for cell in function.__closure__ or ()]
+    cells = [_content_of(cell) for cell in function.__closure__ or ()]
     cells += [function.__globals__.get(name) for name in function.__code__.co_names]
     numbers = [one for one in cells if isinstance(one, float)]
     inside = [_digest(_code(one.__code__)) for one in cells if isinstance(one, types.FunctionType)]
@@ -207,7 +207,7 @@ def _is_of_a_library(module: Any) -> bool:
     return str(module).partition(".")[0] in _LIBRARIES
 
 
-def content_of(cell: types.CellType) -> Any:
+def _content_of(cell: types.CellType) -> Any:
     """Returns what a closure has in a cell; None before it was given a value."""
     try:
         return cell.cell_contents
