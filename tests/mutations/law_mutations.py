@@ -220,7 +220,7 @@ LAW = (
                 "result = self._phase(shards, scale)",
                 "result = self._phase(shards, scale)\n        self._one = result.parts[0][:-1]",
             ),
-            ("norm = global_norm(gradients)", "norm = global_norm(self._one)"),
+            ("norm = global_norm(counted)", "norm = global_norm(self._one)"),
         ),
         (NORM,),
     ),

@@ -194,8 +194,8 @@ def test_what_is_no_batch(step):
     for batch, text in (
         ((X[:0], Y[:0]), "A batch has no rows"),
         ((X, Y[:9]), "differ in their number of rows"),
-        ((X[0], Y[0]), "a part of this one is a single number"),
-        ((1.0, 2.0), "a part of this one is a single number"),
+        ((X[0], Y[0]), "a component of this one is a single number"),
+        ((1.0, 2.0), "a component of this one is a single number"),
         (("text", Y), "A batch is a tensor or a tuple or dict of tensors. Received: str"),
         ((X, Y, Y, Y), "Received: a tuple of 4 elements"),
         (X, "There is a loss but no labels"),

@@ -69,8 +69,8 @@ class GradientAccumulator(NotCopied):
         if overwritten:
             raise TfMultiGpuError(
                 "The gradient of a variable of a float8 layer is its new value, which cannot be "
-                f"added and divided. Received: {overwritten[:3]}. Let a step of "
-                "make_train_step(..., micro_batches=k) accumulate, or leave these variables out."
+                f"added and divided. Received: {overwritten[:3]}. Leave out "
+                'layer.quantize("float8"), or train without accumulation.'
             )
         self._sums = [_local_sum(v.shape, sum_dtype(v.dtype)) for v in self.variables]
         self._weight = _local_sum([], tf.float32)

@@ -15,7 +15,6 @@ __all__ = [
     "combined",
     "global_norm",
     "is_overwritten",
-    "spread_over_replicas",
     "sum_dtype",
     "unscaled",
 ]
@@ -111,36 +110,9 @@ def is_overwritten(variable: Any) -> bool:
     """Returns whether the "gradient" of a variable is the value that it is to have.
 
     Layers quantized to float8 keep scales, and the largest absolute values of the last batches,
-    that Keras computes in the backward pass. They are neither added nor scaled nor clipped: the
-    value of a batch is the largest of its parts.
+    that Keras computes in the backward pass. They can be neither added nor scaled nor clipped.
     """
     return bool(getattr(variable, "overwrite_with_gradient", False))
-
-
-def spread_over_replicas(
-    parts: list[list[tf.Tensor]], count: int, numbers: Sequence[int], replicas: int
-) -> list[list[tf.Tensor]]:
-    """Returns what replicas computed, with new values so that adding keeps those of each apart.
-
-    Args:
-        parts: A list of tensors for each replica of this process.
-        count: How many are new values: the last but one.
-        numbers: The number of each of these replicas among all.
-        replicas: How many there are.
-    """
-    if not count:
-        return parts
-    spread = []
-    for number, tensors in zip(numbers, parts, strict=True):
-        *gradients, stats = tensors
-        kept = []
-        for tensor in gradients[-count:]:
-            with tf.device(tensor.device):
-                wide = tf.cast(tensor, tf.float64)  # Never sent in a narrower dtype.
-                rows = [wide if i == number else tf.zeros_like(wide) for i in range(replicas)]
-                kept.append(tf.stack(rows))
-        spread.append([*gradients[:-count], *kept, stats])
-    return spread
 
 
 def combined(
@@ -149,19 +121,18 @@ def combined(
     factors: Sequence[Any],
     penalties: Sequence[Any],
     places: Sequence[Callable[[], AbstractContextManager[Any]]],
-) -> tuple[list[Any], list[tf.Tensor]]:
+) -> list[Any]:
     """Turns what was added over the replicas into the gradients of the global batch.
 
     Args:
-        summed: The gradients of each backward pass, one after the other, then new values as from
-            ``spread_over_replicas``.
+        summed: The gradients of each backward pass, one after the other.
         present: For each backward pass, which variables have a gradient.
         factors: For each backward pass what its gradients are multiplied by, None for 1.
         penalties: For each variable the gradient of its regularisation, or None.
         places: For each variable what places its gradient.
 
     Returns:
-        For each variable its gradient, at least float32, or None; and the new values.
+        For each variable its gradient, at least float32, or None.
     """
     total: list[Any] = [None] * len(places)
     taken = iter(summed)
@@ -177,7 +148,7 @@ def combined(
             with places[i]():
                 part = tf.cast(part, tf.float32) if part.dtype.size < 4 else part
                 total[i] = part if total[i] is None else total[i] + part
-    return total, [tf.reduce_max(spread, axis=0) for spread in taken]
+    return total
 
 
 def sum_dtype(dtype: Any) -> tf.DType:

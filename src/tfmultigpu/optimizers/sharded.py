@@ -223,8 +223,6 @@ def _obstacle(
         return "the optimizer was built before the step was made, with its state on every replica"
     if len({variable.path for variable in variables}) < len(variables):
         return "two variables have the same path"
-    if any(getattr(variable, "overwrite_with_gradient", False) for variable in variables):
-        return "a variable is overwritten by its gradient"
     try:
         owned, made = outside_scopes(lambda: _state_of_a_trial(optimizer))
     except (NotImplementedError, TypeError, ValueError) as error:

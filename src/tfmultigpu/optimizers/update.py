@@ -43,7 +43,8 @@ def apply_reduced_gradients(
 
     Raises:
         RuntimeError: Called neither in a replica (``strategy.run``) nor on one device.
-        TfMultiGpuError: A variable was created with ``sharded_variables``.
+        TfMultiGpuError: A variable was created with ``sharded_variables``, or is one of a float8
+            layer on several replicas.
 
     Example:
         >>> import keras, tensorflow as tf, tfmultigpu as tmg
@@ -66,6 +67,13 @@ def apply_reduced_gradients(
         raise RuntimeError(
             "apply_reduced_gradients must be called by every replica: call it in the function "
             "given to strategy.run."
+        )
+    new = [variable.path for variable in variables if is_overwritten(variable)]
+    if new and context.num_replicas_in_sync > 1:
+        raise TfMultiGpuError(
+            "The gradient of a variable of a float8 layer is its new value, which replicas cannot "
+            f"add. Received: {new[:3]}. Train on one replica, or leave out "
+            'layer.quantize("float8").'
         )
     overwrites = any(_overwrite_frequency(part) for part in _parts(optimizer))
     apply_in_replica(optimizer, gradients, variables)
@@ -96,16 +104,6 @@ def apply_in_replica(optimizer: Any, gradients: Sequence[Any], variables: Sequen
 
 
 def _apply(optimizer: Any, pairs: list[tuple[Any, Any]], replicas: int) -> None:
-    new = [(value, variable) for value, variable in pairs if is_overwritten(variable)]
-    if new:
-        # Keras would assign the mean over the replicas, which rounds.
-        _assign_everywhere(new)
-        pairs = [
-            (gradient, variable) for gradient, variable in pairs if not is_overwritten(variable)
-        ]
-    if not pairs:
-        optimizer.iterations.assign_add(1)
-        return
     summed, kept = zip(*pairs, strict=True)
     with _hiding(optimizer, dict.fromkeys(_OWN_IDEAS)):
         if replicas == 1 or _compat.can_skip_gradient_sum(optimizer):
@@ -114,23 +112,6 @@ def _apply(optimizer: Any, pairs: list[tuple[Any, Any]], replicas: int) -> None:
         else:
             with _hiding(optimizer, {name: _divided(optimizer, name, replicas) for name in _CLIPS}):
                 optimizer.apply([gradient / replicas for gradient in summed], list(kept))
-
-
-def _assign_everywhere(pairs: list[tuple[Any, Any]]) -> None:
-    """Gives variables values that every replica has alike; replica context."""
-    context = tf.distribute.get_replica_context()
-    variables = [variable for _, variable in pairs]
-    values = [tf.cast(value, variable.dtype) for value, variable in pairs]
-
-    def assign(strategy: tf.distribute.Strategy, *values: Any) -> None:
-        update = functools.partial(_assign, tf.identity)
-        for variable, value in zip(variables, values, strict=True):
-            strategy.extended.update(variable.value, update, args=(value,))
-
-    if _compat.uses_merge_call(context.strategy):
-        context.merge_call(assign, args=tuple(values))
-    else:
-        assign(context.strategy, *values)
 
 
 def overwrite_with_averages(
@@ -144,7 +125,7 @@ def overwrite_with_averages(
         applied: The variables that the update changed. All that the optimizer knows are
             overwritten, but only these are constrained, and without any there was no update.
     """
-    constraints = {id(v.value): v.constraint for v in applied if not is_overwritten(v)}
+    constraints = {id(v.value): v.constraint for v in applied}
     for part in _parts(optimizer):
         frequency = _overwrite_frequency(part)
         if frequency and any(id(v.value) in constraints for v in _compat.optimizer_trains(part)):

@@ -26,7 +26,7 @@ from tfmultigpu.losses.metrics import (
 )
 from tfmultigpu.losses.objective import Layout, Objective, stack
 from tfmultigpu.losses.outputs import Output
-from tfmultigpu.optimizers.gradients import is_overwritten, spread_over_replicas, sum_dtype
+from tfmultigpu.optimizers.gradients import is_overwritten, sum_dtype
 from tfmultigpu.steps.batch_function import Shards
 from tfmultigpu.steps.graph_effects import effects_of, noting_operations
 from tfmultigpu.steps.micro_batches import MicroBatchSum, Part
@@ -51,12 +51,10 @@ class Findings(NamedTuple):
     Attributes:
         layout: How the terms of the loss are put together.
         present: For each backward pass, which variables have a gradient.
-        overwritten: The variables whose "gradient" is the value they are to have.
     """
 
     layout: Layout
     present: list[list[bool]]
-    overwritten: list[Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,8 +63,7 @@ class PhaseResult:
 
     Attributes:
         parts: For each local replica a list of tensors to be added over all replicas: the gradients
-            that exist, backward pass by backward pass, then the new value of each variable that
-            is overwritten, spread over the replicas, then one vector of sums and weights. Of a
+            that exist, backward pass by backward pass, then one vector of sums and weights. Of a
             gradient that is added already the first list has the sum, and the others None.
         held: The Keras variables that layers, draws and metrics assigned.
         states: Their values, a list of per-replica values.
@@ -133,15 +130,6 @@ class ReplicaPhase:
             shards: The global batch.
             loss_scale: What losses are multiplied by, a float scalar, or None.
         """
-        result = self._run(shards, loss_scale)
-        numbers = local_replicas(self._strategy)
-        replicas = self._strategy.num_replicas_in_sync
-        count = len(result.findings.overwritten)
-        return dataclasses.replace(
-            result, parts=spread_over_replicas(result.parts, count, numbers, replicas)
-        )
-
-    def _run(self, shards: Shards, loss_scale: Any) -> PhaseResult:
         replicas = self._strategy.num_replicas_in_sync
         weight = partition.row_weight(shards.global_rows, replicas) if replicas > 1 else None
         shard = per_replica(self._strategy, shards.local)
@@ -174,7 +162,6 @@ class ReplicaPhase:
             addition = MicroBatchSum.like(
                 look.values,
                 look.held,
-                len(look.findings.overwritten),
                 further,
                 self._objective.model,
                 seeds,
@@ -377,15 +364,12 @@ class ReplicaPhase:
                 )
             layout = Layout.of(terms)
             factors = layout.scales(global_rows)
-            replaced = [is_overwritten(variable) for variable in variables]
-            # What is noted of the size of gradients on their way is that of whole rows.
-            before, later = (None, weight) if any(replaced) else (weight, None)
             scaled = [
-                term.sum * _product(term.sum.dtype, factor, before, loss_scale)
+                term.sum * _product(term.sum.dtype, factor, weight, loss_scale)
                 for term, factor in zip(terms, factors, strict=True)
             ]
             measured = layout.measured
-            if measured and any(replaced):
+            if measured and any(map(is_overwritten, variables)):
                 raise LossError(_NOT_DIVIDED_YET)
             known = [
                 scaled[i] for i, one in enumerate(terms) if i not in measured and not one.logged
@@ -399,18 +383,12 @@ class ReplicaPhase:
                 passes.append((tf.gradients if again else tape.gradient)(target, values))
         reads.backward_ends()
         del tape
-        found = [list(zip(one, variables, replaced, strict=True)) for one in passes]
-        findings = Findings(
-            layout,
-            present=[[g is not None and not new for g, _, new in one] for one in found],
-            overwritten=[v for one in found for g, v, new in one if g is not None and new],
-        )
+        findings = Findings(layout, [[one is not None for one in found] for found in passes])
         gradients = [
-            _dense(gradient, variable.shape, None if new else later)
-            for kind in (False, True)
-            for one in found
-            for gradient, variable, new in one
-            if gradient is not None and new == kind
+            _dense(gradient, variable.shape)
+            for found in passes
+            for gradient, variable in zip(found, variables, strict=True)
+            if gradient is not None
         ]
         return _Pass([*gradients, stack(terms, weight)], outputs, held, findings, reads)
 
@@ -439,12 +417,12 @@ _NOT_DIVIDED_YET = (
 )
 
 
-def _dense(gradient: Any, shape: Any, factor: Any = None) -> tf.Tensor:
+def _dense(gradient: Any, shape: Any) -> tf.Tensor:
     """A gradient ready to be added: rows of an embedding summed into place, at least float32."""
     gradient = tf.convert_to_tensor(gradient)
     gradient.set_shape(shape)  # A backward pass through a reshape forgets it.
     summed: tf.Tensor = tf.cast(gradient, sum_dtype(gradient.dtype))
-    return summed if factor is None else summed * tf.cast(factor, summed.dtype)
+    return summed
 
 
 def _product(dtype: tf.DType, *factors: Any) -> Any:

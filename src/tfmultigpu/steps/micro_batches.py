@@ -62,7 +62,6 @@ class MicroBatchSum:
         replica: Computes a micro-batch, given the values that variables have before it: tensors,
             and the variables that it assigned.
         structure: Shape and dtype of each of these tensors.
-        maxima: Of as many of them, the last but one, the largest is kept instead of the sum.
         states: The Keras variables that it assigns.
         alike: The ``id`` of those of them that all micro-batches of a step must find alike: they
             take their part of the same draws, and use the same kernels.
@@ -72,7 +71,6 @@ class MicroBatchSum:
 
     replica: Callable[..., tuple[list[tf.Tensor], Held]]
     structure: tuple[Any, ...]
-    maxima: int
     states: tuple[Any, ...]
     alike: frozenset[int]
     seeds: GlobalSeeds
@@ -83,7 +81,6 @@ class MicroBatchSum:
         cls,
         values: Sequence[tf.Tensor],
         held: Held,
-        maxima: int,
         replica: Callable[..., tuple[list[tf.Tensor], Held]],
         model: Any,
         seeds: GlobalSeeds,
@@ -93,7 +90,6 @@ class MicroBatchSum:
         Args:
             values: The tensors of that one.
             held: The variables it assigned.
-            maxima: As above.
             replica: As above.
             model: The Keras model.
             seeds: As above.
@@ -103,7 +99,6 @@ class MicroBatchSum:
         return cls(
             replica,
             tuple((value.shape, value.dtype) for value in values),
-            maxima,
             tuple(held.variables),
             frozenset(id(variable) for variable in alike),
             seeds,
@@ -139,15 +134,8 @@ class MicroBatchSum:
         for state, value in zip(self.states, begin, strict=True):
             if id(state) in at_once & self.alike:
                 state.assign(value)
-        end = len(values) - 1
-        largest = range(end - self.maxima, end)
         added = [
-            value
-            if i in self.elsewhere
-            else tf.maximum(next(sums), value)
-            if i in largest
-            else next(sums) + value
-            for i, value in enumerate(values)
+            value if i in self.elsewhere else next(sums) + value for i, value in enumerate(values)
         ]
         return [*added, *after]
 

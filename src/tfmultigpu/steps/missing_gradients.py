@@ -20,25 +20,17 @@ class MissingGradients:
         self._said: set[str] = set()
         self._has_nothing_to_train = False
 
-    def trained(
-        self, variables: Sequence[Any], gradients: Sequence[Any], overwritten: Sequence[Any]
-    ) -> list[Any]:
+    def trained(self, variables: Sequence[Any], gradients: Sequence[Any]) -> list[Any]:
         """Returns the variables that have a gradient.
 
         Args:
             variables: Keras variables.
             gradients: The gradient of each for the global batch, or None.
-            overwritten: Those of them that get a new value instead of a gradient.
 
         Raises:
             LossError: No variable has one.
         """
-        replaced = {id(variable) for variable in overwritten}
-        pairs = [
-            (variable, gradient)
-            for variable, gradient in zip(variables, gradients, strict=True)
-            if id(variable) not in replaced
-        ]
+        pairs = list(zip(variables, gradients, strict=True))
         without = [variable.path for variable, gradient in pairs if gradient is None]
         if pairs and len(without) == len(pairs):
             raise LossError(

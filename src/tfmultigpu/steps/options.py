@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
 
+from tfmultigpu.errors import TfMultiGpuError
+from tfmultigpu.optimizers.gradients import is_overwritten
 from tfmultigpu.steps.verification import check_verify
 from tfmultigpu.types import LossScaling, ShardUpdate, Verify
 
-__all__ = ["StepOptions"]
+__all__ = ["StepOptions", "check_float8"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,4 +78,35 @@ class StepOptions:
             reduce_dtype=None if reduce_dtype is None else tf.as_dtype(reduce_dtype),
             verify=verify,
             **others,
+        )
+
+
+def check_float8(
+    variables: Sequence[Any], strategy: tf.distribute.Strategy, options: StepOptions, scale: Any
+) -> None:
+    """Checks that float8 layers see all gradients of a step as they are.
+
+    Args:
+        variables: The trained variables.
+        strategy: Their strategy.
+        options: The options of the step.
+        scale: The loss scale of the step, or None.
+
+    Raises:
+        TfMultiGpuError: Replicas, micro-batches, clipping or a loss scale come between.
+    """
+    new = [variable.path for variable in variables if is_overwritten(variable)]
+    between = {
+        f"{strategy.num_replicas_in_sync} replicas": strategy.num_replicas_in_sync > 1,
+        f"micro_batches={max(options.micro_batches)}": max(options.micro_batches) > 1,
+        f"clip_norm={options.clip_norm}": options.clip_norm is not None,
+        "a loss scale": scale is not None,
+    }
+    found = [name for name, here in between.items() if here]
+    if new and found:
+        raise TfMultiGpuError(
+            "A float8 layer computes its scales from the gradients of a whole batch, which cannot "
+            f"be added, scaled or clipped. Received: {new[0]!r} and {', '.join(found)}. Write "
+            'make_train_step(model, optimizer, loss) on one replica, or leave out layer.quantize("'
+            'float8").'
         )

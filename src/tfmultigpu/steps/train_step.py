@@ -19,7 +19,14 @@ from tfmultigpu.errors import TfMultiGpuError
 from tfmultigpu.losses.build_model import prepare_model
 from tfmultigpu.losses.held_assignments import assign_held, holding
 from tfmultigpu.losses.objective import MeanKey, Objective, is_loss
-from tfmultigpu.optimizers.gradients import all_finite, clipped, combined, global_norm, unscaled
+from tfmultigpu.optimizers.gradients import (
+    all_finite,
+    clipped,
+    combined,
+    global_norm,
+    is_overwritten,
+    unscaled,
+)
 from tfmultigpu.optimizers.loss_scaling import LossScale, make_loss_scale, unwrap_optimizer
 from tfmultigpu.optimizers.settings import Settings, explaining_settings
 from tfmultigpu.optimizers.sharded import ShardedUpdate, placed
@@ -29,7 +36,7 @@ from tfmultigpu.steps.forward_backward import Findings, ReplicaPhase
 from tfmultigpu.steps.missing_gradients import MissingGradients
 from tfmultigpu.steps.multi_step import TERMS, MultiStep
 from tfmultigpu.steps.op_placement import computing_at_weights, devices_of
-from tfmultigpu.steps.options import StepOptions
+from tfmultigpu.steps.options import StepOptions, check_float8
 from tfmultigpu.steps.pipeline import check_pipeline
 from tfmultigpu.steps.program_agreement import ProgramAgreement
 from tfmultigpu.steps.value_agreement import check_values_alike
@@ -299,6 +306,7 @@ class TrainStep(NotCopied):
         if first or plan.sharded != self.shard_update:
             self.shard_update, self.shard_update_reason = plan
         self.loss_scale = make_loss_scale(self._options.loss_scale, self.optimizer, self.strategy)
+        check_float8(self.variables, self.strategy, self._options, self.loss_scale)
         self._settings.note(self.optimizer)
         self._use(self._what_is_frozen())
 
@@ -393,7 +401,7 @@ class TrainStep(NotCopied):
         Returns:
             The gradients, the variables that they are for, and the logs, with ``"finite"``.
         """
-        layout, present, overwritten = findings
+        layout, present = findings
         *summed, stats = values
         sums, weights = layout.unstack(stats)
         variables = self.variables
@@ -408,16 +416,17 @@ class TrainStep(NotCopied):
         factors = [unscaled(correction, scale) for correction in corrections]
         places = [functools.partial(placed, self._sharded, variable) for variable in variables]
         with tf.control_dependencies(checks):
-            total, new = combined(summed, present, factors, penalties, places)
-        trained = self._missing.trained(variables, total, overwritten)
+            total = combined(summed, present, factors, penalties, places)
+        trained = self._missing.trained(variables, total)
         gradients = [gradient for gradient in total if gradient is not None]
-        norm = global_norm(gradients)
+        pairs = zip(gradients, trained, strict=True)
+        counted = [gradient for gradient, one in pairs if not is_overwritten(one)]
+        norm = global_norm(counted)
         # Clipping by a norm that overflows would make every gradient NaN.
-        checked = [*gradients, *new] if clip_norm is None else [*gradients, *new, norm]
+        checked = gradients if clip_norm is None else [*gradients, norm]
         logs["finite"] = tf.constant(True) if scale is None else all_finite(checked)
         if clip_norm is not None:
             gradients = clipped(gradients, clip_norm, norm)
-        gradients, trained = gradients + new, trained + overwritten
         logs = {**logs, "loss": logs["loss"] + penalty, "gradient_norm": tf.cast(norm, tf.float32)}
         logs[TERMS] = stats
         cast = [tf.cast(g, v.dtype) for g, v in zip(gradients, trained, strict=True)]
