@@ -109,13 +109,6 @@ def faults(session: nox.Session) -> None:
 
 
 @nox.session
-def notebooks(session: nox.Session) -> None:
-    """Execute every notebook, and write the pages that the site shows (``-- NAME``: only one)."""
-    session.install("-e", ".", *groups("notebooks"))
-    session.run("python", "docs/extensions/notebooks.py", *session.posargs)
-
-
-@nox.session
 def demo(session: nox.Session) -> None:
     """Run the main job as a user would: ``python -m tfmultigpu demo``."""
     session.install("-e", ".[demo]")

@@ -1,7 +1,7 @@
 """Compares the speed of training steps: by hand, Keras ``fit`` and this library.
 
 ``python benchmarks/run.py`` measures everything (about half an hour on two idle cores) and
-writes ``benchmarks/speed.json``, and from it the tables and figures of ``docs/benchmarks.md``.
+writes ``benchmarks/speed.json``, and from it the tables of ``docs/benchmarks.md``.
 ``--only PART ...`` measures parts again and puts them into the record; with ``--quick`` or
 ``--replicas`` what was measured is printed and nothing is written.
 """
@@ -23,7 +23,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from speed import figure, page, report
+from speed import page, report
 from speed.costs import SERIES, measure_series, measure_tracing
 from speed.measure import TOLERANCE, measure
 from speed.memory import measure_peak, memory_cases
@@ -31,8 +31,7 @@ from speed.workloads import WORKLOADS
 
 HERE = Path(__file__).parent
 RECORD = HERE / "speed.json"
-DOCS = HERE.parent / "docs"
-PAGE = DOCS / "benchmarks.md"
+PAGE = HERE.parent / "docs" / "benchmarks.md"
 REPLICAS = (1, 2, 4)
 PARTS = (*WORKLOADS, "memory", "costs", "unequal")
 
@@ -78,10 +77,8 @@ def main() -> int:
 
 
 def write_page(record: dict[str, Any]) -> None:
-    """Writes the measured part of the page and its figures."""
+    """Writes the measured part of the page."""
     report.place(PAGE, page.to_markdown(record))
-    for name, svg in figure.figures(record).items():
-        (DOCS / name).write_text(svg)
 
 
 def _speed(part: str, asked: argparse.Namespace) -> list[dict[str, Any]]:

@@ -1,7 +1,7 @@
 """Measures what planned shares gain on unequal devices, and what cutting a batch costs.
 
 ``python benchmarks/run_unequal.py`` takes about two minutes on two idle cores, which it needs: each
-is a device. It writes ``benchmarks/unequal.json``, and of it the figure and the numbers of
+is a device. It writes ``benchmarks/unequal.json``, and of it the numbers of
 ``docs/unequal-gpus.md``. With ``--quick`` it prints and writes nothing; ``--page-only`` writes them
 again from the record.
 """
@@ -20,14 +20,12 @@ from typing import Any
 
 from run import _circumstances
 from speed import report
-from unequal.figure import timeline
 from unequal.pair import measure_pair
 from unequal.splitting import measure_splitting
 
 HERE = Path(__file__).parent
 RECORD = HERE / "unequal.json"
-DOCS = HERE.parent / "docs"
-PAGE, FIGURE = DOCS / "unequal-gpus.md", DOCS / "unequal-gpus.svg"
+PAGE = HERE.parent / "docs" / "unequal-gpus.md"
 SLOWER = (2, 4)
 
 
@@ -52,12 +50,11 @@ def main() -> int:
     if not asked.quick:
         RECORD.write_text(json.dumps(record, indent=1) + "\n")
         _write(record)
-        print(f"wrote {RECORD}, {FIGURE} and {PAGE}")
+        print(f"wrote {RECORD} and {PAGE}")
     return 0
 
 
 def _write(record: dict[str, Any]) -> None:
-    FIGURE.write_text(timeline(record["pairs"][-1]))
     report.place(PAGE, _to_markdown(record))
 
 

@@ -31,8 +31,7 @@ _SERIES = {
 def to_markdown(record: dict[str, Any]) -> str:
     """Returns the measured part of the page: a summary, and folded below it all tables."""
     parts = record["parts"]
-    figure = _figure("Milliseconds of a step", "")
-    lines = [*_summary(record), "", "## Time of a step", "", *figure]
+    lines = [*_summary(record), "", "## Time of a step"]
     for name in WORKLOADS:
         if name in parts:
             lines += _workload(name, parts[name]["results"])
@@ -42,10 +41,6 @@ def to_markdown(record: dict[str, Any]) -> str:
         lines += _costs(parts["costs"])
     lines += _targets(record)
     return "\n".join(lines + _circumstances(parts)) + "\n"
-
-
-def _figure(title: str, name: str) -> list[str]:
-    return [f"![{title}](benchmarks{name}{end})" for end in (".svg#wide", "-narrow.svg#narrow")]
 
 
 def _folded(title: str, lines: list[str]) -> list[str]:
@@ -207,8 +202,7 @@ def _costs(costs: dict[str, Any]) -> list[str]:
             rows.append([f"{title}, N = {replicas}", *cells])
     head = ["", *(f"{deep} layers" for deep in layers)]
     lines += ["", "Seconds of the first step, tracing included, MLP:", "", *_grid(head, rows)]
-    figure = _figure("How cost grows", "-costs")
-    return ["", "## How cost grows", "", *figure, *_folded("All numbers", lines)]
+    return ["", "## How cost grows", *_folded("All numbers", lines)]
 
 
 def _grid(head: list[str], rows: list[list[str]], numbers: int = 1) -> list[str]:

@@ -17,7 +17,6 @@ BENCHMARKS, DOCS = ROOT / "benchmarks", ROOT / "docs"
 @pytest.fixture
 def speed(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
-    import speed.figure
     import speed.page
 
     yield speed
@@ -33,14 +32,6 @@ def record() -> dict[str, Any]:
 def test_the_page_says_what_the_record_says(speed: Any, record: dict[str, Any]) -> None:
     text = speed.page.to_markdown(record)
     assert text in (DOCS / "benchmarks.md").read_text(), "python benchmarks/run.py --page-only"
-
-
-def test_the_figures_show_what_the_record_says(speed: Any, record: dict[str, Any]) -> None:
-    drawn = speed.figure.figures(record)
-    names = ("benchmarks-costs-narrow", "benchmarks-costs", "benchmarks-narrow", "benchmarks")
-    assert sorted(drawn) == [f"{name}.svg" for name in names]
-    for name, svg in drawn.items():
-        assert (DOCS / name).read_text() == svg, "python benchmarks/run.py --page-only"
 
 
 def test_the_record_is_of_contenders_that_train_one_model(

@@ -30,8 +30,6 @@ PAGES = {
     str(path.relative_to(ROOT)): path
     for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
 }
-# Pages of notebooks need matplotlib: nox -s notebooks executes them.
-RUN = {page: path for page, path in PAGES.items() if path.parent.name != "notebooks"}
 # Blocks that are shown and not run.
 SHOWN = {"text", "console", "json", "mermaid", "diff"}
 COMMANDS = {"sh"}
@@ -165,7 +163,7 @@ def failures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """What the programs and examples that failed have printed, all of them run once."""
     # With one CPU, as on a machine without GPUs: what needs more devices makes them.
     programs: list[tuple[str, str]] = []
-    for page, path in RUN.items():
+    for page, path in PAGES.items():
         for number, program in enumerate(all_programs_of(path.read_text()), 1):
             programs.append((f"{page} {number}", program))
     programs += examples().items()
@@ -191,7 +189,7 @@ def listed(failed: dict[str, str]) -> str:
 
 @pytest.mark.slow
 def test_the_programs_of_every_page_run(failures: dict[str, str]) -> None:
-    failed = {name: text for name, text in failures.items() if name.split()[0] in RUN}
+    failed = {name: text for name, text in failures.items() if name.split()[0] in PAGES}
     assert not failed, listed(failed)
 
 
