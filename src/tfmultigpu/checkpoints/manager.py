@@ -24,7 +24,7 @@ from tfmultigpu.checkpoints.arguments import (
     split_chain,
 )
 from tfmultigpu.checkpoints.callback import make_callback
-from tfmultigpu.checkpoints.companions import Companions
+from tfmultigpu.checkpoints.companions import Turns
 from tfmultigpu.checkpoints.fit_part import Fit, FitPart
 from tfmultigpu.checkpoints.marks import DataMarks
 from tfmultigpu.checkpoints.optimizer import restore_variables
@@ -151,7 +151,7 @@ class Checkpoints:
         self._saved = self._steps
         self._marks = DataMarks(self.data, self._position, self._exchange)
         self._fit = FitPart()
-        self._companions = Companions(self.directory, lambda: self.step)
+        self._turns = Turns(self.directory)
         self._shared = SharedFiles(self.directory, self._exchange)
 
     @property
@@ -194,7 +194,6 @@ class Checkpoints:
             "epoch": position.epoch,
             "step_in_epoch": position.step,
             **self._marks.read(position),
-            **self._companions.read(),
             "replicas": self._exchange.strategy.num_replicas_in_sync,
             "tensorflow": tf.__version__,
             "variables": variables,
@@ -232,7 +231,6 @@ class Checkpoints:
         trained, *_ = self._trained()
         restore_variables(trained, self._extra, self._exchange, entries, arrays, found.path)
         self._fit.load(found.metadata, arrays)
-        self._companions.load(found.step, found.metadata)
         self._shared.set_aside(damaged)
         self._steps, self._iterations = found.step, self._count_iterations()
         self._saved = found.step
@@ -315,7 +313,7 @@ class Checkpoints:
         self._counts = True
         self._steps += steps
         self._position.step += steps
-        self._companions.count()
+        self._turns.count()
         self._marks.check()
 
     def _saves_after(self, epochs: int) -> bool:

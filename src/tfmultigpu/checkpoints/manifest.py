@@ -99,10 +99,6 @@ _FIELDS: dict[str, tuple[Callable[[Any], bool], bool]] = {
         _optional(lambda value: _fingerprints(value) and len(value) == 3 and _count(value[0])),
         False,
     ),
-    "companions": (
-        lambda value: isinstance(value, dict) and all(map(_count, value.values())),
-        False,
-    ),
     "variables": (_variables, False),
     "fit": (_fit, False),
 }
