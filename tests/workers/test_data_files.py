@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from typing import Any
 
 import numpy as np
@@ -49,7 +50,9 @@ def test_workers_that_read_different_data_are_told(
                 f"{one['worker']} differs from that of worker {other}. Each worker takes its"
             ), one[case]
         assert "in pass 1 one of the first 5 batches of worker" in one["last batch"]
-        assert "in pass 1 one of the first 8 batches of worker" in one["later batch"]
+        # The first 1, 2, 4, 8, ... batches are compared; a busy machine hears of 8 at the next.
+        said = r"in pass 1 one of the first (8|16) batches of worker"
+        assert re.search(said, one["later batch"]), one["later batch"]
         counts = {worker: 45 - worker for worker in range(2)}
         assert f"their numbers of batches differ. Received: {counts}" in one["one batch less"]
         assert "dataset.shuffle(size, seed=1)" in one["without a seed"]
