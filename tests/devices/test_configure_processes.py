@@ -271,7 +271,7 @@ def test_limits_and_parts_of_gpus(run: Run) -> None:
         with pytest.raises(ValueError, match="parts of a GPU need a memory limit") as caught:
             split_device("GPU:0", parts=2)
         assert "memory=4 * 1024**3" in str(caught.value)
-        assert "[nvml]'" in str(caught.value)
+        assert 'tfmultigpu[nvml]' in str(caught.value)
         with pytest.raises(DeviceSettingsError, match="after GPU:0, GPU:1, GPU:2 was split or lim"):
             enable_memory_growth()
         assert growth() == [None] * 3 and limits(0) == [1024, 2048]
