@@ -113,7 +113,7 @@ def fitting(largest: int, tried: list[int]) -> Callable[[int], None]:
 
 # Fails if the result does not fit, is not the largest that does, or lies above the limit; or if a
 # size is tried twice or the search goes on by single rows.
-@settings(**DRAWN)
+@settings(**{**DRAWN, "max_examples": 8})  # Each failed try collects garbage, for half a second.
 @given(
     largest=st.integers(1, 5000), start=st.integers(1, 300), limit=st.none() | st.integers(1, 6000)
 )

@@ -128,7 +128,7 @@ def check_workers(workers: int) -> None:
         "strategy = tmg.create_strategy() directly after the imports, then with "
         "strategy.scope(): .... To train separate models, give each worker its own directory.",
         ReplicaDependenceWarning,
-        stacklevel=4,  # The check of arguments is between the user and Checkpoints.
+        stacklevel=3,
     )
 
 

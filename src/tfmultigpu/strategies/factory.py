@@ -252,7 +252,7 @@ def _accept(plan: StrategyPlan, fallback: bool) -> None:
         f"Requested but unavailable on this machine: {what}. Running {taken} instead. Pass "
         "fallback=False to get an error.",
         StrategyFallbackWarning,
-        stacklevel=4,  # The check of arguments is between the user and create_strategy.
+        stacklevel=3,
     )
 
 
