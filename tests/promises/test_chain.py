@@ -8,9 +8,11 @@ from typing import Any
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
-from law.model import FLOAT
+from law.model import FLOAT, regression, small
 from law.pair import LOGS, SEED, dataset_of, strategy_of
+from law.plain import PlainLoop, assert_values
 
 import tfmultigpu as tmg
 
@@ -183,3 +185,41 @@ def test_fit_runs_the_chain_on_each_batch() -> None:
     np.testing.assert_allclose(history["generator_loss"], expected[:, 1], **LOGS)
     assert seen == list(enumerate(history["critic_loss"]))
     assert_same(gan, EPOCHS - 1)
+
+
+# Fails if a step takes a batch otherwise than so many times in a row, if its loss is that of one
+# time, is not the mean of all, or weighs batches alike; or if its norm is not that of the last.
+@pytest.mark.parametrize("calls", ["each", "one"])
+def test_a_step_takes_each_batch_several_times(calls: str) -> None:
+    strategy, sizes, clip = strategy_of(3), (7, 2, 5, 1), 0.2
+    keras.utils.set_random_seed(SEED)
+    truths = [small(clip_norm=clip), small()]
+    loops = [PlainLoop(one, regression(sizes)[0]) for one in truths]
+    keras.utils.set_random_seed(SEED)
+    with strategy.scope():
+        ours = [small(clip_norm=clip), small()]
+    steps = [
+        tmg.make_train_step(one.model, one.optimizer, one.loss, strategy, clip_norm=one.clip_norm)
+        for one in ours
+    ]
+    step = tmg.chain_steps(*steps, names=("often", "once"), times=(3, 1))
+    data = tmg.distribute_dataset(
+        dataset_of(lambda: regression(sizes), regression(sizes)[0]), strategy
+    )
+    expected = []
+    for batch, size in zip(regression(sizes), sizes, strict=True):
+        *_, last = often = [loops[0].step(batch) for _ in range(3)]
+        mean = np.mean([log["loss"] for log in often])
+        expected.append((mean, loops[1].step(batch)["loss"], 3 * size, last["gradient_norm"]))
+    if calls == "each":
+        logs = [step(batch) for batch in data]
+    else:
+        logs = [step.run(iter(data), 100)]
+        means = np.average(np.array(expected)[:, :2], axis=0, weights=sizes)
+        expected = [(*means, 3 * sum(sizes), expected[-1][3])]
+        assert int(logs[0]["steps"]) == len(sizes)
+    names = ("often_loss", "once_loss", "often_weight", "often_gradient_norm")
+    for log, values in zip(logs, expected, strict=True):
+        np.testing.assert_allclose([float(log[name]) for name in names], values, **LOGS)
+    for one, truth_of_one in zip(ours, truths, strict=True):
+        assert_values(one.values(), truth_of_one.values(), truth_of_one.variables())

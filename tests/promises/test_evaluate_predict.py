@@ -125,3 +125,60 @@ def test_predictions_are_all_rows_once_and_in_order(replicas: int) -> None:
         assert outputs["number"].dtype == np.int32
         for name in ("size", "kind"):
             np.testing.assert_allclose(outputs[name], expected[name], rtol=1e-7, err_msg=name)
+
+
+# Fails if arrays are cut or ordered otherwise than datasets, if their weights or the number of
+# steps are lost, or if shares change what a row counts or where it stands.
+@pytest.mark.parametrize(("replicas", "shares"), [(2, (1, 3)), (3, (1, 5, 2))])
+def test_arrays_steps_and_shares(replicas: int, shares: Any) -> None:
+    expected, predicted = truth()
+    model, predictor = replicated(replicas)
+    x, y, weights = everything()
+    rows = {"x": X, "row": ROW}
+    logs = [tmg.evaluate(model, x, y, sample_weight=weights, batch_size=7)]
+    outputs = [tmg.predict(predictor, rows, batch_size=7)]
+    for sizes in WAYS[:2]:
+        strategy = strategy_of(replicas)
+        data = tmg.distribute_dataset(cut(everything(), sizes), strategy, shares=shares)
+        logs.append(tmg.evaluate(model, data))
+        data = tmg.distribute_dataset(cut((rows,), sizes), strategy, shares=shares)
+        outputs.append(tmg.predict(predictor, data))
+    for found in logs:
+        assert set(found) == set(expected)
+        for name, value in expected.items():
+            np.testing.assert_allclose(found[name], value, **LOGS, err_msg=name)
+    for found in outputs:
+        np.testing.assert_array_equal(found["number"], np.arange(ROWS))
+        np.testing.assert_allclose(found["size"], predicted["size"], rtol=1e-7)
+    first = tmg.predict(predictor, rows, batch_size=7, steps=2)["number"]
+    np.testing.assert_array_equal(first, np.arange(14))
+    part = tf.nest.map_structure(lambda one: one[:14], everything())
+    both = [tmg.evaluate(model, everything(), batch_size=7, steps=2), tmg.evaluate(model, part)]
+    assert both[0].keys() == both[1].keys()
+    for name, value in both[0].items():
+        np.testing.assert_allclose(both[1][name], value, **LOGS, err_msg=name)
+
+
+# Fails if a penalty of frozen weights counts, which Keras leaves out, or if the losses of an
+# earlier compile stay.
+def test_what_is_frozen_or_compiled_anew_counts_as_in_keras() -> None:
+    with strategy_of(2).scope():
+        ours = build()[0]
+    tmg.evaluate(ours, everything(), batch_size=ROWS)
+    for change in ("frozen", "compiled"):
+        plain = build()[0]
+        for model in (plain, ours):
+            (regularized,) = (one for one in model.layers if getattr(one, "kernel_regularizer", 0))
+            regularized.trainable = False
+        if change == "compiled":
+            plain.compile(loss="mae", metrics={"kind": ["mse"]})
+            with strategy_of(2).scope():
+                ours.compile(loss="mae", metrics={"kind": ["mse"]})
+        x, y, weights = everything()
+        expected = plain.evaluate(
+            x, y, sample_weight=weights, batch_size=ROWS, return_dict=True, verbose=0
+        )
+        logs = tmg.evaluate(ours, everything(), batch_size=7)
+        assert set(logs) == set(expected)
+        for name, value in expected.items():
+            np.testing.assert_allclose(logs[name], value, **LOGS, err_msg=name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import warnings
 from collections.abc import Callable, Sequence
@@ -192,13 +193,13 @@ def test_a_rich_training_with_callbacks_is_that_of_keras(replicas: int) -> None:
 # Class weights, epochs that are no passes, several steps a call -----------------------------------
 
 
-def classifier(**more: Any) -> Any:
+def classifier(optimizer: Any = None, **more: Any) -> Any:
     model = keras.Sequential(
         [keras.Input((4,), dtype="float64"), layers.Dense(5, "tanh", **FLOAT),
          layers.Dense(3, "softmax", **FLOAT)]
     )  # fmt: skip
     model.compile(
-        keras.optimizers.SGD(0.2),
+        optimizer or keras.optimizers.SGD(0.2),
         keras.losses.SparseCategoricalCrossentropy(**FLOAT),
         metrics=[keras.metrics.SparseCategoricalAccuracy(name="right", **FLOAT)],
         weighted_metrics=[keras.metrics.SparseCategoricalAccuracy(name="weighted", **FLOAT)],
@@ -256,6 +257,49 @@ def assert_same_fit(model: Any, truth: Any, history: Any, expected: Any) -> None
     assert model.optimizer.iterations.numpy() == truth.optimizer.iterations.numpy()
 
 
+# Arrays -------------------------------------------------------------------------------------------
+
+
+# Fails if arrays are cut, split, weighed or ordered otherwise than by Keras, if a validation comes
+# in another epoch, is longer or is weighed by classes, if weights of an earlier fit are kept, or if
+# the averages of the optimizer are not the weights at the end.
+@pytest.mark.parametrize("replicas", [2, 3])
+def test_arrays_weights_and_validations_are_those_of_keras(replicas: int) -> None:
+    models, histories = [], []
+    plans: list[dict[str, Any]] = [
+        {"sample_weight": WEIGHTS[0], "batch_size": 7, "validation_split": 0.3, "epochs": 4,
+         "validation_freq": [2, 3]},
+        {"class_weight": {1: 5.0}, "batch_size": 7, "epochs": 1},  # Class 0 and 2 weigh 1.
+        {"class_weight": {0: 3.0, 2: 0.0}, "batch_size": 7, "epochs": 2,
+         "validation_data": (X[:9], KIND[:9], WEIGHTS[1, :9]), "validation_batch_size": 4},
+        {"steps_per_epoch": 3, "epochs": 2, "validation_data": classes((2, 1, 5)),
+         "validation_steps": 2, "validation_freq": 2},
+    ]  # fmt: skip
+    for strategy, fit in ((strategy_of(1), keras_fit), (strategy_of(replicas), tmg.fit)):
+        keras.utils.set_random_seed(5)
+        with strategy.scope():
+            models.append(classifier(optimizer=keras.optimizers.SGD(0.2, use_ema=True)))
+        found = [
+            fit(
+                models[-1],
+                X,
+                KIND,
+                verbose=0,
+                **({"shuffle": False} if fit is tmg.fit else {}),
+                **p,
+            )
+            for p in plans
+        ]
+        histories.append([one.history for one in found])
+    truth, model = models
+    for expected, history in zip(*histories, strict=True):
+        assert set(history) == set(expected)
+        for name, values in expected.items():
+            np.testing.assert_allclose(history[name], values, **LOGS, err_msg=name)
+    pairs = [[v.numpy() for v in [*m.variables, *m.optimizer.variables]] for m in (model, truth)]
+    assert_values(*pairs, [v.path for v in [*truth.variables, *truth.optimizer.variables]])
+
+
 # What Keras' fit has not: plain loops on one device are the truth ---------------------------------
 
 CLIP = 0.2
@@ -278,8 +322,8 @@ def trained_plainly(**options: Any) -> tuple[Training, list[float]]:
     return truth, plain_epochs(truth, SIZES, 3)
 
 
-# Fails if an argument does not reach the step, if each replica or part is clipped by itself, or if
-# a micro-batch is a step.
+# Fails if an argument does not reach the step, if each replica or part is clipped by itself, if a
+# micro-batch is a step, or if an argument or a loss of an earlier fit is kept.
 @pytest.mark.parametrize(("replicas", "shares"), [(2, (1, 3)), (3, (1, 5, 2))])
 def test_micro_batches_clip_norm_and_shares_are_arguments(replicas: int, shares: Any) -> None:
     truth, losses = trained_plainly(clip_norm=CLIP)
@@ -297,6 +341,14 @@ def test_micro_batches_clip_norm_and_shares_are_arguments(replicas: int, shares:
     with pytest.raises(tmg.errors.TfMultiGpuError):  # A share of zero leaves a replica idle.
         tmg.fit(ours.model, known(regression(SIZES)), shares=[0, *shares[1:]], verbose=0)
     assert ours.optimizer.iterations.numpy() == 3 * len(SIZES)
+    for loss in (truth.loss, keras.losses.MeanAbsoluteError(**FLOAT)):
+        if loss is not truth.loss:
+            with strategy_of(replicas).scope():
+                ours.model.compile(ours.optimizer, loss)
+        losses = plain_epochs(dataclasses.replace(truth, clip_norm=None, loss=loss), NEXT, 1)
+        history = tmg.fit(ours.model, known(regression(NEXT)), verbose=0)
+        assert_values(ours.values(), truth.values(), truth.variables())
+        np.testing.assert_allclose(history.history["loss"], losses, **LOGS)
 
 
 # Fails if fit trains with another loss than that of forward or of the step, or averages its logs

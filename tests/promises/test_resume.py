@@ -63,7 +63,7 @@ class Run:
                 0.01, use_ema=True, ema_momentum=0.8, ema_overwrite_frequency=4
             )
             self.loss = keras.losses.MeanSquaredError(**FLOAT)
-            self.model.compile(self.optimizer, self.loss)
+            self.model.compile(self.optimizer, self.loss, metrics=["mae"])
         self.checkpoints = tmg.Checkpoints(
             directory, model=self.model, optimizer=self.optimizer, data=read(overflow)
         )
@@ -210,23 +210,41 @@ class Counting(keras.callbacks.Callback):
             self.model.optimizer.learning_rate = 0.005
 
 
-def fit(directory: Path, replicas: int, seed: int, killed: int | None = None) -> tuple[Any, ...]:
+def fit(
+    directory: Path, replicas: int, seed: int, killed: int | None = None, arrays: bool = False
+) -> tuple[Any, ...]:
     run = Run(directory, replicas, seed)
-    callbacks = [Own(killed), Counting(), run.checkpoints.callback(every_steps=2)]
+    checkpoints, validation = run.checkpoints, read()  # Other rows after each epoch.
+    if arrays:  # Shuffled by fit, in an order that the program does not choose.
+        checkpoints = tmg.Checkpoints(directory, model=run.model, optimizer=run.optimizer)
+        assert checkpoints.restore() == run.restored
+        tf.random.set_seed(seed)
+    callbacks = [Own(killed), Counting(), checkpoints.callback(every_steps=2)]
     history = tmg.fit(
-        run.model, run.checkpoints.data, epochs=EPOCHS, callbacks=callbacks, verbose=0
+        run.model,
+        (X, Y) if arrays else checkpoints.data,
+        batch_size=SIZE if arrays else None,
+        validation_data=validation,
+        validation_steps=2,
+        epochs=EPOCHS,
+        callbacks=callbacks,
+        verbose=0,
     )
     return run, history.history, callbacks
 
 
-# Fails if fit begins its epoch again, forgets the first part of its losses, or if a callback
-# forgets what it had seen.
-def test_fit_resumed_in_an_epoch_ends_with_the_same_bits(tmp_path: Path) -> None:
+# Fails if fit begins its epoch again, forgets the first part of its losses or metrics, shuffles
+# arrays in another order, validates with the rows of another epoch, or if a callback forgets what
+# it had seen.
+@pytest.mark.parametrize("arrays", [False, True])
+def test_fit_resumed_in_an_epoch_ends_with_the_same_bits(tmp_path: Path, arrays: bool) -> None:
     replicas, killed = 3, 9
-    whole, history, callbacks = fit(tmp_path / "whole", replicas, seed=5)
+    whole, history, callbacks = fit(tmp_path / "whole", replicas, seed=5, arrays=arrays)
     with pytest.raises(Killed):
-        fit(tmp_path / "killed", replicas, seed=5, killed=killed)
-    resumed, resumed_history, resumed_callbacks = fit(tmp_path / "killed", replicas, seed=99)
+        fit(tmp_path / "killed", replicas, seed=5, killed=killed, arrays=arrays)
+    resumed, resumed_history, resumed_callbacks = fit(
+        tmp_path / "killed", replicas, seed=99, arrays=arrays
+    )
     assert resumed.restored == 8  # The step after it was lost.
     for name, ours, truth in zip(whole.names(), resumed.values(), whole.values(), strict=True):
         np.testing.assert_array_equal(ours, truth, name)
