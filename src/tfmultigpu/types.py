@@ -1,18 +1,21 @@
-"""Types of arguments, so that a type checker finds a misspelt choice or a misplaced object."""
+"""Types of arguments, and of what ``fit`` and the callbacks that resume it hand each other."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Literal, Protocol, TypeAlias
 
 __all__ = [
     "Communication",
+    "FitStart",
     "LossScaling",
     "Model",
     "Models",
     "Optimizer",
     "Prefer",
+    "RunningFit",
     "ShardUpdate",
     "StepsPerCall",
     "Strategy",
@@ -95,3 +98,56 @@ class Strategy(Protocol):
 
 
 Models: TypeAlias = Model | Sequence[Model] | Mapping[str, Model]
+
+
+@dataclasses.dataclass(frozen=True)
+class FitStart:
+    """Where a resumed ``fit`` begins.
+
+    Attributes:
+        seed: The seed of the order of arrays.
+        first_epoch: The ``initial_epoch`` of this ``fit`` in its first process.
+        epoch: The epoch to begin with; the number of epochs if there is nothing left to do.
+        step: Batches of this epoch that are done.
+        batches: Batches of this ``fit`` that are done.
+    """
+
+    seed: int
+    first_epoch: int
+    epoch: int
+    step: int
+    batches: int
+
+
+class RunningFit(Protocol):
+    """A running ``fit``, as a callback that saves and resumes it sees it.
+
+    Such a callback has ``on_fit_begin(fit)``, which returns where to begin, or None to begin as
+    asked. ``fit`` calls it on every worker, before it prepares data and step, and ends with
+    ``on_fit_exit()``, after an error too. Every other hook comes after those of all other
+    callbacks, so it sees their state, and what it restores stays.
+
+    Attributes:
+        callbacks: All callbacks of this worker, with ``History``.
+        epochs: The number of the last epoch.
+        first_epoch: The ``initial_epoch`` that was asked for, or that of the ``FitStart``.
+        seed: The seed of the order of arrays, likewise.
+        batches: Batches so far, with those before a restart.
+        sums: Sums over the batches of this epoch, from which logs are made; empty before
+            ``on_epoch_begin``. A callback may restore it there.
+        data: What is known of the data, in JSON types, from ``on_train_begin`` on.
+    """
+
+    callbacks: Sequence[Any]
+    epochs: int
+    first_epoch: int
+    seed: int
+    batches: int
+    sums: dict[str, float]
+    data: Mapping[str, Any]
+
+    def metric_variables(self) -> list[Any]:
+        """Returns the variables of the metrics in the logs, which ``fit`` resets in each epoch."""
+
+    def changed_variables(self) -> list[Any]:
+        """Returns what the training changes: weights, optimizers, and states in closures."""
