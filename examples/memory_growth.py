@@ -48,7 +48,7 @@ def main():
         print(f"{name}: at most {used / 1024**2:.1f} MiB used")
     try:
         tmg.split_device("CPU:0", parts=3)  # the devices have started
-    except (tmg.DevicesInitializedError, tmg.DeviceSettingsError) as error:
+    except tmg.TfMultiGpuError as error:
         print(f"refused: {error}")
     else:
         raise AssertionError("a setting that comes too late must be refused")

@@ -71,8 +71,8 @@ def main():
         step = tmg.make_train_step(model, optimizer, "mse", strategy, micro_batches=micro_batches)
         try:
             step((x, y))
-        except tf.errors.ResourceExhaustedError as error:
-            print(f"micro_batches={micro_batches}: {error.message.split('. ')[0]}.")
+        except tmg.OutOfMemoryError as error:
+            print(f"micro_batches={micro_batches}: {str(error).split('. ')[0]}.")
             assert optimizer.iterations == 0
             assert all(map(np.array_equal, model.get_weights(), before))
         else:

@@ -69,7 +69,7 @@ def main():
     print(f"by hand, {EVEN} rows that divide: difference to one device {by_hand:.1e}")
     try:
         train(several, divided_by_hand(several, EVEN + 5))
-    except tmg.DataError as error:
+    except tmg.errors.DataError as error:
         print(f"by hand, {EVEN + 5} rows: {error}")
     else:
         raise AssertionError("an empty shard must not pass")

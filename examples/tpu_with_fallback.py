@@ -27,7 +27,7 @@ y = (x @ rng.normal(size=(16, 1))).astype("float32")
 
 def strategy_and_reason():
     with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", tmg.StrategyFallbackWarning)
+        warnings.simplefilter("always", tmg.errors.StrategyFallbackWarning)
         strategy = tmg.create_strategy(prefer="tpu")
     return strategy, [str(warning.message) for warning in caught]
 
@@ -38,7 +38,7 @@ def main():
     began = time.monotonic()
     try:  # an address where nothing answers; fallback=False: an error instead of a warning
         tmg.create_strategy(prefer="tpu", devices="grpc://127.0.0.1:1", fallback=False)
-    except tmg.StrategyUnavailableError as error:
+    except tmg.errors.StrategyUnavailableError as error:
         print(f"after {time.monotonic() - began:.1f} s: {error}")
     assert time.monotonic() - began < 10
 

@@ -49,7 +49,7 @@ def read(data: tmg.data.ShardedDataset) -> list[Any]:
     return [local(data.strategy, batch) for batch in data]
 
 
-def text_of(make: Callable[[], Any], kind: type[Exception] = tmg.DataError) -> str:
+def text_of(make: Callable[[], Any], kind: type[Exception] = tmg.errors.DataError) -> str:
     with pytest.raises(kind) as caught:
         make()
     return str(caught.value)

@@ -71,7 +71,7 @@ def test_batches_never_divide_and_the_last_is_smaller_than_the_replicas() -> Non
 
 
 def test_batches_that_are_too_large_are_refused() -> None:
-    with pytest.raises(tmg.DataError, match=r"Batches of 801 .* 1500 images.* at most 749"):
+    with pytest.raises(tmg.errors.DataError, match=r"Batches of 801 .* 1500 images.* at most 749"):
         demo.uneven_batches(800, 4, 1500)
 
 

@@ -61,7 +61,7 @@ def _run(arguments: Sequence[str] | None) -> int:
     except BrokenPipeError:
         raise
     except Exception as error:
-        if not isinstance(error, (TfMultiGpuError, ConnectionError)):
+        if not isinstance(error, (TfMultiGpuError, ImportError, ConnectionError)):
             raise
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 2

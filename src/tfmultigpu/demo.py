@@ -15,7 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 import tfmultigpu as tmg
-from tfmultigpu.errors import DataError, MissingExtraError
+from tfmultigpu.errors import DataError
 from tfmultigpu.types import Prefer
 
 __all__ = ["DemoOptions", "run_demo"]
@@ -76,7 +76,7 @@ def run_demo(options: DemoOptions) -> int:
         The exit status: 0 if the answers agree, 1 if they do not.
 
     Raises:
-        MissingExtraError: scikit-learn is missing.
+        ImportError: scikit-learn is missing.
         DataError: The batches are too large for the data.
         ConnectionError: The images cannot be downloaded.
         DevicesInitializedError: TensorFlow has started its devices.
@@ -118,10 +118,10 @@ def load_images(dataset: str) -> Images:
         try:
             from sklearn.datasets import load_digits
         except ImportError as error:
-            raise MissingExtraError(
+            raise ImportError(
                 "The handwritten digits need scikit-learn, which is not installed. Run: "
                 'pip install "tfmultigpu[demo]"'
-            ).stating(fix='pip install "tfmultigpu[demo]"') from error
+            ) from error
         x, y = load_digits(return_X_y=True)
         # The last images of the file are by other writers than the first.
         order = np.random.default_rng(1).permutation(len(x))

@@ -211,5 +211,5 @@ def test_a_folder_that_can_only_be_read_is_restored_from(
         raise PermissionError(30, "Read-only file system")
 
     monkeypatch.setattr(files, "set_aside", read_only)
-    with pytest.warns(tmg.DamagedCheckpointWarning, match="resumes from step-00000000"):
+    with pytest.warns(UserWarning, match="resumes from step-00000000"):
         assert tmg.Checkpoints(tmp_path, model).restore() == 0

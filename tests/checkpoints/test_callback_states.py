@@ -250,7 +250,7 @@ def test_callbacks_are_matched_by_name_and_what_they_watch(
     ):
         run = tmg.Checkpoints(tmp_path, model, model.optimizer)
         run.restore()
-        with pytest.raises(tmg.RestoreMismatchError, match=text):
+        with pytest.raises(tmg.CheckpointError, match=text):
             tmg.fit(model, data, batch_size=size, epochs=4, callbacks=[run.callback()], verbose=0)
     for here, there in zip(model.get_weights(), before, strict=True):
         np.testing.assert_array_equal(here, there)

@@ -282,7 +282,7 @@ def test_other_data_than_before_is_refused(tmp_path: Path) -> None:
         seen(tmg.Checkpoints(folder, *small(), data=before), 1, 2)
         run = tmg.Checkpoints(folder, *small(), data=make(), every_steps=1)
         assert run.restore() == 2
-        with pytest.raises(tmg.RestoreMismatchError, match=f"in which {what}") as caught:
+        with pytest.raises(tmg.CheckpointError, match=f"in which {what}") as caught:
             seen(run, 2)
         assert "data=lambda epoch: dataset.shuffle(n, seed=epoch)" in str(caught.value)
         assert names(folder) == ["step-00000002"]
@@ -420,7 +420,7 @@ def test_a_damaged_checkpoint_is_passed_over_with_a_word(tmp_path: Path) -> None
         run.save()
     (tmp_path / "step-00000002" / "arrays.npz").write_bytes(b"")
     (tmp_path / ".writing-1").mkdir()
-    with pytest.warns(tmg.DamagedCheckpointWarning) as warned:
+    with pytest.warns(UserWarning, match="step-00000002") as warned:
         assert tmg.Checkpoints(tmp_path, model, optimizer).restore() == 1
     message = str(warned[0].message)
     assert "step-00000002: arrays.npz has 0 bytes instead of " in message
@@ -430,7 +430,7 @@ def test_a_damaged_checkpoint_is_passed_over_with_a_word(tmp_path: Path) -> None
     assert names(tmp_path) == [".writing-1", "damaged-step-00000002", "step-00000001"]
     (tmp_path / "step-00000001" / "manifest.json").unlink()
     with (
-        pytest.warns(tmg.DamagedCheckpointWarning, match="manifest.json cannot be read"),
+        pytest.warns(UserWarning, match="manifest.json cannot be read"),
         pytest.raises(
             tmg.CheckpointError, match=r"All checkpoints in .* are damaged\..*start over"
         ),

@@ -26,7 +26,7 @@ from tfmultigpu.clusters.process_state import process_state
 from tfmultigpu.clusters.processes import free_addresses
 from tfmultigpu.clusters.rendezvous import meet
 from tfmultigpu.clusters.spec import Cluster
-from tfmultigpu.errors import WorkerLostError, WorkersDifferError
+from tfmultigpu.errors import ClusterError, WorkerLostError
 from tfmultigpu.steps.failures import explaining_failures
 
 FINISHED = "its program ended without an error, at its last line or by sys.exit"
@@ -365,7 +365,7 @@ def test_other_errors_pass_unchanged(error: Exception) -> None:
 def test_workers_that_called_different_things_are_told_so(error: Exception) -> None:
     links = linked(2)
     watch(Cluster(links[0].addresses, 0), links[0])
-    with pytest.raises(WorkersDifferError) as caught, explaining_lost_workers():
+    with pytest.raises(ClusterError) as caught, explaining_lost_workers():
         raise error
     assert "do not call the same things" in str(caught.value)
     assert f"This is worker 0 of 2 at {links[0].addresses[0]}" in str(caught.value)

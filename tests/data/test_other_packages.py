@@ -30,7 +30,7 @@ Y = _random.normal(size=(23, 1)).astype("float32")
 
 
 def text_of(data: Any, **options: Any) -> str:
-    with pytest.raises(tmg.DataError) as caught:
+    with pytest.raises(tmg.errors.DataError) as caught:
         list(to_dataset(data, **options))
     return str(caught.value)
 
@@ -209,7 +209,7 @@ def test_passes_that_share_one_iterator_do_not_lose_batches(torch: None) -> None
         np.testing.assert_array_equal(rows, X)
     first, second = (iter(tmg.distribute_dataset(data)) for _ in range(2))
     next(first), next(second)
-    with pytest.raises(tmg.DataError, match="Two passes read one DataLoader at once"):
+    with pytest.raises(tmg.errors.DataError, match="Two passes read one DataLoader at once"):
         list(first)
 
 
@@ -366,7 +366,7 @@ def test_datasets_that_are_not_one_table_are_refused(
         text = text_of(given, batch_size=4)
         assert text.startswith(f"A datasets {name} is not batches or arrays. Received: {name}. ")
         assert text.endswith(instead)
-    with pytest.raises(tmg.DataError, match=name):
+    with pytest.raises(tmg.errors.DataError, match=name):
         tmg.predict(model(1), data)
 
 

@@ -75,7 +75,7 @@ def test_length() -> None:
         " Count steps instead, for example with step.run(iterator, steps), or set it with "
         "dataset.apply(tf.data.experimental.assert_cardinality(n))."
     )
-    text = text_of(lambda: len(unknown), tmg.DataError)
+    text = text_of(lambda: len(unknown), tmg.errors.DataError)
     assert text == "The number of batches is unknown in advance." + advice
     assert text_of(lambda: len(infinite)) == "The number of batches is infinite." + advice
     assert len(list(unknown)) == 3, "list() asks for the length and does without"

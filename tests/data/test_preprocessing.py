@@ -178,7 +178,9 @@ def test_what_a_function_may_take() -> None:
     assert not takes_seed(keras.layers.Rescaling(2.0))
     assert not takes_seed(np.sin)
     for wrong in (lambda: 1, lambda x, y, z: 1):
-        with pytest.raises(tmg.DataError, match=r"f\(example\) or f\(example, seed\)\. Received"):
+        with pytest.raises(
+            tmg.errors.DataError, match=r"f\(example\) or f\(example, seed\)\. Received"
+        ):
             takes_seed(wrong)
 
 
@@ -206,7 +208,7 @@ def test_a_batched_function_that_loses_rows_is_an_error() -> None:
     data = tmg.distribute_dataset(
         X, mirrored(2), batch_size=BATCH, preprocess=lambda x: x[1:], preprocess_batched=True
     )
-    with pytest.raises(tmg.DataError, match=r"another number of rows.*rows in and out 4, 3"):
+    with pytest.raises(tmg.errors.DataError, match=r"another number of rows.*rows in and out 4, 3"):
         next(iter(data))
 
 
@@ -251,7 +253,7 @@ def test_an_example_of_another_kind_is_an_error(items: list[Any], says: str) -> 
     data = tmg.distribute_dataset(
         Items(items), mirrored(2), batch_size=3, preprocess=lambda example: example
     )
-    with pytest.raises(tmg.DataError, match=says):
+    with pytest.raises(tmg.errors.DataError, match=says):
         next(iter(data))
 
 
@@ -275,7 +277,7 @@ def test_bytes_keep_the_zeros_at_their_end() -> None:
     ],
 )
 def test_arguments_of_preprocessing_that_mean_nothing(given: Any, says: str) -> None:
-    with pytest.raises((tmg.DataError, TypeError), match=says):
+    with pytest.raises((tmg.errors.DataError, TypeError), match=says):
         tmg.distribute_dataset(np.ones((4, 2)), mirrored(2), batch_size=2, **given)
 
 

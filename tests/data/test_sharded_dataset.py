@@ -282,7 +282,7 @@ def test_shares_must_be_one_positive_number_per_replica(shares: tuple, text: str
     make = lambda: tmg.distribute_dataset(  # noqa: E731
         np.arange(4), mirrored(2), batch_size=4, shares=shares
     )
-    assert text_of(make, tmg.ShareError).startswith(text)
+    assert text_of(make, tmg.errors.DataError).startswith(text)
 
 
 def test_shares_may_be_an_array() -> None:

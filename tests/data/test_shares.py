@@ -97,7 +97,7 @@ def test_known_plans(rows: int, capacities: tuple[float, ...], expected: tuple[i
 
 @each("rows", [0, -1, 1.5])
 def test_a_batch_is_a_whole_number_of_rows(rows: float) -> None:
-    with pytest.raises(tmg.ShareError) as caught:
+    with pytest.raises(tmg.errors.DataError) as caught:
         tmg.plan_shares(rows, (1, 1))
     assert str(caught.value) == (
         f"global_batch_size must be a whole number, at least 1. Received: global_batch_size={rows}."
@@ -143,10 +143,10 @@ def test_a_batch_is_a_whole_number_of_rows(rows: float) -> None:
     ],
 )
 def test_shares_that_cannot_be_given_out(shares: tuple, replicas: int | None, text: str) -> None:
-    with pytest.raises(tmg.ShareError) as caught:
+    with pytest.raises(tmg.errors.DataError) as caught:
         check_shares(shares, replicas)
     assert str(caught.value) == text
-    with pytest.raises(tmg.ShareError):
+    with pytest.raises(tmg.errors.DataError):
         tmg.plan_shares(64, shares if shares != (1, 1) else (1, 0))
 
 
@@ -264,7 +264,7 @@ def test_what_can_be_divided_is_divided(
     if plans:
         assert tmg.plan_shares(rows, capacities[: len(maximum)], **limits) in plans
     else:
-        with pytest.raises(tmg.ShareError, match="cannot be divided within the limits"):
+        with pytest.raises(tmg.errors.DataError, match="cannot be divided within the limits"):
             tmg.plan_shares(rows, capacities[: len(maximum)], **limits)
 
 
@@ -286,7 +286,7 @@ def test_what_can_be_divided_is_divided(
     ],
 )
 def test_limits_that_cannot_be_met(rows: int, limits: dict, text: str) -> None:
-    with pytest.raises(tmg.ShareError) as caught:
+    with pytest.raises(tmg.errors.DataError) as caught:
         tmg.plan_shares(rows, (1, 1), **limits)
     assert text in str(caught.value)
 
@@ -345,7 +345,7 @@ def test_known_numbers_of_micro_batches(shares, maximum, expected) -> None:
     ],
 )
 def test_micro_batches_that_cannot_be_planned(shares, maximum, text) -> None:
-    with pytest.raises(tmg.ShareError) as caught:
+    with pytest.raises(tmg.errors.DataError) as caught:
         tmg.data.plan_micro_batches(shares, maximum)
     assert text in str(caught.value)
 
@@ -353,5 +353,5 @@ def test_micro_batches_that_cannot_be_planned(shares, maximum, text) -> None:
 def test_shares_that_are_no_sequence() -> None:
     for wrong in (None, 3):
         for call in (tmg.plan_shares, lambda _, one: tmg.data.plan_micro_batches(one, 5)):
-            with pytest.raises(tmg.ShareError, match=rf"per replica\. Received: {wrong}\."):
+            with pytest.raises(tmg.errors.DataError, match=rf"per replica\. Received: {wrong}\."):
                 call(64, wrong)

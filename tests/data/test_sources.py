@@ -32,7 +32,7 @@ def lists(dataset: tf.data.Dataset) -> list[Any]:
 
 
 def text_of(data: Any, **options: Any) -> str:
-    with pytest.raises(tmg.DataError) as caught:
+    with pytest.raises(tmg.errors.DataError) as caught:
         to_dataset(data, **options)
     return str(caught.value)
 
@@ -207,7 +207,7 @@ def test_rows_and_axes_that_vary_between_the_first_batches_are_open() -> None:
 
 def test_a_batch_that_does_not_fit_the_first_two_is_named() -> None:
     data = tmg.distribute_dataset(lambda: (np.zeros(s) for s in [(2, 3), (2, 3), (2, 4)]))
-    with pytest.raises(tmg.DataError) as caught:
+    with pytest.raises(tmg.errors.DataError) as caught:
         list(data)
     assert str(caught.value) == (
         "A batch of the generator does not fit the first two. Received: shapes [(2, 4)], expected "
@@ -243,7 +243,7 @@ def test_a_function_that_returns_the_same_generator_fails_at_the_second_pass() -
     generator = iter([np.arange(2), np.arange(2)])
     data = tmg.distribute_dataset(lambda: generator)
     assert len(list(data)) == 2
-    with pytest.raises(tmg.DataError) as caught:
+    with pytest.raises(tmg.errors.DataError) as caught:
         list(data)
     assert str(caught.value) == (
         "The function returns the same iterator each time, so the second pass would have no data. "

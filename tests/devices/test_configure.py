@@ -13,7 +13,7 @@ from tfmultigpu.devices import configure as D
 from tfmultigpu.devices.discovery import describe_devices, logical_names
 from tfmultigpu.devices.names import parse_device_name, resolve_devices
 from tfmultigpu.devices.nvml import NvmlGpu, match_gpus, read_gpus, visible_gpus
-from tfmultigpu.errors import DeviceNotFoundError, DeviceSettingsError, DevicesInitializedError
+from tfmultigpu.errors import DeviceNotFoundError, DevicesInitializedError, TfMultiGpuError
 
 GIB = 1024**3
 H200, A100, T4 = "NVIDIA H200", "NVIDIA A100-SXM4-40GB", "Tesla T4"
@@ -457,9 +457,9 @@ def test_parts_must_be_a_count() -> None:  # What else is none: tests/test_check
 
 
 def test_memory_of_cpus_cannot_be_limited() -> None:
-    with pytest.raises(DeviceSettingsError, match=r"memory of CPU parts\. Leave memory out"):
+    with pytest.raises(TfMultiGpuError, match=r"memory of CPU parts\. Leave memory out"):
         D.split_device("CPU:0", parts=2, memory=GIB)
-    with pytest.raises(DeviceSettingsError, match=r"GPUs only, not of CPU:0\. Leave CPU:0 out"):
+    with pytest.raises(TfMultiGpuError, match=r"GPUs only, not of CPU:0\. Leave CPU:0 out"):
         D.limit_memory({"CPU:0": GIB})
 
 
@@ -484,6 +484,6 @@ def test_limits_that_say_nothing_or_too_much() -> None:
 
 
 def test_tensorflow_needs_a_cpu() -> None:
-    with pytest.raises(DeviceSettingsError, match=r"cannot start without one\. Keep CPU:0"):
+    with pytest.raises(TfMultiGpuError, match=r"cannot start without one\. Keep CPU:0"):
         D.restrict_devices([], kind="CPU")
     assert D.restrict_devices(["CPU:0"], kind="cpu") == D.visible_devices("CPU")

@@ -21,7 +21,7 @@ PRELUDE = """
 import pytest
 import tensorflow as tf
 from tfmultigpu.devices.configure import *
-from tfmultigpu.errors import *
+from tfmultigpu.errors import (*)
 
 GIB = 1024**3
 
@@ -170,7 +170,7 @@ def test_memory_growth_is_on_for_all_gpus_or_none(run: Run) -> None:
         assert (one.description, one.compute_capability) == ("NVIDIA H200", (9, 0))
         assert (one.memory_total, one.memory_free) == (None, None)
 
-        with pytest.raises(DeviceSettingsError, match="leaves out GPU:2") as caught:
+        with pytest.raises(TfMultiGpuError, match="leaves out GPU:2") as caught:
             enable_memory_growth(["GPU:0", "GPU:1"])
         assert "cannot differ between GPUs. Call enable_memory_growth() for" in str(caught.value)
         assert "restrict_devices(['GPU:0', 'GPU:1'])" in str(caught.value)
@@ -186,7 +186,7 @@ def test_memory_growth_is_on_for_all_gpus_or_none(run: Run) -> None:
                 raise ValueError("not this one")
             real(gpu, enable)
         tf.config.experimental.set_memory_growth = refuse
-        with pytest.raises(DeviceSettingsError, match="refused: not this one. Memory growth is un"):
+        with pytest.raises(TfMultiGpuError, match="refused: not this one. Memory growth is un"):
             enable_memory_growth()
         tf.config.experimental.set_memory_growth = real
         assert growth() == [None] * 3
@@ -202,7 +202,7 @@ def test_memory_growth_is_on_for_all_gpus_or_none(run: Run) -> None:
             lambda: split_device("GPU:0", parts=2, memory=GIB),
             lambda: limit_memory({"GPU:1": GIB}),
         ):
-            with pytest.raises(DeviceSettingsError, match="drops memory growth of every GPU"):
+            with pytest.raises(TfMultiGpuError, match="drops memory growth of every GPU"):
                 call()
         assert list_logical_devices() == ("CPU:0", "GPU:0", "GPU:1", "GPU:2")
         assert split_device("CPU:0", parts=1) == ("CPU:0",)       # that divides nothing
@@ -247,7 +247,7 @@ def test_limits_and_parts_of_gpus(run: Run) -> None:
                 limit_memory({"GPU:0": GIB, "GPU:1": wrong})
         with pytest.raises(DeviceNotFoundError, match="GPU:3 does not exist"):
             limit_memory({"GPU:0": GIB, "GPU:3": GIB})
-        with pytest.raises(DeviceSettingsError, match="not of CPU:0"):
+        with pytest.raises(TfMultiGpuError, match="not of CPU:0"):
             limit_memory({"GPU:0": GIB, "CPU:0": GIB})
         assert limits(0) == [3072]
 
@@ -263,7 +263,7 @@ def test_limits_and_parts_of_gpus(run: Run) -> None:
         }
         assert names(list_devices("GPU")) == ("GPU:0", "GPU:1", "GPU:2")
 
-        with pytest.raises(DeviceSettingsError, match="split into 2 parts") as caught:
+        with pytest.raises(TfMultiGpuError, match="split into 2 parts") as caught:
             limit_memory({"GPU:0": 4 * GIB})
         assert f'split_device("GPU:0", parts=2, memory={2 * GIB})' in str(caught.value)
         with pytest.raises(ValueError, match="3 memory limits for 2 parts"):
@@ -272,7 +272,7 @@ def test_limits_and_parts_of_gpus(run: Run) -> None:
             split_device("GPU:0", parts=2)
         assert "memory=4 * 1024**3" in str(caught.value)
         assert 'tfmultigpu[nvml]' in str(caught.value)
-        with pytest.raises(DeviceSettingsError, match="after GPU:0, GPU:1, GPU:2 was split or lim"):
+        with pytest.raises(TfMultiGpuError, match="after GPU:0, GPU:1, GPU:2 was split or lim"):
             enable_memory_growth()
         assert growth() == [None] * 3 and limits(0) == [1024, 2048]
 

@@ -52,7 +52,7 @@ def event(error: str, says: str, code: str, kept: Any = ""):
 
 EVENTS = {
     "memory growth of one GPU": event(
-        "DeviceSettingsError",
+        "TfMultiGpuError",
         "Memory growth cannot differ between GPU devices. Write tmg.enable_memory_growth(), for "
         "all GPUs, in place of",
         GROWS + "tmg.create_strategy()",
@@ -79,12 +79,12 @@ EVENTS = {
         "first, second = adding_on('CPU:0', 'CPU:1'), adding_on('CPU:0', 'CPU:1', 'CPU:2')\n"
         "first()\n"
         "try: second()\n"
-        "except tmg.StrategyUnavailableError: second = None\n"
+        "except tmg.errors.StrategyUnavailableError: second = None\n"
         "assert second is None\n"
         "first()",
     ),
     "another backend": event(
-        "KerasBackendError",
+        "TfMultiGpuError",
         'set os.environ["KERAS_BACKEND"] = "tensorflow"',
         "import os\n"
         "for name in list(sys.modules):\n"

@@ -333,7 +333,7 @@ METRICS = [
         plain=lambda: metric_in_a_loop(LargestLabel, Problem(rows(128))),
         ours=lambda: metric_in_a_step(LargestLabel, Problem(rows(128))),
         ours_kind="error",
-        ours_says="MetricError",
+        ours_says="LossError",
         reason="what is not a sum cannot be added over replicas; the error says what to keep "
         "instead",
     ),

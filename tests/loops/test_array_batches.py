@@ -153,7 +153,7 @@ def test_arrays_without_rows_are_an_error_and_do_not_hang() -> None:
         lambda: tmg.fit(model_of(2), empty, verbose=0),
         lambda: tmg.evaluate(model_of(2), empty, verbose=0),
     ):
-        with pytest.raises(tmg.DataError, match="The data has no batches"):
+        with pytest.raises(tmg.errors.DataError, match="The data has no batches"):
             call()
 
 

@@ -308,7 +308,9 @@ def test_steps_end_what_has_no_end(classifiers):
     model, truth = classifiers
     data = as_dataset(BATCHES).repeat()
     for what in (tmg.evaluate, tmg.predict):
-        with pytest.raises(tmg.DataError, match=r"has no end.*steps=100, or leave out \.repeat"):
+        with pytest.raises(
+            tmg.errors.DataError, match=r"has no end.*steps=100, or leave out \.repeat"
+        ):
             what(model, data)
     first = sum(SIZES[:4])
     expected = in_one_batch(truth, X[:first], KIND[:first], W[:first])
@@ -326,22 +328,24 @@ def test_steps_end_what_has_no_end(classifiers):
 def test_no_data(classifiers):
     for what in (tmg.evaluate, tmg.predict):
         for data in (as_dataset(BATCHES).take(0), (X[:0], KIND[:0])):
-            with pytest.raises(tmg.DataError, match="The data has no batches"):
+            with pytest.raises(tmg.errors.DataError, match="The data has no batches"):
                 what(classifiers[0], data)
 
 
 def test_wrong_data(classifiers):
     model, _ = classifiers
-    with pytest.raises(tmg.DataError, match="but the data has no labels"):
+    with pytest.raises(tmg.errors.DataError, match="but the data has no labels"):
         tmg.evaluate(model, X)
-    with pytest.raises(tmg.DataError, match="sample_weight works only for arrays"):
+    with pytest.raises(tmg.errors.DataError, match="sample_weight works only for arrays"):
         tmg.evaluate(model, as_dataset(BATCHES), sample_weight=W)
-    with pytest.raises(tmg.DataError, match=r"batch_size .*for arrays"):
+    with pytest.raises(tmg.errors.DataError, match=r"batch_size .*for arrays"):
         tmg.evaluate(model, as_dataset(BATCHES), batch_size=3)
-    with pytest.raises(tmg.DataError, match="An iterator can be read once"):
+    with pytest.raises(tmg.errors.DataError, match="An iterator can be read once"):
         tmg.predict(model, iter(BATCHES))
     other = tmg.distribute_dataset(as_dataset(BATCHES), strategy_of(2))
-    with pytest.raises(tmg.DataError, match="distributed for another strategy than that of the"):
+    with pytest.raises(
+        tmg.errors.DataError, match="distributed for another strategy than that of the"
+    ):
         tmg.predict(model, other)
 
 
@@ -438,7 +442,7 @@ def test_outputs_that_do_not_fit_together():
     model.built = True
     x = np.repeat([[2.0] * 4, [3.0] * 4], 4, axis=0)
     with pytest.raises(
-        tmg.DataError, match=r"examples of shapes \[\(2,\), \(3,\)\]\. Pad the inputs"
+        tmg.errors.DataError, match=r"examples of shapes \[\(2,\), \(3,\)\]\. Pad the inputs"
     ):
         tmg.predict(model, x, batch_size=4)
 
@@ -451,7 +455,7 @@ def test_an_output_without_rows():
     with strategy_of(2).scope():
         model = Mean()
     model.built = True
-    with pytest.raises(tmg.DataError, match=r"one value per (example|row)"):
+    with pytest.raises(tmg.errors.DataError, match=r"one value per (example|row)"):
         tmg.predict(model, X)
 
 
@@ -524,7 +528,9 @@ def test_models_can_be_freed():
 
 def test_not_compiled():
     model, _ = made(2, two_heads)
-    with pytest.raises(tmg.CompileError, match=r"model\.compile\(loss=.*Or give loss and metrics"):
+    with pytest.raises(
+        tmg.errors.LossError, match=r"model\.compile\(loss=.*Or give loss and metrics"
+    ):
         tmg.evaluate(model, ({"left": X[:, :3], "right": X[:, 3:]}, {"kind": KIND}))
 
 
@@ -586,12 +592,12 @@ def test_what_is_no_model():
 
 def test_losses_that_do_not_fit():
     model, _ = made(2, heads_in_a_list, lambda: {"loss": [["mse", "mae"], "ce"]})
-    with pytest.raises(tmg.LossError, match="An output can have only one loss"):
+    with pytest.raises(tmg.errors.LossError, match="An output can have only one loss"):
         tmg.evaluate(model, (X, (SIZE, KIND)))
     with strategy_of(2).scope():
         deep = Everything()
         deep.compile(loss="mse")
-    with pytest.raises(tmg.LossError, match="model are nested structures"):
+    with pytest.raises(tmg.errors.LossError, match="model are nested structures"):
         tmg.evaluate(deep, (X, SIZE))
 
 
@@ -608,5 +614,5 @@ def test_a_metric_that_is_no_sum():
             return self.value
 
     model, _ = made(2, classifier, lambda: {"loss": "ce", "metrics": [Largest()]})
-    with pytest.raises(tmg.MetricError, match="largest"):
+    with pytest.raises(tmg.errors.LossError, match="largest"):
         tmg.evaluate(model, (X, KIND))

@@ -538,37 +538,47 @@ def test_arguments_that_do_not_fit(lines):
             tmg.fit(model, data, verbose=0, **options)
 
     endless = as_dataset(BATCHES).repeat()
-    refused(tmg.DataError, r"has no end, so a pass.*steps_per_epoch=100, or leave", endless)
+    refused(tmg.errors.DataError, r"has no end, so a pass.*steps_per_epoch=100, or leave", endless)
     refused(
-        tmg.DataError,
+        tmg.errors.DataError,
         r"has no end.*validation_steps=None.*validation_steps=100",
         validation_data=endless,
     )
-    refused(tmg.DataError, "has no batches", (X[:0], SIZE[:0]))
-    refused(tmg.DataError, "has no batches", as_dataset(BATCHES).take(0))
-    refused(tmg.DataError, "but the data has no labels", X)
-    refused(tmg.DataError, "shuffle must be True or False", shuffle="batch")
-    refused(tmg.DataError, "validation_split works only for arrays", endless, validation_split=0.5)
-    refused(tmg.DataError, "37 examples are too few to split", validation_split=0.999)
+    refused(tmg.errors.DataError, "has no batches", (X[:0], SIZE[:0]))
+    refused(tmg.errors.DataError, "has no batches", as_dataset(BATCHES).take(0))
+    refused(tmg.errors.DataError, "but the data has no labels", X)
+    refused(tmg.errors.DataError, "shuffle must be True or False", shuffle="batch")
+    refused(
+        tmg.errors.DataError,
+        "validation_split works only for arrays",
+        endless,
+        validation_split=0.5,
+    )
+    refused(tmg.errors.DataError, "37 examples are too few to split", validation_split=0.999)
     refused(ValueError, "between 0 and 1. Received: validation_split=2", validation_split=2)
     refused(ValueError, "between 0 and 1. Received: validation_split='a'", validation_split="a")
     refused(TypeError, r"epochs must be a whole number.*Received: epochs=1\.5", epochs=1.5)
     refused(TypeError, "initial_epoch must be a whole number.*=None", initial_epoch=None)
     refused(TypeError, "must be a whole number.*or 'auto'.*=None", steps_per_call=None)
-    refused(tmg.DataError, "class_weight must be a dict", class_weight={"a": 1.0})
+    refused(tmg.errors.DataError, "class_weight must be a dict", class_weight={"a": 1.0})
     run = tmg.Checkpoints("unused", model, model.optimizer)
     refused(
         TypeError, "A callback must be a keras.*Received: 3 in", callbacks=iter([run.callback(), 3])
     )
     refused(ValueError, "validation_freq must be", validation_data=arrays, validation_freq=0)
-    refused(tmg.DataError, "class_weight must be a dict", class_weight=[1.0, 2.0])
-    refused(tmg.DataError, "Class weights and sample weights", (*arrays, W), class_weight={0: 2.0})
-    refused(tmg.DataError, "for one output", ({"x": X}, (SIZE, SIZE)), class_weight={0: 2.0})
+    refused(tmg.errors.DataError, "class_weight must be a dict", class_weight=[1.0, 2.0])
+    refused(
+        tmg.errors.DataError,
+        "Class weights and sample weights",
+        (*arrays, W),
+        class_weight={0: 2.0},
+    )
+    refused(tmg.errors.DataError, "for one output", ({"x": X}, (SIZE, SIZE)), class_weight={0: 2.0})
     refused(ValueError, "steps_per_call must be a whole number.*or 'auto'", steps_per_call=0)
     refused(ValueError, "steps_per_epoch must be a whole number", steps_per_epoch=-1)
     refused(TypeError, "A callback must be a keras.callbacks.Callback. Received: 3", callbacks=[3])
     sharded = tmg.distribute_dataset(as_dataset(BATCHES), strategy_of(2))
-    refused(tmg.DataError, "so shares cannot be applied", sharded, shares=(1, 2))
+    refused(tmg.errors.DataError, "so shares cannot be applied", sharded, shares=(1, 2))
     with (
         strategy_of(3).scope(),
         pytest.raises(tmg.ScopeError, match=r"scope of another strategy.*fit outside the scope"),
@@ -579,7 +589,7 @@ def test_arguments_that_do_not_fit(lines):
     with pytest.raises(TypeError, match=r"fit needs a compiled keras\.Model\. Received: Dense"):
         tmg.fit(keras.layers.Dense(1), arrays)
     model = line()
-    with pytest.raises(tmg.CompileError, match=r"is not compiled.*model\.compile\("):
+    with pytest.raises(tmg.errors.LossError, match=r"is not compiled.*model\.compile\("):
         tmg.fit(model, arrays)
     with strategy_of(2).scope():
         model = line()

@@ -91,7 +91,7 @@ def test_it_runs_ours_and_says_so_once(caplog):
 
 def test_after_errors_and_in_any_order_of_leaving_all_is_as_before():
     model, _ = made(1)
-    with pytest.raises(tmg.DataError), tmg.fit_here(model):
+    with pytest.raises(tmg.errors.DataError), tmg.fit_here(model):
         model.fit(X[:0], Y[:0])
     assert is_as_before(model)
     first, second = tmg.fit_here(model), tmg.fit_here(model)
@@ -153,7 +153,7 @@ def test_refusals():
         tmg.fit_here(model, epochs=3).__enter__()
     with (
         tmg.fit_here(model, forward=lambda model, batch, training: None),
-        pytest.raises(tmg.CompileError, match=r"Received: fit_here with forward"),
+        pytest.raises(tmg.errors.LossError, match=r"Received: fit_here with forward"),
     ):
         model.evaluate(X, Y)
     with tmg.fit_here(model):
@@ -169,14 +169,16 @@ def test_a_fit_that_somebody_has_replaced_is_not_passed_over(monkeypatch):
         def fit(self, *args, **kwargs):
             return super().fit(*args, **kwargs)
 
-    with pytest.raises(tmg.CompileError, match=r"Received: Own\.fit, defined in .*test_fit_here"):
+    with pytest.raises(
+        tmg.errors.LossError, match=r"Received: Own\.fit, defined in .*test_fit_here"
+    ):
         tmg.fit_here(Own([keras.Input((5,)), keras.layers.Dense(1)])).__enter__()
     model, _ = made(1)
     with tmg.fit_here(model):
         original = keras.Model.fit
         # As libraries do that log each fit.
         monkeypatch.setattr(keras.Model, "fit", lambda *args, **kwargs: original(*args, **kwargs))
-        with pytest.raises(tmg.CompileError, match=r"Call tmg\.fit inside it"):
+        with pytest.raises(tmg.errors.LossError, match=r"Call tmg\.fit inside it"):
             model.fit(X, Y, **FIT)
 
 
@@ -211,7 +213,7 @@ def test_a_test_step_in_a_callback_of_fit_is_refused_on_replicas() -> None:
         def test_step(self, data: Any) -> Any:
             return {"loss": tf.reduce_mean(data[1])}
 
-    for replicas, error in ((1, None), (2, tmg.CompileError)):
+    for replicas, error in ((1, None), (2, tmg.errors.LossError)):
         with strategy_of(replicas).scope():
             model = Own([keras.Input((X.shape[1],)), keras.layers.Dense(1)])
             model.compile("sgd", "mse")

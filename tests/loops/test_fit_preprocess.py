@@ -143,8 +143,8 @@ def test_the_batches_of_a_hand_written_loop_resume(tmp_path: Any) -> None:
 def test_what_does_not_go_with_preprocess() -> None:
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(2)])
     model.compile("sgd", "mse")
-    with pytest.raises(tmg.DataError, match="validation_split divides arrays"):
+    with pytest.raises(tmg.errors.DataError, match="validation_split divides arrays"):
         tmg.fit(model, (X, X), preprocess=noisy, validation_split=0.5)
     data = tmg.distribute_dataset((X, X), batch_size=4)
-    with pytest.raises(tmg.DataError, match="already distributed, so preprocess cannot"):
+    with pytest.raises(tmg.errors.DataError, match="already distributed, so preprocess cannot"):
         tmg.fit(model, data, preprocess=noisy)

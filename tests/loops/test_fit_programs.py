@@ -13,7 +13,7 @@ import tensorflow as tf
 from one_device import SEED, strategy_of
 
 import tfmultigpu as tmg
-from tfmultigpu.errors import CheckpointError, CompileError, DataError, LossError, ScopeError
+from tfmultigpu.errors import CheckpointError, DataError, LossError, ScopeError
 
 EPOCHS = 3
 ROWS = np.random.default_rng(8).normal(size=(11, 4)).astype("float32")
@@ -354,9 +354,9 @@ def test_arguments_that_exclude_each_other() -> None:
         tmg.fit(model, data(), step=model)
     with pytest.raises(ValueError, match="Received: eval_forward and no validation_data"):
         tmg.fit(model, data(), step=step, eval_forward=forward)
-    with pytest.raises(CompileError, match="nothing to validate with"):
+    with pytest.raises(LossError, match="nothing to validate with"):
         tmg.fit(model, data(), step=step, validation_data=data())
-    with pytest.raises(CompileError, match="so it has no optimizer"):
+    with pytest.raises(LossError, match="so it has no optimizer"):
         tmg.fit(model, data(), forward=forward)
     with strategy.scope():
         model.compile("sgd", "mse", metrics=["mae"])
@@ -425,7 +425,7 @@ def test_names_of_metrics_do_not_hide_each_other_or_a_loss() -> None:
         "a_mean_absolute_error",
         "b_mean_absolute_error",
     }
-    with pytest.raises(CompileError, match=r"TerminateOnNaN with steps \['a', 'b'\].*'a_loss'"):
+    with pytest.raises(LossError, match=r"TerminateOnNaN with steps \['a', 'b'\].*'a_loss'"):
         tmg.fit(models[0], labels, step=chain, callbacks=[keras.callbacks.TerminateOnNaN()])
 
     for name in ("loss", "big"):

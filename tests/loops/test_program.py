@@ -76,7 +76,7 @@ def test_callbacks_that_would_not_find_the_optimizer_of_the_step(strategy):
             keras.callbacks.TensorBoard(),
         ):
             text = f"{type(callback).__name__}, and model 'model' with {found}. In the scope, write"
-            with pytest.raises(tmg.CompileError, match=re.escape(text)):
+            with pytest.raises(tmg.errors.LossError, match=re.escape(text)):
                 tmg.fit(model, X, step=step, callbacks=[callback], verbose=0)
         with strategy.scope():
             model.compile(keras.optimizers.Adam(name="other"), "mse")

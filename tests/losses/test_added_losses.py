@@ -178,7 +178,7 @@ def test_draws_that_cannot_be_held_still_do_not_confuse_a_trial():
     }
     for kind, function in noise.items():
         run = Replicated(2, adding(function), sgd, "mse")
-        with pytest.warns(tmg.UnverifiedWarning, match="RandomStandardNormal"):
+        with pytest.warns(tmg.ReplicaDependenceWarning, match="RandomStandardNormal"):
             loss = run.train([(X[:8], Y[:8])]).losses[0]
         near = 8 * 4 if kind == "sum" else 1.0
         assert loss == pytest.approx(near, rel=0.3, abs=1.5), kind
@@ -212,7 +212,7 @@ def test_a_trial_leaves_nothing_behind():
     random.seed(1)
     keras.random.uniform((1,))  # Makes the generator for draws without a seed, from Python's.
     random.seed(1)
-    with pytest.warns(tmg.UnverifiedWarning, match="AssignAddVariableOp"):
+    with pytest.warns(tmg.ReplicaDependenceWarning, match="AssignAddVariableOp"):
         metric((X, Y))
     assert [random.random() for _ in range(3)] == expected
     assert float(run.model.get_layer("counts").calls.numpy()) == 1.0

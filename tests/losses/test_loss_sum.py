@@ -131,7 +131,7 @@ def outcome_of_name(name, function):
     y_pred = tf.constant(y_pred, tf.float32)
     try:
         total, weight = add_shards(name, y_true, y_pred)
-    except tmg.LossError as error:
+    except tmg.errors.LossError as error:
         return str(error)
     values = function(y_true, y_pred)
     assert float(weight) == float(tf.size(values)) == ROWS * int(np.prod(values.shape[1:])), name
@@ -250,18 +250,18 @@ def test_a_loss_that_returns_a_scalar_is_refused():
     def dice(y_true, y_pred):
         return 1.0 - 2.0 * tf.reduce_sum(y_true * y_pred) / tf.reduce_sum(y_true + y_pred)
 
-    with pytest.raises(tmg.LossError) as caught:
+    with pytest.raises(tmg.errors.LossError) as caught:
         tmg.loss_sum(dice, OTHER, REAL)
     message = str(caught.value)
     assert "The loss 'dice' is one number for a batch" in message
     assert "Received: shape ()" in message
     assert "tf.reduce_mean(tf.square(y_true - y_pred), axis=-1)" in message
-    with pytest.raises(tmg.LossError, match="is one number for a batch"):
+    with pytest.raises(tmg.errors.LossError, match="is one number for a batch"):
         tmg.loss_sum(keras.losses.Dice(), MASKS, IMAGES)
 
 
 def test_a_loss_whose_examples_depend_on_each_other_is_refused():
-    with pytest.raises(tmg.LossError, match="couples the examples of a batch"):
+    with pytest.raises(tmg.errors.LossError, match="couples the examples of a batch"):
         tmg.loss_sum(keras.losses.Circle(), CLASSES, REAL)
 
 
@@ -271,7 +271,7 @@ def test_a_scalar_loss_is_refused_by_the_step():
         model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(3)])
         optimizer = keras.optimizers.SGD(0.1)
     step = tmg.make_train_step(model, optimizer, lambda t, p: tf.reduce_mean(t - p), strategy)
-    with pytest.raises(tmg.LossError, match="is one number for a batch"):
+    with pytest.raises(tmg.errors.LossError, match="is one number for a batch"):
         step((REAL, OTHER))
     assert int(optimizer.iterations.numpy()) == 0
 
@@ -286,7 +286,7 @@ def test_what_is_no_loss():
         (0.5, "This is not a loss. Received: loss=0.5"),
         (["mse"], "This is not a loss"),
     ):
-        with pytest.raises(tmg.LossError, match=text):
+        with pytest.raises(tmg.errors.LossError, match=text):
             tmg.loss_sum(loss, OTHER, REAL)
 
 
@@ -336,11 +336,13 @@ def test_forward_must_return_a_loss_sum():
             model, optimizer = linear(), sgd()
         return tmg.make_train_step(model, optimizer, None, strategy, forward=forward)
 
-    with pytest.raises(tmg.LossError, match=r"forward must return a LossSum.*Received: .*Tensor"):
+    with pytest.raises(
+        tmg.errors.LossError, match=r"forward must return a LossSum.*Received: .*Tensor"
+    ):
         step_with(mean)(REAL)
-    with pytest.raises(tmg.LossError, match="The sum in a LossSum is a scalar"):
+    with pytest.raises(tmg.errors.LossError, match="The sum in a LossSum is a scalar"):
         step_with(vector)(REAL)
-    with pytest.raises(tmg.LossError, match="Give either loss or forward, not both"):
+    with pytest.raises(tmg.errors.LossError, match="Give either loss or forward, not both"):
         tmg.make_train_step(linear(), sgd(), "mse", forward=mean)
 
 
@@ -352,7 +354,7 @@ def test_global_mean_outside_of_replicas():
     assert float(tmg.global_mean(tmg.LossSum(6.0, 4.0))) == 1.5
     with (
         strategy_of(2).scope(),
-        pytest.raises(tmg.LossError, match="must be called by each of them"),
+        pytest.raises(tmg.errors.LossError, match="must be called by each of them"),
     ):
         tmg.global_mean(tmg.LossSum(1.0, 1.0))
 
@@ -372,5 +374,5 @@ def test_predictions_without_a_last_axis_are_the_mean_of_keras_or_refused() -> N
         (keras.losses.Huber(), np.ones(7, "float32")),
         (keras.losses.BinaryCrossentropy(axis=0), None),
     ):
-        with pytest.raises(tmg.LossError, match=r"y_true\[:, None\] and y_pred\[:, None\]"):
+        with pytest.raises(tmg.errors.LossError, match=r"y_true\[:, None\] and y_pred\[:, None\]"):
             tmg.loss_sum(loss, y, p, weights)

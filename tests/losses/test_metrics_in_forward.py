@@ -129,7 +129,9 @@ def test_compiled_by_xla() -> None:
     made = Made(2)
     options = {"forward": made.forward, "jit_compile": True}
     step = tmg.make_train_step(made.model, made.optimizer, None, made.strategy, **options)
-    with pytest.warns(tmg.UnverifiedWarning, match="Trying to access resource watched/total"):
+    with pytest.warns(
+        tmg.ReplicaDependenceWarning, match="Trying to access resource watched/total"
+    ):
         made.hold(step, (1, 3))
 
 

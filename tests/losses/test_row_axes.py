@@ -65,7 +65,7 @@ def shard_sum(loss, specs):
 
     try:
         return tf.function(compute, specs, autograph=False).get_concrete_function(), fixed
-    except (tmg.LossError, ValueError):
+    except (tmg.errors.LossError, ValueError):
         return None, fixed
 
 
@@ -116,7 +116,7 @@ def test_labels_without_the_axis_of_the_predictions_are_refused_by_a_step(replic
 
     run = Replicated(replicas, build, lambda: keras.optimizers.SGD(0.1), "mse")
     batch = np.ones((rows, 2), "float32"), np.ones(rows, "float32")
-    with pytest.raises(tmg.LossError) as caught:
+    with pytest.raises(tmg.errors.LossError) as caught:
         run.step(batch)
     message = str(caught.value)
     assert "The loss 'mean_squared_error' does not pair rows with rows" in message
@@ -131,7 +131,7 @@ def test_weights_of_rows_against_a_loss_for_each_step_of_a_sequence():
         model = keras.Sequential([keras.Input((2, 1)), keras.layers.Dense(1)])
     step = tmg.make_eval_step(model, "mse", strategy)
     batch = np.ones((4, 2, 1), "float32"), np.ones((4, 2, 1), "float32")
-    with pytest.raises(tmg.LossError, match=r"sample_weight\[:, None\]"):
+    with pytest.raises(tmg.errors.LossError, match=r"sample_weight\[:, None\]"):
         step((*batch, np.arange(4.0)))  # Two shards of two rows, and two steps.
     assert float(step((*batch, np.ones((4, 1))))["weight"]) == 8.0
 
@@ -140,7 +140,7 @@ def test_rows_that_are_compared_by_accident():
     """[rows] - [rows, 1] is [rows, rows]: on one device it is trained without a word."""
     labels, predictions = tf.TensorSpec([None]), tf.TensorSpec([None, 1])
     function = tf.function(lambda t, p: tmg.loss_sum(Elementwise(), t, p), autograph=False)
-    with pytest.raises(tmg.LossError, match="each row is paired with every row"):
+    with pytest.raises(tmg.errors.LossError, match="each row is paired with every row"):
         function.get_concrete_function(labels, predictions)
 
 
@@ -158,7 +158,7 @@ def test_weights_without_rows_divide_once():
 
 def test_weights_do_not_hide_a_loss_that_has_lost_its_rows():
     """Keras' mse of predictions of shape [rows] is one number, times a weight for each row."""
-    with pytest.raises(tmg.LossError, match="is one number for a batch"):
+    with pytest.raises(tmg.errors.LossError, match="is one number for a batch"):
         tmg.loss_sum("mse", made("B", 4, 0), made("B", 4, 0), np.ones(4, "float32"))
 
 

@@ -2,8 +2,8 @@
 
 Each is trained by a plain GradientTape on one device, with none of this library's code, and by the
 train step on two replicas. The outcome is ``"same"`` (weights as on one device), ``"told"`` (a
-ReplicaDependenceWarning), ``"unverified"`` (an UnverifiedWarning) or ``"refused"`` (an error of
-this library).
+ReplicaDependenceWarning), ``"unverified"`` (the same of a step that could not be compared) or
+``"refused"`` (an error of this library).
 """
 
 from __future__ import annotations

@@ -233,7 +233,7 @@ def test_what_does_not_fit_is_said_with_numbers() -> None:
     strategy = unused_strategy(2)
     memory = {"CPU:0": 5000, "CPU:1": 5000}
     with (
-        pytest.raises(tmg.ShareError, match=r"4,096 bytes, after CPU:0: .* of 5,000 bytes"),
+        pytest.raises(tmg.errors.DataError, match=r"4,096 bytes, after CPU:0: .* of 5,000 bytes"),
         strategy.scope(),
         tmg.sharded_variables(memory=memory, at_least=0),
     ):
@@ -357,7 +357,7 @@ def test_what_sharded_variables_refuses() -> None:
     three = {f"CPU:{i}": 1e9 for i in (0, 1, 2)}
     with unused_strategy(2).scope():
         for memory in ([1.0], 1e9, [1e9, 0], ["1", "2"], {"CPU:0": 1e9}, three):
-            with pytest.raises(tmg.ShareError, match="for each device"):
+            with pytest.raises(tmg.errors.DataError, match="for each device"):
                 tmg.sharded_variables(memory=memory).__enter__()
         for at_least, error in (("64k", TypeError), (-1, ValueError)):
             with pytest.raises(error, match=r"at_least must be a whole number"):

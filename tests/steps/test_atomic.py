@@ -184,7 +184,7 @@ def hold(run, train, checks, several):
     at_the_end = run.state()
     for check in checks:
         run.restore(start)
-        error = {"rows": tmg.DataError, "memory": tmg.OutOfMemoryError}.get(
+        error = {"rows": tmg.errors.DataError, "memory": tmg.OutOfMemoryError}.get(
             check, tf.errors.OpError
         )
         with pytest.raises(error, match=TEXTS.get(check, check)):
@@ -277,7 +277,7 @@ def test_after_a_batch_that_is_refused_training_is_that_of_one_device(replicas, 
     x[:, 0] = 1
 
     def step(batch):
-        with pytest.raises(tmg.LossError, match="did not return one value per row"):
+        with pytest.raises(tmg.errors.LossError, match="did not return one value per row"):
             run.step((x, Y[:1, :1]))
         return run.step(batch)
 

@@ -88,7 +88,7 @@ def test_a_loss_that_reduces_over_the_rows_is_refused(strategy):
     step = tmg.make_train_step(
         model, optimizer, lambda t, p: tf.reduce_mean(tf.square(t - p), axis=0), strategy
     )
-    with pytest.raises(tmg.LossError, match=r"returns 2 values for any number of rows"):
+    with pytest.raises(tmg.errors.LossError, match=r"returns 2 values for any number of rows"):
         step(batch(5))
 
 

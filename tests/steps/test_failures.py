@@ -57,7 +57,8 @@ def test_the_replica_the_batch_and_the_way_out_are_named() -> None:
     assert int(step.optimizer.iterations.numpy()) == 0
     for variable, value in zip(step.model.variables, before, strict=True):
         np.testing.assert_array_equal(variable.numpy(), value)
-    assert isinstance(caught.value, tf.errors.ResourceExhaustedError)
+    assert isinstance(caught.value, MemoryError)
+    assert isinstance(caught.value.__cause__, tf.errors.ResourceExhaustedError)
 
 
 def test_many_steps_in_one_call() -> None:

@@ -70,7 +70,9 @@ def test_what_comes_between_is_refused(replicas: int, options: dict[str, Any], s
 def test_a_loss_divided_later_is_refused() -> None:
     loss = keras.losses.MeanSquaredError(reduction="mean_with_sample_weight")
     run = Replicated(1, quantized, sgd, loss)
-    with pytest.raises(tmg.LossError, match=r"how large the gradients are.*only known after"):
+    with pytest.raises(
+        tmg.errors.LossError, match=r"how large the gradients are.*only known after"
+    ):
         run.step((X, Y, np.ones(len(X), "float32")))
 
 

@@ -58,7 +58,9 @@ def test_no_gradient_anywhere_is_an_error_as_in_keras(kind):
     with pytest.raises(ValueError, match="No gradients provided for any variable"):
         truth.train_on_batch(X, Y)
     run = Replicated(replicas, stopping(after=True), sgd, loss, **options)
-    with pytest.raises(tmg.LossError, match=r"No gradient reaches any.*first/kernel'") as caught:
+    with pytest.raises(
+        tmg.errors.LossError, match=r"No gradient reaches any.*first/kernel'"
+    ) as caught:
         run.step((X, Y))
     assert isinstance(caught.value, ValueError)
     assert "tf.stop_gradient" in str(caught.value)

@@ -25,5 +25,7 @@ def test_rows_of_different_lengths_are_refused() -> None:
     x = np.full((5, 4), 2.0, "float32")
     assert tmg.predict(model, x, batch_size=5).shape == (5, 2)
     x[4] = 3
-    with pytest.raises(tmg.DataError, match=r"rows of \[\(2,\), \(3,\)\], by replica\. One device"):
+    with pytest.raises(
+        tmg.errors.DataError, match=r"rows of \[\(2,\), \(3,\)\], by replica\. One device"
+    ):
         tmg.predict(model, x, batch_size=5)

@@ -195,7 +195,7 @@ def attempt(name, train):
     try:
         train()
         found[name] = "trained"
-    except tmg.WorkersDifferError as error:
+    except tmg.errors.ClusterError as error:
         found[name] = str(error)
 
 

@@ -409,9 +409,12 @@ def test_one_replica_gets_the_tensor_itself() -> None:
 
 def test_outside_a_step() -> None:
     strategy = strategy_of(2)
-    with pytest.raises(tmg.LossError, match=r"called outside a step.*forward=f"):
+    with pytest.raises(tmg.errors.LossError, match=r"called outside a step.*forward=f"):
         strategy.run(lambda: tmg.gather_rows(tf.ones([2, 1])))
-    with strategy.scope(), pytest.raises(tmg.LossError, match="row_positions is called outside"):
+    with (
+        strategy.scope(),
+        pytest.raises(tmg.errors.LossError, match="row_positions is called outside"),
+    ):
         tmg.steps.row_positions(tf.ones([2, 1]))
 
 
@@ -429,9 +432,11 @@ def mean_of_all(y_true: Any, y_pred: Any) -> Any:
 
 def test_micro_batches() -> None:
     run = step_with(mean_of_all, micro_batches=(1, 3))
-    with pytest.raises(tmg.LossError, match=r"micro_batches=\(1, 3\)\. Write micro_batches=1"):
+    with pytest.raises(
+        tmg.errors.LossError, match=r"micro_batches=\(1, 3\)\. Write micro_batches=1"
+    ):
         run.step(BATCH)
-    with pytest.raises(tmg.LossError, match="only the rows of this one"):
+    with pytest.raises(tmg.errors.LossError, match="only the rows of this one"):
         step_with(mean_of_all, 1, micro_batches=2).step(BATCH)
 
 
@@ -449,7 +454,7 @@ def test_positions_need_no_other_replica(options: dict[str, Any]) -> None:
 
 
 def test_xla() -> None:
-    with pytest.raises(tmg.LossError, match="Write jit_compile=False"):
+    with pytest.raises(tmg.errors.LossError, match="Write jit_compile=False"):
         step_with(mean_of_all, jit_compile=True).step(BATCH)
     step_with(mean_of_all, 1, jit_compile=True).step(BATCH)  # where there is nothing to wait for
 
@@ -466,7 +471,7 @@ def test_where_replicas_cannot_meet(wrap: str) -> None:
         )
 
     with pytest.raises(
-        tmg.LossError, match=r"leave out @tf\.function, and call gather_rows before"
+        tmg.errors.LossError, match=r"leave out @tf\.function, and call gather_rows before"
     ):
         step_with(within).step(BATCH)
 
@@ -477,7 +482,9 @@ def test_both_views_in_one_tensor() -> None:
         return tf.reduce_sum(y_pred, -1) * tf.reduce_sum(every)
 
     run = step_with(views)
-    with pytest.raises(tmg.LossError, match=r"Received: 4 rows, on a replica with 2 .*example=1\."):
+    with pytest.raises(
+        tmg.errors.LossError, match=r"Received: 4 rows, on a replica with 2 .*example=1\."
+    ):
         run.step(BATCH)
     assert int(run.optimizer.iterations.numpy()) == 0
 
@@ -491,5 +498,5 @@ def test_what_has_no_rows_of_numbers() -> None:
         (tf.RaggedTensor.from_tensor(y), r"to_tensor\(\)"),
         (tf.sparse.from_dense(y), "SparseTensor"),
     ):
-        with pytest.raises(tmg.LossError, match=message):
+        with pytest.raises(tmg.errors.LossError, match=message):
             tmg.gather_rows(value)

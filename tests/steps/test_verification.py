@@ -266,7 +266,7 @@ class Counting(L.Layer):
 
 def test_code_with_effects_is_not_run_once_more(strategy: Any) -> None:
     model, step = trained(strategy, Counting)
-    with pytest.warns(tmg.UnverifiedWarning, match="runs 'AssignAddVariableOp'"):
+    with pytest.warns(tmg.ReplicaDependenceWarning, match="runs 'AssignAddVariableOp'"):
         step((X[:7], Y[:7]))
     assert float(model.layers[0].calls.numpy()) == 1.0
     assert step.verification.outcome == "not verified"
@@ -277,7 +277,7 @@ def test_code_with_effects_is_not_run_once_more(strategy: Any) -> None:
 
 def test_draws_that_no_two_runs_repeat_are_not_held_to_each_other(strategy: Any) -> None:
     _, step = trained(strategy, lambda: L.Lambda(lambda x: x + tf.random.normal(tf.shape(x))))
-    with pytest.warns(tmg.UnverifiedWarning, match=r"'RandomStandardNormal'.*keras\.random"):
+    with pytest.warns(tmg.ReplicaDependenceWarning, match=r"'RandomStandardNormal'.*keras\.random"):
         step((X[:7], Y[:7]))
 
 
@@ -289,7 +289,9 @@ def test_a_model_that_runs_on_replicas_only_is_told_and_trained(strategy: Any) -
         return x
 
     _, step = trained(strategy, lambda: L.Lambda(on_replicas_only))
-    with pytest.warns(tmg.UnverifiedWarning, match="RuntimeError: .*two replicas are needed"):
+    with pytest.warns(
+        tmg.ReplicaDependenceWarning, match="RuntimeError: .*two replicas are needed"
+    ):
         step((X[:7], Y[:7]))
     assert int(step.optimizer.iterations.numpy()) == 1
 

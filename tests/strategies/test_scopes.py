@@ -196,11 +196,11 @@ def test_data_for_another_strategy() -> None:
         (tmg.distribute_dataset(dataset), "TensorFlow's default strategy of one device, taken if"),
         (tmg.distribute_dataset(dataset, other), "MirroredStrategy with 2 replica(s);"),
     ):
-        with pytest.raises(tmg.DataError) as caught:
+        with pytest.raises(tmg.errors.DataError) as caught:
             step.run(iter(data), 1)
         assert f"Received: data for {name}" in str(caught.value)
         assert "the same strategy: tmg.distribute_dataset(dataset, strategy)." in str(caught.value)
-        with pytest.raises(tmg.DataError) as caught:
+        with pytest.raises(tmg.errors.DataError) as caught:
             tmg.evaluate(model, data)
         assert f"Received: data for {name}" in str(caught.value)
         assert "or write tmg.distribute_dataset(dataset, strategy)." in str(caught.value)

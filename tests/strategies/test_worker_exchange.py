@@ -7,7 +7,7 @@ import pytest
 from one_device import strategy_of
 
 from tfmultigpu.clusters.process_state import process_state
-from tfmultigpu.errors import WorkersDifferError
+from tfmultigpu.errors import ClusterError
 from tfmultigpu.loops import worker_agreement
 from tfmultigpu.strategies.worker_exchange import WorkerExchange, _gather_of
 
@@ -64,7 +64,7 @@ def test_another_count_or_another_caller_is_another_call(monkeypatch) -> None:
     assert exchange([4]).tolist() == [[4], [5]]
     for place in (0, 1):  # How many numbers, and who exchanges them.
         change = {place: 1}
-        with pytest.raises(WorkersDifferError, match=r"and workers \[1\] were elsewhere"):
+        with pytest.raises(ClusterError, match=r"and workers \[1\] were elsewhere"):
             exchange([4, 5, 6])
 
 

@@ -137,14 +137,6 @@ def test_what_a_failed_try_held_is_freed() -> None:
     assert len(held) > 3
 
 
-def test_an_error_can_be_sent_to_another_process() -> None:
-    import pickle
-
-    error = pickle.loads(pickle.dumps(tmg.OutOfMemoryError("Replica 1 has not enough memory")))
-    assert str(error) == error.message == "Replica 1 has not enough memory"
-    assert isinstance(error, tf.errors.ResourceExhaustedError)
-
-
 @pytest.mark.slow
 def test_a_real_allocation_in_a_process_whose_memory_is_bounded() -> None:
     script = """

@@ -134,13 +134,13 @@ def test_free_memory_where_it_grows_has_the_weights_taken_already(monkeypatch) -
 def test_memory_that_tensorflow_has_taken_whole(monkeypatch) -> None:
     FakeGpus(monkeypatch, free=(0.2 * GIB, 0.1 * GIB), growth=False)
     with pytest.raises(
-        tmg.ShareError, match=r"has no meaning\. Call tmg\.enable_memory_growth\(\)"
+        tmg.errors.DataError, match=r"has no meaning\. Call tmg\.enable_memory_growth\(\)"
     ):
         tmg.memory_capacities(strategy_of(2))
 
 
 def test_the_memory_of_a_cpu_is_not_known() -> None:
-    with pytest.raises(tmg.ShareError) as caught:
+    with pytest.raises(tmg.errors.DataError) as caught:
         tmg.memory_capacities(strategy_of(2), memory={"CPU:0": GIB})
     assert str(caught.value) == (
         "The memory of CPU:1 is not known. TensorFlow does not limit that of a CPU. Give it in "
@@ -151,7 +151,7 @@ def test_the_memory_of_a_cpu_is_not_known() -> None:
 def test_a_device_that_does_not_hold_the_model() -> None:
     strategy = strategy_of(2)
     model, optimizer = built(strategy)
-    with pytest.raises(tmg.ShareError) as caught:
+    with pytest.raises(tmg.errors.DataError) as caught:
         tmg.memory_capacities(strategy, model=model, optimizer=optimizer, memory=[GIB, MIB])
     text = str(caught.value)
     assert text.startswith("CPU:1 does not hold the model. Received: 1.00 MiB, and")
@@ -161,11 +161,13 @@ def test_a_device_that_does_not_hold_the_model() -> None:
 
 def test_what_cannot_be_answered() -> None:
     strategy = strategy_of(2)
-    with pytest.raises(tmg.ShareError, match="one number of bytes per replica"):
+    with pytest.raises(tmg.errors.DataError, match="one number of bytes per replica"):
         tmg.memory_capacities(strategy, memory=[GIB])
     with strategy.scope():
         model = keras.Sequential([keras.layers.Dense(1)])
-    with pytest.raises(tmg.ShareError, match=r"no variables yet.*model\.build\(input_shape\)"):
+    with pytest.raises(
+        tmg.errors.DataError, match=r"no variables yet.*model\.build\(input_shape\)"
+    ):
         tmg.memory_capacities(strategy, model=model, memory=[GIB, GIB])
 
 
@@ -190,12 +192,12 @@ def test_what_cannot_be_answered() -> None:
     ],
 )
 def test_what_is_no_memory_of_these_devices(memory, says) -> None:
-    with pytest.raises(tmg.ShareError, match=re.escape(says)):
+    with pytest.raises(tmg.errors.DataError, match=re.escape(says)):
         tmg.memory_capacities(strategy_of(2), memory=memory)
 
 
 def test_the_state_of_an_optimizer_without_its_model() -> None:
-    with pytest.raises(tmg.ShareError, match=r"optimizer=Adam without a model\. Give both"):
+    with pytest.raises(tmg.errors.DataError, match=r"optimizer=Adam without a model\. Give both"):
         tmg.memory_capacities(memory=[GIB], optimizer=keras.optimizers.Adam())
 
 
@@ -273,14 +275,14 @@ def test_a_step_that_was_never_called() -> None:
     with strategy.scope():
         model = keras.Sequential([keras.layers.Dense(1)])
         step = tmg.make_train_step(model, keras.optimizers.SGD(0.1), "mse", strategy)
-    with pytest.raises(tmg.ShareError, match=r"Call step\(batch\) once\."):
+    with pytest.raises(tmg.errors.DataError, match=r"Call step\(batch\) once\."):
         tmg.measured_capacities(step, (X, X[:, :1]))
 
 
 def test_a_batch_too_small_to_make_a_difference(monkeypatch) -> None:
     step = timed(monkeypatch, (np.inf, np.inf))
     with pytest.raises(
-        tmg.ShareError, match=r"More examples did not take a replica longer.*64 examples"
+        tmg.errors.DataError, match=r"More examples did not take a replica longer.*64 examples"
     ):
         tmg.measured_capacities(step, (X, X[:, :1]))
 
@@ -296,7 +298,7 @@ def test_too_few_rows_to_time() -> None:
     model, optimizer = built(strategy)
     step = tmg.make_train_step(model, optimizer, "mse", strategy)
     with pytest.raises(
-        tmg.ShareError, match=r"a batch of 7 examples for 2 replicas\. Give at least 8"
+        tmg.errors.DataError, match=r"a batch of 7 examples for 2 replicas\. Give at least 8"
     ):
         tmg.measured_capacities(step, (np.zeros((7, 100)), np.zeros((7, 1000))))
 
@@ -309,10 +311,10 @@ def test_what_cannot_be_timed(monkeypatch) -> None:
         with pytest.raises((TypeError, ValueError), match=rf"at least 1\. .*: repeats={repeats}"):
             tmg.measured_capacities(step, (X, X[:, :1]), repeats=repeats)
     data = tmg.distribute_dataset((X, X[:, :1]), step.strategy, batch_size=64)
-    with pytest.raises(tmg.DataError, match="divided already"):
+    with pytest.raises(tmg.errors.DataError, match="divided already"):
         tmg.measured_capacities(step, next(iter(data)))
     for wrong in (data, "x", (X.tolist(), X.tolist()), 3.0):
-        with pytest.raises(tmg.DataError, match="Received"):
+        with pytest.raises(tmg.errors.DataError, match="Received"):
             tmg.measured_capacities(step, wrong)
 
 

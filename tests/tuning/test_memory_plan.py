@@ -157,7 +157,7 @@ def test_what_fits_on_no_device_is_an_error_with_the_plan() -> None:
     kernels = [one.device for one in plan.variables if one.device is not None]
     assert kernels.count("CPU:1") > kernels.count("CPU:0")
     with pytest.raises(
-        tmg.ShareError, match=r"CPU:0 has not enough memory.*KiB needed of 16.0 KiB"
+        tmg.errors.DataError, match=r"CPU:0 has not enough memory.*KiB needed of 16.0 KiB"
     ):
         plan.check()
     text = str(plan)
@@ -213,5 +213,5 @@ def test_layers_placed_by_hand_are_counted_where_they_are() -> None:
 def test_layers_placed_by_hand_that_do_not_fit() -> None:
     memory = {"CPU:1": 5 * KERNEL, "CPU:2": 5 * KERNEL}
     plan = tmg.plan_memory(by_hand, keras.optimizers.Adam(), memory=memory)
-    with pytest.raises(tmg.ShareError, match="CPU:2 has not enough memory"):
+    with pytest.raises(tmg.errors.DataError, match="CPU:2 has not enough memory"):
         plan.check()

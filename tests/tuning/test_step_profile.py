@@ -131,7 +131,7 @@ def test_what_cannot_be_profiled_says_so() -> None:
     with pytest.raises(tf.errors.OpError):
         profile_step(step, [(X, Y)], 1, trace_to="/proc/nowhere")
     assert int(step.optimizer.iterations) == 0
-    with pytest.raises(tmg.DataError, match="There is no batch to profile"):
+    with pytest.raises(tmg.errors.DataError, match="There is no batch to profile"):
         profile_step(step, [])
 
 

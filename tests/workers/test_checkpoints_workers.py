@@ -93,9 +93,9 @@ def test_directories_that_cannot_be_saved_to_are_an_error_on_both(
         assert "; worker 1: nothing. Give a directory on a file system" in result["restore"]
         assert result["unchanged"]
     for worker, result in enumerate(results):
-        assert "RestoreMismatchError: The chief wrote " in result["not shared"]
+        assert "CheckpointError: The chief wrote " in result["not shared"]
         said = f"Received: every_steps={2 + worker} on worker {worker}, and another value on "
-        assert "WorkersDifferError: The workers have different settings" in result["apart"]
+        assert "ClusterError: The workers have different settings" in result["apart"]
         assert said in result["apart"]
     assert "could not write" in results[0]["failed"]
     assert "Not a directory" in results[0]["failed"]

@@ -123,5 +123,5 @@ def test_workers_that_differ_are_an_error(workers: list[dict[str, Any]]) -> None
             ("limits", "at_least=[0, 8], by worker"),
         ):
             kind, text = found["different"][what]
-            assert kind == "WorkersDifferError", text
+            assert kind == "ClusterError", text
             assert says in text

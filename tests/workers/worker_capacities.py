@@ -70,7 +70,7 @@ def unknown(strategy, worker):
     """What each worker is told where one of them gives no memory: an error, not a wait."""
     try:
         tmg.memory_capacities(strategy, memory=[GIB if worker != 1 else -1])
-    except tmg.ShareError as error:
+    except tmg.errors.DataError as error:
         return str(error)
     return "known"
 

@@ -101,12 +101,12 @@ own = shared / f"own-{worker}"
 for name in ("save", "restore"):
     try:
         getattr(tmg.Checkpoints(own, model, optimizer), name)()
-    except tmg.RestoreMismatchError as error:
+    except tmg.CheckpointError as error:
         say(name, str(error))
 for name, place, every in (("not shared", own, 2), ("apart", shared / "e", 2 + worker)):
     try:
         next(tmg.Checkpoints(place, model, optimizer, dataset(), every_steps=every).epochs(1))
-    except (tmg.RestoreMismatchError, tmg.WorkersDifferError) as error:
+    except (tmg.CheckpointError, tmg.errors.ClusterError) as error:
         say(name, f"{type(error).__name__}: {error}")
 say("unchanged", optimizer.iterations.numpy().item() > 0)
 

@@ -63,7 +63,7 @@ def refused(strategy: Any, dataset: Any, batches: int = 1, **options: Any) -> st
         data = tmg.distribute_dataset(dataset, strategy, **options)
         for _ in itertools.islice(data, batches):
             time.sleep(0.01)
-    except tmg.DataError as error:
+    except tmg.errors.DataError as error:
         return str(error)
     return ""
 

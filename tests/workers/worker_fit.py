@@ -140,7 +140,7 @@ for name, options in {
     try:
         if several:
             tmg.fit(model, dataset, verbose=0, **options)
-    except tmg.WorkersDifferError as error:
+    except tmg.errors.ClusterError as error:
         errors[name] = str(error)
     model.optimizer.learning_rate = rate
     model.set_weights(weights_of_all)

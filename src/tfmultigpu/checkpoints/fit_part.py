@@ -117,7 +117,7 @@ class FitPart:
             position: The position of the run.
 
         Raises:
-            RestoreMismatchError: The data differs from the data of the checkpoint.
+            CheckpointError: The data differs from the data of the checkpoint.
         """
         self._fit = fit
         self.undo_begin_hooks(last=True)  # Undoes changes since a skipped ``fit``.

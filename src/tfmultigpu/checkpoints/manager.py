@@ -30,7 +30,7 @@ from tfmultigpu.checkpoints.marks import DataMarks
 from tfmultigpu.checkpoints.optimizer import restore_variables
 from tfmultigpu.checkpoints.shared_storage import SharedFiles, warn_damaged
 from tfmultigpu.data.resumable import Position, PositionedDataset, position_data
-from tfmultigpu.errors import CheckpointError, WorkersDifferError
+from tfmultigpu.errors import CheckpointError, ClusterError
 from tfmultigpu.losses.build_model import prepare_model
 from tfmultigpu.optimizers.update import build_optimizer
 from tfmultigpu.steps.train_step import Trained
@@ -181,8 +181,8 @@ class Checkpoints:
             CheckpointError: The chief could not write it; the directory has later steps, which were
                 not restored; the position in the data is unknown; or a step changes variables that
                 are not saved.
-            RestoreMismatchError: A worker does not see the files of the chief.
-            WorkersDifferError: Workers have different weights, learning rates or positions.
+            CheckpointError: A worker does not see the files of the chief.
+            ClusterError: Workers have different weights, learning rates or positions.
         """
         check_outside()
         position = self._find_position()
@@ -215,7 +215,7 @@ class Checkpoints:
 
         Raises:
             CheckpointError: The checkpoint is of another model, or all checkpoints are damaged.
-            RestoreMismatchError: Workers see different checkpoints.
+            CheckpointError: Workers see different checkpoints.
         """
         check_outside()
         found, arrays, damaged = self._shared.read_newest()
@@ -272,7 +272,7 @@ class Checkpoints:
 
         Raises:
             CheckpointError: The steps did not read ``checkpoints.data``.
-            RestoreMismatchError: The data differs from the data before the restart, or another
+            CheckpointError: The data differs from the data before the restart, or another
                 ``Checkpoints`` of the loop was restored at another step of the loop.
             SystemExit: The stop signal came, here or on another worker, and the run was saved.
         """
@@ -291,7 +291,7 @@ class Checkpoints:
 
         Raises:
             CheckpointError: As ``after_step``.
-            RestoreMismatchError: As ``after_step``.
+            CheckpointError: As ``after_step``.
             SystemExit: As ``after_step``.
         """
         if steps:
@@ -354,7 +354,7 @@ class Checkpoints:
         """Restores the state of ``fit``, and saves it from now on; for the callback.
 
         Raises:
-            RestoreMismatchError: The data differs from the data of the checkpoint.
+            CheckpointError: The data differs from the data of the checkpoint.
         """
         state.check_holds(self._variables(), fit.changed_variables())
         self._fit.attach(fit, self._variables(), self._exchange, self._position)
@@ -385,8 +385,8 @@ class Checkpoints:
         Raises:
             CheckpointError: The directory has later steps, which were not restored, or is not
                 writable.
-            RestoreMismatchError: The directory is not shared, or the data differs.
-            WorkersDifferError: Workers have different settings.
+            CheckpointError: The directory is not shared, or the data differs.
+            ClusterError: Workers have different settings.
         """
         settings = {
             "every_steps": self.every_steps,
@@ -465,12 +465,12 @@ class Checkpoints:
         """Checks that all workers are about to save the same run.
 
         Raises:
-            WorkersDifferError: Their positions, weights or optimizers differ.
+            ClusterError: Their positions, weights or optimizers differ.
         """
         own = [self.step, position.epoch, position.step]
         places = self._exchange(own).tolist()
         if any(place != own for place in places):
-            raise WorkersDifferError(
+            raise ClusterError(
                 "The workers save at different positions, so they have trained on other batches. "
                 f"Received: [step, epoch, step in epoch] of each worker: {places}. Every worker "
                 "must make the same steps."

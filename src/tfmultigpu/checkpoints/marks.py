@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tfmultigpu.data.resumable import Past, Position, PositionedDataset
-from tfmultigpu.errors import CheckpointError, RestoreMismatchError
+from tfmultigpu.errors import CheckpointError
 from tfmultigpu.strategies.worker_exchange import WorkerExchange
 
 __all__ = ["DataMarks", "data_mismatch"]
@@ -76,7 +76,7 @@ class DataMarks:
         """Compares the epoch that ended before the checkpoint; call it before any training.
 
         Raises:
-            RestoreMismatchError: Its batches differ now.
+            CheckpointError: Its batches differ now.
         """
         expected, self._expected_past = self._expected_past, None
         if expected is None or self._data is None:
@@ -94,7 +94,7 @@ class DataMarks:
 
         Raises:
             CheckpointError: Steps read from an iterator of an earlier epoch.
-            RestoreMismatchError: The batches differ.
+            CheckpointError: The batches differ.
         """
         self.check_finished_epoch()
         if self._reuses_iterator():
@@ -121,9 +121,9 @@ class DataMarks:
         raise data_mismatch(f"epoch {epoch}, in which {batch} differs", _CURE)
 
 
-def data_mismatch(received: str, cure: str) -> RestoreMismatchError:
+def data_mismatch(received: str, cure: str) -> CheckpointError:
     """Returns the error for a run that would resume with other data than it started with."""
-    return RestoreMismatchError(
+    return CheckpointError(
         "The data differs from the data of the checkpoint. The run would train on some examples "
         f"twice and skip others. Received: {received}. {cure}"
     )

@@ -13,12 +13,7 @@ from typing import Any
 import numpy as np
 
 from tfmultigpu.checkpoints import storage as files
-from tfmultigpu.errors import (
-    CheckpointError,
-    DamagedCheckpointWarning,
-    RestoreMismatchError,
-    WorkersDifferError,
-)
+from tfmultigpu.errors import CheckpointError, ClusterError
 from tfmultigpu.strategies.worker_exchange import WorkerExchange
 
 __all__ = ["SharedFiles", "warn_damaged"]
@@ -60,7 +55,7 @@ class SharedFiles:
 
         Raises:
             CheckpointError: The chief could not write it, or the directory has later steps.
-            RestoreMismatchError: Another worker does not see it.
+            CheckpointError: Another worker does not see it.
         """
         failure: OSError | None = None
         number, latest = _NONE, step
@@ -98,11 +93,11 @@ class SharedFiles:
             settings: The settings by name, compared by their ``repr``.
 
         Raises:
-            WorkersDifferError: They differ, so some workers would wait for the others forever.
+            ClusterError: They differ, so some workers would wait for the others forever.
         """
         if (found := self._exchange.find_difference(settings)) is not None:
             name, other = found
-            raise WorkersDifferError(
+            raise ClusterError(
                 "The workers have different settings of Checkpoints, so some would wait for the "
                 f"others forever. Received: {name}={settings[name]!r} on worker "
                 f"{self._exchange.worker}, and another value on worker {other}. Create the same "
@@ -114,7 +109,7 @@ class SharedFiles:
 
         Raises:
             CheckpointError: The chief could not write it.
-            RestoreMismatchError: Another worker does not see it.
+            CheckpointError: Another worker does not see it.
         """
         if self._known_to_be_writable:
             return
@@ -157,7 +152,7 @@ class SharedFiles:
         """Returns the newest intact checkpoint, the same on all workers, and newer damaged ones.
 
         Raises:
-            RestoreMismatchError: Workers see different checkpoints.
+            CheckpointError: Workers see different checkpoints.
         """
         for look in range(_LOOKS):
             found, damaged = files.newest(self.directory)
@@ -170,7 +165,7 @@ class SharedFiles:
             f"worker {i}: " + (f"step {row[0]} ({row[1]:015x})" if row[0] != _NONE else "nothing")
             for i, row in enumerate(rows.tolist())
         )
-        raise RestoreMismatchError(
+        raise CheckpointError(
             f"The workers see different checkpoints in {self.directory}, so they would resume from "
             f"different weights. Received: {seen}. Give a directory on a file system that all "
             "workers share, or copy the newest checkpoint of the chief to the others."
@@ -185,7 +180,7 @@ class SharedFiles:
 
         Raises:
             CheckpointError: Every attempt to read failed.
-            RestoreMismatchError: Workers see different checkpoints.
+            CheckpointError: Workers see different checkpoints.
         """
         failure: OSError | None = None
         for _ in range(_READS):
@@ -234,7 +229,7 @@ class SharedFiles:
                 self._known_to_be_shared = True
                 return
             time.sleep(_SECONDS_BETWEEN_LOOKS)
-        raise RestoreMismatchError(
+        raise CheckpointError(
             f"The chief wrote {path}, but workers {np.flatnonzero(seen == 0).tolist()} do not see "
             "it, so they could not resume from it. Give a directory on a file system that all "
             "workers share."
@@ -253,7 +248,7 @@ def warn_damaged(
         warnings.warn(
             f"A checkpoint is damaged and was skipped. Received: {one.path}: {one.reason}. "
             + ("" if found is None else f"The run resumes from {found.path.name}."),
-            DamagedCheckpointWarning,
+            UserWarning,
             stacklevel=3,
         )
     if damaged and found is None:

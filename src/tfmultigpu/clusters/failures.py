@@ -22,7 +22,7 @@ from tfmultigpu.clusters.exits import (
 )
 from tfmultigpu.clusters.process_state import process_state
 from tfmultigpu.clusters.spec import Cluster
-from tfmultigpu.errors import TfMultiGpuError, WorkerLostError, WorkersDifferError
+from tfmultigpu.errors import ClusterError, TfMultiGpuError, WorkerLostError
 
 __all__ = [
     "different_calls",
@@ -98,7 +98,7 @@ def explaining_lost_workers() -> Iterator[None]:
 
     Raises:
         WorkerLostError: Another worker has ended; the message says which one, how, and what to do.
-        WorkersDifferError: Another worker made a different call. Every other error passes
+        ClusterError: Another worker made a different call. Every other error passes
             unchanged.
 
     Example:
@@ -188,11 +188,11 @@ def _words(said: str, ended: Mapping[int, str] | None = None, text: str = "") ->
     )
 
 
-def different_calls(received: str) -> WorkersDifferError:
+def different_calls(received: str) -> ClusterError:
     """Returns the error for workers that made different calls."""
     link = process_state.link
     here = "This worker" if link is None else f"This is {_name(link.index)}, and it"
-    return WorkersDifferError(
+    return ClusterError(
         "The workers do not call the same things in the same order, so the tensors of one addition "
         f"do not fit together. {here} stopped in the call that raised this error; another worker "
         "was in another call. Every worker must make the same steps, evaluations, predictions and "

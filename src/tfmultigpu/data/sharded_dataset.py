@@ -25,7 +25,7 @@ from tfmultigpu.data.preprocessing import (
 from tfmultigpu.data.seeds import draw_seed
 from tfmultigpu.data.shares import replica_shares
 from tfmultigpu.data.sources import to_dataset
-from tfmultigpu.errors import DataError, UnknownLengthError
+from tfmultigpu.errors import DataError
 from tfmultigpu.strategies.scopes import check_strategy
 from tfmultigpu.strategies.topology import local_replicas
 from tfmultigpu.types import Strategy
@@ -92,7 +92,7 @@ def distribute_dataset(
         DataError: The dataset is unbatched, already distributed, one-shot, or not data; or its
             tensors differ in their number of rows. Later: the workers read different data.
             With ``preprocess``: there is no ``batch_size``, or no examples.
-        ShareError: ``shares`` are not one positive number per replica.
+        DataError: ``shares`` are not one positive number per replica.
 
     Example:
         >>> import numpy as np, tfmultigpu as tmg
@@ -183,6 +183,10 @@ def should_prefetch(element_spec: Any, strategy: tf.distribute.Strategy) -> bool
         isinstance(spec, tf.TensorSpec) and spec.dtype != tf.string
         for spec in components_of(element_spec)
     )
+
+
+class _UnknownLengthError(DataError, TypeError):
+    """A dataset has no known length: Python's ``list`` goes on after a TypeError alone."""
 
 
 class ShardedDataset(tf.distribute.DistributedDataset):  # type: ignore[misc]
@@ -286,20 +290,27 @@ class ShardedDataset(tf.distribute.DistributedDataset):  # type: ignore[misc]
         known = int(self._cardinality)
         return iter(rest), batch if known < 0 else min(batch, known)
 
+    def cardinality(self) -> int:
+        """Returns the number of global batches in a pass, as a ``tf.data.Dataset`` does.
+
+        ``tf.data.INFINITE_CARDINALITY`` and ``tf.data.UNKNOWN_CARDINALITY`` are negative.
+        """
+        return int(self._cardinality)
+
     def __len__(self) -> int:
         """Returns the number of global batches in a pass.
 
         Raises:
-            UnknownLengthError: The number is unknown or infinite.
+            DataError: The number is unknown or infinite.
         """
         count = int(self._cardinality)
         if count < 0:
             infinite = count == tf.data.INFINITE_CARDINALITY
-            raise UnknownLengthError(
+            raise _UnknownLengthError(
                 f"The number of batches is {'infinite' if infinite else 'unknown in advance'}. "
                 "Count steps instead, for example with step.run(iterator, steps), or set it with "
                 "dataset.apply(tf.data.experimental.assert_cardinality(n))."
-            ).stating(infinite=infinite)
+            )
         return count
 
     @property

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from tfmultigpu.arguments import check_count
-from tfmultigpu.errors import ShareError
+from tfmultigpu.errors import DataError
 
 __all__ = ["check_shares", "integer_shares", "plan_micro_batches", "plan_shares", "replica_shares"]
 
@@ -51,7 +51,7 @@ def plan_shares(
         gets more.
 
     Raises:
-        ShareError: A capacity is not a positive finite number, the batch has no examples, or it
+        DataError: A capacity is not a positive finite number, the batch has no examples, or it
             cannot be divided within the limits.
 
     Example:
@@ -64,9 +64,9 @@ def plan_shares(
         (68, 32)
     """
     capacities = check_shares(capacities)
-    rows = check_count("global_batch_size", global_batch_size, error=ShareError)
-    minimum = check_count("minimum", minimum, error=ShareError)
-    unit = check_count("multiple_of", multiple_of, error=ShareError)
+    rows = check_count("global_batch_size", global_batch_size, error=DataError)
+    minimum = check_count("minimum", minimum, error=DataError)
+    unit = check_count("multiple_of", multiple_of, error=DataError)
     exact = [_fraction(capacity) for capacity in capacities]
     by_capacity = sorted(range(len(exact)), key=lambda i: (-exact[i], i))
     if minimum == unit == 1 and maximum is None and rows < len(exact):
@@ -83,7 +83,7 @@ def plan_shares(
         if sum(low) <= units <= sum(bounds) and all(map(operator.le, low, bounds)):
             break
     else:
-        raise ShareError(
+        raise DataError(
             f"The batch cannot be divided within the limits. Received: {rows} examples for "
             f"{len(exact)} replicas, minimum={minimum}, maximum={maximum}, "
             f"multiple_of={multiple_of}. If memory is the limit, use a smaller batch, or drop "
@@ -115,7 +115,7 @@ def plan_micro_batches(shares: Sequence[int], maximum: float | Sequence[float]) 
         The least number of micro-batches for each replica, at least 1.
 
     Raises:
-        ShareError: A share is not a whole number, a replica does not hold one example, or there is
+        DataError: A share is not a whole number, a replica does not hold one example, or there is
             not one maximum per replica.
 
     Example:
@@ -126,7 +126,7 @@ def plan_micro_batches(shares: Sequence[int], maximum: float | Sequence[float]) 
     shares = check_shares(shares)
     for share in shares:
         if not _is_finite(share) or share < 1 or int(share) != share:
-            raise ShareError(
+            raise DataError(
                 f"shares must be whole numbers, at least 1. Received: a share of {share}."
             )
     limits = _limits(maximum, len(shares))
@@ -143,13 +143,13 @@ def _limits(maximum: float | Sequence[float] | None, replicas: int) -> list[int 
     limits: list[Any] = np.atleast_1d(np.asarray(maximum, dtype=object)).tolist()
     limits = limits * replicas if np.ndim(maximum) == 0 else limits
     if len(limits) != replicas:
-        raise ShareError(
+        raise DataError(
             f"There must be one maximum per replica. Received: maximum={maximum} for {replicas} "
             "replicas."
         )
     for i, limit in enumerate(limits):
         if not isinstance(limit, Real) or math.isnan(limit) or limit < 1:
-            raise ShareError(
+            raise DataError(
                 f"A replica must hold at least one example. Received: maximum[{i}]={limit!r}. "
                 "Leave its device out of the strategy: tmg.create_strategy(devices=[...])."
             )
@@ -198,27 +198,27 @@ def check_shares(shares: Sequence[float], replicas: int | None = None) -> tuple[
         The shares as a tuple.
 
     Raises:
-        ShareError: There are no shares, another number than ``replicas``, or one is not positive
+        DataError: There are no shares, another number than ``replicas``, or one is not positive
             and finite.
     """
     if not isinstance(shares, Iterable):
-        raise ShareError(f"There must be one positive number per replica. Received: {shares!r}.")
+        raise DataError(f"There must be one positive number per replica. Received: {shares!r}.")
     shares = tuple(shares)
     if not shares:
-        raise ShareError("There are no shares. Give one positive number per replica. Received: ().")
+        raise DataError("There are no shares. Give one positive number per replica. Received: ().")
     if replicas is not None and len(shares) != replicas:
-        raise ShareError(
+        raise DataError(
             f"There must be one share per replica. Received: {len(shares)} shares {shares} for "
             f"{replicas} replicas."
         )
     for i, share in enumerate(shares):
         if not _is_finite(share) or share < 0:
-            raise ShareError(
+            raise DataError(
                 "A share is a positive, finite number. Received: "
                 f"shares[{i}]={share!r} in {shares}."
             )
         if share == 0:
-            raise ShareError(
+            raise DataError(
                 f"Replica {i} would get no examples and still slow down every step. Received: "
                 f"shares={shares}. Leave its device out of the strategy instead: "
                 "tmg.create_strategy(devices=[...]) with the other devices."
@@ -237,7 +237,7 @@ def replica_shares(shares: Sequence[float] | None, replicas: int) -> tuple[int, 
     """Returns the relative share of each replica as integers; None means equal shares.
 
     Raises:
-        ShareError: The shares are not one positive number per replica.
+        DataError: The shares are not one positive number per replica.
     """
     return (1,) * replicas if shares is None else integer_shares(check_shares(shares, replicas))
 

@@ -21,7 +21,7 @@ from tfmultigpu.devices.discovery import (
     visible_devices,
 )
 from tfmultigpu.devices.names import listed, parse_device_name, resolve_devices
-from tfmultigpu.errors import DeviceNotFoundError, DeviceSettingsError, DevicesInitializedError
+from tfmultigpu.errors import DeviceNotFoundError, DevicesInitializedError, TfMultiGpuError
 
 __all__ = [
     "Device",
@@ -55,7 +55,7 @@ def enable_memory_growth(devices: Sequence[str] | None = None) -> tuple[Device, 
     Raises:
         DeviceNotFoundError: A named GPU does not exist.
         DevicesInitializedError: TensorFlow started its devices without memory growth.
-        DeviceSettingsError: A visible GPU is left out, or a device is split or limited.
+        TfMultiGpuError: A visible GPU is left out, or a device is split or limited.
 
     Example:
         >>> for gpu in enable_memory_growth():
@@ -70,14 +70,14 @@ def enable_memory_growth(devices: Sequence[str] | None = None) -> tuple[Device, 
     growing = {name for name, gpu in gpus.items() if config.experimental.get_memory_growth(gpu)}
     left_out = [name for name in gpus if name not in growing.union(chosen)]
     if left_out:
-        raise DeviceSettingsError(
+        raise TfMultiGpuError(
             f"{call} leaves out {listed(left_out)}. TensorFlow would fail at the first operation: "
             "memory growth cannot differ between GPUs. Call enable_memory_growth() for all, or "
             f"first hide the others: restrict_devices({list(chosen)})."
         )
     configured = _configured_devices(config)
     if configured and not _growth_forced():
-        raise DeviceSettingsError(
+        raise TfMultiGpuError(
             f"{call} came after {listed(configured)} was split or limited. TensorFlow then drops "
             "memory growth of every GPU without a message. Remove one of the two lines, or set "
             f"{_FORCE_GROWTH} before the first operation instead."
@@ -96,7 +96,7 @@ def limit_memory(limits: Mapping[str, int]) -> None:
     Raises:
         DeviceNotFoundError: A named device does not exist or is hidden.
         DevicesInitializedError: TensorFlow started its devices with other limits.
-        DeviceSettingsError: The device is not a GPU, is split, or memory growth is on.
+        TfMultiGpuError: The device is not a GPU, is split, or memory growth is on.
         ValueError: A limit is below 1 MiB, above the memory of the GPU, or given twice.
 
     Example:
@@ -116,14 +116,14 @@ def limit_memory(limits: Mapping[str, int]) -> None:
     for name, limit in zip(names, limits.values(), strict=True):
         physical = _visible_device(config, name, call)
         if not name.startswith("GPU:"):
-            raise DeviceSettingsError(
+            raise TfMultiGpuError(
                 f"{call}: TensorFlow can limit the memory of GPUs only, not of {name}. Leave "
                 f"{name} out."
             )
         _check_bytes((limit,), name, call)
         parts = len(config.get_logical_device_configuration(physical) or ())
         if parts > 1:
-            raise DeviceSettingsError(
+            raise TfMultiGpuError(
                 f"{call}: {name} is split into {parts} parts, and this limit would undo the split. "
                 "Give the limit with the split: "
                 f'split_device("{name}", parts={parts}, memory={limit // parts}).'
@@ -153,7 +153,7 @@ def split_device(
     Raises:
         DeviceNotFoundError: The device does not exist or is hidden.
         DevicesInitializedError: TensorFlow started its devices without this split.
-        DeviceSettingsError: Memory growth is on, or TensorFlow cannot split the device this way.
+        TfMultiGpuError: Memory growth is on, or TensorFlow cannot split the device this way.
         ValueError: `parts` or `memory` does not fit the other or the device.
 
     Example:
@@ -168,14 +168,14 @@ def split_device(
     kind = name.split(":")[0]
     if kind == "CPU":
         if memory is not None:
-            raise DeviceSettingsError(
+            raise TfMultiGpuError(
                 f"{call}: TensorFlow cannot limit the memory of CPU parts. Leave memory out."
             )
         sizes: tuple[int | None, ...] = (None,) * parts
     elif kind == "GPU":
         sizes = _part_sizes(name, parts, memory, call)
     else:
-        raise DeviceSettingsError(f"{call}: TensorFlow can split CPUs and GPUs only.")
+        raise TfMultiGpuError(f"{call}: TensorFlow can split CPUs and GPUs only.")
     _configure(config, {physical: sizes}, call)
     return tuple(part for part, owner in logical_to_physical().items() if owner == name)
 
@@ -196,7 +196,7 @@ def restrict_devices(devices: int | Sequence[str], kind: str = "GPU") -> tuple[D
     Raises:
         DeviceNotFoundError: A named device does not exist.
         DevicesInitializedError: TensorFlow started its devices with others.
-        DeviceSettingsError: No CPU would be left, and TensorFlow cannot start without one.
+        TfMultiGpuError: No CPU would be left, and TensorFlow cannot start without one.
         ValueError: A device is named twice.
 
     Example:
@@ -209,7 +209,7 @@ def restrict_devices(devices: int | Sequence[str], kind: str = "GPU") -> tuple[D
     physical = {parse_device_name(one.name): one for one in config.list_physical_devices(kind)}
     nothing = not isinstance(devices, int) and len(devices) == 0
     if nothing and kind == "CPU":
-        raise DeviceSettingsError(
+        raise TfMultiGpuError(
             f"{call} leaves no CPU, and TensorFlow cannot start without one. Keep CPU:0."
         )
     chosen = () if nothing else resolve_devices(devices, tuple(physical))
@@ -267,7 +267,7 @@ def _turn_growth_on(gpus: Mapping[str, Any], call: str) -> None:
                 experimental.set_memory_growth(gpus[name], before[name])
         if isinstance(error, RuntimeError):
             raise _devices_started_error(call) from error
-        raise DeviceSettingsError(
+        raise TfMultiGpuError(
             f"{call}: TensorFlow refused: {error}. Memory growth is unchanged."
         ) from error
 
@@ -325,7 +325,7 @@ def _configure(config: Any, wanted: Mapping[Any, tuple[int | None, ...]], call: 
         if config.experimental.get_memory_growth(gpu)
     ]
     if settings and growing and not _growth_forced():
-        raise DeviceSettingsError(
+        raise TfMultiGpuError(
             f"{call} came after memory growth was turned on for {listed(growing)}. TensorFlow "
             "drops memory growth of every GPU, without a message, if any device is split or "
             "limited, even the CPU. Remove enable_memory_growth(). If memory should still grow, "

@@ -9,7 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfmultigpu._compat import is_part_of_keras, profiles_batches, set_swaps
-from tfmultigpu.errors import CompileError
+from tfmultigpu.errors import LossError
 from tfmultigpu.optimizers.loss_scaling import unwrap_optimizer
 from tfmultigpu.optimizers.sharded import owned_variables, reset_averages, swap_averages
 
@@ -93,7 +93,7 @@ def check_callbacks(callbacks: Any, optimizer: Any) -> None:
         optimizer: The optimizer of the model.
 
     Raises:
-        CompileError: A callback works only in Keras' own ``fit``, or not on a strategy.
+        LossError: A callback works only in Keras' own ``fit``, or not on a strategy.
         TypeError: An item is not a callback.
     """
     import keras
@@ -101,13 +101,13 @@ def check_callbacks(callbacks: Any, optimizer: Any) -> None:
     orbax = getattr(keras.callbacks, "OrbaxCheckpoint", ())
     for one in to_list(callbacks):
         if isinstance(one, orbax) and _exists_per_replica(optimizer.iterations):
-            raise CompileError(
+            raise LossError(
                 "OrbaxCheckpoint reads the optimizer's step count as a variable of one device, so "
                 "it fails on a strategy, in Keras' own fit too. Received: "
                 f"{type(one).__name__}. {_CHECKPOINTS}"
             )
         if isinstance(one, keras.callbacks.BackupAndRestore):
-            raise CompileError(
+            raise LossError(
                 "BackupAndRestore resumes only Keras' own fit. It restarts an epoch with weights "
                 "from its middle, and saves neither random seeds nor the position in the data. "
                 f"Received: {type(one).__name__}. {_CHECKPOINTS}"

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from tfmultigpu import _compat
 from tfmultigpu.data.batch_format import unpack_batch
-from tfmultigpu.errors import CompileError, DataError, LossError
+from tfmultigpu.errors import DataError, LossError
 from tfmultigpu.losses.build_model import symbolic
 from tfmultigpu.losses.metric_checks import is_from_keras
 from tfmultigpu.losses.objective import ModelLoss
@@ -95,7 +95,7 @@ def read_compiled(
         own_loss: The ``compute_loss`` of the model, which replaces the compiled losses, or None.
 
     Raises:
-        CompileError: The model was not compiled.
+        LossError: The model was not compiled.
         LossError: The losses do not fit the outputs.
     """
     arguments = compile_arguments(model)
@@ -150,7 +150,7 @@ def check_labels(model: Any, batch_spec: Any) -> None:
     """Checks that batches have labels if the compiled losses or metrics need them.
 
     Raises:
-        CompileError: The model was not compiled.
+        LossError: The model was not compiled.
         DataError: There are no labels.
     """
     needing = _needing_labels(compile_arguments(model))
@@ -169,10 +169,10 @@ def compile_arguments(model: Any) -> Any:
     """Returns the arguments of ``model.compile``.
 
     Raises:
-        CompileError: The model is not compiled.
+        LossError: The model is not compiled.
     """
     if not getattr(model, "compiled", False):
-        raise CompileError(
+        raise LossError(
             "The model is not compiled, so it has no loss and metrics. Received: "
             f"{type(model).__name__} {model.name!r}. In the scope, write model.compile(loss=..., "
             "metrics=[...]). Or give loss and metrics to a step: tmg.fit(model, data, step="

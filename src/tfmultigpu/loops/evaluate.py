@@ -62,12 +62,12 @@ def evaluate(
         loss is its sum over all data, divided once, as if the data were one batch.
 
     Raises:
-        CompileError: The model is not compiled; or it replaces ``test_step`` or another method of
+        LossError: The model is not compiled; or it replaces ``test_step`` or another method of
             Keras that cannot run on several replicas.
         ScopeError: The model or one of its metrics was created outside the scope.
         DataError: The data is infinite and ``steps`` is None, is empty, or is of an unknown kind.
         LossError: The losses do not fit the outputs, or are not one value per example.
-        MetricError: A metric cannot be summed over replicas.
+        LossError: A metric cannot be summed over replicas.
         TypeError: An argument is not of its type.
         ValueError: ``verbose`` has a value that it cannot have.
 

@@ -142,7 +142,7 @@ def fit(
         The ``keras.callbacks.History``; ``history.history`` has the logs of each epoch.
 
     Raises:
-        CompileError: The model is not compiled, or replaces ``train_step`` or another method of
+        LossError: The model is not compiled, or replaces ``train_step`` or another method of
             Keras that cannot run on several replicas; a callback works only in Keras' own ``fit``,
             or uses an optimizer that the ``step`` does not train with; or there is nothing to
             validate with.
@@ -151,10 +151,10 @@ def fit(
             kind, or does not fit another argument.
         LossError: The losses do not fit the outputs, are not one value per example, or are given
             beside ``forward``.
-        MetricError: A metric cannot be summed over replicas.
+        LossError: A metric cannot be summed over replicas.
         TypeError: An argument is not of its type.
         ValueError: Arguments exclude each other, or have a value that they cannot have.
-        WorkersDifferError: The workers have different arguments, models, losses or optimizers; or a
+        ClusterError: The workers have different arguments, models, losses or optimizers; or a
             callback of only some workers changed the learning rate or the weights.
 
     Example:

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
-from tfmultigpu.errors import CompileError
+from tfmultigpu.errors import LossError
 from tfmultigpu.loops.fit import fit
 from tfmultigpu.loops.mlflow_logging import is_of_mlflow
 from tfmultigpu.loops.model_methods import (
@@ -52,7 +52,7 @@ def fit_here(model: Any, **options: Any) -> Iterator[Any]:
         The model.
 
     Raises:
-        CompileError: The class of the model, or a library other than MLflow, has replaced one of
+        LossError: The class of the model, or a library other than MLflow, has replaced one of
             the methods, which would be passed over.
         TypeError: It is not a model, or an option is unknown.
 
@@ -139,11 +139,11 @@ def _check_evaluates(options: Mapping[str, Any]) -> None:
     """Checks that the compiled losses are what the block trains with.
 
     Raises:
-        CompileError: They are not.
+        LossError: They are not.
     """
     own = [name for name in ("forward", "step") if options.get(name) is not None]
     if own:
-        raise CompileError(
+        raise LossError(
             "model.evaluate runs tmg.evaluate inside tmg.fit_here, which computes compiled losses. "
             f"Received: fit_here with {own[0]}, whose loss it does not know. Write step = "
             "tmg.make_eval_step(model, None, strategy, forward=forward); logs = step.run(iter("
@@ -155,7 +155,7 @@ def _check_methods(model: Any) -> None:
     """Checks that nobody but Keras has defined the methods of the model's class.
 
     Raises:
-        CompileError: Somebody has.
+        LossError: Somebody has.
     """
     import keras
 
@@ -167,7 +167,7 @@ def _check_methods(model: Any) -> None:
         code = getattr(method, "__code__", None)
         if code is None or not code.co_filename.startswith(home):
             where = "an unknown place" if code is None else code.co_filename
-            raise CompileError(
+            raise LossError(
                 f"model.{name} is not that of Keras, so fit_here would pass over what it does "
                 f"beside training. Received: {type(model).__name__}.{name}, defined in {where}. "
                 "Call tmg.fit inside it, and without fit_here."

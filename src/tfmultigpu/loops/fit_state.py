@@ -75,7 +75,7 @@ class FitState:
         """Accepts a saved state; it is restored when training begins.
 
         Raises:
-            RestoreMismatchError: The data differs from the data of the checkpoint.
+            CheckpointError: The data differs from the data of the checkpoint.
         """
         here = self._epoch_iterator.description
         differing = {

@@ -10,7 +10,7 @@ from tfmultigpu.arguments import check_count
 from tfmultigpu.data.other_packages import with_tables
 from tfmultigpu.data.sharded_dataset import ShardedDataset, distribute_dataset
 from tfmultigpu.data.sources import tensors_of_arrays
-from tfmultigpu.errors import DataError, UnknownLengthError
+from tfmultigpu.errors import DataError
 from tfmultigpu.loops.array_batches import shard_arrays
 from tfmultigpu.strategies.topology import describe
 
@@ -119,21 +119,16 @@ def _has_no_end(data: Any, batches: Any) -> bool:
     """Returns whether data is known to be infinite."""
     if getattr(data, "num_batches", 0) is None:
         return True  # Keras: an infinite PyDataset.
-    try:
-        len(batches)
-    except UnknownLengthError as error:
-        return error.infinite
-    return False
+    return bool(batches.cardinality() == tf.data.INFINITE_CARDINALITY)
 
 
 def length(data: Any, batches: ShardedDataset) -> int | None:
     """Returns the number of batches of a pass; None if unknown or infinite."""
-    try:
-        return len(batches)
-    except UnknownLengthError:
-        # A PyDataset knows its length; the generator made of it does not.
-        count = getattr(data, "num_batches", None)
-        return None if count is None else int(count)
+    if batches.cardinality() >= 0:
+        return batches.cardinality()
+    # A PyDataset knows its length; the generator made of it does not.
+    count = getattr(data, "num_batches", None)
+    return None if count is None else int(count)
 
 
 def is_arrays(data: Any) -> bool:

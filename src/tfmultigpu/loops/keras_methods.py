@@ -17,7 +17,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfmultigpu.data.other_packages import read_tables
-from tfmultigpu.errors import CompileError
+from tfmultigpu.errors import LossError
 from tfmultigpu.loops.compiled import compile_arguments
 from tfmultigpu.loops.epoch import Trainer
 from tfmultigpu.loops.evaluator import Evaluator
@@ -208,10 +208,10 @@ def _named_logs(logs: Any, name: str) -> dict[str, Any]:
     """Returns the logs of a method as scalars under a ``LastKey`` each.
 
     Raises:
-        CompileError: They are not a dict of numbers.
+        LossError: They are not a dict of numbers.
     """
     if not isinstance(logs, Mapping):
-        raise CompileError(
+        raise LossError(
             f"{name} must return a dict of values for the logs, as in Keras. Received: "
             f'{type(logs).__name__}. Write return {{"loss": loss}}.'
         )
@@ -219,12 +219,12 @@ def _named_logs(logs: Any, name: str) -> dict[str, Any]:
     for key, value in _flat(logs):
         tensor = tf.convert_to_tensor(value)
         if not (tensor.dtype.is_floating or tensor.dtype.is_integer or tensor.dtype.is_bool):
-            raise CompileError(
+            raise LossError(
                 f"A value for the logs must be a number. Received: {tensor.dtype.name} for {key!r} "
                 f"from {name}. Leave it out of the dict that {name} returns."
             )
         if tensor.shape.num_elements() is None:
-            raise CompileError(
+            raise LossError(
                 "A value for the logs must have a known shape. Received: shape "
                 f"{tuple(tensor.shape) if tensor.shape.rank is not None else None} for {key!r} "
                 f"from {name}. Return its mean: tf.reduce_mean(value)."

@@ -10,7 +10,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfmultigpu.data.batch_format import any_rows, unpack_batch
-from tfmultigpu.errors import CompileError
+from tfmultigpu.errors import LossError
 from tfmultigpu.loops.compiled import compile_arguments
 from tfmultigpu.loops.own_methods import OWN_METRICS, check_no_loop, own_methods, refused
 from tfmultigpu.loops.step_cache import build, get_or_make
@@ -70,7 +70,7 @@ def runs_as_in_keras(
         spec: The type specs of a batch; None leaves ``compute_loss`` for a later call.
 
     Raises:
-        CompileError: It would have to, but there are several replicas.
+        LossError: It would have to, but there are several replicas.
     """
     step = "train_step" if function == "fit" else "test_step"
     check_no_loop(model, step.removesuffix("_step"))
@@ -78,7 +78,7 @@ def runs_as_in_keras(
     if not own and spec is not None and own_methods(model, "compute_loss"):
         own = [] if own_loss(model, strategy, spec) is not None else ["compute_loss"]
     if own and own[0] != step and spec is not None and own_loss(model, strategy, spec):
-        raise CompileError(
+        raise LossError(
             f"{own[0]} runs in the step of Keras, which would train on the sum of what "
             f"compute_loss returns. Received: {type(model).__name__} with both. Return one number "
             "from compute_loss: tf.reduce_mean(values); or give metrics to model.compile."

@@ -11,7 +11,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfmultigpu.errors import CompileError
+from tfmultigpu.errors import LossError
 from tfmultigpu.losses.build_model import has_call
 from tfmultigpu.strategies.topology import describe
 
@@ -53,20 +53,18 @@ def check_no_loop(model: Any, purpose: str) -> None:
         purpose: ``"train"``, ``"test"`` or ``"predict"``.
 
     Raises:
-        CompileError: It does.
+        LossError: It does.
     """
     name = f"make_{purpose}_function"
     if own_methods(model, name):
-        raise CompileError(
+        raise LossError(
             f"The model replaces {name} of Keras, which makes the loop over batches. This library "
             f"has its own loop, so it would be passed over. Received: {type(model).__name__}."
             f"{name}. Write what it does as a {purpose}_step, or a callback."
         )
 
 
-def refused(
-    model: Any, method: str, strategy: tf.distribute.Strategy, function: str
-) -> CompileError:
+def refused(model: Any, method: str, strategy: tf.distribute.Strategy, function: str) -> LossError:
     """Returns the error for a method of a model that cannot run on several replicas.
 
     Args:
@@ -76,7 +74,7 @@ def refused(
         function: ``"fit"``, ``"evaluate"`` or ``"predict"``.
     """
     own = f"{type(model).__name__}.{method}"
-    return CompileError(
+    return LossError(
         f"The model replaces {method} of Keras. It would run on each replica alone, so its result "
         f"would depend on how the batch was cut. Received: {own}, and {describe(strategy)}. "
         f"{_instead(model, method, function)}\nOn one device {function} runs {own} as Keras does."

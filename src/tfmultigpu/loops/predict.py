@@ -62,7 +62,7 @@ def predict(
         dtypes (text as bytes). Ragged and sparse outputs stay tensors.
 
     Raises:
-        CompileError: The model replaces ``predict_step`` and is on several replicas.
+        LossError: The model replaces ``predict_step`` and is on several replicas.
         ScopeError: The model was created outside the scope.
         DataError: The data is infinite and ``steps`` is None, is empty, or is of an unknown kind;
             or the outputs of the batches have different shapes.

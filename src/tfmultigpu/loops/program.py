@@ -10,7 +10,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfmultigpu.errors import CompileError, LossError, ScopeError
+from tfmultigpu.errors import LossError, ScopeError
 from tfmultigpu.loops.compiled import check_labels, compile_arguments
 from tfmultigpu.loops.epoch import Trainer, make_trainer
 from tfmultigpu.loops.evaluator import Evaluator, make_evaluator
@@ -74,7 +74,7 @@ class Program:
             options: Options of ``make_train_step``: what was given, and the default.
 
         Raises:
-            CompileError: The model is not compiled, or replaces a method of Keras and is on several
+            LossError: The model is not compiled, or replaces a method of Keras and is on several
                 replicas.
             LossError: There are a ``forward`` and compiled losses or metrics.
             ScopeError: A step runs on another strategy than that of the model.
@@ -119,7 +119,7 @@ class Program:
             strategy = checked_strategy(model, "fit")
             compile_arguments(model)
             if model.optimizer is None:
-                raise CompileError(
+                raise LossError(
                     "fit counts steps by the optimizer of the model. Received: "
                     f"{type(model).__name__} compiled with optimizer=None. Compile it with one of "
                     "the optimizers that its train_step uses."
@@ -153,7 +153,7 @@ class Program:
         """Checks that callbacks that use the optimizer of the model find one that a step trains.
 
         Raises:
-            CompileError: One would find another optimizer, or none.
+            LossError: One would find another optimizer, or none.
         """
         import keras
 
@@ -162,7 +162,7 @@ class Program:
         nan = [one for one in callbacks if isinstance(one, keras.callbacks.TerminateOnNaN)]
         if nan and isinstance(self.step, ChainedStep):
             first = next(iter(self.step.steps))
-            raise CompileError(
+            raise LossError(
                 "TerminateOnNaN reads the log 'loss', and a chain logs a loss for each step. "
                 f"Received: TerminateOnNaN with steps {list(self.step.steps)}. Write a callback "
                 f"that sets model.stop_training if logs['{first}_loss'] is not finite."
@@ -174,7 +174,7 @@ class Program:
         trained = [unwrap_optimizer(one.optimizer) for one in self.step.trained]
         if found and not any(one is unwrap_optimizer(own) for one in trained):
             received = "no optimizer" if own is None else f"the optimizer {own.name!r}"
-            raise CompileError(
+            raise LossError(
                 f"{found[0]} uses the optimizer of the model, which the step does not train with. "
                 f"Received: {found[0]}, and model {self.model.name!r} with {received}. In the "
                 "scope, write model.compile(optimizer) with the optimizer given to "
@@ -197,7 +197,7 @@ class Program:
             options: See ``of``.
 
         Raises:
-            CompileError: ``compute_loss`` of the model cannot run on several replicas.
+            LossError: ``compute_loss`` of the model cannot run on several replicas.
             DataError: There are no labels.
             ValueError: An option cannot act in a ``train_step`` of Keras.
         """
@@ -237,7 +237,7 @@ class Program:
         """Checks that there is something to validate with, and that batches have its labels.
 
         Raises:
-            CompileError: There is not.
+            LossError: There is not.
         """
         if self.eval_step is not None or self.eval_forward is not None:
             return
@@ -254,7 +254,7 @@ class Program:
         if own and not (
             getattr(self.model, "compiled", False) and compile_arguments(self.model).get("loss")
         ):
-            raise CompileError(
+            raise LossError(
                 "fit was given a step and validation data, but nothing to validate with. Received: "
                 f"model {self.model.name!r} without a compiled loss. Give eval_step="
                 "tmg.make_eval_step(model, loss, strategy), or eval_forward."
@@ -300,7 +300,7 @@ def evaluator_of(
     """Returns the ``Evaluator`` of a compiled model: by our step, or by its own ``test_step``.
 
     Raises:
-        CompileError: The model replaces a method that cannot run on several replicas.
+        LossError: The model replaces a method that cannot run on several replicas.
         DataError: The batches have no labels, which the compiled losses or metrics need.
     """
     if runs_as_in_keras(model, strategy, "evaluate", spec):
@@ -356,7 +356,7 @@ def _check_trains(step: TrainStep | ChainedStep, model: Any) -> None:
 
 def _check_only_optimizer(model: Any) -> None:
     if not getattr(model, "compiled", False):
-        raise CompileError(
+        raise LossError(
             "The model is not compiled, so it has no optimizer. Received: "
             f"{type(model).__name__} {model.name!r}. In the scope, write "
             'model.compile(optimizer="adam").'

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfmultigpu.errors import WorkersDifferError
+from tfmultigpu.errors import ClusterError
 from tfmultigpu.strategies.worker_exchange import WorkerExchange
 
 __all__ = [
@@ -66,12 +66,12 @@ def check_alike(
         arguments: The arguments by name, compared by their ``repr``.
 
     Raises:
-        WorkersDifferError: They differ, so a worker would wait forever or train differently.
+        ClusterError: They differ, so a worker would wait forever or train differently.
     """
     exchange = WorkerExchange(strategy)
     if (found := exchange.find_difference(arguments)) is not None:
         name, other = found
-        raise WorkersDifferError(
+        raise ClusterError(
             f"The workers call {function} with different arguments, so some would wait for the "
             f"others forever. Received: {name}={arguments[name]!r} on worker {exchange.worker}, "
             f"and another value on worker {other}. Run the same program on every worker."

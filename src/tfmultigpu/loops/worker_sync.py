@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfmultigpu.errors import WorkersDifferError
+from tfmultigpu.errors import ClusterError
 from tfmultigpu.loops.worker_agreement import any_worker, differ, has_several_workers, union
 from tfmultigpu.steps.train_step import Trained
 from tfmultigpu.strategies.worker_exchange import WorkerExchange
@@ -62,7 +62,7 @@ class WorkerSync:
         """Returns whether to stop after an epoch.
 
         Raises:
-            WorkersDifferError: A callback changed the training of some workers only.
+            ClusterError: A callback changed the training of some workers only.
         """
         self.check()
         return bool(self._model.stop_training)
@@ -74,7 +74,7 @@ class WorkerSync:
         worker has asked to stop, all of them stop.
 
         Raises:
-            WorkersDifferError: The workers differ.
+            ClusterError: The workers differ.
         """
         if not self._several:
             return
@@ -90,7 +90,7 @@ class WorkerSync:
         if any(differing):
             first = differing.index(True)
             value = f"learning rate {rates[first]:g}" if first < len(rates) else "weights"
-            raise WorkersDifferError(
+            raise ClusterError(
                 "Only some workers changed their learning rate or weights, so the replicas no "
                 f"longer have one model. Received: {value} of this worker, and others elsewhere. "
                 "Give callbacks that change training (ReduceLROnPlateau, LearningRateScheduler, "

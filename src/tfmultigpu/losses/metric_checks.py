@@ -13,7 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfmultigpu._compat import is_part_of_keras
-from tfmultigpu.errors import MetricError, ReplicaDependenceWarning
+from tfmultigpu.errors import LossError, ReplicaDependenceWarning
 
 __all__ = ["check_adds", "check_starts_at_zero", "is_from_keras", "warn_unknown"]
 
@@ -54,7 +54,7 @@ def check_adds(metric: Any, y_true: Any, y_pred: Any, sample_weight: Any = None)
         sample_weight: Specs of the sample weights, or None.
 
     Raises:
-        MetricError: A variable of the metric is not a sum over rows.
+        LossError: A variable of the metric is not a sum over rows.
     """
     for variable in metric.variables:
         dtype = tf.as_dtype(variable.dtype)
@@ -102,7 +102,7 @@ def check_starts_at_zero(metric: Any, strategy: tf.distribute.Strategy) -> None:
         strategy: The strategy in whose scope it was created.
 
     Raises:
-        MetricError: A variable of the metric was created with another value than zero.
+        LossError: A variable of the metric was created with another value than zero.
     """
     with tf.init_scope():
         states = [
@@ -129,7 +129,7 @@ def check_starts_at_zero(metric: Any, strategy: tf.distribute.Strategy) -> None:
     for variable, start in zip(metric.variables, fresh, strict=True):
         if np.any(start):
             value = np.ravel(start)[np.flatnonzero(start)[0]]
-            raise MetricError(
+            raise LossError(
                 "The state of a metric is added over replicas, so it must start at zero. Received: "
                 f"variable {variable.path!r} of {metric.name!r}, which starts at {value:g} on each "
                 f"of {strategy.num_replicas_in_sync} replicas. Create it with initializer='zeros', "
@@ -281,11 +281,11 @@ def _cut(structure: Any, rows: slice) -> Any:
     return tf.nest.map_structure(cut, structure)
 
 
-def _not_a_sum(metric: Any, variable: Any, problem: str) -> MetricError:
-    return MetricError(
+def _not_a_sum(metric: Any, variable: Any, problem: str) -> LossError:
+    return LossError(
         "The state of a metric is added over replicas, so it must be made of sums over rows. "
         f"Received: {metric.name!r}, whose variable {variable.path!r} {problem}. {_KEEP_SUMS}"
-    ).stating(fix=_KEEP_SUMS)
+    )
 
 
 def warn_unknown(metric: Any, reason: str) -> None:

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from tfmultigpu import _compat
 from tfmultigpu.data.batch_format import unpack_batch
-from tfmultigpu.errors import MetricError
+from tfmultigpu.errors import LossError
 from tfmultigpu.losses.build_model import symbolic
 from tfmultigpu.losses.held_assignments import assign_if
 from tfmultigpu.losses.metric_checks import (
@@ -41,7 +41,7 @@ def check_metrics(metrics: Any, strategy: tf.distribute.Strategy) -> None:
         strategy: The strategy in whose scope they must have been created.
 
     Raises:
-        MetricError: A metric is not a Keras metric of labels and predictions, or its state is not a
+        LossError: A metric is not a Keras metric of labels and predictions, or its state is not a
             sum.
         ScopeError: A metric was created outside the scope.
     """
@@ -51,12 +51,12 @@ def check_metrics(metrics: Any, strategy: tf.distribute.Strategy) -> None:
         if metric is None:
             continue
         if not isinstance(metric, keras.metrics.Metric):
-            raise MetricError(
+            raise LossError(
                 f"A metric must be a keras.metrics.Metric. Received: {metric!r}. Create one in the "
                 "scope: with strategy.scope(): metric = keras.metrics.SparseCategoricalAccuracy()."
             )
         if len(_positional(metric.update_state)) < 2 or type(metric).__name__ in ("Mean", "Sum"):
-            raise MetricError(
+            raise LossError(
                 "A metric of a step compares labels with predictions: update_state(y_true, "
                 f"y_pred). Received: {type(metric).__name__} {metric.name!r}, which takes values. "
                 "Read the loss from the logs of each step, and update other values from them "
@@ -64,7 +64,7 @@ def check_metrics(metrics: Any, strategy: tf.distribute.Strategy) -> None:
             )
         for variable in metric.variables:
             if strategy.num_replicas_in_sync > 1 and variable.aggregation != "sum":
-                raise MetricError(
+                raise LossError(
                     "The state of a metric must be sums, which add over replicas. Received: "
                     f"variable {variable.path!r} of {metric.name!r} with aggregation="
                     f"{variable.aggregation!r}. Keep sums and counts, and divide in result()."
@@ -87,7 +87,7 @@ def build_metrics(
         strategy: The strategy.
 
     Raises:
-        MetricError: A metric cannot be built from the shapes of the labels and predictions, or
+        LossError: A metric cannot be built from the shapes of the labels and predictions, or
             keeps a state that is not a sum over rows.
     """
     given = [metric for metric in tf.nest.flatten(metrics) if metric is not None]
@@ -124,7 +124,7 @@ def _build(metric: Any, output: Output, strategy: tf.distribute.Strategy) -> Non
             metric.update_state(_zeros(output.y_true), _zeros(output.y_pred))
             metric.reset_state()
     except (TypeError, ValueError) as error:
-        raise MetricError(
+        raise LossError(
             f"The metric {metric.name!r} creates its variables in its first update, which is too "
             f"late on replicas. An update with zeros failed: {error} Create the variables in its "
             "__init__."

@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from tfmultigpu._compat import is_part_of_keras
 from tfmultigpu.data.batch_format import count_rows, unpack_batch
-from tfmultigpu.errors import LossError, MetricError
+from tfmultigpu.errors import LossError
 from tfmultigpu.losses.added_losses import AddedLosses, mean_term
 from tfmultigpu.losses.loss_sum import (
     OTHER_ROWS,
@@ -121,10 +121,10 @@ class Objective:
         """Checks that the step sees labels and predictions for its metrics.
 
         Raises:
-            MetricError: Metrics are given beside ``forward``.
+            LossError: Metrics are given beside ``forward``.
         """
         if self.forward is not None and any(tf.nest.flatten(one) for one in metrics):
-            raise MetricError(
+            raise LossError(
                 "With forward the step sees no labels and predictions, so it cannot update metrics."
                 f" Received: metrics={metrics[0]!r}. Call metric.update_state(y_true, y_pred) "
                 "inside forward instead."

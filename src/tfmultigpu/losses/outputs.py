@@ -8,7 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfmultigpu.errors import LossError, MetricError
+from tfmultigpu.errors import LossError
 
 __all__ = [
     "Output",
@@ -93,14 +93,14 @@ def match_metrics(metrics: Any, outputs: Sequence[Output]) -> list[tuple[Any, Ou
         outputs: The outputs of the model.
 
     Raises:
-        MetricError: The metrics are not assigned to the outputs.
+        LossError: The metrics are not assigned to the outputs.
     """
     if not metrics:
         return []
     if len(outputs) == 1 and not isinstance(metrics, Mapping):
         return [(metric, outputs[0]) for metric in _as_list(metrics)]
     if not isinstance(metrics, Mapping) and len(metrics) != len(outputs):
-        raise MetricError(
+        raise LossError(
             f"The model has {len(outputs)} outputs, and the metrics are not assigned to them. "
             f"Received: {len(metrics)} metrics. Give a dict: metrics={{"
             + ", ".join(f"{output.name!r}: [...]" for output in outputs)

@@ -27,7 +27,7 @@ def synchronize_batch_norm(model: Any) -> Any:
 
     Raises:
         TypeError: It is not a Keras model or layer.
-        KerasBackendError: Keras does not run on TensorFlow.
+        TfMultiGpuError: Keras does not run on TensorFlow.
 
     Example:
         >>> import keras, tfmultigpu as tmg

@@ -78,7 +78,7 @@ def make_eval_step(
     Raises:
         ScopeError: Model or a metric was created outside the scope.
         LossError: The loss is none, or not one value per example.
-        MetricError: A metric cannot be added over replicas.
+        LossError: A metric cannot be added over replicas.
 
     Example:
         >>> import keras, numpy as np, tfmultigpu as tmg

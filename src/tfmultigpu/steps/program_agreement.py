@@ -11,7 +11,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfmultigpu.errors import WorkersDifferError
+from tfmultigpu.errors import ClusterError
 from tfmultigpu.steps.program_description import describe_model, describe_value
 from tfmultigpu.strategies.worker_exchange import WorkerExchange
 
@@ -34,7 +34,7 @@ class ProgramAgreement:
         """Compares with the other workers if that is due; all must call it.
 
         Raises:
-            WorkersDifferError: They differ; the message names in what, with both values.
+            ClusterError: They differ; the message names in what, with both values.
         """
         if not self.due or tf.inside_function():
             return
@@ -46,7 +46,7 @@ class ProgramAgreement:
         }
         if (found := self._exchange.find_difference(parts)) is not None:
             name, _ = found
-            raise WorkersDifferError(self._difference(name, parts[name]))
+            raise ClusterError(self._difference(name, parts[name]))
 
     def _difference(self, name: str, lines: list[str]) -> str:
         """Returns the difference from the first other worker; all workers must call it."""

@@ -87,11 +87,11 @@ def make_train_step(
     Raises:
         ScopeError: Model, optimizer or a metric was created outside the scope.
         LossError: The loss is none, or not one value per example.
-        MetricError: A metric cannot be added over replicas.
-        KerasBackendError: Keras does not run on TensorFlow.
+        LossError: A metric cannot be added over replicas.
+        TfMultiGpuError: Keras does not run on TensorFlow.
         TfMultiGpuError: ``shard_update=True`` or ``pipeline=True`` cannot be had.
         ValueError: An option has a value that it cannot have.
-        WorkersDifferError: Workers have different models, losses, optimizers or settings; here or
+        ClusterError: Workers have different models, losses, optimizers or settings; here or
             at the first step.
 
     Warns:

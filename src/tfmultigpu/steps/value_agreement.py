@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfmultigpu.errors import WorkersDifferError
+from tfmultigpu.errors import ClusterError
 from tfmultigpu.strategies.worker_exchange import WorkerExchange, digest_of
 
 __all__ = ["check_values_alike"]
@@ -28,7 +28,7 @@ def check_values_alike(strategy: tf.distribute.Strategy, model: Any, optimizer: 
         optimizer: Its optimizer, or None: then only what can be trained is compared.
 
     Raises:
-        WorkersDifferError: They have other values; the message names the first variable.
+        ClusterError: They have other values; the message names the first variable.
     """
     exchange = WorkerExchange(strategy)
     if exchange.workers == 1 or tf.inside_function():
@@ -39,7 +39,7 @@ def check_values_alike(strategy: tf.distribute.Strategy, model: Any, optimizer: 
     told = exchange([len(variables)])[:, 0].tolist()
     if len(set(told)) > 1:
         counts = {f"worker {worker}": count for worker, count in enumerate(told)}
-        raise WorkersDifferError(
+        raise ClusterError(
             f"The workers have other numbers of variables. Received: {counts}. Every worker must "
             "build the same model and the same optimizer."
         )
@@ -50,7 +50,7 @@ def check_values_alike(strategy: tf.distribute.Strategy, model: Any, optimizer: 
         return
     (place, other), own = found, exchange.worker
     sums = exchange.floats([float(np.sum(np.asarray(variables[place].numpy(), "float64")))])
-    raise WorkersDifferError(
+    raise ClusterError(
         f"The workers begin with different values of {variables[place].path}, and would go on with "
         f"two models. Received: elements that add up to {sums[own, 0]:.9g} on worker {own}, and to "
         f"{sums[other, 0]:.9g} on worker {other}. Load and set weights on every worker, not behind "

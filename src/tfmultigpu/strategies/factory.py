@@ -26,9 +26,9 @@ from tfmultigpu.clusters.spec import Cluster
 from tfmultigpu.devices.configure import list_devices, list_logical_devices, logical_to_physical
 from tfmultigpu.errors import (
     ClusterError,
-    DeviceSettingsError,
     StrategyFallbackWarning,
     StrategyUnavailableError,
+    TfMultiGpuError,
 )
 from tfmultigpu.strategies.communication import (
     built_with_nccl,
@@ -72,7 +72,7 @@ def plan_strategy(
     Raises:
         ClusterError: The description of the cluster is wrong.
         DeviceNotFoundError: A device does not exist.
-        DeviceSettingsError: TensorFlow cannot start the devices with the settings made before.
+        TfMultiGpuError: TensorFlow cannot start the devices with the settings made before.
         StrategyUnavailableError: The arguments contradict each other.
         ValueError: An argument is not one of the choices.
 
@@ -160,7 +160,7 @@ def create_strategy(
         return _noted(_join(plan, facts.cluster, startup_timeout))
     contradiction = _contradicting_settings()
     if contradiction is not None:
-        raise DeviceSettingsError(f"{contradiction}.")
+        raise TfMultiGpuError(f"{contradiction}.")
     if plan.kind == "mirrored":
         return _noted(_mirror(plan))
     with explaining_tf_config():

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any, NoReturn
 
-from tfmultigpu.errors import NotCopiedError
-
 __all__ = ["NotCopied"]
 
 
@@ -16,10 +14,10 @@ class NotCopied:
         """Raises the error that says what to do instead.
 
         Raises:
-            NotCopiedError: Always.
+            TypeError: Always.
         """
         name = type(self).__name__
-        raise NotCopiedError(
+        raise TypeError(
             f"A {name} cannot be copied or pickled: it belongs to the variables of one model in "
             f"this process. Received: a {name}. Make a new one for the copy of the model; save "
             "weights with model.save(path), or a run with tmg.Checkpoints."

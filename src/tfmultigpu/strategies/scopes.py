@@ -10,7 +10,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfmultigpu import _compat
-from tfmultigpu.errors import KerasBackendError, ScopeError
+from tfmultigpu.errors import ScopeError, TfMultiGpuError
 from tfmultigpu.strategies.tensorflow_log import leave_out_progress
 from tfmultigpu.strategies.topology import describe, is_default
 
@@ -27,7 +27,7 @@ def check_backend() -> None:
     """Checks that Keras runs on TensorFlow, before anything that trains.
 
     Raises:
-        KerasBackendError: It runs on another backend.
+        TfMultiGpuError: It runs on another backend.
     """
     leave_out_progress()
     asked = os.environ.get("KERAS_BACKEND", "tensorflow")
@@ -37,7 +37,7 @@ def check_backend() -> None:
 
         backend = keras.config.backend()
     if backend != "tensorflow":
-        raise KerasBackendError(
+        raise TfMultiGpuError(
             "tf.distribute trains Keras models on the TensorFlow backend only. Received: the "
             f"{backend!r} backend. Before the first import of keras, set "
             'os.environ["KERAS_BACKEND"] = "tensorflow".'

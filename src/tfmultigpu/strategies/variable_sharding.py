@@ -17,7 +17,7 @@ from tfmultigpu import _compat
 from tfmultigpu.arguments import check_count
 from tfmultigpu.devices.discovery import list_devices, logical_to_physical
 from tfmultigpu.devices.names import parse_device_name
-from tfmultigpu.errors import ScopeError, ShareError, TfMultiGpuError, WorkersDifferError
+from tfmultigpu.errors import ClusterError, DataError, ScopeError, TfMultiGpuError
 from tfmultigpu.strategies.collectives import (
     add_on_device,
     replicas_share_memory,
@@ -77,7 +77,7 @@ class _Loads:
         """Has all workers choose the same devices; returns the limits that hold on all of them.
 
         Raises:
-            WorkersDifferError: The workers give other numbers for ``at_least``.
+            ClusterError: The workers give other numbers for ``at_least``.
         """
         exchange = WorkerExchange(strategy)
         if exchange.workers == 1:
@@ -87,7 +87,7 @@ class _Loads:
             told = exchange.floats([limits.at_least, *self.alive, *(limits.memory or unknown)])
         counts, alive, memory = np.split(told, [1, 1 + len(self.devices)], axis=1)
         if (counts != counts[0]).any():
-            raise WorkersDifferError(
+            raise ClusterError(
                 "The workers shard other variables, and would wait for each other. Received: "
                 f"at_least={[int(one) for one in counts[:, 0]]}, by worker. Give all the same."
             )
@@ -99,14 +99,14 @@ class _Loads:
         """Counts a variable.
 
         Raises:
-            ShareError: The device does not hold it.
+            DataError: The device does not hold it.
         """
         if memory is not None and self.bytes[device] + size > memory[device]:
             table = "; ".join(
                 f"{parse_device_name(one)}: {used:,} of {int(most):,} bytes"
                 for one, used, most in zip(self.devices, self.bytes, memory, strict=True)
             )
-            raise ShareError(
+            raise DataError(
                 "The variables do not fit on the devices of the strategy. Received: "
                 f"{name!r} of {size:,} bytes, after {table}. Take more devices, "
                 "tmg.create_strategy(devices=[...]), or a smaller model. Other models count too: "
@@ -153,10 +153,10 @@ def sharded_variables(
         ScopeError: Not in the scope of a strategy.
         TfMultiGpuError: The strategy is not a ``MirroredStrategy`` or a
             ``MultiWorkerMirroredStrategy``.
-        ShareError: ``memory`` does not fit the devices; or, later, the variables do not.
+        DataError: ``memory`` does not fit the devices; or, later, the variables do not.
         TypeError: ``at_least`` is not a whole number.
         ValueError: ``at_least`` is negative.
-        WorkersDifferError: The workers give other numbers for ``at_least``; or, later, create
+        ClusterError: The workers give other numbers for ``at_least``; or, later, create
             different variables.
 
     Example:
@@ -260,7 +260,7 @@ def _check_alike(strategy: tf.distribute.Strategy, name: str, value: tf.Tensor) 
     with tf.init_scope():
         found = exchange.find_difference({"shape": tuple(value.shape), "dtype": value.dtype.name})
     if found is not None:
-        raise WorkersDifferError(
+        raise ClusterError(
             "The workers create different variables, and would wait for each other. Received: "
             f"{name!r} of shape {tuple(value.shape)} and {value.dtype.name} on worker "
             f"{exchange.worker}, and another {found[0]} on worker {found[1]}. Create the same "
@@ -422,7 +422,7 @@ def memory_of_devices(
     """Returns the bytes of each device: those given, else those known; None if one is not known.
 
     Raises:
-        ShareError: What is given does not fit the devices.
+        DataError: What is given does not fit the devices.
     """
     names = [parse_device_name(device) for device in devices]
     if memory is None:
@@ -436,7 +436,7 @@ def memory_of_devices(
     numbers = [float(one) for one in values if isinstance(one, (int, float, np.integer))]
     sizes = [one for one in numbers if 0 < one < math.inf]
     if len(sizes) != len(names) or len(values) != len(names):
-        raise ShareError(
+        raise DataError(
             "memory has one positive number of bytes for each device of the strategy. Received: "
             f"memory={memory!r} for {', '.join(names)}."
         )

@@ -53,7 +53,7 @@ class WorkerExchange:
             The numbers of all workers, of shape ``[workers, len(numbers)]``.
 
         Raises:
-            WorkersDifferError: Another worker told numbers for something else.
+            ClusterError: Another worker told numbers for something else.
         """
         own = np.asarray([list(numbers)], "int64")
         if self.workers == 1:

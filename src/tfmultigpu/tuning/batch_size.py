@@ -39,8 +39,8 @@ def find_batch_size(
         limit: The largest size to try; None: 2**24. Give one on a CPU, whose memory TensorFlow does
             not limit.
         out_of_memory: Returns whether an exception means that memory ran out. None recognizes
-            ``tf.errors.ResourceExhaustedError``, ``MemoryError``, and other errors of TensorFlow by
-            their message.
+            ``MemoryError`` (``OutOfMemoryError`` is one), ``tf.errors.ResourceExhaustedError``, and
+            other errors of TensorFlow by their message.
 
     Returns:
         The largest size that ran.

@@ -18,7 +18,7 @@ from tfmultigpu.data.batch_format import count_rows
 from tfmultigpu.data.sharded_dataset import distribute_dataset
 from tfmultigpu.devices.discovery import list_devices, logical_to_physical
 from tfmultigpu.devices.names import parse_device_name
-from tfmultigpu.errors import DataError, ShareError
+from tfmultigpu.errors import DataError
 from tfmultigpu.optimizers.gradients import sum_dtype
 from tfmultigpu.optimizers.update import build_optimizer
 from tfmultigpu.steps.batch_function import as_tensors
@@ -65,7 +65,7 @@ def memory_capacities(
         ``plan_shares``. Divided by the bytes of an example they are its ``maximum``.
 
     Raises:
-        ShareError: On this worker or another, the memory of a device is unknown or does not hold
+        DataError: On this worker or another, the memory of a device is unknown or does not hold
             the model. It is unknown for a CPU, for a GPU without the extra ``nvml``, and for a GPU
             whose memory TensorFlow has taken. Or ``memory`` does not fit the devices.
 
@@ -80,14 +80,14 @@ def memory_capacities(
     check_strategy(strategy)
     try:
         own = _local_capacities(strategy, model, optimizer, memory)
-    except ShareError:
+    except DataError:
         # The other workers wait for numbers, and NaN tells them of the error.
         _gather_from_workers([math.nan] * len(_local_devices(strategy)), strategy)
         raise
     capacities = _gather_from_workers(own, strategy)
     unknown = [replica for replica, left in enumerate(capacities) if math.isnan(left)]
     if unknown:
-        raise ShareError(
+        raise DataError(
             f"Another worker could not determine the memory of its replicas {unknown}. It ends "
             "with an error that gives the reason: see its log."
         )
@@ -107,7 +107,7 @@ def _local_capacities(
         known, holds_state = (given, True) if given is not None else _device_memory(name)
         left = known - gradients - (state if holds_state else 0)
         if left <= 0:
-            raise ShareError(
+            raise DataError(
                 f"{name} does not hold the model. Received: {_text(known)}, and "
                 f"weights and optimizer slots take {_text(state)}, gradients {_text(gradients)}. "
                 "Leave the device out of the strategy: tmg.create_strategy(devices=[...])."
@@ -154,7 +154,7 @@ def measured_capacities(step: Step, batch: Any, *, repeats: int = 5) -> tuple[fl
 
     Raises:
         DataError: The batch is not a whole batch of tensors or arrays.
-        ShareError: The batch has fewer than four examples per replica, or is too small to measure a
+        DataError: The batch has fewer than four examples per replica, or is too small to measure a
             difference.
         TypeError: ``step`` is not a train step, or ``repeats`` not a whole number.
         ValueError: ``repeats`` is less than 1.
@@ -179,13 +179,13 @@ def measured_capacities(step: Step, batch: Any, *, repeats: int = 5) -> tuple[fl
     batch = _as_tensors(batch)
     examples = int(count_rows(batch))
     if examples < 4 * replicas:
-        raise ShareError(
+        raise DataError(
             f"The batch is too small to measure speeds. Received: a batch of {examples} examples "
             f"for {replicas} replicas. Give at least {4 * replicas}, better a batch as large as "
             "one replica can hold."
         )
     if not (step.model.built and step.optimizer.built):
-        raise ShareError(
+        raise DataError(
             "Measuring trains and then restores the variables, so they must exist before. "
             f"Received: a step whose model {step.model.name!r} has not been trained on any batch "
             "yet. Call step(batch) once."
@@ -199,7 +199,7 @@ def measured_capacities(step: Step, batch: Any, *, repeats: int = 5) -> tuple[fl
             variable.assign(value)
     seconds = _seconds_per_example(examples, *_mean_of_workers(times, strategy))
     if min(seconds) <= 0:
-        raise ShareError(
+        raise DataError(
             "More examples did not take a replica longer, so its speed cannot be told from the "
             f"cost of a step. Received: {examples} examples, seconds per example {seconds}. Give a "
             f"larger batch, or more repeats than {repeats}."
@@ -270,14 +270,14 @@ def _model_bytes(
     """Returns bytes of weights and slots, and of gradients during a step, for each device."""
     if model is None:
         if optimizer is not None:
-            raise ShareError(
+            raise DataError(
                 "The slots of an optimizer depend on the variables of the model. "
                 f"Received: optimizer={type(optimizer).__name__} without a model. Give both: "
                 "memory_capacities(strategy, model=model, optimizer=optimizer)."
             )
         return [(0, 0)] * len(names)
     if not model.built:
-        raise ShareError(
+        raise DataError(
             "The model has no variables yet, so their memory is unknown. Received: model "
             f"{model.name!r}. Build it first, inside the scope: model.build(input_shape)."
         )
@@ -319,12 +319,12 @@ def _check_memory(memory: Any, names: Sequence[str]) -> dict[str, float]:
         given = {parse_device_name(key): value for key, value in memory.items()}
         unknown = [name for name in given if name not in names]
         if unknown:
-            raise ShareError(
+            raise DataError(
                 f"memory names {', '.join(unknown)}, but no replica of this process is there. "
                 f"Received: memory={dict(memory)}; the replicas are on {', '.join(names)}."
             )
     elif np.ndim(memory) != 1 or len(memory) != len(names):
-        raise ShareError(
+        raise DataError(
             "memory must be one number of bytes per replica of this process. Received: "
             f"memory={memory} for {len(names)} replica(s)."
         )
@@ -332,7 +332,7 @@ def _check_memory(memory: Any, names: Sequence[str]) -> dict[str, float]:
         given = dict(zip(names, memory, strict=True))
     for name, size in given.items():
         if not isinstance(size, Real) or not math.isfinite(size) or size <= 0:
-            raise ShareError(
+            raise DataError(
                 f"memory must be a positive number of bytes. Received: {size!r} for {name}. Write "
                 "8 GB as 8 * 1024**3; a device left out of a mapping is looked up."
             )
@@ -350,7 +350,7 @@ def _device_memory(name: str) -> tuple[float, bool]:
         return float(limits[parts.index(name)].memory_limit) * 1024**2, True  # It is in MiB.
     free = next((d.memory_free for d in list_devices() if d.name == physical), None)
     if free is None:
-        raise ShareError(
+        raise DataError(
             f"The memory of {name} is not known. "
             + (
                 "TensorFlow does not limit that of a CPU. "
@@ -360,7 +360,7 @@ def _device_memory(name: str) -> tuple[float, bool]:
             + f"Give it in bytes: memory_capacities(strategy, memory={{{name!r}: 8 * 1024**3}})."
         )
     if not config.experimental.get_memory_growth(devices[physical]):
-        raise ShareError(
+        raise DataError(
             f"TensorFlow has taken all memory of {name}, so the free memory of the driver "
             f"({_text(free)}) has no meaning. Call tmg.enable_memory_growth() at the start, "
             f"or give bytes: memory_capacities(strategy, memory={{{name!r}: 8 * 1024**3}})."

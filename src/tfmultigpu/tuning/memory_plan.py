@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from tfmultigpu.arguments import check_count
 from tfmultigpu.devices.names import parse_device_name
-from tfmultigpu.errors import ScopeError, ShareError
+from tfmultigpu.errors import DataError, ScopeError
 from tfmultigpu.losses.recording import recording_calls, recording_devices
 from tfmultigpu.optimizers.gradients import sum_dtype
 from tfmultigpu.optimizers.loss_scaling import unwrap_optimizer
@@ -90,12 +90,12 @@ class MemoryPlan:
         """Checks that each device has the memory for its part.
 
         Raises:
-            ShareError: One has not; the message has the whole plan.
+            DataError: One has not; the message has the whole plan.
         """
         for device, memory in zip(self.devices, self.memory or (), strict=False):
             needed = self.bytes_on(device)
             if needed > memory:
-                raise ShareError(
+                raise DataError(
                     f"{device} has not enough memory. Received: {_text(needed)} needed of "
                     f"{_text(memory)}. Take more devices, fewer rows, micro_batches=, or a smaller "
                     f"model.\n{self}"
@@ -162,7 +162,7 @@ def plan_memory(
 
     Raises:
         ScopeError: The model has no variables without a batch.
-        ShareError: ``memory`` does not fit the devices.
+        DataError: ``memory`` does not fit the devices.
         TfMultiGpuError: The optimizer cannot update sharded variables, each on its device.
         TypeError: ``rows`` or ``at_least`` is not a whole number, or the optimizer is none.
         ValueError: One of them is negative.

@@ -41,13 +41,13 @@ def communication(place: Place) -> dict[str, Any]:
     said = ""
     try:
         tmg.create_strategy(devices=list(place.devices), communication="nccl", fallback=False)
-    except tmg.StrategyUnavailableError as error:
+    except tmg.errors.StrategyUnavailableError as error:
         said = str(error)
     assert "NCCL" in said, f"NCCL over {place.devices} was not refused: {said!r}"
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         strategy = tmg.create_strategy(devices=list(place.devices), communication="nccl")
-    assert any(issubclass(one.category, tmg.StrategyFallbackWarning) for one in caught), (
+    assert any(issubclass(one.category, tmg.errors.StrategyFallbackWarning) for one in caught), (
         "NCCL was asked for and silently not used"
     )
     assert strategy.num_replicas_in_sync == len(place.devices)

@@ -10,7 +10,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfmultigpu.errors import ReplicaDependenceWarning, UnverifiedWarning, WorkerLostError
+from tfmultigpu.errors import ReplicaDependenceWarning, WorkerLostError
 from tfmultigpu.optimizers.loss_scaling import LossScale
 from tfmultigpu.steps.batch_function import BatchFunction, Shards, as_tensor
 from tfmultigpu.steps.callers import stack_level_of_user
@@ -237,7 +237,7 @@ class Verifier:
                 f"The step could not be held to one device: {expected.failure}. A result that "
                 "depends on how the batch is cut would not be noticed. To leave the check out, "
                 "write verify=False.",
-                UnverifiedWarning,
+                ReplicaDependenceWarning,
                 stacklevel=stack_level_of_user(),
             )
 
@@ -277,7 +277,7 @@ class Verifier:
             computed = self._one_device.compute(batch, expected.loss_scale)
         except WorkerLostError:
             raise
-        except tf.errors.ResourceExhaustedError:
+        except (MemoryError, tf.errors.ResourceExhaustedError):
             reason = "one device has not enough memory for the whole batch"
             return dataclasses.replace(expected, reason=reason)
         except CannotVerifyError as error:

@@ -18,31 +18,19 @@ import tensorflow as tf
 _ERRORS = [
     "CheckpointError",
     "ClusterError",
-    "CompileError",
     "DataError",
     "DeviceNotFoundError",
-    "DeviceSettingsError",
     "DevicesInitializedError",
-    "KerasBackendError",
     "LossError",
-    "MetricError",
-    "MissingExtraError",
-    "NotCopiedError",
     "OutOfMemoryError",
-    "RestoreMismatchError",
     "ScopeError",
-    "ShareError",
     "StrategyUnavailableError",
     "TfMultiGpuError",
-    "UnknownLengthError",
     "WorkerLostError",
-    "WorkersDifferError",
 ]
 _WARNINGS = [
-    "DamagedCheckpointWarning",
     "ReplicaDependenceWarning",
     "StrategyFallbackWarning",
-    "UnverifiedWarning",
 ]
 FIT_OPTIONS = {"batch_size", "epochs", "steps_per_epoch", "validation_data", "class_weight",
                "sample_weight", "callbacks", "verbose", "shuffle", "initial_epoch"}  # fmt: skip
