@@ -15,7 +15,7 @@ from tfmultigpu.data.sharded_dataset import ShardedDataset, ShardIterator, distr
 from tfmultigpu.data.sources import to_dataset
 from tfmultigpu.errors import CheckpointError
 
-__all__ = ["Position", "PositionedDataset", "position_data"]
+__all__ = ["Past", "Position", "PositionedDataset", "position_data"]
 
 _SAMPLED_ROWS = 4
 _NONE = -1
@@ -34,12 +34,28 @@ class Position:
     step: int = 0
 
 
+@dataclasses.dataclass(frozen=True)
+class Past:
+    """Record of a finished pass.
+
+    Attributes:
+        batches: Number of batches that were trained on.
+        first: Hash of the first batch.
+        last: Hash of the last of these batches; None if it was not read.
+    """
+
+    batches: int
+    first: int | None
+    last: int | None
+
+
 class PositionedDataset(ShardedDataset):
     """Sharded dataset whose passes begin at a position.
 
     Attributes:
         passes: Number of passes begun so far, those passed over included.
         was_read: Whether this process has begun a pass.
+        is_checked: Whether fingerprints of the batches are recorded.
         passed_over: Called with the number of each epoch whose pass was passed over, for other data
             that was read in between.
     """
@@ -48,41 +64,55 @@ class PositionedDataset(ShardedDataset):
         self,
         whole: ShardedDataset,
         position: Position,
-        first_batch: _FirstBatch | None = None,
-        of_epoch: Callable[[int], ShardedDataset] | None = None,
-        replay: Replay | None = None,
+        fingerprints: _Fingerprints | None,
+        begin: Callable[[Position], ShardedDataset] | None,
+        again: Callable[[int], Any] | None,
+        replay: Replay | None,
     ) -> None:
         """Use ``position_data`` instead.
 
         Args:
             whole: A whole pass.
             position: The position at which the next pass begins; the training loop changes it.
-            first_batch: Records the first batch of each pass, or None.
-            of_epoch: Returns the data of an epoch, if a pass is a function of its epoch.
-            replay: The batches of earlier passes to read again.
+            fingerprints: Records the batches, or None.
+            begin: If a pass is a function of its epoch: returns the rest of the pass at a position.
+            again: In that case: returns a dataset of the hashes of an epoch's batches.
+            replay: Otherwise: the batches of earlier passes to read again.
         """
         self.__dict__.update(whole.__dict__)
+        self.is_checked = fingerprints is not None
         self.passes = 0
         self.was_read = False
         self.passed_over: Callable[[int], None] = _ignore_epoch
         self._position = position
-        self._first_batch = first_batch
-        self._of_epoch = of_epoch
-        self._replay = replay or Replay()
+        self._fingerprints = fingerprints
+        self._begin = begin
+        self._again = again
+        self._replay = replay
+        self._ended_early_after: int | None = None
         self._passes_to_repeat = 0
+        self._to_compare: Past | None = None
+        self._found: Past | None = None
 
     def __iter__(self) -> ShardIterator:
         """Begins a pass at the position.
 
         Raises:
-            CheckpointError: The pass has fewer batches than were trained on before.
+            CheckpointError: The pass has fewer batches than were trained on before; or its order is
+                unknown, because the previous pass ended early.
         """
+        if self._ended_early_after is not None:
+            raise self._unknown_order(self._ended_early_after)
         self._catch_up()
-        whole = self if self._of_epoch is None else self._of_epoch(self._position.epoch)
-        self._begin_pass()
+        if self._fingerprints is not None:
+            self._fingerprints.clear()
+        self.passes += 1
         self.was_read = True
-        iterator, done = ShardedDataset.iterate_from(whole, self._position.step)
-        if done < self._position.step:
+        if self._begin is not None:
+            return ShardedDataset.__iter__(self._begin(self._position))
+        iterator, done = self.iterate_from(self._position.step)
+        # With fingerprints, checkpoints find the difference themselves.
+        if done < self._position.step and self._fingerprints is None:
             raise CheckpointError(
                 "The data has fewer batches than when the checkpoint was saved. Received: a pass "
                 f"of {done} batches, after {self._position.step} were trained on. Give the data of "
@@ -98,50 +128,98 @@ class PositionedDataset(ShardedDataset):
             "step.run(iterator, steps)."
         )
 
-    def first_hash(self) -> int | None:
-        """Returns a hash of the first batch of the last pass; None if it was not read."""
-        return None if self._first_batch is None else self._first_batch.hash()
+    def fingerprint(self, step: int) -> tuple[int, int] | None:
+        """Returns hashes of the first batch of the current pass and of the one before ``step``."""
+        if self._fingerprints is None or not self.was_read or not step:
+            return None
+        return self._fingerprints.of(0), self._fingerprints.of(step - 1)
 
-    def pass_over(self, epochs: int) -> None:
-        """Has the passes of earlier epochs begin again before the next pass.
+    def end_pass(self, batches: int) -> None:
+        """Records how many batches the finished pass read."""
+        if self._replay is not None and self._replay.whole:
+            ended_early = self._is_endless or batches < int(self._cardinality)
+            self._ended_early_after = batches if ended_early else None
 
-        A dataset that reshuffles each pass counts its passes. So these passes are read as far as
-        the order of the next depends on them.
+    def pass_over(self, epochs: int, compare: Past | None = None) -> None:
+        """Records passes that a run began before it was resumed.
+
+        A dataset that reshuffles each pass counts its passes. So before the next pass begins, these
+        passes begin again and are read as far as the order of the next depends on them.
+
+        Args:
+            epochs: Number of passes.
+            compare: Record of the last of them, if the caller compares it with ``found``.
         """
-        self._passes_to_repeat = epochs
+        self._passes_to_repeat, self._to_compare, self._found = epochs, compare, None
+        self._ended_early_after = None
+        if epochs and (compare is not None or self._is_endless):
+            self.end_pass(0 if compare is None else compare.batches)
 
-    def hash_of_last_epoch(self) -> int | None:
-        """Returns a hash of the first batch of the last epoch to pass over, as the data is now."""
-        self._catch_up(read_last=True)
-        return self.first_hash()
+    def found(self) -> Past | None:
+        """Returns the record of the last earlier pass as the data is now, if requested.
 
-    def _catch_up(self, read_last: bool = False) -> None:
+        Raises:
+            CheckpointError: The pass has no end, and the order of the next is unknown.
+        """
+        if self._ended_early_after is not None and self._is_endless:
+            raise self._unknown_order(self._ended_early_after)
+        self._catch_up()
+        return self._found
+
+    def _catch_up(self) -> None:
         epochs, self._passes_to_repeat = self._passes_to_repeat, 0
-        for epoch in range(epochs if self._of_epoch is not None else self.passes, epochs):
-            self._read_pass(epoch, read_last and epoch == epochs - 1)
-        if self._of_epoch is not None:
-            if epochs and read_last:
-                self._begin_pass()
-                read_over(ShardedDataset.__iter__(self._of_epoch(epochs - 1)).source, 1)
+        compare, self._to_compare = self._to_compare, None
+        if self._replay is None:
             for epoch in range(epochs):
                 self.passed_over(epoch)
+            if compare is not None and self._again is not None:
+                hashes = self._again(epochs - 1)
+                first = next((int(one) for one in hashes), None)
+                self._found = _record_of_first(compare.batches, int(hashes.cardinality()), first)
+            return
+        while self.passes < epochs:
+            self.passes += 1
+            last = self.passes == epochs and compare is not None
+            self._read_pass(self._replay, compare if last else None, alone=epochs == 1)
+            self.passed_over(self.passes - 1)
 
-    def _read_pass(self, epoch: int, is_compared: bool) -> None:
-        """Begins the pass of an earlier epoch again, and reads it as far as needed."""
-        batches = self._replay.batches
-        if is_compared:
-            # A first pass, read to its end, brings the state of Python code to where it was. If
-            # there were more, code with a state shows in the hash.
-            endless = int(self._cardinality) == tf.data.INFINITE_CARDINALITY
-            batches = None if self._replay.python and not epoch and not endless else 1
-        self._begin_pass()
-        read_over(ShardedDataset.__iter__(self).source, batches)
-        self.passed_over(epoch)
+    def _read_pass(self, replay: Replay, compare: Past | None, alone: bool) -> None:
+        """Reads the next pass as far as needed, and records it for ``found``."""
+        if self._fingerprints is not None:
+            self._fingerprints.clear()
+        batches = replay.batches
+        if compare is not None and batches == 0:
+            batches = 1
+        if compare is not None and alone and replay.python:
+            # A first pass, read to its end, brings the state of Python code to where it was.
+            batches = None
+        if batches is None and self._is_endless:
+            batches = 0 if compare is None else compare.batches
+        done = read_over(super().__iter__().source, batches)
+        if compare is None or self._fingerprints is None:
+            return
+        first = self._fingerprints.of(0) if done else None
+        if batches is None or batches >= compare.batches:
+            read = min(done, compare.batches)
+            last = self._fingerprints.of(read - 1) if read == compare.batches else None
+            self._found = Past(read, first, last)
+        else:
+            self._found = _record_of_first(compare.batches, int(self._cardinality), first)
 
-    def _begin_pass(self) -> None:
-        self.passes += 1
-        if self._first_batch is not None:
-            self._first_batch.clear()
+    def _unknown_order(self, batches: int) -> CheckpointError:
+        whole = "without end" if self._is_endless else f"of {int(self._cardinality)} batches"
+        read = f"{batches} batches of data {whole}" if batches else f"data {whole}"
+        return CheckpointError(
+            "An epoch ended before its pass over the data. The next epoch then depends on how far "
+            f"tf.data had read ahead, so two runs would differ. Received: {read}, with a shuffle "
+            "below repeat or cache, or a tf.random.Generator. Make the data a function of the "
+            "epoch: data=lambda epoch: dataset.shuffle(n, "
+            "seed=epoch).batch(size).repeat().take(steps)."
+        )
+
+    @property
+    def _is_endless(self) -> bool:
+        return bool(int(self._cardinality) == tf.data.INFINITE_CARDINALITY)
 
 
 def position_data(
@@ -156,38 +234,36 @@ def position_data(
         position: The position at which passes begin.
 
     Raises:
-        CheckpointError: The order of a pass depends on how far earlier passes were read.
         DataError: The data is none of these.
     """
     if isinstance(data, ShardedDataset) and type(data) is not ShardedDataset:
-        return PositionedDataset(data, position)
-    first_batch = _FirstBatch()
-    if _takes_epoch(data):
-        known: dict[int, ShardedDataset] = {}
+        return PositionedDataset(data, position, None, None, None, Replay())
+    fingerprints = _Fingerprints()
+    if not _takes_epoch(data):
+        if isinstance(data, ShardedDataset):
+            batches = data.batches
+            whole = data.with_batches(fingerprints.record(batches))
+        else:
+            batches = to_dataset(data)
+            whole = distribute_dataset(fingerprints.record(batches), strategy)
+        return PositionedDataset(whole, position, fingerprints, None, None, replay_of(batches))
+    to_hash = tf.autograph.experimental.do_not_convert(lambda *batch: _hash_of(batch))
+    known: dict[int, tf.data.Dataset[Any]] = {}
 
-        def of_epoch(epoch: int) -> ShardedDataset:
-            if epoch not in known:
-                known.clear()
-                batches = first_batch.record(to_dataset(data(epoch)))
-                known[epoch] = distribute_dataset(batches, strategy)
-            return known[epoch]
+    def recorded(epoch: int) -> tf.data.Dataset[Any]:
+        if epoch not in known:
+            known.clear()
+            known[epoch] = fingerprints.record(to_dataset(data(epoch)))
+        return known[epoch]
 
-        return PositionedDataset(of_epoch(position.epoch), position, first_batch, of_epoch)
-    batches = data.batches if isinstance(data, ShardedDataset) else to_dataset(data)
-    replay = replay_of(batches)
-    if replay.whole:
-        raise CheckpointError(
-            "The order of a pass depends on how far tf.data had read the passes before it, so a "
-            "resumed run would read other batches. Received: data with a shuffle below cache(), "
-            "repeat() or concatenate(), or with a tf.random.Generator. Make it a function of the "
-            "epoch: data=lambda epoch: dataset.shuffle(n, seed=epoch).batch(size)."
-        )
-    recorded = first_batch.record(batches)
-    if isinstance(data, ShardedDataset):
-        whole = data.with_batches(recorded)
-    else:
-        whole = distribute_dataset(recorded, strategy)
-    return PositionedDataset(whole, position, first_batch, replay=replay)
+    def again(epoch: int) -> Any:
+        return to_dataset(data(epoch)).map(to_hash)
+
+    def begin(position: Position) -> ShardedDataset:
+        return distribute_dataset(recorded(position.epoch).skip(position.step), strategy)
+
+    whole = distribute_dataset(recorded(position.epoch), strategy)
+    return PositionedDataset(whole, position, fingerprints, begin, again, None)
 
 
 def _takes_epoch(data: Any) -> bool:
@@ -207,30 +283,31 @@ def _ignore_epoch(epoch: int) -> None:
     """Ignores an epoch that was passed over."""
 
 
-class _FirstBatch:
-    """Hash of the first batch that a pass yields."""
+def _record_of_first(batches: int, length: int, first: int | None) -> Past:
+    """Returns the record of a pass of which only the first batch was read; length < 0: unknown."""
+    return Past(batches if length < 0 else min(batches, length), first, None)
+
+
+class _Fingerprints:
+    """Hashes of the batches that a pass yields, by number."""
 
     def __init__(self) -> None:
         # Unlike a variable, a table is the same object inside and outside the scope of a strategy.
         self._table = tf.lookup.experimental.MutableHashTable(tf.int64, tf.int64, _NONE)
 
     def record(self, batches: tf.data.Dataset[Any]) -> tf.data.Dataset[Any]:
-        """Returns the same batches; the first is recorded when it is read."""
+        """Returns the same batches, recorded as they are read."""
 
-        def record_first(number: Any, batch: Any) -> Any:
-            def insert() -> Any:
-                return tf.group(self._table.insert(number, _hash_of(batch)))
+        def record_one(number: Any, batch: Any) -> Any:
+            return with_dependencies([self._table.insert(number, _hash_of(batch))], batch)
 
-            return with_dependencies([tf.cond(number == 0, insert, tf.no_op)], batch)
+        return batches.enumerate().map(tf.autograph.experimental.do_not_convert(record_one))
 
-        return batches.enumerate().map(tf.autograph.experimental.do_not_convert(record_first))
-
-    def hash(self) -> int | None:
-        found = int(self._table.lookup(tf.constant(0, tf.int64)))
-        return None if found == _NONE else found
+    def of(self, number: int) -> int:
+        return int(self._table.lookup(tf.constant(number, tf.int64)))
 
     def clear(self) -> None:
-        self._table.remove(tf.constant([0], tf.int64))
+        self._table.remove(self._table.export()[0])
 
 
 def _hash_of(batch: Any) -> Any:
