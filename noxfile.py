@@ -139,7 +139,7 @@ def build(session: nox.Session) -> None:
     (wheel,) = out.glob("*.whl")
     packed = set(zipfile.ZipFile(wheel).namelist())
     expected = {p.relative_to("src").as_posix() for p in Path("src").rglob("*.py")}
-    missing = (expected | {"tfmultigpu/py.typed"}) - packed
+    missing = (expected | {"tfmultigpu/py.typed", "tfmultigpu/__init__.pyi"}) - packed
     if missing:
         session.error(f"the wheel lacks {sorted(missing)}")
     session.log(f"{wheel.name}: {len(packed)} files")

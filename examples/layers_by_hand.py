@@ -6,7 +6,7 @@ gradients stay there. ``with tf.device(...)`` in ``call`` moves the forward pass
 
 A step of ``tmg.make_train_step`` computes each layer where its weights are, forward and backward,
 and with ``pipeline=True`` the devices work on several micro-batches at one time.
-``tmg.plan_memory`` tells the bytes on each device before anything is made.
+``tmg.tuning.plan_memory`` tells the bytes on each device before anything is made.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ if __name__ == "__main__":
 
     # The rows of the micro-batches that are computed at one time.
     rows = (len(devices) + 1) * 64 // 8
-    plan = tmg.plan_memory(lambda: build(devices), keras.optimizers.Adam(), rows=rows)
+    plan = tmg.tuning.plan_memory(lambda: build(devices), keras.optimizers.Adam(), rows=rows)
     print(plan)
     plan.check()  # an error with these numbers, if a device has too little memory
 

@@ -129,7 +129,7 @@ def test_takes_the_gpus_where_there_are_enough(monkeypatch: pytest.MonkeyPatch) 
         (2, 3, 3, "CPU"),
         (8, 3, 3, "GPU"),
     ]:
-        fakes = tuple(tmg.Device(f"GPU:{i}", "GPU", i) for i in range(gpus))
+        fakes = tuple(tmg.devices.Device(f"GPU:{i}", "GPU", i) for i in range(gpus))
         monkeypatch.setattr(tmg, "list_devices", lambda _, fakes=fakes: fakes)
         set_up.clear()
         names, explanation = demo.choose_devices(replicas)

@@ -23,6 +23,8 @@ def test_the_plan_on_the_page_is_the_one_that_is_printed() -> None:
     assert build is not None
     names: dict[str, Any] = {"keras": keras}
     exec(build[0], names)
-    plan = tmg.plan_memory(names["build"], keras.optimizers.Adam(1e-4), strategy_of(4), rows=64)
+    plan = tmg.tuning.plan_memory(
+        names["build"], keras.optimizers.Adam(1e-4), strategy_of(4), rows=64
+    )
     shown = next(block.code for block in blocks if block.language == "text")
     assert shown.rstrip() == str(plan).split("\n\n")[0]

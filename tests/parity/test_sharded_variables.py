@@ -363,7 +363,7 @@ def test_what_sharded_variables_refuses() -> None:
             with pytest.raises(error, match=r"at_least must be a whole number"):
                 tmg.sharded_variables(at_least=at_least).__enter__()
             with pytest.raises(error, match=r"at_least must be a whole number"):
-                tmg.plan_memory(mlp, at_least=at_least)
+                tmg.tuning.plan_memory(mlp, at_least=at_least)
 
 
 def test_on_one_device_nothing_changes() -> None:

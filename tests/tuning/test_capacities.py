@@ -109,7 +109,7 @@ class FakeGpus:
 
     def __init__(self, monkeypatch, free, growth):
         devices = tuple(
-            tmg.Device(f"CPU:{i}", "CPU", i, memory_free=one) for i, one in enumerate(free)
+            tmg.devices.Device(f"CPU:{i}", "CPU", i, memory_free=one) for i, one in enumerate(free)
         )
         physical = [
             tf.config.PhysicalDevice(f"/physical_device:CPU:{i}", "CPU") for i in range(len(free))

@@ -36,8 +36,8 @@ def model_on(strategy: tf.distribute.Strategy, at_least: int = KERNEL) -> keras.
 def test_a_plan_without_memory_is_that_of_the_model_made() -> None:
     strategy = unused_strategy(2)
     adam = keras.optimizers.Adam()
-    before = tmg.plan_memory(build, adam, strategy, rows=20, at_least=KERNEL)
-    after = tmg.plan_memory(model_on(strategy), adam, strategy, rows=20)
+    before = tmg.tuning.plan_memory(build, adam, strategy, rows=20, at_least=KERNEL)
+    after = tmg.tuning.plan_memory(model_on(strategy), adam, strategy, rows=20)
     assert [one.device for one in before.variables] == [one.device for one in after.variables]
     for device in before.devices:
         assert before.bytes_on(device) == after.bytes_on(device)
@@ -63,8 +63,8 @@ def test_what_is_frozen_after_it_was_made_is_sharded_too(how: str) -> None:
 
     strategy, sgd = unused_strategy(2), keras.optimizers.SGD(0.1, momentum=0.9)
     with strategy.scope(), tmg.sharded_variables(at_least=KERNEL):
-        after = tmg.plan_memory(made(), sgd, strategy)
-    before = tmg.plan_memory(made, sgd, strategy, at_least=KERNEL)
+        after = tmg.tuning.plan_memory(made(), sgd, strategy)
+    before = tmg.tuning.plan_memory(made, sgd, strategy, at_least=KERNEL)
     assert [one.device for one in before.variables] == [one.device for one in after.variables]
     assert sum(one.device is not None for one in before.variables) == 3
     assert [before.bytes_on(one) for one in before.devices] == [
@@ -73,10 +73,12 @@ def test_what_is_frozen_after_it_was_made_is_sharded_too(how: str) -> None:
 
 
 def test_arguments_of_another_kind() -> None:
-    with pytest.raises(TypeError, match=r"Received: str\. Write tmg\.plan_memory\(build, keras"):
-        tmg.plan_memory(build, "adam")
+    with pytest.raises(
+        TypeError, match=r"Received: str\. Write tmg\.tuning\.plan_memory\(build, keras"
+    ):
+        tmg.tuning.plan_memory(build, "adam")
     with pytest.raises(ValueError, match=r"no such device\. Received: 'CPU:9'; the plan has CPU:0"):
-        tmg.plan_memory(build, None, unused_strategy(2)).bytes_on("CPU:9")
+        tmg.tuning.plan_memory(build, None, unused_strategy(2)).bytes_on("CPU:9")
 
 
 @pytest.mark.parametrize("made_first", [False, True])
@@ -84,8 +86,8 @@ def test_a_plan_is_refused_where_its_step_would_be(made_first: bool) -> None:
     strategy = unused_strategy(2)
     given = model_on(strategy) if made_first else build
     with pytest.raises(tmg.TfMultiGpuError, match=r"Nadam .* 4 sharded variables, such as "):
-        tmg.plan_memory(given, keras.optimizers.Nadam(), strategy, at_least=KERNEL)
-    tmg.plan_memory(build, keras.optimizers.Nadam(), strategy)  # All is mirrored.
+        tmg.tuning.plan_memory(given, keras.optimizers.Nadam(), strategy, at_least=KERNEL)
+    tmg.tuning.plan_memory(build, keras.optimizers.Nadam(), strategy)  # All is mirrored.
 
 
 def test_a_class_makes_the_model() -> None:
@@ -101,8 +103,8 @@ def test_a_class_makes_the_model() -> None:
             self.built = True
 
     with pytest.raises(tmg.ScopeError, match="has no variables yet"):
-        tmg.plan_memory(Lazy)
-    assert len(tmg.plan_memory(Built, None, unused_strategy(2)).variables) == 2
+        tmg.tuning.plan_memory(Lazy)
+    assert len(tmg.tuning.plan_memory(Built, None, unused_strategy(2)).variables) == 2
 
 
 def test_the_optimizer_state_of_the_plan_is_that_of_a_step() -> None:
@@ -110,7 +112,7 @@ def test_the_optimizer_state_of_the_plan_is_that_of_a_step() -> None:
     model = model_on(strategy)
     with strategy.scope():
         adam = keras.optimizers.Adam()
-    plan = tmg.plan_memory(model, adam, strategy)
+    plan = tmg.tuning.plan_memory(model, adam, strategy)
     step = tmg.make_train_step(model, adam, "mse", strategy, shard_update=True)
     step((np.ones((4, 64), "float32"), np.ones((4, 3), "float32")))
     found = dict.fromkeys(plan.devices, 0)
@@ -131,7 +133,7 @@ def test_a_plan_allocates_nothing_and_draws_nothing() -> None:
 
     keras.utils.set_random_seed(3)
     state = random.getstate()
-    plan = tmg.plan_memory(huge, keras.optimizers.Adam(), unused_strategy(4))
+    plan = tmg.tuning.plan_memory(huge, keras.optimizers.Adam(), unused_strategy(4))
     assert random.getstate() == state
     assert plan.bytes_on(plan.variables[0].device or "") > 16 * 10**12
     variable = keras.Variable(1.0)  # Nothing waits to be initialized on this thread.
@@ -144,7 +146,7 @@ def test_the_policy_of_the_caller_counts() -> None:
     before = keras.config.dtype_policy()
     keras.config.set_dtype_policy("mixed_float16")
     try:
-        plan = tmg.plan_memory(build, None, unused_strategy(2), rows=20, at_least=KERNEL)
+        plan = tmg.tuning.plan_memory(build, None, unused_strategy(2), rows=20, at_least=KERNEL)
     finally:
         keras.config.set_dtype_policy(before)
     assert plan.activations == (10 * (2 * (4 * 64 + 64) + 4 * 3),) * 2
@@ -153,7 +155,9 @@ def test_the_policy_of_the_caller_counts() -> None:
 def test_what_fits_on_no_device_is_an_error_with_the_plan() -> None:
     memory = {"CPU:0": KERNEL, "CPU:1": 50 * KERNEL}
     strategy = unused_strategy(2)
-    plan = tmg.plan_memory(build, keras.optimizers.Adam(), strategy, at_least=KERNEL, memory=memory)
+    plan = tmg.tuning.plan_memory(
+        build, keras.optimizers.Adam(), strategy, at_least=KERNEL, memory=memory
+    )
     kernels = [one.device for one in plan.variables if one.device is not None]
     assert kernels.count("CPU:1") > kernels.count("CPU:0")
     with pytest.raises(
@@ -164,17 +168,17 @@ def test_what_fits_on_no_device_is_an_error_with_the_plan() -> None:
     assert "dense/kernel" in text
     assert "16.0 KiB" in text
     assert len({line.index("CPU") for line in text.split("\n\n")[0].splitlines()[1:]}) == 1
-    fits = tmg.plan_memory(build, None, strategy, memory=[1e9, 1e9])
+    fits = tmg.tuning.plan_memory(build, None, strategy, memory=[1e9, 1e9])
     fits.check()
 
 
 def test_a_model_without_shapes_is_refused() -> None:
     with pytest.raises(tmg.ScopeError, match=r"Begin it with keras.Input"):
-        tmg.plan_memory(lambda: keras.Sequential([keras.layers.Dense(3)]))
+        tmg.tuning.plan_memory(lambda: keras.Sequential([keras.layers.Dense(3)]))
 
 
 def test_on_one_device_all_is_there() -> None:
-    plan = tmg.plan_memory(build, keras.optimizers.SGD())
+    plan = tmg.tuning.plan_memory(build, keras.optimizers.SGD())
     assert {one.device for one in plan.variables} == {None}
     assert len(plan.devices) == 1
     assert not any(is_sharded(variable) for variable in build().variables)
@@ -191,9 +195,9 @@ def by_hand() -> keras.Model:
 
 def test_layers_placed_by_hand_are_counted_where_they_are() -> None:
     adam = keras.optimizers.Adam()
-    before = tmg.plan_memory(by_hand, adam, rows=10)
+    before = tmg.tuning.plan_memory(by_hand, adam, rows=10)
     model = by_hand()
-    after = tmg.plan_memory(model, adam, rows=10)
+    after = tmg.tuning.plan_memory(model, adam, rows=10)
     assert before.devices == after.devices == ("CPU:1", "CPU:2")
     for plan in (before, after):
         assert [one.device for one in plan.variables] == ["CPU:1", "CPU:2", "CPU:2"]
@@ -212,6 +216,6 @@ def test_layers_placed_by_hand_are_counted_where_they_are() -> None:
 
 def test_layers_placed_by_hand_that_do_not_fit() -> None:
     memory = {"CPU:1": 5 * KERNEL, "CPU:2": 5 * KERNEL}
-    plan = tmg.plan_memory(by_hand, keras.optimizers.Adam(), memory=memory)
+    plan = tmg.tuning.plan_memory(by_hand, keras.optimizers.Adam(), memory=memory)
     with pytest.raises(tmg.errors.DataError, match="CPU:2 has not enough memory"):
         plan.check()

@@ -172,7 +172,7 @@ def plan_memory(
         >>> def build():
         ...     return keras.Sequential([keras.Input((256,)), keras.layers.Dense(256)])
         >>> strategy = tf.distribute.OneDeviceStrategy("CPU:0")
-        >>> plan = tmg.plan_memory(build, keras.optimizers.Adam(), strategy, rows=16)
+        >>> plan = tmg.tuning.plan_memory(build, keras.optimizers.Adam(), strategy, rows=16)
         >>> plan.bytes_on("CPU:0")
         1069056
     """
@@ -185,8 +185,8 @@ def plan_memory(
     if optimizer is not None and not isinstance(optimizer, keras.optimizers.Optimizer):
         raise TypeError(
             "The optimizer is an object of Keras. Received: "
-            f"{type(optimizer).__name__}. Write tmg.plan_memory(build, keras.optimizers.Adam(), "
-            "strategy)."
+            f"{type(optimizer).__name__}. Write "
+            "tmg.tuning.plan_memory(build, keras.optimizers.Adam(), strategy)."
         )
     slots = 0 if optimizer is None else slots_of_each_variable(unwrap_optimizer(optimizer))
 

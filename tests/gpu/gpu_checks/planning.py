@@ -54,7 +54,7 @@ def communication(place: Place) -> dict[str, Any]:
     return {"communication": plan.communication, "reason": plan.communication_reason}
 
 
-def judge_plan(plan: tmg.StrategyPlan) -> None:
+def judge_plan(plan: tmg.strategies.StrategyPlan) -> None:
     """Raises AssertionError where a plan for parts of one device would use NCCL."""
     assert plan.kind == "mirrored", plan
     assert plan.communication in ("one_device", "hierarchical_copy"), (

@@ -1,0 +1,68 @@
+"""The public names of the package, which loads each when it is first used."""
+
+from tfmultigpu import (
+    checkpoints as checkpoints,
+    clusters as clusters,
+    data as data,
+    devices as devices,
+    diagnostics as diagnostics,
+    errors as errors,
+    loops as loops,
+    losses as losses,
+    optimizers as optimizers,
+    steps as steps,
+    strategies as strategies,
+    testing as testing,
+    tuning as tuning,
+)
+from tfmultigpu._version import __version__ as __version__
+from tfmultigpu.checkpoints import Checkpoints as Checkpoints
+from tfmultigpu.data import distribute_dataset as distribute_dataset, plan_shares as plan_shares
+from tfmultigpu.devices import (
+    enable_memory_growth as enable_memory_growth,
+    limit_memory as limit_memory,
+    list_devices as list_devices,
+    split_device as split_device,
+)
+from tfmultigpu.diagnostics.doctor import doctor as doctor
+from tfmultigpu.diagnostics.explain import explain as explain
+from tfmultigpu.errors import (
+    CheckpointError as CheckpointError,
+    DeviceNotFoundError as DeviceNotFoundError,
+    DevicesInitializedError as DevicesInitializedError,
+    OutOfMemoryError as OutOfMemoryError,
+    ReplicaDependenceWarning as ReplicaDependenceWarning,
+    ScopeError as ScopeError,
+    TfMultiGpuError as TfMultiGpuError,
+    WorkerLostError as WorkerLostError,
+)
+from tfmultigpu.loops.evaluate import evaluate as evaluate
+from tfmultigpu.loops.fit import fit as fit
+from tfmultigpu.loops.fit_here import fit_here as fit_here
+from tfmultigpu.loops.predict import predict as predict
+from tfmultigpu.losses import LossSum as LossSum, global_mean as global_mean
+from tfmultigpu.losses.loss_sum import loss_sum as loss_sum
+from tfmultigpu.optimizers import (
+    GradientAccumulator as GradientAccumulator,
+    LossScale as LossScale,
+    apply_reduced_gradients as apply_reduced_gradients,
+    clip_gradients as clip_gradients,
+)
+from tfmultigpu.steps import (
+    chain_steps as chain_steps,
+    gather_rows as gather_rows,
+    make_eval_step as make_eval_step,
+    make_predict_step as make_predict_step,
+    make_train_step as make_train_step,
+    synchronize_batch_norm as synchronize_batch_norm,
+)
+from tfmultigpu.strategies import (
+    create_strategy as create_strategy,
+    plan_strategy as plan_strategy,
+    sharded_variables as sharded_variables,
+)
+from tfmultigpu.tuning import (
+    find_batch_size as find_batch_size,
+    measured_capacities as measured_capacities,
+    memory_capacities as memory_capacities,
+)
