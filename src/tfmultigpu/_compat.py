@@ -529,6 +529,17 @@ def abort_collectives(message: str) -> None:
     context.context().abort_collective_ops(tf.errors.UNAVAILABLE, message)
 
 
+def data_adapter() -> Any:
+    """Returns the base class of what the loops of Keras take as data without looking into it.
+
+    Private: ``keras.src.trainers.data_adapters.data_adapter.DataAdapter``. Keras has no public name
+    for it, and would distribute anything else a second time.
+    """
+    from keras.src.trainers.data_adapters.data_adapter import DataAdapter
+
+    return DataAdapter
+
+
 def is_part_of_keras(source: Any) -> bool:
     """Returns whether Keras itself defines a class or a function."""
     return str(getattr(source, "__module__", "")).split(".")[0] == "keras"

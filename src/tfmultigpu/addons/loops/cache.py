@@ -1,0 +1,80 @@
+"""Steps and pipelines kept with their model: a second call traces nothing."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+from tfmultigpu.clusters.process_state import process_state
+from tfmultigpu.errors import ScopeError
+from tfmultigpu.losses.build_model import prepare_model
+from tfmultigpu.steps.op_placement import devices_of
+from tfmultigpu.strategies.topology import describe, is_default, strategy_of
+
+__all__ = ["build", "checked_strategy", "get_or_make"]
+
+# For each model and purpose: the key and the last step. A step refers to its model by a proxy; a
+# real reference would keep the model alive forever.
+_kept: weakref.WeakKeyDictionary[Any, dict[str, tuple[Any, Any]]] = weakref.WeakKeyDictionary()
+
+
+def get_or_make(model: Any, purpose: str, key: Any, make: Callable[[], Any]) -> Any:
+    """Returns what was made last for a model and a purpose, or makes it anew for another key.
+
+    If a key contains the ``id`` of an object, what is made must keep that object alive.
+    """
+    known = _kept.setdefault(model, {})
+    if purpose not in known or known[purpose][0] != key:
+        known[purpose] = key, make()
+    return known[purpose][1]
+
+
+def build(model: Any, strategy: tf.distribute.Strategy, batch_spec: Any) -> None:
+    """Builds a model that is not built yet."""
+    if not model.built:
+        prepare_model(model, strategy, batch_spec)
+
+
+def checked_strategy(model: Any, function: str) -> tf.distribute.Strategy:
+    """Returns the strategy whose scope a model was created in.
+
+    Args:
+        model: The user's model.
+        function: The name of the called function.
+
+    Raises:
+        ScopeError: The caller is in the scope of another strategy; or the model is outside every
+            scope, although a strategy with several replicas exists.
+        TypeError: It is not a model.
+    """
+    import keras
+
+    if not isinstance(model, keras.Model):
+        raise TypeError(
+            f"{function} needs a keras.Model. Received: {type(model).__name__}. Wrap a layer: "
+            "keras.Sequential([layer])."
+        )
+    own = strategy_of(model)
+    if tf.distribute.has_strategy() and tf.distribute.get_strategy() is not own:
+        raise ScopeError(
+            f"{function} was called inside the scope of another strategy than that of the "
+            f"model. Received: model {model.name!r} of {type(own).__name__} with "
+            f"{own.num_replicas_in_sync} replica(s). Call {function} outside the scope, or "
+            "create the model inside it."
+        )
+    living = process_state.living_strategies()
+    if is_default(own) and len(devices_of(model)) <= 1 and living:  # No layers placed by hand.
+        raise ScopeError(
+            f"The model was created outside the scope of every strategy, so {function} would run "
+            f"on one device. Received: model {model.name!r}, and {describe(living[0])} from "
+            "tmg.create_strategy. Create the model inside its scope:\n"
+            "    with strategy.scope():\n"
+            "        model = ...\n"
+            "To run on one device, create the model in a scope for one device:\n"
+            '    with tmg.create_strategy(prefer="one_device").scope():\n'
+            "        model = ..."
+        )
+    return own

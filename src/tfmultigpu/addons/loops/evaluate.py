@@ -1,0 +1,171 @@
+"""``evaluate``: loss and metrics of a compiled model, exact over every example."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import tensorflow as tf
+
+from tfmultigpu.addons.loops.cache import checked_strategy
+from tfmultigpu.addons.loops.callbacks import adapt_callbacks, check_callbacks, to_list
+from tfmultigpu.addons.loops.compiled import compile_arguments
+from tfmultigpu.addons.loops.feed import Feed
+from tfmultigpu.addons.loops.hooks import FitHooks, Hooks
+from tfmultigpu.addons.loops.inputs import check_steps, labelled, pass_feed
+from tfmultigpu.addons.loops.logs import as_list
+from tfmultigpu.addons.loops.loop import Loop
+from tfmultigpu.addons.loops.methods import around, as_method, installed, marked, run_keras
+from tfmultigpu.addons.loops.own_methods import own_methods
+from tfmultigpu.addons.loops.predict import predict
+from tfmultigpu.addons.loops.program import Program, runs_as_in_keras
+from tfmultigpu.steps.value_agreement import check_values_alike
+from tfmultigpu.strategies.scopes import check_backend
+from tfmultigpu.types import Model, Verbose, Verify
+
+__all__ = ["evaluate", "evaluation_methods"]
+
+
+def evaluate(
+    model: Model,
+    data: Any = None,
+    y: Any = None,
+    *,
+    x: Any = None,
+    batch_size: int | None = None,
+    sample_weight: Any = None,
+    steps: int | None = None,
+    callbacks: Any = (),
+    verbose: Verbose = "auto",
+    return_dict: bool = True,
+    verify: Verify = "first",
+) -> Any:
+    """Computes loss and metrics of a compiled model, exactly, over every example.
+
+    Runs on the strategy whose scope the model was created in, or else on one device. All workers
+    must call it, and all get the result.
+
+    Args:
+        model: A compiled Keras model. Its metrics are reset, and hold their state afterwards.
+        data: Arrays ``(x, y)`` or ``(x, y, sample_weight)``, each an array or a structure of
+            arrays; or a ``tf.data.Dataset`` or ``PyDataset`` of global batches, a function that
+            returns a generator of them, or a result of ``distribute_dataset``.
+        y: Labels, if ``data`` is arrays of inputs only.
+        x: Another name for ``data``, as in Keras.
+        batch_size: Examples in a global batch, for arrays only; None means 32.
+        sample_weight: Sample weights for arrays ``(x, y)``.
+        steps: The largest number of batches; None means all.
+        callbacks: Keras callbacks, whose ``on_test_...`` hooks are called.
+        verbose: 0, 1 (a progress bar), 2 (a line) or ``"auto"``, which is 1. Only the chief prints.
+        return_dict: Whether to return a dict. False returns the list of Keras: the loss first; a
+            single number if there is only one.
+        verify: See ``make_eval_step``.
+
+    Returns:
+        ``"loss"``, the loss of each output if there are several, and the metrics, with the names of
+        ``model.evaluate(return_dict=True)``. Values are floats, or arrays if a metric is one. Each
+        loss is its sum over all data, divided once, as if the data were one batch.
+
+    Raises:
+        LossError: The model is not compiled; it replaces ``test_step`` or another method of Keras
+            that cannot run on several replicas; the losses do not fit the outputs; or a metric
+            cannot be summed over replicas.
+        ScopeError: The model or one of its metrics was created outside the scope.
+        DataError: The data is infinite and ``steps`` is None, is empty, or is of an unknown kind.
+        TypeError: An argument is not of its type.
+        ValueError: ``verbose`` has a value that it cannot have.
+
+    Example:
+        >>> import keras, numpy as np, tfmultigpu as tmg
+        >>> model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1, use_bias=False)])
+        >>> model.set_weights([np.ones((2, 1))])
+        >>> model.compile(loss="mse", metrics=["mae"])
+        >>> tmg.evaluate(model, (np.ones((5, 2)), np.zeros((5, 1))), verbose=0)
+        {'loss': 4.0, 'mae': 2.0}
+    """
+    check_backend()
+    strategy = checked_strategy(model, "evaluate")
+    compile_arguments(model)
+    runs_as_in_keras(model, strategy, "evaluate")
+    check_steps(steps)
+    data = labelled(model, data, x, y, sample_weight, "evaluate")
+    feed = pass_feed(model, "evaluation", data, strategy, batch_size, steps)
+    loop = Program(model, strategy, verify=verify).evaluation_loop(feed)
+    check_values_alike(strategy, model)
+    callbacks = to_list(callbacks)
+    check_callbacks(callbacks)
+    adapt_callbacks(callbacks, getattr(model, "optimizer", None))
+    hooks = Hooks(callbacks, model, strategy, verbose=verbose, epochs=1, steps=feed.steps)
+    hooks.serve(loop)
+    with _keeping_metrics(model, strategy):
+        logs = _run(model, loop, feed, steps, hooks)
+    # Keras knows the order of losses only where it has built them itself.
+    return logs if return_dict else as_list(model, logs)
+
+
+def _run(
+    model: Any, loop: Loop, feed: Feed, steps: int | None, hooks: Hooks, **more: Any
+) -> dict[str, Any]:
+    with installed(model, test_function=loop, **around(loop)):
+        logs: dict[str, Any] = run_keras(
+            model, "evaluate", feed, steps=steps, callbacks=hooks, return_dict=True, **more
+        )
+    return logs
+
+
+@contextmanager
+def _keeping_metrics(model: Any, strategy: tf.distribute.Strategy) -> Iterator[None]:
+    """Keeps the metrics of a running ``fit``; in Keras an evaluation in between resets them."""
+    if not isinstance(vars(model).get("train_function"), Loop):
+        yield
+        return
+    parts = [
+        part
+        for metric in model.metrics
+        for variable in metric.variables
+        for part in strategy.experimental_local_results(getattr(variable, "value", variable))
+    ]
+    values = [part.read_value() for part in parts]
+    try:
+        yield
+    finally:
+        for part, value in zip(parts, values, strict=True):
+            part.assign(value)
+
+
+def evaluation_methods(program: Program, hooks: FitHooks) -> dict[str, Any]:
+    """Returns ``evaluate`` and ``predict`` as methods of a model in ``fit``, which it calls too.
+
+    Keras' own give other numbers on several replicas. Methods that a class defines itself stay.
+
+    Args:
+        program: The training.
+        hooks: Its callbacks.
+    """
+    known = weakref.ref(program.model)
+    own = own_methods(program.model, "evaluate", "predict")
+
+    def ours(name: str, function: Any) -> Any:
+        return as_method(name, lambda **given: function(known(), **given, verify=program.verify))
+
+    def validate(*args: Any, **given: Any) -> Any:
+        model = known()
+        if not given.pop("_use_cached_eval_dataset", False):
+            if "evaluate" not in own:
+                return ours("evaluate", evaluate)(*args, **given)
+            with installed(model):  # The method of the class, on a model as Keras has it.
+                for name in ("reset_metrics", "get_metrics_result", "_symbolic_build", "evaluate"):
+                    vars(model).pop(name, None)
+                return model.evaluate(*args, **given)
+        feed = given["x"]
+        if hooks.loop("test") is None:
+            hooks.serve(program.evaluation_loop(feed))
+        loop, steps = hooks.loop("test"), given["steps"]
+        return _run(model, loop, feed, steps, hooks, _use_cached_eval_dataset=True)
+
+    methods = {"evaluate": marked(validate)}
+    if "predict" not in own:
+        methods["predict"] = ours("predict", predict)
+    return methods

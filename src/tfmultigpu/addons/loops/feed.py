@@ -1,0 +1,249 @@
+"""Data as the loop of Keras takes it; which batch is next is known here, not there."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import sys
+import warnings
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any
+
+import tensorflow as tf
+
+from tfmultigpu import _compat
+from tfmultigpu.data.passes import read_over, replay_of
+from tfmultigpu.data.resumable import PositionedDataset
+from tfmultigpu.data.sharded_dataset import ShardedDataset
+
+__all__ = ["Feed", "PredictFeed"]
+
+_DataAdapter: Any = _compat.data_adapter()
+_log = logging.getLogger("tfmultigpu")
+
+
+class Feed(_DataAdapter, tf.distribute.DistributedDataset):
+    """Batches of each epoch, by the rules of Keras: its adapter, dataset and iterator in one.
+
+    Keras only counts. It would build the model from a batch that it reads, make iterators that it
+    drops, and count one batch too many where a length is unknown.
+
+    Without ``steps`` an epoch is one pass over the data. With them an epoch of training continues
+    the pass of the epoch before. If the data runs out, the epoch ends early with a warning, and
+    the next one starts a new pass.
+
+    Attributes:
+        source: The data of the user.
+        batches: The data as shards for the replicas.
+        iterator: The iterator that a step reads.
+    """
+
+    def __init__(
+        self,
+        source: Any,
+        batches: ShardedDataset,
+        per_pass: int | None,
+        steps: int | None = None,
+        *,
+        continues: bool = False,
+        repeats: bool = False,
+        describe: Callable[[], Mapping[str, Any]] = dict,
+    ) -> None:
+        """Stores the data.
+
+        Args:
+            source: The data of the user.
+            batches: Shards for the replicas.
+            per_pass: Batches of a pass; None if unknown or infinite.
+            steps: The most batches of an epoch, or None for a pass.
+            continues: Whether an epoch continues the pass of the epoch before.
+            repeats: Whether one iterator yields pass after pass.
+            describe: Returns values in JSON types that identify the data in checkpoints.
+        """
+        self.source, self.batches = source, batches
+        self.iterator: Any = None
+        self._per_pass, self._asked = per_pass, steps
+        self._continues = continues and steps is not None
+        self._repeats, self._describe = repeats, describe
+        known = [most for most in (steps, None if self._continues else per_pass) if most]
+        self.steps = min(known, default=None)  # Batches of an epoch; None until they are known.
+        self._left_in_pass: int | None = 0
+        self._left_in_epoch: int | None = None
+        self._done = self._unread = 0
+        self._is_new_pass = False
+        self._after_skipped_epoch: Callable[[int], None] = lambda epochs: None
+
+    # What Keras asks for. ------------------------------------------------------------------------
+
+    batch_size = has_partial_batch = partial_batch_size = None
+
+    @property
+    def num_batches(self) -> int:
+        """The batches of a pass; where Keras could miscount, it is told that there is no end."""
+        return self.steps if self.steps and not self._continues else sys.maxsize
+
+    def get_tf_dataset(self) -> Feed:
+        """Returns the dataset that Keras iterates: this object."""
+        return self
+
+    def __iter__(self) -> Any:
+        """Returns the iterator that Keras hands to a step: this object."""
+        return self
+
+    def __next__(self) -> Any:
+        """Returns the type specs of a batch, from which Keras would build the model."""
+        return self.element_spec
+
+    @property
+    def element_spec(self) -> Any:
+        """The type specs of a batch."""
+        return self.batches.element_spec
+
+    # What the steps ask for. ---------------------------------------------------------------------
+
+    @functools.cached_property
+    def _description(self) -> Mapping[str, Any]:
+        return self._describe()
+
+    def describe(self) -> dict[str, Any]:
+        """Returns values that identify the data in checkpoints; an unknown value is None."""
+        return {**self._description, "steps": self.steps}
+
+    def begin_epoch(self) -> None:
+        """Begins an epoch, and a new pass if one is due."""
+        if self.iterator is None or not self._continues or self._left_in_pass == 0:
+            self._begin_pass()
+        self._left_in_epoch, self._done = self._asked, 0
+
+    def most(self, steps: int) -> int:
+        """Returns the batches left in this epoch, up to ``steps``; 0 at its end."""
+        limits = [left for left in (self._left_in_pass, self._left_in_epoch) if left is not None]
+        return min([steps, *limits])
+
+    def took(self, ran: int, asked: int) -> bool:
+        """Counts the batches that a call ran, of those it asked for.
+
+        Returns:
+            Whether the epoch continues.
+        """
+        self._done += ran
+        if self._left_in_pass is not None:
+            self._left_in_pass -= ran
+        if self._left_in_epoch is not None:
+            self._left_in_epoch -= ran
+        if ran < asked:
+            self._left_in_pass = 0
+            if self._continues and not self._done and not self._is_new_pass:
+                # The earlier pass of unknown length ended exactly with its epoch.
+                self._begin_pass()
+                return True
+        self._is_new_pass = False
+        if self._continues and self._left_in_pass == 0 and self._left_in_epoch:
+            self._warn()
+        continues = self._left_in_pass != 0 and self._left_in_epoch != 0
+        if not continues and self.steps is None:
+            self.steps = self._done
+        return continues
+
+    def _begin_pass(self) -> None:
+        # One iterator of pass after pass goes on, unless a pass was broken off.
+        if self.iterator is None or not self._repeats or self._left_in_pass:
+            self.iterator = iter(self.batches)
+        self._left_in_pass = self._per_pass
+        self._is_new_pass = True
+
+    def _warn(self) -> None:
+        warnings.warn(
+            f"Your input ran out of data: an epoch of {self._asked} batches ends after "
+            f"{self._done}, and the next one starts a new pass. The data must yield at least "
+            "steps_per_epoch * epochs batches. Add .repeat() to the dataset.",
+            stacklevel=2,
+        )
+
+    # Where a resumed run begins. -----------------------------------------------------------------
+
+    def skip(self, epochs: int, step: int) -> int:
+        """Skips the batches that a resumed run has trained on; call ``begin_epoch`` first.
+
+        Args:
+            epochs: Whole epochs to skip.
+            step: Batches of the next epoch to skip.
+
+        Returns:
+            The skipped batches of the epoch.
+        """
+        if isinstance(self.batches, PositionedDataset):  # It begins at the position of the run.
+            self.took(step, step)
+            if self._left_in_pass == 0:
+                self._drop(1)  # The data skips batches only when read, and the step reads none.
+            return step
+        if epochs and not self._continues and not self._repeats:
+            self._skip_passes(epochs)
+        else:
+            for epoch in range(epochs):
+                while (asked := self.most(sys.maxsize)) and self.took(self._drop(asked), asked):
+                    pass
+                self._after_skipped_epoch(epoch)
+                self.begin_epoch()
+        dropped = self._drop(self.most(step))
+        self.took(dropped, dropped)
+        if self._unread:
+            self.iterator, _ = self.batches.iterate_from(self._unread)
+        return dropped
+
+    def skip_validations(self, validation: Feed, frequency: Any, first: int) -> None:
+        """Skips the validation after each skipped epoch, if one was due.
+
+        Datasets derived from one reshuffled dataset count their passes together, so skipped epochs
+        must begin all of them in the original order.
+
+        Args:
+            validation: The data of the validation.
+            frequency: The argument ``validation_freq`` of Keras.
+            first: The number of the first epoch.
+        """
+
+        def skip(epoch: int) -> None:
+            every = isinstance(frequency, Collection)
+            is_due = epoch + 1 in frequency if every else not (epoch + 1) % int(frequency)
+            if is_due and not validation._repeats:
+                validation.begin_epoch()
+                batches = replay_of(validation.batches.batches).batches
+                read_over(
+                    validation.iterator.source, validation.steps if batches is None else batches
+                )
+
+        self._after_skipped_epoch = lambda epochs: skip(first + epochs)
+        if isinstance(self.batches, PositionedDataset):
+            self.batches.passed_over = skip
+
+    def _skip_passes(self, passes: int) -> None:
+        """Skips passes from the current one on; reads as much as later ones depend on."""
+        replay = replay_of(self.batches.batches)
+        batches = replay.batches
+        if replay.python and passes == 1:
+            batches = None
+        elif replay.python:
+            _log.warning(
+                "Python makes the data, so fit cannot know whether its batches depend on earlier "
+                "passes. If they do, this run resumes with other batches. Write "
+                "tmg.Checkpoints(data=...), which compares them."
+            )
+        for epoch in range(passes):
+            read_over(self.iterator.source, batches)
+            self._after_skipped_epoch(epoch)
+            self._begin_pass()
+
+    def _drop(self, batches: int) -> int:
+        if self._repeats and self.batches.preprocessing is not None:
+            self._unread += batches  # `skip` begins after all of them.
+            return batches
+        return read_over(self.iterator.source, batches)
+
+
+class PredictFeed(Feed):
+    """Data of a prediction, of which Keras reads each batch."""
+
+    def __iter__(self) -> Iterator[Any]:
+        """Returns an iterator that begins when it is read: Keras makes one to spare."""
+        yield from self.batches

@@ -1,0 +1,240 @@
+"""Keras' list of callbacks, whose batch hooks come around calls of several batches."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfmultigpu.addons.loops.callbacks import every_batches, to_list
+from tfmultigpu.addons.loops.logs import as_keras
+from tfmultigpu.addons.loops.loop import Loop, not_ending_the_epoch
+from tfmultigpu.addons.loops.methods import installed
+from tfmultigpu.addons.loops.workers import SameTraining, check_alike, union
+from tfmultigpu.optimizers.update import finish_values
+from tfmultigpu.strategies.variable_sharding import is_sharded
+from tfmultigpu.strategies.worker_exchange import WorkerExchange
+from tfmultigpu.types import FitStart
+
+__all__ = ["FitHooks", "Hooks"]
+
+
+class Hooks(keras.callbacks.CallbackList):  # type: ignore[misc]
+    """The callbacks of an evaluation or a prediction, as the loop of Keras calls them.
+
+    Attributes:
+        model: The model.
+        strategy: Its strategy.
+        outputs: The outputs of the last batch of a prediction.
+    """
+
+    outputs: Any = None
+
+    def __init__(
+        self, callbacks: Any, model: Any, strategy: tf.distribute.Strategy, *, verbose: Any,
+        add_history: bool = False, **params: Any,
+    ) -> None:  # fmt: skip
+        """Makes the list.
+
+        Args:
+            callbacks: A callback, a sequence of them or a ``CallbackList``.
+            model: The model.
+            strategy: Its strategy.
+            verbose: 0, 1, 2 or ``"auto"``; only the chief prints.
+            add_history: Whether to add Keras' ``History``.
+            params: ``epochs`` and ``steps`` for the callbacks.
+
+        Raises:
+            ValueError: ``verbose`` has another value.
+        """
+        if verbose not in (0, 1, 2, "auto"):
+            raise ValueError(f"verbose must be 0, 1, 2 or 'auto'. Received: verbose={verbose!r}.")
+        shown = verbose if WorkerExchange(strategy).is_chief else 0
+        super().__init__(
+            to_list(callbacks), add_history=add_history, add_progbar=shown != 0, verbose=shown,
+            model=model, **params,
+        )  # fmt: skip
+        self.strategy = strategy
+        self._loops: dict[str, Loop] = {}
+        self._same = SameTraining(strategy, model)
+
+    def serve(self, loop: Loop) -> None:
+        """Calls the hooks of a loop from now on."""
+        self._loops[loop.mode] = loop
+        loop.hooks = self
+
+    def loop(self, mode: str) -> Loop | None:
+        """Returns the loop whose hooks are called, if there is one."""
+        return self._loops.get(mode)
+
+    def every_batches(self, mode: str) -> list[int]:
+        """Returns the numbers of batches after which callbacks of any worker want to be called."""
+        wanted = [every_batches(callback, mode) for callback in self.callbacks]
+        return union(self.strategy, {every for every in wanted if every is not None})
+
+    def call(self, mode: str, moment: str, batch: int, logs: Any = None) -> None:
+        """Calls a batch hook of each callback.
+
+        Args:
+            mode: ``"train"`` or ``"test"``.
+            moment: ``"begin"`` or ``"end"``.
+            batch: The number of the batch.
+            logs: The logs.
+        """
+        for callback in self.callbacks:
+            not_ending_the_epoch(getattr(callback, f"on_{mode}_batch_{moment}"), batch, logs)
+
+    def _after(self, loop: Loop | None) -> None:
+        if loop is None or loop.waiting or not loop.ran:
+            return
+        self.call(loop.mode, "end", loop.done - 1, as_keras({}, loop.logs))
+        self._same.agree_on_stopping(loop.flag)
+
+    def on_test_begin(self, logs: Any = None) -> None:
+        """Begins a pass of an evaluation."""
+        super().on_test_begin(logs)
+        if (loop := self._loops.get("test")) is not None:
+            loop.feed.begin_epoch()
+            loop.begin()
+
+    def on_test_batch_begin(self, batch: int, logs: Any = None) -> None:
+        """Does nothing: the loop calls the hooks."""
+
+    def on_test_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Calls the hooks if Keras has counted all batches of a call."""
+        self._after(self._loops.get("test"))
+
+    def on_predict_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Calls the hooks with the outputs, which Keras is not given."""
+        super().on_predict_batch_end(batch, {"outputs": self.outputs})
+        self._same.agree_on_stopping("stop_predicting")
+
+
+class FitHooks(Hooks):
+    """The callbacks of a training; as ``types.RunningFit`` what saves and resumes it sees.
+
+    Attributes:
+        epochs: The number of the last epoch.
+        first_epoch: The ``initial_epoch`` of this ``fit`` in its first process.
+        seed: The seed of the order of arrays.
+        start: Where a resumed training begins, or None.
+    """
+
+    def __init__(
+        self, callbacks: Any, model: Any, strategy: tf.distribute.Strategy, *, verbose: Any,
+        epochs: int, first_epoch: int, seed: int,
+    ) -> None:  # fmt: skip
+        """Makes the list, and asks the callback that resumes a training where to begin."""
+        super().__init__(
+            callbacks, model, strategy, verbose=verbose, add_history=True, epochs=epochs, steps=None
+        )
+        self.epochs, self.first_epoch, self.seed = epochs, first_epoch, seed
+        self._trained: Any = ()
+        self._between_epochs = ExitStack()
+        # They save the state of the others, and restore it: they come last.
+        self.callbacks.sort(key=lambda callback: hasattr(callback, "on_fit_begin"))
+        starts = [c.on_fit_begin(self) for c in self.callbacks if hasattr(c, "on_fit_begin")]
+        self.start: FitStart | None = next((s for s in starts if s is not None), None)
+        check_alike(strategy, "fit", {"the start of a resumed fit": self.start})
+        if self.start is not None:
+            self.seed, self.first_epoch = self.start.seed, self.start.first_epoch
+
+    @property
+    def begins_with(self) -> int:
+        """The epoch to begin with."""
+        return self.first_epoch if self.start is None else self.start.epoch
+
+    def train(self, loop: Any, trained: Any) -> None:
+        """Takes the loop and what it trains: each model with its optimizer and variables."""
+        self.serve(loop)
+        self._trained = trained
+        if self.start is not None:
+            loop.seen = self.start.batches
+        self.set_params({**self.params, "steps": loop.feed.steps})
+        own = [c for c in self.callbacks if not isinstance(c, keras.callbacks.ProgbarLogger)]
+        self._same = SameTraining(self.strategy, self.model, trained, own)
+
+    @property
+    def _training(self) -> Any:
+        return self._loops["train"]
+
+    @property
+    def batches(self) -> int:
+        """Batches so far, with those before a restart."""
+        return int(self._training.seen)
+
+    @property
+    def sums(self) -> dict[str, float]:
+        """Sums over the batches of this epoch, from which logs are made."""
+        sums: dict[str, float] = self._training.sums
+        return sums
+
+    @property
+    def data(self) -> dict[str, Any]:
+        """What is known of the data, in JSON types."""
+        return self._training.feed.describe()
+
+    def metric_variables(self) -> list[Any]:
+        """Returns the variables of the metrics in the logs."""
+        variables: list[Any] = self._training.metric_variables()
+        return variables
+
+    def changed_variables(self) -> list[Any]:
+        """Returns what the training changes."""
+        variables: list[Any] = self._training.changed_variables()
+        return variables
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Calls the hooks; there may be no epoch left to train."""
+        super().on_train_begin(logs)
+        self._keep_from_averaging()
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """Begins an epoch, or the rest of one."""
+        self._between_epochs.close()
+        loop, start = self._training, self.start
+        loop.sums.clear()
+        super().on_epoch_begin(epoch, logs)
+        loop.feed.begin_epoch()
+        skipped = 0
+        if start is not None and epoch == start.epoch:
+            skipped = loop.feed.skip(epoch - self.first_epoch, start.step)
+        loop.begin(skipped)
+        self._same.agree_on_stopping()
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        """Does nothing: the loop calls the hooks."""
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Calls the hooks if Keras has counted all batches of a call."""
+        self._after(self._training)
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Calls the hooks; then all workers have one model, or an error."""
+        super().on_epoch_end(epoch, logs)
+        self._same.check()
+        self._keep_from_averaging()
+
+    def _keep_from_averaging(self) -> None:
+        # Keras may end the training now, and cannot put averages into sharded variables.
+        for part in self._trained:
+            if any(is_sharded(variable) for variable in part.variables):
+                nothing = {"finalize_variable_values": lambda variables: None}
+                self._between_epochs.enter_context(installed(part.optimizer, **nothing))
+
+    def on_train_end(self, logs: Any = None) -> None:
+        """Puts averages into all trained variables, as Keras has for one optimizer."""
+        self._between_epochs.close()
+        for part in self._trained if self.epochs > 0 else ():
+            finish_values(part.optimizer, part.variables, self.strategy)
+        super().on_train_end(logs)
+        self._same.check()
+
+    def exit(self) -> None:
+        """Calls ``on_fit_exit`` of callbacks that have it: the end of a training, or an error."""
+        self._between_epochs.close()
+        for callback in self.callbacks:
+            if hasattr(callback, "on_fit_exit"):
+                callback.on_fit_exit()

@@ -1,0 +1,122 @@
+"""Logs as Keras has them, made of sums: each value is divided once, when somebody reads it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from tfmultigpu.losses.objective import MeanKey, is_loss
+
+__all__ = ["Logs", "as_keras", "as_list", "evaluation_logs", "training_logs"]
+
+
+class Logs(Mapping[str, Any]):
+    """Logs that are computed when somebody reads them.
+
+    Keras passes on what is no ``dict``; over a ``dict`` it would put results of metrics.
+    """
+
+    def __init__(self, read: Callable[[], Mapping[str, Any]]) -> None:
+        """Takes the function that computes them."""
+        self._read = read
+
+    @functools.cached_property
+    def _values(self) -> Mapping[str, Any]:
+        return self._read()
+
+    def __getitem__(self, name: str) -> Any:
+        """Returns a value."""
+        return self._values[name]
+
+    def __iter__(self) -> Iterator[str]:
+        """Iterates over the names."""
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        """Returns the number of values."""
+        return len(self._values)
+
+
+def training_logs(sums: Mapping[str, float], metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the logs of an epoch: losses are means over its rows.
+
+    Args:
+        sums: Sums over batches. A value of ``forward`` with a weight is divided by the sum of its
+            weights.
+        metrics: The results of metrics, by name.
+    """
+    values = {name: sums[name] for name in sums if f"{name}_weight" in sums}
+    means = {
+        name: value / sums[f"{name}_weight"] if sums[f"{name}_weight"] else 0.0
+        for name, value in values.items()
+    }
+    losses = {
+        name: sums[name] / sums["rows"]
+        for name in sums
+        if name.endswith("loss") and name not in values
+    }
+    return as_keras(losses, _distinct({**losses, **means}, means, metrics))
+
+
+def evaluation_logs(logs: Mapping[str, Any], metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the logs of an evaluation.
+
+    Args:
+        logs: Those of an eval step, over all batches.
+        metrics: The results of metrics, by name.
+    """
+    values = {n: v for n, v in logs.items() if isinstance(n, MeanKey) and not is_loss(n)}
+    losses = {name: value for name, value in logs.items() if name not in values}
+    return as_keras(losses, _distinct(logs, values, metrics))
+
+
+def _distinct(
+    taken: Mapping[str, Any], values: Mapping[str, Any], metrics: Mapping[str, Any]
+) -> dict[str, Any]:
+    if both := sorted(taken.keys() & metrics.keys()):
+        raise ValueError(
+            "A metric has the name of a loss or of a value of forward, so one of them would be "
+            f"lost. Received: {both}. Give the metric another name: keras.metrics.Mean(name=...)."
+        )
+    return {**values, **metrics}
+
+
+def as_keras(losses: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the logs of Keras, sorted: with the losses of outputs only if there are several.
+
+    Args:
+        losses: The loss, and that of each output; or those of several steps.
+        others: Other values, by name; a value may be a dict of values.
+    """
+    logs: dict[str, Any] = {n: losses[n] for n in losses if n == "loss" or n.endswith("_loss")}
+    if len(logs) == 2 and "loss" in logs:
+        logs = {"loss": losses["loss"]}
+    for name, value in others.items():
+        logs.update(value if isinstance(value, Mapping) else {name: value})
+    return {name: _number(logs[name]) for name in sorted(logs)}
+
+
+def as_list(model: Any, logs: Mapping[str, Any]) -> Any:
+    """Returns logs as ``model.evaluate`` of Keras does without ``return_dict``.
+
+    Returns:
+        A list: the loss, compiled metrics, losses of outputs, then the rest by name. A single value
+        by itself.
+    """
+    names = []
+    for metric in model.metrics:
+        inner = getattr(metric, "metrics", None)  # Of the container of compiled metrics.
+        names += [metric.name] if inner is None else [each.name for each in inner]
+    # Keras tracks these only once it has trained or evaluated the model itself.
+    names += [f"{name}_loss" for name in getattr(model, "output_names", None) or []]
+    first = [name for name in dict.fromkeys(names) if name in logs]
+    values = [logs[name] for name in [*first, *sorted(set(logs) - set(first))]]
+    return values[0] if len(values) == 1 else values
+
+
+def _number(value: Any) -> Any:
+    array = np.asarray(value)
+    return array.item() if array.ndim == 0 else array

@@ -1,0 +1,235 @@
+"""What the loop of Keras calls for each batch: our steps, some batches ahead of it."""
+
+from __future__ import annotations
+
+import functools
+import time
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import tensorflow as tf
+
+from tfmultigpu.addons.loops.feed import Feed
+from tfmultigpu.addons.loops.logs import Logs, evaluation_logs, training_logs
+from tfmultigpu.errors import DataError
+from tfmultigpu.steps.multi_step import LastKey
+from tfmultigpu.strategies.worker_exchange import WorkerExchange
+
+__all__ = ["EvaluationLoop", "Loop", "Pace", "TrainingLoop", "no_batches", "not_ending_the_epoch"]
+
+# The seconds of a call: callbacks of a batch and Ctrl-C come between calls.
+_SECONDS = 0.1
+_MOST = 64
+_MEASURED_CALLS = 8
+
+
+class Pace:
+    """The number of batches in a call of about a tenth of a second, the same on all workers.
+
+    Attributes:
+        steps: Batches of the next call.
+    """
+
+    def __init__(self, strategy: tf.distribute.Strategy, steps: int | None = None) -> None:
+        """Begins with one batch, or keeps ``steps``."""
+        self._exchange = WorkerExchange(strategy)
+        self.steps = steps or 1
+        self._left = _MEASURED_CALLS if steps is None else 0
+
+    def note(self, ran: int, seconds: float) -> None:
+        """Records a call."""
+        if self._left:
+            self._left -= 1
+            longest = float(self._exchange.floats([seconds]).max())
+            fitting = int(_SECONDS * ran / max(longest, 1e-9))
+            self.steps = max(1, min(fitting, 4 * ran, _MOST))
+
+
+class Loop:
+    """A function of Keras' loop: runs some batches ahead, and waits until Keras has counted them.
+
+    Attributes:
+        mode: ``"train"`` or ``"test"``.
+        flag: The attribute of the model by which a callback ends the loop.
+        hooks: The callbacks; see ``hooks.Hooks``.
+        feed: The data.
+        done: Batches of this epoch.
+        seen: Batches since the beginning.
+        waiting: Batches that ran, and that Keras has not counted yet.
+        ran: Whether a batch has run in this epoch, here.
+        logs: The logs of this epoch so far.
+    """
+
+    mode = "train"
+    flag = "stop_training"
+
+    def __init__(self, model: Any, feed: Feed, pace: Pace, width: int | None = None) -> None:
+        """Stores the parts.
+
+        Args:
+            model: The model; it is not kept alive.
+            feed: The data.
+            pace: The batches of a call.
+            width: The number that the user has set instead, or None.
+        """
+        self.model, self.feed = weakref.proxy(model), feed
+        self._pace, self._width = pace, width
+        self.hooks: Any = None
+        self.done = self.seen = self.waiting = 0
+        self.ran = False
+        self.logs: Mapping[str, Any] = {}
+
+    def begin(self, skipped: int = 0) -> None:
+        """Begins an epoch, some batches of which an earlier process has trained on."""
+        self.done = self.waiting = skipped
+        self.ran = False
+        self.logs = Logs(self.read)
+
+    def __call__(self, feed: Any) -> Mapping[str, Any]:
+        """Trains or evaluates for Keras: the next batch, or batches that come after it too."""
+        if not isinstance(feed, Feed):
+            raise RuntimeError(
+                "Keras gave its own data to a step of tfmultigpu, as model.train_on_batch in a "
+                f"callback of tmg.fit does. Received: {type(feed).__name__}. Call "
+                "step(batch) of tmg.make_train_step there."
+            )
+        if not self.waiting:
+            self._advance()
+        self.waiting -= 1
+        return self.logs
+
+    def run(self, iterator: Any, steps: int) -> int:
+        """Runs up to ``steps`` batches, and returns how many there were."""
+        raise NotImplementedError
+
+    def read(self) -> Mapping[str, Any]:
+        """Returns the logs of the epoch so far."""
+        raise NotImplementedError
+
+    def _advance(self) -> None:
+        asked = ran = 0
+        while not ran and (asked := self.feed.most(self._most())):
+            self.hooks.call(self.mode, "begin", self.done)
+            began = time.perf_counter()
+            ran = not_ending_the_epoch(self.run, self.feed.iterator, asked)
+            if ran:
+                self._pace.note(ran, time.perf_counter() - began)
+            if not self.feed.took(ran, asked):
+                break
+        if not ran:
+            if not self.done:
+                raise no_batches(self.feed.source)
+            raise StopIteration  # The end of data of unknown length.
+        self.advanced(ran)
+        if getattr(self.model, self.flag, False):
+            self.waiting = 1  # Keras stops after this batch.
+
+    def advanced(self, ran: int) -> None:
+        """Counts batches that ran."""
+        self.done, self.seen, self.waiting, self.ran = self.done + ran, self.seen + ran, ran, True
+        self.logs = Logs(self.read)
+
+    def _most(self) -> int:
+        if self._width is not None:
+            return self._width
+        if getattr(self.model, self.flag, False):
+            return 1
+        return min([self._pace.steps, *(every - self.seen % every for every in self._every)])
+
+    @functools.cached_property
+    def _every(self) -> list[int]:
+        """The numbers of batches after which callbacks want to be called."""
+        every: list[int] = self.hooks.every_batches(self.mode)
+        return every
+
+
+class TrainingLoop(Loop):
+    """``model.train_function``.
+
+    Attributes:
+        step: The train step.
+        metrics: The metrics in the logs.
+        sums: Sums over the batches of the epoch, from which logs are made.
+    """
+
+    def __init__(self, model: Any, feed: Feed, pace: Pace, width: Any, step: Any, metrics: Any):
+        """Stores the step and the metrics; see the class."""
+        super().__init__(model, feed, pace, width)
+        self.step, self.metrics = step, metrics
+        self.sums: dict[str, float] = {}
+
+    def metric_variables(self) -> list[Any]:
+        """Returns the variables of the metrics in the logs."""
+        return list(self.metrics.variables)
+
+    def changed_variables(self) -> list[Any]:
+        """Returns what the training changes: weights, optimizers, and states in closures."""
+        changed: list[Any] = self.step.changed_variables()
+        return changed
+
+    def run(self, iterator: Any, steps: int) -> int:
+        """Trains on up to ``steps`` batches."""
+        added = self.step.totals(iterator, steps)
+        ran = int(added.pop("steps"))  # Waits for the devices: Ctrl-C is handled here.
+        for name, value in added.items() if ran else ():
+            before = 0.0 if isinstance(name, LastKey) else self.sums.get(name, 0.0)
+            self.sums[name] = before + float(value)
+        return ran
+
+    def read(self) -> Mapping[str, Any]:
+        """Returns the logs of the epoch so far."""
+        return training_logs(self.sums, self.metrics.results()) if self.sums else {}
+
+
+class EvaluationLoop(Loop):
+    """``model.test_function``.
+
+    Attributes:
+        metrics: The metrics in the logs.
+    """
+
+    mode = "test"
+    flag = "stop_evaluating"
+
+    def __init__(self, model: Any, feed: Feed, strategy: Any, step: Any, metrics: Any) -> None:
+        """Stores the eval step and the metrics."""
+        super().__init__(model, feed, Pace(strategy, steps=32))
+        self._step, self.metrics = step, metrics
+
+    def begin(self, skipped: int = 0) -> None:
+        """Begins a pass."""
+        super().begin()
+        self._totals: Any = None
+
+    def run(self, iterator: Any, steps: int) -> int:
+        """Evaluates up to ``steps`` batches."""
+        totals = self._step.totals(iterator, steps)
+        if totals.steps:
+            self._totals = totals if self._totals is None else self._totals.plus(totals)
+        return int(totals.steps)
+
+    def read(self) -> Mapping[str, Any]:
+        """Returns the logs so far."""
+        if self._totals is None:
+            return {}
+        return evaluation_logs(self._step.report(self._totals), self.metrics.results())
+
+
+def not_ending_the_epoch(function: Callable[..., Any], *args: Any) -> Any:
+    """Calls a callback or a step; to Keras two kinds of its errors would be the end of the data."""
+    try:
+        return function(*args)
+    except (StopIteration, tf.errors.OutOfRangeError) as error:
+        raise RuntimeError(
+            f"A callback or the data raised what ends an epoch without a word: {error!r}. To stop, "
+            "set model.stop_training = True."
+        ) from error
+
+
+def no_batches(data: Any) -> DataError:
+    """Returns the error for empty data."""
+    return DataError(
+        f"The data has no batches. Received: {type(data).__name__}. Check its source, or a "
+        "filter or take() that leaves nothing."
+    )

@@ -1,0 +1,119 @@
+"""Keras' own methods on one model object: called, and replaced for a time."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from tfmultigpu.addons.loops.loop import Loop
+
+__all__ = ["around", "as_method", "install", "installed", "is_ours", "marked", "run_keras"]
+
+_NOTHING = object()
+_MARK = "_of_tfmultigpu"
+
+
+def install(model: Any, attributes: Mapping[str, Any]) -> Callable[[], None]:
+    """Gives a model object other attributes, and returns the function that undoes it."""
+    before = {name: vars(model).get(name, _NOTHING) for name in attributes}
+    vars(model).update(attributes)  # Not by setattr, with which Keras would track them.
+
+    def undo() -> None:
+        for name, value in before.items():
+            if value is _NOTHING:
+                vars(model).pop(name, None)
+            else:
+                vars(model)[name] = value
+
+    return undo
+
+
+@contextmanager
+def installed(model: Any, **attributes: Any) -> Iterator[None]:
+    """Gives a model object other attributes for a time."""
+    undo = install(model, attributes)
+    try:
+        yield
+    finally:
+        undo()
+
+
+def is_ours(method: Any) -> bool:
+    """Returns whether a function stands on a model only for a time, in place of its method."""
+    return bool(getattr(method, _MARK, False))
+
+
+def marked(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a function that ``is_ours`` knows."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    setattr(call, _MARK, True)
+    return call
+
+
+def around(loop: Loop) -> dict[str, Any]:
+    """Returns what the loop of Keras needs around our functions, as attributes of the model.
+
+    It would build again what ``train_step`` of Keras needs, which may fail, and read and reset
+    metrics that nothing updates. Private: ``_symbolic_build``; without it Keras builds.
+    """
+    return {
+        "steps_per_execution": 1,
+        "_symbolic_build": lambda **_: None,
+        "reset_metrics": marked(lambda: loop.metrics.reset()),
+        "get_metrics_result": marked(lambda: dict(loop.logs)),
+    }
+
+
+def run_keras(model: Any, name: str, *args: Any, **kwargs: Any) -> Any:
+    """Runs Keras' own ``fit``, ``evaluate`` or ``predict``.
+
+    That is below ``keras.Model``, whose methods MLflow and others replace, and without the filter
+    of tracebacks, which drops the causes of errors.
+    """
+    import keras
+
+    method = getattr(super(keras.Model, model), name)
+    with warnings.catch_warnings():
+        # Data of unknown length has ended: that is how it is told to Keras.
+        warnings.filterwarnings("ignore", "Your input ran out of data; interrupting training")
+        return inspect.unwrap(method.__func__)(model, *args, **kwargs)
+
+
+def as_method(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a function, which takes arguments by name, as a method that is called as Keras'.
+
+    Args:
+        name: ``"fit"``, ``"evaluate"`` or ``"predict"``.
+        function: The function, without the model.
+    """
+    import keras
+
+    signature = inspect.signature(getattr(keras.Model, name))
+    own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD][1:]
+    signature = signature.replace(parameters=own)
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        unknown = [key for key in kwargs if key not in signature.parameters]
+        if unknown:
+            raise TypeError(
+                f"model.{name} runs tmg.{name} here, which takes the public arguments of Keras. "
+                f"Received: {unknown[0]}={kwargs[unknown[0]]!r}. Give arguments of tmg.fit to "
+                "tmg.prepare(model, micro_batches=2)."
+            )
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        arguments = dict(bound.arguments)
+        arguments["callbacks"] = arguments["callbacks"] or ()
+        return function(**arguments)
+
+    call.__name__ = name
+    call.__signature__ = signature  # type: ignore[attr-defined]
+    return marked(call)

@@ -1,0 +1,103 @@
+"""Metrics in the logs of an epoch: reset before it, and read after it."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import tensorflow as tf
+
+from tfmultigpu.losses.metric_checks import is_from_keras
+
+__all__ = ["EpochMetrics", "metrics_that_assign"]
+
+
+@dataclasses.dataclass(frozen=True)
+class EpochMetrics:
+    """The metrics that a step updates.
+
+    Attributes:
+        own: Metrics that the step or the model updates itself, by the names in the logs.
+        container: Keras' container of compiled metrics, or None; its results count if a name
+            occurs twice.
+    """
+
+    own: Mapping[str, Any]
+    container: Any = None
+
+    @classmethod
+    def of(cls, metrics: Mapping[str, Iterable[Any]], container: Any = None) -> EpochMetrics:
+        """Names metrics: by themselves, or after their step too if several have one name.
+
+        Args:
+            metrics: The metrics of each step, by the name of the step.
+            container: See the class.
+
+        Raises:
+            ValueError: Two metrics would have one name in the logs.
+        """
+        owners: dict[int, tuple[str, Any]] = {}
+        for step, updated in metrics.items():
+            for metric in updated:
+                owners.setdefault(id(metric), (step, metric))
+        names = [metric.name for _, metric in owners.values()]
+        named: dict[str, Any] = {}
+        for step, metric in owners.values():
+            several = names.count(metric.name) > 1 and step
+            name = f"{step}_{metric.name}" if several else metric.name
+            if name in named:
+                raise ValueError(
+                    f"Two metrics have one name, so the logs would hold one of them. Received: "
+                    f"{name!r} twice. Give one another name: keras.metrics.Mean(name=...)."
+                )
+            named[name] = metric
+        return cls(named, container)
+
+    @property
+    def variables(self) -> list[Any]:
+        """The variables of all metrics."""
+        owners = [*([] if self.container is None else [self.container]), *self.own.values()]
+        return [variable for owner in owners for variable in owner.variables]
+
+    def reset(self) -> None:
+        """Resets all metrics."""
+        if self.container is not None:
+            self._reset()
+        for metric in self.own.values():
+            metric.reset_state()
+
+    def results(self) -> dict[str, Any]:
+        """Returns the result of each metric by its name."""
+        own = {name: metric.result() for name, metric in self.own.items()}
+        return own if self.container is None else {**own, **self._results()}
+
+    @functools.cached_property
+    def _reset(self) -> Callable[[], Any]:
+        return self._in_one_call(self.container.reset_state)
+
+    @functools.cached_property
+    def _results(self) -> Callable[[], Any]:
+        return self._in_one_call(self.container.result)
+
+    def _in_one_call(self, method: Callable[[], Any]) -> Callable[[], Any]:
+        """Traces a method, which is faster; metrics of the user may not work in a graph."""
+        if not all(is_from_keras(metric) for metric in self.container.metrics):
+            return method
+        traced: Any = tf.function(lambda: method(), autograph=False)
+        # TensorFlow would take the functions of several models for one that it traces anew.
+        concrete: Callable[[], Any] = traced.get_concrete_function()
+        return concrete
+
+
+def metrics_that_assign(models: Iterable[Any], assigned: Iterable[Any]) -> list[Any]:
+    """Returns the metrics of models that have one of these variables, each once.
+
+    Args:
+        models: Keras models.
+        assigned: Keras variables that a forward pass assigns.
+    """
+    changed = {id(variable) for variable in assigned}
+    metrics = {id(m): m for model in models for m in getattr(model, "metrics", ())}
+    return [m for m in metrics.values() if any(id(v) in changed for v in m.variables)]

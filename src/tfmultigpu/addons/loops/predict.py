@@ -1,0 +1,156 @@
+"""``predict``: every example once, in the order of the data."""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfmultigpu.addons.loops.cache import build, checked_strategy, get_or_make
+from tfmultigpu.addons.loops.callbacks import adapt_callbacks, check_callbacks, to_list
+from tfmultigpu.addons.loops.hooks import Hooks
+from tfmultigpu.addons.loops.inputs import check_steps, labelled, pass_feed
+from tfmultigpu.addons.loops.loop import no_batches
+from tfmultigpu.addons.loops.methods import installed, run_keras
+from tfmultigpu.addons.loops.own_methods import check_no_loop, own_methods, refused
+from tfmultigpu.data.other_packages import read_tables
+from tfmultigpu.errors import DataError
+from tfmultigpu.steps.evaluate import make_predict_step
+from tfmultigpu.steps.value_agreement import check_values_alike
+from tfmultigpu.strategies.scopes import check_backend
+from tfmultigpu.types import Model, Verbose, Verify
+
+__all__ = ["predict"]
+
+# Outputs that may stay on the device while it computes the next ones.
+_AHEAD = 2
+
+
+def predict(
+    model: Model,
+    data: Any = None,
+    *,
+    x: Any = None,
+    batch_size: int | None = None,
+    steps: int | None = None,
+    callbacks: Any = (),
+    verbose: Verbose = "auto",
+    verify: Verify = "first",
+) -> Any:
+    """Predicts every example once, in the order of the data.
+
+    Runs on the strategy whose scope the model was created in, or else on one device. All workers
+    must call it, and all get every prediction. The model need not be compiled.
+
+    Args:
+        model: A Keras model.
+        data: An array ``x``, or a dict or list of arrays for several inputs; or an argument or
+            result of ``distribute_dataset``. Batches ``(x, y)`` or ``(x, y, sample_weight)`` are
+            valid too; only x is used.
+        x: Another name for ``data``, as in Keras.
+        batch_size: Examples in a global batch, for arrays only; None means 32.
+        steps: The largest number of batches; None means all.
+        callbacks: Keras callbacks, whose ``on_predict_...`` hooks are called.
+        verbose: 0, 1 (a progress bar), 2 (a line) or ``"auto"``, which is 1. Only the chief prints.
+        verify: See ``make_predict_step``.
+
+    Returns:
+        Arrays of shape ``[examples, ...]`` in the structure of the model's outputs, with their
+        dtypes (text as bytes). Ragged and sparse outputs stay tensors.
+
+    Raises:
+        LossError: The model replaces ``predict_step`` and is on several replicas.
+        ScopeError: The model was created outside the scope.
+        DataError: The data is infinite and ``steps`` is None, is empty, or is of an unknown kind;
+            or the outputs of the batches have different shapes.
+
+    Example:
+        >>> import keras, numpy as np, tfmultigpu as tmg
+        >>> model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1, use_bias=False)])
+        >>> model.set_weights([np.ones((2, 1))])
+        >>> tmg.predict(model, np.arange(6).reshape(3, 2), verbose=0).tolist()
+        [[1.0], [5.0], [9.0]]
+    """
+    check_backend()
+    import keras
+
+    strategy = checked_strategy(model, "predict")
+    check_no_loop(model, "predict")
+    own = bool(own_methods(model, "predict_step"))
+    if own and strategy.num_replicas_in_sync > 1:
+        raise refused(model, "predict_step", strategy, "predict")
+    check_steps(steps)
+    data = read_tables(labelled(model, data, x, None, None, "predict"))
+    if isinstance(data, list) and any(tf.is_tensor(i) or hasattr(i, "__array__") for i in data):
+        data = (tuple(data),)  # Several inputs, as in Keras; a tuple would be (x, y).
+    feed = pass_feed(model, "prediction", data, strategy, batch_size, steps)
+    if own:
+        keras.Model.make_predict_function(model)
+        function = model.predict_function
+
+        def step(batch: Any) -> Any:
+            return function([batch])
+    else:
+        build(model, strategy, feed.element_spec)
+        key = strategy, tuple(id(variable) for variable in model.variables), verify
+        proxy = weakref.proxy(model)
+        step = get_or_make(
+            model, "predict", key, lambda: make_predict_step(proxy, strategy, verify=verify)
+        )
+    check_values_alike(strategy, model)
+    callbacks = to_list(callbacks)
+    check_callbacks(callbacks)
+    adapt_callbacks(callbacks, getattr(model, "optimizer", None))
+    hooks = Hooks(callbacks, model, strategy, verbose=verbose, epochs=1, steps=feed.steps)
+    waiting: deque[Any] = deque()
+    outputs: list[Any] = []
+
+    def run(batches: list[Any]) -> tuple[()]:
+        hooks.outputs = step(batches[0])
+        waiting.append(hooks.outputs)
+        if len(waiting) > _AHEAD:
+            outputs.append(_to_host(waiting.popleft()))
+        return ()  # Keras would keep outputs on the device, and make ragged what does not fit.
+
+    with installed(model, predict_function=run, steps_per_execution=1):
+        try:
+            run_keras(model, "predict", feed, steps=feed.steps, callbacks=hooks)
+        except UnboundLocalError:  # Of Keras, without data.
+            if waiting:
+                raise
+    outputs.extend(_to_host(output) for output in waiting)
+    if not outputs:
+        raise no_batches(data)
+    return tf.nest.map_structure(_join, *outputs)
+
+
+def _to_host(output: Any) -> Any:
+    composite = (tf.RaggedTensor, tf.SparseTensor)
+    return tf.nest.map_structure(
+        lambda leaf: leaf if leaf is None or isinstance(leaf, composite) else leaf.numpy(), output
+    )
+
+
+def _join(*parts: Any) -> Any:
+    if parts[0] is None:
+        return None
+    if isinstance(parts[0], tf.SparseTensor):
+        return tf.sparse.concat(0, list(parts), expand_nonconcat_dims=True)
+    if isinstance(parts[0], tf.RaggedTensor):
+        return tf.concat(parts, axis=0)
+    shapes = {np.shape(part)[1:] for part in parts}
+    if np.ndim(parts[0]) == 0:
+        raise DataError(
+            "An output has one value per batch, so predictions cannot be joined. Received: an "
+            "output of shape []. Return one value per example."
+        )
+    if len(shapes) > 1:
+        raise DataError(
+            "The predictions of the batches have different shapes, so they do not make one array. "
+            f"Received: examples of shapes {sorted(shapes)}. Pad the inputs to one length, or use "
+            "tmg.make_predict_step and keep the batches apart."
+        )
+    return np.concatenate(parts)

@@ -1,0 +1,95 @@
+"""``prepare``: ``model.fit``, ``evaluate`` and ``predict`` of other people's code run ours."""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from contextlib import ExitStack
+from typing import Any
+
+from tfmultigpu.addons.loops.evaluate import evaluate
+from tfmultigpu.addons.loops.fit import fit
+from tfmultigpu.addons.loops.methods import as_method, install
+from tfmultigpu.addons.loops.own_methods import own_methods
+from tfmultigpu.addons.loops.predict import predict
+from tfmultigpu.errors import LossError
+from tfmultigpu.strategies.scopes import check_backend
+
+__all__ = ["prepare"]
+
+
+def prepare(model: Any, **options: Any) -> ExitStack:
+    """Makes ``model.fit``, ``evaluate`` and ``predict`` of one model object run those of ``tmg``.
+
+    For code that calls these methods itself: a tuner, a callback that calls
+    ``self.model.evaluate``, a notebook. They take the arguments of Keras and return what Keras
+    returns. Other models, also clones of this one, are not changed, nor is any class.
+
+    Args:
+        model: A Keras model.
+        **options: Arguments of ``fit`` that Keras does not have, such as ``micro_batches``,
+            ``clip_norm`` or ``forward``; ``verify`` applies to all three.
+
+    Returns:
+        What undoes it: ``close()``, or the end of a ``with`` block.
+
+    Raises:
+        LossError: The class of the model has replaced one of the methods, which would be passed
+            over.
+        TypeError: It is not a model, or an option is unknown.
+
+    Example:
+        >>> import keras, numpy as np, tfmultigpu as tmg
+        >>> model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+        >>> model.compile("sgd", "mse")
+        >>> with tmg.prepare(model):
+        ...     history = model.fit(np.ones((5, 2)), np.ones((5, 1)), verbose=0)
+        >>> list(history.history)
+        ['loss']
+    """
+    check_backend()
+    import keras
+
+    if not isinstance(model, keras.Model):
+        raise TypeError(
+            f"prepare takes a keras.Model. Received: {type(model).__name__}. Write "
+            "tmg.prepare(model)."
+        )
+    theirs = {*inspect.signature(keras.Model.fit).parameters, "model", "data"}
+    known = [name for name in inspect.signature(fit).parameters if name not in theirs]
+    for name, value in options.items():
+        if name not in known:
+            raise TypeError(
+                f"prepare takes the arguments of tmg.fit that Keras does not have: "
+                f"{', '.join(known)}. Received: {name}={value!r}. Give others to model.fit."
+            )
+    if own := own_methods(model, "fit", "evaluate", "predict"):
+        raise LossError(
+            f"model.{own[0]} is not that of Keras, so prepare would pass over what it does beside "
+            f"training. Received: {type(model).__name__}.{own[0]}. Call tmg.{own[0]} inside it."
+        )
+    reference = weakref.ref(model)
+    verify = {"verify": options["verify"]} if "verify" in options else {}
+
+    def fit_method(**given: Any) -> Any:
+        valid = given.pop("validation_data")
+        given["validation_data"] = tuple(valid) if isinstance(valid, list) else valid
+        return fit(reference(), **given, **options)
+
+    def evaluate_method(**given: Any) -> Any:
+        if own := [name for name in ("forward", "step") if options.get(name) is not None]:
+            raise LossError(
+                "model.evaluate of a prepared model computes compiled losses. Received: prepare "
+                f"with {own[0]}, whose loss it does not know. Write step = tmg.make_eval_step("
+                "model, None, strategy, forward=forward)."
+            )
+        return evaluate(reference(), **given, **verify)
+
+    methods = {
+        "fit": as_method("fit", fit_method),
+        "evaluate": as_method("evaluate", evaluate_method),
+        "predict": as_method("predict", lambda **given: predict(reference(), **given, **verify)),
+    }
+    undo = ExitStack()
+    undo.callback(install(model, methods))
+    return undo

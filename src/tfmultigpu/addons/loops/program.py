@@ -1,0 +1,386 @@
+"""Steps that ``fit`` trains and validates with: of compiled losses or a forward, or made before."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfmultigpu.addons.loops.cache import build, checked_strategy, get_or_make
+from tfmultigpu.addons.loops.compiled import check_labels, compile_arguments, read_compiled
+from tfmultigpu.addons.loops.feed import Feed
+from tfmultigpu.addons.loops.loop import EvaluationLoop, Loop, Pace, TrainingLoop
+from tfmultigpu.addons.loops.metrics import EpochMetrics, metrics_that_assign
+from tfmultigpu.addons.loops.own_methods import (
+    EVALUATION,
+    OWN_METRICS,
+    check_no_loop,
+    own_methods,
+    refused,
+)
+from tfmultigpu.addons.loops.own_step import KerasLoop, build_for_keras
+from tfmultigpu.data.batch_format import any_rows, unpack_batch
+from tfmultigpu.errors import LossError, ScopeError
+from tfmultigpu.losses.loss_sum import LossSum
+from tfmultigpu.losses.objective import ModelLoss
+from tfmultigpu.steps.chain import ChainedStep, chain_steps
+from tfmultigpu.steps.evaluate import EvalStep, make_eval_step
+from tfmultigpu.steps.train import make_train_step
+from tfmultigpu.steps.train_step import Trained, TrainStep
+from tfmultigpu.steps.verification import assigned_variables
+from tfmultigpu.strategies.topology import describe
+
+__all__ = ["Program", "runs_as_in_keras"]
+
+_OPTIONS = {"micro_batches": 1, "clip_norm": None, "loss_scale": None, "shard_update": "auto"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """The training and the validation of one ``fit``, or an evaluation.
+
+    Attributes:
+        model: The model that callbacks see.
+        strategy: The strategy that it was created on.
+        forward: The ``forward`` of the user, or None.
+        eval_forward: The ``forward`` for validation, or None.
+        step: The train step of the user, or None.
+        eval_step: The eval step of the user, or None.
+        verify: See ``make_train_step``.
+        options: Further options of ``make_train_step``.
+    """
+
+    model: Any
+    strategy: tf.distribute.Strategy
+    forward: Callable[..., Any] | None = None
+    eval_forward: Callable[..., Any] | None = None
+    step: TrainStep | ChainedStep | None = None
+    eval_step: EvalStep | None = None
+    verify: Any = "first"
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls,
+        model: Any,
+        *,
+        forward: Any,
+        eval_forward: Any,
+        step: Any,
+        eval_step: Any,
+        verify: Any,
+        **options: Any,
+    ) -> Program:
+        """Checks the arguments of ``fit``; see there.
+
+        Raises:
+            LossError: The model is not compiled, replaces a method of Keras and is on several
+                replicas, or has compiled losses beside a ``forward``.
+            ScopeError: A step runs on another strategy than that of the model.
+            TypeError: A step is not a step, or a forward not a function.
+            ValueError: Arguments exclude each other, or the step trains other models.
+        """
+        strategy = checked_strategy(model, "fit")
+        beside = [] if step is None else [*_named(forward=forward), *_changed(options, verify)]
+        beside += [] if eval_step is None else _named(eval_forward=eval_forward)
+        if beside:
+            raise ValueError(
+                f"A step has its own options. Received: {beside[0]} beside a step. Give it to "
+                "tmg.make_train_step or tmg.make_eval_step, or leave out the step."
+            )
+        for name, function in (("forward", forward), ("eval_forward", eval_forward)):
+            if function is not None and not callable(function):
+                raise TypeError(
+                    f"{name} must be a function f(model, batch, training). Received: "
+                    f"{name}={function!r}. For a Keras loss, write model.compile(optimizer, loss)."
+                )
+        if eval_step is not None and not isinstance(eval_step, EvalStep):
+            raise TypeError(
+                "eval_step must come from tmg.make_eval_step. Received: "
+                f"{type(eval_step).__name__}."
+            )
+        if step is not None:
+            step = _chained(step)
+            _check_trains(step, model)
+        elif forward is not None:
+            _check_only_optimizer(model)
+            eval_forward = forward if eval_forward is None and eval_step is None else eval_forward
+        else:
+            compile_arguments(model)
+            if model.optimizer is None:
+                raise LossError(
+                    "fit counts steps by the optimizer of the model. Received: "
+                    f"{type(model).__name__} compiled with optimizer=None. Compile it with one of "
+                    "the optimizers that its train_step uses."
+                )
+        for made in (step, eval_step):
+            if made is not None and made.strategy is not strategy:
+                raise ScopeError(
+                    "The step was made for another strategy than that of the model. Received: a "
+                    f"step for {describe(made.strategy)}; model {model.name!r} of "
+                    f"{describe(strategy)}. Make both in the scope of one strategy."
+                )
+        program = cls(model, strategy, forward, eval_forward, step, eval_step, verify, options)
+        program.runs_as_in_keras()
+        return program
+
+    @property
+    def trained(self) -> tuple[Trained, ...]:
+        """Each trained model with its optimizer and variables."""
+        if self.step is not None:
+            return self.step.trained
+        return (Trained(self.model, self.model.optimizer, self.model.trainable_variables),)
+
+    def runs_as_in_keras(self, spec: Any = None) -> bool:
+        """Returns whether the model trains by a ``train_step`` that it replaces.
+
+        Raises:
+            LossError: It would have to, but there are several replicas.
+            ValueError: An option cannot act in it.
+        """
+        if self.forward is not None or self.step is not None:
+            return False
+        own = runs_as_in_keras(self.model, self.strategy, "fit", spec)
+        acting = [name for name in _changed(self.options) if self.options[name] is not False]
+        if own and acting:
+            raise ValueError(
+                f"{acting[0]} acts in the step of this library, and {type(self.model).__name__} "
+                f"replaces that. Received: {acting[0]}={self.options[acting[0]]!r}. Leave it out, "
+                "or write the loss as a forward: tmg.fit(model, data, forward=forward)."
+            )
+        return own
+
+    def training_loop(self, feed: Feed, pace: Callable[[], Pace], width: int | None) -> Loop:
+        """Returns what the loop of Keras calls to train.
+
+        Args:
+            feed: The data.
+            pace: Returns the number of batches in a call, if none is kept for the step.
+            width: The number that the user has set, or None.
+        """
+        model, spec = self.model, feed.element_spec
+        if self.runs_as_in_keras(spec):
+            build_for_keras(model, self.strategy, spec)
+            return KerasLoop(model, feed, "train", self.strategy)
+        step, metrics = self._train_step(spec)
+        kept = get_or_make(model, "pace", id(step), pace)
+        return TrainingLoop(model, feed, kept, width, step, metrics)
+
+    def _train_step(self, spec: Any) -> tuple[TrainStep | ChainedStep, EpochMetrics]:
+        model, strategy = self.model, self.strategy
+        # A reference to the model would be a cycle that holds it until it is searched for.
+        proxy = weakref.proxy(model)
+        options = {**self.options, "verify": self.verify}
+        if self.step is None:
+            build(model, strategy, spec)
+        if self.step is None and self.forward is None:
+            if _own_loss(model, strategy, spec) is None:
+                check_labels(model, spec)
+            arguments = compile_arguments(model)
+            options["jit_compile"] = arguments.get("jit_compile") is True
+            # A new compile or a new layer needs a new step; the step itself handles frozen layers.
+            variables = tuple(id(variable) for variable in model.variables)
+            key = strategy, id(arguments), id(model.optimizer), variables, options
+
+            def make() -> Any:
+                losses, metrics = _compiled(model, strategy, spec)
+                given = {**losses, **options}
+                made = make_train_step(proxy, model.optimizer, strategy=strategy, **given)
+                return made, metrics, arguments
+
+            made: Any = get_or_make(model, "fit", key, make)
+            return made[0], made[1]
+        step = self.step
+        if step is None:
+            step = make_train_step(
+                proxy, model.optimizer, None, strategy, forward=self.forward, **options
+            )
+        steps = step.steps if isinstance(step, ChainedStep) else {"": step}
+        models = [part.model for part in step.trained]
+        updated = {name: _updated(part, models, spec) for name, part in steps.items()}
+        return step, EpochMetrics.of(updated)
+
+    def check_validation(self, spec: Any) -> None:
+        """Checks that there is something to validate with, and that batches have its labels.
+
+        Raises:
+            LossError: There is not.
+        """
+        if self.eval_step is not None or self.eval_forward is not None:
+            return
+        compiled = getattr(self.model, "compiled", False)
+        if compiled and own_methods(self.model, *EVALUATION):
+            runs_as_in_keras(self.model, self.strategy, "evaluate", spec)
+            return
+        if not (compiled and compile_arguments(self.model).get("loss")):
+            raise LossError(
+                "fit has validation data and nothing to validate with. Received: model "
+                f"{self.model.name!r} without a compiled loss. Give eval_step="
+                "tmg.make_eval_step(model, loss, strategy) or eval_forward, or compile a loss."
+            )
+        check_labels(self.model, spec)
+
+    def evaluation_loop(self, feed: Feed) -> Loop:
+        """Returns what the loop of Keras calls to evaluate."""
+        model, strategy, spec = self.model, self.strategy, feed.element_spec
+        proxy = weakref.proxy(model)
+        if self.eval_step is not None or self.eval_forward is not None:
+            step = self.eval_step or make_eval_step(
+                proxy, None, strategy, forward=self.eval_forward, verify=self.verify
+            )
+            metrics = EpochMetrics.of({"": _updated(step, [model], spec)})
+            return EvaluationLoop(model, feed, strategy, step, metrics)
+        if runs_as_in_keras(model, strategy, "evaluate", spec):
+            return KerasLoop(model, feed, "test", strategy)
+        if _own_loss(model, strategy, spec) is None:
+            check_labels(model, spec)
+        build(model, strategy, spec)
+        arguments = compile_arguments(model)
+        # A new compile, a new layer or a frozen layer needs a new step.
+        variables = tuple((id(variable), variable.trainable) for variable in model.variables)
+
+        def make() -> Any:
+            losses, metrics = _compiled(model, strategy, spec)
+            made = make_eval_step(proxy, strategy=strategy, verify=self.verify, **losses)
+            return made, metrics, arguments
+
+        key = strategy, id(arguments), variables, self.verify
+        made: Any = get_or_make(model, "evaluate", key, make)
+        return EvaluationLoop(model, feed, strategy, made[0], made[1])
+
+
+def runs_as_in_keras(
+    model: Any, strategy: tf.distribute.Strategy, function: str, spec: Any = None
+) -> bool:
+    """Returns whether a model runs by methods that it replaces, as in Keras, not by our steps.
+
+    Args:
+        model: A compiled model.
+        strategy: Its strategy.
+        function: ``"fit"`` or ``"evaluate"``.
+        spec: The type specs of a batch; None leaves ``compute_loss`` for a later call.
+
+    Raises:
+        LossError: It would have to, but there are several replicas.
+    """
+    step = "train_step" if function == "fit" else "test_step"
+    check_no_loop(model, step.removesuffix("_step"))
+    own = own_methods(model, step, *OWN_METRICS)
+    has_rows = spec is not None and _own_loss(model, strategy, spec) is not None
+    if not own and spec is not None and not has_rows:
+        own = own_methods(model, "compute_loss")
+    if own and own[0] != step and has_rows:
+        raise LossError(
+            f"{own[0]} runs in the step of Keras, which would train on the sum of what "
+            f"compute_loss returns. Received: {type(model).__name__} with both. Return one number "
+            "from compute_loss: tf.reduce_mean(values); or give metrics to model.compile."
+        )
+    if own and strategy.num_replicas_in_sync > 1:
+        raise refused(model, own[0], strategy, function)
+    return bool(own)
+
+
+def _own_loss(model: Any, strategy: Any, spec: Any) -> tuple[ModelLoss, list[Any]] | None:
+    """Returns the ``compute_loss`` of a model, and the metrics that it updates.
+
+    None if the model does not replace it, or if it returns one number for a batch.
+    """
+    if not own_methods(model, "compute_loss"):
+        return None
+    build(model, strategy, spec)
+    arguments = compile_arguments(model)
+
+    def find() -> Any:
+        proxy = weakref.proxy(model)  # A step lives as long as its model, not longer.
+        takes_training = "training" in inspect.signature(model.compute_loss).parameters
+
+        def compute(x: Any, y: Any, y_pred: Any, sample_weight: Any, training: bool) -> Any:
+            more = {"training": training} if takes_training else {}
+            return proxy.compute_loss(x, y, y_pred, sample_weight, **more)
+
+        results: list[Any] = []
+
+        def forward(batch: Any) -> None:
+            x, y, sample_weight = unpack_batch(batch)
+            results.append(compute(x, y, model(x, training=True), sample_weight, True))
+
+        rows = tf.nest.map_structure(lambda leaf: None if leaf is None else any_rows(leaf), spec)
+        assigned = assigned_variables(forward, strategy, rows)
+        loss = results[-1]
+        # It can be added over replicas if its first axis has no fixed length.
+        has_rows = tf.is_tensor(loss) and bool(loss.shape.rank) and loss.shape[0] is None
+        added = has_rows or isinstance(loss, LossSum)
+        found = (ModelLoss(compute), metrics_that_assign([model], assigned)) if added else None
+        return found, arguments
+
+    key = strategy, id(arguments), vars(model).get("compute_loss"), str(spec)
+    found: tuple[ModelLoss, list[Any]] | None = get_or_make(model, "compute_loss", key, find)[0]
+    return found
+
+
+def _compiled(model: Any, strategy: Any, spec: Any) -> tuple[dict[str, Any], EpochMetrics]:
+    """Returns what a compiled model gives to a step, and the metrics in its logs."""
+    own, updated = _own_loss(model, strategy, spec) or (None, [])
+    compiled = read_compiled(model, strategy, spec, own)
+    arguments = {
+        "loss": compiled.losses,
+        "metrics": compiled.metrics,
+        "weighted_metrics": compiled.weighted_metrics,
+        "loss_weights": compiled.loss_weights,
+    }
+    return arguments, EpochMetrics.of({"": updated}, compiled.container)
+
+
+def _updated(step: Any, models: Sequence[Any], spec: Any) -> list[Any]:
+    """Returns the metrics that a step updates: its own, and those that ``forward`` does."""
+    if not any(getattr(model, "metrics", None) for model in models):
+        return list(step.metrics)
+    return [*step.metrics, *metrics_that_assign(models, step.assigned(spec))]
+
+
+def _named(**arguments: Any) -> list[str]:
+    return [name for name, value in arguments.items() if value is not None]
+
+
+def _changed(options: Mapping[str, Any], verify: Any = "first") -> list[str]:
+    changed = [name for name, value in options.items() if value != _OPTIONS[name]]
+    return changed if verify == "first" else [*changed, "verify"]
+
+
+def _chained(step: Any) -> TrainStep | ChainedStep:
+    if isinstance(step, (TrainStep, ChainedStep)):
+        return step
+    if isinstance(step, Sequence) and not isinstance(step, str):
+        return chain_steps(*step)
+    raise TypeError(
+        "step must come from tmg.make_train_step or tmg.chain_steps, or be a list of train steps. "
+        f"Received: {type(step).__name__}."
+    )
+
+
+def _check_trains(step: TrainStep | ChainedStep, model: Any) -> None:
+    """Checks that a step trains the model, or a part of it: callbacks save that model."""
+    own = {id(variable) for variable in model.variables}
+    trained = {id(variable) for part in step.trained for variable in part.variables}
+    if own and trained and not own & trained:
+        names = ", ".join(repr(part.model.name) for part in step.trained)
+        raise ValueError(
+            "The step does not train the model, which callbacks would save and restore. Received: "
+            f"model {model.name!r}, and a step that trains {names}. Give one of these models."
+        )
+
+
+def _check_only_optimizer(model: Any) -> None:
+    arguments = compile_arguments(model)
+    given = [name for name in ("loss", "metrics", "weighted_metrics") if arguments.get(name)]
+    if given:
+        raise LossError(
+            "forward computes the loss itself and shows no labels and predictions to metrics. "
+            f"Received: forward, and a model compiled with {' and '.join(given)}. Write "
+            'model.compile(optimizer=...), and return values for the logs: loss, {"name": (sum, '
+            "weight)}."
+        )
