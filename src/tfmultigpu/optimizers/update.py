@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,7 +24,13 @@ from tfmultigpu.optimizers.sharded import (
 from tfmultigpu.strategies.scopes import check_scope
 from tfmultigpu.strategies.variable_sharding import is_sharded
 
-__all__ = ["apply_reduced_gradients", "build_optimizer", "finish_values", "prepare_update"]
+__all__ = [
+    "apply_reduced_gradients",
+    "build_optimizer",
+    "finish_values",
+    "prepare_update",
+    "when_built",
+]
 
 
 def apply_reduced_gradients(
@@ -280,6 +287,22 @@ def build_optimizer(
             "models with one, build it for all of them first: "
             "optimizer.build(a.trainable_variables + b.trainable_variables)."
         )
+    _when_built.pop(optimizer, lambda: None)()
+
+
+def when_built(optimizer: Any, then: Callable[[], None]) -> None:
+    """Has a function called once ``build_optimizer`` or ``prepare_update`` has built an optimizer.
+
+    Checkpoints restore its slots then: until a step is made nobody knows where they will live.
+
+    Args:
+        optimizer: An optimizer that is not built.
+        then: The function, in place of any given before.
+    """
+    _when_built[optimizer] = then
+
+
+_when_built: weakref.WeakKeyDictionary[Any, Callable[[], None]] = weakref.WeakKeyDictionary()
 
 
 def _check(optimizer: Any, strategy: tf.distribute.Strategy) -> None:

@@ -1,0 +1,205 @@
+"""The state of ``fit`` in a run: where it begins, its callbacks, and the logs of its epoch."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from tfmultigpu.addons.checkpoints import state
+from tfmultigpu.addons.checkpoints.callback_states import CallbackStates
+from tfmultigpu.addons.checkpoints.files import Arrays
+from tfmultigpu.data.positioned import Position
+from tfmultigpu.errors import CheckpointError
+from tfmultigpu.strategies.worker_exchange import WorkerExchange
+from tfmultigpu.types import FitStart, RunningFit
+
+__all__ = ["FitState"]
+
+_log = logging.getLogger("tfmultigpu")
+
+
+class FitState:
+    """State of the running ``fit``, or of a stored one until a ``fit`` takes it.
+
+    All workers must call every method.
+
+    Attributes:
+        first_epoch: The epoch of ``fit`` that the run began with.
+    """
+
+    def __init__(
+        self,
+        position: Position,
+        exchange: WorkerExchange,
+        variables: Callable[[], list[state.StateVariable]],
+        read_restored: Callable[[], tuple[state.Entries, Arrays]],
+    ) -> None:
+        """Stores the parts of the run.
+
+        Args:
+            position: The position in the data.
+            exchange: The workers.
+            variables: Returns the variables.
+            read_restored: Returns the restored values, also of what is not built yet.
+        """
+        self.first_epoch = 0
+        self._position = position
+        self._exchange = exchange
+        self._variables = variables
+        self._read_restored = read_restored
+        self._fit: RunningFit | None = None
+        self._callback: Any = None
+        self._callbacks = CallbackStates(())
+        self._stored: Mapping[str, Any] | None = None
+        self._arrays: Arrays = {}
+        self._resumed: Mapping[str, Any] | None = None
+        self._is_restored = False
+        self._restored: tuple[state.Entries, Arrays] | None = None
+
+    def load(self, run: Mapping[str, Any], arrays: Arrays) -> None:
+        """Takes this part of a checkpoint."""
+        self._fit = self._restored = None
+        self.first_epoch, self._stored = run["first_epoch"], run["fit"]
+        self._arrays = {name: value for name, value in arrays.items() if name.startswith("fit/")}
+        self._is_restored = True
+
+    def begin(self, fit: RunningFit, callback: Any) -> FitStart | None:
+        """Returns where a ``fit`` begins; None if it begins as asked.
+
+        Args:
+            fit: The ``fit``, before its data is prepared.
+            callback: The callback of the checkpoints.
+        """
+        self._fit, self._callback, self._resumed = fit, callback, None
+        self._callbacks = CallbackStates(fit.callbacks)
+        if self._is_restored:
+            # What the program changed since ``restore`` is part of the run.
+            self._is_restored, self._restored = False, self._read_restored()
+        elif self._position == Position() and self._stored is None:
+            self.first_epoch = fit.first_epoch
+        epoch, step = self.first_epoch + self._position.epoch, self._position.step
+        if (epoch, step) > (fit.epochs, 0):
+            # It had ended when a later fit or loop was saved, which then takes the stored state.
+            return FitStart(fit.seed, fit.first_epoch, fit.epochs, 0, 0)
+        self._resumed, self._stored = self._stored, None
+        if self._resumed is None:
+            begins = (epoch, step) == (fit.first_epoch, 0)
+            return None if begins else FitStart(fit.seed, fit.first_epoch, epoch, step, 0)
+        stored = self._resumed
+        if stored["stopped"] and self._has_the_same_callbacks(stored):
+            _log.warning(
+                "A callback ended this run before its last epoch, as its checkpoint records. To "
+                "train further, leave out that callback."
+            )
+            epoch = fit.epochs
+        return FitStart(stored["seed"], stored["first_epoch"], epoch, step, stored["batches"])
+
+    def _has_the_same_callbacks(self, stored: Mapping[str, Any]) -> bool:
+        missing = self._callbacks.missing(stored["callbacks"], with_state=False)
+        # The checkpoint has the callbacks of the chief; other workers may have fewer.
+        return not self._exchange([len(missing)])[0, 0]
+
+    def begin_training(self) -> None:
+        """Restores what hooks have changed since; call it after all other ``on_train_begin``.
+
+        Callbacks may load weights, reset slots or set the learning rate there a second time.
+
+        Raises:
+            CheckpointError: The training changes more than is saved, or the data differs.
+        """
+        assert self._fit is not None
+        state.check_holds(self._variables(), self._fit.changed_variables())
+        if self._resumed is not None:
+            self._check_data(self._resumed["data"], self._fit.data)
+            self._callbacks.write(self._resumed["callbacks"], self._arrays)
+            gone = self._callbacks.missing(self._resumed["callbacks"], with_state=True)
+            if gone:
+                _log.warning(
+                    "The checkpoint has the state of callbacks that were not passed. The run may "
+                    "end differently than without the restart: %s",
+                    ", ".join(gone),
+                )
+        self._undo_hooks()
+        place = self.first_epoch + self._position.epoch, self._position.step
+        if not self._position.step and place <= (self._fit.epochs, 0):
+            self._restored = None  # The next hooks are new.
+
+    def begin_epoch(self) -> None:
+        """Restores the logs of a resumed epoch; call it after all other ``on_epoch_begin``."""
+        assert self._fit is not None
+        resumed, self._resumed = self._resumed, None
+        if not self._position.step:
+            return
+        self._undo_hooks()
+        self._restored = None
+        if resumed is None:
+            return
+        self._callbacks.write(resumed["callbacks"], self._arrays)
+        metrics = self._metric_variables()
+        try:
+            state.check_fits(metrics, resumed["metrics"], self._arrays, "the checkpoint")
+        except CheckpointError:
+            _log.warning(
+                "The metrics of the model differ from those of the checkpoint. The logs of this "
+                "epoch cover only its remaining batches."
+            )
+            return
+        state.write_state(metrics, resumed["metrics"], self._arrays, self._exchange)
+        self._fit.sums.update(resumed["sums"])
+
+    def detach(self) -> None:
+        """Drops the state of ``fit``: the run continues in a loop without it."""
+        self._fit = self._stored = None
+        self._is_restored = False
+        self._undo_hooks()
+        self._restored = None
+
+    def read(self) -> tuple[dict[str, Any], Arrays]:
+        """Returns the description for a checkpoint, and its arrays."""
+        if self._fit is None:
+            return {"first_epoch": self.first_epoch, "fit": self._stored}, self._arrays
+        in_epoch = self._position.step > 0
+        arrays, entries = state.read_state(self._metric_variables(), self._exchange)
+        callbacks: dict[str, np.ndarray[Any, Any]] = {}
+        fit = {
+            "callbacks": self._callbacks.read(callbacks, self._callback.model),
+            "stopped": not in_epoch and self.is_stopping(),
+            "batches": self._fit.batches,
+            "seed": self._fit.seed,
+            "first_epoch": self._fit.first_epoch,
+            "data": dict(self._fit.data),
+            "sums": dict(self._fit.sums),
+            "metrics": entries,
+        }
+        return {"first_epoch": self.first_epoch, "fit": fit}, {**arrays, **callbacks}
+
+    def is_stopping(self) -> bool:
+        """Returns whether a callback of any worker ends the run."""
+        stops = self._fit is not None and bool(self._callback.model.stop_training)
+        return self._fit is not None and bool(self._exchange([int(stops)]).any())
+
+    def _undo_hooks(self) -> None:
+        if self._restored is not None:
+            state.write_state(self._variables(), *self._restored, self._exchange)
+
+    def _metric_variables(self) -> list[state.StateVariable]:
+        assert self._fit is not None
+        variables = enumerate(self._fit.metric_variables())
+        return [state.StateVariable(f"fit/metrics/{i:04d}", one, True) for i, one in variables]
+
+    def _check_data(self, stored: Mapping[str, Any], here: Mapping[str, Any]) -> None:
+        differing = [
+            f"{name}={here[name]!r}, in the checkpoint {value!r}"
+            for name, value in stored.items()
+            if None not in (value, here.get(name)) and value != here[name]
+        ]
+        if self._exchange([len(differing)]).any():
+            raise CheckpointError(
+                "The data differs from the data of the checkpoint. The run would train on some "
+                f"examples twice and skip others. Received: {', '.join(differing)}. Give fit the "
+                "same data and batch_size as before, or give Checkpoints another directory to "
+                "start over."
+            )

@@ -1,0 +1,599 @@
+"""Checkpoints of a whole training run."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import signal
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfmultigpu.addons.checkpoints import files, state
+from tfmultigpu.addons.checkpoints.arguments import (
+    check_extra,
+    check_one_source,
+    check_outside,
+    read_directory,
+)
+from tfmultigpu.addons.checkpoints.fit_state import FitState
+from tfmultigpu.arguments import check_count
+from tfmultigpu.data.positioned import Position, PositionedDataset, position_data
+from tfmultigpu.errors import CheckpointError, ClusterError
+from tfmultigpu.losses.build_model import prepare_model
+from tfmultigpu.optimizers.loss_scaling import make_loss_scale
+from tfmultigpu.optimizers.sharded import can_be_sharded
+from tfmultigpu.optimizers.update import build_optimizer, when_built
+from tfmultigpu.steps.chain import ChainedStep
+from tfmultigpu.steps.train_step import Trained, TrainStep
+from tfmultigpu.steps.value_agreement import check_values_alike
+from tfmultigpu.strategies.scopes import check_kinds
+from tfmultigpu.strategies.stop_signals import StopSignal, StopVote
+from tfmultigpu.strategies.topology import strategy_of
+from tfmultigpu.strategies.variable_sharding import is_sharded
+from tfmultigpu.strategies.worker_exchange import WorkerExchange
+from tfmultigpu.types import Model, Optimizer
+
+__all__ = ["Checkpoints"]
+
+_log = logging.getLogger("tfmultigpu")
+
+
+class Checkpoints:
+    """Saves a training run, and resumes it after a crash, a preemption or on other devices.
+
+    A resumed run ends with the weights of an uninterrupted one. They are bit-equal on the same
+    number of replicas, and equal to float rounding on another number. A checkpoint holds all
+    variables of model and optimizer, the random seeds, the loss scale, the counters, the position
+    in the data and the state of the callbacks of ``fit``.
+
+    All workers must create this object with one shared directory and call its methods; only the
+    chief writes. One loop needs one object for all its models, see ``extra``.
+
+    Attributes:
+        directory: The directory of the checkpoints.
+        data: The data for the loop; a pass begins at the run's position. None if none was given.
+        keep: The number of checkpoints to keep.
+
+    Example:
+        >>> import tempfile, keras, numpy as np, tfmultigpu as tmg
+        >>> def train(directory, epochs):
+        ...     keras.utils.set_random_seed(0)
+        ...     model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+        ...     optimizer = keras.optimizers.Adam()
+        ...     step = tmg.make_train_step(model, optimizer, "mse")
+        ...     data = tmg.distribute_dataset((np.eye(3), np.ones((3, 1))), batch_size=2)
+        ...     checkpoints = tmg.Checkpoints(directory, model, optimizer, data, every_epochs=1)
+        ...     restored = checkpoints.restore()
+        ...     for epoch in checkpoints.epochs(epochs):
+        ...         for batch in checkpoints.data:
+        ...             step(batch)
+        ...             checkpoints.after_step()
+        ...     return restored, checkpoints.step
+        >>> directory = tempfile.mkdtemp()
+        >>> train(directory, epochs=1), train(directory, epochs=3)
+        ((None, 2), (2, 6))
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        model: Model | None = None,
+        optimizer: Optimizer | None = None,
+        data: Any = None,
+        keep: int = 3,
+        *,
+        train_step: Any = None,
+        every_steps: int | None = None,
+        every_epochs: int | None = None,
+        extra: Mapping[str, Any] | None = None,
+        stop_signal: int | None = signal.SIGTERM,
+    ) -> None:
+        """Checks the arguments; reads and writes no files.
+
+        Args:
+            directory: A directory for this run alone, created by the first save. Several workers
+                need a directory that all of them see.
+            model: A Keras model.
+            optimizer: Its Keras optimizer; None saves none, which ``fit`` refuses.
+            data: An argument or result of ``distribute_dataset``; or a function of the epoch (an
+                int) that returns such an argument. Each run must yield the same batches.
+            keep: The number of newest checkpoints to keep.
+            train_step: A step of ``make_train_step`` or ``chain_steps``, instead of model and
+                optimizer.
+            every_steps: ``after_step`` saves at multiples of this many steps of the run.
+            every_epochs: Save at the end of every so many epochs.
+            extra: More objects to save, by name: train steps of other models, metrics, other
+                objects with ``variables``, or lists of variables.
+            stop_signal: The signal that makes a running loop save and exit with code
+                128 + signal, 143 for SIGTERM. None handles no signal.
+
+        Raises:
+            CheckpointError: The data cannot resume.
+            TypeError: An argument has a wrong type.
+            ValueError: A number is less than 1, or the directory is a URL or a file.
+        """
+        check_one_source(train_step, model, optimizer)
+        check_extra(extra or {})
+        self._updates_per_step = 1
+        if isinstance(train_step, ChainedStep):
+            self._updates_per_step = train_step.times[0]
+            (_, train_step), *others = train_step.steps.items()
+            extra = {**dict(others), **(extra or {})}
+        if train_step is not None:
+            model, optimizer = train_step.model, train_step.optimizer
+        extra = dict(extra or {})
+        self._train_steps = {n: one for n, one in extra.items() if isinstance(one, TrainStep)}
+        self._extra = {n: one for n, one in extra.items() if n not in self._train_steps}
+        self._train_step = train_step
+        strategy = strategy_of(model) if hasattr(model, "variables") else None
+        if optimizer is None:
+            check_kinds(model, strategy or tf.distribute.get_strategy())
+        else:
+            check_kinds(model, strategy, optimizer)
+        self.directory = read_directory(directory)
+        self.keep = check_count("keep", keep)
+        self.every_steps = _interval("every_steps", every_steps)
+        self.every_epochs = _interval("every_epochs", every_epochs)
+        self._model: Any = model
+        self._optimizer: Any = optimizer
+        self._exchange = WorkerExchange(strategy)
+        self._vote = StopVote(self._exchange)
+        self._signal = None if stop_signal is None else StopSignal(stop_signal)
+        self._position = Position()
+        self.data: PositionedDataset | None = (
+            None if data is None else position_data(data, strategy, self._position)
+        )
+        self._steps, self._iterations = self._count_iterations(), self._count_iterations()
+        self._counts = False
+        self._saved = self._steps
+        self._damaged: set[int] = set()
+        # Values of optimizers that are not built yet, by their names in the checkpoint.
+        self._waiting: tuple[dict[str, Any], dict[str, Any]] = {}, {}
+        # A hash of the first batch of the epoch that was saved or has ended, to be compared, and
+        # the passes over the data at its end.
+        self._expected: int | None = None
+        self._finished: int | None = None
+        self._passes = 0
+        self.fit_state = FitState(
+            self._position, self._exchange, self._variables, self._read_restored
+        )
+
+    @property
+    def step(self) -> int:
+        """Steps so far: those counted by ``after_step``, or else those of the optimizer."""
+        if self._counts:
+            return self._steps
+        return self._steps + self._count_iterations() - self._iterations
+
+    @property
+    def epoch(self) -> int:
+        """Epochs so far."""
+        return self._position.epoch
+
+    @property
+    def step_in_epoch(self) -> int:
+        """Steps of the current epoch so far."""
+        return self._position.step
+
+    def save(self) -> Path:
+        """Saves the current state of the run; all workers must call it.
+
+        Returns:
+            The file of the checkpoint.
+
+        Raises:
+            CheckpointError: The chief could not write it; the directory has later steps, which were
+                not restored; the position in the data is unknown; or a step changes variables that
+                are not saved.
+            ClusterError: Workers have different weights, learning rates or positions.
+        """
+        check_outside()
+        position = self._find_position()
+        self._build_model()
+        for _, optimizer, variables in self._trained().values():
+            if optimizer is not None and not optimizer.built:
+                build_optimizer(optimizer, variables, self._exchange.strategy)
+        self._check_restored()
+        state.check_holds(self._variables(), self._states_beside_models)
+        self._check_alike(position)
+        arrays, entries = state.read_state(self._variables(), self._exchange)
+        of_fit, arrays_of_fit = self.fit_state.read()
+        run = {
+            "epoch": position.epoch,
+            "step_in_epoch": position.step,
+            "first_batch": self._first_batch(position),
+            "variables": entries,
+            **of_fit,
+        }
+        step = self.step
+
+        def write() -> None:
+            files.write(self.directory, step, {**arrays, **arrays_of_fit}, run)
+            files.prune(self.directory, step, self.keep)
+
+        self._on_chief(write)
+        self._saved = step
+        return files.path_of(self.directory, step)
+
+    def restore(self) -> int | None:
+        """Restores the newest intact checkpoint; all workers must call it.
+
+        Call it after creating strategy, model, optimizer and train step, before the first step.
+
+        Returns:
+            The step of the checkpoint; None if there is none, and nothing changes.
+
+        Raises:
+            CheckpointError: The checkpoint is of another model, all checkpoints are damaged, or
+                workers see different checkpoints.
+        """
+        check_outside()
+        stored, self._damaged = files.newest(self.directory)
+        seen = [-1, 0] if stored is None else [stored.run["step"], stored.checksum]
+        on_workers = self._exchange(seen).tolist()
+        if on_workers.count(seen) < len(on_workers):
+            raise CheckpointError(
+                f"The workers see different checkpoints in {self.directory}, so they would resume "
+                f"from different weights. Received: [step, checksum] of each worker: {on_workers}. "
+                "Give a directory on a file system that all workers share, or copy the newest "
+                "checkpoint of the chief to the others."
+            )
+        if stored is None and self._damaged:
+            raise CheckpointError(
+                f"All checkpoints in {self.directory} are damaged. Received: those of steps "
+                f"{sorted(self._damaged)}. To start over, give another directory or delete this "
+                "one."
+            )
+        if stored is None:
+            return None
+        self._restore_variables(stored)
+        self.fit_state.load(stored.run, stored.arrays)
+        self._steps, self._iterations = stored.run["step"], self._count_iterations()
+        self._saved = self._steps
+        self._position.epoch = stored.run["epoch"]
+        self._position.step = stored.run["step_in_epoch"]
+        self._expected = self._finished = stored.run["first_batch"]
+        if self.data is not None:
+            self._passes = self.data.passes
+            ended = self._expected is not None and self._position.step == 0
+            self.data.pass_over(self._position.epoch, compare=ended)
+        return self._steps
+
+    def epochs(self, epochs: int) -> Iterator[int]:
+        """Yields the numbers of the remaining epochs, and saves every ``every_epochs``.
+
+        While the loop runs, ``stop_signal`` makes it save and exit.
+
+        Args:
+            epochs: The epochs of the whole run, including those before a restart.
+        """
+        epochs = check_count("epochs", epochs, 0)
+        self.fit_state.detach()
+        self.listen()
+        try:
+            while self.epoch < epochs:
+                yield self.epoch
+                if self.data is not None and not self._position.step:
+                    raise CheckpointError(
+                        "An epoch ended without any counted step, so the position in the data is "
+                        f"unknown. Received: epoch={self.epoch} with 0 steps. Call "
+                        "checkpoints.after_step() after each step."
+                    )
+                self.end_epoch()
+        finally:
+            self.stop_listening()
+
+    def after_step(self, steps: int = 1, *, last: bool = False) -> None:
+        """Counts steps; saves every ``every_steps``, or if the run must stop.
+
+        Args:
+            steps: The number of steps; ``logs["steps"]`` after ``logs = step.run(iterator, n)``.
+            last: Whether the steps end the epoch; if the epoch end is saved too, this is not.
+
+        Raises:
+            CheckpointError: The steps did not read ``checkpoints.data``, or the data differs from
+                the data before the restart.
+            SystemExit: The stop signal came, here or on another worker, and the run was saved.
+        """
+        self._count(steps)
+        self._stop_if_wanted(steps)
+        waits = last and self._saves_after(self.epoch + 1)
+        # If a callback stops the run, end the epoch before saving.
+        if self._steps_are_due() and not waits and not self.fit_state.is_stopping():
+            self.save()
+
+    def end_epoch(self, steps: int = 0) -> None:
+        """Ends an epoch, and saves if it is time; ``epochs`` and the callback call it.
+
+        Args:
+            steps: The last steps of the epoch, if ``after_step`` has not counted them.
+
+        Raises:
+            CheckpointError: As ``after_step``.
+            SystemExit: As ``after_step``.
+        """
+        if steps:
+            self._count(steps)
+        if self.data is not None:
+            if self._expected is not None and self._passes == self.data.passes:
+                iter(self.data)  # Resumed at the end of this epoch: its pass must count.
+            self._check_data(lambda data: data.first_hash())
+            self._finished, self._passes = self.data.first_hash(), self.data.passes
+        self._position.epoch += 1
+        self._position.step = 0
+        self._stop_if_wanted(steps, now=True)
+        if self._saves_after(self.epoch) or self._steps_are_due():
+            self.save()
+
+    def callback(self, every_steps: int | None = None, every_epochs: int | None = None) -> Any:
+        """Returns a ``keras.callbacks.Callback`` that saves and resumes in ``tmg.fit``.
+
+        Call ``restore`` first: ``fit`` then resumes at the checkpoint. Pass ``fit`` the ``data`` of
+        this object or, if it has none, the data itself.
+
+        Args:
+            every_steps: Replaces ``every_steps`` of the class.
+            every_epochs: Replaces ``every_epochs`` of the class; 1 if no interval was given.
+        """
+        from tfmultigpu.addons.checkpoints.callback import CheckpointCallback
+
+        self.every_steps = _interval("every_steps", every_steps) or self.every_steps
+        self.every_epochs = _interval("every_epochs", every_epochs) or self.every_epochs
+        if self.every_steps is None and self.every_epochs is None:
+            self.every_epochs = 1
+        return CheckpointCallback(self, self._exchange.workers > 1)
+
+    def listen(self) -> None:
+        """Checks directory, data and settings, then handles the stop signal.
+
+        ``epochs`` and the callback call it before any training.
+
+        Raises:
+            CheckpointError: The directory has later steps, which were not restored, or is not
+                writable; or the data differs.
+            ClusterError: Workers have different settings.
+        """
+        settings = {
+            "every_steps": self.every_steps,
+            "every_epochs": self.every_epochs,
+            "stop_signal is None": self._signal is None,
+            "data is None": self.data is None,
+        }
+        if (difference := self._exchange.find_difference(settings)) is not None:
+            name, other = difference
+            raise ClusterError(
+                "The workers have different settings of Checkpoints, so some would wait for the "
+                f"others forever. Received: {name}={settings[name]!r} on worker "
+                f"{self._exchange.worker}, and another value on worker {other}. Create the same "
+                "tmg.Checkpoints on all workers."
+            )
+        self._on_chief(lambda: files.check_writable(self.directory))
+        if self._position.step == 0:
+            self._check_data(lambda data: data.hash_of_last_epoch())
+        if self._signal is not None:
+            self._signal.listen()
+
+    def stop_listening(self) -> None:
+        """Restores the earlier handler of the stop signal; ``epochs`` and the callback call it.
+
+        A signal that came after the last step goes to that handler.
+        """
+        if self._signal is not None:
+            self._signal.stop_listening()
+
+    def _count(self, steps: int) -> None:
+        steps = check_count("steps", steps, 0)
+        self._check_restored()
+        self._counts = True
+        self._steps += steps
+        self._position.step += steps
+        if self.data is None:
+            return
+        if not self.data.was_read:
+            raise CheckpointError(
+                "The loop read other data than checkpoints.data, so the position in the data is "
+                f"unknown. Received: steps={steps} before any pass over it. Write: for batch in "
+                "checkpoints.data."
+            )
+        if self._passes == self.data.passes and self._position.step:
+            raise CheckpointError(
+                "An epoch reads the iterator of the epoch before, so a resumed run would start "
+                f"with other batches. Received: steps in epoch {self.epoch} without a new pass. "
+                "Inside the loop over checkpoints.epochs(...), write: "
+                "iterator = iter(checkpoints.data)."
+            )
+        self._check_data(lambda data: data.first_hash())
+
+    def _check_data(self, first_batch: Callable[[PositionedDataset], int | None]) -> None:
+        """Compares the first data after a restart with the data before it, once."""
+        expected, self._expected = self._expected, None
+        if expected is None or self.data is None:
+            return
+        if self._exchange([int(first_batch(self.data) != expected)]).any():
+            raise CheckpointError(
+                "The data differs from the data of the checkpoint. The run would train on some "
+                "examples twice and skip others. Received: an epoch whose first batch differs, at "
+                f"epoch {self.epoch}. The checkpoints are unchanged. Give the same data and batch "
+                "size as before, or another directory to start over. A generator or PyDataset that "
+                "shuffles by itself needs a function of the epoch: "
+                "data=lambda epoch: dataset.shuffle(n, seed=epoch).batch(size). Seed everything "
+                "random in it."
+            )
+
+    def _first_batch(self, position: Position) -> int | None:
+        """Returns a hash of the first batch of the current epoch; at its end, of the last one."""
+        if self.data is None or not position.step:
+            return self._finished if position is self._position else None
+        return self.data.first_hash() if self._expected is None else self._expected
+
+    def _saves_after(self, epochs: int) -> bool:
+        return self.every_epochs is not None and epochs % self.every_epochs == 0
+
+    def _steps_are_due(self) -> bool:
+        every = self.every_steps
+        return every is not None and self._steps // every > self._saved // every
+
+    def _stop_if_wanted(self, steps: int, now: bool = False) -> None:
+        wanted = self._signal is not None and self._signal.received
+        if self._signal is None or not self._vote(wanted, steps, now):
+            return
+        path = self.save()
+        code, self._signal.received = self._signal.exit_code, False
+        _log.warning("Asked to stop: saved step %d to %s, exiting with %d", self.step, path, code)
+        raise SystemExit(code)
+
+    def _on_chief(self, write: Callable[[], None]) -> None:
+        """Has the chief write to the directory; all workers learn whether it could."""
+        failure: OSError | None = None
+        latest = self.step
+        if self._exchange.is_chief:
+            try:
+                latest = max([latest, *files.steps_in(self.directory, self._damaged)])
+                if latest == self.step:
+                    write()
+            except OSError as error:
+                failure = error
+        failed, latest = self._exchange([int(failure is not None), latest])[0].tolist()
+        if failed:
+            raise CheckpointError(
+                f"The chief cannot write to {self.directory}: "
+                f"{failure or 'see the output of the chief'}. Older checkpoints are unchanged. "
+                "Give a directory that it may write to, with enough space."
+            ) from failure
+        if latest > self.step:
+            raise CheckpointError(
+                f"{self.directory} has checkpoints of later steps. Only the newest are kept, so "
+                f"this run would lose its own. Received: step {latest} there, and a run at step "
+                f"{self.step}. Call checkpoints.restore() first to resume, or give another "
+                "directory to start over."
+            )
+
+    def _find_position(self) -> Position:
+        """Returns the position of the run in its data."""
+        if self._counts or self.data is None or self._count_iterations() == self._iterations:
+            return self._position
+        try:
+            return Position(*divmod(self.step, len(self.data)))
+        except TypeError:
+            raise CheckpointError(
+                "The position in the data is unknown, because its length is unknown and no steps "
+                f"were counted. Received: step={self.step} of the optimizer. Call "
+                "checkpoints.after_step() after each step."
+            ) from None
+
+    def _count_iterations(self) -> int:
+        if self._optimizer is None:
+            return 0
+        return int(self._optimizer.iterations.numpy()) // self._updates_per_step
+
+    def _build_model(self) -> None:
+        if not self._model.built:
+            if self.data is None:
+                raise CheckpointError(
+                    "The model has no variables yet, so it can be neither saved nor restored. "
+                    f"Received: model {self._model.name!r}. Build it inside the scope: with "
+                    "strategy.scope(): model.build(input_shape)."
+                )
+            prepare_model(self._model, self._exchange.strategy, self.data.element_spec)
+
+    def _restore_variables(self, stored: files.Stored) -> None:
+        self._build_model()
+        entries, strategy = dict(stored.run["variables"]), self._exchange.strategy
+        late: dict[str, Any] = {}
+        for prefix, (_, optimizer, variables) in self._trained().items():
+            names = [name for name in entries if name.startswith(prefix)]
+            if not names:
+                steps = {name.split("/")[1] for name in entries if name.startswith("extra/")}
+                raise CheckpointError(
+                    "The checkpoint holds no train step of this name. Received: "
+                    f"{prefix.split('/')[1]!r}, and {stored.path} with {sorted(steps)}. Give the "
+                    "steps the names that they had when it was saved, in chain_steps(..., names=) "
+                    "or extra=, or give another directory to start over."
+                )
+            if optimizer is None:
+                continue
+            if prefix + state.LOSS_SCALE[0] in entries:
+                make_loss_scale("dynamic", optimizer, strategy)
+            # Wrappers build the optimizers inside them, and sharded variables have no copies.
+            at_once = hasattr(optimizer, "inner_optimizer") or any(map(is_sharded, variables))
+            if at_once or not can_be_sharded(optimizer, variables, strategy):
+                build_optimizer(optimizer, variables, strategy)
+            else:
+                # The step that builds it decides where its slots live.
+                group, built = f"{prefix}optimizer/", len(optimizer.variables)
+                slots = [name for name in names if name.startswith(group)][built:]
+                late |= {name: entries.pop(name) for name in slots}
+                restore = functools.partial(self._restore_slots, group, built, stored)
+                when_built(optimizer, restore)
+        state.check_fits(self._variables(), entries, stored.arrays, stored.path)
+        state.write_state(self._variables(), entries, stored.arrays, self._exchange)
+        self._waiting = late, {name: stored.arrays[name] for name in late}
+
+    def _restore_slots(self, group: str, built: int, stored: files.Stored) -> None:
+        names = [name for name in self._waiting[0] if name.startswith(group)]
+        entries = {name: self._waiting[0].pop(name) for name in names}
+        slots = [one for one in self._variables() if one.name.startswith(group)][built:]
+        state.check_fits(slots, entries, stored.arrays, stored.path)
+        state.write_state(slots, entries, stored.arrays, self._exchange)
+
+    def _check_restored(self) -> None:
+        """Checks that no optimizer was built without what is restored of it."""
+        if self._waiting[0] and all(one.optimizer.built for one in self._trained().values()):
+            raise CheckpointError(
+                "An optimizer was built after restore() by other code than this library, so its "
+                "restored state is lost. Received: a run at step "
+                f"{self.step}. Call optimizer.build(model.trainable_variables) before restore()."
+            )
+
+    def _read_restored(self) -> tuple[state.Entries, files.Arrays]:
+        """Returns the values of the run, with those of optimizers that are not built yet."""
+        arrays, entries = state.read_state(self._variables(), self._exchange)
+        return {**entries, **self._waiting[0]}, {**arrays, **self._waiting[1]}
+
+    @functools.cached_property
+    def _states_beside_models(self) -> list[Any]:
+        """States that the steps change and no model of them has; tracing takes a moment."""
+        steps = [*self._train_steps.values(), *filter(None, [self._train_step])]
+        return [variable for step in steps for variable in step.states_beside_model()]
+
+    def _check_alike(self, position: Position) -> None:
+        """Checks that all workers are about to save the same run.
+
+        Raises:
+            ClusterError: Their positions, weights or optimizers differ.
+        """
+        own = [self.step, position.epoch, position.step]
+        places = self._exchange(own).tolist()
+        if places.count(own) < len(places):
+            raise ClusterError(
+                "The workers save at different positions, so they have trained on other batches. "
+                f"Received: [step, epoch, step in epoch] of each worker: {places}. Every worker "
+                "must make the same steps."
+            )
+        for model, optimizer, _ in self._trained().values():
+            check_values_alike(self._exchange.strategy, model, optimizer)
+
+    def _trained(self) -> dict[str, Trained]:
+        """Returns each trained model with its optimizer, by the begin of their names."""
+        if self._train_step is None:
+            own = Trained(self._model, self._optimizer, self._model.trainable_variables)
+        else:
+            (own,) = self._train_step.trained
+        others = {f"extra/{name}/": step.trained[0] for name, step in self._train_steps.items()}
+        return {"": own, **others}
+
+    def _variables(self) -> list[state.StateVariable]:
+        variables = [*state.seed_variables(), *state.extra_variables(self._extra)]
+        for prefix, (model, optimizer, _) in self._trained().items():
+            variables += state.trained_variables(model, optimizer, prefix)
+        return variables
+
+
+def _interval(name: str, number: Any) -> int | None:
+    """Returns an interval, counted in steps or epochs; None means never."""
+    return None if number is None else check_count(name, number, other="None")

@@ -1,0 +1,252 @@
+"""Datasets that resume at a position, with a check that the data is still the same."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+from tfmultigpu.data.batch_format import with_dependencies
+from tfmultigpu.data.passes import Replay, read_over, replay_of
+from tfmultigpu.data.sharded_dataset import ShardedDataset, ShardIterator, distribute_dataset
+from tfmultigpu.data.sources import to_dataset
+from tfmultigpu.errors import CheckpointError
+
+__all__ = ["Position", "PositionedDataset", "position_data"]
+
+_SAMPLED_ROWS = 4
+_NONE = -1
+
+
+@dataclasses.dataclass
+class Position:
+    """Position of a run in its data.
+
+    Attributes:
+        epoch: Complete passes so far.
+        step: Batches of the current pass so far.
+    """
+
+    epoch: int = 0
+    step: int = 0
+
+
+class PositionedDataset(ShardedDataset):
+    """Sharded dataset whose passes begin at a position.
+
+    Attributes:
+        passes: Number of passes begun so far, those passed over included.
+        was_read: Whether this process has begun a pass.
+        passed_over: Called with the number of each epoch whose pass was passed over, for other data
+            that was read in between.
+    """
+
+    def __init__(
+        self,
+        whole: ShardedDataset,
+        position: Position,
+        first_batch: _FirstBatch | None = None,
+        of_epoch: Callable[[int], ShardedDataset] | None = None,
+        replay: Replay | None = None,
+    ) -> None:
+        """Use ``position_data`` instead.
+
+        Args:
+            whole: A whole pass.
+            position: The position at which the next pass begins; the training loop changes it.
+            first_batch: Records the first batch of each pass, or None.
+            of_epoch: Returns the data of an epoch, if a pass is a function of its epoch.
+            replay: The batches of earlier passes to read again.
+        """
+        self.__dict__.update(whole.__dict__)
+        self.passes = 0
+        self.was_read = False
+        self.passed_over: Callable[[int], None] = _ignore_epoch
+        self._position = position
+        self._first_batch = first_batch
+        self._of_epoch = of_epoch
+        self._replay = replay or Replay()
+        self._passes_to_repeat, self._compares = 0, False
+        self._last_hash: int | None = None
+
+    def __iter__(self) -> ShardIterator:
+        """Begins a pass at the position.
+
+        Raises:
+            CheckpointError: The pass has fewer batches than were trained on before.
+        """
+        self._catch_up()
+        whole = self if self._of_epoch is None else self._of_epoch(self._position.epoch)
+        self._begin_pass()
+        self.was_read = True
+        iterator, done = ShardedDataset.iterate_from(whole, self._position.step)
+        if done < self._position.step:
+            raise CheckpointError(
+                "The data has fewer batches than when the checkpoint was saved. Received: a pass "
+                f"of {done} batches, after {self._position.step} were trained on. Give the data of "
+                "that time."
+            )
+        return iterator
+
+    def reduce(self, initial_state: Any, reduce_func: Callable[[Any, Any], Any]) -> Any:
+        """Raises an error: a loop inside a ``tf.function`` does not report its position."""
+        raise CheckpointError(
+            "A loop over checkpointed data inside a tf.function cannot resume in the middle of a "
+            "pass. Write iterator = iter(checkpoints.data) outside the tf.function and call "
+            "step.run(iterator, steps)."
+        )
+
+    def first_hash(self) -> int | None:
+        """Returns a hash of the first batch of the last pass; None if it was not read."""
+        return None if self._first_batch is None else self._first_batch.hash()
+
+    def pass_over(self, epochs: int, compare: bool = False) -> None:
+        """Has the passes of earlier epochs begin again before the next pass.
+
+        A dataset that reshuffles each pass counts its passes. So these passes are read as far as
+        the order of the next depends on them.
+
+        Args:
+            epochs: Number of passes.
+            compare: Whether to read the first batch of the last of them, to compare it.
+        """
+        self._passes_to_repeat, self._compares, self._last_hash = epochs, compare, None
+
+    def hash_of_last_epoch(self) -> int | None:
+        """Returns a hash of the first batch of the last epoch to pass over, as the data is now."""
+        self._catch_up()
+        return self._last_hash
+
+    def _catch_up(self) -> None:
+        epochs, self._passes_to_repeat = self._passes_to_repeat, 0
+        read_last, self._compares = self._compares, False
+        for epoch in range(self.passes if self._of_epoch is None else 0, epochs):
+            is_compared = read_last and epoch == epochs - 1
+            self._begin_pass()
+            if self._of_epoch is None:
+                batches = self._batches_to_compare(epoch) if is_compared else self._replay.batches
+                read_over(ShardedDataset.__iter__(self).source, batches)
+            elif is_compared:
+                read_over(ShardedDataset.__iter__(self._of_epoch(epoch)).source, 1)
+            self.passed_over(epoch)
+        if read_last:
+            self._last_hash = self.first_hash()
+
+    def _batches_to_compare(self, epoch: int) -> int | None:
+        """Returns how many batches of an earlier pass to read again; None for all.
+
+        A first pass, read to its end, brings the state of Python code to where it was. After more
+        passes, code with a state shows in the hash.
+        """
+        endless = int(self._cardinality) == tf.data.INFINITE_CARDINALITY
+        return None if self._replay.python and epoch == 0 and not endless else 1
+
+    def _begin_pass(self) -> None:
+        self.passes += 1
+        if self._first_batch is not None:
+            self._first_batch.clear()
+
+
+def position_data(
+    data: Any, strategy: tf.distribute.Strategy, position: Position
+) -> PositionedDataset:
+    """Returns data whose passes begin at a position.
+
+    Args:
+        data: Anything that ``distribute_dataset`` accepts, or its result; or a function of the
+            epoch, a Python int, that returns such data.
+        strategy: The strategy the shards are for.
+        position: The position at which passes begin.
+
+    Raises:
+        CheckpointError: The order of a pass depends on how far earlier passes were read.
+        DataError: The data is none of these.
+    """
+    if isinstance(data, ShardedDataset) and type(data) is not ShardedDataset:
+        return PositionedDataset(data, position)
+    first_batch = _FirstBatch()
+    if _takes_epoch(data):
+        known: dict[int, ShardedDataset] = {}
+
+        def of_epoch(epoch: int) -> ShardedDataset:
+            if epoch not in known:
+                known.clear()
+                batches = first_batch.record(to_dataset(data(epoch)))
+                known[epoch] = distribute_dataset(batches, strategy)
+            return known[epoch]
+
+        return PositionedDataset(of_epoch(position.epoch), position, first_batch, of_epoch)
+    batches = data.batches if isinstance(data, ShardedDataset) else to_dataset(data)
+    replay = replay_of(batches)
+    if replay.whole:
+        raise CheckpointError(
+            "The order of a pass depends on how far tf.data had read the passes before it, so a "
+            "resumed run would read other batches. Received: data with a shuffle below cache(), "
+            "repeat() or concatenate(), or with a tf.random.Generator. Make it a function of the "
+            "epoch: data=lambda epoch: dataset.shuffle(n, seed=epoch).batch(size)."
+        )
+    recorded = first_batch.record(batches)
+    if isinstance(data, ShardedDataset):
+        whole = data.with_batches(recorded)
+    else:
+        whole = distribute_dataset(recorded, strategy)
+    return PositionedDataset(whole, position, first_batch, replay=replay)
+
+
+def _takes_epoch(data: Any) -> bool:
+    """Returns whether data is a function that needs one argument, the epoch."""
+    if not callable(data):
+        return False
+    try:
+        parameters = inspect.signature(data).parameters.values()
+    except ValueError:  # Some functions written in C have no signature.
+        return False
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    needed = [one for one in parameters if one.default is one.empty and one.kind in kinds]
+    return len(needed) == 1
+
+
+def _ignore_epoch(epoch: int) -> None:
+    """Ignores an epoch that was passed over."""
+
+
+class _FirstBatch:
+    """Hash of the first batch that a pass yields."""
+
+    def __init__(self) -> None:
+        # Unlike a variable, a table is the same object inside and outside the scope of a strategy.
+        self._table = tf.lookup.experimental.MutableHashTable(tf.int64, tf.int64, _NONE)
+
+    def record(self, batches: tf.data.Dataset[Any]) -> tf.data.Dataset[Any]:
+        """Returns the same batches; the first is recorded when it is read."""
+
+        def record_first(number: Any, batch: Any) -> Any:
+            def insert() -> Any:
+                return tf.group(self._table.insert(number, _hash_of(batch)))
+
+            return with_dependencies([tf.cond(number == 0, insert, tf.no_op)], batch)
+
+        return batches.enumerate().map(tf.autograph.experimental.do_not_convert(record_first))
+
+    def hash(self) -> int | None:
+        found = int(self._table.lookup(tf.constant(0, tf.int64)))
+        return None if found == _NONE else found
+
+    def clear(self) -> None:
+        self._table.remove(tf.constant([0], tf.int64))
+
+
+def _hash_of(batch: Any) -> Any:
+    """Returns a hash of the shape and some rows of each tensor."""
+    parts = []
+    for leaf in tf.nest.flatten(batch, expand_composites=True):
+        if leaf is not None:
+            if leaf.shape.rank:
+                stride = tf.maximum(tf.shape(leaf)[0] // _SAMPLED_ROWS, 1)
+                parts.append(tf.io.serialize_tensor(tf.shape(leaf)))
+                leaf = leaf[::stride]
+            parts.append(tf.io.serialize_tensor(leaf))
+    return tf.strings.to_hash_bucket_fast(tf.strings.join(parts), 2**62)
