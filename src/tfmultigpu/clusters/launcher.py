@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tfmultigpu.arguments import check_count, count_option
+from tfmultigpu.arguments import check_count
 from tfmultigpu.clusters.jobs import new_job
 from tfmultigpu.clusters.output import WorkerOutput, cause
 from tfmultigpu.clusters.processes import (
@@ -119,18 +119,16 @@ def launch(
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command line of ``python -m tfmultigpu launch``."""
-    parser.add_argument(
-        "--workers", type=count_option(), default=2, metavar="N", help="how many; default: 2"
-    )
+    parser.add_argument("--workers", type=int, default=2, metavar="N", help="how many; default: 2")
     parser.add_argument(
         "--devices-per-worker",
-        type=count_option(0),
+        type=int,
         metavar="K",
         help="GPUs of each worker; 0: the CPU; default: all GPUs, evenly",
     )
     parser.add_argument(
         "--restarts",
-        type=count_option(0),
+        type=int,
         default=0,
         metavar="R",
         help="how often all start again after a failure; default: 0",
