@@ -13,16 +13,11 @@ from tfmultigpu.errors import CheckpointError
 from tfmultigpu.steps.chain import ChainedStep
 from tfmultigpu.steps.train_step import TrainStep
 
-__all__ = ["check_extra", "check_one_source", "check_outside", "read_directory"]
+__all__ = ["check_extra", "check_outside", "check_source", "read_directory"]
 
 
 def read_directory(directory: str | bytes | os.PathLike[str]) -> Path:
-    """Returns the directory as a path, with ``~`` expanded.
-
-    Raises:
-        TypeError: It is not a path.
-        ValueError: It is empty, a URL or a file.
-    """
+    """Returns the directory as a path, with ``~`` expanded."""
     text = os.fsdecode(directory)
     path = Path(text).expanduser()
     if not text or "://" in text or (path.exists() and not path.is_dir()):
@@ -33,22 +28,14 @@ def read_directory(directory: str | bytes | os.PathLike[str]) -> Path:
     return path
 
 
-def check_one_source(step: Any, model: Any, optimizer: Any) -> None:
-    """Checks that a model is given, or a train step alone, which has one.
-
-    Raises:
-        TypeError: Neither is given, or ``step`` is not a train step.
-        ValueError: A model or an optimizer was given beside a step.
-    """
-    if step is None and model is None:
-        raise TypeError(
-            "Checkpoints save a model. Received: model=None and train_step=None. Write "
-            "tmg.Checkpoints(directory, model, model.optimizer)."
-        )
-    if step is not None and (model is not None or optimizer is not None):
+def check_source(step: Any, model: Any, optimizer: Any) -> None:
+    """Checks that a model is given, or a train step alone, which has one."""
+    if (step is None) == (model is None and optimizer is None):
         raise ValueError(
-            "A train step already holds its model and optimizer. Received: train_step beside "
-            "model or optimizer. Write Checkpoints(directory, train_step=train_step)."
+            "Checkpoints save a model, or a train step with its model. Received: "
+            f"model={model!r}, optimizer={optimizer!r} and train_step={step!r}. Write "
+            "tmg.Checkpoints(directory, model, model.optimizer) or "
+            "tmg.Checkpoints(directory, train_step=train_step)."
         )
     if step is not None and not isinstance(step, (TrainStep, ChainedStep)):
         raise TypeError(
@@ -58,32 +45,26 @@ def check_one_source(step: Any, model: Any, optimizer: Any) -> None:
 
 
 def check_extra(extra: Any) -> None:
-    """Checks that each object has a name, and variables of numbers.
-
-    Raises:
-        TypeError: It has not.
-    """
-    cure = 'Write extra={"accuracy": metric}, or give a list of variables instead of the metric.'
+    """Checks that each object has a name, and variables of numbers."""
     if not isinstance(extra, Mapping):
-        raise TypeError(f"extra must be a dict of named objects. Received: extra={extra!r}. {cure}")
+        raise TypeError(
+            "extra must be a dict of named objects. Received: "
+            f'extra={extra!r}. Write extra={{"accuracy": metric}}.'
+        )
     for name, owner in extra.items():
         variables = [] if isinstance(owner, TrainStep) else getattr(owner, "variables", owner)
         for one in variables if isinstance(variables, (list, tuple)) else [variables]:
-            variable = one if isinstance(one, tf.Variable) else getattr(one, "value", None)
+            variable: Any = one if isinstance(one, tf.Variable) else getattr(one, "value", None)
             unknown = not isinstance(variable, tf.Variable)
             if unknown or variable.dtype in (tf.string, tf.resource, tf.variant):
                 raise TypeError(
-                    "Checkpoints save only variables of numbers. Received: "
-                    f"extra={{{name!r}: {one!r}}}. {cure}"
+                    f"Checkpoints save only variables of numbers. Received: extra={{{name!r}: "
+                    f'{one!r}}}. Write extra={{"accuracy": metric}}, or give a list of variables.'
                 )
 
 
 def check_outside() -> None:
-    """Checks that the caller runs between steps.
-
-    Raises:
-        CheckpointError: It runs inside a step or a ``tf.function``.
-    """
+    """Checks that the caller runs between steps."""
     in_replica = tf.distribute.has_strategy() and not tf.distribute.in_cross_replica_context()
     if tf.inside_function() or in_replica:
         raise CheckpointError(

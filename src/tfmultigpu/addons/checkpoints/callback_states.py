@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-import io
 import json
 import logging
-import pathlib
-import types
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import tensorflow as tf
 
 from tfmultigpu._compat import is_part_of_keras
 from tfmultigpu.addons.checkpoints.files import Arrays
@@ -46,8 +42,8 @@ class CallbackStates:
             monitor = getattr(callback, "monitor", None)
             key = type(callback).__name__, monitor if isinstance(monitor, str) else ""
             if not _is_of_this_library(callback):
-                self._callbacks[(*key, seen.get(key, 0))] = callback
-                seen[key] = seen.get(key, 0) + 1
+                seen[key] = number = seen.get(key, -1) + 1
+                self._callbacks[key[0], key[1], number] = callback
         self._before = [
             {name: _digest(value) for name, value in _attributes(callback).items()}
             for callback in self._callbacks.values()
@@ -55,15 +51,7 @@ class CallbackStates:
         self._named: set[str] = set()
 
     def read(self, arrays: dict[str, np.ndarray[Any, Any]], model: Any) -> list[dict[str, Any]]:
-        """Returns the state of each callback in JSON types, and adds its arrays to ``arrays``.
-
-        Args:
-            arrays: Receives the arrays.
-            model: The trained model, whose variables are saved elsewhere.
-
-        Raises:
-            CheckpointError: ``state()`` of a callback returned a value that cannot be saved.
-        """
+        """Returns the state of each callback in JSON types, and adds its arrays to ``arrays``."""
         states: list[dict[str, Any]] = []
         unsaved: list[str] = []
         for i, (key, callback) in enumerate(self._callbacks.items()):
@@ -87,27 +75,18 @@ class CallbackStates:
                     elif digest != self._before[i].get(name):
                         state["attributes"][name] = _pack(value, f"{place}/{name}", arrays)
             states.append({"key": list(key), **state})
-        self._warn_unsaved(unsaved)
-        return states
-
-    def _warn_unsaved(self, places: Sequence[str]) -> None:
-        """Names each place that cannot be saved once."""
-        new = [place for place in places if place not in self._named]
-        self._named.update(new)
-        if new:
+        if new := [place for place in unsaved if place not in self._named]:
+            self._named.update(new)
             _log.warning(
                 "Checkpoints cannot save these attributes of callbacks: %s. A resumed run starts "
                 "with new ones. Write state(), which returns numbers, strings, arrays, or lists "
                 "and dicts of them, and set_state(value) in the callback.",
                 ", ".join(new),
             )
+        return states
 
     def write(self, stored: Sequence[Mapping[str, Any]], arrays: Arrays) -> None:
-        """Restores the stored states; callbacks without one keep their values.
-
-        Raises:
-            CheckpointError: A callback rejects its state.
-        """
+        """Restores the stored states; callbacks without one keep their values."""
         for state in stored:
             callback = self._match(state)
             try:
@@ -124,12 +103,7 @@ class CallbackStates:
                 ) from error
 
     def missing(self, stored: Sequence[Mapping[str, Any]], *, with_state: bool) -> list[str]:
-        """Returns the names of stored callbacks that are missing here.
-
-        Args:
-            stored: The stored states.
-            with_state: Whether to count only callbacks with a state.
-        """
+        """Returns the names of stored callbacks, or of those with a state, that are not here."""
         return [
             state["key"][0]
             for state in stored
@@ -152,7 +126,6 @@ def _is_of_this_library(callback: Any) -> bool:
 
 
 def _has_methods(callback: Any) -> bool:
-    """Returns whether a callback has ``state()`` and ``set_state(value)``."""
     return all(callable(getattr(type(callback), name, None)) for name in ("state", "set_state"))
 
 
@@ -174,21 +147,15 @@ def _attributes(callback: Any) -> dict[str, Any]:
 
 
 def _is_no_state(value: Any, model: Any) -> bool:
-    """Returns whether a value is saved with the model, or whether training does not change it."""
-    import keras
-
+    """Returns whether a value is a function, or is saved with the model."""
     if type(value) in (list, tuple):
         return all(_is_no_state(item, model) for item in value)
-    optimizer = getattr(model, "optimizer", None)
-    saved = [*model.variables, *getattr(optimizer, "variables", ())]
+    saved = [*model.variables, *getattr(model.optimizer, "variables", ())]
     known = {id(part) for variable in saved for part in (variable, variable.value)}
-    if isinstance(value, (keras.Layer, keras.optimizers.Optimizer, keras.Metric, tf.Module)):
-        return all(id(variable) in known for variable in value.variables)
-    tools = (types.ModuleType, pathlib.PurePath, io.IOBase, logging.Logger, tf.data.Dataset)
-    tools += (tf.distribute.Strategy, tf.distribute.DistributedDataset, tf.summary.SummaryWriter)
-    is_callback = isinstance(value, keras.callbacks.Callback)
-    is_tool = isinstance(value, tools) or (callable(value) and not is_callback)
-    return id(value) in known or is_tool
+    variables = getattr(value, "variables", None)
+    if variables is None:
+        return callable(value) or id(value) in known
+    return all(id(variable) in known for variable in variables)
 
 
 class _NotPlainError(Exception):
@@ -196,19 +163,10 @@ class _NotPlainError(Exception):
 
 
 def _pack(value: Any, place: str, arrays: dict[str, np.ndarray[Any, Any]], depth: int = 0) -> Any:
-    """Returns a plain value in JSON types.
+    """Returns a plain value in JSON types; its arrays go to ``arrays``.
 
     Plain are numbers, strings, bools, None, NumPy arrays and scalars, and lists, tuples and dicts
     of them.
-
-    Args:
-        value: The value.
-        place: The begin of the names of its arrays.
-        arrays: Receives its arrays.
-        depth: The number of containers around it.
-
-    Raises:
-        _NotPlainError: The value, or a value inside it, is of another kind.
     """
     if depth > _DEEPEST:
         raise _NotPlainError("containers nested too deeply")

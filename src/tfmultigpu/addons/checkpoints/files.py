@@ -7,51 +7,30 @@ rename, which also replaces an older file of the same step. The checksums of zip
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import re
-import tempfile
 import warnings
 import zipfile
 import zlib
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-__all__ = [
-    "Arrays",
-    "Stored",
-    "check_writable",
-    "newest",
-    "path_of",
-    "prune",
-    "read",
-    "steps_in",
-    "write",
-]
+__all__ = ["Arrays", "Stored", "newest", "path_of", "prune", "read", "steps_in", "write"]
 
 Arrays = Mapping[str, np.ndarray[Any, Any]]
-
 _NAME = re.compile(r"step-(\d+)\.npz")
 _FORMAT = 2
 
 
-@dataclasses.dataclass(frozen=True)
-class Stored:
-    """An intact checkpoint.
-
-    Attributes:
-        path: Its file.
-        run: The description of the run, in JSON types.
-        arrays: The arrays by name.
-        checksum: A checksum of its content.
-    """
+class Stored(NamedTuple):
+    """An intact checkpoint: its file, the description of the run, its arrays, and a checksum."""
 
     path: Path
-    run: Mapping[str, Any]
+    run: dict[str, Any]
     arrays: Arrays
     checksum: int
 
@@ -75,13 +54,14 @@ def write(directory: Path, step: int, arrays: Arrays, run: Mapping[str, Any]) ->
     """
     directory.mkdir(parents=True, exist_ok=True)
     for half_written in directory.glob(".step-*"):  # By processes that died.
-        half_written.unlink()
+        half_written.unlink(missing_ok=True)
     text = json.dumps({"format": _FORMAT, "step": step, **run})
     path = path_of(directory, step)
     hidden = directory / f".{path.name}"
     try:
         with hidden.open("wb") as file:
-            np.savez(file, run=np.frombuffer(text.encode(), "uint8"), **arrays)
+            content: dict[str, Any] = {"run": np.frombuffer(text.encode(), "uint8"), **arrays}
+            np.savez(file, **content)
             file.flush()
             os.fsync(file.fileno())
         hidden.replace(path)
@@ -90,91 +70,66 @@ def write(directory: Path, step: int, arrays: Arrays, run: Mapping[str, Any]) ->
         raise
     if os.name == "posix":  # The new name must reach the disk, too.
         number = os.open(directory, os.O_RDONLY)
-        try:
-            os.fsync(number)
-        finally:
-            os.close(number)
+        os.fsync(number)
+        os.close(number)
     return path
 
 
 def read(path: Path) -> Stored:
-    """Reads a checkpoint whole.
-
-    Raises:
-        Exception: It is damaged. A changed byte may raise almost any error.
-    """
+    """Reads a checkpoint whole; of a damaged one a changed byte may raise almost any error."""
     arrays, checksums = {}, []
     with zipfile.ZipFile(path) as archive:
         for entry in archive.infolist():
             with archive.open(entry) as file:
                 array = np.lib.format.read_array(file, allow_pickle=False)
-                # zipfile compares the checksum at the end of an entry.
-                if file.read(1):
-                    raise ValueError(f"{entry.filename} has more bytes than its array")
+                if file.read(1):  # zipfile compares the checksum at the end of an entry.
+                    raise ValueError(f"{entry.filename} is longer than its array")
             arrays[entry.filename.removesuffix(".npy")] = array
             checksums.append((entry.filename, entry.CRC))
     run = json.loads(arrays.pop("run").tobytes())
-    if run["format"] != _FORMAT:
-        raise ValueError(f"its format is {run['format']!r}, and this version reads {_FORMAT}")
-    missing = sorted(run["variables"].keys() - arrays.keys())
-    if missing or run["step"] != _step_of(path):
-        raise ValueError(f"it is of step {run['step']} and lacks the arrays {missing[:3]}")
+    missing = run["variables"].keys() - arrays.keys()
+    if run["format"] != _FORMAT or run["step"] != _step_of(path) or missing:
+        raise ValueError(
+            f"it has format {run['format']!r} (this version reads {_FORMAT}), is of step "
+            f"{run['step']}, and lacks {len(missing)} arrays"
+        )
     return Stored(path, run, arrays, zlib.crc32(repr(checksums).encode()))
 
 
 def newest(directory: Path) -> tuple[Stored | None, set[int]]:
     """Returns the newest intact checkpoint, and the steps of newer damaged ones.
 
-    A warning names each damaged one; it points to the caller of the caller.
+    A warning names each damaged one, at the line that called the caller.
     """
     damaged: set[int] = set()
     while True:
-        for path in reversed(_paths(directory)):
-            if _step_of(path) in damaged:
-                continue
+        for step in reversed(steps_in(directory, damaged)):
+            path = path_of(directory, step)
             try:
                 return read(path), damaged
             except FileNotFoundError:
-                break  # Another run has just saved a newer one and deleted this: look again.
+                break  # Another run has saved a newer one and deleted this: look again.
             except Exception as error:
+                damaged.add(step)
                 warnings.warn(
                     f"A checkpoint is damaged and was skipped. Received: {path}: "
                     f"{type(error).__name__}: {error}. The run resumes from an older one.",
-                    UserWarning,
                     stacklevel=3,
                 )
-                damaged.add(_step_of(path))
         else:
             return None, damaged
 
 
 def prune(directory: Path, step: int, keep: int) -> None:
     """Deletes all checkpoints up to a step except the newest ``keep``."""
-    for path in [path for path in _paths(directory) if _step_of(path) <= step][:-keep]:
-        path.unlink(missing_ok=True)
+    for old in [other for other in steps_in(directory) if other <= step][:-keep]:
+        path_of(directory, old).unlink(missing_ok=True)
 
 
-def steps_in(directory: Path, ignored: Collection[int] = ()) -> list[int]:
+def steps_in(directory: Path, without: set[int] | frozenset[int] = frozenset()) -> list[int]:
     """Returns the steps that have a checkpoint, in order, without some."""
-    return [step for step in map(_step_of, _paths(directory)) if step not in ignored]
-
-
-def check_writable(directory: Path) -> None:
-    """Creates a directory, and tries to write to it.
-
-    Raises:
-        OSError: That is not possible.
-    """
-    directory.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryFile(dir=directory):
-        pass
-
-
-def _paths(directory: Path) -> list[Path]:
-    if not directory.is_dir():
-        return []
-    found = [path for path in directory.iterdir() if _NAME.fullmatch(path.name)]
-    return sorted((path for path in found if path.is_file()), key=_step_of)
+    files = [path for path in directory.glob("step-*.npz") if _NAME.fullmatch(path.name)]
+    return sorted({_step_of(path) for path in files if path.is_file()} - without)
 
 
 def _step_of(path: Path) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -11,6 +11,7 @@ import numpy as np
 from tfmultigpu.addons.checkpoints import state
 from tfmultigpu.addons.checkpoints.callback_states import CallbackStates
 from tfmultigpu.addons.checkpoints.files import Arrays
+from tfmultigpu.addons.checkpoints.variables import RunVariables
 from tfmultigpu.data.positioned import Position
 from tfmultigpu.errors import CheckpointError
 from tfmultigpu.strategies.worker_exchange import WorkerExchange
@@ -31,25 +32,11 @@ class FitState:
     """
 
     def __init__(
-        self,
-        position: Position,
-        exchange: WorkerExchange,
-        variables: Callable[[], list[state.StateVariable]],
-        read_restored: Callable[[], tuple[state.Entries, Arrays]],
+        self, position: Position, variables: RunVariables, exchange: WorkerExchange
     ) -> None:
-        """Stores the parts of the run.
-
-        Args:
-            position: The position in the data.
-            exchange: The workers.
-            variables: Returns the variables.
-            read_restored: Returns the restored values, also of what is not built yet.
-        """
+        """Stores the parts of the run."""
         self.first_epoch = 0
-        self._position = position
-        self._exchange = exchange
-        self._variables = variables
-        self._read_restored = read_restored
+        self._position, self._variables, self._exchange = position, variables, exchange
         self._fit: RunningFit | None = None
         self._callback: Any = None
         self._callbacks = CallbackStates(())
@@ -77,7 +64,7 @@ class FitState:
         self._callbacks = CallbackStates(fit.callbacks)
         if self._is_restored:
             # What the program changed since ``restore`` is part of the run.
-            self._is_restored, self._restored = False, self._read_restored()
+            self._is_restored, self._restored = False, self._variables.read()
         elif self._position == Position() and self._stored is None:
             self.first_epoch = fit.first_epoch
         epoch, step = self.first_epoch + self._position.epoch, self._position.step
@@ -111,7 +98,7 @@ class FitState:
             CheckpointError: The training changes more than is saved, or the data differs.
         """
         assert self._fit is not None
-        state.check_holds(self._variables(), self._fit.changed_variables())
+        state.check_holds(self._variables.all(), self._fit.changed_variables())
         if self._resumed is not None:
             self._check_data(self._resumed["data"], self._fit.data)
             self._callbacks.write(self._resumed["callbacks"], self._arrays)
@@ -183,7 +170,7 @@ class FitState:
 
     def _undo_hooks(self) -> None:
         if self._restored is not None:
-            state.write_state(self._variables(), *self._restored, self._exchange)
+            state.write_state(self._variables.all(), *self._restored, self._exchange)
 
     def _metric_variables(self) -> list[state.StateVariable]:
         assert self._fit is not None

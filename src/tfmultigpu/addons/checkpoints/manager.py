@@ -2,39 +2,31 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
 import signal
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 
-from tfmultigpu.addons.checkpoints import files, state
+from tfmultigpu.addons.checkpoints import files
 from tfmultigpu.addons.checkpoints.arguments import (
     check_extra,
-    check_one_source,
     check_outside,
+    check_source,
     read_directory,
 )
 from tfmultigpu.addons.checkpoints.fit_state import FitState
+from tfmultigpu.addons.checkpoints.variables import RunVariables
 from tfmultigpu.arguments import check_count
 from tfmultigpu.data.positioned import Position, PositionedDataset, position_data
 from tfmultigpu.errors import CheckpointError, ClusterError
-from tfmultigpu.losses.build_model import prepare_model
-from tfmultigpu.optimizers.loss_scaling import make_loss_scale
-from tfmultigpu.optimizers.sharded import can_be_sharded
-from tfmultigpu.optimizers.update import build_optimizer, when_built
-from tfmultigpu.steps.chain import ChainedStep
-from tfmultigpu.steps.train_step import Trained, TrainStep
-from tfmultigpu.steps.value_agreement import check_values_alike
 from tfmultigpu.strategies.scopes import check_kinds
 from tfmultigpu.strategies.stop_signals import StopSignal, StopVote
 from tfmultigpu.strategies.topology import strategy_of
-from tfmultigpu.strategies.variable_sharding import is_sharded
 from tfmultigpu.strategies.worker_exchange import WorkerExchange
 from tfmultigpu.types import Model, Optimizer
 
@@ -114,22 +106,11 @@ class Checkpoints:
 
         Raises:
             CheckpointError: The data cannot resume.
-            TypeError: An argument has a wrong type.
-            ValueError: A number is less than 1, or the directory is a URL or a file.
         """
-        check_one_source(train_step, model, optimizer)
+        check_source(train_step, model, optimizer)
         check_extra(extra or {})
-        self._updates_per_step = 1
-        if isinstance(train_step, ChainedStep):
-            self._updates_per_step = train_step.times[0]
-            (_, train_step), *others = train_step.steps.items()
-            extra = {**dict(others), **(extra or {})}
         if train_step is not None:
             model, optimizer = train_step.model, train_step.optimizer
-        extra = dict(extra or {})
-        self._train_steps = {n: one for n, one in extra.items() if isinstance(one, TrainStep)}
-        self._extra = {n: one for n, one in extra.items() if n not in self._train_steps}
-        self._train_step = train_step
         strategy = strategy_of(model) if hasattr(model, "variables") else None
         if optimizer is None:
             check_kinds(model, strategy or tf.distribute.get_strategy())
@@ -139,36 +120,31 @@ class Checkpoints:
         self.keep = check_count("keep", keep)
         self.every_steps = _interval("every_steps", every_steps)
         self.every_epochs = _interval("every_epochs", every_epochs)
-        self._model: Any = model
-        self._optimizer: Any = optimizer
         self._exchange = WorkerExchange(strategy)
+        self._variables = RunVariables(model, optimizer, train_step, extra or {}, self._exchange)
         self._vote = StopVote(self._exchange)
         self._signal = None if stop_signal is None else StopSignal(stop_signal)
         self._position = Position()
         self.data: PositionedDataset | None = (
             None if data is None else position_data(data, strategy, self._position)
         )
-        self._steps, self._iterations = self._count_iterations(), self._count_iterations()
+        self._steps = self._updates = self._variables.count_updates()
         self._counts = False
         self._saved = self._steps
         self._damaged: set[int] = set()
-        # Values of optimizers that are not built yet, by their names in the checkpoint.
-        self._waiting: tuple[dict[str, Any], dict[str, Any]] = {}, {}
         # A hash of the first batch of the epoch that was saved or has ended, to be compared, and
         # the passes over the data at its end.
         self._expected: int | None = None
         self._finished: int | None = None
         self._passes = 0
-        self.fit_state = FitState(
-            self._position, self._exchange, self._variables, self._read_restored
-        )
+        self.fit_state = FitState(self._position, self._variables, self._exchange)
 
     @property
     def step(self) -> int:
         """Steps so far: those counted by ``after_step``, or else those of the optimizer."""
         if self._counts:
             return self._steps
-        return self._steps + self._count_iterations() - self._iterations
+        return self._steps + self._variables.count_updates() - self._updates
 
     @property
     def epoch(self) -> int:
@@ -181,10 +157,7 @@ class Checkpoints:
         return self._position.step
 
     def save(self) -> Path:
-        """Saves the current state of the run; all workers must call it.
-
-        Returns:
-            The file of the checkpoint.
+        """Saves the run, and returns the file; all workers must call it.
 
         Raises:
             CheckpointError: The chief could not write it; the directory has later steps, which were
@@ -194,14 +167,9 @@ class Checkpoints:
         """
         check_outside()
         position = self._find_position()
-        self._build_model()
-        for _, optimizer, variables in self._trained().values():
-            if optimizer is not None and not optimizer.built:
-                build_optimizer(optimizer, variables, self._exchange.strategy)
-        self._check_restored()
-        state.check_holds(self._variables(), self._states_beside_models)
-        self._check_alike(position)
-        arrays, entries = state.read_state(self._variables(), self._exchange)
+        self._check_positions_alike(position)
+        self._variables.prepare_to_save(self.data)
+        entries, arrays = self._variables.read()
         of_fit, arrays_of_fit = self.fit_state.read()
         run = {
             "epoch": position.epoch,
@@ -251,9 +219,9 @@ class Checkpoints:
             )
         if stored is None:
             return None
-        self._restore_variables(stored)
+        self._variables.restore(stored, self.data)
         self.fit_state.load(stored.run, stored.arrays)
-        self._steps, self._iterations = stored.run["step"], self._count_iterations()
+        self._steps, self._updates = stored.run["step"], self._variables.count_updates()
         self._saved = self._steps
         self._position.epoch = stored.run["epoch"]
         self._position.step = stored.run["step_in_epoch"]
@@ -312,10 +280,6 @@ class Checkpoints:
 
         Args:
             steps: The last steps of the epoch, if ``after_step`` has not counted them.
-
-        Raises:
-            CheckpointError: As ``after_step``.
-            SystemExit: As ``after_step``.
         """
         if steps:
             self._count(steps)
@@ -352,43 +316,31 @@ class Checkpoints:
         """Checks directory, data and settings, then handles the stop signal.
 
         ``epochs`` and the callback call it before any training.
-
-        Raises:
-            CheckpointError: The directory has later steps, which were not restored, or is not
-                writable; or the data differs.
-            ClusterError: Workers have different settings.
         """
-        settings = {
-            "every_steps": self.every_steps,
-            "every_epochs": self.every_epochs,
-            "stop_signal is None": self._signal is None,
-            "data is None": self.data is None,
-        }
+        names = ("every_steps", "every_epochs", "_signal", "data")
+        settings = {n: v if isinstance(v := getattr(self, n), int) else v is None for n in names}
         if (difference := self._exchange.find_difference(settings)) is not None:
             name, other = difference
             raise ClusterError(
                 "The workers have different settings of Checkpoints, so some would wait for the "
-                f"others forever. Received: {name}={settings[name]!r} on worker "
+                f"others forever. Received: {name}={getattr(self, name)} on worker "
                 f"{self._exchange.worker}, and another value on worker {other}. Create the same "
                 "tmg.Checkpoints on all workers."
             )
-        self._on_chief(lambda: files.check_writable(self.directory))
+        self._on_chief(self._write_nothing)
         if self._position.step == 0:
             self._check_data(lambda data: data.hash_of_last_epoch())
         if self._signal is not None:
             self._signal.listen()
 
     def stop_listening(self) -> None:
-        """Restores the earlier handler of the stop signal; ``epochs`` and the callback call it.
-
-        A signal that came after the last step goes to that handler.
-        """
+        """Restores the earlier handler of the stop signal, which a late signal goes to."""
         if self._signal is not None:
             self._signal.stop_listening()
 
     def _count(self, steps: int) -> None:
         steps = check_count("steps", steps, 0)
-        self._check_restored()
+        self._variables.check_restored()
         self._counts = True
         self._steps += steps
         self._position.step += steps
@@ -417,12 +369,10 @@ class Checkpoints:
         if self._exchange([int(first_batch(self.data) != expected)]).any():
             raise CheckpointError(
                 "The data differs from the data of the checkpoint. The run would train on some "
-                "examples twice and skip others. Received: an epoch whose first batch differs, at "
-                f"epoch {self.epoch}. The checkpoints are unchanged. Give the same data and batch "
-                "size as before, or another directory to start over. A generator or PyDataset that "
-                "shuffles by itself needs a function of the epoch: "
-                "data=lambda epoch: dataset.shuffle(n, seed=epoch).batch(size). Seed everything "
-                "random in it."
+                "examples twice and skip others. Received: another first batch of the epoch, at "
+                f"epoch {self.epoch} and step {self.step_in_epoch} of it. Give the same data and "
+                "batch size as before. Data that shuffles by itself needs a function of the epoch, "
+                "seeded by it: data=lambda epoch: dataset.shuffle(n, seed=epoch).batch(size)."
             )
 
     def _first_batch(self, position: Position) -> int | None:
@@ -473,9 +423,14 @@ class Checkpoints:
                 "directory to start over."
             )
 
+    def _write_nothing(self) -> None:
+        self.directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=self.directory):
+            pass
+
     def _find_position(self) -> Position:
         """Returns the position of the run in its data."""
-        if self._counts or self.data is None or self._count_iterations() == self._iterations:
+        if self._counts or self.data is None or self._variables.count_updates() == self._updates:
             return self._position
         try:
             return Position(*divmod(self.step, len(self.data)))
@@ -486,87 +441,7 @@ class Checkpoints:
                 "checkpoints.after_step() after each step."
             ) from None
 
-    def _count_iterations(self) -> int:
-        if self._optimizer is None:
-            return 0
-        return int(self._optimizer.iterations.numpy()) // self._updates_per_step
-
-    def _build_model(self) -> None:
-        if not self._model.built:
-            if self.data is None:
-                raise CheckpointError(
-                    "The model has no variables yet, so it can be neither saved nor restored. "
-                    f"Received: model {self._model.name!r}. Build it inside the scope: with "
-                    "strategy.scope(): model.build(input_shape)."
-                )
-            prepare_model(self._model, self._exchange.strategy, self.data.element_spec)
-
-    def _restore_variables(self, stored: files.Stored) -> None:
-        self._build_model()
-        entries, strategy = dict(stored.run["variables"]), self._exchange.strategy
-        late: dict[str, Any] = {}
-        for prefix, (_, optimizer, variables) in self._trained().items():
-            names = [name for name in entries if name.startswith(prefix)]
-            if not names:
-                steps = {name.split("/")[1] for name in entries if name.startswith("extra/")}
-                raise CheckpointError(
-                    "The checkpoint holds no train step of this name. Received: "
-                    f"{prefix.split('/')[1]!r}, and {stored.path} with {sorted(steps)}. Give the "
-                    "steps the names that they had when it was saved, in chain_steps(..., names=) "
-                    "or extra=, or give another directory to start over."
-                )
-            if optimizer is None:
-                continue
-            if prefix + state.LOSS_SCALE[0] in entries:
-                make_loss_scale("dynamic", optimizer, strategy)
-            # Wrappers build the optimizers inside them, and sharded variables have no copies.
-            at_once = hasattr(optimizer, "inner_optimizer") or any(map(is_sharded, variables))
-            if at_once or not can_be_sharded(optimizer, variables, strategy):
-                build_optimizer(optimizer, variables, strategy)
-            else:
-                # The step that builds it decides where its slots live.
-                group, built = f"{prefix}optimizer/", len(optimizer.variables)
-                slots = [name for name in names if name.startswith(group)][built:]
-                late |= {name: entries.pop(name) for name in slots}
-                restore = functools.partial(self._restore_slots, group, built, stored)
-                when_built(optimizer, restore)
-        state.check_fits(self._variables(), entries, stored.arrays, stored.path)
-        state.write_state(self._variables(), entries, stored.arrays, self._exchange)
-        self._waiting = late, {name: stored.arrays[name] for name in late}
-
-    def _restore_slots(self, group: str, built: int, stored: files.Stored) -> None:
-        names = [name for name in self._waiting[0] if name.startswith(group)]
-        entries = {name: self._waiting[0].pop(name) for name in names}
-        slots = [one for one in self._variables() if one.name.startswith(group)][built:]
-        state.check_fits(slots, entries, stored.arrays, stored.path)
-        state.write_state(slots, entries, stored.arrays, self._exchange)
-
-    def _check_restored(self) -> None:
-        """Checks that no optimizer was built without what is restored of it."""
-        if self._waiting[0] and all(one.optimizer.built for one in self._trained().values()):
-            raise CheckpointError(
-                "An optimizer was built after restore() by other code than this library, so its "
-                "restored state is lost. Received: a run at step "
-                f"{self.step}. Call optimizer.build(model.trainable_variables) before restore()."
-            )
-
-    def _read_restored(self) -> tuple[state.Entries, files.Arrays]:
-        """Returns the values of the run, with those of optimizers that are not built yet."""
-        arrays, entries = state.read_state(self._variables(), self._exchange)
-        return {**entries, **self._waiting[0]}, {**arrays, **self._waiting[1]}
-
-    @functools.cached_property
-    def _states_beside_models(self) -> list[Any]:
-        """States that the steps change and no model of them has; tracing takes a moment."""
-        steps = [*self._train_steps.values(), *filter(None, [self._train_step])]
-        return [variable for step in steps for variable in step.states_beside_model()]
-
-    def _check_alike(self, position: Position) -> None:
-        """Checks that all workers are about to save the same run.
-
-        Raises:
-            ClusterError: Their positions, weights or optimizers differ.
-        """
+    def _check_positions_alike(self, position: Position) -> None:
         own = [self.step, position.epoch, position.step]
         places = self._exchange(own).tolist()
         if places.count(own) < len(places):
@@ -575,23 +450,6 @@ class Checkpoints:
                 f"Received: [step, epoch, step in epoch] of each worker: {places}. Every worker "
                 "must make the same steps."
             )
-        for model, optimizer, _ in self._trained().values():
-            check_values_alike(self._exchange.strategy, model, optimizer)
-
-    def _trained(self) -> dict[str, Trained]:
-        """Returns each trained model with its optimizer, by the begin of their names."""
-        if self._train_step is None:
-            own = Trained(self._model, self._optimizer, self._model.trainable_variables)
-        else:
-            (own,) = self._train_step.trained
-        others = {f"extra/{name}/": step.trained[0] for name, step in self._train_steps.items()}
-        return {"": own, **others}
-
-    def _variables(self) -> list[state.StateVariable]:
-        variables = [*state.seed_variables(), *state.extra_variables(self._extra)]
-        for prefix, (model, optimizer, _) in self._trained().items():
-            variables += state.trained_variables(model, optimizer, prefix)
-        return variables
 
 
 def _interval(name: str, number: Any) -> int | None:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
@@ -19,6 +18,7 @@ from tfmultigpu.strategies.worker_exchange import WorkerExchange, digest_of
 
 __all__ = [
     "LOSS_SCALE",
+    "Entries",
     "StateVariable",
     "check_fits",
     "check_holds",
@@ -37,8 +37,7 @@ _GLOBAL_SEEDS = "seeds"
 Entries = Mapping[str, Sequence[Any]]
 
 
-@dataclasses.dataclass(frozen=True)
-class StateVariable:
+class StateVariable(NamedTuple):
     """One variable of the state.
 
     Attributes:
@@ -58,13 +57,7 @@ class StateVariable:
 
 
 def trained_variables(model: Any, optimizer: Any, prefix: str = "") -> list[StateVariable]:
-    """Returns the variables of a model, its optimizer or None, and its loss scale.
-
-    Args:
-        model: A built model.
-        optimizer: Its optimizer.
-        prefix: The begin of their names.
-    """
+    """Returns the variables of a model, its optimizer or None, and its loss scale."""
     trained = {id(variable) for variable in model.trainable_variables}
     state = [
         StateVariable(_name("model", i, variable), variable, id(variable) not in trained)
@@ -82,7 +75,7 @@ def trained_variables(model: Any, optimizer: Any, prefix: str = "") -> list[Stat
         for i, (path, variable) in enumerate(_plain_variables(model))
         if id(variable) not in tracked
     ]
-    return [dataclasses.replace(variable, name=prefix + variable.name) for variable in state]
+    return [variable._replace(name=prefix + variable.name) for variable in state]
 
 
 def extra_variables(owners: Mapping[str, Any]) -> list[StateVariable]:
@@ -104,11 +97,7 @@ def seed_variables() -> list[StateVariable]:
 def read_state(
     variables: Iterable[StateVariable], exchange: WorkerExchange
 ) -> tuple[dict[str, np.ndarray[Any, Any]], dict[str, list[Any]]]:
-    """Reads variables; all workers must call it.
-
-    Returns:
-        The arrays by name, and the description of each variable.
-    """
+    """Returns the arrays of variables by name, and their entries; all workers must call it."""
     variables = list(variables)
     differing = _differing([one for one in variables if one.may_differ], exchange)
     arrays: dict[str, np.ndarray[Any, Any]] = {}
@@ -117,8 +106,7 @@ def read_state(
         entries[one.name] = [tf.as_dtype(one.variable.dtype).name, None]
         if one.name in differing:
             entries[one.name][1] = _reduction(one.tf_variable)
-            copies = iter(exchange.strategy.experimental_local_results(one.tf_variable))
-            arrays[one.name] = exchange.rows(lambda copies=copies: _to_numpy(next(copies))[None])
+            arrays[one.name] = _read_copies(one.tf_variable, exchange)
         else:
             arrays[one.name] = _to_numpy(one.variable)
     return arrays, entries
@@ -127,11 +115,7 @@ def read_state(
 def check_fits(
     variables: Iterable[StateVariable], entries: Entries, arrays: Arrays, path: Any
 ) -> None:
-    """Checks that stored arrays belong to these variables.
-
-    Raises:
-        CheckpointError: A variable is missing on either side, or has another shape or dtype.
-    """
+    """Checks that stored arrays belong to these variables: names, shapes and dtypes are equal."""
     stored = {_structural_name(name): name for name in entries if name != _GLOBAL_SEEDS}
     present = {_structural_name(one.name): one for one in variables if one.name != _GLOBAL_SEEDS}
     only_stored = [stored[name] for name in stored.keys() - present.keys()]
@@ -171,15 +155,7 @@ def write_state(
 
 
 def check_holds(variables: Iterable[StateVariable], changed: Sequence[Any]) -> None:
-    """Checks that what a training changes is saved.
-
-    Args:
-        variables: The variables that are saved.
-        changed: The variables that the training changes.
-
-    Raises:
-        CheckpointError: One of them is not saved.
-    """
+    """Checks that all variables that a training changes are among those saved."""
     saved = {id(one.variable) for one in variables}
     missing = {id(one): getattr(one, "path", one.name) for one in changed if id(one) not in saved}
     if missing:
@@ -272,6 +248,11 @@ def _differing(variables: Sequence[StateVariable], exchange: WorkerExchange) -> 
     flags, by_worker = np.split(exchange([*differ, *digests]), 2, axis=1)
     differing = flags.any(0) | (by_worker != by_worker[0]).any(0)
     return {one.name for one, differs in zip(variables, differing, strict=True) if differs}
+
+
+def _read_copies(variable: Any, exchange: WorkerExchange) -> np.ndarray[Any, Any]:
+    copies = iter(exchange.strategy.experimental_local_results(variable))
+    return exchange.rows(lambda: _to_numpy(next(copies))[None])
 
 
 def _assign_copies(
