@@ -20,7 +20,7 @@ from tfmultigpu.data.sharded_dataset import ShardedDataset, cutter
 from tfmultigpu.data.shares import replica_shares
 from tfmultigpu.data.sources import fill
 
-__all__ = ["passes_over", "shard_arrays"]
+__all__ = ["shard_arrays"]
 
 
 def shard_arrays(
@@ -33,22 +33,22 @@ def shard_arrays(
     endless: bool = True,
     shuffle: bool = False,
     seed: int = 0,
-    first_pass: int = 0,
+    first_batch: int = 0,
     class_weight: Any = None,
     shares: Sequence[float] | None = None,
 ) -> ShardedDataset:
     """Returns the global batches of arrays with rows, as shards for the replicas.
 
     Args:
-        model: The model, which keeps one traced pipeline for each purpose.
+        model: The model, which keeps one traced pipeline for each ``purpose``.
         purpose: What the batches are for.
         strategy: The strategy of the model.
         arrays: Nested structure of tensors, or None, that agree in their rows.
         batch_size: Examples of a global batch.
         endless: Whether pass follows pass; otherwise there is one, in the order of the arrays.
-        shuffle: Whether to reshuffle in each pass.
-        seed: Determines the order, together with the number of the pass.
-        first_pass: The number of the first pass.
+        shuffle: Whether to reshuffle in each pass, by ``seed`` and the number of the pass.
+        seed: Determines the order.
+        first_batch: The number of the first batch, counted through all passes.
         class_weight: Weights of classes, or None.
         shares: Relative share of each global batch per replica, or None.
     """
@@ -63,12 +63,12 @@ def shard_arrays(
         weigh = weighting(class_weight)
         weights = dict(class_weight), keras.config.floatx()
 
-    def pipeline(tensors: Any, seed: Any, first_pass: Any) -> Any:
+    def pipeline(tensors: Any, seed: Any, first_batch: Any) -> Any:
         whole = fill(structure, *tensors)
 
         def batches(finish: Callable[..., Any] | None) -> tf.data.Dataset[Any]:
             if endless:
-                return passes_over(whole, batch_size, shuffle, seed, first_pass, finish)
+                return _passes_over(whole, batch_size, shuffle, seed, first_batch, finish)
             return _in_order(whole, batch_size, finish)
 
         uncut = batches(weigh)
@@ -88,35 +88,18 @@ def shard_arrays(
     kind = structure_of(arrays), specs
     key = strategy, whole_shares, kind, batch_size, endless, shuffle, weights
     traced = get_or_make(model, purpose, key, trace)
-    batches, cut = traced(present, *(tf.constant(one, tf.int64) for one in (seed, first_pass)))
+    batches, cut = traced(present, *(tf.constant(one, tf.int64) for one in (seed, first_batch)))
     return ShardedDataset(batches, strategy, whole_shares, cut=cut)
 
 
-def passes_over(
-    arrays: Any,
-    batch_size: int,
-    shuffle: bool,
-    seed: Any,
-    first_pass: Any,
-    finish: Callable[..., Any] | None = None,
+def _passes_over(
+    arrays: Any, batch_size: int, shuffle: bool, seed: Any, first_batch: Any, finish: Any
 ) -> tf.data.Dataset[Any]:
-    """Returns pass after pass over arrays, in global batches.
-
-    Args:
-        arrays: Nested structure of tensors, or None, that agree in their rows.
-        batch_size: Examples of a global batch.
-        shuffle: Whether to reshuffle in each pass.
-        seed: An integer scalar; determines the order, together with the number of the pass.
-        first_pass: An integer scalar, the number of the first pass.
-        finish: A function of batches, as for ``map``, or None. In one function with what makes the
-            batch, because TensorFlow takes milliseconds to prepare each for a new iterator.
-    """
+    """Returns pass after pass over arrays, in global batches, from the batch of a number on."""
     present = tuple(tensors_of(arrays))
     rows = tf.cast(count_rows(arrays), tf.int64)
-    seed = tf.cast(seed, tf.int64)
     per_pass = -(-rows // batch_size)
-    first_pass = tf.cast(first_pass, tf.int64)
-    numbers = tf.data.Dataset.counter(first_pass * per_pass)
+    numbers = tf.data.Dataset.counter(first_batch)
     rows_from = functools.partial(_rows_from, arrays, batch_size)
     if not shuffle:
         return numbers.map(
@@ -124,19 +107,20 @@ def passes_over(
         )
     shuffled: Any = tf.random
 
-    def choose(order: Any, number: Any) -> tuple[Any, Any]:
+    def choose(state: Any, number: Any) -> tuple[Any, Any]:
+        drawn_for, order = state
         order = tf.cond(
-            number % per_pass == 0,
+            number // per_pass == drawn_for,
+            lambda: order,
             lambda: shuffled.experimental.stateless_shuffle(
                 tf.range(rows), seed=tf.stack([seed, number // per_pass])
             ),
-            lambda: order,
         )
         start = number % per_pass * batch_size
-        return order, order[start : start + batch_size]
+        return (number // per_pass, order), order[start : start + batch_size]
 
     # No flat_map: TensorFlow optimizes a function inside a function twice for each iterator.
-    chosen = numbers.scan(tf.zeros([rows], tf.int64), choose)
+    chosen = numbers.scan((tf.constant(-1, tf.int64), tf.zeros([rows], tf.int64)), choose)
     return chosen.map(
         _finished(lambda chosen: fill(arrays, *[take_rows(o, chosen) for o in present]), finish),
         num_parallel_calls=tf.data.AUTOTUNE,
@@ -144,9 +128,7 @@ def passes_over(
     )
 
 
-def _in_order(
-    arrays: Any, batch_size: int, finish: Callable[..., Any] | None
-) -> tf.data.Dataset[Any]:
+def _in_order(arrays: Any, batch_size: int, finish: Any) -> tf.data.Dataset[Any]:
     starts = tf.data.Dataset.range(0, tf.cast(count_rows(arrays), tf.int64), batch_size)
     return starts.map(_finished(functools.partial(_rows_from, arrays, batch_size), finish))
 

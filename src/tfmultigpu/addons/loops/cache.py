@@ -41,13 +41,9 @@ def build(model: Any, strategy: tf.distribute.Strategy, batch_spec: Any) -> None
 def checked_strategy(model: Any, function: str) -> tf.distribute.Strategy:
     """Returns the strategy whose scope a model was created in.
 
-    Args:
-        model: The user's model.
-        function: The name of the called function.
-
     Raises:
-        ScopeError: The caller is in the scope of another strategy; or the model is outside every
-            scope, although a strategy with several replicas exists.
+        ScopeError: ``function`` was called in the scope of another strategy; or the model is
+            outside every scope, although a strategy with several replicas exists.
         TypeError: It is not a model.
     """
     import keras

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-import tensorflow as tf
-
 from tfmultigpu._compat import is_part_of_keras, profiles_batches, set_swaps
 from tfmultigpu.errors import LossError
 from tfmultigpu.optimizers.loss_scaling import unwrap_optimizer
@@ -26,20 +24,15 @@ def to_list(callbacks: Any) -> list[Any]:
     return list(callbacks or ())
 
 
-def check_callbacks(callbacks: Iterable[Any], optimizer: Any = None) -> None:
+def check_callbacks(callbacks: Iterable[Any]) -> None:
     """Checks that callbacks work in the loops of this library.
 
-    Args:
-        callbacks: The callbacks.
-        optimizer: The optimizer of the training; None in an evaluation.
-
     Raises:
-        LossError: A callback works only in Keras' own ``fit``, or not on a strategy.
+        LossError: A callback works only in Keras' own ``fit``.
         TypeError: An item is not a callback.
     """
     import keras
 
-    orbax = getattr(keras.callbacks, "OrbaxCheckpoint", ())
     for callback in callbacks:
         if not isinstance(callback, keras.callbacks.Callback):
             raise TypeError(
@@ -47,31 +40,20 @@ def check_callbacks(callbacks: Iterable[Any], optimizer: Any = None) -> None:
                 "callbacks. Make an object of a class, callbacks=[EarlyStopping()]; of checkpoints "
                 "it is callbacks=[checkpoints.callback()]."
             )
-        on_replicas = optimizer is not None and isinstance(
-            optimizer.iterations.value, tf.distribute.DistributedValues
-        )
-        if isinstance(callback, keras.callbacks.BackupAndRestore) or (
-            isinstance(callback, orbax) and on_replicas
-        ):
+        if isinstance(callback, keras.callbacks.BackupAndRestore):
             raise LossError(
-                f"{type(callback).__name__} resumes only Keras' own fit on one device. It restarts "
-                "an epoch with weights from its middle and saves neither random seeds nor the "
-                "position in the data. Write callbacks=[tmg.Checkpoints(directory, model=model, "
-                "optimizer=model.optimizer).callback(every_epochs=1)], which resumes exactly."
+                "BackupAndRestore resumes only Keras' own fit. It restarts an epoch with weights "
+                "from its middle, and saves neither random seeds nor the position in the data. "
+                "Write callbacks=[tmg.Checkpoints(directory, model=model, optimizer="
+                "model.optimizer).callback(every_epochs=1)], which resumes exactly."
             )
 
 
 def check_optimizers(callbacks: Iterable[Any], model: Any, steps: Iterable[str], trained: Any):
     """Checks that callbacks that use the optimizer of the model find one that a step trains.
 
-    Args:
-        callbacks: The callbacks.
-        model: The model.
-        steps: The names of the steps in a chain.
-        trained: Each trained model with its optimizer and variables.
-
     Raises:
-        LossError: One would find another optimizer, or none, or a log that there is not.
+        LossError: One would find another, or none, or a log that a chain of steps has not.
     """
     import keras
 
@@ -98,12 +80,7 @@ def check_optimizers(callbacks: Iterable[Any], model: Any, steps: Iterable[str],
 
 
 def adapt_callbacks(callbacks: Iterable[Any], optimizer: Any) -> None:
-    """Makes callbacks that write optimizer slots find them on the replicas that own them.
-
-    Args:
-        callbacks: The callbacks.
-        optimizer: The optimizer of the model, after its step was made.
-    """
+    """Makes callbacks that write optimizer slots find them on the replicas that own them."""
     import keras
 
     if optimizer is not None and owned_variables(unwrap_optimizer(optimizer)):
@@ -117,10 +94,6 @@ def every_batches(callback: Any, mode: str) -> int | None:
 
     A callback with batch hooks is called for each batch, or every ``every_batches`` batches: an
     optional attribute of it. The progress bar and callbacks without such hooks are not.
-
-    Args:
-        callback: The callback.
-        mode: ``"train"`` or ``"test"``.
     """
     import keras
 

@@ -17,11 +17,8 @@ __all__ = ["weighting"]
 def weighting(class_weight: Any) -> Callable[..., tuple[Any, Any, Any]]:
     """Returns a function that adds sample weights to a batch ``(x, y)``.
 
-    Args:
-        class_weight: A dict from class number to weight; missing classes weigh 1.
-
     Raises:
-        DataError: It is not such a dict.
+        DataError: It is not a dict from class number to weight; missing classes weigh 1.
     """
     if (
         not isinstance(class_weight, Mapping)

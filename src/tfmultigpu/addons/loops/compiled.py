@@ -50,20 +50,16 @@ def read_compiled(
     batch_spec: Any,
     own_loss: ModelLoss | None = None,
 ) -> Compiled:
-    """Returns the losses and metrics of a model, resolved for the shapes of a batch as in Keras.
+    """Returns the losses and metrics of a built model, resolved for a batch as in Keras.
 
     Creates the metrics that Keras would create in its first training, in the scope. They are the
     model's own: ``model.metrics`` holds them afterwards.
 
     Args:
-        model: A Keras model, built.
+        model: A Keras model, built and compiled.
         strategy: Its strategy.
         batch_spec: Type specs of a batch.
         own_loss: The ``compute_loss`` of the model, which replaces the compiled losses, or None.
-
-    Raises:
-        LossError: The model was not compiled.
-        LossError: The losses do not fit the outputs.
     """
     arguments = compile_arguments(model)
     x, y_true, _ = unpack_batch(batch_spec)
@@ -114,12 +110,7 @@ def _match_losses(model: Any, arguments: Any, y_true: Any, y_pred: Any) -> tuple
 
 
 def check_labels(model: Any, batch_spec: Any) -> None:
-    """Checks that batches have labels if the compiled losses or metrics need them.
-
-    Raises:
-        LossError: The model was not compiled.
-        DataError: There are no labels.
-    """
+    """Checks that batches have labels if the compiled losses or metrics need them."""
     needing = _needing_labels(compile_arguments(model))
     if needing and unpack_batch(batch_spec)[1] is None:
         raise DataError(

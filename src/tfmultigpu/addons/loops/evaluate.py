@@ -14,10 +14,17 @@ from tfmultigpu.addons.loops.callbacks import adapt_callbacks, check_callbacks, 
 from tfmultigpu.addons.loops.compiled import compile_arguments
 from tfmultigpu.addons.loops.feed import Feed
 from tfmultigpu.addons.loops.hooks import FitHooks, Hooks
-from tfmultigpu.addons.loops.inputs import check_steps, labelled, pass_feed
+from tfmultigpu.addons.loops.inputs import as_keras_takes, check_steps, labelled, pass_feed
 from tfmultigpu.addons.loops.logs import as_list
 from tfmultigpu.addons.loops.loop import Loop
-from tfmultigpu.addons.loops.methods import around, as_method, installed, marked, run_keras
+from tfmultigpu.addons.loops.methods import (
+    around,
+    as_keras_made_it,
+    as_method,
+    installed,
+    marked,
+    run_keras,
+)
 from tfmultigpu.addons.loops.own_methods import own_methods
 from tfmultigpu.addons.loops.predict import predict
 from tfmultigpu.addons.loops.program import Program, runs_as_in_keras
@@ -91,11 +98,16 @@ def evaluate(
     runs_as_in_keras(model, strategy, "evaluate")
     check_steps(steps)
     data = labelled(model, data, x, y, sample_weight, "evaluate")
-    feed = pass_feed(model, "evaluation", data, strategy, batch_size, steps)
-    loop = Program(model, strategy, verify=verify).evaluation_loop(feed)
-    check_values_alike(strategy, model)
     callbacks = to_list(callbacks)
     check_callbacks(callbacks)
+    feed = pass_feed(model, "evaluation", data, strategy, batch_size, steps)
+    if runs_as_in_keras(model, strategy, "evaluate", feed.element_spec):
+        return run_keras(
+            model, "evaluate", **as_keras_takes(data), batch_size=batch_size, steps=steps,
+            callbacks=callbacks, verbose=verbose, return_dict=return_dict,
+        )  # fmt: skip
+    loop = Program(model, strategy, verify=verify).evaluation_loop(feed)
+    check_values_alike(strategy, model)
     adapt_callbacks(callbacks, getattr(model, "optimizer", None))
     hooks = Hooks(callbacks, model, strategy, verbose=verbose, epochs=1, steps=feed.steps)
     hooks.serve(loop)
@@ -139,10 +151,6 @@ def evaluation_methods(program: Program, hooks: FitHooks) -> dict[str, Any]:
     """Returns ``evaluate`` and ``predict`` as methods of a model in ``fit``, which it calls too.
 
     Keras' own give other numbers on several replicas. Methods that a class defines itself stay.
-
-    Args:
-        program: The training.
-        hooks: Its callbacks.
     """
     known = weakref.ref(program.model)
     own = own_methods(program.model, "evaluate", "predict")
@@ -150,22 +158,18 @@ def evaluation_methods(program: Program, hooks: FitHooks) -> dict[str, Any]:
     def ours(name: str, function: Any) -> Any:
         return as_method(name, lambda **given: function(known(), **given, verify=program.verify))
 
-    def validate(*args: Any, **given: Any) -> Any:
-        model = known()
-        if not given.pop("_use_cached_eval_dataset", False):
-            if "evaluate" not in own:
+    def evaluates(*args: Any, **given: Any) -> Any:
+        model, feed = known(), given.get("x")
+        if not isinstance(feed, Feed):
+            if "evaluate" not in own and "_use_cached_eval_dataset" not in given:
                 return ours("evaluate", evaluate)(*args, **given)
-            with installed(model):  # The method of the class, on a model as Keras has it.
-                for name in ("reset_metrics", "get_metrics_result", "_symbolic_build", "evaluate"):
-                    vars(model).pop(name, None)
+            # A method of the class or of Keras, on the model as Keras has it.
+            with as_keras_made_it(model):
                 return model.evaluate(*args, **given)
-        feed = given["x"]
         if hooks.loop("test") is None:
             hooks.serve(program.evaluation_loop(feed))
         loop, steps = hooks.loop("test"), given["steps"]
         return _run(model, loop, feed, steps, hooks, _use_cached_eval_dataset=True)
 
-    methods = {"evaluate": marked(validate)}
-    if "predict" not in own:
-        methods["predict"] = ours("predict", predict)
-    return methods
+    methods = {"evaluate": marked(evaluates)}
+    return methods if "predict" in own else {**methods, "predict": ours("predict", predict)}

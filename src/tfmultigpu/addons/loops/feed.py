@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 import sys
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -19,7 +18,6 @@ from tfmultigpu.data.sharded_dataset import ShardedDataset
 __all__ = ["Feed", "PredictFeed"]
 
 _DataAdapter: Any = _compat.data_adapter()
-_log = logging.getLogger("tfmultigpu")
 
 
 class Feed(_DataAdapter, tf.distribute.DistributedDataset):
@@ -47,6 +45,7 @@ class Feed(_DataAdapter, tf.distribute.DistributedDataset):
         *,
         continues: bool = False,
         repeats: bool = False,
+        starting_at: Callable[[int], ShardedDataset] | None = None,
         describe: Callable[[], Mapping[str, Any]] = dict,
     ) -> None:
         """Stores the data.
@@ -58,18 +57,19 @@ class Feed(_DataAdapter, tf.distribute.DistributedDataset):
             steps: The most batches of an epoch, or None for a pass.
             continues: Whether an epoch continues the pass of the epoch before.
             repeats: Whether one iterator yields pass after pass.
+            starting_at: Returns the batches from a number on, without reading those before it.
             describe: Returns values in JSON types that identify the data in checkpoints.
         """
         self.source, self.batches = source, batches
         self.iterator: Any = None
         self._per_pass, self._asked = per_pass, steps
         self._continues = continues and steps is not None
-        self._repeats, self._describe = repeats, describe
+        self._repeats, self._starting_at, self._describe = repeats, starting_at, describe
         known = [most for most in (steps, None if self._continues else per_pass) if most]
         self.steps = min(known, default=None)  # Batches of an epoch; None until they are known.
         self._left_in_pass: int | None = 0
         self._left_in_epoch: int | None = None
-        self._done = self._unread = 0
+        self._done = 0
         self._is_new_pass = False
         self._after_skipped_epoch: Callable[[int], None] = lambda epochs: None
 
@@ -121,11 +121,7 @@ class Feed(_DataAdapter, tf.distribute.DistributedDataset):
         return min([steps, *limits])
 
     def took(self, ran: int, asked: int) -> bool:
-        """Counts the batches that a call ran, of those it asked for.
-
-        Returns:
-            Whether the epoch continues.
-        """
+        """Counts the batches that ran of those asked for; returns whether the epoch continues."""
         self._done += ran
         if self._left_in_pass is not None:
             self._left_in_pass -= ran
@@ -160,47 +156,48 @@ class Feed(_DataAdapter, tf.distribute.DistributedDataset):
             stacklevel=2,
         )
 
+    @property
+    def can_resume(self) -> bool:
+        """True if a pass can begin where an earlier process has ended."""
+        return self._starting_at is not None or isinstance(self.batches, PositionedDataset)
+
     # Where a resumed run begins. -----------------------------------------------------------------
 
     def skip(self, epochs: int, step: int) -> int:
-        """Skips the batches that a resumed run has trained on; call ``begin_epoch`` first.
+        """Skips what a resumed run has trained on; call ``begin_epoch`` first.
 
         Args:
             epochs: Whole epochs to skip.
             step: Batches of the next epoch to skip.
 
         Returns:
-            The skipped batches of the epoch.
+            The skipped batches of that epoch.
         """
         if isinstance(self.batches, PositionedDataset):  # It begins at the position of the run.
             self.took(step, step)
             if self._left_in_pass == 0:
-                self._drop(1)  # The data skips batches only when read, and the step reads none.
+                read_over(self.iterator.source, 1)  # It skips when read, and the step reads none.
             return step
-        if epochs and not self._continues and not self._repeats:
-            self._skip_passes(epochs)
-        else:
-            for epoch in range(epochs):
-                while (asked := self.most(sys.maxsize)) and self.took(self._drop(asked), asked):
-                    pass
-                self._after_skipped_epoch(epoch)
-                self.begin_epoch()
-        dropped = self._drop(self.most(step))
-        self.took(dropped, dropped)
-        if self._unread:
-            self.iterator, _ = self.batches.iterate_from(self._unread)
-        return dropped
+        skipped = 0
+        for epoch in range(epochs):
+            while asked := self.most(sys.maxsize):
+                skipped += asked
+                if not self.took(asked, asked):
+                    break
+            self._after_skipped_epoch(epoch)
+            self.begin_epoch()
+        asked = self.most(step)
+        self.took(asked, asked)
+        if self._starting_at is not None and skipped + asked:
+            self.batches = self._starting_at(skipped + asked)
+            self.iterator = iter(self.batches)
+        return asked
 
     def skip_validations(self, validation: Feed, frequency: Any, first: int) -> None:
-        """Skips the validation after each skipped epoch, if one was due.
+        """Skips the validation after each skipped epoch, from ``first`` on, if one was due.
 
         Datasets derived from one reshuffled dataset count their passes together, so skipped epochs
         must begin all of them in the original order.
-
-        Args:
-            validation: The data of the validation.
-            frequency: The argument ``validation_freq`` of Keras.
-            first: The number of the first epoch.
         """
 
         def skip(epoch: int) -> None:
@@ -216,29 +213,6 @@ class Feed(_DataAdapter, tf.distribute.DistributedDataset):
         self._after_skipped_epoch = lambda epochs: skip(first + epochs)
         if isinstance(self.batches, PositionedDataset):
             self.batches.passed_over = skip
-
-    def _skip_passes(self, passes: int) -> None:
-        """Skips passes from the current one on; reads as much as later ones depend on."""
-        replay = replay_of(self.batches.batches)
-        batches = replay.batches
-        if replay.python and passes == 1:
-            batches = None
-        elif replay.python:
-            _log.warning(
-                "Python makes the data, so fit cannot know whether its batches depend on earlier "
-                "passes. If they do, this run resumes with other batches. Write "
-                "tmg.Checkpoints(data=...), which compares them."
-            )
-        for epoch in range(passes):
-            read_over(self.iterator.source, batches)
-            self._after_skipped_epoch(epoch)
-            self._begin_pass()
-
-    def _drop(self, batches: int) -> int:
-        if self._repeats and self.batches.preprocessing is not None:
-            self._unread += batches  # `skip` begins after all of them.
-            return batches
-        return read_over(self.iterator.source, batches)
 
 
 class PredictFeed(Feed):

@@ -15,6 +15,7 @@ from tfmultigpu.addons.loops.evaluate import evaluation_methods
 from tfmultigpu.addons.loops.hooks import FitHooks
 from tfmultigpu.addons.loops.inputs import (
     as_keras_casts,
+    as_keras_takes,
     check_steps,
     labelled,
     pass_feed,
@@ -49,7 +50,6 @@ def fit(
     *,
     x: Any = None,
     forward: Callable[[Any, Any, bool], Any] | None = None,
-    eval_forward: Callable[[Any, Any, bool], Any] | None = None,
     step: TrainStep | ChainedStep | Sequence[TrainStep] | None = None,
     eval_step: EvalStep | None = None,
     batch_size: int | None = None,
@@ -70,8 +70,6 @@ def fit(
     loss_scale: LossScaling = None,
     shard_update: ShardUpdate = "auto",
     shares: Sequence[float] | None = None,
-    preprocess: Callable[..., Any] | None = None,
-    preprocess_batched: bool = False,
     steps_per_call: StepsPerCall = "auto",
     verify: Verify = "first",
     verbose: Verbose = "auto",
@@ -93,10 +91,10 @@ def fit(
         forward: See ``make_train_step``; replaces compiled losses. The values that it returns for
             the logs are shown like metrics, over the whole epoch. Compile the model with an
             optimizer only. A second call of ``fit`` traces it anew; a ``step`` is not traced again.
-        eval_forward: The same for validation, instead of compiled losses; None means ``forward``.
         step: A step of ``make_train_step`` or ``chain_steps``, or a list of train steps that take
             each batch in turn. Its logs are shown: ``"loss"``, or ``"NAME_loss"`` for each step.
-        eval_step: A step of ``make_eval_step`` for validation.
+        eval_step: A step of ``make_eval_step`` for validation; None means ``forward``, or the
+            compiled losses.
         batch_size: Examples in a global batch, for arrays only; None means 32.
         epochs: Number of the last epoch.
         initial_epoch: Epochs that were trained before.
@@ -116,10 +114,6 @@ def fit(
         loss_scale: See ``make_train_step``.
         shard_update: See ``make_train_step``.
         shares: Relative share of each global batch per replica; None means equal shares.
-        preprocess: See ``distribute_dataset``; ``data`` is then single examples, arrays of them, or
-            an object with ``len(data)`` and ``data[i]``. What can be read by number is shuffled.
-            Validation data is not preprocessed: give ``distribute_dataset(..., preprocess=f)``.
-        preprocess_batched: See ``distribute_dataset``.
         steps_per_call: Steps in one call into TensorFlow. ``"auto"`` takes as many as fit into a
             tenth of a second; callbacks that need every batch still get it. A number calls the
             callbacks after that many steps. ``steps_per_execution`` of ``compile`` sets it too.
@@ -160,13 +154,13 @@ def fit(
     check_verify(verify)
     data = labelled(model, data, x, y, sample_weight, "fit")
     program = Program.of(
-        model, forward=forward, eval_forward=eval_forward, step=step, eval_step=eval_step,
-        verify=verify, micro_batches=micro_batches, clip_norm=clip_norm, loss_scale=loss_scale,
+        model, forward=forward, step=step, eval_step=eval_step, verify=verify,
+        micro_batches=micro_batches, clip_norm=clip_norm, loss_scale=loss_scale,
         shard_update=shard_update,
     )  # fmt: skip
     strategy, chain = program.strategy, program.step
     callbacks = to_list(callbacks)
-    check_callbacks(callbacks, program.trained[0].optimizer)
+    check_callbacks(callbacks)
     if chain is not None:
         names = list(chain.steps) if isinstance(chain, ChainedStep) else []
         check_optimizers(callbacks, model, names, program.trained)
@@ -174,24 +168,19 @@ def fit(
     _check_same_arguments(program, callbacks, arguments)
     validation_data = as_keras_casts(model, validation_data)
     if validation_split and validation_data is None:
-        if preprocess is not None:
-            raise DataError(
-                "validation_split divides arrays, and preprocess is for the training part alone. "
-                f"Received: validation_split={validation_split} with preprocess. Give "
-                "validation_data=tmg.distribute_dataset(source, strategy, batch_size=64, "
-                "preprocess=f)."
-            )
         data, validation_data = split_off(data, validation_split)
-    if validation_data is None and (eval_step is not None or eval_forward is not None):
+    if validation_data is None and eval_step is not None:
         raise ValueError(
-            "There is nothing to validate. Received: eval_step or eval_forward, and no "
-            "validation_data. Give validation_data, or leave it out."
+            "There is nothing to validate. Received: eval_step, and no validation_data. Give "
+            "validation_data, or leave it out."
         )
     # A limit for debugging: Keras counts by it, and the steps must not run ahead of it.
     if most := getattr(keras.config, "max_steps_per_epoch", lambda: None)():
         steps_per_epoch = min(most, steps_per_epoch or most)
     if chain is not None and not getattr(model, "compiled", False):
         keras.Model.compile(model, optimizer=program.trained[0].optimizer)
+    counts = {"epochs": epochs, "steps_per_epoch": steps_per_epoch,
+              "validation_steps": validation_steps, "validation_freq": validation_freq}  # fmt: skip
     hooks = FitHooks(
         callbacks, model, strategy, verbose=verbose, epochs=epochs, first_epoch=initial_epoch,
         seed=draw_seed(strategy),
@@ -200,30 +189,37 @@ def fit(
         feed = training_feed(
             model, data, strategy, batch_size=batch_size, steps=steps_per_epoch,
             shuffle=shuffle, seed=hooks.seed, first_pass=hooks.first_epoch,
-            class_weight=class_weight, shares=shares, preprocess=preprocess,
-            preprocess_batched=preprocess_batched,
+            class_weight=class_weight, shares=shares,
         )  # fmt: skip
+        if program.runs_as_in_keras(feed.element_spec):
+            hooks.refuse_resuming("model.fit of Keras runs the train_step of the model")
+            return run_keras(
+                model, "fit", **as_keras_takes(data), validation_data=validation_data,
+                batch_size=batch_size, validation_batch_size=validation_batch_size,
+                initial_epoch=initial_epoch, shuffle=shuffle, class_weight=class_weight,
+                callbacks=callbacks, verbose=verbose, **counts,
+            )  # fmt: skip
+        if not feed.can_resume:
+            hooks.refuse_resuming("a pass over this data cannot begin in its middle")
         loop = program.training_loop(feed, lambda: Pace(strategy), width)
-        validation = None
         if validation_data is not None:
             size = validation_batch_size or batch_size
             validation = pass_feed(
                 model, "validation", validation_data, strategy, size, validation_steps
             )
-            program.check_validation(validation.element_spec)
             feed.skip_validations(validation, validation_freq, hooks.first_epoch)
+            if not program.validates_as_in_keras(validation.element_spec):
+                validation_data = validation
         adapt_callbacks(callbacks, program.trained[0].optimizer)
         hooks.train(loop, program.trained)
         for part in program.trained:
             check_values_alike(strategy, part.model, part.optimizer)
-        with installed(
-            model, train_function=loop, **around(loop), **evaluation_methods(program, hooks)
-        ):
+        ours = {**around(loop), **evaluation_methods(program, hooks)}
+        with installed(model, train_function=loop, **ours):
             return run_keras(
-                model, "fit", feed, epochs=epochs, initial_epoch=hooks.begins_with,
-                steps_per_epoch=steps_per_epoch, validation_data=validation,
-                validation_steps=validation_steps, validation_freq=validation_freq,
-                callbacks=hooks,
+                model, "fit", feed, initial_epoch=hooks.begins_with, callbacks=hooks,
+                validation_data=validation_data, validation_batch_size=validation_batch_size,
+                **counts,
             )  # fmt: skip
     finally:
         hooks.exit()

@@ -13,6 +13,7 @@ from tfmultigpu.addons.loops.logs import as_keras
 from tfmultigpu.addons.loops.loop import Loop, not_ending_the_epoch
 from tfmultigpu.addons.loops.methods import installed
 from tfmultigpu.addons.loops.workers import SameTraining, check_alike, union
+from tfmultigpu.errors import DataError
 from tfmultigpu.optimizers.update import finish_values
 from tfmultigpu.strategies.variable_sharding import is_sharded
 from tfmultigpu.strategies.worker_exchange import WorkerExchange
@@ -25,8 +26,7 @@ class Hooks(keras.callbacks.CallbackList):  # type: ignore[misc]
     """The callbacks of an evaluation or a prediction, as the loop of Keras calls them.
 
     Attributes:
-        model: The model.
-        strategy: Its strategy.
+        strategy: The strategy of the model.
         outputs: The outputs of the last batch of a prediction.
     """
 
@@ -36,18 +36,10 @@ class Hooks(keras.callbacks.CallbackList):  # type: ignore[misc]
         self, callbacks: Any, model: Any, strategy: tf.distribute.Strategy, *, verbose: Any,
         add_history: bool = False, **params: Any,
     ) -> None:  # fmt: skip
-        """Makes the list.
-
-        Args:
-            callbacks: A callback, a sequence of them or a ``CallbackList``.
-            model: The model.
-            strategy: Its strategy.
-            verbose: 0, 1, 2 or ``"auto"``; only the chief prints.
-            add_history: Whether to add Keras' ``History``.
-            params: ``epochs`` and ``steps`` for the callbacks.
+        """Makes the list, with a progress bar on the chief; ``params`` are those of Keras' list.
 
         Raises:
-            ValueError: ``verbose`` has another value.
+            ValueError: ``verbose`` has another value than 0, 1, 2 and ``"auto"``.
         """
         if verbose not in (0, 1, 2, "auto"):
             raise ValueError(f"verbose must be 0, 1, 2 or 'auto'. Received: verbose={verbose!r}.")
@@ -75,14 +67,7 @@ class Hooks(keras.callbacks.CallbackList):  # type: ignore[misc]
         return union(self.strategy, {every for every in wanted if every is not None})
 
     def call(self, mode: str, moment: str, batch: int, logs: Any = None) -> None:
-        """Calls a batch hook of each callback.
-
-        Args:
-            mode: ``"train"`` or ``"test"``.
-            moment: ``"begin"`` or ``"end"``.
-            batch: The number of the batch.
-            logs: The logs.
-        """
+        """Calls a batch hook: ``moment`` is ``"begin"`` or ``"end"``."""
         for callback in self.callbacks:
             not_ending_the_epoch(getattr(callback, f"on_{mode}_batch_{moment}"), batch, logs)
 
@@ -113,12 +98,9 @@ class Hooks(keras.callbacks.CallbackList):  # type: ignore[misc]
 
 
 class FitHooks(Hooks):
-    """The callbacks of a training; as ``types.RunningFit`` what saves and resumes it sees.
+    """The callbacks of a training: the ``types.RunningFit`` of those that save and resume it.
 
     Attributes:
-        epochs: The number of the last epoch.
-        first_epoch: The ``initial_epoch`` of this ``fit`` in its first process.
-        seed: The seed of the order of arrays.
         start: Where a resumed training begins, or None.
     """
 
@@ -140,6 +122,15 @@ class FitHooks(Hooks):
         check_alike(strategy, "fit", {"the start of a resumed fit": self.start})
         if self.start is not None:
             self.seed, self.first_epoch = self.start.seed, self.start.first_epoch
+
+    def refuse_resuming(self, reason: str) -> None:
+        """Raises a ``DataError`` if a callback resumes this training, which is impossible."""
+        if any(hasattr(callback, "on_fit_begin") for callback in self.callbacks):
+            raise DataError(
+                f"The training could not be resumed where it ends: {reason}. Received: a callback "
+                "of tmg.Checkpoints. Write checkpoints = tmg.Checkpoints(directory, model=model, "
+                "optimizer=model.optimizer, data=dataset), and tmg.fit(model, checkpoints.data)."
+            )
 
     @property
     def begins_with(self) -> int:

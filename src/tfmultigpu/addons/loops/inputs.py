@@ -2,33 +2,32 @@
 
 from __future__ import annotations
 
+import inspect
 import math
-import types
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from tfmultigpu.addons.loops.arrays import passes_over, shard_arrays
+from tfmultigpu.addons.loops.arrays import shard_arrays
 from tfmultigpu.addons.loops.class_weights import weighting
 from tfmultigpu.addons.loops.feed import Feed, PredictFeed
 from tfmultigpu.addons.loops.loop import no_batches
-from tfmultigpu.addons.loops.own_methods import METHODS, own_methods
+from tfmultigpu.addons.loops.own_methods import own_methods
 from tfmultigpu.arguments import check_count
 from tfmultigpu.data.batch_format import count_rows
-from tfmultigpu.data.examples import examples_of, mark_of
+from tfmultigpu.data.examples import mark_of
 from tfmultigpu.data.other_packages import read_tables, with_tables
 from tfmultigpu.data.partition import slice_rows
-from tfmultigpu.data.preprocessing import Preprocessing
 from tfmultigpu.data.resumable import PositionedDataset
 from tfmultigpu.data.sharded_dataset import ShardedDataset, distribute_dataset
-from tfmultigpu.data.shares import replica_shares
 from tfmultigpu.data.sources import tensors_of_arrays, to_dataset
 from tfmultigpu.errors import DataError
 from tfmultigpu.strategies.topology import describe
 
 __all__ = [
     "as_keras_casts",
+    "as_keras_takes",
     "check_steps",
     "labelled",
     "pass_feed",
@@ -50,12 +49,7 @@ def check_steps(steps: Any, name: str = "steps") -> None:
 
 
 def labelled(model: Any, data: Any, x: Any, y: Any, weight: Any, function: str) -> Any:
-    """Returns the data of a call with Keras' arguments ``x``, ``y`` and ``sample_weight``.
-
-    Raises:
-        DataError: Labels or weights are given beside data that holds them.
-        TypeError: No data is given, or it is given twice.
-    """
+    """Returns the data of a call with Keras' arguments ``x``, ``y`` and ``sample_weight``."""
     if (data is None) == (x is None):
         raise TypeError(
             "fit, evaluate and predict take one data argument. Received: "
@@ -94,34 +88,33 @@ def _check_arrays(data: Any, are_arrays: bool, beside: str) -> None:
 
 
 def as_keras_casts(model: Any, data: Any) -> Any:
-    """Returns arrays with floats in ``keras.config.floatx()`` if a model has steps of its own.
-
-    Our steps cast; Keras casts arrays, and nothing else.
-    """
+    """Returns arrays with floats in ``floatx``, as Keras does, for its own ``compute_loss``."""
     import keras
 
-    if data is None or not own_methods(model, *METHODS) or not _is_arrays(data):
+    if data is None or not own_methods(model, "compute_loss") or not _is_arrays(data):
         return data
     floatx = keras.config.floatx()
 
     def cast(leaf: Any) -> Any:
-        if leaf is None or isinstance(leaf, (bool, int, float, str, types.GeneratorType)):
+        dtype = getattr(leaf, "dtype", None)
+        if dtype is None or not tf.as_dtype(dtype).is_floating:
             return leaf
-        if tf.is_tensor(leaf):
-            return tf.cast(leaf, floatx) if leaf.dtype.is_floating else leaf
-        array = np.asarray(leaf)
-        return array.astype(floatx) if np.issubdtype(array.dtype, np.floating) else leaf
+        return tf.cast(leaf, floatx) if tf.is_tensor(leaf) else np.asarray(leaf).astype(floatx)
 
     return tf.nest.map_structure(cast, read_tables(data))
 
 
-def split_off(data: Any, validation_split: float) -> tuple[Any, Any]:
-    """Splits arrays into the training part and the last part, for validation.
+def as_keras_takes(data: Any) -> dict[str, Any]:
+    """Returns data as the arguments ``x``, ``y`` and ``sample_weight`` of Keras."""
+    if isinstance(data, tuple):
+        return dict(zip(("x", "y", "sample_weight"), data, strict=False))
+    if isinstance(data, ShardedDataset):
+        data = data.batches
+    return {"x": data() if inspect.isfunction(data) else data}
 
-    Raises:
-        DataError: The data is not arrays, or has too few examples to split.
-        ValueError: ``validation_split`` is not between 0 and 1.
-    """
+
+def split_off(data: Any, validation_split: float) -> tuple[Any, Any]:
+    """Splits arrays into the training part and the last part, for validation."""
     if isinstance(validation_split, str) or not 0 < validation_split < 1:
         raise ValueError(
             "validation_split must be a fraction of the data, between 0 and 1. "
@@ -162,10 +155,6 @@ def pass_feed(
         strategy: The strategy of the model.
         batch_size: Examples in a global batch, for arrays; None means 32.
         steps: The most batches of a pass, or None.
-
-    Raises:
-        DataError: The data is infinite and ``steps`` is None, is of an unknown kind, or was
-            distributed for another strategy.
     """
     kind = PredictFeed if purpose == "prediction" else Feed
     if _is_arrays(data):
@@ -197,8 +186,6 @@ def training_feed(
     first_pass: int,
     class_weight: Any,
     shares: Any,
-    preprocess: Any,
-    preprocess_batched: bool,
 ) -> Feed:
     """Returns the data of a training.
 
@@ -214,65 +201,42 @@ def training_feed(
         first_pass: The number of the first pass.
         class_weight: Weights of classes, or None.
         shares: Relative share of each global batch per replica, or None.
-        preprocess: See ``distribute_dataset``; ``data`` is then examples.
-        preprocess_batched: See ``distribute_dataset``.
-
-    Raises:
-        DataError: The data is infinite and ``steps`` is None, is empty, or is of an unknown kind.
     """
-    weigh = None if class_weight is None else weighting(class_weight)
+    if not _is_arrays(data):
+        if isinstance(data, ShardedDataset):
+            _check_final(data, steps, class_weight=class_weight, shares=shares)
+            batches = _checked_shards(data, strategy, batch_size)
+        else:
+            source = to_dataset(data, batch_size)
+            if class_weight is not None:
+                weigh = weighting(class_weight)
+                source = source.map(weigh, num_parallel_calls=tf.data.AUTOTUNE)
+            batches = distribute_dataset(source, strategy, shares=shares)
+        per_pass = _length(data, batches, steps, "steps_per_epoch")
+        return Feed(data, batches, per_pass, steps, continues=True)
+    arrays = tensors_of_arrays(data)
+    rows = int(count_rows(arrays))
+    if not rows:
+        raise no_batches(data)
+    size = math.ceil(rows / steps) if batch_size is None and steps else _checked_size(batch_size)
+    per_pass = math.ceil(rows / size)
 
-    def once(source: Any, batches: ShardedDataset) -> Feed:
-        per_pass = _length(source, batches, steps, "steps_per_epoch")
-        return Feed(source, batches, per_pass, steps, continues=True)
-
-    if isinstance(data, ShardedDataset):
-        _check_final(data, steps, class_weight=class_weight, shares=shares, preprocess=preprocess)
-        return once(data, _checked_shards(data, strategy, batch_size))
-    if preprocess is None and not _is_arrays(data):
-        batches = to_dataset(data, batch_size)
-        if weigh is not None:
-            batches = batches.map(weigh, num_parallel_calls=tf.data.AUTOTUNE)
-        return once(data, distribute_dataset(batches, strategy, shares=shares))
-    if preprocess is not None:
-        examples = examples_of(data)
-        rows, read = examples.rows, examples.read
-    else:
-        arrays = tensors_of_arrays(data)
-        rows = int(count_rows(arrays))
-        if not rows:
-            raise no_batches(data)
-
-        def read(row: int) -> Any:
-            return slice_rows(arrays, row, row + 1)
-
-    size = math.ceil(rows / steps) if batch_size is None and rows and steps else None
-    size = size or _checked_size(batch_size)
-    if preprocess is None:
-        sharded = shard_arrays(
+    def starting_at(batch: int) -> ShardedDataset:
+        return shard_arrays(
             model, "training", strategy, arrays, size, shuffle=shuffle, seed=seed,
-            first_pass=first_pass, class_weight=class_weight, shares=shares,
-        )  # fmt: skip
-    else:
-        preprocessing = Preprocessing(preprocess, preprocess_batched, seed, examples, weigh)
-        whole = replica_shares(shares, strategy.num_replicas_in_sync)
-        if rows is None:
-            source = examples.batches(size)
-            return once(data, ShardedDataset(source, strategy, whole, preprocessing=preprocessing))
-        sharded = ShardedDataset(
-            passes_over(tf.range(rows, dtype=tf.int64), size, shuffle, seed, first_pass),
-            strategy, whole, preprocessing=preprocessing.of_passes(first_pass, rows, size),
+            first_batch=first_pass * per_pass + batch, class_weight=class_weight, shares=shares,
         )  # fmt: skip
 
     def describe_arrays() -> dict[str, Any]:
+        mark = mark_of(lambda row: slice_rows(arrays, row, row + 1), rows)
         return {
             "rows": rows, "batch_size": size, "shuffle": shuffle, "steps_per_epoch": steps,
-            "mark of some rows": mark_of(read, rows),
+            "mark of some rows": mark,
         }  # fmt: skip
 
     return Feed(
-        data, sharded, math.ceil(rows / size), steps, continues=True, repeats=True,
-        describe=describe_arrays,
+        data, starting_at(0), per_pass, steps, continues=True, repeats=True,
+        starting_at=starting_at, describe=describe_arrays,
     )  # fmt: skip
 
 
@@ -315,16 +279,16 @@ def _checked_size(batch_size: Any) -> int:
 
 def _length(data: Any, batches: ShardedDataset, steps: int | None, name: str) -> int | None:
     """Returns the batches of a pass, None if unknown; a pass without end needs ``steps``."""
+    batches_of_pass = batches.cardinality()
+    if batches_of_pass >= 0:
+        return batches_of_pass
     # A PyDataset knows its length, and that it has no end; the generator made of it does not.
     own = getattr(data, "num_batches", 0)
-    try:
-        return len(batches)
-    except TypeError as error:
-        if steps is None and (own is None or getattr(error, "infinite", False)):
-            raise DataError(
-                "The data has no end, so a pass over it would never finish. Received: "
-                f"{type(data).__name__} and {name}=None. Write {name}=100, or leave out .repeat()."
-            ) from None
+    if steps is None and (own is None or batches_of_pass == tf.data.INFINITE_CARDINALITY):
+        raise DataError(
+            "The data has no end, so a pass over it would never finish. Received: "
+            f"{type(data).__name__} and {name}=None. Write {name}=100, or leave out .repeat()."
+        )
     return int(own) if own else None
 
 

@@ -43,10 +43,7 @@ class Logs(Mapping[str, Any]):
 def training_logs(sums: Mapping[str, float], metrics: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the logs of an epoch: losses are means over its rows.
 
-    Args:
-        sums: Sums over batches. A value of ``forward`` with a weight is divided by the sum of its
-            weights.
-        metrics: The results of metrics, by name.
+    A value of ``forward`` that has a weight is divided by the sum of its weights.
     """
     values = {name: sums[name] for name in sums if f"{name}_weight" in sums}
     means = {
@@ -62,12 +59,7 @@ def training_logs(sums: Mapping[str, float], metrics: Mapping[str, Any]) -> dict
 
 
 def evaluation_logs(logs: Mapping[str, Any], metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the logs of an evaluation.
-
-    Args:
-        logs: Those of an eval step, over all batches.
-        metrics: The results of metrics, by name.
-    """
+    """Returns the logs of an evaluation, from those of an eval step over all batches."""
     values = {n: v for n, v in logs.items() if isinstance(n, MeanKey) and not is_loss(n)}
     losses = {name: value for name, value in logs.items() if name not in values}
     return as_keras(losses, _distinct(logs, values, metrics))
@@ -87,9 +79,7 @@ def _distinct(
 def as_keras(losses: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the logs of Keras, sorted: with the losses of outputs only if there are several.
 
-    Args:
-        losses: The loss, and that of each output; or those of several steps.
-        others: Other values, by name; a value may be a dict of values.
+    ``losses`` are the loss and that of each output, or those of several steps.
     """
     logs: dict[str, Any] = {n: losses[n] for n in losses if n == "loss" or n.endswith("_loss")}
     if len(logs) == 2 and "loss" in logs:
@@ -102,9 +92,8 @@ def as_keras(losses: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, 
 def as_list(model: Any, logs: Mapping[str, Any]) -> Any:
     """Returns logs as ``model.evaluate`` of Keras does without ``return_dict``.
 
-    Returns:
-        A list: the loss, compiled metrics, losses of outputs, then the rest by name. A single value
-        by itself.
+    That is the loss, compiled metrics, losses of outputs, then the rest by name; a single value by
+    itself.
     """
     names = []
     for metric in model.metrics:

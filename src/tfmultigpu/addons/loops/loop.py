@@ -25,11 +25,7 @@ _MEASURED_CALLS = 8
 
 
 class Pace:
-    """The number of batches in a call of about a tenth of a second, the same on all workers.
-
-    Attributes:
-        steps: Batches of the next call.
-    """
+    """The number of batches in a call of about a tenth of a second, the same on all workers."""
 
     def __init__(self, strategy: tf.distribute.Strategy, steps: int | None = None) -> None:
         """Begins with one batch, or keeps ``steps``."""
@@ -65,13 +61,9 @@ class Loop:
     flag = "stop_training"
 
     def __init__(self, model: Any, feed: Feed, pace: Pace, width: int | None = None) -> None:
-        """Stores the parts.
+        """Takes the model (not kept alive), its data, and the batches of a call.
 
-        Args:
-            model: The model; it is not kept alive.
-            feed: The data.
-            pace: The batches of a call.
-            width: The number that the user has set instead, or None.
+        ``width`` is the number of batches in a call that the user has set, or None.
         """
         self.model, self.feed = weakref.proxy(model), feed
         self._pace, self._width = pace, width
@@ -148,8 +140,6 @@ class TrainingLoop(Loop):
     """``model.train_function``.
 
     Attributes:
-        step: The train step.
-        metrics: The metrics in the logs.
         sums: Sums over the batches of the epoch, from which logs are made.
     """
 
@@ -183,11 +173,7 @@ class TrainingLoop(Loop):
 
 
 class EvaluationLoop(Loop):
-    """``model.test_function``.
-
-    Attributes:
-        metrics: The metrics in the logs.
-    """
+    """``model.test_function``."""
 
     mode = "test"
     flag = "stop_evaluating"

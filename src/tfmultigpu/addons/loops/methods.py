@@ -11,7 +11,16 @@ from typing import Any
 
 from tfmultigpu.addons.loops.loop import Loop
 
-__all__ = ["around", "as_method", "install", "installed", "is_ours", "marked", "run_keras"]
+__all__ = [
+    "around",
+    "as_keras_made_it",
+    "as_method",
+    "install",
+    "installed",
+    "is_ours",
+    "marked",
+    "run_keras",
+]
 
 _NOTHING = object()
 _MARK = "_of_tfmultigpu"
@@ -42,6 +51,18 @@ def installed(model: Any, **attributes: Any) -> Iterator[None]:
         undo()
 
 
+@contextmanager
+def as_keras_made_it(model: Any) -> Iterator[None]:
+    """Takes our functions off a model for a time."""
+    ours = {name: value for name, value in vars(model).items() if is_ours(value)}
+    for name in ours:
+        del vars(model)[name]
+    try:
+        yield
+    finally:
+        vars(model).update(ours)
+
+
 def is_ours(method: Any) -> bool:
     """Returns whether a function stands on a model only for a time, in place of its method."""
     return bool(getattr(method, _MARK, False))
@@ -65,7 +86,7 @@ def around(loop: Loop) -> dict[str, Any]:
     """
     return {
         "steps_per_execution": 1,
-        "_symbolic_build": lambda **_: None,
+        "_symbolic_build": marked(lambda **_: None),
         "reset_metrics": marked(lambda: loop.metrics.reset()),
         "get_metrics_result": marked(lambda: dict(loop.logs)),
     }
@@ -87,12 +108,7 @@ def run_keras(model: Any, name: str, *args: Any, **kwargs: Any) -> Any:
 
 
 def as_method(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a function, which takes arguments by name, as a method that is called as Keras'.
-
-    Args:
-        name: ``"fit"``, ``"evaluate"`` or ``"predict"``.
-        function: The function, without the model.
-    """
+    """Returns a function, which takes arguments by name, as a method of Keras."""
     import keras
 
     signature = inspect.signature(getattr(keras.Model, name))

@@ -20,8 +20,7 @@ class EpochMetrics:
 
     Attributes:
         own: Metrics that the step or the model updates itself, by the names in the logs.
-        container: Keras' container of compiled metrics, or None; its results count if a name
-            occurs twice.
+        container: Keras' compiled metrics, or None; their results count if a name occurs twice.
     """
 
     own: Mapping[str, Any]
@@ -29,11 +28,7 @@ class EpochMetrics:
 
     @classmethod
     def of(cls, metrics: Mapping[str, Iterable[Any]], container: Any = None) -> EpochMetrics:
-        """Names metrics: by themselves, or after their step too if several have one name.
-
-        Args:
-            metrics: The metrics of each step, by the name of the step.
-            container: See the class.
+        """Names the metrics of each step; after the step, too, if several have one name.
 
         Raises:
             ValueError: Two metrics would have one name in the logs.
@@ -92,12 +87,7 @@ class EpochMetrics:
 
 
 def metrics_that_assign(models: Iterable[Any], assigned: Iterable[Any]) -> list[Any]:
-    """Returns the metrics of models that have one of these variables, each once.
-
-    Args:
-        models: Keras models.
-        assigned: Keras variables that a forward pass assigns.
-    """
+    """Returns the metrics of models that have a variable which a forward pass assigns."""
     changed = {id(variable) for variable in assigned}
     metrics = {id(m): m for model in models for m in getattr(model, "metrics", ())}
     return [m for m in metrics.values() if any(id(v) in changed for v in m.variables)]

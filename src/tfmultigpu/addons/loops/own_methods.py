@@ -63,15 +63,7 @@ def own_methods(model: Any, *names: str) -> list[str]:
 
 
 def check_no_loop(model: Any, purpose: str) -> None:
-    """Checks that a model does not replace the function that the loop of Keras calls.
-
-    Args:
-        model: The model.
-        purpose: ``"train"``, ``"test"`` or ``"predict"``.
-
-    Raises:
-        LossError: It does.
-    """
+    """Checks that a model does not replace what the loop of Keras calls."""
     name = f"make_{purpose}_function"
     if own_methods(model, name):
         raise LossError(
@@ -82,14 +74,7 @@ def check_no_loop(model: Any, purpose: str) -> None:
 
 
 def refused(model: Any, method: str, strategy: tf.distribute.Strategy, function: str) -> LossError:
-    """Returns the error for a method of a model that cannot run on several replicas.
-
-    Args:
-        model: The model.
-        method: The name of the method.
-        strategy: Its strategy.
-        function: ``"fit"``, ``"evaluate"`` or ``"predict"``.
-    """
+    """Returns the error for a method of a model that cannot run on several replicas."""
     own = f"{type(model).__name__}.{method}"
     return LossError(
         f"The model replaces {method} of Keras. It would run on each replica alone, so its result "

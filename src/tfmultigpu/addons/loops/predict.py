@@ -12,7 +12,7 @@ import tensorflow as tf
 from tfmultigpu.addons.loops.cache import build, checked_strategy, get_or_make
 from tfmultigpu.addons.loops.callbacks import adapt_callbacks, check_callbacks, to_list
 from tfmultigpu.addons.loops.hooks import Hooks
-from tfmultigpu.addons.loops.inputs import check_steps, labelled, pass_feed
+from tfmultigpu.addons.loops.inputs import as_keras_takes, check_steps, labelled, pass_feed
 from tfmultigpu.addons.loops.loop import no_batches
 from tfmultigpu.addons.loops.methods import installed, run_keras
 from tfmultigpu.addons.loops.own_methods import check_no_loop, own_methods, refused
@@ -75,34 +75,27 @@ def predict(
         [[1.0], [5.0], [9.0]]
     """
     check_backend()
-    import keras
-
     strategy = checked_strategy(model, "predict")
     check_no_loop(model, "predict")
-    own = bool(own_methods(model, "predict_step"))
-    if own and strategy.num_replicas_in_sync > 1:
-        raise refused(model, "predict_step", strategy, "predict")
     check_steps(steps)
+    callbacks = to_list(callbacks)
+    check_callbacks(callbacks)
     data = read_tables(labelled(model, data, x, None, None, "predict"))
+    if own_methods(model, "predict_step"):
+        if strategy.num_replicas_in_sync > 1:
+            raise refused(model, "predict_step", strategy, "predict")
+        x = as_keras_takes(data)["x"]
+        return run_keras(model, "predict", x, batch_size, verbose, steps, callbacks)
     if isinstance(data, list) and any(tf.is_tensor(i) or hasattr(i, "__array__") for i in data):
         data = (tuple(data),)  # Several inputs, as in Keras; a tuple would be (x, y).
     feed = pass_feed(model, "prediction", data, strategy, batch_size, steps)
-    if own:
-        keras.Model.make_predict_function(model)
-        function = model.predict_function
-
-        def step(batch: Any) -> Any:
-            return function([batch])
-    else:
-        build(model, strategy, feed.element_spec)
-        key = strategy, tuple(id(variable) for variable in model.variables), verify
-        proxy = weakref.proxy(model)
-        step = get_or_make(
-            model, "predict", key, lambda: make_predict_step(proxy, strategy, verify=verify)
-        )
+    build(model, strategy, feed.element_spec)
+    key = strategy, tuple(id(variable) for variable in model.variables), verify
+    proxy = weakref.proxy(model)
+    step = get_or_make(
+        model, "predict", key, lambda: make_predict_step(proxy, strategy, verify=verify)
+    )
     check_values_alike(strategy, model)
-    callbacks = to_list(callbacks)
-    check_callbacks(callbacks)
     adapt_callbacks(callbacks, getattr(model, "optimizer", None))
     hooks = Hooks(callbacks, model, strategy, verbose=verbose, epochs=1, steps=feed.steps)
     waiting: deque[Any] = deque()

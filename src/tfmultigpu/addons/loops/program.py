@@ -22,7 +22,6 @@ from tfmultigpu.addons.loops.own_methods import (
     own_methods,
     refused,
 )
-from tfmultigpu.addons.loops.own_step import KerasLoop, build_for_keras
 from tfmultigpu.data.batch_format import any_rows, unpack_batch
 from tfmultigpu.errors import LossError, ScopeError
 from tfmultigpu.losses.loss_sum import LossSum
@@ -46,18 +45,13 @@ class Program:
     Attributes:
         model: The model that callbacks see.
         strategy: The strategy that it was created on.
-        forward: The ``forward`` of the user, or None.
-        eval_forward: The ``forward`` for validation, or None.
-        step: The train step of the user, or None.
-        eval_step: The eval step of the user, or None.
-        verify: See ``make_train_step``.
+        forward, step, eval_step, verify: See ``fit``.
         options: Further options of ``make_train_step``.
     """
 
     model: Any
     strategy: tf.distribute.Strategy
     forward: Callable[..., Any] | None = None
-    eval_forward: Callable[..., Any] | None = None
     step: TrainStep | ChainedStep | None = None
     eval_step: EvalStep | None = None
     verify: Any = "first"
@@ -69,35 +63,24 @@ class Program:
         model: Any,
         *,
         forward: Any,
-        eval_forward: Any,
         step: Any,
         eval_step: Any,
         verify: Any,
         **options: Any,
     ) -> Program:
-        """Checks the arguments of ``fit``; see there.
-
-        Raises:
-            LossError: The model is not compiled, replaces a method of Keras and is on several
-                replicas, or has compiled losses beside a ``forward``.
-            ScopeError: A step runs on another strategy than that of the model.
-            TypeError: A step is not a step, or a forward not a function.
-            ValueError: Arguments exclude each other, or the step trains other models.
-        """
+        """Checks the arguments of ``fit``; see there."""
         strategy = checked_strategy(model, "fit")
-        beside = [] if step is None else [*_named(forward=forward), *_changed(options, verify)]
-        beside += [] if eval_step is None else _named(eval_forward=eval_forward)
-        if beside:
+        beside = [*([] if forward is None else ["forward"]), *_changed(options, verify)]
+        if step is not None and beside:
             raise ValueError(
                 f"A step has its own options. Received: {beside[0]} beside a step. Give it to "
-                "tmg.make_train_step or tmg.make_eval_step, or leave out the step."
+                "tmg.make_train_step, or leave out the step."
             )
-        for name, function in (("forward", forward), ("eval_forward", eval_forward)):
-            if function is not None and not callable(function):
-                raise TypeError(
-                    f"{name} must be a function f(model, batch, training). Received: "
-                    f"{name}={function!r}. For a Keras loss, write model.compile(optimizer, loss)."
-                )
+        if forward is not None and not callable(forward):
+            raise TypeError(
+                "forward must be a function f(model, batch, training). Received: "
+                f"forward={forward!r}. For a Keras loss, write model.compile(optimizer, loss)."
+            )
         if eval_step is not None and not isinstance(eval_step, EvalStep):
             raise TypeError(
                 "eval_step must come from tmg.make_eval_step. Received: "
@@ -108,7 +91,6 @@ class Program:
             _check_trains(step, model)
         elif forward is not None:
             _check_only_optimizer(model)
-            eval_forward = forward if eval_forward is None and eval_step is None else eval_forward
         else:
             compile_arguments(model)
             if model.optimizer is None:
@@ -124,7 +106,7 @@ class Program:
                     f"step for {describe(made.strategy)}; model {model.name!r} of "
                     f"{describe(strategy)}. Make both in the scope of one strategy."
                 )
-        program = cls(model, strategy, forward, eval_forward, step, eval_step, verify, options)
+        program = cls(model, strategy, forward, step, eval_step, verify, options)
         program.runs_as_in_keras()
         return program
 
@@ -136,12 +118,7 @@ class Program:
         return (Trained(self.model, self.model.optimizer, self.model.trainable_variables),)
 
     def runs_as_in_keras(self, spec: Any = None) -> bool:
-        """Returns whether the model trains by a ``train_step`` that it replaces.
-
-        Raises:
-            LossError: It would have to, but there are several replicas.
-            ValueError: An option cannot act in it.
-        """
+        """Returns whether the model trains by a ``train_step`` that it replaces."""
         if self.forward is not None or self.step is not None:
             return False
         own = runs_as_in_keras(self.model, self.strategy, "fit", spec)
@@ -155,17 +132,8 @@ class Program:
         return own
 
     def training_loop(self, feed: Feed, pace: Callable[[], Pace], width: int | None) -> Loop:
-        """Returns what the loop of Keras calls to train.
-
-        Args:
-            feed: The data.
-            pace: Returns the number of batches in a call, if none is kept for the step.
-            width: The number that the user has set, or None.
-        """
+        """Returns what the loop of Keras calls to train; ``width`` is set by the user, or None."""
         model, spec = self.model, feed.element_spec
-        if self.runs_as_in_keras(spec):
-            build_for_keras(model, self.strategy, spec)
-            return KerasLoop(model, feed, "train", self.strategy)
         step, metrics = self._train_step(spec)
         kept = get_or_make(model, "pace", id(step), pace)
         return TrainingLoop(model, feed, kept, width, step, metrics)
@@ -204,38 +172,32 @@ class Program:
         updated = {name: _updated(part, models, spec) for name, part in steps.items()}
         return step, EpochMetrics.of(updated)
 
-    def check_validation(self, spec: Any) -> None:
-        """Checks that there is something to validate with, and that batches have its labels.
-
-        Raises:
-            LossError: There is not.
-        """
-        if self.eval_step is not None or self.eval_forward is not None:
-            return
+    def validates_as_in_keras(self, spec: Any) -> bool:
+        """Checks that there is something to validate with; returns whether it is Keras' own."""
+        if self.eval_step is not None or self.forward is not None:
+            return False
         compiled = getattr(self.model, "compiled", False)
         if compiled and own_methods(self.model, *EVALUATION):
-            runs_as_in_keras(self.model, self.strategy, "evaluate", spec)
-            return
+            return runs_as_in_keras(self.model, self.strategy, "evaluate", spec)
         if not (compiled and compile_arguments(self.model).get("loss")):
             raise LossError(
                 "fit has validation data and nothing to validate with. Received: model "
                 f"{self.model.name!r} without a compiled loss. Give eval_step="
-                "tmg.make_eval_step(model, loss, strategy) or eval_forward, or compile a loss."
+                "tmg.make_eval_step(model, loss, strategy), or compile a loss."
             )
         check_labels(self.model, spec)
+        return False
 
     def evaluation_loop(self, feed: Feed) -> Loop:
         """Returns what the loop of Keras calls to evaluate."""
         model, strategy, spec = self.model, self.strategy, feed.element_spec
         proxy = weakref.proxy(model)
-        if self.eval_step is not None or self.eval_forward is not None:
+        if self.eval_step is not None or self.forward is not None:
             step = self.eval_step or make_eval_step(
-                proxy, None, strategy, forward=self.eval_forward, verify=self.verify
+                proxy, None, strategy, forward=self.forward, verify=self.verify
             )
             metrics = EpochMetrics.of({"": _updated(step, [model], spec)})
             return EvaluationLoop(model, feed, strategy, step, metrics)
-        if runs_as_in_keras(model, strategy, "evaluate", spec):
-            return KerasLoop(model, feed, "test", strategy)
         if _own_loss(model, strategy, spec) is None:
             check_labels(model, spec)
         build(model, strategy, spec)
@@ -256,7 +218,7 @@ class Program:
 def runs_as_in_keras(
     model: Any, strategy: tf.distribute.Strategy, function: str, spec: Any = None
 ) -> bool:
-    """Returns whether a model runs by methods that it replaces, as in Keras, not by our steps.
+    """Returns whether ``fit`` or ``evaluate`` of a model runs by methods that it replaces.
 
     Args:
         model: A compiled model.
@@ -340,10 +302,6 @@ def _updated(step: Any, models: Sequence[Any], spec: Any) -> list[Any]:
     if not any(getattr(model, "metrics", None) for model in models):
         return list(step.metrics)
     return [*step.metrics, *metrics_that_assign(models, step.assigned(spec))]
-
-
-def _named(**arguments: Any) -> list[str]:
-    return [name for name, value in arguments.items() if value is not None]
 
 
 def _changed(options: Mapping[str, Any], verify: Any = "first") -> list[str]:

@@ -38,11 +38,6 @@ def check_alike(
 ) -> None:
     """Checks that all workers call a function with the same arguments; all must call it.
 
-    Args:
-        strategy: The strategy of the workers.
-        function: The name of the function.
-        arguments: The arguments by name, compared by their ``repr``.
-
     Raises:
         ClusterError: They differ, so a worker would wait forever or train differently.
     """
@@ -63,14 +58,7 @@ class SameTraining:
         self, strategy: tf.distribute.Strategy, model: Any, trained: Sequence[Any] = (),
         callbacks: Iterable[Any] = (),
     ) -> None:  # fmt: skip
-        """Compares the callbacks of the workers, if something is trained.
-
-        Args:
-            strategy: The strategy of the model.
-            model: The model.
-            trained: Each trained model with its optimizer and variables.
-            callbacks: The callbacks of this worker.
-        """
+        """Compares the callbacks of the workers, if something is trained."""
         self._exchange = WorkerExchange(strategy)
         self._model, self._trained = model, trained
         names = " ".join(type(callback).__name__ for callback in callbacks)
