@@ -1,13 +1,11 @@
 """The public names of the package, which loads each when it is first used."""
 
 from tfmultigpu import (
-    checkpoints as checkpoints,
     clusters as clusters,
     data as data,
     devices as devices,
     diagnostics as diagnostics,
     errors as errors,
-    loops as loops,
     losses as losses,
     optimizers as optimizers,
     steps as steps,
@@ -16,7 +14,14 @@ from tfmultigpu import (
     tuning as tuning,
 )
 from tfmultigpu._version import __version__ as __version__
-from tfmultigpu.checkpoints import Checkpoints as Checkpoints
+from tfmultigpu.addons import checkpoints as checkpoints, loops as loops
+from tfmultigpu.addons.checkpoints import Checkpoints as Checkpoints
+from tfmultigpu.addons.loops import (
+    evaluate as evaluate,
+    fit as fit,
+    predict as predict,
+    prepare as prepare,
+)
 from tfmultigpu.data import distribute_dataset as distribute_dataset, plan_shares as plan_shares
 from tfmultigpu.devices import (
     enable_memory_growth as enable_memory_growth,
@@ -36,10 +41,6 @@ from tfmultigpu.errors import (
     TfMultiGpuError as TfMultiGpuError,
     WorkerLostError as WorkerLostError,
 )
-from tfmultigpu.loops.evaluate import evaluate as evaluate
-from tfmultigpu.loops.fit import fit as fit
-from tfmultigpu.loops.fit_here import fit_here as fit_here
-from tfmultigpu.loops.predict import predict as predict
 from tfmultigpu.losses import LossSum as LossSum, global_mean as global_mean
 from tfmultigpu.losses.loss_sum import loss_sum as loss_sum
 from tfmultigpu.optimizers import (

@@ -18,9 +18,6 @@ SIZES, CLIP = (7, 1, 2), 0.2
 
 # Fails if a method is still that of Keras (whose last batches weigh otherwise on replicas, and
 # which cannot clip the gradient of the global batch), or if another model changes too.
-@pytest.mark.xfail(
-    strict=True, raises=AttributeError, reason="tmg.prepare does not exist yet: it is fit_here."
-)
 @pytest.mark.parametrize("replicas", [2, 3])
 def test_a_prepared_model_trains_as_one_device(replicas: int) -> None:
     batches = regression(SIZES)

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from tfmultigpu import _compat
 from tfmultigpu.data.passes import read_over, replay_of
-from tfmultigpu.data.resumable import PositionedDataset
+from tfmultigpu.data.positioned import PositionedDataset
 from tfmultigpu.data.sharded_dataset import ShardedDataset
 
 __all__ = ["Feed", "PredictFeed"]

@@ -19,7 +19,7 @@ from tfmultigpu.data.batch_format import count_rows
 from tfmultigpu.data.examples import mark_of
 from tfmultigpu.data.other_packages import read_tables, with_tables
 from tfmultigpu.data.partition import slice_rows
-from tfmultigpu.data.resumable import PositionedDataset
+from tfmultigpu.data.positioned import PositionedDataset
 from tfmultigpu.data.sharded_dataset import ShardedDataset, distribute_dataset
 from tfmultigpu.data.sources import tensors_of_arrays, to_dataset
 from tfmultigpu.errors import DataError

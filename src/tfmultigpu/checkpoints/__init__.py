@@ -1,7 +1,0 @@
-"""Checkpoints: a killed run resumes and equals an uninterrupted one."""
-
-from tfmultigpu.checkpoints.manager import Checkpoints
-
-__all__ = [
-    "Checkpoints",
-]
