@@ -28,7 +28,7 @@ EPOCHS, BATCHES = 3, 6
 
 
 def names(directory: Path) -> list[str]:
-    return sorted(path.name for path in directory.iterdir())
+    return sorted(path.name.removesuffix(".npz") for path in directory.iterdir())
 
 
 def dataset() -> tf.data.Dataset:
@@ -190,20 +190,6 @@ def test_two_models_resume_together(tmp_path: Path) -> None:
         np.testing.assert_array_equal(here, there)
 
 
-def test_two_checkpoints_in_one_loop_are_refused(tmp_path: Path) -> None:
-    model = small()
-    first, second, third = (tmg.Checkpoints(tmp_path / name, *model) for name in "abc")
-    for _ in range(2):
-        first.after_step()
-    second.after_step()
-    text = r"Received: .*/a and .*/b\. Write one: tmg\.Checkpoints\(.*extra="
-    with pytest.raises(tmg.CheckpointError, match=text):
-        first.after_step()
-    # One loop after the other is not the same loop.
-    for one in (second, second, third, third):
-        one.after_step()
-
-
 # What follows needs no training: counting steps is enough.
 
 
@@ -269,22 +255,20 @@ def hundred() -> tf.data.Dataset:
 
 
 OTHER_DATA: dict[str, tuple[Callable[[], Any], str]] = {
-    "no seed": (lambda: hundred().shuffle(100).batch(20), "the first batch differs"),
-    "later": (lambda: hundred().map(lambda i: i + i // 30).batch(20), "batch 1 differs"),
-    "shorter": (lambda: hundred().take(20).batch(20), "batch 1 differs"),
+    "no seed": (lambda: hundred().shuffle(100).batch(20), "another first batch of the epoch"),
+    "shorter": (lambda: hundred().take(20).batch(20), "a pass of 1 batches, after 2"),
 }
 
 
 def test_other_data_than_before_is_refused(tmp_path: Path) -> None:
-    for kind, (make, what) in OTHER_DATA.items():
+    for kind, (make, received) in OTHER_DATA.items():
         folder = tmp_path / kind
         before = make() if kind == "no seed" else hundred().batch(20)
         seen(tmg.Checkpoints(folder, *small(), data=before), 1, 2)
         run = tmg.Checkpoints(folder, *small(), data=make(), every_steps=1)
         assert run.restore() == 2
-        with pytest.raises(tmg.CheckpointError, match=f"in which {what}") as caught:
+        with pytest.raises(tmg.CheckpointError, match=f"Received: {received}"):
             seen(run, 2)
-        assert "data=lambda epoch: dataset.shuffle(n, seed=epoch)" in str(caught.value)
         assert names(folder) == ["step-00000002"]
 
 
@@ -306,7 +290,7 @@ def test_steps_nobody_counts_are_those_of_the_optimizer(tmp_path: Path) -> None:
     model, optimizer = small()
     run = tmg.Checkpoints(tmp_path, model, optimizer, tmg.distribute_dataset(numbers()))
     optimizer.iterations.assign(12)
-    assert run.save().name == "step-00000012"
+    assert run.save().name == "step-00000012.npz"
     other = tmg.Checkpoints(tmp_path, *small(), data=numbers())
     assert other.restore() == 12
     assert (other.epoch, other.step_in_epoch) == (2, 2)
@@ -399,7 +383,7 @@ def test_variables_that_keras_does_not_track_are_saved(tmp_path: Path) -> None:
     for number, copy in enumerate(local(layer.tables["mean"][0])):
         copy.assign([number, 1.0])
     path = run.save()
-    with np.load(path / "arrays.npz") as arrays:
+    with np.load(path) as arrays:
         found = [name.split("/", 2)[2] for name in arrays if name.startswith("attributes/")]
     assert [name.split("/")[1] for name in found] == ["calls", "tables.mean.0"]
     again, other = build()
@@ -418,22 +402,21 @@ def test_a_damaged_checkpoint_is_passed_over_with_a_word(tmp_path: Path) -> None
         optimizer.iterations.assign(step)
         model.variables[1].assign([step, step])
         run.save()
-    (tmp_path / "step-00000002" / "arrays.npz").write_bytes(b"")
-    (tmp_path / ".writing-1").mkdir()
-    with pytest.warns(UserWarning, match="step-00000002") as warned:
-        assert tmg.Checkpoints(tmp_path, model, optimizer).restore() == 1
-    message = str(warned[0].message)
-    assert "step-00000002: arrays.npz has 0 bytes instead of " in message
-    assert message.endswith("The run resumes from step-00000001.")
+    (tmp_path / "step-00000002.npz").write_bytes(b"")
+    again = tmg.Checkpoints(tmp_path, model, optimizer)
+    with pytest.warns(UserWarning, match=r"step-00000002\.npz: BadZipFile: ") as warned:
+        assert again.restore() == 1
     assert Path(warned[0].filename) == Path(__file__)
     assert model.variables[1].numpy().tolist() == [1.0, 1.0]
-    assert names(tmp_path) == [".writing-1", "damaged-step-00000002", "step-00000001"]
-    (tmp_path / "step-00000001" / "manifest.json").unlink()
+    # The run goes on from there, and replaces it.
+    optimizer.iterations.assign(2)
+    again.save()
+    assert tmg.Checkpoints(tmp_path, model, optimizer).restore() == 2
+    for path in tmp_path.iterdir():
+        path.write_bytes(b"")
     with (
-        pytest.warns(UserWarning, match="manifest.json cannot be read"),
-        pytest.raises(
-            tmg.CheckpointError, match=r"All checkpoints in .* are damaged\..*start over"
-        ),
+        pytest.warns(UserWarning, match="damaged and was skipped"),
+        pytest.raises(tmg.CheckpointError, match=r"All .*of steps \[1, 2\]\. To start over"),
     ):
         run.restore()
 
@@ -453,26 +436,18 @@ def test_another_model_is_refused_before_anything_changes(tmp_path: Path) -> Non
         assert difference(before, [variable.numpy() for variable in model.variables]) == 0
 
 
-def test_layers_that_have_changed_places_are_refused(tmp_path: Path) -> None:
+def test_names_that_keras_counts_in_a_process_do_not_matter(tmp_path: Path) -> None:
     def make(*names: str) -> Any:
         return keras.Sequential(
             [keras.Input((2,)), *(keras.layers.Dense(2, name=n) for n in names)]
         )
 
     tmg.Checkpoints(tmp_path, make("block_1", "block_2")).save()
-    assert tmg.Checkpoints(tmp_path, make("block_1", "block_2")).restore() == 0
-    # Keras counts names in a process, so that they may be other ones after a restart.
     assert tmg.Checkpoints(tmp_path, make("block_2", "block_3")).restore() == 0
-    with pytest.raises(tmg.CheckpointError, match="'block_1' is where 'block_2' is now"):
-        tmg.Checkpoints(tmp_path, make("block_2", "block_1")).restore()
 
 
 def test_mistakes_are_explained(tmp_path: Path) -> None:
     model, optimizer = small()
-    with pytest.raises(ValueError, match="Received: train_step beside model or optimizer"):
-        tmg.Checkpoints(tmp_path, model, optimizer, train_step=model)
-    with pytest.raises(TypeError, match="model must be a Keras model"):
-        tmg.Checkpoints(tmp_path, "model")
     unbuilt = keras.Sequential([keras.layers.Dense(1)])
     with pytest.raises(tmg.CheckpointError, match="The model has no variables yet"):
         tmg.Checkpoints(tmp_path, unbuilt).save()
@@ -488,6 +463,22 @@ def test_mistakes_are_explained(tmp_path: Path) -> None:
     optimizer.iterations.assign(5)
     with pytest.raises(tmg.CheckpointError, match=r"Call checkpoints.after_step\(\) after each"):
         unknown.save()
+
+
+def test_an_optimizer_that_others_build_after_restore_is_refused(tmp_path: Path) -> None:
+    def make() -> tuple[Any, Any]:
+        with strategy_of(2).scope():
+            return small()
+
+    tmg.Checkpoints(tmp_path, *make()).save()
+    model, optimizer = make()
+    run = tmg.Checkpoints(tmp_path, model, optimizer)
+    assert run.restore() == 0
+    with strategy_of(2).scope():
+        optimizer.build(model.trainable_variables)
+    for call in (run.save, run.after_step):
+        with pytest.raises(tmg.CheckpointError, match=r"4 variables .*before checkpoints\.restore"):
+            call()
 
 
 def loop(run: tmg.Checkpoints, epochs: int, send: int, after: int) -> list[int]:

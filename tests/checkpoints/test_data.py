@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,10 +13,6 @@ import tensorflow as tf
 
 import tfmultigpu as tmg
 from tfmultigpu.data.passes import Replay, replay_of
-from tfmultigpu.loops.epoch_iterator import EpochIterator
-from tfmultigpu.loops.evaluation_passes import EvaluationPasses
-from tfmultigpu.loops.program import Program
-from tfmultigpu.loops.validation import Validation
 
 Dataset = tf.data.Dataset
 range_of = Dataset.range
@@ -112,6 +106,11 @@ def test_passes_that_are_over_count_to_the_bit(tmp_path: Path) -> None:
 
     wrong = []
     for kind, (make, replay) in KINDS.items():
+        assert replay_of(make()) == replay, kind
+        if replay.whole:
+            with pytest.raises(tmg.CheckpointError, match=r"Received: data with a shuffle below"):
+                run(kind, "whole")
+            continue
         whole = seen(run(kind, "whole"), 4)
         assert len(whole) == 16
         # At the end of the second epoch, and in the middle of the third.
@@ -119,7 +118,7 @@ def test_passes_that_are_over_count_to_the_bit(tmp_path: Path) -> None:
         ended += seen(run(kind, "ended"), 4)
         middle = seen(run(kind, "middle"), 4, stop=10)
         middle += seen(run(kind, "middle"), 4)
-        if not (replay_of(make()) == replay and ended == middle == whole):
+        if not (ended == middle == whole):
             wrong.append(kind)
     assert not wrong
 
@@ -143,7 +142,6 @@ OTHERS: dict[str, tuple[Any, Any]] = {
     "seed": (rows, lambda: rows(seed=2)),
     "batch size": (rows, lambda: rows(size=4)),
     "content": (rows, lambda: rows(add=1)),
-    "shorter": (lambda: range_of(12).batch(3), lambda: range_of(9).batch(3)),
     "function": (lambda: rows, lambda: lambda epoch: rows(epoch + 5)),
     "distributed": (
         lambda: tmg.distribute_dataset(rows()),
@@ -162,10 +160,13 @@ def test_other_data_is_refused_at_the_end_of_an_epoch_before_it_is_trained_on(
         assert len(seen(tmg.Checkpoints(folder, *model, data=then(), every_epochs=1), 2)) == 8
         run = tmg.Checkpoints(folder, *model, data=now(), every_steps=1)
         assert run.restore() == 8
-        with pytest.raises(tmg.CheckpointError, match="epoch 1, in which") as caught:
+        with pytest.raises(tmg.CheckpointError, match="at epoch 2 and step 0 of it") as caught:
             next(run.epochs(4))
         assert "data=lambda epoch: dataset.shuffle(n, seed=epoch)" in str(caught.value)
-        assert sorted(path.name for path in folder.iterdir()) == ["step-00000004", "step-00000008"]
+        assert {path.name for path in folder.iterdir()} == {
+            "step-00000004.npz",
+            "step-00000008.npz",
+        }
 
 
 def test_a_generator_with_a_state_resumes_after_its_first_pass(tmp_path: Path) -> None:
@@ -177,38 +178,27 @@ def test_a_generator_with_a_state_resumes_after_its_first_pass(tmp_path: Path) -
     assert first + seen(run, 3) == whole
 
 
-def test_no_pass_follows_one_that_was_broken_off_where_that_decides_its_order(
-    tmp_path: Path,
-) -> None:
-    def make() -> Any:
-        return rows().repeat()
-
-    received = "3 batches of data without end"
-
-    def three(run: tmg.Checkpoints, epochs: int, most: int = 3) -> list[list[int]]:
-        found = []
-        for _ in run.epochs(epochs):
-            for batch in itertools.islice(iter(run.data), most - run.step_in_epoch):
-                found.append(batch.numpy().tolist())
-                run.after_step()
-        return found
-
+def test_an_epoch_saved_after_its_last_batch_counts_as_a_pass(tmp_path: Path) -> None:
     model = small()
-    run = tmg.Checkpoints(tmp_path, *model, data=make(), every_steps=2)
-    with pytest.raises(tmg.CheckpointError, match=f"Received: {received}, with a shuffle") as told:
-        three(run, 2)
-    assert "data=lambda epoch: dataset.shuffle(n, seed=epoch)" in str(told.value)
-    assert run.step == 3
-    # The epoch itself is resumed.
-    again = tmg.Checkpoints(tmp_path, *model, data=make(), every_epochs=1)
-    assert again.restore() == 2
-    whole = [batch.numpy().tolist() for batch in make().take(3)]
-    assert three(again, 1) == whole[2:]
-    # Its end is not.
-    ended = tmg.Checkpoints(tmp_path, *model, data=make())
-    assert ended.restore() == 3
-    with pytest.raises(tmg.CheckpointError, match=r"Received: .*, with a shuffle"):
-        three(ended, 2)
+    whole = seen(tmg.Checkpoints(tmp_path / "whole", *model, data=rows()), 3)
+    first = seen(tmg.Checkpoints(tmp_path / "run", *model, data=rows()), 3, stop=4)
+    run = tmg.Checkpoints(tmp_path / "run", *model, data=rows())
+    assert (run.restore(), run.epoch, run.step_in_epoch) == (4, 0, 4)
+    assert first + seen(run, 3) == whole
+    # In a loop that does not read what is left of it, too.
+    run = tmg.Checkpoints(tmp_path / "run", *model, data=rows())
+    run.restore()
+    run.end_epoch()
+    assert first + seen(run, 3) == whole
+
+
+def test_a_function_of_the_epoch_goes_back_within_a_process(tmp_path: Path) -> None:
+    run = tmg.Checkpoints(tmp_path, *small(), data=lambda epoch: rows(seed=epoch), every_steps=6)
+    whole = seen(run, 3)
+    assert run.restore() == 12
+    (tmp_path / "step-00000012.npz").unlink()
+    assert run.restore() == 6
+    assert seen(run, 3) == whole[6:]
 
 
 def test_an_iterator_is_of_one_epoch(tmp_path: Path) -> None:
@@ -226,44 +216,7 @@ def test_an_iterator_is_of_one_epoch(tmp_path: Path) -> None:
     epochs.close()
 
 
-# datasets that fit alone gets -------------------------------------------------------------------
-
-
-def lists(batches: Any) -> list[list[float]]:
-    return [batch.numpy().tolist() for batch in batches]
-
-
-def test_fit_passes_over_its_own_datasets_likewise(caplog: pytest.LogCaptureFixture) -> None:
-    def fresh(kind: str) -> Any:
-        global generator
-        generator = tf.random.Generator.from_seed(3)
-        return KINDS[kind][0]()
-
-    for kind, (_, replay) in KINDS.items():
-        data = fresh(kind)
-        third = [lists(data) for _ in range(3)][2]
-        feed = EpochIterator(tmg.distribute_dataset(fresh(kind)), 4, None)
-        feed.begin_epoch()
-        caplog.clear()
-        with caplog.at_level(logging.WARNING, "tfmultigpu"):
-            assert feed.skip(2, 1) == 1, kind
-        assert lists(feed.iterator) == third[1:], kind
-        assert ("Python makes the data" in caplog.text) == replay.python, kind
-
-
-def test_a_generator_of_fit_with_a_state_resumes_after_its_first_pass() -> None:
-    mixed = Mixed()
-    passes = [[batch.tolist() for batch in mixed()] for _ in range(2)]
-    feed = EpochIterator(tmg.distribute_dataset(Mixed()), None, None)
-    feed.begin_epoch()
-    assert feed.skip(1, 2) == 2
-    assert lists(feed.iterator) == passes[1][2:]
-
-
-@pytest.mark.parametrize("given", ["fit", "steps"])
-def test_validation_goes_on_where_it_was_with_the_data_of_which_it_is_made(
-    given: str, tmp_path: Path
-) -> None:
+def test_validation_goes_on_where_it_was_with_the_data_of_which_it_is_made(tmp_path: Path) -> None:
     x, y = np.random.default_rng(0).normal(size=(12, 3)), np.eye(2)[np.arange(12) % 2]
 
     class Stop(keras.callbacks.Callback):
@@ -290,12 +243,11 @@ def test_validation_goes_on_where_it_was_with_the_data_of_which_it_is_made(
         model.compile(optimizer, "mse")
         examples = Dataset.from_tensor_slices((x, y)).shuffle(12, seed=1)
         data = examples.shuffle(12, seed=2).batch(3)
-        run = tmg.Checkpoints(tmp_path / folder, model, optimizer, every_steps=2)
+        run = tmg.Checkpoints(tmp_path / folder, model, optimizer, data, every_steps=2)
         run.restore()
         history = tmg.fit(
             model,
-            data,
-            steps_per_epoch=2 if given == "steps" else None,
+            run.data,
             epochs=4,
             validation_data=examples.shuffle(12, seed=4).batch(3),
             validation_steps=2,
@@ -306,24 +258,9 @@ def test_validation_goes_on_where_it_was_with_the_data_of_which_it_is_made(
 
     whole, expected = fit("whole", Stop())
     with pytest.raises(KeyboardInterrupt):
-        fit("run", Stop(6 if given == "steps" else 11))
+        fit("run", Stop(11))
     history, found = fit("run", Stop())
     assert history == whole
     assert len(history["val_loss"]) == 4
     for one, other in zip(found, expected, strict=True):
         np.testing.assert_array_equal(one, other)
-
-
-def test_validation_passes_over_the_passes_that_were_due() -> None:
-    def validation(frequency: Any) -> Any:
-        batches = tmg.distribute_dataset(KINDS["twice"][0]())
-        passes = EvaluationPasses(batches)
-        return Validation(None, passes, None, frequency, Program(None, batches.strategy), False)
-
-    batches = validation(1).passes.batches
-    passes = [lists(batches) for _ in range(3)]
-    for frequency, epochs, expected in ((1, 2, 2), (2, 5, 2), ([1, 9], 8, 1), (3, 2, 0)):
-        resumed = validation(frequency)
-        for epoch in range(epochs):
-            resumed.skip(epoch)
-        assert lists(resumed.passes.batches) == passes[expected], (frequency, epochs)
