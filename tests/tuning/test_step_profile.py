@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from pathlib import Path
 from typing import Any, Literal
 
 import keras
@@ -84,7 +83,7 @@ class Slow(keras.layers.Layer):
         return inputs + tf.stop_gradient(tf.ensure_shape(slept, inputs.shape) * 0)
 
 
-def test_the_slowest_replica_is_named_and_the_folder_is_written(tmp_path: Path) -> None:
+def test_the_slowest_replica_is_named() -> None:
     strategy = strategy_of(2)
     with strategy.scope():
         layers = [keras.Input((5,)), Slow(), keras.layers.Dense(1)]
@@ -92,15 +91,14 @@ def test_the_slowest_replica_is_named_and_the_folder_is_written(tmp_path: Path) 
     step = tmg.make_train_step(model, optimizer, "mse", strategy)
     arrays = np.tile(X, (12, 1)), np.tile(Y, (12, 1))
     data = tmg.distribute_dataset(arrays, strategy, batch_size=12, shares=(3, 1))
-    profile = profile_step(step, data, 3, trace_to=str(tmp_path / "trace"))
+    profile = profile_step(step, data, 3)
     assert (profile.steps, profile.rows, profile.slowest) == (3, 12.0, 0)
     assert profile.replicas[0] > max(0.2, profile.replicas[1])
     assert profile.compute >= profile.replicas[0]
     assert profile.finding.code == "slow-replica"
     assert "Replica 0 (CPU:0) takes" in str(profile)
     assert "tmg.plan_shares(batch_size" in str(profile)
-    assert int(optimizer.iterations.numpy()) == 1 + 1 + 3 + 3 + 3
-    assert list((tmp_path / "trace").rglob("*.xplane.pb"))
+    assert int(optimizer.iterations.numpy()) == 1 + 1 + 3 + 3
 
 
 def test_waiting_for_data_is_seen() -> None:
@@ -128,8 +126,6 @@ def test_what_cannot_be_profiled_says_so() -> None:
             profile_step(step, [(X, Y)], steps)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"data must yield batches\. Received: data=None"):
         profile_step(step, None)  # type: ignore[arg-type]
-    with pytest.raises(tf.errors.OpError):
-        profile_step(step, [(X, Y)], 1, trace_to="/proc/nowhere")
     assert int(step.optimizer.iterations) == 0
     with pytest.raises(tmg.errors.DataError, match="There is no batch to profile"):
         profile_step(step, [])

@@ -101,8 +101,6 @@ def profile_step(
     step: TrainStep | ChainedStep,
     data: Iterable[Any],
     steps: int = 20,
-    *,
-    trace_to: str | None = None,
 ) -> StepProfile:
     """Measures the parts of a train step: input, forward and backward, all-reduce, update.
 
@@ -115,8 +113,6 @@ def profile_step(
         step: The result of ``make_train_step``, or of ``chain_steps``, whose parts add up.
         data: The training data: a distributed dataset, or batches. Starts again if it ends.
         steps: Number of timed steps, at least 1.
-        trace_to: A folder for another ``steps`` steps in the format of TensorBoard's profiler,
-            which shows every operation.
 
     Returns:
         The profile; ``print`` it.
@@ -144,9 +140,6 @@ def profile_step(
         raise TypeError(
             f"data must yield batches. Received: data={data!r}. Give tmg.distribute_dataset(...)."
         )
-    if trace_to is not None:
-        gfile: Any = tf.io.gfile
-        gfile.makedirs(trace_to)  # Fails before anything is trained.
     batches = _Batches(data, step)
     first = batches.next()
     _train(step, first)
@@ -155,8 +148,6 @@ def profile_step(
         one.run_timed(first)
     timed = [_time_parts(timed_steps, batches) for _ in range(steps)]
     whole = [_time_whole(step, batches) for _ in range(steps)]
-    if trace_to is not None:
-        _trace(step, batches, steps, trace_to)
     count = len(timed[0].replicas)
     devices = strategy_devices(step.strategy) or ("its device",) * count
     return StepProfile(
@@ -350,14 +341,3 @@ def _count_examples(batch: Any) -> int:
         values = tf.nest.map_structure(tf.convert_to_tensor, batch)
         known = count_rows(values)
     return int(known)
-
-
-def _trace(step: TrainStep | ChainedStep, batches: _Batches, steps: int, folder: str) -> None:
-    profiler: Any = tf.profiler
-    profiler.experimental.start(folder)
-    try:
-        for number in range(steps):
-            with profiler.experimental.Trace("train", step_num=number, _r=1):
-                float(step(batches.next())["loss"])
-    finally:
-        profiler.experimental.stop()
