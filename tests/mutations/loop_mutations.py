@@ -81,8 +81,8 @@ LOOPS = (
     ),
     Mutation(
         "a resumed run begins its epoch again",
-        "checkpoints/manager.py",
-        (('self._position.step = found.metadata["step_in_epoch"]', "self._position.step = 0"),),
+        "addons/checkpoints/manager.py",
+        (('self._position.step = stored.run["step_in_epoch"]', "self._position.step = 0"),),
         (
             "promises/test_resume.py::"
             "test_a_loop_resumed_from_any_step_ends_with_the_same_bits[3-13]",
@@ -90,7 +90,7 @@ LOOPS = (
     ),
     Mutation(
         "the loss scale is not saved",
-        "checkpoints/state.py",
+        "addons/checkpoints/state.py",
         (("        if scale is not None:", "        if False:"),),
         (
             "promises/test_resume.py::"
@@ -99,20 +99,20 @@ LOOPS = (
     ),
     Mutation(
         "the state of a callback is not restored",
-        "checkpoints/callback_states.py",
-        (('one.set_state(unpack(entry["state"], arrays))', "pass"),),
+        "addons/checkpoints/callback_states.py",
+        (('callback.set_state(_unpack(state["state"], arrays))', "pass"),),
         ("promises/test_resume.py::test_fit_resumed_in_an_epoch_ends_with_the_same_bits",),
     ),
     Mutation(
         "a damaged checkpoint is passed over without a word",
-        "checkpoints/manager.py",
-        (("        warn_damaged(self.directory, damaged, found)\n", ""),),
+        "addons/checkpoints/files.py",
+        (("                warnings.warn(\n", "                str.format(\n"),),
         ("promises/test_resume.py::test_the_newest_whole_checkpoint_is_used[flip]",),
     ),
     Mutation(
         "one checkpoint too many is kept",
-        "checkpoints/manager.py",
-        (("**fit_metadata}, self.keep\n", "**fit_metadata}, self.keep + 1\n"),),
+        "addons/checkpoints/files.py",
+        (("if other <= step][:-keep]", "if other <= step][: -keep - 1]"),),
         ("promises/test_resume.py::test_the_newest_are_kept",),
     ),
     # rows that touch --------------------------------------------------------------------------------
@@ -165,11 +165,11 @@ LOOPS = (
     ),
     Mutation(
         "the optimizer is not in the checkpoint",
-        "checkpoints/state.py",
+        "addons/checkpoints/state.py",
         (
             (
-                "    if optimizer is not None:\n        found += [",
-                "    if False:\n        found += [",
+                "    if optimizer is not None:\n        state += _numbered",
+                "    if False:\n        state += _numbered",
             ),
         ),
         ("promises/test_sharded_variables.py::test_they_are_saved_and_restored",),
@@ -183,7 +183,7 @@ LOOPS = (
     ),
     Mutation(
         "SIGTERM ends a run without saving it",
-        "checkpoints/manager.py",
+        "addons/checkpoints/manager.py",
         (("        path = self.save()\n        code", '        path = ""\n        code'),),
         ("promises/test_interrupts.py::test_sigterm_saves_the_steps_of_fit_and_exits",),
     ),
@@ -212,11 +212,11 @@ LOOPS = (
     ),
     Mutation(
         "the seeds of layers are not saved",
-        "checkpoints/state.py",
+        "addons/checkpoints/state.py",
         (
             (
-                "for i, one in enumerate(model.variables)\n",
-                "for i, one in enumerate(model.weights)\n",
+                "for i, variable in enumerate(model.variables)\n",
+                "for i, variable in enumerate(model.weights)\n",
             ),
         ),
         (

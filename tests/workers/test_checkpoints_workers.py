@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -80,24 +81,21 @@ def test_a_signal_to_one_worker_stops_both_after_the_same_step(
         assert result["saved"] == results[0]["saved"]
         (saved,) = result["saved"]
         # Asked at step 20.
-        assert 20 <= int(saved.removeprefix("step-")) <= 20 + MOST_STEPS + 1
+        assert 20 <= int(saved.removeprefix("step-").removesuffix(".npz")) <= 20 + MOST_STEPS + 1
 
 
 @pytest.mark.slow
 def test_directories_that_cannot_be_saved_to_are_an_error_on_both(
     results: list[dict[str, Any]],
 ) -> None:
-    for result in results:
-        assert "workers [1] do not see it" in result["save"]
-        assert "would resume from different weights. Received: worker 0: step " in result["restore"]
-        assert "; worker 1: nothing. Give a directory on a file system" in result["restore"]
-        assert result["unchanged"]
     for worker, result in enumerate(results):
-        assert "CheckpointError: The chief wrote " in result["not shared"]
+        assert "different checkpoints in " in result["restore"]
+        assert re.search(r"of each worker: \[\[\d+, \d+\], \[-1, 0\]\]\. Give", result["restore"])
+        assert result["unchanged"]
+        assert "The workers have different settings of Checkpoints" in result["apart"]
         said = f"Received: every_steps={2 + worker} on worker {worker}, and another value on "
-        assert "ClusterError: The workers have different settings" in result["apart"]
         assert said in result["apart"]
-    assert "could not write" in results[0]["failed"]
+    assert "The chief cannot write to" in results[0]["failed"]
     assert "Not a directory" in results[0]["failed"]
     assert "see the output of the chief" in results[1]["failed"]
 

@@ -15,7 +15,6 @@ import numpy as np
 import tensorflow as tf
 
 import tfmultigpu as tmg
-from tfmultigpu.checkpoints import shared_storage as shared_files
 from tfmultigpu.strategies import stop_signals
 
 shared = Path(sys.argv[1])
@@ -96,18 +95,17 @@ except SystemExit as ended:
 say("saved", sorted(path.name for path in (shared / "c").iterdir()))
 
 # Directories that only look alike.
-shared_files._SECONDS_BETWEEN_LOOKS = 0.3
 own = shared / f"own-{worker}"
-for name in ("save", "restore"):
-    try:
-        getattr(tmg.Checkpoints(own, model, optimizer), name)()
-    except tmg.CheckpointError as error:
-        say(name, str(error))
-for name, place, every in (("not shared", own, 2), ("apart", shared / "e", 2 + worker)):
-    try:
-        next(tmg.Checkpoints(place, model, optimizer, dataset(), every_steps=every).epochs(1))
-    except (tmg.CheckpointError, tmg.errors.ClusterError) as error:
-        say(name, f"{type(error).__name__}: {error}")
+tmg.Checkpoints(own, model, optimizer).save()
+try:
+    tmg.Checkpoints(own, model, optimizer).restore()
+except tmg.CheckpointError as error:
+    say("restore", str(error))
+try:
+    apart = tmg.Checkpoints(shared / "e", model, optimizer, dataset(), every_steps=2 + worker)
+    next(apart.epochs(1))
+except tmg.errors.ClusterError as error:
+    say("apart", str(error))
 say("unchanged", optimizer.iterations.numpy().item() > 0)
 
 # A disk that fails the first worker.
