@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from tfmultigpu import _compat
 from tfmultigpu.data.passes import read_over, replay_of
-from tfmultigpu.data.positioned import PositionedDataset
+from tfmultigpu.data.positioned import Position, PositionedDataset
 from tfmultigpu.data.sharded_dataset import ShardedDataset
 
 __all__ = ["Feed", "PredictFeed"]
@@ -46,6 +46,7 @@ class Feed(_DataAdapter, tf.distribute.DistributedDataset):
         continues: bool = False,
         repeats: bool = False,
         starting_at: Callable[[int], ShardedDataset] | None = None,
+        position: Position | None = None,
         describe: Callable[[], Mapping[str, Any]] = dict,
     ) -> None:
         """Stores the data.
@@ -58,6 +59,7 @@ class Feed(_DataAdapter, tf.distribute.DistributedDataset):
             continues: Whether an epoch continues the pass of the epoch before.
             repeats: Whether one iterator yields pass after pass.
             starting_at: Returns the batches from a number on, without reading those before it.
+            position: The position of ``batches``, where only the first pass begins.
             describe: Returns values in JSON types that identify the data in checkpoints.
         """
         self.source, self.batches = source, batches
@@ -65,6 +67,7 @@ class Feed(_DataAdapter, tf.distribute.DistributedDataset):
         self._per_pass, self._asked = per_pass, steps
         self._continues = continues and steps is not None
         self._repeats, self._starting_at, self._describe = repeats, starting_at, describe
+        self._position = position
         known = [most for most in (steps, None if self._continues else per_pass) if most]
         self.steps = min(known, default=None)  # Batches of an epoch; None until they are known.
         self._left_in_pass: int | None = 0
@@ -145,6 +148,8 @@ class Feed(_DataAdapter, tf.distribute.DistributedDataset):
         # One iterator of pass after pass goes on, unless a pass was broken off.
         if self.iterator is None or not self._repeats or self._left_in_pass:
             self.iterator = iter(self.batches)
+            if self._position is not None:
+                self._position.step = 0
         self._left_in_pass = self._per_pass
         self._is_new_pass = True
 
@@ -212,7 +217,7 @@ class Feed(_DataAdapter, tf.distribute.DistributedDataset):
 
         self._after_skipped_epoch = lambda epochs: skip(first + epochs)
         if isinstance(self.batches, PositionedDataset):
-            self.batches.passed_over = skip
+            self.batches.passed_over = self._after_skipped_epoch
 
 
 class PredictFeed(Feed):

@@ -189,7 +189,7 @@ def fit(
         feed = training_feed(
             model, data, strategy, batch_size=batch_size, steps=steps_per_epoch,
             shuffle=shuffle, seed=hooks.seed, first_pass=hooks.first_epoch,
-            class_weight=class_weight, shares=shares,
+            class_weight=class_weight, shares=shares, position=hooks.position,
         )  # fmt: skip
         if program.runs_as_in_keras(feed.element_spec):
             hooks.refuse_resuming("model.fit of Keras runs the train_step of the model")
@@ -200,7 +200,7 @@ def fit(
                 callbacks=callbacks, verbose=verbose, **counts,
             )  # fmt: skip
         if not feed.can_resume:
-            hooks.refuse_resuming("a pass over this data cannot begin in its middle")
+            hooks.refuse_resuming("with steps_per_epoch an epoch begins anywhere in a pass")
         loop = program.training_loop(feed, lambda: Pace(strategy), width)
         if validation_data is not None:
             size = validation_batch_size or batch_size

@@ -13,6 +13,7 @@ from tfmultigpu.addons.loops.logs import as_keras
 from tfmultigpu.addons.loops.loop import Loop, not_ending_the_epoch
 from tfmultigpu.addons.loops.methods import installed
 from tfmultigpu.addons.loops.workers import SameTraining, check_alike, union
+from tfmultigpu.data.positioned import Position
 from tfmultigpu.errors import DataError
 from tfmultigpu.optimizers.update import finish_values
 from tfmultigpu.strategies.variable_sharding import is_sharded
@@ -123,9 +124,18 @@ class FitHooks(Hooks):
         if self.start is not None:
             self.seed, self.first_epoch = self.start.seed, self.start.first_epoch
 
+    @property
+    def position(self) -> Position | None:
+        """Where the training begins; None if no callback resumes it."""
+        if not any(hasattr(callback, "on_fit_begin") for callback in self.callbacks):
+            return None
+        if self.start is None:
+            return Position()
+        return Position(self.start.epoch - self.first_epoch, self.start.step)
+
     def refuse_resuming(self, reason: str) -> None:
         """Raises a ``DataError`` if a callback resumes this training, which is impossible."""
-        if any(hasattr(callback, "on_fit_begin") for callback in self.callbacks):
+        if self.position is not None:
             raise DataError(
                 f"The training could not be resumed where it ends: {reason}. Received: a callback "
                 "of tmg.Checkpoints. Write checkpoints = tmg.Checkpoints(directory, model=model, "

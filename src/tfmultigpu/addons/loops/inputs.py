@@ -19,7 +19,7 @@ from tfmultigpu.data.batch_format import count_rows
 from tfmultigpu.data.examples import mark_of
 from tfmultigpu.data.other_packages import read_tables, with_tables
 from tfmultigpu.data.partition import slice_rows
-from tfmultigpu.data.positioned import PositionedDataset
+from tfmultigpu.data.positioned import Position, PositionedDataset, position_data
 from tfmultigpu.data.sharded_dataset import ShardedDataset, distribute_dataset
 from tfmultigpu.data.sources import tensors_of_arrays, to_dataset
 from tfmultigpu.errors import DataError
@@ -186,6 +186,7 @@ def training_feed(
     first_pass: int,
     class_weight: Any,
     shares: Any,
+    position: Position | None,
 ) -> Feed:
     """Returns the data of a training.
 
@@ -201,6 +202,7 @@ def training_feed(
         first_pass: The number of the first pass.
         class_weight: Weights of classes, or None.
         shares: Relative share of each global batch per replica, or None.
+        position: Where a training that can be resumed begins; None for any other.
     """
     if not _is_arrays(data):
         if isinstance(data, ShardedDataset):
@@ -213,6 +215,10 @@ def training_feed(
                 source = source.map(weigh, num_parallel_calls=tf.data.AUTOTUNE)
             batches = distribute_dataset(source, strategy, shares=shares)
         per_pass = _length(data, batches, steps, "steps_per_epoch")
+        if position is not None and steps is None and not isinstance(batches, PositionedDataset):
+            batches = position_data(batches, strategy, position)
+            batches.pass_over(position.epoch)
+            return Feed(data, batches, per_pass, position=position)
         return Feed(data, batches, per_pass, steps, continues=True)
     arrays = tensors_of_arrays(data)
     rows = int(count_rows(arrays))
