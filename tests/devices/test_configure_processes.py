@@ -21,7 +21,7 @@ PRELUDE = """
 import pytest
 import tensorflow as tf
 from tfmultigpu.devices.configure import *
-from tfmultigpu.errors import (*)
+from tfmultigpu.errors import *
 
 GIB = 1024**3
 
