@@ -30,7 +30,7 @@ def check_count(
     except TypeError:
         if not isinstance(value, numbers.Real) or not float(value).is_integer():
             raise (error or TypeError)(wrong) from None
-        number = int(value)
+        number = int(float(value))
     if isinstance(value, bool):
         raise (error or TypeError)(wrong)
     if number < least:
