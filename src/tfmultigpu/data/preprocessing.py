@@ -88,9 +88,6 @@ class Preprocessing:
         batched: Whether the function takes many examples at once.
         seed: The seed of the run.
         examples: The source of the examples.
-        then: A function of preprocessed batches, as for ``map`` of ``tf.data``, or None.
-        place_of: From the number of a batch to its ``Place``, for a dataset that goes through pass
-            after pass. None: one iterator is one pass, with the number ``passes``.
         passes: Counts passes.
     """
 
@@ -98,24 +95,7 @@ class Preprocessing:
     batched: bool
     seed: int
     examples: Examples
-    then: Callable[..., Any] | None = None
-    place_of: Callable[[Any], Place] | None = None
     passes: PassNumber = dataclasses.field(default_factory=PassNumber)
-
-    def of_passes(self, first_pass: int, rows: int, batch_size: int) -> Preprocessing:
-        """Returns it for a dataset that goes through pass after pass.
-
-        Args:
-            first_pass: The number of the first pass.
-            rows: Rows of a pass.
-            batch_size: Rows of a batch, except the last of a pass.
-        """
-        batches = -(-rows // batch_size)
-
-        def place_of(number: Any) -> Place:
-            return Place(first_pass + number // batches, number % batches * batch_size)
-
-        return dataclasses.replace(self, place_of=place_of)
 
     def compared(
         self, batches: tf.data.Dataset[Any], strategy: tf.distribute.Strategy
@@ -169,9 +149,6 @@ class Preprocessing:
 
     def _placed(self, batches: tf.data.Dataset[Any]) -> tf.data.Dataset[Any]:
         """Returns the batches, each beside its ``Place``."""
-        place_of = self.place_of
-        if place_of is not None:
-            return batches.enumerate().map(lambda number, batch: (place_of(number), batch))
 
         @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
         def count(state: Any, batch: Any) -> Any:
@@ -239,8 +216,6 @@ class Preprocessing:
             rows_in_and_out = tf.cast(tf.stack([count, found]), tf.int32)
             check = tf.debugging.Assert(found == count, [PREPROCESSED_ROWS, rows_in_and_out])
             batch = with_dependencies([check, *check_rows_agree(batch)], batch)
-            if self.then is not None:
-                batch = self.then(*batch) if type(batch) is tuple else self.then(batch)
             return OwnRows(rows, batch)
 
         return parts.map(finish)

@@ -15,7 +15,6 @@ import tensorflow as tf
 
 from tfmultigpu.arguments import check_count
 from tfmultigpu.data.batch_format import any_rows, count_rows, map_items, tensors_of
-from tfmultigpu.data.other_packages import is_data_loader, loader_batches, read_tables
 from tfmultigpu.errors import DataError
 
 __all__ = ["fill", "tensors_of_arrays", "to_dataset"]
@@ -26,11 +25,10 @@ def to_dataset(data: Any, batch_size: int | None = None) -> tf.data.Dataset[Any]
 
     Args:
         data: A ``tf.data.Dataset`` of batches, a ``keras.utils.PyDataset``, a function without
-            arguments that returns a fresh generator of batches, a torch ``DataLoader``, or arrays
-            (one, or a tuple, list or dict of them) that agree in their first axis. A sparse matrix
-            of SciPy and a column of a Hugging Face dataset are arrays, and such a dataset is a dict
-            of arrays. The batches of a PyDataset come in order; its ``workers`` threads make them
-            ahead of time.
+            arguments that returns a fresh iterator of batches (of a torch ``DataLoader``:
+            ``lambda: loader``), or arrays (one, or a tuple, list or dict of them) that agree in
+            their first axis. The batches of a PyDataset come in order; its ``workers`` threads make
+            them ahead of time.
         batch_size: Examples of a global batch, for arrays only.
 
     Returns:
@@ -61,11 +59,6 @@ def to_dataset(data: Any, batch_size: int | None = None) -> tf.data.Dataset[Any]
                 f"The PyDataset has no batches. Received: {type(data).__name__} of length 0."
             )
         return _from_passes(_Passes(lambda: _py_dataset_batches(data)))
-    if is_data_loader(data):
-        _no_batch_size(data, batch_size, "DataLoader(..., batch_size=...)")
-        # Workers that stay share one iterator, which anybody may restart.
-        keeps_first = not getattr(data, "persistent_workers", False)
-        return _from_passes(_Passes(lambda: loader_batches(data), keeps_first=keeps_first))
     if isinstance(data, (Iterator, tf.data.Iterator)):
         raise DataError(
             "An iterator can be read once, and inspecting it would lose batches. Received: "
@@ -86,7 +79,6 @@ def tensors_of_arrays(data: Any) -> Any:
     Raises:
         DataError: The data is not arrays, or they differ in their number of rows.
     """
-    data = read_tables(data)
     try:
         arrays = tf.nest.map_structure(_array_to_tensor, _lists_to_tuples(data))
     except (TypeError, ValueError) as error:
@@ -166,8 +158,8 @@ class _Passes:
         spec: Type specs of a batch. An axis that differs between the first two batches is unknown.
     """
 
-    def __init__(self, make_batches: Callable[[], Any], *, keeps_first: bool = True) -> None:
-        """Reads the first two batches, and keeps them for the first pass if asked to."""
+    def __init__(self, make_batches: Callable[[], Any]) -> None:
+        """Reads the first two batches, and keeps them for the first pass."""
         self._make = make_batches
         self._first = iter(make_batches())
         seen = list(itertools.islice(self._first, 2))
@@ -187,8 +179,7 @@ class _Passes:
                 "The batches of the generator differ in their structure or types. Received: "
                 f"{first}, then {second}."
             ) from None
-        kept = itertools.chain(seen, self._first)
-        self._next_pass: Iterator[Any] | None = kept if keeps_first else None
+        self._next_pass: Iterator[Any] | None = itertools.chain(seen, self._first)
 
     def __call__(self) -> Iterator[Any]:
         """Begins a pass."""

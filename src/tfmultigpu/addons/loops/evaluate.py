@@ -95,17 +95,17 @@ def evaluate(
     check_backend()
     strategy = checked_strategy(model, "evaluate")
     compile_arguments(model)
-    runs_as_in_keras(model, strategy, "evaluate")
+    as_in_keras = runs_as_in_keras(model, strategy, "evaluate")
     check_steps(steps)
-    data = labelled(model, data, x, y, sample_weight, "evaluate")
+    data = labelled(data, x, y, sample_weight, "evaluate")
     callbacks = to_list(callbacks)
     check_callbacks(callbacks)
-    feed = pass_feed(model, "evaluation", data, strategy, batch_size, steps)
-    if runs_as_in_keras(model, strategy, "evaluate", feed.element_spec):
+    if as_in_keras:
         return run_keras(
             model, "evaluate", **as_keras_takes(data), batch_size=batch_size, steps=steps,
             callbacks=callbacks, verbose=verbose, return_dict=return_dict,
         )  # fmt: skip
+    feed = pass_feed(model, "evaluation", data, strategy, batch_size, steps)
     loop = Program(model, strategy, verify=verify).evaluation_loop(feed)
     check_values_alike(strategy, model)
     adapt_callbacks(callbacks, getattr(model, "optimizer", None))

@@ -14,7 +14,6 @@ from tfmultigpu.addons.loops.callbacks import (
 from tfmultigpu.addons.loops.evaluate import evaluation_methods
 from tfmultigpu.addons.loops.hooks import FitHooks
 from tfmultigpu.addons.loops.inputs import (
-    as_keras_casts,
     as_keras_takes,
     check_steps,
     labelled,
@@ -28,7 +27,7 @@ from tfmultigpu.addons.loops.program import Program
 from tfmultigpu.addons.loops.workers import check_alike
 from tfmultigpu.arguments import check_count
 from tfmultigpu.data.seeds import draw_seed
-from tfmultigpu.errors import DataError
+from tfmultigpu.errors import DataError, LossError
 from tfmultigpu.steps.chain import ChainedStep
 from tfmultigpu.steps.evaluate import EvalStep
 from tfmultigpu.steps.train_step import TrainStep
@@ -152,7 +151,7 @@ def fit(
     import keras
 
     check_verify(verify)
-    data = labelled(model, data, x, y, sample_weight, "fit")
+    data = labelled(data, x, y, sample_weight, "fit")
     program = Program.of(
         model, forward=forward, step=step, eval_step=eval_step, verify=verify,
         micro_batches=micro_batches, clip_norm=clip_norm, loss_scale=loss_scale,
@@ -160,13 +159,11 @@ def fit(
     )  # fmt: skip
     strategy, chain = program.strategy, program.step
     callbacks = to_list(callbacks)
-    check_callbacks(callbacks)
     if chain is not None:
         names = list(chain.steps) if isinstance(chain, ChainedStep) else []
         check_optimizers(callbacks, model, names, program.trained)
     width = _check_counts(model, arguments)
     _check_same_arguments(program, callbacks, arguments)
-    validation_data = as_keras_casts(model, validation_data)
     if validation_split and validation_data is None:
         data, validation_data = split_off(data, validation_split)
     if validation_data is None and eval_step is not None:
@@ -181,6 +178,20 @@ def fit(
         keras.Model.compile(model, optimizer=program.trained[0].optimizer)
     counts = {"epochs": epochs, "steps_per_epoch": steps_per_epoch,
               "validation_steps": validation_steps, "validation_freq": validation_freq}  # fmt: skip
+    if program.runs_as_in_keras():
+        if any(hasattr(callback, "on_fit_begin") for callback in callbacks):
+            raise LossError(
+                "Keras runs the train_step of this model, and tmg.Checkpoints resumes only steps "
+                f"of this library. Received: {type(model).__name__}. Write the loss as a forward, "
+                "or use keras.callbacks.BackupAndRestore."
+            )
+        return run_keras(
+            model, "fit", **as_keras_takes(data), validation_data=validation_data,
+            batch_size=batch_size, validation_batch_size=validation_batch_size,
+            initial_epoch=initial_epoch, shuffle=shuffle, class_weight=class_weight,
+            callbacks=callbacks, verbose=verbose, **counts,
+        )  # fmt: skip
+    check_callbacks(callbacks)
     hooks = FitHooks(
         callbacks, model, strategy, verbose=verbose, epochs=epochs, first_epoch=initial_epoch,
         seed=draw_seed(strategy),
@@ -191,14 +202,6 @@ def fit(
             shuffle=shuffle, seed=hooks.seed, first_pass=hooks.first_epoch,
             class_weight=class_weight, shares=shares, position=hooks.position,
         )  # fmt: skip
-        if program.runs_as_in_keras(feed.element_spec):
-            hooks.refuse_resuming("model.fit of Keras runs the train_step of the model")
-            return run_keras(
-                model, "fit", **as_keras_takes(data), validation_data=validation_data,
-                batch_size=batch_size, validation_batch_size=validation_batch_size,
-                initial_epoch=initial_epoch, shuffle=shuffle, class_weight=class_weight,
-                callbacks=callbacks, verbose=verbose, **counts,
-            )  # fmt: skip
         if not feed.can_resume:
             hooks.refuse_resuming("with steps_per_epoch an epoch begins anywhere in a pass")
         loop = program.training_loop(feed, lambda: Pace(strategy), width)

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 
-from tfmultigpu.addons.loops.arrays import shard_arrays
-from tfmultigpu.addons.loops.class_weights import weighting
+from tfmultigpu.addons.loops.cache import get_or_make
 from tfmultigpu.addons.loops.feed import Feed, PredictFeed
 from tfmultigpu.addons.loops.loop import no_batches
-from tfmultigpu.addons.loops.own_methods import own_methods
 from tfmultigpu.arguments import check_count
+from tfmultigpu.data.array_batches import shard_arrays
 from tfmultigpu.data.batch_format import count_rows
+from tfmultigpu.data.class_weights import weighting
 from tfmultigpu.data.examples import mark_of
-from tfmultigpu.data.other_packages import read_tables, with_tables
 from tfmultigpu.data.partition import slice_rows
 from tfmultigpu.data.positioned import Position, PositionedDataset, position_data
 from tfmultigpu.data.sharded_dataset import ShardedDataset, distribute_dataset
@@ -26,7 +25,6 @@ from tfmultigpu.errors import DataError
 from tfmultigpu.strategies.topology import describe
 
 __all__ = [
-    "as_keras_casts",
     "as_keras_takes",
     "check_steps",
     "labelled",
@@ -48,7 +46,7 @@ def check_steps(steps: Any, name: str = "steps") -> None:
         check_count(name, steps, other="None")
 
 
-def labelled(model: Any, data: Any, x: Any, y: Any, weight: Any, function: str) -> Any:
+def labelled(data: Any, x: Any, y: Any, weight: Any, function: str) -> Any:
     """Returns the data of a call with Keras' arguments ``x``, ``y`` and ``sample_weight``."""
     if (data is None) == (x is None):
         raise TypeError(
@@ -76,7 +74,7 @@ def labelled(model: Any, data: Any, x: Any, y: Any, weight: Any, function: str) 
         is_pair = isinstance(data, tuple) and len(data) == 2 and _is_arrays(data)
         _check_arrays(data, is_pair, "sample_weight")
         data = (*data, weight)
-    return as_keras_casts(model, data)
+    return data
 
 
 def _check_arrays(data: Any, are_arrays: bool, beside: str) -> None:
@@ -85,23 +83,6 @@ def _check_arrays(data: Any, are_arrays: bool, beside: str) -> None:
             f"{beside} works only for arrays (x, y). Received: {beside} with data of type "
             f"{type(data).__name__}. Let the dataset yield (x, y) or (x, y, sample_weight)."
         )
-
-
-def as_keras_casts(model: Any, data: Any) -> Any:
-    """Returns arrays with floats in ``floatx``, as Keras does, for its own ``compute_loss``."""
-    import keras
-
-    if data is None or not own_methods(model, "compute_loss") or not _is_arrays(data):
-        return data
-    floatx = keras.config.floatx()
-
-    def cast(leaf: Any) -> Any:
-        dtype = getattr(leaf, "dtype", None)
-        if dtype is None or not tf.as_dtype(dtype).is_floating:
-            return leaf
-        return tf.cast(leaf, floatx) if tf.is_tensor(leaf) else np.asarray(leaf).astype(floatx)
-
-    return tf.nest.map_structure(cast, read_tables(data))
 
 
 def as_keras_takes(data: Any) -> dict[str, Any]:
@@ -162,8 +143,9 @@ def pass_feed(
         rows = int(count_rows(arrays))
         if not rows:
             raise no_batches(data)
+        keep = functools.partial(get_or_make, model, purpose)
         repeats = purpose == "validation"  # One iterator for all passes, which is faster.
-        batches = shard_arrays(model, purpose, strategy, arrays, size, endless=repeats)
+        batches = shard_arrays(arrays, size, strategy, keep, endless=repeats)
         return kind(data, batches, -(-rows // size), steps, repeats=repeats)
     if isinstance(data, ShardedDataset):
         batches = _checked_shards(data, strategy, batch_size)
@@ -229,8 +211,9 @@ def training_feed(
 
     def starting_at(batch: int) -> ShardedDataset:
         return shard_arrays(
-            model, "training", strategy, arrays, size, shuffle=shuffle, seed=seed,
-            first_batch=first_pass * per_pass + batch, class_weight=class_weight, shares=shares,
+            arrays, size, strategy, functools.partial(get_or_make, model, "training on arrays"),
+            shuffle=shuffle, seed=seed, first_batch=first_pass * per_pass + batch,
+            class_weight=class_weight, shares=shares,
         )  # fmt: skip
 
     def describe_arrays() -> dict[str, Any]:
@@ -305,5 +288,5 @@ def _is_arrays(data: Any) -> bool:
     kinds = (bool, int, float, str, tf.RaggedTensor, tf.SparseTensor)
     return all(
         leaf is None or hasattr(leaf, "__array__") or isinstance(leaf, kinds)
-        for leaf in tf.nest.flatten(with_tables(data, lambda table: None))
+        for leaf in tf.nest.flatten(data)
     )

@@ -39,12 +39,7 @@ _INSTEAD = {
         "step = tmg.make_eval_step(model, None, strategy, forward=forward)",
     ),
     "predict_step": "Move what it computes to the call method of the model.",
-    "compute_loss": """Return one value per row, or a sum and what divides it:
-    return tmg.LossSum(tf.reduce_sum(values), tf.size(values))
-What needs all rows computes with those of all replicas, and counts once for each row of its own:
-    rows = tf.cast(tf.shape(y)[0], tf.float32)
-    x, y, y_pred = tmg.gather_rows((x, y, y_pred))
-    return tmg.LossSum(super().compute_loss(x, y, y_pred) * rows, rows)""",
+    "compute_loss": _FORWARD,
     "compute_metrics": "Give metrics to model.compile(metrics=[...]), or values from a forward.",
     "get_metrics_result": "Give metrics to model.compile(metrics=[...]), or values from a forward.",
 }

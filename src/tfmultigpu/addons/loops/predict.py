@@ -16,7 +16,6 @@ from tfmultigpu.addons.loops.inputs import as_keras_takes, check_steps, labelled
 from tfmultigpu.addons.loops.loop import no_batches
 from tfmultigpu.addons.loops.methods import installed, run_keras
 from tfmultigpu.addons.loops.own_methods import check_no_loop, own_methods, refused
-from tfmultigpu.data.other_packages import read_tables
 from tfmultigpu.errors import DataError
 from tfmultigpu.steps.evaluate import make_predict_step
 from tfmultigpu.steps.value_agreement import check_values_alike
@@ -80,7 +79,7 @@ def predict(
     check_steps(steps)
     callbacks = to_list(callbacks)
     check_callbacks(callbacks)
-    data = read_tables(labelled(model, data, x, None, None, "predict"))
+    data = labelled(data, x, None, None, "predict")
     if own_methods(model, "predict_step"):
         if strategy.num_replicas_in_sync > 1:
             raise refused(model, "predict_step", strategy, "predict")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -22,15 +21,11 @@ from tfmultigpu.addons.loops.own_methods import (
     own_methods,
     refused,
 )
-from tfmultigpu.data.batch_format import any_rows, unpack_batch
 from tfmultigpu.errors import LossError, ScopeError
-from tfmultigpu.losses.loss_sum import LossSum
-from tfmultigpu.losses.objective import ModelLoss
 from tfmultigpu.steps.chain import ChainedStep, chain_steps
 from tfmultigpu.steps.evaluate import EvalStep, make_eval_step
 from tfmultigpu.steps.train import make_train_step
 from tfmultigpu.steps.train_step import Trained, TrainStep
-from tfmultigpu.steps.verification import assigned_variables
 from tfmultigpu.strategies.topology import describe
 
 __all__ = ["Program", "runs_as_in_keras"]
@@ -117,11 +112,11 @@ class Program:
             return self.step.trained
         return (Trained(self.model, self.model.optimizer, self.model.trainable_variables),)
 
-    def runs_as_in_keras(self, spec: Any = None) -> bool:
+    def runs_as_in_keras(self) -> bool:
         """Returns whether the model trains by a ``train_step`` that it replaces."""
         if self.forward is not None or self.step is not None:
             return False
-        own = runs_as_in_keras(self.model, self.strategy, "fit", spec)
+        own = runs_as_in_keras(self.model, self.strategy, "fit")
         acting = [name for name in _changed(self.options) if self.options[name] is not False]
         if own and acting:
             raise ValueError(
@@ -146,8 +141,6 @@ class Program:
         if self.step is None:
             build(model, strategy, spec)
         if self.step is None and self.forward is None:
-            if _own_loss(model, strategy, spec) is None:
-                check_labels(model, spec)
             arguments = compile_arguments(model)
             options["jit_compile"] = arguments.get("jit_compile") is True
             # A new compile or a new layer needs a new step; the step itself handles frozen layers.
@@ -155,7 +148,7 @@ class Program:
             key = strategy, id(arguments), id(model.optimizer), variables, options
 
             def make() -> Any:
-                losses, metrics = _compiled(model, strategy, spec)
+                losses, metrics = read_compiled(model, strategy, spec)
                 given = {**losses, **options}
                 made = make_train_step(proxy, model.optimizer, strategy=strategy, **given)
                 return made, metrics, arguments
@@ -178,7 +171,7 @@ class Program:
             return False
         compiled = getattr(self.model, "compiled", False)
         if compiled and own_methods(self.model, *EVALUATION):
-            return runs_as_in_keras(self.model, self.strategy, "evaluate", spec)
+            return runs_as_in_keras(self.model, self.strategy, "evaluate")
         if not (compiled and compile_arguments(self.model).get("loss")):
             raise LossError(
                 "fit has validation data and nothing to validate with. Received: model "
@@ -198,15 +191,13 @@ class Program:
             )
             metrics = EpochMetrics.of({"": _updated(step, [model], spec)})
             return EvaluationLoop(model, feed, strategy, step, metrics)
-        if _own_loss(model, strategy, spec) is None:
-            check_labels(model, spec)
         build(model, strategy, spec)
         arguments = compile_arguments(model)
         # A new compile, a new layer or a frozen layer needs a new step.
         variables = tuple((id(variable), variable.trainable) for variable in model.variables)
 
         def make() -> Any:
-            losses, metrics = _compiled(model, strategy, spec)
+            losses, metrics = read_compiled(model, strategy, spec)
             made = make_eval_step(proxy, strategy=strategy, verify=self.verify, **losses)
             return made, metrics, arguments
 
@@ -215,86 +206,18 @@ class Program:
         return EvaluationLoop(model, feed, strategy, made[0], made[1])
 
 
-def runs_as_in_keras(
-    model: Any, strategy: tf.distribute.Strategy, function: str, spec: Any = None
-) -> bool:
+def runs_as_in_keras(model: Any, strategy: tf.distribute.Strategy, function: str) -> bool:
     """Returns whether ``fit`` or ``evaluate`` of a model runs by methods that it replaces.
-
-    Args:
-        model: A compiled model.
-        strategy: Its strategy.
-        function: ``"fit"`` or ``"evaluate"``.
-        spec: The type specs of a batch; None leaves ``compute_loss`` for a later call.
 
     Raises:
         LossError: It would have to, but there are several replicas.
     """
     step = "train_step" if function == "fit" else "test_step"
     check_no_loop(model, step.removesuffix("_step"))
-    own = own_methods(model, step, *OWN_METRICS)
-    has_rows = spec is not None and _own_loss(model, strategy, spec) is not None
-    if not own and spec is not None and not has_rows:
-        own = own_methods(model, "compute_loss")
-    if own and own[0] != step and has_rows:
-        raise LossError(
-            f"{own[0]} runs in the step of Keras, which would train on the sum of what "
-            f"compute_loss returns. Received: {type(model).__name__} with both. Return one number "
-            "from compute_loss: tf.reduce_mean(values); or give metrics to model.compile."
-        )
+    own = own_methods(model, step, "compute_loss", *OWN_METRICS)
     if own and strategy.num_replicas_in_sync > 1:
         raise refused(model, own[0], strategy, function)
     return bool(own)
-
-
-def _own_loss(model: Any, strategy: Any, spec: Any) -> tuple[ModelLoss, list[Any]] | None:
-    """Returns the ``compute_loss`` of a model, and the metrics that it updates.
-
-    None if the model does not replace it, or if it returns one number for a batch.
-    """
-    if not own_methods(model, "compute_loss"):
-        return None
-    build(model, strategy, spec)
-    arguments = compile_arguments(model)
-
-    def find() -> Any:
-        proxy = weakref.proxy(model)  # A step lives as long as its model, not longer.
-        takes_training = "training" in inspect.signature(model.compute_loss).parameters
-
-        def compute(x: Any, y: Any, y_pred: Any, sample_weight: Any, training: bool) -> Any:
-            more = {"training": training} if takes_training else {}
-            return proxy.compute_loss(x, y, y_pred, sample_weight, **more)
-
-        results: list[Any] = []
-
-        def forward(batch: Any) -> None:
-            x, y, sample_weight = unpack_batch(batch)
-            results.append(compute(x, y, model(x, training=True), sample_weight, True))
-
-        rows = tf.nest.map_structure(lambda leaf: None if leaf is None else any_rows(leaf), spec)
-        assigned = assigned_variables(forward, strategy, rows)
-        loss = results[-1]
-        # It can be added over replicas if its first axis has no fixed length.
-        has_rows = tf.is_tensor(loss) and bool(loss.shape.rank) and loss.shape[0] is None
-        added = has_rows or isinstance(loss, LossSum)
-        found = (ModelLoss(compute), metrics_that_assign([model], assigned)) if added else None
-        return found, arguments
-
-    key = strategy, id(arguments), vars(model).get("compute_loss"), str(spec)
-    found: tuple[ModelLoss, list[Any]] | None = get_or_make(model, "compute_loss", key, find)[0]
-    return found
-
-
-def _compiled(model: Any, strategy: Any, spec: Any) -> tuple[dict[str, Any], EpochMetrics]:
-    """Returns what a compiled model gives to a step, and the metrics in its logs."""
-    own, updated = _own_loss(model, strategy, spec) or (None, [])
-    compiled = read_compiled(model, strategy, spec, own)
-    arguments = {
-        "loss": compiled.losses,
-        "metrics": compiled.metrics,
-        "weighted_metrics": compiled.weighted_metrics,
-        "loss_weights": compiled.loss_weights,
-    }
-    return arguments, EpochMetrics.of({"": updated}, compiled.container)
 
 
 def _updated(step: Any, models: Sequence[Any], spec: Any) -> list[Any]:

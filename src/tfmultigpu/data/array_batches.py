@@ -1,0 +1,121 @@
+"""Pass after pass over arrays, in an order that a seed and the number of the pass decide."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfmultigpu.data.batch_format import any_rows, count_rows, tensors_of
+from tfmultigpu.data.class_weights import weighting
+from tfmultigpu.data.element_layout import ShardLayout, structure_of
+from tfmultigpu.data.partition import slice_rows, take_rows
+from tfmultigpu.data.sharded_dataset import ShardedDataset, cutter
+from tfmultigpu.data.shares import replica_shares
+from tfmultigpu.data.sources import fill
+
+__all__ = ["shard_arrays"]
+
+
+def shard_arrays(
+    arrays: Any,
+    batch_size: int,
+    strategy: tf.distribute.Strategy,
+    keep: Callable[[Any, Callable[[], Any]], Any],
+    *,
+    endless: bool = True,
+    shuffle: bool = False,
+    seed: int = 0,
+    first_batch: int = 0,
+    class_weight: Any = None,
+    shares: Sequence[float] | None = None,
+) -> ShardedDataset:
+    """Returns the global batches of arrays with rows, as shards for the replicas.
+
+    Args:
+        arrays: Nested structure of tensors, or None, that agree in their rows.
+        batch_size: Examples of a global batch.
+        strategy: The strategy of the shards.
+        keep: From a key and a function to its result, which may be that of an earlier call with
+            the same key: tracing a pipeline takes longer than a short epoch.
+        endless: Whether pass follows pass; otherwise there is one.
+        shuffle: Whether to reshuffle in each pass.
+        seed: Determines the order, together with the number of the pass.
+        first_batch: The number of the first batch, counted through all passes.
+        class_weight: Weights of classes, or None.
+        shares: Relative share of each global batch per replica, or None.
+    """
+    import keras
+
+    whole_shares = replica_shares(shares, strategy.num_replicas_in_sync)
+    present = tensors_of(arrays)
+    specs = [any_rows(tensor) for tensor in present]
+    structure = tf.nest.map_structure(lambda leaf: None if leaf is None else 0, arrays)
+    weigh = None if class_weight is None else weighting(class_weight)
+
+    def pipeline(tensors: Any, seed: Any, first_batch: Any) -> Any:
+        whole = fill(structure, *tensors)
+
+        def batches(*finish: Callable[..., Any] | None) -> tf.data.Dataset[Any]:
+            return _passes(whole, batch_size, endless, shuffle, seed, first_batch, finish)
+
+        uncut = batches(weigh)
+        layout = ShardLayout(strategy, uncut.element_spec, on_devices=False)
+        return (uncut, uncut if layout.whole else batches(weigh, cutter(layout, whole_shares)))
+
+    def trace() -> Any:
+        scalar = tf.TensorSpec([], tf.int64)
+        # Made once: TensorFlow would warn of a trace for each model.
+        return tf.function(pipeline, autograph=False).get_concrete_function(specs, scalar, scalar)
+
+    weights = None if class_weight is None else (dict(class_weight), keras.config.floatx())
+    kind = structure_of(arrays), specs, batch_size
+    traced = keep((strategy, whole_shares, kind, endless, shuffle, weights), trace)
+    numbers = (tf.constant(number, tf.int64) for number in (seed, first_batch))
+    batches, cut = traced(present, *numbers)
+    return ShardedDataset(batches, strategy, whole_shares, cut=cut)
+
+
+def _passes(
+    arrays: Any, batch_size: int, endless: bool, shuffle: bool, seed: Any, first_batch: Any,
+    finish: Sequence[Callable[..., Any] | None],
+) -> tf.data.Dataset[Any]:  # fmt: skip
+    rows = tf.cast(count_rows(arrays), tf.int64)
+    per_pass = -(-rows // batch_size)
+    numbers = tf.data.Dataset.counter(first_batch)
+    numbers = numbers if endless else numbers.take(per_pass)
+
+    # One function makes the batch and finishes it: TensorFlow takes milliseconds to prepare each
+    # for a new iterator.
+    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+    def batch_of(place: Any) -> Any:
+        if shuffle:
+            batch = fill(arrays, *[take_rows(tensor, place) for tensor in tensors_of(arrays)])
+        else:
+            start = place % per_pass * batch_size
+            batch = slice_rows(arrays, start, start + batch_size)
+        for function in finish:
+            if function is not None:  # As in tf.data, only a tuple is several arguments.
+                batch = function(*batch) if type(batch) is tuple else function(batch)
+        return batch
+
+    if not shuffle:
+        return numbers.map(batch_of)
+    shuffled: Any = tf.random.experimental
+
+    def choose(state: Any, number: Any) -> Any:
+        drawn_for, order = state
+        order = tf.cond(
+            number // per_pass == drawn_for,
+            lambda: order,
+            lambda: shuffled.stateless_shuffle(
+                tf.range(rows), seed=tf.stack([seed, number // per_pass])
+            ),
+        )
+        start = number % per_pass * batch_size
+        return (number // per_pass, order), order[start : start + batch_size]
+
+    # No flat_map: TensorFlow optimizes a function inside a function twice for each iterator.
+    chosen = numbers.scan((tf.constant(-1, tf.int64), tf.zeros([rows], tf.int64)), choose)
+    return chosen.map(batch_of, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
