@@ -108,16 +108,17 @@ def test_a_run_that_was_not_restored_does_not_lose_what_it_saves(
         again.save()
     assert names(tmp_path) == ["step-00000010.npz"]
     # Nor does one that passed over a damaged later one.
-    again.directory = first.directory = tmp_path / "other"
-    again.save()
-    first.save().write_bytes(b"")
+    last = tmg.Checkpoints(tmp_path, model)
+    assert last.restore() == 10
+    last.after_step()
+    last.save().write_bytes(b"")
     with pytest.warns(UserWarning, match="damaged"):
-        assert again.restore() == 9
-    next(again.epochs(1))
-    again.keep = 1
-    again.after_step(0)
-    again.save()
-    assert names(tmp_path / "other") == ["step-00000009.npz", "step-00000010.npz"]
+        assert last.restore() == 10
+    next(last.epochs(1))
+    last.keep = 1
+    last.save()
+    assert names(tmp_path) == ["step-00000010.npz", "step-00000011.npz"]
+    assert tmg.Checkpoints(tmp_path, model).directory == tmp_path
 
 
 def make(rows: int, epoch: int) -> tf.data.Dataset:

@@ -99,7 +99,7 @@ def read(path: Path) -> Stored:
 def newest(directory: Path) -> tuple[Stored | None, set[int]]:
     """Returns the newest intact checkpoint, and the steps of newer damaged ones.
 
-    A warning names each damaged one, at the line that called the caller.
+    A warning names each damaged one, at the line that called ``Checkpoints.restore``.
     """
     damaged: set[int] = set()
     while True:
@@ -114,7 +114,7 @@ def newest(directory: Path) -> tuple[Stored | None, set[int]]:
                 warnings.warn(
                     f"A checkpoint is damaged and was skipped. Received: {path}: "
                     f"{type(error).__name__}: {error}. The run resumes from an older one.",
-                    stacklevel=3,
+                    stacklevel=4,
                 )
         else:
             return None, damaged

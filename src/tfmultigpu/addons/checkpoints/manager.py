@@ -5,20 +5,19 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import tensorflow as tf
 
-from tfmultigpu.addons.checkpoints import files
 from tfmultigpu.addons.checkpoints.arguments import (
     check_extra,
     check_outside,
     check_source,
     read_directory,
 )
+from tfmultigpu.addons.checkpoints.directory import Directory
 from tfmultigpu.addons.checkpoints.fit_state import FitState
 from tfmultigpu.addons.checkpoints.variables import RunVariables
 from tfmultigpu.arguments import check_count
@@ -122,6 +121,7 @@ class Checkpoints:
         self.every_epochs = _interval("every_epochs", every_epochs)
         self._exchange = WorkerExchange(strategy)
         self._variables = RunVariables(model, optimizer, train_step, extra or {}, self._exchange)
+        self._files = Directory(self.directory, self._exchange)
         self._vote = StopVote(self._exchange)
         self._signal = None if stop_signal is None else StopSignal(stop_signal)
         self._position = Position()
@@ -131,7 +131,6 @@ class Checkpoints:
         self._steps = self._updates = self._variables.count_updates()
         self._counts = False
         self._saved = self._steps
-        self._damaged: set[int] = set()
         # A hash of the first batch of the epoch that was saved or has ended, to be compared, and
         # the passes over the data at its end.
         self._expected: int | None = None
@@ -178,45 +177,22 @@ class Checkpoints:
             "variables": entries,
             **of_fit,
         }
-        step = self.step
-
-        def write() -> None:
-            files.write(self.directory, step, {**arrays, **arrays_of_fit}, run)
-            files.prune(self.directory, step, self.keep)
-
-        self._on_chief(write)
-        self._saved = step
-        return files.path_of(self.directory, step)
+        path = self._files.write(self.step, {**arrays, **arrays_of_fit}, run, self.keep)
+        self._saved = self.step
+        return path
 
     def restore(self) -> int | None:
-        """Restores the newest intact checkpoint; all workers must call it.
+        """Restores the newest intact checkpoint, and returns its step; None if there is none.
 
-        Call it after creating strategy, model, optimizer and train step, before the first step.
-
-        Returns:
-            The step of the checkpoint; None if there is none, and nothing changes.
+        All workers must call it, after creating strategy, model, optimizer and train step, and
+        before the first step.
 
         Raises:
             CheckpointError: The checkpoint is of another model, all checkpoints are damaged, or
                 workers see different checkpoints.
         """
         check_outside()
-        stored, self._damaged = files.newest(self.directory)
-        seen = [-1, 0] if stored is None else [stored.run["step"], stored.checksum]
-        on_workers = self._exchange(seen).tolist()
-        if on_workers.count(seen) < len(on_workers):
-            raise CheckpointError(
-                f"The workers see different checkpoints in {self.directory}, so they would resume "
-                f"from different weights. Received: [step, checksum] of each worker: {on_workers}. "
-                "Give a directory on a file system that all workers share, or copy the newest "
-                "checkpoint of the chief to the others."
-            )
-        if stored is None and self._damaged:
-            raise CheckpointError(
-                f"All checkpoints in {self.directory} are damaged. Received: those of steps "
-                f"{sorted(self._damaged)}. To start over, give another directory or delete this "
-                "one."
-            )
+        stored = self._files.newest()
         if stored is None:
             return None
         self._variables.restore(stored, self.data)
@@ -324,10 +300,9 @@ class Checkpoints:
             raise ClusterError(
                 "The workers have different settings of Checkpoints, so some would wait for the "
                 f"others forever. Received: {name}={getattr(self, name)} on worker "
-                f"{self._exchange.worker}, and another value on worker {other}. Create the same "
-                "tmg.Checkpoints on all workers."
+                f"{self._exchange.worker}, and another value on worker {other}. Give all the same."
             )
-        self._on_chief(self._write_nothing)
+        self._files.check(self.step)
         if self._position.step == 0:
             self._check_data(lambda data: data.hash_of_last_epoch())
         if self._signal is not None:
@@ -356,8 +331,7 @@ class Checkpoints:
             raise CheckpointError(
                 "An epoch reads the iterator of the epoch before, so a resumed run would start "
                 f"with other batches. Received: steps in epoch {self.epoch} without a new pass. "
-                "Inside the loop over checkpoints.epochs(...), write: "
-                "iterator = iter(checkpoints.data)."
+                "In each epoch, write: iterator = iter(checkpoints.data)."
             )
         self._check_data(lambda data: data.first_hash())
 
@@ -396,37 +370,6 @@ class Checkpoints:
         code, self._signal.received = self._signal.exit_code, False
         _log.warning("Asked to stop: saved step %d to %s, exiting with %d", self.step, path, code)
         raise SystemExit(code)
-
-    def _on_chief(self, write: Callable[[], None]) -> None:
-        """Has the chief write to the directory; all workers learn whether it could."""
-        failure: OSError | None = None
-        latest = self.step
-        if self._exchange.is_chief:
-            try:
-                latest = max([latest, *files.steps_in(self.directory, self._damaged)])
-                if latest == self.step:
-                    write()
-            except OSError as error:
-                failure = error
-        failed, latest = self._exchange([int(failure is not None), latest])[0].tolist()
-        if failed:
-            raise CheckpointError(
-                f"The chief cannot write to {self.directory}: "
-                f"{failure or 'see the output of the chief'}. Older checkpoints are unchanged. "
-                "Give a directory that it may write to, with enough space."
-            ) from failure
-        if latest > self.step:
-            raise CheckpointError(
-                f"{self.directory} has checkpoints of later steps. Only the newest are kept, so "
-                f"this run would lose its own. Received: step {latest} there, and a run at step "
-                f"{self.step}. Call checkpoints.restore() first to resume, or give another "
-                "directory to start over."
-            )
-
-    def _write_nothing(self) -> None:
-        self.directory.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=self.directory):
-            pass
 
     def _find_position(self) -> Position:
         """Returns the position of the run in its data."""
