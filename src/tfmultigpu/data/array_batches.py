@@ -102,14 +102,14 @@ def _passes(
 
     if not shuffle:
         return numbers.map(batch_of)
-    shuffled: Any = tf.random.experimental
+    shuffled: Any = tf.random
 
     def choose(state: Any, number: Any) -> Any:
         drawn_for, order = state
         order = tf.cond(
             number // per_pass == drawn_for,
             lambda: order,
-            lambda: shuffled.stateless_shuffle(
+            lambda: shuffled.experimental.stateless_shuffle(
                 tf.range(rows), seed=tf.stack([seed, number // per_pass])
             ),
         )

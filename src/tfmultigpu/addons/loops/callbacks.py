@@ -49,7 +49,9 @@ def check_callbacks(callbacks: Iterable[Any]) -> None:
             )
 
 
-def check_optimizers(callbacks: Iterable[Any], model: Any, steps: Iterable[str], trained: Any):
+def check_optimizers(
+    callbacks: Iterable[Any], model: Any, steps: Iterable[str], trained: Any
+) -> None:
     """Checks that callbacks that use the optimizer of the model find one that a step trains.
 
     Raises:

@@ -152,7 +152,7 @@ def evaluation_methods(program: Program, hooks: FitHooks) -> dict[str, Any]:
 
     Keras' own give other numbers on several replicas. Methods that a class defines itself stay.
     """
-    known = weakref.ref(program.model)
+    known: Any = weakref.ref(program.model)
     own = own_methods(program.model, "evaluate", "predict")
 
     def ours(name: str, function: Any) -> Any:
@@ -166,9 +166,9 @@ def evaluation_methods(program: Program, hooks: FitHooks) -> dict[str, Any]:
             # A method of the class or of Keras, on the model as Keras has it.
             with as_keras_made_it(model):
                 return model.evaluate(*args, **given)
-        if hooks.loop("test") is None:
-            hooks.serve(program.evaluation_loop(feed))
         loop, steps = hooks.loop("test"), given["steps"]
+        if loop is None:
+            hooks.serve(loop := program.evaluation_loop(feed))
         return _run(model, loop, feed, steps, hooks, _use_cached_eval_dataset=True)
 
     methods = {"evaluate": marked(evaluates)}

@@ -20,7 +20,7 @@ __all__ = ["Feed", "PredictFeed"]
 _DataAdapter: Any = _compat.data_adapter()
 
 
-class Feed(_DataAdapter, tf.distribute.DistributedDataset):
+class Feed(_DataAdapter, tf.distribute.DistributedDataset):  # type: ignore[misc]
     """Batches of each epoch, by the rules of Keras: its adapter, dataset and iterator in one.
 
     Keras only counts. It would build the model from a batch that it reads, make iterators that it

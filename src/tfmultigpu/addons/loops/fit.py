@@ -49,7 +49,7 @@ def fit(
     *,
     x: Any = None,
     forward: Callable[[Any, Any, bool], Any] | None = None,
-    step: TrainStep | ChainedStep | Sequence[TrainStep] | None = None,
+    step: TrainStep | ChainedStep | None = None,
     eval_step: EvalStep | None = None,
     batch_size: int | None = None,
     epochs: int = 1,
@@ -90,8 +90,8 @@ def fit(
         forward: See ``make_train_step``; replaces compiled losses. The values that it returns for
             the logs are shown like metrics, over the whole epoch. Compile the model with an
             optimizer only. A second call of ``fit`` traces it anew; a ``step`` is not traced again.
-        step: A step of ``make_train_step`` or ``chain_steps``, or a list of train steps that take
-            each batch in turn. Its logs are shown: ``"loss"``, or ``"NAME_loss"`` for each step.
+        step: A step of ``make_train_step`` or ``chain_steps``. Its logs are shown: ``"loss"``, or
+            ``"NAME_loss"`` for each step of a chain.
         eval_step: A step of ``make_eval_step`` for validation; None means ``forward``, or the
             compiled losses.
         batch_size: Examples in a global batch, for arrays only; None means 32.

@@ -114,7 +114,6 @@ class FitHooks(Hooks):
             callbacks, model, strategy, verbose=verbose, add_history=True, epochs=epochs, steps=None
         )
         self.epochs, self.first_epoch, self.seed = epochs, first_epoch, seed
-        self._trained: Any = ()
         self._between_epochs = ExitStack()
         # They save the state of the others, and restore it: they come last.
         self.callbacks.sort(key=lambda callback: hasattr(callback, "on_fit_begin"))
@@ -150,16 +149,13 @@ class FitHooks(Hooks):
     def train(self, loop: Any, trained: Any) -> None:
         """Takes the loop and what it trains: each model with its optimizer and variables."""
         self.serve(loop)
-        self._trained = trained
-        if self.start is not None:
-            loop.seen = self.start.batches
+        self._training, self._trained = loop, trained
+        self.sums, self.metric_variables = loop.sums, loop.metric_variables
+        self.changed_variables = loop.step.changed_variables
+        loop.seen = 0 if self.start is None else self.start.batches
         self.set_params({**self.params, "steps": loop.feed.steps})
         own = [c for c in self.callbacks if not isinstance(c, keras.callbacks.ProgbarLogger)]
         self._same = SameTraining(self.strategy, self.model, trained, own)
-
-    @property
-    def _training(self) -> Any:
-        return self._loops["train"]
 
     @property
     def batches(self) -> int:
@@ -167,25 +163,10 @@ class FitHooks(Hooks):
         return int(self._training.seen)
 
     @property
-    def sums(self) -> dict[str, float]:
-        """Sums over the batches of this epoch, from which logs are made."""
-        sums: dict[str, float] = self._training.sums
-        return sums
-
-    @property
     def data(self) -> dict[str, Any]:
         """What is known of the data, in JSON types."""
-        return self._training.feed.describe()
-
-    def metric_variables(self) -> list[Any]:
-        """Returns the variables of the metrics in the logs."""
-        variables: list[Any] = self._training.metric_variables()
-        return variables
-
-    def changed_variables(self) -> list[Any]:
-        """Returns what the training changes."""
-        variables: list[Any] = self._training.changed_variables()
-        return variables
+        description: dict[str, Any] = self._training.feed.describe()
+        return description
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Calls the hooks; there may be no epoch left to train."""

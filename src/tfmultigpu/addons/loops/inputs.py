@@ -96,11 +96,6 @@ def as_keras_takes(data: Any) -> dict[str, Any]:
 
 def split_off(data: Any, validation_split: float) -> tuple[Any, Any]:
     """Splits arrays into the training part and the last part, for validation."""
-    if isinstance(validation_split, str) or not 0 < validation_split < 1:
-        raise ValueError(
-            "validation_split must be a fraction of the data, between 0 and 1. "
-            f"Received: validation_split={validation_split!r}."
-        )
     if not _is_arrays(data):
         raise DataError(
             "validation_split works only for arrays. Received: data of type "
@@ -112,9 +107,8 @@ def split_off(data: Any, validation_split: float) -> tuple[Any, Any]:
     at = math.floor(rows * (1.0 - validation_split))
     if not 0 < at < rows:
         raise DataError(
-            f"{rows} examples are too few to split. Received: validation_split="
-            f"{validation_split}, which leaves {at} examples to train on. Give more data, or "
-            "another fraction."
+            "validation_split is a fraction that leaves examples to train and to validate with. "
+            f"Received: validation_split={validation_split} of {rows} examples."
         )
     return slice_rows(arrays, 0, at), slice_rows(arrays, at, rows)
 

@@ -60,13 +60,15 @@ def training_logs(sums: Mapping[str, float], metrics: Mapping[str, Any]) -> dict
 
 def evaluation_logs(logs: Mapping[str, Any], metrics: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the logs of an evaluation, from those of an eval step over all batches."""
-    values = {n: v for n, v in logs.items() if isinstance(n, MeanKey) and not is_loss(n)}
+    values: dict[str, Any] = {
+        n: v for n, v in logs.items() if isinstance(n, MeanKey) and not is_loss(n)
+    }
     losses = {name: value for name, value in logs.items() if name not in values}
     return as_keras(losses, _distinct(logs, values, metrics))
 
 
 def _distinct(
-    taken: Mapping[str, Any], values: Mapping[str, Any], metrics: Mapping[str, Any]
+    taken: Mapping[Any, Any], values: Mapping[str, Any], metrics: Mapping[str, Any]
 ) -> dict[str, Any]:
     if both := sorted(taken.keys() & metrics.keys()):
         raise ValueError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import functools
 import time
 import weakref
@@ -42,7 +43,7 @@ class Pace:
             self.steps = max(1, min(fitting, 4 * ran, _MOST))
 
 
-class Loop:
+class Loop(abc.ABC):
     """A function of Keras' loop: runs some batches ahead, and waits until Keras has counted them.
 
     Attributes:
@@ -59,6 +60,7 @@ class Loop:
 
     mode = "train"
     flag = "stop_training"
+    metrics: Any
 
     def __init__(self, model: Any, feed: Feed, pace: Pace, width: int | None = None) -> None:
         """Takes the model (not kept alive), its data, and the batches of a call.
@@ -91,13 +93,13 @@ class Loop:
         self.waiting -= 1
         return self.logs
 
+    @abc.abstractmethod
     def run(self, iterator: Any, steps: int) -> int:
         """Runs up to ``steps`` batches, and returns how many there were."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def read(self) -> Mapping[str, Any]:
         """Returns the logs of the epoch so far."""
-        raise NotImplementedError
 
     def _advance(self) -> None:
         asked = ran = 0
@@ -152,11 +154,6 @@ class TrainingLoop(Loop):
     def metric_variables(self) -> list[Any]:
         """Returns the variables of the metrics in the logs."""
         return list(self.metrics.variables)
-
-    def changed_variables(self) -> list[Any]:
-        """Returns what the training changes: weights, optimizers, and states in closures."""
-        changed: list[Any] = self.step.changed_variables()
-        return changed
 
     def run(self, iterator: Any, steps: int) -> int:
         """Trains on up to ``steps`` batches."""

@@ -89,8 +89,8 @@ def predict(
         data = (tuple(data),)  # Several inputs, as in Keras; a tuple would be (x, y).
     feed = pass_feed(model, "prediction", data, strategy, batch_size, steps)
     build(model, strategy, feed.element_spec)
-    key = strategy, tuple(id(variable) for variable in model.variables), verify
-    proxy = weakref.proxy(model)
+    proxy: Any = weakref.proxy(model)
+    key = strategy, tuple(id(variable) for variable in proxy.variables), verify
     step = get_or_make(
         model, "predict", key, lambda: make_predict_step(proxy, strategy, verify=verify)
     )

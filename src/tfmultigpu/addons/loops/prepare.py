@@ -55,20 +55,13 @@ def prepare(model: Any, **options: Any) -> ExitStack:
             f"prepare takes a keras.Model. Received: {type(model).__name__}. Write "
             "tmg.prepare(model)."
         )
-    theirs = {*inspect.signature(keras.Model.fit).parameters, "model", "data"}
-    known = [name for name in inspect.signature(fit).parameters if name not in theirs]
-    for name, value in options.items():
-        if name not in known:
-            raise TypeError(
-                f"prepare takes the arguments of tmg.fit that Keras does not have: "
-                f"{', '.join(known)}. Received: {name}={value!r}. Give others to model.fit."
-            )
+    inspect.signature(fit).bind_partial(model, **options)  # Raises a TypeError.
     if own := own_methods(model, "fit", "evaluate", "predict"):
         raise LossError(
             f"model.{own[0]} is not that of Keras, so prepare would pass over what it does beside "
             f"training. Received: {type(model).__name__}.{own[0]}. Call tmg.{own[0]} inside it."
         )
-    reference = weakref.ref(model)
+    reference: Any = weakref.ref(model)
     verify = {"verify": options["verify"]} if "verify" in options else {}
 
     def fit_method(**given: Any) -> Any:
@@ -76,18 +69,9 @@ def prepare(model: Any, **options: Any) -> ExitStack:
         given["validation_data"] = tuple(valid) if isinstance(valid, list) else valid
         return fit(reference(), **given, **options)
 
-    def evaluate_method(**given: Any) -> Any:
-        if own := [name for name in ("forward", "step") if options.get(name) is not None]:
-            raise LossError(
-                "model.evaluate of a prepared model computes compiled losses. Received: prepare "
-                f"with {own[0]}, whose loss it does not know. Write step = tmg.make_eval_step("
-                "model, None, strategy, forward=forward)."
-            )
-        return evaluate(reference(), **given, **verify)
-
     methods = {
         "fit": as_method("fit", fit_method),
-        "evaluate": as_method("evaluate", evaluate_method),
+        "evaluate": as_method("evaluate", lambda **given: evaluate(reference(), **given, **verify)),
         "predict": as_method("predict", lambda **given: predict(reference(), **given, **verify)),
     }
     undo = ExitStack()

@@ -22,7 +22,7 @@ from tfmultigpu.addons.loops.own_methods import (
     refused,
 )
 from tfmultigpu.errors import LossError, ScopeError
-from tfmultigpu.steps.chain import ChainedStep, chain_steps
+from tfmultigpu.steps.chain import ChainedStep
 from tfmultigpu.steps.evaluate import EvalStep, make_eval_step
 from tfmultigpu.steps.train import make_train_step
 from tfmultigpu.steps.train_step import Trained, TrainStep
@@ -82,7 +82,6 @@ class Program:
                 f"{type(eval_step).__name__}."
             )
         if step is not None:
-            step = _chained(step)
             _check_trains(step, model)
         elif forward is not None:
             _check_only_optimizer(model)
@@ -232,19 +231,13 @@ def _changed(options: Mapping[str, Any], verify: Any = "first") -> list[str]:
     return changed if verify == "first" else [*changed, "verify"]
 
 
-def _chained(step: Any) -> TrainStep | ChainedStep:
-    if isinstance(step, (TrainStep, ChainedStep)):
-        return step
-    if isinstance(step, Sequence) and not isinstance(step, str):
-        return chain_steps(*step)
-    raise TypeError(
-        "step must come from tmg.make_train_step or tmg.chain_steps, or be a list of train steps. "
-        f"Received: {type(step).__name__}."
-    )
-
-
-def _check_trains(step: TrainStep | ChainedStep, model: Any) -> None:
+def _check_trains(step: Any, model: Any) -> None:
     """Checks that a step trains the model, or a part of it: callbacks save that model."""
+    if not isinstance(step, (TrainStep, ChainedStep)):
+        raise TypeError(
+            "step must come from tmg.make_train_step or tmg.chain_steps. Received: "
+            f"{type(step).__name__}. Several steps: step=tmg.chain_steps(first, second)."
+        )
     own = {id(variable) for variable in model.variables}
     trained = {id(variable) for part in step.trained for variable in part.variables}
     if own and trained and not own & trained:
@@ -257,11 +250,10 @@ def _check_trains(step: TrainStep | ChainedStep, model: Any) -> None:
 
 def _check_only_optimizer(model: Any) -> None:
     arguments = compile_arguments(model)
-    given = [name for name in ("loss", "metrics", "weighted_metrics") if arguments.get(name)]
-    if given:
+    compiled = [name for name in ("loss", "metrics", "weighted_metrics") if arguments.get(name)]
+    if compiled:
         raise LossError(
             "forward computes the loss itself and shows no labels and predictions to metrics. "
-            f"Received: forward, and a model compiled with {' and '.join(given)}. Write "
-            'model.compile(optimizer=...), and return values for the logs: loss, {"name": (sum, '
-            "weight)}."
+            f"Received: forward, and a model compiled with {' and '.join(compiled)}. Write "
+            'model.compile(optimizer=...), and return loss, {"name": (sum, weight)} for the logs.'
         )
