@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -29,21 +28,7 @@ from tfmultigpu.losses.recording import noting_losses_read, recording_added_loss
 from tfmultigpu.strategies.scopes import all_layers
 from tfmultigpu.strategies.variable_sharding import is_sharded
 
-__all__ = ["Layout", "MeanKey", "ModelLoss", "Objective", "is_loss", "regularization", "stack"]
-
-
-@dataclasses.dataclass(frozen=True)
-class ModelLoss:
-    """Whole loss of a model, which may depend on the inputs: ``compute_loss`` of a model.
-
-    Weight regularization and losses that layers add are part of it only if ``compute`` adds them.
-
-    Attributes:
-        compute: ``f(x, y, y_pred, sample_weight, training)``, which returns one value per row or a
-            ``LossSum``.
-    """
-
-    compute: Callable[[Any, Any, Any, Any, bool], Any]
+__all__ = ["Layout", "MeanKey", "Objective", "is_loss", "regularization", "stack"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +37,7 @@ class Objective:
 
     Attributes:
         model: The Keras model.
-        losses: One Keras loss, a dict or list of them, a ``ModelLoss``, or None.
+        losses: One Keras loss, a dict or list of them, or None.
         loss_weights: Factors of the outputs' losses, or None.
         forward: ``f(model, batch, training)`` in place of a loss, or None.
         given: The first argument of ``forward``: the model or the models, as the user gave them.
@@ -104,9 +89,7 @@ class Objective:
                 "Give either loss or forward, not both: forward returns the LossSum itself. "
                 f"Received: loss={loss!r} and forward={forward!r}."
             )
-        losses = loss
-        if not isinstance(loss, ModelLoss):
-            losses = tf.nest.map_structure(lambda one: None if one is None else as_loss(one), loss)
+        losses = tf.nest.map_structure(lambda one: None if one is None else as_loss(one), loss)
         chosen = None if variables is None else check_variables(variables, whole)
         return cls(whole, losses, loss_weights, forward, model, chosen, AddedLosses())
 
@@ -155,12 +138,6 @@ class Objective:
                 x, y, weight = unpack_batch(shard)
                 names = getattr(self.model, "output_names", None)
                 y_pred = self.model(x, training=training)
-                if isinstance(self.losses, ModelLoss):
-                    # Labels of any structure: only the loss reads them if there are no metrics.
-                    with contextlib.suppress(LossError):
-                        outputs = match_outputs(y, y_pred, weight, None, names=names)
-                    found = self.losses.compute(x, y, y_pred, weight, training)
-                    return [_whole_term(found)], outputs, []
                 outputs = match_outputs(y, y_pred, weight, self.losses, self.loss_weights, names)
                 terms = [_output_term(output) for output in outputs if output.loss is not None]
         # As in Keras, another model that the loss calls does not add to this loss.
@@ -179,9 +156,7 @@ class Objective:
             )
 
     def regularization(self, variables: Sequence[Any]) -> tuple[Any, list[Any]]:
-        """Returns the weight regularization and its gradient; none beside a ``ModelLoss``."""
-        if isinstance(self.losses, ModelLoss):
-            return tf.zeros([]), [None] * len(variables)
+        """Returns the weight regularization and its gradient."""
         return regularization(variables)
 
     def _added_by_layers(self, shard: Any, training: bool) -> list[Any]:
@@ -407,20 +382,6 @@ def _output_term(output: Output) -> LossTerm:
     return dataclasses.replace(term, name=output.name, factor=output.factor)
 
 
-def _whole_term(result: Any) -> LossTerm:
-    if isinstance(result, LossSum):
-        return _forward_term("the loss", result, "compute_loss")
-    values = tf.convert_to_tensor(result)
-    if not values.shape.rank:
-        raise LossError(
-            "compute_loss must return one value per row, or a LossSum. Received: shape "
-            f"{tuple(values.shape) if values.shape.rank is not None else None}. Leave out the mean "
-            "at its end, or return tmg.LossSum(tf.reduce_sum(values), tf.size(values))."
-        )
-    total = tf.reduce_sum(values)
-    return LossTerm(total, tf.cast(tf.size(values), total.dtype))
-
-
 def _forward_terms(result: Any) -> list[LossTerm]:
     """Returns the loss that ``forward`` returned, and the values for the logs beside it."""
     values: Any = {}
@@ -456,14 +417,14 @@ def _logged(name: str, value: Any) -> LossTerm:
 _LOGS = ("loss", "weight", "gradient_norm", "skipped", "loss_scale", "steps", "rows", "terms")
 
 
-def _forward_term(what: str, result: LossSum, source: str = "forward") -> LossTerm:
+def _forward_term(what: str, result: LossSum) -> LossTerm:
     total = tf.convert_to_tensor(result.sum)
     if total.dtype in (tf.float16, tf.bfloat16):  # Which cannot count many rows.
         total = tf.cast(total, tf.float32)
     if total.shape.rank != 0:
         raise LossError(
             f"The sum in a LossSum is a scalar. Received: shape {tuple(total.shape)} for {what} "
-            f"from {source}. Write tf.reduce_sum(values)."
+            "from forward. Write tf.reduce_sum(values)."
         )
     weight = tf.cast(result.weight, total.dtype)
     return LossTerm(total, weight, fixed=isinstance(result, FixedLossSum))

@@ -9,8 +9,9 @@ from tfmultigpu._compat import is_part_of_keras, profiles_batches, set_swaps
 from tfmultigpu.errors import LossError
 from tfmultigpu.optimizers.loss_scaling import unwrap_optimizer
 from tfmultigpu.optimizers.sharded import owned_variables, reset_averages, swap_averages
+from tfmultigpu.steps.chain import ChainedStep
 
-__all__ = ["adapt_callbacks", "check_callbacks", "check_optimizers", "every_batches", "to_list"]
+__all__ = ["adapt_callbacks", "check_callbacks", "every_batches", "to_list"]
 
 
 def to_list(callbacks: Any) -> list[Any]:
@@ -24,16 +25,20 @@ def to_list(callbacks: Any) -> list[Any]:
     return list(callbacks or ())
 
 
-def check_callbacks(callbacks: Iterable[Any]) -> None:
-    """Checks that callbacks work in the loops of this library.
+def check_callbacks(callbacks: Iterable[Any], model: Any = None, step: Any = None) -> None:
+    """Checks that callbacks work in the loops of this library, and with a step of the user.
 
     Raises:
-        LossError: A callback works only in Keras' own ``fit``.
+        LossError: A callback works only in Keras' own ``fit``; or it uses the optimizer of the
+            model, which the step does not train with, or a log that a chain of steps has not.
         TypeError: An item is not a callback.
     """
     import keras
 
+    names = ("LearningRateScheduler", "ReduceLROnPlateau", "SwapEMAWeights", "TensorBoard")
+    of_optimizer = tuple(getattr(keras.callbacks, name) for name in names)
     for callback in callbacks:
+        kind = type(callback).__name__
         if not isinstance(callback, keras.callbacks.Callback):
             raise TypeError(
                 f"A callback must be a keras.callbacks.Callback. Received: {callback!r} in "
@@ -47,38 +52,21 @@ def check_callbacks(callbacks: Iterable[Any]) -> None:
                 "Write callbacks=[tmg.Checkpoints(directory, model=model, optimizer="
                 "model.optimizer).callback(every_epochs=1)], which resumes exactly."
             )
-
-
-def check_optimizers(
-    callbacks: Iterable[Any], model: Any, steps: Iterable[str], trained: Any
-) -> None:
-    """Checks that callbacks that use the optimizer of the model find one that a step trains.
-
-    Raises:
-        LossError: One would find another, or none, or a log that a chain of steps has not.
-    """
-    import keras
-
-    named = list(steps)
-    names = ("LearningRateScheduler", "ReduceLROnPlateau", "SwapEMAWeights", "TensorBoard")
-    kinds = tuple(getattr(keras.callbacks, name) for name in names)
-    own = unwrap_optimizer(getattr(model, "optimizer", None))
-    known = any(own is unwrap_optimizer(part.optimizer) for part in trained)
-    for callback in callbacks:
-        if isinstance(callback, keras.callbacks.TerminateOnNaN) and named:
+        if isinstance(callback, keras.callbacks.TerminateOnNaN) and isinstance(step, ChainedStep):
             raise LossError(
                 "TerminateOnNaN reads the log 'loss', and a chain logs a loss for each step. "
-                f"Received: TerminateOnNaN with steps {named}. Write a callback that sets "
-                f"model.stop_training if logs['{named[0]}_loss'] is not finite."
+                f"Received: TerminateOnNaN with steps {list(step.steps)}. Write a callback that "
+                "sets model.stop_training if a NAME_loss in its logs is not finite."
             )
-        if isinstance(callback, kinds) and not known:
-            received = "no optimizer" if own is None else f"the optimizer {own.name!r}"
-            name = type(callback).__name__
-            raise LossError(
-                f"{name} uses the optimizer of the model, which the step does not train with. "
-                f"Received: {name}, and model {model.name!r} with {received}. In the scope, write "
-                "model.compile(optimizer) with the optimizer given to make_train_step."
-            )
+        if isinstance(callback, of_optimizer) and step is not None:
+            own = unwrap_optimizer(getattr(model, "optimizer", None))
+            if not any(own is unwrap_optimizer(part.optimizer) for part in step.trained):
+                raise LossError(
+                    f"{kind} uses the optimizer of the model, which the step does not train with. "
+                    f"Received: {kind}, and model {model.name!r} with "
+                    f"{'no optimizer' if own is None else f'the optimizer {own.name!r}'}. In the "
+                    "scope, write model.compile(optimizer) with the optimizer of the step."
+                )
 
 
 def adapt_callbacks(callbacks: Iterable[Any], optimizer: Any) -> None:

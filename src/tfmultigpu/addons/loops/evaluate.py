@@ -10,7 +10,6 @@ from typing import Any
 import tensorflow as tf
 
 from tfmultigpu.addons.loops.cache import checked_strategy
-from tfmultigpu.addons.loops.callbacks import adapt_callbacks, check_callbacks, to_list
 from tfmultigpu.addons.loops.compiled import compile_arguments
 from tfmultigpu.addons.loops.feed import Feed
 from tfmultigpu.addons.loops.hooks import FitHooks, Hooks
@@ -98,8 +97,6 @@ def evaluate(
     as_in_keras = runs_as_in_keras(model, strategy, "evaluate")
     check_steps(steps)
     data = labelled(data, x, y, sample_weight, "evaluate")
-    callbacks = to_list(callbacks)
-    check_callbacks(callbacks)
     if as_in_keras:
         return run_keras(
             model, "evaluate", **as_keras_takes(data), batch_size=batch_size, steps=steps,
@@ -108,7 +105,6 @@ def evaluate(
     feed = pass_feed(model, "evaluation", data, strategy, batch_size, steps)
     loop = Program(model, strategy, verify=verify).evaluation_loop(feed)
     check_values_alike(strategy, model)
-    adapt_callbacks(callbacks, getattr(model, "optimizer", None))
     hooks = Hooks(callbacks, model, strategy, verbose=verbose, epochs=1, steps=feed.steps)
     hooks.serve(loop)
     with _keeping_metrics(model, strategy):

@@ -5,12 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
-from tfmultigpu.addons.loops.callbacks import (
-    adapt_callbacks,
-    check_callbacks,
-    check_optimizers,
-    to_list,
-)
+from tfmultigpu.addons.loops.callbacks import check_callbacks, to_list
 from tfmultigpu.addons.loops.evaluate import evaluation_methods
 from tfmultigpu.addons.loops.hooks import FitHooks
 from tfmultigpu.addons.loops.inputs import (
@@ -157,11 +152,8 @@ def fit(
         micro_batches=micro_batches, clip_norm=clip_norm, loss_scale=loss_scale,
         shard_update=shard_update,
     )  # fmt: skip
-    strategy, chain = program.strategy, program.step
+    strategy = program.strategy
     callbacks = to_list(callbacks)
-    if chain is not None:
-        names = list(chain.steps) if isinstance(chain, ChainedStep) else []
-        check_optimizers(callbacks, model, names, program.trained)
     width = _check_counts(model, arguments)
     _check_same_arguments(program, callbacks, arguments)
     if validation_split and validation_data is None:
@@ -174,7 +166,7 @@ def fit(
     # A limit for debugging: Keras counts by it, and the steps must not run ahead of it.
     if most := getattr(keras.config, "max_steps_per_epoch", lambda: None)():
         steps_per_epoch = min(most, steps_per_epoch or most)
-    if chain is not None and not getattr(model, "compiled", False):
+    if step is not None and not getattr(model, "compiled", False):
         keras.Model.compile(model, optimizer=program.trained[0].optimizer)
     counts = {"epochs": epochs, "steps_per_epoch": steps_per_epoch,
               "validation_steps": validation_steps, "validation_freq": validation_freq}  # fmt: skip
@@ -191,7 +183,7 @@ def fit(
             initial_epoch=initial_epoch, shuffle=shuffle, class_weight=class_weight,
             callbacks=callbacks, verbose=verbose, **counts,
         )  # fmt: skip
-    check_callbacks(callbacks)
+    check_callbacks(callbacks, model, step)
     hooks = FitHooks(
         callbacks, model, strategy, verbose=verbose, epochs=epochs, first_epoch=initial_epoch,
         seed=draw_seed(strategy),
@@ -213,7 +205,6 @@ def fit(
             feed.skip_validations(validation, validation_freq, hooks.first_epoch)
             if not program.validates_as_in_keras(validation.element_spec):
                 validation_data = validation
-        adapt_callbacks(callbacks, program.trained[0].optimizer)
         hooks.train(loop, program.trained)
         for part in program.trained:
             check_values_alike(strategy, part.model, part.optimizer)

@@ -8,7 +8,12 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfmultigpu.addons.loops.callbacks import every_batches, to_list
+from tfmultigpu.addons.loops.callbacks import (
+    adapt_callbacks,
+    check_callbacks,
+    every_batches,
+    to_list,
+)
 from tfmultigpu.addons.loops.logs import as_keras
 from tfmultigpu.addons.loops.loop import Loop, not_ending_the_epoch
 from tfmultigpu.addons.loops.methods import installed
@@ -45,8 +50,11 @@ class Hooks(keras.callbacks.CallbackList):  # type: ignore[misc]
         if verbose not in (0, 1, 2, "auto"):
             raise ValueError(f"verbose must be 0, 1, 2 or 'auto'. Received: verbose={verbose!r}.")
         shown = verbose if WorkerExchange(strategy).is_chief else 0
+        callbacks = to_list(callbacks)
+        check_callbacks(callbacks)
+        adapt_callbacks(callbacks, getattr(model, "optimizer", None))
         super().__init__(
-            to_list(callbacks), add_history=add_history, add_progbar=shown != 0, verbose=shown,
+            callbacks, add_history=add_history, add_progbar=shown != 0, verbose=shown,
             model=model, **params,
         )  # fmt: skip
         self.strategy = strategy
@@ -149,6 +157,7 @@ class FitHooks(Hooks):
     def train(self, loop: Any, trained: Any) -> None:
         """Takes the loop and what it trains: each model with its optimizer and variables."""
         self.serve(loop)
+        adapt_callbacks(self.callbacks, trained[0].optimizer)
         self._training, self._trained = loop, trained
         self.sums, self.metric_variables = loop.sums, loop.metric_variables
         self.changed_variables = loop.step.changed_variables

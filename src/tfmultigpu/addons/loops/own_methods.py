@@ -16,7 +16,6 @@ __all__ = [
     "OWN_METRICS",
     "check_no_loop",
     "own_methods",
-    "own_optimizers",
     "refused",
 ]
 
@@ -76,16 +75,3 @@ def refused(model: Any, method: str, strategy: tf.distribute.Strategy, function:
         f"would depend on how the batch was cut. Received: {own}, and {describe(strategy)}. "
         f"{_INSTEAD[method]}\nOn one device {function} runs {own} as Keras does."
     )
-
-
-def own_optimizers(model: Any) -> dict[str, Any]:
-    """Returns the optimizers that are attributes of a model beside ``model.optimizer``."""
-    import keras
-
-    return {
-        name: value
-        for name, value in model.__dict__.items()  # Also of a proxy.
-        if isinstance(value, keras.optimizers.Optimizer)
-        and name != "optimizer"
-        and not name.startswith("_")
-    }

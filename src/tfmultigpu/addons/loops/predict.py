@@ -10,7 +10,6 @@ import numpy as np
 import tensorflow as tf
 
 from tfmultigpu.addons.loops.cache import build, checked_strategy, get_or_make
-from tfmultigpu.addons.loops.callbacks import adapt_callbacks, check_callbacks, to_list
 from tfmultigpu.addons.loops.hooks import Hooks
 from tfmultigpu.addons.loops.inputs import as_keras_takes, check_steps, labelled, pass_feed
 from tfmultigpu.addons.loops.loop import no_batches
@@ -77,8 +76,6 @@ def predict(
     strategy = checked_strategy(model, "predict")
     check_no_loop(model, "predict")
     check_steps(steps)
-    callbacks = to_list(callbacks)
-    check_callbacks(callbacks)
     data = labelled(data, x, None, None, "predict")
     if own_methods(model, "predict_step"):
         if strategy.num_replicas_in_sync > 1:
@@ -95,7 +92,6 @@ def predict(
         model, "predict", key, lambda: make_predict_step(proxy, strategy, verify=verify)
     )
     check_values_alike(strategy, model)
-    adapt_callbacks(callbacks, getattr(model, "optimizer", None))
     hooks = Hooks(callbacks, model, strategy, verbose=verbose, epochs=1, steps=feed.steps)
     waiting: deque[Any] = deque()
     outputs: list[Any] = []
