@@ -8,10 +8,10 @@ LOOPS = (
     # fit --------------------------------------------------------------------------------------------
     Mutation(
         "the logs of an epoch are those of its last call",
-        "loops/epoch.py",
+        "addons/loops/loop.py",
         (
             (
-                "before = 0.0 if isinstance(name, LastKey) else sums.get(name, 0.0)",
+                "before = 0.0 if isinstance(name, LastKey) else self.sums.get(name, 0.0)",
                 "before = 0.0",
             ),
         ),
@@ -19,7 +19,7 @@ LOOPS = (
     ),
     Mutation(
         "losses of an epoch are divided by other than its rows",
-        "loops/epoch.py",
+        "addons/loops/logs.py",
         (
             (
                 'name: sums[name] / sums["rows"]',
@@ -33,13 +33,13 @@ LOOPS = (
     ),
     Mutation(
         "a fit begins with the first epoch, whatever initial_epoch is",
-        "loops/fit.py",
-        (("start, first_step = position or (initial_epoch, 0)", "start, first_step = (0, 0)"),),
+        "addons/loops/fit.py",
+        (("initial_epoch=hooks.begins_with,", "initial_epoch=0,"),),
         ("promises/test_fit.py::test_a_rich_training_with_callbacks_is_that_of_keras[3]",),
     ),
     Mutation(
         "class weights are forgotten",
-        "loops/class_weights.py",
+        "data/class_weights.py",
         (("tf.where(known, found, tf.ones([], dtype))", "tf.ones_like(found)"),),
         (
             "promises/test_fit.py::"
@@ -48,8 +48,13 @@ LOOPS = (
     ),
     Mutation(
         "each epoch begins a pass",
-        "loops/epoch_iterator.py",
-        (("if self.iterator is None or self._asked is None or self._left == 0:", "if True:"),),
+        "addons/loops/feed.py",
+        (
+            (
+                "if self.iterator is None or not self._continues or self._left_in_pass == 0:",
+                "if True:",
+            ),
+        ),
         (
             "promises/test_fit.py::"
             "test_class_weights_epochs_across_passes_and_several_steps_a_call[3]",
@@ -57,8 +62,8 @@ LOOPS = (
     ),
     Mutation(
         "fit forgets clip_norm",
-        "loops/fit.py",
-        (('"clip_norm": (clip_norm, None),', '"clip_norm": (None, None),'),),
+        "addons/loops/fit.py",
+        (("clip_norm=clip_norm,", "clip_norm=None,"),),
         ("promises/test_fit.py::test_micro_batches_clip_norm_and_shares_are_arguments[3-shares1]",),
     ),
     # evaluate and predict ---------------------------------------------------------------------------
@@ -75,8 +80,8 @@ LOOPS = (
     ),
     Mutation(
         "an evaluation continues the metrics of the one before",
-        "loops/evaluator.py",
-        (("        self.metrics.reset()", "        pass"),),
+        "addons/loops/methods.py",
+        (("marked(lambda: loop.metrics.reset())", "marked(lambda: None)"),),
         ("promises/test_evaluate_predict.py::test_evaluation_is_exact_over_all_examples[2]",),
     ),
     Mutation(
