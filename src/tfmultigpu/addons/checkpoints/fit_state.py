@@ -146,7 +146,7 @@ class FitState:
 
     def read(self) -> tuple[dict[str, Any], Arrays]:
         """Returns the description for a checkpoint, and its arrays."""
-        if self._fit is None:
+        if self._fit is None or self._stored is not None:
             return {"first_epoch": self.first_epoch, "fit": self._stored}, self._arrays
         in_epoch = self._position.step > 0
         arrays, entries = state.read_state(self._metric_variables(), self._exchange)
