@@ -249,7 +249,7 @@ def test_a_checkpoint_of_steps_with_other_names_is_refused(tmp_path: Any) -> Non
 
     checkpoints("a", "b").save()
     assert checkpoints("a", "b").restore() == 0
-    with pytest.raises(CheckpointError, match=r"Received: 'c', and .*step-0+ with \['b'\]\."):
+    with pytest.raises(CheckpointError, match=r"Received: 'c', and .*step-0+\.npz with \['b'\]\."):
         checkpoints("a", "c").restore()
 
 

@@ -19,7 +19,7 @@ from tfmultigpu.addons.checkpoints.arguments import (
 )
 from tfmultigpu.addons.checkpoints.directory import Directory
 from tfmultigpu.addons.checkpoints.fit_state import FitState
-from tfmultigpu.addons.checkpoints.variables import RunVariables
+from tfmultigpu.addons.checkpoints.variables import RunVariables, first_and_others
 from tfmultigpu.arguments import check_count
 from tfmultigpu.data.positioned import Position, PositionedDataset, position_data
 from tfmultigpu.errors import CheckpointError, ClusterError
@@ -100,16 +100,18 @@ class Checkpoints:
             every_epochs: Save at the end of every so many epochs.
             extra: More objects to save, by name: train steps of other models, metrics, other
                 objects with ``variables``, or lists of variables.
-            stop_signal: The signal that makes a running loop save and exit with code
-                128 + signal, 143 for SIGTERM. None handles no signal.
+            stop_signal: The signal on which a running loop saves and exits with 128 + signal, 143
+                for SIGTERM. None handles no signal.
 
         Raises:
             CheckpointError: The data cannot resume.
         """
         check_source(train_step, model, optimizer)
         check_extra(extra or {})
-        if train_step is not None:
-            model, optimizer = train_step.model, train_step.optimizer
+        first, others = first_and_others(train_step)
+        extra = {**others, **(extra or {})}
+        if first is not None:
+            model, optimizer = first.model, first.optimizer
         strategy = strategy_of(model) if hasattr(model, "variables") else None
         if optimizer is None:
             check_kinds(model, strategy or tf.distribute.get_strategy())
@@ -120,7 +122,7 @@ class Checkpoints:
         self.every_steps = _interval("every_steps", every_steps)
         self.every_epochs = _interval("every_epochs", every_epochs)
         self._exchange = WorkerExchange(strategy)
-        self._variables = RunVariables(model, optimizer, train_step, extra or {}, self._exchange)
+        self._variables = RunVariables(model, optimizer, train_step, extra, self._exchange)
         self._files = Directory(self.directory, self._exchange)
         self._vote = StopVote(self._exchange)
         self._signal = None if stop_signal is None else StopSignal(stop_signal)
@@ -159,9 +161,8 @@ class Checkpoints:
         """Saves the run, and returns the file; all workers must call it.
 
         Raises:
-            CheckpointError: The chief could not write it; the directory has later steps, which were
-                not restored; the position in the data is unknown; or a step changes variables that
-                are not saved.
+            CheckpointError: The chief could not write it; the directory has later steps; the
+                position in the data is unknown; or a step changes variables that are not saved.
             ClusterError: Workers have different weights, learning rates or positions.
         """
         check_outside()
@@ -252,11 +253,7 @@ class Checkpoints:
             self.save()
 
     def end_epoch(self, steps: int = 0) -> None:
-        """Ends an epoch, and saves if it is time; ``epochs`` and the callback call it.
-
-        Args:
-            steps: The last steps of the epoch, if ``after_step`` has not counted them.
-        """
+        """Ends an epoch after more steps, if any, and saves if it is time; ``epochs`` calls it."""
         if steps:
             self._count(steps)
         if self.data is not None:

@@ -21,7 +21,15 @@ from tfmultigpu.steps.value_agreement import check_values_alike
 from tfmultigpu.strategies.variable_sharding import is_sharded
 from tfmultigpu.strategies.worker_exchange import WorkerExchange
 
-__all__ = ["RunVariables"]
+__all__ = ["RunVariables", "first_and_others"]
+
+
+def first_and_others(step: Any) -> tuple[Any, dict[str, Any]]:
+    """Returns the first train step of a chain, and the others by name; a train step is alone."""
+    if not isinstance(step, ChainedStep):
+        return step, {}
+    (_, first), *others = step.steps.items()
+    return first, dict(others)
 
 
 class RunVariables:
@@ -39,8 +47,7 @@ class RunVariables:
         self._updates_per_step = 1
         if isinstance(train_step, ChainedStep):
             self._updates_per_step = train_step.times[0]
-            (_, train_step), *others = train_step.steps.items()
-            extra = {**dict(others), **extra}
+            train_step, *_ = train_step.steps.values()
         steps = {f"extra/{n}/": step for n, step in extra.items() if isinstance(step, TrainStep)}
         self._steps = steps if train_step is None else {"": train_step, **steps}
         self._extra = {n: owner for n, owner in extra.items() if not isinstance(owner, TrainStep)}
