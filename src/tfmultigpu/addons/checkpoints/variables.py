@@ -111,10 +111,10 @@ class RunVariables:
                     f"{prefix.split('/')[1]!r}, and {stored.path} with {steps}. Give the steps the "
                     "names that they had when it was saved, in chain_steps(..., names=) or extra=."
                 )
-            if optimizer is None:
-                continue
-            if prefix + state.LOSS_SCALE[0] in entries:
+            if optimizer is not None and prefix + state.LOSS_SCALE[0] in entries:
                 make_loss_scale("dynamic", optimizer, strategy)
+            if optimizer is None or optimizer.built:
+                continue
             # Wrappers build the optimizers inside them, and sharded variables have no copies.
             at_once = hasattr(optimizer, "inner_optimizer") or any(map(is_sharded, variables))
             if at_once or not can_be_sharded(optimizer, variables, strategy):
@@ -138,7 +138,8 @@ class RunVariables:
 
     def check_restored(self) -> None:
         """Checks that no optimizer was built without what is restored of it."""
-        if self._waiting and all(one.optimizer.built for one in self.trained().values()):
+        trained = self.trained().values()
+        if self._waiting and all(getattr(one.optimizer, "built", True) for one in trained):
             raise CheckpointError(
                 "The optimizer was built after restore() by other code than this library, so its "
                 f"restored state is lost. Received: {len(self._waiting)} variables to restore. "
