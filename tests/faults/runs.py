@@ -135,8 +135,8 @@ class Attempt:
 
 def newest(folder: Path) -> int:
     """Returns the step of the newest checkpoint; -1 for none."""
-    names = (folder / "checkpoints").glob("step-*")
-    return max((int(path.name.split("-")[1]) for path in names), default=-1)
+    names = (folder / "checkpoints").glob("step-*.npz")
+    return max((int(path.stem.split("-")[1]) for path in names), default=-1)
 
 
 class Run:
@@ -240,8 +240,8 @@ def moment(attempt: Attempt, kind: str, seconds: dict[str, float], chance: rando
         until("STEP")
         folder = Path(attempt.copies[0].log).parent / "checkpoints"
         for _ in range(chance.randint(1, 4)):
-            victim.wait(HANGS_AFTER, lambda: not any(folder.glob(".writing-*")))
-            victim.wait(HANGS_AFTER, lambda: any(folder.glob(".writing-*")))
+            victim.wait(HANGS_AFTER, lambda: not any(folder.glob(".step-*")))
+            victim.wait(HANGS_AFTER, lambda: any(folder.glob(".step-*")))
         victim.wait(chance.uniform(0.0, 0.04))
     else:
         until("END")
