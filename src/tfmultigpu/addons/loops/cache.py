@@ -61,8 +61,9 @@ def checked_strategy(model: Any, function: str) -> tf.distribute.Strategy:
             f"{own.num_replicas_in_sync} replica(s). Call {function} outside the scope, or "
             "create the model inside it."
         )
-    living = process_state.living_strategies()
-    if is_default(own) and len(devices_of(model)) <= 1 and living:  # No layers placed by hand.
+    if not is_default(own) or len(devices_of(model)) > 1:  # Layers placed by hand.
+        return own
+    if living := process_state.living_strategies():  # Which takes a while.
         raise ScopeError(
             f"The model was created outside the scope of every strategy, so {function} would run "
             f"on one device. Received: model {model.name!r}, and {describe(living[0])} from "
