@@ -286,3 +286,56 @@ def test_examples_of_one_scalar_have_a_mark() -> None:
     for items, other in (([1, 2, 3], 4), ([b"a", b"b", b"c"], b"d"), ([{"a": 4}], {"a": 5})):
         marks = [mark_of(examples_of(Items(i)).read, len(i)) for i in (items, items, [other])]
         assert marks[0] == marks[1] != marks[2]
+
+
+class Interrupt(keras.callbacks.Callback):
+    """Ends the run after some steps."""
+
+    def __init__(self, steps: int) -> None:
+        super().__init__()
+        self.left = steps
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.left -= 1
+        if not self.left:
+            raise KeyboardInterrupt
+
+
+def shaken(example: Any, seed: Any) -> Any:
+    x, y = example
+    return x / 10.0 + tf.random.stateless_uniform([2], seed), y % 2
+
+
+def trained(replicas: int, directory: Any = None, *more: Any) -> tuple[list[float], list[Any]]:
+    strategy = mirrored(replicas)
+    keras.utils.set_random_seed(3)
+    with strategy.scope():
+        model = keras.Sequential([keras.Input(X.shape[1:]), keras.layers.Dense(2)])
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(keras.optimizers.Adam(0.1), loss)
+    source = tf.data.Dataset.from_tensor_slices((X, Y)).shuffle(len(X), seed=1)
+    options = {"batch_size": BATCH, "preprocess": shaken, "seed": 7}
+    data = tmg.distribute_dataset(source, strategy, **options)
+    callbacks = list(more)
+    if directory is not None:
+        checkpoints = tmg.Checkpoints(directory, model, model.optimizer, every_steps=2)
+        checkpoints.restore()
+        callbacks.append(checkpoints.callback())
+    valid = tmg.distribute_dataset((X, Y), strategy, **options)
+    history = tmg.fit(model, data, epochs=3, validation_data=valid, callbacks=callbacks, verbose=0)
+    return history.history, [variable.numpy() for variable in model.weights]
+
+
+def test_fit_trains_on_preprocessed_data_as_one_device_also_if_interrupted(tmp_path: Any) -> None:
+    history, weights = trained(1)
+    other, others = trained(3)
+    for one, three in zip(weights, others, strict=True):
+        np.testing.assert_allclose(three, one, atol=1e-6)
+    for name in ("loss", "val_loss"):
+        np.testing.assert_allclose(other[name], history[name], rtol=1e-5)
+    with pytest.raises(KeyboardInterrupt):
+        trained(2, tmp_path, Interrupt(5))
+    other, others = trained(2, tmp_path)
+    for one, two in zip(weights, others, strict=True):
+        np.testing.assert_allclose(two, one, atol=1e-6)
+    np.testing.assert_allclose(other["loss"][-1], history["loss"][-1], rtol=1e-5)

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from one_device import strategy_of
 
+from tfmultigpu.addons.loops import workers
 from tfmultigpu.clusters.process_state import process_state
 from tfmultigpu.errors import ClusterError
-from tfmultigpu.loops import worker_agreement
 from tfmultigpu.strategies.worker_exchange import WorkerExchange, _gather_of
 
 
@@ -76,11 +76,11 @@ def test_the_function_that_the_user_called_is_the_purpose(monkeypatch) -> None:
         return next_rows()
 
     monkeypatch.setattr(WorkerExchange, "rows", rows)
-    monkeypatch.setattr(worker_agreement, "WorkerExchange", lambda strategy: as_if_two(strategy))
+    monkeypatch.setattr(workers, "WorkerExchange", lambda strategy: as_if_two(strategy))
     strategy = strategy_of(2)
     for _ in range(2):
-        worker_agreement.any_worker(strategy, True)
-        worker_agreement.value_of_chief(strategy, 1.0)
+        workers.any_worker(strategy, True)
+        workers.union(strategy, [])
     assert seen[:2] == seen[2:]
     assert seen[0] != seen[1]
 

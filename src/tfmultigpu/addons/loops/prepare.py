@@ -9,13 +9,16 @@ from typing import Any
 
 from tfmultigpu.addons.loops.evaluate import evaluate
 from tfmultigpu.addons.loops.fit import fit
-from tfmultigpu.addons.loops.methods import as_method, install
+from tfmultigpu.addons.loops.methods import as_method
 from tfmultigpu.addons.loops.own_methods import own_methods
 from tfmultigpu.addons.loops.predict import predict
 from tfmultigpu.errors import LossError
 from tfmultigpu.strategies.scopes import check_backend
 
 __all__ = ["prepare"]
+
+# The methods of each ``prepare`` of a model that is not undone: the last ones act.
+_prepared: weakref.WeakKeyDictionary[Any, list[dict[str, Any]]] = weakref.WeakKeyDictionary()
 
 
 def prepare(model: Any, **options: Any) -> ExitStack:
@@ -74,6 +77,16 @@ def prepare(model: Any, **options: Any) -> ExitStack:
         "evaluate": as_method("evaluate", lambda **given: evaluate(reference(), **given, **verify)),
         "predict": as_method("predict", lambda **given: predict(reference(), **given, **verify)),
     }
+    prepared = _prepared.setdefault(model, [])
+    prepared.append(methods)
+    vars(model).update(methods)  # Not by setattr, with which Keras would track them.
+
+    def remove() -> None:
+        prepared.remove(methods)
+        for name in methods:
+            vars(model).pop(name, None)
+        vars(model).update(*prepared[-1:])
+
     undo = ExitStack()
-    undo.callback(install(model, methods))
+    undo.callback(remove)
     return undo

@@ -1,0 +1,261 @@
+"""Epochs and passes of fit, held to Keras' fit on one device: which batch is next or last."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from fit_pairs import BATCHES, FIT, KIND, ROWS, SIZE, X, assert_same, hold, known, pair
+from one_device import as_dataset, cut, strategy_of
+
+import tfmultigpu as tmg
+from tfmultigpu.data.array_batches import shard_arrays
+
+
+@pytest.fixture(scope="module")
+def two_lines() -> tuple[Any, Any]:
+    return pair(2)
+
+
+@pytest.fixture
+def lines(two_lines: tuple[Any, Any]) -> tuple[Any, Any]:
+    """A model on two replicas and on one device, as if never trained."""
+    weights = [np.linspace(-0.5, 0.5, 5, dtype="float32")[:, None], np.zeros(1, "float32")]
+    for model in two_lines:
+        model.set_weights(weights)
+        model.optimizer.iterations.assign(0)
+    return two_lines
+
+
+def test_an_epoch_continues_the_pass_of_the_one_before(lines: Any) -> None:
+    (told,) = hold(lines, known, epochs=5, steps_per_epoch=3)
+    assert "an epoch of 3 batches ends after 1, and the next one starts a new pass" in told
+    assert not hold(lines, lambda: as_dataset(BATCHES).repeat(), epochs=3, steps_per_epoch=4)
+    assert not hold(lines, known, epochs=2)
+
+
+@pytest.mark.filterwarnings("error")
+def test_data_of_unknown_length(lines: Any) -> None:
+    """Keras alone would count one step more, or begin a pass too late."""
+    model, truth = lines
+    seen: list[int] = []
+    each = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: seen.append(batch))
+    expected = truth.fit(known(), epochs=2, shuffle=False, verbose=0)
+    history = tmg.fit(model, as_dataset(BATCHES), epochs=2, verbose=0, callbacks=[each])
+    assert_same(model, truth, history, expected)
+    assert seen == list(range(len(BATCHES))) * 2
+    assert history.params["steps"] is None
+    # Each pass ends exactly with an epoch, which nobody knows before.
+    options = {"steps_per_epoch": 7, "epochs": 2, "shuffle": False, "verbose": 0}
+    expected = truth.fit(as_dataset(BATCHES).repeat(), **options)
+    history = tmg.fit(model, as_dataset(BATCHES), **options)
+    assert_same(model, truth, history, expected)
+
+
+def test_data_of_unknown_length_that_ends_within_an_epoch(lines: Any) -> None:
+    told = hold(lines, lambda: as_dataset(BATCHES), known, epochs=5, steps_per_epoch=3)
+    assert len(told) == 1
+
+
+def test_arrays_and_steps(lines: Any) -> None:
+    model, truth = lines
+    options = {"steps_per_epoch": 3, "shuffle": False, "verbose": 0}
+    with pytest.warns(UserWarning, match="ran out of data"):
+        expected = truth.fit(X, SIZE, batch_size=8, epochs=3, **options)
+    with pytest.warns(UserWarning, match="ends after 2"):
+        history = tmg.fit(model, (X, SIZE), batch_size=8, epochs=3, **options)
+    assert_same(model, truth, history, expected)
+    # Without a batch size, steps say how large batches are.
+    expected = truth.fit(X, SIZE, batch_size=13, **options)
+    assert_same(model, truth, tmg.fit(model, (X, SIZE), **options), expected)
+
+
+def test_validations(lines: Any) -> None:
+    valid: dict[str, Any] = {"validation_data": (X[:11], SIZE[:11]), "validation_batch_size": 4}
+    hold(lines, known, validation_freq=2, epochs=4, **valid)
+    hold(lines, known, validation_freq=[1, 4], validation_steps=2, epochs=4, **valid)
+    hold(lines, known, epochs=2, validation_data=known(BATCHES[:4]))
+    # Keras holds a pass of unknown length to be as long as the first one; ours ask again.
+    hold(lines, known, epochs=2, validation_data=as_dataset(BATCHES[:4]))
+
+
+@pytest.mark.filterwarnings("ignore:Limiting steps_per_epoch to")
+@pytest.mark.parametrize("most", [2, 5])
+def test_the_limit_of_keras_for_steps_of_an_epoch(lines: Any, most: int) -> None:
+    if not hasattr(keras.config, "set_max_steps_per_epoch"):
+        pytest.skip("needs a Keras that has KERAS_MAX_STEPS_PER_EPOCH")
+    before = keras.config.max_steps_per_epoch()
+    keras.config.set_max_steps_per_epoch(most)
+    try:
+        model, truth = lines
+        options = {"batch_size": 8, "shuffle": False, "verbose": 0}
+        expected = truth.fit(X, SIZE, **options)
+        history = tmg.fit(model, (X, SIZE), **options)
+    finally:
+        keras.config.set_max_steps_per_epoch(before)
+    assert_same(model, truth, history, expected)
+    assert int(model.optimizer.iterations.numpy()) == most
+
+
+class Batches(keras.utils.PyDataset):
+    """Counts its passes."""
+
+    def __init__(self, batches: list[Any]) -> None:
+        super().__init__()
+        self.batches, self.passes = batches, 0
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.batches[index]
+
+    def on_epoch_end(self) -> None:
+        self.passes += 1
+
+
+def test_sources(lines: Any) -> None:
+    batches = Batches(list(BATCHES))
+    hold(lines, lambda: batches, known, epochs=2)
+    assert batches.passes >= 2
+    hold(lines, lambda: lambda: iter(BATCHES), known, epochs=2)
+    shares = {"shares": (1, 4)}
+    data = tmg.distribute_dataset(known(), strategy_of(2), **shares)
+    hold(lines, lambda: data, known, epochs=2)
+    assert lines[0].history.params["steps"] == len(BATCHES)
+
+
+def test_models_that_are_created_after_a_fit_begin_as_after_that_of_keras() -> None:
+    begun = []
+    for fit in (tmg.fit, keras.Model.fit):
+        model, _ = pair(1)
+        keras.utils.set_random_seed(3)
+        fit(model, X, SIZE, shuffle=True, verbose=0)
+        begun.append(pair_of_draws())
+    np.testing.assert_array_equal(*begun)
+
+
+def pair_of_draws() -> Any:
+    return keras.layers.Dense(2, kernel_initializer="normal")(X[:1]).numpy()
+
+
+# Arrays -------------------------------------------------------------------------------------------
+
+
+def order_of(x: Any, passes: int = 3, replicas: int = 2, **options: Any) -> list[list[float]]:
+    """Returns the rows of each pass as the replicas see them."""
+    strategy = strategy_of(replicas)
+    keep: Any = lambda key, make: make()  # noqa: E731
+    data = shard_arrays(x, 5, strategy, keep, shuffle=True, **options)
+    iterator, rows = iter(data), []
+    for _ in range(passes * -(-len(x) // 5)):
+        local = strategy.experimental_local_results(next(iterator))
+        rows += np.concatenate([shard.numpy() for shard in local]).tolist()
+    return [rows[i * len(x) : (i + 1) * len(x)] for i in range(passes)]
+
+
+def test_each_pass_has_every_row_once_in_an_order_of_the_seed_and_its_number() -> None:
+    x = tf.range(23, dtype=tf.float32)
+    found = order_of(x, seed=7)
+    assert [sorted(rows) for rows in found] == [list(range(23))] * 3
+    assert found[0] != found[1] != found[2]
+    assert order_of(x, seed=7, first_batch=5)[0] == found[1]
+    assert order_of(x, seed=7, replicas=3) == found
+    assert order_of(x, seed=8)[0] != found[0]
+
+
+def test_arrays_of_other_kinds() -> None:
+    dense = np.where(np.arange(5) % 2, X, 0.0)
+    ragged = tf.RaggedTensor.from_tensor(dense, padding=0.0)
+    kinds: dict[str, Any] = {"sparse": tf.sparse.from_dense(dense), "ragged": ragged}
+    keep: Any = lambda key, make: make()  # noqa: E731
+    for (kind, x), shuffle in itertools.product(kinds.items(), (False, True)):
+        arrays = (x, None, tf.range(ROWS))
+        iterator = iter(shard_arrays(arrays, 8, strategy_of(1), keep, shuffle=shuffle, seed=1))
+        seen: list[int] = []
+        for _ in range(5):
+            part, nothing, numbers = next(iterator)
+            assert nothing is None
+            seen += numbers.numpy().tolist()
+            part = tf.sparse.to_dense(part) if kind == "sparse" else part.to_tensor(shape=[None, 5])
+            whole = dense if kind == "sparse" else ragged.to_tensor(shape=[None, 5]).numpy()
+            np.testing.assert_array_equal(part, whole[numbers.numpy()])
+        assert sorted(seen) == list(range(ROWS))
+        assert (seen == sorted(seen)) is not shuffle
+
+
+def test_every_validation_begins_at_the_first_row(lines: Any) -> None:
+    """Also after one that a callback ended: all validations of arrays read one iterator."""
+    model, _ = lines
+    valid = X[:23], SIZE[:23]
+
+    class StopSecond(keras.callbacks.Callback):
+        epoch = 0
+
+        def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+            self.epoch = epoch
+
+        def on_test_batch_end(self, batch: int, logs: Any = None) -> None:
+            self.model.stop_evaluating = self.epoch == 1
+
+    rate = float(model.optimizer.learning_rate.numpy())
+    model.optimizer.learning_rate = 0.0
+    options = {**FIT, "epochs": 3, "validation_data": valid}
+    for steps, callbacks in ((None, [StopSecond()]), (1, []), (9, [])):
+        rows = 8 if steps == 1 else 23
+        whole = tmg.evaluate(model, (valid[0][:rows], valid[1][:rows]), verbose=0)
+        first = tmg.evaluate(model, (valid[0][:8], valid[1][:8]), verbose=0)
+        wanted = [whole, first if callbacks else whole, whole]
+        history = tmg.fit(
+            model, (X, SIZE), validation_steps=steps, callbacks=callbacks, **options
+        ).history
+        for name in ("loss", "mae"):
+            values = [logs[name] for logs in wanted]
+            np.testing.assert_allclose(history[f"val_{name}"], values, rtol=1e-6)
+    model.optimizer.learning_rate = rate
+
+
+# Losses and weights -------------------------------------------------------------------------------
+
+
+def masked() -> Any:
+    return keras.Sequential(
+        [
+            keras.Input((4,), dtype="int32"),
+            keras.layers.Embedding(9, 3, mask_zero=True),
+            keras.layers.Dense(3, activation="softmax"),
+        ]
+    )
+
+
+def test_losses_divided_by_what_a_mask_and_weights_leave() -> None:
+    random = np.random.default_rng(6)
+    tokens = np.where(
+        np.arange(4) < random.integers(1, 5, (ROWS, 1)), random.integers(1, 9, (ROWS, 4)), 0
+    )
+    tags = random.integers(0, 3, (ROWS, 4))
+    weights = random.uniform(0.2, 2.0, (ROWS, 4)).astype("float32")
+
+    def compiled() -> dict[str, Any]:
+        reduction = "mean_with_sample_weight"
+        loss = keras.losses.SparseCategoricalCrossentropy(reduction=reduction)
+        return {"optimizer": keras.optimizers.SGD(0.5), "loss": loss, "metrics": ["accuracy"]}
+
+    batches = cut((tokens, tags, weights), (7, 2, 16, 12))
+    hold(pair(3, masked, compiled), lambda: known(batches), epochs=2)
+
+
+def test_class_weights_of_one_hot_labels() -> None:
+    def build() -> Any:
+        return keras.Sequential([keras.Input((5,)), keras.layers.Dense(3, "softmax")])
+
+    def compiled() -> dict[str, Any]:
+        return {"loss": "categorical_crossentropy", "weighted_metrics": ["accuracy"],
+                "optimizer": keras.optimizers.SGD(0.1)}  # fmt: skip
+
+    batches = cut((X, np.eye(3, dtype="float32")[KIND]), (8, 8, 8, 8, 5))
+    hold(pair(2, build, compiled), lambda: known(batches), class_weight={0: 0.5, 2: 3.0})

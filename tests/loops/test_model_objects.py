@@ -1,0 +1,180 @@
+"""A model object after fit, evaluate and predict: as before, traced once, and free to go."""
+
+from __future__ import annotations
+
+import gc
+import signal
+import weakref
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from fit_pairs import BATCHES, FIT, SIZE, X, assert_same, known, pair
+from one_device import strategy_of
+
+import tfmultigpu as tmg
+
+
+class Fails(keras.callbacks.Callback):
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        raise ValueError("enough")
+
+    on_test_end = on_predict_end = on_epoch_end
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_model_is_as_before_also_after_an_error(replicas: int) -> None:
+    model, _ = pair(replicas)
+    tmg.fit(model, (X, SIZE), **FIT)  # Makes the optimizer's variables and History.
+    before = dict(vars(model))
+    for call in (
+        lambda **more: tmg.fit(model, (X, SIZE), validation_split=0.3, verbose=0, **more),
+        lambda **more: tmg.evaluate(model, (X, SIZE), verbose=0, **more),
+        lambda **more: tmg.predict(model, X, verbose=0, **more),
+    ):
+        call()
+        with pytest.raises(ValueError, match="enough"):
+            call(callbacks=[Fails()])
+        changed = {n for n, v in vars(model).items() if n not in before or v is not before[n]}
+        assert changed <= {"history", "stop_training", "stop_evaluating", "stop_predicting",
+                           "_eval_epoch_iterator"}, changed  # fmt: skip
+        assert before.keys() <= vars(model).keys()
+    # Keras' own functions are made anew and work.
+    assert model.train_function is model.test_function is model.predict_function is None
+    assert np.isfinite(model.predict(X, verbose=0)).all()
+
+
+@pytest.mark.parametrize("program", ["compiled", "forward", "evaluate"])
+def test_models_can_be_freed(program: str) -> None:
+    model, _ = pair(2)
+    if program == "forward":
+        model.compile(model.optimizer)
+
+        def forward(_: Any, batch: Any, training: bool) -> Any:
+            return tmg.loss_sum("mse", batch[1], held()(batch[0], training=training))
+
+        held: Any = weakref.ref(model)
+        tmg.fit(model, (X, SIZE), forward=forward, validation_split=0.5, verbose=0)
+    elif program == "compiled":
+        tmg.fit(model, (X, SIZE), validation_split=0.5, verbose=0)
+    else:
+        tmg.evaluate(model, (X, SIZE), verbose=0)
+        tmg.predict(model, X, verbose=0)
+    alive = weakref.ref(model)
+    del model
+    gc.collect()
+    assert alive() is None
+
+
+def counting(calls: list[int]) -> Any:
+    class Count(keras.layers.Layer):
+        def call(self, inputs: Any) -> Any:
+            calls.append(1)
+            return inputs
+
+    def build() -> Any:
+        dense = keras.layers.Dense
+        cut = keras.layers.Lambda(lambda x: x[:, :5], output_shape=(5,))
+        layers = [Count(), cut, dense(4, "tanh", kernel_regularizer="l2"), dense(1)]
+        return keras.Sequential([keras.Input((None,)), *layers])
+
+    return build
+
+
+def test_a_second_call_traces_nothing_that_was_traced_and_sees_what_changed() -> None:
+    calls: list[int] = []
+    models = pair(2, counting(calls))
+    model, truth = models
+
+    def both(rows: int = len(X), **more: Any) -> int:
+        options = {**FIT, "epochs": 1, **more}
+        expected = truth.fit(X[:rows], SIZE[:rows], **options)
+        before = len(calls)
+        history = tmg.fit(model, (X[:rows], SIZE[:rows]), **options)
+        assert_same(model, truth, history, expected)
+        return len(calls) - before
+
+    assert both(validation_split=0.3) > 0
+    assert both(9, batch_size=4, epochs=2, validation_split=0.3) == 0
+    for part in models:  # Through the optimizer, and the weights themselves.
+        part.optimizer.learning_rate = 0.01
+        part.set_weights([2.0 * weight for weight in part.get_weights()])
+    assert both() == 0
+    for trainable in (False, True):
+        for part in models:
+            part.layers[-2].trainable = trainable
+            with (strategy_of(2) if part is model else strategy_of(1)).scope():
+                part.compile(keras.optimizers.SGD(0.05), "mae", metrics=["mse"])
+        assert both() > 0
+    wide = np.concatenate([X, X], axis=1)  # Another shape of data.
+    assert tmg.fit(model, (wide, SIZE), **FIT).history["loss"][0] > 0
+
+
+def test_a_second_call_traces_no_pipeline(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, _ = pair(2)
+    options = {**FIT, "validation_data": (X[:9], SIZE[:9])}
+    tmg.fit(model, (X, SIZE), **options)
+    tmg.evaluate(model, (X, SIZE), verbose=0)
+    traced = []
+    original = tf.data.Dataset.map
+    counted = lambda *args, **more: traced.append(1) or original(*args, **more)  # noqa: E731
+    monkeypatch.setattr(tf.data.Dataset, "map", counted)
+    tmg.fit(model, (2 * X[:31], SIZE[:31]), **options)
+    tmg.evaluate(model, (X[:9], SIZE[:9]), verbose=0)
+    assert not traced
+    tmg.fit(model, (X, SIZE), **{**options, "batch_size": 9})
+    assert traced
+
+
+def test_evaluations_trace_once_and_notice_compiling_and_freezing() -> None:
+    calls: list[int] = []
+    model, truth = pair(2, counting(calls))
+
+    def same(names: set[str]) -> None:
+        expected = truth.evaluate(X, SIZE, batch_size=len(X), return_dict=True, verbose=0)
+        logs = tmg.evaluate(model, (X, SIZE), verbose=0)
+        assert logs == pytest.approx({name: expected[name] for name in names}, rel=2e-5)
+
+    same({"loss", "mae"})
+    tmg.predict(model, X, verbose=0)
+    traced = len(calls)
+    model.set_weights([2 * weight for weight in model.get_weights()])
+    tmg.evaluate(model, (X[:9], SIZE[:9]), batch_size=5, verbose=0)
+    tmg.predict(model, X[:2], verbose=0)
+    assert len(calls) == traced
+    truth.set_weights(model.get_weights())
+    for part in (model, truth):
+        part.layers[-2].trainable = False  # Keras then leaves its regularisation out.
+        part.compile(loss="mae", metrics=["mse"])
+    same({"loss", "mse"})
+    model.compile(loss="mse")
+    truth.compile(loss="mse")
+    same({"loss"})  # Keras would still say the metrics.
+
+
+def test_a_fit_trains_on_the_arrays_it_is_given_also_if_they_changed_in_place() -> None:
+    x, models = X.copy(), pair(3)
+    for _ in range(2):
+        expected = models[1].fit(x, SIZE, **FIT)
+        history = tmg.fit(models[0], (x, SIZE), **FIT)
+        assert_same(*models, history, expected)
+        x *= 0.5
+
+
+@pytest.mark.usefixtures("interruptible")
+def test_ctrl_c_leaves_the_model_as_after_a_step() -> None:
+    model, truth = pair(2)
+
+    class Interrupt(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            if batch == 2:
+                signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        tmg.fit(model, known(), callbacks=[Interrupt()], verbose=0)
+    truth.fit(known(BATCHES[:3]), shuffle=False, verbose=0)
+    for data in (known(), known(BATCHES[2:])):
+        expected = truth.fit(data, shuffle=False, verbose=0)
+        assert_same(model, truth, tmg.fit(model, data, verbose=0), expected)

@@ -1,0 +1,175 @@
+"""prepare: model.fit, evaluate and predict of one object run those of the library."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import warnings
+import weakref
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from fit_pairs import FIT, ROWS, SIZE, X, assert_same, pair
+from one_device import strategy_of
+
+import tfmultigpu as tmg
+
+NAMES = {"fit", "evaluate", "predict"}
+
+
+def is_as_before(model: Any) -> bool:
+    return not NAMES & set(vars(model))
+
+
+def test_calls_of_keras_give_what_one_device_gives() -> None:
+    model, truth = pair(3)
+    valid = [X[:11], SIZE[:11]]
+    with tmg.prepare(model, micro_batches=2):
+        history = model.fit(X, SIZE, validation_data=valid, **FIT)
+        values = model.evaluate(X, SIZE, 5, 0)
+        predicted = model.predict(X, 5, verbose=0)
+    expected = truth.fit(X, SIZE, validation_data=tuple(valid), **FIT)
+    assert_same(model, truth, history, expected)
+    # The list of Keras, the loss first.
+    assert isinstance(values, list)
+    expected = truth.evaluate(X, SIZE, batch_size=ROWS, verbose=0)
+    assert values == pytest.approx(expected, rel=2e-5)
+    np.testing.assert_allclose(predicted, truth.predict(X, verbose=0), rtol=2e-5, atol=1e-6)
+    assert is_as_before(model)
+
+
+def test_code_of_a_tuner() -> None:
+    """Builds a model in the scope, calls its fit with a deep copy of callbacks, reads History."""
+
+    class Hyper:
+        def build(self, units: int) -> Any:
+            model = keras.Sequential(
+                [keras.Input((5,)), keras.layers.Dense(units, "tanh"), keras.layers.Dense(1)]
+            )
+            model.compile(keras.optimizers.SGD(0.1), "mse", metrics=["mae"])
+            return model
+
+        def fit(self, model: Any, *args: Any, **kwargs: Any) -> Any:
+            with tmg.prepare(model):
+                return model.fit(*args, **kwargs)
+
+    def search(strategy: Any, hyper: Any, folder: list[Any]) -> list[float]:
+        scores = []
+        for units in (2, 3):
+            keras.utils.set_random_seed(units)
+            with strategy.scope():
+                model = hyper.build(units)
+            callbacks = [copy.deepcopy(keras.callbacks.EarlyStopping("val_loss", patience=1))]
+            options = {**FIT, "validation_split": 0.3, "callbacks": callbacks}
+            history = hyper.fit(model, X, SIZE, **options)
+            scores.append(min(history.history["val_loss"]))
+            folder.append(model)
+        return scores
+
+    class Plain(Hyper):
+        def fit(self, model: Any, *args: Any, **kwargs: Any) -> Any:
+            return model.fit(*args, **kwargs)
+
+    models: list[Any] = []
+    scores = search(strategy_of(2), Hyper(), models)
+    assert scores == pytest.approx(search(strategy_of(1), Plain(), []), rel=1e-5)
+    assert all(is_as_before(model) for model in models)
+
+
+def test_options_are_those_of_the_last_prepare() -> None:
+    model, _ = pair(2)
+    with tmg.prepare(model, clip_norm=0.0001):
+        with tmg.prepare(model, verify=False):
+            model.fit(X, SIZE, **FIT)
+        free = model.get_weights()
+        model.fit(X, SIZE, **FIT)
+    moved = max(np.abs(a - b).max() for a, b in zip(free, model.get_weights(), strict=True))
+    assert 0 < moved < 1e-3  # Clipped, which Keras' own fit cannot be told to.
+
+
+def test_after_errors_and_without_with_all_is_as_before() -> None:
+    model, _ = pair(1)
+    with pytest.raises(tmg.errors.DataError), tmg.prepare(model):
+        model.fit(X[:0], SIZE[:0])
+    assert is_as_before(model)
+    undo = tmg.prepare(model)
+    assert set(vars(model)) >= NAMES
+    undo.close()
+    undo.close()
+    assert is_as_before(model)
+    mine = vars(model)["fit"] = lambda: "mine"
+    with pytest.raises(tmg.errors.LossError, match=r"model\.fit is not that of Keras"):
+        tmg.prepare(model)
+    assert vars(model).pop("fit") is mine
+
+
+def test_prepared_twice_it_is_undone_in_any_order() -> None:
+    for first_first in (True, False):
+        model, _ = pair(1)
+        first, second = tmg.prepare(model), tmg.prepare(model)
+        order = (first, second) if first_first else (second, first)
+        order[0].close()
+        assert not is_as_before(model)
+        order[1].close()
+        assert is_as_before(model)
+
+
+def test_nothing_else_is_changed(tmp_path: Any) -> None:
+    model, _ = pair(1)
+    methods, config = [getattr(keras.Model, name) for name in NAMES], model.get_config()
+    tmg.prepare(model)
+    assert is_as_before(pair(1)[0])
+    assert [getattr(keras.Model, name) for name in NAMES] == methods
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # Of NumPy, in Keras.
+        model.save(tmp_path / "model.keras")
+        others = [
+            keras.models.load_model(tmp_path / "model.keras"),
+            keras.models.clone_model(model),
+            copy.deepcopy(model),
+            pickle.loads(pickle.dumps(model)),
+        ]
+    assert all(is_as_before(other) for other in others)
+    np.testing.assert_array_equal(others[0].get_weights()[0], model.get_weights()[0])
+    assert model.get_config() == config
+    model.compile("adam", "mse")
+    assert not is_as_before(model)
+    alive = weakref.ref(model)
+    del model
+    gc.collect()
+    assert alive() is None
+
+
+def test_a_model_with_a_train_step_of_its_own() -> None:
+    class Own(keras.Sequential):
+        def train_step(self, data: Any) -> Any:
+            return {**super().train_step(data), "own": tf.constant(1.0)}
+
+    model = Own([keras.Input((5,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    with tmg.prepare(model):
+        assert model.fit(X, SIZE, **FIT).history["own"] == [1.0, 1.0]
+
+
+def test_refusals() -> None:
+    class Own(keras.Sequential):
+        def fit(self, *args: Any, **kwargs: Any) -> Any:
+            return super().fit(*args, **kwargs)
+
+    model, _ = pair(1)
+    with pytest.raises(TypeError, match=r"takes a keras\.Model\. Received: Dense"):
+        tmg.prepare(keras.layers.Dense(1))
+    with pytest.raises(TypeError, match="clip"):
+        tmg.prepare(model, clip=3)
+    with pytest.raises(tmg.errors.LossError, match=r"Received: Own\.fit\. Call tmg\.fit inside"):
+        tmg.prepare(Own([keras.Input((5,)), keras.layers.Dense(1)]))
+    with tmg.prepare(model):
+        with pytest.raises(TypeError, match=r"Received: micro_batches=2\. Give .* to\s+tmg\.prep"):
+            model.fit(X, SIZE, micro_batches=2)
+        with pytest.raises(TypeError, match=r"Received: _use_cached_eval_dataset=True"):
+            model.evaluate(X, SIZE, _use_cached_eval_dataset=True)
+    assert is_as_before(model)
