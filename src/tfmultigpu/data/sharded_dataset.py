@@ -346,12 +346,13 @@ class ShardedDataset(tf.distribute.DistributedDataset):  # type: ignore[misc]
 def cutter(layout: ShardLayout, shares: tuple[int, ...]) -> Any:
     """Returns a function that cuts a global batch into the shards of a layout.
 
+    The strategy keeps it: to trace it takes longer than a short epoch.
+
     Args:
         layout: The layout; its elements are not whole batches.
         shares: Relative share of each replica, integers.
     """
 
-    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
     def cut(*element: Any) -> Any:
         # tf.data unpacks only tuples into arguments.
         batch = element if type(layout.element_spec) is tuple else element[0]
@@ -360,7 +361,8 @@ def cutter(layout: ShardLayout, shares: tuple[int, ...]) -> Any:
         shards = partition.cut_rows(batch, shares, layout.local)
         return layout.flatten(shards, offsets)
 
-    return cut
+    kept = vars(layout.strategy).setdefault("cutters_of_tfmultigpu", {})
+    return kept.setdefault((layout, shares), tf.function(cut, autograph=False))
 
 
 @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
