@@ -55,9 +55,7 @@ def evaluate(
 
     Args:
         model: A compiled Keras model. Its metrics are reset, and hold their state afterwards.
-        data: Arrays ``(x, y)`` or ``(x, y, sample_weight)``, each an array or a structure of
-            arrays; or a ``tf.data.Dataset`` or ``PyDataset`` of global batches, a function that
-            returns a generator of them, or a result of ``distribute_dataset``.
+        data: Arrays, datasets or functions, as for ``fit``.
         y: Labels, if ``data`` is arrays of inputs only.
         x: Another name for ``data``, as in Keras.
         batch_size: Examples in a global batch, for arrays only; None means 32.

@@ -114,22 +114,13 @@ def split_off(data: Any, validation_split: float) -> tuple[Any, Any]:
 
 
 def pass_feed(
-    model: Any,
-    purpose: str,
-    data: Any,
-    strategy: tf.distribute.Strategy,
-    batch_size: int | None,
-    steps: int | None,
-) -> Feed:
+    model: Any, purpose: str, data: Any, strategy: tf.distribute.Strategy,
+    batch_size: int | None, steps: int | None,
+) -> Feed:  # fmt: skip
     """Returns data for one pass after the other, each from its beginning.
 
-    Args:
-        model: The model, which keeps the pipeline of arrays.
-        purpose: ``"validation"``, ``"evaluation"`` or ``"prediction"``.
-        data: Arrays, a source of global batches, or a ``ShardedDataset``.
-        strategy: The strategy of the model.
-        batch_size: Examples in a global batch, for arrays; None means 32.
-        steps: The most batches of a pass, or None.
+    ``purpose`` is ``"validation"``, ``"evaluation"`` or ``"prediction"``; the model keeps a
+    pipeline of arrays for each.
     """
     kind = PredictFeed if purpose == "prediction" else Feed
     if _is_arrays(data):
@@ -142,7 +133,7 @@ def pass_feed(
         batches = shard_arrays(arrays, size, strategy, keep, endless=repeats)
         return kind(data, batches, -(-rows // size), steps, repeats=repeats)
     if isinstance(data, ShardedDataset):
-        batches = _checked_shards(data, strategy, batch_size)
+        batches = _checked_shards(data, strategy, batch_size=batch_size)
     else:
         own_size = None if purpose == "validation" else batch_size
         batches = distribute_dataset(data, strategy, batch_size=own_size)
@@ -164,26 +155,21 @@ def training_feed(
     shares: Any,
     position: Position | None,
 ) -> Feed:
-    """Returns the data of a training.
+    """Returns the data of a training; see ``fit`` for its arguments.
 
-    Args:
-        model: The model, which keeps the pipeline of arrays.
-        data: Arrays, a source of global batches, or a ``ShardedDataset``.
-        strategy: The strategy of the model.
-        batch_size: Examples in a global batch, for arrays. None means 32, or the size that makes
-            ``steps`` batches.
-        steps: Batches of an epoch, or None for a pass over the data.
-        shuffle: Whether to reshuffle arrays in each pass.
-        seed: Determines the order, together with the number of the pass.
-        first_pass: The number of the first pass.
-        class_weight: Weights of classes, or None.
-        shares: Relative share of each global batch per replica, or None.
-        position: Where a training that can be resumed begins; None for any other.
+    ``seed`` and the number of the pass, from ``first_pass`` on, decide about the order of arrays.
+    ``position`` is where a training that can be resumed begins; None for any other.
     """
     if not _is_arrays(data):
         if isinstance(data, ShardedDataset):
-            _check_final(data, steps, class_weight=class_weight, shares=shares)
-            batches = _checked_shards(data, strategy, batch_size)
+            arguments = {"batch_size": batch_size, "class_weight": class_weight, "shares": shares}
+            batches = _checked_shards(data, strategy, **arguments)
+            if isinstance(data, PositionedDataset) and steps is not None:
+                raise DataError(
+                    "Checkpointed data resumes only if an epoch is one pass; steps_per_epoch "
+                    f"breaks that. Received: steps_per_epoch={steps}. Give Checkpoints data=lambda "
+                    "epoch: dataset.shuffle(n, seed=epoch).batch(size).take(steps)."
+                )
         else:
             source = to_dataset(data, batch_size)
             if class_weight is not None:
@@ -223,35 +209,22 @@ def training_feed(
     )  # fmt: skip
 
 
-def _check_final(data: ShardedDataset, steps: int | None, **arguments: Any) -> None:
-    if isinstance(data, PositionedDataset) and steps is not None:
-        raise DataError(
-            "Checkpointed data resumes only if an epoch is one pass; steps_per_epoch breaks "
-            f"that. Received: steps_per_epoch={steps}. Give Checkpoints "
-            "data=lambda epoch: dataset.shuffle(n, seed=epoch).batch(size).take(steps)."
-        )
-    for name, value in arguments.items():
-        if value is not None:
-            raise DataError(
-                f"The data is already distributed, so {name} cannot be applied. Received: "
-                f"{name}={value!r}. Give fit the dataset itself."
-            )
-
-
 def _checked_shards(
-    data: ShardedDataset, strategy: tf.distribute.Strategy, batch_size: int | None
+    data: ShardedDataset, strategy: tf.distribute.Strategy, **arguments: Any
 ) -> ShardedDataset:
+    """Checks data that is already distributed, and that no argument would change it."""
     if data.strategy is not strategy:
         raise DataError(
             "The data was distributed for another strategy than that of the model. Received: data "
             f"for {describe(data.strategy)}; a model of {describe(strategy)}. Give the dataset "
             "itself, or write tmg.distribute_dataset(dataset, strategy)."
         )
-    if batch_size is not None:
-        raise DataError(
-            f"batch_size works only for arrays. Received: batch_size={batch_size} with data that "
-            "is already distributed. Leave it out."
-        )
+    for name, value in arguments.items():
+        if value is not None:
+            raise DataError(
+                f"The data is already distributed, so {name} cannot be applied. Received: "
+                f"{name}={value!r}. Give the dataset itself, or leave {name} out."
+            )
     return data
 
 
