@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,7 +15,6 @@ __all__ = [
     "around",
     "as_keras_made_it",
     "as_method",
-    "install",
     "installed",
     "is_ours",
     "marked",
@@ -26,29 +25,18 @@ _NOTHING = object()
 _MARK = "_of_tfmultigpu"
 
 
-def install(model: Any, attributes: Mapping[str, Any]) -> Callable[[], None]:
-    """Gives a model object other attributes, and returns the function that undoes it."""
-    before = {name: vars(model).get(name, _NOTHING) for name in attributes}
-    vars(model).update(attributes)  # Not by setattr, with which Keras would track them.
-
-    def undo() -> None:
-        for name, value in before.items():
-            if value is _NOTHING:
-                vars(model).pop(name, None)
-            else:
-                vars(model)[name] = value
-
-    return undo
-
-
 @contextmanager
 def installed(model: Any, **attributes: Any) -> Iterator[None]:
     """Gives a model object other attributes for a time."""
-    undo = install(model, attributes)
+    before = {name: vars(model).get(name, _NOTHING) for name in attributes}
+    vars(model).update(attributes)  # Not by setattr, with which Keras would track them.
     try:
         yield
     finally:
-        undo()
+        for name, value in before.items():
+            vars(model).pop(name, None)
+            if value is not _NOTHING:
+                vars(model)[name] = value
 
 
 @contextmanager

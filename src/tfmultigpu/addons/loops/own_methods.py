@@ -12,7 +12,6 @@ from tfmultigpu.strategies.topology import describe
 
 __all__ = [
     "EVALUATION",
-    "METHODS",
     "OWN_METRICS",
     "check_no_loop",
     "own_methods",
@@ -22,7 +21,6 @@ __all__ = [
 # Methods that Keras calls in an evaluation.
 OWN_METRICS = ("compute_metrics", "get_metrics_result")
 EVALUATION = ("test_step", *OWN_METRICS, "compute_loss")
-METHODS = ("train_step", *EVALUATION, "predict_step")
 
 _FORWARD = """Write its loss as a forward, with one value for each row:
     def forward(model, batch, training):
@@ -30,18 +28,11 @@ _FORWARD = """Write its loss as a forward, with one value for each row:
         values = ...  # of model(x, training=training) and y
         return tmg.LossSum(tf.reduce_sum(values), tf.size(values))  # , {"name": (sum, weight)}
     model.compile(optimizer=...); tmg.fit(model, data, forward=forward)
+To evaluate: tmg.make_eval_step(model, None, strategy, forward=forward).
 Several optimizers: tmg.fit(model, data, step=tmg.chain_steps(first_step, second_step))."""
-_INSTEAD = {
-    "train_step": _FORWARD,
-    "test_step": _FORWARD.replace(
-        "model.compile(optimizer=...); tmg.fit(model, data, forward=forward)",
-        "step = tmg.make_eval_step(model, None, strategy, forward=forward)",
-    ),
-    "predict_step": "Move what it computes to the call method of the model.",
-    "compute_loss": _FORWARD,
-    "compute_metrics": "Give metrics to model.compile(metrics=[...]), or values from a forward.",
-    "get_metrics_result": "Give metrics to model.compile(metrics=[...]), or values from a forward.",
-}
+_METRICS = "Give metrics to model.compile(metrics=[...]), or values from a forward."
+_INSTEAD = dict.fromkeys(OWN_METRICS, _METRICS)
+_INSTEAD["predict_step"] = "Move what it computes to the call method of the model."
 
 
 def own_methods(model: Any, *names: str) -> list[str]:
@@ -73,5 +64,5 @@ def refused(model: Any, method: str, strategy: tf.distribute.Strategy, function:
     return LossError(
         f"The model replaces {method} of Keras. It would run on each replica alone, so its result "
         f"would depend on how the batch was cut. Received: {own}, and {describe(strategy)}. "
-        f"{_INSTEAD[method]}\nOn one device {function} runs {own} as Keras does."
+        f"{_INSTEAD.get(method, _FORWARD)}\nOn one device {function} runs {own} as Keras does."
     )
