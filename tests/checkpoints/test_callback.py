@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import signal
+import types
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,7 @@ import tensorflow as tf
 from one_device import strategy_of
 
 import tfmultigpu as tmg
-from tfmultigpu.addons.checkpoints.callback import CheckpointCallback
-from tfmultigpu.optimizers.loss_scaling import kept_loss_scale
+from tfmultigpu.addons.checkpoints.callback import make_callback
 
 X = np.random.default_rng(0).normal(size=(22, 4)).astype("float32")
 Y = np.random.default_rng(1).normal(size=(22, 1)).astype("float32")
@@ -127,26 +127,6 @@ def test_fit_goes_on_in_the_middle_of_an_epoch_to_the_bit(
     assert names(directory) == ["step-00000008", "step-00000010", "step-00000015"]
 
 
-def test_saved_after_the_last_batch_fit_goes_on_in_the_next_epoch(
-    model: Any, start: list[np.ndarray], tmp_path: Path
-) -> None:
-    kind = "unknown length"
-    _, expected, _ = fit(model, start, tmp_path / "whole", kind)
-    with pytest.raises(Killed):
-        fit(model, start, tmp_path / "run", kind, Kill(BATCHES + 1), every_steps=BATCHES)
-    restored, values, history = fit(model, start, tmp_path / "run", kind, every_steps=BATCHES)
-    assert restored == BATCHES
-    assert history.epoch == [0, 1, 2]
-    # Where the epochs are is known again, too: what is saved now is gone on with.
-    restored, after, history = fit(model, start, tmp_path / "run", kind, every_steps=BATCHES)
-    assert restored == EPOCHS * BATCHES
-    assert history.epoch == [0, 1, 2]
-    for here, there in zip(after, values, strict=True):
-        np.testing.assert_array_equal(here, there)
-    for here, there in zip(values, expected, strict=True):
-        np.testing.assert_array_equal(here, there)
-
-
 class SlowDown(keras.callbacks.Callback):
     """Changes the optimizer after each batch."""
 
@@ -217,33 +197,6 @@ def test_one_save_where_steps_and_epochs_ask_for_one(
     assert saved == [(6, 1), (12, 2), (18, 3)]
 
 
-def test_the_loss_scale_of_fit_goes_on_on_another_number_of_replicas(tmp_path: Path) -> None:
-    huge = X.copy()
-    huge[5] = 1e38  # Its gradient is not finite: the step is skipped, the scale halved.
-    data = tf.data.Dataset.from_tensor_slices((huge, Y)).batch(4)
-
-    def train(replicas: int, directory: str, kill: Kill | None = None) -> list[np.ndarray]:
-        with strategy_of(replicas).scope():
-            model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1, None, False)])
-            model.compile(keras.optimizers.SGD(0.1, momentum=0.9), "mse")
-        model.set_weights([np.full((4, 1), 0.1)])
-        run = tmg.Checkpoints(tmp_path / directory, model, model.optimizer, data)
-        run.restore()
-        callbacks = [run.callback(every_steps=2), *([kill] if kill else [])]
-        tmg.fit(model, run.data, epochs=2, loss_scale="dynamic", callbacks=callbacks, verbose=0)
-        scale = kept_loss_scale(model.optimizer)
-        kept = (scale.scale, scale.good_steps, *model.optimizer.variables, *model.variables)
-        return [np.asarray(one.numpy()) for one in kept]
-
-    expected = train(2, "whole")
-    assert expected[0] == 2.0**13
-    with pytest.raises(Killed):
-        train(2, "run", Kill(9))
-    assert names(tmp_path / "run")[-1] == "step-00000008"
-    for here, there in zip(train(3, "run"), expected, strict=True):
-        np.testing.assert_allclose(here, there, rtol=0, atol=1e-6)
-
-
 def test_an_update_that_is_sharded_is_so_after_a_restart(tmp_path: Path) -> None:
     strategy = strategy_of(2)
     restored: Any = None
@@ -290,27 +243,6 @@ def test_an_update_that_is_sharded_is_so_after_a_restart(tmp_path: Path) -> None
     own = model.optimizer.variables  # The weights were replaced by their averages at the end.
     for here, there in zip(own, expected[len(model.variables) :], strict=True):
         np.testing.assert_array_equal(here.numpy(), there)
-
-
-def test_a_signal_ends_fit_after_the_step(
-    model: Any, start: list[np.ndarray], tmp_path: Path
-) -> None:
-    before = signal.getsignal(signal.SIGTERM)
-    with pytest.raises(SystemExit) as ended:
-        fit(model, start, tmp_path, "dataset", Kill(8, signal.SIGTERM), every_steps=2)
-    assert signal.getsignal(signal.SIGTERM) == before
-    assert ended.value.code == 143
-    # The one that saves comes last, wherever it stands in the list.
-    assert names(tmp_path) == ["step-00000004", "step-00000006", "step-00000008"]
-    _, expected, _ = fit(model, start, tmp_path / "whole", "dataset")
-    restored, values, _ = fit(model, start, tmp_path, "dataset")
-    assert restored == 8
-    for here, there in zip(values, expected, strict=True):
-        np.testing.assert_array_equal(here, there)
-    assert signal.getsignal(signal.SIGTERM) == before
-    with pytest.raises(Killed):
-        fit(model, start, tmp_path / "error", "dataset", Kill(2))
-    assert signal.getsignal(signal.SIGTERM) == before
 
 
 def test_a_signal_after_the_last_step_goes_to_the_earlier_handler(
@@ -370,17 +302,22 @@ def test_several_workers_are_told_after_the_same_steps() -> None:
         def listen(self) -> None:
             """Does nothing."""
 
+        def begin(self, *_: Any) -> None:
+            """Does nothing."""
+
         begin_training = begin_epoch = listen
 
     def told(several_workers: bool) -> list[int]:
-        run = Run()
-        callback = CheckpointCallback(run, several_workers)
+        run, fit = Run(), types.SimpleNamespace(batches=0)
+        callback = make_callback(run, several_workers)
         callback.set_params({"steps": 15})
+        callback.on_fit_begin(fit)
         callback.on_train_begin()
         for epoch in range(2):
             callback.on_epoch_begin(epoch)
             # Besides after each tenth step of all, fit calls when time has passed.
             for batch in ((3, 9, 14), (4, 6, 14, 15))[epoch]:
+                fit.batches = 15 * epoch + batch + 1
                 callback.on_train_batch_end(batch)
             callback.on_epoch_end(epoch)
         return run.told
@@ -390,5 +327,5 @@ def test_several_workers_are_told_after_the_same_steps() -> None:
     run = Run()
     for every, several, single in ((None, 10, None), (4, 4, 4), (400, 10, 400)):
         run.every_steps = every
-        assert CheckpointCallback(run, True).every_batches == several
-        assert CheckpointCallback(run, False).every_batches == single
+        assert make_callback(run, True).every_batches == several
+        assert make_callback(run, False).every_batches == single

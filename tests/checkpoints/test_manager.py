@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import threading
-import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,128 +16,14 @@ import tensorflow as tf
 from one_device import difference, strategy_of
 
 import tfmultigpu as tmg
-from tfmultigpu.strategies import stop_signals
-from tfmultigpu.strategies.stop_signals import StopSignal, StopVote
 
 _random = np.random.default_rng(5)
 X = _random.normal(size=(22, 4)).astype("float32")
 Y = _random.normal(size=(22, 1)).astype("float32")
-EPOCHS, BATCHES = 3, 6
 
 
 def names(directory: Path) -> list[str]:
     return sorted(path.name.removesuffix(".npz") for path in directory.iterdir())
-
-
-def dataset() -> tf.data.Dataset:
-    """Six batches, the last of two rows, in another order in each pass."""
-    return tf.data.Dataset.from_tensor_slices((X, Y)).shuffle(22, seed=3).batch(4)
-
-
-class Trained:
-    """A model with everything that has a state, and the step that trains it."""
-
-    def __init__(
-        self, replicas: int, *, loss_scale: str | None = None, shard_update: bool = False
-    ) -> None:
-        self.strategy = strategy_of(replicas)
-        keras.utils.set_random_seed(1)
-        with self.strategy.scope():
-            self.model = keras.Sequential(
-                [
-                    keras.Input((4,)),
-                    keras.layers.Dense(3, use_bias=False),
-                    keras.layers.BatchNormalization(synchronized=True),
-                    keras.layers.Dropout(0.3),
-                    keras.layers.Dense(1),
-                ]
-            )
-            self.optimizer = keras.optimizers.SGD(0.05, momentum=0.9)
-            self.metric = keras.metrics.MeanSquaredError()
-        self.step = tmg.make_train_step(
-            self.model,
-            self.optimizer,
-            "mse",
-            self.strategy,
-            metrics=[self.metric],
-            loss_scale=loss_scale,
-            shard_update=shard_update,
-        )
-        self.start = [value.copy() for value in self.values()]
-
-    def variables(self) -> list[Any]:
-        own = [*self.model.variables, *self.optimizer.variables]
-        scale = self.step.loss_scale
-        return own if scale is None else [*own, scale.scale, scale.good_steps]
-
-    def values(self) -> list[np.ndarray]:
-        return [np.asarray(variable.numpy()) for variable in self.variables()]
-
-    def begin(self) -> None:
-        for variable, value in zip(self.variables(), self.start, strict=True):
-            variable.assign(value)
-        self.metric.reset_state()
-
-    def forget(self) -> None:
-        """What a new process would hold: something else."""
-        for variable in self.variables():
-            variable.assign(np.ones_like(variable.numpy()))
-        self.metric.reset_state()
-
-    def train(self, directory: Path, stop: int | None = None, calls: int = 1) -> list[np.ndarray]:
-        """Trains to the end, or saves after so many steps in all and leaves."""
-        run = tmg.Checkpoints(
-            directory, train_step=self.step, data=dataset(), extra={"mse": self.metric}
-        )
-        run.restore()
-        for _ in run.epochs(EPOCHS):
-            iterator = iter(run.data)
-            while ran := int(self.step.run(iterator, calls)["steps"]):
-                run.after_step(ran)
-                if run.step == stop:
-                    run.save()
-                    return []
-                if ran < calls:
-                    break
-        assert run.step == EPOCHS * BATCHES
-        return [*self.values(), np.asarray(self.metric.result())]
-
-
-@pytest.fixture(scope="module")
-def two() -> Trained:
-    return Trained(2, loss_scale="dynamic")
-
-
-@pytest.fixture(scope="module")
-def uninterrupted(two: Trained, tmp_path_factory: pytest.TempPathFactory) -> list[np.ndarray]:
-    two.begin()
-    return two.train(tmp_path_factory.mktemp("uninterrupted"))
-
-
-@pytest.mark.parametrize(("stop", "calls"), [(BATCHES, 1), (10, 2)])
-def test_a_run_gone_on_with_equals_one_uninterrupted_to_the_bit(
-    stop: int, calls: int, two: Trained, uninterrupted: list[np.ndarray], tmp_path: Path
-) -> None:
-    two.begin()
-    two.train(tmp_path, stop, calls)
-    two.forget()
-    for here, there in zip(two.train(tmp_path, calls=calls), uninterrupted, strict=True):
-        np.testing.assert_array_equal(here, there)
-
-
-def test_an_optimizer_whose_state_is_sharded_is_saved_and_restored_like_any_other(
-    two: Trained, uninterrupted: list[np.ndarray], tmp_path: Path
-) -> None:
-    two.begin()
-    two.train(tmp_path, 4)
-    sharded = Trained(2, loss_scale="dynamic", shard_update=True)
-    assert sharded.step.shard_update is True
-    sharded.train(tmp_path, 8)
-    assert names(tmp_path) == ["step-00000004", "step-00000008"]
-    sharded.forget()
-    assert difference(sharded.train(tmp_path), uninterrupted) <= 1e-6
-    two.forget()
-    assert difference(two.train(tmp_path), uninterrupted) <= 1e-6
 
 
 @pytest.mark.parametrize("chained", [False, True])
@@ -149,6 +33,7 @@ def test_two_models_resume_together(chained: bool, tmp_path: Path) -> None:
     def train(directory: Path, kill: int | None = None) -> list[np.ndarray]:
         strategy = strategy_of(2)
         keras.utils.set_random_seed(2)
+        data = tf.data.Dataset.from_tensor_slices((X, Y)).shuffle(22, seed=3).batch(4)
         models, steps = [], []
         for rate in (0.05, 0.01):
             with strategy.scope():
@@ -163,7 +48,7 @@ def test_two_models_resume_together(chained: bool, tmp_path: Path) -> None:
         parts = {"train_step": steps[0], "extra": {"d": steps[1]}}
         if chained:
             parts = {"train_step": tmg.chain_steps(*steps, names=["g", "d"])}
-        run = tmg.Checkpoints(directory, data=dataset(), every_steps=4, **parts)
+        run = tmg.Checkpoints(directory, data=data, every_steps=4, **parts)
         run.restore()
         for _ in run.epochs(2):
             for batch in run.data:
@@ -281,12 +166,10 @@ def test_saving_when_it_is_time_and_keeping_the_newest(tmp_path: Path) -> None:
 
 def test_steps_nobody_counts_are_those_of_the_optimizer(tmp_path: Path) -> None:
     model, optimizer = small()
-    run = tmg.Checkpoints(tmp_path, model, optimizer, tmg.distribute_dataset(numbers()))
+    run = tmg.Checkpoints(tmp_path, model, optimizer)
     optimizer.iterations.assign(12)
     assert run.save().name == "step-00000012.npz"
-    other = tmg.Checkpoints(tmp_path, *small(), data=numbers())
-    assert other.restore() == 12
-    assert (other.epoch, other.step_in_epoch) == (2, 2)
+    assert tmg.Checkpoints(tmp_path, *small()).restore() == 12
 
 
 def test_optimizer_and_draws_without_a_seed_come_back(tmp_path: Path) -> None:
@@ -452,7 +335,7 @@ def test_mistakes_are_explained(tmp_path: Path) -> None:
         run.after_step()
     with pytest.raises(tmg.CheckpointError, match="between steps"):
         tf.function(run.save)()
-    unknown = tmg.Checkpoints(tmp_path, model, optimizer, numbers().filter(lambda i: True))
+    unknown = tmg.Checkpoints(tmp_path, model, optimizer, numbers())
     optimizer.iterations.assign(5)
     with pytest.raises(tmg.CheckpointError, match=r"Call checkpoints.after_step\(\) after each"):
         unknown.save()
@@ -504,62 +387,3 @@ def test_a_signal_saves_after_the_step_and_exits_with_143(tmp_path: Path) -> Non
     assert run.restore() == 10
     assert loop(run, 3, signal.SIGTERM, -1) == list(range(10, 15))
     assert signal.getsignal(signal.SIGTERM) == before
-
-
-def test_a_second_signal_does_what_it_would_have_done() -> None:
-    caught = []
-    before = signal.signal(signal.SIGUSR1, lambda number, _: caught.append(number))
-    try:
-        listener = StopSignal(signal.SIGUSR1)
-        listener.listen()
-        listener.listen()
-        os.kill(os.getpid(), signal.SIGUSR1)
-        assert (listener.received, caught) == (True, [])
-        os.kill(os.getpid(), signal.SIGUSR1)
-        assert caught == [signal.SIGUSR1]
-        thread = threading.Thread(target=StopSignal(signal.SIGUSR1).listen)
-        thread.start()
-        thread.join()
-        os.kill(os.getpid(), signal.SIGUSR1)
-        assert len(caught) == 2
-    finally:
-        signal.signal(signal.SIGUSR1, before)
-
-
-def test_workers_ask_each_other_about_once_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
-    class TwoWorkers:
-        """Of which the other one is asked to stop, some time."""
-
-        workers = 2
-        asked = 0
-        other = 0
-
-        def __call__(self, numbers: list[int]) -> np.ndarray:
-            self.asked += 1
-            return np.array([numbers, [self.other, numbers[1]]])
-
-    now = [0.0]
-    monkeypatch.setattr(stop_signals.time, "monotonic", lambda: now[0])
-    exchange = TwoWorkers()
-    vote = StopVote(exchange)
-
-    def steps(count: int, seconds: float) -> int:
-        """Makes steps of so many seconds; returns after how many one vote was to stop."""
-        for step in range(count):
-            now[0] += seconds
-            if vote(False, 1):
-                return step
-        return count
-
-    assert steps(10_000, 0.01) == 10_000
-    assert 95 <= exchange.asked <= 115  # 100 seconds, and a few at the start.
-    exchange.other = 1
-    assert steps(10_000, 0.01) <= 100
-    exchange.other, exchange.asked = 0, 0
-    steps(100, 5.0)
-    steps(50, 5.0)
-    assert exchange.asked >= 50  # Long steps: each of them, from the next time on.
-    exchange.other = 1
-    assert vote(False, 0, now=True)
-    alone = StopVote(types.SimpleNamespace(workers=1))
-    assert [alone(False, 1), alone(True, 1)] == [False, True]

@@ -88,13 +88,10 @@ def test_a_signal_to_one_worker_stops_both_after_the_same_step(
 def test_directories_that_cannot_be_saved_to_are_an_error_on_both(
     results: list[dict[str, Any]],
 ) -> None:
-    for worker, result in enumerate(results):
+    for result in results:
         assert "different checkpoints in " in result["restore"]
-        assert re.search(r"of each worker: \[\[\d+, \d+\], \[-1, 0\]\]\. Give", result["restore"])
+        assert re.search(r"step of each worker: \[\d+, -1\]\. Give", result["restore"])
         assert result["unchanged"]
-        assert "The workers have different settings of Checkpoints" in result["apart"]
-        said = f"Received: every_steps={2 + worker} on worker {worker}, and another value on "
-        assert said in result["apart"]
     assert "The chief cannot write to" in results[0]["failed"]
     assert "Not a directory" in results[0]["failed"]
     assert "see the output of the chief" in results[1]["failed"]

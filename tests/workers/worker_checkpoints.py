@@ -101,11 +101,6 @@ try:
     tmg.Checkpoints(own, model, optimizer).restore()
 except tmg.CheckpointError as error:
     say("restore", str(error))
-try:
-    apart = tmg.Checkpoints(shared / "e", model, optimizer, dataset(), every_steps=2 + worker)
-    next(apart.epochs(1))
-except tmg.errors.ClusterError as error:
-    say("apart", str(error))
 say("unchanged", optimizer.iterations.numpy().item() > 0)
 
 # A disk that fails the first worker.

@@ -183,13 +183,7 @@ def check_divisible(
 def can_be_sharded(
     optimizer: Any, variables: Sequence[Any], strategy: tf.distribute.Strategy
 ) -> bool:
-    """Returns whether a step could still have each variable updated by one replica.
-
-    Args:
-        optimizer: As for ``plan_update``.
-        variables: As for ``plan_update``.
-        strategy: As for ``plan_update``.
-    """
+    """Returns whether a step could still have each variable updated by one replica."""
     several = strategy.num_replicas_in_sync > 1
     return several and _obstacle(optimizer, variables, strategy) is None
 

@@ -25,11 +25,11 @@ from tfmultigpu.strategies.scopes import check_scope
 from tfmultigpu.strategies.variable_sharding import is_sharded
 
 __all__ = [
+    "after_build",
     "apply_reduced_gradients",
     "build_optimizer",
     "finish_values",
     "prepare_update",
-    "when_built",
 ]
 
 
@@ -126,11 +126,8 @@ def overwrite_with_averages(
 ) -> None:
     """Does what ``ema_overwrite_frequency`` asks, in a cross-replica context, after an update.
 
-    Args:
-        optimizer: The optimizer.
-        strategy: Its strategy.
-        applied: The variables that the update changed. All that the optimizer knows are
-            overwritten, but only these are constrained, and without any there was no update.
+    All variables that the optimizer knows are overwritten, but only those in ``applied``, which the
+    update changed, are constrained.
     """
     constraints = {id(v.value): v.constraint for v in applied}
     for part in _parts(optimizer):
@@ -144,13 +141,7 @@ def overwrite_with_averages(
 def finish_values(
     optimizer: Any, variables: Sequence[Any], strategy: tf.distribute.Strategy
 ) -> None:
-    """Overwrites variables with their moving averages, as Keras does at the end of training.
-
-    Args:
-        optimizer: The optimizer.
-        variables: What it trains, Keras variables.
-        strategy: Its strategy.
-    """
+    """Overwrites variables with their moving averages, as Keras does at the end of training."""
     if not any(is_sharded(one) for one in variables):
         optimizer.finalize_variable_values(variables)
         return
@@ -287,22 +278,11 @@ def build_optimizer(
             "models with one, build it for all of them first: "
             "optimizer.build(a.trainable_variables + b.trainable_variables)."
         )
-    _when_built.pop(optimizer, lambda: None)()
+    after_build.pop(optimizer, lambda: None)()
 
 
-def when_built(optimizer: Any, then: Callable[[], None]) -> None:
-    """Has a function called once ``build_optimizer`` or ``prepare_update`` has built an optimizer.
-
-    Checkpoints restore its slots then: until a step is made nobody knows where they will live.
-
-    Args:
-        optimizer: An optimizer that is not built.
-        then: The function, in place of any given before.
-    """
-    _when_built[optimizer] = then
-
-
-_when_built: weakref.WeakKeyDictionary[Any, Callable[[], None]] = weakref.WeakKeyDictionary()
+# Called once an optimizer is built: where its restored slots live is unknown before a step is made.
+after_build: weakref.WeakKeyDictionary[Any, Callable[[], None]] = weakref.WeakKeyDictionary()
 
 
 def _check(optimizer: Any, strategy: tf.distribute.Strategy) -> None:

@@ -2,6 +2,4 @@
 
 from tfmultigpu.addons.checkpoints.manager import Checkpoints
 
-__all__ = [
-    "Checkpoints",
-]
+__all__ = ["Checkpoints"]

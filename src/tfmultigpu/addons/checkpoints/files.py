@@ -1,4 +1,4 @@
-"""Checkpoints as files, each whole or not there.
+"""A directory of checkpoints for all workers; each file is whole or not there.
 
 ``step-00000120.npz`` holds the arrays of a run, which NumPy reads, and its description as JSON in
 the array ``run``. It is written under a hidden name, flushed to the disk, and put in place by one
@@ -9,75 +9,60 @@ from __future__ import annotations
 
 import json
 import os
-import re
+import tempfile
 import warnings
 import zipfile
-import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-__all__ = ["Arrays", "Stored", "newest", "path_of", "prune", "read", "steps_in", "write"]
+from tfmultigpu.errors import CheckpointError
+
+__all__ = ["Arrays", "Directory", "Stored", "read", "steps_in", "write"]
 
 Arrays = Mapping[str, np.ndarray[Any, Any]]
-_NAME = re.compile(r"step-(\d+)\.npz")
 _FORMAT = 2
 
 
 class Stored(NamedTuple):
-    """An intact checkpoint: its file, the description of the run, its arrays, and a checksum."""
+    """An intact checkpoint: its file, the description of the run, its arrays."""
 
     path: Path
     run: dict[str, Any]
     arrays: Arrays
-    checksum: int
 
 
-def path_of(directory: Path, step: int) -> Path:
-    """Returns the path of the checkpoint of a step."""
-    return directory / f"step-{step:08d}.npz"
-
-
-def write(directory: Path, step: int, arrays: Arrays, run: Mapping[str, Any]) -> Path:
-    """Writes a checkpoint, which survives a loss of power after the return.
-
-    Args:
-        directory: The directory of all checkpoints; created if missing.
-        step: The step. An existing checkpoint of the same step is replaced.
-        arrays: The arrays by name.
-        run: The description of the run, in JSON types.
-
-    Raises:
-        OSError: It could not be written; existing checkpoints are unchanged.
-    """
+def write(directory: Path, step: int, arrays: Arrays, run: Mapping[str, Any], keep: int) -> Path:
+    """Writes a checkpoint to last, and deletes all up to its step except the newest ``keep``."""
     directory.mkdir(parents=True, exist_ok=True)
     for half_written in directory.glob(".step-*"):  # By processes that died.
         half_written.unlink(missing_ok=True)
     text = json.dumps({"format": _FORMAT, "step": step, **run})
-    path = path_of(directory, step)
+    content: dict[str, Any] = {"run": np.frombuffer(text.encode(), "uint8"), **arrays}
+    path = directory / f"step-{step:08d}.npz"
     hidden = directory / f".{path.name}"
     try:
         with hidden.open("wb") as file:
-            content: dict[str, Any] = {"run": np.frombuffer(text.encode(), "uint8"), **arrays}
             np.savez(file, **content)
             file.flush()
             os.fsync(file.fileno())
         hidden.replace(path)
-    except BaseException:
+    finally:
         hidden.unlink(missing_ok=True)
-        raise
     if os.name == "posix":  # The new name must reach the disk, too.
         number = os.open(directory, os.O_RDONLY)
         os.fsync(number)
         os.close(number)
+    for old in [path for other, path in steps_in(directory).items() if other <= step][:-keep]:
+        old.unlink(missing_ok=True)
     return path
 
 
 def read(path: Path) -> Stored:
     """Reads a checkpoint whole; of a damaged one a changed byte may raise almost any error."""
-    arrays, checksums = {}, []
+    arrays = {}
     with zipfile.ZipFile(path) as archive:
         for entry in archive.infolist():
             with archive.open(entry) as file:
@@ -85,52 +70,97 @@ def read(path: Path) -> Stored:
                 if file.read(1):  # zipfile compares the checksum at the end of an entry.
                     raise ValueError(f"{entry.filename} is longer than its array")
             arrays[entry.filename.removesuffix(".npy")] = array
-            checksums.append((entry.filename, entry.CRC))
     run = json.loads(arrays.pop("run").tobytes())
     missing = run["variables"].keys() - arrays.keys()
-    if run["format"] != _FORMAT or run["step"] != _step_of(path) or missing:
+    if run["format"] != _FORMAT or run["step"] != int(path.stem[5:]) or missing:
         raise ValueError(
             f"it has format {run['format']!r} (this version reads {_FORMAT}), is of step "
             f"{run['step']}, and lacks {len(missing)} arrays"
         )
-    return Stored(path, run, arrays, zlib.crc32(repr(checksums).encode()))
+    return Stored(path, run, arrays)
 
 
-def newest(directory: Path) -> tuple[Stored | None, set[int]]:
-    """Returns the newest intact checkpoint, and the steps of newer damaged ones.
+def steps_in(directory: Path) -> dict[int, Path]:
+    """Returns the checkpoints by their steps, in order."""
+    paths = [path for path in directory.glob("step-*.npz") if path.stem[5:].isdecimal()]
+    return dict(sorted((int(path.stem[5:]), path) for path in paths if path.is_file()))
 
-    A warning names each damaged one, at the line that called ``Checkpoints.restore``.
-    """
-    damaged: set[int] = set()
-    while True:
-        for step in reversed(steps_in(directory, damaged)):
-            path = path_of(directory, step)
+
+class Directory:
+    """The checkpoints of a run; all workers must call every method, and the chief writes."""
+
+    def __init__(self, path: Path, exchange: Any) -> None:
+        """Stores the path and the ``WorkerExchange``; reads and writes nothing."""
+        self._path, self._exchange = path, exchange
+        self._damaged: set[int] = set()
+
+    def newest(self) -> Stored | None:
+        """Returns the newest intact checkpoint; None if there is none, damaged or not."""
+        stored, self._damaged = None, set()
+        for step, path in reversed(steps_in(self._path).items()):
             try:
-                return read(path), damaged
-            except FileNotFoundError:
-                break  # Another run has saved a newer one and deleted this: look again.
+                stored = read(path)
+                break
             except Exception as error:
-                damaged.add(step)
+                self._damaged.add(step)
                 warnings.warn(
                     f"A checkpoint is damaged and was skipped. Received: {path}: "
                     f"{type(error).__name__}: {error}. The run resumes from an older one.",
-                    stacklevel=4,
+                    stacklevel=3,
                 )
-        else:
-            return None, damaged
+        step = -1 if stored is None else stored.run["step"]
+        steps = self._exchange([step])[:, 0].tolist()
+        if steps.count(step) < len(steps):
+            raise CheckpointError(
+                f"The workers see different checkpoints in {self._path}, so they would resume "
+                f"from different weights. Received: step of each worker: {steps}. Give a directory "
+                "on a file system that all workers share, or copy the newest checkpoint of the "
+                "chief to the others."
+            )
+        if stored is None and self._damaged:
+            raise CheckpointError(
+                f"All checkpoints in {self._path} are damaged. Received: those of steps "
+                f"{sorted(self._damaged)}. To start over, give another directory or delete this "
+                "one."
+            )
+        return stored
 
+    def write(self, step: int, arrays: Arrays, run: Mapping[str, Any], keep: int) -> Path:
+        """Has the chief write a checkpoint, and delete all but the newest ``keep``."""
+        self._on_chief(step, lambda: write(self._path, step, arrays, run, keep))
+        return self._path / f"step-{step:08d}.npz"
 
-def prune(directory: Path, step: int, keep: int) -> None:
-    """Deletes all checkpoints up to a step except the newest ``keep``."""
-    for old in [other for other in steps_in(directory) if other <= step][:-keep]:
-        path_of(directory, old).unlink(missing_ok=True)
+    def check(self, step: int) -> None:
+        """Checks that a run at a step may write, before any training."""
 
+        def create() -> None:
+            self._path.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=self._path).close()
 
-def steps_in(directory: Path, without: set[int] | frozenset[int] = frozenset()) -> list[int]:
-    """Returns the steps that have a checkpoint, in order, without some."""
-    files = [path for path in directory.glob("step-*.npz") if _NAME.fullmatch(path.name)]
-    return sorted({_step_of(path) for path in files if path.is_file()} - without)
+        self._on_chief(step, create)
 
-
-def _step_of(path: Path) -> int:
-    return int(path.stem.removeprefix("step-"))
+    def _on_chief(self, step: int, save: Callable[[], object]) -> None:
+        """Has the chief save, if there are no later steps; all workers learn whether it could."""
+        failure: OSError | None = None
+        latest = step
+        if self._exchange.is_chief:
+            try:
+                latest = max({step, *steps_in(self._path)} - (self._damaged - {step}))
+                if latest == step:
+                    save()
+            except OSError as error:
+                failure = error
+        failed, latest = self._exchange([int(failure is not None), latest])[0].tolist()
+        if failed:
+            raise CheckpointError(
+                f"The chief cannot write to {self._path}: "
+                f"{failure or 'see the output of the chief'}. Older checkpoints are unchanged. "
+                "Give a directory that it may write to, with enough space."
+            ) from failure
+        if latest > step:
+            raise CheckpointError(
+                f"{self._path} has checkpoints of later steps. Only the newest are kept, so this "
+                f"run would lose its own. Received: step {latest} there, and a run at step {step}. "
+                "Call checkpoints.restore() first to resume, or give another directory to start "
+                "over."
+            )

@@ -11,7 +11,7 @@ import numpy as np
 from tfmultigpu.addons.checkpoints import state
 from tfmultigpu.addons.checkpoints.callback_states import CallbackStates
 from tfmultigpu.addons.checkpoints.files import Arrays
-from tfmultigpu.addons.checkpoints.variables import RunVariables
+from tfmultigpu.addons.checkpoints.state import RunVariables
 from tfmultigpu.data.positioned import Position
 from tfmultigpu.errors import CheckpointError
 from tfmultigpu.strategies.worker_exchange import WorkerExchange
@@ -23,60 +23,52 @@ _log = logging.getLogger("tfmultigpu")
 
 
 class FitState:
-    """State of the running ``fit``, or of a stored one until a ``fit`` takes it.
-
-    All workers must call every method.
-
-    Attributes:
-        first_epoch: The epoch of ``fit`` that the run began with.
-    """
+    """The running ``fit``, or a stored one until a ``fit`` takes it; all workers call alike."""
 
     def __init__(
         self, position: Position, variables: RunVariables, exchange: WorkerExchange
     ) -> None:
         """Stores the parts of the run."""
-        self.first_epoch = 0
         self._position, self._variables, self._exchange = position, variables, exchange
+        self._first_epoch = 0  # The epoch of fit that the run began with.
         self._fit: RunningFit | None = None
         self._callback: Any = None
         self._callbacks = CallbackStates(())
+        # The stored fit until a fit takes it, and the fit that was taken until it has resumed.
         self._stored: Mapping[str, Any] | None = None
-        self._arrays: Arrays = {}
         self._resumed: Mapping[str, Any] | None = None
+        self._arrays: Arrays = {}
+        # The variables of the run as hooks must leave them; all of them, once fit begins.
         self._is_restored = False
         self._restored: tuple[state.Entries, Arrays] | None = None
 
     def load(self, run: Mapping[str, Any], arrays: Arrays) -> None:
         """Takes this part of a checkpoint."""
         self._fit = self._restored = None
-        self.first_epoch, self._stored = run["first_epoch"], run["fit"]
+        self._first_epoch, self._stored = run["first_epoch"], run["fit"]
         self._arrays = {name: value for name, value in arrays.items() if name.startswith("fit/")}
         self._is_restored = True
 
     def begin(self, fit: RunningFit, callback: Any) -> FitStart | None:
-        """Returns where a ``fit`` begins; None if it begins as asked.
-
-        Args:
-            fit: The ``fit``, before its data is prepared.
-            callback: The callback of the checkpoints.
-        """
+        """Returns where a ``fit`` begins, before its data is prepared; None if as asked."""
         self._fit, self._callback, self._resumed = fit, callback, None
         self._callbacks = CallbackStates(fit.callbacks)
         if self._is_restored:
             # What the program changed since ``restore`` is part of the run.
             self._is_restored, self._restored = False, self._variables.read()
         elif self._position == Position() and self._stored is None:
-            self.first_epoch = fit.first_epoch
-        epoch, step = self.first_epoch + self._position.epoch, self._position.step
+            self._first_epoch = fit.first_epoch
+        epoch, step = self._first_epoch + self._position.epoch, self._position.step
         if (epoch, step) > (fit.epochs, 0):
             # It had ended when a later fit or loop was saved, which then takes the stored state.
             return FitStart(fit.seed, fit.first_epoch, fit.epochs, 0, 0)
-        self._resumed, self._stored = self._stored, None
-        if self._resumed is None:
+        stored, self._resumed, self._stored = self._stored, self._stored, None
+        if stored is None:
             begins = (epoch, step) == (fit.first_epoch, 0)
             return None if begins else FitStart(fit.seed, fit.first_epoch, epoch, step, 0)
-        stored = self._resumed
-        if stored["stopped"] and self._has_the_same_callbacks(stored):
+        # The checkpoint has the callbacks of the chief; other workers may have fewer.
+        missing = self._exchange([len(self._callbacks.missing(stored["callbacks"]))])[0, 0]
+        if stored["stopped"] and not missing:
             _log.warning(
                 "A callback ended this run before its last epoch, as its checkpoint records. To "
                 "train further, leave out that callback."
@@ -84,98 +76,74 @@ class FitState:
             epoch = fit.epochs
         return FitStart(stored["seed"], stored["first_epoch"], epoch, step, stored["batches"])
 
-    def _has_the_same_callbacks(self, stored: Mapping[str, Any]) -> bool:
-        missing = self._callbacks.missing(stored["callbacks"], with_state=False)
-        # The checkpoint has the callbacks of the chief; other workers may have fewer.
-        return not self._exchange([len(missing)])[0, 0]
-
     def begin_training(self) -> None:
-        """Restores what hooks have changed since; call it after all other ``on_train_begin``.
-
-        Callbacks may load weights, reset slots or set the learning rate there a second time.
-
-        Raises:
-            CheckpointError: The training changes more than is saved, or the data differs.
-        """
+        """Restores what all other ``on_train_begin`` have changed, such as a learning rate."""
         assert self._fit is not None
-        state.check_holds(self._variables.all(), self._fit.changed_variables())
+        self._variables.check_holds(self._fit.changed_variables())
         if self._resumed is not None:
             self._check_data(self._resumed["data"], self._fit.data)
             self._callbacks.write(self._resumed["callbacks"], self._arrays)
-            gone = self._callbacks.missing(self._resumed["callbacks"], with_state=True)
-            if gone:
+            if missing := self._callbacks.missing(self._resumed["callbacks"]):
                 _log.warning(
-                    "The checkpoint has the state of callbacks that were not passed. The run may "
-                    "end differently than without the restart: %s",
-                    ", ".join(gone),
+                    "The checkpoint was saved with callbacks that were not passed. The run may end "
+                    "differently than without the restart: %s",
+                    ", ".join(missing),
                 )
-        self._undo_hooks()
-        place = self.first_epoch + self._position.epoch, self._position.step
-        if not self._position.step and place <= (self._fit.epochs, 0):
-            self._restored = None  # The next hooks are new.
+        place = self._first_epoch + self._position.epoch, self._position.step
+        self._undo_hooks(forget=not place[1] and place <= (self._fit.epochs, 0))
 
     def begin_epoch(self) -> None:
         """Restores the logs of a resumed epoch; call it after all other ``on_epoch_begin``."""
         assert self._fit is not None
         resumed, self._resumed = self._resumed, None
-        if not self._position.step:
-            return
-        self._undo_hooks()
-        self._restored = None
-        if resumed is None:
+        if self._position.step:
+            self._undo_hooks(forget=True)
+        if resumed is None or not self._position.step:
             return
         self._callbacks.write(resumed["callbacks"], self._arrays)
-        metrics = self._metric_variables()
-        try:
-            state.check_fits(metrics, resumed["metrics"], self._arrays, "the checkpoint")
-        except CheckpointError:
-            _log.warning(
-                "The metrics of the model differ from those of the checkpoint. The logs of this "
-                "epoch cover only its remaining batches."
-            )
-            return
-        state.write_state(metrics, resumed["metrics"], self._arrays, self._exchange)
+        metrics, where = self._metric_variables(), "a checkpoint within an epoch"
+        state.write_state(metrics, resumed["metrics"], self._arrays, self._exchange, where)
         self._fit.sums.update(resumed["sums"])
 
     def detach(self) -> None:
         """Drops the state of ``fit``: the run continues in a loop without it."""
         self._fit = self._stored = None
         self._is_restored = False
-        self._undo_hooks()
-        self._restored = None
+        self._undo_hooks(forget=True)
 
     def read(self) -> tuple[dict[str, Any], Arrays]:
         """Returns the description for a checkpoint, and its arrays."""
         if self._fit is None or self._stored is not None:
-            return {"first_epoch": self.first_epoch, "fit": self._stored}, self._arrays
-        in_epoch = self._position.step > 0
-        arrays, entries = state.read_state(self._metric_variables(), self._exchange)
-        callbacks: dict[str, np.ndarray[Any, Any]] = {}
+            return {"first_epoch": self._first_epoch, "fit": self._stored}, self._arrays
+        metrics, arrays = state.read_state(self._metric_variables(), self._exchange)
+        of_callbacks: dict[str, np.ndarray[Any, Any]] = {}
         fit = {
-            "callbacks": self._callbacks.read(callbacks, self._callback.model),
-            "stopped": not in_epoch and self.is_stopping(),
+            "callbacks": self._callbacks.read(of_callbacks),
+            "stopped": not self._position.step and self.is_stopping(),
             "batches": self._fit.batches,
             "seed": self._fit.seed,
             "first_epoch": self._fit.first_epoch,
             "data": dict(self._fit.data),
             "sums": dict(self._fit.sums),
-            "metrics": entries,
+            "metrics": metrics,
         }
-        return {"first_epoch": self.first_epoch, "fit": fit}, {**arrays, **callbacks}
+        return {"first_epoch": self._first_epoch, "fit": fit}, {**arrays, **of_callbacks}
 
     def is_stopping(self) -> bool:
         """Returns whether a callback of any worker ends the run."""
-        stops = self._fit is not None and bool(self._callback.model.stop_training)
-        return self._fit is not None and bool(self._exchange([int(stops)]).any())
+        if self._fit is None:
+            return False
+        return bool(self._exchange([int(self._callback.model.stop_training)]).any())
 
-    def _undo_hooks(self) -> None:
+    def _undo_hooks(self, forget: bool) -> None:
         if self._restored is not None:
             state.write_state(self._variables.all(), *self._restored, self._exchange)
+        if forget:  # What the next hooks do is new.
+            self._restored = None
 
     def _metric_variables(self) -> list[state.StateVariable]:
         assert self._fit is not None
-        variables = enumerate(self._fit.metric_variables())
-        return [state.StateVariable(f"fit/metrics/{i:04d}", one, True) for i, one in variables]
+        return state.numbered("fit/metrics", self._fit.metric_variables(), may_differ=True)
 
     def _check_data(self, stored: Mapping[str, Any], here: Mapping[str, Any]) -> None:
         differing = [

@@ -11,22 +11,14 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfmultigpu.addons.checkpoints.arguments import (
-    check_extra,
-    check_outside,
-    check_source,
-    read_directory,
-)
-from tfmultigpu.addons.checkpoints.directory import Directory
+from tfmultigpu.addons.checkpoints.callback import make_callback
+from tfmultigpu.addons.checkpoints.files import Directory
 from tfmultigpu.addons.checkpoints.fit_state import FitState
-from tfmultigpu.addons.checkpoints.variables import RunVariables, first_and_others
+from tfmultigpu.addons.checkpoints.state import RunVariables
 from tfmultigpu.arguments import check_count
 from tfmultigpu.data.positioned import Position, PositionedDataset, position_data
 from tfmultigpu.errors import CheckpointError, ClusterError
-from tfmultigpu.strategies.scopes import check_kinds
 from tfmultigpu.strategies.stop_signals import StopSignal, StopVote
-from tfmultigpu.strategies.topology import strategy_of
-from tfmultigpu.strategies.worker_exchange import WorkerExchange
 from tfmultigpu.types import Model, Optimizer
 
 __all__ = ["Checkpoints"]
@@ -37,13 +29,11 @@ _log = logging.getLogger("tfmultigpu")
 class Checkpoints:
     """Saves a training run, and resumes it after a crash, a preemption or on other devices.
 
-    A resumed run ends with the weights of an uninterrupted one. They are bit-equal on the same
-    number of replicas, and equal to float rounding on another number. A checkpoint holds all
-    variables of model and optimizer, the random seeds, the loss scale, the counters, the position
-    in the data and the state of the callbacks of ``fit``.
-
-    All workers must create this object with one shared directory and call its methods; only the
-    chief writes. One loop needs one object for all its models, see ``extra``.
+    A resumed run ends with the weights of an uninterrupted one: bit-equal on the same number of
+    replicas, and equal to float rounding on another. A checkpoint holds all variables of model and
+    optimizer, the random seeds, the loss scale, the counters, the position in the data and the
+    state of the callbacks of ``fit``. All workers must create this object with one shared directory
+    and call its methods alike; only the chief writes.
 
     Attributes:
         directory: The directory of the checkpoints.
@@ -55,10 +45,9 @@ class Checkpoints:
         >>> def train(directory, epochs):
         ...     keras.utils.set_random_seed(0)
         ...     model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
-        ...     optimizer = keras.optimizers.Adam()
-        ...     step = tmg.make_train_step(model, optimizer, "mse")
+        ...     step = tmg.make_train_step(model, keras.optimizers.Adam(), "mse")
         ...     data = tmg.distribute_dataset((np.eye(3), np.ones((3, 1))), batch_size=2)
-        ...     checkpoints = tmg.Checkpoints(directory, model, optimizer, data, every_epochs=1)
+        ...     checkpoints = tmg.Checkpoints(directory, train_step=step, data=data, every_epochs=1)
         ...     restored = checkpoints.restore()
         ...     for epoch in checkpoints.epochs(epochs):
         ...         for batch in checkpoints.data:
@@ -87,8 +76,7 @@ class Checkpoints:
         """Checks the arguments; reads and writes no files.
 
         Args:
-            directory: A directory for this run alone, created by the first save. Several workers
-                need a directory that all of them see.
+            directory: A directory for this run alone, created by the first save.
             model: A Keras model.
             optimizer: Its Keras optimizer; None saves none, which ``fit`` refuses.
             data: An argument or result of ``distribute_dataset``; or a function of the epoch (an
@@ -106,33 +94,27 @@ class Checkpoints:
         Raises:
             CheckpointError: The data cannot resume.
         """
-        check_source(train_step, model, optimizer)
-        check_extra(extra or {})
-        first, others = first_and_others(train_step)
-        extra = {**others, **(extra or {})}
-        if first is not None:
-            model, optimizer = first.model, first.optimizer
-        strategy = strategy_of(model) if hasattr(model, "variables") else None
-        if optimizer is None:
-            check_kinds(model, strategy or tf.distribute.get_strategy())
-        else:
-            check_kinds(model, strategy, optimizer)
-        self.directory = read_directory(directory)
+        text = os.fsdecode(directory)
+        if not text or "://" in text:
+            raise ValueError(
+                "directory must be a folder for this run, not a URL. Received: "
+                f"directory={text!r}. Mount remote storage and give its path."
+            )
+        self.directory = Path(text).expanduser()
         self.keep = check_count("keep", keep)
         self.every_steps = _interval("every_steps", every_steps)
         self.every_epochs = _interval("every_epochs", every_epochs)
-        self._exchange = WorkerExchange(strategy)
-        self._variables = RunVariables(model, optimizer, train_step, extra, self._exchange)
+        self._variables = RunVariables(model, optimizer, train_step, extra)
+        self._exchange = self._variables.exchange
         self._files = Directory(self.directory, self._exchange)
         self._vote = StopVote(self._exchange)
         self._signal = None if stop_signal is None else StopSignal(stop_signal)
         self._position = Position()
-        self.data: PositionedDataset | None = (
-            None if data is None else position_data(data, strategy, self._position)
-        )
-        self._steps = self._updates = self._variables.count_updates()
+        self.data: PositionedDataset | None = None
+        if data is not None:
+            self.data = position_data(data, self._exchange.strategy, self._position)
+        self._saved = self._steps = self._updates = self._variables.count_updates()
         self._counts = False
-        self._saved = self._steps
         # A hash of the first batch of the epoch that was saved or has ended, to be compared, and
         # the passes over the data at its end.
         self._expected: int | None = None
@@ -143,9 +125,8 @@ class Checkpoints:
     @property
     def step(self) -> int:
         """Steps so far: those counted by ``after_step``, or else those of the optimizer."""
-        if self._counts:
-            return self._steps
-        return self._steps + self._variables.count_updates() - self._updates
+        uncounted = 0 if self._counts else self._variables.count_updates() - self._updates
+        return self._steps + uncounted
 
     @property
     def epoch(self) -> int:
@@ -165,19 +146,27 @@ class Checkpoints:
                 position in the data is unknown; or a step changes variables that are not saved.
             ClusterError: Workers have different weights, learning rates or positions.
         """
-        check_outside()
-        position = self._find_position()
-        self._check_positions_alike(position)
+        _check_outside()
+        if self.data is not None and self.step != self._steps:
+            raise CheckpointError(
+                "The position in the data is unknown, because no steps were counted. Received: "
+                f"step={self.step} of the optimizer. Call checkpoints.after_step() after each step."
+            )
+        own = [self.step, self.epoch, self.step_in_epoch]
+        if len({*map(tuple, places := self._exchange(own).tolist())}) > 1:
+            raise ClusterError(
+                "The workers save at different positions, so they have trained on other batches. "
+                f"Received: [step, epoch, step in epoch] of each worker: {places}. Every worker "
+                "must make the same steps."
+            )
         self._variables.prepare_to_save(self.data)
         entries, arrays = self._variables.read()
         of_fit, arrays_of_fit = self.fit_state.read()
-        run = {
-            "epoch": position.epoch,
-            "step_in_epoch": position.step,
-            "first_batch": self._first_batch(position),
-            "variables": entries,
-            **of_fit,
-        }
+        first_batch = self._finished
+        if self.data is not None and self.step_in_epoch:
+            first_batch = self.data.first_hash() if self._expected is None else self._expected
+        place = {"epoch": self.epoch, "step_in_epoch": self.step_in_epoch}
+        run = {**place, "first_batch": first_batch, "variables": entries, **of_fit}
         path = self._files.write(self.step, {**arrays, **arrays_of_fit}, run, self.keep)
         self._saved = self.step
         return path
@@ -192,16 +181,15 @@ class Checkpoints:
             CheckpointError: The checkpoint is of another model, all checkpoints are damaged, or
                 workers see different checkpoints.
         """
-        check_outside()
+        _check_outside()
         stored = self._files.newest()
         if stored is None:
             return None
         self._variables.restore(stored, self.data)
         self.fit_state.load(stored.run, stored.arrays)
-        self._steps, self._updates = stored.run["step"], self._variables.count_updates()
-        self._saved = self._steps
-        self._position.epoch = stored.run["epoch"]
-        self._position.step = stored.run["step_in_epoch"]
+        self._saved = self._steps = stored.run["step"]
+        self._updates = self._variables.count_updates()
+        self._position.epoch, self._position.step = stored.run["epoch"], stored.run["step_in_epoch"]
         self._expected = self._finished = stored.run["first_batch"]
         if self.data is not None:
             self._passes = self.data.passes
@@ -246,8 +234,8 @@ class Checkpoints:
             SystemExit: The stop signal came, here or on another worker, and the run was saved.
         """
         self._count(steps)
-        self._stop_if_wanted(steps)
-        waits = last and self._saves_after(self.epoch + 1)
+        self._stop_if_asked(steps)
+        waits = last and self._epochs_are_due(self.epoch + 1)
         # If a callback stops the run, end the epoch before saving.
         if self._steps_are_due() and not waits and not self.fit_state.is_stopping():
             self.save()
@@ -259,49 +247,33 @@ class Checkpoints:
         if self.data is not None:
             if self._expected is not None and self._passes == self.data.passes:
                 iter(self.data)  # Resumed at the end of this epoch: its pass must count.
-            self._check_data(lambda data: data.first_hash())
+            self._check_data(self.data.first_hash)
             self._finished, self._passes = self.data.first_hash(), self.data.passes
-        self._position.epoch += 1
-        self._position.step = 0
-        self._stop_if_wanted(steps, now=True)
-        if self._saves_after(self.epoch) or self._steps_are_due():
+        self._position.epoch, self._position.step = self.epoch + 1, 0
+        self._stop_if_asked(steps, now=True)
+        if self._epochs_are_due(self.epoch) or self._steps_are_due():
             self.save()
 
     def callback(self, every_steps: int | None = None, every_epochs: int | None = None) -> Any:
         """Returns a ``keras.callbacks.Callback`` that saves and resumes in ``tmg.fit``.
 
-        Call ``restore`` first: ``fit`` then resumes at the checkpoint. Pass ``fit`` the ``data`` of
-        this object or, if it has none, the data itself.
+        Call ``restore`` first, and pass ``fit`` the ``data`` of this object, if it has any.
 
         Args:
             every_steps: Replaces ``every_steps`` of the class.
             every_epochs: Replaces ``every_epochs`` of the class; 1 if no interval was given.
         """
-        from tfmultigpu.addons.checkpoints.callback import CheckpointCallback
-
         self.every_steps = _interval("every_steps", every_steps) or self.every_steps
         self.every_epochs = _interval("every_epochs", every_epochs) or self.every_epochs
         if self.every_steps is None and self.every_epochs is None:
             self.every_epochs = 1
-        return CheckpointCallback(self, self._exchange.workers > 1)
+        return make_callback(self, self._exchange.workers > 1)
 
     def listen(self) -> None:
-        """Checks directory, data and settings, then handles the stop signal.
-
-        ``epochs`` and the callback call it before any training.
-        """
-        names = ("every_steps", "every_epochs", "_signal", "data")
-        settings = {n: v if isinstance(v := getattr(self, n), int) else v is None for n in names}
-        if (difference := self._exchange.find_difference(settings)) is not None:
-            name, other = difference
-            raise ClusterError(
-                "The workers have different settings of Checkpoints, so some would wait for the "
-                f"others forever. Received: {name}={getattr(self, name)} on worker "
-                f"{self._exchange.worker}, and another value on worker {other}. Give all the same."
-            )
+        """Checks directory and data, then handles the stop signal, before any training."""
         self._files.check(self.step)
-        if self._position.step == 0:
-            self._check_data(lambda data: data.hash_of_last_epoch())
+        if self.data is not None and self._position.step == 0:
+            self._check_data(self.data.hash_of_last_epoch)
         if self._signal is not None:
             self._signal.listen()
 
@@ -330,14 +302,12 @@ class Checkpoints:
                 f"with other batches. Received: steps in epoch {self.epoch} without a new pass. "
                 "In each epoch, write: iterator = iter(checkpoints.data)."
             )
-        self._check_data(lambda data: data.first_hash())
+        self._check_data(self.data.first_hash)
 
-    def _check_data(self, first_batch: Callable[[PositionedDataset], int | None]) -> None:
+    def _check_data(self, first_hash: Callable[[], int | None]) -> None:
         """Compares the first data after a restart with the data before it, once."""
         expected, self._expected = self._expected, None
-        if expected is None or self.data is None:
-            return
-        if self._exchange([int(first_batch(self.data) != expected)]).any():
+        if expected is not None and self._exchange([int(first_hash() != expected)]).any():
             raise CheckpointError(
                 "The data differs from the data of the checkpoint. The run would train on some "
                 "examples twice and skip others. Received: another first batch of the epoch, at "
@@ -346,52 +316,32 @@ class Checkpoints:
                 "seeded by it: data=lambda epoch: dataset.shuffle(n, seed=epoch).batch(size)."
             )
 
-    def _first_batch(self, position: Position) -> int | None:
-        """Returns a hash of the first batch of the current epoch; at its end, of the last one."""
-        if self.data is None or not position.step:
-            return self._finished if position is self._position else None
-        return self.data.first_hash() if self._expected is None else self._expected
-
-    def _saves_after(self, epochs: int) -> bool:
+    def _epochs_are_due(self, epochs: int) -> bool:
         return self.every_epochs is not None and epochs % self.every_epochs == 0
 
     def _steps_are_due(self) -> bool:
         every = self.every_steps
         return every is not None and self._steps // every > self._saved // every
 
-    def _stop_if_wanted(self, steps: int, now: bool = False) -> None:
-        wanted = self._signal is not None and self._signal.received
-        if self._signal is None or not self._vote(wanted, steps, now):
+    def _stop_if_asked(self, steps: int, now: bool = False) -> None:
+        asked = self._signal is not None and self._signal.received
+        if self._signal is None or not self._vote(asked, steps, now):
             return
         path = self.save()
         code, self._signal.received = self._signal.exit_code, False
         _log.warning("Asked to stop: saved step %d to %s, exiting with %d", self.step, path, code)
         raise SystemExit(code)
 
-    def _find_position(self) -> Position:
-        """Returns the position of the run in its data."""
-        if self._counts or self.data is None or self._variables.count_updates() == self._updates:
-            return self._position
-        try:
-            return Position(*divmod(self.step, len(self.data)))
-        except TypeError:
-            raise CheckpointError(
-                "The position in the data is unknown, because its length is unknown and no steps "
-                f"were counted. Received: step={self.step} of the optimizer. Call "
-                "checkpoints.after_step() after each step."
-            ) from None
-
-    def _check_positions_alike(self, position: Position) -> None:
-        own = [self.step, position.epoch, position.step]
-        places = self._exchange(own).tolist()
-        if places.count(own) < len(places):
-            raise ClusterError(
-                "The workers save at different positions, so they have trained on other batches. "
-                f"Received: [step, epoch, step in epoch] of each worker: {places}. Every worker "
-                "must make the same steps."
-            )
-
 
 def _interval(name: str, number: Any) -> int | None:
     """Returns an interval, counted in steps or epochs; None means never."""
     return None if number is None else check_count(name, number, other="None")
+
+
+def _check_outside() -> None:
+    in_replica = tf.distribute.has_strategy() and not tf.distribute.in_cross_replica_context()
+    if tf.inside_function() or in_replica:
+        raise CheckpointError(
+            "Checkpoints are saved and restored only between steps. Make this call outside "
+            "tf.function and strategy.run."
+        )

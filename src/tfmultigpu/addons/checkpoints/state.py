@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -10,27 +11,24 @@ import numpy as np
 import tensorflow as tf
 
 from tfmultigpu import _compat
-from tfmultigpu.addons.checkpoints.files import Arrays
+from tfmultigpu.addons.checkpoints.files import Arrays, Stored
 from tfmultigpu.errors import CheckpointError
-from tfmultigpu.optimizers.loss_scaling import kept_loss_scale
-from tfmultigpu.strategies.scopes import all_layers
+from tfmultigpu.losses.build_model import prepare_model
+from tfmultigpu.optimizers.loss_scaling import kept_loss_scale, make_loss_scale
+from tfmultigpu.optimizers.sharded import can_be_sharded
+from tfmultigpu.optimizers.update import after_build, build_optimizer
+from tfmultigpu.steps.chain import ChainedStep
+from tfmultigpu.steps.train_step import Trained, TrainStep
+from tfmultigpu.steps.value_agreement import check_values_alike
+from tfmultigpu.strategies.scopes import all_layers, check_kinds
+from tfmultigpu.strategies.topology import strategy_of
+from tfmultigpu.strategies.variable_sharding import is_sharded
 from tfmultigpu.strategies.worker_exchange import WorkerExchange, digest_of
 
-__all__ = [
-    "LOSS_SCALE",
-    "Entries",
-    "StateVariable",
-    "check_fits",
-    "check_holds",
-    "extra_variables",
-    "read_state",
-    "seed_variables",
-    "trained_variables",
-    "write_state",
-]
+__all__ = ["Entries", "RunVariables", "StateVariable", "numbered", "read_state", "write_state"]
 
-LOSS_SCALE = ("loss_scale/scale", "loss_scale/good_steps")
-_GLOBAL_SEEDS = "seeds"
+_SCALE = "loss_scale/scale"
+_SEEDS = "seeds"
 
 # The description of each stored variable by name, in JSON types: its dtype, and how the values of
 # the replicas make one value; None if it is stored once, else its array has an axis of replicas.
@@ -38,176 +36,339 @@ Entries = Mapping[str, Sequence[Any]]
 
 
 class StateVariable(NamedTuple):
-    """One variable of the state.
-
-    Attributes:
-        name: Its name among the arrays: group, number in the group, path.
-        variable: A Keras variable or a ``tf.Variable``.
-        may_differ: Whether replicas may hold different values of it.
-    """
+    """A variable of TensorFlow, named by group, number in the group and path."""
 
     name: str
     variable: Any
-    may_differ: bool = False
+    may_differ: bool = False  # Between replicas.
+
+
+class RunVariables:
+    """The variables of a run: of its models and optimizers, of seeds, and of extra objects.
+
+    All workers must call every method alike.
+    """
+
+    def __init__(self, model: Any, optimizer: Any, train_step: Any, extra: Any) -> None:
+        """Checks the arguments of ``Checkpoints``."""
+        objects, self._updates_per_step = dict(extra or {}), 1
+        self._steps: dict[str, TrainStep] = {}
+        if isinstance(train_step, ChainedStep):
+            self._updates_per_step = train_step.times[0]
+            (_, train_step), *others = train_step.steps.items()
+            objects = dict(others) | objects
+        if train_step is not None:
+            if (model, optimizer) != (None, None) or not isinstance(train_step, TrainStep):
+                raise TypeError(
+                    "train_step must come from tmg.make_train_step or tmg.chain_steps, in place of "
+                    f"model and optimizer. Received: model={model!r}, optimizer={optimizer!r} and "
+                    f"train_step={train_step!r}. Write tmg.Checkpoints(directory, train_step=step)."
+                )
+            self._steps[""], model, optimizer = train_step, train_step.model, train_step.optimizer
+        strategy = strategy_of(model) if hasattr(model, "variables") else None
+        optimizers = () if optimizer is None else (optimizer,)
+        check_kinds(model, strategy or tf.distribute.get_strategy(), *optimizers)
+        steps = {name: step for name, step in objects.items() if isinstance(step, TrainStep)}
+        self._steps |= {f"extra/{name}/": step for name, step in steps.items()}
+        self._extra = {name: owner for name, owner in objects.items() if name not in steps}
+        self._model, self._optimizer = model, optimizer
+        self.exchange = WorkerExchange(strategy)
+        # Entries and arrays of variables of optimizers that are not built yet, by name.
+        self._waiting: dict[str, tuple[Any, np.ndarray[Any, Any]]] = {}
+        _extra_variables(self._extra)
+
+    def count_updates(self) -> int:
+        """Returns the steps that the optimizer of the first model has counted."""
+        if self._optimizer is None:
+            return 0
+        return int(self._optimizer.iterations.numpy()) // self._updates_per_step
 
     @property
-    def tf_variable(self) -> Any:
-        """The variable of TensorFlow."""
-        return self.variable if isinstance(self.variable, tf.Variable) else self.variable.value
+    def _trained(self) -> dict[str, Trained]:
+        """Each trained model with its optimizer, by the begin of the names of variables."""
+        first = Trained(self._model, self._optimizer, self._model.trainable_variables)
+        return {"": first, **{prefix: step.trained[0] for prefix, step in self._steps.items()}}
 
+    def all(self) -> list[StateVariable]:
+        """Returns all variables that exist."""
+        seeds = _compat.global_seeds()
+        variables = [] if seeds is None else [StateVariable(_SEEDS, seeds.state.value)]
+        variables += _extra_variables(self._extra)
+        for prefix, (model, optimizer, _) in self._trained.items():
+            trained = _trained_variables(model, optimizer)
+            variables += [variable._replace(name=prefix + variable.name) for variable in trained]
+        return variables
 
-def trained_variables(model: Any, optimizer: Any, prefix: str = "") -> list[StateVariable]:
-    """Returns the variables of a model, its optimizer or None, and its loss scale."""
-    trained = {id(variable) for variable in model.trainable_variables}
-    state = [
-        StateVariable(_name("model", i, variable), variable, id(variable) not in trained)
-        for i, variable in enumerate(model.variables)
-    ]
-    tracked = {id(variable.tf_variable) for variable in state}
-    if optimizer is not None:
-        state += _numbered("optimizer", optimizer.variables, may_differ=False)
-        scale = kept_loss_scale(optimizer)
-        if scale is not None:
-            values = (scale.scale, scale.good_steps)
-            state += map(StateVariable, LOSS_SCALE, values)
-    state += [
-        StateVariable(f"attributes/{i:04d}/{path}", variable, True)
-        for i, (path, variable) in enumerate(_plain_variables(model))
-        if id(variable) not in tracked
-    ]
-    return [variable._replace(name=prefix + variable.name) for variable in state]
+    def read(self) -> tuple[dict[str, Any], dict[str, np.ndarray[Any, Any]]]:
+        """Returns the entries and arrays of all variables, with those still to be built."""
+        entries, arrays = read_state(self.all(), self.exchange)
+        for name, (entry, array) in self._waiting.items():
+            entries[name], arrays[name] = entry, array
+        return entries, arrays
 
+    def prepare_to_save(self, data: Any) -> None:
+        """Builds what is not built; checks that all is saved, and the same on all workers."""
+        self._build_model(data)
+        for _, optimizer, variables in self._trained.values():
+            if optimizer is not None and not optimizer.built:
+                build_optimizer(optimizer, variables, self.exchange.strategy)
+        self.check_restored()
+        self.check_holds(self._states_beside_models)
+        for model, optimizer, _ in self._trained.values():
+            check_values_alike(self.exchange.strategy, model, optimizer)
 
-def extra_variables(owners: Mapping[str, Any]) -> list[StateVariable]:
-    """Returns the variables of objects, such as metrics, or of lists of variables, by name."""
-    state: list[StateVariable] = []
-    for name, owner in owners.items():
-        variables = getattr(owner, "variables", owner)
-        variables = variables if isinstance(variables, (list, tuple)) else [variables]
-        state += _numbered(f"extra/{name}", variables, may_differ=True)
-    return state
+    @functools.cached_property
+    def _states_beside_models(self) -> list[Any]:
+        """States that the steps change and no model of them has; tracing takes a moment."""
+        return [state for step in self._steps.values() for state in step.states_beside_model()]
 
+    def restore(self, stored: Stored, data: Any) -> None:
+        """Restores a checkpoint; optimizers that a step has yet to build, once it has."""
+        import keras
 
-def seed_variables() -> list[StateVariable]:
-    """Returns the state of Keras' generator for draws without a seed, if there is one."""
-    seeds = _compat.global_seeds()
-    return [] if seeds is None else [StateVariable(_GLOBAL_SEEDS, seeds.state)]
+        self._build_model(data)
+        entries, strategy = dict(stored.run["variables"]), self.exchange.strategy
+        self._waiting = {}
+        for prefix, (_, optimizer, variables) in self._trained.items():
+            if optimizer is not None and prefix + _SCALE in entries:
+                make_loss_scale("dynamic", optimizer, strategy)
+            if optimizer is None or optimizer.built:
+                continue
+            # Wrappers build the optimizers inside them, and sharded variables have no copies.
+            at_once = hasattr(optimizer, "inner_optimizer") or any(map(is_sharded, variables))
+            if at_once or not can_be_sharded(optimizer, variables, strategy):
+                build_optimizer(optimizer, variables, strategy)
+                continue
+            # The step that builds it decides where its slots live.
+            group, built = f"{prefix}optimizer/", len(optimizer.variables)
+            slots = [name for name in entries if name.startswith(group)][built:]
+            self._waiting |= {name: (entries.pop(name), stored.arrays[name]) for name in slots}
+            after_build[optimizer] = functools.partial(self._restore_slots, group, built, stored)
+        write_state(self.all(), entries, stored.arrays, self.exchange, stored.path)
+        if _SEEDS in entries and _compat.global_seeds() is None:  # Keras makes it when it draws.
+            with strategy.scope():
+                seeds = keras.random.SeedGenerator(0)
+            seeds.state.assign(stored.arrays[_SEEDS])
+            _compat.set_global_seeds(seeds)
 
+    def _restore_slots(self, group: str, built: int, stored: Stored) -> None:
+        names = [name for name in self._waiting if name.startswith(group)]
+        slots = [variable for variable in self.all() if variable.name.startswith(group)][built:]
+        entries = {name: self._waiting.pop(name)[0] for name in names}
+        write_state(slots, entries, stored.arrays, self.exchange, stored.path)
 
-def read_state(
-    variables: Iterable[StateVariable], exchange: WorkerExchange
-) -> tuple[dict[str, np.ndarray[Any, Any]], dict[str, list[Any]]]:
-    """Returns the arrays of variables by name, and their entries; all workers must call it."""
-    variables = list(variables)
-    differing = _differing([one for one in variables if one.may_differ], exchange)
-    arrays: dict[str, np.ndarray[Any, Any]] = {}
-    entries: dict[str, list[Any]] = {}
-    for one in variables:
-        entries[one.name] = [tf.as_dtype(one.variable.dtype).name, None]
-        if one.name in differing:
-            entries[one.name][1] = _reduction(one.tf_variable)
-            arrays[one.name] = _read_copies(one.tf_variable, exchange)
-        else:
-            arrays[one.name] = _to_numpy(one.variable)
-    return arrays, entries
-
-
-def check_fits(
-    variables: Iterable[StateVariable], entries: Entries, arrays: Arrays, path: Any
-) -> None:
-    """Checks that stored arrays belong to these variables: names, shapes and dtypes are equal."""
-    stored = {_structural_name(name): name for name in entries if name != _GLOBAL_SEEDS}
-    present = {_structural_name(one.name): one for one in variables if one.name != _GLOBAL_SEEDS}
-    only_stored = [stored[name] for name in stored.keys() - present.keys()]
-    only_here = [present[name].name for name in present.keys() - stored.keys()]
-    if only_stored or only_here:
-        raise CheckpointError(
-            "The checkpoint is of another model, optimizer or loss scale. Received: "
-            f"{path}, which has {_some(only_stored)} that are not here, and lacks "
-            f"{_some(only_here)}. Build the same ones as when it was saved, or give another "
-            "directory to start over."
-        )
-    for structural, name in stored.items():
-        variable, (dtype, reduction) = present[structural].variable, entries[name]
-        shape = arrays[name].shape[0 if reduction is None else 1 :]
-        here = tuple(variable.shape), tf.as_dtype(variable.dtype).name
-        if here != (shape, dtype):
+    def check_holds(self, changed: Iterable[Any]) -> None:
+        """Checks that all variables that a training changes are among those saved."""
+        saved = {id(variable.variable) for variable in self.all()}
+        missing = [v for v in changed if id(_of_tensorflow(v)) not in saved]
+        if missing:
             raise CheckpointError(
-                f"A variable differs from the saved one. Received: {path}, in which {name} is "
-                f"{dtype} of shape {shape}; here it is {here[1]} of shape {here[0]}. Build the "
-                "same model as when it was saved."
+                "The training changes variables that the checkpoint would not hold, so a resumed "
+                "run would go another way. Received: "
+                f"{_some([getattr(v, 'path', v.name) for v in missing])}. Write "
+                "tmg.Checkpoints(directory, model, model.optimizer); for several models or "
+                "optimizers, tmg.Checkpoints(directory, train_step=step) with the step given to "
+                "fit. Make a SeedGenerator or a metric that forward uses an attribute of a model "
+                "that a step trains: model.seeds = keras.random.SeedGenerator(1); or give "
+                'extra={"seeds": [seeds.state]}.'
             )
 
+    def check_restored(self) -> None:
+        """Checks that no optimizer was built without what is restored of it."""
+        trained = self._trained.values()
+        if self._waiting and all(getattr(part.optimizer, "built", True) for part in trained):
+            raise CheckpointError(
+                "The optimizer was built after restore() by other code than this library, so its "
+                f"restored state is lost. Received: {len(self._waiting)} variables to restore. "
+                "Call optimizer.build(model.trainable_variables) before checkpoints.restore()."
+            )
 
-def write_state(
-    variables: Iterable[StateVariable], entries: Entries, arrays: Arrays, exchange: WorkerExchange
-) -> None:
-    """Assigns stored arrays to the variables that have them; call ``check_fits`` first."""
-    present = {_structural_name(one.name): one for one in variables}
-    for name, (_, reduction) in entries.items():
-        one = present.get(_structural_name(name))
-        if name == _GLOBAL_SEEDS and one is None:
-            _make_global_seeds(arrays[name], exchange.strategy)
-        elif one is not None and not one.may_differ:
-            one.variable.assign(_to_tensor(arrays[name], one.variable.dtype))
-        elif one is not None:
-            _assign_copies(one.tf_variable, arrays[name], reduction, exchange)
+    def _build_model(self, data: Any) -> None:
+        if not self._model.built and data is None:
+            raise CheckpointError(
+                "The model has no variables yet, so it can be neither saved nor restored. "
+                f"Received: model {self._model.name!r}. Build it inside the scope: with "
+                "strategy.scope(): model.build(input_shape)."
+            )
+        if not self._model.built:
+            prepare_model(self._model, self.exchange.strategy, data.element_spec)
 
 
-def check_holds(variables: Iterable[StateVariable], changed: Sequence[Any]) -> None:
-    """Checks that all variables that a training changes are among those saved."""
-    saved = {id(one.variable) for one in variables}
-    missing = {id(one): getattr(one, "path", one.name) for one in changed if id(one) not in saved}
-    if missing:
-        raise CheckpointError(
-            "The training changes variables that the checkpoint would not hold, so a resumed "
-            f"run would go another way. Received: {_some(list(missing.values()))}. Write "
-            "tmg.Checkpoints(directory, model, model.optimizer); for several models or optimizers, "
-            "tmg.Checkpoints(directory, train_step=step) with the step given to fit. Make a "
-            "SeedGenerator or a metric that forward uses an attribute of a model that a step "
-            "trains: model.seeds = "
-            'keras.random.SeedGenerator(1); or give extra={"seeds": [seeds.state]}.'
+def _of_tensorflow(variable: Any) -> Any:
+    return variable if isinstance(variable, tf.Variable) else getattr(variable, "value", None)
+
+
+def numbered(group: str, variables: Iterable[Any], may_differ: bool = False) -> list[StateVariable]:
+    """Returns the variables of a group, named by number and path."""
+    return [
+        StateVariable(
+            f"{group}/{i:04d}/{getattr(v, 'path', None) or v.name}", _of_tensorflow(v), may_differ
         )
+        for i, v in enumerate(variables)
+    ]
 
 
-def _plain_variables(model: Any) -> list[tuple[str, Any]]:
-    """Returns each ``tf.Variable`` of numbers in an attribute of a layer, and its path.
+def _trained_variables(model: Any, optimizer: Any) -> list[StateVariable]:
+    """Returns the variables of a model, its optimizer or None, and its loss scale."""
+    trained = {id(_of_tensorflow(variable)) for variable in model.trainable_variables}
+    state = [
+        variable._replace(may_differ=id(variable.variable) not in trained)
+        for variable in numbered("model", model.variables)
+    ]
+    tracked = {id(variable.variable) for variable in state}
+    if optimizer is not None:
+        state += numbered("optimizer", optimizer.variables)
+        if (scale := kept_loss_scale(optimizer)) is not None:
+            state.append(StateVariable(_SCALE, scale.scale))
+            state.append(StateVariable("loss_scale/good_steps", scale.good_steps))
+    return state + [
+        StateVariable(f"attributes/{i:04d}/{path}", variable, True)
+        for i, (path, variable) in enumerate(_plain_variables(model).items())
+        if id(variable) not in tracked
+    ]
 
-    Keras tracks only its own variables.
-    """
-    paths: dict[int, tuple[str, Any]] = {}
+
+def _plain_variables(model: Any) -> dict[str, tf.Variable]:
+    """Returns the variables in attributes of layers, which Keras does not track, by path."""
+    variables: dict[int, tuple[str, tf.Variable]] = {}
 
     def visit(path: str, value: Any) -> None:
-        if isinstance(value, tf.Variable):
-            if value.dtype.is_floating or value.dtype.is_integer or value.dtype.is_bool:
-                paths.setdefault(id(value), (path, value))
-        elif isinstance(value, Mapping):
-            for key, item in value.items():
+        if _is_number(value):
+            variables.setdefault(id(value), (path, value))
+        elif isinstance(value, (Mapping, list, tuple)):
+            for key, item in value.items() if isinstance(value, Mapping) else enumerate(value):
                 visit(f"{path}.{key}", item)
-        elif isinstance(value, (list, tuple)):
-            for i, item in enumerate(value):
-                visit(f"{path}.{i}", item)
 
     for layer in all_layers(model):
         # The user's names come before the private records in which TensorFlow repeats them.
         for attribute in sorted(vars(layer), key=lambda name: name.startswith("_")):
             visit(f"{layer.name}/{attribute}", vars(layer)[attribute])
-    return list(paths.values())
+    return dict(variables.values())
 
 
-def _numbered(group: str, variables: Iterable[Any], may_differ: bool) -> list[StateVariable]:
-    return [StateVariable(_name(group, i, one), one, may_differ) for i, one in enumerate(variables)]
+def _extra_variables(owners: Mapping[str, Any]) -> list[StateVariable]:
+    """Returns the variables of objects, such as metrics, or of lists of variables, by name."""
+    state: list[StateVariable] = []
+    for name, owner in owners.items():
+        variables = getattr(owner, "variables", owner)
+        variables = variables if isinstance(variables, (list, tuple)) else [variables]
+        if not all(_is_number(_of_tensorflow(variable)) for variable in variables):
+            raise TypeError(
+                f"Checkpoints save only variables of numbers. Received: extra={{{name!r}: "
+                f'{owner!r}}}. Write extra={{"accuracy": metric}}, or give a list of variables.'
+            )
+        state += numbered(f"extra/{name}", variables, may_differ=True)
+    return state
 
 
-def _name(group: str, number: int, variable: Any) -> str:
-    return f"{group}/{number:04d}/{getattr(variable, 'path', None) or variable.name}"
+def _is_number(value: Any) -> bool:
+    others = (tf.string, tf.resource, tf.variant)
+    return isinstance(value, tf.Variable) and value.dtype not in others
+
+
+def read_state(
+    variables: Sequence[StateVariable], exchange: WorkerExchange
+) -> tuple[dict[str, Any], dict[str, np.ndarray[Any, Any]]]:
+    """Returns the entries of variables by name, and their arrays; all workers must call it."""
+    differing = _differing([variable for variable in variables if variable.may_differ], exchange)
+    arrays: dict[str, np.ndarray[Any, Any]] = {}
+    entries: dict[str, Any] = {}
+    for name, variable, _ in variables:
+        reduction = None
+        if name in differing:
+            is_float = variable.dtype.is_floating or variable.dtype.is_complex
+            is_sum = variable.aggregation == tf.VariableAggregation.SUM
+            reduction = "sum" if is_sum else "mean" if is_float else "first"
+            copies = exchange.strategy.experimental_local_results(variable)
+            rows = (_to_numpy(copy)[None] for copy in copies)
+            arrays[name] = exchange.rows(rows.__next__)
+        else:
+            arrays[name] = _to_numpy(variable)
+        entries[name] = [variable.dtype.name, reduction]
+    return entries, arrays
+
+
+def _differing(variables: Sequence[StateVariable], exchange: WorkerExchange) -> set[str]:
+    """Returns the names of variables that differ, or may differ, between replicas."""
+    if exchange.strategy.num_replicas_in_sync == 1 or not variables:
+        return set()
+    differ, digests = [], []
+    for _, variable, _ in variables:
+        local = exchange.strategy.experimental_local_results(variable)
+        copies = [_to_numpy(copy).tobytes() for copy in local]
+        on_read = variable.synchronization == tf.VariableSynchronization.ON_READ
+        differ.append(on_read or any(copy != copies[0] for copy in copies))
+        digests.append(digest_of(copies[0]))
+    flags, by_worker = np.split(exchange([*differ, *digests]), 2, axis=1)
+    differing = flags.any(0) | (by_worker != by_worker[0]).any(0)
+    return {variables[i].name for i in np.flatnonzero(differing).tolist()}
+
+
+def write_state(
+    variables: Iterable[StateVariable],
+    entries: Entries,
+    arrays: Arrays,
+    exchange: WorkerExchange,
+    where: Any = None,
+) -> None:
+    """Assigns stored arrays to their variables; with ``where`` they are, all must fit."""
+    present = {_structural_name(variable.name): variable for variable in variables}
+    if where is not None:
+        _check_fits(present, entries, arrays, where)
+    for name, (_, reduction) in entries.items():
+        if (target := present.get(_structural_name(name))) is not None:
+            if target.may_differ:
+                _assign_copies(target.variable, arrays[name], reduction, exchange)
+            else:
+                target.variable.assign(_to_tensor(arrays[name], target.variable.dtype))
+
+
+def _assign_copies(variable: Any, values: Any, reduction: Any, exchange: WorkerExchange) -> None:
+    """Assigns the values of the replicas, or for another number what reduces to the same value."""
+    replicas = exchange.strategy.num_replicas_in_sync
+    if reduction is None:
+        values = [values] * replicas
+    elif len(values) != replicas and reduction == "sum":
+        total = values.sum(0, dtype=values.dtype)
+        values = [total] + [np.zeros_like(total)] * (replicas - 1)
+    elif len(values) != replicas:
+        mean = values.mean(0, dtype=np.result_type(values, "float64")).astype(values.dtype)
+        values = [mean if reduction == "mean" else values[0]] * replicas
+    copies = exchange.strategy.experimental_local_results(variable)
+    for copy, own in zip(copies, values[exchange.worker * len(copies) :], strict=False):
+        copy.assign(_to_tensor(own, copy.dtype))
+
+
+def _check_fits(
+    present: Mapping[str, StateVariable], entries: Entries, arrays: Arrays, where: Any
+) -> None:
+    """Checks that stored arrays belong to these variables: names, shapes and dtypes are equal."""
+    stored = {_structural_name(name): name for name in entries}
+    # Keras makes its seeds when it first draws: either run may have drawn before.
+    only_stored = [stored[name] for name in stored.keys() - present.keys() - {_SEEDS}]
+    only_here = [present[name].name for name in present.keys() - stored.keys() - {_SEEDS}]
+    if only_stored or only_here:
+        raise CheckpointError(
+            "The checkpoint is of another model, optimizer or loss scale. Received: "
+            f"{where}, which has {_some(only_stored)} that are not here, and lacks "
+            f"{_some(only_here)}. Build the same ones as when it was saved, or give another "
+            "directory to start over."
+        )
+    for structural, name in stored.items():
+        if structural not in present:
+            continue
+        variable, (dtype, reduction) = present[structural].variable, entries[name]
+        shape = arrays[name].shape[0 if reduction is None else 1 :]
+        if (tuple(variable.shape), variable.dtype.name) != (shape, dtype):
+            raise CheckpointError(
+                f"A variable differs from the saved one. Received: {where}, in which {name} is "
+                f"{dtype} of shape {shape}; here it is {variable.dtype.name} of shape "
+                f"{tuple(variable.shape)}. Build the same model as when it was saved."
+            )
 
 
 def _structural_name(name: str) -> str:
-    """Removes the numbers that Keras counts per process from a name.
-
-    The number in the group, which comes first, stays.
-    """
+    """Removes the numbers that Keras counts per process from a name, but not that of its group."""
     group, *rest = re.split(r"(?<=/\d{4})/", name, maxsplit=1)
     return "/".join([group, *(re.sub(r"_\d+(?=[_/:]|$)", "", part) for part in rest)])
 
@@ -223,68 +384,4 @@ def _to_numpy(variable: Any) -> np.ndarray[Any, Any]:
 
 
 def _to_tensor(value: np.ndarray[Any, Any], dtype: Any) -> Any:
-    return tf.cast(tf.constant(value), tf.as_dtype(dtype))
-
-
-def _reduction(variable: Any) -> str:
-    """Returns how the values of the replicas make one value."""
-    if variable.aggregation == tf.VariableAggregation.SUM:
-        return "sum"
-    return "mean" if variable.dtype.is_floating or variable.dtype.is_complex else "first"
-
-
-def _differing(variables: Sequence[StateVariable], exchange: WorkerExchange) -> set[str]:
-    """Returns the names of variables that differ, or may differ, between replicas."""
-    strategy = exchange.strategy
-    if strategy.num_replicas_in_sync == 1 or not variables:
-        return set()
-    differ, digests = [], []
-    for one in variables:
-        local = strategy.experimental_local_results(one.tf_variable)
-        copies = [_to_numpy(copy).tobytes() for copy in local]
-        on_read = one.tf_variable.synchronization == tf.VariableSynchronization.ON_READ
-        differ.append(on_read or any(copy != copies[0] for copy in copies))
-        digests.append(digest_of(copies[0]))
-    flags, by_worker = np.split(exchange([*differ, *digests]), 2, axis=1)
-    differing = flags.any(0) | (by_worker != by_worker[0]).any(0)
-    return {one.name for one, differs in zip(variables, differing, strict=True) if differs}
-
-
-def _read_copies(variable: Any, exchange: WorkerExchange) -> np.ndarray[Any, Any]:
-    copies = iter(exchange.strategy.experimental_local_results(variable))
-    return exchange.rows(lambda: _to_numpy(next(copies))[None])
-
-
-def _assign_copies(
-    variable: Any, value: np.ndarray[Any, Any], reduction: str | None, exchange: WorkerExchange
-) -> None:
-    """Assigns the values of the replicas, or one value for all of them."""
-    replicas = exchange.strategy.num_replicas_in_sync
-    values: Sequence[Any] = [value] * replicas if reduction is None else list(value)
-    if len(values) != replicas:
-        values = _spread(value, reduction, replicas)
-    copies = exchange.strategy.experimental_local_results(variable)
-    first = exchange.worker * len(copies)
-    for i, copy in enumerate(copies):
-        copy.assign(_to_tensor(values[first + i], copy.dtype))
-
-
-def _spread(values: np.ndarray[Any, Any], reduction: str | None, replicas: int) -> list[Any]:
-    """Returns values for another number of replicas that reduce to the same value."""
-    if reduction == "sum":
-        total = values.sum(0, dtype=values.dtype)
-        return [total] + [np.zeros_like(total)] * (replicas - 1)
-    value = values[0]
-    if reduction == "mean":
-        value = values.mean(0, dtype=np.result_type(values, "float64")).astype(values.dtype)
-    return [value] * replicas
-
-
-def _make_global_seeds(value: np.ndarray[Any, Any], strategy: tf.distribute.Strategy) -> None:
-    """Creates Keras' global seed generator, which does not exist before the first draw."""
-    import keras
-
-    with strategy.scope():
-        generator = keras.random.SeedGenerator(0)
-    generator.state.assign(value)
-    _compat.set_global_seeds(generator)
+    return tf.cast(tf.constant(value), dtype)
