@@ -14,6 +14,7 @@ import tensorflow as tf
 from one_device import strategy_of
 
 import tfmultigpu as tmg
+from tfmultigpu.addons.checkpoints.callback_states import CallbackStates
 
 pytestmark = [
     # Keras reads the learning rate of a strategy in this way.
@@ -389,3 +390,13 @@ def test_a_state_that_cannot_be_saved_is_an_error(small: Small, tmp_path: Path) 
 
     with pytest.raises(tmg.CheckpointError, match=r"Returns.state\(\) returned object\. Return"):
         small.fit(tmp_path, lambda: [Returns()])
+
+
+def test_attributes_named_like_a_parameter_are_not_state() -> None:
+    class Limited(keras.callbacks.Callback):
+        def __init__(self, limit: int) -> None:
+            super().__init__()
+            self._limit, self.double, self.functions, self.seen = limit, 2 * limit, [print], []
+
+    (state,) = CallbackStates([Limited(3)]).read({})
+    assert state["values"] == {"double": 6, "seen": []}

@@ -328,13 +328,11 @@ def test_mistakes_are_explained(tmp_path: Path) -> None:
     with pytest.raises(tmg.CheckpointError, match="The model has no variables yet"):
         tmg.Checkpoints(tmp_path, unbuilt).save()
     run = tmg.Checkpoints(tmp_path, model, optimizer, numbers())
-    with pytest.raises(tmg.CheckpointError, match="ended without any counted step"):
+    with pytest.raises(tmg.CheckpointError, match="Received: epoch=0, step=0 of the optimizer"):
         list(run.epochs(1))
     run = tmg.Checkpoints(tmp_path, model, optimizer, numbers())
     with pytest.raises(tmg.CheckpointError, match=r"Write: for batch in checkpoints\.data"):
         run.after_step()
-    with pytest.raises(tmg.CheckpointError, match="between steps"):
-        tf.function(run.save)()
     unknown = tmg.Checkpoints(tmp_path, model, optimizer, numbers())
     optimizer.iterations.assign(5)
     with pytest.raises(tmg.CheckpointError, match=r"Call checkpoints.after_step\(\) after each"):

@@ -19,7 +19,8 @@ _log = logging.getLogger("tfmultigpu")
 
 # Keras sets the first two. The others, of TensorBoard and CSVLogger, describe this process' files.
 _NOT_STATE = {"params", "model", "is_tracing", "profiler_started", "should_write_train_graph"}
-_NOT_STATE |= {"log_write_dir", "train_dir", "val_dir", "append_header"}
+_NOT_STATE |= {"log_write_dir", "train_dir", "val_dir", "writers", "prev_summary_state"}
+_NOT_STATE |= {"append_header"}
 _METHOD = "state()"
 
 

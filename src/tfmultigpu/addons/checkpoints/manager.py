@@ -9,8 +9,6 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import tensorflow as tf
-
 from tfmultigpu.addons.checkpoints.callback import make_callback
 from tfmultigpu.addons.checkpoints.files import Directory
 from tfmultigpu.addons.checkpoints.fit_state import FitState
@@ -30,10 +28,9 @@ class Checkpoints:
     """Saves a training run, and resumes it after a crash, a preemption or on other devices.
 
     A resumed run ends with the weights of an uninterrupted one: bit-equal on the same number of
-    replicas, and equal to float rounding on another. A checkpoint holds all variables of model and
-    optimizer, the random seeds, the loss scale, the counters, the position in the data and the
-    state of the callbacks of ``fit``. All workers must create this object with one shared directory
-    and call its methods alike; only the chief writes.
+    replicas, and equal to float rounding on another. A checkpoint holds all variables, the random
+    seeds, the loss scale, the position in the data and the state of the callbacks of ``fit``. All
+    workers must create this object with one shared directory and call its methods alike.
 
     Attributes:
         directory: The directory of the checkpoints.
@@ -139,19 +136,14 @@ class Checkpoints:
         return self._position.step
 
     def save(self) -> Path:
-        """Saves the run, and returns the file; all workers must call it.
+        """Saves the run, and returns the file.
 
         Raises:
-            CheckpointError: The chief could not write it; the directory has later steps; the
-                position in the data is unknown; or a step changes variables that are not saved.
+            CheckpointError: The chief could not write it; the directory has later steps; no steps
+                were counted; or a step changes variables that are not saved.
             ClusterError: Workers have different weights, learning rates or positions.
         """
-        _check_outside()
-        if self.data is not None and self.step != self._steps:
-            raise CheckpointError(
-                "The position in the data is unknown, because no steps were counted. Received: "
-                f"step={self.step} of the optimizer. Call checkpoints.after_step() after each step."
-            )
+        self._check_counted(self.step == self._steps)
         own = [self.step, self.epoch, self.step_in_epoch]
         if len({*map(tuple, places := self._exchange(own).tolist())}) > 1:
             raise ClusterError(
@@ -174,14 +166,12 @@ class Checkpoints:
     def restore(self) -> int | None:
         """Restores the newest intact checkpoint, and returns its step; None if there is none.
 
-        All workers must call it, after creating strategy, model, optimizer and train step, and
-        before the first step.
+        Call it after creating model, optimizer and train step, and before the first step.
 
         Raises:
             CheckpointError: The checkpoint is of another model, all checkpoints are damaged, or
                 workers see different checkpoints.
         """
-        _check_outside()
         stored = self._files.newest()
         if stored is None:
             return None
@@ -211,12 +201,7 @@ class Checkpoints:
         try:
             while self.epoch < epochs:
                 yield self.epoch
-                if self.data is not None and not self._position.step:
-                    raise CheckpointError(
-                        "An epoch ended without any counted step, so the position in the data is "
-                        f"unknown. Received: epoch={self.epoch} with 0 steps. Call "
-                        "checkpoints.after_step() after each step."
-                    )
+                self._check_counted(self._position.step > 0)
                 self.end_epoch()
         finally:
             self.stop_listening()
@@ -304,6 +289,14 @@ class Checkpoints:
             )
         self._check_data(self.data.first_hash)
 
+    def _check_counted(self, is_counted: bool) -> None:
+        if self.data is not None and not is_counted:
+            raise CheckpointError(
+                "The position in the data is unknown, because no steps were counted. Received: "
+                f"epoch={self.epoch}, step={self.step} of the optimizer, step_in_epoch="
+                f"{self.step_in_epoch}. Call checkpoints.after_step() after each step."
+            )
+
     def _check_data(self, first_hash: Callable[[], int | None]) -> None:
         """Compares the first data after a restart with the data before it, once."""
         expected, self._expected = self._expected, None
@@ -336,12 +329,3 @@ class Checkpoints:
 def _interval(name: str, number: Any) -> int | None:
     """Returns an interval, counted in steps or epochs; None means never."""
     return None if number is None else check_count(name, number, other="None")
-
-
-def _check_outside() -> None:
-    in_replica = tf.distribute.has_strategy() and not tf.distribute.in_cross_replica_context()
-    if tf.inside_function() or in_replica:
-        raise CheckpointError(
-            "Checkpoints are saved and restored only between steps. Make this call outside "
-            "tf.function and strategy.run."
-        )
