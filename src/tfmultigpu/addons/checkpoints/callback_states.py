@@ -107,9 +107,8 @@ def _values(callback: Any) -> dict[str, Any]:
 
 def _is_no_state(value: Any) -> bool:
     """Returns whether a value is a function, a variable, or holds variables, as a model does."""
-    if type(value) in (list, tuple) and value:
-        return all(map(_is_no_state, value))
-    return callable(value) or hasattr(value, "variables") or hasattr(value, "assign_add")
+    values = value if type(value) in (list, tuple) and value else [value]
+    return all(callable(v) or hasattr(v, "variables") or hasattr(v, "assign_add") for v in values)
 
 
 def _pack(value: Any, arrays: dict[str, np.ndarray[Any, Any]]) -> Any:

@@ -133,11 +133,11 @@ class Directory:
     def check(self, step: int) -> None:
         """Checks that a run at a step may write, before any training."""
 
-        def create() -> None:
+        def write_nothing() -> None:
             self._path.mkdir(parents=True, exist_ok=True)
             tempfile.TemporaryFile(dir=self._path).close()
 
-        self._on_chief(step, create)
+        self._on_chief(step, write_nothing)
 
     def _on_chief(self, step: int, save: Callable[[], object]) -> None:
         """Has the chief save, if there are no later steps; all workers learn whether it could."""

@@ -44,10 +44,7 @@ class StateVariable(NamedTuple):
 
 
 class RunVariables:
-    """The variables of a run: of its models and optimizers, of seeds, and of extra objects.
-
-    All workers must call every method alike.
-    """
+    """The variables of models, optimizers, seeds and extra objects; all workers call alike."""
 
     def __init__(self, model: Any, optimizer: Any, train_step: Any, extra: Any) -> None:
         """Checks the arguments of ``Checkpoints``."""
@@ -184,14 +181,15 @@ class RunVariables:
             )
 
     def _build_model(self, data: Any) -> None:
-        if not self._model.built and data is None:
+        if self._model.built:
+            return
+        if data is None:
             raise CheckpointError(
                 "The model has no variables yet, so it can be neither saved nor restored. "
                 f"Received: model {self._model.name!r}. Build it inside the scope: with "
                 "strategy.scope(): model.build(input_shape)."
             )
-        if not self._model.built:
-            prepare_model(self._model, self.exchange.strategy, data.element_spec)
+        prepare_model(self._model, self.exchange.strategy, data.element_spec)
 
 
 def _of_tensorflow(variable: Any) -> Any:
