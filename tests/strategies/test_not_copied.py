@@ -24,5 +24,4 @@ def test_a_copy_is_refused_in_words(do: object) -> None:
     for one in made:
         with pytest.raises(TypeError, match=r"cannot be copied or pickled.*model\.save") as caught:
             do(one)  # type: ignore[operator]
-        assert isinstance(caught.value, tmg.TfMultiGpuError)
         assert type(one).__name__ in str(caught.value)
