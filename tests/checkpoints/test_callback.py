@@ -178,6 +178,37 @@ def test_the_second_of_two_fits_resumes(
     assert history.history == whole.history
 
 
+# Fails if a fit that is not the first trains nothing, or not the epochs it was asked for, or if a
+# resumed program trains a fit again that had ended, or skips one that had not.
+@pytest.mark.parametrize("after", [None, 3, 6, 9, 14])
+def test_each_of_several_fits_trains_what_it_is_asked_for(
+    after: int | None, model: Any, start: list[np.ndarray], tmp_path: Path
+) -> None:
+    def train(directory: Path, kill: Kill | None = None) -> tuple[list[np.ndarray], list[Any]]:
+        for variable, value in zip(variables(model), start, strict=True):
+            variable.assign(value)
+        keras.utils.set_random_seed(8)
+        checkpoints = tmg.Checkpoints(directory, model, model.optimizer)
+        checkpoints.restore()
+        callbacks = [checkpoints.callback(every_steps=1), *([] if kill is None else [kill])]
+        epochs = []
+        for part, more in enumerate([{}, {}, {"epochs": 9, "initial_epoch": 7}]):
+            history = tmg.fit(
+                model, X + part, Y, batch_size=6, callbacks=callbacks, verbose=0, **more
+            )
+            epochs.append(history.epoch)
+        return [np.array(variable.numpy()) for variable in variables(model)], epochs
+
+    expected, epochs = train(tmp_path / "whole")
+    assert epochs == [[0], [0], [7, 8]]
+    if after is not None:
+        with pytest.raises(Killed):
+            train(tmp_path / "run", Kill(after))
+        values, _ = train(tmp_path / "run")
+        for here, there in zip(values, expected, strict=True):
+            np.testing.assert_array_equal(here, there)
+
+
 def test_one_save_where_steps_and_epochs_ask_for_one(
     model: Any, start: list[np.ndarray], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

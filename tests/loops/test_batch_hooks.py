@@ -10,7 +10,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from fit_pairs import FIT, SIZE, WEIGHT, X, assert_same, pair, regression
+from fit_pairs import FIT, SIZE, WEIGHT, X, assert_same, hold, known, pair, regression
 from one_device import strategy_of
 
 import tfmultigpu as tmg
@@ -264,6 +264,28 @@ def test_a_callback_cannot_train_or_compile_the_model_in_training() -> None:
 
         with pytest.raises(error):
             tmg.fit(model, (X, SIZE), callbacks=[Calls()], **FIT)
+
+
+# Fails if a reset in an epoch forgets the metrics and not the loss, so that both are of other rows.
+def test_metrics_that_a_callback_resets_begin_anew_as_in_keras() -> None:
+    class Resets(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            if batch == 2:
+                self.model.reset_metrics()
+
+    hold(pair(2), known, epochs=2, callbacks=[Resets()])
+
+
+# Fails if rows of another batch get into the metrics of the epoch, or come out once a replica.
+@pytest.mark.parametrize("method", ["train_on_batch", "test_on_batch", "predict_on_batch"])
+def test_methods_of_one_batch_are_refused_in_a_callback(method: str) -> None:
+    class OnBatch(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            getattr(self.model, method)(X[:6], *([] if "predict" in method else [SIZE[:6]]))
+
+    model, _ = pair(2)
+    with pytest.raises(RuntimeError, match=f"{method} in a callback.*self.model.evaluate"):
+        tmg.fit(model, (X, SIZE), callbacks=[OnBatch()], **FIT)
 
 
 def test_callbacks_come_as_one_a_generator_or_a_list_of_keras(warm: Any) -> None:

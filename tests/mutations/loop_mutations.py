@@ -81,7 +81,7 @@ LOOPS = (
     Mutation(
         "an evaluation continues the metrics of the one before",
         "addons/loops/methods.py",
-        (("marked(lambda: loop.metrics.reset())", "marked(lambda: None)"),),
+        (("marked(lambda: loop.reset())", "marked(lambda: None)"),),
         ("promises/test_evaluate_predict.py::test_evaluation_is_exact_over_all_examples[2]",),
     ),
     Mutation(

@@ -74,8 +74,8 @@ def read(path: Path) -> Stored:
     missing = run["variables"].keys() - arrays.keys()
     if run["format"] != _FORMAT or run["step"] != int(path.stem[5:]) or missing:
         raise ValueError(
-            f"it has format {run['format']!r} (this version reads {_FORMAT}), is of step "
-            f"{run['step']}, and lacks {len(missing)} arrays"
+            f"it says format {run['format']!r} (this version reads {_FORMAT}) and step "
+            f"{run['step']}, and {len(missing)} of its arrays are missing"
         )
     return Stored(path, run, arrays)
 

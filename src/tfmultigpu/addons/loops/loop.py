@@ -93,6 +93,10 @@ class Loop(abc.ABC):
         self.waiting -= 1
         return self.logs
 
+    def reset(self) -> None:
+        """Forgets the batches of this epoch so far, as ``model.reset_metrics`` does."""
+        self.metrics.reset()
+
     @abc.abstractmethod
     def run(self, iterator: Any, steps: int) -> int:
         """Runs up to ``steps`` batches, and returns how many there were."""
@@ -151,6 +155,11 @@ class TrainingLoop(Loop):
         self.step, self.metrics = step, metrics
         self.sums: dict[str, float] = {}
 
+    def reset(self) -> None:
+        """Forgets the batches of this epoch so far, in losses and metrics."""
+        super().reset()
+        self.sums.clear()
+
     def metric_variables(self) -> list[Any]:
         """Returns the variables of the metrics in the logs."""
         return list(self.metrics.variables)
@@ -184,6 +193,11 @@ class EvaluationLoop(Loop):
         """Begins a pass."""
         super().begin()
         self._totals: Any = None
+
+    def reset(self) -> None:
+        """Forgets the batches of this pass so far, in losses and metrics."""
+        super().reset()
+        self._totals = None
 
     def run(self, iterator: Any, steps: int) -> int:
         """Evaluates up to ``steps`` batches."""

@@ -7,7 +7,7 @@ import inspect
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 from tfmultigpu.addons.loops.loop import Loop
 
@@ -23,6 +23,7 @@ __all__ = [
 
 _NOTHING = object()
 _MARK = "_of_tfmultigpu"
+_ON_BATCH = ("train_on_batch", "test_on_batch", "predict_on_batch")
 
 
 @contextmanager
@@ -72,12 +73,23 @@ def around(loop: Loop) -> dict[str, Any]:
     It would build again what ``train_step`` of Keras needs, which may fail, and read and reset
     metrics that nothing updates. Private: ``_symbolic_build``; without it Keras builds.
     """
+    replicas = loop.feed.batches.strategy.num_replicas_in_sync
+    refused = _ON_BATCH if replicas > 1 else _ON_BATCH[:2]
     return {
         "steps_per_execution": 1,
         "_symbolic_build": marked(lambda **_: None),
-        "reset_metrics": marked(lambda: loop.metrics.reset()),
+        "reset_metrics": marked(lambda: loop.reset()),
         "get_metrics_result": marked(lambda: dict(loop.logs)),
+        **{name: marked(functools.partial(_refuse, name)) for name in refused},
     }
+
+
+def _refuse(name: str, *args: Any, **kwargs: Any) -> NoReturn:
+    raise RuntimeError(
+        f"model.{name} of Keras would put the rows of its batch into the metrics and the replicas "
+        f"of the loop that runs. Received: {name} in a callback. Write self.model.evaluate(x, y) "
+        "or self.model.predict(x) there; to train, a step of tmg.make_train_step."
+    )
 
 
 def run_keras(model: Any, name: str, *args: Any, **kwargs: Any) -> Any:
