@@ -1,1 +1,1 @@
-"""What stands on the five rooms of the library; no add-on imports another."""
+"""Add-ons to the five rooms of the library; none imports another."""

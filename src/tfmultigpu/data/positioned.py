@@ -64,7 +64,7 @@ class PositionedDataset(ShardedDataset):
         self.__dict__.update(whole.__dict__)
         self.passes = 0
         self.was_read = False
-        self.passed_over: Callable[[int], None] = _ignore_epoch
+        self.passed_over: Callable[[int], None] = lambda epoch: None
         self._position = position
         self._first_batch = first_batch
         self._of_epoch = of_epoch
@@ -151,7 +151,7 @@ class PositionedDataset(ShardedDataset):
 
 
 def position_data(
-    data: Any, strategy: tf.distribute.Strategy, position: Position
+    data: Any, strategy: tf.distribute.Strategy, position: Position, *, is_compared: bool = True
 ) -> PositionedDataset:
     """Returns data whose passes begin at a position.
 
@@ -160,6 +160,7 @@ def position_data(
             epoch, a Python int, that returns such data.
         strategy: The strategy the shards are for.
         position: The position at which passes begin.
+        is_compared: Whether the first batch of a pass is recorded for ``first_hash``.
 
     Raises:
         CheckpointError: The order of a pass depends on how far earlier passes were read.
@@ -188,12 +189,12 @@ def position_data(
             "repeat() or concatenate(), or with a tf.random.Generator. Make it a function of the "
             "epoch: data=lambda epoch: dataset.shuffle(n, seed=epoch).batch(size)."
         )
-    recorded = first_batch.record(batches)
+    recorded = first_batch.record(batches) if is_compared else batches
     if isinstance(data, ShardedDataset):
         whole = data.with_batches(recorded)
     else:
         whole = distribute_dataset(recorded, strategy)
-    return PositionedDataset(whole, position, first_batch, replay=replay)
+    return PositionedDataset(whole, position, first_batch if is_compared else None, replay=replay)
 
 
 def _takes_epoch(data: Any) -> bool:
@@ -207,10 +208,6 @@ def _takes_epoch(data: Any) -> bool:
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     needed = [one for one in parameters if one.default is one.empty and one.kind in kinds]
     return len(needed) == 1
-
-
-def _ignore_epoch(epoch: int) -> None:
-    """Ignores an epoch that was passed over."""
 
 
 class _FirstBatch:

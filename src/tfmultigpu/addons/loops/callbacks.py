@@ -11,7 +11,7 @@ from tfmultigpu.optimizers.loss_scaling import unwrap_optimizer
 from tfmultigpu.optimizers.sharded import owned_variables, reset_averages, swap_averages
 from tfmultigpu.steps.chain import ChainedStep
 
-__all__ = ["adapt_callbacks", "check_callbacks", "every_batches", "to_list"]
+__all__ = ["adapt_callbacks", "check_callbacks", "every_batches", "resuming", "to_list"]
 
 
 def to_list(callbacks: Any) -> list[Any]:
@@ -23,6 +23,11 @@ def to_list(callbacks: Any) -> list[Any]:
     if isinstance(callbacks, keras.callbacks.Callback):
         return [callbacks]
     return list(callbacks or ())
+
+
+def resuming(callbacks: Iterable[Any]) -> list[Any]:
+    """Returns the callbacks that save and resume a training; see ``types.RunningFit``."""
+    return [callback for callback in callbacks if hasattr(callback, "on_fit_begin")]
 
 
 def check_callbacks(callbacks: Iterable[Any], model: Any = None, step: Any = None) -> None:

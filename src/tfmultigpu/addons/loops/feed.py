@@ -82,7 +82,7 @@ class Feed(_DataAdapter, tf.distribute.DistributedDataset):  # type: ignore[misc
 
     @property
     def num_batches(self) -> int:
-        """The batches of a pass; where Keras could miscount, it is told that there is no end."""
+        """The batches of a pass; ``sys.maxsize`` where Keras could miscount them."""
         return self.steps if self.steps and not self._continues else sys.maxsize
 
     def get_tf_dataset(self) -> Feed:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
-from tfmultigpu.addons.loops.callbacks import check_callbacks, to_list
+from tfmultigpu.addons.loops.callbacks import resuming, to_list
 from tfmultigpu.addons.loops.evaluate import evaluation_methods
 from tfmultigpu.addons.loops.hooks import FitHooks
 from tfmultigpu.addons.loops.inputs import (
@@ -16,12 +16,10 @@ from tfmultigpu.addons.loops.inputs import (
     split_off,
     training_feed,
 )
-from tfmultigpu.addons.loops.loop import Pace
 from tfmultigpu.addons.loops.methods import around, installed, run_keras
 from tfmultigpu.addons.loops.program import Program
 from tfmultigpu.addons.loops.workers import check_alike
 from tfmultigpu.arguments import check_count
-from tfmultigpu.data.seeds import draw_seed
 from tfmultigpu.errors import DataError, LossError
 from tfmultigpu.steps.chain import ChainedStep
 from tfmultigpu.steps.evaluate import EvalStep
@@ -152,7 +150,7 @@ def fit(
         micro_batches=micro_batches, clip_norm=clip_norm, loss_scale=loss_scale,
         shard_update=shard_update,
     )  # fmt: skip
-    strategy = program.strategy
+    strategy, as_in_keras = program.strategy, program.runs_as_in_keras()
     callbacks = to_list(callbacks)
     width = _check_counts(model, arguments)
     _check_same_arguments(program, callbacks, arguments)
@@ -170,8 +168,8 @@ def fit(
         keras.Model.compile(model, optimizer=program.trained[0].optimizer)
     counts = {"epochs": epochs, "steps_per_epoch": steps_per_epoch,
               "validation_steps": validation_steps, "validation_freq": validation_freq}  # fmt: skip
-    if program.runs_as_in_keras():
-        if any(hasattr(callback, "on_fit_begin") for callback in callbacks):
+    if as_in_keras:
+        if resuming(callbacks):
             raise LossError(
                 "Keras runs the train_step of this model, and tmg.Checkpoints resumes only steps "
                 f"of this library. Received: {type(model).__name__}. Write the loss as a forward, "
@@ -183,10 +181,9 @@ def fit(
             initial_epoch=initial_epoch, shuffle=shuffle, class_weight=class_weight,
             callbacks=callbacks, verbose=verbose, **counts,
         )  # fmt: skip
-    check_callbacks(callbacks, model, step)
     hooks = FitHooks(
-        callbacks, model, strategy, verbose=verbose, epochs=epochs, first_epoch=initial_epoch,
-        seed=draw_seed(strategy),
+        callbacks, model, strategy, verbose=verbose, step=step, epochs=epochs,
+        first_epoch=initial_epoch,
     )  # fmt: skip
     try:
         feed = training_feed(
@@ -196,7 +193,7 @@ def fit(
         )  # fmt: skip
         if not feed.can_resume:
             hooks.refuse_resuming("with steps_per_epoch an epoch begins anywhere in a pass")
-        loop = program.training_loop(feed, lambda: Pace(strategy), width)
+        loop = program.training_loop(feed, width)
         if validation_data is not None:
             size = validation_batch_size or batch_size
             validation = pass_feed(
@@ -252,5 +249,5 @@ def _check_same_arguments(
         if name not in ("verbose", "model", "step", "eval_step")
     }
     compared["steps of step"] = len(program.trained) if program.step is not None else 0
-    compared["callbacks of tmg.Checkpoints"] = sum(hasattr(c, "on_fit_begin") for c in callbacks)
+    compared["callbacks of tmg.Checkpoints"] = len(resuming(callbacks))
     check_alike(program.strategy, "fit", compared)

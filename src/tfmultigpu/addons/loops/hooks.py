@@ -12,13 +12,14 @@ from tfmultigpu.addons.loops.callbacks import (
     adapt_callbacks,
     check_callbacks,
     every_batches,
+    resuming,
     to_list,
 )
-from tfmultigpu.addons.loops.logs import as_keras
 from tfmultigpu.addons.loops.loop import Loop, not_ending_the_epoch
 from tfmultigpu.addons.loops.methods import installed
 from tfmultigpu.addons.loops.workers import SameTraining, check_alike, union
 from tfmultigpu.data.positioned import Position
+from tfmultigpu.data.seeds import draw_seed
 from tfmultigpu.errors import DataError
 from tfmultigpu.optimizers.update import finish_values
 from tfmultigpu.strategies.variable_sharding import is_sharded
@@ -40,7 +41,7 @@ class Hooks(keras.callbacks.CallbackList):  # type: ignore[misc]
 
     def __init__(
         self, callbacks: Any, model: Any, strategy: tf.distribute.Strategy, *, verbose: Any,
-        add_history: bool = False, **params: Any,
+        step: Any = None, add_history: bool = False, **params: Any,
     ) -> None:  # fmt: skip
         """Makes the list, with a progress bar on the chief; ``params`` are those of Keras' list.
 
@@ -51,7 +52,7 @@ class Hooks(keras.callbacks.CallbackList):  # type: ignore[misc]
             raise ValueError(f"verbose must be 0, 1, 2 or 'auto'. Received: verbose={verbose!r}.")
         shown = verbose if WorkerExchange(strategy).is_chief else 0
         callbacks = to_list(callbacks)
-        check_callbacks(callbacks)
+        check_callbacks(callbacks, model, step)
         adapt_callbacks(callbacks, getattr(model, "optimizer", None))
         super().__init__(
             callbacks, add_history=add_history, add_progbar=shown != 0, verbose=shown,
@@ -83,7 +84,7 @@ class Hooks(keras.callbacks.CallbackList):  # type: ignore[misc]
     def _after(self, loop: Loop | None) -> None:
         if loop is None or loop.waiting or not loop.ran:
             return
-        self.call(loop.mode, "end", loop.done - 1, as_keras({}, loop.logs))
+        self.call(loop.mode, "end", loop.done - 1, dict(loop.logs))
         self._same.agree_on_stopping(loop.flag)
 
     def on_test_begin(self, logs: Any = None) -> None:
@@ -115,17 +116,19 @@ class FitHooks(Hooks):
 
     def __init__(
         self, callbacks: Any, model: Any, strategy: tf.distribute.Strategy, *, verbose: Any,
-        epochs: int, first_epoch: int, seed: int,
+        step: Any, epochs: int, first_epoch: int,
     ) -> None:  # fmt: skip
         """Makes the list, and asks the callback that resumes a training where to begin."""
         super().__init__(
-            callbacks, model, strategy, verbose=verbose, add_history=True, epochs=epochs, steps=None
-        )
-        self.epochs, self.first_epoch, self.seed = epochs, first_epoch, seed
+            callbacks, model, strategy, verbose=verbose, step=step, add_history=True,
+            epochs=epochs, steps=None,
+        )  # fmt: skip
+        self.epochs, self.first_epoch, self.seed = epochs, first_epoch, draw_seed(strategy)
         self._between_epochs = ExitStack()
         # They save the state of the others, and restore it: they come last.
-        self.callbacks.sort(key=lambda callback: hasattr(callback, "on_fit_begin"))
-        starts = [c.on_fit_begin(self) for c in self.callbacks if hasattr(c, "on_fit_begin")]
+        last = resuming(self.callbacks)
+        self.callbacks.sort(key=lambda callback: callback in last)
+        starts = [callback.on_fit_begin(self) for callback in last]
         self.start: FitStart | None = next((s for s in starts if s is not None), None)
         check_alike(strategy, "fit", {"the start of a resumed fit": self.start})
         if self.start is not None:
@@ -134,7 +137,7 @@ class FitHooks(Hooks):
     @property
     def position(self) -> Position | None:
         """Where the training begins; None if no callback resumes it."""
-        if not any(hasattr(callback, "on_fit_begin") for callback in self.callbacks):
+        if not resuming(self.callbacks):
             return None
         if self.start is None:
             return Position()
@@ -173,7 +176,7 @@ class FitHooks(Hooks):
 
     @property
     def data(self) -> dict[str, Any]:
-        """What is known of the data, in JSON types."""
+        """Description of the data, in JSON types."""
         description: dict[str, Any] = self._training.feed.describe()
         return description
 

@@ -178,7 +178,7 @@ def training_feed(
             batches = distribute_dataset(source, strategy, shares=shares)
         per_pass = _length(data, batches, steps, "steps_per_epoch")
         if position is not None and steps is None and not isinstance(batches, PositionedDataset):
-            batches = position_data(batches, strategy, position)
+            batches = position_data(batches, strategy, position, is_compared=False)
             batches.pass_over(position.epoch)
             return Feed(data, batches, per_pass, position=position)
         return Feed(data, batches, per_pass, steps, continues=True)

@@ -1,4 +1,4 @@
-"""What the loop of Keras calls for each batch: our steps, some batches ahead of it."""
+"""Functions that the loop of Keras calls for each batch: our steps, some batches ahead of it."""
 
 from __future__ import annotations
 
@@ -84,8 +84,8 @@ class Loop(abc.ABC):
         """Trains or evaluates for Keras: the next batch, or batches that come after it too."""
         if not isinstance(feed, Feed):
             raise RuntimeError(
-                "Keras gave its own data to a step of tfmultigpu, as model.train_on_batch in a "
-                f"callback of tmg.fit does. Received: {type(feed).__name__}. Call "
+                "Keras gave its own data to a step of tfmultigpu, as model.fit in a callback "
+                f"of tmg.fit does. Received: {type(feed).__name__}. Call "
                 "step(batch) of tmg.make_train_step there."
             )
         if not self.waiting:
@@ -119,14 +119,10 @@ class Loop(abc.ABC):
             if not self.done:
                 raise no_batches(self.feed.source)
             raise StopIteration  # The end of data of unknown length.
-        self.advanced(ran)
-        if getattr(self.model, self.flag, False):
-            self.waiting = 1  # Keras stops after this batch.
-
-    def advanced(self, ran: int) -> None:
-        """Counts batches that ran."""
         self.done, self.seen, self.waiting, self.ran = self.done + ran, self.seen + ran, ran, True
         self.logs = Logs(self.read)
+        if getattr(self.model, self.flag, False):
+            self.waiting = 1  # Keras stops after this batch.
 
     def _most(self) -> int:
         if self._width is not None:

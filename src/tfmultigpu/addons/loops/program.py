@@ -100,9 +100,7 @@ class Program:
                     f"step for {describe(made.strategy)}; model {model.name!r} of "
                     f"{describe(strategy)}. Make both in the scope of one strategy."
                 )
-        program = cls(model, strategy, forward, step, eval_step, verify, options)
-        program.runs_as_in_keras()
-        return program
+        return cls(model, strategy, forward, step, eval_step, verify, options)
 
     @property
     def trained(self) -> tuple[Trained, ...]:
@@ -125,12 +123,12 @@ class Program:
             )
         return own
 
-    def training_loop(self, feed: Feed, pace: Callable[[], Pace], width: int | None) -> Loop:
+    def training_loop(self, feed: Feed, width: int | None) -> TrainingLoop:
         """Returns what the loop of Keras calls to train; ``width`` is set by the user, or None."""
         model, spec = self.model, feed.element_spec
         step, metrics = self._train_step(spec)
-        kept = get_or_make(model, "pace", id(step), pace)
-        return TrainingLoop(model, feed, kept, width, step, metrics)
+        pace = get_or_make(model, "pace", id(step), lambda: Pace(self.strategy))
+        return TrainingLoop(model, feed, pace, width, step, metrics)
 
     def _train_step(self, spec: Any) -> tuple[TrainStep | ChainedStep, EpochMetrics]:
         model, strategy = self.model, self.strategy

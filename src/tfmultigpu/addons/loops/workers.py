@@ -1,4 +1,4 @@
-"""What all workers must decide alike, because the next step is a collective."""
+"""Decisions that all workers must make alike, because the next step is a collective."""
 
 from __future__ import annotations
 
