@@ -91,6 +91,18 @@ def gradients_already_summed(optimizer: Any) -> Iterator[None]:
                 object.__delattr__(optimizer, _SUM_GRADIENTS)
 
 
+def clip_as_set(optimizer: Any, gradients: list[Any]) -> list[Any]:
+    """Clips gradients by what is set on an optimizer, its ``clipnorm`` for example.
+
+    Private: ``optimizer._clip_gradients``. Keras calls it in ``apply`` with what it is given, and
+    it fails for values that replicas hold each of. No public function reads all three settings.
+
+    Raises:
+        AttributeError: Keras has renamed it.
+    """
+    return list(optimizer._clip_gradients(gradients))
+
+
 # Functions that Keras and TensorFlow look up at each call, to draw or to normalize.
 _KERAS_SEEDS = "keras.src.random.seed_generator"
 _GLOBAL_SEEDS = "global_seed_generator"

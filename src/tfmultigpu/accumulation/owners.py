@@ -1,0 +1,76 @@
+"""Owners of variables: the replica of a process that alone updates a variable."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from typing import Any, TypeVar
+
+import tensorflow as tf
+
+from tfmultigpu.devices.names import parse_device_name
+from tfmultigpu.strategies.topology import is_mirrored
+
+__all__ = ["assign_owners", "only_owner", "outside_scopes"]
+
+_T = TypeVar("_T")
+
+
+def assign_owners(
+    sizes: Sequence[int], owners: int, fixed: Mapping[int, int] | None = None
+) -> tuple[int, ...]:
+    """Returns the owner of each variable, so that none owns much more than another.
+
+    Largest first, each to whoever owns least: no owner has more than the mean and the largest
+    variable together.
+
+    Args:
+        sizes: Elements or bytes of each variable.
+        owners: The number of owners, at least 1.
+        fixed: The owner of each variable that has one already, by the index of the variable.
+
+    Example:
+        >>> assign_owners([100, 10, 60, 50], 2)
+        (0, 0, 1, 1)
+    """
+    chosen = dict(fixed or {})
+    loads = [sum(sizes[i] for i in chosen if chosen[i] == owner) for owner in range(owners)]
+    for index in sorted(set(range(len(sizes))) - set(chosen), key=lambda i: (-sizes[i], i)):
+        chosen[index] = loads.index(min(loads))
+        loads[chosen[index]] += sizes[index]
+    return tuple(chosen[index] for index in range(len(sizes)))
+
+
+def only_owner(variable: Any, strategy: tf.distribute.Strategy) -> int | None:
+    """Returns the number of the one device that a variable lives on; None if it has copies.
+
+    Args:
+        variable: A Keras variable.
+        strategy: Its strategy. If that keeps no copies, the answer is None.
+    """
+    if not is_mirrored(strategy):
+        return None
+    copies = strategy.experimental_local_results(variable.value)
+    if len(copies) > 1:
+        return None
+    names = [parse_device_name(device) for device in strategy.extended.worker_devices]
+    return names.index(parse_device_name(copies[0].device))
+
+
+def outside_scopes(function: Callable[[], _T]) -> _T:
+    """Calls a function without any strategy in effect, in the graph of the caller.
+
+    TensorFlow has no way out of a scope but another thread. Variables made there belong to no
+    strategy; operations go into the same graph.
+    """
+    if not tf.distribute.has_strategy():
+        return function()
+    graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+
+    def call() -> _T:
+        with nullcontext() if graph is None else graph.as_default():
+            return function()
+
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(call).result()

@@ -1,0 +1,484 @@
+"""Who adds gradients over the replicas, and who applies them: one object for each optimizer.
+
+Both kinds call the stock ``optimizer.apply`` once, outside every scope. There Keras calls
+``strategy.extended.update`` for each variable. For ``Replicated`` that is TensorFlow's own: each
+replica updates its copy. ``Owned`` gives a variable to one replica: the function of Keras runs on
+the copy of the owner alone, and the new value goes to the others.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import tensorflow as tf
+
+from tfmultigpu import _compat
+from tfmultigpu.accumulation.owners import assign_owners, only_owner, outside_scopes
+from tfmultigpu.accumulation.settings import explaining_settings
+from tfmultigpu.errors import ScopeError, TfMultiGpuError
+from tfmultigpu.optimizers.loss_scaling import unwrap_optimizer
+from tfmultigpu.strategies.collectives import (
+    replicas_share_memory,
+    sum_on_devices,
+    sum_over_replicas,
+    sum_over_workers,
+)
+from tfmultigpu.strategies.scopes import check_scope
+from tfmultigpu.strategies.topology import is_mirrored, per_replica
+
+__all__ = ["Owned", "Replicated", "apply_reduced_gradients", "choose_update", "update_of"]
+
+# Trained numbers from which steps are faster on virtual CPUs, and variables from which the first
+# step is, in which everything is traced; see decisions 6 and 7.
+PAYS_FROM, PAYS_FROM_VARIABLES = 50_000, 30
+
+_Addends = list[list[Any]]
+
+
+class Replicated:
+    """Each replica updates all variables, from gradients that are added for all of them.
+
+    Attributes:
+        strategy: The strategy of the variables.
+        reason: Why the update is of this kind, for a person.
+        state: The ``id`` of each Keras variable of the optimizer that exists once.
+    """
+
+    owned = False
+
+    def __init__(self, optimizer: Any, strategy: tf.distribute.Strategy, reason: str) -> None:
+        """Takes an optimizer that was created in the scope of the strategy."""
+        # Updates are remembered by optimizer, and must not keep it alive.
+        self._optimizer = weakref.ref(unwrap_optimizer(optimizer))
+        self.strategy = strategy
+        self.reason = reason
+        self.state: frozenset[int] = frozenset()
+
+    @property
+    def optimizer(self) -> Any:
+        """The optimizer that does the work, without a ``LossScaleOptimizer`` around it."""
+        return self._optimizer()
+
+    def build(self, variables: Sequence[Any]) -> None:
+        """Creates the state of the optimizer, if it is not built, before anything is traced."""
+        if not self.optimizer.built:
+            with self.strategy.scope():
+                self.optimizer.build(list(variables))
+
+    def add(self, addends: _Addends, variables: Sequence[Any], dtype: Any = None) -> _Addends:
+        """Adds over the replicas; called once a step, in a cross-replica context.
+
+        Args:
+            addends: For each replica of this process its gradients, then one vector of sums. What
+                is added already is in the first list, and None in the others.
+            variables: The variable of each gradient.
+            dtype: A narrower dtype that float32 gradients are sent in; None for their own.
+
+        Returns:
+            One list of sums for all replicas, or one for each if they share no memory.
+        """
+        return sum_over_replicas(self.strategy, addends, dtype)
+
+    def where(self, finish: Callable[..., Any], sums: _Addends, *args: Any) -> Any:
+        """Runs the global phase where the sums are: once, or on each replica.
+
+        Args:
+            finish: ``f(sums, *args)`` returns a ``Gradient``, and tensors equal on all replicas.
+            sums: As ``add`` returns them.
+            args: Tensors, the same for all replicas.
+        """
+        if len(sums) == 1:
+            return finish(sums[0], *args)
+        gradients: list[Any] = []
+
+        def run(*args: Any) -> Any:
+            gradient, others = finish(*args)
+            gradients.append(gradient)
+            return list(gradient.tensors), (gradient.norm, gradient.valid, others)
+
+        values = (per_replica(self.strategy, sums), *args)
+        tensors, alike = self.strategy.run(run, args=values)
+        norm, valid, others = tf.nest.map_structure(lambda value: self._local(value)[0], alike)
+        return gradients[-1]._replace(tensors=tuple(tensors), norm=norm, valid=valid), others
+
+    def at(self, variable: Any) -> AbstractContextManager[Any]:
+        """Places what is computed of a variable on the device where its gradients are added."""
+        return nullcontext()
+
+    def apply(
+        self, gradients: Sequence[Any], variables: Sequence[Any], after: Sequence[Any] = ()
+    ) -> None:
+        """Makes one step of the stock optimizer for all replicas; in a cross-replica context.
+
+        Args:
+            gradients: Those of the global batch, not scaled: tensors, or per-replica values.
+            variables: Their variables. Without any the step is still counted.
+            after: What must not have failed before anything is assigned.
+        """
+        before = [*after, *(tensor for g in gradients for tensor in self._local(g))]
+
+        def apply() -> None:
+            with (
+                tf.control_dependencies([tf.group(*before)]),
+                explaining_settings(self.optimizer),
+                self.updating(variables),
+            ):
+                self._apply(list(zip(gradients, variables, strict=True)))
+
+        outside_scopes(apply)
+
+    @contextmanager
+    def updating(self, variables: Sequence[Any]) -> Iterator[None]:
+        """Makes stock methods of the optimizer right that call ``strategy.extended.update``.
+
+        Those are ``finalize_variable_values``, and what ``keras.callbacks.SwapEMAWeights`` does.
+
+        Args:
+            variables: The variables that they write.
+        """
+        yield
+
+    def _apply(self, pairs: list[tuple[Any, Any]]) -> None:
+        # A MultiOptimizer wants a gradient for each variable, so its parts are called.
+        parts = _parts(self.optimizer)
+        for part in parts:
+            known = {id(variable) for variable in _compat.optimizer_trains(part)}
+            own = [pair for pair in pairs if len(parts) == 1 or id(pair[1]) in known]
+            if not own:
+                continue
+            gradients, variables = map(list, zip(*own, strict=True))
+            hidden = ["loss_scale_factor"]  # Gradients are unscaled already.
+            if any(len(self._local(gradient)) > 1 for gradient in gradients):
+                if _compat.is_part_of_keras(type(part).apply):
+                    gradients = self._clipped(part, gradients)
+                    hidden += ["clipnorm", "global_clipnorm", "clipvalue"]
+                else:  # The code of a user takes tensors.
+                    gradients = [self._local(gradient)[0] for gradient in gradients]
+            own_apply = type(part).apply  # The attribute is ``_refuse`` if there are owners.
+            with _setting(part, **dict.fromkeys(hidden)), _compat.gradients_already_summed(part):
+                own_apply(part, gradients, variables)
+        if not pairs or parts != [self.optimizer]:
+            self.optimizer.iterations.assign_add(1)
+
+    def _clipped(self, optimizer: Any, gradients: list[Any]) -> list[Any]:
+        """Clips per-replica values on each replica, which Keras would not."""
+        devices = self.strategy.extended.worker_devices
+        clipped = []
+        for device, *tensors in zip(devices, *map(self._local, gradients), strict=True):
+            with tf.device(device):
+                clipped.append(_compat.clip_as_set(optimizer, tensors))
+        return [per_replica(self.strategy, list(copies)) for copies in zip(*clipped, strict=True)]
+
+    def _local(self, value: Any) -> tuple[Any, ...]:
+        return tuple(self.strategy.experimental_local_results(value))
+
+
+class Owned(Replicated):
+    """One replica owns each variable: its gradients are added there, and it alone updates it.
+
+    What the optimizer keeps of a variable exists once, with the owner. Several workers each have
+    an owner of the same number, which update alike.
+    """
+
+    owned = True
+
+    def build(self, variables: Sequence[Any]) -> None:
+        """Creates what the optimizer keeps of a variable once, on the device of its owner."""
+        optimizer = self.optimizer
+        self.devices = tuple(self.strategy.extended.worker_devices)
+        variables = _compat.optimizer_trains(optimizer) or list(variables)
+        only = {i: only_owner(variable, self.strategy) for i, variable in enumerate(variables)}
+        fixed = {i: owner for i, owner in only.items() if owner is not None}
+        # By the id of the tf.Variable, which is what Keras gives to ``extended.update``.
+        self._owners = {id(variables[i].value): owner for i, owner in fixed.items()}
+        if optimizer.built:  # Other variables have their state on all replicas.
+            return
+        owners = assign_owners(list(map(_size, variables)), len(self.devices), fixed)
+        self._owners = {id(v.value): owner for v, owner in zip(variables, owners, strict=True)}
+
+        def with_owner(variable: Any) -> AbstractContextManager[Any]:
+            owner = self._owners.get(id(variable))
+            return nullcontext() if owner is None else tf.device(self.devices[owner])
+
+        def build() -> None:  # A variable is created once outside the scope.
+            with _setting(self.strategy.extended, colocate_vars_with=with_owner):
+                optimizer.build(list(variables))
+
+        before = {id(variable) for variable in optimizer.variables}
+        outside_scopes(build)
+        self.state = frozenset(id(variable) for variable in optimizer.variables) - before
+        for each in (optimizer, *_parts(optimizer)):
+            each.apply = _refuse_replicas
+
+    def add(self, addends: _Addends, variables: Sequence[Any], dtype: Any = None) -> _Addends:
+        """Adds each gradient on the device of its owner, and the other sums on the first."""
+        places = [*map(self._device, variables), self.devices[0]]
+        sums = sum_on_devices(addends, places, dtype)
+        return [sum_over_workers(self.strategy, sums, places, dtype)]
+
+    def at(self, variable: Any) -> AbstractContextManager[Any]:
+        """Places what is computed of a variable with its owner."""
+        device: AbstractContextManager[Any] = tf.device(self._device(variable))
+        return device
+
+    def apply(
+        self, gradients: Sequence[Any], variables: Sequence[Any], after: Sequence[Any] = ()
+    ) -> None:
+        """Makes one step of the stock optimizer, as ``Replicated.apply``."""
+        super().apply([self._local(gradient)[0] for gradient in gradients], variables, after)
+
+    @contextmanager
+    def updating(self, variables: Sequence[Any]) -> Iterator[None]:
+        """Has functions that Keras runs on all copies of a variable run on that of the owner.
+
+        The other copies are written once, at the end. Moving averages, constraints and the code of
+        a user may read the first copy in between: then each write is copied at once.
+        """
+        extended: Any = self.strategy.extended
+        original = extended.update
+        parts = _parts(self.optimizer)
+        at_once = any(part.use_ema or not _compat.is_own_class_of_keras(part) for part in parts)
+        at_once = at_once or any(getattr(variable, "constraint", None) for variable in variables)
+        written: dict[int, Any] = {}
+
+        def update(
+            variable: Any, function: Any, args: Any = (), kwargs: Any = None, group: bool = True
+        ) -> Any:
+            copies = self._local(variable)
+            if len(copies) == 1:  # A sharded variable, or a slot that is assigned itself.
+                with tf.device(variable.device):
+                    return function(variable, *args, **(kwargs or {}))
+            owner = self._owners.get(id(variable))
+            if owner is None:  # A counter, for example, is on all replicas.
+                return original(variable, function, args, kwargs, group)
+
+            def on_owner(copy: Any, *args: Any, **kwargs: Any) -> None:
+                if copy is copies[owner]:
+                    function(copy, *args, **kwargs)
+
+            original(variable, on_owner, args, kwargs, group=False)
+            written[id(variable)] = variable
+            return self._copy(variable) if at_once else None
+
+        with _setting(extended, update=update):
+            yield
+        for variable in () if at_once else written.values():
+            self._copy(variable)
+
+    def _copy(self, variable: Any) -> None:
+        owner = self._owners[id(variable)]
+        copies = self._local(variable)
+        with tf.device(self.devices[owner]):
+            value = copies[owner].read_value()
+        for number, device in enumerate(self.devices):
+            if number != owner:
+                with tf.device(device):
+                    copies[number].assign(value)
+
+    def _device(self, variable: Any) -> str:
+        return str(self.devices[self._owners.get(id(variable.value), 0)])
+
+
+_chosen: weakref.WeakKeyDictionary[Any, Replicated] = weakref.WeakKeyDictionary()
+
+
+def update_of(optimizer: Any) -> Replicated | None:
+    """Returns what ``choose_update`` has chosen for an optimizer; None if it has not yet."""
+    return _chosen.get(unwrap_optimizer(optimizer))
+
+
+def choose_update(
+    optimizer: Any,
+    variables: Sequence[Any],
+    strategy: tf.distribute.Strategy,
+    shard_update: str | bool = "auto",
+) -> Replicated:
+    """Chooses who updates variables, and builds the optimizer; later returns the same object.
+
+    Args:
+        optimizer: A Keras optimizer, or a ``LossScaleOptimizer`` around one.
+        variables: The variables that it trains. Without any it is built and chosen another time.
+        strategy: The strategy whose scope they were created in.
+        shard_update: True for owners, False for all replicas, ``"auto"`` for what was measured to
+            be faster. A variable with one copy under several replicas always has an owner.
+
+    Raises:
+        ScopeError: The optimizer was created outside the scope of the strategy, or was built for
+            other variables.
+        TfMultiGpuError: The optimizer accumulates gradients, or cannot be updated as asked.
+    """
+    inner = unwrap_optimizer(optimizer)
+    update = _chosen.get(inner)
+    _check(optimizer, strategy, update)
+    if update is None:
+        if not variables and not inner.built and inner is optimizer:
+            reason = "everything is frozen; the optimizer is built when it is not"
+            return Replicated(optimizer, strategy, reason)
+        owned, reason = _decide(inner, variables, strategy, shard_update)
+        update = (Owned if owned else Replicated)(optimizer, strategy, reason)
+        with tf.init_scope():
+            update.build(variables)
+        _chosen[inner] = update
+    elif strategy.num_replicas_in_sync > 1:
+        _refuse(shard_update, update.owned, f"{update.reason}, when this optimizer was first used")
+    if not optimizer.built:  # The inner one is.
+        with tf.init_scope(), strategy.scope(), _setting(inner, build=lambda variables: None):
+            optimizer.build(list(variables))
+    known = {id(variable) for variable in _compat.optimizer_trains(inner)}
+    missing = [v.path for v in variables if known and id(v) not in known]
+    if missing:
+        raise ScopeError(
+            f"The optimizer was built for other variables. It does not know: {missing[:3]}. "
+            "Create a new optimizer for this model, inside strategy.scope(). To train several "
+            "models with one, build it for all of them first: "
+            "optimizer.build(a.trainable_variables + b.trainable_variables)."
+        )
+    return update
+
+
+@tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+def apply_reduced_gradients(
+    optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any], *, where: Any = None
+) -> None:
+    """Updates variables from gradients of the global batch; called once, outside of replicas.
+
+    ``optimizer.apply`` of Keras would add them over the replicas once more. Clipping set on the
+    optimizer, weight decay, schedules, constraints and moving averages act as on one device.
+
+    Args:
+        optimizer: A Keras optimizer. If it is not built, it is built for these variables.
+        gradients: One for each variable, as ``GradientAccumulator.reduce`` returns them. They are
+            not scaled: a ``LossScaleOptimizer``, or ``loss_scale_factor``, is ignored. None leaves
+            a variable as it is.
+        variables: The variables, in the same order.
+        where: Whether to update, a bool scalar; None for always. If it is false nothing changes:
+            no variable, no slot and no counter.
+
+    Raises:
+        TfMultiGpuError: Called by a replica, inside ``strategy.run``.
+        ScopeError: The optimizer was created outside the scope of the strategy.
+
+    Example:
+        >>> import keras, tensorflow as tf, tfmultigpu as tmg
+        >>> weight = keras.Variable([1.0])
+        >>> optimizer = keras.optimizers.SGD(0.5)
+        >>> for where in (False, True):
+        ...     tmg.apply_reduced_gradients(optimizer, [tf.ones([1])], [weight], where=where)
+        >>> weight.numpy().tolist(), int(optimizer.iterations.numpy())
+        ([0.5], 1)
+    """
+    if tf.distribute.has_strategy() and tf.distribute.get_replica_context() is not None:
+        raise TfMultiGpuError(
+            "Reduced gradients are applied once, for all replicas together. Received: "
+            "apply_reduced_gradients in a replica, inside strategy.run. Call it after "
+            "strategy.run, with what window.reduce() returns there."
+        )
+    update = update_of(optimizer)
+    if update is None:
+        values = [getattr(variable, "value", variable) for variable in variables]
+        found = [getattr(value, "distribute_strategy", None) for value in values]
+        strategy = next(filter(None, found), None) or tf.distribute.get_strategy()
+        update = choose_update(optimizer, variables, strategy)
+    pairs = [(g, v) for g, v in zip(gradients, variables, strict=True) if g is not None]
+
+    def apply() -> tf.Tensor:
+        update.apply([gradient for gradient, _ in pairs], [variable for _, variable in pairs])
+        return tf.constant(True)
+
+    if where is None:
+        apply()
+    else:
+        (verdict, *_) = update.strategy.experimental_local_results(where)
+        tf.cond(tf.convert_to_tensor(verdict), apply, lambda: tf.constant(False))
+
+
+def _decide(
+    optimizer: Any, variables: Sequence[Any], strategy: tf.distribute.Strategy, asked: str | bool
+) -> tuple[bool, str]:
+    """Returns whether each variable gets an owner, and why."""
+    trained = _compat.optimizer_trains(optimizer) or variables
+    sharded = [v.path for v in trained if only_owner(v, strategy) is not None]
+    replicas = strategy.num_replicas_in_sync
+    only: tuple[bool, str] | None = None
+    if sharded:
+        only = True, f"the model has {len(sharded)} sharded variables, such as {sharded[0]!r}"
+    elif replicas == 1:
+        return False, "there is one replica"
+    elif not is_mirrored(strategy):
+        kind = type(strategy).__name__
+        only = False, f"{kind} has no two devices that one process could write to"
+    elif optimizer.built:
+        only = False, "the optimizer was built before, with its state on every replica"
+    if only is not None:
+        _refuse(asked, *only)
+        return only
+    if asked != "auto":
+        return bool(asked), f"shard_update={asked}"
+    if not replicas_share_memory(strategy):
+        return False, (
+            "only on CPUs was it measured to be faster; shard_update=True saves "
+            f"{replicas - 1}/{replicas} of the memory of the optimizer's state"
+        )
+    count = sum(map(_size, variables))
+    return count >= PAYS_FROM or len(variables) >= PAYS_FROM_VARIABLES, (
+        f"{count:,} trained numbers in {len(variables)} variables: it is faster from {PAYS_FROM:,} "
+        f"numbers, or {PAYS_FROM_VARIABLES} variables, on"
+    )
+
+
+def _refuse(asked: str | bool, owned: bool, reason: str) -> None:
+    if asked not in ("auto", owned):
+        who = "one replica updates each variable" if owned else "every replica updates everything"
+        raise TfMultiGpuError(
+            f"With this optimizer {who}: {reason}. Received: shard_update={asked}. Leave "
+            "shard_update out, which gives the same numbers; or create a new optimizer, and the "
+            "model without tmg.sharded_variables()."
+        )
+
+
+def _check(optimizer: Any, strategy: tf.distribute.Strategy, update: Replicated | None) -> None:
+    once = frozenset() if update is None else update.state
+    check_scope([v for v in optimizer.variables if id(v) not in once], strategy, "optimizer")
+    for part in _parts(unwrap_optimizer(optimizer)):
+        if steps := getattr(part, "gradient_accumulation_steps", None):
+            raise TfMultiGpuError(
+                "Accumulation inside a Keras optimizer crashes on several replicas and averages "
+                f"averages on one. Received: gradient_accumulation_steps={steps}. Leave it out "
+                f"and pass micro_batches={steps} to make_train_step."
+            )
+
+
+def _refuse_replicas(*_: Any, **__: Any) -> None:
+    raise TfMultiGpuError(
+        "The state of this optimizer exists once, with the replicas that own it. Received: "
+        "optimizer.apply, apply_gradients or Keras' own fit, with which each replica would change "
+        "it. Write tmg.apply_reduced_gradients(optimizer, gradients, variables) outside of "
+        "strategy.run; or create a new optimizer and pass shard_update=False to tmg.fit or "
+        "make_train_step."
+    )
+
+
+def _parts(optimizer: Any) -> list[Any]:
+    """Returns the optimizers inside a ``MultiOptimizer``, or the optimizer itself."""
+    return list(getattr(optimizer, "optimizers", ())) or [optimizer]
+
+
+def _size(variable: Any) -> int:
+    return int(tf.TensorShape(variable.shape).num_elements() or 0)
+
+
+@contextmanager
+def _setting(owner: Any, **values: Any) -> Iterator[None]:
+    """Sets attributes of one object for a while."""
+    attributes = vars(owner)
+    before = {name: attributes[name] for name in values if name in attributes}
+    attributes.update(values)
+    try:
+        yield
+    finally:
+        for name in values:
+            del attributes[name]
+        attributes.update(before)
