@@ -253,13 +253,13 @@ class Owned(Replicated):
                     return function(variable, *args, **(kwargs or {}))
             owner = self._owners.get(id(variable))
             if owner is None:  # A counter, for example, is on all replicas.
-                return original(variable, function, args, kwargs, group)
+                return original(variable, function, args, kwargs=kwargs, group=group)
 
             def on_owner(copy: Any, *args: Any, **kwargs: Any) -> None:
                 if copy is copies[owner]:
                     function(copy, *args, **kwargs)
 
-            original(variable, on_owner, args, kwargs, group=False)
+            original(variable, on_owner, args, kwargs=kwargs, group=False)
             written[id(variable)] = variable
             return self._copy(variable) if at_once else None
 
