@@ -13,7 +13,6 @@ from typing import Any
 
 import keras
 import numpy as np
-import pytest
 import tensorflow as tf
 
 import tfmultigpu as tmg
@@ -144,11 +143,6 @@ def test_every_gradient_is_sent_once() -> None:
 
 
 # Fails if gradients are packed into one message, or if the first layers are sent first.
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="All gradients leave in one message, which waits for the whole backward pass.",
-)
 def test_at_least_80_percent_of_the_bytes_leave_before_the_backward_pass_ends() -> None:
     last, sent = last_of_backward(traced()), messages(traced())
     early = [name for name in sent if not last & traced().before(name)]

@@ -28,6 +28,7 @@ __all__ = [
 ]
 
 _LARGE = 2**16  # Bytes from which a tensor is sent between workers by itself.
+_MESSAGE = 25 * 10**6  # Bytes from which tensors are sent, while others are still computed.
 
 _forced: ContextVar[str | None] = ContextVar("forced", default=None)
 
@@ -70,8 +71,9 @@ def sum_over_replicas(
     """Adds tensors over all replicas; call in a cross-replica context.
 
     Replicas that share memory add there: that is the cheapest way, and it leaves TensorFlow's
-    collective groups alone, which a second strategy in one process would break. All others use one
-    ``all_reduce`` per dtype, packed by the strategy.
+    collective groups alone, which a second strategy in one process would break. All others send
+    messages of about 25 MB, the last tensors first: those are gradients of the last layers, which
+    leave while the backward pass computes those of the first.
 
     Args:
         strategy: The strategy.
@@ -101,12 +103,34 @@ def sum_over_replicas(
         # A tensor captured by a branch or a loop has no device of its own, which some strategies
         # need to know where to reduce to.
         placed = _narrow([tf.identity(tensor) for tensor in tensors], reduce_dtype)
-        summed = all_reduce_sum(tf.distribute.get_replica_context(), placed)
-        return [tf.cast(one, tensor.dtype) for one, tensor in zip(summed, tensors, strict=True)]
+        summed: dict[int, tf.Tensor] = {}
+        for message in _messages(placed):
+            sent = [placed[i] for i in message]
+            sums = all_reduce_sum(tf.distribute.get_replica_context(), sent)
+            summed.update(zip(message, sums, strict=True))
+        return [tf.cast(summed[i], tensor.dtype) for i, tensor in enumerate(tensors)]
 
     results = strategy.run(reduce, args=(per_replica(strategy, values),))
     local = [strategy.experimental_local_results(result) for result in results]
     return [[result[r] for result in local] for r in range(len(values))]
+
+
+def _messages(tensors: Sequence[tf.Tensor]) -> list[list[int]]:
+    """Returns the numbers of the tensors in each message, in the order in which they are sent.
+
+    The last tensor of all holds sums that are known late, and goes with the first layers.
+    """
+    *gradients, last = range(len(tensors))
+    messages: list[list[int]] = [[]]
+    size = 0
+    for i in reversed(gradients):
+        if size >= _MESSAGE:
+            messages.append([])
+            size = 0
+        messages[-1].append(i)
+        size += _bytes(tensors[i])
+    messages[-1].append(last)
+    return [sorted(message) for message in messages]
 
 
 @contextmanager
@@ -236,7 +260,11 @@ def value_of_first_worker(
 
 
 def _is_large(tensor: tf.Tensor) -> bool:
-    return bool(int(tensor.shape.num_elements() or 0) * tensor.dtype.size >= _LARGE)
+    return _bytes(tensor) >= _LARGE
+
+
+def _bytes(tensor: tf.Tensor) -> int:
+    return int(tensor.shape.num_elements() or 0) * int(tensor.dtype.size)
 
 
 def _narrow(tensors: list[tf.Tensor], dtype: tf.DType | None) -> list[tf.Tensor]:
