@@ -91,6 +91,16 @@ def gradients_already_summed(optimizer: Any) -> Iterator[None]:
                 object.__delattr__(optimizer, _SUM_GRADIENTS)
 
 
+def strategy_of_optimizer(optimizer: Any) -> tf.distribute.Strategy:
+    """Returns the strategy in whose scope a Keras optimizer was created.
+
+    Private: ``optimizer._distribution_strategy``. A variable of a ``OneDeviceStrategy`` does not
+    tell its strategy. Without it the strategy in effect is taken.
+    """
+    own = getattr(optimizer, "_distribution_strategy", None)
+    return tf.distribute.get_strategy() if own is None else own
+
+
 def clip_as_set(optimizer: Any, gradients: list[Any]) -> list[Any]:
     """Clips gradients by what is set on an optimizer, its ``clipnorm`` for example.
 

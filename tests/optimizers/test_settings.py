@@ -13,7 +13,7 @@ import tensorflow as tf
 from one_device import ByHand, Replicated, cut, difference
 
 import tfmultigpu as tmg
-from tfmultigpu.optimizers.settings import Settings
+from tfmultigpu.accumulation.settings import Settings
 
 optimizers = keras.optimizers
 schedules = keras.optimizers.schedules

@@ -118,11 +118,6 @@ def test_loss_scale_and_clipping_alone_decide_once(replicas: int, clip: str) -> 
     ("replicas", "clip"),
     [(1, "clip_gradients"), (2, "clipnorm"), (3, "global_clipnorm"), (2, "clipvalue")],
 )
-@pytest.mark.xfail(
-    strict=True,
-    raises=TypeError,
-    reason="apply_reduced_gradients has no where=, and is for replicas only.",
-)
 def test_the_one_rule_of_composition(replicas: int, clip: str) -> None:
     def update(strategy: Any, optimizer: Any, gradients: Any, variables: Any, finite: Any) -> None:
         tmg.apply_reduced_gradients(optimizer, gradients, variables, where=finite)
@@ -158,11 +153,6 @@ def float16_on_one_device(batches: list[Batch]) -> list[list[np.ndarray]]:
 
 # Fails if an overflow of float16 on one replica alone changes a weight on any, or is not counted.
 @pytest.mark.parametrize("replicas", [2, 3])
-@pytest.mark.xfail(
-    strict=True,
-    raises=TypeError,
-    reason="apply_reduced_gradients has no where=, and is for replicas only.",
-)
 def test_a_float16_overflow_on_one_replica_skips_the_step_on_all(replicas: int) -> None:
     batches = [tuple(part.astype("float32") for part in one) for one in regression([6, 3, 5])]
     batches[1][1][2] = 3e4  # Times 1024 its gradient is beyond float16; on the last replica only.

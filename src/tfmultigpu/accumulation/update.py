@@ -19,7 +19,6 @@ from tfmultigpu import _compat
 from tfmultigpu.accumulation.owners import assign_owners, only_owner, outside_scopes
 from tfmultigpu.accumulation.settings import explaining_settings
 from tfmultigpu.errors import ScopeError, TfMultiGpuError
-from tfmultigpu.optimizers.loss_scaling import unwrap_optimizer
 from tfmultigpu.strategies.collectives import (
     replicas_share_memory,
     sum_on_devices,
@@ -52,7 +51,7 @@ class Replicated:
     def __init__(self, optimizer: Any, strategy: tf.distribute.Strategy, reason: str) -> None:
         """Takes an optimizer that was created in the scope of the strategy."""
         # Updates are remembered by optimizer, and must not keep it alive.
-        self._optimizer = weakref.ref(unwrap_optimizer(optimizer))
+        self._optimizer = weakref.ref(_inner(optimizer))
         self.strategy = strategy
         self.reason = reason
         self.state: frozenset[int] = frozenset()
@@ -287,7 +286,7 @@ _chosen: weakref.WeakKeyDictionary[Any, Replicated] = weakref.WeakKeyDictionary(
 
 def update_of(optimizer: Any) -> Replicated | None:
     """Returns what ``choose_update`` has chosen for an optimizer; None if it has not yet."""
-    return _chosen.get(unwrap_optimizer(optimizer))
+    return _chosen.get(_inner(optimizer))
 
 
 def choose_update(
@@ -310,9 +309,9 @@ def choose_update(
             other variables.
         TfMultiGpuError: The optimizer accumulates gradients, or cannot be updated as asked.
     """
-    inner = unwrap_optimizer(optimizer)
+    inner = _inner(optimizer)
     update = _chosen.get(inner)
-    _check(optimizer, strategy, update)
+    _check(optimizer, variables, strategy, update)
     if update is None:
         if not variables and not inner.built and inner is optimizer:
             reason = "everything is frozen; the optimizer is built when it is not"
@@ -378,10 +377,7 @@ def apply_reduced_gradients(
         )
     update = update_of(optimizer)
     if update is None:
-        values = [getattr(variable, "value", variable) for variable in variables]
-        found = [getattr(value, "distribute_strategy", None) for value in values]
-        strategy = next(filter(None, found), None) or tf.distribute.get_strategy()
-        update = choose_update(optimizer, variables, strategy)
+        update = choose_update(optimizer, variables, _compat.strategy_of_optimizer(optimizer))
     pairs = [(g, v) for g, v in zip(gradients, variables, strict=True) if g is not None]
 
     def apply() -> tf.Tensor:
@@ -439,10 +435,22 @@ def _refuse(asked: str | bool, owned: bool, reason: str) -> None:
         )
 
 
-def _check(optimizer: Any, strategy: tf.distribute.Strategy, update: Replicated | None) -> None:
+def _check(
+    optimizer: Any,
+    variables: Sequence[Any],
+    strategy: tf.distribute.Strategy,
+    update: Replicated | None,
+) -> None:
     once = frozenset() if update is None else update.state
     check_scope([v for v in optimizer.variables if id(v) not in once], strategy, "optimizer")
-    for part in _parts(unwrap_optimizer(optimizer)):
+    new = [v.path for v in variables if getattr(v, "overwrite_with_gradient", False)]
+    if new and strategy.num_replicas_in_sync > 1:
+        raise TfMultiGpuError(
+            "The gradient of a variable of a float8 layer is its new value, which replicas cannot "
+            f"add. Received: {new[:3]}. Train on one replica, or leave out "
+            'layer.quantize("float8").'
+        )
+    for part in _parts(_inner(optimizer)):
         if steps := getattr(part, "gradient_accumulation_steps", None):
             raise TfMultiGpuError(
                 "Accumulation inside a Keras optimizer crashes on several replicas and averages "
@@ -459,6 +467,11 @@ def _refuse_replicas(*_: Any, **__: Any) -> None:
         "strategy.run; or create a new optimizer and pass shard_update=False to tmg.fit or "
         "make_train_step."
     )
+
+
+def _inner(optimizer: Any) -> Any:
+    """Returns the optimizer inside a ``LossScaleOptimizer``, or the optimizer itself."""
+    return getattr(optimizer, "inner_optimizer", optimizer)
 
 
 def _parts(optimizer: Any) -> list[Any]:

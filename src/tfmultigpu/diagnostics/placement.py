@@ -9,11 +9,10 @@ from typing import Any
 import tensorflow as tf
 
 from tfmultigpu import _compat
+from tfmultigpu.accumulation.update import update_of
 from tfmultigpu.devices.configure import list_logical_devices
 from tfmultigpu.devices.names import listed, parse_device_name
 from tfmultigpu.diagnostics.report import Finding
-from tfmultigpu.optimizers.loss_scaling import unwrap_optimizer
-from tfmultigpu.optimizers.sharded import owned_variables
 from tfmultigpu.strategies.topology import strategy_devices
 from tfmultigpu.strategies.variable_sharding import is_sharded
 
@@ -173,8 +172,9 @@ def optimizer_findings(
     """Reports a misplaced optimizer, or one of another model."""
     if optimizer is None or not hasattr(optimizer, "variables"):
         return
-    owned = owned_variables(unwrap_optimizer(optimizer))
-    everywhere = [variable for variable in optimizer.variables if id(variable) not in owned]
+    update = update_of(optimizer)
+    once = frozenset() if update is None else update.state
+    everywhere = [variable for variable in optimizer.variables if id(variable) not in once]
     names, other = outside_of(everywhere, strategy)
     if names:
         under = f", under {other}" if other else ""

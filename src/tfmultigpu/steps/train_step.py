@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
+from tfmultigpu.accumulation.settings import Settings, explaining_settings
 from tfmultigpu.errors import TfMultiGpuError
 from tfmultigpu.losses.build_model import prepare_model
 from tfmultigpu.losses.held_assignments import assign_held, holding
@@ -28,9 +29,13 @@ from tfmultigpu.optimizers.gradients import (
     unscaled,
 )
 from tfmultigpu.optimizers.loss_scaling import LossScale, make_loss_scale, unwrap_optimizer
-from tfmultigpu.optimizers.settings import Settings, explaining_settings
-from tfmultigpu.optimizers.sharded import ShardedUpdate, placed
-from tfmultigpu.optimizers.update import apply_in_replica, overwrite_with_averages, prepare_update
+from tfmultigpu.optimizers.update import (
+    ShardedUpdate,
+    apply_in_replica,
+    overwrite_with_averages,
+    placed,
+    prepare_update,
+)
 from tfmultigpu.steps.batch_function import BatchFunction, Shards
 from tfmultigpu.steps.forward_backward import Findings, ReplicaPhase
 from tfmultigpu.steps.missing_gradients import MissingGradients
@@ -192,6 +197,11 @@ class TrainStep(NotCopied):
     def variables(self) -> list[Any]:
         """The variables that it trains; frozen ones are left out."""
         return self._objective.trained
+
+    @property
+    def asked_shard_update(self) -> str | bool:
+        """The argument ``shard_update``."""
+        return self._options.shard_update
 
     @property
     def trained(self) -> tuple[Trained, ...]:

@@ -20,13 +20,12 @@ from tfmultigpu.devices.discovery import list_devices, logical_to_physical
 from tfmultigpu.devices.names import parse_device_name
 from tfmultigpu.errors import DataError
 from tfmultigpu.optimizers.gradients import sum_dtype
-from tfmultigpu.optimizers.update import build_optimizer
 from tfmultigpu.steps.batch_function import as_tensors
 from tfmultigpu.steps.op_placement import devices_of
 from tfmultigpu.strategies.scopes import check_strategy
 from tfmultigpu.strategies.variable_sharding import is_sharded
 from tfmultigpu.strategies.worker_exchange import WorkerExchange
-from tfmultigpu.tuning.memory_plan import plan_memory
+from tfmultigpu.tuning.memory_plan import plan_memory, slots_of_each_variable
 from tfmultigpu.types import Model, Optimizer, Strategy
 
 __all__ = ["measured_capacities", "memory_capacities"]
@@ -286,11 +285,10 @@ def _model_bytes(
         plan = plan_memory(model, optimizer, strategy)
         each = [plan.parts_on(name) for name in names]
         return [(one[0] + one[2], 2 * one[1] + one[3]) for one in each]
-    variables = list(model.variables)
+    state = sum(_bytes(variable.shape, variable.dtype) for variable in model.variables)
     if optimizer is not None:
-        build_optimizer(optimizer, model.trainable_variables, strategy)
-        variables += optimizer.variables
-    state = sum(_bytes(variable.shape, variable.dtype) for variable in variables)
+        slots = slots_of_each_variable(optimizer)
+        state += slots * sum(_bytes(v.shape, v.dtype) for v in model.trainable_variables)
     gradients = sum(_bytes(v.shape, sum_dtype(v.dtype)) for v in model.trainable_variables)
     return [(state, 2 * gradients)] * len(names)
 

@@ -12,14 +12,13 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from tfmultigpu.accumulation.owners import assign_owners, outside_scopes
 from tfmultigpu.arguments import check_count
 from tfmultigpu.devices.names import parse_device_name
 from tfmultigpu.errors import DataError, ScopeError
 from tfmultigpu.losses.recording import recording_calls, recording_devices
 from tfmultigpu.optimizers.gradients import sum_dtype
 from tfmultigpu.optimizers.loss_scaling import unwrap_optimizer
-from tfmultigpu.optimizers.placement import assign_owners
-from tfmultigpu.optimizers.sharded import check_divisible, slots_of_each_variable
 from tfmultigpu.strategies.topology import strategy_devices
 from tfmultigpu.strategies.variable_sharding import (
     AT_LEAST,
@@ -163,7 +162,6 @@ def plan_memory(
     Raises:
         ScopeError: The model has no variables without a batch.
         DataError: ``memory`` does not fit the devices.
-        TfMultiGpuError: The optimizer cannot update sharded variables, each on its device.
         TypeError: ``rows`` or ``at_least`` is not a whole number, or the optimizer is none.
         ValueError: One of them is negative.
 
@@ -188,7 +186,7 @@ def plan_memory(
             f"{type(optimizer).__name__}. Write "
             "tmg.tuning.plan_memory(build, keras.optimizers.Adam(), strategy)."
         )
-    slots = 0 if optimizer is None else slots_of_each_variable(unwrap_optimizer(optimizer))
+    slots = 0 if optimizer is None else slots_of_each_variable(optimizer)
 
     def build() -> MemoryPlan:
         with recording_devices() as made:
@@ -201,11 +199,20 @@ def plan_memory(
         plan = _plan(model, slots, devices, made, memory, batch_spec, rows, None)
     else:
         plan = _without_memory(build)
-    sharded = [one.path for one in plan.variables if one.device and one.gradients]
-    if optimizer is not None and sharded and len(devices) > 1:
-        which = f"{len(sharded)} sharded variables, such as {sharded[0]!r}"
-        check_divisible(unwrap_optimizer(optimizer), (), strategy, which, built=True)
     return plan
+
+
+def slots_of_each_variable(optimizer: Any) -> int:
+    """Returns how many variables of the shape of a variable an optimizer keeps beside it."""
+    import keras
+
+    def count() -> int:
+        inner = unwrap_optimizer(optimizer)
+        trial = type(inner).from_config(inner.get_config())
+        trial.build([keras.Variable("zeros", shape=(2, 3), name="trial")])
+        return sum(tuple(variable.shape) == (2, 3) for variable in trial.variables)
+
+    return outside_scopes(count)
 
 
 def _plan(

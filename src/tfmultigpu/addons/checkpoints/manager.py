@@ -269,7 +269,6 @@ class Checkpoints:
 
     def _count(self, steps: int) -> None:
         steps = check_count("steps", steps, 0)
-        self._variables.check_restored()
         self._counts = True
         self._steps += steps
         self._position.step += steps

@@ -11,18 +11,16 @@ import numpy as np
 import tensorflow as tf
 
 from tfmultigpu import _compat
+from tfmultigpu.accumulation.update import choose_update
 from tfmultigpu.addons.checkpoints.files import Arrays, Stored
 from tfmultigpu.errors import CheckpointError
 from tfmultigpu.losses.build_model import prepare_model
 from tfmultigpu.optimizers.loss_scaling import kept_loss_scale, make_loss_scale
-from tfmultigpu.optimizers.sharded import can_be_sharded
-from tfmultigpu.optimizers.update import after_build, build_optimizer
 from tfmultigpu.steps.chain import ChainedStep
 from tfmultigpu.steps.train_step import Trained, TrainStep
 from tfmultigpu.steps.value_agreement import check_values_alike
 from tfmultigpu.strategies.scopes import all_layers, check_kinds
 from tfmultigpu.strategies.topology import strategy_of
-from tfmultigpu.strategies.variable_sharding import is_sharded
 from tfmultigpu.strategies.worker_exchange import WorkerExchange, digest_of
 
 __all__ = ["Entries", "RunVariables", "StateVariable", "numbered", "read_state", "write_state"]
@@ -70,8 +68,6 @@ class RunVariables:
         self._extra = {name: owner for name, owner in objects.items() if name not in steps}
         self._model, self._optimizer = model, optimizer
         self.exchange = WorkerExchange(strategy)
-        # Entries and arrays of variables of optimizers that are not built yet, by name.
-        self._waiting: dict[str, tuple[Any, np.ndarray[Any, Any]]] = {}
         _extra_variables(self._extra)
 
     def count_updates(self) -> int:
@@ -97,19 +93,13 @@ class RunVariables:
         return variables
 
     def read(self) -> tuple[dict[str, Any], dict[str, np.ndarray[Any, Any]]]:
-        """Returns the entries and arrays of all variables, with those still to be built."""
-        entries, arrays = read_state(self.all(), self.exchange)
-        for name, (entry, array) in self._waiting.items():
-            entries[name], arrays[name] = entry, array
-        return entries, arrays
+        """Returns the entries and arrays of all variables."""
+        return read_state(self.all(), self.exchange)
 
     def prepare_to_save(self, data: Any) -> None:
         """Builds what is not built; checks that all is saved, and the same on all workers."""
         self._build_model(data)
-        for _, optimizer, variables in self._trained.values():
-            if optimizer is not None and not optimizer.built:
-                build_optimizer(optimizer, variables, self.exchange.strategy)
-        self.check_restored()
+        self._build_optimizers()
         self.check_holds(self._states_beside_models)
         for model, optimizer, _ in self._trained.values():
             check_values_alike(self.exchange.strategy, model, optimizer)
@@ -120,27 +110,15 @@ class RunVariables:
         return [state for step in self._steps.values() for state in step.states_beside_model()]
 
     def restore(self, stored: Stored, data: Any) -> None:
-        """Restores a checkpoint; optimizers that a step has yet to build, once it has."""
+        """Restores a checkpoint; optimizers that are not built yet are built as a step would."""
         import keras
 
         self._build_model(data)
         entries, strategy = dict(stored.run["variables"]), self.exchange.strategy
-        self._waiting = {}
-        for prefix, (_, optimizer, variables) in self._trained.items():
+        for prefix, (_, optimizer, _) in self._trained.items():
             if optimizer is not None and prefix + _SCALE in entries:
                 make_loss_scale("dynamic", optimizer, strategy)
-            if optimizer is None or optimizer.built:
-                continue
-            # Wrappers build the optimizers inside them, and sharded variables have no copies.
-            at_once = hasattr(optimizer, "inner_optimizer") or any(map(is_sharded, variables))
-            if at_once or not can_be_sharded(optimizer, variables, strategy):
-                build_optimizer(optimizer, variables, strategy)
-                continue
-            # The step that builds it decides where its slots live.
-            group, built = f"{prefix}optimizer/", len(optimizer.variables)
-            slots = [name for name in entries if name.startswith(group)][built:]
-            self._waiting |= {name: (entries.pop(name), stored.arrays[name]) for name in slots}
-            after_build[optimizer] = functools.partial(self._restore_slots, group, built, stored)
+        self._build_optimizers()
         write_state(self.all(), entries, stored.arrays, self.exchange, stored.path)
         if _SEEDS in entries and _compat.global_seeds() is None:  # Keras makes it when it draws.
             with strategy.scope():
@@ -148,11 +126,11 @@ class RunVariables:
             seeds.state.assign(stored.arrays[_SEEDS])
             _compat.set_global_seeds(seeds)
 
-    def _restore_slots(self, group: str, built: int, stored: Stored) -> None:
-        names = [name for name in self._waiting if name.startswith(group)]
-        slots = [variable for variable in self.all() if variable.name.startswith(group)][built:]
-        entries = {name: self._waiting.pop(name)[0] for name in names}
-        write_state(slots, entries, stored.arrays, self.exchange, stored.path)
+    def _build_optimizers(self) -> None:
+        for prefix, (_, optimizer, variables) in self._trained.items():
+            if optimizer is not None and not optimizer.built:
+                asked = getattr(self._steps.get(prefix), "asked_shard_update", "auto")
+                choose_update(optimizer, variables, self.exchange.strategy, asked)
 
     def check_holds(self, changed: Iterable[Any]) -> None:
         """Checks that all variables that a training changes are among those saved."""
@@ -168,16 +146,6 @@ class RunVariables:
                 "fit. Make a SeedGenerator or a metric that forward uses an attribute of a model "
                 "that a step trains: model.seeds = keras.random.SeedGenerator(1); or give "
                 'extra={"seeds": [seeds.state]}.'
-            )
-
-    def check_restored(self) -> None:
-        """Checks that no optimizer was built without what is restored of it."""
-        trained = self._trained.values()
-        if self._waiting and all(getattr(part.optimizer, "built", True) for part in trained):
-            raise CheckpointError(
-                "The optimizer was built after restore() by other code than this library, so its "
-                f"restored state is lost. Received: {len(self._waiting)} variables to restore. "
-                "Call optimizer.build(model.trainable_variables) before checkpoints.restore()."
             )
 
     def _build_model(self, data: Any) -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import functools
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from typing import Any
 
-from tfmultigpu._compat import is_part_of_keras, profiles_batches, set_swaps
+from tfmultigpu._compat import is_part_of_keras, profiles_batches
+from tfmultigpu.accumulation.update import update_of
 from tfmultigpu.errors import LossError
 from tfmultigpu.optimizers.loss_scaling import unwrap_optimizer
-from tfmultigpu.optimizers.sharded import owned_variables, reset_averages, swap_averages
 from tfmultigpu.steps.chain import ChainedStep
 
 __all__ = ["adapt_callbacks", "check_callbacks", "every_batches", "resuming", "to_list"]
@@ -74,14 +76,23 @@ def check_callbacks(callbacks: Iterable[Any], model: Any = None, step: Any = Non
                 )
 
 
+_SWAPS = ("epoch_begin", "epoch_end", "test_begin", "test_end", "predict_begin", "predict_end")
+
+
 def adapt_callbacks(callbacks: Iterable[Any], optimizer: Any) -> None:
-    """Makes callbacks that write optimizer slots find them on the replicas that own them."""
+    """Makes callbacks that swap moving averages swap those of the replicas that own them."""
     import keras
 
-    if optimizer is not None and owned_variables(unwrap_optimizer(optimizer)):
-        for callback in callbacks:
-            if isinstance(callback, keras.callbacks.SwapEMAWeights):
-                set_swaps(callback, swap_averages, reset_averages)
+    def swapping(method: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        update = update_of(optimizer)
+        with nullcontext() if update is None else update.updating(()):
+            method(*args, **kwargs)
+
+    for callback in callbacks:
+        if optimizer is not None and isinstance(callback, keras.callbacks.SwapEMAWeights):
+            for name in _SWAPS:  # Of the class, so that a second fit does not wrap twice.
+                method = getattr(type(callback), f"on_{name}").__get__(callback)
+                setattr(callback, f"on_{name}", functools.partial(swapping, method))
 
 
 def every_batches(callback: Any, mode: str) -> int | None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
 import keras
 import tensorflow as tf
 
+from tfmultigpu.accumulation.update import update_of
 from tfmultigpu.addons.loops.callbacks import (
     adapt_callbacks,
     check_callbacks,
@@ -21,7 +22,6 @@ from tfmultigpu.addons.loops.workers import SameTraining, check_alike, union
 from tfmultigpu.data.positioned import Position
 from tfmultigpu.data.seeds import draw_seed
 from tfmultigpu.errors import DataError
-from tfmultigpu.optimizers.update import finish_values
 from tfmultigpu.strategies.variable_sharding import is_sharded
 from tfmultigpu.strategies.worker_exchange import WorkerExchange
 from tfmultigpu.types import FitStart
@@ -222,7 +222,9 @@ class FitHooks(Hooks):
         """Puts averages into all trained variables, as Keras has for one optimizer."""
         self._between_epochs.close()
         for part in self._trained if self.epochs > 0 else ():
-            finish_values(part.optimizer, part.variables, self.strategy)
+            update = update_of(part.optimizer)
+            with nullcontext() if update is None else update.updating(part.variables):
+                part.optimizer.finalize_variable_values(part.variables)
         super().on_train_end(logs)
         self._same.check()
 
