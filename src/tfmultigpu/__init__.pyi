@@ -1,6 +1,7 @@
 """The public names of the package, which loads each when it is first used."""
 
 from tfmultigpu import (
+    accumulation as accumulation,
     clusters as clusters,
     data as data,
     devices as devices,
@@ -14,7 +15,16 @@ from tfmultigpu import (
     tuning as tuning,
 )
 from tfmultigpu._version import __version__ as __version__
-from tfmultigpu.addons import checkpoints as checkpoints, loops as loops
+from tfmultigpu.accumulation import (
+    GradientAccumulator as GradientAccumulator,
+    LossScale as LossScale,
+    LossSum as LossSum,
+    apply_reduced_gradients as apply_reduced_gradients,
+    clip_gradients as clip_gradients,
+    global_mean as global_mean,
+)
+from tfmultigpu.accumulation.loss_sum import loss_sum as loss_sum
+from tfmultigpu.addons import checkpoints as checkpoints, loops as loops, sharding as sharding
 from tfmultigpu.addons.checkpoints import Checkpoints as Checkpoints
 from tfmultigpu.addons.loops import (
     evaluate as evaluate,
@@ -22,6 +32,7 @@ from tfmultigpu.addons.loops import (
     predict as predict,
     prepare as prepare,
 )
+from tfmultigpu.addons.sharding import sharded_variables as sharded_variables
 from tfmultigpu.data import distribute_dataset as distribute_dataset, plan_shares as plan_shares
 from tfmultigpu.devices import (
     enable_memory_growth as enable_memory_growth,
@@ -41,26 +52,18 @@ from tfmultigpu.errors import (
     TfMultiGpuError as TfMultiGpuError,
     WorkerLostError as WorkerLostError,
 )
-from tfmultigpu.losses import LossSum as LossSum, global_mean as global_mean
-from tfmultigpu.losses.loss_sum import loss_sum as loss_sum
-from tfmultigpu.optimizers import (
-    GradientAccumulator as GradientAccumulator,
-    LossScale as LossScale,
-    apply_reduced_gradients as apply_reduced_gradients,
-    clip_gradients as clip_gradients,
-)
 from tfmultigpu.steps import (
     chain_steps as chain_steps,
     gather_rows as gather_rows,
     make_eval_step as make_eval_step,
     make_predict_step as make_predict_step,
     make_train_step as make_train_step,
+    rows as rows,
     synchronize_batch_norm as synchronize_batch_norm,
 )
 from tfmultigpu.strategies import (
     create_strategy as create_strategy,
     plan_strategy as plan_strategy,
-    sharded_variables as sharded_variables,
 )
 from tfmultigpu.tuning import (
     find_batch_size as find_batch_size,

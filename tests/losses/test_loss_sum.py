@@ -12,7 +12,7 @@ import tensorflow as tf
 from one_device import ByHand, Replicated, assert_same, cut, strategy_of
 
 import tfmultigpu as tmg
-from tfmultigpu.losses.loss_sum import _MEANS, FixedLossSum
+from tfmultigpu.accumulation.loss_sum import _MEANS, FixedLossSum
 
 REDUCTIONS = ("sum_over_batch_size", "mean", "mean_with_sample_weight", "sum")
 SHARDS = ((0, 4), (4, 5), (5, 7))

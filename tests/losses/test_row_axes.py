@@ -11,8 +11,8 @@ import tensorflow as tf
 from one_device import Replicated, strategy_of
 
 import tfmultigpu as tmg
-from tfmultigpu.losses import row_axes
-from tfmultigpu.losses.loss_sum import FixedLossSum
+from tfmultigpu.accumulation import row_axes
+from tfmultigpu.accumulation.loss_sum import FixedLossSum
 
 _random = np.random.default_rng(2)
 LABELS = ("B", "B1", "BT")

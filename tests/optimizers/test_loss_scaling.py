@@ -9,7 +9,7 @@ import tensorflow as tf
 from one_device import ByHand, Replicated, assert_same, cut, difference, strategy_of
 
 import tfmultigpu as tmg
-from tfmultigpu.optimizers.loss_scaling import LossScale
+from tfmultigpu.accumulation.loss_scale import LossScale
 
 REPLICAS = 3
 ROWS = 12

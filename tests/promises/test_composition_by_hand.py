@@ -219,11 +219,6 @@ def apply_by_hand(training: Training, strategy: Any, gradients_of: Any) -> None:
 # Fails if clipping set on the optimizer clips each replica's part in silence.
 @pytest.mark.parametrize("clip", ["clipnorm", "global_clipnorm", "clipvalue"])
 @pytest.mark.parametrize("replicas", [2, 3])
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="global_mean, then the optimizer's own apply: each replica's part is clipped, silently.",
-)
 def test_global_mean_and_a_clipping_optimizer_is_right_or_told(replicas: int, clip: str) -> None:
     optimizer = functools.partial(keras.optimizers.SGD, 0.1, **TIGHT[clip])
     strategy = strategy_of(replicas)
@@ -241,11 +236,6 @@ def test_global_mean_and_a_clipping_optimizer_is_right_or_told(replicas: int, cl
 
 # Fails if the optimizer adds reduced gradients over the replicas once more in silence.
 @pytest.mark.parametrize("replicas", [2, 3])
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="reduce() in a replica, then the optimizer's own apply: a step N times too large.",
-)
 def test_reduce_and_the_optimizers_own_apply_is_right_or_told(replicas: int) -> None:
     strategy = strategy_of(replicas)
     training = build(strategy)

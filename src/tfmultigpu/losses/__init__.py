@@ -1,6 +1,6 @@
 """Losses and metrics: sums and weights that are divided once."""
 
-from tfmultigpu.losses.loss_sum import LossSum, global_mean, loss_sum
+from tfmultigpu.accumulation.loss_sum import LossSum, global_mean, loss_sum
 
 __all__ = [
     "LossSum",

@@ -18,8 +18,8 @@ import tensorflow as tf
 
 from tfmultigpu import _compat
 from tfmultigpu._compat import dropout_drawn_by
+from tfmultigpu.accumulation.loss_sum import LossTerm
 from tfmultigpu.data.batch_format import any_rows, count_rows, take
-from tfmultigpu.losses.loss_sum import LossTerm
 from tfmultigpu.losses.trials import run_in_thread, synthetic_data
 
 __all__ = ["AddedLosses", "mean_term"]

@@ -11,10 +11,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfmultigpu._compat import is_part_of_keras
-from tfmultigpu.data.batch_format import count_rows, unpack_batch
-from tfmultigpu.errors import LossError
-from tfmultigpu.losses.added_losses import AddedLosses, mean_term
-from tfmultigpu.losses.loss_sum import (
+from tfmultigpu.accumulation.loss_sum import (
     OTHER_ROWS,
     FixedLossSum,
     LossSum,
@@ -22,6 +19,9 @@ from tfmultigpu.losses.loss_sum import (
     as_loss,
     loss_term,
 )
+from tfmultigpu.data.batch_format import count_rows, unpack_batch
+from tfmultigpu.errors import LossError
+from tfmultigpu.losses.added_losses import AddedLosses, mean_term
 from tfmultigpu.losses.model_group import as_model, check_variables
 from tfmultigpu.losses.outputs import Output, match_outputs
 from tfmultigpu.losses.recording import noting_losses_read, recording_added_losses

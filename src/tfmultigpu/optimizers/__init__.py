@@ -1,9 +1,9 @@
 """Optimizers: gradients added over micro-batches and replicas, and one update."""
 
-from tfmultigpu.optimizers.accumulation import GradientAccumulator
-from tfmultigpu.optimizers.gradients import clip_gradients
-from tfmultigpu.optimizers.loss_scaling import LossScale
-from tfmultigpu.optimizers.update import apply_reduced_gradients
+from tfmultigpu.accumulation.accumulator import GradientAccumulator
+from tfmultigpu.accumulation.clipping import clip_gradients
+from tfmultigpu.accumulation.loss_scale import LossScale
+from tfmultigpu.accumulation.update import apply_reduced_gradients
 
 __all__ = [
     "GradientAccumulator",

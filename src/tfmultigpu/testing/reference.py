@@ -9,7 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfmultigpu.data.batch_format import any_rows
-from tfmultigpu.losses.loss_sum import as_loss
+from tfmultigpu.accumulation.loss_sum import as_loss
 
 __all__ = ["OneDevice", "Training"]
 

@@ -11,11 +11,11 @@ import numpy as np
 import tensorflow as tf
 
 from tfmultigpu import _compat
+from tfmultigpu.accumulation.loss_scale import kept_loss_scale, make_loss_scale
 from tfmultigpu.accumulation.update import choose_update
 from tfmultigpu.addons.checkpoints.files import Arrays, Stored
 from tfmultigpu.errors import CheckpointError
 from tfmultigpu.losses.build_model import prepare_model
-from tfmultigpu.optimizers.loss_scaling import kept_loss_scale, make_loss_scale
 from tfmultigpu.steps.chain import ChainedStep
 from tfmultigpu.steps.train_step import Trained, TrainStep
 from tfmultigpu.steps.value_agreement import check_values_alike

@@ -7,10 +7,11 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfmultigpu.accumulation.gradients import sum_dtype
 from tfmultigpu.errors import ScopeError, TfMultiGpuError
-from tfmultigpu.optimizers.gradients import is_overwritten, sum_dtype
-from tfmultigpu.strategies.collectives import all_reduce_sum
+from tfmultigpu.strategies.collectives import sum_over_replicas
 from tfmultigpu.strategies.not_copied import NotCopied
+from tfmultigpu.strategies.topology import per_replica
 
 __all__ = ["GradientAccumulator"]
 
@@ -65,11 +66,10 @@ class GradientAccumulator(NotCopied):
                 "There is nothing to accumulate gradients for: no variables were given. Build the "
                 "model first, then pass model.trainable_variables."
             )
-        overwritten = [v.path for v in self.variables if is_overwritten(v)]
-        if overwritten:
+        if any(getattr(variable, "overwrite_with_gradient", False) for variable in self.variables):
             raise TfMultiGpuError(
                 "The gradient of a variable of a float8 layer is its new value, which cannot be "
-                f"added and divided. Received: {overwritten[:3]}. Leave out "
+                "added and divided. Leave out "
                 'layer.quantize("float8"), or train without accumulation.'
             )
         self._sums = [_local_sum(v.shape, sum_dtype(v.dtype)) for v in self.variables]
@@ -115,30 +115,53 @@ class GradientAccumulator(NotCopied):
         self._weight.assign_add(tf.cast(weight, tf.float32))
         self._count.assign_add(1)
 
-    def reduce(self) -> tuple[list[tf.Tensor], tf.Tensor]:
+    def reduce(self) -> tuple[list[Any], tf.Tensor]:
         """Returns the gradient of the window over all replicas and empties the accumulator.
 
-        One all-reduce, packed. Call it on every replica (in ``strategy.run``), or once outside,
-        where it runs on every replica by itself.
+        Call it once, outside of ``strategy.run``; a ``tf.function`` is fine. Nothing else
+        communicates.
 
         Returns:
             Gradients already divided by the weight (0 where that is 0), in the variables' dtypes,
-            and the weight of the window. Pass the gradients to ``apply_reduced_gradients``.
+            and the weight of the window. Pass them to ``LossScale.unscale``, ``clip_gradients`` and
+            ``apply_reduced_gradients``. If replicas of this process share no memory (several GPUs)
+            a gradient is a per-replica value: each replica has its copy already.
+
+        Raises:
+            TfMultiGpuError: Called by a replica, inside ``strategy.run``, of several.
+            ScopeError: The accumulator was created under another strategy.
         """
-        context = self._context()
-        if context is not None:
-            return self._reduce_in_replica(context)
         strategy = self._strategy
-        results = strategy.run(lambda: self._reduce_in_replica(tf.distribute.get_replica_context()))
-        first = [strategy.experimental_local_results(r)[0] for r in tf.nest.flatten(results)]
-        return first[:-1], first[-1]
+        if self._context() is not None and strategy.num_replicas_in_sync > 1:
+            raise TfMultiGpuError(
+                "reduce adds over all replicas, so it is called once, outside of them. Received: "
+                "reduce in a replica, inside strategy.run. Write after strategy.run: gradients, "
+                "weight = window.reduce(); tmg.apply_reduced_gradients(optimizer, gradients, "
+                "variables)."
+            )
+        state = [*self._sums, self._weight]
+        parts = [
+            [copy.read_value() for copy in copies]
+            for copies in zip(*map(self._copies, state), strict=True)
+        ]
+        totals = sum_over_replicas(strategy, parts)
+        with tf.control_dependencies([tensor for part in parts for tensor in part]):
+            self._clear()
+        divided = [self._divided(*total) for total in totals]
+        weight = totals[0][-1]
+        if len(divided) == 1:
+            return divided[0], weight
+        return [
+            per_replica(strategy, list(copies)) for copies in zip(*divided, strict=True)
+        ], weight
 
     def reset(self) -> None:
-        """Drops what was added, by assignment, so that a NaN does not outlive its window."""
-        if self._context() is None:
-            self._strategy.run(self._clear)
-        else:
+        """Drops what was added, on all replicas, or on the replica that calls."""
+        if self._context() is None or self._strategy.num_replicas_in_sync == 1:
             self._clear()
+        else:
+            for variable in [*self._sums, self._weight, self._count]:
+                variable.assign(tf.zeros_like(variable.read_value()))
 
     def _context(self) -> Any:
         """The context of the replica that calls, None outside of ``strategy.run``."""
@@ -155,20 +178,24 @@ class GradientAccumulator(NotCopied):
             "with strategy.scope(): accumulator = tmg.GradientAccumulator(variables)."
         )
 
-    def _reduce_in_replica(self, context: Any) -> tuple[list[tf.Tensor], tf.Tensor]:
-        parts = [tf.identity(variable.read_value()) for variable in [*self._sums, self._weight]]
-        *sums, weight = all_reduce_sum(context, parts)
-        with tf.control_dependencies(parts):
-            self._clear()
-        gradients = [
-            tf.cast(tf.math.divide_no_nan(total, tf.cast(weight, total.dtype)), variable.dtype)
-            for total, variable in zip(sums, self.variables, strict=True)
-        ]
-        return gradients, weight
+    def _copies(self, variable: Any) -> tuple[Any, ...]:
+        return tuple(self._strategy.experimental_local_results(variable))
+
+    def _divided(self, *totals: tf.Tensor) -> list[tf.Tensor]:
+        """Divides once, each sum where it is."""
+        *sums, weight = totals
+        gradients = []
+        for total, variable in zip(sums, self.variables, strict=True):
+            with tf.device(total.device):
+                mean = tf.math.divide_no_nan(total, tf.cast(weight, total.dtype))
+                gradients.append(tf.cast(mean, variable.dtype))
+        return gradients
 
     def _clear(self) -> None:
         for variable in [*self._sums, self._weight, self._count]:
-            variable.assign(tf.zeros_like(variable.read_value()))
+            for copy in self._copies(variable):
+                with tf.device(copy.device):
+                    copy.assign(tf.zeros(copy.shape, copy.dtype))
 
 
 def _local_sum(shape: Any, dtype: tf.DType) -> tf.Variable:

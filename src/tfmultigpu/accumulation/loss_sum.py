@@ -16,8 +16,8 @@ import tensorflow as tf
 
 from tfmultigpu import _compat
 from tfmultigpu._compat import is_part_of_keras
+from tfmultigpu.accumulation.row_axes import check_row_axes
 from tfmultigpu.errors import LossError
-from tfmultigpu.losses.row_axes import check_row_axes
 
 __all__ = ["FixedLossSum", "LossSum", "LossTerm", "as_loss", "global_mean", "loss_sum", "loss_term"]
 
@@ -29,17 +29,14 @@ OTHER_ROWS = (
 )
 
 
-# Losses of Keras that are a mean over the last axis of a function of each element.
-_MEANS = {
-    "binary_crossentropy",
-    "huber",
-    "log_cosh",
-    "mean_absolute_error",
-    "mean_absolute_percentage_error",
-    "mean_squared_error",
-    "mean_squared_logarithmic_error",
-    "poisson",
-}
+_PARTS = (
+    "global_mean is for logs. Received: its gradient on several replicas. That is each replica's "
+    "part of the gradient alone, so clipping and loss scaling would decide on parts. "
+    "Write, in the function given to strategy.run: pair = tmg.loss_sum(loss, y, outputs); "
+    "window.add(tape.gradient(pair.sum, variables), pair.weight); and after strategy.run: "
+    "gradients, weight = window.reduce(); tmg.apply_reduced_gradients(optimizer, gradients, "
+    "variables). window is a tmg.GradientAccumulator(variables), made in strategy.scope()."
+)
 
 
 class LossSum(NamedTuple):
@@ -131,10 +128,10 @@ def loss_sum(
 
 
 def global_mean(loss_sum: LossSum) -> Any:
-    """Returns the loss of the global batch, divided once after an all-reduce.
+    """Returns the loss of the global batch for logs, divided once after an all-reduce.
 
-    Its gradient on each replica is that replica's part of the gradient. Summed over the replicas,
-    as ``optimizer.apply`` of Keras does, the gradients are those of one device.
+    Train by ``loss_sum`` and ``GradientAccumulator``. On several replicas the gradient of this mean
+    would be a replica's part alone, so an optimizer would clip parts.
 
     Args:
         loss_sum: The sum and weight of this replica's shard.
@@ -143,7 +140,8 @@ def global_mean(loss_sum: LossSum) -> Any:
         A float scalar, the same on every replica; 0 if the total weight is 0.
 
     Raises:
-        LossError: Called outside ``strategy.run`` under a strategy of several replicas.
+        LossError: Called outside ``strategy.run`` under a strategy of several replicas, or
+            differentiated on several replicas.
 
     Example:
         >>> import tfmultigpu as tmg
@@ -162,10 +160,13 @@ def global_mean(loss_sum: LossSum) -> Any:
     def mean(shard_sum: Any, shard_weight: Any) -> Any:
         total, weight = context.all_reduce(tf.distribute.ReduceOp.SUM, [shard_sum, shard_weight])
         weight = shard_weight if fixed else weight
-        return tf.math.divide_no_nan(total, weight), lambda upstream: (
-            tf.math.divide_no_nan(upstream, weight),
-            tf.zeros_like(weight),
-        )
+
+        def gradient(upstream: Any) -> Any:
+            if context.num_replicas_in_sync > 1:
+                raise LossError(_PARTS)
+            return tf.math.divide_no_nan(upstream, weight), tf.zeros_like(weight)
+
+        return tf.math.divide_no_nan(total, weight), gradient
 
     return mean(tf.convert_to_tensor(loss_sum.sum), tf.convert_to_tensor(loss_sum.weight))
 
@@ -179,48 +180,31 @@ def loss_term(loss: Any, y_true: Any, y_pred: Any, sample_weight: Any = None) ->
         y_pred: Predictions.
         sample_weight: Weights, or None.
     """
-    if _averages_rows(loss, y_true, y_pred, sample_weight):
-        y_true, y_pred = tf.convert_to_tensor(y_true)[:, None], y_pred[:, None]
     unreduced: list[Any] = []
+    values_of = _elementwise(loss, unreduced)
     couples = isinstance(loss, _coupling_losses())
     if not couples and _may_mix_axes(loss, y_true, y_pred, sample_weight):
-        shapes = y_true, y_pred, sample_weight
-        check_row_axes(loss, _elementwise(loss, []), *shapes, throughout=_is_from_keras(loss))
-    values = _elementwise(loss, unreduced)(y_true, y_pred, sample_weight)
-    # Checked without weights, which may bring back rows that the loss has reduced.
+        check_row_axes(loss, _elementwise(loss, []), y_true, y_pred, sample_weight)
+    values = values_of(y_true, y_pred, sample_weight)
+    # A loss may mask its values itself (ignore_class); the weighted values have lost that mask, and
+    # may have got back the rows that the loss has reduced.
     plain = tf.convert_to_tensor(unreduced[0]) if unreduced else values
-    if couples or plain.shape.rank == 0:
-        raise LossError(
-            f"The loss {loss.name!r} is one number for a batch, or compares its examples with each "
-            "other. Then the contribution of each example is unknown, and the result depends on "
-            f"how the batch was cut. Received: shape {tuple(plain.shape)} from "
-            f"{type(loss).__name__}. Return one value per example that depends on it alone: "
-            "tf.reduce_mean(tf.square(y_true - y_pred), axis=-1). If the loss couples the examples "
-            "of a batch (Dice over a batch, Circle, contrastive), call tmg.gather_rows(y_pred) to "
-            "get all of them. Then return the values of this replica's rows, or the one number for "
-            "each row: tf.fill(tf.shape(y_pred)[:1], value)." + _hint(y_pred)
-        )
-    if _reduced_rows(plain, y_pred):
-        raise LossError(
-            f"The loss {loss.name!r} returns {plain.shape[0]} values for any number of rows, so it "
-            "reduces over the rows and the result depends on how the batch was cut. Received: "
-            f"shape {tuple(plain.shape)} from predictions of shape {tuple(y_pred.shape)}. Reduce "
-            "over the last axis, axis=-1, to return one value per example. To compare examples "
-            "with each other, use forward= with tmg.gather_rows(predictions)."
-        )
+    if couples or not _has_rows(plain, y_pred):
+        raise LossError(_no_rows(loss, plain, y_pred))
     total = tf.reduce_sum(values)
     if loss.reduction == "sum":
         return LossTerm(total, tf.ones_like(total), fixed=True)
-    # A loss may mask its values itself (ignore_class); the weighted values have lost that mask.
     mask = _mask(y_pred, unreduced[0] if unreduced else values)
     if loss.reduction == "mean_with_sample_weight" and (
         sample_weight is not None or mask is not None
     ):
-        weights = _sum_of_weights(sample_weight, mask, total.dtype)
-        if mask is None and _has_no_rows(sample_weight, values):
-            mean = tf.math.divide_no_nan(total, weights)  # The weights do not grow with the rows.
-            return LossTerm(mean, tf.ones_like(total), fixed=True)
-        return LossTerm(total, weights)
+        if sample_weight is not None and not _weighs_rows(sample_weight, values):
+            raise LossError(
+                "mean_with_sample_weight divides by the sum of the weights, so each row needs its "
+                f"own. Received: weights {sample_weight!r} for losses of shape "
+                f"{tuple(values.shape)}. Write sample_weight=tf.fill(tf.shape(y_pred)[:1], weight)."
+            )
+        return LossTerm(total, _sum_of_weights(sample_weight, mask, total.dtype))
     elements = tf.cast(tf.size(values), total.dtype)
     if mask is not None:
         valid = tf.cast(tf.math.count_nonzero(mask), total.dtype)
@@ -228,6 +212,26 @@ def loss_term(loss: Any, y_true: Any, y_pred: Any, sample_weight: Any = None) ->
     # A function may merge, drop or add rows; the losses of Keras return one entry per row.
     per_row = values.shape[1:].num_elements() if _is_from_keras(loss) else None
     return LossTerm(total, elements, float(per_row) if per_row else None)
+
+
+def _no_rows(loss: Any, values: Any, y_pred: Any) -> str:
+    """Returns the error for a loss that does not return one value per row."""
+    hint = ""
+    if _rank(y_pred) == 1:
+        hint = (
+            " Predictions of shape [rows] have no axis to reduce over but the rows: give "
+            "y_true[:, None] and y_pred[:, None]."
+        )
+    return (
+        f"The loss {loss.name!r} is one number for a batch, or compares its examples with each "
+        "other. Then the contribution of each example is unknown, and the result depends on how "
+        f"the batch was cut. Received: shape {tuple(values.shape)} from {type(loss).__name__}. "
+        "Return one value per example that depends on it alone: "
+        "tf.reduce_mean(tf.square(y_true - y_pred), axis=-1). If the loss couples the examples of "
+        "a batch (Dice over a batch, Circle, contrastive), call tmg.gather_rows(y_pred) to get all "
+        "of them. Then return the values of this replica's rows, or the one number for each row: "
+        "tf.fill(tf.shape(y_pred)[:1], value)." + hint
+    )
 
 
 def _elementwise(loss: Any, unreduced: list[Any]) -> Callable[..., Any]:
@@ -292,51 +296,26 @@ def _may_mix_axes(loss: Any, y_true: Any, y_pred: Any, sample_weight: Any) -> bo
     return sample_weight is not None or len(ranks) > 1 or not _is_from_keras(loss)
 
 
-def _averages_rows(loss: Any, y_true: Any, y_pred: Any, sample_weight: Any) -> bool:
-    """Returns whether Keras takes the mean over the rows: of values with one axis.
-
-    Of these losses that is the mean of the losses of the examples. Keras gives another number with
-    weights, with a mask or for a sum, and such a loss is refused.
-    """
-    function = getattr(loss, "wrapped", None) or getattr(loss, "fn", None)
-    if function is None or not is_part_of_keras(function) or sample_weight is not None:
-        return False
-    return (
-        _rank(y_true) == _rank(y_pred) == 1
-        and getattr(function, "__name__", "") in _MEANS
-        and loss.reduction in ("sum_over_batch_size", "mean", "mean_with_sample_weight")
-        and getattr(loss, "axis", -1) == -1
-        and _compat.keras_mask(y_pred) is None
-    )
-
-
-def _hint(y_pred: Any) -> str:
-    if _rank(y_pred) != 1:
-        return ""
-    return (
-        " Predictions of shape [rows] have no axis to reduce over but the rows: give "
-        "y_true[:, None] and y_pred[:, None]."
-    )
-
-
 def _rank(value: Any) -> int | None:
     shape = getattr(value, "shape", None)
     return None if shape is None else tf.TensorShape(shape).rank
 
 
-def _has_no_rows(sample_weight: Any, values: Any) -> bool:
-    """Returns whether weights broadcast along the rows."""
-    weight, values = _same_rank(tf.convert_to_tensor(sample_weight), values)
-    if weight.shape.rank is None or weight.shape.rank < values.shape.rank:
-        return weight.shape.rank is not None
-    return bool(weight.shape[0] == 1 and values.shape[0] != 1)
-
-
-def _reduced_rows(values: Any, y_pred: Any) -> bool:
+def _has_rows(values: Any, y_pred: Any) -> bool:
+    """Returns whether there is a value per row: not one, nor a fixed number for any rows."""
     shape = getattr(y_pred, "shape", None)
-    if shape is None or not tf.TensorShape(shape).rank:
+    unknown = bool(_rank(y_pred)) and tf.TensorShape(shape)[0] is None
+    return values.shape.rank != 0 and not (unknown and values.shape[0] is not None)
+
+
+def _weighs_rows(sample_weight: Any, values: Any) -> bool:
+    """Returns whether weights do not broadcast along the rows."""
+    weight, values = _same_rank(tf.convert_to_tensor(sample_weight), values)
+    if weight.shape.rank is None:
+        return True
+    if weight.shape.rank < values.shape.rank:
         return False
-    return values.shape[0] is not None and shape[0] is None
+    return bool(weight.shape[0] != 1 or values.shape[0] == 1)
 
 
 def _is_from_keras(loss: Any) -> bool:

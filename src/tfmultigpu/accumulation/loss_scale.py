@@ -1,0 +1,192 @@
+"""Loss scaling for float16: one verdict about the global gradient, the same on every replica."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfmultigpu.accumulation.gradients import all_finite, on_each_replica, sum_dtype
+
+__all__ = [
+    "LossScale",
+    "kept_loss_scale",
+    "make_loss_scale",
+    "unwrap_optimizer",
+]
+
+INITIAL_SCALE = 2.0**15
+GROWTH_STEPS = 2000
+
+
+class LossScale:
+    """A factor that keeps float16 gradients from becoming zero, for loops written by hand.
+
+    A dynamic scale halves when a gradient overflows, never below 1, and doubles after a run of good
+    steps: the rule of ``keras.optimizers.LossScaleOptimizer``, with its constants. A fixed one
+    stays. Either way, skip the update of a step whose gradients are not finite.
+
+    Attributes:
+        scale: The scale, a float32 variable; a float if it is fixed.
+        good_steps: Steps with finite gradients since the scale changed, an integer variable; None
+            if it is fixed.
+        growth_steps: Good steps after which the scale doubles; None if it is fixed.
+
+    Example:
+        >>> import tensorflow as tf, tfmultigpu as tmg
+        >>> loss_scale = tmg.LossScale(8.0)
+        >>> float(loss_scale.scale_loss(tf.constant(0.5)))
+        4.0
+        >>> gradients, finite = loss_scale.unscale([tf.constant([16.0])])
+        >>> gradients[0].numpy().tolist(), bool(finite)
+        ([2.0], True)
+        >>> loss_scale.update(tf.constant(False))
+        >>> float(loss_scale.value())
+        4.0
+    """
+
+    def __init__(
+        self, initial: float = INITIAL_SCALE, growth_steps: int | None = GROWTH_STEPS
+    ) -> None:
+        """Creates the variables of a dynamic scale; call it in ``strategy.scope()``.
+
+        Args:
+            initial: The scale to begin with, positive and finite.
+            growth_steps: Good steps after which the scale doubles. None: the scale is fixed.
+
+        Raises:
+            ValueError: ``initial`` is not positive and finite.
+        """
+        if isinstance(initial, bool) or not 0 < initial < math.inf:
+            raise ValueError(
+                f"A loss scale must be positive and finite. Received: loss_scale={initial}."
+            )
+        self.growth_steps = growth_steps
+        self.scale: Any = float(initial)
+        self.good_steps: Any = None
+        if growth_steps is not None:
+            first = tf.VariableAggregation.ONLY_FIRST_REPLICA
+            self.scale = tf.Variable(
+                tf.constant(self.scale), trainable=False, name="loss_scale", aggregation=first
+            )
+            self.good_steps = tf.Variable(
+                tf.constant(0), trainable=False, name="good_steps", aggregation=first
+            )
+
+    @classmethod
+    def of_variables(cls, scale: Any, good_steps: Any, growth_steps: int) -> LossScale:
+        """Returns a dynamic scale whose state somebody else holds."""
+        loss_scale = cls(growth_steps=None)
+        loss_scale.scale, loss_scale.good_steps = scale, good_steps
+        loss_scale.growth_steps = growth_steps
+        return loss_scale
+
+    @property
+    def variables(self) -> list[Any]:
+        """The variables that hold its state, for checkpoints; none if it is fixed."""
+        return [] if self.growth_steps is None else [self.scale, self.good_steps]
+
+    def value(self) -> Any:
+        """Returns the scale for the next step, a float32 scalar."""
+        return tf.convert_to_tensor(self.scale, tf.float32)
+
+    def scale_loss(self, loss: Any) -> Any:
+        """Returns a loss times the scale, to take the gradient of.
+
+        Args:
+            loss: A scalar of any float dtype.
+        """
+        return loss * tf.cast(self.value(), loss.dtype)
+
+    def unscale(self, gradients: Sequence[Any]) -> tuple[list[Any], Any]:
+        """Returns gradients divided by the scale, and whether all of them are finite.
+
+        Args:
+            gradients: Those of the global batch, as ``GradientAccumulator.reduce`` returns them:
+                tensors, or per-replica values. None stays None.
+
+        Returns:
+            The gradients, at least float32, and a bool scalar.
+        """
+
+        def divide(tensors: Sequence[tf.Tensor]) -> tuple[list[tf.Tensor], Any]:
+            wide = [tf.cast(tensor, sum_dtype(tensor.dtype)) for tensor in tensors]
+            divided = [tensor / tf.cast(self.value(), tensor.dtype) for tensor in wide]
+            return divided, all_finite(divided)
+
+        return on_each_replica(divide, gradients)
+
+    def update(self, finite: Any) -> None:
+        """Halves, doubles or keeps the scale; call it in a cross-replica context.
+
+        Args:
+            finite: Whether the gradients of the step were finite, a bool scalar.
+        """
+        if self.growth_steps is None:
+            return
+        scale = tf.convert_to_tensor(self.scale)
+        good = tf.convert_to_tensor(self.good_steps)
+        grow = finite & (good >= self.growth_steps - 1)
+        grown = tf.where(grow, scale * 2.0, scale)
+        grown = tf.where(tf.math.is_finite(grown), grown, scale)
+        self.scale.assign(tf.where(finite, grown, tf.maximum(scale * 0.5, 1.0)))
+        self.good_steps.assign(tf.where(finite & ~grow, good + 1, tf.zeros_like(good)))
+
+
+def unwrap_optimizer(optimizer: Any) -> Any:
+    """Returns the optimizer inside a ``keras.optimizers.LossScaleOptimizer``, or itself."""
+    return getattr(optimizer, "inner_optimizer", optimizer)
+
+
+def make_loss_scale(
+    loss_scale: str | float | None, optimizer: Any, strategy: tf.distribute.Strategy
+) -> LossScale | None:
+    """Returns the loss scale for a training step.
+
+    Args:
+        loss_scale: None, ``"dynamic"`` or a positive number. A number set as
+            ``optimizer.loss_scale_factor`` counts as if given here.
+        optimizer: A built optimizer. A ``keras.optimizers.LossScaleOptimizer`` asks for dynamic
+            scaling, and its own variables then hold the state, so that they are saved with it. For
+            any other the state is kept as long as it lives: another step of it goes on with that.
+        strategy: Where the state is created.
+
+    Raises:
+        ValueError: ``loss_scale`` is none of these, or contradicts the optimizer.
+    """
+    wrapped = unwrap_optimizer(optimizer) is not optimizer
+    asked = optimizer.loss_scale_factor if loss_scale is None and not wrapped else loss_scale
+    if wrapped:
+        if asked not in (None, "dynamic"):
+            raise ValueError(
+                "A LossScaleOptimizer scales dynamically. Received: "
+                f"loss_scale={loss_scale!r} beside it. Leave one of them out."
+            )
+        return LossScale.of_variables(
+            optimizer.dynamic_scale.value,
+            optimizer.step_counter.value,
+            optimizer.dynamic_growth_steps,
+        )
+    if asked is None:
+        return None
+    if asked == "dynamic":
+        if optimizer not in _kept:
+            with strategy.scope():
+                _kept[optimizer] = LossScale()
+        return _kept[optimizer]
+    if isinstance(asked, str):
+        raise ValueError(
+            f"loss_scale is None, 'dynamic' or a number. Received: loss_scale={loss_scale!r}."
+        )
+    return LossScale(asked, growth_steps=None)
+
+
+def kept_loss_scale(optimizer: Any) -> LossScale | None:
+    """Returns the dynamic loss scale that is kept for an optimizer, or None."""
+    return _kept.get(optimizer)
+
+
+_kept: weakref.WeakKeyDictionary[Any, LossScale] = weakref.WeakKeyDictionary()

@@ -1,0 +1,99 @@
+"""Finds losses that pair the rows of one tensor with another axis of a second tensor.
+
+Labels of shape ``[rows]`` with predictions of shape ``[rows, 3]`` are an error for most batches.
+With three rows they broadcast along the wrong axis. A shard may have three rows, or one, although
+its batch has another number. So the loss is traced once with a number of rows that no other axis
+has.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfmultigpu.errors import LossError
+
+__all__ = ["check_row_axes"]
+
+_log = logging.getLogger("tfmultigpu")
+
+_ROWS = (840, 1260, 1680, 2520)  # Divisible by the usual sizes of groups of rows.
+_LENGTHS = (0, 11, 13, 17, 19, 23)  # Lengths of unknown axes, by the number of the axis.
+
+
+def check_row_axes(
+    loss: Any, values: Callable[..., Any], y_true: Any, y_pred: Any, sample_weight: Any
+) -> None:
+    """Checks, while a step is traced, that a loss pairs rows only with rows.
+
+    Args:
+        loss: The Keras loss.
+        values: ``f(y_true, y_pred, sample_weight)``, the values of the loss, weighted.
+        y_true: Labels.
+        y_pred: Predictions.
+        sample_weight: Weights, or None.
+
+    Raises:
+        LossError: It pairs rows with another axis, or each row with every row.
+    """
+    structure = (y_true, y_pred, sample_weight)
+    leaves = tf.nest.flatten(structure)
+    tensors = [leaf for leaf in leaves if leaf is not None]
+    if tf.executing_eagerly() or not all(map(_is_dense, tensors)):
+        return  # TensorFlow checks the shapes of real data itself.
+    shapes = [tf.TensorShape(tensor.shape).as_list() for tensor in tensors]
+    known_rows = tf.TensorShape(tf.nest.flatten(y_pred)[0].shape).as_list()[:1]
+    rows = next(n for n in _ROWS if all(n not in shape[1:] for shape in shapes))
+
+    def shape_of_values(rows: int | None) -> tf.TensorShape:
+        specs = [
+            tf.TensorSpec(_with_rows(shape, [None, *known_rows], rows), tensor.dtype)
+            for shape, tensor in zip(shapes, tensors, strict=True)
+        ]
+
+        def function(*inputs: Any) -> Any:
+            remaining = iter(inputs)
+            filled = [leaf if leaf is None else next(remaining) for leaf in leaves]
+            return values(*tf.nest.pack_sequence_as(structure, filled))
+
+        traced = tf.function(function, autograph=False).get_concrete_function(*specs)
+        return traced.structured_outputs.shape
+
+    # TensorFlow and Keras keep the state of a call per thread: a new one leaves the step alone.
+    with ThreadPoolExecutor(1, "tfmultigpu trial") as pool:
+        trial = pool.submit(shape_of_values, rows)
+        error = trial.exception()
+        if error is not None and (other := pool.submit(shape_of_values, None).exception()):
+            _log.info("A loss could not be traced on shapes alone: %s", other)
+            return
+    if error is not None:
+        problem = str(error).strip().splitlines()[0]
+    elif list(trial.result()).count(rows) > 1:
+        problem = "each row is paired with every row; if that is intended, see tmg.gather_rows."
+    else:
+        return
+    raise LossError(
+        f"The loss {loss.name!r} does not pair rows with rows: {problem} Received: labels, "
+        "predictions and weights of shapes "
+        f"{', '.join(str(tuple(tensor.shape)) for tensor in tensors)}. One device raises an "
+        "error, or pairs the wrong numbers if two axes are equally long; shards would do so for "
+        "other batches. Give each tensor all axes after the rows, of length 1 to broadcast: labels "
+        "y[:, None] or weights sample_weight[:, None]."
+    ) from error
+
+
+def _is_dense(leaf: Any) -> bool:
+    return isinstance(leaf, tf.Tensor | np.ndarray) and tf.TensorShape(leaf.shape).rank is not None
+
+
+def _with_rows(shape: list[Any], replaced: list[Any], rows: int | None) -> list[Any]:
+    """Returns the shape with another number of rows, and a length for every other unknown axis."""
+    if not shape:
+        return shape
+    inner = [n or _LENGTHS[min(axis, len(_LENGTHS) - 1)] for axis, n in enumerate(shape)][1:]
+    return [rows if shape[0] in replaced else shape[0], *inner]
