@@ -12,10 +12,12 @@ import importlib
 import pkgutil
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import tensorflow as tf
+
+from tfmultigpu._patch import patching
 
 _lock = threading.RLock()
 _entered: dict[int, int] = {}
@@ -131,9 +133,6 @@ _DRAWS = {
     "next": "keras.random.SeedGenerator",
     "_moments": "keras.layers.BatchNormalization",
 }
-_draws = threading.local()
-_originals: dict[str, Any] = {}
-_drawing = 0
 
 
 @contextmanager
@@ -150,35 +149,19 @@ def replacing_draws(replacements: Mapping[str, Callable[..., Any]]) -> Iterator[
     alike. Private: ``keras.layers.BatchNormalization._moments``, which ignores
     ``synchronized`` for masked inputs. Without it each replica normalizes by its own rows.
 
-    Re-entrant, because replicas are threads that take turns. Other threads, and code outside the
-    context, use TensorFlow's functions.
-
     Args:
         replacements: By name of the function, ``f(original, ...)`` with its arguments.
     """
-    global _drawing
-    before = getattr(_draws, "replacements", {})
-    with _lock:
-        _drawing += 1
-        if _drawing == 1:
-            for name in _DRAWS:
-                _originals[name] = getattr(_home_of(name), name)
-                setattr(_home_of(name), name, _by_thread(name, _originals[name]))
-    _draws.replacements = replacements
-    try:
+    with ExitStack() as contexts:
+        for name, replacement in replacements.items():
+            contexts.enter_context(patching(home_of(name), name, replacement))
         yield
-    finally:
-        _draws.replacements = before
-        with _lock:
-            _drawing -= 1
-            if not _drawing:
-                for name in _DRAWS:
-                    setattr(_home_of(name), name, _originals.pop(name))
 
 
 def original_draw(name: str) -> Any:
     """Returns TensorFlow's own function, even while it is replaced."""
-    return _originals.get(name) or getattr(_home_of(name), name)
+    function = getattr(home_of(name), name)
+    return getattr(function, "original_of_tfmultigpu", function)
 
 
 def global_seeds() -> Any:
@@ -199,19 +182,17 @@ def set_global_seeds(generator: Any) -> None:
     global_state.set_global_attribute(_GLOBAL_SEEDS, generator)
 
 
-def _home_of(draw: str) -> Any:
-    return pkgutil.resolve_name(_DRAWS[draw])
+def home_of(name: str) -> Any:
+    """Returns the module or class that has a function by which Keras draws or normalizes.
 
-
-def _by_thread(name: str, original: Any) -> Any:
-    @functools.wraps(original)
-    def draw(*args: Any, **kwargs: Any) -> Any:
-        replacement = getattr(_draws, "replacements", {}).get(name)
-        if replacement is None:
-            return original(*args, **kwargs)
-        return replacement(original, *args, **kwargs)
-
-    return draw
+    Private: ``keras.src.random.seed_generator.global_seed_generator``, the source of draws without
+    a seed. Without it they fail on replicas, or depend on their number. Private:
+    ``tensorflow.python.ops.stateless_random_ops.stateless_random_uniform``, with which dropout and
+    ``tf.image.stateless_random_flip_left_right`` draw. Without it all replicas drop and flip alike.
+    Private: ``keras.layers.BatchNormalization._moments``, which ignores ``synchronized`` for masked
+    inputs. Without it each replica normalizes by its own rows.
+    """
+    return pkgutil.resolve_name(_DRAWS[name])
 
 
 def moving_averages(optimizer: Any) -> list[tuple[Any, Any]]:

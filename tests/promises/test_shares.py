@@ -106,7 +106,6 @@ def test_replicas_get_their_shares_of_each_batch(capacities: Any, batch: int) ->
 
 # Fails if a replica does not know which rows of the global batch it has and what each counts.
 @pytest.mark.parametrize("shares", [(3, 1), (1, 1, 2)])
-@pytest.mark.xfail(strict=True, raises=AttributeError, reason="There is no tmg.rows yet.")
 def test_a_replica_knows_its_rows(shares: Any) -> None:
     strategy = strategy_of(len(shares))
     data = tmg.distribute_dataset(np.arange(9.0), strategy, batch_size=8, shares=shares)

@@ -224,14 +224,7 @@ def test_the_first_batch_that_does_not_divide_evenly_is_checked_too() -> None:
         (2, views, views_by_labels),
         (3, views, views_by_labels),
         (3, against_itself, against_gathered),
-        pytest.param(
-            3,
-            views,
-            views_by_rows,
-            marks=pytest.mark.xfail(
-                strict=True, raises=AttributeError, reason="tmg.rows does not exist yet."
-            ),
-        ),
+        (3, views, views_by_rows),
     ],
 )
 def test_gathered_rows_make_a_contrastive_loss_exact(replicas: int, whole: Any, own: Any) -> None:

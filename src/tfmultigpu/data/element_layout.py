@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from tfmultigpu.data import partition
 from tfmultigpu.data.batch_format import any_rows, checked_rows
+from tfmultigpu.data.run_offsets import mark_whole
 from tfmultigpu.strategies.topology import local_replicas
 
 __all__ = ["ShardLayout", "components_of", "iterator_of", "structure_of"]
@@ -101,10 +102,10 @@ class ShardLayout:
         One replica gets plain tensors.
         """
         if self.whole:
-            return checked_rows(element)
+            return mark_whole(checked_rows(element))
         *leaves, offsets = element
         if self.strategy.num_replicas_in_sync == 1:
-            return self._pack(iter(leaves))
+            return mark_whole(self._pack(iter(leaves)))
         if self.on_devices:
             offsets = self.strategy.experimental_local_results(offsets)[0]
         else:

@@ -22,6 +22,7 @@ from tfmultigpu.data.preprocessing import (
     divide_own_rows,
     takes_seed,
 )
+from tfmultigpu.data.run_offsets import keep_offsets_of_runs
 from tfmultigpu.data.seeds import draw_seed
 from tfmultigpu.data.shares import replica_shares
 from tfmultigpu.data.sources import to_dataset
@@ -240,6 +241,7 @@ class ShardedDataset(tf.distribute.DistributedDataset):  # type: ignore[misc]
             prefetch_to_device = should_prefetch(spec, strategy) and not (several and ends)
         self.prefetches_to_device = prefetch_to_device
         self._layout = ShardLayout(strategy, spec, prefetch_to_device)
+        keep_offsets_of_runs(strategy)
         if preprocessing is not None:
             cut = own.map(_batch_of if self._layout.whole else self._divide)
         elif cut is None or len(local) < strategy.num_replicas_in_sync:

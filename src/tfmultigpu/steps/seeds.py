@@ -10,9 +10,10 @@ from typing import Any
 import tensorflow as tf
 
 from tfmultigpu import _compat
+from tfmultigpu._patch import patching
 from tfmultigpu.errors import ScopeError
 
-__all__ = ["GlobalSeeds", "global_seeds", "seed_states"]
+__all__ = ["GlobalSeeds", "global_seeds", "seed_states", "sharing_seeds"]
 
 
 class GlobalSeeds:
@@ -65,16 +66,23 @@ class GlobalSeeds:
         """Returns the generator for a draw on a replica; ``original`` makes one."""
         if self._strategy.num_replicas_in_sync == 1:
             self.generator = original()
-        elif not self._is_on_replicas():
+        else:
+            self.make(original)
+        return self.generator
+
+    def make(self, original: Any) -> None:
+        """Makes the generator on all replicas, if it is not there, on a thread without scopes."""
+        if not self._is_on_replicas():
             made = threading.Thread(target=self._make, args=(original,))
             made.start()
             made.join()
-        return self.generator
 
     def _is_on_replicas(self) -> bool:
         if self.generator is None:
             return False
         variable = self.generator.state.value
+        if self._strategy.num_replicas_in_sync == 1:
+            return True
         return bool(self._strategy.extended.variable_created_in_scope(variable))
 
     def _make(self, original: Any) -> None:
@@ -97,6 +105,21 @@ def global_seeds(strategy: tf.distribute.Strategy) -> Iterator[GlobalSeeds]:
     yield seeds
     if seeds.generator is not before:
         _compat.set_global_seeds(seeds.generator)
+
+
+@contextmanager
+def sharing_seeds(strategy: tf.distribute.Strategy) -> Iterator[None]:
+    """Has draws without a seed, on this thread, draw from the generator of the replicas."""
+    with global_seeds(strategy) as seeds:
+
+        def generator(original: Any) -> Any:
+            if strategy.num_replicas_in_sync > 1 or seeds.generator is None:
+                seeds.make(original)
+            return seeds.generator
+
+        name = "global_seed_generator"
+        with patching(_compat.home_of(name), name, generator):
+            yield
 
 
 def seed_states(model: Any, seeds: GlobalSeeds) -> list[Any]:

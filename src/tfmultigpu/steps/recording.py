@@ -1,0 +1,94 @@
+"""Contexts that record what Keras calls on this thread, or change what it assigns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import tensorflow as tf
+
+from tfmultigpu._patch import patching
+
+__all__ = [
+    "changing_assignments",
+    "noting_losses_read",
+    "recording_added_losses",
+    "recording_calls",
+    "recording_devices",
+]
+
+
+def recording_added_losses() -> AbstractContextManager[list[tuple[Any, Any]]]:
+    """Records the layer and the value of each ``add_loss``, also of activity regularizers.
+
+    The public ``model.losses`` is one list per model: with a synchronized layer, replicas clear and
+    read each other's losses.
+    """
+    import keras
+
+    def entries(layer: Any, arguments: Any, _: Any) -> list[tuple[Any, Any]]:
+        return [(layer, loss) for loss in tf.nest.flatten(arguments)]
+
+    return _recording(keras.layers.Layer, "add_loss", entries)
+
+
+def recording_calls() -> AbstractContextManager[list[tuple[Any, Any]]]:
+    """Records each finished call of a layer or operation, with its result.
+
+    Keras offers no access to the outputs of layers inside a subclassed model.
+    """
+    import keras
+
+    # Every layer is an Operation.
+    return _recording(keras.Operation, "__call__", lambda layer, _, result: [(layer, result)])
+
+
+def recording_devices() -> AbstractContextManager[list[tuple[Any, str, bool]]]:
+    """Records each Keras variable that is made, its ``tf.device``, and whether it is trained."""
+    import keras
+
+    def entries(variable: Any, *_: Any) -> list[tuple[Any, str, bool]]:
+        with tf.init_scope():
+            return [(variable, tf.zeros([]).device, variable.trainable)]
+
+    return _recording(keras.Variable, "__init__", entries)
+
+
+def changing_assignments(change: Callable[[Any, Any], Any]) -> AbstractContextManager[None]:
+    """Assigns ``change(variable, value)`` to Keras variables instead of ``value``.
+
+    The updates of all metrics pass through ``assign``: ``assign_add`` calls it too.
+    """
+    import keras
+
+    def assign(original: Any, variable: Any, value: Any) -> Any:
+        return original(variable, change(variable, value))
+
+    return patching(keras.Variable, "assign", assign)
+
+
+def noting_losses_read(note: Callable[[Any], None]) -> AbstractContextManager[None]:
+    """Calls ``note(layer)`` for each layer whose ``losses`` are read, if it has any."""
+    import keras
+
+    def read(original: Any, layer: Any) -> Any:
+        losses = original(layer)
+        if losses:
+            note(layer)
+        return losses
+
+    return patching(keras.layers.Layer, "losses", read)
+
+
+@contextmanager
+def _recording(owner: Any, method: str, entries: Callable[..., list[Any]]) -> Iterator[list[Any]]:
+    recorded: list[Any] = []
+
+    def collect(original: Any, this: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(this, *args, **kwargs)
+        recorded.extend(entries(this, args, result))
+        return result
+
+    with patching(owner, method, collect):
+        yield recorded

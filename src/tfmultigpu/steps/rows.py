@@ -1,0 +1,233 @@
+"""The rows of a replica, and those of all replicas, for losses that compare examples.
+
+To gather, each replica puts its rows at their place among zeros, and one all-reduce adds them: that
+is a concatenation of shards of any sizes. The gradient is TensorFlow's own: what all replicas ask
+of a row is added and goes back to the replica that has it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+from tfmultigpu.data import partition
+from tfmultigpu.data.batch_format import count_rows
+from tfmultigpu.data.partition import NOT_ROWS
+from tfmultigpu.data.run_offsets import offsets_of_run
+from tfmultigpu.errors import LossError
+from tfmultigpu.steps.features import Rows
+from tfmultigpu.strategies.collectives import all_reduce_sum
+
+__all__ = ["GATHERED", "gather_rows", "rows", "standing_at", "standing_at_all"]
+
+# The scope of the addition that gathers, by which a graph tells that it does.
+GATHERED = "gathered_rows_of_replicas"
+
+_thread = threading.local()
+
+
+class _Place(NamedTuple):
+    """The rows that this thread computes, and what replicas must not do there."""
+
+    rows: Rows
+    micro_batches: bool
+    by_xla: bool
+    graph: Any  # The graph of the replica, None if eager. Replicas meet in no other.
+
+
+@contextmanager
+def standing_at(rows: Rows, *, micro_batches: bool = False, by_xla: bool = False) -> Iterator[None]:
+    """Tells ``rows`` and ``gather_rows`` on this thread which rows a replica computes.
+
+    Args:
+        rows: These rows.
+        micro_batches: Whether they are only a part of those of the replica.
+        by_xla: Whether XLA compiles the replica.
+    """
+    before = getattr(_thread, "place", None)
+    in_parts = micro_batches or rows.part is not None
+    _thread.place = _Place(rows, in_parts, by_xla, _graph())
+    try:
+        yield
+    finally:
+        _thread.place = before
+
+
+def standing_at_all(batch: Any) -> AbstractContextManager[None]:
+    """Tells them that this thread computes a whole global batch, as one device does."""
+    total = count_rows(batch)
+    return standing_at(Rows(tf.zeros_like(total), total, total))
+
+
+def rows() -> Rows:
+    """Returns which rows of the global batch this replica has.
+
+    Call it in a loss, or in ``forward`` of a step or of ``fit``. In a loop of your own, call it in
+    the function given to ``strategy.run``, with a batch of ``distribute_dataset`` among ``args``.
+
+    Returns:
+        ``first``, the number of the first row; ``count``, the rows here; ``total``, the rows of the
+        global batch: int64 scalars. ``weight``, a float64 scalar: what each row counts, 1; or
+        1 / replicas, if the batch has fewer rows than replicas and each of them has all rows.
+
+    Raises:
+        LossError: The batch is not known here.
+
+    Example:
+        >>> import numpy as np, tensorflow as tf, tfmultigpu as tmg
+        >>> strategy = tf.distribute.get_strategy()
+        >>> (batch,) = tmg.distribute_dataset(np.ones((5, 2)), strategy, batch_size=8)
+        >>> int(strategy.run(lambda x: tmg.rows().count, args=(batch,)))
+        5
+    """
+    place = _place()
+    if place is None:
+        raise LossError(
+            "tmg.rows is called where the global batch is not known. Call it in the loss or the "
+            "forward function of a step, or in a function given to strategy.run together with a "
+            "batch: strategy.run(f, args=(batch,)) for batch in tmg.distribute_dataset(...). A "
+            "tf.function of your own takes the iterator and calls next(iterator)."
+        )
+    here = place.rows
+    return here if here.weight is not None else here._replace(weight=tf.ones([], tf.float64))
+
+
+def gather_rows(tensor: Any, *, rows_per_example: int = 1) -> Any:
+    """Returns the rows of the global batch, in order and each once, on every replica.
+
+    For a loss that compares the examples of a batch with each other. Call it where ``rows`` can be
+    called. Gradients flow back: what all replicas ask of a row is added and goes to the replica
+    that has it. On one replica it returns the tensor itself.
+
+    It sends the global batch of this tensor once forward and once backward, so gather embeddings or
+    sums of an example, not images.
+
+    Args:
+        tensor: A tensor of numbers whose first axis are the rows of this replica, or a nested
+            structure of such tensors.
+        rows_per_example: How many consecutive rows of the tensor belong to each example.
+
+    Returns:
+        A tensor, or a structure of them, with ``rows of the global batch * rows_per_example`` rows.
+
+    Raises:
+        LossError: The batch is not known, with micro-batches, in a function that TensorFlow or XLA
+            compiles by itself, or of something that has other rows than the batch.
+
+    Example:
+        >>> import tensorflow as tf, tfmultigpu as tmg
+        >>> tmg.gather_rows(tf.constant([[1.0], [2.0]])).numpy().tolist()
+        [[1.0], [2.0]]
+    """
+    place = _place()
+    context: Any = tf.distribute.get_replica_context()
+    alone = context is not None and context.num_replicas_in_sync == 1
+    if place is None and not alone:
+        raise LossError(
+            "gather_rows is called outside a step, where the rows of a replica are not known. Call "
+            "it in the loss or the forward function of a step: make_train_step(..., forward=f), "
+            "make_eval_step(..., forward=f), or fit of a model compiled with loss=f."
+        )
+    if place is not None and place.micro_batches:
+        raise LossError(
+            "gather_rows would see the rows of one micro-batch only. Write micro_batches=1, and to "
+            "save memory use a smaller global batch or more replicas."
+        )
+    tensors = [_as_rows(leaf) for leaf in tf.nest.flatten(tensor)]
+    if place is None or alone:
+        return tf.nest.pack_sequence_as(tensor, tensors)
+    _check_can_meet(place)
+    with tf.device("CPU:0"):  # Decided there; nothing has to wait for a GPU.
+        copies = place.rows.total < context.num_replicas_in_sync
+    padded = [_among_zeros(place.rows, rows_here, rows_per_example) for rows_here in tensors]
+    with tf.name_scope(GATHERED):
+        added = all_reduce_sum(context, padded)
+    # With fewer rows than replicas each replica has all of them, and counts 1 / replicas: the
+    # gradient of its copy stays with it.
+    gathered = [
+        tf.cast(tf.where(copies, own, every), rows_here.dtype)
+        for own, every, rows_here in zip(padded, added, tensors, strict=True)
+    ]
+    return tf.nest.pack_sequence_as(tensor, gathered)
+
+
+def _place() -> _Place | None:
+    """The rows of this replica: those a step says, or those of the batch given to ``run``."""
+    place: _Place | None = getattr(_thread, "place", None)
+    context: Any = tf.distribute.get_replica_context()
+    if place is not None or context is None:
+        return place
+    offsets = offsets_of_run(context.strategy)
+    if offsets is None:
+        return None
+    replicas, number = context.num_replicas_in_sync, context.replica_id_in_sync_group
+    with tf.device("CPU:0"):
+        total, first = offsets[-1], offsets[number]
+        count = tf.where(total < replicas, total, offsets[number + 1] - first)
+        weight = partition.row_weight(total, replicas)
+    return _Place(Rows(first, count, total, weight), False, False, _graph())
+
+
+def _check_can_meet(place: _Place) -> None:
+    if place.by_xla:
+        raise LossError(
+            "XLA cannot compile gather_rows, which needs the other replicas in the middle of the "
+            "loss. Received: jit_compile=True. Write jit_compile=False."
+        )
+    if _graph() is not place.graph:
+        raise LossError(
+            "gather_rows is called in a tf.function, a tf.cond or a loop inside the loss, where "
+            "replicas cannot meet. The step compiles the loss anyway: leave out @tf.function, and "
+            "call gather_rows before the branch or the loop."
+        )
+
+
+def _graph() -> Any:
+    return tf.compat.v1.get_default_graph() if tf.inside_function() else None
+
+
+def _as_rows(value: Any) -> Any:
+    if isinstance(value, (tf.RaggedTensor, tf.SparseTensor)):
+        raise LossError(
+            "gather_rows takes dense tensors, whose rows have one size. Received: "
+            f"{type(value).__name__}. Write value.to_tensor(), or tf.sparse.to_dense(value)."
+        )
+    tensor = tf.convert_to_tensor(value)
+    dtype = tensor.dtype
+    if not (dtype.is_floating or dtype.is_integer or dtype.is_bool) or dtype.is_quantized:
+        raise LossError(
+            f"gather_rows takes numbers and truth values. Received: dtype {dtype.name}. Gather "
+            "what the loss computes from this, such as the number of each label."
+        )
+    if tensor.shape.rank == 0:
+        raise LossError(
+            "gather_rows takes tensors with rows, and this is a single number. Gather one value "
+            "per example and reduce that: tf.reduce_mean(tmg.gather_rows(values))."
+        )
+    return tensor
+
+
+def _among_zeros(here: Rows, tensor: Any, rows_per_example: int) -> Any:
+    """The rows at their place in the global batch, in a dtype in which they can be added."""
+    size, rank = tf.shape(tensor)[0], tf.rank(tensor)
+    with tf.device("CPU:0"):  # Shapes are decided there.
+        first, count, total = (tf.cast(n, tf.int32) * rows_per_example for n in here[:3])
+        # Not tf.debugging.Assert, which makes two branches of it.
+        data = [NOT_ROWS, size, tf.cast(here.count, tf.int32), rows_per_example]
+        with tf.control_dependencies([tf.raw_ops.Assert(condition=size == count, data=data)]):
+            edges = tf.stack([first, total - first - size])
+        paddings = tf.concat([edges[None], tf.zeros([rank - 1, 2], tf.int32)], 0)
+    padded = tf.pad(tf.cast(tensor, _wire_dtype(tensor.dtype)), paddings)
+    padded.set_shape([None, *tensor.shape[1:]] if tensor.shape.rank else None)
+    return padded
+
+
+def _wire_dtype(dtype: tf.DType) -> tf.DType:
+    """A dtype that every strategy adds, and in which gradients are added without loss."""
+    if dtype.is_floating:
+        return dtype if dtype.size >= 4 else tf.float32
+    return tf.int64
