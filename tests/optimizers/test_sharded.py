@@ -27,8 +27,8 @@ from one_device import (
 )
 
 import tfmultigpu as tmg
-from tfmultigpu.optimizers.placement import assign_owners
-from tfmultigpu.optimizers.sharded import PAYS_FROM, PAYS_FROM_VARIABLES
+from tfmultigpu.accumulation.owners import assign_owners
+from tfmultigpu.accumulation.update import PAYS_FROM, PAYS_FROM_VARIABLES
 
 optimizers = keras.optimizers
 _random = np.random.default_rng(11)

@@ -12,7 +12,7 @@ import tensorflow as tf
 from tfmultigpu.devices.names import parse_device_name
 from tfmultigpu.strategies.topology import is_mirrored
 
-__all__ = ["assign_owners", "only_owner", "outside_scopes"]
+__all__ = ["assign_owners", "only_owner", "outside_scopes", "tf_variable"]
 
 _T = TypeVar("_T")
 
@@ -46,16 +46,22 @@ def only_owner(variable: Any, strategy: tf.distribute.Strategy) -> int | None:
     """Returns the number of the one device that a variable lives on; None if it has copies.
 
     Args:
-        variable: A Keras variable.
+        variable: A Keras or TensorFlow variable.
         strategy: Its strategy. If that keeps no copies, the answer is None.
     """
     if not is_mirrored(strategy):
         return None
-    copies = strategy.experimental_local_results(variable.value)
+    copies = strategy.experimental_local_results(tf_variable(variable))
     if len(copies) > 1:
         return None
     names = [parse_device_name(device) for device in strategy.extended.worker_devices]
     return names.index(parse_device_name(copies[0].device))
+
+
+def tf_variable(variable: Any) -> Any:
+    """Returns the ``tf.Variable`` of a Keras variable, or the ``tf.Variable`` that is given."""
+    value = getattr(variable, "value", variable)
+    return variable if callable(value) else value
 
 
 def outside_scopes(function: Callable[[], _T]) -> _T:

@@ -16,7 +16,8 @@ from typing import Any
 import tensorflow as tf
 
 from tfmultigpu import _compat
-from tfmultigpu.accumulation.owners import assign_owners, only_owner, outside_scopes
+from tfmultigpu.accumulation.loss_scale import unwrap_optimizer
+from tfmultigpu.accumulation.owners import assign_owners, only_owner, outside_scopes, tf_variable
 from tfmultigpu.accumulation.settings import explaining_settings
 from tfmultigpu.errors import ScopeError, TfMultiGpuError
 from tfmultigpu.strategies.collectives import (
@@ -51,7 +52,7 @@ class Replicated:
     def __init__(self, optimizer: Any, strategy: tf.distribute.Strategy, reason: str) -> None:
         """Takes an optimizer that was created in the scope of the strategy."""
         # Updates are remembered by optimizer, and must not keep it alive.
-        self._optimizer = weakref.ref(_inner(optimizer))
+        self._optimizer = weakref.ref(unwrap_optimizer(optimizer))
         self.strategy = strategy
         self.reason = reason
         self.state: frozenset[int] = frozenset()
@@ -150,15 +151,15 @@ class Replicated:
                 continue
             gradients, variables = map(list, zip(*own, strict=True))
             hidden = ["loss_scale_factor"]  # Gradients are unscaled already.
+            apply = type(part).apply  # That of the object refuses, if there are owners.
             if any(len(self._local(gradient)) > 1 for gradient in gradients):
-                if _compat.is_part_of_keras(type(part).apply):
+                if self.owned or not _compat.is_part_of_keras(apply):  # They take tensors.
+                    gradients = [self._local(gradient)[0] for gradient in gradients]
+                else:
                     gradients = self._clipped(part, gradients)
                     hidden += ["clipnorm", "global_clipnorm", "clipvalue"]
-                else:  # The code of a user takes tensors.
-                    gradients = [self._local(gradient)[0] for gradient in gradients]
-            own_apply = type(part).apply  # The attribute is ``_refuse`` if there are owners.
             with _setting(part, **dict.fromkeys(hidden)), _compat.gradients_already_summed(part):
-                own_apply(part, gradients, variables)
+                apply(part, gradients, variables)
         if not pairs or parts != [self.optimizer]:
             self.optimizer.iterations.assign_add(1)
 
@@ -192,11 +193,13 @@ class Owned(Replicated):
         only = {i: only_owner(variable, self.strategy) for i, variable in enumerate(variables)}
         fixed = {i: owner for i, owner in only.items() if owner is not None}
         # By the id of the tf.Variable, which is what Keras gives to ``extended.update``.
-        self._owners = {id(variables[i].value): owner for i, owner in fixed.items()}
+        self._owners = {id(tf_variable(variables[i])): owner for i, owner in fixed.items()}
         if optimizer.built:  # Other variables have their state on all replicas.
             return
         owners = assign_owners(list(map(_size, variables)), len(self.devices), fixed)
-        self._owners = {id(v.value): owner for v, owner in zip(variables, owners, strict=True)}
+        self._owners = {
+            id(tf_variable(v)): owner for v, owner in zip(variables, owners, strict=True)
+        }
 
         def with_owner(variable: Any) -> AbstractContextManager[Any]:
             owner = self._owners.get(id(variable))
@@ -220,14 +223,7 @@ class Owned(Replicated):
 
     def at(self, variable: Any) -> AbstractContextManager[Any]:
         """Places what is computed of a variable with its owner."""
-        device: AbstractContextManager[Any] = tf.device(self._device(variable))
-        return device
-
-    def apply(
-        self, gradients: Sequence[Any], variables: Sequence[Any], after: Sequence[Any] = ()
-    ) -> None:
-        """Makes one step of the stock optimizer, as ``Replicated.apply``."""
-        super().apply([self._local(gradient)[0] for gradient in gradients], variables, after)
+        return tf.device(self._device(variable))  # type: ignore[no-any-return]
 
     @contextmanager
     def updating(self, variables: Sequence[Any]) -> Iterator[None]:
@@ -278,7 +274,7 @@ class Owned(Replicated):
                     copies[number].assign(value)
 
     def _device(self, variable: Any) -> str:
-        return str(self.devices[self._owners.get(id(variable.value), 0)])
+        return str(self.devices[self._owners.get(id(tf_variable(variable)), 0)])
 
 
 _chosen: weakref.WeakKeyDictionary[Any, Replicated] = weakref.WeakKeyDictionary()
@@ -286,7 +282,7 @@ _chosen: weakref.WeakKeyDictionary[Any, Replicated] = weakref.WeakKeyDictionary(
 
 def update_of(optimizer: Any) -> Replicated | None:
     """Returns what ``choose_update`` has chosen for an optimizer; None if it has not yet."""
-    return _chosen.get(_inner(optimizer))
+    return _chosen.get(unwrap_optimizer(optimizer))
 
 
 def choose_update(
@@ -309,7 +305,7 @@ def choose_update(
             other variables.
         TfMultiGpuError: The optimizer accumulates gradients, or cannot be updated as asked.
     """
-    inner = _inner(optimizer)
+    inner = unwrap_optimizer(optimizer)
     update = _chosen.get(inner)
     _check(optimizer, variables, strategy, update)
     if update is None:
@@ -327,7 +323,7 @@ def choose_update(
         with tf.init_scope(), strategy.scope(), _setting(inner, build=lambda variables: None):
             optimizer.build(list(variables))
     known = {id(variable) for variable in _compat.optimizer_trains(inner)}
-    missing = [v.path for v in variables if known and id(v) not in known]
+    missing = [_name(v) for v in variables if known and id(v) not in known]
     if missing:
         raise ScopeError(
             f"The optimizer was built for other variables. It does not know: {missing[:3]}. "
@@ -396,7 +392,7 @@ def _decide(
 ) -> tuple[bool, str]:
     """Returns whether each variable gets an owner, and why."""
     trained = _compat.optimizer_trains(optimizer) or variables
-    sharded = [v.path for v in trained if only_owner(v, strategy) is not None]
+    sharded = [_name(v) for v in trained if only_owner(v, strategy) is not None]
     replicas = strategy.num_replicas_in_sync
     only: tuple[bool, str] | None = None
     if sharded:
@@ -443,14 +439,14 @@ def _check(
 ) -> None:
     once = frozenset() if update is None else update.state
     check_scope([v for v in optimizer.variables if id(v) not in once], strategy, "optimizer")
-    new = [v.path for v in variables if getattr(v, "overwrite_with_gradient", False)]
+    new = [_name(v) for v in variables if getattr(v, "overwrite_with_gradient", False)]
     if new and strategy.num_replicas_in_sync > 1:
         raise TfMultiGpuError(
             "The gradient of a variable of a float8 layer is its new value, which replicas cannot "
             f"add. Received: {new[:3]}. Train on one replica, or leave out "
             'layer.quantize("float8").'
         )
-    for part in _parts(_inner(optimizer)):
+    for part in _parts(unwrap_optimizer(optimizer)):
         if steps := getattr(part, "gradient_accumulation_steps", None):
             raise TfMultiGpuError(
                 "Accumulation inside a Keras optimizer crashes on several replicas and averages "
@@ -469,14 +465,13 @@ def _refuse_replicas(*_: Any, **__: Any) -> None:
     )
 
 
-def _inner(optimizer: Any) -> Any:
-    """Returns the optimizer inside a ``LossScaleOptimizer``, or the optimizer itself."""
-    return getattr(optimizer, "inner_optimizer", optimizer)
-
-
 def _parts(optimizer: Any) -> list[Any]:
     """Returns the optimizers inside a ``MultiOptimizer``, or the optimizer itself."""
     return list(getattr(optimizer, "optimizers", ())) or [optimizer]
+
+
+def _name(variable: Any) -> str:
+    return str(getattr(variable, "path", variable.name))
 
 
 def _size(variable: Any) -> int:

@@ -1,0 +1,243 @@
+"""The stock optimizer, called once for all replicas, does what it does on one device."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfmultigpu as tmg
+from tfmultigpu.accumulation.owners import assign_owners
+from tfmultigpu.accumulation.update import apply_reduced_gradients, choose_update, update_of
+from tfmultigpu.strategies.topology import per_replica
+
+optimizers = keras.optimizers
+SHAPES = {"a/kernel": (4, 3), "a/bias": (3,), "b/kernel": (3, 5), "b/bias": (5,)}
+EMA = {"use_ema": True, "ema_momentum": 0.8}
+TRAINED = ([0, 1, 2, 3], [0, 1, 3], [0, 1, 2, 3])  # The second step has one layer frozen.
+
+
+class Centered(optimizers.SGD):
+    """An optimizer of a user: state of its own, no "if built", and tensors in ``apply``."""
+
+    def build(self, variables: Any) -> None:
+        self.built = False
+        super().build(variables)
+        self.calls = self.add_variable((), name="calls")
+
+    def apply(self, grads: Any, trainable_variables: Any = None) -> None:
+        self.calls.assign_add(1.0)
+        super().apply([grad - tf.reduce_mean(grad) for grad in grads], trainable_variables)
+
+
+def several() -> Any:
+    biases = optimizers.SGD(0.1, momentum=0.9, clipnorm=0.3)
+    return optimizers.MultiOptimizer(optimizers.OptimizerMap(optimizers.Adam(0.05), {
+        ".*bias": biases
+    }))  # fmt: skip
+
+
+decay = optimizers.schedules.ExponentialDecay(0.05, 2, 0.5)
+CASES: dict[str, Callable[[], Any]] = {
+    "AdamW, schedule, overwriting": lambda: optimizers.AdamW(
+        decay, weight_decay=0.1, ema_overwrite_frequency=2, **EMA
+    ),
+    "SGD, clipnorm": lambda: optimizers.SGD(0.1, momentum=0.9, clipnorm=0.3),
+    "Adam, global_clipnorm": lambda: optimizers.Adam(0.05, amsgrad=True, global_clipnorm=0.3),
+    "SGD, clipvalue, loss scale": lambda: optimizers.SGD(
+        0.1, clipvalue=0.05, loss_scale_factor=8.0
+    ),
+    "Nadam": lambda: optimizers.Nadam(0.05),
+    "Adafactor": lambda: optimizers.Adafactor(0.05),
+    "Muon": lambda: optimizers.Muon(0.05),
+    "RMSprop, centered": lambda: optimizers.RMSprop(0.05, momentum=0.5, centered=True),
+    "LossScaleOptimizer": lambda: optimizers.LossScaleOptimizer(optimizers.Lamb(0.05)),
+    "MultiOptimizer": several,
+    "own class": lambda: Centered(0.05, momentum=0.9),
+}
+
+
+def variables_of(optimizer: Any) -> list[Any]:
+    variables = []
+    for i, (name, shape) in enumerate(SHAPES.items()):
+        value = np.random.default_rng(i).normal(size=shape).astype("float32")
+        variables.append(keras.Variable(value, name=name.replace("/", "_")))
+    variables[2].constraint = keras.constraints.MaxNorm(0.9)
+    return variables
+
+
+def gradients_of(step: int, numbers: list[int]) -> list[tf.Tensor]:
+    shapes = list(SHAPES.values())
+    return [
+        tf.constant(np.random.default_rng([step, i]).normal(size=shapes[i]), tf.float32)
+        for i in numbers
+    ]
+
+
+def on_one_device(make: Callable[[], Any]) -> list[np.ndarray]:
+    optimizer = make()
+    variables = variables_of(optimizer)
+    optimizer.build(variables)
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    inner.loss_scale_factor = None
+    for step, numbers in enumerate(TRAINED):
+        pairs = list(zip(gradients_of(step, numbers), [variables[i] for i in numbers], strict=True))
+        parts = getattr(inner, "optimizers", None)
+        for part in parts or [inner]:
+            known = {id(variable) for variable in part._trainable_variables}
+            own = [pair for pair in pairs if id(pair[1]) in known]
+            part.apply(*map(list, zip(*own, strict=True)))
+        if parts:
+            inner.iterations.assign_add(1)
+    return [variable.numpy() for variable in (*variables, *optimizer.variables)]
+
+
+def strategy_of(replicas: int) -> tf.distribute.Strategy:
+    return tf.distribute.MirroredStrategy([f"CPU:{i}" for i in range(replicas)])
+
+
+def built(strategy: Any, make: Callable[[], Any], shard: Any = "auto") -> tuple[Any, Any, Any]:
+    with strategy.scope():
+        optimizer = make()
+        variables = variables_of(optimizer)
+    return optimizer, variables, choose_update(optimizer, variables, strategy, shard)
+
+
+def assert_copies_agree(strategy: Any, variables: list[Any]) -> None:
+    for variable in variables:
+        copies = [copy.numpy() for copy in strategy.experimental_local_results(variable.value)]
+        for copy in copies:
+            np.testing.assert_array_equal(copy, copies[0], variable.path)
+
+
+def on_replicas(make: Callable[[], Any], replicas: int, way: str) -> list[np.ndarray]:
+    strategy = strategy_of(replicas)
+    optimizer, variables, update = built(strategy, make, way == "owned")
+    assert update.owned == (way == "owned")
+
+    @tf.function
+    def apply(gradients: Any, numbers: Any, where: Any) -> None:
+        if way == "collective":
+            gradients = [per_replica(strategy, [tf.identity(g)] * replicas) for g in gradients]
+        trained = [variables[i] for i in numbers]
+        apply_reduced_gradients(optimizer, gradients, trained, where=where)
+
+    for step, numbers in enumerate(TRAINED):
+        apply(gradients_of(step, numbers), tuple(numbers), tf.constant(True))
+        apply(gradients_of(9, numbers), tuple(numbers), tf.constant(False))
+    state = [*variables, *optimizer.variables]
+    assert_copies_agree(strategy, state)
+    return [variable.numpy() for variable in state]
+
+
+# Fails if an owner misses an update or another replica repeats it, if per-replica gradients are
+# not clipped, a counter counts replicas, or a step that ``where`` forbids changes anything.
+@pytest.mark.parametrize("case", CASES)
+def test_an_update_is_that_of_one_device(case: str) -> None:
+    expected = on_one_device(CASES[case])
+    for replicas, way in ((2, "owned"), (3, "owned"), (3, "replicated"), (2, "collective")):
+        actual = on_replicas(CASES[case], replicas, way)
+        for value, wanted in zip(actual, expected, strict=True):
+            np.testing.assert_allclose(value, wanted, rtol=2e-6, atol=1e-6, err_msg=way)
+
+
+# Fails if averages of owners are read or written where they are not, or not copied.
+@pytest.mark.parametrize("shard", [True, False])
+def test_methods_of_keras_swap_and_finish_averages(shard: bool) -> None:
+    strategy = strategy_of(2)
+    optimizer, variables, update = built(strategy, lambda: optimizers.Adam(0.05, **EMA), shard)
+    for step in range(2):
+        apply_reduced_gradients(optimizer, gradients_of(step, [0, 1, 2, 3]), variables)
+    averages = optimizer._model_variables_moving_average
+    before = [[one.numpy() for one in group] for group in (variables, averages)]
+    callback = keras.callbacks.SwapEMAWeights()
+    with update.updating(variables):
+        callback._tf_swap_variables(optimizer)
+    for group, values in ((averages, before[0]), (variables, before[1])):
+        for variable, value in zip(group, values, strict=True):
+            np.testing.assert_allclose(variable.numpy(), value, atol=1e-6)
+    assert_copies_agree(strategy, variables)
+    with update.updating(variables):
+        callback._tf_finalize_ema_values(optimizer)
+        averages[0].assign_add(averages[0])
+        optimizer.finalize_variable_values(variables)
+    np.testing.assert_array_equal(variables[0].numpy(), averages[0].numpy())
+    np.testing.assert_allclose(variables[0].numpy(), 2 * before[1][0], atol=1e-6)
+    assert_copies_agree(strategy, variables)
+
+
+# Fails if sharded variables are not updated where they live, with state made before or by us.
+@pytest.mark.parametrize("built_before", [False, True])
+def test_sharded_variables_have_their_device_as_owner(built_before: bool) -> None:
+    strategy = strategy_of(2)
+    with strategy.scope(), tmg.sharded_variables(at_least=1):
+        layer = keras.layers.Dense(3)
+        layer.build((None, 2))
+        optimizer = optimizers.AdamW(0.1, weight_decay=0.1, ema_overwrite_frequency=2, **EMA)
+        if built_before:
+            optimizer.build(layer.trainable_variables)
+    alone = [keras.Variable(v.numpy()) for v in layer.trainable_variables]
+    truth = optimizers.AdamW(0.1, weight_decay=0.1, ema_overwrite_frequency=2, **EMA)
+    truth.build(alone)
+    with pytest.raises(tmg.TfMultiGpuError, match=r"2 sharded variables.*shard_update=False"):
+        choose_update(optimizer, layer.trainable_variables, strategy, False)
+    for _ in range(3):
+        ones = [tf.ones(v.shape) for v in alone]
+        apply_reduced_gradients(optimizer, ones, layer.trainable_variables)
+        truth.apply(ones, alone)
+    for actual, wanted in zip(layer.trainable_variables, alone, strict=True):
+        np.testing.assert_allclose(actual.numpy(), wanted.numpy(), atol=1e-6)
+
+
+# Fails if replicas could change a state that exists once, or change it N times in silence.
+def test_what_replicas_may_not_call() -> None:
+    strategy = strategy_of(2)
+    optimizer, variables, _ = built(strategy, several, True)
+    gradients = gradients_of(0, [0, 1, 2, 3])
+    for part in (optimizer, *optimizer.optimizers):
+        with pytest.raises(tmg.TfMultiGpuError, match=r"exists once.*tmg\.apply_reduced_grad"):
+            strategy.run(part.apply, args=(gradients, variables))
+    with pytest.raises(tmg.TfMultiGpuError, match=r"in a replica.*after\s+strategy.run"):
+        strategy.run(apply_reduced_gradients, args=(optimizer, gradients, variables))
+
+
+# Fails if a second step of an optimizer would move its state, or keep it alive for ever.
+def test_an_update_is_chosen_once() -> None:
+    strategy = strategy_of(2)
+    optimizer, variables, update = built(strategy, lambda: optimizers.Adam(0.1), True)
+    assert choose_update(optimizer, variables[:1], strategy) is update is update_of(optimizer)
+    with pytest.raises(tmg.TfMultiGpuError, match=r"one replica.*shard_update=False"):
+        choose_update(optimizer, variables, strategy, False)
+    other = variables_of(optimizer)
+    with pytest.raises(tmg.errors.ScopeError, match=r"built for other variables"):
+        choose_update(optimizer, other, strategy)
+    with strategy.scope():
+        replicated = optimizers.Adam(0.1)
+        replicated.build(variables)
+    with pytest.raises(tmg.TfMultiGpuError, match=r"was built before.*shard_update=True"):
+        choose_update(replicated, variables, strategy, True)
+    gone = weakref.ref(optimizer)
+    del optimizer, update, variables, other, replicated
+    gc.collect()
+    assert gone() is None
+
+
+# Fails if a step without gradients is not counted, or builds an optimizer for nothing.
+def test_nothing_to_train() -> None:
+    strategy = strategy_of(2)
+    with strategy.scope():
+        optimizer = optimizers.Adam(0.1)
+    choose_update(optimizer, [], strategy).apply([], [])
+    assert int(optimizer.iterations.numpy()) == 1
+    assert not optimizer.built
+    assert update_of(optimizer) is None
+
+
+def test_large_variables_are_spread() -> None:
+    assert assign_owners([100, 10, 60, 50], 2, {1: 1}) == (0, 1, 1, 1)
