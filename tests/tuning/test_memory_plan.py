@@ -11,7 +11,7 @@ import tensorflow as tf
 from one_device import unused_strategy
 
 import tfmultigpu as tmg
-from tfmultigpu.strategies.variable_sharding import is_sharded
+from tfmultigpu.strategies.topology import is_sharded
 
 KERNEL = 4 * 64 * 64
 

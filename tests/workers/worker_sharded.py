@@ -16,7 +16,7 @@ import tensorflow as tf
 from tensorflow.python.distribute import collective_all_reduce_strategy
 
 import tfmultigpu as tmg
-from tfmultigpu.strategies.variable_sharding import is_sharded
+from tfmultigpu.strategies.topology import is_sharded
 
 WORKERS = "TF_CONFIG" in os.environ
 LOCAL = 2

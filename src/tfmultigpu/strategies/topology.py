@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -12,7 +13,9 @@ __all__ = [
     "describe",
     "is_default",
     "is_mirrored",
+    "is_sharded",
     "local_replicas",
+    "owner_of",
     "per_replica",
     "strategy_devices",
     "strategy_of",
@@ -28,6 +31,30 @@ def is_mirrored(strategy: tf.distribute.Strategy) -> bool:
     """Returns whether a strategy keeps a copy of each variable on each of several local devices."""
     kinds = tf.distribute.MirroredStrategy, tf.distribute.MultiWorkerMirroredStrategy
     return isinstance(strategy, kinds) and len(strategy.extended.worker_devices) > 1
+
+
+def is_sharded(variable: Any) -> bool:
+    """Returns whether a variable has one copy, on one of several devices of its strategy.
+
+    Args:
+        variable: A Keras or TensorFlow variable.
+    """
+    value = _tf_variable(variable)
+    strategy = getattr(value, "distribute_strategy", None)
+    if strategy is None or not is_mirrored(strategy):
+        return False
+    return len(strategy.experimental_local_results(value)) == 1
+
+
+def owner_of(variable: Any, devices: Sequence[str]) -> int:
+    """Returns the number, among some devices, of the one that a sharded variable lives on."""
+    names = [parse_device_name(device) for device in devices]
+    return names.index(parse_device_name(_tf_variable(variable).device))
+
+
+def _tf_variable(variable: Any) -> Any:
+    value = getattr(variable, "value", variable)
+    return variable if callable(value) else value
 
 
 def describe(strategy: tf.distribute.Strategy) -> str:

@@ -12,21 +12,15 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from tfmultigpu.accumulation.gradients import sum_dtype
+from tfmultigpu.accumulation.loss_scale import unwrap_optimizer
 from tfmultigpu.accumulation.owners import assign_owners, outside_scopes
+from tfmultigpu.addons.sharding.variables import AT_LEAST, memory_of_devices, next_device
 from tfmultigpu.arguments import check_count
 from tfmultigpu.devices.names import parse_device_name
 from tfmultigpu.errors import DataError, ScopeError
-from tfmultigpu.losses.recording import recording_calls, recording_devices
-from tfmultigpu.optimizers.gradients import sum_dtype
-from tfmultigpu.optimizers.loss_scaling import unwrap_optimizer
-from tfmultigpu.strategies.topology import strategy_devices
-from tfmultigpu.strategies.variable_sharding import (
-    AT_LEAST,
-    is_sharded,
-    memory_of_devices,
-    next_device,
-    owner_of,
-)
+from tfmultigpu.steps.recording import recording_calls, recording_devices
+from tfmultigpu.strategies.topology import is_sharded, owner_of, strategy_devices
 
 __all__ = ["MemoryPlan", "PlannedVariable", "plan_memory"]
 

@@ -1,0 +1,146 @@
+"""Private attributes of TensorFlow that only this add-on needs; ``_compat`` has the others.
+
+Each function names the attribute, why the public API is not enough, and what happens without it.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import tensorflow as tf
+
+__all__ = ["add_control_inputs", "reading_before_loops", "replace_input", "variable_on_device"]
+
+_WRITES = ("assign", "scatter_", "batch_scatter", "_strided_slice_assign")
+_around = threading.local()
+
+
+def variable_on_device(
+    strategy: tf.distribute.Strategy,
+    device: str,
+    value: Any,
+    name: str,
+    *,
+    trainable: bool,
+    check_write: Callable[[Any, str], None],
+) -> Any:
+    """Creates a variable of a strategy that lives on one of its devices alone.
+
+    Private: the class ``ResourceVariable`` and its argument ``distribute_strategy``. In a scope the
+    public ``tf.Variable`` makes a copy on each device, and outside it a variable belongs to no
+    strategy: TensorFlow and this library then take the model for one created outside the scope.
+
+    Args:
+        strategy: The strategy it belongs to.
+        device: The device.
+        value: The initial value.
+        name: The name.
+        trainable: Whether a ``GradientTape`` watches it by itself.
+        check_write: Called before each write with the variable and the name of the method.
+    """
+    with tf.init_scope(), tf.device(device):
+        variable: Any = _variable_class()(
+            initial_value=value, trainable=trainable, name=name, distribute_strategy=strategy
+        )
+    variable.check_write = check_write
+    variable.distribute_strategy = strategy  # As all other variables with a strategy have it.
+    return variable
+
+
+@contextmanager
+def reading_before_loops(graph: Any) -> Iterator[list[Any]]:
+    """Has loops take the value of a ``variable_on_device``, not the variable, on this thread.
+
+    A loop of a layer, such as that of an LSTM, would read its weights in each turn, and keep what
+    it has read for the backward pass, once for each turn. Keras reads a weight through a property
+    that knows nothing of loops. Private: ``_read_variable_op`` of the class ``ResourceVariable``,
+    and the classes of the graphs of loops. Without them each turn reads.
+
+    Args:
+        graph: Loops inside of this graph are meant, not those around it.
+
+    Yields:
+        The operations that give loops these values, on the device of the loop.
+    """
+    before = getattr(_around, "reads", None)
+    _around.reads = graph, []
+    try:
+        yield _around.reads[1]
+    finally:
+        _around.reads = before
+
+
+def _outermost_loop(graph: Any) -> Any:
+    """Returns the graph of the outermost loop between the current graph and one around it."""
+    graphs: Any = importlib.import_module("tensorflow.python.ops.control_flow_v2_func_graphs")
+    loops = graphs.WhileBodyFuncGraph, graphs.WhileCondFuncGraph
+    inner: Any = tf.compat.v1.get_default_graph()
+    outermost = None
+    # A tf.function may be called again elsewhere, so nothing outside of it is taken into it.
+    while inner is not graph and isinstance(inner, graphs.ControlFlowFuncGraph):
+        outermost = inner if isinstance(inner, loops) else outermost
+        inner = inner.outer_graph
+    return outermost
+
+
+@functools.cache
+def _variable_class() -> Any:
+    variables: Any = importlib.import_module("tensorflow.python.ops.resource_variable_ops")
+
+    class VariableOnDevice(variables.ResourceVariable):  # type: ignore[misc]
+        """Variable that loops read once, and whose writes are checked first."""
+
+        check_write: Any = None  # There is none while it is initialized.
+
+        def _read_variable_op(self, no_copy: bool = False) -> Any:
+            graph, operations = getattr(_around, "reads", None) or (None, [])
+            loop = None if graph is None or tf.executing_eagerly() else _outermost_loop(graph)
+            if loop is None:
+                return super()._read_variable_op(no_copy)
+            # Each time anew: a tape that is opened later sees only what is read after that.
+            with loop.outer_graph.as_default():
+                with tf.device(self.device):
+                    value = super()._read_variable_op(no_copy)
+                value = tf.identity(value)
+            operations.append(value.op)
+            return value
+
+    for name in dir(VariableOnDevice):
+        if name.startswith(_WRITES):
+            setattr(VariableOnDevice, name, _checked(name, getattr(VariableOnDevice, name)))
+    return VariableOnDevice
+
+
+def _checked(name: str, write: Callable[..., Any]) -> Callable[..., Any]:
+    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+    def checked(self: Any, *args: Any, **options: Any) -> Any:
+        if self.check_write is not None:
+            self.check_write(self, name)
+        return write(self, *args, **options)
+
+    return checked  # type: ignore[no-any-return]
+
+
+def add_control_inputs(operation: Any, before: Sequence[Any]) -> None:
+    """Has an operation of a graph wait for others that were made before it.
+
+    Private: ``operation._add_control_inputs``. The public ``tf.control_dependencies`` must be known
+    when the operation is made, and Keras reads a weight before it says what it is for. Without it a
+    step copies all weights of other devices when it begins.
+    """
+    operation._add_control_inputs(list(before))
+
+
+def replace_input(operation: Any, index: int, tensor: Any) -> None:
+    """Gives an operation of a graph another tensor as one of its inputs.
+
+    Private: ``operation._update_input``. A ``GradientTape`` gives the backward pass the tensors of
+    the forward pass, and no public name changes that. Without it a copy of a weight of another
+    device stays until the backward pass has used it.
+    """
+    operation._update_input(index, tensor)

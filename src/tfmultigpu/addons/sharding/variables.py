@@ -1,0 +1,374 @@
+"""Variables that live on one device alone, for models that do not fit on one."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import gc
+import math
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfmultigpu.addons.sharding import _private
+from tfmultigpu.addons.sharding.reads import ShardedReads
+from tfmultigpu.arguments import check_count
+from tfmultigpu.devices.discovery import list_devices, logical_to_physical
+from tfmultigpu.devices.names import parse_device_name
+from tfmultigpu.errors import ClusterError, DataError, ScopeError, TfMultiGpuError
+from tfmultigpu.strategies.collectives import value_of_first_worker
+from tfmultigpu.strategies.topology import describe, is_mirrored, is_sharded
+from tfmultigpu.strategies.worker_exchange import WorkerExchange
+
+__all__ = ["AT_LEAST", "memory_of_devices", "next_device", "sharded_variables"]
+
+AT_LEAST = 2**16
+_PASSES = 5
+
+
+@dataclasses.dataclass(frozen=True)
+class _Limits:
+    """Arguments of ``sharded_variables``.
+
+    Attributes:
+        at_least: Smaller variables, in bytes, are mirrored.
+        memory: Bytes of each device; None if they are unknown, which means alike.
+    """
+
+    at_least: int = AT_LEAST
+    memory: tuple[float, ...] | None = None
+
+
+class _Loads:
+    """Bytes of sharded variables on each device of a strategy.
+
+    Attributes:
+        devices: The devices.
+        limits: What ``sharded_variables`` was entered with last.
+        entered: What those were entered with that have not ended, the innermost last.
+        alive: Bytes of the variables that are on each device now.
+        bytes: The bytes by which devices are chosen, the same on all workers. Those of variables
+            that nobody uses count until the workers agree again: each forgets them in its own time.
+    """
+
+    def __init__(self, devices: Sequence[str]) -> None:
+        self.devices = tuple(devices)
+        self.limits = _Limits()
+        self.entered: list[_Limits] = []
+        self.alive = [0] * len(devices)
+        self.bytes = self.alive
+
+    def agree(self, strategy: tf.distribute.Strategy, limits: _Limits) -> _Limits:
+        """Has all workers choose the same devices; returns the limits that hold on all of them.
+
+        Raises:
+            ClusterError: The workers give other numbers for ``at_least``.
+        """
+        exchange = WorkerExchange(strategy)
+        if exchange.workers == 1:
+            return limits
+        unknown = (math.inf,) * len(self.devices)
+        with tf.init_scope():
+            told = exchange.floats([limits.at_least, *self.alive, *(limits.memory or unknown)])
+        counts, alive, memory = np.split(told, [1, 1 + len(self.devices)], axis=1)
+        if (counts != counts[0]).any():
+            raise ClusterError(
+                "The workers shard other variables, and would wait for each other. Received: "
+                f"at_least={[int(one) for one in counts[:, 0]]}, by worker. Give all the same."
+            )
+        self.bytes = [int(one) for one in alive.max(axis=0)]
+        least = tuple(float(one) for one in memory.min(axis=0))
+        return _Limits(limits.at_least, None if math.inf in least else least)
+
+    def add(self, device: int, name: str, size: int, memory: tuple[float, ...] | None) -> None:
+        """Counts a variable.
+
+        Raises:
+            DataError: The device does not hold it.
+        """
+        if memory is not None and self.bytes[device] + size > memory[device]:
+            table = "; ".join(
+                f"{parse_device_name(one)}: {used:,} of {int(most):,} bytes"
+                for one, used, most in zip(self.devices, self.bytes, memory, strict=True)
+            )
+            raise DataError(
+                "The variables do not fit on the devices of the strategy. Received: "
+                f"{name!r} of {size:,} bytes, after {table}. Take more devices, "
+                "tmg.create_strategy(devices=[...]), or a smaller model. Other models count too: "
+                "`del` those that are not needed."
+            )
+        self.alive[device] += size
+        if self.bytes is not self.alive:
+            self.bytes[device] += size
+
+    def remove(self, device: int, size: int) -> None:
+        """Counts a variable no more, which nobody uses."""
+        self.alive[device] -= size
+
+
+_loads: weakref.WeakKeyDictionary[Any, _Loads] = weakref.WeakKeyDictionary()
+
+
+@contextmanager
+def sharded_variables(
+    *, at_least: int = AT_LEAST, memory: Mapping[str, float] | Sequence[float] | None = None
+) -> Iterator[None]:
+    """Has each large trainable variable live on one device alone, for models too large for one.
+
+    Enter it inside the scope of the strategy, and create the model in it. All replicas read such
+    a variable from its device. A train step adds its gradients there and updates it there, with
+    the optimizer state beside it. The results are those of a mirrored model, and of one device.
+
+    A variable goes to the device with the smallest part of its memory in use. Small variables,
+    and those that layers assign themselves, such as moving statistics, stay mirrored. A model
+    that is built later, from its first batch, is sharded as well, by the arguments of the
+    ``sharded_variables`` that was entered last.
+
+    Several workers each keep all variables, spread over their own devices alike. All of them must
+    enter it. If each has one device, or the strategy has one replica, the model is as without it.
+
+    Args:
+        at_least: Bytes from which a variable is large.
+        memory: Bytes of each device, by device name or in order: unequal devices get unequal
+            parts. Of several workers, the least for devices of one number counts. None takes the
+            memory limits of the devices, or the memory the driver tells. If that is unknown for one
+            of them, as for CPUs, all get equal parts.
+
+    Raises:
+        ScopeError: Not in the scope of a strategy.
+        TfMultiGpuError: The strategy is not a ``MirroredStrategy`` or a
+            ``MultiWorkerMirroredStrategy``.
+        DataError: ``memory`` does not fit the devices; or, later, the variables do not.
+        TypeError: ``at_least`` is not a whole number.
+        ValueError: ``at_least`` is negative.
+        ClusterError: The workers give other numbers for ``at_least``; or, later, create
+            different variables.
+
+    Example:
+        >>> import keras, tensorflow as tf, tfmultigpu as tmg
+        >>> strategy = tmg.create_strategy()
+        >>> with strategy.scope(), tmg.sharded_variables():
+        ...     model = keras.Sequential([keras.Input((256,)), keras.layers.Dense(256)])
+        >>> len(strategy.experimental_local_results(model.layers[0].kernel.value))
+        1
+    """
+    at_least = check_count("at_least", at_least, 0)
+    if not tf.distribute.has_strategy():
+        raise ScopeError(
+            "sharded_variables spreads variables over the devices of a strategy, and was entered "
+            "outside the scope of one. Write both in this order: with strategy.scope(), "
+            "tmg.sharded_variables():"
+        )
+    strategy = tf.distribute.get_strategy()
+    if strategy.num_replicas_in_sync == 1 or len(strategy.extended.worker_devices) == 1:
+        yield
+        return
+    if not is_mirrored(strategy):
+        raise TfMultiGpuError(
+            "Variables can be sharded over the devices of a mirrored strategy only. Received: "
+            f"{describe(strategy)}. Train on the GPUs of one machine, "
+            'tmg.create_strategy(prefer="mirrored"), or leave sharded_variables out.'
+        )
+    devices = strategy.extended.worker_devices
+    if strategy not in _loads:
+        _loads[strategy] = _Loads(devices)
+        _serve_optimizers(strategy)
+        # The core finds these here: it does not know of add-ons.
+        core: Any = strategy
+        core.tfmultigpu_features = (ShardedReads,)
+        core.tfmultigpu_scope = functools.partial(_creating, strategy)
+    _loads[strategy].limits = _Limits(at_least, memory_of_devices(devices, memory))
+    with _creating(strategy):
+        yield
+
+
+@contextmanager
+def _creating(strategy: tf.distribute.Strategy) -> Iterator[None]:
+    """Enters the scope of a strategy to create a model in, by the limits that were given last."""
+    loads = _loads[strategy]
+
+    def create(create_mirrored: Any, **options: Any) -> Any:
+        # The innermost context decides. Only Keras says for each variable whether it is trained.
+        if limits is not loads.entered[-1] or options.get("trainable") is not True:
+            return create_mirrored(**options)
+        initial = options["initial_value"]
+        if not callable(initial) and not tf.executing_eagerly():  # It may be of this graph.
+            return create_mirrored(**options)
+        # The size is known once there is a value, which is made where there is most room.
+        memory = limits.memory or [0] * len(loads.devices)
+        room = [most - used for most, used in zip(memory, loads.bytes, strict=True)]
+        with tf.init_scope(), tf.device(loads.devices[room.index(max(room))]):
+            value = initial() if callable(initial) else initial
+            value = tf.convert_to_tensor(value, options["dtype"])
+        size = value.shape.num_elements() * value.dtype.size
+        if size < limits.at_least:
+            return create_mirrored(**{**options, "initial_value": lambda: value})
+        _check_alike(strategy, options["name"], value)
+        number = next_device(loads.bytes, limits.memory, size)
+        with tf.init_scope(), tf.device(loads.devices[number]):
+            value = tf.identity(value)
+        loads.add(number, options["name"], size, limits.memory)
+        value = value_of_first_worker(strategy, value, loads.devices[number])
+        variable = _on_device(strategy, loads.devices[number], value, options)
+        weakref.finalize(variable, loads.remove, number, size)
+        return variable
+
+    if any(loads.alive):
+        _free_unused_models()
+    limits = loads.agree(strategy, loads.limits)
+    loads.entered.append(limits)
+    try:
+        with strategy.scope(), tf.variable_creator_scope(create):
+            yield
+    finally:
+        loads.entered.pop()
+
+
+def _free_unused_models() -> None:
+    """Frees the variables of models that nobody uses, which hold themselves.
+
+    The variables are found only in the third pass, after the functions that hold them.
+    """
+    for _ in range(_PASSES):
+        if not gc.collect():
+            return
+
+
+def _check_alike(strategy: tf.distribute.Strategy, name: str, value: tf.Tensor) -> None:
+    """Checks that all workers create this variable now, and do nothing else meanwhile."""
+    exchange = WorkerExchange(strategy)
+    with tf.init_scope():
+        other = exchange.find_difference({"shape": tuple(value.shape), "dtype": value.dtype.name})
+    if other is not None:
+        raise ClusterError(
+            "The workers create different variables, and would wait for each other. Received: "
+            f"{name!r} of shape {tuple(value.shape)} and {value.dtype.name} on worker "
+            f"{exchange.worker}, and another {other[0]} on worker {other[1]}. Create the same "
+            "model on every worker."
+        )
+
+
+def _serve_optimizers(strategy: tf.distribute.Strategy) -> None:
+    """Has Keras optimizers keep what they remember of a sharded variable beside it.
+
+    The strategy takes mirrored variables only, and says so by an assertion, or by a message with
+    the values of the variable.
+    """
+    extended: Any = strategy.extended
+    colocate, update = extended.colocate_vars_with, extended.update
+
+    def colocate_vars_with(variable: Any) -> Any:
+        if not is_sharded(variable):
+            return colocate(variable)
+
+        def beside(_: Any, **options: Any) -> Any:
+            with tf.init_scope(), tf.device(variable.device):
+                value = tf.convert_to_tensor(options["initial_value"](), options["dtype"])
+            return _on_device(strategy, variable.device, value, {**options, "trainable": False})
+
+        return tf.variable_creator_scope(beside)
+
+    def update_mirrored(variable: Any, function: Any, args: Any = (), **options: Any) -> Any:
+        if not is_sharded(variable):
+            return update(variable, function, args, **options)
+        # Keras' `finalize_variable_values` brings an average. Replicas bring values of each, or
+        # none, for weight decay.
+        if args and not any(isinstance(one, tf.distribute.DistributedValues) for one in args):
+            with tf.device(variable.device):
+                return function(variable, *args, **(options.get("kwargs") or {}))
+        raise TfMultiGpuError(
+            "A sharded variable is updated once, not by every replica. Received: optimizer.apply, "
+            f"or Keras' own fit, for {variable.name!r} on {parse_device_name(variable.device)}. "
+            "Write tmg.fit(model, data), or step = tmg.make_train_step(model, optimizer, loss, "
+            "strategy)."
+        )
+
+    extended.colocate_vars_with, extended.update = colocate_vars_with, update_mirrored
+
+
+def _on_device(
+    strategy: tf.distribute.Strategy, device: str, value: Any, options: Mapping[str, Any]
+) -> Any:
+    return _private.variable_on_device(
+        strategy,
+        device,
+        value,
+        options["name"],
+        trainable=options["trainable"],
+        check_write=_refuse_replicas,
+    )
+
+
+def _refuse_replicas(variable: Any, write: str) -> None:
+    """Raises an error if a replica writes to a sharded variable, which each would do once more."""
+    context: Any = tf.distribute.get_replica_context()
+    if context is None or context.strategy is not variable.distribute_strategy:
+        return
+    raise TfMultiGpuError(
+        "All replicas share a sharded variable, so none may write to it. Received: "
+        f"{write} of {variable.name!r} in a replica. A layer that assigns its weights makes them "
+        "with add_weight(..., trainable=False), which are mirrored; or create it outside "
+        "tmg.sharded_variables()."
+    )
+
+
+def next_device(loads: Sequence[int], memory: Sequence[float] | None, size: int) -> int:
+    """Returns the number of the device that has the smallest part of its memory in use then.
+
+    Args:
+        loads: Bytes of the sharded variables on each device.
+        memory: Bytes of each device; None if they are unknown, which means alike.
+        size: Bytes of the variable to place.
+
+    Example:
+        >>> next_device([0, 0], [1000, 4000], 500)
+        1
+    """
+    sizes = memory or (1.0,) * len(loads)
+    used = [(load + size) / of for load, of in zip(loads, sizes, strict=True)]
+    return used.index(min(used))
+
+
+def memory_of_devices(
+    devices: Sequence[str], memory: Mapping[str, float] | Sequence[float] | None
+) -> tuple[float, ...] | None:
+    """Returns the bytes of each device: those given, else those known; None if one is not known.
+
+    Raises:
+        DataError: What is given does not fit the devices.
+    """
+    names = [parse_device_name(device) for device in devices]
+    if memory is None:
+        known = [_known_memory(name) for name in names]
+        return None if None in known else tuple(float(one) for one in known if one is not None)
+    if isinstance(memory, Mapping):
+        given = {parse_device_name(name): value for name, value in memory.items()}
+        values: list[Any] = [*map(given.get, names), *given.keys() - set(names)]
+    else:
+        values = list(np.ravel(memory))
+    numbers = [float(one) for one in values if isinstance(one, (int, float, np.integer))]
+    sizes = [one for one in numbers if 0 < one < math.inf]
+    if len(sizes) != len(names) or len(values) != len(names):
+        raise DataError(
+            "memory has one positive number of bytes for each device of the strategy. Received: "
+            f"memory={memory!r} for {', '.join(names)}."
+        )
+    return tuple(sizes)
+
+
+def _known_memory(name: str) -> float | None:
+    """Returns the bytes of a logical device: its limit, or the memory that the driver tells."""
+    owners = logical_to_physical()
+    physical = owners.get(name, name)
+    config: Any = tf.config
+    devices = {parse_device_name(one.name): one for one in config.list_physical_devices()}
+    limits = config.get_logical_device_configuration(devices[physical]) or ()
+    parts = [part for part, owner in owners.items() if owner == physical]
+    if len(limits) == len(parts) and limits[parts.index(name)].memory_limit:
+        return float(limits[parts.index(name)].memory_limit) * 1024**2  # It is in MiB.
+    total = next((one.memory_total for one in list_devices() if one.name == physical), None)
+    return None if total is None or len(parts) > 1 else float(total)
