@@ -9,10 +9,7 @@ from typing import Any, TypeVar
 
 import tensorflow as tf
 
-from tfmultigpu.devices.names import parse_device_name
-from tfmultigpu.strategies.topology import is_mirrored
-
-__all__ = ["assign_owners", "only_owner", "outside_scopes", "tf_variable"]
+__all__ = ["assign_owners", "outside_scopes", "tf_variable"]
 
 _T = TypeVar("_T")
 
@@ -40,22 +37,6 @@ def assign_owners(
         chosen[index] = loads.index(min(loads))
         loads[chosen[index]] += sizes[index]
     return tuple(chosen[index] for index in range(len(sizes)))
-
-
-def only_owner(variable: Any, strategy: tf.distribute.Strategy) -> int | None:
-    """Returns the number of the one device that a variable lives on; None if it has copies.
-
-    Args:
-        variable: A Keras or TensorFlow variable.
-        strategy: Its strategy. If that keeps no copies, the answer is None.
-    """
-    if not is_mirrored(strategy):
-        return None
-    copies = strategy.experimental_local_results(tf_variable(variable))
-    if len(copies) > 1:
-        return None
-    names = [parse_device_name(device) for device in strategy.extended.worker_devices]
-    return names.index(parse_device_name(copies[0].device))
 
 
 def tf_variable(variable: Any) -> Any:

@@ -17,7 +17,7 @@ import tensorflow as tf
 
 from tfmultigpu import _compat
 from tfmultigpu.accumulation.loss_scale import unwrap_optimizer
-from tfmultigpu.accumulation.owners import assign_owners, only_owner, outside_scopes, tf_variable
+from tfmultigpu.accumulation.owners import assign_owners, outside_scopes, tf_variable
 from tfmultigpu.accumulation.settings import explaining_settings
 from tfmultigpu.errors import ScopeError, TfMultiGpuError
 from tfmultigpu.strategies.collectives import (
@@ -27,7 +27,7 @@ from tfmultigpu.strategies.collectives import (
     sum_over_workers,
 )
 from tfmultigpu.strategies.scopes import check_scope
-from tfmultigpu.strategies.topology import is_mirrored, per_replica
+from tfmultigpu.strategies.topology import is_mirrored, is_sharded, owner_of, per_replica
 
 __all__ = ["Owned", "Replicated", "apply_reduced_gradients", "choose_update", "update_of"]
 
@@ -190,8 +190,7 @@ class Owned(Replicated):
         optimizer = self.optimizer
         self.devices = tuple(self.strategy.extended.worker_devices)
         variables = _compat.optimizer_trains(optimizer) or list(variables)
-        only = {i: only_owner(variable, self.strategy) for i, variable in enumerate(variables)}
-        fixed = {i: owner for i, owner in only.items() if owner is not None}
+        fixed = {i: owner_of(v, self.devices) for i, v in enumerate(variables) if is_sharded(v)}
         # By the id of the tf.Variable, which is what Keras gives to ``extended.update``.
         self._owners = {id(tf_variable(variables[i])): owner for i, owner in fixed.items()}
         if optimizer.built:  # Other variables have their state on all replicas.
@@ -392,7 +391,7 @@ def _decide(
 ) -> tuple[bool, str]:
     """Returns whether each variable gets an owner, and why."""
     trained = _compat.optimizer_trains(optimizer) or variables
-    sharded = [_name(v) for v in trained if only_owner(v, strategy) is not None]
+    sharded = [_name(v) for v in trained if is_sharded(v)]
     replicas = strategy.num_replicas_in_sync
     only: tuple[bool, str] | None = None
     if sharded:
