@@ -47,7 +47,7 @@ def train(strategy, batch_size, window):
         tmg.apply_reduced_gradients(optimizer, gradients, model.trainable_variables)
 
     add_batch = tf.function(lambda batch: strategy.run(add, args=(batch,)), reduce_retracing=True)
-    update_weights = tf.function(lambda: strategy.run(update))
+    update_weights = tf.function(update)  # once, outside of the replicas
 
     for batch in tmg.distribute_dataset((x, y), strategy, batch_size=batch_size):
         add_batch(batch)

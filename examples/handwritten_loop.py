@@ -5,9 +5,10 @@ constant batch size, and lets the optimizer add the gradients. That is right for
 with 13 rows on two replicas one mean is over 7 rows and the other over 6, and with a constant the
 last batch counts too little.
 
-``loss_sum`` gives the sum of the losses of a shard and its weight, ``global_mean`` adds both over
-the replicas and divides once. Its gradient on each replica is that replica's part, so the usual
-``optimizer.apply``, which adds them, is right as it is.
+``loss_sum`` gives the sum of the losses of a shard and its weight. ``GradientAccumulator.add`` adds
+gradients of sums, and weights, on each replica. After ``strategy.run``, once for all replicas,
+``reduce`` adds both over the replicas and divides, and ``apply_reduced_gradients`` updates.
+``global_mean`` is the loss of the global batch, for logs.
 """
 
 from __future__ import annotations
@@ -32,20 +33,23 @@ def train(strategy):
         model = keras.Sequential(layers)
         optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
         optimizer.build(model.trainable_variables)  # in the scope, before anything is traced
+        window = tmg.GradientAccumulator(model.trainable_variables)
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     variables = model.trainable_variables
 
     def replica(batch):
         features, labels = batch
         with tf.GradientTape() as tape:
-            predictions = model(features, training=True)
-            mean = tmg.global_mean(tmg.loss_sum(loss, labels, predictions))
-        optimizer.apply(tape.gradient(mean, variables), variables)
-        return mean  # the same on every replica: the loss of the global batch
+            pair = tmg.loss_sum(loss, labels, model(features, training=True))
+        window.add(tape.gradient(pair.sum, variables), pair.weight)
+        return tmg.global_mean(pair)  # the same on every replica: the loss of the global batch
 
     @tf.function(reduce_retracing=True)
     def step(batch):
-        return strategy.experimental_local_results(strategy.run(replica, args=(batch,)))[0]
+        means = strategy.run(replica, args=(batch,))
+        gradients, _ = window.reduce()
+        tmg.apply_reduced_gradients(optimizer, gradients, variables)
+        return strategy.experimental_local_results(means)[0]
 
     losses = [
         float(step(batch)) for batch in tmg.distribute_dataset((x, y), strategy, batch_size=BATCH)

@@ -4,8 +4,8 @@ Each of these decides something about the gradient of the whole window, over all
 finite, how long is it, may the weights be updated. The usual answer decides on each replica by
 itself, before the gradients are added. Replicas then skip different steps, and clip twice.
 
-Here each replica adds up scaled gradients of loss sums. ``reduce`` adds over the replicas, and
-divides by the weight, once. What is decided after that is decided alike on every replica.
+One rule is enough: ``loss_sum`` and ``add`` are inside ``strategy.run``; from ``reduce`` on
+everything is outside, and once. So there is one verdict, and one norm, for all replicas.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ x = rng.normal(size=(333, 16)).astype("float32")  # the last window has 32 + 32 
 y = (x @ rng.normal(size=16) > 0).astype("int32")
 
 
-def train(strategy, batch_size, window):
+def train(strategy, batch_size, batches):
     with strategy.scope():
         keras.utils.set_random_seed(0)
         hidden = keras.layers.Dense(32, "relu", dtype="mixed_float16")
@@ -31,38 +31,31 @@ def train(strategy, batch_size, window):
         variables = model.trainable_variables
         optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
         optimizer.build(variables)
-        accumulator = tmg.GradientAccumulator(variables)
-        loss_scale = tmg.LossScale(2.0**10)
+        window = tmg.GradientAccumulator(variables)
+        scale = tmg.LossScale(2.0**10)
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 
-    def add(batch):
-        features, labels = batch
+    def replica(batch):
         with tf.GradientTape() as tape:
-            total, weight = tmg.loss_sum(loss, labels, model(features, training=True))
-            scaled = loss_scale.scale_loss(total)
-        accumulator.add(tape.gradient(scaled, variables), weight)
-
-    def reduce():
-        gradients, finite = loss_scale.unscale(accumulator.reduce()[0])
-        return tmg.clip_gradients(gradients, 0.5)[0], finite
-
-    def apply(gradients):
-        tmg.apply_reduced_gradients(optimizer, gradients, variables)
+            pair = tmg.loss_sum(loss, batch[1], model(batch[0], training=True))
+            target = scale.scale_loss(pair.sum)
+        window.add(tape.gradient(target, variables), pair.weight)
 
     @tf.function
     def update():
-        gradients, finite = strategy.run(reduce)
-        finite = strategy.experimental_local_results(finite)[0]  # the same on all replicas
-        if finite:
-            strategy.run(apply, args=(gradients,))
-        loss_scale.update(finite)
+        gradients, finite = scale.unscale(window.reduce()[0])
+        gradients, _ = tmg.clip_gradients(gradients, 0.5)
+        tmg.apply_reduced_gradients(optimizer, gradients, variables, where=finite)
+        scale.update(finite)
 
-    add_batch = tf.function(lambda batch: strategy.run(add, args=(batch,)), reduce_retracing=True)
+    add_batch = tf.function(
+        lambda batch: strategy.run(replica, args=(batch,)), reduce_retracing=True
+    )
     for batch in tmg.distribute_dataset((x, y), strategy, batch_size=batch_size):
         add_batch(batch)
-        if accumulator.count == window:
+        if window.count == batches:
             update()
-    if accumulator.count:
+    if window.count:
         update()
     return model.get_weights(), int(optimizer.iterations.numpy())
 

@@ -115,6 +115,7 @@ class GradientAccumulator(NotCopied):
         self._weight.assign_add(tf.cast(weight, tf.float32))
         self._count.assign_add(1)
 
+    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
     def reduce(self) -> tuple[list[Any], tf.Tensor]:
         """Returns the gradient of the window over all replicas and empties the accumulator.
 

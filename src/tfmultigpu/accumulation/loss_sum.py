@@ -7,7 +7,6 @@ last addition. So the result does not depend on how a batch was cut.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -198,7 +197,7 @@ def loss_term(loss: Any, y_true: Any, y_pred: Any, sample_weight: Any = None) ->
     if loss.reduction == "mean_with_sample_weight" and (
         sample_weight is not None or mask is not None
     ):
-        if sample_weight is not None and not _weighs_rows(sample_weight, values):
+        if mask is None and not _weighs_rows(sample_weight, values):
             raise LossError(
                 "mean_with_sample_weight divides by the sum of the weights, so each row needs its "
                 f"own. Received: weights {sample_weight!r} for losses of shape "
@@ -216,12 +215,10 @@ def loss_term(loss: Any, y_true: Any, y_pred: Any, sample_weight: Any = None) ->
 
 def _no_rows(loss: Any, values: Any, y_pred: Any) -> str:
     """Returns the error for a loss that does not return one value per row."""
-    hint = ""
-    if _rank(y_pred) == 1:
-        hint = (
-            " Predictions of shape [rows] have no axis to reduce over but the rows: give "
-            "y_true[:, None] and y_pred[:, None]."
-        )
+    hint = (
+        " Predictions of shape [rows] have no axis to reduce over but the rows: give "
+        "y_true[:, None] and y_pred[:, None]."
+    )
     return (
         f"The loss {loss.name!r} is one number for a batch, or compares its examples with each "
         "other. Then the contribution of each example is unknown, and the result depends on how "
@@ -230,12 +227,14 @@ def _no_rows(loss: Any, values: Any, y_pred: Any) -> str:
         "tf.reduce_mean(tf.square(y_true - y_pred), axis=-1). If the loss couples the examples of "
         "a batch (Dice over a batch, Circle, contrastive), call tmg.gather_rows(y_pred) to get all "
         "of them. Then return the values of this replica's rows, or the one number for each row: "
-        "tf.fill(tf.shape(y_pred)[:1], value)." + hint
+        "tf.fill(tf.shape(y_pred)[:1], value)."
+        + hint
+        * (tf.TensorShape(getattr(y_pred, "shape", None)).rank == 1)
     )
 
 
-def _elementwise(loss: Any, unreduced: list[Any]) -> Callable[..., Any]:
-    """Returns a function for the weighted values of a loss; it appends the plain ones to a list."""
+def _elementwise(loss: Any, unreduced: list[Any]) -> Any:
+    """Returns a loss that returns its weighted values, and appends the plain ones to a list."""
 
     def call(y_true: Any, y_pred: Any) -> Any:
         unreduced.append(loss.call(y_true, y_pred))
@@ -246,11 +245,7 @@ def _elementwise(loss: Any, unreduced: list[Any]) -> Callable[..., Any]:
     vars(elementwise).update(vars(loss))
     elementwise.reduction = "none"
     elementwise.call = call
-    return functools.partial(_call_weighted, elementwise)
-
-
-def _call_weighted(loss: Any, y_true: Any, y_pred: Any, sample_weight: Any) -> Any:
-    return loss(y_true, y_pred, sample_weight=sample_weight)
+    return elementwise
 
 
 def as_loss(loss: Any) -> Any:
@@ -296,32 +291,24 @@ def _may_mix_axes(loss: Any, y_true: Any, y_pred: Any, sample_weight: Any) -> bo
     return sample_weight is not None or len(ranks) > 1 or not _is_from_keras(loss)
 
 
-def _rank(value: Any) -> int | None:
-    shape = getattr(value, "shape", None)
-    return None if shape is None else tf.TensorShape(shape).rank
-
-
 def _has_rows(values: Any, y_pred: Any) -> bool:
     """Returns whether there is a value per row: not one, nor a fixed number for any rows."""
-    shape = getattr(y_pred, "shape", None)
-    unknown = bool(_rank(y_pred)) and tf.TensorShape(shape)[0] is None
+    shape = tf.TensorShape(getattr(y_pred, "shape", None))
+    unknown = bool(shape.rank) and shape[0] is None
     return values.shape.rank != 0 and not (unknown and values.shape[0] is not None)
 
 
 def _weighs_rows(sample_weight: Any, values: Any) -> bool:
     """Returns whether weights do not broadcast along the rows."""
     weight, values = _same_rank(tf.convert_to_tensor(sample_weight), values)
-    if weight.shape.rank is None:
+    if weight.shape.rank is None or values.shape.rank is None:
         return True
-    if weight.shape.rank < values.shape.rank:
-        return False
-    return bool(weight.shape[0] != 1 or values.shape[0] == 1)
+    same_rank = weight.shape.rank == values.shape.rank
+    return same_rank and bool(weight.shape[0] != 1 or values.shape[0] == 1)
 
 
 def _is_from_keras(loss: Any) -> bool:
-    function = getattr(loss, "wrapped", None)
-    source = type(loss) if function is None else function
-    return is_part_of_keras(source)
+    return is_part_of_keras(getattr(loss, "wrapped", type(loss)))
 
 
 def _coupling_losses() -> tuple[type, ...]:

@@ -8,7 +8,6 @@ has.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -20,12 +19,11 @@ from tfmultigpu.errors import LossError
 
 __all__ = ["check_row_axes"]
 
-_log = logging.getLogger("tfmultigpu")
-
 _ROWS = (840, 1260, 1680, 2520)  # Divisible by the usual sizes of groups of rows.
 _LENGTHS = (0, 11, 13, 17, 19, 23)  # Lengths of unknown axes, by the number of the axis.
 
 
+@tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
 def check_row_axes(
     loss: Any, values: Callable[..., Any], y_true: Any, y_pred: Any, sample_weight: Any
 ) -> None:
@@ -47,38 +45,34 @@ def check_row_axes(
     if tf.executing_eagerly() or not all(map(_is_dense, tensors)):
         return  # TensorFlow checks the shapes of real data itself.
     shapes = [tf.TensorShape(tensor.shape).as_list() for tensor in tensors]
-    known_rows = tf.TensorShape(tf.nest.flatten(y_pred)[0].shape).as_list()[:1]
-    rows = next(n for n in _ROWS if all(n not in shape[1:] for shape in shapes))
+    unknown = [None, *tf.TensorShape(tf.nest.flatten(y_pred)[0].shape).as_list()[:1]]
+    distinct = next(n for n in _ROWS if all(n not in shape[1:] for shape in shapes))
 
-    def shape_of_values(rows: int | None) -> tf.TensorShape:
-        specs = [
-            tf.TensorSpec(_with_rows(shape, [None, *known_rows], rows), tensor.dtype)
-            for shape, tensor in zip(shapes, tensors, strict=True)
-        ]
-
+    def shape_of_values(rows: int | None) -> list[int | None]:
         def function(*inputs: Any) -> Any:
             remaining = iter(inputs)
             filled = [leaf if leaf is None else next(remaining) for leaf in leaves]
             return values(*tf.nest.pack_sequence_as(structure, filled))
 
+        specs = [
+            tf.TensorSpec(_with_rows(shape, unknown, rows), tensor.dtype)
+            for shape, tensor in zip(shapes, tensors, strict=True)
+        ]
         traced = tf.function(function, autograph=False).get_concrete_function(*specs)
-        return traced.structured_outputs.shape
+        return list(traced.structured_outputs.shape)
 
     # TensorFlow and Keras keep the state of a call per thread: a new one leaves the step alone.
-    with ThreadPoolExecutor(1, "tfmultigpu trial") as pool:
-        trial = pool.submit(shape_of_values, rows)
+    with ThreadPoolExecutor(1) as pool:
+        trial = pool.submit(shape_of_values, distinct)
         error = trial.exception()
-        if error is not None and (other := pool.submit(shape_of_values, None).exception()):
-            _log.info("A loss could not be traced on shapes alone: %s", other)
-            return
-    if error is not None:
-        problem = str(error).strip().splitlines()[0]
-    elif list(trial.result()).count(rows) > 1:
-        problem = "each row is paired with every row; if that is intended, see tmg.gather_rows."
-    else:
+        if error is not None and pool.submit(shape_of_values, None).exception():
+            return  # Not of the number of rows: the step will raise it, if it is an error there.
+    if error is None and trial.result().count(distinct) < 2:
         return
+    problem = "each row is paired with every row; if that is intended, see tmg.gather_rows."
     raise LossError(
-        f"The loss {loss.name!r} does not pair rows with rows: {problem} Received: labels, "
+        f"The loss {loss.name!r} does not pair rows with rows: "
+        f"{str(error).strip().splitlines()[0] if error else problem} Received: labels, "
         "predictions and weights of shapes "
         f"{', '.join(str(tuple(tensor.shape)) for tensor in tensors)}. One device raises an "
         "error, or pairs the wrong numbers if two axes are equally long; shards would do so for "
@@ -91,9 +85,7 @@ def _is_dense(leaf: Any) -> bool:
     return isinstance(leaf, tf.Tensor | np.ndarray) and tf.TensorShape(leaf.shape).rank is not None
 
 
-def _with_rows(shape: list[Any], replaced: list[Any], rows: int | None) -> list[Any]:
-    """Returns the shape with another number of rows, and a length for every other unknown axis."""
-    if not shape:
-        return shape
+def _with_rows(shape: list[Any], unknown: list[Any], rows: int | None) -> list[Any]:
+    """Returns a shape with this number of rows, and a length for every other unknown axis."""
     inner = [n or _LENGTHS[min(axis, len(_LENGTHS) - 1)] for axis, n in enumerate(shape)][1:]
-    return [rows if shape[0] in replaced else shape[0], *inner]
+    return [*(rows if n in unknown else n for n in shape[:1]), *inner]
