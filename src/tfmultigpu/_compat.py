@@ -120,18 +120,18 @@ _KERAS_SEEDS = "keras.src.random.seed_generator"
 _GLOBAL_SEEDS = "global_seed_generator"
 _DRAWS = {
     _GLOBAL_SEEDS: _KERAS_SEEDS,
-    "stateless_uniform": "tensorflow.random",
-    "stateless_normal": "tensorflow.random",
-    "stateless_truncated_normal": "tensorflow.random",
-    "stateless_categorical": "tensorflow.random",
-    "stateless_gamma": "tensorflow.random",
-    "stateless_binomial": "tensorflow.random",
-    "stateless_poisson": "tensorflow.random",
-    "stateless_parameterized_truncated_normal": "tensorflow.random",
+    "stateless_uniform": "tensorflow:random",
+    "stateless_normal": "tensorflow:random",
+    "stateless_truncated_normal": "tensorflow:random",
+    "stateless_categorical": "tensorflow:random",
+    "stateless_gamma": "tensorflow:random",
+    "stateless_binomial": "tensorflow:random",
+    "stateless_poisson": "tensorflow:random",
+    "stateless_parameterized_truncated_normal": "tensorflow:random",
     "stateless_random_uniform": "tensorflow.python.ops.stateless_random_ops",
-    "stateless_dropout": "tensorflow.nn.experimental",
-    "next": "keras.random.SeedGenerator",
-    "_moments": "keras.layers.BatchNormalization",
+    "stateless_dropout": "tensorflow:nn.experimental",
+    "next": "keras:random.SeedGenerator",
+    "_moments": "keras:layers.BatchNormalization",
 }
 
 
@@ -192,6 +192,7 @@ def home_of(name: str) -> Any:
     Private: ``keras.layers.BatchNormalization._moments``, which ignores ``synchronized`` for masked
     inputs. Without it each replica normalizes by its own rows.
     """
+    # After a colon nothing is imported: a second tensorflow.random would not be that of the user.
     return pkgutil.resolve_name(_DRAWS[name])
 
 

@@ -55,12 +55,12 @@ def patching(owner: Any, name: str, wrapper: Callable[..., Any]) -> Iterator[Non
 
 
 def _passing(original: Any, key: _Key) -> Any:
-    function = original.fget if isinstance(original, property) else original
+    function: Any = original.fget if isinstance(original, property) else original
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        outer = [function, *_wrappers().get(key, ())]
-        return functools.reduce(lambda inner, wrap: functools.partial(wrap, inner), outer)(
+        layers = [function, *_wrappers().get(key, ())]
+        return functools.reduce(lambda inner, wrap: functools.partial(wrap, inner), layers)(
             *args, **kwargs
         )
 
