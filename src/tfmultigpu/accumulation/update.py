@@ -228,14 +228,15 @@ class Owned(Replicated):
     def updating(self, variables: Sequence[Any]) -> Iterator[None]:
         """Has functions that Keras runs on all copies of a variable run on that of the owner.
 
-        The other copies are written once, at the end. Moving averages, constraints and the code of
-        a user may read the first copy in between: then each write is copied at once.
+        The other copies are written once, at the end. Moving averages and constraints read the
+        first copy before that, and so may the code of a user: then they are written at once.
         """
         extended: Any = self.strategy.extended
         original = extended.update
         parts = _parts(self.optimizer)
-        at_once = any(part.use_ema or not _compat.is_own_class_of_keras(part) for part in parts)
-        at_once = at_once or any(getattr(variable, "constraint", None) for variable in variables)
+        own_code = not all(map(_compat.is_own_class_of_keras, parts))
+        read = any(part.use_ema for part in parts)
+        read = read or any(getattr(variable, "constraint", None) for variable in variables)
         written: dict[int, Any] = {}
 
         def update(
@@ -255,11 +256,13 @@ class Owned(Replicated):
 
             original(variable, on_owner, args, kwargs=kwargs, group=False)
             written[id(variable)] = variable
-            return self._copy(variable) if at_once else None
+            if own_code or (read and args):  # After weight decay, without any, comes the step.
+                self._copy(written.pop(id(variable)))
+            return None
 
         with _setting(extended, update=update):
             yield
-        for variable in () if at_once else written.values():
+        for variable in written.values():
             self._copy(variable)
 
     def _copy(self, variable: Any) -> None:
