@@ -5,8 +5,8 @@ compared with 1/N of the batch: another loss, easier with every GPU, which train
 ``all_gather`` gives all rows in a loop written by hand, where ``tf.reduce_mean`` over the rows of a
 replica is the next mistake: it counts a short last batch wrongly.
 
-``gather_rows`` gives each replica the rows of all, once each, with gradients, and ``row_positions``
-says which of them are its own. Flips and noise of a row do not depend on the number of replicas.
+``gather_rows`` gives each replica the rows of all, once each, with gradients, and ``tmg.rows`` says
+which of them are its own. Flips and noise of a row do not depend on the number of replicas.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ def contrast(first, second):
     """Returns for each row of this replica how well it finds its other view among all rows."""
     first, second = tf.math.l2_normalize(first, -1), tf.math.l2_normalize(second, -1)
     every_first, every_second = tmg.gather_rows((first, second))
-    here = tmg.steps.row_positions(first)
+    own = tmg.rows()
+    here = tf.cast(own.first + tf.range(own.count), tf.int32)
     rows = tf.shape(every_first)[0]
 
     def find(views, others, same):

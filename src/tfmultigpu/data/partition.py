@@ -23,8 +23,8 @@ from tfmultigpu.data.batch_format import count_rows, tensors_of
 _OFFSETS = "_tfmultigpu_offsets"
 
 NOT_ROWS = (
-    "gather_rows and row_positions take one row per example of this replica, and this tensor has "
-    "another number of rows. Gather each part by itself, such as the two views of an example: "
+    "gather_rows takes one row per example of this replica, and this tensor has another number of "
+    "rows. Gather each part by itself, such as the two views of an example: "
     "tmg.gather_rows((first, second)). If k consecutive rows belong to each example, write "
     "rows_per_example=k."
 )

@@ -80,8 +80,8 @@ class GlobalSeeds:
     def _is_on_replicas(self) -> bool:
         if self.generator is None:
             return False
-        variable = self.generator.state.value
-        if self._strategy.num_replicas_in_sync == 1:
+        variable = self.generator.state.value  # A tensor where it was assigned to already.
+        if self._strategy.num_replicas_in_sync == 1 or not isinstance(variable, tf.Variable):
             return True
         return bool(self._strategy.extended.variable_created_in_scope(variable))
 
