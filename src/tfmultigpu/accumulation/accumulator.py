@@ -110,6 +110,9 @@ class GradientAccumulator(NotCopied):
                 "function given to strategy.run."
             )
         for total, gradient in zip(self._sums, gradients, strict=True):
+            if isinstance(gradient, tf.IndexedSlices):  # It may not know the shape of the whole.
+                shape = tf.cast(tf.shape(total), gradient.indices.dtype)
+                gradient = tf.IndexedSlices(gradient.values, gradient.indices, shape)
             if gradient is not None:
                 total.assign_add(tf.cast(tf.convert_to_tensor(gradient), total.dtype))
         self._weight.assign_add(tf.cast(weight, tf.float32))

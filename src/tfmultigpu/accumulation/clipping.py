@@ -33,7 +33,7 @@ def clip_gradients(gradients: Sequence[Any], limit: float) -> tuple[list[Any], A
         >>> [round(x, 6) for x in gradients[0].numpy().tolist()], float(norm)
         ([0.6, 0.8], 5.0)
     """
-    if isinstance(limit, Sequence):
+    if limit is None or isinstance(limit, Sequence):
         raise TypeError(
             "clip_gradients takes the gradients first. Received: limit is a "
             f"{type(limit).__name__}. Write tmg.clip_gradients(gradients, 1.0)."

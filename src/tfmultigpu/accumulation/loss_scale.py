@@ -60,7 +60,7 @@ class LossScale:
         Raises:
             ValueError: ``initial`` is not positive and finite.
         """
-        if isinstance(initial, bool) or not 0 < initial < math.inf:
+        if isinstance(initial, bool | str) or not 0 < initial < math.inf:
             raise ValueError(
                 f"A loss scale must be positive and finite. Received: loss_scale={initial}."
             )

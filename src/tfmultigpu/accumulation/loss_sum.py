@@ -183,7 +183,9 @@ def loss_term(loss: Any, y_true: Any, y_pred: Any, sample_weight: Any = None) ->
     values_of = _elementwise(loss, unreduced)
     couples = isinstance(loss, _coupling_losses())
     if not couples and _may_mix_axes(loss, y_true, y_pred, sample_weight):
-        check_row_axes(loss, _elementwise(loss, []), y_true, y_pred, sample_weight)
+        plain_loss = _elementwise(loss, [])
+        throughout = _is_from_keras(loss)
+        check_row_axes(loss, plain_loss, y_true, y_pred, sample_weight, throughout=throughout)
     values = values_of(y_true, y_pred, sample_weight)
     # A loss may mask its values itself (ignore_class); the weighted values have lost that mask, and
     # may have got back the rows that the loss has reduced.
@@ -215,10 +217,12 @@ def loss_term(loss: Any, y_true: Any, y_pred: Any, sample_weight: Any = None) ->
 
 def _no_rows(loss: Any, values: Any, y_pred: Any) -> str:
     """Returns the error for a loss that does not return one value per row."""
-    hint = (
-        " Predictions of shape [rows] have no axis to reduce over but the rows: give "
-        "y_true[:, None] and y_pred[:, None]."
-    )
+    hint = ""
+    if _shape(y_pred).rank == 1:
+        hint = (
+            " Predictions of shape [rows] have no axis to reduce over but the rows: give "
+            "y_true[:, None] and y_pred[:, None]."
+        )
     return (
         f"The loss {loss.name!r} is one number for a batch, or compares its examples with each "
         "other. Then the contribution of each example is unknown, and the result depends on how "
@@ -227,9 +231,7 @@ def _no_rows(loss: Any, values: Any, y_pred: Any) -> str:
         "tf.reduce_mean(tf.square(y_true - y_pred), axis=-1). If the loss couples the examples of "
         "a batch (Dice over a batch, Circle, contrastive), call tmg.gather_rows(y_pred) to get all "
         "of them. Then return the values of this replica's rows, or the one number for each row: "
-        "tf.fill(tf.shape(y_pred)[:1], value)."
-        + hint
-        * (tf.TensorShape(getattr(y_pred, "shape", None)).rank == 1)
+        f"tf.fill(tf.shape(y_pred)[:1], value).{hint}"
     )
 
 
@@ -248,6 +250,7 @@ def _elementwise(loss: Any, unreduced: list[Any]) -> Any:
     return elementwise
 
 
+@tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
 def as_loss(loss: Any) -> Any:
     """Returns a loss as a ``keras.losses.Loss``.
 
@@ -291,9 +294,14 @@ def _may_mix_axes(loss: Any, y_true: Any, y_pred: Any, sample_weight: Any) -> bo
     return sample_weight is not None or len(ranks) > 1 or not _is_from_keras(loss)
 
 
+def _shape(value: Any) -> tf.TensorShape:
+    shape: Any = getattr(value, "shape", None)
+    return tf.TensorShape(shape)
+
+
 def _has_rows(values: Any, y_pred: Any) -> bool:
     """Returns whether there is a value per row: not one, nor a fixed number for any rows."""
-    shape = tf.TensorShape(getattr(y_pred, "shape", None))
+    shape = _shape(y_pred)
     unknown = bool(shape.rank) and shape[0] is None
     return values.shape.rank != 0 and not (unknown and values.shape[0] is not None)
 

@@ -25,7 +25,13 @@ _LENGTHS = (0, 11, 13, 17, 19, 23)  # Lengths of unknown axes, by the number of 
 
 @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
 def check_row_axes(
-    loss: Any, values: Callable[..., Any], y_true: Any, y_pred: Any, sample_weight: Any
+    loss: Any,
+    values: Callable[..., Any],
+    y_true: Any,
+    y_pred: Any,
+    sample_weight: Any,
+    *,
+    throughout: bool,
 ) -> None:
     """Checks, while a step is traced, that a loss pairs rows only with rows.
 
@@ -35,6 +41,8 @@ def check_row_axes(
         y_true: Labels.
         y_pred: Predictions.
         sample_weight: Weights, or None.
+        throughout: Whether the loss, one of Keras, never compares rows, so that tensors inside it
+            may not have two axes of rows either: labels ``[rows]`` against ``[rows, 5, 1]``.
 
     Raises:
         LossError: It pairs rows with another axis, or each row with every row.
@@ -48,7 +56,7 @@ def check_row_axes(
     unknown = [None, *tf.TensorShape(tf.nest.flatten(y_pred)[0].shape).as_list()[:1]]
     distinct = next(n for n in _ROWS if all(n not in shape[1:] for shape in shapes))
 
-    def shape_of_values(rows: int | None) -> list[int | None]:
+    def shapes_of_values(rows: int | None) -> list[tf.TensorShape]:
         def function(*inputs: Any) -> Any:
             remaining = iter(inputs)
             filled = [leaf if leaf is None else next(remaining) for leaf in leaves]
@@ -59,15 +67,18 @@ def check_row_axes(
             for shape, tensor in zip(shapes, tensors, strict=True)
         ]
         traced = tf.function(function, autograph=False).get_concrete_function(*specs)
-        return list(traced.structured_outputs.shape)
+        inner = [output.shape for op in traced.graph.get_operations() for output in op.outputs]
+        return [traced.structured_outputs.shape, *(inner if throughout else [])]
 
     # TensorFlow and Keras keep the state of a call per thread: a new one leaves the step alone.
     with ThreadPoolExecutor(1) as pool:
-        trial = pool.submit(shape_of_values, distinct)
+        trial = pool.submit(shapes_of_values, distinct)
         error = trial.exception()
-        if error is not None and pool.submit(shape_of_values, None).exception():
+        if error is not None and pool.submit(shapes_of_values, None).exception():
             return  # Not of the number of rows: the step will raise it, if it is an error there.
-    if error is None and trial.result().count(distinct) < 2:
+    if error is None and all(
+        not shape.rank or shape.as_list().count(distinct) < 2 for shape in trial.result()
+    ):
         return
     problem = "each row is paired with every row; if that is intended, see tmg.gather_rows."
     raise LossError(

@@ -9,6 +9,7 @@ import tensorflow as tf
 from one_device import strategy_of
 
 import tfmultigpu as tmg
+from tfmultigpu.strategies.collectives import forcing_addition
 
 
 def accumulator_of(replicas: int, *values, dtype="float32"):
@@ -43,22 +44,6 @@ def test_sums_are_divided_by_the_weight_of_all_replicas_and_then_gone():
     gradients, weight = accumulator.reduce()
     assert float(weight) == 0.0
     np.testing.assert_array_equal(gradients[0], [0.0, 0.0])
-
-
-def test_reduce_on_every_replica_gives_the_same_as_outside():
-    strategy, _, accumulator = accumulator_of(2, [0.0])
-    for reduce in (
-        accumulator.reduce,
-        lambda: tf.function(accumulator.reduce)(),
-        lambda: strategy.run(accumulator.reduce),
-        lambda: tf.function(lambda: strategy.run(accumulator.reduce))(),
-    ):
-        on_replicas(strategy, lambda: accumulator.add([tf.reshape(replica_id(), [1])], 0.5))
-        gradients, weight = reduce()
-        for value in strategy.experimental_local_results(gradients[0]):
-            np.testing.assert_allclose(value, [1.0])
-        assert {float(w) for w in strategy.experimental_local_results(weight)} == {1.0}
-        assert accumulator.count == 0
 
 
 def test_count_is_of_micro_batches_since_the_last_reduce():
@@ -112,21 +97,31 @@ def test_sums_of_bfloat16_are_wider():
     np.testing.assert_allclose(tf.cast(gradients[0], "float32"), [1.0])
 
 
-def test_one_all_reduce_for_a_window(monkeypatch):
-    strategy, variables, accumulator = accumulator_of(2, [0.0], np.zeros((3, 3)))
-    calls = []
-    original = tf.distribute.ReplicaContext.all_reduce
+@pytest.mark.parametrize(
+    ("way", "kind"), [("in memory", tf.Tensor), ("collective", tf.distribute.DistributedValues)]
+)
+def test_gradients_of_either_way_to_add_are_scaled_clipped_and_applied(way, kind):
+    """Replicas that share no memory get per-replica values, which each block of the rule takes."""
+    strategy, variables, accumulator = accumulator_of(2, [0.0, 0.0], dtype="float16")
+    with strategy.scope():
+        optimizer = keras.optimizers.SGD(1.0)
+        optimizer.build(variables)
+        scale = tmg.LossScale(8.0)
+    on_replicas(strategy, lambda: accumulator.add([tf.stack([24.0, replica_id() * 64.0])], 0.5))
 
-    def counting(self, *args, **kwargs):
-        calls.append(self.replica_id_in_sync_group)
-        return original(self, *args, **kwargs)
+    def update():
+        gradients, weight = accumulator.reduce()
+        assert isinstance(gradients[0], kind)
+        unscaled, finite = scale.unscale(gradients)
+        clipped, norm = tmg.clip_gradients([*unscaled, None], 5.0)
+        tmg.apply_reduced_gradients(optimizer, clipped[:1], variables, where=finite)
+        return weight, norm
 
-    monkeypatch.setattr(tf.distribute.ReplicaContext, "all_reduce", counting)
-    for _ in range(5):
-        on_replicas(strategy, lambda: accumulator.add([tf.ones_like(v) for v in variables], 1.0))
-    assert not calls, "adding must not communicate"
-    on_replicas(strategy, accumulator.reduce)
-    assert len(calls) == 2, "one packed all-reduce on each replica"
+    with forcing_addition(way):
+        weight, norm = tf.function(update)()
+    assert (float(weight), float(norm), accumulator.count) == (1.0, 10.0, 0)
+    for copy in strategy.experimental_local_results(variables[0]):
+        np.testing.assert_allclose(copy, [-3.0, -4.0], rtol=1e-3)
 
 
 def test_reset_drops_a_window_with_nan_in_it():
@@ -157,20 +152,13 @@ def test_what_is_refused():
     ):
         accumulator.add([None], 1.0)
     assert accumulator.count == 0
-
-
-def test_apply_reduced_gradients_is_for_replicas():
-    strategy = strategy_of(2)
-    with strategy.scope():
-        variable = tf.Variable([1.0])
-        optimizer = keras.optimizers.SGD(0.5)
-        optimizer.build([variable])
-        with pytest.raises(RuntimeError, match="must be called by every replica"):
-            tmg.apply_reduced_gradients(optimizer, [tf.ones([1])], [variable])
-
-    def apply():
-        tmg.apply_reduced_gradients(optimizer, [tf.ones([1])], [variable])
-
-    on_replicas(strategy, apply)
-    np.testing.assert_allclose(variable.numpy(), [0.5], err_msg="summed once more")
-    assert int(optimizer.iterations.numpy()) == 1
+    for reduce in (accumulator.reduce, tf.function(accumulator.reduce)):
+        with pytest.raises(tmg.TfMultiGpuError, match=r"Write after strategy\.run: gradients"):
+            strategy.run(reduce)
+    one = tf.distribute.OneDeviceStrategy("CPU:0")
+    with one.scope():
+        alone = tmg.GradientAccumulator([tf.Variable([0.0])])
+    one.run(lambda: alone.add([tf.ones([1])], 2.0))
+    assert one.run(alone.reduce)[0][0].numpy().tolist() == [0.5]
+    with one.scope(), pytest.raises(tmg.ScopeError, match="another scope"):
+        accumulator.reduce()

@@ -9,10 +9,10 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from one_device import ByHand, Replicated, assert_same, cut, strategy_of
+from one_device import strategy_of
 
 import tfmultigpu as tmg
-from tfmultigpu.accumulation.loss_sum import _MEANS, FixedLossSum
+from tfmultigpu.accumulation.loss_sum import FixedLossSum
 
 REDUCTIONS = ("sum_over_batch_size", "mean", "mean_with_sample_weight", "sum")
 SHARDS = ((0, 4), (4, 5), (5, 7))
@@ -265,17 +265,6 @@ def test_a_loss_whose_examples_depend_on_each_other_is_refused():
         tmg.loss_sum(keras.losses.Circle(), CLASSES, REAL)
 
 
-def test_a_scalar_loss_is_refused_by_the_step():
-    strategy = strategy_of(2)
-    with strategy.scope():
-        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(3)])
-        optimizer = keras.optimizers.SGD(0.1)
-    step = tmg.make_train_step(model, optimizer, lambda t, p: tf.reduce_mean(t - p), strategy)
-    with pytest.raises(tmg.errors.LossError, match="is one number for a batch"):
-        step((REAL, OTHER))
-    assert int(optimizer.iterations.numpy()) == 0
-
-
 def test_what_is_no_loss():
     for loss, text in (
         (
@@ -290,63 +279,7 @@ def test_what_is_no_loss():
             tmg.loss_sum(loss, OTHER, REAL)
 
 
-# Through the step --------------------------------------------------------------------------------
-
-
-def linear() -> keras.Model:
-    return keras.Sequential([keras.Input((3,)), keras.layers.Dense(3, activation="tanh")])
-
-
-def sgd() -> keras.optimizers.Optimizer:
-    return keras.optimizers.SGD(0.1, momentum=0.9)
-
-
-ROW_SIZES = (5, 2, 7, 1, 3)
-
-
-def test_forward_with_a_sum_and_a_weight_of_its_own():
-    """A weight that depends on the data: each row counts as its third feature says."""
-
-    def forward(model, batch, training):
-        x, y = batch
-        error = tf.reduce_sum(tf.square(y - model(x, training=training)), axis=-1)
-        importance = tf.abs(x[:, 2])
-        return tmg.LossSum(tf.reduce_sum(error * importance), tf.reduce_sum(importance))
-
-    def by_hand(y, y_pred, sample_weight):
-        error = tf.reduce_sum(tf.square(y - y_pred), axis=-1)
-        return tf.reduce_sum(error * sample_weight) / tf.reduce_sum(sample_weight)
-
-    batches = cut((REAL, OTHER), ROW_SIZES)
-    weighted = [(x, y, np.abs(x[:, 2])) for x, y in batches]
-    expected = ByHand(linear, sgd, by_hand).train(weighted)
-    assert_same(Replicated(2, linear, sgd, None, forward=forward).train(batches), expected)
-
-
-def test_forward_must_return_a_loss_sum():
-    def mean(model, batch, training):
-        return tf.reduce_mean(model(batch))
-
-    def vector(model, batch, training):
-        return tmg.LossSum(tf.reduce_sum(model(batch), axis=-1), 1.0)
-
-    def step_with(forward):
-        strategy = strategy_of(2)
-        with strategy.scope():
-            model, optimizer = linear(), sgd()
-        return tmg.make_train_step(model, optimizer, None, strategy, forward=forward)
-
-    with pytest.raises(
-        tmg.errors.LossError, match=r"forward must return a LossSum.*Received: .*Tensor"
-    ):
-        step_with(mean)(REAL)
-    with pytest.raises(tmg.errors.LossError, match="The sum in a LossSum is a scalar"):
-        step_with(vector)(REAL)
-    with pytest.raises(tmg.errors.LossError, match="Give either loss or forward, not both"):
-        tmg.make_train_step(linear(), sgd(), "mse", forward=mean)
-
-
-# global_mean; predictions without a last axis ----------------------------------------------------
+# global_mean, and what else is refused ----------------------------------------------------------
 
 
 def test_global_mean_outside_of_replicas():
@@ -359,20 +292,40 @@ def test_global_mean_outside_of_replicas():
         tmg.global_mean(tmg.LossSum(1.0, 1.0))
 
 
-def test_predictions_without_a_last_axis_are_the_mean_of_keras_or_refused() -> None:
-    random = np.random.default_rng(2)
-    y, p = (random.random(7).astype("float32") for _ in range(2))
-    for name in sorted(_MEANS):
-        expected = float(np.mean(getattr(keras.losses, name)(y, p)))
-        found = [tmg.loss_sum(name, y[part], p[part]) for part in (slice(0, 2), slice(2, 7))]
-        total, weight = (sum(float(one[i]) for one in found) for i in (0, 1))
-        assert weight == 7
-        np.testing.assert_allclose(total / weight, expected, rtol=1e-5, err_msg=name)
-    for loss, weights in (
-        (keras.losses.KLDivergence(), None),
-        (keras.losses.Huber(reduction="sum"), None),
-        (keras.losses.Huber(), np.ones(7, "float32")),
-        (keras.losses.BinaryCrossentropy(axis=0), None),
-    ):
+def test_global_mean_is_for_logs():
+    strategy = strategy_of(2)
+
+    def differentiate():
+        prediction = tf.Variable([1.0])
+        with tf.GradientTape() as tape:
+            mean = tmg.global_mean(tmg.LossSum(tf.reduce_sum(prediction), tf.constant(1.0)))
+        return tape.gradient(mean, prediction)
+
+    assert differentiate().numpy().tolist() == [1.0]  # One device is told nothing.
+    with pytest.raises(tmg.errors.LossError, match=r"for logs.*window\.add.*window\.reduce\(\)"):
+        strategy.run(differentiate)
+
+
+def test_predictions_without_a_last_axis_are_refused():
+    y, p = OTHER[:, 0], REAL[:, 0]
+    for loss, weights in (("mse", None), ("mse", WEIGHTS), (keras.losses.KLDivergence(), None)):
         with pytest.raises(tmg.errors.LossError, match=r"y_true\[:, None\] and y_pred\[:, None\]"):
             tmg.loss_sum(loss, y, p, weights)
+
+
+def test_a_loss_that_has_lost_its_rows_is_refused():
+    specs = tf.TensorSpec([None, 3]), tf.TensorSpec([None, 3])
+
+    def over_rows(y_true, y_pred):
+        return tf.reduce_mean(tf.square(y_true - y_pred), axis=0)
+
+    function = tf.function(lambda t, p: tmg.loss_sum(over_rows, t, p), autograph=False)
+    with pytest.raises(tmg.errors.LossError, match=r"Received: shape \(3,\)"):
+        function.get_concrete_function(*specs)
+
+
+def test_weights_without_rows_have_no_sum_that_divides():
+    loss = keras.losses.MeanSquaredError(reduction="mean_with_sample_weight")
+    for weights in (2.0, np.ones((1,), "float32")):
+        with pytest.raises(tmg.errors.LossError, match=r"tf\.fill\(tf\.shape\(y_pred\)\[:1\]"):
+            tmg.loss_sum(loss, OTHER, REAL, weights)
