@@ -7,11 +7,11 @@ from mutation import Mutation
 BLOCKS = (
     Mutation(
         "the weight of a window is that of one replica",
-        "optimizers/accumulation.py",
+        "accumulation/accumulator.py",
         (
             (
-                "*sums, weight = all_reduce_sum(context, parts)",
-                "*sums, _ = all_reduce_sum(context, parts)\n        weight = parts[-1]",
+                "totals = sum_over_replicas(strategy, parts)",
+                "totals = sum_over_replicas(strategy, parts)\n        totals[0][-1] = parts[0][-1]",
             ),
         ),
         ("promises/test_blocks_alone.py::test_the_accumulator_alone_over_uneven_windows[2]",),
@@ -41,15 +41,15 @@ BLOCKS = (
     ),
     Mutation(
         "the loss scale is not taken out again",
-        "optimizers/loss_scaling.py",
-        (("one / tf.cast(self.value(), one.dtype)", "one"),),
+        "accumulation/loss_scale.py",
+        (("tensor / tf.cast(self.value(), tensor.dtype)", "tensor"),),
         (
             "promises/test_composition_by_hand.py::test_loss_scale_and_clipping_alone_decide_once[2-global_clipnorm]",
         ),
     ),
     Mutation(
         "any finite gradient is enough",
-        "optimizers/gradients.py",
+        "accumulation/gradients.py",
         (
             (
                 "return tf.reduce_all([tf.reduce_all(tf.math.is_finite(gradient)) for gradient in gradients])",
@@ -62,8 +62,8 @@ BLOCKS = (
     ),
     Mutation(
         "each gradient is clipped by itself",
-        "optimizers/gradients.py",
-        (("    norm = global_norm(present)\n", "    norm = global_norm(present[:1])\n"),),
+        "accumulation/clipping.py",
+        (("norm = global_norm(tensors)\n", "norm = global_norm(tensors[:1])\n"),),
         (
             "promises/test_composition_by_hand.py::test_loss_scale_and_clipping_alone_decide_once[3-clip_gradients]",
         ),

@@ -88,7 +88,7 @@ LAW = (
     ),
     Mutation(
         "the weight is the rows where it should be the sample weights",
-        "losses/loss_sum.py",
+        "accumulation/loss_sum.py",
         (
             (
                 "_sum_of_weights(sample_weight, mask, total.dtype)",
@@ -99,13 +99,13 @@ LAW = (
     ),
     Mutation(
         "what a mask hides is in the weight",
-        "losses/loss_sum.py",
+        "accumulation/loss_sum.py",
         (("    mask = _mask(y_pred, ", "    mask = None and _mask(y_pred, "),),
         (NORM,),
     ),
     Mutation(
         'reduction="sum" is divided by the number of replicas',
-        "losses/loss_sum.py",
+        "accumulation/loss_sum.py",
         (("(total, tf.ones_like(total), fixed=True)", "(total, tf.ones_like(total))"),),
         (NORM,),
     ),
@@ -256,7 +256,7 @@ LAW = (
     ),
     Mutation(
         "a skipped step counts as a good one for the loss scale",
-        "optimizers/loss_scaling.py",
+        "accumulation/loss_scale.py",
         (
             (
                 "tf.where(finite & ~grow, good + 1, tf.zeros_like(good))",
@@ -384,34 +384,34 @@ LAW = (
     # Windows over batches -------------------------------------------------------------------------
     Mutation(
         "a short window is divided by the weight of a whole one",
-        "optimizers/accumulation.py",
+        "accumulation/accumulator.py",
         (
             (
-                "        with tf.control_dependencies(parts):",
-                "        weight = tf.maximum(weight, 15.0)\n"
-                "        with tf.control_dependencies(parts):",
+                "        totals = sum_over_replicas(strategy, parts)\n",
+                "        totals = sum_over_replicas(strategy, parts)\n"
+                "        totals[0][-1] = tf.maximum(totals[0][-1], 15.0)\n",
             ),
         ),
         (f"{ACCUMULATOR}[3]",),
     ),
     Mutation(
         "a window begins with what the one before left",
-        "optimizers/accumulation.py",
+        "accumulation/accumulator.py",
         (
             (
-                "        with tf.control_dependencies(parts):\n            self._clear()",
-                "        self._count.assign(0)",
+                "            self._clear()\n        divided",
+                "            self.count\n        divided",
             ),
         ),
         (f"{ACCUMULATOR}[3]",),
     ),
     Mutation(
         "adding to a window communicates",
-        "optimizers/accumulation.py",
+        "accumulation/accumulator.py",
         (
             (
                 "        self._weight.assign_add(tf.cast(weight, tf.float32))",
-                "        all_reduce_sum(self._context(), [tf.cast(weight, tf.float32)])\n"
+                "        self._context().all_reduce('SUM', tf.cast(weight, tf.float32))\n"
                 "        self._weight.assign_add(tf.cast(weight, tf.float32))",
             ),
         ),

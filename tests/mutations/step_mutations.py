@@ -21,7 +21,7 @@ STEPS = (
     # test_weights ---------------------------------------------------------------------------------
     Mutation(
         "hidden tokens count as elements",
-        "losses/loss_sum.py",
+        "accumulation/loss_sum.py",
         (
             (
                 "LossTerm(total, valid * elements / tf.cast(tf.size(mask), total.dtype))",
@@ -32,7 +32,7 @@ STEPS = (
     ),
     Mutation(
         "the weight of hidden tokens counts",
-        "losses/loss_sum.py",
+        "accumulation/loss_sum.py",
         (("return tf.reduce_sum(weight * kept)", "return tf.reduce_sum(weight)"),),
         (f"{W}[N=3, mean_with_sample_weight]", f"{HAND}[3]"),
     ),
@@ -60,7 +60,7 @@ STEPS = (
     ),
     Mutation(
         "global_mean is a mean of means",
-        "losses/loss_sum.py",
+        "accumulation/loss_sum.py",
         (
             (
                 "total, weight = context.all_reduce(tf.distribute.ReduceOp.SUM, [shard_sum, shard_weight])",
@@ -90,7 +90,7 @@ STEPS = (
     ),
     Mutation(
         "a gradient below the limit is scaled up",
-        "optimizers/gradients.py",
+        "accumulation/clipping.py",
         (
             (
                 "scaled, _ = tf.clip_by_global_norm(alike, limit, use_norm=tf.cast(norm, dtype))",
@@ -197,7 +197,7 @@ STEPS = (
     ),
     Mutation(
         "the scale falls by more than half",
-        "optimizers/loss_scaling.py",
+        "accumulation/loss_scale.py",
         (("tf.maximum(scale * 0.5, 1.0)", "tf.maximum(scale * 0.25, 1.0)"),),
         (f"{SKIP}[dynamic, N=3]", f"{SKIP}[LossScaleOptimizer, N=3]"),
     ),
@@ -214,8 +214,8 @@ STEPS = (
     ),
     Mutation(
         "gradients of float16 stay scaled",
-        "optimizers/gradients.py",
-        (("return 1.0 / scale if correction is None", "return None if correction is None"),),
+        "steps/step.py",
+        (("return 1.0 / factor if correction is None", "return None if correction is None"),),
         ("promises/test_overflow.py::test_the_scale_falls_until_gradients_of_float16_fit",),
     ),
     # test_failing_step ----------------------------------------------------------------------------
