@@ -7,8 +7,6 @@ from tfmultigpu import (
     devices as devices,
     diagnostics as diagnostics,
     errors as errors,
-    losses as losses,
-    optimizers as optimizers,
     steps as steps,
     strategies as strategies,
     testing as testing,

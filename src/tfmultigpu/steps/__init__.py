@@ -2,20 +2,28 @@
 
 from tfmultigpu.steps.batch_norm import synchronize_batch_norm
 from tfmultigpu.steps.chain import ChainedStep, chain_steps
-from tfmultigpu.steps.evaluate import make_eval_step, make_predict_step
-from tfmultigpu.steps.row_gathering import gather_rows, global_rows, row_positions
-from tfmultigpu.steps.train import make_train_step
-from tfmultigpu.steps.verification import Verification
+from tfmultigpu.steps.features import Feature, Gradient, Pass, Rows, Shards
+from tfmultigpu.steps.gradient_features import NarrowMessages
+from tfmultigpu.steps.make import make_eval_step, make_predict_step, make_train_step
+from tfmultigpu.steps.objective import Objective
+from tfmultigpu.steps.rows import gather_rows, rows
+from tfmultigpu.steps.step import TrainStep
 
 __all__ = [
     "ChainedStep",
-    "Verification",
+    "Feature",
+    "Gradient",
+    "NarrowMessages",
+    "Objective",
+    "Pass",
+    "Rows",
+    "Shards",
+    "TrainStep",
     "chain_steps",
     "gather_rows",
-    "global_rows",
     "make_eval_step",
     "make_predict_step",
     "make_train_step",
-    "row_positions",
+    "rows",
     "synchronize_batch_norm",
 ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,10 +13,10 @@ from tfmultigpu.clusters.failures import explaining_lost_workers, naming_lost_wo
 from tfmultigpu.data import partition
 from tfmultigpu.data.batch_format import as_data_error
 from tfmultigpu.errors import LossError, OutOfMemoryError, StrategyUnavailableError
-from tfmultigpu.losses.loss_sum import OTHER_ROWS
+from tfmultigpu.accumulation.loss_sum import OTHER_ROWS
 from tfmultigpu.strategies.topology import local_replicas
 
-__all__ = ["explaining_failures", "line_on_memory"]
+__all__ = ["effects_of", "explaining_failures", "line_on_memory", "noting_operations"]
 
 # How allocators, XLA, cuDNN and a copy to a GPU, the last, say that memory ran out.
 _NO_MEMORY = re.compile(
@@ -102,3 +102,21 @@ def _explain(error: Any) -> Exception | None:
             "avoids that."
         )
     return None
+
+
+@contextmanager
+def noting_operations() -> Iterator[list[Any]]:
+    """Yields a list that has, at the end, the operations made in the context."""
+    made: list[Any] = []
+    graph = tf.compat.v1.get_default_graph()
+    before = len(graph.get_operations())
+    yield made
+    made += graph.get_operations()[before:]
+
+
+def effects_of(operations: Sequence[Any]) -> list[Any]:
+    """Returns the stateful ones, which TensorFlow runs in any case: they change something or fail.
+
+    Reads of variables, which always succeed, are left out.
+    """
+    return [one for one in operations if one.op_def.is_stateful and one.type != "ReadVariableOp"]

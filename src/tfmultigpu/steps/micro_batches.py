@@ -1,21 +1,20 @@
-"""Micro-batches: how many each replica computes, and how what they give is added."""
+"""Micro-batches: a shard is computed in parts, one after the other, to save memory."""
 
 from __future__ import annotations
 
-import dataclasses
 import numbers
-from collections.abc import Callable, Collection, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
+from tfmultigpu import _compat
 from tfmultigpu.errors import TfMultiGpuError
-from tfmultigpu.losses.held_assignments import Held
-from tfmultigpu.steps.layer_states import assigned_in_each_pass
-from tfmultigpu.steps.seeds import GlobalSeeds, seed_states
+from tfmultigpu.steps.features import Feature, Pass, Phase, Replica, Rows, Shards
+from tfmultigpu.strategies.collectives import refusing_to_meet
 
-__all__ = ["MicroBatchSum", "Part", "micro_batch_counts"]
+__all__ = ["MicroBatches", "micro_batch_counts"]
 
 
 def micro_batch_counts(micro_batches: int | Sequence[int], replicas: int) -> tuple[int, ...]:
@@ -31,122 +30,150 @@ def micro_batch_counts(micro_batches: int | Sequence[int], replicas: int) -> tup
     if isinstance(micro_batches, np.ndarray):
         micro_batches = micro_batches.tolist()
     several = isinstance(micro_batches, Sequence) and not isinstance(micro_batches, str)
-    given: Sequence[Any] = list(micro_batches) if several else [micro_batches]  # type: ignore[arg-type]
-    if any(not isinstance(one, numbers.Integral) or one < 1 for one in given):
+    counts: list[Any] = list(micro_batches) if several else [micro_batches]  # type: ignore[arg-type]
+    if any(not isinstance(count, numbers.Integral) or count < 1 for count in counts):
         raise ValueError(
             "micro_batches is a whole number, at least 1, or one such number for each replica. "
             f"Received: micro_batches={micro_batches!r}."
         )
-    if several and len(given) != replicas:
+    if several and len(counts) != replicas:
         raise ValueError(
             "There must be one number of micro-batches for each replica, of all workers. Received: "
             f"micro_batches={micro_batches!r} for {replicas} replica(s). Write "
             "tmg.data.plan_micro_batches(shares, rows_in_memory), or one number for all."
         )
-    counts = tuple(int(one) for one in given)
-    return counts if several else counts * replicas
+    whole = tuple(int(count) for count in counts)
+    return whole if several else whole * replicas
 
 
-class Part(NamedTuple):
-    """A micro-batch: ``number`` of ``count``, int64 scalars."""
+class MicroBatches(Feature):
+    """Cuts each shard into parts, and adds what they give: the result is that of one part."""
 
-    number: Any
-    count: Any
+    def __init__(self, counts: Sequence[int]) -> None:
+        """Takes the number of parts of each replica, of all workers."""
+        self._counts = tuple(counts)
+        self._alike = len(set(counts)) == 1
 
+    def bind(self, step: Any) -> None:
+        """Takes the step, whose trace tells what the loop has to carry."""
+        self._step = step
 
-@dataclasses.dataclass(frozen=True)
-class MicroBatchSum:
-    """Adds what one micro-batch of a replica gives to what those before gave; replica context.
+    def around_phase(self, phase: Phase) -> Phase:
+        """Returns a loop around the phase, if all replicas have as many parts.
 
-    Attributes:
-        replica: Computes a micro-batch, given the values that variables have before it: tensors,
-            and the variables that it assigned.
-        structure: Shape and dtype of each of these tensors.
-        states: The Keras variables that it assigns.
-        alike: The ``id`` of those of them that all micro-batches of a step must find alike: they
-            take their part of the same draws, and use the same kernels.
-        seeds: What it draws from.
-        elsewhere: Places of tensors that are not added here, but returned as they are.
-    """
-
-    replica: Callable[..., tuple[list[tf.Tensor], Held]]
-    structure: tuple[Any, ...]
-    states: tuple[Any, ...]
-    alike: frozenset[int]
-    seeds: GlobalSeeds
-    elsewhere: Collection[int] = ()
-
-    @classmethod
-    def like(
-        cls,
-        values: Sequence[tf.Tensor],
-        held: Held,
-        replica: Callable[..., tuple[list[tf.Tensor], Held]],
-        model: Any,
-        seeds: GlobalSeeds,
-    ) -> MicroBatchSum:
-        """Returns the addition of micro-batches that are like one that was traced.
-
-        Args:
-            values: The tensors of that one.
-            held: The variables it assigned.
-            replica: As above.
-            model: The Keras model.
-            seeds: As above.
+        It is not in the phase: a synchronized layer meets the other replicas by ``merge_call``,
+        which a loop inside a replica does not allow.
         """
-        alike = [v for v in seed_states(model, seeds) if v.synchronization != "on_read"]
-        alike += assigned_in_each_pass(model)
-        return cls(
-            replica,
-            tuple((value.shape, value.dtype) for value in values),
-            tuple(held.variables),
-            frozenset(id(variable) for variable in alike),
-            seeds,
+        if not self._alike:
+            return phase
+
+        def looped(shards: Shards) -> list[Pass]:
+            with tf.device("CPU:0"):  # Decided there; nothing waits for a GPU.
+                largest = tf.reduce_max(tf.stack([rows.count for rows in shards.rows]))
+            copies = len(shards.local)
+
+            def part(number: Any, count: Any, states: Any) -> list[Pass]:
+                return phase(shards.cut(number, count)._replace(state=states))
+
+            return self._loop(part, self._counts[0], largest, copies)
+
+        return looped
+
+    def around_replica(self, replica: Replica) -> Replica:
+        """Returns a loop in the replica, if each has its own number of parts: none waits."""
+        if self._alike:
+            return replica
+        synchronised = TfMultiGpuError(
+            "A layer synchronises the replicas whenever it is called, such as "
+            "BatchNormalization(synchronized=True), and replicas with different numbers of "
+            f"micro-batches do not meet. Received: micro_batches={self._counts}. "
+            f"Give all the same number, micro_batches={max(self._counts)}, or take a layer that "
+            "needs no other replica, such as GroupNormalization."
         )
 
-    def begin(self) -> list[tf.Tensor]:
-        """Returns the states as they are before the first micro-batch."""
-        return [tf.identity(state.value) for state in self.states]
+        def looped(shard: Any, rows: Rows, state: Any, factor: Any, total: Any) -> Pass:
+            context = tf.distribute.get_replica_context()
+            own = self._counts[tf.get_static_value(context.replica_id_in_sync_group)]
+            shards = Shards([shard], [rows], [state], factor, total)
 
-    def zeros(self) -> list[tf.Tensor]:
-        """Returns the sums before the first micro-batch."""
-        kept = [one for i, one in enumerate(self.structure) if i not in self.elsewhere]
-        return [tf.zeros(shape, dtype) for shape, dtype in kept]
+            def part(number: Any, count: Any, states: Any) -> list[Pass]:
+                cut = shards.cut(number, count)
+                with refusing_to_meet(synchronised):
+                    return [replica(cut.local[0], cut.rows[0], states[0], factor, total)]
 
-    def add(self, before: Sequence[Any], begin: Sequence[Any], *args: Any) -> list[tf.Tensor]:
-        """Returns the sums with those of a micro-batch, then the states after it.
+            return self._loop(part, own, rows.count, 1)[0]
 
-        Args:
-            before: What was returned for the micro-batch before; zeros, then the states.
-            begin: The states before the first one.
-            args: For ``replica``.
+        return looped
 
-        Raises:
-            TfMultiGpuError: This one assigns other variables than the one that was looked at.
-        """
-        count = len(self.structure) - len(self.elsewhere)
-        sums, states = iter(before[:count]), before[count:]
-        pairs = zip(self.states, states, strict=True)
-        values, held = self.replica([(v, x) for v, x in pairs if id(v) not in self.alike], *args)
-        self._check(values, held)
-        at_once = {id(variable) for variable in held.at_once}
-        after = [held.current(state) for state in self.states]
-        for state, value in zip(self.states, begin, strict=True):
-            if id(state) in at_once & self.alike:
-                state.assign(value)
-        added = [
-            value if i in self.elsewhere else next(sums) + value for i, value in enumerate(values)
+    def _loop(self, part: Callable[..., list[Pass]], most: int, rows: Any, copies: int) -> Any:
+        """Adds the parts of some shards, up to ``most``; with fewer rows, one for each row."""
+        trace = self._step.trace
+        with tf.device("CPU:0"):
+            count = tf.minimum(tf.cast(most, tf.int64), rows)
+        # A loop must know what it carries before it is traced. So one part is traced first, in a
+        # graph that is thrown away; its number is one that nothing can know.
+        with _compat.scratch_graph():
+            hide = tf.compat.v1.placeholder_with_default
+            unknown = [hide(tf.constant(value, tf.int64), []) for value in (0, 1)]
+            like = part(*unknown, [()] * copies)
+        begin = self._begin(copies)
+        first = [
+            one.with_addends([_zeros(tensor) for tensor in one.addends])._replace(state=state)
+            for one, state in zip(like, begin, strict=True)
         ]
-        return [*added, *after]
+        alike = [id(variable) in trace.alike for variable in trace.state]
 
-    def _check(self, values: Sequence[tf.Tensor], held: Held) -> None:
-        known = {id(state) for state in self.states}
-        actual = tuple((value.shape, value.dtype) for value in values)
-        if actual == self.structure and all(id(one) in known for one in held.variables):
-            return
-        raise TfMultiGpuError(
-            "The model draws from another seed generator each time it is called, and micro-batches "
-            "must all draw from the same. Received: seed generators "
-            f"{self.seeds.used[-3:]}. Create each once, in the scope of the strategy, not in call "
-            "or forward: seeds = keras.random.SeedGenerator(seed)."
+        def body(number: Any, *flat: Any) -> tuple[Any, ...]:
+            before = _unflat(flat, like)
+            # Seeds begin as for the first part: all take their part of the same draws.
+            states = [
+                tuple(b if a else s for a, b, s in zip(alike, old, one.state, strict=True))
+                for old, one in zip(begin, before, strict=True)
+            ]
+            new = part(tf.cast(number, tf.int64), count, states)
+            sums = [
+                n.with_addends([a + b for a, b in zip(o.addends, n.addends, strict=True)])
+                for o, n in zip(before, new, strict=True)
+            ]
+            return (number + 1, *_flat(sums))
+
+        last = tf.cast(count, tf.int32)  # In 32 bits, which GPUs keep where loops are decided.
+        _, *flat = tf.while_loop(
+            lambda number, *_: number < last,
+            body,
+            [tf.zeros([], tf.int32), *_flat(first)],
+            parallel_iterations=1,
         )
+        return _unflat(flat, like)
+
+    def _begin(self, copies: int) -> list[tuple[Any, ...]]:
+        """Returns the states before the first part, on each replica of this process."""
+
+        def read() -> list[Any]:
+            return [tf.identity(state.value) for state in self._step.trace.state]
+
+        if tf.distribute.get_replica_context() is not None and tf.distribute.has_strategy():
+            return [tuple(read())]
+        strategy = self._step.strategy
+        local = [strategy.experimental_local_results(value) for value in strategy.run(read)]
+        return [tuple(each[number] for each in local) for number in range(copies)]
+
+
+def _zeros(like: Any) -> Any:
+    # TensorFlow carries a tensor through a loop on the device that it comes from.
+    with tf.device(like.device):
+        return tf.zeros(like.shape, like.dtype)
+
+
+def _flat(passes: Sequence[Pass]) -> list[Any]:
+    return [tensor for one in passes for tensor in (*one.addends, *one.state)]
+
+
+def _unflat(flat: Sequence[Any], like: Sequence[Pass]) -> list[Pass]:
+    turn = iter(flat)
+    passes = []
+    for one in like:
+        addends = [next(turn) for _ in one.addends]
+        state = tuple([next(turn) for _ in one.state])
+        passes.append(one.with_addends(addends)._replace(state=state))
+    return passes

@@ -13,7 +13,7 @@ from tfmultigpu import _compat
 from tfmultigpu._patch import patching
 from tfmultigpu.errors import ScopeError
 
-__all__ = ["GlobalSeeds", "global_seeds", "seed_states", "sharing_seeds"]
+__all__ = ["GlobalSeeds", "global_seeds", "sharing_seeds"]
 
 
 class GlobalSeeds:
@@ -120,17 +120,3 @@ def sharing_seeds(strategy: tf.distribute.Strategy) -> Iterator[None]:
         name = "global_seed_generator"
         with patching(_compat.home_of(name), name, generator):
             yield
-
-
-def seed_states(model: Any, seeds: GlobalSeeds) -> list[Any]:
-    """Returns the states of the seeds that a model may draw from, Keras variables.
-
-    They are those of its layers, that for draws without a seed where there is one yet, and those
-    that were seen to be drawn from.
-    """
-    weights = {id(variable) for variable in model.weights}
-    states = [variable for variable in model.variables if id(variable) not in weights]
-    if seeds.generator is not None:
-        states.append(seeds.generator.state)
-    known = {id(state) for state in states}
-    return [*states, *(state for state in seeds.used if id(state) not in known)]

@@ -16,7 +16,7 @@ from tfmultigpu.arguments import check_count
 from tfmultigpu.data.sharded_dataset import distribute_dataset
 from tfmultigpu.data.sources import to_dataset
 from tfmultigpu.errors import TfMultiGpuError
-from tfmultigpu.steps.train import make_eval_step, make_predict_step, make_train_step
+from tfmultigpu.steps.make import make_eval_step, make_predict_step, make_train_step
 from tfmultigpu.strategies.factory import create_strategy
 from tfmultigpu.testing.comparison import (
     Differences,

@@ -12,6 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfmultigpu import _compat
+from tfmultigpu.accumulation.gradients import sum_dtype
 from tfmultigpu.arguments import check_count
 from tfmultigpu.data import partition
 from tfmultigpu.data.batch_format import count_rows
@@ -19,11 +20,10 @@ from tfmultigpu.data.sharded_dataset import distribute_dataset
 from tfmultigpu.devices.discovery import list_devices, logical_to_physical
 from tfmultigpu.devices.names import parse_device_name
 from tfmultigpu.errors import DataError
-from tfmultigpu.optimizers.gradients import sum_dtype
-from tfmultigpu.steps.batch_function import as_tensors
+from tfmultigpu.steps.batches import as_tensors
 from tfmultigpu.steps.op_placement import devices_of
 from tfmultigpu.strategies.scopes import check_strategy
-from tfmultigpu.strategies.variable_sharding import is_sharded
+from tfmultigpu.strategies.topology import is_sharded
 from tfmultigpu.strategies.worker_exchange import WorkerExchange
 from tfmultigpu.tuning.memory_plan import plan_memory, slots_of_each_variable
 from tfmultigpu.types import Model, Optimizer, Strategy

@@ -16,9 +16,9 @@ from tfmultigpu.data.batch_format import count_rows
 from tfmultigpu.diagnostics.report import Finding
 from tfmultigpu.errors import DataError
 from tfmultigpu.steps.chain import ChainedStep
-from tfmultigpu.steps.train import TrainStep
+from tfmultigpu.steps.step import TrainStep
 from tfmultigpu.strategies.topology import strategy_devices
-from tfmultigpu.tuning.timed_step import TimedStep, Times
+from tfmultigpu.tuning.timed_step import Times, Timing, timed
 
 __all__ = ["StepProfile", "profile_step"]
 
@@ -143,23 +143,23 @@ def profile_step(
     batches = _Batches(data, step)
     first = batches.next()
     _train(step, first)
-    timed_steps = [TimedStep(one) for one in _in_turn(step)]
-    for one in timed_steps:
-        one.run_timed(first)
-    timed = [_time_parts(timed_steps, batches) for _ in range(steps)]
+    timed_steps = [timed(one) for one in _in_turn(step)]
+    for one, _ in timed_steps:
+        _train(one, first)
+    parts = [_time_parts(timed_steps, batches) for _ in range(steps)]
     whole = [_time_whole(step, batches) for _ in range(steps)]
-    count = len(timed[0].replicas)
+    count = len(parts[0].replicas)
     devices = strategy_devices(step.strategy) or ("its device",) * count
     return StepProfile(
         steps=steps,
-        rows=statistics.fmean(one.examples for one in timed),
+        rows=statistics.fmean(one.examples for one in parts),
         seconds=statistics.median(whole),
-        input=statistics.median(one.input for one in timed),
-        compute=statistics.median(one.compute for one in timed),
-        reduce=statistics.median(one.reduce for one in timed),
-        update=statistics.median(one.update for one in timed),
-        call=statistics.median(one.call for one in timed),
-        replicas=tuple(statistics.median(one.replicas[i] for one in timed) for i in range(count)),
+        input=statistics.median(one.input for one in parts),
+        compute=statistics.median(one.compute for one in parts),
+        reduce=statistics.median(one.reduce for one in parts),
+        update=statistics.median(one.update for one in parts),
+        call=statistics.median(one.call for one in parts),
+        replicas=tuple(statistics.median(one.replicas[i] for one in parts) for i in range(count)),
         devices=devices,
         replicas_in_all=step.strategy.num_replicas_in_sync,
     )
@@ -265,14 +265,13 @@ def _train(step: TrainStep | ChainedStep, batch: Any) -> None:
     float(next(iter(logs.values())))  # Waits for the step.
 
 
-def _time_parts(steps: Sequence[TimedStep], batches: _Batches) -> _StepTimes:
+def _time_parts(steps: Sequence[tuple[TrainStep, Timing]], batches: _Batches) -> _StepTimes:
     batch, waited = batches.timed_next()
     begin = time.perf_counter()
     found = []
-    for step in steps:
-        logs, times = step.run_timed(batch)
-        float(logs["loss"])
-        found.append(times)
+    for step, timing in steps:
+        _train(step, batch)
+        found.append(timing.times)
     call = time.perf_counter() - begin - sum(one.updated - one.begin for one in found)
     return _StepTimes(
         examples=_count_examples(batch),

@@ -1,15 +1,12 @@
-"""Train step that reads the clock between its parts.
+"""The times at which the parts of a step end, as a feature that reads the clock between them.
 
-Operations inside the step's ``tf.function`` read the clock. Each waits for the part before it, and
-the next part waits for it. So the parts cannot overlap, and the results stay the same. A GPU
-computes asynchronously, so an operation fetches one number of each result to the host before it
-reads the clock.
+Each part waits for the clock that was read after the part before. So the parts cannot overlap, and
+the results stay the same. A GPU computes asynchronously, so one number of each result is fetched
+to the host before the clock is read.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -17,14 +14,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from tfmultigpu.steps.batch_function import Shards
-from tfmultigpu.steps.forward_backward import PhaseResult
-from tfmultigpu.steps.train_step import Reduced, TrainStep
-from tfmultigpu.strategies.topology import per_replica
+from tfmultigpu.data.batch_format import with_dependencies
+from tfmultigpu.steps.features import Feature, Gradient, Pass, Phase, Shards
+from tfmultigpu.steps.step import TrainStep
 
-__all__ = ["TimedStep", "Times"]
-
-_TIMES = "times"
+__all__ = ["Times", "Timing", "timed"]
 
 
 class Times(NamedTuple):
@@ -43,99 +37,74 @@ class Times(NamedTuple):
     updated: float
 
 
-class TimedStep(TrainStep):
-    """Copy of a train step, with the same variables, that measures its parts."""
+class Timing(Feature):
+    """Reads the clock between the parts of a step."""
 
-    def __init__(self, step: TrainStep) -> None:
-        """Copies a train step, which remains usable."""
-        vars(self).update(vars(step))
-        self._functions = {}
-        self._phase: Any = _TimedPhase(self._phase, self.strategy)
-        whole, update = self.compute, self._update
-        vars(self).update(
-            compute=functools.partial(self._with_times, whole),
-            _update=functools.partial(self._between_clocks, update),
-        )
-        self._ends: list[Any] = []
-        self._use(self._what_is_frozen())
+    def __init__(self) -> None:
+        """Has read nothing yet."""
+        self._read: dict[str, float] = {}
+        self._replicas = 0
 
-    def run_timed(self, batch: Any) -> tuple[dict[str, Any], Times]:
-        """Trains on one batch; returns the logs and the times of the parts."""
-        logs = self(batch)
-        begin, *replicas, reduced, updated = np.asarray(logs.pop(_TIMES)).tolist()
-        return logs, Times(begin, tuple(replicas), reduced, updated)
+    @property
+    def times(self) -> Times:
+        """The times of the last step."""
+        replicas = tuple(self._read[f"replica {i}"] for i in range(self._replicas))
+        read = self._read
+        return Times(read["begin"], replicas, read["reduced"], read["updated"])
 
-    def _with_times(self, whole: Callable[..., Any], shards: Shards) -> dict[str, Any]:
-        self._ends = []
-        logs = whole(shards)
-        return {**logs, _TIMES: tf.stack([*self._phase.times, *self._ends])}
+    def around_phase(self, phase: Phase) -> Phase:
+        """Reads the clock before the phase, and when each replica has its gradients."""
 
-    def _between_clocks(
-        self, update: Callable[..., Any], found: Reduced, after: Sequence[Any]
-    ) -> None:
-        tensors = [list(self.strategy.experimental_local_results(one)) for one in found.gradients]
-        reduced = _clock([one for parts in tensors for one in parts])
-        self._ends.append(reduced)
-        waiting = [
-            [_after(reduced, one) for one in parts] if len(parts) > 1 else _after(reduced, parts[0])
-            for parts in tensors
-        ]
-        gradients = [
-            per_replica(self.strategy, one) if isinstance(one, list) else one for one in waiting
-        ]
-        update(dataclasses.replace(found, gradients=gradients), after)
-        values = [reduced]
-        for variable in found.variables:
-            for copy in self.strategy.experimental_local_results(variable.value):
-                with tf.device(copy.device):
-                    values.append(tf.identity(copy))
-        self._ends.append(_clock(values))
+        def timed(shards: Shards) -> list[Pass]:
+            leaves = tf.nest.flatten(shards.local, expand_composites=True)
+            begin = self._clock("begin", [tf.size(leaf) for leaf in leaves if tf.is_tensor(leaf)])
+            local = [with_dependencies([begin], rows) for rows in shards.local]
+            passes = phase(shards._replace(local=local))
+            self._replicas = len(passes)
+            ends = [self._clock(f"replica {i}", p.addends) for i, p in enumerate(passes)]
+            with tf.control_dependencies(ends):
+                return [p.with_addends([_same(tensor) for tensor in p.addends]) for p in passes]
 
+        return timed
 
-class _TimedPhase:
-    """Replica phase that keeps its begin and the end of each replica."""
+    def on_gradient(self, gradient: Gradient) -> Gradient:
+        """Reads the clock when the gradient of the global batch is known."""
+        with tf.control_dependencies([self._clock("reduced", gradient.tensors)]):
+            return gradient._replace(tensors=tuple(_same(tensor) for tensor in gradient.tensors))
 
-    def __init__(self, phase: Any, strategy: tf.distribute.Strategy) -> None:
-        self.phase = phase
-        self.strategy = strategy
-        self.times: list[Any] = []
+    def after_update(self, gradient: Gradient) -> None:
+        """Reads the clock when the variables have their new values."""
+        local = tf.distribute.get_strategy().experimental_local_results
+        copies = [copy for v in gradient.variables for copy in local(v.value)]
+        copies = [part for copy in copies for part in getattr(copy, "values", (copy,))]
+        self._clock("updated", [_same(copy) for copy in copies])
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.phase, name)
+    def _clock(self, name: str, tensors: Sequence[Any]) -> Any:
+        """Reads the clock once tensors are computed; returns what depends on that."""
 
-    def __call__(self, shards: Shards, loss_scale: Any) -> PhaseResult:
-        leaves = tf.nest.flatten(shards.local, expand_composites=True)
-        begin = _clock([tf.size(leaf) for leaf in leaves if tf.is_tensor(leaf)])
-        with tf.control_dependencies([begin]):
-            result: PhaseResult = self.phase(shards, loss_scale)
-        ends = [_clock([part for part in one if part is not None]) for one in result.parts]
-        self.times = [begin, *ends]
-        with tf.control_dependencies(ends):
-            parts = [
-                [None if tensor is None else _after(None, tensor) for tensor in one]
-                for one in result.parts
-            ]
-        return dataclasses.replace(result, parts=parts)
+        def now(_: Any) -> Any:
+            self._read[name] = time.perf_counter()
+            return np.float32(0)
+
+        pieces = []
+        for tensor in tensors:
+            with tf.device(tensor.device or None):  # Sends one number to the host.
+                pieces.append(tf.reduce_sum(tf.cast(tf.reshape(tensor, [-1])[:1], tf.float32)))
+        with tf.device("CPU:0"):
+            return tf.numpy_function(now, [tf.add_n(pieces)], tf.float32, stateful=True)
 
 
-def _clock(tensors: Sequence[Any]) -> Any:
-    """Returns the time at which tensors have been computed, in seconds, as a float64 scalar."""
-    pieces = []
-    for tensor in tensors:
-        with tf.device(tensor.device or None):  # Sends one number to the host, not the tensor.
-            pieces.append(tf.reduce_sum(tf.cast(tf.reshape(tensor, [-1])[:1], tf.float32)))
-    with tf.device("CPU:0"):
-        # Not tf.timestamp: a tf.function runs such operations in program order, so a replica's end
-        # would wait for the replicas before it.
-        now: Any = tf.numpy_function(_now, [tf.add_n(pieces)], tf.float64, stateful=False)
-    return tf.ensure_shape(now, [])
+def timed(step: TrainStep) -> tuple[TrainStep, Timing]:
+    """Returns a train step with the same variables that is timed, and its times."""
+    timing = Timing()
+    copy: Any = object.__new__(TrainStep)
+    vars(copy).update(vars(step), features=(*step.features, timing))
+    copy.forget()
+    return copy, timing
 
 
-def _now(_: Any) -> Any:
-    return np.float64(time.perf_counter())
-
-
-def _after(clock: Any, tensor: Any) -> Any:
-    """Returns the tensor, available once the clock was read."""
-    with tf.control_dependencies([] if clock is None else [clock]), tf.device(tensor.device):
+def _same(tensor: Any) -> Any:
+    with tf.device(tensor.device or None):
         return tf.identity(tensor)
+
+

@@ -15,10 +15,10 @@ from tfmultigpu.accumulation.loss_scale import kept_loss_scale, make_loss_scale
 from tfmultigpu.accumulation.update import choose_update
 from tfmultigpu.addons.checkpoints.files import Arrays, Stored
 from tfmultigpu.errors import CheckpointError
-from tfmultigpu.losses.build_model import prepare_model
+from tfmultigpu.steps.build_model import prepare_model
 from tfmultigpu.steps.chain import ChainedStep
-from tfmultigpu.steps.train_step import Trained, TrainStep
-from tfmultigpu.steps.value_agreement import check_values_alike
+from tfmultigpu.steps.step import Trained, TrainStep
+from tfmultigpu.steps.agreement import check_values_alike
 from tfmultigpu.strategies.scopes import all_layers, check_kinds
 from tfmultigpu.strategies.topology import strategy_of
 from tfmultigpu.strategies.worker_exchange import WorkerExchange, digest_of

@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from tfmultigpu.clusters.process_state import process_state
 from tfmultigpu.errors import ScopeError
-from tfmultigpu.losses.build_model import prepare_model
+from tfmultigpu.steps.build_model import prepare_model
 from tfmultigpu.steps.op_placement import devices_of
 from tfmultigpu.strategies.topology import describe, is_default, strategy_of
 

@@ -11,7 +11,7 @@ from tfmultigpu import _compat
 from tfmultigpu.addons.loops.metrics import EpochMetrics
 from tfmultigpu.data.batch_format import unpack_batch
 from tfmultigpu.errors import DataError, LossError
-from tfmultigpu.losses.build_model import symbolic
+from tfmultigpu.steps.build_model import symbolic
 
 __all__ = ["check_labels", "compile_arguments", "read_compiled"]
 

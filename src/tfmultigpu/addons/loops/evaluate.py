@@ -27,7 +27,7 @@ from tfmultigpu.addons.loops.methods import (
 from tfmultigpu.addons.loops.own_methods import own_methods
 from tfmultigpu.addons.loops.predict import predict
 from tfmultigpu.addons.loops.program import Program, runs_as_in_keras
-from tfmultigpu.steps.value_agreement import check_values_alike
+from tfmultigpu.steps.agreement import check_values_alike
 from tfmultigpu.strategies.scopes import check_backend
 from tfmultigpu.types import Model, Verbose, Verify
 

@@ -21,11 +21,11 @@ from tfmultigpu.addons.loops.program import Program
 from tfmultigpu.addons.loops.workers import check_alike
 from tfmultigpu.arguments import check_count
 from tfmultigpu.errors import DataError, LossError
+from tfmultigpu.steps.agreement import check_values_alike
 from tfmultigpu.steps.chain import ChainedStep
 from tfmultigpu.steps.evaluate import EvalStep
-from tfmultigpu.steps.train_step import TrainStep
-from tfmultigpu.steps.value_agreement import check_values_alike
-from tfmultigpu.steps.verification import check_verify
+from tfmultigpu.steps.make import check_verify
+from tfmultigpu.steps.step import TrainStep
 from tfmultigpu.strategies.scopes import check_backend
 from tfmultigpu.types import LossScaling, Model, ShardUpdate, StepsPerCall, Verbose, Verify
 

@@ -22,7 +22,7 @@ from tfmultigpu.addons.loops.workers import SameTraining, check_alike, union
 from tfmultigpu.data.positioned import Position
 from tfmultigpu.data.seeds import draw_seed
 from tfmultigpu.errors import DataError
-from tfmultigpu.strategies.variable_sharding import is_sharded
+from tfmultigpu.strategies.topology import is_sharded
 from tfmultigpu.strategies.worker_exchange import WorkerExchange
 from tfmultigpu.types import FitStart
 

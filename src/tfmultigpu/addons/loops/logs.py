@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from tfmultigpu.losses.objective import MeanKey, is_loss
+from tfmultigpu.steps.tally import Tally
 
 __all__ = ["Logs", "as_keras", "as_list", "evaluation_logs", "training_logs"]
 
@@ -58,11 +58,11 @@ def training_logs(sums: Mapping[str, float], metrics: Mapping[str, Any]) -> dict
     return as_keras(losses, _distinct({**losses, **means}, means, metrics))
 
 
-def evaluation_logs(logs: Mapping[str, Any], metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the logs of an evaluation, from those of an eval step over all batches."""
-    values: dict[str, Any] = {
-        n: v for n, v in logs.items() if isinstance(n, MeanKey) and not is_loss(n)
-    }
+def evaluation_logs(tally: Tally, metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the logs of an evaluation, from the numbers of an eval step over all batches."""
+    logs = tally.logs()
+    terms = tally.layout.terms if tally.layout else ()
+    values = {str(term.name): logs[str(term.name)] for term in terms if term.logged}
     losses = {name: value for name, value in logs.items() if name not in values}
     return as_keras(losses, _distinct(logs, values, metrics))
 

@@ -14,7 +14,7 @@ import tensorflow as tf
 from tfmultigpu.addons.loops.feed import Feed
 from tfmultigpu.addons.loops.logs import Logs, evaluation_logs, training_logs
 from tfmultigpu.errors import DataError
-from tfmultigpu.steps.multi_step import LastKey
+from tfmultigpu.steps.tally import Tally, add, additive
 from tfmultigpu.strategies.worker_exchange import WorkerExchange
 
 __all__ = ["EvaluationLoop", "Loop", "Pace", "TrainingLoop", "no_batches", "not_ending_the_epoch"]
@@ -162,11 +162,11 @@ class TrainingLoop(Loop):
 
     def run(self, iterator: Any, steps: int) -> int:
         """Trains on up to ``steps`` batches."""
-        added = self.step.totals(iterator, steps)
-        ran = int(added.pop("steps"))  # Waits for the devices: Ctrl-C is handled here.
-        for name, value in added.items() if ran else ():
-            before = 0.0 if isinstance(name, LastKey) else self.sums.get(name, 0.0)
-            self.sums[name] = before + float(value)
+        # Reading them waits for the devices: Ctrl-C is handled here.
+        sums = additive(self.step.totals(iterator, steps))
+        ran = int(sums.pop("steps"))
+        for name, value in sums.items() if ran else ():
+            self.sums[name] = self.sums.get(name, 0.0) + value
         return ran
 
     def read(self) -> Mapping[str, Any]:
@@ -198,15 +198,17 @@ class EvaluationLoop(Loop):
     def run(self, iterator: Any, steps: int) -> int:
         """Evaluates up to ``steps`` batches."""
         totals = self._step.totals(iterator, steps)
-        if totals.steps:
-            self._totals = totals if self._totals is None else self._totals.plus(totals)
-        return int(totals.steps)
+        ran = int(additive(totals)["steps"])
+        if ran:
+            self._totals = totals if self._totals is None else add(self._totals, totals)
+        return ran
 
     def read(self) -> Mapping[str, Any]:
         """Returns the logs so far."""
         if self._totals is None:
             return {}
-        return evaluation_logs(self._step.report(self._totals), self.metrics.results())
+        tally: Tally = self._totals[""]
+        return evaluation_logs(tally, self.metrics.results())
 
 
 def not_ending_the_epoch(function: Callable[..., Any], *args: Any) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfmultigpu.losses.metric_checks import is_from_keras
+from tfmultigpu._compat import is_part_of_keras
 
 __all__ = ["EpochMetrics", "metrics_that_assign"]
 
@@ -78,7 +78,7 @@ class EpochMetrics:
 
     def _in_one_call(self, method: Callable[[], Any]) -> Callable[[], Any]:
         """Traces a method, which is faster; metrics of the user may not work in a graph."""
-        if not all(is_from_keras(metric) for metric in self.container.metrics):
+        if not all(is_part_of_keras(type(metric)) for metric in self.container.metrics):
             return method
         traced: Any = tf.function(lambda: method(), autograph=False)
         # TensorFlow would take the functions of several models for one that it traces anew.

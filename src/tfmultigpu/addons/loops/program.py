@@ -23,9 +23,10 @@ from tfmultigpu.addons.loops.own_methods import (
 )
 from tfmultigpu.errors import LossError, ScopeError
 from tfmultigpu.steps.chain import ChainedStep
-from tfmultigpu.steps.evaluate import EvalStep, make_eval_step
-from tfmultigpu.steps.train import make_train_step
-from tfmultigpu.steps.train_step import Trained, TrainStep
+from tfmultigpu.steps.evaluate import EvalStep
+from tfmultigpu.steps.make import make_eval_step, make_train_step
+from tfmultigpu.steps.objective import Objective
+from tfmultigpu.steps.step import Trained, TrainStep
 from tfmultigpu.strategies.topology import describe
 
 __all__ = ["Program", "runs_as_in_keras"]
@@ -145,9 +146,10 @@ class Program:
             key = strategy, id(arguments), id(model.optimizer), variables, options
 
             def make() -> Any:
-                losses, metrics = read_compiled(model, strategy, spec)
-                given = {**losses, **options}
-                made = make_train_step(proxy, model.optimizer, strategy=strategy, **given)
+                loss, compiled, metrics = _compiled(model, strategy, spec)
+                made = make_train_step(
+                    proxy, model.optimizer, loss, strategy, metrics=compiled, **options
+                )
                 return made, metrics, arguments
 
             made: Any = get_or_make(model, "fit", key, make)
@@ -194,13 +196,20 @@ class Program:
         variables = tuple((id(variable), variable.trainable) for variable in model.variables)
 
         def make() -> Any:
-            losses, metrics = read_compiled(model, strategy, spec)
-            made = make_eval_step(proxy, strategy=strategy, verify=self.verify, **losses)
+            loss, compiled, metrics = _compiled(model, strategy, spec)
+            made = make_eval_step(proxy, loss, strategy, metrics=compiled, verify=self.verify)
             return made, metrics, arguments
 
         key = strategy, id(arguments), variables, self.verify
         made: Any = get_or_make(model, "evaluate", key, make)
         return EvaluationLoop(model, feed, strategy, made[0], made[1])
+
+
+def _compiled(model: Any, strategy: Any, spec: Any) -> tuple[Objective, Any, EpochMetrics]:
+    """Returns the losses, and the metrics without sample weights, that a model was compiled with."""
+    losses, metrics = read_compiled(model, strategy, spec)
+    plain = losses.pop("metrics", ())
+    return Objective(**losses), plain, metrics
 
 
 def runs_as_in_keras(model: Any, strategy: tf.distribute.Strategy, function: str) -> bool:

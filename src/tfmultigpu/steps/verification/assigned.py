@@ -8,7 +8,8 @@ from typing import Any
 import tensorflow as tf
 
 from tfmultigpu.losses.held_assignments import holding
-from tfmultigpu.steps.verification.one_device import sharing_seeds
+from tfmultigpu.steps.rows import standing_at_all
+from tfmultigpu.steps.seeds import sharing_seeds
 
 __all__ = ["assigned_variables"]
 
@@ -26,7 +27,7 @@ def assigned_variables(
     found: list[Any] = []
 
     def look(batch: Any) -> None:
-        with sharing_seeds(strategy), holding() as held:
+        with sharing_seeds(strategy), standing_at_all(batch), holding() as held:
             forward(batch)
         found.extend(held.variables)
 

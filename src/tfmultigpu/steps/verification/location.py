@@ -14,11 +14,10 @@ from tfmultigpu.data import partition
 from tfmultigpu.data.batch_format import count_rows
 from tfmultigpu.steps.batch_function import Shards
 from tfmultigpu.steps.random_draws import ReplicaRows, drawing_rows
-from tfmultigpu.steps.row_gathering import gathering_from
-from tfmultigpu.steps.seeds import global_seeds
+from tfmultigpu.steps.rows import standing_at, standing_at_all
+from tfmultigpu.steps.seeds import global_seeds, sharing_seeds
 from tfmultigpu.steps.traces import Traces
 from tfmultigpu.steps.verification.advice import name_of
-from tfmultigpu.steps.verification.one_device import sharing_seeds
 from tfmultigpu.steps.verification.outcome import Difference
 from tfmultigpu.steps.verification.rounding import Rounding, largest_difference
 from tfmultigpu.steps.verification.trial import Forward, Trial, try_forward
@@ -77,7 +76,7 @@ class Locator:
         def parts(shards: Shards, trials: list[Trial]) -> tuple[Any, list[Any]]:
             def replica(shard: Any, weight: Any) -> Any:
                 held = ReplicaRows.of(shards, shard, seeds)
-                with drawing_rows(held), gathering_from(held):
+                with drawing_rows(held), standing_at(held.place()):
                     trials.append(self._try(shard, weight))
                 return trials[-1].stats, _outputs(trials[-1])
 
@@ -129,7 +128,8 @@ class Locator:
         def run(copies: list[Any], further: list[Any]) -> Any:
             given, *local = copies
             with sharing_seeds(self.strategy):
-                whole.append(self._try(given))
+                with standing_at_all(given):
+                    whole.append(self._try(given))
                 found = parts(Shards(local, further[0]).with_open_rows(), cut)
             return (whole[0].stats, _outputs(whole[0])), found
 

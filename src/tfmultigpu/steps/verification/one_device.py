@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from tfmultigpu import _compat
-from tfmultigpu.steps.seeds import global_seeds
+from tfmultigpu.steps.rows import standing_at_all
+from tfmultigpu.steps.seeds import sharing_seeds
 from tfmultigpu.steps.traces import Traces
 from tfmultigpu.steps.verification.trial import Forward, Trial, try_forward
 
-__all__ = ["Computed", "OneDevice", "sharing_seeds"]
+__all__ = ["Computed", "OneDevice"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,7 +127,7 @@ class OneDevice:
         variables = self._objective.trained
         values = [one.value for one in variables]
         with tf.GradientTape(watch_accessed_variables=self._wants_gradients) as tape:
-            with sharing_seeds(self._strategy):
+            with sharing_seeds(self._strategy), standing_at_all(batch):
                 trial = try_forward(self._objective, batch, self._training, weights=weights)
             if self._wants_gradients:
                 loss = _loss(trial)
@@ -161,27 +159,6 @@ class OneDevice:
             )
             weights.append((variable, value * (1 + tf.cast(by * noise, value.dtype))))
         return self._compute(batch, loss_scale, weights)
-
-
-@contextmanager
-def sharing_seeds(strategy: tf.distribute.Strategy) -> Iterator[None]:
-    """Has draws without a seed draw from the generator that the replicas draw from.
-
-    If there is none yet, it is made as the first step would make it.
-    """
-    with global_seeds(strategy) as seeds:
-
-        def generator(original: Any) -> Any:
-            if strategy.num_replicas_in_sync > 1:
-                return seeds.on_replica(original)
-            if seeds.generator is None:
-                # On another thread, which is in no scope that notes assignments.
-                with ThreadPoolExecutor(1) as outside:
-                    seeds.generator = outside.submit(original).result()
-            return seeds.generator
-
-        with _compat.replacing_draws({"global_seed_generator": generator}):
-            yield
 
 
 def _loss(trial: Trial) -> Any:

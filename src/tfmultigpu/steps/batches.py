@@ -1,68 +1,22 @@
-"""Conversion of a batch, whole or already cut, to one shard per local replica."""
+"""Functions of global batches, compiled once per kind of batch: whole ones, or cut already."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import tensorflow as tf
 
 from tfmultigpu.data import partition
 from tfmultigpu.data.batch_format import any_rows, check_rows_agree, count_rows, first_tensor
-from tfmultigpu.errors import (
-    DataError,
-    ScopeError,
-)
+from tfmultigpu.errors import DataError, ScopeError
 from tfmultigpu.steps.failures import explaining_failures
-from tfmultigpu.steps.traces import Traces
+from tfmultigpu.steps.features import Shards
+from tfmultigpu.strategies.topology import local_replicas
 
-__all__ = [
-    "BatchFunction",
-    "ShardSource",
-    "Shards",
-    "as_tensor",
-]
-
-
-class Shards(NamedTuple):
-    """A global batch as this process sees it.
-
-    Attributes:
-        local: One structure of tensors for each replica of this process, none with zero rows.
-        offsets: Where the shard of each replica, of all processes, begins in the global batch,
-            then the rows of that: an int64 vector; see ``partition.batch_offsets``.
-    """
-
-    local: list[Any]
-    offsets: Any
-
-    @property
-    def global_rows(self) -> Any:
-        """Rows of the global batch, an int64 scalar."""
-        return self.offsets[-1]
-
-    @property
-    def largest(self) -> Any:
-        """Rows of the largest shard, an int64 scalar."""
-        return tf.reduce_max(self.offsets[1:] - self.offsets[:-1])
-
-    def first_row(self, replica: Any) -> Any:
-        """Returns the number, in the global batch, of a replica's first row: an int64 scalar.
-
-        Args:
-            replica: Number of the replica among all, an integer scalar.
-        """
-        return self.offsets[replica]
-
-    def with_open_rows(self) -> Shards:
-        """Returns these with the number of rows of each tensor unknown while a step is traced.
-
-        It can be known where a dataset drops its last batch, and random draws are told to be by row
-        by its being open.
-        """
-        return self._replace(local=tf.nest.map_structure(_open_rows, self.local))
+__all__ = ["BatchFunction", "ShardSource", "as_tensor", "as_tensors", "check_called_from"]
 
 
 @runtime_checkable
@@ -77,9 +31,6 @@ class ShardSource(Protocol):
     def split(self, element: Any) -> tuple[list[Any], Any]:
         """Returns what ``source`` yields as local shards, and their offsets."""
 
-    def only(self, element: Any) -> ShardSource:
-        """Returns an iterator of the same kind that yields one element of ``source`` only."""
-
 
 class BatchFunction:
     """A function of shards, compiled once per kind of batch whatever the number of rows.
@@ -93,21 +44,16 @@ class BatchFunction:
         strategy: The strategy the shards are for.
     """
 
-    def __init__(
-        self,
-        function: Callable[[Shards], Any],
-        strategy: tf.distribute.Strategy,
-        local: tuple[int, ...],
-    ) -> None:
-        """Takes the function, the strategy and the numbers of the replicas of this process."""
-        several = strategy.num_replicas_in_sync > 1
-        self.function = (lambda s: function(s.with_open_rows())) if several else function
-        self.strategy = strategy
-        self._local = local
-        self._whole = Traces(
-            lambda batches, _: self.function(self.cut(batches[0])), keep_rows=_keeps_rows(strategy)
-        )
-        self._cut = Traces(lambda shards, offsets: self.function(Shards(shards, offsets[0])))
+    def __init__(self, function: Callable[[Shards], Any], strategy: tf.distribute.Strategy) -> None:
+        """Takes the function and the strategy."""
+        self.function, self.strategy = function, strategy
+        self._local = local_replicas(strategy)
+        # On one GPU steps are first traced for a known number of rows: each shape that is not
+        # known makes TensorFlow wait for what was computed before.
+        alone = strategy.num_replicas_in_sync == 1
+        self._keeps_rows = alone and bool(tf.config.list_logical_devices("GPU"))
+        self._compiled: dict[Any, Any] = {}  # By kind of batch; cheaper than asking tf.function.
+        self._functions: dict[Any, Any] = {}  # By structure of the batch.
 
     def __call__(self, batch: Any) -> Any:
         """Runs the function on a batch.
@@ -116,26 +62,55 @@ class BatchFunction:
             DataError: The batch is not data, has no rows, differs in rows, or was cut by something
                 else than this library inside a ``tf.function``.
         """
+        local, offsets = self.parts_of(batch)
+        if tf.inside_function():
+            packed = [tf.nest.pack_sequence_as(batch, leaves) for leaves in local]
+            return self._call(packed, offsets)
+        return self.run(batch, local, offsets)
+
+    def parts_of(self, batch: Any) -> tuple[list[list[Any]], Any]:
+        """Returns the leaves of each local shard, and their offsets.
+
+        A whole batch is one list of leaves, without offsets: it is cut in the compiled function.
+        """
         check_called_from(self.strategy)
         leaves = tf.nest.flatten(batch)
         if all(leaf is None for leaf in leaves):
-            first_tensor(batch)
-        if any(isinstance(leaf, tf.distribute.DistributedValues) for leaf in leaves):
-            return self._run_cut(batch, leaves)
-        return self._run_whole(batch, leaves)
+            first_tensor(batch)  # Raises.
+        if not any(isinstance(leaf, tf.distribute.DistributedValues) for leaf in leaves):
+            return [_tensors(leaves)], None
+        nothing = [None] * len(self._local)
+        parts = [nothing if leaf is None else self._local_parts(leaf) for leaf in leaves]
+        local = [list(shard) for shard in zip(*parts, strict=True)]
+        offsets = partition.marked_offsets(batch)
+        return local, self._foreign_offsets(local) if offsets is None else offsets
+
+    def run(self, structure: Any, local: list[list[Any]], offsets: Any) -> Any:
+        """Runs the function on what ``parts_of`` returns, outside of a ``tf.function``.
+
+        Args:
+            structure: The structure of the batch; its leaves do not matter.
+            local: The leaves of each shard.
+            offsets: The offsets; None for a whole batch.
+        """
+        leaves = [leaf for shard in local for leaf in shard]
+        kind = _kind_with_rows if self._keeps_rows else _kind
+        key = _structure_key(structure), offsets is None, tuple([kind(leaf) for leaf in leaves])
+        compiled = self._compiled.get(key)
+        if compiled is None:
+            compiled = self._compiled[key] = self._find(key[:2], structure, local, offsets)
+        present = [leaf for leaf in leaves if leaf is not None]
+        further = [] if offsets is None else [offsets]
+        with explaining_failures(self.strategy, lambda: _rows_of(local, offsets)):
+            return compiled(*present, *further)
 
     def spec_of(self, batch: Any) -> Any:
         """Returns the type specs of a batch, with its number of rows left open."""
+        local, _ = self.parts_of(batch)
+        return tf.nest.pack_sequence_as(batch, [any_rows(leaf) for leaf in local[0]])
 
-        def first(leaf: Any) -> Any:
-            distributed = isinstance(leaf, tf.distribute.DistributedValues)
-            return self._local_parts(leaf)[0] if distributed else leaf
-
-        shard = as_tensors(tf.nest.map_structure(first, batch))
-        return tf.nest.map_structure(any_rows, shard)
-
-    def cut(self, batch: Any) -> Shards:
-        """Returns a whole global batch as shards of equal size."""
+    def cut(self, batch: Any) -> tuple[list[Any], Any]:
+        """Returns a whole global batch as shards of equal size, and their offsets."""
         batch = as_tensors(batch)
         shares = (1,) * self.strategy.num_replicas_in_sync
         # Where batches come from: a GPU would be given the shards of all, to cut them.
@@ -143,49 +118,47 @@ class BatchFunction:
             with tf.control_dependencies(check_rows_agree(batch)):
                 offsets = tf.identity(partition.batch_offsets(batch, shares))
             with tf.control_dependencies([offsets]):
-                return Shards(partition.cut_rows(batch, shares, self._local), offsets)
+                return partition.cut_rows(batch, shares, self._local), offsets
 
-    def known_rows(self, batch: Any) -> int | None:
-        """Returns the rows of a global batch, None if nobody has said how many they are."""
-        rows = partition.marked_global_rows(batch)
-        if rows is not None:
-            return int(rows)
-        shapes = (getattr(leaf, "shape", None) for leaf in tf.nest.flatten(batch))
-        return next((int(shape[0]) for shape in shapes if shape and shape[0] is not None), None)
+    def shards(self, local: list[Any], offsets: Any) -> Shards:
+        """Returns shards; with several replicas their number of rows is open while they are traced.
 
-    def on_shards(self, shards: Shards) -> Any:
-        """Runs the function on shards, outside of a ``tf.function``."""
-        local = [tf.nest.flatten(shard) for shard in shards.local]
-        return self._run(self._cut, shards.local[0], local, [shards.offsets])
+        It can be known where a dataset drops its last batch, and random draws are told to be by row
+        because it is open.
+        """
+        replicas = self.strategy.num_replicas_in_sync
+        if replicas > 1:
+            local = tf.nest.map_structure(_open_rows, local)
+        return Shards.of(local, offsets, self._local, replicas)
 
-    def shards(self, batch: Any) -> Shards:
-        """Returns a batch, whole or already cut, as shards; outside of a ``tf.function``."""
-        leaves = tf.nest.flatten(batch)
-        if not any(isinstance(leaf, tf.distribute.DistributedValues) for leaf in leaves):
-            with explaining_failures(self.strategy):
-                return self.cut(batch)
-        local, offsets = self._cut_before(batch, leaves)
-        return Shards([tf.nest.pack_sequence_as(batch, shard) for shard in local], offsets)
+    def _call(self, packed: list[Any], offsets: Any) -> Any:
+        local, offsets = self.cut(packed[0]) if offsets is None else (packed, offsets)
+        return self.function(self.shards(local, offsets))
 
-    def _run_whole(self, batch: Any, leaves: list[Any]) -> Any:
-        if tf.inside_function():
-            return self.function(self.cut(batch))
-        return self._run(self._whole, batch, [_tensors(batch, leaves)], [])
+    def _find(self, key: Any, structure: Any, local: list[list[Any]], offsets: Any) -> Any:
+        """Returns a trace for a kind of batch: TensorFlow opens axes that differ between traces."""
+        if key not in self._functions:
+            self._functions[key] = self._compile(structure, len(local), whole=offsets is None)
+        leaves = [leaf for shard in local for leaf in shard if leaf is not None]
+        keeps = self._keeps_rows and not self._functions[key].experimental_get_tracing_count()
+        specs = [_same_rows(leaf) if keeps else any_rows(leaf) for leaf in leaves]
+        if offsets is not None:
+            specs.append(tf.TensorSpec(offsets.shape, offsets.dtype))
+        return self._functions[key].get_concrete_function(*specs)
 
-    def _run_cut(self, batch: Any, leaves: list[Any]) -> Any:
-        local, offsets = self._cut_before(batch, leaves)
-        if tf.inside_function():
-            shards = [tf.nest.pack_sequence_as(batch, shard) for shard in local]
-            return self.function(Shards(shards, offsets))
-        return self._run(self._cut, batch, local, [offsets])
+    def _compile(self, structure: Any, copies: int, *, whole: bool) -> Any:
+        absent = [leaf is None for leaf in tf.nest.flatten(structure)]
+        skeleton = tf.nest.map_structure(lambda _: None, structure)  # Keeps no tensor alive.
 
-    def _cut_before(self, batch: Any, leaves: list[Any]) -> tuple[list[list[Any]], Any]:
-        """The leaves of each local shard of a batch that is already cut, and the offsets."""
-        nothing = [None] * len(self._local)
-        parts = [nothing if leaf is None else self._local_parts(leaf) for leaf in leaves]
-        local = [list(shard) for shard in zip(*parts, strict=True)]
-        offsets = partition.marked_offsets(batch)
-        return local, self._foreign_offsets(local) if offsets is None else offsets
+        def function(*tensors: Any) -> Any:
+            turn = iter(tensors)
+            packed = [
+                tf.nest.pack_sequence_as(skeleton, [None if no else next(turn) for no in absent])
+                for _ in range(copies)
+            ]
+            return self._call(packed, None if whole else next(turn))
+
+        return tf.function(function, autograph=False, reduce_retracing=True)
 
     def _local_parts(self, leaf: Any) -> Any:
         parts = self.strategy.experimental_local_results(leaf)
@@ -224,19 +197,6 @@ class BatchFunction:
         )
         rows = self.strategy.experimental_local_results(summed)[0] // len(local)
         return tf.pad(tf.cumsum(rows), [[1, 0]])
-
-    def _run(self, traces: Traces, batch: Any, copies: list[list[Any]], further: list[Any]) -> Any:
-        with explaining_failures(self.strategy, lambda: _rows_of(batch)):
-            return traces(batch, copies, further)
-
-
-def _keeps_rows(strategy: tf.distribute.Strategy) -> bool:
-    """Returns whether steps are first traced for a known number of rows: on one GPU.
-
-    On several the number of rows is what tells draws by row, and on CPUs nothing is gained.
-    """
-    alone = strategy.num_replicas_in_sync == 1
-    return alone and bool(tf.config.list_logical_devices("GPU"))
 
 
 def _open_rows(tensor: Any) -> Any:
@@ -301,10 +261,10 @@ def as_tensors(batch: Any) -> Any:
     Raises:
         DataError: A leaf is something other than a tensor or an array, or has no rows.
     """
-    return tf.nest.pack_sequence_as(batch, _tensors(batch, tf.nest.flatten(batch)))
+    return tf.nest.pack_sequence_as(batch, _tensors(tf.nest.flatten(batch)))
 
 
-def _tensors(batch: Any, leaves: list[Any]) -> list[Any]:
+def _tensors(leaves: list[Any]) -> list[Any]:
     tensors = [as_tensor(leaf) for leaf in leaves]
     for leaf, tensor in zip(leaves, tensors, strict=True):
         if tensor is not None and tensor.shape.rank == 0:
@@ -317,10 +277,29 @@ def _tensors(batch: Any, leaves: list[Any]) -> list[Any]:
     return tensors
 
 
-def _rows_of(batch: Any) -> Any:
-    known = partition.marked_global_rows(batch)
-    if known is not None or any(
-        isinstance(leaf, tf.distribute.DistributedValues) for leaf in tf.nest.flatten(batch)
-    ):
-        return known
-    return count_rows(batch)
+def _rows_of(local: list[list[Any]], offsets: Any) -> Any:
+    return count_rows(local[0]) if offsets is None else offsets[-1]
+
+
+def _kind(leaf: Any) -> Any:
+    """Returns what a trace depends on; for a dense tensor cheaper than a type spec."""
+    if isinstance(leaf, tf.Tensor):
+        return leaf.dtype, tuple(leaf.shape[1:]) if leaf.shape.rank else None
+    return any_rows(leaf)
+
+
+def _kind_with_rows(leaf: Any) -> Any:
+    return (leaf.dtype, tuple(leaf.shape)) if isinstance(leaf, tf.Tensor) else any_rows(leaf)
+
+
+def _same_rows(leaf: Any) -> Any:
+    return tf.TensorSpec(leaf.shape, leaf.dtype) if isinstance(leaf, tf.Tensor) else any_rows(leaf)
+
+
+def _structure_key(structure: Any) -> Any:
+    """The structure without its leaves, hashable."""
+    if isinstance(structure, (tuple, list)):
+        return type(structure), tuple([_structure_key(part) for part in structure])
+    if isinstance(structure, Mapping):
+        return type(structure), tuple([(k, _structure_key(v)) for k, v in structure.items()])
+    return structure is None

@@ -1,7 +1,8 @@
-"""Builds models from the type specs of a batch, in the scope of their strategy."""
+"""Models before the first step: several as one, built in the scope of their strategy, checked."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import tensorflow as tf
@@ -9,9 +10,8 @@ import tensorflow as tf
 from tfmultigpu.data.batch_format import unpack_batch
 from tfmultigpu.errors import ScopeError
 from tfmultigpu.strategies.scopes import all_layers, check_scope
-from tfmultigpu.strategies.variable_sharding import creating_as_before
 
-__all__ = ["prepare_model", "symbolic"]
+__all__ = ["as_model", "prepare_model", "symbolic"]
 
 _LENGTH = 8
 
@@ -28,7 +28,8 @@ def prepare_model(model: Any, strategy: tf.distribute.Strategy, batch_spec: Any 
         ScopeError: The model was created outside the scope, or cannot be built from the batch.
     """
     if not model.built and (has_call(model) or not model.variables):
-        with creating_as_before(strategy):
+        # An add-on may have a say in where variables live.
+        with getattr(strategy, "tfmultigpu_scope", strategy.scope)():
             _build(model, batch_spec)
     check_scope(model.variables, strategy, "model")
     if strategy.num_replicas_in_sync > 1:
@@ -117,3 +118,36 @@ def _one_row(spec: Any) -> Any:
             zeros, ragged_rank=ragged_rank, row_splits_dtype=spec.row_splits_dtype
         )
     return tf.sparse.from_dense(zeros) if isinstance(spec, tf.SparseTensorSpec) else zeros
+
+
+def as_model(model: Any) -> Any:
+    """Returns a model as it is, and a list, tuple or dict of models as one Keras model.
+
+    Args:
+        model: A Keras model or layer; or a list, tuple or dict of them.
+
+    Raises:
+        ScopeError: One of several models has no variables yet. No batch tells what it is given.
+    """
+    import keras
+
+    parts = _parts(model)
+    if not parts or not all(isinstance(part, keras.layers.Layer) for part in parts):
+        return model
+    unbuilt = [part.name for part in parts if not part.built]
+    if unbuilt:
+        raise ScopeError(
+            "One of several models has no variables yet, and a batch does not tell what it is "
+            f"given. Received: {unbuilt}. Build it inside the scope: with strategy.scope(): "
+            "model.build(input_shape)."
+        )
+    group = keras.Model(name="_".join(part.name for part in parts))
+    group.parts = parts  # Keras tracks the layers in a list.
+    group.built = True
+    return group
+
+
+def _parts(model: Any) -> list[Any]:
+    if isinstance(model, Mapping):
+        return list(model.values())
+    return list(model) if isinstance(model, (list, tuple)) else []

@@ -1,0 +1,164 @@
+"""Workers run one program with the same values: else the sum of their gradients is of neither.
+
+TensorFlow adds whatever gradients the workers bring, and copies what the first worker made a
+variable with, but never compares again.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import types
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfmultigpu.errors import ClusterError
+from tfmultigpu.strategies.worker_exchange import WorkerExchange, digest_of
+
+__all__ = ["ProgramAgreement", "check_values_alike"]
+
+# Names count up with what was made before; seeds and values of the first worker are sent to all.
+_NOT_COMPARED = {"name", "module", "registered_name", "seed", "build_config"}
+_COUNTER = re.compile(r"_\d+(?=[/\]']|$)")
+_PLAIN = (bool, int, float, complex, str, bytes, type(None))
+
+
+class ProgramAgreement:
+    """Compares once what a step of several workers is made of, before the first step."""
+
+    def __init__(self, strategy: tf.distribute.Strategy, settings: Mapping[str, Any]) -> None:
+        """Takes what beside the model and the optimizer must be alike, by name."""
+        self._exchange, self._settings = WorkerExchange(strategy), dict(settings)
+        self._due = self._exchange.workers > 1
+
+    def check(self, model: Any, optimizer: Any) -> None:
+        """Compares with the other workers if that is due; all must call it.
+
+        Raises:
+            ClusterError: They differ; the message names in what, with the value here.
+        """
+        if not self._due or tf.inside_function():
+            return
+        self._due = False
+        parts = {"model": model, "optimizer": optimizer, **self._settings}
+        described = {name: describe(value) for name, value in parts.items()}
+        described["weights"] = str(
+            [
+                (_COUNTER.sub("", str(v.path)), tuple(v.shape), str(v.dtype), v.trainable)
+                for v in model.weights
+            ]
+        )
+        if (found := self._exchange.find_difference(described)) is not None:
+            name, other = found
+            raise ClusterError(
+                f"The workers train with a different {name}: worker {self._exchange.worker} has "
+                f"{described[name][:300]}, and worker {other} has another. The sum of their "
+                "gradients would be that of neither. Every worker must run the same program with "
+                "the same settings."
+            )
+
+
+def describe(value: Any) -> str:
+    """Returns a text that is equal if two processes of one program made the same.
+
+    A function is described by its code and the numbers that it was made with, an object by its
+    class and its configuration.
+
+    Example:
+        >>> describe({"b": {3, 1}, "a": (0.5, None)})
+        '{a: [0.5, None], b: {1, 3}}'
+    """
+    if isinstance(value, _PLAIN):
+        return repr(value)
+    if isinstance(value, Mapping):
+        kept = {key: one for key, one in value.items() if str(key) not in _NOT_COMPARED}
+        return "{" + ", ".join(sorted(f"{key}: {describe(v)}" for key, v in kept.items())) + "}"
+    if isinstance(value, (set, frozenset)):
+        return "{" + ", ".join(sorted(map(describe, value))) + "}"
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join(map(describe, value)) + "]"
+    if isinstance(value, (np.ndarray, np.generic)):
+        return f"array {np.shape(value)} {digest_of(np.asarray(value).tobytes())}"
+    function = getattr(value, "python_function", value)  # Of a tf.function.
+    function = getattr(function, "__func__", function)  # Of a method.
+    if isinstance(function, types.FunctionType):
+        made_with = [_content_of(cell) for cell in function.__closure__ or ()]
+        made_with += map(function.__globals__.get, function.__code__.co_names)
+        numbers = [one for one in made_with if isinstance(one, (float, np.ndarray))]
+        numbers += [function.__defaults__, function.__kwdefaults__]
+        return f"{function.__qualname__} {digest_of(_code(function.__code__))} {describe(numbers)}"
+    if isinstance(value, functools.partial):
+        return describe([value.func, value.args, value.keywords])
+    kind = value if isinstance(value, type) else type(value)
+    call = vars(kind).get("call")
+    code = f" {digest_of(_code(call.__code__))}" if isinstance(call, types.FunctionType) else ""
+    return kind.__qualname__ + code + (describe(_config(value)) if kind is not value else "")
+
+
+def _config(value: Any) -> Any:
+    """The configuration of an object; None if it has none that can be had."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Keras warns of functions that it would store.
+            # The configuration leaves out what some losses were made with, as the delta of Huber.
+            plain = {k: v for k, v in vars(value).items() if isinstance(v, (*_PLAIN, dict))}
+            return _COUNTER.sub("", describe([value.get_config(), plain]))
+    except Exception:  # Code of a user, or of Keras for a lambda without a file.
+        return None
+
+
+def _content_of(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # Nothing is in it yet.
+        return None
+
+
+def _code(code: types.CodeType) -> str:
+    """Returns the code of a function without file and line."""
+    inner = [_code(c) if isinstance(c, types.CodeType) else describe(c) for c in code.co_consts]
+    return repr((code.co_code, inner, code.co_names, code.co_argcount))
+
+
+def check_values_alike(strategy: tf.distribute.Strategy, model: Any, optimizer: Any = None) -> None:
+    """Checks that a model and its optimizer have the same values on all workers; all must call it.
+
+    What layers count by themselves, such as the statistics of a normalization, may differ between
+    replicas once a model was trained. It is compared before the first step of the optimizer.
+
+    Args:
+        strategy: Where they live.
+        model: A Keras model.
+        optimizer: Its optimizer, or None: then only what can be trained is compared.
+
+    Raises:
+        ClusterError: They have other values; the message names the first variable.
+    """
+    exchange = WorkerExchange(strategy)
+    if exchange.workers == 1 or tf.inside_function():
+        return
+    begins = optimizer is not None and int(optimizer.iterations.numpy()) == 0
+    variables = list(model.variables if begins else model.trainable_variables)
+    variables += [] if optimizer is None else list(optimizer.variables)
+    told = exchange([len(variables)])[:, 0].tolist()
+    if len(set(told)) > 1:
+        counts = {f"worker {worker}": count for worker, count in enumerate(told)}
+        raise ClusterError(
+            f"The workers have other numbers of variables. Received: {counts}. Every worker must "
+            "build the same model and the same optimizer."
+        )
+    digests = {i: digest_of(np.asarray(v.numpy()).tobytes()) for i, v in enumerate(variables)}
+    if (found := exchange.find_difference(digests)) is None:
+        return
+    (place, other), own = found, exchange.worker
+    sums = exchange.floats([float(np.sum(np.asarray(variables[place].numpy(), "float64")))])
+    raise ClusterError(
+        f"The workers begin with different values of {variables[place].path}, and would go on with "
+        f"two models. Received: elements that add up to {sums[own, 0]:.9g} on worker {own}, and to "
+        f"{sums[other, 0]:.9g} on worker {other}. Load and set weights on every worker, not behind "
+        "`if worker == 0:`; a callback that writes weights belongs on every worker too."
+    )

@@ -1,0 +1,118 @@
+"""Features of a few lines each: loss scaling, clipping, XLA, and messages in bfloat16."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfmultigpu.accumulation.clipping import clipped
+from tfmultigpu.accumulation.gradients import all_finite
+from tfmultigpu.accumulation.loss_scale import LossScale, make_loss_scale, unwrap_optimizer
+from tfmultigpu.errors import TfMultiGpuError
+from tfmultigpu.steps.features import Feature, Gradient, Replica
+from tfmultigpu.strategies.collectives import refusing_to_meet
+
+__all__ = ["ClipByNorm", "CompileByXla", "LossScaling", "NarrowMessages"]
+
+
+class LossScaling(Feature):
+    """Multiplies the loss for float16, and skips the update of a step that is not finite.
+
+    Skipped on all replicas, because the gradient of the global batch decides.
+    """
+
+    def __init__(self, asked: str | float | None) -> None:
+        """Takes ``"dynamic"``, a number, or None to ask the optimizer."""
+        self._asked = asked
+
+    def bind(self, step: Any) -> None:
+        """Takes the step, and checks what was asked for."""
+        self._optimizer, self._strategy = step.optimizer, step.strategy
+        wraps = unwrap_optimizer(step.optimizer) is not step.optimizer
+        if not wraps or step.optimizer.built or self._asked not in (None, "dynamic"):
+            self.scale()
+
+    def scale(self) -> LossScale | None:
+        """Returns the scale; a dynamic one is kept as long as the optimizer."""
+        with tf.init_scope():
+            return make_loss_scale(self._asked, self._optimizer, self._strategy)
+
+    @property
+    def variables(self) -> Sequence[Any]:  # type: ignore[override]
+        """The state of a dynamic scale."""
+        scale = self.scale()
+        return [] if scale is None else scale.variables
+
+    def loss_factor(self) -> Any:
+        """Returns the scale."""
+        scale = self.scale()
+        return None if scale is None else scale.value()
+
+    def on_gradient(self, gradient: Gradient) -> Gradient:
+        """Forbids the update if a number is not finite."""
+        if self.scale() is None:
+            return gradient
+        return gradient._replace(valid=all_finite(list(gradient.tensors)))
+
+    def after_update(self, gradient: Gradient) -> None:
+        """Halves or doubles the scale."""
+        scale = self.scale()
+        if scale is not None:
+            scale.update(tf.identity(gradient.valid))
+
+
+class ClipByNorm(Feature):
+    """Scales the gradient of the global batch down, so that its norm is at most a limit."""
+
+    def __init__(self, limit: float) -> None:
+        """Takes the largest norm.
+
+        Raises:
+            ValueError: It is not positive.
+        """
+        if not limit > 0:
+            raise ValueError(f"clip_norm is positive. Received: clip_norm={limit}.")
+        self._limit = limit
+
+    def on_gradient(self, gradient: Gradient) -> Gradient:
+        """Clips; a gradient whose norm overflows is not valid, for clipping would make it NaN."""
+        if self._limit == math.inf:
+            return gradient
+        valid = gradient.valid
+        if valid is not None:
+            valid &= tf.math.is_finite(gradient.norm)
+        tensors = clipped(list(gradient.tensors), self._limit, gradient.norm)
+        return gradient._replace(tensors=tuple(tensors), valid=valid)
+
+
+class CompileByXla(Feature):
+    """Compiles forward and backward pass of each replica by XLA."""
+
+    def on_one_device(self) -> Feature:
+        """Returns the same: XLA draws other random numbers than TensorFlow."""
+        return CompileByXla()
+
+    def around_replica(self, replica: Replica) -> Replica:
+        """Returns the function compiled, one of its own for each replica and its variables."""
+        synchronised = TfMultiGpuError(
+            "XLA cannot compile a layer that synchronises replicas, such as "
+            "BatchNormalization(synchronized=True). Received: jit_compile=True. Leave it out."
+        )
+
+        def compiled(*args: Any) -> Any:
+            with refusing_to_meet(synchronised):
+                return tf.function(replica, jit_compile=True, autograph=False)(*args)
+
+        return compiled
+
+
+class NarrowMessages(Feature):
+    """Sends float32 gradients in bfloat16, for slow connections between devices or workers.
+
+    That is not exact: a sum over N replicas is off by up to N / 256 of the sum of absolute values.
+    """
+
+    message_dtype = tf.bfloat16

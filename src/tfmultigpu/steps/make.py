@@ -1,0 +1,247 @@
+"""Steps from a model, an optimizer and a loss: the features that their options stand for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfmultigpu.steps.agreement import ProgramAgreement
+from tfmultigpu.steps.draws import Draws
+from tfmultigpu.steps.evaluate import EvalStep
+from tfmultigpu.steps.features import Feature
+from tfmultigpu.steps.gradient_features import ClipByNorm, CompileByXla, LossScaling
+from tfmultigpu.steps.micro_batches import MicroBatches, micro_batch_counts
+from tfmultigpu.steps.objective import Forward
+from tfmultigpu.steps.predict import PredictStep
+from tfmultigpu.steps.step import TrainStep
+from tfmultigpu.strategies.scopes import check_backend, check_kinds
+from tfmultigpu.types import (
+    LossScaling as LossScale,
+    Models,
+    Optimizer,
+    ShardUpdate,
+    Strategy,
+    Verify,
+)
+
+__all__ = ["check_verify", "make_eval_step", "make_predict_step", "make_train_step"]
+
+
+def make_train_step(
+    model: Models,
+    optimizer: Optimizer,
+    loss: Any,
+    strategy: Strategy | None = None,
+    *,
+    metrics: Any = (),
+    micro_batches: int | Sequence[int] = 1,
+    forward: Callable[[Any, Any, bool], Any] | None = None,
+    clip_norm: float | None = None,
+    loss_scale: LossScale = None,
+    shard_update: ShardUpdate = "auto",
+    jit_compile: bool = False,
+    variables: Sequence[Any] | None = None,
+    verify: Verify = "first",
+    features: Sequence[Feature] = (),
+) -> TrainStep:
+    """Makes a train step that gives on N replicas what one device gives on the same global batches.
+
+    Args:
+        model: A Keras model created in ``strategy.scope()``; with ``forward`` also a list or dict
+            of built models.
+        optimizer: A Keras optimizer created in the scope; its variables are made here. Clipping set
+            on it acts on the gradient of the global batch. A
+            ``keras.optimizers.LossScaleOptimizer`` means ``loss_scale="dynamic"``.
+        loss: A Keras loss, its name, a function ``f(y_true, y_pred)`` of per-example values, or a
+            dict or list of them for several outputs; ``tmg.steps.Objective`` adds loss weights and
+            metrics with sample weights. None with ``forward``.
+        strategy: The strategy; ``tf.distribute.get_strategy()`` where None.
+        metrics: Keras metrics created in the scope, updated without sample weights; for several
+            outputs a dict by output. Their states are added over replicas, so a metric of your own
+            must keep sums and counts; the first step says so if not.
+        micro_batches: Into how many parts each replica's shard is cut and computed one after the
+            other, to save memory; or one such number for each replica, of all workers, as from
+            ``plan_micro_batches``. The result is that of 1, except for layers that look at a whole
+            batch (BatchNormalization) or count calls: they see each part.
+        forward: ``f(model, batch, training) -> LossSum`` for what a loss cannot say. It may return
+            ``loss, {"name": (sum, weight)}``: values for the logs, which are added over replicas
+            and divided once, as the loss is. Weight regularisation and ``add_loss`` are added by
+            the step.
+        clip_norm: Largest global norm of the gradient; larger ones are scaled down to it.
+        loss_scale: For float16: ``"dynamic"`` or a number. A step whose global gradient is not
+            finite is skipped on every replica.
+        shard_update: Whether each variable is updated by one replica, which keeps what the
+            optimizer remembers of it, and then copied to the others: True, False, or ``"auto"``
+            where it is known to be faster. The result is the same.
+        jit_compile: Compile forward and backward with XLA.
+        variables: The variables to train, of the model; None means all its trainable ones.
+        verify: When to hold a step to what one device computes on the same global batch, and warn
+            of what differs: ``"first"`` (the first batch, and the first that does not divide
+            evenly), True for every step, False, or ``"gradients"``, which also compares the
+            gradients of the first. See ``TrainStep.verification``.
+        features: Further ``tmg.steps.Feature`` objects, also your own. Their phases are outside of
+            those of the options, and they see the gradient after clipping.
+
+    Returns:
+        The step: ``logs = step(batch)``, ``logs = step.run(iterator, steps)``. In the logs are
+        ``"loss"``, what one device would report, regularisation included; ``"weight"``, what its
+        sum was divided by (with several outputs: the number of rows); ``"gradient_norm"``, before
+        clipping; ``"skipped"``, 1 if loss scaling skipped the update; ``"loss_scale"``, the one
+        used; and for each of several outputs ``"NAME_loss"`` and ``"NAME_weight"``.
+
+    Raises:
+        ScopeError: Model, optimizer or a metric was created outside the scope.
+        LossError: The loss is none, or not one value per example.
+        TfMultiGpuError: Keras does not run on TensorFlow; or what was asked cannot be had.
+        ValueError: An option has a value that it cannot have.
+        ClusterError: Workers have different models, losses, optimizers or settings; here or
+            at the first step.
+
+    Warns:
+        ReplicaDependenceWarning: A verified step computed something else than one device would.
+
+    Example:
+        >>> import keras, numpy as np, tfmultigpu as tmg
+        >>> strategy = tmg.create_strategy()
+        >>> with strategy.scope():
+        ...     model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+        ...     optimizer = keras.optimizers.SGD(0.1)
+        >>> arrays = np.ones((5, 3)), np.ones((5, 1))
+        >>> data = tmg.distribute_dataset(arrays, strategy, batch_size=2)
+        >>> step = tmg.make_train_step(model, optimizer, "mse", strategy)
+        >>> [float(step(batch)["weight"]) for batch in data]
+        [2.0, 2.0, 1.0]
+    """
+    settings = {
+        "loss": loss, "forward": forward, "metrics": metrics, "micro_batches": micro_batches,
+        "clip_norm": clip_norm, "loss_scale": loss_scale, "shard_update": shard_update,
+        "variables": variables and [variable.path for variable in variables],
+    }  # fmt: skip
+    check_backend()
+    strategy = tf.distribute.get_strategy() if strategy is None else strategy
+    passes = Forward.of(model, loss, forward, variables)
+    check_kinds(passes.model, strategy, optimizer)
+    passes.check_metrics(metrics)
+    if not isinstance(shard_update, bool) and shard_update != "auto":
+        raise ValueError(
+            f"shard_update is True, False or 'auto'. Received: shard_update={shard_update!r}."
+        )
+    counts = micro_batch_counts(micro_batches, strategy.num_replicas_in_sync)
+    parts: list[Feature] = _of_strategy(strategy)
+    if jit_compile:
+        parts.append(CompileByXla())
+    if max(counts) > 1:
+        parts.append(MicroBatches(counts))
+    parts += [Draws(by_xla=jit_compile), LossScaling(loss_scale)]
+    if clip_norm is not None:
+        parts.append(ClipByNorm(clip_norm))
+    parts += [*features, *_verified(verify, strategy, max(counts) > 1)]
+    agreement = ProgramAgreement(strategy, settings)
+    return TrainStep(
+        passes, optimizer, strategy, parts,
+        metrics=metrics, shard_update=shard_update, agreement=agreement,
+    )  # fmt: skip
+
+
+def make_eval_step(
+    model: Models,
+    loss: Any,
+    strategy: Strategy | None = None,
+    *,
+    metrics: Any = (),
+    forward: Any = None,
+    verify: Verify = "first",
+) -> EvalStep:
+    """Makes a step that computes loss and metrics without training.
+
+    Args:
+        model: A Keras model created in ``strategy.scope()``.
+        loss: As for ``make_train_step``; None for metrics alone.
+        strategy: The strategy; ``tf.distribute.get_strategy()`` where None.
+        metrics: Keras metrics created in the scope, updated without sample weights.
+        forward: ``f(model, batch, training) -> LossSum``, with values for the logs if wanted; see
+            ``make_train_step``.
+        verify: When to hold a step to what one device computes: ``"first"``, True for every step,
+            or False. See ``make_train_step``.
+
+    Returns:
+        The step: ``logs = step(batch)`` with ``"loss"`` and ``"weight"``, and
+        ``logs = step.run(iterator, steps)``, whose loss is the mean over all rows seen.
+
+    Raises:
+        ScopeError: Model or a metric was created outside the scope.
+        LossError: The loss is none, or not one value per example.
+
+    Example:
+        >>> import keras, numpy as np, tfmultigpu as tmg
+        >>> model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+        >>> step = tmg.make_eval_step(model, "mse")
+        >>> float(step((np.ones((5, 3)), np.ones((5, 1))))["weight"])
+        5.0
+    """
+    check_backend()
+    strategy = tf.distribute.get_strategy() if strategy is None else strategy
+    passes = Forward.of(model, loss, forward)
+    check_kinds(passes.model, strategy)
+    passes.check_metrics(metrics)
+    parts = [*_of_strategy(strategy), Draws(), *_verified(verify, strategy)]
+    return EvalStep(passes, strategy, parts, metrics=metrics)
+
+
+def make_predict_step(
+    model: Models, strategy: Strategy | None = None, *, verify: Verify = "first"
+) -> PredictStep:
+    """Makes a step that predicts each row of a batch once, in the order of the batch.
+
+    Args:
+        model: A Keras model created in ``strategy.scope()``.
+        strategy: The strategy; ``tf.distribute.get_strategy()`` where None.
+        verify: When to hold predictions, row by row, to those of one device: ``"first"``, True for
+            every step, or False.
+
+    Returns:
+        The step: ``outputs = step(batch)``, tensors of shape ``[rows of the global batch, ...]`` in
+        the structure of the model's outputs.
+
+    Raises:
+        ScopeError: The model was created outside the scope.
+
+    Example:
+        >>> import keras, numpy as np, tfmultigpu as tmg
+        >>> model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
+        >>> tmg.make_predict_step(model)(np.ones((5, 3))).shape
+        TensorShape([5, 2])
+    """
+    check_backend()
+    strategy = tf.distribute.get_strategy() if strategy is None else strategy
+    check_kinds(model, strategy)
+    parts = [*_of_strategy(strategy), Draws(), *_verified(verify, strategy)]
+    return PredictStep(model, strategy, parts)
+
+
+def check_verify(verify: Any) -> None:
+    """Checks the argument ``verify`` of a step.
+
+    Raises:
+        ValueError: It is neither True, False, ``"first"`` nor ``"gradients"``.
+    """
+    if not isinstance(verify, bool) and verify not in ("first", "gradients"):
+        raise ValueError(
+            f"verify is 'first', True, False or 'gradients'. Received: verify={verify!r}."
+        )
+
+
+def _of_strategy(strategy: Any) -> list[Feature]:
+    """The features that an add-on has left with a strategy, such as for sharded variables."""
+    return [make() for make in getattr(strategy, "tfmultigpu_features", ())]
+
+
+def _verified(verify: Verify, strategy: Any, in_parts: bool = False) -> list[Feature]:
+    check_verify(verify)
+    if not verify or (strategy.num_replicas_in_sync == 1 and not in_parts):
+        return []
+    from tfmultigpu.addons.verification import Verify as VerifySteps
+
+    return [VerifySteps(verify)]

@@ -1,0 +1,121 @@
+"""Metrics of a step: checked, built before the first trace, and updated with each row once."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfmultigpu import _compat
+from tfmultigpu.data.batch_format import unpack_batch
+from tfmultigpu.errors import LossError
+from tfmultigpu.steps.build_model import symbolic
+from tfmultigpu.steps.outputs import Output, match_metrics, match_outputs
+from tfmultigpu.strategies.scopes import check_scope
+
+__all__ = ["StepMetrics"]
+
+
+class StepMetrics:
+    """The metrics that a step updates.
+
+    Their states are sums, which TensorFlow adds over the replicas. The first verified step shows
+    whether that gives what one device would have.
+
+    Attributes:
+        all: All of them.
+    """
+
+    def __init__(self, plain: Any, weighted: Any, strategy: tf.distribute.Strategy) -> None:
+        """Takes metrics without and with sample weights: a sequence, or a dict or list by output.
+
+        Raises:
+            LossError: A metric is not a Keras metric of labels and predictions, or its state is
+                not a sum.
+            ScopeError: A metric was created outside the scope.
+        """
+        self._plain, self._weighted, self._strategy = plain, weighted, strategy
+        metrics = tf.nest.flatten([plain, weighted])
+        self.all = tuple(metric for metric in metrics if metric is not None)
+        for metric in self.all:
+            _check(metric, strategy)
+
+    def build(self, model: Any, batch_spec: Any) -> None:
+        """Creates the variables of metrics that wait for shapes, such as ``F1Score``, in the scope.
+
+        Args:
+            model: The built model.
+            batch_spec: Type specs of a batch.
+
+        Raises:
+            LossError: A metric cannot be built from the shapes of the labels and predictions.
+        """
+        waiting = [metric for metric in self.all if _compat.waits_for_shapes(metric)]
+        if not waiting:
+            return
+        x, y_true, weight = unpack_batch(batch_spec)
+        names = getattr(model, "output_names", None)
+        outputs = match_outputs(y_true, model(symbolic(x)), weight, None, names=names)
+        for metrics in (self._plain, self._weighted):
+            for metric, output in match_metrics(metrics, outputs):
+                if any(metric is one for one in waiting):
+                    _build(metric, output, self._strategy)
+
+    def update(self, outputs: Sequence[Output]) -> None:
+        """Updates all metrics with the outputs of one replica; call it in replica context."""
+        for metric, output in match_metrics(self._plain, outputs):
+            metric.update_state(output.y_true, output.y_pred)
+        for metric, output in match_metrics(self._weighted, outputs):
+            metric.update_state(output.y_true, output.y_pred, sample_weight=output.sample_weight)
+
+
+def _check(metric: Any, strategy: tf.distribute.Strategy) -> None:
+    import keras
+
+    if not isinstance(metric, keras.metrics.Metric):
+        raise LossError(
+            f"A metric must be a keras.metrics.Metric. Received: {metric!r}. Create one in the "
+            "scope: with strategy.scope(): metric = keras.metrics.SparseCategoricalAccuracy()."
+        )
+    if len(_positional(metric.update_state)) < 2 or type(metric).__name__ in ("Mean", "Sum"):
+        raise LossError(
+            "A metric of a step compares labels with predictions: update_state(y_true, "
+            f"y_pred). Received: {type(metric).__name__} {metric.name!r}, which takes values. "
+            "Read the loss from the logs of each step, and update other values from them "
+            "yourself."
+        )
+    for variable in metric.variables:
+        if strategy.num_replicas_in_sync > 1 and variable.aggregation != "sum":
+            raise LossError(
+                "The state of a metric must be sums, which add over replicas. Received: "
+                f"variable {variable.path!r} of {metric.name!r} with aggregation="
+                f"{variable.aggregation!r}. Keep sums and counts, and divide in result()."
+            )
+    check_scope(metric.variables, strategy, "metric")
+
+
+def _build(metric: Any, output: Output, strategy: tf.distribute.Strategy) -> None:
+    try:
+        with strategy.scope():
+            metric.update_state(_zeros(output.y_true), _zeros(output.y_pred))
+            metric.reset_state()
+    except (TypeError, ValueError) as error:
+        raise LossError(
+            f"The metric {metric.name!r} creates its variables in its first update, which is too "
+            f"late on replicas. An update with zeros failed: {error} Create the variables in its "
+            "__init__."
+        ) from error
+
+
+def _zeros(spec: Any) -> tf.Tensor:
+    return tf.zeros([1 if size is None else size for size in spec.shape], spec.dtype)
+
+
+def _positional(function: Callable[..., Any]) -> list[str]:
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    parameters = inspect.signature(function).parameters.values()
+    if any(parameter.kind is inspect.Parameter.VAR_POSITIONAL for parameter in parameters):
+        return ["y_true", "y_pred"]
+    return [parameter.name for parameter in parameters if parameter.kind in kinds]

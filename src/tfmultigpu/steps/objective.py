@@ -1,0 +1,302 @@
+"""The loss of a model on one shard, as terms that can be added over shards."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import tensorflow as tf
+
+from tfmultigpu._compat import is_part_of_keras
+from tfmultigpu.accumulation.loss_sum import FixedLossSum, LossSum, LossTerm, as_loss, loss_term
+from tfmultigpu.data.batch_format import count_rows, unpack_batch
+from tfmultigpu.errors import LossError
+from tfmultigpu.steps.build_model import as_model
+from tfmultigpu.steps.outputs import Output, match_outputs
+from tfmultigpu.steps.recording import noting_losses_read, recording_added_losses
+from tfmultigpu.strategies.scopes import all_layers
+
+__all__ = ["Forward", "Objective", "regularization", "stack"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Objective:
+    """A loss with what belongs to it, for models of several outputs: an argument ``loss`` of steps.
+
+    Attributes:
+        loss: A Keras loss, its name, a function ``f(y_true, y_pred)`` of per-example values, or a
+            dict or list of them, one per output (None for none).
+        loss_weights: A number, or a dict or list of numbers, one per output.
+        weighted_metrics: Keras metrics that are updated with sample weights; for several outputs a
+            dict or list by output.
+
+    Example:
+        >>> import tfmultigpu as tmg
+        >>> loss = {"kind": "sparse_categorical_crossentropy", "size": "mse"}
+        >>> objective = tmg.steps.Objective(loss, loss_weights={"kind": 1.0, "size": 0.5})
+        >>> objective.loss_weights["size"]
+        0.5
+    """
+
+    loss: Any
+    loss_weights: Any = None
+    weighted_metrics: Any = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Forward:
+    """The forward pass of a step: from a shard to additive terms, and outputs for metrics.
+
+    Attributes:
+        model: The Keras model.
+        objective: The losses, as Keras losses, with their weights; of None with ``forward``.
+        forward: ``f(model, batch, training)``, or None.
+        user_model: The first argument of ``forward``: the model or models, as they were given.
+        chosen: The variables to train; None for those of the model.
+    """
+
+    model: Any
+    objective: Objective
+    forward: Callable[[Any, Any, bool], Any] | None = None
+    user_model: Any = None
+    chosen: tuple[Any, ...] | None = None
+
+    @classmethod
+    def of(cls, model: Any, loss: Any, forward: Any = None, variables: Any = None) -> Forward:
+        """Creates a forward pass from the arguments of a step.
+
+        Raises:
+            LossError: Both ``loss`` and ``forward`` are given, there are several models and no
+                ``forward``, or the loss is not a loss.
+            TypeError: ``forward`` is not a function.
+            ValueError: ``variables`` holds something that is not a variable of the model.
+        """
+        if forward is not None and not callable(forward):
+            raise TypeError(
+                "forward must be a function f(model, batch, training). Received: "
+                f"forward={forward!r}. A Keras loss is the third argument: "
+                "make_train_step(model, optimizer, loss)."
+            )
+        objective = loss if isinstance(loss, Objective) else Objective(loss)
+        whole = as_model(model)
+        if whole is not model and forward is None:
+            raise LossError(
+                "A loss compares the outputs of one model with labels. Received: "
+                f"{type(model).__name__} of {len(model)} models and no forward. Write "
+                "forward=f(models, batch, training), which returns a LossSum."
+            )
+        if forward is not None and loss is not None:
+            raise LossError(
+                "Give either loss or forward, not both: forward returns the LossSum itself. "
+                f"Received: loss={loss!r} and forward={forward!r}."
+            )
+        losses = tf.nest.map_structure(
+            lambda one: None if one is None else as_loss(one), objective.loss
+        )
+        objective = dataclasses.replace(objective, loss=losses)
+        chosen = None if variables is None else _check_variables(variables, whole)
+        return cls(whole, objective, forward, model, chosen)
+
+    @property
+    def trained(self) -> list[Any]:
+        """The variables to train; a frozen variable is left out."""
+        if self.chosen is None:
+            return list(self.model.trainable_variables)
+        return [variable for variable in self.chosen if variable.trainable]
+
+    def check_metrics(self, metrics: Any) -> None:
+        """Checks that the step sees labels and predictions for its metrics.
+
+        Raises:
+            LossError: Metrics are given beside ``forward``.
+        """
+        if self.forward is not None and tf.nest.flatten(metrics):
+            raise LossError(
+                "With forward the step sees no labels and predictions, so it cannot update metrics."
+                f" Received: metrics={metrics!r}. Call metric.update_state(y_true, y_pred) "
+                "inside forward instead."
+            )
+
+    def __call__(self, shard: Any, training: bool) -> tuple[list[LossTerm], list[Output]]:
+        """Runs the model on a shard.
+
+        Returns:
+            The terms of the loss, and the outputs for metrics (none with ``forward``).
+        """
+        outputs: list[Output] = []
+        with recording_added_losses() as recorded:
+            if self.forward is not None:
+                with noting_losses_read(self._warn_of_losses):
+                    result = self.forward(self.user_model, shard, training)
+                terms = _terms_of_forward(result)
+            else:
+                x, y, weight = unpack_batch(shard)
+                names = getattr(self.model, "output_names", None)
+                y_pred = self.model(x, training=training)
+                losses, factors = self.objective.loss, self.objective.loss_weights
+                outputs = match_outputs(y, y_pred, weight, losses, factors, names)
+                terms = [_term_of_output(output) for output in outputs if output.loss is not None]
+        # As in Keras, another model that the loss calls does not add to this loss.
+        own = {id(layer) for layer in all_layers(self.model)} if recorded else set()
+        added = [value for layer, value in recorded if id(layer) in own]
+        return terms + [_term_of_added(value, count_rows(shard)) for value in added], outputs
+
+    def _warn_of_losses(self, layer: Any) -> None:
+        """Warns that ``forward`` reads losses that the step adds by itself."""
+        own = {id(one) for one in all_layers(self.model)}  # The model may be given by a proxy.
+        if own & {id(one) for one in (layer, *all_layers(layer))}:
+            warnings.warn(
+                "forward reads the losses of the model, which the step adds by itself: those of "
+                "regularizers and of add_loss. In the sum that forward returns they would count "
+                f"twice. Received: losses of {layer.name!r}. Leave out sum(model.losses).",
+                stacklevel=4,
+            )
+
+
+def stack(terms: Sequence[LossTerm], row_weight: Any) -> tf.Tensor:
+    """Returns the sums of the terms, then their weights, as one vector to add over shards.
+
+    Args:
+        terms: The terms of the loss on one shard.
+        row_weight: The weight of each row of the shard, a scalar; None: 1.
+    """
+    parts = [term.sum for term in terms] + [term.weight for term in terms]
+    dtype = tf.float64 if any(part.dtype == tf.float64 for part in parts) else tf.float32
+    stats = tf.stack([tf.cast(part, dtype) for part in parts]) if parts else tf.zeros([0])
+    return stats if row_weight is None else stats * tf.cast(row_weight, dtype)
+
+
+def regularization(
+    variables: Sequence[Any], at: Callable[[Any], AbstractContextManager[Any]]
+) -> tuple[Any, list[Any]]:
+    """Returns the weight regularization, which counts once per step, and its gradients.
+
+    Args:
+        variables: Keras variables with their ``regularizer``. One of Keras reads only its own
+            variable; one of a user may read any of them.
+        at: Returns the context that places what is computed of a variable.
+
+    Returns:
+        A float32 scalar, and one gradient per variable (None without a dependence).
+    """
+    total: Any = tf.zeros([])
+    gradients: list[Any] = [None] * len(variables)
+    own = [getattr(variable, "regularizer", None) for variable in variables]
+    for number, (variable, regularizer) in enumerate(zip(variables, own, strict=True)):
+        if regularizer is None:
+            continue
+        reads_others = not is_part_of_keras(type(regularizer))
+        read = range(len(variables)) if reads_others else [number]
+        with at(variable):
+            values = [tf.convert_to_tensor(variables[i].value) for i in read]
+            reading = _reading(variables, values) if reads_others else nullcontext()
+            with tf.GradientTape() as tape, reading:
+                tape.watch(values)
+                value = values[number] if reads_others else values[0]
+                penalty = tf.cast(tf.reduce_sum(regularizer(value)), tf.float32)
+            total += penalty
+            for i, part in zip(read, tape.gradient(penalty, values), strict=True):
+                if part is not None:
+                    gradients[i] = part if gradients[i] is None else gradients[i] + part
+    return total, gradients
+
+
+def _reading(variables: Sequence[Any], values: Sequence[Any]) -> AbstractContextManager[Any]:
+    """Makes code that reads variables find these values, which a tape can watch anywhere.
+
+    A tape cannot watch a variable with a copy per replica outside the replicas.
+    """
+    import keras
+
+    class Reading(keras.StatelessScope):  # type: ignore[misc]
+        """Scope that assigns to other variables at once, which its base class only records."""
+
+        def add_update(self, update: tuple[Any, Any]) -> None:
+            variable, value = update
+            if id(variable) in self.state_mapping:
+                super().add_update(update)
+            else:
+                variable.value.assign(value)
+
+    pairs = zip(variables, values, strict=True)
+    mapping = [(variable, value) for variable, value in pairs if hasattr(variable, "path")]
+    scope: AbstractContextManager[Any] = Reading(mapping)
+    return scope
+
+
+def _check_variables(variables: Any, model: Any) -> tuple[Any, ...]:
+    """Returns the variables to train as a tuple, each once."""
+    known = {id(variable) for variable in model.variables}
+    chosen = list({id(variable): variable for variable in variables}.values())
+    strange = [variable for variable in chosen if id(variable) not in known]
+    if strange or not chosen:
+        received = getattr(strange[0], "path", repr(strange[0])) if strange else "no variable"
+        raise ValueError(
+            "variables must hold variables of the model that the step is made for. Received: "
+            f"{received}. For variables of several models give all of them as the model: "
+            "make_train_step([first, second], optimizer, None, forward=...)."
+        )
+    return tuple(chosen)
+
+
+def _term_of_output(output: Output) -> LossTerm:
+    if output.y_true is None:
+        raise LossError(
+            "There is a loss but no labels. Give batches (x, y) or (x, y, sample_weight), or, for "
+            "a loss without labels, forward=f(model, batch, training)."
+        )
+    term = loss_term(output.loss, output.y_true, output.y_pred, output.sample_weight)
+    return dataclasses.replace(term, name=output.name, factor=output.factor)
+
+
+def _term_of_added(value: Any, rows: Any) -> LossTerm:
+    """What a layer adds is a mean over its rows; what has an axis of rows is summed over them."""
+    value = tf.cast(value, tf.float64 if value.dtype == tf.float64 else tf.float32)
+    if value.shape.rank and value.shape[0] is None:
+        total = tf.reduce_sum(value)
+        return LossTerm(total, tf.ones_like(total), fixed=True, added=True)
+    rows = tf.cast(rows, value.dtype)
+    return LossTerm(tf.reduce_sum(value) * rows, rows, per_row=1.0, added=True)
+
+
+def _terms_of_forward(result: Any) -> list[LossTerm]:
+    """Returns the loss that ``forward`` returned, and the values for the logs beside it."""
+    values: Any = {}
+    if type(result) is tuple and len(result) == 2 and isinstance(result[1], Mapping):
+        result, values = result
+    if not isinstance(result, LossSum):
+        raise LossError(
+            "forward must return a LossSum: the sum of the losses of its examples and the weight "
+            f"that divides it. Received: {type(result).__name__}. Return tmg.loss_sum(loss, "
+            "y_true, y_pred), or tmg.LossSum(tf.reduce_sum(values), count); with values for the "
+            'logs, return loss, {"name": tmg.LossSum(...)}.'
+        )
+    return [_term_of_sum("the loss", result), *(_logged(*item) for item in values.items())]
+
+
+def _logged(name: str, value: Any) -> LossTerm:
+    if not isinstance(value, tuple) or len(value) != 2:
+        raise LossError(
+            "A value for the logs is a sum and the weight that divides it, so that replicas can "
+            f"be added. Received: {type(value).__name__} for {name!r}. Write "
+            f'"{name}": (tf.reduce_sum(values), count).'
+        )
+    pair = value if isinstance(value, LossSum) else LossSum(*value)
+    pair = type(pair)(*(tf.stop_gradient(tf.cast(part, tf.float32)) for part in pair))
+    return dataclasses.replace(_term_of_sum(repr(name), pair), name=name, logged=True)
+
+
+def _term_of_sum(what: str, pair: LossSum) -> LossTerm:
+    total = tf.convert_to_tensor(pair.sum)
+    if total.dtype in (tf.float16, tf.bfloat16):  # Which cannot count many rows.
+        total = tf.cast(total, tf.float32)
+    if total.shape.rank != 0:
+        raise LossError(
+            f"The sum in a LossSum is a scalar. Received: shape {tuple(total.shape)} for {what} "
+            "from forward. Write tf.reduce_sum(values)."
+        )
+    weight = tf.cast(pair.weight, total.dtype)
+    return LossTerm(total, weight, fixed=isinstance(pair, FixedLossSum))

@@ -1,0 +1,333 @@
+"""A computation on global batches that gives tallies: one by one, or many in a loop.
+
+``compute(shards)`` gives a ``Tally``, or several of a chain. A call, a loop and the sums of an
+epoch are views of it: the compiled function returns the tallies, and beside them the logs, so that
+no view costs an operation.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import numbers
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import tensorflow as tf
+
+from tfmultigpu.data.element_layout import structure_of
+from tfmultigpu.errors import DataError
+from tfmultigpu.steps.batch_norm import short_sums
+from tfmultigpu.steps.batches import BatchFunction, ShardSource, check_called_from
+from tfmultigpu.steps.call_lengths import CallLength
+from tfmultigpu.steps.failures import explaining_failures
+from tfmultigpu.steps.features import Call, Feature, Phase, Replica, Rows, Shards
+from tfmultigpu.steps.rows import GATHERED, standing_at
+from tfmultigpu.steps.tally import Layout, Tallies, Tally, add, logs_of, nothing
+from tfmultigpu.strategies.not_copied import NotCopied
+from tfmultigpu.strategies.topology import describe, local_replicas, per_replica
+
+__all__ = ["Program"]
+
+# Of an element of data to shards and offsets.
+Split = Callable[[Any], tuple[list[Any], Any]]
+# One batch for a compiled function: a structure, the leaves of each shard, and offsets or None.
+Batch = tuple[Any, list[list[Any]], Any]
+
+
+class Program(NotCopied):
+    """Runs ``compute`` on batches.
+
+    Attributes:
+        strategy: The strategy that it runs under.
+        features: Its optional parts.
+        names: The names of its tallies; ``("",)`` of a program that is not a chain.
+        layouts: What the numbers of each tally are; known once traced.
+    """
+
+    names: tuple[str, ...] = ("",)
+
+    def __init__(self, strategy: tf.distribute.Strategy, features: Sequence[Feature] = ()) -> None:
+        """Takes the strategy and the features."""
+        self.strategy, self.features = strategy, tuple(features)
+        self.layouts: Mapping[str, Layout] = {}
+        self._callers = [f for f in features if type(f).around_call is not Feature.around_call]
+        self._functions: dict[Hashable, BatchFunction] = {}
+        self._loops: list[tuple[Any, Any, float]] = []
+        self._length = CallLength(strategy)
+        self._key: Hashable = None
+        self._function: BatchFunction = BatchFunction(self.traced, strategy)
+
+    def compute(self, shards: Shards) -> Tallies:
+        """Computes one global batch; traced."""
+        raise NotImplementedError
+
+    def key(self) -> Hashable:
+        """Returns what a trace takes in beside the batch: another key is traced anew.
+
+        None stands for a program that has to be prepared.
+        """
+        raise NotImplementedError
+
+    def prepare(self, spec: Callable[[], Any]) -> None:
+        """Builds what must be there before the first trace; called if the key has changed.
+
+        Args:
+            spec: Returns the type specs of a global batch.
+        """
+        raise NotImplementedError
+
+    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+    def __call__(self, batch: Any) -> Any:
+        """Computes one batch: an element of a distributed dataset, or a whole global batch."""
+        self.settle(lambda: self._function.spec_of(batch))
+        if tf.inside_function():
+            return self._function(batch)[0]
+        return self.call((batch, *self._function.parts_of(batch)))[0]
+
+    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+    def run(self, iterator: Any, steps: int) -> dict[str, Any]:
+        """Computes up to ``steps`` batches in one call, which saves the cost of calls.
+
+        Args:
+            iterator: ``iter()`` of a distributed dataset, or of a plain dataset of global batches.
+            steps: How many, at least 1.
+
+        Returns:
+            ``"steps"``, how many ran: fewer where the data ended. Losses are means over these
+            steps, each output's by its own weight; weights and ``"skipped"`` are sums, the rest is
+            that of the last step.
+
+        Raises:
+            DataError: It is not such an iterator, or one made for another strategy; or a batch has
+                no rows.
+            ValueError: ``steps`` is less than 1.
+        """
+        return self._looped(iterator, steps)[0]
+
+    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+    def totals(self, iterator: Any, steps: int) -> Tallies:
+        """Computes up to ``steps`` batches as ``run`` does, and returns numbers that can be added.
+
+        Returns:
+            The tally, by the name of the step in a chain; of a single step under ``""``.
+        """
+        return self._looped(iterator, steps)[1]
+
+    def settle(self, spec: Callable[[], Any]) -> None:
+        """Takes in what a trace depends on; called before each step."""
+        key = self.key()
+        if key is not None and key == self._key:
+            return
+        self.prepare(spec)
+        self._key = self.key()
+        if self._key not in self._functions:
+            self._functions[self._key] = BatchFunction(self.traced, self.strategy)
+        self._function = self._functions[self._key]
+
+    def forget(self) -> None:
+        """Lets go of all traces."""
+        self._functions, self._loops, self._key = {}, [], None
+
+    # For what ``compute`` does on replicas ----------------------------------------------------
+
+    def phase(self, replica: Replica, run: Callable[..., Any] | None = None) -> Phase:
+        """Returns the function of all replicas, as features cut, loop or compile it.
+
+        Args:
+            replica: The function of one replica.
+            run: ``f(replica, shards)``; None for ``on_replicas``.
+        """
+        for feature in self.features:
+            replica = feature.around_replica(replica)
+        phase: Phase = functools.partial(run or self.on_replicas, replica)
+        for feature in self.features:
+            phase = feature.around_phase(phase)
+        return phase
+
+    def on_replicas(self, replica: Callable[..., Any], shards: Shards) -> list[Any]:
+        """Runs a function on every replica of this process; returns the result of each."""
+        spread = functools.partial(per_replica, self.strategy)
+        places = (spread(shards.local), spread(shards.rows), spread(shards.state))
+        result = self.strategy.run(replica, args=(*places, shards.factor, shards.total))
+        copies = len(shards.local)
+        flat = [self.strategy.experimental_local_results(r) for r in tf.nest.flatten(result)]
+        flat = [each if len(each) == copies else each * copies for each in flat]  # None is one.
+        local = [[each[number] for each in flat] for number in range(copies)]
+        return [tf.nest.pack_sequence_as(result, one) for one in local]
+
+    @contextmanager
+    def tracing_model(self, rows: Rows) -> Iterator[None]:
+        """Enters, on a replica, the contexts in which the code of the user is traced."""
+        with ExitStack() as contexts:
+            contexts.enter_context(short_sums())
+            contexts.enter_context(standing_at(rows))
+            for feature in self.features:
+                contexts.enter_context(feature.around_model(rows))
+            yield
+
+    # One batch ----------------------------------------------------------------------------------
+
+    def call(self, batch: Batch) -> tuple[dict[str, Any], Tallies]:
+        """Runs one batch, with what features do around a call."""
+        call: Call = self._run
+        for feature in self._callers:
+            call = feature.around_call(call)
+        return call(batch)
+
+    def is_called_alone(self) -> bool:
+        """Returns whether a feature wants to see the next batch by itself."""
+        return any(f.around_call(_no_call) is not _no_call for f in self._callers)
+
+    def _run(self, batch: Batch) -> tuple[dict[str, Any], Tallies]:
+        logs, vectors = self._function.run(*batch)
+        return logs, self._tallies(vectors)
+
+    def traced(self, shards: Shards) -> Any:
+        """Returns what a call returns, and the vectors of the tallies."""
+        tallies = self.compute(shards)
+        self.layouts = {name: tally.layout for name, tally in tallies.items() if tally.layout}
+        logs = logs_of(tallies)
+        del logs["steps"]
+        return logs, _vectors(tallies)
+
+    def _tallies(self, vectors: Sequence[Any]) -> Tallies:
+        turn = iter(vectors)
+        layouts = self.layouts
+        names = self.names if vectors else ()
+        return {name: Tally(layouts.get(name), next(turn), next(turn)) for name in names}
+
+    # Many batches -------------------------------------------------------------------------------
+
+    def _looped(self, iterator: Any, steps: Any) -> tuple[dict[str, Any], Tallies]:
+        source, key, split = self._opened(iterator, steps)
+        spec = iterator.batch_spec if isinstance(iterator, ShardSource) else source.element_spec
+        self.settle(lambda: spec)
+        before: Tallies = {name: nothing() for name in self.names}
+        while not tf.inside_function() and self.is_called_alone():
+            with explaining_failures(self.strategy):
+                element = next(source, None)
+                if element is None:
+                    break
+                local, offsets = split(element)
+            leaves = [tf.nest.flatten(shard) for shard in local]
+            _, tallies = self.call((local[0], leaves, offsets))
+            before, steps = add(before, tallies), steps - 1
+            if steps == 0:
+                return logs_of(before), before
+        run, most = self._find((self._key, key, tf.type_spec_from_value(source)), split)
+        vectors = _vectors(before)
+        with explaining_failures(self.strategy):
+            logs, vectors = self._in_calls(run, most, source, steps, vectors)
+        return dict(logs), self._tallies(vectors)
+
+    def _in_calls(self, run: Any, most: float, source: Any, steps: Any, vectors: Any) -> Any:
+        """Runs the loop in calls that are short enough for Ctrl-C, which is heard between them."""
+        left = None if tf.inside_function() else tf.get_static_value(steps)
+        while left is not None and (asked := min(most, self._length.most(int(left)))) < left:
+            with self._length.measuring() as note:
+                before = int(vectors[0][0]) if vectors[0].shape[0] else 0
+                logs, vectors = run(source, tf.constant(asked, tf.int64), *vectors)
+                ran = int(logs["steps"]) - before  # Reading it waits for the steps.
+                note(ran)
+            left -= ran
+            if ran < asked:
+                return logs, vectors
+        return run(source, tf.cast(steps if left is None else left, tf.int64), *vectors)
+
+    def _opened(self, iterator: Any, steps: Any) -> tuple[Any, Any, Split]:
+        """Checks what a loop is given.
+
+        Returns:
+            TensorFlow's iterator, what distinguishes its elements, and what makes shards of one.
+        """
+        check_called_from(self.strategy)
+        if not isinstance(iterator, (ShardSource, tf.data.Iterator)):
+            raise DataError(
+                "step.run takes an iterator, which remembers where it is between calls. Received: "
+                f"{type(iterator).__name__}. Write iterator = "
+                "iter(tmg.distribute_dataset(dataset, strategy)), then step.run(iterator, steps)."
+            )
+        if not isinstance(steps, numbers.Number) and not tf.is_tensor(steps):
+            raise ValueError(
+                f"steps is a whole number, at least 1. Received: steps={type(steps).__name__}."
+            )
+        known: Any = steps if isinstance(steps, numbers.Number) else tf.get_static_value(steps)
+        if known is not None and (known < 1 or int(known) != known):
+            raise ValueError(f"steps is a whole number, at least 1. Received: steps={known}.")
+        if not isinstance(iterator, ShardSource):
+            return iterator, structure_of(iterator.element_spec), self._function.cut
+        if iterator.strategy is not self.strategy:
+            raise DataError(
+                "The data was distributed for another strategy than the step was made for. "
+                f"Received: data for {describe(iterator.strategy)}; a step for "
+                f"{describe(self.strategy)}. Give distribute_dataset and make_train_step "
+                "the same strategy: tmg.distribute_dataset(dataset, strategy)."
+            )
+        return iterator.source, iterator.split_key, iterator.split
+
+    def _find(self, kind: Any, split: Split) -> tuple[Any, float]:
+        """Returns the compiled loop for a kind of iterator, and the most steps of a call."""
+        for known, run, most in self._loops:  # Specs of dicts compare but do not hash.
+            if known == kind:
+                return run, most
+        scalar, vector = tf.TensorSpec([], tf.int64), tf.TensorSpec([None], tf.float64)
+        vectors = [vector] * 2 * len(self.names)
+        run = self._compile(split).get_concrete_function(kind[-1], scalar, *vectors)
+        # In one call TensorFlow allows a collective of several workers one shape only, and gathered
+        # rows differ from batch to batch.
+        several = len(local_replicas(self.strategy)) < self.strategy.num_replicas_in_sync
+        most = 1 if several and _gathers_rows(run) else math.inf
+        self._loops.append((kind, run, most))
+        return run, most
+
+    def _compile(self, split: Split) -> Any:
+        function = self._function
+
+        def step(element: Any, vectors: Sequence[Any]) -> Sequence[Any]:
+            _, added = self.traced(function.shards(*split(element)))
+            return _vectors(add(self._tallies(vectors), self._tallies(added)))
+
+        def run(source: Any, steps: Any, *vectors: Any) -> Any:
+            vectors = _loop(source, steps, step, vectors)
+            return logs_of(self._tallies(vectors)), vectors
+
+        return tf.function(run, autograph=False)
+
+
+def _loop(source: Any, steps: Any, step: Callable[..., Any], vectors: Sequence[Any]) -> Any:
+    """Takes each element before its step, which is in a branch: the data may have ended."""
+
+    def body(left: Any, *vectors: Any) -> tuple[Any, ...]:
+        optional = source.get_next_as_optional()
+        more = optional.has_value()
+        vectors = tf.cond(more, lambda: step(optional.get_value(), vectors), lambda: vectors)
+        with tf.device("CPU:0"):
+            return ((left - 1) * tf.cast(more, tf.int32), *vectors)
+
+    # What decides about going on is on the CPU, and loops keep it there in 32 bits: a step would
+    # begin only after a GPU had ended the one before.
+    with tf.device("CPU:0"):
+        left = tf.cast(tf.minimum(steps, tf.int32.max), tf.int32)
+    _, *vectors = tf.while_loop(
+        lambda left, *_: left > 0,
+        body,
+        [left, *vectors],
+        shape_invariants=[left.shape, *[tf.TensorShape([None])] * len(vectors)],
+        parallel_iterations=1,
+    )
+    return tuple(vectors)
+
+
+def _gathers_rows(run: Any) -> bool:
+    functions = run.graph.as_graph_def().library.function
+    return any(GATHERED in node.name for body in functions for node in body.node_def)
+
+
+def _vectors(tallies: Tallies) -> tuple[Any, ...]:
+    return tuple(vector for tally in tallies.values() for vector in tally[1:])
+
+
+def _no_call(_: Any) -> Any:
+    """Stands for a call that nobody makes."""

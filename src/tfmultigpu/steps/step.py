@@ -1,0 +1,388 @@
+"""One optimizer step on one global batch, as a compiled function.
+
+A step has two phases inside one ``tf.function``::
+
+    replica phase   on each replica: forward, backward; gradients, sums, weights, new states
+    global phase    add over the replicas, once; divide, once; features; one optimizer update
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import ExitStack
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+from tfmultigpu.accumulation.gradients import combined, global_norm, sum_dtype
+from tfmultigpu.accumulation.settings import Settings, explaining_settings
+from tfmultigpu.accumulation.update import Replicated, choose_update
+from tfmultigpu.errors import LossError, TfMultiGpuError
+from tfmultigpu.steps.agreement import ProgramAgreement, check_values_alike
+from tfmultigpu.steps.assignments import assign, assigned_variables, deferring
+from tfmultigpu.steps.build_model import prepare_model
+from tfmultigpu.steps.failures import effects_of, noting_operations
+from tfmultigpu.steps.features import Feature, Gradient, Pass, Rows, Shards
+from tfmultigpu.steps.metrics import StepMetrics
+from tfmultigpu.steps.objective import Forward, regularization, stack
+from tfmultigpu.steps.program import Program
+from tfmultigpu.steps.tally import Layout, Tally
+from tfmultigpu.steps.warning import MissingGradients
+from tfmultigpu.strategies.scopes import all_layers
+from tfmultigpu.strategies.topology import per_replica
+from tfmultigpu.types import ShardUpdate
+
+__all__ = ["Trace", "TrainStep", "Trained"]
+
+
+class Trained(NamedTuple):
+    """A model, its optimizer, and the variables that it updates."""
+
+    model: Any
+    optimizer: Any
+    variables: list[Any]
+
+
+class Trace:
+    """What the code of the user turned out to do, the same on every replica.
+
+    Tracing changes nothing else: ``replica`` calls ``note``, and draws add to ``alike``.
+
+    Attributes:
+        layout: The terms of the loss; None before the first replica.
+        present: For each target, for each trained variable, whether it has a gradient.
+        state: The Keras variables that layers, draws and metrics assign.
+        alike: The ``id`` of those that every micro-batch finds as the first does: seeds.
+    """
+
+    def __init__(self) -> None:
+        """Knows nothing yet."""
+        self.layout: Layout | None = None
+        self.present: list[list[bool]] = []
+        self.state: list[Any] = []
+        self.alike: set[int] = set()
+
+    def note(self, layout: Layout, gradients: Any, state: Sequence[Any]) -> None:
+        """Takes what one replica found.
+
+        Raises:
+            TfMultiGpuError: Another replica, or a micro-batch before, found something else.
+        """
+        present = [[gradient is not None for gradient in each] for each in gradients]
+        if self.layout is None:
+            self.layout, self.present, self.state = layout, present, list(state)
+            return
+        known = {id(variable) for variable in self.state}
+        strange = [variable.path for variable in state if id(variable) not in known]
+        if strange or present != self.present:
+            raise TfMultiGpuError(
+                "The model does something else each time that it is traced, and replicas and "
+                f"micro-batches must all do the same. Received: {strange or 'other gradients'}. "
+                "Create seed generators, metrics and variables once, in the scope of the strategy, "
+                "not in call or forward: seeds = keras.random.SeedGenerator(seed)."
+            )
+
+    @property
+    def updated(self) -> list[int]:
+        """The numbers of the trained variables that have a gradient, of any target."""
+        return [i for i, here in enumerate(zip(*self.present, strict=True)) if any(here)]
+
+
+class TrainStep(Program):
+    """One optimizer step on one global batch; what ``make_train_step`` returns.
+
+    Attributes:
+        model: The model it trains.
+        optimizer: The optimizer; set its learning rate to another number and read its iterations
+            as ever. Other settings that change are noticed at the next step.
+        forward: The forward pass: the model and its loss.
+        update: Who adds gradients and who updates variables: ``update.reason`` says why.
+        trace: What the last trace found.
+    """
+
+    update: Replicated
+
+    def __init__(
+        self,
+        forward: Forward,
+        optimizer: Any,
+        strategy: tf.distribute.Strategy,
+        features: Sequence[Feature] = (),
+        *,
+        metrics: Any = (),
+        shard_update: ShardUpdate = "auto",
+        agreement: ProgramAgreement | None = None,
+    ) -> None:
+        """Use ``make_train_step``, which checks what it is given."""
+        super().__init__(strategy, features)
+        self.model, self.forward, self.optimizer = forward.model, forward, optimizer
+        self.trace = Trace()
+        self._metrics = StepMetrics(metrics, forward.objective.weighted_metrics, strategy)
+        self._shard_update, self._agreement = shard_update, agreement
+        self._settings, self._missing = Settings(), MissingGradients()
+        self._layers: list[Any] = []
+        self._version, self._batch_spec = 0, None
+        for feature in self.features:
+            feature.bind(self)
+        if self.model.built:
+            self._build(None)
+
+    @property
+    def metrics(self) -> tuple[Any, ...]:
+        """The Keras metrics that it updates."""
+        return self._metrics.all
+
+    @property
+    def variables(self) -> list[Any]:
+        """The variables that it trains; frozen ones are left out."""
+        return self.forward.trained
+
+    @property
+    def trained(self) -> tuple[Trained, ...]:
+        """The trained model with its optimizer and variables, as for a chain of one step."""
+        return (Trained(self.model, self.optimizer, self.variables),)
+
+    @property
+    def verification(self) -> Any:
+        """The comparison of the last verified step with one device; None before the first."""
+        results = [f.verification for f in self.features if hasattr(f, "verification")]
+        return results[0] if results else None
+
+    def assigned(self, batch_spec: Any = None) -> list[Any]:
+        """Returns the Keras variables that a forward pass assigns: states of layers, metrics.
+
+        Args:
+            batch_spec: The type specs of a global batch; None means those of the first batch.
+                Without a batch before nothing is known.
+        """
+        spec = self._batch_spec if batch_spec is None else batch_spec
+        if spec is None:
+            return []
+        self.settle(lambda: spec)
+        forward = functools.partial(self.forward, training=True)
+        return assigned_variables(forward, self.strategy, spec)
+
+    def changed_variables(self) -> list[Any]:
+        """Returns the variables that a step changes: of model, optimizer and closures."""
+        return [*self.model.variables, *self.optimizer.variables, *self.states_beside_model()]
+
+    def states_beside_model(self) -> list[Any]:
+        """Returns what ``forward`` assigns that no model and no metric of the step has.
+
+        That is the state of a seed generator or a metric in a closure, for example.
+        """
+        if self.forward.forward is None:
+            return []
+        owners = [self.model, *self.metrics, *getattr(self.model, "metrics", ())]
+        known = {id(variable) for owner in owners for variable in owner.variables}
+        found = {id(variable): variable for variable in self.assigned()}
+        return [variable for key, variable in found.items() if key not in known]
+
+    # What a trace takes in ----------------------------------------------------------------------
+
+    def key(self) -> Hashable:
+        """Returns what is frozen, and a number that counts changes of optimizer settings."""
+        if self._batch_spec is None or self._settings.changed(self.optimizer):
+            return None
+        trained = tuple([id(variable) for variable in self.variables])
+        layers = [(one.trainable, getattr(one, "synchronized", None)) for one in self._layers]
+        return self._version, trained, tuple(layers)
+
+    def prepare(self, spec: Callable[[], Any]) -> None:
+        """Builds the model, its metrics and the optimizer, and takes in changed settings."""
+        first = self._batch_spec is None
+        batch_spec = spec() if first else self._batch_spec
+        self._build(batch_spec)
+        if first:
+            check_values_alike(self.strategy, self.model, self.optimizer)
+            self._metrics.build(self.model, batch_spec)
+            self._batch_spec = batch_spec
+        if self._settings.changed(self.optimizer):
+            self._version += 1
+            self.forget()
+        self._settings.note(self.optimizer)
+
+    def _build(self, batch_spec: Any) -> None:
+        prepare_model(self.model, self.strategy, batch_spec)
+        _refuse_float8(self.model)
+        # What the optimizer remembers is made by all workers together, and so is a step.
+        if self._agreement is not None and (batch_spec is not None or not self.optimizer.built):
+            self._agreement.check(self.model, self.optimizer)
+        self.update = choose_update(
+            self.optimizer, self.variables, self.strategy, self._shard_update
+        )
+        self._layers = all_layers(self.model)
+
+    # The step -----------------------------------------------------------------------------------
+
+    def compute(self, shards: Shards) -> dict[str, Tally]:
+        """Trains on one global batch; traced."""
+        tally, passes, gradient = self.look(shards)
+        after = [tally.sums, *self.strategy.experimental_local_results(gradient.norm)]
+        self._commit(passes, after)
+        self._apply(gradient, after)
+        for feature in self.features:
+            feature.after_update(gradient)
+        self._settings.note(self.optimizer, traced=True)
+        return {"": tally}
+
+    def look(self, shards: Shards) -> tuple[Tally, list[Pass], Gradient]:
+        """Computes the gradient of one global batch and assigns nothing; traced."""
+        self.trace = Trace()
+        factors = [feature.loss_factor() for feature in self.features]
+        shards = shards._replace(factor=next((f for f in factors if f is not None), None))
+        passes = self.phase(self._replica)(shards)
+        gradient, tally = self.reduced(passes, shards)
+        return tally, passes, gradient
+
+    def on_one_device(self) -> TrainStep:
+        """Returns the same for the default strategy, which computes a batch in one piece.
+
+        It is for ``look``: what it would update is on the replicas.
+        """
+        features = [f for f in (one.on_one_device() for one in self.features) if f is not None]
+        forward, strategy = self.forward, tf.distribute.get_strategy()
+        twin = object.__new__(TrainStep)
+        Program.__init__(twin, strategy, features)
+        twin.model, twin.forward, twin.optimizer = self.model, forward, self.optimizer
+        twin.update = Replicated(self.optimizer, strategy, "one device")
+        twin._metrics, twin._missing = self._metrics, MissingGradients()
+        for feature in features:
+            feature.bind(twin)
+        return twin
+
+    def reduced(self, passes: list[Pass], shards: Shards) -> tuple[Gradient, Tally]:
+        """Adds over the replicas, once, and divides, once."""
+        trained, present = self.variables, self.trace.present
+        addends = [_aligned(one, present) for one in passes]
+        owners = [v for each in present for v, here in zip(trained, each, strict=True) if here]
+        dtypes = [f.message_dtype for f in self.features if f.message_dtype is not None]
+        sums = self.update.add(addends, owners, dtypes[0] if dtypes else None)
+        gradient, (numbers, last) = self.update.where(
+            self._finish, sums, shards.total, shards.factor
+        )
+        variables = tuple(trained[number] for number in self.trace.updated)
+        gradient = gradient._replace(variables=variables)
+        return gradient, Tally(self.trace.layout, numbers, last)
+
+    def _replica(self, shard: Any, rows: Rows, state: Any, factor: Any, total: Any) -> Pass:
+        """Goes forward and backward over the rows of one replica; changes no variable."""
+        values = [variable.value for variable in self.variables]
+        before = zip(self.trace.state, state, strict=False)
+        with self.tracing_model(rows), noting_operations() as made:
+            with deferring(before, rows.counts()) as deferred, tf.GradientTape() as tape:
+                terms, outputs = self.forward(shard, training=True)
+                if not terms:
+                    raise LossError(
+                        "There is nothing to minimise: no loss was given and no layer adds one. "
+                        "Received: loss=None. Give make_train_step a loss, such as 'mse', or "
+                        "forward=."
+                    )
+                layout = Layout.of(terms)
+                targets = layout.targets(terms, total, rows.weight, factor)
+            # Also while going backward, where a layer may be called once more to save memory.
+            with deferring(again=deferred):
+                gradients = tuple(
+                    self._backward(tape, number, target, values)
+                    for number, target in enumerate(targets)
+                )
+                self._metrics.update(outputs)
+        self.trace.note(layout, gradients, deferred.variables)
+        after = tuple(tf.identity(deferred.current(variable)) for variable in self.trace.state)
+        with tf.control_dependencies([*effects_of(made), *after]):  # All checks have passed.
+            stats = tf.identity(stack(terms, rows.weight))
+        return Pass(gradients, stats, after)
+
+    def _backward(self, tape: Any, number: int, target: Any, values: Any) -> tuple[Any, ...]:
+        """Returns the gradients of a target, ready to be added: dense, at least float32, or None.
+
+        Under a persistent tape each loop of a layer would keep all that it computes.
+        """
+        with ExitStack() as contexts:
+            for feature in self.features:
+                contexts.enter_context(feature.around_backward())
+            gradients = (tf.gradients if number else tape.gradient)(target, values)
+            pairs = zip(gradients, values, strict=True)
+            return tuple(None if g is None else _dense(g, value.shape) for g, value in pairs)
+
+    def _finish(self, sums: list[Any], total: Any, factor: Any) -> Any:
+        """Turns sums over the global batch into its gradient and its tally; where the sums are."""
+        layout, trained, present = self.trace.layout, self.variables, self.trace.present
+        assert layout is not None
+        *summed, stats = sums
+        values = tf.unstack(stats, num=2 * len(layout.own))
+        own, weights = values[: len(layout.own)], values[len(layout.own) :]
+        with tf.control_dependencies(layout.check(weights, total)):
+            total = tf.identity(total)
+        penalty, penalties = regularization(trained, self.update.at)
+        corrections = layout.corrections(len(present), weights, total)
+        factors = [_unscaled(correction, factor) for correction in corrections]
+        places = [functools.partial(self.update.at, variable) for variable in trained]
+        found = combined(summed, present, factors, penalties, places)
+        kept = [(found[i], trained[i]) for i in self._missing.updated(trained, found)]
+        norm = global_norm([g for g, _ in kept])
+        gradient = Gradient(tuple(g for g, _ in kept), norm, None, tuple(v for _, v in kept))
+        for feature in self.features:
+            gradient = feature.on_gradient(gradient)
+        tensors = tuple(
+            tf.cast(g, v.dtype) for g, (_, v) in zip(gradient.tensors, kept, strict=True)
+        )
+        skipped = 0.0 if gradient.valid is None else ~gradient.valid
+        last = (norm, tf.ones([]) if factor is None else factor)
+        tally = Tally.of_step(layout, own, weights, penalty, total, skipped=skipped, last=last)
+        # ``strategy.run`` returns tensors only.
+        return gradient._replace(tensors=tensors, variables=()), (tally.sums, tally.last)
+
+    def _commit(self, passes: list[Pass], after: Sequence[Any]) -> None:
+        """Assigns what layers, draws and metrics have computed, after all that may fail.
+
+        Also if the update is skipped, and before it: weights may be among them.
+        """
+        if self.trace.state:
+            states = per_replica(self.strategy, [one.state for one in passes])
+            commit = functools.partial(assign, self.trace.state, after=after)
+            self.strategy.run(commit, args=(states,))
+
+    def _apply(self, gradient: Gradient, after: Sequence[Any]) -> None:
+        variables = list(gradient.variables)
+
+        @explaining_settings(self.optimizer)
+        def update() -> Any:
+            self.update.apply(gradient.tensors, variables, after)
+            return tf.no_op()
+
+        if gradient.valid is None:
+            update()
+        else:
+            tf.cond(gradient.valid, update, tf.no_op)
+
+
+def _refuse_float8(model: Any) -> None:
+    new = [v.path for v in model.trainable_variables if getattr(v, "overwrite_with_gradient", 0)]
+    if new:
+        raise TfMultiGpuError(
+            "A float8 layer computes its scales from the gradients of a whole batch, which cannot "
+            f'be added or scaled. Received: {new[0]!r}. Leave out layer.quantize("float8"), or '
+            "train on one device with model.fit of Keras."
+        )
+
+
+def _aligned(one: Pass, present: Sequence[Sequence[bool]]) -> list[Any]:
+    """The gradients of a replica that exist on some, then its stats."""
+    pairs = zip(one.gradients, present, strict=True)
+    return [*[g for each, here in pairs for g, h in zip(each, here, strict=True) if h], one.stats]
+
+
+def _dense(gradient: Any, shape: Any) -> tf.Tensor:
+    gradient = tf.convert_to_tensor(gradient)  # Rows of an embedding are summed into place.
+    gradient.set_shape(shape)  # A backward pass through a reshape forgets it.
+    wide: tf.Tensor = tf.cast(gradient, sum_dtype(gradient.dtype))
+    return wide
+
+
+def _unscaled(correction: Any, factor: Any) -> Any:
+    """A correction, times the inverse of the loss scale; None for 1."""
+    if factor is None:
+        return correction
+    return 1.0 / factor if correction is None else tf.cast(correction, tf.float32) / factor

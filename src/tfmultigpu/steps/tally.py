@@ -1,0 +1,320 @@
+"""What steps add up: sums and weights, and the one place that divides them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+from tfmultigpu.accumulation.loss_sum import OTHER_ROWS, LossTerm
+from tfmultigpu.errors import LossError
+
+__all__ = ["Layout", "Tallies", "Tally", "add", "additive", "logs_of", "nothing"]
+
+_COUNTERS = ("steps", "rows", "skipped", "rows * loss")
+_LAST = ("gradient_norm", "loss_scale")
+_RESERVED = ("loss", "weight", "skipped", "steps", "rows", "terms", *_LAST)
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """What is known of the terms of a loss before any number is: names, factors, divisors.
+
+    Attributes:
+        terms: The terms without their values. The last one is the weight regularization, whose
+            weight over several steps is that of their rows.
+        trains: Whether there are gradients, so that their norm and the loss scale are logged.
+    """
+
+    terms: tuple[LossTerm, ...]
+    trains: bool = True
+
+    @classmethod
+    def of(cls, terms: Sequence[LossTerm], *, trains: bool = True) -> Layout:
+        """Returns the layout of the terms of one replica; all replicas have the same."""
+        for term in terms:
+            _check_name(term)
+        plain = [dataclasses.replace(term, sum=None, weight=None) for term in terms]
+        return cls((*plain, LossTerm(None, None, added=True)), trains)
+
+    @property
+    def own(self) -> tuple[LossTerm, ...]:
+        """The terms that replicas compute: all but the regularization."""
+        return self.terms[:-1]
+
+    @property
+    def measured(self) -> list[int]:
+        """Numbers of the terms whose divisor is known only after the addition."""
+        return [
+            number
+            for number, term in enumerate(self.own)
+            if term.per_row is None and not term.fixed and not term.logged
+        ]
+
+    def targets(self, terms: Sequence[LossTerm], rows: Any, *factors: Any) -> list[Any]:
+        """Returns what is differentiated: one scalar per divisor, that of the known ones first.
+
+        Where the divisor follows from the rows of the global batch, it divides here, and gradients
+        need no division after they were added. Elsewhere the rows divide, a constant that all
+        replicas share, which keeps float16 gradients small; ``corrections`` does the rest.
+
+        Args:
+            terms: The terms of one replica.
+            rows: Rows of the global batch, a float64 scalar.
+            factors: Scalars to multiply by; None for 1.
+        """
+        measured = self.measured
+        scaled = []
+        for term in terms:
+            divisor = 1.0 if term.fixed else rows * (term.per_row or 1.0)
+            scaled.append(term.sum * _product(term.sum.dtype, term.factor / divisor, *factors))
+        known = [
+            value
+            for number, (value, term) in enumerate(zip(scaled, terms, strict=True))
+            if number not in measured and not term.logged
+        ]
+        return ([_total(known)] if known else []) + [scaled[number] for number in measured]
+
+    def corrections(self, targets: int, weights: Sequence[Any], rows: Any) -> list[Any]:
+        """Returns what the added gradients of each target are multiplied by; None for 1.
+
+        Args:
+            targets: The number of targets.
+            weights: The weight of each term over the global batch.
+            rows: Rows of the global batch.
+        """
+        late = [weights[number] for number in self.measured]
+        factors = [tf.math.divide_no_nan(tf.cast(rows, weight.dtype), weight) for weight in late]
+        return [None] * (targets - len(factors)) + factors
+
+    def check(self, weights: Sequence[Any], rows: Any) -> list[tf.Operation]:
+        """Returns assertions that the weights are those that ``targets`` has divided by."""
+        return [
+            # tf.debugging.Assert would add two branches.
+            tf.raw_ops.Assert(
+                condition=abs(weight / tf.cast(rows * term.per_row, weight.dtype) - 1) < 1e-3,
+                data=[OTHER_ROWS, weight, rows],
+            )
+            for term, weight in zip(self.own, weights, strict=True)
+            if term.per_row is not None
+        ]
+
+
+class Tally(NamedTuple):
+    """Numbers of one or more steps, not yet divided: ``tally + tally`` is that of both.
+
+    Attributes:
+        layout: What the numbers are; None after no step.
+        sums: Steps, rows, skipped steps, and the loss times the rows; then the sum of each term,
+            the weight of each, and its mean times the rows of the batch: a float64 vector.
+        last: The gradient norm and the loss scale of the last step: a float64 vector.
+    """
+
+    layout: Layout | None
+    sums: Any
+    last: Any
+
+    @classmethod
+    def of_step(
+        cls,
+        layout: Layout,
+        sums: Sequence[Any],
+        weights: Sequence[Any],
+        penalty: Any,
+        rows: Any,
+        *,
+        skipped: Any = 0.0,
+        last: Sequence[Any] = (0.0, 1.0),
+    ) -> Tally:
+        """Returns the tally of one step.
+
+        Args:
+            layout: The layout.
+            sums: The sum of each term of ``layout.own`` over the global batch.
+            weights: The weight of each.
+            penalty: The weight regularization, which counts once per step.
+            rows: The rows of the global batch, a float64 scalar.
+            skipped: Whether the update was skipped, a scalar.
+            last: The gradient norm and the loss scale.
+        """
+        wide = [tf.cast(value, tf.float64) for value in (*sums, *weights, penalty, skipped)]
+        count = len(layout.own)
+        one = tf.ones([], tf.float64)
+        totals = tf.stack([*wide[:count], wide[-2] * rows])
+        own = [one if term.fixed else w for term, w in zip(layout.own, wide[count:], strict=False)]
+        divisors = tf.stack([*own, rows])
+        means = tf.math.divide_no_nan(totals, divisors)
+        factors = tf.constant([_factor(term) for term in layout.terms], tf.float64)
+        counters = tf.stack([one, rows, wide[-1], tf.reduce_sum(means * factors) * rows])
+        ends = tf.stack([tf.cast(value, tf.float64) for value in last])
+        return cls(layout, tf.concat([counters, totals, divisors, means * rows], 0), ends)
+
+    def __add__(self, other: Tally) -> Tally:  # type: ignore[override]
+        """Adds; what is only of the last step is that of ``other``."""
+        sums = _padded(self.sums, other.sums) + other.sums
+        return Tally(self.layout or other.layout, sums, other.last)
+
+    def repeated(self, times: int) -> Tally:
+        """Returns the sum of ``times`` steps on one batch as one step: its means are over them."""
+        assert self.layout is not None
+        count = len(self.layout.terms)
+        once = [1.0 / times] * 2 + [1.0, 1.0 / times] + [1.0] * 2 * count + [1.0 / times] * count
+        return self._replace(sums=self.sums * tf.constant(once, tf.float64))
+
+    @property
+    def terms(self) -> Any:
+        """The sums, then the weights, of the terms that replicas computed."""
+        assert self.layout is not None
+        count, start = len(self.layout.terms), len(_COUNTERS)
+        sums = self.sums[start : start + count - 1]
+        return tf.concat([sums, self.sums[start + count : start + 2 * count - 1]], 0)
+
+    def logs(self) -> dict[str, Any]:
+        """Divides, once: each mean by its own weight. Losses of several steps are means over them.
+
+        Returns:
+            ``"steps"``, an int64 scalar; ``"loss"``, ``"weight"`` and ``"skipped"``; the
+            ``"gradient_norm"`` and ``"loss_scale"`` of the last step; and ``"NAME_loss"`` and
+            ``"NAME_weight"`` of each output, ``"NAME"`` and ``"NAME_weight"`` of each value that
+            ``forward`` returned: float32 scalars.
+        """
+        assert self.layout is not None
+        terms, values = self.layout.terms, self._unstacked()
+        steps, rows, skipped, _ = values[: len(_COUNTERS)]
+        sums, weights, _ = self._by_term(values)
+        means = [tf.math.divide_no_nan(*pair) for pair in zip(sums, weights, strict=True)]
+        loss: Any = tf.add_n([_factor(t) * mean for t, mean in zip(terms, means, strict=True)])
+        plain = terms[0].name is None and not terms[0].added
+        logs = {"loss": loss, "weight": weights[0] if plain else rows}
+        if self.layout.trains:
+            zeros = tf.zeros([len(_LAST)], tf.float64)
+            last = tf.unstack(_padded(self.last, zeros), num=len(_LAST))
+            logs |= {"skipped": skipped, **dict(zip(_LAST, last, strict=True))}
+        for term, mean, weight in zip(terms, means, weights, strict=True):
+            if term.name is not None:
+                logs |= {_key(term): mean, f"{term.name}_weight": weight}
+        single = {name: tf.cast(value, tf.float32) for name, value in logs.items()}
+        return {"steps": tf.cast(steps, tf.int64), **single}
+
+    def additive(self) -> dict[str, float]:
+        """Returns what epochs add up, by name: losses times rows, values and their weights.
+
+        ``logs`` of an epoch divide losses by ``"rows"``, as Keras does, and other values by their
+        ``"NAME_weight"``.
+        """
+        if self.layout is None:  # No step yet, or none since a trace was made anew.
+            return {"steps": 0.0}
+        values = self._numbers()
+        steps, rows, skipped, loss = values[: len(_COUNTERS)]
+        sums: dict[str, float] = {"steps": steps, "rows": rows, "skipped": skipped, "loss": loss}
+        for term, s, w, m in zip(self.layout.terms, *self._by_term(values), strict=True):
+            if term.logged:
+                sums |= {str(term.name): s, f"{term.name}_weight": w}
+            elif term.name is not None:
+                sums[_key(term)] = m
+        return sums
+
+    def _numbers(self) -> list[float]:
+        assert self.layout is not None
+        numbers: list[float] = self.sums.numpy().tolist()
+        return numbers or [0.0] * (len(_COUNTERS) + 3 * len(self.layout.terms))
+
+    def _unstacked(self) -> list[Any]:
+        assert self.layout is not None
+        size = len(_COUNTERS) + 3 * len(self.layout.terms)
+        vector = _padded(self.sums, tf.zeros([size], tf.float64))
+        return list(tf.unstack(vector, num=size))
+
+    def _by_term(self, values: Sequence[Any]) -> tuple[Sequence[Any], ...]:
+        """The sums, the weights, and the means times rows."""
+        assert self.layout is not None
+        count, start = len(self.layout.terms), len(_COUNTERS)
+        return tuple(values[start + i * count : start + (i + 1) * count] for i in range(3))
+
+
+Tallies = Mapping[str, Tally]  # By the name of the step in a chain; "" for a step by itself.
+
+
+def nothing() -> Tally:
+    """Returns the tally of no step, to which any other can be added."""
+    return Tally(None, tf.zeros([0], tf.float64), tf.zeros([0], tf.float64))
+
+
+def add(tallies: Tallies, others: Tallies) -> Tallies:
+    """Adds the tallies of several steps, each to that of the same name."""
+    return {name: tallies[name] + others[name] for name in others} if tallies else others
+
+
+def logs_of(tallies: Tallies) -> dict[str, Any]:
+    """Returns the logs of several steps, each behind its name.
+
+    Raises:
+        ValueError: Two logs have one name.
+    """
+    logs: dict[str, Any] = {}
+    for name, tally in tallies.items():
+        for key, value in tally.logs().items():
+            full = f"{name}_{key}" if name and key != "steps" else key
+            if full in logs and key != "steps":
+                raise ValueError(
+                    "Two logs of a chain have one name, so one of them would be lost. Received: "
+                    f"{full!r} from the step {name!r} and from one before it. Give chain_steps "
+                    "other names."
+                )
+            logs[full] = value
+    return logs
+
+
+def additive(tallies: Tallies) -> dict[str, float]:
+    """Returns what epochs add up of several steps, each behind its name; see ``Tally.additive``.
+
+    ``"steps"`` and ``"rows"`` are those of the batches, which all steps take.
+    """
+    sums: dict[str, float] = {}
+    for name, tally in tallies.items():
+        for key, value in tally.additive().items():
+            shared = not name or key in ("steps", "rows")
+            sums[key if shared else f"{name}_{key}"] = value
+    return sums
+
+
+def _check_name(term: LossTerm) -> None:
+    name = str(term.name)
+    if term.logged and (
+        name in _RESERVED or name.endswith(("_weight", "_sum")) or name.startswith("val_")
+    ):
+        raise LossError(
+            f"A step or a validation logs {name!r} itself. Received: {name!r} among the values of "
+            "forward. Take another name."
+        )
+
+
+def _key(term: LossTerm) -> str:
+    return str(term.name) if term.logged else f"{term.name}_loss"
+
+
+def _factor(term: LossTerm) -> float:
+    """What the mean of a term counts in the loss."""
+    return 0.0 if term.logged else term.factor
+
+
+def _padded(vector: Any, like: Any) -> Any:
+    """A vector with zeros for what it does not have: its length is known from the first step on."""
+    if vector.shape == like.shape and vector.shape[0] is not None:
+        return vector
+    padded = tf.pad(vector, [[0, tf.size(like) - tf.size(vector)]])
+    return tf.ensure_shape(padded, like.shape)
+
+
+def _product(dtype: tf.DType, *factors: Any) -> Any:
+    result: Any = tf.ones([], dtype)
+    for factor in factors:
+        result = result if factor is None else result * tf.cast(factor, dtype)
+    return result
+
+
+def _total(values: list[Any]) -> Any:
+    wide = tf.float64 if any(v.dtype == tf.float64 for v in values) else values[0].dtype
+    return tf.add_n([tf.cast(v, wide) for v in values]) if len(values) > 1 else values[0]
