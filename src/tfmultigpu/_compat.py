@@ -11,13 +11,11 @@ import functools
 import importlib
 import pkgutil
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import tensorflow as tf
-
-from tfmultigpu._patch import patching
 
 _lock = threading.RLock()
 _entered: dict[int, int] = {}
@@ -129,39 +127,9 @@ _DRAWS = {
     "stateless_poisson": "tensorflow:random",
     "stateless_parameterized_truncated_normal": "tensorflow:random",
     "stateless_random_uniform": "tensorflow.python.ops.stateless_random_ops",
-    "stateless_dropout": "tensorflow:nn.experimental",
     "next": "keras:random.SeedGenerator",
     "_moments": "keras:layers.BatchNormalization",
 }
-
-
-@contextmanager
-def replacing_draws(replacements: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
-    """Replaces the functions that make random draws on this thread.
-
-    The public functions of TensorFlow with which Keras draws, such as
-    ``tf.random.stateless_uniform``, are replaced by functions that depend on the calling thread.
-    Keras offers no way to tell a layer which rows of a batch it sees. Without it every replica
-    draws the same numbers. Private: ``keras.src.random.seed_generator.global_seed_generator``, the
-    source of draws without a seed. Without it they fail on replicas, or depend on their number.
-    Private: ``tensorflow.python.ops.stateless_random_ops.stateless_random_uniform``, with which
-    ``tf.image.stateless_random_flip_left_right`` and others draw. Without it all replicas flip
-    alike. Private: ``keras.layers.BatchNormalization._moments``, which ignores
-    ``synchronized`` for masked inputs. Without it each replica normalizes by its own rows.
-
-    Args:
-        replacements: By name of the function, ``f(original, ...)`` with its arguments.
-    """
-    with ExitStack() as contexts:
-        for name, replacement in replacements.items():
-            contexts.enter_context(patching(home_of(name), name, replacement))
-        yield
-
-
-def original_draw(name: str) -> Any:
-    """Returns TensorFlow's own function, even while it is replaced."""
-    function = getattr(home_of(name), name)
-    return getattr(function, "original_of_tfmultigpu", function)
 
 
 def global_seeds() -> Any:
@@ -555,28 +523,3 @@ def is_own_class_of_keras(optimizer: Any) -> bool:
 
     kind = type(optimizer)
     return getattr(keras.optimizers, kind.__name__, None) is kind
-
-
-def dropout_drawn_by(uniform: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a replacement for ``tf.nn.experimental.stateless_dropout``.
-
-    Args:
-        uniform: The replacement for ``tf.random.stateless_uniform``, ``f(original, ...)``.
-    """
-
-    def dropout(
-        original: Any,
-        x: Any,
-        rate: Any,
-        seed: Any,
-        rng_alg: Any = "auto_select",
-        noise_shape: Any = None,
-        name: Any = None,
-    ) -> Any:
-        def sampler(shape: Any, dtype: Any) -> Any:
-            original_uniform = original_draw("stateless_uniform")
-            return uniform(original_uniform, shape, seed, dtype=dtype, alg=rng_alg or "auto_select")
-
-        return tf.nn.experimental.general_dropout(x, rate, sampler, noise_shape, name)
-
-    return dropout

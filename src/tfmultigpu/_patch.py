@@ -64,7 +64,6 @@ def _passing(original: Any, key: _Key) -> Any:
             *args, **kwargs
         )
 
-    call.original_of_tfmultigpu = function  # type: ignore[attr-defined]
     return property(call) if isinstance(original, property) else call
 
 

@@ -11,7 +11,7 @@ import tensorflow as tf
 from one_device import ByHand, Replicated, assert_same, cut, difference, strategy_of
 
 import tfmultigpu as tmg
-from tfmultigpu import _compat
+from tfmultigpu._patch import patching
 from tfmultigpu.steps.batch_norm import moments_of_replicas
 
 layers = keras.layers
@@ -165,7 +165,7 @@ def test_keras_computes_moments_by_a_method_that_can_be_replaced():
     layer = norm(dtype="float16")
     x, mask = tf.ones([2, 3, 4], tf.float16), tf.constant([[True, False, True]] * 2)
     own = keras.layers.BatchNormalization._moments
-    with _compat.replacing_draws({"_moments": replacement}):
+    with patching(keras.layers.BatchNormalization, "_moments", replacement):
         layer(x, training=True, mask=mask)
         layer(x, training=True)
         layer(x, training=False)
