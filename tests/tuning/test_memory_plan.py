@@ -81,15 +81,6 @@ def test_arguments_of_another_kind() -> None:
         tmg.tuning.plan_memory(build, None, unused_strategy(2)).bytes_on("CPU:9")
 
 
-@pytest.mark.parametrize("made_first", [False, True])
-def test_a_plan_is_refused_where_its_step_would_be(made_first: bool) -> None:
-    strategy = unused_strategy(2)
-    given = model_on(strategy) if made_first else build
-    with pytest.raises(tmg.TfMultiGpuError, match=r"Nadam .* 4 sharded variables, such as "):
-        tmg.tuning.plan_memory(given, keras.optimizers.Nadam(), strategy, at_least=KERNEL)
-    tmg.tuning.plan_memory(build, keras.optimizers.Nadam(), strategy)  # All is mirrored.
-
-
 def test_a_class_makes_the_model() -> None:
     class Lazy(keras.Model):
         def __init__(self) -> None:
