@@ -34,14 +34,7 @@ def variable_on_device(
     Private: the class ``ResourceVariable`` and its argument ``distribute_strategy``. In a scope the
     public ``tf.Variable`` makes a copy on each device, and outside it a variable belongs to no
     strategy: TensorFlow and this library then take the model for one created outside the scope.
-
-    Args:
-        strategy: The strategy it belongs to.
-        device: The device.
-        value: The initial value.
-        name: The name.
-        trainable: Whether a ``GradientTape`` watches it by itself.
-        check_write: Called before each write with the variable and the name of the method.
+    ``check_write`` is called before each write with the variable and the name of the method.
     """
     with tf.init_scope(), tf.device(device):
         variable: Any = _variable_class()(
@@ -61,11 +54,8 @@ def reading_before_loops(graph: Any) -> Iterator[list[Any]]:
     that knows nothing of loops. Private: ``_read_variable_op`` of the class ``ResourceVariable``,
     and the classes of the graphs of loops. Without them each turn reads.
 
-    Args:
-        graph: Loops inside of this graph are meant, not those around it.
-
-    Yields:
-        The operations that give loops these values, on the device of the loop.
+    Loops inside of the graph are meant, not those around it. Yields the operations that give loops
+    these values, on the device of the loop.
     """
     before = getattr(_around, "reads", None)
     _around.reads = graph, []
@@ -76,7 +66,6 @@ def reading_before_loops(graph: Any) -> Iterator[list[Any]]:
 
 
 def _outermost_loop(graph: Any) -> Any:
-    """Returns the graph of the outermost loop between the current graph and one around it."""
     graphs: Any = importlib.import_module("tensorflow.python.ops.control_flow_v2_func_graphs")
     loops = graphs.WhileBodyFuncGraph, graphs.WhileCondFuncGraph
     inner: Any = tf.compat.v1.get_default_graph()

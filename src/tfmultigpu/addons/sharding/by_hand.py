@@ -26,11 +26,12 @@ class LayersByHand(Feature):
 
     ``tf.device`` around a layer that is built places its weights. What a step computes is traced
     later, outside of it, and TensorFlow would compute all of it on the first device. With this
-    feature an operation without a device is computed where the weights are that it is computed
-    from, forward and backward, and so is the update.
+    feature a step computes forward, backward and update of each layer where its weights are.
 
-    Attributes:
-        pipeline: Whether the devices compute several micro-batches at one time.
+    Args:
+        pipeline: With ``micro_batches=n`` in ``make_train_step``: whether as many of them are
+            computed at one time as there are devices, and one more. A micro-batch begins when the
+            gradients of an earlier one have been added, so that not all activations are kept.
 
     Example:
         >>> import keras, tensorflow as tf, tfmultigpu as tmg
@@ -42,24 +43,20 @@ class LayersByHand(Feature):
         >>> step = tmg.make_train_step(model, keras.optimizers.SGD(), "mse", features=[by_hand])
     """
 
-    def __init__(self, pipeline: bool = False) -> None:
-        """Takes whether micro-batches overlap.
+    # By ``tf.gradients`` the gradient of an operation is computed where that was; by a tape not.
+    colocates_gradients = True
 
-        Args:
-            pipeline: With ``micro_batches=n`` in ``make_train_step``: computes as many of them at
-                one time as there are devices, and one more. A micro-batch begins when the gradients
-                of an earlier one have been added, so that not all activations are kept.
-        """
+    def __init__(self, pipeline: bool = False) -> None:
+        """Takes whether micro-batches overlap."""
         self.pipeline = pipeline
 
     def bind(self, step: Any) -> None:
         """Takes the step.
 
         Raises:
-            TfMultiGpuError: There are several replicas; or nothing that a pipeline can overlap.
+            TfMultiGpuError: There are several replicas; or a pipeline of one micro-batch.
         """
         self._step = step
-        self._forward: set[Any] = set()
         replicas = step.strategy.num_replicas_in_sync
         if replicas > 1:
             raise TfMultiGpuError(
@@ -67,22 +64,14 @@ class LayersByHand(Feature):
                 f"Received: LayersByHand and {replicas} replicas. Leave it out, or write "
                 "make_train_step(..., tf.distribute.get_strategy())."
             )
-        if not self.pipeline:
-            return
-        devices = devices_of(step.model)
-        if step.model.built and len(devices) == 1:
-            raise TfMultiGpuError(
-                "A pipeline needs layers on several devices. Received: LayersByHand(pipeline=True),"
-                f" and all weights of model {step.model.name!r} on {devices[0]}. Build each block "
-                'under its device, outside of scopes: with tf.device("GPU:1"): x = layer(x).'
-            )
         loops = [feature for feature in step.features if hasattr(feature, "loop")]
-        if not loops:
+        if self.pipeline and not loops:
             raise TfMultiGpuError(
                 "A pipeline computes several micro-batches side by side. Received: "
                 "LayersByHand(pipeline=True) and micro_batches=1. Write micro_batches=8."
             )
-        loops[0].loop = self._side_by_side
+        if self.pipeline:
+            loops[0].loop = self._side_by_side
 
     def on_one_device(self) -> Feature:
         """Returns the same without a pipeline: the layers are where they are."""
@@ -92,35 +81,8 @@ class LayersByHand(Feature):
     def around_trace(self) -> Iterator[None]:
         """Places what a step traces, its update included."""
         graph: Any = tf.compat.v1.get_default_graph()
-        with graph.device(self._device_of):
+        with graph.device(_device_of):
             yield
-
-    @contextmanager
-    def around_backward(self) -> Iterator[None]:
-        """Places the gradient of an operation where that was computed."""
-        graph: Any = tf.compat.v1.get_default_graph()
-        self._forward = set(graph.get_operations())
-        yield
-        self._forward = set()
-
-    def _device_of(self, operation: Any) -> str:
-        """Returns the device of an operation that was just made; empty if TensorFlow chooses.
-
-        That is the device of the variable that it reads, else of its last input: a weight is after
-        the input of its layer. A gradient is computed from what the operation has kept. Numbers,
-        such as a learning rate, are copied instead.
-        """
-        if operation.device:
-            return str(operation.device)
-        for tensor in operation.inputs:
-            if tensor.dtype == tf.resource:
-                return str(getattr(resource_outside(tensor), "device", ""))
-        # TensorFlow asks nobody where it reads a variable.
-        placed = [(tensor, self._device_of(tensor.op)) for tensor in _read_or_placed(operation)]
-        placed = [pair for pair in placed if pair[1]]
-        placed = [pair for pair in placed if pair[0].shape.rank != 0] or placed
-        kept = [pair for pair in placed if pair[0].op in self._forward]
-        return (kept or placed)[-1][1] if placed else ""
 
     def _side_by_side(
         self, body: Callable[..., Any], most: int, count: Any, values: Sequence[Any]
@@ -136,16 +98,28 @@ class LayersByHand(Feature):
             waits = done[-at_once] if number >= at_once else []
             with tf.control_dependencies(waits):
                 _, *added = body(part, *done[-1])
-            # One without rows has computed the last rows again.
-            pairs = zip(added, done[-1], strict=True)
-            done.append([tf.where(here, new, old) for new, old in pairs] if number else added)
+            if number:  # One without rows has computed the last rows again.
+                pairs = zip(added, done[-1], strict=True)
+                added = [tf.where(here, new, old) for new, old in pairs]
+            done.append(added)
         return done[-1]
 
 
-def _read_or_placed(operation: Any) -> list[Any]:
-    """Returns the inputs whose device is known, or is that of a variable."""
-    return [
-        tensor
-        for tensor in operation.inputs
-        if tensor.op.device or any(source.dtype == tf.resource for source in tensor.op.inputs)
-    ]
+def _device_of(operation: Any) -> str:
+    """Returns the device of an operation that was just made; empty if TensorFlow chooses.
+
+    That is the device of the variable that it reads, else of its last input: a weight is after the
+    input of its layer. Numbers and indices, such as a learning rate, are copied instead.
+    """
+    if operation.device:
+        return str(operation.device)
+    placed: list[tuple[Any, str]] = []
+    for tensor in operation.inputs:
+        if tensor.dtype == tf.resource:
+            return str(getattr(resource_outside(tensor), "device", ""))
+        # TensorFlow asks nobody where it reads a variable.
+        read = any(source.dtype == tf.resource for source in tensor.op.inputs)
+        device = _device_of(tensor.op) if read else tensor.op.device
+        placed += [(tensor, device)] if device else []
+    values = [pair for pair in placed if pair[0].shape.rank != 0 and pair[0].dtype.is_floating]
+    return (values or placed)[-1][1] if placed else ""

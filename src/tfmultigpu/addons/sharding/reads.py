@@ -13,10 +13,9 @@ backward pass reads the weights of a layer only when those of the second layer b
 from __future__ import annotations
 
 import bisect
-import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
@@ -24,6 +23,7 @@ from tfmultigpu.addons.sharding import _private
 from tfmultigpu.devices.names import parse_device_name
 from tfmultigpu.errors import TfMultiGpuError
 from tfmultigpu.steps.features import Feature, Pass, Phase, Rows, Shards
+from tfmultigpu.steps.gradient_features import CompileByXla
 from tfmultigpu.strategies.collectives import add_on_device
 from tfmultigpu.strategies.topology import is_sharded
 
@@ -37,38 +37,20 @@ _LOOPS = ("StatelessWhile", "While")
 _Key = tuple[int, int]
 
 
-@dataclasses.dataclass(frozen=True)
-class _Use:
-    """An operation of a replica that takes the value of a sharded variable.
+class _Use(NamedTuple):
+    """An operation, ``place`` in its graph, of a replica that takes the value of a variable."""
 
-    Attributes:
-        read: The operation that reads the variable.
-        handle: The ``id`` of the handle of the variable.
-        device: The device of the variable.
-        value: The tensor that the operation takes.
-        casts: The casts between the two.
-        user: The operation.
-        place: Its number in the graph.
-    """
-
-    read: Any
-    handle: int
-    device: str
-    value: Any
-    casts: tuple[Any, ...]
+    read: Any  # The operation that reads the variable.
+    handle: int  # The ``id`` of the handle of the variable.
+    device: str  # The device of the variable.
+    value: Any  # The tensor that the user takes,
+    casts: tuple[Any, ...]  # and the casts between the two.
     user: Any
     place: int
 
 
-@dataclasses.dataclass(frozen=True)
-class _SecondRead:
-    """A read of a backward pass.
-
-    Attributes:
-        key: What is read, and in which backward pass.
-        operation: The operation.
-        place: The number in the graph of the operation that uses it first.
-    """
+class _SecondRead(NamedTuple):
+    """A read of a backward pass, and the place of the operation that uses it first."""
 
     key: _Key
     operation: Any
@@ -76,84 +58,80 @@ class _SecondRead:
 
 
 class _ReplicaTrace:
-    """What one replica reads.
+    """What one replica reads going backward, in the order of use; and where each pass begins.
 
-    Attributes:
-        begins: Number of operations in the graph where each backward pass begins.
-        end: Number of operations where the last one ends; what follows only scales gradients.
-        reads: The reads of the backward passes, in the order of their use.
+    Places are numbers of operations. After ``end`` gradients are only scaled.
     """
 
     def __init__(self) -> None:
+        self.graph: Any = tf.compat.v1.get_default_graph()
         self.begins: list[int] = []
         self.end = 0
         self.reads: list[_SecondRead] = []
 
 
 class ShardedReads(Feature):
-    """Bounds the copies of sharded variables in a step, and adds their gradients where they are.
-
-    It changes the graph, not the results. ``sharded_variables`` adds it to all steps of a strategy.
-    """
+    """Bounds the copies of sharded variables in a step, and adds their gradients where they are."""
 
     def bind(self, step: Any) -> None:
         """Takes the step, with the model and the variables that it trains."""
         self._step = step
-        self._replicas: list[_ReplicaTrace] = []
-        self._graph: Any = None
+        self._replicas: dict[int, _ReplicaTrace] = {}  # By number.
+        dtypes = [feature.message_dtype for feature in step.features]
+        self._dtype = next((dtype for dtype in dtypes if dtype is not None), None)
+        self._by_xla = any(isinstance(feature, CompileByXla) for feature in step.features)
+
+    def on_one_device(self) -> Feature:
+        """Returns the same: one device reads all weights of all the others."""
+        return ShardedReads()
 
     @contextmanager
     def around_model(self, rows: Rows) -> Iterator[None]:
-        """Rewires the reads in what a replica traces.
-
-        Raises:
-            TfMultiGpuError: The replica is compiled by XLA, which reads no other device.
-        """
-        replica = _ReplicaTrace()
-        self._replicas.append(replica)
+        """Rewires the reads in what a replica traces."""
         devices = {
             id(variable.value.handle): variable.value.device
             for variable in self._step.model.variables
             if is_sharded(variable)
         }
-        if not devices or tf.executing_eagerly():
+        if not devices:
             yield
             return
-        graph: Any = tf.compat.v1.get_default_graph()
-        if self._graph not in (None, graph):
+        if self._by_xla:
             raise TfMultiGpuError(
                 "XLA cannot read a variable on another device. Received: jit_compile=True for a "
                 f"model with {len(devices)} sharded variables. Leave jit_compile out, or create "
                 "the model without tmg.sharded_variables()."
             )
-        begin = _count()
-        with _private.reading_before_loops(graph) as loops:
+        begin, replica = _count(), _ReplicaTrace()
+        self._replicas[_own_number()] = replica
+        with _private.reading_before_loops(replica.graph) as loops:
             yield
-        operations = graph.get_operations()
+        operations = replica.graph.get_operations()
         begins = replica.begins or [len(operations)]
         places = {operation: place for place, operation in enumerate(operations)}
         uses = _uses(operations[begin:], places, _own_device(), devices, loops)
         _wait_in_turn([use for use in uses if use.place < begins[0]], places)
         backward = [use for use in uses if use.place >= begins[0]]
         replica.reads = _read_again(backward, begins, places)
+        if not replica.begins:  # Nobody asks again what an evaluation has read.
+            self._replicas.clear()
 
     @contextmanager
     def around_backward(self) -> Iterator[None]:
         """Notes where each backward pass begins and ends."""
-        self._replicas[-1].begins.append(_count())
+        replica = self._replicas.get(_own_number()) or _ReplicaTrace()
+        replica.begins.append(_count())
         yield
-        self._replicas[-1].end = _count()
+        replica.end = _count()
 
     def around_phase(self, phase: Phase) -> Phase:
         """Returns the phase, with the gradients of sharded variables added over the replicas."""
 
         def added(shards: Shards) -> list[Pass]:
-            self._replicas = []
-            self._graph = tf.compat.v1.get_default_graph()
-            try:
-                return self._add(phase(shards))
-            finally:
-                self._replicas, self._graph = [], None
+            self._replicas = {}
+            passes = phase(shards)  # A step that predicts returns what the model does.
+            has_gradients = hasattr(self._step, "optimizer")
+            return self._add(passes) if has_gradients else passes
 
         return added
 
@@ -171,10 +149,11 @@ class ShardedReads(Feature):
                     continue  # The step has said if they differ.
                 key = number, id(variable.handle)
                 parts[key] = replicas
-                sums[key] = add_on_device(replicas, variable.device)
+                sums[key] = add_on_device(replicas, variable.device, self._dtype)
                 for replica, each in enumerate(gradients):
                     each[number][i] = None if replica else sums[key]
-        _keep_in_step(self._replicas, parts, sums)
+        _keep_in_step([self._replicas[i] for i in sorted(self._replicas)], parts, sums)
+        self._replicas = {}
         return [
             one._replace(gradients=tuple(map(tuple, each)))
             for one, each in zip(passes, gradients, strict=True)
@@ -182,19 +161,22 @@ class ShardedReads(Feature):
 
 
 def _count() -> int:
-    if tf.executing_eagerly():
-        return 0
-    return len(tf.compat.v1.get_default_graph().get_operations())
+    graph: Any = tf.compat.v1.get_default_graph()
+    return len(graph.get_operations())
+
+
+def _own_number() -> int:
+    """Returns the number of this replica; layers that meet have replicas take turns."""
+    context: Any = tf.distribute.get_replica_context()
+    return int(tf.get_static_value(context.replica_id_in_sync_group))
 
 
 def _own_device() -> str | None:
-    """Returns the device of this replica; None outside of replicas."""
-    context: Any = tf.distribute.get_replica_context()
-    if context is None or context.num_replicas_in_sync == 1:
+    strategy = tf.distribute.get_strategy()
+    if strategy.num_replicas_in_sync == 1:
         return None
-    number = tf.get_static_value(context.replica_id_in_sync_group)
-    devices = context.strategy.extended.worker_devices
-    return parse_device_name(devices[number % len(devices)])
+    devices = strategy.extended.worker_devices
+    return parse_device_name(devices[_own_number() % len(devices)])
 
 
 def resource_outside(tensor: Any) -> Any:
@@ -296,17 +278,12 @@ def _read_again(
 def _keep_in_step(
     replicas: Sequence[_ReplicaTrace], parts: Mapping[_Key, Sequence[Any]], sums: Mapping[_Key, Any]
 ) -> None:
-    """Has the replicas go backward together, so that gradients do not wait for each other.
-
-    Args:
-        replicas: The reads of each replica.
-        parts: The gradients of the replicas.
-        sums: Their sum, likewise.
-    """
-    orders = [[read.key for read in replica.reads] for replica in replicas]
+    """Has the replicas go backward together, so that gradients do not wait for their sums."""
+    graph: Any = tf.compat.v1.get_default_graph()
+    # Replicas with a loop each do not wait for each other.
+    orders = [[read.key for read in each.reads] for each in replicas if each.graph is graph]
     if not orders or not orders[0] or any(order != orders[0] for order in orders):
         return
-    graph: Any = tf.compat.v1.get_default_graph()
     places = {operation: place for place, operation in enumerate(graph.get_operations())}
     for i in range(_AHEAD + 1, len(orders[0])):
         before = orders[0][i - _AHEAD - 1]

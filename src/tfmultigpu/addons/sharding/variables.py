@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import gc
 import math
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
@@ -27,17 +26,11 @@ from tfmultigpu.strategies.worker_exchange import WorkerExchange
 __all__ = ["AT_LEAST", "memory_of_devices", "next_device", "sharded_variables"]
 
 AT_LEAST = 2**16
-_PASSES = 5
+_PASSES = 3
 
 
-@dataclasses.dataclass(frozen=True)
-class _Limits:
-    """Arguments of ``sharded_variables``.
-
-    Attributes:
-        at_least: Smaller variables, in bytes, are mirrored.
-        memory: Bytes of each device; None if they are unknown, which means alike.
-    """
+class _Limits(NamedTuple):
+    """Arguments of ``sharded_variables``: bytes of a variable, and of each device if known."""
 
     at_least: int = AT_LEAST
     memory: tuple[float, ...] | None = None
@@ -47,7 +40,6 @@ class _Loads:
     """Bytes of sharded variables on each device of a strategy.
 
     Attributes:
-        devices: The devices.
         limits: What ``sharded_variables`` was entered with last.
         entered: What those were entered with that have not ended, the innermost last.
         alive: Bytes of the variables that are on each device now.
@@ -63,11 +55,7 @@ class _Loads:
         self.bytes = self.alive
 
     def agree(self, strategy: tf.distribute.Strategy, limits: _Limits) -> _Limits:
-        """Has all workers choose the same devices; returns the limits that hold on all of them.
-
-        Raises:
-            ClusterError: The workers give other numbers for ``at_least``.
-        """
+        """Has all workers choose the same devices; returns the limits that hold on all of them."""
         exchange = WorkerExchange(strategy)
         if exchange.workers == 1:
             return limits
@@ -85,11 +73,7 @@ class _Loads:
         return _Limits(limits.at_least, None if math.inf in least else least)
 
     def add(self, device: int, name: str, size: int, memory: tuple[float, ...] | None) -> None:
-        """Counts a variable.
-
-        Raises:
-            DataError: The device does not hold it.
-        """
+        """Counts a variable, if the device holds it."""
         if memory is not None and self.bytes[device] + size > memory[device]:
             table = "; ".join(
                 f"{parse_device_name(one)}: {used:,} of {int(most):,} bytes"
@@ -124,24 +108,19 @@ def sharded_variables(
     the optimizer state beside it. The results are those of a mirrored model, and of one device.
 
     A variable goes to the device with the smallest part of its memory in use. Small variables,
-    and those that layers assign themselves, such as moving statistics, stay mirrored. A model
-    that is built later, from its first batch, is sharded as well, by the arguments of the
-    ``sharded_variables`` that was entered last.
-
-    Several workers each keep all variables, spread over their own devices alike. All of them must
-    enter it. If each has one device, or the strategy has one replica, the model is as without it.
+    and those that are not trained, such as moving statistics, stay mirrored. A model that is built
+    later, from its first batch, is sharded by the arguments that were given last. Several workers
+    each spread all variables over their own devices, and all must enter it.
 
     Args:
         at_least: Bytes from which a variable is large.
-        memory: Bytes of each device, by device name or in order: unequal devices get unequal
-            parts. Of several workers, the least for devices of one number counts. None takes the
-            memory limits of the devices, or the memory the driver tells. If that is unknown for one
-            of them, as for CPUs, all get equal parts.
+        memory: Bytes of each device, by device name or in order; of several workers the least
+            counts. None takes the memory limits of the devices, or the memory the driver tells; if
+            one is unknown, as for CPUs, all get equal parts.
 
     Raises:
         ScopeError: Not in the scope of a strategy.
-        TfMultiGpuError: The strategy is not a ``MirroredStrategy`` or a
-            ``MultiWorkerMirroredStrategy``.
+        TfMultiGpuError: The strategy is not a mirrored one.
         DataError: ``memory`` does not fit the devices; or, later, the variables do not.
         TypeError: ``at_least`` is not a whole number.
         ValueError: ``at_least`` is negative.
@@ -199,26 +178,28 @@ def _creating(strategy: tf.distribute.Strategy) -> Iterator[None]:
         if not callable(initial) and not tf.executing_eagerly():  # It may be of this graph.
             return create_mirrored(**options)
         # The size is known once there is a value, which is made where there is most room.
-        memory = limits.memory or [0] * len(loads.devices)
-        room = [most - used for most, used in zip(memory, loads.bytes, strict=True)]
-        with tf.init_scope(), tf.device(loads.devices[room.index(max(room))]):
+        room = np.subtract(limits.memory or 0, loads.bytes)
+        with tf.init_scope(), tf.device(loads.devices[room.argmax()]):
             value = initial() if callable(initial) else initial
             value = tf.convert_to_tensor(value, options["dtype"])
         size = value.shape.num_elements() * value.dtype.size
         if size < limits.at_least:
             return create_mirrored(**{**options, "initial_value": lambda: value})
-        _check_alike(strategy, options["name"], value)
+        name = options["name"]
+        _check_alike(strategy, name, value)
         number = next_device(loads.bytes, limits.memory, size)
-        with tf.init_scope(), tf.device(loads.devices[number]):
+        device = loads.devices[number]
+        with tf.init_scope(), tf.device(device):
             value = tf.identity(value)
-        loads.add(number, options["name"], size, limits.memory)
-        value = value_of_first_worker(strategy, value, loads.devices[number])
-        variable = _on_device(strategy, loads.devices[number], value, options)
+        loads.add(number, name, size, limits.memory)
+        value = value_of_first_worker(strategy, value, device)
+        variable = _on_device(strategy, device, value, name, trainable=True)
         weakref.finalize(variable, loads.remove, number, size)
         return variable
 
-    if any(loads.alive):
-        _free_unused_models()
+    if any(loads.alive):  # Models hold themselves, and unused ones are found in a third pass.
+        for _ in range(_PASSES):
+            gc.collect()
     limits = loads.agree(strategy, loads.limits)
     loads.entered.append(limits)
     try:
@@ -226,16 +207,6 @@ def _creating(strategy: tf.distribute.Strategy) -> Iterator[None]:
             yield
     finally:
         loads.entered.pop()
-
-
-def _free_unused_models() -> None:
-    """Frees the variables of models that nobody uses, which hold themselves.
-
-    The variables are found only in the third pass, after the functions that hold them.
-    """
-    for _ in range(_PASSES):
-        if not gc.collect():
-            return
 
 
 def _check_alike(strategy: tf.distribute.Strategy, name: str, value: tf.Tensor) -> None:
@@ -253,10 +224,9 @@ def _check_alike(strategy: tf.distribute.Strategy, name: str, value: tf.Tensor) 
 
 
 def _serve_optimizers(strategy: tf.distribute.Strategy) -> None:
-    """Has Keras optimizers keep what they remember of a sharded variable beside it.
+    """Has Keras optimizers keep slots of a sharded variable beside it, and not update it N times.
 
-    The strategy takes mirrored variables only, and says so by an assertion, or by a message with
-    the values of the variable.
+    TensorFlow takes mirrored variables only, and says so by an assertion.
     """
     extended: Any = strategy.extended
     colocate, update = extended.colocate_vars_with, extended.update
@@ -268,7 +238,7 @@ def _serve_optimizers(strategy: tf.distribute.Strategy) -> None:
         def beside(_: Any, **options: Any) -> Any:
             with tf.init_scope(), tf.device(variable.device):
                 value = tf.convert_to_tensor(options["initial_value"](), options["dtype"])
-            return _on_device(strategy, variable.device, value, {**options, "trainable": False})
+            return _on_device(strategy, variable.device, value, options["name"], trainable=False)
 
         return tf.variable_creator_scope(beside)
 
@@ -290,19 +260,6 @@ def _serve_optimizers(strategy: tf.distribute.Strategy) -> None:
     extended.colocate_vars_with, extended.update = colocate_vars_with, update_mirrored
 
 
-def _on_device(
-    strategy: tf.distribute.Strategy, device: str, value: Any, options: Mapping[str, Any]
-) -> Any:
-    return _private.variable_on_device(
-        strategy,
-        device,
-        value,
-        options["name"],
-        trainable=options["trainable"],
-        check_write=_refuse_replicas,
-    )
-
-
 def _refuse_replicas(variable: Any, write: str) -> None:
     """Raises an error if a replica writes to a sharded variable, which each would do once more."""
     context: Any = tf.distribute.get_replica_context()
@@ -316,18 +273,11 @@ def _refuse_replicas(variable: Any, write: str) -> None:
     )
 
 
+_on_device = functools.partial(_private.variable_on_device, check_write=_refuse_replicas)
+
+
 def next_device(loads: Sequence[int], memory: Sequence[float] | None, size: int) -> int:
-    """Returns the number of the device that has the smallest part of its memory in use then.
-
-    Args:
-        loads: Bytes of the sharded variables on each device.
-        memory: Bytes of each device; None if they are unknown, which means alike.
-        size: Bytes of the variable to place.
-
-    Example:
-        >>> next_device([0, 0], [1000, 4000], 500)
-        1
-    """
+    """Returns the number of the device that has the smallest part of its memory in use then."""
     sizes = memory or (1.0,) * len(loads)
     used = [(load + size) / of for load, of in zip(loads, sizes, strict=True)]
     return used.index(min(used))
@@ -336,11 +286,7 @@ def next_device(loads: Sequence[int], memory: Sequence[float] | None, size: int)
 def memory_of_devices(
     devices: Sequence[str], memory: Mapping[str, float] | Sequence[float] | None
 ) -> tuple[float, ...] | None:
-    """Returns the bytes of each device: those given, else those known; None if one is not known.
-
-    Raises:
-        DataError: What is given does not fit the devices.
-    """
+    """Returns the bytes of each device: those given, else those known; None if one is not known."""
     names = [parse_device_name(device) for device in devices]
     if memory is None:
         known = [_known_memory(name) for name in names]
@@ -350,8 +296,8 @@ def memory_of_devices(
         values: list[Any] = [*map(given.get, names), *given.keys() - set(names)]
     else:
         values = list(np.ravel(memory))
-    numbers = [float(one) for one in values if isinstance(one, (int, float, np.integer))]
-    sizes = [one for one in numbers if 0 < one < math.inf]
+    numbers = [float(size) for size in values if isinstance(size, (int, float, np.integer))]
+    sizes = [size for size in numbers if 0 < size < math.inf]
     if len(sizes) != len(names) or len(values) != len(names):
         raise DataError(
             "memory has one positive number of bytes for each device of the strategy. Received: "

@@ -1,0 +1,105 @@
+"""Layers placed by hand: computed where their weights are, alone or as a pipeline."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from one_device import strategy_of
+
+import tfmultigpu as tmg
+from tfmultigpu.devices.names import parse_device_name
+
+layers = keras.layers
+PLACES, ALONE = ("CPU:1", "CPU:2"), ("CPU:0", "CPU:0")
+PIPELINE = {"micro_batches": 3}
+_random = np.random.default_rng(5)
+X, Y = (_random.normal(size=(30, size)).astype("float32") for size in (6, 1))
+
+
+def build(places: tuple[str, ...] = PLACES) -> keras.Model:
+    """Two blocks with normalization and dropout, and a sum of activations of both."""
+    keras.utils.set_random_seed(2)
+    x = inputs = keras.Input((6,))
+    for i, place in enumerate(places):
+        with tf.device(place):
+            inner = layers.Dense(6, "tanh", kernel_regularizer="l2", name=f"block_{i}")(x)
+            inner = layers.LayerNormalization()(layers.Dropout(0.2, seed=i)(inner))
+            x = layers.Add()([inner, x])
+    with tf.device(places[-1]):
+        return keras.Model(inputs, layers.Dense(1, name="block_2")(x))
+
+
+def by_hand(pipeline: bool = False) -> list[Any]:
+    return [tmg.sharding.LayersByHand(pipeline)]
+
+
+# Fails if activations, gradients or updates go through the first device.
+@pytest.mark.parametrize("pipeline", [False, True])
+def test_all_is_computed_where_the_weights_are(pipeline: bool) -> None:
+    options = PIPELINE if pipeline else {}
+    sgd = keras.optimizers.SGD(0.1, global_clipnorm=1.0)
+    step = tmg.make_train_step(
+        build(), sgd, "mse", verify=False, features=by_hand(pipeline), **options
+    )
+    graphs: list[Any] = []
+
+    @tf.function
+    def look(batch: Any) -> Any:
+        graphs.append(tf.compat.v1.get_default_graph())
+        return step(batch)
+
+    step((X[:6], Y[:6]))
+    look((X[:6], Y[:6]))
+    devices: dict[str, set[str]] = {}
+    large = set()
+    for operation in graphs[-1].get_operations():
+        device = parse_device_name(operation.device) if operation.device else ""
+        if operation.type in ("MatMul", "TanhGrad", "BiasAddGrad"):
+            layer = next(part for part in operation.name.split("/") if part.startswith("block_"))
+            devices.setdefault(layer[:7], set()).add(device)
+        if operation.type in ("L2Loss", "AssignSubVariableOp", "AssignAddVariableOp", "Mul"):
+            large |= {device for one in operation.inputs if tuple(one.shape) in ((6, 6), (6,))}
+    assert devices == {"block_0": {"CPU:1"}, "block_1": {"CPU:2"}, "block_2": {"CPU:2"}}
+    assert large == set(PLACES)
+
+
+# Fails if a micro-batch without rows is added, or a weight or slot is another device's.
+@pytest.mark.parametrize("pipeline", [False, True])
+def test_training_is_that_of_one_device(pipeline: bool) -> None:
+    results = []
+    for places in (PLACES, ALONE):
+        model = build(places)
+        adam = keras.optimizers.Adam(0.01, global_clipnorm=0.5)
+        options = {"features": by_hand(pipeline), **PIPELINE} if places == PLACES else {}
+        metrics = [keras.metrics.MeanSquaredError()]
+        step = tmg.make_train_step(model, adam, "mse", metrics=metrics, verify=False, **options)
+        losses, begin = [], 0
+        for rows in (8, 7, 1, 2, 9):  # Also fewer rows than micro-batches.
+            batch = X[begin : begin + rows], Y[begin : begin + rows]
+            weights = np.arange(1.0, rows + 1, dtype="float32") / rows
+            losses.append(float(step((*batch, weights))["loss"]))
+            begin += rows
+        state = [one.numpy() for one in [*model.variables, *adam.variables]]
+        results.append([*state, np.array(losses), np.array(metrics[0].result())])
+        if places == PLACES:
+            for variable in model.trainable_variables:
+                slots = [one for one in adam.variables if one.shape == variable.shape]
+                assert variable.value.device in {one.value.device for one in slots}
+    for actual, value in zip(*results, strict=True):
+        np.testing.assert_allclose(actual, value, atol=2e-6)
+
+
+# Fails if nothing that can overlap is taken for a pipeline.
+def test_what_is_refused() -> None:
+    with pytest.raises(tmg.TfMultiGpuError, match=r"micro_batches=1\. Write"):
+        tmg.make_train_step(build(), keras.optimizers.SGD(0.1), "mse", features=by_hand(True))
+    strategy = strategy_of(2)
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((6,)), layers.Dense(1)])
+        model.compile("sgd", "mse")
+    with pytest.raises(tmg.TfMultiGpuError, match="LayersByHand and 2 replicas"):
+        tmg.make_train_step(model, model.optimizer, "mse", strategy, features=by_hand())

@@ -1,0 +1,184 @@
+"""Where sharded variables and their slots are, and what is refused; promises prove the results."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from one_device import strategy_of, unused_strategy
+
+import tfmultigpu as tmg
+from tfmultigpu.devices.names import parse_device_name
+from tfmultigpu.strategies.topology import is_sharded
+
+layers = keras.layers
+_random = np.random.default_rng(3)
+NUMBERS = _random.normal(size=(12, 6)).astype("float32")
+LABELS = _random.integers(0, 3, 12)
+
+
+def mlp() -> Any:
+    limit = keras.constraints.MaxNorm(1.0)
+    hidden = [
+        layers.Dense(16, "tanh", kernel_regularizer="l2"),
+        layers.Dropout(0.3, seed=1),
+        layers.Dense(16, "tanh", kernel_constraint=limit),
+    ]
+    return keras.Sequential([keras.Input((6,)), *hidden, layers.Dense(3)])
+
+
+def crossentropy() -> Any:
+    return keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+
+
+def sharded(make: Any, replicas: int = 2, **options: Any) -> Any:
+    """Makes it once for each replica count; on one device nothing is sharded."""
+    with strategy_of(replicas).scope():
+        if replicas == 1:
+            return make()
+        with tmg.sharded_variables(**{"at_least": 0, **options}):
+            return make()
+
+
+def device_of(variable: Any) -> str:
+    name: str = parse_device_name(variable.value.device)
+    return name
+
+
+def trained(replicas: int) -> list[np.ndarray]:
+    """Weights after averages, clipping, decay, a frozen layer and a last batch of one row."""
+    keras.utils.set_random_seed(3)
+    strategy, model = strategy_of(replicas), sharded(mlp, replicas)
+    with strategy.scope():
+        averages = {"use_ema": True, "ema_momentum": 0.5, "ema_overwrite_frequency": 2}
+        optimizer = keras.optimizers.Adam(0.01, clipnorm=0.1, weight_decay=0.1, **averages)
+        optimizer.build(model.trainable_variables)
+    assert all(is_sharded(one) == (replicas > 1) for one in model.trainable_variables)
+    step = tmg.make_train_step(model, optimizer, crossentropy(), strategy, verify=False)
+    for rows in (7, 1, 12):
+        model.layers[-1].trainable = rows != 12
+        step((NUMBERS[:rows], LABELS[:rows]))
+    return [np.asarray(one.numpy()) for one in [*model.weights, *optimizer.variables]]
+
+
+# Fails if a setting of an optimizer, built before, acts on a sharded variable N times or not.
+def test_settings_of_the_optimizer() -> None:
+    for actual, value in zip(trained(3), trained(1), strict=True):
+        np.testing.assert_allclose(actual, value, rtol=2e-5, atol=2e-6)
+
+
+# Fails if devices are not chosen by the memory that is given, or the table has other numbers.
+def test_devices_are_chosen_by_memory() -> None:
+    with unused_strategy(2).scope(), tmg.sharded_variables(at_least=0, memory=[3e6, 1e6]):
+        model = keras.Sequential([keras.Input((32,)), *[layers.Dense(32) for _ in range(12)]])
+    places = [device_of(variable) for variable in model.variables if len(variable.shape) == 2]
+    assert (places.count("CPU:0"), places.count("CPU:1")) == (9, 3)
+    with unused_strategy(2).scope(), tmg.sharded_variables(at_least=0, memory=[16, 1000]):
+        small_first = [keras.Variable(np.ones(size, "float32")) for size in (8, 2)]
+    assert {device_of(variable) for variable in small_first} == {"CPU:1"}
+    memory = {"CPU:0": 5000, "CPU:1": 5000}
+    says = r"4,096 bytes, after CPU:0: .* of 5,000 bytes"
+    with (
+        pytest.raises(tmg.errors.DataError, match=says),
+        unused_strategy(2).scope(),
+        tmg.sharded_variables(memory=memory, at_least=0),
+    ):
+        keras.Sequential([keras.Input((32,)), *[layers.Dense(32) for _ in range(4)]])
+
+
+# Fails if a model that nobody uses is still counted.
+def test_the_memory_of_an_earlier_model_is_free_again() -> None:
+    strategy = unused_strategy(2)
+    for _ in range(3):
+        model = None
+        gc.disable()  # As if it had not come to it yet.
+        try:
+            with strategy.scope(), tmg.sharded_variables(at_least=0, memory=[1e4, 1e4]):
+                model = keras.Sequential([keras.Input((64,)), layers.Dense(32), layers.Dense(64)])
+                model.compile("sgd", "mse")
+            tmg.fit(model, np.ones((4, 64)), np.ones((4, 64)), verbose=0)
+        finally:
+            gc.enable()
+
+
+# Fails if a limit outlives its context, or a model that is built later is mirrored.
+def test_inner_limits_and_models_that_are_built_later() -> None:
+    def kernel() -> bool:
+        dense = layers.Dense(4)
+        dense.build((None, 4))
+        return is_sharded(dense.kernel)
+
+    with strategy_of(2).scope(), tmg.sharded_variables(at_least=0):
+        before = kernel()
+        with tmg.sharded_variables(at_least=10**6):
+            within = kernel()
+        assert (before, within, kernel()) == (True, False, True)
+    model = sharded(lambda: keras.Sequential([layers.Dense(16), layers.Dense(3)]))
+    with strategy_of(2).scope():
+        sgd = keras.optimizers.SGD(0.1)
+    tmg.make_train_step(model, sgd, crossentropy(), strategy_of(2))((NUMBERS, LABELS))
+    assert all(map(is_sharded, model.trainable_variables))
+
+
+# Fails if a replica writes to a variable that all share, by whichever method.
+def test_replicas_may_not_write() -> None:
+    kernel = sharded(lambda: keras.Variable(np.ones((2, 2), "float32")))
+    for write in (
+        lambda v: v.assign(tf.zeros((2, 2))),
+        lambda v: v.assign_add(tf.ones((2, 2))),
+        lambda v: v.scatter_add(tf.IndexedSlices(tf.ones((1, 2)), [0])),
+        lambda v: v.scatter_nd_update([[0, 0]], [3.0]),
+        lambda v: v[0].assign([5.0, 6.0]),
+    ):
+        with pytest.raises(tmg.TfMultiGpuError, match=r"none may write[\s\S]*trainable=False"):
+            strategy_of(2).run(write, args=(kernel.value,))
+        np.testing.assert_array_equal(kernel.numpy(), np.ones((2, 2)))
+    kernel.value[0].assign([5.0, 6.0])  # Once, outside of replicas, it can be written.
+    np.testing.assert_array_equal(kernel.numpy(), [[5, 6], [1, 1]])
+
+
+# Fails if TensorFlow's assertion comes up, or a replica updates.
+def test_only_a_step_updates() -> None:
+    model, strategy = sharded(mlp), strategy_of(2)
+    variables = model.trainable_variables
+    before = [one.numpy() for one in variables]
+    with strategy.scope():
+        optimizer = keras.optimizers.Adam(0.01, weight_decay=0.1)
+        optimizer.build(variables)
+        model.compile("sgd", crossentropy())
+    zeros = [tf.zeros(one.shape) for one in variables]
+    with pytest.raises(tmg.TfMultiGpuError, match=r"updated once[\s\S]*make_train_step"):
+        strategy.run(type(optimizer).apply, args=(optimizer, zeros, variables))
+    with pytest.raises(tmg.TfMultiGpuError, match=r"updated once[\s\S]*tmg\.fit\(model, data\)"):
+        model.fit(NUMBERS[:8], LABELS[:8], verbose=0)
+    for one, variable in zip(before, variables, strict=True):
+        np.testing.assert_array_equal(one, variable.numpy())
+
+
+# Fails if what cannot be had is taken in silence.
+def test_what_is_refused() -> None:
+    for options, says in (
+        ({"shard_update": False}, "Leave shard_update out"),
+        ({"jit_compile": True}, "XLA cannot read"),
+    ):
+        model, strategy = sharded(mlp), strategy_of(2)
+        with strategy.scope():
+            sgd = keras.optimizers.SGD(0.1)
+        with pytest.raises(tmg.TfMultiGpuError, match=says):
+            tmg.make_train_step(model, sgd, crossentropy(), strategy, **options)((NUMBERS, LABELS))
+    with pytest.raises(tmg.ScopeError, match=r"with strategy.scope\(\), tmg.sharded"):
+        tmg.sharded_variables().__enter__()
+    central = tf.distribute.experimental.CentralStorageStrategy(["CPU:0", "CPU:1"], "CPU:0")
+    with central.scope(), pytest.raises(tmg.TfMultiGpuError, match="a mirrored strategy only"):
+        tmg.sharded_variables().__enter__()
+    with unused_strategy(2).scope():
+        for memory in ([1.0], 1e9, [1e9, 0], ["1", "2"], {"CPU:0": 1e9}):
+            with pytest.raises(tmg.errors.DataError, match="for each device"):
+                tmg.sharded_variables(memory=memory).__enter__()
+        for at_least, error in (("64k", TypeError), (-1, ValueError)):
+            with pytest.raises(error, match=r"at_least must be a whole number"):
+                tmg.sharded_variables(at_least=at_least).__enter__()
