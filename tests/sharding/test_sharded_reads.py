@@ -76,8 +76,8 @@ def users_of(read: Any) -> list[Any]:
     return users
 
 
-def sharded(make: Any) -> Any:
-    with strategy_of(2).scope(), tmg.sharded_variables(at_least=0):
+def sharded(make: Any, replicas: int = 2) -> Any:
+    with strategy_of(replicas).scope(), tmg.sharded_variables(at_least=0):
         return make()
 
 
@@ -231,9 +231,8 @@ def test_training_is_that_of_one_device(name: str) -> None:
     for replicas in (1, 3):
         strategy = strategy_of(replicas)
         keras.utils.set_random_seed(2)
-        with strategy.scope():  # With one replica nothing is sharded.
-            with tmg.sharded_variables(at_least=0):
-                model = MODELS[name]()
+        model = MODELS[name]() if replicas == 1 else sharded(MODELS[name], replicas)
+        with strategy.scope():
             adam = keras.optimizers.Adam(0.01)
         outputs = len(model.outputs)
         loss = "mse" if outputs == 1 else ["mse"] * outputs

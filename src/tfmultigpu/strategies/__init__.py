@@ -2,11 +2,9 @@
 
 from tfmultigpu.strategies.factory import create_strategy, plan_strategy
 from tfmultigpu.strategies.plan import StrategyPlan
-from tfmultigpu.strategies.variable_sharding import sharded_variables
 
 __all__ = [
     "StrategyPlan",
     "create_strategy",
     "plan_strategy",
-    "sharded_variables",
 ]

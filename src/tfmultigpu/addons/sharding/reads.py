@@ -129,9 +129,8 @@ class ShardedReads(Feature):
 
         def added(shards: Shards) -> list[Pass]:
             self._replicas = {}
-            passes = phase(shards)  # A step that predicts returns what the model does.
-            has_gradients = hasattr(self._step, "optimizer")
-            return self._add(passes) if has_gradients else passes
+            passes = phase(shards)  # Of a step that predicts: what the model returns.
+            return self._add(passes) if isinstance(passes[0], Pass) else passes
 
         return added
 
