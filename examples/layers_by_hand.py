@@ -4,8 +4,8 @@ The usual advice, ``with tf.device(...)`` around each block, places the weights.
 computes everything on the first device: it copies the weights there, and all activations and
 gradients stay there. ``with tf.device(...)`` in ``call`` moves the forward pass only.
 
-A step of ``tmg.make_train_step`` computes each layer where its weights are, forward and backward,
-and with ``pipeline=True`` the devices work on several micro-batches at one time.
+With ``tmg.sharding.LayersByHand`` a step computes each layer where its weights are, forward and
+backward, and with ``pipeline=True`` the devices work on several micro-batches at one time.
 ``tmg.tuning.plan_memory`` tells the bytes on each device before anything is made.
 """
 
@@ -59,7 +59,8 @@ if __name__ == "__main__":
     plan.check()  # an error with these numbers, if a device has too little memory
 
     with tempfile.TemporaryDirectory() as folder:
-        options = {"micro_batches": 8, "pipeline": True}
+        by_hand = tmg.sharding.LayersByHand(pipeline=True)
+        options = {"micro_batches": 8, "features": [by_hand]}
         train(devices, f"{folder}/several", epochs=1, **options)
         model = train(devices, f"{folder}/several", epochs=2, **options)  # resumes
         one = train(devices[:1] * len(devices), f"{folder}/one", epochs=2)
