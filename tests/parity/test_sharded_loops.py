@@ -12,7 +12,7 @@ import tensorflow as tf
 from one_device import strategy_of
 
 import tfmultigpu as tmg
-from tfmultigpu.strategies.variable_sharding import sharded_variables
+from tfmultigpu.addons.sharding import sharded_variables
 
 layers = keras.layers
 _random = np.random.default_rng(5)

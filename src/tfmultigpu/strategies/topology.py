@@ -11,6 +11,7 @@ from tfmultigpu.devices.names import parse_device_name
 
 __all__ = [
     "describe",
+    "devices_of",
     "is_default",
     "is_mirrored",
     "is_sharded",
@@ -44,6 +45,11 @@ def is_sharded(variable: Any) -> bool:
     if strategy is None or not is_mirrored(strategy):
         return False
     return len(strategy.experimental_local_results(value)) == 1
+
+
+def devices_of(model: Any) -> tuple[str, ...]:
+    """Returns the devices of the weights of a model on one replica, in the order of its layers."""
+    return tuple(dict.fromkeys(parse_device_name(one.value.device) for one in model.weights))
 
 
 def owner_of(variable: Any, devices: Sequence[str]) -> int:

@@ -21,9 +21,8 @@ from tfmultigpu.devices.discovery import list_devices, logical_to_physical
 from tfmultigpu.devices.names import parse_device_name
 from tfmultigpu.errors import DataError
 from tfmultigpu.steps.batches import as_tensors
-from tfmultigpu.steps.op_placement import devices_of
 from tfmultigpu.strategies.scopes import check_strategy
-from tfmultigpu.strategies.topology import is_sharded
+from tfmultigpu.strategies.topology import devices_of, is_sharded
 from tfmultigpu.strategies.worker_exchange import WorkerExchange
 from tfmultigpu.tuning.memory_plan import plan_memory, slots_of_each_variable
 from tfmultigpu.types import Model, Optimizer, Strategy

@@ -9,16 +9,11 @@ from typing import Any
 import tensorflow as tf
 
 from tfmultigpu.addons.sharding.reads import resource_outside
-from tfmultigpu.devices.names import parse_device_name
 from tfmultigpu.errors import TfMultiGpuError
 from tfmultigpu.steps.features import Feature
+from tfmultigpu.strategies.topology import devices_of
 
-__all__ = ["LayersByHand", "devices_of"]
-
-
-def devices_of(model: Any) -> tuple[str, ...]:
-    """Returns the devices of the weights of a model on one replica, in the order of its layers."""
-    return tuple(dict.fromkeys(parse_device_name(one.value.device) for one in model.weights))
+__all__ = ["LayersByHand"]
 
 
 class LayersByHand(Feature):
