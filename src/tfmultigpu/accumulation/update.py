@@ -115,7 +115,7 @@ class Replicated:
 
         Args:
             gradients: Those of the global batch, not scaled: tensors, or per-replica values.
-            variables: Their variables. Without any the step is still counted.
+            variables: Their variables. Without any nothing is counted, as in Keras.
             after: What must not have failed before anything is assigned.
         """
         before = [*after, *(tensor for g in gradients for tensor in self._local(g))]
@@ -160,7 +160,7 @@ class Replicated:
                     hidden += ["clipnorm", "global_clipnorm", "clipvalue"]
             with _setting(part, **dict.fromkeys(hidden)), _compat.gradients_already_summed(part):
                 apply(part, gradients, variables)
-        if not pairs or parts != [self.optimizer]:
+        if pairs and parts != [self.optimizer]:
             self.optimizer.iterations.assign_add(1)
 
     def _clipped(self, optimizer: Any, gradients: list[Any]) -> list[Any]:

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 import tensorflow as tf
 
+from tfmultigpu.steps.rows import standing_at_all
 from tfmultigpu.steps.seeds import sharing_seeds
 from tfmultigpu.strategies.collectives import add_on_device, replicas_share_memory
 
@@ -76,7 +77,7 @@ def assigned_variables(
     variables: list[Any] = []
 
     def look(batch: Any) -> None:
-        with sharing_seeds(strategy), deferring() as deferred:
+        with sharing_seeds(strategy), standing_at_all(batch), deferring() as deferred:
             forward(batch)
         variables.extend(deferred.variables)
 

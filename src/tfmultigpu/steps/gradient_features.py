@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import tensorflow as tf
@@ -12,7 +13,8 @@ from tfmultigpu.accumulation.clipping import clipped
 from tfmultigpu.accumulation.gradients import all_finite
 from tfmultigpu.accumulation.loss_scale import LossScale, make_loss_scale, unwrap_optimizer
 from tfmultigpu.errors import TfMultiGpuError
-from tfmultigpu.steps.features import Feature, Gradient, Replica
+from tfmultigpu.steps.features import Feature, Gradient, Replica, Rows
+from tfmultigpu.steps.rows import standing_at
 from tfmultigpu.strategies.collectives import refusing_to_meet
 
 __all__ = ["ClipByNorm", "CompileByXla", "LossScaling", "NarrowMessages"]
@@ -94,6 +96,10 @@ class CompileByXla(Feature):
     def on_one_device(self) -> Feature:
         """Returns the same: XLA draws other random numbers than TensorFlow."""
         return CompileByXla()
+
+    def around_model(self, rows: Rows) -> AbstractContextManager[None]:
+        """Tells ``gather_rows`` that replicas cannot meet in what XLA compiles."""
+        return standing_at(rows, by_xla=True)
 
     def around_replica(self, replica: Replica) -> Replica:
         """Returns the function compiled, one of its own for each replica and its variables."""

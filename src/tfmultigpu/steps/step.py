@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from tfmultigpu.accumulation.gradients import combined, global_norm, sum_dtype
-from tfmultigpu.accumulation.settings import Settings, explaining_settings
+from tfmultigpu.accumulation.settings import Settings
 from tfmultigpu.accumulation.update import Replicated, choose_update
 from tfmultigpu.errors import LossError, TfMultiGpuError
 from tfmultigpu.steps.agreement import ProgramAgreement, check_values_alike
@@ -99,6 +99,7 @@ class TrainStep(Program):
         forward: The forward pass: the model and its loss.
         update: Who adds gradients and who updates variables: ``update.reason`` says why.
         trace: What the last trace found.
+        asked_shard_update: The option ``shard_update``.
     """
 
     update: Replicated
@@ -119,7 +120,7 @@ class TrainStep(Program):
         self.model, self.forward, self.optimizer = forward.model, forward, optimizer
         self.trace = Trace()
         self._metrics = StepMetrics(metrics, forward.objective.weighted_metrics, strategy)
-        self._shard_update, self._agreement = shard_update, agreement
+        self.asked_shard_update, self._agreement = shard_update, agreement
         self._settings, self._missing = Settings(), MissingGradients()
         self._layers: list[Any] = []
         self._version, self._batch_spec = 0, None
@@ -210,7 +211,7 @@ class TrainStep(Program):
         if self._agreement is not None and (batch_spec is not None or not self.optimizer.built):
             self._agreement.check(self.model, self.optimizer)
         self.update = choose_update(
-            self.optimizer, self.variables, self.strategy, self._shard_update
+            self.optimizer, self.variables, self.strategy, self.asked_shard_update
         )
         self._layers = all_layers(self.model)
 
@@ -347,7 +348,6 @@ class TrainStep(Program):
     def _apply(self, gradient: Gradient, after: Sequence[Any]) -> None:
         variables = list(gradient.variables)
 
-        @explaining_settings(self.optimizer)
         def update() -> Any:
             self.update.apply(gradient.tensors, variables, after)
             return tf.no_op()

@@ -158,7 +158,8 @@ class Checkpoints:
         if self.data is not None and self.step_in_epoch:
             first_batch = self.data.first_hash() if self._expected is None else self._expected
         place = {"epoch": self.epoch, "step_in_epoch": self.step_in_epoch}
-        run = {**place, "first_batch": first_batch, "variables": entries, **of_fit}
+        state = {"variables": entries, "owned": self._variables.owned()}
+        run = {**place, "first_batch": first_batch, **state, **of_fit}
         path = self._files.write(self.step, {**arrays, **arrays_of_fit}, run, self.keep)
         self._saved = self.step
         return path

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from tfmultigpu import _compat
 from tfmultigpu.accumulation.loss_scale import kept_loss_scale, make_loss_scale
-from tfmultigpu.accumulation.update import choose_update
+from tfmultigpu.accumulation.update import choose_update, update_of
 from tfmultigpu.addons.checkpoints.files import Arrays, Stored
 from tfmultigpu.errors import CheckpointError
 from tfmultigpu.steps.build_model import prepare_model
@@ -20,7 +20,7 @@ from tfmultigpu.steps.chain import ChainedStep
 from tfmultigpu.steps.step import Trained, TrainStep
 from tfmultigpu.steps.agreement import check_values_alike
 from tfmultigpu.strategies.scopes import all_layers, check_kinds
-from tfmultigpu.strategies.topology import strategy_of
+from tfmultigpu.strategies.topology import is_mirrored, strategy_of
 from tfmultigpu.strategies.worker_exchange import WorkerExchange, digest_of
 
 __all__ = ["Entries", "RunVariables", "StateVariable", "numbered", "read_state", "write_state"]
@@ -118,7 +118,7 @@ class RunVariables:
         for prefix, (_, optimizer, _) in self._trained.items():
             if optimizer is not None and prefix + _SCALE in entries:
                 make_loss_scale("dynamic", optimizer, strategy)
-        self._build_optimizers()
+        self._build_optimizers(stored.run["owned"])
         write_state(self.all(), entries, stored.arrays, self.exchange, stored.path)
         if _SEEDS in entries and _compat.global_seeds() is None:  # Keras makes it when it draws.
             with strategy.scope():
@@ -126,11 +126,19 @@ class RunVariables:
             seeds.state.assign(stored.arrays[_SEEDS])
             _compat.set_global_seeds(seeds)
 
-    def _build_optimizers(self) -> None:
+    def owned(self) -> list[str]:
+        """Returns the begins of names whose optimizer has owners, for a run that goes on."""
+        optimizers = {prefix: part.optimizer for prefix, part in self._trained.items()}
+        updates = {prefix: o and update_of(o) for prefix, o in optimizers.items()}
+        return [prefix for prefix, update in updates.items() if update and update.owned]
+
+    def _build_optimizers(self, owned: Sequence[str] = ()) -> None:
+        strategy = self.exchange.strategy
         for prefix, (_, optimizer, variables) in self._trained.items():
             if optimizer is not None and not optimizer.built:
                 asked = getattr(self._steps.get(prefix), "asked_shard_update", "auto")
-                choose_update(optimizer, variables, self.exchange.strategy, asked)
+                again = asked == "auto" and prefix in owned and is_mirrored(strategy)
+                choose_update(optimizer, variables, strategy, True if again else asked)
 
     def check_holds(self, changed: Iterable[Any]) -> None:
         """Checks that all variables that a training changes are among those saved."""
