@@ -88,7 +88,7 @@ def describe(value: Any) -> str:
     if isinstance(function, types.FunctionType):
         made_with = [_content_of(cell) for cell in function.__closure__ or ()]
         made_with += map(function.__globals__.get, function.__code__.co_names)
-        numbers = [one for one in made_with if isinstance(one, (float, np.ndarray))]
+        numbers: list[Any] = [one for one in made_with if isinstance(one, (float, np.ndarray))]
         numbers += [function.__defaults__, function.__kwdefaults__]
         return f"{function.__qualname__} {digest_of(_code(function.__code__))} {describe(numbers)}"
     if isinstance(value, functools.partial):

@@ -9,11 +9,11 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfmultigpu.accumulation.loss_sum import OTHER_ROWS
 from tfmultigpu.clusters.failures import explaining_lost_workers, naming_lost_workers
 from tfmultigpu.data import partition
 from tfmultigpu.data.batch_format import as_data_error
 from tfmultigpu.errors import LossError, OutOfMemoryError, StrategyUnavailableError
-from tfmultigpu.accumulation.loss_sum import OTHER_ROWS
 from tfmultigpu.strategies.topology import local_replicas
 
 __all__ = ["effects_of", "explaining_failures", "line_on_memory", "noting_operations"]

@@ -24,7 +24,7 @@ from tfmultigpu.data.batch_format import count_rows
 
 if TYPE_CHECKING:
     from tfmultigpu.steps.program import Program
-    from tfmultigpu.steps.tally import Tally
+    from tfmultigpu.steps.tally import Tallies
 
 __all__ = ["Call", "Feature", "Gradient", "Pass", "Phase", "Replica", "Rows", "Shards"]
 
@@ -156,7 +156,9 @@ class Gradient(NamedTuple):
 
 Phase = Callable[[Shards], list[Pass]]  # Cross-replica: a Pass for each replica of this process.
 Replica = Callable[..., Pass]  # In a replica: (shard, rows, state, factor, total) -> Pass.
-Call = Callable[[Any], "tuple[Any, Tally]"]  # Python: one call of a compiled program.
+# Python: one call of a compiled program, for a structure, the leaves of each shard, and offsets or
+# None; returns the logs, and the tally of each step of a chain.
+Call = Callable[[tuple[Any, list[list[Any]], Any]], "tuple[dict[str, Any], Tallies]"]
 
 
 class Feature:

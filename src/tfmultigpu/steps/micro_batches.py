@@ -105,7 +105,9 @@ class MicroBatches(Feature):
 
         return looped
 
-    def _loop(self, part: Callable[..., list[Pass]], most: int, rows: Any, copies: int) -> Any:
+    def _loop(
+        self, part: Callable[..., list[Pass]], most: int, rows: Any, copies: int
+    ) -> list[Pass]:
         """Adds the parts of some shards, up to ``most``; with fewer rows, one for each row."""
         trace = self._step.trace
         with tf.device("CPU:0"):

@@ -17,6 +17,7 @@ from tfmultigpu.data.sharded_dataset import distribute_dataset
 from tfmultigpu.data.sources import to_dataset
 from tfmultigpu.errors import TfMultiGpuError
 from tfmultigpu.steps.make import make_eval_step, make_predict_step, make_train_step
+from tfmultigpu.steps.objective import Objective
 from tfmultigpu.strategies.factory import create_strategy
 from tfmultigpu.testing.comparison import (
     Differences,
@@ -240,6 +241,13 @@ def _train_on_one_device(
     return {"before": before, "logs": logs, "after": after, "ends": ends}
 
 
+def _objective(training: Any, *, with_metrics: bool = True) -> Objective | None:
+    if training.forward is not None:
+        return None
+    weighted = training.weighted_metrics if with_metrics else ()
+    return Objective(training.loss, training.loss_weights, weighted)
+
+
 def _compare_on_replicas(
     build: Callable[[], Any],
     batches: list[Any],
@@ -255,11 +263,9 @@ def _compare_on_replicas(
     step = make_train_step(
         training.model,
         training.optimizer,
-        training.loss,
+        _objective(training),
         strategy,
         metrics=training.metrics,
-        weighted_metrics=training.weighted_metrics,
-        loss_weights=training.loss_weights,
         forward=training.forward,
         clip_norm=training.clip_norm,
         **options,
@@ -283,9 +289,8 @@ def _compare_on_replicas(
     if settings["predict"]:
         evaluate = make_eval_step(
             training.model,
-            training.loss,
+            _objective(training, with_metrics=False),
             strategy,
-            loss_weights=training.loss_weights,
             forward=training.forward,
             verify=False,  # The code below compares.
         )

@@ -8,8 +8,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfmultigpu.data.batch_format import any_rows
 from tfmultigpu.accumulation.loss_sum import as_loss
+from tfmultigpu.data.batch_format import any_rows
 
 __all__ = ["OneDevice", "Training"]
 

@@ -8,7 +8,7 @@ to the host before the clock is read.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -106,5 +106,3 @@ def timed(step: TrainStep) -> tuple[TrainStep, Timing]:
 def _same(tensor: Any) -> Any:
     with tf.device(tensor.device or None):
         return tf.identity(tensor)
-
-

@@ -15,10 +15,10 @@ from tfmultigpu.accumulation.loss_scale import kept_loss_scale, make_loss_scale
 from tfmultigpu.accumulation.update import choose_update, update_of
 from tfmultigpu.addons.checkpoints.files import Arrays, Stored
 from tfmultigpu.errors import CheckpointError
+from tfmultigpu.steps.agreement import check_values_alike
 from tfmultigpu.steps.build_model import prepare_model
 from tfmultigpu.steps.chain import ChainedStep
 from tfmultigpu.steps.step import Trained, TrainStep
-from tfmultigpu.steps.agreement import check_values_alike
 from tfmultigpu.strategies.scopes import all_layers, check_kinds
 from tfmultigpu.strategies.topology import is_mirrored, strategy_of
 from tfmultigpu.strategies.worker_exchange import WorkerExchange, digest_of

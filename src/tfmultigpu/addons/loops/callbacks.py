@@ -8,9 +8,9 @@ from contextlib import nullcontext
 from typing import Any
 
 from tfmultigpu._compat import is_part_of_keras, profiles_batches
+from tfmultigpu.accumulation.loss_scale import unwrap_optimizer
 from tfmultigpu.accumulation.update import update_of
 from tfmultigpu.errors import LossError
-from tfmultigpu.accumulation.loss_scale import unwrap_optimizer
 from tfmultigpu.steps.chain import ChainedStep
 
 __all__ = ["adapt_callbacks", "check_callbacks", "every_batches", "resuming", "to_list"]

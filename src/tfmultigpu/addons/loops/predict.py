@@ -16,8 +16,8 @@ from tfmultigpu.addons.loops.loop import no_batches
 from tfmultigpu.addons.loops.methods import installed, run_keras
 from tfmultigpu.addons.loops.own_methods import check_no_loop, own_methods, refused
 from tfmultigpu.errors import DataError
-from tfmultigpu.steps.make import make_predict_step
 from tfmultigpu.steps.agreement import check_values_alike
+from tfmultigpu.steps.make import make_predict_step
 from tfmultigpu.strategies.scopes import check_backend
 from tfmultigpu.types import Model, Verbose, Verify
 

@@ -206,7 +206,7 @@ class Program:
 
 
 def _compiled(model: Any, strategy: Any, spec: Any) -> tuple[Objective, Any, EpochMetrics]:
-    """Returns the losses, and the metrics without sample weights, that a model was compiled with."""
+    """Returns what a model was compiled with: losses, and metrics without sample weights."""
     losses, metrics = read_compiled(model, strategy, spec)
     plain = losses.pop("metrics", ())
     return Objective(**losses), plain, metrics
