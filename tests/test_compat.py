@@ -13,11 +13,11 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from one_device import ByHand, Replicated, assert_same, cut, difference, strategy_of
+from one_device import ByHand, Replicated, cut, difference, strategy_of
 
-import tfmultigpu as tmg
 from tfmultigpu import _compat
 from tfmultigpu._patch import patching
+from tfmultigpu.addons.sharding import _private
 from tfmultigpu.steps.recording import recording_added_losses
 
 _random = np.random.default_rng(31)
@@ -42,37 +42,35 @@ def built(optimizer, *variables):
 
 
 def test_every_private_attribute_of_the_bridge_is_tested_here():
-    """The list below is what the file names; a new one needs a test."""
-    source = Path(_compat.__file__).read_text()
+    """The list below is what the files name; a new one needs a test."""
+    source = "".join(Path(module.__file__).read_text() for module in (_compat, _private))
     private = set(re.findall(r"\.(_[a-z]\w+)", source)) | set(re.findall(r'"(_[a-z]\w+)"', source))
-    ours = {"_recording", "_entered"}
-    assert private - ours == {
+    assert private == {
         "_add_control_inputs",
         "_all_reduce_sum_gradients",
-        "_backend_apply_gradients",
         "_built",
+        "_clip_gradients",
         "_collective_keys",
         "_compile_config",
         "_compile_metrics",
         "_cross_device_ops",
+        "_distribution_strategy",
         "_flat_metrics",
         "_flat_weighted_metrics",
         "_group_key",
         "_group_size",
+        "_handle_data",
         "_keras_mask",
         "_launchers",
         "_layers",
-        "_model_variables_moving_average",
         "_moments",
         "_read_variable_op",
         "_resolved_output_names",
         "_should_trace",
         "_strided_slice_assign",
-        "_tf_finalize_ema_values",
-        "_tf_swap_variables",
         "_trainable_variables",
         "_update_input",
-        "_use_merge_call",
+        "_variable_holder",
     }
 
 
@@ -117,26 +115,7 @@ def test_keras_attaches_masks_to_tensors():
     assert _compat.keras_mask(tf.zeros([2])) is None
 
 
-def test_a_mask_set_by_the_bridge_is_one_for_keras():
-    values = tf.constant([[1.0, 2.0], [3.0, 4.0]])
-    _compat.set_keras_mask(values, tf.constant([[True, False], [True, False]]))
-    loss = keras.losses.MeanAbsoluteError(reduction="sum")
-    metric = keras.metrics.MeanMetricWrapper(lambda t, p: tf.abs(t - p))
-    metric.update_state(tf.zeros([2, 2]), values)
-    assert float(metric.result()) == 2.0
-    sequence = tf.ones([1, 2, 1])
-    _compat.set_keras_mask(sequence, tf.constant([[True, False]]))
-    assert float(loss(tf.zeros([1, 2, 1]), sequence)) == 1.0
-    _compat.set_keras_mask(values, None)
-    assert _compat.keras_mask(values) is not None, "None leaves a mask as it is"
-
-
 # Gradients that are already summed ----------------------------------------------------------------
-
-
-def test_optimizers_of_keras_sum_gradients_by_a_method_that_can_be_replaced():
-    for name in ("SGD", "Adam", "AdamW", "Lion"):
-        assert _compat.can_skip_gradient_sum(getattr(keras.optimizers, name)()), name
 
 
 def test_keras_sums_gradients_and_the_bridge_keeps_it_from_that():
@@ -177,33 +156,14 @@ def test_an_error_inside_gives_the_optimizer_back_as_it_was():
     assert "_all_reduce_sum_gradients" not in vars(optimizer)
 
 
-def test_without_the_private_method_the_result_is_the_same(monkeypatch):
-    """The public way: divide by the replicas and let Keras add once more."""
-    monkeypatch.setattr(_compat, "can_skip_gradient_sum", lambda optimizer: False)
-    entered = []
-    monkeypatch.setattr(_compat, "gradients_already_summed", entered.append)
-
-    def optimizer():
-        return keras.optimizers.AdamW(1e-2, weight_decay=0.1, global_clipnorm=0.1, use_ema=True)
-
-    expected = ByHand(mlp, optimizer, crossentropy()).train(BATCHES)
-    run = Replicated(3, mlp, optimizer, crossentropy(), micro_batches=2)
-    assert_same(run.train(BATCHES), expected)
-    assert not entered
-
-
-def test_without_the_private_method_apply_reduced_gradients_is_the_same(monkeypatch):
-    monkeypatch.setattr(_compat, "can_skip_gradient_sum", lambda optimizer: False)
+def test_an_optimizer_clips_by_what_is_set_on_it_and_knows_its_strategy():
     strategy = strategy_of(2)
     with strategy.scope():
-        variable = keras.Variable([1.0])
-        optimizer = built(keras.optimizers.SGD(0.5), variable)
-
-    def apply():
-        tmg.apply_reduced_gradients(optimizer, [tf.constant([1.0])], [variable])
-
-    tf.function(lambda: strategy.run(apply))()
-    assert variable.numpy().tolist() == [0.5]
+        optimizer = keras.optimizers.SGD(1.0, global_clipnorm=1.0)
+    gradients = _compat.clip_as_set(optimizer, [tf.constant([3.0]), tf.constant([4.0])])
+    np.testing.assert_allclose(gradients, [[0.6], [0.8]], rtol=1e-6)
+    assert _compat.strategy_of_optimizer(optimizer) is strategy
+    assert _compat.strategy_of_optimizer(keras.optimizers.SGD()) is tf.distribute.get_strategy()
 
 
 # Losses that layers add ---------------------------------------------------------------------------
@@ -318,69 +278,13 @@ def test_the_generator_of_draws_without_a_seed_can_be_seen_and_set():
     assert _compat.global_seeds() is other
 
 
-# Moving averages ----------------------------------------------------------------------------------
-
-
-def test_moving_averages_can_be_found():
-    variable, other = keras.Variable([1.0]), keras.Variable([5.0, 6.0])
-    optimizer = built(keras.optimizers.SGD(1.0, use_ema=True, ema_momentum=0.5), variable, other)
-    for _ in range(2):
-        optimizer.apply([tf.constant([2.0]), tf.zeros([2])], [variable, other])
-    pairs = _compat.moving_averages(optimizer)
-    assert [v.shape.as_list() for v, _ in pairs] == [[1], [2]]
-    np.testing.assert_allclose(pairs[0][0].numpy(), [-3.0])
-    average = pairs[0][1].numpy()
-    assert -3.0 < average[0] < 1.0
-    optimizer.finalize_variable_values([variable, other])
-    np.testing.assert_allclose(variable.numpy(), average, err_msg="the public way disagrees")
-
-
-def test_averages_can_be_updated_without_a_gradient():
-    """As Keras does for a variable that an update leaves as it is."""
-    averages = {"use_ema": True, "ema_momentum": 0.5, "ema_overwrite_frequency": 3}
-    trained, frozen, alone = (keras.Variable([1.0]) for _ in range(3))
-    both = built(keras.optimizers.SGD(1.0, **averages), trained, frozen)
-    other = built(keras.optimizers.SGD(1.0, **averages), alone)
-    for i in range(3):
-        for variable in (frozen, alone):
-            variable.assign([float(i)])
-        both.apply([tf.constant([2.0])], [trained])
-        _compat.update_averages(other)
-        other.iterations.assign_add(1)
-        expected, found = _compat.moving_averages(both)[1], _compat.moving_averages(other)[0]
-        assert [one.numpy() for one in found] == [one.numpy() for one in expected]
-    assert alone.numpy() == np.float32([1.25])  # 0, then a half of each: overwritten.
-
-
-def test_the_swaps_of_averages_can_be_replaced():
-    optimizer = built(keras.optimizers.SGD(use_ema=True), keras.Variable([1.0], name="kernel"))
-    model = mlp()
-    model.compile(optimizer)
-    callback = keras.callbacks.SwapEMAWeights(swap_on_epoch=True)
-    callback.set_model(model)
-    callback.set_params({"epochs": 1})
-    told = []
-    _compat.set_swaps(callback, lambda one: told.append(("swap", one)), lambda one: told.append(1))
-    callback.on_test_begin()
-    assert told == [("swap", optimizer)]
-    callback.on_test_end()
-    callback.on_epoch_end(0)
-    assert told == [("swap", optimizer)] * 3 + [1]
-    with pytest.raises(AttributeError, match="_tf_swap_variables"):
-        _compat.set_swaps(keras.callbacks.Callback(), print, print)
+# Callbacks ----------------------------------------------------------------------------------------
 
 
 def test_whether_batches_are_profiled_is_known(tmp_path):
     for batches, expected in ((0, False), (2, True), ((3, 5), True)):
         callback = keras.callbacks.TensorBoard(tmp_path, profile_batch=batches)
         assert _compat.profiles_batches(callback) is expected
-
-
-def test_moving_averages_that_were_renamed_are_an_error(monkeypatch):
-    optimizer = built(keras.optimizers.SGD(1.0, use_ema=True), keras.Variable([1.0]))
-    monkeypatch.setattr(_compat, "_AVERAGES", "_renamed")
-    with pytest.raises(AttributeError, match="_renamed"):
-        _compat.moving_averages(optimizer)
 
 
 # What an optimizer was built for ------------------------------------------------------------------
@@ -404,21 +308,6 @@ def test_an_optimizer_that_does_not_say_still_trains(monkeypatch):
     assert difference(result.weights, expected.weights) <= 1e-6
 
 
-# How replicas meet --------------------------------------------------------------------------------
-
-
-def test_mirrored_replicas_meet_by_merge_call():
-    assert callable(strategy_of(2).extended._use_merge_call), "TensorFlow has renamed it"
-    assert _compat.uses_merge_call(strategy_of(2)) is True
-
-
-def test_a_strategy_that_does_not_say_is_taken_to():
-    class Silent:
-        extended = object()
-
-    assert _compat.uses_merge_call(Silent()) is True
-
-
 # Graphs that are thrown away ----------------------------------------------------------------------
 
 
@@ -438,6 +327,24 @@ def test_a_scratch_graph_tells_shapes_and_runs_nothing():
     assert variable.numpy() == 0.0
     graph = step.get_concrete_function(tf.constant(2.0)).graph
     assert not {op.type for op in graph.get_operations()} & {"AssignAddVariableOp", "Mul"}
+
+
+def test_a_function_can_be_left_without_its_effects():
+    counter, other = tf.Variable(5, dtype=tf.int64), tf.Variable([1.0])
+
+    @tf.function(autograph=False)
+    def step(x):
+        counter.assign_add(1)
+        total = x + tf.cast(counter, tf.float32)
+        other.assign([7.0])
+        return total
+
+    concrete = step.get_concrete_function(tf.constant(0.0))
+    for function, count in ((_compat.pruned(concrete), 6), (concrete, 7)):
+        assert float(function(tf.constant(1.0))) == 1.0 + count
+    values = [value.numpy().tolist() for _, value in _compat.variables_of(concrete)]
+    assert sorted(map(str, values)) == ["7", "[7.0]"]
+    assert other.numpy() == [7.0]
 
 
 # What a model was compiled with -------------------------------------------------------------------
@@ -517,18 +424,21 @@ def test_collectives_have_groups_of_their_own_and_can_be_ended():
 # Variables on one device of several ---------------------------------------------------------------
 
 
+def variable_alone(strategy, value, refused=()):
+    def check_write(variable, name):
+        if name in refused:
+            raise ZeroDivisionError(name)
+
+    with strategy.scope():
+        device = strategy.extended.worker_devices[1]
+        return _private.variable_on_device(
+            strategy, device, value, "alone", trainable=True, check_write=check_write
+        )
+
+
 def test_a_variable_of_a_strategy_can_be_on_one_of_its_devices():
     strategy = strategy_of(2)
-    with strategy.scope():
-        variable = _compat.variable_on_device(
-            strategy,
-            strategy.extended.worker_devices[1],
-            tf.ones([3]),
-            "alone",
-            trainable=True,
-            aggregation=tf.VariableAggregation.MEAN,
-            write=lambda _, write, value: write(2.0 * value),
-        )
+    variable = variable_alone(strategy, tf.ones([3]), ("assign_add", "_strided_slice_assign"))
     assert variable.device.endswith("CPU:1")
     assert variable.distribute_strategy is strategy
     assert strategy.extended.variable_created_in_scope(variable)
@@ -536,24 +446,15 @@ def test_a_variable_of_a_strategy_can_be_on_one_of_its_devices():
     with tf.GradientTape() as tape:
         total = tf.reduce_sum(variable * 2.0)
     assert tape.gradient(total, variable).numpy().tolist() == [2.0, 2.0, 2.0]
-    assert variable.aggregation == tf.VariableAggregation.MEAN
-    variable.assign(tf.ones([3]))
-    assert variable.numpy().tolist() == [2.0, 2.0, 2.0]
+    variable.assign(tf.zeros([3]))
+    for write in (lambda: variable.assign_add(tf.ones([3])), lambda: variable[0].assign(1.0)):
+        with pytest.raises(ZeroDivisionError):
+            write()
+    assert variable.numpy().tolist() == [0.0, 0.0, 0.0]
 
 
 def test_loops_take_values_that_were_read_before():
-    strategy = strategy_of(2)
-    with strategy.scope():
-        device = strategy.extended.worker_devices[1]
-        weight = _compat.variable_on_device(
-            strategy,
-            device,
-            2.0,
-            "w",
-            trainable=True,
-            aggregation=tf.VariableAggregation.NONE,
-            write=lambda _, write, *args, **options: write(*args, **options),
-        )
+    weight = variable_alone(strategy_of(2), 2.0)
 
     def replica(x):
         def inner(i, x):
@@ -566,7 +467,7 @@ def test_loops_take_values_that_were_read_before():
     def around(x, hoist):
         def body(i, _, slope):
             graph = tf.compat.v1.get_default_graph()
-            with _compat.reading_before_loops(graph) if hoist else nullcontext([]) as loops:
+            with _private.reading_before_loops(graph) if hoist else nullcontext([]) as loops:
                 with tf.GradientTape() as tape:
                     y = replica(x)
                 slope = tape.gradient(y, weight)
@@ -590,19 +491,9 @@ def test_operations_of_a_graph_can_be_changed():
     with graph.as_default():
         first, second = tf.constant(1.0), tf.constant(2.0)
         total = first + first
-        _compat.replace_input(total.op, 1, second)
-        _compat.add_control_inputs(total.op, [second.op])
+        _private.replace_input(total.op, 1, second)
+        _private.add_control_inputs(total.op, [second.op])
     assert total.op.inputs[1] is second
     assert [one.name for one in total.op.control_inputs] == [second.op.name]
     with tf.compat.v1.Session(graph=graph) as session:
         assert session.run(total) == 3.0
-
-
-def test_a_slice_of_a_variable_is_assigned_by_a_method_that_can_be_replaced(monkeypatch):
-    called = []
-    kind = type(tf.Variable([1.0]))
-    monkeypatch.setattr(kind, "_strided_slice_assign", lambda *_, **__: called.append(True))
-    tf.Variable([1.0])[0].assign(2.0)
-    assert called == [True]
-    for name in _compat._SCATTERS:
-        assert callable(getattr(kind, name))

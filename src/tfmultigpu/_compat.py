@@ -7,7 +7,6 @@ Each function names the attribute, why the public API is not enough, and what ha
 from __future__ import annotations
 
 import copy
-import functools
 import importlib
 import pkgutil
 import threading
@@ -21,8 +20,6 @@ _lock = threading.RLock()
 _entered: dict[int, int] = {}
 
 _SUM_GRADIENTS = "_all_reduce_sum_gradients"
-_AVERAGES = "_model_variables_moving_average"
-_SWAP, _KEEP = "_tf_swap_variables", "_tf_finalize_ema_values"
 
 
 def keras_mask(tensor: Any) -> Any:
@@ -32,12 +29,6 @@ def keras_mask(tensor: Any) -> Any:
     again. Without it a masked loss would divide by every element.
     """
     return getattr(tensor, "_keras_mask", None)
-
-
-def set_keras_mask(tensor: Any, mask: Any) -> None:
-    """Attaches a mask to a tensor that lost it by leaving a ``tf.function``; private as above."""
-    if mask is not None:
-        tensor._keras_mask = mask
 
 
 def waits_for_shapes(metric: Any) -> bool:
@@ -59,20 +50,14 @@ def layers_of(layer: Any) -> list[Any]:
     return list(getattr(layer, "layers", ()) if inside is None else inside)
 
 
-def can_skip_gradient_sum(optimizer: Any) -> bool:
-    """Returns whether ``gradients_already_summed`` works for an optimizer."""
-    return callable(getattr(type(optimizer), _SUM_GRADIENTS, None))
-
-
 @contextmanager
 def gradients_already_summed(optimizer: Any) -> Iterator[None]:
     """Stops ``optimizer.apply`` from all-reducing gradients a second time.
 
     Private: ``optimizer._all_reduce_sum_gradients``, replaced by the identity on this object inside
     the context. Keras offers no public way to apply gradients that are already summed, and
-    clipping, skipping and loss scaling need the sum first. The public fallback divides by the
-    number of replicas and lets Keras sum again: exact, but with twice the traffic. It is used if
-    ``can_skip_gradient_sum`` is False.
+    clipping, skipping and loss scaling need the sum first. Without it gradients would be divided by
+    the number of replicas, for Keras to sum again: exact, but with twice the traffic.
 
     Re-entrant, because replicas are threads that take turns inside ``optimizer.apply``.
     """
@@ -99,6 +84,35 @@ def strategy_of_optimizer(optimizer: Any) -> tf.distribute.Strategy:
     """
     own = getattr(optimizer, "_distribution_strategy", None)
     return tf.distribute.get_strategy() if own is None else own
+
+
+def pruned(concrete: Any) -> Any:
+    """Returns a concrete function of dense results without the effects that these do not need.
+
+    Private: the class of what ``tf.compat.v1.wrap_function`` returns, which has the only ``prune``.
+    By itself that function adds no control dependencies: what reads a variable would not wait for
+    what assigns it. So the class is given the graph of a ``tf.function``.
+    """
+    donor: Any = tf.compat.v1.wrap_function(lambda: tf.zeros([]), [])
+    wrapped = type(donor)(concrete.graph, donor._variable_holder)
+    return wrapped.prune(wrapped.inputs, concrete.structured_outputs)
+
+
+def variables_of(concrete: Any) -> list[tuple[Any, Any]]:
+    """Returns the handle and the value of each variable that a concrete function can assign.
+
+    Private: ``_handle_data`` of a resource, which tells the dtype of a variable. ``variables`` of a
+    function leaves out those that it only assigns.
+    """
+    handles = [tensor for tensor in concrete.captured_inputs if tensor.dtype == tf.resource]
+    found = []
+    for handle in handles:
+        data = getattr(handle, "_handle_data", None)
+        with tf.device(handle.device):
+            if data and data.is_set and tf.raw_ops.VarIsInitializedOp(resource=handle):
+                dtype = tf.as_dtype(data.shape_and_type[0].dtype)
+                found.append((handle, tf.raw_ops.ReadVariableOp(resource=handle, dtype=dtype)))
+    return found
 
 
 def clip_as_set(optimizer: Any, gradients: list[Any]) -> list[Any]:
@@ -164,50 +178,6 @@ def home_of(name: str) -> Any:
     return pkgutil.resolve_name(_DRAWS[name])
 
 
-def moving_averages(optimizer: Any) -> list[tuple[Any, Any]]:
-    """Returns each trained variable with its moving average, as ``tf.Variable``s.
-
-    Private: ``optimizer._model_variables_moving_average`` and ``optimizer._trainable_variables``.
-    Keras overwrites variables with their averages inside a ``tf.cond`` on the replicas, in which
-    assigning to a mirrored variable is an error. With the averages it can be done outside. The
-    public ``finalize_variable_values`` also assigns them, but unconditionally.
-
-    Raises:
-        AttributeError: Keras has renamed them; ``ema_overwrite_frequency`` then cannot be honoured.
-    """
-    averages = getattr(optimizer, _AVERAGES)
-    pairs = zip(optimizer._trainable_variables, averages, strict=True)
-    return [(variable.value, average.value) for variable, average in pairs if average is not None]
-
-
-def update_averages(optimizer: Any) -> None:
-    """Updates the moving averages of an optimizer, and variables from them, without any gradient.
-
-    Private: ``optimizer._backend_apply_gradients``. Whenever Keras updates a variable, it averages
-    all variables that the optimizer was built for. The public ``apply`` returns at once without
-    gradients, so a replica that owns only frozen variables would not update its averages.
-
-    Raises:
-        AttributeError: Keras has renamed it.
-    """
-    optimizer._backend_apply_gradients([], [])
-
-
-def set_swaps(callback: Any, swap: Callable[[Any], None], keep: Callable[[Any], None]) -> None:
-    """Makes a ``keras.callbacks.SwapEMAWeights`` use these functions.
-
-    Private: ``callback._tf_swap_variables`` and ``callback._tf_finalize_ema_values``, each called
-    with the optimizer. The functions of Keras add and subtract on every replica, which is wrong for
-    an average that exists once. Without this the callback needs an update that is not sharded.
-
-    Raises:
-        AttributeError: Keras has renamed one of them.
-    """
-    for name, function in ((_SWAP, swap), (_KEEP, keep)):
-        getattr(callback, name)
-        setattr(callback, name, function)
-
-
 def profiles_batches(callback: Any) -> bool:
     """Returns whether a ``keras.callbacks.TensorBoard`` was given a ``profile_batch``.
 
@@ -227,16 +197,6 @@ def optimizer_trains(optimizer: Any) -> list[Any]:
     return list(getattr(inner, "_trainable_variables", []))
 
 
-def uses_merge_call(strategy: tf.distribute.Strategy) -> bool:
-    """Returns whether replicas of a strategy synchronise by ``merge_call``.
-
-    Private: ``strategy.extended._use_merge_call``. It decides only where an assignment guarded by
-    ``tf.cond`` must be placed. If it is missing: True, the general case.
-    """
-    decide = getattr(strategy.extended, "_use_merge_call", None)
-    return True if decide is None else bool(decide())
-
-
 @contextmanager
 def scratch_graph() -> Iterator[None]:
     """Puts operations into a graph of their own, which nothing runs: for a look at what they give.
@@ -248,139 +208,6 @@ def scratch_graph() -> Iterator[None]:
     graph: Any = tf.__internal__.FuncGraph("scratch")
     with graph.as_default():
         yield
-
-
-def variable_on_device(
-    strategy: tf.distribute.Strategy,
-    device: str,
-    value: Any,
-    name: str,
-    *,
-    trainable: bool,
-    aggregation: tf.VariableAggregation,
-    write: Callable[..., Any],
-) -> Any:
-    """Creates a variable of a strategy that lives on one of its devices alone.
-
-    Private: the class ``ResourceVariable`` and its argument ``distribute_strategy``. In a scope the
-    public ``tf.Variable`` makes a copy on each device, and outside it a variable belongs to no
-    strategy: TensorFlow and this library then take the model for one created outside the scope.
-
-    Args:
-        strategy: The strategy it belongs to.
-        device: The device.
-        value: The initial value.
-        name: The name.
-        trainable: Whether a ``GradientTape`` watches it by itself.
-        aggregation: The way in which values that replicas assign become one.
-        write: A function that is called for each assignment, with the variable, the method of the
-            class, and its arguments.
-    """
-    with tf.init_scope(), tf.device(device):
-        variable: Any = _class_of_variables()(
-            initial_value=value,
-            trainable=trainable,
-            name=name,
-            aggregation=aggregation,
-            distribute_strategy=strategy,
-        )
-    variable.write = write
-    variable.distribute_strategy = strategy  # As all other variables with a strategy have it.
-    return variable
-
-
-@contextmanager
-def reading_before_loops(graph: Any) -> Iterator[list[Any]]:
-    """Has loops take the value of a ``variable_on_device``, not the variable, on this thread.
-
-    A loop of a layer, such as that of an LSTM, would read its weights in each turn, and keep what
-    it has read for the backward pass, once for each turn. Keras reads a weight through a property
-    that knows nothing of loops. Private: ``_read_variable_op`` of the class ``ResourceVariable``,
-    and the classes of the graphs of loops. Without them each turn reads.
-
-    Args:
-        graph: Loops inside of this graph are meant, not those around it.
-
-    Yields:
-        The operations that give loops these values, on the device of the loop.
-    """
-    before = getattr(_around, "reads", None)
-    _around.reads = graph, []
-    try:
-        yield _around.reads[1]
-    finally:
-        _around.reads = before
-
-
-_around = threading.local()
-
-
-def _outermost_loop(graph: Any) -> Any:
-    """Returns the graph of the outermost loop between the current graph and one around it."""
-    graphs: Any = importlib.import_module("tensorflow.python.ops.control_flow_v2_func_graphs")
-    loops = graphs.WhileBodyFuncGraph, graphs.WhileCondFuncGraph
-    inner: Any = tf.compat.v1.get_default_graph()
-    found = None
-    # A tf.function may be called again elsewhere, so nothing outside of it is taken into it.
-    while inner is not graph and isinstance(inner, graphs.ControlFlowFuncGraph):
-        found = inner if isinstance(inner, loops) else found
-        inner = inner.outer_graph
-    return found
-
-
-@functools.cache
-def _class_of_variables() -> Any:
-    variables: Any = importlib.import_module("tensorflow.python.ops.resource_variable_ops")
-
-    class VariableOnDevice(variables.ResourceVariable):  # type: ignore[misc]
-        """Variable with other reads in loops, and whose assignments go through a function."""
-
-        def assign(self, *args: Any, **options: Any) -> Any:
-            return self.write(self, super().assign, *args, **options)
-
-        def assign_add(self, *args: Any, **options: Any) -> Any:
-            return self.write(self, super().assign_add, *args, **options)
-
-        def assign_sub(self, *args: Any, **options: Any) -> Any:
-            return self.write(self, super().assign_sub, *args, **options)
-
-        def _read_variable_op(self, no_copy: bool = False) -> Any:
-            graph, operations = getattr(_around, "reads", None) or (None, [])
-            loop = None if graph is None or tf.executing_eagerly() else _outermost_loop(graph)
-            if loop is None:
-                return super()._read_variable_op(no_copy)
-            # Each time anew: a tape that is opened later sees only what is read after that.
-            with loop.outer_graph.as_default():
-                with tf.device(self.device):
-                    value = super()._read_variable_op(no_copy)
-                value = tf.identity(value)
-            operations.append(value.op)
-            return value
-
-    for name in _SCATTERS:
-        setattr(VariableOnDevice, name, _outside_replicas(name, VariableOnDevice))
-    return VariableOnDevice
-
-
-_SCATTERS = (
-    *(f"scatter_{how}" for how in ("add", "div", "max", "min", "mul", "sub", "update")),
-    *(f"scatter_nd_{how}" for how in ("add", "max", "min", "sub", "update")),
-    "batch_scatter_update",
-    "_strided_slice_assign",
-)
-
-
-def _outside_replicas(name: str, kind: Any) -> Any:
-    """Returns a method that writes a part of a variable, where replicas do not do it N times.
-
-    Private: ``_strided_slice_assign``, which ``variable[0].assign`` calls. Without it that is
-    written once by each replica.
-    """
-
-    def method(self: Any, *args: Any, **options: Any) -> Any:
-        return self.write(self, getattr(super(kind, self), name), *args, part=True, **options)
-
-    return method
 
 
 def additions_over_workers(strategy: tf.distribute.Strategy) -> list[Callable[..., Any]]:
@@ -410,37 +237,6 @@ def additions_over_workers(strategy: tf.distribute.Strategy) -> list[Callable[..
         launcher._group_size = one._group_size // len(devices)
         found.append(launcher.batch_all_reduce)
     return found
-
-
-def add_control_inputs(operation: Any, before: Any) -> None:
-    """Has an operation of a graph wait for others that were made before it.
-
-    Private: ``operation._add_control_inputs``. The public ``tf.control_dependencies`` must be known
-    when the operation is made, and Keras reads a weight before it says what it is for. Without it a
-    step copies all weights of other devices when it begins.
-    """
-    operation._add_control_inputs(list(before))
-
-
-def replace_input(operation: Any, index: int, tensor: Any) -> None:
-    """Gives an operation of a graph another tensor as one of its inputs.
-
-    Private: ``operation._update_input``. A ``GradientTape`` gives the backward pass the tensors of
-    the forward pass, and no public name changes that. Without it a copy of a weight of another
-    device stays until the backward pass has used it.
-    """
-    operation._update_input(index, tensor)
-
-
-def forward_scope(operation: Any) -> str | None:
-    """Returns the name scope of the operation whose gradient this one computes; None if of none.
-
-    Private: a ``GradientTape`` names the scopes of a backward pass ``gradient_tape/`` and then as
-    in the forward pass. No public name tells which operation a gradient is of. Without it the
-    gradient of a weight may be computed on another device than the weight, and then copied.
-    """
-    _, tape, name = operation.name.rpartition("gradient_tape/")
-    return name.rpartition("/")[0] if tape else None
 
 
 def compile_arguments(model: Any) -> Any:
