@@ -9,7 +9,7 @@ from typing import Any
 from tfmultigpu.arguments import check_count
 from tfmultigpu.data.batch_format import with_dependencies
 from tfmultigpu.steps.failures import effects_of, noting_operations
-from tfmultigpu.steps.features import Shards
+from tfmultigpu.steps.features import SEES, Sees, Shards
 from tfmultigpu.steps.program import Batch, Program
 from tfmultigpu.steps.step import Trained, TrainStep
 from tfmultigpu.steps.tally import Tallies, Tally, logs_of
@@ -139,13 +139,13 @@ class ChainedStep(Program):
         for step in self.steps.values():
             step.settle(spec)
 
-    def is_called_alone(self) -> bool:
-        """Returns whether a step wants to see the next batch by itself, to verify it."""
-        return any(step.is_called_alone() for step in self.steps.values())
+    def sees(self) -> Sees:
+        """Returns which batches a step wants to see by themselves, to verify them."""
+        return min((step.sees() for step in self.steps.values()), key=SEES.index)
 
     def call(self, batch: Batch) -> tuple[dict[str, Any], Tallies]:
         """Runs one batch; if a step is to be verified, each step by itself."""
-        if not self.is_called_alone():
+        if not self.is_seen(batch):
             return super().call(batch)
         tallies = {}
         for (name, step), times in zip(self.steps.items(), self.times, strict=True):

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 import tensorflow as tf
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from tfmultigpu.steps.program import Program
     from tfmultigpu.steps.tally import Tallies
 
-__all__ = ["Call", "Feature", "Gradient", "Pass", "Phase", "Replica", "Rows", "Shards"]
+__all__ = ["SEES", "Call", "Feature", "Gradient", "Pass", "Phase", "Replica", "Rows", "Sees", "Shards"]
 
 
 class Rows(NamedTuple):
@@ -161,6 +161,12 @@ Replica = Callable[..., Pass]  # In a replica: (shard, rows, state, factor, tota
 Call = Callable[[tuple[Any, list[list[Any]], Any]], "tuple[dict[str, Any], Tallies]"]
 
 
+# Batches that are called by themselves: all; those with a row for each replica; of these those that
+# replicas have different numbers of rows of; none.
+Sees = Literal["any", "cut", "uneven", "none"]
+SEES: tuple[Sees, ...] = get_args(Sees)
+
+
 class Feature:
     """An optional part of a step. Each hook may be left as it is.
 
@@ -169,10 +175,16 @@ class Feature:
     """
 
     variables: Sequence[Any] = ()
+    sees: Sees = "any"  # The batches that ``around_call`` needs by themselves, not in a loop.
     message_dtype: Any = None  # A narrower dtype that float32 gradients are sent in.
+    colocates_gradients = False  # Whether gradients are computed where the forward pass was.
 
     def bind(self, step: Program) -> None:
         """Takes the step, creates variables, and raises if the two do not fit."""
+
+    def around_trace(self) -> AbstractContextManager[Any]:
+        """Returns the context in which all of a step is traced, the update included."""
+        return nullcontext()
 
     def around_model(self, rows: Rows) -> AbstractContextManager[Any]:
         """Returns the context, on a replica, in which the code of the user is traced."""

@@ -153,6 +153,7 @@ def make_eval_step(
     metrics: Any = (),
     forward: Any = None,
     verify: Verify = "first",
+    features: Sequence[Feature] = (),
 ) -> EvalStep:
     """Makes a step that computes loss and metrics without training.
 
@@ -165,6 +166,7 @@ def make_eval_step(
             ``make_train_step``.
         verify: When to hold a step to what one device computes: ``"first"``, True for every step,
             or False. See ``make_train_step``.
+        features: As for ``make_train_step``.
 
     Returns:
         The step: ``logs = step(batch)`` with ``"loss"`` and ``"weight"``, and
@@ -186,12 +188,16 @@ def make_eval_step(
     passes = Forward.of(model, loss, forward)
     check_kinds(passes.model, strategy)
     passes.check_metrics(metrics)
-    parts = [*_of_strategy(strategy), Draws(), *_verified(verify, strategy)]
+    parts = [*_of_strategy(strategy), Draws(), *features, *_verified(verify, strategy)]
     return EvalStep(passes, strategy, parts, metrics=metrics)
 
 
 def make_predict_step(
-    model: Models, strategy: Strategy | None = None, *, verify: Verify = "first"
+    model: Models,
+    strategy: Strategy | None = None,
+    *,
+    verify: Verify = "first",
+    features: Sequence[Feature] = (),
 ) -> PredictStep:
     """Makes a step that predicts each row of a batch once, in the order of the batch.
 
@@ -200,6 +206,7 @@ def make_predict_step(
         strategy: The strategy; ``tf.distribute.get_strategy()`` where None.
         verify: When to hold predictions, row by row, to those of one device: ``"first"``, True for
             every step, or False.
+        features: As for ``make_train_step``.
 
     Returns:
         The step: ``outputs = step(batch)``, tensors of shape ``[rows of the global batch, ...]`` in
@@ -217,7 +224,7 @@ def make_predict_step(
     check_backend()
     strategy = tf.distribute.get_strategy() if strategy is None else strategy
     check_kinds(model, strategy)
-    parts = [*_of_strategy(strategy), Draws(), *_verified(verify, strategy)]
+    parts = [*_of_strategy(strategy), Draws(), *features, *_verified(verify, strategy)]
     return PredictStep(model, strategy, parts)
 
 

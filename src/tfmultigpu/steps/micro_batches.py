@@ -14,7 +14,7 @@ from tfmultigpu.errors import TfMultiGpuError
 from tfmultigpu.steps.features import Feature, Pass, Phase, Replica, Rows, Shards
 from tfmultigpu.strategies.collectives import refusing_to_meet
 
-__all__ = ["MicroBatches", "micro_batch_counts"]
+__all__ = ["MicroBatches", "micro_batch_counts", "one_after_the_other"]
 
 
 def micro_batch_counts(micro_batches: int | Sequence[int], replicas: int) -> tuple[int, ...]:
@@ -53,6 +53,7 @@ class MicroBatches(Feature):
         """Takes the number of parts of each replica, of all workers."""
         self._counts = tuple(counts)
         self._alike = len(set(counts)) == 1
+        self.loop: Callable[..., list[Any]] = one_after_the_other
 
     def bind(self, step: Any) -> None:
         """Takes the step, whose trace tells what the loop has to carry."""
@@ -134,19 +135,13 @@ class MicroBatches(Feature):
             ]
             new = part(tf.cast(number, tf.int64), count, states)
             sums = [
-                n.with_addends([a + b for a, b in zip(o.addends, n.addends, strict=True)])
+                n.with_addends([_sum(a, b) for a, b in zip(o.addends, n.addends, strict=True)])
                 for o, n in zip(before, new, strict=True)
             ]
             return (number + 1, *_flat(sums))
 
         last = tf.cast(count, tf.int32)  # In 32 bits, which GPUs keep where loops are decided.
-        _, *flat = tf.while_loop(
-            lambda number, *_: number < last,
-            body,
-            [tf.zeros([], tf.int32), *_flat(first)],
-            parallel_iterations=1,
-        )
-        return _unflat(flat, like)
+        return _unflat(self.loop(body, most, last, _flat(first)), like)
 
     def _begin(self, copies: int) -> list[tuple[Any, ...]]:
         """Returns the states before the first part, on each replica of this process."""
@@ -159,6 +154,31 @@ class MicroBatches(Feature):
         strategy = self._step.strategy
         local = [strategy.experimental_local_results(value) for value in strategy.run(read)]
         return [tuple(each[number] for each in local) for number in range(copies)]
+
+
+def one_after_the_other(
+    body: Callable[..., Any], most: int, count: Any, values: Sequence[Any]
+) -> list[Any]:
+    """Runs ``number, *values = body(number, *values)`` in a loop, for numbers below a count.
+
+    Args:
+        body: The function.
+        most: The largest count.
+        count: The count, an int32 scalar.
+        values: Tensors to begin with.
+    """
+    _, *values = tf.while_loop(
+        lambda number, *_: number < count,
+        body,
+        [tf.zeros([], tf.int32), *values],
+        parallel_iterations=1,
+    )
+    return values
+
+
+def _sum(before: Any, new: Any) -> Any:
+    with tf.device(new.device):  # What is added on a device of its own stays there.
+        return before + new
 
 
 def _zeros(like: Any) -> Any:

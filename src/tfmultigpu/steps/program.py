@@ -14,15 +14,17 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
+from tfmultigpu.data.batch_format import count_rows
 from tfmultigpu.data.element_layout import structure_of
 from tfmultigpu.errors import DataError
 from tfmultigpu.steps.batch_norm import short_sums
 from tfmultigpu.steps.batches import BatchFunction, ShardSource, check_called_from
 from tfmultigpu.steps.call_lengths import CallLength
 from tfmultigpu.steps.failures import explaining_failures
-from tfmultigpu.steps.features import Call, Feature, Phase, Replica, Rows, Shards
+from tfmultigpu.steps.features import SEES, Call, Feature, Phase, Replica, Rows, Sees, Shards
 from tfmultigpu.steps.rows import GATHERED, standing_at
 from tfmultigpu.steps.tally import Layout, Tallies, Tally, add, logs_of, nothing
 from tfmultigpu.strategies.not_copied import NotCopied
@@ -57,7 +59,7 @@ class Program(NotCopied):
         self._loops: list[tuple[Any, Any, float]] = []
         self._length = CallLength(strategy)
         self._key: Hashable = None
-        self._function: BatchFunction = BatchFunction(self.traced, strategy)
+        self._function: BatchFunction = BatchFunction(self._trace, strategy)
 
     def compute(self, shards: Shards) -> Tallies:
         """Computes one global batch; traced."""
@@ -123,7 +125,7 @@ class Program(NotCopied):
         self.prepare(spec)
         self._key = self.key()
         if self._key not in self._functions:
-            self._functions[self._key] = BatchFunction(self.traced, self.strategy)
+            self._functions[self._key] = BatchFunction(self._trace, self.strategy)
         self._function = self._functions[self._key]
 
     def forget(self) -> None:
@@ -176,9 +178,28 @@ class Program(NotCopied):
             call = feature.around_call(call)
         return call(batch)
 
-    def is_called_alone(self) -> bool:
-        """Returns whether a feature wants to see the next batch by itself."""
-        return any(f.around_call(_no_call) is not _no_call for f in self._callers)
+    def sees(self) -> Sees:
+        """Returns which batches a feature wants to see by themselves."""
+        sees = [f.sees for f in self._callers if f.around_call(_no_call) is not _no_call]
+        return min(sees, key=SEES.index, default="none")
+
+    def is_seen(self, batch: Batch) -> bool:
+        """Returns whether a batch is one of these."""
+        sees = self.sees()
+        if sees in ("any", "none"):
+            return sees == "any"
+        counts = self.rows_of(batch)
+        cut = sum(counts) >= max(len(counts), 2)
+        return cut and (sees == "cut" or min(counts) < max(counts))
+
+    def rows_of(self, batch: Batch) -> list[int]:
+        """Returns how many rows each replica has of a batch, of all workers, if it is cut."""
+        structure, local, offsets = batch
+        if offsets is not None:
+            return np.diff(offsets).tolist()  # type: ignore[no-any-return]
+        replicas = self.strategy.num_replicas_in_sync
+        rows = int(count_rows(tf.nest.pack_sequence_as(structure, local[0])))
+        return [rows // replicas + (number < rows % replicas) for number in range(replicas)]
 
     def _run(self, batch: Batch) -> tuple[dict[str, Any], Tallies]:
         logs, vectors = self._function.run(*batch)
@@ -192,6 +213,12 @@ class Program(NotCopied):
         del logs["steps"]
         return logs, _vectors(tallies)
 
+    def _trace(self, shards: Shards) -> Any:
+        with ExitStack() as contexts:
+            for feature in self.features:
+                contexts.enter_context(feature.around_trace())
+            return self.traced(shards)
+
     def _tallies(self, vectors: Sequence[Any]) -> Tallies:
         turn = iter(vectors)
         layouts = self.layouts
@@ -204,37 +231,57 @@ class Program(NotCopied):
         source, key, split = self._opened(iterator, steps)
         spec = iterator.batch_spec if isinstance(iterator, ShardSource) else source.element_spec
         self.settle(lambda: spec)
-        before: Tallies = {name: nothing() for name in self.names}
-        while not tf.inside_function() and self.is_called_alone():
+        done: Tallies = {name: nothing() for name in self.names}
+        element, ended = None, tf.inside_function()
+        while True:
+            if element is None and not ended and self.sees() == "any":
+                with explaining_failures(self.strategy):
+                    element = next(source, None)
+                ended = element is None
+            if element is not None:
+                with explaining_failures(self.strategy):
+                    local, offsets = split(element)
+                leaves = [tf.nest.flatten(shard) for shard in local]
+                _, tallies = self.call((local[0], leaves, offsets))
+                done, steps, element = add(done, tallies), steps - 1, None
+                if steps == 0:
+                    return logs_of(done), done
+                continue
+            loop = self._find((self._key, key, tf.type_spec_from_value(source)), split)
+            before = _vectors(done)
             with explaining_failures(self.strategy):
-                element = next(source, None)
-                if element is None:
-                    break
-                local, offsets = split(element)
-            leaves = [tf.nest.flatten(shard) for shard in local]
-            _, tallies = self.call((local[0], leaves, offsets))
-            before, steps = add(before, tallies), steps - 1
-            if steps == 0:
-                return logs_of(before), before
-        run, most = self._find((self._key, key, tf.type_spec_from_value(source)), split)
-        vectors = _vectors(before)
-        with explaining_failures(self.strategy):
-            logs, vectors = self._in_calls(run, most, source, steps, vectors)
-        return dict(logs), self._tallies(vectors)
+                logs, vectors, element = self._in_calls(loop, source, steps, before)
+            done = self._tallies(vectors)
+            if element is None:
+                return dict(logs), done
+            steps -= _steps(vectors) - _steps(before)
 
-    def _in_calls(self, run: Any, most: float, source: Any, steps: Any, vectors: Any) -> Any:
-        """Runs the loop in calls that are short enough for Ctrl-C, which is heard between them."""
-        left = None if tf.inside_function() else tf.get_static_value(steps)
+    def _in_calls(self, loop: Any, source: Any, steps: Any, vectors: Any) -> Any:
+        """Runs the loop in calls that are short enough for Ctrl-C, which is heard between them.
+
+        Returns:
+            Logs and vectors; and the element that was taken for a step of its own, or None.
+        """
+        run, most = loop
+        inside = tf.inside_function()
+        left = None if inside else tf.get_static_value(steps)
+        sees = SEES.index("none" if inside else self.sees())
+
+        def call(count: Any) -> Any:
+            logs, after, waits, optional = run(source, tf.cast(count, tf.int64), sees, *vectors)
+            waits = not inside and bool(waits)  # Known on the CPU without waiting for a GPU.
+            return logs, after, optional.get_value() if waits else None
+
         while left is not None and (asked := min(most, self._length.most(int(left)))) < left:
             with self._length.measuring() as note:
-                before = int(vectors[0][0]) if vectors[0].shape[0] else 0
-                logs, vectors = run(source, tf.constant(asked, tf.int64), *vectors)
+                before = _steps(vectors)
+                logs, vectors, element = call(asked)
                 ran = int(logs["steps"]) - before  # Reading it waits for the steps.
                 note(ran)
             left -= ran
             if ran < asked:
-                return logs, vectors
-        return run(source, tf.cast(steps if left is None else left, tf.int64), *vectors)
+                return logs, vectors, element
+        return call(steps if left is None else left)
 
     def _opened(self, iterator: Any, steps: Any) -> tuple[Any, Any, Split]:
         """Checks what a loop is given.
@@ -272,9 +319,9 @@ class Program(NotCopied):
         for known, run, most in self._loops:  # Specs of dicts compare but do not hash.
             if known == kind:
                 return run, most
-        scalar, vector = tf.TensorSpec([], tf.int64), tf.TensorSpec([None], tf.float64)
-        vectors = [vector] * 2 * len(self.names)
-        run = self._compile(split).get_concrete_function(kind[-1], scalar, *vectors)
+        scalars = tf.TensorSpec([], tf.int64), tf.TensorSpec([], tf.int32)
+        vectors = [tf.TensorSpec([None], tf.float64)] * 2 * len(self.names)
+        run = self._compile(split).get_concrete_function(kind[-1], *scalars, *vectors)
         # In one call TensorFlow allows a collective of several workers one shape only, and gathered
         # rows differ from batch to batch.
         several = len(local_replicas(self.strategy)) < self.strategy.num_replicas_in_sync
@@ -286,38 +333,76 @@ class Program(NotCopied):
         function = self._function
 
         def step(element: Any, vectors: Sequence[Any]) -> Sequence[Any]:
-            _, added = self.traced(function.shards(*split(element)))
+            _, added = self._trace(function.shards(*split(element)))
             return _vectors(add(self._tallies(vectors), self._tallies(added)))
 
-        def run(source: Any, steps: Any, *vectors: Any) -> Any:
-            vectors = _loop(source, steps, step, vectors)
-            return logs_of(self._tallies(vectors)), vectors
+        replicas = self.strategy.num_replicas_in_sync
+        waiting = self.sees() != "none"
+
+        def run(source: Any, steps: Any, sees: Any, *vectors: Any) -> Any:
+            def waits(element: Any) -> Any:
+                return _is_seen(split(element)[1], sees, replicas)
+
+            stop = waits if waiting else None
+            *end, vectors = _loop(source, steps, step, stop, vectors)
+            return logs_of(self._tallies(vectors)), vectors, *end
 
         return tf.function(run, autograph=False)
 
 
-def _loop(source: Any, steps: Any, step: Callable[..., Any], vectors: Sequence[Any]) -> Any:
-    """Takes each element before its step, which is in a branch: the data may have ended."""
+def _loop(source: Any, steps: Any, step: Any, waits: Any, vectors: Sequence[Any]) -> Any:
+    """Takes each element before its step, which is in a branch: the data may have ended.
 
-    def body(left: Any, *vectors: Any) -> tuple[Any, ...]:
+    Args:
+        source: The iterator.
+        steps: The most steps.
+        step: ``f(element, vectors)`` returns the vectors after it.
+        waits: ``f(element)`` returns whether the loop ends before its step; None for never.
+        vectors: What the steps add to.
+
+    Returns:
+        Whether an element was taken that waits, that element as an optional, and the vectors.
+    """
+    no = tf.constant(False)
+
+    def body(left: Any, _: Any, __: Any, *vectors: Any) -> tuple[Any, ...]:
         optional = source.get_next_as_optional()
-        more = optional.has_value()
+        more, stop = optional.has_value(), no
+        with tf.device("CPU:0"):
+            if waits is not None:
+                stop = tf.cond(more, lambda: waits(optional.get_value()), lambda: no)
+            more &= ~stop
         vectors = tf.cond(more, lambda: step(optional.get_value(), vectors), lambda: vectors)
         with tf.device("CPU:0"):
-            return ((left - 1) * tf.cast(more, tf.int32), *vectors)
+            return ((left - 1) * tf.cast(more, tf.int32), stop, optional, *vectors)
 
     # What decides about going on is on the CPU, and loops keep it there in 32 bits: a step would
     # begin only after a GPU had ended the one before.
     with tf.device("CPU:0"):
         left = tf.cast(tf.minimum(steps, tf.int32.max), tf.int32)
-    _, *vectors = tf.while_loop(
+        empty: Any = tf.experimental.Optional.empty(source.element_spec)
+    shapes = [left.shape, no.shape, tf.type_spec_from_value(empty)]
+    _, stop, optional, *vectors = tf.while_loop(
         lambda left, *_: left > 0,
         body,
-        [left, *vectors],
-        shape_invariants=[left.shape, *[tf.TensorShape([None])] * len(vectors)],
+        [left, no, empty, *vectors],
+        shape_invariants=[*shapes, *[tf.TensorShape([None])] * len(vectors)],
         parallel_iterations=1,
     )
-    return tuple(vectors)
+    return stop, optional, tuple(vectors)
+
+
+def _is_seen(offsets: Any, sees: Any, replicas: int) -> Any:
+    """Returns whether ``Program.is_seen`` of a batch; ``sees`` is a number in ``SEES``."""
+    with tf.device("CPU:0"):
+        counts = offsets[1:] - offsets[:-1]
+        uneven = tf.reduce_max(counts) > tf.reduce_min(counts)
+        cut = offsets[-1] >= max(replicas, 2)
+        return cut & (sees <= tf.cast(uneven, tf.int32) + SEES.index("cut"))
+
+
+def _steps(vectors: Sequence[Any]) -> int:
+    return int(vectors[0][0]) if vectors[0].shape[0] else 0
 
 
 def _gathers_rows(run: Any) -> bool:

@@ -303,7 +303,8 @@ class TrainStep(Program):
         with ExitStack() as contexts:
             for feature in self.features:
                 contexts.enter_context(feature.around_backward())
-            gradients = (tf.gradients if number else tape.gradient)(target, values)
+            by_graph = number or any(feature.colocates_gradients for feature in self.features)
+            gradients = (tf.gradients if by_graph else tape.gradient)(target, values)
             pairs = zip(gradients, values, strict=True)
             return tuple(None if g is None else _dense(g, value.shape) for g, value in pairs)
 
