@@ -8,13 +8,13 @@ no view costs an operation.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import numbers
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 
 from tfmultigpu.data.batch_format import count_rows
@@ -194,11 +194,14 @@ class Program(NotCopied):
 
     def rows_of(self, batch: Batch) -> list[int]:
         """Returns how many rows each replica has of a batch, of all workers, if it is cut."""
-        structure, local, offsets = batch
+        _, local, offsets = batch
         if offsets is not None:
-            return np.diff(offsets).tolist()  # type: ignore[no-any-return]
+            bounds = offsets.numpy().tolist()
+            return [stop - start for start, stop in itertools.pairwise(bounds)]
         replicas = self.strategy.num_replicas_in_sync
-        rows = int(count_rows(tf.nest.pack_sequence_as(structure, local[0])))
+        first = next(leaf for leaf in local[0] if leaf is not None)
+        rows = first.shape[0]
+        rows = int(count_rows(first)) if rows is None else rows
         return [rows // replicas + (number < rows % replicas) for number in range(replicas)]
 
     def _run(self, batch: Batch) -> tuple[dict[str, Any], Tallies]:

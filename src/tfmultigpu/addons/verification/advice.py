@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from tfmultigpu._compat import is_part_of_keras
-from tfmultigpu.addons.verification.locate import Located, name_of
+from tfmultigpu.addons.verification.compare import Quantity
+from tfmultigpu.addons.verification.locate import Located
 from tfmultigpu.addons.verification.one_device import OneDevice
-from tfmultigpu.addons.verification.rounding import Deviation, deviations
 
 __all__ = ["explain"]
 
@@ -16,27 +16,69 @@ __all__ = ["explain"]
 # histogram is that of all images together.
 _MIX_ROWS = {"AugMix", "CutMix", "Equalization", "MixUp", "RandAugment", "RandomElasticTransform"}
 
-WEIGHT = (
+_IN_PARTS = (
+    "What is computed for a row, its loss included, must depend on that row alone if a batch is "
+    "computed in parts. Write micro_batches=1."
+)
+_LOSS = (
+    "What is computed for a row, its loss included, must depend on that row alone. Write a loss "
+    "over the whole batch with tmg.gather_rows(tensor), which returns the rows of all replicas; "
+    "docs/coupled-losses.md has examples."
+)
+_WEIGHT = (
     "A LossSum holds the sum over the rows of one replica and their number. Write "
     "tmg.LossSum(tf.reduce_sum(values), tf.size(values))."
 )
-VALUE = (
+_VALUE = (
     "A value for the logs is a sum over the rows of one replica, with what divides it. Write "
-    '{"name": (tf.reduce_sum(values), tf.size(values))}; compute a maximum or a correlation '
-    "from the rows of all replicas: tmg.gather_rows(tensor)."
+    '{"name": (tf.reduce_sum(values), tf.size(values))}; compute a maximum or a correlation from '
+    "the rows of all replicas: tmg.gather_rows(tensor)."
 )
-UPDATE = (
-    "The gradient is that of one device and its update is not, which is an error of this library "
-    "or of a feature. Compare with shard_update=False, and please report it."
+_METRIC = (
+    "It is a metric's, and not a sum over rows: replicas are added. Give update_state a value for "
+    "each row, metric.update_state(values), and keep sums and counts in a metric of your own."
+)
+_STATE = (
+    "In call, add sums over the replicas before you assign them: context = "
+    "tf.distribute.get_replica_context(); total, count = context.all_reduce('SUM', [total, count])."
+)
+_UPDATE = (
+    "Its gradient is that of one device and its update is not: an error of this library or of a "
+    "feature. Please report it, with the optimizer and its settings."
 )
 
 
-def advice_for_layer(layer: Any, *, by_micro_batches: bool) -> str:
-    """Returns the line to write for a layer that computes with several rows at once."""
+def explain(
+    found: Sequence[Quantity], located: Located | None, device: OneDevice
+) -> tuple[str, str]:
+    """Returns the first thing that depends on the cut, and the line to write."""
+    in_parts = located is not None and located.in_parts
+    if located is not None and located.layer is not None:
+        layer = located.layer
+        path = getattr(layer, "path", None) or getattr(layer, "name", "")
+        return f"{type(layer).__name__} {path!r}", _of_layer(layer, in_parts=in_parts)
+    states = [each for each in found if each.kind in ("state", "copy")]
+    terms = [each for each in found if each.kind in ("sum", "weight")]
+    if not terms and states:
+        variable = device.states[states[0].number]
+        is_metric = variable.aggregation == "sum" and variable.synchronization == "on_read"
+        return states[0].name, _METRIC if is_metric else _STATE
+    if found and all(each.kind == "update" for each in found):
+        return found[0].name, _UPDATE
+    if terms and all(device.twin.trace.layout.own[term.number].logged for term in terms):
+        return terms[0].name, _VALUE
+    if terms and terms[0].kind == "weight":
+        return terms[0].name, _WEIGHT
+    # All layers agree: it is the loss, if the few rows that were looked at show it too.
+    shown = terms and located is not None and any(each.apart for each in located.terms)
+    return terms[0].name if shown else "", _IN_PARTS if in_parts else _LOSS
+
+
+def _of_layer(layer: Any, *, in_parts: bool) -> str:
     import keras
 
     if isinstance(layer, keras.layers.BatchNormalization):
-        if by_micro_batches:
+        if in_parts:
             return (
                 "BatchNormalization computes with the rows of one micro-batch. Write "
                 "micro_batches=1, or take a layer that looks at one row at a time, such as "
@@ -58,61 +100,9 @@ def advice_for_layer(layer: Any, *, by_micro_batches: bool) -> str:
             "It draws for rows in another order than that of the batch, such as those of "
             "tf.concat([real, fake], 0). Call the model for each: model(real), model(fake)."
         )
-    if by_micro_batches:
+    if in_parts:
         return "It computes with several rows at once. Write micro_batches=1."
     return (
         "It computes with several rows at once. Let it look at one row at a time (axis=-1), or "
         "compute it in forward= from the rows of all replicas: tmg.gather_rows(tensor)."
     )
-
-
-def advice_for_loss(*, by_micro_batches: bool) -> str:
-    """Returns the line to write for a loss that compares rows, or is not a sum over them."""
-    if by_micro_batches:
-        return (
-            "What is computed for a row, its loss included, must depend on that row alone if a "
-            "batch is computed in parts. Write micro_batches=1."
-        )
-    return (
-        "What is computed for a row, its loss included, must depend on that row alone. Write a "
-        "loss over the whole batch with tmg.gather_rows(tensor), which returns the rows of all "
-        "replicas; docs/coupled-losses.md has examples."
-    )
-
-
-def advice_for_state(variable: Any) -> str:
-    """Returns the line to write for a state, a Keras variable, that the given rows decide."""
-    if variable.aggregation == "sum" and variable.synchronization == "on_read":
-        return (
-            "It is a metric's, and not a sum over rows: replicas are added. Write "
-            "metric.update_state(values) with a value for each row, and keep sums and counts in a "
-            "metric of your own."
-        )
-    return (
-        "In call, add sums over the replicas before you assign them: context = "
-        "tf.distribute.get_replica_context(); total, count = context.all_reduce('SUM', [total, "
-        "count])."
-    )
-
-
-def explain(
-    found: Sequence[Deviation], located: Located | None, device: OneDevice
-) -> tuple[str, str]:
-    """Returns the first thing that depends on the cut, and the line to write."""
-    by_parts = located is not None and located.in_parts
-    if located is not None and located.layer is not None:
-        layer = located.layer
-        return name_of(layer), advice_for_layer(layer, by_micro_batches=by_parts)
-    states = [each.quantity for each in found if each.quantity.kind in ("state", "copy")]
-    terms = [each.quantity for each in found if each.quantity.kind in ("sum", "weight")]
-    if not terms and states:
-        return states[0].name, advice_for_state(device.states[states[0].number])
-    if found and all(each.quantity.kind == "update" for each in found):
-        return found[0].quantity.name, UPDATE
-    if terms and all(device.twin.trace.layout.own[term.number].logged for term in terms):
-        return terms[0].name, VALUE
-    if terms and terms[0].kind == "weight":
-        return terms[0].name, WEIGHT
-    # All layers agree: it is the loss, if the few rows that were looked at show it too.
-    shown = located is not None and terms and deviations(located.terms)
-    return terms[0].name if shown else "", advice_for_loss(by_micro_batches=by_parts)

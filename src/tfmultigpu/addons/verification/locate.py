@@ -10,16 +10,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from tfmultigpu.addons.verification.dry_run import DryRun
-from tfmultigpu.addons.verification.global_batch import join
-from tfmultigpu.addons.verification.one_device import OneDevice, dense
-from tfmultigpu.addons.verification.quantities import terms
-from tfmultigpu.addons.verification.rounding import Quantity, Rounding, furthest
+from tfmultigpu.addons.verification.compare import Quantity, Rounding, furthest, of_terms
+from tfmultigpu.addons.verification.one_device import DryRun, OneDevice, dense
 from tfmultigpu.data import partition
 from tfmultigpu.data.batch_format import unpack_batch
 from tfmultigpu.steps.assignments import deferring
 from tfmultigpu.steps.batches import BatchFunction
-from tfmultigpu.steps.features import Rows
+from tfmultigpu.steps.features import Rows, Shards
 from tfmultigpu.steps.micro_batches import MicroBatches
 from tfmultigpu.steps.objective import stack
 from tfmultigpu.steps.recording import recording_calls
@@ -27,27 +24,21 @@ from tfmultigpu.steps.seeds import sharing_seeds
 from tfmultigpu.strategies.collectives import sum_over_replicas
 from tfmultigpu.strategies.topology import local_replicas
 
-__all__ = ["Located", "locate", "name_of"]
+__all__ = ["Located", "locate"]
 
 _HALVES = 2
 
 
 class Located(NamedTuple):
-    """The first layer that depends on the cut.
-
-    Attributes:
-        layer: The layer, or operation of Keras; None if the outputs of all agree.
-        terms: The sums and weights of the loss for these rows.
-        in_parts: Whether the shards were cut into micro-batches.
-    """
+    """The first layer, or operation of Keras, that depends on the cut; None if all agree."""
 
     layer: Any
-    terms: Sequence[Quantity]
-    in_parts: bool = False
+    terms: Sequence[Quantity]  # The sums and weights of the loss for the rows that were looked at.
+    in_parts: bool = False  # Whether the shards were cut into micro-batches.
 
 
 def locate(
-    step: Any, device: OneDevice, local: list[Any], offsets: Any, rounding: Rounding
+    step: Any, device: OneDevice, whole: Any, local: list[Any], offsets: Any, rounding: Rounding
 ) -> Located:
     """Runs a forward pass in one piece and cut, and compares layer by layer.
 
@@ -56,76 +47,67 @@ def locate(
     Args:
         step: The step; every worker must call it.
         device: The same on one device.
-        local: Rows of each replica of this process.
-        offsets: Their offsets.
+        whole: A few rows of a global batch.
+        local: Those of each replica of this process.
+        offsets: The offsets of all.
         rounding: The rounding of the model.
     """
-    in_parts = any(isinstance(feature, MicroBatches) for feature in step.features)
-    whole = join(step.strategy, local)
     one = _Pieces(step, device.twin)
-    expected, (outputs,) = one(*BatchFunction(None, device.twin.strategy).cut(whole))
-    layout = device.twin.trace.layout if hasattr(device.twin, "trace") else None
-    located = Located(None, (), in_parts)
-    for parts in (1, _HALVES) if in_parts else (1,):
-        if parts == 1 and step.strategy.num_replicas_in_sync == 1:
-            continue
+    expected, (outputs,) = one(*BatchFunction(one, device.twin.strategy).cut(whole))
+    trace = getattr(device.twin, "trace", None)
+    in_parts = any(isinstance(feature, MicroBatches) for feature in step.features)
+    counts = [1] * (step.strategy.num_replicas_in_sync > 1) + [_HALVES] * in_parts
+    located = Located(None, ())
+    for parts in counts:
         pieces = _Pieces(step, step, parts)
         added, cut = pieces(local, offsets)
-        compared = terms(layout, expected.dtype, expected, added, rounding) if layout else ()
+        compared = of_terms(trace.layout, device.dtype, expected, added, rounding) if trace else ()
         located = Located(None, tuple(compared), parts > 1)
-        if one.layers != pieces.layers:
-            continue
         places = _places(step.strategy, np.asarray(offsets), parts)
-        for number, layer in enumerate(one.layers):
+        for number, layer in enumerate(one.layers if one.layers == pieces.layers else ()):
             for place, piece in zip(places, cut, strict=True):
-                rows, bound = int(offsets[-1]), math.sqrt(rounding.compute)
-                if not _agrees(outputs[number], piece[number], place, rows, bound):
+                bound = math.sqrt(rounding.compute)
+                if not _agrees(outputs[number], piece[number], place, int(offsets[-1]), bound):
                     return located._replace(layer=layer)
     return located
 
 
 class _Pieces:
-    """The outputs of layers for each part of each shard, and the terms of all together."""
+    """The terms of a loss over all rows, and the outputs of layers for each part of each shard."""
 
     def __init__(self, step: Any, runs: Any, parts: int = 1) -> None:
         self.layers: list[Any] = []
         self._step, self._runs, self._parts = step, runs, parts
 
     def __call__(self, local: list[Any], offsets: Any) -> tuple[Any, list[list[Any]]]:
-        added, pieces = DryRun(self._trace)(local, offsets)
-        return added.numpy(), [[output.numpy() for output in piece] for piece in pieces]
+        return DryRun(self._trace)(local, offsets)  # type: ignore[no-any-return]
 
     def _trace(self, local: list[Any], offsets: Any) -> Any:
         runs = self._runs
-        shards = BatchFunction(None, runs.strategy).shards(local, offsets)
+        shards = BatchFunction(self, runs.strategy).shards(local, offsets)
         phase: Any = functools.partial(runs.on_replicas, self._replica)
         for feature in runs.features:
             if not isinstance(feature, MicroBatches):
                 phase = feature.around_phase(phase)
         with sharing_seeds(self._step.strategy):
-            if self._parts == 1:
-                each = [phase(shards)]
-            else:
-                count = tf.constant(self._parts, tf.int64)
-                each = [
-                    phase(shards.cut(tf.constant(i, tf.int64), count)) for i in range(self._parts)
-                ]
-        replicas = [list(one) for one in zip(*each, strict=True)]
-        stats = [[tf.add_n([s for s, _ in one])] for one in replicas]
-        added = sum_over_replicas(runs.strategy, stats)[0][0]
-        return added, [outputs for one in replicas for _, outputs in one]
+            each = [phase(part) for part in self._cut(shards)]
+        by_replica = list(zip(*each, strict=True))
+        stats = [[tf.add_n([stats for stats, _ in parts])] for parts in by_replica]
+        outputs = [outputs for parts in by_replica for _, outputs in parts]
+        return sum_over_replicas(runs.strategy, stats)[0][0], outputs
+
+    def _cut(self, shards: Shards) -> list[Shards]:
+        if self._parts == 1:
+            return [shards]
+        numbers = [tf.constant(number, tf.int64) for number in range(self._parts + 1)]
+        return [shards.cut(number, numbers[-1]) for number in numbers[:-1]]
 
     def _replica(self, shard: Any, rows: Rows, *_: Any) -> Any:
-        graph, step = tf.compat.v1.get_default_graph(), self._step
-        training = hasattr(step, "optimizer")
-        with (
-            self._runs.tracing_model(rows),
-            deferring((), rows.counts()),
-            recording_calls() as calls,
-        ):
-            own: list[Any] = []
+        graph, step, own = tf.compat.v1.get_default_graph(), self._step, []
+        tracing = self._runs.tracing_model(rows)
+        with tracing, deferring((), rows.counts()), recording_calls() as calls:
             if hasattr(step, "forward"):
-                own = step.forward(shard, training=training)[0]
+                own, _outputs = step.forward(shard, training=hasattr(step, "optimizer"))
             else:
                 step.model(unpack_batch(shard)[0], training=False)
         kept = [(layer, t) for layer, result in calls for t in dense(result) if t.graph is graph]
@@ -136,10 +118,10 @@ class _Pieces:
 def _places(strategy: Any, offsets: Any, parts: int) -> list[tuple[int, int]]:
     places = []
     for replica in local_replicas(strategy):
-        first, count = offsets[replica], offsets[replica + 1] - offsets[replica]
+        first, stop = offsets[replica : replica + 2]
         for number in range(parts):
-            start, stop = partition.part_bounds(tf.constant(count), parts, number)
-            places.append((int(first + start), int(first + stop)))
+            bounds = partition.part_bounds(tf.constant(stop - first), parts, number)
+            places.append((int(first + bounds[0]), int(first + bounds[1])))
     return places
 
 
@@ -154,9 +136,3 @@ def _agrees(whole: Any, piece: Any, place: tuple[int, int], rows: int, bound: fl
         candidates = [whole[begin * times : end * times], blocks.reshape(-1, *whole.shape[1:])]
         candidates += [whole] if whole.shape == piece.shape else []
     return any(furthest(one, piece, bound) is None for one in candidates)
-
-
-def name_of(layer: Any) -> str:
-    """Returns a layer as its class and its path."""
-    path = getattr(layer, "path", None) or getattr(layer, "name", "")
-    return f"{type(layer).__name__} {path!r}"

@@ -41,8 +41,8 @@ class Verification:
         global_rows: Rows of the global batch.
         reason: Why it was not verified; empty otherwise.
         differences: What differs; a warning names the first.
-        culprit: The first layer, loss or state that depends on how the batch was cut, for a person;
-            empty if it was not found.
+        culprit: The first layer, loss or state that depends on how the batch was cut; empty if it
+            was not found.
         advice: The line to write instead.
     """
 
@@ -60,8 +60,6 @@ class Verification:
             return f"Not verified: {self.reason}"
         if self.outcome == "same":
             return "The step computed what one device computes on the same batch."
+        what = self.differences[0] if self.differences else "another worker found a difference"
         cause = f" The first that depends on the cut is {self.culprit}." if self.culprit else ""
-        return (
-            f"The result depends on how the batch was cut: {self.differences[0]}.{cause} "
-            f"{self.advice}"
-        )
+        return f"The result depends on how the batch was cut: {what}.{cause} {self.advice}"

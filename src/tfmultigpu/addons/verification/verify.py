@@ -2,71 +2,55 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
+import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
+from tfmultigpu.accumulation.loss_scale import unwrap_optimizer
 from tfmultigpu.accumulation.owners import outside_scopes
 from tfmultigpu.addons.verification.advice import explain
-from tfmultigpu.addons.verification.dry_run import DryRun
-from tfmultigpu.addons.verification.global_batch import counts_of, first_rows, join, size_in_bytes
-from tfmultigpu.addons.verification.locate import locate
-from tfmultigpu.addons.verification.one_device import OneDevice
-from tfmultigpu.addons.verification.outcome import Verification
-from tfmultigpu.addons.verification.quantities import gradients, quantities, updates
-from tfmultigpu.addons.verification.rounding import (
-    Deviation,
+from tfmultigpu.addons.verification.compare import (
+    Quantity,
     Rounding,
-    beyond_rounding,
-    deviations,
     furthest,
+    of_gradients,
+    of_outputs,
+    of_states,
+    of_terms,
+    of_update,
 )
+from tfmultigpu.addons.verification.locate import Located, locate
+from tfmultigpu.addons.verification.one_device import DryRun, OneDevice, dense
+from tfmultigpu.addons.verification.outcome import Verification
+from tfmultigpu.addons.verification.stock_update import stock_update
+from tfmultigpu.data import partition
 from tfmultigpu.errors import ReplicaDependenceWarning, WorkerLostError
 from tfmultigpu.steps.batches import BatchFunction
 from tfmultigpu.steps.failures import line_on_memory
 from tfmultigpu.steps.features import Call, Feature
+from tfmultigpu.steps.program import Batch
 from tfmultigpu.steps.warning import warn
+from tfmultigpu.strategies.gathering import gather_rows
 from tfmultigpu.strategies.scopes import all_layers
+from tfmultigpu.strategies.topology import local_replicas, per_replica
 from tfmultigpu.strategies.worker_exchange import WorkerExchange
 
 __all__ = ["Verify"]
 
 GATHERED_BYTES = 64 * 2**20
 _PART_ROWS = 4
+_log = logging.getLogger(__name__)
+# Lines that Keras and TensorFlow put before what happened, and around it.
+_AROUND = re.compile(
+    r"Exception encountered when|Graph execution error|Detected at node|File \"|\[\[\{\{|<stack"
+)
 
-
-@dataclasses.dataclass(frozen=True)
-class _Expected:
-    """What a step is held to, known before it runs.
-
-    Attributes:
-        local: The rows of each replica of this process.
-        offsets: Their offsets.
-        whole: All rows; None where they are not put together.
-        numbers: What one device computes.
-        gradients: What the replicas compute for the gradients, if they are compared.
-        before: The variables whose update is compared, as they are.
-        after: The same after an update on one device; empty if it cannot be made there.
-        reason: Why nothing can be compared.
-    """
-
-    local: list[Any]
-    offsets: Any
-    whole: Any = None
-    numbers: dict[str, Any] = dataclasses.field(default_factory=dict)
-    gradients: list[Any] | None = None
-    before: Sequence[Any] = ()
-    after: Sequence[Any] = ()
-    reason: str = ""
-
-    @property
-    def rows(self) -> int:
-        """The rows of the global batch."""
-        return int(self.offsets[-1])
+_Conclude = Callable[[Any, Any], Verification]  # Compares logs and tallies.
 
 
 class Verify(Feature):
@@ -74,8 +58,8 @@ class Verify(Feature):
 
     Attributes:
         verification: The last outcome, or the first difference before it; None before the first.
-        sees: Which batches it waits for: any, then those of a row or more for each replica, then
-            those that do not divide evenly.
+        sees: Which batches it waits for: any, then those with a row for each replica, then those
+            that do not divide evenly.
     """
 
     verification: Verification | None = None
@@ -88,36 +72,53 @@ class Verify(Feature):
 
     def bind(self, step: Any) -> None:
         """Takes the step."""
-        self._step = step
+        self._step, self._strategy = step, step.strategy
         self._replicas = step.strategy.num_replicas_in_sync
         self._exchange = WorkerExchange(step.strategy)
+        self._cutter = BatchFunction(self._look, step.strategy)
 
     def around_call(self, call: Call) -> Call:
-        """Returns a call that verifies its batch, if that is due and it shows something."""
-        if not self._due or tf.inside_function():
+        """Returns a call that verifies its batch, if that is due and shows something."""
+        if not self._due:
             return call
         return functools.partial(self._call, call)
 
-    def _call(self, call: Call, batch: Any) -> Any:
-        counts = counts_of(batch, self._replicas)
+    def _call(self, call: Call, batch: Batch) -> Any:
+        counts = self._step.rows_of(batch)
         rows, uneven = sum(counts), min(counts) != max(counts)
         if rows < max(self._replicas, 2):
             reason = "the batch had fewer rows than there are replicas, so each computed all of it"
             self._note(Verification("not verified", 0, rows, reason))
-            if self.sees == "any" and not self._always:
+            if not self._always and self.sees == "any":
                 self.sees = "cut"
             return call(batch)
         if self.sees == "uneven" and not uneven:
             return call(batch)
-        expected = outside_scopes(lambda: self._expect(batch))
-        result = call(batch)
-        self._conclude(expected, *result)
+        conclude = outside_scopes(lambda: self._prepare(batch))
+        logs, tallies = call(batch)
+        try:
+            outcome = conclude(logs, tallies)
+        except WorkerLostError:
+            raise
+        except Exception as error:  # A check must not end a training that goes well.
+            reason = f"the comparison failed, {_first_line_of(error)}"
+            outcome = Verification("not verified", 0, rows, reason)
+        self._note(outcome)
         if not self._always:
             self.sees = "uneven"
-            self._due = not uneven and self._replicas > 1 and not expected.reason
+            self._due = outcome.outcome == "same" and self._replicas > 1 and not uneven
         if not self._due:
             self._device = None
-        return result
+        if outcome.outcome == "different":
+            warn(str(outcome), ReplicaDependenceWarning)
+        elif outcome.reason:
+            warn(
+                f"The step could not be held to one device: {outcome.reason}. A result that "
+                "depends on how the batch is cut would not be noticed. To leave the check out, "
+                "write verify=False.",
+                ReplicaDependenceWarning,
+            )
+        return logs, tallies
 
     def _note(self, outcome: Verification) -> None:
         """Keeps an outcome, unless a step before this one was different."""
@@ -126,136 +127,152 @@ class Verify(Feature):
 
     # Before the step ----------------------------------------------------------------------------
 
-    def _expect(self, batch: Any) -> _Expected:
+    def _prepare(self, batch: Batch) -> _Conclude:
         """Computes what one device would give; over several workers all call it."""
         structure, leaves, offsets = batch
         local = [tf.nest.pack_sequence_as(structure, shard) for shard in leaves]
         whole = local[0] if offsets is None else None
         if whole is not None:
-            local, offsets = BatchFunction(self._nothing, self._step.strategy).cut(whole)
-        expected = _Expected(local, offsets, whole)
-        if whole is None and self._exchange.workers > 1:
-            largest = int(self._exchange([size_in_bytes(local)]).max())
-            if largest * self._exchange.workers > GATHERED_BYTES:
+            local, offsets = self._cutter.cut(whole)
+        reason, workers = "", self._exchange.workers
+        if whole is None and workers > 1:
+            tensors = tf.nest.flatten(leaves, expand_composites=True)
+            own = sum(
+                t.shape.num_elements() * max(t.dtype.size, 1) for t in tensors if t is not None
+            )
+            if int(self._exchange([own]).max()) * workers > GATHERED_BYTES:
                 reason = "workers do not send each other so large a batch; check a smaller one"
-                return dataclasses.replace(expected, reason=reason)
         try:
-            expected = self._computed(expected)
+            conclude = None if reason else self._computed(local, offsets, whole)
         except WorkerLostError:
             raise
         except Exception as error:  # The user's code may raise anything; training goes on.
-            expected = dataclasses.replace(expected, reason=_reason(error))
-        if self._exchange.workers > 1:
-            failed = bool(self._exchange([bool(expected.reason)]).any())
-            if failed and not expected.reason:
-                reason = "another worker could not compute the batch by itself"
-                expected = dataclasses.replace(expected, reason=reason)
-        return expected
+            conclude, reason = None, _reason(error)
+        if workers > 1 and bool(self._exchange([bool(reason)]).any()):
+            reason = reason or "another worker could not compute the batch by itself"
+        if conclude is None or reason:
+            return lambda *_: Verification("not verified", 0, int(offsets[-1]), reason)
+        return conclude
 
-    def _computed(self, expected: _Expected) -> _Expected:
+    def _computed(self, local: list[Any], offsets: Any, whole: Any) -> _Conclude:
         step, key = self._step, self._step.key()
         if self._device is None or self._device.key != key:
             self._device = OneDevice(step, key, all_gradients=self._with_gradients)
         device = self._device
-        whole = join(step.strategy, expected.local) if expected.whole is None else expected.whole
-        numbers = device(whole)
-        replicas = None
-        if self._with_gradients and device.variables:
-            cutter = BatchFunction(self._nothing, step.strategy)
+        whole = self._joined(local) if whole is None else whole
+        one = device(whole)
+        wanted = self._with_gradients and device.variables
+        gradients = DryRun(self._look)(local, offsets) if wanted else []
+        chosen = [device.variables[i] for i in device.chosen]
+        before = after = [variable.numpy() for variable in chosen]
+        if chosen and one.get("valid", True):
+            clipped = [one[f"clipped {i}"] for i in device.chosen]
+            pairs = list(zip(chosen, clipped, strict=True))
+            after = stock_update(unwrap_optimizer(step.optimizer), pairs)
+        updates = list(zip(device.chosen, before, after, strict=False))
 
-            def look(local: Any, offsets: Any) -> Any:
-                gradient = step.look(cutter.shards(local, offsets))[2]
-                first = step.strategy.experimental_local_results
-                return [first(tensor)[0] for tensor in gradient.tensors]
+        compared = functools.partial(self._compared, local, offsets, whole)
+        return functools.partial(compared, one, gradients, updates)
 
-            tensors = DryRun(look)(expected.local, expected.offsets)
-            replicas = [tensor.numpy() for tensor in tensors]
-        before = [device.variables[i].numpy() for i in device.chosen]
-        return dataclasses.replace(
-            expected, whole=whole, numbers=numbers, gradients=replicas, before=before,
-            after=device.updated(numbers),
-        )  # fmt: skip
+    def _joined(self, local: list[Any]) -> Any:
+        """Returns all rows of a batch; over several workers a collective."""
+        several_workers = len(local) < self._replicas
+
+        def joined(*parts: Any) -> Any:
+            if parts[0] is None:
+                return None
+            if several_workers:
+                return gather_rows(self._strategy, per_replica(self._strategy, list(parts)))
+            sparse = isinstance(parts[0], tf.SparseTensor)
+            return tf.sparse.concat(0, list(parts)) if sparse else tf.concat(list(parts), 0)
+
+        return tf.nest.map_structure(joined, *local) if self._replicas > 1 else local[0]
+
+    def _look(self, local: Any, offsets: Any) -> list[Any]:
+        """The gradients of the replicas; traced."""
+        gradient = self._step.look(self._cutter.shards(local, offsets))[2]
+        first = self._strategy.experimental_local_results
+        return [first(tensor)[0] for tensor in gradient.tensors]
 
     # After the step -----------------------------------------------------------------------------
 
-    def _conclude(self, expected: _Expected, logs: Any, tallies: Any) -> None:
-        reason = expected.reason
-        if not reason:
-            try:
-                reason = self._compare(expected, logs, tallies)
-            except (WorkerLostError, ReplicaDependenceWarning):
-                raise
-            except Exception as error:  # A check must not end a training that goes well.
-                reason = f"the comparison failed, {_first_line_of(error)}"
-        if reason:
-            self._note(Verification("not verified", 0, expected.rows, reason))
-            warn(
-                f"The step could not be held to one device: {reason}. A result that depends on how "
-                "the batch is cut would not be noticed. To leave the check out, write verify=False.",
-                ReplicaDependenceWarning,
-            )
-
-    def _compare(self, expected: _Expected, logs: Any, tallies: Any) -> str:
-        """Compares, and warns of what differs; returns why it cannot be known."""
-        device, one = self._device, expected.numbers
+    def _compared(
+        self, local: list[Any], offsets: Any, whole: Any, one: Any, gradients: Any, updates: Any,
+        logs: Any, tallies: Any,
+    ) -> Verification:  # fmt: skip
+        device, rows = self._device, int(offsets[-1])
         assert device is not None
         rounding = Rounding(all_layers(self._step.model))
-        found = deviations(quantities(device, one, logs, tallies, rounding))
-        if expected.gradients is not None:
-            found += deviations(gradients(device, one, expected.gradients, rounding))
-        if expected.after:
-            found += deviations(updates(device, one, expected.before, expected.after, rounding))
+        quantities = self._of_step(one, logs, tallies, rounding)
+        found = [each for each in quantities if each.apart]
+        for number, before, after in updates:
+            variable = device.variables[number]
+            values, gradient = (before, after, variable.numpy()), one[f"gradient {number}"]
+            found += of_update(number, variable.path, gradient, values, rounding)
+        found += of_gradients(device.variables, one, gradients, rounding) if gradients else ()
+        found = [each for each in found if each.apart]
         if not self._on_any_worker(found):
-            self._note(Verification("same", expected.rows, expected.rows))
-            return ""
-        still, again, *moved = device.moved(expected.whole, rounding.compute)
+            return Verification("same", rows, rows)
+        still, again, *moved = device.moved(whole, rounding.compute)
         steady = [
             each
             for each in found
-            if (key := each.quantity.key) not in still
-            or furthest(still[key], again[key], each.quantity.bound) is None
+            if each.key not in still or not furthest(still[each.key], again[each.key], each.bound)
         ]
-        if self._on_any_worker(found) and not self._on_any_worker(steady):
-            return (
-                f"{found[0].difference.quantity} differs between two runs on one device. Draw by "
-                "keras.random with a keras.random.SeedGenerator, which both repeat"
+        if not self._on_any_worker(steady):
+            what = found[0].name if found else "a quantity of another worker"
+            reason = (
+                f"{what} differs between two runs on one device. Draw by keras.random with a "
+                "keras.random.SeedGenerator, which both repeat"
             )
-        found = beyond_rounding(steady, still, moved, rounding.margin)
+            return Verification("not verified", 0, rows, reason)
+        found = [each for each in steady if each.beyond(still, moved, rounding.margin)]
         if not self._on_any_worker(found):
-            self._note(Verification("same", expected.rows, expected.rows))
-            return ""
-        self._report(found, expected, rounding)
-        return ""
+            return Verification("same", rows, rows)
+        located = None
+        try:
+            located = outside_scopes(lambda: self._locate(local, offsets, rounding))
+        except WorkerLostError:
+            raise
+        except Exception as error:  # The difference itself is known.
+            _log.info("The layer was not found: %s", error)
+        differences = tuple(each.difference for each in found)
+        return Verification(
+            "different", rows, rows, "", differences, *explain(found, located, device)
+        )
 
-    def _on_any_worker(self, found: Sequence[Deviation]) -> bool:
+    def _of_step(self, one: Any, logs: Any, tallies: Any, rounding: Rounding) -> Iterator[Quantity]:
+        """Yields what a step tells by itself."""
+        device = self._device
+        assert device is not None
+        if not hasattr(self._step, "trace"):
+            yield from of_outputs(one, dense(logs), rounding)
+            return
+        tally = tallies[""]
+        yield from of_terms(tally.layout, device.dtype, one["terms"], tally.terms.numpy(), rounding)
+        yield from of_states(device.states, one, self._strategy, rounding)
+        if "norm 0" in one:
+            norm, scale = (float(value) for value in tally.last)
+            # Half precision overflows in a sum of more rows sooner: loss scaling skips such a step.
+            if scale == 1.0 or np.isfinite([norm, one["norm 0"]]).all():
+                bound = 4.0 * rounding.of_sum("float32")
+                yield Quantity("norm", 0, "the norm of the gradient", one["norm 0"], [norm], bound)
+
+    def _locate(self, local: list[Any], offsets: Any, rounding: Rounding) -> Located:
+        """Looks at the first rows of each replica."""
+        counts = np.minimum(np.diff(offsets), _PART_ROWS)
+        numbers = local_replicas(self._strategy)
+        few = [
+            partition.slice_rows(shard, 0, int(counts[number]))
+            for number, shard in zip(numbers, local, strict=True)
+        ]
+        begins = tf.constant(np.insert(np.cumsum(counts), 0, 0), tf.int64)
+        return locate(self._step, self._device, self._joined(few), few, begins, rounding)
+
+    def _on_any_worker(self, found: Sequence[Quantity]) -> bool:
         if self._exchange.workers == 1:
             return bool(found)
         return bool(self._exchange([bool(found)]).any())
-
-    def _report(self, found: Sequence[Deviation], expected: _Expected, rounding: Rounding) -> None:
-        assert self._device is not None
-        step, device, located = self._step, self._device, None
-        part = first_rows(step.strategy, expected.local, expected.offsets, _PART_ROWS)
-        try:
-            located = outside_scopes(lambda: locate(step, device, *part, rounding))
-        except WorkerLostError:
-            raise
-        except Exception:  # The user's code may raise anything; the difference itself is known.
-            pass
-        culprit, advice = explain(found, located, device)
-        differences = tuple(each.difference for each in found)
-        self.verification = Verification(
-            "different", expected.rows, expected.rows, "", differences, culprit, advice
-        )
-        warn(str(self.verification), ReplicaDependenceWarning)
-
-    def _nothing(self, _: Any) -> None:
-        """Stands for a function that a ``BatchFunction`` does not call."""
-
-
-_AROUND = re.compile(
-    r"Exception encountered when|Graph execution error|Detected at node|File \"|\[\[\{\{|<stack"
-)
 
 
 def _reason(error: Exception) -> str:
@@ -265,7 +282,6 @@ def _reason(error: Exception) -> str:
 
 
 def _first_line_of(error: Exception) -> str:
-    """Returns what happened, without what Keras and TensorFlow put before it and around it."""
     lines = [re.sub(r"\x1b\[\d*m", "", line).strip() for line in str(error).splitlines()]
     said = [line for line in lines if line and not _AROUND.match(line)]
     return f"{type(error).__name__}: {said[0] if said else ''}"
