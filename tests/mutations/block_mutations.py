@@ -255,7 +255,7 @@ BLOCKS = (
     ),
     Mutation(
         "what TensorFlow cut counts by the first shard",
-        "steps/batch_function.py",
+        "steps/batches.py",
         (("            everywhere[replica] = count\n", "            everywhere[replica] = 1\n"),),
         (
             "promises/test_blocks_alone.py::test_a_step_alone_beside_a_strategy_and_data_of_tensorflow[2]",

@@ -25,63 +25,52 @@ LONE = """def lone(add: Any) -> Any:
     return added
 
 
-def _source("""
+def _place("""
 
 
 LAW = (
     # Sums and weights, divided once ---------------------------------------------------------------
     Mutation(
         "the sum is divided by a constant batch size",
-        "losses/objective.py",
-        (("1.0 if term.fixed else global_rows * (", "1.0 if term.fixed else 64.0 * ("),),
+        "steps/tally.py",
+        (("1.0 if term.fixed else rows * (", "1.0 if term.fixed else 64.0 * ("),),
         (NORM,),
     ),
     Mutation(
         "a mean of the means of the replicas",
-        "steps/forward_backward.py",
+        "steps/step.py",
         (
             (
-                "layout.scales(global_rows)",
-                "layout.scales(tf.cast(count_rows(shard) "
-                "* self._strategy.num_replicas_in_sync, tf.float64))",
+                "layout.targets(terms, total, rows",
+                "layout.targets(terms, tf.cast(rows.count * self.strategy.num_replicas_in_sync, tf.float64), rows",
             ),
         ),
         (NORM,),
     ),
     Mutation(
         "a mean of the means of the micro-batches",
-        "steps/forward_backward.py",
+        "steps/features.py",
         (
             (
-                "            shard = partition.cut_part(shard, part.count, part.number)",
-                "            whole = count_rows(shard)\n"
-                "            shard = partition.cut_part(shard, part.count, part.number)\n"
-                "            own = whole / (count_rows(shard) * part.count)\n"
-                "            own = tf.cast(own, weight.dtype)\n"
-                "            weight *= tf.where(tf.equal(once, 1.0), own, 1.0)",
+                "        once = partition.row_weight(self.count, parts)\n",
+                "        once = partition.row_weight(self.count, parts)\n        once *= tf.cast(self.count / ((stop - start) * parts), tf.float64)\n",
             ),
         ),
         (SHARES,),
     ),
     Mutation(
         "the last micro-batch is left out",
-        "steps/forward_backward.py",
-        (
-            (
-                "\n            lambda micro, *_: micro < count,",
-                "\n            lambda micro, *_: micro < count - 1,",
-            ),
-        ),
+        "steps/micro_batches.py",
+        (("*_: number < count,", "*_: number < count - 1,"),),
         (SHARES,),
     ),
     Mutation(
         "the optimizer steps for each micro-batch",
-        "steps/train_step.py",
+        "steps/step.py",
         (
             (
-                "            self.strategy.run(apply, args=(gradients,))",
-                "            for _ in range(self._phase._micro_batches):\n"
-                "                self.strategy.run(apply, args=(gradients,))",
+                "        self._apply(gradient, after)\n",
+                '        for _ in range(next((f._counts[0] for f in self.features if hasattr(f, "_counts")), 1)):\n            self._apply(gradient, after)\n',
             ),
         ),
         (SHARES,),
@@ -111,7 +100,7 @@ LAW = (
     ),
     Mutation(
         "losses that layers add are not weighted by rows",
-        "losses/added_losses.py",
+        "steps/objective.py",
         (
             (
                 "LossTerm(tf.reduce_sum(value) * rows, rows, per_row=1.0, added=True)",
@@ -122,37 +111,44 @@ LAW = (
     ),
     Mutation(
         "gradients are added over the replicas once more",
-        "optimizers/update.py",
-        (("(list(summed), list(kept))", "([g * replicas for g in summed], list(kept))"),),
+        "accumulation/update.py",
+        (
+            (
+                "                apply(part, gradients, variables)\n",
+                "                many = self.strategy.num_replicas_in_sync\n                apply(part, [g * many for g in gradients], variables)\n",
+            ),
+        ),
         (NORM,),
     ),
     Mutation(
         "of a row that an embedding looks up twice one gradient counts",
-        "steps/forward_backward.py",
+        "steps/step.py",
         (
             (
-                "    gradient = tf.convert_to_tensor(gradient)\n",
-                "    if isinstance(gradient, tf.IndexedSlices):\n"
-                "        gradient = tf.tensor_scatter_nd_update(\n"
-                "            tf.zeros(shape, gradient.dtype), gradient.indices[:, None],\n"
-                "            gradient.values)\n",
+                "    gradient = tf.convert_to_tensor(gradient)  # Rows",
+                "    if isinstance(gradient, tf.IndexedSlices):\n        gradient = tf.tensor_scatter_nd_update(\n            tf.zeros(shape, gradient.dtype), gradient.indices[:, None],\n            gradient.values)\n    gradient = tf.convert_to_tensor(gradient)  # Rows",
             ),
         ),
         (NORM,),
     ),
     Mutation(
         "the loss of many steps is a mean of their losses",
-        "steps/multi_step.py",
-        (("tf.where(weight > 0, loss, plain", "tf.where(weight > 1e9, loss, plain"),),
+        "steps/tally.py",
+        (
+            (
+                "means = [tf.math.divide_no_nan(*pair) for pair in zip(sums, weights, strict=True)]",
+                "means = [mean / rows for mean in self._by_term(values)[2]]",
+            ),
+        ),
         (f"{RUN}::test_the_data_ends_within_a_call[N=2]",),
     ),
     Mutation(
         "losses of several outputs are weighed alike over many steps",
-        "steps/multi_step.py",
+        "steps/tally.py",
         (
             (
-                "logs[name] = tf.math.divide_no_nan(logs[name], logs[name.weight])",
-                "logs[name] = tf.math.divide_no_nan(logs[name], logs['weight'])",
+                "means = [tf.math.divide_no_nan(*pair) for pair in zip(sums, weights, strict=True)]",
+                "means = [tf.math.divide_no_nan(each, rows) for each in sums]",
             ),
         ),
         (f"{EVALUATION}::test_several_batches_in_one_call",),
@@ -160,38 +156,33 @@ LAW = (
     # Weight regularisation ------------------------------------------------------------------------
     Mutation(
         "weights are regularised by each replica",
-        "steps/train_step.py",
+        "steps/step.py",
         (
             (
-                "        corrections: list[Any] = ",
-                "        replicas = self.strategy.num_replicas_in_sync\n"
-                "        penalties = [p if p is None else p * replicas for p in penalties]\n"
-                "        corrections: list[Any] = ",
+                "        penalty, penalties = regularization(trained, self.update.at)\n",
+                "        penalty, penalties = regularization(trained, self.update.at)\n        many = self.strategy.num_replicas_in_sync\n        penalties = [p if p is None else p * many for p in penalties]\n",
             ),
         ),
         (NORM,),
     ),
     Mutation(
         "weights are regularised by each micro-batch",
-        "steps/train_step.py",
+        "steps/step.py",
         (
             (
-                "        corrections: list[Any] = ",
-                "        parts = self._phase._micro_batches\n"
-                "        penalties = [p if p is None else p * parts for p in penalties]\n"
-                "        corrections: list[Any] = ",
+                "        penalty, penalties = regularization(trained, self.update.at)\n",
+                '        penalty, penalties = regularization(trained, self.update.at)\n        parts = next((f._counts[0] for f in self.features if hasattr(f, "_counts")), 1)\n        penalties = [p if p is None else p * parts for p in penalties]\n',
             ),
         ),
         (SHARES,),
     ),
     Mutation(
         "the regularisation is divided by the weight",
-        "steps/train_step.py",
+        "steps/step.py",
         (
             (
-                "        corrections: list[Any] = ",
-                "        penalties = [p if p is None else p / weights[0] for p in penalties]\n"
-                "        corrections: list[Any] = ",
+                "        penalty, penalties = regularization(trained, self.update.at)\n",
+                "        penalty, penalties = regularization(trained, self.update.at)\n        penalties = [p if p is None else p / weights[0] for p in penalties]\n",
             ),
         ),
         (NORM,),
@@ -199,57 +190,68 @@ LAW = (
     # What is decided about the whole gradient -----------------------------------------------------
     Mutation(
         "each replica clips before the sum",
-        "steps/train_step.py",
+        "steps/step.py",
         (
             (
-                "result = self._phase(shards, scale)",
-                "result = self._phase(shards, scale)\n"
-                "        result = dataclasses.replace(result, parts=[\n"
-                "            [*clipped(one[:-1], self._options.clip_norm or 1e9, "
-                "global_norm(one[:-1])), one[-1]]\n"
-                "            for one in result.parts])",
+                "        passes = self.phase(self._replica)(shards)\n        gradient, tally",
+                '        passes = self.phase(self._replica)(shards)\n        limit = next((f._limit for f in self.features if hasattr(f, "_limit")), 1e9)\n        norms = [global_norm(one.addends[:-1]) for one in passes]\n        passes = [\n            one.with_addends([*clipped(one.addends[:-1], limit, norm), one.addends[-1]])\n            for one, norm in zip(passes, norms, strict=True)\n        ]\n        gradient, tally',
+            ),
+            (
+                "from tfmultigpu.accumulation.settings import Settings\n",
+                "from tfmultigpu.accumulation.settings import Settings\nfrom tfmultigpu.accumulation.clipping import clipped\n",
             ),
         ),
         (NORM,),
     ),
     Mutation(
         "the norm is that of one replica's gradient",
-        "steps/train_step.py",
+        "steps/step.py",
         (
             (
-                "result = self._phase(shards, scale)",
-                "result = self._phase(shards, scale)\n        self._one = result.parts[0][:-1]",
+                "        passes = self.phase(self._replica)(shards)\n        gradient, tally",
+                "        passes = self.phase(self._replica)(shards)\n        self._one = passes[0].addends[:-1]\n        gradient, tally",
             ),
-            ("norm = global_norm(counted)", "norm = global_norm(self._one)"),
+            ("norm = global_norm([g for g, _ in kept])", "norm = global_norm(self._one)"),
         ),
         (NORM,),
     ),
     Mutation(
         "whether gradients are finite is read from replica 0",
-        "steps/train_step.py",
+        "steps/step.py",
         (
             (
-                "result = self._phase(shards, scale)",
-                "result = self._phase(shards, scale)\n        self._one = result.parts[0][:-1]",
+                "        passes = self.phase(self._replica)(shards)\n        gradient, tally",
+                "        passes = self.phase(self._replica)(shards)\n        self._one = passes[0].addends[:-1]\n        gradient, tally",
             ),
-            ("else all_finite(checked)", "else all_finite(self._one)"),
+            (
+                "            gradient = feature.on_gradient(gradient)\n",
+                "            gradient = feature.on_gradient(gradient)\n            if gradient.valid is not None:\n                gradient = gradient._replace(valid=all_finite(self._one))\n",
+            ),
+            (
+                "from tfmultigpu.accumulation.settings import Settings\n",
+                "from tfmultigpu.accumulation.settings import Settings\nfrom tfmultigpu.accumulation.gradients import all_finite\n",
+            ),
         ),
         (f"{SKIP}[dynamic, N=3]",),
     ),
     Mutation(
         "gradients stay multiplied by the loss scale",
-        "steps/train_step.py",
-        (("unscaled(correction, scale) for", "unscaled(correction, None) for"),),
+        "steps/step.py",
+        (
+            (
+                "factors = [_unscaled(correction, factor) for",
+                "factors = [_unscaled(correction, None) for",
+            ),
+        ),
         (NORM,),
     ),
     Mutation(
         "a skipped step is counted",
-        "steps/train_step.py",
+        "steps/step.py",
         (
             (
-                "update, lambda: tf.constant(False))",
-                "update, lambda: self.strategy.run(\n"
-                "            lambda: optimizer.iterations.assign_add(1)) is None)",
+                "tf.cond(gradient.valid, update, tf.no_op)",
+                "tf.cond(\n                gradient.valid,\n                update,\n                lambda: (self.optimizer.iterations.assign_add(1), tf.no_op())[1],\n            )",
             ),
         ),
         (f"{SKIP}[dynamic, N=3]",),
@@ -266,26 +268,9 @@ LAW = (
         (f"{SKIP}[LossScaleOptimizer, N=3]",),
     ),
     Mutation(
-        "weights are not overwritten by their averages",
-        "steps/train_step.py",
-        (("            overwrite_with_averages(optimizer, self.strategy, variables)\n", ""),),
-        (NORM,),
-    ),
-    Mutation(
-        "averages that overwrite weights are not constrained",
-        "optimizers/update.py",
-        (("constraints.get(id(variable)) or tf.convert_to_tensor", "tf.convert_to_tensor"),),
-        (NORM,),
-    ),
-    Mutation(
         "a step is counted although the data had ended",
-        "steps/train_step.py",
-        (
-            (
-                "            with tf.control_dependencies([*after, *gradients]):",
-                "            if True:",
-            ),
-        ),
+        "accumulation/update.py",
+        (("tf.control_dependencies([tf.group(*before)]),", "tf.control_dependencies([]),"),),
         (f"{RUN}::test_the_end_of_the_data_in_a_function_of_the_user",),
     ),
     # Rows -----------------------------------------------------------------------------------------
@@ -320,65 +305,69 @@ LAW = (
     ),
     Mutation(
         "a small batch counts once for each replica",
-        "steps/forward_backward.py",
-        (("partition.row_weight(shards.global_rows, replicas) if replicas > 1", "None if True"),),
+        "steps/features.py",
+        (
+            (
+                "weight = partition.row_weight(total, replicas) if replicas > 1 else None",
+                "weight = None",
+            ),
+        ),
         (NORM,),
     ),
     Mutation(
         "evaluation counts a small batch once for each replica",
         "steps/evaluate.py",
-        (
-            (
-                "if replicas > 1 else None\n"
-                "        shard = per_replica(self.strategy, shards.local)\n"
-                "        with",
-                "if False else None\n"
-                "        shard = per_replica(self.strategy, shards.local)\n"
-                "        with",
-            ),
-        ),
+        (("stack(terms, rows.weight)", "stack(terms, None)"),),
         (f"{EVALUATION}::test_loss_and_metrics_are_over_each_row_once[8]",),
     ),
     Mutation(
         "metrics see every copy of a small batch",
-        "losses/metrics.py",
-        (("return True if row_weight is None or first == 0 else tf", "return True or tf"),),
+        "steps/evaluate.py",
+        (("deferring((), rows.counts())", "deferring((), True)"),),
         (f"{EVALUATION}::test_loss_and_metrics_are_over_each_row_once[8]",),
     ),
     Mutation(
         "metrics in a forward function see every copy of a small batch",
-        "losses/metrics.py",
-        (("return tf.where(counts, tf.cast(value", "return tf.where(True, tf.cast(value"),),
+        "steps/assignments.py",
+        (("if is_metric and self._counts is not True:", "if is_metric and False:"),),
         ("promises/test_metrics_in_forward.py::test_each_row_counts_once",),
     ),
     Mutation(
         "rows that are gathered in a small batch have the gradients of all copies",
-        "steps/row_gathering.py",
-        (("tf.where(small, own, every)", "tf.where(False, own, every)"),),
+        "steps/rows.py",
+        (("tf.where(copies, own, every)", "tf.where(False, own, every)"),),
         (f"{GATHERED}[3-against_itself-against_gathered]",),
     ),
     Mutation(
         "rows that are gathered have the gradients of their own replica alone",
-        "steps/row_gathering.py",
-        (("added = all_reduce_sum(", "added = lone(all_reduce_sum)("), ("def _source(", LONE)),
+        "steps/rows.py",
+        (
+            ("added = all_reduce_sum(", "added = lone(all_reduce_sum)("),
+            ("def _place(", LONE),
+        ),
         (f"{GATHERED}[2-views-views_by_labels]",),
     ),
     Mutation(
         "replicas draw the same numbers",
-        "steps/random_draws.py",
-        (("first=lambda: shards.first_row(replica),", "first=lambda: tf.zeros([], tf.int64),"),),
+        "steps/draws.py",
+        (("cls(first * times, size,", "cls(first * 0, size,"),),
         (NORM,),
     ),
     Mutation(
         "predictions come by replica, the last one first",
-        "steps/evaluate.py",
+        "steps/predict.py",
         (("joined = tf.concat(parts, axis=0)", "joined = tf.concat(parts[::-1], axis=0)"),),
         (f"{EVALUATION}::test_each_row_is_predicted_once_and_in_order[3]",),
     ),
     Mutation(
         "a small batch is predicted once for each replica",
-        "steps/evaluate.py",
-        (("return joined[: tf.where(small, once, joined_rows)]", "return joined"),),
+        "steps/predict.py",
+        (
+            (
+                "return joined[: tf.where(small, count_rows(parts[0]), count_rows(joined))]",
+                "return joined",
+            ),
+        ),
         (f"{EVALUATION}::test_each_row_is_predicted_once_and_in_order[8]",),
     ),
     # Windows over batches -------------------------------------------------------------------------
@@ -420,31 +409,26 @@ LAW = (
     # Verification ---------------------------------------------------------------------------------
     Mutation(
         "the first step is not verified",
-        "steps/verification/verifier.py",
-        (("_ATTEMPTS if verify and needed else 0", "0"),),
+        "addons/verification/verify.py",
+        (('self._due, self.sees = True, "any"', 'self._due, self.sees = False, "any"'),),
         (f"{TOUCHING}[a batch mean in a Lambda]",),
     ),
     Mutation(
         "the tolerance of the verification is a thousand times as large",
-        "steps/verification/rounding.py",
+        "addons/verification/compare.py",
         (("self.bound = self.compute *", "self.bound = 1e5 * self.compute *"),),
         (f"{TOUCHING}[a hundredth of the batch mean in a Lambda]",),
     ),
     Mutation(
         "every difference is taken for rounding",
-        "steps/verification/rounding.py",
+        "addons/verification/compare.py",
         (("4.0 if half else 16.0\n", "1e9\n"),),
         (f"{TOUCHING}[a batch mean in float32]",),
     ),
     Mutation(
         "states that layers assign are not compared",
-        "steps/verification/verifier.py",
-        (
-            (
-                "found += compare_states(states, computed, self._strategy, self._rounding)",
-                "found += []",
-            ),
-        ),
+        "addons/verification/verify.py",
+        (("yield from of_states(device.states, one, self._strategy, rounding)", "yield from ()"),),
         (f"{TOUCHING}[a number of rows kept in a layer]",),
     ),
 )

@@ -9,12 +9,7 @@ LOOPS = (
     Mutation(
         "the logs of an epoch are those of its last call",
         "addons/loops/loop.py",
-        (
-            (
-                "before = 0.0 if isinstance(name, LastKey) else self.sums.get(name, 0.0)",
-                "before = 0.0",
-            ),
-        ),
+        (("self.sums[name] = self.sums.get(name, 0.0) + value", "self.sums[name] = value"),),
         ("promises/test_fit.py::test_a_rich_training_with_callbacks_is_that_of_keras[3]",),
     ),
     Mutation(
@@ -69,11 +64,11 @@ LOOPS = (
     # evaluate and predict ---------------------------------------------------------------------------
     Mutation(
         "only the first batches of an evaluation are in its loss",
-        "steps/evaluate.py",
+        "addons/loops/loop.py",
         (
             (
-                "[a + b for a, b in zip(self.sums, other.sums, strict=True)]",
-                "list(self.sums)",
+                "totals if self._totals is None else add(self._totals, totals)",
+                "totals if self._totals is None else self._totals",
             ),
         ),
         ("promises/test_evaluate_predict.py::test_evaluation_is_exact_over_all_examples[2]",),
@@ -123,17 +118,22 @@ LOOPS = (
     # rows that touch --------------------------------------------------------------------------------
     Mutation(
         "verify=True verifies the first step alone",
-        "steps/verification/verifier.py",
-        (("self._always = verify is True", "self._always = False"),),
+        "addons/verification/verify.py",
+        (
+            (
+                "self._always, self._with_gradients = verify is True,",
+                "self._always, self._with_gradients = False,",
+            ),
+        ),
         ("promises/test_touching_rows.py::test_verify_says_which_steps_are_checked",),
     ),
     Mutation(
         "gathered rows lie one upon the other",
-        "steps/row_gathering.py",
+        "steps/rows.py",
         (
             (
-                "first = tf.cast(held.first(), tf.int32) * rows_per_example\n        total",
-                "first = tf.cast(held.first(), tf.int32) * 0\n        total",
+                "        first, count, total = (tf.cast(n, tf.int32) * rows_per_example for n in here[:3])\n",
+                "        first, count, total = (tf.cast(n, tf.int32) * rows_per_example for n in here[:3])\n        first *= 0\n",
             ),
         ),
         (
@@ -164,7 +164,7 @@ LOOPS = (
     # sharded variables ------------------------------------------------------------------------------
     Mutation(
         "nothing is large enough to be on one device alone",
-        "strategies/variable_sharding.py",
+        "addons/sharding/variables.py",
         (("AT_LEAST = 2**16", "AT_LEAST = 2**40"),),
         ("promises/test_sharded_variables.py::test_each_large_variable_is_on_one_device_alone",),
     ),
@@ -200,18 +200,18 @@ LOOPS = (
     ),
     Mutation(
         "the owner of a variable adds the gradient of its first replica alone",
-        "steps/owned_gradients.py",
+        "strategies/collectives.py",
         (
             (
-                "sums[key] = add_on_device(gradients[key], device, dtype)",
-                "sums[key] = add_on_device(gradients[key][:1], device, dtype)",
+                "totals = [add_on_device(parts, device, reduce_dtype) for device, *parts in others]",
+                "totals = [add_on_device(parts[:1], device, reduce_dtype) for device, *parts in others]",
             ),
         ),
         ("promises/test_sharded_variables.py::test_training_is_that_of_one_device",),
     ),
     Mutation(
         "all large variables are on the first device",
-        "strategies/variable_sharding.py",
+        "addons/sharding/variables.py",
         (("return used.index(min(used))", "return 0"),),
         ("promises/test_sharded_variables.py::test_each_large_variable_is_on_one_device_alone",),
     ),
@@ -231,12 +231,11 @@ LOOPS = (
     ),
     Mutation(
         "gathered rows have no gradient on other replicas",
-        "steps/row_gathering.py",
+        "steps/rows.py",
         (
             (
                 "padded = tf.pad(tf.cast(tensor, _wire_dtype(tensor.dtype)), paddings)",
-                "padded = tf.cast(tensor, _wire_dtype(tensor.dtype))\n"
-                "    padded = tf.pad(tf.stop_gradient(padded), paddings)",
+                "padded = tf.cast(tensor, _wire_dtype(tensor.dtype))\n    padded = tf.pad(tf.stop_gradient(padded), paddings)",
             ),
         ),
         (

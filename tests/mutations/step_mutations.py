@@ -38,18 +38,18 @@ STEPS = (
     ),
     Mutation(
         "a batch without weight divides by zero",
-        "losses/objective.py",
+        "steps/tally.py",
         (
             (
-                "tf.math.divide_no_nan(sums[i], tf.cast(total, sums[i].dtype)), tf.float32",
-                "sums[i] / tf.cast(total, sums[i].dtype), tf.float32",
+                "tf.math.divide_no_nan(tf.cast(rows, weight.dtype), weight) for",
+                "tf.cast(rows, weight.dtype) / weight for",
             ),
         ),
         (f"{ZERO}[N=3, mean_with_sample_weight]",),
     ),
     Mutation(
         "a row of a small batch counts once for each copy",
-        "losses/objective.py",
+        "steps/objective.py",
         (
             (
                 "return stats if row_weight is None else stats * tf.cast(row_weight, dtype)",
@@ -72,20 +72,15 @@ STEPS = (
     ),
     Mutation(
         "regularisation is not in the loss",
-        "steps/train_step.py",
-        (('"loss": logs["loss"] + penalty', '"loss": logs["loss"] + 0.0 * penalty'),),
+        "steps/tally.py",
+        (("wide[-2] * rows])", "0.0 * rows])"),),
         (f"{W}[N=3, sum]", f"{ZERO}[N=1, mean_with_sample_weight]"),
     ),
     # test_clipping --------------------------------------------------------------------------------
     Mutation(
         "the norm in the logs is that after clipping",
-        "steps/train_step.py",
-        (
-            (
-                '"gradient_norm": tf.cast(norm, tf.float32)',
-                '"gradient_norm": tf.cast(global_norm(gradients), tf.float32)',
-            ),
-        ),
+        "steps/step.py",
+        (("last = (norm, ", "last = (global_norm(gradient.tensors), "),),
         (f"{CLIP}[clip_norm]",),
     ),
     Mutation(
@@ -101,11 +96,11 @@ STEPS = (
     ),
     Mutation(
         "clip_norm is taken for a limit of each replica's part",
-        "steps/train_step.py",
+        "steps/gradient_features.py",
         (
             (
-                "gradients = clipped(gradients, clip_norm, norm)",
-                "gradients = clipped(gradients, clip_norm / self.strategy.num_replicas_in_sync, norm)",
+                "clipped(list(gradient.tensors), self._limit, gradient.norm)",
+                "clipped(list(gradient.tensors), self._limit / 3.0, gradient.norm)",
             ),
         ),
         (
@@ -115,11 +110,11 @@ STEPS = (
     ),
     Mutation(
         "the limits of the optimizer are for the sum of N gradients",
-        "optimizers/update.py",
+        "accumulation/update.py",
         (
             (
-                "optimizer.apply(list(summed), list(kept))",
-                "optimizer.apply([one / replicas for one in summed], list(kept))",
+                "                apply(part, gradients, variables)\n",
+                "                many = self.strategy.num_replicas_in_sync\n                apply(part, [g / many for g in gradients], variables)\n",
             ),
         ),
         (f"{CLIP}[clipnorm]", f"{CLIP}[global_clipnorm]"),
@@ -127,72 +122,62 @@ STEPS = (
     # test_draws -----------------------------------------------------------------------------------
     Mutation(
         "a micro-batch draws the numbers of the first one",
-        "steps/random_draws.py",
-        (("first=lambda: self.first() + bounds()[0],", "first=self.first,"),),
+        "steps/features.py",
+        (("return Rows(self.first + start, stop", "return Rows(self.first, stop"),),
         (f"{DRAWS}[noise without seeds, N=2]",),
     ),
     Mutation(
         "seeds do not move on",
-        "steps/train_step.py",
-        (("if states:  #", "if False:  #"),),
+        "steps/step.py",
+        (("        if self.trace.state:\n", "        if False:\n"),),
         (f"{DRAWS}[noise, N=3]", f"{DRAWS}[images without seeds, N=3]"),
     ),
     Mutation(
         "normal noise is drawn by each replica for itself",
-        "steps/random_draws.py",
-        (('        "stateless_normal": _normal,\n', ""),),
+        "steps/draws.py",
+        (
+            (
+                '        "stateless_normal": functools.partial(_normal, rows, counts_on and not by_xla),\n',
+                "",
+            ),
+        ),
         (f"{DRAWS}[noise, N=3]", f"{DRAWS}[noise without seeds, N=2]"),
     ),
     Mutation(
         "dropout is drawn by each replica for itself",
-        "steps/random_draws.py",
-        (
-            ('by_row["stateless_dropout"] = dropout_drawn_by(by_row["stateless_uniform"])\n', "\n"),
-            ('        "stateless_uniform": _uniform,\n', ""),
-        ),
+        "steps/draws.py",
+        (('        "stateless_random_uniform": uniform,  # Dropout and', "        # Dropout and"),),
         (f"{DRAWS}[noise, N=3]",),
     ),
     # test_shard_update ----------------------------------------------------------------------------
     Mutation(
         "the owner's value reaches the replicas after it only",
-        "optimizers/sharded.py",
-        (("if replica != owner:", "if replica > owner:"),),
+        "accumulation/update.py",
+        (("if number != owner:", "if number > owner:"),),
         (f"{OWNERS}[SGD with momentum, clip_norm, EMA]", f"{OWNERS}[AdamW, EMA]"),
     ),
     Mutation(
         "an owner is skipped",
-        "optimizers/sharded.py",
-        (
-            (
-                "if self.owners[id(v)] == owner]\n                    with",
-                "if self.owners[id(v)] == owner > 0]\n                    with",
-            ),
-        ),
+        "accumulation/update.py",
+        (("if copy is copies[owner]:", "if owner > 0 and copy is copies[owner]:"),),
         (f"{OWNERS}[RMSprop, clipnorm]", f"{OWNERS}[Lion, schedule]"),
     ),
     Mutation(
         "an owner updates twice",
-        "optimizers/sharded.py",
+        "accumulation/update.py",
         (
             (
-                "own.apply([gradients[i] for i in mine], twins)",
-                "own.apply([gradients[i] for i in mine], twins)\n"
-                "                                own.apply([gradients[i] for i in mine], twins)",
+                "                    function(copy, *args, **kwargs)\n",
+                "                    function(copy, *args, **kwargs)\n                    function(copy, *args, **kwargs)\n",
             ),
         ),
-        (f"{OWNERS}[Adam, global_clipnorm]",),
-    ),
-    Mutation(
-        "global_clipnorm sees one variable",
-        "optimizers/sharded.py",
-        (("global_norm(gradients))", "global_norm(gradients[:1]))"),),
         (f"{OWNERS}[Adam, global_clipnorm]",),
     ),
     # test_overflow --------------------------------------------------------------------------------
     Mutation(
         "what is not finite is applied",
-        "steps/train_step.py",
-        (("tf.cond(reduced.finite, update, lambda: tf.constant(False))", "update()"),),
+        "steps/step.py",
+        (("if gradient.valid is None:\n            update", "if True:\n            update"),),
         (f"{SKIP}[dynamic, N=3]", f"{SKIP}[a number, N=2]"),
     ),
     Mutation(
@@ -203,13 +188,8 @@ STEPS = (
     ),
     Mutation(
         "a skipped step is not in the logs",
-        "steps/train_step.py",
-        (
-            (
-                "1.0 - tf.cast(reduced.finite, tf.float32)",
-                "0.0 * tf.cast(reduced.finite, tf.float32)",
-            ),
-        ),
+        "steps/step.py",
+        (("skipped = 0.0 if gradient.valid is None else ~gradient.valid", "skipped = 0.0"),),
         (f"{SKIP}[dynamic, N=2, shard_update]",),
     ),
     Mutation(
@@ -221,10 +201,10 @@ STEPS = (
     # test_failing_step ----------------------------------------------------------------------------
     Mutation(
         "an update does not wait for the checks of layers, losses and metrics",
-        "steps/forward_backward.py",
+        "steps/step.py",
         (
             (
-                "with tf.control_dependencies([*effects_of(made), *states]):",
+                "with tf.control_dependencies([*effects_of(made), *after]):",
                 "with tf.control_dependencies([]):",
             ),
         ),
@@ -232,51 +212,46 @@ STEPS = (
     ),
     Mutation(
         "states are assigned before the checks have passed",
-        "steps/train_step.py",
-        (("assign_held(reduced.held, s, [*after, *g])", "assign_held(reduced.held, s, [])"),),
+        "steps/step.py",
+        (("assign, self.trace.state, after=after)", "assign, self.trace.state, after=[])"),),
         (f"{FAILS}[N=2, synchronized norm]",),
     ),
     Mutation(
         "owners do not wait for the checks",
-        "optimizers/sharded.py",
-        (("with tf.control_dependencies([after]):", "with tf.control_dependencies([]):"),),
+        "accumulation/update.py",
+        (("tf.control_dependencies([tf.group(*before)]),", "tf.control_dependencies([]),"),),
         (f"{FAILS}[N=3, micro-batches, shard_update]",),
     ),
     # test_run -------------------------------------------------------------------------------------
     Mutation(
         "the loss of several steps is a mean of means",
-        "steps/multi_step.py",
+        "steps/tally.py",
         (
             (
-                'return (logs[name] - _of_outputs(logs)) * logs["weight"]',
-                "return logs[name] - _of_outputs(logs)",
-            ),
-            (
-                'loss = logs["loss"] / tf.where(weight > 0, weight, 1.0)',
-                'loss = logs["loss"] / tf.cast(done, tf.float64)',
+                "means = [tf.math.divide_no_nan(*pair) for pair in zip(sums, weights, strict=True)]",
+                "means = [mean / rows for mean in self._by_term(values)[2]]",
             ),
         ),
         (f"{RUN}[N=2]", f"{RUN}[N=3]"),
     ),
     Mutation(
         "the end of the data is counted as a step",
-        "steps/multi_step.py",
+        "steps/program.py",
         (
             (
-                "return (left - 1) * ran, done + ran, sums, last",
-                "return (left - 1) * ran, done + 1, sums, last",
+                "lambda: step(optional.get_value(), vectors), lambda: vectors)\n",
+                "lambda: step(optional.get_value(), vectors), lambda: vectors)\n        ended = tf.cast(~more, tf.float64)\n        size = tf.size(vectors[0])\n        vectors = (vectors[0] + tf.one_hot(0, size, ended), *vectors[1:])\n",
             ),
         ),
         (f"{RUN}[N=2]", f"{RUN}[N=1]"),
     ),
     Mutation(
         "the logs of a call are those of its first step",
-        "steps/multi_step.py",
+        "steps/tally.py",
         (
             (
-                "return sums + tf.stack(added), tf.concat([tf.stack(ends), terms], 0)",
-                "return sums + tf.stack(added), tf.concat([tf.where(tf.reduce_any(last[:2] > 0), "
-                "last[:2], tf.stack(ends)), terms], 0)",
+                "sums, other.last)",
+                "sums, tf.cond(\n            tf.size(self.last) > 0, lambda: self.last, lambda: other.last))",
             ),
         ),
         (f"{RUN}[N=3]",),
@@ -285,18 +260,13 @@ STEPS = (
     Mutation(
         "evaluation runs as training does",
         "steps/evaluate.py",
-        (
-            (
-                "terms, outputs = self._objective(shard, training=False)",
-                "terms, outputs = self._objective(shard, training=True)",
-            ),
-        ),
+        (("self.forward(shard, training=False)", "self.forward(shard, training=True)"),),
         (f"{EVAL}[2]",),
     ),
     Mutation(
         "evaluation leaves regularisation out",
         "steps/evaluate.py",
-        (('return {**logs, "loss": logs["loss"] + penalty}', "return logs"),),
+        (("values[count:], penalty, shards.total)", "values[count:], 0.0, shards.total)"),),
         (f"{EVAL}[1]", f"{EVAL}[3]"),
     ),
     Mutation(
@@ -304,33 +274,19 @@ STEPS = (
         "steps/chain.py",
         (
             (
-                "for (name, step), times in zip(self.steps.items(), self.times, strict=True):\n"
-                "            with",
-                "for (name, step), times in reversed([*zip(self.steps.items(), self.times)]):\n"
-                "            with",
+                "for (name, step), times in zip(self.steps.items(), self.times, strict=True):\n            each = []",
+                "for (name, step), times in reversed([*zip(self.steps.items(), self.times)]):\n            each = []",
             ),
         ),
         (CHAIN, "promises/test_chain.py::test_several_batches_in_one_call"),
     ),
     Mutation(
-        "a chain over several batches has the mean of their losses",
-        "steps/multi_step.py",
-        (
-            (
-                "return logs[name.sum] if name.sum else logs[name] * logs[name.weight]",
-                "return logs[name]",
-            ),
-            (
-                "logs[name] = tf.math.divide_no_nan(logs[name], logs[name.weight])",
-                "logs[name] = logs[name] / tf.cast(done, tf.float64)",
-            ),
-        ),
-        ("promises/test_chain.py::test_several_batches_in_one_call",),
-    ),
-    Mutation(
         "the History of a chain is a mean over batches",
-        "steps/train_step.py",
-        (("sums[name] = value * tf.cast(rows, value.dtype)", "sums[name] = value"),),
+        "steps/tally.py",
+        (
+            ("tf.reduce_sum(means * factors) * rows])", "tf.reduce_sum(means * factors)])"),
+            ("divisors, means * rows], 0)", "divisors, means], 0)"),
+        ),
         ("promises/test_chain.py::test_fit_runs_the_chain_on_each_batch",),
     ),
     Mutation(

@@ -9,12 +9,11 @@ WORKERS = "promises/test_workers.py"
 PROCESSES = (
     Mutation(
         "limits set on the optimizer are lost where workers add by collectives",
-        "optimizers/update.py",
+        "accumulation/update.py",
         (
             (
-                "    with _hiding(optimizer, dict.fromkeys(_OWN_IDEAS)):",
-                "    several = 'Collective' in type(tf.distribute.get_strategy()).__name__\n"
-                "    with _hiding(optimizer, dict.fromkeys(_OWN_IDEAS + _CLIPS * several)):",
+                'hidden = ["loss_scale_factor"]',
+                'several = "Collective" in type(self.strategy).__name__\n            hidden = ["loss_scale_factor"] + ["clipnorm", "global_clipnorm"] * several',
             ),
         ),
         (f"{WORKERS}::test_clipping_set_on_the_optimizer_and_shares",),
