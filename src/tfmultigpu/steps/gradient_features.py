@@ -37,6 +37,10 @@ class LossScaling(Feature):
         if not wraps or step.optimizer.built or self._asked not in (None, "dynamic"):
             self.scale()
 
+    def on_one_device(self) -> Feature:
+        """Returns the same: what float16 rounds to zero or skips depends on the scale."""
+        return LossScaling(self._asked)
+
     def scale(self) -> LossScale | None:
         """Returns the scale; a dynamic one is kept as long as the optimizer."""
         with tf.init_scope():
@@ -78,6 +82,10 @@ class ClipByNorm(Feature):
         if not limit > 0:
             raise ValueError(f"clip_norm is positive. Received: clip_norm={limit}.")
         self._limit = limit
+
+    def on_one_device(self) -> Feature:
+        """Returns the same, which keeps nothing."""
+        return self
 
     def on_gradient(self, gradient: Gradient) -> Gradient:
         """Clips; a gradient whose norm overflows is not valid, for clipping would make it NaN."""
