@@ -1,18 +1,23 @@
-"""Batch normalization over all replicas: behind masks, and in models one did not write."""
+"""Batch normalization over all replicas, models one did not write, and sums within a pass."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import pkgutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from one_device import ByHand, Replicated, assert_same, cut, difference, strategy_of
+from one_device import ByHand, Replicated, assert_same, cut, strategy_of
 
 import tfmultigpu as tmg
 from tfmultigpu._patch import patching
-from tfmultigpu.steps.batch_norm import moments_of_replicas
+from tfmultigpu.steps.batch_norm import moments_of_replicas, short_sums
 
 layers = keras.layers
 _random = np.random.default_rng(4)
@@ -20,29 +25,21 @@ TOKENS = _random.integers(0, 6, (30, 5))
 TOKENS[7:12] = 0  # All of the rows of one replica are masked, and those of whole batches.
 STEPS = np.where(TOKENS[..., None] > 0, _random.normal(size=(30, 5, 3)), 0.0).astype("float32")
 Y = _random.integers(0, 3, 30)
-SIZES = (7, 1, 2, 9, 1, 8)
-# A variance of few elements amplifies rounding: in float64 the formula is seen to be the same. What
-# Keras adds to the number of elements, 1e-7, is less to that of one row on each of three replicas.
-EXACT = {"weights": 2e-7, "loss": 5e-7}
-
 norm = functools.partial(layers.BatchNormalization, synchronized=True, momentum=0.7, epsilon=0.1)
 
 
-def behind_an_embedding(dtype="float64", **options):
-    return keras.Sequential(
-        [
-            keras.Input((5,), dtype="int32"),
-            layers.Embedding(6, 3, mask_zero=True, dtype=dtype),
-            norm(dtype=dtype, **options),
-            layers.Dense(3, "tanh", dtype=dtype),
-            norm(dtype=dtype, **options),
-            layers.Lambda(lambda x: keras.ops.reshape(x, (-1, 15)), mask=lambda *_: None),
-            layers.Dense(3, dtype=dtype),
-        ]
-    )
+def number() -> Any:
+    return tf.get_static_value(tf.distribute.get_replica_context().replica_id_in_sync_group)
 
 
-def behind_masking():
+def local(replicas: int, function: Callable[[], Any]) -> list[Any]:
+    """What a function returns on each replica, result by result."""
+    strategy = strategy_of(replicas)
+    results = tf.function(lambda: strategy.run(function), autograph=False)()
+    return [strategy.experimental_local_results(one) for one in results]
+
+
+def behind_masking() -> keras.Model:
     with_mask = [layers.Masking(dtype="float64"), norm(dtype="float64", name="first")]
     recurrent = [layers.SimpleRNN(3, dtype="float64"), norm(dtype="float64", name="second")]
     return keras.Sequential(
@@ -50,147 +47,96 @@ def behind_masking():
     )
 
 
-def renormalized():
-    return behind_an_embedding(renorm=True, renorm_momentum=0.6)
+def renormalized() -> keras.Model:
+    # Keras computes moments in float32 whatever the layer computes in.
+    def normalized(dtype: str) -> Any:
+        return norm(dtype=dtype, renorm=True, renorm_momentum=0.6)
+
+    table = layers.Embedding(6, 3, mask_zero=True, dtype="float64")
+    flat = layers.Lambda(lambda x: keras.ops.reshape(x, (-1, 15)), mask=lambda *_: None)
+    inner = [table, normalized("float64"), flat, layers.Dense(3, dtype="float64")]
+    return keras.Sequential([keras.Input((5,), dtype="int32"), *inner])
 
 
-def sgd():
-    return keras.optimizers.SGD(0.05)
-
-
-def crossentropy():
-    return keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-
-
-CASES = {
-    "embedding": (behind_an_embedding, TOKENS),
-    "masking": (behind_masking, STEPS),
-    "renormalized": (renormalized, TOKENS),
-}
-
-
-def batches_of(x, sizes=SIZES):
-    return cut((x, Y), sizes)
-
-
-@functools.cache
-def expected_of(name):
-    build, x = CASES[name]
-    return ByHand(build, sgd, crossentropy()).train(batches_of(x))
-
-
+# Fails if what is behind a mask is normalized by one replica's rows. The variance of few elements
+# amplifies rounding, so in float64; the 1e-7 that Keras adds to a count is less to a count of more.
 @pytest.mark.parametrize(
-    ("name", "replicas"),
-    [("embedding", 3), ("masking", 2), ("renormalized", 2)],
+    ("build", "x", "replicas"), [(behind_masking, STEPS, 2), (renormalized, TOKENS, 3)]
 )
-def test_behind_a_mask_replicas_normalize_as_one_device_does(name, replicas):
-    build, x = CASES[name]
-    run = Replicated(replicas, build, sgd, crossentropy())
-    assert_same(run.train(batches_of(x)), expected_of(name), **EXACT)
+def test_behind_a_mask_replicas_normalize_as_one_device_does(
+    build: Any, x: np.ndarray, replicas: int
+) -> None:
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    batches = cut((x, Y), (7, 1, 2, 9, 1, 8))
+    expected = ByHand(build, lambda: keras.optimizers.SGD(0.05), loss).train(batches)
+    run = Replicated(replicas, build, lambda: keras.optimizers.SGD(0.05), loss)
+    assert_same(run.train(batches), expected, weights=2e-7, loss=5e-7)
     for variable in run.model.non_trainable_variables:
         copies = [one.numpy() for one in run.strategy.experimental_local_results(variable.value)]
         for copy in copies[1:]:
             np.testing.assert_array_equal(copy, copies[0], err_msg=variable.path)
 
 
-def test_in_lower_precision():
-    """Keras computes moments in float32 whatever the layer computes in."""
-    build = functools.partial(behind_an_embedding, "mixed_float16")
-    batches = batches_of(TOKENS, (7, 8, 9))[:1]  # Rounding is amplified from step to step.
-    expected = ByHand(build, sgd, crossentropy()).train(batches)
-    result = Replicated(2, build, sgd, crossentropy()).train(batches)
-    assert_same(result, expected, weights=2e-3, loss=2e-3)
-
-
-def test_micro_batches_meet_behind_a_mask():
-    """Each sees its own rows, as documented: two of one replica are two smaller batches."""
-    batches = batches_of(TOKENS)
-    run = Replicated(2, behind_an_embedding, sgd, crossentropy(), micro_batches=2)
-    with pytest.warns(tmg.ReplicaDependenceWarning, match="the rows of one micro-batch"):
-        result = run.train(batches)
-    assert np.isfinite(result.losses).all()
-    for variable in run.model.non_trainable_variables:
-        one, other = run.strategy.experimental_local_results(variable.value)
-        np.testing.assert_array_equal(one.numpy(), other.numpy(), err_msg=variable.path)
-
-
+# Fails if moments or their gradients are another formula than Keras', for any channel axis or mask.
 @pytest.mark.parametrize(("axis", "channels"), [(-1, 1), (1, 4)])
-def test_the_formula_is_that_of_keras(axis, channels):
-    """On two replicas with the rows of one device: gradients, moments, nothing left by a mask."""
+def test_the_formula_is_that_of_keras(axis: int, channels: int) -> None:
     x = _random.normal(size=(6, 4, channels))
     masks = [None, _random.random((6, 4)) < 0.6, np.zeros((6, 4), bool), np.ones((6, 4), bool)]
     layer = layers.BatchNormalization(axis=axis, dtype="float64", synchronized=True)
     layer.build(x.shape)
-    strategy = strategy_of(2)
+    keras_own = type(layer)._moments
 
-    def moments(compute, x, mask):
+    def moments(compute: Any, x: Any, mask: Any) -> Any:
+        x, mask = tf.constant(x), None if mask is None else tf.constant(mask)
         with tf.GradientTape() as tape:
             tape.watch(x)
             found = compute(layer, x, mask)
             total = tf.reduce_sum(found[0]) + tf.reduce_sum(tf.sin(found[1]))
         return [*found, tape.gradient(total, x)]
 
-    keras_own = type(layer)._moments
     for mask in masks:
-        given = None if mask is None else tf.constant(mask)
-        mean, variance, gradient = moments(keras_own, tf.constant(x), given)
+        mean, variance, gradient = moments(keras_own, x, mask)
 
-        def on_a_replica(mask=mask):
-            own = slice(2) if replica_id() == 0 else slice(2, 6)
+        def on_a_replica(mask: Any = mask) -> Any:
+            own = slice(2) if number() == 0 else slice(2, 6)
             compute = functools.partial(moments_of_replicas, keras_own)
-            given = None if mask is None else tf.constant(mask[own])
-            return moments(compute, tf.constant(x[own]), given)
+            return moments(compute, x[own], None if mask is None else mask[own])
 
-        results = tf.function(lambda run=on_a_replica: strategy.run(run), autograph=False)()
-        means, variances, gradients = map(strategy.experimental_local_results, results)
+        means, variances, gradients = local(2, on_a_replica)
         for one, other in zip(means, variances, strict=True):
             np.testing.assert_allclose(np.squeeze(one), mean, atol=1e-12)
             np.testing.assert_allclose(np.squeeze(other), variance, atol=1e-12)
         # Two replicas each ask for the gradient of their own copy of the total.
-        both = np.concatenate(gradients)
-        np.testing.assert_allclose(both, 2 * gradient.numpy(), atol=1e-12)
+        np.testing.assert_allclose(np.concatenate(gradients), 2 * gradient.numpy(), atol=1e-12)
 
 
-def replica_id():
-    return tf.get_static_value(tf.distribute.get_replica_context().replica_id_in_sync_group)
-
-
-def test_keras_computes_moments_by_a_method_that_can_be_replaced():
+# Fails if Keras computes its moments elsewhere, or synchronizes behind a mask by itself: then half
+# of moments_of_replicas could go.
+def test_what_of_keras_is_replaced() -> None:
     given = []
 
-    def replacement(original, layer, inputs, mask):
-        given.append((layer, inputs.dtype, mask))
+    def replacement(original: Any, layer: Any, inputs: Any, mask: Any) -> Any:
+        given.append((inputs.dtype, mask))
         return original(layer, inputs, mask)
 
     layer = norm(dtype="float16")
     x, mask = tf.ones([2, 3, 4], tf.float16), tf.constant([[True, False, True]] * 2)
-    own = keras.layers.BatchNormalization._moments
     with patching(keras.layers.BatchNormalization, "_moments", replacement):
         layer(x, training=True, mask=mask)
         layer(x, training=True)
         layer(x, training=False)
-    assert [(one, dtype) for one, dtype, _ in given] == [(layer, tf.float32)] * 2, (
-        "Keras no longer calls BatchNormalization._moments(inputs, mask) in float32: behind a mask "
-        "each replica would normalize by its own rows"
-    )
-    assert given[0][2] is mask
-    assert given[1][2] is None
-    assert keras.layers.BatchNormalization._moments is own
-
-
-def test_keras_does_not_synchronize_behind_a_mask_by_itself():
-    """Were it to, the half of ``moments_of_replicas`` for masks could go."""
-    strategy = strategy_of(2)
-    with strategy.scope():
+    assert [dtype for dtype, _ in given] == [tf.float32] * 2
+    assert given[0][1] is mask
+    assert given[1][1] is None
+    with strategy_of(2).scope():
         layer = norm(dtype="float64")
         layer.build((None, 2, 1))
 
-    def mean():
-        x = tf.fill([3, 2, 1], tf.constant([1.0, 5.0], tf.float64)[replica_id()])
-        return layer._moments(x, tf.ones([3, 2], tf.bool))[0]
+    def mean() -> Any:
+        x = tf.fill([3, 2, 1], tf.constant([1.0, 5.0], tf.float64)[number()])
+        return [layer._moments(x, tf.ones([3, 2], tf.bool))[0]]
 
-    means = strategy.experimental_local_results(tf.function(lambda: strategy.run(mean))())
-    np.testing.assert_allclose([one.numpy() for one in means], [1.0, 5.0], atol=1e-6)
+    np.testing.assert_allclose(np.ravel(local(2, mean)[0]), [1.0, 5.0], atol=1e-6)
 
 
 # Models one did not write -------------------------------------------------------------------------
@@ -199,62 +145,109 @@ def test_keras_does_not_synchronize_behind_a_mask_by_itself():
 class Block(layers.Layer):
     """Holds layers in a list, where ``model.layers`` does not show them."""
 
-    def __init__(self, **options):
-        super().__init__(**options)
-        self.inner = [layers.Dense(3), layers.BatchNormalization(momentum=0.7)]
-
-    def call(self, x, training=False):
-        return self.inner[1](self.inner[0](x), training=training)
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = [layers.Dense(3), layers.BatchNormalization()]
 
 
-def not_written_for_replicas():
-    inner = keras.Sequential([keras.Input((3,)), Block(), layers.BatchNormalization(momentum=0.7)])
-    inputs = keras.Input((6,))
-    hidden = inner(layers.Dense(3, "tanh")(inputs))
-    return keras.Model(inputs, layers.Dense(3)(layers.BatchNormalization()(hidden)))
-
-
-def normalizations(model):
-    found = [one for one in model._flatten_layers() if isinstance(one, layers.BatchNormalization)]
-    assert found
-    return found
-
-
-def test_every_batch_normalization_of_a_model_is_synchronized():
-    x = _random.normal(size=(30, 6)).astype("float32")
-    batches = cut((x, Y), (7, 8, 9))
-
-    def build():
-        model = not_written_for_replicas()
-        before = [one.numpy() for one in model.variables]
-        assert tmg.synchronize_batch_norm(model) is model
-        assert [one.synchronized for one in normalizations(model)] == [True] * 3
-        assert difference(before, [one.numpy() for one in model.variables]) == 0.0
-        return model
-
-    expected = ByHand(build, sgd, crossentropy()).train(batches)
-    result = Replicated(3, build, sgd, crossentropy()).train(batches)
-    assert_same(result, expected, weights=5e-6, loss=5e-6)
+def normalizations(model: Any) -> list[Any]:
+    return [one for one in model._flatten_layers() if isinstance(one, layers.BatchNormalization)]
 
 
 @pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # Keras saving.
-def test_models_of_keras_cloned_and_loaded_ones(tmp_path):
+def test_every_batch_normalization_of_a_model_is_synchronized(tmp_path: Path) -> None:
+    nested = keras.Sequential([Block(), keras.Sequential([layers.BatchNormalization()])])
+    assert tmg.synchronize_batch_norm(nested) is nested
+    assert [one.synchronized for one in normalizations(nested)] == [True] * 2
     model = keras.applications.MobileNetV2(
         input_shape=(32, 32, 3), alpha=0.35, weights=None, classes=3
     )
-    assert not any(one.synchronized for one in normalizations(model))
+    before = model.get_weights()
     tmg.synchronize_batch_norm(model)
-    assert all(one.synchronized for one in normalizations(model))
-    assert all(one.synchronized for one in normalizations(keras.models.clone_model(model)))
+    for one, other in zip(before, model.get_weights(), strict=True):
+        np.testing.assert_array_equal(one, other)
     model.save(tmp_path / "model.keras")
     loaded = keras.models.load_model(tmp_path / "model.keras")
-    assert all(one.synchronized for one in normalizations(loaded))
-    for layer in normalizations(loaded):
-        layer.synchronized = False
-    tmg.synchronize_batch_norm(loaded)
-    assert all(one.synchronized for one in normalizations(loaded))
-
-
-def test_something_else_is_refused():
+    for copy in (model, keras.models.clone_model(model), loaded):
+        assert all(one.synchronized for one in normalizations(copy))
     with pytest.raises(TypeError, match=r"must be a Keras model or layer\. Received: .*model"):
         tmg.synchronize_batch_norm([layers.Dense])
+
+
+# Sums over replicas within a pass -----------------------------------------------------------------
+
+_X = _random.normal(size=(3, 4))
+SUM, MEAN = tf.distribute.ReduceOp.SUM, tf.distribute.ReduceOp.MEAN
+
+
+# Fails if a sum, a mean, or a gradient of either order is not that of TensorFlow, or if rows of an
+# embedding get lost.
+@pytest.mark.parametrize(("replicas", "operation"), [(3, SUM), (2, MEAN), (2, "sum")])
+def test_values_and_gradients_of_both_orders_are_those_of_tensorflow(
+    replicas: int, operation: Any
+) -> None:
+    def run(context: Any) -> Any:
+        x = tf.constant(_X)[number()]
+        with context(), tf.GradientTape() as outer:
+            outer.watch(x)
+            replica = tf.distribute.get_replica_context()
+            with tf.GradientTape() as inner:
+                inner.watch(x)
+                one, other = replica.all_reduce(operation, [tf.sin(x), {"a": x[:2] * x[2:]}])
+                cubes = tf.reduce_sum(one**3) + tf.reduce_sum(other["a"] ** 2)
+            gradient = inner.gradient(cubes, x)
+            rows = tf.IndexedSlices(x[None], tf.constant([1]), tf.constant([2, 4]))
+            dense = tf.convert_to_tensor(replica.all_reduce(SUM, rows))
+        return one, other["a"], gradient, outer.gradient(gradient, x), dense
+
+    expected = local(replicas, lambda: run(contextlib.nullcontext))
+    found = local(replicas, lambda: run(short_sums))
+    for ours, theirs in zip(found, expected, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-12)
+    np.testing.assert_allclose(found[-1][0], [np.zeros(4), _X[:replicas].sum(0)])
+    with short_sums():  # One replica is left alone.
+        assert "all_reduce" not in vars(tf.distribute.get_replica_context())
+
+
+# Fails if tf.custom_gradient searches through what other replicas have computed: a trace of twice
+# as many layers would take four times as long.
+def test_each_sum_is_searched_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    selector = pkgutil.resolve_name("tensorflow.python.ops.op_selector")
+    original = selector.get_backward_walk_ops
+    visited: list[int] = []
+
+    def walk(*args: Any, **kwargs: Any) -> Any:
+        found = original(*args, **kwargs)
+        visited.append(len(found))
+        return found
+
+    monkeypatch.setattr(selector, "get_backward_walk_ops", walk)
+
+    def chain_of_sums(depth: int, context: Any) -> Any:
+        x = tf.constant(_X)[number()]
+        with context(), tf.GradientTape() as tape:
+            tape.watch(x)
+            total = x
+            for _ in range(depth):
+                added = tf.distribute.get_replica_context().all_reduce(SUM, tf.sin(total))
+                total = tf.cos(added) + total
+        return [tape.gradient(total, x)]
+
+    work = {}
+    for name, context in {"ours": short_sums, "theirs": contextlib.nullcontext}.items():
+        for depth in (6, 12):
+            visited.clear()
+            local(2, functools.partial(chain_of_sums, depth, context))
+            work[name, depth] = sum(visited)
+    assert work["theirs", 12] > 3 * work["theirs", 6], "short_sums could go"
+    assert work["ours", 12] <= 2.1 * work["ours", 6]
+
+    strategy = strategy_of(2)
+    with strategy.scope():
+        inner = [layer for _ in range(3) for layer in (layers.Dense(4, use_bias=False), norm())]
+        model = keras.Sequential([keras.Input((4,)), *inner])
+        optimizer = keras.optimizers.SGD(0.1)
+    visited.clear()
+    step = tmg.make_train_step(model, optimizer, "mse", strategy, verify=False)
+    step((np.ones((4, 4), "float32"), np.ones((4, 4), "float32")))
+    assert 0 < max(visited) < 20, "a search goes through more than its own sum"

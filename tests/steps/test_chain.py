@@ -1,259 +1,167 @@
-"""Steps in turn on each batch, held to a loop for one device that contains no code of ours."""
+"""chain_steps beside its promises: names, logs and totals, failures, frozen layers, refusals."""
 
 from __future__ import annotations
 
-import functools
+import re
+import time
+from collections.abc import Callable
 from typing import Any
 
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from one_device import SEED, strategy_of
+from one_device import as_dataset, strategy_of
 
 import tfmultigpu as tmg
+from tfmultigpu.steps.tally import additive
 
-SIZES = (5, 1, 3, 2, 7, 4)
-ROWS = np.random.default_rng(2).normal(size=(sum(SIZES), 4)).astype("float32")
-BATCHES = [
-    ROWS[sum(SIZES[:i]) : sum(SIZES[:i]) + size]  # Fewer rows than replicas among them.
-    for i, size in enumerate(SIZES)
-]
-BCE = keras.losses.BinaryCrossentropy(from_logits=True)
+X = np.random.default_rng(3).normal(size=(17, 3)).astype("float32")
+SIZES = (7, 1, 5, 4)
+BATCHES = np.split(X, np.cumsum(SIZES)[:-1])
 
 
-class Gan:
-    """A generator with BatchNormalization, a discriminator with dropout, two optimizers."""
-
-    def __init__(self, strategy: Any) -> None:
-        keras.utils.set_random_seed(SEED)
-        with strategy.scope():
-            self.generator = keras.Sequential(
-                [
-                    keras.Input((3,)),
-                    keras.layers.Dense(5),
-                    keras.layers.BatchNormalization(synchronized=strategy.num_replicas_in_sync > 1),
-                    keras.layers.Dense(4),
-                ],
-                name="generator",
-            )
-            self.discriminator = keras.Sequential(
-                [
-                    keras.Input((4,)),
-                    keras.layers.Dense(6, "tanh"),
-                    keras.layers.Dropout(0.3, seed=5),
-                    keras.layers.Dense(1),
-                ],
-                name="discriminator",
-            )
-            self.generator.seeds = keras.random.SeedGenerator(9)
-            self.optimizers = [keras.optimizers.SGD(0.1, momentum=0.9) for _ in range(2)]
-
-    def noise(self, batch: Any) -> Any:
-        return keras.random.normal((tf.shape(batch)[0], 3), seed=self.generator.seeds)
-
-    @property
-    def weights(self) -> list[np.ndarray]:
-        return [v.numpy() for v in [*self.generator.variables, *self.discriminator.variables]]
-
-
-def train_by_hand(gan: Gan, batches: list[Any], times: tuple[int, int]) -> list[tuple[float, ...]]:
-    """Returns the losses of each batch: the mean over the times, and the share that was right."""
-
-    def update(model: Any, optimizer: Any, compute: Any) -> tuple[Any, Any]:
-        with tf.GradientTape() as tape:
-            loss, right = compute()
-        found = tape.gradient(loss, model.trainable_variables)
-        optimizer.apply(found, model.trainable_variables)
-        return loss, right
-
-    losses = []
-    for batch in batches:
-        batch = tf.constant(batch)
-
-        def judge(batch: Any = batch) -> tuple[Any, Any]:
-            fake = gan.generator(gan.noise(batch), training=True)
-            real = gan.discriminator(batch, training=True)
-            fake = gan.discriminator(fake, training=True)
-            loss = BCE(tf.ones_like(real), real) + BCE(tf.zeros_like(fake), fake)
-            return loss, tf.reduce_mean(tf.cast(real > 0, tf.float32))
-
-        def forge(batch: Any = batch) -> tuple[Any, Any]:
-            fake = gan.generator(gan.noise(batch), training=True)
-            fake = gan.discriminator(fake, training=True)
-            return BCE(tf.ones_like(fake), fake), 0.0
-
-        first, second = gan.optimizers
-        d = [update(gan.discriminator, first, judge) for _ in range(times[0])]
-        g = [update(gan.generator, second, forge) for _ in range(times[1])]
-        means = [np.mean([float(one[i]) for one in d]) for i in (0, 1)]
-        losses.append((*means, np.mean([float(one[0]) for one in g])))
-    return losses
-
-
-def steps_of(gan: Gan, strategy: Any, **options: Any) -> tuple[Any, Any]:
-    def judge(model: Any, batch: Any, training: bool) -> Any:
-        fake = gan.generator(gan.noise(batch), training=training)
-        real, fake = model(batch, training=training), model(fake, training=training)
-        one = tmg.loss_sum(BCE, tf.ones_like(real), real)
-        other = tmg.loss_sum(BCE, tf.zeros_like(fake), fake)
-        right = tf.reduce_sum(tf.cast(real > 0, tf.float32))
-        return tmg.LossSum(one.sum + other.sum, one.weight), {"right": (right, one.weight)}
-
-    def forge(model: Any, batch: Any, training: bool) -> Any:
-        fake = gan.discriminator(model(gan.noise(batch), training=training), training=training)
-        return tmg.loss_sum(BCE, tf.ones_like(fake), fake)
-
-    first, second = gan.optimizers
-    return (
-        tmg.make_train_step(gan.discriminator, first, None, strategy, forward=judge, **options),
-        tmg.make_train_step(gan.generator, second, None, strategy, forward=forge, **options),
-    )
-
-
-@functools.cache
-def truth(times: tuple[int, int]) -> tuple[list[tuple[float, ...]], list[np.ndarray]]:
-    gan = Gan(strategy_of(1))
-    losses = train_by_hand(gan, BATCHES, times)
-    return losses, gan.weights
-
-
-def assert_same(weights: list[np.ndarray], times: tuple[int, int]) -> None:
-    # Normalization over one or two rows multiplies what rounding leaves.
-    for own, other in zip(weights, truth(times)[1], strict=True):
-        np.testing.assert_allclose(own, other, rtol=2e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize(("replicas", "times"), [(2, (1, 1)), (1, (3, 2)), (3, (3, 2))])
-def test_each_batch_trains_the_steps_in_turn(replicas: int, times: tuple[int, int]) -> None:
+def step_of(
+    replicas: int = 2,
+    logged: str = "right",
+    guard: Callable[[Any], Any] = lambda batch: tf.no_op(),
+    name: str | None = None,
+    **options: Any,
+) -> Any:
+    """A step that predicts the first column, and logs the sum of some predictions by this name."""
     strategy = strategy_of(replicas)
-    gan = Gan(strategy)
-    step = tmg.chain_steps(*steps_of(gan, strategy), names=("d", "g"), times=times)
-    for number, (batch, expected) in enumerate(zip(BATCHES, truth(times)[0], strict=True)):
-        logs = step(batch)
-        found = [float(logs[name]) for name in ("d_loss", "d_right", "g_loss")]
-        np.testing.assert_allclose(found, expected, rtol=2e-4, err_msg=f"batch {number}")
-        assert float(logs["d_weight"]) == len(batch) * times[0]
-        assert float(logs["g_weight"]) == len(batch) * times[1]
-    assert_same(gan.weights, times)
-    counts = [int(optimizer.iterations.numpy()) for optimizer in gan.optimizers]
-    assert counts == [len(BATCHES) * time for time in times]
-    if replicas > 1:
-        outcomes = {name: found.outcome for name, found in step.verification.items() if found}
-        assert outcomes == {"d": "same", "g": "same"}
-
-
-@pytest.mark.parametrize("verify", ["first", True])
-def test_many_batches_in_one_call(verify: bool | str) -> None:
-    times = (3, 2)
-    strategy = strategy_of(2)
-    gan = Gan(strategy)
-    step = tmg.chain_steps(*steps_of(gan, strategy, verify=verify), names=("d", "g"), times=times)
-    data = tf.data.Dataset.from_generator(
-        lambda: iter(BATCHES), output_signature=tf.TensorSpec([None, 4])
-    )
-    iterator = iter(tmg.distribute_dataset(data, strategy))
-    first, second, none = step.run(iterator, 4), step.totals(iterator, 9), step.run(iterator, 3)
-    assert_same(gan.weights, times)
-    assert [int(one["steps"]) for one in (first, second, none)] == [4, 2, 0]
-    losses, sizes = np.array(truth(times)[0]), np.array(SIZES)
-    for i, name in enumerate(("d_loss", "d_right", "g_loss")):
-        mean = np.sum((losses[:, i] * sizes)[:4]) / sizes[:4].sum()
-        np.testing.assert_allclose(float(first[name]), mean, rtol=2e-4)
-    assert float(first["d_weight"]) == 3 * sizes[:4].sum()
-    assert float(second["rows"]) == sizes[4:].sum()
-    total = float(np.sum((losses[:, 2] * sizes)[4:]))
-    np.testing.assert_allclose(float(second["g_loss"]), total, rtol=2e-4)
-    # A value with its own weight is a sum over all times, not their mean.
-    right = float(second["d_right"]) / float(second["d_right_weight"])
-    np.testing.assert_allclose(
-        right, np.sum((losses[:, 1] * sizes)[4:]) / sizes[4:].sum(), rtol=2e-4
-    )
-    assert set(first) - {"steps"} == {
-        "d_loss",
-        "d_weight",
-        "d_right",
-        "d_right_sum",
-        "d_right_weight",
-        "d_gradient_norm",
-        "d_skipped",
-        "d_loss_scale",
-        "g_loss",
-        "g_weight",
-        "g_gradient_norm",
-        "g_skipped",
-        "g_loss_scale",
-    }
-
-
-def test_a_layer_frozen_between_calls_stays() -> None:
-    gan = Gan(strategy_of(2))
-    step = tmg.chain_steps(*steps_of(gan, strategy_of(2)))
-    step(BATCHES[0])
-    gan.generator.layers[-1].trainable = False
-    kept, moved = gan.generator.layers[-1].kernel.numpy(), gan.generator.layers[0].kernel.numpy()
-    step(BATCHES[1])
-    np.testing.assert_array_equal(gan.generator.layers[-1].kernel.numpy(), kept)
-    assert np.abs(gan.generator.layers[0].kernel.numpy() - moved).max() > 0
-
-
-def test_a_step_that_overflows_is_skipped_and_the_other_is_not() -> None:
-    strategy = strategy_of(2)
+    keras.utils.set_random_seed(4)
     with strategy.scope():
-        models = [keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)]) for _ in range(2)]
-        optimizers = [keras.optimizers.SGD(0.1) for _ in range(2)]
-    steps = [
-        tmg.make_train_step(model, optimizer, "mse", strategy, loss_scale=scale, verify=False)
-        for model, optimizer, scale in zip(models, optimizers, (2.0**127, None), strict=True)
-    ]
-    before = [model.get_weights() for model in models]
-    batch = (100 * BATCHES[0], np.ones((len(BATCHES[0]), 1), "float32"))
-    logs = tmg.chain_steps(*steps, names=("a", "b"), times=(2, 1))(batch)
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)], name=name)
+        optimizer = keras.optimizers.SGD(0.1)
+
+    def forward(model: Any, batch: Any, training: bool) -> Any:
+        with tf.control_dependencies([guard(batch)]):
+            y = model(batch, training=training)
+            loss = tmg.loss_sum("mse", batch[:, :1], y)
+        some = tf.cast(y > 0, tf.float32)
+        return loss, {logged: (tf.reduce_sum(y * some), tf.reduce_sum(some))}
+
+    return tmg.make_train_step(model, optimizer, None, strategy, forward=forward, **options)
+
+
+# Fails if logs are missing, means of times are sums, weights are means, or a value with a weight of
+# its own is divided twice; or if a step of a chain is not verified by itself.
+def test_logs_and_totals_are_those_of_the_steps_by_themselves() -> None:
+    alone = [step_of(verify=False), step_of(verify=False)]
+    logs = [[[step(batch) for _ in range(n)] for batch in BATCHES] for step, n in zip(alone, (3, 1))]
+    parts = [step_of(), step_of()]
+    step = tmg.chain_steps(*parts, names=("d", "g"), times=(3, 1))
+    data = as_dataset([(batch,) for batch in BATCHES]).map(lambda batch: batch)
+    iterator = iter(tmg.distribute_dataset(data, parts[0].strategy))
+    first, totals = step.run(iterator, 1), step.totals(iterator, 9)
+    assert int(step.run(iterator, 3)["steps"]) == 0
+    values = {"loss", "weight", "right", "right_weight", "gradient_norm", "skipped", "loss_scale"}
+    assert set(first) == {"steps", *(f"{name}_{value}" for name in "dg" for value in values)}
+    assert {name: v.outcome for name, v in step.verification.items()} == {"d": "same", "g": "same"}
+    sums = additive(totals)
+    assert sums["steps"] == 3
+    assert sums["rows"] == sum(SIZES[1:])
+    for name, own, times in zip("dg", logs, (3, 1), strict=True):
+
+        def read(key: str, batch: int, own: Any = own) -> list[float]:
+            return [float(log[key]) for log in own[batch]]
+
+        assert float(first[f"{name}_loss"]) == pytest.approx(np.mean(read("loss", 0)), rel=1e-5)
+        assert float(first[f"{name}_weight"]) == 7 * times
+        assert float(first[f"{name}_gradient_norm"]) == pytest.approx(
+            read("gradient_norm", 0)[-1], rel=1e-5
+        )
+        loss = sum(SIZES[i] * np.mean(read("loss", i)) for i in (1, 2, 3))
+        assert sums[f"{name}_loss"] == pytest.approx(loss, rel=1e-5)
+        pairs = [p for i in (1, 2, 3) for p in zip(read("right", i), read("right_weight", i))]
+        assert sums[f"{name}_right"] == pytest.approx(sum(a * b for a, b in pairs), rel=1e-5)
+        assert sums[f"{name}_right_weight"] == pytest.approx(sum(b for _, b in pairs), rel=1e-5)
+    for one, other in zip(alone, parts, strict=True):
+        np.testing.assert_allclose(
+            one.model.get_weights()[0], other.model.get_weights()[0], rtol=1e-5
+        )
+
+
+# Fails if a layer that is frozen between calls trains on, or a skipped step skips the other one.
+def test_a_frozen_layer_stays_and_an_overflow_skips_its_step_alone() -> None:
+    steps = [step_of(loss_scale=2.0**127, verify=False), step_of(verify=False)]
+    chain = tmg.chain_steps(*steps, names=("a", "b"), times=(2, 1))
+    before = [step.model.get_weights()[0] for step in steps]
+    logs = chain(100 * BATCHES[0])
     assert (float(logs["a_skipped"]), float(logs["b_skipped"])) == (2.0, 0.0)
-    np.testing.assert_array_equal(models[0].get_weights()[0], before[0][0])
-    assert np.abs(models[1].get_weights()[0] - before[1][0]).max() > 0
-    assert [int(optimizer.iterations.numpy()) for optimizer in optimizers] == [0, 1]
+    np.testing.assert_array_equal(steps[0].model.get_weights()[0], before[0])
+    assert [int(step.optimizer.iterations.numpy()) for step in steps] == [0, 1]
+    kernel, bias = steps[1].model.get_weights()
+    assert np.abs(kernel - before[1]).max() > 0
+    steps[1].model.trainable = False
+    with pytest.warns(UserWarning, match="no trainable variables"):
+        chain(BATCHES[0])
+    np.testing.assert_array_equal(steps[1].model.get_weights()[0], kernel)
 
 
-def test_names_are_those_of_the_models_or_numbers() -> None:
-    strategy = strategy_of(1)
-    gan = Gan(strategy)
-    first, second = steps_of(gan, strategy)
-    assert list(tmg.chain_steps(first, second).steps) == ["discriminator", "generator"]
+# Fails if the update of one step is broken off by another, also if the one before takes longer and
+# the failure does not wait for the batch.
+@pytest.mark.parametrize("fails", ["batch", "variable"])
+def test_a_step_that_fails_has_changed_nothing_and_those_before_it_have_trained(fails: str) -> None:
+    more = tf.Variable(0.0, trainable=False)
+
+    def slow(batch: Any) -> Any:
+        return tf.py_function(lambda: time.sleep(0.2), [], [])
+
+    def limited(batch: Any) -> Any:
+        return tf.debugging.assert_less(batch + more, 100.0)
+
+    steps = [step_of(guard=slow, verify=False), step_of(guard=limited, verify=False)]
+    chain = tmg.chain_steps(*steps)
+    chain(BATCHES[0])
+    before = [step.model.get_weights()[0] for step in steps]
+    more.assign(0.0 if fails == "batch" else 1e3)
+    with pytest.raises(tf.errors.InvalidArgumentError):
+        chain(np.where(np.arange(7)[:, None] == 5, 1e3 if fails == "batch" else 0.0, BATCHES[0]))
+    assert [int(step.optimizer.iterations.numpy()) for step in steps] == [2, 1]
+    assert not np.array_equal(steps[0].model.get_weights()[0], before[0])
+    np.testing.assert_array_equal(steps[1].model.get_weights()[0], before[1])
+
+
+def test_names_are_those_of_the_models_or_numbers_and_logs_of_one_name_are_told() -> None:
+    first, second = step_of(1, name="critic"), step_of(1, name="generator")
+    assert list(tmg.chain_steps(first, second).steps) == ["critic", "generator"]
     assert list(tmg.chain_steps(first, first).steps) == ["step1", "step2"]
+    chain = tmg.chain_steps(step_of(1, "b_value"), step_of(1, "value"), names=("a", "a_b"))
+    with pytest.raises(ValueError, match=r"'a_b_value' from the step 'a_b' and from one before"):
+        chain(X)
 
 
 def test_what_is_no_chain_is_refused_with_the_line_to_write() -> None:
-    gan, other = Gan(strategy_of(1)), Gan(strategy_of(2))
-    first, second = steps_of(gan, strategy_of(1))
-    with pytest.raises(TypeError, match=r"Received: list\. Write tmg\.chain_steps\(d_step, g_s"):
-        tmg.chain_steps([first, second])
-    with pytest.raises(ValueError, match="at least one step"):
-        tmg.chain_steps()
-    with pytest.raises(ValueError, match="must run on one strategy"):
-        tmg.chain_steps(first, steps_of(other, strategy_of(2))[1])
-    with pytest.raises(ValueError, match="times must be a whole number, at least 1"):
-        tmg.chain_steps(first, second, times=(5, 0))
+    steps = first, second = step_of(1), step_of(1)
+    for arguments, options, kind, text in (
+        (([first, second],), {}, TypeError, "Received: list. Write tmg.chain_steps(d_step, g_s"),
+        ((), {}, ValueError, "at least one step"),
+        ((first, step_of(2)), {}, ValueError, "must run on one strategy"),
+        (steps, {"times": (5, 0)}, ValueError, "times must be a whole number, at least 1"),
+        (steps, {"times": 5}, ValueError, "times=5 for 2 step(s). Write times=(1, 1)"),
+        (steps, {"names": ("d",)}, ValueError, "for 2 step(s). Write names=('step1', 'step2')"),
+        (steps, {"names": ("d", "d")}, ValueError, "must differ. Received: names=['d', 'd']. W"),
+        (steps, {"names": ("d", "")}, TypeError, "so each is a text. Received: names=('d', '')"),
+        (steps, {"names": (1, 2)}, TypeError, "so each is a text. Received: names=(1, 2). Write"),
+    ):
+        with pytest.raises(kind, match=re.escape(text)):
+            tmg.chain_steps(*arguments, **options)
 
 
 def test_a_chain_is_profiled_and_explained() -> None:
-    strategy = strategy_of(2)
-    gan = Gan(strategy)
-    step = tmg.chain_steps(*steps_of(gan, strategy), names=("d", "g"), times=(2, 1))
-    data = tmg.distribute_dataset(tf.data.Dataset.from_tensor_slices(ROWS).batch(8), strategy)
-    before = [int(optimizer.iterations.numpy()) for optimizer in gan.optimizers]
-    profile = tmg.tuning.profile_step(step, data, steps=2)
-    after = [int(optimizer.iterations.numpy()) for optimizer in gan.optimizers]
-    trained = [b - a for a, b in zip(before, after, strict=True)]
+    steps = [step_of(name="critic"), step_of(name="generator")]
+    chain = tmg.chain_steps(*steps, times=(2, 1))
+    data = tmg.distribute_dataset(X, steps[0].strategy, batch_size=8)
+    before = [int(step.optimizer.iterations.numpy()) for step in steps]
+    profile = tmg.tuning.profile_step(chain, data, steps=2)
+    trained = [int(s.optimizer.iterations.numpy()) - b for s, b in zip(steps, before, strict=True)]
     assert trained[0] == 2 * trained[1] > 0
     assert len(profile.replicas) == 2
     assert min(profile.compute, profile.update, *profile.replicas) > 0
-    report = tmg.explain(step, dataset=data, seconds=0)
+    report = tmg.explain(chain, dataset=data, seconds=0)
     assert "model of generator" in report.facts
-    assert set(report.facts["verification"].values()) <= {str(step.verification["d"])} | {
-        str(one) for one in step.verification.values()
-    }
-    assert [finding.severity for finding in report.findings] == ["note"] * len(report.findings)
-    outside = Gan(strategy_of(1))
-    report = tmg.explain(tmg.chain_steps(*steps_of(outside, strategy_of(1))))
-    assert report.findings
+    told = {str(step.verification) for step in steps}
+    assert set(report.facts["verification"].values()) <= told
+    assert {finding.severity for finding in report.findings} <= {"note"}

@@ -1,245 +1,307 @@
-"""What may change between two calls of a step, and what is refused."""
+"""What may change between two calls of a step: layers, settings of the optimizer, kinds of batches."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
 
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from one_device import ByHand, Replicated, cut, difference
 
 import tfmultigpu as tmg
+from tfmultigpu.accumulation.settings import Settings
 
-RNG = np.random.default_rng(11)
-
-
-@pytest.fixture(scope="module")
-def strategy():
-    return tmg.create_strategy(devices=["CPU:0", "CPU:1", "CPU:2"])
-
-
-def dense_step(strategy, **options):
-    keras.utils.set_random_seed(5)
-    with strategy.scope():
-        model = keras.Sequential(
-            [keras.Input((4,)), keras.layers.Dense(3, "tanh"), keras.layers.Dense(2)]
-        )
-        optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
-    return model, tmg.make_train_step(model, optimizer, "mse", strategy, **options)
+optimizers = keras.optimizers
+schedules = keras.optimizers.schedules
+_random = np.random.default_rng(8)
+X = _random.normal(size=(16, 4)).astype("float32")
+Y = _random.normal(size=(16, 2)).astype("float32")
+BATCHES = cut((X, Y), (5, 1, 3, 7))
 
 
-def batch(rows):
-    shape = (rows, 4), (rows, 2)
-    return tuple(RNG.normal(size=one).astype("float32") for one in shape)
+def small() -> keras.Model:
+    return keras.Sequential(
+        [keras.Input((4,)), keras.layers.Dense(3, "tanh"), keras.layers.Dense(2)]
+    )
 
 
-def test_a_layer_frozen_between_steps_stays_and_moves_when_thawed(strategy):
-    model, step = dense_step(strategy)
-    kernel = model.layers[0].kernel
-    step(batch(5))
-    before = kernel.numpy()
-    model.layers[0].trainable = False
-    step(batch(5))
-    data = tmg.distribute_dataset(batch(9), strategy, batch_size=4)
-    assert int(step.run(iter(data), 10)["steps"]) == 3
-    np.testing.assert_array_equal(kernel.numpy(), before)
-    model.layers[0].trainable = True
-    step(batch(5))
-    assert np.abs(kernel.numpy() - before).max() > 1e-4
+def counting(traces: list[Any]) -> Callable[..., Any]:
+    """A loss that notes for each replica that it is traced."""
 
-
-def test_a_layer_thawed_after_the_optimizer_was_built_is_named(strategy):
-    with strategy.scope():
-        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2, name="late")])
-        model.add(keras.layers.Dense(2))
-        model.layers[0].trainable = False
-        optimizer = keras.optimizers.SGD(0.1)
-    step = tmg.make_train_step(model, optimizer, "mse", strategy)
-    step(batch(4))
-    model.layers[0].trainable = True
-    with pytest.raises(tmg.ScopeError, match=r"built for other variables.*late/kernel"):
-        step(batch(4))
-
-
-def test_freezing_back_and_forth_traces_once_for_each_set(strategy):
-    traces = []
-
-    def loss(y_true, y_pred):
+    def loss(y_true: Any, y_pred: Any) -> Any:
         if y_pred.shape[0] is None:  # Else its shapes are tried, once, for a number of rows.
-            traces.append(y_pred.shape)
+            traces.append(y_pred)
         return tf.reduce_mean(tf.square(y_true - y_pred), axis=-1)
 
-    with strategy.scope():
+    return loss
+
+
+# Layers -------------------------------------------------------------------------------------------
+
+
+# Fails if a frozen layer moves or a thawed one stays, statistics of a frozen normalization go on, or
+# a set of frozen layers is traced a second time.
+def test_layers_are_frozen_and_thawed_and_each_set_is_traced_once() -> None:
+    traces: list[Any] = []
+
+    def build() -> keras.Model:
         norm = keras.layers.BatchNormalization(scale=False, center=False, synchronized=True)
-        model = keras.Sequential([keras.Input((4,)), norm, keras.layers.Dense(2)])
-        optimizer = keras.optimizers.SGD(0.1)
-    step = tmg.make_train_step(model, optimizer, loss, strategy, verify=False)
+        layers = [norm, keras.layers.Dense(3), keras.layers.Dense(2)]
+        return keras.Sequential([keras.Input((4,)), *layers])
+
+    run = Replicated(3, build, lambda: optimizers.SGD(0.1), counting(traces), verify=False)
+    norm, dense, _ = run.model.layers
     for frozen in (False, True, False, True):
-        norm.trainable = not frozen  # It has no weight to train, but statistics to update.
-        before = norm.moving_mean.numpy()
-        step(batch(6))
-        assert np.array_equal(norm.moving_mean.numpy(), before) == frozen
+        dense.trainable = norm.trainable = not frozen  # The norm has no weight, but statistics.
+        before = dense.kernel.numpy(), norm.moving_mean.numpy()
+        run.step(BATCHES[3])
+        assert np.array_equal(dense.kernel.numpy(), before[0]) == frozen
+        assert np.array_equal(norm.moving_mean.numpy(), before[1]) == frozen
     assert len(traces) == 2 * 3
+    kernel = dense.kernel.numpy()
+    data = tmg.distribute_dataset((X, Y), run.strategy, batch_size=7)
+    assert int(run.step.run(iter(data), 10)["steps"]) == 3
+    np.testing.assert_array_equal(dense.kernel.numpy(), kernel)
 
 
-def test_a_loss_that_reduces_over_the_rows_is_refused(strategy):
-    with strategy.scope():
-        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
-        optimizer = keras.optimizers.SGD(0.1)
-    step = tmg.make_train_step(
-        model, optimizer, lambda t, p: tf.reduce_mean(tf.square(t - p), axis=0), strategy
+def test_a_layer_thawed_after_the_optimizer_was_built_is_named() -> None:
+    def build() -> keras.Model:
+        late = keras.layers.Dense(2, name="late", trainable=False)
+        return keras.Sequential([keras.Input((4,)), late, keras.layers.Dense(2)])
+
+    run = Replicated(2, build, lambda: optimizers.SGD(0.1), "mse")
+    run.step(BATCHES[0])
+    run.model.layers[0].trainable = True
+    with pytest.raises(tmg.ScopeError, match=r"built for other variables.*late/kernel"):
+        run.step(BATCHES[0])
+
+
+# Settings of the optimizer ------------------------------------------------------------------------
+
+
+def set_to(**values: Any) -> Callable[[Any], None]:
+    def change(optimizer: Any) -> None:
+        for name, value in values.items():
+            setattr(optimizer, name, value)
+
+    return change
+
+
+def decay() -> Any:
+    return optimizers.SGD(schedules.ExponentialDecay(0.5, 1, 0.7))
+
+
+def scaled_and_clipped(optimizer: Any) -> None:
+    optimizer.dynamic_growth_steps = 3
+    optimizer.inner_optimizer.clipnorm = 0.01
+
+
+# Others are seen as these are: test_what_counts_as_changed.
+CHANGES: dict[str, tuple[int, Callable[[], Any], Callable[[Any], None]]] = {
+    "number to schedule": (
+        1, lambda: optimizers.SGD(0.1),
+        set_to(learning_rate=schedules.ExponentialDecay(0.5, 1, 0.7)),
+    ),
+    "a number of a schedule": (
+        2, decay, lambda o: setattr(vars(o)["_learning_rate"], "initial_learning_rate", 0.05),
+    ),
+    "what is not decayed": (
+        -2, lambda: optimizers.AdamW(0.1, weight_decay=0.5),
+        lambda o: o.exclude_from_weight_decay(var_names=["kernel"]),
+    ),
+    "iterations": (2, decay, lambda o: o.iterations.assign(7)),
+    "averages": (
+        -2, lambda: optimizers.SGD(0.1, use_ema=True, ema_momentum=0.5, ema_overwrite_frequency=2),
+        set_to(ema_momentum=0.9, ema_overwrite_frequency=1),
+    ),
+    "of a part": (
+        2, lambda: optimizers.MultiOptimizer(optimizers.OptimizerMap(optimizers.SGD(0.1))),
+        lambda o: setattr(o.optimizers[0], "clipnorm", 0.01),
+    ),
+    "of loss scaling and inside it": (
+        2, lambda: optimizers.LossScaleOptimizer(optimizers.SGD(0.1)), scaled_and_clipped,
+    ),
+}  # fmt: skip
+
+
+def train(run: Any, step: Callable[[Any], Any], change: Callable[[Any], None]) -> list[np.ndarray]:
+    """Two steps, the change, two more; all that model and optimizer hold then."""
+    for i, batch in enumerate(BATCHES):
+        if i == 2:
+            change(run.optimizer)
+        step(batch)
+    return [variable.numpy() for variable in [*run.model.variables, *run.optimizer.variables]]
+
+
+# Fails if a step goes on with a setting that its trace has taken in. Minus is with owners.
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_change_acts_from_the_next_step_on(name: str) -> None:
+    replicas, make, change = CHANGES[name]
+
+    def on_one_device(change: Callable[[Any], None]) -> list[np.ndarray]:
+        """Eagerly, so that Keras asks for its settings in each step."""
+        device = ByHand(small, make, keras.losses.MeanSquaredError())
+        device.model(X)
+        device.optimizer.build(device.model.trainable_variables)
+        return train(device, device._step, change)
+
+    expected = on_one_device(change)
+    unchanged = on_one_device(lambda _: None)
+    assert difference(unchanged[:4], expected[:4]) > 1e-4
+    run = Replicated(abs(replicas), small, make, "mse", shard_update=replicas < 0, verify=False)
+    assert difference(train(run, run.step, change), expected) <= 2e-6
+    run.assert_replicas_agree()
+
+
+def test_a_loss_scale_set_on_an_optimizer_acts_at_once() -> None:
+    run = Replicated(2, small, lambda: optimizers.SGD(0.1), "mse")
+    assert float(run.step(BATCHES[0])["loss_scale"]) == 1.0
+    run.optimizer.loss_scale_factor = 8.0
+    assert float(run.step(BATCHES[0])["loss_scale"]) == 8.0
+
+
+# Fails if a setting that cannot act is silent, changes something, or is told once only.
+@pytest.mark.parametrize(
+    ("replicas", "setting", "text"),
+    [
+        (1, {"use_ema": True}, r"SGD cannot.*use_ema.*SGD\(\.\.\.\)"),
+        (-2, {"momentum": 0.9}, r"momentum.*turned on later"),
+        (2, {"gradient_accumulation_steps": 2}, "steps=2.*micro_batches=2"),
+    ],
+)
+def test_what_cannot_act_is_an_error_at_each_step(
+    replicas: int, setting: dict[str, Any], text: str
+) -> None:
+    run = Replicated(
+        abs(replicas), small, lambda: optimizers.SGD(0.1), "mse", shard_update=replicas < 0
     )
-    with pytest.raises(tmg.errors.LossError, match=r"returns 2 values for any number of rows"):
-        step(batch(5))
+    run.step(BATCHES[0])
+    before = [v.numpy() for v in run.variables()]
+    as_it_was = {name: getattr(run.optimizer, name) for name in setting}
+    set_to(**setting)(run.optimizer)
+    for _ in range(2):
+        with pytest.raises(tmg.TfMultiGpuError, match=text):
+            run.step(BATCHES[2])
+    assert difference(before, [v.numpy() for v in run.variables()]) == 0.0
+    set_to(**as_it_was)(run.optimizer)
+    run.step(BATCHES[2])
+    assert int(run.optimizer.iterations.numpy()) == 2
 
 
-def counting_step(strategy, make_inputs):
-    """A step, and a list that grows by one for each of three replicas at each trace."""
-    traces = []
-    with strategy.scope():
-        inputs = make_inputs()
-        pooled = keras.layers.GlobalAveragePooling1D()(inputs)
-        model = keras.Model(inputs, keras.layers.Dense(1)(pooled))
-        optimizer = keras.optimizers.SGD(0.1)
+class Counts(optimizers.SGD):
+    """Counts its traces, as an optimizer of one's own may, and numbers its calls."""
 
-    def loss(y_true, y_pred):
-        if y_pred.shape[0] is None:  # Else its shapes are tried, once, for a number of rows.
-            traces.append(y_pred.shape)
-        return tf.square(y_true - y_pred)
+    calls = 0
 
-    return tmg.make_train_step(model, optimizer, loss, strategy, verify=False), traces
+    def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
+        self.calls += 1
+        super().update_step(gradient, variable, learning_rate)
 
 
-def test_two_traces_serve_every_length_of_padded_sequences(strategy):
-    step, traces = counting_step(strategy, lambda: keras.Input((None, 3)))
+# Fails if a number for the learning rate, a counter, an equal setting, what a trace itself counts,
+# or another step of the same optimizer makes a trace anew.
+def test_nothing_is_traced_again_for_what_no_trace_holds() -> None:
+    traces: list[Any] = []
+    run = Replicated(2, small, lambda: Counts(0.1), counting(traces), verify=False)
+    other = tmg.make_train_step(run.model, run.optimizer, "mse", run.strategy, verify=False)
+
+    def both() -> None:
+        run.step(BATCHES[0])
+        other(BATCHES[0])
+        run.step.run(iter(tmg.distribute_dataset((X, Y), run.strategy, batch_size=4)), 2)
+
+    for _ in range(2):
+        both()
+    once = len(traces)
+    for rate in (0.5, 0.25):
+        run.optimizer.learning_rate = rate
+        run.optimizer.iterations.assign(3)
+        run.optimizer.clipnorm = None
+        run.optimizer.momentum = float("0.0")
+        both()
+    assert len(traces) == once
+    run.optimizer.clipnorm = 1.0
+    run.step(BATCHES[0])
+    assert len(traces) > once
+
+
+def test_what_counts_as_changed() -> None:
+    optimizer = optimizers.AdamW(0.1)
+    settings = Settings()
+    assert settings.changed(optimizer)
+    settings.note(optimizer)
+    assert not settings.changed(optimizer)
+    optimizer.learning_rate = 0.5
+    optimizer.beta_1 = float("0.9")
+    optimizer._self_update_uid = 12345
+    assert not settings.changed(optimizer)
+    assert settings.changed(optimizers.AdamW(0.1))
+    optimizer.exclude_from_weight_decay(var_names=["bias"])
+    assert settings.changed(optimizer)
+    settings.note(optimizer)
+    optimizer.tag = 1
+    settings.note(optimizer, traced=True)
+    optimizer.tag = 2
+    assert not settings.changed(optimizer)
+    optimizer.amsgrad = 0  # Equal to False, and another setting for a reader.
+    assert settings.changed(optimizer)
+
+
+# Kinds of batches ---------------------------------------------------------------------------------
+
+
+def test_two_traces_serve_every_length_of_padded_sequences() -> None:
+    traces: list[Any] = []
+
+    def build() -> keras.Model:
+        layers = [keras.layers.GlobalAveragePooling1D(), keras.layers.Dense(2)]
+        return keras.Sequential([keras.Input((None, 4)), *layers])
+
+    run = Replicated(3, build, lambda: optimizers.SGD(0.1), counting(traces), verify=False)
     for length, rows in [(4, 6), (4, 2), (7, 6), (5, 1), (9, 5), (4, 3)]:
-        x = RNG.normal(size=(rows, length, 3)).astype("float32")
-        step((x, np.ones((rows, 1), "float32")))
+        run.step((np.ones((rows, length, 4), "float32"), Y[:rows]))
     assert len(traces) == 2 * 3
 
 
-def test_a_step_inside_strategy_run_is_refused(strategy):
-    _, step = dense_step(strategy)
-    step(batch(4))
-    with pytest.raises(tmg.ScopeError, match=r"Call step\(batch\) beside strategy.run"):
-        tf.function(lambda: strategy.run(lambda: step(batch(4))["loss"]))()
+# Fails if rows that a loss drops or flattens are counted as there were, on any replica.
+def test_a_loss_that_flattens_or_drops_rows_is_counted_as_it_is() -> None:
+    x = _random.normal(size=(7, 5, 4)).astype("float32")
+    y = _random.integers(0, 3, (7, 5))
 
-
-def test_a_step_in_the_scope_of_another_strategy_is_refused(strategy):
-    _, step = dense_step(strategy)
-    other = tmg.create_strategy(devices=["CPU:0", "CPU:1"])
-    with other.scope(), pytest.raises(tmg.ScopeError, match=r"scope of another strategy.*2 repl"):
-        step(batch(4))
-    with strategy.scope():
-        assert float(step(batch(4))["weight"]) == 4.0
-
-
-def test_unsynchronized_batch_normalization_is_warned_about_where_it_is_trained(strategy):
-    with strategy.scope():
-        model = keras.Sequential(
-            [keras.Input((4,)), keras.layers.BatchNormalization(name="norm"), keras.layers.Dense(2)]
-        )
-        optimizer = keras.optimizers.SGD(0.1)
-    tmg.make_eval_step(model, "mse", strategy)(batch(4))
-    step = tmg.make_train_step(model, optimizer, "mse", strategy)
-    with pytest.warns(tmg.ReplicaDependenceWarning, match=r"norm'\..*synchronized=True"):
-        step(batch(4))
-
-
-def test_a_stateful_layer_is_refused(strategy):
-    with strategy.scope():
-        inputs = keras.Input(batch_shape=(6, 2, 3))
-        hidden = keras.layers.LSTM(2, stateful=True, name="memory")(inputs)
-        model = keras.Model(inputs, keras.layers.Dense(1)(hidden))
-        optimizer = keras.optimizers.SGD(0.1)
-    with pytest.raises(tmg.ScopeError, match=r"stateful layer .*\['memory'\].*Drop stateful"):
-        tmg.make_train_step(model, optimizer, "mse", strategy)
-
-
-def test_an_infinite_clip_norm_clips_nothing(strategy):
-    model, step = dense_step(strategy, clip_norm=float("inf"))
-    assert np.isfinite(float(step(batch(4))["gradient_norm"]))
-    assert all(np.isfinite(weight).all() for weight in model.get_weights())
-
-
-def test_arguments_of_another_kind_are_named(strategy):
-    with strategy.scope():
-        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
-        optimizer = keras.optimizers.SGD(0.1)
-    given = {"model": model, "optimizer": optimizer, "loss": "mse", "strategy": strategy}
-    for arguments, text in (
-        ({"model": "net"}, r"model must be a Keras model. Received: 'net'"),
-        ({"optimizer": "sgd"}, r"optimizer must be a Keras optimizer. Received: 'sgd'.*scope"),
-        ({"strategy": "mirrored"}, r"strategy must be a tf.distribute.Strategy.*'mirrored'"),
-    ):
-        with pytest.raises(TypeError, match=text):
-            tmg.make_train_step(**{**given, **arguments})
-
-
-def test_a_loss_that_flattens_or_drops_rows_is_counted_as_it_is(strategy):
-    x = RNG.normal(size=(7, 5, 4)).astype("float32")
-    y = RNG.integers(0, 3, (7, 5))
-    crossentropy = keras.losses.sparse_categorical_crossentropy
-
-    def flat(labels, predictions):
+    def flat(labels: Any, predictions: Any, sample_weight: Any = None) -> Any:
         labels, predictions = tf.reshape(labels, [-1]), tf.reshape(predictions, [-1, 3])
         kept = labels > 0
         labels, predictions = tf.boolean_mask(labels, kept), tf.boolean_mask(predictions, kept)
-        return crossentropy(labels, predictions, from_logits=True)
+        return keras.losses.sparse_categorical_crossentropy(labels, predictions, from_logits=True)
 
-    def model():
-        keras.utils.set_random_seed(4)
+    def build() -> keras.Model:
         return keras.Sequential([keras.Input((5, 4)), keras.layers.Dense(3)])
 
-    one = model()
-    with tf.GradientTape() as tape:
-        loss = tf.reduce_mean(flat(y, one(x)))
-    keras.optimizers.SGD(0.5).apply(tape.gradient(loss, one.trainable_variables), one.weights)
-    with strategy.scope():
-        ours, optimizer = model(), keras.optimizers.SGD(0.5)
-    logs = tmg.make_train_step(ours, optimizer, flat, strategy)((x, y))
-    assert float(logs["loss"]) == pytest.approx(float(loss), abs=1e-6)
-    assert float(logs["weight"]) == (y > 0).sum()
-    for a, b in zip(ours.get_weights(), one.get_weights(), strict=True):
-        np.testing.assert_allclose(a, b, atol=1e-6)
+    def mean(*args: Any, **options: Any) -> Any:
+        return tf.reduce_mean(flat(*args, **options))
+
+    expected = ByHand(build, lambda: optimizers.SGD(0.5), mean).train([(x, y)])
+    run = Replicated(3, build, lambda: optimizers.SGD(0.5), flat).train([(x, y)])
+    assert difference(run.weights, expected.weights) <= 1e-6
+    assert run.losses == pytest.approx(expected.losses, abs=1e-6)
+    assert run.logs[0]["weight"] == (y > 0).sum()
 
 
-def test_layers_of_different_precision_are_clipped_together():
-    x, y = batch(7)
-    results = []
-    for here in (
-        tf.distribute.get_strategy(),
-        tmg.create_strategy(devices=["CPU:0", "CPU:1", "CPU:2"]),
-    ):
-        keras.utils.set_random_seed(6)
-        with here.scope():
-            inputs = keras.Input((4,))
-            hidden = keras.layers.Dense(3, "tanh", dtype="float64")(inputs)
-            model = keras.Model(inputs, keras.layers.Dense(2, dtype="float32")(hidden))
-            optimizer = keras.optimizers.SGD(0.5)
-        logs = tmg.make_train_step(model, optimizer, "mse", here, clip_norm=0.1)((x, y))
-        results.append((float(logs["gradient_norm"]), model.get_weights()))
-    assert results[1][0] == pytest.approx(results[0][0], abs=1e-6)
-    for ours, expected in zip(results[1][1], results[0][1], strict=True):
-        np.testing.assert_allclose(ours, expected, atol=1e-6)
+# Fails if gradients of several dtypes are clipped each by themselves.
+def test_layers_of_different_precision_are_clipped_together() -> None:
+    def build() -> keras.Model:
+        inputs = keras.Input((4,))
+        hidden = keras.layers.Dense(3, "tanh", dtype="float64")(inputs)
+        return keras.Model(inputs, keras.layers.Dense(2, dtype="float32")(hidden))
 
-
-def test_activity_regularizers_of_older_keras_are_refused(strategy, monkeypatch):
-    monkeypatch.setattr(keras, "__version__", "3.12.4")
-    with strategy.scope():
-        hidden = keras.layers.Dense(2, activity_regularizer="l2", name="active")
-        model = keras.Sequential([keras.Input((4,)), hidden])
-        optimizer = keras.optimizers.SGD(0.1)
-    with pytest.raises(tmg.ScopeError, match=r"Before Keras 3.14.*\['active'\].*keras>=3.14"):
-        tmg.make_train_step(model, optimizer, "mse", strategy)
-
-
-def test_an_input_of_a_fixed_number_of_rows_is_refused(strategy):
-    with strategy.scope():
-        inputs = keras.Input(batch_shape=(6, 3), name="here")
-        fixed = keras.Model(inputs, keras.layers.Dense(1)(inputs), name="fixed")
-        called = keras.Sequential([keras.layers.Dense(1)])
-        called(tf.ones((6, 3)))  # Keras notes the rows of this batch, and takes any other.
-    words = r"'here' of model 'fixed' with batch_shape=\(6, 3\).*keras\.Input\(shape=\(3,\)\)"
-    with pytest.raises(tmg.ScopeError, match=words):
-        tmg.make_predict_step(fixed, strategy)(tf.ones((5, 3)))
-    assert tmg.make_predict_step(called, strategy)(tf.ones((5, 3))).shape == (5, 1)
+    one, three = (
+        Replicated(n, build, lambda: optimizers.SGD(0.5), "mse", clip_norm=0.1).train([(X, Y)])
+        for n in (1, 3)
+    )
+    assert three.logs[0]["gradient_norm"] == pytest.approx(one.logs[0]["gradient_norm"], abs=1e-6)
+    assert difference(three.weights, one.weights) <= 1e-6
+    unclipped = Replicated(3, small, lambda: optimizers.SGD(0.5), "mse", clip_norm=float("inf"))
+    assert all(np.isfinite(weight).all() for weight in unclipped.train(BATCHES[:1]).weights)
