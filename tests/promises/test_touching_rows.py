@@ -204,11 +204,6 @@ def test_verify_says_which_steps_are_checked() -> None:
 
 
 # Fails if only the first batch is checked: a mean of equal means is right until they are unequal.
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="DESIGN section 5: the first uneven batch is not verified, only the first batch is.",
-)
 def test_the_first_batch_that_does_not_divide_evenly_is_checked_too() -> None:
     _, step = step_of(3, lambda: sequential(KeepsMean(name="kept", **FLOAT)))
     even, uneven = regression([9, 5])

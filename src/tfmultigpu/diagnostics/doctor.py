@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,7 +10,6 @@ from tfmultigpu.diagnostics.environment import describe_variables, redact
 from tfmultigpu.diagnostics.machine import Machine, inspect_machine
 from tfmultigpu.diagnostics.machine_checks import find_causes
 from tfmultigpu.diagnostics.report import SEVERITIES, Finding, Report, ordered
-from tfmultigpu.steps.verification import outcomes
 
 __all__ = ["doctor"]
 
@@ -38,16 +35,7 @@ def doctor(*, show_addresses: bool = False) -> Report:
         >>> print(str(report).splitlines()[0])  # doctest: +ELLIPSIS
         tfmultigpu doctor: ...
     """
-    report = report_on(inspect_machine(), show_addresses=show_addresses)
-    if verified := outcomes():
-        counts = Counter(one.outcome for one in verified)
-        steps = {f"steps {outcome}": str(count) for outcome, count in sorted(counts.items())}
-        report = dataclasses.replace(
-            report,
-            facts={**report.facts, "verification": steps},
-            values={**report.values, "verification": dict(counts)},
-        )
-    return report
+    return report_on(inspect_machine(), show_addresses=show_addresses)
 
 
 def report_on(machine: Machine, *, show_addresses: bool = False) -> Report:

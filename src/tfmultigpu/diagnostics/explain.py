@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from numbers import Real
 from typing import Any
 
 import tensorflow as tf
 
+from tfmultigpu.addons.verification import Verification
 from tfmultigpu.devices.configure import list_logical_devices
 from tfmultigpu.devices.names import listed
 from tfmultigpu.diagnostics.features import feature_findings
@@ -19,8 +20,7 @@ from tfmultigpu.diagnostics.placement import Placement, optimizer_findings, plac
 from tfmultigpu.diagnostics.report import Finding, Report, ordered
 from tfmultigpu.errors import TfMultiGpuError
 from tfmultigpu.steps.chain import ChainedStep
-from tfmultigpu.steps.train_step import TrainStep
-from tfmultigpu.steps.verification import outcomes
+from tfmultigpu.steps.step import TrainStep
 from tfmultigpu.strategies.scopes import check_kinds
 from tfmultigpu.strategies.topology import strategy_devices, strategy_of
 from tfmultigpu.types import Optimizer, Strategy
@@ -125,9 +125,6 @@ def explain(
             seen = measure_input(seen, model, strategy, seconds, patience)
         found += input_findings(seen, strategy)
         facts["dataset"] = _dataset_facts(seen)
-    found += verification_findings(model)
-    if verified := outcomes(model):
-        facts["verification"] = {f"step {i + 1}": str(one) for i, one in enumerate(verified)}
     found += _nothing_wrong(found, strategy, dataset)
     title = f"tfmultigpu explain: {strategy.num_replicas_in_sync} replica(s)"
     if several:
@@ -146,7 +143,11 @@ def _explain_step(
         look = {"seconds": seconds, "patience": patience}
         reports.append(explain(model, optimizer, dataset, step.strategy, **look))
         dataset = None
-    found = {str(finding): finding for report in reports for finding in report.findings}
+    known = step.verification if isinstance(step, ChainedStep) else {"step": step.verification}
+    verified = {name: outcome for name, outcome in known.items() if outcome is not None}
+    findings = [*verification_findings(verified.values())]
+    findings += [finding for report in reports for finding in report.findings]
+    found = {str(finding): finding for finding in findings}
     severe = any(one.severity != "note" for one in found.values())
     kept = [one for one in found.values() if not severe or one.code != "in-order"]
     facts = {
@@ -155,12 +156,14 @@ def _explain_step(
         for section, values in report.facts.items()
         if section != "training" and (report is reports[0] or section != "strategy")
     }
+    if verified:
+        facts["verification"] = {name: str(outcome) for name, outcome in verified.items()}
     return Report(reports[0].title, ordered(kept), facts)
 
 
-def verification_findings(model: Any) -> Iterator[Finding]:
-    """Reports verified steps of a model that differ from one device."""
-    for one in outcomes(model):
+def verification_findings(outcomes: Iterable[Verification]) -> Iterator[Finding]:
+    """Reports verified steps that differ from one device."""
+    for one in outcomes:
         if one.outcome == "different":
             cause = f"; the cause is {one.culprit}" if one.culprit else ""
             yield Finding(

@@ -13,8 +13,7 @@ from tfmultigpu.accumulation.update import update_of
 from tfmultigpu.devices.configure import list_logical_devices
 from tfmultigpu.devices.names import listed, parse_device_name
 from tfmultigpu.diagnostics.report import Finding
-from tfmultigpu.strategies.topology import strategy_devices
-from tfmultigpu.strategies.variable_sharding import is_sharded
+from tfmultigpu.strategies.topology import is_sharded, strategy_devices
 
 __all__ = [
     "Placement",

@@ -29,7 +29,7 @@ def warn(message: str, category: type[Warning] = UserWarning) -> None:
     level, frame = 1, inspect.currentframe()
     while frame is not None and frame.f_code.co_filename.startswith(prefixes):
         frame, level = frame.f_back, level + 1
-    warnings.warn(message, category, stacklevel=max(level - 1, 1))
+    warnings.warn(message, category, stacklevel=level)
 
 
 class MissingGradients:
