@@ -8,12 +8,10 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from case import EXACT, SIZES, Case, cut, integers, normal
+from case import SIZES, Case, cut, integers, normal
 from keras import layers
 
-import tfmultigpu as tmg
 from tfmultigpu.testing import Training
-from tfmultigpu.testing.reference import OneDevice
 
 ROWS = sum(SIZES)
 X = normal(ROWS, 4)
@@ -28,12 +26,6 @@ def classifier(model: Any) -> Training:
         model,
         keras.optimizers.SGD(0.1, momentum=0.9),
         keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-    )
-
-
-def dense() -> Training:
-    return classifier(
-        keras.Sequential([keras.Input((4,)), layers.Dense(5, "tanh"), layers.Dense(3)])
     )
 
 
@@ -192,53 +184,3 @@ CASES = [
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_replicas_give_what_one_device_gives(case: Case) -> None:
     case.hold()
-
-
-# Sources ------------------------------------------------------------------------------------------
-
-
-def batches_one_by_one() -> Any:
-    yield from cut(X, Y)
-
-
-def of_unknown_length() -> tf.data.Dataset:
-    data = tf.data.Dataset.from_tensor_slices((X, Y)).batch(5)
-    return data.filter(lambda x, y: tf.reduce_sum(x) > -1e9)
-
-
-SOURCES = {
-    "a dataset of unknown length": of_unknown_length,
-    "a generator function": lambda: batches_one_by_one,
-    "a dataset of a generator": lambda: tf.data.Dataset.from_generator(
-        batches_one_by_one,
-        output_signature=(
-            tf.TensorSpec([None, 4], tf.float32),
-            tf.TensorSpec([None], tf.int64),
-        ),
-    ),
-    "repeated and cut short": lambda: tf.data.Dataset.from_tensor_slices((X, Y)).batch(7).repeat(2),
-}
-
-
-def test_sources_without_a_length_train_as_their_batches_do() -> None:
-    """One after the other, by the same two models."""
-    keras.utils.set_random_seed(0)
-    truth = OneDevice(dense())
-    truth.build(tensors(cut(X, Y)[0]))
-    strategy = tmg.create_strategy(devices=3)
-    with strategy.scope():
-        keras.utils.set_random_seed(0)
-        ours = dense()
-    step = tmg.make_train_step(ours.model, ours.optimizer, ours.loss, strategy)
-    for name, make in SOURCES.items():
-        source = make()
-        batches = list(source() if callable(source) else source)
-        losses = [float(truth.step(tensors(batch))["loss"]) for batch in batches]
-        found = [float(step(batch)["loss"]) for batch in tmg.distribute_dataset(source, strategy)]
-        np.testing.assert_allclose(found, losses, rtol=EXACT, err_msg=name)
-        for one, other in zip(ours.model.weights, truth.training.model.weights, strict=True):
-            np.testing.assert_allclose(one.numpy(), other.numpy(), atol=EXACT, err_msg=name)
-
-
-def tensors(batch: Any) -> Any:
-    return tf.nest.map_structure(tf.convert_to_tensor, batch)

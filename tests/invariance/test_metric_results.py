@@ -150,7 +150,8 @@ def evaluated() -> dict[str, tuple[np.ndarray, ...]]:
     strategy = strategy_of(2)
     with strategy.scope():
         ours, plain, weighted = model(), metrics(), metrics()
-    step = tmg.make_eval_step(ours, LOSSES, strategy, metrics=plain, weighted_metrics=weighted)
+    objective = tmg.steps.Objective(LOSSES, weighted_metrics=weighted)
+    step = tmg.make_eval_step(ours, objective, strategy, metrics=plain)
     truth, weighted_truth = metrics(), metrics()
     for x, y, weight in BATCHES:
         step((x, y, weight))

@@ -11,7 +11,6 @@ import tensorflow as tf
 from case import SIZES, Case, cut, integers, normal
 from keras import layers
 
-import tfmultigpu as tmg
 from tfmultigpu.testing import Training
 
 ROWS = sum(SIZES)
@@ -48,18 +47,6 @@ def with_a_frozen_part() -> Training:
     return classifier(
         keras.Sequential([keras.Input((6,)), body, layers.Dense(5), middle, layers.Dense(4)])
     )
-
-
-class Detour(keras.Model):
-    """Has a layer that it calls, whose result it drops."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.hidden, self.dropped, self.out = layers.Dense(5), layers.Dense(3), layers.Dense(4)
-
-    def call(self, x: Any) -> Any:
-        self.dropped(x)
-        return self.out(tf.nn.tanh(self.hidden(x)))
 
 
 # Models in models ---------------------------------------------------------------------------------
@@ -158,11 +145,7 @@ class WeightAverage(keras.layers.Layer):
 
 
 class InputAverage(keras.layers.Layer):
-    """Follows the mean of what it is given, as each replica is given it or over all of them."""
-
-    def __init__(self, over_replicas: bool) -> None:
-        super().__init__()
-        self.over_replicas = over_replicas
+    """Follows the mean of what all replicas are given."""
 
     def build(self, shape: Any) -> None:
         self.mean = self.add_weight(
@@ -172,10 +155,9 @@ class InputAverage(keras.layers.Layer):
     def call(self, x: Any, training: bool = False) -> Any:
         if training:
             total, count = tf.reduce_sum(x, 0), tf.cast(tf.shape(x)[0], tf.float32)
-            if self.over_replicas:
-                context = tf.distribute.get_replica_context()
-                if context is not None:
-                    total, count = context.all_reduce("SUM", [total, count])
+            context = tf.distribute.get_replica_context()
+            if context is not None:
+                total, count = context.all_reduce("SUM", [total, count])
             self.mean.assign(0.9 * self.mean + 0.1 * total / count)
         return x - self.mean
 
@@ -215,7 +197,7 @@ CASES = [
     Case("layers with a state of their own", own(Constants, CallCounter, WeightAverage), cut(X, Y)),
     Case(
         "a state computed from the rows of all replicas",
-        own(lambda: InputAverage(over_replicas=True)),
+        own(InputAverage),
         cut(X, Y),
     ),
 ]
@@ -225,50 +207,3 @@ CASES = [
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_replicas_give_what_one_device_gives(case: Case) -> None:
     case.hold()
-
-
-# What cannot be equal is said so ------------------------------------------------------------------
-
-
-def step_of(strategy: tf.distribute.Strategy, build: Any, **options: Any) -> tmg.TrainStep:
-    with strategy.scope():
-        training = build()
-    return tmg.make_train_step(
-        training.model, training.optimizer, training.loss, strategy, **options
-    )
-
-
-def test_a_state_computed_from_the_rows_of_one_replica_is_warned_about_once() -> None:
-    strategy = tmg.create_strategy(devices=2)
-    step = step_of(strategy, own(lambda: InputAverage(over_replicas=False)))
-    step((X[:1], Y[:1]))  # Both replicas have this row, so their states agree.
-    text = r"depends on the cut is \S*(InputAverage|the state) '.*input_average"
-    data = tf.data.Dataset.from_tensor_slices((X, Y)).batch(6)
-    with pytest.warns(tmg.ReplicaDependenceWarning, match=text):
-        step.run(iter(data), 2)
-    step((X, Y))
-
-
-def test_layers_that_mix_the_images_of_a_batch_are_warned_about() -> None:
-    strategy = tmg.create_strategy(devices=2)
-
-    def build() -> Training:
-        inputs = keras.Input((4, 4, 3))
-        mixed = layers.Pipeline([layers.Rescaling(2.0), layers.MixUp(name="mixing")])
-        return classifier(keras.Model(inputs, layers.Dense(4)(layers.Flatten()(mixed(inputs)))))
-
-    images = normal(6, 4, 4, 3, seed=5)
-    with pytest.warns(tmg.ReplicaDependenceWarning, match=r"mixing'.*dataset.map\(lambda"):
-        step_of(strategy, build)((images, Y[:6]))
-
-
-def test_unused_weights_are_warned_about_once_and_stay() -> None:
-    """Keras warns of missing gradients once for each replica."""
-    strategy = tmg.create_strategy(devices=2)
-    step = step_of(strategy, subclassed(Detour))
-    with pytest.warns(UserWarning, match="No gradient reaches some trainable variables") as caught:
-        step((X, Y))
-    assert len(caught) == 1
-    before = step.model.dropped.kernel.numpy()
-    step((X, Y))
-    np.testing.assert_array_equal(step.model.dropped.kernel.numpy(), before)

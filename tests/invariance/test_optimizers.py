@@ -246,7 +246,7 @@ def updated(
         gradients = [
             size * normal(*one, seed=3) + (1.0 - size) * normal(*one, seed=4) for one in shapes
         ]
-        strategy.run(apply, args=(optimizer, gradients, variables))
+        apply(optimizer, gradients, variables)
 
     for size in (1.0, 0.2, -0.5, 0.1, 2.0):
         update(tf.constant(size))

@@ -9,11 +9,8 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
-import tensorflow as tf
 from case import SIZES, Case, cut, integers, normal
-from one_device import Replicated, difference, strategy_of
 
-import tfmultigpu as tmg
 from tfmultigpu.testing import Training
 
 REDUCTIONS = ("sum_over_batch_size", "mean_with_sample_weight", "sum")
@@ -63,12 +60,12 @@ def tagger(outputs: Sequence[str]) -> keras.Model:
     return keras.Model(inputs, tags)
 
 
-def rows(reduction: str = "mean_with_sample_weight") -> Training:
+def rows() -> Training:
     accuracy = keras.metrics.SparseCategoricalAccuracy
     return Training(
         mlp(),
         sgd(),
-        crossentropy(reduction),
+        crossentropy("mean_with_sample_weight"),
         metrics=accuracy(),
         weighted_metrics=accuracy(),
     )
@@ -112,17 +109,6 @@ TOKEN_WEIGHTS = TOKEN_WEIGHTS.astype("float32")
 
 
 CASES = [
-    *[
-        Case(
-            f"weights far apart, {reduction}",
-            functools.partial(rows, reduction),
-            cut(X, Y, ROW_WEIGHTS),
-            replicas=(2,),
-            options={"micro_batches": parts},
-        )
-        for reduction, parts in (("mean_with_sample_weight", 2), ("sum", 1))
-    ],
-    Case("masks without weights, every reduction", tokens, cut(TOKENS, by_reduction(TAGS))),
     Case(
         "weights by token with masks and an ignored class, every reduction",
         functools.partial(tokens, ignore_class=1),
@@ -154,39 +140,3 @@ CASES = [
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_replicas_give_what_one_device_gives(case: Case) -> None:
     case.hold()
-
-
-def test_where_all_weights_are_zero_regularisation_still_acts() -> None:
-    def plain() -> keras.optimizers.Optimizer:
-        return keras.optimizers.SGD(0.5)
-
-    run = Replicated(3, mlp, plain, crossentropy("mean_with_sample_weight"), micro_batches=2)
-    before = [variable.numpy() for variable in run.model.variables]
-    result = run.train([(X[:7], Y[:7], np.zeros(7, "float32"))])
-    before[0] = before[0] * (1.0 - 0.5 * 2 * 0.1)
-    assert difference(result.weights, before) <= 1e-6
-    assert result.logs[0]["loss"] > 0.01
-
-
-def test_class_weights_as_a_map_of_the_dataset() -> None:
-    """What the class_weight of Keras does, on one device, by Keras itself."""
-    weights = {0: 0.1, 1: 3.0, 2: 0.0, 3: 1.0}
-    table = tf.constant(list(weights.values()))
-    dataset = tf.data.Dataset.from_tensor_slices((X, Y)).batch(7)
-    weighted = dataset.map(lambda x, y: (x, y, tf.gather(table, y)))
-
-    keras.utils.set_random_seed(7)
-    model = mlp()
-    model.compile(sgd(), crossentropy("sum_over_batch_size"))
-    for x, y in dataset:
-        model.train_on_batch(x, y, class_weight=weights)
-
-    strategy = strategy_of(3)
-    with strategy.scope():
-        keras.utils.set_random_seed(7)
-        ours, optimizer = mlp(), sgd()
-    loss = crossentropy("sum_over_batch_size")
-    step = tmg.make_train_step(ours, optimizer, loss, strategy, micro_batches=2)
-    for batch in tmg.distribute_dataset(weighted, strategy):
-        step(batch)
-    assert difference(ours.get_weights(), model.get_weights()) <= 1e-6

@@ -49,26 +49,8 @@ def two_heads():
     return keras.Model(tokens, [tags, keras.layers.Dense(2, name="score")(pooled)])
 
 
-def two_losses(y_true, y_pred, sample_weight=None):
-    """What Keras adds up for ``two_heads``: each loss by its own reduction."""
-    score_loss = keras.losses.MeanSquaredError()
-    return crossentropy()(y_true[0], y_pred[0]) + score_loss(y_true[1], y_pred[1])
-
-
 def score_loss(y_true, y_pred, sample_weight=None):
     return keras.losses.MeanSquaredError()(y_true[1], y_pred[1])
-
-
-@pytest.mark.parametrize("micro_batches", [2])
-def test_a_list_of_outputs_one_of_them_masked(micro_batches):
-    batches = [(t, (g, z)) for t, g, z in cut((TOKENS, TAGS, Z), SIZES)]
-    expected = ByHand(two_heads, sgd, two_losses).train(batches)
-    run = Replicated(3, two_heads, sgd, [crossentropy(), "mse"], micro_batches=micro_batches)
-    result = run.train(batches)
-    assert_same(result, expected)
-    for (_, (_, z)), log in zip(batches, result.logs, strict=True):
-        assert log["loss"] == pytest.approx(log["tags_loss"] + log["score_loss"], rel=1e-6)
-        assert log["weight"] == len(z)
 
 
 def test_an_output_without_a_loss_and_its_head_without_gradient():
@@ -81,50 +63,6 @@ def test_an_output_without_a_loss_and_its_head_without_gradient():
     assert_same(result, expected)
     assert difference(run.model.get_layer("tags").get_weights(), start) == 0.0
     assert "tags_loss" not in result.logs[0]
-
-
-# Losses that layers add ---------------------------------------------------------------------------
-
-
-class MeanPenalty(keras.layers.Layer):
-    """Adds a loss that is a mean over the batch."""
-
-    def call(self, inputs):
-        self.add_loss(0.1 * tf.reduce_mean(tf.reduce_sum(tf.square(inputs), axis=-1)))
-        return inputs
-
-
-def penalised(normalise: bool):
-    def build():
-        inputs = keras.Input((6,))
-        hidden = keras.layers.Dense(
-            5,
-            use_bias=not normalise,
-            activity_regularizer=keras.regularizers.L2(0.05),
-            kernel_regularizer=keras.regularizers.L2(0.01),
-        )(inputs)
-        if normalise:
-            hidden = keras.layers.BatchNormalization(synchronized=True)(hidden)
-        hidden = MeanPenalty()(hidden)
-        hidden = keras.layers.Dense(5, "tanh", activity_regularizer="l1")(hidden)
-        if normalise:
-            hidden = keras.layers.BatchNormalization(synchronized=True)(hidden)
-        return keras.Model(inputs, keras.layers.Dense(4)(hidden))
-
-    return build
-
-
-@pytest.mark.parametrize(("replicas", "micro_batches"), [(2, 3)])
-def test_add_loss_and_activity_regularisers_on_partial_batches(replicas, micro_batches):
-    batches = cut((X, Y), SIZES)
-    build = penalised(normalise=False)
-    hold(replicas, build, sgd, crossentropy(), batches, micro_batches=micro_batches)
-
-
-def test_added_losses_where_replicas_take_turns():
-    """Synchronized layers make the replicas take turns, in the middle of the model's call."""
-    batches = cut((X, Y), (7, 4, 16, 5))
-    hold(3, penalised(normalise=True), sgd, crossentropy(), batches, tolerance=5e-6)
 
 
 def test_a_penalty_in_float16_does_not_overflow():
@@ -161,12 +99,6 @@ def normalised(synchronized: bool):
         )
 
     return build
-
-
-def test_synchronized_batch_normalization_with_fewer_rows_than_replicas():
-    """Statistics of one row, or two, are those of these rows: no padding enters them."""
-    batches = cut((X, Y), (9, 2, 16, 2, 3))
-    hold(3, normalised(synchronized=True), sgd, crossentropy(), batches, tolerance=2e-6)
 
 
 def test_synchronized_batch_normalization_in_micro_batches():

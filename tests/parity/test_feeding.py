@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import keras
-import numpy as np
-import pytest
 import tensorflow as tf
-from one_device import as_dataset, assert_same, cut, difference, plain, strategy_of
-from small_problem import CASES, MIXED, STEPS, X, Y, crossentropy, mlp, replicated, sgd, truth
+from one_device import as_dataset, assert_same, cut, difference, strategy_of
+from small_problem import CASES, MIXED, X, Y, crossentropy, mlp, replicated, sgd, truth
 
 import tfmultigpu as tmg
 
@@ -24,50 +22,6 @@ def test_step_takes_shards_of_a_distributed_dataset_or_whole_batches():
     assert_same(run.train(batches), expected, what="whole batches of arrays")
     tensors = [tuple(tf.constant(part) for part in batch) for batch in batches]
     assert_same(run.train(tensors), expected, what="whole batches of tensors")
-
-
-@pytest.mark.parametrize("micro_batches", [1])
-def test_many_steps_in_one_call_end_where_the_data_ends(micro_batches):
-    run = replicated(2, "all", micro_batches=micro_batches)
-    batches = cut(CASES["all"][0], MIXED)
-    expected = truth("all", tuple(MIXED))
-    run.reset()
-    iterator = iter(tmg.distribute_dataset(as_dataset(batches), run.strategy))
-    calls = [plain(run.step.run(iterator, 8)) for _ in range(4)]
-    assert [call["steps"] for call in calls] == [8, 8, 4, 0]
-    assert difference([v.numpy() for v in run.model.variables], expected.weights) <= 1e-6
-    assert int(run.optimizer.iterations.numpy()) == STEPS
-    run.assert_replicas_agree()
-    weights = np.array([batch[2].sum() for batch in batches])
-    for call, part in zip(calls, (slice(0, 8), slice(8, 16), slice(16, 20)), strict=False):
-        assert call["weight"] == pytest.approx(weights[part].sum(), rel=1e-6)
-        mean = np.average(expected.losses[part], weights=weights[part])
-        assert call["loss"] == pytest.approx(mean, abs=1e-6)
-
-
-def test_step_inside_a_function_of_the_user():
-    run = replicated(3, "all")
-    batches = cut(CASES["all"][0], MIXED)
-    traces = []
-
-    @tf.function
-    def train(iterator):
-        traces.append(1)
-        return run.step(next(iterator))
-
-    data = tmg.distribute_dataset(as_dataset(batches), run.strategy)
-    run.reset()
-    iterator = iter(data)
-    logs = [plain(train(iterator)) for _ in batches]
-    assert_same(run.finish(logs), truth("all", tuple(MIXED)))
-    with pytest.raises((tf.errors.OutOfRangeError, StopIteration)):
-        train(iterator)
-    assert int(run.optimizer.iterations.numpy()) == STEPS, "a step that never ran was counted"
-    run.reset()
-    iterator = iter(data)
-    logs = [plain(train(iterator)) for _ in batches]
-    assert_same(run.finish(logs), truth("all", tuple(MIXED)), what="a second pass")
-    assert len(traces) == 1
 
 
 def test_shards_of_unequal_shares_prefetched_to_the_replicas():

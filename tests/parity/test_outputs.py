@@ -98,10 +98,10 @@ def step_of(kind, replicas, reduction, **options):
     with strategy.scope():
         keras.utils.set_random_seed(1)
         model, optimizer = two_heads(), keras.optimizers.SGD(0.0)
-    options |= {"loss_weights": FACTORS}
+    objective = tmg.steps.Objective(losses(reduction), loss_weights=FACTORS)
     if kind == "eval":
-        return tmg.make_eval_step(model, losses(reduction), strategy, **options), model
-    return tmg.make_train_step(model, optimizer, losses(reduction), strategy, **options), model
+        return tmg.make_eval_step(model, objective, strategy, **options), model
+    return tmg.make_train_step(model, optimizer, objective, strategy, **options), model
 
 
 def assert_logs(logs, expected):
@@ -142,25 +142,13 @@ def test_losses_of_many_steps_are_those_of_all_rows(kind, replicas, options, red
 
 
 def test_calls_can_be_put_together():
-    """As docs/steps.md says: outputs by their weights, what is left by rows."""
+    """Tallies are added; each output is divided by its own weight, once."""
     step, model = step_of("eval", 2, "mean_with_sample_weight")
-    expected = by_hand(model, "mean_with_sample_weight", True)
     iterator = iter(tmg.distribute_dataset(as_nested(batches(True)), step.strategy))
-    calls = [plain(step.run(iterator, 2)) for _ in range(3)]
-    assert [call["steps"] for call in calls] == [2, 2, 2]
-    assert sum(call["weight"] for call in calls) == ROWS
-    total = sum(
-        call["weight"]
-        * (call["loss"] - sum(FACTORS[name] * call[f"{name}_loss"] for name in FACTORS))
-        for call in calls
-    )
-    loss = total / ROWS
-    for name, factor in FACTORS.items():
-        weight = sum(call[f"{name}_weight"] for call in calls)
-        mean = sum(call[f"{name}_loss"] * call[f"{name}_weight"] for call in calls) / weight
-        assert mean == pytest.approx(expected[f"{name}_loss"], rel=2e-6)
-        loss += factor * mean
-    assert loss == pytest.approx(expected["loss"], rel=2e-6)
+    first, *others = [step.totals(iterator, 2)[""] for _ in range(3)]
+    logs = plain(sum(others, first).logs())
+    assert logs["steps"] == 6
+    assert_logs(logs, by_hand(model, "mean_with_sample_weight", True))
 
 
 def test_an_output_without_weight_has_no_loss():
@@ -173,22 +161,3 @@ def test_an_output_without_weight_has_no_loss():
     assert many["size_loss"] == many["size_weight"] == 0.0
     assert many["loss"] == pytest.approx(logs["loss"], rel=1e-6)
     assert many["kind_weight"] == pytest.approx(2 * logs["kind_weight"], rel=1e-6)
-
-
-def test_a_sum_is_divided_by_the_steps():
-    step, _ = step_of("eval", 3, "sum")
-    data = tmg.distribute_dataset(as_nested(batches(False)), step.strategy)
-    each = [plain(step(batch)) for batch in data]
-    logs = plain(step.run(iter(data), 100))
-    assert {log["kind_weight"] for log in each} == {1.0}
-    assert logs["kind_weight"] == len(SIZES)
-    mean = np.mean([log["kind_loss"] for log in each])
-    assert logs["kind_loss"] == pytest.approx(mean, rel=2e-6)
-
-
-def test_no_steps_have_no_weight():
-    step, _ = step_of("eval", 2, "sum_over_batch_size")
-    iterator = iter(tmg.distribute_dataset(as_nested(batches(False)), step.strategy))
-    step.run(iterator, 100)
-    logs = plain(step.run(iterator, 100))
-    assert logs["steps"] == logs["weight"] == logs["kind_weight"] == logs["kind_loss"] == 0.0
