@@ -128,6 +128,11 @@ class Program(NotCopied):
             self._functions[self._key] = BatchFunction(self._trace, self.strategy)
         self._function = self._functions[self._key]
 
+    @property
+    def kinds(self) -> int:
+        """How many sets of layers were trained and synchronized, each with its traces."""
+        return len(self._functions)
+
     def forget(self) -> None:
         """Lets go of all traces."""
         self._functions, self._loops, self._key = {}, [], None

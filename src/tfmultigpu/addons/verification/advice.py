@@ -58,16 +58,17 @@ def explain(
         path = getattr(layer, "path", None) or getattr(layer, "name", "")
         return f"{type(layer).__name__} {path!r}", _of_layer(layer, in_parts=in_parts)
     states = [each for each in found if each.kind in ("state", "copy")]
-    terms = [each for each in found if each.kind in ("sum", "weight")]
+    terms = [each for each in found if each.kind == "term"]
     if not terms and states:
         variable = device.states[states[0].number]
         is_metric = variable.aggregation == "sum" and variable.synchronization == "on_read"
         return states[0].name, _METRIC if is_metric else _STATE
     if found and all(each.kind == "update" for each in found):
         return found[0].name, _UPDATE
-    if terms and all(device.twin.trace.layout.own[term.number].logged for term in terms):
+    own = device.twin.trace.layout.own if terms else []
+    if terms and all(own[term.number % len(own)].logged for term in terms):
         return terms[0].name, _VALUE
-    if terms and terms[0].kind == "weight":
+    if terms and terms[0].number >= len(own):
         return terms[0].name, _WEIGHT
     # All layers agree: it is the loss, if the few rows that were looked at show it too.
     shown = terms and located is not None and any(each.apart for each in located.terms)

@@ -25,16 +25,7 @@ import tensorflow as tf
 
 from tfmultigpu.addons.verification.outcome import Difference
 
-__all__ = [
-    "Quantity",
-    "Rounding",
-    "furthest",
-    "of_gradients",
-    "of_outputs",
-    "of_states",
-    "of_terms",
-    "of_update",
-]
+__all__ = ["Quantity", "Rounding", "epsilon", "furthest", "of_terms", "of_update", "size"]
 
 _TINY = float(np.finfo("float32").tiny)
 
@@ -43,8 +34,8 @@ _TINY = float(np.finfo("float32").tiny)
 class Quantity:
     """A quantity of one device and of the replicas."""
 
-    kind: str  # "sum", "weight", "state", "copy", "norm", "gradient", "update", "output", "length"
-    number: int  # Of the term, state, variable or output.
+    kind: str  # "term", "state", "copy", "norm", "gradient", "update" or "output"
+    number: int  # Of the sum or weight in ``Tally.terms``, of the state, variable or output.
     name: str
     one: Any
     others: Sequence[Any]  # As each replica has it.
@@ -69,32 +60,26 @@ class Quantity:
         one, other, _ = self.apart or (0.0, 0.0, 0.0)
         return Difference(self.name, one / self.per[0], other / self.per[1])
 
-    def beyond(self, still: Mapping[str, Any], moved: Sequence[Any], margin: float) -> bool:
-        """Returns whether it lies further apart than moved weights explain.
+    def is_steady(self, still: Mapping[str, Any], again: Mapping[str, Any]) -> bool:
+        """Returns whether two runs on one device agree on it."""
+        key = self.key
+        return key not in still or furthest(still[key], again[key], self.bound) is None
+
+    def is_beyond(self, still: Mapping[str, Any], moved: Sequence[Any], margin: float) -> bool:
+        """Returns whether it lies further apart than so many times what moved weights change.
 
         Relative to its size: the weights may have changed since it was computed.
-
-        Args:
-            still: What one device computes with the weights as they are.
-            moved: The same with moved weights.
-            margin: How many times that change is still rounding.
         """
         if self.apart is None or self.key not in still:
             return self.apart is not None
         base, *others = (np.asarray(each[self.key], "float64") for each in (still, *moved))
-        change = max(_size(other - base) for other in others) / max(_size(base), _TINY)
+        change = max(size(other - base) for other in others) / max(size(base), _TINY)
         # Not `distance > ...`: what is not finite is beyond any rounding.
-        return not self.apart[2] <= margin * change * _size(self.one)
+        return not self.apart[2] <= margin * change * size(self.one)
 
 
 class Rounding:
-    """The rounding of a model's forward pass.
-
-    Attributes:
-        compute: Relative rounding of the least exact layer.
-        bound: Relative bound of a comparison, without the part of the additions.
-        margin: How many times the change by one rounding of the weights is rounding.
-    """
+    """The rounding of a forward pass: of its least exact layer, a relative bound, and a margin."""
 
     def __init__(self, layers: Sequence[Any]) -> None:
         """Takes all layers of the model."""
@@ -117,22 +102,15 @@ class Rounding:
 
 def epsilon(dtype: Any) -> float:
     """Returns the relative rounding of a floating-point dtype."""
-    half = tf.as_dtype(dtype) == tf.bfloat16
     numbers: Any = tf.as_dtype(dtype).as_numpy_dtype
-    return 2.0**-7 if half else float(np.finfo(numbers).eps)
+    return 2.0**-7 if tf.as_dtype(dtype) == tf.bfloat16 else float(np.finfo(numbers).eps)
 
 
 def furthest(one: Any, other: Any, bound: float) -> tuple[float, float, float] | None:
-    """Returns where two arrays lie furthest apart, relative to the largest number in the first.
+    """Returns where arrays lie furthest apart: both numbers, and how far; NaN equals NaN.
 
-    Args:
-        one: What one device computed.
-        other: What the replicas computed.
-        bound: Relative difference that is rounding; integers must be equal.
-
-    Returns:
-        Both numbers and their distance; both sizes if the shapes differ; None if all are within the
-        bound. NaN equals NaN.
+    None if all are within the bound, relative to the largest of the first; integers must be equal.
+    Of other shapes the numbers are the sizes.
     """
     one, other = np.atleast_1d(one), np.atleast_1d(other)
     if one.shape != other.shape:
@@ -143,7 +121,7 @@ def furthest(one: Any, other: Any, bound: float) -> tuple[float, float, float] |
         apart = np.abs(one - other)
     apart[(one == other) | (np.isnan(one) & np.isnan(other))] = 0.0
     apart[np.isnan(apart)] = np.inf
-    allowed = 0.0 if exact else bound * max(_size(one[np.isfinite(one)]), _TINY)
+    allowed = 0.0 if exact else bound * max(size(one[np.isfinite(one)]), _TINY)
     if not apart.size or apart.max() <= allowed:
         return None
     where = np.unravel_index(np.argmax(apart), apart.shape)
@@ -154,86 +132,44 @@ def of_terms(layout: Any, dtype: Any, one: Any, other: Any, rounding: Rounding) 
     """Yields the sums and the weights of the terms of a loss: of vectors that have both."""
     count = len(layout.own)
     for i, term in enumerate(layout.own):
-        name = "the loss" if i == 0 else "an added loss"
+        name = "an added loss" if i else "the loss"
         if term.name is not None:
-            kind = "value" if term.logged else "loss of output"
-            name = f"the {kind} {term.name!r}"
+            name = f"the {'value' if term.logged else 'loss of output'} {term.name!r}"
         weights = float(one[count + i]), float(other[count + i])
         # Rows that cancel leave the rounding of a mean of one.
         rows = max(abs(weights[0]), 1.0)
         bound, slack = rounding.of_sum(dtype, rows), epsilon(dtype) * rows
         if not term.fixed:
-            exact, pair = bound - rounding.bound, (weights[0], weights[1:])
-            yield Quantity("weight", i, f"the weight of {name}", *pair, exact, slack)
+            pair, exact = (weights[0], weights[1:]), bound - rounding.bound
+            yield Quantity("term", count + i, f"the weight of {name}", *pair, exact, slack)
         per = weights if all(weights) else (1.0, 1.0)
-        yield Quantity("sum", i, name, one[i], [other[i]], bound, slack, per)
+        yield Quantity("term", i, name, one[i], [other[i]], bound, slack, per)
 
 
-def of_states(states: Any, one: Any, strategy: Any, rounding: Rounding) -> Iterator[Quantity]:
-    """Yields what was assigned in the forward pass; of a trained variable that copies are equal."""
-    for i, variable in enumerate(states):
-        # As it is read beside the replicas, then each copy.
-        copies = [tf.convert_to_tensor(variable.value)]
-        if variable.synchronization != "on_read":
-            copies += strategy.experimental_local_results(variable.value)
-        values = [copy.numpy() for copy in copies]
-        if variable.trainable:
-            name = f"the trained weight {variable.path!r}, which a layer assigns,"
-            yield Quantity("copy", i, name, values[0], values[1:], rounding.bound)
-        else:
-            name, bound = f"the state {variable.path!r}", rounding.of_sum(variable.dtype)
-            yield Quantity("state", i, name, one[f"state {i}"], values, bound)
-
-
-def of_outputs(one: Any, outputs: Sequence[Any], rounding: Rounding) -> Iterator[Quantity]:
-    """Yields predictions, to be compared row by row."""
-    for i, output in enumerate(outputs):
-        expected, name = one[f"output {i}"], f"an element of output {i}"
-        if expected.shape == output.shape:
-            bound = rounding.of_sum(output.dtype)
-            yield Quantity("output", i, name, expected, [output.numpy()], bound)
-        else:
-            name = f"the length of output {i}"
-            yield Quantity("length", i, name, len(expected), [len(output)])
-
-
-def of_gradients(
-    variables: Sequence[Any], one: Any, others: Sequence[Any], rounding: Rounding
-) -> Iterator[Quantity]:
-    """Yields gradients: one that cancels to nothing is as exact as the numbers that cancel."""
-    expected = [one[f"gradient {i}"] for i in range(len(variables))]
-    slack = rounding.bound * 1e-3 * max(map(_size, expected), default=0.0)
-    for i, variable in enumerate(variables):
-        name = f"the gradient of {variable.path!r}"
-        yield Quantity("gradient", i, name, expected[i], [others[i]], rounding.bound, slack)
-
-
-def of_update(
-    number: int, path: str, gradient: Any, values: Sequence[Any], rounding: Rounding
-) -> Iterator[Quantity]:
-    """Yields the step of an element of a variable that stands for its update.
+def of_update(i: int, path: str, gradient: Any, values: Any, rounding: Rounding) -> Iterator[Any]:
+    """Yields the step of an element that stands for the update of a variable.
 
     An element of small gradient may move by rounding alone, as far as any other: Adam divides by
     the size of the gradient. So it is the median of those of large gradients.
 
     Args:
-        number: The number of the variable.
+        i: The number of the variable.
         path: Its path.
-        gradient: Its gradient on one device.
-        values: Itself before; after the update of one device; after that of the replicas.
+        gradient: Its gradient.
+        values: Itself before; after the update on one device; after that of the replicas.
         rounding: The rounding of the model.
     """
     before, one, other = (np.ravel(np.asarray(value, "float64")) for value in values)
     sizes = np.ravel(np.abs(np.asarray(gradient, "float64")))
     large = np.flatnonzero(sizes >= 0.1 * sizes.max(initial=_TINY))
     if large.size and np.isfinite(sizes).all():
-        order = np.argsort(np.abs(other - one)[large])
-        place = large[order[large.size // 2]]
+        place = large[np.argsort(np.abs(other - one)[large])[large.size // 2]]
         steps = [float(value[place] - before[place]) for value in (one, other)]
-        bound, slack = max(10.0 * rounding.bound, 1e-3), 8.0 * 2.0**-23 * _size(before)
+        bound, slack = max(10.0 * rounding.bound, 1e-3), 8.0 * 2.0**-23 * size(before)
         name = f"the update of an element of {path!r}"
-        yield Quantity("update", number, name, steps[0], steps[1:], bound, slack)
+        yield Quantity("update", i, name, steps[0], steps[1:], bound, slack)
 
 
-def _size(array: Any) -> float:
+def size(array: Any) -> float:
+    """Returns the largest absolute number."""
     return float(np.max(np.abs(np.asarray(array, "float64")), initial=0.0))

@@ -27,6 +27,7 @@ from tfmultigpu.strategies.topology import local_replicas
 __all__ = ["Located", "locate"]
 
 _HALVES = 2
+_ROWS = 4  # Of each replica.
 
 
 class Located(NamedTuple):
@@ -38,36 +39,42 @@ class Located(NamedTuple):
 
 
 def locate(
-    step: Any, device: OneDevice, whole: Any, local: list[Any], offsets: Any, rounding: Rounding
+    step: Any, device: OneDevice, join: Any, local: list[Any], offsets: Any, rounding: Rounding
 ) -> Located:
-    """Runs a forward pass in one piece and cut, and compares layer by layer.
+    """Runs a forward pass in one piece and cut, and compares layer by layer; all workers call it.
 
     With the weights as they are now: what depends on the cut does so with any weights.
 
     Args:
-        step: The step; every worker must call it.
+        step: The step.
         device: The same on one device.
-        whole: A few rows of a global batch.
-        local: Those of each replica of this process.
-        offsets: The offsets of all.
+        join: Returns the rows of all replicas.
+        local: The rows of each replica of this process, of which a few are looked at.
+        offsets: Their offsets.
         rounding: The rounding of the model.
     """
+    counts = np.minimum(np.diff(offsets), _ROWS)
+    numbers = local_replicas(step.strategy)
+    local = [
+        partition.slice_rows(shard, 0, int(counts[number]))
+        for number, shard in zip(numbers, local, strict=True)
+    ]
+    places = np.insert(np.cumsum(counts), 0, 0)
     one = _Pieces(step, device.twin)
-    expected, (outputs,) = one(*BatchFunction(one, device.twin.strategy).cut(whole))
+    expected, (outputs,) = one(*BatchFunction(one, device.twin.strategy).cut(join(local)))
     trace = getattr(device.twin, "trace", None)
     in_parts = any(isinstance(feature, MicroBatches) for feature in step.features)
-    counts = [1] * (step.strategy.num_replicas_in_sync > 1) + [_HALVES] * in_parts
     located = Located(None, ())
-    for parts in counts:
+    for parts in [1] * (step.strategy.num_replicas_in_sync > 1) + [_HALVES] * in_parts:
         pieces = _Pieces(step, step, parts)
-        added, cut = pieces(local, offsets)
+        added, cut = pieces(local, tf.constant(places, tf.int64))
         compared = of_terms(trace.layout, device.dtype, expected, added, rounding) if trace else ()
         located = Located(None, tuple(compared), parts > 1)
-        places = _places(step.strategy, np.asarray(offsets), parts)
+        bounds = [place for number in numbers for place in _bounds(*places[number:][:2], parts)]
         for number, layer in enumerate(one.layers if one.layers == pieces.layers else ()):
-            for place, piece in zip(places, cut, strict=True):
+            for place, piece in zip(bounds, cut, strict=True):
                 bound = math.sqrt(rounding.compute)
-                if not _agrees(outputs[number], piece[number], place, int(offsets[-1]), bound):
+                if not _agrees(outputs[number], piece[number], place, int(places[-1]), bound):
                     return located._replace(layer=layer)
     return located
 
@@ -115,14 +122,11 @@ class _Pieces:
         return stack(own, rows.weight), [tf.cast(tensor, tf.float64) for _, tensor in kept]
 
 
-def _places(strategy: Any, offsets: Any, parts: int) -> list[tuple[int, int]]:
-    places = []
-    for replica in local_replicas(strategy):
-        first, stop = offsets[replica : replica + 2]
-        for number in range(parts):
-            bounds = partition.part_bounds(tf.constant(stop - first), parts, number)
-            places.append((int(first + bounds[0]), int(first + bounds[1])))
-    return places
+def _bounds(first: int, stop: int, parts: int) -> list[tuple[int, int]]:
+    """The first row and the end of each part of a shard."""
+    rows = tf.constant(stop - first)
+    each = [partition.part_bounds(rows, parts, number) for number in range(parts)]
+    return [(first + int(begin), first + int(end)) for begin, end in each]
 
 
 def _agrees(whole: Any, piece: Any, place: tuple[int, int], rows: int, bound: float) -> bool:

@@ -13,6 +13,7 @@ from tfmultigpu import _compat
 from tfmultigpu.accumulation.loss_scale import unwrap_optimizer
 from tfmultigpu.data.batch_format import any_rows
 from tfmultigpu.steps.batches import BatchFunction
+from tfmultigpu.steps.features import Feature
 from tfmultigpu.steps.seeds import sharing_seeds
 
 __all__ = ["DryRun", "OneDevice", "dense"]
@@ -32,13 +33,8 @@ class DryRun:
         self._function = tf.function(function, autograph=False, reduce_retracing=True)
         self._pruned: dict[int, tuple[Any, Any]] = {}  # Keeps the traced function, for its id.
 
-    def __call__(self, *batches: Any, move: Callable[[Any, Any], Any] | None = None) -> Any:
-        """Runs it; batches of other numbers of rows are not traced anew.
-
-        Args:
-            batches: The arguments.
-            move: ``f(number, handle, value)`` returns the value that a variable is to have.
-        """
+    def __call__(self, *batches: Any, move: Callable[..., Any] | None = None) -> Any:
+        """Runs it with ``move(number, handle, value)`` as the value of each variable, if given."""
         specs = tf.nest.map_structure(any_rows, batches)
         concrete = self._function.get_concrete_function(*specs)
         if id(concrete) not in self._pruned:
@@ -61,42 +57,38 @@ class OneDevice:
 
     Attributes:
         twin: The step on one device.
-        variables: The variables that have a gradient; known once run.
-        chosen: The numbers of those whose update is compared; likewise.
-        dtype: That of the sums of the loss; likewise.
+        variables: The variables that have a gradient; known once run, as all that follows.
+        chosen: The numbers of those whose update is compared.
+        dtype: That of the sums of the loss.
     """
 
     def __init__(self, step: Any, key: Any, *, all_gradients: bool) -> None:
         """Takes the step, and ``step.key()``: with another key it is another step."""
-        self.key, self.twin = key, step.on_one_device()
+        self.key, self.twin, self._step = key, step.on_one_device(), step
         self.variables: Sequence[Any] = ()
         self.chosen: list[int] = []
         self.dtype: Any = tf.float32
-        self._step, self._all_gradients = step, all_gradients
+        self._all_gradients, self._run = all_gradients, DryRun(self._look)
         self._whole = BatchFunction(self._look, self.twin.strategy)
-        self._run = DryRun(self._look)
+        self._is_narrow = any(feature.message_dtype is not None for feature in step.features)
+        # What a feature does to the gradient may not be known on one device.
+        changing = [f for f in step.features if type(f).on_gradient is not Feature.on_gradient]
+        self._is_known = (
+            all(f.on_one_device() is not None for f in changing) and not self._is_narrow
+        )
 
     @property
     def states(self) -> list[Any]:
-        """The Keras variables that the forward pass assigns; known once run."""
+        """The Keras variables that the forward pass assigns."""
         return self.twin.trace.state if hasattr(self.twin, "trace") else []
 
     def __call__(self, batch: Any, move: Any = None) -> dict[str, Any]:
         """Returns arrays by name: terms of the loss, states, gradients, or outputs."""
         arrays: dict[str, Any] = self._run(batch, move=move)
-        terms = arrays.get("terms", ())
-        for number, value in enumerate(terms):
-            half = len(terms) // 2
-            arrays[f"weight {number - half}" if number >= half else f"sum {number}"] = value
-        return arrays
+        return arrays | {f"term {i}": value for i, value in enumerate(arrays.get("terms", ()))}
 
     def moved(self, batch: Any, rounding: float) -> list[dict[str, Any]]:
-        """Returns the arrays twice with the weights as they are, and twice with moved ones.
-
-        Args:
-            batch: The batch.
-            rounding: The largest relative change of a weight.
-        """
+        """Returns the arrays twice as they are, and twice with weights moved by one rounding."""
         local = self._step.strategy.experimental_local_results
         still = {id(copy.handle) for state in self.states for copy in local(state.value)}
 
@@ -120,31 +112,35 @@ class OneDevice:
         numbers = {"terms": tally.terms}
         numbers |= {f"state {i}": value for i, value in enumerate(passes[0].state)}
         for gradient in gradients:
-            self.variables, self.chosen = gradient.variables, self._choose(gradient.variables)
-            clipped: Any = gradient.tensors
-            if self.chosen:
-                clipped = _compat.clip_as_set(unwrap_optimizer(self.twin.optimizer), list(clipped))
-            numbers |= {f"clipped {i}": clipped[i] for i in self.chosen}
-            every = range(len(self.variables)) if self._all_gradients else self.chosen
-            numbers |= {f"gradient {i}": gradient.tensors[i] for i in every}
-            numbers["norm 0"] = gradient.norm
-            if gradient.valid is not None:
-                numbers["valid"] = gradient.valid
+            numbers |= {} if self._is_narrow else {"norm 0": gradient.norm}
+            numbers |= {} if gradient.valid is None else {"valid": gradient.valid}
+            if self._is_known:
+                numbers |= self._of_gradient(list(gradient.tensors), gradient.variables)
         return numbers
 
-    def _choose(self, variables: Sequence[Any]) -> list[int]:
-        """Chooses the first and the last weight matrix: a bias before a norm has no gradient."""
-        optimizer = unwrap_optimizer(self.twin.optimizer)
-        if not _compat.is_own_class_of_keras(optimizer) or hasattr(optimizer, "optimizers"):
-            return []
+    def _of_gradient(self, tensors: list[Any], variables: Sequence[Any]) -> dict[str, Any]:
+        self.variables, optimizer = variables, unwrap_optimizer(self.twin.optimizer)
         assigned = {id(variable) for variable in self.states}
         fit = [
             number
             for number, variable in enumerate(variables)
             if np.prod(variable.shape) <= _LARGEST and id(variable) not in assigned
         ]
+        if not _compat.is_own_class_of_keras(optimizer) or hasattr(optimizer, "optimizers"):
+            fit = []
+        # The first and the last matrix: a bias before a norm has no gradient.
         matrices = [number for number in fit if len(variables[number].shape) > 1] or fit
-        return sorted({*matrices[:1], *matrices[-1:]})
+        self.chosen = sorted({*matrices[:1], *matrices[-1:]})
+        every = range(len(variables)) if self._all_gradients else self.chosen
+        numbers = {f"gradient {i}": tensors[i] for i in every}
+        if self.chosen:
+            # To clip once more, as the update does, changes nothing.
+            clipped = _compat.clip_as_set(optimizer, tensors)
+            updated = [variables[i] for i in self.chosen]
+            self._step.update.apply([clipped[i] for i in self.chosen], updated)
+            values = [tf.convert_to_tensor(variable.value) for variable in updated]
+            numbers |= {f"updated {i}": v for i, v in zip(self.chosen, values, strict=True)}
+        return numbers
 
 
 def dense(outputs: Any) -> list[Any]:

@@ -11,24 +11,12 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfmultigpu.accumulation.loss_scale import unwrap_optimizer
 from tfmultigpu.accumulation.owners import outside_scopes
 from tfmultigpu.addons.verification.advice import explain
-from tfmultigpu.addons.verification.compare import (
-    Quantity,
-    Rounding,
-    furthest,
-    of_gradients,
-    of_outputs,
-    of_states,
-    of_terms,
-    of_update,
-)
-from tfmultigpu.addons.verification.locate import Located, locate
+from tfmultigpu.addons.verification.compare import Quantity, Rounding, of_terms, of_update, size
+from tfmultigpu.addons.verification.locate import locate
 from tfmultigpu.addons.verification.one_device import DryRun, OneDevice, dense
 from tfmultigpu.addons.verification.outcome import Verification
-from tfmultigpu.addons.verification.stock_update import stock_update
-from tfmultigpu.data import partition
 from tfmultigpu.errors import ReplicaDependenceWarning, WorkerLostError
 from tfmultigpu.steps.batches import BatchFunction
 from tfmultigpu.steps.failures import line_on_memory
@@ -37,20 +25,18 @@ from tfmultigpu.steps.program import Batch
 from tfmultigpu.steps.warning import warn
 from tfmultigpu.strategies.gathering import gather_rows
 from tfmultigpu.strategies.scopes import all_layers
-from tfmultigpu.strategies.topology import local_replicas, per_replica
+from tfmultigpu.strategies.topology import per_replica
 from tfmultigpu.strategies.worker_exchange import WorkerExchange
 
 __all__ = ["Verify"]
 
 GATHERED_BYTES = 64 * 2**20
-_PART_ROWS = 4
-_log = logging.getLogger(__name__)
 # Lines that Keras and TensorFlow put before what happened, and around it.
 _AROUND = re.compile(
     r"Exception encountered when|Graph execution error|Detected at node|File \"|\[\[\{\{|<stack"
 )
-
 _Conclude = Callable[[Any, Any], Verification]  # Compares logs and tallies.
+_log = logging.getLogger(__name__)
 
 
 class Verify(Feature):
@@ -58,38 +44,37 @@ class Verify(Feature):
 
     Attributes:
         verification: The last outcome, or the first difference before it; None before the first.
-        sees: Which batches it waits for: any, then those with a row for each replica, then those
-            that do not divide evenly.
     """
 
     verification: Verification | None = None
     _device: OneDevice | None = None
+    _kinds = 0
 
     def __init__(self, verify: bool | str = "first") -> None:
         """Takes ``"first"``, True for every step, or ``"gradients"`` to compare these too."""
         self._always, self._with_gradients = verify is True, verify == "gradients"
-        self._due, self.sees = True, "any"
+        self._due = True
 
     def bind(self, step: Any) -> None:
         """Takes the step."""
         self._step, self._strategy = step, step.strategy
-        self._replicas = step.strategy.num_replicas_in_sync
         self._exchange = WorkerExchange(step.strategy)
         self._cutter = BatchFunction(self._look, step.strategy)
 
     def around_call(self, call: Call) -> Call:
         """Returns a call that verifies its batch, if that is due and shows something."""
-        if not self._due:
-            return call
-        return functools.partial(self._call, call)
+        if self._step.kinds > self._kinds:  # Layers were frozen, or synchronized.
+            self._kinds, self._due, self.verification = self._step.kinds, True, None
+            self.sees = "any"
+        return functools.partial(self._call, call) if self._due else call
 
     def _call(self, call: Call, batch: Batch) -> Any:
         counts = self._step.rows_of(batch)
-        rows, uneven = sum(counts), min(counts) != max(counts)
-        if rows < max(self._replicas, 2):
+        rows, uneven = sum(counts), min(counts) < max(counts)
+        if rows < max(len(counts), 2):
             reason = "the batch had fewer rows than there are replicas, so each computed all of it"
             self._note(Verification("not verified", 0, rows, reason))
-            if not self._always and self.sees == "any":
+            if self.sees == "any" and not self._always:
                 self.sees = "cut"
             return call(batch)
         if self.sees == "uneven" and not uneven:
@@ -105,10 +90,8 @@ class Verify(Feature):
             outcome = Verification("not verified", 0, rows, reason)
         self._note(outcome)
         if not self._always:
-            self.sees = "uneven"
-            self._due = outcome.outcome == "same" and self._replicas > 1 and not uneven
-        if not self._due:
-            self._device = None
+            self._due = outcome.outcome == "same" and not uneven and len(counts) > 1
+            self.sees, self._device = "uneven", self._device if self._due else None
         if outcome.outcome == "different":
             warn(str(outcome), ReplicaDependenceWarning)
         elif outcome.reason:
@@ -131,23 +114,25 @@ class Verify(Feature):
         """Computes what one device would give; over several workers all call it."""
         structure, leaves, offsets = batch
         local = [tf.nest.pack_sequence_as(structure, shard) for shard in leaves]
-        whole = local[0] if offsets is None else None
-        if whole is not None:
-            local, offsets = self._cutter.cut(whole)
-        reason, workers = "", self._exchange.workers
-        if whole is None and workers > 1:
-            tensors = tf.nest.flatten(leaves, expand_composites=True)
-            own = sum(
-                t.shape.num_elements() * max(t.dtype.size, 1) for t in tensors if t is not None
+        whole, reason, workers = None, "", self._exchange.workers
+        if offsets is None:
+            (whole,), (local, offsets) = local, self._cutter.cut(local[0])
+        elif workers > 1:
+            tensors = tf.nest.flatten(
+                [leaf for shard in leaves for leaf in shard if leaf is not None]
             )
+            own = sum(t.shape.num_elements() * max(t.dtype.size, 1) for t in tensors)
             if int(self._exchange([own]).max()) * workers > GATHERED_BYTES:
                 reason = "workers do not send each other so large a batch; check a smaller one"
+        conclude: _Conclude | None = None
         try:
             conclude = None if reason else self._computed(local, offsets, whole)
         except WorkerLostError:
             raise
         except Exception as error:  # The user's code may raise anything; training goes on.
-            conclude, reason = None, _reason(error)
+            reason = f"the forward pass fails outside of replicas, {_first_line_of(error)}"
+            if isinstance(error, MemoryError) or line_on_memory(str(error)) is not None:
+                reason = "one device has not enough memory for the whole batch; check a smaller one"
         if workers > 1 and bool(self._exchange([bool(reason)]).any()):
             reason = reason or "another worker could not compute the batch by itself"
         if conclude is None or reason:
@@ -163,30 +148,24 @@ class Verify(Feature):
         one = device(whole)
         wanted = self._with_gradients and device.variables
         gradients = DryRun(self._look)(local, offsets) if wanted else []
-        chosen = [device.variables[i] for i in device.chosen]
-        before = after = [variable.numpy() for variable in chosen]
-        if chosen and one.get("valid", True):
-            clipped = [one[f"clipped {i}"] for i in device.chosen]
-            pairs = list(zip(chosen, clipped, strict=True))
-            after = stock_update(unwrap_optimizer(step.optimizer), pairs)
-        updates = list(zip(device.chosen, before, after, strict=False))
-
-        compared = functools.partial(self._compared, local, offsets, whole)
-        return functools.partial(compared, one, gradients, updates)
+        skipped = not one.get("valid", True)
+        before = {} if skipped else {i: device.variables[i].numpy() for i in device.chosen}
+        compared = functools.partial(self._compared, device, local, offsets, whole)
+        return functools.partial(compared, one, gradients, before)
 
     def _joined(self, local: list[Any]) -> Any:
         """Returns all rows of a batch; over several workers a collective."""
-        several_workers = len(local) < self._replicas
+        replicas = self._strategy.num_replicas_in_sync
 
         def joined(*parts: Any) -> Any:
-            if parts[0] is None:
-                return None
-            if several_workers:
+            if parts[0] is None or replicas == 1:
+                return parts[0]
+            if len(local) < replicas:
                 return gather_rows(self._strategy, per_replica(self._strategy, list(parts)))
             sparse = isinstance(parts[0], tf.SparseTensor)
             return tf.sparse.concat(0, list(parts)) if sparse else tf.concat(list(parts), 0)
 
-        return tf.nest.map_structure(joined, *local) if self._replicas > 1 else local[0]
+        return tf.nest.map_structure(joined, *local)
 
     def _look(self, local: Any, offsets: Any) -> list[Any]:
         """The gradients of the replicas; traced."""
@@ -197,88 +176,83 @@ class Verify(Feature):
     # After the step -----------------------------------------------------------------------------
 
     def _compared(
-        self, local: list[Any], offsets: Any, whole: Any, one: Any, gradients: Any, updates: Any,
-        logs: Any, tallies: Any,
+        self, device: OneDevice, local: list[Any], offsets: Any, whole: Any,
+        one: Any, gradients: Any, before: Any, logs: Any, tallies: Any,
     ) -> Verification:  # fmt: skip
-        device, rows = self._device, int(offsets[-1])
-        assert device is not None
-        rounding = Rounding(all_layers(self._step.model))
-        quantities = self._of_step(one, logs, tallies, rounding)
+        rows, rounding = int(offsets[-1]), Rounding(all_layers(self._step.model))
+        quantities = self._quantities(device, one, gradients, logs, tallies, rounding)
         found = [each for each in quantities if each.apart]
-        for number, before, after in updates:
-            variable = device.variables[number]
-            values, gradient = (before, after, variable.numpy()), one[f"gradient {number}"]
-            found += of_update(number, variable.path, gradient, values, rounding)
-        found += of_gradients(device.variables, one, gradients, rounding) if gradients else ()
-        found = [each for each in found if each.apart]
+        for i, value in before.items() if not found else ():
+            variable, gradient = device.variables[i], one[f"gradient {i}"]
+            values = value, one[f"updated {i}"], variable.numpy()
+            update = of_update(i, variable.path, gradient, values, rounding)
+            found += [each for each in update if each.apart]
         if not self._on_any_worker(found):
             return Verification("same", rows, rows)
         still, again, *moved = device.moved(whole, rounding.compute)
-        steady = [
-            each
-            for each in found
-            if each.key not in still or not furthest(still[each.key], again[each.key], each.bound)
-        ]
+        steady = [each for each in found if each.is_steady(still, again)]
         if not self._on_any_worker(steady):
-            what = found[0].name if found else "a quantity of another worker"
             reason = (
-                f"{what} differs between two runs on one device. Draw by keras.random with a "
-                "keras.random.SeedGenerator, which both repeat"
+                f"{found[0].name if found else 'a quantity'} differs between two runs on one "
+                "device. Draw by keras.random with a keras.random.SeedGenerator, which both repeat"
             )
             return Verification("not verified", 0, rows, reason)
-        found = [each for each in steady if each.beyond(still, moved, rounding.margin)]
+        found = [each for each in steady if each.is_beyond(still, moved, rounding.margin)]
         if not self._on_any_worker(found):
             return Verification("same", rows, rows)
         located = None
         try:
-            located = outside_scopes(lambda: self._locate(local, offsets, rounding))
+            search = functools.partial(locate, self._step, device, self._joined, local, offsets)
+            located = outside_scopes(lambda: search(rounding))
         except WorkerLostError:
             raise
         except Exception as error:  # The difference itself is known.
             _log.info("The layer was not found: %s", error)
+        culprit, advice = explain(found, located, device)
         differences = tuple(each.difference for each in found)
-        return Verification(
-            "different", rows, rows, "", differences, *explain(found, located, device)
-        )
+        return Verification("different", rows, rows, "", differences, culprit, advice)
 
-    def _of_step(self, one: Any, logs: Any, tallies: Any, rounding: Rounding) -> Iterator[Quantity]:
-        """Yields what a step tells by itself."""
-        device = self._device
-        assert device is not None
-        if not hasattr(self._step, "trace"):
-            yield from of_outputs(one, dense(logs), rounding)
-            return
-        tally = tallies[""]
-        yield from of_terms(tally.layout, device.dtype, one["terms"], tally.terms.numpy(), rounding)
-        yield from of_states(device.states, one, self._strategy, rounding)
+    def _quantities(
+        self, device: OneDevice, one: Any, gradients: Any, logs: Any, tallies: Any, rounding: Any
+    ) -> Iterator[Quantity]:
+        outputs = [] if hasattr(device.twin, "trace") else dense(logs)
+        for i, output in enumerate(outputs):
+            expected, bound = one[f"output {i}"], rounding.of_sum(output.dtype)
+            what = "an element" if expected.shape == output.shape else "the size"
+            yield Quantity("output", i, f"{what} of output {i}", expected, [output.numpy()], bound)
+        if "terms" in one:
+            tally = tallies[""]
+            pair = one["terms"], tally.terms.numpy()
+            yield from of_terms(tally.layout, device.dtype, *pair, rounding)
+        for i, variable in enumerate(device.states):
+            # As it is read beside the replicas, then each copy.
+            copies = [tf.convert_to_tensor(variable.value)]
+            if variable.synchronization != "on_read":
+                copies += self._strategy.experimental_local_results(variable.value)
+            values, path = [copy.numpy() for copy in copies], variable.path
+            if variable.trainable:
+                name = f"the trained weight {path!r}, which a layer assigns,"
+                yield Quantity("copy", i, name, values[0], values[1:], rounding.bound)
+            else:
+                bound = rounding.of_sum(variable.dtype)
+                yield Quantity("state", i, f"the state {path!r}", one[f"state {i}"], values, bound)
         if "norm 0" in one:
-            norm, scale = (float(value) for value in tally.last)
+            norm, scale = (float(value) for value in tallies[""].last)
             # Half precision overflows in a sum of more rows sooner: loss scaling skips such a step.
             if scale == 1.0 or np.isfinite([norm, one["norm 0"]]).all():
                 bound = 4.0 * rounding.of_sum("float32")
                 yield Quantity("norm", 0, "the norm of the gradient", one["norm 0"], [norm], bound)
-
-    def _locate(self, local: list[Any], offsets: Any, rounding: Rounding) -> Located:
-        """Looks at the first rows of each replica."""
-        counts = np.minimum(np.diff(offsets), _PART_ROWS)
-        numbers = local_replicas(self._strategy)
-        few = [
-            partition.slice_rows(shard, 0, int(counts[number]))
-            for number, shard in zip(numbers, local, strict=True)
-        ]
-        begins = tf.constant(np.insert(np.cumsum(counts), 0, 0), tf.int64)
-        return locate(self._step, self._device, self._joined(few), few, begins, rounding)
+        # A gradient that cancels to nothing is as exact as the numbers that cancel.
+        every = [one[f"gradient {i}"] for i in range(len(gradients))]
+        slack = rounding.bound * 1e-3 * max(map(size, every), default=0.0)
+        for i, gradient in enumerate(gradients):
+            name = f"the gradient of {device.variables[i].path!r}"
+            yield Quantity("gradient", i, name, every[i], [gradient], rounding.bound, slack)
 
     def _on_any_worker(self, found: Sequence[Quantity]) -> bool:
         if self._exchange.workers == 1:
             return bool(found)
         return bool(self._exchange([bool(found)]).any())
-
-
-def _reason(error: Exception) -> str:
-    if isinstance(error, MemoryError) or line_on_memory(str(error)) is not None:
-        return "one device has not enough memory for the whole batch; check a smaller one in a test"
-    return f"the forward pass fails outside of replicas, {_first_line_of(error)}"
 
 
 def _first_line_of(error: Exception) -> str:
