@@ -19,6 +19,7 @@ GUIDES = [
         "diagnostics",
         "law",
         "loops",
+        "own-features",
         "own-steps",
         "steps",
         "strategies",
