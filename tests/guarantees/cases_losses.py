@@ -13,7 +13,6 @@ from one_device import strategy_of
 from recipes import (
     Problem,
     W,
-    X,
     Y,
     by_fit,
     by_loop,
@@ -66,14 +65,6 @@ def keras_loss(model: Any, y: Any, y_pred: Any) -> Any:
     return crossentropy()(y, y_pred)
 
 
-def reported_loss_of_one_row() -> Difference:
-    return losses(by_loop(ONE_LEFT, default_average), one_device(ONE_LEFT))
-
-
-def reported_loss(problem: Problem) -> Any:
-    return lambda: losses(by_step(problem), one_device(problem))
-
-
 def adam() -> keras.optimizers.Optimizer:
     return keras.optimizers.Adam(3e-3)
 
@@ -87,45 +78,10 @@ def with_l2(model: Any, y: Any, y_pred: Any) -> Any:
     return divided_by(64)(model, y, y_pred) + tf.add_n(model.losses)
 
 
-def mean_over_replicas(problem: Problem) -> Any:
-    """``strategy.reduce("MEAN")`` of the means of each replica, as a number to report."""
-
-    def plain() -> Difference:
-        strategy = mirrored(problem.replicas)
-        with strategy.scope():
-            model, _ = fresh(problem)
-
-        @tf.function
-        def evaluate(batch: Any) -> Any:
-            each = strategy.run(lambda x, y: not_scaled(None, y, model(x)), args=batch)
-            return strategy.reduce("MEAN", each, axis=None)
-
-        (batch,) = strategy.experimental_distribute_dataset(problem.dataset())
-        truth = mean_loss(problem)
-        return Difference(float(abs(evaluate(batch) - truth)), "reported loss")
-
-    return plain
-
-
 def mean_loss(problem: Problem) -> Any:
     """The loss of the model before training, on one device."""
     model, _ = fresh(problem)
     return crossentropy()(problem.arrays[1], model(problem.arrays[0]))
-
-
-def evaluated(problem: Problem) -> Any:
-    """Our evaluation of the same rows."""
-
-    def ours() -> Difference:
-        strategy = strategy_of(problem.replicas)
-        with strategy.scope():
-            model, _ = fresh(problem)
-        step = tmg.make_eval_step(model, crossentropy(), strategy)
-        data = tmg.distribute_dataset(problem.dataset(), strategy)
-        logs = step.run(iter(data), 1000)
-        return Difference(float(abs(logs["loss"] - mean_loss(problem))), "reported loss")
-
-    return ours
 
 
 LOOPS = [
@@ -152,13 +108,6 @@ LOOPS = [
             replicas=n,
         )
         for n in (2, 4)
-    ),
-    Loss(
-        name="loop-one-row-left-loss",
-        title="The loss that this loop reports for the batch of one row",
-        plain=reported_loss_of_one_row,
-        ours=reported_loss(ONE_LEFT),
-        links=("tf#41657",),
     ),
     Loss(
         name="loop-not-scaled-sgd",
@@ -195,18 +144,6 @@ LOOPS = [
         )
         for n in (2, 4)
     ),
-    Loss(
-        name="reduce-mean-uneven",
-        title='`strategy.reduce("MEAN")` of the mean losses of 5 rows on 2 replicas',
-        plain=mean_over_replicas(Problem(rows(5))),
-        ours=evaluated(Problem(rows(5))),
-    ),
-    Loss(
-        name="reduce-mean-empty",
-        title="The same for one row on 2 replicas",
-        plain=mean_over_replicas(Problem(rows(1))),
-        ours=evaluated(Problem(rows(1))),
-    ),
 ]
 
 
@@ -235,44 +172,6 @@ def scalar_truth(y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
 
 
 SCALAR = Problem(rows(128), loss=scalar_loss, true_loss=scalar_truth)
-
-
-class ReturnsItsLoss(keras.Model):
-    """The ``train_step`` of the guide to customising ``fit``."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.dense = keras.layers.Dense(4)
-
-    def call(self, inputs: Any) -> Any:
-        return self.dense(inputs)
-
-    def train_step(self, data: Any) -> Any:
-        x, y = data
-        with tf.GradientTape() as tape:
-            loss = self.compute_loss(x, y, self(x, training=True))
-        gradients = tape.gradient(loss, self.trainable_variables)
-        self.optimizer.apply_gradients(zip(gradients, self.trainable_variables, strict=True))
-        return {"step_loss": loss}
-
-
-class WithoutTrainStep(ReturnsItsLoss):
-    train_step = keras.Model.train_step
-
-
-def returned_loss(n: int) -> Any:
-    problem = Problem(rows(64), build=ReturnsItsLoss, replicas=n)
-
-    def plain() -> Difference:
-        found = by_fit(problem).logs["step_loss"][0]
-        return Difference(abs(found - one_device(problem).losses[0]), "reported loss")
-
-    return plain
-
-
-def step_loss(n: int) -> Any:
-    problem = Problem(rows(64), build=WithoutTrainStep, replicas=n)
-    return lambda: losses(by_step(problem), one_device(problem))
 
 
 WEIGHTED = "mean_with_sample_weight"
@@ -319,58 +218,6 @@ def with_add_loss() -> keras.Model:
     inputs = keras.Input((6,))
     hidden = _AddsLoss()(keras.layers.Dense(8, activation="tanh")(inputs))
     return keras.Model(inputs, keras.layers.Dense(4)(hidden))
-
-
-def two_outputs() -> keras.Model:
-    inputs = keras.Input((6,))
-    hidden = keras.layers.Dense(8, activation="tanh")(inputs)
-    outputs = {"a": keras.layers.Dense(4, name="a")(hidden)}
-    return keras.Model(inputs, {**outputs, "b": keras.layers.Dense(1, name="b")(hidden)})
-
-
-def two_truths(y: Any, y_pred: Any, sample_weight: Any = None) -> Any:
-    squares = keras.losses.MeanSquaredError()
-    return crossentropy()(y["a"], y_pred["a"]) + squares(y["b"], y_pred["b"])
-
-
-TWO = Problem(
-    (X[:67], {"a": Y[:67], "b": X[:67, :1]}),
-    build=two_outputs,
-    loss={"a": crossentropy(), "b": "mse"},
-    true_loss=two_truths,
-)
-
-
-def log_of_an_output() -> Difference:
-    """After one epoch in which nothing is learned."""
-    still = TWO.replace(optimizer=lambda: keras.optimizers.SGD(0.0))
-    return Difference(
-        abs(by_fit(still).logs["a_loss"][0] - true_log_of_an_output()), "reported `a_loss`"
-    )
-
-
-def true_log_of_an_output() -> float:
-    model, _ = fresh(TWO)
-    x, y = TWO.arrays
-    return float(crossentropy()(y["a"], model(x)["a"]))
-
-
-def our_log_of_an_output() -> Difference:
-    strategy = strategy_of(2)
-    with strategy.scope():
-        model, _ = fresh(TWO)
-    step = tmg.make_eval_step(model, TWO.loss, strategy)
-    logs = step.run(iter(tmg.distribute_dataset(TWO.dataset(), strategy)), 2)
-    return Difference(abs(float(logs["a_loss"]) - true_log_of_an_output()), "reported `a_loss`")
-
-
-CLASS_WEIGHT = {0: 0.5, 1: 1.0, 2: 2.0, 3: 3.0}
-CLASS_WEIGHTS = np.array([CLASS_WEIGHT[int(y)] for y in Y], "float32")
-
-
-def fit_with_class_weights() -> Difference:
-    truth = one_device(Problem(rows(128, W * CLASS_WEIGHTS)))
-    return weights(by_fit(Problem(rows(128)), {"class_weight": CLASS_WEIGHT}), truth)
 
 
 def fit_loss(problem: Problem) -> Difference:
@@ -427,38 +274,6 @@ FITS = [
         reason="how to divide one number among replicas cannot be known; the error says what to "
         "return instead",
     ),
-    *(
-        Loss(
-            name=f"fit-returned-loss-{n}",
-            title=f"`fit`: the loss that a `train_step` returns, {n} replicas",
-            plain=returned_loss(n),
-            ours=step_loss(n),
-            links=("k#15509",),
-            replicas=n,
-        )
-        for n in (2, 4)
-    ),
-    Loss(
-        name="fit-sample-weights-even",
-        title="`fit`: sample weights under the default reduction, even batches",
-        plain=fit_is_one_device(Problem(rows(128, W))),
-        ours=step_is_one_device(Problem(rows(128, W))),
-    ),
-    Loss(
-        name="fit-class-weights-even",
-        title="`fit`: class weights under the default reduction, even batches",
-        plain=lambda: weights(
-            by_fit(Problem(rows(128)), {"class_weight": CLASS_WEIGHT}),
-            one_device(Problem(rows(128, CLASS_WEIGHTS))),
-        ),
-        ours=step_is_one_device(Problem(rows(128, CLASS_WEIGHTS))),
-    ),
-    Loss(
-        name="fit-weighted-mean",
-        title="`fit`: sample weights under `mean_with_sample_weight`",
-        plain=fit_is_one_device(weighted(W)),
-        ours=step_is_one_device(weighted(W)),
-    ),
     Loss(
         name="fit-weighted-mean-zero",
         title="The same, all weights of one replica zero",
@@ -483,18 +298,6 @@ FITS = [
             ("activity", "an activity regulariser", with_activity),
             ("add-loss", "`add_loss` in a layer", with_add_loss),
         )
-    ),
-    Loss(
-        name="fit-two-outputs",
-        title="`fit`: two outputs, a last batch of 3 rows",
-        plain=fit_is_one_device(TWO),
-        ours=step_is_one_device(TWO),
-    ),
-    Loss(
-        name="log-of-an-output",
-        title="The loss of one of two outputs that this `fit` reports",
-        plain=log_of_an_output,
-        ours=our_log_of_an_output,
     ),
 ]
 

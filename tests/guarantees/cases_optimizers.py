@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import functools
-import tempfile
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import keras
@@ -27,7 +25,6 @@ from recipes import (
     fresh,
     mirrored,
     one_device,
-    per_example,
     rows,
     weights,
     weights_of,
@@ -140,19 +137,6 @@ def overwriting() -> Any:
     return optimizers.SGD(0.1, use_ema=True, ema_overwrite_frequency=1)
 
 
-RIGHT_TODAY = {
-    "adam": ("Adam", lambda: optimizers.Adam(1e-2)),
-    "adamw": ("AdamW with weight decay", lambda: optimizers.AdamW(1e-2, weight_decay=0.1)),
-    "schedule": ("a learning-rate schedule", lambda: optimizers.SGD(schedule())),
-    "lion": ("Lion", lambda: optimizers.Lion(1e-2)),
-    "adafactor": ("Adafactor", lambda: optimizers.Adafactor(1e-2)),
-    "rmsprop": ("RMSprop", lambda: optimizers.RMSprop(1e-2)),
-    "lamb": ("Lamb", lambda: optimizers.Lamb(1e-2)),
-    "muon": ("Muon", lambda: optimizers.Muon(1e-2)),
-    "ema": ("exponential moving averages", lambda: optimizers.SGD(0.1, use_ema=True)),
-}
-
-
 def with_averages(train: Callable[[Problem], Trained]) -> Callable[[Problem], Trained]:
     """``fit`` ends by writing the averages into the weights; so do the others, here."""
 
@@ -177,43 +161,7 @@ def with_averages(train: Callable[[Problem], Trained]) -> Callable[[Problem], Tr
     return averaged
 
 
-def ends_averaged(train: Callable[[Problem], Trained], problem: Problem) -> Any:
-    if not problem.optimizer().use_ema:
-        return against_one_device(train, problem)
-    right = with_averages(one_device)
-    train = train if train is by_fit else with_averages(train)
-    return lambda: weights(train(problem), right(problem))
-
-
 OPTIMIZERS = [
-    Update(
-        name=f"optimizer-{name}",
-        title=f"`fit`, even batches: {title}",
-        plain=lambda make=make: ends_averaged(by_fit, EVEN.replace(optimizer=make))(),
-        ours=lambda make=make: ends_averaged(by_step, EVEN.replace(optimizer=make))(),
-    )
-    for name, (title, make) in RIGHT_TODAY.items()
-]
-
-
-def counted(train: Callable[[Problem], Trained]) -> Any:
-    problem = EVEN.replace(epochs=3)
-    return lambda: Difference(abs(train(problem).iterations - 6), "counted steps")
-
-
-OPTIMIZERS += [
-    Update(
-        name="optimizer-constraint",
-        title="`fit`, even batches: a constraint on a kernel",
-        plain=against_one_device(by_fit, EVEN.replace(build=constrained)),
-        ours=against_one_device(by_step, EVEN.replace(build=constrained)),
-    ),
-    Update(
-        name="optimizer-iterations",
-        title="`fit`, even batches: `optimizer.iterations`",
-        plain=counted(by_fit),
-        ours=counted(by_step),
-    ),
     Update(
         name="ema-overwrite",
         title="`ema_overwrite_frequency`, two replicas",
@@ -284,7 +232,7 @@ def windows(count: int, small: int, window: int) -> Difference:
         tmg.apply_reduced_gradients(optimizer, gradients, model.trainable_variables)
 
     add_batch = tf.function(lambda batch: strategy.run(add, args=batch))
-    apply_window = tf.function(lambda: strategy.run(update))
+    apply_window = tf.function(update)
     for batch in tmg.distribute_dataset(rows(count), strategy, batch_size=small):
         add_batch(batch)
         if accumulator.count == window:
@@ -292,108 +240,6 @@ def windows(count: int, small: int, window: int) -> Difference:
     if accumulator.count:
         apply_window()
     return weights(Trained(weights_of(model, strategy), []), one_device(truth))
-
-
-def by_mirrored_accumulators() -> Difference:
-    """An accumulator that is an ordinary variable in the scope: the first replica's counts."""
-    strategy = mirrored(2)
-    with strategy.scope():
-        model, optimizer = fresh(EVEN)
-        optimizer.build(model.trainable_variables)
-        totals = [
-            tf.Variable(
-                tf.zeros(variable.shape),
-                trainable=False,
-                aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA,
-            )
-            for variable in model.trainable_variables
-        ]
-
-    def add(x: Any, y: Any) -> None:
-        with tf.GradientTape() as tape:
-            loss = divided_by(128)(model, y, model(x, training=True))
-        gradients = tape.gradient(loss, model.trainable_variables)
-        for total, gradient in zip(totals, gradients, strict=True):
-            total.assign_add(gradient)
-
-    def update() -> None:
-        values = [tf.convert_to_tensor(total) for total in totals]
-        optimizer.apply_gradients(zip(values, model.trainable_variables, strict=True))
-
-    for batch in strategy.experimental_distribute_dataset(EVEN.dataset()):
-        tf.function(strategy.run)(add, args=batch)
-    tf.function(strategy.run)(update)
-    truth = one_device(EVEN.replace(batch_size=128))
-    return weights(Trained(weights_of(model, strategy), []), truth)
-
-
-class HeadNotUsed(keras.Model):
-    def __init__(self) -> None:
-        super().__init__()
-        self.used, self.unused = keras.layers.Dense(4), keras.layers.Dense(2)
-
-    def build(self, shape: Any) -> None:
-        self.used.build(shape)
-        self.unused.build(shape)
-        self.built = True
-
-    def call(self, inputs: Any) -> Any:
-        return self.used(inputs)
-
-
-def none_by_hand() -> Difference:
-    problem = EVEN.replace(build=HeadNotUsed, replicas=1)
-    model, optimizer = fresh(problem)
-    model.build((None, 6))
-    totals = [tf.Variable(tf.zeros_like(v.value)) for v in model.trainable_variables]
-    for x, y in problem.batches():
-        with tf.GradientTape() as tape:
-            loss = tf.reduce_sum(per_example(y, model(x, training=True))) / 128
-        gradients = tape.gradient(loss, model.trainable_variables)
-        for total, gradient in zip(totals, gradients, strict=True):
-            total.assign_add(gradient)
-    optimizer.apply_gradients(zip(totals, model.trainable_variables, strict=True))
-    return weights(Trained(weights_of(model), []), one_device(problem.replace(batch_size=128)))
-
-
-def restored(write: Any, read: Any, saved: Any, strategy: Any) -> list[Any]:
-    """What each replica reads after its state went through a checkpoint, and before."""
-    strategy.run(write)
-    before = strategy.experimental_local_results(strategy.run(read))
-    with tempfile.TemporaryDirectory() as folder:
-        path = tf.train.Checkpoint(state=saved).write(str(Path(folder) / "window"))
-        tf.train.Checkpoint(state=saved).read(path)
-    after = strategy.experimental_local_results(strategy.run(read))
-    return [abs(float(a - b)) for a, b in zip(before, after, strict=True)]
-
-
-def replica() -> Any:
-    return tf.cast(tf.distribute.get_replica_context().replica_id_in_sync_group, tf.float32)
-
-
-def checkpoint_of_a_sum() -> Difference:
-    strategy = mirrored(2)
-    with strategy.scope():
-        total = tf.Variable(
-            0.0,
-            trainable=False,
-            synchronization=tf.VariableSynchronization.ON_READ,
-            aggregation=tf.VariableAggregation.SUM,
-        )
-    changed = restored(
-        lambda: total.assign_add(1.0 + replica()),
-        lambda: tf.convert_to_tensor(total),
-        total,
-        strategy,
-    )
-    return Difference(max(changed), "what each replica holds")
-
-
-def checkpoint_of_our_window() -> Difference:
-    with strategy_of(2).scope():
-        accumulator = tmg.GradientAccumulator([keras.Variable([0.0])])
-    tf.train.Checkpoint(accumulator=accumulator)
-    return Difference(0.0)
 
 
 HALVES = Problem(rows(128), 32)
@@ -455,28 +301,6 @@ ACCUMULATION = [
             EVEN.replace(build=constrained),
         ),
         ours=in_parts(EVEN.replace(build=constrained)),
-        replicas=1,
-    ),
-    Update(
-        name="accumulate-mirrored-variable",
-        title="Accumulators of your own as ordinary variables (`ONLY_FIRST_REPLICA`)",
-        plain=by_mirrored_accumulators,
-        ours=lambda: windows(128, 64, 2),
-    ),
-    Update(
-        name="accumulate-checkpoint",
-        title="A checkpoint in the middle of a window: sums come back spread evenly",
-        plain=checkpoint_of_a_sum,
-        ours=checkpoint_of_our_window,
-        ours_kind="error",
-        ours_says="ValueError",
-        reason="an accumulator goes into no checkpoint: save between windows, where it is empty",
-    ),
-    Update(
-        name="accumulate-none",
-        title="Accumulators of your own, a head that gets no gradient (`None`)",
-        plain=none_by_hand,
-        ours=against_one_device(by_step, EVEN.replace(build=HeadNotUsed)),
         replicas=1,
     ),
 ]

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import cases_devices
 import cases_input
 import cases_layers
 import cases_losses
 import cases_optimizers
-import cases_workers
 from guarantee import Case
 
 CASES: list[Case] = [
@@ -15,6 +13,4 @@ CASES: list[Case] = [
     *cases_optimizers.CASES,
     *cases_layers.CASES,
     *cases_input.CASES,
-    *cases_devices.CASES,
-    *cases_workers.CASES,
 ]

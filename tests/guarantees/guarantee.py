@@ -81,10 +81,8 @@ class Case:
             what it may do.
         replicas: The replicas of the plain strategy; cases of one number share a process.
         alone: Whether the plain side needs a process of its own.
-        ours_alone: Whether our side does.
         virtual_cpus: Into how many devices the CPU is cut beforehand; 0 leaves it as it is.
         patience: Seconds after which no answer of plain code is a hang; ours has five times that.
-        sleeps: Whether the plain side waits without computing.
     """
 
     name: str
@@ -102,10 +100,8 @@ class Case:
     plain_kinds: tuple[str, ...] = ()
     replicas: int = 2
     alone: bool = False
-    ours_alone: bool = False
     virtual_cpus: int = 8
     patience: float = 180.0
-    sleeps: bool = False
 
     def __post_init__(self) -> None:
         assert self.ours_kind in KINDS

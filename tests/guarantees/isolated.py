@@ -33,20 +33,18 @@ TOGETHER = 14  # cases in one process, so that two processes have equally much t
 def jobs_for(
     cases: Iterable[Case], sides: Iterable[str] = SIDES, size: int = TOGETHER
 ) -> list[Any]:
-    """Cases that can share a process, by side; those that wait first, the longest after them."""
+    """Cases that can share a process, by side; the longest first."""
     groups: dict[Any, list[list[str]]] = {}
     for case in cases:
         for side in sides:
-            needed = case.alone if side == "plain" else case.ours_alone
-            alone = case.name if needed else None
+            alone = case.name if case.alone and side == "plain" else None
             key = (side, alone, case.virtual_cpus, case.replicas if side == "plain" else 0)
             parts = groups.setdefault(key, [[]])
             if len(parts[-1]) == size:
                 parts.append([])
             parts[-1].append(case.name)
-    waiting = {case.name for case in cases if case.sleeps}
     jobs = [{"side": key[0], "names": part} for key, parts in groups.items() for part in parts]
-    return sorted(jobs, key=lambda job: (job["names"][0] not in waiting, -len(job["names"])))
+    return sorted(jobs, key=lambda job: -len(job["names"]))
 
 
 def run(
@@ -94,7 +92,6 @@ class _Copy:
     pipe: int
     job: Any
     log: Path
-    sleeps: bool
     unread: bytes = b""
     current: str | None = None
     since: float = 0.0
@@ -110,11 +107,8 @@ def main() -> None:
     waiting = deque(request["jobs"])
     running: list[_Copy] = []
     while waiting or running:
-        while waiting:
-            sleeps = waiting[0]["side"] == "plain" and cases[waiting[0]["names"][0]].sleeps
-            if not sleeps and sum(not copy.sleeps for copy in running) >= request["parallel"]:
-                break
-            running.append(_start(waiting.popleft(), cases, sleeps))
+        while waiting and len(running) < request["parallel"]:
+            running.append(_start(waiting.popleft(), cases))
         ready, _, _ = select.select([copy.pipe for copy in running], [], [], 0.2)
         for copy in list(running):
             ended = copy.pipe in ready and _read(copy)
@@ -140,7 +134,7 @@ def main() -> None:
                 waiting.appendleft({**copy.job, "names": left})
 
 
-def _start(job: Any, cases: dict[str, Case], sleeps: bool) -> _Copy:
+def _start(job: Any, cases: dict[str, Case]) -> _Copy:
     log = Path(tempfile.mkstemp(prefix="guarantees-", suffix=".log")[1])
     receive, send = os.pipe()
     pid = os.fork()
@@ -157,7 +151,7 @@ def _start(job: Any, cases: dict[str, Case], sleeps: bool) -> _Copy:
         finally:
             os._exit(status)
     os.close(send)
-    return _Copy(pid, receive, job, log, sleeps, since=time.monotonic())
+    return _Copy(pid, receive, job, log, since=time.monotonic())
 
 
 def _work(job: Any, cases: dict[str, Case], send: int) -> None:

@@ -14,16 +14,6 @@ from tfmultigpu.strategies.collectives import forcing_addition
 rng = np.random.default_rng(5)
 X = rng.normal(size=(90, 6)).astype("float32")
 Y = rng.integers(0, 3, 90)
-W = rng.uniform(0.2, 2.0, 90).astype("float32")
-# More rows than any number of parts, one row, fewer than replicas, fewer than parts, partial ones.
-SIZES = (20, 1, 2, 7, 13, 20, 11)
-
-
-def cut(*arrays, sizes=SIZES):
-    ends = np.cumsum(sizes)
-    return [
-        tuple(a[end - size : end] for a in arrays) for end, size in zip(ends, sizes, strict=True)
-    ]
 
 
 def crossentropy():
@@ -32,82 +22,8 @@ def crossentropy():
     )
 
 
-def drawing(optimizer):
-    """Dropout and noise, with a seed and without, weight decay by L2, clipping, metrics."""
-
-    def build():
-        layers = keras.layers
-        model = keras.Sequential(
-            [
-                keras.Input((6,)),
-                layers.Dense(8, "tanh", kernel_regularizer="l2"),
-                layers.Dropout(0.4, seed=3),
-                layers.GaussianNoise(0.1),
-                layers.ActivityRegularization(l2=0.01),
-                layers.Dense(3),
-            ]
-        )
-        return tmg.testing.Training(
-            model,
-            optimizer(),
-            crossentropy(),
-            metrics=[keras.metrics.SparseCategoricalAccuracy()],
-            weighted_metrics=[keras.metrics.SparseCategoricalCrossentropy(from_logits=True)],
-            clip_norm=0.8,
-        )
-
-    return build
-
-
 def momentum():
     return keras.optimizers.SGD(0.05, momentum=0.9)
-
-
-def adam():
-    return keras.optimizers.Adam(3e-3, epsilon=1e-3)
-
-
-@pytest.mark.parametrize(
-    ("shares", "micro_batches", "optimizer", "options"),
-    [
-        ((7, 2, 1), (1, 4, 8), adam, {"steps_per_call": 4}),
-        ((3, 1), (2, 1), momentum, {"loss_scale": "dynamic", "shard_update": True}),
-    ],
-)
-def test_one_device_gives_the_same(shares, micro_batches, optimizer, options) -> None:
-    tmg.testing.assert_replica_invariant(
-        drawing(optimizer),
-        cut(X, Y, W),
-        strategy=strategy_of(len(shares)),
-        shares=shares,
-        micro_batches=micro_batches,
-        predict=False,
-        **options,
-    )
-
-
-def test_masks_embeddings_and_two_outputs() -> None:
-    """Several backward passes, and gradients that are rows of a table."""
-    ids = rng.integers(0, 5, (43, 4))  # 0 is masked; ids repeat within every part
-
-    def build():
-        inputs = keras.Input((4,), dtype="int64")
-        hidden = keras.layers.Embedding(5, 4, mask_zero=True)(inputs)
-        tags = keras.layers.Dense(3, name="tags")(hidden)
-        score = keras.layers.Dense(1, name="score")(keras.layers.GlobalAveragePooling1D()(hidden))
-        model = keras.Model(inputs, {"tags": tags, "score": score})
-        tag_loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-        return tmg.testing.Training(model, momentum(), {"tags": tag_loss, "score": "mse"})
-
-    labels = {"tags": ids % 3, "score": rng.normal(size=(43, 1)).astype("float32")}
-    batches, start = [], 0
-    for size in (20, 1, 2, 20):
-        rows = slice(start, start + size)
-        batches.append((ids[rows], {name: array[rows] for name, array in labels.items()}))
-        start += size
-    tmg.testing.assert_replica_invariant(
-        build, batches, strategy=strategy_of(2), micro_batches=(3, 1), shares=(1, 3), predict=False
-    )
 
 
 def quiet():
