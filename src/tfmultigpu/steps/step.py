@@ -248,7 +248,7 @@ class TrainStep(Program):
         Program.__init__(twin, strategy, features)
         twin.model, twin.forward, twin.optimizer = self.model, forward, self.optimizer
         twin.update = Replicated(self.optimizer, strategy, "one device")
-        twin._metrics, twin._missing = self._metrics, MissingGradients()
+        twin._metrics, twin._missing = self._metrics, self._missing  # Each is told once.
         for feature in features:
             feature.bind(twin)
         return twin
