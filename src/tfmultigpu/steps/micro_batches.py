@@ -13,6 +13,7 @@ from tfmultigpu import _compat
 from tfmultigpu.errors import TfMultiGpuError
 from tfmultigpu.steps.features import Feature, Pass, Phase, Replica, Rows, Shards
 from tfmultigpu.strategies.collectives import refusing_to_meet
+from tfmultigpu.strategies.scopes import all_layers
 
 __all__ = ["MicroBatches", "micro_batch_counts", "one_after_the_other"]
 
@@ -124,11 +125,12 @@ class MicroBatches(Feature):
             one.with_addends([_zeros(tensor) for tensor in one.addends])._replace(state=state)
             for one, state in zip(like, begin, strict=True)
         ]
-        alike = [id(variable) in trace.alike for variable in trace.state]
+        same = trace.alike | _computed_anew(self._step.model)
+        alike = [id(variable) in same for variable in trace.state]
 
         def body(number: Any, *flat: Any) -> tuple[Any, ...]:
             before = _unflat(flat, like)
-            # Seeds begin as for the first part: all take their part of the same draws.
+            # Some begin as for the first part, as seeds: all take their part of the same draws.
             states = [
                 tuple(b if a else s for a, b, s in zip(alike, old, one.state, strict=True))
                 for old, one in zip(begin, before, strict=True)
@@ -179,6 +181,19 @@ def one_after_the_other(
 def _sum(before: Any, new: Any) -> Any:
     with tf.device(new.device):  # What is added on a device of its own stays there.
         return before + new
+
+
+def _computed_anew(model: Any) -> set[int]:
+    """The ``id`` of weights that each pass computes from themselves, once a step.
+
+    ``SpectralNormalization`` divides its kernel by an estimate that each pass improves.
+    """
+    import keras
+
+    layers = [
+        one for one in all_layers(model) if isinstance(one, keras.layers.SpectralNormalization)
+    ]
+    return {id(variable) for one in layers for variable in (one.vector_u, one.kernel)}
 
 
 def _zeros(like: Any) -> Any:

@@ -170,7 +170,9 @@ def stack(terms: Sequence[LossTerm], row_weight: Any) -> tf.Tensor:
 
 
 def regularization(
-    variables: Sequence[Any], at: Callable[[Any], AbstractContextManager[Any]]
+    variables: Sequence[Any],
+    at: Callable[[Any], AbstractContextManager[Any]],
+    assigned: Sequence[Any] = (),
 ) -> tuple[Any, list[Any]]:
     """Returns the weight regularization, which counts once per step, and its gradients.
 
@@ -178,6 +180,7 @@ def regularization(
         variables: Keras variables with their ``regularizer``. One of Keras reads only its own
             variable; one of a user may read any of them.
         at: Returns the context that places what is computed of a variable.
+        assigned: The value that the forward pass gives to each variable; None for its own.
 
     Returns:
         A float32 scalar, and one gradient per variable (None without a dependence).
@@ -185,13 +188,15 @@ def regularization(
     total: Any = tf.zeros([])
     gradients: list[Any] = [None] * len(variables)
     own = [getattr(variable, "regularizer", None) for variable in variables]
+    new = assigned or [None] * len(variables)
     for number, (variable, regularizer) in enumerate(zip(variables, own, strict=True)):
         if regularizer is None:
             continue
         reads_others = not is_part_of_keras(type(regularizer))
         read = range(len(variables)) if reads_others else [number]
         with at(variable):
-            values = [tf.convert_to_tensor(variables[i].value) for i in read]
+            found = [variables[i].value if new[i] is None else new[i] for i in read]
+            values = [tf.convert_to_tensor(value) for value in found]
             reading = _reading(variables, values) if reads_others else nullcontext()
             with tf.GradientTape() as tape, reading:
                 tape.watch(values)

@@ -260,8 +260,11 @@ class TrainStep(Program):
         owners = [v for each in present for v, here in zip(trained, each, strict=True) if here]
         dtypes = [f.message_dtype for f in self.features if f.message_dtype is not None]
         sums = self.update.add(addends, owners, dtypes[0] if dtypes else None)
+        # Weights that layers assign, as SpectralNormalization does, alike on all replicas.
+        new = {id(v): value for v, value in zip(self.trace.state, passes[0].state, strict=True)}
+        assigned = [new.get(id(variable)) for variable in trained]
         gradient, (numbers, last) = self.update.where(
-            self._finish, sums, shards.total, shards.factor
+            self._finish, sums, shards.total, shards.factor, assigned
         )
         variables = tuple(trained[number] for number in self.trace.updated)
         gradient = gradient._replace(variables=variables)
@@ -308,7 +311,7 @@ class TrainStep(Program):
             pairs = zip(gradients, values, strict=True)
             return tuple(None if g is None else _dense(g, value.shape) for g, value in pairs)
 
-    def _finish(self, sums: list[Any], total: Any, factor: Any) -> Any:
+    def _finish(self, sums: list[Any], total: Any, factor: Any, assigned: Sequence[Any]) -> Any:
         """Turns sums over the global batch into its gradient and its tally; where the sums are."""
         layout, trained, present = self.trace.layout, self.variables, self.trace.present
         assert layout is not None
@@ -317,7 +320,7 @@ class TrainStep(Program):
         own, weights = values[: len(layout.own)], values[len(layout.own) :]
         with tf.control_dependencies(layout.check(weights, total)):
             total = tf.identity(total)
-        penalty, penalties = regularization(trained, self.update.at)
+        penalty, penalties = regularization(trained, self.update.at, assigned)
         corrections = layout.corrections(len(present), weights, total)
         factors = [_unscaled(correction, factor) for correction in corrections]
         places = [functools.partial(self.update.at, variable) for variable in trained]
