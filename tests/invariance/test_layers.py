@@ -405,7 +405,6 @@ CASES = [
         spectral,
         cut(normal(ROWS, 4, 3), Y),
         replicas=TWO,
-        options={"micro_batches": 3},
     ),
     Case("penalties and constraints on weights", held, cut(sequences(5), Y)),
     Case(

@@ -318,6 +318,7 @@ def choose_update(
         update = (Owned if owned else Replicated)(optimizer, strategy, reason)
         with tf.init_scope():
             update.build(variables)
+        _refuse_accumulation(inner)  # A MultiOptimizer makes its parts when it is built.
         _chosen[inner] = update
     elif strategy.num_replicas_in_sync > 1:
         _refuse(shard_update, update.owned, f"{update.reason}, when this optimizer was first used")
@@ -448,7 +449,11 @@ def _check(
             f"add. Received: {new[:3]}. Train on one replica, or leave out "
             'layer.quantize("float8").'
         )
-    for part in _parts(unwrap_optimizer(optimizer)):
+    _refuse_accumulation(unwrap_optimizer(optimizer))
+
+
+def _refuse_accumulation(optimizer: Any) -> None:
+    for part in _parts(optimizer):
         if steps := getattr(part, "gradient_accumulation_steps", None):
             raise TfMultiGpuError(
                 "Accumulation inside a Keras optimizer crashes on several replicas and averages "

@@ -92,8 +92,12 @@ class EvalStep(Program):
     def on_one_device(self) -> EvalStep:
         """Returns the same for the default strategy, which computes a batch in one piece."""
         features = [f for f in (one.on_one_device() for one in self.features) if f is not None]
-        twin = EvalStep(self.forward, tf.distribute.get_strategy(), features)
-        twin._metrics = self._metrics
+        twin = object.__new__(EvalStep)  # Its metrics are those of the replicas.
+        Program.__init__(twin, tf.distribute.get_strategy(), features)
+        twin.model, twin.forward, twin.trace = self.model, self.forward, Trace()
+        twin._metrics, twin._ready = self._metrics, True
+        for feature in features:
+            feature.bind(twin)
         return twin
 
     def _added(self, passes: list[Pass], shards: Shards) -> Tally:
