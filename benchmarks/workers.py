@@ -105,10 +105,11 @@ def measure(model_name: str, rounds: int) -> dict[str, Any]:
 
         return lambda: float(step(next(iterator)))
 
-    def ours(reduce_dtype: str | None = None, ten: bool = False) -> Any:
+    def ours(*features: Any, ten: bool = False) -> Any:
         model = make()
-        options = {} if reduce_dtype is None else {"reduce_dtype": reduce_dtype}
-        step = tmg.make_train_step(model, model.optimizer, loss, strategy, verify=False, **options)
+        step = tmg.make_train_step(
+            model, model.optimizer, loss, strategy, verify=False, features=features
+        )
         iterator = iter(tmg.distribute_dataset(dataset, strategy))
         if ten:
             return lambda: float(step.run(iterator, TEN)["loss"])
@@ -120,7 +121,7 @@ def measure(model_name: str, rounds: int) -> dict[str, Any]:
     turns = {
         "by hand": (by_hand(), 1, TEN),
         "step": (ours(), 1, TEN),
-        "bfloat16": (ours("bfloat16"), 1, TEN),
+        "bfloat16": (ours(tmg.steps.NarrowMessages()), 1, TEN),
         "ten": (ours(ten=True), TEN, 1),
         # The epochs after the first of a call: what a long run is made of.
         "fit": (lambda: _epochs(fitted, data, options), 1, 1),

@@ -18,7 +18,7 @@ from tfmultigpu.strategies.collectives import forcing_addition
 from tfmultigpu.tuning import StepProfile, measure_scaling, profile_step
 from tfmultigpu.tuning.scaling import compare
 from tfmultigpu.tuning.step_profile import advise
-from tfmultigpu.tuning.timed_step import TimedStep
+from tfmultigpu.tuning.timed_step import timed
 
 X = np.random.default_rng(0).normal(size=(12, 5)).astype("float32")
 Y = X.sum(1, keepdims=True)
@@ -56,11 +56,11 @@ def test_a_timed_step_computes_the_same(
 ) -> None:
     strategy = strategy_of(2)
     plain, other = build(strategy, **options), build(strategy, **options)
-    timed = TimedStep(other)
+    twin, timing = timed(other)
     for _ in range(2):
         with forcing_addition(way):
             expected = plain((X, Y))
-            logs, times = timed.run_timed((X, Y))
+            logs, times = twin((X, Y)), timing.times
         assert logs.keys() == expected.keys()
         for name, value in expected.items():
             assert float(logs[name]) == pytest.approx(float(value), abs=1e-6), name

@@ -267,7 +267,7 @@ CASES = {
     "scaled": lambda: train(normalized, momentum, loss_scale="dynamic", in_one_call=True),
     "averaged": lambda: train(mlp, lambda: adam(use_ema=True, ema_overwrite_frequency=2)),
     "some": lambda: train(mlp, at_least=4 * 16 * 16),
-    "narrow": lambda: train(mlp, momentum, reduce_dtype="bfloat16"),
+    "narrow": lambda: train(mlp, momentum, features=[tmg.steps.NarrowMessages()]),
     "fit": fitted,
 }
 # The folder of a run that the workers begin and one device resumes.

@@ -150,8 +150,9 @@ def layers_by_hand(place: Place) -> dict[str, Any]:
     model.set_weights(source.model.get_weights())
     strategy = tf.distribute.get_strategy()
     optimizer = source.optimizer
+    features = [tmg.sharding.LayersByHand(pipeline=True)]
     step = tmg.make_train_step(
-        model, optimizer, source.loss, strategy, micro_batches=4, pipeline=True
+        model, optimizer, source.loss, strategy, micro_batches=4, features=features
     )
     losses = [float(step(batch)["loss"]) for batch in data]
     facts = {
