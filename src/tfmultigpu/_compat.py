@@ -95,7 +95,9 @@ def pruned(concrete: Any) -> Any:
     """
     donor: Any = tf.compat.v1.wrap_function(lambda: tf.zeros([]), [])
     wrapped = type(donor)(concrete.graph, donor._variable_holder)
-    return wrapped.prune(wrapped.inputs, concrete.structured_outputs)
+    # What a ``tf.function`` returns are copies that wait for all effects.
+    results = tf.nest.map_structure(lambda copy: copy.op.inputs[0], concrete.structured_outputs)
+    return wrapped.prune(wrapped.inputs, results)
 
 
 def variables_of(concrete: Any) -> list[tuple[Any, Any]]:

@@ -10,11 +10,14 @@ import numpy as np
 import tensorflow as tf
 
 from tfmultigpu import _compat
+from tfmultigpu._patch import patching
 from tfmultigpu.accumulation.loss_scale import unwrap_optimizer
 from tfmultigpu.data.batch_format import any_rows
+from tfmultigpu.steps import step as train_step
 from tfmultigpu.steps.batches import BatchFunction
 from tfmultigpu.steps.features import Feature
 from tfmultigpu.steps.seeds import sharing_seeds
+from tfmultigpu.steps.tally import Layout
 
 __all__ = ["DryRun", "OneDevice", "dense"]
 
@@ -103,7 +106,13 @@ class OneDevice:
 
     def _look(self, batch: Any) -> dict[str, Any]:
         shards = self._whole.shards(*self._whole.cut(batch))
-        with sharing_seeds(self._step.strategy):
+        # A step waits for the effects of the user's code, and so does its check: not to happen.
+        effects, checks = ((train_step, "effects_of"), (Layout, "check"))
+        with (
+            sharing_seeds(self._step.strategy),
+            patching(*effects, lambda *_: []),
+            patching(*checks, lambda *_: []),
+        ):
             looked = self.twin.look(shards)
         if not hasattr(self.twin, "trace"):
             return {f"output {i}": output for i, output in enumerate(dense(looked))}

@@ -1,0 +1,382 @@
+"""A step held to one device: what is said, what stays, what cannot be verified."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfmultigpu as tmg
+from tfmultigpu.accumulation.update import Replicated
+from tfmultigpu.addons.verification import Verification
+from tfmultigpu.addons.verification.compare import Quantity, Rounding, epsilon, furthest
+from tfmultigpu.addons.verification.one_device import OneDevice
+from tfmultigpu.strategies.collectives import forcing_addition
+
+L = keras.layers
+_random = np.random.default_rng(0)
+X = _random.normal(size=(23, 4)).astype("float32")
+Y = _random.normal(size=(23, 2)).astype("float32")
+Told = tmg.ReplicaDependenceWarning
+
+
+@pytest.fixture(scope="module")
+def strategy() -> Any:
+    return tmg.create_strategy(devices=["CPU:0", "CPU:1"])
+
+
+def step_of(
+    strategy: Any, *layers: Any, loss: Any = "mse", optimizer: Any = None, **options: Any
+) -> Any:
+    keras.utils.set_random_seed(1)
+    with strategy.scope():
+        made = [layer() for layer in layers]
+        model = keras.Sequential([keras.Input((4,)), *made, L.Dense(2, name="last")])
+        optimizer = optimizer() if optimizer else keras.optimizers.SGD(0.1, momentum=0.9)
+    return tmg.make_train_step(model, optimizer, loss, strategy, **options)
+
+
+def values(step: Any) -> list[np.ndarray]:
+    return [variable.numpy() for variable in step.changed_variables()]
+
+
+def told(call: Callable[[], Any]) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        call()
+    return [str(each.message) for each in caught if issubclass(each.category, Told)]
+
+
+def minus_mean() -> Any:
+    return L.Lambda(lambda x: x - tf.reduce_mean(x, 0), name="centred")
+
+
+class KeepsMean(L.Layer):
+    """Keeps a mean of the means of its batches, and does not use it in training."""
+
+    def __init__(self) -> None:
+        super().__init__(name="kept")
+        self.mean = self.add_weight(
+            name="mean", initializer="zeros", trainable=False, aggregation="mean"
+        )
+
+    def call(self, x: Any) -> Any:
+        self.mean.assign(0.5 * self.mean + 0.5 * tf.reduce_mean(x))
+        return x
+
+
+# What is said -------------------------------------------------------------------------------------
+
+
+def test_a_difference_names_the_numbers_the_layer_and_the_line_to_write(strategy: Any) -> None:
+    step = step_of(strategy, lambda: L.Dense(3), minus_mean)
+    with pytest.warns(Told) as caught:
+        step((X[:7], Y[:7]))
+    found = step.verification
+    assert (found.outcome, found.rows, found.global_rows) == ("different", 7, 7)
+    assert found.culprit.startswith("Lambda '")
+    assert found.differences[0].quantity == "the loss"
+    assert found.differences[0].one_device != found.differences[0].replicas
+    assert [str(each.message) for each in caught] == [str(found)]
+    for part in ("the loss is ", "centred'", "tmg.gather_rows(tensor)"):
+        assert part in str(found)
+    report = tmg.explain(step, seconds=0)
+    assert "replica-dependence" in report.codes
+    assert report.facts["verification"] == {"step": str(found)}
+
+
+def test_a_warning_is_at_the_line_of_the_user_also_under_fit(strategy: Any) -> None:
+    step = step_of(strategy, minus_mean)
+    with strategy.scope():
+        step.model.compile("sgd", "mse")
+    for call in (
+        lambda: step((X[:7], Y[:7])),
+        lambda: tmg.fit(step.model, (X, Y), batch_size=8, verbose=0),
+    ):
+        with pytest.warns(Told) as caught:
+            call()
+        assert {each.filename for each in caught} == {__file__}
+
+
+def test_a_loss_that_compares_rows_is_told_from_a_layer(strategy: Any) -> None:
+    def ranked(y: Any, predictions: Any) -> Any:
+        return tf.reduce_mean(tf.square(predictions[:, None] - y[None]), axis=[1, 2])
+
+    step = step_of(strategy, loss=ranked)
+    (message,) = told(lambda: step((X[:7], Y[:7])))
+    assert step.verification.culprit == "the loss"
+    assert "tmg.gather_rows" in message
+
+
+def test_a_metric_whose_state_is_not_a_sum_over_rows_is_told(strategy: Any) -> None:
+    class Largest(keras.metrics.Metric):
+        def __init__(self) -> None:
+            super().__init__(name="largest")
+            self.value = self.add_weight(name="value", initializer="zeros")
+
+        def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+            self.value.assign(tf.maximum(self.value, tf.reduce_max(tf.abs(y_true - y_pred))))
+
+        def result(self) -> Any:
+            return self.value
+
+    with strategy.scope():
+        metric, right = Largest(), keras.metrics.MeanAbsoluteError()
+    step = step_of(strategy, metrics=[metric, right])
+    (message,) = told(lambda: step((X[:7], Y[:7])))
+    assert step.verification.culprit == "the state 'largest/value'"
+    assert "keep sums and counts" in message
+
+
+def test_micro_batches_are_verified_on_one_device_too() -> None:
+    alone = tf.distribute.get_strategy()
+    step = step_of(alone, L.BatchNormalization, micro_batches=3)
+    assert "Write micro_batches=1" in told(lambda: step((X[:7], Y[:7])))[0]
+    step = step_of(alone, lambda: L.Dropout(0.5), micro_batches=3)
+    assert told(lambda: step((X[:7], Y[:7]))) == []
+    assert step.verification == Verification("same", 7, 7)
+    step = step_of(alone, L.BatchNormalization)
+    step((X[:7], Y[:7]))
+    assert step.verification is None  # There is nothing to verify.
+
+
+def test_gradients_are_compared_when_asked(strategy: Any) -> None:
+    def coupled_backwards(y: Any, predictions: Any) -> Any:
+        """The values of mse; the gradient of something that adds up over the whole batch."""
+        mean = tf.reduce_mean(predictions)
+        nothing = tf.square(mean) - tf.stop_gradient(tf.square(mean))
+        return tf.reduce_mean(tf.square(y - predictions), -1) + nothing
+
+    for verify, last in (("first", "the norm of the gradient"), ("gradients", "the gradient of '")):
+        step = step_of(strategy, loss=coupled_backwards, verify=verify)
+        assert len(told(lambda step=step: step((X[:7], Y[:7])))) == 1
+        assert step.verification.differences[-1].quantity.startswith(last)
+    step = step_of(strategy, verify="gradients", clip_norm=0.01)
+    assert told(lambda: step((X[:7], Y[:7]))) == []
+    assert step.verification.outcome == "same"
+
+
+def test_an_update_that_is_not_that_of_the_gradient_is_told(
+    strategy: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clipping = lambda: keras.optimizers.SGD(0.1, global_clipnorm=0.01)  # noqa: E731
+    with forcing_addition("collective"):
+        step = step_of(strategy, optimizer=clipping, shard_update=False)
+        assert told(lambda: step((X[:7], Y[:7]))) == []
+        monkeypatch.setattr(Replicated, "_clipped", lambda self, optimizer, gradients: gradients)
+        step = step_of(strategy, optimizer=clipping, shard_update=False)
+        assert "the update of an element" in told(lambda: step((X[:7], Y[:7])))[0]
+
+
+def test_a_gradient_that_a_feature_changes_is_not_compared(strategy: Any) -> None:
+    class Halved(tmg.steps.Feature):
+        def on_gradient(self, gradient: Any) -> Any:
+            return gradient._replace(tensors=tuple(tensor / 2 for tensor in gradient.tensors))
+
+    for features in ([Halved()], [tmg.steps.NarrowMessages()]):
+        step = step_of(strategy, features=features, verify="gradients")
+        assert told(lambda step=step: step((X[:7], Y[:7]))) == []
+        assert step.verification.outcome == "same"
+
+
+# Which batches ------------------------------------------------------------------------------------
+
+
+def test_the_first_uneven_batch_is_verified_alone_in_a_loop(strategy: Any) -> None:
+    def run(verify: Any) -> Any:
+        step = step_of(strategy, KeepsMean, lambda: L.Dropout(0.5), verify=verify)
+        iterator = iter(tmg.distribute_dataset((X, Y), strategy, batch_size=4))  # The last has 3.
+        logs: list[Any] = []
+        said = told(lambda: logs.extend(step.run(iterator, steps) for steps in (2, 1, 9)))
+        return step, said, [{name: float(v) for name, v in each.items()} for each in logs]
+
+    (step, said, logs), (other, _, expected) = run("first"), run(False)
+    assert len(said) == 1
+    assert "the state 'kept/mean'" in said[0]
+    assert step.verification.rows == 3
+    assert [each["steps"] for each in logs] == [2, 1, 3]
+    assert logs == expected
+    for one, two in zip(values(step), values(other), strict=True):
+        np.testing.assert_array_equal(one, two)
+
+
+def test_every_step_is_verified_when_asked(strategy: Any) -> None:
+    step = step_of(strategy, minus_mean, verify=True)
+    for _ in range(2):
+        assert len(told(lambda: step((X[:7], Y[:7])))) == 1
+    data = tmg.distribute_dataset((X, Y), strategy, batch_size=8)
+    assert len(told(lambda: step.run(iter(data), 5))) == 3
+
+
+def test_batches_of_fewer_rows_than_replicas_show_nothing_and_the_next_is_taken() -> None:
+    four = tmg.create_strategy(devices=[f"CPU:{i}" for i in range(4)])
+    step = step_of(four, minus_mean)
+    assert told(lambda: step((X[:3], Y[:3]))) == []
+    assert step.verification.outcome == "not verified"
+    assert "fewer rows than there are replicas" in str(step.verification)
+    iterator = iter(tmg.distribute_dataset((X[:12], Y[:12]), four, batch_size=3))
+    assert told(lambda: step.run(iterator, 4)) == []
+    assert len(told(lambda: step((X[:8], Y[:8])))) == 1
+
+
+def test_a_model_that_was_mended_is_verified_again(strategy: Any) -> None:
+    step = step_of(strategy, L.BatchNormalization)
+    assert "tmg.synchronize_batch_norm" in told(lambda: step((X[:8], Y[:8])))[0]
+    tmg.synchronize_batch_norm(step.model)
+    assert told(lambda: step((X[:8], Y[:8]))) == []
+    assert step.verification.outcome == "same"
+
+
+def test_eval_and_predict_steps_and_the_loops_are_verified(strategy: Any) -> None:
+    model = step_of(strategy, minus_mean).model
+    evaluate, predict = (
+        tmg.make_eval_step(model, "mse", strategy),
+        tmg.make_predict_step(model, strategy),
+    )
+    assert "the loss is" in told(lambda: evaluate((X[:7], Y[:7])))[0]
+    assert "an element of output 0 is" in told(lambda: predict(X[:7]))[0]
+    with strategy.scope():
+        model.compile("sgd", "mse")
+    for loop in (tmg.evaluate, tmg.fit):
+        assert told(lambda loop=loop: loop(model, (X, Y), batch_size=8, verbose=0))
+    assert told(lambda: tmg.predict(model, X, batch_size=8, verbose=0))
+    assert told(lambda: tmg.fit(model, (X, Y), batch_size=8, verbose=0, verify=False)) == []
+
+
+# Nothing is changed -------------------------------------------------------------------------------
+
+
+class Effects(L.Layer):
+    """Assigns variables of TensorFlow, which no scope of Keras defers, and runs Python."""
+
+    def __init__(self, see: Callable[[], None]) -> None:
+        super().__init__()
+        first = tf.VariableAggregation.ONLY_FIRST_REPLICA
+        self.calls, self.used = (tf.Variable(0.0, aggregation=first) for _ in range(2))
+        self._see = see
+
+    def call(self, x: Any) -> Any:
+        self.calls.assign_add(1.0)
+        tf.py_function(self._see, [], [])
+        return x + 0.0 * tf.cast(self.used.assign_add(1.0), x.dtype)
+
+
+def test_verification_changes_no_bit_of_the_training(strategy: Any) -> None:
+    def run(verify: Any) -> tuple[list[np.ndarray], list[float]]:
+        layers = [
+            lambda: L.Dense(5, kernel_regularizer="l2"),
+            lambda: L.Dropout(0.5),
+            lambda: L.Lambda(lambda x: x + keras.random.normal(tf.shape(x))),  # Without a seed.
+        ]
+        options = {"micro_batches": 2, "loss_scale": "dynamic", "clip_norm": 0.1}
+        adam = lambda: keras.optimizers.Adam(0.1)  # noqa: E731
+        step = step_of(strategy, *layers, optimizer=adam, verify=verify, **options)
+        losses = [float(step((X[i : i + 5], Y[i : i + 5]))["loss"]) for i in (0, 5, 10)]
+        return values(step), losses
+
+    (ours, losses), (expected, others) = run("gradients"), run(False)
+    for one, other in zip(ours, expected, strict=True):
+        np.testing.assert_array_equal(one, other)
+    assert losses == others
+
+
+def test_effects_of_the_user_happen_once(strategy: Any) -> None:
+    seen: list[int] = []
+    step = step_of(strategy, lambda: Effects(lambda: seen.append(1)))
+    assert told(lambda: step((X[:8], Y[:8]))) == []
+    assert step.verification.outcome == "same"
+    layer = step.model.layers[0]
+    assert (float(layer.calls.numpy()), float(layer.used.numpy()), len(seen)) == (1.0, 1.0, 2)
+
+
+# What cannot be verified --------------------------------------------------------------------------
+
+
+def test_draws_that_no_two_runs_repeat_are_not_compared(strategy: Any) -> None:
+    step = step_of(strategy, lambda: L.Lambda(lambda x: x + tf.random.normal(tf.shape(x))))
+    (message,) = told(lambda: step((X[:7], Y[:7])))
+    assert "differs between two runs on one device. Draw by keras.random" in message
+    assert step.verification.outcome == "not verified"
+    assert told(lambda: step((X[:8], Y[:8]))) == []
+
+
+def test_errors_of_the_check_do_not_end_the_training(
+    strategy: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def on_replicas_only(x: Any) -> Any:
+        context = tf.distribute.get_replica_context()
+        if context is not None and context.num_replicas_in_sync == 1:
+            raise RuntimeError("two replicas are needed")
+        return x
+
+    step = step_of(strategy, lambda: L.Lambda(on_replicas_only))
+    assert "RuntimeError: two replicas are needed" in told(lambda: step((X[:7], Y[:7])))[0]
+    assert int(step.optimizer.iterations.numpy()) == 1
+
+    def no_memory(*_: Any) -> Any:
+        raise tf.errors.ResourceExhaustedError(None, None, "OOM when allocating")
+
+    monkeypatch.setattr(OneDevice, "__call__", no_memory)
+    step = step_of(strategy, lambda: L.Dense(3))
+    assert "has not enough memory for the whole batch" in told(lambda: step((X[:7], Y[:7])))[0]
+    assert step.verification.outcome == "not verified"
+
+
+# Rounding -----------------------------------------------------------------------------------------
+
+
+def test_a_network_that_amplifies_rounding_raises_no_alarm(strategy: Any) -> None:
+    sines = [lambda: L.Lambda(lambda x: tf.sin(60.0 * x))] * 2
+    step = step_of(strategy, lambda: L.Dense(64, "relu"), *sines)
+    assert told(lambda: step((X, Y))) == []
+    assert step.verification.outcome == "same"
+
+
+def test_half_precision_raises_no_alarm_and_misses_no_difference(strategy: Any) -> None:
+    keras.config.set_dtype_policy("mixed_bfloat16")
+    try:
+        kinds = (lambda: L.Dense(16, "relu"), lambda: L.Dropout(0.2))
+        step = step_of(strategy, *kinds)
+        assert told(lambda: step((X, Y))) == []
+        step = step_of(strategy, *kinds, lambda: L.Lambda(lambda x: x - 9.0 * tf.reduce_mean(x, 0)))
+        assert "Lambda" in told(lambda: step((X, Y)))[0]
+    finally:
+        keras.config.set_dtype_policy("float32")
+
+
+def test_bounds_follow_from_dtype_layers_and_additions_and_moved_weights() -> None:
+    class Layer:
+        compute_dtype = "float32"
+
+    rounding = Rounding([Layer()] * 9)
+    assert rounding.bound == pytest.approx(16 * 2**-23 * 3)
+    assert rounding.of_sum("float32", 100) == pytest.approx(16 * 2**-23 * 3 + 4 * 2**-23 * 10)
+    assert (rounding.of_sum("int32"), epsilon("float64")) == (0.0, 2**-52)
+    Layer.compute_dtype = "bfloat16"
+    assert Rounding([Layer()] * 9).bound == epsilon("bfloat16") == 2**-7
+    still, *moved = ({"term 0": value} for value in (100.0, 100.1, 99.95))  # One in a thousand.
+    for other, beyond in ((1.010, False), (1.020, True), (np.inf, True)):
+        assert Quantity("term", 0, "the loss", 1.0, [other]).is_beyond(still, moved, 16.0) == beyond
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "apart"),
+    [
+        ([1.0, 2.0], [1.0, 2.0 + 1e-7], None),
+        ([1.0, 2.0], [1.0, 2.1], (2.0, 2.1)),
+        ([np.nan, np.inf], [np.nan, np.inf], None),
+        ([1.0], [np.nan], (1.0, np.nan)),
+        ([3, 4], [3, 5], (4.0, 5.0)),
+        (2.0, 2.5, (2.0, 2.5)),
+        ([], [], None),
+        ([1.0, 2.0], [1.0], (2.0, 1.0)),
+    ],
+)
+def test_the_largest_difference_is_found(one: Any, other: Any, apart: Any) -> None:
+    found = furthest(np.array(one), np.array(other), 1e-6)
+    assert (None if found is None else found[:2]) == pytest.approx(apart, nan_ok=True)
