@@ -126,11 +126,12 @@ class ShardedReads(Feature):
 
     def around_phase(self, phase: Phase) -> Phase:
         """Returns the phase, with the gradients of sharded variables added over the replicas."""
+        if not hasattr(self._step, "optimizer"):
+            return phase
 
         def added(shards: Shards) -> list[Pass]:
             self._replicas = {}
-            passes = phase(shards)  # Of a step that predicts: what the model returns.
-            return self._add(passes) if isinstance(passes[0], Pass) else passes
+            return self._add(phase(shards))
 
         return added
 
