@@ -339,22 +339,6 @@ def test_mistakes_are_explained(tmp_path: Path) -> None:
         unknown.save()
 
 
-def test_an_optimizer_that_others_build_after_restore_is_refused(tmp_path: Path) -> None:
-    def make() -> tuple[Any, Any]:
-        with strategy_of(2).scope():
-            return small()
-
-    tmg.Checkpoints(tmp_path, *make()).save()
-    model, optimizer = make()
-    run = tmg.Checkpoints(tmp_path, model, optimizer)
-    assert run.restore() == 0
-    with strategy_of(2).scope():
-        optimizer.build(model.trainable_variables)
-    for call in (run.save, run.after_step):
-        with pytest.raises(tmg.CheckpointError, match=r"4 variables .*before checkpoints\.restore"):
-            call()
-
-
 def loop(run: tmg.Checkpoints, epochs: int, send: int, after: int) -> list[int]:
     """Counts steps, and sends itself a signal before one is counted."""
     steps = []
