@@ -11,6 +11,7 @@ import tensorflow as tf
 from tfmultigpu.data.batch_format import count_rows, unpack_batch
 from tfmultigpu.errors import DataError
 from tfmultigpu.steps.agreement import check_values_alike
+from tfmultigpu.steps.assignments import assign, deferring
 from tfmultigpu.steps.build_model import prepare_model
 from tfmultigpu.steps.features import Rows, Shards
 from tfmultigpu.steps.program import Program
@@ -61,8 +62,12 @@ class PredictStep(Program):
         """Returns the predictions, and no tallies."""
 
         def predict(shard: Any, rows: Rows, *_: Any) -> Any:
-            with self.tracing_model(rows):
-                return self.model(unpack_batch(shard)[0], training=False)
+            # A metric in a layer counts the rows of a small batch once, not once per copy.
+            with self.tracing_model(rows), deferring((), rows.counts()) as deferred:
+                outputs = self.model(unpack_batch(shard)[0], training=False)
+            found = deferred.variables
+            assign(found, [deferred.current(variable) for variable in found], [])
+            return outputs
 
         def run(replica: Any, shards: Shards) -> Any:
             parts = (shards.local, shards.rows)

@@ -1,4 +1,4 @@
-"""Contexts that record what Keras calls on this thread, or change what it assigns."""
+"""Contexts that record what Keras calls on this thread."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import tensorflow as tf
 from tfmultigpu._patch import patching
 
 __all__ = [
-    "changing_assignments",
     "noting_losses_read",
     "recording_added_losses",
     "recording_calls",
@@ -53,19 +52,6 @@ def recording_devices() -> AbstractContextManager[list[tuple[Any, str, bool]]]:
             return [(variable, tf.zeros([]).device, variable.trainable)]
 
     return _recording(keras.Variable, "__init__", entries)
-
-
-def changing_assignments(change: Callable[[Any, Any], Any]) -> AbstractContextManager[None]:
-    """Assigns ``change(variable, value)`` to Keras variables instead of ``value``.
-
-    The updates of all metrics pass through ``assign``: ``assign_add`` calls it too.
-    """
-    import keras
-
-    def assign(original: Any, variable: Any, value: Any) -> Any:
-        return original(variable, change(variable, value))
-
-    return patching(keras.Variable, "assign", assign)
 
 
 def noting_losses_read(note: Callable[[Any], None]) -> AbstractContextManager[None]:
