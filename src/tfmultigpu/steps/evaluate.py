@@ -16,8 +16,8 @@ from tfmultigpu.steps.features import Feature, Pass, Rows, Shards
 from tfmultigpu.steps.metrics import StepMetrics
 from tfmultigpu.steps.objective import Forward, regularization, stack
 from tfmultigpu.steps.program import Program
-from tfmultigpu.steps.step import Trace
 from tfmultigpu.steps.tally import Layout, Tally
+from tfmultigpu.steps.trace import Trace
 from tfmultigpu.strategies.collectives import sum_over_replicas
 from tfmultigpu.strategies.topology import per_replica
 
