@@ -73,7 +73,8 @@ class GradientAccumulator(NotCopied):
                 'layer.quantize("float8"), or train without accumulation.'
             )
         self._sums = [_local_sum(v.shape, sum_dtype(v.dtype)) for v in self.variables]
-        self._weight = _local_sum([], tf.float32)
+        wide = tf.float64 in [total.dtype for total in self._sums]
+        self._weight = _local_sum([], tf.float64 if wide else tf.float32)
         self._count = tf.Variable(
             tf.constant(0, tf.int64),
             trainable=False,
@@ -115,7 +116,7 @@ class GradientAccumulator(NotCopied):
                 gradient = tf.IndexedSlices(gradient.values, gradient.indices, shape)
             if gradient is not None:
                 total.assign_add(tf.cast(tf.convert_to_tensor(gradient), total.dtype))
-        self._weight.assign_add(tf.cast(weight, tf.float32))
+        self._weight.assign_add(tf.cast(weight, self._weight.dtype))
         self._count.assign_add(1)
 
     @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
