@@ -375,7 +375,8 @@ def _loop(source: Any, steps: Any, step: Any, waits: Any, vectors: Sequence[Any]
 
     def body(left: Any, _: Any, __: Any, *vectors: Any) -> tuple[Any, ...]:
         optional = source.get_next_as_optional()
-        more, stop = optional.has_value(), no
+        more: Any = optional.has_value()
+        stop: Any = no
         with tf.device("CPU:0"):
             if waits is not None:
                 stop = tf.cond(more, lambda: waits(optional.get_value()), lambda: no)
@@ -388,7 +389,8 @@ def _loop(source: Any, steps: Any, step: Any, waits: Any, vectors: Sequence[Any]
     # begin only after a GPU had ended the one before.
     with tf.device("CPU:0"):
         left = tf.cast(tf.minimum(steps, tf.int32.max), tf.int32)
-        empty: Any = tf.experimental.Optional.empty(source.element_spec)
+        kind: Any = tf.experimental.Optional
+        empty: Any = kind.empty(source.element_spec)
     shapes = [left.shape, no.shape, tf.type_spec_from_value(empty)]
     _, stop, optional, *vectors = tf.while_loop(
         lambda left, *_: left > 0,

@@ -11,11 +11,10 @@ import numpy as np
 import tensorflow as tf
 
 from tfmultigpu.addons.verification.compare import Quantity, Rounding, furthest, of_terms
-from tfmultigpu.addons.verification.one_device import DryRun, OneDevice, dense
+from tfmultigpu.addons.verification.one_device import DryRun, OneDevice, cutter, dense
 from tfmultigpu.data import partition
 from tfmultigpu.data.batch_format import unpack_batch
 from tfmultigpu.steps.assignments import deferring
-from tfmultigpu.steps.batches import BatchFunction
 from tfmultigpu.steps.features import Rows, Shards
 from tfmultigpu.steps.micro_batches import MicroBatches
 from tfmultigpu.steps.objective import stack
@@ -61,7 +60,7 @@ def locate(
     ]
     places = np.insert(np.cumsum(counts), 0, 0)
     one = _Pieces(step, device.twin)
-    expected, (outputs,) = one(*BatchFunction(one, device.twin.strategy).cut(join(local)))
+    expected, (outputs,) = one(*cutter(device.twin.strategy).cut(join(local)))
     trace = getattr(device.twin, "trace", None)
     in_parts = any(isinstance(feature, MicroBatches) for feature in step.features)
     located = Located(None, ())
@@ -70,7 +69,7 @@ def locate(
         added, cut = pieces(local, tf.constant(places, tf.int64))
         compared = of_terms(trace.layout, device.dtype, expected, added, rounding) if trace else ()
         located = Located(None, tuple(compared), parts > 1)
-        bounds = [place for number in numbers for place in _bounds(*places[number:][:2], parts)]
+        bounds = [place for number in numbers for place in _bounds(places, number, parts)]
         for number, layer in enumerate(one.layers if one.layers == pieces.layers else ()):
             for place, piece in zip(bounds, cut, strict=True):
                 bound = math.sqrt(rounding.compute)
@@ -91,7 +90,7 @@ class _Pieces:
 
     def _trace(self, local: list[Any], offsets: Any) -> Any:
         runs = self._runs
-        shards = BatchFunction(self, runs.strategy).shards(local, offsets)
+        shards = cutter(runs.strategy).shards(local, offsets)
         phase: Any = functools.partial(runs.on_replicas, self._replica)
         for feature in runs.features:
             if not isinstance(feature, MicroBatches):
@@ -122,9 +121,9 @@ class _Pieces:
         return stack(own, rows.weight), [tf.cast(tensor, tf.float64) for _, tensor in kept]
 
 
-def _bounds(first: int, stop: int, parts: int) -> list[tuple[int, int]]:
+def _bounds(places: Any, replica: int, parts: int) -> list[tuple[int, int]]:
     """The first row and the end of each part of a shard."""
-    rows = tf.constant(stop - first)
+    first, rows = int(places[replica]), tf.constant(places[replica + 1] - places[replica])
     each = [partition.part_bounds(rows, parts, number) for number in range(parts)]
     return [(first + int(begin), first + int(end)) for begin, end in each]
 

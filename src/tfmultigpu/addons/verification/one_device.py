@@ -19,7 +19,7 @@ from tfmultigpu.steps.features import Feature
 from tfmultigpu.steps.seeds import sharing_seeds
 from tfmultigpu.steps.tally import Layout
 
-__all__ = ["DryRun", "OneDevice", "dense"]
+__all__ = ["DryRun", "OneDevice", "cutter", "dense"]
 
 _LARGEST = 2**22  # Elements of a variable whose update is compared.
 
@@ -46,8 +46,9 @@ class DryRun:
         before = _compat.variables_of(pruned)
         leaves = tf.nest.flatten(batches, expand_composites=True)
         try:
-            for number, (handle, value) in enumerate(before if move is not None else ()):
-                _assign(handle, move(number, handle, value))
+            for number, (handle, value) in enumerate(before):
+                if move is not None:
+                    _assign(handle, move(number, handle, value))
             results = pruned(*[leaf for leaf in leaves if leaf is not None])
         finally:
             for handle, value in before:
@@ -72,7 +73,7 @@ class OneDevice:
         self.chosen: list[int] = []
         self.dtype: Any = tf.float32
         self._all_gradients, self._run = all_gradients, DryRun(self._look)
-        self._whole = BatchFunction(self._look, self.twin.strategy)
+        self._cutter = cutter(self.twin.strategy)
         self._is_narrow = any(feature.message_dtype is not None for feature in step.features)
         # What a feature does to the gradient may not be known on one device.
         changing = [f for f in step.features if type(f).on_gradient is not Feature.on_gradient]
@@ -98,14 +99,14 @@ class OneDevice:
         def move(seed: int, number: int, handle: Any, value: Any) -> Any:
             if id(handle) in still or not value.dtype.is_floating:
                 return value
-            noise = tf.random.stateless_uniform(value.shape, [seed, number], -1.0, 1.0)
+            noise = tf.random.stateless_uniform(value.shape, (seed, number), -1.0, 1.0)
             return value * (1 + tf.cast(rounding * noise, value.dtype))
 
         moves = [None, None, *[functools.partial(move, seed) for seed in (1, 2)]]
         return [self(batch, each) for each in moves]
 
     def _look(self, batch: Any) -> dict[str, Any]:
-        shards = self._whole.shards(*self._whole.cut(batch))
+        shards = self._cutter.shards(*self._cutter.cut(batch))
         # A step waits for the effects of the user's code, and so does its check: not to happen.
         effects, checks = ((train_step, "effects_of"), (Layout, "check"))
         with (
@@ -150,6 +151,11 @@ class OneDevice:
             values = [tf.convert_to_tensor(variable.value) for variable in updated]
             numbers |= {f"updated {i}": v for i, v in zip(self.chosen, values, strict=True)}
         return numbers
+
+
+def cutter(strategy: tf.distribute.Strategy) -> BatchFunction:
+    """Returns what makes shards for a strategy."""
+    return BatchFunction(lambda shards: shards, strategy)
 
 
 def dense(outputs: Any) -> list[Any]:

@@ -15,10 +15,9 @@ from tfmultigpu.accumulation.owners import outside_scopes
 from tfmultigpu.addons.verification.advice import explain
 from tfmultigpu.addons.verification.compare import Quantity, Rounding, of_terms, of_update, size
 from tfmultigpu.addons.verification.locate import locate
-from tfmultigpu.addons.verification.one_device import DryRun, OneDevice, dense
+from tfmultigpu.addons.verification.one_device import DryRun, OneDevice, cutter, dense
 from tfmultigpu.addons.verification.outcome import Verification
 from tfmultigpu.errors import ReplicaDependenceWarning, WorkerLostError
-from tfmultigpu.steps.batches import BatchFunction
 from tfmultigpu.steps.failures import line_on_memory
 from tfmultigpu.steps.features import Call, Feature
 from tfmultigpu.steps.program import Batch
@@ -59,7 +58,7 @@ class Verify(Feature):
         """Takes the step."""
         self._step, self._strategy = step, step.strategy
         self._exchange = WorkerExchange(step.strategy)
-        self._cutter = BatchFunction(self._look, step.strategy)
+        self._cutter = cutter(step.strategy)
 
     def around_call(self, call: Call) -> Call:
         """Returns a call that verifies its batch, if that is due and shows something."""
