@@ -15,7 +15,7 @@ import tfmultigpu as tmg
 from tfmultigpu.accumulation.update import Replicated
 from tfmultigpu.addons.verification import Verification
 from tfmultigpu.addons.verification.compare import Quantity, Rounding, epsilon, furthest
-from tfmultigpu.addons.verification.one_device import OneDevice
+from tfmultigpu.addons.verification.one_device import DryRun
 from tfmultigpu.strategies.collectives import forcing_addition
 
 L = keras.layers
@@ -321,10 +321,18 @@ def test_errors_of_the_check_do_not_end_the_training(
     def no_memory(*_: Any) -> Any:
         raise tf.errors.ResourceExhaustedError(None, None, "OOM when allocating")
 
-    monkeypatch.setattr(OneDevice, "__call__", no_memory)
-    step = step_of(strategy, lambda: L.Dense(3))
-    assert "has not enough memory for the whole batch" in told(lambda: step((X[:7], Y[:7])))[0]
-    assert step.verification.outcome == "not verified"
+    run = DryRun.__call__
+    for most, outcome in ((1, "same"), (0, "not verified")):  # The forward pass alone; nothing.
+
+        def limited(self: Any, *batches: Any, most: int = most, **options: Any) -> Any:
+            return run(self, *batches, **options) if most and options["keys"] else no_memory()
+
+        monkeypatch.setattr(DryRun, "__call__", limited)
+        step = step_of(strategy, lambda: L.Dense(3))
+        said = told(lambda step=step: step((X[:7], Y[:7])))
+        assert step.verification.outcome == outcome
+        assert all("has not enough memory for the whole batch" in message for message in said)
+        assert len(said) == 1 - most
 
 
 # Rounding -----------------------------------------------------------------------------------------

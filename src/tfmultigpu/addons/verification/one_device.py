@@ -21,6 +21,7 @@ from tfmultigpu.steps.tally import Layout
 
 __all__ = ["DryRun", "OneDevice", "cutter", "dense"]
 
+_FORWARD = ("terms", "state", "output")  # Needs less memory, for no activation is kept.
 _LARGEST = 2**22  # Elements of a variable whose update is compared.
 
 
@@ -34,15 +35,23 @@ class DryRun:
     def __init__(self, function: Callable[..., Any]) -> None:
         """Takes ``f(*batches)``, which returns a nested structure of tensors."""
         self._function = tf.function(function, autograph=False, reduce_retracing=True)
-        self._pruned: dict[int, tuple[Any, Any]] = {}  # Keeps the traced function, for its id.
+        self._pruned: dict[Any, tuple[Any, Any]] = {}  # Keeps the traced function, for its id.
 
-    def __call__(self, *batches: Any, move: Callable[..., Any] | None = None) -> Any:
-        """Runs it with ``move(number, handle, value)`` as the value of each variable, if given."""
+    def __call__(
+        self, *batches: Any, move: Callable[..., Any] | None = None, keys: Any = None
+    ) -> Any:
+        """Runs it with ``move(number, handle, value)`` as the value of each variable, if given.
+
+        Of a dict it returns only what has one of ``keys`` as first word, and computes no more.
+        """
         specs = tf.nest.map_structure(any_rows, batches)
         concrete = self._function.get_concrete_function(*specs)
-        if id(concrete) not in self._pruned:
-            self._pruned[id(concrete)] = concrete, _compat.pruned(concrete)
-        pruned = self._pruned[id(concrete)][1]
+        key, outputs = (id(concrete), keys), concrete.structured_outputs
+        if keys is not None:
+            outputs = {name: outputs[name] for name in outputs if name.split()[0] in keys}
+        if key not in self._pruned:
+            self._pruned[key] = concrete, _compat.pruned(concrete, outputs)
+        pruned = self._pruned[key][1]
         before = _compat.variables_of(pruned)
         leaves = tf.nest.flatten(batches, expand_composites=True)
         try:
@@ -72,6 +81,7 @@ class OneDevice:
         self.variables: Sequence[Any] = ()
         self.chosen: list[int] = []
         self.dtype: Any = tf.float32
+        self._keys: tuple[str, ...] | None = None
         self._all_gradients, self._run = all_gradients, DryRun(self._look)
         self._cutter = cutter(self.twin.strategy)
         self._is_narrow = any(feature.message_dtype is not None for feature in step.features)
@@ -88,7 +98,13 @@ class OneDevice:
 
     def __call__(self, batch: Any, move: Any = None) -> dict[str, Any]:
         """Returns arrays by name: terms of the loss, states, gradients, or outputs."""
-        arrays: dict[str, Any] = self._run(batch, move=move)
+        try:
+            arrays: dict[str, Any] = self._run(batch, move=move, keys=self._keys)
+        except tf.errors.ResourceExhaustedError:
+            if self._keys is not None:
+                raise
+            self._keys = _FORWARD
+            arrays = self._run(batch, move=move, keys=self._keys)
         return arrays | {f"term {i}": value for i, value in enumerate(arrays.get("terms", ()))}
 
     def moved(self, batch: Any, rounding: float) -> list[dict[str, Any]]:

@@ -117,9 +117,8 @@ class Verify(Feature):
         if offsets is None:
             (whole,), (local, offsets) = local, self._cutter.cut(local[0])
         elif workers > 1:
-            tensors = tf.nest.flatten(
-                [leaf for shard in leaves for leaf in shard if leaf is not None]
-            )
+            every = tf.nest.flatten(leaves, expand_composites=True)
+            tensors = [tensor for tensor in every if tensor is not None]
             own = sum(t.shape.num_elements() * max(t.dtype.size, 1) for t in tensors)
             if int(self._exchange([own]).max()) * workers > GATHERED_BYTES:
                 reason = "workers do not send each other so large a batch; check a smaller one"
@@ -145,10 +144,10 @@ class Verify(Feature):
         device = self._device
         whole = self._joined(local) if whole is None else whole
         one = device(whole)
-        wanted = self._with_gradients and device.variables
+        wanted = self._with_gradients and "gradient 0" in one
         gradients = DryRun(self._look)(local, offsets) if wanted else []
-        skipped = not one.get("valid", True)
-        before = {} if skipped else {i: device.variables[i].numpy() for i in device.chosen}
+        updated = device.chosen if one.get("valid", True) else []
+        before = {i: device.variables[i].numpy() for i in updated if f"updated {i}" in one}
         compared = functools.partial(self._compared, device, local, offsets, whole)
         return functools.partial(compared, one, gradients, before)
 
