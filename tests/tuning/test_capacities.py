@@ -210,7 +210,7 @@ class Timed:
         self.step, self.rows_per_second, self.overhead = step, rows_per_second, overhead
         self.model, self.optimizer = step.model, step.optimizer
         self.metrics, self.strategy = step.metrics, step.strategy
-        self.loss_scale = step.loss_scale
+        self.features = step.features
         self.now = 0.0
         monkeypatch.setattr(capacities.time, "perf_counter", lambda: self.now)
 
@@ -257,8 +257,9 @@ def test_measuring_changes_nothing(monkeypatch) -> None:
     step = timed(monkeypatch, (400.0, 100.0))
 
     def state():
-        scale = [step.loss_scale.scale, step.loss_scale.good_steps]
+        scale = [variable for feature in step.features for variable in feature.variables]
         scale.append(_compat.global_seeds().state)
+        assert len(scale) == 3
         variables = [*step.model.variables, *step.optimizer.variables, *scale]
         return [v.numpy() for v in [*variables, *step.metrics[0].variables]]
 

@@ -121,7 +121,7 @@ class Step(Protocol):
     optimizer: Any
     metrics: Sequence[Any]
     strategy: tf.distribute.Strategy
-    loss_scale: Any
+    features: Sequence[Any]
 
     def __call__(self, batch: Any) -> Mapping[str, Any]:
         """Trains on one batch."""
@@ -164,7 +164,7 @@ def measured_capacities(step: Step, batch: Any, *, repeats: int = 5) -> tuple[fl
         >>> tmg.measured_capacities(step, (np.ones((64, 3)), np.ones((64, 1))))  # one replica
         (1.0,)
     """
-    if not hasattr(step, "loss_scale"):
+    if not hasattr(step, "features"):
         raise TypeError(
             f"step must be a train step. Received: step={step!r}. Make it with "
             "step = tmg.make_train_step(model, optimizer, loss, strategy)."
@@ -255,11 +255,10 @@ def _fastest_times(
 
 def _variables_of(step: Step) -> list[Any]:
     metrics = [variable for metric in step.metrics for variable in metric.variables]
-    scale = vars(step.loss_scale).values() if step.loss_scale is not None else ()
-    scale = [value for value in scale if isinstance(value, tf.Variable)]
+    own = [variable for feature in step.features for variable in feature.variables]
     seeds = _compat.global_seeds()
     seed_states = [] if seeds is None else [seeds.state]
-    return [*step.model.variables, *step.optimizer.variables, *metrics, *scale, *seed_states]
+    return [*step.model.variables, *step.optimizer.variables, *metrics, *own, *seed_states]
 
 
 def _model_bytes(

@@ -61,9 +61,18 @@ class Timing(Feature):
             local = [with_dependencies([begin], rows) for rows in shards.local]
             passes = phase(shards._replace(local=local))
             self._replicas = len(passes)
-            ends = [self._clock(f"replica {i}", p.addends) for i, p in enumerate(passes)]
-            with tf.control_dependencies(ends):
-                return [p.with_addends([_same(tensor) for tensor in p.addends]) for p in passes]
+            # TensorFlow runs stateful functions one after the other, and replicas end at any time.
+            # What is not stateful is dropped, unless its result is used.
+            ends = [
+                self._clock(f"replica {i}", p.addends, in_order=False) for i, p in enumerate(passes)
+            ]
+            zero = tf.add_n(ends)
+            return [
+                p.with_addends(
+                    [_same(tensor + tf.cast(zero, tensor.dtype)) for tensor in p.addends]
+                )
+                for p in passes
+            ]
 
         return timed
 
@@ -79,8 +88,8 @@ class Timing(Feature):
         copies = [part for copy in copies for part in getattr(copy, "values", (copy,))]
         self._clock("updated", [_same(copy) for copy in copies])
 
-    def _clock(self, name: str, tensors: Sequence[Any]) -> Any:
-        """Reads the clock once tensors are computed; returns what depends on that."""
+    def _clock(self, name: str, tensors: Sequence[Any], *, in_order: bool = True) -> Any:
+        """Reads the clock once tensors are computed; returns a zero that depends on that."""
 
         def now(_: Any) -> Any:
             self._read[name] = time.perf_counter()
@@ -91,7 +100,7 @@ class Timing(Feature):
             with tf.device(tensor.device or None):  # Sends one number to the host.
                 pieces.append(tf.reduce_sum(tf.cast(tf.reshape(tensor, [-1])[:1], tf.float32)))
         with tf.device("CPU:0"):
-            return tf.numpy_function(now, [tf.add_n(pieces)], tf.float32, stateful=True)
+            return tf.numpy_function(now, [tf.add_n(pieces)], tf.float32, stateful=in_order)
 
 
 def timed(step: TrainStep) -> tuple[TrainStep, Timing]:
