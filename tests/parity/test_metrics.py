@@ -63,7 +63,7 @@ def several() -> list[keras.metrics.Metric]:
 
 @pytest.mark.parametrize(
     ("replicas", "options"),
-    [(4, {}), (2, {"jit_compile": True, "verify": False})],
+    [(4, {}), (2, {"jit_compile": True})],
     ids=str,
 )
 def test_metrics_are_those_of_one_device(replicas, options):

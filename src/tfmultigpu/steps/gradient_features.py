@@ -101,6 +101,10 @@ class ClipByNorm(Feature):
 class CompileByXla(Feature):
     """Compiles forward and backward pass of each replica by XLA."""
 
+    def bind(self, step: Any) -> None:
+        """Takes the step, for its metrics."""
+        self._step = step
+
     def on_one_device(self) -> Feature:
         """Returns the same: XLA draws other random numbers than TensorFlow."""
         return CompileByXla()
@@ -116,11 +120,20 @@ class CompileByXla(Feature):
             "BatchNormalization(synchronized=True). Received: jit_compile=True. Leave it out."
         )
 
-        def compiled(*args: Any) -> Any:
+        def compiled(shard: Any, rows: Rows, state: Any, factor: Any, total: Any) -> Any:
+            if not state and not tf.distribute.has_strategy():
+                state = self._states_of_metrics()
             with refusing_to_meet(synchronised):
-                return tf.function(replica, jit_compile=True, autograph=False)(*args)
+                function = tf.function(replica, jit_compile=True, autograph=False)
+                return function(shard, rows, state, factor, total)
 
         return compiled
+
+    def _states_of_metrics(self) -> tuple[Any, ...]:
+        """Reads them where one device computes: XLA cannot read the part on another device."""
+        trace = self._step.trace
+        trace.state = [v for metric in self._step.metrics for v in metric.variables]
+        return tuple(tf.convert_to_tensor(variable.value) for variable in trace.state)
 
 
 class NarrowMessages(Feature):
