@@ -175,7 +175,7 @@ def one_after_the_other(
         [tf.zeros([], tf.int32), *values],
         parallel_iterations=1,
     )
-    return values
+    return list(values)
 
 
 def _sum(before: Any, new: Any) -> Any:
