@@ -6,6 +6,7 @@ variable with, but never compares again.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import re
 import types
@@ -17,12 +18,15 @@ import numpy as np
 import tensorflow as tf
 
 from tfmultigpu.errors import ClusterError
+from tfmultigpu.strategies.scopes import all_layers
 from tfmultigpu.strategies.worker_exchange import WorkerExchange, digest_of
 
 __all__ = ["ProgramAgreement", "check_values_alike"]
 
 # Names count up with what was made before; seeds and values of the first worker are sent to all.
 _NOT_COMPARED = {"name", "module", "registered_name", "seed", "build_config"}
+# What calling, fitting or building an object leaves on it: one worker may have, and another not.
+_STATE = {"built", "stop_training", "stop_predicting", "stop_evaluating"}
 _COUNTER = re.compile(r"_\d+(?=[/\]']|$)")
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
@@ -44,7 +48,9 @@ class ProgramAgreement:
         if not self._due or tf.inside_function():
             return
         self._due = False
-        parts = {"model": model, "optimizer": optimizer, **self._settings}
+        code = [one.__class__.call for one in all_layers(model)]
+        # The first that differs is told, and a compiled model knows its loss.
+        parts = {**self._settings, "optimizer": optimizer, "code of layers": code, "model": model}
         described = {name: describe(value) for name, value in parts.items()}
         described["weights"] = str(
             [
@@ -93,7 +99,9 @@ def describe(value: Any) -> str:
         return f"{function.__qualname__} {digest_of(_code(function.__code__))} {describe(numbers)}"
     if isinstance(value, functools.partial):
         return describe([value.func, value.args, value.keywords])
-    kind = value if isinstance(value, type) else type(value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):  # A loss and its weights.
+        return type(value).__qualname__ + describe(vars(value))
+    kind = value if isinstance(value, type) else value.__class__  # Of what a proxy stands for.
     call = vars(kind).get("call")
     code = f" {digest_of(_code(call.__code__))}" if isinstance(call, types.FunctionType) else ""
     return kind.__qualname__ + code + (describe(_config(value)) if kind is not value else "")
@@ -101,11 +109,19 @@ def describe(value: Any) -> str:
 
 def _config(value: Any) -> Any:
     """The configuration of an object; None if it has none that can be had."""
+    import keras
+
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # Keras warns of functions that it would store.
             # The configuration leaves out what some losses were made with, as the delta of Huber.
-            plain = {k: v for k, v in vars(value).items() if isinstance(v, (*_PLAIN, dict))}
+            keeps_state = isinstance(value, (keras.layers.Layer, keras.optimizers.Optimizer))
+            plain = {
+                name: one
+                for name, one in vars(value).items()
+                if isinstance(one, (*_PLAIN, dict))
+                and not (keeps_state and (one is None or name[0] == "_" or name in _STATE))
+            }
             return _COUNTER.sub("", describe([value.get_config(), plain]))
     except Exception:  # Code of a user, or of Keras for a lambda without a file.
         return None
