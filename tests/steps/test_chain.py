@@ -49,7 +49,10 @@ def step_of(
 # its own is divided twice; or if a step of a chain is not verified by itself.
 def test_logs_and_totals_are_those_of_the_steps_by_themselves() -> None:
     alone = [step_of(verify=False), step_of(verify=False)]
-    logs = [[[step(batch) for _ in range(n)] for batch in BATCHES] for step, n in zip(alone, (3, 1))]
+    logs = [
+        [[step(batch) for _ in range(times)] for batch in BATCHES]
+        for step, times in zip(alone, (3, 1), strict=True)
+    ]
     parts = [step_of(), step_of()]
     step = tmg.chain_steps(*parts, names=("d", "g"), times=(3, 1))
     data = as_dataset([(batch,) for batch in BATCHES]).map(lambda batch: batch)
@@ -74,9 +77,12 @@ def test_logs_and_totals_are_those_of_the_steps_by_themselves() -> None:
         )
         loss = sum(SIZES[i] * np.mean(read("loss", i)) for i in (1, 2, 3))
         assert sums[f"{name}_loss"] == pytest.approx(loss, rel=1e-5)
-        pairs = [p for i in (1, 2, 3) for p in zip(read("right", i), read("right_weight", i))]
-        assert sums[f"{name}_right"] == pytest.approx(sum(a * b for a, b in pairs), rel=1e-5)
-        assert sums[f"{name}_right_weight"] == pytest.approx(sum(b for _, b in pairs), rel=1e-5)
+        rights, counts = (
+            [value for i in (1, 2, 3) for value in read(key, i)]
+            for key in ("right", "right_weight")
+        )
+        assert sums[f"{name}_right"] == pytest.approx(np.dot(rights, counts), rel=1e-5)
+        assert sums[f"{name}_right_weight"] == pytest.approx(sum(counts), rel=1e-5)
     for one, other in zip(alone, parts, strict=True):
         np.testing.assert_allclose(
             one.model.get_weights()[0], other.model.get_weights()[0], rtol=1e-5
@@ -92,7 +98,7 @@ def test_a_frozen_layer_stays_and_an_overflow_skips_its_step_alone() -> None:
     assert (float(logs["a_skipped"]), float(logs["b_skipped"])) == (2.0, 0.0)
     np.testing.assert_array_equal(steps[0].model.get_weights()[0], before[0])
     assert [int(step.optimizer.iterations.numpy()) for step in steps] == [0, 1]
-    kernel, bias = steps[1].model.get_weights()
+    kernel = steps[1].model.get_weights()[0]
     assert np.abs(kernel - before[1]).max() > 0
     steps[1].model.trainable = False
     with pytest.warns(UserWarning, match="no trainable variables"):

@@ -1,4 +1,4 @@
-"""What may change between two calls of a step: layers, settings of the optimizer, kinds of batches."""
+"""What may change between two calls of a step: layers, settings, kinds of batches."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def counting(traces: list[Any]) -> Callable[..., Any]:
 # Layers -------------------------------------------------------------------------------------------
 
 
-# Fails if a frozen layer moves or a thawed one stays, statistics of a frozen normalization go on, or
-# a set of frozen layers is traced a second time.
+# Fails if a frozen layer moves, a thawed one stays, frozen statistics go on, or a
+# set of frozen layers is traced a second time.
 def test_layers_are_frozen_and_thawed_and_each_set_is_traced_once() -> None:
     traces: list[Any] = []
 

@@ -1,37 +1,35 @@
-"""Evaluation and prediction: exact over every row, each row once, in order."""
+"""Evaluation and prediction in functions of the user, and predictions that make no tensor."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
 
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from one_device import as_dataset, cut, difference, plain, strategy_of
+from one_device import as_dataset, cut, difference, strategy_of
 
 import tfmultigpu as tmg
 
 SIZES = (7, 2, 16, 1, 3, 9)
-ROWS = sum(SIZES)
-
 _random = np.random.default_rng(23)
-X = _random.normal(size=(ROWS, 6)).astype("float32")
-Y = _random.integers(0, 3, ROWS)
-W = _random.uniform(0.2, 2.0, ROWS).astype("float32")
+X = _random.normal(size=(sum(SIZES), 6)).astype("float32")
+Y = _random.integers(0, 3, len(X))
 
 
 def classifier() -> keras.Model:
-    return keras.Sequential(
-        [
-            keras.Input((6,)),
-            keras.layers.Dense(5, kernel_regularizer=keras.regularizers.L2(0.1)),
-            keras.layers.BatchNormalization(),
-            keras.layers.Dropout(0.5),
-            keras.layers.Dense(3, activation="softmax"),
-        ]
-    )
+    layers = [
+        keras.layers.Dense(5, kernel_regularizer="l2"),
+        keras.layers.BatchNormalization(),
+        keras.layers.Dropout(0.5),
+        keras.layers.Dense(3, activation="softmax"),
+    ]
+    return keras.Sequential([keras.Input((6,)), *layers])
 
 
-def made(replicas, build):
+def made(replicas: int, build: Callable[[], Any]) -> tuple[Any, Any, Any]:
     """The same model on one device and under a strategy."""
     keras.utils.set_random_seed(3)
     truth = build()
@@ -42,100 +40,81 @@ def made(replicas, build):
     return strategy, model, truth
 
 
-@pytest.mark.parametrize("replicas", [1, 8])
-def test_loss_and_metrics_over_all_rows(replicas):
-    strategy, model, truth = made(replicas, classifier)
-    with strategy.scope():
-        metrics = [keras.metrics.SparseCategoricalAccuracy()]
-        weighted = [keras.metrics.SparseCategoricalCrossentropy()]
-    step = tmg.make_eval_step(
-        model,
-        "sparse_categorical_crossentropy",
-        strategy,
-        metrics=metrics,
-        weighted_metrics=weighted,
-    )
-    before = model.get_weights()
-    loss = keras.losses.SparseCategoricalCrossentropy()
-    predicted = truth(X, training=False)
-    (penalty,) = truth.losses
-    batches = cut((X, Y, W), SIZES)
-    for x, y, weight in batches:
-        logs = plain(step((x, y, weight)))
-        assert set(logs) == {"loss", "weight"}
-        alone = loss(y, truth(x, training=False), sample_weight=weight) + penalty
-        assert logs["loss"] == pytest.approx(float(alone), abs=1e-6)
-        assert logs["weight"] == len(x)
-    assert difference(model.get_weights(), before) == 0.0
-    accuracy = np.mean(np.argmax(predicted, axis=-1) == Y)
-    assert float(metrics[0].result()) == pytest.approx(accuracy, abs=1e-6)
-    assert float(metrics[0].count.numpy()) == ROWS
-    entropy = keras.metrics.SparseCategoricalCrossentropy()
-    entropy.update_state(Y, predicted, sample_weight=W)
-    assert float(weighted[0].result()) == pytest.approx(float(entropy.result()), abs=1e-6)
-
-    data = tmg.distribute_dataset(as_dataset(batches), strategy)
-    whole = float(loss(Y, predicted, sample_weight=W) + penalty)
-    logs = plain(step.run(iter(data), 100))
-    assert logs["steps"] == len(SIZES)
-    assert logs["weight"] == ROWS
-    assert logs["loss"] == pytest.approx(whole, abs=1e-6)
-    total = sum(float(log["loss"]) * float(log["weight"]) for log in map(step, data))
-    assert total / ROWS == pytest.approx(whole, abs=1e-6)
-
-
-def test_forward():
+# Fails if an evaluation changes the model, trains in forward, or leaves out penalties.
+def test_forward() -> None:
     strategy, model, truth = made(3, classifier)
+    seen = set()
 
-    def forward(model, batch, training):
-        assert training is False
+    def forward(model: Any, batch: Any, training: bool) -> Any:
+        seen.add(training)
         x, y = batch
         return tmg.loss_sum("sparse_categorical_crossentropy", y, model(x, training=training))
 
     step = tmg.make_eval_step(model, None, strategy, forward=forward)
-    logs = [plain(step(batch)) for batch in cut((X, Y), SIZES)]
+    before = model.get_weights()
+    logs = [step(batch) for batch in cut((X, Y), SIZES)]
+    assert {name for log in logs for name in log} == {"loss", "weight"}
     expected = keras.losses.SparseCategoricalCrossentropy()(Y, truth(X, training=False))
-    mean = sum(log["loss"] * log["weight"] for log in logs) / ROWS
+    mean = sum(float(log["loss"]) * float(log["weight"]) for log in logs) / len(X)
     assert mean == pytest.approx(float(expected + tf.add_n(truth.losses)), abs=1e-6)
+    assert seen == {False}
+    assert difference(model.get_weights(), before) == 0.0
 
 
-# Predictions --------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("replicas", [2, 8])
-def test_each_row_is_predicted_once_and_in_order(replicas):
-    strategy, model, truth = made(replicas, classifier)
-    step = tmg.make_predict_step(model, strategy)
-    batches = cut((X, Y), SIZES)
-    expected = truth(X, training=False).numpy()
-    parts = [step(x) for x, _ in batches]
-    assert [len(part) for part in parts] == list(SIZES)
-    np.testing.assert_allclose(np.concatenate(parts), expected, atol=1e-6)
-    shares = tuple(range(1, replicas + 1))
-    data = tmg.distribute_dataset(as_dataset(batches), strategy, shares=shares)
-    parts = [step(batch) for batch in data]  # labels beside the features are left alone
-    assert [len(part) for part in parts] == list(SIZES)
-    np.testing.assert_allclose(np.concatenate(parts), expected, atol=1e-6)
-
-
-def test_predicting_inside_a_function_of_the_user():
+def test_predicting_inside_a_function_of_the_user_and_by_shares() -> None:
     strategy, model, truth = made(3, classifier)
     step = tmg.make_predict_step(model, strategy)
 
     @tf.function
-    def classes(iterator):
+    def classes(iterator: Any) -> Any:
         return tf.argmax(step(next(iterator)), axis=-1)
 
-    data = tmg.distribute_dataset(as_dataset(cut((X, Y), SIZES)), strategy)
+    # Labels beside the features are left alone.
+    data = tmg.distribute_dataset(as_dataset(cut((X, Y), SIZES)), strategy, shares=(1, 2, 3))
     iterator = iter(data)
     found = np.concatenate([classes(iterator) for _ in SIZES])
     np.testing.assert_array_equal(found, np.argmax(truth(X, training=False), axis=-1))
 
 
-def test_outside_the_scope():
-    model = classifier()
-    strategy = strategy_of(2)
-    with pytest.raises(tmg.ScopeError, match="The model was created outside the scope"):
-        tmg.make_predict_step(model, strategy)(X)
-    with pytest.raises(tmg.ScopeError, match="The model was created outside the scope"):
-        tmg.make_eval_step(model, "mse", strategy)((X, Y))
+class UpToLongest(keras.layers.Layer):
+    """Cuts rows to the largest number in the batch."""
+
+    def call(self, x: Any) -> Any:
+        return x[:, : tf.cast(tf.reduce_max(x), tf.int32)]
+
+
+class Output(keras.Model):
+    """Makes an output of a kind that layers of Keras do not make."""
+
+    def __init__(self, function: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def call(self, x: Any) -> Any:
+        return self.function(x)
+
+
+def test_outputs_that_make_one_tensor_and_those_that_do_not() -> None:
+    x = np.full((5, 4), 2.0, "float32")
+    x[4] = 3
+
+    def predict(model: Callable[[], Any], x: Any) -> Any:
+        with strategy_of(2).scope():
+            step = tmg.make_predict_step(model(), strategy_of(2), verify=False)
+        return step(x)
+
+    def up_to_longest() -> keras.Model:
+        inputs = keras.Input((4,))
+        return keras.Model(inputs, UpToLongest()(inputs))
+
+    assert predict(up_to_longest, x[:4]).shape == (4, 2)
+    rows = [[1.0] * n for n in (1, 3, 0, 2, 1)]
+    ragged = tf.ragged.constant(rows, ragged_rank=1)
+    assert predict(lambda: Output(lambda x: [x, None]), ragged)[0].to_list() == rows
+    for model, text in (
+        (up_to_longest, r"rows of \[\(2,\), \(3,\)\], by replica\. One device"),
+        (lambda: Output(tf.sparse.from_dense), r"is sparse\. End the model with tf\.sparse\.to_"),
+        (lambda: Output(tf.reduce_mean), r"is one number for a batch\. Return one value per row"),
+    ):
+        with pytest.raises(tmg.errors.DataError, match=text):
+            predict(model, x)

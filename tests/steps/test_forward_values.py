@@ -1,14 +1,15 @@
-"""Values for the logs beside a loss, several models in one step, and a choice of variables."""
+"""``forward``: values for the logs, several models in one step, a choice of variables."""
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from one_device import SEED, strategy_of
+from one_device import SEED, as_dataset, strategy_of
 
 import tfmultigpu as tmg
 from tfmultigpu.errors import LossError, ScopeError
@@ -18,9 +19,9 @@ ROWS = np.random.default_rng(4).normal(size=(sum(SIZES), 4)).astype("float32")
 BATCHES = np.split(ROWS, np.cumsum(SIZES)[:-1])
 
 
-def models(strategy: Any) -> tuple[Any, Any, Any]:
+def models(replicas: int) -> tuple[Any, Any, Any]:
     keras.utils.set_random_seed(SEED)
-    with strategy.scope():
+    with strategy_of(replicas).scope():
         encoder = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3)], name="encoder")
         decoder = keras.Sequential([keras.Input((3,)), keras.layers.Dense(4)], name="decoder")
         return encoder, decoder, keras.optimizers.SGD(0.1, momentum=0.9)
@@ -38,11 +39,12 @@ def forward(both: Any, batch: Any, training: bool) -> Any:
     }
 
 
-def by_hand(variables: Any = None) -> tuple[list[list[float]], list[np.ndarray]]:
+@functools.cache
+def by_hand(chosen: tuple[int, ...] = (0, 1, 2, 3)) -> tuple[np.ndarray, list[np.ndarray]]:
     """Returns loss and values of each batch, and the weights, of a loop without code of ours."""
-    encoder, decoder, optimizer = models(strategy_of(1))
-    trained = [*encoder.trainable_variables, *decoder.trainable_variables]
-    trained = trained if variables is None else [trained[i] for i in variables]
+    encoder, decoder, optimizer = models(1)
+    every = [*encoder.trainable_variables, *decoder.trainable_variables]
+    trained = [every[i] for i in chosen]
     logs = []
     for batch in BATCHES:
         with tf.GradientTape() as tape:
@@ -51,120 +53,117 @@ def by_hand(variables: Any = None) -> tuple[list[list[float]], list[np.ndarray]]
             loss = tf.reduce_mean((batch - decoder(code)) ** 2) + tf.reduce_mean(size)
         optimizer.apply(tape.gradient(loss, trained), trained)
         large = size[size > 1]
-        mean = float(tf.reduce_mean(large)) if len(large) else 0.0
-        logs.append([float(loss), float(tf.reduce_mean(size)), mean])
-    return logs, [*encoder.get_weights(), *decoder.get_weights()]
+        logs.append([float(loss), float(tf.reduce_mean(size)), float(tf.reduce_sum(large)),
+                     len(large)])  # fmt: skip
+    return np.array(logs), [*encoder.get_weights(), *decoder.get_weights()]
 
 
+def assert_weights(both: Any, expected: list[np.ndarray]) -> None:
+    ours = [weight for one in both for weight in one.get_weights()]
+    for own, other in zip(ours, expected, strict=True):
+        np.testing.assert_allclose(own, other, rtol=1e-5, atol=1e-6)
+
+
+# Fails if a value of the logs is divided before it is added, by another weight, or once a replica.
 @pytest.mark.parametrize(
     ("replicas", "options"), [(1, {"jit_compile": True}), (3, {"micro_batches": 2})]
 )
 def test_values_and_weights_are_those_of_one_device(replicas: int, options: Any) -> None:
-    strategy = strategy_of(replicas)
-    encoder, decoder, optimizer = models(strategy)
+    *both, optimizer = models(replicas)
     step = tmg.make_train_step(
-        [encoder, decoder], optimizer, None, strategy, forward=forward, **options
+        both, optimizer, None, strategy_of(replicas), forward=forward, **options
     )
     expected, weights = by_hand()
-    for batch, values in zip(BATCHES, expected, strict=True):
+    for batch, (loss, size, large, count) in zip(BATCHES, expected, strict=True):
         logs = step(batch)
         found = [float(logs[name]) for name in ("loss", "size", "size_of_large")]
-        np.testing.assert_allclose(found, values, rtol=1e-5)
+        np.testing.assert_allclose(found, [loss, size, large / max(count, 1)], rtol=1e-5)
         assert float(logs["weight"]) == float(logs["size_weight"]) == len(batch)
-    for own, other in zip([*encoder.get_weights(), *decoder.get_weights()], weights, strict=True):
-        np.testing.assert_allclose(own, other, rtol=1e-5, atol=1e-6)
+        assert float(logs["size_of_large_weight"]) == count
+    assert_weights(both, weights)
 
 
 def test_over_many_batches_a_value_is_divided_once() -> None:
     strategy = strategy_of(2)
-    encoder, decoder, optimizer = models(strategy)
-    step = tmg.make_train_step([encoder, decoder], optimizer, None, strategy, forward=forward)
-    evaluate = tmg.make_eval_step([encoder, decoder], None, strategy, forward=forward)
-    data = tf.data.Dataset.from_generator(
-        lambda: iter(BATCHES), output_signature=tf.TensorSpec([None, 4])
-    )
+    *both, optimizer = models(2)
+    step = tmg.make_train_step(both, optimizer, None, strategy, forward=forward)
+    evaluate = tmg.make_eval_step(both, None, strategy, forward=forward)
+    data = as_dataset([(batch,) for batch in BATCHES]).map(lambda batch: batch)
     before = evaluate.run(iter(tmg.distribute_dataset(data, strategy)), 9)
-    size = tf.reduce_sum(encoder(ROWS) ** 2, -1)
-    large = size[size > 1]
-    np.testing.assert_allclose(float(before["size"]), float(tf.reduce_mean(size)), rtol=1e-5)
-    np.testing.assert_allclose(
-        float(before["size_of_large"]), float(tf.reduce_mean(large)), rtol=1e-5
-    )
+    size = tf.reduce_sum(both[0](ROWS) ** 2, -1)
+    means = [float(tf.reduce_mean(size)), float(tf.reduce_mean(size[size > 1]))]
+    found = [float(before["size"]), float(before["size_of_large"])]
+    np.testing.assert_allclose(found, means, rtol=1e-5)
     logs = step.run(iter(tmg.distribute_dataset(data, strategy)), 9)
-    expected = np.array(by_hand()[0])
-    mean = np.sum(expected[:, 1] * SIZES) / np.sum(SIZES)
-    np.testing.assert_allclose(float(logs["size"]), mean, rtol=1e-5)
     assert int(logs["steps"]) == len(SIZES)
+    _, sizes, large, counts = by_hand()[0].T
+    means = [np.average(sizes, weights=SIZES), large.sum() / counts.sum()]
+    found = [float(logs["size"]), float(logs["size_of_large"])]
+    np.testing.assert_allclose(found, means, rtol=1e-5)
 
 
+# Fails if a variable that was not chosen, or one that is frozen since, moves or has a slot.
 @pytest.mark.parametrize(("replicas", "shard_update"), [(1, False), (3, True)])
 def test_only_the_chosen_variables_are_trained(replicas: int, shard_update: bool) -> None:
-    strategy = strategy_of(replicas)
-    encoder, decoder, optimizer = models(strategy)
-    chosen = [encoder.weights[0], decoder.weights[1]]
+    *both, optimizer = models(replicas)
+    chosen = [both[0].weights[0], both[1].weights[1]]
+    options = {"variables": chosen, "shard_update": shard_update, "verify": False}
     step = tmg.make_train_step(
-        [encoder, decoder],
-        optimizer,
-        None,
-        strategy,
-        forward=forward,
-        variables=chosen,
-        shard_update=shard_update,
+        both, optimizer, None, strategy_of(replicas), forward=forward, **options
     )
     for batch in BATCHES:
         step(batch)
-    expected = by_hand((0, 3))[1]
-    for own, other in zip([*encoder.get_weights(), *decoder.get_weights()], expected, strict=True):
-        np.testing.assert_allclose(own, other, rtol=1e-5, atol=1e-6)
+    assert_weights(both, by_hand((0, 3))[1])
     assert [variable.path for variable in step.variables] == [one.path for one in chosen]
     assert len(optimizer.variables) == 2 + len(chosen)  # Step count, rate, and their momenta.
-
-
-def test_a_frozen_variable_is_left_out_although_it_was_chosen() -> None:
-    strategy = strategy_of(2)
-    encoder, decoder, optimizer = models(strategy)
-    both = [encoder, decoder]
-    chosen = [encoder.weights[0], decoder.weights[0]]
-    step = tmg.make_train_step(both, optimizer, None, strategy, forward=forward, variables=chosen)
+    both[0].trainable = False
+    before, moved = (variable.numpy() for variable in chosen)
     step(BATCHES[0])
-    encoder.trainable = False
-    before, moved = encoder.get_weights()[0], decoder.get_weights()[0]
-    step(BATCHES[0])
-    np.testing.assert_array_equal(encoder.get_weights()[0], before)
-    assert np.abs(decoder.get_weights()[0] - moved).max() > 0
-    with pytest.raises(ValueError, match="no variable"):
-        tmg.make_train_step(encoder, optimizer, "mse", strategy, variables=[])
+    np.testing.assert_array_equal(chosen[0].numpy(), before)
+    assert np.abs(chosen[1].numpy() - moved).max() > 0
 
 
-def test_values_that_cannot_be_added_are_refused() -> None:
-    encoder, _, optimizer = models(strategy_of(1))
-    returned: Any = None
-
-    def wrong(model: Any, batch: Any, training: bool) -> Any:
-        return tmg.loss_sum("mse", batch[:, :3], model(batch)), returned
-
-    for returned, message in (  # noqa: B007
-        ({"size": 1.0}, "is a sum and the weight that divides it"),
-        ({"loss": (1.0, 1.0)}, "A step or a validation logs 'loss' itself"),
-        ({"size_weight": (1.0, 1.0)}, "logs 'size_weight' itself"),
-        ({"val_size": (1.0, 1.0)}, "logs 'val_size' itself"),
-        ({"size": (tf.ones([2]), 1.0)}, r"shape \(2,\) for 'size'"),
+def test_what_a_forward_may_not_return_and_what_several_models_need() -> None:
+    encoder, decoder, optimizer = models(1)
+    loss = tmg.LossSum(tf.constant(1.0), 1)
+    for returned, text in (
+        (tf.constant(1.0), r"must return a LossSum: .* Received: \w*Tensor\. Return tmg\.loss_sum"),
+        (tmg.LossSum(tf.ones([2]), 2), r"is a scalar\. Received: shape \(2,\) for the loss"),
+        ((loss, {"size": 1.0}), "is a sum and the weight that divides it"),
+        ((loss, {"loss": (1.0, 1.0)}), "A step or a validation logs 'loss' itself"),
+        ((loss, {"size_weight": (1.0, 1.0)}), "logs 'size_weight' itself"),
+        ((loss, {"val_size": (1.0, 1.0)}), "logs 'val_size' itself"),
+        ((loss, {"size": (tf.ones([2]), 1.0)}), r"shape \(2,\) for 'size'"),
     ):
-        step = tmg.make_train_step(encoder, optimizer, None, forward=wrong)
-        with pytest.raises(LossError, match=message):
-            step(BATCHES[0])
-
-
-def test_several_models_need_a_forward_and_variables_of_theirs() -> None:
-    encoder, decoder, optimizer = models(strategy_of(1))
-    with pytest.raises(LossError, match="of 2 models and no forward"):
-        tmg.make_train_step([encoder, decoder], optimizer, "mse")
-    with pytest.raises(ValueError, match="give all of them as the model"):
-        tmg.make_train_step(encoder, optimizer, "mse", variables=decoder.weights)
+        wrong = lambda model, batch, training, returned=returned: returned  # noqa: E731
+        with pytest.raises(LossError, match=text):
+            tmg.make_train_step(encoder, optimizer, None, forward=wrong)(BATCHES[0])
     unbuilt = keras.Sequential([keras.layers.Dense(1)], name="late")
-    with pytest.raises(ScopeError, match=r"Received: \['late'\]"):
-        tmg.make_train_step([encoder, unbuilt], optimizer, None, forward=forward)
-    with pytest.raises(TypeError, match="must be a Keras model"):
-        tmg.make_train_step([encoder, 3], optimizer, None, forward=forward)
-    with pytest.raises(TypeError, match="Received: forward='mse'"):
-        tmg.make_train_step(encoder, optimizer, None, forward="mse")
+    for model, given, options, kind, text in (
+        ([encoder, decoder], "mse", {}, LossError, "of 2 models and no forward"),
+        (encoder, "mse", {"forward": forward}, LossError, "Give either loss or forward, not both"),
+        (encoder, "mse", {"variables": decoder.weights}, ValueError, "give all of them as the mod"),
+        (encoder, "mse", {"variables": []}, ValueError, "no variable"),
+        ([encoder, unbuilt], None, {"forward": forward}, ScopeError, r"Received: \['late'\]"),
+        ([encoder, 3], None, {"forward": forward}, TypeError, "must be a Keras model"),
+        (encoder, None, {"forward": "mse"}, TypeError, "Received: forward='mse'"),
+    ):
+        with pytest.raises(kind, match=text):
+            tmg.make_train_step(model, optimizer, given, **options)
+
+
+# Fails if losses that the step adds by itself count twice in silence.
+def test_a_forward_that_adds_the_losses_of_the_model_is_told() -> None:
+    strategy = strategy_of(2)
+    with strategy.scope():
+        layer = keras.layers.Dense(1, kernel_regularizer="l2")
+        model = keras.Sequential([keras.Input((4,)), layer], name="penalized")
+        optimizer = keras.optimizers.SGD(0.1)
+
+    def twice(model: Any, batch: Any, training: bool) -> Any:
+        one = tmg.loss_sum("mse", batch[:, :1], model(batch, training=training))
+        return tmg.LossSum(one.sum + sum(model.losses), one.weight)
+
+    step = tmg.make_train_step(model, optimizer, None, strategy, forward=twice, verify=False)
+    with pytest.warns(UserWarning, match="Received: losses of 'penalized'. Leave out sum"):
+        step(BATCHES[0])

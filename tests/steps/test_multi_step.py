@@ -1,11 +1,10 @@
-"""Many steps in one call: how they take the data, its end and its failures."""
+"""Many steps in one call: the end of the data and its failures, calls that are cut, tallies."""
 
 from __future__ import annotations
 
-import signal
-import threading
-import time
+from collections.abc import Iterator
 from types import SimpleNamespace
+from typing import Any
 
 import keras
 import numpy as np
@@ -14,7 +13,9 @@ import tensorflow as tf
 from one_device import as_dataset, cut, difference, strategy_of
 
 import tfmultigpu as tmg
+from tfmultigpu.accumulation.loss_sum import LossTerm
 from tfmultigpu.steps import call_lengths
+from tfmultigpu.steps.tally import Layout, Tally, add, additive, logs_of, nothing
 
 _random = np.random.default_rng(31)
 X = _random.normal(size=(24, 5)).astype("float32")
@@ -23,40 +24,43 @@ SIZES = (8, 6, 1, 5, 4)
 
 
 @pytest.fixture
-def cut_on_a_fast_machine(monkeypatch):
+def fast(monkeypatch: pytest.MonkeyPatch) -> None:
     """Has calls take one, four, sixteen steps, however busy the machine is."""
     monkeypatch.setattr(call_lengths, "_SECONDS", 3600.0)
 
 
-def make_step(replicas, heads=1):
+def make_step(replicas: int, heads: int = 1, **options: Any) -> Any:
     strategy = strategy_of(replicas)
     keras.utils.set_random_seed(5)
     with strategy.scope():
         inputs = keras.Input((5,))
-        hidden = keras.layers.Dense(4, "tanh")(inputs)
+        hidden = keras.layers.Dropout(0.2, seed=1)(keras.layers.Dense(4, "tanh")(inputs))
+        hidden = keras.layers.BatchNormalization(synchronized=True)(hidden)
         outputs = [keras.layers.Dense(1, name=f"head{i}")(hidden) for i in range(heads)]
         model = keras.Model(inputs, outputs if heads > 1 else outputs[0])
         optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
-    return tmg.make_train_step(model, optimizer, ["mse"] * heads if heads > 1 else "mse", strategy)
+        metrics = [keras.metrics.MeanSquaredError()] if heads == 1 else []
+    loss = ["mse"] * heads if heads > 1 else "mse"
+    options = {"loss_scale": "dynamic", "metrics": metrics, **options}
+    return tmg.make_train_step(model, optimizer, loss, strategy, **options)
 
 
-def weights(step):
-    return [variable.numpy() for variable in step.model.variables]
+def state(step: Any) -> list[np.ndarray]:
+    """All that a step has changed."""
+    owners = (step.model, step.optimizer, *step.metrics, *step.features)
+    return [variable.numpy() for owner in owners for variable in owner.variables]
 
 
-def one_by_one(step, batches):
-    logs = [step(batch) for batch in batches]
-    return [{name: float(value) for name, value in one.items()} for one in logs]
-
-
+# Fails if the logs of a call are not those of its steps: means by rows, the rest of the last; five
+# heads have more in their logs than there is room for from the start.
 @pytest.mark.parametrize(("replicas", "heads"), [(1, 1), (2, 5)])
-@pytest.mark.usefixtures("cut_on_a_fast_machine")
-def test_as_one_call_for_each_batch(replicas, heads):
-    """Five heads have more in their logs than there is room for from the start."""
-    several = (lambda x, y: (x, (y,) * heads)) if heads > 1 else (lambda x, y: (x, y))
-    data = as_dataset(cut((X, Y), SIZES)).map(several)
-    expected, step = make_step(replicas, heads), make_step(replicas, heads)
-    each = one_by_one(expected, data)
+@pytest.mark.usefixtures("fast")
+def test_as_one_call_for_each_batch(replicas: int, heads: int) -> None:
+    data = as_dataset(cut((X, Y), SIZES))
+    if heads > 1:
+        data = data.map(lambda x, y: (x, (y,) * heads))
+    alone, step = make_step(replicas, heads), make_step(replicas, heads)
+    each = [{name: float(value) for name, value in alone(batch).items()} for batch in data]
     iterator = iter(data)
     for began, ended in ((0, 3), (3, 5)):
         logs = step.run(iterator, 3)
@@ -66,113 +70,77 @@ def test_as_one_call_for_each_batch(replicas, heads):
             mean = np.average([one[name] for one in each[began:ended]], weights=rows)
             np.testing.assert_allclose(float(logs[name]), mean, rtol=1e-6)
         assert float(logs["gradient_norm"]) == pytest.approx(each[ended - 1]["gradient_norm"])
-    assert difference(weights(step), weights(expected)) <= 1e-6
-    nothing = step.run(iterator, 3)
-    assert int(nothing["steps"]) == 0
-    assert float(nothing["weight"]) == 0
-    assert difference(weights(step), weights(expected)) <= 1e-6, "a step without data"
+    assert difference(state(step), state(alone)) <= 1e-6
+    nothing_more = step.run(iterator, 3)
+    assert int(nothing_more["steps"]) == 0
+    assert float(nothing_more["weight"]) == 0
+    assert difference(state(step), state(alone)) <= 1e-6, "a step without data"
 
 
-@pytest.mark.usefixtures("cut_on_a_fast_machine")
-def test_no_element_is_taken_that_no_step_uses():
-    step = make_step(1)
-    iterator = iter(as_dataset(cut((X, Y), SIZES)))
-    assert int(step.run(iterator, 2)["steps"]) == 2
-    assert [len(x) for x, _ in iterator] == [1, 5, 4]
-
-
-@pytest.mark.usefixtures("cut_on_a_fast_machine")
-def test_data_that_fails_leaves_whole_steps():
-    """After a failure the model has been trained on whole batches, the counter says on how many."""
-
-    def batches():
-        yield from cut((X, Y), (8, 6, 1))
+# Fails if a batch is taken that no step uses, or if data that fails leaves less than whole steps of
+# weights, of what layers, metrics and the loss scale keep, or of what the counter says.
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.usefixtures("fast")
+def test_the_end_of_the_data_and_data_that_fails(replicas: int) -> None:
+    def batches() -> Iterator[Any]:
+        yield from cut((X, Y), SIZES)
         raise OSError("the disk is gone")
 
     spec = (tf.TensorSpec([None, 5], tf.float32), tf.TensorSpec([None, 1], tf.float32))
     data = tf.data.Dataset.from_generator(batches, output_signature=spec)
-    step, expected = make_step(2), make_step(2)
-    iterator = iter(tmg.distribute_dataset(data, step.strategy))
+    step, alone = make_step(replicas), make_step(replicas)
+    iterator = iter(data)
+    assert int(step.run(iterator, 2)["steps"]) == 2
+    assert len(next(iterator)[0]) == 1
     with pytest.raises(tf.errors.OpError, match="the disk is gone"):
         step.run(iterator, 5)
-    done = int(step.optimizer.iterations.numpy())
-    assert done == 3
-    one_by_one(expected, cut((X, Y), (8, 6, 1))[:done])
-    assert difference(weights(step), weights(expected)) <= 1e-6
+    assert int(step.optimizer.iterations.numpy()) == 4
+    for number, batch in enumerate(cut((X, Y), SIZES)):
+        if number != 2:
+            alone(batch)
+    assert difference(state(step), state(alone)) <= 1e-6
 
 
-@pytest.mark.usefixtures("cut_on_a_fast_machine")
-def test_data_that_fails_leaves_whole_what_layers_and_metrics_keep():
-    steps, metrics = [], []
-    for _ in range(2):
-        keras.utils.set_random_seed(5)
-        layers = [keras.layers.BatchNormalization(), keras.layers.Dropout(0.2, seed=1)]
-        model = keras.Sequential([keras.Input((5,)), *layers, keras.layers.Dense(1)])
-        metrics.append(keras.metrics.MeanSquaredError())
-        optimizer = keras.optimizers.SGD(0.1)
-        steps.append(
-            tmg.make_train_step(
-                model, optimizer, "mse", metrics=[metrics[-1]], loss_scale="dynamic"
-            )
-        )
-
-    def batches():
-        yield from cut((X, Y), (8, 6, 1))
-        raise OSError("the disk is gone")
-
-    spec = (tf.TensorSpec([None, 5], tf.float32), tf.TensorSpec([None, 1], tf.float32))
-    data = tf.data.Dataset.from_generator(batches, output_signature=spec)
-    with pytest.raises(tf.errors.OpError, match="the disk is gone"):
-        steps[0].run(iter(data), 5)
-    assert int(steps[0].optimizer.iterations.numpy()) == 3
-    one_by_one(steps[1], cut((X, Y), (8, 6, 1)))
-    kept = [
-        [v.numpy() for v in (*s.model.variables, *s.optimizer.variables, *m.variables)]
-        + [s.loss_scale.good_steps.numpy()]
-        for s, m in zip(steps, metrics, strict=True)
-    ]
-    for failed, whole in zip(*kept, strict=True):
-        np.testing.assert_allclose(failed, whole, rtol=1e-6)
-
-
-@pytest.mark.usefixtures("cut_on_a_fast_machine")
-def test_calls_that_are_cut_add_up_to_one_call(monkeypatch):
-    """To the bit, without another trace; and no batch is taken too many where one is cut."""
-    whole, cut_up = make_step(2, heads=5), make_step(2, heads=5)
+# Fails if a cut call is not, to the bit, one call, is traced anew, or takes a batch too many.
+@pytest.mark.usefixtures("fast")
+def test_calls_that_are_cut_add_up_to_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, cut_up = (make_step(2, heads=5, verify=False) for _ in range(2))
     data = as_dataset(cut((X, Y), SIZES)).map(lambda x, y: (x, (y,) * 5)).repeat()
     with monkeypatch.context() as uncut:
         uncut.setattr(call_lengths.CallLength, "most", lambda self, steps: steps)
         expected = whole.run(iter(data), 12)
-    asked = []
-    lengths = iter([1, 2, 4, 3])
-    monkeypatch.setattr(
-        call_lengths.CallLength,
-        "most",
-        lambda self, steps: asked.append(steps) or min(steps, next(lengths, 9)),
-    )
+    asked: list[int] = []
+    lengths = iter([1, 2, 4, 2])
+
+    def most(_: Any, steps: int) -> int:
+        asked.append(steps)
+        return min(steps, next(lengths, 9))
+
+    monkeypatch.setattr(call_lengths.CallLength, "most", most)
     iterator = iter(data)
     found = cut_up.run(iterator, 12)
-    # One step was verified by itself.
-    assert asked == [1, 11, 9, 5, 2]
+    assert asked == [12, 11, 9, 5, 3]
     assert {name: value.numpy() for name, value in found.items()} == {
         name: value.numpy() for name, value in expected.items()
     }
-    for here, there in zip(weights(cut_up), weights(whole), strict=True):
+    for here, there in zip(state(cut_up), state(whole), strict=True):
         np.testing.assert_array_equal(here, there)
     assert len(next(iterator)[0]) == SIZES[12 % 5]
-    assert len(cut_up.multistep._compiled) == 1
+    assert len(cut_up._loops) == 1
     # Where the data ends in the middle of a call, nothing more is asked for.
     asked.clear()
     assert int(cut_up.run(iter(data.take(5)), 100)["steps"]) == 5
     assert asked == [100]
 
 
-def test_the_length_of_calls_follows_from_the_time_of_steps(monkeypatch):
+def test_the_length_of_calls_follows_from_the_time_of_steps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     clock = [0.0]
     monkeypatch.setattr(call_lengths, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
     length = call_lengths.CallLength(strategy_of(2))
 
-    def call(seconds):
+    def call(seconds: float) -> int:
         asked = length.most(1000)
         with length.measuring() as note:
             clock[0] += asked * seconds
@@ -185,21 +153,44 @@ def test_the_length_of_calls_follows_from_the_time_of_steps(monkeypatch):
     assert [call(4.0) for _ in range(3)] == [4, 1, 1]
 
 
-@pytest.mark.usefixtures("interruptible")
-def test_ctrl_c_is_heard_while_many_steps_run():
-    step = make_step(1)
-    data = as_dataset(cut((X, Y), SIZES)).map(slowly).repeat()
-    step.run(iter(data), 2)
-    before = int(step.optimizer.iterations)
-    timer = threading.Timer(1.0, signal.raise_signal, [signal.SIGINT])
-    timer.start()
-    with pytest.raises(KeyboardInterrupt):
-        step.run(iter(data), 3000)
-    timer.join()
-    # Measured: within 50 to 60 steps of 20 milliseconds. Else all of them run.
-    assert before < int(step.optimizer.iterations) < before + 1000
+# Tallies ------------------------------------------------------------------------------------------
+
+NO = tf.zeros([])
+LAYOUT = Layout.of([
+    LossTerm(NO, NO, name="kind", factor=2.0),
+    LossTerm(NO, NO, name="size", factor=1.0),
+    LossTerm(NO, NO, name="right", logged=True),
+])  # fmt: skip
 
 
-def slowly(x, y):
-    wait = tf.numpy_function(lambda: time.sleep(0.02) or np.float32(0), [], tf.float32)
-    return x + tf.ensure_shape(wait, []), y
+def tally_of(sums: Any, weights: Any, rows: float, **options: Any) -> Tally:
+    *wide, count = (tf.constant(value, tf.float64) for value in (*sums, *weights, rows))
+    return Tally.of_step(LAYOUT, wide[:3], wide[3:], tf.constant(0.5), count, **options)
+
+
+# Fails if a mean is divided by another weight than its own, the regularization counts by anything
+# but rows, or an output without weight makes NaN.
+def test_tallies_add_and_are_divided_once() -> None:
+    first = tally_of((6.0, 8.0, 3.0), (3.0, 4.0, 6.0), 3.0, last=(1.0, 8.0))
+    second = tally_of((2.0, 0.0, 5.0), (1.0, 0.0, 2.0), 1.0, skipped=1.0, last=(2.0, 16.0))
+    both = add({"": nothing()}, {"": first})
+    both = add(both, {"": second})
+    logs = {name: float(value) for name, value in logs_of(both).items()}
+    assert logs == {
+        "steps": 2, "loss": 2 * 2 + 2 + 0.5, "weight": 4, "skipped": 1,
+        "gradient_norm": 2, "loss_scale": 16,
+        "kind_loss": 2, "kind_weight": 4, "size_loss": 2, "size_weight": 4,
+        "right": 1, "right_weight": 8,
+    }  # fmt: skip
+    # Losses of epochs are divided by rows, as Keras does: 6.5 * 3 + 4.5 * 1.
+    assert additive(both) == {
+        "steps": 2, "rows": 4, "skipped": 1, "loss": 24,
+        "kind_loss": 8, "size_loss": 6, "right": 8, "right_weight": 8,
+    }  # fmt: skip
+    twice = (first + first).repeated(2)
+    assert float(twice.logs()["steps"]) == 1
+    assert float(twice.logs()["loss"]) == 6.5
+    assert twice.additive()["rows"] == 3
+    assert twice.additive()["right_weight"] == 12
+    assert additive({"d": first, "g": second})["g_kind_loss"] == 2
+    assert nothing().additive() == {"steps": 0}

@@ -10,49 +10,62 @@ import pytest
 import tensorflow as tf
 
 import tfmultigpu as tmg
-from tfmultigpu.steps import batch_function as batches_lib
-from tfmultigpu.steps.traces import Traces
+from tfmultigpu.steps import batches as batches_module
+from tfmultigpu.steps.batches import BatchFunction
 
 
-def seen_by(keep_rows: bool, *batches: Any) -> tuple[list[Any], list[float]]:
+@pytest.fixture
+def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has steps of one replica believe that it is a GPU."""
+    listed = batches_module.tf.config.list_logical_devices
+
+    def devices(kind: str | None = None) -> Any:
+        return ["GPU:0"] if kind == "GPU" else listed(kind)
+
+    monkeypatch.setattr(batches_module.tf.config, "list_logical_devices", devices)
+
+
+def seen_by(*batches: Any) -> tuple[list[Any], list[float]]:
     """The shapes that were traced, and the sums of the batches."""
     shapes: list[Any] = []
 
-    def total(copies: list[Any], further: list[Any]) -> Any:
-        shapes.append([tuple(leaf.shape) for leaf in tf.nest.flatten(copies)])
-        return tf.add_n([tf.reduce_sum(leaf) for leaf in tf.nest.flatten(copies)])
+    def total(shards: Any) -> Any:
+        leaves = tf.nest.flatten(shards.local)
+        shapes.append([tuple(leaf.shape) for leaf in leaves])
+        return tf.add_n([tf.reduce_sum(leaf) for leaf in leaves])
 
-    traces = Traces(total, keep_rows=keep_rows)
-    sums = [float(traces(batch, [tf.nest.flatten(batch)], [])) for batch in batches]
-    return shapes, sums
-
-
-def test_the_first_number_of_rows_is_kept_where_that_was_asked() -> None:
-    batches = [tf.ones([rows, 2]) for rows in (4, 4, 3, 1, 4)]
-    sums = [8.0, 8.0, 6.0, 2.0, 8.0]
-    assert seen_by(False, *batches) == ([[(None, 2)]], sums)
-    assert seen_by(True, *batches) == ([[(4, 2)], [(None, 2)]], sums)
+    function = BatchFunction(total, tf.distribute.get_strategy())
+    return shapes, [float(function(batch)) for batch in batches]
 
 
-def test_rows_that_do_not_agree_are_left_for_a_check_to_tell() -> None:
-    shapes, _ = seen_by(True, (tf.ones([4, 2]), tf.ones([3])))
-    assert shapes == [[(None, 2), (None,)]]
-    shapes, _ = seen_by(True, tf.ones([0, 2]))
-    assert shapes == [[(None, 2)]]
+BATCHES = [tf.ones([rows, 2]) for rows in (4, 4, 3, 1, 4)]
+SUMS = [8.0, 8.0, 6.0, 2.0, 8.0]
 
 
-def test_an_inner_axis_is_opened_beside_the_rows() -> None:
+def test_one_trace_for_any_number_of_rows() -> None:
+    assert seen_by(*BATCHES) == ([[(None, 2)]], SUMS)
+    inner = [tf.ones(shape) for shape in ((4, 2), (4, 3), (3, 5))]
+    assert seen_by(*inner)[0] == [[(None, 2)], [(None, None)]]
+
+
+@pytest.mark.usefixtures("on_a_gpu")
+def test_the_first_number_of_rows_is_kept_on_one_gpu() -> None:
+    """Where each shape that is open makes TensorFlow wait."""
+    assert seen_by(*BATCHES) == ([[(4, 2)], [(None, 2)]], SUMS)
+    # Where rows do not agree, or there are none, a check tells.
+    for batch in ((tf.ones([4, 2]), tf.ones([3])), tf.ones([0, 2])):
+        with pytest.raises(tmg.errors.DataError, match=r"differ in their number of rows|no rows"):
+            seen_by(batch)
     batches = [tf.ones(shape) for shape in ((4, 2), (4, 3), (3, 5), (2, 7))]
-    shapes, sums = seen_by(True, *batches)
-    assert shapes == [[(4, 2)], [(4, None)], [(None, None)]]
+    shapes, sums = seen_by(*batches)
+    assert shapes == [[(4, 2)], [(None, None)]]
     assert sums == [8.0, 12.0, 15.0, 14.0]
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2])
 def test_steps_of_known_rows_first_train_alike(
-    monkeypatch: pytest.MonkeyPatch, micro_batches: int
+    request: pytest.FixtureRequest, micro_batches: int
 ) -> None:
-    """As on one GPU, where each shape that is open makes TensorFlow wait."""
     seen: list[Any] = []
 
     class Seeing(keras.layers.Dense):
@@ -72,7 +85,7 @@ def test_steps_of_known_rows_first_train_alike(
 
     expected = trained()
     assert 8 not in seen
-    monkeypatch.setattr(batches_lib, "_keeps_rows", lambda strategy: True)
+    request.getfixturevalue("on_a_gpu")
     found = trained()
     assert (8 in seen) == (micro_batches == 1)
     np.testing.assert_allclose(found[0], expected[0], rtol=1e-6)

@@ -1,0 +1,205 @@
+"""What layers and metrics assign is deferred, and read meanwhile, as if it had been assigned."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from one_device import Replicated, cut, hold
+
+import tfmultigpu as tmg
+from tfmultigpu.steps.assignments import assign, deferring
+from tfmultigpu.steps.recording import (
+    noting_losses_read,
+    recording_added_losses,
+    recording_calls,
+)
+
+_random = np.random.default_rng(43)
+X = _random.normal(size=(16, 4)).astype("float32")
+Y = _random.normal(size=(16, 1)).astype("float32")
+BATCHES = cut((X, Y), (7, 1, 5, 2))
+SQUARES = keras.losses.MeanSquaredError()
+
+
+def sgd() -> Any:
+    return keras.optimizers.SGD(0.1, momentum=0.9)
+
+
+def in_graph(function: Callable[[], Any]) -> Any:
+    return tf.function(function, autograph=False)()
+
+
+# The scope ----------------------------------------------------------------------------------------
+
+
+def test_what_is_deferred_is_read_and_assigned_only_when_asked() -> None:
+    variable, other = keras.Variable(1.0), keras.Variable(5.0)
+    late: list[Any] = []
+
+    def run() -> Any:
+        with deferring([(other, tf.constant(7.0))]) as deferred:
+            if not late:
+                late.append(keras.Variable("ones", shape=(), name="late"))
+            late[0].assign_add(1.0)
+            variable.assign_add(1.0)
+            variable.assign_add(1.0)
+            seen = [tf.convert_to_tensor(variable), tf.convert_to_tensor(other)]
+        with deferring(again=deferred):
+            variable.assign(variable * 2.0)
+        before = tf.identity(variable.value)
+        assign(deferred.variables, [deferred.current(one) for one in deferred.variables], [])
+        return [*seen, before]
+
+    assert [float(value) for value in in_graph(run)] == [3.0, 7.0, 1.0]
+    assert float(variable.numpy()) == 6.0
+    assert float(late[0].numpy()) == 2.0
+    assert float(other.numpy()) == 5.0, "what was given is not assigned"
+
+
+def test_metrics_of_copies_stay_as_they_are() -> None:
+    metric, count = keras.metrics.Sum(), keras.Variable(0.0, trainable=False)
+
+    def run() -> Any:
+        with deferring((), tf.constant(1) > 2) as deferred:
+            metric.update_state([3.0])
+            count.assign_add(1.0)
+        return [deferred.current(one) for one in (metric.total, count)]
+
+    assert [float(value) for value in in_graph(run)] == [0.0, 1.0]
+
+
+def test_what_an_inner_graph_assigns_is_assigned_at_once() -> None:
+    count, total = keras.Variable(1.0, trainable=False), keras.Variable(0.0, trainable=False)
+
+    def body(i: Any) -> Any:
+        count.assign_add(1.0)
+        total.assign_add(count)
+        return i + 1
+
+    def run() -> Any:
+        with deferring() as deferred:
+            count.assign(10.0)
+            tf.while_loop(lambda i: i < 3, body, [0])
+            after = tf.convert_to_tensor(count)
+            count.assign_add(100.0)
+        return after, deferred.current(count), tf.identity(count.value)
+
+    assert [float(value) for value in in_graph(run)] == [13.0, 113.0, 13.0]
+    assert float(total.numpy()) == 11.0 + 12.0 + 13.0
+
+
+def test_a_gradient_goes_to_a_variable_and_not_through_what_it_was_assigned() -> None:
+    weight, state = keras.Variable(3.0), keras.Variable(2.0, trainable=False)
+
+    def run() -> Any:
+        with tf.GradientTape() as tape, deferring():
+            weight.assign(weight * 2.0)
+            state.assign(state * weight)
+            loss = weight * weight * state
+        return loss, tape.gradient(loss, weight.value)
+
+    assert [float(value) for value in in_graph(run)] == [6.0 * 6.0 * 12.0, 2 * 6.0 * 12.0]
+
+
+# Steps --------------------------------------------------------------------------------------------
+
+
+# Fails if a layer does not read, after it has assigned, what TensorFlow would have put together.
+@pytest.mark.parametrize("aggregation", ["mean", "none", "only_first_replica"])
+def test_a_variable_that_is_put_together_from_all_replicas(aggregation: str) -> None:
+    class Mean(keras.layers.Layer):
+        def build(self, shape: Any) -> None:
+            self.mean = self.add_weight(
+                shape=(4,), initializer="zeros", trainable=False, aggregation=aggregation
+            )
+
+        def call(self, inputs: Any) -> Any:
+            self.mean.assign(0.5 * self.mean + tf.reduce_mean(inputs, axis=0))
+            self.mean.assign(0.5 * self.mean + 1.0)
+            return inputs - self.mean
+
+    def build() -> keras.Model:
+        return keras.Sequential([keras.Input((4,)), Mean(), keras.layers.Dense(1)])
+
+    run = Replicated(2, build, sgd, "mse")
+    strategy, mean = run.strategy, run.model.layers[0]
+    differ = aggregation != "mean"  # One device has no replicas to add up or to choose from.
+    with pytest.warns(tmg.ReplicaDependenceWarning) if differ else nullcontext():
+        for batch in cut((X, Y), (6, 8)):
+            run.step(batch)
+    found = [copy.numpy() for copy in strategy.experimental_local_results(mean.mean.value)]
+    mean.mean.assign(np.zeros(4))
+
+    def assigned_at_once() -> None:
+        for rows in (slice(0, 6), slice(6, 14)):
+            shards = np.split(X[rows], 2)
+            shard = strategy.experimental_distribute_values_from_function(
+                lambda c, shards=shards: tf.constant(shards[c.replica_id_in_sync_group])
+            )
+            strategy.run(mean.call, args=(shard,))
+
+    in_graph(assigned_at_once)
+    expected = [copy.numpy() for copy in strategy.experimental_local_results(mean.mean.value)]
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("micro_batches", [3, (1, 2)])
+def test_weights_that_a_forward_pass_assigns(micro_batches: Any) -> None:
+    """Of the kernel it was assigned: regularisation, gradient, and where the update begins."""
+
+    def build() -> keras.Model:
+        dense = keras.layers.Dense(3, kernel_regularizer="l2")
+        layers = [keras.layers.SpectralNormalization(dense), keras.layers.Dense(1)]
+        return keras.Sequential([keras.Input((4,)), *layers])
+
+    hold(2, build, sgd, SQUARES, BATCHES, micro_batches=micro_batches)
+
+
+class DrawsInABranch(keras.layers.Layer):
+    """Draws where nothing can be held back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dropout = keras.layers.Dropout(0.5, seed=3)
+
+    def call(self, inputs: Any, training: bool = False) -> Any:
+        positive = tf.reduce_sum(tf.ones([])) > 0
+        return tf.cond(positive, lambda: self.dropout(inputs, training=training), lambda: inputs)
+
+
+@pytest.mark.parametrize("micro_batches", [1, (1, 2)])
+def test_what_is_drawn_in_a_branch_is_what_one_device_draws(micro_batches: Any) -> None:
+    def build() -> keras.Model:
+        return keras.Sequential([keras.Input((4,)), DrawsInABranch(), keras.layers.Dense(1)])
+
+    hold(2, build, sgd, SQUARES, BATCHES, micro_batches=micro_batches, verify=False)
+
+
+# What is seen of Keras ----------------------------------------------------------------------------
+
+
+def test_calls_and_losses_are_seen_while_a_context_lasts() -> None:
+    before = keras.Operation.__call__, keras.layers.Layer.__dict__["losses"]
+    inputs = keras.Input((2,))
+    plain, strict = keras.layers.Dense(3), keras.layers.Dense(1, kernel_regularizer="l2")
+    active = keras.layers.ActivityRegularization(l2=0.5)
+    model = keras.Model(inputs, strict(active(keras.ops.relu(plain(inputs)))))
+    noted: list[Any] = []
+    with recording_calls() as calls, recording_added_losses() as added:
+        result = model(np.ones((1, 2), "float32"))
+    kinds = [type(layer).__name__ for layer, _ in calls]
+    assert kinds[-5:] == ["Dense", "Relu", "ActivityRegularization", "Dense", "Functional"]
+    assert calls[-1][1] is result
+    assert [layer for layer, _ in added] == [active]
+    with noting_losses_read(noted.append):
+        assert plain.losses == []
+        assert len(strict.losses) == 1
+    assert noted == [strict]
+    after = keras.Operation.__call__, keras.layers.Layer.__dict__["losses"]
+    assert after == before
