@@ -424,7 +424,7 @@ def test_replicas_give_what_one_device_gives(case: Case) -> None:
 
 # Nothing is forgotten -----------------------------------------------------------------------------
 
-DRAWS = "is random, which has its own tests: steps/test_random_draws.py"
+DRAWS = "is random, which has its own tests: steps/test_draws.py"
 NO_TENSORFLOW = "runs a model of another framework"
 NOT_TRAINED = {
     "AugMix": DRAWS,
