@@ -26,7 +26,18 @@ if TYPE_CHECKING:
     from tfmultigpu.steps.program import Program
     from tfmultigpu.steps.tally import Tallies
 
-__all__ = ["SEES", "Call", "Feature", "Gradient", "Pass", "Phase", "Replica", "Rows", "Sees", "Shards"]
+__all__ = [
+    "SEES",
+    "Call",
+    "Feature",
+    "Gradient",
+    "Pass",
+    "Phase",
+    "Replica",
+    "Rows",
+    "Sees",
+    "Shards",
+]
 
 
 class Rows(NamedTuple):

@@ -23,9 +23,10 @@ from tfmultigpu.errors import DataError
 from tfmultigpu.steps.batch_norm import short_sums
 from tfmultigpu.steps.batches import BatchFunction, ShardSource, check_called_from
 from tfmultigpu.steps.call_lengths import CallLength
+from tfmultigpu.steps.data_loop import gathers_rows, is_seen, loop_over, steps_of
 from tfmultigpu.steps.failures import explaining_failures
 from tfmultigpu.steps.features import SEES, Call, Feature, Phase, Replica, Rows, Sees, Shards
-from tfmultigpu.steps.rows import GATHERED, standing_at
+from tfmultigpu.steps.rows import standing_at
 from tfmultigpu.steps.tally import Layout, Tallies, Tally, add, logs_of, nothing
 from tfmultigpu.strategies.not_copied import NotCopied
 from tfmultigpu.strategies.topology import describe, local_replicas, per_replica
@@ -262,7 +263,7 @@ class Program(NotCopied):
             done = self._tallies(vectors)
             if element is None:
                 return dict(logs), done
-            steps -= _steps(vectors) - _steps(before)
+            steps -= steps_of(vectors) - steps_of(before)
 
     def _in_calls(self, loop: Any, source: Any, steps: Any, vectors: Any) -> Any:
         """Runs the loop in calls that are short enough for Ctrl-C, which is heard between them.
@@ -282,7 +283,7 @@ class Program(NotCopied):
 
         while left is not None and (asked := min(most, self._length.most(int(left)))) < left:
             with self._length.measuring() as note:
-                before = _steps(vectors)
+                before = steps_of(vectors)
                 logs, vectors, element = call(asked)
                 ran = int(logs["steps"]) - before  # Reading it waits for the steps.
                 note(ran)
@@ -333,7 +334,7 @@ class Program(NotCopied):
         # In one call TensorFlow allows a collective of several workers one shape only, and gathered
         # rows differ from batch to batch.
         several = len(local_replicas(self.strategy)) < self.strategy.num_replicas_in_sync
-        most = 1 if several and _gathers_rows(run) else math.inf
+        most = 1 if several and gathers_rows(run) else math.inf
         self._loops.append((kind, run, most))
         return run, most
 
@@ -349,75 +350,13 @@ class Program(NotCopied):
 
         def run(source: Any, steps: Any, sees: Any, *vectors: Any) -> Any:
             def waits(element: Any) -> Any:
-                return _is_seen(split(element)[1], sees, replicas)
+                return is_seen(split(element)[1], sees, replicas)
 
             stop = waits if waiting else None
-            *end, vectors = _loop(source, steps, step, stop, vectors)
+            *end, vectors = loop_over(source, steps, step, stop, vectors)
             return logs_of(self._tallies(vectors)), vectors, *end
 
         return tf.function(run, autograph=False)
-
-
-def _loop(source: Any, steps: Any, step: Any, waits: Any, vectors: Sequence[Any]) -> Any:
-    """Takes each element before its step, which is in a branch: the data may have ended.
-
-    Args:
-        source: The iterator.
-        steps: The most steps.
-        step: ``f(element, vectors)`` returns the vectors after it.
-        waits: ``f(element)`` returns whether the loop ends before its step; None for never.
-        vectors: What the steps add to.
-
-    Returns:
-        Whether an element was taken that waits, that element as an optional, and the vectors.
-    """
-    no = tf.constant(False)
-
-    def body(left: Any, _: Any, __: Any, *vectors: Any) -> tuple[Any, ...]:
-        optional = source.get_next_as_optional()
-        more: Any = optional.has_value()
-        stop: Any = no
-        with tf.device("CPU:0"):
-            if waits is not None:
-                stop = tf.cond(more, lambda: waits(optional.get_value()), lambda: no)
-            more &= ~stop
-        vectors = tf.cond(more, lambda: step(optional.get_value(), vectors), lambda: vectors)
-        with tf.device("CPU:0"):
-            return ((left - 1) * tf.cast(more, tf.int32), stop, optional, *vectors)
-
-    # What decides about going on is on the CPU, and loops keep it there in 32 bits: a step would
-    # begin only after a GPU had ended the one before.
-    with tf.device("CPU:0"):
-        left = tf.cast(tf.minimum(steps, tf.int32.max), tf.int32)
-        kind: Any = tf.experimental.Optional
-        empty: Any = kind.empty(source.element_spec)
-    shapes = [left.shape, no.shape, tf.type_spec_from_value(empty)]
-    _, stop, optional, *vectors = tf.while_loop(
-        lambda left, *_: left > 0,
-        body,
-        [left, no, empty, *vectors],
-        shape_invariants=[*shapes, *[tf.TensorShape([None])] * len(vectors)],
-        parallel_iterations=1,
-    )
-    return stop, optional, tuple(vectors)
-
-
-def _is_seen(offsets: Any, sees: Any, replicas: int) -> Any:
-    """Returns whether ``Program.is_seen`` of a batch; ``sees`` is a number in ``SEES``."""
-    with tf.device("CPU:0"):
-        counts = offsets[1:] - offsets[:-1]
-        uneven = tf.reduce_max(counts) > tf.reduce_min(counts)
-        cut = offsets[-1] >= max(replicas, 2)
-        return cut & (sees <= tf.cast(uneven, tf.int32) + SEES.index("cut"))
-
-
-def _steps(vectors: Sequence[Any]) -> int:
-    return int(vectors[0][0]) if vectors[0].shape[0] else 0
-
-
-def _gathers_rows(run: Any) -> bool:
-    functions = run.graph.as_graph_def().library.function
-    return any(GATHERED in node.name for body in functions for node in body.node_def)
 
 
 def _vectors(tallies: Tallies) -> tuple[Any, ...]:
