@@ -159,8 +159,8 @@ LAW = (
         "steps/step.py",
         (
             (
-                "        penalty, penalties = regularization(trained, self.update.at)\n",
-                "        penalty, penalties = regularization(trained, self.update.at)\n        many = self.strategy.num_replicas_in_sync\n        penalties = [p if p is None else p * many for p in penalties]\n",
+                "        penalty, penalties = regularization(trained, self.update.at, assigned)\n",
+                "        penalty, penalties = regularization(trained, self.update.at, assigned)\n        many = self.strategy.num_replicas_in_sync\n        penalties = [p if p is None else p * many for p in penalties]\n",
             ),
         ),
         (NORM,),
@@ -170,8 +170,8 @@ LAW = (
         "steps/step.py",
         (
             (
-                "        penalty, penalties = regularization(trained, self.update.at)\n",
-                '        penalty, penalties = regularization(trained, self.update.at)\n        parts = next((f._counts[0] for f in self.features if hasattr(f, "_counts")), 1)\n        penalties = [p if p is None else p * parts for p in penalties]\n',
+                "        penalty, penalties = regularization(trained, self.update.at, assigned)\n",
+                '        penalty, penalties = regularization(trained, self.update.at, assigned)\n        parts = next((f._counts[0] for f in self.features if hasattr(f, "_counts")), 1)\n        penalties = [p if p is None else p * parts for p in penalties]\n',
             ),
         ),
         (SHARES,),
@@ -181,8 +181,8 @@ LAW = (
         "steps/step.py",
         (
             (
-                "        penalty, penalties = regularization(trained, self.update.at)\n",
-                "        penalty, penalties = regularization(trained, self.update.at)\n        penalties = [p if p is None else p / weights[0] for p in penalties]\n",
+                "        penalty, penalties = regularization(trained, self.update.at, assigned)\n",
+                "        penalty, penalties = regularization(trained, self.update.at, assigned)\n        penalties = [p if p is None else p / weights[0] for p in penalties]\n",
             ),
         ),
         (NORM,),
@@ -399,9 +399,9 @@ LAW = (
         "accumulation/accumulator.py",
         (
             (
-                "        self._weight.assign_add(tf.cast(weight, tf.float32))",
+                "        self._weight.assign_add(tf.cast(weight, self._weight.dtype))",
                 "        self._context().all_reduce('SUM', tf.cast(weight, tf.float32))\n"
-                "        self._weight.assign_add(tf.cast(weight, tf.float32))",
+                "        self._weight.assign_add(tf.cast(weight, self._weight.dtype))",
             ),
         ),
         ("promises/test_windows.py::test_adding_to_a_window_waits_for_no_other_replica",),
@@ -410,7 +410,7 @@ LAW = (
     Mutation(
         "the first step is not verified",
         "addons/verification/verify.py",
-        (('self._due, self.sees = True, "any"', 'self._due, self.sees = False, "any"'),),
+        (("(self._call, call) if self._due else call", "(self._call, call) if False else call"),),
         (f"{TOUCHING}[a batch mean in a Lambda]",),
     ),
     Mutation(
@@ -428,7 +428,7 @@ LAW = (
     Mutation(
         "states that layers assign are not compared",
         "addons/verification/verify.py",
-        (("yield from of_states(device.states, one, self._strategy, rounding)", "yield from ()"),),
+        (("for i, variable in enumerate(device.states):", "for i, variable in enumerate(()):"),),
         (f"{TOUCHING}[a number of rows kept in a layer]",),
     ),
 )

@@ -243,7 +243,7 @@ STEPS = (
                 "lambda: step(optional.get_value(), vectors), lambda: vectors)\n        ended = tf.cast(~more, tf.float64)\n        size = tf.size(vectors[0])\n        vectors = (vectors[0] + tf.one_hot(0, size, ended), *vectors[1:])\n",
             ),
         ),
-        (f"{RUN}[N=2]", f"{RUN}[N=1]"),
+        (f"{RUN}[N=2]",),
     ),
     Mutation(
         "the logs of a call are those of its first step",
