@@ -236,7 +236,7 @@ STEPS = (
     ),
     Mutation(
         "the end of the data is counted as a step",
-        "steps/program.py",
+        "steps/data_loop.py",
         (
             (
                 "lambda: step(optional.get_value(), vectors), lambda: vectors)\n",
