@@ -137,7 +137,7 @@ def make_train_step(
     parts += [Draws(by_xla=jit_compile), LossScaling(loss_scale)]
     if clip_norm is not None:
         parts.append(ClipByNorm(clip_norm))
-    parts += [*features, *_verified(verify, strategy, max(counts) > 1)]
+    parts += [*_of_user(features), *_verified(verify, strategy, max(counts) > 1)]
     agreement = ProgramAgreement(strategy, settings)
     return TrainStep(
         passes, optimizer, strategy, parts,
@@ -188,7 +188,7 @@ def make_eval_step(
     passes = Forward.of(model, loss, forward)
     check_kinds(passes.model, strategy)
     passes.check_metrics(metrics)
-    parts = [*_of_strategy(strategy), Draws(), *features, *_verified(verify, strategy)]
+    parts = [*_of_strategy(strategy), Draws(), *_of_user(features), *_verified(verify, strategy)]
     return EvalStep(passes, strategy, parts, metrics=metrics)
 
 
@@ -224,7 +224,7 @@ def make_predict_step(
     check_backend()
     strategy = tf.distribute.get_strategy() if strategy is None else strategy
     check_kinds(model, strategy)
-    parts = [*_of_strategy(strategy), Draws(), *features, *_verified(verify, strategy)]
+    parts = [*_of_strategy(strategy), Draws(), *_of_user(features), *_verified(verify, strategy)]
     return PredictStep(model, strategy, parts)
 
 
@@ -243,6 +243,17 @@ def check_verify(verify: Any) -> None:
 def _of_strategy(strategy: Any) -> list[Feature]:
     """The features that an add-on has left with a strategy, such as for sharded variables."""
     return [make() for make in getattr(strategy, "tfmultigpu_features", ())]
+
+
+def _of_user(features: Any) -> list[Feature]:
+    several = isinstance(features, (list, tuple))
+    for feature in features if several else [features]:
+        if not several or not isinstance(feature, Feature):
+            raise TypeError(
+                "features is a list of tmg.steps.Feature objects. Received: "
+                f"features={features!r}. Write features=[MyFeature()]."
+            )
+    return list(features)
 
 
 def _verified(verify: Verify, strategy: Any, in_parts: bool = False) -> list[Feature]:

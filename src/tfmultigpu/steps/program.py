@@ -62,6 +62,12 @@ class Program(NotCopied):
         self._key: Hashable = None
         self._function: BatchFunction = BatchFunction(self._trace, strategy)
 
+    @property
+    def verification(self) -> Any:
+        """The comparison of the last verified step with one device; None before the first."""
+        results = [f.verification for f in self.features if hasattr(f, "verification")]
+        return results[0] if results else None
+
     def compute(self, shards: Shards) -> Tallies:
         """Computes one global batch; traced."""
         raise NotImplementedError

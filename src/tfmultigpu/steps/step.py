@@ -100,12 +100,6 @@ class TrainStep(Program):
         """The trained model with its optimizer and variables, as for a chain of one step."""
         return (Trained(self.model, self.optimizer, self.variables),)
 
-    @property
-    def verification(self) -> Any:
-        """The comparison of the last verified step with one device; None before the first."""
-        results = [f.verification for f in self.features if hasattr(f, "verification")]
-        return results[0] if results else None
-
     def assigned(self, batch_spec: Any = None) -> list[Any]:
         """Returns the Keras variables that a forward pass assigns: states of layers, metrics.
 
@@ -125,16 +119,17 @@ class TrainStep(Program):
         return [*self.model.variables, *self.optimizer.variables, *self.states_beside_model()]
 
     def states_beside_model(self) -> list[Any]:
-        """Returns what ``forward`` assigns that no model and no metric of the step has.
+        """Returns what ``forward`` and features change that no model and no metric has.
 
         That is the state of a seed generator or a metric in a closure, for example.
         """
+        states = [variable for feature in self.features for variable in feature.variables]
         if self.forward.forward is None:
-            return []
+            return states
         owners = [self.model, *self.metrics, *getattr(self.model, "metrics", ())]
         known = {id(variable) for owner in owners for variable in owner.variables}
         found = {id(variable): variable for variable in self.assigned()}
-        return [variable for key, variable in found.items() if key not in known]
+        return [*states, *(variable for key, variable in found.items() if key not in known)]
 
     # What a trace takes in ----------------------------------------------------------------------
 
@@ -179,8 +174,9 @@ class TrainStep(Program):
         after = [tally.sums, *self.strategy.experimental_local_results(gradient.norm)]
         self._commit(passes, after)
         self._apply(gradient, after)
-        for feature in self.features:
-            feature.after_update(gradient)
+        with tf.control_dependencies(after):  # A step that raises advances nothing.
+            for feature in self.features:
+                feature.after_update(gradient)
         self._settings.note(self.optimizer, traced=True)
         return {"": tally}
 
@@ -286,6 +282,12 @@ class TrainStep(Program):
         gradient = Gradient(tuple(g for g, _ in kept), norm, None, tuple(v for _, v in kept))
         for feature in self.features:
             gradient = feature.on_gradient(gradient)
+            if not isinstance(gradient, Gradient):
+                raise TypeError(
+                    "on_gradient returns the gradient that it was given, with other tensors. "
+                    f"Received: {type(gradient).__name__} from {type(feature).__name__}. Write "
+                    "return gradient._replace(tensors=tensors)."
+                )
         tensors = tuple(
             tf.cast(g, v.dtype) for g, (_, v) in zip(gradient.tensors, kept, strict=True)
         )

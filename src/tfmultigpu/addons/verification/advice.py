@@ -25,6 +25,10 @@ _LOSS = (
     "over the whole batch with tmg.gather_rows(tensor), which returns the rows of all replicas; "
     "docs/coupled-losses.md has examples."
 )
+_ADDED = (
+    "What a layer gives to add_loss counts as a mean over its rows. If it is a sum over them, give "
+    "one value for each row: self.add_loss(values)."
+)
 _WEIGHT = (
     "A LossSum holds the sum over the rows of one replica and their number. Write "
     "tmg.LossSum(tf.reduce_sum(values), tf.size(values))."
@@ -43,8 +47,9 @@ _STATE = (
     "tf.distribute.get_replica_context(); total, count = context.all_reduce('SUM', [total, count])."
 )
 _UPDATE = (
-    "Its gradient is that of one device and its update is not: an error of this library or of a "
-    "feature. Please report it, with the optimizer and its settings."
+    "Its gradient is that of one device and its update is not. A feature that changes gradients is "
+    "applied on one device too if its on_one_device returns one like it: return self. Without such "
+    "a feature please report it, with the optimizer and its settings."
 )
 
 
@@ -68,6 +73,8 @@ def explain(
     own = device.twin.trace.layout.own if terms else []
     if terms and all(own[term.number % len(own)].logged for term in terms):
         return terms[0].name, _VALUE
+    if terms and own[terms[0].number % len(own)].added:
+        return terms[0].name, _ADDED
     if terms and terms[0].number >= len(own):
         return terms[0].name, _WEIGHT
     # All layers agree: it is the loss, if the few rows that were looked at show it too.
