@@ -228,13 +228,13 @@ def test_an_update_is_chosen_once() -> None:
     assert gone() is None
 
 
-# Fails if a step without gradients is not counted, or builds an optimizer for nothing.
+# Fails if a step without gradients is counted, unlike in Keras, or builds an optimizer for nothing.
 def test_nothing_to_train() -> None:
     strategy = strategy_of(2)
     with strategy.scope():
         optimizer = optimizers.Adam(0.1)
     choose_update(optimizer, [], strategy).apply([], [])
-    assert int(optimizer.iterations.numpy()) == 1
+    assert int(optimizer.iterations.numpy()) == 0
     assert not optimizer.built
     assert update_of(optimizer) is None
 

@@ -90,24 +90,6 @@ def test_what_layers_add_counts_as_on_one_device() -> None:
     assert_same(run.train(batches), expected, weights=1e-13)
 
 
-# Fails if Keras itself counts a value per row otherwise.
-def test_keras_itself_counts_so() -> None:
-    def build() -> keras.Model:
-        add = Add(ADDED["one value per row"])
-        return keras.Sequential([keras.Input((5,)), keras.layers.Dense(4), add])
-
-    keras.utils.set_random_seed(7)
-    model = build()
-    model.compile(sgd(), "mse")
-    run = Replicated(2, build, sgd, "mse", micro_batches=(2, 1))
-    run.model.set_weights(model.get_weights())
-    for x, _ in BATCHES:
-        loss = float(run.step((x, x[:, :4]))["loss"])
-        assert model.train_on_batch(x, x[:, :4]) == pytest.approx(loss, rel=1e-5)
-    for one, other in zip(run.model.get_weights(), model.get_weights(), strict=True):
-        np.testing.assert_allclose(one, other, atol=1e-6)
-
-
 # Fails if a loss that is no mean over the rows, and counts as one, is not told by name; or if it is
 # told on one replica in one piece, where it is what Keras makes of it.
 @pytest.mark.parametrize("name", NO_MEANS)
@@ -189,31 +171,3 @@ def test_whose_losses_count_and_for_which_batches() -> None:
             for replicas in (1, 3)
         )
         assert three == pytest.approx(one, rel=1e-6)
-
-
-# Fails if a state that layers count beside a loss moves on more than once a step, verified or not.
-def test_a_step_moves_states_on_once() -> None:
-    class Counts(keras.layers.Layer):
-        def build(self, shape: Any) -> None:
-            self.calls = self.add_weight(shape=(), initializer="zeros", trainable=False)
-            self.raw = tf.Variable(0.0, trainable=False)
-
-        def call(self, inputs: Any) -> Any:
-            self.calls.assign_add(1.0)
-            self.raw.assign_add(1.0, read_value=False)
-            self.add_loss(tf.reduce_mean(inputs * keras.random.uniform(tf.shape(inputs))))
-            return inputs
-
-    def build() -> keras.Model:
-        layers = [keras.layers.Dropout(0.5, seed=3), Counts(name="counts"), keras.layers.Dense(2)]
-        return keras.Sequential([keras.Input((5,)), *layers])
-
-    for verify in ("first", False):
-        run = Replicated(2, build, sgd, "mse", verify=verify)
-        seeds = [v for v in run.model.variables if "seed" in v.path]
-        before = [v.numpy() for v in seeds]
-        run.step((X, Y))
-        counts = run.model.get_layer("counts")
-        assert (float(counts.calls.numpy()), float(counts.raw.numpy())) == (1.0, 1.0)
-        moved = [v.numpy() - b for v, b in zip(seeds, before, strict=True)]
-        np.testing.assert_array_equal(moved, [(0, 1)] * len(seeds))

@@ -16,7 +16,6 @@ import tensorflow as tf
 from one_device import ByHand, Replicated, assert_same, cut, strategy_of
 
 import tfmultigpu as tmg
-from tfmultigpu._patch import patching
 from tfmultigpu.steps.batch_norm import moments_of_replicas, short_sums
 
 layers = keras.layers
@@ -108,35 +107,6 @@ def test_the_formula_is_that_of_keras(axis: int, channels: int) -> None:
             np.testing.assert_allclose(np.squeeze(other), variance, atol=1e-12)
         # Two replicas each ask for the gradient of their own copy of the total.
         np.testing.assert_allclose(np.concatenate(gradients), 2 * gradient.numpy(), atol=1e-12)
-
-
-# Fails if Keras computes its moments elsewhere, or synchronizes behind a mask by itself: then half
-# of moments_of_replicas could go.
-def test_what_of_keras_is_replaced() -> None:
-    given = []
-
-    def replacement(original: Any, layer: Any, inputs: Any, mask: Any) -> Any:
-        given.append((inputs.dtype, mask))
-        return original(layer, inputs, mask)
-
-    layer = norm(dtype="float16")
-    x, mask = tf.ones([2, 3, 4], tf.float16), tf.constant([[True, False, True]] * 2)
-    with patching(keras.layers.BatchNormalization, "_moments", replacement):
-        layer(x, training=True, mask=mask)
-        layer(x, training=True)
-        layer(x, training=False)
-    assert [dtype for dtype, _ in given] == [tf.float32] * 2
-    assert given[0][1] is mask
-    assert given[1][1] is None
-    with strategy_of(2).scope():
-        layer = norm(dtype="float64")
-        layer.build((None, 2, 1))
-
-    def mean() -> Any:
-        x = tf.fill([3, 2, 1], tf.constant([1.0, 5.0], tf.float64)[number()])
-        return [layer._moments(x, tf.ones([3, 2], tf.bool))[0]]
-
-    np.testing.assert_allclose(np.ravel(local(2, mean)[0]), [1.0, 5.0], atol=1e-6)
 
 
 # Models one did not write -------------------------------------------------------------------------

@@ -288,20 +288,3 @@ def test_a_loss_that_flattens_or_drops_rows_is_counted_as_it_is() -> None:
     assert difference(run.weights, expected.weights) <= 1e-6
     assert run.losses == pytest.approx(expected.losses, abs=1e-6)
     assert run.logs[0]["weight"] == (y > 0).sum()
-
-
-# Fails if gradients of several dtypes are clipped each by themselves.
-def test_layers_of_different_precision_are_clipped_together() -> None:
-    def build() -> keras.Model:
-        inputs = keras.Input((4,))
-        hidden = keras.layers.Dense(3, "tanh", dtype="float64")(inputs)
-        return keras.Model(inputs, keras.layers.Dense(2, dtype="float32")(hidden))
-
-    one, three = (
-        Replicated(n, build, lambda: optimizers.SGD(0.5), "mse", clip_norm=0.1).train([(X, Y)])
-        for n in (1, 3)
-    )
-    assert three.logs[0]["gradient_norm"] == pytest.approx(one.logs[0]["gradient_norm"], abs=1e-6)
-    assert difference(three.weights, one.weights) <= 1e-6
-    unclipped = Replicated(3, small, lambda: optimizers.SGD(0.5), "mse", clip_norm=float("inf"))
-    assert all(np.isfinite(weight).all() for weight in unclipped.train(BATCHES[:1]).weights)

@@ -25,7 +25,6 @@ size = keras.ops.shape
 _random = np.random.default_rng(8)
 X = _random.normal(size=(40, 6)).astype("float32")
 SEQUENCES = _random.normal(size=(40, 5, 6)).astype("float32")
-IMAGES = _random.uniform(size=(40, 8, 8, 3)).astype("float32")
 Y = _random.integers(0, 3, 40)
 SIZES = (7, 1, 9, 2, 15)  # Even and uneven over 3; fewer rows than replicas; each has its mask.
 BATCHES = cut((X, Y), SIZES)
@@ -61,33 +60,13 @@ class Sampling(layers.Layer):
         return keras.KerasTensor(tuple(x.shape), x.dtype)
 
 
-def crop(x: Any, seed: Any) -> Any:
-    cropped = tf.image.stateless_random_crop(x, [size(x)[0], 5, 4, 3], seed.next())
-    return tf.image.resize_with_crop_or_pad(cropped, 8, 8)
-
-
-def by_row(x: Any, seed: Any) -> Any:
-    seeds = tf.random.split(seed.next(), size(x)[0])
-    contrast = lambda one: tf.image.stateless_random_contrast(one[0], 0.1, 0.9, one[1])  # noqa: E731
-    return tf.map_fn(contrast, (x, seeds), fn_output_signature=x.dtype)
-
-
 # What each layer is given, and the layer; beside those of tests/promises/test_draws.py.
 LAYERS: dict[str, tuple[np.ndarray, Callable[[], Any], float]] = {
-    "dropout in float16": (X, lambda: Active(layers.Dropout(0.5, seed=1, dtype="float16")), 0),
     "one for all": (X, lambda: Sampling(lambda x, seed: draw.uniform((), seed=seed)), 0),
-    "categorical": (X, lambda: Sampling(lambda x, seed: draw.categorical(x, 1, seed=seed)), 0),
-    "rows and steps in one axis": (
-        SEQUENCES,
-        lambda: Sampling(lambda x, seed: tf.reshape(
-            draw.normal((size(x)[0] * 5, 6), seed=seed), size(x))), 0,
-    ),
     # Noise that all rows share, for as many positions as a shard of 15 has rows.
     "noise for positions": (
         SEQUENCES, lambda: Sampling(lambda x, seed: draw.uniform((size(x)[1], 1), seed=seed)), 0,
     ),
-    "crop by TensorFlow": (IMAGES, lambda: Sampling(crop), 0),
-    "a seed for each row": (IMAGES, lambda: Sampling(by_row), 0),
     # Arithmetic between draws rounds differently in shards of other sizes.
     "LSTM": (
         SEQUENCES,
@@ -125,28 +104,6 @@ def test_layers_draw_what_one_device_draws(name: str) -> None:
         np.testing.assert_allclose(ours, theirs.astype("float32"), rtol=0, atol=tolerance)
     first, others = expected[0], [batch[: len(expected[0])] for batch in expected[1:]]
     assert all(not np.array_equal(first[: len(other)], other) for other in others), "it draws"
-
-
-# Fails if a layer that mixes rows mixes alike on all replicas, or shuffles lose rows. No replica
-# can do what one device does: what goes over to another one would have to be sent.
-@pytest.mark.filterwarnings("ignore:The result depends on how the batch was cut")
-def test_layers_that_mix_rows_differ_between_replicas_and_are_reproducible() -> None:
-    def predicted(make: Callable[[], Any], x: np.ndarray) -> np.ndarray:
-        with strategy_of(2).scope():
-            model = of_one_layer(make, x)
-        return tmg.make_predict_step(model, strategy_of(2))(x).numpy()
-
-    def shuffled(x: Any, seed: Any) -> Any:
-        return tf.random.experimental.stateless_shuffle(draw.shuffle(x, seed=seed), seed.next()) - x
-
-    rows = np.arange(7, dtype="float32").reshape(7, 1, 1, 1) * IMAGES[:1]
-    once, again = (predicted(lambda: Active(layers.MixUp(seed=1)), rows) for _ in range(2))
-    np.testing.assert_array_equal(once, again)
-    ratios = (once / IMAGES[0]).mean(axis=(1, 2, 3)) - np.arange(7)
-    assert not np.allclose(ratios[:3], ratios[3:6])
-    ours = predicted(lambda: Sampling(shuffled), X[:7])
-    for own in (slice(0, 3), slice(3, 7)):
-        np.testing.assert_allclose(np.sort(ours[own], 0), np.sort(X[own], 0), atol=1e-6)
 
 
 # Training -----------------------------------------------------------------------------------------
@@ -362,17 +319,6 @@ def test_real_and_fake_rows_in_one_batch_are_told(replicas: int, micro_batches: 
     assert "Dropout" in text
     assert "Call the model for each: model(real), model(fake)" in text
     assert_same(trained(one_by_one, replicas, micro_batches), trained(one_by_one, 1, 1))
-
-
-def test_evaluation_draws_what_one_device_draws() -> None:
-    losses = {}
-    for replicas in (1, 3):
-        strategy = strategy_of(replicas)
-        with strategy.scope():
-            model = of_one_layer(LAYERS["categorical"][1], X)
-        step = tmg.make_eval_step(model, "mse", strategy)
-        losses[replicas] = [float(step(batch)["loss"]) for batch in cut((X, X), SIZES)]
-    np.testing.assert_allclose(losses[3], losses[1], rtol=1e-6)
 
 
 # Fails if draws cost anything where one replica has all rows.

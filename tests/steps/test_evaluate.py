@@ -9,7 +9,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from one_device import as_dataset, cut, difference, strategy_of
+from one_device import as_dataset, cut, strategy_of
 
 import tfmultigpu as tmg
 
@@ -38,27 +38,6 @@ def made(replicas: int, build: Callable[[], Any]) -> tuple[Any, Any, Any]:
         model = build()
     model.set_weights(truth.get_weights())
     return strategy, model, truth
-
-
-# Fails if an evaluation changes the model, trains in forward, or leaves out penalties.
-def test_forward() -> None:
-    strategy, model, truth = made(3, classifier)
-    seen = set()
-
-    def forward(model: Any, batch: Any, training: bool) -> Any:
-        seen.add(training)
-        x, y = batch
-        return tmg.loss_sum("sparse_categorical_crossentropy", y, model(x, training=training))
-
-    step = tmg.make_eval_step(model, None, strategy, forward=forward)
-    before = model.get_weights()
-    logs = [step(batch) for batch in cut((X, Y), SIZES)]
-    assert {name for log in logs for name in log} == {"loss", "weight"}
-    expected = keras.losses.SparseCategoricalCrossentropy()(Y, truth(X, training=False))
-    mean = sum(float(log["loss"]) * float(log["weight"]) for log in logs) / len(X)
-    assert mean == pytest.approx(float(expected + tf.add_n(truth.losses)), abs=1e-6)
-    assert seen == {False}
-    assert difference(model.get_weights(), before) == 0.0
 
 
 def test_predicting_inside_a_function_of_the_user_and_by_shares() -> None:

@@ -38,19 +38,14 @@ class Own(keras.metrics.Metric):
         return self.state + 0
 
 
-def step_of(replicas: int, metric: Callable[[], Any], kind: str = "eval", **options: Any) -> Any:
+def step_of(replicas: int, metric: Callable[[], Any]) -> Any:
     """A step with a metric made in the scope, and the metric."""
     strategy = strategy_of(replicas)
     keras.utils.set_random_seed(1)
     with strategy.scope():
         model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3, "sigmoid")])
-        made, optimizer = metric(), keras.optimizers.SGD(0.0)
-    if kind == "eval":
-        return tmg.make_eval_step(model, "mse", strategy, metrics=[made], **options), made
-    loss = "mse" if kind == "train" else tmg.steps.Objective("mse", weighted_metrics=[made])
-    metrics = [made] if kind == "train" else []
-    step = tmg.make_train_step(model, optimizer, loss, strategy, metrics=metrics, **options)
-    return step, made
+        made = metric()
+    return tmg.make_eval_step(model, "mse", strategy, metrics=[made]), made
 
 
 NO_SUMS: dict[str, Callable[..., Any]] = {
@@ -74,52 +69,6 @@ def test_what_is_no_sum_over_rows_is_told(name: str) -> None:
         alone, made = step_of(1, lambda: Own(NO_SUMS[name]))
         alone((X, Y))
         assert float(made.result()) == pytest.approx(float(tf.reduce_max(alone.model(X))))
-
-
-class RunningMean(keras.metrics.Metric):
-    """Right on each replica, and wrong when the means are added."""
-
-    def __init__(self) -> None:
-        super().__init__(name="running")
-        self.mean = self.add_weight(name="mean", initializer="zeros")
-        self.rows = self.add_weight(name="rows", initializer="zeros")
-
-    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
-        self.rows.assign_add(tf.cast(tf.shape(y_pred)[0], "float32"))
-        self.mean.assign_add(tf.reduce_sum(tf.reduce_mean(y_pred, -1) - self.mean) / self.rows)
-
-    def result(self) -> Any:
-        return self.mean + 0.0
-
-
-# Fails if steps of one kind, or many steps in a call, do not tell; or of a metric along the rows.
-def test_every_kind_of_step_tells() -> None:
-    along = lambda: keras.metrics.CosineSimilarity(axis=0)  # noqa: E731
-    for metric, kind, many, text in (
-        (RunningMean, "train", False, "running/mean"),
-        (RunningMean, "weighted", True, "running/mean"),
-        (RunningMean, "eval", True, "running/mean"),
-        (along, "eval", False, "cosine_similarity"),
-    ):
-        step, _ = step_of(3, metric, kind)
-        data = iter(tmg.distribute_dataset((X, Y, W), step.strategy, batch_size=8))
-        train, given = (step.run, (data, 2)) if many else (step, ((X, Y, W),))
-        with pytest.warns(tmg.ReplicaDependenceWarning, match=text):
-            train(*given)
-
-
-# Fails if a sum that is in use, or that a checkpoint has restored, is told, or counts anew.
-def test_a_metric_in_use_goes_on() -> None:
-    sums = lambda old, y, p: old + tf.reduce_sum(tf.abs(y - p))  # noqa: E731
-    step, made = step_of(2, lambda: Own(sums))
-    truth = Own(sums)
-    for rows in (slice(0, 6), slice(6, 15)):
-        step((X[rows], Y[rows]))
-        truth.update_state(Y[rows], step.model(X[rows]))
-    made.state.assign(made.state.value)  # As a checkpoint does: the same on each replica.
-    tmg.make_eval_step(step.model, "mse", step.strategy, metrics=[made])((X, Y))
-    truth.update_state(Y, step.model(X))
-    np.testing.assert_allclose(float(made.result()), float(truth.result()), rtol=1e-6)
 
 
 class Columns(keras.metrics.Metric):
