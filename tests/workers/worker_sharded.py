@@ -207,7 +207,7 @@ def placed() -> dict[str, Any]:
         "slots": bytes_on_devices(slots),
         "trained": sum(4 * v.shape.num_elements() for v in model.trainable_variables),
         "profiled": bool(profile.parts),
-        "report": str(tmg.explain(model, optimizer)),
+        "report": str(tmg.explain(step)),
         "plan": str(tmg.tuning.plan_memory(model, optimizer, strategy)),
     }
 
