@@ -15,7 +15,7 @@ from one_device import strategy_of
 
 import tfmultigpu as tmg
 from tfmultigpu.addons.loops.callbacks import every_batches
-from tfmultigpu.addons.loops.loop import Pace
+from tfmultigpu.steps.call_lengths import CallLength
 
 # NumPy 2 about TensorFlow's variables on replicas, which Keras reads as arrays.
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
@@ -107,8 +107,8 @@ def test_history_is_the_same_to_the_bit_for_any_steps_per_call() -> None:
     assert histories[0] == histories[1] == histories[2]
 
 
-def paced(step: float, call: float = 1e-3, **more: Any) -> Pace:
-    pace = Pace(strategy_of(1), **more)
+def paced(step: float, call: float = 1e-3, **more: Any) -> CallLength:
+    pace = CallLength(strategy_of(1), seconds=0.1, largest=64, measured=8, **more)
     for number in range(20):
         pace.note(pace.steps, call + pace.steps * step + (3.0 if number == 0 else 0.0))
         assert pace.steps == 1 or pace.steps * step <= 0.11
@@ -119,7 +119,7 @@ def test_a_call_takes_a_tenth_of_a_second() -> None:
     for step, least, most in ((1e-5, 64, 64), (5e-3, 15, 20), (0.04, 2, 2), (2.0, 1, 1)):
         assert least <= paced(step).steps <= most
     assert paced(2.0, steps=1).steps == 1
-    given = Pace(strategy_of(1), steps=32)
+    given = CallLength(strategy_of(1), steps=32, measured=0)
     given.note(32, 9.0)
     assert given.steps == 32
 

@@ -9,10 +9,9 @@ import tensorflow as tf
 
 from tfmultigpu.data import partition
 from tfmultigpu.data.batch_format import any_rows, checked_rows
-from tfmultigpu.data.run_offsets import mark_whole
 from tfmultigpu.strategies.topology import local_replicas
 
-__all__ = ["ShardLayout", "components_of", "iterator_of", "structure_of"]
+__all__ = ["ShardLayout", "components_of", "structure_of"]
 
 
 class ShardLayout:
@@ -102,10 +101,10 @@ class ShardLayout:
         One replica gets plain tensors.
         """
         if self.whole:
-            return mark_whole(checked_rows(element))
+            return partition.mark_whole(checked_rows(element))
         *leaves, offsets = element
         if self.strategy.num_replicas_in_sync == 1:
-            return mark_whole(self._pack(iter(leaves)))
+            return partition.mark_whole(self._pack(iter(leaves)))
         if self.on_devices:
             offsets = self.strategy.experimental_local_results(offsets)[0]
         else:
@@ -117,17 +116,6 @@ class ShardLayout:
     def _by_replica(self, leaves: list[Any]) -> list[list[Any]]:
         count = len(leaves) // len(self.local)
         return [leaves[i : i + count] for i in range(0, len(leaves), count)]
-
-
-def iterator_of(element: Any, element_spec: Any) -> Any:
-    """Returns a ``tf.data`` iterator that yields one element.
-
-    Args:
-        element: A nested structure of tensors.
-        element_spec: Its type specs; axes may be unknown.
-    """
-    dataset = tf.data.Dataset.from_generator(lambda: iter([element]), output_signature=element_spec)
-    return iter(dataset)
 
 
 def structure_of(batch: Any) -> str:

@@ -19,8 +19,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfmultigpu.data.batch_format import count_rows, tensors_of
-
-_OFFSETS = "_tfmultigpu_offsets"
+from tfmultigpu.strategies.marked_runs import OFFSETS, WHOLE
 
 NOT_ROWS = (
     "gather_rows takes one row per example of this replica, and this tensor has another number of "
@@ -244,13 +243,20 @@ def mark_offsets(batch: Any, offsets: Any) -> Any:
     of an unpacked batch keeps it. A ``tf.function`` rebuilds its arguments and so drops it.
     """
     for leaf in tensors_of(batch):
-        setattr(leaf, _OFFSETS, offsets)
+        setattr(leaf, OFFSETS, offsets)
+    return batch
+
+
+def mark_whole(batch: Any) -> Any:
+    """Marks a batch of one replica, which has all rows."""
+    for leaf in tensors_of(batch):
+        setattr(leaf, WHOLE, True)
     return batch
 
 
 def marked_offsets(batch: Any) -> Any:
     """Returns the offsets that these shards are marked with; None if unmarked."""
-    marks = (getattr(leaf, _OFFSETS, None) for leaf in tf.nest.flatten(batch))
+    marks = (getattr(leaf, OFFSETS, None) for leaf in tf.nest.flatten(batch))
     return next((mark for mark in marks if mark is not None), None)
 
 

@@ -13,7 +13,7 @@ from tfmultigpu.arguments import check_count
 from tfmultigpu.data import partition
 from tfmultigpu.data.batch_format import as_data_error, checked_rows
 from tfmultigpu.data.consistency import compared_over_workers
-from tfmultigpu.data.element_layout import ShardLayout, components_of, iterator_of
+from tfmultigpu.data.element_layout import ShardLayout, components_of
 from tfmultigpu.data.examples import examples_of
 from tfmultigpu.data.passes import read_over
 from tfmultigpu.data.preprocessing import (
@@ -22,11 +22,11 @@ from tfmultigpu.data.preprocessing import (
     divide_own_rows,
     takes_seed,
 )
-from tfmultigpu.data.run_offsets import keep_offsets_of_runs
 from tfmultigpu.data.seeds import draw_seed
 from tfmultigpu.data.shares import replica_shares
 from tfmultigpu.data.sources import to_dataset
 from tfmultigpu.errors import DataError
+from tfmultigpu.strategies.marked_runs import keep_offsets_of_runs
 from tfmultigpu.strategies.scopes import check_strategy
 from tfmultigpu.strategies.topology import local_replicas
 from tfmultigpu.types import Strategy
@@ -410,18 +410,6 @@ class ShardIterator(Iterator[Any]):
             replica's shard in the global batch, then the rows of the global batch.
         """
         return self.layout.split(element)
-
-    def only(self, element: Any) -> ShardIterator:
-        """Returns an iterator of the same type that yields one element of ``source`` only."""
-        strategy = self.layout.strategy
-        if not self.layout.on_devices:
-            return ShardIterator(iterator_of(element, self.source.element_spec), self.layout)
-        local = [strategy.experimental_local_results(one) for one in element]
-        pieces = list(zip(*local, strict=True))
-        spec = self.layout.piece_spec
-        dealt = tf.data.Dataset.from_generator(lambda: iter(pieces), output_signature=spec)
-        source = iter(strategy.distribute_datasets_from_function(lambda context: dealt))
-        return ShardIterator(source, self.layout)
 
     def __iter__(self) -> ShardIterator:
         """Returns itself.

@@ -1,7 +1,8 @@
-"""The number of steps in one call into TensorFlow, during which Python cannot hear Ctrl-C."""
+"""The number of steps in one call into TensorFlow, between which Python hears Ctrl-C."""
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,39 +13,54 @@ from tfmultigpu.strategies.worker_exchange import WorkerExchange
 
 __all__ = ["CallLength"]
 
-# Seconds of a call. What a call costs is some thousandth of that.
-_SECONDS = 0.5
-# The first steps are not like the others.
-_GROWTH = 4
+_GROWTH = 4  # The first steps are not like the others.
 
 
 class CallLength:
-    """Cuts many steps into calls of about half a second.
+    """Cuts many steps into calls of some seconds, whose cost is some thousandth of that.
 
-    Only calls that were cut are measured, so short ones cost nothing, and workers meet nowhere
-    else. All workers cut alike: TensorFlow adds their gradients only in the same round of the same
-    call.
+    All workers cut alike: TensorFlow adds their gradients only in the same round of the same call.
+
+    Attributes:
+        steps: The steps of the next call.
     """
 
-    def __init__(self, strategy: tf.distribute.Strategy) -> None:
-        """Takes the strategy; nothing is known of its steps yet."""
+    def __init__(
+        self,
+        strategy: tf.distribute.Strategy,
+        *,
+        seconds: float = 0.5,
+        largest: float = math.inf,
+        measured: float = math.inf,
+        steps: int = 1,
+    ) -> None:
+        """Begins with so many ``steps``.
+
+        Args:
+            strategy: The strategy of the steps.
+            seconds: The seconds of a call.
+            largest: The most steps of a call.
+            measured: After how many calls their length stays.
+            steps: The steps of the first call.
+        """
         self._exchange = WorkerExchange(strategy)
-        self._steps = 1
+        self._seconds, self._largest, self._left = seconds, largest, measured
+        self.steps = steps
 
     def most(self, steps: int) -> int:
         """Returns how many of ``steps`` steps, at least 1, the next call may take."""
-        return min(steps, self._steps)
+        return min(steps, self.steps)
+
+    def note(self, ran: int, seconds: float) -> None:
+        """Takes how many steps a call ran, and how long; all workers must call it."""
+        if ran and self._left:
+            self._left -= 1
+            longest = float(self._exchange.floats([seconds]).max())
+            fitting = int(ran * self._seconds / max(longest, 1e-9))
+            self.steps = int(max(1, min(fitting, _GROWTH * ran, self._largest)))
 
     @contextmanager
     def measuring(self) -> Iterator[Callable[[int], None]]:
         """Measures a call, up to when what this yields is told how many steps ran."""
         began = time.perf_counter()
-
-        def note(ran: int) -> None:
-            if ran:
-                seconds = time.perf_counter() - began
-                longest = float(self._exchange.floats([seconds]).max())
-                fitting = int(ran * _SECONDS / max(longest, 1e-9))
-                self._steps = max(1, min(fitting, _GROWTH * ran))
-
-        yield note
+        yield lambda ran: self.note(ran, time.perf_counter() - began)

@@ -17,10 +17,10 @@ import tensorflow as tf
 from tfmultigpu.data import partition
 from tfmultigpu.data.batch_format import count_rows
 from tfmultigpu.data.partition import NOT_ROWS
-from tfmultigpu.data.run_offsets import offsets_of_run
 from tfmultigpu.errors import LossError
 from tfmultigpu.steps.features import Rows
 from tfmultigpu.strategies.collectives import all_reduce_sum
+from tfmultigpu.strategies.marked_runs import offsets_of_run
 
 __all__ = ["GATHERED", "gather_rows", "rows", "standing_at", "standing_at_all"]
 
@@ -161,7 +161,9 @@ def _place() -> _Place | None:
     context: Any = tf.distribute.get_replica_context()
     if place is not None or context is None:
         return place
-    offsets = offsets_of_run(context.strategy)
+    offsets, whole = offsets_of_run(context.strategy)
+    if offsets is None and whole is not None:
+        offsets = partition.batch_offsets(whole, (1,))
     if offsets is None:
         return None
     replicas, number = context.num_replicas_in_sync, context.replica_id_in_sync_group

@@ -241,11 +241,9 @@ def _train_on_one_device(
     return {"before": before, "logs": logs, "after": after, "ends": ends}
 
 
-def _objective(training: Any, *, with_metrics: bool = True) -> Objective | None:
-    if training.forward is not None:
-        return None
-    weighted = training.weighted_metrics if with_metrics else ()
-    return Objective(training.loss, training.loss_weights, weighted)
+def _objective(training: Any, metrics: Any) -> Objective | None:
+    by_loss = training.forward is None
+    return Objective(training.loss, training.loss_weights, metrics) if by_loss else None
 
 
 def _compare_on_replicas(
@@ -263,7 +261,7 @@ def _compare_on_replicas(
     step = make_train_step(
         training.model,
         training.optimizer,
-        _objective(training),
+        _objective(training, training.weighted_metrics),
         strategy,
         metrics=training.metrics,
         forward=training.forward,
@@ -288,12 +286,9 @@ def _compare_on_replicas(
     ends = _results(training)
     if settings["predict"]:
         evaluate = make_eval_step(
-            training.model,
-            _objective(training, with_metrics=False),
-            strategy,
-            forward=training.forward,
+            training.model, _objective(training, ()), strategy, forward=training.forward,
             verify=False,  # The code below compares.
-        )
+        )  # fmt: skip
         predict = make_predict_step(training.model, strategy, verify=False)
         ends |= _outputs(
             batches, lambda batch: evaluate(batch)["loss"], predict, training.forward is None

@@ -76,23 +76,21 @@ def check_callbacks(callbacks: Iterable[Any], model: Any = None, step: Any = Non
                 )
 
 
-_SWAPS = ("epoch_begin", "epoch_end", "test_begin", "test_end", "predict_begin", "predict_end")
-
-
 def adapt_callbacks(callbacks: Iterable[Any], optimizer: Any) -> None:
     """Makes callbacks that swap moving averages swap those of the replicas that own them."""
     import keras
 
-    def swapping(method: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-        update = update_of(optimizer)
-        with nullcontext() if update is None else update.updating(()):
-            method(*args, **kwargs)
+    def swapping(method: Callable[..., None], *args: Any) -> None:
+        with update.updating(()) if (update := update_of(optimizer)) else nullcontext():
+            method(*args)
 
     for callback in callbacks:
         if optimizer is not None and isinstance(callback, keras.callbacks.SwapEMAWeights):
-            for name in _SWAPS:  # Of the class, so that a second fit does not wrap twice.
-                method = getattr(type(callback), f"on_{name}").__get__(callback)
-                setattr(callback, f"on_{name}", functools.partial(swapping, method))
+            for end in ("epoch_begin", "epoch_end", "test_begin", "test_end", "predict_begin",
+                        "predict_end"):  # fmt: skip
+                # Of the class, so that a second fit does not wrap twice.
+                method = getattr(type(callback), f"on_{end}").__get__(callback)
+                setattr(callback, f"on_{end}", functools.partial(swapping, method))
 
 
 def every_batches(callback: Any, mode: str) -> int | None:

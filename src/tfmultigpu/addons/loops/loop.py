@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import abc
 import functools
-import time
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -14,33 +13,10 @@ import tensorflow as tf
 from tfmultigpu.addons.loops.feed import Feed
 from tfmultigpu.addons.loops.logs import Logs, evaluation_logs, training_logs
 from tfmultigpu.errors import DataError
-from tfmultigpu.steps.tally import Tally, add, additive
-from tfmultigpu.strategies.worker_exchange import WorkerExchange
+from tfmultigpu.steps.call_lengths import CallLength
+from tfmultigpu.steps.tally import add, additive
 
-__all__ = ["EvaluationLoop", "Loop", "Pace", "TrainingLoop", "no_batches", "not_ending_the_epoch"]
-
-# The seconds of a call: callbacks of a batch and Ctrl-C come between calls.
-_SECONDS = 0.1
-_MOST = 64
-_MEASURED_CALLS = 8
-
-
-class Pace:
-    """The number of batches in a call of about a tenth of a second, the same on all workers."""
-
-    def __init__(self, strategy: tf.distribute.Strategy, steps: int | None = None) -> None:
-        """Begins with one batch, or keeps ``steps``."""
-        self._exchange = WorkerExchange(strategy)
-        self.steps = steps or 1
-        self._left = _MEASURED_CALLS if steps is None else 0
-
-    def note(self, ran: int, seconds: float) -> None:
-        """Records a call."""
-        if self._left:
-            self._left -= 1
-            longest = float(self._exchange.floats([seconds]).max())
-            fitting = int(_SECONDS * ran / max(longest, 1e-9))
-            self.steps = max(1, min(fitting, 4 * ran, _MOST))
+__all__ = ["EvaluationLoop", "Loop", "TrainingLoop", "no_batches", "not_ending_the_epoch"]
 
 
 class Loop(abc.ABC):
@@ -62,7 +38,7 @@ class Loop(abc.ABC):
     flag = "stop_training"
     metrics: Any
 
-    def __init__(self, model: Any, feed: Feed, pace: Pace, width: int | None = None) -> None:
+    def __init__(self, model: Any, feed: Feed, pace: CallLength, width: int | None = None) -> None:
         """Takes the model (not kept alive), its data, and the batches of a call.
 
         ``width`` is the number of batches in a call that the user has set, or None.
@@ -109,10 +85,8 @@ class Loop(abc.ABC):
         asked = ran = 0
         while not ran and (asked := self.feed.most(self._most())):
             self.hooks.call(self.mode, "begin", self.done)
-            began = time.perf_counter()
-            ran = not_ending_the_epoch(self.run, self.feed.iterator, asked)
-            if ran:
-                self._pace.note(ran, time.perf_counter() - began)
+            with self._pace.measuring() as note:
+                note(ran := not_ending_the_epoch(self.run, self.feed.iterator, asked))
             if not self.feed.took(ran, asked):
                 break
         if not ran:
@@ -145,7 +119,7 @@ class TrainingLoop(Loop):
         sums: Sums over the batches of the epoch, from which logs are made.
     """
 
-    def __init__(self, model: Any, feed: Feed, pace: Pace, width: Any, step: Any, metrics: Any):
+    def __init__(self, model: Any, feed: Feed, pace: Any, width: Any, step: Any, metrics: Any):
         """Stores the step and the metrics; see the class."""
         super().__init__(model, feed, pace, width)
         self.step, self.metrics = step, metrics
@@ -182,7 +156,7 @@ class EvaluationLoop(Loop):
 
     def __init__(self, model: Any, feed: Feed, strategy: Any, step: Any, metrics: Any) -> None:
         """Stores the eval step and the metrics."""
-        super().__init__(model, feed, Pace(strategy, steps=32))
+        super().__init__(model, feed, CallLength(strategy, measured=0, steps=32))
         self._step, self.metrics = step, metrics
 
     def begin(self, skipped: int = 0) -> None:
@@ -207,8 +181,7 @@ class EvaluationLoop(Loop):
         """Returns the logs so far."""
         if self._totals is None:
             return {}
-        tally: Tally = self._totals[""]
-        return evaluation_logs(tally, self.metrics.results())
+        return evaluation_logs(self._totals[""], self.metrics.results())
 
 
 def not_ending_the_epoch(function: Callable[..., Any], *args: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -12,7 +13,7 @@ import tensorflow as tf
 from tfmultigpu.addons.loops.cache import build, checked_strategy, get_or_make
 from tfmultigpu.addons.loops.compiled import check_labels, compile_arguments, read_compiled
 from tfmultigpu.addons.loops.feed import Feed
-from tfmultigpu.addons.loops.loop import EvaluationLoop, Loop, Pace, TrainingLoop
+from tfmultigpu.addons.loops.loop import EvaluationLoop, Loop, TrainingLoop
 from tfmultigpu.addons.loops.metrics import EpochMetrics, metrics_that_assign
 from tfmultigpu.addons.loops.own_methods import (
     EVALUATION,
@@ -22,6 +23,7 @@ from tfmultigpu.addons.loops.own_methods import (
     refused,
 )
 from tfmultigpu.errors import LossError, ScopeError
+from tfmultigpu.steps.call_lengths import CallLength
 from tfmultigpu.steps.chain import ChainedStep
 from tfmultigpu.steps.evaluate import EvalStep
 from tfmultigpu.steps.make import make_eval_step, make_train_step
@@ -128,7 +130,9 @@ class Program:
         """Returns what the loop of Keras calls to train; ``width`` is set by the user, or None."""
         model, spec = self.model, feed.element_spec
         step, metrics = self._train_step(spec)
-        pace = get_or_make(model, "pace", id(step), lambda: Pace(self.strategy))
+        # A tenth of a second: callbacks of a batch, and Ctrl-C, come between calls.
+        calls = functools.partial(CallLength, self.strategy, seconds=0.1, largest=64, measured=8)
+        pace = get_or_make(model, "pace", id(step), calls)
         return TrainingLoop(model, feed, pace, width, step, metrics)
 
     def _train_step(self, spec: Any) -> tuple[TrainStep | ChainedStep, EpochMetrics]:
@@ -147,9 +151,8 @@ class Program:
 
             def make() -> Any:
                 loss, compiled, metrics = _compiled(model, strategy, spec)
-                made = make_train_step(
-                    proxy, model.optimizer, loss, strategy, metrics=compiled, **options
-                )
+                given = {"metrics": compiled, **options}
+                made = make_train_step(proxy, model.optimizer, loss, strategy, **given)
                 return made, metrics, arguments
 
             made: Any = get_or_make(model, "fit", key, make)

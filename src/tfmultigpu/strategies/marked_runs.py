@@ -12,12 +12,11 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from tfmultigpu.data import partition
-from tfmultigpu.data.batch_format import count_rows, tensors_of
+__all__ = ["OFFSETS", "WHOLE", "keep_offsets_of_runs", "offsets_of_run"]
 
-__all__ = ["keep_offsets_of_runs", "mark_whole", "offsets_of_run"]
-
-_RUNNING, _WHOLE = "_offsets_of_run", "_tfmultigpu_whole"
+# Attributes of the tensors of a batch: the offsets of its shards; or that they have all rows.
+OFFSETS, WHOLE = "_tfmultigpu_offsets", "_tfmultigpu_whole"
+_RUNNING = "_offsets_of_run"
 
 
 class _Run(NamedTuple):
@@ -35,27 +34,19 @@ def keep_offsets_of_runs(strategy: tf.distribute.Strategy) -> None:
         strategy.run = types.MethodType(_run, strategy)
 
 
-def mark_whole(batch: Any) -> Any:
-    """Marks a batch of one replica, which has all rows."""
-    for leaf in tensors_of(batch):
-        setattr(leaf, _WHOLE, True)
-    return batch
-
-
-def offsets_of_run(strategy: tf.distribute.Strategy) -> Any:
+def offsets_of_run(strategy: tf.distribute.Strategy) -> tuple[Any, Any]:
     """Returns the offsets of all shards of the batch that ``strategy.run`` is called with now.
 
     Returns:
-        As of ``partition.batch_offsets``. None if the batch is not marked, or if a ``tf.function``
+        The offsets, as of ``partition.batch_offsets``, or None; and of one replica a tensor that
+        has all rows, or None. Both are None if the batch is not marked, or if a ``tf.function``
         inside ``run`` would keep the offsets of the first batch for all.
     """
     running = getattr(strategy, _RUNNING, None)
     run = running[-1] if running else None
     if run is None or (tf.inside_function() and not run.in_function):
-        return None
-    if run.offsets is None and run.whole is not None:
-        return tf.stack([tf.zeros([], tf.int64), count_rows(run.whole)])
-    return run.offsets
+        return None, None
+    return run.offsets, run.whole
 
 
 def _run(strategy: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
@@ -73,8 +64,8 @@ def _run(strategy: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
 def _begin(strategy: Any, args: Any, kwargs: Any) -> bool:
     """Keeps the mark of a batch among the arguments of ``run``; returns whether there is one."""
     leaves = tf.nest.flatten((args, kwargs))
-    offsets = partition.marked_offsets(leaves)
-    whole = next((leaf for leaf in leaves if hasattr(leaf, _WHOLE)), None)
+    offsets = next((getattr(leaf, OFFSETS) for leaf in leaves if hasattr(leaf, OFFSETS)), None)
+    whole = next((leaf for leaf in leaves if hasattr(leaf, WHOLE)), None)
     if offsets is None and whole is None:
         return False
     getattr(strategy, _RUNNING).append(_Run(offsets, whole, tf.inside_function()))
