@@ -159,8 +159,8 @@ LAW = (
         "steps/step.py",
         (
             (
-                "        penalty, penalties = regularization(trained, self.update.at, assigned)\n",
-                "        penalty, penalties = regularization(trained, self.update.at, assigned)\n        many = self.strategy.num_replicas_in_sync\n        penalties = [p if p is None else p * many for p in penalties]\n",
+                "        penalty, penalties = regularization([*trained, *others], self.update.at, new)\n",
+                "        penalty, penalties = regularization([*trained, *others], self.update.at, new)\n        many = self.strategy.num_replicas_in_sync\n        penalties = [p if p is None else p * many for p in penalties]\n",
             ),
         ),
         (NORM,),
@@ -170,8 +170,8 @@ LAW = (
         "steps/step.py",
         (
             (
-                "        penalty, penalties = regularization(trained, self.update.at, assigned)\n",
-                '        penalty, penalties = regularization(trained, self.update.at, assigned)\n        parts = next((f._counts[0] for f in self.features if hasattr(f, "_counts")), 1)\n        penalties = [p if p is None else p * parts for p in penalties]\n',
+                "        penalty, penalties = regularization([*trained, *others], self.update.at, new)\n",
+                '        penalty, penalties = regularization([*trained, *others], self.update.at, new)\n        parts = next((f._counts[0] for f in self.features if hasattr(f, "_counts")), 1)\n        penalties = [p if p is None else p * parts for p in penalties]\n',
             ),
         ),
         (SHARES,),
@@ -181,8 +181,8 @@ LAW = (
         "steps/step.py",
         (
             (
-                "        penalty, penalties = regularization(trained, self.update.at, assigned)\n",
-                "        penalty, penalties = regularization(trained, self.update.at, assigned)\n        penalties = [p if p is None else p / weights[0] for p in penalties]\n",
+                "        penalty, penalties = regularization([*trained, *others], self.update.at, new)\n",
+                "        penalty, penalties = regularization([*trained, *others], self.update.at, new)\n        penalties = [p if p is None else p / weights[0] for p in penalties]\n",
             ),
         ),
         (NORM,),

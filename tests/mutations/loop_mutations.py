@@ -183,7 +183,7 @@ LOOPS = (
     Mutation(
         "a call is never cut, so Ctrl-C comes after all its steps",
         "steps/call_lengths.py",
-        (("return min(steps, self._steps)", "return steps"),),
+        (("return min(steps, self.steps)", "return steps"),),
         ("promises/test_interrupts.py::test_ctrl_c_ends_a_call_of_many_steps_after_a_whole_one",),
     ),
     Mutation(

@@ -44,7 +44,7 @@ class LossSum(NamedTuple):
     Attributes:
         sum: Sum of the weighted losses of the shard's elements, a float scalar.
         weight: The shard's part of the divisor, a float scalar: the number of elements, or the sum
-            of their weights.
+            of their weights. It counts as a constant, so it may not depend on trained variables.
     """
 
     sum: Any

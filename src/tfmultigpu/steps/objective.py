@@ -17,9 +17,10 @@ from tfmultigpu.errors import LossError
 from tfmultigpu.steps.build_model import as_model
 from tfmultigpu.steps.outputs import Output, match_outputs
 from tfmultigpu.steps.recording import noting_losses_read, recording_added_losses
+from tfmultigpu.steps.tally import Layout
 from tfmultigpu.strategies.scopes import all_layers
 
-__all__ = ["Forward", "Objective", "regularization", "stack"]
+__all__ = ["Forward", "Objective", "check_weights", "regularization", "stack"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,6 +170,29 @@ def stack(terms: Sequence[LossTerm], row_weight: Any) -> tf.Tensor:
     return stats if row_weight is None else stats * tf.cast(row_weight, dtype)
 
 
+def check_weights(layout: Layout, terms: Sequence[LossTerm], values: Sequence[Any]) -> None:
+    """Checks that no weight of a term depends on trained variables: only sums are differentiated.
+
+    Args:
+        layout: The layout of the terms.
+        terms: The terms of the loss on one shard.
+        values: The trained variables.
+
+    Raises:
+        LossError: One does.
+    """
+    weights = [terms[number].weight for number in layout.measured]
+    dependent = tf.gradients(weights, list(values)) if weights and values else []
+    if any(gradient is not None for gradient in dependent):
+        raise LossError(
+            "What the loss is divided by depends on trained variables, and a step differentiates "
+            "the sum alone. Received: a weight that has a gradient. Write tf.stop_gradient(weight) "
+            "if it is to be a constant; else divide by the sum over all replicas: total = "
+            "tf.reduce_sum(tmg.gather_rows(weights)); tmg.LossSum(tf.reduce_sum(weights * values) "
+            "/ total * rows.total, rows.count) with rows = tmg.rows()."
+        )
+
+
 def regularization(
     variables: Sequence[Any],
     at: Callable[[Any], AbstractContextManager[Any]],
@@ -249,9 +273,16 @@ def _check_variables(variables: Any, model: Any) -> tuple[Any, ...]:
 
 def _term_of_output(output: Output) -> LossTerm:
     if output.y_true is None:
+        which = "" if output.name is None else f" for output {output.name!r}"
         raise LossError(
-            "There is a loss but no labels. Give batches (x, y) or (x, y, sample_weight), or, for "
-            "a loss without labels, forward=f(model, batch, training)."
+            f"There is a loss but no labels{which}. Give batches (x, y) or (x, y, sample_weight), "
+            "tuples, for a list is x alone; or, for a loss without labels, "
+            "forward=f(model, batch, training)."
+        )
+    if not callable(output.loss):
+        raise LossError(
+            "The outputs of a model are one tensor, or a list or dict of tensors. Received: output "
+            f"{output.name!r} with several losses. Compute them in forward=."
         )
     term = loss_term(output.loss, output.y_true, output.y_pred, output.sample_weight)
     return dataclasses.replace(term, name=output.name, factor=output.factor)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import numbers
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -114,7 +115,12 @@ def match_metrics(metrics: Any, outputs: Sequence[Output]) -> list[tuple[Any, Ou
 
 
 def _factor(value: Any) -> float:
-    return 1.0 if value is None else float(value)
+    if value is None or isinstance(value, numbers.Real):
+        return 1.0 if value is None else float(value)
+    raise LossError(
+        f"loss_weights are numbers, which a step takes in once. Received: {value!r}. For a weight "
+        "that changes write forward=f(model, batch, training), which may read a variable."
+    )
 
 
 def _as_list(value: Any) -> list[Any]:
@@ -125,7 +131,7 @@ def _as_list(value: Any) -> list[Any]:
 
 def _keys(y_pred: Any, names: Sequence[str] | None) -> list[str]:
     if isinstance(y_pred, Mapping):
-        return list(y_pred)
+        return sorted(y_pred, key=str)  # As Keras orders them, for what is given as a list.
     if names is not None and len(names) == len(y_pred):
         return list(names)
     return [f"output_{i}" for i in range(len(y_pred))]

@@ -18,14 +18,14 @@ import tensorflow as tf
 from tfmultigpu.accumulation.gradients import combined, global_norm, sum_dtype
 from tfmultigpu.accumulation.settings import Settings
 from tfmultigpu.accumulation.update import Replicated, choose_update
-from tfmultigpu.errors import LossError, TfMultiGpuError
+from tfmultigpu.errors import LossError
 from tfmultigpu.steps.agreement import ProgramAgreement, check_values_alike
 from tfmultigpu.steps.assignments import assign, assigned_variables, deferring
-from tfmultigpu.steps.build_model import prepare_model
+from tfmultigpu.steps.build_model import prepare_model, refuse_float8
 from tfmultigpu.steps.failures import effects_of, noting_operations
 from tfmultigpu.steps.features import Feature, Gradient, Pass, Rows, Shards
 from tfmultigpu.steps.metrics import StepMetrics
-from tfmultigpu.steps.objective import Forward, regularization, stack
+from tfmultigpu.steps.objective import Forward, check_weights, regularization, stack
 from tfmultigpu.steps.program import Program
 from tfmultigpu.steps.tally import Layout, Tally
 from tfmultigpu.steps.trace import Trace
@@ -157,7 +157,7 @@ class TrainStep(Program):
 
     def _build(self, batch_spec: Any) -> None:
         prepare_model(self.model, self.strategy, batch_spec)
-        _refuse_float8(self.model)
+        refuse_float8(self.model)
         # What the optimizer remembers is made by all workers together, and so is a step.
         if self._agreement is not None and (batch_spec is not None or not self.optimizer.built):
             self._agreement.check(self.model, self.optimizer)
@@ -237,6 +237,7 @@ class TrainStep(Program):
                     )
                 layout = Layout.of(terms)
                 targets = layout.targets(terms, total, rows.weight, factor)
+            check_weights(layout, terms, values)
             # Also while going backward, where a layer may be called once more to save memory.
             with deferring(again=deferred):
                 gradients = tuple(
@@ -272,7 +273,12 @@ class TrainStep(Program):
         own, weights = values[: len(layout.own)], values[len(layout.own) :]
         with tf.control_dependencies(layout.check(weights, total)):
             total = tf.identity(total)
-        penalty, penalties = regularization(trained, self.update.at, assigned)
+        # The penalties of variables that are not trained here are part of the loss as well.
+        known = {id(variable) for variable in trained}
+        others = [v for v in self.model.trainable_variables if id(v) not in known]
+        new = [*(assigned or [None] * len(trained)), *[None] * len(others)]
+        penalty, penalties = regularization([*trained, *others], self.update.at, new)
+        penalties = penalties[: len(trained)]
         corrections = layout.corrections(len(present), weights, total)
         factors = [_unscaled(correction, factor) for correction in corrections]
         places = [functools.partial(self.update.at, variable) for variable in trained]
@@ -318,16 +324,6 @@ class TrainStep(Program):
             update()
         else:
             tf.cond(gradient.valid, update, tf.no_op)
-
-
-def _refuse_float8(model: Any) -> None:
-    new = [v.path for v in model.trainable_variables if getattr(v, "overwrite_with_gradient", 0)]
-    if new:
-        raise TfMultiGpuError(
-            "A float8 layer computes its scales from the gradients of a whole batch, which cannot "
-            f'be added or scaled. Received: {new[0]!r}. Leave out layer.quantize("float8"), or '
-            "train on one device with model.fit of Keras."
-        )
 
 
 def _aligned(one: Pass, present: Sequence[Sequence[bool]]) -> list[Any]:
