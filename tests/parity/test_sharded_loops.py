@@ -119,29 +119,6 @@ def dense(width: int = 16) -> Any:
     return keras.Sequential([keras.Input((6,)), *hidden, layers.Dense(3)])
 
 
-def with_states() -> Any:
-    hidden = [layers.SpectralNormalization(layers.Dense(8)), layers.Dropout(0.2, seed=1)]
-    return keras.Sequential([keras.Input((6,)), *hidden, layers.Dense(3)])
-
-
-def test_micro_batches_of_sharded_variables() -> None:
-    """With clipping, a loss scale, and states that layers assign."""
-    build = training(with_states, clip_norm=0.1)
-    hold(build, batches_of(NUMBERS, LABELS), 3, micro_batches=3, loss_scale=128.0)
-
-
-def test_gradients_are_sent_narrow() -> None:
-    """In bfloat16 to the device of the variable, and added there in float32."""
-    found = {}
-    for dtype in (None, "bfloat16"):
-        keras.utils.set_random_seed(1)
-        model, step = step_of(dense, micro_batches=3, reduce_dtype=dtype)
-        step((NUMBERS[:12], LABELS[:12]))
-        found[dtype] = np.concatenate([one.ravel() for one in model.get_weights()])
-    apart = np.abs(found[None] - found["bfloat16"]).max()
-    assert 0 < apart < 0.1 * 2**-8  # Half of the last of 8 bits, of a gradient below 1.
-
-
 def step_of(make: Callable[[], Any], replicas: int = 2, **options: Any) -> tuple[Any, Any]:
     strategy = strategy_of(replicas)
     with strategy.scope(), tmg.sharded_variables(at_least=0):
@@ -176,24 +153,6 @@ def test_micro_batches_carry_each_gradient_once_at_its_owner() -> None:
     carried = [tensor for tensor in loop.inputs if tuple(tensor.shape) == (20, 20)]
     assert len(carried) == len(kernels)
     assert {one.device for one in carried} == {v.value.device for v in kernels}
-
-
-def test_replicas_go_backward_together_in_each_micro_batch() -> None:
-    _, step = step_of(dense, micro_batches=3)
-    graph = graph_of(step, (NUMBERS[:12], LABELS[:12]))
-    (loop,) = loops_in(graph)
-    name = loop.get_attr("body").name
-    library = graph.as_graph_def().library.function
-    (function,) = [one for one in library if one.signature.name == name]
-    body = {one.name: one for one in function.node_def}
-    waiting = [
-        one
-        for one in body.values()
-        if one.op == "ReadVariableOp"
-        and any(body[name[1:]].op == "AddV2" for name in one.input if name[0] == "^")
-    ]
-    # Five kernels: the first is not read to go backward, the next two wait for no sum.
-    assert len(waiting) == 2 * (5 - 1 - 2)
 
 
 def test_loops_read_no_weights() -> None:

@@ -34,11 +34,14 @@ checkpoints = tmg.Checkpoints(sys.argv[1], train_step=step)
 
 
 def reduce() -> Any:
-    def replica() -> Any:
+    def replica() -> None:
         accumulator.add([tf.ones_like(variable) for variable in variables], 1.0)
+
+    def window() -> Any:
+        strategy.run(replica)
         return accumulator.reduce()[1]
 
-    return tf.function(lambda: strategy.run(replica))()
+    return tf.function(window)()
 
 
 def by_hand() -> Any:

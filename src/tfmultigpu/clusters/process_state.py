@@ -68,9 +68,9 @@ class ProcessState:
         """Returns the strategies of several replicas that somebody still holds.
 
         Collects garbage if there seem to be any. A model, its steps and their strategy hold each
-        other: the first collection finds the model, the second one the steps kept for it.
+        other: the first collection finds the model, the next ones the steps kept for it.
         """
-        for _ in range(2):
+        for _ in range(3):
             if not self._noted():
                 return ()
             gc.collect()

@@ -126,7 +126,7 @@ class ShardedReads(Feature):
 
     def around_phase(self, phase: Phase) -> Phase:
         """Returns the phase, with the gradients of sharded variables added over the replicas."""
-        if not hasattr(self._step, "optimizer"):
+        if not hasattr(self._step, "variables"):  # It only predicts or evaluates.
             return phase
 
         def added(shards: Shards) -> list[Pass]:
