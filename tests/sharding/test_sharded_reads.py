@@ -188,6 +188,7 @@ def test_loops_read_no_weights() -> None:
         assert {one.device for one in weights} == {loop.device}
         for one in weights:  # The backward pass has copies of its own.
             assert one.consumers() == [loop]
+    assert len({one.device for one in loops_in(graph)}) == 2
 
 
 class TwoInOne(layers.Layer):
@@ -244,3 +245,16 @@ def test_training_is_that_of_one_device(name: str) -> None:
         results.append(model.get_weights())
     for actual, value in zip(*results, strict=True):
         np.testing.assert_allclose(actual, value, rtol=2e-5, atol=2e-6)
+
+
+# Fails if a strategy that once had sharded variables keeps a warning from naming the layer.
+def test_a_layer_is_named_on_a_strategy_that_has_sharded_before() -> None:
+    strategy = strategy_of(2)
+    sharded(dense)
+    with strategy.scope():
+        norm = layers.BatchNormalization(name="local_norm")
+        model = keras.Sequential([keras.Input((4,)), layers.Dense(4), norm, layers.Dense(4)])
+        optimizer = keras.optimizers.SGD(0.1)
+    step = tmg.make_train_step(model, optimizer, "mse", strategy)
+    with pytest.warns(tmg.ReplicaDependenceWarning, match="local_norm"):
+        step((NUMBERS, np.ones((12, 4), "float32")))

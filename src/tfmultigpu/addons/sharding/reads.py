@@ -126,12 +126,13 @@ class ShardedReads(Feature):
 
     def around_phase(self, phase: Phase) -> Phase:
         """Returns the phase, with the gradients of sharded variables added over the replicas."""
-        if not hasattr(self._step, "variables"):  # It only predicts or evaluates.
-            return phase
 
-        def added(shards: Shards) -> list[Pass]:
+        def added(shards: Shards) -> Any:
             self._replicas = {}
-            return self._add(phase(shards))
+            result: Any = phase(shards)
+            # Predictions, and a search for a layer, give something else.
+            is_passes = isinstance(result, list) and isinstance(result[0], Pass)
+            return self._add(result) if is_passes else result
 
         return added
 
