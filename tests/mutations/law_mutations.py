@@ -111,7 +111,7 @@ LAW = (
     ),
     Mutation(
         "gradients are added over the replicas once more",
-        "accumulation/update.py",
+        "accumulation/replicated.py",
         (
             (
                 "                apply(part, gradients, variables)\n",
@@ -269,7 +269,7 @@ LAW = (
     ),
     Mutation(
         "a step is counted although the data had ended",
-        "accumulation/update.py",
+        "accumulation/replicated.py",
         (("tf.control_dependencies([tf.group(*before)]),", "tf.control_dependencies([]),"),),
         (f"{RUN}::test_the_end_of_the_data_in_a_function_of_the_user",),
     ),

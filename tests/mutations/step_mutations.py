@@ -110,7 +110,7 @@ STEPS = (
     ),
     Mutation(
         "the limits of the optimizer are for the sum of N gradients",
-        "accumulation/update.py",
+        "accumulation/replicated.py",
         (
             (
                 "                apply(part, gradients, variables)\n",
@@ -128,8 +128,8 @@ STEPS = (
     ),
     Mutation(
         "seeds do not move on",
-        "steps/step.py",
-        (("        if self.trace.state:\n", "        if False:\n"),),
+        "steps/program.py",
+        (("        if state:\n", "        if False:\n"),),
         (f"{DRAWS}[noise, N=3]", f"{DRAWS}[images without seeds, N=3]"),
     ),
     Mutation(
@@ -152,19 +152,19 @@ STEPS = (
     # test_shard_update ----------------------------------------------------------------------------
     Mutation(
         "the owner's value reaches the replicas after it only",
-        "accumulation/update.py",
+        "accumulation/replicated.py",
         (("if number != owner:", "if number > owner:"),),
         (f"{OWNERS}[SGD with momentum, clip_norm, EMA]", f"{OWNERS}[AdamW, EMA]"),
     ),
     Mutation(
         "an owner is skipped",
-        "accumulation/update.py",
+        "accumulation/replicated.py",
         (("if copy is copies[owner]:", "if owner > 0 and copy is copies[owner]:"),),
         (f"{OWNERS}[RMSprop, clipnorm]", f"{OWNERS}[Lion, schedule]"),
     ),
     Mutation(
         "an owner updates twice",
-        "accumulation/update.py",
+        "accumulation/replicated.py",
         (
             (
                 "                    function(copy, *args, **kwargs)\n",
@@ -212,13 +212,13 @@ STEPS = (
     ),
     Mutation(
         "states are assigned before the checks have passed",
-        "steps/step.py",
-        (("assign, self.trace.state, after=after)", "assign, self.trace.state, after=[])"),),
+        "steps/program.py",
+        (("assign, state, after=after)", "assign, state, after=[])"),),
         (f"{FAILS}[N=2, synchronized norm]",),
     ),
     Mutation(
         "owners do not wait for the checks",
-        "accumulation/update.py",
+        "accumulation/replicated.py",
         (("tf.control_dependencies([tf.group(*before)]),", "tf.control_dependencies([]),"),),
         (f"{FAILS}[N=3, micro-batches, shard_update]",),
     ),
@@ -266,7 +266,7 @@ STEPS = (
     Mutation(
         "evaluation leaves regularisation out",
         "steps/evaluate.py",
-        (("values[count:], penalty, shards.total)", "values[count:], 0.0, shards.total)"),),
+        (("unstack(stats), penalty, shards.total)", "unstack(stats), 0.0, shards.total)"),),
         (f"{EVAL}[1]", f"{EVAL}[3]"),
     ),
     Mutation(

@@ -9,7 +9,7 @@ WORKERS = "promises/test_workers.py"
 PROCESSES = (
     Mutation(
         "limits set on the optimizer are lost where workers add by collectives",
-        "accumulation/update.py",
+        "accumulation/replicated.py",
         (
             (
                 'hidden = ["loss_scale_factor"]',

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -112,66 +112,6 @@ def weighted_batches() -> list[Any]:
 )
 def test_several_backward_passes(options: dict[str, Any]) -> None:
     hold(training(two_outputs, LOSSES), weighted_batches(), 3, **options)
-
-
-def dense(width: int = 16) -> Any:
-    hidden = [layers.Dense(width, "tanh") for _ in range(4)]
-    return keras.Sequential([keras.Input((6,)), *hidden, layers.Dense(3)])
-
-
-def step_of(make: Callable[[], Any], replicas: int = 2, **options: Any) -> tuple[Any, Any]:
-    strategy = strategy_of(replicas)
-    with strategy.scope(), tmg.sharded_variables(at_least=0):
-        model, optimizer = make(), keras.optimizers.SGD(0.1)
-    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    options = {"verify": False, **options}
-    return model, tmg.make_train_step(model, optimizer, loss, strategy, **options)
-
-
-def graph_of(step: Any, batch: Any) -> Any:
-    graphs: list[Any] = []
-
-    @tf.function
-    def look() -> Any:
-        graphs.append(tf.compat.v1.get_default_graph())
-        return step(batch)
-
-    step(batch)
-    look()
-    return graphs[0]
-
-
-def loops_in(graph: Any) -> Iterator[Any]:
-    return (one for one in graph.get_operations() if one.type in ("While", "StatelessWhile"))
-
-
-def test_micro_batches_carry_each_gradient_once_at_its_owner() -> None:
-    model, step = step_of(lambda: dense(20), 4, micro_batches=4)
-    (loop,) = loops_in(graph_of(step, (NUMBERS[:12], LABELS[:12])))
-    kernels = [v for v in model.trainable_variables if tuple(v.shape) == (20, 20)]
-    assert len(kernels) == 3
-    carried = [tensor for tensor in loop.inputs if tuple(tensor.shape) == (20, 20)]
-    assert len(carried) == len(kernels)
-    assert {one.device for one in carried} == {v.value.device for v in kernels}
-
-
-def test_loops_read_no_weights() -> None:
-    _, step = step_of(MODELS["GRU"])
-    graph = graph_of(step, (IDS[:8], LABELS[:8]))
-    functions = list(graph.as_graph_def().library.function)
-    assert len(list(loops_in(graph))) >= 4  # Two replicas, forward and backward.
-    reads = [one.name for f in functions for one in f.node_def if one.op == "ReadVariableOp"]
-    assert not reads
-    for loop in loops_in(graph):
-        copies = [tensor for tensor in loop.inputs if tensor.op.type == "Identity"]
-        weights = [one for one in copies if one.op.inputs[0].op.type == "ReadVariableOp"]
-        assert weights
-        # TensorFlow carries them where they come from: elsewhere each turn would copy them.
-        assert {one.device for one in weights} == {loop.device}
-        # The backward pass has copies of its own.
-        for one in weights:
-            assert one.consumers() == [loop]
-    assert len({one.device for one in loops_in(graph)}) == 2
 
 
 class Reading(layers.Layer):

@@ -12,7 +12,7 @@ import pytest
 import tensorflow as tf
 
 import tfmultigpu as tmg
-from tfmultigpu.accumulation.update import Replicated
+from tfmultigpu.accumulation.replicated import Replicated
 from tfmultigpu.addons.verification import Verification
 from tfmultigpu.addons.verification.compare import Quantity, Rounding, epsilon, furthest
 from tfmultigpu.addons.verification.one_device import DryRun

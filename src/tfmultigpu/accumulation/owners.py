@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import tensorflow as tf
 
-__all__ = ["assign_owners", "outside_scopes", "tf_variable"]
+__all__ = ["assign_owners", "outside_scopes", "parts_of", "setting", "size_of"]
 
 _T = TypeVar("_T")
 
@@ -39,12 +39,6 @@ def assign_owners(
     return tuple(chosen[index] for index in range(len(sizes)))
 
 
-def tf_variable(variable: Any) -> Any:
-    """Returns the ``tf.Variable`` of a Keras variable, or the ``tf.Variable`` that is given."""
-    value = getattr(variable, "value", variable)
-    return variable if callable(value) else value
-
-
 def outside_scopes(function: Callable[[], _T]) -> _T:
     """Calls a function without any strategy in effect, in the graph of the caller.
 
@@ -61,3 +55,27 @@ def outside_scopes(function: Callable[[], _T]) -> _T:
 
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(call).result()
+
+
+def parts_of(optimizer: Any) -> list[Any]:
+    """Returns the optimizers inside a ``MultiOptimizer``, or the optimizer itself."""
+    return list(getattr(optimizer, "optimizers", ())) or [optimizer]
+
+
+def size_of(variable: Any) -> int:
+    """Returns the number of elements of a variable."""
+    return int(tf.TensorShape(variable.shape).num_elements() or 0)
+
+
+@contextmanager
+def setting(owner: Any, **values: Any) -> Iterator[None]:
+    """Sets attributes of one object for a while."""
+    attributes = vars(owner)
+    before = {name: attributes[name] for name in values if name in attributes}
+    attributes.update(values)
+    try:
+        yield
+    finally:
+        for name in values:
+            del attributes[name]
+        attributes.update(before)

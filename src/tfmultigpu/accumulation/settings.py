@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from tfmultigpu._compat import is_own_class_of_keras
+from tfmultigpu.accumulation.loss_scale import unwrap_optimizer
 from tfmultigpu.errors import TfMultiGpuError
 
 __all__ = ["Settings", "explaining_settings"]
@@ -80,7 +81,7 @@ def _holders(optimizer: Any) -> list[dict[str, Any]]:
     """Returns the attributes of all optimizers that there are in one, and of their schedules."""
     import keras
 
-    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    inner = unwrap_optimizer(optimizer)
     every = {id(each): vars(each) for each in (optimizer, inner, *getattr(inner, "optimizers", ()))}
     kind = keras.optimizers.schedules.LearningRateSchedule
     values = [value for holder in every.values() for value in holder.values()]

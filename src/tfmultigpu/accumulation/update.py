@@ -1,283 +1,29 @@
-"""Who adds gradients over the replicas, and who applies them: one object for each optimizer.
-
-Both kinds call the stock ``optimizer.apply`` once, outside every scope. There Keras calls
-``strategy.extended.update`` for each variable. For ``Replicated`` that is TensorFlow's own: each
-replica updates its copy. ``Owned`` gives a variable to one replica: the function of Keras runs on
-the copy of the owner alone, and the new value goes to the others.
-"""
+"""The choice of who updates the variables of an optimizer, and updates by hand."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from tfmultigpu import _compat
 from tfmultigpu.accumulation.loss_scale import unwrap_optimizer
-from tfmultigpu.accumulation.owners import assign_owners, outside_scopes, tf_variable
-from tfmultigpu.accumulation.settings import explaining_settings
+from tfmultigpu.accumulation.owners import parts_of, setting, size_of
+from tfmultigpu.accumulation.replicated import Owned, Replicated
 from tfmultigpu.errors import ScopeError, TfMultiGpuError
 from tfmultigpu.strategies.collectives import (
     replicas_share_memory,
-    sum_on_devices,
-    sum_over_replicas,
-    sum_over_workers,
 )
 from tfmultigpu.strategies.scopes import check_scope
-from tfmultigpu.strategies.topology import is_mirrored, is_sharded, owner_of, per_replica
+from tfmultigpu.strategies.topology import is_mirrored, is_sharded
 
-__all__ = ["Owned", "Replicated", "apply_reduced_gradients", "choose_update", "update_of"]
+__all__ = ["apply_reduced_gradients", "choose_update", "update_of"]
 
 # Trained numbers from which steps are faster on virtual CPUs, and variables from which the first
 # step is, in which everything is traced; see decisions 6 and 7.
 PAYS_FROM, PAYS_FROM_VARIABLES = 50_000, 30
-
-_Addends = list[list[Any]]
-
-
-class Replicated:
-    """Each replica updates all variables, from gradients that are added for all of them.
-
-    Attributes:
-        strategy: The strategy of the variables.
-        reason: Why the update is of this kind, for a person.
-        state: The ``id`` of each Keras variable of the optimizer that exists once.
-    """
-
-    owned = False
-
-    def __init__(self, optimizer: Any, strategy: tf.distribute.Strategy, reason: str) -> None:
-        """Takes an optimizer that was created in the scope of the strategy."""
-        # Updates are remembered by optimizer, and must not keep it alive.
-        self._optimizer = weakref.ref(unwrap_optimizer(optimizer))
-        self.strategy = strategy
-        self.reason = reason
-        self.state: frozenset[int] = frozenset()
-
-    @property
-    def optimizer(self) -> Any:
-        """The optimizer that does the work, without a ``LossScaleOptimizer`` around it."""
-        return self._optimizer()
-
-    def build(self, variables: Sequence[Any]) -> None:
-        """Creates the state of the optimizer, if it is not built, before anything is traced."""
-        if not self.optimizer.built:
-            with self.strategy.scope():
-                self.optimizer.build(list(variables))
-
-    def add(self, addends: _Addends, variables: Sequence[Any], dtype: Any = None) -> _Addends:
-        """Adds over the replicas; called once a step, in a cross-replica context.
-
-        Args:
-            addends: For each replica of this process its gradients, then one vector of sums. What
-                is added already is in the first list, and None in the others.
-            variables: The variable of each gradient.
-            dtype: A narrower dtype that float32 gradients are sent in; None for their own.
-
-        Returns:
-            One list of sums for all replicas, or one for each if they share no memory.
-        """
-        return sum_over_replicas(self.strategy, addends, dtype)
-
-    def where(self, finish: Callable[..., Any], sums: _Addends, *args: Any) -> Any:
-        """Runs the global phase where the sums are: once, or on each replica.
-
-        Args:
-            finish: ``f(sums, *args)`` returns a ``Gradient``, and tensors equal on all replicas.
-            sums: As ``add`` returns them.
-            args: Tensors, the same for all replicas.
-        """
-        if len(sums) == 1:
-            return finish(sums[0], *args)
-        gradients: list[Any] = []
-
-        def run(*args: Any) -> Any:
-            gradient, others = finish(*args)
-            gradients.append(gradient)
-            return list(gradient.tensors), (gradient.norm, gradient.valid, others)
-
-        values = (per_replica(self.strategy, sums), *args)
-        tensors, alike = self.strategy.run(run, args=values)
-        norm, valid, others = tf.nest.map_structure(lambda value: self._local(value)[0], alike)
-        return gradients[-1]._replace(tensors=tuple(tensors), norm=norm, valid=valid), others
-
-    def at(self, variable: Any) -> AbstractContextManager[Any]:
-        """Places what is computed of a variable on the device where its gradients are added."""
-        return nullcontext()
-
-    def apply(
-        self, gradients: Sequence[Any], variables: Sequence[Any], after: Sequence[Any] = ()
-    ) -> None:
-        """Makes one step of the stock optimizer for all replicas; in a cross-replica context.
-
-        Args:
-            gradients: Those of the global batch, not scaled: tensors, or per-replica values.
-            variables: Their variables. Without any nothing is counted, as in Keras.
-            after: What must not have failed before anything is assigned.
-        """
-        before = [*after, *(tensor for g in gradients for tensor in self._local(g))]
-
-        def apply() -> None:
-            with (
-                tf.control_dependencies([tf.group(*before)]),
-                explaining_settings(self.optimizer),
-                self.updating(variables),
-            ):
-                self._apply(list(zip(gradients, variables, strict=True)))
-
-        outside_scopes(apply)
-
-    @contextmanager
-    def updating(self, variables: Sequence[Any]) -> Iterator[None]:
-        """Makes stock methods of the optimizer right that call ``strategy.extended.update``.
-
-        Those are ``finalize_variable_values``, and what ``keras.callbacks.SwapEMAWeights`` does.
-
-        Args:
-            variables: The variables that they write.
-        """
-        yield
-
-    def _apply(self, pairs: list[tuple[Any, Any]]) -> None:
-        # A MultiOptimizer wants a gradient for each variable, so its parts are called.
-        parts = _parts(self.optimizer)
-        for part in parts:
-            known = {id(variable) for variable in _compat.optimizer_trains(part)}
-            own = [pair for pair in pairs if len(parts) == 1 or id(pair[1]) in known]
-            if not own:
-                continue
-            gradients, variables = map(list, zip(*own, strict=True))
-            hidden = ["loss_scale_factor"]  # Gradients are unscaled already.
-            apply = type(part).apply  # That of the object refuses, if there are owners.
-            if any(len(self._local(gradient)) > 1 for gradient in gradients):
-                if self.owned or not _compat.is_part_of_keras(apply):  # They take tensors.
-                    gradients = [self._local(gradient)[0] for gradient in gradients]
-                else:
-                    gradients = self._clipped(part, gradients)
-                    hidden += ["clipnorm", "global_clipnorm", "clipvalue"]
-            with _setting(part, **dict.fromkeys(hidden)), _compat.gradients_already_summed(part):
-                apply(part, gradients, variables)
-        if pairs and parts != [self.optimizer]:
-            self.optimizer.iterations.assign_add(1)
-
-    def _clipped(self, optimizer: Any, gradients: list[Any]) -> list[Any]:
-        """Clips per-replica values on each replica, which Keras would not."""
-        devices = self.strategy.extended.worker_devices
-        clipped = []
-        for device, *tensors in zip(devices, *map(self._local, gradients), strict=True):
-            with tf.device(device):
-                clipped.append(_compat.clip_as_set(optimizer, tensors))
-        return [per_replica(self.strategy, list(copies)) for copies in zip(*clipped, strict=True)]
-
-    def _local(self, value: Any) -> tuple[Any, ...]:
-        return tuple(self.strategy.experimental_local_results(value))
-
-
-class Owned(Replicated):
-    """One replica owns each variable: its gradients are added there, and it alone updates it.
-
-    What the optimizer keeps of a variable exists once, with the owner. Several workers each have
-    an owner of the same number, which update alike.
-    """
-
-    owned = True
-
-    def build(self, variables: Sequence[Any]) -> None:
-        """Creates what the optimizer keeps of a variable once, on the device of its owner."""
-        optimizer = self.optimizer
-        self.devices = tuple(self.strategy.extended.worker_devices)
-        variables = _compat.optimizer_trains(optimizer) or list(variables)
-        fixed = {i: owner_of(v, self.devices) for i, v in enumerate(variables) if is_sharded(v)}
-        # By the id of the tf.Variable, which is what Keras gives to ``extended.update``.
-        self._owners = {id(tf_variable(variables[i])): owner for i, owner in fixed.items()}
-        if optimizer.built:  # Other variables have their state on all replicas.
-            return
-        owners = assign_owners(list(map(_size, variables)), len(self.devices), fixed)
-        self._owners = {
-            id(tf_variable(v)): owner for v, owner in zip(variables, owners, strict=True)
-        }
-
-        def with_owner(variable: Any) -> AbstractContextManager[Any]:
-            owner = self._owners.get(id(variable))
-            return nullcontext() if owner is None else tf.device(self.devices[owner])
-
-        def build() -> None:  # A variable is created once outside the scope.
-            with _setting(self.strategy.extended, colocate_vars_with=with_owner):
-                optimizer.build(list(variables))
-
-        before = {id(variable) for variable in optimizer.variables}
-        outside_scopes(build)
-        self.state = frozenset(id(variable) for variable in optimizer.variables) - before
-        for each in (optimizer, *_parts(optimizer)):
-            each.apply = _refuse_replicas
-
-    def add(self, addends: _Addends, variables: Sequence[Any], dtype: Any = None) -> _Addends:
-        """Adds each gradient on the device of its owner, and the other sums on the first."""
-        places = [*map(self._device, variables), self.devices[0]]
-        sums = sum_on_devices(addends, places, dtype)
-        return [sum_over_workers(self.strategy, sums, places, dtype)]
-
-    def at(self, variable: Any) -> AbstractContextManager[Any]:
-        """Places what is computed of a variable with its owner."""
-        return tf.device(self._device(variable))  # type: ignore[no-any-return]
-
-    @contextmanager
-    def updating(self, variables: Sequence[Any]) -> Iterator[None]:
-        """Has functions that Keras runs on all copies of a variable run on that of the owner.
-
-        The other copies are written once, at the end. Moving averages and constraints read the
-        first copy before that, and so may the code of a user: then they are written at once.
-        """
-        extended: Any = self.strategy.extended
-        original = extended.update
-        parts = _parts(self.optimizer)
-        own_code = not all(map(_compat.is_own_class_of_keras, parts))
-        read = any(part.use_ema for part in parts)
-        read = read or any(getattr(variable, "constraint", None) for variable in variables)
-        written: dict[int, Any] = {}
-
-        def update(
-            variable: Any, function: Any, args: Any = (), kwargs: Any = None, group: bool = True
-        ) -> Any:
-            copies = self._local(variable)
-            if len(copies) == 1:  # A sharded variable, or a slot that is assigned itself.
-                with tf.device(variable.device):
-                    return function(variable, *args, **(kwargs or {}))
-            owner = self._owners.get(id(variable))
-            if owner is None:  # A counter, for example, is on all replicas.
-                return original(variable, function, args, kwargs=kwargs, group=group)
-
-            def on_owner(copy: Any, *args: Any, **kwargs: Any) -> None:
-                if copy is copies[owner]:
-                    function(copy, *args, **kwargs)
-
-            original(variable, on_owner, args, kwargs=kwargs, group=False)
-            written[id(variable)] = variable
-            if own_code or (read and args):  # After weight decay, without any, comes the step.
-                self._copy(written.pop(id(variable)))
-            return None
-
-        with _setting(extended, update=update):
-            yield
-        for variable in written.values():
-            self._copy(variable)
-
-    def _copy(self, variable: Any) -> None:
-        owner = self._owners[id(variable)]
-        copies = self._local(variable)
-        with tf.device(self.devices[owner]):
-            value = copies[owner].read_value()
-        for number, device in enumerate(self.devices):
-            if number != owner:
-                with tf.device(device):
-                    copies[number].assign(value)
-
-    def _device(self, variable: Any) -> str:
-        return str(self.devices[self._owners.get(id(tf_variable(variable)), 0)])
-
 
 _chosen: weakref.WeakKeyDictionary[Any, Replicated] = weakref.WeakKeyDictionary()
 
@@ -323,7 +69,7 @@ def choose_update(
     elif strategy.num_replicas_in_sync > 1:
         _refuse(shard_update, update.owned, f"{update.reason}, when this optimizer was first used")
     if not optimizer.built:  # The inner one is.
-        with tf.init_scope(), strategy.scope(), _setting(inner, build=lambda variables: None):
+        with tf.init_scope(), strategy.scope(), setting(inner, build=lambda variables: None):
             optimizer.build(list(variables))
     known = {id(variable) for variable in _compat.optimizer_trains(inner)}
     missing = [_name(v) for v in variables if known and id(v) not in known]
@@ -417,7 +163,7 @@ def _decide(
             "only on CPUs was it measured to be faster; shard_update=True saves "
             f"{replicas - 1}/{replicas} of the memory of the optimizer's state"
         )
-    count = sum(map(_size, variables))
+    count = sum(map(size_of, variables))
     return count >= PAYS_FROM or len(variables) >= PAYS_FROM_VARIABLES, (
         f"{count:,} trained numbers in {len(variables)} variables: it is faster from {PAYS_FROM:,} "
         f"numbers, or {PAYS_FROM_VARIABLES} variables, on"
@@ -453,7 +199,7 @@ def _check(
 
 
 def _refuse_accumulation(optimizer: Any) -> None:
-    for part in _parts(optimizer):
+    for part in parts_of(optimizer):
         if steps := getattr(part, "gradient_accumulation_steps", None):
             raise TfMultiGpuError(
                 "Accumulation inside a Keras optimizer crashes on several replicas and averages "
@@ -462,38 +208,5 @@ def _refuse_accumulation(optimizer: Any) -> None:
             )
 
 
-def _refuse_replicas(*_: Any, **__: Any) -> None:
-    raise TfMultiGpuError(
-        "The state of this optimizer exists once, with the replicas that own it. Received: "
-        "optimizer.apply, apply_gradients or Keras' own fit, with which each replica would change "
-        "it. Write tmg.apply_reduced_gradients(optimizer, gradients, variables) outside of "
-        "strategy.run; or create a new optimizer and pass shard_update=False to tmg.fit or "
-        "make_train_step."
-    )
-
-
-def _parts(optimizer: Any) -> list[Any]:
-    """Returns the optimizers inside a ``MultiOptimizer``, or the optimizer itself."""
-    return list(getattr(optimizer, "optimizers", ())) or [optimizer]
-
-
 def _name(variable: Any) -> str:
     return str(getattr(variable, "path", variable.name))
-
-
-def _size(variable: Any) -> int:
-    return int(tf.TensorShape(variable.shape).num_elements() or 0)
-
-
-@contextmanager
-def _setting(owner: Any, **values: Any) -> Iterator[None]:
-    """Sets attributes of one object for a while."""
-    attributes = vars(owner)
-    before = {name: attributes[name] for name in values if name in attributes}
-    attributes.update(values)
-    try:
-        yield
-    finally:
-        for name in values:
-            del attributes[name]
-        attributes.update(before)

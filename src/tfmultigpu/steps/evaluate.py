@@ -10,7 +10,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfmultigpu.steps.agreement import check_values_alike
-from tfmultigpu.steps.assignments import assign, assigned_variables, deferring
+from tfmultigpu.steps.assignments import assigned_variables, deferring
 from tfmultigpu.steps.build_model import prepare_model
 from tfmultigpu.steps.features import Feature, Pass, Rows, Shards
 from tfmultigpu.steps.metrics import StepMetrics
@@ -19,7 +19,6 @@ from tfmultigpu.steps.program import Program
 from tfmultigpu.steps.tally import Layout, Tally
 from tfmultigpu.steps.trace import Trace
 from tfmultigpu.strategies.collectives import sum_over_replicas
-from tfmultigpu.strategies.topology import per_replica
 
 __all__ = ["EvalStep"]
 
@@ -77,10 +76,7 @@ class EvalStep(Program):
     def compute(self, shards: Shards) -> dict[str, Tally]:
         """Evaluates one global batch; traced."""
         tally, passes = self.look(shards)
-        if self.trace.state:
-            states = per_replica(self.strategy, [one.state for one in passes])
-            commit = functools.partial(assign, self.trace.state, after=[tally.sums])
-            self.strategy.run(commit, args=(states,))
+        self.commit(self.trace.state, passes, [tally.sums])
         return {"": tally}
 
     def look(self, shards: Shards) -> tuple[Tally, list[Pass]]:
@@ -91,7 +87,7 @@ class EvalStep(Program):
 
     def on_one_device(self) -> EvalStep:
         """Returns the same for the default strategy, which computes a batch in one piece."""
-        features = [f for f in (one.on_one_device() for one in self.features) if f is not None]
+        features = self.features_on_one_device()
         twin = object.__new__(EvalStep)  # Its metrics are those of the replicas.
         Program.__init__(twin, tf.distribute.get_strategy(), features)
         twin.model, twin.forward, twin.trace = self.model, self.forward, Trace()
@@ -104,10 +100,8 @@ class EvalStep(Program):
         layout = self.trace.layout
         assert layout is not None
         (stats,) = sum_over_replicas(self.strategy, [[one.stats] for one in passes])[0]
-        values = tf.unstack(stats, num=2 * len(layout.own))
-        count = len(layout.own)
         penalty, _ = regularization(self.model.trainable_variables, lambda _: nullcontext())
-        return Tally.of_step(layout, values[:count], values[count:], penalty, shards.total)
+        return Tally.of_step(layout, *layout.unstack(stats), penalty, shards.total)
 
     def _replica(self, shard: Any, rows: Rows, *_: Any) -> Pass:
         with self.tracing_model(rows), deferring((), rows.counts()) as deferred:

@@ -51,7 +51,7 @@ class PredictStep(Program):
 
     def on_one_device(self) -> PredictStep:
         """Returns the same for the default strategy."""
-        features = [f for f in (one.on_one_device() for one in self.features) if f is not None]
+        features = self.features_on_one_device()
         return PredictStep(self.model, tf.distribute.get_strategy(), features)
 
     def look(self, shards: Shards) -> Any:

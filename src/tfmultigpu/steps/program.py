@@ -20,12 +20,13 @@ import tensorflow as tf
 from tfmultigpu.data.batch_format import count_rows
 from tfmultigpu.data.element_layout import structure_of
 from tfmultigpu.errors import DataError
+from tfmultigpu.steps.assignments import assign
 from tfmultigpu.steps.batch_norm import short_sums
 from tfmultigpu.steps.batches import BatchFunction, ShardSource, check_called_from
 from tfmultigpu.steps.call_lengths import CallLength
 from tfmultigpu.steps.data_loop import gathers_rows, is_seen, loop_over, steps_of
 from tfmultigpu.steps.failures import explaining_failures
-from tfmultigpu.steps.features import SEES, Call, Feature, Phase, Replica, Rows, Sees, Shards
+from tfmultigpu.steps.features import SEES, Call, Feature, Pass, Phase, Replica, Rows, Sees, Shards
 from tfmultigpu.steps.rows import standing_at
 from tfmultigpu.steps.tally import Layout, Tallies, Tally, add, logs_of, nothing
 from tfmultigpu.strategies.not_copied import NotCopied
@@ -170,6 +171,23 @@ class Program(NotCopied):
         flat = [each if len(each) == copies else each * copies for each in flat]  # None is one.
         local = [[each[number] for each in flat] for number in range(copies)]
         return [tf.nest.pack_sequence_as(result, one) for one in local]
+
+    def commit(self, state: Sequence[Any], passes: list[Pass], after: Sequence[Any]) -> None:
+        """Assigns what layers, draws and metrics have computed, after all that may fail.
+
+        Args:
+            state: The Keras variables that they assign.
+            passes: That of each replica of this process, with the new values.
+            after: What must not have failed before.
+        """
+        if state:
+            values = per_replica(self.strategy, [one.state for one in passes])
+            self.strategy.run(functools.partial(assign, state, after=after), args=(values,))
+
+    def features_on_one_device(self) -> list[Feature]:
+        """Returns what takes the place of the features in the same step on one device."""
+        twins = (feature.on_one_device() for feature in self.features)
+        return [twin for twin in twins if twin is not None]
 
     @contextmanager
     def tracing_model(self, rows: Rows) -> Iterator[None]:

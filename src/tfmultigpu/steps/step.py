@@ -16,11 +16,12 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from tfmultigpu.accumulation.gradients import combined, global_norm, sum_dtype
+from tfmultigpu.accumulation.replicated import Replicated
 from tfmultigpu.accumulation.settings import Settings
-from tfmultigpu.accumulation.update import Replicated, choose_update
+from tfmultigpu.accumulation.update import choose_update
 from tfmultigpu.errors import LossError
 from tfmultigpu.steps.agreement import ProgramAgreement, check_values_alike
-from tfmultigpu.steps.assignments import assign, assigned_variables, deferring
+from tfmultigpu.steps.assignments import assigned_variables, deferring
 from tfmultigpu.steps.build_model import prepare_model, refuse_float8
 from tfmultigpu.steps.failures import effects_of, noting_operations
 from tfmultigpu.steps.features import Feature, Gradient, Pass, Rows, Shards
@@ -31,7 +32,6 @@ from tfmultigpu.steps.tally import Layout, Tally
 from tfmultigpu.steps.trace import Trace
 from tfmultigpu.steps.warning import MissingGradients
 from tfmultigpu.strategies.scopes import all_layers
-from tfmultigpu.strategies.topology import per_replica
 from tfmultigpu.types import ShardUpdate
 
 __all__ = ["TrainStep", "Trained"]
@@ -172,7 +172,8 @@ class TrainStep(Program):
         """Trains on one global batch; traced."""
         tally, passes, gradient = self.look(shards)
         after = [tally.sums, *self.strategy.experimental_local_results(gradient.norm)]
-        self._commit(passes, after)
+        # Also if the update is skipped, and before it: weights may be among them.
+        self.commit(self.trace.state, passes, after)
         self._apply(gradient, after)
         with tf.control_dependencies(after):  # A step that raises advances nothing.
             for feature in self.features:
@@ -194,11 +195,10 @@ class TrainStep(Program):
 
         It is for ``look``: what it would update is on the replicas.
         """
-        features = [f for f in (one.on_one_device() for one in self.features) if f is not None]
-        forward, strategy = self.forward, tf.distribute.get_strategy()
+        features, strategy = self.features_on_one_device(), tf.distribute.get_strategy()
         twin = object.__new__(TrainStep)
         Program.__init__(twin, strategy, features)
-        twin.model, twin.forward, twin.optimizer = self.model, forward, self.optimizer
+        twin.model, twin.forward, twin.optimizer = self.model, self.forward, self.optimizer
         twin.update = Replicated(self.optimizer, strategy, "one device")
         twin._metrics, twin._missing = self._metrics, self._missing  # Each is told once.
         for feature in features:
@@ -269,8 +269,7 @@ class TrainStep(Program):
         layout, trained, present = self.trace.layout, self.variables, self.trace.present
         assert layout is not None
         *summed, stats = sums
-        values = tf.unstack(stats, num=2 * len(layout.own))
-        own, weights = values[: len(layout.own)], values[len(layout.own) :]
+        own, weights = layout.unstack(stats)
         with tf.control_dependencies(layout.check(weights, total)):
             total = tf.identity(total)
         # The penalties of variables that are not trained here are part of the loss as well.
@@ -302,16 +301,6 @@ class TrainStep(Program):
         tally = Tally.of_step(layout, own, weights, penalty, total, skipped=skipped, last=last)
         # ``strategy.run`` returns tensors only.
         return gradient._replace(tensors=tensors, variables=()), (tally.sums, tally.last)
-
-    def _commit(self, passes: list[Pass], after: Sequence[Any]) -> None:
-        """Assigns what layers, draws and metrics have computed, after all that may fail.
-
-        Also if the update is skipped, and before it: weights may be among them.
-        """
-        if self.trace.state:
-            states = per_replica(self.strategy, [one.state for one in passes])
-            commit = functools.partial(assign, self.trace.state, after=after)
-            self.strategy.run(commit, args=(states,))
 
     def _apply(self, gradient: Gradient, after: Sequence[Any]) -> None:
         variables = list(gradient.variables)

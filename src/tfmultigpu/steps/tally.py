@@ -89,6 +89,11 @@ class Layout:
         factors = [tf.math.divide_no_nan(tf.cast(rows, weight.dtype), weight) for weight in late]
         return [None] * (targets - len(factors)) + factors
 
+    def unstack(self, stats: Any) -> tuple[list[Any], list[Any]]:
+        """Returns the sums and the weights of the own terms, which are one vector while added."""
+        values = tf.unstack(stats, num=2 * len(self.own))
+        return values[: len(self.own)], values[len(self.own) :]
+
     def check(self, weights: Sequence[Any], rows: Any) -> list[tf.Operation]:
         """Returns assertions that the weights are those that ``targets`` has divided by."""
         return [

@@ -12,7 +12,7 @@ import tensorflow as tf
 from tfmultigpu import _compat
 from tfmultigpu.errors import ScopeError, TfMultiGpuError
 from tfmultigpu.strategies.tensorflow_log import leave_out_progress
-from tfmultigpu.strategies.topology import describe, is_default
+from tfmultigpu.strategies.topology import describe, is_default, tf_variable
 
 __all__ = [
     "all_layers",
@@ -107,8 +107,7 @@ def check_scope(variables: Sequence[Any], strategy: tf.distribute.Strategy, what
         ScopeError: A variable was created outside.
     """
     for variable in variables:
-        inner = getattr(variable, "value", variable)
-        inner = variable if callable(inner) else inner
+        inner = tf_variable(variable)
         if not strategy.extended.variable_created_in_scope(inner):
             name = getattr(variable, "path", variable.name)
             own = getattr(inner, "distribute_strategy", None)

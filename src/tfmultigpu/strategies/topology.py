@@ -20,6 +20,7 @@ __all__ = [
     "per_replica",
     "strategy_devices",
     "strategy_of",
+    "tf_variable",
 ]
 
 
@@ -40,7 +41,7 @@ def is_sharded(variable: Any) -> bool:
     Args:
         variable: A Keras or TensorFlow variable.
     """
-    value = _tf_variable(variable)
+    value = tf_variable(variable)
     strategy = getattr(value, "distribute_strategy", None)
     if strategy is None or not is_mirrored(strategy):
         return False
@@ -55,10 +56,11 @@ def devices_of(model: Any) -> tuple[str, ...]:
 def owner_of(variable: Any, devices: Sequence[str]) -> int:
     """Returns the number, among some devices, of the one that a sharded variable lives on."""
     names = [parse_device_name(device) for device in devices]
-    return names.index(parse_device_name(_tf_variable(variable).device))
+    return names.index(parse_device_name(tf_variable(variable).device))
 
 
-def _tf_variable(variable: Any) -> Any:
+def tf_variable(variable: Any) -> Any:
+    """Returns the ``tf.Variable`` of a Keras variable, or the ``tf.Variable`` that is given."""
     value = getattr(variable, "value", variable)
     return variable if callable(value) else value
 

@@ -40,8 +40,9 @@ class Times(NamedTuple):
 class Timing(Feature):
     """Reads the clock between the parts of a step."""
 
-    def __init__(self) -> None:
-        """Has read nothing yet."""
+    def __init__(self, strategy: tf.distribute.Strategy) -> None:
+        """Takes the strategy of the step; has read nothing yet."""
+        self._strategy = strategy
         self._read: dict[str, float] = {}
         self._replicas = 0
 
@@ -83,9 +84,8 @@ class Timing(Feature):
 
     def after_update(self, gradient: Gradient) -> None:
         """Reads the clock when the variables have their new values."""
-        local = tf.distribute.get_strategy().experimental_local_results
-        copies = [copy for v in gradient.variables for copy in local(v.value)]
-        copies = [part for copy in copies for part in getattr(copy, "values", (copy,))]
+        local = self._strategy.experimental_local_results
+        copies = [copy for variable in gradient.variables for copy in local(variable.value)]
         self._clock("updated", [_same(copy) for copy in copies])
 
     def _clock(self, name: str, tensors: Sequence[Any], *, in_order: bool = True) -> Any:
@@ -105,7 +105,7 @@ class Timing(Feature):
 
 def timed(step: TrainStep) -> tuple[TrainStep, Timing]:
     """Returns a train step with the same variables that is timed, and its times."""
-    timing = Timing()
+    timing = Timing(step.strategy)
     copy: Any = object.__new__(TrainStep)
     vars(copy).update(vars(step), features=(*step.features, timing))
     copy.forget()
