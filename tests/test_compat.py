@@ -16,7 +16,7 @@ import tensorflow as tf
 from one_device import ByHand, Replicated, cut, difference, strategy_of
 
 from tfmultigpu import _compat
-from tfmultigpu._patch import patching
+from tfmultigpu._patch import patching, setting
 from tfmultigpu.addons.sharding import _private
 from tfmultigpu.steps.recording import recording_added_losses
 
@@ -130,11 +130,8 @@ def test_keras_sums_gradients_and_the_bridge_keeps_it_from_that():
     tf.function(lambda: strategy.run(apply))()
     assert variable.numpy().tolist() == [-3.0], "Keras no longer adds over the replicas"
 
-    def apply_summed():
-        with _compat.gradients_already_summed(optimizer):
-            apply()
-
-    tf.function(lambda: strategy.run(apply_summed))()
+    with setting(optimizer, **_compat.keeping_sums()):
+        tf.function(lambda: strategy.run(apply))()
     assert variable.numpy().tolist() == [-4.0], "Keras no longer calls _all_reduce_sum_gradients"
     tf.function(lambda: strategy.run(apply))()
     assert variable.numpy().tolist() == [-7.0], "the optimizer was not given back as it was"
@@ -145,8 +142,8 @@ def test_an_error_inside_gives_the_optimizer_back_as_it_was():
     optimizer = keras.optimizers.SGD(1.0)
 
     def fail():
-        with _compat.gradients_already_summed(optimizer):
-            with _compat.gradients_already_summed(optimizer):
+        with setting(optimizer, **_compat.keeping_sums()):
+            with setting(optimizer, **_compat.keeping_sums()):
                 assert "_all_reduce_sum_gradients" in vars(optimizer)
             assert "_all_reduce_sum_gradients" in vars(optimizer)
             raise ZeroDivisionError

@@ -9,17 +9,11 @@ from __future__ import annotations
 import copy
 import importlib
 import pkgutil
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import tensorflow as tf
-
-_lock = threading.RLock()
-_entered: dict[int, int] = {}
-
-_SUM_GRADIENTS = "_all_reduce_sum_gradients"
 
 
 def keras_mask(tensor: Any) -> Any:
@@ -50,30 +44,15 @@ def layers_of(layer: Any) -> list[Any]:
     return list(getattr(layer, "layers", ()) if inside is None else inside)
 
 
-@contextmanager
-def gradients_already_summed(optimizer: Any) -> Iterator[None]:
-    """Stops ``optimizer.apply`` from all-reducing gradients a second time.
+def keeping_sums() -> dict[str, Any]:
+    """Returns attributes with which ``optimizer.apply`` does not all-reduce gradients once more.
 
-    Private: ``optimizer._all_reduce_sum_gradients``, replaced by the identity on this object inside
-    the context. Keras offers no public way to apply gradients that are already summed, and
-    clipping, skipping and loss scaling need the sum first. Without it gradients would be divided by
-    the number of replicas, for Keras to sum again: exact, but with twice the traffic.
-
-    Re-entrant, because replicas are threads that take turns inside ``optimizer.apply``.
+    Private: ``optimizer._all_reduce_sum_gradients``, of which these make the identity. Keras offers
+    no public way to apply gradients that are already summed, and clipping, skipping and loss
+    scaling need the sum first. Without it gradients would be divided by the number of replicas, for
+    Keras to sum again: exact, but with twice the traffic.
     """
-    key = id(optimizer)
-    with _lock:
-        _entered[key] = _entered.get(key, 0) + 1
-        if _entered[key] == 1:
-            object.__setattr__(optimizer, _SUM_GRADIENTS, lambda pairs: pairs)
-    try:
-        yield
-    finally:
-        with _lock:
-            _entered[key] -= 1
-            if not _entered[key]:
-                del _entered[key]
-                object.__delattr__(optimizer, _SUM_GRADIENTS)
+    return {"_all_reduce_sum_gradients": lambda pairs: pairs}
 
 
 def strategy_of_optimizer(optimizer: Any) -> tf.distribute.Strategy:

@@ -1,4 +1,4 @@
-"""Replaces functions, methods and properties of other libraries on one thread.
+"""Replaces functions, methods and properties of other libraries for a while.
 
 Keras and TensorFlow look them up at each call. Replicas are threads that take turns, so a wrapper
 serves only the thread that entered the context; the calls of other threads pass through.
@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-__all__ = ["patching"]
+__all__ = ["patching", "setting"]
 
 _Key = tuple[int, str]
 _lock = threading.RLock()
@@ -52,6 +52,20 @@ def patching(owner: Any, name: str, wrapper: Callable[..., Any]) -> Iterator[Non
             if not _entered[key]:
                 inherited, original = _originals.pop(key)
                 delattr(owner, name) if inherited else setattr(owner, name, original)
+
+
+@contextmanager
+def setting(owner: Any, **values: Any) -> Iterator[None]:
+    """Sets attributes of one object for a while, on all threads."""
+    attributes = vars(owner)
+    before = {name: attributes[name] for name in values if name in attributes}
+    attributes.update(values)
+    try:
+        yield
+    finally:
+        for name in values:
+            del attributes[name]
+        attributes.update(before)
 
 
 def _passing(original: Any, key: _Key) -> Any:

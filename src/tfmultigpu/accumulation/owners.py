@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from typing import Any, TypeVar
 
 import tensorflow as tf
 
-__all__ = ["assign_owners", "outside_scopes", "parts_of", "setting", "size_of"]
+__all__ = ["assign_owners", "outside_scopes", "parts_of", "size_of"]
 
 _T = TypeVar("_T")
 
@@ -65,17 +65,3 @@ def parts_of(optimizer: Any) -> list[Any]:
 def size_of(variable: Any) -> int:
     """Returns the number of elements of a variable."""
     return int(tf.TensorShape(variable.shape).num_elements() or 0)
-
-
-@contextmanager
-def setting(owner: Any, **values: Any) -> Iterator[None]:
-    """Sets attributes of one object for a while."""
-    attributes = vars(owner)
-    before = {name: attributes[name] for name in values if name in attributes}
-    attributes.update(values)
-    try:
-        yield
-    finally:
-        for name in values:
-            del attributes[name]
-        attributes.update(before)

@@ -16,14 +16,9 @@ from typing import Any
 import tensorflow as tf
 
 from tfmultigpu import _compat
+from tfmultigpu._patch import setting
 from tfmultigpu.accumulation.loss_scale import unwrap_optimizer
-from tfmultigpu.accumulation.owners import (
-    assign_owners,
-    outside_scopes,
-    parts_of,
-    setting,
-    size_of,
-)
+from tfmultigpu.accumulation.owners import assign_owners, outside_scopes, parts_of, size_of
 from tfmultigpu.accumulation.settings import explaining_settings
 from tfmultigpu.errors import TfMultiGpuError
 from tfmultigpu.strategies.collectives import sum_on_devices, sum_over_replicas, sum_over_workers
@@ -154,7 +149,7 @@ class Replicated:
                 else:
                     gradients = self._clipped(part, gradients)
                     hidden += ["clipnorm", "global_clipnorm", "clipvalue"]
-            with setting(part, **dict.fromkeys(hidden)), _compat.gradients_already_summed(part):
+            with setting(part, **dict.fromkeys(hidden), **_compat.keeping_sums()):
                 apply(part, gradients, variables)
         if pairs and parts != [self.optimizer]:
             self.optimizer.iterations.assign_add(1)

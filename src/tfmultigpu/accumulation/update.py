@@ -9,13 +9,12 @@ from typing import Any
 import tensorflow as tf
 
 from tfmultigpu import _compat
+from tfmultigpu._patch import setting
 from tfmultigpu.accumulation.loss_scale import unwrap_optimizer
-from tfmultigpu.accumulation.owners import parts_of, setting, size_of
+from tfmultigpu.accumulation.owners import parts_of, size_of
 from tfmultigpu.accumulation.replicated import Owned, Replicated
 from tfmultigpu.errors import ScopeError, TfMultiGpuError
-from tfmultigpu.strategies.collectives import (
-    replicas_share_memory,
-)
+from tfmultigpu.strategies.collectives import replicas_share_memory
 from tfmultigpu.strategies.scopes import check_scope
 from tfmultigpu.strategies.topology import is_mirrored, is_sharded
 

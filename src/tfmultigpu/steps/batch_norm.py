@@ -8,6 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfmultigpu._patch import setting
 from tfmultigpu.strategies.scopes import all_layers, check_backend
 
 __all__ = ["moments_of_replicas", "short_sums", "synchronize_batch_norm"]
@@ -123,8 +124,7 @@ def short_sums() -> Iterator[None]:
     add this way. Re-entrant: inside another such context nothing changes.
     """
     context: Any = tf.distribute.get_replica_context()
-    own = vars(context)  # Of this context alone.
-    if context.num_replicas_in_sync == 1 or "all_reduce" in own:
+    if context.num_replicas_in_sync == 1 or "all_reduce" in vars(context):
         yield
         return
     original = context.all_reduce
@@ -141,8 +141,5 @@ def short_sums() -> Iterator[None]:
 
         return tf.nest.pack_sequence_as(value, add(*[tf.convert_to_tensor(one) for one in flat]))
 
-    own["all_reduce"] = all_reduce
-    try:
+    with setting(context, all_reduce=all_reduce):
         yield
-    finally:
-        del own["all_reduce"]

@@ -44,8 +44,7 @@ class EvalStep(Program):
         self.model, self.forward, self.trace = forward.model, forward, Trace()
         self._metrics = StepMetrics(metrics, forward.objective.weighted_metrics, strategy)
         self._ready = False
-        for feature in self.features:
-            feature.bind(self)
+        self.bind()
 
     @property
     def metrics(self) -> tuple[Any, ...]:
@@ -84,17 +83,6 @@ class EvalStep(Program):
         self.trace = Trace()
         passes = self.phase(self._replica)(shards)
         return self._added(passes, shards), passes
-
-    def on_one_device(self) -> EvalStep:
-        """Returns the same for the default strategy, which computes a batch in one piece."""
-        features = self.features_on_one_device()
-        twin = object.__new__(EvalStep)  # Its metrics are those of the replicas.
-        Program.__init__(twin, tf.distribute.get_strategy(), features)
-        twin.model, twin.forward, twin.trace = self.model, self.forward, Trace()
-        twin._metrics, twin._ready = self._metrics, True
-        for feature in features:
-            feature.bind(twin)
-        return twin
 
     def _added(self, passes: list[Pass], shards: Shards) -> Tally:
         layout = self.trace.layout

@@ -32,8 +32,7 @@ class PredictStep(Program):
         """Use ``make_predict_step``, which checks what it is given."""
         super().__init__(strategy, features)
         self.model, self._ready = model, False
-        for feature in self.features:
-            feature.bind(self)
+        self.bind()
 
     def __call__(self, batch: Any) -> Any:
         """Predicts one batch: ``x``, ``(x, y)`` or ``(x, y, sample_weight)``; only x is used."""
@@ -48,11 +47,6 @@ class PredictStep(Program):
         prepare_model(self.model, self.strategy, spec())
         check_values_alike(self.strategy, self.model)
         self._ready = True
-
-    def on_one_device(self) -> PredictStep:
-        """Returns the same for the default strategy."""
-        features = self.features_on_one_device()
-        return PredictStep(self.model, tf.distribute.get_strategy(), features)
 
     def look(self, shards: Shards) -> Any:
         """Predicts one global batch; traced."""

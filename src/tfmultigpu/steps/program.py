@@ -16,6 +16,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import tensorflow as tf
+from typing_extensions import Self
 
 from tfmultigpu.data.batch_format import count_rows
 from tfmultigpu.data.element_layout import structure_of
@@ -62,6 +63,12 @@ class Program(NotCopied):
         self._length = CallLength(strategy)
         self._key: Hashable = None
         self._function: BatchFunction = BatchFunction(self._trace, strategy)
+
+    @property
+    def message_dtype(self) -> Any:
+        """A narrower dtype that float32 gradients are sent in, of a feature; None for their own."""
+        dtypes = (feature.message_dtype for feature in self.features)
+        return next((dtype for dtype in dtypes if dtype is not None), None)
 
     @property
     def verification(self) -> Any:
@@ -184,10 +191,22 @@ class Program(NotCopied):
             values = per_replica(self.strategy, [one.state for one in passes])
             self.strategy.run(functools.partial(assign, state, after=after), args=(values,))
 
-    def features_on_one_device(self) -> list[Feature]:
-        """Returns what takes the place of the features in the same step on one device."""
-        twins = (feature.on_one_device() for feature in self.features)
-        return [twin for twin in twins if twin is not None]
+    def on_one_device(self) -> Self:
+        """Returns the same for the default strategy, which computes a batch in one piece.
+
+        It is for ``look``: all variables are those of this program.
+        """
+        features = [feature.on_one_device() for feature in self.features]
+        twin = object.__new__(type(self))
+        vars(twin).update(vars(self))
+        Program.__init__(twin, tf.distribute.get_strategy(), [f for f in features if f is not None])
+        twin.bind()
+        return twin
+
+    def bind(self) -> None:
+        """Gives itself to its features, once its attributes are there."""
+        for feature in self.features:
+            feature.bind(self)
 
     @contextmanager
     def tracing_model(self, rows: Rows) -> Iterator[None]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -73,9 +73,8 @@ class GlobalSeeds:
     def make(self, original: Any) -> None:
         """Makes the generator on all replicas, if it is not there, on a thread without scopes."""
         if not self._is_on_replicas():
-            made = threading.Thread(target=self._make, args=(original,))
-            made.start()
-            made.join()
+            with ThreadPoolExecutor(1) as pool:
+                pool.submit(self._make, original).result()  # Raises what is raised there.
 
     def _is_on_replicas(self) -> bool:
         if self.generator is None:

@@ -14,6 +14,7 @@ from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import tensorflow as tf
+from typing_extensions import Self
 
 from tfmultigpu.accumulation.gradients import combined, global_norm, sum_dtype
 from tfmultigpu.accumulation.replicated import Replicated
@@ -80,8 +81,7 @@ class TrainStep(Program):
         self._settings, self._missing = Settings(), MissingGradients()
         self._layers: list[Any] = []
         self._version, self._batch_spec = 0, None
-        for feature in self.features:
-            feature.bind(self)
+        self.bind()
         if self.model.built:
             self._build(None)
 
@@ -190,19 +190,13 @@ class TrainStep(Program):
         gradient, tally = self.reduced(passes, shards)
         return tally, passes, gradient
 
-    def on_one_device(self) -> TrainStep:
+    def on_one_device(self) -> Self:
         """Returns the same for the default strategy, which computes a batch in one piece.
 
         It is for ``look``: what it would update is on the replicas.
         """
-        features, strategy = self.features_on_one_device(), tf.distribute.get_strategy()
-        twin = object.__new__(TrainStep)
-        Program.__init__(twin, strategy, features)
-        twin.model, twin.forward, twin.optimizer = self.model, self.forward, self.optimizer
-        twin.update = Replicated(self.optimizer, strategy, "one device")
-        twin._metrics, twin._missing = self._metrics, self._missing  # Each is told once.
-        for feature in features:
-            feature.bind(twin)
+        twin = super().on_one_device()
+        twin.update = Replicated(self.optimizer, twin.strategy, "one device")
         return twin
 
     def reduced(self, passes: list[Pass], shards: Shards) -> tuple[Gradient, Tally]:
@@ -210,8 +204,7 @@ class TrainStep(Program):
         trained, present = self.variables, self.trace.present
         addends = [_aligned(one, present) for one in passes]
         owners = [v for each in present for v, here in zip(trained, each, strict=True) if here]
-        dtypes = [f.message_dtype for f in self.features if f.message_dtype is not None]
-        sums = self.update.add(addends, owners, dtypes[0] if dtypes else None)
+        sums = self.update.add(addends, owners, self.message_dtype)
         # Weights that layers assign, as SpectralNormalization does, alike on all replicas.
         new = {id(v): value for v, value in zip(self.trace.state, passes[0].state, strict=True)}
         assigned = [new.get(id(variable)) for variable in trained]

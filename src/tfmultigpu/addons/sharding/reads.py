@@ -77,8 +77,6 @@ class ShardedReads(Feature):
         """Takes the step, with the model and the variables that it trains."""
         self._step = step
         self._replicas: dict[int, _ReplicaTrace] = {}  # By number.
-        dtypes = [feature.message_dtype for feature in step.features]
-        self._dtype = next((dtype for dtype in dtypes if dtype is not None), None)
         self._by_xla = any(isinstance(feature, CompileByXla) for feature in step.features)
 
     def on_one_device(self) -> Feature:
@@ -150,7 +148,7 @@ class ShardedReads(Feature):
                     continue  # The step has said if they differ.
                 key = number, id(variable.handle)
                 parts[key] = replicas
-                sums[key] = add_on_device(replicas, variable.device, self._dtype)
+                sums[key] = add_on_device(replicas, variable.device, self._step.message_dtype)
                 for replica, each in enumerate(gradients):
                     each[number][i] = None if replica else sums[key]
         _keep_in_step([self._replicas[i] for i in sorted(self._replicas)], parts, sums)

@@ -89,7 +89,7 @@ class OneDevice:
         self._keys: tuple[str, ...] | None = None
         self._all_gradients, self._run = all_gradients, DryRun(self._look)
         self._cutter = cutter(self.twin.strategy)
-        self._is_narrow = any(feature.message_dtype is not None for feature in step.features)
+        self._is_narrow = step.message_dtype is not None
         # What a feature does to the gradient may not be known on one device.
         changing = [f for f in step.features if type(f).on_gradient is not Feature.on_gradient]
         self._is_known = (
