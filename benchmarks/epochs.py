@@ -24,7 +24,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=10)
     asked = parser.parse_args()
-    from tfmultigpu.testing import run_workers
+    from tfmultigpu.addons.testing import run_workers
 
     print("| two | run(20) | epoch | beyond the steps | with validation | second fit |")
     print("|---|---|---|---|---|---|")

@@ -17,7 +17,7 @@ WARM = 8  # Until tf.data has found how many calls to make at once.
 
 
 def main() -> None:
-    from tfmultigpu.testing import run_workers
+    from tfmultigpu.addons.testing import run_workers
 
     seconds = {}
     for workers in (1, 2, 4):

@@ -27,7 +27,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=15)
     asked = parser.parse_args()
-    from tfmultigpu.testing import run_workers
+    from tfmultigpu.addons.testing import run_workers
 
     found: dict[tuple[str, int], dict[str, Any]] = {}
     print("| model | workers | by hand, ms | step | ten steps | fit | in bfloat16 |")

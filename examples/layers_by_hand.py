@@ -6,7 +6,6 @@ gradients stay there. ``with tf.device(...)`` in ``call`` moves the forward pass
 
 With ``tmg.sharding.LayersByHand`` a step computes each layer where its weights are, forward and
 backward, and with ``pipeline=True`` the devices work on several micro-batches at one time.
-``tmg.tuning.plan_memory`` tells the bytes on each device before anything is made.
 """
 
 from __future__ import annotations
@@ -51,12 +50,6 @@ def train(devices, folder, epochs, **options):
 if __name__ == "__main__":
     gpus = tmg.devices.list_logical_devices("GPU")
     devices = list(gpus) if len(gpus) > 1 else list(tmg.split_device("CPU:0", parts=2))
-
-    # The rows of the micro-batches that are computed at one time.
-    rows = (len(devices) + 1) * 64 // 8
-    plan = tmg.tuning.plan_memory(lambda: build(devices), keras.optimizers.Adam(), rows=rows)
-    print(plan)
-    plan.check()  # an error with these numbers, if a device has too little memory
 
     with tempfile.TemporaryDirectory() as folder:
         by_hand = tmg.sharding.LayersByHand(pipeline=True)

@@ -6,7 +6,6 @@ and optimizer state on each GPU.
 
 With ``tmg.sharded_variables()`` each large weight lives on one device. All replicas read it there
 while they compute its layer. Its gradients are added there, and its optimizer state is there too.
-``tmg.tuning.plan_memory`` tells the bytes on each device before anything is made.
 """
 
 from __future__ import annotations
@@ -45,12 +44,6 @@ if __name__ == "__main__":
     gpus = tmg.devices.list_logical_devices("GPU")
     devices = list(gpus) if len(gpus) > 1 else list(tmg.split_device("CPU:0", parts=4))
     strategy = tmg.create_strategy(devices=devices)
-
-    plan = tmg.tuning.plan_memory(
-        build, keras.optimizers.SGD(0.05, momentum=0.9), strategy, rows=64
-    )
-    print(plan)
-    plan.check()  # an error with these numbers, if a device has too little memory
 
     model = train(strategy, sharded=True)
     kernels = [layer.kernel.value for layer in model.layers[:4]]

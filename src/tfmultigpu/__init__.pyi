@@ -5,12 +5,9 @@ from tfmultigpu import (
     clusters as clusters,
     data as data,
     devices as devices,
-    diagnostics as diagnostics,
     errors as errors,
     steps as steps,
     strategies as strategies,
-    testing as testing,
-    tuning as tuning,
 )
 from tfmultigpu._version import __version__ as __version__
 from tfmultigpu.accumulation import (
@@ -22,8 +19,17 @@ from tfmultigpu.accumulation import (
     global_mean as global_mean,
 )
 from tfmultigpu.accumulation.loss_sum import loss_sum as loss_sum
-from tfmultigpu.addons import checkpoints as checkpoints, loops as loops, sharding as sharding
+from tfmultigpu.addons import (
+    checkpoints as checkpoints,
+    diagnostics as diagnostics,
+    loops as loops,
+    sharding as sharding,
+    testing as testing,
+    tuning as tuning,
+)
 from tfmultigpu.addons.checkpoints import Checkpoints as Checkpoints
+from tfmultigpu.addons.diagnostics.doctor import doctor as doctor
+from tfmultigpu.addons.diagnostics.explain import explain as explain
 from tfmultigpu.addons.loops import (
     evaluate as evaluate,
     fit as fit,
@@ -31,6 +37,11 @@ from tfmultigpu.addons.loops import (
     prepare as prepare,
 )
 from tfmultigpu.addons.sharding import sharded_variables as sharded_variables
+from tfmultigpu.addons.tuning import (
+    find_batch_size as find_batch_size,
+    measured_capacities as measured_capacities,
+    memory_capacities as memory_capacities,
+)
 from tfmultigpu.data import distribute_dataset as distribute_dataset, plan_shares as plan_shares
 from tfmultigpu.devices import (
     enable_memory_growth as enable_memory_growth,
@@ -38,8 +49,6 @@ from tfmultigpu.devices import (
     list_devices as list_devices,
     split_device as split_device,
 )
-from tfmultigpu.diagnostics.doctor import doctor as doctor
-from tfmultigpu.diagnostics.explain import explain as explain
 from tfmultigpu.errors import (
     CheckpointError as CheckpointError,
     DeviceNotFoundError as DeviceNotFoundError,
@@ -62,9 +71,4 @@ from tfmultigpu.steps import (
 from tfmultigpu.strategies import (
     create_strategy as create_strategy,
     plan_strategy as plan_strategy,
-)
-from tfmultigpu.tuning import (
-    find_batch_size as find_batch_size,
-    measured_capacities as measured_capacities,
-    memory_capacities as memory_capacities,
 )

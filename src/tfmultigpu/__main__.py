@@ -58,7 +58,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _run_doctor(options: argparse.Namespace) -> int:
     try:
-        from tfmultigpu.diagnostics import doctor  # The help does not need TensorFlow.
+        from tfmultigpu.addons.diagnostics import doctor  # The help does not need TensorFlow.
     except Exception as error:  # TensorFlow imports Keras, which fails in many ways.
         sys.exit(
             f"TensorFlow cannot be imported: {type(error).__name__}: {error}. If it names a "

@@ -9,8 +9,8 @@ import numpy as np
 import tensorflow as tf
 
 import tfmultigpu as tmg
+from tfmultigpu.addons.testing.comparison import compare
 from tfmultigpu.arguments import check_count
-from tfmultigpu.testing.comparison import compare
 
 __all__ = ["run_demo"]
 # Another order of addition changes the last bit of a float32. A mistake in scaling a loss changes

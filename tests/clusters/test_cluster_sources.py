@@ -9,13 +9,13 @@ from collections.abc import Mapping
 import pytest
 from each import each
 
+from tfmultigpu.addons.diagnostics.environment import describe_variables, redact
 from tfmultigpu.clusters.jobs import read_job
 from tfmultigpu.clusters.ports import listen
 from tfmultigpu.clusters.preflight import preflight
 from tfmultigpu.clusters.processes import free_addresses, worker_environment
 from tfmultigpu.clusters.sources import SOURCES, cluster_from_environment, why_no_cluster
 from tfmultigpu.clusters.spec import WRITTEN, Cluster, ClusterSource
-from tfmultigpu.diagnostics.environment import describe_variables, redact
 from tfmultigpu.errors import ClusterError
 
 

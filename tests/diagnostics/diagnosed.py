@@ -129,7 +129,7 @@ def _in_a_copy(name: str, case: Mapping[str, Any]) -> None:
     import tensorflow as tf
 
     import tfmultigpu as tmg
-    from tfmultigpu import diagnostics
+    from tfmultigpu.addons import diagnostics
     from tfmultigpu.strategies.factory import devices_started
 
     names: dict[str, Any] = {**globals(), "tf": tf, "keras": keras, "np": np, "tmg": tmg}
@@ -168,7 +168,7 @@ def main() -> None:
     import keras  # noqa: F401
     import tensorflow as tf  # noqa: F401
 
-    import tfmultigpu.diagnostics  # noqa: F401
+    import tfmultigpu.addons.diagnostics  # noqa: F401
 
     failed = False
     for name, case in json.load(sys.stdin).items():

@@ -14,13 +14,13 @@ import pytest
 from diagnosed import clean, provoke
 
 from tfmultigpu.__main__ import main
-from tfmultigpu.devices.driver import ask_driver
-from tfmultigpu.diagnostics import Finding, Report
-from tfmultigpu.diagnostics.environment import describe_variables, redact
-from tfmultigpu.diagnostics.machine_checks import CHECKS
-from tfmultigpu.diagnostics.report import SEVERITIES
+from tfmultigpu.addons.diagnostics import Finding, Report
+from tfmultigpu.addons.diagnostics.driver import ask_driver
+from tfmultigpu.addons.diagnostics.environment import describe_variables, redact
+from tfmultigpu.addons.diagnostics.machine_checks import CHECKS
+from tfmultigpu.addons.diagnostics.report import SEVERITIES
 
-ROOT = "from pathlib import Path\nimport functools\nfrom tfmultigpu.diagnostics import machine\n"
+ROOT = "from pathlib import Path\nimport functools\nfrom tfmultigpu.addons.diagnostics import machine\n"
 PAGE = Path(__file__).parents[2] / "docs" / "diagnostics.md"
 CLUSTER = {"cluster": {"worker": ["ada.corp.example:2222", "10.1.2.3:2222"]}}
 WORKER = json.dumps({**CLUSTER, "task": {"type": "worker", "index": 0}})
@@ -100,7 +100,7 @@ CASES = {
         "pip install 'tensorflow[and-cuda]'",
         "error",
         "driver(2)\n"
-        "from tfmultigpu.diagnostics import machine\n"
+        "from tfmultigpu.addons.diagnostics import machine\n"
         "machine.find_libraries = lambda environ: {'cublas': None, 'cudart': '12.5'}",
     ),
     "no-driver": case(
@@ -406,7 +406,7 @@ def test_the_driver_is_asked_by_its_program_where_the_package_is_missing(
 def test_tensorflow_that_cannot_be_imported_is_said_in_a_line(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setitem(sys.modules, "tfmultigpu.diagnostics", None)
+    monkeypatch.setitem(sys.modules, "tfmultigpu.addons.diagnostics", None)
     text = "^TensorFlow cannot be imported: ModuleNotFoundError: .* check the variable KERAS_BACKE"
     with pytest.raises(SystemExit, match=text):
         main(["doctor"])

@@ -10,7 +10,7 @@ import tensorflow as tf
 from diagnosed import provoke
 
 import tfmultigpu as tmg
-from tfmultigpu import diagnostics
+from tfmultigpu.addons import diagnostics
 
 PRELUDE = """
 virtual_cpus(2)
@@ -105,7 +105,7 @@ CASES = {
         "error",
         "strategy = tf.distribute.OneDeviceStrategy('CPU:0')\n"
         "with strategy.scope(): model = build()\n"
-        "from tfmultigpu.diagnostics import placement\n"
+        "from tfmultigpu.addons.diagnostics import placement\n"
         "placement.list_logical_devices = lambda kind: ('GPU:0', 'GPU:1')\n"
         "report = explain(model)",
     ),

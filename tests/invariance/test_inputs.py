@@ -11,7 +11,7 @@ import tensorflow as tf
 from case import SIZES, Case, cut, integers, normal
 from keras import layers
 
-from tfmultigpu.testing import Training
+from tfmultigpu.addons.testing import Training
 
 ROWS = sum(SIZES)
 X = normal(ROWS, 4)

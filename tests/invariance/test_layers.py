@@ -11,8 +11,8 @@ import pytest
 from case import SIZES, Case, cut, integers, normal
 from keras import layers
 
+from tfmultigpu.addons.testing import Training
 from tfmultigpu.strategies.scopes import all_layers
-from tfmultigpu.testing import Training
 
 ROWS = sum(SIZES)
 Y = integers(3, ROWS)

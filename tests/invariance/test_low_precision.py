@@ -10,7 +10,7 @@ import pytest
 from case import SIZES, Case, cut, integers, normal
 from keras import layers
 
-from tfmultigpu.testing import Training
+from tfmultigpu.addons.testing import Training
 
 ROWS = sum(SIZES)
 X = normal(ROWS, 6)

@@ -16,7 +16,7 @@ from keras.optimizers import schedules
 from one_device import ByHand, Replicated, assert_same, difference, strategy_of
 
 import tfmultigpu as tmg
-from tfmultigpu.testing import Training
+from tfmultigpu.addons.testing import Training
 
 BATCHES = cut(normal(24, 6), integers(4, 24))
 LOSS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)

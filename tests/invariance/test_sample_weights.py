@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from case import SIZES, Case, cut, integers, normal
 
-from tfmultigpu.testing import Training
+from tfmultigpu.addons.testing import Training
 
 REDUCTIONS = ("sum_over_batch_size", "mean_with_sample_weight", "sum")
 ROWS = sum(SIZES)

@@ -16,7 +16,7 @@ from case import Case, cut, integers
 from one_device import ByHand, difference
 from test_optimizers import OPTIMIZERS, sgd
 
-from tfmultigpu.testing import Training
+from tfmultigpu.addons.testing import Training
 
 # Five of eight tokens are the same one, and some of the others repeat too; id 5 never comes.
 TOKENS = integers(4, 24, 8, seed=3)

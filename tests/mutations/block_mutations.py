@@ -199,19 +199,19 @@ BLOCKS = (
     ),
     Mutation(
         "a batch size is tried beyond the limit",
-        "tuning/batch_size.py",
+        "addons/tuning/batch_size.py",
         (("size = min(grown, int(largest))", "size = grown"),),
         ("promises/test_diagnostics.py::test_the_largest_batch_that_fits",),
     ),
     Mutation(
         "small batches are not told",
-        "diagnostics/input_checks.py",
+        "addons/diagnostics/input_checks.py",
         (("    elif seen.examples < replicas:\n", "    elif seen.examples < 1:\n"),),
         ("promises/test_diagnostics.py::test_a_batch_smaller_than_the_replicas_is_found",),
     ),
     Mutation(
         "the doctor shows addresses",
-        "diagnostics/doctor.py",
+        "addons/diagnostics/doctor.py",
         (
             (
                 "describe_variables(machine.environment, addresses=show_addresses)",
@@ -222,7 +222,7 @@ BLOCKS = (
     ),
     Mutation(
         "a model outside the scope is not found",
-        "diagnostics/placement.py",
+        "addons/diagnostics/placement.py",
         (
             (
                 "        if strategy.extended.variable_created_in_scope(inner):\n            continue\n        names",
@@ -233,13 +233,13 @@ BLOCKS = (
     ),
     Mutation(
         "a difference of replicas is passed over",
-        "testing/comparison.py",
+        "addons/testing/comparison.py",
         (("if too_large and (not self.first", "if False and (not self.first"),),
         ("promises/test_testing_tools.py::test_a_layer_whose_rows_touch_each_other_fails",),
     ),
     Mutation(
         "fewer virtual devices than asked for are enough",
-        "testing/virtual_devices.py",
+        "addons/testing/virtual_devices.py",
         (("    if len(configured) >= count:\n", "    if configured:\n"),),
         ("promises/test_testing_tools.py::test_virtual_devices",),
     ),

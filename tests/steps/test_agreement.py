@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from tfmultigpu.addons.testing import run_workers
 from tfmultigpu.steps.agreement import ProgramAgreement, describe
 from tfmultigpu.steps.objective import Objective
-from tfmultigpu.testing import run_workers
 
 
 def dense(activation: Any = "relu", units: int = 3, **options: Any) -> Any:

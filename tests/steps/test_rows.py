@@ -20,7 +20,7 @@ import tensorflow as tf
 from one_device import SEED, Replicated, difference, strategy_of
 
 import tfmultigpu as tmg
-from tfmultigpu.testing import run_workers
+from tfmultigpu.addons.testing import run_workers
 
 PAGE = Path(__file__).parents[2] / "docs" / "coupled-losses.md"
 LossError = tmg.errors.LossError

@@ -18,8 +18,13 @@ from each import each
 from worker_functions import fail_second, greet, kill_itself, leave_early
 
 import tfmultigpu as tmg
-from tfmultigpu.testing import Training, assert_replica_invariant, run_workers, virtual_devices
-from tfmultigpu.testing.comparison import compare
+from tfmultigpu.addons.testing import (
+    Training,
+    assert_replica_invariant,
+    run_workers,
+    virtual_devices,
+)
+from tfmultigpu.addons.testing.comparison import compare
 
 _random = np.random.default_rng(0)
 X = _random.normal(size=(17, 3)).astype("float32")
@@ -357,7 +362,7 @@ def test_no_worker_outlives_a_test_that_is_killed(tmp_path: Path) -> None:
     script.write_text(
         f"import os, time; open({str(pids)!r}, 'a').write(f'{{os.getpid()}}\\n'); time.sleep(600)"
     )
-    call = f"from tfmultigpu.testing import run_workers; run_workers({str(script)!r}, 2)"
+    call = f"from tfmultigpu.addons.testing import run_workers; run_workers({str(script)!r}, 2)"
     parent = subprocess.Popen([sys.executable, "-c", call])
     deadline = time.monotonic() + 300
     while not pids.exists() or len(pids.read_text().split()) < 2:

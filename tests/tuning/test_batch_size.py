@@ -13,7 +13,7 @@ from hypothesis import given, settings, strategies as st
 from run_script import run_script
 
 import tfmultigpu as tmg
-from tfmultigpu.tuning.batch_size import runs_out_of_memory
+from tfmultigpu.addons.tuning.batch_size import runs_out_of_memory
 
 
 class Memory:

@@ -12,7 +12,7 @@ from one_device import strategy_of
 
 import tfmultigpu as tmg
 from tfmultigpu import _compat
-from tfmultigpu.tuning import capacities
+from tfmultigpu.addons.tuning import capacities
 
 MIB = 1024**2
 GIB = 1024**3

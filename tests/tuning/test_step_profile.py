@@ -14,11 +14,11 @@ from each import each
 from one_device import strategy_of
 
 import tfmultigpu as tmg
+from tfmultigpu.addons.tuning import StepProfile, measure_scaling, profile_step
+from tfmultigpu.addons.tuning.scaling import compare
+from tfmultigpu.addons.tuning.step_profile import advise
+from tfmultigpu.addons.tuning.timed_step import timed
 from tfmultigpu.strategies.collectives import forcing_addition
-from tfmultigpu.tuning import StepProfile, measure_scaling, profile_step
-from tfmultigpu.tuning.scaling import compare
-from tfmultigpu.tuning.step_profile import advise
-from tfmultigpu.tuning.timed_step import timed
 
 X = np.random.default_rng(0).normal(size=(12, 5)).astype("float32")
 Y = X.sum(1, keepdims=True)
@@ -95,7 +95,7 @@ def test_the_slowest_replica_is_named() -> None:
     assert (profile.steps, profile.rows, profile.slowest) == (3, 12.0, 0)
     assert profile.replicas[0] > max(0.2, profile.replicas[1])
     assert profile.compute >= profile.replicas[0]
-    assert profile.finding.code == "slow-replica"
+    assert profile.advice.code == "slow-replica"
     assert "Replica 0 (CPU:0) takes" in str(profile)
     assert "tmg.plan_shares(batch_size" in str(profile)
     assert int(optimizer.iterations.numpy()) == 1 + 1 + 3 + 3
@@ -112,8 +112,8 @@ def test_waiting_for_data_is_seen() -> None:
 
     profile = profile_step(step, Slowly(), 3)
     assert profile.input >= 0.2
-    assert profile.finding.code == "input-bound"
-    assert "The devices wait " in profile.finding.what
+    assert profile.advice.code == "input-bound"
+    assert "The devices wait " in profile.advice.what
     assert len(profile.replicas) == 1
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tfmultigpu.testing import run_workers
+from tfmultigpu.addons.testing import run_workers
 
 SCRIPT = Path(__file__).with_name("worker_together.py")
 ON_BOTH = ("loops", "fit")

@@ -7,7 +7,7 @@ import worker_capacities
 from worker_capacities import GIB
 
 import tfmultigpu as tmg
-from tfmultigpu.testing import run_workers
+from tfmultigpu.addons.testing import run_workers
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ import pytest
 from one_device import strategy_of
 
 import tfmultigpu as tmg
-from tfmultigpu.testing import run_workers
+from tfmultigpu.addons.testing import run_workers
 
 MOST_STEPS = 50  # Between two votes of the workers, of the 60,000 that they would train.
 SCRIPT = Path(__file__).with_name("worker_checkpoints.py")

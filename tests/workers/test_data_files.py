@@ -11,8 +11,8 @@ import pytest
 import worker_files
 
 import tfmultigpu as tmg
+from tfmultigpu.addons.testing import run_workers
 from tfmultigpu.data.sharded_dataset import distribute_dataset
-from tfmultigpu.testing import run_workers
 
 
 @pytest.fixture(scope="module")

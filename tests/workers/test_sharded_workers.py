@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tfmultigpu.addons.testing import run_workers
 from tfmultigpu.clusters.processes import free_addresses, run_together, worker_environment
-from tfmultigpu.testing import run_workers
 
 SCRIPT = Path(__file__).with_name("worker_sharded.py")
 pytestmark = pytest.mark.slow

@@ -208,7 +208,6 @@ def placed() -> dict[str, Any]:
         "trained": sum(4 * v.shape.num_elements() for v in model.trainable_variables),
         "profiled": bool(profile.parts),
         "report": str(tmg.explain(step)),
-        "plan": str(tmg.tuning.plan_memory(model, optimizer, strategy)),
     }
 
 

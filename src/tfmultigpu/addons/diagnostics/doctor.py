@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from tfmultigpu.addons.diagnostics.environment import describe_variables, redact
+from tfmultigpu.addons.diagnostics.machine import Machine, inspect_machine
+from tfmultigpu.addons.diagnostics.machine_checks import find_causes
+from tfmultigpu.addons.diagnostics.report import SEVERITIES, Finding, Report, ordered
 from tfmultigpu.devices.discovery import Device
-from tfmultigpu.diagnostics.environment import describe_variables, redact
-from tfmultigpu.diagnostics.machine import Machine, inspect_machine
-from tfmultigpu.diagnostics.machine_checks import find_causes
-from tfmultigpu.diagnostics.report import SEVERITIES, Finding, Report, ordered
 
 __all__ = ["doctor"]
 

@@ -9,15 +9,23 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfmultigpu.addons.verification import Verification
+from tfmultigpu.addons.diagnostics.features import feature_findings
+from tfmultigpu.addons.diagnostics.input_checks import (
+    Input,
+    input_findings,
+    inspect_input,
+    measure_input,
+)
+from tfmultigpu.addons.diagnostics.machine import inspect_machine
+from tfmultigpu.addons.diagnostics.machine_checks import find_causes
+from tfmultigpu.addons.diagnostics.placement import (
+    Placement,
+    optimizer_findings,
+    placement_findings,
+)
+from tfmultigpu.addons.diagnostics.report import Finding, Report, ordered
 from tfmultigpu.devices.configure import list_logical_devices
 from tfmultigpu.devices.names import listed
-from tfmultigpu.diagnostics.features import feature_findings
-from tfmultigpu.diagnostics.input_checks import Input, input_findings, inspect_input, measure_input
-from tfmultigpu.diagnostics.machine import inspect_machine
-from tfmultigpu.diagnostics.machine_checks import find_causes
-from tfmultigpu.diagnostics.placement import Placement, optimizer_findings, placement_findings
-from tfmultigpu.diagnostics.report import Finding, Report, ordered
 from tfmultigpu.errors import TfMultiGpuError
 from tfmultigpu.steps.chain import ChainedStep
 from tfmultigpu.steps.step import TrainStep
@@ -161,7 +169,7 @@ def _explain_step(
     return Report(reports[0].title, ordered(kept), facts)
 
 
-def verification_findings(outcomes: Iterable[Verification]) -> Iterator[Finding]:
+def verification_findings(outcomes: Iterable[Any]) -> Iterator[Finding]:
     """Reports verified steps that differ from one device."""
     for one in outcomes:
         if one.outcome == "different":

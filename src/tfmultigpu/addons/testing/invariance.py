@@ -12,6 +12,13 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from tfmultigpu.addons.testing.comparison import (
+    Differences,
+    InvarianceReport,
+    ReplicaInvarianceError,
+)
+from tfmultigpu.addons.testing.reference import OneDevice, Training
+from tfmultigpu.addons.testing.workers import run_workers, to_pickle
 from tfmultigpu.arguments import check_count
 from tfmultigpu.data.sharded_dataset import distribute_dataset
 from tfmultigpu.data.sources import to_dataset
@@ -19,13 +26,6 @@ from tfmultigpu.errors import TfMultiGpuError
 from tfmultigpu.steps.make import make_eval_step, make_predict_step, make_train_step
 from tfmultigpu.steps.objective import Objective
 from tfmultigpu.strategies.factory import create_strategy
-from tfmultigpu.testing.comparison import (
-    Differences,
-    InvarianceReport,
-    ReplicaInvarianceError,
-)
-from tfmultigpu.testing.reference import OneDevice, Training
-from tfmultigpu.testing.workers import run_workers, to_pickle
 
 __all__ = ["assert_replica_invariant"]
 

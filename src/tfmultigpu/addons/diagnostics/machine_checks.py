@@ -10,13 +10,13 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from tfmultigpu.addons.diagnostics.environment import redact, redact_devices
+from tfmultigpu.addons.diagnostics.machine import Machine, missing_libraries
+from tfmultigpu.addons.diagnostics.report import Finding
+from tfmultigpu.addons.diagnostics.settings_checks import SETTINGS_CHECKS
 from tfmultigpu.clusters.sources import SOURCES
 from tfmultigpu.devices.names import listed
 from tfmultigpu.devices.nvml import NvmlGpu, visible_gpus
-from tfmultigpu.diagnostics.environment import redact, redact_devices
-from tfmultigpu.diagnostics.machine import Machine, missing_libraries
-from tfmultigpu.diagnostics.report import Finding
-from tfmultigpu.diagnostics.settings_checks import SETTINGS_CHECKS
 
 __all__ = ["CHECKS", "find_causes"]
 
@@ -28,7 +28,7 @@ def find_causes(machine: Machine) -> list[Finding]:
     """Returns the findings about a machine, in the order of ``CHECKS``; pure.
 
     Example:
-        >>> from tfmultigpu.diagnostics.machine import Machine
+        >>> from tfmultigpu.addons.diagnostics.machine import Machine
         >>> [finding.code for finding in find_causes(Machine({}))]
         ['no-gpu']
     """

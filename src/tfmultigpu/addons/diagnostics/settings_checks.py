@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 
+from tfmultigpu.addons.diagnostics.machine import Machine
+from tfmultigpu.addons.diagnostics.report import Finding
 from tfmultigpu.devices.names import listed
-from tfmultigpu.diagnostics.machine import Machine
-from tfmultigpu.diagnostics.report import Finding
 
 __all__ = ["SETTINGS_CHECKS"]
 

@@ -11,9 +11,9 @@ from typing import Any, TypeVar
 
 import tensorflow as tf
 
+from tfmultigpu.addons.diagnostics.report import Finding
 from tfmultigpu.data.batch_format import count_rows, unpack_batch
 from tfmultigpu.data.sharded_dataset import ShardedDataset, check_batched, distribute_dataset
-from tfmultigpu.diagnostics.report import Finding
 from tfmultigpu.errors import DataError
 
 __all__ = ["Input", "input_findings", "inspect_input", "measure_input"]

@@ -9,9 +9,9 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfmultigpu.addons.diagnostics.input_checks import Input
+from tfmultigpu.addons.diagnostics.report import Finding
 from tfmultigpu.data.batch_format import unpack_batch
-from tfmultigpu.diagnostics.input_checks import Input
-from tfmultigpu.diagnostics.report import Finding
 
 __all__ = ["feature_findings"]
 

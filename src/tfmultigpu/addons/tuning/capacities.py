@@ -13,6 +13,8 @@ import tensorflow as tf
 
 from tfmultigpu import _compat
 from tfmultigpu.accumulation.gradients import sum_dtype
+from tfmultigpu.accumulation.loss_scale import unwrap_optimizer
+from tfmultigpu.accumulation.owners import outside_scopes
 from tfmultigpu.arguments import check_count
 from tfmultigpu.data import partition
 from tfmultigpu.data.batch_format import count_rows
@@ -22,9 +24,8 @@ from tfmultigpu.devices.names import parse_device_name
 from tfmultigpu.errors import DataError
 from tfmultigpu.steps.batches import as_tensors
 from tfmultigpu.strategies.scopes import check_strategy
-from tfmultigpu.strategies.topology import devices_of, is_sharded
+from tfmultigpu.strategies.topology import is_sharded, tf_variable
 from tfmultigpu.strategies.worker_exchange import WorkerExchange
-from tfmultigpu.tuning.memory_plan import plan_memory, slots_of_each_variable
 from tfmultigpu.types import Model, Optimizer, Strategy
 
 __all__ = ["measured_capacities", "memory_capacities"]
@@ -278,17 +279,36 @@ def _model_bytes(
             "The model has no variables yet, so their memory is unknown. Received: model "
             f"{model.name!r}. Build it first, inside the scope: model.build(input_shape)."
         )
-    alone = strategy.num_replicas_in_sync == 1 and len(devices_of(model)) > 1
-    if alone or any(is_sharded(variable) for variable in model.variables):
-        plan = plan_memory(model, optimizer, strategy)
-        each = [plan.parts_on(name) for name in names]
-        return [(one[0] + one[2], 2 * one[1] + one[3]) for one in each]
-    state = sum(_bytes(variable.shape, variable.dtype) for variable in model.variables)
-    if optimizer is not None:
-        slots = slots_of_each_variable(optimizer)
-        state += slots * sum(_bytes(v.shape, v.dtype) for v in model.trainable_variables)
-    gradients = sum(_bytes(v.shape, sum_dtype(v.dtype)) for v in model.trainable_variables)
-    return [(state, 2 * gradients)] * len(names)
+    slots = 0 if optimizer is None else _slots_of_each_variable(optimizer)
+    trained = {id(variable) for variable in model.trainable_variables}
+    state, gradients = dict.fromkeys(names, 0), dict.fromkeys(names, 0)
+    largest = 0
+    for variable in model.variables:
+        size = _bytes(variable.shape, variable.dtype)
+        largest = max(largest, size if is_sharded(variable) else 0)
+        for copy in strategy.experimental_local_results(tf_variable(variable)):
+            place = parse_device_name(copy.device)
+            if place in state:  # Layers placed by hand are on devices that are no replicas.
+                is_trained = id(variable) in trained
+                state[place] += size * (1 + slots * is_trained)
+                gradients[place] += (
+                    2 * is_trained * _bytes(variable.shape, sum_dtype(variable.dtype))
+                )
+    # A step copies a sharded variable to each replica, one while it uses the one before.
+    return [(state[name], gradients[name] + 2 * largest) for name in names]
+
+
+def _slots_of_each_variable(optimizer: Any) -> int:
+    """Returns how many variables of the shape of a variable an optimizer keeps beside it."""
+    import keras
+
+    def count() -> int:
+        inner = unwrap_optimizer(optimizer)
+        trial = type(inner).from_config(inner.get_config())
+        trial.build([keras.Variable("zeros", shape=(2, 3), name="trial")])
+        return sum(tuple(variable.shape) == (2, 3) for variable in trial.variables)
+
+    return outside_scopes(count)
 
 
 def _bytes(shape: Any, dtype: Any) -> int:

@@ -6,19 +6,18 @@ import statistics
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
+from tfmultigpu.addons.tuning.timed_step import Times, Timing, timed
 from tfmultigpu.arguments import check_count
 from tfmultigpu.data import partition
 from tfmultigpu.data.batch_format import count_rows
-from tfmultigpu.diagnostics.report import Finding
 from tfmultigpu.errors import DataError
 from tfmultigpu.steps.chain import ChainedStep
 from tfmultigpu.steps.step import TrainStep
 from tfmultigpu.strategies.topology import strategy_devices
-from tfmultigpu.tuning.timed_step import Times, Timing, timed
 
 __all__ = ["StepProfile", "profile_step"]
 
@@ -26,6 +25,26 @@ __all__ = ["StepProfile", "profile_step"]
 _SLOW_REPLICA = 1.2
 # Another part than compute is worth a change from this fraction of a step on.
 _LARGE_PART = 0.25
+
+
+class Advice(NamedTuple):
+    """The first thing to change.
+
+    Attributes:
+        code: A name that stays the same from version to version, such as ``"input-bound"``.
+        what: The part of a step that takes too long, with its share.
+        why: The consequence.
+        change: The line to write.
+    """
+
+    code: str
+    what: str
+    why: str
+    change: str
+
+    def __str__(self) -> str:
+        """Formats the advice as three lines."""
+        return f"[{self.code}] {self.what}\n    why: {self.why}\n    change: {self.change}"
 
 
 @dataclass(frozen=True)
@@ -75,7 +94,7 @@ class StepProfile:
         return max(range(len(self.replicas)), key=self.replicas.__getitem__)
 
     @property
-    def finding(self) -> Finding:
+    def advice(self) -> Advice:
         """The first thing to change."""
         return advise(self)
 
@@ -94,7 +113,7 @@ class StepProfile:
                 for i, (one, device) in enumerate(zip(self.replicas, self.devices, strict=True)):
                     last = "  slowest" if i == self.slowest else ""
                     lines.append(f"    replica {i} ({device}){'':<4} {1e3 * one:>9.2f} ms{last}")
-        return "\n".join([*lines, "change first:", str(self.finding)])
+        return "\n".join([*lines, "change first:", str(self.advice)])
 
 
 def profile_step(
@@ -165,7 +184,7 @@ def profile_step(
     )
 
 
-def advise(profile: StepProfile) -> Finding:
+def advise(profile: StepProfile) -> Advice:
     """Returns the first thing to change; pure."""
     total = sum(profile.parts.values())
     fractions = {name: seconds / total for name, seconds in profile.parts.items()}
@@ -178,8 +197,7 @@ def advise(profile: StepProfile) -> Finding:
         fractions["the slowest replica"] = (max(profile.replicas) - median) / total
     worst = max(fractions, key=fractions.__getitem__)
     if fractions[worst] < min(_LARGE_PART, compute) and not uneven:
-        return Finding(
-            "note",
+        return Advice(
             "compute-bound",
             f"Forward and backward take {compute:.0%} of a step, as they should.",
             "The devices are busy; only faster computation or more devices help.",
@@ -191,13 +209,12 @@ def advise(profile: StepProfile) -> Finding:
     return _advise_part(worst, fractions[worst], profile)
 
 
-def _advise_part(worst: str, fraction: float, profile: StepProfile) -> Finding:
+def _advise_part(worst: str, fraction: float, profile: StepProfile) -> Advice:
     """Returns the advice for the part of a step that takes too long."""
     if worst == "the slowest replica":
         slow = profile.slowest
         ratio = max(profile.replicas) / statistics.median_low(profile.replicas)
-        return Finding(
-            "warning",
+        return Advice(
             "slow-replica",
             f"Replica {slow} ({profile.devices[slow]}) takes {ratio:.1f} times as long as the "
             "others.",
@@ -208,7 +225,7 @@ def _advise_part(worst: str, fraction: float, profile: StepProfile) -> Finding:
     code, what, why, change = _ADVICE[worst]
     if worst == "update" and profile.replicas_in_all > 1:
         change = f"shard_update=True; or {change}"
-    return Finding("warning", code, what.format(part=f"{fraction:.0%}"), why, change)
+    return Advice(code, what.format(part=f"{fraction:.0%}"), why, change)
 
 
 _ADVICE = {

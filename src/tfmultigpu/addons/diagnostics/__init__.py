@@ -1,0 +1,12 @@
+"""Diagnostics: reports on a machine or a program, with the line to change."""
+
+from tfmultigpu.addons.diagnostics.doctor import doctor
+from tfmultigpu.addons.diagnostics.explain import explain
+from tfmultigpu.addons.diagnostics.report import Finding, Report
+
+__all__ = [
+    "Finding",
+    "Report",
+    "doctor",
+    "explain",
+]

@@ -1,0 +1,23 @@
+"""Tools to test programs that train on several replicas."""
+
+from tfmultigpu.addons.testing.comparison import (
+    Difference,
+    InvarianceReport,
+    ReplicaInvarianceError,
+)
+from tfmultigpu.addons.testing.invariance import assert_replica_invariant
+from tfmultigpu.addons.testing.reference import Training
+from tfmultigpu.addons.testing.virtual_devices import virtual_devices
+from tfmultigpu.addons.testing.workers import WorkerFailedError, WorkerResult, run_workers
+
+__all__ = [
+    "Difference",
+    "InvarianceReport",
+    "ReplicaInvarianceError",
+    "Training",
+    "WorkerFailedError",
+    "WorkerResult",
+    "assert_replica_invariant",
+    "run_workers",
+    "virtual_devices",
+]

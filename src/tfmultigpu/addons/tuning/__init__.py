@@ -1,0 +1,18 @@
+"""Tuning: batch sizes, capacities of replicas, and the speed of a step."""
+
+from tfmultigpu.addons.tuning.batch_size import find_batch_size
+from tfmultigpu.addons.tuning.capacities import measured_capacities, memory_capacities
+from tfmultigpu.addons.tuning.scaling import Scaling, ScalingPoint, measure_scaling
+from tfmultigpu.addons.tuning.step_profile import Advice, StepProfile, profile_step
+
+__all__ = [
+    "Advice",
+    "Scaling",
+    "ScalingPoint",
+    "StepProfile",
+    "find_batch_size",
+    "measure_scaling",
+    "measured_capacities",
+    "memory_capacities",
+    "profile_step",
+]
