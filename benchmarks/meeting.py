@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tfmultigpu.clusters.rendezvous import meet
+from tfmultigpu.addons.workers.rendezvous import meet
 from tfmultigpu.errors import ClusterError
 
 COUNTS = (8, 64, 256, 1024)

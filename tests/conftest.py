@@ -77,7 +77,7 @@ def forgets_strategies_of_other_files(request: pytest.FixtureRequest) -> None:
     """
     if request.path.parent.name == "promises":
         return
-    from tfmultigpu.clusters.process_state import process_state
+    from tfmultigpu.strategies.process_state import process_state
 
     process_state.forget()
 

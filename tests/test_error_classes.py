@@ -37,7 +37,7 @@ def test_the_length_of_endless_data() -> None:
 
 def test_errors_and_the_launcher_do_not_import_tensorflow() -> None:
     code = (
-        "import sys, tfmultigpu.errors, tfmultigpu.clusters.launcher; "
+        "import sys, tfmultigpu.errors, tfmultigpu.addons.workers.launcher; "
         "assert 'tensorflow' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=600)

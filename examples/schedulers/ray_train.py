@@ -40,7 +40,7 @@ def train(config):
     data = tmg.distribute_dataset((x, x[:, :1]), strategy, batch_size=8)
     checkpoints = tmg.Checkpoints(folder / "checkpoints", model, model.optimizer, data)
     restored = checkpoints.restore()
-    cluster = tmg.clusters.cluster_from_environment()
+    cluster = tmg.workers.cluster_from_environment()
     index = 0 if cluster is None else cluster.index
     (folder / f"worker-{index}-restored-{restored}").touch()
 

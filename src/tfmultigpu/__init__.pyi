@@ -2,7 +2,6 @@
 
 from tfmultigpu import (
     accumulation as accumulation,
-    clusters as clusters,
     data as data,
     devices as devices,
     errors as errors,
@@ -26,6 +25,7 @@ from tfmultigpu.addons import (
     sharding as sharding,
     testing as testing,
     tuning as tuning,
+    workers as workers,
 )
 from tfmultigpu.addons.checkpoints import Checkpoints as Checkpoints
 from tfmultigpu.addons.diagnostics.doctor import doctor as doctor

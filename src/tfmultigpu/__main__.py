@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tfmultigpu._version import __version__
-from tfmultigpu.clusters import launcher
+from tfmultigpu.addons.workers import launcher
 from tfmultigpu.errors import TfMultiGpuError
 
 

@@ -10,12 +10,12 @@ import pytest
 from each import each
 
 from tfmultigpu.addons.diagnostics.environment import describe_variables, redact
-from tfmultigpu.clusters.jobs import read_job
-from tfmultigpu.clusters.ports import listen
-from tfmultigpu.clusters.preflight import preflight
-from tfmultigpu.clusters.processes import free_addresses, worker_environment
-from tfmultigpu.clusters.sources import SOURCES, cluster_from_environment, why_no_cluster
-from tfmultigpu.clusters.spec import WRITTEN, Cluster, ClusterSource
+from tfmultigpu.addons.workers.jobs import read_job
+from tfmultigpu.addons.workers.ports import listen
+from tfmultigpu.addons.workers.preflight import preflight
+from tfmultigpu.addons.workers.processes import free_addresses, worker_environment
+from tfmultigpu.addons.workers.sources import SOURCES, cluster_from_environment, why_no_cluster
+from tfmultigpu.addons.workers.spec import WRITTEN, Cluster, ClusterSource
 from tfmultigpu.errors import ClusterError
 
 
@@ -87,7 +87,7 @@ def test_a_taken_port_is_changed_in_the_way_of_the_source() -> None:
 
 
 def test_workers_that_disagree_are_told_what_to_change(monkeypatch: pytest.MonkeyPatch) -> None:
-    from tfmultigpu.clusters import preflight as module
+    from tfmultigpu.addons.workers import preflight as module
 
     given: dict[str, object] = {}
     monkeypatch.setattr(module, "meet", lambda *args, **named: given.update(named))

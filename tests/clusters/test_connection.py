@@ -18,16 +18,16 @@ import pytest
 import tensorflow as tf
 from each import each
 
-from tfmultigpu.clusters import failures as lost_workers
-from tfmultigpu.clusters.connection import BROKEN_OFF, NOT_A_WORKER, WorkerLink
-from tfmultigpu.clusters.exits import Watchdog
-from tfmultigpu.clusters.failures import explaining_lost_workers, link_of_workers, watch
-from tfmultigpu.clusters.process_state import process_state
-from tfmultigpu.clusters.processes import free_addresses
-from tfmultigpu.clusters.rendezvous import meet
-from tfmultigpu.clusters.spec import Cluster
+from tfmultigpu.addons.workers import failures as lost_workers
+from tfmultigpu.addons.workers.connection import BROKEN_OFF, NOT_A_WORKER, WorkerLink
+from tfmultigpu.addons.workers.exits import Watchdog
+from tfmultigpu.addons.workers.failures import explaining_lost_workers, link_of_workers, watch
+from tfmultigpu.addons.workers.processes import free_addresses
+from tfmultigpu.addons.workers.rendezvous import meet
+from tfmultigpu.addons.workers.spec import Cluster
 from tfmultigpu.errors import ClusterError, WorkerLostError
 from tfmultigpu.steps.failures import explaining_failures
+from tfmultigpu.strategies.process_state import process_state
 
 FINISHED = "its program ended without an error, at its last line or by sys.exit"
 
@@ -375,9 +375,9 @@ def test_workers_that_called_different_things_are_told_so(error: Exception) -> N
 
 GOODBYE = """
 import json, sys
-from tfmultigpu.clusters.spec import Cluster
-from tfmultigpu.clusters.failures import watch
-from tfmultigpu.clusters.rendezvous import meet
+from tfmultigpu.addons.workers.spec import Cluster
+from tfmultigpu.addons.workers.failures import watch
+from tfmultigpu.addons.workers.rendezvous import meet
 addresses = json.loads(sys.argv[1])
 watch(Cluster(addresses, 1), meet(addresses, 1, {}, timeout=300.0, stay=True))
 exec(sys.argv[2])
@@ -406,8 +406,8 @@ def test_a_process_says_how_it_ends(last: str, code: int, said: str) -> None:
 
 STUCK = """
 import time
-from tfmultigpu.clusters import failures as lost_workers
-from tfmultigpu.clusters import exits as worker_ends
+from tfmultigpu.addons.workers import failures as lost_workers
+from tfmultigpu.addons.workers import exits as worker_ends
 lost_workers._EXIT_SECONDS, worker_ends._ABORT_SECONDS, worker_ends._END_SECONDS = 0.5, 0.3, 2.0
 class Stuck:
     def __del__(self): time.sleep(600)

@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 from meetings import CARD, PATIENCE, together
 
-from tfmultigpu.clusters import meeting, ports
-from tfmultigpu.clusters.jobs import Job
-from tfmultigpu.clusters.meeting_lines import Pen
-from tfmultigpu.clusters.ports import allow_open_files, split_address
-from tfmultigpu.clusters.processes import free_addresses
-from tfmultigpu.clusters.rendezvous import meet
+from tfmultigpu.addons.workers import meeting, ports
+from tfmultigpu.addons.workers.jobs import Job
+from tfmultigpu.addons.workers.meeting_lines import Pen
+from tfmultigpu.addons.workers.ports import allow_open_files, split_address
+from tfmultigpu.addons.workers.processes import free_addresses
+from tfmultigpu.addons.workers.rendezvous import meet
 from tfmultigpu.errors import ClusterError
 
 

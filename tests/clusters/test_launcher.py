@@ -18,9 +18,9 @@ import pytest
 from each import each
 
 from tfmultigpu import __main__ as command_line
-from tfmultigpu.clusters import launcher as launch_module
-from tfmultigpu.clusters.launcher import launch
-from tfmultigpu.clusters.output import cause
+from tfmultigpu.addons.workers import launcher as launch_module
+from tfmultigpu.addons.workers.launcher import launch
+from tfmultigpu.addons.workers.output import cause
 from tfmultigpu.errors import DeviceNotFoundError
 
 Write = Callable[[str], str]

@@ -14,16 +14,16 @@ import pytest
 from each import each
 from meetings import CARD, PATIENCE, together
 
-from tfmultigpu.clusters.jobs import JOB_ID, JOB_SECRET, Job, new_job, read_job
-from tfmultigpu.clusters.meeting import Meeting
-from tfmultigpu.clusters.meeting_lines import PROTOCOL, Pen, StrangeLineError, readable
-from tfmultigpu.clusters.meeting_messages import Words
-from tfmultigpu.clusters.ports import split_address
-from tfmultigpu.clusters.preflight import preflight
-from tfmultigpu.clusters.processes import free_addresses
-from tfmultigpu.clusters.rendezvous import meet
-from tfmultigpu.clusters.sources import SOURCES
-from tfmultigpu.clusters.spec import Cluster
+from tfmultigpu.addons.workers.jobs import JOB_ID, JOB_SECRET, Job, new_job, read_job
+from tfmultigpu.addons.workers.meeting import Meeting
+from tfmultigpu.addons.workers.meeting_lines import PROTOCOL, Pen, StrangeLineError, readable
+from tfmultigpu.addons.workers.meeting_messages import Words
+from tfmultigpu.addons.workers.ports import split_address
+from tfmultigpu.addons.workers.preflight import preflight
+from tfmultigpu.addons.workers.processes import free_addresses
+from tfmultigpu.addons.workers.rendezvous import meet
+from tfmultigpu.addons.workers.sources import SOURCES
+from tfmultigpu.addons.workers.spec import Cluster
 from tfmultigpu.errors import ClusterError
 
 SECRET = Job("train 1", b"0123456789abcdef")

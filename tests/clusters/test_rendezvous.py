@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 import pytest
 from each import each
 
-from tfmultigpu.clusters import ports
-from tfmultigpu.clusters.ports import split_address
-from tfmultigpu.clusters.rendezvous import meet
+from tfmultigpu.addons.workers import ports
+from tfmultigpu.addons.workers.ports import split_address
+from tfmultigpu.addons.workers.rendezvous import meet
 from tfmultigpu.errors import ClusterError
 
 # Seconds. What goes wrong at the start is promised within ten, and a machine may be five times as

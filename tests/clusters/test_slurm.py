@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from each import each
 
-from tfmultigpu.clusters.slurm import expand_hosts, read_slurm
-from tfmultigpu.clusters.sources import cluster_from_environment, why_no_cluster
+from tfmultigpu.addons.workers.slurm import expand_hosts, read_slurm
+from tfmultigpu.addons.workers.sources import cluster_from_environment, why_no_cluster
 from tfmultigpu.errors import ClusterError
 
 # What srun sets in task 3 of `srun --nodes=3 --ntasks=5`, on nodes without GPUs.

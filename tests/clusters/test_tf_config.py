@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from each import each
 
-from tfmultigpu.clusters.preflight import preflight
-from tfmultigpu.clusters.sources import cluster_from_environment
-from tfmultigpu.clusters.spec import Cluster
+from tfmultigpu.addons.workers.preflight import preflight
+from tfmultigpu.addons.workers.sources import cluster_from_environment
+from tfmultigpu.addons.workers.spec import Cluster
 from tfmultigpu.errors import ClusterError
 
 WORKERS = ["a.example:2222", "b.example:2222", "10.0.0.3:2222"]

@@ -14,7 +14,7 @@ from typing import Any
 from copies import Copies, Copy
 from programs import EVERY
 
-from tfmultigpu.clusters.processes import free_addresses, worker_environment
+from tfmultigpu.addons.workers.processes import free_addresses, worker_environment
 
 # Seconds in which nobody says anything and nobody ends. Measured: 32 s on a loaded machine until
 # the others of a start are given up.

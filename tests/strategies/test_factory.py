@@ -14,13 +14,13 @@ import tensorflow as tf
 from each import each
 from run_script import run_script
 
-from tfmultigpu.clusters.process_state import process_state
 from tfmultigpu.errors import (
     ClusterError,
     DeviceNotFoundError,
     StrategyFallbackWarning,
     StrategyUnavailableError,
 )
+from tfmultigpu.strategies import factory
 from tfmultigpu.strategies.factory import create_strategy, plan_strategy
 
 
@@ -118,7 +118,7 @@ def test_tensorflows_hierarchical_copy_still_loses_the_last_of_an_odd_number(cou
 
 
 def test_a_ring_is_given_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process_state, "_ring", None)
+    monkeypatch.setattr(factory, "_ring", None)
     first = create_strategy(devices=2, communication="ring")
     assert set(sums(first)) == {3.0}
     again = create_strategy(devices=2, communication="ring", fallback=False)

@@ -13,7 +13,7 @@ import tensorflow as tf
 from each import each
 
 import tfmultigpu as tmg
-from tfmultigpu.clusters.process_state import ProcessState, process_state
+from tfmultigpu.strategies.process_state import ProcessState, process_state
 
 X = np.random.default_rng(0).normal(size=(7, 3)).astype("float32")
 Y = X.sum(1, keepdims=True)

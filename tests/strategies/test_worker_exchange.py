@@ -6,8 +6,6 @@ import numpy as np
 import pytest
 from one_device import strategy_of
 
-from tfmultigpu.addons.loops import workers
-from tfmultigpu.clusters.process_state import process_state
 from tfmultigpu.errors import ClusterError
 from tfmultigpu.strategies.worker_exchange import WorkerExchange, _gather_of
 
@@ -17,11 +15,11 @@ def test_numbers_of_nearly_any_count_share_one_trace() -> None:
     exchange.workers, exchange._local = 2, 1  # As if each replica were a worker.
     for count in (0, 1, 3, 8, 9, 16):
         numbers = [7 - i for i in range(count)]
-        told = exchange(numbers)
+        told = exchange("a test", numbers)
         assert told.dtype == np.int64
         assert told.tolist() == [numbers, numbers]
     floats = [0.1, -1e300, float("inf")]
-    assert exchange.floats(floats).tolist() == [floats, floats]
+    assert exchange.floats("a test", floats).tolist() == [floats, floats]
     # Of up to 7 numbers, and of up to 15 and 31.
     assert _gather_of(exchange.strategy).experimental_get_tracing_count() == 3
 
@@ -39,16 +37,15 @@ def test_rows_of_all_replicas_are_gathered_in_order_and_traced_once() -> None:
     assert _gather_of(exchange.strategy).experimental_get_tracing_count() == before + 3
 
 
-def test_one_process_gathers_without_tensorflow_and_keeps_no_strategy() -> None:
+def test_one_process_gathers_without_tensorflow() -> None:
     strategy = strategy_of.__wrapped__(2)
     values = iter([[[1, 0]], [[0, 1], [1, 1]]])
     rows = WorkerExchange(strategy).rows(lambda: np.array(next(values), "uint8"))
     assert rows.dtype == "uint8"
     assert rows.tolist() == [[1, 0], [0, 1], [1, 1]]
-    assert not process_state.keeps(("gathering", strategy))
 
 
-def test_another_count_or_another_caller_is_another_call(monkeypatch) -> None:
+def test_another_count_or_another_purpose_is_another_call(monkeypatch) -> None:
     exchange = WorkerExchange(strategy_of(2))
     exchange.workers, exchange._local = 2, 1
     change: dict[int, int] = {}
@@ -61,31 +58,8 @@ def test_another_count_or_another_caller_is_another_call(monkeypatch) -> None:
 
     monkeypatch.setattr(exchange, "rows", rows)
     change[2] = 5
-    assert exchange([4]).tolist() == [[4], [5]]
-    for place in (0, 1):  # How many numbers, and who exchanges them.
+    assert exchange("a test", [4]).tolist() == [[4], [5]]
+    for place in (0, 1):  # How many numbers, and what for.
         change = {place: 1}
         with pytest.raises(ClusterError, match=r"and workers \[1\] were elsewhere"):
-            exchange([4, 5, 6])
-
-
-def test_the_function_that_the_user_called_is_the_purpose(monkeypatch) -> None:
-    seen = []
-
-    def rows(exchange, next_rows):
-        seen.append(next_rows()[0, 1])
-        return next_rows()
-
-    monkeypatch.setattr(WorkerExchange, "rows", rows)
-    monkeypatch.setattr(workers, "WorkerExchange", lambda strategy: as_if_two(strategy))
-    strategy = strategy_of(2)
-    for _ in range(2):
-        workers.any_worker(strategy, True)
-        workers.union(strategy, [])
-    assert seen[:2] == seen[2:]
-    assert seen[0] != seen[1]
-
-
-def as_if_two(strategy) -> WorkerExchange:
-    exchange = WorkerExchange(strategy)
-    exchange.workers = 2
-    return exchange
+            exchange("a test", [4, 5, 6])

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from tfmultigpu.clusters import launcher as launch_module
-from tfmultigpu.clusters.launcher import launch
-from tfmultigpu.clusters.processes import run_together
+from tfmultigpu.addons.workers import launcher as launch_module
+from tfmultigpu.addons.workers.launcher import launch
+from tfmultigpu.addons.workers.processes import run_together
 
 SCRIPT = Path(__file__).with_name("worker_resume.py")
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tfmultigpu.clusters.processes import free_addresses, run_together, worker_environment
+from tfmultigpu.addons.workers.processes import free_addresses, run_together, worker_environment
 
 SCRIPT = Path(__file__).with_name("worker_lost.py")
 CALLS = (

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tfmultigpu.clusters.processes import free_addresses
+from tfmultigpu.addons.workers.processes import free_addresses
 
 pytestmark = pytest.mark.slow
 
@@ -160,7 +160,7 @@ def test_a_worker_that_leaves_after_the_meeting_does_not_hang_the_other() -> Non
     leave = """
 from tfmultigpu.strategies import factory as strategies
 strategies.preflight = lambda *asked, **named: (meet(*asked, **named), sys.exit(5))
-from tfmultigpu.clusters.preflight import preflight as meet
+from tfmultigpu.addons.workers.preflight import preflight as meet
 """
     soon = "from tfmultigpu.strategies import factory; factory._JOIN_SECONDS = 20.0"
     stays, left = run_workers(

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from tfmultigpu.addons.testing import run_workers
-from tfmultigpu.clusters.processes import free_addresses, run_together, worker_environment
+from tfmultigpu.addons.workers.processes import free_addresses, run_together, worker_environment
 
 SCRIPT = Path(__file__).with_name("worker_sharded.py")
 pytestmark = pytest.mark.slow

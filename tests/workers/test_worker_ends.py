@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tfmultigpu.clusters.processes import free_addresses, worker_environment
+from tfmultigpu.addons.workers.processes import free_addresses, worker_environment
 
 SCRIPT = Path(__file__).with_name("worker_ends.py")
 LONGEST = 300.0  # Seconds; whatever holds one of them holds it for ever.

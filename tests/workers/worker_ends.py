@@ -13,7 +13,7 @@ import tfmultigpu as tmg
 
 event = sys.argv[1]
 strategy = tmg.create_strategy()
-me = tmg.clusters.cluster_from_environment().index
+me = tmg.workers.cluster_from_environment().index
 x = np.ones((8, 2), "float32")
 with strategy.scope():
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])

@@ -13,7 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 import tfmultigpu as tmg
-from tfmultigpu.clusters.failures import link_of_workers
+from tfmultigpu.addons.workers.failures import link_of_workers
 
 ROWS, BATCH, EPOCHS = 1001, 48, 2
 

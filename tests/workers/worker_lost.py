@@ -17,7 +17,7 @@ import tfmultigpu as tmg
 from tfmultigpu.strategies.gathering import gather_rows
 
 strategy = tmg.create_strategy()
-me = tmg.clusters.cluster_from_environment().index
+me = tmg.workers.cluster_from_environment().index
 x = np.arange(12, dtype="float32").reshape(6, 2)
 y = x[:, :1] / 12
 with strategy.scope():
@@ -45,7 +45,7 @@ def reduce() -> Any:
 
 
 def by_hand() -> Any:
-    with tmg.clusters.explaining_lost_workers():
+    with tmg.strategies.explaining_lost_workers():
         return reduce()
 
 

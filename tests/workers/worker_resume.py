@@ -12,7 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 import tfmultigpu as tmg
-from tfmultigpu.clusters.failures import link_of_workers
+from tfmultigpu.addons.workers.failures import link_of_workers
 
 folder = Path(sys.argv[1])
 # Which worker gets which signal before which step, for each attempt.

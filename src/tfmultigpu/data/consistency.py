@@ -8,23 +8,20 @@ from __future__ import annotations
 
 import collections
 import logging
-from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 
-from tfmultigpu.clusters.connection import WorkerLink
-from tfmultigpu.clusters.failures import link_of_workers
 from tfmultigpu.errors import DataError
+from tfmultigpu.strategies.process_state import JoinedCluster, process_state
 from tfmultigpu.strategies.topology import local_replicas
 
-__all__ = ["compared_over_workers", "link_to_compare"]
+__all__ = ["cluster_to_compare", "compared_over_workers"]
 
 _log = logging.getLogger("tfmultigpu")
 # Longer than a worker usually lags behind; a later one goes unchecked.
 _SECONDS = 20.0
-_SECONDS_AT_THE_END = 2.0
+_SECONDS_LATER = 0.02
 _HASHES = 2**62
 _ELEMENTS = 2**16
 _datasets_made: collections.Counter[str] = collections.Counter()
@@ -35,144 +32,95 @@ def compared_over_workers(
 ) -> tf.data.Dataset[Any]:
     """Returns the dataset with a check that all workers read the same batches.
 
-    At the first batch of a pass a worker waits for the others. Later it sends them a digest of all
-    batches so far, each time their number has doubled, and does not wait. A difference is then an
-    error at the next such batch or at the start of the next pass. At the end of the data it waits
-    for a moment.
+    After 1, 2, 4, ... batches of a pass every worker compares a digest of all of them with that of
+    the first worker. At the first batch it waits for it; later it looks once more at the next
+    comparison. The worker that differs raises, and the others learn that from its end.
 
-    One worker needs no check. A strategy that ``create_strategy`` did not make is not checked,
-    because the check uses the connections between the workers that it opens.
+    One worker needs no check. A strategy that ``create_strategy`` did not make is not checked.
 
     Args:
         batches: The global batches, as this worker reads them.
         strategy: The strategy that trains on them.
     """
-    link = link_to_compare(strategy)
-    if link is None:
+    cluster = cluster_to_compare(strategy)
+    if cluster is None:
         return batches
     # Counted by type, so that a dataset that only some workers make does not shift all the others.
     kind = f"{batches.element_spec}"
     _datasets_made[kind] += 1
-    compare = _Comparison(link, f"{kind} {_datasets_made[kind]}", int(batches.cardinality()))
-    is_tuple = isinstance(batches.element_spec, tuple)
-    optional: Any = tf.experimental.Optional
+    compare = _Comparison(cluster, f"{kind} {_datasets_made[kind]}", int(batches.cardinality()))
 
     @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
-    def mark(*batch: Any) -> Any:
-        return optional.from_value(batch if is_tuple else batch[0])
-
-    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
-    def check(state: Any, marked: Any) -> Any:
-        number, compared, digest = state
-        is_batch = marked.has_value()
-        digest = tf.cond(is_batch, lambda: _digest(marked.get_value(), digest), lambda: digest)
-        number += tf.cast(is_batch, tf.int64)
-        power = tf.bitwise.bitwise_and(number, number - 1) == 0
-
-        def compare_batches() -> Any:
-            given = [number, compared, digest, ~is_batch]
-            return tf.numpy_function(compare, given, tf.int64, stateful=True)
-
-        due = ~is_batch | power
-        compared = tf.ensure_shape(tf.cond(due, compare_batches, lambda: compared), [])
+    def check(state: Any, batch: Any) -> Any:
+        number, digest = state[0] + 1, _digest(batch, state[1])
+        compared = tf.cond(
+            tf.bitwise.bitwise_and(number, number - 1) == 0,
+            lambda: tf.numpy_function(compare, [number, digest], tf.bool, stateful=True),
+            lambda: True,
+        )
         with tf.control_dependencies([compared]):
-            is_batch = tf.identity(is_batch)
-        return (number, compared, digest), (marked, is_batch)
+            number = tf.identity(number)
+        return (number, digest), batch
 
-    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
-    def is_a_batch(marked: Any, is_batch: Any) -> Any:
-        return is_batch
-
-    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
-    def batch_of(marked: Any, is_batch: Any) -> Any:
-        return marked.get_value()
-
-    # An element after the last batch, because nobody else hears of the end of data.
-    end = tf.data.Dataset.from_tensors(0).map(lambda _: optional.empty(batches.element_spec))
     zero = tf.constant(0, tf.int64)
-    marked = batches.map(mark).concatenate(end).scan((zero, zero, zero), check)
-    return marked.filter(is_a_batch).map(batch_of)
+    return batches.scan((zero, zero), check)
 
 
-def link_to_compare(strategy: tf.distribute.Strategy) -> WorkerLink | None:
-    """Returns the connections by which workers compare what they read; None if they do not.
-
-    That takes several workers, which ``create_strategy`` has joined.
-    """
+def cluster_to_compare(strategy: tf.distribute.Strategy) -> JoinedCluster | None:
+    """Returns the cluster whose workers compare what they read; None if they do not."""
     several = len(local_replicas(strategy)) < strategy.num_replicas_in_sync
-    return link_of_workers() if several else None
+    return process_state.cluster if several else None
 
 
 class _Comparison:
-    """Comparison of this worker's batches with those of the others; ``tf.data`` calls it."""
+    """Comparison of this worker's batches with those of the first; ``tf.data`` calls it."""
 
-    def __init__(self, link: WorkerLink, name: str, batches: int) -> None:
-        self._link = link
-        self._name = name
-        self._batches = batches
+    def __init__(self, cluster: JoinedCluster, name: str, batches: int) -> None:
+        self._cluster, self._name, self._batches = cluster, name, batches
         self._passes = 0
-        self._pending: dict[str, tuple[int, int]] = {}
-        self._error: DataError | None = None
+        self._pending: dict[tuple[int, int], str] = {}
 
-    def __call__(self, number: Any, current: Any, digest: Any, is_end: Any) -> Any:
-        """Compares the first ``number`` batches of a pass; returns the number of the pass."""
-        if self._error is not None:  # tf.data asks again after an error, while it reads ahead.
-            raise self._error
-        is_first = number == 1 and not is_end
-        if is_first:
-            self._passes += 1
-            current = np.int64(self._passes)
-            self._forget_passes_before(self._passes - 1)
-        key = f"data {self._name} pass {current} {'end' if is_end else f'batch {number}'}"
-        value = [int(number) if is_end else self._batches, int(digest)]
-        self._pending[key] = int(current), int(number)
-        timeout = _SECONDS if is_first else _SECONDS_AT_THE_END if is_end else 0.0
-        found = {key: self._link.compare(key, value, timeout)}
-        if is_first and found[key] is None:
-            del self._pending[key]
-            _log.warning(
-                "Not all workers began to read this data within %g s, so the check that they read "
-                "the same data was skipped.",
-                _SECONDS,
-            )
-        found |= {one: self._link.answer(one) for one in self._pending.keys() - {key}}
-        for one, answers in found.items():
-            if answers is not None:
-                self._error = self._error or self._difference(answers, *self._pending.pop(one))
-        if self._error is not None:
-            raise self._error
-        return current
+    def __call__(self, number: Any, digest: Any) -> bool:
+        """Compares the first ``number`` batches of a pass."""
+        self._passes += number == 1
+        # A pass may end at any batch, and the first worker then never tells the rest of it.
+        self._pending = {k: v for k, v in self._pending.items() if k[0] >= self._passes - 1}
+        self._pending[self._passes, int(number)] = f"{self._batches} {digest}"
+        for (passes, count), own in list(self._pending.items()):
+            is_first = count == 1
+            name = f"data {self._name}, pass {passes}, batch {count}"
+            seconds = _SECONDS if is_first else _SECONDS_LATER
+            first = self._cluster.compare(name, own, seconds)
+            if first is None and not is_first:
+                continue
+            del self._pending[passes, count]
+            if first is None:
+                _log.warning(
+                    "The first worker did not begin to read this data within %g s, so the check "
+                    "that all workers read the same data was skipped.",
+                    _SECONDS,
+                )
+            elif first != own:
+                raise self._difference(first, own, passes, count)
+        return True
 
-    def _forget_passes_before(self, first: int) -> None:
-        """Forgets what the others have not answered: a pass may be broken off at any batch."""
-        for key in [key for key, (number, _) in self._pending.items() if number < first]:
-            del self._pending[key]
-            self._link.forget(key)
-
-    def _difference(
-        self, answers: Mapping[int, Any], current: int, number: int
-    ) -> DataError | None:
-        """Returns the error if the workers gave different answers."""
-        counts = {worker: value[0] for worker, value in sorted(answers.items())}
-        if len(set(counts.values())) > 1:
+    def _difference(self, first: str, own: str, passes: int, count: int) -> DataError:
+        worker = self._cluster.index
+        counts = [int(value.split()[0]) for value in (first, own)]
+        if counts[0] != counts[1]:
             return DataError(
                 "The workers read different data: their numbers of batches differ. Received: "
-                f"{counts}, by worker. At the end some would wait for the others forever. Give "
-                "every worker the same files."
+                f"{counts[0]} on worker 0 and {counts[1]} on worker {worker}. At the end some "
+                "would wait for the others forever. Give every worker the same files."
             )
-        own = answers[self._link.index]
-        others = [worker for worker, value in sorted(answers.items()) if value != own]
-        if not others:
-            return None
-        place = "the first batch" if number == 1 else f"one of the first {number} batches"
+        place = "the first batch" if count == 1 else f"one of the first {count} batches"
         return DataError(
-            f"The workers read different data: in pass {current} {place} of worker "
-            f"{self._link.index} differs from that of worker {others[0]}. Each worker takes "
-            "its examples of the same batches, so examples would be used twice or never. Give "
-            "shuffle a seed: dataset.shuffle(size, seed=1); or call "
-            "keras.utils.set_random_seed(1) on every worker before the dataset is made; for a "
-            "torch DataLoader call torch.manual_seed(1). Sort lists of files, and give every "
-            "worker the same."
+            f"The workers read different data: in pass {passes} {place} of worker {worker} "
+            "differs from that of worker 0. Each worker takes its examples of the same batches, so "
+            "examples would be used twice or never. Give shuffle a seed: dataset.shuffle(size, "
+            "seed=1); or call keras.utils.set_random_seed(1) on every worker before the dataset is "
+            "made; for a torch DataLoader call torch.manual_seed(1). Sort lists of files, and give "
+            "every worker the same."
         )
 
 

@@ -16,7 +16,7 @@ from tfmultigpu.data.batch_format import (
     count_rows,
     with_dependencies,
 )
-from tfmultigpu.data.consistency import compared_over_workers, link_to_compare
+from tfmultigpu.data.consistency import cluster_to_compare, compared_over_workers
 from tfmultigpu.data.examples import Examples, mark_of
 from tfmultigpu.errors import DataError
 
@@ -105,7 +105,7 @@ class Preprocessing:
         Of examples that are read by number, batches show only the numbers: some are compared too.
         """
         read, rows = self.examples.read, self.examples.rows
-        if read is None or rows is None or link_to_compare(strategy) is None:
+        if read is None or rows is None or cluster_to_compare(strategy) is None:
             return compared_over_workers(batches, strategy)
         mark = tf.constant(mark_of(read, rows), tf.int64)
         marked = batches.map(lambda numbers: (numbers, mark))

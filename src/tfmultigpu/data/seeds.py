@@ -20,4 +20,4 @@ def draw_seed(strategy: tf.distribute.Strategy) -> int:
     """
     with tf.device("CPU:0"):
         own = int(tf.random.uniform([], maxval=2**31 - 1, dtype=tf.int32))
-    return int(WorkerExchange(strategy)([own])[0, 0])
+    return int(WorkerExchange(strategy)("the seed of the data", [own])[0, 0])

@@ -58,7 +58,7 @@ class ProgramAgreement:
                 for v in model.weights
             ]
         )
-        if (found := self._exchange.find_difference(described)) is not None:
+        if (found := self._exchange.find_difference("a step", described)) is not None:
             name, other = found
             raise ClusterError(
                 f"The workers train with a different {name}: worker {self._exchange.worker} has "
@@ -160,7 +160,7 @@ def check_values_alike(strategy: tf.distribute.Strategy, model: Any, optimizer: 
     begins = optimizer is not None and int(optimizer.iterations.numpy()) == 0
     variables = list(model.variables if begins else model.trainable_variables)
     variables += [] if optimizer is None else list(optimizer.variables)
-    told = exchange([len(variables)])[:, 0].tolist()
+    told = exchange("the number of variables", [len(variables)])[:, 0].tolist()
     if len(set(told)) > 1:
         counts = {f"worker {worker}": count for worker, count in enumerate(told)}
         raise ClusterError(
@@ -168,10 +168,11 @@ def check_values_alike(strategy: tf.distribute.Strategy, model: Any, optimizer: 
             "build the same model and the same optimizer."
         )
     digests = {i: digest_of(np.asarray(v.numpy()).tobytes()) for i, v in enumerate(variables)}
-    if (found := exchange.find_difference(digests)) is None:
+    if (found := exchange.find_difference("the values of variables", digests)) is None:
         return
     (place, other), own = found, exchange.worker
-    sums = exchange.floats([float(np.sum(np.asarray(variables[place].numpy(), "float64")))])
+    total = float(np.sum(np.asarray(variables[place].numpy(), "float64")))
+    sums = exchange.floats("the sum of a variable", [total])
     raise ClusterError(
         f"The workers begin with different values of {variables[place].path}, and would go on with "
         f"two models. Received: elements that add up to {sums[own, 0]:.9g} on worker {own}, and to "

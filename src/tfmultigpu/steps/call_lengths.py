@@ -55,7 +55,7 @@ class CallLength:
         """Takes how many steps a call ran, and how long; all workers must call it."""
         if ran and self._left:
             self._left -= 1
-            longest = float(self._exchange.floats([seconds]).max())
+            longest = float(self._exchange.floats("the seconds of a call", [seconds]).max())
             fitting = int(ran * self._seconds / max(longest, 1e-9))
             self.steps = int(max(1, min(fitting, _GROWTH * ran, self._largest)))
 

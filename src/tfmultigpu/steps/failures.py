@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import tensorflow as tf
 
 from tfmultigpu.accumulation.loss_sum import OTHER_ROWS
-from tfmultigpu.clusters.failures import explaining_lost_workers, naming_lost_workers
 from tfmultigpu.data import partition
 from tfmultigpu.data.batch_format import as_data_error
 from tfmultigpu.errors import LossError, OutOfMemoryError, StrategyUnavailableError
+from tfmultigpu.strategies.process_state import explaining_lost_workers
 from tfmultigpu.strategies.topology import local_replicas
 
 __all__ = ["effects_of", "explaining_failures", "line_on_memory", "noting_operations"]
@@ -40,7 +40,7 @@ def explaining_failures(
     replicas = strategy.num_replicas_in_sync
     several = replicas > 1 and len(strategy.extended.worker_devices) < replicas
     try:
-        with explaining_lost_workers() if several else naming_lost_workers():
+        with explaining_lost_workers() if several else nullcontext():
             yield
     except tf.errors.ResourceExhaustedError as error:
         rows = None if count_rows is None else count_rows()

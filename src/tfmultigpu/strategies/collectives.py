@@ -10,9 +10,9 @@ from typing import Any, Literal
 import tensorflow as tf
 
 from tfmultigpu import _compat
-from tfmultigpu.clusters.failures import explaining_lost_workers
 from tfmultigpu.devices.names import parse_device_name
 from tfmultigpu.errors import TfMultiGpuError
+from tfmultigpu.strategies.process_state import explaining_lost_workers
 from tfmultigpu.strategies.topology import describe, local_replicas, per_replica
 
 __all__ = [

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from tfmultigpu.clusters.failures import explaining_lost_workers
 from tfmultigpu.errors import DataError
+from tfmultigpu.strategies.process_state import explaining_lost_workers
 
 __all__ = ["gather_rows"]
 

@@ -2,42 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
 from tfmultigpu.strategies.worker_exchange import WorkerExchange
 
-__all__ = ["StopSignal", "StopVote", "check_signal", "keeping_handler"]
+__all__ = ["StopSignal", "StopVote", "check_signal"]
 
 _KILLS = ("SIGKILL", "SIGSTOP")
 # Seconds between votes. A vote takes some milliseconds.
 _INTERVAL = 1.0
 _MOST_STEPS = 1000
-
-
-@contextlib.contextmanager
-def keeping_handler(number: int) -> Iterator[None]:
-    """Restores the handler of a signal after the block, in any thread.
-
-    TensorFlow replaces the handler of SIGTERM when it joins a cluster, unknown to Python. Its own
-    handler only tells the other workers, so the process would live on. ``signal.signal`` cannot
-    return the handler, works in the main thread only, and does not know of the replacement.
-    """
-    get, put = ctypes.pythonapi.PyOS_getsig, ctypes.pythonapi.PyOS_setsig
-    get.restype = put.restype = ctypes.c_void_p
-    get.argtypes, put.argtypes = [ctypes.c_int], [ctypes.c_int, ctypes.c_void_p]
-    before = get(number)
-    try:
-        yield
-    finally:
-        put(number, before)
 
 
 class StopSignal:
@@ -117,7 +96,7 @@ class StopVote:
         if self._since < self._every and not now:
             return False
         elapsed = time.monotonic() - self._asked
-        told = self._exchange([int(wanted), int(1e6 * elapsed)])
+        told = self._exchange("whether to stop", [int(wanted), int(1e6 * elapsed)])
         seconds = float(told[:, 1].mean()) / 1e6
         if self._since:
             often = self._since * _INTERVAL / max(seconds, 1e-6)

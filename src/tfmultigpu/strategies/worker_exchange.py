@@ -1,21 +1,25 @@
-"""A few numbers from every worker to every worker."""
+"""A few numbers from every worker to every worker.
+
+An exchange is a collective on purpose: if another worker is in a step or an evaluation meanwhile,
+TensorFlow sees two collectives that do not fit together, and both end with an error.
+"""
 
 from __future__ import annotations
 
+import functools
 import hashlib
-import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
 import tensorflow as tf
 
-from tfmultigpu.clusters.failures import different_calls, explaining_lost_workers
-from tfmultigpu.clusters.process_state import process_state
+from tfmultigpu.errors import ClusterError
 from tfmultigpu.strategies.gathering import gather_rows
+from tfmultigpu.strategies.process_state import explaining_lost_workers
 from tfmultigpu.strategies.topology import local_replicas
 
-__all__ = ["WorkerExchange", "digest_of"]
+__all__ = ["WorkerExchange", "different_calls", "digest_of"]
 
 _Name = TypeVar("_Name")
 _SHORTEST = 8
@@ -43,10 +47,12 @@ class WorkerExchange:
         """True for the first worker."""
         return self.worker == 0
 
-    def __call__(self, numbers: Sequence[int]) -> np.ndarray[Any, np.dtype[np.int64]]:
+    def __call__(self, purpose: str, numbers: Sequence[int]) -> np.ndarray[Any, np.dtype[np.int64]]:
         """Tells all workers some numbers, and waits for theirs.
 
         Args:
+            purpose: What the numbers are for, the same text on every worker. The user's code may
+                call different functions on them, whose numbers must not be taken for each other.
             numbers: Whole numbers of 64 bits, equally many on every worker.
 
         Returns:
@@ -59,7 +65,6 @@ class WorkerExchange:
         if self.workers == 1:
             return own
         count = own.shape[1]
-        purpose = _purpose()
         header = [count, digest_of(purpose)]
         # Only a few lengths occur: tracing each takes a second on a busy machine.
         length = max(_SHORTEST, 1 << (count + 1).bit_length())
@@ -86,22 +91,28 @@ class WorkerExchange:
             gathered = _gather_of(self.strategy)(spread(lambda _: tf.constant(next_rows())))
         return np.asarray(gathered.numpy())
 
-    def floats(self, values: Iterable[float]) -> np.ndarray[Any, np.dtype[np.float64]]:
+    def floats(
+        self, purpose: str, values: Iterable[float]
+    ) -> np.ndarray[Any, np.dtype[np.float64]]:
         """Tells all workers some floats, without rounding, and waits for theirs.
 
         Args:
+            purpose: What the floats are for, the same text on every worker.
             values: Floats of 64 bits, equally many on every worker.
 
         Returns:
             The floats of all workers, of shape ``[workers, len(values)]``.
         """
         bits = np.asarray(list(values), "float64").view("int64")
-        return np.ascontiguousarray(self(bits.tolist())).view("float64")
+        return np.ascontiguousarray(self(purpose, bits.tolist())).view("float64")
 
-    def find_difference(self, values: Mapping[_Name, Any]) -> tuple[_Name, int] | None:
+    def find_difference(
+        self, purpose: str, values: Mapping[_Name, Any]
+    ) -> tuple[_Name, int] | None:
         """Compares values between the workers, and waits for theirs.
 
         Args:
+            purpose: What is compared, the same text on every worker.
             values: Values by name, with the same names on every worker; their ``repr`` is compared.
 
         Returns:
@@ -112,31 +123,24 @@ class WorkerExchange:
             return None
         digests = [digest_of(repr(value)) for value in values.values()]
         # One number while all agree: more numbers would need another trace.
-        told = self([digest_of(repr(digests))])
+        told = self(purpose, [digest_of(repr(digests))])
         if (told == told[0]).all():
             return None
-        told = self(digests)
+        told = self(f"{purpose}, each", digests)
         column = int(np.flatnonzero((told != told[0]).any(axis=0))[0])
         other = np.flatnonzero(told[:, column] != told[self.worker, column])[0]
         return list(values)[column], int(other)
 
 
-def _purpose() -> str:
-    """Returns the function of this library that the user's code called, and who exchanges there.
-
-    Workers of one program exchange numbers for the same purpose. The user's code may call different
-    functions on them, whose numbers would otherwise be taken for each other.
-    """
-    frame = inspect.currentframe()
-    inner = called = ""
-    while frame is not None:
-        name = str(frame.f_globals.get("__name__"))
-        if not name.startswith("tfmultigpu."):
-            break
-        if name != __name__:
-            inner, called = inner or name, f"{name}.{frame.f_code.co_name}"
-        frame = frame.f_back
-    return f"{called} ({inner})"
+def different_calls(received: str) -> ClusterError:
+    """Returns the error for workers that made different calls."""
+    return ClusterError(
+        "The workers do not call the same things in the same order, so the tensors of one addition "
+        "do not fit together. This worker stopped in the call that raised this error; another "
+        "worker was in another call. Every worker must make the same steps, evaluations, "
+        "predictions and checkpoints. Move them out of blocks such as `if worker == 0:`, which are "
+        f"for printing and for files of your own. Received: {received}."
+    )
 
 
 def digest_of(data: str | bytes) -> int:
@@ -146,10 +150,6 @@ def digest_of(data: str | bytes) -> int:
     return int(hashlib.sha256(data).hexdigest()[:15], 16)
 
 
+@functools.cache  # Called eagerly, TensorFlow would trace each gathering anew.
 def _gather_of(strategy: tf.distribute.Strategy) -> Any:
-    # Called eagerly, TensorFlow would trace each gathering anew. The state keeps the strategy: a
-    # process joins one cluster only.
-    return process_state.keep(
-        ("gathering", strategy),
-        lambda: tf.function(lambda value: gather_rows(strategy, value), autograph=False),
-    )
+    return tf.function(lambda value: gather_rows(strategy, value), autograph=False)

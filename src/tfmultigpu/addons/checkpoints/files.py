@@ -109,7 +109,7 @@ class Directory:
                     stacklevel=3,
                 )
         step = -1 if stored is None else stored.run["step"]
-        steps = self._exchange([step])[:, 0].tolist()
+        steps = self._exchange("the step of the newest checkpoint", [step])[:, 0].tolist()
         if steps.count(step) < len(steps):
             raise CheckpointError(
                 f"The workers see different checkpoints in {self._path}, so they would resume "
@@ -150,7 +150,9 @@ class Directory:
                     save()
             except OSError as error:
                 failure = error
-        failed, latest = self._exchange([int(failure is not None), latest])[0].tolist()
+        failed, latest = self._exchange(
+            "how the chief wrote a checkpoint", [int(failure is not None), latest]
+        )[0].tolist()
         if failed:
             raise CheckpointError(
                 f"The chief cannot write to {self._path}: "

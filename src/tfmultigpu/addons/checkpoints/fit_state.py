@@ -80,7 +80,9 @@ class FitState:
             begins = (epoch, step) == (fit.first_epoch, 0)
             return None if begins else FitStart(fit.seed, fit.first_epoch, epoch, step, 0)
         # The checkpoint has the callbacks of the chief; other workers may have fewer.
-        missing = self._exchange([len(self._callbacks.missing(stored["callbacks"]))])[0, 0]
+        missing = self._exchange(
+            "callbacks without a state", [len(self._callbacks.missing(stored["callbacks"]))]
+        )[0, 0]
         if stored["stopped"] and not missing:
             _log.warning(
                 "A callback ended this run before its last epoch, as its checkpoint records. To "
@@ -154,7 +156,9 @@ class FitState:
         """Returns whether a callback of any worker ends the run."""
         if self._fit is None:
             return False
-        return bool(self._exchange([int(self._callback.model.stop_training)]).any())
+        return bool(
+            self._exchange("whether fit stops", [int(self._callback.model.stop_training)]).any()
+        )
 
     def _undo_hooks(self, forget: bool) -> None:
         if self._restored is not None:
@@ -172,7 +176,7 @@ class FitState:
             for name, value in stored.items()
             if None not in (value, here.get(name)) and value != here[name]
         ]
-        if self._exchange([len(differing)]).any():
+        if self._exchange("the data of a checkpoint", [len(differing)]).any():
             raise CheckpointError(
                 "The data differs from the data of the checkpoint. The run would train on some "
                 f"examples twice and skip others. Received: {', '.join(differing)}. Give fit the "

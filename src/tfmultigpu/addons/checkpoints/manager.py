@@ -145,7 +145,8 @@ class Checkpoints:
         """
         self._check_counted(self.step == self._steps)
         own = [self.step, self.epoch, self.step_in_epoch]
-        if len({*map(tuple, places := self._exchange(own).tolist())}) > 1:
+        places = self._exchange("the position of a checkpoint", own).tolist()
+        if len({*map(tuple, places)}) > 1:
             raise ClusterError(
                 "The workers save at different positions, so they have trained on other batches. "
                 f"Received: [step, epoch, step in epoch] of each worker: {places}. Every worker "
@@ -300,7 +301,10 @@ class Checkpoints:
     def _check_data(self, first_hash: Callable[[], int | None]) -> None:
         """Compares the first data after a restart with the data before it, once."""
         expected, self._expected = self._expected, None
-        if expected is not None and self._exchange([int(first_hash() != expected)]).any():
+        if (
+            expected is not None
+            and self._exchange("the data after a restart", [int(first_hash() != expected)]).any()
+        ):
             raise CheckpointError(
                 "The data differs from the data of the checkpoint. The run would train on some "
                 "examples twice and skip others. Received: another first batch of the epoch, at "

@@ -273,7 +273,7 @@ def _differing(variables: Sequence[StateVariable], exchange: WorkerExchange) -> 
         on_read = variable.synchronization == tf.VariableSynchronization.ON_READ
         differ.append(on_read or any(copy != copies[0] for copy in copies))
         digests.append(digest_of(copies[0]))
-    flags, by_worker = np.split(exchange([*differ, *digests]), 2, axis=1)
+    flags, by_worker = np.split(exchange("the state to save", [*differ, *digests]), 2, axis=1)
     differing = flags.any(0) | (by_worker != by_worker[0]).any(0)
     return {variables[i].name for i in np.flatnonzero(differing).tolist()}
 

@@ -10,15 +10,20 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from tfmultigpu.clusters.sources import SOURCES
-
 __all__ = ["describe_variables", "redact", "redact_devices"]
 
 _LISTS = ("CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES")
 _PATHS = ("CUDA_HOME", "KERAS_HOME", "LD_LIBRARY_PATH")
 _ADDRESSES = ("COLAB_TPU_ADDR", "TPU_NAME")
-_HOSTS = tuple(name for source in SOURCES for name in source.hosts)
-_OF_CLUSTERS = tuple(name for source in SOURCES for name in source.shown)
+_HOSTS = (
+    "TF_CONFIG",
+    "SLURMD_NODENAME",
+    "SLURM_JOB_NODELIST",
+    "SLURM_NODELIST",
+    "SLURM_STEP_NODELIST",
+    "SLURM_SUBMIT_HOST",
+)
+_OF_CLUSTERS = ("TF_CONFIG", "SLURM_NTASKS", "SLURM_PROCID")
 _HOST_PORT = re.compile(
     r"(?<![\w.-])(?![CGT]PU:)(?:[\w-]+(?:\.[\w-]+)*|\[[0-9a-fA-F:.]+\]):\d{2,5}\b"
 )

@@ -8,9 +8,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfmultigpu.clusters.process_state import process_state
 from tfmultigpu.errors import ScopeError
 from tfmultigpu.steps.build_model import prepare_model
+from tfmultigpu.strategies.process_state import process_state
 from tfmultigpu.strategies.topology import describe, devices_of, is_default, strategy_of
 
 __all__ = ["build", "checked_strategy", "get_or_make"]

@@ -15,9 +15,9 @@ from tfmultigpu.strategies.worker_exchange import WorkerExchange
 __all__ = ["SameTraining", "any_worker", "check_alike", "union"]
 
 
-def any_worker(strategy: tf.distribute.Strategy, flag: bool) -> bool:
+def any_worker(strategy: tf.distribute.Strategy, flag: bool, purpose: str = "a flag") -> bool:
     """Returns whether ``flag`` is true on any worker; all workers must call it."""
-    return bool(WorkerExchange(strategy)([int(flag)]).any())
+    return bool(WorkerExchange(strategy)(purpose, [int(flag)]).any())
 
 
 def union(strategy: tf.distribute.Strategy, numbers: Iterable[int]) -> list[int]:
@@ -26,10 +26,10 @@ def union(strategy: tf.distribute.Strategy, numbers: Iterable[int]) -> list[int]
     exchange = WorkerExchange(strategy)
     if exchange.workers == 1:
         return own
-    most = int(exchange([len(own)]).max())
+    most = int(exchange("how many numbers", [len(own)]).max())
     if not most:
         return []
-    padded = exchange([*own, *[-1] * (most - len(own))])
+    padded = exchange("a union of numbers", [*own, *[-1] * (most - len(own))])
     return sorted({int(number) for number in padded.ravel()} - {-1})
 
 
@@ -42,7 +42,7 @@ def check_alike(
         ClusterError: They differ, so a worker would wait forever or train differently.
     """
     exchange = WorkerExchange(strategy)
-    if (difference := exchange.find_difference(arguments)) is not None:
+    if (difference := exchange.find_difference(function, arguments)) is not None:
         name, other = difference
         raise ClusterError(
             f"The workers call {function} with different arguments, so some would wait for the "
@@ -68,7 +68,7 @@ class SameTraining:
         """Sets the flag of the model on all workers if it is set on any."""
         if self._exchange.workers > 1:
             wanted = bool(getattr(self._model, flag, False))
-            setattr(self._model, flag, any_worker(self._exchange.strategy, wanted))
+            setattr(self._model, flag, any_worker(self._exchange.strategy, wanted, flag))
 
     def check(self) -> None:
         """Checks that all workers have the same learning rate, and the same weights.
@@ -86,7 +86,7 @@ class SameTraining:
         sums = [float(np.sum(np.asarray(v.numpy()), dtype="float64")) for v in variables]
         # One exchange for both: each waits for the slowest worker.
         stops = float(bool(self._model.stop_training))
-        told = self._exchange.floats([*rates, *sums, stops])
+        told = self._exchange.floats("an epoch of fit", [*rates, *sums, stops])
         self._model.stop_training = bool(told[:, -1].any())
         near = np.isclose(told, told[:1], rtol=1e-4, atol=1e-7, equal_nan=True)[:, :-1].all(axis=0)
         if not near.all():

@@ -61,7 +61,10 @@ class _Loads:
             return limits
         unknown = (math.inf,) * len(self.devices)
         with tf.init_scope():
-            told = exchange.floats([limits.at_least, *self.alive, *(limits.memory or unknown)])
+            told = exchange.floats(
+                "the sizes of shards",
+                [limits.at_least, *self.alive, *(limits.memory or unknown)],
+            )
         counts, alive, memory = np.split(told, [1, 1 + len(self.devices)], axis=1)
         if (counts != counts[0]).any():
             raise ClusterError(
@@ -213,7 +216,9 @@ def _check_alike(strategy: tf.distribute.Strategy, name: str, value: tf.Tensor) 
     """Checks that all workers create this variable now, and do nothing else meanwhile."""
     exchange = WorkerExchange(strategy)
     with tf.init_scope():
-        other = exchange.find_difference({"shape": tuple(value.shape), "dtype": value.dtype.name})
+        other = exchange.find_difference(
+            "creating a variable", {"shape": tuple(value.shape), "dtype": value.dtype.name}
+        )
     if other is not None:
         raise ClusterError(
             "The workers create different variables, and would wait for each other. Received: "

@@ -13,15 +13,15 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfmultigpu.arguments import check_count
-from tfmultigpu.clusters.jobs import new_job
-from tfmultigpu.clusters.processes import (
+from tfmultigpu.addons.workers.jobs import new_job
+from tfmultigpu.addons.workers.processes import (
     Outcome,
     free_addresses,
     how_it_ended,
     run_together,
     worker_environment,
 )
+from tfmultigpu.arguments import check_count
 
 __all__ = ["WorkerFailedError", "WorkerResult", "run_workers"]
 

@@ -388,9 +388,10 @@ def _gather_from_workers(
     values: list[float], strategy: tf.distribute.Strategy
 ) -> tuple[float, ...]:
     """Returns the numbers of all replicas from those of each worker's replicas."""
-    return tuple(WorkerExchange(strategy).floats(values).ravel().tolist())
+    return tuple(WorkerExchange(strategy).floats("capacities", values).ravel().tolist())
 
 
 def _mean_of_workers(values: list[float], strategy: tf.distribute.Strategy) -> tuple[float, ...]:
     """Returns the mean over the workers, the same on each."""
-    return tuple(WorkerExchange(strategy).floats(values).mean(axis=0).tolist())
+    told = WorkerExchange(strategy).floats("seconds of capacities", values)
+    return tuple(told.mean(axis=0).tolist())

@@ -120,7 +120,8 @@ class Verify(Feature):
             every = tf.nest.flatten(leaves, expand_composites=True)
             tensors = [tensor for tensor in every if tensor is not None]
             own = sum(t.shape.num_elements() * max(t.dtype.size, 1) for t in tensors)
-            if int(self._exchange([own]).max()) * workers > GATHERED_BYTES:
+            told = self._exchange("the size of a batch to verify", [own])
+            if int(told.max()) * workers > GATHERED_BYTES:
                 reason = "workers do not send each other so large a batch; check a smaller one"
         conclude: _Conclude | None = None
         try:
@@ -131,7 +132,7 @@ class Verify(Feature):
             reason = f"the forward pass fails outside of replicas, {_first_line_of(error)}"
             if isinstance(error, MemoryError) or line_on_memory(str(error)) is not None:
                 reason = "one device has not enough memory for the whole batch; check a smaller one"
-        if workers > 1 and bool(self._exchange([bool(reason)]).any()):
+        if workers > 1 and bool(self._exchange("a reason not to verify", [bool(reason)]).any()):
             reason = reason or "another worker could not compute the batch by itself"
         if conclude is None or reason:
             return lambda *_: Verification("not verified", 0, int(offsets[-1]), reason)
@@ -250,7 +251,7 @@ class Verify(Feature):
     def _on_any_worker(self, found: Sequence[Quantity]) -> bool:
         if self._exchange.workers == 1:
             return bool(found)
-        return bool(self._exchange([bool(found)]).any())
+        return bool(self._exchange("what a verification found", [bool(found)]).any())
 
 
 def _first_line_of(error: Exception) -> str:

@@ -9,7 +9,7 @@ import json
 import re
 from collections.abc import Mapping
 
-from tfmultigpu.clusters.spec import Cluster, ClusterSource, find_wrong_addresses
+from tfmultigpu.addons.workers.spec import Cluster, ClusterSource, find_wrong_addresses
 from tfmultigpu.errors import ClusterError
 
 __all__ = ["TF_CONFIG", "read_tf_config"]

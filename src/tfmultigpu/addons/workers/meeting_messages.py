@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
-from tfmultigpu.clusters.jobs import JOB_ID, JOB_SECRET
-from tfmultigpu.clusters.meeting_lines import PROTOCOL, Message, StrangeLineError, readable
-from tfmultigpu.clusters.spec import ClusterSource
+from tfmultigpu.addons.workers.jobs import JOB_ID, JOB_SECRET
+from tfmultigpu.addons.workers.meeting_lines import PROTOCOL, Message, StrangeLineError, readable
+from tfmultigpu.addons.workers.spec import ClusterSource
 
 __all__ = ["ANSWERS", "Words"]
 

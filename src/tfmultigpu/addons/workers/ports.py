@@ -9,7 +9,7 @@ import socket
 import struct
 import sys
 
-from tfmultigpu.clusters.spec import WRITTEN, ClusterSource
+from tfmultigpu.addons.workers.spec import WRITTEN, ClusterSource
 from tfmultigpu.errors import ClusterError
 
 __all__ = ["allow_open_files", "call", "listen", "split_address"]

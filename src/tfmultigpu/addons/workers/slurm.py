@@ -12,7 +12,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 
-from tfmultigpu.clusters.spec import Cluster, ClusterSource
+from tfmultigpu.addons.workers.spec import Cluster, ClusterSource
 from tfmultigpu.errors import ClusterError
 
 __all__ = ["SLURM", "expand_hosts", "read_slurm", "why_no_slurm"]

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import IO
 
-from tfmultigpu.clusters.sources import SOURCES
+from tfmultigpu.addons.workers.sources import SOURCES
 
 __all__ = ["Outcome", "free_addresses", "how_it_ended", "run_together", "worker_environment"]
 

@@ -19,16 +19,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tfmultigpu.arguments import check_count
-from tfmultigpu.clusters.jobs import new_job
-from tfmultigpu.clusters.output import WorkerOutput, cause
-from tfmultigpu.clusters.processes import (
+from tfmultigpu.addons.workers.jobs import new_job
+from tfmultigpu.addons.workers.output import WorkerOutput, cause
+from tfmultigpu.addons.workers.processes import (
     Outcome,
     free_addresses,
     how_it_ended,
     run_together,
     worker_environment,
 )
+from tfmultigpu.arguments import check_count
 from tfmultigpu.errors import ClusterError, DeviceNotFoundError
 
 __all__ = ["ATTEMPT", "add_arguments", "launch", "run"]

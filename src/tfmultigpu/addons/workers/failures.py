@@ -13,16 +13,17 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
-from tfmultigpu.clusters.connection import WorkerLink
-from tfmultigpu.clusters.exits import (
+from tfmultigpu.addons.workers.connection import WorkerLink
+from tfmultigpu.addons.workers.exits import (
+    Calls,
     Watchdog,
     end_within,
     leave_on_errors,
     let_go_of_the_last_error,
 )
-from tfmultigpu.clusters.process_state import process_state
-from tfmultigpu.clusters.spec import Cluster
+from tfmultigpu.addons.workers.spec import Cluster
 from tfmultigpu.errors import ClusterError, TfMultiGpuError, WorkerLostError
+from tfmultigpu.strategies.process_state import process_state
 
 __all__ = [
     "different_calls",
@@ -64,7 +65,8 @@ _FINISHED = "its program ended without an error, at its last line or by sys.exit
 
 def watch(cluster: Cluster, link: WorkerLink | None) -> None:
     """Notes the workers of this process, tells them of its end, and ensures that it ends."""
-    process_state.join(cluster, link)
+    process_state.cluster = _Joined(cluster, link)
+    _state.link = link
     if link is None:
         return
     process = os.getpid()
@@ -81,12 +83,39 @@ def watch(cluster: Cluster, link: WorkerLink | None) -> None:
 
     atexit.register(end)
     leave_on_errors(leave, _meaning)
-    Watchdog(link, process_state.calls, _last_words).start()
+    Watchdog(link, _state.calls, _last_words).start()
 
 
 def link_of_workers() -> WorkerLink | None:
     """Returns the connections to the other workers; None if ``create_strategy`` made none."""
-    return process_state.link
+    return _state.link
+
+
+class _State:
+    link: WorkerLink | None = None
+    calls = Calls()
+
+
+_state = _State()
+
+
+class _Joined:
+    """The joined cluster, as the core sees it."""
+
+    def __init__(self, cluster: Cluster, link: WorkerLink | None) -> None:
+        self.cluster, self.link = cluster, link
+        self.workers, self.index = cluster.workers, cluster.index
+
+    def __str__(self) -> str:
+        return str(self.cluster)
+
+    def explaining(self):
+        return explaining_lost_workers()
+
+    def compare(self, name: str, value: str, seconds: float) -> str | None:
+        link = self.link
+        answers = None if link is None else link.compare(name, value, seconds)
+        return None if answers is None else answers[0]
 
 
 @contextmanager
@@ -108,7 +137,7 @@ def explaining_lost_workers() -> Iterator[None]:
         >>> float(total)
         1.0
     """
-    with process_state.calls.inside(), naming_lost_workers():
+    with _state.calls.inside(), naming_lost_workers():
         yield
 
 
@@ -141,7 +170,7 @@ def _printed(error: TfMultiGpuError) -> str:
 
 def _lost() -> bool:
     """Returns whether another worker ended before the end of its program."""
-    link = process_state.link
+    link = _state.link
     return link is not None and any(how != _FINISHED for how in link.ended().values())
 
 
@@ -160,7 +189,7 @@ def _explain(error: BaseException) -> TfMultiGpuError | None:
         return None
     named = _GONE.search(text) is not None
     ended: Mapping[int, str] = {}
-    link = process_state.link
+    link = _state.link
     if link is not None:
         ended = link.wait_for_end(_NEWS_SECONDS) if named else link.ended()
     if not ended and not named:
@@ -172,7 +201,7 @@ def _explain(error: BaseException) -> TfMultiGpuError | None:
 
 def _words(said: str, ended: Mapping[int, str] | None = None, text: str = "") -> str:
     if ended is None:
-        link = process_state.link
+        link = _state.link
         ended = {} if link is None else link.ended()
     who = [f"{_name(worker)}: {how}" for worker, how in ended.items()]
     if not who:
@@ -190,7 +219,7 @@ def _words(said: str, ended: Mapping[int, str] | None = None, text: str = "") ->
 
 def different_calls(received: str) -> ClusterError:
     """Returns the error for workers that made different calls."""
-    link = process_state.link
+    link = _state.link
     here = "This worker" if link is None else f"This is {_name(link.index)}, and it"
     return ClusterError(
         "The workers do not call the same things in the same order, so the tensors of one addition "
@@ -202,14 +231,14 @@ def different_calls(received: str) -> ClusterError:
 
 
 def _name(worker: int) -> str:
-    cluster = process_state.cluster
+    cluster = None if process_state.cluster is None else process_state.cluster.cluster
     if cluster is None:
         return f"worker {worker}"
     return f"worker {worker} of {len(cluster.workers)} at {cluster.workers[worker]}"
 
 
 def _name_of_task(job: str, task: int) -> str:
-    cluster = process_state.cluster
+    cluster = None if process_state.cluster is None else process_state.cluster.cluster
     if cluster is None:
         return f"task {task} of job {job}"
     return _name(task + 1 if cluster.has_chief and job == "worker" else task)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 
-from tfmultigpu.clusters.slurm import SLURM
-from tfmultigpu.clusters.spec import Cluster, ClusterSource
-from tfmultigpu.clusters.tf_config import TF_CONFIG
+from tfmultigpu.addons.workers.slurm import SLURM
+from tfmultigpu.addons.workers.spec import Cluster, ClusterSource
+from tfmultigpu.addons.workers.tf_config import TF_CONFIG
 
 __all__ = ["SOURCES", "cluster_from_environment", "why_no_cluster"]
 

@@ -25,7 +25,7 @@ class ClusterSource:
     """A way to describe a cluster, such as ``TF_CONFIG`` or a scheduler.
 
     Everything that the library knows of a scheduler is here. A new one is a file with one of these,
-    and its name in ``tfmultigpu.clusters.sources.SOURCES``.
+    and its name in ``tfmultigpu.addons.workers.sources.SOURCES``.
 
     Attributes:
         name: Its name in messages.

@@ -7,11 +7,11 @@ import os
 import platform
 
 from tfmultigpu._version import __version__
-from tfmultigpu.clusters.connection import WorkerLink
-from tfmultigpu.clusters.jobs import Job, read_job
-from tfmultigpu.clusters.rendezvous import meet
-from tfmultigpu.clusters.sources import SOURCES
-from tfmultigpu.clusters.spec import Cluster
+from tfmultigpu.addons.workers.connection import WorkerLink
+from tfmultigpu.addons.workers.jobs import Job, read_job
+from tfmultigpu.addons.workers.rendezvous import meet
+from tfmultigpu.addons.workers.sources import SOURCES
+from tfmultigpu.addons.workers.spec import Cluster
 from tfmultigpu.errors import ClusterError
 
 __all__ = ["preflight"]

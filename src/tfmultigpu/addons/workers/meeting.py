@@ -15,17 +15,17 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
-from tfmultigpu.clusters.jobs import Job
-from tfmultigpu.clusters.meeting_lines import (
+from tfmultigpu.addons.workers.jobs import Job
+from tfmultigpu.addons.workers.meeting_lines import (
     LONGEST_PROBLEM,
     Message,
     Pen,
     StrangeLineError,
     readable,
 )
-from tfmultigpu.clusters.meeting_messages import ANSWERS, Words
-from tfmultigpu.clusters.ports import allow_open_files, call, listen
-from tfmultigpu.clusters.spec import ClusterSource
+from tfmultigpu.addons.workers.meeting_messages import ANSWERS, Words
+from tfmultigpu.addons.workers.ports import allow_open_files, call, listen
+from tfmultigpu.addons.workers.spec import ClusterSource
 from tfmultigpu.errors import ClusterError
 
 __all__ = ["Meeting"]

@@ -14,11 +14,11 @@ import contextlib
 import threading
 from collections.abc import Mapping, Sequence
 
-from tfmultigpu.clusters.connection import WorkerLink
-from tfmultigpu.clusters.jobs import Job
-from tfmultigpu.clusters.meeting import Meeting
-from tfmultigpu.clusters.meeting_messages import Words
-from tfmultigpu.clusters.spec import WRITTEN, ClusterSource
+from tfmultigpu.addons.workers.connection import WorkerLink
+from tfmultigpu.addons.workers.jobs import Job
+from tfmultigpu.addons.workers.meeting import Meeting
+from tfmultigpu.addons.workers.meeting_messages import Words
+from tfmultigpu.addons.workers.spec import WRITTEN, ClusterSource
 
 __all__ = ["meet"]
 

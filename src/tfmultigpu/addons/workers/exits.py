@@ -19,7 +19,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from types import TracebackType
 
-from tfmultigpu.clusters.connection import WorkerLink
+from tfmultigpu.addons.workers.connection import WorkerLink
 
 __all__ = ["Calls", "Watchdog", "end_within", "leave_on_errors", "let_go_of_the_last_error"]
 

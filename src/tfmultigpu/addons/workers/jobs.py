@@ -6,7 +6,7 @@ import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from tfmultigpu.clusters.spec import ClusterSource
+from tfmultigpu.addons.workers.spec import ClusterSource
 from tfmultigpu.errors import ClusterError
 
 __all__ = ["JOB_ID", "JOB_SECRET", "Job", "new_job", "read_job"]
@@ -44,7 +44,7 @@ def read_job(environ: Mapping[str, str], sources: Sequence[ClusterSource]) -> Jo
         ClusterError: The id is empty or cannot be printed, or the secret is too short.
 
     Example:
-        >>> from tfmultigpu.clusters.sources import SOURCES
+        >>> from tfmultigpu.addons.workers.sources import SOURCES
         >>> read_job({"SLURM_JOB_ID": "4711"}, SOURCES)
         Job(id='Slurm job 4711')
     """

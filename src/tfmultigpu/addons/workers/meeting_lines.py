@@ -32,7 +32,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tfmultigpu.clusters.jobs import Job
+from tfmultigpu.addons.workers.jobs import Job
 
 __all__ = ["LONGEST_PROBLEM", "PROTOCOL", "Message", "Pen", "StrangeLineError", "readable"]
 

@@ -1,0 +1,117 @@
+"""State of this process that the rooms share: the cluster it has joined, and its strategies."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol, TypeVar
+
+__all__ = [
+    "ClusterDescription",
+    "JoinedCluster",
+    "ProcessState",
+    "explaining_lost_workers",
+    "process_state",
+]
+
+_Strategy = TypeVar("_Strategy")
+
+
+class ClusterDescription(Protocol):
+    """A description of a cluster, read by the workers add-on."""
+
+    @property
+    def workers(self) -> Sequence[str]:
+        """``host:port`` of each worker."""
+
+    @property
+    def index(self) -> int | None:
+        """The number of this process among them; None for an evaluator."""
+
+    @property
+    def source(self) -> Any:
+        """The source of the description, for messages."""
+
+
+class JoinedCluster(Protocol):
+    """A cluster that this process has joined, as the core uses it; the workers add-on has one."""
+
+    @property
+    def workers(self) -> Sequence[str]:
+        """``host:port`` of each worker."""
+
+    @property
+    def index(self) -> int:
+        """The number of this process among them."""
+
+    def explaining(self) -> AbstractContextManager[None]:
+        """Turns TensorFlow's error for a lost worker into a ``WorkerLostError``."""
+
+    def compare(self, name: str, value: str, seconds: float) -> str | None:
+        """Returns the first worker's value of that name; None if it did not tell it in time."""
+
+
+class ProcessState:
+    """The cluster that this process has joined, and its strategies of several replicas.
+
+    Attributes:
+        cluster: The cluster; None before ``create_strategy`` has joined one.
+    """
+
+    def __init__(self) -> None:
+        """Begins as a new process does."""
+        self.forget()
+
+    def forget(self) -> None:
+        """Begins anew, for tests."""
+        self.cluster: JoinedCluster | None = None
+        self._strategies: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def note(self, strategy: _Strategy) -> _Strategy:
+        """Notes a strategy if it has several replicas, without keeping it, and returns it."""
+        if getattr(strategy, "num_replicas_in_sync", 1) > 1:
+            self._strategies.add(strategy)
+        return strategy
+
+    def living_strategies(self) -> tuple[Any, ...]:
+        """Returns the strategies of several replicas that somebody still holds.
+
+        Collects garbage if there seem to be any. A model, its steps and their strategy hold each
+        other: the first collection finds the model, the next ones the steps kept for it.
+        """
+        for _ in range(3):
+            if not len(self._strategies):
+                return ()
+            gc.collect()
+        return tuple(self._strategies)
+
+
+process_state = ProcessState()
+
+
+@contextlib.contextmanager
+def explaining_lost_workers() -> Iterator[None]:
+    """Turns TensorFlow's error for a lost worker into one that names it.
+
+    Steps and loops of this library use it already. In a loop of your own, put it around the calls
+    that communicate: a ``tf.function`` with ``GradientAccumulator.reduce``, ``strategy.gather``.
+    Without it, an error of TensorFlow that ends the program is explained after it was printed.
+
+    Raises:
+        WorkerLostError: Another worker has ended; the message says which one, how, and what to do.
+        ClusterError: Another worker made a different call. Every other error passes
+            unchanged.
+
+    Example:
+        >>> import tensorflow as tf
+        >>> with explaining_lost_workers():
+        ...     total = tf.distribute.get_strategy().reduce("SUM", tf.ones([]), axis=None)
+        >>> float(total)
+        1.0
+    """
+    cluster = process_state.cluster
+    with contextlib.nullcontext() if cluster is None else cluster.explaining():
+        yield
