@@ -53,12 +53,9 @@ def build(strategy, *layers):
 
 
 def main():
-    gpus = tmg.devices.visible_devices("GPU")
-    usable = [gpu.name for gpu in gpus if (gpu.memory_free or 4 * GIB) >= 4 * GIB]
-    if len(usable) < len(gpus):
-        tmg.devices.restrict_devices(
-            usable
-        )  # the others, taken by somebody else, are not even started
+    gpus = zip(tf.config.list_physical_devices("GPU"), tmg.list_devices("GPU"), strict=True)
+    usable = [gpu for gpu, facts in gpus if (facts.memory_free or 4 * GIB) >= 4 * GIB]
+    tf.config.set_visible_devices(usable, "GPU")  # the others, which are taken, are not started
     devices = tmg.devices.list_logical_devices("GPU")
     devices = devices if len(devices) > 1 else tmg.split_device("CPU:0", parts=2)
 

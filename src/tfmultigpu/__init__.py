@@ -1,7 +1,7 @@
 """Train a Keras model on several devices and get what one device would have given.
 
 The public names are in ``__init__.pyi``, for type checkers and editors too; the packages hold the
-rest, such as ``tfmultigpu.devices.restrict_devices``. A name is loaded when it is first used, so
+rest, such as ``tfmultigpu.devices.logical_to_physical``. A name is loaded when it is first used, so
 importing the package costs milliseconds.
 """
 

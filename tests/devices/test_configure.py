@@ -1,489 +1,369 @@
-"""Names, discovery and numbering of devices: truth tables on fake machines, no GPU needed."""
+"""Listing and settings of devices, each group in a process where TensorFlow has not started yet.
+
+Fake GPUs are planted where TensorFlow asks the driver for them, so that TensorFlow's own checks
+decide what is refused. The lines run in one process in order: a refusal must change nothing.
+"""
 
 from __future__ import annotations
 
-import dataclasses
-from types import SimpleNamespace
-from typing import Any
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
 
 import pytest
 import tensorflow as tf
 
-from tfmultigpu.devices import configure as D
-from tfmultigpu.devices.discovery import describe_devices, logical_names
-from tfmultigpu.devices.names import parse_device_name, resolve_devices
-from tfmultigpu.devices.nvml import NvmlGpu, match_gpus, read_gpus, visible_gpus
-from tfmultigpu.errors import DeviceNotFoundError, DevicesInitializedError, TfMultiGpuError
+from tfmultigpu.devices import (
+    limit_memory,
+    list_devices,
+    list_logical_devices,
+    logical_to_physical,
+    split_device,
+)
+from tfmultigpu.devices.names import parse_device_name
+from tfmultigpu.errors import DevicesInitializedError, TfMultiGpuError
+
+pytestmark = pytest.mark.slow
+
+PRELUDE = """
+import os
+import pytest
+import tensorflow as tf
+from tfmultigpu.devices import *
+from tfmultigpu.devices.configure import devices_started
+from tfmultigpu.devices.names import parse_device_name
+from tfmultigpu.errors import *
 
 GIB = 1024**3
-H200, A100, T4 = "NVIDIA H200", "NVIDIA A100-SXM4-40GB", "Tesla T4"
+
+def names(devices):
+    return tuple(device.name for device in devices)
+
+def refused(error, said, call):
+    with pytest.raises(error) as caught:
+        call()
+    for part in [said] if isinstance(said, str) else said:
+        assert part in str(caught.value), str(caught.value)
+"""
+
+FAKE_GPUS = """
+from tensorflow.python.eager.context import pywrap_tfe
+from tfmultigpu.devices import discovery
+from tfmultigpu.devices.gpu_memory import NvmlGpu
+
+COUNT = 3
+DETAILS = {"device_name": "NVIDIA H200", "compute_capability": "9.0"}
+pywrap_tfe.TF_ListPhysicalDevices = lambda: [b"/physical_device:CPU:0"] + [
+    b"/physical_device:GPU:%d" % index for index in range(COUNT)
+]
+pywrap_tfe.TF_GetDeviceDetails = lambda index: dict(DETAILS) if index else {}
+driver = []
+discovery.read_gpus = lambda: tuple(driver)
+GPUS = tf.config.list_physical_devices("GPU")
+os.environ.pop("CUDA_VISIBLE_DEVICES")
+
+def growth():
+    return [tf.config.experimental.get_memory_growth(gpu) for gpu in GPUS]
+
+def limits(index):
+    parts = tf.config.get_logical_device_configuration(GPUS[index])
+    return parts and [part.memory_limit for part in parts]
+"""
 
 
-def machine(*models: str) -> tuple[NvmlGpu, ...]:
-    """GPUs in PCI order; each has another amount of memory, so that a mix-up shows."""
-    return tuple(
-        NvmlGpu(f"GPU-{index:08x}-aaaa", model, 16 * GIB + index, 8 * GIB + index)
-        for index, model in enumerate(models)
+# TensorFlow is imported once, in seconds; each script runs in a copy of that process, made before
+# any device starts. What fails is written to standard error, which goes to standard output.
+COPIES = """
+import json, os, sys, traceback
+import keras, tensorflow
+for line in sys.stdin:
+    script, environment = json.loads(line)
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        status = 1
+        os.close(reader)
+        os.dup2(writer, 1)
+        os.dup2(writer, 2)
+        os.environ.update(environment)
+        try:
+            exec(script, {"__name__": "__main__"})
+            status = 0
+        except BaseException:
+            traceback.print_exc()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+    os.close(writer)
+    with open(reader) as file:
+        said = file.read()
+    print(json.dumps([os.waitpid(child, 0)[1], said]), flush=True)
+"""
+
+Run = Callable[..., str]
+
+
+@pytest.fixture(scope="module")
+def run() -> Iterator[Run]:
+    """Runs a script in a process of its own; returns what it printed, its assertions are ours."""
+    # No warmth from the parent: neither its devices nor what it says about CUDA.
+    inherited = {key: value for key, value in os.environ.items() if not key.startswith("TF_FORCE")}
+    with subprocess.Popen(
+        [sys.executable, "-c", COPIES],
+        env=inherited | {"CUDA_VISIBLE_DEVICES": "", "TF_CPP_MIN_LOG_LEVEL": "3"},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    ) as copies:
+        assert copies.stdin is not None
+        assert copies.stdout is not None
+        requests, answers = copies.stdin, copies.stdout
+
+        def call(script: str, *, gpus: bool = False, **environment: str) -> str:
+            source = PRELUDE + (FAKE_GPUS if gpus else "") + textwrap.dedent(script)
+            print(json.dumps([source, environment]), file=requests, flush=True)
+            status, said = json.loads(answers.readline())
+            assert status == 0, said[-3000:]
+            return str(said)
+
+        yield call
+        requests.close()
+
+
+def test_a_script_that_fails_is_a_failure(run: Run) -> None:
+    with pytest.raises(AssertionError, match="ZeroDivisionError"):
+        run("1 / 0")
+
+
+def test_listing_starts_nothing_and_splitting_works_after_it(run: Run) -> None:
+    run(
+        """
+        assert names(list_devices()) == list_logical_devices() == ("CPU:0",)
+        assert enable_memory_growth() == ()          # no GPU: nothing to do
+        assert split_device("/physical_device:CPU:0", parts=2) == ("CPU:0", "CPU:1")
+        assert split_device("CPU:0", parts=1) == ("CPU:0",)       # the last split holds
+        assert split_device("cpu:0", parts=3) == ("CPU:0", "CPU:1", "CPU:2")
+        threads = tf.config.threading.get_inter_op_parallelism_threads()
+        list_devices(), logical_to_physical(), devices_started()  # nothing is started by these
+        assert tf.config.threading.get_inter_op_parallelism_threads() == threads
+        assert not devices_started()
+        strategy = tf.distribute.MirroredStrategy(list_logical_devices())
+        assert strategy.num_replicas_in_sync == 3 and devices_started()
+        real = [parse_device_name(one.name) for one in tf.config.list_logical_devices()]
+        assert tuple(real) == list_logical_devices()
+        assert split_device("CPU:0", parts=3) == list_logical_devices()   # it is so already
+        late = ["parts=2, memory=None) came after", "nothing was changed", "Move this line up"]
+        refused(DevicesInitializedError, late, lambda: split_device("CPU:0", parts=2))
+        assert list_logical_devices() == ("CPU:0", "CPU:1", "CPU:2")
+        """
     )
 
 
-def gpu_names(count: int) -> tuple[str, ...]:
-    return tuple(f"GPU:{index}" for index in range(count))
+def test_what_the_error_names_does_start_the_devices(run: Run) -> None:
+    for start in ("tf.config.list_logical_devices()", "keras.optimizers.SGD()"):
+        run(
+            f"""
+            import keras
+            {start}
+            refused(DevicesInitializedError, "Move", lambda: split_device("CPU:0", parts=2))
+            assert list_logical_devices() == ("CPU:0",)
+            """
+        )
 
 
-# --- names -----------------------------------------------------------------------------------
+HIDDEN = {
+    "": ["CUDA_VISIBLE_DEVICES='' hides them", "Unset CUDA_VISIBLE_DEVICES before Python"],
+    "-1": ["CUDA_VISIBLE_DEVICES='-1' hides them", "Unset CUDA_VISIBLE_DEVICES before Python"],
+    "7": ["CUDA_VISIBLE_DEVICES='7' shows only", "unset it or name", "tensorflow[and-cuda]"],
+    None: ["TensorFlow finds none", "tensorflow[and-cuda]"],
+}
 
 
-SPELLINGS: list[tuple[str, str]] = [
-    ("GPU:0", "GPU:0"),
-    ("gpu:0", "GPU:0"),
-    ("/gpu:12", "GPU:12"),
-    (" GPU:1 ", "GPU:1"),
-    ("device:cpu:07", "CPU:7"),
-    ("/device:GPU:3", "GPU:3"),
-    ("/physical_device:GPU:0", "GPU:0"),
-    ("/job:localhost/replica:0/task:0/device:GPU:5", "GPU:5"),
-    ("/job:worker/replica:0/task:3/device:TPU:1", "TPU:1"),
-    ("/device:XLA_GPU:0", "XLA_GPU:0"),
-]
+def test_the_variable_that_hides_gpus_and_its_cure_are_in_every_error(run: Run) -> None:
+    for value, said in HIDDEN.items():
+        run(
+            f"""
+            os.environ.pop("CUDA_VISIBLE_DEVICES")
+            if {value!r} is not None:
+                os.environ["CUDA_VISIBLE_DEVICES"] = {value!r}
+            refused(DeviceNotFoundError, {said}, lambda: split_device("GPU:0", parts=2))
+            refused(DeviceNotFoundError, {said}, lambda: limit_memory({{"GPU:0": GIB}}))
+            refused(DeviceNotFoundError, {said}, lambda: enable_memory_growth(["GPU:0"]))
+            tf.test.is_built_with_gpu_support = lambda: False
+            refused(DeviceNotFoundError, "built without GPU", lambda: split_device("GPU:0", 2))
+            """
+        )
 
 
-def test_every_spelling_becomes_the_short_one() -> None:
-    found = {spelled: parse_device_name(spelled) for spelled, _ in SPELLINGS}
-    assert found == dict(SPELLINGS)
-    assert [name for _, name in SPELLINGS if parse_device_name(name) != name] == []
+def test_memory_growth_is_on_for_all_gpus_or_none(run: Run) -> None:
+    run(
+        """
+        assert names(list_devices()) == ("CPU:0", "GPU:0", "GPU:1", "GPU:2")
+        one = list_devices("GPU")[1]
+        assert (one.kind, one.index, one.description) == ("GPU", 1, "NVIDIA H200")
+        assert (one.compute_capability, one.memory_total, one.memory_free) == ((9, 0), None, None)
+
+        left_out = ["leaves out GPU:2", "cannot differ", "Write enable_memory_growth() for all"]
+        refused(TfMultiGpuError, left_out, lambda: enable_memory_growth(["GPU:0", "GPU:1"]))
+        refused(DeviceNotFoundError, "Existing: GPU:0", lambda: enable_memory_growth(["CPU:0"]))
+        assert growth() == [None] * 3
+        assert names(enable_memory_growth()) == ("GPU:0", "GPU:1", "GPU:2")
+        assert enable_memory_growth(["gpu:2", "gpu:1", "gpu:0"]) == list_devices("GPU")
+        assert growth() == [True] * 3
+
+        # TensorFlow would drop growth in silence as soon as any device is divided
+        for call in (
+            lambda: split_device("CPU:0", parts=2),
+            lambda: split_device("GPU:0", parts=2, memory=GIB),
+            lambda: limit_memory({"GPU:1": GIB}),
+        ):
+            refused(TfMultiGpuError, "drops memory growth of every GPU", call)
+        assert list_logical_devices() == ("CPU:0", "GPU:0", "GPU:1", "GPU:2")
+        assert split_device("CPU:0", parts=1) == ("CPU:0",)       # that divides nothing
+
+        tf.constant(1.0)
+        assert names(enable_memory_growth()) == ("GPU:0", "GPU:1", "GPU:2")
+        """,
+        gpus=True,
+    )
 
 
-def test_what_names_no_device_is_refused() -> None:
-    for name in [
-        "",
-        "GPU",
-        "GPU:",
-        ":0",
-        "0",
-        "GPU:-1",
-        "GPU:*",
-        "GPU:0,1",
-        "cuda0",
-        "/task:0",
-        "job:1",
-    ]:
-        with pytest.raises(ValueError, match=r"kind and an index, such as 'GPU:0'") as caught:
-            parse_device_name(name)
-        assert f"name={name!r}" in str(caught.value)
+def test_settings_after_the_start_are_refused(run: Run) -> None:
+    run(
+        """
+        tf.constant(1.0)
+        late = "enable_memory_growth() came after"
+        refused(DevicesInitializedError, late, enable_memory_growth)
+        assert growth() == [None] * 3
+        two = {"GPU:0": GIB, "GPU:1": GIB}
+        refused(DevicesInitializedError, "limit_memory", lambda: limit_memory(two))
+        assert limits(0) is limits(1) is None
+        """,
+        gpus=True,
+    )
 
 
-def test_a_number_is_answered_with_the_name_to_write() -> None:
-    with pytest.raises(TypeError, match=r'Write "GPU:3"\. Received: name=3'):
-        parse_device_name(3)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="Received: name=None"):
-        parse_device_name(None)  # type: ignore[arg-type]
+def test_limits_and_parts_of_gpus(run: Run) -> None:
+    run(
+        """
+        limit_memory({})
+        limit_memory({"/gpu:0": 2 * GIB + 5})
+        assert limits(0) == [2048]                                  # whole MiB
+        limit_memory({"GPU:0": 3 * GIB, "GPU:2": GIB})
+        assert (limits(0), limits(1), limits(2)) == ([3072], None, [1024])
+
+        # all or none: the second entry is wrong, the first is not applied
+        for wrong in (0, 8, 0.5, True, "8GB", -GIB):
+            refused(
+                ValueError,
+                f"8 GiB is 8 * 1024**3. Received: {wrong!r}",
+                lambda: limit_memory({"GPU:0": GIB, "GPU:1": wrong}),
+            )
+        for name in ("GPU:3", "CPU:0", "gpu:0"):
+            refused(Exception, name.upper(), lambda: limit_memory({"GPU:0": GIB, name: GIB}))
+        assert limits(0) == [3072]
+
+        # parts are numbered over all GPUs
+        assert split_device("GPU:1", parts=2, memory=GIB) == ("GPU:1", "GPU:2")
+        assert split_device("GPU:0", parts=2, memory=[GIB, 2 * GIB]) == ("GPU:0", "GPU:1")
+        assert split_device("GPU:1", parts=2, memory=GIB) == ("GPU:2", "GPU:3")
+        assert (limits(0), limits(1)) == ([1024, 2048], [1024, 1024])
+        assert list_logical_devices("gpu") == ("GPU:0", "GPU:1", "GPU:2", "GPU:3", "GPU:4")
+        assert logical_to_physical() == {
+            "CPU:0": "CPU:0", "GPU:0": "GPU:0", "GPU:1": "GPU:0", "GPU:2": "GPU:1",
+            "GPU:3": "GPU:1", "GPU:4": "GPU:2",
+        }
+        assert names(list_devices("GPU")) == ("GPU:0", "GPU:1", "GPU:2")
+
+        undo = ["GPU:0 into 2 parts", f'split_device("GPU:0", parts=2, memory={2 * GIB})']
+        refused(TfMultiGpuError, undo, lambda: limit_memory({"GPU:0": 4 * GIB}))
+        three = "3 memory limits for 2 parts"
+        refused(ValueError, three, lambda: split_device("GPU:0", 2, memory=[GIB, GIB, GIB]))
+        unknown = ["need a memory limit", "memory=4 * 1024**3", "tfmultigpu[nvml]"]
+        refused(ValueError, unknown, lambda: split_device("GPU:0", parts=2))
+        both = ["GPU:0, GPU:1, GPU:2 split or limited", "TF_FORCE_GPU_ALLOW_GROWTH"]
+        refused(TfMultiGpuError, both, enable_memory_growth)
+        assert growth() == [None] * 3 and limits(0) == [1024, 2048]
+
+        # the driver knows the memory: a limit is derived, and one too large is refused
+        driver[:] = [NvmlGpu(f"GPU-{i}", "NVIDIA H200", 100 * GIB, 80 * GIB) for i in range(3)]
+        assert list_devices("GPU")[0].memory_free == 80 * GIB
+        assert split_device("GPU:0", parts=4) == ("GPU:0", "GPU:1", "GPU:2", "GPU:3")
+        assert limits(0) == [18 * 1024] * 4                          # nine tenths of what is free
+        large = f"{120 * GIB} bytes in all, but GPU:1 has"
+        refused(ValueError, large, lambda: split_device("GPU:1", parts=2, memory=60 * GIB))
+        refused(ValueError, "GPU:2 has", lambda: limit_memory({"GPU:2": 101 * GIB}))
+        assert (limits(1), limits(2)) == ([1024, 1024], [1024])
+        """,
+        gpus=True,
+    )
 
 
-# --- asked for against existing --------------------------------------------------------------
+def test_hidden_gpus_leave_no_gap_and_are_named(run: Run) -> None:
+    run(
+        """
+        tf.config.set_visible_devices(GPUS[1:], "GPU")
+        assert names(list_devices("GPU")) == ("GPU:0", "GPU:1", "GPU:2")
+        assert logical_to_physical() == {"CPU:0": "CPU:0", "GPU:0": "GPU:1", "GPU:1": "GPU:2"}
+        hidden = ["Existing: CPU:0, GPU:1, GPU:2", "The program hides GPU:0 from TensorFlow"]
+        refused(DeviceNotFoundError, hidden, lambda: split_device("GPU:0", 2, memory=GIB))
+        assert split_device("GPU:2", parts=2, memory=GIB) == ("GPU:1", "GPU:2")
+        tf.config.set_visible_devices([], "GPU")
+        assert list_logical_devices() == ("CPU:0",)
+        assert enable_memory_growth() == ()
+        """,
+        gpus=True,
+    )
 
 
-def test_counts_take_the_first_and_stop_at_what_exists() -> None:
-    for count in (1, 2, 8, 16):
-        here = gpu_names(count)
-        assert resolve_devices(None, here) == here
-        for asked in range(1, count + 1):
-            assert resolve_devices(asked, here) == here[:asked]
-        with pytest.raises(DeviceNotFoundError) as caught:
-            resolve_devices(count + 1, here)
-        text = str(caught.value)
-        assert f"Asked for {count + 1} devices, but only {count} exist: GPU:0" in text
-        assert f"Ask for at most {count}: devices={count}" in text
-    assert resolve_devices(None, ()) == ()
+def test_growth_forced_by_the_environment_goes_with_splits(run: Run) -> None:
+    run(
+        """
+        assert split_device("CPU:0", parts=2) == ("CPU:0", "CPU:1")
+        limit_memory({"GPU:0": GIB})
+        assert names(enable_memory_growth()) == ("GPU:0", "GPU:1", "GPU:2")
+        assert limits(0) == [1024] and growth() == [None, True, True]
+        """,
+        gpus=True,
+        TF_FORCE_GPU_ALLOW_GROWTH="true",
+    )
 
 
-def test_a_count_where_nothing_exists() -> None:
-    with pytest.raises(DeviceNotFoundError, match=r"only 0 exist: none.*Leave devices out"):
-        resolve_devices(1, ())
+# In this process, after TensorFlow started ---------------------------------------------------
 
 
-def test_the_only_device_can_be_split() -> None:
-    asks: list[tuple[Any, int]] = [(4, 4), (["CPU:0", "CPU:2"], 3)]
-    for asked, parts in asks:
-        line = rf'tmg\.split_device\("CPU:0", parts={parts}\)'
-        with pytest.raises(DeviceNotFoundError, match=line):
-            resolve_devices(asked, ["CPU:0"])
-        with pytest.raises(DeviceNotFoundError) as caught:
-            resolve_devices(asked, ["CPU:0", "CPU:1"])
-        assert "split_device" not in str(caught.value)
-    # Splitting the CPU does not make a GPU.
-    with pytest.raises(DeviceNotFoundError) as caught:
-        resolve_devices(["GPU:1"], ["CPU:0"])
-    assert "split_device" not in str(caught.value)
+def test_names_equal_tensorflows_own() -> None:
+    real = tuple(parse_device_name(device.name) for device in tf.config.list_logical_devices())
+    assert list_logical_devices() == real
+    assert list_logical_devices("cpu") == tuple(n for n in real if n.startswith("CPU:"))
+    assert [device.name for device in list_devices("CPU")] == ["CPU:0"]  # Split, and yet one.
+    assert set(logical_to_physical().values()) == {device.name for device in list_devices()}
 
 
 def test_arguments_of_another_kind_are_answered_with_the_line() -> None:
     with pytest.raises(TypeError, match=r'Received: limits=4\. Write tmg\.limit_memory\(\{"GPU:0"'):
-        D.limit_memory(4)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"Received: kind=4\. Write tmg\.list_devices"):
-        D.list_devices(4)  # type: ignore[arg-type]
-
-
-def test_counts_below_one_are_refused() -> None:
-    for asked in (0, -1):
-        with pytest.raises(ValueError, match=rf"at least 1\. .*GPU:0, GPU:1.*devices={asked}"):
-            resolve_devices(asked, gpu_names(2))
-
-
-def test_names_keep_the_order_asked_for() -> None:
-    assert resolve_devices(["/gpu:2", "GPU:0"], gpu_names(4)) == ("GPU:2", "GPU:0")
-    assert resolve_devices("gpu:1", gpu_names(2)) == ("GPU:1",)
-    assert resolve_devices(["cpu:0"], ("/device:CPU:0",)) == ("CPU:0",)
-
-
-def test_a_missing_device_is_named_with_what_exists_and_the_line() -> None:
-    with pytest.raises(DeviceNotFoundError) as caught:
-        resolve_devices(["GPU:0", "GPU:3"], ("CPU:0", "GPU:0", "GPU:1"))
-    text = str(caught.value)
-    assert "No such device here: GPU:3." in text
-    assert "Asked for: GPU:0, GPU:3. Existing: CPU:0, GPU:0, GPU:1." in text
-    assert "Change the line to devices=['GPU:0']" in text
-    assert isinstance(caught.value, ValueError)
-
-
-def test_a_missing_device_where_nothing_exists() -> None:
-    with pytest.raises(DeviceNotFoundError, match=r"Existing: none\..*Leave devices out"):
-        resolve_devices(["GPU:0"], ())
-
-
-def test_twice_is_refused_in_any_spelling() -> None:
-    with pytest.raises(ValueError, match=r"GPU:1 is named more than once.*devices=\['GPU:1'\]"):
-        resolve_devices(["GPU:1", "/device:gpu:1"], gpu_names(2))
-
-
-def test_an_empty_list_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"empty list\. TensorFlow would take every"):
-        resolve_devices([], gpu_names(2))
-
-
-def test_yes_and_plain_indices_are_refused() -> None:
-    with pytest.raises(TypeError, match="not a boolean"):
-        resolve_devices(True, gpu_names(2))
-    with pytest.raises(TypeError, match='Write "GPU:1"'):
-        resolve_devices([1], gpu_names(2))  # type: ignore[list-item]
-
-
-# --- CUDA_VISIBLE_DEVICES --------------------------------------------------------------------
-
-
-SHOWN: list[tuple[str | None, list[int]]] = [
-    (None, [0, 1, 2, 3]),
-    ("", []),
-    ("-1", []),
-    ("0", [0]),
-    ("3,1", [3, 1]),
-    (" 2 , 0 ", [2, 0]),
-    ("+1", [1]),
-    ("1gpu", [1]),
-    ("0,-1,1", [0]),  # an invalid entry ends the list
-    ("0,9,1", [0]),
-    ("9,0", []),
-    ("0,x,1", [0]),
-    ("0,,1", [0]),
-    ("0,1,0", []),  # an entry twice empties it
-    ("GPU-00000002", [2]),  # the beginning of a UUID is enough
-    ("GPU-00000003-aaaa,GPU-00000000-aaaa", [3, 0]),
-    ("GPU-0000", []),  # unless it fits several
-    ("GPU-00000001,GPU-ffff,GPU-00000002", [1]),
-    ("GPU-00000001,2", [1]),  # sorts do not mix
-    ("0,GPU-00000001", [0]),
-    ("GPU-00000001,GPU-00000001-aaaa", []),
-]
-
-
-def test_cuda_visible_devices() -> None:
-    gpus = machine(A100, A100, A100, A100)
-    found = [(asked, [gpus.index(gpu) for gpu in visible_gpus(gpus, asked)]) for asked, _ in SHOWN]
-    assert found == SHOWN
-
-
-def memory_of(
-    models: list[str | None], gpus: tuple[NvmlGpu, ...], **environment: str
-) -> list[int | None]:
-    """PCI positions that TensorFlow's GPUs were matched to."""
-    return [gpu and gpus.index(gpu) for gpu in match_gpus(models, gpus, environment)]
-
-
-def test_equal_gpus_keep_their_order() -> None:
-    for count in (0, 1, 2, 8, 16):
-        assert memory_of([H200] * count, machine(*[H200] * count)) == list(range(count))
-
-
-MATCHES: list[tuple[list[Any], list[str], dict[str, str], list[int | None]]] = [
-    # equal GPUs, some of them shown
-    ([H200] * 2, [H200] * 8, {"CUDA_VISIBLE_DEVICES": "5,2"}, [5, 2]),
-    ([H200] * 1, [H200] * 8, {"CUDA_VISIBLE_DEVICES": "7,99,0"}, [7]),
-    ([H200] * 2, [H200] * 16, {"CUDA_VISIBLE_DEVICES": "GPU-0000000f,GPU-00000001"}, [15, 1]),
-    # TensorFlow sees another number than the environment says: do not guess
-    ([H200] * 3, [H200] * 8, {"CUDA_VISIBLE_DEVICES": "5,2"}, [None] * 3),
-    ([H200] * 3, [H200] * 2, {}, [None] * 3),
-    # without a driver
-    ([H200] * 2, [], {}, [None] * 2),
-    # mixed models: CUDA puts the fastest first, NVML counts by bus
-    ([A100, T4], [T4, A100], {}, [1, 0]),
-    ([A100, A100, T4], [A100, T4, A100], {}, [0, 2, 1]),
-    ([T4, A100], [T4, A100], {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}, [0, 1]),
-    ([A100], [T4, A100], {"CUDA_VISIBLE_DEVICES": "0"}, [1]),
-    ([A100], [T4, A100], {"CUDA_VISIBLE_DEVICES": "GPU-00000001"}, [1]),
-    (
-        [T4, A100],
-        [A100, A100, T4],
-        {"CUDA_VISIBLE_DEVICES": "2,1", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"},
-        [2, 1],
-    ),
-    # one of two equal ones among others, by a number whose order is not known
-    ([A100, T4], [A100, A100, T4], {"CUDA_VISIBLE_DEVICES": "1,2"}, [None, 2]),
-    ([A100, A100, T4], [A100, A100, T4], {"CUDA_VISIBLE_DEVICES": "1,0,2"}, [None, None, 2]),
-    # the environment changed after CUDA read it: the models do not fit
-    (
-        [A100],
-        [T4, A100],
-        {"CUDA_VISIBLE_DEVICES": "0", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"},
-        [None],
-    ),
-    # TensorFlow left out a display card that is too small
-    (
-        [A100, A100],
-        ["NVIDIA T400", A100, A100],
-        {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"},
-        [1, 2],
-    ),
-    # the same model under two spellings; a device that TensorFlow does not describe
-    (["NVIDIA Tesla T4"], [T4], {}, [0]),
-    ([None, None], [T4, T4], {}, [0, 1]),
-    ([None, A100], [T4, A100], {}, [None, 1]),
-]
-
-
-def test_matching_tensorflow_with_the_driver() -> None:
-    for models, here, environment, matched in MATCHES:
-        found = memory_of(models, machine(*here), **environment)
-        assert found == matched, (models, here, environment)
-
-
-def test_mig() -> None:
-    parts = tuple(
-        NvmlGpu(f"MIG-{index}", f"{A100} MIG 1g.5gb", 5 * GIB + index, 4 * GIB) for index in (0, 1)
-    )
-    whole = dataclasses.replace(machine(A100)[0], mig_mode=True, instances=parts)
-    plain = machine(A100, A100)[1]
-    model = f"{A100} MIG 1g.5gb"
-    assert match_gpus([model], [whole], {"CUDA_VISIBLE_DEVICES": "MIG-1"}) == (parts[1],)
-    assert visible_gpus([whole], "MIG-1,MIG-0") == (parts[1],)  # CUDA takes one instance only
-    # which instance CUDA takes by itself is not known
-    assert match_gpus([model], [whole], {}) == (None,)
-    assert match_gpus([A100], [whole, plain], {"CUDA_VISIBLE_DEVICES": "1"}) == (None,)
-    assert match_gpus([A100], [whole, plain], {"CUDA_VISIBLE_DEVICES": plain.uuid}) == (plain,)
-
-
-# --- the driver ------------------------------------------------------------------------------
-
-
-class FakeNvml:
-    """The functions of `pynvml` that are used, over a machine written down as dicts."""
-
-    class NVMLError(Exception):
-        """What pynvml raises."""
-
-    def __init__(self, *gpus: dict[str, object], broken: str = "") -> None:
-        self.gpus, self.broken, self.open = gpus, broken, 0
-
-    def _get(self, handle: dict[str, object], key: str) -> object:
-        if self.broken == key or key not in handle:
-            raise self.NVMLError(key)
-        return handle[key]
-
-    def nvmlInit(self) -> None:
-        if self.broken == "driver":
-            raise self.NVMLError("Library Not Found")
-        self.open += 1
-
-    def nvmlShutdown(self) -> None:
-        self.open -= 1
-
-    def nvmlDeviceGetCount(self) -> int:
-        return len(self.gpus)
-
-    def nvmlDeviceGetHandleByIndex(self, index: int) -> object:
-        if self.broken == "handle" and index == 1:
-            raise self.NVMLError("GPU is lost")
-        return self.gpus[index]
-
-    def nvmlDeviceGetName(self, handle: dict[str, object]) -> object:
-        return self._get(handle, "name")
-
-    def nvmlDeviceGetUUID(self, handle: dict[str, object]) -> object:
-        return self._get(handle, "uuid")
-
-    def nvmlDeviceGetMemoryInfo(self, handle: dict[str, object]) -> object:
-        total, free = self._get(handle, "memory")  # type: ignore[misc]
-        return SimpleNamespace(total=total, free=free)
-
-    def nvmlDeviceGetMigMode(self, handle: dict[str, object]) -> tuple[int, int]:
-        self._get(handle, "mig")
-        return 1, 1
-
-    def nvmlDeviceGetMaxMigDeviceCount(self, handle: dict[str, object]) -> int:
-        return 7
-
-    def nvmlDeviceGetMigDeviceHandleByIndex(self, handle: dict[str, object], index: int) -> object:
-        parts = self._get(handle, "mig")
-        if index >= len(parts):  # type: ignore[arg-type]
-            raise self.NVMLError("Not Found")
-        return parts[index]  # type: ignore[index]
-
-
-def test_the_driver_is_read_and_closed() -> None:
-    nvml = FakeNvml(
-        {"name": b"Tesla T4", "uuid": b"GPU-a", "memory": (16 * GIB, 15 * GIB)},
-        {
-            "name": A100,
-            "uuid": "GPU-b",
-            "memory": (40 * GIB, 39 * GIB),
-            "mig": [{"name": "part", "uuid": "MIG-c", "memory": (5 * GIB, 4 * GIB)}],
-        },
-        {"name": "NVIDIA GB10", "uuid": "GPU-d"},  # shares the memory of the CPU
-    )
-    part = NvmlGpu("MIG-c", "part", 5 * GIB, 4 * GIB)
-    assert read_gpus(nvml) == (
-        NvmlGpu("GPU-a", "Tesla T4", 16 * GIB, 15 * GIB),
-        NvmlGpu("GPU-b", A100, 40 * GIB, 39 * GIB, mig_mode=True, instances=(part,)),
-        NvmlGpu("GPU-d", "NVIDIA GB10", None, None),
-    )
-    assert nvml.open == 0
-
-
-def test_without_a_driver_or_package_nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    gpu = {"name": T4, "uuid": "GPU-a", "memory": (1, 1)}
-    assert read_gpus(FakeNvml(gpu, broken="driver")) == ()
-    assert read_gpus(FakeNvml()) == ()
-    monkeypatch.setitem(__import__("sys").modules, "pynvml", None)  # "import pynvml" fails
-    assert read_gpus() == ()
-
-
-def test_one_silent_gpu_makes_all_unknown_and_closes() -> None:
-    gpu = {"name": T4, "uuid": "GPU-a", "memory": (1, 1)}
-    nvml = FakeNvml(gpu, gpu, broken="handle")
-    assert read_gpus(nvml) == ()
-    assert nvml.open == 0
-
-
-# --- putting it together ---------------------------------------------------------------------
-
-
-def test_devices_of_machines_of_every_size() -> None:
-    for count in (0, 1, 16):
-        found = [("/physical_device:CPU:0", {})] + [
-            (f"/physical_device:GPU:{index}", {"device_name": H200, "compute_capability": (9, 0)})
-            for index in range(count)
-        ]
-        devices = describe_devices(found, machine(*[H200] * count), {})
-        assert devices[0] == D.Device("CPU:0", "CPU", 0)
-        assert devices[1:] == tuple(
-            D.Device(f"GPU:{i}", "GPU", i, H200, (9, 0), 16 * GIB + i, 8 * GIB + i)
-            for i in range(count)
-        )
-        assert describe_devices(found, (), {})[1:] == tuple(
-            D.Device(f"GPU:{i}", "GPU", i, H200, (9, 0)) for i in range(count)
-        )
-
-
-def test_devices_of_a_mixed_machine() -> None:
-    found = [
-        ("/physical_device:CPU:0", {}),
-        ("/physical_device:GPU:0", {"device_name": A100, "compute_capability": (8, 0)}),
-        ("/physical_device:GPU:1", {"device_name": T4, "compute_capability": (7, 5)}),
-    ]
-    _, fast, slow = describe_devices(found, machine(T4, A100), {})
-    assert (fast.description, fast.memory_total) == (A100, 16 * GIB + 1)
-    assert (slow.compute_capability, slow.memory_free) == ((7, 5), 8 * GIB)
-
-
-NUMBERS: list[tuple[list[tuple[str, int]], dict[str, str]]] = [
-    ([], {}),
-    ([("CPU:0", 1)], {"CPU:0": "CPU:0"}),
-    ([("CPU:0", 3)], {"CPU:0": "CPU:0", "CPU:1": "CPU:0", "CPU:2": "CPU:0"}),
-    # parts are numbered over all GPUs, and hidden ones leave no gap
-    (
-        [("CPU:0", 1), ("GPU:1", 1), ("GPU:2", 2), ("GPU:5", 1)],
-        {"CPU:0": "CPU:0", "GPU:0": "GPU:1", "GPU:1": "GPU:2", "GPU:2": "GPU:2"}
-        | {"GPU:3": "GPU:5"},
-    ),
-]
-
-
-def test_numbering_of_logical_devices() -> None:
-    for parts, names in NUMBERS:
-        assert logical_names(parts) == names
-
-
-# --- the real machine, after TensorFlow started ------------------------------------------------
-
-
-def test_names_equal_tensorflows_own_once_it_has_started() -> None:
-    real = tuple(parse_device_name(device.name) for device in tf.config.list_logical_devices())
-    assert D.list_logical_devices() == real
-    assert D.list_logical_devices("cpu") == tuple(n for n in real if n.startswith("CPU:"))
-    assert set(D.logical_to_physical().values()) == {d.name for d in D.visible_devices()}
-
-
-def test_a_split_cpu_is_one_physical_device() -> None:
-    assert [device.name for device in D.list_devices("CPU")] == ["CPU:0"]
-    assert D.list_devices("no such kind") == ()
-
-
-def test_splitting_after_the_start_says_what_to_move() -> None:
-    tf.constant(1.0)
-    before = D.list_logical_devices("CPU")
-    assert D.split_device("CPU:0", parts=len(before)) == before  # as it is: nothing to do
-    with pytest.raises(DevicesInitializedError) as caught:
-        D.split_device("CPU:0", parts=len(before) + 1)
-    text = str(caught.value)
-    assert f"split_device('CPU:0', parts={len(before) + 1}, memory=None) came after" in text
-    assert "nothing was" in text
-    assert "tf.distribute strategy, tf.config.list_logical_devices" in text
-    assert "Move this line up, directly after the imports" in text
-    assert D.list_logical_devices("CPU") == before
-
-
-def test_parts_must_be_a_count() -> None:  # What else is none: tests/test_check_count.py.
+        limit_memory(4)  # type: ignore[arg-type]
+    for kind in (4, "gpus", ""):
+        for call in (list_devices, list_logical_devices):
+            with pytest.raises(ValueError, match=rf"Received: kind={kind!r}\. Write tmg\.list_dev"):
+                call(kind)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="parts must be a whole number, at least 1"):
-        D.split_device("CPU:0", parts=0)
+        split_device("CPU:0", parts=0)
 
 
 def test_memory_of_cpus_cannot_be_limited() -> None:
     with pytest.raises(TfMultiGpuError, match=r"memory of CPU parts\. Leave memory out"):
-        D.split_device("CPU:0", parts=2, memory=GIB)
-    with pytest.raises(TfMultiGpuError, match=r"GPUs only, not of CPU:0\. Leave CPU:0 out"):
-        D.limit_memory({"CPU:0": GIB})
+        split_device("CPU:0", parts=2, memory=2**30)
+    with pytest.raises(TfMultiGpuError, match=r"GPUs only\. Leave CPU:0 out"):
+        limit_memory({"CPU:0": 2**30})
 
 
-def test_a_device_that_is_not_there_is_named_with_those_that_are() -> None:
-    for call in (
-        lambda: D.split_device("GPU:97", parts=2, memory=GIB),
-        lambda: D.limit_memory({"GPU:97": GIB}),
-    ):
-        with pytest.raises(DeviceNotFoundError, match=r"GPU:97 does not exist") as caught:
-            call()
-        assert "Asked for: GPU:97. Existing: CPU:0" in str(caught.value)
-    with pytest.raises(DeviceNotFoundError, match="No such device here: GPU:97"):
-        D.enable_memory_growth(["GPU:97"])
-    with pytest.raises(DeviceNotFoundError, match="No such device here: GPU:97"):
-        D.restrict_devices(["GPU:97"])
-
-
-def test_limits_that_say_nothing_or_too_much() -> None:
-    D.limit_memory({})
-    with pytest.raises(ValueError, match="gives one device two limits"):
-        D.limit_memory({"GPU:0": GIB, "/gpu:0": 2 * GIB})
-
-
-def test_tensorflow_needs_a_cpu() -> None:
-    with pytest.raises(TfMultiGpuError, match=r"cannot start without one\. Keep CPU:0"):
-        D.restrict_devices([], kind="CPU")
-    assert D.restrict_devices(["CPU:0"], kind="cpu") == D.visible_devices("CPU")
+def test_splitting_after_the_start_changes_nothing() -> None:
+    before = list_logical_devices("CPU")
+    with pytest.raises(DevicesInitializedError, match="came after"):
+        split_device("CPU:0", parts=len(before) + 1)
+    assert list_logical_devices("CPU") == before

@@ -142,12 +142,14 @@ CASES = {
         "warning",
         "driver(3); tensorflow_sees(2)",
     ),
-    "by-this-library": case(
+    "one-left": case(
         "gpus-hidden-by-program",
         "1 of 3 GPUs are used: the program hid GPU:1, GPU:2",
-        "tmg.devices.restrict_devices(['GPU:0', 'GPU:1', 'GPU:2'])",
+        "Remove the call of tf.config.set_visible_devices",
         "error",
-        "driver(3); tensorflow_sees(3); tmg.devices.restrict_devices(['GPU:0'])",
+        "driver(3); tensorflow_sees(3)\n"
+        "gpus = tf.config.list_physical_devices('GPU')\n"
+        "tf.config.set_visible_devices(gpus[:1], 'GPU')",
     ),
     "by-tensorflow": case(
         "gpus-hidden-by-program",

@@ -146,8 +146,8 @@ BLOCKS = (
         "devices/discovery.py",
         (
             (
-                "    config: Any = tf.config\n    found = [",
-                "    config: Any = tf.config\n    config.list_logical_devices()\n    found = [",
+                "    config: Any = tf.config\n    details = {",
+                "    config: Any = tf.config\n    config.list_logical_devices()\n    details = {",
             ),
         ),
         ("promises/test_devices.py::test_settings_before_and_after_tensorflow_started",),
@@ -157,8 +157,8 @@ BLOCKS = (
         "devices/configure.py",
         (
             (
-                "            config.set_logical_device_configuration(physical, setting)\n        except RuntimeError as error:\n            raise _devices_started_error(call) from error",
-                "            config.set_logical_device_configuration(physical, setting)\n        except RuntimeError as error:\n            pass",
+                "    except RuntimeError as error:\n        raise DevicesInitializedError(",
+                "    except RuntimeError as error:\n        str(",
             ),
         ),
         ("promises/test_devices.py::test_settings_before_and_after_tensorflow_started",),

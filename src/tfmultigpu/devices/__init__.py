@@ -1,15 +1,11 @@
-"""Device names, discovery and settings."""
+"""What is here, without starting it; memory growth, limits and splits."""
 
-from tfmultigpu.devices.configure import (
+from tfmultigpu.devices.configure import enable_memory_growth, limit_memory, split_device
+from tfmultigpu.devices.discovery import (
     Device,
-    enable_memory_growth,
-    limit_memory,
     list_devices,
     list_logical_devices,
     logical_to_physical,
-    restrict_devices,
-    split_device,
-    visible_devices,
 )
 
 __all__ = [
@@ -19,7 +15,5 @@ __all__ = [
     "list_devices",
     "list_logical_devices",
     "logical_to_physical",
-    "restrict_devices",
     "split_device",
-    "visible_devices",
 ]

@@ -1,44 +1,33 @@
 """Device settings, which must be made before TensorFlow starts the devices.
 
-Every setting is all or none: each function checks its arguments before it changes anything.
+Every setting is all or none: each function checks its arguments before it changes anything. The
+one error left is that the devices have started, and TensorFlow raises it at the first change.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import tensorflow as tf
 
 from tfmultigpu.arguments import check_count
-from tfmultigpu.devices.discovery import (
-    Device,
-    list_devices,
-    list_logical_devices,
-    logical_to_physical,
-    visible_devices,
-)
+from tfmultigpu.devices.discovery import Device, list_devices, logical_to_physical
+from tfmultigpu.devices.missing_gpus import why_no_more_gpus
 from tfmultigpu.devices.names import listed, parse_device_name, resolve_devices
-from tfmultigpu.errors import DeviceNotFoundError, DevicesInitializedError, TfMultiGpuError
+from tfmultigpu.errors import DevicesInitializedError, TfMultiGpuError
 
 __all__ = [
-    "Device",
+    "devices_started",
     "enable_memory_growth",
     "limit_memory",
-    "list_devices",
-    "list_logical_devices",
-    "logical_to_physical",
-    "parse_device_name",
-    "resolve_devices",
-    "restrict_devices",
     "split_device",
-    "visible_devices",
 ]
 
 _MIB = 1024**2
-_FORCE_GROWTH = 'os.environ["TF_FORCE_GPU_ALLOW_GROWTH"] = "true"'
+_FORCE_GROWTH = "TF_FORCE_GPU_ALLOW_GROWTH"
 
 
 def enable_memory_growth(devices: Sequence[str] | None = None) -> tuple[Device, ...]:
@@ -53,7 +42,6 @@ def enable_memory_growth(devices: Sequence[str] | None = None) -> tuple[Device, 
         The GPUs with memory growth; empty on a machine without GPUs.
 
     Raises:
-        DeviceNotFoundError: A named GPU does not exist.
         DevicesInitializedError: TensorFlow started its devices without memory growth.
         TfMultiGpuError: A visible GPU is left out, or a device is split or limited.
 
@@ -63,27 +51,28 @@ def enable_memory_growth(devices: Sequence[str] | None = None) -> tuple[Device, 
     """
     call = f"enable_memory_growth({'' if devices is None else repr(devices)})"
     config: Any = tf.config
-    gpus = {parse_device_name(gpu.name): gpu for gpu in config.get_visible_devices("GPU")}
+    gpus = _by_name(config.get_visible_devices("GPU"))
     if devices is None and not gpus:
         return ()
-    chosen = resolve_devices(devices, tuple(gpus))
-    growing = {name for name, gpu in gpus.items() if config.experimental.get_memory_growth(gpu)}
-    left_out = [name for name in gpus if name not in growing.union(chosen)]
+    chosen = _resolve(devices, gpus)
+    off = [name for name, gpu in gpus.items() if not config.experimental.get_memory_growth(gpu)]
+    left_out = [name for name in off if name not in chosen]
     if left_out:
         raise TfMultiGpuError(
             f"{call} leaves out {listed(left_out)}. TensorFlow would fail at the first operation: "
-            "memory growth cannot differ between GPUs. Call enable_memory_growth() for all, or "
-            f"first hide the others: restrict_devices({list(chosen)})."
+            "memory growth cannot differ between GPUs. Write enable_memory_growth() for all, or "
+            "first hide those with tf.config.set_visible_devices."
         )
-    configured = _configured_devices(config)
-    if configured and not _growth_forced():
-        raise TfMultiGpuError(
-            f"{call} came after {listed(configured)} was split or limited. TensorFlow then drops "
-            "memory growth of every GPU without a message. Remove one of the two lines, or set "
-            f"{_FORCE_GROWTH} before the first operation instead."
-        )
-    _turn_growth_on({name: gpu for name, gpu in gpus.items() if name not in growing}, call)
-    return tuple(device for device in visible_devices("GPU") if device.name in gpus)
+    divided = [
+        name
+        for name, physical in _by_name(config.list_physical_devices()).items()
+        if config.get_logical_device_configuration(physical) is not None
+    ]
+    _check_compatible(call, list(gpus), divided)
+    with _explaining_late_settings(call):
+        for name in [name for name in off if name not in divided]:
+            config.experimental.set_memory_growth(gpus[name], True)
+    return tuple(device for device in list_devices("GPU") if device.name in gpus)
 
 
 def limit_memory(limits: Mapping[str, int]) -> None:
@@ -94,9 +83,8 @@ def limit_memory(limits: Mapping[str, int]) -> None:
             their limit.
 
     Raises:
-        DeviceNotFoundError: A named device does not exist or is hidden.
         DevicesInitializedError: TensorFlow started its devices with other limits.
-        TfMultiGpuError: The device is not a GPU, is split, or memory growth is on.
+        TfMultiGpuError: A device is not a GPU or is split, or memory growth is on.
         ValueError: A limit is below 1 MiB, above the memory of the GPU, or given twice.
 
     Example:
@@ -108,28 +96,23 @@ def limit_memory(limits: Mapping[str, int]) -> None:
             f'limits={limits!r}. Write tmg.limit_memory({{"GPU:0": 8 * 1024**3}}).'
         )
     call = f"limit_memory({dict(limits)!r})"
-    names = [parse_device_name(name) for name in limits]
-    if len(set(names)) < len(names):
-        raise ValueError(f"{call} gives one device two limits. Name each device once.")
     config: Any = tf.config
+    visible = _by_name(config.get_visible_devices())
+    names = _resolve(list(limits), visible) if limits else ()
     wanted = {}
     for name, limit in zip(names, limits.values(), strict=True):
-        physical = _visible_device(config, name, call)
         if not name.startswith("GPU:"):
             raise TfMultiGpuError(
-                f"{call}: TensorFlow can limit the memory of GPUs only, not of {name}. Leave "
-                f"{name} out."
+                f"{call}: TensorFlow can limit the memory of GPUs only. Leave {name} out."
             )
-        _check_bytes((limit,), name, call)
-        parts = len(config.get_logical_device_configuration(physical) or ())
+        wanted[visible[name]] = _checked_sizes(name, 1, [limit], call)
+        parts = len(config.get_logical_device_configuration(visible[name]) or ())
         if parts > 1:
             raise TfMultiGpuError(
-                f"{call}: {name} is split into {parts} parts, and this limit would undo the split. "
-                "Give the limit with the split: "
-                f'split_device("{name}", parts={parts}, memory={limit // parts}).'
+                f"{call} would undo the split of {name} into {parts} parts. Give the limit with "
+                f'the split: split_device("{name}", parts={parts}, memory={limit // parts}).'
             )
-        wanted[physical] = (limit,)
-    _configure(config, wanted, call)
+    _divide(wanted, call)
 
 
 def split_device(
@@ -151,7 +134,6 @@ def split_device(
         so split in that order.
 
     Raises:
-        DeviceNotFoundError: The device does not exist or is hidden.
         DevicesInitializedError: TensorFlow started its devices without this split.
         TfMultiGpuError: Memory growth is on, or TensorFlow cannot split the device this way.
         ValueError: `parts` or `memory` does not fit the other or the device.
@@ -163,188 +145,120 @@ def split_device(
     call = f"split_device({device!r}, parts={parts!r}, memory={memory!r})"
     parts = check_count("parts", parts)
     config: Any = tf.config
-    name = parse_device_name(device)
-    physical = _visible_device(config, name, call)
-    kind = name.split(":")[0]
-    if kind == "CPU":
-        if memory is not None:
-            raise TfMultiGpuError(
-                f"{call}: TensorFlow cannot limit the memory of CPU parts. Leave memory out."
-            )
-        sizes: tuple[int | None, ...] = (None,) * parts
-    elif kind == "GPU":
-        sizes = _part_sizes(name, parts, memory, call)
-    else:
+    visible = _by_name(config.get_visible_devices())
+    (name,) = _resolve([device], visible)
+    sizes: tuple[int | None, ...] = (None,) * parts
+    if name.startswith("GPU:"):
+        sizes = _checked_sizes(name, parts, memory, call)
+    elif not name.startswith("CPU:"):
         raise TfMultiGpuError(f"{call}: TensorFlow can split CPUs and GPUs only.")
-    _configure(config, {physical: sizes}, call)
-    return tuple(part for part, owner in logical_to_physical().items() if owner == name)
+    elif memory is not None:
+        raise TfMultiGpuError(
+            f"{call}: TensorFlow cannot limit the memory of CPU parts. Leave memory out."
+        )
+    _divide({visible[name]: sizes}, call)
+    return tuple(part for part, physical in logical_to_physical().items() if physical == name)
 
 
-def restrict_devices(devices: int | Sequence[str], kind: str = "GPU") -> tuple[Device, ...]:
-    """Hides all other physical devices of a kind from TensorFlow.
-
-    TensorFlow renumbers the logical devices: if only the physical `GPU:1` is visible, it is the
-    logical `GPU:0`. TensorFlow keeps the order of the machine.
-
-    Args:
-        devices: Names from `list_devices`, or a count; `[]` hides all GPUs.
-        kind: The kind to restrict; other kinds stay unchanged.
-
-    Returns:
-        The visible devices of this kind.
+def devices_started() -> bool:
+    """Returns whether TensorFlow has started its devices; starts none.
 
     Raises:
-        DeviceNotFoundError: A named device does not exist.
-        DevicesInitializedError: TensorFlow started its devices with others.
-        TfMultiGpuError: No CPU would be left, and TensorFlow cannot start without one.
-        ValueError: A device is named twice.
-
-    Example:
-        >>> restrict_devices([], kind="GPU")  # doctest: +SKIP
-        ()
+        ValueError: TensorFlow cannot start them with the settings made.
     """
-    call = f"restrict_devices({devices!r}, kind={kind!r})"
-    kind = kind.upper()
-    config: Any = tf.config
-    physical = {parse_device_name(one.name): one for one in config.list_physical_devices(kind)}
-    nothing = not isinstance(devices, int) and len(devices) == 0
-    if nothing and kind == "CPU":
-        raise TfMultiGpuError(
-            f"{call} leaves no CPU, and TensorFlow cannot start without one. Keep CPU:0."
-        )
-    chosen = () if nothing else resolve_devices(devices, tuple(physical))
-    wanted = [one for name, one in physical.items() if name in chosen]
-    if set(wanted) != set(config.get_visible_devices(kind)):
-        try:
-            config.set_visible_devices(wanted, kind)
-        except RuntimeError as error:
-            raise _devices_started_error(call) from error
-    return visible_devices(kind)
-
-
-def _visible_device(config: Any, name: str, call: str) -> Any:
-    devices = {parse_device_name(one.name): one for one in config.get_visible_devices()}
-    if name in devices:
-        return devices[name]
-    hidden = [parse_device_name(one.name) for one in config.list_physical_devices()]
-    raise DeviceNotFoundError(
-        (
-            f"{call}: {name} is hidden from TensorFlow"
-            if name in hidden
-            else f"{call}: {name} does not exist"
-        )
-        + f". Asked for: {name}. Existing: {listed(tuple(devices))}. Name one of these"
-        + (f", or first show {name} with restrict_devices." if name in hidden else ".")
-    )
-
-
-def _configured_devices(config: Any) -> tuple[str, ...]:
-    """Returns the names of the devices that are split or limited."""
-    return tuple(
-        parse_device_name(physical.name)
-        for physical in config.list_physical_devices()
-        if config.get_logical_device_configuration(physical) is not None
-    )
-
-
-def _growth_forced() -> bool:
-    return os.environ.get("TF_FORCE_GPU_ALLOW_GROWTH") == "true"
-
-
-def _turn_growth_on(gpus: Mapping[str, Any], call: str) -> None:
-    config: Any = tf.config
-    experimental = config.experimental
-    before = {name: experimental.get_memory_growth(gpu) for name, gpu in gpus.items()}
-    done: list[str] = []
+    # TensorFlow tells only by refusing a setting: try one, and restore it.
+    threading: Any = tf.config.threading
+    before = threading.get_inter_op_parallelism_threads()
     try:
-        for name, gpu in gpus.items():
-            experimental.set_memory_growth(gpu, True)
-            done.append(name)
-    except (RuntimeError, ValueError) as error:
-        for name in done:
-            # TensorFlow refuses only if another thread has just started the devices.
-            with contextlib.suppress(RuntimeError):
-                experimental.set_memory_growth(gpus[name], before[name])
-        if isinstance(error, RuntimeError):
-            raise _devices_started_error(call) from error
-        raise TfMultiGpuError(
-            f"{call}: TensorFlow refused: {error}. Memory growth is unchanged."
-        ) from error
+        threading.set_inter_op_parallelism_threads(before + 1)
+        threading.set_inter_op_parallelism_threads(before)
+    except RuntimeError:
+        return True
+    return False
 
 
-def _part_sizes(
+def _by_name(devices: Sequence[Any]) -> dict[str, Any]:
+    """Returns TensorFlow's physical devices by their short names."""
+    return {parse_device_name(device.name): device for device in devices}
+
+
+def _resolve(asked: Any, existing: Mapping[str, Any]) -> tuple[str, ...]:
+    """Returns the names asked for; the error says why there are no more GPUs."""
+    return resolve_devices(asked, tuple(existing), str(why_no_more_gpus() or ""))
+
+
+def _checked_sizes(
     name: str, parts: int, memory: int | Sequence[int] | None, call: str
 ) -> tuple[int, ...]:
+    """Returns the bytes of each part of a GPU."""
+    (gpu,) = [gpu for gpu in list_devices("GPU") if gpu.name == name]
+    if memory is None and gpu.memory_free is None:
+        raise ValueError(
+            f"{call}: the parts of a GPU need a memory limit, and the free memory of {name} is "
+            "unknown. Give bytes, such as memory=4 * 1024**3, or install the extra that asks the "
+            'driver: pip install "tfmultigpu[nvml]".'
+        )
     if memory is None:
-        free = next((one.memory_free for one in list_devices("GPU") if one.name == name), None)
-        if free is None:
-            raise ValueError(
-                f"{call}: the parts of a GPU need a memory limit, and the free memory of {name} is "
-                "unknown. Give bytes, such as memory=4 * 1024**3, or install the extra that asks "
-                'the driver: pip install "tfmultigpu[nvml]".'
-            )
-        memory = int(0.9 * free) // parts
-    sizes = (memory,) * parts if isinstance(memory, int) else tuple(memory)
+        memory = int(0.9 * (gpu.memory_free or 0)) // parts
+    sizes = tuple(memory) if isinstance(memory, Sequence) else (memory,) * parts
     if len(sizes) != parts:
         raise ValueError(
             f"{call} has {len(sizes)} memory limits for {parts} parts. Give one number for all, or "
             "one per part."
         )
-    _check_bytes(sizes, name, call)
-    return sizes
-
-
-def _check_bytes(sizes: Sequence[int], name: str, call: str) -> None:
     for size in sizes:
         if isinstance(size, bool) or not isinstance(size, int) or size < _MIB:
             raise ValueError(
                 f"{call}: a memory limit is a whole number of bytes, at least 1 MiB; 8 GiB is "
                 f"8 * 1024**3. Received: {size!r}"
             )
-    total = next((one.memory_total for one in list_devices("GPU") if one.name == name), None)
-    if total is not None and sum(sizes) > total:
+    if gpu.memory_total is not None and sum(sizes) > gpu.memory_total:
         raise ValueError(
-            f"{call} asks for {sum(sizes)} bytes in all, but {name} has {total}. Ask for less."
+            f"{call} asks for {sum(sizes)} bytes in all, but {name} has {gpu.memory_total}. Ask "
+            "for less."
         )
+    return sizes
 
 
-def _configure(config: Any, wanted: Mapping[Any, tuple[int | None, ...]], call: str) -> None:
+def _divide(wanted: Mapping[Any, tuple[int | None, ...]], call: str) -> None:
     """Splits or limits devices: memory limits in bytes, one per part, by physical device."""
+    config: Any = tf.config
     settings = {}
     for physical, sizes in wanted.items():
         setting = [
             config.LogicalDeviceConfiguration(memory_limit=size and size // _MIB) for size in sizes
         ]
         now = config.get_logical_device_configuration(physical)
-        whole = now is None and sizes == (None,)
-        if not whole and now != setting:
+        if now != setting and not (now is None and sizes == (None,)):
             settings[physical] = setting
-    growing = [
-        parse_device_name(gpu.name)
-        for gpu in config.get_visible_devices("GPU")
-        if config.experimental.get_memory_growth(gpu)
-    ]
-    if settings and growing and not _growth_forced():
-        raise TfMultiGpuError(
-            f"{call} came after memory growth was turned on for {listed(growing)}. TensorFlow "
-            "drops memory growth of every GPU, without a message, if any device is split or "
-            "limited, even the CPU. Remove enable_memory_growth(). If memory should still grow, "
-            f"set {_FORCE_GROWTH} before the first operation."
-        )
-    # TensorFlow cannot undo a split, so the checks come first. The one error left, devices that
-    # have started, comes from the first call, before anything has changed.
-    for physical, setting in settings.items():
-        try:
+    gpus = _by_name(config.get_visible_devices("GPU"))
+    growing = [name for name, gpu in gpus.items() if config.experimental.get_memory_growth(gpu)]
+    _check_compatible(call, growing, list(_by_name(list(settings))))
+    with _explaining_late_settings(call):
+        for physical, setting in settings.items():
             config.set_logical_device_configuration(physical, setting)
-        except RuntimeError as error:
-            raise _devices_started_error(call) from error
 
 
-def _devices_started_error(call: str) -> DevicesInitializedError:
-    return DevicesInitializedError(
-        f"{call} came after TensorFlow had started its devices. Their settings are final then, so "
-        "nothing was changed. These start the devices: the first tensor, tf.Variable, tf.data "
-        "dataset or tf.random.Generator, a Keras model, optimizer or metric, any tf.distribute "
-        "strategy, tf.config.list_logical_devices and tf.config.experimental.get_memory_info. "
-        "Move this line up, directly after the imports; in a notebook restart the kernel first."
-    )
+def _check_compatible(call: str, growing: Sequence[str], divided: Sequence[str]) -> None:
+    if growing and divided and os.environ.get(_FORCE_GROWTH) != "true":
+        raise TfMultiGpuError(
+            f"{call}: {listed(divided)} split or limited, and memory growth of {listed(growing)}, "
+            "exclude each other. TensorFlow drops memory growth of every GPU, without a message, "
+            "if any device is split or limited, even the CPU. Remove one of the two lines, or set "
+            f'os.environ["{_FORCE_GROWTH}"] = "true" before the first operation instead.'
+        )
+
+
+@contextmanager
+def _explaining_late_settings(call: str) -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise DevicesInitializedError(
+            f"{call} came after TensorFlow had started its devices. Their settings are final then, "
+            "so nothing was changed. These start the devices: the first tensor, tf.Variable, "
+            "tf.data dataset or tf.random.Generator, a Keras model, optimizer or metric, any "
+            "tf.distribute strategy, tf.config.list_logical_devices and "
+            "tf.config.experimental.get_memory_info. Move this line up, directly after the "
+            "imports; in a notebook restart the kernel first."
+        ) from error

@@ -7,24 +7,15 @@ No function here starts a device, so device settings remain possible.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import tensorflow as tf
 
+from tfmultigpu.devices.gpu_memory import match_gpus, read_gpus
 from tfmultigpu.devices.names import parse_device_name
-from tfmultigpu.devices.nvml import NvmlGpu, match_gpus, read_gpus
 
-__all__ = [
-    "Device",
-    "describe_devices",
-    "list_devices",
-    "list_logical_devices",
-    "logical_names",
-    "logical_to_physical",
-    "visible_devices",
-]
+__all__ = ["Device", "list_devices", "list_logical_devices", "logical_to_physical"]
 
 
 @dataclass(frozen=True)
@@ -68,42 +59,37 @@ def list_devices(kind: str | None = None) -> tuple[Device, ...]:
         'CPU:0'
     """
     config: Any = tf.config
-    found = [
-        (physical.name, config.experimental.get_device_details(physical))
-        for physical in config.list_physical_devices()
-    ]
-    gpus = (
-        read_gpus() if any(parse_device_name(name).startswith("GPU") for name, _ in found) else ()
-    )
-    return _of_kind(describe_devices(found, gpus, os.environ), kind)
-
-
-def visible_devices(kind: str | None = None) -> tuple[Device, ...]:
-    """Lists the physical devices that TensorFlow uses or will use; starts none.
-
-    Leaves out devices that `restrict_devices` or `tf.config.set_visible_devices` hid.
-
-    Args:
-        kind: `"CPU"`, `"GPU"`, `"TPU"`, or `None` for all.
-
-    Example:
-        >>> visible_devices("CPU")[0].name
-        'CPU:0'
-    """
-    config: Any = tf.config
-    shown = {parse_device_name(physical.name) for physical in config.get_visible_devices()}
-    return tuple(device for device in list_devices(kind) if device.name in shown)
+    details = {
+        parse_device_name(physical.name): config.experimental.get_device_details(physical)
+        for physical in config.list_physical_devices(_check_kind(kind))
+    }
+    models = {n: d.get("device_name") for n, d in details.items() if n.startswith("GPU:")}
+    of_driver = match_gpus(tuple(models.values()), read_gpus() if models else (), os.environ)
+    memory = dict(zip(models, of_driver, strict=True))
+    devices = []
+    for name, known in details.items():
+        kind_of_device, index = name.split(":")
+        gpu = memory.get(name)
+        devices.append(
+            Device(
+                name=name,
+                kind=kind_of_device,
+                index=int(index),
+                description=known.get("device_name") or "",
+                compute_capability=known.get("compute_capability"),
+                memory_total=gpu and gpu.memory_total,
+                memory_free=gpu and gpu.memory_free,
+            )
+        )
+    return tuple(devices)
 
 
 def logical_to_physical() -> dict[str, str]:
     """Maps every logical device to its physical device; starts none.
 
-    Two logical GPUs on one physical GPU share its memory and its time, and NCCL cannot join them.
-    If `GPU:0` is hidden, the physical `GPU:1` is the logical `GPU:0`.
-
-    Returns:
-        Short names by short name, in order. TPU cores appear once TensorFlow lists them as
-        physical devices.
+    TensorFlow numbers the parts of all visible devices of a kind in one row: if `GPU:0` is hidden,
+    the physical `GPU:1` is the logical `GPU:0`. Hidden devices are left out. TPU cores appear once
+    TensorFlow lists them.
 
     Example:
         >>> list(logical_to_physical().values())[0]
@@ -111,15 +97,15 @@ def logical_to_physical() -> dict[str, str]:
     """
     config: Any = tf.config
     visible = set(config.get_visible_devices())
-    parts = [
-        (
-            parse_device_name(device.name),
-            len(config.get_logical_device_configuration(device) or (None,)),
-        )
-        for device in config.list_physical_devices()
-        if device in visible
-    ]
-    return logical_names(parts)
+    names: dict[str, str] = {}
+    count: dict[str, int] = {}
+    for device in [one for one in config.list_physical_devices() if one in visible]:
+        physical = parse_device_name(device.name)
+        kind = physical.split(":")[0]
+        for _ in config.get_logical_device_configuration(device) or (None,):
+            names[f"{kind}:{count.get(kind, 0)}"] = physical
+            count[kind] = count.get(kind, 0) + 1
+    return names
 
 
 def list_logical_devices(kind: str | None = None) -> tuple[str, ...]:
@@ -128,76 +114,20 @@ def list_logical_devices(kind: str | None = None) -> tuple[str, ...]:
     Args:
         kind: `"CPU"`, `"GPU"`, `"TPU"`, or `None` for all.
 
-    Returns:
-        Short names; indices count all devices of a kind and their parts.
-
     Example:
         >>> list_logical_devices("CPU")[0]
         'CPU:0'
     """
-    names = logical_to_physical()
-    return tuple(name for name in names if kind is None or name.startswith(f"{kind.upper()}:"))
+    kind = _check_kind(kind)
+    return tuple(name for name in logical_to_physical() if kind in (None, name.split(":")[0]))
 
 
-def describe_devices(
-    found: Iterable[tuple[str, Mapping[str, Any]]],
-    gpus: Sequence[NvmlGpu],
-    environment: Mapping[str, str],
-) -> tuple[Device, ...]:
-    """Combines what TensorFlow and the NVIDIA driver know; pure.
-
-    Args:
-        found: TensorFlow's name and details (`device_name`, `compute_capability`) of each device.
-        gpus: The result of `nvml.read_gpus`.
-        environment: The environment variables of this process.
-    """
-    named = [(parse_device_name(name), details) for name, details in found]
-    models = {
-        name: details.get("device_name") for name, details in named if name.startswith("GPU:")
-    }
-    memory = dict(zip(models, match_gpus(list(models.values()), gpus, environment), strict=True))
-    devices = []
-    for name, details in named:
-        kind, index = name.split(":")
-        gpu = memory.get(name)
-        devices.append(
-            Device(
-                name=name,
-                kind=kind,
-                index=int(index),
-                description=details.get("device_name") or "",
-                compute_capability=details.get("compute_capability"),
-                memory_total=gpu.memory_total if gpu else None,
-                memory_free=gpu.memory_free if gpu else None,
-            )
-        )
-    return tuple(devices)
-
-
-def logical_names(parts: Iterable[tuple[str, int]]) -> dict[str, str]:
-    """Numbers logical devices as TensorFlow does, by kind over all physical devices; pure.
-
-    Args:
-        parts: Each visible physical device in order, with the number of its parts.
-
-    Example:
-        >>> logical_names([("CPU:0", 1), ("GPU:0", 2), ("GPU:2", 1)])
-        {'CPU:0': 'CPU:0', 'GPU:0': 'GPU:0', 'GPU:1': 'GPU:0', 'GPU:2': 'GPU:2'}
-    """
-    count: dict[str, int] = {}
-    names: dict[str, str] = {}
-    for physical, number in parts:
-        kind = physical.split(":")[0]
-        for _ in range(number):
-            names[f"{kind}:{count.get(kind, 0)}"] = physical
-            count[kind] = count.get(kind, 0) + 1
-    return names
-
-
-def _of_kind(devices: Iterable[Device], kind: str | None) -> tuple[Device, ...]:
-    if kind is not None and not isinstance(kind, str):
-        raise TypeError(
+def _check_kind(kind: str | None) -> str | None:
+    """Returns the kind in capitals; a misspelt one would look like a machine without it."""
+    upper = kind.upper() if isinstance(kind, str) else kind
+    if upper not in ("GPU", "CPU", "TPU", None):
+        raise ValueError(
             f"kind is 'GPU', 'CPU' or 'TPU', or None for all. Received: kind={kind!r}. Write "
             'tmg.list_devices("GPU").'
         )
-    return tuple(device for device in devices if kind is None or device.kind == kind.upper())
+    return upper

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from numbers import Integral
+from numbers import Real
 
+from tfmultigpu.arguments import check_count
 from tfmultigpu.errors import DeviceNotFoundError
 
 __all__ = ["listed", "parse_device_name", "resolve_devices"]
@@ -18,16 +19,11 @@ _NOT_A_KIND = frozenset({"JOB", "REPLICA", "TASK", "DEVICE", "PHYSICAL_DEVICE"})
 
 
 def parse_device_name(name: str) -> str:
-    """Shortens a device name of TensorFlow to `"GPU:0"`.
-
-    Drops job, replica and task: the result names a device of this process.
+    """Shortens a device name of TensorFlow to `"GPU:0"`, without job, replica and task.
 
     Args:
         name: `"GPU:0"`, `"gpu:0"`, `"/gpu:0"`, `"/device:GPU:0"`, `"/physical_device:GPU:0"` or
             `"/job:localhost/replica:0/task:0/device:GPU:0"`.
-
-    Returns:
-        The kind in capitals, a colon and the index.
 
     Raises:
         TypeError: `name` is not a string.
@@ -38,8 +34,8 @@ def parse_device_name(name: str) -> str:
         'GPU:1'
     """
     if not isinstance(name, str):
-        hint = f' Write "GPU:{name}".' if isinstance(name, int) else ' Write "GPU:0".'
-        raise TypeError(f"A device name is a string.{hint} Received: name={name!r}")
+        index = name if isinstance(name, int) else 0
+        raise TypeError(f'A device name is a string. Write "GPU:{index}". Received: name={name!r}')
     match = _NAME.fullmatch(name.strip())
     if match is None or match["kind"].upper() in _NOT_A_KIND:
         raise ValueError(
@@ -50,17 +46,15 @@ def parse_device_name(name: str) -> str:
 
 
 def resolve_devices(
-    asked: int | str | Sequence[str] | None, existing: Sequence[str]
+    asked: int | str | Sequence[str] | None, existing: Sequence[str], cure: str = ""
 ) -> tuple[str, ...]:
-    """Resolves a request for devices to names that exist.
+    """Resolves a request for devices to short names that exist.
 
     Args:
         asked: `None` for all of `existing`; a count for the first ones; one name; or a list of
             names, whose order is kept.
-        existing: The usable names, in order; any spelling of `parse_device_name`.
-
-    Returns:
-        Short names, such as `("GPU:0", "GPU:1")`.
+        existing: The usable names, in order.
+        cure: Why there are no more GPUs and what to do, for the error if one is missing.
 
     Raises:
         DeviceNotFoundError: A name is not in `existing`, or the count is larger.
@@ -68,93 +62,62 @@ def resolve_devices(
         ValueError: The list is empty or names a device twice, or the count is below 1.
 
     Example:
-        >>> resolve_devices(2, ("GPU:0", "GPU:1", "GPU:2"))
-        ('GPU:0', 'GPU:1')
         >>> resolve_devices(["/gpu:2"], ("GPU:0", "GPU:1", "GPU:2"))
         ('GPU:2',)
     """
     here = tuple(parse_device_name(name) for name in existing)
     if asked is None:
         return here
-    if isinstance(asked, bool):
-        raise TypeError(
-            f"devices is a count or a list of names, not a boolean. Received: devices={asked!r}"
-        )
-    if isinstance(asked, (int, Integral)):  # Integral: integers of NumPy.
-        return _first_devices(int(asked), here)
+    if isinstance(asked, (int, Real)):
+        count = check_count("devices", asked, other="a list of names")
+        if count > len(here):
+            kind = here[0].split(":")[0] if here else "GPU"
+            asked = f"{count} devices, but only {len(here)} exist"
+            raise _not_found(asked, [f"{kind}:{count - 1}"], here, cure)
+        return here[:count]
     if isinstance(asked, (set, frozenset)):
         raise TypeError(
-            "devices is a set, whose order is random, so the order of replicas would be too. "
-            f"Received: devices={asked!r}. Write a list: devices={sorted(asked)!r}."
+            "devices is a set, so the order of replicas would be random. "
+            f"Write a list: devices={sorted(asked)!r}. Received: devices={asked!r}"
         )
-    names = tuple(
-        parse_device_name(name) for name in ([asked] if isinstance(asked, str) else asked)
-    )
+    names = tuple(map(parse_device_name, [asked] if isinstance(asked, str) else asked))
     if not names:
         raise ValueError(
-            "devices is an empty list. TensorFlow would take every device, without a message. "
-            f"Name at least one of {listed(here)}, or leave devices out to use all. "
-            f"Received: devices={asked!r}"
+            "devices is an empty list, for which TensorFlow would take every device. Leave "
+            f"devices out, or name some of {listed(here)}. Received: devices={asked!r}"
         )
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         raise ValueError(
-            f"{listed(twice)} is named more than once. Two replicas cannot share one device. "
-            f"Name each device once: devices={list(dict.fromkeys(names))!r}. "
-            f"Received: devices={asked!r}"
+            f"{listed(twice)} is named more than once, and two replicas cannot share a device. "
+            f"Write devices={list(dict.fromkeys(names))!r}. Received: devices={asked!r}"
         )
-    missing = tuple(name for name in names if name not in here)
+    missing = [name for name in names if name not in here]
     if missing:
-        raise _not_found(names, missing, here)
+        of_gpus = any(name.startswith("GPU:") for name in missing)
+        asked = f"{listed(names)}, but not here: {listed(missing)}"
+        raise _not_found(asked, missing, here, cure if of_gpus else "")
     return names
 
 
-def _first_devices(count: int, here: tuple[str, ...]) -> tuple[str, ...]:
-    if count < 1:
-        raise ValueError(
-            "The number of devices must be at least 1. Leave devices out to use all of "
-            f"{listed(here)}. Received: devices={count}"
-        )
-    if count > len(here):
-        raise DeviceNotFoundError(
-            f"Asked for {count} devices, but only {len(here)} exist: {listed(here)}. "
-            "TensorFlow would wait for the missing ones for ever. "
-            + (
-                f"Ask for at most {len(here)}: devices={len(here)}. "
-                if here
-                else "Leave devices out. "
-            )
-            + _split_instead(here, count)
-            + f"Received: devices={count}"
-        )
-    return here[:count]
-
-
 def _not_found(
-    asked: Sequence[str], missing: Sequence[str], here: Sequence[str]
+    asked: str, missing: Sequence[str], here: Sequence[str], cure: str
 ) -> DeviceNotFoundError:
-    usable = [name for name in asked if name in here] or list(here[:1])
-    kind = missing[0].partition(":")[0]
-    same = [name for name in here if name.partition(":")[0] == kind]
-    parts = 1 + max(int(name.partition(":")[2]) for name in missing)
-    return DeviceNotFoundError(
-        f"No such device here: {listed(missing)}. Asked for: {listed(asked)}. "
-        f"Existing: {listed(here)}. TensorFlow would wait for a missing device for ever, or use "
-        "the CPU without a message. "
-        + (f"Change the line to devices={usable!r}" if usable else "Leave devices out")
-        + ", or make the device visible before TensorFlow starts (CUDA_VISIBLE_DEVICES)."
-        + f" {_split_instead(same, parts)}".rstrip()
+    text = (
+        f"Asked for {asked}. Existing: {listed(here)}. TensorFlow would wait for a missing device "
+        "for ever, or use the CPU without a message. "
     )
-
-
-def _split_instead(here: Sequence[str], parts: int) -> str:
-    """Returns the line that makes several devices of the only one; empty if there are others."""
-    if len(here) != 1:
-        return ""
-    return (
-        "To try several replicas on one device, which is no faster, write as the first line "
-        f'tmg.split_device("{here[0]}", parts={parts}). '
-    )
+    text += f"Write {list(here)!r}, or some of these." if here else "Leave devices out."
+    text += f" {cure}" if cure else ""
+    kind = missing[0].split(":")[0]
+    alike = [name for name in here if name.startswith(f"{kind}:")]
+    if len(alike) == 1:
+        parts = 1 + max(int(name.split(":")[1]) for name in missing)
+        text += (
+            " To try several replicas on one device, which is no faster, write as the first line "
+            f'tmg.split_device("{alike[0]}", parts={parts}).'
+        )
+    return DeviceNotFoundError(text)
 
 
 def listed(names: Sequence[str]) -> str:

@@ -24,7 +24,7 @@ from tfmultigpu.addons.diagnostics.placement import (
     placement_findings,
 )
 from tfmultigpu.addons.diagnostics.report import Finding, Report, ordered
-from tfmultigpu.devices.configure import list_logical_devices
+from tfmultigpu.devices import list_logical_devices
 from tfmultigpu.devices.names import listed
 from tfmultigpu.errors import TfMultiGpuError
 from tfmultigpu.steps.chain import ChainedStep

@@ -17,12 +17,8 @@ import tensorflow as tf
 
 from tfmultigpu._version import __version__
 from tfmultigpu.addons.diagnostics.driver import Driver, ask_driver
-from tfmultigpu.devices.configure import (
-    Device,
-    list_devices,
-    logical_to_physical,
-    parse_device_name,
-)
+from tfmultigpu.devices import Device, list_devices, logical_to_physical
+from tfmultigpu.devices.names import parse_device_name
 from tfmultigpu.errors import TfMultiGpuError
 from tfmultigpu.strategies.factory import devices_started, plan_strategy
 from tfmultigpu.strategies.plan import StrategyPlan

@@ -14,17 +14,13 @@ from tfmultigpu.addons.diagnostics.environment import redact, redact_devices
 from tfmultigpu.addons.diagnostics.machine import Machine, missing_libraries
 from tfmultigpu.addons.diagnostics.report import Finding
 from tfmultigpu.addons.diagnostics.settings_checks import SETTINGS_CHECKS
+from tfmultigpu.clusters.sources import SOURCES
 from tfmultigpu.devices.names import listed
 from tfmultigpu.devices.nvml import NvmlGpu, visible_gpus
 
 __all__ = ["CHECKS", "find_causes"]
 
 _INSTALL = "pip install 'tensorflow[and-cuda]'"
-# What describes a cluster, and how to correct it.
-_CLUSTERS = {
-    "TF_CONFIG": "Correct TF_CONFIG, or train alone: unset TF_CONFIG",
-    "SLURM_PROCID": "Start every task of the job with one srun: srun python train.py",
-}
 _NO_GPUS = ("", "-1", "NoDevFiles", "none", "void")
 
 
@@ -312,7 +308,7 @@ def _variable_too_late(machine: Machine) -> Iterator[Finding]:
             f"{len(machine.gpus)}: it was set after TensorFlow had listed the devices.",
             "TensorFlow reads the variable once, when it lists the first device.",
             "Set it before import tensorflow, or in the shell; or call "
-            "tmg.devices.restrict_devices([...]) instead.",
+            "tf.config.set_visible_devices instead.",
         )
 
 
@@ -324,10 +320,9 @@ def _gpus_hidden_by_program(machine: Machine) -> Iterator[Finding]:
             "error" if used <= 1 else "warning",
             "gpus-hidden-by-program",
             f"{used} of {len(machine.gpus)} GPUs are used: the program hid {listed(hidden)} "
-            "(tf.config.set_visible_devices or tmg.devices.restrict_devices).",
+            "(tf.config.set_visible_devices).",
             "Hidden GPUs are idle, and TensorFlow renumbers the others from GPU:0.",
-            "Remove the call, or name them all: tmg.devices.restrict_devices("
-            f"{[gpu.name for gpu in machine.gpus]!r})",
+            "Remove the call of tf.config.set_visible_devices.",
         )
 
 
@@ -340,7 +335,7 @@ def _cluster(machine: Machine) -> Iterator[Finding]:
             f"create_strategy() would raise {type(machine.plan_problem).__name__}: {text}",
             "TensorFlow itself would hang, or train on this machine alone without a message.",
             next(
-                (fix for name, fix in _CLUSTERS.items() if name in machine.environment),
+                (source.fix for source in SOURCES if source.is_present(machine.environment)),
                 "Start every worker as its scheduler does, or train alone",
             ),
         )
@@ -349,16 +344,16 @@ def _cluster(machine: Machine) -> Iterator[Finding]:
 def _not_started_by_its_scheduler(machine: Machine) -> Iterator[Finding]:
     if machine.plan is None or machine.plan.cluster is not None:
         return
-    tasks = machine.environment.get("SLURM_NTASKS", "1")
-    if tasks != "1" and "SLURM_STEP_NUM_TASKS" not in machine.environment:
-        yield Finding(
-            "warning",
-            "not-started-by-scheduler",
-            f"The Slurm job has {tasks} tasks, but srun did not start this process, so it trains "
-            "alone.",
-            "The other tasks do not run, or each trains the same model by itself.",
-            "srun python train.py",
-        )
+    for source in SOURCES:
+        reason = source.why_absent(machine.environment) if source.start else None
+        if reason is not None:
+            yield Finding(
+                "warning",
+                "not-started-by-scheduler",
+                f"{reason[0].upper()}{reason[1:]}, so it trains alone.",
+                "The other tasks do not run, or each trains the same model by itself.",
+                source.start,
+            )
 
 
 def _cluster_of_one(machine: Machine) -> Iterator[Finding]:

@@ -11,7 +11,7 @@ import tensorflow as tf
 from tfmultigpu import _compat
 from tfmultigpu.accumulation.update import update_of
 from tfmultigpu.addons.diagnostics.report import Finding
-from tfmultigpu.devices.configure import list_logical_devices
+from tfmultigpu.devices import list_logical_devices
 from tfmultigpu.devices.names import listed, parse_device_name
 from tfmultigpu.strategies.topology import is_sharded, strategy_devices
 

@@ -74,7 +74,7 @@ def _gpu_taken(machine: Machine) -> Iterator[Finding]:
                 f"{_gib(device.memory_total)} free: another program uses it.",
                 "The fullest GPU limits the batch of all replicas.",
                 "End the other program (nvidia-smi names it), or use the rest: "
-                f"tmg.devices.restrict_devices([...]) without {device.name!r}",
+                f"tf.config.set_visible_devices([...], \"GPU\") without {device.name!r}",
             )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import tensorflow as tf
 
 from tfmultigpu.arguments import check_count
-from tfmultigpu.devices.configure import split_device
+from tfmultigpu.devices import split_device
 
 __all__ = ["virtual_devices"]
 

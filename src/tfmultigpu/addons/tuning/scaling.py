@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from tfmultigpu.addons.tuning.step_profile import StepProfile, profile_step
 from tfmultigpu.arguments import check_count
-from tfmultigpu.devices.configure import list_logical_devices, logical_to_physical
+from tfmultigpu.devices import list_logical_devices, logical_to_physical
 from tfmultigpu.devices.names import listed
 from tfmultigpu.errors import DeviceNotFoundError
 from tfmultigpu.strategies.factory import create_strategy

@@ -1,0 +1,90 @@
+"""GPU memory from the NVIDIA driver, matched to the GPUs of TensorFlow.
+
+TensorFlow must start a GPU to know its memory. The driver knows it through NVML (the package
+`nvidia-ml-py`, extra `nvml`). NVML numbers all GPUs of the machine by PCI bus. TensorFlow sees
+those that CUDA shows to this process, in CUDA's order. If the two cannot be matched with
+certainty, the memory is unknown, because the number of another GPU would be wrong.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+__all__ = ["NvmlGpu", "match_gpus", "read_gpus"]
+
+
+class NvmlGpu(NamedTuple):
+    """A GPU of the driver, such as `("GPU-8f2c...", "NVIDIA H200", 151e9, 150e9)`.
+
+    The memory is in bytes, `None` if the driver does not know it.
+    """
+
+    uuid: str
+    name: str
+    memory_total: int | None = None
+    memory_free: int | None = None
+
+
+def read_gpus() -> tuple[NvmlGpu, ...]:
+    """Asks the driver for all GPUs of the machine, in PCI order; creates no CUDA context.
+
+    Empty without the package, without a driver, or if one GPU does not answer: leaving that one
+    out would renumber those after it.
+    """
+    try:
+        nvml: Any = importlib.import_module("pynvml")
+    except ImportError:
+        return ()
+    try:
+        nvml.nvmlInit()
+    except nvml.NVMLError:
+        return ()
+    try:
+        count = nvml.nvmlDeviceGetCount()
+        return tuple(_read_gpu(nvml, nvml.nvmlDeviceGetHandleByIndex(i)) for i in range(count))
+    except nvml.NVMLError:
+        return ()
+    finally:
+        nvml.nvmlShutdown()
+
+
+def _read_gpu(nvml: Any, handle: Any) -> NvmlGpu:
+    uuid, name = nvml.nvmlDeviceGetUUID(handle), nvml.nvmlDeviceGetName(handle)
+    try:
+        memory = nvml.nvmlDeviceGetMemoryInfo(handle)
+    except nvml.NVMLError:  # The GPU shares the memory of the CPU.
+        return NvmlGpu(uuid, name)
+    return NvmlGpu(uuid, name, int(memory.total), int(memory.free))
+
+
+def match_gpus(
+    models: Sequence[str | None], gpus: Sequence[NvmlGpu], environ: Mapping[str, str]
+) -> tuple[NvmlGpu | None, ...]:
+    """Finds the driver's GPU for each GPU of TensorFlow; all `None` if that is not certain; pure.
+
+    CUDA numbers equal GPUs by PCI bus, as NVML does. It numbers different models by speed, which
+    NVML does not know, unless `CUDA_DEVICE_ORDER=PCI_BUS_ID`. Under MIG the models differ.
+
+    Example:
+        >>> two = (NvmlGpu("GPU-aa", "Tesla T4"), NvmlGpu("GPU-bb", "Tesla T4"))
+        >>> [gpu.uuid for gpu in match_gpus(["Tesla T4"], two, {"CUDA_VISIBLE_DEVICES": "1"})]
+        ['GPU-bb']
+    """
+    known = {gpu.uuid: gpu for gpu in gpus}
+    alike = len({gpu.name for gpu in gpus}) == 1
+    if alike or environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID":
+        known |= {str(index): gpu for index, gpu in enumerate(gpus)}
+    every = ",".join(map(str, range(len(gpus))))
+    entries = environ.get("CUDA_VISIBLE_DEVICES", every).split(",")
+    shown = [gpu for gpu in (known.get(entry.strip()) for entry in entries) if gpu is not None]
+    if [_plain(gpu.name) for gpu in shown] != list(map(_plain, models)) or len(shown) < len(
+        entries
+    ):
+        return (None,) * len(models)
+    return tuple(shown)
+
+
+def _plain(model: str | None) -> str:
+    return (model or "").lower().removeprefix("nvidia ").strip()
