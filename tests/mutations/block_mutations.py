@@ -157,8 +157,12 @@ BLOCKS = (
         "devices/configure.py",
         (
             (
-                "    except RuntimeError as error:\n        raise DevicesInitializedError(",
-                "    except RuntimeError as error:\n        str(",
+                "            config.set_logical_device_configuration(physical, setting)",
+                "            with suppress(RuntimeError):\n                config.set_logical_device_configuration(physical, setting)",
+            ),
+            (
+                "from contextlib import contextmanager",
+                "from contextlib import contextmanager, suppress",
             ),
         ),
         ("promises/test_devices.py::test_settings_before_and_after_tensorflow_started",),

@@ -8,21 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import faulthandler
 import logging
 import os
-import signal
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
 
-from tfmultigpu.clusters.failures import watch
-from tfmultigpu.clusters.preflight import preflight
-from tfmultigpu.clusters.process_state import process_state
-from tfmultigpu.clusters.sources import cluster_from_environment, why_no_cluster
-from tfmultigpu.clusters.spec import Cluster
 from tfmultigpu.devices.discovery import list_devices, list_logical_devices, logical_to_physical
 from tfmultigpu.errors import (
     ClusterError,
@@ -36,7 +29,7 @@ from tfmultigpu.strategies.communication import (
     mirrored_strategy,
 )
 from tfmultigpu.strategies.plan import MachineInfo, StrategyPlan, choose
-from tfmultigpu.strategies.stop_signals import keeping_handler
+from tfmultigpu.strategies.process_state import ClusterDescription, process_state
 from tfmultigpu.strategies.tensorflow_log import leave_out_progress
 from tfmultigpu.strategies.tpu import Tpu, connect_tpu, find_tpu
 from tfmultigpu.types import Communication, Prefer, Strategy
@@ -45,8 +38,8 @@ __all__ = ["StrategyPlan", "create_strategy", "devices_started", "plan_strategy"
 
 _log = logging.getLogger("tfmultigpu")
 
-# All workers are there when TensorFlow starts, so this is long.
-_JOIN_SECONDS = 60.0
+# The devices of the ring of this process, and the ring: TensorFlow can have only one.
+_ring: tuple[tuple[str, ...], Strategy] | None = None
 
 
 def plan_strategy(
@@ -54,7 +47,7 @@ def plan_strategy(
     devices: int | str | Sequence[str] | None = None,
     communication: Communication = "auto",
     *,
-    cluster: Cluster | None = None,
+    cluster: ClusterDescription | None = None,
 ) -> StrategyPlan:
     """Returns what ``create_strategy`` would create with the same arguments, and why.
 
@@ -90,7 +83,7 @@ def create_strategy(
     fallback: bool = True,
     startup_timeout: float = 60.0,
     *,
-    cluster: Cluster | None = None,
+    cluster: ClusterDescription | None = None,
 ) -> Strategy:
     """Creates the strategy for the devices of this machine.
 
@@ -175,11 +168,15 @@ def _noted(strategy: Any) -> Strategy:
 
 
 def _look_around(
-    prefer: str, devices: int | str | Sequence[str] | None, cluster: Cluster | None
+    prefer: str, devices: int | str | Sequence[str] | None, cluster: ClusterDescription | None
 ) -> MachineInfo:
+    # The add-on is asked for by whoever may train on several workers.
+    from tfmultigpu.addons.workers.sources import cluster_from_environment, why_no_cluster
+    from tfmultigpu.addons.workers.spec import Cluster
+
     if cluster is not None and not isinstance(cluster, Cluster):
         raise ClusterError(
-            "cluster must be a tmg.clusters.Cluster(workers=[...], index=...). Received: "
+            "cluster must be a tmg.workers.Cluster(workers=[...], index=...). Received: "
             f"cluster={cluster!r}."
         )
     wants_tpu = prefer == "tpu" or (prefer == "auto" and devices is None)
@@ -197,7 +194,7 @@ def _look_around(
         no_cluster=why_no_cluster(),
         nccl=built_with_nccl(),
         no_gpu=_why_no_gpu(),
-        ring_over=process_state.ring_over,
+        ring_over=None if _ring is None else _ring[0],
         environment=frozenset(os.environ),
     )
 
@@ -274,10 +271,15 @@ def _mirror(plan: StrategyPlan) -> tf.distribute.Strategy:
         return mirrored_strategy(plan.devices, plan.communication)
     # A second ring, over the same devices too, takes the numbers of the first one's collectives:
     # as soon as their shapes differ, TensorFlow aborts both.
-    return process_state.ring(plan.devices, lambda: mirrored_strategy(plan.devices, "ring"))
+    global _ring
+    if _ring is None or _ring[0] != plan.devices:
+        _ring = plan.devices, mirrored_strategy(plan.devices, "ring")
+    return _ring[1]
 
 
-def _join(plan: StrategyPlan, cluster: Cluster, timeout: float) -> tf.distribute.Strategy:
+def _join(plan: StrategyPlan, cluster: Any, timeout: float) -> tf.distribute.Strategy:
+    from tfmultigpu.addons.workers.joining import join
+
     problem = _contradicting_settings()
     if devices_started():
         problem = (
@@ -285,57 +287,7 @@ def _join(plan: StrategyPlan, cluster: Cluster, timeout: float) -> tf.distribute
             "after that. The first tensor, variable, dataset, Keras object or strategy starts "
             "them. Move create_strategy up, directly after the imports"
         )
-    kind = plan.devices[0].split(":")[0]
-    link = preflight(
-        cluster,
-        devices=f"{len(plan.devices)} {kind}",
-        communication=plan.communication,
-        timeout=timeout,
-        problem=problem,
-    )
-    watch(cluster, link)
-    distribute: Any = tf.distribute
-    job = "chief" if cluster.has_chief and cluster.index == 0 else "worker"
-    resolver = distribute.cluster_resolver.SimpleClusterResolver(
-        tf.train.ClusterSpec(cluster.jobs),
-        task_type=job,
-        task_id=cluster.jobs[job].index(str(cluster.address)),
-        num_accelerators={"GPU": len(plan.devices)} if kind == "GPU" else {},
-        rpc_layer="grpc",
-    )
-    options = distribute.experimental.CommunicationOptions(
-        implementation=distribute.experimental.CommunicationImplementation[
-            plan.communication.upper()
-        ]
-    )
-    try:
-        with keeping_handler(signal.SIGTERM), _not_for_ever(max(timeout, _JOIN_SECONDS)):
-            strategy: tf.distribute.Strategy = distribute.MultiWorkerMirroredStrategy(
-                cluster_resolver=resolver, communication_options=options
-            )
-    except (RuntimeError, ValueError, tf.errors.OpError) as error:
-        raise ClusterError(
-            f"The workers met, but TensorFlow could not start {cluster}: {error} Restart every "
-            "worker: TensorFlow cannot try twice in a process."
-        ) from error
-    return strategy
-
-
-@contextlib.contextmanager
-def _not_for_ever(seconds: float) -> Iterator[None]:
-    """Ends this process, with a traceback, if the block takes longer.
-
-    TensorFlow waits an hour for a worker that left after the meeting.
-    """
-    # It holds Python's lock meanwhile: a thread that should run twice a second did not run once in
-    # 24 seconds (TensorFlow 2.21), and no signal is handled. The timer of faulthandler needs no
-    # lock. A process has one, and Python cannot read it, so one that the user set is not restored;
-    # create_strategy says so.
-    faulthandler.dump_traceback_later(seconds, exit=True, file=2)
-    try:
-        yield
-    finally:
-        faulthandler.cancel_dump_traceback_later()
+    return join(cluster, plan.devices, plan.communication, timeout, problem)
 
 
 def devices_started() -> bool:

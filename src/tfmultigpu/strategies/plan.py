@@ -6,10 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from tfmultigpu.clusters.sources import why_no_cluster
-from tfmultigpu.clusters.spec import Cluster
 from tfmultigpu.devices.names import listed, resolve_devices
 from tfmultigpu.errors import StrategyUnavailableError
+from tfmultigpu.strategies.process_state import ClusterDescription
 from tfmultigpu.strategies.tpu import Tpu
 
 __all__ = [
@@ -52,8 +51,8 @@ class MachineInfo:
 
     devices: Mapping[str, str]
     tpu: Tpu = _NO_TPU
-    cluster: Cluster | None = None
-    no_cluster: str = why_no_cluster({})
+    cluster: ClusterDescription | None = None
+    no_cluster: str = "TF_CONFIG is not set"
     nccl: bool = True
     no_gpu: str = "TensorFlow finds none"
     ring_over: tuple[str, ...] | None = None
@@ -97,7 +96,7 @@ class StrategyPlan:
     communication_reason: str
     unmet: tuple[str, ...] = ()
     hints: tuple[str, ...] = ()
-    cluster: Cluster | None = None
+    cluster: ClusterDescription | None = None
 
     def __str__(self) -> str:
         """Returns the plan, one line for each question about it."""

@@ -14,13 +14,17 @@ from tfmultigpu.addons.diagnostics.environment import redact, redact_devices
 from tfmultigpu.addons.diagnostics.machine import Machine, missing_libraries
 from tfmultigpu.addons.diagnostics.report import Finding
 from tfmultigpu.addons.diagnostics.settings_checks import SETTINGS_CHECKS
-from tfmultigpu.clusters.sources import SOURCES
 from tfmultigpu.devices.names import listed
 from tfmultigpu.devices.nvml import NvmlGpu, visible_gpus
 
 __all__ = ["CHECKS", "find_causes"]
 
 _INSTALL = "pip install 'tensorflow[and-cuda]'"
+# What describes a cluster, and how to correct it.
+_CLUSTERS = {
+    "TF_CONFIG": "Correct TF_CONFIG, or train alone: unset TF_CONFIG",
+    "SLURM_PROCID": "Start every task of the job with one srun: srun python train.py",
+}
 _NO_GPUS = ("", "-1", "NoDevFiles", "none", "void")
 
 
@@ -335,7 +339,7 @@ def _cluster(machine: Machine) -> Iterator[Finding]:
             f"create_strategy() would raise {type(machine.plan_problem).__name__}: {text}",
             "TensorFlow itself would hang, or train on this machine alone without a message.",
             next(
-                (source.fix for source in SOURCES if source.is_present(machine.environment)),
+                (fix for name, fix in _CLUSTERS.items() if name in machine.environment),
                 "Start every worker as its scheduler does, or train alone",
             ),
         )
@@ -344,16 +348,16 @@ def _cluster(machine: Machine) -> Iterator[Finding]:
 def _not_started_by_its_scheduler(machine: Machine) -> Iterator[Finding]:
     if machine.plan is None or machine.plan.cluster is not None:
         return
-    for source in SOURCES:
-        reason = source.why_absent(machine.environment) if source.start else None
-        if reason is not None:
-            yield Finding(
-                "warning",
-                "not-started-by-scheduler",
-                f"{reason[0].upper()}{reason[1:]}, so it trains alone.",
-                "The other tasks do not run, or each trains the same model by itself.",
-                source.start,
-            )
+    tasks = machine.environment.get("SLURM_NTASKS", "1")
+    if tasks != "1" and "SLURM_STEP_NUM_TASKS" not in machine.environment:
+        yield Finding(
+            "warning",
+            "not-started-by-scheduler",
+            f"The Slurm job has {tasks} tasks, but srun did not start this process, so it trains "
+            "alone.",
+            "The other tasks do not run, or each trains the same model by itself.",
+            "srun python train.py",
+        )
 
 
 def _cluster_of_one(machine: Machine) -> Iterator[Finding]:
