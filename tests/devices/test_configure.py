@@ -176,8 +176,8 @@ def test_what_the_error_names_does_start_the_devices(run: Run) -> None:
 
 
 HIDDEN = {
-    "": ["CUDA_VISIBLE_DEVICES='' hides them", "Unset CUDA_VISIBLE_DEVICES before Python"],
-    "-1": ["CUDA_VISIBLE_DEVICES='-1' hides them", "Unset CUDA_VISIBLE_DEVICES before Python"],
+    "": ["CUDA_VISIBLE_DEVICES='' hides every GPU", "Unset CUDA_VISIBLE_DEVICES before Python"],
+    "-1": ["CUDA_VISIBLE_DEVICES='-1' hides every GPU", "Unset CUDA_VISIBLE_DEVICES before Python"],
     "7": ["CUDA_VISIBLE_DEVICES='7' shows only", "unset it or name", "tensorflow[and-cuda]"],
     None: ["TensorFlow finds none", "tensorflow[and-cuda]"],
 }

@@ -185,18 +185,18 @@ BLOCKS = (
     Mutation(
         "a kind is rejected without a reason",
         "strategies/plan.py",
-        (("        rejected[kind] = attempt\n", "        rejected[kind] = ''\n"),),
+        (("            rejected[kind] = answer.why\n", "            rejected[kind] = ''\n"),),
         (
             "promises/test_strategies.py::test_a_plan_has_reasons_and_no_side_effect[options1-mirrored-3]",
         ),
     ),
     Mutation(
         "a strategy is made on the first devices",
-        "strategies/communication.py",
+        "strategies/factory.py",
         (
             (
-                'names = [f"/device:{name}" for name in devices]',
-                'names = [f"/device:CPU:{i}" for i, name in enumerate(devices)]',
+                'names = [f"/device:{name}" for name in plan.devices]',
+                'names = [f"/device:CPU:{i}" for i, name in enumerate(plan.devices)]',
             ),
         ),
         ("promises/test_strategies.py::test_what_is_created_is_what_was_planned[devices1]",),
@@ -209,28 +209,23 @@ BLOCKS = (
     ),
     Mutation(
         "small batches are not told",
-        "addons/diagnostics/input_checks.py",
-        (("    elif seen.examples < replicas:\n", "    elif seen.examples < 1:\n"),),
+        "addons/diagnostics/program_checks.py",
+        (("seen.rows < seen.replicas:", "seen.rows < 1:"),),
         ("promises/test_diagnostics.py::test_a_batch_smaller_than_the_replicas_is_found",),
     ),
     Mutation(
         "the doctor shows addresses",
         "addons/diagnostics/doctor.py",
-        (
-            (
-                "describe_variables(machine.environment, addresses=show_addresses)",
-                "describe_variables(machine.environment, addresses=True)",
-            ),
-        ),
+        (('"variables": describe_variables(environ),', '"variables": dict(environ),'),),
         ("promises/test_diagnostics.py::test_the_doctor_names_what_is_wrong_here",),
     ),
     Mutation(
         "a model outside the scope is not found",
-        "addons/diagnostics/placement.py",
+        "addons/diagnostics/explain.py",
         (
             (
-                "        if strategy.extended.variable_created_in_scope(inner):\n            continue\n        names",
-                "        continue\n        names",
+                "        if not strategy.extended.variable_created_in_scope(inner):\n",
+                "        if inner is None:\n",
             ),
         ),
         ("promises/test_diagnostics.py::test_a_model_or_an_optimizer_outside_the_scope_is_found",),

@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 
 from tfmultigpu.addons.workers.spec import Cluster
+from tfmultigpu.devices.missing_gpus import MissingGpus
 from tfmultigpu.errors import DeviceNotFoundError, StrategyUnavailableError
 from tfmultigpu.strategies.plan import COMMUNICATIONS, KINDS, MachineInfo, choose
 from tfmultigpu.strategies.tpu import Tpu
 
+NO_GPU = MissingGpus("none is here", "Buy one.")
 TPU = Tpu("grpc://10.0.0.2:8470", "TPU_NAME", None)
 NO_TPU = Tpu(None, "", "TPU_NAME is not set")
 TWO_WORKERS = Cluster(("a:1", "b:1"), 1, "worker", 1)
@@ -28,7 +30,7 @@ def machine(
     parts: int = 1,
     nccl: bool = True,
     ring_over: tuple[str, ...] | None = None,
-    environment: frozenset[str] = frozenset(),
+    missing_gpus: MissingGpus | None = NO_GPU,
 ) -> MachineInfo:
     """A machine with so many logical CPUs and GPUs; `parts` logical GPUs on each physical one."""
     devices = {f"CPU:{index}": "CPU:0" for index in range(cpus)}
@@ -38,9 +40,8 @@ def machine(
         tpu,
         cluster,
         nccl=nccl,
-        no_gpu="none is here",
+        missing_gpus=missing_gpus,
         ring_over=ring_over,
-        environment=environment,
     )
 
 
@@ -138,13 +139,14 @@ def test_mirrored_without_a_second_device_is_unmet() -> None:
     plan = choose(machine(1), "mirrored")
     assert plan.kind == "one_device"
     assert plan.unmet == (
-        "prefer='mirrored': GPU:0 is the only device, and one device has nothing to mirror",
+        "prefer='mirrored': GPU:0 is the only device, and one device has nothing to mirror: none "
+        "is here",
     )
 
 
 def test_a_count_means_gpus_where_there_are_any() -> None:
     assert choose(machine(4, cpus=8), devices=2).devices == gpu_names(2)
-    with pytest.raises(DeviceNotFoundError, match="Asked for 8 devices, but only 4 exist: GPU:0"):
+    with pytest.raises(DeviceNotFoundError, match="Asked for 8 devices, but only 4 exist"):
         choose(machine(4, cpus=8), devices=8)
 
 
@@ -152,9 +154,9 @@ def test_a_missing_device_is_an_error_whatever_is_preferred() -> None:
     for prefer in ("auto", "multi_worker", "mirrored", "one_device"):
         with pytest.raises(DeviceNotFoundError) as caught:
             choose(machine(1), prefer, devices=["GPU:0", "GPU:1"])
-        assert "No such device here: GPU:1" in str(caught.value)
+        assert "but not here: GPU:1" in str(caught.value)
         assert "Existing: CPU:0, GPU:0" in str(caught.value)
-        assert "devices=['GPU:0']" in str(caught.value)
+        assert "Write ['CPU:0', 'GPU:0']" in str(caught.value)
 
 
 def test_cpus_and_gpus_are_not_mixed() -> None:
@@ -165,7 +167,9 @@ def test_cpus_and_gpus_are_not_mixed() -> None:
 
 
 def test_one_device_of_two_named_is_a_contradiction() -> None:
-    with pytest.raises(StrategyUnavailableError, match=r"names 2\. Name one, devices=\['GPU:0'\]"):
+    with pytest.raises(
+        StrategyUnavailableError, match=r"names GPU:0, GPU:1. Name one, devices=\['GPU:0'\]"
+    ):
         choose(machine(2), "one_device", devices=["GPU:0", "GPU:1"])
 
 
@@ -297,7 +301,8 @@ def test_why_not_is_said() -> None:
 def test_the_plan_reads_well() -> None:
     assert str(choose(machine(0, cpus=3), "mirrored", communication="nccl")).splitlines() == [
         "mirrored: 3 replicas on CPU:0, CPU:1, CPU:2",
-        "  because there is no GPU (none is here), and 3 logical CPUs",
+        "  because there is no GPU: none is here; so on 3 logical CPUs, parts of one physical "
+        "device: that tests a program, and is no faster",
         "  gradients are added by one_device: nccl was requested, but NCCL runs on GPUs only, and "
         "these are CPUs",
         "  not tpu: prefer='mirrored' was requested",
@@ -305,18 +310,30 @@ def test_the_plan_reads_well() -> None:
         "  not one_device: mirrored comes first",
         "  requested but unavailable: communication='nccl': NCCL runs on GPUs only, and these are "
         "CPUs",
-        "  hint: CPU:0, CPU:1, CPU:2 share a physical device: this tests a program, it does not "
-        "make it faster.",
+        "  no more GPUs: None is here. Buy one.",
     ]
 
 
-def test_hints_name_what_is_not_set_yet() -> None:
-    names = ["TF_GPU_THREAD_MODE", "TF_FORCE_GPU_ALLOW_GROWTH", "NCCL_DEBUG"]
-    hints = choose(machine(2)).hints
-    assert [hint.split("=")[0] for hint in hints] == names
-    quiet = choose(machine(2, environment=frozenset(names))).hints
-    assert quiet == ()
-    assert choose(machine(0)).hints == ()
+def test_why_there_are_no_more_gpus_is_said_where_somebody_may_wonder() -> None:
+    told = [
+        choose(machine(0)),
+        choose(machine(1)),
+        choose(machine(1), "mirrored"),
+        choose(machine(0, cpus=2), devices=2),
+        choose(machine(0, cluster=TWO_WORKERS)),
+    ]
+    assert {plan.more_gpus for plan in told} == {"None is here. Buy one."}
+    quiet = [
+        choose(machine(2)),
+        choose(machine(2), devices=["GPU:1"]),
+        choose(machine(0, cpus=2), devices=["CPU:0", "CPU:1"]),
+        choose(machine(0, tpu=TPU)),
+        choose(machine(1, missing_gpus=None)),
+    ]
+    assert {plan.more_gpus for plan in quiet} == {""}
+    assert choose(machine(1)).reason == "GPU:0 is the only GPU: none is here"
+    with pytest.raises(DeviceNotFoundError, match=r"None is here\. Buy one"):
+        choose(machine(1), devices=["GPU:1"])
 
 
 def test_unknown_choices_are_refused() -> None:

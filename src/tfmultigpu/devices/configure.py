@@ -161,14 +161,13 @@ def split_device(
 
 
 def devices_started() -> bool:
-    """Returns whether TensorFlow has started its devices; starts none.
-
-    Raises:
-        ValueError: TensorFlow cannot start them with the settings made.
-    """
+    """Returns whether TensorFlow has started its devices; starts none."""
     # TensorFlow tells only by refusing a setting: try one, and restore it.
     threading: Any = tf.config.threading
-    before = threading.get_inter_op_parallelism_threads()
+    try:
+        before = threading.get_inter_op_parallelism_threads()
+    except ValueError:
+        return False  # Its settings contradict each other, so it cannot have started.
     try:
         threading.set_inter_op_parallelism_threads(before + 1)
         threading.set_inter_op_parallelism_threads(before)

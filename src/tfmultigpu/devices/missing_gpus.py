@@ -49,7 +49,7 @@ def why_no_more_gpus() -> MissingGpus | None:
     if shown is None:
         return None if physical else MissingGpus("TensorFlow finds none", _INSTALL)
     if shown.strip() in ("", "-1", "NoDevFiles"):
-        return MissingGpus(f"{variable} hides them", _UNSET)
+        return MissingGpus(f"{variable} hides every GPU", _UNSET)
     return MissingGpus(
         f"{variable} shows only the GPUs that it names, up to the first that does not exist",
         "Before Python starts, unset it or name GPUs that nvidia-smi -L lists."

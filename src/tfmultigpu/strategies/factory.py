@@ -6,8 +6,8 @@ would wait for them for an hour or for ever.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
+import json
 import logging
 import os
 import warnings
@@ -16,28 +16,24 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfmultigpu.devices.discovery import list_devices, list_logical_devices, logical_to_physical
+from tfmultigpu.devices.configure import devices_started
+from tfmultigpu.devices.discovery import logical_to_physical
+from tfmultigpu.devices.missing_gpus import why_no_more_gpus
 from tfmultigpu.errors import (
     ClusterError,
     StrategyFallbackWarning,
     StrategyUnavailableError,
     TfMultiGpuError,
 )
-from tfmultigpu.strategies.communication import (
-    built_with_nccl,
-    explaining_tf_config,
-    mirrored_strategy,
-)
 from tfmultigpu.strategies.plan import MachineInfo, StrategyPlan, choose
 from tfmultigpu.strategies.process_state import ClusterDescription, process_state
 from tfmultigpu.strategies.tensorflow_log import leave_out_progress
-from tfmultigpu.strategies.tpu import Tpu, connect_tpu, find_tpu
+from tfmultigpu.strategies.tpu import NO_TPU, Tpu, connect_tpu, find_tpu
 from tfmultigpu.types import Communication, Prefer, Strategy
 
-__all__ = ["StrategyPlan", "create_strategy", "devices_started", "plan_strategy"]
+__all__ = ["create_strategy", "plan_strategy"]
 
 _log = logging.getLogger("tfmultigpu")
-
 # The devices of the ring of this process, and the ring: TensorFlow can have only one.
 _ring: tuple[tuple[str, ...], Strategy] | None = None
 
@@ -54,20 +50,13 @@ def plan_strategy(
     Starts no device and changes nothing. Calls a TPU address in the environment once.
 
     Args:
-        prefer: ``"auto"``, or ``"tpu"``, ``"multi_worker"``, ``"mirrored"``, ``"one_device"``.
+        prefer: See ``create_strategy``.
         devices: See ``create_strategy``.
         communication: See ``create_strategy``.
         cluster: See ``create_strategy``.
 
     Returns:
         The plan; print it to read it.
-
-    Raises:
-        ClusterError: The description of the cluster is wrong.
-        DeviceNotFoundError: A device does not exist.
-        TfMultiGpuError: TensorFlow cannot start the devices with the settings made before.
-        StrategyUnavailableError: The arguments contradict each other.
-        ValueError: An argument is not one of the choices.
 
     Example:
         >>> plan_strategy(prefer="one_device").num_replicas
@@ -115,6 +104,7 @@ def create_strategy(
         DeviceNotFoundError: A device does not exist.
         StrategyUnavailableError: The arguments contradict each other. Or the request is not
             available, and ``fallback`` is False.
+        TfMultiGpuError: TensorFlow cannot start the devices with the settings made before.
         ValueError: An argument is not one of the choices.
 
     Example:
@@ -131,39 +121,22 @@ def create_strategy(
     facts = _look_around(prefer, devices, cluster)
     plan = choose(facts, prefer, devices, communication)
     _accept(plan, fallback)
+    strategy = None
     if plan.kind == "tpu":
         try:
             strategy = connect_tpu(str(facts.tpu.address))
         except (ValueError, RuntimeError, tf.errors.OpError) as error:
-            facts = dataclasses.replace(facts, tpu=_dead(facts.tpu, error))
+            facts = dataclasses.replace(facts, tpu=_without_tpu(facts.tpu, error))
             plan = choose(facts, prefer, devices, communication)
             _accept(plan, fallback)
-        else:
-            _log.info("%s", plan)
-            return _noted(strategy)
-    joined = process_state.cluster
-    if plan.kind == "multi_worker" and joined is not None:
-        raise ClusterError(
-            f"This process has joined a cluster already, as {joined}. TensorFlow can do that once "
-            "in a process; a second time it hangs or mixes up the shapes. Keep the first strategy "
-            "and use it again."
-        )
-    _say(plan, facts, devices)
-    if plan.kind == "multi_worker" and facts.cluster is not None:
-        return _noted(_join(plan, facts.cluster, startup_timeout))
-    contradiction = _contradicting_settings()
-    if contradiction is not None:
-        raise TfMultiGpuError(f"{contradiction}.")
-    if plan.kind == "mirrored":
-        return _noted(_mirror(plan))
-    with explaining_tf_config():
-        alone: Strategy = tf.distribute.OneDeviceStrategy(f"/device:{plan.devices[0]}")
-        return alone
-
-
-def _noted(strategy: Any) -> Strategy:
-    """Notes a strategy for the checks of scopes, and returns it."""
-    noted: Strategy = process_state.note(strategy)
+    if facts.tpu.address is not None and facts.tpu.missing is not None:
+        _log.warning("No TPU: %s", facts.tpu.missing)
+    if plan.more_gpus and not facts.of_kind("GPU"):
+        _log.warning("No GPU: %s Training runs on %s.", plan.more_gpus, ", ".join(plan.devices))
+    _log.info("%s", plan)
+    if plan.kind == "multi_worker":
+        strategy = _join(plan, startup_timeout)
+    noted: Strategy = process_state.note(strategy or _on_this_machine(plan))
     return noted
 
 
@@ -179,23 +152,23 @@ def _look_around(
             "cluster must be a tmg.workers.Cluster(workers=[...], index=...). Received: "
             f"cluster={cluster!r}."
         )
-    wants_tpu = prefer == "tpu" or (prefer == "auto" and devices is None)
     if cluster is None and prefer in ("auto", "tpu", "multi_worker"):
         cluster = cluster_from_environment()
-    names = list_logical_devices("TPU")
-    tpu = Tpu(None, "", "it was not asked for")
-    if wants_tpu:
+    names = logical_to_physical()
+    tpu = NO_TPU
+    if prefer == "tpu" or (prefer == "auto" and devices is None):
         address = _tpu_address(devices) if prefer == "tpu" else None
-        tpu = find_tpu(os.environ, address=address, local=len(names))
+        local = len([name for name in names if name.startswith("TPU:")])
+        tpu = find_tpu(os.environ, address=address, local=local)
+    test: Any = tf.test
     return MachineInfo(
-        devices=logical_to_physical(),
+        devices=names,
         tpu=tpu,
         cluster=cluster,
         no_cluster=why_no_cluster(),
-        nccl=built_with_nccl(),
-        no_gpu=_why_no_gpu(),
+        nccl=bool(test.is_built_with_gpu_support()) and os.name == "posix",
+        missing_gpus=why_no_more_gpus(),
         ring_over=None if _ring is None else _ring[0],
-        environment=frozenset(os.environ),
     )
 
 
@@ -211,7 +184,7 @@ def _tpu_address(devices: int | str | Sequence[str] | None) -> str | None:
     return names[0]
 
 
-def _dead(tpu: Tpu, error: Exception) -> Tpu:
+def _without_tpu(tpu: Tpu, error: Exception) -> Tpu:
     """Returns the TPU that could not be started; raises if TensorFlow is connected to it."""
     missing = f"{tpu.source}={tpu.address!r} answers, but TensorFlow finds no TPU there: {error}"
     if tpu.address == "local":
@@ -222,97 +195,80 @@ def _dead(tpu: Tpu, error: Exception) -> Tpu:
     ) from error
 
 
-def _why_no_gpu() -> str:
-    """Returns the likeliest reason why there is no GPU, in case there is none."""
-    test: Any = tf.test
-    hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if list_devices("GPU"):
-        return "all GPUs are hidden from TensorFlow (tf.config.set_visible_devices)"
-    if hidden is not None and hidden.strip() in ("", "-1", "NoDevFiles"):
-        return f"CUDA_VISIBLE_DEVICES={hidden!r} hides them"
-    if not test.is_built_with_gpu_support():
-        return "this TensorFlow is built without GPU support"
-    return "TensorFlow finds none"
-
-
 def _accept(plan: StrategyPlan, fallback: bool) -> None:
+    """Warns of what the plan cannot meet, or raises."""
     if not plan.unmet:
         return
     what = "; ".join(plan.unmet)
     taken = f"{plan.kind} on {', '.join(plan.devices)}, gradients added by {plan.communication}"
+    cure = f" {plan.more_gpus}" if plan.more_gpus else ""
     if not fallback:
         raise StrategyUnavailableError(
             f"Requested but unavailable on this machine: {what}. Change that argument, or pass "
-            f"fallback=True to run {taken}."
+            f"fallback=True to run {taken}.{cure}"
         )
     warnings.warn(
         f"Requested but unavailable on this machine: {what}. Running {taken} instead. Pass "
-        "fallback=False to get an error.",
+        f"fallback=False to get an error.{cure}",
         StrategyFallbackWarning,
         stacklevel=3,
     )
 
 
-def _say(plan: StrategyPlan, facts: MachineInfo, devices: int | str | Sequence[str] | None) -> None:
-    if facts.tpu.address is not None and facts.tpu.missing is not None:
-        _log.warning("No TPU: %s", facts.tpu.missing)
-    if devices is None and not facts.of_kind("GPU"):
-        _log.warning(
-            "No GPU: %s. Training runs on %s. If there should be a GPU, see that nvidia-smi lists "
-            "it, and install its libraries: pip install 'tensorflow[and-cuda]'.",
-            facts.no_gpu,
-            ", ".join(plan.devices),
-        )
-    _log.info("%s", plan)
-
-
-def _mirror(plan: StrategyPlan) -> tf.distribute.Strategy:
-    if plan.communication != "ring":
-        return mirrored_strategy(plan.devices, plan.communication)
+def _on_this_machine(plan: StrategyPlan) -> Strategy:
+    global _ring
+    problem = _contradicting_settings()
+    if problem is not None:
+        raise TfMultiGpuError(f"{problem}.")
     # A second ring, over the same devices too, takes the numbers of the first one's collectives:
     # as soon as their shapes differ, TensorFlow aborts both.
-    global _ring
-    if _ring is None or _ring[0] != plan.devices:
-        _ring = plan.devices, mirrored_strategy(plan.devices, "ring")
-    return _ring[1]
+    if plan.communication == "ring" and _ring is not None:
+        return _ring[1]
+    distribute: Any = tf.distribute
+    additions = {
+        "nccl": distribute.NcclAllReduce,
+        "hierarchical_copy": distribute.HierarchicalCopyAllReduce,
+        "one_device": distribute.ReductionToOneDevice,
+        "ring": lambda: None,  # TensorFlow's default: collectives.
+    }
+    names = [f"/device:{name}" for name in plan.devices]
+    strategy: Strategy
+    try:
+        if plan.kind == "one_device":
+            strategy = distribute.OneDeviceStrategy(names[0])
+        else:
+            strategy = distribute.MirroredStrategy(names, additions[plan.communication]())
+    except json.JSONDecodeError as error:
+        raise ClusterError(
+            "TF_CONFIG is not JSON, and TensorFlow reads it for local strategies too. Received: "
+            f"TF_CONFIG={os.environ.get('TF_CONFIG')!r}, {error}. Unset it: "
+            'os.environ.pop("TF_CONFIG").'
+        ) from error
+    if plan.communication == "ring":
+        _ring = plan.devices, strategy
+    return strategy
 
 
-def _join(plan: StrategyPlan, cluster: Any, timeout: float) -> tf.distribute.Strategy:
+def _join(plan: StrategyPlan, timeout: float) -> Strategy:
     from tfmultigpu.addons.workers.joining import join
 
+    joined = process_state.cluster
+    if joined is not None:
+        raise ClusterError(
+            f"This process has joined a cluster already, as {joined}. TensorFlow can do that once "
+            "in a process; a second time it hangs or mixes up the shapes. Keep the first strategy "
+            "and use it again."
+        )
     problem = _contradicting_settings()
-    if devices_started():
+    if problem is None and devices_started():
         problem = (
             "TensorFlow had started its devices before create_strategy, and cannot join a cluster "
             "after that. The first tensor, variable, dataset, Keras object or strategy starts "
             "them. Move create_strategy up, directly after the imports"
         )
-    return join(cluster, plan.devices, plan.communication, timeout, problem)
-
-
-def devices_started() -> bool:
-    """Returns whether TensorFlow has started its devices; starts none.
-
-    Example:
-        >>> import tensorflow as tf
-        >>> from tfmultigpu.strategies.factory import devices_started
-        >>> _ = tf.zeros([])
-        >>> devices_started()
-        True
-    """
-    # TensorFlow has no function for this, but refuses some settings from then on: try one, and
-    # restore it.
-    threading: Any = tf.config.threading
-    if _contradicting_settings() is not None:
-        return False  # No device can have started by them.
-    before = threading.get_inter_op_parallelism_threads()
-    try:
-        threading.set_inter_op_parallelism_threads(before + 1)
-    except RuntimeError:
-        return True
-    with contextlib.suppress(RuntimeError):
-        threading.set_inter_op_parallelism_threads(before)
-    return False
+    cluster: Any = plan.cluster
+    strategy: Strategy = join(cluster, plan.devices, plan.communication, timeout, problem)
+    return strategy
 
 
 def _contradicting_settings() -> str | None:

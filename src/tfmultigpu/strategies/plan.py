@@ -2,36 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
+from tfmultigpu.devices.missing_gpus import MissingGpus
 from tfmultigpu.devices.names import listed, resolve_devices
 from tfmultigpu.errors import StrategyUnavailableError
 from tfmultigpu.strategies.process_state import ClusterDescription
-from tfmultigpu.strategies.tpu import Tpu
+from tfmultigpu.strategies.tpu import NO_TPU, Tpu
+from tfmultigpu.types import Communication, Prefer
 
-__all__ = [
-    "COMMUNICATIONS",
-    "KINDS",
-    "MachineInfo",
-    "StrategyPlan",
-    "choose",
-]
+__all__ = ["COMMUNICATIONS", "KINDS", "MachineInfo", "StrategyPlan", "choose"]
 
-KINDS = ("tpu", "multi_worker", "mirrored", "one_device")
-_WAYS = ("nccl", "ring", "hierarchical_copy", "one_device")
-COMMUNICATIONS = ("auto", *_WAYS)
-
-_NO_TPU = Tpu(None, "", "nobody looked for a TPU")
-_HINTS = {
-    "TF_GPU_THREAD_MODE": "TF_GPU_THREAD_MODE=gpu_private gives each GPU its own threads for "
-    "starting kernels; try it if the input pipeline keeps the CPU busy.",
-    "TF_FORCE_GPU_ALLOW_GROWTH": "TF_FORCE_GPU_ALLOW_GROWTH=true takes GPU memory only as needed, "
-    "for a GPU that other programs use too.",
-    "NCCL_DEBUG": "NCCL_DEBUG=INFO makes NCCL log the links that it uses, if the first step hangs "
-    "or the sum of the gradients is slow.",
-}
+COMMUNICATIONS: tuple[str, ...] = get_args(Communication)
 
 
 @dataclass(frozen=True)
@@ -44,19 +28,17 @@ class MachineInfo:
         cluster: The cluster, if one is described.
         no_cluster: Why no cluster is described.
         nccl: Whether this TensorFlow has NCCL.
-        no_gpu: Why there is no GPU.
+        missing_gpus: Why there are no more GPUs; None if all of the machine are used.
         ring_over: The devices of the ring of this process, if there is one.
-        environment: The names of the environment variables that are set.
     """
 
     devices: Mapping[str, str]
-    tpu: Tpu = _NO_TPU
+    tpu: Tpu = NO_TPU
     cluster: ClusterDescription | None = None
     no_cluster: str = "TF_CONFIG is not set"
     nccl: bool = True
-    no_gpu: str = "TensorFlow finds none"
+    missing_gpus: MissingGpus | None = None
     ring_over: tuple[str, ...] | None = None
-    environment: frozenset[str] = frozenset()
 
     def of_kind(self, kind: str) -> tuple[str, ...]:
         """Returns the logical devices of a kind."""
@@ -65,6 +47,12 @@ class MachineInfo:
     def shared(self, devices: Sequence[str]) -> bool:
         """Returns whether two of the devices are parts of one physical device."""
         return len({self.devices[name] for name in devices}) < len(devices)
+
+    def explained(self, statement: str) -> str:
+        """Adds to a statement about GPUs why there are no more, if that is known."""
+        return (
+            statement if self.missing_gpus is None else f"{statement}: {self.missing_gpus.reason}"
+        )
 
 
 @dataclass(frozen=True)
@@ -78,11 +66,12 @@ class StrategyPlan:
             it answers.
         reason: Why this kind.
         rejected: For each other kind, why not.
-        communication: How the replicas add their gradients: one of the choices, ``"none"`` for one
+        communication: How the strategy adds over replicas: one of the choices, ``"none"`` for one
             replica, ``"tpu"`` for a TPU.
         communication_reason: Why this way.
         unmet: The requests that this machine cannot meet, each with its reason.
-        hints: Settings of the environment that may help; the library does not set them.
+        more_gpus: Why there are no more GPUs and what to do, if the plan has one device or CPUs,
+            which were not named.
         cluster: The cluster that was described, if any; other kinds than ``"multi_worker"`` do not
             use it.
     """
@@ -95,7 +84,7 @@ class StrategyPlan:
     communication: str
     communication_reason: str
     unmet: tuple[str, ...] = ()
-    hints: tuple[str, ...] = ()
+    more_gpus: str = ""
     cluster: ClusterDescription | None = None
 
     def __str__(self) -> str:
@@ -110,15 +99,24 @@ class StrategyPlan:
         ]
         lines += [f"  not {kind}: {why}" for kind, why in self.rejected.items()]
         lines += [f"  requested but unavailable: {what}" for what in self.unmet]
-        lines += [f"  hint: {hint}" for hint in self.hints]
+        lines += [f"  no more GPUs: {self.more_gpus}"] if self.more_gpus else []
         return "\n".join(lines)
 
 
-class _Choice(NamedTuple):
-    kind: str
+class _Request(NamedTuple):
+    prefer: str
+    devices: tuple[str, ...] | None
+
+
+class _Offer(NamedTuple):
     devices: tuple[str, ...]
     num_replicas: int | None
     reason: str
+
+
+class _No(NamedTuple):
+    why: str
+    unmet: bool = True  # False if who asked for this kind means the next one.
 
 
 def choose(
@@ -144,48 +142,41 @@ def choose(
         >>> choose(MachineInfo({"CPU:0": "CPU:0", "GPU:0": "GPU:0", "GPU:1": "GPU:1"})).devices
         ('GPU:0', 'GPU:1')
     """
-    _check("prefer", prefer, ("auto", *KINDS))
+    _check("prefer", prefer, get_args(Prefer))
     _check("communication", communication, COMMUNICATIONS)
-    explicit = None if prefer == "tpu" else _explicit(facts, devices)
-    if prefer == "one_device" and explicit is not None and len(explicit) > 1:
-        raise StrategyUnavailableError(
-            f"prefer='one_device' runs on one device, but devices={devices!r} names "
-            f"{len(explicit)}. Name one, devices={[explicit[0]]!r}, or write prefer='mirrored'."
-        )
+    request = _Request(prefer, None if prefer == "tpu" else _named_devices(facts, devices))
+    chosen: tuple[str, _Offer] | None = None
     rejected: dict[str, str] = {}
     unmet: list[str] = []
-    found = None
-    for kind in KINDS[:-1] if prefer == "auto" else KINDS[KINDS.index(prefer) : -1]:
-        attempt = _try(kind, facts, prefer, explicit)
-        if isinstance(attempt, _Choice):
-            found = attempt
-            break
-        rejected[kind] = attempt
-        evaluator = kind == "multi_worker" and facts.cluster is not None
-        one_named = kind == "mirrored" and explicit is not None
-        if kind == prefer and not evaluator and not one_named:
-            unmet.append(f"prefer={prefer!r}: {attempt}")
-    found = found or _one_device(facts, explicit)
-    for kind in KINDS:
-        if kind != found.kind and kind not in rejected:
-            rejected[kind] = (
-                f"prefer={prefer!r} was requested"
-                if prefer != "auto" and KINDS.index(kind) < KINDS.index(prefer)
-                else f"{found.kind} comes first"
-            )
-    how, why, refused = _communication(communication, found, facts)
+    for kind, offer in _OFFERS.items():
+        if chosen is not None:
+            rejected[kind] = f"{chosen[0]} comes first"
+        elif prefer != "auto" and KINDS.index(kind) < KINDS.index(prefer):
+            rejected[kind] = f"prefer={prefer!r} was requested"
+        elif isinstance(answer := offer(facts, request), _Offer):
+            chosen = kind, answer
+        else:
+            rejected[kind] = answer.why
+            if kind == prefer and answer.unmet:
+                unmet.append(f"prefer={prefer!r}: {answer.why}")
+    assert chosen is not None, "one device is always there"
+    kind, offer_taken = chosen
+    way, why, refused = _addition(kind, communication, offer_taken.devices, facts)
     if refused is not None:
         unmet.append(f"communication={communication!r}: {refused}")
+    few = len(offer_taken.devices) == 1 or offer_taken.devices[0].startswith("CPU:")
+    counted = devices is None or isinstance(devices, int)
+    missing = facts.missing_gpus if few and counted and kind != "tpu" else None
     return StrategyPlan(
-        kind=found.kind,
-        devices=found.devices,
-        num_replicas=found.num_replicas,
-        reason=found.reason,
-        rejected={kind: rejected[kind] for kind in KINDS if kind in rejected},
-        communication=how,
+        kind=kind,
+        devices=offer_taken.devices,
+        num_replicas=offer_taken.num_replicas,
+        reason=offer_taken.reason,
+        rejected=rejected,
+        communication=way,
         communication_reason=why,
         unmet=tuple(unmet),
-        hints=_hints(found, how, facts),
+        more_gpus=str(missing or ""),
         cluster=facts.cluster,
     )
 
@@ -195,14 +186,15 @@ def _check(name: str, value: object, choices: Sequence[str]) -> None:
         raise ValueError(f"{name} must be one of {', '.join(choices)}. Received: {name}={value!r}.")
 
 
-def _explicit(
+def _named_devices(
     facts: MachineInfo, devices: int | str | Sequence[str] | None
 ) -> tuple[str, ...] | None:
     """Returns the requested devices; a count means GPUs if there are any, CPUs otherwise."""
     if devices is None:
         return None
     counted = facts.of_kind("GPU") or facts.of_kind("CPU")
-    names = resolve_devices(devices, counted if isinstance(devices, int) else tuple(facts.devices))
+    existing = counted if isinstance(devices, int) else tuple(facts.devices)
+    names = resolve_devices(devices, existing, str(facts.missing_gpus or ""))
     kinds = sorted({name.split(":")[0] for name in names})
     if len(kinds) > 1:
         keep = [name for name in names if not name.startswith("CPU:")]
@@ -218,149 +210,124 @@ def _explicit(
     return names
 
 
-def _try(
-    kind: str, facts: MachineInfo, prefer: str, explicit: tuple[str, ...] | None
-) -> _Choice | str:
-    """Returns the choice if this kind is available, otherwise why it is not."""
-    if kind == "tpu":
-        return _tpu(facts, explicit)
-    if kind == "multi_worker":
-        return _multi_worker(facts, prefer, explicit)
-    return _mirrored(facts, prefer, explicit)
-
-
-def _tpu(facts: MachineInfo, explicit: tuple[str, ...] | None) -> _Choice | str:
-    if explicit is not None:
-        return f"devices names {listed(explicit)}"
+def _offer_tpu(facts: MachineInfo, request: _Request) -> _Offer | _No:
+    if request.devices is not None:
+        return _No(f"devices names {listed(request.devices)}")
     if facts.tpu.missing is not None:
-        return facts.tpu.missing
+        return _No(facts.tpu.missing)
     cores = facts.of_kind("TPU")
     where = cores or (str(facts.tpu.address),)
-    return _Choice("tpu", where, len(cores) or None, f"a TPU answers ({facts.tpu.source})")
+    return _Offer(where, len(cores) or None, f"a TPU answers ({facts.tpu.source})")
 
 
-def _multi_worker(
-    facts: MachineInfo, prefer: str, explicit: tuple[str, ...] | None
-) -> _Choice | str:
+def _offer_workers(facts: MachineInfo, request: _Request) -> _Offer | _No:
     cluster = facts.cluster
     if cluster is None:
-        return f"no cluster is described: {facts.no_cluster}"
+        return _No(f"no cluster is described: {facts.no_cluster}")
     if cluster.index is None:
-        return "this process is the evaluator, which runs alone beside the workers"
-    if len(cluster.workers) == 1 and prefer != "multi_worker":
-        return "the cluster has one worker, which needs no network to train"
+        return _No("this process is the evaluator, which runs alone beside the workers", False)
+    count = len(cluster.workers)
+    if count == 1 and request.prefer != "multi_worker":
+        return _No("the cluster has one worker, which needs no network to train")
     gpus = facts.of_kind("GPU")
-    local = explicit or gpus or ("CPU:0",)
+    local = request.devices or gpus or ("CPU:0",)
     if local != ("CPU:0",) and local != gpus[: len(local)]:
         usable = f"the first GPUs in order ({listed(gpus)})" if gpus else "CPU:0 alone"
         raise StrategyUnavailableError(
             f"devices={list(local)!r} cannot be combined with the cluster of {cluster.source} "
-            f"({len(cluster.workers)} workers): there TensorFlow uses {usable}. Hide the others "
-            "before TensorFlow starts, tf.config.set_visible_devices(...) or "
-            "CUDA_VISIBLE_DEVICES, and leave devices out; or train alone: prefer='mirrored'."
+            f"({count} workers): there TensorFlow uses {usable}. Hide the others before "
+            "TensorFlow starts, tf.config.set_visible_devices(...) or CUDA_VISIBLE_DEVICES, and "
+            "leave devices out; or train alone: prefer='mirrored'."
+            + (f" {facts.missing_gpus}" if facts.missing_gpus and not gpus else "")
         )
-    return _Choice(
-        "multi_worker",
-        local,
-        len(local) * len(cluster.workers),
-        f"this is {cluster}, {len(local)} device{'s' if len(local) > 1 else ''} on each",
-    )
+    each = f"{len(local)} device{'s' if len(local) > 1 else ''} on each"
+    return _Offer(local, len(local) * count, f"this is {cluster}, {each}")
 
 
-def _mirrored(facts: MachineInfo, prefer: str, explicit: tuple[str, ...] | None) -> _Choice | str:
+def _offer_mirrored(facts: MachineInfo, request: _Request) -> _Offer | _No:
     gpus, cpus = facts.of_kind("GPU"), facts.of_kind("CPU")
-    if explicit is not None:
-        chosen, reason = explicit, f"devices names {listed(explicit)}"
+    no_gpu = facts.explained("there is no GPU")
+    if request.devices is not None:
+        chosen, reason = request.devices, f"devices names {listed(request.devices)}"
     elif gpus:
         chosen, reason = gpus, f"{len(gpus)} GPUs are here"
-    elif prefer == "mirrored":
-        chosen, reason = cpus, f"there is no GPU ({facts.no_gpu}), and {len(cpus)} logical CPUs"
+    elif request.prefer == "mirrored":
+        chosen, reason = cpus, f"{no_gpu}; so on {len(cpus)} logical CPUs"
     else:
         more = "; prefer='mirrored' uses the logical CPUs" if len(cpus) > 1 else ""
-        return f"there is no GPU ({facts.no_gpu}){more}"
-    if len(chosen) > 1:
-        return _Choice("mirrored", chosen, len(chosen), reason)
-    return f"{chosen[0]} is the only device, and one device has nothing to mirror"
+        return _No(f"{no_gpu}{more}")
+    if len(chosen) == 1:
+        only = f"{chosen[0]} is the only device, and one device has nothing to mirror"
+        named = request.devices is not None
+        return _No(only if named else facts.explained(only), unmet=not named)
+    if facts.shared(chosen):
+        reason += ", parts of one physical device: that tests a program, and is no faster"
+    return _Offer(chosen, len(chosen), reason)
 
 
-def _one_device(facts: MachineInfo, explicit: tuple[str, ...] | None) -> _Choice:
-    gpus = facts.of_kind("GPU")
-    if explicit is not None:
-        return _Choice("one_device", explicit, 1, f"devices names {listed(explicit)}")
-    if gpus:
-        only = "is the only GPU" if len(gpus) == 1 else f"is the first of {len(gpus)} GPUs"
-        return _Choice("one_device", gpus[:1], 1, f"{gpus[0]} {only}")
-    return _Choice("one_device", ("CPU:0",), 1, f"there is no GPU: {facts.no_gpu}")
+def _offer_one_device(facts: MachineInfo, request: _Request) -> _Offer:
+    gpus, names = facts.of_kind("GPU"), request.devices
+    if names is not None and len(names) > 1:
+        raise StrategyUnavailableError(
+            f"prefer='one_device' runs on one device, but devices names {listed(names)}. Name "
+            f"one, devices={[names[0]]!r}, or write prefer='mirrored'."
+        )
+    if names is not None:
+        return _Offer(names, 1, f"devices names {names[0]}")
+    if not gpus:
+        return _Offer(("CPU:0",), 1, facts.explained("there is no GPU"))
+    first = f"{gpus[0]} is the first of {len(gpus)} GPUs"
+    only = facts.explained(f"{gpus[0]} is the only GPU")
+    return _Offer(gpus[:1], 1, only if len(gpus) == 1 else first)
 
 
-def _communication(asked: str, choice: _Choice, facts: MachineInfo) -> tuple[str, str, str | None]:
-    """Returns how to add gradients, why, and why not as requested."""
-    if choice.kind == "one_device":
+_OFFERS: dict[str, Callable[[MachineInfo, _Request], _Offer | _No]] = {
+    "tpu": _offer_tpu,
+    "multi_worker": _offer_workers,
+    "mirrored": _offer_mirrored,
+    "one_device": _offer_one_device,
+}
+KINDS = tuple(_OFFERS)  # In the order in which they are tried.
+
+
+def _addition(
+    kind: str, asked: str, devices: Sequence[str], facts: MachineInfo
+) -> tuple[str, str, str | None]:
+    """Returns how to add over replicas, why, and why not as requested."""
+    if kind == "one_device":
         return "none", "one replica has nothing to add", None
-    if choice.kind == "tpu":
+    if kind == "tpu":
         own = "a TPU adds over its own interconnect"
         return "tpu", own, None if asked == "auto" else own
-    possible, why = _possible(choice, facts)
-    if asked == "auto":
-        best = possible[0]
-    elif asked in possible:
-        return asked, "it was requested", None
-    else:
-        best = possible[0]
-        return best, f"{asked} was requested, but {why[asked]}", why[asked]
-    return best, why[best], None
-
-
-def _possible(choice: _Choice, facts: MachineInfo) -> tuple[tuple[str, ...], dict[str, str]]:
-    """Returns the ways that work, best first, and the reasons for the best and against others."""
-    devices = choice.devices
-    on_cpu = devices[0].startswith("CPU:")
-    no_nccl = None
-    if on_cpu:
-        no_nccl = "NCCL runs on GPUs only, and these are CPUs"
+    on_cpus = devices[0].startswith("CPU:")
+    fails: dict[str, str] = {}
+    if on_cpus:
+        fails["nccl"] = "NCCL runs on GPUs only, and these are CPUs"
     elif facts.shared(devices):
-        no_nccl = f"NCCL cannot join {listed(devices)}: some are parts of one physical GPU"
+        fails["nccl"] = f"NCCL cannot join {listed(devices)}: some are parts of one physical GPU"
     elif not facts.nccl:
-        no_nccl = "this TensorFlow is built without NCCL"
-    if choice.kind == "multi_worker":
+        fails["nccl"] = "this TensorFlow is built without NCCL"
+    best_first: tuple[str, ...] = ("nccl", "one_device", "hierarchical_copy", "ring")
+    if kind == "multi_worker":
+        best_first = ("nccl", "ring")
         between = "between workers TensorFlow has NCCL and ring only"
-        why = {"hierarchical_copy": between, "one_device": between}
-        if no_nccl is None:
-            return ("nccl", "ring"), {**why, "nccl": "the GPUs are whole"}
-        return ("ring",), {**why, "nccl": no_nccl, "ring": no_nccl}
-    possible = ["one_device"] if no_nccl else ["nccl", "one_device"]
-    why = {"nccl": no_nccl or "every replica has a GPU to itself"}
-    if no_nccl:
-        why["one_device"] = f"{no_nccl}; of what works this is fastest"
-    if len(devices) % 2 == 0:
-        possible.append("hierarchical_copy")
-    else:
-        why["hierarchical_copy"] = (
-            f"over {len(devices)} devices, an odd number, TensorFlow's hierarchical copy silently "
-            "leaves out the gradients of the last"
-        )
-    if not on_cpu:
-        why["ring"] = "on the GPUs of one machine TensorFlow offers no ring; NCCL makes its own"
+        fails |= {"one_device": between, "hierarchical_copy": between}
+    elif not on_cpus:
+        fails["ring"] = "on the GPUs of one machine TensorFlow offers no ring; NCCL makes its own"
     elif facts.ring_over not in (None, devices):
-        why["ring"] = (
+        fails["ring"] = (
             f"a ring over {listed(facts.ring_over or ())} exists in this process, and TensorFlow "
             "aborts every ring as soon as two over different devices have been used"
         )
-    else:
-        possible.append("ring")
-    return tuple(possible), why
-
-
-def _hints(choice: _Choice, communication: str, facts: MachineInfo) -> tuple[str, ...]:
-    names = []
-    if choice.devices[0].startswith("GPU:"):
-        names += ["TF_GPU_THREAD_MODE", "TF_FORCE_GPU_ALLOW_GROWTH"]
-    if communication == "nccl":
-        names.append("NCCL_DEBUG")
-    hints = [_HINTS[name] for name in names if name not in facts.environment]
-    if choice.kind == "mirrored" and facts.shared(choice.devices):
-        hints.append(
-            f"{listed(choice.devices)} share a physical device: this tests a program, it does not "
-            "make it faster."
+    if len(devices) % 2:
+        fails.setdefault(
+            "hierarchical_copy",
+            f"over {len(devices)} devices, an odd number, TensorFlow's hierarchical copy silently "
+            "leaves out the gradients of the last",
         )
-    return tuple(hints)
+    if asked not in ("auto", *fails):
+        return asked, "it was requested", None
+    best = next(way for way in best_first if way not in fails)
+    if asked == "auto":
+        return best, fails.get("nccl", "every replica has a GPU to itself"), None
+    return best, f"{asked} was requested, but {fails[asked]}", fails[asked]

@@ -21,17 +21,10 @@ _PROGRESS = (
 )
 
 
-class _Progress(logging.Filter):
-    """Drops messages of level INFO about the progress of strategies."""
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        """Returns whether to keep a message."""
-        return record.levelno != logging.INFO or not record.getMessage().startswith(_PROGRESS)
-
-
-_FILTER = _Progress()
-
-
 def leave_out_progress() -> None:
     """Has TensorFlow's logger leave out the progress of strategies; others of INFO stay."""
-    tf.get_logger().addFilter(_FILTER)  # Once: a logger does not take the same filter twice.
+    tf.get_logger().addFilter(_keep)  # Once: a logger does not take the same filter twice.
+
+
+def _keep(record: logging.LogRecord) -> bool:
+    return record.levelno != logging.INFO or not record.getMessage().startswith(_PROGRESS)

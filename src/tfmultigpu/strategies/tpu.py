@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import re
 import socket
 import threading
-import time
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-__all__ = ["Tpu", "connect_tpu", "find_tpu", "probe_address"]
+__all__ = ["NO_TPU", "Tpu", "connect_tpu", "find_tpu"]
 
 _VARIABLES = ("TPU_NAME", "COLAB_TPU_ADDR")
-_HOST_PORT = re.compile(r"(?:grpc://)?(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+):([0-9]{1,5})")
-_METADATA = ("metadata.google.internal", 80)
-_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\x00\x00\x00\x04\x00\x00\x00\x00\x00"
-_SETTINGS_FRAME = 4
 
 
 class Tpu(NamedTuple):
@@ -32,6 +26,9 @@ class Tpu(NamedTuple):
     address: str | None
     source: str
     missing: str | None
+
+
+NO_TPU = Tpu(None, "", "it was not asked for")
 
 
 def find_tpu(
@@ -49,50 +46,43 @@ def find_tpu(
         >>> find_tpu({}).missing
         'TPU_NAME and COLAB_TPU_ADDR are not set, and this machine has no TPU device'
     """
-    sources = {"devices": address, **{name: environ.get(name) for name in _VARIABLES}}
-    source, asked = next(((name, value) for name, value in sources.items() if value), ("", None))
-    if asked is None:
-        if local:
-            return Tpu("local", "this machine", None)
-        return Tpu(
-            None, "", f"{' and '.join(_VARIABLES)} are not set, and this machine has no TPU device"
-        )
-    if asked == "local":
+    given = {"devices": address, **{name: environ.get(name) for name in _VARIABLES}}
+    source, asked = next(((name, value) for name, value in given.items() if value), ("", None))
+    if asked is None and not local:
+        unset = " and ".join(_VARIABLES)
+        return Tpu(None, "", f"{unset} are not set, and this machine has no TPU device")
+    if asked in (None, "local"):
         missing = None if local else f"{source}='local', but this machine has no TPU device"
-        return Tpu(asked, source, missing)
-    match = _HOST_PORT.fullmatch(asked)
-    if match is not None:
-        host, port = match[1].strip("[]"), int(match[2])
-        problem = probe_address(host, port, timeout)
-        full = asked if asked.startswith("grpc://") else f"grpc://{asked}"
-        return Tpu(full, source, problem and f"{source}={asked!r}: {problem}")
-    problem = probe_address(*_METADATA, timeout, grpc=False)
-    return Tpu(
-        asked,
-        source,
-        problem
-        and f"{source}={asked!r} is a name that only Google Cloud can look up, and this machine is "
-        f"not there ({problem}); for an address write grpc://host:port",
+        return Tpu("local", source or "this machine", missing)
+    host, _, port = str(asked).removeprefix("grpc://").rpartition(":")
+    if host and port.isdecimal():
+        problem = _try_to_connect(host.strip("[]"), int(port), timeout)
+        return Tpu(f"grpc://{host}:{port}", source, problem and f"{source}={asked!r}: {problem}")
+    problem = _try_to_connect("metadata.google.internal", 80, timeout)
+    missing = (
+        f"{source}={asked!r} is a name that only Google Cloud can look up, and this machine is "
+        f"not there ({problem}); for an address write grpc://host:port"
     )
+    return Tpu(asked, source, problem and missing)
 
 
-def probe_address(host: str, port: int, timeout: float, *, grpc: bool = True) -> str | None:
-    """Returns what is wrong with an address; None if a gRPC server answers within the timeout.
+def _try_to_connect(host: str, port: int, timeout: float) -> str | None:
+    """Returns what is wrong with an address; None if a program accepts connections there."""
+    outcome: list[str | None] = []
 
-    Example:
-        >>> probe_address("localhost", 1, timeout=1.0)
-        'nothing listens there'
-    """
-    found: list[str | None] = []
-
-    def ask() -> None:
-        found.append(_probe(host, port, time.monotonic() + timeout, grpc))
+    def connect() -> None:
+        try:
+            socket.create_connection((host, port), timeout).close()
+        except (OSError, OverflowError) as error:
+            outcome.append(f"nothing answers there: {error}")
+        else:
+            outcome.append(None)
 
     # In a thread, because looking up a name has no timeout.
-    thread = threading.Thread(target=ask, name="tfmultigpu-probe", daemon=True)
+    thread = threading.Thread(target=connect, name="tfmultigpu-tpu", daemon=True)
     thread.start()
     thread.join(timeout)
-    return found[0] if found else f"no answer within {timeout:g} s"
+    return outcome[0] if outcome else f"no answer within {timeout:g} s"
 
 
 def connect_tpu(address: str) -> tf.distribute.Strategy:
@@ -113,32 +103,3 @@ def connect_tpu(address: str) -> tf.distribute.Strategy:
     tpu.experimental.initialize_tpu_system(resolver)
     strategy: tf.distribute.Strategy = distribute.TPUStrategy(resolver)
     return strategy
-
-
-def _probe(host: str, port: int, deadline: float, grpc: bool) -> str | None:
-    def left() -> float:
-        return max(0.01, deadline - time.monotonic())
-
-    try:
-        with socket.create_connection((host, port), timeout=left()) as connection:
-            if not grpc:
-                return None
-            # Every HTTP/2 server, and gRPC is one, answers this with a frame of settings.
-            connection.sendall(_PREFACE)
-            answer = b""
-            while len(answer) < 4:
-                connection.settimeout(left())
-                piece = connection.recv(64)
-                if not piece:
-                    break
-                answer += piece
-    except socket.gaierror:
-        return "the name does not resolve"
-    except TimeoutError:
-        return "no answer"
-    except ConnectionRefusedError:
-        return "nothing listens there"
-    except OSError as error:
-        return error.strerror or str(error)
-    speaks = len(answer) >= 4 and answer[3] == _SETTINGS_FRAME
-    return None if speaks else "a program answers there that does not speak gRPC"
