@@ -10,6 +10,7 @@ from typing import Any, Literal
 import tensorflow as tf
 
 from tfmultigpu import _compat
+from tfmultigpu._patch import setting
 from tfmultigpu.devices.names import parse_device_name
 from tfmultigpu.errors import TfMultiGpuError
 from tfmultigpu.strategies.process_state import explaining_lost_workers
@@ -52,9 +53,6 @@ def forcing_addition(way: Literal["in memory", "collective"]) -> Iterator[None]:
     """Forces one way to add for all steps that are traced on this thread inside the context.
 
     Tests hold both ways to one device in one process. A step keeps the way it was traced with.
-
-    Args:
-        way: ``"in memory"`` as replicas on CPUs of one process add, ``"collective"`` as all others.
     """
     token = _forced.set(way)
     try:
@@ -78,8 +76,8 @@ def sum_over_replicas(
     Args:
         strategy: The strategy.
         values: One list of tensors for each replica of this process, alike in shapes and dtypes.
-        reduce_dtype: A narrower dtype that float32 tensors are sent in, without the last one of
-            each list, which holds sums and weights.
+        reduce_dtype: A narrower dtype in which float32 tensors are sent, except the last of each
+            list, which holds sums and weights.
 
     Returns:
         The sums, of the dtypes that came: one list for all replicas of this process if they share
@@ -102,7 +100,8 @@ def sum_over_replicas(
     def reduce(tensors: list[tf.Tensor]) -> list[tf.Tensor]:
         # A tensor captured by a branch or a loop has no device of its own, which some strategies
         # need to know where to reduce to.
-        placed = _narrow([tf.identity(tensor) for tensor in tensors], reduce_dtype)
+        placed = [tf.identity(tensor) for tensor in tensors]
+        placed = [*_narrow(placed[:-1], reduce_dtype), placed[-1]]
         summed: dict[int, tf.Tensor] = {}
         for message in _messages(placed):
             sent = [placed[i] for i in message]
@@ -139,34 +138,24 @@ def refusing_to_meet(error: Exception) -> Iterator[None]:
 
     In a loop or a compiled function of one replica TensorFlow cannot do that, and says so by an
     error without a name.
-
-    Args:
-        error: What to raise in place of it.
     """
     context: Any = tf.distribute.get_replica_context()
     if context.num_replicas_in_sync == 1:
         yield
         return
-
-    own = vars(context)  # Of this context alone: all ways to meet call its ``merge_call``.
-    outer = own.get("merge_call")
     refused: list[bool] = []
 
     def refuse(*_: Any, **__: Any) -> Any:
         refused.append(True)
         raise error
 
-    own["merge_call"] = refuse
     try:
-        yield
+        with setting(context, merge_call=refuse):  # All ways to meet call it.
+            yield
     except Exception as raised:
         if refused and raised is not error:  # Keras puts words of its own around it.
             raise error from raised
         raise
-    finally:
-        del own["merge_call"]
-        if outer is not None:
-            own["merge_call"] = outer
 
 
 def _is_one_process(strategy: tf.distribute.Strategy) -> bool:
@@ -179,9 +168,9 @@ def sum_on_devices(
     """Adds tensors over the replicas of one process, each on a device of its own.
 
     Args:
-        values: One list of tensors for each replica, alike in shapes and dtypes. What is added
-            already is in the first list, and None in the others.
-        devices: Where each sum is to be, one for each tensor of a list.
+        values: One list of tensors for each replica. A tensor that is the sum already is in the
+            first list, with None in the others.
+        devices: The device of each sum, one for each tensor of a list.
         reduce_dtype: As for ``sum_over_replicas``.
     """
     *others, last = zip(devices, *values, strict=True)
@@ -192,17 +181,9 @@ def sum_on_devices(
 def add_on_device(
     parts: Sequence[Any], device: str, reduce_dtype: tf.DType | None = None
 ) -> tf.Tensor:
-    """Adds tensors on a device.
-
-    Args:
-        parts: A tensor of each replica; or one that is their sum already, and None for the rest.
-        device: The device.
-        reduce_dtype: As for ``sum_over_replicas``.
-    """
+    """Adds the tensors of replicas that are not None on a device."""
     present = [part for part in parts if part is not None]
-    sent = present
-    if reduce_dtype is not None and len(present) > 1:
-        sent = _narrow([*present, tf.zeros([])], reduce_dtype)[:-1]
+    sent = _narrow(present, reduce_dtype) if len(present) > 1 else present
     with tf.device(device):
         total: tf.Tensor = tf.add_n([tf.cast(part, present[0].dtype) for part in sent])
     return total
@@ -218,14 +199,14 @@ def sum_over_workers(
 
     Args:
         strategy: The strategy; with one worker the tensors are returned.
-        values: Tensors that are sums over the replicas of this worker, the last one of weights.
+        values: Sums over the replicas of this worker, the last one of weights.
         devices: The local device of each, of the same number on every worker.
         reduce_dtype: As for ``sum_over_replicas``.
     """
     if _is_one_process(strategy):
         return list(values)
     names = [parse_device_name(device) for device in strategy.extended.worker_devices]
-    sent = _narrow(list(values), reduce_dtype)
+    sent = [*_narrow(values[:-1], reduce_dtype), values[-1]]
     numbers: dict[tuple[int, tf.DType], list[int]] = {}
     for i, (tensor, device) in enumerate(zip(sent, devices, strict=True)):
         place = names.index(parse_device_name(device)), tensor.dtype
@@ -234,8 +215,8 @@ def sum_over_workers(
     add = _compat.additions_over_workers(strategy)
     for (owner, _), chosen in sorted(numbers.items(), key=lambda item: item[1]):
         # Small ones travel together; a large one is not copied to be packed.
-        small = [i for i in chosen if not _is_large(sent[i])]
-        large = [i for i in chosen if _is_large(sent[i])]
+        large = [i for i in chosen if _bytes(sent[i]) >= _LARGE]
+        small = [i for i in chosen if i not in large]
         packs = [[sent[i] for i in small]] * bool(small) + [[sent[i]] for i in large]
         added.update(zip([*small, *large], add[owner](packs), strict=True))
     return [tf.cast(added[i], tensor.dtype) for i, tensor in enumerate(values)]
@@ -244,13 +225,7 @@ def sum_over_workers(
 def value_of_first_worker(
     strategy: tf.distribute.Strategy, value: tf.Tensor, device: str
 ) -> tf.Tensor:
-    """Returns the value that the first worker has of a tensor on a device; all must call it.
-
-    Args:
-        strategy: The strategy; with one worker the tensor is returned.
-        value: A tensor, of the same shape and dtype on all workers.
-        device: The local device that it is on.
-    """
+    """Returns the value that the first worker has of a tensor on a device; all must call it."""
     if _is_one_process(strategy):
         return value
     with tf.init_scope(), tf.device(device), explaining_lost_workers():
@@ -259,23 +234,19 @@ def value_of_first_worker(
     return first
 
 
-def _is_large(tensor: tf.Tensor) -> bool:
-    return _bytes(tensor) >= _LARGE
-
-
 def _bytes(tensor: tf.Tensor) -> int:
     return int(tensor.shape.num_elements() or 0) * int(tensor.dtype.size)
 
 
-def _narrow(tensors: list[tf.Tensor], dtype: tf.DType | None) -> list[tf.Tensor]:
-    """Rounds all but the last, each where it is."""
+def _narrow(tensors: Sequence[tf.Tensor], dtype: tf.DType | None) -> list[tf.Tensor]:
+    """Rounds float32 tensors to a dtype, if there is one, each where it is."""
     if dtype is None:
-        return tensors
+        return list(tensors)
     narrow = []
-    for tensor in tensors[:-1]:
+    for tensor in tensors:
         with tf.device(tensor.device):
             narrow.append(tf.cast(tensor, dtype) if tensor.dtype == tf.float32 else tensor)
-    return [*narrow, tensors[-1]]
+    return narrow
 
 
 def all_reduce_sum(context: Any, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
