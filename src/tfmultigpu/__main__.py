@@ -42,8 +42,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"tfmultigpu {__version__}")
     commands = parser.add_subparsers(required=True, title="commands")
     doctor = commands.add_parser("doctor", help="report why this machine uses one GPU or none")
-    doctor.add_argument("--json", action="store_true", help="as JSON, for a program")
-    doctor.add_argument("--show-addresses", action="store_true", help="also those in TF_CONFIG")
     doctor.set_defaults(run=_run_doctor)
     demo = commands.add_parser("demo", help="train on one device and on several, and compare")
     text = "2 to 16; default: one per GPU, or 4 virtual CPUs"
@@ -56,7 +54,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _run_doctor(options: argparse.Namespace) -> int:
+def _run_doctor(_: argparse.Namespace) -> int:
     try:
         from tfmultigpu.addons.diagnostics import doctor  # The help does not need TensorFlow.
     except Exception as error:  # TensorFlow imports Keras, which fails in many ways.
@@ -65,8 +63,8 @@ def _run_doctor(options: argparse.Namespace) -> int:
             "backend or a configuration, check the variable KERAS_BACKEND and "
             "~/.keras/keras.json. Otherwise: pip install --force-reinstall tensorflow."
         )
-    report = doctor(show_addresses=options.show_addresses)
-    print(report.as_json() if options.json else report)
+    report = doctor()
+    print(report)
     return int(any(finding.severity == "error" for finding in report.findings))
 
 

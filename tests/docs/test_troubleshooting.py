@@ -10,7 +10,7 @@ from pathlib import Path
 import tfmultigpu as tmg
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs" / "how-to" / "troubleshooting.md").read_text()
+PAGE = (ROOT / "docs" / "troubleshooting.md").read_text()
 QUOTED = re.findall(r"^\| `([^`]+)` \| (?!cause)", PAGE, re.MULTILINE)
 
 

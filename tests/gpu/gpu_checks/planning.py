@@ -77,7 +77,7 @@ def shares_by_memory(place: Place) -> dict[str, Any]:
 
 
 def doctor(place: Place) -> dict[str, Any]:
-    """The doctor sees the GPU, names it, says how it is divided, and finds no error."""
+    """The doctor sees the GPU, names it, and finds no error."""
     report = tmg.doctor()
     errors = [finding for finding in report.findings if finding.severity == "error"]
     if place.rehearsal:
@@ -88,6 +88,5 @@ def doctor(place: Place) -> dict[str, Any]:
     said = report.facts["devices"]["GPU:0"]
     assert gpu.description, gpu
     assert gpu.description in said, said
-    assert f"runs as {', '.join(place.devices)}" in said, said
     assert " 0 of" not in report.title, report.title
     return {"title": report.title, "GPU:0": said, "findings": list(report.codes)}

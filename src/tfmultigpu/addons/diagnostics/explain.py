@@ -1,43 +1,36 @@
-"""``explain``: a report on a program that uses one device, or gives another result on several."""
+"""``explain``: a report on a program that uses one device, with the line to change."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Iterator
-from numbers import Real
+import os
 from typing import Any
 
 import tensorflow as tf
 
-from tfmultigpu.addons.diagnostics.features import feature_findings
-from tfmultigpu.addons.diagnostics.input_checks import (
-    Input,
-    input_findings,
-    inspect_input,
-    measure_input,
-)
+from tfmultigpu import _compat
+from tfmultigpu.accumulation.update import update_of
+from tfmultigpu.addons.diagnostics.environment import redact
 from tfmultigpu.addons.diagnostics.machine import inspect_machine
 from tfmultigpu.addons.diagnostics.machine_checks import find_causes
-from tfmultigpu.addons.diagnostics.placement import (
-    Placement,
-    optimizer_findings,
-    placement_findings,
-)
-from tfmultigpu.addons.diagnostics.report import Finding, Report, ordered
-from tfmultigpu.devices import list_logical_devices
-from tfmultigpu.devices.names import listed
-from tfmultigpu.errors import TfMultiGpuError
-from tfmultigpu.steps.chain import ChainedStep
-from tfmultigpu.steps.step import TrainStep
+from tfmultigpu.addons.diagnostics.program_checks import Program, find_mistakes, in_order
+from tfmultigpu.addons.diagnostics.report import Report
+from tfmultigpu.data.batch_format import count_rows
+from tfmultigpu.data.sharded_dataset import ShardedDataset, check_batched
+from tfmultigpu.devices.discovery import list_logical_devices
+from tfmultigpu.devices.names import listed, parse_device_name
+from tfmultigpu.errors import DataError, TfMultiGpuError
+from tfmultigpu.strategies.process_state import process_state
 from tfmultigpu.strategies.scopes import check_kinds
-from tfmultigpu.strategies.topology import strategy_devices, strategy_of
+from tfmultigpu.strategies.topology import (
+    describe,
+    is_default,
+    is_sharded,
+    strategy_of,
+    tf_variable,
+)
 from tfmultigpu.types import Optimizer, Strategy
 
 __all__ = ["explain"]
-
-# The model itself has started the devices.
-_NOT_HERE = {"started-before-cluster"}
-_TRAINING = "use tmg.fit: Keras' own fit may fail or give another result on several replicas"
 
 
 @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
@@ -46,24 +39,20 @@ def explain(
     optimizer: Optimizer | None = None,
     dataset: Any = None,
     strategy: Strategy | None = None,
-    *,
-    seconds: float = 2.0,
-    patience: float = 30.0,
 ) -> Report:
-    """Reports why a program uses one device, or trains to another result on several.
+    """Reports why a program uses one device, with the line to change.
 
-    Checks the placement of variables, the optimizer and the dataset. Trains nothing and changes no
-    variable. Reads the first batches of the dataset, which a one-shot generator then lacks.
+    Checks the machine, the strategy, the placement of variables, the optimizer and the first batch.
+    Trains nothing and changes no variable. A one-shot generator lacks its first batch afterwards.
 
     Args:
         model: A Keras model; or a step of ``make_train_step`` or ``chain_steps``, which has its
-            models and optimizers.
+            models, optimizers and strategy.
         optimizer: Its optimizer; None takes the compiled one.
         dataset: The training data: a ``tf.data.Dataset`` of global batches, or the result of
-            ``distribute_dataset``.
-        strategy: The strategy; None takes the current one, or that of the model.
-        seconds: Time limit for measuring the input against the model; 0 measures nothing.
-        patience: Seconds to wait for a batch of the dataset.
+            ``distribute_dataset``. Other data is not read.
+        strategy: The strategy; None takes the current one, that of the model, or one of
+            ``create_strategy`` that exists.
 
     Returns:
         The report: findings, the most serious first, then the facts behind them.
@@ -71,7 +60,6 @@ def explain(
     Raises:
         TypeError: ``model`` is not a Keras model, ``optimizer`` not an optimizer or ``strategy``
             not a strategy.
-        ValueError: ``seconds`` is negative or ``patience`` is not positive.
         TfMultiGpuError: Called inside a ``tf.function``.
 
     Example:
@@ -86,181 +74,89 @@ def explain(
             "explain was called inside a tf.function, where variables have no values to read. Call "
             "tmg.explain outside of it, before the loop."
         )
-    if isinstance(model, (TrainStep, ChainedStep)):
-        if optimizer is not None:
-            raise TypeError(
-                "A step has its optimizer, so explain takes none beside it. Received: "
-                f"optimizer={type(optimizer).__name__}. Write tmg.explain(step, dataset=data)."
-            )
-        return _explain_step(model, dataset, seconds, patience)
-    given = () if optimizer is None else (optimizer,)
-    check_kinds(model, tf.distribute.get_strategy() if strategy is None else strategy, *given)
-    if not isinstance(seconds, Real) or not 0 <= seconds < math.inf:
-        raise ValueError(
-            "seconds must be a number from 0 on; 0 measures nothing. Received: "
-            f"seconds={seconds!r}."
-        )
-    if not isinstance(patience, Real) or not 0 < patience < math.inf:
-        raise ValueError(
-            "patience must be a positive number of seconds to wait for a batch. Received: "
-            f"patience={patience!r}."
-        )
-    if strategy is None:
-        current = tf.distribute.has_strategy()
-        strategy = tf.distribute.get_strategy() if current else strategy_of(model)
+    causes = [cause for cause in find_causes(inspect_machine()) if cause.severity == "error"]
+    if "keras-backend" in {cause.code for cause in causes}:
+        return Report("tfmultigpu explain", tuple(causes), {})
+    trained = [(model, optimizer)]
+    if hasattr(model, "trained"):
+        trained = [(part.model, part.optimizer) for part in model.trained]
+        strategy = model.strategy
+    strategy = _strategy_of(trained[0][0]) if strategy is None else strategy
+    findings, facts = {str(cause): cause for cause in causes}, {}
+    for each, own in trained:
+        program = _inspect(each, own, dataset, strategy)
+        findings |= {str(finding): finding for finding in find_mistakes(program)}
+        facts[f"model {each.name}"] = {
+            "strategy": program.strategy,
+            "devices here": listed(list_logical_devices()),
+            "variables outside its scope": f"{len(program.outside)} of {program.variables}",
+            "copies of a weight": listed(program.copies),
+            "optimizer's outside": f"{len(program.slots_outside)} of {program.slots}",
+            "examples in a batch": "not read" if program.rows is None else str(program.rows),
+        }
+    found = tuple(findings.values()) or (in_order(program),)
+    return Report(f"tfmultigpu explain: {program.replicas} replica(s)", found, facts)
+
+
+def _strategy_of(model: Any) -> tf.distribute.Strategy:
+    """Returns the strategy that a model is meant for."""
+    own = tf.distribute.get_strategy() if tf.distribute.has_strategy() else strategy_of(model)
+    living = process_state.living_strategies() if is_default(own) else ()
+    return living[0] if living else own
+
+
+def _inspect(model: Any, optimizer: Any, dataset: Any, strategy: tf.distribute.Strategy) -> Program:
+    """Reads where the variables of a model and its optimizer are, and the first batch."""
     optimizer = getattr(model, "optimizer", None) if optimizer is None else optimizer
-    found = [
-        finding
-        for finding in find_causes(inspect_machine())
-        if finding.severity == "error" and finding.code not in _NOT_HERE
-    ]
-    if any(finding.code == "keras-backend" for finding in found):
-        return Report("tfmultigpu explain", ordered(found), {"strategy": _strategy_facts(strategy)})
-    placement = Placement.of(model, strategy)
-    found += [*strategy_findings(strategy), *placement_findings(placement)]
-    found += optimizer_findings(optimizer, model, strategy, in_scope=placement.in_scope)
-    in_place = not any(finding.severity == "error" for finding in found)
-    facts = {"strategy": _strategy_facts(strategy), "model": placement.facts()}
-    if optimizer is not None:
-        facts["optimizer"] = _optimizer_facts(optimizer)
-    several = strategy.num_replicas_in_sync > 1
-    if several and getattr(model, "compiled", False):
-        facts["training"] = {"by": _TRAINING}
-    if dataset is not None:
-        seen = inspect_input(dataset, patience)
-        found += feature_findings(seen, model)
-        if in_place and model.built and seconds > 0 and seen.problem is None:
-            seen = measure_input(seen, model, strategy, seconds, patience)
-        found += input_findings(seen, strategy)
-        facts["dataset"] = _dataset_facts(seen)
-    found += _nothing_wrong(found, strategy, dataset)
-    title = f"tfmultigpu explain: {strategy.num_replicas_in_sync} replica(s)"
-    if several:
-        local = len(set(strategy_devices(strategy)))
-        here = local < strategy.num_replicas_in_sync
-        title += f" on {local} device(s){' here and others elsewhere' if here else ''}"
-    return Report(title, ordered(found), facts)
-
-
-def _explain_step(
-    step: TrainStep | ChainedStep, dataset: Any, seconds: float, patience: float
-) -> Report:
-    """Returns the reports of the models of a step as one; the dataset is looked at once."""
-    reports = []
-    for model, optimizer, _ in step.trained:
-        look = {"seconds": seconds, "patience": patience}
-        reports.append(explain(model, optimizer, dataset, step.strategy, **look))
-        dataset = None
-    known = step.verification if isinstance(step, ChainedStep) else {"step": step.verification}
-    verified = {name: outcome for name, outcome in known.items() if outcome is not None}
-    findings = [*verification_findings(verified.values())]
-    findings += [finding for report in reports for finding in report.findings]
-    found = {str(finding): finding for finding in findings}
-    severe = any(one.severity != "note" for one in found.values())
-    kept = [one for one in found.values() if not severe or one.code != "in-order"]
-    facts = {
-        section if report is reports[0] else f"{section} of {one.model.name}": values
-        for report, one in zip(reports, step.trained, strict=True)
-        for section, values in report.facts.items()
-        if section != "training" and (report is reports[0] or section != "strategy")
-    }
-    if verified:
-        facts["verification"] = {name: str(outcome) for name, outcome in verified.items()}
-    return Report(reports[0].title, ordered(kept), facts)
-
-
-def verification_findings(outcomes: Iterable[Any]) -> Iterator[Finding]:
-    """Reports verified steps that differ from one device."""
-    for one in outcomes:
-        if one.outcome == "different":
-            cause = f"; the cause is {one.culprit}" if one.culprit else ""
-            yield Finding(
-                "error",
-                "replica-dependence",
-                "A verified step computed something else than one device: "
-                f"{'; '.join(str(difference) for difference in one.differences[:3])}{cause}.",
-                "The result depends on the number of replicas.",
-                one.advice,
-            )
-
-
-def strategy_findings(strategy: tf.distribute.Strategy) -> Iterator[Finding]:
-    """Reports a strategy of one replica on a machine with several devices."""
-    if strategy.num_replicas_in_sync > 1:
-        return
-    gpus = list_logical_devices("GPU")
-    here = gpus or list_logical_devices("CPU")
-    if len(here) < 2:
-        return
-    used = strategy_devices(strategy)
-    if not used:
-        yield Finding(
-            "error",
-            "no-strategy",
-            f"There is no strategy: the model is on one device, and {len(here)} are here: "
-            f"{listed(here)}.",
-            "Keras trains on the first GPU alone and takes the memory of all.",
-            "strategy = tmg.create_strategy(), then build the model and the optimizer under "
-            "with strategy.scope():",
-        )
-        return
-    yield Finding(
-        "error",
-        "strategy-of-one",
-        f"{type(strategy).__name__} has one replica, on {listed(used)}, and "
-        f"{len(here)} devices are here: {listed(here)}.",
-        "A strategy of one replica trains on one device, without a message.",
-        f"strategy = tmg.create_strategy(devices={list(here)!r})",
+    check_kinds(model, strategy, *(() if optimizer is None else (optimizer,)))
+    update = None if optimizer is None else update_of(optimizer)
+    once = frozenset() if update is None else update.state  # Of owners, on one device each.
+    slots = [v for v in getattr(optimizer, "variables", ()) if id(v) not in once]
+    known = _compat.optimizer_trains(optimizer) if optimizer else []
+    trained = model.trainable_variables
+    mirrored = next((v for v in trained if not is_sharded(v)), None)
+    copies = () if mirrored is None else strategy.experimental_local_results(tf_variable(mirrored))
+    rows, problem = _read_batch(dataset, strategy)
+    return Program(
+        strategy=describe(strategy),
+        replicas=strategy.num_replicas_in_sync,
+        here=list_logical_devices("GPU") or list_logical_devices("CPU"),
+        variables=len(model.variables) if model.built else 0,
+        outside=_outside(model.variables, strategy),
+        copies=tuple(parse_device_name(copy.device) for copy in copies if copy.device),
+        slots=len(slots),
+        slots_outside=_outside(slots, strategy),
+        of_another_model=bool(known) and not {id(v) for v in known} & {id(v) for v in trained},
+        rows=rows,
+        problem=problem,
     )
 
 
-def _strategy_facts(strategy: tf.distribute.Strategy) -> dict[str, str]:
-    return {
-        "kind": type(strategy).__name__,
-        "replicas": str(strategy.num_replicas_in_sync),
-        "devices in this process": listed(strategy_devices(strategy)),
-        "devices that are here": listed(list_logical_devices()),
-    }
+def _outside(variables: list[Any], strategy: tf.distribute.Strategy) -> dict[str, str]:
+    """Returns the variables created outside a scope, with the strategy that has each."""
+    owners = {}
+    for variable in variables:
+        inner = tf_variable(variable)
+        if not strategy.extended.variable_created_in_scope(inner):
+            owner = getattr(inner, "distribute_strategy", None)
+            name = str(getattr(variable, "path", variable.name))
+            owners[name] = "no strategy" if owner is None else describe(owner)
+    return owners
 
 
-def _optimizer_facts(optimizer: Any) -> dict[str, str]:
-    rate = optimizer.learning_rate
-    if not hasattr(rate, "numpy"):  # Under a schedule, Keras returns a tensor or a number.
-        return {"kind": type(optimizer).__name__, "learning rate": f"{float(rate):.6g}"}
-    return {
-        "kind": type(optimizer).__name__,
-        "learning rate": f"{float(rate.numpy()):.6g}",
-        "read it in a callback": "float(optimizer.learning_rate.numpy()), on any strategy",
-    }
-
-
-def _dataset_facts(seen: Input) -> dict[str, str]:
-    facts = {"kind": seen.kind}
-    if seen.examples is not None:
-        facts["examples in a batch"] = str(seen.examples)
-    if seen.stages is not None:
-        facts["stages"] = " > ".join(seen.stages)
-    if seen.seconds is not None and seen.compute is not None:
-        facts["a batch is made in"] = f"{1e3 * seen.seconds:.1f} ms"
-        facts["forward and backward take"] = f"{1e3 * seen.compute:.1f} ms"
-    return facts
-
-
-def _nothing_wrong(
-    found: list[Finding], strategy: tf.distribute.Strategy, dataset: Any
-) -> list[Finding]:
-    """Describes a program in which no check found an error or a warning."""
-    if any(one.severity != "note" or one.code == "model-not-built" for one in found):
-        return []
-    replicas = strategy.num_replicas_in_sync
-    unread = dataset is None or any(one.code == "data-not-read" for one in found)
-    checked = "Model and optimizer" if unread else "Model, optimizer and dataset"
-    if replicas == 1:
-        what = "The program uses the only device here: there is nothing to distribute."
-        change = "print(tmg.doctor()) reports whether the machine has more"
-    else:
-        what = f"{checked} are on {replicas} replicas as they should be."
-        change = (
-            "If it is slow: print(tmg.tuning.profile_step(step, data)) names what to change first"
-        )
-    return [Finding("note", "in-order", what, "Each replica computes its part of a step.", change)]
+def _read_batch(dataset: Any, strategy: tf.distribute.Strategy) -> tuple[int | None, str]:
+    """Returns the examples of the first batch, or the reason why it is not known."""
+    if isinstance(dataset, ShardedDataset):
+        if dataset.strategy is not strategy:
+            return None, f"it was distributed for {describe(dataset.strategy)}."
+        dataset = dataset.batches if dataset.preprocessing is None else None
+    if not isinstance(dataset, tf.data.Dataset):
+        return None, ""
+    try:
+        check_batched(dataset.element_spec)
+        first = next(iter(dataset.take(1)), None)
+        return 0 if first is None else int(count_rows(first)), ""
+    except DataError as error:
+        return None, redact(str(error), os.environ)
+    except tf.errors.OpError as error:  # Its message may hold paths.
+        return None, f"reading it fails with {type(error).__name__}."

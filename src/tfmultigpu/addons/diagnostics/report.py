@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass
 
-__all__ = ["SEVERITIES", "Finding", "Report"]
+__all__ = ["Finding", "Report"]
 
-SEVERITIES = ("error", "warning", "note")
+_SEVERITIES = ("error", "warning", "note")
 
 
 @dataclass(frozen=True)
@@ -20,9 +18,9 @@ class Finding:
         severity: ``"error"``: devices stay idle, or training fails or is wrong. ``"warning"``:
             training may be wrong, or is slower than necessary. ``"note"``: worth knowing.
         code: A name that stays the same from version to version, such as ``"model-scope"``.
-        what: The problem, with the values found.
+        what: The problem, with the values received.
         why: The consequence.
-        change: The line to change, or the action to take.
+        change: The line to write, or the action to take.
     """
 
     severity: str
@@ -32,12 +30,9 @@ class Finding:
     change: str
 
     def __str__(self) -> str:
-        """Formats the finding as three lines: what, why, change."""
-        return (
-            f"{self.severity} [{self.code}] {self.what}\n"
-            f"    why: {self.why}\n"
-            f"    change: {self.change}"
-        )
+        """Formats the finding as three lines."""
+        first = f"{self.severity} [{self.code}] {self.what}"
+        return f"{first}\n    why: {self.why}\n    change: {self.change}"
 
 
 @dataclass(frozen=True)
@@ -47,14 +42,17 @@ class Report:
     Attributes:
         title: The name of the report and its subject.
         findings: The findings, the most serious first.
-        facts: The facts behind the findings, by section and name, for a person.
-        values: The same facts for a program: numbers, booleans, texts, None, lists and dicts.
+        facts: The facts behind the findings, by section and name.
     """
 
     title: str
     findings: tuple[Finding, ...]
     facts: Mapping[str, Mapping[str, str]]
-    values: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Sorts the findings by severity."""
+        ranked = sorted(self.findings, key=lambda finding: _SEVERITIES.index(finding.severity))
+        object.__setattr__(self, "findings", tuple(ranked))
 
     @property
     def codes(self) -> tuple[str, ...]:
@@ -63,35 +61,14 @@ class Report:
 
     def __str__(self) -> str:
         """Formats a line that counts and names the findings, then each finding, then the facts."""
-        lines = [f"{self.title}: {self._summary()}"]
-        lines += [str(finding) for finding in self.findings]
+        counts = [(sum(f.severity == one for f in self.findings), one) for one in _SEVERITIES]
+        parts = [f"{count} {one}{'s' if count > 1 else ''}" for count, one in counts if count]
+        serious = [f.code for f in self.findings if f.severity != "note"] or self.codes
+        lines = [f"{self.title}: {', '.join(parts)} ({', '.join(dict.fromkeys(serious))})"]
+        lines += map(str, self.findings)
         for section, facts in self.facts.items():
             width = max(map(len, facts), default=0)
-            lines += ["", section]
-            lines += [f"  {name:<{width}}  {value}" for name, value in facts.items()]
-        return "\n".join(line.rstrip() for line in "\n".join(lines).splitlines())
+            lines += ["", section, *[f"  {name:<{width}}  {facts[name]}" for name in facts]]
+        return "\n".join(lines)
 
     __repr__ = __str__  # A notebook shows the text.
-
-    def as_json(self) -> str:
-        """Returns the report as JSON: ``title``, ``findings``, ``facts``, ``values``."""
-        whole: dict[str, Any] = {
-            "title": self.title,
-            "findings": [asdict(finding) for finding in self.findings],
-            "facts": {section: dict(facts) for section, facts in self.facts.items()},
-            "values": dict(self.values),
-        }
-        return json.dumps(whole, indent=2)
-
-    def _summary(self) -> str:
-        counts = [(sum(f.severity == one for f in self.findings), one) for one in SEVERITIES]
-        parts = [f"{count} {one}{'s' if count > 1 else ''}" for count, one in counts if count]
-        serious = [f.code for f in self.findings if f.severity != "note"] or list(self.codes)
-        if not parts:
-            return "nothing wrong was found"
-        return f"{', '.join(parts)} ({', '.join(dict.fromkeys(serious))})"
-
-
-def ordered(findings: Iterable[Finding]) -> tuple[Finding, ...]:
-    """Sorts findings by severity; keeps the given order within each severity."""
-    return tuple(sorted(findings, key=lambda finding: SEVERITIES.index(finding.severity)))
