@@ -309,7 +309,7 @@ def test_hidden_gpus_leave_no_gap_and_are_named(run: Run) -> None:
         tf.config.set_visible_devices(GPUS[1:], "GPU")
         assert names(list_devices("GPU")) == ("GPU:0", "GPU:1", "GPU:2")
         assert logical_to_physical() == {"CPU:0": "CPU:0", "GPU:0": "GPU:1", "GPU:1": "GPU:2"}
-        hidden = ["Existing: CPU:0, GPU:1, GPU:2", "The program hides GPU:0 from TensorFlow"]
+        hidden = ["Existing: CPU:0, GPU:1, GPU:2", "the program hides GPU:0 from TensorFlow"]
         refused(DeviceNotFoundError, hidden, lambda: split_device("GPU:0", 2, memory=GIB))
         assert split_device("GPU:2", parts=2, memory=GIB) == ("GPU:1", "GPU:2")
         tf.config.set_visible_devices([], "GPU")

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tfmultigpu.devices import Device
 from tfmultigpu.devices.names import parse_device_name, resolve_devices
 from tfmultigpu.errors import DeviceNotFoundError
 
@@ -67,6 +68,7 @@ WRONG: list[tuple[Any, type[Exception], str]] = [
     (0, ValueError, r"at least 1, or a list of names.*devices=0"),
     (True, TypeError, r"a whole number.*devices=True"),
     ([1], TypeError, r'Write "GPU:1"'),
+    ([Device("CPU:3", "CPU", 3)], TypeError, r'Write "CPU:3"'),
     ({"GPU:1", "GPU:0"}, TypeError, r"Write a list: devices=\['GPU:0', 'GPU:1'\]"),
     ([], ValueError, r"empty list, for which TensorFlow would take every"),
     (["GPU:1", "/device:gpu:1"], ValueError, r"GPU:1 is named more than once.*=\['GPU:1'\]"),

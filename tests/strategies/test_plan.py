@@ -310,7 +310,7 @@ def test_the_plan_reads_well() -> None:
         "  not one_device: mirrored comes first",
         "  requested but unavailable: communication='nccl': NCCL runs on GPUs only, and these are "
         "CPUs",
-        "  no more GPUs: None is here. Buy one.",
+        "  No more GPUs: none is here. Buy one.",
     ]
 
 
@@ -322,7 +322,7 @@ def test_why_there_are_no_more_gpus_is_said_where_somebody_may_wonder() -> None:
         choose(machine(0, cpus=2), devices=2),
         choose(machine(0, cluster=TWO_WORKERS)),
     ]
-    assert {plan.more_gpus for plan in told} == {"None is here. Buy one."}
+    assert {plan.more_gpus for plan in told} == {"No more GPUs: none is here. Buy one."}
     quiet = [
         choose(machine(2)),
         choose(machine(2), devices=["GPU:1"]),
@@ -332,12 +332,21 @@ def test_why_there_are_no_more_gpus_is_said_where_somebody_may_wonder() -> None:
     ]
     assert {plan.more_gpus for plan in quiet} == {""}
     assert choose(machine(1)).reason == "GPU:0 is the only GPU: none is here"
-    with pytest.raises(DeviceNotFoundError, match=r"None is here\. Buy one"):
+    with pytest.raises(DeviceNotFoundError, match=r"none is here\. Buy one"):
         choose(machine(1), devices=["GPU:1"])
 
 
-def test_unknown_choices_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"prefer must be one of auto, tpu, .*: prefer='gpu'"):
-        choose(machine(1), prefer="gpu")
-    with pytest.raises(ValueError, match=r"communication must be one of auto, .*='mpi'"):
-        choose(machine(1), communication="mpi")
+UNKNOWN: list[tuple[str, Any, str]] = [
+    ("prefer", "gpu", r"prefer must be one of auto, tpu, .*: prefer='gpu'\. Write prefer='auto'"),
+    ("prefer", "TPU", r"Write prefer='tpu'"),
+    ("prefer", ["GPU:0"], r"Write devices=\['GPU:0'\]"),  # As MirroredStrategy takes them.
+    ("prefer", 2, r"Write devices=2"),
+    ("communication", "NCCL", r"communication must be one of auto, .*Write communication='nccl'"),
+    ("communication", "mpi", r"Write communication='auto'"),
+]
+
+
+def test_unknown_choices_are_refused_with_the_line() -> None:
+    for name, value, said in UNKNOWN:
+        with pytest.raises(ValueError, match=said):
+            choose(machine(1), **{name: value})

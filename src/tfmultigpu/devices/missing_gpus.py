@@ -26,7 +26,7 @@ class MissingGpus(NamedTuple):
 
     def __str__(self) -> str:
         """Returns both as sentences."""
-        return f"{self.reason[0].upper()}{self.reason[1:]}. {self.cure}"
+        return f"No more GPUs: {self.reason}. {self.cure}"
 
 
 def why_no_more_gpus() -> MissingGpus | None:

@@ -34,8 +34,10 @@ def parse_device_name(name: str) -> str:
         'GPU:1'
     """
     if not isinstance(name, str):
+        inside = getattr(name, "name", None)  # Of a Device, or TensorFlow's own.
         index = name if isinstance(name, int) else 0
-        raise TypeError(f'A device name is a string. Write "GPU:{index}". Received: name={name!r}')
+        short = parse_device_name(inside) if isinstance(inside, str) else f"GPU:{index}"
+        raise TypeError(f'A device name is a string. Write "{short}". Received: name={name!r}')
     match = _NAME.fullmatch(name.strip())
     if match is None or match["kind"].upper() in _NOT_A_KIND:
         raise ValueError(

@@ -117,6 +117,8 @@ def create_strategy(
             "startup_timeout must be a number of seconds above 0, to wait for the other workers. "
             f"Received: startup_timeout={startup_timeout!r}."
         )
+    if not isinstance(fallback, bool):
+        raise TypeError(f"fallback must be True or False. Received: fallback={fallback!r}.")
     leave_out_progress()
     facts = _look_around(prefer, devices, cluster)
     plan = choose(facts, prefer, devices, communication)
@@ -131,8 +133,8 @@ def create_strategy(
             _accept(plan, fallback)
     if facts.tpu.address is not None and facts.tpu.missing is not None:
         _log.warning("No TPU: %s", facts.tpu.missing)
-    if plan.more_gpus and not facts.of_kind("GPU"):
-        _log.warning("No GPU: %s Training runs on %s.", plan.more_gpus, ", ".join(plan.devices))
+    if plan.more_gpus and not plan.unmet and not facts.of_kind("GPU"):
+        _log.warning("No GPU. Training runs on %s. %s", ", ".join(plan.devices), plan.more_gpus)
     _log.info("%s", plan)
     if plan.kind == "multi_worker":
         strategy = _join(plan, startup_timeout)

@@ -99,7 +99,7 @@ class StrategyPlan:
         ]
         lines += [f"  not {kind}: {why}" for kind, why in self.rejected.items()]
         lines += [f"  requested but unavailable: {what}" for what in self.unmet]
-        lines += [f"  no more GPUs: {self.more_gpus}"] if self.more_gpus else []
+        lines += [f"  {self.more_gpus}"] if self.more_gpus else []
         return "\n".join(lines)
 
 
@@ -183,7 +183,13 @@ def choose(
 
 def _check(name: str, value: object, choices: Sequence[str]) -> None:
     if value not in choices:
-        raise ValueError(f"{name} must be one of {', '.join(choices)}. Received: {name}={value!r}.")
+        small = str(value).lower()
+        line = f"{name}={small if small in choices else 'auto'!r}"
+        if name == "prefer" and not (isinstance(value, str) and value.isidentifier()):
+            line = f"devices={value!r}"
+        raise ValueError(
+            f"{name} must be one of {', '.join(choices)}. Received: {name}={value!r}. Write {line}."
+        )
 
 
 def _named_devices(
