@@ -211,6 +211,7 @@ class Timed:
         self.model, self.optimizer = step.model, step.optimizer
         self.metrics, self.strategy = step.metrics, step.strategy
         self.features = step.features
+        self.changed_variables = step.changed_variables
         self.now = 0.0
         monkeypatch.setattr(capacities.time, "perf_counter", lambda: self.now)
 
@@ -268,6 +269,23 @@ def test_measuring_changes_nothing(monkeypatch) -> None:
     tmg.measured_capacities(step, (X, X[:, :1]))
     for one, other in zip(before, state(), strict=True):
         np.testing.assert_array_equal(one, other)
+
+
+# Fails if one copy is written to all replicas, or if a variable is forgotten.
+def test_measuring_restores_each_copy(monkeypatch) -> None:
+    strategy = strategy_of(2)
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((4,)), keras.layers.BatchNormalization()])
+        model.add(keras.layers.Dense(1))
+        optimizer = keras.optimizers.SGD(0.1)
+    step = tmg.make_train_step(model, optimizer, "mse", strategy, verify=False)
+    step((X[:8], X[:8, :1]))
+    mean = strategy.experimental_local_results(model.layers[0].moving_mean.value)
+    mean[1].assign_add(tf.ones([4]))  # As replicas differ that each normalize their own rows.
+    before = [copy.numpy() for copy in mean]
+    tmg.measured_capacities(Timed(step, (400.0, 100.0), monkeypatch), (X, X[:, :1]))
+    for copy, value in zip(mean, before, strict=True):
+        np.testing.assert_array_equal(copy.numpy(), value)
 
 
 def test_a_step_that_was_never_called() -> None:

@@ -2,13 +2,12 @@
 
 from tfmultigpu.addons.tuning.batch_size import find_batch_size
 from tfmultigpu.addons.tuning.capacities import measured_capacities, memory_capacities
-from tfmultigpu.addons.tuning.scaling import Scaling, ScalingPoint, measure_scaling
+from tfmultigpu.addons.tuning.scaling import ScalingRow, measure_scaling
 from tfmultigpu.addons.tuning.step_profile import Advice, StepProfile, profile_step
 
 __all__ = [
     "Advice",
-    "Scaling",
-    "ScalingPoint",
+    "ScalingRow",
     "StepProfile",
     "find_batch_size",
     "measure_scaling",

@@ -23,7 +23,7 @@ from tfmultigpu.devices.discovery import list_devices, logical_to_physical
 from tfmultigpu.devices.names import parse_device_name
 from tfmultigpu.errors import DataError
 from tfmultigpu.steps.batches import as_tensors
-from tfmultigpu.strategies.scopes import check_strategy
+from tfmultigpu.strategies.scopes import all_layers, check_strategy
 from tfmultigpu.strategies.topology import is_sharded, tf_variable
 from tfmultigpu.strategies.worker_exchange import WorkerExchange
 from tfmultigpu.types import Model, Optimizer, Strategy
@@ -124,6 +124,9 @@ class Step(Protocol):
     strategy: tf.distribute.Strategy
     features: Sequence[Any]
 
+    def changed_variables(self) -> list[Any]:
+        """Returns the variables of model, optimizer, closures and features."""
+
     def __call__(self, batch: Any) -> Mapping[str, Any]:
         """Trains on one batch."""
 
@@ -189,13 +192,18 @@ def measured_capacities(step: Step, batch: Any, *, repeats: int = 5) -> tuple[fl
             f"Received: a step whose model {step.model.name!r} has not been trained on any batch "
             "yet. Call step(batch) once."
         )
-    state = _variables_of(step)
-    before = [variable.numpy() for variable in state]
+    # Each copy by itself: replicas may have statistics of their own.
+    copies = [
+        copy
+        for variable in _changed_by(step)
+        for copy in strategy.experimental_local_results(tf_variable(variable))
+    ]
+    before = [copy.numpy() for copy in copies]
     try:
         times = _fastest_times(step, batch, repeats, strategy)
     finally:
-        for variable, value in zip(state, before, strict=True):
-            variable.assign(value)
+        for copy, value in zip(copies, before, strict=True):
+            copy.assign(value)
     seconds = _seconds_per_example(examples, *_mean_of_workers(times, strategy))
     if min(seconds) <= 0:
         raise DataError(
@@ -254,12 +262,17 @@ def _fastest_times(
     return [min(taken) for taken in times]
 
 
-def _variables_of(step: Step) -> list[Any]:
+def _changed_by(step: Step) -> list[Any]:
+    """Returns the variables that a step may change, those of TensorFlow in layers included."""
     metrics = [variable for metric in step.metrics for variable in metric.variables]
-    own = [variable for feature in step.features for variable in feature.variables]
+    plain = [
+        value
+        for layer in all_layers(step.model)
+        for value in vars(layer).values()
+        if isinstance(value, tf.Variable)
+    ]
     seeds = _compat.global_seeds()
-    seed_states = [] if seeds is None else [seeds.state]
-    return [*step.model.variables, *step.optimizer.variables, *metrics, *own, *seed_states]
+    return [*step.changed_variables(), *metrics, *plain, *([] if seeds is None else [seeds.state])]
 
 
 def _model_bytes(
