@@ -9,7 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 import tfmultigpu as tmg
-from tfmultigpu.addons.testing.comparison import compare
+from tfmultigpu.addons.testing.comparison import difference
 from tfmultigpu.arguments import check_count
 
 __all__ = ["run_demo"]
@@ -37,7 +37,7 @@ def run_demo(replicas: int | None = None, epochs: int = 10) -> bool:
             for s in (slice(rows), slice(1500, None))]  # fmt: skip
     one, many = train(devices[:1], data, epochs), train(devices, data, epochs)
     tolerance = TOLERANCE[devices[0][:3]]
-    differences = [compare(name, 0, one[name], many[name]) for name in one]
+    differences = [difference(one[name], many[name], name) for name in one]
     print(f"\n{'':24}{'one device':>12}{f'{several} replicas':>12}{'difference':>12}")
     for this in differences:
         print(f"{this.quantity:24}{this.expected:12.6f}{this.actual:12.6f}{this.amount:12.0e}")

@@ -24,7 +24,7 @@ from tfmultigpu.addons.testing import (
     run_workers,
     virtual_devices,
 )
-from tfmultigpu.addons.testing.comparison import compare
+from tfmultigpu.addons.testing.comparison import difference
 
 _random = np.random.default_rng(0)
 X = _random.normal(size=(17, 3)).astype("float32")
@@ -280,8 +280,8 @@ def test_more_replicas_than_devices() -> None:
         (3.0, 3.0, 0.0, ()),
     ],
 )
-def test_compare(expected: object, actual: object, amount: float, place: tuple) -> None:
-    found = compare("it", 1, np.array(expected), np.array(actual))
+def test_difference(expected: object, actual: object, amount: float, place: tuple) -> None:
+    found = difference(np.array(expected), np.array(actual), "it", 1)
     assert found.amount == amount
     assert found.place == place
 

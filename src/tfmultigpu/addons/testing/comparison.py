@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["Difference", "Differences", "InvarianceReport", "ReplicaInvarianceError", "compare"]
+__all__ = ["Difference", "Differences", "InvarianceReport", "ReplicaInvarianceError", "difference"]
 
 _SHOWN = 8
 
@@ -115,7 +115,7 @@ class Differences:
 
     def add(self, quantity: str, step: int, expected: Any, actual: Any) -> None:
         """Compares one quantity after a step."""
-        found = compare(quantity, step, expected, actual)
+        found = difference(expected, actual, quantity, step)
         if not _is_finite(expected):
             self.not_finite[quantity] = None
         known = self.largest.get(quantity)
@@ -127,8 +127,13 @@ class Differences:
             self.first.append(found)
 
 
-def compare(quantity: str, step: int, expected: Any, actual: Any) -> Difference:
-    """Returns the largest difference between two arrays of numbers, strings or booleans."""
+def difference(expected: Any, actual: Any, quantity: str = "", step: int = 0) -> Difference:
+    """Returns the largest difference between two arrays of numbers, strings or booleans.
+
+    Example:
+        >>> difference([1.0, 4.0], [1.0, 5.0], "loss").amount
+        0.25
+    """
     one, other = np.asarray(expected), np.asarray(actual)
     if one.shape != other.shape:
         return Difference(quantity, step, np.inf, (), f"shape {one.shape}", f"shape {other.shape}")

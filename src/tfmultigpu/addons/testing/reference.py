@@ -1,15 +1,13 @@
-"""Reference loop on one device, written without the steps of this library."""
+"""Reference loop on one device. It imports nothing of this library: what it tests is elsewhere."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+import functools
+from collections.abc import Mapping
 from typing import Any
 
 import tensorflow as tf
-
-from tfmultigpu.accumulation.loss_sum import as_loss
-from tfmultigpu.data.batch_format import any_rows
 
 __all__ = ["OneDevice", "Training"]
 
@@ -67,11 +65,11 @@ class OneDevice:
         """Takes a training whose variables were created outside of any strategy."""
         self.training = training
         self._losses = tf.nest.map_structure(
-            lambda loss: None if loss is None else as_loss(loss), training.loss
+            lambda loss: None if loss is None else _keras_loss(loss), training.loss
         )
-        self._step = _trace_per_spec(self._train)
-        self._evaluation = _trace_per_spec(self._evaluate)
-        self._prediction = _trace_per_spec(lambda batch: self._call(batch, training=False)[2])
+        traced: Any = functools.partial(tf.function, reduce_retracing=True, autograph=False)
+        self._step, self._evaluation = traced(self._train), traced(self._evaluate)
+        self._prediction = traced(lambda batch: self._call(batch, training=False)[2])
 
     def build(self, batch: Any) -> None:
         """Creates the variables of model and optimizer."""
@@ -146,30 +144,35 @@ class OneDevice:
         return self._loss(batch, training=False)[0]
 
 
-def _trace_per_spec(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Traces a function of a batch once for each structure, whatever the number of examples."""
-    traces: list[tuple[Any, Any]] = []
+def _keras_loss(loss: Any) -> Any:
+    """Returns a loss as a ``keras.losses.Loss``, as ``compile`` makes one of a name or function."""
+    import keras
 
-    def call(batch: Any) -> Any:
-        spec = tf.nest.map_structure(any_rows, batch)
-        leaves = [leaf for leaf in tf.nest.flatten(batch) if leaf is not None]
-        for known, traced in traces:
-            if known == spec:
-                return traced(*leaves)
+    function = keras.losses.get(loss) if isinstance(loss, str) else loss
+    if isinstance(function, keras.losses.Loss):
+        return function
+    if function is getattr(keras.losses, "circle", None):
+        return keras.losses.Circle()
 
-        def call_with_leaves(*leaves: Any) -> Any:
-            remaining = iter(leaves)
-            return function(
-                tf.nest.map_structure(lambda one: None if one is None else next(remaining), spec)
-            )
+    class OfFunction(keras.losses.Loss):  # type: ignore[misc]
+        """Function of values for each example; its arguments get the same rank, as in Keras."""
 
-        # An input signature cannot hold None, such as missing sample weights.
-        signature = [one for one in tf.nest.flatten(spec) if one is not None]
-        traced = tf.function(call_with_leaves, input_signature=signature, autograph=False)
-        traces.append((spec, traced))
-        return traced(*leaves)
+        def call(self, y_true: Any, y_pred: Any) -> Any:
+            if not tf.nest.is_nested(y_true) and not tf.nest.is_nested(y_pred):
+                y_true, y_pred = _fit_rank(y_true, y_pred), _fit_rank(y_pred, y_true)
+            return function(y_true, y_pred)
 
-    return call
+    return OfFunction(name="loss")
+
+
+def _fit_rank(values: Any, other: Any) -> Any:
+    """Adds or removes a last axis of size 1 if the rank differs by one."""
+    rank, wanted = values.shape.rank, other.shape.rank
+    if None in (rank, wanted) or abs(rank - wanted) != 1:
+        return values
+    if rank == 1 and other.shape[-1] == 1:
+        return values[..., None]
+    return tf.squeeze(values, -1) if rank > wanted > 1 and values.shape[-1] == 1 else values
 
 
 def _unpack(batch: Any) -> tuple[Any, Any, Any]:
