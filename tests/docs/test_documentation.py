@@ -322,7 +322,7 @@ PACKAGES = [name for name in tmg.__all__ if inspect.ismodule(getattr(tmg, name))
 @pytest.mark.parametrize("package", PACKAGES)
 def test_the_reference_documents_the_public_names_of_a_package(package: str) -> None:
     page = (ROOT / "docs" / "reference" / f"{package}.md").read_text()
-    named = re.findall(r"^::: tfmultigpu\.(?:\w+\.)?(\w+)$", page, re.MULTILINE)
+    named = re.findall(r"^::: tfmultigpu\.(?:\w+\.)*(\w+)$", page, re.MULTILINE)
     module = getattr(tmg, package)
     assert sorted(named) == sorted(module.__all__)
     for name in named:
