@@ -167,6 +167,13 @@ def test_what_the_machine_hides_comes_first(monkeypatch: pytest.MonkeyPatch) -> 
     assert explain(built(1)[0], strategy=strategy_of(2)).codes == ("cluster", "model-scope")
 
 
+def test_hidden_gpus_are_told_though_no_driver_counts_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    report = explain(*built(2), strategy=strategy_of(2))
+    assert report.codes == ("gpus-hidden",)
+    assert "unset CUDA_VISIBLE_DEVICES" in report.findings[0].change
+
+
 def test_another_backend_is_all_that_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(keras.config, "backend", lambda: "jax")
     assert explain(built(1)[0]).codes == ("keras-backend",)

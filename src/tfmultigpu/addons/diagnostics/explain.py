@@ -74,7 +74,9 @@ def explain(
             "explain was called inside a tf.function, where variables have no values to read. Call "
             "tmg.explain outside of it, before the loop."
         )
-    causes = [cause for cause in find_causes(inspect_machine()) if cause.severity == "error"]
+    serious = ("error", "gpus-hidden")  # Also where no driver tells how many GPUs are hidden.
+    causes = find_causes(inspect_machine())
+    causes = [cause for cause in causes if {cause.severity, cause.code} & {*serious}]
     if "keras-backend" in {cause.code for cause in causes}:
         return Report("tfmultigpu explain", tuple(causes), {})
     trained = [(model, optimizer)]
