@@ -12,7 +12,7 @@ from one_device import strategy_of
 
 import tfmultigpu as tmg
 from tfmultigpu import _compat
-from tfmultigpu.addons.tuning import capacities
+from tfmultigpu.addons.tuning import capacities, speeds
 
 MIB = 1024**2
 GIB = 1024**3
@@ -213,7 +213,7 @@ class Timed:
         self.features = step.features
         self.changed_variables = step.changed_variables
         self.now = 0.0
-        monkeypatch.setattr(capacities.time, "perf_counter", lambda: self.now)
+        monkeypatch.setattr(speeds.time, "perf_counter", lambda: self.now)
 
     def __call__(self, batch):
         logs = self.step(batch)

@@ -137,8 +137,8 @@ def _gpus_hidden(machine: Machine) -> Iterator[Finding]:
             severity if total or machine.driver.cards else "note",
             "gpus-hidden",
             f"{variable} shows TensorFlow " + (f"{shown} of {total} GPU(s)." if total else "none."),
-            "What it leaves out is idle, without a message. CUDA stops at the first entry that names "
-            "no GPU, and shows none if one is named twice.",
+            "What it leaves out is idle, without a message. CUDA stops at the first entry that "
+            "names no GPU, and shows none if one is named twice.",
             f"unset CUDA_VISIBLE_DEVICES, before Python starts{every}",
         )
 
