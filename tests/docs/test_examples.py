@@ -54,7 +54,7 @@ LAST_LINE = {
 # What else must be in the output, where the last line does not say it all.
 ALSO = {
     "distillation": ("hard 0.", "soft 0.", "val_soft 0."),
-    "explicit_devices": ("No such device here: GPU:0, GPU:99", "hierarchical_copy: largest"),
+    "explicit_devices": ("but not here: GPU:0, GPU:99", "hierarchical_copy: largest"),
     "gradient_accumulation": ("3 updates of 4 batches of 32",),
     "gan": ("d_found 0.", "d_loss 1.", "g_loss 0."),
     "input_pipeline": ("each of 1003 examples once per epoch", "epoch 3: 1003 examples"),
@@ -63,7 +63,7 @@ ALSO = {
     "memory_growth": ("came after TensorFlow had started its devices",),
     "one_gpu_by_mistake": ("1 copy of each weight", "model was created", "optimizer was created"),
     "resource_conflict": (
-        "one device instead: No such device here: GPU:98, GPU:99",
+        "one device instead: Asked for GPU:98, GPU:99, but not here: GPU:98, GPU:99",
         "communication='nccl': NCCL runs on GPUs only",
         "micro_batches=1: Replica ",
         "fit with micro_batches=2",

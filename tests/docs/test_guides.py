@@ -22,7 +22,6 @@ GUIDES = [
         "own-steps",
         "speed",
         "steps",
-        "strategies",
         "testing",
         "troubleshooting",
         "unequal-gpus",
