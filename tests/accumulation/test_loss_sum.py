@@ -189,7 +189,7 @@ def test_labels_and_predictions_that_differ_by_an_axis_of_one():
 
 
 def test_masks():
-    """Two shards whose masks keep different numbers of elements."""
+    """Shards whose masks keep different numbers of elements, one shard without rows."""
     tokens = np.array([[1, 2, 3], [4, 0, 0], [5, 6, 0], [7, 0, 0], [1, 1, 1], [0, 0, 0], [2, 0, 0]])
     features = np.repeat(tokens[..., None], 2, axis=-1).astype("float32")
     labels = _random.integers(0, 2, (ROWS, 3))
@@ -202,7 +202,7 @@ def test_masks():
             tmg.loss_sum(
                 loss, labels[i:j], masking(features[i:j]), None if weights is None else weights[i:j]
             )
-            for i, j in ((0, 2), (2, 6), (6, 7))
+            for i, j in ((0, 2), (2, 2), (2, 6), (6, 7))
         ]
         total = sum(float(shard.sum) for shard in shards)
         weight = 1.0 if reduction == "sum" else sum(float(shard.weight) for shard in shards)

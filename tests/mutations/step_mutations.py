@@ -24,7 +24,7 @@ STEPS = (
         "accumulation/loss_sum.py",
         (
             (
-                "LossTerm(total, valid * elements / tf.cast(tf.size(mask), total.dtype))",
+                "LossTerm(total, tf.math.divide_no_nan(valid * elements, masked))",
                 "LossTerm(total, elements)",
             ),
         ),

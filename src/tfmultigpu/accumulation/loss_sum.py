@@ -209,7 +209,8 @@ def loss_term(loss: Any, y_true: Any, y_pred: Any, sample_weight: Any = None) ->
     elements = tf.cast(tf.size(values), total.dtype)
     if mask is not None:
         valid = tf.cast(tf.math.count_nonzero(mask), total.dtype)
-        return LossTerm(total, valid * elements / tf.cast(tf.size(mask), total.dtype))
+        masked = tf.cast(tf.size(mask), total.dtype)  # 0 in a shard without rows.
+        return LossTerm(total, tf.math.divide_no_nan(valid * elements, masked))
     # A function may merge, drop or add rows; the losses of Keras return one entry per row.
     per_row = values.shape[1:].num_elements() if _is_from_keras(loss) else None
     return LossTerm(total, elements, float(per_row) if per_row else None)
