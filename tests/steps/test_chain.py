@@ -164,8 +164,8 @@ def test_a_chain_is_profiled_and_explained() -> None:
     profile = tmg.tuning.profile_step(chain, data, steps=2)
     trained = [int(s.optimizer.iterations.numpy()) - b for s, b in zip(steps, before, strict=True)]
     assert trained[0] == 2 * trained[1] > 0
-    assert len(profile.replicas) == 2
-    assert min(profile.compute, profile.update, *profile.replicas) > 0
+    assert profile.examples == 8
+    assert min(profile.input, profile.call, profile.all_reduce) > 0
     report = tmg.explain(chain, dataset=data)
     assert set(report.facts) == {f"model {step.model.name}" for step in steps}
     assert report.codes == ("in-order",)

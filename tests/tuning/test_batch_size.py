@@ -13,7 +13,7 @@ from hypothesis import given, settings, strategies as st
 from run_script import run_script
 
 import tfmultigpu as tmg
-from tfmultigpu.addons.tuning.batch_size import runs_out_of_memory
+from tfmultigpu.addons.tuning.batch_size import _ran_out_of_memory
 
 
 class Memory:
@@ -67,17 +67,8 @@ def test_other_errors_are_not_swallowed() -> None:
 
     with pytest.raises(tf.errors.InternalError, match="cuDNN launch failure"):
         tmg.find_batch_size(try_batch)
-
-
-def test_a_predicate_of_the_user() -> None:
-    def try_batch(size: int) -> None:
-        if size > 10:
-            raise RuntimeError("accelerator 7 is full")
-
-    found = tmg.find_batch_size(try_batch, out_of_memory=lambda error: "is full" in str(error))
-    assert found == 10
-    with pytest.raises(RuntimeError, match="accelerator 7"):
-        tmg.find_batch_size(try_batch)
+    with pytest.raises(TypeError, match="not callable"):
+        tmg.find_batch_size(64)  # type: ignore[arg-type]
 
 
 @each(
@@ -95,7 +86,7 @@ def test_a_predicate_of_the_user() -> None:
     ],
 )
 def test_what_means_that_memory_ran_out(error: BaseException, expected: bool) -> None:
-    assert runs_out_of_memory(error) is expected
+    assert _ran_out_of_memory(error) is expected
 
 
 @each(
@@ -114,11 +105,6 @@ def test_what_means_that_memory_ran_out(error: BaseException, expected: bool) ->
 def test_sizes_that_make_no_sense(options: dict) -> None:
     with pytest.raises((TypeError, ValueError), match="must be a whole number, at least 1"):
         tmg.find_batch_size(lambda size: None, **options)
-
-
-def test_what_is_tried_is_a_function() -> None:
-    with pytest.raises(TypeError, match=r"runs one step\. Received: try_batch=64\."):
-        tmg.find_batch_size(64)  # type: ignore[arg-type]
 
 
 def test_what_a_failed_try_held_is_freed() -> None:

@@ -23,11 +23,8 @@ def test_workers_of_unequal_memory_and_speed() -> None:
     ]
     for worker, seen in enumerate(found):
         assert seen["differs"] <= 1e-6, worker
-        plain, net = seen["memory"]
-        assert plain == (2 * GIB + 1, 3 * GIB + 1, 4 * GIB + 1)  # to the byte
-        taken = 21 * 4 * (1 + 2)  # weights, and gradients twice
-        assert net == (2 * GIB - taken, 3 * GIB - taken, 4 * GIB - taken)
-        says = "Received: -1 for CPU:0" if worker == 1 else "memory of its replicas [1]"
+        assert seen["memory"] == (2 * GIB + 1, 3 * GIB + 1, 4 * GIB + 1)  # to the byte
+        says = "memory={'CPU:0': -1}" if worker == 1 else "memory of its replicas [1]"
         assert says in seen["unknown"]
         assert seen["speeds"] == found[0]["speeds"]
         assert "A layer synchronises the replicas" in seen["refused"]

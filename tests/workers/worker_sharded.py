@@ -183,7 +183,6 @@ def placed() -> dict[str, Any]:
     first = [float(np.sum(np.square(v.numpy()))) for v in model.variables]
     step = tmg.make_train_step(model, optimizer, crossentropy(), strategy)
     step((X[:8], Y[:8]))
-    profile = tmg.tuning.profile_step(step, [(X[:8], Y[:8])] * 4)
     alone = [v for v in model.variables if is_sharded(v)]
     slots = [
         v
@@ -206,7 +205,6 @@ def placed() -> dict[str, Any]:
         "small": bytes_on_devices(small),
         "slots": bytes_on_devices(slots),
         "trained": sum(4 * v.shape.num_elements() for v in model.trainable_variables),
-        "profiled": bool(profile.parts),
         "report": str(tmg.explain(step)),
     }
 

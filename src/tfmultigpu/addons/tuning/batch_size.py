@@ -20,11 +20,7 @@ _LARGEST = 2**24
 
 
 def find_batch_size(
-    try_batch: Callable[[int], Any],
-    *,
-    start: int = 32,
-    limit: int | None = None,
-    out_of_memory: Callable[[BaseException], bool] | None = None,
+    try_batch: Callable[[int], Any], *, start: int = 32, limit: int | None = None
 ) -> int:
     """Finds the largest batch size that fits: doubles until out of memory, then bisects.
 
@@ -35,12 +31,9 @@ def find_batch_size(
     Args:
         try_batch: Runs at least one train step on a batch of that many examples, and waits for its
             result, such as the loss. The step must be the real one: forward, backward and update.
+            ``MemoryError`` and TensorFlow's errors say that memory ran out; others are raised.
         start: The first size to try, at least 1.
-        limit: The largest size to try; None: 2**24. Give one on a CPU, whose memory TensorFlow does
-            not limit.
-        out_of_memory: Returns whether an exception means that memory ran out. None recognizes
-            ``MemoryError`` (``OutOfMemoryError`` is one), ``tf.errors.ResourceExhaustedError``, and
-            other errors of TensorFlow by their message.
+        limit: The largest size to try; None: 2**24. Give one on a CPU, which has no limit.
 
     Returns:
         The largest size that ran.
@@ -48,7 +41,7 @@ def find_batch_size(
     Raises:
         OutOfMemoryError: A batch of one example does not fit.
         TfMultiGpuError: Called under several workers.
-        TypeError: ``try_batch`` is not a function, or ``start`` or ``limit`` not a whole number.
+        TypeError: ``start`` or ``limit`` is not a whole number.
         ValueError: ``start`` or ``limit`` is less than 1.
 
     Example:
@@ -59,25 +52,19 @@ def find_batch_size(
         >>> tmg.find_batch_size(try_batch)
         100
     """
-    if not callable(try_batch):
-        raise TypeError(
-            "try_batch must be a function of the batch size that runs one step. Received: "
-            f"try_batch={try_batch!r}."
-        )
     start = check_count("start", start)
     largest = _LARGEST if limit is None else check_count("limit", limit, other="None")
     strategy = tf.distribute.get_strategy()
     if WorkerExchange(strategy).workers > 1:
         raise TfMultiGpuError(
-            "find_batch_size was called under several workers: "
-            f"{type(strategy).__name__} with {strategy.num_replicas_in_sync} replicas. If one "
-            "worker runs out of memory, the others wait for it for ever. Call find_batch_size in a "
-            "separate process, on one machine, before create_strategy."
+            "If one of several workers runs out of memory, the others wait for it for ever. "
+            f"Received: {strategy.num_replicas_in_sync} replicas of several workers. Call "
+            "find_batch_size in a separate process, on one machine, before create_strategy."
         )
     fits, too_large = 0, largest + 1
     size = min(start, largest)
     while too_large - fits > 1:
-        if _fits(try_batch, size, out_of_memory or runs_out_of_memory):
+        if _fits(try_batch, size):
             fits = size
             grown = 2 * size if too_large > largest else (fits + too_large) // 2
             size = min(grown, int(largest))
@@ -92,27 +79,19 @@ def find_batch_size(
     return fits
 
 
-def runs_out_of_memory(error: BaseException) -> bool:
-    """Returns whether an exception means that a device or the machine has no memory left.
-
-    XLA and cuDNN report it by the message of an internal error.
-
-    Args:
-        error: Any exception.
-    """
+def _ran_out_of_memory(error: BaseException) -> bool:
+    """Returns whether an exception says so; that of XLA and cuDNN does in its message."""
     if isinstance(error, (MemoryError, tf.errors.ResourceExhaustedError)):
         return True
     kinds = (tf.errors.InternalError, tf.errors.UnknownError, tf.errors.AbortedError)
     return isinstance(error, kinds) and line_on_memory(error.message) is not None
 
 
-def _fits(
-    try_batch: Callable[[int], Any], size: int, out_of_memory: Callable[[BaseException], bool]
-) -> bool:
+def _fits(try_batch: Callable[[int], Any], size: int) -> bool:
     try:
         try_batch(size)
     except Exception as error:
-        if not out_of_memory(error):
+        if not _ran_out_of_memory(error):
             raise
         # The frames of the error keep tensors alive.
         link: BaseException | None = error
