@@ -59,7 +59,7 @@ def test_free_memory_of_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_memory_that_tensorflow_has_taken_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend_gpus(monkeypatch, free=(0.2 * GIB, 0.1 * GIB), growth=False)
-    with pytest.raises(tmg.errors.DataError, match=r"have no meaning\. Call tmg\.enable_memory_gro"):
+    with pytest.raises(tmg.errors.DataError, match=r"have no meaning\. Call tmg\.enable_mem"):
         tmg.memory_capacities(strategy_of(2))
 
 
@@ -120,7 +120,8 @@ class Timed:
     def __call__(self, batch: Any) -> Any:
         shards = self.strategy.experimental_local_results(batch[0])
         rows = [int(shard.shape[0]) for shard in shards]
-        self.now += 0.5 + max(n / speed for n, speed in zip(rows, self.rows_per_second, strict=True))
+        parts = zip(rows, self.rows_per_second, strict=True)
+        self.now += 0.5 + max(count / speed for count, speed in parts)
         return self.step(batch)
 
 
@@ -176,5 +177,5 @@ def test_what_cannot_be_timed(monkeypatch: pytest.MonkeyPatch) -> None:
             tmg.measured_capacities(step, BATCH, repeats=repeats)  # type: ignore[arg-type]
     data = tmg.distribute_dataset(BATCH, step.strategy, batch_size=64)
     for wrong in (data, next(iter(data)), "x", (X.tolist(), X.tolist()), 3.0):
-        with pytest.raises(tmg.errors.DataError, match="not yet divided. Received: "):
+        with pytest.raises(tmg.errors.DataError, match=r"not yet divided\. Received: "):
             tmg.measured_capacities(step, wrong)
