@@ -198,16 +198,7 @@ CALLS: dict[str, Callable[[Any, Any, Any], Any]] = {
 }
 
 
-SILENT = pytest.mark.xfail(
-    strict=True,
-    reason="make_train_step without strategy= trains on one device although there are replicas.",
-)
-
-
-@pytest.mark.parametrize(
-    "call",
-    ["fit", "evaluate", "predict", pytest.param("make_train_step", marks=SILENT)],
-)
+@pytest.mark.parametrize("call", CALLS)
 def test_a_model_outside_every_scope_is_refused(call: str) -> None:
     strategy = strategy_of(2)
     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])

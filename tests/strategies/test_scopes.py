@@ -51,13 +51,13 @@ def test_a_model_on_no_strategy_beside_one_of_several_replicas(call: str) -> Non
     with pytest.raises(tmg.ScopeError) as caught:
         CALLS[call](model)
     assert str(caught.value) == (
-        f"The model was created outside the scope of every strategy, so {call} would run on one "
-        f"device. Received: model {model.name!r}, and MirroredStrategy with "
-        f"{strategy.num_replicas_in_sync} replica(s) from tmg.create_strategy. Create the model "
-        "inside its scope:\n    with strategy.scope():\n        model = ...\n"
-        "To run on one device, create the model in a scope for one device:\n"
-        '    with tmg.create_strategy(prefer="one_device").scope():\n        model = ...'
+        f"Model {model.name!r} was created outside the scope of every strategy, so {call} would "
+        "run on one device. Received: MirroredStrategy with 2 replica(s) from "
+        "tmg.create_strategy. Create the model inside its scope:\n"
+        "    with strategy.scope():\n        model = ...\nTo run on one device, use "
+        'tmg.create_strategy(prefer="one_device"), with the model created in its scope.'
     )
+    assert strategy.num_replicas_in_sync == 2
     for value, was in zip(model.get_weights(), before, strict=True):
         np.testing.assert_array_equal(value, was)
     with strategy.scope():
@@ -157,6 +157,23 @@ def test_the_strategy_was_not_given() -> None:
         assert str(caught.value) == expected
 
 
+@each(
+    "make",
+    [
+        lambda model: tmg.make_train_step(model, model.optimizer, "mse"),
+        lambda model: tmg.make_eval_step(model, "mse"),
+        lambda model: tmg.make_predict_step(model),
+        lambda model: tmg.distribute_dataset((X, Y), batch_size=4),
+    ],
+)
+def test_neither_the_model_nor_the_call_is_on_a_strategy(make: Callable[[Any], Any]) -> None:
+    strategy, model = two(), build()
+    with pytest.raises(tmg.ScopeError, match=r"Pass it, strategy=strategy, and create"):
+        make(model)
+    del strategy
+    make(model)  # Nobody holds it.
+
+
 def test_the_strategy_was_made_anew() -> None:
     old, new = two(), two()
     with old.scope():
@@ -190,8 +207,11 @@ def test_data_for_another_strategy() -> None:
         model = build()
     step = tmg.make_train_step(model, model.optimizer, "mse", strategy)
     dataset = tf.data.Dataset.from_tensor_slices((X, Y)).batch(5)
+    with pytest.raises(tmg.ScopeError, match="distribute_dataset was called without a strategy"):
+        tmg.distribute_dataset(dataset)
+    device = tf.distribute.OneDeviceStrategy("CPU:0")
     for data, name in (
-        (tmg.distribute_dataset(dataset), "TensorFlow's default strategy of one device, taken if"),
+        (tmg.distribute_dataset(dataset, device), "OneDeviceStrategy with 1 replica(s)"),
         (tmg.distribute_dataset(dataset, other), "MirroredStrategy with 2 replica(s);"),
     ):
         with pytest.raises(tmg.errors.DataError) as caught:

@@ -27,7 +27,7 @@ from tfmultigpu.data.shares import replica_shares
 from tfmultigpu.data.sources import to_dataset
 from tfmultigpu.errors import DataError
 from tfmultigpu.strategies.marked_runs import keep_offsets_of_runs
-from tfmultigpu.strategies.scopes import check_strategy
+from tfmultigpu.strategies.scopes import check_strategy, current_strategy
 from tfmultigpu.strategies.topology import local_replicas
 from tfmultigpu.types import Strategy
 
@@ -102,7 +102,7 @@ def distribute_dataset(
         >>> [int(labels.shape[0]) for features, labels in data]
         [4, 4, 2]
     """
-    strategy = tf.distribute.get_strategy() if strategy is None else strategy
+    strategy = current_strategy(strategy, "distribute_dataset")
     check_strategy(strategy)
     if sharding not in ("auto", "rows"):
         raise DataError(

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import tensorflow as tf
-
 from tfmultigpu.steps.agreement import ProgramAgreement
 from tfmultigpu.steps.draws import Draws
 from tfmultigpu.steps.evaluate import EvalStep
@@ -16,7 +14,7 @@ from tfmultigpu.steps.micro_batches import MicroBatches, micro_batch_counts
 from tfmultigpu.steps.objective import Forward
 from tfmultigpu.steps.predict import PredictStep
 from tfmultigpu.steps.step import TrainStep
-from tfmultigpu.strategies.scopes import check_backend, check_kinds
+from tfmultigpu.strategies.scopes import check_backend, check_kinds, current_strategy
 from tfmultigpu.types import (
     LossScaling as LossScale,
     Models,
@@ -120,7 +118,7 @@ def make_train_step(
         "variables": variables and [variable.path for variable in variables],
     }  # fmt: skip
     check_backend()
-    strategy = tf.distribute.get_strategy() if strategy is None else strategy
+    strategy = current_strategy(strategy, "make_train_step", model)
     passes = Forward.of(model, loss, forward, variables)
     check_kinds(passes.model, strategy, optimizer)
     passes.check_metrics(metrics)
@@ -184,7 +182,7 @@ def make_eval_step(
         5.0
     """
     check_backend()
-    strategy = tf.distribute.get_strategy() if strategy is None else strategy
+    strategy = current_strategy(strategy, "make_eval_step", model)
     passes = Forward.of(model, loss, forward)
     check_kinds(passes.model, strategy)
     passes.check_metrics(metrics)
@@ -222,7 +220,7 @@ def make_predict_step(
         TensorShape([5, 2])
     """
     check_backend()
-    strategy = tf.distribute.get_strategy() if strategy is None else strategy
+    strategy = current_strategy(strategy, "make_predict_step", model)
     check_kinds(model, strategy)
     parts = [*_of_strategy(strategy), Draws(), *_of_user(features), *_verified(verify, strategy)]
     return PredictStep(model, strategy, parts)

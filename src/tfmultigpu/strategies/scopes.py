@@ -11,8 +11,15 @@ import tensorflow as tf
 
 from tfmultigpu import _compat
 from tfmultigpu.errors import ScopeError, TfMultiGpuError
+from tfmultigpu.strategies.process_state import process_state
 from tfmultigpu.strategies.tensorflow_log import leave_out_progress
-from tfmultigpu.strategies.topology import describe, is_default, tf_variable
+from tfmultigpu.strategies.topology import (
+    describe,
+    devices_of,
+    is_default,
+    strategy_of,
+    tf_variable,
+)
 
 __all__ = [
     "all_layers",
@@ -20,6 +27,8 @@ __all__ = [
     "check_kinds",
     "check_scope",
     "check_strategy",
+    "current_strategy",
+    "refuse_one_device",
 ]
 
 
@@ -78,6 +87,57 @@ def check_strategy(strategy: Any) -> None:
         raise TypeError(
             f"strategy must be a tf.distribute.Strategy. Received: {strategy!r}. Make one with "
             "tmg.create_strategy()."
+        )
+
+
+def current_strategy(
+    strategy: tf.distribute.Strategy | None, function: str, model: Any = None
+) -> tf.distribute.Strategy:
+    """Returns the strategy given to a function; where None, ``tf.distribute.get_strategy()``.
+
+    Args:
+        strategy: The argument of the function.
+        function: Its name, for the error.
+        model: Its model. Layers placed on several devices by hand need no strategy, and
+            ``check_scope`` tells of a model on a strategy.
+
+    Raises:
+        ScopeError: None was given outside every scope, although replicas exist.
+    """
+    if strategy is not None:
+        return strategy
+    strategy = tf.distribute.get_strategy()
+    placed = strategy_of(model) is not strategy or len(devices_of(model)) > 1
+    if is_default(strategy) and not placed:
+        refuse_one_device(
+            f"{function} was called without a strategy outside every scope",
+            function,
+            "Pass it, strategy=strategy, and create the model in its scope",
+            "pass strategy=",
+        )
+    return strategy
+
+
+def refuse_one_device(what: str, function: str, cure: str, alone: str) -> None:
+    """Refuses to run on one device while a strategy of several replicas lives.
+
+    Args:
+        what: What was done, for the error.
+        function: What would run on one device.
+        cure: How to use the replicas.
+        alone: How to use one device, before the line that makes its strategy.
+
+    Raises:
+        ScopeError: ``tmg.create_strategy`` made such a strategy, and somebody still holds it.
+    """
+    if living := process_state.living_strategies():  # Which takes a while.
+        raise ScopeError(
+            f"{what}, so {function} would run on one device. Received: {describe(living[0])} from "
+            f"tmg.create_strategy. {cure}:\n"
+            "    with strategy.scope():\n"
+            "        model = ...\n"
+            f"To run on one device, {alone} "
+            'tmg.create_strategy(prefer="one_device"), with the model created in its scope.'
         )
 
 

@@ -50,7 +50,9 @@ def is_sharded(variable: Any) -> bool:
 
 def devices_of(model: Any) -> tuple[str, ...]:
     """Returns the devices of the weights of a model on one replica, in the order of its layers."""
-    return tuple(dict.fromkeys(parse_device_name(one.value.device) for one in model.weights))
+    return tuple(
+        dict.fromkeys(parse_device_name(one.value.device) for one in getattr(model, "weights", ()))
+    )
 
 
 def owner_of(variable: Any, devices: Sequence[str]) -> int:
@@ -93,7 +95,7 @@ def local_replicas(strategy: tf.distribute.Strategy) -> tuple[int, ...]:
 
 def strategy_of(model: Any) -> tf.distribute.Strategy:
     """Returns the strategy in whose scope a model was created; the default one where in none."""
-    for variable in model.variables:
+    for variable in getattr(model, "variables", ()):
         strategy = getattr(getattr(variable, "value", variable), "distribute_strategy", None)
         if strategy is not None:
             return strategy

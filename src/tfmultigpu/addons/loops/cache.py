@@ -10,8 +10,8 @@ import tensorflow as tf
 
 from tfmultigpu.errors import ScopeError
 from tfmultigpu.steps.build_model import prepare_model
-from tfmultigpu.strategies.process_state import process_state
-from tfmultigpu.strategies.topology import describe, devices_of, is_default, strategy_of
+from tfmultigpu.strategies.scopes import refuse_one_device
+from tfmultigpu.strategies.topology import devices_of, is_default, strategy_of
 
 __all__ = ["build", "checked_strategy", "get_or_make"]
 
@@ -62,15 +62,10 @@ def checked_strategy(model: Any, function: str) -> tf.distribute.Strategy:
         )
     if not is_default(own) or len(devices_of(model)) > 1:  # Layers placed by hand.
         return own
-    if living := process_state.living_strategies():  # Which takes a while.
-        raise ScopeError(
-            f"The model was created outside the scope of every strategy, so {function} would run "
-            f"on one device. Received: model {model.name!r}, and {describe(living[0])} from "
-            "tmg.create_strategy. Create the model inside its scope:\n"
-            "    with strategy.scope():\n"
-            "        model = ...\n"
-            "To run on one device, create the model in a scope for one device:\n"
-            '    with tmg.create_strategy(prefer="one_device").scope():\n'
-            "        model = ..."
-        )
+    refuse_one_device(
+        f"Model {model.name!r} was created outside the scope of every strategy",
+        function,
+        "Create the model inside its scope",
+        "use",
+    )
     return own
