@@ -364,7 +364,7 @@ LAW = (
         "steps/predict.py",
         (
             (
-                "return joined[: tf.where(small, count_rows(parts[0]), count_rows(joined))]",
+                "return joined[: tf.where(total < replicas, count_rows(parts[0]), count_rows(joined))]",
                 "return joined",
             ),
         ),
@@ -410,7 +410,7 @@ LAW = (
     Mutation(
         "the first step is not verified",
         "addons/verification/verify.py",
-        (("(self._call, call) if self._due else call", "(self._call, call) if False else call"),),
+        (('return call if self.sees == "none" else', "return call if True else"),),
         (f"{TOUCHING}[a batch mean in a Lambda]",),
     ),
     Mutation(

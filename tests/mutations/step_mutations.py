@@ -137,7 +137,7 @@ STEPS = (
         "steps/draws.py",
         (
             (
-                '        "stateless_normal": functools.partial(_normal, rows, counts_on and not by_xla),\n',
+                '    "stateless_normal": {"mean": 0, "stddev": 1},\n',
                 "",
             ),
         ),
@@ -146,7 +146,7 @@ STEPS = (
     Mutation(
         "dropout is drawn by each replica for itself",
         "steps/draws.py",
-        (('        "stateless_random_uniform": uniform,  # Dropout and', "        # Dropout and"),),
+        (('    "stateless_random_uniform": _UNIFORM,  # Dropout and', "    # Dropout and"),),
         (f"{DRAWS}[noise, N=3]",),
     ),
     # test_shard_update ----------------------------------------------------------------------------
@@ -294,8 +294,7 @@ STEPS = (
         "steps/failures.py",
         (
             (
-                "        rows = None if count_rows is None else count_rows()\n"
-                "        raise _out_of_memory(error, strategy, rows) from error\n    except (tf",
+                "        raise _out_of_memory(error, strategy, count_rows) from error\n    except (tf",
                 "        raise _out_of_memory(error, strategy, None) from error\n    except (tf",
             ),
         ),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import re
 import types
 import warnings
@@ -81,7 +82,7 @@ def describe(value: Any) -> str:
     if isinstance(value, _PLAIN):
         return repr(value)
     if isinstance(value, Mapping):
-        kept = {key: one for key, one in value.items() if str(key) not in _NOT_COMPARED}
+        kept = {key: v for key, v in value.items() if str(key) not in _NOT_COMPARED}
         return "{" + ", ".join(sorted(f"{key}: {describe(v)}" for key, v in kept.items())) + "}"
     if isinstance(value, (set, frozenset)):
         return "{" + ", ".join(sorted(map(describe, value))) + "}"
@@ -92,19 +93,19 @@ def describe(value: Any) -> str:
     function = getattr(value, "python_function", value)  # Of a tf.function.
     function = getattr(function, "__func__", function)  # Of a method.
     if isinstance(function, types.FunctionType):
-        made_with = [_content_of(cell) for cell in function.__closure__ or ()]
-        made_with += map(function.__globals__.get, function.__code__.co_names)
-        numbers: list[Any] = [one for one in made_with if isinstance(one, (float, np.ndarray))]
+        read = inspect.getclosurevars(function)
+        made_with = [*read.nonlocals.values(), *read.globals.values()]
+        numbers: list[Any] = [v for v in made_with if isinstance(v, (float, np.ndarray))]
         numbers += [function.__defaults__, function.__kwdefaults__]
         return f"{function.__qualname__} {digest_of(_code(function.__code__))} {describe(numbers)}"
     if isinstance(value, functools.partial):
         return describe([value.func, value.args, value.keywords])
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):  # A loss and its weights.
-        return type(value).__qualname__ + describe(vars(value))
-    kind = value if isinstance(value, type) else value.__class__  # Of what a proxy stands for.
-    call = vars(kind).get("call")
-    code = f" {digest_of(_code(call.__code__))}" if isinstance(call, types.FunctionType) else ""
-    return kind.__qualname__ + code + (describe(_config(value)) if kind is not value else "")
+    if isinstance(value, type):
+        return value.__qualname__
+    kind: type = value.__class__  # Of what a proxy stands for.
+    if dataclasses.is_dataclass(value):  # A loss and its weights.
+        return kind.__qualname__ + describe(vars(value))
+    return kind.__qualname__ + describe([vars(kind).get("call"), _config(value)])
 
 
 def _config(value: Any) -> Any:
@@ -124,13 +125,6 @@ def _config(value: Any) -> Any:
             }
             return _COUNTER.sub("", describe([value.get_config(), plain]))
     except Exception:  # Code of a user, or of Keras for a lambda without a file.
-        return None
-
-
-def _content_of(cell: types.CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # Nothing is in it yet.
         return None
 
 
@@ -160,13 +154,6 @@ def check_values_alike(strategy: tf.distribute.Strategy, model: Any, optimizer: 
     begins = optimizer is not None and int(optimizer.iterations.numpy()) == 0
     variables = list(model.variables if begins else model.trainable_variables)
     variables += [] if optimizer is None else list(optimizer.variables)
-    told = exchange("the number of variables", [len(variables)])[:, 0].tolist()
-    if len(set(told)) > 1:
-        counts = {f"worker {worker}": count for worker, count in enumerate(told)}
-        raise ClusterError(
-            f"The workers have other numbers of variables. Received: {counts}. Every worker must "
-            "build the same model and the same optimizer."
-        )
     digests = {i: digest_of(np.asarray(v.numpy()).tobytes()) for i, v in enumerate(variables)}
     if (found := exchange.find_difference("the values of variables", digests)) is None:
         return

@@ -18,9 +18,9 @@ def synchronize_batch_norm(model: Any) -> Any:
     """Makes every ``BatchNormalization`` in a model normalize by the rows of all replicas.
 
     That is what ``BatchNormalization(synchronized=True)`` does, for models one did not write, such
-    as those of ``keras.applications``. Trained weights stay as they are; moving statistics that
-    differ between replicas become those of the first. Steps made before notice at the next call.
-    What Keras' own ``fit`` has compiled does not change.
+    as those of ``keras.applications``. Moving statistics that differ between replicas become those
+    of the first. Steps made before notice at the next call; what Keras' own ``fit`` has compiled
+    does not change.
 
     Args:
         model: A Keras model or layer, built or not. Layers inside layers are found too.
@@ -55,44 +55,25 @@ def synchronize_batch_norm(model: Any) -> Any:
 
 
 def moments_of_replicas(original: Any, layer: Any, inputs: Any, mask: Any) -> Any:
-    """Returns mean and variance over the rows of all replicas, or over what their masks leave.
+    """Returns mean and variance over what the masks of all replicas leave of their rows.
 
-    Without a mask this is the formula of ``BatchNormalization(synchronized=True)``. Keras adds
-    sums, squares and counts by three calls of ``all_reduce``; here one call adds all. With a mask
-    Keras does not synchronize. Then it is its formula for one device, with each sum added over the
-    replicas before it is divided.
+    Keras synchronizes without a mask only. Here it is its formula for one device, with each sum
+    added over the replicas before it is divided.
 
     Args:
-        original: What Keras computes them by, for a layer that is not synchronized.
+        original: What Keras computes them by.
         layer: The ``BatchNormalization``.
         inputs: What it normalizes, at least float32.
         mask: Which elements count, of the shape of the inputs without the last axis; or None.
     """
+    import keras
+
     context = tf.distribute.get_replica_context()
     alone = context is None or context.num_replicas_in_sync == 1
-    if alone or not layer.synchronized:
+    if mask is None or alone or not layer.synchronized:
         return original(layer, inputs, mask)
     rank = inputs.shape.rank
     axes = [axis for axis in range(rank) if axis != layer.axis % rank]
-    return _moments(context, inputs, axes) if mask is None else _masked(context, inputs, axes, mask)
-
-
-def _moments(context: Any, inputs: Any, axes: list[int]) -> tuple[Any, Any]:
-    sums = tf.reduce_sum(inputs, axes)
-    squares = tf.reduce_sum(tf.square(inputs), axes)
-    count = tf.reduce_prod(tf.gather(tf.shape(inputs, tf.int64), axes))
-    packed = tf.concat([sums, squares, [tf.cast(count, inputs.dtype)]], 0)
-    total = context.all_reduce(tf.distribute.ReduceOp.SUM, packed)
-    channels = tf.shape(sums)[0] if sums.shape[0] is None else sums.shape[0]
-    sums, squares, count = tf.split(total, [channels, channels, 1])
-    mean = tf.math.divide_no_nan(sums, count)
-    variance = tf.math.divide_no_nan(squares, count) - tf.square(mean)
-    return mean, tf.maximum(variance, 0.0)
-
-
-def _masked(context: Any, inputs: Any, axes: list[int], mask: Any) -> tuple[Any, Any]:
-    import keras
-
     counted = tf.broadcast_to(tf.cast(mask, tf.bool)[..., tf.newaxis], tf.shape(inputs))
 
     def total(values: Any) -> Any:
@@ -113,12 +94,10 @@ def short_sums() -> Iterator[None]:
     """Makes ``all_reduce`` of this replica cheap to trace inside the context; replica context.
 
     ``tf.custom_gradient`` walks from the result of a function back to its arguments, in search of
-    variables. The result of an ``all_reduce`` also depends on the arguments of the other replicas,
-    where the walk does not stop: it visits all that these replicas have computed, for each sum
-    again. With a sum in each layer, as ``BatchNormalization(synchronized=True)`` has three of, the
-    seconds of a trace grow with the square of the depth. Here each replica gives its argument as a
-    constant, at which a walk ends, and the gradient is stated beside it. Values and gradients are
-    those of TensorFlow: the gradient of a sum over replicas is the sum over replicas.
+    variables. At the arguments of the other replicas the walk does not stop: it visits all that
+    these have computed, for each sum again, so a deep model with a sum in each layer takes minutes.
+    Here each replica gives its argument as a constant, at which a walk ends, and the gradient is
+    stated beside it: that of a sum over replicas is the sum over replicas.
 
     Replaces a public method of this one object, so Keras, layers of the user and this library all
     add this way. Re-entrant: inside another such context nothing changes.

@@ -7,10 +7,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfmultigpu.steps.features import SEES
 from tfmultigpu.steps.rows import GATHERED
 
-__all__ = ["gathers_rows", "is_seen", "loop_over", "steps_of"]
+__all__ = ["gathers_rows", "is_uneven", "loop_over", "steps_of"]
 
 
 def loop_over(source: Any, steps: Any, step: Any, waits: Any, vectors: Sequence[Any]) -> Any:
@@ -57,13 +56,11 @@ def loop_over(source: Any, steps: Any, step: Any, waits: Any, vectors: Sequence[
     return stop, optional, tuple(vectors)
 
 
-def is_seen(offsets: Any, sees: Any, replicas: int) -> Any:
-    """Returns whether ``Program.is_seen`` of a batch; ``sees`` is a number in ``SEES``."""
+def is_uneven(offsets: Any, replicas: int) -> Any:
+    """Returns whether replicas have different numbers of the rows of a batch."""
     with tf.device("CPU:0"):
         counts = offsets[1:] - offsets[:-1]
-        uneven = tf.reduce_max(counts) > tf.reduce_min(counts)
-        cut = offsets[-1] >= max(replicas, 2)
-        return cut & (sees <= tf.cast(uneven, tf.int32) + SEES.index("cut"))
+        return (offsets[-1] >= replicas) & (tf.reduce_max(counts) > tf.reduce_min(counts))
 
 
 def steps_of(vectors: Sequence[Any]) -> int:

@@ -31,9 +31,13 @@ from tfmultigpu.steps.seeds import GlobalSeeds, global_seeds
 __all__ = ["Draws", "drawing_rows"]
 
 _AUTOMATIC = (None, 3, "auto_select")  # Philox on a CPU or GPU, compiled by XLA or not.
-# Draws that are made for all rows and cut. Their parameters may have rows too; each with what
-# stands for it in rows that are not here.
+# Draws, with the parameters of each that may have rows too, and what stands for them in rows that
+# are not here.
+_UNIFORM: dict[str, float] = {"minval": 0, "maxval": 1}
 _PARAMETERS: dict[str, dict[str, float]] = {
+    "stateless_uniform": _UNIFORM,
+    "stateless_random_uniform": _UNIFORM,  # Dropout and TensorFlow's own functions call it.
+    "stateless_normal": {"mean": 0, "stddev": 1},
     "stateless_truncated_normal": {"mean": 0, "stddev": 1},
     "stateless_gamma": {"alpha": 1, "beta": 1},
     "stateless_binomial": {"counts": 1, "probs": 1},
@@ -105,18 +109,18 @@ def drawing_rows(
     context: Any = tf.distribute.get_replica_context()
     alone = context is None or context.num_replicas_in_sync == 1
     devices = () if alone else context.strategy.extended.worker_devices
-    # The generator of a TPU cannot start to count further on.
-    counts_on = not any("TPU" in device for device in devices)
-    uniform = functools.partial(_uniform, rows, counts_on)
+    counted = {"stateless_uniform", "stateless_random_uniform", "stateless_normal"}
+    if any("TPU" in device for device in devices):
+        counted = set()  # Its generator cannot start to count further on.
+    elif by_xla:
+        counted.remove("stateless_normal")
     wrappers: dict[str, Callable[..., Any]] = {
-        "stateless_uniform": uniform,
-        "stateless_random_uniform": uniform,  # Dropout and TensorFlow's own functions call it.
-        "stateless_normal": functools.partial(_normal, rows, counts_on and not by_xla),
-        "global_seed_generator": seeds.on_replica,
+        "global_seed_generator": seeds.on_replicas,
         "next": seeds.next_of,
         "_moments": moments_of_replicas,
     }
-    wrappers |= {name: functools.partial(_cut, rows, _PARAMETERS[name]) for name in _PARAMETERS}
+    for name, fillings in _PARAMETERS.items():
+        wrappers[name] = functools.partial(_count_on if name in counted else _cut, rows, fillings)
     with ExitStack() as contexts:
         for name, wrapper in wrappers.items():
             contexts.enter_context(patching(_compat.home_of(name), name, wrapper))
@@ -145,62 +149,30 @@ class _Place(NamedTuple):
 # Numbers that are drawn by counting on -----------------------------------------------------------
 
 
-def _uniform(
-    rows: Rows,
-    counts_on: bool,
-    original: Any,
-    shape: Any,
-    seed: Any,
-    minval: Any = 0,
-    maxval: Any = None,
-    dtype: Any = tf.float32,
-    name: Any = None,
-    alg: Any = "auto_select",
-) -> Any:
-    dtype, shape = tf.as_dtype(dtype), _as_shape(shape)
-    wrong = dtype.is_integer and (minval is None) != (maxval is None)
-    if wrong or not _is_by_row(shape):
-        return original(shape, seed, minval, maxval, dtype, name, alg)
-    if not counts_on or alg not in _AUTOMATIC:
-        whole = functools.partial(original, seed=seed, dtype=dtype, alg=alg)
-        return _rows_of_all(rows, functools.partial(whole, minval=minval, maxval=maxval), shape)
-    if dtype.is_integer and minval is None:
-        sample = functools.partial(tf.raw_ops.StatelessRandomUniformFullIntV2, dtype=dtype)
-        return _draw(rows, sample, shape, seed, dtype)
-    maxval = 1 if maxval is None else maxval
-    low, high = tf.convert_to_tensor(minval, dtype), tf.convert_to_tensor(maxval, dtype)
+def _count_on(rows: Rows, fillings: Any, original: Any, *args: Any, **kwargs: Any) -> Any:
+    """Draws uniform or normal numbers of the rows of this replica, and no others."""
+    call = inspect.signature(original).bind(*args, **kwargs)
+    call.apply_defaults()
+    options = call.arguments
+    shape, dtype = _as_shape(options["shape"]), tf.as_dtype(options["dtype"])
+    if options["alg"] not in _AUTOMATIC:
+        return _cut(rows, fillings, original, *args, **kwargs)
+    low, high = (options[name] for name in fillings)
+    one_of_two = dtype.is_integer and (low is None) != (high is None)  # Which raises an error.
+    if one_of_two or not _is_by_row(shape):
+        return original(*call.args, **call.kwargs)
+    raw, draw = tf.raw_ops, functools.partial(_draw, rows, shape, options["seed"], dtype)
+    if dtype.is_integer and low is None:
+        return draw(functools.partial(raw.StatelessRandomUniformFullIntV2, dtype=dtype))
+    low, high = (tf.convert_to_tensor(1 if n is None else n, dtype) for n in (low, high))
+    if "mean" in fillings:
+        return draw(functools.partial(raw.StatelessRandomNormalV2, dtype=dtype)) * high + low
     if dtype.is_integer:
-        sample = functools.partial(tf.raw_ops.StatelessRandomUniformIntV2, minval=low, maxval=high)
-        return _draw(rows, sample, shape, seed, dtype)
-    sample = functools.partial(tf.raw_ops.StatelessRandomUniformV2, dtype=dtype)
-    return _draw(rows, sample, shape, seed, dtype) * (high - low) + low
+        return draw(functools.partial(raw.StatelessRandomUniformIntV2, minval=low, maxval=high))
+    return draw(functools.partial(raw.StatelessRandomUniformV2, dtype=dtype)) * (high - low) + low
 
 
-def _normal(
-    rows: Rows,
-    counts_on: bool,
-    original: Any,
-    shape: Any,
-    seed: Any,
-    mean: Any = 0.0,
-    stddev: Any = 1.0,
-    dtype: Any = tf.float32,
-    name: Any = None,
-    alg: Any = "auto_select",
-) -> Any:
-    dtype, shape = tf.as_dtype(dtype), _as_shape(shape)
-    if not _is_by_row(shape):
-        return original(shape, seed, mean, stddev, dtype, name, alg)
-    if counts_on and alg in _AUTOMATIC:
-        sample = functools.partial(tf.raw_ops.StatelessRandomNormalV2, dtype=dtype)
-        drawn = _draw(rows, sample, shape, seed, dtype)
-    else:
-        whole = functools.partial(original, seed=seed, dtype=dtype, alg=alg)
-        drawn = _rows_of_all(rows, whole, shape)
-    return drawn * tf.convert_to_tensor(stddev, dtype) + tf.convert_to_tensor(mean, dtype)
-
-
-def _draw(rows: Rows, sample: Any, shape: Any, seed: Any, dtype: tf.DType) -> Any:
+def _draw(rows: Rows, shape: Any, seed: Any, dtype: tf.DType, sample: Any) -> Any:
     """Draws rows of unit numbers by counting on."""
     # One count makes 128 bits: four numbers, also where a number takes 16 bits, or two.
     group = 2 if dtype.size == 8 else 4

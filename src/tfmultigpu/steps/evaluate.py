@@ -43,7 +43,6 @@ class EvalStep(Program):
         super().__init__(strategy, features)
         self.model, self.forward, self.trace = forward.model, forward, Trace()
         self._metrics = StepMetrics(metrics, forward.objective.weighted_metrics, strategy)
-        self._ready = False
         self.bind()
 
     @property
@@ -60,17 +59,14 @@ class EvalStep(Program):
     def key(self) -> Hashable:
         """Returns the variables whose penalty is part of the loss: Keras leaves out frozen ones."""
         trained = self.model.trainable_variables
-        penalized = [id(v) for v in trained if getattr(v, "regularizer", None) is not None]
-        return tuple(penalized) if self._ready else None
+        return tuple(id(v) for v in trained if getattr(v, "regularizer", None) is not None)
 
     def prepare(self, spec: Callable[[], Any]) -> None:
         """Builds the model and its metrics."""
-        if not self._ready:
-            batch_spec = spec()
-            prepare_model(self.model, self.strategy, batch_spec)
-            self._metrics.build(self.model, batch_spec)
-            check_values_alike(self.strategy, self.model)
-            self._ready = True
+        batch_spec = spec()
+        prepare_model(self.model, self.strategy, batch_spec)
+        self._metrics.build(self.model, batch_spec)
+        check_values_alike(self.strategy, self.model)
 
     def compute(self, shards: Shards) -> dict[str, Tally]:
         """Evaluates one global batch; traced."""
@@ -82,14 +78,11 @@ class EvalStep(Program):
         """Evaluates one global batch and assigns nothing; traced."""
         self.trace = Trace()
         passes = self.phase(self._replica)(shards)
-        return self._added(passes, shards), passes
-
-    def _added(self, passes: list[Pass], shards: Shards) -> Tally:
         layout = self.trace.layout
         assert layout is not None
         (stats,) = sum_over_replicas(self.strategy, [[one.stats] for one in passes])[0]
         penalty, _ = regularization(self.model.trainable_variables, lambda _: nullcontext())
-        return Tally.of_step(layout, *layout.unstack(stats), penalty, shards.total)
+        return Tally.of_step(layout, *layout.unstack(stats), penalty, shards.total), passes
 
     def _replica(self, shard: Any, rows: Rows, *_: Any) -> Pass:
         with self.tracing_model(rows), deferring((), rows.counts()) as deferred:

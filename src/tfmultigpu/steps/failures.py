@@ -12,12 +12,23 @@ import tensorflow as tf
 from tfmultigpu.accumulation.loss_sum import OTHER_ROWS
 from tfmultigpu.data import partition
 from tfmultigpu.data.batch_format import as_data_error
-from tfmultigpu.errors import LossError, OutOfMemoryError, StrategyUnavailableError
+from tfmultigpu.errors import DataError, LossError, OutOfMemoryError, StrategyUnavailableError
 from tfmultigpu.strategies.process_state import explaining_lost_workers
 from tfmultigpu.strategies.topology import local_replicas
 
-__all__ = ["effects_of", "explaining_failures", "line_on_memory", "noting_operations"]
+__all__ = [
+    "OTHER_SHAPES",
+    "effects_of",
+    "explaining_failures",
+    "line_on_memory",
+    "noting_operations",
+]
 
+OTHER_SHAPES = (
+    "The predictions of the replicas have rows of different shapes, so they do not make one tensor."
+    " One device would give all rows one length: pad the output to a fixed length, or return a "
+    "tf.RaggedTensor."
+)
 # How allocators, XLA, cuDNN and a copy to a GPU, the last, say that memory ran out.
 _NO_MEMORY = re.compile(
     r"OOM when|out of memory|OUT_OF_MEMORY|failed to allocate|RESOURCE_EXHAUSTED"
@@ -43,15 +54,12 @@ def explaining_failures(
         with explaining_lost_workers() if several else nullcontext():
             yield
     except tf.errors.ResourceExhaustedError as error:
-        rows = None if count_rows is None else count_rows()
-        raise _out_of_memory(error, strategy, rows) from error
+        raise _out_of_memory(error, strategy, count_rows) from error
     except (tf.errors.InvalidArgumentError, tf.errors.InternalError) as error:
         internal = isinstance(error, tf.errors.InternalError)
         if internal and line_on_memory(error.message) is not None:
-            rows = None if count_rows is None else count_rows()
-            raise _out_of_memory(error, strategy, rows) from error
-        explained = _explain(error)
-        if explained is None:
+            raise _out_of_memory(error, strategy, count_rows) from error
+        if (explained := _explain(error)) is None:
             raise
         raise explained from error
 
@@ -63,19 +71,17 @@ def line_on_memory(message: str) -> str | None:
     return next((line for line in lines if _NO_MEMORY.search(line)), None)
 
 
-def _out_of_memory(error: Any, strategy: tf.distribute.Strategy, rows: Any) -> Exception:
+def _out_of_memory(error: Any, strategy: tf.distribute.Strategy, count_rows: Any) -> Exception:
     line = line_on_memory(error.message) or error.message
     # Of a copy, the device it went to.
-    *_, device = [None, *re.findall(r"device:(\w+:\d+)", line)]
-    where = "A device"
-    if device is not None:
-        where = device
-        several = strategy.num_replicas_in_sync > 1
-        names = [name.upper() for name in strategy.extended.worker_devices] if several else []
+    *_, device = ["A device", *re.findall(r"device:(\w+:\d+)", line)]
+    where = device
+    if strategy.num_replicas_in_sync > 1:
+        names = strategy.extended.worker_devices
         for replica, name in zip(local_replicas(strategy), names, strict=False):
-            if name.endswith(f":{device}"):
+            if name.upper().endswith(f":{device}"):
                 where = f"Replica {replica} ({device})"
-    batch = "" if rows is None else f" a global batch of {int(rows)} rows;"
+    batch = "" if count_rows is None else f" a global batch of {int(count_rows())} rows;"
     return OutOfMemoryError(
         f"{where} has not enough memory for this step. Received:{batch} {line.strip()}. Compute it "
         "in parts, with the same result: make_train_step(..., micro_batches=2), or more, or as "
@@ -86,13 +92,12 @@ def _out_of_memory(error: Any, strategy: tf.distribute.Strategy, rows: Any) -> E
 
 
 def _explain(error: Any) -> Exception | None:
-    if isinstance(error, tf.errors.InvalidArgumentError):
-        if OTHER_ROWS in error.message:
-            return LossError(OTHER_ROWS)
-        if partition.NOT_ROWS in error.message:
-            return LossError(partition.explain_not_rows(error.message))
-        explained = as_data_error(error)
-        return None if explained is error else explained
+    if OTHER_ROWS in error.message:
+        return LossError(OTHER_ROWS)
+    if OTHER_SHAPES in error.message:
+        return DataError(OTHER_SHAPES)
+    if partition.NOT_ROWS in error.message:
+        return LossError(partition.explain_not_rows(error.message))
     if "is joining a group" in error.message:
         return StrategyUnavailableError(
             "Two strategies over different devices have added by TensorFlow's collectives in this "
@@ -101,7 +106,8 @@ def _explain(error: Any) -> Exception | None:
             "CPUs). Restart, and make the strategies with tmg.create_strategy(devices=...), which "
             "avoids that."
         )
-    return None
+    explained = as_data_error(error)
+    return None if explained is error else explained
 
 
 @contextmanager

@@ -172,9 +172,9 @@ Replica = Callable[..., Pass]  # In a replica: (shard, rows, state, factor, tota
 Call = Callable[[tuple[Any, list[list[Any]], Any]], "tuple[dict[str, Any], Tallies]"]
 
 
-# Batches that are called by themselves: all; those with a row for each replica; of these those that
-# replicas have different numbers of rows of; none.
-Sees = Literal["any", "cut", "uneven", "none"]
+# Batches that are called by themselves: all; those that replicas have different numbers of rows of;
+# none.
+Sees = Literal["all", "uneven", "none"]
 SEES: tuple[Sees, ...] = get_args(Sees)
 
 
@@ -186,7 +186,7 @@ class Feature:
     """
 
     variables: Sequence[Any] = ()
-    sees: Sees = "any"  # The batches that ``around_call`` needs by themselves, not in a loop.
+    sees: Sees = "all"  # The batches that ``around_call`` needs by themselves, not in a loop.
     message_dtype: Any = None  # A narrower dtype that float32 gradients are sent in.
     colocates_gradients = False  # Whether gradients are computed where the forward pass was.
 

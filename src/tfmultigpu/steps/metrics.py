@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -52,15 +52,14 @@ class StepMetrics:
         Raises:
             LossError: A metric cannot be built from the shapes of the labels and predictions.
         """
-        waiting = [metric for metric in self.all if _compat.waits_for_shapes(metric)]
-        if not waiting:
+        if not any(_compat.waits_for_shapes(metric) for metric in self.all):
             return
         x, y_true, weight = unpack_batch(batch_spec)
         names = getattr(model, "output_names", None)
         outputs = match_outputs(y_true, model(symbolic(x)), weight, None, names=names)
         for metrics in (self._plain, self._weighted):
             for metric, output in match_metrics(metrics, outputs):
-                if any(metric is one for one in waiting):
+                if _compat.waits_for_shapes(metric):
                     _build(metric, output, self._strategy)
 
     def update(self, outputs: Sequence[Output]) -> None:
@@ -79,7 +78,12 @@ def _check(metric: Any, strategy: tf.distribute.Strategy) -> None:
             f"A metric must be a keras.metrics.Metric. Received: {metric!r}. Create one in the "
             "scope: with strategy.scope(): metric = keras.metrics.SparseCategoricalAccuracy()."
         )
-    if len(_positional(metric.update_state)) < 2 or type(metric).__name__ in ("Mean", "Sum"):
+    try:
+        inspect.signature(metric.update_state).bind("y_true", "y_pred")
+        takes_values = type(metric) in (keras.metrics.Mean, keras.metrics.Sum)
+    except TypeError:
+        takes_values = True
+    if takes_values:
         raise LossError(
             "A metric of a step compares labels with predictions: update_state(y_true, "
             f"y_pred). Received: {type(metric).__name__} {metric.name!r}, which takes values. "
@@ -97,9 +101,13 @@ def _check(metric: Any, strategy: tf.distribute.Strategy) -> None:
 
 
 def _build(metric: Any, output: Output, strategy: tf.distribute.Strategy) -> None:
+    labels, predictions = (
+        tf.zeros([size or 1 for size in spec.shape], spec.dtype)
+        for spec in (output.y_true, output.y_pred)
+    )
     try:
         with strategy.scope():
-            metric.update_state(_zeros(output.y_true), _zeros(output.y_pred))
+            metric.update_state(labels, predictions)
             metric.reset_state()
     except (TypeError, ValueError) as error:
         raise LossError(
@@ -107,15 +115,3 @@ def _build(metric: Any, output: Output, strategy: tf.distribute.Strategy) -> Non
             f"late on replicas. An update with zeros failed: {error} Create the variables in its "
             "__init__."
         ) from error
-
-
-def _zeros(spec: Any) -> tf.Tensor:
-    return tf.zeros([1 if size is None else size for size in spec.shape], spec.dtype)
-
-
-def _positional(function: Callable[..., Any]) -> list[str]:
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    parameters = inspect.signature(function).parameters.values()
-    if any(parameter.kind is inspect.Parameter.VAR_POSITIONAL for parameter in parameters):
-        return ["y_true", "y_pred"]
-    return [parameter.name for parameter in parameters if parameter.kind in kinds]

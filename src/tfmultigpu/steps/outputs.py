@@ -11,11 +11,7 @@ import tensorflow as tf
 
 from tfmultigpu.errors import LossError
 
-__all__ = [
-    "Output",
-    "match_metrics",
-    "match_outputs",
-]
+__all__ = ["Output", "match_metrics", "match_outputs"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,29 +56,24 @@ def match_outputs(
     Raises:
         LossError: Losses, labels or weights do not fit the outputs.
     """
-    if not isinstance(y_pred, (Mapping, list, tuple)):
-        return [
-            Output(
-                None,
-                _only(y_true, "labels"),
-                y_pred,
-                _only(sample_weight, "sample weights"),
-                _only(losses, "losses"),
-                _factor(_only(loss_weights, "loss_weights")),
-            )
-        ]
-    keys = _keys(y_pred, names)
-    predicted = [y_pred[key] for key in keys] if isinstance(y_pred, Mapping) else list(y_pred)
-    labels = _spread(y_true, keys, "labels", shared=False)
-    weights = _spread(sample_weight, keys, "sample weights", shared=True)
-    each = _spread(losses, keys, "losses", shared=True)
-    factors = _spread(loss_weights, keys, "loss_weights", shared=True)
-    return [
-        Output(key, y, p, w, loss, _factor(factor))
-        for key, y, p, w, loss, factor in zip(
-            keys, labels, predicted, weights, each, factors, strict=True
-        )
-    ]
+    keys: list[Any] = [None]
+    predicted = [y_pred]
+    if isinstance(y_pred, Mapping):
+        keys = sorted(y_pred, key=str)  # As Keras orders them, for what is given as a list.
+        predicted = [y_pred[key] for key in keys]
+    elif isinstance(y_pred, (list, tuple)):
+        named = names is not None and len(names) == len(y_pred)
+        keys = list(names or ()) if named else [f"output_{i}" for i in range(len(y_pred))]
+        predicted = list(y_pred)
+    columns = (
+        keys,
+        _spread(y_true, keys, "labels", shared=False),
+        predicted,
+        _spread(sample_weight, keys, "sample weights"),
+        _spread(losses, keys, "losses"),
+        map(_factor, _spread(loss_weights, keys, "loss_weights")),
+    )
+    return [Output(*row) for row in zip(*columns, strict=True)]
 
 
 def match_metrics(metrics: Any, outputs: Sequence[Output]) -> list[tuple[Any, Output]]:
@@ -99,19 +90,14 @@ def match_metrics(metrics: Any, outputs: Sequence[Output]) -> list[tuple[Any, Ou
     if not metrics:
         return []
     if len(outputs) == 1 and not isinstance(metrics, Mapping):
-        return [(metric, outputs[0]) for metric in _as_list(metrics)]
-    if not isinstance(metrics, Mapping) and len(metrics) != len(outputs):
-        raise LossError(
-            f"The model has {len(outputs)} outputs, and the metrics are not assigned to them. "
-            f"Received: {len(metrics)} metrics. Give a dict: metrics={{"
-            + ", ".join(f"{output.name!r}: [...]" for output in outputs)
-            + "}."
-        )
-    keys = [output.name or "" for output in outputs]
-    if isinstance(metrics, Mapping) and len(outputs) == 1:
-        keys = list(metrics)
-    spread = _spread(metrics, keys, "metrics", shared=False)
-    return [(m, o) for ms, o in zip(spread, outputs, strict=True) for m in _as_list(ms)]
+        metrics = [metrics]
+    each = _spread(metrics, [output.name for output in outputs], "metrics", shared=False)
+    return [
+        (metric, output)
+        for own, output in zip(each, outputs, strict=True)
+        for metric in (own if isinstance(own, (list, tuple)) else [own])
+        if metric is not None
+    ]
 
 
 def _factor(value: Any) -> float:
@@ -123,39 +109,12 @@ def _factor(value: Any) -> float:
     )
 
 
-def _as_list(value: Any) -> list[Any]:
-    if value is None:
-        return []
-    return list(value) if isinstance(value, (list, tuple)) else [value]
-
-
-def _keys(y_pred: Any, names: Sequence[str] | None) -> list[str]:
-    if isinstance(y_pred, Mapping):
-        return sorted(y_pred, key=str)  # As Keras orders them, for what is given as a list.
-    if names is not None and len(names) == len(y_pred):
-        return list(names)
-    return [f"output_{i}" for i in range(len(y_pred))]
-
-
-def _only(value: Any, what: str) -> Any:
-    """Returns the only element of a container given for a single output."""
-    items = list(value.values()) if isinstance(value, Mapping) else value
-    if not isinstance(items, (list, tuple)):
-        return value
-    if len(items) != 1:
-        raise LossError(
-            f"The model has one output, but there are {len(items)} {what}. Received: {value!r}. "
-            "Give one."
-        )
-    return items[0]
-
-
-def _spread(value: Any, keys: Sequence[str], what: str, *, shared: bool) -> list[Any]:
-    if value is None:
-        return [None] * len(keys)
+def _spread(value: Any, keys: Sequence[Any], what: str, *, shared: bool = True) -> list[Any]:
+    """Returns what belongs to each output; the only output without a name is called None."""
     if isinstance(value, Mapping):
-        unknown = sorted(set(value) - set(keys))
-        if unknown:
+        if keys == [None]:
+            return _spread(list(value.values()), keys, what)
+        if unknown := sorted(set(value) - set(keys)):
             raise LossError(
                 f"There are {what} for outputs that the model does not have. Received: {unknown}. "
                 f"Use its outputs: {list(keys)}."
@@ -163,12 +122,13 @@ def _spread(value: Any, keys: Sequence[str], what: str, *, shared: bool) -> list
         return [value.get(key) for key in keys]
     if isinstance(value, (list, tuple)):
         if len(value) != len(keys):
+            has = "one output" if keys == [None] else f"{len(keys)} outputs {list(keys)}"
             raise LossError(
-                f"The model has {len(keys)} outputs {list(keys)}, but there are {len(value)} "
-                f"{what}. Give one per output, in order, or a dict by name."
+                f"The model has {has}, but there are {len(value)} {what}. Received: {value!r}. "
+                "Give one per output, in order, or a dict by name."
             )
         return list(value)
-    if shared:
+    if value is None or shared or len(keys) == 1:
         return [value] * len(keys)
     raise LossError(
         f"The model has {len(keys)} outputs {list(keys)}, but the {what} are a single value. "

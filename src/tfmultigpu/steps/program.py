@@ -25,7 +25,7 @@ from tfmultigpu.steps.assignments import assign
 from tfmultigpu.steps.batch_norm import short_sums
 from tfmultigpu.steps.batches import BatchFunction, ShardSource, check_called_from
 from tfmultigpu.steps.call_lengths import CallLength
-from tfmultigpu.steps.data_loop import gathers_rows, is_seen, loop_over, steps_of
+from tfmultigpu.steps.data_loop import gathers_rows, is_uneven, loop_over, steps_of
 from tfmultigpu.steps.failures import explaining_failures
 from tfmultigpu.steps.features import SEES, Call, Feature, Pass, Phase, Replica, Rows, Sees, Shards
 from tfmultigpu.steps.rows import standing_at
@@ -62,6 +62,7 @@ class Program(NotCopied):
         self._loops: list[tuple[Any, Any, float]] = []
         self._length = CallLength(strategy)
         self._key: Hashable = None
+        self._is_prepared = False
         self._function: BatchFunction = BatchFunction(self._trace, strategy)
 
     @property
@@ -83,9 +84,9 @@ class Program(NotCopied):
     def key(self) -> Hashable:
         """Returns what a trace takes in beside the batch: another key is traced anew.
 
-        None stands for a program that has to be prepared.
+        None stands for a program that has to be prepared. Asked once it was.
         """
-        raise NotImplementedError
+        return ()
 
     def prepare(self, spec: Callable[[], Any]) -> None:
         """Builds what must be there before the first trace; called if the key has changed.
@@ -125,20 +126,15 @@ class Program(NotCopied):
 
     @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
     def totals(self, iterator: Any, steps: int) -> Tallies:
-        """Computes up to ``steps`` batches as ``run`` does, and returns numbers that can be added.
-
-        Returns:
-            The tally, by the name of the step in a chain; of a single step under ``""``.
-        """
+        """Computes up to ``steps`` batches as ``run`` does; returns sums, by the name of a step."""
         return self._looped(iterator, steps)[1]
 
     def settle(self, spec: Callable[[], Any]) -> None:
         """Takes in what a trace depends on; called before each step."""
-        key = self.key()
-        if key is not None and key == self._key:
+        if self._is_prepared and (key := self.key()) is not None and key == self._key:
             return
         self.prepare(spec)
-        self._key = self.key()
+        self._is_prepared, self._key = True, self.key()
         if self._key not in self._functions:
             self._functions[self._key] = BatchFunction(self._trace, self.strategy)
         self._function = self._functions[self._key]
@@ -229,17 +225,15 @@ class Program(NotCopied):
 
     def sees(self) -> Sees:
         """Returns which batches a feature wants to see by themselves."""
-        sees = [f.sees for f in self._callers if f.around_call(_no_call) is not _no_call]
-        return min(sees, key=SEES.index, default="none")
+        return min((f.sees for f in self._callers), key=SEES.index, default="none")
 
     def is_seen(self, batch: Batch) -> bool:
         """Returns whether a batch is one of these."""
         sees = self.sees()
-        if sees in ("any", "none"):
-            return sees == "any"
+        if sees != "uneven":
+            return sees == "all"
         counts = self.rows_of(batch)
-        cut = sum(counts) >= max(len(counts), 2)
-        return cut and (sees == "cut" or min(counts) < max(counts))
+        return sum(counts) >= len(counts) and min(counts) < max(counts)
 
     def rows_of(self, batch: Batch) -> list[int]:
         """Returns how many rows each replica has of a batch, of all workers, if it is cut."""
@@ -286,7 +280,7 @@ class Program(NotCopied):
         done: Tallies = {name: nothing() for name in self.names}
         element, ended = None, tf.inside_function()
         while True:
-            if element is None and not ended and self.sees() == "any":
+            if element is None and not ended and self.sees() == "all":
                 with explaining_failures(self.strategy):
                     element = next(source, None)
                 ended = element is None
@@ -316,15 +310,15 @@ class Program(NotCopied):
         """
         run, most = loop
         inside = tf.inside_function()
-        left = None if inside else tf.get_static_value(steps)
-        sees = SEES.index("none" if inside else self.sees())
+        watches = not inside and self.sees() == "uneven"
 
         def call(count: Any) -> Any:
-            logs, after, waits, optional = run(source, tf.cast(count, tf.int64), sees, *vectors)
-            waits = not inside and bool(waits)  # Known on the CPU without waiting for a GPU.
+            logs, after, waits, optional = run(source, tf.cast(count, tf.int64), watches, *vectors)
+            waits = watches and bool(waits)  # Known on the CPU without waiting for a GPU.
             return logs, after, optional.get_value() if waits else None
 
-        while left is not None and (asked := min(most, self._length.most(int(left)))) < left:
+        left = 0 if inside else int(steps)
+        while (asked := min(most, self._length.most(left))) < left:
             with self._length.measuring() as note:
                 before = steps_of(vectors)
                 logs, vectors, element = call(asked)
@@ -333,7 +327,7 @@ class Program(NotCopied):
             left -= ran
             if ran < asked:
                 return logs, vectors, element
-        return call(steps if left is None else left)
+        return call(steps if inside else left)
 
     def _opened(self, iterator: Any, steps: Any) -> tuple[Any, Any, Split]:
         """Checks what a loop is given.
@@ -371,7 +365,7 @@ class Program(NotCopied):
         for known, run, most in self._loops:  # Specs of dicts compare but do not hash.
             if known == kind:
                 return run, most
-        scalars = tf.TensorSpec([], tf.int64), tf.TensorSpec([], tf.int32)
+        scalars = tf.TensorSpec([], tf.int64), tf.TensorSpec([], tf.bool)
         vectors = [tf.TensorSpec([None], tf.float64)] * 2 * len(self.names)
         run = self._compile(split).get_concrete_function(kind[-1], *scalars, *vectors)
         # In one call TensorFlow allows a collective of several workers one shape only, and gathered
@@ -391,9 +385,9 @@ class Program(NotCopied):
         replicas = self.strategy.num_replicas_in_sync
         waiting = self.sees() != "none"
 
-        def run(source: Any, steps: Any, sees: Any, *vectors: Any) -> Any:
+        def run(source: Any, steps: Any, watches: Any, *vectors: Any) -> Any:
             def waits(element: Any) -> Any:
-                return is_seen(split(element)[1], sees, replicas)
+                return watches & is_uneven(split(element)[1], replicas)
 
             stop = waits if waiting else None
             *end, vectors = loop_over(source, steps, step, stop, vectors)
@@ -404,7 +398,3 @@ class Program(NotCopied):
 
 def _vectors(tallies: Tallies) -> tuple[Any, ...]:
     return tuple(vector for tally in tallies.values() for vector in tally[1:])
-
-
-def _no_call(_: Any) -> Any:
-    """Stands for a call that nobody makes."""

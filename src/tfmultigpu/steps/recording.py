@@ -10,12 +10,7 @@ import tensorflow as tf
 
 from tfmultigpu._patch import patching
 
-__all__ = [
-    "noting_losses_read",
-    "recording_added_losses",
-    "recording_calls",
-    "recording_devices",
-]
+__all__ = ["noting_losses_read", "recording_added_losses", "recording_calls"]
 
 
 def recording_added_losses() -> AbstractContextManager[list[tuple[Any, Any]]]:
@@ -26,10 +21,7 @@ def recording_added_losses() -> AbstractContextManager[list[tuple[Any, Any]]]:
     """
     import keras
 
-    def entries(layer: Any, arguments: Any, _: Any) -> list[tuple[Any, Any]]:
-        return [(layer, loss) for loss in tf.nest.flatten(arguments)]
-
-    return _recording(keras.layers.Layer, "add_loss", entries)
+    return _recording(keras.layers.Layer, "add_loss", lambda losses, _: tf.nest.flatten(losses))
 
 
 def recording_calls() -> AbstractContextManager[list[tuple[Any, Any]]]:
@@ -40,18 +32,7 @@ def recording_calls() -> AbstractContextManager[list[tuple[Any, Any]]]:
     import keras
 
     # Every layer is an Operation.
-    return _recording(keras.Operation, "__call__", lambda layer, _, result: [(layer, result)])
-
-
-def recording_devices() -> AbstractContextManager[list[tuple[Any, str, bool]]]:
-    """Records each Keras variable that is made, its ``tf.device``, and whether it is trained."""
-    import keras
-
-    def entries(variable: Any, *_: Any) -> list[tuple[Any, str, bool]]:
-        with tf.init_scope():
-            return [(variable, tf.zeros([]).device, variable.trainable)]
-
-    return _recording(keras.Variable, "__init__", entries)
+    return _recording(keras.Operation, "__call__", lambda _, result: [result])
 
 
 def noting_losses_read(note: Callable[[Any], None]) -> AbstractContextManager[None]:
@@ -68,12 +49,12 @@ def noting_losses_read(note: Callable[[Any], None]) -> AbstractContextManager[No
 
 
 @contextmanager
-def _recording(owner: Any, method: str, entries: Callable[..., list[Any]]) -> Iterator[list[Any]]:
+def _recording(owner: Any, method: str, values: Callable[..., list[Any]]) -> Iterator[list[Any]]:
     recorded: list[Any] = []
 
-    def collect(original: Any, this: Any, *args: Any, **kwargs: Any) -> Any:
-        result = original(this, *args, **kwargs)
-        recorded.extend(entries(this, args, result))
+    def collect(original: Any, layer: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(layer, *args, **kwargs)
+        recorded.extend((layer, value) for value in values(args, result))
         return result
 
     with patching(owner, method, collect):

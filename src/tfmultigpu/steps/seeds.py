@@ -43,57 +43,41 @@ class GlobalSeeds:
                 each of them would go on where another is.
         """
         if all(state is not generator.state for state in self.used):
-            self._check_scope(generator)
+            if not self._is_on_replicas(generator):
+                raise ScopeError(
+                    "A seed generator was created outside the scope of the strategy. It has one "
+                    "state for all replicas, so each draws other numbers than one device does. "
+                    f"Received: {generator.name!r}, and {type(self._strategy).__name__} with "
+                    f"{self._strategy.num_replicas_in_sync} replica(s). Create it inside the "
+                    "scope:\n"
+                    "    with strategy.scope():\n"
+                    "        seeds = keras.random.SeedGenerator(seed)"
+                )
             self.used.append(generator.state)
         return original(generator, *args, **kwargs)
 
-    def _check_scope(self, generator: Any) -> None:
-        state = generator.state.value  # A tensor where it was assigned to already.
-        several = self._strategy.num_replicas_in_sync > 1
-        if not several or not isinstance(state, tf.Variable):
-            return
-        if not self._strategy.extended.variable_created_in_scope(state):
-            raise ScopeError(
-                "A seed generator was created outside the scope of the strategy. It has one state "
-                "for all replicas, so each draws other numbers than one device does. Received: "
-                f"{generator.name!r}, and {type(self._strategy).__name__} with "
-                f"{self._strategy.num_replicas_in_sync} replica(s). Create it inside the scope:\n"
-                "    with strategy.scope():\n"
-                "        seeds = keras.random.SeedGenerator(seed)"
-            )
-
-    def on_replica(self, original: Any) -> Any:
-        """Returns the generator for a draw on a replica; ``original`` makes one."""
-        if self._strategy.num_replicas_in_sync == 1:
-            self.generator = original()
-        else:
-            self.make(original)
+    def on_replicas(self, original: Any) -> Any:
+        """Returns the generator, made by ``original`` if there is none, on all replicas."""
+        if self.generator is None or not self._is_on_replicas(self.generator):
+            with ThreadPoolExecutor(1) as pool:  # A thread without scopes.
+                self.generator = pool.submit(self._make, original).result()
         return self.generator
 
-    def make(self, original: Any) -> None:
-        """Makes the generator on all replicas, if it is not there, on a thread without scopes."""
-        if not self._is_on_replicas():
-            with ThreadPoolExecutor(1) as pool:
-                pool.submit(self._make, original).result()  # Raises what is raised there.
-
-    def _is_on_replicas(self) -> bool:
-        if self.generator is None:
-            return False
-        variable = self.generator.state.value  # A tensor where it was assigned to already.
-        if self._strategy.num_replicas_in_sync == 1 or not isinstance(variable, tf.Variable):
+    def _is_on_replicas(self, generator: Any) -> bool:
+        state = generator.state.value  # A tensor where it was assigned to already.
+        if self._strategy.num_replicas_in_sync == 1 or not isinstance(state, tf.Variable):
             return True
-        return bool(self._strategy.extended.variable_created_in_scope(variable))
+        return bool(self._strategy.extended.variable_created_in_scope(state))
 
-    def _make(self, original: Any) -> None:
+    def _make(self, original: Any) -> Any:
         import keras
 
         with self._strategy.scope():
             if self.generator is None:
-                self.generator = original()
-                return
+                return original()
             copy = keras.random.SeedGenerator(0)
             copy.state.assign(self.generator.state)
-            self.generator = copy
+            return copy
 
 
 @contextmanager
@@ -109,13 +93,7 @@ def global_seeds(strategy: tf.distribute.Strategy) -> Iterator[GlobalSeeds]:
 @contextmanager
 def sharing_seeds(strategy: tf.distribute.Strategy) -> Iterator[None]:
     """Has draws without a seed, on this thread, draw from the generator of the replicas."""
-    with global_seeds(strategy) as seeds:
-
-        def generator(original: Any) -> Any:
-            if strategy.num_replicas_in_sync > 1 or seeds.generator is None:
-                seeds.make(original)
-            return seeds.generator
-
-        name = "global_seed_generator"
-        with patching(_compat.home_of(name), name, generator):
-            yield
+    name = "global_seed_generator"
+    home = _compat.home_of(name)
+    with global_seeds(strategy) as seeds, patching(home, name, seeds.on_replicas):
+        yield

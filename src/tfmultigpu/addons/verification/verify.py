@@ -19,7 +19,7 @@ from tfmultigpu.addons.verification.one_device import DryRun, OneDevice, cutter,
 from tfmultigpu.addons.verification.outcome import Verification
 from tfmultigpu.errors import ReplicaDependenceWarning, WorkerLostError
 from tfmultigpu.steps.failures import line_on_memory
-from tfmultigpu.steps.features import Call, Feature
+from tfmultigpu.steps.features import Call, Feature, Sees
 from tfmultigpu.steps.program import Batch
 from tfmultigpu.steps.warning import warn
 from tfmultigpu.strategies.gathering import gather_rows
@@ -52,7 +52,7 @@ class Verify(Feature):
     def __init__(self, verify: bool | str = "first") -> None:
         """Takes ``"first"``, True for every step, or ``"gradients"`` to compare these too."""
         self._always, self._with_gradients = verify is True, verify == "gradients"
-        self._due = True
+        self._sees: Sees = "all"
 
     def bind(self, step: Any) -> None:
         """Takes the step."""
@@ -60,12 +60,16 @@ class Verify(Feature):
         self._exchange = WorkerExchange(step.strategy)
         self._cutter = cutter(step.strategy)
 
+    @property
+    def sees(self) -> Sees:  # type: ignore[override]
+        """The batches that are verified: all, those of uneven shards, or none any more."""
+        if self._step.kinds > self._kinds:  # Layers were frozen, or synchronized.
+            self._kinds, self._sees, self.verification = self._step.kinds, "all", None
+        return self._sees
+
     def around_call(self, call: Call) -> Call:
         """Returns a call that verifies its batch, if that is due and shows something."""
-        if self._step.kinds > self._kinds:  # Layers were frozen, or synchronized.
-            self._kinds, self._due, self.verification = self._step.kinds, True, None
-            self.sees = "any"
-        return functools.partial(self._call, call) if self._due else call
+        return call if self.sees == "none" else functools.partial(self._call, call)
 
     def _call(self, call: Call, batch: Batch) -> Any:
         counts = self._step.rows_of(batch)
@@ -73,10 +77,8 @@ class Verify(Feature):
         if rows < max(len(counts), 2):
             reason = "the batch had fewer rows than there are replicas, so each computed all of it"
             self._note(Verification("not verified", 0, rows, reason))
-            if self.sees == "any" and not self._always:
-                self.sees = "cut"
             return call(batch)
-        if self.sees == "uneven" and not uneven:
+        if self._sees == "uneven" and not uneven:
             return call(batch)
         conclude = outside_scopes(lambda: self._prepare(batch))
         logs, tallies = call(batch)
@@ -89,8 +91,8 @@ class Verify(Feature):
             outcome = Verification("not verified", 0, rows, reason)
         self._note(outcome)
         if not self._always:
-            self._due = outcome.outcome == "same" and not uneven and len(counts) > 1
-            self.sees, self._device = "uneven", self._device if self._due else None
+            due = outcome.outcome == "same" and not uneven and len(counts) > 1
+            self._sees, self._device = "uneven" if due else "none", self._device if due else None
         if outcome.outcome == "different":
             warn(str(outcome), ReplicaDependenceWarning)
         elif outcome.reason:
