@@ -100,12 +100,6 @@ def test_the_factory_alone_changes_nothing_in_a_loop_of_tf_distribute(replicas: 
 # ("counts"), in a metric, or among what is collected ("rows").
 @pytest.mark.parametrize("what", ["training", "losses", "counts", "metric", "rows"])
 @pytest.mark.parametrize("replicas", [2, 3])
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="distribute_dataset: a batch smaller than the replicas goes whole to each of them, so "
-    "its rows count N times in a loop that is right with TensorFlow's own distribution.",
-)
 def test_distribute_dataset_alone_is_a_partition(replicas: int, what: str) -> None:
     hold_by_hand(replicas, "tmg", what)
 

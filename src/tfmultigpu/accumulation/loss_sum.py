@@ -93,10 +93,6 @@ def loss_sum(
     of unmasked elements for ``"sum_over_batch_size"``, ``"mean"`` and per-example functions, the
     sum of the sample weights for ``"mean_with_sample_weight"``, and 1 for ``"sum"``.
 
-    In a batch with fewer rows than replicas every replica holds every row. That cancels if the sum
-    and the weight are both added and then divided, as ``global_mean`` does. For ``"sum"``, and for
-    windows of several batches, give ``row_weight``.
-
     Args:
         loss: A Keras loss, its name, or a function ``f(y_true, y_pred)`` that returns one value per
             example (or per element).
@@ -104,7 +100,7 @@ def loss_sum(
         y_pred: Predictions, shape ``[rows, ...]``.
         sample_weight: Weights that broadcast to the losses, shape ``[rows]`` or ``[rows, ...]``.
         row_weight: The weight of each row on this replica: ``tmg.data.row_weight(batch)``, given to
-            the replicas with the batch. None: 1.
+            the replicas with a batch of ``distribute_dataset(..., small_batches="copy")``. None: 1.
 
     Returns:
         Two float32 scalars (float64 if the loss computes in float64).

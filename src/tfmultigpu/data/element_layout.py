@@ -9,7 +9,8 @@ import tensorflow as tf
 
 from tfmultigpu.data import partition
 from tfmultigpu.data.batch_format import any_rows, checked_rows
-from tfmultigpu.strategies.topology import local_replicas
+from tfmultigpu.data.small_batches import each_row_once
+from tfmultigpu.strategies.topology import local_replicas, per_replica, strategy_devices
 
 __all__ = ["ShardLayout", "components_of", "structure_of"]
 
@@ -32,17 +33,23 @@ class ShardLayout:
         strategy: The strategy the shards are for.
         element_spec: The type specs of a global batch.
         on_devices: Whether elements are per-replica values, copied ahead of time.
+        copies: Whether batches of fewer rows than replicas are given to users as copies.
         local: Ids of this process's replicas, among all replicas.
         whole: Whether each element is a whole global batch.
     """
 
     def __init__(
-        self, strategy: tf.distribute.Strategy, element_spec: Any, on_devices: bool
+        self,
+        strategy: tf.distribute.Strategy,
+        element_spec: Any,
+        on_devices: bool,
+        copies: bool = False,
     ) -> None:
-        """Stores the strategy, the type specs of a batch and the place of the elements."""
+        """Stores what the attributes tell."""
         self.strategy = strategy
         self.element_spec = element_spec
         self.on_devices = on_devices
+        self.copies = copies
         self.local = local_replicas(strategy)
         one = strategy.num_replicas_in_sync == 1 and not on_devices
         self.whole = one and _all_dense(element_spec)
@@ -53,7 +60,7 @@ class ShardLayout:
         return (
             isinstance(other, ShardLayout)
             and self.strategy is other.strategy
-            and self.on_devices == other.on_devices
+            and (self.on_devices, self.copies) == (other.on_devices, other.copies)
             and bool(self.element_spec == other.element_spec)
             and structure_of(self.element_spec) == structure_of(other.element_spec)
         )
@@ -107,11 +114,14 @@ class ShardLayout:
             return partition.mark_whole(self._pack(iter(leaves)))
         if self.on_devices:
             offsets = self.strategy.experimental_local_results(offsets)[0]
+            devices = strategy_devices(self.strategy)
         else:
-            turn = iter(self._by_replica(leaves))
-            spread = self.strategy.experimental_distribute_values_from_function
-            leaves = spread(lambda _: next(turn))
-        return partition.mark_offsets(self._pack(iter(leaves)), offsets)
+            leaves = per_replica(self.strategy, self._by_replica(leaves))
+            devices = ("CPU:0",) * len(self.local)
+        batch = self._pack(iter(leaves))
+        if self.copies:
+            return partition.mark_offsets(batch, offsets)
+        return each_row_once(batch, offsets, self.strategy, devices)
 
     def _by_replica(self, leaves: list[Any]) -> list[list[Any]]:
         count = len(leaves) // len(self.local)

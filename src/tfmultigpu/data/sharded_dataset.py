@@ -24,6 +24,7 @@ from tfmultigpu.data.preprocessing import (
 )
 from tfmultigpu.data.seeds import draw_seed
 from tfmultigpu.data.shares import replica_shares
+from tfmultigpu.data.small_batches import shard_weight
 from tfmultigpu.data.sources import to_dataset
 from tfmultigpu.errors import DataError
 from tfmultigpu.strategies.marked_runs import keep_offsets_of_runs
@@ -41,6 +42,7 @@ def distribute_dataset(
     batch_size: int | None = None,
     shares: Sequence[float] | None = None,
     sharding: Literal["auto", "rows"] = "auto",
+    small_batches: Literal["partition", "copy"] = "partition",
     prefetch_to_device: bool | None = None,
     preprocess: Callable[..., Any] | None = None,
     preprocess_batched: bool = False,
@@ -49,9 +51,9 @@ def distribute_dataset(
     """Cuts each global batch of a dataset into one shard per replica.
 
     Each example of a global batch is on exactly one replica, in the partial last batch too. No
-    shard is empty. A batch with fewer examples than replicas goes whole to every replica. The
-    steps of this library then count each example once. In a hand-written loop,
-    ``global_mean`` of a ``loss_sum`` handles such a batch; for anything else use ``row_weight``.
+    shard is empty, except in a batch with fewer examples than replicas: there a loop of your own
+    sees one example on the first replicas and none on the others, as TensorFlow cuts. The steps of
+    this library compute such a batch whole on every replica, and count each example once.
 
     Under several workers every worker runs the same pipeline and takes its examples of each batch.
     So the dataset must yield the same batches on all of them: give ``shuffle`` a seed. Under a
@@ -67,6 +69,10 @@ def distribute_dataset(
         shares: Relative share of each global batch per replica, positive, such as ``(3, 1)`` or
             the result of ``plan_shares``. None: equal shares.
         sharding: ``"auto"`` and ``"rows"`` both divide the examples of each batch over the workers.
+        small_batches: A batch with fewer examples than replicas, in a loop of your own:
+            ``"partition"``, or ``"copy"`` for layers that crash or give NaN without examples, such
+            as convolution and batch normalization. Every replica then holds all examples, and each
+            counts ``row_weight(batch)``.
         prefetch_to_device: Copy shards to the replicas ahead of time. None: if a replica is not on
             a CPU, except with finite data over several workers: TensorFlow would then ask all of
             them at each step for more data.
@@ -109,6 +115,11 @@ def distribute_dataset(
             f"sharding must be 'auto' or 'rows'. Received: sharding={sharding!r}. Files need no "
             "sharding: give every worker the same list of files. The examples are divided."
         )
+    if small_batches not in ("partition", "copy"):
+        raise DataError(
+            f"small_batches must be 'partition' or 'copy'. Received: {small_batches!r}. A loop of "
+            "your own sees each row once with 'partition'."
+        )
     whole_shares = replica_shares(shares, strategy.num_replicas_in_sync)
     preprocessing = None
     if preprocess is None:
@@ -134,7 +145,10 @@ def distribute_dataset(
         seed = check_count("seed", seed, -(2**63), error=DataError)
         preprocessing = Preprocessing(preprocess, preprocess_batched, seed, examples)
     check_batched(batches.element_spec)
-    return ShardedDataset(batches, strategy, whole_shares, prefetch_to_device, preprocessing)
+    return ShardedDataset(
+        batches, strategy, whole_shares, prefetch_to_device, preprocessing,
+        copies=small_batches == "copy",
+    )  # fmt: skip
 
 
 def row_weight(batch: Any, strategy: tf.distribute.Strategy | None = None) -> tf.Tensor:
@@ -150,8 +164,8 @@ def row_weight(batch: Any, strategy: tf.distribute.Strategy | None = None) -> tf
         strategy: The strategy of the dataset; None: ``tf.distribute.get_strategy()``.
 
     Returns:
-        A float64 scalar: 1, or ``1 / replicas`` if the batch has fewer rows than there are
-        replicas. Each replica then holds all rows.
+        A float64 scalar: 1, or ``1 / replicas`` if each replica holds all rows: a batch with fewer
+        rows than replicas, of ``distribute_dataset(..., small_batches="copy")``.
 
     Raises:
         DataError: ``distribute_dataset`` did not cut the batch, or it was passed into a
@@ -165,14 +179,16 @@ def row_weight(batch: Any, strategy: tf.distribute.Strategy | None = None) -> tf
     """
     strategy = tf.distribute.get_strategy() if strategy is None else strategy
     replicas = strategy.num_replicas_in_sync
-    rows = partition.marked_global_rows(batch)
-    if rows is None and replicas > 1:
+    offsets = partition.marked_offsets(batch)
+    if replicas == 1:
+        return tf.ones([], tf.float64)
+    if offsets is None:
         raise DataError(
-            "The number of rows of the global batch is unknown. Give an element of "
+            "It is unknown whether the shards of the batch are copies. Give an element of "
             "tmg.distribute_dataset, and call row_weight before you pass the batch into your own "
             "tf.function."
         )
-    weight: tf.Tensor = partition.row_weight(rows, replicas)
+    weight: tf.Tensor = shard_weight(offsets)
     return weight
 
 
@@ -210,6 +226,7 @@ class ShardedDataset(tf.distribute.DistributedDataset):  # type: ignore[misc]
         preprocessing: Preprocessing | None = None,
         skip: int = 0,
         cut: tf.data.Dataset[Any] | None = None,
+        copies: bool = False,
     ) -> None:
         """Use ``distribute_dataset`` instead, which checks its arguments.
 
@@ -222,6 +239,7 @@ class ShardedDataset(tf.distribute.DistributedDataset):  # type: ignore[misc]
             skip: With preprocessing, batches to leave out at the beginning of a pass.
             cut: The batches as ``cutter`` cuts them, if that is made already; used if no other
                 workers compare the batches.
+            copies: Whether loops of users are given copies of small batches.
         """
         self.batches = batches
         self.strategy = strategy
@@ -240,7 +258,7 @@ class ShardedDataset(tf.distribute.DistributedDataset):  # type: ignore[misc]
             ends = int(self._cardinality) != tf.data.INFINITE_CARDINALITY
             prefetch_to_device = should_prefetch(spec, strategy) and not (several and ends)
         self.prefetches_to_device = prefetch_to_device
-        self._layout = ShardLayout(strategy, spec, prefetch_to_device)
+        self._layout = ShardLayout(strategy, spec, prefetch_to_device, copies)
         keep_offsets_of_runs(strategy)
         if preprocessing is not None:
             cut = own.map(_batch_of if self._layout.whole else self._divide)
@@ -274,6 +292,7 @@ class ShardedDataset(tf.distribute.DistributedDataset):  # type: ignore[misc]
             self.prefetches_to_device,
             self.preprocessing,
             skip,
+            copies=self._layout.copies,
         )
 
     def iterate_from(self, batch: int) -> tuple[ShardIterator, int]:

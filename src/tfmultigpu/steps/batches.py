@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from tfmultigpu.data import partition
 from tfmultigpu.data.batch_format import any_rows, check_rows_agree, count_rows, first_tensor
+from tfmultigpu.data.small_batches import with_whole_shards
 from tfmultigpu.errors import DataError, ScopeError
 from tfmultigpu.steps.failures import explaining_failures
 from tfmultigpu.steps.features import Shards
@@ -79,10 +80,10 @@ class BatchFunction:
             first_tensor(batch)  # Raises.
         if not any(isinstance(leaf, tf.distribute.DistributedValues) for leaf in leaves):
             return [_tensors(leaves)], None
+        leaves, offsets = with_whole_shards(leaves)
         nothing = [None] * len(self._local)
         parts = [nothing if leaf is None else self._local_parts(leaf) for leaf in leaves]
         local = [list(shard) for shard in zip(*parts, strict=True)]
-        offsets = partition.marked_offsets(batch)
         return local, self._foreign_offsets(local) if offsets is None else offsets
 
     def run(self, structure: Any, local: list[list[Any]], offsets: Any) -> Any:
@@ -180,23 +181,23 @@ class BatchFunction:
                 "or pass the iterator in and call step(next(iterator)), or use "
                 "step.run(iterator, steps)."
             )
-        counts = [int(count_rows(shard)) for shard in local]
-        if 0 in counts:
-            raise DataError(
-                f"Replica {counts.index(0)} got no rows. Received: shards of {counts} rows. Cut "
-                "the data with tmg.distribute_dataset, which never leaves a replica empty."
-            )
         everywhere = [0] * self.strategy.num_replicas_in_sync
-        for replica, count in zip(self._local, counts, strict=True):
-            everywhere[replica] = count
-        if len(local) == len(everywhere):
-            return tf.constant([0, *itertools.accumulate(everywhere)], tf.int64)
-        summed = self.strategy.run(
-            lambda n: tf.distribute.get_replica_context().all_reduce("SUM", n),
-            args=(tf.constant(everywhere, tf.int64),),
-        )
-        rows = self.strategy.experimental_local_results(summed)[0] // len(local)
-        return tf.pad(tf.cumsum(rows), [[1, 0]])
+        for replica, shard in zip(self._local, local, strict=True):
+            everywhere[replica] = int(count_rows(shard))
+        if len(local) < len(everywhere):
+            summed = self.strategy.run(
+                lambda n: tf.distribute.get_replica_context().all_reduce("SUM", n),
+                args=(tf.constant(everywhere, tf.int64),),
+            )
+            rows = self.strategy.experimental_local_results(summed)[0] // len(local)
+            everywhere = rows.numpy().tolist()
+        if 0 in everywhere:
+            raise DataError(
+                f"Replica {everywhere.index(0)} got no rows. Received: shards of {everywhere} "
+                "rows. Give step(batch) the batches of tmg.distribute_dataset as they are: the "
+                "step computes one of fewer rows than replicas on all of them."
+            )
+        return tf.constant([0, *itertools.accumulate(everywhere)], tf.int64)
 
 
 def _open_rows(tensor: Any) -> Any:

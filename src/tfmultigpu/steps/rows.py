@@ -17,6 +17,7 @@ import tensorflow as tf
 from tfmultigpu.data import partition
 from tfmultigpu.data.batch_format import count_rows
 from tfmultigpu.data.partition import NOT_ROWS
+from tfmultigpu.data.small_batches import are_copies, shard_weight
 from tfmultigpu.errors import LossError
 from tfmultigpu.steps.features import Rows
 from tfmultigpu.strategies.collectives import all_reduce_sum
@@ -72,7 +73,8 @@ def rows() -> Rows:
     Returns:
         ``first``, the number of the first row; ``count``, the rows here; ``total``, the rows of the
         global batch: int64 scalars. ``weight``, a float64 scalar: what each row counts, 1; or
-        1 / replicas, if the batch has fewer rows than replicas and each of them has all rows.
+        1 / replicas, if the batch has fewer rows than replicas and each of them has all rows: in a
+        step, or with ``distribute_dataset(..., small_batches="copy")``.
 
     Raises:
         LossError: The batch is not known here.
@@ -142,12 +144,11 @@ def gather_rows(tensor: Any, *, rows_per_example: int = 1) -> Any:
         return tf.nest.pack_sequence_as(tensor, tensors)
     _check_can_meet(place)
     with tf.device("CPU:0"):  # Decided there; nothing has to wait for a GPU.
-        copies = place.rows.total < context.num_replicas_in_sync
+        copies = False if place.rows.weight is None else place.rows.weight < 1
     padded = [_among_zeros(place.rows, rows_here, rows_per_example) for rows_here in tensors]
     with tf.name_scope(GATHERED):
         added = all_reduce_sum(context, padded)
-    # With fewer rows than replicas each replica has all of them, and counts 1 / replicas: the
-    # gradient of its copy stays with it.
+    # If each replica has all rows, and counts 1 / replicas, the gradient of its copy stays with it.
     gathered = [
         tf.cast(tf.where(copies, own, every), rows_here.dtype)
         for own, every, rows_here in zip(padded, added, tensors, strict=True)
@@ -166,11 +167,11 @@ def _place() -> _Place | None:
         offsets = partition.batch_offsets(whole, (1,))
     if offsets is None:
         return None
-    replicas, number = context.num_replicas_in_sync, context.replica_id_in_sync_group
+    number = context.replica_id_in_sync_group
     with tf.device("CPU:0"):
         total, first = offsets[-1], offsets[number]
-        count = tf.where(total < replicas, total, offsets[number + 1] - first)
-        weight = partition.row_weight(total, replicas)
+        count = tf.where(are_copies(offsets), total, offsets[number + 1] - first)
+        weight = shard_weight(offsets)
     return _Place(Rows(first, count, total, weight), False, False, _graph())
 
 

@@ -12,10 +12,11 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-__all__ = ["OFFSETS", "WHOLE", "keep_offsets_of_runs", "offsets_of_run"]
+__all__ = ["COPIES", "OFFSETS", "WHOLE", "keep_offsets_of_runs", "offsets_of_run"]
 
-# Attributes of the tensors of a batch: the offsets of its shards; or that they have all rows.
-OFFSETS, WHOLE = "_tfmultigpu_offsets", "_tfmultigpu_whole"
+# Attributes of the tensors of a batch: the offsets of its shards; that they have all rows; or, if
+# shards may be without rows, the tensor that is whole on every replica then.
+OFFSETS, WHOLE, COPIES = "_tfmultigpu_offsets", "_tfmultigpu_whole", "_tfmultigpu_copies"
 _RUNNING = "_offsets_of_run"
 
 

@@ -1,0 +1,118 @@
+"""Batches of fewer rows than replicas: whole copies for our steps, a partition for loops of users.
+
+Between ``tf.data`` and a step such a batch is whole on every replica, and each row counts
+``1 / replicas``. A loop of a user does not know of copies. It sees each row once, as TensorFlow
+cuts: one row on the first replicas, none on the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfmultigpu.data.batch_format import count_rows, tensors_of, with_dependencies
+from tfmultigpu.data.partition import mark_offsets, marked_offsets, slice_rows
+from tfmultigpu.errors import DataError
+from tfmultigpu.strategies.marked_runs import COPIES
+from tfmultigpu.strategies.topology import local_replicas, per_replica
+
+__all__ = ["are_copies", "each_row_once", "shard_weight", "with_whole_shards"]
+
+_COMPUTED = (
+    "The batch has fewer rows than there are replicas, and a part of it was computed from the "
+    "shards of a loop of your own, some of which have no rows. A step needs the whole batch on "
+    "each replica. Give step(batch) what the dataset yields, and compute before or in the step: "
+    "dataset.map(f), or make_train_step(..., forward=f)."
+)
+
+
+def are_copies(offsets: Any) -> Any:
+    """Returns whether each of the shards with these offsets is the whole batch, a bool scalar.
+
+    The offsets of copies are zeros before the last. In a partition the first shard has a row.
+    """
+    return tf.equal(offsets[1], 0)
+
+
+def shard_weight(offsets: Any) -> Any:
+    """Returns the weight of each row of the shards with these offsets, a float64 scalar."""
+    one = tf.ones([], tf.float64)
+    return tf.where(are_copies(offsets), one / (int(offsets.shape[0]) - 1), one)
+
+
+def each_row_once(
+    batch: Any, offsets: Any, strategy: tf.distribute.Strategy, devices: Sequence[str]
+) -> Any:
+    """Returns a batch as a partition of its rows, marked with its offsets, also if it is copies.
+
+    Args:
+        batch: Nested structure of per-replica values.
+        offsets: As ``partition.batch_offsets`` returns them.
+        strategy: The strategy of the shards.
+        devices: For each replica of this process the device to cut on.
+
+    Returns:
+        The batch. If it may be copies, its values are marked with what they were cut from, which
+        ``with_whole_shards`` returns.
+    """
+    mark_offsets(batch, offsets)
+    replicas, results = strategy.num_replicas_in_sync, strategy.experimental_local_results
+    shards = results(tensors_of(batch)[0])
+    if _are_cut(shards, replicas) or (tf.executing_eagerly() and int(offsets[-1]) >= replicas):
+        return batch
+    local = local_replicas(strategy)
+    with tf.device("CPU:0"):
+        counts = [count_rows(shard) for shard in shards]
+        may_be_small = tf.reduce_all(tf.equal(tf.stack(counts), counts[0])) & (counts[0] < replicas)
+        # Offsets on a GPU are read only if they decide: that waits for what was computed before.
+        rows = tf.cond(may_be_small, lambda: offsets[-1], lambda: tf.constant(replicas, tf.int64))
+        is_small = rows < replicas
+        once = tf.minimum(tf.range(replicas + 1, dtype=tf.int64), rows)
+        starts = [tf.where(is_small, once[i], tf.zeros([], tf.int64)) for i in local]
+        stops = [tf.where(is_small, once[i + 1], n) for i, n in zip(local, counts, strict=True)]
+        offsets = tf.where(is_small, once, offsets)
+
+    def cut(whole: Any) -> Any:
+        if whole is None:
+            return None
+        shards = []
+        for device, shard, *ends in zip(devices, results(whole), starts, stops, strict=True):
+            with tf.device(device):
+                shards.append(slice_rows(shard, *ends))
+        shard = per_replica(strategy, shards)
+        setattr(shard, COPIES, whole)
+        return shard
+
+    return mark_offsets(tf.nest.map_structure(cut, batch), offsets)
+
+
+def with_whole_shards(leaves: Sequence[Any]) -> tuple[list[Any], Any]:
+    """Returns the leaves of a batch with copies in place of shards without rows, and the offsets.
+
+    The offsets are None if no leaf is marked.
+
+    Raises:
+        DataError: A leaf was computed from the shards of a batch smaller than the replicas. Inside
+            a ``tf.function`` an assertion fails instead, when it runs.
+    """
+    copies = [getattr(leaf, COPIES, None) for leaf in leaves]
+    whole = [leaf if copy is None else copy for leaf, copy in zip(leaves, copies, strict=True)]
+    offsets = marked_offsets(whole)
+    computed = [
+        leaf is not None and copy is None for leaf, copy in zip(leaves, copies, strict=True)
+    ]
+    if any(computed) and not all(copy is None for copy in copies):
+        offsets = marked_offsets(copies)
+        if tf.executing_eagerly():
+            raise DataError(_COMPUTED)
+        check = tf.debugging.Assert(tf.logical_not(are_copies(offsets)), [_COMPUTED])
+        offsets = with_dependencies([check], offsets)
+    return whole, offsets
+
+
+def _are_cut(shards: Sequence[Any], replicas: int) -> bool:
+    """Returns whether their static shapes tell that shards are not copies of a small batch."""
+    sizes = {shard.shape[0] for shard in shards if shard.shape.rank and shard.shape[0] is not None}
+    return len(sizes) > 1 or any(size >= replicas for size in sizes)
