@@ -31,6 +31,15 @@ BLOCKS = (
         ),
     ),
     Mutation(
+        "a loop of a user is given copies of a small batch",
+        "data/small_batches.py",
+        (("        is_small = rows < replicas\n", "        is_small = rows < 0\n"),),
+        (
+            "promises/test_blocks_alone.py::test_distribute_dataset_alone_is_a_partition[2-training]",
+            "promises/test_blocks_alone.py::test_distribute_dataset_alone_is_a_partition[3-metric]",
+        ),
+    ),
+    Mutation(
         "a model outside every scope is taken",
         "strategies/scopes.py",
         (("if not strategy.extended.variable_created_in_scope(inner):", "if False:"),),
@@ -255,7 +264,7 @@ BLOCKS = (
     Mutation(
         "what TensorFlow cut counts by the first shard",
         "steps/batches.py",
-        (("            everywhere[replica] = count\n", "            everywhere[replica] = 1\n"),),
+        (("everywhere[replica] = int(count_rows(shard))", "everywhere[replica] = 1"),),
         (
             "promises/test_blocks_alone.py::test_a_step_alone_beside_a_strategy_and_data_of_tensorflow[2]",
         ),
