@@ -12,7 +12,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfmultigpu.data.batch_format import count_rows, tensors_of, with_dependencies
+from tfmultigpu.data.batch_format import count_rows, tensors_of
 from tfmultigpu.data.partition import mark_offsets, marked_offsets, slice_rows
 from tfmultigpu.errors import DataError
 from tfmultigpu.strategies.marked_runs import COPIES
@@ -88,28 +88,27 @@ def each_row_once(
     return mark_offsets(tf.nest.map_structure(cut, batch), offsets)
 
 
-def with_whole_shards(leaves: Sequence[Any]) -> tuple[list[Any], Any]:
-    """Returns the leaves of a batch with copies in place of shards without rows, and the offsets.
+def with_whole_shards(leaves: Sequence[Any]) -> tuple[list[Any], Any, list[Any]]:
+    """Returns the leaves of a batch with copies in place of shards without rows.
 
-    The offsets are None if no leaf is marked.
+    Returns:
+        The leaves; their offsets, None if no leaf is marked; and assertions, in a ``tf.function``,
+        on which the use of the leaves must depend.
 
     Raises:
-        DataError: A leaf was computed from the shards of a batch smaller than the replicas. Inside
-            a ``tf.function`` an assertion fails instead, when it runs.
+        DataError: A leaf was computed from the shards of a batch smaller than the replicas.
     """
     copies = [getattr(leaf, COPIES, None) for leaf in leaves]
     whole = [leaf if copy is None else copy for leaf, copy in zip(leaves, copies, strict=True)]
-    offsets = marked_offsets(whole)
-    computed = [
-        leaf is not None and copy is None for leaf, copy in zip(leaves, copies, strict=True)
-    ]
-    if any(computed) and not all(copy is None for copy in copies):
-        offsets = marked_offsets(copies)
+    some = [copy for copy in copies if copy is not None]
+    if not some:
+        return whole, marked_offsets(whole), []
+    offsets, checks = marked_offsets(some), []
+    if len(some) < len(tensors_of(leaves)):
         if tf.executing_eagerly():
             raise DataError(_COMPUTED)
-        check = tf.debugging.Assert(tf.logical_not(are_copies(offsets)), [_COMPUTED])
-        offsets = with_dependencies([check], offsets)
-    return whole, offsets
+        checks = [tf.debugging.Assert(tf.logical_not(are_copies(offsets)), [_COMPUTED])]
+    return whole, offsets, checks
 
 
 def _are_cut(shards: Sequence[Any], replicas: int) -> bool:

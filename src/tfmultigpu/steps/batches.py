@@ -10,7 +10,13 @@ import numpy as np
 import tensorflow as tf
 
 from tfmultigpu.data import partition
-from tfmultigpu.data.batch_format import any_rows, check_rows_agree, count_rows, first_tensor
+from tfmultigpu.data.batch_format import (
+    any_rows,
+    check_rows_agree,
+    count_rows,
+    first_tensor,
+    with_dependencies,
+)
 from tfmultigpu.data.small_batches import with_whole_shards
 from tfmultigpu.errors import DataError, ScopeError
 from tfmultigpu.steps.failures import explaining_failures
@@ -80,10 +86,11 @@ class BatchFunction:
             first_tensor(batch)  # Raises.
         if not any(isinstance(leaf, tf.distribute.DistributedValues) for leaf in leaves):
             return [_tensors(leaves)], None
-        leaves, offsets = with_whole_shards(leaves)
+        leaves, offsets, checks = with_whole_shards(leaves)
         nothing = [None] * len(self._local)
         parts = [nothing if leaf is None else self._local_parts(leaf) for leaf in leaves]
         local = [list(shard) for shard in zip(*parts, strict=True)]
+        local = with_dependencies(checks, local) if checks else local
         return local, self._foreign_offsets(local) if offsets is None else offsets
 
     def run(self, structure: Any, local: list[list[Any]], offsets: Any) -> Any:
