@@ -41,7 +41,8 @@ def check(session: nox.Session) -> None:
     session.run("ruff", "check", *(["--fix"] if fix else []), *paths)
     session.run("ruff", "format", *([] if fix else ["--check"]), *paths)
     session.run("mypy")
-    session.run("mkdocs", "build", "--strict", "--quiet", env={"NO_MKDOCS_2_WARNING": "1"})
+    # Not `--quiet`: it hides the warnings from `--strict` too.
+    session.run("mkdocs", "build", "--strict", env={"NO_MKDOCS_2_WARNING": "1"})
 
 
 @nox.session
@@ -66,30 +67,31 @@ def versions(session: nox.Session) -> None:
     session.run(*PYTEST, "-m", "versions", "tests/guarantees", *session.posargs)
 
 
-def oldest_python() -> str:
+def python_of_the_oldest() -> str:
     """The Python to test the lowest TensorFlow with: its wheels end at Python 3.12."""
     if sys.version_info[:2] <= (3, 12):
         return f"{sys.version_info.major}.{sys.version_info.minor}"
-    found = (v for v in ("3.12", "3.11", "3.10") if shutil.which(f"python{v}"))
-    return next(found, "3.12")
+    installed = (v for v in ("3.12", "3.11", "3.10") if shutil.which(f"python{v}"))
+    return next(installed, "3.12")
 
 
-@nox.session(name="tests-oldest", python=oldest_python())
-def tests_oldest(session: nox.Session) -> None:
-    """The proof against the lowest TensorFlow that pyproject.toml allows."""
-    (requirement,) = (r for r in PROJECT["project"]["dependencies"] if r.startswith("tensorflow"))
+@nox.session(name="other-versions", python=python_of_the_oldest())
+@nox.parametrize("which", ["oldest", "nightly"], ids=["oldest", "nightly"])
+def other_versions(session: nox.Session, which: str) -> None:
+    """The proof against the lowest TensorFlow that pyproject.toml allows, or tomorrow's."""
+    dependencies = PROJECT["project"]["dependencies"]
+    (requirement,) = (r for r in dependencies if r.startswith("tensorflow"))
     lowest = re.fullmatch(r"tensorflow>=([\d.]+)", requirement)
     if lowest is None:
         session.error(f"pyproject.toml names no single lowest TensorFlow: {requirement!r}")
-    session.install("-e", ".", f"tensorflow=={lowest[1]}.*", *groups("test"))
+    if which == "oldest":
+        session.install("-e", ".", f"tensorflow=={lowest[1]}.*", *groups("test"))
+    else:
+        others = [r for r in dependencies if r != requirement]
+        session.install("tf-nightly", *others, *groups("test"))
+        session.install("git+https://github.com/keras-team/keras.git")
+        session.install("--no-deps", "-e", ".")
     session.run(*PYTEST, *session.posargs)
-
-
-@nox.session
-def ray(session: nox.Session) -> None:
-    """The tests that need Ray, which the other sessions skip: its workers, killed and resumed."""
-    session.install("-e", ".[ray]", *groups("test"))
-    session.run("pytest", "-k", "test_ray", *session.posargs, "tests/docs/test_schedulers.py")
 
 
 @nox.session
@@ -97,22 +99,6 @@ def mutations(session: nox.Session) -> None:
     """Break each clause of the law on purpose; a promise that docs/mutations.md names must fail."""
     session.install("-e", ".", *groups("test"))
     session.run("python", "tests/mutations/run.py", *session.posargs)
-
-
-@nox.session
-def faults(session: nox.Session) -> None:
-    """Kill trainings at random moments (``-- kills 100``, ``-- stops 50``, ``-- soak 10``)."""
-    session.install("-e", ".", *groups("test"))
-    wanted = [session.posargs] if session.posargs else [["kills", "100"], ["stops", "54"]]
-    for arguments in wanted:
-        session.run("python", "tests/faults/run.py", *arguments)
-
-
-@nox.session
-def demo(session: nox.Session) -> None:
-    """Run the main job as a user would: ``python -m tfmultigpu demo``."""
-    session.install("-e", ".[demo]")
-    session.run("python", "-m", "tfmultigpu", "demo", *session.posargs)
 
 
 @nox.session
@@ -131,24 +117,26 @@ def gpu(session: nox.Session) -> None:
 
 @nox.session
 def build(session: nox.Session) -> None:
-    """Build the wheel and the source archive, and look inside the wheel."""
-    session.install(*groups("build"))
-    out = Path(session.create_tmp()) / "dist"
-    shutil.rmtree(out, ignore_errors=True)
-    session.run("python", "-m", "build", "--outdir", str(out))
-    (wheel,) = out.glob("*.whl")
+    """Build the wheel and the source archive, and look inside (``-- tag``: for a release)."""
+    session.install(*groups("build"), "twine")
+    if "tag" in session.posargs:
+        version = version_to_release(session)
+    shutil.rmtree("dist", ignore_errors=True)
+    session.run("python", "-m", "build")
+    session.run("twine", "check", "--strict", *map(str, Path("dist").iterdir()))
+    (wheel,) = Path("dist").glob("*.whl")
     packed = set(zipfile.ZipFile(wheel).namelist())
     expected = {p.relative_to("src").as_posix() for p in Path("src").rglob("*.py")}
     missing = (expected | {"tfmultigpu/py.typed", "tfmultigpu/__init__.pyi"}) - packed
     if missing:
         session.error(f"the wheel lacks {sorted(missing)}")
-    session.log(f"{wheel.name}: {len(packed)} files")
+    if "tag" in session.posargs:
+        session.run("git", "tag", "-a", f"v{version}", "-m", f"v{version}", external=True)
+        session.log("to publish: git push --tags, then twine upload dist/*")
 
 
-@nox.session
-def release(session: nox.Session) -> None:
-    """Build, check what is built, and tag it ``vVERSION``; nothing is uploaded."""
-    session.install(*groups("build"), "twine")
+def version_to_release(session: nox.Session) -> str:
+    """The version of the source, if everything that names it agrees and is committed."""
     version = re.search(r'__version__ = "(.+)"', Path("src/tfmultigpu/_version.py").read_text())
     if version is None:
         session.error("src/tfmultigpu/_version.py has no version")
@@ -158,8 +146,4 @@ def release(session: nox.Session) -> None:
         session.error(f"CHANGELOG.md has no section '## [{version[1]}]'")
     if f"version: {version[1]}\n" not in Path("CITATION.cff").read_text():
         session.error(f"CITATION.cff does not say 'version: {version[1]}'")
-    shutil.rmtree("dist", ignore_errors=True)
-    session.run("python", "-m", "build")
-    session.run("twine", "check", "--strict", *map(str, Path("dist").iterdir()))
-    session.run("git", "tag", "-a", f"v{version[1]}", "-m", f"v{version[1]}", external=True)
-    session.log(f"tagged v{version[1]}; to publish: git push --tags, then twine upload dist/*")
+    return version[1]

@@ -1,16 +1,12 @@
 """Memory that grows as it is needed, on a GPU that other programs use too.
 
 The usual answer is ``tf.config.experimental.set_memory_growth(gpus[0], True)`` in a ``try`` that
-prints the error. Without a GPU ``gpus[0]`` is an IndexError; with two, setting one of them makes
-TensorFlow stop at the first operation ("Memory growth cannot differ between GPU devices"); after
-any other line has started the devices it has no effect, and the printed error is lost among others.
-Together with a memory limit or a split device TensorFlow drops growth without a word.
+prints the error. Without a GPU that is an IndexError; with two, setting one makes TensorFlow stop
+at the first operation; after any line that started the devices it has no effect.
 
 ``enable_memory_growth`` sets all GPUs or none, does nothing where there is none, and anything that
 comes too late or contradicts it is an error that says which line to move.
 """
-
-from __future__ import annotations
 
 import keras
 import numpy as np
@@ -19,42 +15,36 @@ import tensorflow as tf
 import tfmultigpu as tmg
 
 growing = tmg.enable_memory_growth()  # directly after the imports
+gpus = tmg.devices.list_logical_devices("GPU")
+devices = gpus if len(gpus) > 1 else tmg.split_device("CPU:0", parts=2)
 
 rng = np.random.default_rng(0)
 x = rng.normal(size=(203, 16)).astype("float32")
 y = (x @ rng.normal(size=(16, 1))).astype("float32")
 
 
-def main():
-    for gpu in growing:
-        free = "unknown" if gpu.memory_free is None else f"{gpu.memory_free / 1024**3:.1f} GiB"
-        print(f"{gpu.name} {gpu.description}: takes memory as it needs it, free now: {free}")
-    devices = tmg.devices.list_logical_devices("GPU") or tmg.split_device("CPU:0", parts=2)
-
-    strategy = tmg.create_strategy(devices=devices)
+def train(strategy):
     with strategy.scope():
         keras.utils.set_random_seed(0)
-        layers = [keras.Input((16,)), keras.layers.Dense(32, "relu"), keras.layers.Dense(1)]
-        model = keras.Sequential(layers)
-        optimizer = keras.optimizers.SGD(0.05)
-    step = tmg.make_train_step(model, optimizer, "mse", strategy)
-    data = tmg.distribute_dataset((x, y), strategy, batch_size=64)
-    losses = [float(step(batch)["loss"]) for _ in range(3) for batch in data]
-
-    names = [gpu.name for gpu in growing]
-    assert [gpu.name for gpu in tmg.enable_memory_growth()] == names  # again: nothing changes
-    for name in names:
-        used = tf.config.experimental.get_memory_info(name)["peak"]
-        print(f"{name}: at most {used / 1024**2:.1f} MiB used")
-    try:
-        tmg.split_device("CPU:0", parts=3)  # the devices have started
-    except tmg.TfMultiGpuError as error:
-        print(f"refused: {error}")
-    else:
-        raise AssertionError("a setting that comes too late must be refused")
-    print(f"memory growth on {len(names)} GPUs, trained on {', '.join(devices)}")
-    assert losses[-1] < losses[0]
+        model = keras.Sequential([keras.Input((16,)), keras.layers.Dense(1)])
+        model.compile(keras.optimizers.SGD(0.05), "mse")
+    tmg.fit(model, x, y, batch_size=64, shuffle=False, verbose=0)
+    return model.get_weights()
 
 
-if __name__ == "__main__":
-    main()
+weights = train(tmg.create_strategy(devices=devices))
+for gpu in growing:
+    used = tf.config.experimental.get_memory_info(gpu.name)["peak"]
+    print(f"{gpu.name} {gpu.description}: at most {used / 1024**2:.1f} MiB used")
+assert tmg.enable_memory_growth() == growing  # again: nothing changes
+try:
+    tmg.split_device("CPU:0", parts=3)  # the devices have started
+except tmg.DevicesInitializedError as error:
+    print(f"refused: {error}")
+else:
+    raise AssertionError("a setting that comes too late must be refused")
+
+reference = train(tmg.create_strategy(devices=devices[:1]))
+difference = max(np.abs(a - b).max() for a, b in zip(weights, reference, strict=True))
+print(f"{len(devices)} replicas, largest weight difference to one device: {difference:.1e}")
+assert difference < 1e-3

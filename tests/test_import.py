@@ -42,7 +42,10 @@ def test_importing_loads_one_module_and_starts_nothing() -> None:
 
 def test_listing_the_names_shows_the_public_ones() -> None:
     assert dir(tfmultigpu) == sorted([*tfmultigpu.__all__, "__version__"])
-    assert {"fit", "devices", "DeviceNotFoundError"} <= set(tfmultigpu.__all__)
+    assert {"fit", "devices", "errors"} <= set(tfmultigpu.__all__)
+    # Errors that programs catch can be written here, and are listed in their package alone.
+    assert tfmultigpu.ScopeError is tfmultigpu.errors.ScopeError
+    assert "ScopeError" not in tfmultigpu.__all__
 
 
 def test_an_unknown_name_is_an_attribute_error() -> None:

@@ -2,7 +2,7 @@
 
 The public names are in ``__init__.pyi``, for type checkers and editors too; the packages hold the
 rest, such as ``tfmultigpu.devices.logical_to_physical``. A name is loaded when it is first used, so
-importing the package costs milliseconds.
+importing the package costs milliseconds. ``dir`` leaves errors to ``tfmultigpu.errors``.
 """
 
 import ast as _ast
@@ -18,7 +18,8 @@ _MODULES = {
     if isinstance(node, _ast.ImportFrom) and node.module
     for alias in node.names
 }
-__all__ = sorted(_MODULES.keys() - {"__version__"})
+_UNLISTED = {"tfmultigpu.errors", "tfmultigpu._version"}
+__all__ = sorted(name for name, module in _MODULES.items() if module not in _UNLISTED)
 
 
 def __getattr__(name: str) -> Any:
@@ -32,4 +33,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted(_MODULES)
+    return sorted([*__all__, "__version__"])

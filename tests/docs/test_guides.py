@@ -12,15 +12,18 @@ from test_documentation import PAGES, blocks_of, programs_of
 GUIDES = [
     f"docs/{name}.md"
     for name in (
+        "by-hand",
         "checkpoints",
         "coupled-losses",
         "data",
         "devices",
         "law",
         "loops",
+        "modules",
         "own-features",
         "own-steps",
         "speed",
+        "start",
         "steps",
         "testing",
         "troubleshooting",

@@ -163,6 +163,20 @@ def evaluate_by_us() -> Difference:
     return Difference(abs(found["loss"] - float(mean_loss(problem))), "reported loss")
 
 
+def evaluate_two_outputs(strategy: Any, evaluate: Any) -> Difference:
+    keras.utils.set_random_seed(1)
+    with strategy.scope():
+        x = keras.Input((6,))
+        model = keras.Model(x, [keras.layers.Dense(1, name=name)(x) for name in "ab"])
+        model.compile("sgd", ["mse", "mae"])
+    features, labels = rows(67)
+    y = labels[:, None].astype("float32")
+    dataset = tf.data.Dataset.from_tensor_slices((features, (y, y))).batch(64)
+    found = evaluate(model, dataset, verbose=0)["a_loss"]
+    right = np.mean((y - features @ model.layers[1].get_weights()[0]) ** 2)
+    return Difference(abs(found - float(right)), "reported loss")
+
+
 def scalar_loss(y_true: Any, y_pred: Any) -> Any:
     return tf.reduce_mean(tf.square(tf.cast(y_true, tf.float32)[:, None] - y_pred))
 
@@ -262,6 +276,15 @@ FITS = [
         ours=evaluate_by_us,
         links=("k#19246",),
         plain_says="AddN",
+    ),
+    Loss(
+        name="evaluate-two-outputs",
+        title="`evaluate`, a last batch of 3 rows, even on one device: the loss of an output",
+        plain=lambda: evaluate_two_outputs(
+            tf.distribute.get_strategy(), functools.partial(keras.Model.evaluate, return_dict=True)
+        ),
+        ours=lambda: evaluate_two_outputs(strategy_of(2), tmg.evaluate),
+        links=("k#23084",),
     ),
     Loss(
         name="fit-scalar-loss",

@@ -1,4 +1,4 @@
-"""Each row of the README's table is proved by a file of tests/promises, in public names alone."""
+"""Each row of the table of promises is proved by a file of tests/promises, in public names."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ FILES = {
 }
 
 
-def test_each_row_of_the_readme_has_a_file() -> None:
-    table = (ROOT / "README.md").read_text().partition("| with N replicas | you get |")[2]
+def test_each_row_of_the_page_has_a_file() -> None:
+    table = (ROOT / "docs" / "law.md").read_text().partition("| with N replicas | you get |")[2]
     rows = re.findall(r"^\| (?!---)(.+?) \|", table.partition("\n\n")[0], re.MULTILINE)
     beginnings = [[start for start in FILES if row.startswith(start)] for row in rows]
     assert len(rows) > 10

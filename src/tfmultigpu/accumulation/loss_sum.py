@@ -45,6 +45,11 @@ class LossSum(NamedTuple):
         sum: Sum of the weighted losses of the shard's elements, a float scalar.
         weight: The shard's part of the divisor, a float scalar: the number of elements, or the sum
             of their weights. It counts as a constant, so it may not depend on trained variables.
+
+    Example:
+        >>> import tfmultigpu as tmg
+        >>> tmg.LossSum(sum=6.0, weight=3.0)  # A ``forward`` of one's own may return this.
+        LossSum(sum=6.0, weight=3.0)
     """
 
     sum: Any

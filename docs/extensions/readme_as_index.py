@@ -1,0 +1,16 @@
+"""Shows README.md as the first page of the site, with the links that lead there."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+
+def on_page_markdown(markdown: str, *, page: Any, **kwargs: Any) -> str:
+    """Runs for every page: replaces the text of the first one."""
+    if page.file.src_uri != "index.md":
+        return markdown
+    readme = Path("README.md").read_text(encoding="utf-8").replace("](docs/", "](")
+    # Files beside the folder of pages are not on the site.
+    return re.sub(r"\[([^]]+)\]\(([A-Z]+\.md)\)", r"\1 (`\2`)", readme)
