@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import keras
 import numpy as np
 import pytest
@@ -97,11 +99,8 @@ def test_sums_of_bfloat16_are_wider():
     np.testing.assert_allclose(tf.cast(gradients[0], "float32"), [1.0])
 
 
-@pytest.mark.parametrize(
-    ("way", "kind"), [("in memory", tf.Tensor), ("collective", tf.distribute.DistributedValues)]
-)
-def test_gradients_of_either_way_to_add_are_scaled_clipped_and_applied(way, kind):
-    """Replicas that share no memory get per-replica values, which each block of the rule takes."""
+@pytest.mark.parametrize("way", ["in memory", "collective"])
+def test_gradients_of_either_way_to_add_are_scaled_clipped_and_applied(way):
     strategy, variables, accumulator = accumulator_of(2, [0.0, 0.0], dtype="float16")
     with strategy.scope():
         optimizer = keras.optimizers.SGD(1.0)
@@ -111,7 +110,6 @@ def test_gradients_of_either_way_to_add_are_scaled_clipped_and_applied(way, kind
 
     def update():
         gradients, weight = accumulator.reduce()
-        assert isinstance(gradients[0], kind)
         unscaled, finite = scale.unscale(gradients)
         clipped, norm = tmg.clip_gradients([*unscaled, None], 5.0)
         tmg.apply_reduced_gradients(optimizer, clipped[:1], variables, where=finite)
@@ -124,20 +122,58 @@ def test_gradients_of_either_way_to_add_are_scaled_clipped_and_applied(way, kind
         np.testing.assert_allclose(copy, [-3.0, -4.0], rtol=1e-3)
 
 
-def test_reset_drops_a_window_with_nan_in_it():
+def test_a_window_with_nan_leaves_nothing_in_the_next():
     strategy, _, accumulator = accumulator_of(2, [0.0])
-    on_replicas(strategy, lambda: accumulator.add([tf.constant([np.nan])], 1.0))
-    accumulator.reset()
-    assert accumulator.count == 0
-    on_replicas(strategy, lambda: accumulator.add([tf.constant([np.inf])], 1.0))
-    on_replicas(strategy, accumulator.reset)
-    on_replicas(strategy, lambda: accumulator.add([tf.ones([1])], 1.0))
-    gradients, _ = accumulator.reduce()
-    np.testing.assert_allclose(gradients[0], [1.0])
     on_replicas(strategy, lambda: accumulator.add([tf.constant([np.nan])], 1.0))
     assert np.isnan(accumulator.reduce()[0][0]).all()
     on_replicas(strategy, lambda: accumulator.add([tf.ones([1])], 1.0))
     np.testing.assert_allclose(accumulator.reduce()[0][0], [1.0])
+
+
+# Fails if the weight 1 of reduction="sum" is added, over replicas, micro-batches or windows.
+@pytest.mark.parametrize("replicas", [1, 2, 3])
+def test_a_loss_that_is_a_sum_is_not_divided(replicas):
+    strategy, variables, accumulator = accumulator_of(replicas, [0.0])
+    loss = keras.losses.MeanSquaredError(reduction="sum")
+
+    @tf.function
+    def add():
+        with tf.GradientTape() as tape:
+            outputs = tf.ones([2, 1]) * variables[0]
+            pair = tmg.loss_sum(loss, tf.ones([2, 1]) * (replica_id() + 1.0), outputs)
+        accumulator.add(tape.gradient(pair.sum, variables), pair.weight)
+
+    for _ in range(2):
+        for _ in range(3):
+            strategy.run(add)
+        gradients, weight = accumulator.reduce()
+        assert float(weight) == 1.0
+        total = sum(-2.0 * 2 * 3 * (replica + 1) for replica in range(replicas))
+        np.testing.assert_allclose(gradients[0], [total])
+    assert float(accumulator.reduce()[1]) == 0.0
+    with pytest.raises(tmg.TfMultiGpuError, match="both in one accumulator"):
+        strategy.run(accumulator.add, args=([None], 1.0))
+
+
+# Fails if a block of the global gradient takes the part of a replica, or the parts of all.
+@pytest.mark.parametrize("inside", [True, False])
+def test_parts_of_a_gradient_are_refused_by_each_block(inside):
+    strategy, variables, _ = accumulator_of(2, [0.0])
+    with strategy.scope():
+        optimizer, scale = keras.optimizers.SGD(1.0), tmg.LossScale(8.0)
+    blocks = (
+        lambda gradients: tmg.clip_gradients(gradients, 1.0),
+        scale.unscale,
+        lambda gradients: tmg.apply_reduced_gradients(optimizer, gradients, variables),
+    )
+    parts = strategy.run(lambda: tf.ones([1]) * replica_id())
+    for block in blocks:
+        call = block if not inside else functools.partial(strategy.run, block)
+        with pytest.raises(tmg.TfMultiGpuError, match=r"once, for all of them.*window\.reduce"):
+            call(([parts],) if inside else [parts])
+    with pytest.raises(tmg.TfMultiGpuError, match=r"LossScale\.update in a replica"):
+        strategy.run(scale.update, args=(tf.constant(True),))
+    assert variables[0].numpy().tolist() == [0.0]
 
 
 def test_what_is_refused():
@@ -153,7 +189,7 @@ def test_what_is_refused():
         accumulator.add([None], 1.0)
     assert accumulator.count == 0
     for reduce in (accumulator.reduce, tf.function(accumulator.reduce)):
-        with pytest.raises(tmg.TfMultiGpuError, match=r"Write after strategy\.run: gradients"):
+        with pytest.raises(tmg.TfMultiGpuError, match=r"reduce in a replica.*after strategy\.run"):
             strategy.run(reduce)
     one = tf.distribute.OneDeviceStrategy("CPU:0")
     with one.scope():

@@ -123,10 +123,12 @@ def on_replicas(make: Callable[[], Any], replicas: int, way: str) -> list[np.nda
 
     @tf.function
     def apply(gradients: Any, numbers: Any, where: Any) -> None:
-        if way == "collective":
-            gradients = [per_replica(strategy, [tf.identity(g)] * replicas) for g in gradients]
         trained = [variables[i] for i in numbers]
-        apply_reduced_gradients(optimizer, gradients, trained, where=where)
+        if way != "collective":
+            apply_reduced_gradients(optimizer, gradients, trained, where=where)
+        elif where:  # As a step has them, if replicas share no memory.
+            copies = [per_replica(strategy, [tf.identity(g)] * replicas) for g in gradients]
+            update.apply(copies, trained)
 
     for step, numbers in enumerate(TRAINED):
         apply(gradients_of(step, numbers), tuple(numbers), tf.constant(True))

@@ -71,8 +71,8 @@ BLOCKS = (
     ),
     Mutation(
         "each gradient is clipped by itself",
-        "accumulation/clipping.py",
-        (("norm = global_norm(tensors)\n", "norm = global_norm(tensors[:1])\n"),),
+        "accumulation/gradients.py",
+        (("norm = global_norm(present)\n", "norm = global_norm(present[:1])\n"),),
         (
             "promises/test_composition_by_hand.py::test_loss_scale_and_clipping_alone_decide_once[3-clip_gradients]",
         ),

@@ -388,8 +388,8 @@ LAW = (
         "accumulation/accumulator.py",
         (
             (
-                "            self._clear()\n        divided",
-                "            self.count\n        divided",
+                "            self._clear()\n        *sums",
+                "            self.count\n        *sums",
             ),
         ),
         (f"{ACCUMULATOR}[3]",),

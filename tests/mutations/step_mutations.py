@@ -85,7 +85,7 @@ STEPS = (
     ),
     Mutation(
         "a gradient below the limit is scaled up",
-        "accumulation/clipping.py",
+        "accumulation/gradients.py",
         (
             (
                 "scaled, _ = tf.clip_by_global_norm(alike, limit, use_norm=tf.cast(norm, dtype))",

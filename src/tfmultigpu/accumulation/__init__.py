@@ -1,7 +1,7 @@
 """Sums and weights, divided once: losses, gradients, their scale and norm, and the one update."""
 
 from tfmultigpu.accumulation.accumulator import GradientAccumulator
-from tfmultigpu.accumulation.clipping import clip_gradients
+from tfmultigpu.accumulation.gradients import clip_gradients
 from tfmultigpu.accumulation.loss_scale import LossScale
 from tfmultigpu.accumulation.loss_sum import LossSum, global_mean, loss_sum
 from tfmultigpu.accumulation.update import apply_reduced_gradients

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
 
-from tfmultigpu.accumulation.gradients import sum_dtype
+from tfmultigpu.accumulation.gradients import check_reduced, sum_dtype
+from tfmultigpu.accumulation.loss_sum import is_fixed
+from tfmultigpu.accumulation.owners import refuse_float8
 from tfmultigpu.errors import ScopeError, TfMultiGpuError
 from tfmultigpu.strategies.collectives import sum_over_replicas
 from tfmultigpu.strategies.not_copied import NotCopied
-from tfmultigpu.strategies.topology import per_replica
+from tfmultigpu.strategies.topology import describe
 
 __all__ = ["GradientAccumulator"]
 
@@ -51,14 +54,7 @@ class GradientAccumulator(NotCopied):
 
         Raises:
             TfMultiGpuError: There are no variables, or one that is overwritten by its gradient.
-            TypeError: They are something else, such as a model.
         """
-        if not isinstance(variables, Iterable):
-            raise TypeError(
-                "GradientAccumulator takes the variables whose gradients it adds. Received: "
-                f"{type(variables).__name__}. Write "
-                "tmg.GradientAccumulator(model.trainable_variables)."
-            )
         self.variables = list(variables)
         self._strategy = tf.distribute.get_strategy()
         if not self.variables:
@@ -66,21 +62,12 @@ class GradientAccumulator(NotCopied):
                 "There is nothing to accumulate gradients for: no variables were given. Build the "
                 "model first, then pass model.trainable_variables."
             )
-        if any(getattr(variable, "overwrite_with_gradient", False) for variable in self.variables):
-            raise TfMultiGpuError(
-                "The gradient of a variable of a float8 layer is its new value, which cannot be "
-                "added and divided. Leave out "
-                'layer.quantize("float8"), or train without accumulation.'
-            )
+        refuse_float8(self.variables)
         self._sums = [_local_sum(v.shape, sum_dtype(v.dtype)) for v in self.variables]
         wide = tf.float64 in [total.dtype for total in self._sums]
         self._weight = _local_sum([], tf.float64 if wide else tf.float32)
-        self._count = tf.Variable(
-            tf.constant(0, tf.int64),
-            trainable=False,
-            synchronization=tf.VariableSynchronization.ON_READ,
-            aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA,
-        )
+        self._count = _local_sum([], tf.int64, tf.VariableAggregation.ONLY_FIRST_REPLICA)
+        self._fixed: bool | None = None  # Whether the weights are those of ``reduction="sum"``.
 
     @property
     def count(self) -> Any:
@@ -95,9 +82,11 @@ class GradientAccumulator(NotCopied):
             gradients: Gradients of the *sum* of losses, one per variable. ``tf.IndexedSlices`` are
                 added into place, repeated rows included; None counts as zero.
             weight: What that sum is to be divided by, a scalar: the ``weight`` of its ``LossSum``.
+                That of a loss with ``reduction="sum"`` stays 1, however often it is added.
 
         Raises:
-            TfMultiGpuError: Not as many gradients as variables, or called outside a replica.
+            TfMultiGpuError: Not as many gradients as variables, called outside a replica, or only
+                some of the losses have ``reduction="sum"``.
             ScopeError: The accumulator was created under another strategy.
         """
         if len(gradients) != len(self.variables):
@@ -110,12 +99,19 @@ class GradientAccumulator(NotCopied):
                 "add keeps a sum per replica, so each replica must call it: call it in the "
                 "function given to strategy.run."
             )
+        if self._fixed not in (None, is_fixed(weight)):
+            raise TfMultiGpuError(
+                'A sum of a loss with reduction="sum" is divided by 1, and another by its weight. '
+                "Received: both in one accumulator. Create one for each."
+            )
+        self._fixed = is_fixed(weight)
         for total, gradient in zip(self._sums, gradients, strict=True):
             if isinstance(gradient, tf.IndexedSlices):  # It may not know the shape of the whole.
                 shape = tf.cast(tf.shape(total), gradient.indices.dtype)
                 gradient = tf.IndexedSlices(gradient.values, gradient.indices, shape)
             if gradient is not None:
                 total.assign_add(tf.cast(tf.convert_to_tensor(gradient), total.dtype))
+        weight = -math.inf if self._fixed else weight  # However many there are, it is 1.
         self._weight.assign_add(tf.cast(weight, self._weight.dtype))
         self._count.assign_add(1)
 
@@ -129,44 +125,28 @@ class GradientAccumulator(NotCopied):
         Returns:
             Gradients already divided by the weight (0 where that is 0), in the variables' dtypes,
             and the weight of the window. Pass them to ``LossScale.unscale``, ``clip_gradients`` and
-            ``apply_reduced_gradients``. If replicas of this process share no memory (several GPUs)
-            a gradient is a per-replica value: each replica has its copy already.
+            ``apply_reduced_gradients``.
 
         Raises:
-            TfMultiGpuError: Called by a replica, inside ``strategy.run``, of several.
+            TfMultiGpuError: Called by one of several replicas, inside ``strategy.run``.
             ScopeError: The accumulator was created under another strategy.
         """
         strategy = self._strategy
-        if self._context() is not None and strategy.num_replicas_in_sync > 1:
-            raise TfMultiGpuError(
-                "reduce adds over all replicas, so it is called once, outside of them. Received: "
-                "reduce in a replica, inside strategy.run. Write after strategy.run: gradients, "
-                "weight = window.reduce(); tmg.apply_reduced_gradients(optimizer, gradients, "
-                "variables)."
-            )
-        state = [*self._sums, self._weight]
-        parts = [
-            [copy.read_value() for copy in copies]
-            for copies in zip(*map(self._copies, state), strict=True)
-        ]
+        if self._context() is not None:
+            check_reduced("reduce")
+        copies = map(strategy.experimental_local_results, [*self._sums, self._weight])
+        parts = [[copy.read_value() for copy in each] for each in zip(*copies, strict=True)]
         totals = sum_over_replicas(strategy, parts)
         with tf.control_dependencies([tensor for part in parts for tensor in part]):
             self._clear()
-        divided = [self._divided(*total) for total in totals]
-        weight = totals[0][-1]
-        if len(divided) == 1:
-            return divided[0], weight
-        return [
-            per_replica(strategy, list(copies)) for copies in zip(*divided, strict=True)
-        ], weight
-
-    def reset(self) -> None:
-        """Drops what was added, on all replicas, or on the replica that calls."""
-        if self._context() is None or self._strategy.num_replicas_in_sync == 1:
-            self._clear()
-        else:
-            for variable in [*self._sums, self._weight, self._count]:
-                variable.assign(tf.zeros_like(variable.read_value()))
+        *sums, weight = totals[0]
+        weight = tf.where(tf.equal(weight, -math.inf), tf.ones_like(weight), weight)
+        gradients = []
+        for total, variable in zip(sums, self.variables, strict=True):
+            with tf.device(total.device):
+                mean = tf.math.divide_no_nan(total, tf.cast(weight, total.dtype))
+                gradients.append(tf.cast(mean, variable.dtype))
+        return gradients, weight
 
     def _context(self) -> Any:
         """The context of the replica that calls, None outside of ``strategy.run``."""
@@ -177,36 +157,23 @@ class GradientAccumulator(NotCopied):
             return None
         raise ScopeError(
             "The accumulator was created in another scope than it is used in. Received: "
-            f"{type(current).__name__} with {current.num_replicas_in_sync} replicas, and it was "
-            f"made under {type(self._strategy).__name__} with "
-            f"{self._strategy.num_replicas_in_sync}. Create it in the scope it is used in: "
-            "with strategy.scope(): accumulator = tmg.GradientAccumulator(variables)."
+            f"{describe(current)}; created under {describe(self._strategy)}. Write: with "
+            "strategy.scope(): accumulator = tmg.GradientAccumulator(variables)."
         )
-
-    def _copies(self, variable: Any) -> tuple[Any, ...]:
-        return tuple(self._strategy.experimental_local_results(variable))
-
-    def _divided(self, *totals: tf.Tensor) -> list[tf.Tensor]:
-        """Divides once, each sum where it is."""
-        *sums, weight = totals
-        gradients = []
-        for total, variable in zip(sums, self.variables, strict=True):
-            with tf.device(total.device):
-                mean = tf.math.divide_no_nan(total, tf.cast(weight, total.dtype))
-                gradients.append(tf.cast(mean, variable.dtype))
-        return gradients
 
     def _clear(self) -> None:
         for variable in [*self._sums, self._weight, self._count]:
-            for copy in self._copies(variable):
+            for copy in self._strategy.experimental_local_results(variable):
                 with tf.device(copy.device):
                     copy.assign(tf.zeros(copy.shape, copy.dtype))
 
 
-def _local_sum(shape: Any, dtype: tf.DType) -> tf.Variable:
+def _local_sum(
+    shape: Any, dtype: tf.DType, aggregation: Any = tf.VariableAggregation.SUM
+) -> tf.Variable:
     return tf.Variable(
         tf.zeros(shape, dtype),
         trainable=False,
         synchronization=tf.VariableSynchronization.ON_READ,
-        aggregation=tf.VariableAggregation.SUM,
+        aggregation=aggregation,
     )

@@ -1,23 +1,87 @@
-"""Decisions about all gradients of a step together: their norm and finiteness."""
+"""Decisions about the global gradient, all of it together: its norm, its finiteness, clipping."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+import functools
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import tensorflow as tf
 
-__all__ = ["all_finite", "combined", "global_norm", "on_each_replica", "sum_dtype"]
+from tfmultigpu.errors import TfMultiGpuError
+
+__all__ = [
+    "BY_HAND",
+    "all_finite",
+    "check_reduced",
+    "clip_gradients",
+    "clipped",
+    "combined",
+    "global_norm",
+    "in_global_phase",
+    "sum_dtype",
+]
+
+BY_HAND = (
+    "Write in the function given to strategy.run: pair = tmg.loss_sum(loss, y, outputs); "
+    "window.add(tape.gradient(pair.sum, variables), pair.weight); and after strategy.run: "
+    "gradients, weight = window.reduce(); tmg.apply_reduced_gradients(optimizer, gradients, "
+    "variables). window is a tmg.GradientAccumulator(variables), made in strategy.scope()."
+)
+_in_global_phase: ContextVar[bool] = ContextVar("in_global_phase", default=False)
+
+
+def clip_gradients(gradients: Sequence[Any], limit: float) -> tuple[list[Any], Any]:
+    """Scales gradients down so that their norm together is at most a limit, as on one device.
+
+    Args:
+        gradients: Those of the global batch, of any float dtypes, as ``GradientAccumulator.reduce``
+            returns them. None stays None.
+        limit: The largest norm, positive.
+
+    Returns:
+        The gradients, and their norm before, a scalar.
+
+    Raises:
+        TfMultiGpuError: Called by one of several replicas, inside ``strategy.run``.
+        ValueError: ``limit`` is not a positive number.
+
+    Example:
+        >>> import tensorflow as tf, tfmultigpu as tmg
+        >>> gradients, norm = tmg.clip_gradients([tf.constant([3.0, 4.0]), None], 1.0)
+        >>> [round(x, 6) for x in gradients[0].numpy().tolist()], float(norm)
+        ([0.6, 0.8], 5.0)
+    """
+    if limit is None or isinstance(limit, Sequence) or not limit > 0:
+        raise ValueError(
+            f"limit must be a positive number. Received: limit={limit!r}. Write "
+            "tmg.clip_gradients(gradients, 1.0)."
+        )
+    check_reduced("clip_gradients", gradients)
+    present = [tf.convert_to_tensor(gradient) for gradient in gradients if gradient is not None]
+    norm = global_norm(present)
+    remaining = iter(clipped(present, limit, norm))
+    return [None if gradient is None else next(remaining) for gradient in gradients], norm
+
+
+def clipped(gradients: Sequence[tf.Tensor], limit: float, norm: Any) -> list[tf.Tensor]:
+    """Returns gradients of any float dtypes scaled down to a largest norm, given their norm."""
+    results: dict[int, tf.Tensor] = {}
+    for dtype in dict.fromkeys(gradient.dtype for gradient in gradients):  # One dtype a call.
+        chosen = [i for i, gradient in enumerate(gradients) if gradient.dtype == dtype]
+        alike = [gradients[i] for i in chosen]
+        scaled, _ = tf.clip_by_global_norm(alike, limit, use_norm=tf.cast(norm, dtype))
+        results.update(zip(chosen, scaled, strict=True))
+    return [results[i] for i in range(len(gradients))]
 
 
 def global_norm(gradients: Sequence[tf.Tensor]) -> Any:
     """Returns the norm of all gradients together, a scalar: of their dtype, or float64 for several.
 
     The sum of squares of each gradient is taken on the device that the gradient is on.
-
-    Args:
-        gradients: Tensors of any float dtypes.
     """
     if not gradients:
         return tf.zeros([])
@@ -38,7 +102,7 @@ def combined(
     penalties: Sequence[Any],
     places: Sequence[Callable[[], AbstractContextManager[Any]]],
 ) -> list[Any]:
-    """Turns what was added over the replicas into the gradients of the global batch.
+    """Returns for each variable its gradient of the global batch, at least float32, or None.
 
     Args:
         summed: The gradients of each backward pass, one after the other.
@@ -46,58 +110,50 @@ def combined(
         factors: For each backward pass what its gradients are multiplied by, None for 1.
         penalties: For each variable the gradient of its regularisation, or None.
         places: For each variable what places its gradient.
-
-    Returns:
-        For each variable its gradient, at least float32, or None.
     """
-    total: list[Any] = [None] * len(places)
-
-    def add(index: int, part: tf.Tensor) -> None:
-        total[index] = part if total[index] is None else total[index] + part
-
+    parts: list[list[tf.Tensor]] = [[] for _ in places]
     remaining = iter(summed)
     for factor, has_gradient in zip(factors, present, strict=True):
         for index in [i for i, has in enumerate(has_gradient) if has]:
             with places[index]():
                 part = tf.identity(next(remaining))
-                add(index, part if factor is None else part * tf.cast(factor, part.dtype))
-    for index, part in enumerate(penalties):
-        if part is not None:
-            with places[index]():
-                add(index, tf.cast(part, sum_dtype(part.dtype)))
-    return total
+                parts[index].append(part if factor is None else part * tf.cast(factor, part.dtype))
+    totals: list[Any] = []
+    for place, penalty, own in zip(places, penalties, parts, strict=True):
+        with place():
+            if penalty is not None:
+                own.append(tf.cast(penalty, sum_dtype(penalty.dtype)))
+            totals.append(functools.reduce(operator.add, own) if own else None)
+    return totals
 
 
-def on_each_replica(
-    function: Callable[[Sequence[tf.Tensor]], tuple[list[tf.Tensor], Any]], gradients: Sequence[Any]
-) -> tuple[list[Any], Any]:
-    """Calls a function of the global gradient: once, or where the copy of each replica is.
+@contextmanager
+def in_global_phase() -> Iterator[None]:
+    """Marks what a replica computes of the gradient of the global batch, after the addition."""
+    token = _in_global_phase.set(True)
+    try:
+        yield
+    finally:
+        _in_global_phase.reset(token)
 
-    Args:
-        function: ``f(tensors)`` returns as many tensors, and a scalar.
-        gradients: Tensors, or per-replica values of equal copies. None stays None.
 
-    Returns:
-        Gradients as they came, and the scalar, which is the same for all replicas.
+def check_reduced(name: str, gradients: Sequence[Any] = ()) -> None:
+    """Checks that a function of the global gradient gets that, once for all replicas.
+
+    Raises:
+        TfMultiGpuError: A replica calls it, with its part, or it gets the parts of all replicas.
     """
-    present = [gradient for gradient in gradients if gradient is not None]
-    spread = bool(present) and isinstance(present[0], tf.distribute.DistributedValues)
-    if not spread:
-        changed, scalar = function(present)
-    else:
-        results = []
-        parts = [tf.nest.flatten(gradient, expand_composites=True) for gradient in present]
-        for tensors in zip(*parts, strict=True):
-            with tf.device(tensors[0].device):
-                results.append(function(tensors))
-        copies = zip(*(tensors for tensors, _ in results), strict=True)
-        changed = [
-            tf.nest.pack_sequence_as(gradient, tensors, expand_composites=True)
-            for gradient, tensors in zip(present, copies, strict=True)
-        ]
-        scalar = results[0][1]
-    remaining = iter(changed)
-    return [None if gradient is None else next(remaining) for gradient in gradients], scalar
+    context = tf.distribute.get_replica_context()
+    received = ""
+    if any(isinstance(gradient, tf.distribute.DistributedValues) for gradient in gradients):
+        received = f"{name} of per-replica values, as strategy.run returns them"
+    elif not (context is None or context.num_replicas_in_sync == 1 or _in_global_phase.get()):
+        received = f"{name} in a replica, inside strategy.run, which has only its own part"
+    if received:
+        raise TfMultiGpuError(
+            "What follows the addition over the replicas is done once, for all of them together. "
+            f"Received: {received}. {BY_HAND}"
+        )
 
 
 def sum_dtype(dtype: Any) -> tf.DType:

@@ -9,14 +9,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfmultigpu.accumulation.gradients import all_finite, on_each_replica, sum_dtype
+from tfmultigpu.accumulation.gradients import all_finite, check_reduced, sum_dtype
 
-__all__ = [
-    "LossScale",
-    "kept_loss_scale",
-    "make_loss_scale",
-    "unwrap_optimizer",
-]
+__all__ = ["LossScale", "kept_loss_scale", "make_loss_scale", "unwrap_optimizer"]
 
 INITIAL_SCALE = 2.0**15
 GROWTH_STEPS = 2000
@@ -31,8 +26,7 @@ class LossScale:
 
     Attributes:
         scale: The scale, a float32 variable; a float if it is fixed.
-        good_steps: Steps with finite gradients since the scale changed, an integer variable; None
-            if it is fixed.
+        good_steps: Good steps since the scale changed, an integer variable; None if it is fixed.
         growth_steps: Good steps after which the scale doubles; None if it is fixed.
 
     Example:
@@ -62,19 +56,15 @@ class LossScale:
         """
         if isinstance(initial, bool | str) or not 0 < initial < math.inf:
             raise ValueError(
-                f"A loss scale must be positive and finite. Received: loss_scale={initial}."
+                "A loss scale is a positive, finite number, or None or 'dynamic' for a step. "
+                f"Received: loss_scale={initial!r}."
             )
         self.growth_steps = growth_steps
         self.scale: Any = float(initial)
         self.good_steps: Any = None
         if growth_steps is not None:
-            first = tf.VariableAggregation.ONLY_FIRST_REPLICA
-            self.scale = tf.Variable(
-                tf.constant(self.scale), trainable=False, name="loss_scale", aggregation=first
-            )
-            self.good_steps = tf.Variable(
-                tf.constant(0), trainable=False, name="good_steps", aggregation=first
-            )
+            self.scale = _scalar(self.scale, "loss_scale")
+            self.good_steps = _scalar(0, "good_steps")
 
     @classmethod
     def of_variables(cls, scale: Any, good_steps: Any, growth_steps: int) -> LossScale:
@@ -94,37 +84,41 @@ class LossScale:
         return tf.convert_to_tensor(self.scale, tf.float32)
 
     def scale_loss(self, loss: Any) -> Any:
-        """Returns a loss times the scale, to take the gradient of.
-
-        Args:
-            loss: A scalar of any float dtype.
-        """
+        """Returns a loss, a scalar of any float dtype, times the scale, to differentiate."""
         return loss * tf.cast(self.value(), loss.dtype)
 
     def unscale(self, gradients: Sequence[Any]) -> tuple[list[Any], Any]:
         """Returns gradients divided by the scale, and whether all of them are finite.
 
         Args:
-            gradients: Those of the global batch, as ``GradientAccumulator.reduce`` returns them:
-                tensors, or per-replica values. None stays None.
+            gradients: Those of the global batch, as ``GradientAccumulator.reduce`` returns them.
+                None stays None.
 
         Returns:
             The gradients, at least float32, and a bool scalar.
+
+        Raises:
+            TfMultiGpuError: Called by one of several replicas, inside ``strategy.run``.
         """
+        check_reduced("unscale", gradients)
 
-        def divide(tensors: Sequence[tf.Tensor]) -> tuple[list[tf.Tensor], Any]:
-            wide = [tf.cast(tensor, sum_dtype(tensor.dtype)) for tensor in tensors]
-            divided = [tensor / tf.cast(self.value(), tensor.dtype) for tensor in wide]
-            return divided, all_finite(divided)
+        def divide(gradient: Any) -> Any:
+            tensor = tf.cast(tf.convert_to_tensor(gradient), sum_dtype(gradient.dtype))
+            return tensor / tf.cast(self.value(), tensor.dtype)
 
-        return on_each_replica(divide, gradients)
+        divided = [None if gradient is None else divide(gradient) for gradient in gradients]
+        return divided, all_finite([each for each in divided if each is not None])
 
     def update(self, finite: Any) -> None:
-        """Halves, doubles or keeps the scale; call it in a cross-replica context.
+        """Halves, doubles or keeps the scale; call it once, outside of ``strategy.run``.
 
         Args:
             finite: Whether the gradients of the step were finite, a bool scalar.
+
+        Raises:
+            TfMultiGpuError: Called by one of several replicas, inside ``strategy.run``.
         """
+        check_reduced("LossScale.update")
         if self.growth_steps is None:
             return
         scale = tf.convert_to_tensor(self.scale)
@@ -151,16 +145,14 @@ def make_loss_scale(
             ``optimizer.loss_scale_factor`` counts as if given here.
         optimizer: A built optimizer. A ``keras.optimizers.LossScaleOptimizer`` asks for dynamic
             scaling, and its own variables then hold the state, so that they are saved with it. For
-            any other the state is kept as long as it lives: another step of it goes on with that.
+            any other the state is kept as long as it lives, for all of its steps.
         strategy: Where the state is created.
 
     Raises:
         ValueError: ``loss_scale`` is none of these, or contradicts the optimizer.
     """
-    wrapped = unwrap_optimizer(optimizer) is not optimizer
-    asked = optimizer.loss_scale_factor if loss_scale is None and not wrapped else loss_scale
-    if wrapped:
-        if asked not in (None, "dynamic"):
+    if unwrap_optimizer(optimizer) is not optimizer:
+        if loss_scale not in (None, "dynamic"):
             raise ValueError(
                 "A LossScaleOptimizer scales dynamically. Received: "
                 f"loss_scale={loss_scale!r} beside it. Leave one of them out."
@@ -170,18 +162,15 @@ def make_loss_scale(
             optimizer.step_counter.value,
             optimizer.dynamic_growth_steps,
         )
+    asked = optimizer.loss_scale_factor if loss_scale is None else loss_scale
     if asked is None:
         return None
-    if asked == "dynamic":
-        if optimizer not in _kept:
-            with strategy.scope():
-                _kept[optimizer] = LossScale()
-        return _kept[optimizer]
-    if isinstance(asked, str):
-        raise ValueError(
-            f"loss_scale is None, 'dynamic' or a number. Received: loss_scale={loss_scale!r}."
-        )
-    return LossScale(asked, growth_steps=None)
+    if asked != "dynamic":
+        return LossScale(asked, growth_steps=None)  # type: ignore[arg-type]
+    if optimizer not in _kept:
+        with strategy.scope():
+            _kept[optimizer] = LossScale()
+    return _kept[optimizer]
 
 
 def kept_loss_scale(optimizer: Any) -> LossScale | None:
@@ -190,3 +179,12 @@ def kept_loss_scale(optimizer: Any) -> LossScale | None:
 
 
 _kept: weakref.WeakKeyDictionary[Any, LossScale] = weakref.WeakKeyDictionary()
+
+
+def _scalar(value: float, name: str) -> tf.Variable:
+    return tf.Variable(
+        tf.constant(value),
+        trainable=False,
+        name=name,
+        aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA,
+    )

@@ -7,35 +7,36 @@ last addition. So the result does not depend on how a batch was cut.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import tensorflow as tf
 
 from tfmultigpu import _compat
-from tfmultigpu._compat import is_part_of_keras
+from tfmultigpu.accumulation.gradients import BY_HAND
 from tfmultigpu.accumulation.row_axes import check_row_axes
 from tfmultigpu.errors import LossError
 
-__all__ = ["FixedLossSum", "LossSum", "LossTerm", "as_loss", "global_mean", "loss_sum", "loss_term"]
-
+__all__ = [
+    "FixedLossSum",
+    "LossSum",
+    "LossTerm",
+    "as_loss",
+    "global_mean",
+    "is_fixed",
+    "loss_sum",
+    "loss_term",
+]
 
 OTHER_ROWS = (
     "The loss did not return one value per row: the model or the loss merges, drops or adds rows. "
     "Give the loss as a function, whose values are counted: loss=lambda y_true, y_pred: "
     "keras_loss_function(y_true, y_pred)."
 )
-
-
-_PARTS = (
-    "global_mean is for logs. Received: its gradient on several replicas. That is each replica's "
-    "part of the gradient alone, so clipping and loss scaling would decide on parts. "
-    "Write, in the function given to strategy.run: pair = tmg.loss_sum(loss, y, outputs); "
-    "window.add(tape.gradient(pair.sum, variables), pair.weight); and after strategy.run: "
-    "gradients, weight = window.reduce(); tmg.apply_reduced_gradients(optimizer, gradients, "
-    "variables). window is a tmg.GradientAccumulator(variables), made in strategy.scope()."
-)
+_FIXED = "_tfmultigpu_fixed"  # An attribute of weights that stay 1, as Keras' mask is one.
 
 
 class LossSum(NamedTuple):
@@ -65,28 +66,16 @@ class FixedLossSum(LossSum):
 
 @dataclasses.dataclass(frozen=True)
 class LossTerm:
-    """Additive part of a step's loss on one shard.
-
-    Attributes:
-        sum: Sum of the weighted losses, a float scalar that gradients flow through.
-        weight: Divisor of the sum, after both were added over all shards.
-        per_row: The weight of one row if it is a constant, so that the weight of a global batch is
-            known before its losses; else None.
-        fixed: Whether ``weight`` is the same on every shard and must not be added.
-        name: Name of the output, or None.
-        factor: The loss weight of the output.
-        added: Whether a layer added the loss with ``add_loss``.
-        logged: Whether it is only a value for the logs, and not part of the loss.
-    """
+    """Additive part of a step's loss on one shard."""
 
     sum: Any
-    weight: Any
-    per_row: float | None = None
-    fixed: bool = False
-    name: str | None = None
-    factor: float = 1.0
-    added: bool = False
-    logged: bool = False
+    weight: Any  # What divides the sum, after both were added over all shards.
+    per_row: float | None = None  # The weight of a row, if that is a constant.
+    fixed: bool = False  # Whether the weight is that of each shard, and is not added.
+    name: str | None = None  # The output.
+    factor: float = 1.0  # The loss weight of the output.
+    added: bool = False  # Whether a layer added it, by ``add_loss``.
+    logged: bool = False  # Whether it is a value for the logs alone.
 
 
 def loss_sum(
@@ -111,8 +100,7 @@ def loss_sum(
         Two float32 scalars (float64 if the loss computes in float64).
 
     Raises:
-        LossError: The loss returns one number for the whole shard, from which the losses of its
-            examples cannot be recovered.
+        LossError: The loss returns one number for the whole shard.
 
     Example:
         >>> import tfmultigpu as tmg
@@ -123,8 +111,14 @@ def loss_sum(
     term = loss_term(as_loss(loss), y_true, y_pred, sample_weight)
     factor = 1.0 if row_weight is None else tf.cast(row_weight, term.sum.dtype)
     if term.fixed:
+        setattr(term.weight, _FIXED, True)
         return FixedLossSum(term.sum * factor, term.weight)
     return LossSum(term.sum * factor, term.weight * factor)
+
+
+def is_fixed(weight: Any) -> bool:
+    """Returns whether this is the weight of a ``FixedLossSum``, which is not added."""
+    return hasattr(weight, _FIXED)
 
 
 def global_mean(loss_sum: LossSum) -> Any:
@@ -163,7 +157,11 @@ def global_mean(loss_sum: LossSum) -> Any:
 
         def gradient(upstream: Any) -> Any:
             if context.num_replicas_in_sync > 1:
-                raise LossError(_PARTS)
+                raise LossError(
+                    "global_mean is for logs. Received: its gradient on several replicas. That is "
+                    "each replica's part of the gradient alone, so clipping and loss scaling would "
+                    f"decide on parts. {BY_HAND}"
+                )
             return tf.math.divide_no_nan(upstream, weight), tf.zeros_like(weight)
 
         return tf.math.divide_no_nan(total, weight), gradient
@@ -172,21 +170,15 @@ def global_mean(loss_sum: LossSum) -> Any:
 
 
 def loss_term(loss: Any, y_true: Any, y_pred: Any, sample_weight: Any = None) -> LossTerm:
-    """Returns the loss of one shard as a term of the step's loss; see ``loss_sum``.
+    """Returns the loss of one shard, of a result of ``as_loss``, as a term; see ``loss_sum``."""
+    import keras
 
-    Args:
-        loss: A result of ``as_loss``.
-        y_true: Labels.
-        y_pred: Predictions.
-        sample_weight: Weights, or None.
-    """
     unreduced: list[Any] = []
     values_of = _elementwise(loss, unreduced)
-    couples = isinstance(loss, _coupling_losses())
+    couples = isinstance(loss, getattr(keras.losses, "Circle", ()))
     if not couples and _may_mix_axes(loss, y_true, y_pred, sample_weight):
-        plain_loss = _elementwise(loss, [])
-        throughout = _is_from_keras(loss)
-        check_row_axes(loss, plain_loss, y_true, y_pred, sample_weight, throughout=throughout)
+        tensors = (y_true, y_pred, sample_weight)
+        check_row_axes(loss.name, _elementwise(loss, []), tensors, throughout=_is_from_keras(loss))
     values = values_of(y_true, y_pred, sample_weight)
     # A loss may mask its values itself (ignore_class); the weighted values have lost that mask, and
     # may have got back the rows that the loss has reduced.
@@ -197,9 +189,8 @@ def loss_term(loss: Any, y_true: Any, y_pred: Any, sample_weight: Any = None) ->
     if loss.reduction == "sum":
         return LossTerm(total, tf.ones_like(total), fixed=True)
     mask = _mask(y_pred, unreduced[0] if unreduced else values)
-    if loss.reduction == "mean_with_sample_weight" and (
-        sample_weight is not None or mask is not None
-    ):
+    weighted = sample_weight is not None or mask is not None
+    if loss.reduction == "mean_with_sample_weight" and weighted:
         if mask is None and not _weighs_rows(sample_weight, values):
             raise LossError(
                 "mean_with_sample_weight divides by the sum of the weights, so each row needs its "
@@ -219,21 +210,15 @@ def loss_term(loss: Any, y_true: Any, y_pred: Any, sample_weight: Any = None) ->
 
 def _no_rows(loss: Any, values: Any, y_pred: Any) -> str:
     """Returns the error for a loss that does not return one value per row."""
-    hint = ""
-    if _shape(y_pred).rank == 1:
-        hint = (
-            " Predictions of shape [rows] have no axis to reduce over but the rows: give "
-            "y_true[:, None] and y_pred[:, None]."
-        )
+    flat = _shape(y_pred).rank == 1
+    hint = " Or give both a last axis: y_true[:, None] and y_pred[:, None]." if flat else ""
     return (
-        f"The loss {loss.name!r} is one number for a batch, or compares its examples with each "
-        "other. Then the contribution of each example is unknown, and the result depends on how "
-        f"the batch was cut. Received: shape {tuple(values.shape)} from {type(loss).__name__}. "
-        "Return one value per example that depends on it alone: "
-        "tf.reduce_mean(tf.square(y_true - y_pred), axis=-1). If the loss couples the examples of "
-        "a batch (Dice over a batch, Circle, contrastive), call tmg.gather_rows(y_pred) to get all "
-        "of them. Then return the values of this replica's rows, or the one number for each row: "
-        f"tf.fill(tf.shape(y_pred)[:1], value).{hint}"
+        f"The loss {loss.name!r} is one number for a batch, or couples the examples of a batch, so "
+        f"it depends on how the batch was cut. Received: shape {tuple(values.shape)} from "
+        f"{type(loss).__name__}. Return one value per example: tf.reduce_mean(tf.square(y_true - "
+        "y_pred), axis=-1). A loss that needs all examples (Dice over a batch, Circle) gets them "
+        "by tmg.gather_rows(y_pred), and returns values of this replica's rows, or the one number "
+        f"for each row: tf.fill(tf.shape(y_pred)[:1], value).{hint}"
     )
 
 
@@ -254,39 +239,28 @@ def _elementwise(loss: Any, unreduced: list[Any]) -> Any:
 
 @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
 def as_loss(loss: Any) -> Any:
-    """Returns a loss as a ``keras.losses.Loss``.
-
-    Args:
-        loss: A Keras loss, its name, or a function ``f(y_true, y_pred)`` of per-example values.
+    """Returns a loss, its name or a function of per-example values as a ``keras.losses.Loss``.
 
     Raises:
         LossError: The loss is none of these, or Keras does not know the name.
     """
     import keras
 
+    known = loss
     if isinstance(loss, str):
-        try:
-            loss = keras.losses.get(loss)
-        except ValueError:
-            raise LossError(
-                f"Keras has no loss of this name. Received: loss={loss!r}. Give a name such as "
-                "'mse' or 'sparse_categorical_crossentropy', a keras.losses object or a function."
-            ) from None
-    if isinstance(loss, keras.losses.Loss):
-        return loss
-    if loss is getattr(keras.losses, "circle", None):
+        with suppress(ValueError):  # An unknown name stays a string.
+            known = keras.losses.get(loss)
+    if known is getattr(keras.losses, "circle", None):
         return keras.losses.Circle()
-    if isinstance(loss, type) and issubclass(loss, keras.losses.Loss):
+    if isinstance(known, keras.losses.Loss):
+        return known
+    if isinstance(known, str | type) or not callable(known):
         raise LossError(
-            f"The loss is a class, not an object. Received: {loss.__name__}. Write "
-            f"{loss.__name__}(), with parentheses."
+            f"This is not a loss, or a name that Keras does not know. Received: loss={loss!r}. "
+            "Give a name such as 'mse', an object such as keras.losses.MeanSquaredError(), or a "
+            "function f(y_true, y_pred) that returns one value per example."
         )
-    if not callable(loss):
-        raise LossError(
-            f"This is not a loss. Received: loss={loss!r}. Give a keras.losses object, its name, "
-            "or a function f(y_true, y_pred) that returns one value per example."
-        )
-    return _function_loss(loss)
+    return _function_loss(known)
 
 
 def _may_mix_axes(loss: Any, y_true: Any, y_pred: Any, sample_weight: Any) -> bool:
@@ -297,8 +271,7 @@ def _may_mix_axes(loss: Any, y_true: Any, y_pred: Any, sample_weight: Any) -> bo
 
 
 def _shape(value: Any) -> tf.TensorShape:
-    shape: Any = getattr(value, "shape", None)
-    return tf.TensorShape(shape)
+    return tf.TensorShape(getattr(value, "shape", None))  # type: ignore[arg-type]
 
 
 def _has_rows(values: Any, y_pred: Any) -> bool:
@@ -311,22 +284,14 @@ def _has_rows(values: Any, y_pred: Any) -> bool:
 def _weighs_rows(sample_weight: Any, values: Any) -> bool:
     """Returns whether weights do not broadcast along the rows."""
     weight, values = _same_rank(tf.convert_to_tensor(sample_weight), values)
-    if weight.shape.rank is None or values.shape.rank is None:
+    if None in (weight.shape.rank, values.shape.rank):
         return True
-    same_rank = weight.shape.rank == values.shape.rank
-    return same_rank and bool(weight.shape[0] != 1 or values.shape[0] == 1)
+    alike = weight.shape.rank == values.shape.rank
+    return alike and bool(weight.shape[0] != 1 or values.shape[0] == 1)
 
 
 def _is_from_keras(loss: Any) -> bool:
-    return is_part_of_keras(getattr(loss, "wrapped", type(loss)))
-
-
-def _coupling_losses() -> tuple[type, ...]:
-    """Returns the Keras losses whose value for one example depends on the rest of the batch."""
-    import keras
-
-    circle = getattr(keras.losses, "Circle", None)
-    return () if circle is None else (circle,)
+    return _compat.is_part_of_keras(getattr(loss, "wrapped", type(loss)))
 
 
 def _function_loss(function: Callable[[Any, Any], Any]) -> Any:
@@ -364,9 +329,7 @@ def _mask(y_pred: Any, values: Any) -> Any:
     """Returns the mask that Keras losses apply: of the predictions and of the losses."""
     masks = [_compat.keras_mask(y_pred), _compat.keras_mask(values)]
     present = [tf.cast(mask, tf.bool) for mask in masks if mask is not None]
-    if not present:
-        return None
-    return present[0] if len(present) == 1 else present[0] & present[1]
+    return functools.reduce(tf.logical_and, present) if present else None
 
 
 def _sum_of_weights(sample_weight: Any, mask: Any, dtype: tf.DType) -> Any:

@@ -9,7 +9,9 @@ from typing import Any, TypeVar
 
 import tensorflow as tf
 
-__all__ = ["assign_owners", "outside_scopes", "parts_of", "size_of"]
+from tfmultigpu.errors import TfMultiGpuError
+
+__all__ = ["assign_owners", "outside_scopes", "parts_of", "refuse_float8", "size_of"]
 
 _T = TypeVar("_T")
 
@@ -17,15 +19,10 @@ _T = TypeVar("_T")
 def assign_owners(
     sizes: Sequence[int], owners: int, fixed: Mapping[int, int] | None = None
 ) -> tuple[int, ...]:
-    """Returns the owner of each variable, so that none owns much more than another.
+    """Returns the owner of each variable by sizes: largest first, each to whoever owns least.
 
-    Largest first, each to whoever owns least: no owner has more than the mean and the largest
-    variable together.
-
-    Args:
-        sizes: Elements or bytes of each variable.
-        owners: The number of owners, at least 1.
-        fixed: The owner of each variable that has one already, by the index of the variable.
+    No owner has more than the mean and the largest variable together. ``fixed`` has the owners of
+    variables that have one already, by their index.
 
     Example:
         >>> assign_owners([100, 10, 60, 50], 2)
@@ -60,6 +57,17 @@ def outside_scopes(function: Callable[[], _T]) -> _T:
 def parts_of(optimizer: Any) -> list[Any]:
     """Returns the optimizers inside a ``MultiOptimizer``, or the optimizer itself."""
     return list(getattr(optimizer, "optimizers", ())) or [optimizer]
+
+
+def refuse_float8(variables: Sequence[Any]) -> None:
+    """Checks that Keras does not overwrite a variable by its gradient, which cannot be added."""
+    new = [v.name for v in variables if getattr(v, "overwrite_with_gradient", False)]
+    if new:
+        raise TfMultiGpuError(
+            "The gradient of a variable of a float8 layer is its new value, which cannot be added "
+            f"and divided. Received: {new[:3]}. Leave out "
+            'layer.quantize("float8"), or train on one device with model.fit of Keras.'
+        )
 
 
 def size_of(variable: Any) -> int:

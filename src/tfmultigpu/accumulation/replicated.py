@@ -17,9 +17,9 @@ import tensorflow as tf
 
 from tfmultigpu import _compat
 from tfmultigpu._patch import setting
+from tfmultigpu.accumulation.gradients import in_global_phase
 from tfmultigpu.accumulation.loss_scale import unwrap_optimizer
 from tfmultigpu.accumulation.owners import assign_owners, outside_scopes, parts_of, size_of
-from tfmultigpu.accumulation.settings import explaining_settings
 from tfmultigpu.errors import TfMultiGpuError
 from tfmultigpu.strategies.collectives import sum_on_devices, sum_over_replicas, sum_over_workers
 from tfmultigpu.strategies.topology import is_sharded, owner_of, per_replica, tf_variable
@@ -30,13 +30,7 @@ _Addends = list[list[Any]]
 
 
 class Replicated:
-    """Each replica updates all variables, from gradients that are added for all of them.
-
-    Attributes:
-        strategy: The strategy of the variables.
-        reason: Why the update is of this kind, for a person.
-        state: The ``id`` of each Keras variable of the optimizer that exists once.
-    """
+    """Each replica updates all variables, from gradients that are added for all of them."""
 
     owned = False
 
@@ -44,8 +38,8 @@ class Replicated:
         """Takes an optimizer that was created in the scope of the strategy."""
         # Updates are remembered by optimizer, and must not keep it alive.
         self._optimizer = weakref.ref(unwrap_optimizer(optimizer))
-        self.strategy = strategy
-        self.reason = reason
+        self.strategy, self.reason = strategy, reason  # The reason is for a person.
+        # The ``id`` of each Keras variable of the optimizer that exists once.
         self.state: frozenset[int] = frozenset()
 
     @property
@@ -74,19 +68,17 @@ class Replicated:
         return sum_over_replicas(self.strategy, addends, dtype)
 
     def where(self, finish: Callable[..., Any], sums: _Addends, *args: Any) -> Any:
-        """Runs the global phase where the sums are: once, or on each replica.
+        """Runs the global phase where the sums of ``add`` are: once, or on each replica.
 
-        Args:
-            finish: ``f(sums, *args)`` returns a ``Gradient``, and tensors equal on all replicas.
-            sums: As ``add`` returns them.
-            args: Tensors, the same for all replicas.
+        ``finish(sums, *args)`` returns a ``Gradient``, and tensors equal on all replicas.
         """
         if len(sums) == 1:
             return finish(sums[0], *args)
         gradients: list[Any] = []
 
         def run(*args: Any) -> Any:
-            gradient, others = finish(*args)
+            with in_global_phase():
+                gradient, others = finish(*args)
             gradients.append(gradient)
             return list(gradient.tensors), (gradient.norm, gradient.valid, others)
 
@@ -112,23 +104,16 @@ class Replicated:
         before = [*after, *(tensor for g in gradients for tensor in self._local(g))]
 
         def apply() -> None:
-            with (
-                tf.control_dependencies([tf.group(*before)]),
-                explaining_settings(self.optimizer),
-                self.updating(variables),
-            ):
+            with tf.control_dependencies([tf.group(*before)]), self.updating(variables):
                 self._apply(list(zip(gradients, variables, strict=True)))
 
         outside_scopes(apply)
 
     @contextmanager
     def updating(self, variables: Sequence[Any]) -> Iterator[None]:
-        """Makes stock methods of the optimizer right that call ``strategy.extended.update``.
+        """Makes stock methods right that write ``variables`` by ``strategy.extended.update``.
 
         Those are ``finalize_variable_values``, and what ``keras.callbacks.SwapEMAWeights`` does.
-
-        Args:
-            variables: The variables that they write.
         """
         yield
 
@@ -181,15 +166,14 @@ class Owned(Replicated):
         optimizer = self.optimizer
         self.devices = tuple(self.strategy.extended.worker_devices)
         variables = _compat.optimizer_trains(optimizer) or list(variables)
-        fixed = {i: owner_of(v, self.devices) for i, v in enumerate(variables) if is_sharded(v)}
+        owners = {i: owner_of(v, self.devices) for i, v in enumerate(variables) if is_sharded(v)}
+        if not optimizer.built:  # Else others have their state on all replicas.
+            sizes = [size_of(variable) for variable in variables]
+            owners = dict(enumerate(assign_owners(sizes, len(self.devices), owners)))
         # By the id of the tf.Variable, which is what Keras gives to ``extended.update``.
-        self._owners = {id(tf_variable(variables[i])): owner for i, owner in fixed.items()}
-        if optimizer.built:  # Other variables have their state on all replicas.
+        self._owners = {id(tf_variable(variables[i])): owner for i, owner in owners.items()}
+        if optimizer.built:
             return
-        owners = assign_owners(list(map(size_of, variables)), len(self.devices), fixed)
-        self._owners = {
-            id(tf_variable(v)): owner for v, owner in zip(variables, owners, strict=True)
-        }
 
         def with_owner(variable: Any) -> AbstractContextManager[Any]:
             owner = self._owners.get(id(variable))
@@ -226,8 +210,9 @@ class Owned(Replicated):
         original = extended.update
         parts = parts_of(self.optimizer)
         own_code = not all(map(_compat.is_own_class_of_keras, parts))
-        read = any(part.use_ema for part in parts)
-        read = read or any(getattr(variable, "constraint", None) for variable in variables)
+        read = any(part.use_ema for part in parts) or any(
+            getattr(variable, "constraint", None) for variable in variables
+        )
         written: dict[int, Any] = {}
 
         def update(
@@ -275,6 +260,5 @@ def _refuse_replicas(*_: Any, **__: Any) -> None:
         "The state of this optimizer exists once, with the replicas that own it. Received: "
         "optimizer.apply, apply_gradients or Keras' own fit, with which each replica would change "
         "it. Write tmg.apply_reduced_gradients(optimizer, gradients, variables) outside of "
-        "strategy.run; or create a new optimizer and pass shard_update=False to tmg.fit or "
-        "make_train_step."
+        "strategy.run; or create a new optimizer, for a step with shard_update=False."
     )

@@ -25,47 +25,41 @@ _LENGTHS = (0, 11, 13, 17, 19, 23)  # Lengths of unknown axes, by the number of 
 
 @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
 def check_row_axes(
-    loss: Any,
-    values: Callable[..., Any],
-    y_true: Any,
-    y_pred: Any,
-    sample_weight: Any,
-    *,
-    throughout: bool,
+    name: str, values: Callable[..., Any], arguments: tuple[Any, Any, Any], *, throughout: bool
 ) -> None:
     """Checks, while a step is traced, that a loss pairs rows only with rows.
 
     Args:
-        loss: The Keras loss.
+        name: The name of the loss.
         values: ``f(y_true, y_pred, sample_weight)``, the values of the loss, weighted.
-        y_true: Labels.
-        y_pred: Predictions.
-        sample_weight: Weights, or None.
+        arguments: Those of ``values``.
         throughout: Whether the loss, one of Keras, never compares rows, so that tensors inside it
             may not have two axes of rows either: labels ``[rows]`` against ``[rows, 5, 1]``.
 
     Raises:
         LossError: It pairs rows with another axis, or each row with every row.
     """
-    structure = (y_true, y_pred, sample_weight)
-    leaves = tf.nest.flatten(structure)
+    leaves = tf.nest.flatten(arguments)
     tensors = [leaf for leaf in leaves if leaf is not None]
     if tf.executing_eagerly() or not all(map(_is_dense, tensors)):
         return  # TensorFlow checks the shapes of real data itself.
     shapes = [tf.TensorShape(tensor.shape).as_list() for tensor in tensors]
-    unknown = [None, *tf.TensorShape(tf.nest.flatten(y_pred)[0].shape).as_list()[:1]]
+    unknown = [None, *tf.TensorShape(tf.nest.flatten(arguments[1])[0].shape).as_list()[:1]]
     distinct = next(n for n in _ROWS if all(n not in shape[1:] for shape in shapes))
 
     def shapes_of_values(rows: int | None) -> list[tf.TensorShape]:
         def function(*inputs: Any) -> Any:
             remaining = iter(inputs)
             filled = [leaf if leaf is None else next(remaining) for leaf in leaves]
-            return values(*tf.nest.pack_sequence_as(structure, filled))
+            return values(*tf.nest.pack_sequence_as(arguments, filled))
 
-        specs = [
-            tf.TensorSpec(_with_rows(shape, unknown, rows), tensor.dtype)
-            for shape, tensor in zip(shapes, tensors, strict=True)
-        ]
+        specs = []
+        for shape, tensor in zip(shapes, tensors, strict=True):
+            full: list[Any] = [
+                n or _LENGTHS[min(axis, len(_LENGTHS) - 1)] for axis, n in enumerate(shape)
+            ]
+            full[:1] = [rows if n in unknown else n for n in shape[:1]]
+            specs.append(tf.TensorSpec(full, tensor.dtype))
         traced = tf.function(function, autograph=False).get_concrete_function(*specs)
         inner = [output.shape for op in traced.graph.get_operations() for output in op.outputs]
         return [traced.structured_outputs.shape, *(inner if throughout else [])]
@@ -76,27 +70,18 @@ def check_row_axes(
         error = trial.exception()
         if error is not None and pool.submit(shapes_of_values, None).exception():
             return  # Not of the number of rows: the step will raise it, if it is an error there.
-    if error is None and all(
-        not shape.rank or shape.as_list().count(distinct) < 2 for shape in trial.result()
-    ):
-        return
     problem = "each row is paired with every row; if that is intended, see tmg.gather_rows."
+    if error is not None:
+        problem = str(error).strip().splitlines()[0]
+    elif all(not shape.rank or shape.as_list().count(distinct) < 2 for shape in trial.result()):
+        return
     raise LossError(
-        f"The loss {loss.name!r} does not pair rows with rows: "
-        f"{str(error).strip().splitlines()[0] if error else problem} Received: labels, "
-        "predictions and weights of shapes "
-        f"{', '.join(str(tuple(tensor.shape)) for tensor in tensors)}. One device raises an "
-        "error, or pairs the wrong numbers if two axes are equally long; shards would do so for "
-        "other batches. Give each tensor all axes after the rows, of length 1 to broadcast: labels "
-        "y[:, None] or weights sample_weight[:, None]."
+        f"The loss {name!r} does not pair rows with rows: {problem} Received: labels, predictions "
+        f"and weights of shapes {', '.join(str(tuple(tensor.shape)) for tensor in tensors)}. Then "
+        "the result depends on the number of rows of a shard. Give each tensor all axes after the "
+        "rows, of length 1 to broadcast: labels y[:, None] or weights sample_weight[:, None]."
     ) from error
 
 
 def _is_dense(leaf: Any) -> bool:
     return isinstance(leaf, tf.Tensor | np.ndarray) and tf.TensorShape(leaf.shape).rank is not None
-
-
-def _with_rows(shape: list[Any], unknown: list[Any], rows: int | None) -> list[Any]:
-    """Returns a shape with this number of rows, and a length for every other unknown axis."""
-    inner = [n or _LENGTHS[min(axis, len(_LENGTHS) - 1)] for axis, n in enumerate(shape)][1:]
-    return [*(rows if n in unknown else n for n in shape[:1]), *inner]

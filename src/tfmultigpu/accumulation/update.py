@@ -10,8 +10,9 @@ import tensorflow as tf
 
 from tfmultigpu import _compat
 from tfmultigpu._patch import setting
+from tfmultigpu.accumulation.gradients import check_reduced
 from tfmultigpu.accumulation.loss_scale import unwrap_optimizer
-from tfmultigpu.accumulation.owners import parts_of, size_of
+from tfmultigpu.accumulation.owners import parts_of, refuse_float8, size_of
 from tfmultigpu.accumulation.replicated import Owned, Replicated
 from tfmultigpu.errors import ScopeError, TfMultiGpuError
 from tfmultigpu.strategies.collectives import replicas_share_memory
@@ -54,7 +55,10 @@ def choose_update(
     """
     inner = unwrap_optimizer(optimizer)
     update = _chosen.get(inner)
-    _check(optimizer, variables, strategy, update)
+    once = frozenset() if update is None else update.state
+    check_scope([v for v in optimizer.variables if id(v) not in once], strategy, "optimizer")
+    refuse_float8(variables)
+    _refuse_accumulation(inner)
     if update is None:
         if not variables and not inner.built and inner is optimizer:
             reason = "everything is frozen; the optimizer is built when it is not"
@@ -74,10 +78,9 @@ def choose_update(
     missing = [_name(v) for v in variables if known and id(v) not in known]
     if missing:
         raise ScopeError(
-            f"The optimizer was built for other variables. It does not know: {missing[:3]}. "
-            "Create a new optimizer for this model, inside strategy.scope(). To train several "
-            "models with one, build it for all of them first: "
-            "optimizer.build(a.trainable_variables + b.trainable_variables)."
+            f"The optimizer was built for other variables. It does not know: {missing[:3]}. Create "
+            "a new one inside strategy.scope(); for several models, build it for all of them "
+            "first: optimizer.build(a.trainable_variables + b.trainable_variables)."
         )
     return update
 
@@ -101,7 +104,8 @@ def apply_reduced_gradients(
             no variable, no slot and no counter.
 
     Raises:
-        TfMultiGpuError: Called by a replica, inside ``strategy.run``.
+        TfMultiGpuError: Called by one of several replicas, inside ``strategy.run``, or with the
+            gradients that these return.
         ScopeError: The optimizer was created outside the scope of the strategy.
 
     Example:
@@ -113,12 +117,7 @@ def apply_reduced_gradients(
         >>> weight.numpy().tolist(), int(optimizer.iterations.numpy())
         ([0.5], 1)
     """
-    if tf.distribute.has_strategy() and tf.distribute.get_replica_context() is not None:
-        raise TfMultiGpuError(
-            "Reduced gradients are applied once, for all replicas together. Received: "
-            "apply_reduced_gradients in a replica, inside strategy.run. Call it after "
-            "strategy.run, with what window.reduce() returns there."
-        )
+    check_reduced("apply_reduced_gradients", gradients)
     update = update_of(optimizer)
     if update is None:
         update = choose_update(optimizer, variables, _compat.strategy_of_optimizer(optimizer))
@@ -131,8 +130,7 @@ def apply_reduced_gradients(
     if where is None:
         apply()
     else:
-        (verdict, *_) = update.strategy.experimental_local_results(where)
-        tf.cond(tf.convert_to_tensor(verdict), apply, lambda: tf.constant(False))
+        tf.cond(tf.convert_to_tensor(where), apply, lambda: tf.constant(False))
 
 
 def _decide(
@@ -177,24 +175,6 @@ def _refuse(asked: str | bool, owned: bool, reason: str) -> None:
             "shard_update out, which gives the same numbers; or create a new optimizer, and the "
             "model without tmg.sharded_variables()."
         )
-
-
-def _check(
-    optimizer: Any,
-    variables: Sequence[Any],
-    strategy: tf.distribute.Strategy,
-    update: Replicated | None,
-) -> None:
-    once = frozenset() if update is None else update.state
-    check_scope([v for v in optimizer.variables if id(v) not in once], strategy, "optimizer")
-    new = [_name(v) for v in variables if getattr(v, "overwrite_with_gradient", False)]
-    if new and strategy.num_replicas_in_sync > 1:
-        raise TfMultiGpuError(
-            "The gradient of a variable of a float8 layer is its new value, which replicas cannot "
-            f"add. Received: {new[:3]}. Train on one replica, or leave out "
-            'layer.quantize("float8").'
-        )
-    _refuse_accumulation(unwrap_optimizer(optimizer))
 
 
 def _refuse_accumulation(optimizer: Any) -> None:

@@ -9,8 +9,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfmultigpu.accumulation.clipping import clipped
-from tfmultigpu.accumulation.gradients import all_finite
+from tfmultigpu.accumulation.gradients import all_finite, clipped
 from tfmultigpu.accumulation.loss_scale import LossScale, make_loss_scale, unwrap_optimizer
 from tfmultigpu.errors import TfMultiGpuError
 from tfmultigpu.steps.features import Feature, Gradient, Replica, Rows
