@@ -19,7 +19,6 @@ from tfmultigpu.errors import (
     StrategyFallbackWarning,
     StrategyUnavailableError,
 )
-from tfmultigpu.strategies import factory
 from tfmultigpu.strategies.factory import create_strategy, plan_strategy
 
 
@@ -116,21 +115,6 @@ def test_tensorflows_hierarchical_copy_still_loses_the_last_of_an_odd_number(cou
     assert set(sums(ours)) == {triangle(count)}
 
 
-def test_a_ring_is_given_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(factory, "_ring", None)
-    first = create_strategy(devices=2, communication="ring")
-    assert set(sums(first)) == {3.0}
-    again = create_strategy(devices=2, communication="ring", fallback=False)
-    assert again is first  # Two, whose tensors have other shapes, would abort each other.
-    assert set(sums(again)) == {3.0}
-    with pytest.raises(StrategyUnavailableError, match="a ring over CPU:0, CPU:1 exists"):
-        create_strategy(devices=4, communication="ring", fallback=False)
-    with pytest.warns(StrategyFallbackWarning, match="gradients added by one_device instead"):
-        other = create_strategy(devices=4, communication="ring")
-    assert set(sums(other)) == {10.0}
-    assert set(sums(first)) == {3.0}
-
-
 def test_auto_without_a_gpu_is_the_cpu_and_says_why(caplog: pytest.LogCaptureFixture) -> None:
     if tf.config.list_physical_devices("GPU"):
         pytest.skip("needs a machine without a GPU")
@@ -177,7 +161,6 @@ ADDITIONS = {
     "NcclAllReduce": "nccl",
     "ReductionToOneDevice": "one_device",
     "HierarchicalCopyAllReduce": "hierarchical_copy",
-    "CollectiveAllReduce": "ring",
 }
 
 
@@ -198,9 +181,8 @@ ADDITIONS = {
     ],
 )
 def test_the_plan_is_what_is_created(
-    request_: dict[str, Any], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    request_: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(factory, "_ring", None)
     plan = plan_strategy(**request_)
     with warnings.catch_warnings(), caplog.at_level(logging.INFO, "tfmultigpu"):
         warnings.simplefilter("ignore", StrategyFallbackWarning)

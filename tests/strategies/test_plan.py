@@ -29,20 +29,12 @@ def machine(
     cluster: Cluster | None = None,
     parts: int = 1,
     nccl: bool = True,
-    ring_over: tuple[str, ...] | None = None,
     missing_gpus: MissingGpus | None = NO_GPU,
 ) -> MachineInfo:
     """A machine with so many logical CPUs and GPUs; `parts` logical GPUs on each physical one."""
     devices = {f"CPU:{index}": "CPU:0" for index in range(cpus)}
     devices |= {f"GPU:{index}": f"GPU:{index // parts}" for index in range(gpus)}
-    return MachineInfo(
-        devices,
-        tpu,
-        cluster,
-        nccl=nccl,
-        missing_gpus=missing_gpus,
-        ring_over=ring_over,
-    )
+    return MachineInfo(devices, tpu, cluster, nccl=nccl, missing_gpus=missing_gpus)
 
 
 MACHINES = [
@@ -232,20 +224,8 @@ WAYS_TO_ADD: list[tuple[MachineInfo, str, str, set[str]]] = [
     (machine(2, parts=2), "auto", "one_device", {"nccl", "ring"}),
     (machine(4, parts=2), "auto", "one_device", {"nccl", "ring"}),
     (machine(2, nccl=False), "auto", "one_device", {"nccl", "ring"}),
-    (machine(0, cpus=2), "mirrored", "one_device", {"nccl"}),
-    (machine(0, cpus=3), "mirrored", "one_device", {"nccl", "hierarchical_copy"}),
-    (
-        machine(0, cpus=2, ring_over=("CPU:0", "CPU:1")),
-        "mirrored",
-        "one_device",
-        {"nccl"},
-    ),
-    (
-        machine(0, cpus=2, ring_over=("CPU:2", "CPU:3")),
-        "mirrored",
-        "one_device",
-        {"nccl", "ring"},
-    ),
+    (machine(0, cpus=2), "mirrored", "one_device", {"nccl", "ring"}),
+    (machine(0, cpus=3), "mirrored", "one_device", {"nccl", "ring", "hierarchical_copy"}),
     (machine(2, cluster=TWO_WORKERS), "auto", "nccl", {"hierarchical_copy", "one_device"}),
     (
         machine(2, parts=2, cluster=TWO_WORKERS),
@@ -292,7 +272,7 @@ def test_why_not_is_said() -> None:
     assert "parts of one physical GPU" in why(machine(2, parts=2), "nccl")
     assert "built without NCCL" in why(machine(2, nccl=False), "nccl")
     assert "leaves out the gradients of the last" in why(machine(3), "hierarchical_copy")
-    assert "a ring over CPU:5 exists" in why(machine(0, cpus=2, ring_over=("CPU:5",)), "ring")
+    assert "it is for workers" in why(machine(0, cpus=2), "ring")
 
 
 # text ------------------------------------------------------------------------------------------

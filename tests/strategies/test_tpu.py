@@ -30,7 +30,7 @@ def test_an_address_answers_or_is_named(bound: socket.socket) -> None:
 
 def test_an_address_in_the_program_comes_before_the_environment(bound: socket.socket) -> None:
     address = f"grpc://127.0.0.1:{bound.getsockname()[1]}"
-    tpu = find_tpu({"TPU_NAME": "local"}, address=address)
+    tpu = find_tpu({"TPU_NAME": "local"}, address)
     assert tpu.source == "devices"
     assert "nothing answers there" in str(tpu.missing)
 
@@ -45,8 +45,8 @@ def test_a_name_costs_the_timeout_at_most(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_where_tpus_are_looked_for() -> None:
-    assert find_tpu({}, local=8) == Tpu("local", "this machine", None)
-    assert find_tpu({"TPU_NAME": "local"}, local=8) == Tpu("local", "TPU_NAME", None)
+    assert find_tpu({}, local=True) == Tpu("local", "this machine", None)
+    assert find_tpu({"TPU_NAME": "local"}, local=True) == Tpu("local", "TPU_NAME", None)
     assert "TPU_NAME and COLAB_TPU_ADDR are not set" in str(find_tpu({}).missing)
     named = find_tpu({"TPU_NAME": "local"})
     assert named.missing == "TPU_NAME='local', but this machine has no TPU device"

@@ -28,14 +28,18 @@ from tfmultigpu.errors import (
 from tfmultigpu.strategies.plan import MachineInfo, StrategyPlan, choose
 from tfmultigpu.strategies.process_state import ClusterDescription, process_state
 from tfmultigpu.strategies.tensorflow_log import leave_out_progress
-from tfmultigpu.strategies.tpu import NO_TPU, Tpu, connect_tpu, find_tpu
+from tfmultigpu.strategies.tpu import NO_TPU, connect_tpu, find_tpu
 from tfmultigpu.types import Communication, Prefer, Strategy
 
 __all__ = ["create_strategy", "plan_strategy"]
 
 _log = logging.getLogger("tfmultigpu")
-# The devices of the ring of this process, and the ring: TensorFlow can have only one.
-_ring: tuple[tuple[str, ...], Strategy] | None = None
+_distribute: Any = tf.distribute
+_ADDITIONS = {
+    "nccl": _distribute.NcclAllReduce,
+    "hierarchical_copy": _distribute.HierarchicalCopyAllReduce,
+    "one_device": _distribute.ReductionToOneDevice,
+}
 
 
 def plan_strategy(
@@ -47,16 +51,8 @@ def plan_strategy(
 ) -> StrategyPlan:
     """Returns what ``create_strategy`` would create with the same arguments, and why.
 
-    Starts no device and changes nothing. Calls a TPU address in the environment once.
-
-    Args:
-        prefer: See ``create_strategy``.
-        devices: See ``create_strategy``.
-        communication: See ``create_strategy``.
-        cluster: See ``create_strategy``.
-
-    Returns:
-        The plan; print it to read it.
+    Starts no device and changes nothing. Calls a TPU address in the environment once. Print the
+    plan to read it.
 
     Example:
         >>> plan_strategy(prefer="one_device").num_replicas
@@ -95,8 +91,7 @@ def create_strategy(
         cluster: The workers, and which of them this is; None to read the environment.
 
     Returns:
-        A ``tf.distribute`` strategy. A process may create several, except over several workers. A
-        second request for a ring returns the first one.
+        A ``tf.distribute`` strategy. A process may create several, except over several workers.
 
     Raises:
         ClusterError: The description of the cluster is wrong, a worker is missing, disagrees or
@@ -125,10 +120,9 @@ def create_strategy(
     _accept(plan, fallback)
     strategy = None
     if plan.kind == "tpu":
-        try:
-            strategy = connect_tpu(str(facts.tpu.address))
-        except (ValueError, RuntimeError, tf.errors.OpError) as error:
-            facts = dataclasses.replace(facts, tpu=_without_tpu(facts.tpu, error))
+        strategy, missing = connect_tpu(facts.tpu)
+        if missing is not None:
+            facts = dataclasses.replace(facts, tpu=missing)
             plan = choose(facts, prefer, devices, communication)
             _accept(plan, fallback)
     if facts.tpu.address is not None and facts.tpu.missing is not None:
@@ -159,9 +153,8 @@ def _look_around(
     names = logical_to_physical()
     tpu = NO_TPU
     if prefer == "tpu" or (prefer == "auto" and devices is None):
-        address = _tpu_address(devices) if prefer == "tpu" else None
-        local = len([name for name in names if name.startswith("TPU:")])
-        tpu = find_tpu(os.environ, address=address, local=local)
+        local = any(name.startswith("TPU:") for name in names)
+        tpu = find_tpu(os.environ, devices if prefer == "tpu" else None, local=local)
     test: Any = tf.test
     return MachineInfo(
         devices=names,
@@ -170,96 +163,54 @@ def _look_around(
         no_cluster=why_no_cluster(),
         nccl=bool(test.is_built_with_gpu_support()) and os.name == "posix",
         missing_gpus=why_no_more_gpus(),
-        ring_over=None if _ring is None else _ring[0],
     )
-
-
-def _tpu_address(devices: int | str | Sequence[str] | None) -> str | None:
-    names = (devices,) if isinstance(devices, str) else devices
-    if names is None:
-        return None
-    if isinstance(names, int) or len(names) != 1 or not names[0].startswith(("grpc://", "local")):
-        raise ValueError(
-            "With prefer='tpu', devices is the address of the TPU, 'grpc://host:port' or 'local', "
-            f"or is left out: a TPU is used whole. Received: devices={devices!r}."
-        )
-    return names[0]
-
-
-def _without_tpu(tpu: Tpu, error: Exception) -> Tpu:
-    """Returns the TPU that could not be started; raises if TensorFlow is connected to it."""
-    missing = f"{tpu.source}={tpu.address!r} answers, but TensorFlow finds no TPU there: {error}"
-    if tpu.address == "local":
-        return Tpu(tpu.address, tpu.source, missing)
-    raise StrategyUnavailableError(
-        f"{missing} This process is connected to that machine now, and its operations would run "
-        f"there, so it does not fall back. Correct {tpu.source}, or unset it, and start again."
-    ) from error
 
 
 def _accept(plan: StrategyPlan, fallback: bool) -> None:
     """Warns of what the plan cannot meet, or raises."""
     if not plan.unmet:
         return
-    what = "; ".join(plan.unmet)
+    what = f"Requested but unavailable on this machine: {'; '.join(plan.unmet)}."
     taken = f"{plan.kind} on {', '.join(plan.devices)}, gradients added by {plan.communication}"
-    cure = f" {plan.more_gpus}" if plan.more_gpus else ""
     if not fallback:
         raise StrategyUnavailableError(
-            f"Requested but unavailable on this machine: {what}. Change that argument, or pass "
-            f"fallback=True to run {taken}.{cure}"
+            f"{what} Change that argument, or pass fallback=True to run {taken}. {plan.more_gpus}"
         )
     warnings.warn(
-        f"Requested but unavailable on this machine: {what}. Running {taken} instead. Pass "
-        f"fallback=False to get an error.{cure}",
+        f"{what} Running {taken} instead. Pass fallback=False to get an error. {plan.more_gpus}",
         StrategyFallbackWarning,
         stacklevel=3,
     )
 
 
 def _on_this_machine(plan: StrategyPlan) -> Strategy:
-    global _ring
     problem = _contradicting_settings()
     if problem is not None:
         raise TfMultiGpuError(f"{problem}.")
-    # A second ring, over the same devices too, takes the numbers of the first one's collectives:
-    # as soon as their shapes differ, TensorFlow aborts both.
-    if plan.communication == "ring" and _ring is not None:
-        return _ring[1]
-    distribute: Any = tf.distribute
-    additions = {
-        "nccl": distribute.NcclAllReduce,
-        "hierarchical_copy": distribute.HierarchicalCopyAllReduce,
-        "one_device": distribute.ReductionToOneDevice,
-        "ring": lambda: None,  # TensorFlow's default: collectives.
-    }
     names = [f"/device:{name}" for name in plan.devices]
     strategy: Strategy
     try:
         if plan.kind == "one_device":
-            strategy = distribute.OneDeviceStrategy(names[0])
+            strategy = _distribute.OneDeviceStrategy(names[0])
         else:
-            strategy = distribute.MirroredStrategy(names, additions[plan.communication]())
+            strategy = _distribute.MirroredStrategy(names, _ADDITIONS[plan.communication]())
     except json.JSONDecodeError as error:
         raise ClusterError(
             "TF_CONFIG is not JSON, and TensorFlow reads it for local strategies too. Received: "
             f"TF_CONFIG={os.environ.get('TF_CONFIG')!r}, {error}. Unset it: "
             'os.environ.pop("TF_CONFIG").'
         ) from error
-    if plan.communication == "ring":
-        _ring = plan.devices, strategy
     return strategy
 
 
 def _join(plan: StrategyPlan, timeout: float) -> Strategy:
     from tfmultigpu.addons.workers.joining import join
 
-    joined = process_state.cluster
-    if joined is not None:
+    if process_state.cluster is not None:
         raise ClusterError(
-            f"This process has joined a cluster already, as {joined}. TensorFlow can do that once "
-            "in a process; a second time it hangs or mixes up the shapes. Keep the first strategy "
-            "and use it again."
+            f"This process has joined a cluster already, as {process_state.cluster}. TensorFlow "
+            "can do that once in a process; a second time it hangs or mixes up the shapes. Keep "
+            "the first strategy and use it again."
         )
     problem = _contradicting_settings()
     if problem is None and devices_started():

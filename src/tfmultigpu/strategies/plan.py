@@ -16,29 +16,19 @@ from tfmultigpu.types import Communication, Prefer
 __all__ = ["COMMUNICATIONS", "KINDS", "MachineInfo", "StrategyPlan", "choose"]
 
 COMMUNICATIONS: tuple[str, ...] = get_args(Communication)
+_Names = tuple[str, ...] | None
 
 
 @dataclass(frozen=True)
 class MachineInfo:
-    """Facts that the decision depends on.
+    """Facts that the decision depends on."""
 
-    Attributes:
-        devices: Every logical device and the physical device behind it, in order.
-        tpu: Whether a TPU answers.
-        cluster: The cluster, if one is described.
-        no_cluster: Why no cluster is described.
-        nccl: Whether this TensorFlow has NCCL.
-        missing_gpus: Why there are no more GPUs; None if all of the machine are used.
-        ring_over: The devices of the ring of this process, if there is one.
-    """
-
-    devices: Mapping[str, str]
+    devices: Mapping[str, str]  # The physical device of each logical device, in order.
     tpu: Tpu = NO_TPU
     cluster: ClusterDescription | None = None
-    no_cluster: str = "TF_CONFIG is not set"
+    no_cluster: str = "TF_CONFIG is not set"  # Why no cluster is described.
     nccl: bool = True
-    missing_gpus: MissingGpus | None = None
-    ring_over: tuple[str, ...] | None = None
+    missing_gpus: MissingGpus | None = None  # None if all GPUs of the machine are used.
 
     def of_kind(self, kind: str) -> tuple[str, ...]:
         """Returns the logical devices of a kind."""
@@ -50,9 +40,8 @@ class MachineInfo:
 
     def explained(self, statement: str) -> str:
         """Adds to a statement about GPUs why there are no more, if that is known."""
-        return (
-            statement if self.missing_gpus is None else f"{statement}: {self.missing_gpus.reason}"
-        )
+        missing = self.missing_gpus
+        return statement if missing is None else f"{statement}: {missing.reason}"
 
 
 @dataclass(frozen=True)
@@ -62,18 +51,15 @@ class StrategyPlan:
     Attributes:
         kind: ``"tpu"``, ``"multi_worker"``, ``"mirrored"`` or ``"one_device"``.
         devices: The devices of this process; for a TPU its address.
-        num_replicas: The number over all workers; None for a TPU, whose cores are known only once
-            it answers.
+        num_replicas: The number over all workers; None for a TPU that is not connected.
         reason: Why this kind.
         rejected: For each other kind, why not.
         communication: How the strategy adds over replicas: one of the choices, ``"none"`` for one
             replica, ``"tpu"`` for a TPU.
         communication_reason: Why this way.
         unmet: The requests that this machine cannot meet, each with its reason.
-        more_gpus: Why there are no more GPUs and what to do, if the plan has one device or CPUs,
-            which were not named.
-        cluster: The cluster that was described, if any; other kinds than ``"multi_worker"`` do not
-            use it.
+        more_gpus: Why there are no more GPUs and what to do, if somebody may wonder.
+        cluster: The cluster that is described, if any.
     """
 
     kind: str
@@ -103,11 +89,6 @@ class StrategyPlan:
         return "\n".join(lines)
 
 
-class _Request(NamedTuple):
-    prefer: str
-    devices: tuple[str, ...] | None
-
-
 class _Offer(NamedTuple):
     devices: tuple[str, ...]
     num_replicas: int | None
@@ -125,13 +106,7 @@ def choose(
     devices: int | str | Sequence[str] | None = None,
     communication: str = "auto",
 ) -> StrategyPlan:
-    """Chooses the strategy; pure.
-
-    Args:
-        facts: The facts about the machine and its environment.
-        prefer: ``"auto"`` or one of ``KINDS``.
-        devices: Names, or a count; None for all that make sense.
-        communication: One of ``COMMUNICATIONS``.
+    """Chooses the strategy by the arguments of ``create_strategy``; pure.
 
     Raises:
         DeviceNotFoundError: A device does not exist.
@@ -144,7 +119,7 @@ def choose(
     """
     _check("prefer", prefer, get_args(Prefer))
     _check("communication", communication, COMMUNICATIONS)
-    request = _Request(prefer, None if prefer == "tpu" else _named_devices(facts, devices))
+    names = None if prefer == "tpu" else _named_devices(facts, devices)
     chosen: tuple[str, _Offer] | None = None
     rejected: dict[str, str] = {}
     unmet: list[str] = []
@@ -153,31 +128,31 @@ def choose(
             rejected[kind] = f"{chosen[0]} comes first"
         elif prefer != "auto" and KINDS.index(kind) < KINDS.index(prefer):
             rejected[kind] = f"prefer={prefer!r} was requested"
-        elif isinstance(answer := offer(facts, request), _Offer):
+        elif isinstance(answer := offer(facts, prefer, names), _Offer):
             chosen = kind, answer
         else:
             rejected[kind] = answer.why
             if kind == prefer and answer.unmet:
                 unmet.append(f"prefer={prefer!r}: {answer.why}")
     assert chosen is not None, "one device is always there"
-    kind, offer_taken = chosen
-    way, why, refused = _addition(kind, communication, offer_taken.devices, facts)
+    kind, (taken, num_replicas, reason) = chosen
+    way, why, refused = _addition(kind, communication, taken, facts)
     if refused is not None:
         unmet.append(f"communication={communication!r}: {refused}")
-    few = len(offer_taken.devices) == 1 or offer_taken.devices[0].startswith("CPU:")
+    few = kind != "tpu" and (len(taken) == 1 or taken[0].startswith("CPU:"))
     counted = devices is None or isinstance(devices, int)
-    missing = facts.missing_gpus if few and counted and kind != "tpu" else None
+    more_gpus = str(facts.missing_gpus or "") if few and counted else ""
     return StrategyPlan(
-        kind=kind,
-        devices=offer_taken.devices,
-        num_replicas=offer_taken.num_replicas,
-        reason=offer_taken.reason,
-        rejected=rejected,
-        communication=way,
-        communication_reason=why,
-        unmet=tuple(unmet),
-        more_gpus=str(missing or ""),
-        cluster=facts.cluster,
+        kind,
+        taken,
+        num_replicas,
+        reason,
+        rejected,
+        way,
+        why,
+        tuple(unmet),
+        more_gpus,
+        facts.cluster,
     )
 
 
@@ -192,9 +167,7 @@ def _check(name: str, value: object, choices: Sequence[str]) -> None:
         )
 
 
-def _named_devices(
-    facts: MachineInfo, devices: int | str | Sequence[str] | None
-) -> tuple[str, ...] | None:
+def _named_devices(facts: MachineInfo, devices: int | str | Sequence[str] | None) -> _Names:
     """Returns the requested devices; a count means GPUs if there are any, CPUs otherwise."""
     if devices is None:
         return None
@@ -216,9 +189,9 @@ def _named_devices(
     return names
 
 
-def _offer_tpu(facts: MachineInfo, request: _Request) -> _Offer | _No:
-    if request.devices is not None:
-        return _No(f"devices names {listed(request.devices)}")
+def _offer_tpu(facts: MachineInfo, prefer: str, names: _Names) -> _Offer | _No:
+    if names is not None:
+        return _No(f"devices names {listed(names)}")
     if facts.tpu.missing is not None:
         return _No(facts.tpu.missing)
     cores = facts.of_kind("TPU")
@@ -226,53 +199,52 @@ def _offer_tpu(facts: MachineInfo, request: _Request) -> _Offer | _No:
     return _Offer(where, len(cores) or None, f"a TPU answers ({facts.tpu.source})")
 
 
-def _offer_workers(facts: MachineInfo, request: _Request) -> _Offer | _No:
+def _offer_workers(facts: MachineInfo, prefer: str, names: _Names) -> _Offer | _No:
     cluster = facts.cluster
     if cluster is None:
         return _No(f"no cluster is described: {facts.no_cluster}")
     if cluster.index is None:
         return _No("this process is the evaluator, which runs alone beside the workers", False)
     count = len(cluster.workers)
-    if count == 1 and request.prefer != "multi_worker":
+    if count == 1 and prefer != "multi_worker":
         return _No("the cluster has one worker, which needs no network to train")
     gpus = facts.of_kind("GPU")
-    local = request.devices or gpus or ("CPU:0",)
+    local = names or gpus or ("CPU:0",)
     if local != ("CPU:0",) and local != gpus[: len(local)]:
         usable = f"the first GPUs in order ({listed(gpus)})" if gpus else "CPU:0 alone"
         raise StrategyUnavailableError(
             f"devices={list(local)!r} cannot be combined with the cluster of {cluster.source} "
-            f"({count} workers): there TensorFlow uses {usable}. Hide the others before "
-            "TensorFlow starts, tf.config.set_visible_devices(...) or CUDA_VISIBLE_DEVICES, and "
-            "leave devices out; or train alone: prefer='mirrored'."
-            + (f" {facts.missing_gpus}" if facts.missing_gpus and not gpus else "")
+            f"({count} workers): there TensorFlow uses {usable}. Set CUDA_VISIBLE_DEVICES to the "
+            "others before Python starts, and leave devices out; or train alone: "
+            "prefer='mirrored'." + ("" if gpus else f" {facts.missing_gpus or ''}")
         )
     each = f"{len(local)} device{'s' if len(local) > 1 else ''} on each"
     return _Offer(local, len(local) * count, f"this is {cluster}, {each}")
 
 
-def _offer_mirrored(facts: MachineInfo, request: _Request) -> _Offer | _No:
+def _offer_mirrored(facts: MachineInfo, prefer: str, names: _Names) -> _Offer | _No:
     gpus, cpus = facts.of_kind("GPU"), facts.of_kind("CPU")
     no_gpu = facts.explained("there is no GPU")
-    if request.devices is not None:
-        chosen, reason = request.devices, f"devices names {listed(request.devices)}"
+    if names is not None:
+        chosen, reason = names, f"devices names {listed(names)}"
     elif gpus:
         chosen, reason = gpus, f"{len(gpus)} GPUs are here"
-    elif request.prefer == "mirrored":
+    elif prefer == "mirrored":
         chosen, reason = cpus, f"{no_gpu}; so on {len(cpus)} logical CPUs"
     else:
         more = "; prefer='mirrored' uses the logical CPUs" if len(cpus) > 1 else ""
         return _No(f"{no_gpu}{more}")
     if len(chosen) == 1:
         only = f"{chosen[0]} is the only device, and one device has nothing to mirror"
-        named = request.devices is not None
+        named = names is not None
         return _No(only if named else facts.explained(only), unmet=not named)
     if facts.shared(chosen):
         reason += ", parts of one physical device: that tests a program, and is no faster"
     return _Offer(chosen, len(chosen), reason)
 
 
-def _offer_one_device(facts: MachineInfo, request: _Request) -> _Offer:
-    gpus, names = facts.of_kind("GPU"), request.devices
+def _offer_one_device(facts: MachineInfo, prefer: str, names: _Names) -> _Offer:
+    gpus = facts.of_kind("GPU")
     if names is not None and len(names) > 1:
         raise StrategyUnavailableError(
             f"prefer='one_device' runs on one device, but devices names {listed(names)}. Name "
@@ -287,7 +259,7 @@ def _offer_one_device(facts: MachineInfo, request: _Request) -> _Offer:
     return _Offer(gpus[:1], 1, only if len(gpus) == 1 else first)
 
 
-_OFFERS: dict[str, Callable[[MachineInfo, _Request], _Offer | _No]] = {
+_OFFERS: dict[str, Callable[[MachineInfo, str, _Names], _Offer | _No]] = {
     "tpu": _offer_tpu,
     "multi_worker": _offer_workers,
     "mirrored": _offer_mirrored,
@@ -313,23 +285,21 @@ def _addition(
         fails["nccl"] = f"NCCL cannot join {listed(devices)}: some are parts of one physical GPU"
     elif not facts.nccl:
         fails["nccl"] = "this TensorFlow is built without NCCL"
-    best_first: tuple[str, ...] = ("nccl", "one_device", "hierarchical_copy", "ring")
+    best_first: tuple[str, ...] = ("nccl", "one_device")
     if kind == "multi_worker":
         best_first = ("nccl", "ring")
         between = "between workers TensorFlow has NCCL and ring only"
         fails |= {"one_device": between, "hierarchical_copy": between}
-    elif not on_cpus:
-        fails["ring"] = "on the GPUs of one machine TensorFlow offers no ring; NCCL makes its own"
-    elif facts.ring_over not in (None, devices):
+    else:
         fails["ring"] = (
-            f"a ring over {listed(facts.ring_over or ())} exists in this process, and TensorFlow "
-            "aborts every ring as soon as two over different devices have been used"
+            "it is for workers; TensorFlow has none for the GPUs of one machine, and on CPUs it "
+            "aborts every ring of a process once two have been used"
         )
     if len(devices) % 2:
         fails.setdefault(
             "hierarchical_copy",
-            f"over {len(devices)} devices, an odd number, TensorFlow's hierarchical copy silently "
-            "leaves out the gradients of the last",
+            f"over {len(devices)} devices, an odd number, TensorFlow's silently leaves out the "
+            "gradients of the last",
         )
     if asked not in ("auto", *fails):
         return asked, "it was requested", None

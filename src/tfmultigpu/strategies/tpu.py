@@ -9,44 +9,49 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
+from tfmultigpu.errors import StrategyUnavailableError
+
 __all__ = ["NO_TPU", "Tpu", "connect_tpu", "find_tpu"]
 
 _VARIABLES = ("TPU_NAME", "COLAB_TPU_ADDR")
 
 
 class Tpu(NamedTuple):
-    """Facts about a TPU, found without connecting TensorFlow.
+    """A TPU: its address, the source of that, such as ``"TPU_NAME"``, and why it is not there."""
 
-    Attributes:
-        address: ``"grpc://host:port"``, ``"local"``, a name in Google Cloud, or None.
-        source: The source of the address, such as ``"TPU_NAME"``.
-        missing: Why there is no TPU; None if one answers.
-    """
-
-    address: str | None
+    address: str | None  # "grpc://host:port", "local", a name in Google Cloud, or None.
     source: str
-    missing: str | None
+    missing: str | None  # None if one answers.
 
 
 NO_TPU = Tpu(None, "", "it was not asked for")
 
 
 def find_tpu(
-    environ: Mapping[str, str], *, address: str | None = None, local: int = 0, timeout: float = 4.0
+    environ: Mapping[str, str], devices: Any = None, *, local: bool = False, timeout: float = 4.0
 ) -> Tpu:
     """Looks for a TPU: at the given address, in the environment, then on this machine.
 
     Args:
         environ: The environment variables; ``TPU_NAME`` and ``COLAB_TPU_ADDR`` are read.
-        address: An address from the program, which replaces that of the environment.
-        local: The number of TPU devices that TensorFlow lists on this machine.
+        devices: An address from the program, which replaces that of the environment.
+        local: Whether TensorFlow lists TPU devices on this machine.
         timeout: Seconds that the address may take to answer.
+
+    Raises:
+        ValueError: ``devices`` is not an address.
 
     Example:
         >>> find_tpu({}).missing
         'TPU_NAME and COLAB_TPU_ADDR are not set, and this machine has no TPU device'
     """
-    given = {"devices": address, **{name: environ.get(name) for name in _VARIABLES}}
+    names = [devices] if isinstance(devices, str | int) else list(devices or ())
+    if names and (len(names) > 1 or not str(names[0]).startswith(("grpc://", "local"))):
+        raise ValueError(
+            "With prefer='tpu', devices is the address of the TPU, 'grpc://host:port' or 'local', "
+            f"or is left out: a TPU is used whole. Received: devices={devices!r}."
+        )
+    given = {"devices": names and names[0], **{name: environ.get(name) for name in _VARIABLES}}
     source, asked = next(((name, value) for name, value in given.items() if value), ("", None))
     if asked is None and not local:
         unset = " and ".join(_VARIABLES)
@@ -63,7 +68,7 @@ def find_tpu(
         f"{source}={asked!r} is a name that only Google Cloud can look up, and this machine is "
         f"not there ({problem}); for an address write grpc://host:port"
     )
-    return Tpu(asked, source, problem and missing)
+    return Tpu(str(asked), source, problem and missing)
 
 
 def _try_to_connect(host: str, port: int, timeout: float) -> str | None:
@@ -73,10 +78,9 @@ def _try_to_connect(host: str, port: int, timeout: float) -> str | None:
     def connect() -> None:
         try:
             socket.create_connection((host, port), timeout).close()
+            outcome.append(None)
         except (OSError, OverflowError) as error:
             outcome.append(f"nothing answers there: {error}")
-        else:
-            outcome.append(None)
 
     # In a thread, because looking up a name has no timeout.
     thread = threading.Thread(target=connect, name="tfmultigpu-tpu", daemon=True)
@@ -85,21 +89,29 @@ def _try_to_connect(host: str, port: int, timeout: float) -> str | None:
     return outcome[0] if outcome else f"no answer within {timeout:g} s"
 
 
-def connect_tpu(address: str) -> tf.distribute.Strategy:
-    """Connects TensorFlow to a TPU that answers, and starts it.
+def connect_tpu(tpu: Tpu) -> tuple[Any, Tpu | None]:
+    """Starts a TPU that answers: returns its strategy, or why there is none after all.
 
     Raises:
-        ValueError, RuntimeError, tf.errors.OpError: TensorFlow cannot.
-
-    Example:
-        >>> strategy = connect_tpu("local")  # doctest: +SKIP
+        StrategyUnavailableError: TensorFlow is connected to a machine without a TPU.
     """
     distribute: Any = tf.distribute
+    module: Any = tf.tpu
     config: Any = tf.config
-    tpu: Any = tf.tpu
-    resolver = distribute.cluster_resolver.TPUClusterResolver(address)
-    if address != "local":
-        config.experimental_connect_to_cluster(resolver)
-    tpu.experimental.initialize_tpu_system(resolver)
-    strategy: tf.distribute.Strategy = distribute.TPUStrategy(resolver)
-    return strategy
+    try:
+        resolver = distribute.cluster_resolver.TPUClusterResolver(tpu.address)
+        if tpu.address != "local":
+            config.experimental_connect_to_cluster(resolver)
+        module.experimental.initialize_tpu_system(resolver)
+        return distribute.TPUStrategy(resolver), None
+    except (ValueError, RuntimeError, tf.errors.OpError) as error:
+        missing = (
+            f"{tpu.source}={tpu.address!r} answers, but TensorFlow finds no TPU there: {error}"
+        )
+        if tpu.address == "local":
+            return None, tpu._replace(missing=missing)
+        raise StrategyUnavailableError(
+            f"{missing} This process is connected to that machine now, and its operations would "
+            f"run there, so it does not fall back. Correct {tpu.source}, or unset it, and start "
+            "again."
+        ) from error
