@@ -117,7 +117,7 @@ def loss_sum(
 
 
 def is_fixed(weight: Any) -> bool:
-    """Returns whether this is the weight of a ``FixedLossSum``, which is not added."""
+    """Returns whether this is the weight of a loss with ``reduction="sum"``: it is not added."""
     return hasattr(weight, _FIXED)
 
 
@@ -148,7 +148,7 @@ def global_mean(loss_sum: LossSum) -> Any:
             "global_mean adds over replicas, so it must be called by each of them. Call it inside "
             "the function given to strategy.run."
         )
-    fixed = isinstance(loss_sum, FixedLossSum)
+    fixed = isinstance(loss_sum, FixedLossSum) or is_fixed(loss_sum.weight)
 
     @tf.custom_gradient  # type: ignore[untyped-decorator]
     def mean(shard_sum: Any, shard_weight: Any) -> Any:

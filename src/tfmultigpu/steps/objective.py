@@ -11,7 +11,14 @@ from typing import Any
 import tensorflow as tf
 
 from tfmultigpu._compat import is_part_of_keras
-from tfmultigpu.accumulation.loss_sum import FixedLossSum, LossSum, LossTerm, as_loss, loss_term
+from tfmultigpu.accumulation.loss_sum import (
+    FixedLossSum,
+    LossSum,
+    LossTerm,
+    as_loss,
+    is_fixed,
+    loss_term,
+)
 from tfmultigpu.data.batch_format import count_rows, unpack_batch
 from tfmultigpu.errors import LossError
 from tfmultigpu.steps.build_model import as_model
@@ -335,4 +342,4 @@ def _term_of_sum(what: str, pair: LossSum) -> LossTerm:
             "from forward. Write tf.reduce_sum(values)."
         )
     weight = tf.cast(pair.weight, total.dtype)
-    return LossTerm(total, weight, fixed=isinstance(pair, FixedLossSum))
+    return LossTerm(total, weight, fixed=isinstance(pair, FixedLossSum) or is_fixed(pair.weight))
