@@ -294,7 +294,7 @@ def test_limits_and_parts_of_gpus(run: Run) -> None:
         assert list_devices("GPU")[0].memory_free == 80 * GIB
         assert split_device("GPU:0", parts=4) == ("GPU:0", "GPU:1", "GPU:2", "GPU:3")
         assert limits(0) == [18 * 1024] * 4                          # nine tenths of what is free
-        large = f"{120 * GIB} bytes in all, but GPU:1 has"
+        large = f"{120 * GIB} bytes, but GPU:1 has"
         refused(ValueError, large, lambda: split_device("GPU:1", parts=2, memory=60 * GIB))
         refused(ValueError, "GPU:2 has", lambda: limit_memory({"GPU:2": 101 * GIB}))
         assert (limits(1), limits(2)) == ([1024, 1024], [1024])
@@ -356,9 +356,9 @@ def test_arguments_of_another_kind_are_answered_with_the_line() -> None:
 
 
 def test_memory_of_cpus_cannot_be_limited() -> None:
-    with pytest.raises(TfMultiGpuError, match=r"memory of CPU parts\. Leave memory out"):
+    with pytest.raises(TfMultiGpuError, match=r"memory of GPUs only\. For CPU:0 leave"):
         split_device("CPU:0", parts=2, memory=2**30)
-    with pytest.raises(TfMultiGpuError, match=r"GPUs only\. Leave CPU:0 out"):
+    with pytest.raises(TfMultiGpuError, match=r"GPUs only\. For CPU:0 leave"):
         limit_memory({"CPU:0": 2**30})
 
 

@@ -211,7 +211,7 @@ def test_tpu_cores_are_counted_where_they_are_known() -> None:
     assert choose(here).num_replicas == 2
     far = choose(machine(tpu=TPU))
     assert (far.devices, far.num_replicas) == (("grpc://10.0.0.2:8470",), None)
-    assert "as many replicas as it has cores" in str(far)
+    assert "a replica on each core of" in str(far)
     assert choose(machine(2, tpu=TPU), devices=2).rejected["tpu"] == "devices names GPU:0, GPU:1"
 
 

@@ -1,7 +1,6 @@
 """Device settings, which must be made before TensorFlow starts the devices.
 
-Every setting is all or none: each function checks its arguments before it changes anything. The
-one error left is that the devices have started, and TensorFlow raises it at the first change.
+Every setting is all or none: each function checks its arguments before it changes anything.
 """
 
 from __future__ import annotations
@@ -19,12 +18,7 @@ from tfmultigpu.devices.missing_gpus import why_no_more_gpus
 from tfmultigpu.devices.names import listed, parse_device_name, resolve_devices
 from tfmultigpu.errors import DevicesInitializedError, TfMultiGpuError
 
-__all__ = [
-    "devices_started",
-    "enable_memory_growth",
-    "limit_memory",
-    "split_device",
-]
+__all__ = ["devices_started", "enable_memory_growth", "limit_memory", "split_device"]
 
 _MIB = 1024**2
 _FORCE_GROWTH = "TF_FORCE_GPU_ALLOW_GROWTH"
@@ -63,11 +57,8 @@ def enable_memory_growth(devices: Sequence[str] | None = None) -> tuple[Device, 
             "memory growth cannot differ between GPUs. Write enable_memory_growth() for all, or "
             "first hide those with tf.config.set_visible_devices."
         )
-    divided = [
-        name
-        for name, physical in _by_name(config.list_physical_devices()).items()
-        if config.get_logical_device_configuration(physical) is not None
-    ]
+    all_devices = _by_name(config.list_physical_devices())
+    divided = [n for n, d in all_devices.items() if config.get_logical_device_configuration(d)]
     _check_compatible(call, list(gpus), divided)
     with _explaining_late_settings(call):
         for name in [name for name in off if name not in divided]:
@@ -101,10 +92,6 @@ def limit_memory(limits: Mapping[str, int]) -> None:
     names = _resolve(list(limits), visible) if limits else ()
     wanted = {}
     for name, limit in zip(names, limits.values(), strict=True):
-        if not name.startswith("GPU:"):
-            raise TfMultiGpuError(
-                f"{call}: TensorFlow can limit the memory of GPUs only. Leave {name} out."
-            )
         wanted[visible[name]] = _checked_sizes(name, 1, [limit], call)
         parts = len(config.get_logical_device_configuration(visible[name]) or ())
         if parts > 1:
@@ -148,14 +135,8 @@ def split_device(
     visible = _by_name(config.get_visible_devices())
     (name,) = _resolve([device], visible)
     sizes: tuple[int | None, ...] = (None,) * parts
-    if name.startswith("GPU:"):
+    if not name.startswith("CPU:") or memory is not None:
         sizes = _checked_sizes(name, parts, memory, call)
-    elif not name.startswith("CPU:"):
-        raise TfMultiGpuError(f"{call}: TensorFlow can split CPUs and GPUs only.")
-    elif memory is not None:
-        raise TfMultiGpuError(
-            f"{call}: TensorFlow cannot limit the memory of CPU parts. Leave memory out."
-        )
     _divide({visible[name]: sizes}, call)
     return tuple(part for part, physical in logical_to_physical().items() if physical == name)
 
@@ -190,6 +171,10 @@ def _checked_sizes(
     name: str, parts: int, memory: int | Sequence[int] | None, call: str
 ) -> tuple[int, ...]:
     """Returns the bytes of each part of a GPU."""
+    if not name.startswith("GPU:"):
+        raise TfMultiGpuError(
+            f"{call}: TensorFlow limits the memory of GPUs only. For {name} leave memory out."
+        )
     (gpu,) = [gpu for gpu in list_devices("GPU") if gpu.name == name]
     if memory is None and gpu.memory_free is None:
         raise ValueError(
@@ -202,8 +187,7 @@ def _checked_sizes(
     sizes = tuple(memory) if isinstance(memory, Sequence) else (memory,) * parts
     if len(sizes) != parts:
         raise ValueError(
-            f"{call} has {len(sizes)} memory limits for {parts} parts. Give one number for all, or "
-            "one per part."
+            f"{call} has {len(sizes)} memory limits for {parts} parts. Give one for all, or each."
         )
     for size in sizes:
         if isinstance(size, bool) or not isinstance(size, int) or size < _MIB:
@@ -213,8 +197,7 @@ def _checked_sizes(
             )
     if gpu.memory_total is not None and sum(sizes) > gpu.memory_total:
         raise ValueError(
-            f"{call} asks for {sum(sizes)} bytes in all, but {name} has {gpu.memory_total}. Ask "
-            "for less."
+            f"{call} needs {sum(sizes)} bytes, but {name} has {gpu.memory_total}. Ask for less."
         )
     return sizes
 
@@ -255,9 +238,7 @@ def _explaining_late_settings(call: str) -> Iterator[None]:
     except RuntimeError as error:
         raise DevicesInitializedError(
             f"{call} came after TensorFlow had started its devices. Their settings are final then, "
-            "so nothing was changed. These start the devices: the first tensor, tf.Variable, "
-            "tf.data dataset or tf.random.Generator, a Keras model, optimizer or metric, any "
-            "tf.distribute strategy, tf.config.list_logical_devices and "
-            "tf.config.experimental.get_memory_info. Move this line up, directly after the "
-            "imports; in a notebook restart the kernel first."
+            "so nothing was changed. The first tensor, tf.Variable, dataset, Keras object or "
+            "strategy starts them, and so does tf.config.list_logical_devices. Move this line up, "
+            "directly after the imports; in a notebook restart the kernel first."
         ) from error

@@ -7,12 +7,14 @@ No function here starts a device, so device settings remain possible.
 from __future__ import annotations
 
 import os
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import tensorflow as tf
 
-from tfmultigpu.devices.gpu_memory import match_gpus, read_gpus
+from tfmultigpu.devices.gpu_memory import NvmlGpu, match_gpus, read_gpus
 from tfmultigpu.devices.names import parse_device_name
 
 __all__ = ["Device", "list_devices", "list_logical_devices", "logical_to_physical"]
@@ -66,22 +68,15 @@ def list_devices(kind: str | None = None) -> tuple[Device, ...]:
     models = {n: d.get("device_name") for n, d in details.items() if n.startswith("GPU:")}
     of_driver = match_gpus(tuple(models.values()), read_gpus() if models else (), os.environ)
     memory = dict(zip(models, of_driver, strict=True))
-    devices = []
-    for name, known in details.items():
-        kind_of_device, index = name.split(":")
-        gpu = memory.get(name)
-        devices.append(
-            Device(
-                name=name,
-                kind=kind_of_device,
-                index=int(index),
-                description=known.get("device_name") or "",
-                compute_capability=known.get("compute_capability"),
-                memory_total=gpu and gpu.memory_total,
-                memory_free=gpu and gpu.memory_free,
-            )
-        )
-    return tuple(devices)
+
+    def describe(name: str, known: Mapping[str, Any]) -> Device:
+        of_kind, index = name.split(":")
+        model, capability = known.get("device_name") or "", known.get("compute_capability")
+        gpu = memory.get(name) or NvmlGpu("", "")
+        total, free = gpu.memory_total, gpu.memory_free
+        return Device(name, of_kind, int(index), model, capability, total, free)
+
+    return tuple(describe(name, known) for name, known in details.items())
 
 
 def logical_to_physical() -> dict[str, str]:
@@ -98,13 +93,13 @@ def logical_to_physical() -> dict[str, str]:
     config: Any = tf.config
     visible = set(config.get_visible_devices())
     names: dict[str, str] = {}
-    count: dict[str, int] = {}
-    for device in [one for one in config.list_physical_devices() if one in visible]:
+    count: Counter[str] = Counter()
+    for device in [device for device in config.list_physical_devices() if device in visible]:
         physical = parse_device_name(device.name)
         kind = physical.split(":")[0]
         for _ in config.get_logical_device_configuration(device) or (None,):
-            names[f"{kind}:{count.get(kind, 0)}"] = physical
-            count[kind] = count.get(kind, 0) + 1
+            names[f"{kind}:{count[kind]}"] = physical
+            count[kind] += 1
     return names
 
 

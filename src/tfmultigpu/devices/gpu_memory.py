@@ -1,9 +1,8 @@
 """GPU memory from the NVIDIA driver, matched to the GPUs of TensorFlow.
 
-TensorFlow must start a GPU to know its memory. The driver knows it through NVML (the package
-`nvidia-ml-py`, extra `nvml`). NVML numbers all GPUs of the machine by PCI bus. TensorFlow sees
-those that CUDA shows to this process, in CUDA's order. If the two cannot be matched with
-certainty, the memory is unknown, because the number of another GPU would be wrong.
+TensorFlow must start a GPU to know its memory. The driver tells it through NVML (extra `nvml`),
+which numbers all GPUs by PCI bus. TensorFlow sees those that CUDA shows to this process, in CUDA's
+order. If the two cannot be matched with certainty, the memory is unknown.
 """
 
 from __future__ import annotations
@@ -16,10 +15,7 @@ __all__ = ["NvmlGpu", "match_gpus", "read_gpus"]
 
 
 class NvmlGpu(NamedTuple):
-    """A GPU of the driver, such as `("GPU-8f2c...", "NVIDIA H200", 151e9, 150e9)`.
-
-    The memory is in bytes, `None` if the driver does not know it.
-    """
+    """A GPU of the driver; its memory in bytes, `None` if the driver does not know it."""
 
     uuid: str
     name: str
@@ -78,12 +74,9 @@ def match_gpus(
         known |= {str(index): gpu for index, gpu in enumerate(gpus)}
     every = ",".join(map(str, range(len(gpus))))
     entries = environ.get("CUDA_VISIBLE_DEVICES", every).split(",")
-    shown = [gpu for gpu in (known.get(entry.strip()) for entry in entries) if gpu is not None]
-    if [_plain(gpu.name) for gpu in shown] != list(map(_plain, models)) or len(shown) < len(
-        entries
-    ):
-        return (None,) * len(models)
-    return tuple(shown)
+    shown = [known[entry.strip()] for entry in entries if entry.strip() in known]
+    certain = [_plain(gpu.name) for gpu in shown] == list(map(_plain, models))
+    return tuple(shown) if certain and len(shown) == len(entries) else (None,) * len(models)
 
 
 def _plain(model: str | None) -> str:

@@ -35,8 +35,7 @@ def parse_device_name(name: str) -> str:
     """
     if not isinstance(name, str):
         inside = getattr(name, "name", None)  # Of a Device, or TensorFlow's own.
-        index = name if isinstance(name, int) else 0
-        short = parse_device_name(inside) if isinstance(inside, str) else f"GPU:{index}"
+        short = parse_device_name(inside) if isinstance(inside, str) else f"GPU:{name}"
         raise TypeError(f'A device name is a string. Write "{short}". Received: name={name!r}')
     match = _NAME.fullmatch(name.strip())
     if match is None or match["kind"].upper() in _NOT_A_KIND:
@@ -53,8 +52,7 @@ def resolve_devices(
     """Resolves a request for devices to short names that exist.
 
     Args:
-        asked: `None` for all of `existing`; a count for the first ones; one name; or a list of
-            names, whose order is kept.
+        asked: `None` for all; a count for the first ones; a name; or a list of them, in its order.
         existing: The usable names, in order.
         cure: Why there are no more GPUs and what to do, for the error if one is missing.
 
@@ -73,9 +71,8 @@ def resolve_devices(
     if isinstance(asked, (int, Real)):
         count = check_count("devices", asked, other="a list of names")
         if count > len(here):
-            kind = here[0].split(":")[0] if here else "GPU"
-            asked = f"{count} devices, but only {len(here)} exist"
-            raise _not_found(asked, [f"{kind}:{count - 1}"], here, cure)
+            last = f"{here[0].split(':')[0] if here else 'GPU'}:{count - 1}"
+            raise _not_found(f"{count} devices, but only {len(here)} exist", [last], here, cure)
         return here[:count]
     if isinstance(asked, (set, frozenset)):
         raise TypeError(
@@ -96,9 +93,9 @@ def resolve_devices(
         )
     missing = [name for name in names if name not in here]
     if missing:
-        of_gpus = any(name.startswith("GPU:") for name in missing)
-        asked = f"{listed(names)}, but not here: {listed(missing)}"
-        raise _not_found(asked, missing, here, cure if of_gpus else "")
+        cure = cure if any(name.startswith("GPU:") for name in missing) else ""
+        text = f"{listed(names)}, but not here: {listed(missing)}"
+        raise _not_found(text, missing, here, cure)
     return names
 
 
@@ -111,8 +108,7 @@ def _not_found(
     )
     text += f"Write {list(here)!r}, or some of these." if here else "Leave devices out."
     text += f" {cure}" if cure else ""
-    kind = missing[0].split(":")[0]
-    alike = [name for name in here if name.startswith(f"{kind}:")]
+    alike = [name for name in here if name.split(":")[0] == missing[0].split(":")[0]]
     if len(alike) == 1:
         parts = 1 + max(int(name.split(":")[1]) for name in missing)
         text += (

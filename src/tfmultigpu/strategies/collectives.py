@@ -12,9 +12,8 @@ import tensorflow as tf
 from tfmultigpu import _compat
 from tfmultigpu._patch import setting
 from tfmultigpu.devices.names import parse_device_name
-from tfmultigpu.errors import TfMultiGpuError
 from tfmultigpu.strategies.process_state import explaining_lost_workers
-from tfmultigpu.strategies.topology import describe, local_replicas, per_replica
+from tfmultigpu.strategies.topology import local_replicas, per_replica
 
 __all__ = [
     "add_on_device",
@@ -43,9 +42,8 @@ def replicas_share_memory(strategy: tf.distribute.Strategy) -> bool:
     forced = _forced.get()
     if forced is not None:
         return forced == "in memory"
-    return _is_one_process(strategy) and all(
-        "CPU" in device.upper() for device in strategy.extended.worker_devices
-    )
+    devices = strategy.extended.worker_devices
+    return _is_one_process(strategy) and all("CPU" in device.upper() for device in devices)
 
 
 @contextmanager
@@ -82,18 +80,10 @@ def sum_over_replicas(
     Returns:
         The sums, of the dtypes that came: one list for all replicas of this process if they share
         memory, else one list for each.
-
-    Raises:
-        TfMultiGpuError: Addition in memory is forced, and there are several processes.
     """
     if strategy.num_replicas_in_sync == 1:
         return values
     if replicas_share_memory(strategy):
-        if not _is_one_process(strategy):
-            raise TfMultiGpuError(
-                "Replicas of several processes cannot add in memory. Received: "
-                f'{describe(strategy)}. Write forcing_addition("collective").'
-            )
         devices = strategy.extended.worker_devices
         return [sum_on_devices(values, [devices[0]] * len(values[0]), reduce_dtype)]
 
@@ -121,13 +111,10 @@ def _messages(tensors: Sequence[tf.Tensor]) -> list[list[int]]:
     """
     *gradients, last = range(len(tensors))
     messages: list[list[int]] = [[]]
-    size = 0
     for i in reversed(gradients):
-        if size >= _MESSAGE:
+        if sum(_bytes(tensors[j]) for j in messages[-1]) >= _MESSAGE:
             messages.append([])
-            size = 0
         messages[-1].append(i)
-        size += _bytes(tensors[i])
     messages[-1].append(last)
     return [sorted(message) for message in messages]
 
@@ -140,17 +127,15 @@ def refusing_to_meet(error: Exception) -> Iterator[None]:
     error without a name.
     """
     context: Any = tf.distribute.get_replica_context()
-    if context.num_replicas_in_sync == 1:
-        yield
-        return
     refused: list[bool] = []
 
     def refuse(*_: Any, **__: Any) -> Any:
         refused.append(True)
         raise error
 
+    several = context.num_replicas_in_sync > 1
     try:
-        with setting(context, merge_call=refuse):  # All ways to meet call it.
+        with setting(context, **({"merge_call": refuse} if several else {})):  # All ways call it.
             yield
     except Exception as raised:
         if refused and raised is not error:  # Keras puts words of its own around it.
@@ -165,13 +150,10 @@ def _is_one_process(strategy: tf.distribute.Strategy) -> bool:
 def sum_on_devices(
     values: list[list[tf.Tensor]], devices: Sequence[str], reduce_dtype: tf.DType | None = None
 ) -> list[tf.Tensor]:
-    """Adds tensors over the replicas of one process, each on a device of its own.
+    """Adds tensors over the replicas of one process, each on its device.
 
-    Args:
-        values: One list of tensors for each replica. A tensor that is the sum already is in the
-            first list, with None in the others.
-        devices: The device of each sum, one for each tensor of a list.
-        reduce_dtype: As for ``sum_over_replicas``.
+    ``values`` has a list for each replica. A tensor that is the sum already is in the first one,
+    with None in the others. ``reduce_dtype`` is as for ``sum_over_replicas``.
     """
     *others, last = zip(devices, *values, strict=True)
     totals = [add_on_device(parts, device, reduce_dtype) for device, *parts in others]
@@ -197,11 +179,8 @@ def sum_over_workers(
 ) -> list[tf.Tensor]:
     """Adds tensors over the workers, each between the devices of one number; all must call it.
 
-    Args:
-        strategy: The strategy; with one worker the tensors are returned.
-        values: Sums over the replicas of this worker, the last one of weights.
-        devices: The local device of each, of the same number on every worker.
-        reduce_dtype: As for ``sum_over_replicas``.
+    ``values`` are sums over the replicas of this worker, each on its device, the last one of
+    weights. ``reduce_dtype`` is as for ``sum_over_replicas``.
     """
     if _is_one_process(strategy):
         return list(values)

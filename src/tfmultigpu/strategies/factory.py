@@ -81,12 +81,11 @@ def create_strategy(
         prefer: ``"auto"``, or ``"tpu"``, ``"multi_worker"``, ``"mirrored"``, ``"one_device"``.
         devices: Names, such as ``["GPU:0", "GPU:1"]``, or a count: of the GPUs if there are any,
             of the logical CPUs otherwise. None for all. With ``prefer="tpu"`` its address.
-        communication: How replicas add gradients: ``"auto"``, ``"nccl"``, ``"ring"``,
-            ``"hierarchical_copy"`` or ``"one_device"`` (added on one device, then copied).
-        fallback: What to do if this machine cannot do what was requested. True warns with the
-            reason and takes the next in order; False raises. A missing device, a wrong cluster and
-            a missing worker always raise: a run on other devices, or of one worker alone, would be
-            silently different.
+        communication: How replicas add gradients: ``"auto"``, ``"nccl"``, ``"hierarchical_copy"``,
+            ``"one_device"`` (added on one device, then copied), or between workers ``"ring"``.
+        fallback: Whether to take the next in order, with a warning that says why, if this machine
+            cannot do what was requested; else that is an error. A missing device, a wrong cluster
+            and a missing worker always are.
         startup_timeout: Seconds to wait for the other workers.
         cluster: The workers, and which of them this is; None to read the environment.
 
@@ -97,8 +96,8 @@ def create_strategy(
         ClusterError: The description of the cluster is wrong, a worker is missing, disagrees or
             cannot start, or this process has joined a cluster before.
         DeviceNotFoundError: A device does not exist.
-        StrategyUnavailableError: The arguments contradict each other. Or the request is not
-            available, and ``fallback`` is False.
+        StrategyUnavailableError: The arguments contradict each other, or the request is not
+            available and ``fallback`` is False.
         TfMultiGpuError: TensorFlow cannot start the devices with the settings made before.
         ValueError: An argument is not one of the choices.
 
@@ -156,14 +155,8 @@ def _look_around(
         local = any(name.startswith("TPU:") for name in names)
         tpu = find_tpu(os.environ, devices if prefer == "tpu" else None, local=local)
     test: Any = tf.test
-    return MachineInfo(
-        devices=names,
-        tpu=tpu,
-        cluster=cluster,
-        no_cluster=why_no_cluster(),
-        nccl=bool(test.is_built_with_gpu_support()) and os.name == "posix",
-        missing_gpus=why_no_more_gpus(),
-    )
+    nccl = bool(test.is_built_with_gpu_support()) and os.name == "posix"
+    return MachineInfo(names, tpu, cluster, why_no_cluster(), nccl, why_no_more_gpus())
 
 
 def _accept(plan: StrategyPlan, fallback: bool) -> None:

@@ -15,7 +15,7 @@ from tfmultigpu.strategies.process_state import explaining_lost_workers
 
 __all__ = ["gather_rows"]
 
-_SENT_AS_THEY_ARE = (tf.float16, tf.float32, tf.float64, tf.int32, tf.int64)
+_SENT = (tf.float16, tf.float32, tf.float64, tf.int32, tf.int64)
 
 
 def gather_rows(strategy: tf.distribute.Strategy, value: Any) -> Any:
@@ -27,16 +27,14 @@ def gather_rows(strategy: tf.distribute.Strategy, value: Any) -> Any:
             first axis. Row counts may differ.
     """
     first = strategy.experimental_local_results(value)[0]
+    is_ragged = isinstance(first, tf.RaggedTensor)
     with explaining_lost_workers():
-        if isinstance(first, tf.RaggedTensor):
-            parts = _gather_bytes(strategy, value, first.ragged_rank + 1)
-            flat, *lengths = [tf.concat(part, axis=0) for part in parts]
-            ragged: Any = tf.RaggedTensor
-            return ragged.from_nested_row_lengths(flat, lengths)
-        if first.dtype in _SENT_AS_THEY_ARE and first.shape[1:].num_elements() != 0:
+        if not is_ragged and first.dtype in _SENT and first.shape[1:].num_elements() != 0:
             return strategy.gather(value, axis=0)
-        (rows,) = _gather_bytes(strategy, value, 1)
-        return tf.concat(rows, axis=0)
+        parts = _gather_bytes(strategy, value, first.ragged_rank + 1 if is_ragged else 1)
+        flat, *lengths = [tf.concat(part, axis=0) for part in parts]
+        ragged: Any = tf.RaggedTensor
+        return ragged.from_nested_row_lengths(flat, lengths) if is_ragged else flat
 
 
 def _gather_bytes(strategy: tf.distribute.Strategy, value: Any, count: int) -> list[list[Any]]:

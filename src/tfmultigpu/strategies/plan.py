@@ -54,8 +54,7 @@ class StrategyPlan:
         num_replicas: The number over all workers; None for a TPU that is not connected.
         reason: Why this kind.
         rejected: For each other kind, why not.
-        communication: How the strategy adds over replicas: one of the choices, ``"none"`` for one
-            replica, ``"tpu"`` for a TPU.
+        communication: How the strategy adds over replicas; ``"none"`` for one replica.
         communication_reason: Why this way.
         unmet: The requests that this machine cannot meet, each with its reason.
         more_gpus: Why there are no more GPUs and what to do, if somebody may wonder.
@@ -75,11 +74,11 @@ class StrategyPlan:
 
     def __str__(self) -> str:
         """Returns the plan, one line for each question about it."""
-        count = "as many replicas as it has cores"
-        if self.num_replicas is not None:
-            count = f"{self.num_replicas} replica{'s' if self.num_replicas > 1 else ''}"
+        count = "a replica on each core of" if self.num_replicas is None else "1 replica on"
+        if self.num_replicas not in (None, 1):
+            count = f"{self.num_replicas} replicas on"
         lines = [
-            f"{self.kind}: {count} on {listed(self.devices)}",
+            f"{self.kind}: {count} {listed(self.devices)}",
             f"  because {self.reason}",
             f"  gradients are added by {self.communication}: {self.communication_reason}",
         ]
@@ -135,25 +134,15 @@ def choose(
             if kind == prefer and answer.unmet:
                 unmet.append(f"prefer={prefer!r}: {answer.why}")
     assert chosen is not None, "one device is always there"
-    kind, (taken, num_replicas, reason) = chosen
-    way, why, refused = _addition(kind, communication, taken, facts)
+    kind, taken = chosen
+    way, why, refused = _addition(kind, communication, taken.devices, facts)
     if refused is not None:
         unmet.append(f"communication={communication!r}: {refused}")
-    few = kind != "tpu" and (len(taken) == 1 or taken[0].startswith("CPU:"))
+    few = kind != "tpu" and (len(taken.devices) == 1 or taken.devices[0].startswith("CPU:"))
     counted = devices is None or isinstance(devices, int)
     more_gpus = str(facts.missing_gpus or "") if few and counted else ""
-    return StrategyPlan(
-        kind,
-        taken,
-        num_replicas,
-        reason,
-        rejected,
-        way,
-        why,
-        tuple(unmet),
-        more_gpus,
-        facts.cluster,
-    )
+    told = tuple(unmet), more_gpus, facts.cluster
+    return StrategyPlan(kind, *taken, rejected, way, why, *told)
 
 
 def _check(name: str, value: object, choices: Sequence[str]) -> None:
@@ -214,8 +203,8 @@ def _offer_workers(facts: MachineInfo, prefer: str, names: _Names) -> _Offer | _
         usable = f"the first GPUs in order ({listed(gpus)})" if gpus else "CPU:0 alone"
         raise StrategyUnavailableError(
             f"devices={list(local)!r} cannot be combined with the cluster of {cluster.source} "
-            f"({count} workers): there TensorFlow uses {usable}. Set CUDA_VISIBLE_DEVICES to the "
-            "others before Python starts, and leave devices out; or train alone: "
+            f"({count} workers): there TensorFlow uses {usable}. Set CUDA_VISIBLE_DEVICES to your "
+            "choice before Python starts, and leave devices out; or train alone: "
             "prefer='mirrored'." + ("" if gpus else f" {facts.missing_gpus or ''}")
         )
     each = f"{len(local)} device{'s' if len(local) > 1 else ''} on each"

@@ -36,11 +36,7 @@ def is_mirrored(strategy: tf.distribute.Strategy) -> bool:
 
 
 def is_sharded(variable: Any) -> bool:
-    """Returns whether a variable has one copy, on one of several devices of its strategy.
-
-    Args:
-        variable: A Keras or TensorFlow variable.
-    """
+    """Returns whether a variable has one copy, on one of several devices of its strategy."""
     value = tf_variable(variable)
     strategy = getattr(value, "distribute_strategy", None)
     if strategy is None or not is_mirrored(strategy):
@@ -68,13 +64,7 @@ def tf_variable(variable: Any) -> Any:
 
 
 def describe(strategy: tf.distribute.Strategy) -> str:
-    """Returns the kind and the size of a strategy, for an error.
-
-    Example:
-        >>> import tensorflow as tf
-        >>> describe(tf.distribute.OneDeviceStrategy("CPU:0"))
-        'OneDeviceStrategy with 1 replica(s)'
-    """
+    """Returns the kind and the size of a strategy, for an error."""
     if is_default(strategy):
         return "TensorFlow's default strategy of one device, taken if none is given"
     return f"{type(strategy).__name__} with {strategy.num_replicas_in_sync} replica(s)"

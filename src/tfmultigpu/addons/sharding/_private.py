@@ -47,15 +47,12 @@ def variable_on_device(
 
 @contextmanager
 def reading_before_loops(graph: Any) -> Iterator[list[Any]]:
-    """Has loops take the value of a ``variable_on_device``, not the variable, on this thread.
+    """Has loops in a graph take the value of a ``variable_on_device``, not the variable.
 
-    A loop of a layer, such as that of an LSTM, would read its weights in each turn, and keep what
-    it has read for the backward pass, once for each turn. Keras reads a weight through a property
-    that knows nothing of loops. Private: ``_read_variable_op`` of the class ``ResourceVariable``,
-    and the classes of the graphs of loops. Without them each turn reads.
-
-    Loops inside of the graph are meant, not those around it. Yields the operations that give loops
-    these values, on the device of the loop.
+    A loop of a layer, such as that of an LSTM, would read its weights in each turn, and keep all
+    that for the backward pass. Private: ``_read_variable_op`` of the class ``ResourceVariable``,
+    and the classes of the graphs of loops. Without them each turn reads. Yields the operations that
+    give loops these values, on the device of the loop; on this thread.
     """
     before = getattr(_around, "reads", None)
     _around.reads = graph, []

@@ -19,14 +19,13 @@ __all__ = ["LayersByHand"]
 class LayersByHand(Feature):
     """Computes each layer where its weights are, for layers that were built under ``tf.device``.
 
-    ``tf.device`` around a layer that is built places its weights. What a step computes is traced
-    later, outside of it, and TensorFlow would compute all of it on the first device. With this
-    feature a step computes forward, backward and update of each layer where its weights are.
+    ``tf.device`` around a layer that is built places its weights, and TensorFlow would compute all
+    of a step on the first device. With this feature a step computes forward, backward and update
+    of each layer where its weights are.
 
     Args:
         pipeline: With ``micro_batches=n`` in ``make_train_step``: whether as many of them are
-            computed at one time as there are devices, and one more. A micro-batch begins when the
-            gradients of an earlier one have been added, so that not all activations are kept.
+            computed at one time as there are devices, and one more.
 
     Example:
         >>> import keras, tensorflow as tf, tfmultigpu as tmg

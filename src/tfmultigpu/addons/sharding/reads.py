@@ -1,13 +1,12 @@
 """Reads of sharded variables in the graph of a step: the weights of few layers at a time.
 
 A replica reads a variable of another device by copying it. TensorFlow starts all reads when a step
-begins, and keeps each copy until the backward pass has used it: in the end a replica holds a copy
-of the whole model. Here a read waits for the inputs of the layer before, and the backward pass
-reads once more.
+begins, and keeps each copy until the backward pass has used it: in the end a copy of the whole
+model. Here a read waits for the inputs of the layer before, and the backward pass reads once more.
 
-A replica that runs ahead of the others leaves its gradients waiting where they are added, in the
-end those of the whole model. So gradients are added on the device of their variable, and the
-backward pass reads the weights of a layer only when those of the second layer before are added.
+A replica that runs ahead leaves its gradients waiting where they are added. So gradients are added
+on the device of their variable, and the backward pass reads the weights of a layer only when those
+of the second layer before are added.
 """
 
 from __future__ import annotations

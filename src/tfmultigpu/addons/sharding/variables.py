@@ -37,21 +37,15 @@ class _Limits(NamedTuple):
 
 
 class _Loads:
-    """Bytes of sharded variables on each device of a strategy.
-
-    Attributes:
-        limits: What ``sharded_variables`` was entered with last.
-        entered: What those were entered with that have not ended, the innermost last.
-        alive: Bytes of the variables that are on each device now.
-        bytes: The bytes by which devices are chosen, the same on all workers. Those of variables
-            that nobody uses count until the workers agree again: each forgets them in its own time.
-    """
+    """Bytes of sharded variables on each device of a strategy."""
 
     def __init__(self, devices: Sequence[str]) -> None:
         self.devices = tuple(devices)
-        self.limits = _Limits()
-        self.entered: list[_Limits] = []
+        self.limits = _Limits()  # What ``sharded_variables`` was entered with last.
+        self.entered: list[_Limits] = []  # Those that have not ended, the innermost last.
         self.alive = [0] * len(devices)
+        # The bytes by which devices are chosen, the same on all workers. Those of variables that
+        # nobody uses count until the workers agree again: each forgets them in its own time.
         self.bytes = self.alive
 
     def agree(self, strategy: tf.distribute.Strategy, limits: _Limits) -> _Limits:
@@ -59,12 +53,9 @@ class _Loads:
         exchange = WorkerExchange(strategy)
         if exchange.workers == 1:
             return limits
-        unknown = (math.inf,) * len(self.devices)
+        room = limits.memory or (math.inf,) * len(self.devices)
         with tf.init_scope():
-            told = exchange.floats(
-                "the sizes of shards",
-                [limits.at_least, *self.alive, *(limits.memory or unknown)],
-            )
+            told = exchange.floats("the sizes of shards", [limits.at_least, *self.alive, *room])
         counts, alive, memory = np.split(told, [1, 1 + len(self.devices)], axis=1)
         if (counts != counts[0]).any():
             raise ClusterError(
@@ -83,10 +74,9 @@ class _Loads:
                 for one, used, most in zip(self.devices, self.bytes, memory, strict=True)
             )
             raise DataError(
-                "The variables do not fit on the devices of the strategy. Received: "
-                f"{name!r} of {size:,} bytes, after {table}. Take more devices, "
-                "tmg.create_strategy(devices=[...]), or a smaller model. Other models count too: "
-                "`del` those that are not needed."
+                f"The variables do not fit on the devices. Received: {name!r} of {size:,} bytes, "
+                f"after {table}. Take more devices, tmg.create_strategy(devices=[...]), or `del` "
+                "other models, which count too."
             )
         self.alive[device] += size
         if self.bytes is not self.alive:
@@ -125,8 +115,7 @@ def sharded_variables(
         ScopeError: Not in the scope of a strategy.
         TfMultiGpuError: The strategy is not a mirrored one.
         DataError: ``memory`` does not fit the devices; or, later, the variables do not.
-        TypeError: ``at_least`` is not a whole number.
-        ValueError: ``at_least`` is negative.
+        TypeError, ValueError: ``at_least`` is not a whole number, or negative.
         ClusterError: The workers give other numbers for ``at_least``; or, later, create
             different variables.
 
@@ -141,9 +130,8 @@ def sharded_variables(
     at_least = check_count("at_least", at_least, 0)
     if not tf.distribute.has_strategy():
         raise ScopeError(
-            "sharded_variables spreads variables over the devices of a strategy, and was entered "
-            "outside the scope of one. Write both in this order: with strategy.scope(), "
-            "tmg.sharded_variables():"
+            "sharded_variables was entered outside the scope of a strategy. Write both in this "
+            "order: with strategy.scope(), tmg.sharded_variables():"
         )
     strategy = tf.distribute.get_strategy()
     if strategy.num_replicas_in_sync == 1 or len(strategy.extended.worker_devices) == 1:
