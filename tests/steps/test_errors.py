@@ -63,6 +63,11 @@ def refused(kind: Any, *texts: str) -> Any:
     return pytest.raises(kind, match="(?s)" + "".join(f"(?=.*{text})" for text in texts))
 
 
+def test_a_call_as_in_keras_names_the_line(step: Any, untouched: None) -> None:
+    with refused(TypeError, "one batch, not 2", r"Write step\(\(x, y\)\)"):
+        step(X, Y)
+
+
 # Made elsewhere, or something else ----------------------------------------------------------------
 
 

@@ -97,8 +97,10 @@ class Program(NotCopied):
         raise NotImplementedError
 
     @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
-    def __call__(self, batch: Any) -> Any:
+    def __call__(self, batch: Any, *more: Any) -> Any:
         """Computes one batch: an element of a distributed dataset, or a whole global batch."""
+        if more:
+            raise TypeError(f"A step takes one batch, not {1 + len(more)}. Write step((x, y)).")
         self.settle(lambda: self._function.spec_of(batch))
         if tf.inside_function():
             return self._function(batch)[0]
