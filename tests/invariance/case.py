@@ -43,7 +43,7 @@ class Case:
         ]
         assert max(allowed) <= EXACT or self.reason, f"{self.name}: say why {max(allowed):.0e}"
 
-    def hold(self) -> tmg.testing.InvarianceReport:
+    def hold(self) -> tmg.testing.Difference:
         options = {"predict": False, "replicas": self.replicas, **self.options}
         return tmg.testing.assert_replica_invariant(self.build, self.batches, **options)
 

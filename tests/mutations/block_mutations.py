@@ -241,8 +241,8 @@ BLOCKS = (
     ),
     Mutation(
         "a difference of replicas is passed over",
-        "addons/testing/comparison.py",
-        (("if too_large and (not self.first", "if False and (not self.first"),),
+        "addons/testing/invariance.py",
+        (("            if wrong:\n", "            if False:\n"),),
         ("promises/test_testing_tools.py::test_a_layer_whose_rows_touch_each_other_fails",),
     ),
     Mutation(

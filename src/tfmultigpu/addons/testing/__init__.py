@@ -1,10 +1,6 @@
 """Tools to test programs that train on several replicas."""
 
-from tfmultigpu.addons.testing.comparison import (
-    Difference,
-    InvarianceReport,
-    ReplicaInvarianceError,
-)
+from tfmultigpu.addons.testing.comparison import Difference, ReplicaInvarianceError
 from tfmultigpu.addons.testing.invariance import assert_replica_invariant
 from tfmultigpu.addons.testing.reference import Training
 from tfmultigpu.addons.testing.virtual_devices import virtual_devices
@@ -12,7 +8,6 @@ from tfmultigpu.addons.testing.workers import WorkerFailedError, WorkerResult, r
 
 __all__ = [
     "Difference",
-    "InvarianceReport",
     "ReplicaInvarianceError",
     "Training",
     "WorkerFailedError",

@@ -13,9 +13,8 @@ __all__ = ["virtual_devices"]
 def virtual_devices(count: int) -> tuple[str, ...]:
     """Splits the CPU into several logical devices, to test replicas on any machine.
 
-    TensorFlow treats them as separate devices; they share the cores of the CPU. Call it before
-    anything starts TensorFlow's devices, for example in ``conftest.py``. A second call for as many
-    or fewer changes nothing.
+    They share the cores of the CPU. Call it before anything starts TensorFlow's devices, for
+    example in ``conftest.py``. A second call for as many or fewer changes nothing.
 
     Args:
         count: Number of devices, at least 1.
@@ -31,13 +30,10 @@ def virtual_devices(count: int) -> tuple[str, ...]:
         >>> import tfmultigpu as tmg
         >>> tmg.testing.virtual_devices(2)
         ('CPU:0', 'CPU:1')
-        >>> tmg.create_strategy(devices=2).num_replicas_in_sync
-        2
     """
     count = check_count("count", count)
-    names = tuple(f"CPU:{index}" for index in range(count))
     cpu = tf.config.list_physical_devices("CPU")[0]
     configured = tf.config.get_logical_device_configuration(cpu) or ()
     if len(configured) >= count:
-        return names
+        return tuple(f"CPU:{index}" for index in range(count))
     return split_device("CPU:0", parts=count)
