@@ -85,7 +85,7 @@ def by_reduction(array: np.ndarray) -> dict[str, np.ndarray]:
 def two_outputs() -> Training:
     inputs = keras.Input((LENGTH,), dtype="int32")
     embedded = keras.layers.Embedding(9, 5, mask_zero=True)(inputs)
-    pooled = keras.layers.Flatten()(embedded)  # A mean of no token would be NaN.
+    pooled = keras.layers.Flatten()(keras.layers.Embedding(9, 5)(inputs))  # No mean of no token.
     outputs = {
         "tags": keras.layers.Dense(3, name="tags")(embedded),
         "kind": keras.layers.Dense(4, name="kind")(pooled),
