@@ -65,12 +65,8 @@ def strategy_of_optimizer(optimizer: Any) -> tf.distribute.Strategy:
     return tf.distribute.get_strategy() if own is None else own
 
 
-def pruned(concrete: Any, outputs: Any = None) -> Any:
+def pruned(concrete: Any) -> Any:
     """Returns a concrete function of dense results without the effects that these do not need.
-
-    Args:
-        concrete: Of a ``tf.function``.
-        outputs: Those of its ``structured_outputs`` that are wanted; None for all.
 
     Private: the class of what ``tf.compat.v1.wrap_function`` returns, which has the only ``prune``.
     By itself that function adds no control dependencies: what reads a variable would not wait for
@@ -79,8 +75,7 @@ def pruned(concrete: Any, outputs: Any = None) -> Any:
     donor: Any = tf.compat.v1.wrap_function(lambda: tf.zeros([]), [])
     wrapped = type(donor)(concrete.graph, donor._variable_holder)
     # What a ``tf.function`` returns are copies that wait for all effects.
-    outputs = concrete.structured_outputs if outputs is None else outputs
-    results = tf.nest.map_structure(lambda copy: copy.op.inputs[0], outputs)
+    results = tf.nest.map_structure(lambda copy: copy.op.inputs[0], concrete.structured_outputs)
     return wrapped.prune(wrapped.inputs, results)
 
 

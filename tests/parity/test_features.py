@@ -8,8 +8,6 @@ import pytest
 import tensorflow as tf
 from one_device import ByHand, Replicated, assert_same, cut, difference, hold, plain
 
-import tfmultigpu as tmg
-
 SIZES = (7, 2, 16, 1, 5)
 
 _random = np.random.default_rng(5)
@@ -84,42 +82,6 @@ def test_a_penalty_in_float16_does_not_overflow():
 
 
 # Normalisation ------------------------------------------------------------------------------------
-
-
-def normalised(synchronized: bool):
-    def build():
-        return keras.Sequential(
-            [
-                keras.Input((6,)),
-                keras.layers.Dense(5, use_bias=False),
-                keras.layers.BatchNormalization(synchronized=synchronized),
-                keras.layers.Activation("tanh"),
-                keras.layers.Dense(4),
-            ]
-        )
-
-    return build
-
-
-def test_synchronized_batch_normalization_in_micro_batches():
-    """Statistics are those of each micro-batch over all replicas, and known to differ from 1."""
-    run = Replicated(2, normalised(synchronized=True), sgd, crossentropy(), micro_batches=2)
-    with pytest.warns(tmg.ReplicaDependenceWarning, match="Write micro_batches=1"):
-        result = run.train(cut((X, Y), SIZES))
-    assert np.isfinite(result.losses).all()
-    for name in ("moving_mean", "moving_variance"):
-        (variable,) = [v for v in run.model.variables if v.name == name]
-        first, second = run.strategy.experimental_local_results(variable.value)
-        np.testing.assert_array_equal(first.numpy(), second.numpy())
-
-
-def test_batch_normalization_of_each_shard_is_another_model_and_is_said_so():
-    batches = cut((X, Y), SIZES)
-    with pytest.warns(tmg.ReplicaDependenceWarning, match="synchronized=True"):
-        result = Replicated(3, normalised(synchronized=False), sgd, crossentropy()).train(batches)
-    assert np.isfinite(result.losses).all()
-    expected = ByHand(normalised(synchronized=False), sgd, crossentropy()).train(batches)
-    assert difference(result.weights, expected.weights) > 1e-2
 
 
 # Layers that fail without rows --------------------------------------------------------------------

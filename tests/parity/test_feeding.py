@@ -4,48 +4,15 @@ from __future__ import annotations
 
 import keras
 import tensorflow as tf
-from one_device import as_dataset, assert_same, cut, difference, strategy_of
-from small_problem import CASES, MIXED, X, Y, crossentropy, mlp, replicated, sgd, truth
+from one_device import as_dataset, cut, strategy_of
+from small_problem import MIXED, X, Y, crossentropy, mlp, sgd
 
 import tfmultigpu as tmg
 
 # How batches reach the step ----------------------------------------------------------------------
 
 
-def test_step_takes_shards_of_a_distributed_dataset_or_whole_batches():
-    run = replicated(3, "all")
-    batches = cut(CASES["all"][0], MIXED)
-    data = tmg.distribute_dataset(as_dataset(batches), run.strategy)
-    expected = truth("all", tuple(MIXED))
-    assert_same(run.train(data), expected, what="shards")
-    assert_same(run.train(data), expected, what="a second pass over the same dataset")
-    assert_same(run.train(batches), expected, what="whole batches of arrays")
-    tensors = [tuple(tf.constant(part) for part in batch) for batch in batches]
-    assert_same(run.train(tensors), expected, what="whole batches of tensors")
-
-
-def test_shards_of_unequal_shares_prefetched_to_the_replicas():
-    run = replicated(3, "all", micro_batches=2)
-    batches = cut(CASES["all"][0], MIXED)
-    data = tmg.distribute_dataset(
-        as_dataset(batches), run.strategy, shares=(5, 2, 1), prefetch_to_device=True
-    )
-    expected = truth("all", tuple(MIXED))
-    assert_same(run.train(data), expected)
-    run.reset()
-    iterator = iter(data)
-    assert [int(run.step.run(iterator, 13)["steps"]) for _ in range(3)] == [13, 7, 0]
-    assert difference([v.numpy() for v in run.model.variables], expected.weights) <= 1e-6
-
-
 # Under which strategy ----------------------------------------------------------------------------
-
-
-def test_one_device_strategy():
-    run = replicated(tf.distribute.OneDeviceStrategy("CPU:1"), "all", micro_batches=2)
-    batches = cut(CASES["all"][0], MIXED)
-    data = tmg.distribute_dataset(as_dataset(batches), run.strategy)
-    assert_same(run.train(data), truth("all", tuple(MIXED)))
 
 
 def test_the_strategy_in_scope_is_the_default():

@@ -1,4 +1,4 @@
-"""Metrics on several replicas count each row once, small batches and micro-batches included."""
+"""Metrics that a step refuses; those it takes are in tests/promises/test_eval_predict_steps.py."""
 
 from __future__ import annotations
 
@@ -6,95 +6,21 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from one_device import cut, strategy_of
+from one_device import strategy_of
 
 import tfmultigpu as tmg
-
-SIZES = (7, 2, 16, 1, 3)
 
 _random = np.random.default_rng(13)
 X = _random.normal(size=(32, 6)).astype("float32")
 Y = _random.integers(0, 3, 32)
-TOKENS = np.where(
-    np.arange(4) < _random.integers(1, 5, (32, 1)), _random.integers(1, 9, (32, 4)), 0
-)
-TAGS = _random.integers(0, 3, (32, 4))
 
 
 def classifier() -> keras.Model:
     return keras.Sequential([keras.Input((6,)), keras.layers.Dense(3, activation="softmax")])
 
 
-def tagger() -> keras.Model:
-    return keras.Sequential(
-        [
-            keras.Input((4,), dtype="int32"),
-            keras.layers.Embedding(9, 5, mask_zero=True),
-            keras.layers.Dense(3, activation="softmax"),
-        ]
-    )
-
-
 def still() -> keras.optimizers.Optimizer:
-    """Changes nothing, so that predictions can be compared after the fact."""
     return keras.optimizers.SGD(0.0)
-
-
-def make_step(replicas, build, metrics, **options):
-    """A step with metrics made by ``metrics()``, and the same metrics on one device."""
-    strategy = strategy_of(replicas)
-    with strategy.scope():
-        keras.utils.set_random_seed(1)
-        model, optimizer, made = build(), still(), metrics()
-    step = tmg.make_train_step(
-        model, optimizer, "sparse_categorical_crossentropy", strategy, metrics=made, **options
-    )
-    return step, model, made, metrics()
-
-
-def several() -> list[keras.metrics.Metric]:
-    return [
-        keras.metrics.SparseCategoricalAccuracy(),
-        keras.metrics.SparseTopKCategoricalAccuracy(k=2),
-        keras.metrics.MeanIoU(3, sparse_y_pred=False),
-        keras.metrics.SparseCategoricalCrossentropy(),
-    ]
-
-
-@pytest.mark.parametrize(
-    ("replicas", "options"),
-    [(4, {}), (2, {"jit_compile": True})],
-    ids=str,
-)
-def test_metrics_are_those_of_one_device(replicas, options):
-    step, model, made, truth = make_step(replicas, classifier, several, **options)
-    batches = cut((X, Y), SIZES)
-    for x, y in batches:
-        step((x, y))
-        predicted = model(x)
-        for metric in truth:
-            metric.update_state(y, predicted)
-    for metric, expected in zip(made, truth, strict=True):
-        assert float(metric.result()) == pytest.approx(float(expected.result()), abs=1e-6)
-    assert float(made[0].count.numpy()) == sum(SIZES), "each row once"
-    assert float(tf.reduce_sum(made[2].total_cm.numpy())) == sum(SIZES), "each row once"
-
-
-def test_padding_of_a_sequence_is_not_counted():
-    def accuracy():
-        return [keras.metrics.SparseCategoricalAccuracy()]
-
-    step, model, (made,), (truth,) = make_step(3, tagger, accuracy, micro_batches=2)
-    right = valid = 0
-    for tokens, tags in cut((TOKENS, TAGS), SIZES):
-        step((tokens, tags))
-        predicted = model(tokens)
-        truth.update_state(tags, predicted)
-        right += ((np.argmax(predicted, axis=-1) == tags) & (tokens > 0)).sum()
-        valid += (tokens > 0).sum()
-    assert float(made.result()) == pytest.approx(float(truth.result()), abs=1e-6)
-    assert float(made.result()) == pytest.approx(right / valid, abs=1e-6)
-    assert float(made.count.numpy()) == float(truth.count.numpy())
 
 
 def two_heads() -> keras.Model:
@@ -102,9 +28,6 @@ def two_heads() -> keras.Model:
     kind = keras.layers.Dense(3, "softmax", name="kind")(inputs)
     size = keras.layers.Dense(1, name="size")(inputs)
     return keras.Model(inputs, {"kind": kind, "size": size})
-
-
-# What is refused ----------------------------------------------------------------------------------
 
 
 def refused(metrics, **options):
@@ -164,5 +87,7 @@ def test_metrics_that_do_not_say_for_which_output():
         accuracy = keras.metrics.SparseCategoricalAccuracy()
     losses = {"kind": "sparse_categorical_crossentropy", "size": "mse"}
     step = tmg.make_train_step(model, optimizer, losses, strategy, metrics=[accuracy])
-    with pytest.raises(tmg.errors.LossError, match=r"2 outputs.*Give a dict: metrics=\{'kind'"):
+    with pytest.raises(
+        tmg.errors.LossError, match=r"2 outputs.*but there are 1 metrics.*a dict by name"
+    ):
         step((X, {"kind": Y, "size": X[:, :1]}))

@@ -142,15 +142,15 @@ def test_names_are_those_of_the_models_or_numbers_and_logs_of_one_name_are_told(
 def test_what_is_no_chain_is_refused_with_the_line_to_write() -> None:
     steps = first, second = step_of(1), step_of(1)
     for arguments, options, kind, text in (
-        (([first, second],), {}, TypeError, "Received: list. Write tmg.chain_steps(d_step, g_s"),
-        ((), {}, ValueError, "at least one step"),
+        (([first, second],), {}, TypeError, "Received: ['list']. Write tmg.chain_steps(d_step"),
+        ((), {}, TypeError, "at least one. Received: []"),
         ((first, step_of(2)), {}, ValueError, "must run on one strategy"),
         (steps, {"times": (5, 0)}, ValueError, "times must be a whole number, at least 1"),
         (steps, {"times": 5}, ValueError, "times=5 for 2 step(s). Write times=(1, 1)"),
         (steps, {"names": ("d",)}, ValueError, "for 2 step(s). Write names=('step1', 'step2')"),
-        (steps, {"names": ("d", "d")}, ValueError, "must differ. Received: names=['d', 'd']. W"),
-        (steps, {"names": ("d", "")}, TypeError, "so each is a text. Received: names=('d', '')"),
-        (steps, {"names": (1, 2)}, TypeError, "so each is a text. Received: names=(1, 2). Write"),
+        (steps, {"names": ("d", "d")}, ValueError, "and they differ. Received: names=('d', 'd')"),
+        (steps, {"names": ("d", "")}, ValueError, "one for each, and they differ. Received: names"),
+        (steps, {"names": (1, 2)}, ValueError, "and they differ. Received: names=(1, 2) for 2"),
     ):
         with pytest.raises(kind, match=re.escape(text)):
             tmg.chain_steps(*arguments, **options)

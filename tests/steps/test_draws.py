@@ -150,52 +150,6 @@ def test_however_a_batch_is_cut() -> None:
     assert_same(run.result([float(run.step.run(iterator, 1)["loss"]) for _ in even]), truth)
 
 
-# Fails if replicas that take turns at each synchronization mix up their draws.
-def test_replicas_that_take_turns() -> None:
-    def build() -> keras.Model:
-        inner: list[Any] = [layers.Dense(8, "tanh")]
-        for seed in (3, 4):
-            norm = layers.BatchNormalization(synchronized=True)
-            inner += [layers.Dropout(0.4, seed=seed), norm, layers.GaussianNoise(0.3, seed=seed)]
-        return keras.Sequential([keras.Input((6,)), *inner, layers.Dense(3)])
-
-    truth = ByHand(build, sgd, LOSS).train(BATCHES)
-    # A variance of few rows amplifies rounding in the statistics.
-    run = Replicated(3, build, sgd, LOSS, verify=False)
-    assert_same(run.train(BATCHES), truth, weights=5e-6, loss=5e-6)
-
-
-class Unseeded(layers.Layer):
-    """Draws without a seed: from the one generator of the process."""
-
-    def call(self, x: Any, training: bool = False) -> Any:
-        return x + 0.3 * draw.normal(size(x)) if training else x
-
-
-# Fails if a generator that was used before does not go on from its state, or one that was not is
-# made anew for each replica or part; or if the process goes on elsewhere.
-@pytest.mark.parametrize(
-    ("replicas", "micro_batches", "used_before"), [(2, 1, False), (3, 2, True)]
-)
-def test_draws_without_a_seed(replicas: int, micro_batches: int, used_before: bool) -> None:
-    def build() -> keras.Model:
-        inner = [layers.Dense(8, "tanh"), Unseeded(), layers.Dense(3)]
-        return keras.Sequential([keras.Input((6,)), *inner])
-
-    def train(kind: Any, *args: Any, **options: Any) -> Any:
-        run = kind(*args, build, sgd, LOSS, **options)
-        keras.utils.set_random_seed(9)
-        if used_before:
-            draw.normal((2,))
-        # The other variables begin from the seed of the harness.
-        return run.train(BATCHES), draw.normal((2,)).numpy()
-
-    truth, next_expected = train(ByHand)
-    result, next_drawn = train(Replicated, replicas, micro_batches=micro_batches)
-    assert_same(result, truth)
-    np.testing.assert_array_equal(next_drawn, next_expected, "the generator went on alike")
-
-
 @pytest.mark.slow
 def test_draws_of_a_step_compiled_by_xla_are_those_of_one_device_compiled_by_it() -> None:
     """XLA's numbers are others than those without, on one device too."""

@@ -101,7 +101,7 @@ def test_what_was_made_elsewhere() -> None:
          (outside.format("optimizer"), r"scope\(\):\n        optimizer = \.\.\.")),
         (lambda: make(model, known, "mse"), ScopeError,
          (r"built for other variables\. It does not know:", model.trainable_variables[0].path,
-          r"Create a new optimizer for this model, inside strategy\.scope\(\)",
+          r"Create a new one inside strategy\.scope\(\)",
           r"optimizer\.build\(a\.trainable_variables \+ b\.trainable_variables\)")),
         (lambda: make(model, optimizer, tmg.steps.Objective(LOSS, weighted_metrics=accuracy)),
          ScopeError, (outside.format("metric"),)),
@@ -163,7 +163,7 @@ def quantized() -> keras.Model:
     return model
 
 
-def test_models_that_replicas_cannot_train(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_models_that_replicas_cannot_train() -> None:
     unbuildable = make_step(build=Unbuildable)
     with (
         pytest.warns(UserWarning, match="looks like it has unbuilt state"),
@@ -182,9 +182,6 @@ def test_models_that_replicas_cannot_train(monkeypatch: pytest.MonkeyPatch) -> N
     for replicas in (1, 2):
         with refused(OURS, "A float8 layer computes its scales", "Leave out layer.quantize"):
             make_step(replicas, quantized)
-    monkeypatch.setattr(keras, "__version__", "3.12.4")
-    with refused(ScopeError, r"Before Keras 3\.14.*\['active'\].*keras>=3\.14"):
-        make_step(build=lambda: classifier(activity_regularizer="l2", name="active"))
 
 
 # Losses and outputs -------------------------------------------------------------------------------
@@ -274,9 +271,8 @@ def test_what_is_no_iterator_and_what_are_no_steps(step: Any) -> None:
     foreign = tmg.distribute_dataset((X, Y), strategy_of(3), batch_size=4)
     iterator = iter(dataset)
     for given, steps, kind, text in (
-        (iterator, 0, ValueError, "steps is a whole number.* Received: steps=0"),
-        (iterator, -3, ValueError, "steps is a whole number.* Received: steps=-3"),
-        (iterator, iterator, ValueError, r"steps is a whole number.* steps=OwnedIterator\."),
+        (iterator, -3, ValueError, "steps must be a whole number.* Received: steps=-3"),
+        (iterator, iterator, ValueError, "steps must be a whole number.* steps=<.*OwnedIterator"),
         (3, iterator, DataError, r"takes an iterator.* Received: int\. Write iterator = "),
         (dataset, 2, DataError, r"Received: \w*Dataset\. Write iterator = "),
         (tmg.distribute_dataset(dataset, step.strategy), 2, DataError, "Received: ShardedDataset"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +9,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from one_device import as_dataset, cut, difference, strategy_of
+from one_device import as_dataset, cut, strategy_of
 
 import tfmultigpu as tmg
 from tfmultigpu.accumulation.loss_sum import LossTerm
@@ -51,56 +50,6 @@ def state(step: Any) -> list[np.ndarray]:
     """All that a step has changed."""
     owners = (step.model, step.optimizer, *step.metrics, *step.features)
     return [variable.numpy() for owner in owners for variable in owner.variables]
-
-
-# Fails if the logs of a call are not those of its steps: means by rows, the rest of the last; five
-# heads have more in their logs than there is room for from the start.
-@pytest.mark.parametrize(("replicas", "heads"), [(1, 1), (2, 5)])
-@pytest.mark.usefixtures("fast")
-def test_as_one_call_for_each_batch(replicas: int, heads: int) -> None:
-    data = as_dataset(cut((X, Y), SIZES))
-    if heads > 1:
-        data = data.map(lambda x, y: (x, (y,) * heads))
-    alone, step = make_step(replicas, heads), make_step(replicas, heads)
-    each = [{name: float(value) for name, value in alone(batch).items()} for batch in data]
-    iterator = iter(data)
-    for began, ended in ((0, 3), (3, 5)):
-        logs = step.run(iterator, 3)
-        assert int(logs["steps"]) == ended - began
-        rows = [one["weight"] for one in each[began:ended]]
-        for name in {name for name in each[0] if name.endswith("loss")}:
-            mean = np.average([one[name] for one in each[began:ended]], weights=rows)
-            np.testing.assert_allclose(float(logs[name]), mean, rtol=1e-6)
-        assert float(logs["gradient_norm"]) == pytest.approx(each[ended - 1]["gradient_norm"])
-    assert difference(state(step), state(alone)) <= 1e-6
-    nothing_more = step.run(iterator, 3)
-    assert int(nothing_more["steps"]) == 0
-    assert float(nothing_more["weight"]) == 0
-    assert difference(state(step), state(alone)) <= 1e-6, "a step without data"
-
-
-# Fails if a batch is taken that no step uses, or if data that fails leaves less than whole steps of
-# weights, of what layers, metrics and the loss scale keep, or of what the counter says.
-@pytest.mark.parametrize("replicas", [1, 2])
-@pytest.mark.usefixtures("fast")
-def test_the_end_of_the_data_and_data_that_fails(replicas: int) -> None:
-    def batches() -> Iterator[Any]:
-        yield from cut((X, Y), SIZES)
-        raise OSError("the disk is gone")
-
-    spec = (tf.TensorSpec([None, 5], tf.float32), tf.TensorSpec([None, 1], tf.float32))
-    data = tf.data.Dataset.from_generator(batches, output_signature=spec)
-    step, alone = make_step(replicas), make_step(replicas)
-    iterator = iter(data)
-    assert int(step.run(iterator, 2)["steps"]) == 2
-    assert len(next(iterator)[0]) == 1
-    with pytest.raises(tf.errors.OpError, match="the disk is gone"):
-        step.run(iterator, 5)
-    assert int(step.optimizer.iterations.numpy()) == 4
-    for number, batch in enumerate(cut((X, Y), SIZES)):
-        if number != 2:
-            alone(batch)
-    assert difference(state(step), state(alone)) <= 1e-6
 
 
 # Fails if a cut call is not, to the bit, one call, is traced anew, or takes a batch too many.

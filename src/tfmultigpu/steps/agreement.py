@@ -105,7 +105,7 @@ def describe(value: Any) -> str:
     kind: type = value.__class__  # Of what a proxy stands for.
     if dataclasses.is_dataclass(value):  # A loss and its weights.
         return kind.__qualname__ + describe(vars(value))
-    return kind.__qualname__ + describe([vars(kind).get("call"), _config(value)])
+    return f"{kind.__qualname__} {digest_of(describe(vars(kind).get('call')))} {_config(value)}"
 
 
 def _config(value: Any) -> Any:

@@ -66,18 +66,6 @@ def _check_layers(model: Any) -> None:
                 f"of rows. Received: input {name!r} of model {one.name!r} with batch_shape="
                 f"{(rows, *shape)}. Leave the batch open: keras.Input(shape={tuple(shape)})."
             )
-    active = [one.name for one in layers if getattr(one, "activity_regularizer", None) is not None]
-    if active and _version(keras.__version__) < (3, 14):
-        raise ScopeError(
-            "Before Keras 3.14 an activity regularizer is a sum over a batch, not a mean, so "
-            f"several devices differ from one. Received: Keras {keras.__version__}, layers "
-            f"{active[:5]}. Install keras>=3.14 (Python 3.11 or newer), or drop "
-            "activity_regularizer."
-        )
-
-
-def _version(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in text.split(".")[:2])
 
 
 def symbolic(specs: Any) -> Any:
@@ -134,19 +122,16 @@ def refuse_float8(model: Any) -> None:
 def as_model(model: Any) -> Any:
     """Returns a model as it is, and a list, tuple or dict of models as one Keras model.
 
-    Args:
-        model: A Keras model or layer; or a list, tuple or dict of them.
-
     Raises:
         ScopeError: One of several models has no variables yet. No batch tells what it is given.
     """
     import keras
 
-    parts = _parts(model)
+    several = model.values() if isinstance(model, Mapping) else model
+    parts = list(several) if isinstance(model, (Mapping, list, tuple)) else []
     if not parts or not all(isinstance(part, keras.layers.Layer) for part in parts):
         return model
-    unbuilt = [part.name for part in parts if not part.built]
-    if unbuilt:
+    if unbuilt := [part.name for part in parts if not part.built]:
         raise ScopeError(
             "One of several models has no variables yet, and a batch does not tell what it is "
             f"given. Received: {unbuilt}. Build it inside the scope: with strategy.scope(): "
@@ -156,9 +141,3 @@ def as_model(model: Any) -> Any:
     group.parts = parts  # Keras tracks the layers in a list.
     group.built = True
     return group
-
-
-def _parts(model: Any) -> list[Any]:
-    if isinstance(model, Mapping):
-        return list(model.values())
-    return list(model) if isinstance(model, (list, tuple)) else []

@@ -22,9 +22,8 @@ def chain_steps(
 ) -> ChainedStep:
     """Makes one step of several train steps, which take each batch in turn.
 
-    Each step sees the weights that the step before it has left. The result on N replicas is that of
-    the same steps in turn on one device. If a step raises, it has changed nothing, and those before
-    it in the chain have trained on the batch.
+    Each step sees the weights that the step before it has left. If a step raises, it has changed
+    nothing, and those before it in the chain have trained on the batch.
 
     Args:
         *steps: Steps of ``make_train_step`` for the same strategy, such as those of a discriminator
@@ -35,16 +34,15 @@ def chain_steps(
             trained five times as often; None means once.
 
     Returns:
-        A step like that of ``make_train_step``: ``logs = step(batch)``, ``step.run(iterator,
-        steps)``, also for ``fit`` and ``Checkpoints``. The logs are those of each step, as
-        ``"NAME_loss"``, ``"NAME_weight"`` and so on. If a step takes a batch several times, its
-        losses are means over them, weights and ``"NAME_skipped"`` are sums, and the rest is that
-        of the last time.
+        A step like that of ``make_train_step``, also for ``fit`` and ``Checkpoints``. Its logs are
+        those of each step, as ``"NAME_loss"``. If a step takes a batch several times, its losses
+        are means over them, weights and ``"NAME_skipped"`` are sums, and the rest is that of the
+        last time.
 
     Raises:
-        TypeError: Something is not a train step, or a name is not a text.
-        ValueError: There are no steps, or another number of names or times; a name is given twice;
-            or the steps belong to different strategies.
+        TypeError: Something is not a train step, or there are no steps.
+        ValueError: There is another number of names or times, a name is given twice, or the steps
+            belong to different strategies.
 
     Example:
         >>> import keras, numpy as np, tfmultigpu as tmg
@@ -61,34 +59,35 @@ def chain_steps(
         >>> float(logs["first_loss"]) >= float(logs["second_loss"])
         True
     """
-    for step in steps:
-        if not isinstance(step, TrainStep):
-            raise TypeError(
-                "chain_steps takes steps of make_train_step. Received: "
-                f"{type(step).__name__}. Write tmg.chain_steps(d_step, g_step)."
-            )
-    if not steps:
-        raise ValueError("chain_steps needs at least one step. Received: none.")
+    if not steps or not all(isinstance(step, TrainStep) for step in steps):
+        raise TypeError(
+            "chain_steps takes steps of make_train_step, at least one. Received: "
+            f"{[type(step).__name__ for step in steps]}. Write tmg.chain_steps(d_step, g_step)."
+        )
     if any(step.strategy is not steps[0].strategy for step in steps):
         raise ValueError(
             "All steps of a chain must run on one strategy, because they take the same shards. "
             "Received: steps for different strategies. Make all with the same strategy argument."
         )
-    own = [str(step.model.name) for step in steps]
     numbered = [f"step{number}" for number in range(1, len(steps) + 1)]
-    chosen = _one_each("names", names, steps) or (own if _differ(own) else numbered)
-    if not all(isinstance(name, str) and name for name in chosen):
-        raise TypeError(
-            "The names of the steps begin their logs, so each is a text. Received: "
-            f'names={names!r}. Write names=("critic", "generator").'
-        )
-    if not _differ(chosen):
+    if names is None:
+        own = [str(step.model.name) for step in steps]
+        names = own if len(set(own)) == len(own) else numbered
+    chosen = [names] if isinstance(names, str) else list(names)
+    texts = {name for name in chosen if isinstance(name, str) and name}
+    if len(texts) != len(steps) or len(chosen) != len(steps):
         raise ValueError(
-            "The names of the steps begin their logs, so they must differ. Received: "
-            f'names={chosen!r}. Write names=("critic", "generator").'
+            "The names of the steps begin their logs, so there is one for each, and they differ. "
+            f"Received: names={names!r} for {len(steps)} step(s). Write names={tuple(numbered)}."
         )
-    counts = _one_each("times", times, steps) or [1] * len(steps)
-    counts = [check_count("times", count) for count in counts]
+    listed = [1] * len(steps) if times is None else times
+    listed = listed if isinstance(listed, Sequence) else [listed]
+    counts = [check_count("times", count) for count in listed]
+    if len(counts) != len(steps):
+        raise ValueError(
+            f"times must have one entry for each step. Received: times={times!r} for {len(steps)} "
+            f"step(s). Write times={(1,) * len(steps)!r}, for example."
+        )
     return ChainedStep(dict(zip(chosen, steps, strict=True)), counts)
 
 
@@ -170,20 +169,3 @@ class ChainedStep(Program):
                 shards = shards._replace(local=local)
             tallies[name] = functools.reduce(Tally.__add__, each).repeated(times)
         return tallies
-
-
-def _one_each(what: str, given: Any, steps: Sequence[Any]) -> list[Any]:
-    if given is None:
-        return []
-    values = [given] if isinstance(given, (str, int)) else list(given)
-    if len(values) != len(steps):
-        each = [f"step{i}" if what == "names" else 1 for i in range(1, len(steps) + 1)]
-        raise ValueError(
-            f"{what} must have one entry for each step. Received: {what}={given!r} for "
-            f"{len(steps)} step(s). Write {what}={tuple(each)!r}, for example."
-        )
-    return values
-
-
-def _differ(names: Sequence[str]) -> bool:
-    return len(set(names)) == len(names)

@@ -127,15 +127,15 @@ def make_train_step(
             f"shard_update is True, False or 'auto'. Received: shard_update={shard_update!r}."
         )
     counts = micro_batch_counts(micro_batches, strategy.num_replicas_in_sync)
-    parts: list[Feature] = _of_strategy(strategy)
-    if jit_compile:
-        parts.append(CompileByXla())
-    if max(counts) > 1:
-        parts.append(MicroBatches(counts))
-    parts += [Draws(by_xla=jit_compile), LossScaling(loss_scale)]
-    if clip_norm is not None:
-        parts.append(ClipByNorm(clip_norm))
-    parts += [*_of_user(features), *_verified(verify, strategy, max(counts) > 1)]
+    in_parts = max(counts) > 1
+    own: list[Feature] = [
+        *([CompileByXla()] if jit_compile else []),
+        *([MicroBatches(counts)] if in_parts else []),
+        Draws(by_xla=jit_compile),
+        LossScaling(loss_scale),
+        *([] if clip_norm is None else [ClipByNorm(clip_norm)]),
+    ]
+    parts = _features(strategy, own, features, verify, in_parts=in_parts)
     agreement = ProgramAgreement(strategy, settings)
     return TrainStep(
         passes, optimizer, strategy, parts,
@@ -156,15 +156,13 @@ def make_eval_step(
     """Makes a step that computes loss and metrics without training.
 
     Args:
-        model: A Keras model created in ``strategy.scope()``.
-        loss: As for ``make_train_step``; None for metrics alone.
-        strategy: The strategy; ``tf.distribute.get_strategy()`` where None.
-        metrics: Keras metrics created in the scope, updated without sample weights.
-        forward: ``f(model, batch, training) -> LossSum``, with values for the logs if wanted; see
-            ``make_train_step``.
-        verify: When to hold a step to what one device computes: ``"first"``, True for every step,
-            or False. See ``make_train_step``.
-        features: As for ``make_train_step``.
+        model: As for ``make_train_step``, like all that follows.
+        loss: None for metrics alone.
+        strategy: The strategy.
+        metrics: Keras metrics.
+        forward: ``f(model, batch, training) -> LossSum``.
+        verify: ``"first"``, True or False.
+        features: Further ``tmg.steps.Feature`` objects.
 
     Returns:
         The step: ``logs = step(batch)`` with ``"loss"`` and ``"weight"``, and
@@ -186,7 +184,7 @@ def make_eval_step(
     passes = Forward.of(model, loss, forward)
     check_kinds(passes.model, strategy)
     passes.check_metrics(metrics)
-    parts = [*_of_strategy(strategy), Draws(), *_of_user(features), *_verified(verify, strategy)]
+    parts = _features(strategy, [Draws()], features, verify)
     return EvalStep(passes, strategy, parts, metrics=metrics)
 
 
@@ -200,11 +198,11 @@ def make_predict_step(
     """Makes a step that predicts each row of a batch once, in the order of the batch.
 
     Args:
-        model: A Keras model created in ``strategy.scope()``.
-        strategy: The strategy; ``tf.distribute.get_strategy()`` where None.
-        verify: When to hold predictions, row by row, to those of one device: ``"first"``, True for
-            every step, or False.
-        features: As for ``make_train_step``.
+        model: As for ``make_train_step``, like all that follows.
+        strategy: The strategy.
+        verify: When to hold predictions, row by row, to those of one device: ``"first"``, True or
+            False.
+        features: Further ``tmg.steps.Feature`` objects.
 
     Returns:
         The step: ``outputs = step(batch)``, tensors of shape ``[rows of the global batch, ...]`` in
@@ -222,7 +220,7 @@ def make_predict_step(
     check_backend()
     strategy = current_strategy(strategy, "make_predict_step", model)
     check_kinds(model, strategy)
-    parts = [*_of_strategy(strategy), Draws(), *_of_user(features), *_verified(verify, strategy)]
+    parts = _features(strategy, [Draws()], features, verify)
     return PredictStep(model, strategy, parts)
 
 
@@ -238,26 +236,21 @@ def check_verify(verify: Any) -> None:
         )
 
 
-def _of_strategy(strategy: Any) -> list[Feature]:
-    """The features that an add-on has left with a strategy, such as for sharded variables."""
-    return [make() for make in getattr(strategy, "tfmultigpu_features", ())]
-
-
-def _of_user(features: Any) -> list[Feature]:
-    several = isinstance(features, (list, tuple))
-    for feature in features if several else [features]:
-        if not several or not isinstance(feature, Feature):
-            raise TypeError(
-                "features is a list of tmg.steps.Feature objects. Received: "
-                f"features={features!r}. Write features=[MyFeature()]."
-            )
-    return list(features)
-
-
-def _verified(verify: Verify, strategy: Any, in_parts: bool = False) -> list[Feature]:
+def _features(
+    strategy: Any, own: list[Feature], users: Any, verify: Verify, *, in_parts: bool = False
+) -> list[Feature]:
+    """Returns the features of a step, in their order."""
+    several = isinstance(users, (list, tuple))
+    if not several or not all(isinstance(feature, Feature) for feature in users):
+        raise TypeError(
+            "features is a list of tmg.steps.Feature objects. Received: "
+            f"features={users!r}. Write features=[MyFeature()]."
+        )
     check_verify(verify)
-    if not verify or (strategy.num_replicas_in_sync == 1 and not in_parts):
-        return []
-    from tfmultigpu.addons.verification import Verify as VerifySteps
+    # What an add-on has left with a strategy, such as for sharded variables.
+    parts = [*(make() for make in getattr(strategy, "tfmultigpu_features", ())), *own, *users]
+    if verify and (strategy.num_replicas_in_sync > 1 or in_parts):
+        from tfmultigpu.addons.verification import Verify as VerifySteps
 
-    return [VerifySteps(verify)]
+        parts.append(VerifySteps(verify))
+    return parts

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numbers
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,6 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfmultigpu import _compat
+from tfmultigpu.arguments import check_count
 from tfmultigpu.errors import TfMultiGpuError
 from tfmultigpu.steps.features import Feature, Pass, Phase, Replica, Rows, Shards
 from tfmultigpu.strategies.collectives import refusing_to_meet
@@ -31,20 +31,17 @@ def micro_batch_counts(micro_batches: int | Sequence[int], replicas: int) -> tup
     if isinstance(micro_batches, np.ndarray):
         micro_batches = micro_batches.tolist()
     several = isinstance(micro_batches, Sequence) and not isinstance(micro_batches, str)
-    counts: list[Any] = list(micro_batches) if several else [micro_batches]  # type: ignore[arg-type]
-    if any(not isinstance(count, numbers.Integral) or count < 1 for count in counts):
-        raise ValueError(
-            "micro_batches is a whole number, at least 1, or one such number for each replica. "
-            f"Received: micro_batches={micro_batches!r}."
-        )
-    if several and len(counts) != replicas:
+    each: Any = micro_batches if several else [micro_batches] * replicas
+    other = "one such number for each replica, of all workers"
+    for count in each:
+        check_count("micro_batches", count, other=other, error=ValueError)
+    if len(each) != replicas:
         raise ValueError(
             "There must be one number of micro-batches for each replica, of all workers. Received: "
             f"micro_batches={micro_batches!r} for {replicas} replica(s). Write "
             "tmg.data.plan_micro_batches(shares, rows_in_memory), or one number for all."
         )
-    whole = tuple(int(count) for count in counts)
-    return whole if several else whole * replicas
+    return tuple(int(count) for count in each)
 
 
 class MicroBatches(Feature):
@@ -122,8 +119,8 @@ class MicroBatches(Feature):
             like = part(*unknown, [()] * copies)
         begin = self._begin(copies)
         first = [
-            one.with_addends([_zeros(tensor) for tensor in one.addends])._replace(state=state)
-            for one, state in zip(like, begin, strict=True)
+            each.with_addends([_zeros(tensor) for tensor in each.addends])._replace(state=state)
+            for each, state in zip(like, begin, strict=True)
         ]
         same = trace.alike | _computed_anew(self._step.model)
         alike = [id(variable) in same for variable in trace.state]
@@ -132,8 +129,8 @@ class MicroBatches(Feature):
             before = _unflat(flat, like)
             # Some begin as for the first part, as seeds: all take their part of the same draws.
             states = [
-                tuple(b if a else s for a, b, s in zip(alike, old, one.state, strict=True))
-                for old, one in zip(begin, before, strict=True)
+                tuple(b if a else s for a, b, s in zip(alike, old, each.state, strict=True))
+                for old, each in zip(begin, before, strict=True)
             ]
             new = part(tf.cast(number, tf.int64), count, states)
             sums = [

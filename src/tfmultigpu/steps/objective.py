@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any
 
 import tensorflow as tf
@@ -88,7 +88,11 @@ class Forward:
                 f"forward={forward!r}. A Keras loss is the third argument: "
                 "make_train_step(model, optimizer, loss)."
             )
-        objective = loss if isinstance(loss, Objective) else Objective(loss)
+        if forward is not None and loss is not None:
+            raise LossError(
+                "Give either loss or forward, not both: forward returns the LossSum itself. "
+                f"Received: loss={loss!r} and forward={forward!r}."
+            )
         whole = as_model(model)
         if whole is not model and forward is None:
             raise LossError(
@@ -96,13 +100,9 @@ class Forward:
                 f"{type(model).__name__} of {len(model)} models and no forward. Write "
                 "forward=f(models, batch, training), which returns a LossSum."
             )
-        if forward is not None and loss is not None:
-            raise LossError(
-                "Give either loss or forward, not both: forward returns the LossSum itself. "
-                f"Received: loss={loss!r} and forward={forward!r}."
-            )
+        objective = loss if isinstance(loss, Objective) else Objective(loss)
         losses = tf.nest.map_structure(
-            lambda one: None if one is None else as_loss(one), objective.loss
+            lambda each: None if each is None else as_loss(each), objective.loss
         )
         objective = dataclasses.replace(objective, loss=losses)
         chosen = None if variables is None else _check_variables(variables, whole)
@@ -218,29 +218,28 @@ def regularization(
     """
     total: Any = tf.zeros([])
     gradients: list[Any] = [None] * len(variables)
-    own = [getattr(variable, "regularizer", None) for variable in variables]
     new = assigned or [None] * len(variables)
-    for number, (variable, regularizer) in enumerate(zip(variables, own, strict=True)):
+    for number, variable in enumerate(variables):
+        regularizer = getattr(variable, "regularizer", None)
         if regularizer is None:
             continue
-        reads_others = not is_part_of_keras(type(regularizer))
-        read = range(len(variables)) if reads_others else [number]
+        read = [number] if is_part_of_keras(type(regularizer)) else range(len(variables))
         with at(variable):
-            found = [variables[i].value if new[i] is None else new[i] for i in read]
-            values = [tf.convert_to_tensor(value) for value in found]
-            reading = _reading(variables, values) if reads_others else nullcontext()
-            with tf.GradientTape() as tape, reading:
+            values: Any = {
+                i: tf.convert_to_tensor(variables[i].value if new[i] is None else new[i])
+                for i in read
+            }
+            with tf.GradientTape() as tape, _reading(variables, values):
                 tape.watch(values)
-                value = values[number] if reads_others else values[0]
-                penalty = tf.cast(tf.reduce_sum(regularizer(value)), tf.float32)
+                penalty = tf.cast(tf.reduce_sum(regularizer(values[number])), tf.float32)
             total += penalty
-            for i, part in zip(read, tape.gradient(penalty, values), strict=True):
+            for i, part in tape.gradient(penalty, values).items():
                 if part is not None:
                     gradients[i] = part if gradients[i] is None else gradients[i] + part
     return total, gradients
 
 
-def _reading(variables: Sequence[Any], values: Sequence[Any]) -> AbstractContextManager[Any]:
+def _reading(variables: Sequence[Any], values: Mapping[int, Any]) -> AbstractContextManager[Any]:
     """Makes code that reads variables find these values, which a tape can watch anywhere.
 
     A tape cannot watch a variable with a copy per replica outside the replicas.
@@ -257,9 +256,8 @@ def _reading(variables: Sequence[Any], values: Sequence[Any]) -> AbstractContext
             else:
                 variable.value.assign(value)
 
-    pairs = zip(variables, values, strict=True)
-    mapping = [(variable, value) for variable, value in pairs if hasattr(variable, "path")]
-    scope: AbstractContextManager[Any] = Reading(mapping)
+    pairs = [(variables[i], v) for i, v in values.items() if hasattr(variables[i], "path")]
+    scope: AbstractContextManager[Any] = Reading(pairs)
     return scope
 
 
@@ -317,19 +315,18 @@ def _terms_of_forward(result: Any) -> list[LossTerm]:
             "y_true, y_pred), or tmg.LossSum(tf.reduce_sum(values), count); with values for the "
             'logs, return loss, {"name": tmg.LossSum(...)}.'
         )
-    return [_term_of_sum("the loss", result), *(_logged(*item) for item in values.items())]
-
-
-def _logged(name: str, value: Any) -> LossTerm:
-    if not isinstance(value, tuple) or len(value) != 2:
-        raise LossError(
-            "A value for the logs is a sum and the weight that divides it, so that replicas can "
-            f"be added. Received: {type(value).__name__} for {name!r}. Write "
-            f'"{name}": (tf.reduce_sum(values), count).'
-        )
-    pair = value if isinstance(value, LossSum) else LossSum(*value)
-    pair = type(pair)(*(tf.stop_gradient(tf.cast(part, tf.float32)) for part in pair))
-    return dataclasses.replace(_term_of_sum(repr(name), pair), name=name, logged=True)
+    terms = [_term_of_sum("the loss", result)]
+    for name, value in values.items():
+        if not isinstance(value, tuple) or len(value) != 2:
+            raise LossError(
+                "A value for the logs is a sum and the weight that divides it, so that replicas "
+                f"can be added. Received: {type(value).__name__} for {name!r}. Write "
+                f'"{name}": (tf.reduce_sum(values), count).'
+            )
+        kind = type(value) if isinstance(value, LossSum) else LossSum
+        pair = kind(*(tf.stop_gradient(tf.cast(part, tf.float32)) for part in value))
+        terms.append(dataclasses.replace(_term_of_sum(repr(name), pair), name=name, logged=True))
+    return terms
 
 
 def _term_of_sum(what: str, pair: LossSum) -> LossTerm:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-import numbers
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -18,6 +17,7 @@ from typing import Any
 import tensorflow as tf
 from typing_extensions import Self
 
+from tfmultigpu.arguments import check_count
 from tfmultigpu.data.batch_format import count_rows
 from tfmultigpu.data.element_layout import structure_of
 from tfmultigpu.errors import DataError
@@ -344,13 +344,8 @@ class Program(NotCopied):
                 f"{type(iterator).__name__}. Write iterator = "
                 "iter(tmg.distribute_dataset(dataset, strategy)), then step.run(iterator, steps)."
             )
-        if not isinstance(steps, numbers.Number) and not tf.is_tensor(steps):
-            raise ValueError(
-                f"steps is a whole number, at least 1. Received: steps={type(steps).__name__}."
-            )
-        known: Any = steps if isinstance(steps, numbers.Number) else tf.get_static_value(steps)
-        if known is not None and (known < 1 or int(known) != known):
-            raise ValueError(f"steps is a whole number, at least 1. Received: steps={known}.")
+        if not (tf.is_tensor(steps) and tf.get_static_value(steps) is None):
+            check_count("steps", steps, error=ValueError)
         if not isinstance(iterator, ShardSource):
             return iterator, structure_of(iterator.element_spec), self._function.cut
         if iterator.strategy is not self.strategy:

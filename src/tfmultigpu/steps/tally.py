@@ -47,11 +47,8 @@ class Layout:
     @property
     def measured(self) -> list[int]:
         """Numbers of the terms whose divisor is known only after the addition."""
-        return [
-            number
-            for number, term in enumerate(self.own)
-            if term.per_row is None and not term.fixed and not term.logged
-        ]
+        unknown = [t.per_row is None and not t.fixed and not t.logged for t in self.own]
+        return [number for number, late in enumerate(unknown) if late]
 
     def targets(self, terms: Sequence[LossTerm], rows: Any, *factors: Any) -> list[Any]:
         """Returns what is differentiated: one scalar per divisor, that of the known ones first.
@@ -65,17 +62,22 @@ class Layout:
             rows: Rows of the global batch, a float64 scalar.
             factors: Scalars to multiply by; None for 1.
         """
-        measured = self.measured
         scaled = []
         for term in terms:
             divisor = 1.0 if term.fixed else rows * (term.per_row or 1.0)
-            scaled.append(term.sum * _product(term.sum.dtype, term.factor / divisor, *factors))
+            product = tf.cast(term.factor / divisor, term.sum.dtype)
+            for factor in factors:
+                product = product if factor is None else product * tf.cast(factor, product.dtype)
+            scaled.append(term.sum * product)
+        measured = self.measured
         known = [
             value
             for number, (value, term) in enumerate(zip(scaled, terms, strict=True))
             if number not in measured and not term.logged
         ]
-        return ([_total(known)] if known else []) + [scaled[number] for number in measured]
+        wide = tf.float64 if any(v.dtype == tf.float64 for v in known) else tf.float32
+        total = known if len(known) < 2 else [tf.add_n([tf.cast(v, wide) for v in known])]
+        return [*total, *(scaled[number] for number in measured)]
 
     def corrections(self, targets: int, weights: Sequence[Any], rows: Any) -> list[Any]:
         """Returns what the added gradients of each target are multiplied by; None for 1.
@@ -180,13 +182,12 @@ class Tally(NamedTuple):
         """Divides, once: each mean by its own weight. Losses of several steps are means over them.
 
         Returns:
-            ``"steps"``, an int64 scalar; ``"loss"``, ``"weight"`` and ``"skipped"``; the
-            ``"gradient_norm"`` and ``"loss_scale"`` of the last step; and ``"NAME_loss"`` and
-            ``"NAME_weight"`` of each output, ``"NAME"`` and ``"NAME_weight"`` of each value that
-            ``forward`` returned: float32 scalars.
+            Float32 scalars, and the int64 ``"steps"``; see ``make_train_step``.
         """
         assert self.layout is not None
-        terms, values = self.layout.terms, self._unstacked()
+        terms = self.layout.terms
+        size = len(_COUNTERS) + 3 * len(terms)
+        values = tf.unstack(_padded(self.sums, tf.zeros([size], tf.float64)), num=size)
         steps, rows, skipped, _ = values[: len(_COUNTERS)]
         sums, weights, _ = self._by_term(values)
         means = [tf.math.divide_no_nan(*pair) for pair in zip(sums, weights, strict=True)]
@@ -211,26 +212,15 @@ class Tally(NamedTuple):
         """
         if self.layout is None:  # No step yet, or none since a trace was made anew.
             return {"steps": 0.0}
-        values = self._numbers()
-        steps, rows, skipped, loss = values[: len(_COUNTERS)]
-        sums: dict[str, float] = {"steps": steps, "rows": rows, "skipped": skipped, "loss": loss}
+        size = len(_COUNTERS) + 3 * len(self.layout.terms)
+        values: list[float] = self.sums.numpy().tolist() or [0.0] * size
+        sums = dict(zip(("steps", "rows", "skipped", "loss"), values, strict=False))
         for term, s, w, m in zip(self.layout.terms, *self._by_term(values), strict=True):
             if term.logged:
                 sums |= {str(term.name): s, f"{term.name}_weight": w}
             elif term.name is not None:
                 sums[_key(term)] = m
         return sums
-
-    def _numbers(self) -> list[float]:
-        assert self.layout is not None
-        numbers: list[float] = self.sums.numpy().tolist()
-        return numbers or [0.0] * (len(_COUNTERS) + 3 * len(self.layout.terms))
-
-    def _unstacked(self) -> list[Any]:
-        assert self.layout is not None
-        size = len(_COUNTERS) + 3 * len(self.layout.terms)
-        vector = _padded(self.sums, tf.zeros([size], tf.float64))
-        return list(tf.unstack(vector, num=size))
 
     def _by_term(self, values: Sequence[Any]) -> tuple[Sequence[Any], ...]:
         """The sums, the weights, and the means times rows."""
@@ -311,15 +301,3 @@ def _padded(vector: Any, like: Any) -> Any:
         return vector
     padded = tf.pad(vector, [[0, tf.size(like) - tf.size(vector)]])
     return tf.ensure_shape(padded, like.shape)
-
-
-def _product(dtype: tf.DType, *factors: Any) -> Any:
-    result: Any = tf.ones([], dtype)
-    for factor in factors:
-        result = result if factor is None else result * tf.cast(factor, dtype)
-    return result
-
-
-def _total(values: list[Any]) -> Any:
-    wide = tf.float64 if any(v.dtype == tf.float64 for v in values) else values[0].dtype
-    return tf.add_n([tf.cast(v, wide) for v in values]) if len(values) > 1 else values[0]

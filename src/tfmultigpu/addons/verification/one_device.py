@@ -21,7 +21,6 @@ from tfmultigpu.steps.tally import Layout
 
 __all__ = ["DryRun", "OneDevice", "cutter", "dense"]
 
-_FORWARD = ("terms", "state", "output")  # Needs less memory, for no activation is kept.
 _LARGEST = 2**22  # Elements of a variable whose update is compared.
 
 
@@ -37,23 +36,15 @@ class DryRun:
         self._function = tf.function(function, autograph=False, reduce_retracing=True)
         self._pruned: dict[Any, tuple[Any, Any]] = {}  # Keeps the traced function, for its id.
 
-    def __call__(
-        self, *batches: Any, move: Callable[..., Any] | None = None, keys: Any = None
-    ) -> Any:
-        """Runs it with ``move(number, handle, value)`` as the value of each variable, if given.
-
-        Of a dict it returns only what has one of ``keys`` as first word, and computes no more.
-        """
+    def __call__(self, *batches: Any, move: Callable[..., Any] | None = None) -> Any:
+        """Runs it with ``move(number, handle, value)`` as the value of each variable, if given."""
         specs = tf.nest.map_structure(any_rows, batches)
         concrete = self._function.get_concrete_function(*specs)
-        key, outputs = (id(concrete), keys), concrete.structured_outputs
-        if keys is not None:
-            outputs = {name: outputs[name] for name in outputs if name.split()[0] in keys}
-        if key not in self._pruned:
+        if id(concrete) not in self._pruned:
             # It takes a third of the time of the trace, and mostly there is nothing to leave out.
-            whole = keys is None and not any(map(_is_effect, concrete.graph.get_operations()))
-            self._pruned[key] = concrete, None if whole else _compat.pruned(concrete, outputs)
-        pruned = self._pruned[key][1]
+            has_effects = any(map(_is_effect, concrete.graph.get_operations()))
+            self._pruned[id(concrete)] = concrete, _compat.pruned(concrete) if has_effects else None
+        pruned = self._pruned[id(concrete)][1]
         before = _compat.variables_of(concrete if pruned is None else pruned)
         leaves = tf.nest.flatten(batches, expand_composites=True)
         try:
@@ -86,7 +77,6 @@ class OneDevice:
         self.variables: Sequence[Any] = ()
         self.chosen: list[int] = []
         self.dtype: Any = tf.float32
-        self._keys: tuple[str, ...] | None = None
         self._all_gradients, self._run = all_gradients, DryRun(self._look)
         self._cutter = cutter(self.twin.strategy)
         self._is_narrow = step.message_dtype is not None
@@ -103,13 +93,7 @@ class OneDevice:
 
     def __call__(self, batch: Any, move: Any = None) -> dict[str, Any]:
         """Returns arrays by name: terms of the loss, states, gradients, or outputs."""
-        try:
-            arrays: dict[str, Any] = self._run(batch, move=move, keys=self._keys)
-        except tf.errors.ResourceExhaustedError:
-            if self._keys is not None:
-                raise
-            self._keys = _FORWARD
-            arrays = self._run(batch, move=move, keys=self._keys)
+        arrays: dict[str, Any] = self._run(batch, move=move)
         return arrays | {f"term {i}": value for i, value in enumerate(arrays.get("terms", ()))}
 
     def moved(self, batch: Any, rounding: float) -> list[dict[str, Any]]:
