@@ -171,6 +171,9 @@ def test_parts_of_a_gradient_are_refused_by_each_block(inside):
         call = block if not inside else functools.partial(strategy.run, block)
         with pytest.raises(tmg.TfMultiGpuError, match=r"once, for all of them.*window\.reduce"):
             call(([parts],) if inside else [parts])
+    foreign = keras.optimizers.Adam(1.0)
+    with pytest.raises(tmg.ScopeError, match="Create the optimizer inside the scope"):
+        tmg.apply_reduced_gradients(foreign, [tf.ones([1])], variables)
     with pytest.raises(tmg.TfMultiGpuError, match=r"LossScale\.update in a replica"):
         strategy.run(scale.update, args=(tf.constant(True),))
     assert variables[0].numpy().tolist() == [0.0]

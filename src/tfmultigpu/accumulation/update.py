@@ -17,7 +17,7 @@ from tfmultigpu.accumulation.replicated import Owned, Replicated
 from tfmultigpu.errors import ScopeError, TfMultiGpuError
 from tfmultigpu.strategies.collectives import replicas_share_memory
 from tfmultigpu.strategies.scopes import check_scope
-from tfmultigpu.strategies.topology import is_mirrored, is_sharded
+from tfmultigpu.strategies.topology import is_mirrored, is_sharded, tf_variable
 
 __all__ = ["apply_reduced_gradients", "choose_update", "update_of"]
 
@@ -120,7 +120,10 @@ def apply_reduced_gradients(
     check_reduced("apply_reduced_gradients", gradients)
     update = update_of(optimizer)
     if update is None:
-        update = choose_update(optimizer, variables, _compat.strategy_of_optimizer(optimizer))
+        strategies = [getattr(tf_variable(v), "distribute_strategy", None) for v in variables]
+        # A variable of a OneDeviceStrategy does not tell its strategy, but the optimizer does.
+        strategy = next(filter(None, strategies), _compat.strategy_of_optimizer(optimizer))
+        update = choose_update(optimizer, variables, strategy)
     pairs = [(g, v) for g, v in zip(gradients, variables, strict=True) if g is not None]
 
     def apply() -> tf.Tensor:
