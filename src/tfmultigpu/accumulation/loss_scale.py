@@ -13,9 +13,6 @@ from tfmultigpu.accumulation.gradients import all_finite, check_reduced, sum_dty
 
 __all__ = ["LossScale", "kept_loss_scale", "make_loss_scale", "unwrap_optimizer"]
 
-INITIAL_SCALE = 2.0**15
-GROWTH_STEPS = 2000
-
 
 class LossScale:
     """A factor that keeps float16 gradients from becoming zero, for loops written by hand.
@@ -42,9 +39,7 @@ class LossScale:
         4.0
     """
 
-    def __init__(
-        self, initial: float = INITIAL_SCALE, growth_steps: int | None = GROWTH_STEPS
-    ) -> None:
+    def __init__(self, initial: float = 2.0**15, growth_steps: int | None = 2000) -> None:
         """Creates the variables of a dynamic scale; call it in ``strategy.scope()``.
 
         Args:
@@ -69,10 +64,9 @@ class LossScale:
     @classmethod
     def of_variables(cls, scale: Any, good_steps: Any, growth_steps: int) -> LossScale:
         """Returns a dynamic scale whose state somebody else holds."""
-        loss_scale = cls(growth_steps=None)
-        loss_scale.scale, loss_scale.good_steps = scale, good_steps
-        loss_scale.growth_steps = growth_steps
-        return loss_scale
+        own = cls(growth_steps=None)
+        own.scale, own.good_steps, own.growth_steps = scale, good_steps, growth_steps
+        return own
 
     @property
     def variables(self) -> list[Any]:
@@ -138,18 +132,15 @@ def unwrap_optimizer(optimizer: Any) -> Any:
 def make_loss_scale(
     loss_scale: str | float | None, optimizer: Any, strategy: tf.distribute.Strategy
 ) -> LossScale | None:
-    """Returns the loss scale for a training step.
+    """Returns the loss scale for a training step of a built optimizer.
 
-    Args:
-        loss_scale: None, ``"dynamic"`` or a positive number. A number set as
-            ``optimizer.loss_scale_factor`` counts as if given here.
-        optimizer: A built optimizer. A ``keras.optimizers.LossScaleOptimizer`` asks for dynamic
-            scaling, and its own variables then hold the state, so that they are saved with it. For
-            any other the state is kept as long as it lives, for all of its steps.
-        strategy: Where the state is created.
+    A ``keras.optimizers.LossScaleOptimizer`` asks for dynamic scaling, and its own variables hold
+    the state, so that they are saved with it. For any other the state is kept as long as it lives.
+    A number set as ``optimizer.loss_scale_factor`` counts as if given here.
 
     Raises:
-        ValueError: ``loss_scale`` is none of these, or contradicts the optimizer.
+        ValueError: ``loss_scale`` is not None, ``"dynamic"`` or a positive number, or contradicts
+            the optimizer.
     """
     if unwrap_optimizer(optimizer) is not optimizer:
         if loss_scale not in (None, "dynamic"):

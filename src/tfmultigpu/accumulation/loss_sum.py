@@ -1,8 +1,4 @@
-"""Losses as sums and weights: a sum over examples, and the number that divides it.
-
-Sums and weights are only added, over micro-batches, replicas and workers. One division follows the
-last addition. So the result does not depend on how a batch was cut.
-"""
+"""Losses as sums over examples, and the weights that divide them after the last addition."""
 
 from __future__ import annotations
 
@@ -58,10 +54,7 @@ class LossSum(NamedTuple):
 
 
 class FixedLossSum(LossSum):
-    """Loss whose weight does not grow with the number of shards.
-
-    That is a loss with ``reduction="sum"``: ``weight`` is 1 on every shard, and 1 in total.
-    """
+    """Loss with ``reduction="sum"``, whose weight is 1 on every shard, and 1 in total."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,9 +116,6 @@ def is_fixed(weight: Any) -> bool:
 
 def global_mean(loss_sum: LossSum) -> Any:
     """Returns the loss of the global batch for logs, divided once after an all-reduce.
-
-    Train by ``loss_sum`` and ``GradientAccumulator``. On several replicas the gradient of this mean
-    would be a replica's part alone, so an optimizer would clip parts.
 
     Args:
         loss_sum: The sum and weight of this replica's shard.

@@ -39,8 +39,7 @@ def assign_owners(
 def outside_scopes(function: Callable[[], _T]) -> _T:
     """Calls a function without any strategy in effect, in the graph of the caller.
 
-    TensorFlow has no way out of a scope but another thread. Variables made there belong to no
-    strategy; operations go into the same graph.
+    TensorFlow has no way out of a scope but another thread.
     """
     if not tf.distribute.has_strategy():
         return function()

@@ -48,22 +48,19 @@ class Replicated:
         return self._optimizer()
 
     def build(self, variables: Sequence[Any]) -> None:
-        """Creates the state of the optimizer, if it is not built, before anything is traced."""
+        """Creates the state of the optimizer before anything is traced."""
         if not self.optimizer.built:
             with self.strategy.scope():
                 self.optimizer.build(list(variables))
 
     def add(self, addends: _Addends, variables: Sequence[Any], dtype: Any = None) -> _Addends:
-        """Adds over the replicas; called once a step, in a cross-replica context.
+        """Returns sums over the replicas: one list, or one for each if they share no memory.
 
         Args:
             addends: For each replica of this process its gradients, then one vector of sums. What
                 is added already is in the first list, and None in the others.
             variables: The variable of each gradient.
             dtype: A narrower dtype that float32 gradients are sent in; None for their own.
-
-        Returns:
-            One list of sums for all replicas, or one for each if they share no memory.
         """
         return sum_over_replicas(self.strategy, addends, dtype)
 

@@ -1,9 +1,7 @@
 """Finds losses that pair the rows of one tensor with another axis of a second tensor.
 
-Labels of shape ``[rows]`` with predictions of shape ``[rows, 3]`` are an error for most batches.
-With three rows they broadcast along the wrong axis. A shard may have three rows, or one, although
-its batch has another number. So the loss is traced once with a number of rows that no other axis
-has.
+Labels ``[rows]`` with predictions ``[rows, 3]`` are an error for most batches, but broadcast for
+three rows, which a shard may have. So the loss is traced with a number of rows that no axis has.
 """
 
 from __future__ import annotations
@@ -31,10 +29,10 @@ def check_row_axes(
 
     Args:
         name: The name of the loss.
-        values: ``f(y_true, y_pred, sample_weight)``, the values of the loss, weighted.
+        values: ``f(y_true, y_pred, sample_weight)``, its weighted values.
         arguments: Those of ``values``.
-        throughout: Whether the loss, one of Keras, never compares rows, so that tensors inside it
-            may not have two axes of rows either: labels ``[rows]`` against ``[rows, 5, 1]``.
+        throughout: Whether no tensor inside it may have two axes of rows either, as in those of
+            Keras: labels ``[rows]`` against ``[rows, 5, 1]``.
 
     Raises:
         LossError: It pairs rows with another axis, or each row with every row.
