@@ -44,15 +44,12 @@ ALONE = ("errors", "arguments", "types", "_compat", "_patch", "_version")
 # The core imports an add-on here alone, inside a function: only when it is asked for.
 DOORS = {
     "steps.make -> addons.verification.__init__",
+    "strategies.factory -> addons.workers.cluster",
     "strategies.factory -> addons.workers.joining",
     "strategies.factory -> addons.workers.sources",
-    "strategies.factory -> addons.workers.spec",
 }
 # The one pair of add-ons: both start worker processes, and end them.
-PAIRS = {
-    "addons.testing.workers -> addons.workers.jobs",
-    "addons.testing.workers -> addons.workers.processes",
-}
+PAIRS = {"addons.testing.workers -> addons.workers.processes"}
 # An add-on holds the private names that only it needs.
 PRIVATE = ["_compat", "addons.sharding._private"]
 

@@ -163,11 +163,6 @@ def test_a_wrong_configuration_is_named() -> None:
 
 
 # Fails if the launcher takes models that never met for one training.
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="the launcher does not see that a script never joined the cluster: it ends with 0",
-)
 def test_the_launcher_tells_that_a_script_never_joined(tmp_path: Path) -> None:
     script = tmp_path / "alone.py"
     script.write_text("import tensorflow as tf\nimport tfmultigpu\nprint(tf.constant(1) + 1)\n")

@@ -139,8 +139,8 @@ def _look_around(
     prefer: str, devices: int | str | Sequence[str] | None, cluster: ClusterDescription | None
 ) -> MachineInfo:
     # The add-on is asked for by whoever may train on several workers.
+    from tfmultigpu.addons.workers.cluster import Cluster
     from tfmultigpu.addons.workers.sources import cluster_from_environment, why_no_cluster
-    from tfmultigpu.addons.workers.spec import Cluster
 
     if cluster is not None and not isinstance(cluster, Cluster):
         raise ClusterError(

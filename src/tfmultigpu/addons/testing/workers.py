@@ -13,9 +13,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfmultigpu.addons.workers.jobs import new_job
 from tfmultigpu.addons.workers.processes import (
-    Outcome,
     free_addresses,
     how_it_ended,
     run_together,
@@ -128,17 +126,17 @@ def _run(
         call = [sys.executable, "-c", _CALL, str(folder / "call")]
         commands = [[*call, str(value)] for value in values]
     quiet = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": "-1"}
-    addresses, job = free_addresses(workers), new_job("run_workers")
-    own = [
-        {**worker_environment(addresses, i, quiet), **job, **environment} for i in range(workers)
-    ]
+    addresses = free_addresses(workers)
+    own = [{**worker_environment(addresses, i, quiet), **environment} for i in range(workers)]
     lines: list[list[bytes]] = [[] for _ in range(workers)]
     outcome = run_together(commands, own, lambda i, line: lines[i].append(line), timeout=timeout)
     texts = [b"".join(printed).decode(errors="replace") for printed in lines]
-    failed = outcome.codes.index(None) if outcome.timed_out else outcome.first
-    if failed is not None:
+    if outcome.failed or None in outcome.codes:
+        failed = outcome.failed[0] if outcome.failed else outcome.codes.index(None)
+        code = outcome.codes[failed]
+        end = f"did not end within {timeout:g} seconds and was stopped"
         raise WorkerFailedError(
-            f"Worker {failed} of {workers} {_describe_end(outcome, failed, timeout)}. Its last "
+            f"Worker {failed} of {workers} {end if code is None else how_it_ended(code)}. Its last "
             f"output:\n{texts[failed][-_TAIL:]}"
         )
     ended = [i for i, value in enumerate(values) if not script and not value.exists()]
@@ -149,13 +147,6 @@ def _run(
         )
     results = [None if script else pickle.loads(value.read_bytes()) for value in values]
     return [WorkerResult(i, texts[i], results[i]) for i in range(workers)]
-
-
-def _describe_end(outcome: Outcome, failed: int, timeout: float) -> str:
-    code = outcome.codes[failed]
-    if outcome.timed_out or code is None:
-        return f"did not end within {timeout:g} seconds and was stopped"
-    return how_it_ended(code)
 
 
 def _store_call(function: Any, args: list[Any], path: Path) -> None:

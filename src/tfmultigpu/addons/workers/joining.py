@@ -5,21 +5,33 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import faulthandler
+import importlib.metadata
+import os
+import platform
 import signal
+import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
 
-from tfmultigpu.addons.workers.failures import watch
-from tfmultigpu.addons.workers.preflight import preflight
-from tfmultigpu.addons.workers.spec import Cluster
+from tfmultigpu import _compat
+from tfmultigpu._version import __version__
+from tfmultigpu.addons.workers.cluster import Cluster
+from tfmultigpu.addons.workers.ends import Ends
+from tfmultigpu.addons.workers.lost import JoinedWorkers
+from tfmultigpu.addons.workers.meeting import meet
 from tfmultigpu.errors import ClusterError
+from tfmultigpu.strategies.process_state import process_state
 
-__all__ = ["join"]
+__all__ = ["JOB_ID", "join"]
 
-# All workers are there when TensorFlow starts, so this is long.
+JOB_ID = "TFMULTIGPU_JOB_ID"  # The launcher sets it anew for each attempt.
+_JOBS = (JOB_ID, "SLURM_HET_JOB_ID", "SLURM_JOB_ID")
+# All workers are here when TensorFlow starts, so these are long.
+_REGISTER_SECONDS = 30.0
 _JOIN_SECONDS = 60.0
+_HEARTBEAT_SECONDS = 10.0
 
 
 def join(
@@ -42,67 +54,73 @@ def join(
         ClusterError: A worker is missing, differs or cannot start.
     """
     kind = devices[0].split(":")[0]
-    link = preflight(
-        cluster,
-        devices=f"{len(devices)} {kind}",
-        communication=communication,
-        timeout=timeout,
-        problem=problem,
-    )
-    watch(cluster, link)
+    card = {
+        "the cluster": f"{list(cluster.workers)}",
+        "the job": next((os.environ[name] for name in _JOBS if name in os.environ), ""),
+        "their devices": f"{len(devices)} {kind}",
+        "communication": communication,
+        "the version of tfmultigpu": __version__,
+        "the version of tensorflow": tf.__version__,
+        "the version of keras": importlib.metadata.version("keras"),
+        "the version of python": ".".join(platform.python_version_tuple()[:2]),
+    }
+    channels = meet(cluster, card, timeout, problem)
+    ends = Ends(cluster.index or 0, channels)
     distribute: Any = tf.distribute
-    job = "chief" if cluster.has_chief and cluster.index == 0 else "worker"
     resolver = distribute.cluster_resolver.SimpleClusterResolver(
-        tf.train.ClusterSpec(cluster.jobs),
-        task_type=job,
-        task_id=cluster.jobs[job].index(str(cluster.address)),
+        tf.train.ClusterSpec({"worker": list(cluster.workers)}),
+        task_type="worker",
+        task_id=cluster.index,
         num_accelerators={"GPU": len(devices)} if kind == "GPU" else {},
         rpc_layer="grpc",
     )
     options = distribute.experimental.CommunicationOptions(
         implementation=distribute.experimental.CommunicationImplementation[communication.upper()]
     )
+    _compat.configure_coordination(len(cluster.workers), _REGISTER_SECONDS, _HEARTBEAT_SECONDS)
     try:
-        with _keeping_handler(signal.SIGTERM), _not_for_ever(max(timeout, _JOIN_SECONDS)):
+        with _keeping_signals(), _not_for_ever(_JOIN_SECONDS):
             strategy: tf.distribute.Strategy = distribute.MultiWorkerMirroredStrategy(
                 cluster_resolver=resolver, communication_options=options
             )
     except (RuntimeError, ValueError, tf.errors.OpError) as error:
+        left = "; ".join(f"{cluster.name(i)}: {how}" for i, how in ends.wait(0.0).items())
         raise ClusterError(
-            f"The workers met, but TensorFlow could not start {cluster}: {error} Restart every "
-            "worker: TensorFlow cannot try twice in a process."
+            f"The workers met, but TensorFlow could not start {cluster}. "
+            f"{left or 'No worker has ended'}. Restart every worker: TensorFlow cannot try twice "
+            f"in a process. TensorFlow says: {error}"
         ) from error
+    process_state.cluster = JoinedWorkers(cluster, ends)
     return strategy
 
 
 @contextlib.contextmanager
-def _keeping_handler(number: int) -> Iterator[None]:
-    """Restores the handler of a signal after the block, in any thread.
+def _keeping_signals() -> Iterator[None]:
+    """Lets Ctrl-C end a process that joins, and restores the handler of SIGTERM.
 
-    TensorFlow replaces the handler of SIGTERM when it joins a cluster, unknown to Python. Its own
-    handler only tells the other workers, so the process would live on. ``signal.signal`` cannot
-    return the handler, works in the main thread only, and does not know of the replacement.
+    TensorFlow holds Python's lock while it joins, so Python cannot handle a signal. It also
+    replaces the handler of SIGTERM, unknown to Python, by one that only tells the other workers.
     """
     get, put = ctypes.pythonapi.PyOS_getsig, ctypes.pythonapi.PyOS_setsig
     get.restype = put.restype = ctypes.c_void_p
     get.argtypes, put.argtypes = [ctypes.c_int], [ctypes.c_int, ctypes.c_void_p]
-    before = get(number)
+    terminate, interrupt = get(signal.SIGTERM), get(signal.SIGINT)
+    if threading.current_thread() is threading.main_thread():
+        put(signal.SIGINT, int(signal.SIG_DFL))
     try:
         yield
     finally:
-        put(number, before)
+        put(signal.SIGTERM, terminate)
+        put(signal.SIGINT, interrupt)
 
 
 @contextlib.contextmanager
 def _not_for_ever(seconds: float) -> Iterator[None]:
     """Ends this process, with a traceback, if the block takes longer.
 
-    TensorFlow waits an hour for a worker that left after the meeting.
+    TensorFlow before 2.19 waits an hour for a worker that left after the meeting. The timer of
+    ``faulthandler`` needs no lock of Python. It replaces one that the user set.
     """
-    # It holds Python's lock meanwhile: a thread that should run twice a second did not run once in
-    # 24 seconds (TensorFlow 2.21), and no signal is handled. The timer of faulthandler needs no
-    # lock. A process has one, and Python cannot read it, so one that the user set is not restored;
-    # create_strategy says so.
     faulthandler.dump_traceback_later(seconds, exit=True, file=2)
     try:
         yield

@@ -1,7 +1,4 @@
-"""Worker processes on this machine: started together, ended together, none left behind.
-
-The parent knows which worker failed first. The others fail after it, and blame each other.
-"""
+"""Worker processes on this machine: started together, ended together, none left behind."""
 
 from __future__ import annotations
 
@@ -9,6 +6,7 @@ import contextlib
 import ctypes
 import json
 import os
+import queue
 import signal
 import socket
 import subprocess
@@ -23,13 +21,11 @@ from tfmultigpu.addons.workers.sources import SOURCES
 
 __all__ = ["Outcome", "free_addresses", "how_it_ended", "run_together", "worker_environment"]
 
-_POLL = 0.02
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_POLL_SECONDS = 0.05
+_SIGNAL_GRACE = 30.0
 _READ_SECONDS = 2.0
-# The bytes of a line without an end that are passed on at a time.
 _LONGEST_LINE = 1 << 16
-# Outside these workers they would describe another cluster than the one started here.
-_VARIABLES = frozenset(name for source in SOURCES for name in source.variables)
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 @dataclass(frozen=True)
@@ -38,17 +34,13 @@ class Outcome:
 
     Attributes:
         codes: The exit code of each, negative for a signal; None if the process was stopped.
-        first: The first process that failed; None if none did.
+        failed: The processes that failed, the first to fail first.
         signal: The signal that was passed on to all; None if there was none.
-        timed_out: Whether the timeout came before all had ended or one had failed.
-        failed_after_signal: Whether the first failed after the signal was passed on.
     """
 
     codes: tuple[int | None, ...]
-    first: int | None
-    signal: int | None = None
-    timed_out: bool = False
-    failed_after_signal: bool = False
+    failed: tuple[int, ...]
+    signal: int | None
 
 
 def run_together(
@@ -58,9 +50,8 @@ def run_together(
     *,
     timeout: float = float("inf"),
     grace: float = 5.0,
-    patience: Mapping[int, float] | None = None,
-    next_signal: Callable[[], int | None] = lambda: None,
-    signal_grace: float = 30.0,
+    signals: queue.SimpleQueue[int] | None = None,
+    on_poll: Callable[[], None] = lambda: None,
 ) -> Outcome:
     r"""Runs one process for each command, and returns when all have ended.
 
@@ -70,16 +61,11 @@ def run_together(
     Args:
         commands: The program and the arguments of each process.
         environments: All environment variables of each process.
-        on_line: Called in threads with the number of a process and a line that it printed, or a
-            piece of a line that is longer than 64 KiB.
+        on_line: Called in threads with the number of a process and a line that it printed.
         timeout: Seconds until all must have ended.
-        grace: Seconds for the others after one has failed, in which they print their errors.
-        patience: Another grace for some exit codes.
-        next_signal: Returns a signal to pass on to all; None if there is none.
-        signal_grace: Seconds to end after a signal; a second signal ends them at once.
-
-    Returns:
-        How they ended.
+        grace: Seconds for the others after one has failed.
+        signals: Signals to pass on to all, which then have 30 seconds; the second one ends them.
+        on_poll: Called some times a second.
 
     Example:
         >>> import os, sys
@@ -90,51 +76,50 @@ def run_together(
         >>> lines
         [b'42\n']
     """
+    signals = signals or queue.SimpleQueue()
+    passed_on: int | None = None
+    failed: list[int] = []
+    deadline = time.monotonic() + timeout
     with contextlib.ExitStack() as stack:
         processes = [
             stack.enter_context(_started(index, command, environment, on_line))
             for index, (command, environment) in enumerate(zip(commands, environments, strict=True))
         ]
-        deadline = time.monotonic() + timeout
-        first: int | None = None
-        passed_on: int | None = None
-        after_signal = False
         while True:
             codes = tuple(process.poll() for process in processes)
             now = time.monotonic()
-            if first is None and any(codes):
-                # A signal comes first: a process with an error may have failed because of it.
-                first = min((code, i) for i, code in enumerate(codes) if code)[1]
-                after_signal = passed_on is not None
-                if not after_signal:
-                    wait = (patience or {}).get(codes[first] or 0, grace)
-                    deadline = min(deadline, now + wait)
+            new = [i for i, code in enumerate(codes) if code and i not in failed]
+            if new and not failed and passed_on is None:
+                deadline = min(deadline, now + grace)
+            failed += sorted(new, key=lambda i: codes[i] or 0)  # First those that were killed.
             if None not in codes or now >= deadline:
-                timed_out = None in codes and first is None and passed_on is None
-                return Outcome(codes, first, passed_on, timed_out, after_signal)
-            received = next_signal()
-            if received is not None:
-                deadline = now if passed_on is not None else now + signal_grace
+                return Outcome(codes, tuple(failed), passed_on)
+            with contextlib.suppress(queue.Empty):
+                received = signals.get_nowait()
+                deadline = now if passed_on is not None else now + _SIGNAL_GRACE
                 passed_on = received
                 for process in processes:
                     process.send_signal(received)
-            time.sleep(_POLL)
+            on_poll()
+            time.sleep(_POLL_SECONDS)
 
 
 def worker_environment(
     addresses: Sequence[str], index: int, environ: Mapping[str, str]
 ) -> dict[str, str]:
-    """Returns the variables of a worker: those given, with ``TF_CONFIG`` for this cluster.
+    """Returns the variables of a worker: those of ``environ``, and ``TF_CONFIG`` for this cluster.
 
     Example:
         >>> worker_environment(["127.0.0.1:1"], 0, {"TF_CONFIG": "old", "HOME": "/root"})
         {'HOME': '/root'}
     """
-    own = {name: value for name, value in environ.items() if name not in _VARIABLES}
+    others = {name for source in SOURCES for name in source.variables}
+    variables = {name: value for name, value in environ.items() if name not in others}
     if len(addresses) > 1:
         task = {"type": "worker", "index": index}
-        own["TF_CONFIG"] = json.dumps({"cluster": {"worker": list(addresses)}, "task": task})
-    return own
+        cluster = {"worker": list(addresses)}
+        variables["TF_CONFIG"] = json.dumps({"cluster": cluster, "task": task})
+    return variables
 
 
 def free_addresses(count: int) -> list[str]:
@@ -146,10 +131,8 @@ def free_addresses(count: int) -> list[str]:
     """
     # All at once: the system could give a port twice that was closed in between.
     with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [f"127.0.0.1:{one.getsockname()[1]}" for one in sockets]
+        sockets = [stack.enter_context(socket.create_server(("", 0))) for _ in range(count)]
+        return [f"127.0.0.1:{free.getsockname()[1]}" for free in sockets]
 
 
 def how_it_ended(code: int) -> str:
@@ -159,12 +142,10 @@ def how_it_ended(code: int) -> str:
         >>> how_it_ended(-9), how_it_ended(3)
         ('was ended by SIGKILL', 'ended with code 3')
     """
-    if code >= 0:
-        return f"ended with code {code}"
-    try:
-        return f"was ended by {signal.Signals(-code).name}"
-    except ValueError:  # A real-time signal has no name.
-        return f"was ended by signal {-code}"
+    names = {int(known): known.name for known in signal.Signals}
+    if code < 0:
+        return f"was ended by {names.get(-code, f'signal {-code}')}"
+    return f"ended with code {code}"
 
 
 @contextlib.contextmanager
@@ -174,7 +155,6 @@ def _started(
     environment: Mapping[str, str],
     on_line: Callable[[int, bytes], None],
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """Starts a process in its own process group, and kills the group when the context ends."""
     parent = os.getpid()
     process = subprocess.Popen(
         list(command),

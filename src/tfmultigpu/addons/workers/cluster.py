@@ -1,0 +1,121 @@
+"""A cluster: the addresses of all workers, and which of them this process is."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from tfmultigpu.errors import ClusterError
+
+__all__ = ["Cluster", "find_wrong_address", "split_address"]
+
+_ADDRESS = re.compile(r"(\[[0-9A-Fa-f:.%]+\]|[A-Za-z0-9._-]+):([0-9]{1,5})")
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """The workers that train together, and which of them this process is.
+
+    ``cluster_from_environment`` reads it from the environment. In a program of your own only
+    ``index`` differs between the workers.
+
+    Attributes:
+        workers: ``host:port`` of each worker. The first one, the chief, writes checkpoints.
+        index: The position of this process in ``workers``; None for the evaluator, which runs
+            alone beside them.
+        source: What described the cluster, for messages.
+
+    Raises:
+        ClusterError: An address is not ``host:port`` or is listed twice, or ``index`` is out of
+            range.
+
+    Example:
+        >>> print(Cluster(workers=["10.0.0.1:2222", "10.0.0.2:2222"], index=1))
+        worker 1 of 2 at 10.0.0.2:2222 (Cluster)
+    """
+
+    workers: Sequence[str]
+    index: int | None
+    source: str = "Cluster"
+
+    def __post_init__(self) -> None:
+        """Checks the fields."""
+        if isinstance(self.workers, str) or not isinstance(self.workers, Sequence):
+            raise self._wrong("workers must be a list of addresses", self.workers)
+        if not self.workers:
+            raise self._wrong("workers lists nobody", self.workers)
+        names = {f"workers[{place}]": address for place, address in enumerate(self.workers)}
+        if (wrong := find_wrong_address(names)) is not None:
+            raise self._wrong(*wrong)
+        count, index = len(self.workers), self.index
+        if isinstance(index, bool) or not isinstance(index, int | None):
+            raise self._wrong("index must be a whole number", index)
+        if index is not None and not 0 <= index < count:
+            cure = f"There are {count} workers: 0 to {count - 1}"
+            raise self._wrong("index is out of range", index, cure)
+        object.__setattr__(self, "workers", tuple(self.workers))
+
+    @property
+    def address(self) -> str | None:
+        """The ``host:port`` of this worker; None for the evaluator."""
+        return None if self.index is None else self.workers[self.index]
+
+    @property
+    def is_chief(self) -> bool:
+        """True for the first worker, which writes checkpoints and logs."""
+        return self.index == 0
+
+    def name(self, worker: int) -> str:
+        """Returns a worker in words: which one it is, and where."""
+        return f"worker {worker} of {len(self.workers)} at {self.workers[worker]}"
+
+    def __str__(self) -> str:
+        """Returns which of the workers this process is."""
+        if self.index is None:
+            return f"evaluator beside {len(self.workers)} workers ({self.source})"
+        return f"{self.name(self.index)} ({self.source})"
+
+    def _wrong(self, what: str, value: object, cure: str | None = None) -> ClusterError:
+        cure = cure or 'It looks like Cluster(workers=["host1:2222", "host2:2222"], index=0)'
+        return ClusterError(f"{self.source}: {what}. {cure}. Received: {value!r}")
+
+
+def find_wrong_address(addresses: Mapping[str, object]) -> tuple[str, object, str] | None:
+    """Returns what is wrong with the first wrong address, the address, and the cure.
+
+    Args:
+        addresses: Each address, by the name of its field.
+
+    Example:
+        >>> find_wrong_address({"a": "host:1", "b": "HOST:1"})[0]
+        'b and a are the same address'
+    """
+    fields: dict[str, str] = {}
+    for name, address in addresses.items():
+        text = address if isinstance(address, str) else ""
+        if "://" in text:
+            bare = text.split("://", 1)[1].rstrip("/")
+            return f"{name} must be host:port, without a scheme", address, f'Write "{bare}"'
+        match = _ADDRESS.fullmatch(text)
+        if match is None:
+            return f"{name} must be host:port", address, 'Write it as "host1:2222"'
+        if not 1 <= int(match[2]) <= 65535:
+            what = f"{name} must have a port from 1 to 65535"
+            return what, address, 'Write it as "host1:2222"'
+        if text.lower() in fields:
+            cure = "TensorFlow would wait for ever. Give every task another host or port"
+            return f"{name} and {fields[text.lower()]} are the same address", address, cure
+        fields[text.lower()] = name
+    return None
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """Splits ``host:port``; drops the brackets of an IPv6 host.
+
+    Example:
+        >>> split_address("[::1]:2222")
+        ('::1', 2222)
+    """
+    host, _, port = address.rpartition(":")
+    return host.strip("[]"), int(port)

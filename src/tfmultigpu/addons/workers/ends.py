@@ -1,0 +1,64 @@
+"""Which workers have ended, and how: the connections of the meeting tell it at once."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Mapping
+
+from tfmultigpu.addons.workers.channels import Channel
+
+__all__ = ["BROKEN_OFF", "FINISHED", "Ends"]
+
+BROKEN_OFF = "its connection broke off without a message: it was killed, or its machine failed"
+# A process does not know its exit code then: sys.exit leaves no trace that could be read.
+FINISHED = "its program ended without an error, at its last line or by sys.exit"
+
+
+class Ends:
+    """Hears how other workers end, and tells them how this one does.
+
+    The first worker is connected to all others and passes on what it hears.
+    """
+
+    def __init__(self, index: int, channels: Mapping[int, Channel]) -> None:
+        """Takes the position of this worker, and the connections of the meeting."""
+        self._index, self._channels = index, channels
+        self._process = os.getpid()
+        self._ended: dict[int, str] = {}
+        self._changed = threading.Condition()
+        for peer, channel in channels.items():
+            threading.Thread(target=self._listen, args=(peer, channel), daemon=True).start()
+
+    def wait(self, seconds: float | None) -> dict[int, str]:
+        """Waits until a worker has ended; returns how each ended, the first to end first."""
+        with self._changed:
+            self._changed.wait_for(lambda: bool(self._ended), seconds)
+            return dict(self._ended)
+
+    def leave(self, how: str) -> None:
+        """Tells the others that this worker ends, and how; does nothing in a fork of it."""
+        if os.getpid() == self._process:
+            self._tell(self._index, how)
+
+    def _listen(self, peer: int, channel: Channel) -> None:
+        try:
+            while True:
+                message = channel.receive(None)
+                self._note(int(message["worker"]), str(message["how"]))
+        except (OSError, ValueError, KeyError, TypeError):
+            self._note(peer, BROKEN_OFF)
+
+    def _note(self, worker: int, how: str) -> None:
+        with self._changed:
+            if worker in self._ended or worker == self._index:
+                return
+            self._ended[worker] = how
+            self._changed.notify_all()
+        if self._index == 0:
+            self._tell(worker, how)
+
+    def _tell(self, worker: int, how: str) -> None:
+        for peer, channel in self._channels.items():
+            if peer != worker:
+                channel.send({"worker": worker, "how": how})
