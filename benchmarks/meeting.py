@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from tfmultigpu.addons.workers.rendezvous import meet
+
 from tfmultigpu.errors import ClusterError
 
 COUNTS = (8, 64, 256, 1024)

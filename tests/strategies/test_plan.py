@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tfmultigpu.addons.workers.spec import Cluster
+from tfmultigpu.addons.workers.cluster import Cluster
 from tfmultigpu.devices.missing_gpus import MissingGpus
 from tfmultigpu.errors import DeviceNotFoundError, StrategyUnavailableError
 from tfmultigpu.strategies.plan import COMMUNICATIONS, KINDS, MachineInfo, choose
@@ -16,9 +16,9 @@ from tfmultigpu.strategies.tpu import Tpu
 NO_GPU = MissingGpus("none is here", "Buy one.")
 TPU = Tpu("grpc://10.0.0.2:8470", "TPU_NAME", None)
 NO_TPU = Tpu(None, "", "TPU_NAME is not set")
-TWO_WORKERS = Cluster(("a:1", "b:1"), 1, "worker", 1)
-ONE_WORKER = Cluster(("a:1",), 0, "worker", 0)
-EVALUATOR = Cluster(("a:1", "b:1"), None, "evaluator", 0)
+TWO_WORKERS = Cluster(("a:1", "b:1"), 1)
+ONE_WORKER = Cluster(("a:1",), 0)
+EVALUATOR = Cluster(("a:1", "b:1"), None)
 
 
 def machine(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import threading
@@ -12,33 +11,7 @@ import numpy as np
 import pytest
 
 from tfmultigpu.strategies import stop_signals
-from tfmultigpu.strategies.stop_signals import StopSignal, StopVote, keeping_handler
-
-
-def test_a_signal_taken_behind_pythons_back_is_given_back() -> None:
-    """In another thread, too, where `signal.signal` refuses."""
-    heard: list[str] = []
-    where = "before"
-
-    def take() -> None:
-        nonlocal where
-        ignore = ctypes.c_void_p(int(signal.SIG_IGN))
-        with keeping_handler(signal.SIGUSR1):
-            ctypes.pythonapi.PyOS_setsig(signal.SIGUSR1, ignore)
-            where = "inside"
-            signal.raise_signal(signal.SIGUSR1)
-
-    before = signal.signal(signal.SIGUSR1, lambda *_: heard.append(where))
-    try:
-        signal.raise_signal(signal.SIGUSR1)
-        thread = threading.Thread(target=take)
-        thread.start()
-        thread.join()
-        where = "after"
-        signal.raise_signal(signal.SIGUSR1)
-    finally:
-        signal.signal(signal.SIGUSR1, before)
-    assert heard == ["before", "after"]
+from tfmultigpu.strategies.stop_signals import StopSignal, StopVote
 
 
 def test_a_second_signal_does_what_it_would_have_done() -> None:
@@ -69,7 +42,7 @@ def test_workers_ask_each_other_about_once_a_second(monkeypatch: pytest.MonkeyPa
         asked = 0
         other = 0
 
-        def __call__(self, numbers: list[int]) -> np.ndarray:
+        def __call__(self, purpose: str, numbers: list[int]) -> np.ndarray:
             self.asked += 1
             return np.array([numbers, [self.other, numbers[1]]])
 

@@ -13,7 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 import tfmultigpu as tmg
-from tfmultigpu.addons.workers.failures import link_of_workers
+from tfmultigpu.strategies.process_state import process_state
 
 ROWS, BATCH, EPOCHS = 1001, 48, 2
 
@@ -74,7 +74,7 @@ def run(folder: str) -> dict[str, Any]:
     found: dict[str, Any] = {"worker": 0}
     for count in (1, 2, 5):
         found[count] = train(strategy, sorted(str(p) for p in Path(folder).glob(f"{count}-*")))
-    link = link_of_workers()
+    link = process_state.cluster
     if link is not None:
         found["worker"] = link.index
         two = sorted(str(p) for p in Path(folder).glob("2-*"))

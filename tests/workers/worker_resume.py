@@ -12,7 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 import tfmultigpu as tmg
-from tfmultigpu.addons.workers.failures import link_of_workers
+from tfmultigpu.strategies.process_state import process_state
 
 folder = Path(sys.argv[1])
 # Which worker gets which signal before which step, for each attempt.
@@ -21,7 +21,7 @@ attempt = int(os.environ.get("TFMULTIGPU_ATTEMPT", "0"))
 victim, last, number = deaths[attempt] if attempt < len(deaths) else (-1, -1, -1)
 
 strategy = tmg.create_strategy()
-link = link_of_workers()
+link = process_state.cluster
 me = 0 if link is None else link.index
 rng = np.random.default_rng(0)
 x, y = rng.normal(size=(70, 6)).astype("float32"), rng.integers(0, 3, 70)

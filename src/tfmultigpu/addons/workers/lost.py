@@ -40,7 +40,7 @@ _TASK = re.compile(r"/job:worker/replica:\d+/task:(\d+)")
 _NEWS_SECONDS = 2.0  # TensorFlow may hear of an end some milliseconds earlier.
 _FIRST_SECONDS = 1.0  # In which the worker that failed ends before the others do.
 _ABORT_SECONDS = 20.0
-_END_SECONDS = 60.0
+_END_SECONDS = 45.0
 _EXIT_SECONDS = 8.0
 _LONGEST = 300
 
@@ -162,7 +162,7 @@ class JoinedWorkers:
                 error = self._lost(ended, "nothing; this process still waits, or makes its data.")
                 _end_within(1.0)  # Nobody may read the output, and printing would wait.
                 _print(error)
-                os._exit(1)
+                threading.Event().wait()
 
     def _end_by_error(
         self, kind: type[BaseException], error: BaseException, trace: TracebackType | None

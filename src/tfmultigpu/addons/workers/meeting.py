@@ -60,8 +60,8 @@ class _Meeting:
             "address": cluster.address,
             "card": dict(card),
         }
-        self.came: dict[int, Channel] = {}
-        self.callers: list[Channel] = []
+        self.came: dict[int, Channel] = {}  # Those that wait for the word of the first worker.
+        self.told: set[int] = set()  # Those that know what is wrong.
         self.problem: str | None = None
         self.changed = threading.Condition()
 
@@ -81,14 +81,11 @@ class _Meeting:
                 with contextlib.suppress(OSError):
                     listener.shutdown(socket.SHUT_RDWR)  # Wakes the thread that accepts.
                 listener.close()
-        if self.problem is None and self.cluster.is_chief:
-            for channel in channels.values():
-                channel.send({"go": True})
-        for channel in self.callers:
-            if channel not in channels.values():
-                channel.send({"problem": self.problem})
-                channel.close()
+        for channel in self.came.values():
+            channel.send({"problem": self.problem})
         if self.problem is not None:
+            for channel in {*self.came.values(), *channels.values()}:
+                channel.close()
             raise ClusterError(self.problem)
         return channels
 
@@ -115,8 +112,11 @@ class _Meeting:
         return {}
 
     def _missing(self) -> list[int]:
-        self.came = {index: channel for index, channel in self.came.items() if channel.is_open()}
-        return [i for i in range(1, len(self.cluster.workers)) if i not in self.came]
+        for index, channel in list(self.came.items()):
+            if not channel.is_open():
+                self.came.pop(index).close()
+        known = self.told.union(self.came)
+        return [i for i in range(1, len(self.cluster.workers)) if i not in known]
 
     def _look(self, worker: int) -> str:
         try:
@@ -129,8 +129,9 @@ class _Meeting:
         """Tells a worker that has not called what is wrong; it may know better."""
         with contextlib.suppress(OSError, ValueError):
             channel = connect(self.cluster.workers[worker])
-            channel.send({**self.card, "problem": self.problem})
-            self.problem = channel.receive(_TELL_SECONDS).get("problem") or self.problem
+            with contextlib.closing(channel):
+                channel.send({**self.card, "problem": self.problem})
+                self.problem = channel.receive(_TELL_SECONDS).get("problem") or self.problem
 
     def _call_the_first(self) -> dict[int, Channel]:
         seen = ""
@@ -139,17 +140,21 @@ class _Meeting:
             min(self.deadline, time.monotonic() + _TELL_SECONDS) if cannot_start else self.deadline
         )
         while time.monotonic() < end and (cannot_start or self.problem is None):
-            try:
-                channel = connect(self.cluster.workers[0])
-                channel.send({**self.card, "problem": self.problem})
-                reply = channel.receive(end + _TELL_SECONDS - time.monotonic())
-            except ValueError:
-                seen = "another program answers there"
-            except OSError as error:
-                seen = error.strerror or str(error)
-            else:
-                self._end(reply.get("problem"))
-                return {0: channel}
+            with contextlib.ExitStack() as stack:
+                try:
+                    channel = stack.enter_context(
+                        contextlib.closing(connect(self.cluster.workers[0]))
+                    )
+                    channel.send({**self.card, "problem": self.problem})
+                    reply = channel.receive(end + _TELL_SECONDS - time.monotonic())
+                except ValueError:
+                    seen = "another program answers there"
+                except OSError as error:
+                    seen = error.strerror or str(error)
+                else:
+                    stack.pop_all()
+                    self._end(reply.get("problem"))
+                    return {0: channel}
             time.sleep(_PAUSE)
         self._end(
             f"{self.cluster.name(0)}, the first one, did not come within {self.timeout:g} s "
@@ -167,21 +172,23 @@ class _Meeting:
         """Reads the card of a caller; ignores what is not one."""
         try:
             caller = channel.receive(max(1.0, self.deadline - time.monotonic()))
-            index, problem = int(caller["index"]), self._difference(caller) or caller["problem"]
+            index, problem = int(caller["index"]), caller["problem"]
+            difference = self._difference(caller)
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             channel.close()
             return
         with self.changed:
             known = self.came.get(index)
             if index == self.cluster.index or (known is not None and known.is_open()):
-                problem = problem or f"Two processes say that they are {self.cluster.name(index)}."
-            self._end(problem)
-            if self.cluster.is_chief:
-                self.callers.append(channel)
+                problem = f"Two processes say that they are {self.cluster.name(index)}."
+            self.problem = difference or self.problem or problem
+            if self.problem is None and self.cluster.is_chief:
                 self.came[index] = channel
-                return
-        channel.send({"problem": self.problem})
-        channel.close()
+            else:
+                self.told.add(index)
+                channel.send({"problem": self.problem})
+                channel.close()
+            self.changed.notify_all()
 
     def _difference(self, caller: Mapping[str, Any]) -> str | None:
         for name, own in self.card["card"].items():

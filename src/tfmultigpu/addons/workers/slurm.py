@@ -1,7 +1,7 @@
 """The cluster of a Slurm job step, from the variables that ``srun`` sets for each of its tasks.
 
 TensorFlow's own resolver asks ``nvidia-smi``, which nodes without GPUs lack, and sorts hosts as
-text (``n10`` before ``n9``). Slurm numbers tasks in the order of its list of nodes, as is done here.
+text (``n10`` before ``n9``). Slurm numbers tasks in the order of its list of nodes.
 """
 
 from __future__ import annotations
@@ -80,7 +80,9 @@ def expand_hosts(text: str) -> Iterator[str]:
     """
     numbers = r"\[[0-9]+(?:-[0-9]+)?(?:,[0-9]+(?:-[0-9]+)?)*\]"
     host = rf"(?:[A-Za-z0-9._-]|{numbers})+"
-    if re.fullmatch(f"{host}(?:,{host})*", text) is None:
+    ranges = re.findall("([0-9]+)-([0-9]+)", " ".join(re.findall(numbers, text)))
+    falling = any(int(first) > int(last) for first, last in ranges)
+    if falling or re.fullmatch(f"{host}(?:,{host})*", text) is None:
         raise ClusterError(
             'Slurm: SLURM_STEP_NODELIST is not of the form "gpu[01-03,7],login". '
             f"Received: SLURM_STEP_NODELIST={text!r:.1000}"

@@ -1,0 +1,216 @@
+"""Before TensorFlow starts: all workers are here and alike, or each is told what is wrong."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from tfmultigpu.addons.workers import channels
+from tfmultigpu.addons.workers.channels import Channel, connect, listen
+from tfmultigpu.addons.workers.cluster import Cluster
+from tfmultigpu.addons.workers.ends import BROKEN_OFF, FINISHED, Ends
+from tfmultigpu.addons.workers.meeting import meet
+from tfmultigpu.addons.workers.processes import free_addresses
+from tfmultigpu.errors import ClusterError
+
+Result = dict[int, Channel] | str
+
+
+def hold(
+    clusters: Sequence[Cluster],
+    cards: Sequence[dict[str, str]] = (),
+    problems: Sequence[str | None] = (),
+    late: float = 0.0,
+    timeout: float = 20.0,
+) -> tuple[list[Result], float]:
+    """Returns each worker's connections or error, and the seconds; a thread is a worker."""
+
+    def worker(place: int) -> Result:
+        time.sleep(late * place)
+        card = cards[place] if cards else {"version": "1"}
+        try:
+            return meet(clusters[place], card, timeout, problems[place] if problems else None)
+        except ClusterError as error:
+            return str(error)
+
+    start = time.monotonic()
+    with ThreadPoolExecutor(len(clusters)) as threads:
+        results = list(threads.map(worker, range(len(clusters))))
+    return results, time.monotonic() - start
+
+
+def alike(count: int) -> list[Cluster]:
+    addresses = free_addresses(count)
+    return [Cluster(addresses, index) for index in range(count)]
+
+
+def close(results: Sequence[Result]) -> None:
+    for result in results:
+        assert not isinstance(result, str), result
+        for channel in result.values():
+            channel.close()
+
+
+@pytest.mark.parametrize("late", [0.0, 0.5])
+def test_all_meet_and_their_ports_are_free(late: float) -> None:
+    clusters = alike(4)
+    results, _ = hold(clusters, late=late)
+    assert [sorted(result) for result in results] == [[1, 2, 3], [0], [0], [0]]
+    for cluster in clusters:
+        listen(cluster).close()
+    close(results)
+
+
+@pytest.mark.parametrize("absent", [0, 2])
+def test_a_missing_worker_is_named(absent: int) -> None:
+    clusters = alike(3)
+    results, seconds = hold([c for c in clusters if c.index != absent], timeout=1.5)
+    for result in results:
+        assert f"worker {absent} of 3 at {clusters[absent].address}" in result
+        assert "did not come within 1.5 s" in result
+        assert "Connection refused" in result
+    assert seconds < 15.0
+
+
+def test_workers_that_differ_see_both_values() -> None:
+    results, seconds = hold(alike(3), cards=[{"version": v} for v in "112"])
+    for result in results:
+        assert "The workers disagree about version: worker 0 at " in result
+        assert " has 1, worker 2 at " in result
+    assert seconds < 10.0
+
+
+def test_clusters_of_two_sizes_are_told() -> None:
+    addresses = free_addresses(3)
+    small, large = Cluster(addresses[:2], 0), Cluster(addresses, 1)
+    cards = [{"the cluster": f"{list(c.workers)}"} for c in (small, large)]
+    results, _ = hold([small, large], cards)
+    for result in results:
+        assert f"disagree about the cluster: worker 0 at {addresses[0]} has " in result
+
+
+def test_two_first_workers_find_each_other_at_the_timeout() -> None:
+    addresses = free_addresses(2)
+    clusters = [Cluster(addresses, 0), Cluster(addresses[::-1], 0)]
+    cards = [{"the cluster": f"{c.workers}"} for c in clusters]
+    results, _ = hold(clusters, cards, timeout=2.0)
+    assert any("disagree about the cluster" in result for result in results), results
+    assert all(isinstance(result, str) for result in results)
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_worker_that_cannot_start_tells_the_others(place: int) -> None:
+    problems = [None, None, None]
+    problems[place] = "TensorFlow started too early"
+    results, seconds = hold(alike(3), problems=problems)
+    for result in results:
+        assert f"worker {place} of 3 at " in result
+        assert "cannot start: TensorFlow started too early" in result
+    assert seconds < 15.0
+
+
+def test_a_taken_port_is_told_to_all() -> None:
+    clusters = alike(2)
+    with socket.create_server(channels.split_address(clusters[1].address or "")):
+        results, _ = hold(clusters)
+    for result in results:
+        assert "worker 1 of 2" in result
+        assert "is taken by another program" in result
+
+
+def test_an_address_of_another_machine_is_told() -> None:
+    with pytest.raises(ClusterError, match=r"192\.0\.2\.1:2222 is not an address of this machine"):
+        listen(Cluster(["192.0.2.1:2222", "b:1"], 0))
+
+
+def test_the_same_worker_twice_is_told() -> None:
+    clusters = alike(3)
+    twin = Cluster(clusters[1].workers, 1)
+    with pytest.MonkeyPatch.context() as patch:
+        # As on another machine, where the port is free.
+        free = listen(Cluster(free_addresses(1), 0))
+        patch.setattr(
+            "tfmultigpu.addons.workers.meeting.listen",
+            lambda cluster: free if cluster is twin else listen(cluster),
+        )
+        results, _ = hold([clusters[0], clusters[1], twin], timeout=5.0)
+    assert any("Two processes say that they are worker 1 of 3" in result for result in results)
+    assert all(isinstance(result, str) for result in results)
+
+
+def test_strangers_are_ignored_and_another_program_is_named() -> None:
+    clusters = alike(2)
+
+    def disturb() -> None:
+        for text in (b"", b"\xff\xfe\n", b"GET / HTTP/1.1\r\n\r\n", b"[1]\n", b'{"index": "x"}\n'):
+            for _ in range(50):
+                try:
+                    stranger = socket.create_connection(
+                        channels.split_address(clusters[0].address or "")
+                    )
+                except OSError:
+                    time.sleep(0.05)
+                    continue
+                stranger.sendall(text)
+                stranger.close()
+                break
+
+    threading.Thread(target=disturb).start()
+    results, _ = hold(clusters, late=1.0)
+    close(results)
+
+    def answer(server: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                with server.accept()[0] as connection:
+                    connection.sendall(b"\x00\x00\x06\xff\xfe\x01\n")  # As TensorFlow's does.
+
+    worker = alike(2)[1]
+    with socket.create_server(channels.split_address(worker.workers[0])) as server:
+        threading.Thread(target=answer, args=(server,), daemon=True).start()
+        (result,), _ = hold([worker], timeout=0.5)
+        server.shutdown(socket.SHUT_RDWR)
+    assert "another program answers there" in result or "reset by peer" in result
+
+
+def test_a_call_that_reaches_itself_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    itself = socket.socket()
+    itself.bind(("127.0.0.1", 0))
+    itself.connect(itself.getsockname())
+    monkeypatch.setattr(socket, "create_connection", lambda *_: itself)
+    with pytest.raises(ConnectionRefusedError):
+        connect("127.0.0.1:1")
+
+
+def test_ends_are_passed_on_in_their_order() -> None:
+    clusters = alike(3)
+    results, _ = hold(clusters)
+    ends = [Ends(index, result) for index, result in enumerate(results)]
+    assert ends[0].wait(0.05) == {}
+    ends[2].leave(FINISHED)
+    assert ends[1].wait(20.0) == {2: FINISHED}
+    for channel in results[1].values():
+        channel._connection.shutdown(socket.SHUT_RDWR)  # As after kill -9.
+    deadline = time.monotonic() + 20.0
+    while len(ends[0].wait(0.0)) < 2 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert list(ends[0].wait(0.0).items()) == [(2, FINISHED), (1, BROKEN_OFF)]
+    ends[0].leave("it ended with ValueError: no")
+    deadline = time.monotonic() + 20.0
+    while 0 not in ends[2].wait(0.0) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert ends[2].wait(0.0)[0] == "it ended with ValueError: no"
+    close(results)
+
+
+@pytest.mark.slow
+def test_a_hundred_healthy_meetings() -> None:
+    for _ in range(100):
+        results, _ = hold(alike(3))
+        close(results)
