@@ -20,8 +20,8 @@ PROCESSES = (
     ),
     Mutation(
         "a lost worker is an error of TensorFlow, which names none or another one",
-        "clusters/failures.py",
-        (("        raise explained from error", "        raise"),),
+        "addons/workers/lost.py",
+        (("            raise explained from error", "            raise"),),
         (f"{WORKERS}::test_a_killed_worker_is_named_to_the_other",),
     ),
     Mutation(
