@@ -13,13 +13,12 @@ from tfmultigpu.accumulation.loss_sum import is_fixed
 from tfmultigpu.accumulation.owners import refuse_float8
 from tfmultigpu.errors import ScopeError, TfMultiGpuError
 from tfmultigpu.strategies.collectives import sum_over_replicas
-from tfmultigpu.strategies.not_copied import NotCopied
 from tfmultigpu.strategies.topology import describe
 
 __all__ = ["GradientAccumulator"]
 
 
-class GradientAccumulator(NotCopied):
+class GradientAccumulator:
     """Adds gradients and weights on each replica, and over the replicas once per window.
 
     For loops written by hand; ``make_train_step(micro_batches=k)`` does the same by itself. What is

@@ -200,16 +200,12 @@ class Owned(Replicated):
     def updating(self, variables: Sequence[Any]) -> Iterator[None]:
         """Has functions that Keras runs on all copies of a variable run on that of the owner.
 
-        The other copies are written once, at the end. Moving averages and constraints read the
-        first copy before that, and so may the code of a user: then they are written at once.
+        The other copies are written at once, because moving averages, constraints and the code of
+        a user read the first one; after the weight decay of Keras, without arguments, at the end.
         """
         extended: Any = self.strategy.extended
         original = extended.update
-        parts = parts_of(self.optimizer)
-        own_code = not all(map(_compat.is_own_class_of_keras, parts))
-        read = any(part.use_ema for part in parts) or any(
-            getattr(variable, "constraint", None) for variable in variables
-        )
+        own_code = not all(map(_compat.is_own_class_of_keras, parts_of(self.optimizer)))
         written: dict[int, Any] = {}
 
         def update(
@@ -229,7 +225,7 @@ class Owned(Replicated):
 
             original(variable, on_owner, args, kwargs=kwargs, group=False)
             written[id(variable)] = variable
-            if own_code or (read and args):  # After weight decay, without any, comes the step.
+            if own_code or args:
                 self._copy(written.pop(id(variable)))
             return None
 

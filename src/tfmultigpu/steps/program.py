@@ -30,7 +30,6 @@ from tfmultigpu.steps.failures import explaining_failures
 from tfmultigpu.steps.features import SEES, Call, Feature, Pass, Phase, Replica, Rows, Sees, Shards
 from tfmultigpu.steps.rows import standing_at
 from tfmultigpu.steps.tally import Layout, Tallies, Tally, add, logs_of, nothing
-from tfmultigpu.strategies.not_copied import NotCopied
 from tfmultigpu.strategies.topology import describe, local_replicas, per_replica
 
 __all__ = ["Program"]
@@ -41,7 +40,7 @@ Split = Callable[[Any], tuple[list[Any], Any]]
 Batch = tuple[Any, list[list[Any]], Any]
 
 
-class Program(NotCopied):
+class Program:
     """Runs ``compute`` on batches.
 
     Attributes:
