@@ -42,6 +42,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"tfmultigpu {__version__}")
     commands = parser.add_subparsers(required=True, title="commands")
     doctor = commands.add_parser("doctor", help="report why this machine uses one GPU or none")
+    doctor.add_argument("--links", action="store_true", help="test the links between GPUs, too")
     doctor.set_defaults(run=_run_doctor)
     demo = commands.add_parser("demo", help="train on one device and on several, and compare")
     text = "2 to 16; default: one per GPU, or 4 virtual CPUs"
@@ -54,18 +55,21 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _run_doctor(_: argparse.Namespace) -> int:
+def _run_doctor(options: argparse.Namespace) -> int:
     try:
-        from tfmultigpu.addons.diagnostics import doctor  # The help does not need TensorFlow.
+        from tfmultigpu.addons.diagnostics import (
+            check_links,
+            doctor,
+        )  # The help does not need TensorFlow.
     except Exception as error:  # TensorFlow imports Keras, which fails in many ways.
         sys.exit(
             f"TensorFlow cannot be imported: {type(error).__name__}: {error}. If it names a "
             "backend or a configuration, check the variable KERAS_BACKEND and "
             "~/.keras/keras.json. Otherwise: pip install --force-reinstall tensorflow."
         )
-    report = doctor()
-    print(report)
-    return int(any(finding.severity == "error" for finding in report.findings))
+    reports = [doctor(), *([check_links()] if options.links else [])]
+    print(*reports, sep="\n\n")
+    return int(any("error" in [f.severity for f in report.findings] for report in reports))
 
 
 def _run_demo(options: argparse.Namespace) -> bool:

@@ -2,11 +2,13 @@
 
 from tfmultigpu.addons.diagnostics.doctor import doctor
 from tfmultigpu.addons.diagnostics.explain import explain
+from tfmultigpu.addons.diagnostics.links import check_links
 from tfmultigpu.addons.diagnostics.report import Finding, Report
 
 __all__ = [
     "Finding",
     "Report",
+    "check_links",
     "doctor",
     "explain",
 ]

@@ -1,0 +1,168 @@
+"""``doctor --links``: copies between each pair of devices, and sums over all, right to the bit.
+
+They run in a process of their own, because a broken link may hang TensorFlow for ever.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import queue
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import IO, Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfmultigpu.addons.diagnostics.report import Finding, Report
+from tfmultigpu.devices import enable_memory_growth, list_devices, split_device
+from tfmultigpu.errors import StrategyUnavailableError
+from tfmultigpu.strategies import create_strategy
+
+__all__ = ["check_links", "run_tests"]
+
+_CHILD = (
+    "import sys; from tfmultigpu.addons.diagnostics import links; links.run_tests(sys.argv[1:])"
+)
+_START = "start of the devices"
+_FINE = (" ms", "not available")
+_START_SECONDS = 120.0  # It imports TensorFlow.
+_MARK = "link test: "
+_SIZE = 2**22  # Numbers in a test.
+_CHANGE = (
+    "NCCL_P2P_DISABLE=1 in the environment, which copies through the memory of the host; or turn "
+    "off the IOMMU (kernel options intel_iommu=off, amd_iommu=off) and ACS in the BIOS"
+)
+
+
+def check_links(
+    devices: Sequence[str] | None = None, *, seconds: float = 20.0, child: str = _CHILD
+) -> Report:
+    """Tests the links between devices: copies known bytes, and adds powers of two each way.
+
+    Args:
+        devices: Their names; None takes all GPUs. CPUs are made by ``split_device``.
+        seconds: The limit of each test.
+        child: The program that runs the tests on the devices in its arguments.
+
+    Returns:
+        The report: a finding for each test that fails, and the milliseconds of the others.
+    """
+    names = devices or [device.name for device in list_devices("GPU")]
+    title = f"tfmultigpu doctor --links: {len(names)} device(s)"
+    if len(names) < 2:
+        what = "Links are between GPUs, and there are no two."
+        return Report(title, (Finding("note", "no-links", what, "Nothing to test.", "-"),), {})
+    results = _run([sys.executable, "-c", child, *names], seconds)
+    findings = [_finding(test, text) for test, text in results.items() if not text.endswith(_FINE)]
+    if not findings:
+        what = f"{len(results) - 1} tests of {', '.join(names)} are right to the bit."
+        findings = [Finding("note", "links-in-order", what, "The links are in order.", "-")]
+    return Report(title, tuple(findings), {"tests": results})
+
+
+def _finding(test: str, text: str) -> Finding:
+    why = "Training on these devices gives NaN, another result or hangs; on one alone it is fine."
+    way = "hierarchical_copy" if "one_device" in test else "one_device"
+    change = f'tmg.create_strategy(communication="{way}"); or ' if test.startswith("sum") else ""
+    return Finding("error", "broken-link", f"{test}: {text}", why, change + _CHANGE)
+
+
+def _run(command: list[str], seconds: float) -> dict[str, str]:
+    """Runs the tests; returns the milliseconds of each, or the fault."""
+    results, test, lines = {_START: ""}, _START, queue.Queue[str | None]()
+    with tempfile.TemporaryFile("w+") as log:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
+        reader = threading.Thread(target=_read, args=(process.stdout, lines))
+        reader.start()
+        try:
+            while line := lines.get(timeout=_START_SECONDS if test == _START else seconds):
+                test, results[test] = json.loads(line)
+        except queue.Empty:
+            results[test] = "did not end in time"
+        process.kill()
+        reader.join()
+        code = process.wait()
+        if not results[test]:
+            log.seek(0)
+            last = log.read().strip().splitlines()[-1:]
+            results[test] = f"ended with code {code}: {''.join(last)}"
+    return results
+
+
+def _read(stream: IO[str], lines: queue.Queue[str | None]) -> None:
+    with stream:
+        for line in stream:
+            if line.startswith(_MARK):
+                lines.put(line.removeprefix(_MARK))
+    lines.put(None)
+
+
+# In the process of the tests ----------------------------------------------------------------------
+
+
+def run_tests(devices: Sequence[str]) -> None:
+    """Runs the tests, and prints the name of each when it begins, and its result."""
+    if "GPU" in devices[0].upper():
+        enable_memory_growth()
+    else:
+        split_device("CPU:0", parts=len(devices))
+    tests: dict[str, Callable[[], str]] = {_START: str}
+    for source, target in itertools.permutations(devices, 2):
+        tests[f"copy {source} -> {target}"] = partial(_test_copy, source, target)
+    for way in ("nccl", "hierarchical_copy", "one_device"):
+        tests[f"sum over {', '.join(devices)} by {way}"] = partial(_test_sum, devices, way)
+    for name, test in tests.items():
+        print(_MARK + json.dumps([name, ""]), flush=True)
+        begin = time.perf_counter()
+        fault = test() or f"{1e3 * (time.perf_counter() - begin):.0f} ms"
+        print(_MARK + json.dumps([name, fault]), flush=True)
+
+
+def copy(tensor: Any, device: str) -> Any:
+    """Copies a tensor to a device."""
+    with tf.device(device):
+        return tf.identity(tensor)
+
+
+def add(strategy: tf.distribute.Strategy, value: Callable[[Any], Any]) -> Any:
+    """Adds the values of all replicas; returns the sum that each has."""
+
+    def replica() -> Any:
+        context = tf.distribute.get_replica_context()
+        number = tf.cast(context.replica_id_in_sync_group, tf.float32)
+        return context.all_reduce(tf.distribute.ReduceOp.SUM, value(number))
+
+    return strategy.experimental_local_results(tf.function(lambda: strategy.run(replica))())
+
+
+def _test_copy(source: str, target: str) -> str:
+    sent = np.random.default_rng().integers(0, 256, _SIZE, dtype="uint8")
+    with tf.device(source):
+        there = tf.constant(sent)
+    return _fault(copy(there, target).numpy(), sent)
+
+
+def _test_sum(devices: Sequence[str], way: Any) -> str:
+    try:
+        strategy = create_strategy(devices=devices, communication=way, fallback=False)
+    except StrategyUnavailableError:  # NCCL on parts of a GPU, pairs of an odd number of devices.
+        return "not available"
+    sums = add(strategy, lambda number: tf.fill([_SIZE], 2.0**number))
+    faults = [_fault(each.numpy(), np.float32(2 ** len(devices) - 1)) for each in sums]
+    return next(filter(None, faults), "")
+
+
+def _fault(received: Any, expected: Any) -> str:
+    """Returns how many numbers are wrong, and the first; empty if none is."""
+    wrong = np.flatnonzero(received != expected)
+    if not wrong.size:
+        return ""
+    first = np.broadcast_to(expected, received.shape)[wrong[0]]
+    return f"{wrong.size} of {received.size} wrong: {received[wrong[0]]} instead of {first}"
