@@ -7,6 +7,7 @@ Each function names the attribute, why the public API is not enough, and what ha
 from __future__ import annotations
 
 import copy
+import functools
 import importlib
 import pkgutil
 from collections.abc import Callable, Iterator
@@ -336,6 +337,40 @@ def data_adapter() -> Any:
     from keras.src.trainers.data_adapters.data_adapter import DataAdapter
 
     return DataAdapter
+
+
+def passes_of_keras(data: Any) -> Callable[[], Iterator[Any]] | None:
+    """Returns a function that yields the batches of an epoch, as ``fit`` of Keras reads the data.
+
+    Private: ``keras.src.trainers.data_adapters.get_data_adapter``. Keras has no public name for how
+    it reads a ``PyDataset``, with threads, or a torch ``DataLoader``. Without it (Keras before 3.5)
+    only a ``PyDataset`` is read.
+
+    Returns:
+        The function; None if Keras cannot read the data in batches of its own.
+    """
+    import keras
+
+    adapters = importlib.import_module("keras.src.trainers.data_adapters")
+    module = importlib.import_module("keras.src.trainers.data_adapters.py_dataset_adapter")
+    make_adapter: Any = getattr(adapters, "get_data_adapter", None)
+    if isinstance(data, keras.utils.PyDataset):
+        # Threads begin with an adapter, and a pass that is broken off leaves one behind.
+        make_adapter = functools.partial(module.PyDatasetAdapter, class_weight=None, shuffle=False)
+
+    def epoch() -> Iterator[Any]:
+        adapter = make_adapter(data)
+        adapter.on_epoch_begin()
+        if adapter.num_batches != 0:
+            yield from adapter.get_numpy_iterator()
+        adapter.on_epoch_end()
+
+    epoch.__name__ = type(data).__name__
+    try:
+        is_array = make_adapter is None or type(make_adapter(data)).__name__ == "ArrayDataAdapter"
+    except ValueError:
+        return None
+    return None if is_array else epoch
 
 
 def is_part_of_keras(source: Any) -> bool:

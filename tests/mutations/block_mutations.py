@@ -129,8 +129,8 @@ BLOCKS = (
         "data/shares.py",
         (
             (
-                "(parts[i] - quotas[i], -capacities[i], i)",
-                "(quotas[i] - parts[i], -capacities[i], i)",
+                "(parts[i] - quotas[i], -exact[i], i)",
+                "(quotas[i] - parts[i], -exact[i], i)",
             ),
         ),
         ("promises/test_shares.py::test_shares_sum_exactly_and_are_proportional",),
@@ -138,7 +138,7 @@ BLOCKS = (
     Mutation(
         "equal remainders are given by place alone",
         "data/shares.py",
-        (("(parts[i] - quotas[i], -capacities[i], i)", "(i,)"),),
+        (("(parts[i] - quotas[i], -exact[i], i)", "(i,)"),),
         ("promises/test_shares.py::test_shares_do_not_depend_on_the_order",),
     ),
     Mutation(

@@ -4,35 +4,29 @@ from __future__ import annotations
 
 import functools
 import itertools
-import sys
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
+from tfmultigpu import _compat
 from tfmultigpu.arguments import check_count
 from tfmultigpu.data.batch_format import any_rows, count_rows, map_items, tensors_of
 from tfmultigpu.errors import DataError
 
-__all__ = ["fill", "tensors_of_arrays", "to_dataset"]
+__all__ = ["check_not_distributed", "fill", "tensors_of_arrays", "to_dataset"]
 
 
 def to_dataset(data: Any, batch_size: int | None = None) -> tf.data.Dataset[Any]:
-    """Returns data as a dataset of global batches.
+    """Returns data as a dataset of global batches, which can be iterated any number of times.
 
     Args:
-        data: A ``tf.data.Dataset`` of batches, a ``keras.utils.PyDataset``, a function without
-            arguments that returns a fresh iterator of batches (of a torch ``DataLoader``:
-            ``lambda: loader``), or arrays (one, or a tuple, list or dict of them) that agree in
-            their first axis. The batches of a PyDataset come in order; its ``workers`` threads make
-            them ahead of time.
+        data: A ``tf.data.Dataset`` of batches; a function without arguments that returns a fresh
+            iterator of batches; arrays that agree in their first axis, one, or a tuple or dict of
+            them, or a list of them for several inputs; or what else Keras reads in ``fit``, such as
+            a ``PyDataset`` or a torch ``DataLoader``.
         batch_size: Examples of a global batch, for arrays only.
-
-    Returns:
-        A dataset that can be iterated any number of times.
 
     Raises:
         DataError: The data is already distributed, one-shot, or not data; arrays without
@@ -44,65 +38,64 @@ def to_dataset(data: Any, batch_size: int | None = None) -> tf.data.Dataset[Any]
         >>> [batch.shape[0] for batch in to_dataset(np.zeros((5, 2)), batch_size=2)]
         [2, 2, 1]
     """
-    if isinstance(data, (tf.distribute.DistributedDataset, tf.distribute.DistributedValues)):
-        raise DataError(
-            f"The data is already distributed. Received: {type(data).__name__}. Give the original "
-            "tf.data.Dataset of global batches."
-        )
-    if isinstance(data, tf.data.Dataset):
-        _no_batch_size(data, batch_size, "dataset.batch(batch_size)")
-        return data
-    if _is_py_dataset(data):
-        _no_batch_size(data, batch_size, "the batch size of the PyDataset itself")
-        if _num_batches(data) == 0:
-            raise DataError(
-                f"The PyDataset has no batches. Received: {type(data).__name__} of length 0."
-            )
-        return _from_passes(_Passes(lambda: _py_dataset_batches(data)))
+    check_not_distributed(data)
     if isinstance(data, (Iterator, tf.data.Iterator)):
         raise DataError(
             "An iterator can be read once, and inspecting it would lose batches. Received: "
             f"{type(data).__name__}. Give the function that makes it: write "
             "tmg.distribute_dataset(make_batches), not tmg.distribute_dataset(make_batches())."
         )
-    if callable(data):
-        _no_batch_size(data, batch_size, "batches of that size from the generator")
-        return _from_passes(_Passes(data))
-    return _from_arrays(data, batch_size)
+    if tf.nest.is_nested(data) or hasattr(data, "__array__"):
+        return _from_arrays(data, batch_size)
+    is_dataset = isinstance(data, tf.data.Dataset)
+    passes = data if is_dataset or callable(data) else _compat.passes_of_keras(data)
+    if passes is None:
+        return _from_arrays(data, batch_size)  # Raises.
+    if batch_size is not None:
+        raise DataError(
+            f"batch_size is for arrays, and a {type(data).__name__} already yields batches. "
+            f"Received: batch_size={batch_size}. Leave it out, and yield global batches: "
+            "dataset.batch(batch_size)."
+        )
+    return data if is_dataset else _from_passes(_Passes(passes))
+
+
+def check_not_distributed(data: Any) -> None:
+    """Checks that data is not distributed already."""
+    if isinstance(data, (tf.distribute.DistributedDataset, tf.distribute.DistributedValues)):
+        raise DataError(
+            f"The data is already distributed. Received: {type(data).__name__}. Give the original "
+            "data, from which global batches are formed."
+        )
 
 
 def tensors_of_arrays(data: Any) -> Any:
     """Returns arrays, one or a tuple, list or dict of them, as tensors with equally many rows.
 
-    Lists of arrays are tuples in the result, as in the batches of ``to_dataset``.
+    A list of arrays is ``(x,)``, in which x is a tuple of several inputs, as in Keras.
 
     Raises:
         DataError: The data is not arrays, or they differ in their number of rows.
     """
+    if isinstance(data, list) and any(map(_holds_arrays, data)):
+        data = (data,)
     try:
         arrays = tf.nest.map_structure(_array_to_tensor, _lists_to_tuples(data))
     except (TypeError, ValueError) as error:
-        hint = ""
-        if hasattr(data, "__iter__") and not isinstance(data, (str, bytes, tuple, list, Mapping)):
-            hint = " If it is an iterable of batches, give a function that returns it: lambda: it."
         received = repr(data) if isinstance(data, (str, int, float)) else type(data).__name__
         raise DataError(
             f"The data cannot be distributed: {error}. Received: {received}. Give a "
-            f"tf.data.Dataset of global batches, or arrays with batch_size.{hint}"
+            "tf.data.Dataset of global batches, arrays with batch_size, or of an iterable of "
+            "batches a function that returns it: lambda: it."
         ) from None
     leaves = tensors_of(arrays)
     if not leaves:
         raise DataError(f"The data has no arrays. Received: {data!r}. Give (features, labels).")
     shapes = [tuple(leaf.shape) for leaf in leaves]
-    if () in shapes:
+    if () in shapes or len({int(count_rows(leaf)) for leaf in leaves}) > 1:
         raise DataError(
-            "An array of examples has rows, but one of these is a scalar. Received: shapes "
-            f"{shapes}. Give every array one row per example."
-        )
-    if len({int(count_rows(leaf)) for leaf in leaves}) > 1:
-        raise DataError(
-            "The arrays differ in their number of rows, so they cannot be paired. Received: shapes "
-            f"{shapes}. Give one row per example in each."
+            "Arrays are paired by rows, so each needs one row per example. Received: shapes "
+            f"{shapes}."
         )
     return arrays
 
@@ -139,7 +132,7 @@ def _array_to_tensor(value: Any) -> Any:
 def _lists_to_tuples(batch: Any) -> Any:
     """Converts lists of arrays to tuples and other lists to arrays; tf.data would stack both."""
     if isinstance(batch, list):
-        if not any(_holds_arrays(item) for item in batch):
+        if not any(map(_holds_arrays, batch)):
             return np.asarray(batch)
         batch = tuple(batch)
     return map_items(_lists_to_tuples, batch) if isinstance(batch, (tuple, Mapping)) else batch
@@ -147,7 +140,7 @@ def _lists_to_tuples(batch: Any) -> Any:
 
 def _holds_arrays(item: Any) -> bool:
     if isinstance(item, (list, tuple)):
-        return any(_holds_arrays(part) for part in item)
+        return any(map(_holds_arrays, item))
     return isinstance(item, Mapping) or len(getattr(item, "shape", ())) > 0
 
 
@@ -165,8 +158,7 @@ class _Passes:
         seen = list(itertools.islice(self._first, 2))
         if not seen:
             raise DataError(
-                "The generator yields no batches. Received: "
-                f"{getattr(make_batches, '__name__', make_batches)!r}."
+                f"The data yields no batches. Received: {getattr(make_batches, '__name__', '')!r}."
             )
         first, second = (
             tf.nest.map_structure(_spec_of, _to_tensors_or_arrays(batch))
@@ -196,10 +188,9 @@ class _Passes:
     def _checked(self, batch: Any) -> tuple[Any, ...]:
         leaves, specs = tensors_of(_to_tensors_or_arrays(batch)), tensors_of(self.spec)
         shapes = [leaf.shape for leaf in leaves]
-        fits = len(leaves) == len(specs) and all(
+        if len(leaves) != len(specs) or not all(
             spec.shape.is_compatible_with(shape) for spec, shape in zip(specs, shapes, strict=True)
-        )
-        if not fits:
+        ):
             raise DataError(
                 "A batch of the generator does not fit the first two. Received: shapes "
                 f"{[tuple(shape) for shape in shapes]}, expected {[spec.shape for spec in specs]}. "
@@ -234,44 +225,3 @@ def _to_tensors_or_arrays(batch: Any) -> Any:
 
 def _spec_of(leaf: Any) -> Any:
     return None if leaf is None else any_rows(tf.type_spec_from_value(leaf))
-
-
-def _is_py_dataset(data: Any) -> bool:
-    # A PyDataset exists only after Keras was imported; without one, the import is saved.
-    keras = sys.modules.get("keras")
-    return keras is not None and isinstance(data, keras.utils.PyDataset)
-
-
-def _num_batches(data: Any) -> int | None:
-    """Returns the number of batches of a PyDataset; None if it has no end."""
-    count = data.num_batches if hasattr(data, "num_batches") else len(data)
-    return None if count is None else int(count)
-
-
-def _py_dataset_batches(data: Any) -> Iterator[Any]:
-    """Yields one epoch of a PyDataset in order; threads make batches ahead of time."""
-    if hasattr(data, "on_epoch_begin"):
-        data.on_epoch_begin()
-    count = _num_batches(data)
-    indices = iter(itertools.count() if count is None else range(count))
-    workers = max(1, data.workers)
-    if workers == 1:
-        yield from (data[index] for index in indices)
-    else:
-        with ThreadPoolExecutor(workers) as pool:
-            ahead = max(workers, data.max_queue_size)
-            queue = deque(
-                pool.submit(data.__getitem__, i) for i in itertools.islice(indices, ahead)
-            )
-            while queue:
-                yield queue.popleft().result()
-                queue.extend(pool.submit(data.__getitem__, i) for i in itertools.islice(indices, 1))
-    data.on_epoch_end()
-
-
-def _no_batch_size(data: Any, batch_size: int | None, instead: str) -> None:
-    if batch_size is not None:
-        raise DataError(
-            f"batch_size is for arrays, and a {type(data).__name__} already yields batches. "
-            f"Received: batch_size={batch_size}. Use {instead}."
-        )

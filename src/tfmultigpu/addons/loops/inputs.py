@@ -123,6 +123,8 @@ def pass_feed(
     pipeline of arrays for each.
     """
     kind = PredictFeed if purpose == "prediction" else Feed
+    if purpose == "validation" and isinstance(data, list):
+        data = tuple(data)  # (x, y), as in Keras.
     if _is_arrays(data):
         arrays, size = tensors_of_arrays(data), _checked_size(batch_size)
         rows = int(count_rows(arrays))
