@@ -188,17 +188,15 @@ def test_tensors_of_unknown_rank_are_cut() -> None:
     assert sparse.numpy().tolist() == np.eye(5)[2:].tolist()
 
 
-def test_the_count_of_rows_rides_on_the_pieces() -> None:
+def test_the_offsets_ride_on_the_pieces() -> None:
     batch = {"x": tf.zeros([2, 3]), "y": (tf.zeros([2]), None)}
-    assert partition.marked_global_rows(batch) is None
+    assert partition.marked_offsets(batch) is None
     marked = partition.mark_offsets(batch, partition.shard_offsets(7, (3, 1)))
     assert marked is batch
-    assert int(partition.marked_global_rows(batch)) == 7
-    assert int(partition.marked_global_rows(batch["x"])) == 7
-    assert partition.marked_offsets(batch["y"]).numpy().tolist() == [0, 5, 7]
-    assert int(partition.marked_global_rows((batch["x"] + 1, batch["y"]))) == 7
-    assert partition.marked_global_rows(batch["x"] + 1) is None
-    assert tf.function(partition.marked_global_rows)(batch) is None
+    for part in (batch, batch["x"], batch["y"], (batch["x"] + 1, batch["y"])):
+        assert partition.marked_offsets(part).numpy().tolist() == [0, 5, 7]
+    assert partition.marked_offsets(batch["x"] + 1) is None
+    assert tf.function(partition.marked_offsets)(batch) is None
 
 
 def worker(kind: str, index: int, devices: int, replicas: int, chief: bool) -> SimpleNamespace:

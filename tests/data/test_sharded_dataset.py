@@ -16,8 +16,9 @@ from each import each
 from shards import HOST_AND_DEVICE, batches_of, local, mirrored, read, text_of, to_list
 
 import tfmultigpu as tmg
-from tfmultigpu.data.partition import marked_global_rows, row_offsets
-from tfmultigpu.data.sharded_dataset import check_batched, should_prefetch
+from tfmultigpu.data.cut import check_batched
+from tfmultigpu.data.partition import marked_offsets, row_offsets
+from tfmultigpu.data.sharded_dataset import should_prefetch
 
 SIZES = (1, 2, 3, 5, 7, 9, 63, 64, 65)
 Pair = namedtuple("Pair", ["x", "y"])
@@ -51,7 +52,7 @@ def test_each_row_is_on_one_replica_in_order_and_none_is_empty_without_need(
             assert [] not in shards
             assert list(itertools.chain(*shards)) == rows
         if replicas > 1:
-            assert int(marked_global_rows(batch)) == size
+            assert int(marked_offsets(batch)[-1]) == size
     assert seen == sum(SIZES)
 
 
@@ -291,13 +292,3 @@ def test_shares_may_be_an_array() -> None:
     )
     assert data.shares == (2**18, 3 * 2**18)
     assert read(data) == [[[0], [1, 2, 3]]]
-
-
-def test_sharding_must_be_known() -> None:
-    make = lambda: tmg.distribute_dataset(np.arange(4), batch_size=4, sharding="file")  # noqa: E731
-    assert text_of(make) == (
-        "sharding must be 'auto' or 'rows'. Received: sharding='file'. Files need no sharding: "
-        "give every worker the same list of files. The examples are divided."
-    )
-    for sharding in ("auto", "rows"):
-        assert len(tmg.distribute_dataset(np.arange(4), batch_size=4, sharding=sharding)) == 1

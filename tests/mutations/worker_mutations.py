@@ -40,7 +40,7 @@ PROCESSES = (
         "data/preprocessing.py",
         (
             (
-                "start, stop = own_range(rows, shares, local)",
+                "start, stop = own_range(partition.shard_offsets(rows, shares), local)",
                 "start, stop = tf.zeros_like(rows), rows",
             ),
         ),

@@ -9,7 +9,7 @@ import tensorflow as tf
 from one_strategy import strategy
 
 import tfmultigpu as tmg
-from tfmultigpu.data.partition import marked_global_rows
+from tfmultigpu.data.partition import marked_offsets
 
 
 def batches() -> tf.data.Dataset:
@@ -24,7 +24,7 @@ def read(iterator: tmg.data.ShardIterator) -> list[list[int]]:
     found = []
     for batch in iterator:
         (shard,) = strategy.experimental_local_results(batch)
-        found.append([int(marked_global_rows(batch)), *shard.numpy().tolist()])
+        found.append([int(marked_offsets(batch)[-1]), *shard.numpy().tolist()])
     return found
 
 
@@ -33,7 +33,7 @@ def totals(data: tmg.data.ShardedDataset) -> tuple[tf.Tensor, tf.Tensor]:
     total, rows = tf.constant(0, tf.int64), tf.constant(0, tf.int64)
     for batch in data:
         total += strategy.reduce("SUM", strategy.run(tf.reduce_sum, args=(batch,)), axis=None)
-        rows += marked_global_rows(batch)
+        rows += marked_offsets(batch)[-1]
     return total, rows
 
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfmultigpu.data.batch_format import any_rows, count_rows, tensors_of
+from tfmultigpu.data.batch_format import any_rows, count_rows, structure_of, tensors_of
 from tfmultigpu.data.class_weights import weighting
-from tfmultigpu.data.element_layout import ShardLayout, structure_of
+from tfmultigpu.data.cut import Cut
 from tfmultigpu.data.partition import slice_rows, take_rows
-from tfmultigpu.data.sharded_dataset import ShardedDataset, cutter
+from tfmultigpu.data.sharded_dataset import ShardedDataset
 from tfmultigpu.data.shares import replica_shares
 from tfmultigpu.data.sources import fill
 
@@ -61,8 +61,8 @@ def shard_arrays(
             return _passes(whole, batch_size, endless, shuffle, seed, first_batch, finish)
 
         uncut = batches(weigh)
-        layout = ShardLayout(strategy, uncut.element_spec, on_devices=False)
-        return (uncut, uncut if layout.whole else batches(weigh, cutter(layout, whole_shares)))
+        cut = Cut(strategy, whole_shares, uncut.element_spec)
+        return (uncut, batches(weigh, cut.function) if cut.is_needed else uncut)
 
     def trace() -> Any:
         scalar = tf.TensorSpec([], tf.int64)
@@ -73,8 +73,8 @@ def shard_arrays(
     kind = structure_of(arrays), specs, batch_size
     traced = keep((strategy, whole_shares, kind, endless, shuffle, weights), trace)
     numbers = (tf.constant(number, tf.int64) for number in (seed, first_batch))
-    batches, cut = traced(present, *numbers)
-    return ShardedDataset(batches, strategy, whole_shares, cut=cut)
+    batches, elements = traced(present, *numbers)
+    return ShardedDataset(batches, strategy, whole_shares, elements=elements)
 
 
 def _passes(

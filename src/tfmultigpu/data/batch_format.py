@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -18,7 +17,7 @@ __all__ = [
     "count_rows",
     "first_tensor",
     "map_items",
-    "take",
+    "structure_of",
     "tensors_of",
     "unpack_batch",
     "with_dependencies",
@@ -34,9 +33,11 @@ ROWS_DIFFER = (
     "labels would be paired wrongly. Check the dataset before .batch(). If each example has k rows "
     "of another kind, give them an axis of their own: tf.reshape(u, [rows, k, ...]). Received: rows"
 )
-PREPROCESSED_ROWS = (
-    "preprocess was given the rows of a process and returned another number of rows, so it is "
-    "unknown which shard each belongs to. Return one row for each. Received: rows in and out"
+NOT_ROWS = (
+    "gather_rows takes one row per example of this replica, and this tensor has another number of "
+    "rows. Gather each part by itself, such as the two views of an example: "
+    "tmg.gather_rows((first, second)). If k consecutive rows belong to each example, write "
+    "rows_per_example=k. Received: rows, rows of the batch here, and rows_per_example"
 )
 
 
@@ -76,12 +77,6 @@ def any_rows(leaf: Any) -> Any:
     return tf.TensorSpec([None, *leaf.shape[1:]] if leaf.shape.rank else [], leaf.dtype)
 
 
-def take(spec: Any, tensors: Any) -> Any:
-    """Builds the next leaf from an iterator of tensors; a composite leaf takes several of them."""
-    parts = [next(tensors) for _ in tf.nest.flatten(spec, expand_composites=True)]
-    return tf.nest.pack_sequence_as(spec, parts, expand_composites=True)
-
-
 def tensors_of(batch: Any) -> list[Any]:
     """Returns the tensors of a batch in the order of ``tf.nest``, leaving out None."""
     return [leaf for leaf in tf.nest.flatten(batch) if leaf is not None]
@@ -112,6 +107,19 @@ def map_items(function: Callable[[Any], Any], structure: Any) -> Any:
         return {name: function(item) for name, item in structure.items()}
     items = [function(item) for item in structure]
     return type(structure)(*items) if hasattr(structure, "_fields") else type(structure)(items)
+
+
+def structure_of(batch: Any) -> str:
+    """Returns the kinds of containers of a batch or of its type specs, and the names in them.
+
+    Named tuples are equal in Python if their values are, whatever their fields.
+
+    Example:
+        >>> from tfmultigpu.data.batch_format import structure_of
+        >>> structure_of((1.0, {"a": None}))
+        "(0, {'a': None})"
+    """
+    return repr(tf.nest.map_structure(lambda leaf: None if leaf is None else 0, batch))
 
 
 def count_rows(batch: Any) -> Any:
@@ -181,10 +189,13 @@ def as_data_error(error: Any) -> Exception:
     """
     if NO_ROWS in error.message:
         return DataError(NO_ROWS)
-    for text in (ROWS_DIFFER, PREPROCESSED_ROWS):
-        if text in error.message:
-            rows = re.search(r"[\d ,]+", error.message.split(text, 1)[1].lstrip("]['\n "))
-            counts = ", ".join(re.findall(r"\d+", rows.group())) if rows else "unknown"
-            return DataError(f"{text} {counts}.")
-    raised = re.search(r"^(?:.*\s)?DataError: (.+)$", error.message, re.MULTILINE)
-    return DataError(raised[1]) if raised else error
+    if ROWS_DIFFER in error.message:
+        return DataError(with_values(ROWS_DIFFER, error.message))
+    _, is_raised, raised = error.message.partition("DataError: ")
+    return DataError(raised.partition("\n")[0]) if is_raised else error
+
+
+def with_values(text: str, message: str) -> str:
+    """Returns the text of an assertion with the vector of numbers that failed it."""
+    values = message.partition(text)[2].lstrip("]['\n ").partition("]")[0]
+    return f"{text} {', '.join(values.replace(',', ' ').split())}."

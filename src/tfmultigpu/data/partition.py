@@ -7,12 +7,12 @@ a global batch, and micro-batches are parts of a shard. One rule holds for both:
 - with fewer rows than parts, every part is the whole batch and each row counts ``1 / parts``.
 
 The second case exists because convolution, pooling and batch normalization crash or return NaN for
-zero rows. Unlike padding, it keeps sums, counts and batch statistics exact.
+zero rows. Unlike padding, it keeps sums, counts and batch statistics exact. Loops of users know
+nothing of such copies: see ``small_batches``.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,26 +21,14 @@ import tensorflow as tf
 from tfmultigpu.data.batch_format import count_rows, tensors_of
 from tfmultigpu.strategies.marked_runs import OFFSETS, WHOLE
 
-NOT_ROWS = (
-    "gather_rows takes one row per example of this replica, and this tensor has another number of "
-    "rows. Gather each part by itself, such as the two views of an example: "
-    "tmg.gather_rows((first, second)). If k consecutive rows belong to each example, write "
-    "rows_per_example=k."
-)
-
 
 def row_offsets(rows: Any, shares: Sequence[int]) -> Any:
-    """Returns the offsets at which the parts of a batch begin and end.
+    """Returns the offsets at which the parts of a batch begin, then its rows: an int64 vector.
 
     Args:
-        rows: Rows of the batch, an integer scalar (Python int or ``tf.Tensor``), at least
-            ``len(shares)``.
+        rows: Rows of the batch, an integer scalar, at least ``len(shares)``.
         shares: Relative sizes of the parts, positive integers. If they sum to ``rows``, the parts
             have exactly these sizes; else the ends of the parts are rounded to the nearest row.
-
-    Returns:
-        An int64 tensor of shape ``[len(shares) + 1]``: part ``i`` is rows ``offsets[i]`` up to, not
-        including, ``offsets[i + 1]``. Each part has at least one row.
 
     Example:
         >>> from tfmultigpu.data.partition import row_offsets
@@ -48,15 +36,14 @@ def row_offsets(rows: Any, shares: Sequence[int]) -> Any:
         [0, 6, 8]
     """
     parts = len(shares)
-    ends = [0]
-    for share in shares:
-        ends.append(ends[-1] + share)
     rows = tf.cast(rows, tf.int64)
     index = tf.range(parts + 1, dtype=tf.int64)
     if len(set(shares)) == 1:
         # With rows >= parts every part has a row.
         return rows * index // parts
-    ideal = (rows * tf.constant(ends, tf.int64) + ends[-1] // 2) // ends[-1]
+    ends = tf.cumsum([0, *shares])
+    total = sum(shares)
+    ideal = (rows * tf.cast(ends, tf.int64) + total // 2) // total
     # If a small share rounds to nothing, push the ends apart by one row, from the left ...
     slack = tf.linalg.band_part(tf.ones([parts + 1, parts + 1], tf.bool), -1, 0)
     pushed = tf.reduce_max(tf.where(slack, (ideal - index)[None, :], tf.int64.min), axis=1) + index
@@ -68,69 +55,65 @@ def shard_offsets(rows: Any, shares: Sequence[int]) -> Any:
     """Returns the offsets of the replicas' shards in the global batch, then the rows of the batch.
 
     Args:
-        rows: Rows of the global batch, an integer scalar (Python int or ``tf.Tensor``).
+        rows: Rows of the global batch, an integer scalar.
         shares: Relative sizes of the shards, positive integers.
 
     Returns:
-        An int64 tensor of shape ``[len(shares) + 1]``: the first row of each shard, 0 for all if
-        there are fewer rows than shards; then ``rows``.
-
-    Example:
-        >>> from tfmultigpu.data.partition import shard_offsets
-        >>> shard_offsets(8, (3, 1)).numpy().tolist(), shard_offsets(1, (3, 1)).numpy().tolist()
-        ([0, 6, 8], [0, 0, 1])
+        An int64 vector, as of ``row_offsets``; with fewer rows than shards zeros, then ``rows``.
     """
-    rows = tf.cast(rows, tf.int64)
-    parts = len(shares)
+    rows, parts = tf.cast(rows, tf.int64), len(shares)
     if parts == 1:
         return tf.stack([tf.zeros_like(rows), rows])
-    whole = tf.pad(rows[None], [[parts, 0]])
-    return tf.where(rows < parts, whole, row_offsets(tf.maximum(rows, parts), shares))
+    copies = tf.pad(rows[None], [[parts, 0]])
+    return tf.where(rows < parts, copies, row_offsets(tf.maximum(rows, parts), shares))
 
 
 def batch_offsets(batch: Any, shares: Sequence[int]) -> Any:
-    """Returns the offsets of the replicas' shards of a batch, by ``shard_offsets``.
-
-    Args:
-        batch: Nested structure of tensors.
-        shares: Relative sizes of the shards, positive integers.
-    """
+    """Returns the offsets of the replicas' shards of a batch, by ``shard_offsets``."""
     return shard_offsets(count_rows(batch), shares)
 
 
+def are_copies(offsets: Any) -> Any:
+    """Returns whether each of the shards with these offsets is the whole batch, a bool scalar.
+
+    The offsets of copies are zeros before the last. In a partition the first shard has a row.
+    """
+    return tf.equal(offsets[1], 0)
+
+
+def shard_bounds(offsets: Any, shard: int) -> tuple[Any, Any]:
+    """Returns the first row of a shard in the global batch, and the row after its last."""
+    return offsets[shard], tf.where(are_copies(offsets), offsets[-1], offsets[shard + 1])
+
+
+def shard_weight(offsets: Any) -> Any:
+    """Returns the weight of each row of the shards with these offsets, a float64 scalar."""
+    one = tf.ones([], tf.float64)
+    return tf.where(are_copies(offsets), one / (int(offsets.shape[0]) - 1), one)
+
+
 def cut_rows(batch: Any, shares: Sequence[int], parts: Sequence[int] | None = None) -> list[Any]:
-    """Cuts a batch into parts, none of them empty.
+    """Cuts a batch into shards; with fewer rows than ``shares`` each is the whole batch.
 
     Args:
         batch: Nested structure of dense, ragged or sparse tensors that agree in their rows.
-        shares: Relative sizes of all parts, positive integers.
-        parts: The parts to return; None: all.
-
-    Returns:
-        One structure like ``batch`` for each of these parts. With fewer rows than ``shares`` each
-        is the whole batch.
+        shares: Relative sizes of all shards, positive integers.
+        parts: The shards to return; None: all.
     """
     parts = range(len(shares)) if parts is None else parts
     if len(shares) == 1:
         return [batch for _ in parts]
-    rows = count_rows(batch)
-    whole = rows < len(shares)
-    offsets = row_offsets(tf.maximum(rows, len(shares)), shares)
-    starts = tf.where(whole, tf.zeros_like(offsets[:-1]), offsets[:-1])
-    stops = tf.where(whole, tf.fill([len(shares)], rows), offsets[1:])
-    return [slice_rows(batch, starts[part], stops[part]) for part in parts]
+    offsets = batch_offsets(batch, shares)
+    return [slice_rows(batch, *shard_bounds(offsets, part)) for part in parts]
 
 
 def cut_part(batch: Any, parts: Any, part: Any) -> Any:
-    """Returns one of ``parts`` nearly equal parts of a batch, never an empty one.
+    """Returns one of ``parts`` nearly equal parts of a batch; all of it if it has fewer rows.
 
     Args:
         batch: Nested structure of dense, ragged or sparse tensors that agree in their rows.
         parts: Number of parts, an int or an int64 scalar.
-        part: Number of the part, an integer scalar (Python int or ``tf.Tensor``).
-
-    Returns:
-        A structure like ``batch``; the whole batch if it has fewer rows than ``parts``.
+        part: Number of the part, an integer scalar.
     """
     with tf.device("CPU:0"):  # Shapes are computed there, so that nothing waits for a GPU.
         bounds = part_bounds(count_rows(batch), parts, part)
@@ -139,16 +122,7 @@ def cut_part(batch: Any, parts: Any, part: Any) -> Any:
 
 
 def part_bounds(rows: Any, parts: Any, part: Any) -> tuple[Any, Any]:
-    """Returns the first row of a part and the row after its last, as ``cut_part`` cuts.
-
-    Args:
-        rows: Rows of the batch, an int64 scalar.
-        parts: Number of parts, an int or an int64 scalar.
-        part: Number of the part, an integer scalar (Python int or ``tf.Tensor``).
-
-    Returns:
-        Two int64 scalars; 0 and ``rows`` if there are fewer rows than parts.
-    """
+    """Returns the first row of a part and the row after its last, as ``cut_part`` cuts."""
     part = tf.cast(part, tf.int64)
     whole = rows < parts
     start = tf.where(whole, tf.zeros([], tf.int64), rows * part // parts)
@@ -156,15 +130,7 @@ def part_bounds(rows: Any, parts: Any, part: Any) -> tuple[Any, Any]:
 
 
 def row_weight(rows: Any, parts: Any) -> Any:
-    """Returns the weight of each row in a part: 1, or ``1 / parts`` in a small batch.
-
-    Args:
-        rows: Rows of the whole batch, an integer scalar.
-        parts: Number of parts, an int or an int64 scalar.
-
-    Returns:
-        A float64 scalar.
-    """
+    """Returns the weight of each row in a part, a float64 scalar: 1, or ``1 / parts``."""
     one = tf.ones([], tf.float64)
     if isinstance(parts, int) and parts == 1:
         return one
@@ -174,14 +140,14 @@ def row_weight(rows: Any, parts: Any) -> Any:
 def slice_rows(batch: Any, start: Any, stop: Any) -> Any:
     """Returns rows ``start`` up to, not including, ``stop`` of every tensor of a batch."""
 
-    def one(tensor: Any) -> Any:
+    def slice_tensor(tensor: Any) -> Any:
         if tensor is None:
             return None
         if isinstance(tensor, tf.SparseTensor):
             return _slice_sparse(tensor, start, stop)
         return tensor[start:stop]
 
-    return tf.nest.map_structure(one, batch)
+    return tf.nest.map_structure(slice_tensor, batch)
 
 
 def take_rows(tensor: Any, rows: Any) -> Any:
@@ -227,15 +193,6 @@ def _with_known_columns(part: Any, tensor: Any) -> Any:
     return tf.SparseTensor(part.indices, part.values, tf.stack(sizes))
 
 
-def explain_not_rows(message: str) -> str:
-    """Returns ``NOT_ROWS`` with the numbers that follow it in an error message."""
-    size, rows, times, *_ = re.findall(r"\d+", message.split(NOT_ROWS, 1)[1])
-    return (
-        f"{NOT_ROWS} Received: {size} rows, on a replica with {rows} rows of the batch and "
-        f"rows_per_example={times}."
-    )
-
-
 def mark_offsets(batch: Any, offsets: Any) -> Any:
     """Marks the shards of a batch with the result of ``batch_offsets``.
 
@@ -258,9 +215,3 @@ def marked_offsets(batch: Any) -> Any:
     """Returns the offsets that these shards are marked with; None if unmarked."""
     marks = (getattr(leaf, OFFSETS, None) for leaf in tf.nest.flatten(batch))
     return next((mark for mark in marks if mark is not None), None)
-
-
-def marked_global_rows(batch: Any) -> Any:
-    """Returns the number of rows of the global batch of these shards; None if unmarked."""
-    offsets = marked_offsets(batch)
-    return None if offsets is None else offsets[-1]

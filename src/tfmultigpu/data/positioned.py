@@ -10,7 +10,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfmultigpu.data.batch_format import with_dependencies
-from tfmultigpu.data.passes import Replay, read_over, replay_of
+from tfmultigpu.data.passes import begin_unread, read_over, runs_python
 from tfmultigpu.data.sharded_dataset import ShardedDataset, ShardIterator, distribute_dataset
 from tfmultigpu.data.sources import to_dataset
 from tfmultigpu.errors import CheckpointError
@@ -35,7 +35,7 @@ class Position:
 
 
 class PositionedDataset(ShardedDataset):
-    """Sharded dataset whose passes begin at a position.
+    """Sharded dataset whose passes begin at a position; ``position_data`` makes it.
 
     Attributes:
         passes: Number of passes begun so far, those passed over included.
@@ -50,25 +50,19 @@ class PositionedDataset(ShardedDataset):
         position: Position,
         first_batch: _FirstBatch | None = None,
         of_epoch: Callable[[int], ShardedDataset] | None = None,
-        replay: Replay | None = None,
     ) -> None:
-        """Use ``position_data`` instead.
+        """Takes a whole pass; the training loop changes ``position``.
 
-        Args:
-            whole: A whole pass.
-            position: The position at which the next pass begins; the training loop changes it.
-            first_batch: Records the first batch of each pass, or None.
-            of_epoch: Returns the data of an epoch, if a pass is a function of its epoch.
-            replay: The batches of earlier passes to read again.
+        ``first_batch`` records the first batch of each pass, and ``of_epoch`` returns the data of
+        an epoch, if a pass is a function of its epoch.
         """
         self.__dict__.update(whole.__dict__)
         self.passes = 0
         self.was_read = False
         self.passed_over: Callable[[int], None] = lambda epoch: None
-        self._position = position
-        self._first_batch = first_batch
-        self._of_epoch = of_epoch
-        self._replay = replay or Replay()
+        self._position, self._first_batch, self._of_epoch = position, first_batch, of_epoch
+        finite = self.cardinality() != tf.data.INFINITE_CARDINALITY
+        self._runs_python = of_epoch is None and finite and runs_python(whole.batches)
         self._passes_to_repeat, self._compares = 0, False
         self._last_hash: int | None = None
 
@@ -106,12 +100,8 @@ class PositionedDataset(ShardedDataset):
     def pass_over(self, epochs: int, compare: bool = False) -> None:
         """Has the passes of earlier epochs begin again before the next pass.
 
-        A dataset that reshuffles each pass counts its passes. So these passes are read as far as
-        the order of the next depends on them.
-
-        Args:
-            epochs: Number of passes.
-            compare: Whether to read the first batch of the last of them, to compare it.
+        A dataset that reshuffles each pass counts its passes, whether they are read or not. With
+        ``compare`` the first batch of the last of them is read for ``hash_of_last_epoch``.
         """
         self._passes_to_repeat, self._compares, self._last_hash = epochs, compare, None
 
@@ -122,27 +112,20 @@ class PositionedDataset(ShardedDataset):
 
     def _catch_up(self) -> None:
         epochs, self._passes_to_repeat = self._passes_to_repeat, 0
-        read_last, self._compares = self._compares, False
+        compares, self._compares = self._compares, False
         for epoch in range(self.passes if self._of_epoch is None else 0, epochs):
-            is_compared = read_last and epoch == epochs - 1
+            is_compared = compares and epoch == epochs - 1
             self._begin_pass()
-            if self._of_epoch is None:
-                batches = self._batches_to_compare(epoch) if is_compared else self._replay.batches
-                read_over(ShardedDataset.__iter__(self).source, batches)
-            elif is_compared:
-                read_over(ShardedDataset.__iter__(self._of_epoch(epoch)).source, 1)
+            if self._of_epoch is None or is_compared:
+                whole = self if self._of_epoch is None else self._of_epoch(epoch)
+                # A first pass, read to its end, brings the state of Python code to where it was.
+                # After more passes, code with a state shows in the hash.
+                to_end = is_compared and epoch == 0 and self._runs_python
+                batches = None if to_end else int(is_compared)
+                read_over(ShardedDataset.__iter__(whole).source, batches)
             self.passed_over(epoch)
-        if read_last:
+        if compares:
             self._last_hash = self.first_hash()
-
-    def _batches_to_compare(self, epoch: int) -> int | None:
-        """Returns how many batches of an earlier pass to read again; None for all.
-
-        A first pass, read to its end, brings the state of Python code to where it was. After more
-        passes, code with a state shows in the hash.
-        """
-        endless = int(self._cardinality) == tf.data.INFINITE_CARDINALITY
-        return None if self._replay.python and epoch == 0 and not endless else 1
 
     def _begin_pass(self) -> None:
         self.passes += 1
@@ -155,12 +138,8 @@ def position_data(
 ) -> PositionedDataset:
     """Returns data whose passes begin at a position.
 
-    Args:
-        data: Anything that ``distribute_dataset`` accepts, or its result; or a function of the
-            epoch, a Python int, that returns such data.
-        strategy: The strategy the shards are for.
-        position: The position at which passes begin.
-        is_compared: Whether the first batch of a pass is recorded for ``first_hash``.
+    The data is what ``distribute_dataset`` takes or returns, or a function of the epoch that
+    returns such data. If it is compared, the first batch of a pass is recorded for ``first_hash``.
 
     Raises:
         CheckpointError: The order of a pass depends on how far earlier passes were read.
@@ -181,33 +160,30 @@ def position_data(
 
         return PositionedDataset(of_epoch(position.epoch), position, first_batch, of_epoch)
     batches = data.batches if isinstance(data, ShardedDataset) else to_dataset(data)
-    replay = replay_of(batches)
-    if replay.whole:
+    if not begin_unread(batches):
         raise CheckpointError(
             "The order of a pass depends on how far tf.data had read the passes before it, so a "
             "resumed run would read other batches. Received: data with a shuffle below cache(), "
-            "repeat() or concatenate(), or with a tf.random.Generator. Make it a function of the "
-            "epoch: data=lambda epoch: dataset.shuffle(n, seed=epoch).batch(size)."
+            "repeat(), concatenate() or another shuffle, or with a tf.random.Generator. Make it a "
+            "function of the epoch: data=lambda epoch: dataset.shuffle(n, seed=epoch).batch(size)."
         )
     recorded = first_batch.record(batches) if is_compared else batches
-    if isinstance(data, ShardedDataset):
-        whole = data.with_batches(recorded)
-    else:
-        whole = distribute_dataset(recorded, strategy)
-    return PositionedDataset(whole, position, first_batch if is_compared else None, replay=replay)
+    is_distributed = isinstance(data, ShardedDataset)
+    whole = (
+        data.with_batches(recorded) if is_distributed else distribute_dataset(recorded, strategy)
+    )
+    return PositionedDataset(whole, position, first_batch if is_compared else None)
 
 
 def _takes_epoch(data: Any) -> bool:
     """Returns whether data is a function that needs one argument, the epoch."""
-    if not callable(data):
-        return False
     try:
-        parameters = inspect.signature(data).parameters.values()
-    except ValueError:  # Some functions written in C have no signature.
+        signature = inspect.signature(data)
+        signature.bind(0)
+    except (TypeError, ValueError):  # Not a function, of another signature, or written in C.
         return False
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    needed = [one for one in parameters if one.default is one.empty and one.kind in kinds]
-    return len(needed) == 1
+    needed = [one for one in signature.parameters.values() if one.default is one.empty]
+    return len(needed) == 1 and needed[0].kind is not inspect.Parameter.VAR_POSITIONAL
 
 
 class _FirstBatch:

@@ -10,35 +10,19 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from tfmultigpu.data import partition
-from tfmultigpu.data.batch_format import (
-    PREPROCESSED_ROWS,
-    check_rows_agree,
-    count_rows,
-    with_dependencies,
-)
+from tfmultigpu.data.batch_format import count_rows
 from tfmultigpu.data.consistency import cluster_to_compare, compared_over_workers
 from tfmultigpu.data.examples import Examples, mark_of
 from tfmultigpu.errors import DataError
 
-__all__ = [
-    "OwnRows",
-    "PassNumber",
-    "Place",
-    "Preprocessing",
-    "divide_own_rows",
-    "own_range",
-    "takes_seed",
-]
+__all__ = ["OwnRows", "Preprocessing", "divide_own_rows", "takes_seed"]
 
 # The key of a window holds the number of its batch, and in the lower bits its number of rows.
 _ROW_BITS = 32
 
 
 class PassNumber:
-    """Number of the current pass over a dataset, from 0 on.
-
-    ``tf.data`` reads it together with the first batch of a pass.
-    """
+    """Number of the current pass over a dataset; ``tf.data`` reads it with its first batch."""
 
     def __init__(self) -> None:
         """Begins before the first pass."""
@@ -55,12 +39,7 @@ class PassNumber:
 
 
 class Place(NamedTuple):
-    """Place of a batch in the passes over a dataset, int64 scalars.
-
-    Attributes:
-        pass_number: The number of the pass.
-        first_row: The number of its first row in the pass.
-    """
+    """Place of a batch: the number of the pass, and of its first row in it, int64 scalars."""
 
     pass_number: Any
     first_row: Any
@@ -83,16 +62,13 @@ class Preprocessing:
     """A function of an example, applied in parallel to the rows of this process, in order.
 
     Attributes:
-        function: ``f(example)`` or ``f(example, seed)``; if ``batched``, of many examples and a
-            seed for each.
-        batched: Whether the function takes many examples at once.
+        function: ``f(example)`` or ``f(example, seed)``.
         seed: The seed of the run.
         examples: The source of the examples.
         passes: Counts passes.
     """
 
     function: Callable[..., Any]
-    batched: bool
     seed: int
     examples: Examples
     passes: PassNumber = dataclasses.field(default_factory=PassNumber)
@@ -122,11 +98,12 @@ class Preprocessing:
             local: The replicas of this process.
             skip: Batches at the beginning to leave out.
         """
+        read, has_seed = self.examples.read, takes_seed(self.function)
 
         @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
         def own(place: Place, batch: Any) -> tuple[Any, Any, Any]:
             rows = count_rows(batch)
-            start, stop = own_range(rows, shares, local)
+            start, stop = own_range(partition.shard_offsets(rows, shares), local)
             numbers = tf.range(place.first_row + start, place.first_row + stop)
             key = tf.stack([tf.constant(self.seed, tf.int64), place.pass_number])
             draw: Any = tf.random.stateless_uniform
@@ -134,18 +111,34 @@ class Preprocessing:
             seeds = tf.stack([tf.fill(tf.shape(numbers), mixed), numbers], 1)
             return rows, seeds, partition.slice_rows(batch, start, stop)
 
-        parts = self._placed(batches).skip(skip).map(own)
-        read = self.examples.read
-        if self.batched and (read is None or self.examples.reads_many):
-            return self._of_many(parts, read)
-        if self.batched:
-            return self._of_many(self._of_each(parts, lambda example, seed: example), None)
-        return self._finished(self._of_each(parts, self._call))
+        @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+        def rows_of(number: Any, part: Any) -> tf.data.Dataset[Any]:
+            rows, seeds, batch = part
+            count = tf.shape(seeds, tf.int64)[0]
+            key = tf.bitwise.left_shift(number, tf.constant(_ROW_BITS, tf.int64)) + count
+            beside = tf.fill([count], key), tf.fill([count], rows), seeds
+            return tf.data.Dataset.from_tensor_slices((*beside, batch))
 
-    def _call(self, examples: Any, seeds: Any) -> Any:
-        return (
-            self.function(examples, seeds) if takes_seed(self.function) else self.function(examples)
+        def apply(key: Any, rows: Any, seed: Any, example: Any) -> Any:  # AutoGraph converts it.
+            example = example if read is None else read(example)
+            return key, rows, self.function(example, seed) if has_seed else self.function(example)
+
+        @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+        def size_of(key: Any) -> Any:
+            return tf.bitwise.bitwise_and(key, tf.constant(2**_ROW_BITS - 1, tf.int64))
+
+        rows = self._placed(batches).skip(skip).map(own).enumerate().flat_map(rows_of)
+        rows = rows.map(apply, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
+        # Rows come in order, so one window is filled after the other.
+        windows = rows.group_by_window(
+            lambda key, *rest: key,
+            lambda key, window: window.batch(size_of(key)),
+            window_size_func=size_of,
         )
+        finish = tf.autograph.experimental.do_not_convert(
+            lambda key, rows, results: OwnRows(rows[0], results)
+        )
+        return windows.map(finish)
 
     def _placed(self, batches: tf.data.Dataset[Any]) -> tf.data.Dataset[Any]:
         """Returns the batches, each beside its ``Place``."""
@@ -159,82 +152,19 @@ class Preprocessing:
 
         return batches.scan((tf.constant(-1, tf.int64), tf.constant(0, tf.int64)), count)
 
-    def _of_each(
-        self, parts: tf.data.Dataset[Any], function: Callable[[Any, Any], Any]
-    ) -> tf.data.Dataset[Any]:
-        """Applies a function to each row; returns rows of the global batch, seeds and results."""
-        read = self.examples.read
 
-        @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
-        def rows_of(number: Any, part: Any) -> tf.data.Dataset[Any]:
-            rows, seeds, batch = part
-            count = tf.shape(seeds, tf.int64)[0]
-            key = tf.bitwise.left_shift(number, tf.constant(_ROW_BITS, tf.int64)) + count
-            beside = tf.fill([count], key), tf.fill([count], rows), seeds
-            return tf.data.Dataset.from_tensor_slices((*beside, batch))
-
-        def apply(key: Any, rows: Any, seed: Any, example: Any) -> Any:  # AutoGraph converts it.
-            example = example if read is None else read(example)
-            return key, rows, seed, function(example, seed)
-
-        @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
-        def size_of(key: Any) -> Any:
-            return tf.bitwise.bitwise_and(key, tf.constant(2**_ROW_BITS - 1, tf.int64))
-
-        @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
-        def without_key(key: Any, rows: Any, seeds: Any, results: Any) -> Any:
-            return rows[0], seeds, results
-
-        rows = parts.enumerate().flat_map(rows_of)
-        rows = rows.map(apply, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
-        # Rows come in order, so one window is filled after the other.
-        windows = rows.group_by_window(
-            lambda key, *rest: key,
-            lambda key, window: window.batch(size_of(key)),
-            window_size_func=size_of,
-        )
-        return windows.map(without_key)
-
-    def _of_many(
-        self, parts: tf.data.Dataset[Any], read: Callable[[Any], Any] | None
-    ) -> tf.data.Dataset[Any]:
-        """Applies the function to all own rows of a batch at once."""
-
-        def apply(rows: Any, seeds: Any, examples: Any) -> Any:  # AutoGraph converts it.
-            examples = examples if read is None else read(examples)
-            return rows, seeds, self._call(examples, seeds)
-
-        return self._finished(
-            parts.map(apply, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
-        )
-
-    def _finished(self, parts: tf.data.Dataset[Any]) -> tf.data.Dataset[Any]:
-        @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
-        def finish(rows: Any, seeds: Any, batch: Any) -> OwnRows:
-            count = tf.shape(seeds, tf.int64)[0]
-            found = count_rows(batch)
-            rows_in_and_out = tf.cast(tf.stack([count, found]), tf.int32)
-            check = tf.debugging.Assert(found == count, [PREPROCESSED_ROWS, rows_in_and_out])
-            batch = with_dependencies([check, *check_rows_agree(batch)], batch)
-            return OwnRows(rows, batch)
-
-        return parts.map(finish)
-
-
-def own_range(rows: Any, shares: Sequence[int], local: Sequence[int]) -> tuple[Any, Any]:
+def own_range(offsets: Any, local: Sequence[int]) -> tuple[Any, Any]:
     """Returns the first row of a process in a global batch, and the row after its last."""
-    offsets = partition.shard_offsets(rows, shares)
-    return offsets[local[0]], tf.where(rows < len(shares), rows, offsets[local[-1] + 1])
+    return offsets[local[0]], partition.shard_bounds(offsets, local[-1])[1]
 
 
 def divide_own_rows(own: OwnRows, shares: Sequence[int], local: Sequence[int]) -> tuple[Any, Any]:
     """Returns the shards of the replicas of this process, and the offsets of all shards."""
     rows, batch = own
     offsets = partition.shard_offsets(rows, shares)
-    start, _ = own_range(rows, shares, local)
-    stops = tf.where(rows < len(shares), rows, offsets[1:])
-    shards = [partition.slice_rows(batch, offsets[i] - start, stops[i] - start) for i in local]
-    return shards, offsets
+    first, _ = own_range(offsets, local)
+    bounds = [partition.shard_bounds(offsets, shard) for shard in local]
+    return [partition.slice_rows(batch, a - first, b - first) for a, b in bounds], offsets
 
 
 def takes_seed(function: Callable[..., Any]) -> bool:
@@ -243,30 +173,25 @@ def takes_seed(function: Callable[..., Any]) -> bool:
     Raises:
         DataError: It is not a function, or takes other arguments.
     """
+    wrong = "preprocess must be a function f(example) or f(example, seed). Received: "
     if not callable(function):
-        raise DataError(
-            "preprocess must be a function f(example) or f(example, seed). Received: "
-            f"preprocess={function!r}. Write preprocess=f."
-        )
+        raise DataError(f"{wrong}preprocess={function!r}. Write preprocess=f.")
     try:
-        parameters = inspect.signature(function).parameters.values()
+        signature = inspect.signature(function)
     except (TypeError, ValueError):  # Functions written in C have no signature.
         return False
-    places = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    given = [one for one in parameters if one.kind in places]
-    needed = [one.name for one in given if one.default is one.empty]
-    names = [one.name for one in given]
-    by_name = [one for one in parameters if one.kind is one.KEYWORD_ONLY]
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    names = [one.name for one in signature.parameters.values() if one.kind in kinds]
     # A second argument of another name is a part of the example, as in the map of tf.data.
-    if (
-        len(needed) > 2
-        or (len(needed) == 2 and ("seed" not in needed[1] or "seed" in needed[0]))
-        or any(one.default is one.empty for one in by_name)
-        or (not given and not any(one.kind is one.VAR_POSITIONAL for one in parameters))
-    ):
+    has_seed = "seed" in "".join(names[1:2])
+    try:
+        signature.bind(*(["example", "seed"] if has_seed else ["example"]))
+        is_right = "seed" not in "".join(names[:1])
+    except TypeError:
+        is_right = False
+    if not is_right:
         raise DataError(
-            "preprocess must be a function f(example) or f(example, seed). Received: one with the "
-            f"arguments {[*names, *(one.name for one in by_name)]}. An example of several parts is "
-            "a tuple: def f(example): image, label = example."
+            f"{wrong}one with the signature {signature}. An example of several parts is a tuple: "
+            "def f(example): image, label = example."
         )
-    return any("seed" in name for name in names[1:2])
+    return has_seed

@@ -11,20 +11,14 @@ import tensorflow as tf
 
 from tfmultigpu.arguments import check_count
 from tfmultigpu.data import partition
-from tfmultigpu.data.batch_format import as_data_error, checked_rows
+from tfmultigpu.data.batch_format import as_data_error
 from tfmultigpu.data.consistency import compared_over_workers
-from tfmultigpu.data.element_layout import ShardLayout, components_of
+from tfmultigpu.data.cut import Cut, check_batched, components_of
 from tfmultigpu.data.examples import examples_of
 from tfmultigpu.data.passes import read_over
-from tfmultigpu.data.preprocessing import (
-    OwnRows,
-    Preprocessing,
-    divide_own_rows,
-    takes_seed,
-)
+from tfmultigpu.data.preprocessing import OwnRows, Preprocessing, divide_own_rows, takes_seed
 from tfmultigpu.data.seeds import draw_seed
 from tfmultigpu.data.shares import replica_shares
-from tfmultigpu.data.small_batches import shard_weight
 from tfmultigpu.data.sources import to_dataset
 from tfmultigpu.errors import DataError
 from tfmultigpu.strategies.marked_runs import keep_offsets_of_runs
@@ -32,7 +26,7 @@ from tfmultigpu.strategies.scopes import check_strategy, current_strategy
 from tfmultigpu.strategies.topology import local_replicas
 from tfmultigpu.types import Strategy
 
-__all__ = ["ShardIterator", "ShardedDataset", "cutter", "distribute_dataset", "row_weight"]
+__all__ = ["ShardIterator", "ShardedDataset", "distribute_dataset", "row_weight"]
 
 
 def distribute_dataset(
@@ -41,11 +35,9 @@ def distribute_dataset(
     *,
     batch_size: int | None = None,
     shares: Sequence[float] | None = None,
-    sharding: Literal["auto", "rows"] = "auto",
     small_batches: Literal["partition", "copy"] = "partition",
     prefetch_to_device: bool | None = None,
     preprocess: Callable[..., Any] | None = None,
-    preprocess_batched: bool = False,
     seed: int | None = None,
 ) -> ShardedDataset:
     """Cuts each global batch of a dataset into one shard per replica.
@@ -61,14 +53,14 @@ def distribute_dataset(
 
     Args:
         dataset: A ``tf.data.Dataset`` of *global* batches in any nested structure (dict, tuple,
-            dense, ragged, sparse), a ``keras.utils.PyDataset``, a function without arguments that
-            returns a fresh generator of batches, or arrays (one, or a tuple or dict of them) with
-            ``batch_size``. Arrays are not shuffled.
+            dense, ragged, sparse); a function without arguments that returns a fresh generator of
+            batches; arrays (one, or a tuple or dict of them, or a list of them for several inputs)
+            with ``batch_size``, not shuffled; or what else Keras reads in batches, such as a
+            ``keras.utils.PyDataset`` or a torch ``DataLoader``.
         strategy: The strategy; None: ``tf.distribute.get_strategy()``.
-        batch_size: Examples of a global batch, for arrays only.
+        batch_size: Examples of a global batch, for arrays and ``preprocess`` only.
         shares: Relative share of each global batch per replica, positive, such as ``(3, 1)`` or
             the result of ``plan_shares``. None: equal shares.
-        sharding: ``"auto"`` and ``"rows"`` both divide the examples of each batch over the workers.
         small_batches: A batch with fewer examples than replicas, in a loop of your own:
             ``"partition"``, or ``"copy"`` for layers that crash or give NaN without examples, such
             as convolution and batch normalization. Every replica then holds all examples, and each
@@ -84,9 +76,6 @@ def distribute_dataset(
             ``[2]`` for ``tf.random.stateless_*`` and ``tf.image.stateless_*``. It follows from the
             seed of the run, the number of the pass and that of the row in it, so it is the same on
             any number of replicas and workers.
-        preprocess_batched: Whether ``preprocess`` takes the rows of a process at once, with an
-            axis of rows first: ``f(examples)`` or ``f(examples, seeds)``. It must treat each row by
-            itself.
         seed: The seed of the run for ``preprocess``. None: ``keras.utils.set_random_seed`` decides.
 
     Returns:
@@ -110,11 +99,6 @@ def distribute_dataset(
     """
     strategy = current_strategy(strategy, "distribute_dataset")
     check_strategy(strategy)
-    if sharding not in ("auto", "rows"):
-        raise DataError(
-            f"sharding must be 'auto' or 'rows'. Received: sharding={sharding!r}. Files need no "
-            "sharding: give every worker the same list of files. The examples are divided."
-        )
     if small_batches not in ("partition", "copy"):
         raise DataError(
             f"small_batches must be 'partition' or 'copy'. Received: {small_batches!r}. A loop of "
@@ -122,15 +106,7 @@ def distribute_dataset(
         )
     whole_shares = replica_shares(shares, strategy.num_replicas_in_sync)
     preprocessing = None
-    if preprocess is None:
-        for name, value in {"preprocess_batched": preprocess_batched, "seed": seed}.items():
-            if value not in (None, False):
-                raise DataError(
-                    f"{name} is for preprocess. Received: {name}={value!r} and no preprocess. "
-                    "Write preprocess=f, or leave it out."
-                )
-        batches = to_dataset(dataset, batch_size)
-    else:
+    if preprocess is not None:
         if batch_size is None:
             raise DataError(
                 "preprocess takes single examples, of which global batches are formed. Received: "
@@ -138,24 +114,30 @@ def distribute_dataset(
                 "preprocess=f)."
             )
         examples = examples_of(dataset)
-        batches = examples.batches(check_count("batch_size", batch_size, error=DataError))
-        needs_seed = takes_seed(preprocess)
+        batch_size = check_count("batch_size", batch_size, error=DataError)
+        batches = examples.elements.batch(batch_size)
         if seed is None:
-            seed = draw_seed(strategy) if needs_seed else 0
+            seed = draw_seed(strategy) if takes_seed(preprocess) else 0
         seed = check_count("seed", seed, -(2**63), error=DataError)
-        preprocessing = Preprocessing(preprocess, preprocess_batched, seed, examples)
+        preprocessing = Preprocessing(preprocess, seed, examples)
+    elif seed is None:
+        batches = to_dataset(dataset, batch_size)
+    else:
+        raise DataError(
+            f"seed is for preprocess. Received: seed={seed!r} and no preprocess. Write "
+            "preprocess=f, or leave it out."
+        )
     check_batched(batches.element_spec)
+    copies = small_batches == "copy"
     return ShardedDataset(
-        batches, strategy, whole_shares, prefetch_to_device, preprocessing,
-        copies=small_batches == "copy",
-    )  # fmt: skip
+        batches, strategy, whole_shares, prefetch_to_device, preprocessing, copies=copies
+    )
 
 
 def row_weight(batch: Any, strategy: tf.distribute.Strategy | None = None) -> tf.Tensor:
-    """Returns the weight of each row of a batch on a replica, for hand-written loops.
+    """Returns the weight of each row of a batch of ``distribute_dataset``, in a loop of your own.
 
-    The steps of this library apply it themselves. Call it outside ``strategy.run``, and give it to
-    the replicas with the batch:
+    Call it outside ``strategy.run``, and give it to the replicas with the batch:
     ``strategy.run(fn, args=(batch, tmg.data.row_weight(batch, strategy)))``, then
     ``tmg.loss_sum(..., row_weight=weight)``.
 
@@ -178,17 +160,16 @@ def row_weight(batch: Any, strategy: tf.distribute.Strategy | None = None) -> tf
         [1.0, 1.0]
     """
     strategy = tf.distribute.get_strategy() if strategy is None else strategy
-    replicas = strategy.num_replicas_in_sync
-    offsets = partition.marked_offsets(batch)
-    if replicas == 1:
+    if strategy.num_replicas_in_sync == 1:
         return tf.ones([], tf.float64)
+    offsets = partition.marked_offsets(batch)
     if offsets is None:
         raise DataError(
             "It is unknown whether the shards of the batch are copies. Give an element of "
             "tmg.distribute_dataset, and call row_weight before you pass the batch into your own "
             "tf.function."
         )
-    weight: tf.Tensor = shard_weight(offsets)
+    weight: tf.Tensor = partition.shard_weight(offsets)
     return weight
 
 
@@ -210,11 +191,11 @@ class ShardedDataset(tf.distribute.DistributedDataset):  # type: ignore[misc]
     """Global batches cut into shards; ``distribute_dataset`` returns it.
 
     Attributes:
+        batches: The global batches.
         strategy: The strategy the shards are for.
         shares: Relative share of each replica, integers.
-        prefetches_to_device: Whether shards are copied to the replicas ahead of time.
-        batches: The uncut global batches; with preprocessing, of what is preprocessed.
         preprocessing: The preprocessing of rows, or None.
+        prefetches_to_device: Whether shards are copied to the replicas ahead of time.
     """
 
     def __init__(
@@ -225,7 +206,7 @@ class ShardedDataset(tf.distribute.DistributedDataset):  # type: ignore[misc]
         prefetch_to_device: bool | None = None,
         preprocessing: Preprocessing | None = None,
         skip: int = 0,
-        cut: tf.data.Dataset[Any] | None = None,
+        elements: tf.data.Dataset[Any] | None = None,
         copies: bool = False,
     ) -> None:
         """Use ``distribute_dataset`` instead, which checks its arguments.
@@ -237,69 +218,53 @@ class ShardedDataset(tf.distribute.DistributedDataset):  # type: ignore[misc]
             prefetch_to_device: See ``distribute_dataset``.
             preprocessing: The preprocessing of rows, or None.
             skip: With preprocessing, batches to leave out at the beginning of a pass.
-            cut: The batches as ``cutter`` cuts them, if that is made already; used if no other
-                workers compare the batches.
+            elements: The batches, cut already; used if no other workers compare the batches.
             copies: Whether loops of users are given copies of small batches.
         """
-        self.batches = batches
-        self.strategy = strategy
-        self.shares = shares
+        self.batches, self.strategy, self.shares = batches, strategy, shares
         self.preprocessing = preprocessing
-        self._cardinality = batches.cardinality()
-        # tf.data cuts in its own thread while the previous step runs.
+        self._cardinality = int(batches.cardinality())
         local = local_replicas(strategy)
+        has_workers = len(local) < strategy.num_replicas_in_sync
         spec: Any = batches.element_spec
         if preprocessing is not None:
             own: Any = preprocessing.compared(batches, strategy)
             own = preprocessing.own_rows(own, shares, local, skip)
             spec = own.element_spec.batch
         if prefetch_to_device is None:
-            several = len(local) < strategy.num_replicas_in_sync
-            ends = int(self._cardinality) != tf.data.INFINITE_CARDINALITY
-            prefetch_to_device = should_prefetch(spec, strategy) and not (several and ends)
+            ends = self._cardinality != tf.data.INFINITE_CARDINALITY
+            prefetch_to_device = should_prefetch(spec, strategy) and not (has_workers and ends)
         self.prefetches_to_device = prefetch_to_device
-        self._layout = ShardLayout(strategy, spec, prefetch_to_device, copies)
+        self._cut = Cut(strategy, shares, spec, prefetch_to_device, copies)
         keep_offsets_of_runs(strategy)
+        # tf.data cuts in its own thread while the previous step runs.
         if preprocessing is not None:
-            cut = own.map(_batch_of if self._layout.whole else self._divide)
-        elif cut is None or len(local) < strategy.num_replicas_in_sync:
-            compared = compared_over_workers(batches, strategy)
-            cut = compared if self._layout.whole else compared.map(cutter(self._layout, shares))
+            elements = own.map(self._divide if self._cut.is_needed else _batch_of)
+        elif elements is None or has_workers:
+            elements = compared_over_workers(batches, strategy)
+            elements = elements.map(self._cut.function) if self._cut.is_needed else elements
         if prefetch_to_device:
             # One element per replica in turn, so that TensorFlow copies each ahead of time.
-            pieces = cut.flat_map(self._layout.deal)
+            pieces = elements.flat_map(self._cut.deal)
             self._source = strategy.distribute_datasets_from_function(lambda context: pieces)
         else:
-            self._source = cut.prefetch(tf.data.AUTOTUNE)
+            self._source = elements.prefetch(tf.data.AUTOTUNE)
 
     def __iter__(self) -> ShardIterator:
         """Begins a new pass over the data."""
         if self.preprocessing is not None:
             self.preprocessing.passes.begin_next()
-        return ShardIterator(iter(self._source), self._layout)
+        return ShardIterator(iter(self._source), self._cut)
 
     def with_batches(self, batches: tf.data.Dataset[Any], skip: int = 0) -> ShardedDataset:
-        """Returns other batches of the same type, cut and preprocessed as these are.
-
-        Args:
-            batches: The batches.
-            skip: With preprocessing, batches to leave out at the beginning of a pass.
-        """
+        """Returns other batches of the same type, cut and preprocessed as these are."""
         return ShardedDataset(
-            batches,
-            self.strategy,
-            self.shares,
-            self.prefetches_to_device,
-            self.preprocessing,
-            skip,
-            copies=self._layout.copies,
-        )
+            batches, self.strategy, self.shares, self.prefetches_to_device, self.preprocessing,
+            skip, copies=self._cut.copies,
+        )  # fmt: skip
 
     def iterate_from(self, batch: int) -> tuple[ShardIterator, int]:
         """Begins a new pass at one of its batches; nothing before it is preprocessed.
-
-        Args:
-            batch: The number of the batch.
 
         Returns:
             The iterator, and how many batches were passed over: fewer if there are no more.
@@ -308,15 +273,14 @@ class ShardedDataset(tf.distribute.DistributedDataset):  # type: ignore[misc]
             iterator = ShardedDataset.__iter__(self)
             return iterator, read_over(iterator.source, batch)
         rest = self.with_batches(self.batches, skip=batch)
-        known = int(self._cardinality)
-        return iter(rest), batch if known < 0 else min(batch, known)
+        return iter(rest), batch if self._cardinality < 0 else min(batch, self._cardinality)
 
     def cardinality(self) -> int:
         """Returns the number of global batches in a pass, as a ``tf.data.Dataset`` does.
 
         ``tf.data.INFINITE_CARDINALITY`` and ``tf.data.UNKNOWN_CARDINALITY`` are negative.
         """
-        return int(self._cardinality)
+        return self._cardinality
 
     def __len__(self) -> int:
         """Returns the number of global batches in a pass.
@@ -324,20 +288,19 @@ class ShardedDataset(tf.distribute.DistributedDataset):  # type: ignore[misc]
         Raises:
             DataError: The number is unknown or infinite.
         """
-        count = int(self._cardinality)
-        if count < 0:
-            infinite = count == tf.data.INFINITE_CARDINALITY
+        if self._cardinality < 0:
+            infinite = self._cardinality == tf.data.INFINITE_CARDINALITY
             raise _UnknownLengthError(
                 f"The number of batches is {'infinite' if infinite else 'unknown in advance'}. "
                 "Count steps instead, for example with step.run(iterator, steps), or set it with "
                 "dataset.apply(tf.data.experimental.assert_cardinality(n))."
             )
-        return count
+        return self._cardinality
 
     @property
     def element_spec(self) -> Any:
         """Type specs of a *global* batch."""
-        return self._layout.element_spec
+        return self._cut.element_spec
 
     def reduce(self, initial_state: Any, reduce_func: Callable[[Any, Any], Any]) -> Any:
         """Runs ``state = reduce_func(state, batch)`` over a pass; ``for`` in a graph calls it."""
@@ -348,7 +311,7 @@ class ShardedDataset(tf.distribute.DistributedDataset):  # type: ignore[misc]
             source = iter(self._source)
 
         def body(optional: Any, state: Any) -> tuple[Any, Any]:
-            state = reduce_func(state, self._layout.to_batch(optional.get_value()))
+            state = reduce_func(state, self._cut.to_batch(optional.get_value()))
             return source.get_next_as_optional(), state
 
         _, state = tf.while_loop(
@@ -361,29 +324,7 @@ class ShardedDataset(tf.distribute.DistributedDataset):  # type: ignore[misc]
 
     @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
     def _divide(self, own: OwnRows) -> tuple[Any, ...]:
-        return self._layout.flatten(*divide_own_rows(own, self.shares, self._layout.local))
-
-
-def cutter(layout: ShardLayout, shares: tuple[int, ...]) -> Any:
-    """Returns a function that cuts a global batch into the shards of a layout.
-
-    The strategy keeps it: to trace it takes longer than a short epoch.
-
-    Args:
-        layout: The layout; its elements are not whole batches.
-        shares: Relative share of each replica, integers.
-    """
-
-    def cut(*element: Any) -> Any:
-        # tf.data unpacks only tuples into arguments.
-        batch = element if type(layout.element_spec) is tuple else element[0]
-        batch = checked_rows(batch)
-        offsets = partition.batch_offsets(batch, shares)
-        shards = partition.cut_rows(batch, shares, layout.local)
-        return layout.flatten(shards, offsets)
-
-    kept = vars(layout.strategy).setdefault("cutters_of_tfmultigpu", {})
-    return kept.setdefault((layout, shares), tf.function(cut, autograph=False))
+        return self._cut.flatten(*divide_own_rows(own, self.shares, self._cut.local))
 
 
 @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
@@ -397,38 +338,30 @@ class ShardIterator(Iterator[Any]):
 
     Attributes:
         source: The underlying TensorFlow iterator.
-        layout: The layout of the elements of ``source``.
+        cut: Splits the elements of ``source``.
     """
 
     source: Any
-    layout: ShardLayout
+    cut: Cut
 
     @property
     def strategy(self) -> tf.distribute.Strategy:
         """The strategy the shards are for."""
-        return self.layout.strategy
+        return self.cut.strategy
 
     @property
     def batch_spec(self) -> Any:
         """Type specs of a global batch."""
-        return self.layout.element_spec
+        return self.cut.element_spec
 
     @property
     def split_key(self) -> Any:
         """Comparable value on which ``split`` depends, besides its argument."""
-        return self.layout
+        return self.cut
 
     def split(self, element: Any) -> tuple[list[Any], Any]:
-        """Returns the local shards of an element, and the offsets of all shards.
-
-        Args:
-            element: One element of ``source``.
-
-        Returns:
-            A list with one structure per local replica, and an int64 vector: the first row of each
-            replica's shard in the global batch, then the rows of the global batch.
-        """
-        return self.layout.split(element)
+        """Returns the local shards of an element of ``source``, and the offsets of all shards."""
+        return self.cut.split(element)
 
     def __iter__(self) -> ShardIterator:
         """Returns itself.
@@ -453,55 +386,17 @@ class ShardIterator(Iterator[Any]):
             DataError: The batch has no rows, or its tensors differ in their number of rows.
         """
         if tf.inside_function():
-            return self.layout.to_batch(self.source.get_next())
+            return self.cut.to_batch(self.source.get_next())
         try:
-            return self.layout.to_batch(next(self.source))
+            return self.cut.to_batch(next(self.source))
         except tf.errors.InvalidArgumentError as error:
             raise as_data_error(error) from None
 
-    def __tf_flatten__(self) -> tuple[tuple[ShardLayout], tuple[Any]]:
+    def __tf_flatten__(self) -> tuple[tuple[Cut], tuple[Any]]:
         """Lets a ``tf.function`` take the iterator as an argument; one trace serves all passes."""
-        return (self.layout,), (self.source,)
+        return (self.cut,), (self.source,)
 
     @classmethod
-    def __tf_unflatten__(
-        cls, metadata: tuple[ShardLayout], components: tuple[Any]
-    ) -> ShardIterator:
+    def __tf_unflatten__(cls, metadata: tuple[Cut], components: tuple[Any]) -> ShardIterator:
         """Inverts ``__tf_flatten__``."""
         return cls(components[0], metadata[0])
-
-
-def check_batched(element_spec: Any) -> None:
-    """Checks from the type specs alone that elements are batches.
-
-    Raises:
-        DataError: A component is a scalar, or components differ in their static first axis.
-    """
-    specs = components_of(element_spec)
-    if not specs:
-        raise DataError(f"The dataset has no components. Received: element_spec={element_spec}.")
-    kinds = (tf.TensorSpec, tf.RaggedTensorSpec, tf.SparseTensorSpec)
-    foreign = [type(spec).__name__ for spec in specs if not isinstance(spec, kinds)]
-    if foreign:
-        raise DataError(
-            f"A component of the dataset is a {foreign[0]}, not a tensor. Received: "
-            f"element_spec={element_spec}. Give dense, ragged or sparse tensors; after "
-            "dataset.window(n) write dataset.flat_map(lambda window: window.batch(n))."
-        )
-    shapes = [spec.shape for spec in specs]
-    if any(shape.rank == 0 for shape in shapes):
-        raise DataError(
-            "The dataset is not batched: a component is a scalar per element. Received: "
-            f"element_spec={element_spec}. Batch it first, with the global batch size: "
-            "dataset.batch(global_batch_size). A value that is the same for all rows is read by "
-            "the model, such as a tf.Variable, not from the batch."
-        )
-    sizes = {shape[0] for shape in shapes if shape.rank} - {None}
-    if len(sizes) > 1:
-        raise DataError(
-            f"The components of an element differ in their first axis: {sorted(sizes)}. Received: "
-            f"element_spec={element_spec}. Either the dataset is not batched (call "
-            "dataset.batch(global_batch_size)), or features and labels do not belong together. If "
-            "each example has k rows of another kind, give them an axis of their own: "
-            "tf.reshape(u, [rows, k, ...])."
-        )

@@ -13,12 +13,12 @@ from typing import Any
 import tensorflow as tf
 
 from tfmultigpu.data.batch_format import count_rows, tensors_of
-from tfmultigpu.data.partition import mark_offsets, marked_offsets, slice_rows
+from tfmultigpu.data.partition import are_copies, mark_offsets, marked_offsets, slice_rows
 from tfmultigpu.errors import DataError
 from tfmultigpu.strategies.marked_runs import COPIES
 from tfmultigpu.strategies.topology import local_replicas, per_replica
 
-__all__ = ["are_copies", "each_row_once", "shard_weight", "with_whole_shards"]
+__all__ = ["each_row_once", "with_whole_shards"]
 
 _COMPUTED = (
     "The batch has fewer rows than there are replicas, and a part of it was computed from the "
@@ -26,20 +26,6 @@ _COMPUTED = (
     "each replica. Give step(batch) what the dataset yields, and compute before or in the step: "
     "dataset.map(f), or make_train_step(..., forward=f)."
 )
-
-
-def are_copies(offsets: Any) -> Any:
-    """Returns whether each of the shards with these offsets is the whole batch, a bool scalar.
-
-    The offsets of copies are zeros before the last. In a partition the first shard has a row.
-    """
-    return tf.equal(offsets[1], 0)
-
-
-def shard_weight(offsets: Any) -> Any:
-    """Returns the weight of each row of the shards with these offsets, a float64 scalar."""
-    one = tf.ones([], tf.float64)
-    return tf.where(are_copies(offsets), one / (int(offsets.shape[0]) - 1), one)
 
 
 def each_row_once(

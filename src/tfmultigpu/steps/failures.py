@@ -10,8 +10,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfmultigpu.accumulation.loss_sum import OTHER_ROWS
-from tfmultigpu.data import partition
-from tfmultigpu.data.batch_format import as_data_error
+from tfmultigpu.data.batch_format import NOT_ROWS, as_data_error, with_values
 from tfmultigpu.errors import DataError, LossError, OutOfMemoryError, StrategyUnavailableError
 from tfmultigpu.strategies.process_state import explaining_lost_workers
 from tfmultigpu.strategies.topology import local_replicas
@@ -96,8 +95,8 @@ def _explain(error: Any) -> Exception | None:
         return LossError(OTHER_ROWS)
     if OTHER_SHAPES in error.message:
         return DataError(OTHER_SHAPES)
-    if partition.NOT_ROWS in error.message:
-        return LossError(partition.explain_not_rows(error.message))
+    if NOT_ROWS in error.message:
+        return LossError(with_values(NOT_ROWS, error.message))
     if "is joining a group" in error.message:
         return StrategyUnavailableError(
             "Two strategies over different devices have added by TensorFlow's collectives in this "

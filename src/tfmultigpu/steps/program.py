@@ -18,8 +18,7 @@ import tensorflow as tf
 from typing_extensions import Self
 
 from tfmultigpu.arguments import check_count
-from tfmultigpu.data.batch_format import count_rows
-from tfmultigpu.data.element_layout import structure_of
+from tfmultigpu.data.batch_format import count_rows, structure_of
 from tfmultigpu.errors import DataError
 from tfmultigpu.steps.assignments import assign
 from tfmultigpu.steps.batch_norm import short_sums

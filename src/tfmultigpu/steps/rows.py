@@ -15,9 +15,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from tfmultigpu.data import partition
-from tfmultigpu.data.batch_format import count_rows
-from tfmultigpu.data.partition import NOT_ROWS
-from tfmultigpu.data.small_batches import are_copies, shard_weight
+from tfmultigpu.data.batch_format import NOT_ROWS, count_rows
 from tfmultigpu.errors import LossError
 from tfmultigpu.steps.features import Rows
 from tfmultigpu.strategies.collectives import all_reduce_sum
@@ -170,8 +168,8 @@ def _place() -> _Place | None:
     number = context.replica_id_in_sync_group
     with tf.device("CPU:0"):
         total, first = offsets[-1], offsets[number]
-        count = tf.where(are_copies(offsets), total, offsets[number + 1] - first)
-        weight = shard_weight(offsets)
+        count = partition.shard_bounds(offsets, number)[1] - first
+        weight = partition.shard_weight(offsets)
     return _Place(Rows(first, count, total, weight), False, False, _graph())
 
 
@@ -220,7 +218,8 @@ def _among_zeros(here: Rows, tensor: Any, rows_per_example: int) -> Any:
     with tf.device("CPU:0"):  # Shapes are decided there.
         first, count, total = (tf.cast(n, tf.int32) * rows_per_example for n in here[:3])
         # Not tf.debugging.Assert, which makes two branches of it.
-        data = [NOT_ROWS, size, tf.cast(here.count, tf.int32), rows_per_example]
+        values = [size, tf.cast(here.count, tf.int32), rows_per_example]
+        data = [NOT_ROWS, tf.stack(values)]
         with tf.control_dependencies([tf.raw_ops.Assert(condition=size == count, data=data)]):
             edges = tf.stack([first, total - first - size])
         paddings = tf.concat([edges[None], tf.zeros([rank - 1, 2], tf.int32)], 0)

@@ -15,7 +15,8 @@ from tfmultigpu.addons.diagnostics.machine_checks import find_causes
 from tfmultigpu.addons.diagnostics.program_checks import Program, find_mistakes, in_order
 from tfmultigpu.addons.diagnostics.report import Report
 from tfmultigpu.data.batch_format import count_rows
-from tfmultigpu.data.sharded_dataset import ShardedDataset, check_batched
+from tfmultigpu.data.cut import check_batched
+from tfmultigpu.data.sharded_dataset import ShardedDataset
 from tfmultigpu.devices.discovery import list_logical_devices
 from tfmultigpu.devices.names import listed, parse_device_name
 from tfmultigpu.errors import DataError, TfMultiGpuError

@@ -11,7 +11,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfmultigpu import _compat
-from tfmultigpu.data.passes import read_over, replay_of
+from tfmultigpu.data.passes import begin_unread, read_over
 from tfmultigpu.data.positioned import Position, PositionedDataset
 from tfmultigpu.data.sharded_dataset import ShardedDataset
 
@@ -210,10 +210,8 @@ class Feed(_DataAdapter, tf.distribute.DistributedDataset):  # type: ignore[misc
             is_due = epoch + 1 in frequency if every else not (epoch + 1) % int(frequency)
             if is_due and not validation._repeats:
                 validation.begin_epoch()
-                batches = replay_of(validation.batches.batches).batches
-                read_over(
-                    validation.iterator.source, validation.steps if batches is None else batches
-                )
+                if not begin_unread(validation.batches.batches):
+                    read_over(validation.iterator.source, validation.steps)
 
         self._after_skipped_epoch = lambda epochs: skip(first + epochs)
         if isinstance(self.batches, PositionedDataset):

@@ -1,4 +1,4 @@
-"""Layout of the tensors that ``tf.data`` yields for the shards of a batch."""
+"""The cut of a global batch into shards, and how shards cross from ``tf.data`` to the replicas."""
 
 from __future__ import annotations
 
@@ -8,15 +8,16 @@ from typing import Any
 import tensorflow as tf
 
 from tfmultigpu.data import partition
-from tfmultigpu.data.batch_format import any_rows, checked_rows
+from tfmultigpu.data.batch_format import checked_rows, structure_of
 from tfmultigpu.data.small_batches import each_row_once
+from tfmultigpu.errors import DataError
 from tfmultigpu.strategies.topology import local_replicas, per_replica, strategy_devices
 
-__all__ = ["ShardLayout", "components_of", "structure_of"]
+__all__ = ["Cut", "check_batched", "components_of"]
 
 
-class ShardLayout:
-    """Layout of the elements of a sharded dataset.
+class Cut:
+    """Cuts batches in ``tf.data``, and makes batches of what ``tf.data`` yields.
 
     An element is a flat tuple: the tensors of each local shard in turn, then the offsets of all
     shards (``partition.batch_offsets``). It is flat because ``tf.data`` packs nested structures in
@@ -26,39 +27,39 @@ class ShardLayout:
     With one replica and dense tensors an element is the global batch itself, checked by the code
     that reads it: mapping a function over the data would cost more than a small step.
 
-    Layouts are equal if they read elements alike, so that one trace of a ``tf.function`` serves all
-    datasets of a type.
+    Cuts are equal if they read elements alike, whatever the shares: one trace of a ``tf.function``
+    serves all datasets of a type.
 
     Attributes:
         strategy: The strategy the shards are for.
+        shares: Relative share of each replica, integers.
         element_spec: The type specs of a global batch.
         on_devices: Whether elements are per-replica values, copied ahead of time.
         copies: Whether batches of fewer rows than replicas are given to users as copies.
-        local: Ids of this process's replicas, among all replicas.
-        whole: Whether each element is a whole global batch.
+        local: Numbers of this process's replicas, among all replicas.
+        is_needed: Whether elements differ from global batches.
     """
 
     def __init__(
         self,
         strategy: tf.distribute.Strategy,
+        shares: tuple[int, ...],
         element_spec: Any,
-        on_devices: bool,
+        on_devices: bool = False,
         copies: bool = False,
     ) -> None:
         """Stores what the attributes tell."""
-        self.strategy = strategy
-        self.element_spec = element_spec
-        self.on_devices = on_devices
-        self.copies = copies
+        self.strategy, self.shares, self.element_spec = strategy, shares, element_spec
+        self.on_devices, self.copies = on_devices, copies
         self.local = local_replicas(strategy)
-        one = strategy.num_replicas_in_sync == 1 and not on_devices
-        self.whole = one and _all_dense(element_spec)
+        alone = strategy.num_replicas_in_sync == 1 and not on_devices
+        self.is_needed = not (alone and _all_dense(element_spec))
         self._pack = _packer(element_spec)
 
     def __eq__(self, other: object) -> bool:
         """Compares the strategies, the type specs and the places of elements."""
         return (
-            isinstance(other, ShardLayout)
+            isinstance(other, Cut)
             and self.strategy is other.strategy
             and (self.on_devices, self.copies) == (other.on_devices, other.copies)
             and bool(self.element_spec == other.element_spec)
@@ -68,6 +69,22 @@ class ShardLayout:
     def __hash__(self) -> int:
         """Leaves out the type specs: those of a dict have no hash."""
         return hash((id(self.strategy), self.on_devices))
+
+    @property
+    def function(self) -> Any:
+        """The function that cuts a global batch into an element.
+
+        The strategy keeps it: to trace it takes longer than a short epoch.
+        """
+
+        def cut(*element: Any) -> Any:
+            # tf.data unpacks only tuples into arguments.
+            batch = checked_rows(element if type(self.element_spec) is tuple else element[0])
+            offsets = partition.batch_offsets(batch, self.shares)
+            return self.flatten(partition.cut_rows(batch, self.shares, self.local), offsets)
+
+        kept = vars(self.strategy).setdefault("cuts_of_tfmultigpu", {})
+        return kept.setdefault((self, self.shares), tf.function(cut, autograph=False))
 
     def flatten(self, shards: list[Any], offsets: Any) -> tuple[Any, ...]:
         """Returns the element that holds the local shards and the offsets of all shards."""
@@ -83,15 +100,9 @@ class ShardLayout:
             dataset = dataset.concatenate(piece)
         return dataset
 
-    @property
-    def piece_spec(self) -> tuple[Any, ...]:
-        """Type specs of one element that ``deal`` returns."""
-        offsets = tf.TensorSpec([self.strategy.num_replicas_in_sync + 1], tf.int64)
-        return (*[any_rows(spec) for spec in components_of(self.element_spec)], offsets)
-
     def split(self, element: Any) -> tuple[list[Any], Any]:
         """Returns the local shards, one structure each, and the offsets of all shards."""
-        if self.whole:
+        if not self.is_needed:
             element = checked_rows(element)
             return [element], partition.batch_offsets(element, (1,))
         *leaves, offsets = element
@@ -107,7 +118,7 @@ class ShardLayout:
 
         One replica gets plain tensors.
         """
-        if self.whole:
+        if not self.is_needed:
             return partition.mark_whole(checked_rows(element))
         *leaves, offsets = element
         if self.strategy.num_replicas_in_sync == 1:
@@ -128,17 +139,39 @@ class ShardLayout:
         return [leaves[i : i + count] for i in range(0, len(leaves), count)]
 
 
-def structure_of(batch: Any) -> str:
-    """Returns the kinds of containers of a batch or of its type specs, and the names in them.
+def check_batched(element_spec: Any) -> None:
+    """Checks from the type specs alone that elements are batches.
 
-    Named tuples are equal in Python if their values are, whatever their fields.
-
-    Example:
-        >>> from tfmultigpu.data.element_layout import structure_of
-        >>> structure_of((1.0, {"a": None}))
-        "(0, {'a': None})"
+    Raises:
+        DataError: A component is a scalar, or components differ in their static first axis.
     """
-    return repr(tf.nest.map_structure(lambda one: None if one is None else 0, batch))
+    specs = components_of(element_spec)
+    received = f"Received: element_spec={element_spec}."
+    if not specs:
+        raise DataError(f"The dataset has no components. {received}")
+    kinds = (tf.TensorSpec, tf.RaggedTensorSpec, tf.SparseTensorSpec)
+    foreign = [type(spec).__name__ for spec in specs if not isinstance(spec, kinds)]
+    if foreign:
+        raise DataError(
+            f"A component of the dataset is a {foreign[0]}, not a tensor. {received} Give dense, "
+            "ragged or sparse tensors; after dataset.window(n) write "
+            "dataset.flat_map(lambda window: window.batch(n))."
+        )
+    shapes = [spec.shape for spec in specs]
+    if any(shape.rank == 0 for shape in shapes):
+        raise DataError(
+            f"The dataset is not batched: a component is a scalar per element. {received} Batch it "
+            "first, with the global batch size: dataset.batch(global_batch_size). A value that is "
+            "the same for all rows is read by the model, such as a tf.Variable, not from the batch."
+        )
+    sizes = {shape[0] for shape in shapes if shape.rank} - {None}
+    if len(sizes) > 1:
+        raise DataError(
+            f"The components of an element differ in their first axis: {sorted(sizes)}. {received} "
+            "Either the dataset is not batched (call dataset.batch(global_batch_size)), or "
+            "features and labels do not belong together. If each example has k rows of another "
+            "kind, give them an axis of their own: tf.reshape(u, [rows, k, ...])."
+        )
 
 
 def components_of(element_spec: Any) -> list[Any]:
@@ -165,15 +198,6 @@ def _packer(spec: Any) -> Callable[[Iterator[Any]], Any]:
     if type(spec) is tuple:
         parts = [_packer(part) for part in spec]
         return lambda leaves: tuple([part(leaves) for part in parts])
-    if type(spec) is dict:
-        # The leaves of a dict come sorted by key; the dict itself keeps its order.
-        named = {key: _packer(spec[key]) for key in sorted(spec)}
-
-        def pack(leaves: Iterator[Any]) -> Any:
-            found = {key: part(leaves) for key, part in named.items()}
-            return {key: found[key] for key in spec}
-
-        return pack
     present = [not _is_none(leaf) for leaf in tf.nest.flatten(spec)]
     return lambda leaves: tf.nest.pack_sequence_as(
         spec, [next(leaves) if here else None for here in present]
