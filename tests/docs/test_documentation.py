@@ -173,7 +173,7 @@ def failures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         cwd=tmp_path_factory.mktemp("programs"),
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=1200,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-4000:]
