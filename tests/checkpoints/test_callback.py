@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import signal
 import types
@@ -128,86 +127,14 @@ def test_fit_goes_on_in_the_middle_of_an_epoch_to_the_bit(
     assert names(directory) == ["step-00000008", "step-00000010", "step-00000015"]
 
 
-class SlowDown(keras.callbacks.Callback):
-    """Changes the optimizer after each batch."""
-
-    every_batches = 1
-
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        rate = self.model.optimizer.learning_rate
-        rate.assign(rate * 0.9)
-
-
-# The second fit is killed in its first epoch; in the last case the run has ended.
-@pytest.mark.parametrize(("kind", "after"), [("arrays", 11), ("dataset", None)])
-def test_the_second_of_two_fits_resumes(
-    kind: str, after: int | None, model: Any, start: list[np.ndarray], tmp_path: Path
-) -> None:
-    def train(directory: Path, *kill: Kill) -> tuple[list[np.ndarray], Any]:
-        for variable, value in zip(variables(model), start, strict=True):
-            variable.assign(value)
-        keras.utils.set_random_seed(8)
-        data = tf.data.Dataset.from_tensor_slices((X, Y)).shuffle(22, seed=3).batch(4)
-        checkpoints = tmg.Checkpoints(
-            directory, model, model.optimizer, data if kind == "dataset" else None
-        )
-        checkpoints.restore()
-        callbacks = [checkpoints.callback(every_steps=4), *kill]
-        given = (X, Y) if checkpoints.data is None else checkpoints.data
-        size = 4 if checkpoints.data is None else None
-        fit = functools.partial(tmg.fit, model, given, batch_size=size, verbose=0)
-        first = fit(epochs=1, callbacks=callbacks)
-        assert first.epoch in ([], [0])
-        model.optimizer.learning_rate.assign(0.02)
-        stop = keras.callbacks.EarlyStopping("loss", patience=3, min_delta=9.0)
-        history = fit(epochs=3, initial_epoch=1, callbacks=[stop, SlowDown(), *callbacks])
-        assert stop.wait == 1
-        return [np.array(variable.numpy()) for variable in variables(model)], history
-
-    expected, whole = train(tmp_path / "whole")
-    if after is None:
-        values, history = train(tmp_path / "whole")
-        assert names(tmp_path / "whole")[-1] == "step-00000016"
-    else:
-        with pytest.raises(Killed):
-            train(tmp_path / "run", Kill(after))
-        assert names(tmp_path / "run")[-1] == "step-00000008"
-        values, history = train(tmp_path / "run")
-    for here, there in zip(values, expected, strict=True):
-        np.testing.assert_array_equal(here, there)
-    assert history.epoch == whole.epoch == [1, 2]
-    assert history.history == whole.history
-
-
-# Fails if a fit that is not the first trains nothing, or not the epochs it was asked for, or if a
-# resumed program trains a fit again that had ended, or skips one that had not.
-@pytest.mark.parametrize("after", [None, 3, 6, 9, 14])
-def test_each_of_several_fits_trains_what_it_is_asked_for(
-    after: int | None, model: Any, start: list[np.ndarray], tmp_path: Path
-) -> None:
-    def train(directory: Path, kill: Kill | None = None) -> tuple[list[np.ndarray], list[Any]]:
-        for variable, value in zip(variables(model), start, strict=True):
-            variable.assign(value)
-        keras.utils.set_random_seed(8)
-        checkpoints = tmg.Checkpoints(directory, model, model.optimizer)
-        checkpoints.restore()
-        callbacks = [checkpoints.callback(every_steps=1), *([] if kill is None else [kill])]
-        epochs = []
-        for part, more in enumerate([{}, {}, {"epochs": 9, "initial_epoch": 7}]):
-            history = tmg.fit(
-                model, X + part, Y, batch_size=6, callbacks=callbacks, verbose=0, **more
-            )
-            epochs.append(history.epoch)
-        return [np.array(variable.numpy()) for variable in variables(model)], epochs
-
-    expected, epochs = train(tmp_path / "whole")
-    assert epochs == [[0], [0], [7, 8]]
-    if after is not None:
-        with pytest.raises(Killed):
-            train(tmp_path / "run", Kill(after))
-        values, _ = train(tmp_path / "run")
-        for here, there in zip(values, expected, strict=True):
-            np.testing.assert_array_equal(here, there)
+def test_a_second_fit_needs_checkpoints_of_its_own(model: Any, tmp_path: Path) -> None:
+    run = tmg.Checkpoints(tmp_path, model, model.optimizer)
+    options = {"epochs": 1, "callbacks": [run.callback()], "verbose": 0}
+    tmg.fit(model, X, Y, **options)
+    with pytest.raises(tmg.CheckpointError, match=r"call checkpoints\.restore\(\) again"):
+        tmg.fit(model, X, Y, **options)
+    assert run.restore() is not None
+    assert tmg.fit(model, X, Y, **{**options, "epochs": 2}).epoch == [0, 1]
 
 
 def test_one_save_where_steps_and_epochs_ask_for_one(

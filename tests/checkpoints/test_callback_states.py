@@ -10,8 +10,6 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
-import tensorflow as tf
-from one_device import strategy_of
 
 import tfmultigpu as tmg
 from tfmultigpu.addons.checkpoints.callback_states import CallbackStates
@@ -48,172 +46,8 @@ class Kill(keras.callbacks.Callback):
             raise Killed
 
 
-class Remembers(keras.callbacks.Callback):
-    """State of every plain kind, of which training depends on some."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.number = 0
-        self.losses: dict[int, tuple[float, ...]] = {}
-        self.recent: list[float] = []
-        self.array = np.zeros([2], "float32")
-        self.scale = np.float32(1)
-        self.best: float | None = None
-
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        self.model.optimizer.learning_rate = float(self.model.optimizer.learning_rate.numpy()) * 0.9
-
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        drawn = np.random.default_rng(epoch).normal()
-        self.losses[epoch] = (round(logs["loss"], 4), drawn)
-        self.recent.append(drawn)
-        self.array = self.array + drawn
-        self.scale = np.float32(self.scale * 1.5)
-        self.number += 1
-        self.best = logs["loss"] if self.best is None else min(self.best, logs["loss"])
-        weights = self.model.get_weights()
-        self.model.set_weights([one + 1e-3 * sum(self.recent) for one in weights])
-
-    def remembered(self) -> Any:
-        return repr(
-            [
-                self.losses,
-                self.recent,
-                self.array,
-                self.scale,
-                self.number,
-                round(self.best or 0, 4),
-            ]
-        )
-
-
-class HasMethods(keras.callbacks.Callback):
-    """State that only it knows how to write down."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.held = {object(): 0}
-
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        self.held = {key: value + 1 for key, value in self.held.items()}
-
-    def state(self) -> Any:
-        return {"held": list(self.held.values()), 3: np.arange(2)}
-
-    def set_state(self, state: Any) -> None:
-        assert state[3].tolist() == [0, 1]
-        self.held = {object(): value for value in state["held"]}
-
-
 def variables(model: Any) -> list[np.ndarray]:
     return [np.array(one.numpy()) for one in (*model.variables, *model.optimizer.variables)]
-
-
-@pytest.fixture(scope="module")
-def start() -> tuple[Any, list[np.ndarray]]:
-    with strategy_of(2).scope():
-        model = keras.Sequential(
-            [keras.Input((4,)), keras.layers.Dropout(0.3, seed=1), keras.layers.Dense(1)]
-        )
-        optimizer = keras.optimizers.SGD(0.3, momentum=0.9, use_ema=True)
-        model.compile(optimizer, "mse", metrics=["mae"])
-        optimizer.build(model.trainable_variables)
-    return model, variables(model)
-
-
-class Fitted:
-    """One process that trains, from a checkpoint where there is one."""
-
-    def __init__(
-        self,
-        start: tuple[Any, list[np.ndarray]],
-        folder: Path,
-        *more: Any,
-        epochs: int = 12,
-        patience: int = 4,
-        saves: Any = None,
-    ) -> None:
-        model, values = start
-        for variable, value in zip(
-            (*model.variables, *model.optimizer.variables), values, strict=True
-        ):
-            variable.assign(value)
-        keras.utils.set_random_seed(8)
-        data = tf.data.Dataset.from_tensor_slices((X, Y)).shuffle(22, seed=3).batch(4)
-        run = tmg.Checkpoints(folder / "run", model, model.optimizer, data)
-        self.restored = run.restore()
-        callbacks = keras.callbacks
-        self.stops = callbacks.EarlyStopping(
-            "loss", patience=patience, min_delta=0.01, restore_best_weights=True, verbose=0
-        )
-        self.plateau = callbacks.ReduceLROnPlateau("mae", factor=0.5, patience=1, min_delta=0.01)
-        self.remembers, self.methods = Remembers(), HasMethods()
-        logger = callbacks.CSVLogger(folder / "log.csv")
-        try:
-            history = tmg.fit(
-                model,
-                run.data,
-                epochs=epochs,
-                validation_data=(X, Y),
-                callbacks=[
-                    run.callback(**(saves or {})),
-                    self.stops,
-                    self.plateau,
-                    self.remembers,
-                    self.methods,
-                    callbacks.SwapEMAWeights(swap_on_epoch=True),
-                    logger,
-                    *more,
-                ],
-                steps_per_call=1,
-                verbose=0,
-            )
-        finally:
-            if logger.csv_file is not None:
-                logger.csv_file.close()
-        self.history, self.epochs = history.history, history.epoch
-        self.values = variables(model)
-        self.csv = (folder / "log.csv").read_text()
-
-    def check_equals(self, other: Fitted) -> None:
-        for here, there in zip(self.values, other.values, strict=True):
-            np.testing.assert_array_equal(here, there)
-        assert (self.history, self.epochs) == (other.history, other.epochs)
-        assert self.remembers.remembered() == other.remembers.remembered()
-        assert list(self.methods.held.values()) == list(other.methods.held.values())
-        for name in ("wait", "best", "best_epoch", "stopped_epoch"):
-            assert getattr(self.stops, name) == getattr(other.stops, name)
-        assert self.plateau.cooldown_counter == other.plateau.cooldown_counter
-
-
-def test_a_run_that_is_resumed_has_the_callbacks_of_one_that_was_not_interrupted(
-    start: Any, tmp_path: Path
-) -> None:
-    folders = [tmp_path / name for name in ("whole", "middle", "end", "last")]
-    for folder in folders:
-        folder.mkdir()
-    whole = Fitted(start, folders[0])
-    # It is ended by EarlyStopping, after the learning rate was halved more than once.
-    ended = len(whole.epochs)
-    assert 4 < ended < 12
-    # In the middle of an epoch, and again in that epoch; then at an epoch's end.
-    for kill in (Kill(2, 4), Kill(2, 5), Kill(4)):
-        with pytest.raises(Killed):
-            Fitted(start, folders[1], kill, saves={"every_steps": 4, "every_epochs": 2})
-    resumed = Fitted(start, folders[1], saves={"every_steps": 4})
-    assert resumed.restored == 24
-    resumed.check_equals(whole)
-    # Ended by a callback: it stays ended, with more epochs too, and ends with the best weights.
-    for epochs in (12, 40):
-        again = Fitted(start, folders[0], epochs=epochs)
-        assert again.restored == 6 * ended
-        again.check_equals(whole)
-    # Saved after the last batch of an epoch, which has not ended: it is ended first.
-    with pytest.raises(Killed):
-        Fitted(start, folders[3], Kill(3, 0), saves={"every_steps": 6})
-    last = Fitted(start, folders[3], saves={"every_steps": 6})
-    assert last.restored == 18
-    last.check_equals(whole)
 
 
 def test_callbacks_are_matched_by_name_and_what_they_watch(
@@ -308,6 +142,30 @@ class Small:
 @pytest.fixture(scope="module")
 def small() -> Small:
     return Small()
+
+
+def test_callbacks_of_keras_are_those_of_a_run_that_was_not_interrupted(
+    small: Small, tmp_path: Path
+) -> None:
+    def make() -> list[Any]:
+        callbacks = keras.callbacks
+        return [
+            callbacks.EarlyStopping("loss", patience=3, min_delta=0.1, restore_best_weights=True),
+            callbacks.ReduceLROnPlateau("loss", factor=0.5, patience=1, min_delta=0.1),
+        ]
+
+    options: dict[str, Any] = {"epochs": 30}
+    # In the middle of an epoch, and after its last batch: it is ended first.
+    small.check(tmp_path / "middle", make, Kill(2, 4), **options)
+    small.check(tmp_path / "last", make, Kill(3, 0), saves=6, **options)
+    # Ended by a callback: it stays ended, with more epochs too, and ends with the best weights.
+    values, logs, _ = small.fit(tmp_path / "run", make, **options)
+    assert len(logs[0]) < 30
+    for epochs in (30, 60):
+        again = small.fit(tmp_path / "run", make, epochs=epochs)
+        assert again[1] == logs
+        for here, there in zip(again[0], values, strict=True):
+            np.testing.assert_array_equal(here, there)
 
 
 class Begins(keras.callbacks.Callback):

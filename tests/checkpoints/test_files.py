@@ -2,13 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import os
-import random
-import signal
-import subprocess
-import sys
-import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -19,25 +13,6 @@ import pytest
 
 from tfmultigpu.addons.checkpoints import files
 from tfmultigpu.errors import CheckpointError
-
-KILLS = 10
-# Loads the module alone, without TensorFlow, so that a process is there in no time.
-SAVES = """
-import sys
-from importlib.util import module_from_spec, spec_from_file_location
-from pathlib import Path
-import numpy as np
-spec = spec_from_file_location("files", sys.argv[2])
-files = module_from_spec(spec)
-spec.loader.exec_module(files)
-directory = Path(sys.argv[1])
-step = max(files.steps_in(directory), default=0)
-print("ready", flush=True)
-while True:
-    step += 1
-    arrays = {str(i): np.full([50_000], step) for i in range(5)}
-    files.write(directory, step, arrays, {"variables": dict.fromkeys(arrays)}, 2)
-"""
 
 
 def arrays_of(step: int) -> dict[str, np.ndarray]:
@@ -54,7 +29,8 @@ def names(directory: Path) -> list[str]:
 
 
 def newest(directory: Path) -> Any:
-    return files.Directory(directory, np.atleast_2d).newest()
+    exchange: Any = lambda purpose, numbers: np.asarray([numbers])  # noqa: E731
+    return files.Directory(directory, exchange).newest()
 
 
 def found(directory: Path) -> int | None:
@@ -78,15 +54,6 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     write(directory, 120, epoch=8)
     assert names(directory) == [path.name]
     assert files.read(path).run["epoch"] == 8
-
-
-def test_the_newest_are_kept_and_damaged_later_ones_do_not_count(tmp_path: Path) -> None:
-    write(tmp_path, 9, 10, 100_000_000)
-    (tmp_path / "step-x.npz").touch()
-    (tmp_path / "step-00000012").mkdir()
-    assert list(files.steps_in(tmp_path)) == [9, 10, 100_000_000]
-    write(tmp_path, 11, keep=1)
-    assert list(files.steps_in(tmp_path)) == [11, 100_000_000]
 
 
 def flip(path: Path, place: float) -> None:
@@ -178,43 +145,3 @@ def test_what_processes_left_half_written_is_deleted_by_the_next_save(tmp_path: 
     assert found(tmp_path) == 1
     write(tmp_path, 3)
     assert names(tmp_path) == ["notes.txt", "step-00000001.npz", "step-00000003.npz"]
-
-
-def test_links_that_lead_nowhere_do_not_count(tmp_path: Path) -> None:
-    write(tmp_path, 1)
-    (tmp_path / "step-00000003.npz").symlink_to(tmp_path / "not there")
-    assert found(tmp_path) == 1
-
-
-@pytest.mark.slow
-def test_killed_while_saving_10_times_there_is_always_a_whole_checkpoint(tmp_path: Path) -> None:
-    randomness = random.Random(0)
-    command = [sys.executable, "-c", SAVES, str(tmp_path), files.__file__]
-    steps, half_written = [0], 0
-    for turn in range(KILLS):
-        with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
-            try:
-                assert process.stdout is not None
-                assert process.stdout.readline() == b"ready\n"
-                before = names(tmp_path)
-                # A busy machine may be too slow for any to become whole; some are waited for.
-                prefix = ".step-" if turn % 5 else "step-"
-                while process.poll() is None:
-                    if any(name.startswith(prefix) for name in {*names(tmp_path)} - {*before}):
-                        break
-                    time.sleep(0.001)
-                time.sleep(randomness.uniform(0, 0.05))
-            finally:
-                process.send_signal(signal.SIGKILL)
-        half_written += any(name.startswith(".") for name in names(tmp_path))
-        stored = newest(tmp_path)  # Without a warning: none is damaged.
-        if stored is None and len(steps) == 1:
-            continue  # Killed before the very first.
-        assert stored is not None
-        assert stored.run["step"] >= steps[-1]
-        steps.append(stored.run["step"])
-        for array in stored.arrays.values():
-            np.testing.assert_array_equal(array, np.full([50_000], steps[-1]))
-    # Many kills came in the middle of one; otherwise this would show nothing.
-    assert half_written >= KILLS // 4, (half_written, steps)
-    assert steps[-1] >= KILLS // 5, json.dumps(steps)

@@ -44,9 +44,6 @@ def make_callback(run: Any, several_workers: bool) -> Any:
         def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
             run.end_epoch(self._new_steps())
 
-        def on_train_end(self, logs: Any = None) -> None:
-            run.fit_state.end()
-
         def on_fit_exit(self) -> None:
             run.stop_listening()
 

@@ -101,8 +101,11 @@ def _values(callback: Any) -> dict[str, Any]:
     constructors = [vars(kind).get("__init__") for kind in type(callback).__mro__[:-1]]
     parameters = [set(inspect.signature(f).parameters) for f in constructors if f is not None]
     skipped = _NOT_STATE.union(*parameters)
-    attributes = {n: v for n, v in vars(callback).items() if n.lstrip("_") not in skipped}
-    return {name: value for name, value in attributes.items() if not _is_no_state(value)}
+    return {
+        name: value
+        for name, value in vars(callback).items()
+        if name.lstrip("_") not in skipped and not _is_no_state(value)
+    }
 
 
 def _is_no_state(value: Any) -> bool:

@@ -7,6 +7,7 @@ rename, which also replaces an older file of the same step. The checksums of zip
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import tempfile
@@ -62,14 +63,12 @@ def write(directory: Path, step: int, arrays: Arrays, run: Mapping[str, Any], ke
 
 def read(path: Path) -> Stored:
     """Reads a checkpoint whole; of a damaged one a changed byte may raise almost any error."""
-    arrays = {}
     with zipfile.ZipFile(path) as archive:
-        for entry in archive.infolist():
-            with archive.open(entry) as file:
-                array = np.lib.format.read_array(file, allow_pickle=False)
-                if file.read(1):  # zipfile compares the checksum at the end of an entry.
-                    raise ValueError(f"{entry.filename} is longer than its array")
-            arrays[entry.filename.removesuffix(".npy")] = array
+        # An entry is read to its end, where zipfile compares its checksum.
+        arrays = {
+            name.removesuffix(".npy"): np.load(io.BytesIO(archive.read(name)), allow_pickle=False)
+            for name in archive.namelist()
+        }
     run = json.loads(arrays.pop("run").tobytes())
     missing = run["variables"].keys() - arrays.keys()
     if run["format"] != _FORMAT or run["step"] != int(path.stem[5:]) or missing:
@@ -110,12 +109,11 @@ class Directory:
                 )
         step = -1 if stored is None else stored.run["step"]
         steps = self._exchange("the step of the newest checkpoint", [step])[:, 0].tolist()
-        if steps.count(step) < len(steps):
+        if len(set(steps)) > 1:
             raise CheckpointError(
-                f"The workers see different checkpoints in {self._path}, so they would resume "
-                f"from different weights. Received: step of each worker: {steps}. Give a directory "
-                "on a file system that all workers share, or copy the newest checkpoint of the "
-                "chief to the others."
+                f"The workers see different checkpoints in {self._path}. Received: step of each "
+                f"worker: {steps}. Give a directory that all workers share, or copy the newest "
+                "checkpoint of the chief to the others."
             )
         if stored is None and self._damaged:
             raise CheckpointError(

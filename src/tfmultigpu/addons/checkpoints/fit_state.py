@@ -30,12 +30,8 @@ class FitState:
     ) -> None:
         """Stores the parts of the run."""
         self._position, self._variables, self._exchange = position, variables, exchange
-        # The fits of the run that have ended, in the order of the program: how many epochs each
-        # trained, and the number of its last one; and how many this process has begun.
-        self._ended: list[tuple[int, int]] = []
-        self._begun = 0
-        self._is_skipped = False
         self._fit: RunningFit | None = None
+        self._has_trained = False
         self._callback: Any = None
         self._callbacks = CallbackStates(())
         # The stored fit until a fit takes it, and the fit that was taken until it has resumed.
@@ -49,33 +45,27 @@ class FitState:
     def load(self, run: Mapping[str, Any], arrays: Arrays) -> None:
         """Takes this part of a checkpoint."""
         self._fit = self._restored = None
-        self._ended, self._stored = [(done, last) for done, last in run["ended"]], run["fit"]
-        self._begun = 0
+        self._stored, self._has_trained = run["fit"], False
         self._arrays = {name: value for name, value in arrays.items() if name.startswith("fit/")}
         self._is_restored = True
 
     def begin(self, fit: RunningFit, callback: Any) -> FitStart | None:
         """Returns where a ``fit`` begins, before its data is prepared; None if as asked."""
-        self._fit, self._callback, self._resumed = fit, callback, None
+        if self._has_trained:
+            raise CheckpointError(
+                "Checkpoints hold one fit. Received: another call of fit with the same ones. To "
+                "resume the first, call checkpoints.restore() again. For a second one, write "
+                "tmg.Checkpoints(another_directory, model, model.optimizer) just before it, and "
+                "restore() that."
+            )
+        self._fit, self._callback = fit, callback
         self._callbacks = CallbackStates(fit.callbacks)
         if self._is_restored:
             # What the program changed since ``restore`` is part of the run.
             self._is_restored, self._restored = False, self._variables.read()
-        number, self._begun = self._begun, self._begun + 1
-        # It may train for more epochs now than before the restart, and then goes on.
-        self._is_skipped = number < len(self._ended) and fit.epochs <= self._ended[number][1]
-        if self._is_skipped:
-            _log.warning(
-                "This fit had ended when the checkpoint was saved, so it trains nothing: fit %d of "
-                "this program, epochs=%d. A later fit or loop goes on.",
-                number + 1,
-                fit.epochs,
-            )
-            return FitStart(fit.seed, fit.first_epoch, fit.epochs, 0, 0)
-        del self._ended[number:]
         stored, self._resumed, self._stored = self._stored, self._stored, None
         first_epoch = fit.first_epoch if stored is None else stored["first_epoch"]
-        epoch, step = first_epoch + self._epochs_done(), self._position.step
+        epoch, step = first_epoch + self._position.epoch, self._position.step
         if stored is None:
             begins = (epoch, step) == (fit.first_epoch, 0)
             return None if begins else FitStart(fit.seed, fit.first_epoch, epoch, step, 0)
@@ -91,18 +81,10 @@ class FitState:
             epoch = fit.epochs
         return FitStart(stored["seed"], first_epoch, epoch, step, stored["batches"])
 
-    def _epochs_done(self) -> int:
-        """Returns the epochs of the run that are not those of a fit that has ended."""
-        return self._position.epoch - sum(done for done, _ in self._ended)
-
-    def end(self) -> None:
-        """Records that a ``fit`` has ended: the next one of the program begins as asked."""
-        if self._fit is not None and not self._is_skipped:
-            self._ended.append((self._epochs_done(), self._fit.epochs))
-
     def begin_training(self) -> None:
         """Restores what all other ``on_train_begin`` have changed, such as a learning rate."""
         assert self._fit is not None
+        self._has_trained = True
         self._variables.check_holds(self._fit.changed_variables())
         if self._resumed is not None:
             self._check_data(self._resumed["data"], self._fit.data)
@@ -113,7 +95,7 @@ class FitState:
                     "differently than without the restart: %s",
                     ", ".join(missing),
                 )
-        self._undo_hooks(forget=not self._position.step and not self._is_skipped)
+        self._undo_hooks(forget=not self._position.step)
 
     def begin_epoch(self) -> None:
         """Restores the logs of a resumed epoch; call it after all other ``on_epoch_begin``."""
@@ -137,7 +119,7 @@ class FitState:
     def read(self) -> tuple[dict[str, Any], Arrays]:
         """Returns the description for a checkpoint, and its arrays."""
         if self._fit is None or self._stored is not None:
-            return {"ended": self._ended, "fit": self._stored}, self._arrays
+            return {"fit": self._stored}, self._arrays
         metrics, arrays = state.read_state(self._metric_variables(), self._exchange)
         of_callbacks: dict[str, np.ndarray[Any, Any]] = {}
         fit = {
@@ -150,7 +132,7 @@ class FitState:
             "sums": dict(self._fit.sums),
             "metrics": metrics,
         }
-        return {"ended": self._ended, "fit": fit}, {**arrays, **of_callbacks}
+        return {"fit": fit}, {**arrays, **of_callbacks}
 
     def is_stopping(self) -> bool:
         """Returns whether a callback of any worker ends the run."""

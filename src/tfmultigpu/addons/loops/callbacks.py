@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from typing import Any
 
+import keras
+
 from tfmultigpu._compat import is_part_of_keras, profiles_batches
 from tfmultigpu.accumulation.loss_scale import unwrap_optimizer
 from tfmultigpu.accumulation.update import update_of
@@ -18,13 +20,9 @@ __all__ = ["adapt_callbacks", "check_callbacks", "every_batches", "resuming", "t
 
 def to_list(callbacks: Any) -> list[Any]:
     """Returns a callback, a sequence of them or a ``CallbackList`` as a list."""
-    import keras
-
-    if isinstance(callbacks, keras.callbacks.CallbackList):
-        return list(callbacks.callbacks)
     if isinstance(callbacks, keras.callbacks.Callback):
         return [callbacks]
-    return list(callbacks or ())
+    return list(getattr(callbacks, "callbacks", callbacks) or ())
 
 
 def resuming(callbacks: Iterable[Any]) -> list[Any]:
@@ -40,10 +38,10 @@ def check_callbacks(callbacks: Iterable[Any], model: Any = None, step: Any = Non
             model, which the step does not train with, or a log that a chain of steps has not.
         TypeError: An item is not a callback.
     """
-    import keras
-
-    names = ("LearningRateScheduler", "ReduceLROnPlateau", "SwapEMAWeights", "TensorBoard")
-    of_optimizer = tuple(getattr(keras.callbacks, name) for name in names)
+    of_optimizer = (
+        keras.callbacks.LearningRateScheduler, keras.callbacks.ReduceLROnPlateau,
+        keras.callbacks.SwapEMAWeights, keras.callbacks.TensorBoard,
+    )  # fmt: skip
     for callback in callbacks:
         kind = type(callback).__name__
         if not isinstance(callback, keras.callbacks.Callback):
@@ -78,19 +76,18 @@ def check_callbacks(callbacks: Iterable[Any], model: Any = None, step: Any = Non
 
 def adapt_callbacks(callbacks: Iterable[Any], optimizer: Any) -> None:
     """Makes callbacks that swap moving averages swap those of the replicas that own them."""
-    import keras
 
     def swapping(method: Callable[..., None], *args: Any) -> None:
         with update.updating(()) if (update := update_of(optimizer)) else nullcontext():
             method(*args)
 
-    for callback in callbacks:
-        if optimizer is not None and isinstance(callback, keras.callbacks.SwapEMAWeights):
-            for end in ("epoch_begin", "epoch_end", "test_begin", "test_end", "predict_begin",
-                        "predict_end"):  # fmt: skip
+    swaps = keras.callbacks.SwapEMAWeights
+    for callback in callbacks if optimizer is not None else ():
+        for hook in dir(swaps) if isinstance(callback, swaps) else ():
+            if hook.startswith("on_") and hook.endswith(("begin", "end")) and "batch" not in hook:
                 # Of the class, so that a second fit does not wrap twice.
-                method = getattr(type(callback), f"on_{end}").__get__(callback)
-                setattr(callback, f"on_{end}", functools.partial(swapping, method))
+                method = getattr(type(callback), hook).__get__(callback)
+                setattr(callback, hook, functools.partial(swapping, method))
 
 
 def every_batches(callback: Any, mode: str) -> int | None:
@@ -99,8 +96,6 @@ def every_batches(callback: Any, mode: str) -> int | None:
     A callback with batch hooks is called for each batch, or every ``every_batches`` batches: an
     optional attribute of it. The progress bar and callbacks without such hooks are not.
     """
-    import keras
-
     if hasattr(callback, "every_batches"):
         return None if callback.every_batches is None else int(callback.every_batches)
     names = [f"on_{mode}_batch_begin", f"on_{mode}_batch_end"]
@@ -108,21 +103,15 @@ def every_batches(callback: Any, mode: str) -> int | None:
         names += ["on_batch_begin", "on_batch_end"]
     every: list[int] = []
     for name in names:
-        owner = _owner(callback, name)
+        kinds = [callback, *type(callback).__mro__]
+        owner = next(kind for kind in kinds if name in vars(kind))
+        saves = getattr(callback, "save_freq", None)
         if owner in (keras.callbacks.Callback, keras.callbacks.ProgbarLogger):
             continue
-        saves = getattr(callback, "save_freq", None)
-        if owner is not None and is_part_of_keras(owner) and saves is not None:
+        if owner is not callback and is_part_of_keras(owner) and saves is not None:
             every += [] if saves == "epoch" else [int(saves)]
         elif owner is keras.callbacks.TensorBoard and callback.update_freq == "epoch":
             every += [1] if callback.write_steps_per_second or profiles_batches(callback) else []
         else:
             every.append(1)
     return min(every, default=None)
-
-
-def _owner(callback: Any, name: str) -> type | None:
-    """Returns the class that defines a method; None if the object itself does."""
-    if name in vars(callback):
-        return None
-    return next(kind for kind in type(callback).__mro__ if name in vars(kind))

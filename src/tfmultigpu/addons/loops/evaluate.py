@@ -9,6 +9,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfmultigpu._patch import setting
 from tfmultigpu.addons.loops.cache import checked_strategy
 from tfmultigpu.addons.loops.compiled import compile_arguments
 from tfmultigpu.addons.loops.feed import Feed
@@ -20,7 +21,6 @@ from tfmultigpu.addons.loops.methods import (
     around,
     as_keras_made_it,
     as_method,
-    installed,
     marked,
     run_keras,
 )
@@ -114,7 +114,7 @@ def evaluate(
 def _run(
     model: Any, loop: Loop, feed: Feed, steps: int | None, hooks: Hooks, **more: Any
 ) -> dict[str, Any]:
-    with installed(model, test_function=loop, **around(loop)):
+    with setting(model, test_function=loop, **around(loop)):
         logs: dict[str, Any] = run_keras(
             model, "evaluate", feed, steps=steps, callbacks=hooks, return_dict=True, **more
         )
@@ -124,15 +124,9 @@ def _run(
 @contextmanager
 def _keeping_metrics(model: Any, strategy: tf.distribute.Strategy) -> Iterator[None]:
     """Keeps the metrics of a running ``fit``; in Keras an evaluation in between resets them."""
-    if not isinstance(vars(model).get("train_function"), Loop):
-        yield
-        return
-    parts = [
-        part
-        for metric in model.metrics
-        for variable in metric.variables
-        for part in strategy.experimental_local_results(getattr(variable, "value", variable))
-    ]
+    metrics = model.metrics if isinstance(vars(model).get("train_function"), Loop) else ()
+    variables = [variable.value for metric in metrics for variable in metric.variables]
+    parts = [p for v in variables for p in strategy.experimental_local_results(v)]
     values = [part.read_value() for part in parts]
     try:
         yield
@@ -152,18 +146,19 @@ def evaluation_methods(program: Program, hooks: FitHooks) -> dict[str, Any]:
     def ours(name: str, function: Any) -> Any:
         return as_method(name, lambda **given: function(known(), **given, verify=program.verify))
 
+    methods = {"evaluate": ours("evaluate", evaluate), "predict": ours("predict", predict)}
+
     def evaluates(*args: Any, **given: Any) -> Any:
         model, feed = known(), given.get("x")
-        if not isinstance(feed, Feed):
-            if "evaluate" not in own and "_use_cached_eval_dataset" not in given:
-                return ours("evaluate", evaluate)(*args, **given)
-            # A method of the class or of Keras, on the model as Keras has it.
-            with as_keras_made_it(model):
-                return model.evaluate(*args, **given)
-        loop, steps = hooks.loop("test"), given["steps"]
-        if loop is None:
-            hooks.serve(loop := program.evaluation_loop(feed))
-        return _run(model, loop, feed, steps, hooks, _use_cached_eval_dataset=True)
+        if isinstance(feed, Feed):
+            if (loop := hooks.loop("test")) is None:
+                hooks.serve(loop := program.evaluation_loop(feed))
+            return _run(model, loop, feed, given["steps"], hooks, _use_cached_eval_dataset=True)
+        if "evaluate" not in own and "_use_cached_eval_dataset" not in given:
+            return methods["evaluate"](*args, **given)
+        # A method of the class or of Keras, on the model as Keras has it.
+        with as_keras_made_it(model):
+            return model.evaluate(*args, **given)
 
-    methods = {"evaluate": marked(evaluates)}
-    return methods if "predict" in own else {**methods, "predict": ours("predict", predict)}
+    predicts = {} if "predict" in own else {"predict": methods["predict"]}
+    return {"evaluate": marked(evaluates), **predicts}

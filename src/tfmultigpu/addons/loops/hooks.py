@@ -8,6 +8,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfmultigpu._patch import setting
 from tfmultigpu.accumulation.update import update_of
 from tfmultigpu.addons.loops.callbacks import (
     adapt_callbacks,
@@ -17,7 +18,6 @@ from tfmultigpu.addons.loops.callbacks import (
     to_list,
 )
 from tfmultigpu.addons.loops.loop import Loop, not_ending_the_epoch
-from tfmultigpu.addons.loops.methods import installed
 from tfmultigpu.addons.loops.workers import SameTraining, check_alike, union
 from tfmultigpu.data.positioned import Position
 from tfmultigpu.data.seeds import draw_seed
@@ -216,7 +216,7 @@ class FitHooks(Hooks):
         for part in self._trained:
             if any(is_sharded(variable) for variable in part.variables):
                 nothing = {"finalize_variable_values": lambda variables: None}
-                self._between_epochs.enter_context(installed(part.optimizer, **nothing))
+                self._between_epochs.enter_context(setting(part.optimizer, **nothing))
 
     def on_train_end(self, logs: Any = None) -> None:
         """Puts averages into all trained variables, as Keras has for one optimizer."""

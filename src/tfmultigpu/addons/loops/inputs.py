@@ -53,36 +53,24 @@ def labelled(data: Any, x: Any, y: Any, weight: Any, function: str) -> Any:
             "fit, evaluate and predict take one data argument. Received: "
             f"{'none' if x is None else 'data beside x'}. Write tmg.{function}(model, data)."
         )
+    data = x if data is None else data
     if y is not None and isinstance(data, tuple):
         raise DataError(
             "A tuple is (x, y), so it holds labels already. Received: a tuple of "
             f"{len(data)} beside y. Write tmg.{function}(model, (x, y)); or, for several inputs, "
             f"tmg.{function}(model, [first, second], y)."
         )
-    data = x if data is None else data
-    if y is not None:
-        # A list of arrays, for several inputs or outputs, is a tuple to Keras.
-        data, y = (
-            tuple(part)
-            if isinstance(part, list) and any(getattr(leaf, "ndim", 0) for leaf in part)
-            else part
-            for part in (data, y)
-        )
-        _check_arrays(data, _is_arrays(data), "y")
-        data = (data, y)
-    if weight is not None:
-        is_pair = isinstance(data, tuple) and len(data) == 2 and _is_arrays(data)
-        _check_arrays(data, is_pair, "sample_weight")
-        data = (*data, weight)
+    for name, beside in (("y", y), ("sample_weight", weight)):
+        if beside is None:
+            continue
+        is_pair = isinstance(data, tuple) and len(data) == 2
+        if not _is_arrays(data) or not (name == "y" or is_pair):
+            raise DataError(
+                f"{name} works only for arrays (x, y). Received: {name} with data of type "
+                f"{type(data).__name__}. Let the dataset yield (x, y) or (x, y, sample_weight)."
+            )
+        data = (data, beside) if name == "y" else (*data, beside)
     return data
-
-
-def _check_arrays(data: Any, are_arrays: bool, beside: str) -> None:
-    if not are_arrays:
-        raise DataError(
-            f"{beside} works only for arrays (x, y). Received: {beside} with data of type "
-            f"{type(data).__name__}. Let the dataset yield (x, y) or (x, y, sample_weight)."
-        )
 
 
 def as_keras_takes(data: Any) -> dict[str, Any]:
@@ -134,10 +122,10 @@ def pass_feed(
         repeats = purpose == "validation"  # One iterator for all passes, which is faster.
         batches = shard_arrays(arrays, size, strategy, keep, endless=repeats)
         return kind(data, batches, -(-rows // size), steps, repeats=repeats)
+    own_size = None if purpose == "validation" else batch_size
     if isinstance(data, ShardedDataset):
-        batches = _checked_shards(data, strategy, batch_size=batch_size)
+        batches = _checked_shards(data, strategy, batch_size=own_size)
     else:
-        own_size = None if purpose == "validation" else batch_size
         batches = distribute_dataset(data, strategy, batch_size=own_size)
     name = "validation_steps" if purpose == "validation" else "steps"
     return kind(data, batches, _length(data, batches, steps, name), steps)

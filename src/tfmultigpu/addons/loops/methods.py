@@ -11,50 +11,10 @@ from typing import Any, NoReturn
 
 from tfmultigpu.addons.loops.loop import Loop
 
-__all__ = [
-    "around",
-    "as_keras_made_it",
-    "as_method",
-    "installed",
-    "is_ours",
-    "marked",
-    "run_keras",
-]
+__all__ = ["around", "as_keras_made_it", "as_method", "is_ours", "marked", "run_keras"]
 
-_NOTHING = object()
 _MARK = "_of_tfmultigpu"
 _ON_BATCH = ("train_on_batch", "test_on_batch", "predict_on_batch")
-
-
-@contextmanager
-def installed(model: Any, **attributes: Any) -> Iterator[None]:
-    """Gives a model object other attributes for a time."""
-    before = {name: vars(model).get(name, _NOTHING) for name in attributes}
-    vars(model).update(attributes)  # Not by setattr, with which Keras would track them.
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            vars(model).pop(name, None)
-            if value is not _NOTHING:
-                vars(model)[name] = value
-
-
-@contextmanager
-def as_keras_made_it(model: Any) -> Iterator[None]:
-    """Takes our functions off a model for a time."""
-    ours = {name: value for name, value in vars(model).items() if is_ours(value)}
-    for name in ours:
-        del vars(model)[name]
-    try:
-        yield
-    finally:
-        vars(model).update(ours)
-
-
-def is_ours(method: Any) -> bool:
-    """Returns whether a function stands on a model only for a time, in place of its method."""
-    return bool(getattr(method, _MARK, False))
 
 
 def marked(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -65,6 +25,21 @@ def marked(function: Callable[..., Any]) -> Callable[..., Any]:
 
     setattr(call, _MARK, True)
     return call
+
+
+def is_ours(method: Any) -> bool:
+    """Returns whether a function stands on a model only for a time, in place of its method."""
+    return bool(getattr(method, _MARK, False))
+
+
+@contextmanager
+def as_keras_made_it(model: Any) -> Iterator[None]:
+    """Takes our functions off a model for a time."""
+    ours = {name: vars(model).pop(name) for name, value in [*vars(model).items()] if is_ours(value)}
+    try:
+        yield
+    finally:
+        vars(model).update(ours)
 
 
 def around(loop: Loop) -> dict[str, Any]:
@@ -115,21 +90,18 @@ def as_method(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD][1:]
     signature = signature.replace(parameters=own)
 
-    @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        unknown = [key for key in kwargs if key not in signature.parameters]
-        if unknown:
+        if unknown := kwargs.keys() - signature.parameters.keys():
             raise TypeError(
                 f"model.{name} runs tmg.{name} here, which takes the public arguments of Keras. "
-                f"Received: {unknown[0]}={kwargs[unknown[0]]!r}. Give arguments of tmg.fit to "
+                f"Received: {sorted(unknown)}. Give arguments of tmg.fit to "
                 "tmg.prepare(model, micro_batches=2)."
             )
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
-        arguments = dict(bound.arguments)
-        arguments["callbacks"] = arguments["callbacks"] or ()
-        return function(**arguments)
+        return function(**{**bound.arguments, "callbacks": bound.arguments["callbacks"] or ()})
 
-    call.__name__ = name
-    call.__signature__ = signature  # type: ignore[attr-defined]
-    return marked(call)
+    method = marked(call)
+    method.__name__ = name
+    method.__signature__ = signature  # type: ignore[attr-defined]
+    return method

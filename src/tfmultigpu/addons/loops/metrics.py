@@ -27,7 +27,7 @@ class EpochMetrics:
     container: Any = None
 
     @classmethod
-    def of(cls, metrics: Mapping[str, Iterable[Any]], container: Any = None) -> EpochMetrics:
+    def of(cls, metrics: Mapping[str, Iterable[Any]]) -> EpochMetrics:
         """Names the metrics of each step; after the step, too, if several have one name.
 
         Raises:
@@ -48,20 +48,21 @@ class EpochMetrics:
                     f"{name!r} twice. Give one another name: keras.metrics.Mean(name=...)."
                 )
             named[name] = metric
-        return cls(named, container)
+        return cls(named)
 
     @property
     def variables(self) -> list[Any]:
         """The variables of all metrics."""
-        owners = [*([] if self.container is None else [self.container]), *self.own.values()]
-        return [variable for owner in owners for variable in owner.variables]
+        return [variable for owner in self._owners for variable in owner.variables]
+
+    @property
+    def _owners(self) -> list[Any]:
+        return [*([] if self.container is None else [self.container]), *self.own.values()]
 
     def reset(self) -> None:
-        """Resets all metrics."""
-        if self.container is not None:
-            self._reset()
-        for metric in self.own.values():
-            metric.reset_state()
+        """Resets all metrics; not traced: some create their variables in their first update."""
+        for owner in self._owners:
+            owner.reset_state()
 
     def results(self) -> dict[str, Any]:
         """Returns the result of each metric by its name."""
@@ -69,18 +70,11 @@ class EpochMetrics:
         return own if self.container is None else {**own, **self._results()}
 
     @functools.cached_property
-    def _reset(self) -> Callable[[], Any]:
-        return self._in_one_call(self.container.reset_state)
-
-    @functools.cached_property
     def _results(self) -> Callable[[], Any]:
-        return self._in_one_call(self.container.result)
-
-    def _in_one_call(self, method: Callable[[], Any]) -> Callable[[], Any]:
-        """Traces a method, which is faster; metrics of the user may not work in a graph."""
+        """The results of compiled metrics in one call, which is faster."""
         if not all(is_part_of_keras(type(metric)) for metric in self.container.metrics):
-            return method
-        traced: Any = tf.function(lambda: method(), autograph=False)
+            return self.container.result  # type: ignore[no-any-return]
+        traced: Any = tf.function(lambda: self.container.result(), autograph=False)
         # TensorFlow would take the functions of several models for one that it traces anew.
         concrete: Callable[[], Any] = traced.get_concrete_function()
         return concrete

@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from tfmultigpu._patch import setting
 from tfmultigpu.addons.loops.cache import build, checked_strategy, get_or_make
 from tfmultigpu.addons.loops.hooks import Hooks
 from tfmultigpu.addons.loops.inputs import as_keras_takes, check_steps, labelled, pass_feed
 from tfmultigpu.addons.loops.loop import no_batches
-from tfmultigpu.addons.loops.methods import installed, run_keras
+from tfmultigpu.addons.loops.methods import run_keras
 from tfmultigpu.addons.loops.own_methods import check_no_loop, own_methods, refused
 from tfmultigpu.errors import DataError
 from tfmultigpu.steps.agreement import check_values_alike
@@ -103,7 +104,7 @@ def predict(
             outputs.append(_to_host(waiting.popleft()))
         return ()  # Keras would keep outputs on the device, and make ragged what does not fit.
 
-    with installed(model, predict_function=run, steps_per_execution=1):
+    with setting(model, predict_function=run, steps_per_execution=1):
         try:
             run_keras(model, "predict", feed, steps=feed.steps, callbacks=hooks)
         except UnboundLocalError:  # Of Keras, without data.
@@ -116,9 +117,8 @@ def predict(
 
 
 def _to_host(output: Any) -> Any:
-    composite = (tf.RaggedTensor, tf.SparseTensor)
     return tf.nest.map_structure(
-        lambda leaf: leaf if leaf is None or isinstance(leaf, composite) else leaf.numpy(), output
+        lambda leaf: leaf.numpy() if isinstance(leaf, tf.Tensor) else leaf, output
     )
 
 
@@ -129,16 +129,12 @@ def _join(*parts: Any) -> Any:
         return tf.sparse.concat(0, list(parts), expand_nonconcat_dims=True)
     if isinstance(parts[0], tf.RaggedTensor):
         return tf.concat(parts, axis=0)
-    shapes = {np.shape(part)[1:] for part in parts}
-    if np.ndim(parts[0]) == 0:
-        raise DataError(
-            "An output has one value per batch, so predictions cannot be joined. Received: an "
-            "output of shape []. Return one value per example."
-        )
-    if len(shapes) > 1:
-        raise DataError(
-            "The predictions of the batches have different shapes, so they do not make one array. "
-            f"Received: examples of shapes {sorted(shapes)}. Pad the inputs to one length, or use "
-            "tmg.make_predict_step and keep the batches apart."
-        )
-    return np.concatenate(parts)
+    shapes = sorted({np.shape(part)[1:] for part in parts})
+    if np.ndim(parts[0]) and len(shapes) == 1:
+        return np.concatenate(parts)
+    what = f"examples of shapes {shapes}" if np.ndim(parts[0]) else "one value per batch"
+    raise DataError(
+        f"The predictions of the batches do not make one array. Received: {what}. Return one value "
+        "per example, and pad the inputs to one length; or use tmg.make_predict_step and keep the "
+        "batches apart."
+    )

@@ -7,6 +7,9 @@ import weakref
 from contextlib import ExitStack
 from typing import Any
 
+import keras
+
+from tfmultigpu._patch import setting
 from tfmultigpu.addons.loops.evaluate import evaluate
 from tfmultigpu.addons.loops.fit import fit
 from tfmultigpu.addons.loops.methods import as_method
@@ -16,9 +19,6 @@ from tfmultigpu.errors import LossError
 from tfmultigpu.strategies.scopes import check_backend
 
 __all__ = ["prepare"]
-
-# The methods of each ``prepare`` of a model that is not undone: the last ones act.
-_prepared: weakref.WeakKeyDictionary[Any, list[dict[str, Any]]] = weakref.WeakKeyDictionary()
 
 
 def prepare(model: Any, **options: Any) -> ExitStack:
@@ -34,7 +34,8 @@ def prepare(model: Any, **options: Any) -> ExitStack:
             ``clip_norm`` or ``forward``; ``verify`` applies to all three.
 
     Returns:
-        What undoes it: ``close()``, or the end of a ``with`` block.
+        What undoes it: ``close()``, or the end of a ``with`` block. What was prepared last is
+        undone first.
 
     Raises:
         LossError: The class of the model has replaced one of the methods, which would be passed
@@ -51,14 +52,16 @@ def prepare(model: Any, **options: Any) -> ExitStack:
         ['loss']
     """
     check_backend()
-    import keras
-
     if not isinstance(model, keras.Model):
         raise TypeError(
             f"prepare takes a keras.Model. Received: {type(model).__name__}. Write "
             "tmg.prepare(model)."
         )
-    inspect.signature(fit).bind_partial(model, **options)  # Raises a TypeError.
+    if unknown := options.keys() - inspect.signature(fit).parameters.keys():
+        raise TypeError(
+            f"prepare takes arguments of tmg.fit that Keras does not have. Received: "
+            f"{sorted(unknown)}. Those of Keras are for model.fit(...)."
+        )
     if own := own_methods(model, "fit", "evaluate", "predict"):
         raise LossError(
             f"model.{own[0]} is not that of Keras, so prepare would pass over what it does beside "
@@ -67,26 +70,22 @@ def prepare(model: Any, **options: Any) -> ExitStack:
     reference: Any = weakref.ref(model)
     verify = {"verify": options["verify"]} if "verify" in options else {}
 
-    def fit_method(**given: Any) -> Any:
-        valid = given.pop("validation_data")
-        given["validation_data"] = tuple(valid) if isinstance(valid, list) else valid
-        return fit(reference(), **given, **options)
+    def fit_method(validation_data: Any, **given: Any) -> Any:
+        valid = tuple(validation_data) if isinstance(validation_data, list) else validation_data
+        return fit(reference(), validation_data=valid, **given, **options)
 
-    methods = {
-        "fit": as_method("fit", fit_method),
-        "evaluate": as_method("evaluate", lambda **given: evaluate(reference(), **given, **verify)),
-        "predict": as_method("predict", lambda **given: predict(reference(), **given, **verify)),
+    def evaluate_method(**given: Any) -> Any:
+        return evaluate(reference(), **given, **verify)
+
+    def predict_method(**given: Any) -> Any:
+        return predict(reference(), **given, **verify)
+
+    functions: dict[str, Any] = {
+        "fit": fit_method,
+        "evaluate": evaluate_method,
+        "predict": predict_method,
     }
-    prepared = _prepared.setdefault(model, [])
-    prepared.append(methods)
-    vars(model).update(methods)  # Not by setattr, with which Keras would track them.
-
-    def remove() -> None:
-        prepared.remove(methods)
-        for name in methods:
-            vars(model).pop(name, None)
-        vars(model).update(*prepared[-1:])
-
+    methods = {name: as_method(name, function) for name, function in functions.items()}
     undo = ExitStack()
-    undo.callback(remove)
+    undo.enter_context(setting(model, **methods))
     return undo

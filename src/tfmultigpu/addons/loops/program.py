@@ -57,18 +57,13 @@ class Program:
 
     @classmethod
     def of(
-        cls,
-        model: Any,
-        *,
-        forward: Any,
-        step: Any,
-        eval_step: Any,
-        verify: Any,
-        **options: Any,
-    ) -> Program:
+        cls, model: Any, forward: Any, step: Any, eval_step: Any, verify: Any,
+        options: Mapping[str, Any],
+    ) -> Program:  # fmt: skip
         """Checks the arguments of ``fit``; see there."""
         strategy = checked_strategy(model, "fit")
-        beside = [*([] if forward is None else ["forward"]), *_changed(options, verify)]
+        beside = [*([] if forward is None else ["forward"]), *_changed(options)]
+        beside += [] if verify == "first" else ["verify"]
         if step is not None and beside:
             raise ValueError(
                 f"A step has its own options. Received: {beside[0]} beside a step. Give it to "
@@ -88,14 +83,12 @@ class Program:
             _check_trains(step, model)
         elif forward is not None:
             _check_only_optimizer(model)
-        else:
-            compile_arguments(model)
-            if model.optimizer is None:
-                raise LossError(
-                    "fit counts steps by the optimizer of the model. Received: "
-                    f"{type(model).__name__} compiled with optimizer=None. Compile it with one of "
-                    "the optimizers that its train_step uses."
-                )
+        elif compile_arguments(model) and model.optimizer is None:
+            raise LossError(
+                "fit counts steps by the optimizer of the model. Received: "
+                f"{type(model).__name__} compiled with optimizer=None. Compile it with one of "
+                "the optimizers that its train_step uses."
+            )
         for made in (step, eval_step):
             if made is not None and made.strategy is not strategy:
                 raise ScopeError(
@@ -128,44 +121,55 @@ class Program:
 
     def training_loop(self, feed: Feed, width: int | None) -> TrainingLoop:
         """Returns what the loop of Keras calls to train; ``width`` is set by the user, or None."""
-        model, spec = self.model, feed.element_spec
-        step, metrics = self._train_step(spec)
+        step, metrics = self._train_step(feed.element_spec)
         # A tenth of a second: callbacks of a batch, and Ctrl-C, come between calls.
         calls = functools.partial(CallLength, self.strategy, seconds=0.1, largest=64, measured=8)
-        pace = get_or_make(model, "pace", id(step), calls)
-        return TrainingLoop(model, feed, pace, width, step, metrics)
+        pace = get_or_make(self.model, "pace", id(step), calls)
+        return TrainingLoop(self.model, feed, pace, width, step, metrics)
 
     def _train_step(self, spec: Any) -> tuple[TrainStep | ChainedStep, EpochMetrics]:
-        model, strategy = self.model, self.strategy
+        model, strategy, step = self.model, self.strategy, self.step
         # A reference to the model would be a cycle that holds it until it is searched for.
         proxy = weakref.proxy(model)
         options = {**self.options, "verify": self.verify}
-        if self.step is None:
+        if step is None:
             build(model, strategy, spec)
-        if self.step is None and self.forward is None:
+        if step is None and self.forward is None:
             arguments = compile_arguments(model)
             options["jit_compile"] = arguments.get("jit_compile") is True
-            # A new compile or a new layer needs a new step; the step itself handles frozen layers.
-            variables = tuple(id(variable) for variable in model.variables)
-            key = strategy, id(arguments), id(model.optimizer), variables, options
 
-            def make() -> Any:
-                loss, compiled, metrics = _compiled(model, strategy, spec)
-                given = {"metrics": compiled, **options}
-                made = make_train_step(proxy, model.optimizer, loss, strategy, **given)
-                return made, metrics, arguments
+            def make(loss: Objective, metrics: Any) -> TrainStep:
+                given = {"metrics": metrics, **options}
+                return make_train_step(proxy, model.optimizer, loss, strategy, **given)
 
-            made: Any = get_or_make(model, "fit", key, make)
-            return made[0], made[1]
-        step = self.step
+            # A new layer needs a new step; the step itself handles frozen layers.
+            key = id(model.optimizer), *(id(variable) for variable in model.variables), options
+            made: tuple[TrainStep, EpochMetrics] = self._of_compiled("fit", key, spec, make)
+            return made
         if step is None:
             step = make_train_step(
                 proxy, model.optimizer, None, strategy, forward=self.forward, **options
             )
         steps = step.steps if isinstance(step, ChainedStep) else {"": step}
         models = [part.model for part in step.trained]
-        updated = {name: _updated(part, models, spec) for name, part in steps.items()}
-        return step, EpochMetrics.of(updated)
+        return step, EpochMetrics.of(
+            {name: _updated(part, models, spec) for name, part in steps.items()}
+        )
+
+    def _of_compiled(self, purpose: str, key: Any, spec: Any, make: Callable[..., Any]) -> Any:
+        """Returns the step for what the model was compiled with, and the metrics in its logs.
+
+        They are those of the last call with the same key and ``model.compile``.
+        """
+        arguments = compile_arguments(self.model)
+
+        def make_all() -> Any:
+            losses, metrics = read_compiled(self.model, self.strategy, spec)
+            plain = losses.pop("metrics", ())
+            return make(Objective(**losses), plain), metrics, arguments
+
+        key = self.strategy, id(arguments), key
+        return get_or_make(self.model, purpose, key, make_all)[:2]
 
     def validates_as_in_keras(self, spec: Any) -> bool:
         """Checks that there is something to validate with; returns whether it is Keras' own."""
@@ -194,25 +198,14 @@ class Program:
             metrics = EpochMetrics.of({"": _updated(step, [model], spec)})
             return EvaluationLoop(model, feed, strategy, step, metrics)
         build(model, strategy, spec)
-        arguments = compile_arguments(model)
-        # A new compile, a new layer or a frozen layer needs a new step.
-        variables = tuple((id(variable), variable.trainable) for variable in model.variables)
 
-        def make() -> Any:
-            loss, compiled, metrics = _compiled(model, strategy, spec)
-            made = make_eval_step(proxy, loss, strategy, metrics=compiled, verify=self.verify)
-            return made, metrics, arguments
+        def make(loss: Objective, metrics: Any) -> EvalStep:
+            return make_eval_step(proxy, loss, strategy, metrics=metrics, verify=self.verify)
 
-        key = strategy, id(arguments), variables, self.verify
-        made: Any = get_or_make(model, "evaluate", key, make)
-        return EvaluationLoop(model, feed, strategy, made[0], made[1])
-
-
-def _compiled(model: Any, strategy: Any, spec: Any) -> tuple[Objective, Any, EpochMetrics]:
-    """Returns what a model was compiled with: losses, and metrics without sample weights."""
-    losses, metrics = read_compiled(model, strategy, spec)
-    plain = losses.pop("metrics", ())
-    return Objective(**losses), plain, metrics
+        # A new layer or a frozen layer needs a new step.
+        variables = [(id(variable), variable.trainable) for variable in model.variables]
+        step, metrics = self._of_compiled("evaluate", (variables, self.verify), spec, make)
+        return EvaluationLoop(model, feed, strategy, step, metrics)
 
 
 def runs_as_in_keras(model: Any, strategy: tf.distribute.Strategy, function: str) -> bool:
@@ -236,9 +229,8 @@ def _updated(step: Any, models: Sequence[Any], spec: Any) -> list[Any]:
     return [*step.metrics, *metrics_that_assign(models, step.assigned(spec))]
 
 
-def _changed(options: Mapping[str, Any], verify: Any = "first") -> list[str]:
-    changed = [name for name, value in options.items() if value != _OPTIONS[name]]
-    return changed if verify == "first" else [*changed, "verify"]
+def _changed(options: Mapping[str, Any]) -> list[str]:
+    return [name for name, value in options.items() if value != _OPTIONS[name]]
 
 
 def _check_trains(step: Any, model: Any) -> None:
