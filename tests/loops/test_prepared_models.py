@@ -107,17 +107,6 @@ def test_after_errors_and_without_with_all_is_as_before() -> None:
     assert vars(model).pop("fit") is mine
 
 
-def test_prepared_twice_it_is_undone_in_any_order() -> None:
-    for first_first in (True, False):
-        model, _ = pair(1)
-        first, second = tmg.prepare(model), tmg.prepare(model)
-        order = (first, second) if first_first else (second, first)
-        order[0].close()
-        assert not is_as_before(model)
-        order[1].close()
-        assert is_as_before(model)
-
-
 def test_nothing_else_is_changed(tmp_path: Any) -> None:
     model, _ = pair(1)
     methods, config = [getattr(keras.Model, name) for name in NAMES], model.get_config()

@@ -254,7 +254,7 @@ BLOCKS = (
     Mutation(
         "a model outside every scope is trained and evaluated",
         "addons/loops/cache.py",
-        (("if living := process_state.living_strategies():", "if living := []:"),),
+        (("    refuse_one_device(\n", "    str.format(\n"),),
         (
             "promises/test_blocks_alone.py::test_a_model_outside_every_scope_is_refused[fit]",
             "promises/test_blocks_alone.py::test_a_model_outside_every_scope_is_refused[evaluate]",

@@ -29,7 +29,7 @@ LOOPS = (
     Mutation(
         "a fit begins with the first epoch, whatever initial_epoch is",
         "addons/loops/fit.py",
-        (("initial_epoch=hooks.begins_with,", "initial_epoch=0,"),),
+        (('"initial_epoch": hooks.begins_with,', '"initial_epoch": 0,'),),
         ("promises/test_fit.py::test_a_rich_training_with_callbacks_is_that_of_keras[3]",),
     ),
     Mutation(
@@ -58,7 +58,7 @@ LOOPS = (
     Mutation(
         "fit forgets clip_norm",
         "addons/loops/fit.py",
-        (("clip_norm=clip_norm,", "clip_norm=None,"),),
+        (('"clip_norm": clip_norm,', '"clip_norm": None,'),),
         ("promises/test_fit.py::test_micro_batches_clip_norm_and_shares_are_arguments[3-shares1]",),
     ),
     # evaluate and predict ---------------------------------------------------------------------------

@@ -6,14 +6,14 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from tfmultigpu.errors import ScopeError
-from tfmultigpu.steps.build_model import prepare_model
 from tfmultigpu.strategies.scopes import refuse_one_device
 from tfmultigpu.strategies.topology import devices_of, is_default, strategy_of
 
-__all__ = ["build", "checked_strategy", "get_or_make"]
+__all__ = ["checked_strategy", "get_or_make"]
 
 # For each model and purpose: the key and the last step. A step refers to its model by a proxy; a
 # real reference would keep the model alive forever.
@@ -31,12 +31,6 @@ def get_or_make(model: Any, purpose: str, key: Any, make: Callable[[], Any]) -> 
     return known[purpose][1]
 
 
-def build(model: Any, strategy: tf.distribute.Strategy, batch_spec: Any) -> None:
-    """Builds a model that is not built yet."""
-    if not model.built:
-        prepare_model(model, strategy, batch_spec)
-
-
 def checked_strategy(model: Any, function: str) -> tf.distribute.Strategy:
     """Returns the strategy whose scope a model was created in.
 
@@ -45,8 +39,6 @@ def checked_strategy(model: Any, function: str) -> tf.distribute.Strategy:
             outside every scope, although a strategy with several replicas exists.
         TypeError: It is not a model.
     """
-    import keras
-
     if not isinstance(model, keras.Model):
         raise TypeError(
             f"{function} needs a keras.Model. Received: {type(model).__name__}. Wrap a layer: "

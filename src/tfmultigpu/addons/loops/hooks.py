@@ -160,7 +160,6 @@ class FitHooks(Hooks):
     def train(self, loop: Any, trained: Any) -> None:
         """Takes the loop and what it trains: each model with its optimizer and variables."""
         self.serve(loop)
-        adapt_callbacks(self.callbacks, trained[0].optimizer)
         self._training, self._trained = loop, trained
         self.sums, self.metric_variables = loop.sums, loop.metric_variables
         self.changed_variables = loop.step.changed_variables

@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfmultigpu._patch import setting
-from tfmultigpu.addons.loops.cache import build, checked_strategy, get_or_make
+from tfmultigpu.addons.loops.cache import checked_strategy, get_or_make
 from tfmultigpu.addons.loops.hooks import Hooks
 from tfmultigpu.addons.loops.inputs import as_keras_takes, check_steps, labelled, pass_feed
 from tfmultigpu.addons.loops.loop import no_batches
@@ -18,6 +18,7 @@ from tfmultigpu.addons.loops.methods import run_keras
 from tfmultigpu.addons.loops.own_methods import check_no_loop, own_methods, refused
 from tfmultigpu.errors import DataError
 from tfmultigpu.steps.agreement import check_values_alike
+from tfmultigpu.steps.build_model import prepare_model
 from tfmultigpu.steps.make import make_predict_step
 from tfmultigpu.strategies.scopes import check_backend
 from tfmultigpu.types import Model, Verbose, Verify
@@ -86,7 +87,8 @@ def predict(
     if isinstance(data, list) and any(tf.is_tensor(i) or hasattr(i, "__array__") for i in data):
         data = (tuple(data),)  # Several inputs, as in Keras; a tuple would be (x, y).
     feed = pass_feed(model, "prediction", data, strategy, batch_size, steps)
-    build(model, strategy, feed.element_spec)
+    if not model.built:
+        prepare_model(model, strategy, feed.element_spec)
     proxy: Any = weakref.proxy(model)
     key = strategy, tuple(id(variable) for variable in proxy.variables), verify
     step = get_or_make(

@@ -10,7 +10,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfmultigpu.addons.loops.cache import build, checked_strategy, get_or_make
+from tfmultigpu.addons.loops.cache import checked_strategy, get_or_make
 from tfmultigpu.addons.loops.compiled import check_labels, compile_arguments, read_compiled
 from tfmultigpu.addons.loops.feed import Feed
 from tfmultigpu.addons.loops.loop import EvaluationLoop, Loop, TrainingLoop
@@ -23,6 +23,7 @@ from tfmultigpu.addons.loops.own_methods import (
     refused,
 )
 from tfmultigpu.errors import LossError, ScopeError
+from tfmultigpu.steps.build_model import prepare_model
 from tfmultigpu.steps.call_lengths import CallLength
 from tfmultigpu.steps.chain import ChainedStep
 from tfmultigpu.steps.evaluate import EvalStep
@@ -132,8 +133,8 @@ class Program:
         # A reference to the model would be a cycle that holds it until it is searched for.
         proxy = weakref.proxy(model)
         options = {**self.options, "verify": self.verify}
-        if step is None:
-            build(model, strategy, spec)
+        if step is None and not model.built:
+            prepare_model(model, strategy, spec)
         if step is None and self.forward is None:
             arguments = compile_arguments(model)
             options["jit_compile"] = arguments.get("jit_compile") is True
@@ -197,7 +198,8 @@ class Program:
             )
             metrics = EpochMetrics.of({"": _updated(step, [model], spec)})
             return EvaluationLoop(model, feed, strategy, step, metrics)
-        build(model, strategy, spec)
+        if not model.built:
+            prepare_model(model, strategy, spec)
 
         def make(loss: Objective, metrics: Any) -> EvalStep:
             return make_eval_step(proxy, loss, strategy, metrics=metrics, verify=self.verify)
