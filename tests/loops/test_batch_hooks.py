@@ -15,7 +15,6 @@ from one_device import strategy_of
 
 import tfmultigpu as tmg
 from tfmultigpu.addons.loops.callbacks import every_batches
-from tfmultigpu.steps.call_lengths import CallLength
 
 # NumPy 2 about TensorFlow's variables on replicas, which Keras reads as arrays.
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
@@ -105,23 +104,6 @@ def test_history_is_the_same_to_the_bit_for_any_steps_per_call() -> None:
         history = tmg.fit(model, (X / 3, SIZE), steps_per_call=steps_per_call, **options)
         histories.append(history.history)
     assert histories[0] == histories[1] == histories[2]
-
-
-def paced(step: float, call: float = 1e-3, **more: Any) -> CallLength:
-    pace = CallLength(strategy_of(1), seconds=0.1, largest=64, measured=8, **more)
-    for number in range(20):
-        pace.note(pace.steps, call + pace.steps * step + (3.0 if number == 0 else 0.0))
-        assert pace.steps == 1 or pace.steps * step <= 0.11
-    return pace
-
-
-def test_a_call_takes_a_tenth_of_a_second() -> None:
-    for step, least, most in ((1e-5, 64, 64), (5e-3, 15, 20), (0.04, 2, 2), (2.0, 1, 1)):
-        assert least <= paced(step).steps <= most
-    assert paced(2.0, steps=1).steps == 1
-    given = CallLength(strategy_of(1), steps=32, measured=0)
-    given.note(32, 9.0)
-    assert given.steps == 32
 
 
 # What a callback may do ---------------------------------------------------------------------------

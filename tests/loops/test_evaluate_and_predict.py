@@ -84,29 +84,6 @@ def test_a_list_of_losses_for_a_dict_of_outputs_goes_by_sorted_keys_as_in_keras(
     hold(2, build, lambda: {"loss": ["mae", "mse"]}, X, {"a": SIZE, "b": 3 * SIZE})
 
 
-class Pair(keras.Model):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = keras.layers.Dense(1), keras.layers.Dense(3, "softmax")
-        self.first.build((None, 6))
-        self.second.build((None, 6))
-        self.built = True
-
-    def call(self, inputs: Any) -> Any:
-        return self.first(inputs), self.second(inputs)
-
-
-def test_a_subclassed_model_with_a_tuple_of_outputs() -> None:
-    losses = ["mse", "sparse_categorical_crossentropy"]
-    model, truth = made(3, Pair, lambda: {"loss": losses, "metrics": [["mae"], ["accuracy"]]})
-    logs = tmg.evaluate(model, (X, (SIZE, KIND)), batch_size=5)
-    expected = in_one_batch(truth, X, (SIZE, KIND))
-    for name in ("loss", "mae", "accuracy"):
-        assert logs[name] == pytest.approx(expected[name], abs=1e-6)
-    # Keras names the losses of such outputs after the loss functions; here, by their place.
-    assert logs["output_0_loss"] == pytest.approx(expected["mse_loss"], abs=1e-6)
-
-
 def test_metrics_whose_names_depend_on_shapes_and_metrics_that_are_arrays() -> None:
     def build() -> Any:
         return keras.Sequential([keras.Input((6,)), keras.layers.Dense(3, "softmax")])
@@ -116,17 +93,6 @@ def test_metrics_whose_names_depend_on_shapes_and_metrics_that_are_arrays() -> N
         return {"loss": "categorical_crossentropy", "loss_weights": 0.5, "metrics": metrics}
 
     hold(2, build, compiled, X, np.eye(3, dtype="float32")[KIND])
-
-
-def test_if_nothing_counts_the_loss_is_the_regularisation() -> None:
-    def build() -> Any:
-        inputs = keras.Input((6,))
-        return keras.Model(inputs, keras.layers.Dense(1, kernel_regularizer="l2")(inputs))
-
-    loss = keras.losses.MeanSquaredError(reduction="mean_with_sample_weight")
-    model, truth = made(2, build, lambda: {"loss": loss})
-    logs = tmg.evaluate(model, (X, SIZE, np.zeros(ROWS)), batch_size=5)
-    assert logs == {"loss": pytest.approx(float(truth.losses[0]), rel=1e-6)}
 
 
 def several_outputs() -> Any:

@@ -261,15 +261,3 @@ def test_callbacks_that_would_not_find_the_optimizer_of_the_step() -> None:
         with pytest.raises(LossError, match=words):
             tmg.fit(model, ROWS, step=step, callbacks=[callback], verbose=0)
     assert int(step.optimizer.iterations.numpy()) == 0
-
-
-def test_a_schedule_sets_the_rate_of_the_step_of_a_chain_that_the_model_has() -> None:
-    models = [autoencoder(strategy_of(2), compiled=False) for _ in range(2)]
-    steps = [made_step(model, 0.25) for model in models]
-    with strategy_of(2).scope():
-        models[1].compile(steps[1].optimizer)
-    halve = keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate / 2)
-    options = {"epochs": 2, "callbacks": [halve], "verbose": 0}
-    history = tmg.fit(models[1], ROWS, step=tmg.chain_steps(*steps), **options)
-    assert history.history["learning_rate"] == [0.125, 0.0625]
-    assert [float(step.optimizer.learning_rate.numpy()) for step in steps] == [0.25, 0.0625]

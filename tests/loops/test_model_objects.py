@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import signal
 import weakref
 from typing import Any
 
@@ -11,7 +10,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from fit_pairs import BATCHES, FIT, SIZE, X, assert_same, known, pair
+from fit_pairs import FIT, SIZE, X, assert_same, pair
 from one_device import strategy_of
 
 import tfmultigpu as tmg
@@ -161,20 +160,3 @@ def test_a_fit_trains_on_the_arrays_it_is_given_also_if_they_changed_in_place() 
         history = tmg.fit(models[0], (x, SIZE), **FIT)
         assert_same(*models, history, expected)
         x *= 0.5
-
-
-@pytest.mark.usefixtures("interruptible")
-def test_ctrl_c_leaves_the_model_as_after_a_step() -> None:
-    model, truth = pair(2)
-
-    class Interrupt(keras.callbacks.Callback):
-        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-            if batch == 2:
-                signal.raise_signal(signal.SIGINT)
-
-    with pytest.raises(KeyboardInterrupt):
-        tmg.fit(model, known(), callbacks=[Interrupt()], verbose=0)
-    truth.fit(known(BATCHES[:3]), shuffle=False, verbose=0)
-    for data in (known(), known(BATCHES[2:])):
-        expected = truth.fit(data, shuffle=False, verbose=0)
-        assert_same(model, truth, tmg.fit(model, data, verbose=0), expected)

@@ -14,7 +14,6 @@ import tensorflow as tf
 from one_device import strategy_of
 
 import tfmultigpu as tmg
-from tfmultigpu.addons.loops.own_methods import own_methods
 
 # NumPy 2 about TensorFlow's variables, which Keras reads as arrays.
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
@@ -232,37 +231,3 @@ def test_only_what_is_called_is_refused() -> None:
     with pytest.raises(tmg.errors.LossError, match=r"OwnTest\.test_step"):
         tmg.fit(model, X, Y, callbacks=[Evaluates()], **FIT)
     assert "evaluate" not in vars(model)
-
-
-def test_a_loss_of_the_whole_batch_is_exact_by_the_lines_of_the_guide() -> None:
-    def forward(model: Any, batch: Any, training: bool) -> Any:
-        x, y = batch
-        rows = tf.cast(tf.shape(x)[0], tf.float32)
-        y_pred = model(x, training=training)
-        y, y_pred = tmg.gather_rows((y, y_pred))
-        return tmg.LossSum(model.compute_loss(y=y, y_pred=y_pred) * rows, rows)
-
-    class Regularized(
-        OwnLoss
-    ):  # The step adds regularisation itself; Keras leaves it to the method.
-        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
-            return super().compute_loss(*args, **kwargs) + sum(self.losses)
-
-    keras.utils.set_random_seed(3)
-    with strategy_of(3).scope():
-        model = OwnLoss()
-        model.compile(keras.optimizers.Adam(0.05))
-    truth = compiled(Regularized)
-    x, y = X.astype("float32"), Y.astype("float32")
-    expected = truth.fit(x, y, **FIT).history["loss"]
-    history = tmg.fit(model, x, y, forward=forward, **FIT).history["loss"]
-    np.testing.assert_allclose(history, expected, rtol=1e-5)
-    for one, other in zip(model.get_weights(), truth.get_weights(), strict=True):
-        np.testing.assert_allclose(one, other, rtol=0, atol=2e-6)
-
-
-def test_methods_of_a_class_and_of_an_object_are_found() -> None:
-    model = compiled(OnlySuper)
-    assert own_methods(model, "train_step", "test_step") == ["train_step"]
-    model.test_step = lambda data: {}
-    assert own_methods(model, "train_step", "test_step") == ["train_step", "test_step"]

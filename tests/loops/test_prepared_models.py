@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from fit_pairs import FIT, ROWS, SIZE, X, assert_same, pair
-from one_device import strategy_of
 
 import tfmultigpu as tmg
 
@@ -40,44 +39,6 @@ def test_calls_of_keras_give_what_one_device_gives() -> None:
     assert values == pytest.approx(expected, rel=2e-5)
     np.testing.assert_allclose(predicted, truth.predict(X, verbose=0), rtol=2e-5, atol=1e-6)
     assert is_as_before(model)
-
-
-def test_code_of_a_tuner() -> None:
-    """Builds a model in the scope, calls its fit with a deep copy of callbacks, reads History."""
-
-    class Hyper:
-        def build(self, units: int) -> Any:
-            model = keras.Sequential(
-                [keras.Input((5,)), keras.layers.Dense(units, "tanh"), keras.layers.Dense(1)]
-            )
-            model.compile(keras.optimizers.SGD(0.1), "mse", metrics=["mae"])
-            return model
-
-        def fit(self, model: Any, *args: Any, **kwargs: Any) -> Any:
-            with tmg.prepare(model):
-                return model.fit(*args, **kwargs)
-
-    def search(strategy: Any, hyper: Any, folder: list[Any]) -> list[float]:
-        scores = []
-        for units in (2, 3):
-            keras.utils.set_random_seed(units)
-            with strategy.scope():
-                model = hyper.build(units)
-            callbacks = [copy.deepcopy(keras.callbacks.EarlyStopping("val_loss", patience=1))]
-            options = {**FIT, "validation_split": 0.3, "callbacks": callbacks}
-            history = hyper.fit(model, X, SIZE, **options)
-            scores.append(min(history.history["val_loss"]))
-            folder.append(model)
-        return scores
-
-    class Plain(Hyper):
-        def fit(self, model: Any, *args: Any, **kwargs: Any) -> Any:
-            return model.fit(*args, **kwargs)
-
-    models: list[Any] = []
-    scores = search(strategy_of(2), Hyper(), models)
-    assert scores == pytest.approx(search(strategy_of(1), Plain(), []), rel=1e-5)
-    assert all(is_as_before(model) for model in models)
 
 
 def test_options_are_those_of_the_last_prepare() -> None:

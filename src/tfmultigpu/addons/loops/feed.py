@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import sys
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -47,7 +46,7 @@ class Feed(_DataAdapter, tf.distribute.DistributedDataset):  # type: ignore[misc
         repeats: bool = False,
         starting_at: Callable[[int], ShardedDataset] | None = None,
         position: Position | None = None,
-        describe: Callable[[], Mapping[str, Any]] = dict,
+        description: Mapping[str, Any] | None = None,
     ) -> None:
         """Stores the data.
 
@@ -60,14 +59,14 @@ class Feed(_DataAdapter, tf.distribute.DistributedDataset):  # type: ignore[misc
             repeats: Whether one iterator yields pass after pass.
             starting_at: Returns the batches from a number on, without reading those before it.
             position: The position of ``batches``, where only the first pass begins.
-            describe: Returns values in JSON types that identify the data in checkpoints.
+            description: Values in JSON types that identify the data in checkpoints.
         """
         self.source, self.batches = source, batches
         self.iterator: Any = None
         self._per_pass, self._asked = per_pass, steps
         self._continues = continues and steps is not None
-        self._repeats, self._starting_at, self._describe = repeats, starting_at, describe
-        self._position = position
+        self._repeats, self._starting_at = repeats, starting_at
+        self._position, self._description = position, description or {}
         known = [most for most in (steps, None if self._continues else per_pass) if most]
         self.steps = min(known, default=None)  # Batches of an epoch; None until they are known.
         self._left_in_pass: int | None = 0
@@ -103,10 +102,6 @@ class Feed(_DataAdapter, tf.distribute.DistributedDataset):  # type: ignore[misc
         return self.batches.element_spec
 
     # What the steps ask for. ---------------------------------------------------------------------
-
-    @functools.cached_property
-    def _description(self) -> Mapping[str, Any]:
-        return self._describe()
 
     def describe(self) -> dict[str, Any]:
         """Returns values that identify the data in checkpoints; an unknown value is None."""

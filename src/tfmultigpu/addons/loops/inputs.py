@@ -186,16 +186,15 @@ def training_feed(
             class_weight=class_weight, shares=shares,
         )  # fmt: skip
 
-    def describe_arrays() -> dict[str, Any]:
+    description: dict[str, Any] = {
+        "rows": rows, "batch_size": size, "shuffle": shuffle, "steps_per_epoch": steps,
+    }  # fmt: skip
+    if position is not None:
         mark = mark_of(lambda row: slice_rows(arrays, row, row + 1), rows)
-        return {
-            "rows": rows, "batch_size": size, "shuffle": shuffle, "steps_per_epoch": steps,
-            "mark of some rows": mark,
-        }  # fmt: skip
-
+        description["mark of some rows"] = mark
     return Feed(
         data, starting_at(0), per_pass, steps, continues=True, repeats=True,
-        starting_at=starting_at, describe=describe_arrays,
+        starting_at=starting_at, description=description,
     )  # fmt: skip
 
 

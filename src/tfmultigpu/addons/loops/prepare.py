@@ -9,7 +9,6 @@ from typing import Any
 
 import keras
 
-from tfmultigpu._patch import setting
 from tfmultigpu.addons.loops.evaluate import evaluate
 from tfmultigpu.addons.loops.fit import fit
 from tfmultigpu.addons.loops.methods import as_method
@@ -81,11 +80,19 @@ def prepare(model: Any, **options: Any) -> ExitStack:
         return predict(reference(), **given, **verify)
 
     functions: dict[str, Any] = {
-        "fit": fit_method,
-        "evaluate": evaluate_method,
-        "predict": predict_method,
-    }
+        "fit": fit_method, "evaluate": evaluate_method, "predict": predict_method,
+    }  # fmt: skip
     methods = {name: as_method(name, function) for name, function in functions.items()}
+    before = {name: vars(model)[name] for name in methods if name in vars(model)}
+    vars(model).update(methods)  # Not by setattr, with which Keras would track them.
+
+    def remove() -> None:
+        for name, method in methods.items():
+            if vars(model).get(name) is method:
+                del vars(model)[name]
+                vars(model).update({name: before[name]} if name in before else {})
+
+    # No generator, which would undo all of it once nobody holds what is returned.
     undo = ExitStack()
-    undo.enter_context(setting(model, **methods))
+    undo.callback(remove)
     return undo
