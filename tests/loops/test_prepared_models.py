@@ -57,6 +57,12 @@ def test_after_errors_and_without_with_all_is_as_before() -> None:
     with pytest.raises(tmg.errors.DataError), tmg.prepare(model):
         model.fit(X[:0], SIZE[:0])
     assert is_as_before(model)
+    tmg.prepare(model)  # It lasts, although nobody holds what undoes it.
+    assert not is_as_before(model)
+    undo = tmg.prepare(model)
+    undo.close()
+    assert not is_as_before(model)  # As before that one.
+    model, _ = pair(1)
     undo = tmg.prepare(model)
     assert set(vars(model)) >= NAMES
     undo.close()
@@ -118,8 +124,8 @@ def test_refusals() -> None:
     with pytest.raises(tmg.errors.LossError, match=r"Received: Own\.fit\. Call tmg\.fit inside"):
         tmg.prepare(Own([keras.Input((5,)), keras.layers.Dense(1)]))
     with tmg.prepare(model):
-        with pytest.raises(TypeError, match=r"Received: micro_batches=2\. Give .* to\s+tmg\.prep"):
+        with pytest.raises(TypeError, match=r"Received: \['micro_batches'\]\. Give .*tmg\.prep"):
             model.fit(X, SIZE, micro_batches=2)
-        with pytest.raises(TypeError, match=r"Received: _use_cached_eval_dataset=True"):
+        with pytest.raises(TypeError, match=r"Received: \['_use_cached_eval_dataset'\]"):
             model.evaluate(X, SIZE, _use_cached_eval_dataset=True)
     assert is_as_before(model)
