@@ -143,19 +143,18 @@ def _decide(
     trained = _compat.optimizer_trains(optimizer) or variables
     sharded = [_name(v) for v in trained if is_sharded(v)]
     replicas = strategy.num_replicas_in_sync
-    only: tuple[bool, str] | None = None
-    if sharded:
-        only = True, f"the model has {len(sharded)} sharded variables, such as {sharded[0]!r}"
-    elif replicas == 1:
+    if replicas == 1:
         return False, "there is one replica"
+    only = ""
+    if sharded:
+        only = f"the model has {len(sharded)} sharded variables, such as {sharded[0]!r}"
     elif not is_mirrored(strategy):
-        kind = type(strategy).__name__
-        only = False, f"{kind} has no two devices that one process could write to"
+        only = f"{type(strategy).__name__} has no two devices that one process could write to"
     elif optimizer.built:
-        only = False, "the optimizer was built before, with its state on every replica"
-    if only is not None:
-        _refuse(asked, *only)
-        return only
+        only = "the optimizer was built before, with its state on every replica"
+    if only:
+        _refuse(asked, bool(sharded), only)
+        return bool(sharded), only
     if asked != "auto":
         return bool(asked), f"shard_update={asked}"
     if not replicas_share_memory(strategy):

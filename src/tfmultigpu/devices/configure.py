@@ -27,10 +27,9 @@ _FORCE_GROWTH = "TF_FORCE_GPU_ALLOW_GROWTH"
 def enable_memory_growth(devices: Sequence[str] | None = None) -> tuple[Device, ...]:
     """Lets GPUs allocate memory as they need it, instead of all of it at the start.
 
-    TensorFlow needs the same setting on all visible GPUs. A second call changes nothing.
-
     Args:
-        devices: All visible GPUs, by name; `None` takes them without naming them.
+        devices: All visible GPUs, by name, because TensorFlow needs the same setting on all; `None`
+            takes them without naming them.
 
     Returns:
         The GPUs with memory growth; empty on a machine without GPUs.

@@ -30,20 +30,16 @@ NO_TPU = Tpu(None, "", "it was not asked for")
 def find_tpu(
     environ: Mapping[str, str], devices: Any = None, *, local: bool = False, timeout: float = 4.0
 ) -> Tpu:
-    """Looks for a TPU: at the given address, in the environment, then on this machine.
+    """Looks for a TPU: at an address from the program, in the environment, then on this machine.
 
     Args:
-        environ: The environment variables; ``TPU_NAME`` and ``COLAB_TPU_ADDR`` are read.
-        devices: An address from the program, which replaces that of the environment.
+        environ: The environment variables.
+        devices: What the program names.
         local: Whether TensorFlow lists TPU devices on this machine.
-        timeout: Seconds that the address may take to answer.
+        timeout: Seconds that an address may take to answer.
 
     Raises:
         ValueError: ``devices`` is not an address.
-
-    Example:
-        >>> find_tpu({}).missing
-        'TPU_NAME and COLAB_TPU_ADDR are not set, and this machine has no TPU device'
     """
     names = [devices] if isinstance(devices, str | int) else list(devices or ())
     if names and (len(names) > 1 or not str(names[0]).startswith(("grpc://", "local"))):

@@ -284,14 +284,13 @@ def memory_of_devices(
     if memory is None:
         known = [_known_memory(name) for name in names]
         return None if None in known else tuple(float(one) for one in known if one is not None)
+    values: list[Any] = list(np.ravel(memory))
     if isinstance(memory, Mapping):
         given = {parse_device_name(name): value for name, value in memory.items()}
-        values: list[Any] = [*map(given.get, names), *given.keys() - set(names)]
-    else:
-        values = list(np.ravel(memory))
+        values = [given.pop(name, None) for name in names] + list(given)
     numbers = [float(size) for size in values if isinstance(size, (int, float, np.integer))]
     sizes = [size for size in numbers if 0 < size < math.inf]
-    if len(sizes) != len(names) or len(values) != len(names):
+    if not len(sizes) == len(values) == len(names):
         raise DataError(
             "memory has one positive number of bytes for each device of the strategy. Received: "
             f"memory={memory!r} for {', '.join(names)}."
