@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -54,12 +54,13 @@ class GradientAccumulator:
         Raises:
             TfMultiGpuError: There are no variables, or one that is overwritten by its gradient.
         """
-        self.variables = list(variables)
+        self.variables = list(variables) if isinstance(variables, Iterable) else []
         self._strategy = tf.distribute.get_strategy()
         if not self.variables:
             raise TfMultiGpuError(
-                "There is nothing to accumulate gradients for: no variables were given. Build the "
-                "model first, then pass model.trainable_variables."
+                "There is nothing to accumulate gradients for: no variables were given. Received: "
+                f"a {type(variables).__name__}. Build the model first, then write "
+                "tmg.GradientAccumulator(model.trainable_variables)."
             )
         refuse_float8(self.variables)
         self._sums = [_local_sum(v.shape, sum_dtype(v.dtype)) for v in self.variables]

@@ -284,10 +284,11 @@ def memory_of_devices(
     if memory is None:
         known = [_known_memory(name) for name in names]
         return None if None in known else tuple(float(one) for one in known if one is not None)
-    values: list[Any] = list(np.ravel(memory))
     if isinstance(memory, Mapping):
         given = {parse_device_name(name): value for name, value in memory.items()}
-        values = [given.pop(name, None) for name in names] + list(given)
+        values: list[Any] = [*(given.pop(name, None) for name in names), *given]
+    else:
+        values = list(np.ravel(memory))
     numbers = [float(size) for size in values if isinstance(size, (int, float, np.integer))]
     sizes = [size for size in numbers if 0 < size < math.inf]
     if not len(sizes) == len(values) == len(names):
