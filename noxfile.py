@@ -103,7 +103,7 @@ def mutations(session: nox.Session) -> None:
 
 @nox.session
 def bench(session: nox.Session) -> None:
-    """Measure steps against loops by hand (``-- --quick`` for a glance, ``-- --only cnn``)."""
+    """Measure steps against loops by hand (``-- --only CNN --rounds 3``; ``-- --first``)."""
     session.install("-e", ".")
     session.run("python", "benchmarks/run.py", *session.posargs)
 

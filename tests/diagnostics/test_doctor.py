@@ -48,10 +48,10 @@ def shows(value: str) -> dict[str, Any]:
 FINE = {"driver": driver(4), **sees(4), "kernels": ("sm_80", "compute_90")}
 PLAN = choose(MachineInfo({"CPU:0": "CPU:0"}))
 CASES: dict[str, tuple[Machine, str, str, str, str]] = {
-    "no GPU": (Machine(), "note", "no-gpu", "have no GPU", "on a machine with GPUs"),
+    "no GPU": (Machine(), "note", "no-gpu", "have no GPU", "split_device"),
     "one GPU": (
         Machine(driver=driver(1), **sees(1)),
-        *("note", "one-gpu", "GPU:0 is the only GPU here", "tmg.split_device('CPU:0', parts=4)"),
+        *("note", "one-gpu", "have one GPU", "tmg.split_device('CPU:0', parts=4)"),
     ),
     "all in order": (
         Machine(**FINE),

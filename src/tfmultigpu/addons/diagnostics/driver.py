@@ -14,21 +14,13 @@ __all__ = ["Driver", "ask_driver"]
 
 @dataclass(frozen=True)
 class Driver:
-    """Facts about the driver.
+    """Facts about the driver; what is not known is empty, or None."""
 
-    Attributes:
-        gpus: The models of its GPUs.
-        version: Such as ``"550.54.15"``; empty if it is not known.
-        cuda: The newest CUDA that it runs, such as ``(12, 4)``; None if it is not known.
-        problem: The reason why it does not answer; empty if it does.
-        cards: Number of NVIDIA cards on the PCI bus, with or without a driver.
-    """
-
-    gpus: tuple[str, ...] = ()
+    gpus: tuple[str, ...] = ()  # The models of its GPUs.
     version: str = ""
-    cuda: tuple[int, int] | None = None
-    problem: str = ""
-    cards: int = 0
+    cuda: tuple[int, int] | None = None  # The newest that it runs, such as (12, 4).
+    problem: str = ""  # Why it does not answer.
+    cards: int = 0  # NVIDIA's on the PCI bus, with or without a driver.
 
 
 def ask_driver(root: Path = Path("/")) -> Driver:

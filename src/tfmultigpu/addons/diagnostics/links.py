@@ -79,7 +79,7 @@ def _run(command: list[str], seconds: float) -> dict[str, str]:
     results, test, lines = {_START: ""}, _START, queue.Queue[str | None]()
     with tempfile.TemporaryFile("w+") as log:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
-        reader = threading.Thread(target=_read, args=(process.stdout, lines))
+        reader = threading.Thread(target=_read, args=(process.stdout, lines), daemon=True)
         reader.start()
         try:
             while line := lines.get(timeout=_START_SECONDS if test == _START else seconds):
@@ -87,12 +87,11 @@ def _run(command: list[str], seconds: float) -> dict[str, str]:
         except queue.Empty:
             results[test] = "did not end in time"
         process.kill()
-        reader.join()
-        code = process.wait()
+        reader.join(10)  # A driver may hold the process for ever.
         if not results[test]:
             log.seek(0)
             last = log.read().strip().splitlines()[-1:]
-            results[test] = f"ended with code {code}: {''.join(last)}"
+            results[test] = f"ended with code {process.wait()}: {''.join(last)}"
     return results
 
 

@@ -25,33 +25,19 @@ __all__ = ["Machine", "inspect_machine"]
 
 @dataclass(frozen=True)
 class Machine:
-    """The facts that findings about a machine depend on.
+    """The facts that findings about a machine depend on."""
 
-    Attributes:
-        versions: Versions by package.
-        driver: Facts about the NVIDIA driver.
-        environment: The environment variables.
-        cuda: The CUDA version that TensorFlow was built against; None for a build without GPUs.
-        kernels: The compute capabilities it was built for, such as ``("sm_80", "compute_90")``.
-        devices: The physical devices that TensorFlow sees.
-        growth: Memory growth, on or off, of each GPU that it uses or will use.
-        started: TensorFlow has started its devices, without a cluster.
-        backend: The Keras backend.
-        distribution: The class of the active ``keras.distribution``, if any.
-        plan: The plan of ``create_strategy()``, or the error that it would raise.
-    """
-
-    versions: Mapping[str, str] = field(default_factory=dict)
+    versions: Mapping[str, str] = field(default_factory=dict)  # By package.
     driver: Driver = field(default_factory=Driver)
     environment: Mapping[str, str] = field(default_factory=dict)
-    cuda: str | None = "12.5"
-    kernels: tuple[str, ...] = ()
-    devices: tuple[Device, ...] = ()
-    growth: Mapping[str, bool] = field(default_factory=dict)
-    started: bool = False
+    cuda: str | None = "12.5"  # That TensorFlow was built against; None for a build without GPUs.
+    kernels: tuple[str, ...] = ()  # What it was built for, such as ("sm_80", "compute_90").
+    devices: tuple[Device, ...] = ()  # The physical devices that TensorFlow sees.
+    growth: Mapping[str, bool] = field(default_factory=dict)  # Of each GPU that it will use.
+    started: bool = False  # TensorFlow has started its devices, without a cluster.
     backend: str = "tensorflow"
-    distribution: str | None = None
-    plan: StrategyPlan | TfMultiGpuError | None = None
+    distribution: str | None = None  # The class of the active ``keras.distribution``.
+    plan: StrategyPlan | TfMultiGpuError | None = None  # Of ``create_strategy()``, or its error.
 
     @property
     def gpus(self) -> tuple[Device, ...]:

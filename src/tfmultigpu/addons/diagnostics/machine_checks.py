@@ -212,16 +212,12 @@ CHECKS: tuple[Callable[[Machine], Iterator[Finding]], ...] = (
 
 
 def _nothing_wrong(machine: Machine) -> Finding:
-    used = [gpu.name for gpu in machine.used_gpus]
-    if len(used) > 1:
-        what = f"This machine can use its {len(used)} GPUs."
+    used = len(machine.used_gpus)
+    if used > 1:
         why = "If a program uses one of them, the cause is in the program, often a wrong scope."
         change = "print(tmg.explain(model, optimizer, dataset, strategy)) in that program"
-        return Finding("note", "ask-explain", what, why, change)
-    if used:
-        why = "There is nothing to distribute: create_strategy() takes this one."
-        change = "Nothing; to try several replicas: tmg.split_device('CPU:0', parts=4)"
-        return Finding("note", "one-gpu", f"{used[0]} is the only GPU here.", why, change)
-    what = "The driver, the bus and TensorFlow have no GPU."
-    change = "Run it on a machine with GPUs. If this is one, nvidia-smi must list them first."
-    return Finding("note", "no-gpu", what, "Training runs on the CPU.", change)
+        return Finding("note", "ask-explain", f"This machine can use its {used} GPUs.", why, change)
+    what = f"The driver, the bus and TensorFlow have {'one GPU' if used else 'no GPU'}."
+    why = "There is nothing to distribute."
+    change = "Nothing; to try several replicas: tmg.split_device('CPU:0', parts=4)"
+    return Finding("note", "one-gpu" if used else "no-gpu", what, why, change)

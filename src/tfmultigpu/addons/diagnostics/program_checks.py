@@ -15,33 +15,19 @@ _SCOPE = "with strategy.scope():"
 
 @dataclass(frozen=True)
 class Program:
-    """Facts about a model, its optimizer, its strategy and its data.
-
-    Attributes:
-        strategy: The strategy, in words.
-        replicas: Its number of replicas.
-        here: The GPUs of this process; the CPUs, if it has none.
-        variables: Number of variables of the model; 0 if it is not built.
-        outside: Those created outside the scope, with the strategy that has each.
-        copies: The devices of the copies of a trained variable.
-        slots: Number of variables of the optimizer.
-        slots_outside: Those created outside the scope, with the strategy that has each.
-        of_another_model: The optimizer was built for none of the variables of the model.
-        rows: The examples of the first batch; None if it was not read.
-        problem: The reason why it was not read; empty if there is none.
-    """
+    """Facts about a model, its optimizer, its strategy and its data."""
 
     strategy: str
     replicas: int
-    here: tuple[str, ...]
-    variables: int = 0
-    outside: Mapping[str, str] = field(default_factory=dict)
-    copies: tuple[str, ...] = ()
-    slots: int = 0
+    here: tuple[str, ...]  # The GPUs of this process; the CPUs, if it has none.
+    variables: int = 0  # Of the model; 0 if it is not built.
+    outside: Mapping[str, str] = field(default_factory=dict)  # Of the scope: strategies by name.
+    copies: tuple[str, ...] = ()  # The devices of the copies of a trained variable.
+    slots: int = 0  # Variables of the optimizer.
     slots_outside: Mapping[str, str] = field(default_factory=dict)
-    of_another_model: bool = False
-    rows: int | None = None
-    problem: str = ""
+    of_another_model: bool = False  # The optimizer knows no variable of the model.
+    rows: int | None = None  # Of the first batch; None if it was not read.
+    problem: str = ""  # Why it was not read.
 
 
 def find_mistakes(program: Program) -> list[Finding]:

@@ -1,13 +1,17 @@
-"""Two virtual CPUs, one of them made slower by real extra work, with equal and planned shares."""
+"""Two virtual CPUs, one of them made slower by real extra work, with equal and planned shares.
+
+``python benchmarks/unequal.py`` takes about two minutes on two idle cores: each is a device.
+"""
 
 from __future__ import annotations
 
+import os
 import time
+from multiprocessing import get_context
+from statistics import median
 from typing import Any
 
 import numpy as np
-
-__all__ = ["measure_pair"]
 
 ROWS = 1024
 WIDTH = 128
@@ -101,3 +105,19 @@ def _make_step(strategy: Any, slower: int) -> Any:
         model = keras.Sequential([keras.Input((WIDTH,)), Work(), keras.layers.Dense(1)])
         optimizer = keras.optimizers.SGD(1e-3)
     return tmg.make_train_step(model, optimizer, "mse", strategy)
+
+
+def main() -> None:
+    """Prints which share of the rows per second of both devices alone a step reaches."""
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    for slower in (2, 4):
+        with get_context("spawn").Pool(1) as pool:  # Devices of a process cannot change.
+            pair = pool.apply(measure_pair, (slower, 9))
+        seconds = {name: median(times) for name, times in pair["seconds"].items()}
+        ideal = (ROWS - 1) / seconds["fast_alone"] + (ROWS - 1) / seconds["slow_alone"]
+        reached = {name: f"{ROWS / seconds[name] / ideal:.2f}" for name in ("equal", "planned")}
+        print(f"{slower} times slower: shares {pair['shares']}, reached {reached}")
+
+
+if __name__ == "__main__":
+    main()
