@@ -278,7 +278,7 @@ def noxfile() -> str:
 
 def test_every_command_is_one_that_works() -> None:
     commands = [(page, line) for page in PAGES for line in commands_of(page)]
-    assert len(commands) > 10
+    assert len(commands) > 5
     unknown = [
         f"{page}: {part}"
         for page, line in commands
