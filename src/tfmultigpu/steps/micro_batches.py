@@ -13,7 +13,6 @@ from tfmultigpu.arguments import check_count
 from tfmultigpu.errors import TfMultiGpuError
 from tfmultigpu.steps.features import Feature, Pass, Phase, Replica, Rows, Shards
 from tfmultigpu.strategies.collectives import refusing_to_meet
-from tfmultigpu.strategies.scopes import all_layers
 
 __all__ = ["MicroBatches", "micro_batch_counts", "one_after_the_other"]
 
@@ -122,8 +121,7 @@ class MicroBatches(Feature):
             each.with_addends([_zeros(tensor) for tensor in each.addends])._replace(state=state)
             for each, state in zip(like, begin, strict=True)
         ]
-        same = trace.alike | _computed_anew(self._step.model)
-        alike = [id(variable) in same for variable in trace.state]
+        alike = [id(variable) in trace.alike for variable in trace.state]
 
         def body(number: Any, *flat: Any) -> tuple[Any, ...]:
             before = _unflat(flat, like)
@@ -178,19 +176,6 @@ def one_after_the_other(
 def _sum(before: Any, new: Any) -> Any:
     with tf.device(new.device):  # What is added on a device of its own stays there.
         return before + new
-
-
-def _computed_anew(model: Any) -> set[int]:
-    """The ``id`` of weights that each pass computes from themselves, once a step.
-
-    ``SpectralNormalization`` divides its kernel by an estimate that each pass improves.
-    """
-    import keras
-
-    layers = [
-        one for one in all_layers(model) if isinstance(one, keras.layers.SpectralNormalization)
-    ]
-    return {id(variable) for one in layers for variable in (one.vector_u, one.kernel)}
 
 
 def _zeros(like: Any) -> Any:

@@ -33,23 +33,20 @@ class _Place(NamedTuple):
     """The rows that this thread computes, and what replicas must not do there."""
 
     rows: Rows
-    micro_batches: bool
     by_xla: bool
     graph: Any  # The graph of the replica, None if eager. Replicas meet in no other.
 
 
 @contextmanager
-def standing_at(rows: Rows, *, micro_batches: bool = False, by_xla: bool = False) -> Iterator[None]:
+def standing_at(rows: Rows, *, by_xla: bool = False) -> Iterator[None]:
     """Tells ``rows`` and ``gather_rows`` on this thread which rows a replica computes.
 
     Args:
         rows: These rows.
-        micro_batches: Whether they are only a part of those of the replica.
         by_xla: Whether XLA compiles the replica.
     """
     before = getattr(_thread, "place", None)
-    in_parts = micro_batches or rows.part is not None
-    _thread.place = _Place(rows, in_parts, by_xla, _graph())
+    _thread.place = _Place(rows, by_xla, _graph())
     try:
         yield
     finally:
@@ -84,15 +81,7 @@ def rows() -> Rows:
         >>> int(strategy.run(lambda x: tmg.rows().count, args=(batch,)))
         5
     """
-    place = _place()
-    if place is None:
-        raise LossError(
-            "tmg.rows is called where the global batch is not known. Call it in the loss or the "
-            "forward function of a step, or in a function given to strategy.run together with a "
-            "batch: strategy.run(f, args=(batch,)) for batch in tmg.distribute_dataset(...). A "
-            "tf.function of your own takes the iterator and calls next(iterator)."
-        )
-    here = place.rows
+    here = _known_place("rows").rows
     return here if here.weight is not None else here._replace(weight=tf.ones([], tf.float64))
 
 
@@ -123,16 +112,10 @@ def gather_rows(tensor: Any, *, rows_per_example: int = 1) -> Any:
         >>> tmg.gather_rows(tf.constant([[1.0], [2.0]])).numpy().tolist()
         [[1.0], [2.0]]
     """
-    place = _place()
     context: Any = tf.distribute.get_replica_context()
     alone = context is not None and context.num_replicas_in_sync == 1
-    if place is None and not alone:
-        raise LossError(
-            "gather_rows is called outside a step, where the rows of a replica are not known. Call "
-            "it in the loss or the forward function of a step: make_train_step(..., forward=f), "
-            "make_eval_step(..., forward=f), or fit of a model compiled with loss=f."
-        )
-    if place is not None and place.micro_batches:
+    place = _place() if alone else _known_place("gather_rows")
+    if place is not None and place.rows.part is not None:
         raise LossError(
             "gather_rows would see the rows of one micro-batch only. Write micro_batches=1, and to "
             "save memory use a smaller global batch or more replicas."
@@ -170,7 +153,19 @@ def _place() -> _Place | None:
         total, first = offsets[-1], offsets[number]
         count = partition.shard_bounds(offsets, number)[1] - first
         weight = partition.shard_weight(offsets)
-    return _Place(Rows(first, count, total, weight), False, False, _graph())
+    return _Place(Rows(first, count, total, weight), False, _graph())
+
+
+def _known_place(function: str) -> _Place:
+    place = _place()
+    if place is None:
+        raise LossError(
+            f"tmg.{function} is called where the global batch is not known. Call it in the loss or "
+            "the forward=f of a step, or in a function given to strategy.run together with a "
+            "batch: strategy.run(f, args=(batch,)) for batch in tmg.distribute_dataset(...). A "
+            "tf.function of your own takes the iterator and calls next(iterator)."
+        )
+    return place
 
 
 def _check_can_meet(place: _Place) -> None:
@@ -192,22 +187,16 @@ def _graph() -> Any:
 
 
 def _as_rows(value: Any) -> Any:
-    if isinstance(value, (tf.RaggedTensor, tf.SparseTensor)):
-        raise LossError(
-            "gather_rows takes dense tensors, whose rows have one size. Received: "
-            f"{type(value).__name__}. Write value.to_tensor(), or tf.sparse.to_dense(value)."
-        )
-    tensor = tf.convert_to_tensor(value)
+    composite = isinstance(value, (tf.RaggedTensor, tf.SparseTensor))
+    tensor = value if composite else tf.convert_to_tensor(value)
     dtype = tensor.dtype
-    if not (dtype.is_floating or dtype.is_integer or dtype.is_bool) or dtype.is_quantized:
+    is_number = (dtype.is_floating or dtype.is_integer or dtype.is_bool) and not dtype.is_quantized
+    if composite or not is_number or tensor.shape.rank == 0:
         raise LossError(
-            f"gather_rows takes numbers and truth values. Received: dtype {dtype.name}. Gather "
-            "what the loss computes from this, such as the number of each label."
-        )
-    if tensor.shape.rank == 0:
-        raise LossError(
-            "gather_rows takes tensors with rows, and this is a single number. Gather one value "
-            "per example and reduce that: tf.reduce_mean(tmg.gather_rows(values))."
+            "gather_rows takes dense tensors of numbers or truth values, with a first axis of rows."
+            f" Received: {type(value).__name__} of dtype {dtype.name} and shape {tensor.shape}. "
+            "Gather one value per example, such as the number of each label; of a ragged tensor "
+            "value.to_tensor(), of a sparse one tf.sparse.to_dense(value)."
         )
     return tensor
 
