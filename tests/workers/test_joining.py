@@ -6,7 +6,7 @@ import ctypes
 import signal
 import threading
 
-from tfmultigpu.addons.workers.joining import _keeping_signals
+from tfmultigpu.addons.workers.joining import _as_tensorflow_holds_the_lock
 
 
 def test_a_signal_taken_behind_pythons_back_is_given_back() -> None:
@@ -16,7 +16,7 @@ def test_a_signal_taken_behind_pythons_back_is_given_back() -> None:
 
     def take() -> None:
         nonlocal where
-        with _keeping_signals():
+        with _as_tensorflow_holds_the_lock(60.0):
             ctypes.pythonapi.PyOS_setsig(signal.SIGTERM, ctypes.c_void_p(int(signal.SIG_IGN)))
             where = "inside"
             signal.raise_signal(signal.SIGTERM)
@@ -37,6 +37,6 @@ def test_ctrl_c_has_the_systems_action_meanwhile() -> None:
     get = ctypes.pythonapi.PyOS_getsig
     get.restype = ctypes.c_void_p
     handler = get(signal.SIGINT)
-    with _keeping_signals():
+    with _as_tensorflow_holds_the_lock(60.0):
         assert get(signal.SIGINT) == (int(signal.SIG_DFL) or None)
     assert get(signal.SIGINT) == handler

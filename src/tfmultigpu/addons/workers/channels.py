@@ -16,11 +16,8 @@ from tfmultigpu.errors import ClusterError
 
 __all__ = ["Channel", "connect", "listen"]
 
-_LONGEST = 1 << 24  # Bytes of a message; a list of a thousand workers has some 20,000.
 _RESOLVE_SECONDS = 10.0
 _SEND_SECONDS = 2.0
-# A machine that lost its power sends nothing. The system probes it after these seconds of silence.
-_KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 3, "TCP_KEEPCNT": 3}
 
 
 class Channel:
@@ -32,10 +29,6 @@ class Channel:
         self._read = b""
         self._sending = threading.Lock()
         connection.settimeout(_SEND_SECONDS)
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for name, value in _KEEPALIVE.items():
-            if hasattr(socket, name):
-                connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
     def send(self, message: dict[str, Any]) -> None:
         """Sends a message, unless the other end is gone or does not read."""
@@ -56,8 +49,6 @@ class Channel:
             if not received:
                 raise ConnectionError("it closed the connection")
             self._read += received
-            if len(self._read) > _LONGEST:
-                raise ValueError("it sends no messages of a worker")
         line, _, self._read = self._read.partition(b"\n")
         message = json.loads(line)
         if not isinstance(message, dict):
@@ -98,30 +89,23 @@ def listen(cluster: Cluster) -> socket.socket:
     Raises:
         ClusterError: The name does not resolve, the port is taken, or the address belongs to
             another machine.
-
-    Example:
-        >>> listen(Cluster(["localhost:23458"], 0)).close()
     """
-    address = str(cluster.address)
-    host, port = split_address(address)
+    host, port = split_address(str(cluster.address))
     end = time.monotonic() + _RESOLVE_SECONDS
     while True:
         try:
             family, _, _, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-            break
+            # TensorFlow's server will bind the port on all interfaces: try that first.
+            _bind(family, "", port).close()
+            listener = _bind(family, str(place[0]), port)
+            listener.listen(1024)
+            return listener
         except socket.gaierror as error:  # The name of a new pod may not resolve at once.
             if time.monotonic() > end:
-                what = f"its own address {address} does not resolve: {error.strerror}. Correct the "
-                raise ClusterError(f"{what}host name in {cluster.source}.") from error
+                raise ClusterError(_cannot_listen(cluster, error)) from error
             time.sleep(0.5)
-    try:
-        # TensorFlow's server will bind the port on all interfaces: try that, without listening.
-        _bind(family, "", port).close()
-        listener = _bind(family, str(place[0]), port)
-        listener.listen(1024)
-    except OSError as error:
-        raise ClusterError(_cannot_bind(address, error, cluster.source)) from error
-    return listener
+        except OSError as error:
+            raise ClusterError(_cannot_listen(cluster, error)) from error
 
 
 def _bind(family: int, host: str, port: int) -> socket.socket:
@@ -136,8 +120,9 @@ def _bind(family: int, host: str, port: int) -> socket.socket:
     return bound
 
 
-def _cannot_bind(address: str, error: OSError, source: str) -> str:
-    port = split_address(address)[1]
+def _cannot_listen(cluster: Cluster, error: OSError) -> str:
+    address, source = cluster.address, cluster.source
+    port = split_address(str(address))[1]
     another = f"list another port in {source} on every worker"
     if source == "Slurm":
         another = "set the first port with TFMULTIGPU_PORT, the same for all tasks of srun"
@@ -151,4 +136,4 @@ def _cannot_bind(address: str, error: OSError, source: str) -> str:
             f"{address} is not an address of this machine. Correct the index of this worker in "
             f"{source}, or list an address of this machine (behind NAT: use the host's network)."
         )
-    return f"{address} cannot be listened on: {error.strerror}. Or {another}."
+    return f"{address} cannot be listened on: {error.strerror}. Correct it in {source}."

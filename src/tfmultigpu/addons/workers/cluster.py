@@ -61,11 +61,6 @@ class Cluster:
         """The ``host:port`` of this worker; None for the evaluator."""
         return None if self.index is None else self.workers[self.index]
 
-    @property
-    def is_chief(self) -> bool:
-        """True for the first worker, which writes checkpoints and logs."""
-        return self.index == 0
-
     def name(self, worker: int) -> str:
         """Returns a worker in words: which one it is, and where."""
         return f"worker {worker} of {len(self.workers)} at {self.workers[worker]}"
@@ -82,27 +77,18 @@ class Cluster:
 
 
 def find_wrong_address(addresses: Mapping[str, object]) -> tuple[str, object, str] | None:
-    """Returns what is wrong with the first wrong address, the address, and the cure.
-
-    Args:
-        addresses: Each address, by the name of its field.
-
-    Example:
-        >>> find_wrong_address({"a": "host:1", "b": "HOST:1"})[0]
-        'b and a are the same address'
-    """
+    """Returns what is wrong with the first wrong one of named addresses, it, and the cure."""
     fields: dict[str, str] = {}
     for name, address in addresses.items():
         text = address if isinstance(address, str) else ""
         if "://" in text:
             bare = text.split("://", 1)[1].rstrip("/")
             return f"{name} must be host:port, without a scheme", address, f'Write "{bare}"'
-        match = _ADDRESS.fullmatch(text)
+        match, cure = _ADDRESS.fullmatch(text), 'Write it as "host1:2222"'
         if match is None:
-            return f"{name} must be host:port", address, 'Write it as "host1:2222"'
+            return f"{name} must be host:port", address, cure
         if not 1 <= int(match[2]) <= 65535:
-            what = f"{name} must have a port from 1 to 65535"
-            return what, address, 'Write it as "host1:2222"'
+            return f"{name} must have a port from 1 to 65535", address, cure
         if text.lower() in fields:
             cure = "TensorFlow would wait for ever. Give every task another host or port"
             return f"{name} and {fields[text.lower()]} are the same address", address, cure
@@ -111,11 +97,6 @@ def find_wrong_address(addresses: Mapping[str, object]) -> tuple[str, object, st
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """Splits ``host:port``; drops the brackets of an IPv6 host.
-
-    Example:
-        >>> split_address("[::1]:2222")
-        ('::1', 2222)
-    """
+    """Splits ``host:port``; drops the brackets of an IPv6 host."""
     host, _, port = address.rpartition(":")
     return host.strip("[]"), int(port)

@@ -9,7 +9,6 @@ import importlib.metadata
 import os
 import platform
 import signal
-import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -41,17 +40,11 @@ def join(
     timeout: float,
     problem: str | None = None,
 ) -> tf.distribute.Strategy:
-    """Joins the other workers.
-
-    Args:
-        cluster: The workers, and which of them this is.
-        devices: The devices of this worker.
-        communication: How the workers add their gradients.
-        timeout: Seconds to wait for the others.
-        problem: Why this worker cannot start. The others are told; then it is raised here.
+    """Joins the other workers; of the arguments only ``cluster.index`` differs between them.
 
     Raises:
-        ClusterError: A worker is missing, differs or cannot start.
+        ClusterError: A worker is missing, differs or cannot start: for this one ``problem`` says
+            why.
     """
     kind = devices[0].split(":")[0]
     card = {
@@ -79,7 +72,7 @@ def join(
     )
     _compat.configure_coordination(len(cluster.workers), _REGISTER_SECONDS, _HEARTBEAT_SECONDS)
     try:
-        with _keeping_signals(), _not_for_ever(_JOIN_SECONDS):
+        with _as_tensorflow_holds_the_lock(_JOIN_SECONDS):
             strategy: tf.distribute.Strategy = distribute.MultiWorkerMirroredStrategy(
                 cluster_resolver=resolver, communication_options=options
             )
@@ -95,34 +88,22 @@ def join(
 
 
 @contextlib.contextmanager
-def _keeping_signals() -> Iterator[None]:
-    """Lets Ctrl-C end a process that joins, and restores the handler of SIGTERM.
+def _as_tensorflow_holds_the_lock(seconds: float) -> Iterator[None]:
+    """Ends the process on Ctrl-C, or if the block takes longer; restores the handler of SIGTERM.
 
-    TensorFlow holds Python's lock while it joins, so Python cannot handle a signal. It also
-    replaces the handler of SIGTERM, unknown to Python, by one that only tells the other workers.
+    TensorFlow holds Python's lock while it joins, so Python handles no signal; the timer of
+    ``faulthandler`` needs no lock, and replaces one that the user set. TensorFlow also replaces the
+    handler of SIGTERM, unknown to Python, by one that only tells the other workers.
     """
     get, put = ctypes.pythonapi.PyOS_getsig, ctypes.pythonapi.PyOS_setsig
     get.restype = put.restype = ctypes.c_void_p
     get.argtypes, put.argtypes = [ctypes.c_int], [ctypes.c_int, ctypes.c_void_p]
-    terminate, interrupt = get(signal.SIGTERM), get(signal.SIGINT)
-    if threading.current_thread() is threading.main_thread():
-        put(signal.SIGINT, int(signal.SIG_DFL))
-    try:
-        yield
-    finally:
-        put(signal.SIGTERM, terminate)
-        put(signal.SIGINT, interrupt)
-
-
-@contextlib.contextmanager
-def _not_for_ever(seconds: float) -> Iterator[None]:
-    """Ends this process, with a traceback, if the block takes longer.
-
-    TensorFlow before 2.19 waits an hour for a worker that left after the meeting. The timer of
-    ``faulthandler`` needs no lock of Python. It replaces one that the user set.
-    """
+    before = {number: get(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    put(signal.SIGINT, int(signal.SIG_DFL))
     faulthandler.dump_traceback_later(seconds, exit=True, file=2)
     try:
         yield
     finally:
         faulthandler.cancel_dump_traceback_later()
+        for number, handler in before.items():
+            put(number, handler)

@@ -36,6 +36,7 @@ _GONE = re.compile(
 _DIFFERENT = re.compile(
     r"(Collective instance \S+ expected |Shape mismatch in the collective instance )[^\n\"\\]*"
 )
+_REPORTED = re.compile(r"Error reported from /job:worker/(?:replica:\d+/)?task:(\d+)")
 _TASK = re.compile(r"/job:worker/replica:\d+/task:(\d+)")
 _NEWS_SECONDS = 2.0  # TensorFlow may hear of an end some milliseconds earlier.
 _FIRST_SECONDS = 1.0  # In which the worker that failed ends before the others do.
@@ -54,12 +55,7 @@ class JoinedWorkers:
     """
 
     def __init__(self, cluster: Cluster, ends: Ends) -> None:
-        """Watches the other workers, tells them of the end of this one, and ensures that it ends.
-
-        Args:
-            cluster: The workers.
-            ends: Who has ended.
-        """
+        """Begins to watch the others, and to tell them how this process ends."""
         self.workers, self.index = tuple(cluster.workers), cluster.index or 0
         self._cluster, self._ends = cluster, ends
         self._calls: dict[int, float] = {}  # The time at which each thread began to wait.
@@ -118,17 +114,20 @@ class JoinedWorkers:
         if not named and not (waited and self._ends.wait(0.0)):
             return None
         ended = self._ends.wait(_NEWS_SECONDS)
+        # One that is frozen keeps its connections, and others may have ended because of it.
+        causes = {i: how for i, how in ended.items() if "WorkerLostError" not in how}
         lines = text.splitlines() or [type(error).__name__]
         said = next((line for line in lines if _GONE.search(line)), lines[-1])
-        return self._lost(ended or self._silent(text), said.strip())
+        return self._lost(causes or self._silent(text) or ended, said.strip())
 
     def _silent(self, text: str) -> dict[int, str]:
-        """Returns who does not answer: one that is frozen keeps its connections."""
-        tasks = {int(task) for task in _TASK.findall(text)} - {self.index}
-        if "stopped sending heartbeats" not in text and "CoordinationService" in text:
-            tasks = {0}  # The first worker, which keeps the others' heartbeats.
+        """Returns who does not answer, as TensorFlow says."""
+        tasks = _REPORTED.findall(text)
+        if not tasks and "CoordinationService/" in text:
+            tasks = ["0"]  # The first worker, which counts the heartbeats of the others.
+        silent = {int(task) for task in tasks or _TASK.findall(text)} - {self.index}
         return dict.fromkeys(
-            sorted(tasks), "it does not answer: it is frozen, or its machine failed"
+            sorted(silent), "it does not answer: it is frozen, or its machine failed"
         )
 
     def _lost(self, ended: dict[int, str], said: str) -> WorkerLostError:

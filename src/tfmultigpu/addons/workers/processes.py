@@ -15,7 +15,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import IO
 
 from tfmultigpu.addons.workers.sources import SOURCES
 
@@ -53,10 +52,10 @@ def run_together(
     signals: queue.SimpleQueue[int] | None = None,
     on_poll: Callable[[], None] = lambda: None,
 ) -> Outcome:
-    r"""Runs one process for each command, and returns when all have ended.
+    """Runs one process for each command, and returns when all have ended.
 
-    Each process has its own process group. The group is killed at the end, and on Linux also when
-    this process dies.
+    Each has its own process group, which is killed at the end; on Linux a process is killed also
+    when this one dies.
 
     Args:
         commands: The program and the arguments of each process.
@@ -66,15 +65,6 @@ def run_together(
         grace: Seconds for the others after one has failed.
         signals: Signals to pass on to all, which then have 30 seconds; the second one ends them.
         on_poll: Called some times a second.
-
-    Example:
-        >>> import os, sys
-        >>> lines = []
-        >>> command = [sys.executable, "-c", "print(6 * 7)"]
-        >>> run_together([command], [os.environ], lambda worker, line: lines.append(line)).codes
-        (0,)
-        >>> lines
-        [b'42\n']
     """
     signals = signals or queue.SimpleQueue()
     passed_on: int | None = None
@@ -107,12 +97,7 @@ def run_together(
 def worker_environment(
     addresses: Sequence[str], index: int, environ: Mapping[str, str]
 ) -> dict[str, str]:
-    """Returns the variables of a worker: those of ``environ``, and ``TF_CONFIG`` for this cluster.
-
-    Example:
-        >>> worker_environment(["127.0.0.1:1"], 0, {"TF_CONFIG": "old", "HOME": "/root"})
-        {'HOME': '/root'}
-    """
+    """Returns the variables of a worker: those of ``environ``, and ``TF_CONFIG``."""
     others = {name for source in SOURCES for name in source.variables}
     variables = {name: value for name, value in environ.items() if name not in others}
     if len(addresses) > 1:
@@ -123,12 +108,7 @@ def worker_environment(
 
 
 def free_addresses(count: int) -> list[str]:
-    """Returns loopback addresses on which nobody listens.
-
-    Example:
-        >>> len(set(free_addresses(3)))
-        3
-    """
+    """Returns loopback addresses on which nobody listens."""
     # All at once: the system could give a port twice that was closed in between.
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.create_server(("", 0))) for _ in range(count)]
@@ -136,12 +116,7 @@ def free_addresses(count: int) -> list[str]:
 
 
 def how_it_ended(code: int) -> str:
-    """Returns an exit code in words.
-
-    Example:
-        >>> how_it_ended(-9), how_it_ended(3)
-        ('was ended by SIGKILL', 'ended with code 3')
-    """
+    """Returns an exit code in words."""
     names = {int(known): known.name for known in signal.Signals}
     if code < 0:
         return f"was ended by {names.get(-code, f'signal {-code}')}"
@@ -156,6 +131,12 @@ def _started(
     on_line: Callable[[int, bytes], None],
 ) -> Iterator[subprocess.Popen[bytes]]:
     parent = os.getpid()
+
+    def die_with_parent() -> None:  # Called in the new process.
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            os.kill(os.getpid(), signal.SIGKILL)
+
     process = subprocess.Popen(
         list(command),
         env=dict(environment),
@@ -163,10 +144,16 @@ def _started(
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         start_new_session=True,
-        preexec_fn=(lambda: _die_with(parent)) if sys.platform == "linux" else None,
+        preexec_fn=die_with_parent if sys.platform == "linux" else None,
     )
-    assert process.stdout is not None
-    reader = threading.Thread(target=_read, args=(process.stdout, index, on_line), daemon=True)
+    stream = process.stdout
+    assert stream is not None
+
+    def read() -> None:
+        for line in iter(lambda: stream.readline(_LONGEST_LINE), b""):
+            on_line(index, line)
+
+    reader = threading.Thread(target=read, daemon=True)
     reader.start()
     try:
         yield process
@@ -176,16 +163,4 @@ def _started(
         process.wait()
         reader.join(_READ_SECONDS)
         if not reader.is_alive():
-            process.stdout.close()
-
-
-def _read(stream: IO[bytes], index: int, on_line: Callable[[int, bytes], None]) -> None:
-    for line in iter(lambda: stream.readline(_LONGEST_LINE), b""):
-        on_line(index, line)
-
-
-def _die_with(parent: int) -> None:
-    """Lets the new process, which calls this, end with its parent."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os.kill(os.getpid(), signal.SIGKILL)
+            stream.close()

@@ -102,17 +102,14 @@ def _numbers(brackets: str) -> Iterator[str]:
 
 def _tasks_per_node(environ: Mapping[str, str], hosts: int, tasks: int) -> list[int]:
     name = "SLURM_STEP_TASKS_PER_NODE"
-    counts: list[int] = []
-    for part in _text(environ, name).split(","):
-        match = re.fullmatch(r"([0-9]{1,9})(?:\(x([0-9]{1,6})\))?", part)
-        if match is None:
-            raise _wrong(environ, name, 'is not of the form "2(x3),1"')
-        counts += [int(match[1])] * int(match[2] or 1)
-    if len(counts) != hosts:
-        nodes = environ["SLURM_STEP_NODELIST"]
-        raise _wrong(environ, name, f"is for {len(counts)} nodes, SLURM_STEP_NODELIST={nodes!r}")
-    if sum(counts) != tasks:
-        raise _wrong(environ, name, f"is {sum(counts)} tasks, SLURM_STEP_NUM_TASKS={tasks}")
+    parts = [re.fullmatch(r"([0-9]{1,9})(?:\(x([0-9]{1,6})\))?", part)
+             for part in _text(environ, name).split(",")]  # fmt: skip
+    if None in parts:
+        raise _wrong(environ, name, 'is not of the form "2(x3),1"')
+    counts = [int(part[1]) for part in parts if part for _ in range(int(part[2] or 1))]
+    if (len(counts), sum(counts)) != (hosts, tasks):
+        what = f"is {sum(counts)} tasks on {len(counts)} nodes. There are {tasks} on {hosts}"
+        raise _wrong(environ, name, what)
     return counts
 
 

@@ -84,7 +84,9 @@ def _read_jobs(config: dict[str, Any]) -> dict[str, list[str]]:
             raise _wrong('"cluster" has an unknown task type', key, cure)
         if job in jobs:
             raise _wrong('"cluster" has both "chief" and "master"', cluster, "Keep one of them")
-        jobs[job] = _listed(key, listed)
+        if not isinstance(listed, list):
+            raise _wrong(f"cluster.{key} must be a list of addresses", listed)
+        jobs[job] = listed
         names |= {f"cluster.{key}[{place}]": one for place, one in enumerate(jobs[job])}
         if (wrong := find_wrong_address(names)) is not None:
             raise _wrong(*wrong)
@@ -92,19 +94,6 @@ def _read_jobs(config: dict[str, Any]) -> dict[str, list[str]]:
             cure = 'There is one chief; list the others under "worker"'
             raise _wrong(f"cluster.{key} must have one address", listed, cure)
     return jobs
-
-
-def _listed(job: str, listed: object) -> list[Any]:
-    """Returns the addresses of a job: a list, or a dict by number as ``ClusterSpec`` allows."""
-    if isinstance(listed, list):
-        return listed
-    if not isinstance(listed, dict):
-        raise _wrong(f"cluster.{job} must be a list of addresses", listed)
-    numbers = {int(key): key for key in listed if _NUMBER.fullmatch(str(key))}
-    if sorted(numbers) != list(range(len(listed))):
-        what = f"cluster.{job} must number its addresses from 0 without a gap"
-        raise _wrong(what, listed, "A task that is left out would wait for ever. List all of them")
-    return [listed[numbers[number]] for number in sorted(numbers)]
 
 
 def _read_task(config: dict[str, Any], jobs: Mapping[str, list[str]]) -> tuple[str, int]:
