@@ -32,20 +32,15 @@ class ClusterDescription(Protocol):
         """The number of this process among them; None for an evaluator."""
 
     @property
-    def source(self) -> Any:
+    def source(self) -> str:
         """The source of the description, for messages."""
 
 
 class JoinedCluster(Protocol):
     """A cluster that this process has joined, as the core uses it; the workers add-on has one."""
 
-    @property
-    def workers(self) -> Sequence[str]:
-        """``host:port`` of each worker."""
-
-    @property
-    def index(self) -> int:
-        """The number of this process among them."""
+    workers: tuple[str, ...]
+    index: int
 
     def explaining(self) -> AbstractContextManager[None]:
         """Turns TensorFlow's error for a lost worker into a ``WorkerLostError``."""
@@ -96,21 +91,17 @@ process_state = ProcessState()
 def explaining_lost_workers() -> Iterator[None]:
     """Turns TensorFlow's error for a lost worker into one that names it.
 
-    Steps and loops of this library use it already. In a loop of your own, put it around the calls
-    that communicate: a ``tf.function`` with ``GradientAccumulator.reduce``, ``strategy.gather``.
-    Without it, an error of TensorFlow that ends the program is explained after it was printed.
+    Put it around the calls of your own loop that communicate. Steps and loops of this library use
+    it, and an error that ends the program is explained after it was printed.
 
     Raises:
         WorkerLostError: Another worker has ended; the message says which one, how, and what to do.
-        ClusterError: Another worker made a different call. Every other error passes
-            unchanged.
+        ClusterError: Another worker made a different call.
 
     Example:
         >>> import tensorflow as tf
         >>> with explaining_lost_workers():
         ...     total = tf.distribute.get_strategy().reduce("SUM", tf.ones([]), axis=None)
-        >>> float(total)
-        1.0
     """
     cluster = process_state.cluster
     with contextlib.nullcontext() if cluster is None else cluster.explaining():

@@ -11,9 +11,8 @@ from typing import Any
 
 from tfmultigpu.strategies.worker_exchange import WorkerExchange
 
-__all__ = ["StopSignal", "StopVote", "check_signal"]
+__all__ = ["StopSignal", "StopVote"]
 
-_KILLS = ("SIGKILL", "SIGSTOP")
 # Seconds between votes. A vote takes some milliseconds.
 _INTERVAL = 1.0
 _MOST_STEPS = 1000
@@ -27,16 +26,19 @@ class StopSignal:
     Attributes:
         number: The number of the signal.
         received: Whether it came.
+
+    Raises:
+        ValueError: No process can listen for such a signal.
     """
 
     def __init__(self, number: int) -> None:
-        """Takes the number of the signal.
-
-        Raises:
-            TypeError: It is not a number.
-            ValueError: There is no such signal, or no process can listen for it.
-        """
-        check_signal(number)
+        """Takes the number of the signal."""
+        known = {int(each) for each in signal.valid_signals()} - {9, 19}  # SIGKILL, SIGSTOP
+        if isinstance(number, bool) or number not in known:
+            raise ValueError(
+                "stop_signal must be a signal that a process can listen for, such as "
+                f"signal.SIGTERM. Received: stop_signal={number!r}."
+            )
         self.number = number
         self.received = False
         self._before: Any = None
@@ -82,8 +84,8 @@ class StopVote:
     def __call__(self, wanted: bool, steps: int, now: bool = False) -> bool:
         """Returns whether to stop; all workers must call it after the same steps.
 
-        One process answers at once. Several workers vote about once a second, after a number of
-        steps that all compute from the same times.
+        Several workers vote about once a second, after a number of steps that all compute from the
+        same times.
 
         Args:
             wanted: Whether this worker was asked to stop.
@@ -104,23 +106,3 @@ class StopVote:
             self._every = max(1, min(int(often), 2 * self._every, _MOST_STEPS))
         self._since, self._asked = 0, time.monotonic()
         return bool(told[:, 0].any())
-
-
-def check_signal(number: Any) -> None:
-    """Checks that a process can listen for a signal.
-
-    Raises:
-        TypeError: It is not a number.
-        ValueError: There is no such signal, or no process can listen for it.
-    """
-    known = signal.valid_signals() - {getattr(signal, name, 0) for name in _KILLS}
-    if not isinstance(number, int) or isinstance(number, bool):
-        raise TypeError(
-            "stop_signal must be a signal, such as signal.SIGTERM. Received: "
-            f"stop_signal={number!r}."
-        )
-    if number not in known:
-        raise ValueError(
-            "stop_signal must be a signal that a process can listen for, such as signal.SIGTERM. "
-            f"Received: stop_signal={number!r}."
-        )

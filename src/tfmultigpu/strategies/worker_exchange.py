@@ -26,13 +26,7 @@ _SHORTEST = 8
 
 
 class WorkerExchange:
-    """Lets the workers of a strategy tell each other numbers.
-
-    Attributes:
-        strategy: The strategy.
-        workers: The number of its processes.
-        worker: The number of this process; 0 is the chief.
-    """
+    """Lets the ``workers`` processes of a strategy tell each other numbers; this is ``worker``."""
 
     def __init__(self, strategy: tf.distribute.Strategy) -> None:
         """Takes the strategy."""
@@ -48,15 +42,11 @@ class WorkerExchange:
         return self.worker == 0
 
     def __call__(self, purpose: str, numbers: Sequence[int]) -> np.ndarray[Any, np.dtype[np.int64]]:
-        """Tells all workers some numbers, and waits for theirs.
+        """Returns the numbers of all workers, of shape ``[workers, len(numbers)]``.
 
         Args:
-            purpose: What the numbers are for, the same text on every worker. The user's code may
-                call different functions on them, whose numbers must not be taken for each other.
+            purpose: What the numbers are for, the same text on every worker.
             numbers: Whole numbers of 64 bits, equally many on every worker.
-
-        Returns:
-            The numbers of all workers, of shape ``[workers, len(numbers)]``.
 
         Raises:
             ClusterError: Another worker told numbers for something else.
@@ -79,11 +69,7 @@ class WorkerExchange:
         return np.asarray(gathered[:, 2 : count + 2], "int64")
 
     def rows(self, next_rows: Callable[[], Any]) -> np.ndarray[Any, Any]:
-        """Returns the rows of all replicas, in their order; every worker must call it.
-
-        Args:
-            next_rows: Returns the rows of the next replica of this worker, an array.
-        """
+        """Returns the rows of all replicas; ``next_rows`` those of this worker's next one."""
         if self.workers == 1:
             return np.concatenate([np.asarray(next_rows()) for _ in range(self._local)])
         spread = self.strategy.experimental_distribute_values_from_function
@@ -94,30 +80,16 @@ class WorkerExchange:
     def floats(
         self, purpose: str, values: Iterable[float]
     ) -> np.ndarray[Any, np.dtype[np.float64]]:
-        """Tells all workers some floats, without rounding, and waits for theirs.
-
-        Args:
-            purpose: What the floats are for, the same text on every worker.
-            values: Floats of 64 bits, equally many on every worker.
-
-        Returns:
-            The floats of all workers, of shape ``[workers, len(values)]``.
-        """
+        """Returns the floats of all workers, as calling this does numbers; without rounding."""
         bits = np.asarray(list(values), "float64").view("int64")
         return np.ascontiguousarray(self(purpose, bits.tolist())).view("float64")
 
     def find_difference(
         self, purpose: str, values: Mapping[_Name, Any]
     ) -> tuple[_Name, int] | None:
-        """Compares values between the workers, and waits for theirs.
+        """Returns the first name whose values differ, and a worker that differs from this one.
 
-        Args:
-            purpose: What is compared, the same text on every worker.
-            values: Values by name, with the same names on every worker; their ``repr`` is compared.
-
-        Returns:
-            The first name whose values differ, the same name on all workers, and a worker that
-            differs from this one; None if all are equal.
+        All workers must call it, with the same names; it compares the ``repr`` of the values.
         """
         if self.workers == 1:
             return None
