@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import numbers
-from collections.abc import Callable, Mapping
+import operator
+from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
@@ -20,20 +20,19 @@ def weighting(class_weight: Any) -> Callable[..., tuple[Any, Any, Any]]:
     Raises:
         DataError: It is not a dict from class number to weight; missing classes weigh 1.
     """
-    if (
-        not isinstance(class_weight, Mapping)
-        or not class_weight
-        or not all(isinstance(one, numbers.Real) for one in (*class_weight, *class_weight.values()))
-        or any(int(number) != number or number < 0 for number in class_weight)
-    ):
+    try:
+        weights = {operator.index(key): float(weight) for key, weight in class_weight.items()}
+        is_right = min(weights) >= 0
+    except (AttributeError, TypeError, ValueError):
+        is_right = False
+    if not is_right:
         raise DataError(
             "class_weight must be a dict from class number to weight. Received: "
             f"class_weight={class_weight!r}. Write class_weight={{0: 1.0, 1: 5.0}}."
         )
     import keras
 
-    classes = max(int(number) for number in class_weight) + 1
-    weights = {int(number): float(weight) for number, weight in class_weight.items()}
+    classes = max(weights) + 1
     table = [weights.get(number, 1.0) for number in range(classes)]
     dtype = keras.config.floatx()
 
@@ -53,8 +52,8 @@ def weighting(class_weight: Any) -> Callable[..., tuple[Any, Any, Any]]:
             )
         number = _classes_of(y)
         known = (number >= 0) & (number < classes)
-        found = tf.gather(tf.constant(table, dtype), tf.clip_by_value(number, 0, classes - 1))
-        return x, y, tf.where(known, found, tf.ones([], dtype))
+        weight = tf.gather(tf.constant(table, dtype), tf.clip_by_value(number, 0, classes - 1))
+        return x, y, tf.where(known, weight, tf.ones([], dtype))
 
     return weigh
 

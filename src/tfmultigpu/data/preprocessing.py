@@ -46,12 +46,7 @@ class Place(NamedTuple):
 
 
 class OwnRows(NamedTuple):
-    """Rows of a global batch that the replicas of this process hold.
-
-    Attributes:
-        global_rows: Rows of the global batch, an int64 scalar.
-        batch: A nested structure of tensors: the own rows alone.
-    """
+    """The rows of a global batch that this process holds, beside how many it has in all."""
 
     global_rows: Any
     batch: Any

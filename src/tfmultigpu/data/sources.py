@@ -183,21 +183,7 @@ class _Passes:
                     "The function returns the same iterator each time, so the second pass would "
                     "have no data. Make the generator inside the function."
                 )
-        return map(self._checked, batches)
-
-    def _checked(self, batch: Any) -> tuple[Any, ...]:
-        leaves, specs = tensors_of(_to_tensors_or_arrays(batch)), tensors_of(self.spec)
-        shapes = [leaf.shape for leaf in leaves]
-        if len(leaves) != len(specs) or not all(
-            spec.shape.is_compatible_with(shape) for spec, shape in zip(specs, shapes, strict=True)
-        ):
-            raise DataError(
-                "A batch of the generator does not fit the first two. Received: shapes "
-                f"{[tuple(shape) for shape in shapes]}, expected {[spec.shape for spec in specs]}. "
-                "An axis may vary if it differs between the first two batches; or set "
-                "tf.data.Dataset.from_generator(..., output_signature=...)."
-            )
-        return tuple(leaves)
+        return (tuple(tensors_of(_to_tensors_or_arrays(batch))) for batch in batches)
 
 
 def _supertype(first: Any, second: Any) -> Any:
