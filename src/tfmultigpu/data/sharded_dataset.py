@@ -88,7 +88,6 @@ def distribute_dataset(
         DataError: The dataset is unbatched, already distributed, one-shot, or not data; or its
             tensors differ in their number of rows. Later: the workers read different data.
             With ``preprocess``: there is no ``batch_size``, or no examples.
-        DataError: ``shares`` are not one positive number per replica.
 
     Example:
         >>> import numpy as np, tfmultigpu as tmg
@@ -276,10 +275,7 @@ class ShardedDataset(tf.distribute.DistributedDataset):  # type: ignore[misc]
         return iter(rest), batch if self._cardinality < 0 else min(batch, self._cardinality)
 
     def cardinality(self) -> int:
-        """Returns the number of global batches in a pass, as a ``tf.data.Dataset`` does.
-
-        ``tf.data.INFINITE_CARDINALITY`` and ``tf.data.UNKNOWN_CARDINALITY`` are negative.
-        """
+        """Returns the number of global batches in a pass; negative as of a ``tf.data.Dataset``."""
         return self._cardinality
 
     def __len__(self) -> int:
