@@ -51,7 +51,7 @@ def explain(
             models, optimizers and strategy.
         optimizer: Its optimizer; None takes the compiled one.
         dataset: The training data: a ``tf.data.Dataset`` of global batches, or the result of
-            ``distribute_dataset``. Other data is not read.
+            ``distribute_dataset``. Other data is not read. Waits for its first batch.
         strategy: The strategy; None takes the current one, that of the model, or one of
             ``create_strategy`` that exists.
 
