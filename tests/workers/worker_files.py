@@ -14,6 +14,7 @@ import tensorflow as tf
 
 import tfmultigpu as tmg
 from tfmultigpu.strategies.process_state import process_state
+from tfmultigpu.strategies.worker_exchange import WorkerExchange
 
 ROWS, BATCH, EPOCHS = 1001, 48, 2
 
@@ -95,4 +96,6 @@ def run(folder: str) -> dict[str, Any]:
         found["by number"] = refused(strategy, np.arange(40) + 100 * link.index, **options)
         found["alike by number"] = refused(strategy, np.arange(40), **options)
         found["dict"] = refused(strategy, batches.map(lambda n: {"n": n, "text": ["a", "b"]}))
+        # The first worker keeps the values that are compared: it stays until all have read them.
+        WorkerExchange(strategy)("the end", [0])
     return found
