@@ -112,7 +112,7 @@ def test_what_was_made_elsewhere() -> None:
         (lambda: tmg.make_train_step(model, optimizer, "mse", "mirrored"), TypeError,
          (r"strategy must be a tf\.distribute\.Strategy", "'mirrored'")),
         (lambda: make(model, optimizer, "mse", clip_norm=float("nan")), ValueError,
-         (r"clip_norm is positive\. Received: clip_norm=nan",)),
+         (r"clip_norm is positive and finite\. Received: clip_norm=nan",)),
         (lambda: make(model, optimizer, "mse", shard_update="yes"), ValueError,
          (r"True, False or 'auto'\. Received: shard_update='yes'",)),
         (lambda: make_step(optimizer=lambda: keras.optimizers.LossScaleOptimizer(SGD(0.1)),

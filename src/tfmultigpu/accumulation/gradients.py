@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -40,14 +41,14 @@ def clip_gradients(gradients: Sequence[Any], limit: float) -> tuple[list[Any], A
     Args:
         gradients: Those of the global batch, of any float dtypes, as ``GradientAccumulator.reduce``
             returns them. None stays None.
-        limit: The largest norm, positive.
+        limit: The largest norm, positive and finite.
 
     Returns:
         The gradients, and their norm before, a scalar.
 
     Raises:
         TfMultiGpuError: Called by one of several replicas, inside ``strategy.run``.
-        ValueError: ``limit`` is not a positive number.
+        ValueError: ``limit`` is not a positive, finite number.
 
     Example:
         >>> import tensorflow as tf, tfmultigpu as tmg
@@ -55,10 +56,11 @@ def clip_gradients(gradients: Sequence[Any], limit: float) -> tuple[list[Any], A
         >>> [round(x, 6) for x in gradients[0].numpy().tolist()], float(norm)
         ([0.6, 0.8], 5.0)
     """
-    if limit is None or isinstance(limit, Sequence) or not limit > 0:
+    if limit is None or isinstance(limit, Sequence) or not 0 < limit < math.inf:
         raise ValueError(
             f"limit must be a positive number. Received: limit={limit!r}. Write "
-            "tmg.clip_gradients(gradients, 1.0)."
+            "tmg.clip_gradients(gradients, 1.0), or for the norm alone "
+            "tf.linalg.global_norm(gradients)."
         )
     check_reduced("clip_gradients", gradients)
     present = [tf.convert_to_tensor(gradient) for gradient in gradients if gradient is not None]

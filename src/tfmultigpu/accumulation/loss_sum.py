@@ -54,7 +54,7 @@ class LossSum(NamedTuple):
 
 
 class FixedLossSum(LossSum):
-    """Loss with ``reduction="sum"``, whose weight is 1 on every shard, and 1 in total."""
+    """Loss with ``reduction="sum"``, whose weight is 1 in total, however often it is added."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,7 +78,8 @@ def loss_sum(
 
     Sum and weight follow Keras' reductions, masks on ``y_pred`` included: the weight is the number
     of unmasked elements for ``"sum_over_batch_size"``, ``"mean"`` and per-example functions, the
-    sum of the sample weights for ``"mean_with_sample_weight"``, and 1 for ``"sum"``.
+    sum of the sample weights for ``"mean_with_sample_weight"``, and 1 over all replicas for
+    ``"sum"``.
 
     Args:
         loss: A Keras loss, its name, or a function ``f(y_true, y_pred)`` that returns one value per
@@ -93,7 +94,7 @@ def loss_sum(
         Two float32 scalars (float64 if the loss computes in float64).
 
     Raises:
-        LossError: The loss returns one number for the whole shard.
+        LossError: The loss returns one number for the whole shard, or values that are not of rows.
 
     Example:
         >>> import tfmultigpu as tmg
@@ -102,10 +103,19 @@ def loss_sum(
         (4.0, 2.0)
     """
     term = loss_term(as_loss(loss), y_true, y_pred, sample_weight)
-    factor = 1.0 if row_weight is None else tf.cast(row_weight, term.sum.dtype)
+    factor = tf.cast(1.0 if row_weight is None else row_weight, term.sum.dtype)
+    if factor.shape.rank:
+        raise LossError(
+            f"row_weight is a scalar, as of tmg.data.row_weight(batch). Received: shape "
+            f"{tuple(factor.shape)}. Weights of the rows are sample_weight=weights."
+        )
     if term.fixed:
-        setattr(term.weight, _FIXED, True)
-        return FixedLossSum(term.sum * factor, term.weight)
+        # The weights of the replicas add up to 1, also where a function of the user's, which
+        # returns other tensors, loses the mark.
+        context = tf.distribute.get_replica_context()
+        weight = term.weight / (1 if context is None else context.num_replicas_in_sync)
+        setattr(weight, _FIXED, True)
+        return FixedLossSum(term.sum * factor, weight)
     return LossSum(term.sum * factor, term.weight * factor)
 
 
@@ -138,12 +148,10 @@ def global_mean(loss_sum: LossSum) -> Any:
             "global_mean adds over replicas, so it must be called by each of them. Call it inside "
             "the function given to strategy.run."
         )
-    fixed = isinstance(loss_sum, FixedLossSum) or is_fixed(loss_sum.weight)
 
     @tf.custom_gradient  # type: ignore[untyped-decorator]
     def mean(shard_sum: Any, shard_weight: Any) -> Any:
         total, weight = context.all_reduce(tf.distribute.ReduceOp.SUM, [shard_sum, shard_weight])
-        weight = shard_weight if fixed else weight
 
         def gradient(upstream: Any) -> Any:
             if context.num_replicas_in_sync > 1:
@@ -173,7 +181,7 @@ def loss_term(loss: Any, y_true: Any, y_pred: Any, sample_weight: Any = None) ->
     # A loss may mask its values itself (ignore_class); the weighted values have lost that mask, and
     # may have got back the rows that the loss has reduced.
     plain = tf.convert_to_tensor(unreduced[0]) if unreduced else values
-    if couples or not _has_rows(plain, y_pred):
+    if couples or values.shape.rank == 0 or not _has_rows(plain, y_pred):
         raise LossError(_no_rows(loss, plain, y_pred))
     total = tf.reduce_sum(values)
     if loss.reduction == "sum":
@@ -267,8 +275,14 @@ def _shape(value: Any) -> tf.TensorShape:
 def _has_rows(values: Any, y_pred: Any) -> bool:
     """Returns whether there is a value per row: not one, nor a fixed number for any rows."""
     shape = _shape(y_pred)
-    unknown = bool(shape.rank) and shape[0] is None
-    return values.shape.rank != 0 and not (unknown and values.shape[0] is not None)
+    if not shape.rank or not values.shape.rank:
+        return values.shape.rank != 0
+    if shape[0] is None:
+        return values.shape[0] is None
+    # A function may drop all rows but one; else the shape of a row is that of a sum over rows.
+    if shape[0] in (0, 1, values.shape[0]) or (tf.executing_eagerly() and values.shape == [1]):
+        return True
+    return values.shape.as_list() != shape.as_list()[1:]
 
 
 def _weighs_rows(sample_weight: Any, values: Any) -> bool:

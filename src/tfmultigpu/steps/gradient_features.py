@@ -76,10 +76,10 @@ class ClipByNorm(Feature):
         """Takes the largest norm.
 
         Raises:
-            ValueError: It is not positive.
+            ValueError: It is not positive and finite.
         """
-        if not limit > 0:
-            raise ValueError(f"clip_norm is positive. Received: clip_norm={limit}.")
+        if not 0 < limit < math.inf:
+            raise ValueError(f"clip_norm is positive and finite. Received: clip_norm={limit}.")
         self._limit = limit
 
     def on_one_device(self) -> Feature:
