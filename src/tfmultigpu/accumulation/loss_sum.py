@@ -272,7 +272,7 @@ def _shape(value: Any) -> tf.TensorShape:
     return tf.TensorShape(getattr(value, "shape", None))  # type: ignore[arg-type]
 
 
-def _has_rows(values: Any, y_pred: Any) -> bool:
+def _has_rows(values: tf.Tensor, y_pred: Any) -> bool:
     """Returns whether there is a value per row: not one, nor a fixed number for any rows."""
     shape = _shape(y_pred)
     if not shape.rank or not values.shape.rank:
@@ -280,7 +280,9 @@ def _has_rows(values: Any, y_pred: Any) -> bool:
     if shape[0] is None:
         return values.shape[0] is None
     # A function may drop all rows but one; else the shape of a row is that of a sum over rows.
-    if shape[0] in (0, 1, values.shape[0]) or (tf.executing_eagerly() and values.shape == [1]):
+    if shape[0] in (0, 1, values.shape[0]) or (
+        tf.executing_eagerly() and values.shape.as_list() == [1]
+    ):
         return True
     return values.shape.as_list() != shape.as_list()[1:]
 
