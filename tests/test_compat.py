@@ -17,7 +17,9 @@ from one_device import ByHand, Replicated, cut, difference, strategy_of
 
 from tfmultigpu import _compat
 from tfmultigpu._patch import patching, setting
+from tfmultigpu.addons.loops import _private as loops_private
 from tfmultigpu.addons.sharding import _private
+from tfmultigpu.addons.workers import _private as workers_private
 from tfmultigpu.steps.recording import recording_added_losses
 
 _random = np.random.default_rng(31)
@@ -43,7 +45,10 @@ def built(optimizer, *variables):
 
 def test_every_private_attribute_of_the_bridge_is_tested_here():
     """The list below is what the files name; a new one needs a test."""
-    source = "".join(Path(module.__file__).read_text() for module in (_compat, _private))
+    source = "".join(
+        Path(module.__file__).read_text()
+        for module in (_compat, _private, loops_private, workers_private)
+    )
     private = set(re.findall(r"\.(_[a-z]\w+)", source)) | set(re.findall(r'"(_[a-z]\w+)"', source))
     assert private == {
         "_add_control_inputs",
@@ -351,14 +356,14 @@ def test_keras_keeps_what_compile_was_given():
     model, function = mlp(), lambda y_true, y_pred: y_pred
     metrics = [function, keras.metrics.AUC()]
     model.compile(loss=function, metrics=metrics, loss_weights=0.5)
-    arguments = _compat.compile_arguments(model)
+    arguments = loops_private.compile_arguments(model)
     assert arguments["loss"] is function
     assert arguments["loss_weights"] == 0.5
     assert arguments["metrics"] is metrics
     assert arguments["weighted_metrics"] is None
-    assert _compat.compile_arguments(model) is arguments
+    assert loops_private.compile_arguments(model) is arguments
     model.compile(loss="mse")
-    assert _compat.compile_arguments(model) is not arguments
+    assert loops_private.compile_arguments(model) is not arguments
 
 
 def test_keras_makes_the_compiled_metrics_from_shapes():
@@ -367,7 +372,7 @@ def test_keras_makes_the_compiled_metrics_from_shapes():
     model = keras.Model(inputs, outputs)
     model.compile(loss="mse", metrics={"b": ["accuracy", "mae"]}, weighted_metrics={"a": "acc"})
     labels = {"b": tf.TensorSpec([None]), "a": tf.TensorSpec([None, 1])}
-    container, plain, weighted, keys = _compat.compiled_metrics(model, labels, model.output)
+    container, plain, weighted, keys = loops_private.compiled_metrics(model, labels, model.output)
     by_key = dict(zip(keys, plain, strict=True))
     assert [type(one).__name__ for one in by_key["b"]] == [
         "SparseCategoricalAccuracy",
@@ -378,12 +383,12 @@ def test_keras_makes_the_compiled_metrics_from_shapes():
     assert (name, type(one).__name__) == ("a", "BinaryAccuracy")
     assert set(container.result()) == {"b_accuracy", "b_mae", "a_acc"}
     assert container in model.metrics
-    again, same, *_ = _compat.compiled_metrics(model, labels, model.output)
+    again, same, *_ = loops_private.compiled_metrics(model, labels, model.output)
     assert again is container
     assert same == plain
     without = mlp()
     without.compile(loss="mse")
-    assert _compat.compiled_metrics(without, labels, None) == (None, [], [], None)
+    assert loops_private.compiled_metrics(without, labels, None) == (None, [], [], None)
 
 
 # Collectives that wait for a worker ---------------------------------------------------------------
@@ -393,6 +398,7 @@ def test_collectives_have_groups_of_their_own_and_can_be_ended():
     """In a process of its own, of one worker: it has none afterwards."""
     program = (
         "import tensorflow as tf; from tfmultigpu import _compat\n"
+        "from tfmultigpu.addons.workers import _private\n"
         "strategy = tf.distribute.MultiWorkerMirroredStrategy()\n"
         "(add,) = _compat.additions_over_workers(strategy)\n"
         "packs = [[tf.ones([2]), tf.constant(3.0)], [tf.constant([4.0])]]\n"
@@ -402,7 +408,7 @@ def test_collectives_have_groups_of_their_own_and_can_be_ended():
         "assert again.__self__._group_key == add.__self__._group_key\n"
         "assert again.__self__ is not all_replicas\n"
         "assert again.__self__._ordering_token is all_replicas._ordering_token\n"
-        "_compat.abort_collectives('no more')\n"
+        "_private.abort_collectives('no more')\n"
         "reduce = tf.function(lambda: tf.raw_ops.CollectiveReduce(input=1.0, group_size=2, "
         "group_key=1, instance_key=1, merge_op='Add', final_op='Id', subdiv_offsets=[0]))\n"
         "try: reduce()\n"

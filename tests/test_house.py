@@ -51,7 +51,11 @@ DOORS = {
 # The one pair of add-ons: both start worker processes, and end them.
 PAIRS = {"addons.testing.workers -> addons.workers.processes"}
 # An add-on holds the private names that only it needs.
-PRIVATE = ["_compat", "addons.sharding._private"]
+PRIVATE = [
+    "_compat",
+    "addons.loops._private",
+    "addons.sharding._private",
+]
 
 
 def room(name: str) -> str:

@@ -11,7 +11,7 @@ import functools
 import importlib
 import pkgutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 
 import tensorflow as tf
@@ -160,15 +160,6 @@ def home_of(name: str) -> Any:
     return pkgutil.resolve_name(_DRAWS[name])
 
 
-def profiles_batches(callback: Any) -> bool:
-    """Returns whether a ``keras.callbacks.TensorBoard`` was given a ``profile_batch``.
-
-    Private: ``callback._should_trace``. The callback does not keep the argument. False without the
-    attribute: the callback then counts calls instead of batches.
-    """
-    return bool(getattr(callback, "_should_trace", False))
-
-
 def optimizer_trains(optimizer: Any) -> list[Any]:
     """Returns the variables an optimizer was built for; [] if unknown.
 
@@ -221,111 +212,13 @@ def additions_over_workers(strategy: tf.distribute.Strategy) -> list[Callable[..
     return found
 
 
-def compile_arguments(model: Any) -> Any:
-    """Returns the arguments of ``model.compile`` by name.
+def profiles_batches(callback: Any) -> bool:
+    """Returns whether a ``keras.callbacks.TensorBoard`` was given a ``profile_batch``.
 
-    Each call of ``compile`` has a new dict. Private: ``model._compile_config``. The public
-    ``model.get_compile_config()`` serialises them, which loses user-defined functions and metrics.
-    Without it ``evaluate`` has no loss and no metrics; ``make_eval_step`` does not need it.
-
-    Raises:
-        AttributeError: Keras has renamed it.
+    Private: ``callback._should_trace``. The callback does not keep the argument. False without the
+    attribute: the callback then counts calls instead of batches.
     """
-    return model._compile_config.config
-
-
-def compiled_metrics(
-    model: Any, y_true: Any, y_pred: Any
-) -> tuple[Any, list[list[Any]], list[list[Any]], list[str] | None]:
-    """Returns the metrics of a compiled model, which Keras builds from the shapes of a batch.
-
-    Private: ``model._compile_metrics`` and in it ``_flat_metrics``, ``_flat_weighted_metrics`` and
-    ``_resolved_output_names``. The public ``model.metrics`` does not tell the output of a metric or
-    whether sample weights apply, and is empty until Keras has trained. Without them the library
-    would guess the meaning of names such as "accuracy", and the names of the results.
-
-    Args:
-        model: A compiled model.
-        y_true: The labels, or a like structure with their shapes.
-        y_pred: The outputs, or a like structure with their shapes.
-
-    Returns:
-        The container of the metrics, with ``result()`` and ``reset_state()`` (None without
-        metrics); the metrics of each output; the weighted metrics of each output; the keys of the
-        outputs in that order, or None for the order of the outputs.
-
-    Raises:
-        AttributeError: Keras has renamed one of them.
-    """
-    container = model._compile_metrics
-    if container is None:
-        return None, [], [], None
-    if not container.built:
-        container.build(y_true, y_pred)
-    plain, weighted = (
-        [[] if one is None else list(one.metrics) for one in lists]
-        for lists in (container._flat_metrics, container._flat_weighted_metrics)
-    )
-    return container, plain, weighted, getattr(container, "_resolved_output_names", None)
-
-
-def configure_coordination(workers: int, register_seconds: float, heartbeat_seconds: float) -> None:
-    """Sets how long TensorFlow waits for the workers of a cluster that is joined next.
-
-    Private: ``context().configure_coordination_service``. ``MultiWorkerMirroredStrategy`` keeps a
-    configuration that it finds, and has no argument for one. Without it TensorFlow waits an hour
-    for a worker that left after the meeting. Before TensorFlow 2.19 it waits in any case.
-    """
-    context = _eager_context()
-    context.configure_coordination_service(
-        "standalone",
-        service_leader="/job:worker/replica:0/task:0",
-        cluster_register_timeout_in_ms=int(1000 * register_seconds),
-        heartbeat_timeout_in_ms=int(1000 * heartbeat_seconds),
-    )
-    config = context.coordination_service
-    config.coordinated_job_list.add(name="worker", num_tasks=workers)
-    if hasattr(config, "cluster_register_with_barrier"):
-        config.cluster_register_with_barrier = True
-
-
-def set_cluster_value(name: str, value: str) -> None:
-    """Tells all workers a value; the first one of a name stays. For the first worker only.
-
-    Private: ``context().set_config_key_value``, as ``cluster_value``. It holds Python's lock until
-    the first worker answers. ``get_task_states``, ``report_error_to_cluster`` and
-    ``wait_at_barrier`` do, too, so nothing calls those.
-    """
-    with suppress(tf.errors.OpError):  # The name has a value.
-        _eager_context().set_config_key_value(name, value)
-
-
-def cluster_value(name: str, seconds: float) -> str | None:
-    """Returns the value that the first worker told; None if it did not within so many seconds.
-
-    Private: ``context().get_config_key_value``. The public API shares values between workers in
-    collectives only, which cannot be used while a step may run. Without it the data of workers goes
-    unchecked. It lets other Python threads run while it waits.
-    """
-    try:
-        return str(_eager_context().get_config_key_value(name, max(1, int(1000 * seconds))))
-    except tf.errors.OpError:
-        return None
-
-
-def abort_collectives(message: str) -> None:
-    """Ends waiting and future collectives with an ``UnavailableError``.
-
-    Private: ``context().abort_collective_ops``. The public API cannot end a collective that waits
-    for another worker. Without it the process ends instead of raising an error.
-    """
-    with suppress(tf.errors.OpError):  # They may have ended before.
-        _eager_context().abort_collective_ops(tf.errors.UNAVAILABLE, message)
-
-
-def _eager_context() -> Any:
-    context: Any = importlib.import_module("tensorflow.python.eager.context")
-    return context.context()
+    return bool(getattr(callback, "_should_trace", False))
 
 
 def data_adapter() -> Any:

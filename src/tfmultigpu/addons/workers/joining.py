@@ -14,8 +14,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfmultigpu import _compat
 from tfmultigpu._version import __version__
+from tfmultigpu.addons.workers import _private
 from tfmultigpu.addons.workers.cluster import Cluster
 from tfmultigpu.addons.workers.ends import Ends
 from tfmultigpu.addons.workers.lost import JoinedWorkers
@@ -70,7 +70,7 @@ def join(
     options = distribute.experimental.CommunicationOptions(
         implementation=distribute.experimental.CommunicationImplementation[communication.upper()]
     )
-    _compat.configure_coordination(len(cluster.workers), _REGISTER_SECONDS, _HEARTBEAT_SECONDS)
+    _private.configure_coordination(len(cluster.workers), _REGISTER_SECONDS, _HEARTBEAT_SECONDS)
     try:
         with _as_tensorflow_holds_the_lock(_JOIN_SECONDS):
             strategy: tf.distribute.Strategy = distribute.MultiWorkerMirroredStrategy(

@@ -17,7 +17,7 @@ import time
 from collections.abc import Iterator
 from types import TracebackType
 
-from tfmultigpu import _compat
+from tfmultigpu.addons.workers import _private
 from tfmultigpu.addons.workers.cluster import Cluster
 from tfmultigpu.addons.workers.ends import FINISHED, Ends
 from tfmultigpu.errors import TfMultiGpuError, WorkerLostError
@@ -93,9 +93,9 @@ class JoinedWorkers:
         """Returns the first worker's value of that name; None if it did not tell it in time."""
         # Only the first worker sets values: while it is frozen, that would stop any other process.
         if self.index == 0:
-            _compat.set_cluster_value(name, value)
+            _private.set_cluster_value(name, value)
             return value
-        return _compat.cluster_value(name, seconds)
+        return _private.cluster_value(name, seconds)
 
     def _explain(self, error: BaseException) -> TfMultiGpuError | None:
         from tensorflow import errors
@@ -154,7 +154,7 @@ class JoinedWorkers:
             failed = any(how != FINISHED for how in ended.values())
             if not aborted and (failed or waited > _ABORT_SECONDS):
                 aborted = True  # Collectives raise now, and the program ends in its usual way.
-                _compat.abort_collectives(_ABORTED)
+                _private.abort_collectives(_ABORTED)
             # A worker that has finished may leave another one that still saves its files.
             stuck = failed and not self._told and time.monotonic() - heard > _END_SECONDS
             if stuck or waited > _END_SECONDS:

@@ -1,0 +1,73 @@
+"""Private attributes of TensorFlow that only this add-on needs; ``_compat`` has the others.
+
+Each function names the attribute, why the public API is not enough, and what happens without it.
+"""
+
+from __future__ import annotations
+
+import importlib
+from contextlib import suppress
+from typing import Any
+
+import tensorflow as tf
+
+__all__ = ["abort_collectives", "cluster_value", "configure_coordination", "set_cluster_value"]
+
+
+def configure_coordination(workers: int, register_seconds: float, heartbeat_seconds: float) -> None:
+    """Sets how long TensorFlow waits for the workers of a cluster that is joined next.
+
+    Private: ``context().configure_coordination_service``. ``MultiWorkerMirroredStrategy`` keeps a
+    configuration that it finds, and has no argument for one. Without it TensorFlow waits an hour
+    for a worker that left after the meeting. Before TensorFlow 2.19 it waits in any case.
+    """
+    context = _eager_context()
+    context.configure_coordination_service(
+        "standalone",
+        service_leader="/job:worker/replica:0/task:0",
+        cluster_register_timeout_in_ms=int(1000 * register_seconds),
+        heartbeat_timeout_in_ms=int(1000 * heartbeat_seconds),
+    )
+    config = context.coordination_service
+    config.coordinated_job_list.add(name="worker", num_tasks=workers)
+    if hasattr(config, "cluster_register_with_barrier"):
+        config.cluster_register_with_barrier = True
+
+
+def set_cluster_value(name: str, value: str) -> None:
+    """Tells all workers a value; the first one of a name stays. For the first worker only.
+
+    Private: ``context().set_config_key_value``, as ``cluster_value``. It holds Python's lock until
+    the first worker answers. ``get_task_states``, ``report_error_to_cluster`` and
+    ``wait_at_barrier`` do, too, so nothing calls those.
+    """
+    with suppress(tf.errors.OpError):  # The name has a value.
+        _eager_context().set_config_key_value(name, value)
+
+
+def cluster_value(name: str, seconds: float) -> str | None:
+    """Returns the value that the first worker told; None if it did not within so many seconds.
+
+    Private: ``context().get_config_key_value``. The public API shares values between workers in
+    collectives only, which cannot be used while a step may run. Without it the data of workers goes
+    unchecked. It lets other Python threads run while it waits.
+    """
+    try:
+        return str(_eager_context().get_config_key_value(name, max(1, int(1000 * seconds))))
+    except tf.errors.OpError:
+        return None
+
+
+def abort_collectives(message: str) -> None:
+    """Ends waiting and future collectives with an ``UnavailableError``.
+
+    Private: ``context().abort_collective_ops``. The public API cannot end a collective that waits
+    for another worker. Without it the process ends instead of raising an error.
+    """
+    with suppress(tf.errors.OpError):  # They may have ended before.
+        _eager_context().abort_collective_ops(tf.errors.UNAVAILABLE, message)
+
+
+def _eager_context() -> Any:
+    context: Any = importlib.import_module("tensorflow.python.eager.context")
+    return context.context()
