@@ -32,9 +32,13 @@ def test_known_plans(rows: int, capacities: tuple[float, ...], expected: tuple[i
 @each(
     ("shares", "replicas", "text"),
     [
-        ((), 2, "There must be one positive number per replica. Received: () for 2 replicas."),
-        ((1, 1), 3, "one positive number per replica. Received: (1, 1) for 3 replicas."),
-        (3, 1, "one positive number per replica. Received: 3 for 1 replicas."),
+        (
+            (),
+            2,
+            "There must be one positive number per replica. Received: (), 0 numbers for 2 replicas.",
+        ),
+        ((1, 1), 3, "one positive number per replica. Received: (1, 1), 2 numbers for 3 replicas."),
+        (3, 1, "one positive number per replica. Received: 3, 0 numbers for 1 replicas."),
         ((1, -2), 2, "A share is a positive, finite number. Received: -2 in (1, -2)."),
         ((float("nan"), 1), 2, "finite number. Received: nan in (nan, 1)."),
         (("big", 1), 2, "finite number. Received: 'big' in ('big', 1)."),

@@ -116,8 +116,8 @@ def _checked(shares: Any, replicas: int | None = None) -> tuple[Any, ...]:
     numbers = tuple(shares) if isinstance(shares, Iterable) else ()
     if not numbers or len(numbers) != (replicas or len(numbers)):
         raise DataError(
-            f"There must be one positive number per replica. Received: {len(numbers)} in {shares!r}"
-            + ("." if replicas is None else f" for {replicas} replicas.")
+            f"There must be one positive number per replica. Received: {shares!r}, "
+            f"{len(numbers)} numbers" + ("." if replicas is None else f" for {replicas} replicas.")
         )
     for i, share in enumerate(numbers):
         if not _is_finite(share) or share < 0:
