@@ -35,7 +35,7 @@ def test_known_plans(rows: int, capacities: tuple[float, ...], expected: tuple[i
         (
             (),
             2,
-            "There must be one positive number per replica. Received: (), 0 numbers for 2 replicas.",
+            "one positive number per replica. Received: (), 0 numbers for 2 replicas.",
         ),
         ((1, 1), 3, "one positive number per replica. Received: (1, 1), 2 numbers for 3 replicas."),
         (3, 1, "one positive number per replica. Received: 3, 0 numbers for 1 replicas."),
