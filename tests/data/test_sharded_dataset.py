@@ -273,14 +273,8 @@ def test_another_error_of_the_pipeline_stays_what_it_is() -> None:
 @each(
     ("shares", "text"),
     [
-        (
-            (1,),
-            "one positive number per replica. Received: (1,), 1 numbers for 2 replicas.",
-        ),
-        (
-            (),
-            "one positive number per replica. Received: (), 0 numbers for 2 replicas.",
-        ),
+        ((1,), "There must be one positive number per replica. Received: (1,), 1 numbers for 2"),
+        ((), "There must be one positive number per replica. Received: (), 0 numbers for 2"),
         ((1, 0), "Replica 1 would get no examples and still slow down every step."),
         ((1, -1), "A share is a positive, finite number. Received: -1 in (1, -1)."),
     ],
