@@ -36,7 +36,7 @@ MISTAKES: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"directory": None}, TypeError, "NoneType"),
     ({"directory": ""}, ValueError, "Received: directory=''."),
     ({"directory": "gs://bucket/run"}, ValueError, "Mount remote storage and give its path"),
-    ({"stop_signal": "SIGTERM"}, TypeError, "such as signal.SIGTERM. Received: stop_signal='"),
+    ({"stop_signal": "SIGTERM"}, ValueError, "such as signal.SIGTERM. Received: stop_signal='"),
     ({"stop_signal": signal.SIGKILL}, ValueError, "a signal that a process can listen for"),
     ({"stop_signal": 999}, ValueError, "Received: stop_signal=999."),
     ({"extra": {"a": 5}}, TypeError, "save only variables of numbers. Received: extra={'a'"),

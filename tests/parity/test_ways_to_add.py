@@ -9,11 +9,9 @@ import tensorflow as tf
 from one_device import assert_same, cut, strategy_of
 from small_problem import CASES, MIXED, replicated, truth
 
-from tfmultigpu.errors import TfMultiGpuError
 from tfmultigpu.strategies.collectives import (
     forcing_addition,
     replicas_share_memory,
-    sum_over_replicas,
 )
 
 WAYS = ["in memory", "collective"]
@@ -63,16 +61,3 @@ def test_by_itself_cpus_of_one_process_add_in_memory() -> None:
     with forcing_addition("collective"):
         assert not replicas_share_memory(strategy_of(2))
     assert replicas_share_memory(strategy_of(2))
-
-
-def test_processes_cannot_be_forced_to_share_memory() -> None:
-    class TwoProcesses:
-        num_replicas_in_sync = 4
-        extended = type("Extended", (), {"worker_devices": ("CPU:0", "CPU:1")})
-
-    assert not replicas_share_memory(TwoProcesses())  # type: ignore[arg-type]
-    with (
-        forcing_addition("in memory"),
-        pytest.raises(TfMultiGpuError, match=r"several processes.*4 replica"),
-    ):
-        sum_over_replicas(TwoProcesses(), [[tf.zeros(1)], [tf.zeros(1)]])  # type: ignore[arg-type]

@@ -75,7 +75,7 @@ def _try_to_connect(host: str, port: int, timeout: float) -> str | None:
         try:
             socket.create_connection((host, port), timeout).close()
             outcome.append(None)
-        except (OSError, OverflowError) as error:
+        except (OSError, OverflowError, UnicodeError) as error:  # No address, no port, no name.
             outcome.append(f"nothing answers there: {error}")
 
     # In a thread, because looking up a name has no timeout.

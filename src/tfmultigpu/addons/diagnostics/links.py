@@ -88,10 +88,11 @@ def _run(command: list[str], seconds: float) -> dict[str, str]:
             results[test] = "did not end in time"
         process.kill()
         reader.join(10)  # A driver may hold the process for ever.
+        code = None if reader.is_alive() else process.wait()
         if not results[test]:
             log.seek(0)
             last = log.read().strip().splitlines()[-1:]
-            results[test] = f"ended with code {process.wait()}: {''.join(last)}"
+            results[test] = f"ended with code {code}: {''.join(last)}"
     return results
 
 
@@ -101,9 +102,6 @@ def _read(stream: IO[str], lines: queue.Queue[str | None]) -> None:
             if line.startswith(_MARK):
                 lines.put(line.removeprefix(_MARK))
     lines.put(None)
-
-
-# In the process of the tests ----------------------------------------------------------------------
 
 
 def run_tests(devices: Sequence[str]) -> None:
