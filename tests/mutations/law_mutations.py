@@ -198,7 +198,7 @@ LAW = (
             ),
             (
                 "from tfmultigpu.accumulation.settings import Settings\n",
-                "from tfmultigpu.accumulation.settings import Settings\nfrom tfmultigpu.accumulation.clipping import clipped\n",
+                "from tfmultigpu.accumulation.settings import Settings\nfrom tfmultigpu.accumulation.gradients import clipped\n",
             ),
         ),
         (NORM,),

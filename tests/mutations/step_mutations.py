@@ -88,8 +88,8 @@ STEPS = (
         "accumulation/gradients.py",
         (
             (
-                "scaled, _ = tf.clip_by_global_norm(alike, limit, use_norm=tf.cast(norm, dtype))",
-                "scaled = [one * limit / tf.cast(norm, dtype) for one in alike]",
+                "iter(tf.clip_by_global_norm(chosen, limit, tf.cast(norm, dtype))[0])",
+                "iter([one * limit / tf.cast(norm, dtype) for one in chosen])",
             ),
         ),
         (f"{CLIP}[clip_norm]",),

@@ -71,13 +71,11 @@ def clip_gradients(gradients: Sequence[Any], limit: float) -> tuple[list[Any], A
 
 def clipped(gradients: Sequence[tf.Tensor], limit: float, norm: Any) -> list[tf.Tensor]:
     """Returns gradients of any float dtypes scaled down to a largest norm, given their norm."""
-    results: dict[int, tf.Tensor] = {}
+    alike: dict[Any, Iterator[tf.Tensor]] = {}
     for dtype in dict.fromkeys(gradient.dtype for gradient in gradients):  # One dtype a call.
-        chosen = [i for i, gradient in enumerate(gradients) if gradient.dtype == dtype]
-        alike = [gradients[i] for i in chosen]
-        scaled, _ = tf.clip_by_global_norm(alike, limit, use_norm=tf.cast(norm, dtype))
-        results.update(zip(chosen, scaled, strict=True))
-    return [results[i] for i in range(len(gradients))]
+        chosen = [gradient for gradient in gradients if gradient.dtype == dtype]
+        alike[dtype] = iter(tf.clip_by_global_norm(chosen, limit, tf.cast(norm, dtype))[0])
+    return [next(alike[gradient.dtype]) for gradient in gradients]
 
 
 def global_norm(gradients: Sequence[tf.Tensor]) -> Any:

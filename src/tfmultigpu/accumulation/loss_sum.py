@@ -32,7 +32,9 @@ OTHER_ROWS = (
     "Give the loss as a function, whose values are counted: loss=lambda y_true, y_pred: "
     "keras_loss_function(y_true, y_pred)."
 )
-_FIXED = "_tfmultigpu_fixed"  # An attribute of weights that stay 1, as Keras' mask is one.
+# An attribute of weights that stay 1, as Keras' mask is one. It is lost where a ``tf.function`` of
+# the user returns the pair, whose class is kept; a pair that the user makes keeps it.
+_FIXED = "_tfmultigpu_fixed"
 
 
 class LossSum(NamedTuple):
@@ -237,11 +239,7 @@ def _elementwise(loss: Any, unreduced: list[Any]) -> Any:
 
 @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
 def as_loss(loss: Any) -> Any:
-    """Returns a loss, its name or a function of per-example values as a ``keras.losses.Loss``.
-
-    Raises:
-        LossError: The loss is none of these, or Keras does not know the name.
-    """
+    """Returns a loss, its name or a function of per-example values as a ``keras.losses.Loss``."""
     import keras
 
     known = loss
@@ -280,11 +278,9 @@ def _has_rows(values: tf.Tensor, y_pred: Any) -> bool:
     if shape[0] is None:
         return values.shape[0] is None
     # A function may drop all rows but one; else the shape of a row is that of a sum over rows.
-    if shape[0] in (0, 1, values.shape[0]) or (
-        tf.executing_eagerly() and values.shape.as_list() == [1]
-    ):
-        return True
-    return values.shape.as_list() != shape.as_list()[1:]
+    left = values.shape.as_list()
+    one_left = tf.executing_eagerly() and left == [1]
+    return shape[0] in (0, 1, left[0]) or one_left or left != shape.as_list()[1:]
 
 
 def _weighs_rows(sample_weight: Any, values: Any) -> bool:

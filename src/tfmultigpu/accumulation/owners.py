@@ -59,13 +59,15 @@ def parts_of(optimizer: Any) -> list[Any]:
 
 
 def refuse_float8(variables: Sequence[Any]) -> None:
-    """Checks that Keras does not overwrite a variable by its gradient, which cannot be added."""
-    new = [v.name for v in variables if getattr(v, "overwrite_with_gradient", False)]
+    """Raises an error for trained float8 layers, whose scales replicas cannot add."""
+    new = [
+        getattr(v, "path", v.name) for v in variables if getattr(v, "overwrite_with_gradient", 0)
+    ]
     if new:
         raise TfMultiGpuError(
-            "The gradient of a variable of a float8 layer is its new value, which cannot be added "
-            f"and divided. Received: {new[:3]}. Leave out "
-            'layer.quantize("float8"), or train on one device with model.fit of Keras.'
+            "A float8 layer computes its scales from the gradients of a whole batch, which cannot "
+            f'be added or divided. Received: {new[:3]}. Leave out layer.quantize("float8"), or '
+            "train on one device with model.fit of Keras."
         )
 
 

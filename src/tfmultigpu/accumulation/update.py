@@ -47,11 +47,6 @@ def choose_update(
         strategy: The strategy whose scope they were created in.
         shard_update: True for owners, False for all replicas, ``"auto"`` for what was measured to
             be faster. A variable with one copy under several replicas always has an owner.
-
-    Raises:
-        ScopeError: The optimizer was created outside the scope of the strategy, or was built for
-            other variables.
-        TfMultiGpuError: The optimizer accumulates gradients, or cannot be updated as asked.
     """
     inner = unwrap_optimizer(optimizer)
     update = _chosen.get(inner)

@@ -8,10 +8,10 @@ from typing import Any
 import tensorflow as tf
 
 from tfmultigpu.data.batch_format import unpack_batch
-from tfmultigpu.errors import ScopeError, TfMultiGpuError
+from tfmultigpu.errors import ScopeError
 from tfmultigpu.strategies.scopes import all_layers, check_scope
 
-__all__ = ["as_model", "prepare_model", "refuse_float8", "symbolic"]
+__all__ = ["as_model", "prepare_model", "symbolic"]
 
 _LENGTH = 8
 
@@ -106,17 +106,6 @@ def _one_row(spec: Any) -> Any:
             zeros, ragged_rank=ragged_rank, row_splits_dtype=spec.row_splits_dtype
         )
     return tf.sparse.from_dense(zeros) if isinstance(spec, tf.SparseTensorSpec) else zeros
-
-
-def refuse_float8(model: Any) -> None:
-    """Raises an error for trained float8 layers, whose scales replicas cannot add."""
-    new = [v.path for v in model.trainable_variables if getattr(v, "overwrite_with_gradient", 0)]
-    if new:
-        raise TfMultiGpuError(
-            "A float8 layer computes its scales from the gradients of a whole batch, which cannot "
-            f'be added or scaled. Received: {new[0]!r}. Leave out layer.quantize("float8"), or '
-            "train on one device with model.fit of Keras."
-        )
 
 
 def as_model(model: Any) -> Any:

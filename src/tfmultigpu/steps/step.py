@@ -17,13 +17,14 @@ import tensorflow as tf
 from typing_extensions import Self
 
 from tfmultigpu.accumulation.gradients import combined, global_norm, sum_dtype
+from tfmultigpu.accumulation.owners import refuse_float8
 from tfmultigpu.accumulation.replicated import Replicated
 from tfmultigpu.accumulation.settings import Settings
 from tfmultigpu.accumulation.update import choose_update
 from tfmultigpu.errors import LossError
 from tfmultigpu.steps.agreement import ProgramAgreement, check_values_alike
 from tfmultigpu.steps.assignments import assigned_variables, deferring
-from tfmultigpu.steps.build_model import prepare_model, refuse_float8
+from tfmultigpu.steps.build_model import prepare_model
 from tfmultigpu.steps.failures import effects_of, noting_operations
 from tfmultigpu.steps.features import Feature, Gradient, Pass, Rows, Shards
 from tfmultigpu.steps.metrics import StepMetrics
@@ -157,7 +158,7 @@ class TrainStep(Program):
 
     def _build(self, batch_spec: Any) -> None:
         prepare_model(self.model, self.strategy, batch_spec)
-        refuse_float8(self.model)
+        refuse_float8(self.model.trainable_variables)
         # What the optimizer remembers is made by all workers together, and so is a step.
         if self._agreement is not None and (batch_spec is not None or not self.optimizer.built):
             self._agreement.check(self.model, self.optimizer)

@@ -17,10 +17,13 @@ import time
 from collections.abc import Iterator
 from types import TracebackType
 
+import tensorflow as tf
+
 from tfmultigpu.addons.workers import _private
 from tfmultigpu.addons.workers.cluster import Cluster
 from tfmultigpu.addons.workers.ends import FINISHED, Ends
 from tfmultigpu.errors import TfMultiGpuError, WorkerLostError
+from tfmultigpu.strategies.worker_exchange import different_calls
 
 __all__ = ["JoinedWorkers"]
 
@@ -98,19 +101,15 @@ class JoinedWorkers:
         return _private.cluster_value(name, seconds)
 
     def _explain(self, error: BaseException) -> TfMultiGpuError | None:
-        from tensorflow import errors
-
-        from tfmultigpu.strategies.worker_exchange import different_calls
-
-        if not isinstance(error, errors.OpError):
+        if not isinstance(error, tf.errors.OpError):
             return None
         text = str(error)
         if (different := _DIFFERENT.search(text)) is not None:
             return different_calls(f"TensorFlow says: {different[0].strip()[:_LONGEST]}")
         named = _GONE.search(text) is not None
         # The error of a bad batch stays itself, whoever has ended since.
-        waited = isinstance(error, errors.UnavailableError | errors.AbortedError)
-        waited |= isinstance(error, errors.CancelledError | errors.DeadlineExceededError)
+        waited = isinstance(error, tf.errors.UnavailableError | tf.errors.AbortedError)
+        waited |= isinstance(error, tf.errors.CancelledError | tf.errors.DeadlineExceededError)
         if not named and not (waited and self._ends.wait(0.0)):
             return None
         ended = self._ends.wait(_NEWS_SECONDS)
