@@ -102,9 +102,6 @@ def clip_as_set(optimizer: Any, gradients: list[Any]) -> list[Any]:
 
     Private: ``optimizer._clip_gradients``. Keras calls it in ``apply`` with what it is given, and
     it fails for values that replicas hold each of. No public function reads all three settings.
-
-    Raises:
-        AttributeError: Keras has renamed it.
     """
     return list(optimizer._clip_gradients(gradients))
 
@@ -194,12 +191,6 @@ def additions_over_workers(strategy: tf.distribute.Strategy) -> list[Callable[..
     the options, the order on a device, and keys that are new in each call. The public
     ``strategy.reduce`` adds over workers on the CPUs alone, and ``tf.raw_ops.CollectiveReduceV2``
     needs keys that the strategy does not use.
-
-    Args:
-        strategy: A ``MultiWorkerMirroredStrategy``.
-
-    Raises:
-        AttributeError: TensorFlow has renamed one of them.
     """
     devices = strategy.extended.worker_devices
     extended: Any = strategy.extended
@@ -238,9 +229,6 @@ def passes_of_keras(data: Any) -> Callable[[], Iterator[Any]] | None:
     Private: ``keras.src.trainers.data_adapters.get_data_adapter``. Keras has no public name for how
     it reads a ``PyDataset``, with threads, or a torch ``DataLoader``. Without it (Keras before 3.5)
     only a ``PyDataset`` is read.
-
-    Returns:
-        The function; None if Keras cannot read the data in batches of its own.
     """
     import keras
 

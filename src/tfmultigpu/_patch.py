@@ -13,8 +13,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-__all__ = ["patching", "setting"]
-
 _Key = tuple[int, str]
 _lock = threading.RLock()
 _entered: dict[_Key, int] = {}  # How many contexts are open, on all threads.
@@ -27,11 +25,6 @@ def patching(owner: Any, name: str, wrapper: Callable[..., Any]) -> Iterator[Non
     """Has calls on this thread go through ``wrapper(original, *args, **kwargs)``.
 
     The context is re-entrant. The ``original`` of a wrapper calls that of the context around it.
-
-    Args:
-        owner: A module or a class.
-        name: The name of a function, a method or a property of it.
-        wrapper: Calls ``original`` itself, if at all; of a method it is given the object too.
     """
     key = id(owner), name
     wrappers = _wrappers()

@@ -6,8 +6,6 @@ import numbers
 import operator
 from typing import Any
 
-__all__ = ["check_count"]
-
 
 def check_count(
     name: str,
@@ -17,12 +15,7 @@ def check_count(
     other: str | None = None,
     error: type[Exception] | None = None,
 ) -> int:
-    """Returns an argument that is a whole number of any kind, also 3.0 or a tensor, as an ``int``.
-
-    Raises:
-        TypeError: The value is not a whole number; or ``error``.
-        ValueError: The value is below ``least``; or ``error``.
-    """
+    """Returns an argument that is a whole number of any kind, also 3.0 or a tensor."""
     allowed = f"a whole number, at least {least}" + ("" if other is None else f", or {other}")
     wrong = f"{name} must be {allowed}. Received: {name}={value!r}."
     try:

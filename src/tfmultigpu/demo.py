@@ -12,7 +12,6 @@ import tfmultigpu as tmg
 from tfmultigpu.addons.testing.comparison import difference
 from tfmultigpu.arguments import check_count
 
-__all__ = ["run_demo"]
 # Another order of addition changes the last bit of a float32. A mistake in scaling a loss changes
 # the third digit.
 TOLERANCE = {"CPU": 1e-5, "GPU": 1e-4}

@@ -7,22 +7,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Literal, Protocol, TypeAlias
 
-__all__ = [
-    "Communication",
-    "FitStart",
-    "LossScaling",
-    "Model",
-    "Models",
-    "Optimizer",
-    "Prefer",
-    "RunningFit",
-    "ShardUpdate",
-    "StepsPerCall",
-    "Strategy",
-    "Verbose",
-    "Verify",
-]
-
 Prefer: TypeAlias = Literal["auto", "tpu", "multi_worker", "mirrored", "one_device"]
 Communication: TypeAlias = Literal["auto", "nccl", "ring", "hierarchical_copy", "one_device"]
 Verify: TypeAlias = Literal["first", "gradients"] | bool

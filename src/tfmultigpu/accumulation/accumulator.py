@@ -15,8 +15,6 @@ from tfmultigpu.errors import ScopeError, TfMultiGpuError
 from tfmultigpu.strategies.collectives import sum_over_replicas
 from tfmultigpu.strategies.topology import describe
 
-__all__ = ["GradientAccumulator"]
-
 
 class GradientAccumulator:
     """Adds gradients and weights on each replica, and over the replicas once per window.

@@ -14,18 +14,6 @@ import tensorflow as tf
 
 from tfmultigpu.errors import TfMultiGpuError
 
-__all__ = [
-    "BY_HAND",
-    "all_finite",
-    "check_reduced",
-    "clip_gradients",
-    "clipped",
-    "combined",
-    "global_norm",
-    "in_global_phase",
-    "sum_dtype",
-]
-
 BY_HAND = (
     "Write in the function given to strategy.run: pair = tmg.loss_sum(loss, y, outputs); "
     "window.add(tape.gradient(pair.sum, variables), pair.weight); and after strategy.run: "
@@ -102,15 +90,7 @@ def combined(
     penalties: Sequence[Any],
     places: Sequence[Callable[[], AbstractContextManager[Any]]],
 ) -> list[Any]:
-    """Returns for each variable its gradient of the global batch, at least float32, or None.
-
-    Args:
-        summed: The gradients of each backward pass, one after the other.
-        present: For each backward pass, which variables have a gradient.
-        factors: For each backward pass what its gradients are multiplied by, None for 1.
-        penalties: For each variable the gradient of its regularisation, or None.
-        places: For each variable what places its gradient.
-    """
+    """Returns for each variable its gradient of the global batch, at least float32, or None."""
     parts: list[list[tf.Tensor]] = [[] for _ in places]
     remaining = iter(summed)
     for factor, has_gradient in zip(factors, present, strict=True):
@@ -138,11 +118,7 @@ def in_global_phase() -> Iterator[None]:
 
 
 def check_reduced(name: str, gradients: Sequence[Any] = ()) -> None:
-    """Checks that a function of the global gradient gets that, once for all replicas.
-
-    Raises:
-        TfMultiGpuError: A replica calls it, with its part, or it gets the parts of all replicas.
-    """
+    """Checks that a function of the global gradient gets that, once for all replicas."""
     context = tf.distribute.get_replica_context()
     received = ""
     if any(isinstance(gradient, tf.distribute.DistributedValues) for gradient in gradients):

@@ -11,8 +11,6 @@ import tensorflow as tf
 
 from tfmultigpu.accumulation.gradients import all_finite, check_reduced, sum_dtype
 
-__all__ = ["LossScale", "kept_loss_scale", "make_loss_scale", "unwrap_optimizer"]
-
 
 class LossScale:
     """A factor that keeps float16 gradients from becoming zero, for loops written by hand.
@@ -137,10 +135,6 @@ def make_loss_scale(
     A ``keras.optimizers.LossScaleOptimizer`` asks for dynamic scaling, and its own variables hold
     the state, so that they are saved with it. For any other the state is kept as long as it lives.
     A number set as ``optimizer.loss_scale_factor`` counts as if given here.
-
-    Raises:
-        ValueError: ``loss_scale`` is not None, ``"dynamic"`` or a positive number, or contradicts
-            the optimizer.
     """
     if unwrap_optimizer(optimizer) is not optimizer:
         if loss_scale not in (None, "dynamic"):

@@ -16,17 +16,6 @@ from tfmultigpu.accumulation.gradients import BY_HAND
 from tfmultigpu.accumulation.row_axes import check_row_axes
 from tfmultigpu.errors import LossError
 
-__all__ = [
-    "FixedLossSum",
-    "LossSum",
-    "LossTerm",
-    "as_loss",
-    "global_mean",
-    "is_fixed",
-    "loss_sum",
-    "loss_term",
-]
-
 OTHER_ROWS = (
     "The loss did not return one value per row: the model or the loss merges, drops or adds rows. "
     "Give the loss as a function, whose values are counted: loss=lambda y_true, y_pred: "

@@ -11,8 +11,6 @@ import tensorflow as tf
 
 from tfmultigpu.errors import TfMultiGpuError
 
-__all__ = ["assign_owners", "outside_scopes", "parts_of", "refuse_float8", "size_of"]
-
 _T = TypeVar("_T")
 
 
@@ -23,10 +21,6 @@ def assign_owners(
 
     No owner has more than the mean and the largest variable together. ``fixed`` has the owners of
     variables that have one already, by their index.
-
-    Example:
-        >>> assign_owners([100, 10, 60, 50], 2)
-        (0, 0, 1, 1)
     """
     chosen = dict(fixed or {})
     loads = [sum(sizes[i] for i in chosen if chosen[i] == owner) for owner in range(owners)]

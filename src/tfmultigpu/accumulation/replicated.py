@@ -24,8 +24,6 @@ from tfmultigpu.errors import TfMultiGpuError
 from tfmultigpu.strategies.collectives import sum_on_devices, sum_over_replicas, sum_over_workers
 from tfmultigpu.strategies.topology import is_sharded, owner_of, per_replica, tf_variable
 
-__all__ = ["Owned", "Replicated"]
-
 _Addends = list[list[Any]]
 
 
@@ -54,14 +52,7 @@ class Replicated:
                 self.optimizer.build(list(variables))
 
     def add(self, addends: _Addends, variables: Sequence[Any], dtype: Any = None) -> _Addends:
-        """Returns sums over the replicas: one list, or one for each if they share no memory.
-
-        Args:
-            addends: For each replica of this process its gradients, then one vector of sums. What
-                is added already is in the first list, and None in the others.
-            variables: The variable of each gradient.
-            dtype: A narrower dtype that float32 gradients are sent in; None for their own.
-        """
+        """Returns sums over the replicas: one list, or one for each if they share no memory."""
         return sum_over_replicas(self.strategy, addends, dtype)
 
     def where(self, finish: Callable[..., Any], sums: _Addends, *args: Any) -> Any:
@@ -91,13 +82,7 @@ class Replicated:
     def apply(
         self, gradients: Sequence[Any], variables: Sequence[Any], after: Sequence[Any] = ()
     ) -> None:
-        """Makes one step of the stock optimizer for all replicas; in a cross-replica context.
-
-        Args:
-            gradients: Those of the global batch, not scaled: tensors, or per-replica values.
-            variables: Their variables. Without any nothing is counted, as in Keras.
-            after: What must not have failed before anything is assigned.
-        """
+        """Makes one step of the stock optimizer for all replicas; in a cross-replica context."""
         before = [*after, *(tensor for g in gradients for tensor in self._local(g))]
 
         def apply() -> None:

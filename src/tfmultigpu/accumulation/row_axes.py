@@ -15,8 +15,6 @@ import tensorflow as tf
 
 from tfmultigpu.errors import LossError
 
-__all__ = ["check_row_axes"]
-
 _ROWS = (840, 1260, 1680, 2520)  # Divisible by the usual sizes of groups of rows.
 _LENGTHS = (0, 11, 13, 17, 19, 23)  # Lengths of unknown axes, by the number of the axis.
 
@@ -25,18 +23,7 @@ _LENGTHS = (0, 11, 13, 17, 19, 23)  # Lengths of unknown axes, by the number of 
 def check_row_axes(
     name: str, values: Callable[..., Any], arguments: tuple[Any, Any, Any], *, throughout: bool
 ) -> None:
-    """Checks, while a step is traced, that a loss pairs rows only with rows.
-
-    Args:
-        name: The name of the loss.
-        values: ``f(y_true, y_pred, sample_weight)``, its weighted values.
-        arguments: Those of ``values``.
-        throughout: Whether no tensor inside it may have two axes of rows either, as in those of
-            Keras: labels ``[rows]`` against ``[rows, 5, 1]``.
-
-    Raises:
-        LossError: It pairs rows with another axis, or each row with every row.
-    """
+    """Checks, while a step is traced, that a loss pairs rows only with rows."""
     leaves = tf.nest.flatten(arguments)
     tensors = [leaf for leaf in leaves if leaf is not None]
     if tf.executing_eagerly() or not all(map(_is_dense, tensors)):

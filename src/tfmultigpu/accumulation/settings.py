@@ -8,8 +8,6 @@ from typing import Any
 from tfmultigpu.accumulation.loss_scale import unwrap_optimizer
 from tfmultigpu.accumulation.owners import parts_of
 
-__all__ = ["Settings"]
-
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), set, frozenset, tuple)
 
 

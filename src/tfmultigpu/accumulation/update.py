@@ -19,8 +19,6 @@ from tfmultigpu.strategies.collectives import replicas_share_memory
 from tfmultigpu.strategies.scopes import check_scope
 from tfmultigpu.strategies.topology import is_mirrored, is_sharded, tf_variable
 
-__all__ = ["apply_reduced_gradients", "choose_update", "update_of"]
-
 # Trained numbers from which steps are faster on virtual CPUs, and variables from which the first
 # step is, in which everything is traced; see decisions 6 and 7.
 PAYS_FROM, PAYS_FROM_VARIABLES = 50_000, 30
@@ -39,15 +37,7 @@ def choose_update(
     strategy: tf.distribute.Strategy,
     shard_update: str | bool = "auto",
 ) -> Replicated:
-    """Chooses who updates variables, and builds the optimizer; later returns the same object.
-
-    Args:
-        optimizer: A Keras optimizer, or a ``LossScaleOptimizer`` around one.
-        variables: The variables that it trains. Without any it is built and chosen another time.
-        strategy: The strategy whose scope they were created in.
-        shard_update: True for owners, False for all replicas, ``"auto"`` for what was measured to
-            be faster. A variable with one copy under several replicas always has an owner.
-    """
+    """Chooses who updates variables, and builds the optimizer; later returns the same object."""
     inner = unwrap_optimizer(optimizer)
     update = _chosen.get(inner)
     once = frozenset() if update is None else update.state

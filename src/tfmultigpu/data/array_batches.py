@@ -15,8 +15,6 @@ from tfmultigpu.data.sharded_dataset import ShardedDataset
 from tfmultigpu.data.shares import replica_shares
 from tfmultigpu.data.sources import fill
 
-__all__ = ["shard_arrays"]
-
 
 def shard_arrays(
     arrays: Any,
@@ -31,21 +29,7 @@ def shard_arrays(
     class_weight: Any = None,
     shares: Sequence[float] | None = None,
 ) -> ShardedDataset:
-    """Returns the global batches of arrays with rows, as shards for the replicas.
-
-    Args:
-        arrays: Nested structure of tensors, or None, that agree in their rows.
-        batch_size: Examples of a global batch.
-        strategy: The strategy of the shards.
-        keep: From a key and a function to its result, which may be that of an earlier call with
-            the same key: tracing a pipeline takes longer than a short epoch.
-        endless: Whether pass follows pass; otherwise there is one.
-        shuffle: Whether to reshuffle in each pass.
-        seed: Determines the order, together with the number of the pass.
-        first_batch: The number of the first batch, counted through all passes.
-        class_weight: Weights of classes, or None.
-        shares: Relative share of each global batch per replica, or None.
-    """
+    """Returns the global batches of arrays with rows, as shards for the replicas."""
     import keras
 
     whole_shares = replica_shares(shares, strategy.num_replicas_in_sync)

@@ -9,21 +9,6 @@ import tensorflow as tf
 
 from tfmultigpu.errors import DataError
 
-__all__ = [
-    "any_rows",
-    "as_data_error",
-    "check_rows_agree",
-    "checked_rows",
-    "count_rows",
-    "first_tensor",
-    "map_items",
-    "structure_of",
-    "tensors_of",
-    "unpack_batch",
-    "with_dependencies",
-]
-
-
 NO_ROWS = (
     "A batch has no rows. A replica cannot train on it. Drop empty batches: "
     "dataset.filter(lambda x, y: tf.shape(x)[0] > 0)."
@@ -46,9 +31,6 @@ def unpack_batch(batch: Any) -> tuple[Any, Any, Any]:
 
     A tuple is ``(x,)``, ``(x, y)`` or ``(x, y, sample_weight)``; anything else is ``x``, as in
     Keras.
-
-    Raises:
-        DataError: A tuple of another length.
     """
     if not isinstance(batch, tuple):
         return batch, None, None
@@ -83,11 +65,7 @@ def tensors_of(batch: Any) -> list[Any]:
 
 
 def first_tensor(batch: Any) -> Any:
-    """Returns the first tensor of a nested structure.
-
-    Raises:
-        DataError: The structure holds no tensor.
-    """
+    """Returns the first tensor of a nested structure."""
     return _present(batch)[0]
 
 
@@ -113,11 +91,6 @@ def structure_of(batch: Any) -> str:
     """Returns the kinds of containers of a batch or of its type specs, and the names in them.
 
     Named tuples are equal in Python if their values are, whatever their fields.
-
-    Example:
-        >>> from tfmultigpu.data.batch_format import structure_of
-        >>> structure_of((1.0, {"a": None}))
-        "(0, {'a': None})"
     """
     return repr(tf.nest.map_structure(lambda leaf: None if leaf is None else 0, batch))
 
@@ -142,16 +115,7 @@ def _rows_of(tensor: Any) -> Any:
 
 
 def check_rows_agree(batch: Any) -> list[tf.Operation]:
-    """Returns assertions that all tensors of a batch have the same number of rows, at least one.
-
-    Args:
-        batch: Nested structure of dense, ragged or sparse tensors.
-
-    Returns:
-        Operations for a control dependency, which fail with ``tf.errors.InvalidArgumentError``.
-        The list is empty if the static shapes are enough, and in eager mode, in which a wrong batch
-        raises at once.
-    """
+    """Returns assertions that all tensors of a batch have the same number of rows, at least one."""
     leaves = _present(batch)
     known = {leaf.shape[0] if leaf.shape.rank else None for leaf in leaves}
     if len(known) == 1 and (known.pop() or 0) > 0:

@@ -11,15 +11,9 @@ import tensorflow as tf
 from tfmultigpu.data.batch_format import unpack_batch
 from tfmultigpu.errors import DataError
 
-__all__ = ["weighting"]
-
 
 def weighting(class_weight: Any) -> Callable[..., tuple[Any, Any, Any]]:
-    """Returns a function that adds sample weights to a batch ``(x, y)``.
-
-    Raises:
-        DataError: It is not a dict from class number to weight; missing classes weigh 1.
-    """
+    """Returns a function that adds sample weights to a batch ``(x, y)``."""
     try:
         weights = {operator.index(key): float(weight) for key, weight in class_weight.items()}
         is_right = min(weights) >= 0

@@ -16,8 +16,6 @@ from tfmultigpu.errors import DataError
 from tfmultigpu.strategies.process_state import JoinedCluster, process_state
 from tfmultigpu.strategies.topology import local_replicas
 
-__all__ = ["cluster_to_compare", "compared_over_workers"]
-
 _log = logging.getLogger("tfmultigpu")
 # Longer than a worker usually lags behind; a later one goes unchecked.
 _SECONDS = 20.0
@@ -37,10 +35,6 @@ def compared_over_workers(
     comparison. The worker that differs raises, and the others learn that from its end.
 
     One worker needs no check. A strategy that ``create_strategy`` did not make is not checked.
-
-    Args:
-        batches: The global batches, as this worker reads them.
-        strategy: The strategy that trains on them.
     """
     cluster = cluster_to_compare(strategy)
     if cluster is None:

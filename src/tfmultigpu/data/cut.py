@@ -13,8 +13,6 @@ from tfmultigpu.data.small_batches import each_row_once
 from tfmultigpu.errors import DataError
 from tfmultigpu.strategies.topology import local_replicas, per_replica, strategy_devices
 
-__all__ = ["Cut", "check_batched", "components_of"]
-
 
 class Cut:
     """Cuts batches in ``tf.data``, and makes batches of what ``tf.data`` yields.
@@ -140,11 +138,7 @@ class Cut:
 
 
 def check_batched(element_spec: Any) -> None:
-    """Checks from the type specs alone that elements are batches.
-
-    Raises:
-        DataError: A component is a scalar, or components differ in their static first axis.
-    """
+    """Checks from the type specs alone that elements are batches."""
     specs = components_of(element_spec)
     received = f"Received: element_spec={element_spec}."
     if not specs:

@@ -16,8 +16,6 @@ from tfmultigpu.data.sources import check_not_distributed, fill, tensors_of_arra
 from tfmultigpu.errors import DataError
 from tfmultigpu.strategies.worker_exchange import digest_of
 
-__all__ = ["Examples", "examples_of", "mark_of"]
-
 _SAMPLED_ROWS = 16
 
 
@@ -38,16 +36,7 @@ class Examples:
 
 
 def examples_of(source: Any) -> Examples:
-    """Returns the examples of a source.
-
-    Args:
-        source: A ``tf.data.Dataset`` of examples; arrays (one, or a tuple or dict of them) with a
-            row for each; or an object with ``len(source)`` and ``source[i]``, such as a
-            ``PyDataset`` or a Hugging Face ``Dataset``, whose items are examples.
-
-    Raises:
-        DataError: It is something else, or empty; or items differ in structure or type.
-    """
+    """Returns the examples of a source."""
     check_not_distributed(source)
     if isinstance(source, tf.data.Dataset):
         return Examples(source)

@@ -23,18 +23,7 @@ from tfmultigpu.strategies.marked_runs import OFFSETS, WHOLE
 
 
 def row_offsets(rows: Any, shares: Sequence[int]) -> Any:
-    """Returns the offsets at which the parts of a batch begin, then its rows: an int64 vector.
-
-    Args:
-        rows: Rows of the batch, an integer scalar, at least ``len(shares)``.
-        shares: Relative sizes of the parts, positive integers. If they sum to ``rows``, the parts
-            have exactly these sizes; else the ends of the parts are rounded to the nearest row.
-
-    Example:
-        >>> from tfmultigpu.data.partition import row_offsets
-        >>> row_offsets(8, (3, 1)).numpy().tolist()
-        [0, 6, 8]
-    """
+    """Returns the offsets at which the parts of a batch begin, then its rows: an int64 vector."""
     parts = len(shares)
     rows = tf.cast(rows, tf.int64)
     index = tf.range(parts + 1, dtype=tf.int64)
@@ -52,15 +41,7 @@ def row_offsets(rows: Any, shares: Sequence[int]) -> Any:
 
 
 def shard_offsets(rows: Any, shares: Sequence[int]) -> Any:
-    """Returns the offsets of the replicas' shards in the global batch, then the rows of the batch.
-
-    Args:
-        rows: Rows of the global batch, an integer scalar.
-        shares: Relative sizes of the shards, positive integers.
-
-    Returns:
-        An int64 vector, as of ``row_offsets``; with fewer rows than shards zeros, then ``rows``.
-    """
+    """Returns the offsets of the replicas' shards in the global batch, then its rows."""
     rows, parts = tf.cast(rows, tf.int64), len(shares)
     if parts == 1:
         return tf.stack([tf.zeros_like(rows), rows])
@@ -93,13 +74,7 @@ def shard_weight(offsets: Any) -> Any:
 
 
 def cut_rows(batch: Any, shares: Sequence[int], parts: Sequence[int] | None = None) -> list[Any]:
-    """Cuts a batch into shards; with fewer rows than ``shares`` each is the whole batch.
-
-    Args:
-        batch: Nested structure of dense, ragged or sparse tensors that agree in their rows.
-        shares: Relative sizes of all shards, positive integers.
-        parts: The shards to return; None: all.
-    """
+    """Cuts a batch into shards; with fewer rows than ``shares`` each is the whole batch."""
     parts = range(len(shares)) if parts is None else parts
     if len(shares) == 1:
         return [batch for _ in parts]
@@ -108,13 +83,7 @@ def cut_rows(batch: Any, shares: Sequence[int], parts: Sequence[int] | None = No
 
 
 def cut_part(batch: Any, parts: Any, part: Any) -> Any:
-    """Returns one of ``parts`` nearly equal parts of a batch; all of it if it has fewer rows.
-
-    Args:
-        batch: Nested structure of dense, ragged or sparse tensors that agree in their rows.
-        parts: Number of parts, an int or an int64 scalar.
-        part: Number of the part, an integer scalar.
-    """
+    """Returns one of ``parts`` nearly equal parts of a batch; all of it if it has fewer rows."""
     with tf.device("CPU:0"):  # Shapes are computed there, so that nothing waits for a GPU.
         bounds = part_bounds(count_rows(batch), parts, part)
         start, stop = (tf.cast(bound, tf.int32) for bound in bounds)
@@ -151,12 +120,7 @@ def slice_rows(batch: Any, start: Any, stop: Any) -> Any:
 
 
 def take_rows(tensor: Any, rows: Any) -> Any:
-    """Returns some rows of a dense, ragged or sparse tensor, in a new order.
-
-    Args:
-        tensor: The tensor.
-        rows: Numbers of rows, none twice: an int64 vector.
-    """
+    """Returns some rows of a dense, ragged or sparse tensor, in a new order."""
     if not isinstance(tensor, tf.SparseTensor):
         return tf.gather(tensor, rows)
     count = tf.size(rows, tf.int64)

@@ -8,8 +8,6 @@ from typing import Any
 
 import tensorflow as tf
 
-__all__ = ["begin_unread", "read_over", "runs_python"]
-
 # An iterator of these creates the iterators of their inputs once, when it is created itself.
 _FORWARD = (
     "AssertCardinality Batch DirectedInterleave Filter FlatMap Interleave Map MapAndBatch Options "

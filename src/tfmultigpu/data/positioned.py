@@ -15,8 +15,6 @@ from tfmultigpu.data.sharded_dataset import ShardedDataset, ShardIterator, distr
 from tfmultigpu.data.sources import to_dataset
 from tfmultigpu.errors import CheckpointError
 
-__all__ = ["Position", "PositionedDataset", "position_data"]
-
 _SAMPLED_ROWS = 4
 _NONE = -1
 
@@ -67,11 +65,7 @@ class PositionedDataset(ShardedDataset):
         self._last_hash: int | None = None
 
     def __iter__(self) -> ShardIterator:
-        """Begins a pass at the position.
-
-        Raises:
-            CheckpointError: The pass has fewer batches than were trained on before.
-        """
+        """Begins a pass at the position."""
         self._catch_up()
         whole = self if self._of_epoch is None else self._of_epoch(self._position.epoch)
         self._begin_pass()
@@ -140,10 +134,6 @@ def position_data(
 
     The data is what ``distribute_dataset`` takes or returns, or a function of the epoch that
     returns such data. If it is compared, the first batch of a pass is recorded for ``first_hash``.
-
-    Raises:
-        CheckpointError: The order of a pass depends on how far earlier passes were read.
-        DataError: The data is none of these.
     """
     if isinstance(data, ShardedDataset) and type(data) is not ShardedDataset:
         return PositionedDataset(data, position)

@@ -15,8 +15,6 @@ from tfmultigpu.data.consistency import cluster_to_compare, compared_over_worker
 from tfmultigpu.data.examples import Examples, mark_of
 from tfmultigpu.errors import DataError
 
-__all__ = ["OwnRows", "Preprocessing", "divide_own_rows", "takes_seed"]
-
 # The key of a window holds the number of its batch, and in the lower bits its number of rows.
 _ROW_BITS = 32
 
@@ -85,14 +83,7 @@ class Preprocessing:
     def own_rows(
         self, batches: tf.data.Dataset[Any], shares: Sequence[int], local: Sequence[int], skip: int
     ) -> tf.data.Dataset[Any]:
-        """Returns the rows of this process of each batch, preprocessed: a dataset of ``OwnRows``.
-
-        Args:
-            batches: Global batches of examples, or of their numbers.
-            shares: Relative share of each replica, integers.
-            local: The replicas of this process.
-            skip: Batches at the beginning to leave out.
-        """
+        """Returns the preprocessed rows of this process of each batch: a dataset of ``OwnRows``."""
         read, has_seed = self.examples.read, takes_seed(self.function)
 
         @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
@@ -163,11 +154,7 @@ def divide_own_rows(own: OwnRows, shares: Sequence[int], local: Sequence[int]) -
 
 
 def takes_seed(function: Callable[..., Any]) -> bool:
-    """Returns whether a function of an example takes a seed too.
-
-    Raises:
-        DataError: It is not a function, or takes other arguments.
-    """
+    """Returns whether a function of an example takes a seed too."""
     wrong = "preprocess must be a function f(example) or f(example, seed). Received: "
     if not callable(function):
         raise DataError(f"{wrong}preprocess={function!r}. Write preprocess=f.")

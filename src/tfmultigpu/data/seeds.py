@@ -6,17 +6,12 @@ import tensorflow as tf
 
 from tfmultigpu.strategies.worker_exchange import WorkerExchange
 
-__all__ = ["draw_seed"]
-
 
 def draw_seed(strategy: tf.distribute.Strategy) -> int:
     """Draws a seed that ``keras.utils.set_random_seed`` decides; all workers must call it.
 
     Draws it from TensorFlow's global seed, as Keras does to shuffle. From ``random`` Keras draws
     the initial weights: a model that is created afterwards would begin with other ones.
-
-    Args:
-        strategy: The strategy; its chief decides.
     """
     with tf.device("CPU:0"):
         own = int(tf.random.uniform([], maxval=2**31 - 1, dtype=tf.int32))

@@ -26,8 +26,6 @@ from tfmultigpu.strategies.scopes import check_strategy, current_strategy
 from tfmultigpu.strategies.topology import local_replicas
 from tfmultigpu.types import Strategy
 
-__all__ = ["ShardIterator", "ShardedDataset", "distribute_dataset", "row_weight"]
-
 
 def distribute_dataset(
     dataset: Any,

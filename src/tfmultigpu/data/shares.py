@@ -11,8 +11,6 @@ from typing import Any
 from tfmultigpu.arguments import check_count
 from tfmultigpu.errors import DataError
 
-__all__ = ["plan_micro_batches", "plan_shares", "replica_shares"]
-
 _PARTS = 2**20  # Fractional shares are rounded to this many parts.
 
 
@@ -96,9 +94,6 @@ def replica_shares(shares: Sequence[float] | None, replicas: int) -> tuple[int, 
 
     Integers are kept in lowest terms. Other shares, and integers that sum to more than 2**20 then,
     are rounded to one part in 2**20.
-
-    Raises:
-        DataError: The shares are not one positive number per replica.
     """
     if shares is None:
         return (1,) * replicas

@@ -18,8 +18,6 @@ from tfmultigpu.errors import DataError
 from tfmultigpu.strategies.marked_runs import COPIES
 from tfmultigpu.strategies.topology import local_replicas, per_replica
 
-__all__ = ["each_row_once", "with_whole_shards"]
-
 _COMPUTED = (
     "The batch has fewer rows than there are replicas, and a part of it was computed from the "
     "shards of a loop of your own, some of which have no rows. A step needs the whole batch on "
@@ -31,18 +29,7 @@ _COMPUTED = (
 def each_row_once(
     batch: Any, offsets: Any, strategy: tf.distribute.Strategy, devices: Sequence[str]
 ) -> Any:
-    """Returns a batch as a partition of its rows, marked with its offsets, also if it is copies.
-
-    Args:
-        batch: Nested structure of per-replica values.
-        offsets: As ``partition.batch_offsets`` returns them.
-        strategy: The strategy of the shards.
-        devices: For each replica of this process the device to cut on.
-
-    Returns:
-        The batch. If it may be copies, its values are marked with what they were cut from, which
-        ``with_whole_shards`` returns.
-    """
+    """Returns a batch as a partition of its rows, marked with its offsets, also if it is copies."""
     mark_offsets(batch, offsets)
     replicas, results = strategy.num_replicas_in_sync, strategy.experimental_local_results
     shards = results(tensors_of(batch)[0])
@@ -75,15 +62,7 @@ def each_row_once(
 
 
 def with_whole_shards(leaves: Sequence[Any]) -> tuple[list[Any], Any, list[Any]]:
-    """Returns the leaves of a batch with copies in place of shards without rows.
-
-    Returns:
-        The leaves; their offsets, None if no leaf is marked; and assertions, in a ``tf.function``,
-        on which the use of the leaves must depend.
-
-    Raises:
-        DataError: A leaf was computed from the shards of a batch smaller than the replicas.
-    """
+    """Returns the leaves of a batch with copies in place of shards without rows."""
     copies = [getattr(leaf, COPIES, None) for leaf in leaves]
     whole = [leaf if copy is None else copy for leaf, copy in zip(leaves, copies, strict=True)]
     some = [copy for copy in copies if copy is not None]

@@ -15,29 +15,9 @@ from tfmultigpu.arguments import check_count
 from tfmultigpu.data.batch_format import any_rows, count_rows, map_items, tensors_of
 from tfmultigpu.errors import DataError
 
-__all__ = ["check_not_distributed", "fill", "tensors_of_arrays", "to_dataset"]
-
 
 def to_dataset(data: Any, batch_size: int | None = None) -> tf.data.Dataset[Any]:
-    """Returns data as a dataset of global batches, which can be iterated any number of times.
-
-    Args:
-        data: A ``tf.data.Dataset`` of batches; a function without arguments that returns a fresh
-            iterator of batches; arrays that agree in their first axis, one, or a tuple or dict of
-            them, or a list of them for several inputs; or what else Keras reads in ``fit``, such as
-            a ``PyDataset`` or a torch ``DataLoader``.
-        batch_size: Examples of a global batch, for arrays only.
-
-    Raises:
-        DataError: The data is already distributed, one-shot, or not data; arrays without
-            ``batch_size``, or ``batch_size`` without arrays.
-
-    Example:
-        >>> import numpy as np
-        >>> from tfmultigpu.data.sources import to_dataset
-        >>> [batch.shape[0] for batch in to_dataset(np.zeros((5, 2)), batch_size=2)]
-        [2, 2, 1]
-    """
+    """Returns data as a dataset of global batches, which can be iterated any number of times."""
     check_not_distributed(data)
     if isinstance(data, (Iterator, tf.data.Iterator)):
         raise DataError(
@@ -73,9 +53,6 @@ def tensors_of_arrays(data: Any) -> Any:
     """Returns arrays, one or a tuple, list or dict of them, as tensors with equally many rows.
 
     A list of arrays is ``(x,)``, in which x is a tuple of several inputs, as in Keras.
-
-    Raises:
-        DataError: The data is not arrays, or they differ in their number of rows.
     """
     if isinstance(data, list) and any(map(_holds_arrays, data)):
         data = (data,)

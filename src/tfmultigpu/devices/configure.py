@@ -18,8 +18,6 @@ from tfmultigpu.devices.missing_gpus import why_no_more_gpus
 from tfmultigpu.devices.names import listed, parse_device_name, resolve_devices
 from tfmultigpu.errors import DevicesInitializedError, TfMultiGpuError
 
-__all__ = ["devices_started", "enable_memory_growth", "limit_memory", "split_device"]
-
 _MIB = 1024**2
 _FORCE_GROWTH = "TF_FORCE_GPU_ALLOW_GROWTH"
 

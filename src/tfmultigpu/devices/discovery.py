@@ -17,8 +17,6 @@ import tensorflow as tf
 from tfmultigpu.devices.gpu_memory import NvmlGpu, match_gpus, read_gpus
 from tfmultigpu.devices.names import parse_device_name
 
-__all__ = ["Device", "list_devices", "list_logical_devices", "logical_to_physical"]
-
 
 @dataclass(frozen=True)
 class Device:

@@ -11,8 +11,6 @@ import importlib
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-__all__ = ["NvmlGpu", "match_gpus", "read_gpus"]
-
 
 class NvmlGpu(NamedTuple):
     """A GPU of the driver; its memory in bytes, `None` if the driver does not know it."""
@@ -62,11 +60,6 @@ def match_gpus(
 
     CUDA numbers equal GPUs by PCI bus, as NVML does. It numbers different models by speed, which
     NVML does not know, unless `CUDA_DEVICE_ORDER=PCI_BUS_ID`. Under MIG the models differ.
-
-    Example:
-        >>> two = (NvmlGpu("GPU-aa", "Tesla T4"), NvmlGpu("GPU-bb", "Tesla T4"))
-        >>> [gpu.uuid for gpu in match_gpus(["Tesla T4"], two, {"CUDA_VISIBLE_DEVICES": "1"})]
-        ['GPU-bb']
     """
     known = {gpu.uuid: gpu for gpu in gpus}
     alike = len({gpu.name for gpu in gpus}) == 1

@@ -9,8 +9,6 @@ import tensorflow as tf
 
 from tfmultigpu.devices.names import listed, parse_device_name
 
-__all__ = ["MissingGpus", "why_no_more_gpus"]
-
 _UNSET = "Unset CUDA_VISIBLE_DEVICES before Python starts."
 _INSTALL = (
     "If there should be a GPU, nvidia-smi must list it, and TensorFlow needs its libraries: "

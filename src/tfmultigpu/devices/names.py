@@ -9,8 +9,6 @@ from numbers import Real
 from tfmultigpu.arguments import check_count
 from tfmultigpu.errors import DeviceNotFoundError
 
-__all__ = ["listed", "parse_device_name", "resolve_devices"]
-
 _NAME = re.compile(
     r"(?:/job:[^/:]+)?(?:/replica:\d+)?(?:/task:\d+)?"
     r"/?(?:(?:physical_)?device:)?(?P<kind>[A-Za-z][A-Za-z0-9_]*):(?P<index>\d+)"
@@ -19,20 +17,7 @@ _NOT_A_KIND = frozenset({"JOB", "REPLICA", "TASK", "DEVICE", "PHYSICAL_DEVICE"})
 
 
 def parse_device_name(name: str) -> str:
-    """Shortens a device name of TensorFlow to `"GPU:0"`, without job, replica and task.
-
-    Args:
-        name: `"GPU:0"`, `"gpu:0"`, `"/gpu:0"`, `"/device:GPU:0"`, `"/physical_device:GPU:0"` or
-            `"/job:localhost/replica:0/task:0/device:GPU:0"`.
-
-    Raises:
-        TypeError: `name` is not a string.
-        ValueError: `name` has no kind or no index.
-
-    Example:
-        >>> parse_device_name("/job:localhost/replica:0/task:0/device:GPU:1")
-        'GPU:1'
-    """
+    """Shortens a device name of TensorFlow to `"GPU:0"`, without job, replica and task."""
     if not isinstance(name, str):
         inside = getattr(name, "name", None)  # Of a Device, or TensorFlow's own.
         short = parse_device_name(inside) if isinstance(inside, str) else f"GPU:{name}"
@@ -49,22 +34,7 @@ def parse_device_name(name: str) -> str:
 def resolve_devices(
     asked: int | str | Sequence[str] | None, existing: Sequence[str], cure: str = ""
 ) -> tuple[str, ...]:
-    """Resolves a request for devices to short names that exist.
-
-    Args:
-        asked: `None` for all; a count for the first ones; a name; or a list of them, in its order.
-        existing: The usable names, in order.
-        cure: Why there are no more GPUs and what to do, for the error if one is missing.
-
-    Raises:
-        DeviceNotFoundError: A name is not in `existing`, or the count is larger.
-        TypeError: `asked` or one of its names has the wrong type.
-        ValueError: The list is empty or names a device twice, or the count is below 1.
-
-    Example:
-        >>> resolve_devices(["/gpu:2"], ("GPU:0", "GPU:1", "GPU:2"))
-        ('GPU:2',)
-    """
+    """Resolves a request for devices to short names that exist."""
     here = tuple(parse_device_name(name) for name in existing)
     if asked is None:
         return here

@@ -22,8 +22,6 @@ from tfmultigpu.errors import ClusterError
 from tfmultigpu.strategies.scopes import all_layers
 from tfmultigpu.strategies.worker_exchange import WorkerExchange, digest_of
 
-__all__ = ["ProgramAgreement", "check_values_alike"]
-
 # Names count up with what was made before; seeds and values of the first worker are sent to all.
 _NOT_COMPARED = {"name", "module", "registered_name", "seed", "build_config"}
 # What calling, fitting or building an object leaves on it: one worker may have, and another not.
@@ -41,11 +39,7 @@ class ProgramAgreement:
         self._due = self._exchange.workers > 1
 
     def check(self, model: Any, optimizer: Any) -> None:
-        """Compares with the other workers if that is due; all must call it.
-
-        Raises:
-            ClusterError: They differ; the message names in what, with the value here.
-        """
+        """Compares with the other workers if that is due; all must call it."""
         if not self._due or tf.inside_function():
             return
         self._due = False
@@ -74,10 +68,6 @@ def describe(value: Any) -> str:
 
     A function is described by its code and the numbers that it was made with, an object by its
     class and its configuration.
-
-    Example:
-        >>> describe({"b": {3, 1}, "a": (0.5, None)})
-        '{a: [0.5, None], b: {1, 3}}'
     """
     if isinstance(value, _PLAIN):
         return repr(value)
@@ -139,14 +129,6 @@ def check_values_alike(strategy: tf.distribute.Strategy, model: Any, optimizer: 
 
     What layers count by themselves, such as the statistics of a normalization, may differ between
     replicas once a model was trained. It is compared before the first step of the optimizer.
-
-    Args:
-        strategy: Where they live.
-        model: A Keras model.
-        optimizer: Its optimizer, or None: then only what can be trained is compared.
-
-    Raises:
-        ClusterError: They have other values; the message names the first variable.
     """
     exchange = WorkerExchange(strategy)
     if exchange.workers == 1 or tf.inside_function():

@@ -19,8 +19,6 @@ from tfmultigpu.steps.rows import standing_at_all
 from tfmultigpu.steps.seeds import sharing_seeds
 from tfmultigpu.strategies.collectives import add_on_device, replicas_share_memory
 
-__all__ = ["Deferred", "assign", "assigned_variables", "deferring"]
-
 _thread = threading.local()
 
 
@@ -45,12 +43,6 @@ def deferring(
     An inner graph is the body of a loop, a branch of ``tf.cond`` or a ``tf.function`` of a layer.
     Its values do not exist outside, so an assignment in it cannot be deferred. There the variable
     is assigned at once, after any value deferred for it.
-
-    Args:
-        before: Variables with the values that replace their own in this context.
-        counts: Whether metrics count what this replica computes: a bool or a bool scalar. If not,
-            their states, which TensorFlow adds over the replicas, stay as they are.
-        again: The result of an earlier context in the same graph, to continue it.
     """
     scope: Any = _scope_class()(before, counts) if again is None else again
     return scope  # type: ignore[no-any-return]
@@ -67,13 +59,7 @@ def assign(variables: Sequence[Any], values: Sequence[Any], after: Sequence[Any]
 def assigned_variables(
     forward: Callable[[Any], Any], strategy: tf.distribute.Strategy, batch_spec: Any
 ) -> list[Any]:
-    """Returns the Keras variables that a forward pass assigns: states of layers, metrics, seeds.
-
-    Args:
-        forward: Function of a global batch.
-        strategy: The strategy of the model.
-        batch_spec: The type specs of a global batch.
-    """
+    """Returns the Keras variables that a forward pass assigns: states of layers, metrics, seeds."""
     variables: list[Any] = []
 
     def look(batch: Any) -> None:

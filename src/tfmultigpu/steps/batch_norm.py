@@ -11,8 +11,6 @@ import tensorflow as tf
 from tfmultigpu._patch import setting
 from tfmultigpu.strategies.scopes import all_layers, check_backend
 
-__all__ = ["moments_of_replicas", "short_sums", "synchronize_batch_norm"]
-
 
 def synchronize_batch_norm(model: Any) -> Any:
     """Makes every ``BatchNormalization`` in a model normalize by the rows of all replicas.
@@ -59,12 +57,6 @@ def moments_of_replicas(original: Any, layer: Any, inputs: Any, mask: Any) -> An
 
     Keras synchronizes without a mask only. Here it is its formula for one device, with each sum
     added over the replicas before it is divided.
-
-    Args:
-        original: What Keras computes them by.
-        layer: The ``BatchNormalization``.
-        inputs: What it normalizes, at least float32.
-        mask: Which elements count, of the shape of the inputs without the last axis; or None.
     """
     import keras
 

@@ -23,8 +23,6 @@ from tfmultigpu.steps.failures import explaining_failures
 from tfmultigpu.steps.features import Shards
 from tfmultigpu.strategies.topology import local_replicas
 
-__all__ = ["BatchFunction", "ShardSource", "as_tensor", "as_tensors", "check_called_from"]
-
 
 @runtime_checkable
 class ShardSource(Protocol):
@@ -63,12 +61,7 @@ class BatchFunction:
         self._functions: dict[Any, Any] = {}  # By structure of the batch.
 
     def __call__(self, batch: Any) -> Any:
-        """Runs the function on a batch.
-
-        Raises:
-            DataError: The batch is not data, has no rows, differs in rows, or was cut by something
-                else than this library inside a ``tf.function``.
-        """
+        """Runs the function on a batch."""
         local, offsets = self.parts_of(batch)
         if tf.inside_function():
             packed = [tf.nest.pack_sequence_as(batch, leaves) for leaves in local]
@@ -94,13 +87,7 @@ class BatchFunction:
         return local, self._foreign_offsets(local) if offsets is None else offsets
 
     def run(self, structure: Any, local: list[list[Any]], offsets: Any) -> Any:
-        """Runs the function on what ``parts_of`` returns, outside of a ``tf.function``.
-
-        Args:
-            structure: The structure of the batch; its leaves do not matter.
-            local: The leaves of each shard.
-            offsets: The offsets; None for a whole batch.
-        """
+        """Runs the function on what ``parts_of`` returns, outside of a ``tf.function``."""
         leaves = [leaf for shard in local for leaf in shard]
         kind = _kind_with_rows if self._keeps_rows else _kind
         key = _structure_key(structure), offsets is None, tuple([kind(leaf) for leaf in leaves])
@@ -221,11 +208,7 @@ def _open_rows(tensor: Any) -> Any:
 
 
 def check_called_from(strategy: tf.distribute.Strategy) -> None:
-    """Checks that a step is called once for all replicas, and not under another strategy.
-
-    Raises:
-        ScopeError: It is called inside ``strategy.run``, or in the scope of another strategy.
-    """
+    """Checks that a step is called once for all replicas, and not under another strategy."""
     if not tf.distribute.has_strategy():
         return
     if tf.distribute.get_replica_context() is not None:
@@ -245,11 +228,7 @@ def check_called_from(strategy: tf.distribute.Strategy) -> None:
 
 
 def as_tensor(value: Any) -> Any:
-    """Returns a leaf of a batch as a tensor; None stays None.
-
-    Raises:
-        DataError: It is something other than a tensor, an array or a number.
-    """
+    """Returns a leaf of a batch as a tensor; None stays None."""
     if value is None or tf.is_tensor(value):
         return value
     if not hasattr(value, "__array__") and not isinstance(value, (int, float)):
@@ -264,11 +243,7 @@ def as_tensor(value: Any) -> Any:
 
 
 def as_tensors(batch: Any) -> Any:
-    """Returns a batch as tensors; None stays None.
-
-    Raises:
-        DataError: A leaf is something other than a tensor or an array, or has no rows.
-    """
+    """Returns a batch as tensors; None stays None."""
     return tf.nest.pack_sequence_as(batch, _tensors(tf.nest.flatten(batch)))
 
 

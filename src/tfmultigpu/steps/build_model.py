@@ -11,22 +11,11 @@ from tfmultigpu.data.batch_format import unpack_batch
 from tfmultigpu.errors import ScopeError
 from tfmultigpu.strategies.scopes import all_layers, check_scope
 
-__all__ = ["as_model", "prepare_model", "symbolic"]
-
 _LENGTH = 8
 
 
 def prepare_model(model: Any, strategy: tf.distribute.Strategy, batch_spec: Any = None) -> None:
-    """Checks that a model was created in the scope of a strategy; builds it if it is not built.
-
-    Args:
-        model: A Keras model.
-        strategy: The strategy.
-        batch_spec: Type specs of a batch, for a model that has no variables yet.
-
-    Raises:
-        ScopeError: The model was created outside the scope, or cannot be built from the batch.
-    """
+    """Checks that a model was created in the scope of a strategy; builds it if it is not built."""
     if not model.built and (has_call(model) or not model.variables):
         # An add-on may have a say in where variables live.
         with getattr(strategy, "tfmultigpu_scope", strategy.scope)():
@@ -109,11 +98,7 @@ def _one_row(spec: Any) -> Any:
 
 
 def as_model(model: Any) -> Any:
-    """Returns a model as it is, and a list, tuple or dict of models as one Keras model.
-
-    Raises:
-        ScopeError: One of several models has no variables yet. No batch tells what it is given.
-    """
+    """Returns a model as it is, and a list, tuple or dict of models as one Keras model."""
     import keras
 
     several = model.values() if isinstance(model, Mapping) else model

@@ -11,8 +11,6 @@ import tensorflow as tf
 
 from tfmultigpu.strategies.worker_exchange import WorkerExchange
 
-__all__ = ["CallLength"]
-
 _GROWTH = 4  # The first steps are not like the others.
 
 
@@ -34,15 +32,7 @@ class CallLength:
         measured: float = math.inf,
         steps: int = 1,
     ) -> None:
-        """Begins with so many ``steps``.
-
-        Args:
-            strategy: The strategy of the steps.
-            seconds: The seconds of a call.
-            largest: The most steps of a call.
-            measured: After how many calls their length stays.
-            steps: The steps of the first call.
-        """
+        """Begins with so many ``steps``."""
         self._exchange = WorkerExchange(strategy)
         self._seconds, self._largest, self._left = seconds, largest, measured
         self.steps = steps

@@ -14,8 +14,6 @@ from tfmultigpu.steps.program import Batch, Program
 from tfmultigpu.steps.step import Trained, TrainStep
 from tfmultigpu.steps.tally import Tallies, Tally, logs_of
 
-__all__ = ["ChainedStep", "chain_steps"]
-
 
 def chain_steps(
     *steps: TrainStep, names: Sequence[str] | None = None, times: Sequence[int] | None = None

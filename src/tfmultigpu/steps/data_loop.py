@@ -9,22 +9,9 @@ import tensorflow as tf
 
 from tfmultigpu.steps.rows import GATHERED
 
-__all__ = ["gathers_rows", "is_uneven", "loop_over", "steps_of"]
-
 
 def loop_over(source: Any, steps: Any, step: Any, waits: Any, vectors: Sequence[Any]) -> Any:
-    """Takes each element before its step, which is in a branch: the data may have ended.
-
-    Args:
-        source: The iterator.
-        steps: The most steps.
-        step: ``f(element, vectors)`` returns the vectors after it.
-        waits: ``f(element)`` returns whether the loop ends before its step; None for never.
-        vectors: What the steps add to.
-
-    Returns:
-        Whether an element was taken that waits, that element as an optional, and the vectors.
-    """
+    """Takes each element before its step, which is in a branch: the data may have ended."""
     no = tf.constant(False)
 
     def body(left: Any, _: Any, __: Any, *vectors: Any) -> tuple[Any, ...]:

@@ -28,8 +28,6 @@ from tfmultigpu.steps.batch_norm import moments_of_replicas
 from tfmultigpu.steps.features import Feature, Pass, Phase, Rows, Shards
 from tfmultigpu.steps.seeds import GlobalSeeds, global_seeds
 
-__all__ = ["Draws", "drawing_rows"]
-
 _AUTOMATIC = (None, 3, "auto_select")  # Philox on a CPU or GPU, compiled by XLA or not.
 # Draws, with the parameters of each that may have rows too, and what stands for them in rows that
 # are not here.
@@ -95,13 +93,6 @@ def drawing_rows(
     Synchronized batch normalization with a mask, which Keras does not synchronize, is synchronized
     too. If the first axis of a draw is not a multiple of the rows at run time, the draw is not by
     row after all and made as it is.
-
-    Args:
-        rows: The rows of this replica.
-        seeds: The source of draws without a seed.
-        are_all: Whether these are all rows.
-        by_xla: Whether XLA compiles the draws. Then normal numbers are paired by the shape of the
-            whole draw, so it is made for all rows.
     """
     if are_all:
         yield

@@ -20,8 +20,6 @@ from tfmultigpu.steps.tally import Layout, Tally
 from tfmultigpu.steps.trace import Trace
 from tfmultigpu.strategies.collectives import sum_over_replicas
 
-__all__ = ["EvalStep"]
-
 
 class EvalStep(Program):
     """Loss and metrics of one global batch; what ``make_eval_step`` returns.

@@ -15,14 +15,6 @@ from tfmultigpu.errors import DataError, LossError, OutOfMemoryError, StrategyUn
 from tfmultigpu.strategies.process_state import explaining_lost_workers
 from tfmultigpu.strategies.topology import local_replicas
 
-__all__ = [
-    "OTHER_SHAPES",
-    "effects_of",
-    "explaining_failures",
-    "line_on_memory",
-    "noting_operations",
-]
-
 OTHER_SHAPES = (
     "The predictions of the replicas have rows of different shapes, so they do not make one tensor."
     " One device would give all rows one length: pad the output to a fixed length, or return a "
@@ -40,12 +32,7 @@ _NO_MEMORY = re.compile(
 def explaining_failures(
     strategy: tf.distribute.Strategy, count_rows: Callable[[], Any] | None = None
 ) -> Iterator[None]:
-    """Raises what an error of TensorFlow means for the user, where it does not speak for itself.
-
-    Args:
-        strategy: Where the step runs.
-        count_rows: Returns the rows of the global batch, where there is one batch.
-    """
+    """Raises what an error of TensorFlow means for the user, where it does not speak for itself."""
     # Of the strategy of one worker alone no call waits for another.
     replicas = strategy.num_replicas_in_sync
     several = replicas > 1 and len(strategy.extended.worker_devices) < replicas

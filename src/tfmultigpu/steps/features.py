@@ -26,19 +26,6 @@ if TYPE_CHECKING:
     from tfmultigpu.steps.program import Program
     from tfmultigpu.steps.tally import Tallies
 
-__all__ = [
-    "SEES",
-    "Call",
-    "Feature",
-    "Gradient",
-    "Pass",
-    "Phase",
-    "Replica",
-    "Rows",
-    "Sees",
-    "Shards",
-]
-
 
 class Rows(NamedTuple):
     """The place of a replica's rows in the global batch, as scalars.

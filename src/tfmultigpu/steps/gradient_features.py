@@ -16,8 +16,6 @@ from tfmultigpu.steps.features import Feature, Gradient, Replica, Rows
 from tfmultigpu.steps.rows import standing_at
 from tfmultigpu.strategies.collectives import refusing_to_meet
 
-__all__ = ["ClipByNorm", "CompileByXla", "LossScaling", "NarrowMessages"]
-
 
 class LossScaling(Feature):
     """Multiplies the loss for float16, and skips the update of a step that is not finite.
@@ -73,11 +71,7 @@ class ClipByNorm(Feature):
     """Scales the gradient of the global batch down, so that its norm is at most a limit."""
 
     def __init__(self, limit: float) -> None:
-        """Takes the largest norm.
-
-        Raises:
-            ValueError: It is not positive and finite.
-        """
+        """Takes the largest norm."""
         if not 0 < limit < math.inf:
             raise ValueError(f"clip_norm is positive and finite. Received: clip_norm={limit}.")
         self._limit = limit

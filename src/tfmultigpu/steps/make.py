@@ -24,8 +24,6 @@ from tfmultigpu.types import (
     Verify,
 )
 
-__all__ = ["check_verify", "make_eval_step", "make_predict_step", "make_train_step"]
-
 
 def make_train_step(
     model: Models,
@@ -225,11 +223,7 @@ def make_predict_step(
 
 
 def check_verify(verify: Any) -> None:
-    """Checks the argument ``verify`` of a step.
-
-    Raises:
-        ValueError: It is neither True, False, ``"first"`` nor ``"gradients"``.
-    """
+    """Checks the argument ``verify`` of a step."""
     if not isinstance(verify, bool) and verify not in ("first", "gradients"):
         raise ValueError(
             f"verify is 'first', True, False or 'gradients'. Received: verify={verify!r}."

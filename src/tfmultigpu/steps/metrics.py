@@ -15,8 +15,6 @@ from tfmultigpu.steps.build_model import symbolic
 from tfmultigpu.steps.outputs import Output, match_metrics, match_outputs
 from tfmultigpu.strategies.scopes import check_scope
 
-__all__ = ["StepMetrics"]
-
 
 class StepMetrics:
     """The metrics that a step updates.
@@ -29,13 +27,7 @@ class StepMetrics:
     """
 
     def __init__(self, plain: Any, weighted: Any, strategy: tf.distribute.Strategy) -> None:
-        """Takes metrics without and with sample weights: a sequence, or a dict or list by output.
-
-        Raises:
-            LossError: A metric is not a Keras metric of labels and predictions, or its state is
-                not a sum.
-            ScopeError: A metric was created outside the scope.
-        """
+        """Takes metrics without and with weights: a sequence, or a dict or list by output."""
         self._plain, self._weighted, self._strategy = plain, weighted, strategy
         metrics = tf.nest.flatten([plain, weighted])
         self.all = tuple(metric for metric in metrics if metric is not None)
@@ -43,15 +35,7 @@ class StepMetrics:
             _check(metric, strategy)
 
     def build(self, model: Any, batch_spec: Any) -> None:
-        """Creates the variables of metrics that wait for shapes, such as ``F1Score``, in the scope.
-
-        Args:
-            model: The built model.
-            batch_spec: Type specs of a batch.
-
-        Raises:
-            LossError: A metric cannot be built from the shapes of the labels and predictions.
-        """
+        """Creates, in the scope, the variables of metrics that wait for shapes (``F1Score``)."""
         if not any(_compat.waits_for_shapes(metric) for metric in self.all):
             return
         x, y_true, weight = unpack_batch(batch_spec)

@@ -14,19 +14,9 @@ from tfmultigpu.errors import TfMultiGpuError
 from tfmultigpu.steps.features import Feature, Pass, Phase, Replica, Rows, Shards
 from tfmultigpu.strategies.collectives import refusing_to_meet
 
-__all__ = ["MicroBatches", "micro_batch_counts", "one_after_the_other"]
-
 
 def micro_batch_counts(micro_batches: int | Sequence[int], replicas: int) -> tuple[int, ...]:
-    """Returns the number of micro-batches of each replica.
-
-    Args:
-        micro_batches: One number for all, or one for each replica.
-        replicas: How many there are, on all workers.
-
-    Raises:
-        ValueError: They are not positive whole numbers, or not as many as replicas.
-    """
+    """Returns the number of micro-batches of each replica."""
     if isinstance(micro_batches, np.ndarray):
         micro_batches = micro_batches.tolist()
     several = isinstance(micro_batches, Sequence) and not isinstance(micro_batches, str)
@@ -156,14 +146,7 @@ class MicroBatches(Feature):
 def one_after_the_other(
     body: Callable[..., Any], most: int, count: Any, values: Sequence[Any]
 ) -> list[Any]:
-    """Runs ``number, *values = body(number, *values)`` in a loop, for numbers below a count.
-
-    Args:
-        body: The function.
-        most: The largest count.
-        count: The count, an int32 scalar.
-        values: Tensors to begin with.
-    """
+    """Runs ``number, *values = body(number, *values)`` in a loop, for numbers below a count."""
     _, *values = tf.while_loop(
         lambda number, *_: number < count,
         body,

@@ -27,8 +27,6 @@ from tfmultigpu.steps.recording import noting_losses_read, recording_added_losse
 from tfmultigpu.steps.tally import Layout
 from tfmultigpu.strategies.scopes import all_layers
 
-__all__ = ["Forward", "Objective", "check_weights", "regularization", "stack"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Objective:
@@ -74,14 +72,7 @@ class Forward:
 
     @classmethod
     def of(cls, model: Any, loss: Any, forward: Any = None, variables: Any = None) -> Forward:
-        """Creates a forward pass from the arguments of a step.
-
-        Raises:
-            LossError: Both ``loss`` and ``forward`` are given, there are several models and no
-                ``forward``, or the loss is not a loss.
-            TypeError: ``forward`` is not a function.
-            ValueError: ``variables`` holds something that is not a variable of the model.
-        """
+        """Creates a forward pass from the arguments of a step."""
         if forward is not None and not callable(forward):
             raise TypeError(
                 "forward must be a function f(model, batch, training). Received: "
@@ -116,11 +107,7 @@ class Forward:
         return [variable for variable in self.chosen if variable.trainable]
 
     def check_metrics(self, metrics: Any) -> None:
-        """Checks that the step sees labels and predictions for its metrics.
-
-        Raises:
-            LossError: Metrics are given beside ``forward``.
-        """
+        """Checks that the step sees labels and predictions for its metrics."""
         if self.forward is not None and tf.nest.flatten(metrics):
             raise LossError(
                 "With forward the step sees no labels and predictions, so it cannot update metrics."
@@ -129,11 +116,7 @@ class Forward:
             )
 
     def __call__(self, shard: Any, training: bool) -> tuple[list[LossTerm], list[Output]]:
-        """Runs the model on a shard.
-
-        Returns:
-            The terms of the loss, and the outputs for metrics (none with ``forward``).
-        """
+        """Runs the model on a shard."""
         outputs: list[Output] = []
         with recording_added_losses() as recorded:
             if self.forward is not None:
@@ -165,12 +148,7 @@ class Forward:
 
 
 def stack(terms: Sequence[LossTerm], row_weight: Any) -> tf.Tensor:
-    """Returns the sums of the terms, then their weights, as one vector to add over shards.
-
-    Args:
-        terms: The terms of the loss on one shard.
-        row_weight: The weight of each row of the shard, a scalar; None: 1.
-    """
+    """Returns the sums of the terms, then their weights, as one vector to add over shards."""
     parts = [term.sum for term in terms] + [term.weight for term in terms]
     dtype = tf.float64 if any(part.dtype == tf.float64 for part in parts) else tf.float32
     stats = tf.stack([tf.cast(part, dtype) for part in parts]) if parts else tf.zeros([0])
@@ -178,16 +156,7 @@ def stack(terms: Sequence[LossTerm], row_weight: Any) -> tf.Tensor:
 
 
 def check_weights(layout: Layout, terms: Sequence[LossTerm], values: Sequence[Any]) -> None:
-    """Checks that no weight of a term depends on trained variables: only sums are differentiated.
-
-    Args:
-        layout: The layout of the terms.
-        terms: The terms of the loss on one shard.
-        values: The trained variables.
-
-    Raises:
-        LossError: One does.
-    """
+    """Checks that no weight depends on trained variables: only sums are differentiated."""
     weights = [terms[number].weight for number in layout.measured]
     dependent = tf.gradients(weights, list(values)) if weights and values else []
     if any(gradient is not None for gradient in dependent):
@@ -205,17 +174,7 @@ def regularization(
     at: Callable[[Any], AbstractContextManager[Any]],
     assigned: Sequence[Any] = (),
 ) -> tuple[Any, list[Any]]:
-    """Returns the weight regularization, which counts once per step, and its gradients.
-
-    Args:
-        variables: Keras variables with their ``regularizer``. One of Keras reads only its own
-            variable; one of a user may read any of them.
-        at: Returns the context that places what is computed of a variable.
-        assigned: The value that the forward pass gives to each variable; None for its own.
-
-    Returns:
-        A float32 scalar, and one gradient per variable (None without a dependence).
-    """
+    """Returns the weight regularization, which counts once per step, and its gradients."""
     total: Any = tf.zeros([])
     gradients: list[Any] = [None] * len(variables)
     new = assigned or [None] * len(variables)

@@ -11,8 +11,6 @@ import tensorflow as tf
 
 from tfmultigpu.errors import LossError
 
-__all__ = ["Output", "match_metrics", "match_outputs"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Output:
@@ -43,19 +41,7 @@ def match_outputs(
     loss_weights: Any = None,
     names: Sequence[str] | None = None,
 ) -> list[Output]:
-    """Pairs each output of a model with its loss, labels, weight and loss weight.
-
-    Args:
-        y_true: Labels: one tensor, or a dict or sequence like the outputs.
-        y_pred: Predictions: one tensor, or a dict or sequence.
-        sample_weight: None, one tensor for all outputs, or a dict or sequence.
-        losses: One loss for all outputs, or a dict or sequence (None: no loss).
-        loss_weights: None, one number, or a dict or sequence of numbers.
-        names: Names of the outputs of the model, for a dict beside a sequence of outputs.
-
-    Raises:
-        LossError: Losses, labels or weights do not fit the outputs.
-    """
+    """Pairs each output of a model with its loss, labels, weight and loss weight."""
     keys: list[Any] = [None]
     predicted = [y_pred]
     if isinstance(y_pred, Mapping):
@@ -77,16 +63,7 @@ def match_outputs(
 
 
 def match_metrics(metrics: Any, outputs: Sequence[Output]) -> list[tuple[Any, Output]]:
-    """Pairs metrics with their outputs.
-
-    Args:
-        metrics: A sequence of metrics for one output; for several, a dict or a sequence with a
-            metric or a sequence of metrics per output.
-        outputs: The outputs of the model.
-
-    Raises:
-        LossError: The metrics are not assigned to the outputs.
-    """
+    """Pairs metrics with their outputs."""
     if not metrics:
         return []
     if len(outputs) == 1 and not isinstance(metrics, Mapping):

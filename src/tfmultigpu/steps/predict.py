@@ -18,8 +18,6 @@ from tfmultigpu.steps.program import Program
 from tfmultigpu.strategies.gathering import gather_rows
 from tfmultigpu.strategies.topology import per_replica
 
-__all__ = ["PredictStep"]
-
 
 class PredictStep(Program):
     """Predictions for one global batch; what ``make_predict_step`` returns.

@@ -31,8 +31,6 @@ from tfmultigpu.steps.rows import standing_at
 from tfmultigpu.steps.tally import Layout, Tallies, Tally, add, logs_of, nothing
 from tfmultigpu.strategies.topology import describe, local_replicas, per_replica
 
-__all__ = ["Program"]
-
 # Of an element of data to shards and offsets.
 Split = Callable[[Any], tuple[list[Any], Any]]
 # One batch for a compiled function: a structure, the leaves of each shard, and offsets or None.

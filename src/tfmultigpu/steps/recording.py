@@ -10,8 +10,6 @@ import tensorflow as tf
 
 from tfmultigpu._patch import patching
 
-__all__ = ["noting_losses_read", "recording_added_losses", "recording_calls"]
-
 
 def recording_added_losses() -> AbstractContextManager[list[tuple[Any, Any]]]:
     """Records the layer and the value of each ``add_loss``, also of activity regularizers.

@@ -21,8 +21,6 @@ from tfmultigpu.steps.features import Rows
 from tfmultigpu.strategies.collectives import all_reduce_sum
 from tfmultigpu.strategies.marked_runs import offsets_of_run
 
-__all__ = ["GATHERED", "gather_rows", "rows", "standing_at", "standing_at_all"]
-
 # The scope of the addition that gathers, by which a graph tells that it does.
 GATHERED = "gathered_rows_of_replicas"
 
@@ -39,12 +37,7 @@ class _Place(NamedTuple):
 
 @contextmanager
 def standing_at(rows: Rows, *, by_xla: bool = False) -> Iterator[None]:
-    """Tells ``rows`` and ``gather_rows`` on this thread which rows a replica computes.
-
-    Args:
-        rows: These rows.
-        by_xla: Whether XLA compiles the replica.
-    """
+    """Tells ``rows`` and ``gather_rows`` on this thread which rows a replica computes."""
     before = getattr(_thread, "place", None)
     _thread.place = _Place(rows, by_xla, _graph())
     try:

@@ -13,8 +13,6 @@ from tfmultigpu import _compat
 from tfmultigpu._patch import patching
 from tfmultigpu.errors import ScopeError
 
-__all__ = ["GlobalSeeds", "global_seeds", "sharing_seeds"]
-
 
 class GlobalSeeds:
     """Seeds of draws without a seed, during one call of ``strategy.run``.
@@ -36,12 +34,7 @@ class GlobalSeeds:
         self._strategy = strategy
 
     def next_of(self, original: Any, generator: Any, *args: Any, **kwargs: Any) -> Any:
-        """Returns a seed from a generator, by ``original``, and notes that it was drawn from.
-
-        Raises:
-            ScopeError: It was created outside the scope: there is one state for all replicas, and
-                each of them would go on where another is.
-        """
+        """Returns a seed from a generator, by ``original``, and notes that it was drawn from."""
         if all(state is not generator.state for state in self.used):
             if not self._is_on_replicas(generator):
                 raise ScopeError(

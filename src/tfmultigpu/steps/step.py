@@ -36,8 +36,6 @@ from tfmultigpu.steps.warning import MissingGradients
 from tfmultigpu.strategies.scopes import all_layers
 from tfmultigpu.types import ShardUpdate
 
-__all__ = ["TrainStep", "Trained"]
-
 
 class Trained(NamedTuple):
     """A model, its optimizer, and the variables that it updates."""

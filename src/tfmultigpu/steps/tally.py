@@ -11,8 +11,6 @@ import tensorflow as tf
 from tfmultigpu.accumulation.loss_sum import OTHER_ROWS, LossTerm
 from tfmultigpu.errors import LossError
 
-__all__ = ["Layout", "Tallies", "Tally", "add", "additive", "logs_of", "nothing"]
-
 _COUNTERS = ("steps", "rows", "skipped", "rows * loss")
 _LAST = ("gradient_norm", "loss_scale")
 _RESERVED = ("loss", "weight", "skipped", "steps", "rows", "terms", *_LAST)
@@ -56,11 +54,6 @@ class Layout:
         Where the divisor follows from the rows of the global batch, it divides here, and gradients
         need no division after they were added. Elsewhere the rows divide, a constant that all
         replicas share, which keeps float16 gradients small; ``corrections`` does the rest.
-
-        Args:
-            terms: The terms of one replica.
-            rows: Rows of the global batch, a float64 scalar.
-            factors: Scalars to multiply by; None for 1.
         """
         scaled = []
         for term in terms:
@@ -80,13 +73,7 @@ class Layout:
         return [*total, *(scaled[number] for number in measured)]
 
     def corrections(self, targets: int, weights: Sequence[Any], rows: Any) -> list[Any]:
-        """Returns what the added gradients of each target are multiplied by; None for 1.
-
-        Args:
-            targets: The number of targets.
-            weights: The weight of each term over the global batch.
-            rows: Rows of the global batch.
-        """
+        """Returns what the added gradients of each target are multiplied by; None for 1."""
         late = [weights[number] for number in self.measured]
         factors = [tf.math.divide_no_nan(tf.cast(rows, weight.dtype), weight) for weight in late]
         return [None] * (targets - len(factors)) + factors
@@ -135,17 +122,7 @@ class Tally(NamedTuple):
         skipped: Any = 0.0,
         last: Sequence[Any] = (0.0, 1.0),
     ) -> Tally:
-        """Returns the tally of one step.
-
-        Args:
-            layout: The layout.
-            sums: The sum of each term of ``layout.own`` over the global batch.
-            weights: The weight of each.
-            penalty: The weight regularization, which counts once per step.
-            rows: The rows of the global batch, a float64 scalar.
-            skipped: Whether the update was skipped, a scalar.
-            last: The gradient norm and the loss scale.
-        """
+        """Returns the tally of one step."""
         wide = [tf.cast(value, tf.float64) for value in (*sums, *weights, penalty, skipped)]
         count = len(layout.own)
         one = tf.ones([], tf.float64)
@@ -179,11 +156,7 @@ class Tally(NamedTuple):
         return tf.concat([sums, self.sums[start + count : start + 2 * count - 1]], 0)
 
     def logs(self) -> dict[str, Any]:
-        """Divides, once: each mean by its own weight. Losses of several steps are means over them.
-
-        Returns:
-            Float32 scalars, and the int64 ``"steps"``; see ``make_train_step``.
-        """
+        """Divides, once: each mean by its own weight; losses are means over the steps."""
         assert self.layout is not None
         terms = self.layout.terms
         size = len(_COUNTERS) + 3 * len(terms)
@@ -243,11 +216,7 @@ def add(tallies: Tallies, others: Tallies) -> Tallies:
 
 
 def logs_of(tallies: Tallies) -> dict[str, Any]:
-    """Returns the logs of several steps, each behind its name.
-
-    Raises:
-        ValueError: Two logs have one name.
-    """
+    """Returns the logs of several steps, each behind its name."""
     logs: dict[str, Any] = {}
     for name, tally in tallies.items():
         for key, value in tally.logs().items():

@@ -8,8 +8,6 @@ from typing import Any
 from tfmultigpu.errors import TfMultiGpuError
 from tfmultigpu.steps.tally import Layout
 
-__all__ = ["Trace"]
-
 
 class Trace:
     """What the code of the user turned out to do, the same on every replica.
@@ -31,11 +29,7 @@ class Trace:
         self.alike: set[int] = set()
 
     def note(self, layout: Layout, gradients: Any, state: Sequence[Any]) -> None:
-        """Takes what one replica found.
-
-        Raises:
-            TfMultiGpuError: Another replica, or a micro-batch before, found something else.
-        """
+        """Takes what one replica found."""
         present = [[gradient is not None for gradient in each] for each in gradients]
         if self.layout is None:
             self.layout, self.present, self.state = layout, present, list(state)

@@ -11,8 +11,6 @@ import tensorflow as tf
 
 from tfmultigpu.errors import LossError
 
-__all__ = ["MissingGradients", "warn"]
-
 _ROOT = Path(__file__).parents[1]
 
 
@@ -40,15 +38,7 @@ class MissingGradients:
         self._said: set[str] = set()
 
     def updated(self, variables: list[Any], gradients: list[Any]) -> list[int]:
-        """Returns the numbers of the variables that have a gradient.
-
-        Args:
-            variables: The trained Keras variables.
-            gradients: The gradient of each for the global batch, or None.
-
-        Raises:
-            LossError: No variable has one.
-        """
+        """Returns the numbers of the variables that have a gradient."""
         without = [v.path for v, g in zip(variables, gradients, strict=True) if g is None]
         if variables and len(without) == len(variables):
             raise LossError(

@@ -15,18 +15,6 @@ from tfmultigpu.devices.names import parse_device_name
 from tfmultigpu.strategies.process_state import explaining_lost_workers
 from tfmultigpu.strategies.topology import local_replicas, per_replica
 
-__all__ = [
-    "add_on_device",
-    "all_reduce_sum",
-    "forcing_addition",
-    "refusing_to_meet",
-    "replicas_share_memory",
-    "sum_on_devices",
-    "sum_over_replicas",
-    "sum_over_workers",
-    "value_of_first_worker",
-]
-
 _LARGE = 2**16  # Bytes from which a tensor is sent between workers by itself.
 _MESSAGE = 25 * 10**6  # Bytes from which tensors are sent, while others are still computed.
 
@@ -70,16 +58,6 @@ def sum_over_replicas(
     collective groups alone, which a second strategy in one process would break. All others send
     messages of about 25 MB, the last tensors first: those are gradients of the last layers, which
     leave while the backward pass computes those of the first.
-
-    Args:
-        strategy: The strategy.
-        values: One list of tensors for each replica of this process, alike in shapes and dtypes.
-        reduce_dtype: A narrower dtype in which float32 tensors are sent, except the last of each
-            list, which holds sums and weights.
-
-    Returns:
-        The sums, of the dtypes that came: one list for all replicas of this process if they share
-        memory, else one list for each.
     """
     if strategy.num_replicas_in_sync == 1:
         return values

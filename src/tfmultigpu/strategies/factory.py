@@ -31,8 +31,6 @@ from tfmultigpu.strategies.tensorflow_log import leave_out_progress
 from tfmultigpu.strategies.tpu import NO_TPU, connect_tpu, find_tpu
 from tfmultigpu.types import Communication, Prefer, Strategy
 
-__all__ = ["create_strategy", "plan_strategy"]
-
 _log = logging.getLogger("tfmultigpu")
 _distribute: Any = tf.distribute
 _ADDITIONS = {

@@ -13,8 +13,6 @@ import tensorflow as tf
 
 from tfmultigpu.strategies.process_state import explaining_lost_workers
 
-__all__ = ["gather_rows"]
-
 _SENT = (tf.float16, tf.float32, tf.float64, tf.int32, tf.int64)
 
 

@@ -12,8 +12,6 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-__all__ = ["COPIES", "OFFSETS", "WHOLE", "keep_offsets_of_runs", "offsets_of_run"]
-
 # Attributes of the tensors of a batch: the offsets of its shards; that they have all rows; or, if
 # shards may be without rows, the tensor that is whole on every replica then.
 OFFSETS, WHOLE, COPIES = "_tfmultigpu_offsets", "_tfmultigpu_whole", "_tfmultigpu_copies"
@@ -36,13 +34,7 @@ def keep_offsets_of_runs(strategy: tf.distribute.Strategy) -> None:
 
 
 def offsets_of_run(strategy: tf.distribute.Strategy) -> tuple[Any, Any]:
-    """Returns the offsets of all shards of the batch that ``strategy.run`` is called with now.
-
-    Returns:
-        The offsets, as of ``partition.batch_offsets``, or None; and of one replica a tensor that
-        has all rows, or None. Both are None if the batch is not marked, or if a ``tf.function``
-        inside ``run`` would keep the offsets of the first batch for all.
-    """
+    """Returns the offsets of all shards of the batch that ``strategy.run`` is called with now."""
     running = getattr(strategy, _RUNNING, None)
     run = running[-1] if running else None
     if run is None or (tf.inside_function() and not run.in_function):

@@ -13,8 +13,6 @@ from tfmultigpu.strategies.process_state import ClusterDescription
 from tfmultigpu.strategies.tpu import NO_TPU, Tpu
 from tfmultigpu.types import Communication, Prefer
 
-__all__ = ["COMMUNICATIONS", "KINDS", "MachineInfo", "StrategyPlan", "choose"]
-
 COMMUNICATIONS: tuple[str, ...] = get_args(Communication)
 _Names = tuple[str, ...] | None
 
@@ -105,17 +103,7 @@ def choose(
     devices: int | str | Sequence[str] | None = None,
     communication: str = "auto",
 ) -> StrategyPlan:
-    """Chooses the strategy by the arguments of ``create_strategy``; pure.
-
-    Raises:
-        DeviceNotFoundError: A device does not exist.
-        StrategyUnavailableError: ``prefer``, ``devices`` and the cluster contradict each other.
-        ValueError: An argument is not one of the choices.
-
-    Example:
-        >>> choose(MachineInfo({"CPU:0": "CPU:0", "GPU:0": "GPU:0", "GPU:1": "GPU:1"})).devices
-        ('GPU:0', 'GPU:1')
-    """
+    """Chooses the strategy by the arguments of ``create_strategy``; pure."""
     _check("prefer", prefer, get_args(Prefer))
     _check("communication", communication, COMMUNICATIONS)
     names = None if prefer == "tpu" else _named_devices(facts, devices)

@@ -9,14 +9,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, TypeVar
 
-__all__ = [
-    "ClusterDescription",
-    "JoinedCluster",
-    "ProcessState",
-    "explaining_lost_workers",
-    "process_state",
-]
-
 _Strategy = TypeVar("_Strategy")
 
 

@@ -21,23 +21,9 @@ from tfmultigpu.strategies.topology import (
     tf_variable,
 )
 
-__all__ = [
-    "all_layers",
-    "check_backend",
-    "check_kinds",
-    "check_scope",
-    "check_strategy",
-    "current_strategy",
-    "refuse_one_device",
-]
-
 
 def check_backend() -> None:
-    """Checks that Keras runs on TensorFlow, before anything that trains.
-
-    Raises:
-        TfMultiGpuError: It runs on another backend.
-    """
+    """Checks that Keras runs on TensorFlow, before anything that trains."""
     leave_out_progress()
     asked = os.environ.get("KERAS_BACKEND", "tensorflow")
     backend = asked
@@ -57,11 +43,7 @@ _NO_OPTIMIZER = object()
 
 
 def check_kinds(model: Any, strategy: Any, optimizer: Any = _NO_OPTIMIZER) -> None:
-    """Checks that the model, the strategy and the optimizer of a step have the right types.
-
-    Raises:
-        TypeError: One of them has not.
-    """
+    """Checks that the model, the strategy and the optimizer of a step have the right types."""
     import keras
 
     if not isinstance(model, keras.layers.Layer):
@@ -78,11 +60,7 @@ def check_kinds(model: Any, strategy: Any, optimizer: Any = _NO_OPTIMIZER) -> No
 
 
 def check_strategy(strategy: Any) -> None:
-    """Checks that something is a strategy.
-
-    Raises:
-        TypeError: It is not.
-    """
+    """Checks that something is a strategy."""
     if not isinstance(strategy, tf.distribute.Strategy):
         raise TypeError(
             f"strategy must be a tf.distribute.Strategy. Received: {strategy!r}. Make one with "
@@ -93,17 +71,7 @@ def check_strategy(strategy: Any) -> None:
 def current_strategy(
     strategy: tf.distribute.Strategy | None, function: str, model: Any = None
 ) -> tf.distribute.Strategy:
-    """Returns the strategy given to a function; where None, ``tf.distribute.get_strategy()``.
-
-    Args:
-        strategy: The argument of the function.
-        function: Its name, for the error.
-        model: Its model. Layers placed on several devices by hand need no strategy, and
-            ``check_scope`` tells of a model on a strategy.
-
-    Raises:
-        ScopeError: None was given outside every scope, although replicas exist.
-    """
+    """Returns the strategy given to a function; where None, ``tf.distribute.get_strategy()``."""
     if strategy is not None:
         return strategy
     strategy = tf.distribute.get_strategy()
@@ -119,17 +87,7 @@ def current_strategy(
 
 
 def refuse_one_device(what: str, function: str, cure: str, alone: str) -> None:
-    """Refuses to run on one device while a strategy of several replicas lives.
-
-    Args:
-        what: What was done, for the error.
-        function: What would run on one device.
-        cure: How to use the replicas.
-        alone: How to use one device, before the line that makes its strategy.
-
-    Raises:
-        ScopeError: ``tmg.create_strategy`` made such a strategy, and somebody still holds it.
-    """
+    """Refuses to run on one device while a strategy of several replicas lives."""
     if living := process_state.living_strategies():  # Which takes a while.
         raise ScopeError(
             f"{what}, so {function} would run on one device. Received: {describe(living[0])} from "
@@ -156,16 +114,7 @@ def all_layers(model: Any) -> list[Any]:
 
 
 def check_scope(variables: Sequence[Any], strategy: tf.distribute.Strategy, what: str) -> None:
-    """Checks that variables were created in the scope of a strategy.
-
-    Args:
-        variables: Keras or TensorFlow variables.
-        strategy: The strategy.
-        what: Their owner, for the error, such as ``"model"``.
-
-    Raises:
-        ScopeError: A variable was created outside.
-    """
+    """Checks that variables were created in the scope of a strategy."""
     for variable in variables:
         inner = tf_variable(variable)
         if not strategy.extended.variable_created_in_scope(inner):

@@ -11,8 +11,6 @@ from typing import Any
 
 from tfmultigpu.strategies.worker_exchange import WorkerExchange
 
-__all__ = ["StopSignal", "StopVote"]
-
 # Seconds between votes. A vote takes some milliseconds.
 _INTERVAL = 1.0
 _MOST_STEPS = 1000
@@ -26,9 +24,6 @@ class StopSignal:
     Attributes:
         number: The number of the signal.
         received: Whether it came.
-
-    Raises:
-        ValueError: No process can listen for such a signal.
     """
 
     def __init__(self, number: int) -> None:
@@ -86,11 +81,6 @@ class StopVote:
 
         Several workers vote about once a second, after a number of steps that all compute from the
         same times.
-
-        Args:
-            wanted: Whether this worker was asked to stop.
-            steps: The number of steps since the last call.
-            now: Whether to vote in any case.
         """
         if self._exchange.workers == 1:
             return wanted

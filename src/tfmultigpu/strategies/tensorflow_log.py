@@ -6,8 +6,6 @@ import logging
 
 import tensorflow as tf
 
-__all__ = ["leave_out_progress"]
-
 # TensorFlow writes them at each trace, and an error from replicas once more than Python does.
 _PROGRESS = (
     "Using MirroredStrategy with devices",

@@ -9,20 +9,6 @@ import tensorflow as tf
 
 from tfmultigpu.devices.names import parse_device_name
 
-__all__ = [
-    "describe",
-    "devices_of",
-    "is_default",
-    "is_mirrored",
-    "is_sharded",
-    "local_replicas",
-    "owner_of",
-    "per_replica",
-    "strategy_devices",
-    "strategy_of",
-    "tf_variable",
-]
-
 
 def is_default(strategy: tf.distribute.Strategy) -> bool:
     """Returns whether this is TensorFlow's default strategy, of one device."""

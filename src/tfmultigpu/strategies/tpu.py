@@ -11,8 +11,6 @@ import tensorflow as tf
 
 from tfmultigpu.errors import StrategyUnavailableError
 
-__all__ = ["NO_TPU", "Tpu", "connect_tpu", "find_tpu"]
-
 _VARIABLES = ("TPU_NAME", "COLAB_TPU_ADDR")
 
 
@@ -30,17 +28,7 @@ NO_TPU = Tpu(None, "", "it was not asked for")
 def find_tpu(
     environ: Mapping[str, str], devices: Any = None, *, local: bool = False, timeout: float = 4.0
 ) -> Tpu:
-    """Looks for a TPU: at an address from the program, in the environment, then on this machine.
-
-    Args:
-        environ: The environment variables.
-        devices: What the program names.
-        local: Whether TensorFlow lists TPU devices on this machine.
-        timeout: Seconds that an address may take to answer.
-
-    Raises:
-        ValueError: ``devices`` is not an address.
-    """
+    """Looks for a TPU: at an address from the program, in the environment, then on this machine."""
     names = [devices] if isinstance(devices, str | int) else list(devices or ())
     if names and (len(names) > 1 or not str(names[0]).startswith(("grpc://", "local"))):
         raise ValueError(
@@ -86,11 +74,7 @@ def _try_to_connect(host: str, port: int, timeout: float) -> str | None:
 
 
 def connect_tpu(tpu: Tpu) -> tuple[Any, Tpu | None]:
-    """Starts a TPU that answers: returns its strategy, or why there is none after all.
-
-    Raises:
-        StrategyUnavailableError: TensorFlow is connected to a machine without a TPU.
-    """
+    """Starts a TPU that answers: returns its strategy, or why there is none after all."""
     distribute: Any = tf.distribute
     module: Any = tf.tpu
     config: Any = tf.config

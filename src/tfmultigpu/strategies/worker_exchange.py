@@ -19,8 +19,6 @@ from tfmultigpu.strategies.gathering import gather_rows
 from tfmultigpu.strategies.process_state import explaining_lost_workers
 from tfmultigpu.strategies.topology import local_replicas
 
-__all__ = ["WorkerExchange", "different_calls", "digest_of"]
-
 _Name = TypeVar("_Name")
 _SHORTEST = 8
 
@@ -42,15 +40,7 @@ class WorkerExchange:
         return self.worker == 0
 
     def __call__(self, purpose: str, numbers: Sequence[int]) -> np.ndarray[Any, np.dtype[np.int64]]:
-        """Returns the numbers of all workers, of shape ``[workers, len(numbers)]``.
-
-        Args:
-            purpose: What the numbers are for, the same text on every worker.
-            numbers: Whole numbers of 64 bits, equally many on every worker.
-
-        Raises:
-            ClusterError: Another worker told numbers for something else.
-        """
+        """Returns the numbers of all workers, of shape ``[workers, len(numbers)]``."""
         own = np.asarray([list(numbers)], "int64")
         if self.workers == 1:
             return own

@@ -6,8 +6,6 @@ from typing import Any
 
 from tfmultigpu.types import FitStart, RunningFit
 
-__all__ = ["make_callback"]
-
 # Several workers vote on the stop signal at least once in this many steps.
 _STEPS_BETWEEN_VOTES = 10
 

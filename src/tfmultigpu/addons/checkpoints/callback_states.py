@@ -13,8 +13,6 @@ from tfmultigpu._compat import is_part_of_keras
 from tfmultigpu.addons.checkpoints.files import Arrays
 from tfmultigpu.errors import CheckpointError
 
-__all__ = ["CallbackStates"]
-
 _log = logging.getLogger("tfmultigpu")
 
 # Keras sets the first two. The others, of TensorBoard and CSVLogger, describe this process' files.

@@ -21,8 +21,6 @@ import numpy as np
 
 from tfmultigpu.errors import CheckpointError
 
-__all__ = ["Arrays", "Directory", "Stored", "read", "steps_in", "write"]
-
 Arrays = Mapping[str, np.ndarray[Any, Any]]
 _FORMAT = 2
 

@@ -17,8 +17,6 @@ from tfmultigpu.errors import CheckpointError
 from tfmultigpu.strategies.worker_exchange import WorkerExchange
 from tfmultigpu.types import FitStart, RunningFit
 
-__all__ = ["FitState"]
-
 _log = logging.getLogger("tfmultigpu")
 
 

@@ -19,8 +19,6 @@ from tfmultigpu.errors import CheckpointError, ClusterError
 from tfmultigpu.strategies.stop_signals import StopSignal, StopVote
 from tfmultigpu.types import Model, Optimizer
 
-__all__ = ["Checkpoints"]
-
 _log = logging.getLogger("tfmultigpu")
 
 

@@ -23,8 +23,6 @@ from tfmultigpu.strategies.scopes import all_layers, check_kinds
 from tfmultigpu.strategies.topology import is_mirrored, strategy_of
 from tfmultigpu.strategies.worker_exchange import WorkerExchange, digest_of
 
-__all__ = ["Entries", "RunVariables", "StateVariable", "numbered", "read_state", "write_state"]
-
 _SCALE = "loss_scale/scale"
 _SEEDS = "seeds"
 

@@ -8,8 +8,6 @@ from tfmultigpu.addons.diagnostics.machine_checks import find_causes
 from tfmultigpu.addons.diagnostics.report import Report
 from tfmultigpu.devices.discovery import Device
 
-__all__ = ["doctor"]
-
 
 def doctor() -> Report:
     """Reports why TensorFlow uses one GPU or none here, and which line to change.

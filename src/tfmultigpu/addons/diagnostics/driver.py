@@ -9,8 +9,6 @@ from pathlib import Path
 
 from tfmultigpu.devices.gpu_memory import read_gpus
 
-__all__ = ["Driver", "ask_driver"]
-
 
 @dataclass(frozen=True)
 class Driver:
@@ -24,15 +22,7 @@ class Driver:
 
 
 def ask_driver(root: Path = Path("/")) -> Driver:
-    """Asks ``nvidia-smi``, or else NVML, which is the extra ``nvml``; starts no GPU.
-
-    Args:
-        root: The folder of ``sys``.
-
-    Example:
-        >>> ask_driver().cards >= 0
-        True
-    """
+    """Asks ``nvidia-smi``, or else NVML, which is the extra ``nvml``; starts no GPU."""
     cards = _count_cards(root)
     command = ["nvidia-smi", "-q", "-x"]
     try:

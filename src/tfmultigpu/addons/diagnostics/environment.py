@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-__all__ = ["describe_variables", "redact", "shown_value"]
-
 # These describe a cluster or a TPU: it is only said that they are set.
 _SECRET = ("COLAB_TPU_ADDR", "SLURM_STEP_NODELIST", "TF_CONFIG", "TPU_NAME")
 _RELEVANT = re.compile(r"(CUDA|KERAS|NCCL|NVIDIA_VISIBLE|TF|XLA)_\w+|LD_LIBRARY_PATH|SLURM_NTASKS")
@@ -19,22 +17,12 @@ _LISTED = re.compile(r'[\[,]\s*"([^"]+)"(?=\s*[,\]])')
 
 
 def shown_value(value: str) -> str:
-    """Returns a value in quotes if it is a word or a list of numbers; hides any other.
-
-    Example:
-        >>> shown_value("0,1"), shown_value("/home/ada")
-        ("'0,1'", 'set (not shown)')
-    """
+    """Returns a value in quotes if it is a word or a list of numbers; hides any other."""
     return repr(value) if _PLAIN.fullmatch(value) else "set (not shown)"
 
 
 def describe_variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """Returns the variables that matter, safe to publish.
-
-    Example:
-        >>> describe_variables({"CUDA_VISIBLE_DEVICES": "0", "TPU_NAME": "x", "HOME": "/home/ada"})
-        {'CUDA_VISIBLE_DEVICES': "'0'", 'TPU_NAME': 'set (not shown)'}
-    """
+    """Returns the variables that matter, safe to publish."""
     return {
         name: shown_value("/" if name in _SECRET else value)
         for name, value in sorted(environ.items())

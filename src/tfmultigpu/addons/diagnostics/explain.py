@@ -31,8 +31,6 @@ from tfmultigpu.strategies.topology import (
 )
 from tfmultigpu.types import Optimizer, Strategy
 
-__all__ = ["explain"]
-
 
 @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
 def explain(

@@ -25,8 +25,6 @@ from tfmultigpu.devices import enable_memory_growth, list_devices, split_device
 from tfmultigpu.errors import StrategyUnavailableError
 from tfmultigpu.strategies import create_strategy
 
-__all__ = ["check_links", "run_tests"]
-
 _CHILD = (
     "import sys; from tfmultigpu.addons.diagnostics import links; links.run_tests(sys.argv[1:])"
 )

@@ -20,8 +20,6 @@ from tfmultigpu.errors import TfMultiGpuError
 from tfmultigpu.strategies import plan_strategy
 from tfmultigpu.strategies.plan import StrategyPlan
 
-__all__ = ["Machine", "inspect_machine"]
-
 
 @dataclass(frozen=True)
 class Machine:

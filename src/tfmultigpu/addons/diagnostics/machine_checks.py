@@ -13,20 +13,12 @@ from tfmultigpu.addons.diagnostics.machine import Machine
 from tfmultigpu.addons.diagnostics.report import Finding
 from tfmultigpu.devices.names import listed
 
-__all__ = ["CHECKS", "find_causes"]
-
 _INSTALL = "pip install --upgrade 'tensorflow[and-cuda]'"
 _NO_GPUS = ("", "-1", "NoDevFiles", "none", "void")
 
 
 def find_causes(machine: Machine) -> list[Finding]:
-    """Returns the findings about a machine; pure.
-
-    Example:
-        >>> from tfmultigpu.addons.diagnostics.machine import Machine
-        >>> [finding.code for finding in find_causes(Machine())]
-        ['no-gpu']
-    """
+    """Returns the findings about a machine; pure."""
     findings = [finding for check in CHECKS for finding in check(machine)]
     return findings or [_nothing_wrong(machine)]
 

@@ -8,8 +8,6 @@ from dataclasses import dataclass, field
 from tfmultigpu.addons.diagnostics.report import Finding
 from tfmultigpu.devices.names import listed
 
-__all__ = ["Program", "find_mistakes", "in_order"]
-
 _SCOPE = "with strategy.scope():"
 
 
@@ -31,13 +29,7 @@ class Program:
 
 
 def find_mistakes(program: Program) -> list[Finding]:
-    """Returns the findings about a program; pure.
-
-    Example:
-        >>> program = Program("none", 1, ("GPU:0", "GPU:1"), 2, copies=("GPU:0",))
-        >>> [finding.code for finding in find_mistakes(program)]
-        ['no-strategy']
-    """
+    """Returns the findings about a program; pure."""
     checks = (_no_strategy, _model_scope, _optimizer_scope, _small_batch)
     return [finding for check in checks for finding in check(program)]
 

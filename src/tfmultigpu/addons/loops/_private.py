@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["compile_arguments", "compiled_metrics"]
-
 
 def compile_arguments(model: Any) -> Any:
     """Returns the arguments of ``model.compile`` by name.
@@ -16,9 +14,6 @@ def compile_arguments(model: Any) -> Any:
     Each call of ``compile`` has a new dict. Private: ``model._compile_config``. The public
     ``model.get_compile_config()`` serialises them, which loses user-defined functions and metrics.
     Without it ``evaluate`` has no loss and no metrics; ``make_eval_step`` does not need it.
-
-    Raises:
-        AttributeError: Keras has renamed it.
     """
     return model._compile_config.config
 
@@ -32,19 +27,6 @@ def compiled_metrics(
     ``_resolved_output_names``. The public ``model.metrics`` does not tell the output of a metric or
     whether sample weights apply, and is empty until Keras has trained. Without them the library
     would guess the meaning of names such as "accuracy", and the names of the results.
-
-    Args:
-        model: A compiled model.
-        y_true: The labels, or a like structure with their shapes.
-        y_pred: The outputs, or a like structure with their shapes.
-
-    Returns:
-        The container of the metrics, with ``result()`` and ``reset_state()`` (None without
-        metrics); the metrics of each output; the weighted metrics of each output; the keys of the
-        outputs in that order, or None for the order of the outputs.
-
-    Raises:
-        AttributeError: Keras has renamed one of them.
     """
     container = model._compile_metrics
     if container is None:

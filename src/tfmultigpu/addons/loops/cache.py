@@ -13,8 +13,6 @@ from tfmultigpu.errors import ScopeError
 from tfmultigpu.strategies.scopes import refuse_one_device
 from tfmultigpu.strategies.topology import devices_of, is_default, strategy_of
 
-__all__ = ["checked_strategy", "get_or_make"]
-
 # For each model and purpose: the key and the last step. A step refers to its model by a proxy; a
 # real reference would keep the model alive forever.
 _kept: weakref.WeakKeyDictionary[Any, dict[str, tuple[Any, Any]]] = weakref.WeakKeyDictionary()
@@ -32,13 +30,7 @@ def get_or_make(model: Any, purpose: str, key: Any, make: Callable[[], Any]) -> 
 
 
 def checked_strategy(model: Any, function: str) -> tf.distribute.Strategy:
-    """Returns the strategy whose scope a model was created in.
-
-    Raises:
-        ScopeError: ``function`` was called in the scope of another strategy; or the model is
-            outside every scope, although a strategy with several replicas exists.
-        TypeError: It is not a model.
-    """
+    """Returns the strategy whose scope a model was created in."""
     if not isinstance(model, keras.Model):
         raise TypeError(
             f"{function} needs a keras.Model. Received: {type(model).__name__}. Wrap a layer: "

@@ -15,8 +15,6 @@ from tfmultigpu.accumulation.update import update_of
 from tfmultigpu.errors import LossError
 from tfmultigpu.steps.chain import ChainedStep
 
-__all__ = ["adapt_callbacks", "check_callbacks", "every_batches", "resuming", "to_list"]
-
 
 def to_list(callbacks: Any) -> list[Any]:
     """Returns a callback, a sequence of them or a ``CallbackList`` as a list."""
@@ -31,13 +29,7 @@ def resuming(callbacks: Iterable[Any]) -> list[Any]:
 
 
 def check_callbacks(callbacks: Iterable[Any], model: Any = None, step: Any = None) -> None:
-    """Checks that callbacks work in the loops of this library, and with a step of the user.
-
-    Raises:
-        LossError: A callback works only in Keras' own ``fit``; or it uses the optimizer of the
-            model, which the step does not train with, or a log that a chain of steps has not.
-        TypeError: An item is not a callback.
-    """
+    """Checks that callbacks work in the loops of this library, and with a step of the user."""
     of_optimizer = (
         keras.callbacks.LearningRateScheduler, keras.callbacks.ReduceLROnPlateau,
         keras.callbacks.SwapEMAWeights, keras.callbacks.TensorBoard,

@@ -13,8 +13,6 @@ from tfmultigpu.data.batch_format import unpack_batch
 from tfmultigpu.errors import DataError, LossError
 from tfmultigpu.steps.build_model import symbolic
 
-__all__ = ["check_labels", "compile_arguments", "read_compiled"]
-
 
 def read_compiled(
     model: Any, strategy: tf.distribute.Strategy, batch_spec: Any
@@ -51,11 +49,7 @@ def check_labels(model: Any, batch_spec: Any) -> None:
 
 
 def compile_arguments(model: Any) -> Any:
-    """Returns the arguments of ``model.compile``; a new object after each call of it.
-
-    Raises:
-        LossError: The model is not compiled.
-    """
+    """Returns the arguments of ``model.compile``; a new object after each call of it."""
     if not getattr(model, "compiled", False):
         raise LossError(
             "The model is not compiled, so it has no loss and metrics. Received: "

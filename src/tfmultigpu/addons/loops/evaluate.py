@@ -31,8 +31,6 @@ from tfmultigpu.steps.agreement import check_values_alike
 from tfmultigpu.strategies.scopes import check_backend
 from tfmultigpu.types import Model, Verbose, Verify
 
-__all__ = ["evaluate", "evaluation_methods"]
-
 
 def evaluate(
     model: Model,

@@ -14,8 +14,6 @@ from tfmultigpu.data.passes import begin_unread, read_over
 from tfmultigpu.data.positioned import Position, PositionedDataset
 from tfmultigpu.data.sharded_dataset import ShardedDataset
 
-__all__ = ["Feed", "PredictFeed"]
-
 _DataAdapter: Any = _compat.data_adapter()
 
 
@@ -48,19 +46,7 @@ class Feed(_DataAdapter, tf.distribute.DistributedDataset):  # type: ignore[misc
         position: Position | None = None,
         description: Mapping[str, Any] | None = None,
     ) -> None:
-        """Stores the data.
-
-        Args:
-            source: The data of the user.
-            batches: Shards for the replicas.
-            per_pass: Batches of a pass; None if unknown or infinite.
-            steps: The most batches of an epoch, or None for a pass.
-            continues: Whether an epoch continues the pass of the epoch before.
-            repeats: Whether one iterator yields pass after pass.
-            starting_at: Returns the batches from a number on, without reading those before it.
-            position: The position of ``batches``, where only the first pass begins.
-            description: Values in JSON types that identify the data in checkpoints.
-        """
+        """Stores the data."""
         self.source, self.batches = source, batches
         self.iterator: Any = None
         self._per_pass, self._asked = per_pass, steps
@@ -164,15 +150,7 @@ class Feed(_DataAdapter, tf.distribute.DistributedDataset):  # type: ignore[misc
     # Where a resumed run begins. -----------------------------------------------------------------
 
     def skip(self, epochs: int, step: int) -> int:
-        """Skips what a resumed run has trained on; call ``begin_epoch`` first.
-
-        Args:
-            epochs: Whole epochs to skip.
-            step: Batches of the next epoch to skip.
-
-        Returns:
-            The skipped batches of that epoch.
-        """
+        """Skips what a resumed run has trained on; call ``begin_epoch`` first."""
         if isinstance(self.batches, PositionedDataset):  # It begins at the position of the run.
             self.took(step, step)
             if self._left_in_pass == 0:

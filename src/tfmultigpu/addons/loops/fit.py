@@ -36,8 +36,6 @@ from tfmultigpu.types import LossScaling, Model, ShardUpdate, StepsPerCall, Veri
 if TYPE_CHECKING:
     from keras.callbacks import History
 
-__all__ = ["fit"]
-
 
 def fit(
     model: Model,

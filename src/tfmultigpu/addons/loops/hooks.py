@@ -26,8 +26,6 @@ from tfmultigpu.strategies.topology import is_sharded
 from tfmultigpu.strategies.worker_exchange import WorkerExchange
 from tfmultigpu.types import FitStart
 
-__all__ = ["FitHooks", "Hooks"]
-
 
 class Hooks(keras.callbacks.CallbackList):  # type: ignore[misc]
     """The callbacks of an evaluation or a prediction, as the loop of Keras calls them.
@@ -43,11 +41,7 @@ class Hooks(keras.callbacks.CallbackList):  # type: ignore[misc]
         self, callbacks: Any, model: Any, strategy: tf.distribute.Strategy, *, verbose: Any,
         step: Any = None, add_history: bool = False, **params: Any,
     ) -> None:  # fmt: skip
-        """Makes the list, with a progress bar on the chief; ``params`` are those of Keras' list.
-
-        Raises:
-            ValueError: ``verbose`` has another value than 0, 1, 2 and ``"auto"``.
-        """
+        """Makes the list, with a progress bar on the chief; ``params`` are those of Keras' list."""
         if verbose not in (0, 1, 2, "auto"):
             raise ValueError(f"verbose must be 0, 1, 2 or 'auto'. Received: verbose={verbose!r}.")
         shown = verbose if WorkerExchange(strategy).is_chief else 0

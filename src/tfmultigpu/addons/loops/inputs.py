@@ -24,15 +24,6 @@ from tfmultigpu.data.sources import tensors_of_arrays, to_dataset
 from tfmultigpu.errors import DataError
 from tfmultigpu.strategies.topology import describe
 
-__all__ = [
-    "as_keras_takes",
-    "check_steps",
-    "labelled",
-    "pass_feed",
-    "split_off",
-    "training_feed",
-]
-
 
 def check_steps(steps: Any, name: str = "steps") -> None:
     """Checks a number of batches, and that the caller is not inside a ``tf.function``."""

@@ -14,8 +14,6 @@ from tfmultigpu.arguments import check_count
 from tfmultigpu.errors import DataError
 from tfmultigpu.types import Verbose
 
-__all__ = ["KerasArguments", "checked_arguments"]
-
 
 class KerasArguments(TypedDict, total=False):
     """Arguments of ``keras.Model.fit`` beside the data; they mean what they mean there.

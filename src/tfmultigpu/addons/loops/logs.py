@@ -10,8 +10,6 @@ import numpy as np
 
 from tfmultigpu.steps.tally import Tally
 
-__all__ = ["Logs", "as_keras", "as_list", "evaluation_logs", "training_logs"]
-
 
 class Logs(Mapping[str, Any]):
     """Logs that are computed when somebody reads them.

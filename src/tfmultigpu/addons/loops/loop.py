@@ -16,8 +16,6 @@ from tfmultigpu.errors import DataError
 from tfmultigpu.steps.call_lengths import CallLength
 from tfmultigpu.steps.tally import add, additive
 
-__all__ = ["EvaluationLoop", "Loop", "TrainingLoop", "no_batches", "not_ending_the_epoch"]
-
 
 class Loop(abc.ABC):
     """A function of Keras' loop: runs some batches ahead, and waits until Keras has counted them.

@@ -11,8 +11,6 @@ from typing import Any, NoReturn
 
 from tfmultigpu.addons.loops.loop import Loop
 
-__all__ = ["around", "as_keras_made_it", "as_method", "is_ours", "marked", "run_keras"]
-
 _MARK = "_of_tfmultigpu"
 _ON_BATCH = ("train_on_batch", "test_on_batch", "predict_on_batch")
 

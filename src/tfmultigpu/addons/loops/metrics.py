@@ -11,8 +11,6 @@ import tensorflow as tf
 
 from tfmultigpu._compat import is_part_of_keras
 
-__all__ = ["EpochMetrics", "metrics_that_assign"]
-
 
 @dataclasses.dataclass(frozen=True)
 class EpochMetrics:
@@ -28,11 +26,7 @@ class EpochMetrics:
 
     @classmethod
     def of(cls, metrics: Mapping[str, Iterable[Any]]) -> EpochMetrics:
-        """Names the metrics of each step; after the step, too, if several have one name.
-
-        Raises:
-            ValueError: Two metrics would have one name in the logs.
-        """
+        """Names the metrics of each step; after the step, too, if several have one name."""
         owners: dict[int, tuple[str, Any]] = {}
         for step, updated in metrics.items():
             for metric in updated:

@@ -10,14 +10,6 @@ from tfmultigpu.addons.loops.methods import is_ours
 from tfmultigpu.errors import LossError
 from tfmultigpu.strategies.topology import describe
 
-__all__ = [
-    "EVALUATION",
-    "OWN_METRICS",
-    "check_no_loop",
-    "own_methods",
-    "refused",
-]
-
 # Methods that Keras calls in an evaluation.
 OWN_METRICS = ("compute_metrics", "get_metrics_result")
 EVALUATION = ("test_step", *OWN_METRICS, "compute_loss")

@@ -23,8 +23,6 @@ from tfmultigpu.steps.make import make_predict_step
 from tfmultigpu.strategies.scopes import check_backend
 from tfmultigpu.types import Model, Verbose, Verify
 
-__all__ = ["predict"]
-
 # Outputs that may stay on the device while it computes the next ones.
 _AHEAD = 2
 

@@ -17,8 +17,6 @@ from tfmultigpu.addons.loops.predict import predict
 from tfmultigpu.errors import LossError
 from tfmultigpu.strategies.scopes import check_backend
 
-__all__ = ["prepare"]
-
 
 def prepare(model: Any, **options: Any) -> ExitStack:
     """Makes ``model.fit``, ``evaluate`` and ``predict`` of one model object run those of ``tmg``.

@@ -32,8 +32,6 @@ from tfmultigpu.steps.objective import Objective
 from tfmultigpu.steps.step import Trained, TrainStep
 from tfmultigpu.strategies.topology import describe
 
-__all__ = ["Program", "runs_as_in_keras"]
-
 _OPTIONS = {"micro_batches": 1, "clip_norm": None, "loss_scale": None, "shard_update": "auto"}
 
 
@@ -211,11 +209,7 @@ class Program:
 
 
 def runs_as_in_keras(model: Any, strategy: tf.distribute.Strategy, function: str) -> bool:
-    """Returns whether ``fit`` or ``evaluate`` of a model runs by methods that it replaces.
-
-    Raises:
-        LossError: It would have to, but there are several replicas.
-    """
+    """Returns whether ``fit`` or ``evaluate`` of a model runs by methods that it replaces."""
     step = "train_step" if function == "fit" else "test_step"
     check_no_loop(model, step.removesuffix("_step"))
     own = own_methods(model, step, "compute_loss", *OWN_METRICS)

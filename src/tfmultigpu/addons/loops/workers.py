@@ -12,8 +12,6 @@ import tensorflow as tf
 from tfmultigpu.errors import ClusterError
 from tfmultigpu.strategies.worker_exchange import WorkerExchange
 
-__all__ = ["SameTraining", "any_worker", "check_alike", "union"]
-
 
 def any_worker(strategy: tf.distribute.Strategy, flag: bool, purpose: str = "a flag") -> bool:
     """Returns whether ``flag`` is true on any worker; all workers must call it."""
@@ -36,11 +34,7 @@ def union(strategy: tf.distribute.Strategy, numbers: Iterable[int]) -> list[int]
 def check_alike(
     strategy: tf.distribute.Strategy, function: str, arguments: Mapping[str, Any]
 ) -> None:
-    """Checks that all workers call a function with the same arguments; all must call it.
-
-    Raises:
-        ClusterError: They differ, so a worker would wait forever or train differently.
-    """
+    """Checks that all workers call a function with the same arguments; all must call it."""
     exchange = WorkerExchange(strategy)
     if (difference := exchange.find_difference(function, arguments)) is not None:
         name, other = difference
@@ -75,9 +69,6 @@ class SameTraining:
 
         Compares the weights only if the workers have different callbacks. If a callback of any
         worker has asked to stop, all of them stop.
-
-        Raises:
-            ClusterError: A callback changed the training of some workers only.
         """
         if self._exchange.workers == 1:
             return

@@ -14,8 +14,6 @@ from typing import Any
 
 import tensorflow as tf
 
-__all__ = ["add_control_inputs", "reading_before_loops", "replace_input", "variable_on_device"]
-
 _WRITES = ("assign", "scatter_", "batch_scatter", "_strided_slice_assign")
 _around = threading.local()
 

@@ -13,8 +13,6 @@ from tfmultigpu.errors import TfMultiGpuError
 from tfmultigpu.steps.features import Feature
 from tfmultigpu.strategies.topology import devices_of
 
-__all__ = ["LayersByHand"]
-
 
 class LayersByHand(Feature):
     """Computes each layer where its weights are, for layers that were built under ``tf.device``.

@@ -26,8 +26,6 @@ from tfmultigpu.steps.gradient_features import CompileByXla
 from tfmultigpu.strategies.collectives import add_on_device
 from tfmultigpu.strategies.topology import is_sharded
 
-__all__ = ["ShardedReads", "resource_outside"]
-
 _AHEAD = 1  # Layers whose weights are copied while the layer before them computes.
 _PASSED_ON = ("Cast", "Identity")
 _LOOPS = ("StatelessWhile", "While")

@@ -23,8 +23,6 @@ from tfmultigpu.strategies.collectives import value_of_first_worker
 from tfmultigpu.strategies.topology import describe, is_mirrored, is_sharded
 from tfmultigpu.strategies.worker_exchange import WorkerExchange
 
-__all__ = ["AT_LEAST", "memory_of_devices", "next_device", "sharded_variables"]
-
 AT_LEAST = 2**16
 _PASSES = 3
 

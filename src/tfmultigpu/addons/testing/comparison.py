@@ -7,8 +7,6 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["Difference", "ReplicaInvarianceError", "difference"]
-
 
 class ReplicaInvarianceError(AssertionError):
     """Training on several replicas differs from training on one device."""
@@ -45,12 +43,7 @@ class Difference:
 
 
 def difference(expected: Any, actual: Any, quantity: str = "", step: int = 0) -> Difference:
-    """Returns the largest difference between two arrays of numbers, strings or booleans.
-
-    Example:
-        >>> difference([1.0, 4.0], [1.0, 5.0], "loss").amount
-        0.25
-    """
+    """Returns the largest difference between two arrays of numbers, strings or booleans."""
     one, other = np.asarray(expected), np.asarray(actual)
     if one.shape != other.shape:
         return Difference(quantity, step, np.inf, (), f"shape {one.shape}", f"shape {other.shape}")

@@ -22,8 +22,6 @@ from tfmultigpu.errors import TfMultiGpuError
 from tfmultigpu.steps import Objective, make_eval_step, make_predict_step, make_train_step
 from tfmultigpu.strategies import create_strategy
 
-__all__ = ["assert_replica_invariant"]
-
 Quantities: TypeAlias = list[tuple[str, Any]]  # Names and values after a step.
 
 

@@ -10,8 +10,6 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-__all__ = ["OneDevice", "Training"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Training:

@@ -7,8 +7,6 @@ import tensorflow as tf
 from tfmultigpu.arguments import check_count
 from tfmultigpu.devices import split_device
 
-__all__ = ["virtual_devices"]
-
 
 def virtual_devices(count: int) -> tuple[str, ...]:
     """Splits the CPU into several logical devices, to test replicas on any machine.

@@ -21,8 +21,6 @@ from tfmultigpu.addons.workers.processes import (
 )
 from tfmultigpu.arguments import check_count
 
-__all__ = ["WorkerFailedError", "WorkerResult", "run_workers"]
-
 _TAIL = 4000
 # Sets the parent's module search path, so that the worker can import the function.
 _CALL = """
@@ -163,11 +161,7 @@ def _store_call(function: Any, args: list[Any], path: Path) -> None:
 
 
 def to_pickle(value: Any) -> bytes:
-    """Pickles a value for a worker process.
-
-    Raises:
-        ValueError: A part of it cannot be pickled.
-    """
+    """Pickles a value for a worker process."""
     try:
         return pickle.dumps(value)
     except (pickle.PicklingError, AttributeError, TypeError, tf.errors.OpError) as error:

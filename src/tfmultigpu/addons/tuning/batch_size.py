@@ -14,8 +14,6 @@ from tfmultigpu.errors import OutOfMemoryError, TfMultiGpuError
 from tfmultigpu.steps.failures import line_on_memory
 from tfmultigpu.strategies.worker_exchange import WorkerExchange
 
-__all__ = ["find_batch_size"]
-
 _LARGEST = 2**24
 
 

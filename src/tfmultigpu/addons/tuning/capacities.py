@@ -17,8 +17,6 @@ from tfmultigpu.strategies.topology import strategy_devices
 from tfmultigpu.strategies.worker_exchange import WorkerExchange
 from tfmultigpu.types import Strategy
 
-__all__ = ["memory_capacities"]
-
 
 def memory_capacities(
     strategy: Strategy | None = None,

@@ -17,8 +17,6 @@ from tfmultigpu.steps import ChainedStep, TrainStep
 from tfmultigpu.strategies.collectives import sum_over_replicas
 from tfmultigpu.strategies.topology import is_sharded, tf_variable
 
-__all__ = ["StepProfile", "profile_step"]
-
 _LARGE = 0.25  # A part is worth a change from this fraction of a step on.
 _CALL = 5  # Steps of one call of ``step.run``.
 _ADVICE = {

@@ -16,8 +16,6 @@ from tfmultigpu.strategies.scopes import all_layers
 from tfmultigpu.strategies.topology import tf_variable
 from tfmultigpu.strategies.worker_exchange import WorkerExchange
 
-__all__ = ["measured_capacities"]
-
 
 def measured_capacities(step: Any, batch: Any, *, repeats: int = 5) -> tuple[float, ...]:
     """Measures the examples per second of each replica with real steps.

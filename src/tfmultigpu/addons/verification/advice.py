@@ -10,8 +10,6 @@ from tfmultigpu.addons.verification.compare import Quantity
 from tfmultigpu.addons.verification.locate import Located
 from tfmultigpu.addons.verification.one_device import OneDevice
 
-__all__ = ["explain"]
-
 # The images of a batch are mixed or compared by these; two of them only through Equalization, whose
 # histogram is that of all images together.
 _MIX_ROWS = {"AugMix", "CutMix", "Equalization", "MixUp", "RandAugment", "RandomElasticTransform"}

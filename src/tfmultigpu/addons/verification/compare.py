@@ -25,8 +25,6 @@ import tensorflow as tf
 
 from tfmultigpu.addons.verification.outcome import Difference
 
-__all__ = ["Quantity", "Rounding", "epsilon", "furthest", "of_terms", "of_update", "size"]
-
 _TINY = float(np.finfo("float32").tiny)
 
 
@@ -151,13 +149,6 @@ def of_update(i: int, path: str, gradient: Any, values: Any, rounding: Rounding)
 
     An element of small gradient may move by rounding alone, as far as any other: Adam divides by
     the size of the gradient. So it is the median of those of large gradients.
-
-    Args:
-        i: The number of the variable.
-        path: Its path.
-        gradient: Its gradient.
-        values: Itself before; after the update on one device; after that of the replicas.
-        rounding: The rounding of the model.
     """
     before, one, other = (np.ravel(np.asarray(value, "float64")) for value in values)
     sizes = np.ravel(np.abs(np.asarray(gradient, "float64")))

@@ -23,8 +23,6 @@ from tfmultigpu.steps.seeds import sharing_seeds
 from tfmultigpu.strategies.collectives import sum_over_replicas
 from tfmultigpu.strategies.topology import local_replicas
 
-__all__ = ["Located", "locate"]
-
 _HALVES = 2
 _ROWS = 4  # Of each replica.
 
@@ -43,14 +41,6 @@ def locate(
     """Runs a forward pass in one piece and cut, and compares layer by layer; all workers call it.
 
     With the weights as they are now: what depends on the cut does so with any weights.
-
-    Args:
-        step: The step.
-        device: The same on one device.
-        join: Returns the rows of all replicas.
-        local: The rows of each replica of this process, of which a few are looked at.
-        offsets: Their offsets.
-        rounding: The rounding of the model.
     """
     counts = np.minimum(np.diff(offsets), _ROWS)
     numbers = local_replicas(step.strategy)

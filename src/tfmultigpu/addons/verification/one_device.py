@@ -19,8 +19,6 @@ from tfmultigpu.steps.features import Feature
 from tfmultigpu.steps.seeds import sharing_seeds
 from tfmultigpu.steps.tally import Layout
 
-__all__ = ["DryRun", "OneDevice", "cutter", "dense"]
-
 _LARGEST = 2**22  # Elements of a variable whose update is compared.
 
 

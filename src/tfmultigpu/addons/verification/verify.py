@@ -27,8 +27,6 @@ from tfmultigpu.strategies.scopes import all_layers
 from tfmultigpu.strategies.topology import per_replica
 from tfmultigpu.strategies.worker_exchange import WorkerExchange
 
-__all__ = ["Verify"]
-
 GATHERED_BYTES = 64 * 2**20
 # Lines that Keras and TensorFlow put before what happened, and around it.
 _AROUND = re.compile(

@@ -11,8 +11,6 @@ from typing import Any
 
 import tensorflow as tf
 
-__all__ = ["abort_collectives", "cluster_value", "configure_coordination", "set_cluster_value"]
-
 
 def configure_coordination(workers: int, register_seconds: float, heartbeat_seconds: float) -> None:
     """Sets how long TensorFlow waits for the workers of a cluster that is joined next.

@@ -14,8 +14,6 @@ from typing import Any
 from tfmultigpu.addons.workers.cluster import Cluster, split_address
 from tfmultigpu.errors import ClusterError
 
-__all__ = ["Channel", "connect", "listen"]
-
 _RESOLVE_SECONDS = 10.0
 _SEND_SECONDS = 2.0
 
@@ -36,12 +34,7 @@ class Channel:
             self._connection.sendall(json.dumps(message).encode() + b"\n")
 
     def receive(self, seconds: float | None) -> dict[str, Any]:
-        """Returns the next message.
-
-        Raises:
-            OSError: The other end has closed the connection, or was silent for so many seconds.
-            ValueError: It sent something else than a message.
-        """
+        """Returns the next message."""
         while b"\n" not in self._read:
             if not wait([self._connection], seconds):
                 raise TimeoutError("it does not answer")
@@ -70,11 +63,7 @@ class Channel:
 
 
 def connect(address: str, seconds: float = 2.0) -> Channel:
-    """Connects to ``host:port``.
-
-    Raises:
-        OSError: Nobody listens there, or the name does not resolve.
-    """
+    """Connects to ``host:port``."""
     connection = socket.create_connection(split_address(address), seconds)
     # On one machine the system may lend the caller the very port that it calls.
     if connection.getsockname() == connection.getpeername():
@@ -84,12 +73,7 @@ def connect(address: str, seconds: float = 2.0) -> Channel:
 
 
 def listen(cluster: Cluster) -> socket.socket:
-    """Listens on the address of this worker and on no other; TensorFlow may bind the port after.
-
-    Raises:
-        ClusterError: The name does not resolve, the port is taken, or the address belongs to
-            another machine.
-    """
+    """Listens on the address of this worker and on no other; TensorFlow may bind the port after."""
     host, port = split_address(str(cluster.address))
     end = time.monotonic() + _RESOLVE_SECONDS
     while True:

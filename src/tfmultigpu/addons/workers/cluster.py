@@ -8,8 +8,6 @@ from dataclasses import dataclass
 
 from tfmultigpu.errors import ClusterError
 
-__all__ = ["Cluster", "find_wrong_address", "split_address"]
-
 _ADDRESS = re.compile(r"(\[[0-9A-Fa-f:.%]+\]|[A-Za-z0-9._-]+):([0-9]{1,5})")
 
 

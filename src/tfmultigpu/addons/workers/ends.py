@@ -8,8 +8,6 @@ from collections.abc import Mapping
 
 from tfmultigpu.addons.workers.channels import Channel
 
-__all__ = ["BROKEN_OFF", "FINISHED", "Ends"]
-
 BROKEN_OFF = "its connection broke off without a message: it was killed, or its machine failed"
 # A process does not know its exit code then: sys.exit leaves no trace that could be read.
 FINISHED = "its program ended without an error, at its last line or by sys.exit"

@@ -23,8 +23,6 @@ from tfmultigpu.addons.workers.meeting import meet
 from tfmultigpu.errors import ClusterError
 from tfmultigpu.strategies.process_state import process_state
 
-__all__ = ["JOB_ID", "join"]
-
 JOB_ID = "TFMULTIGPU_JOB_ID"  # The launcher sets it anew for each attempt.
 _JOBS = (JOB_ID, "SLURM_HET_JOB_ID", "SLURM_JOB_ID")
 # All workers are here when TensorFlow starts, so these are long.
@@ -40,12 +38,7 @@ def join(
     timeout: float,
     problem: str | None = None,
 ) -> tf.distribute.Strategy:
-    """Joins the other workers; of the arguments only ``cluster.index`` differs between them.
-
-    Raises:
-        ClusterError: A worker is missing, differs or cannot start: for this one ``problem`` says
-            why.
-    """
+    """Joins the other workers; of the arguments only ``cluster.index`` differs between them."""
     kind = devices[0].split(":")[0]
     card = {
         "the cluster": f"{list(cluster.workers)}",

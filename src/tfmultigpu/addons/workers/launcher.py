@@ -33,8 +33,6 @@ from tfmultigpu.addons.workers.processes import (
 from tfmultigpu.arguments import check_count
 from tfmultigpu.errors import ClusterError, DeviceNotFoundError
 
-__all__ = ["add_arguments", "launch", "run"]
-
 _GRACE = 30.0  # One may still write the checkpoint with which another one has ended.
 _PASSED_ON = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2")
 _LINES = 5
@@ -49,33 +47,7 @@ def launch(
     restarts: int = 0,
     module: bool = False,
 ) -> int:
-    """Runs a program as several workers on this machine.
-
-    Args:
-        script: The path of a Python script, or the name of a module.
-        arguments: The command line of the script.
-        workers: The number of workers.
-        devices_per_worker: The number of GPUs of each worker, which no other worker sees; 0 for the
-            CPU; None to divide all GPUs evenly, or to use the CPU if there are none.
-        restarts: How often all workers are restarted after a failure. Each worker finds the number
-            of the attempt, from 0, in the variable ``TFMULTIGPU_ATTEMPT``.
-        module: Whether ``script`` is the name of a module.
-
-    Returns:
-        The exit code: 0; that of the first worker that failed, 128 plus the number of the signal
-        that ended it; or 1 if all succeeded and never joined each other.
-
-    Raises:
-        ClusterError: The script does not exist, or a number is too small.
-        DeviceNotFoundError: There are fewer GPUs than asked for.
-
-    Example:
-        >>> import pathlib, tempfile
-        >>> script = pathlib.Path(tempfile.mkdtemp(), "train.py")
-        >>> _ = script.write_text("import os; assert os.environ['TFMULTIGPU_ATTEMPT'] == '0'")
-        >>> launch(str(script), workers=1, devices_per_worker=0)
-        0
-    """
+    """Runs a program as several workers on this machine."""
     check_count("workers", workers, error=ClusterError)
     check_count("restarts", restarts, 0, error=ClusterError)
     if not module and not Path(script).is_file():

@@ -20,8 +20,6 @@ from tfmultigpu.addons.workers.channels import Channel, connect, listen
 from tfmultigpu.addons.workers.cluster import Cluster
 from tfmultigpu.errors import ClusterError
 
-__all__ = ["meet"]
-
 _TELL_SECONDS = 5.0  # To tell what is wrong to workers that start a little later.
 _PAUSE = 0.1
 _CURE = "Start every worker, and let them reach each other's ports."

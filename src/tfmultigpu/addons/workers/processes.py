@@ -18,8 +18,6 @@ from dataclasses import dataclass
 
 from tfmultigpu.addons.workers.sources import SOURCES
 
-__all__ = ["Outcome", "free_addresses", "how_it_ended", "run_together", "worker_environment"]
-
 _POLL_SECONDS = 0.05
 _SIGNAL_GRACE = 30.0
 _READ_SECONDS = 2.0
@@ -56,15 +54,6 @@ def run_together(
 
     Each has its own process group, which is killed at the end; on Linux a process is killed also
     when this one dies.
-
-    Args:
-        commands: The program and the arguments of each process.
-        environments: All environment variables of each process.
-        on_line: Called in threads with the number of a process and a line that it printed.
-        timeout: Seconds until all must have ended.
-        grace: Seconds for the others after one has failed.
-        signals: Signals to pass on to all, which then have 30 seconds; the second one ends them.
-        on_poll: Called some times a second.
     """
     signals = signals or queue.SimpleQueue()
     passed_on: int | None = None

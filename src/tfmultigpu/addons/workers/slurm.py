@@ -13,8 +13,6 @@ from collections.abc import Iterator, Mapping
 from tfmultigpu.addons.workers.cluster import Cluster
 from tfmultigpu.errors import ClusterError
 
-__all__ = ["expand_hosts", "read_slurm"]
-
 # Below the ports that Linux gives to outgoing connections (32768 and up).
 _FIRST_PORT, _LAST_PORT = 10240, 32767
 _PORTS_OF_A_STEP = 64
@@ -26,22 +24,6 @@ def read_slurm(environ: Mapping[str, str]) -> Cluster | str:
 
     Each task is a worker. Its port follows from the numbers of the job and of the step, so jobs
     that share a node do not meet. ``TFMULTIGPU_PORT`` sets the first port of each node instead.
-
-    Returns:
-        The cluster; why there is none outside a job step, and in a step of one task.
-
-    Raises:
-        ClusterError: Variables are missing or contradict each other; the message has their names
-            and values.
-
-    Example:
-        >>> task = {
-        ...     "SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2",
-        ...     "SLURM_STEP_NODELIST": "n[9-10]", "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
-        ...     "SLURM_PROCID": "1",
-        ... }
-        >>> read_slurm(task).workers
-        ('n9:10688', 'n10:10688')
     """
     if "SLURM_STEP_NUM_TASKS" not in environ or "SLURM_PROCID" not in environ:
         tasks = environ.get("SLURM_NTASKS", "1")
@@ -69,15 +51,7 @@ def read_slurm(environ: Mapping[str, str]) -> Cluster | str:
 
 
 def expand_hosts(text: str) -> Iterator[str]:
-    """Expands Slurm's short form of a list of hosts, in its order.
-
-    Raises:
-        ClusterError: The text does not have that form.
-
-    Example:
-        >>> list(expand_hosts("gpu[01-02,7],login"))
-        ['gpu01', 'gpu02', 'gpu7', 'login']
-    """
+    """Expands Slurm's short form of a list of hosts, in its order."""
     numbers = r"\[[0-9]+(?:-[0-9]+)?(?:,[0-9]+(?:-[0-9]+)?)*\]"
     host = rf"(?:[A-Za-z0-9._-]|{numbers})+"
     ranges = re.findall("([0-9]+)-([0-9]+)", " ".join(re.findall(numbers, text)))

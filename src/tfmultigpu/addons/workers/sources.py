@@ -11,8 +11,6 @@ from tfmultigpu.addons.workers.slurm import read_slurm
 from tfmultigpu.addons.workers.tf_config import read_tf_config
 from tfmultigpu.errors import ClusterError
 
-__all__ = ["SOURCES", "ClusterSource", "cluster_from_environment", "why_no_cluster"]
-
 
 class ClusterSource(NamedTuple):
     """A way to describe a cluster, such as ``TF_CONFIG`` or a scheduler.
@@ -64,12 +62,7 @@ def cluster_from_environment(
 
 
 def why_no_cluster(environ: Mapping[str, str] | None = None) -> str:
-    """Returns why the environment describes no cluster; an empty text if it does.
-
-    Example:
-        >>> why_no_cluster({})
-        'TF_CONFIG is not set'
-    """
+    """Returns why the environment describes no cluster; an empty text if it does."""
     answers = []
     for source in SOURCES:
         try:

@@ -13,8 +13,6 @@ from typing import Any
 from tfmultigpu.addons.workers.cluster import Cluster, find_wrong_address
 from tfmultigpu.errors import ClusterError
 
-__all__ = ["read_tf_config"]
-
 _EXAMPLE = (
     'It looks like {"cluster": {"worker": ["host1:2222", "host2:2222"]}, '
     '"task": {"type": "worker", "index": 0}}'
@@ -29,19 +27,7 @@ _NO_PS = (
 
 
 def read_tf_config(environ: Mapping[str, str]) -> Cluster | str:
-    """Reads ``TF_CONFIG``, as written by hand, by Kubeflow, by Vertex AI or by Ray Train.
-
-    Returns:
-        The cluster, the chief first; why there is none if the variable is not set.
-
-    Raises:
-        ClusterError: The description is wrong; the message names the field and its value.
-
-    Example:
-        >>> text = '{"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": 1}}'
-        >>> read_tf_config({"TF_CONFIG": text}).index
-        1
-    """
+    """Reads ``TF_CONFIG``, as written by hand, by Kubeflow, by Vertex AI or by Ray Train."""
     text = environ.get("TF_CONFIG")
     if text is None:
         return "TF_CONFIG is not set"
