@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -59,12 +58,6 @@ def test_a_process_that_hangs_is_ended_with_all_it_started(
         time.sleep(0.01)
 
 
-def test_lines_that_are_no_json_are_left_out_and_named(parts: Any) -> None:
-    ended = parts.watched(script(f"open(sys.argv[1], 'a').write('{{\"na\\n[1]\\n')\n{WRITE}"), 30)
-    assert ended.lines == [PASSED]
-    assert ended.problem == "wrote lines that are no JSON, such as '{\"na'"
-
-
 def test_the_checks_after_one_that_dies_run_in_another_process(
     parts: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -92,36 +85,3 @@ def test_the_checks_after_one_that_dies_run_in_another_process(
     assert len(commands) == 2
     assert commands[1][-2:] == ["--only", "c"]
     assert (tmp_path / "log").read_text().startswith("==== limit: ended with -6\nCUDA_ERROR")
-
-
-def test_a_case_that_hangs_says_how_far_it_came(
-    parts: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    lines = [{"so_far": {"per_second": {"plain": 9.0}}}, {"begun": "ours, turn 1"}]
-    ended = parts.Ended(lines, "wrote nothing for 150 s", "Compiling")
-    monkeypatch.setattr(parts, "watched", lambda *_: ended)
-    (found,) = parts.run_part("transformer-float32-32", 300.0, False)
-    assert found["status"] == "failed"
-    assert found["per_second"] == {"plain": 9.0}
-    assert found["error"] == "Compiling\nwrote nothing for 150 s, at ours, turn 1"
-
-
-def test_a_process_that_does_not_begin_says_why(
-    parts: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ended = parts.Ended([], "", "ModuleNotFoundError: No module named 'tensorflow'")
-    monkeypatch.setattr(parts, "watched", lambda *_: ended)
-    for name in ("peak", "limit"):
-        (found,) = parts.run_part(name, 300.0, False)
-        assert (found["name"], found["status"]) == (name, "failed")
-        assert found["error"] == f"{ended.said}\nended before it came to this"
-
-
-def test_a_python_without_its_packages_starts_others_like_it(
-    parts: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert parts.python() == [sys.executable]
-    monkeypatch.setenv("PYTHONPATH", str(Path(np.__file__).parents[1]))
-    code = f"import sys; sys.path.insert(0, {str(BENCHMARKS)!r}); from gpu import parts"
-    ended = parts.watched([sys.executable, "-S", "-c", f"{code}; print(parts.python()[1:])"], 30)
-    assert ended.said == "['-S']\n"

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import tensorflow as tf
 from gpu_checks import low_precision, memory, planning, replicas
-from gpu_checks.groups import GROUPS, Group, run_check, run_group
-from gpu_checks.place import GIB, NeedsGpu, Place, grown, used_memory
+from gpu_checks.groups import GROUPS, run_check, run_group
+from gpu_checks.place import GIB, Place
 
 import tfmultigpu as tmg
 from tfmultigpu.strategies.plan import MachineInfo, choose
@@ -67,31 +64,6 @@ def test_a_step_that_is_not_skipped_fails(monkeypatch: pytest.MonkeyPatch) -> No
     assert "an infinite gradient on the last replica was applied" in error
 
 
-def test_an_error_that_names_the_wrong_replica_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Step:
-        model = SimpleNamespace(variables=[])
-        optimizer = SimpleNamespace(iterations=tf.Variable(1))
-        calls = 0
-
-        def __call__(self, batch: Any) -> dict[str, float]:
-            self.calls += 1
-            if self.calls == 1:
-                return {"loss": 1.0}
-            raise tmg.OutOfMemoryError("Replica 0 (CPU:0) has not enough memory for this step.")
-
-    monkeypatch.setattr(memory, "_hungry_step", lambda place, **_: (place.strategy(), Step()))
-    status, error = outcome(memory.out_of_memory_report)
-    assert status == "failed"
-    assert "expected 'Replica 1 (CPU:1) has not enough memory for this step.'" in error
-
-
-def test_shares_that_forget_the_memory_fail(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tmg, "plan_shares", lambda rows, capacities: (rows // 2, rows // 2))
-    status, error = outcome(planning.shares_by_memory)
-    assert status == "failed"
-    assert "(32, 32) for (12884901888, 4294967296)" in error
-
-
 def test_nccl_over_the_parts_of_one_gpu_would_fail() -> None:
     parts = {"CPU:0": "CPU:0", "GPU:0": "GPU:0", "GPU:1": "GPU:0"}
     plan = choose(MachineInfo(parts, nccl=True))
@@ -129,15 +101,6 @@ def test_a_limit_is_judged_by_what_the_driver_says() -> None:
         memory.judge_limit(GIB, GIB, GIB, 4 * GIB, refused=True)
 
 
-def test_limits_of_parts_are_judged_by_what_the_driver_says() -> None:
-    parts = (6 * GIB, 4 * GIB, 4 * GIB, 2 * GIB)
-    memory.judge_parts(GIB, 18 * GIB, parts, 4 * GIB, refused=True)
-    with pytest.raises(AssertionError, match="was made on a part of 2147483648"):
-        memory.judge_parts(GIB, 18 * GIB, parts, 4 * GIB, refused=False)
-    with pytest.raises(AssertionError, match="bytes taken, the limits are"):
-        memory.judge_parts(GIB, 21 * GIB, parts, 4 * GIB, refused=True)
-
-
 def test_micro_batches_are_judged_by_the_activations() -> None:
     peaks = {"1, few": 100, "1, many": 900, "8, few": 100, "8, many": 220}
     assert memory.judge_micro_batches(peaks) == 120 / 800
@@ -159,37 +122,3 @@ def test_a_group_without_its_gpu_is_not_run() -> None:
     assert {one.status for one in found} == {"not run"}
     assert len(found) == len(GROUPS["two_parts"].checks)
     assert {one.error for one in found} == {"needs a GPU that TensorFlow can see"}
-
-
-def test_a_group_can_go_on_after_some_of_its_checks() -> None:
-    begun: list[str] = []
-    names = ["limit.largest_batch"]
-    found = list(run_group("limit", "CPU", names, begun.append))
-    assert [one.name for one in found] == names == begun
-
-
-def test_a_setting_that_is_refused_fails_every_check_of_its_group(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def refuse(kind: str) -> Place:
-        raise tmg.DevicesInitializedError("too late")
-
-    monkeypatch.setitem(GROUPS, "limit", Group(refuse, GROUPS["limit"].checks))
-    found = list(run_group("limit", "CPU"))
-    assert [one.status for one in found] == ["failed", "failed"]
-    assert all("too late" in one.error for one in found)
-
-
-def test_the_memory_in_use_is_read_or_what_is_missing_is_named(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Any
-) -> None:
-    program = tmp_path / "nvidia-smi"
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,4")
-    monkeypatch.setitem(sys.modules, "pynvml", None)
-    with pytest.raises(NeedsGpu, match=r"needs nvidia-smi or the package nvidia-ml-py"):
-        used_memory()
-    program.write_text('#!/bin/sh\n[ "$2" = 3 ] && echo 4096\n')
-    program.chmod(0o755)
-    assert used_memory() == 4 * GIB
-    assert grown("CPU").used_before == 0

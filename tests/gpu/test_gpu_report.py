@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from each import each
 
@@ -92,14 +91,6 @@ def test_without_a_gpu_nothing_is_run(
     assert not (tmp_path / "report").exists()
 
 
-def test_what_there_is_no_time_for_is_named(runner: Any) -> None:
-    found = runner.run_part("two_parts", 3.0, False)
-    assert {one["status"] for one in found} == {"not run"}
-    assert {one["error"] for one in found} == {"no time was left: give more --minutes"}
-    assert [one["name"] for one in found] == ["two_parts"]
-    assert [one["name"] for one in runner.run_part("peak", 3.0, False)] == ["peak"]
-
-
 def test_a_process_that_dies_fails_what_it_did_not_come_to(runner: Any) -> None:
     expected = {"expected": ["limit.limit", "limit.largest_batch"]}
     done, other = check("limit.limit"), check("limit.largest_batch")
@@ -127,18 +118,6 @@ def test_what_fails_or_is_too_slow_or_too_large_is_missed(
     assert list(runner.missed(record())) == []
     (line,) = runner.missed(record(**values))
     assert said in line
-
-
-def test_a_rehearsal_has_no_targets(runner: Any) -> None:
-    slow = record(benchmarks=[timing(ratios={"ours": 0.1})], rehearsal=True)
-    assert list(runner.missed(slow)) == []
-
-
-def test_the_page_says_how_much_of_the_peak_is_used(runner: Any) -> None:
-    page = runner.to_markdown(record())
-    assert "Measured bfloat16 peak of matrix products: 500.0 TFLOP/s." in page
-    assert "| images/s | 2,000 | 1,990 | - | 0.995 | 9.8% |" in page
-    assert "Nothing failed and no target was missed." in page
 
 
 def test_every_part_has_a_place_in_the_order(runner: Any) -> None:
@@ -187,49 +166,3 @@ def test_what_was_not_run_is_run_later_and_the_rest_is_kept(
     assert runner.main([*arguments, "--resume"]) == 0
     assert "There is nothing to resume: " in capsys.readouterr().err
     assert ran[4:] == ["peak", "limit", "resnet-tf32-256"]
-
-
-def test_numbers_that_json_does_not_know_are_text(runner: Any, tmp_path: Path) -> None:
-    facts = {"loss": float("nan"), "peak": np.float32(2), "of": {3: np.inf}, "at": tmp_path}
-    runner.run_part = lambda *_: [check(facts=facts)]
-    assert runner.main(["--rehearse", "--only", "limit", "--out", str(tmp_path)]) == 0
-    written = json.loads((tmp_path / "gpu.json").read_text(), parse_constant=pytest.fail)
-    assert written["checks"][0]["facts"] == {
-        "loss": "nan",
-        "peak": 2.0,
-        "of": {"3": "inf"},
-        "at": str(tmp_path),
-    }
-
-
-def test_a_report_that_cannot_be_written_costs_no_run(
-    runner: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "file").touch()
-    runner.run_part = lambda *_: pytest.fail("it ran")
-    assert runner.main(["--rehearse", "--out", str(tmp_path / "file" / "report")]) == 2
-    said = capsys.readouterr().err
-    assert said.startswith("The report cannot be written: ")
-    assert said.endswith("Give another --out.\n")
-
-
-@each(
-    ("arguments", "said"),
-    [
-        (["--minutes", "0"], "--minutes is a positive number. Received: 0.0"),
-        (["--minutes", "nan"], "--minutes is a positive number. Received: nan"),
-        (["--only", "resnet"], "invalid choice: 'resnet'"),
-    ],
-)
-def test_wrong_arguments_are_refused(
-    runner: Any, capsys: pytest.CaptureFixture[str], arguments: list[str], said: str
-) -> None:
-    with pytest.raises(SystemExit) as ended:
-        runner.main(["--rehearse", *arguments])
-    assert ended.value.code == 2
-    assert said in capsys.readouterr().err
-
-
-def test_no_time_at_all_is_no_success(runner: Any, tmp_path: Path) -> None:
-    arguments = ["--rehearse", "--minutes", "0.1", "--only", "peak", "--out", str(tmp_path)]
-    assert runner.main(arguments) == 1
