@@ -57,7 +57,7 @@ def test_workers_that_get_a_signal_resume_to_the_same_bits(
     whole.mkdir()
     signals = (0, signal.SIGKILL), (1, signal.SIGTERM)
     deaths = [f"{w}@{step}@{int(n)}" for step, (w, n) in zip(steps, signals, strict=True)]
-    code = launch(str(SCRIPT), [str(killed), *deaths], workers=2, restarts=2, devices_per_worker=0)
+    code = launch(str(SCRIPT), [str(killed), *deaths], workers=2, restarts=2)
     out, err = capfd.readouterr()
     assert code == 0, f"{err}{out}"
 

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
+import struct
 import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection
 
 import pytest
 
-from tfmultigpu.addons.workers.channels import Channel, connect, listen
+from tfmultigpu.addons.workers.channels import connect, listen
 from tfmultigpu.addons.workers.cluster import Cluster, split_address
 from tfmultigpu.addons.workers.ends import BROKEN_OFF, FINISHED, Ends
 from tfmultigpu.addons.workers.meeting import meet
 from tfmultigpu.addons.workers.processes import free_addresses
 from tfmultigpu.errors import ClusterError
 
-Result = dict[int, Channel] | str
+Result = dict[int, Connection] | str
 
 
 def hold(
@@ -73,7 +76,6 @@ def test_a_missing_worker_is_named(absent: int) -> None:
     for result in results:
         assert f"worker {absent} of 3 at {clusters[absent].address}" in result
         assert "did not come within 1.5 s" in result
-        assert "Connection refused" in result
     assert seconds < 15.0
 
 
@@ -84,21 +86,12 @@ def test_workers_that_differ_see_both_values() -> None:
     assert seconds < 10.0
 
 
-def test_clusters_of_two_sizes_are_told() -> None:
-    addresses = free_addresses(3)
-    small, large = Cluster(addresses[:2], 0), Cluster(addresses, 1)
-    cards = [{"the cluster": f"{list(c.workers)}"} for c in (small, large)]
-    results, _ = hold([small, large], cards)
-    for result in results:
-        assert "disagree about the cluster: worker 0 has [" in result
-
-
 def test_two_first_workers_name_each_other() -> None:
     addresses = free_addresses(2)
     clusters = [Cluster(addresses, 0), Cluster(addresses[::-1], 0)]
     results, _ = hold(clusters, timeout=1.5)
-    assert f"did not come within 1.5 s: worker 1 of 2 at {addresses[1]} (" in results[0]
-    assert f"did not come within 1.5 s: worker 1 of 2 at {addresses[0]} (" in results[1]
+    assert f"did not come within 1.5 s: worker 1 of 2 at {addresses[1]}. " in results[0]
+    assert f"did not come within 1.5 s: worker 1 of 2 at {addresses[0]}. " in results[1]
 
 
 @pytest.mark.parametrize("place", [0, 1])
@@ -137,15 +130,20 @@ def test_the_same_worker_twice_is_told() -> None:
             lambda cluster: free if cluster is twin else listen(cluster),
         )
         results, _ = hold([clusters[0], clusters[1], twin], timeout=5.0)
-    assert any("Two processes say that they are worker 1 of 3" in result for result in results)
+    assert any("Two processes say that they are worker 1." in result for result in results)
     assert all(isinstance(result, str) for result in results)
+
+
+# A message is its length and JSON. No card is in these, and the last ends before it should.
+FRAMED = [struct.pack("!i", len(t)) + t for t in (b"\xff", b"[1]", b'{"index": "x"}', b"{}")]
+FRAMED += [struct.pack("!i", 9) + b"{}"]
 
 
 def test_strangers_are_ignored_and_another_program_is_named() -> None:
     clusters = alike(2)
 
     def disturb() -> None:
-        for text in (b"", b"\xff\xfe\n", b"GET / HTTP/1.1\r\n\r\n", b"[1]\n", b'{"index": "x"}\n'):
+        for text in (b"", b"\xff\xfe\n", b"GET / HTTP/1.1\r\n\r\n", *FRAMED):
             for _ in range(50):
                 try:
                     stranger = socket.create_connection(split_address(clusters[0].address or ""))
@@ -191,7 +189,8 @@ def test_ends_are_passed_on_in_their_order() -> None:
     ends[2].leave(FINISHED)
     assert ends[1].wait(20.0) == {2: FINISHED}
     for channel in results[1].values():
-        channel._connection.shutdown(socket.SHUT_RDWR)  # As after kill -9.
+        with socket.socket(fileno=os.dup(channel.fileno())) as connection:
+            connection.shutdown(socket.SHUT_RDWR)  # As after kill -9.
     deadline = time.monotonic() + 20.0
     while len(ends[0].wait(0.0)) < 2 and time.monotonic() < deadline:
         time.sleep(0.01)

@@ -36,8 +36,7 @@ def set_cluster_value(name: str, value: str) -> None:
     """Tells all workers a value; the first one of a name stays. For the first worker only.
 
     Private: ``context().set_config_key_value``, as ``cluster_value``. It holds Python's lock until
-    the first worker answers. ``get_task_states``, ``report_error_to_cluster`` and
-    ``wait_at_barrier`` do, too, so nothing calls those.
+    the first worker answers, as most of the service does.
     """
     with suppress(tf.errors.OpError):  # The name has a value.
         _eager_context().set_config_key_value(name, value)
@@ -46,9 +45,8 @@ def set_cluster_value(name: str, value: str) -> None:
 def cluster_value(name: str, seconds: float) -> str | None:
     """Returns the value that the first worker told; None if it did not within so many seconds.
 
-    Private: ``context().get_config_key_value``. The public API shares values between workers in
-    collectives only, which cannot be used while a step may run. Without it the data of workers goes
-    unchecked. It lets other Python threads run while it waits.
+    Private: ``context().get_config_key_value``. Collectives, which are public, cannot be used
+    while a step may run. Without it the data of workers goes unchecked.
     """
     try:
         return str(_eager_context().get_config_key_value(name, max(1, int(1000 * seconds))))
@@ -59,11 +57,23 @@ def cluster_value(name: str, seconds: float) -> str | None:
 def abort_collectives(message: str) -> None:
     """Ends waiting and future collectives with an ``UnavailableError``.
 
-    Private: ``context().abort_collective_ops``. The public API cannot end a collective that waits
-    for another worker. Without it the process ends instead of raising an error.
+    Private: ``context().abort_collective_ops``; nothing public ends a collective that waits for
+    another worker. Without it the process ends instead of raising an error.
     """
     with suppress(tf.errors.OpError):  # They may have ended before.
         _eager_context().abort_collective_ops(tf.errors.UNAVAILABLE, message)
+
+
+def expand_slurm(hosts: str, tasks_per_node: str) -> tuple[list[str], list[int]]:
+    """Expands Slurm's short forms ``n[1-3],m`` and ``2(x3),1``; raises ``ValueError`` for others.
+
+    Private: the module of ``SlurmClusterResolver``, which sorts hosts as text and asks for GPUs.
+    Without it Slurm's jobs need ``tmg.workers.Cluster``.
+    """
+    slurm: Any = importlib.import_module(
+        "tensorflow.python.distribute.cluster_resolver.slurm_cluster_resolver"
+    )
+    return slurm.expand_hostlist(hosts), slurm.expand_tasks_per_node(tasks_per_node)
 
 
 def _eager_context() -> Any:

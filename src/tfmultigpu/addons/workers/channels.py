@@ -1,4 +1,4 @@
-"""Sockets between workers: messages in JSON, one a line, and the port that a worker listens on."""
+"""Connections between workers: messages in JSON, and the port that a worker listens on."""
 
 from __future__ import annotations
 
@@ -6,70 +6,58 @@ import contextlib
 import errno
 import json
 import socket
-import threading
+import struct
 import time
-from multiprocessing.connection import wait
+from multiprocessing.connection import Connection
 from typing import Any
 
 from tfmultigpu.addons.workers.cluster import Cluster, split_address
 from tfmultigpu.errors import ClusterError
 
 _RESOLVE_SECONDS = 10.0
-_SEND_SECONDS = 2.0
+_MESSAGE_SECONDS = 2
+_LONGEST_MESSAGE = 1 << 20
 
 
-class Channel:
-    """A connection that carries messages."""
-
-    def __init__(self, connection: socket.socket) -> None:
-        """Takes the connection."""
-        self._connection = connection
-        self._read = b""
-        self._sending = threading.Lock()
-        connection.settimeout(_SEND_SECONDS)
-
-    def send(self, message: dict[str, Any]) -> None:
-        """Sends a message, unless the other end is gone or does not read."""
-        with contextlib.suppress(OSError), self._sending:
-            self._connection.sendall(json.dumps(message).encode() + b"\n")
-
-    def receive(self, seconds: float | None) -> dict[str, Any]:
-        """Returns the next message."""
-        while b"\n" not in self._read:
-            if not wait([self._connection], seconds):
-                raise TimeoutError("it does not answer")
-            received = self._connection.recv(1 << 16)
-            if not received:
-                raise ConnectionError("it closed the connection")
-            self._read += received
-        line, _, self._read = self._read.partition(b"\n")
-        message = json.loads(line)
-        if not isinstance(message, dict):
-            raise ValueError("it sends no messages of a worker")
-        return message
-
-    def is_open(self) -> bool:
-        """Returns whether the other end has not closed the connection, without waiting."""
-        try:
-            return (
-                not wait([self._connection], 0) or self._connection.recv(1, socket.MSG_PEEK) != b""
-            )
-        except OSError:
-            return False
-
-    def close(self) -> None:
-        """Closes the connection."""
-        self._connection.close()
+def as_channel(opened: socket.socket) -> Connection:
+    """Returns a connection for messages, of which none is read or written for seconds."""
+    opened.settimeout(None)
+    for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+        opened.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", _MESSAGE_SECONDS, 0))
+    return Connection(opened.detach())
 
 
-def connect(address: str, seconds: float = 2.0) -> Channel:
+def connect(address: str) -> Connection:
     """Connects to ``host:port``."""
-    connection = socket.create_connection(split_address(address), seconds)
+    opened = socket.create_connection(split_address(address), _MESSAGE_SECONDS)
     # On one machine the system may lend the caller the very port that it calls.
-    if connection.getsockname() == connection.getpeername():
-        connection.close()
+    if opened.getsockname() == opened.getpeername():
+        opened.close()
         raise ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused")
-    return Channel(connection)
+    return as_channel(opened)
+
+
+def send(channel: Connection, message: dict[str, Any]) -> None:
+    """Sends a message, unless the other end is gone or does not read."""
+    with contextlib.suppress(OSError):
+        channel.send_bytes(json.dumps(message).encode())
+
+
+def receive(channel: Connection, seconds: float | None) -> dict[str, Any]:
+    """Returns the next message; raises ``ValueError`` if it is not one, else ``OSError``."""
+    if not channel.poll(seconds):
+        raise TimeoutError("it does not answer")
+    try:
+        message = json.loads(channel.recv_bytes(_LONGEST_MESSAGE))
+    except EOFError as error:
+        raise ConnectionError("it closed the connection") from error
+    except OSError as error:
+        if error.errno not in (None, errno.EAGAIN):
+            raise
+        message = None
+    if not isinstance(message, dict):
+        raise ValueError("it sends no messages of a worker")
+    return message
 
 
 def listen(cluster: Cluster) -> socket.socket:
@@ -80,44 +68,22 @@ def listen(cluster: Cluster) -> socket.socket:
         try:
             family, _, _, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
             # TensorFlow's server will bind the port on all interfaces: try that first.
-            _bind(family, "", port).close()
-            listener = _bind(family, str(place[0]), port)
-            listener.listen(1024)
-            return listener
-        except socket.gaierror as error:  # The name of a new pod may not resolve at once.
-            if time.monotonic() > end:
+            socket.create_server(("", port), family=family).close()
+            return socket.create_server((str(place[0]), port), family=family, backlog=1024)
+        except OSError as error:
+            # The name of a new pod may not resolve at once.
+            if not isinstance(error, socket.gaierror) or time.monotonic() > end:
                 raise ClusterError(_cannot_listen(cluster, error)) from error
             time.sleep(0.5)
-        except OSError as error:
-            raise ClusterError(_cannot_listen(cluster, error)) from error
-
-
-def _bind(family: int, host: str, port: int) -> socket.socket:
-    bound = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        # Lets TensorFlow bind the port directly after, while old connections linger.
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        bound.bind((host, port))
-    except OSError:
-        bound.close()
-        raise
-    return bound
 
 
 def _cannot_listen(cluster: Cluster, error: OSError) -> str:
-    address, source = cluster.address, cluster.source
-    port = split_address(str(address))[1]
-    another = f"list another port in {source} on every worker"
-    if source == "Slurm":
-        another = "set the first port with TFMULTIGPU_PORT, the same for all tasks of srun"
-    if error.errno == errno.EADDRINUSE:
-        return (
-            f"port {port} of its address {address} is taken by another program. Stop it (`ss -ltnp "
-            f"| grep {port}` names it; it may be a worker of an earlier run), or {another}."
-        )
-    if error.errno == errno.EADDRNOTAVAIL:
-        return (
-            f"{address} is not an address of this machine. Correct the index of this worker in "
-            f"{source}, or list an address of this machine (behind NAT: use the host's network)."
-        )
-    return f"{address} cannot be listened on: {error.strerror}. Correct it in {source}."
+    problem = {
+        errno.EADDRINUSE: "is taken by another program, maybe a worker of an earlier run: "
+        "`ss -ltnp` names it",
+        errno.EADDRNOTAVAIL: "is not an address of this machine",
+    }.get(error.errno or 0, f"cannot be listened on: {error.strerror}")
+    change = f"Correct the index of this worker, or the list, in {cluster.source} on every worker"
+    if cluster.source == "Slurm":
+        change = "Set the first port with TFMULTIGPU_PORT, the same for all tasks of srun"
+    return f"its address {cluster.address} {problem}. {change}."

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tfmultigpu.errors import ClusterError
 
 _ADDRESS = re.compile(r"(\[[0-9A-Fa-f:.%]+\]|[A-Za-z0-9._-]+):([0-9]{1,5})")
+_EXAMPLE = 'It looks like Cluster(workers=["host1:2222", "host2:2222"], index=0)'
 
 
 @dataclass(frozen=True)
@@ -42,10 +43,15 @@ class Cluster:
         if isinstance(self.workers, str) or not isinstance(self.workers, Sequence):
             raise self._wrong("workers must be a list of addresses", self.workers)
         if not self.workers:
-            raise self._wrong("workers lists nobody", self.workers)
-        names = {f"workers[{place}]": address for place, address in enumerate(self.workers)}
-        if (wrong := find_wrong_address(names)) is not None:
-            raise self._wrong(*wrong)
+            raise self._wrong("it lists no worker", self.workers)
+        for place, address in enumerate(self.workers):
+            match = _ADDRESS.fullmatch(address) if isinstance(address, str) else None
+            if match is None or not 1 <= int(match[2]) <= 65535:
+                what = f"workers[{place}] must be host:port, without a scheme"
+                raise self._wrong(what, address, 'Write it as "host1:2222", the port below 65536')
+            if address.lower() in [other.lower() for other in self.workers[:place]]:
+                cure = "TensorFlow would wait for ever. Give every task another host or port"
+                raise self._wrong(f"workers[{place}] is listed twice", address, cure)
         count, index = len(self.workers), self.index
         if isinstance(index, bool) or not isinstance(index, int | None):
             raise self._wrong("index must be a whole number", index)
@@ -69,29 +75,8 @@ class Cluster:
             return f"evaluator beside {len(self.workers)} workers ({self.source})"
         return f"{self.name(self.index)} ({self.source})"
 
-    def _wrong(self, what: str, value: object, cure: str | None = None) -> ClusterError:
-        cure = cure or 'It looks like Cluster(workers=["host1:2222", "host2:2222"], index=0)'
-        return ClusterError(f"{self.source}: {what}. {cure}. Received: {value!r}")
-
-
-def find_wrong_address(addresses: Mapping[str, object]) -> tuple[str, object, str] | None:
-    """Returns what is wrong with the first wrong one of named addresses, it, and the cure."""
-    fields: dict[str, str] = {}
-    for name, address in addresses.items():
-        text = address if isinstance(address, str) else ""
-        if "://" in text:
-            bare = text.split("://", 1)[1].rstrip("/")
-            return f"{name} must be host:port, without a scheme", address, f'Write "{bare}"'
-        match, cure = _ADDRESS.fullmatch(text), 'Write it as "host1:2222"'
-        if match is None:
-            return f"{name} must be host:port", address, cure
-        if not 1 <= int(match[2]) <= 65535:
-            return f"{name} must have a port from 1 to 65535", address, cure
-        if text.lower() in fields:
-            cure = "TensorFlow would wait for ever. Give every task another host or port"
-            return f"{name} and {fields[text.lower()]} are the same address", address, cure
-        fields[text.lower()] = name
-    return None
+    def _wrong(self, what: str, value: object, cure: str = _EXAMPLE) -> ClusterError:
+        return ClusterError(f"{self.source}: {what}. {cure}. Received: {value!r:.2000}")
 
 
 def split_address(address: str) -> tuple[str, int]:

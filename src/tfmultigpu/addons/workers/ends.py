@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Mapping
+from multiprocessing.connection import Connection
 
-from tfmultigpu.addons.workers.channels import Channel
+from tfmultigpu.addons.workers.channels import receive, send
 
 BROKEN_OFF = "its connection broke off without a message: it was killed, or its machine failed"
 # A process does not know its exit code then: sys.exit leaves no trace that could be read.
@@ -19,12 +20,12 @@ class Ends:
     The first worker is connected to all others and passes on what it hears.
     """
 
-    def __init__(self, index: int, channels: Mapping[int, Channel]) -> None:
+    def __init__(self, index: int, channels: Mapping[int, Connection]) -> None:
         """Takes the position of this worker, and the connections of the meeting."""
         self._index, self._channels = index, channels
         self._process = os.getpid()
         self._ended: dict[int, str] = {}
-        self._changed = threading.Condition()
+        self._changed, self._sending = threading.Condition(), threading.Lock()
         for peer, channel in channels.items():
             threading.Thread(target=self._listen, args=(peer, channel), daemon=True).start()
 
@@ -39,10 +40,10 @@ class Ends:
         if os.getpid() == self._process:
             self._tell(self._index, how)
 
-    def _listen(self, peer: int, channel: Channel) -> None:
+    def _listen(self, peer: int, channel: Connection) -> None:
         try:
             while True:
-                message = channel.receive(None)
+                message = receive(channel, None)
                 self._note(int(message["worker"]), str(message["how"]))
         except (OSError, ValueError, KeyError, TypeError):
             self._note(peer, BROKEN_OFF)
@@ -57,6 +58,7 @@ class Ends:
             self._tell(worker, how)
 
     def _tell(self, worker: int, how: str) -> None:
-        for peer, channel in self._channels.items():
-            if peer != worker:
-                channel.send({"worker": worker, "how": how})
+        with self._sending:
+            for peer, channel in self._channels.items():
+                if peer != worker:
+                    send(channel, {"worker": worker, "how": how})

@@ -43,7 +43,6 @@ def launch(
     arguments: Sequence[str] = (),
     *,
     workers: int = 2,
-    devices_per_worker: int | None = None,
     restarts: int = 0,
     module: bool = False,
 ) -> int:
@@ -55,23 +54,18 @@ def launch(
             f"There is no such script. Received: {script!r}, in {Path.cwd()}. Write the path of a "
             "Python script, or -m and the name of a module."
         )
-    devices = _devices_of_workers(workers, devices_per_worker)
+    environ, gpus = dict(os.environ), _gpus_of_workers(workers)
     command = [sys.executable, "-u", *(["-m"] if module else []), script, *arguments]
     code = 0
     with _signals_in_a_queue() as signals:
         for attempt in range(restarts + 1):
-            job = {
-                "TFMULTIGPU_JOB_ID": f"launch {secrets.token_hex(4)}",
-                "TFMULTIGPU_ATTEMPT": f"{attempt}",
-            }
+            environ["TFMULTIGPU_JOB_ID"] = f"launch {secrets.token_hex(4)}"
+            environ["TFMULTIGPU_ATTEMPT"] = f"{attempt}"
             addresses = free_addresses(workers)
             run = _Run(addresses, signals)
             outcome = run_together(
                 [command] * workers,
-                [
-                    {**worker_environment(addresses, i, os.environ), **devices[i], **job}
-                    for i in range(workers)
-                ],
+                [{**worker_environment(addresses, i, environ), **gpus[i]} for i in range(workers)],
                 run.pass_on,
                 grace=_GRACE,
                 signals=signals,
@@ -89,8 +83,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command line of ``python -m tfmultigpu launch``."""
     add = parser.add_argument
     add("--workers", type=int, default=2, metavar="N", help="how many; default: 2")
-    text = "GPUs of each worker; 0: the CPU; default: all GPUs, evenly"
-    add("--devices-per-worker", type=int, metavar="K", help=text)
     text = "how often all start again after a failure; default: 0"
     add("--restarts", type=int, default=0, metavar="R", help=text)
     add("-m", dest="module", action="store_true", help="SCRIPT names a module")
@@ -120,8 +112,7 @@ class _Run:
             if self._unread:  # The workers are read still: they would hang in `print`.
                 return
             try:
-                sys.stdout.write(f"[{worker:{len(str(self._workers - 1))}}] {text}\n")
-                sys.stdout.flush()
+                print(f"[{worker:{len(str(self._workers - 1))}}] {text}", flush=True)
             except (OSError, ValueError) as error:
                 self._unread = True
                 _say(f"The output of the workers cannot be passed on ({error}): all must end.")
@@ -152,45 +143,37 @@ class _Run:
             lost = [i for i in outcome.failed if "WorkerLostError" in "".join(self._last[i])]
             first = next((i for i in outcome.failed if i not in lost), outcome.failed[0])
             code = outcome.codes[first] or 1
-            more = "; the others were stopped" if self._workers > 1 else ""
             end = "".join(f"\n  {line}" for line in self._last[first])
-            how = f"{how_it_ended(code)}, the first to fail{more}"
+            how = f"{how_it_ended(code)}, the first to fail; all others were stopped"
             _say(f"Worker {first} of {self._workers} {how}. Its output ends with:{end}")
             return code if code > 0 else 128 - code
-        if self._met:
-            return 0
-        _say(
-            f"The {self._workers} workers never joined each other: each ran the whole program, and "
-            "trained a model of its own if it trained. Write strategy = tmg.create_strategy() "
-            "directly after the imports, and build the model in strategy.scope(). A program for "
-            "one process: --workers 1."
-        )
-        return 1
+        if not self._met:
+            _say(
+                f"The {self._workers} workers never joined each other: each trained a model of its "
+                "own, if it trained. Write strategy = tmg.create_strategy() directly after the "
+                "imports, and build the model in strategy.scope(). A program for one process: "
+                "--workers 1."
+            )
+        return int(not self._met)
 
 
-def _devices_of_workers(workers: int, each: int | None) -> list[dict[str, str]]:
-    """Returns ``CUDA_VISIBLE_DEVICES`` of each worker: no two see the same GPU."""
-    if each is not None:
-        check_count("devices_per_worker", each, 0, error=ClusterError)
+def _gpus_of_workers(workers: int) -> list[dict[str, str]]:
+    """Returns ``CUDA_VISIBLE_DEVICES`` of each worker: all GPUs, evenly, each of them once."""
     shown, ask = os.environ.get("CUDA_VISIBLE_DEVICES"), shutil.which("nvidia-smi")
     gpus: list[str] = []
     if shown is not None:  # CUDA stops at the first entry that is not a GPU.
         gpus += itertools.takewhile(lambda name: name not in ("", "-1"), shown.split(","))
     elif ask is not None:
-        listed = subprocess.run([ask, "-L"], capture_output=True, text=True, check=False).stdout
-        gpus += [str(i) for i in range(len(re.findall("^GPU ", listed, re.MULTILINE)))]
-    if each == 0 or not (each or gpus):
-        # On a machine without GPUs the variable would only be blamed for that.
-        return [{"CUDA_VISIBLE_DEVICES": "-1"} if ask else {}] * workers
-    wanted, share = each or 1, len(gpus) // workers
-    if wanted > share:
+        listing = subprocess.run([ask, "-L"], capture_output=True, text=True, check=False).stdout
+        gpus += [str(i) for i in range(len(re.findall("^GPU ", listing, re.MULTILINE)))]
+    share = len(gpus) // workers
+    if gpus and not share:
         raise DeviceNotFoundError(
-            f"{workers} workers with {wanted} GPUs each need {workers * wanted}, and there are "
-            f"{len(gpus)}. Write --devices-per-worker {share}; 0 uses the CPU."
+            f"{workers} workers need a GPU each, and there are {len(gpus)}. Write --workers "
+            f"{len(gpus)}; or set CUDA_VISIBLE_DEVICES=-1, and all train on the CPU."
         )
-    count = each or share
-    parts = [gpus[i * count : (i + 1) * count] for i in range(workers)]
-    return [{"CUDA_VISIBLE_DEVICES": ",".join(part)} for part in parts]
+    parts = [gpus[i * share : (i + 1) * share] for i in range(workers)]
+    return [{"CUDA_VISIBLE_DEVICES": ",".join(part)} if part else {} for part in parts]
 
 
 @contextlib.contextmanager

@@ -1,7 +1,7 @@
 """Lost workers: which one, how it ended, and an end of this process within a minute.
 
-TensorFlow ends calls that wait for a lost worker within some ten seconds, with one of several
-errors, and may name the wrong worker. Here it becomes one error with the right one.
+TensorFlow ends calls that wait for a lost worker with one of several errors, and may name the wrong
+worker. Here it becomes one error with the right one.
 """
 
 from __future__ import annotations
@@ -48,12 +48,7 @@ _LONGEST = 300
 
 
 class JoinedWorkers:
-    """The cluster that this process has joined, and what becomes of its workers.
-
-    Attributes:
-        workers: ``host:port`` of each worker.
-        index: The position of this process among them.
-    """
+    """The cluster that this process has joined, and what becomes of its workers."""
 
     def __init__(self, cluster: Cluster, ends: Ends) -> None:
         """Begins to watch the others, and to tell them how this process ends."""
@@ -93,10 +88,10 @@ class JoinedWorkers:
     def compare(self, name: str, value: str, seconds: float) -> str | None:
         """Returns the first worker's value of that name; None if it did not tell it in time."""
         # Only the first worker sets values: while it is frozen, that would stop any other process.
-        if self.index == 0:
-            _private.set_cluster_value(name, value)
-            return value
-        return _private.cluster_value(name, seconds)
+        if self.index > 0:
+            return _private.cluster_value(name, seconds)
+        _private.set_cluster_value(name, value)
+        return value
 
     def _explain(self, error: BaseException) -> TfMultiGpuError | None:
         if not isinstance(error, tf.errors.OpError):
@@ -122,15 +117,11 @@ class JoinedWorkers:
         tasks = _REPORTED.findall(text)
         if not tasks and "CoordinationService/" in text:
             tasks = ["0"]  # The first worker, which counts the heartbeats of the others.
-        silent = {int(task) for task in tasks or _TASK.findall(text)} - {self.index}
-        return dict.fromkeys(
-            sorted(silent), "it does not answer: it is frozen, or its machine failed"
-        )
+        silent = sorted({int(task) for task in tasks or _TASK.findall(text)} - {self.index})
+        return dict.fromkeys(silent, "it does not answer: it is frozen, or its machine failed")
 
     def _lost(self, ended: dict[int, str], said: str) -> WorkerLostError:
-        who = "; then ".join(
-            f"{self._cluster.name(worker)}: {how}" for worker, how in ended.items()
-        )
+        who = "; then ".join(f"{self._cluster.name(i)}: {how}" for i, how in ended.items())
         return WorkerLostError(
             "Another worker is gone, and the others cannot continue without it. First to go: "
             f"{who or 'TensorFlow does not say which'}. Its log has the reason. Start all workers "

@@ -15,8 +15,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
-from tfmultigpu.addons.workers.sources import SOURCES
+from tfmultigpu.addons.workers.sources import VARIABLES
 
 _POLL_SECONDS = 0.05
 _SIGNAL_GRACE = 30.0
@@ -27,17 +28,11 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 @dataclass(frozen=True)
 class Outcome:
-    """The way in which worker processes ended.
+    """The way in which worker processes ended."""
 
-    Attributes:
-        codes: The exit code of each, negative for a signal; None if the process was stopped.
-        failed: The processes that failed, the first to fail first.
-        signal: The signal that was passed on to all; None if there was none.
-    """
-
-    codes: tuple[int | None, ...]
-    failed: tuple[int, ...]
-    signal: int | None
+    codes: tuple[int | None, ...]  # Negative for a signal; None if the process was stopped.
+    failed: tuple[int, ...]  # The processes that failed, the first to fail first.
+    signal: int | None  # The one that was passed on to all.
 
 
 def run_together(
@@ -55,14 +50,13 @@ def run_together(
     Each has its own process group, which is killed at the end; on Linux a process is killed also
     when this one dies.
     """
-    signals = signals or queue.SimpleQueue()
-    passed_on: int | None = None
+    signals, passed_on = signals or queue.SimpleQueue(), None
     failed: list[int] = []
     deadline = time.monotonic() + timeout
     with contextlib.ExitStack() as stack:
         processes = [
-            stack.enter_context(_started(index, command, environment, on_line))
-            for index, (command, environment) in enumerate(zip(commands, environments, strict=True))
+            stack.enter_context(_started(command, environments[index], partial(on_line, index)))
+            for index, command in enumerate(commands)
         ]
         while True:
             codes = tuple(process.poll() for process in processes)
@@ -87,11 +81,9 @@ def worker_environment(
     addresses: Sequence[str], index: int, environ: Mapping[str, str]
 ) -> dict[str, str]:
     """Returns the variables of a worker: those of ``environ``, and ``TF_CONFIG``."""
-    others = {name for source in SOURCES for name in source.variables}
-    variables = {name: value for name, value in environ.items() if name not in others}
+    variables = {name: value for name, value in environ.items() if name not in VARIABLES}
     if len(addresses) > 1:
-        task = {"type": "worker", "index": index}
-        cluster = {"worker": list(addresses)}
+        cluster, task = {"worker": [*addresses]}, {"type": "worker", "index": index}
         variables["TF_CONFIG"] = json.dumps({"cluster": cluster, "task": task})
     return variables
 
@@ -106,18 +98,15 @@ def free_addresses(count: int) -> list[str]:
 
 def how_it_ended(code: int) -> str:
     """Returns an exit code in words."""
-    names = {int(known): known.name for known in signal.Signals}
-    if code < 0:
-        return f"was ended by {names.get(-code, f'signal {-code}')}"
-    return f"ended with code {code}"
+    if code >= 0:
+        return f"ended with code {code}"
+    known = -code in [int(number) for number in signal.Signals]
+    return f"was ended by {signal.Signals(-code).name if known else f'signal {-code}'}"
 
 
 @contextlib.contextmanager
 def _started(
-    index: int,
-    command: Sequence[str],
-    environment: Mapping[str, str],
-    on_line: Callable[[int, bytes], None],
+    command: Sequence[str], environment: Mapping[str, str], on_line: Callable[[bytes], None]
 ) -> Iterator[subprocess.Popen[bytes]]:
     parent = os.getpid()
 
@@ -140,7 +129,7 @@ def _started(
 
     def read() -> None:
         for line in iter(lambda: stream.readline(_LONGEST_LINE), b""):
-            on_line(index, line)
+            on_line(line)
 
     reader = threading.Thread(target=read, daemon=True)
     reader.start()

@@ -6,23 +6,20 @@ Descriptions that TensorFlow takes for one machine, or hangs on, are errors here
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping
 from typing import Any
 
-from tfmultigpu.addons.workers.cluster import Cluster, find_wrong_address
+from tfmultigpu.addons.workers.cluster import Cluster
 from tfmultigpu.errors import ClusterError
 
 _EXAMPLE = (
     'It looks like {"cluster": {"worker": ["host1:2222", "host2:2222"]}, '
     '"task": {"type": "worker", "index": 0}}'
 )
-_NUMBER = re.compile(r"[0-9]{1,9}")
-_JOBS = ("chief", "worker", "evaluator")
-_NO_PS = (
-    "Parameter servers are not supported: under TensorFlow's parameter server strategy "
-    "`optimizer.iterations` counts wrongly, and updates are not those of one device. List the "
-    'machines under "worker" instead'
+_KNOWN = (
+    "Known are chief, worker and evaluator. Parameter servers (ps) are not supported: under "
+    "TensorFlow's strategy for them updates are not those of one device. List the machines under "
+    '"worker" instead'
 )
 
 
@@ -35,77 +32,51 @@ def read_tf_config(environ: Mapping[str, str]) -> Cluster | str:
         config = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise _wrong("is not JSON", text, f"{error}. Unset TF_CONFIG to train alone") from error
-    if not isinstance(config, dict):
-        raise _wrong("must be a JSON object", text, "Unset TF_CONFIG to train alone")
+    for name in ("cluster", "task"):
+        if not isinstance(config, dict) or not isinstance(config.get(name), dict):
+            raise _wrong(f'must be a JSON object with an object "{name}"', config)
     if "sparseCluster" in config:
         cure = "TensorFlow would train alone. Remove enableDynamicWorker from Kubeflow's TFJob"
         raise _wrong('has "sparseCluster"', config["sparseCluster"], cure)
     if config.get("rpc_layer", "grpc") != "grpc":
         raise _wrong('"rpc_layer" must be "grpc"', config["rpc_layer"], "Leave it out")
-    jobs = _read_jobs(config)
-    workers = [*jobs.get("chief", ()), *jobs.get("worker", ())]
-    if not workers:
-        cure = "Without one nobody would train"
-        raise _wrong('"cluster" lists no worker', config["cluster"], cure)
-    task_type, index = _read_task(config, jobs)
-    if task_type == "worker":
-        index += len(jobs.get("chief", ()))
-    return Cluster(workers, None if task_type == "evaluator" else index, source="TF_CONFIG")
+    jobs = _read_jobs(config["cluster"])
+    chief, workers = jobs.get("chief", []), jobs.get("worker", [])
+    job, index = _read_task(config["task"], jobs)
+    if job == "worker":
+        index += len(chief)
+    return Cluster([*chief, *workers], None if job == "evaluator" else index, source="TF_CONFIG")
 
 
-def _read_jobs(config: dict[str, Any]) -> dict[str, list[str]]:
+def _read_jobs(cluster: dict[str, Any]) -> dict[str, list[str]]:
     """Returns the addresses by task type; ``master`` is read as ``chief``."""
-    if not config.get("cluster") or not isinstance(config["cluster"], dict):
-        what = '"cluster" must list the workers' if "cluster" in config else 'has no "cluster"'
-        raise _wrong(what, config.get("cluster", config))
-    cluster = config["cluster"]
-    names: dict[str, object] = {}
     jobs: dict[str, list[str]] = {}
-    for key, listed in cluster.items():
+    for key, addresses in cluster.items():
         job = "chief" if key == "master" else key
-        if job == "ps":
-            raise _wrong('"cluster" has "ps"', listed, _NO_PS)
-        if job not in _JOBS:
-            cure = "Known are chief, worker, evaluator"
-            raise _wrong('"cluster" has an unknown task type', key, cure)
-        if job in jobs:
-            raise _wrong('"cluster" has both "chief" and "master"', cluster, "Keep one of them")
-        if not isinstance(listed, list):
-            raise _wrong(f"cluster.{key} must be a list of addresses", listed)
-        jobs[job] = listed
-        names |= {f"cluster.{key}[{place}]": one for place, one in enumerate(jobs[job])}
-        if (wrong := find_wrong_address(names)) is not None:
-            raise _wrong(*wrong)
-        if job == "chief" and len(jobs[job]) != 1:
-            cure = 'There is one chief; list the others under "worker"'
-            raise _wrong(f"cluster.{key} must have one address", listed, cure)
+        if job not in ("chief", "worker", "evaluator"):
+            raise _wrong('"cluster" has an unknown task type', key, _KNOWN)
+        if not isinstance(addresses, list):
+            raise _wrong(f"cluster.{key} must be a list of addresses", addresses)
+        if job == "chief" and (len(addresses) != 1 or job in jobs):
+            cure = 'There is one, also called master. List the others under "worker"'
+            raise _wrong('"cluster" must have one chief', cluster, cure)
+        jobs[job] = addresses
     return jobs
 
 
-def _read_task(config: dict[str, Any], jobs: Mapping[str, list[str]]) -> tuple[str, int]:
-    task = config.get("task")
-    if not isinstance(task, dict):
-        what = '"task" must be an object' if "task" in config else 'has no "task"'
-        cure = "Every process needs to know which of the workers it is"
-        raise _wrong(what, config.get("task", config), cure)
-    for key in ("type", "index"):
-        if key not in task:
-            raise _wrong(f"task.{key} is missing", task)
-    job = "chief" if task["type"] == "master" else task["type"]
-    if job == "ps":
-        raise _wrong('task.type is "ps"', job, _NO_PS)
+def _read_task(task: dict[str, Any], jobs: Mapping[str, list[str]]) -> tuple[str, int]:
+    job, index = (task.get(key) for key in ("type", "index"))
+    job = "chief" if job == "master" else job
     # Kubeflow leaves the evaluator out of the cluster, and it needs no address.
-    if job != "evaluator" and (not isinstance(job, str) or job not in jobs):
-        raise _wrong("task.type is not in the cluster", job, f"It has {', '.join(jobs)}")
-    index = task["index"]
-    if isinstance(index, str) and _NUMBER.fullmatch(index):
+    if job != "evaluator" and job not in list(jobs):
+        known = ", ".join(jobs)
+        raise _wrong("task.type is not in the cluster", job, f"It has {known}. {_KNOWN}")
+    if isinstance(index, str) and index.isdecimal():
         index = int(index)
-    if isinstance(index, bool) or not isinstance(index, int):
-        raise _wrong("task.index must be a whole number", index)
-    count = len(jobs[job]) if job in jobs else max(1, index + 1)
-    if not 0 <= index < count:
-        cure = f"cluster.{task['type']} has {count} addresses: 0 to {count - 1}"
-        raise _wrong("task.index is out of range", index, cure)
+    count = len(jobs.get(job, [0]))
+    if isinstance(index, bool) or not isinstance(index, int) or not 0 <= index < count:
+        cure = f"cluster.{job} has {count} addresses: 0 to {count - 1}"
+        raise _wrong("task.index is out of range, or not a whole number", index, cure)
     return job, index
 
 
