@@ -66,20 +66,6 @@ def strategy_of_optimizer(optimizer: Any) -> tf.distribute.Strategy:
     return tf.distribute.get_strategy() if own is None else own
 
 
-def pruned(concrete: Any) -> Any:
-    """Returns a concrete function of dense results without the effects that these do not need.
-
-    Private: the class of what ``tf.compat.v1.wrap_function`` returns, which has the only ``prune``.
-    By itself that function adds no control dependencies: what reads a variable would not wait for
-    what assigns it. So the class is given the graph of a ``tf.function``.
-    """
-    donor: Any = tf.compat.v1.wrap_function(lambda: tf.zeros([]), [])
-    wrapped = type(donor)(concrete.graph, donor._variable_holder)
-    # What a ``tf.function`` returns are copies that wait for all effects.
-    results = tf.nest.map_structure(lambda copy: copy.op.inputs[0], concrete.structured_outputs)
-    return wrapped.prune(wrapped.inputs, results)
-
-
 def variables_of(concrete: Any) -> list[tuple[Any, Any]]:
     """Returns the handle and the value of each variable that a concrete function can assign.
 

@@ -427,8 +427,13 @@ LAW = (
     ),
     Mutation(
         "states that layers assign are not compared",
-        "addons/verification/verify.py",
-        (("for i, variable in enumerate(device.states):", "for i, variable in enumerate(()):"),),
+        "addons/verification/compare.py",
+        (
+            (
+                "for i, variable in enumerate(device.trace.state):",
+                "for i, variable in enumerate(()):",
+            ),
+        ),
         (f"{TOUCHING}[a number of rows kept in a layer]",),
     ),
 )

@@ -12,11 +12,8 @@ import pytest
 import tensorflow as tf
 
 import tfmultigpu as tmg
-from tfmultigpu.accumulation.replicated import Replicated
 from tfmultigpu.addons.verification import Verification
-from tfmultigpu.addons.verification.compare import Quantity, Rounding, epsilon, furthest
-from tfmultigpu.addons.verification.one_device import DryRun
-from tfmultigpu.strategies.collectives import forcing_addition
+from tfmultigpu.addons.verification.compare import Quantity, Rounding, furthest
 
 L = keras.layers
 _random = np.random.default_rng(0)
@@ -78,10 +75,12 @@ def test_a_difference_names_the_numbers_the_layer_and_the_line_to_write(strategy
     with pytest.warns(Told) as caught:
         step((X[:7], Y[:7]))
     found = step.verification
-    assert (found.outcome, found.rows, found.global_rows) == ("different", 7, 7)
+    assert found.outcome == "different"
     assert found.culprit.startswith("Lambda '")
-    assert found.differences[0].quantity == "the loss"
-    assert found.differences[0].one_device != found.differences[0].replicas
+    one, _, other = (
+        found.differences[0].removeprefix("the loss is ").partition(" on one device and ")
+    )
+    assert float(one) != float(other.removesuffix(" as computed"))
     assert [str(each.message) for each in caught] == [str(found)]
     for part in ("the loss is ", "centred'", "tmg.gather_rows(tensor)"):
         assert part in str(found)
@@ -136,7 +135,7 @@ def test_micro_batches_are_verified_on_one_device_too() -> None:
     assert "Write micro_batches=1" in told(lambda: step((X[:7], Y[:7])))[0]
     step = step_of(alone, lambda: L.Dropout(0.5), micro_batches=3)
     assert told(lambda: step((X[:7], Y[:7]))) == []
-    assert step.verification == Verification("same", 7, 7)
+    assert step.verification == Verification("same")
     step = step_of(alone, L.BatchNormalization)
     step((X[:7], Y[:7]))
     assert step.verification is None  # There is nothing to verify.
@@ -152,22 +151,10 @@ def test_gradients_are_compared_when_asked(strategy: Any) -> None:
     for verify, last in (("first", "the norm of the gradient"), ("gradients", "the gradient of '")):
         step = step_of(strategy, loss=coupled_backwards, verify=verify)
         assert len(told(lambda step=step: step((X[:7], Y[:7])))) == 1
-        assert step.verification.differences[-1].quantity.startswith(last)
+        assert step.verification.differences[-1].startswith(last)
     step = step_of(strategy, verify="gradients", clip_norm=0.01)
     assert told(lambda: step((X[:7], Y[:7]))) == []
     assert step.verification.outcome == "same"
-
-
-def test_an_update_that_is_not_that_of_the_gradient_is_told(
-    strategy: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    clipping = lambda: keras.optimizers.SGD(0.1, global_clipnorm=0.01)  # noqa: E731
-    with forcing_addition("collective"):
-        step = step_of(strategy, optimizer=clipping, shard_update=False)
-        assert told(lambda: step((X[:7], Y[:7]))) == []
-        monkeypatch.setattr(Replicated, "_clipped", lambda self, optimizer, gradients: gradients)
-        step = step_of(strategy, optimizer=clipping, shard_update=False)
-        assert "the update of an element" in told(lambda: step((X[:7], Y[:7])))[0]
 
 
 def test_a_gradient_that_a_feature_changes_is_not_compared(strategy: Any) -> None:
@@ -195,7 +182,6 @@ def test_the_first_uneven_batch_is_verified_alone_in_a_loop(strategy: Any) -> No
     (step, said, logs), (other, _, expected) = run("first"), run(False)
     assert len(said) == 1
     assert "the state 'kept/mean'" in said[0]
-    assert step.verification.rows == 3
     assert [each["steps"] for each in logs] == [2, 1, 3]
     assert logs == expected
     for one, two in zip(values(step), values(other), strict=True):
@@ -214,8 +200,7 @@ def test_batches_of_fewer_rows_than_replicas_show_nothing_and_the_next_is_taken(
     four = tmg.create_strategy(devices=[f"CPU:{i}" for i in range(4)])
     step = step_of(four, minus_mean)
     assert told(lambda: step((X[:3], Y[:3]))) == []
-    assert step.verification.outcome == "not verified"
-    assert "fewer rows than there are replicas" in str(step.verification)
+    assert step.verification is None
     iterator = iter(tmg.distribute_dataset((X[:12], Y[:12]), four, batch_size=3))
     assert told(lambda: step.run(iterator, 4)) == []
     assert len(told(lambda: step((X[:8], Y[:8])))) == 1
@@ -248,19 +233,16 @@ def test_eval_and_predict_steps_and_the_loops_are_verified(strategy: Any) -> Non
 # Nothing is changed -------------------------------------------------------------------------------
 
 
-class Effects(L.Layer):
-    """Assigns variables of TensorFlow, which no scope of Keras defers, and runs Python."""
+class Counts(L.Layer):
+    """Assigns a variable of TensorFlow, which no scope of Keras defers."""
 
-    def __init__(self, see: Callable[[], None]) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        first = tf.VariableAggregation.ONLY_FIRST_REPLICA
-        self.calls, self.used = (tf.Variable(0.0, aggregation=first) for _ in range(2))
-        self._see = see
+        self.calls = tf.Variable(0.0, aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA)
 
     def call(self, x: Any) -> Any:
         self.calls.assign_add(1.0)
-        tf.py_function(self._see, [], [])
-        return x + 0.0 * tf.cast(self.used.assign_add(1.0), x.dtype)
+        return x
 
 
 def test_verification_changes_no_bit_of_the_training(strategy: Any) -> None:
@@ -282,13 +264,11 @@ def test_verification_changes_no_bit_of_the_training(strategy: Any) -> None:
     assert losses == others
 
 
-def test_effects_of_the_user_happen_once(strategy: Any) -> None:
-    seen: list[int] = []
-    step = step_of(strategy, lambda: Effects(lambda: seen.append(1)))
+def test_variables_of_the_user_are_put_back(strategy: Any) -> None:
+    step = step_of(strategy, Counts)
     assert told(lambda: step((X[:8], Y[:8]))) == []
     assert step.verification.outcome == "same"
-    layer = step.model.layers[0]
-    assert (float(layer.calls.numpy()), float(layer.used.numpy()), len(seen)) == (1.0, 1.0, 2)
+    assert float(step.model.layers[0].calls.numpy()) == 1.0
 
 
 # What cannot be verified --------------------------------------------------------------------------
@@ -302,9 +282,7 @@ def test_draws_that_no_two_runs_repeat_are_not_compared(strategy: Any) -> None:
     assert told(lambda: step((X[:8], Y[:8]))) == []
 
 
-def test_errors_of_the_check_do_not_end_the_training(
-    strategy: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_errors_of_the_check_do_not_end_the_training(strategy: Any) -> None:
     def on_replicas_only(x: Any) -> Any:
         context = tf.distribute.get_replica_context()
         if context is not None and context.num_replicas_in_sync == 1:
@@ -312,17 +290,11 @@ def test_errors_of_the_check_do_not_end_the_training(
         return x
 
     step = step_of(strategy, lambda: L.Lambda(on_replicas_only))
-    assert "RuntimeError: two replicas are needed" in told(lambda: step((X[:7], Y[:7])))[0]
-    assert int(step.optimizer.iterations.numpy()) == 1
-
-    def no_memory(*_: Any, **options: Any) -> Any:
-        raise tf.errors.ResourceExhaustedError(None, None, "OOM when allocating")
-
-    monkeypatch.setattr(DryRun, "__call__", no_memory)
-    step = step_of(strategy, lambda: L.Dense(3))
     (message,) = told(lambda: step((X[:7], Y[:7])))
-    assert "has not enough memory for the whole batch" in message
+    assert "RuntimeError" in message
+    assert "two replicas are needed" in message
     assert step.verification.outcome == "not verified"
+    assert int(step.optimizer.iterations.numpy()) == 1
 
 
 # Rounding -----------------------------------------------------------------------------------------
@@ -353,13 +325,13 @@ def test_bounds_follow_from_dtype_layers_and_additions_and_moved_weights() -> No
 
     rounding = Rounding([Layer()] * 9)
     assert rounding.bound == pytest.approx(16 * 2**-23 * 3)
-    assert rounding.of_sum("float32", 100) == pytest.approx(16 * 2**-23 * 3 + 4 * 2**-23 * 10)
-    assert (rounding.of_sum("int32"), epsilon("float64")) == (0.0, 2**-52)
+    assert rounding.of_sum(100) == pytest.approx(16 * 2**-23 * 3 + 4 * 2**-23 * 10)
     Layer.compute_dtype = "bfloat16"
-    assert Rounding([Layer()] * 9).bound == epsilon("bfloat16") == 2**-7
+    assert Rounding([Layer()] * 9).bound == 2**-7
     still, *moved = ({"term 0": value} for value in (100.0, 100.1, 99.95))  # One in a thousand.
     for other, beyond in ((1.010, False), (1.020, True), (np.inf, True)):
-        assert Quantity("term", 0, "the loss", 1.0, [other]).is_beyond(still, moved, 16.0) == beyond
+        quantity = Quantity("term 0", "the loss", 1.0, [other], 0.0)
+        assert quantity.is_beyond(still, moved, 16.0) == beyond
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,6 @@ def verified(*layers: Any, many: bool = False) -> dict[str, Any]:
     said = [one for one in caught if issubclass(one.category, tmg.ReplicaDependenceWarning)]
     return {
         "outcome": found.outcome,
-        "rows": [found.rows, found.global_rows],
         "culprit": found.culprit.split(" ")[0],
         "warnings": len(said),
         "steps": int(logs.get("steps", 1)),

@@ -2,7 +2,7 @@
 
 The bound of a comparison is, relative to the largest number,
 
-    16 * eps(compute dtype) * sqrt(layers) + 4 * eps(sum dtype) * sqrt(additions)
+    16 * eps(compute dtype) * sqrt(layers) + 4 * eps(float32) * sqrt(additions)
 
 with 1 in place of 16 * sqrt(layers) in half precision. The first part is the rounding of a forward
 pass whose kernels see other numbers of rows, which adds up like a random walk over the layers. The
@@ -18,33 +18,56 @@ import dataclasses
 import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import tensorflow as tf
 
-from tfmultigpu.addons.verification.outcome import Difference
+from tfmultigpu.addons.verification.one_device import OneDevice, dense
 
 _TINY = float(np.finfo("float32").tiny)
+_EPSILON = 2.0**-23  # Of float32, the narrowest dtype of a sum.
+
+
+@dataclasses.dataclass(frozen=True)
+class Verification:
+    """Comparison of a step with one device on the same global batch.
+
+    Attributes:
+        outcome: ``"same"``, ``"different"``, or ``"not verified"``.
+        reason: Why it was not verified; empty otherwise.
+        differences: What differs, with both numbers; a warning has the first.
+        culprit: The first layer, loss or state that depends on how the batch was cut; empty if it
+            was not found.
+        advice: The line to write instead.
+    """
+
+    outcome: Literal["same", "different", "not verified"]
+    reason: str = ""
+    differences: tuple[str, ...] = ()
+    culprit: str = ""
+    advice: str = ""
+
+    def __str__(self) -> str:
+        """Returns the outcome in a sentence or two."""
+        if self.outcome != "different":
+            return f"{self.outcome.capitalize()} on one device. {self.reason}".strip()
+        what = self.differences[0] if self.differences else "another worker found a difference"
+        cause = f" The first that depends on the cut is {self.culprit}." if self.culprit else ""
+        return f"The result depends on how the batch was cut: {what}.{cause} {self.advice}"
 
 
 @dataclasses.dataclass(frozen=True)
 class Quantity:
     """A quantity of one device and of the replicas."""
 
-    kind: str  # "term", "state", "copy", "norm", "gradient", "update" or "output"
-    number: int  # Of the sum or weight in ``Tally.terms``, of the state, variable or output.
+    key: str  # In what one device computes, such as "state 2".
     name: str
     one: Any
     others: Sequence[Any]  # As each replica has it.
-    bound: float = 0.0  # The relative difference that is rounding,
+    bound: float  # The relative difference that is rounding,
     slack: float = 0.0  # and the absolute one.
     per: tuple[float, float] = (1.0, 1.0)  # What a person divides them by: the weight of a loss.
-
-    @property
-    def key(self) -> str:
-        """Its key in what one device computes; that of the gradient for an update."""
-        return f"{'gradient' if self.kind == 'update' else self.kind} {self.number}"
 
     @functools.cached_property
     def apart(self) -> tuple[float, float, float] | None:
@@ -52,28 +75,30 @@ class Quantity:
         found = [furthest(self.one, other, self.bound) for other in self.others]
         return next((each for each in found if each and each[2] > self.slack), None)
 
-    @property
-    def difference(self) -> Difference:
-        """Both numbers as a person knows them."""
-        one, other, _ = self.apart or (0.0, 0.0, 0.0)
-        return Difference(self.name, one / self.per[0], other / self.per[1])
+    def __str__(self) -> str:
+        """Returns its name and both numbers, with as many digits as tell them apart."""
+        assert self.apart is not None
+        numbers = [number / per for number, per in zip(self.apart, self.per, strict=False)]
+        for digits in (4, 6, 9, 17):
+            one, other = (f"{number:.{digits}g}" for number in numbers)
+            if one != other:
+                break
+        return f"{self.name} is {one} on one device and {other} as computed"
 
     def is_steady(self, still: Mapping[str, Any], again: Mapping[str, Any]) -> bool:
         """Returns whether two runs on one device agree on it."""
-        key = self.key
-        return key not in still or furthest(still[key], again[key], self.bound) is None
+        return furthest(still[self.key], again[self.key], self.bound) is None
 
     def is_beyond(self, still: Mapping[str, Any], moved: Sequence[Any], margin: float) -> bool:
         """Returns whether it lies further apart than so many times what moved weights change.
 
         Relative to its size: the weights may have changed since it was computed.
         """
-        if self.apart is None or self.key not in still:
-            return self.apart is not None
+        assert self.apart is not None
         base, *others = (np.asarray(each[self.key], "float64") for each in (still, *moved))
-        change = max(size(other - base) for other in others) / max(size(base), _TINY)
+        change = max(_size(other - base) for other in others) / max(_size(base), _TINY)
         # Not `distance > ...`: what is not finite is beyond any rounding.
-        return not self.apart[2] <= margin * change * size(self.one)
+        return not self.apart[2] <= margin * change * _size(self.one)
 
 
 class Rounding:
@@ -82,7 +107,7 @@ class Rounding:
     def __init__(self, layers: Sequence[Any]) -> None:
         """Takes all layers of the model."""
         dtypes = {tf.as_dtype(layer.compute_dtype) for layer in layers if layer.compute_dtype}
-        self.compute = max([epsilon(d) for d in dtypes if d.is_floating], default=2.0**-23)
+        self.compute = max([_epsilon(d) for d in dtypes if d.is_floating], default=_EPSILON)
         tf32 = tf.config.experimental.tensor_float_32_execution_enabled()
         if tf32 and tf.config.list_logical_devices("GPU"):
             self.compute = max(self.compute, 2.0**-10)
@@ -91,24 +116,20 @@ class Rounding:
         self.bound = self.compute * (1.0 if half else 16.0 * math.sqrt(len(layers)))
         self.margin = 4.0 if half else 16.0
 
-    def of_sum(self, dtype: Any, additions: float = 1.0) -> float:
-        """Returns the relative bound for a sum of so many numbers; integers are exact."""
-        if not tf.as_dtype(dtype).is_floating:
-            return 0.0
-        return self.bound + 4.0 * epsilon(dtype) * math.sqrt(max(additions, 1.0))
+    def of_sum(self, additions: float = 1.0) -> float:
+        """Returns the relative bound for a sum of so many numbers."""
+        return self.bound + 4.0 * _EPSILON * math.sqrt(max(additions, 1.0))
 
 
-def epsilon(dtype: Any) -> float:
-    """Returns the relative rounding of a floating-point dtype."""
-    numbers: Any = tf.as_dtype(dtype).as_numpy_dtype
-    return 2.0**-7 if tf.as_dtype(dtype) == tf.bfloat16 else float(np.finfo(numbers).eps)
+def _epsilon(dtype: Any) -> float:
+    # NumPy does not know bfloat16.
+    return 2.0**-7 if dtype == tf.bfloat16 else float(np.finfo(dtype.as_numpy_dtype).eps)
 
 
 def furthest(one: Any, other: Any, bound: float) -> tuple[float, float, float] | None:
-    """Returns where arrays lie furthest apart: both numbers, and how far; NaN equals NaN.
+    """Returns both numbers where arrays lie furthest apart, and how far; of other shapes the sizes.
 
-    None if all are within the bound, relative to the largest of the first; integers must be equal.
-    Of other shapes the numbers are the sizes.
+    None within the bound, relative to the largest of the first; integers and NaN must be equal.
     """
     one, other = np.atleast_1d(one), np.atleast_1d(other)
     if one.shape != other.shape:
@@ -119,48 +140,73 @@ def furthest(one: Any, other: Any, bound: float) -> tuple[float, float, float] |
         apart = np.abs(one - other)
     apart[(one == other) | (np.isnan(one) & np.isnan(other))] = 0.0
     apart[np.isnan(apart)] = np.inf
-    allowed = 0.0 if exact else bound * max(size(one[np.isfinite(one)]), _TINY)
+    allowed = 0.0 if exact else bound * max(_size(one[np.isfinite(one)]), _TINY)
     if not apart.size or apart.max() <= allowed:
         return None
     where = np.unravel_index(np.argmax(apart), apart.shape)
     return float(one[where]), float(other[where]), float(apart[where])
 
 
-def of_terms(layout: Any, dtype: Any, one: Any, other: Any, rounding: Rounding) -> Iterator[Any]:
-    """Yields the sums and the weights of the terms of a loss: of vectors that have both."""
+def compared(
+    device: OneDevice,
+    one: Any,
+    gradients: Sequence[Any],
+    results: tuple[Any, Any],
+    bounds: Rounding,
+) -> Iterator[Quantity]:
+    """Yields what one device computed, with the same of the replicas: logs and tallies."""
+    logs, tallies = results
+    if device.trace is None:
+        for i, output in enumerate(dense(logs)):
+            what = "an element" if one[f"output {i}"].shape == output.shape else "the size"
+            yield Quantity(
+                f"output {i}", f"{what} of output {i}", one[f"output {i}"], [output.numpy()],
+                bounds.of_sum(),
+            )  # fmt: skip
+        return
+    yield from _of_terms(device.trace.layout, one, tallies[""].terms.numpy(), bounds)
+    for i, variable in enumerate(device.trace.state):
+        # As it is read beside the replicas, then each copy.
+        copies = [tf.convert_to_tensor(variable.value)]
+        if variable.synchronization != "on_read":
+            copies += device.strategy.experimental_local_results(variable.value)
+        # The update has changed a trained weight since, so its copies are compared alone.
+        expected = copies[0].numpy() if variable.trainable else one[f"state {i}"]
+        name = f"the state {variable.path!r}"
+        values = [copy.numpy() for copy in copies]
+        yield Quantity(f"state {i}", name, expected, values, bounds.of_sum())
+    if "norm 0" in one:
+        norm, scale = (float(value) for value in tallies[""].last)
+        # Half precision overflows in a sum of more rows sooner: loss scaling skips such a step.
+        if scale == 1.0 or np.isfinite([norm, one["norm 0"]]).all():
+            bound = 4.0 * bounds.of_sum()
+            yield Quantity("norm 0", "the norm of the gradient", one["norm 0"], [norm], bound)
+    # A gradient that cancels to nothing is as exact as the numbers that cancel.
+    every = [one[f"gradient {i}"] for i in range(len(gradients))]
+    slack = bounds.bound * 1e-3 * max(map(_size, every), default=0.0)
+    for i, gradient in enumerate(gradients):
+        name = f"the gradient of {device.variables[i].path!r}"
+        yield Quantity(f"gradient {i}", name, every[i], [gradient], bounds.bound, slack)
+
+
+def _of_terms(layout: Any, one: Any, other: Any, bounds: Rounding) -> Iterator[Quantity]:
+    """Yields the sums and the weights of the terms of a loss."""
     count = len(layout.own)
     for i, term in enumerate(layout.own):
         name = "an added loss" if i else "the loss"
         if term.name is not None:
             name = f"the {'value' if term.logged else 'loss of output'} {term.name!r}"
-        weights = float(one[count + i]), float(other[count + i])
+        weights = float(one[f"term {count + i}"]), float(other[count + i])
         # Rows that cancel leave the rounding of a mean of one.
         rows = max(abs(weights[0]), 1.0)
-        bound, slack = rounding.of_sum(dtype, rows), epsilon(dtype) * rows
         if not term.fixed:
-            pair, exact = (weights[0], weights[1:]), bound - rounding.bound
-            yield Quantity("term", count + i, f"the weight of {name}", *pair, exact, slack)
+            key, bound = f"term {count + i}", bounds.of_sum(rows) - bounds.bound
+            yield Quantity(key, f"the weight of {name}", weights[0], weights[1:], bound)
         per = weights if all(weights) else (1.0, 1.0)
-        yield Quantity("term", i, name, one[i], [other[i]], bound, slack, per)
+        bound, slack = bounds.of_sum(rows), _EPSILON * rows
+        yield Quantity(f"term {i}", name, one[f"term {i}"], [other[i]], bound, slack, per)
 
 
-def of_update(i: int, path: str, gradient: Any, values: Any, rounding: Rounding) -> Iterator[Any]:
-    """Yields the step of an element that stands for the update of a variable.
-
-    An element of small gradient may move by rounding alone, as far as any other: Adam divides by
-    the size of the gradient. So it is the median of those of large gradients.
-    """
-    before, one, other = (np.ravel(np.asarray(value, "float64")) for value in values)
-    sizes = np.ravel(np.abs(np.asarray(gradient, "float64")))
-    large = np.flatnonzero(sizes >= 0.1 * sizes.max(initial=_TINY))
-    if large.size and np.isfinite(sizes).all():
-        place = large[np.argsort(np.abs(other - one)[large])[large.size // 2]]
-        steps = [float(value[place] - before[place]) for value in (one, other)]
-        bound, slack = max(10.0 * rounding.bound, 1e-3), 8.0 * 2.0**-23 * size(before)
-        name = f"the update of an element of {path!r}"
-        yield Quantity("update", i, name, steps[0], steps[1:], bound, slack)
-
-
-def size(array: Any) -> float:
+def _size(array: Any) -> float:
     """Returns the largest absolute number."""
     return float(np.max(np.abs(np.asarray(array, "float64")), initial=0.0))
