@@ -103,11 +103,10 @@ _DRAWS = {
     "stateless_categorical": "tensorflow:random",
     "stateless_gamma": "tensorflow:random",
     "stateless_binomial": "tensorflow:random",
-    "stateless_poisson": "tensorflow:random",
-    "stateless_parameterized_truncated_normal": "tensorflow:random",
     "stateless_random_uniform": "tensorflow.python.ops.stateless_random_ops",
     "next": "keras:random.SeedGenerator",
     "_moments": "keras:layers.BatchNormalization",
+    "sum": "keras.src.ops",
 }
 
 
@@ -137,7 +136,8 @@ def home_of(name: str) -> Any:
     ``tensorflow.python.ops.stateless_random_ops.stateless_random_uniform``, with which dropout and
     ``tf.image.stateless_random_flip_left_right`` draw. Without it all replicas drop and flip alike.
     Private: ``keras.layers.BatchNormalization._moments``, which ignores ``synchronized`` for masked
-    inputs. Without it each replica normalizes by its own rows.
+    inputs, and ``keras.src.ops.sum``, with which it adds. Without them each replica normalizes by
+    its own rows.
     """
     # After a colon nothing is imported: a second tensorflow.random would not be that of the user.
     return pkgutil.resolve_name(_DRAWS[name])

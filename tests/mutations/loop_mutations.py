@@ -152,8 +152,8 @@ LOOPS = (
         "steps/batch_norm.py",
         (
             (
-                "squares = context.all_reduce(tf.distribute.ReduceOp.SUM, total(tf.square(apart)))",
-                "squares = total(tf.square(apart))",
+                "return context.all_reduce(tf.distribute.ReduceOp.SUM, add(*args, **kwargs))",
+                "return add(*args, **kwargs)",
             ),
         ),
         (

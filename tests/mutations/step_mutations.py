@@ -137,7 +137,7 @@ STEPS = (
         "steps/draws.py",
         (
             (
-                '    "stateless_normal": {"mean": 0, "stddev": 1},\n',
+                '    "stateless_normal": ("mean", "stddev"),\n',
                 "",
             ),
         ),
@@ -146,7 +146,7 @@ STEPS = (
     Mutation(
         "dropout is drawn by each replica for itself",
         "steps/draws.py",
-        (('    "stateless_random_uniform": _UNIFORM,  # Dropout and', "    # Dropout and"),),
+        (('    "stateless_random_uniform": ("minval", "maxval"),  # Dropout', "    # Dropout"),),
         (f"{DRAWS}[noise, N=3]",),
     ),
     # test_shard_update ----------------------------------------------------------------------------

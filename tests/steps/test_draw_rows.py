@@ -64,12 +64,6 @@ EXACT: dict[str, Any] = {
     "binomial": lambda x: random.stateless_binomial(tf.shape(x), SEED, 20.0, 0.3),
     "binomial by row": lambda x: random.stateless_binomial(
         tf.shape(x), SEED, counts=20.0, probs=tf.minimum(tf.abs(x), 1.0)),
-    "poisson": lambda x: random.stateless_poisson(tf.shape(x), SEED, 2.5),
-    "poisson by row": lambda x: random.stateless_poisson(tf.shape(x), SEED, lam=tf.abs(x) + 0.5),
-    "truncated between": lambda x: random.stateless_parameterized_truncated_normal(
-        tf.shape(x), SEED, 0.5, 2.0, -1.0, 4.0),
-    "truncated between rows": lambda x: random.stateless_parameterized_truncated_normal(
-        tf.shape(x), SEED, x, stddevs=1.0, minvals=x - 1.0, maxvals=x + 4.0),
     "seeds": lambda x: random.split(SEED, tf.shape(x)[0]),
     "dropout": dropped,
     "dropout of rows": lambda x: dropped(x, noise_shape=[tf.shape(x)[0], 1]),

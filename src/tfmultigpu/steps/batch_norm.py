@@ -8,7 +8,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfmultigpu._patch import setting
+from tfmultigpu import _compat
+from tfmultigpu._patch import patching, setting
 from tfmultigpu.strategies.scopes import all_layers, check_backend
 
 
@@ -55,30 +56,17 @@ def synchronize_batch_norm(model: Any) -> Any:
 def moments_of_replicas(original: Any, layer: Any, inputs: Any, mask: Any) -> Any:
     """Returns mean and variance over what the masks of all replicas leave of their rows.
 
-    Keras synchronizes without a mask only. Here it is its formula for one device, with each sum
-    added over the replicas before it is divided.
+    Keras synchronizes without a mask only. Here each sum of its formula is one over replicas.
     """
-    import keras
-
     context = tf.distribute.get_replica_context()
-    alone = context is None or context.num_replicas_in_sync == 1
-    if mask is None or alone or not layer.synchronized:
+
+    def over_replicas(add: Any, *args: Any, **kwargs: Any) -> Any:
+        return context.all_reduce(tf.distribute.ReduceOp.SUM, add(*args, **kwargs))
+
+    if mask is None or context is None or not layer.synchronized:
         return original(layer, inputs, mask)
-    rank = inputs.shape.rank
-    axes = [axis for axis in range(rank) if axis != layer.axis % rank]
-    counted = tf.broadcast_to(tf.cast(mask, tf.bool)[..., tf.newaxis], tf.shape(inputs))
-
-    def total(values: Any) -> Any:
-        return tf.reduce_sum(values, axes, keepdims=True)
-
-    kept = tf.where(counted, inputs, tf.zeros_like(inputs))
-    sums = [total(kept), total(tf.cast(counted, inputs.dtype))]
-    sum_of_inputs, count = context.all_reduce(tf.distribute.ReduceOp.SUM, sums)
-    count += keras.config.epsilon()  # As Keras does: nothing may be left.
-    mean = sum_of_inputs / count
-    apart = tf.where(counted, inputs - mean, tf.zeros_like(inputs))
-    squares = context.all_reduce(tf.distribute.ReduceOp.SUM, total(tf.square(apart)))
-    return tf.squeeze(mean, axes), tf.squeeze(squares / count, axes)
+    with patching(_compat.home_of("sum"), "sum", over_replicas):
+        return original(layer, inputs, mask)
 
 
 @contextmanager
@@ -86,13 +74,9 @@ def short_sums() -> Iterator[None]:
     """Makes ``all_reduce`` of this replica cheap to trace inside the context; replica context.
 
     ``tf.custom_gradient`` walks from the result of a function back to its arguments, in search of
-    variables. At the arguments of the other replicas the walk does not stop: it visits all that
-    these have computed, for each sum again, so a deep model with a sum in each layer takes minutes.
-    Here each replica gives its argument as a constant, at which a walk ends, and the gradient is
-    stated beside it: that of a sum over replicas is the sum over replicas.
-
-    Replaces a public method of this one object, so Keras, layers of the user and this library all
-    add this way. Re-entrant: inside another such context nothing changes.
+    variables, and through the arguments of other replicas to all that these have computed: a deep
+    model with a sum in each layer takes minutes. Here each replica gives its argument as a
+    constant, at which a walk ends, and the gradient is stated beside it: the sum over replicas.
     """
     context: Any = tf.distribute.get_replica_context()
     if context.num_replicas_in_sync == 1 or "all_reduce" in vars(context):

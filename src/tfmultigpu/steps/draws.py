@@ -7,8 +7,8 @@ numbers, by starting to count further on.
 
 A draw is *by row* if the length of its first axis is open while the step is traced, as that of
 every batch is. A draw of known shape, such as one factor for all rows, stays as it is: the same on
-every replica, which is what one device draws. If a model joins rows of several passes, its draws
-are not those of one device; the first step says so.
+every replica, which is what one device draws. If a model joins rows of several passes, or draws
+by other functions, its draws are not those of one device; the first step says so.
 """
 
 from __future__ import annotations
@@ -29,22 +29,16 @@ from tfmultigpu.steps.features import Feature, Pass, Phase, Rows, Shards
 from tfmultigpu.steps.seeds import GlobalSeeds, global_seeds
 
 _AUTOMATIC = (None, 3, "auto_select")  # Philox on a CPU or GPU, compiled by XLA or not.
-# Draws, with the parameters of each that may have rows too, and what stands for them in rows that
-# are not here.
-_UNIFORM: dict[str, float] = {"minval": 0, "maxval": 1}
-_PARAMETERS: dict[str, dict[str, float]] = {
-    "stateless_uniform": _UNIFORM,
-    "stateless_random_uniform": _UNIFORM,  # Dropout and TensorFlow's own functions call it.
-    "stateless_normal": {"mean": 0, "stddev": 1},
-    "stateless_truncated_normal": {"mean": 0, "stddev": 1},
-    "stateless_gamma": {"alpha": 1, "beta": 1},
-    "stateless_binomial": {"counts": 1, "probs": 1},
-    "stateless_poisson": {"lam": 1},
-    "stateless_categorical": {"logits": 0},
-    "stateless_parameterized_truncated_normal": {
-        "means": 0, "stddevs": 1, "minvals": -2, "maxvals": 2
-    },
-}  # fmt: skip
+# What unit numbers are added to, and multiplied by, where a replica counts on.
+_COUNTED = {
+    "stateless_uniform": ("minval", "maxval"),
+    "stateless_random_uniform": ("minval", "maxval"),  # Dropout and TensorFlow's own call it.
+    "stateless_normal": ("mean", "stddev"),
+}
+# The other draws of Keras: all rows are drawn, and cut.
+_CUT = (
+    "stateless_truncated_normal", "stateless_gamma", "stateless_binomial", "stateless_categorical",
+)  # fmt: skip
 
 
 class Draws(Feature):
@@ -97,21 +91,18 @@ def drawing_rows(
     if are_all:
         yield
         return
-    context: Any = tf.distribute.get_replica_context()
-    alone = context is None or context.num_replicas_in_sync == 1
-    devices = () if alone else context.strategy.extended.worker_devices
-    counted = {"stateless_uniform", "stateless_random_uniform", "stateless_normal"}
-    if any("TPU" in device for device in devices):
-        counted = set()  # Its generator cannot start to count further on.
-    elif by_xla:
-        counted.remove("stateless_normal")
     wrappers: dict[str, Callable[..., Any]] = {
         "global_seed_generator": seeds.on_replicas,
         "next": seeds.next_of,
         "_moments": moments_of_replicas,
     }
-    for name, fillings in _PARAMETERS.items():
-        wrappers[name] = functools.partial(_count_on if name in counted else _cut, rows, fillings)
+    devices = tf.distribute.get_strategy().extended.worker_devices
+    # The generator of a TPU cannot start to count further on, and XLA pairs normal numbers.
+    counted = {} if any("TPU" in device for device in devices) else dict(_COUNTED)
+    if by_xla:
+        counted.pop("stateless_normal", None)
+    for name in (*_COUNTED, *_CUT):
+        wrappers[name] = functools.partial(_draw, rows, counted.get(name))
     with ExitStack() as contexts:
         for name, wrapper in wrappers.items():
             contexts.enter_context(patching(_compat.home_of(name), name, wrapper))
@@ -137,88 +128,59 @@ class _Place(NamedTuple):
             return cls(first * times, size, tf.where(times > 0, total * times, size))
 
 
-# Numbers that are drawn by counting on -----------------------------------------------------------
-
-
-def _count_on(rows: Rows, fillings: Any, original: Any, *args: Any, **kwargs: Any) -> Any:
-    """Draws uniform or normal numbers of the rows of this replica, and no others."""
+def _draw(rows: Rows, counted: Any, original: Any, *args: Any, **kwargs: Any) -> Any:
+    """Draws the rows of this replica, if the draw is by row."""
     call = inspect.signature(original).bind(*args, **kwargs)
     call.apply_defaults()
     options = call.arguments
-    shape, dtype = _as_shape(options["shape"]), tf.as_dtype(options["dtype"])
-    if options["alg"] not in _AUTOMATIC:
-        return _cut(rows, fillings, original, *args, **kwargs)
-    low, high = (options[name] for name in fillings)
-    one_of_two = dtype.is_integer and (low is None) != (high is None)  # Which raises an error.
-    if one_of_two or not _is_by_row(shape):
+    if "logits" in options:
+        options["logits"] = tf.convert_to_tensor(options["logits"])
+        shape = tf.shape(options["logits"])
+    else:
+        shape = options["shape"] = tf.cast(options["shape"], tf.int32)
+    if not _is_by_row(shape):
         return original(*call.args, **call.kwargs)
-    raw, draw = tf.raw_ops, functools.partial(_draw, rows, shape, options["seed"], dtype)
-    if dtype.is_integer and low is None:
-        return draw(functools.partial(raw.StatelessRandomUniformFullIntV2, dtype=dtype))
-    low, high = (tf.convert_to_tensor(1 if n is None else n, dtype) for n in (low, high))
-    if "mean" in fillings:
-        return draw(functools.partial(raw.StatelessRandomNormalV2, dtype=dtype)) * high + low
-    if dtype.is_integer:
-        return draw(functools.partial(raw.StatelessRandomUniformIntV2, minval=low, maxval=high))
-    return draw(functools.partial(raw.StatelessRandomUniformV2, dtype=dtype)) * (high - low) + low
+    place = _Place.of(rows, shape[0])
+    if counted and options["alg"] in _AUTOMATIC and tf.as_dtype(options["dtype"]).is_floating:
+        return _count_on(place, shape, options, counted)
+    for name in options.keys() - {"shape", "seed"}:
+        options[name] = _spread(place, options[name], shape)
+    if "shape" in options:
+        options["shape"] = tf.concat([[place.total], shape[1:]], 0)
+    drawn = original(*call.args, **call.kwargs)
+    begin = tf.stack([place.first, *[0] * (drawn.shape.rank - 1)])
+    own = tf.slice(drawn, begin, tf.concat([[place.size], tf.shape(drawn)[1:]], 0))
+    return tf.ensure_shape(own, [None, *drawn.shape[1:]])
 
 
-def _draw(rows: Rows, shape: Any, seed: Any, dtype: tf.DType, sample: Any) -> Any:
-    """Draws rows of unit numbers by counting on."""
+def _count_on(place: _Place, shape: Any, options: Any, names: tuple[str, str]) -> Any:
+    """Draws uniform or normal numbers of the rows of this replica, and no others."""
+    dtype = tf.as_dtype(options["dtype"])
     # One count makes 128 bits: four numbers, also where a number takes 16 bits, or two.
     group = 2 if dtype.size == 8 else 4
     # Multiplied one by one: a GPU computes tf.reduce_prod itself, and all would wait for it.
     inner: Any = math.prod([shape[axis] for axis in range(1, shape.shape[0])], start=tf.constant(1))
-    key, counter = tf.raw_ops.StatelessRandomGetKeyCounter(seed=seed)
-    place = _Place.of(rows, shape[0])
+    key, counter = tf.raw_ops.StatelessRandomGetKeyCounter(seed=options["seed"])
     counts = tf.cast(place.first, tf.int64) * tf.cast(inner, tf.int64) // group
     # In 32 bits, which GPUs keep where shapes and slices are decided; hence the remainders first.
     begin = (place.first % group) * (inner % group) % group
     further = tf.bitcast(counter, tf.int64) + tf.stack([counts, tf.zeros_like(counts)])
     # A little more than needed always, because XLA must know the size when it compiles.
     size = [place.size * inner + (group - 1)]
-    numbers = sample(shape=size, key=key, counter=tf.bitcast(further, tf.uint64), alg=3)
-    return tf.reshape(tf.slice(numbers, [begin], [place.size * inner]), shape)
+    raw, is_normal = tf.raw_ops, "mean" in names
+    sample = raw.StatelessRandomNormalV2 if is_normal else raw.StatelessRandomUniformV2
+    numbers = sample(
+        shape=size, key=key, counter=tf.bitcast(further, tf.uint64), alg=3, dtype=dtype
+    )
+    unit = tf.reshape(tf.slice(numbers, [begin], [place.size * inner]), shape)
+    low, high = (
+        tf.convert_to_tensor(1 if options[n] is None else options[n], dtype) for n in names
+    )
+    return unit * (high if is_normal else high - low) + low
 
 
-# Numbers that are drawn for all rows --------------------------------------------------------------
-
-
-def _cut(rows: Rows, fillings: dict[str, float], original: Any, *args: Any, **kwargs: Any) -> Any:
-    """Makes a draw for the rows of the global batch and returns those of this replica."""
-    call = inspect.signature(original).bind(*args, **kwargs)
-    by_logits = "shape" not in call.arguments
-    if by_logits:
-        call.arguments["logits"] = tf.convert_to_tensor(call.arguments["logits"])
-        shape = tf.shape(call.arguments["logits"])
-    else:
-        shape = call.arguments["shape"] = _as_shape(call.arguments["shape"])
-    if not _is_by_row(shape):
-        return original(*call.args, **call.kwargs)
-    place = _Place.of(rows, shape[0])
-    for name in fillings.keys() & call.arguments.keys():
-        call.arguments[name] = _spread(place, call.arguments[name], shape, fillings[name])
-
-    def draw(shape: Any) -> Any:
-        if not by_logits:
-            call.arguments["shape"] = shape
-        return original(*call.args, **call.kwargs)
-
-    return _rows_of_all(rows, draw, shape, keep_shape=not by_logits)
-
-
-def _rows_of_all(
-    rows: Rows, draw: Callable[[Any], Any], shape: Any, *, keep_shape: bool = True
-) -> Any:
-    place = _Place.of(rows, shape[0])
-    drawn = draw(tf.concat([[place.total], shape[1:]], 0))
-    begin = tf.stack([place.first, *[0] * (drawn.shape.rank - 1)])
-    own = tf.slice(drawn, begin, tf.concat([[place.size], tf.shape(drawn)[1:]], 0))
-    return tf.reshape(own, shape) if keep_shape else own
-
-
-def _spread(place: _Place, parameter: Any, shape: Any, filling: float) -> Any:
-    """Puts the rows of a parameter where they are in the global batch; the others are filled.
+def _spread(place: _Place, parameter: Any, shape: Any) -> Any:
+    """Puts the rows of a parameter where they are in the global batch, among ones.
 
     A parameter with one entry for all rows, such as a number, stays as it is.
     """
@@ -229,18 +191,7 @@ def _spread(place: _Place, parameter: Any, shape: Any, filling: float) -> Any:
     here = tf.broadcast_to(parameter, tf.concat([shape[:1], tf.shape(parameter)[1:]], 0))
     inner = [[0, 0]] * (parameter.shape.rank - 1)
     widths = [[place.first, place.total - place.first - place.size], *inner]
-    return tf.pad(here, widths, constant_values=filling)
-
-
-# Which draws are by row ---------------------------------------------------------------------------
-
-
-def _as_shape(shape: Any) -> Any:
-    """Returns a shape, lengths or a tensor of them, as an int32 vector."""
-    if tf.is_tensor(shape):
-        return tf.cast(shape, tf.int32)
-    lengths = [tf.cast(length, tf.int32) for length in shape]
-    return tf.stack(lengths) if lengths else tf.zeros([0], tf.int32)
+    return tf.pad(here, widths, constant_values=1)
 
 
 def _is_by_row(shape: Any) -> bool:
