@@ -96,9 +96,9 @@ def drawing_rows(
         "next": seeds.next_of,
         "_moments": moments_of_replicas,
     }
-    devices = tf.distribute.get_strategy().extended.worker_devices
     # The generator of a TPU cannot start to count further on, and XLA pairs normal numbers.
-    counted = {} if any("TPU" in device for device in devices) else dict(_COUNTED)
+    on_tpu = isinstance(tf.distribute.get_strategy(), tf.distribute.TPUStrategy)
+    counted = {} if on_tpu else dict(_COUNTED)
     if by_xla:
         counted.pop("stateless_normal", None)
     for name in (*_COUNTED, *_CUT):
