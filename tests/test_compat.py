@@ -75,7 +75,6 @@ def test_every_private_attribute_of_the_bridge_is_tested_here():
         "_strided_slice_assign",
         "_trainable_variables",
         "_update_input",
-        "_variable_holder",
     }
 
 
