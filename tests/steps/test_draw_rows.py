@@ -12,9 +12,8 @@ import pytest
 import tensorflow as tf
 
 from tfmultigpu._patch import patching
-from tfmultigpu.steps.draws import drawing_rows
+from tfmultigpu.steps.draws import GlobalSeeds, drawing_rows
 from tfmultigpu.steps.features import Rows
-from tfmultigpu.steps.seeds import GlobalSeeds
 
 SEED, TOTAL = (7, 3), 29
 random = tf.random

@@ -227,9 +227,9 @@ def test_what_is_no_batch(step: Any) -> None:
     for batch, text in (
         ((X[:0], Y[:0]), "A batch has no rows"),
         ((X, Y[:9]), "differ in their number of rows"),
-        ((X[0], Y[0]), "a component of this one is a single number"),
-        ((1.0, 2.0), "a component of this one is a single number"),
-        (("text", Y), r"A batch is a tensor or a tuple or dict of tensors\. Received: str"),
+        ((X[0], Y[0]), "with rows. Received: int"),
+        ((1.0, 2.0), "with rows. Received: float"),
+        (("text", Y), r"A batch is a tensor or a tuple or dict of tensors with rows\. Received: str"),
         ((X, Y, Y, Y), "Received: a tuple of 4 elements"),
         (X, "There is a loss but no labels"),
         ((), "no tensors"),
@@ -244,7 +244,7 @@ def test_what_is_no_batch(step: Any) -> None:
         tf.function(lambda shards: step(shards))(known)
     with refused(ScopeError, r"Call step\(batch\) beside strategy\.run"):
         tf.function(lambda: step.strategy.run(lambda: step((X, Y))["loss"]))()
-    with strategy_of(3).scope(), refused(ScopeError, "scope of another strategy", "with 3 repl"):
+    with strategy_of(3).scope(), refused(ScopeError, "in the scope of Mirrored", "with 3 repl"):
         step((X, Y))
     with step.strategy.scope():
         step.run(iter(dataset.take(0)), 1)

@@ -23,9 +23,9 @@ from tfmultigpu.strategies.scopes import all_layers
 from tfmultigpu.strategies.worker_exchange import WorkerExchange, digest_of
 
 # Names count up with what was made before; seeds and values of the first worker are sent to all.
-_NOT_COMPARED = {"name", "module", "registered_name", "seed", "build_config"}
-# What calling, fitting or building an object leaves on it: one worker may have, and another not.
-_STATE = {"built", "stop_training", "stop_predicting", "stop_evaluating"}
+_NOT_COMPARED = {
+    "name", "module", "registered_name", "seed", "build_config", "build_input_shape",
+}  # fmt: skip
 _COUNTER = re.compile(r"_\d+(?=[/\]']|$)")
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
@@ -43,23 +43,21 @@ class ProgramAgreement:
         if not self._due or tf.inside_function():
             return
         self._due = False
-        code = [one.__class__.call for one in all_layers(model)]
+        code = [layer.__class__.call for layer in all_layers(model)]
+        weights = [
+            (_COUNTER.sub("", v.path), tuple(v.shape), v.dtype, v.trainable) for v in model.weights
+        ]
         # The first that differs is told, and a compiled model knows its loss.
         parts = {**self._settings, "optimizer": optimizer, "code of layers": code, "model": model}
         described = {name: describe(value) for name, value in parts.items()}
-        described["weights"] = str(
-            [
-                (_COUNTER.sub("", str(v.path)), tuple(v.shape), str(v.dtype), v.trainable)
-                for v in model.weights
-            ]
-        )
-        if (found := self._exchange.find_difference("a step", described)) is not None:
-            name, other = found
+        described["weights"] = str(weights)
+        if (difference := self._exchange.find_difference("a step", described)) is not None:
+            name, other = difference
             raise ClusterError(
-                f"The workers train with a different {name}: worker {self._exchange.worker} has "
-                f"{described[name][:300]}, and worker {other} has another. The sum of their "
-                "gradients would be that of neither. Every worker must run the same program with "
-                "the same settings."
+                f"The workers train with a different {name}, so the sum of their gradients would "
+                f"be that of neither. Received: {described[name][:300]} on worker "
+                f"{self._exchange.worker}, and another on worker {other}. Run the same program "
+                "with the same settings on every worker."
             )
 
 
@@ -69,32 +67,27 @@ def describe(value: Any) -> str:
     A function is described by its code and the numbers that it was made with, an object by its
     class and its configuration.
     """
-    if isinstance(value, _PLAIN):
-        return repr(value)
     if isinstance(value, Mapping):
         kept = {key: v for key, v in value.items() if str(key) not in _NOT_COMPARED}
         return "{" + ", ".join(sorted(f"{key}: {describe(v)}" for key, v in kept.items())) + "}"
-    if isinstance(value, (set, frozenset)):
-        return "{" + ", ".join(sorted(map(describe, value))) + "}"
-    if isinstance(value, (list, tuple)):
-        return "[" + ", ".join(map(describe, value)) + "]"
+    if isinstance(value, (list, tuple, set, frozenset)):
+        each = [describe(v) for v in value]
+        return str(sorted(each) if isinstance(value, (set, frozenset)) else each)
     if isinstance(value, (np.ndarray, np.generic)):
         return f"array {np.shape(value)} {digest_of(np.asarray(value).tobytes())}"
+    if isinstance(value, functools.partial):
+        return describe([value.func, value.args, value.keywords])
     function = getattr(value, "python_function", value)  # Of a tf.function.
     function = getattr(function, "__func__", function)  # Of a method.
     if isinstance(function, types.FunctionType):
         read = inspect.getclosurevars(function)
-        made_with = [*read.nonlocals.values(), *read.globals.values()]
-        numbers: list[Any] = [v for v in made_with if isinstance(v, (float, np.ndarray))]
-        numbers += [function.__defaults__, function.__kwdefaults__]
+        numbers: list[Any] = [function.__defaults__, function.__kwdefaults__]
+        for v in (*read.nonlocals.values(), *read.globals.values()):
+            numbers += [v] if isinstance(v, (float, np.ndarray)) else []
         return f"{function.__qualname__} {digest_of(_code(function.__code__))} {describe(numbers)}"
-    if isinstance(value, functools.partial):
-        return describe([value.func, value.args, value.keywords])
-    if isinstance(value, type):
-        return value.__qualname__
+    if isinstance(value, (*_PLAIN, type)):
+        return getattr(value, "__qualname__", repr(value))
     kind: type = value.__class__  # Of what a proxy stands for.
-    if dataclasses.is_dataclass(value):  # A loss and its weights.
-        return kind.__qualname__ + describe(vars(value))
     return f"{kind.__qualname__} {digest_of(describe(vars(kind).get('call')))} {_config(value)}"
 
 
@@ -102,17 +95,14 @@ def _config(value: Any) -> Any:
     """The configuration of an object; None if it has none that can be had."""
     import keras
 
+    if dataclasses.is_dataclass(value):  # A loss and its weights.
+        return describe(vars(value))
+    # The configuration leaves out what some losses were made with, as the delta of Huber.
+    made_with = vars(value) if isinstance(value, keras.losses.Loss) else {}
+    plain = {name: v for name, v in made_with.items() if isinstance(v, (*_PLAIN, dict))}
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # Keras warns of functions that it would store.
-            # The configuration leaves out what some losses were made with, as the delta of Huber.
-            keeps_state = isinstance(value, (keras.layers.Layer, keras.optimizers.Optimizer))
-            plain = {
-                name: one
-                for name, one in vars(value).items()
-                if isinstance(one, (*_PLAIN, dict))
-                and not (keeps_state and (one is None or name[0] == "_" or name in _STATE))
-            }
             return _COUNTER.sub("", describe([value.get_config(), plain]))
     except Exception:  # Code of a user, or of Keras for a lambda without a file.
         return None
@@ -137,14 +127,14 @@ def check_values_alike(strategy: tf.distribute.Strategy, model: Any, optimizer: 
     variables = list(model.variables if begins else model.trainable_variables)
     variables += [] if optimizer is None else list(optimizer.variables)
     digests = {i: digest_of(np.asarray(v.numpy()).tobytes()) for i, v in enumerate(variables)}
-    if (found := exchange.find_difference("the values of variables", digests)) is None:
+    if (difference := exchange.find_difference("the values of variables", digests)) is None:
         return
-    (place, other), own = found, exchange.worker
+    place, other = difference
     total = float(np.sum(np.asarray(variables[place].numpy(), "float64")))
-    sums = exchange.floats("the sum of a variable", [total])
+    sums = exchange.floats("the sum of a variable", [total])[:, 0]
     raise ClusterError(
         f"The workers begin with different values of {variables[place].path}, and would go on with "
-        f"two models. Received: elements that add up to {sums[own, 0]:.9g} on worker {own}, and to "
-        f"{sums[other, 0]:.9g} on worker {other}. Load and set weights on every worker, not behind "
-        "`if worker == 0:`; a callback that writes weights belongs on every worker too."
+        f"two models. Received: elements that add up to {sums[exchange.worker]:.9g} on worker "
+        f"{exchange.worker}, and to {sums[other]:.9g} on worker {other}. Load and set weights on "
+        "every worker, also in a callback, not behind `if worker == 0:`."
     )

@@ -15,8 +15,8 @@ from typing import Any, Protocol
 
 import tensorflow as tf
 
+from tfmultigpu.steps.draws import sharing_seeds
 from tfmultigpu.steps.rows import standing_at_all
-from tfmultigpu.steps.seeds import sharing_seeds
 from tfmultigpu.strategies.collectives import add_on_device, replicas_share_memory
 
 _thread = threading.local()

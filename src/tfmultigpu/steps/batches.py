@@ -89,14 +89,16 @@ class BatchFunction:
     def run(self, structure: Any, local: list[list[Any]], offsets: Any) -> Any:
         """Runs the function on what ``parts_of`` returns, outside of a ``tf.function``."""
         leaves = [leaf for shard in local for leaf in shard]
-        kind = _kind_with_rows if self._keeps_rows else _kind
-        key = _structure_key(structure), offsets is None, tuple([kind(leaf) for leaf in leaves])
+        kinds = [_kind(leaf, 0 if self._keeps_rows else 1) for leaf in leaves]
+        key = _structure_key(structure), offsets is None, tuple(kinds)
         compiled = self._compiled.get(key)
         if compiled is None:
             compiled = self._compiled[key] = self._find(key[:2], structure, local, offsets)
         present = [leaf for leaf in leaves if leaf is not None]
         further = [] if offsets is None else [offsets]
-        with explaining_failures(self.strategy, lambda: _rows_of(local, offsets)):
+        with explaining_failures(
+            self.strategy, lambda: count_rows(local[0]) if offsets is None else offsets[-1]
+        ):
             return compiled(*present, *further)
 
     def spec_of(self, batch: Any) -> Any:
@@ -106,7 +108,7 @@ class BatchFunction:
 
     def cut(self, batch: Any) -> tuple[list[Any], Any]:
         """Returns a whole global batch as shards of equal size, and their offsets."""
-        batch = as_tensors(batch)
+        batch = tf.nest.pack_sequence_as(batch, _tensors(tf.nest.flatten(batch)))
         shares = (1,) * self.strategy.num_replicas_in_sync
         # Where batches come from: a GPU would be given the shards of all, to cut them.
         with tf.device("CPU:0"):
@@ -136,7 +138,12 @@ class BatchFunction:
             self._functions[key] = self._compile(structure, len(local), whole=offsets is None)
         leaves = [leaf for shard in local for leaf in shard if leaf is not None]
         keeps = self._keeps_rows and not self._functions[key].experimental_get_tracing_count()
-        specs = [_same_rows(leaf) if keeps else any_rows(leaf) for leaf in leaves]
+        specs = [
+            tf.TensorSpec(leaf.shape, leaf.dtype)
+            if keeps and isinstance(leaf, tf.Tensor)
+            else any_rows(leaf)
+            for leaf in leaves
+        ]
         if offsets is not None:
             specs.append(tf.TensorSpec(offsets.shape, offsets.dtype))
         return self._functions[key].get_concrete_function(*specs)
@@ -159,10 +166,10 @@ class BatchFunction:
         parts = self.strategy.experimental_local_results(leaf)
         if len(parts) != len(self._local) or parts[0] is leaf:
             raise DataError(
-                "The batch was distributed for another strategy than the step was made for, which "
-                f"is {type(self.strategy).__name__} with {self.strategy.num_replicas_in_sync} "
-                f"replica(s). Received: {type(leaf).__name__}. Give distribute_dataset and the "
-                "step the same strategy: make_train_step(..., strategy)."
+                "The batch was distributed for another strategy than the step was made for. "
+                f"Received: {type(leaf).__name__} for {type(self.strategy).__name__} with "
+                f"{self.strategy.num_replicas_in_sync} replica(s). Give both the same strategy: "
+                "make_train_step(..., strategy)."
             )
         return parts
 
@@ -170,10 +177,9 @@ class BatchFunction:
         """The offsets of a batch that something else cut, which then holds each row once."""
         if tf.inside_function():
             raise DataError(
-                "This batch does not know how many rows its global batch has: that is lost when a "
-                "batch is passed into a tf.function of your own. Call step(batch) outside it, "
-                "or pass the iterator in and call step(next(iterator)), or use "
-                "step.run(iterator, steps)."
+                "A batch that is passed into a tf.function of your own does not know how many rows "
+                "its global batch has. Call step(batch) outside it, or pass the iterator in and "
+                "call step(next(iterator)), or use step.run(iterator, steps)."
             )
         everywhere = [0] * self.strategy.num_replicas_in_sync
         for replica, shard in zip(self._local, local, strict=True):
@@ -209,74 +215,39 @@ def _open_rows(tensor: Any) -> Any:
 
 def check_called_from(strategy: tf.distribute.Strategy) -> None:
     """Checks that a step is called once for all replicas, and not under another strategy."""
-    if not tf.distribute.has_strategy():
-        return
-    if tf.distribute.get_replica_context() is not None:
-        raise ScopeError(
-            "A step runs on all replicas by itself, so calling it in each of them would do "
-            "everything several times. Call step(batch) beside strategy.run, not in the function "
-            "given to it."
-        )
     current = tf.distribute.get_strategy()
-    if current is not strategy:
+    in_replica = tf.distribute.get_replica_context() is not None
+    if tf.distribute.has_strategy() and (in_replica or current is not strategy):
         raise ScopeError(
-            "The step is called in the scope of another strategy. Received: "
-            f"{type(current).__name__} with {current.num_replicas_in_sync} replica(s), and the "
-            f"step was made for {type(strategy).__name__} with {strategy.num_replicas_in_sync}. "
-            "Call it outside every scope."
+            "A step runs on all replicas of its strategy by itself. Received: a call "
+            f"{'on a replica' if in_replica else 'in the scope'} of {type(current).__name__} with "
+            f"{current.num_replicas_in_sync} replica(s), of a step for {type(strategy).__name__} "
+            f"with {strategy.num_replicas_in_sync}. Call step(batch) beside strategy.run, outside "
+            "of the scope of another strategy."
         )
-
-
-def as_tensor(value: Any) -> Any:
-    """Returns a leaf of a batch as a tensor; None stays None."""
-    if value is None or tf.is_tensor(value):
-        return value
-    if not hasattr(value, "__array__") and not isinstance(value, (int, float)):
-        raise DataError(
-            f"A batch is a tensor or a tuple or dict of tensors. Received: {type(value).__name__} "
-            "inside it. Give one element of tmg.distribute_dataset(dataset)."
-        )
-    with tf.device("CPU:0"):  # TensorFlow would put all of an array on the first GPU.
-        # TensorFlow takes numbers of Python in 32 bits, NumPy in 64.
-        plain = isinstance(value, (int, float))
-        return tf.convert_to_tensor(value if plain else np.asarray(value))
-
-
-def as_tensors(batch: Any) -> Any:
-    """Returns a batch as tensors; None stays None."""
-    return tf.nest.pack_sequence_as(batch, _tensors(tf.nest.flatten(batch)))
 
 
 def _tensors(leaves: list[Any]) -> list[Any]:
-    tensors = [as_tensor(leaf) for leaf in leaves]
-    for leaf, tensor in zip(leaves, tensors, strict=True):
-        if tensor is not None and tensor.shape.rank == 0:
+    """Returns the leaves of a batch as tensors; None stays None."""
+    arrays = [leaf if leaf is None or tf.is_tensor(leaf) else np.asarray(leaf) for leaf in leaves]
+    for leaf, array in zip(leaves, arrays, strict=True):
+        if array is not None and tf.TensorShape(array.shape).rank == 0:
             raise DataError(
-                "A batch has rows, but a component of this one is a single number. Received: "
-                f"{leaf!r}. Give a batch of examples: dataset.batch(global_batch_size). A value "
-                "that is the same for all rows is read by the model or the forward, such as a "
-                "tf.Variable, not from the batch."
+                "A batch is a tensor or a tuple or dict of tensors with rows. Received: "
+                f"{type(leaf).__name__} {leaf!r} inside it. Give one element of "
+                "tmg.distribute_dataset(dataset), where dataset has batches of examples: "
+                "dataset.batch(global_batch_size). A value that is the same for all rows is read "
+                "by the model or the forward, not from the batch."
             )
-    return tensors
+    with tf.device("CPU:0"):  # TensorFlow would put all of an array on the first GPU.
+        return [tf.convert_to_tensor(a) if isinstance(a, np.ndarray) else a for a in arrays]
 
 
-def _rows_of(local: list[list[Any]], offsets: Any) -> Any:
-    return count_rows(local[0]) if offsets is None else offsets[-1]
-
-
-def _kind(leaf: Any) -> Any:
+def _kind(leaf: Any, axis: int) -> Any:
     """Returns what a trace depends on; for a dense tensor cheaper than a type spec."""
     if isinstance(leaf, tf.Tensor):
-        return leaf.dtype, tuple(leaf.shape[1:]) if leaf.shape.rank else None
+        return leaf.dtype, tuple(leaf.shape[axis:]) if leaf.shape.rank else None
     return any_rows(leaf)
-
-
-def _kind_with_rows(leaf: Any) -> Any:
-    return (leaf.dtype, tuple(leaf.shape)) if isinstance(leaf, tf.Tensor) else any_rows(leaf)
-
-
-def _same_rows(leaf: Any) -> Any:
-    return tf.TensorSpec(leaf.shape, leaf.dtype) if isinstance(leaf, tf.Tensor) else any_rows(leaf)
 
 
 def _structure_key(structure: Any) -> Any:

@@ -17,6 +17,7 @@ import functools
 import inspect
 import math
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
@@ -24,9 +25,9 @@ import tensorflow as tf
 
 from tfmultigpu import _compat
 from tfmultigpu._patch import patching
+from tfmultigpu.errors import ScopeError
 from tfmultigpu.steps.batch_norm import moments_of_replicas
 from tfmultigpu.steps.features import Feature, Pass, Phase, Rows, Shards
-from tfmultigpu.steps.seeds import GlobalSeeds, global_seeds
 
 _AUTOMATIC = (None, 3, "auto_select")  # Philox on a CPU or GPU, compiled by XLA or not.
 # What unit numbers are added to, and multiplied by, where a replica counts on.
@@ -39,6 +40,78 @@ _COUNTED = {
 _CUT = (
     "stateless_truncated_normal", "stateless_gamma", "stateless_binomial", "stateless_categorical",
 )  # fmt: skip
+
+
+class GlobalSeeds:
+    """Seeds of draws without a seed, during one call of ``strategy.run``.
+
+    Keras keeps a generator of seeds for them, one for each thread, and replicas are threads. So the
+    ``generator`` of the thread that starts them serves all; the first draw has one made if there is
+    none. ``used`` has the states of all generators that were drawn from, once traced.
+    """
+
+    def __init__(self, strategy: tf.distribute.Strategy) -> None:
+        """Takes the strategy; call on the thread that starts the replicas."""
+        self.generator = _compat.global_seeds()
+        self.used: list[Any] = []
+        self._strategy = strategy
+
+    def next_of(self, original: Any, generator: Any, *args: Any, **kwargs: Any) -> Any:
+        """Returns a seed from a generator, by ``original``, and notes that it was drawn from."""
+        if all(state is not generator.state for state in self.used):
+            if not self._is_on_replicas(generator):
+                raise ScopeError(
+                    "A seed generator was created outside the scope of the strategy, so each "
+                    "replica draws other numbers than one device does. Received: "
+                    f"{generator.name!r}, and {type(self._strategy).__name__} with "
+                    f"{self._strategy.num_replicas_in_sync} replica(s). Create it inside:\n"
+                    "    with strategy.scope():\n"
+                    "        seeds = keras.random.SeedGenerator(seed)"
+                )
+            self.used.append(generator.state)
+        return original(generator, *args, **kwargs)
+
+    def on_replicas(self, original: Any) -> Any:
+        """Returns the generator, made by ``original`` if there is none, on all replicas."""
+        if self.generator is None or not self._is_on_replicas(self.generator):
+            with ThreadPoolExecutor(1) as pool:  # A thread without scopes.
+                self.generator = pool.submit(self._make, original).result()
+        return self.generator
+
+    def _is_on_replicas(self, generator: Any) -> bool:
+        state = generator.state.value  # A tensor where it was assigned to already.
+        if self._strategy.num_replicas_in_sync == 1 or not isinstance(state, tf.Variable):
+            return True
+        return bool(self._strategy.extended.variable_created_in_scope(state))
+
+    def _make(self, original: Any) -> Any:
+        import keras
+
+        with self._strategy.scope():
+            if self.generator is None:
+                return original()
+            copy = keras.random.SeedGenerator(0)
+            copy.state.assign(self.generator.state)
+            return copy
+
+
+@contextmanager
+def global_seeds(strategy: tf.distribute.Strategy) -> Iterator[GlobalSeeds]:
+    """Shares the seeds of draws without a seed among the replicas run in the context."""
+    seeds = GlobalSeeds(strategy)
+    before = seeds.generator
+    yield seeds
+    if seeds.generator is not before:
+        _compat.set_global_seeds(seeds.generator)
+
+
+@contextmanager
+def sharing_seeds(strategy: tf.distribute.Strategy) -> Iterator[None]:
+    """Has draws without a seed, on this thread, draw from the generator of the replicas."""
+    name = "global_seed_generator"
+    home = _compat.home_of(name)
+    with global_seeds(strategy) as seeds, patching(home, name, seeds.on_replicas):
+        yield
 
 
 class Draws(Feature):

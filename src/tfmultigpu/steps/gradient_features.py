@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import tensorflow as tf
@@ -13,7 +12,6 @@ from tfmultigpu.accumulation.gradients import all_finite, clipped
 from tfmultigpu.accumulation.loss_scale import LossScale, make_loss_scale, unwrap_optimizer
 from tfmultigpu.errors import TfMultiGpuError
 from tfmultigpu.steps.features import Feature, Gradient, Replica, Rows
-from tfmultigpu.steps.rows import standing_at
 from tfmultigpu.strategies.collectives import refusing_to_meet
 
 
@@ -82,8 +80,6 @@ class ClipByNorm(Feature):
 
     def on_gradient(self, gradient: Gradient) -> Gradient:
         """Clips; a gradient whose norm overflows is not valid, for clipping would make it NaN."""
-        if self._limit == math.inf:
-            return gradient
         valid = gradient.valid
         if valid is not None:
             valid &= tf.math.is_finite(gradient.norm)
@@ -102,14 +98,10 @@ class CompileByXla(Feature):
         """Returns the same: XLA draws other random numbers than TensorFlow."""
         return CompileByXla()
 
-    def around_model(self, rows: Rows) -> AbstractContextManager[None]:
-        """Tells ``gather_rows`` that replicas cannot meet in what XLA compiles."""
-        return standing_at(rows, by_xla=True)
-
     def around_replica(self, replica: Replica) -> Replica:
         """Returns the function compiled, one of its own for each replica and its variables."""
         synchronised = TfMultiGpuError(
-            "XLA cannot compile a layer that synchronises replicas, such as "
+            "XLA cannot compile what needs the other replicas, such as gather_rows or "
             "BatchNormalization(synchronized=True). Received: jit_compile=True. Leave it out."
         )
 

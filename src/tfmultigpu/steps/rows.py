@@ -31,15 +31,14 @@ class _Place(NamedTuple):
     """The rows that this thread computes, and what replicas must not do there."""
 
     rows: Rows
-    by_xla: bool
     graph: Any  # The graph of the replica, None if eager. Replicas meet in no other.
 
 
 @contextmanager
-def standing_at(rows: Rows, *, by_xla: bool = False) -> Iterator[None]:
+def standing_at(rows: Rows) -> Iterator[None]:
     """Tells ``rows`` and ``gather_rows`` on this thread which rows a replica computes."""
     before = getattr(_thread, "place", None)
-    _thread.place = _Place(rows, by_xla, _graph())
+    _thread.place = _Place(rows, _graph())
     try:
         yield
     finally:
@@ -110,13 +109,17 @@ def gather_rows(tensor: Any, *, rows_per_example: int = 1) -> Any:
     place = _place() if alone else _known_place("gather_rows")
     if place is not None and place.rows.part is not None:
         raise LossError(
-            "gather_rows would see the rows of one micro-batch only. Write micro_batches=1, and to "
-            "save memory use a smaller global batch or more replicas."
+            "gather_rows would see the rows of one micro-batch only. Write micro_batches=1."
         )
     tensors = [_as_rows(leaf) for leaf in tf.nest.flatten(tensor)]
     if place is None or alone:
         return tf.nest.pack_sequence_as(tensor, tensors)
-    _check_can_meet(place)
+    if _graph() is not place.graph:
+        raise LossError(
+            "gather_rows is called in a tf.function, a tf.cond or a loop inside the loss, where "
+            "replicas cannot meet. The step compiles the loss anyway: leave out @tf.function, and "
+            "call gather_rows before the branch or the loop."
+        )
     with tf.device("CPU:0"):  # Decided there; nothing has to wait for a GPU.
         copies = False if place.rows.weight is None else place.rows.weight < 1
     padded = [_among_zeros(place.rows, rows_here, rows_per_example) for rows_here in tensors]
@@ -146,7 +149,7 @@ def _place() -> _Place | None:
         total, first = offsets[-1], offsets[number]
         count = partition.shard_bounds(offsets, number)[1] - first
         weight = partition.shard_weight(offsets)
-    return _Place(Rows(first, count, total, weight), False, _graph())
+    return _Place(Rows(first, count, total, weight), _graph())
 
 
 def _known_place(function: str) -> _Place:
@@ -154,25 +157,10 @@ def _known_place(function: str) -> _Place:
     if place is None:
         raise LossError(
             f"tmg.{function} is called where the global batch is not known. Call it in the loss or "
-            "the forward=f of a step, or in a function given to strategy.run together with a "
-            "batch: strategy.run(f, args=(batch,)) for batch in tmg.distribute_dataset(...). A "
-            "tf.function of your own takes the iterator and calls next(iterator)."
+            "the forward=f of a step, or in strategy.run(f, args=(batch,)) for batch in "
+            "tmg.distribute_dataset(...); a tf.function of your own calls next(iterator)."
         )
     return place
-
-
-def _check_can_meet(place: _Place) -> None:
-    if place.by_xla:
-        raise LossError(
-            "XLA cannot compile gather_rows, which needs the other replicas in the middle of the "
-            "loss. Received: jit_compile=True. Write jit_compile=False."
-        )
-    if _graph() is not place.graph:
-        raise LossError(
-            "gather_rows is called in a tf.function, a tf.cond or a loop inside the loss, where "
-            "replicas cannot meet. The step compiles the loss anyway: leave out @tf.function, and "
-            "call gather_rows before the branch or the loop."
-        )
 
 
 def _graph() -> Any:
@@ -188,8 +176,7 @@ def _as_rows(value: Any) -> Any:
         raise LossError(
             "gather_rows takes dense tensors of numbers or truth values, with a first axis of rows."
             f" Received: {type(value).__name__} of dtype {dtype.name} and shape {tensor.shape}. "
-            "Gather one value per example, such as the number of each label; of a ragged tensor "
-            "value.to_tensor(), of a sparse one tf.sparse.to_dense(value)."
+            "Gather numbers for each example, such as value.to_tensor() of a ragged tensor."
         )
     return tensor
 

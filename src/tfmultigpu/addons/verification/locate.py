@@ -14,10 +14,10 @@ from tfmultigpu.addons.verification.one_device import DryRun, OneDevice, cutter,
 from tfmultigpu.data import partition
 from tfmultigpu.data.batch_format import unpack_batch
 from tfmultigpu.steps.assignments import deferring
+from tfmultigpu.steps.draws import sharing_seeds
 from tfmultigpu.steps.features import Rows
 from tfmultigpu.steps.micro_batches import MicroBatches
 from tfmultigpu.steps.recording import recording_calls
-from tfmultigpu.steps.seeds import sharing_seeds
 from tfmultigpu.strategies.topology import local_replicas
 
 _ROWS = 4  # Of each replica.

@@ -11,8 +11,8 @@ import tensorflow as tf
 from tfmultigpu import _compat
 from tfmultigpu.data.batch_format import any_rows
 from tfmultigpu.steps.batches import BatchFunction
+from tfmultigpu.steps.draws import sharing_seeds
 from tfmultigpu.steps.features import Feature
-from tfmultigpu.steps.seeds import sharing_seeds
 
 
 class DryRun:
