@@ -72,7 +72,7 @@ def describe(value: Any) -> str:
         return "{" + ", ".join(sorted(f"{key}: {describe(v)}" for key, v in kept.items())) + "}"
     if isinstance(value, (list, tuple, set, frozenset)):
         each = [describe(v) for v in value]
-        return str(sorted(each) if isinstance(value, (set, frozenset)) else each)
+        return f"[{', '.join(sorted(each) if isinstance(value, (set, frozenset)) else each)}]"
     if isinstance(value, (np.ndarray, np.generic)):
         return f"array {np.shape(value)} {digest_of(np.asarray(value).tobytes())}"
     if isinstance(value, functools.partial):
