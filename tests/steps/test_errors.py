@@ -229,7 +229,7 @@ def test_what_is_no_batch(step: Any) -> None:
         ((X, Y[:9]), "differ in their number of rows"),
         ((X[0], Y[0]), "with rows. Received: int"),
         ((1.0, 2.0), "with rows. Received: float"),
-        (("text", Y), r"A batch is a tensor or a tuple or dict of tensors with rows\. Received: str"),
+        (("text", Y), r"a tuple or dict of tensors with rows\. Received: str"),
         ((X, Y, Y, Y), "Received: a tuple of 4 elements"),
         (X, "There is a loss but no labels"),
         ((), "no tensors"),
