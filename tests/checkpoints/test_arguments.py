@@ -31,8 +31,6 @@ def names(directory: Path) -> list[str]:
 MISTAKES: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"keep": 2.5}, TypeError, "keep must be a whole number, at least 1. Received: keep=2.5."),
     ({"keep": None}, TypeError, "keep must be a whole number, at least 1. Rec"),
-    ({"every_steps": "3"}, TypeError, "every_steps must be a whole number, at least 1, or"),
-    ({"every_epochs": 0}, ValueError, "at least 1, or None. Received: every_epochs=0."),
     ({"directory": None}, TypeError, "NoneType"),
     ({"directory": ""}, ValueError, "Received: directory=''."),
     ({"directory": "gs://bucket/run"}, ValueError, "Mount remote storage and give its path"),
@@ -41,6 +39,7 @@ MISTAKES: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"stop_signal": 999}, ValueError, "Received: stop_signal=999."),
     ({"extra": {"a": 5}}, TypeError, "save only variables of numbers. Received: extra={'a'"),
     ({"extra": {"a": [tf.Variable("text")]}}, TypeError, "Received: extra={'a': [<tf.Variable"),
+    ({"extra": {"a": print}}, TypeError, "train_step=tmg.chain_steps(first, second)"),
     ({"train_step": 5}, TypeError, "Write tmg.Checkpoints(directory, train_step=step)."),
     ({"train_step": 5, "model": None}, TypeError, r"must come from tmg.make_train_step"),
     ({"model": None}, TypeError, "model must be a Keras model. Received: None"),
@@ -71,7 +70,7 @@ def test_a_directory_that_cannot_be_written_to_is_told_before_anything_is_traine
 
 def test_calls_that_make_no_sense(model: Any, tmp_path: Path) -> None:
     run = tmg.Checkpoints(tmp_path, model)
-    with pytest.raises(ValueError, match=r"at least 1, or None. Received: every_steps=0"):
+    with pytest.raises(ValueError, match=r"at least 1. Received: every_steps=0"):
         run.callback(every_steps=0)
     with pytest.raises(ValueError, match=r"steps must be a .*, at least 0. Received: steps=-1"):
         run.after_step(-1)

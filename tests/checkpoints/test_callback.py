@@ -16,11 +16,12 @@ from one_device import strategy_of
 
 import tfmultigpu as tmg
 from tfmultigpu.accumulation.update import update_of
-from tfmultigpu.addons.checkpoints.callback import make_callback
+from tfmultigpu.addons.checkpoints.callback import CheckpointCallback
+from tfmultigpu.data.positioned import Position
 
 X = np.random.default_rng(0).normal(size=(22, 4)).astype("float32")
 Y = np.random.default_rng(1).normal(size=(22, 1)).astype("float32")
-EPOCHS, BATCHES = 3, 6
+EPOCHS = 3
 
 
 class Killed(Exception):
@@ -137,25 +138,6 @@ def test_a_second_fit_needs_checkpoints_of_its_own(model: Any, tmp_path: Path) -
     assert tmg.fit(model, X, Y, **{**options, "epochs": 2}).epoch == [0, 1]
 
 
-def test_one_save_where_steps_and_epochs_ask_for_one(
-    model: Any, start: list[np.ndarray], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    saved: list[tuple[int, int]] = []
-    save = tmg.Checkpoints.save
-
-    def note(run: tmg.Checkpoints) -> Path:
-        saved.append((run.step, run.epoch))
-        return save(run)
-
-    monkeypatch.setattr(tmg.Checkpoints, "save", note)
-    fit(model, start, tmp_path, "dataset", every_steps=3, every_epochs=2)
-    # The second epoch is saved at its end; after the first and the third the steps alone ask.
-    assert saved == [(3, 0), (6, 0), (9, 1), (12, 2), (15, 2), (18, 2)]
-    saved.clear()
-    fit(model, start, tmp_path / "together", "dataset", every_steps=BATCHES, every_epochs=1)
-    assert saved == [(6, 1), (12, 2), (18, 3)]
-
-
 def test_an_update_that_is_sharded_is_so_after_a_restart(tmp_path: Path) -> None:
     strategy = strategy_of(2)
     restored: Any = None
@@ -227,7 +209,7 @@ def test_a_signal_after_the_last_step_goes_to_the_earlier_handler(
 def test_other_data_than_that_of_the_checkpoints_is_refused(model: Any, tmp_path: Path) -> None:
     data = tf.data.Dataset.from_tensor_slices((X, Y)).batch(4)
     run = tmg.Checkpoints(tmp_path, model, model.optimizer, data)
-    with pytest.raises(tmg.CheckpointError, match=r"other data than checkpoints\.data"):
+    with pytest.raises(tmg.CheckpointError, match=r"a new pass over checkpoints\.data"):
         tmg.fit(model, data, callbacks=[run.callback()], verbose=0)
 
 
@@ -242,33 +224,32 @@ def test_epochs_that_are_no_passes_are_refused(model: Any, tmp_path: Path) -> No
 
 def test_several_workers_are_told_after_the_same_steps() -> None:
     class Run:
-        """Also its own state of fit."""
+        """Also its own variables, and an exchange with others."""
 
-        every_steps: int | None = None
-        step_in_epoch = 0
+        step = 0
 
-        def __init__(self) -> None:
+        def __init__(self, workers: int) -> None:
             self.told: list[int] = []
-            self.fit_state = self
+            self.exchange, self.workers = self, workers
 
-        def after_step(self, steps: int = 1, *, last: bool = False) -> None:
+        def after_step(self, steps: int) -> None:
             self.told.append(steps)
 
-        def end_epoch(self, steps: int = 0) -> None:
+        def end_epoch(self, steps: int) -> None:
             self.told += [steps, -1]
 
         def listen(self) -> None:
             """Does nothing."""
 
-        def begin(self, *_: Any) -> None:
+        def check_holds(self, changed: Any) -> None:
             """Does nothing."""
 
-        begin_training = begin_epoch = listen
-
-    def told(several_workers: bool) -> list[int]:
-        run, fit = Run(), types.SimpleNamespace(batches=0)
-        callback = make_callback(run, several_workers)
-        callback.set_params({"steps": 15})
+    def told(workers: int) -> list[int]:
+        run: Any = Run(workers)
+        fit: Any = types.SimpleNamespace(
+            batches=0, callbacks=[], first_epoch=0, changed_variables=list
+        )
+        callback = CheckpointCallback(run, Position(), run)
         callback.on_fit_begin(fit)
         callback.on_train_begin()
         for epoch in range(2):
@@ -280,10 +261,9 @@ def test_several_workers_are_told_after_the_same_steps() -> None:
             callback.on_epoch_end(epoch)
         return run.told
 
-    assert told(True) == [10, 5, -1, 5, 10, 1, -1]
-    assert told(False) == [4, 6, 5, 0, -1, 5, 2, 8, 1, 0, -1]
-    run = Run()
-    for every, several, single in ((None, 10, None), (4, 4, 4), (400, 10, 400)):
-        run.every_steps = every
-        assert make_callback(run, True).every_batches == several
-        assert make_callback(run, False).every_batches == single
+    assert told(2) == [10, 5, -1, 5, 10, 1, -1]
+    assert told(1) == [4, 6, 5, 0, -1, 5, 2, 8, 1, 0, -1]
+    several, single = (CheckpointCallback(*[Run(n), Position(), Run(n)]) for n in (2, 1))
+    for every, batches in ((None, 10), (4, 4), (400, 10)):
+        several.every_steps = single.every_steps = every
+        assert (several.every_batches, single.every_batches) == (batches, every)

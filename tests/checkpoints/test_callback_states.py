@@ -80,7 +80,7 @@ def test_callbacks_are_matched_by_name_and_what_they_watch(
     assert second[1].patience == 5
     assert second[1].best <= first[1].best
     assert second[1].best_epoch >= first[1].best_epoch
-    assert "without the restart: EarlyStopping, Opaque\n" in caplog.text
+    assert "without the restart: EarlyStopping val_loss #0, Opaque #0\n" in caplog.text
     # Other arrays, another batch size: refused before anything is trained.
     before = model.get_weights()
     for data, size, text in (
@@ -226,7 +226,7 @@ def test_what_cannot_be_saved_is_named_once(
 
     small.fit(tmp_path, make, epochs=3, saves=1)
     text = (
-        "these attributes of callbacks: Holds.inner (list), Holds.recent (deque). "
+        "these attributes of callbacks: Holds.inner (EarlyStopping), Holds.recent (deque). "
         "A resumed run starts with new ones. Write state(), which "
     )
     assert caplog.text.count(text) == 1
@@ -246,7 +246,9 @@ def test_a_state_that_cannot_be_saved_is_an_error(small: Small, tmp_path: Path) 
         def set_state(self, state: Any) -> None:
             pass
 
-    with pytest.raises(tmg.CheckpointError, match=r"Returns.state\(\) returned object\. Return"):
+    with pytest.raises(
+        tmg.CheckpointError, match=r"Received: object from state\(\) of Returns #0\."
+    ):
         small.fit(tmp_path, lambda: [Returns()])
 
 
@@ -256,5 +258,6 @@ def test_attributes_named_like_a_parameter_are_not_state() -> None:
             super().__init__()
             self._limit, self.double, self.functions, self.seen = limit, 2 * limit, [print], []
 
-    (state,) = CallbackStates([Limited(3)]).read({})
-    assert state["values"] == {"double": 6, "seen": []}
+    states = CallbackStates([Limited(3), Limited(4)]).read({})
+    assert states["Limited #0"] == {"double": 6, "seen": []}
+    assert states["Limited #1"] == {"double": 8, "seen": []}

@@ -289,9 +289,9 @@ def trained(replicas: int, directory: Any = None, *more: Any) -> tuple[list[floa
     data = tmg.distribute_dataset(source, strategy, **options)
     callbacks = list(more)
     if directory is not None:
-        checkpoints = tmg.Checkpoints(directory, model, model.optimizer, every_steps=2)
+        checkpoints = tmg.Checkpoints(directory, model, model.optimizer)
         checkpoints.restore()
-        callbacks.append(checkpoints.callback())
+        callbacks.append(checkpoints.callback(every_steps=2))
     valid = tmg.distribute_dataset((X, Y), strategy, **options)
     history = tmg.fit(model, data, epochs=3, validation_data=valid, callbacks=callbacks, verbose=0)
     return history.history, [variable.numpy() for variable in model.weights]

@@ -145,11 +145,17 @@ def by_hand(
             Path(folder) / "checkpoints",
             train_step=step,
             data=data,
-            every_steps=every,
             extra={"accuracy": accuracy},
         )
         restored(checkpoints)
-        numbers, data, after = checkpoints.epochs(EPOCHS), checkpoints.data, checkpoints.after_step
+        numbers, data = checkpoints.epochs(EPOCHS), checkpoints.data
+
+        def count_and_save(steps: int) -> None:
+            checkpoints.after_step(steps)
+            if checkpoints.step // every > (checkpoints.step - steps) // every:
+                checkpoints.save()
+
+        after = count_and_save
     with ending(folder, model, lambda: float(accuracy.result())):
         for _ in numbers:
             if at_once:

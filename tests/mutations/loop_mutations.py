@@ -100,7 +100,7 @@ LOOPS = (
     Mutation(
         "the state of a callback is not restored",
         "addons/checkpoints/callback_states.py",
-        (("callback.set_state(value)", "pass"),),
+        (("self._callbacks[key].set_state(value)", "pass"),),
         ("promises/test_resume.py::test_fit_resumed_in_an_epoch_ends_with_the_same_bits[False]",),
     ),
     Mutation(

@@ -40,7 +40,7 @@ with strategy.scope():
     optimizer = keras.optimizers.Adam(0.01)
 step = tmg.make_train_step(model, optimizer, "sparse_categorical_crossentropy", strategy)
 data = tf.data.Dataset.from_tensor_slices((x, y)).shuffle(70, seed=3).batch(8)
-checkpoints = tmg.Checkpoints(folder / "checkpoints", train_step=step, data=data, every_steps=3)
+checkpoints = tmg.Checkpoints(folder / "checkpoints", train_step=step, data=data)
 restored, first = checkpoints.restore(), True
 for _ in checkpoints.epochs(2):
     for batch in checkpoints.data:
@@ -52,6 +52,8 @@ for _ in checkpoints.epochs(2):
                 file.write(f"{attempt} {restored}\n")
         first = False
         checkpoints.after_step()
+        if checkpoints.step % 3 == 0:
+            checkpoints.save()
 values = [np.asarray(variable) for variable in model.variables + optimizer.variables]
 digest = hashlib.sha256(b"".join(value.tobytes() for value in values)).hexdigest()
 print(f"RESULT {checkpoints.step} {loss!r} {digest}")

@@ -26,34 +26,34 @@ class CallbackStates:
     """State of a list of callbacks: ``state()`` and ``set_state(value)``, or plain attributes."""
 
     def __init__(self, callbacks: Sequence[Any]) -> None:
-        """Numbers the callbacks of each class and monitored metric, without those of ``fit``."""
-        self._callbacks: dict[tuple[str, str, int], Any] = {}
+        """Names the callbacks by class, monitored metric and order, without those of ``fit``."""
+        self._callbacks: dict[str, Any] = {}
         for callback in callbacks:
-            kind, monitor = type(callback), str(getattr(callback, "monitor", ""))
+            kind = type(callback)
             if kind.__name__ != "ProgbarLogger" and not kind.__module__.startswith("tfmultigpu."):
-                number = sum(key[:2] == (kind.__name__, monitor) for key in self._callbacks)
-                self._callbacks[kind.__name__, monitor, number] = callback
+                name = f"{kind.__name__} {getattr(callback, 'monitor', '')}".strip()
+                number = sum(key.rpartition(" #")[0] == name for key in self._callbacks)
+                self._callbacks[f"{name} #{number}"] = callback
         self._warned: set[str] = set()
 
-    def read(self, arrays: dict[str, np.ndarray[Any, Any]]) -> list[dict[str, Any]]:
+    def read(self, arrays: dict[str, np.ndarray[Any, Any]]) -> dict[str, dict[str, Any]]:
         """Returns the state of each callback in JSON types, and adds its arrays to ``arrays``."""
-        states: list[dict[str, Any]] = []
+        states: dict[str, dict[str, Any]] = {}
         unsaved: list[str] = []
         for key, callback in self._callbacks.items():
-            packed = {}
+            states[key] = {}
             for name, value in _values(callback).items():
                 try:
-                    packed[name] = _pack(value, arrays)
+                    states[key][name] = _pack(value, arrays)
                 except (TypeError, RecursionError) as error:
                     if name == _METHOD:
                         raise CheckpointError(
-                            "The state of a callback cannot be saved. Received: "
-                            f"{key[0]}.state() returned {error}. Return numbers, strings, arrays, "
-                            "or lists and dicts of them."
+                            f"The state of a callback cannot be saved. Received: {error} from "
+                            f"state() of {key}. Return numbers, strings, arrays, or lists and "
+                            "dicts of them."
                         ) from None
                     if not is_part_of_keras(type(callback)):
-                        unsaved.append(f"{key[0]}.{name} ({type(value).__name__})")
-            states.append({"key": key, "values": packed})
+                        unsaved.append(f"{type(callback).__name__}.{name} ({error})")
         if new := [name for name in unsaved if name not in self._warned]:
             self._warned.update(new)
             _log.warning(
@@ -64,29 +64,19 @@ class CallbackStates:
             )
         return states
 
-    def write(self, stored: Sequence[Mapping[str, Any]], arrays: Arrays) -> None:
+    def write(self, stored: Mapping[str, Mapping[str, Any]], arrays: Arrays) -> None:
         """Restores the stored states; callbacks without one keep their values."""
-        for state in stored:
-            callback = self._match(state)
-            for name, packed in state["values"].items() if callback is not None else ():
+        for key in stored.keys() & self._callbacks.keys():
+            for name, packed in stored[key].items():
                 value = _unpack(packed, arrays)
                 if name == _METHOD:
-                    callback.set_state(value)
+                    self._callbacks[key].set_state(value)
                 else:
-                    setattr(callback, name, value)
+                    setattr(self._callbacks[key], name, value)
 
-    def missing(self, stored: Sequence[Mapping[str, Any]]) -> list[str]:
+    def missing(self, stored: Mapping[str, Any]) -> list[str]:
         """Returns the names of stored callbacks that are not here."""
-        return [state["key"][0] for state in stored if self._match(state) is None]
-
-    def _match(self, state: Mapping[str, Any]) -> Any:
-        """Returns the callback of a state, by class, monitored metric and order; or None."""
-        callback = self._callbacks.get(tuple(state["key"]))
-        return callback if _has_methods(callback) == (_METHOD in state["values"]) else None
-
-
-def _has_methods(callback: Any) -> bool:
-    return all(callable(getattr(type(callback), name, None)) for name in ("state", "set_state"))
+        return sorted(stored.keys() - self._callbacks.keys())
 
 
 def _values(callback: Any) -> dict[str, Any]:
@@ -94,7 +84,7 @@ def _values(callback: Any) -> dict[str, Any]:
 
     Arguments of a constructor are not: a run resumed with another ``patience`` uses it.
     """
-    if _has_methods(callback):
+    if all(callable(getattr(type(callback), name, None)) for name in ("state", "set_state")):
         return {_METHOD: callback.state()}
     constructors = [vars(kind).get("__init__") for kind in type(callback).__mro__[:-1]]
     parameters = [set(inspect.signature(f).parameters) for f in constructors if f is not None]
@@ -120,10 +110,8 @@ def _pack(value: Any, arrays: dict[str, np.ndarray[Any, Any]]) -> Any:
     if kind in (list, tuple, dict):
         items = [_pack(item, arrays) for item in (value.items() if kind is dict else value)]
         return items if kind is list else {"kind": kind.__name__, "items": items}
-    array = np.array(value) if isinstance(value, (np.ndarray, np.generic)) else np.array(None)
-    if array.dtype.kind == "V" and array.dtype.names is None:
-        array = array.astype("float32")  # NumPy does not know bfloat16 and similar types.
-    if array.dtype.kind not in "biufcSUMm":
+    array = np.array(value) if isinstance(value, (np.ndarray, np.generic)) else None
+    if array is None or array.dtype.kind not in "biufcSUMm":
         raise TypeError(kind.__name__)
     name = f"fit/callbacks/{len(arrays)}"
     arrays[name] = array

@@ -10,7 +10,6 @@ from __future__ import annotations
 import io
 import json
 import os
-import tempfile
 import warnings
 import zipfile
 from collections.abc import Callable, Mapping
@@ -22,7 +21,7 @@ import numpy as np
 from tfmultigpu.errors import CheckpointError
 
 Arrays = Mapping[str, np.ndarray[Any, Any]]
-_FORMAT = 2
+_FORMAT = 3
 
 
 class Stored(NamedTuple):
@@ -36,24 +35,15 @@ class Stored(NamedTuple):
 def write(directory: Path, step: int, arrays: Arrays, run: Mapping[str, Any], keep: int) -> Path:
     """Writes a checkpoint to last, and deletes all up to its step except the newest ``keep``."""
     directory.mkdir(parents=True, exist_ok=True)
-    for half_written in directory.glob(".step-*"):  # By processes that died.
-        half_written.unlink(missing_ok=True)
     text = json.dumps({"format": _FORMAT, "step": step, **run})
     content: dict[str, Any] = {"run": np.frombuffer(text.encode(), "uint8"), **arrays}
     path = directory / f"step-{step:08d}.npz"
-    hidden = directory / f".{path.name}"
-    try:
-        with hidden.open("wb") as file:
-            np.savez(file, **content)
-            file.flush()
-            os.fsync(file.fileno())
-        hidden.replace(path)
-    finally:
-        hidden.unlink(missing_ok=True)
-    if os.name == "posix":  # The new name must reach the disk, too.
-        number = os.open(directory, os.O_RDONLY)
-        os.fsync(number)
-        os.close(number)
+    hidden = directory / ".half-written.npz"
+    with hidden.open("wb") as file:
+        np.savez(file, **content)
+        file.flush()
+        os.fsync(file.fileno())
+    hidden.replace(path)
     for old in [path for other, path in steps_in(directory).items() if other <= step][:-keep]:
         old.unlink(missing_ok=True)
     return path
@@ -68,11 +58,11 @@ def read(path: Path) -> Stored:
             for name in archive.namelist()
         }
     run = json.loads(arrays.pop("run").tobytes())
-    missing = run["variables"].keys() - arrays.keys()
-    if run["format"] != _FORMAT or run["step"] != int(path.stem[5:]) or missing:
+    missing = len(run["variables"].keys() - arrays.keys())
+    if run["format"] != _FORMAT or missing:
         raise ValueError(
-            f"it says format {run['format']!r} (this version reads {_FORMAT}) and step "
-            f"{run['step']}, and {len(missing)} of its arrays are missing"
+            f"it has format {run['format']!r}, and this version reads {_FORMAT}; {missing} of its "
+            "arrays are missing"
         )
     return Stored(path, run, arrays)
 
@@ -80,7 +70,7 @@ def read(path: Path) -> Stored:
 def steps_in(directory: Path) -> dict[int, Path]:
     """Returns the checkpoints by their steps, in order."""
     paths = [path for path in directory.glob("step-*.npz") if path.stem[5:].isdecimal()]
-    return dict(sorted((int(path.stem[5:]), path) for path in paths if path.is_file()))
+    return {int(path.stem[5:]): path for path in sorted(paths, key=lambda p: int(p.stem[5:]))}
 
 
 class Directory:
@@ -110,14 +100,12 @@ class Directory:
         if len(set(steps)) > 1:
             raise CheckpointError(
                 f"The workers see different checkpoints in {self._path}. Received: step of each "
-                f"worker: {steps}. Give a directory that all workers share, or copy the newest "
-                "checkpoint of the chief to the others."
+                f"worker: {steps}. Give a directory that all workers share."
             )
         if stored is None and self._damaged:
             raise CheckpointError(
                 f"All checkpoints in {self._path} are damaged. Received: those of steps "
-                f"{sorted(self._damaged)}. To start over, give another directory or delete this "
-                "one."
+                f"{sorted(self._damaged)}. To start over, give another directory."
             )
         return stored
 
@@ -127,34 +115,27 @@ class Directory:
         return self._path / f"step-{step:08d}.npz"
 
     def check(self, step: int) -> None:
-        """Checks that a run at a step may write, before any training."""
-
-        def write_nothing() -> None:
-            self._path.mkdir(parents=True, exist_ok=True)
-            tempfile.TemporaryFile(dir=self._path).close()
-
-        self._on_chief(step, write_nothing)
+        """Checks before any training that a run at a step may write."""
+        self._on_chief(step, lambda: self._path.mkdir(parents=True, exist_ok=True))
 
     def _on_chief(self, step: int, save: Callable[[], object]) -> None:
         """Has the chief save, if there are no later steps; all workers learn whether it could."""
-        failure: OSError | None = None
-        latest = step
+        failure, latest = "", step
         if self._exchange.is_chief:
             try:
                 latest = max({step, *steps_in(self._path)} - (self._damaged - {step}))
                 if latest == step:
                     save()
             except OSError as error:
-                failure = error
-        failed, latest = self._exchange(
-            "how the chief wrote a checkpoint", [int(failure is not None), latest]
-        )[0].tolist()
+                failure = f"{type(error).__name__}: {error}"
+        told = self._exchange("how the chief wrote a checkpoint", [int(bool(failure)), latest])
+        failed, latest = told[0].tolist()
         if failed:
             raise CheckpointError(
-                f"The chief cannot write to {self._path}: "
+                f"The chief cannot write to {self._path}. Received: "
                 f"{failure or 'see the output of the chief'}. Older checkpoints are unchanged. "
                 "Give a directory that it may write to, with enough space."
-            ) from failure
+            )
         if latest > step:
             raise CheckpointError(
                 f"{self._path} has checkpoints of later steps. Only the newest are kept, so this "

@@ -9,9 +9,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from tfmultigpu.addons.checkpoints.callback import make_callback
+from tfmultigpu.addons.checkpoints.callback import CheckpointCallback, check_data
 from tfmultigpu.addons.checkpoints.files import Directory
-from tfmultigpu.addons.checkpoints.fit_state import FitState
 from tfmultigpu.addons.checkpoints.state import RunVariables
 from tfmultigpu.arguments import check_count
 from tfmultigpu.data.positioned import Position, PositionedDataset, position_data
@@ -37,21 +36,16 @@ class Checkpoints:
 
     Example:
         >>> import tempfile, keras, numpy as np, tfmultigpu as tmg
-        >>> def train(directory, epochs):
-        ...     keras.utils.set_random_seed(0)
-        ...     model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
-        ...     step = tmg.make_train_step(model, keras.optimizers.Adam(), "mse")
-        ...     data = tmg.distribute_dataset((np.eye(3), np.ones((3, 1))), batch_size=2)
-        ...     checkpoints = tmg.Checkpoints(directory, train_step=step, data=data, every_epochs=1)
-        ...     restored = checkpoints.restore()
-        ...     for epoch in checkpoints.epochs(epochs):
-        ...         for batch in checkpoints.data:
-        ...             step(batch)
-        ...             checkpoints.after_step()
-        ...     return restored, checkpoints.step
-        >>> directory = tempfile.mkdtemp()
-        >>> train(directory, epochs=1), train(directory, epochs=3)
-        ((None, 2), (2, 6))
+        >>> model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+        >>> step = tmg.make_train_step(model, keras.optimizers.Adam(), "mse")
+        >>> data = tmg.distribute_dataset((np.eye(3), np.ones((3, 1))), batch_size=2)
+        >>> checkpoints = tmg.Checkpoints(tempfile.mkdtemp(), train_step=step, data=data)
+        >>> for epoch in checkpoints.epochs(2):
+        ...     for batch in checkpoints.data:
+        ...         logs = step(batch)
+        ...         checkpoints.after_step()
+        >>> checkpoints.save().name, checkpoints.restore()
+        ('step-00000004.npz', 4)
     """
 
     def __init__(
@@ -63,8 +57,6 @@ class Checkpoints:
         keep: int = 3,
         *,
         train_step: Any = None,
-        every_steps: int | None = None,
-        every_epochs: int | None = None,
         extra: Mapping[str, Any] | None = None,
         stop_signal: int | None = signal.SIGTERM,
     ) -> None:
@@ -79,10 +71,8 @@ class Checkpoints:
             keep: The number of newest checkpoints to keep.
             train_step: A step of ``make_train_step`` or ``chain_steps``, instead of model and
                 optimizer.
-            every_steps: ``after_step`` saves at multiples of this many steps of the run.
-            every_epochs: Save at the end of every so many epochs.
-            extra: More objects to save, by name: train steps of other models, metrics, other
-                objects with ``variables``, or lists of variables.
+            extra: More objects to save, by name: metrics, other objects with ``variables``, or
+                lists of variables.
             stop_signal: The signal on which a running loop saves and exits with 128 + signal, 143
                 for SIGTERM. None handles no signal.
 
@@ -97,8 +87,6 @@ class Checkpoints:
             )
         self.directory = Path(text).expanduser()
         self.keep = check_count("keep", keep)
-        self.every_steps = _interval("every_steps", every_steps)
-        self.every_epochs = _interval("every_epochs", every_epochs)
         self._variables = RunVariables(model, optimizer, train_step, extra)
         self._exchange = self._variables.exchange
         self._files = Directory(self.directory, self._exchange)
@@ -108,14 +96,14 @@ class Checkpoints:
         self.data: PositionedDataset | None = None
         if data is not None:
             self.data = position_data(data, self._exchange.strategy, self._position)
-        self._saved = self._steps = self._updates = self._variables.count_updates()
+        self._steps = self._updates = self._variables.count_updates()
         self._counts = False
         # A hash of the first batch of the epoch that was saved or has ended, to be compared, and
         # the passes over the data at its end.
         self._expected: int | None = None
         self._finished: int | None = None
         self._passes = 0
-        self.fit_state = FitState(self._position, self._variables, self._exchange)
+        self._callback = CheckpointCallback(self, self._position, self._variables)
 
     @property
     def step(self) -> int:
@@ -152,16 +140,19 @@ class Checkpoints:
             )
         self._variables.prepare_to_save(self.data)
         entries, arrays = self._variables.read()
-        of_fit, arrays_of_fit = self.fit_state.read()
+        fit, arrays_of_fit = self._callback.read()
         first_batch = self._finished
         if self.data is not None and self.step_in_epoch:
             first_batch = self.data.first_hash() if self._expected is None else self._expected
-        place = {"epoch": self.epoch, "step_in_epoch": self.step_in_epoch}
-        state = {"variables": entries, "owned": self._variables.owned()}
-        run = {**place, "first_batch": first_batch, **state, **of_fit}
-        path = self._files.write(self.step, {**arrays, **arrays_of_fit}, run, self.keep)
-        self._saved = self.step
-        return path
+        run = {
+            "epoch": self.epoch,
+            "step_in_epoch": self.step_in_epoch,
+            "first_batch": first_batch,
+            "variables": entries,
+            "owned": self._variables.owned(),
+            "fit": fit,
+        }
+        return self._files.write(self.step, {**arrays, **arrays_of_fit}, run, self.keep)
 
     def restore(self) -> int | None:
         """Restores the newest intact checkpoint, and returns its step; None if there is none.
@@ -176,9 +167,8 @@ class Checkpoints:
         if stored is None:
             return None
         self._variables.restore(stored, self.data)
-        self.fit_state.load(stored.run, stored.arrays)
-        self._saved = self._steps = stored.run["step"]
-        self._updates = self._variables.count_updates()
+        self._callback.load(stored.run["fit"], stored.arrays)
+        self._steps, self._updates = stored.run["step"], self._variables.count_updates()
         self._position.epoch, self._position.step = stored.run["epoch"], stored.run["step_in_epoch"]
         self._expected = self._finished = stored.run["first_batch"]
         if self.data is not None:
@@ -188,15 +178,13 @@ class Checkpoints:
         return self._steps
 
     def epochs(self, epochs: int) -> Iterator[int]:
-        """Yields the numbers of the remaining epochs, and saves every ``every_epochs``.
-
-        While the loop runs, ``stop_signal`` makes it save and exit.
+        """Yields the numbers of the remaining epochs; ``stop_signal`` makes it save and exit.
 
         Args:
             epochs: The epochs of the whole run, including those before a restart.
         """
         epochs = check_count("epochs", epochs, 0)
-        self.fit_state.detach()
+        self._callback.load(None, {})
         self.listen()
         try:
             while self.epoch < epochs:
@@ -206,12 +194,11 @@ class Checkpoints:
         finally:
             self.stop_listening()
 
-    def after_step(self, steps: int = 1, *, last: bool = False) -> None:
-        """Counts steps; saves every ``every_steps``, or if the run must stop.
+    def after_step(self, steps: int = 1) -> None:
+        """Counts steps; saves and exits if the stop signal came.
 
         Args:
             steps: The number of steps; ``logs["steps"]`` after ``logs = step.run(iterator, n)``.
-            last: Whether the steps end the epoch; if the epoch end is saved too, this is not.
 
         Raises:
             CheckpointError: The steps did not read ``checkpoints.data``, or the data differs from
@@ -220,13 +207,9 @@ class Checkpoints:
         """
         self._count(steps)
         self._stop_if_asked(steps)
-        waits = last and self._epochs_are_due(self.epoch + 1)
-        # If a callback stops the run, end the epoch before saving.
-        if self._steps_are_due() and not waits and not self.fit_state.is_stopping():
-            self.save()
 
     def end_epoch(self, steps: int = 0) -> None:
-        """Ends an epoch after more steps, if any, and saves if it is time; ``epochs`` calls it."""
+        """Ends an epoch after more steps, if any; ``epochs`` and ``fit`` call it."""
         if steps:
             self._count(steps)
         if self.data is not None:
@@ -236,23 +219,23 @@ class Checkpoints:
             self._finished, self._passes = self.data.first_hash(), self.data.passes
         self._position.epoch, self._position.step = self.epoch + 1, 0
         self._stop_if_asked(steps, now=True)
-        if self._epochs_are_due(self.epoch) or self._steps_are_due():
-            self.save()
 
-    def callback(self, every_steps: int | None = None, every_epochs: int | None = None) -> Any:
+    def callback(
+        self, every_steps: int | None = None, every_epochs: int | None = None
+    ) -> CheckpointCallback:
         """Returns a ``keras.callbacks.Callback`` that saves and resumes in ``tmg.fit``.
 
         Call ``restore`` first, and pass ``fit`` the ``data`` of this object, if it has any.
 
         Args:
-            every_steps: Replaces ``every_steps`` of the class.
-            every_epochs: Replaces ``every_epochs`` of the class; 1 if no interval was given.
+            every_steps: Save after every so many steps of the run.
+            every_epochs: Save at the end of every so many epochs; 1 if no interval is given.
         """
-        self.every_steps = _interval("every_steps", every_steps) or self.every_steps
-        self.every_epochs = _interval("every_epochs", every_epochs) or self.every_epochs
-        if self.every_steps is None and self.every_epochs is None:
-            self.every_epochs = 1
-        return make_callback(self, self._exchange.workers > 1)
+        if every_steps is None and every_epochs is None:
+            every_epochs = 1
+        for name, number in (("every_steps", every_steps), ("every_epochs", every_epochs)):
+            setattr(self._callback, name, None if number is None else check_count(name, number))
+        return self._callback
 
     def listen(self) -> None:
         """Checks directory and data, then handles the stop signal, before any training."""
@@ -272,51 +255,29 @@ class Checkpoints:
         self._counts = True
         self._steps += steps
         self._position.step += steps
-        if self.data is None:
-            return
-        if not self.data.was_read:
-            raise CheckpointError(
-                "The loop read other data than checkpoints.data, so the position in the data is "
-                f"unknown. Received: steps={steps} before any pass over it. Write: for batch in "
-                "checkpoints.data."
-            )
-        if self._passes == self.data.passes and self._position.step:
-            raise CheckpointError(
-                "An epoch reads the iterator of the epoch before, so a resumed run would start "
-                f"with other batches. Received: steps in epoch {self.epoch} without a new pass. "
-                "In each epoch, write: iterator = iter(checkpoints.data)."
-            )
-        self._check_data(self.data.first_hash)
+        if self.data is not None:
+            # An iterator of the epoch before would make a resumed run begin with other batches.
+            is_new = self._passes != self.data.passes or not self._position.step
+            self._check_counted(self.data.was_read and is_new)
+            self._check_data(self.data.first_hash)
 
     def _check_counted(self, is_counted: bool) -> None:
         if self.data is not None and not is_counted:
             raise CheckpointError(
-                "The position in the data is unknown, because no steps were counted. Received: "
-                f"epoch={self.epoch}, step={self.step} of the optimizer, step_in_epoch="
-                f"{self.step_in_epoch}. Call checkpoints.after_step() after each step."
+                "The position in the data is unknown, because not every step was counted, or the "
+                f"epoch did not read a new pass over checkpoints.data. Received: epoch={self.epoch}"
+                f", step_in_epoch={self.step_in_epoch}, step={self.step}. In each epoch, write "
+                "iterator = iter(checkpoints.data), or: for batch in checkpoints.data. Call "
+                "checkpoints.after_step() after each step."
             )
 
     def _check_data(self, first_hash: Callable[[], int | None]) -> None:
         """Compares the first data after a restart with the data before it, once."""
         expected, self._expected = self._expected, None
-        if (
-            expected is not None
-            and self._exchange("the data after a restart", [int(first_hash() != expected)]).any()
-        ):
-            raise CheckpointError(
-                "The data differs from the data of the checkpoint. The run would train on some "
-                "examples twice and skip others. Received: another first batch of the epoch, at "
-                f"epoch {self.epoch} and step {self.step_in_epoch} of it. Give the same data and "
-                "batch size as before. Data that shuffles by itself needs a function of the epoch, "
-                "seeded by it: data=lambda epoch: dataset.shuffle(n, seed=epoch).batch(size)."
-            )
-
-    def _epochs_are_due(self, epochs: int) -> bool:
-        return self.every_epochs is not None and epochs % self.every_epochs == 0
-
-    def _steps_are_due(self) -> bool:
-        every = self.every_steps
-        return every is not None and self._steps // every > self._saved // every
+        if expected is not None:
+            place = f"epoch {self.epoch} and step {self.step_in_epoch} of it"
+            told = [] if first_hash() == expected else [f"another first batch, at {place}"]
+            check_data(told, self._exchange)
 
     def _stop_if_asked(self, steps: int, now: bool = False) -> None:
         asked = self._signal is not None and self._signal.received
@@ -326,8 +287,3 @@ class Checkpoints:
         code, self._signal.received = self._signal.exit_code, False
         _log.warning("Asked to stop: saved step %d to %s, exiting with %d", self.step, path, code)
         raise SystemExit(code)
-
-
-def _interval(name: str, number: Any) -> int | None:
-    """Returns an interval, counted in steps or epochs; None means never."""
-    return None if number is None else check_count(name, number, other="None")
