@@ -14,9 +14,8 @@ import pytest
 from tfmultigpu.__main__ import main
 from tfmultigpu.addons.diagnostics import Finding, Report, doctor
 from tfmultigpu.addons.diagnostics.doctor import report_on
-from tfmultigpu.addons.diagnostics.driver import Driver, ask_driver
-from tfmultigpu.addons.diagnostics.environment import describe_variables, redact
-from tfmultigpu.addons.diagnostics.machine import Machine, inspect_machine
+from tfmultigpu.addons.diagnostics.machine import Driver, Machine, ask_driver, inspect_machine
+from tfmultigpu.addons.diagnostics.report import describe_variables, redact
 from tfmultigpu.devices import Device
 from tfmultigpu.errors import ClusterError
 from tfmultigpu.strategies.plan import MachineInfo, choose
@@ -31,8 +30,8 @@ def driver(gpus: int, version: str = "570.86.10", **facts: Any) -> Driver:
     return Driver(("NVIDIA H200",) * gpus, version, facts.pop("cuda", (12, 8)), **facts)
 
 
-def gpu(index: int, *, free: int = 79 * GIB, capability: tuple[int, int] = (9, 0)) -> Device:
-    return Device(f"GPU:{index}", "GPU", index, "NVIDIA H200", capability, 80 * GIB, free)
+def gpu(index: int, capability: tuple[int, int] = (9, 0)) -> Device:
+    return Device(f"GPU:{index}", "GPU", index, "NVIDIA H200", capability, 80 * GIB, 79 * GIB)
 
 
 def sees(count: int, used: int | None = None, **facts: Any) -> dict[str, Any]:
@@ -140,10 +139,6 @@ CASES: dict[str, tuple[Machine, str, str, str, str]] = {
         *("error", "keras-backend", "keras.distribution is set to DataParallel"),
         "strategy = tmg.create_strategy()",
     ),
-    "Keras 2": (
-        Machine(**FINE, environment={"TF_USE_LEGACY_KERAS": "1"}),
-        *("warning", "keras-backend", "tf.keras is Keras 2", "import keras, never tf.keras"),
-    ),
     "a broken cluster": (
         Machine(
             environment={"TF_CONFIG": CONFIG},
@@ -159,11 +154,6 @@ CASES: dict[str, tuple[Machine, str, str, str, str]] = {
     "no TPU": (
         Machine(environment={"TPU_NAME": "my-own-tpu"}, plan=PLAN),
         *("warning", "cluster", "TPU_NAME is set and not used: ", "unset TPU_NAME"),
-    ),
-    "a full GPU": (
-        Machine(driver=driver(1), **sees(1, free=3 * GIB)),
-        *("warning", "gpu-taken", "GPU:0 (NVIDIA H200) has 3.0 of 80.0 GiB free"),
-        "tmg.create_strategy(devices=[...])",
     ),
 }
 

@@ -2,52 +2,70 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
+from collections.abc import Callable
+from typing import Any
 
 import pytest
+import tensorflow as tf
+from law.processes import WorkerRaised, pool, unused_addresses
 
-GROWTH = (
-    "Memory growth cannot differ between GPU devices. Write tmg.enable_memory_growth(), for all "
-    "GPUs, in place of"
-)
-SAID = {
-    "memory_growth_of_one_gpu": ("TfMultiGpuError", GROWTH),
-    "memory_growth_of_one_gpu_of_a_worker": ("ClusterError", GROWTH),
-    "two_rings_over_different_devices": (
-        "StrategyUnavailableError",
-        "it aborts both, and whatever else adds so, until the process restarts",
-    ),
-    "another_backend": ("TfMultiGpuError", 'set os.environ["KERAS_BACKEND"] = "tensorflow"'),
-    "out_of_memory": (
-        "OutOfMemoryError",
-        "Replica 1 (CPU:1) has not enough memory for this step. Received: a global batch of 5 rows",
-    ),
-}
+import tfmultigpu as tmg
+from tfmultigpu.steps.failures import explaining_failures
 
 
-@pytest.fixture(scope="module")
-def raised() -> dict[str, dict[str, str]]:
-    ended = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("events.py"))],
-        env={name: value for name, value in os.environ.items() if name != "TF_CONFIG"},
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=True,
-    )
-    lines = [line for line in ended.stdout.splitlines() if line.startswith('{"event"')]
-    return {found["event"]: found for found in map(json.loads, lines)}
+def memory_growth_of_one_gpu() -> None:
+    """Plants two GPUs where TensorFlow lists those of the driver; then as one of two workers."""
+    from tensorflow.python.eager.context import pywrap_tfe
+
+    names = [b"/physical_device:CPU:0", b"/physical_device:GPU:0", b"/physical_device:GPU:1"]
+    pywrap_tfe.TF_ListPhysicalDevices = lambda: names
+    pywrap_tfe.TF_GetDeviceDetails = lambda index: {"device_name": "H200"} if index else {}
+    tf.config.experimental.set_memory_growth(tf.config.list_physical_devices("GPU")[0], True)
+    with pytest.raises(
+        tmg.TfMultiGpuError, match=r"Write tmg\.enable_memory_growth\(\), for all GP"
+    ):
+        tmg.create_strategy()
+    cluster = tmg.workers.Cluster(unused_addresses(2), 0)
+    tmg.create_strategy(cluster=cluster, startup_timeout=1)
+
+
+def two_rings_over_different_devices() -> None:
+    tmg.testing.virtual_devices(3)
+
+    def adding_on(*devices: str) -> Callable[[], None]:
+        strategy = tf.distribute.MirroredStrategy(devices)
+
+        def add() -> Any:
+            return tf.distribute.get_replica_context().all_reduce("SUM", tf.ones([3]))
+
+        def run() -> None:
+            with explaining_failures(strategy):
+                strategy.run(add)
+
+        return run
+
+    first, second = adding_on("CPU:0", "CPU:1"), adding_on("CPU:0", "CPU:1", "CPU:2")
+    first()
+    with pytest.raises(tmg.errors.StrategyUnavailableError):
+        second()
+    first()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("event", SAID)
-def test_each_event_is_an_error_that_says_what_to_do(
-    raised: dict[str, dict[str, str]], event: str
-) -> None:
-    kind, text = SAID[event]
-    assert raised[event]["type"] == kind, raised[event]["text"]
-    assert text in raised[event]["text"]
+@pytest.mark.parametrize(
+    ("event", "kind", "says"),
+    [
+        (memory_growth_of_one_gpu, "ClusterError", "Memory growth cannot differ between GPU"),
+        (
+            two_rings_over_different_devices,
+            "StrategyUnavailableError",
+            "it aborts both, and whatever else adds so, until the process restarts",
+        ),
+    ],
+)
+def test_each_event_is_an_error_that_says_what_to_do(event: Any, kind: str, says: str) -> None:
+    worker = pool().start()
+    with pytest.raises(WorkerRaised) as raised:
+        worker.call(event)
+    assert raised.value.kinds[0] == kind, raised.value.text
+    assert says in raised.value.text

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from tfmultigpu.addons.diagnostics import check_links
+from tfmultigpu.addons.diagnostics import check_links, links
 
 DEVICES = ["CPU:0", "CPU:1"]
 # A child whose copies to CPU:1 flip a bit, and whose sums on one device hold a NaN.
@@ -19,17 +19,17 @@ def flip(tensor, device):
     copied = copy(tensor, device)
     bit = tf.one_hot(777, copied.shape[0], dtype=tf.uint8)
     return tf.bitwise.bitwise_xor(copied, bit) if device == "CPU:1" else copied
-def spoil(strategy, value):
-    first, *others = add(strategy, value)
+def spoil(strategy):
+    first, *others = add(strategy)
     return [first, *[tf.where(tf.range(len(o)) == 3, float("nan"), o) for o in others]]
 links.copy, links.add, links._SIZE = flip, spoil, 1000
-links.run_tests(sys.argv[1:])
+links.run_tests(*sys.argv[1:])
 """
 STALLED = """
 import sys, time
 from tfmultigpu.addons.diagnostics import links
 links.copy = lambda tensor, device: time.sleep(600 if device == "CPU:0" else 0) or tensor
-links.run_tests(sys.argv[1:])
+links.run_tests(*sys.argv[1:])
 """
 KILLED = """
 for line in ('["start of the devices", "1 ms"]', '["copy A -> B", ""]'):
@@ -45,8 +45,9 @@ def test_healthy_links_are_in_order() -> None:
     assert report.facts["tests"]["sum over CPU:0, CPU:1 by nccl"] == "not available"
 
 
-def test_a_flipped_bit_and_a_nan_are_found_and_named() -> None:
-    copied, *summed = check_links(DEVICES, seconds=120.0, child=BROKEN).findings
+def test_a_flipped_bit_and_a_nan_are_found_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(links, "_CHILD", BROKEN)
+    copied, *summed = check_links(DEVICES, seconds=120.0).findings
     assert copied.what.startswith("copy CPU:0 -> CPU:1: 1 of 1000 wrong: ")
     assert "NCCL_P2P_DISABLE=1" in copied.change
     assert "IOMMU" in copied.change
@@ -65,9 +66,12 @@ def test_a_flipped_bit_and_a_nan_are_found_and_named() -> None:
         (KILLED, "copy A -> B: ended with code 1: no NCCL"),
     ],
 )
-def test_a_stall_and_a_crash_are_found_and_named(child: str, says: str) -> None:
+def test_a_stall_and_a_crash_are_found_and_named(
+    monkeypatch: pytest.MonkeyPatch, child: str, says: str
+) -> None:
+    monkeypatch.setattr(links, "_CHILD", child)
     began = time.monotonic()
-    (finding,) = check_links(DEVICES, seconds=3.0, child=child).findings
+    (finding,) = check_links(DEVICES, seconds=3.0).findings
     assert says in finding.what
     assert time.monotonic() - began < 180.0  # The import of TensorFlow is most of it.
 

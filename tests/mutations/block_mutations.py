@@ -218,8 +218,8 @@ BLOCKS = (
     ),
     Mutation(
         "small batches are not told",
-        "addons/diagnostics/program_checks.py",
-        (("seen.rows < seen.replicas:", "seen.rows < 1:"),),
+        "addons/diagnostics/explain.py",
+        (("rows is not None and rows < replicas:", "rows is not None and rows < 1:"),),
         ("promises/test_diagnostics.py::test_a_batch_smaller_than_the_replicas_is_found",),
     ),
     Mutation(
@@ -233,8 +233,8 @@ BLOCKS = (
         "addons/diagnostics/explain.py",
         (
             (
-                "        if not strategy.extended.variable_created_in_scope(inner):\n",
-                "        if inner is None:\n",
+                "if not strategy.extended.variable_created_in_scope(tf_variable(v))",
+                "if v is None",
             ),
         ),
         ("promises/test_diagnostics.py::test_a_model_or_an_optimizer_outside_the_scope_is_found",),

@@ -5,10 +5,4 @@ from tfmultigpu.addons.diagnostics.explain import explain
 from tfmultigpu.addons.diagnostics.links import check_links
 from tfmultigpu.addons.diagnostics.report import Finding, Report
 
-__all__ = [
-    "Finding",
-    "Report",
-    "check_links",
-    "doctor",
-    "explain",
-]
+__all__ = ["Finding", "Report", "check_links", "doctor", "explain"]

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from tfmultigpu.addons.diagnostics.environment import describe_variables, redact, shown_value
 from tfmultigpu.addons.diagnostics.machine import Machine, inspect_machine
 from tfmultigpu.addons.diagnostics.machine_checks import find_causes
-from tfmultigpu.addons.diagnostics.report import Report
+from tfmultigpu.addons.diagnostics.report import Report, describe_variables, redact, shown_value
 from tfmultigpu.devices.discovery import Device
 
 
@@ -34,6 +33,7 @@ def report_on(machine: Machine) -> Report:
     kernels = f"CUDA {machine.cuda}, for {', '.join(machine.kernels) or 'unknown GPUs'}"
     cuda = "" if driver.cuda is None else f", for CUDA up to {driver.cuda[0]}.{driver.cuda[1]}"
     planned = "an error, see above" if isinstance(machine.plan, Exception) else str(machine.plan)
+    plan = [redact(line.strip(), environ) for line in planned.splitlines()]
     facts = {
         "versions": {
             **machine.versions,
@@ -47,10 +47,7 @@ def report_on(machine: Machine) -> Report:
             **{device.name: _describe(device, machine) for device in machine.devices},
         },
         "variables": describe_variables(environ),
-        "create_strategy()": {
-            f"{number}.": redact(line.strip(), environ)
-            for number, line in enumerate(planned.splitlines(), 1)
-        },
+        "create_strategy()": {f"{number}.": line for number, line in enumerate(plan, 1)},
     }
     most = max(len(driver.gpus), len(machine.gpus), driver.cards)
     title = f"tfmultigpu doctor: {len(machine.used_gpus)} of {most} GPU(s) in use by TensorFlow"
@@ -58,13 +55,13 @@ def report_on(machine: Machine) -> Report:
 
 
 def _describe(device: Device, machine: Machine) -> str:
-    facts = [device.description] if device.description else []
+    facts = [device.description or "here"]
     if device.compute_capability:
         facts.append("compute capability " + ".".join(map(str, device.compute_capability)))
     if device.memory_total and device.memory_free is not None:
         free, total = device.memory_free / 1024**3, device.memory_total / 1024**3
         facts.append(f"{free:.1f} of {total:.1f} GiB free")
     if device.kind == "GPU":
-        growth = machine.growth.get(device.name)
-        facts.append("hidden" if growth is None else f"memory growth {'on' if growth else 'off'}")
-    return ", ".join(facts) or "here"
+        growth = {None: "hidden", True: "memory growth on", False: "memory growth off"}
+        facts.append(growth[machine.growth.get(device.name)])
+    return ", ".join(facts)

@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from tfmultigpu import _compat
 from tfmultigpu.accumulation.update import update_of
-from tfmultigpu.addons.diagnostics.environment import redact
 from tfmultigpu.addons.diagnostics.machine import inspect_machine
 from tfmultigpu.addons.diagnostics.machine_checks import find_causes
-from tfmultigpu.addons.diagnostics.program_checks import Program, find_mistakes, in_order
-from tfmultigpu.addons.diagnostics.report import Report
+from tfmultigpu.addons.diagnostics.report import Finding, Report, redact
 from tfmultigpu.data.batch_format import count_rows
 from tfmultigpu.data.cut import check_batched
 from tfmultigpu.data.sharded_dataset import ShardedDataset
 from tfmultigpu.devices.discovery import list_logical_devices
 from tfmultigpu.devices.names import listed, parse_device_name
-from tfmultigpu.errors import DataError, TfMultiGpuError
+from tfmultigpu.errors import DataError
 from tfmultigpu.strategies.process_state import process_state
 from tfmultigpu.strategies.scopes import check_kinds
 from tfmultigpu.strategies.topology import (
@@ -31,8 +30,9 @@ from tfmultigpu.strategies.topology import (
 )
 from tfmultigpu.types import Optimizer, Strategy
 
+_SCOPE = "with strategy.scope():"
 
-@tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+
 def explain(
     model: Any,
     optimizer: Optimizer | None = None,
@@ -48,8 +48,8 @@ def explain(
         model: A Keras model; or a step of ``make_train_step`` or ``chain_steps``, which has its
             models, optimizers and strategy.
         optimizer: Its optimizer; None takes the compiled one.
-        dataset: The training data: a ``tf.data.Dataset`` of global batches, or the result of
-            ``distribute_dataset``. Other data is not read. Waits for its first batch.
+        dataset: A ``tf.data.Dataset`` of global batches, or the result of ``distribute_dataset``;
+            other data is not read.
         strategy: The strategy; None takes the current one, that of the model, or one of
             ``create_strategy`` that exists.
 
@@ -57,9 +57,7 @@ def explain(
         The report: findings, the most serious first, then the facts behind them.
 
     Raises:
-        TypeError: ``model`` is not a Keras model, ``optimizer`` not an optimizer or ``strategy``
-            not a strategy.
-        TfMultiGpuError: Called inside a ``tf.function``.
+        TypeError: An argument is not of the kind that its name says.
 
     Example:
         >>> import keras, tfmultigpu as tmg
@@ -68,11 +66,6 @@ def explain(
         >>> print(str(report).splitlines()[0])  # doctest: +ELLIPSIS
         tfmultigpu explain: ...
     """
-    if tf.inside_function():
-        raise TfMultiGpuError(
-            "explain was called inside a tf.function, where variables have no values to read. Call "
-            "tmg.explain outside of it, before the loop."
-        )
     serious = ("error", "gpus-hidden")  # Also where no driver tells how many GPUs are hidden.
     causes = find_causes(inspect_machine())
     causes = [cause for cause in causes if {cause.severity, cause.code} & {*serious}]
@@ -83,20 +76,26 @@ def explain(
         trained = [(part.model, part.optimizer) for part in model.trained]
         strategy = model.strategy
     strategy = _strategy_of(trained[0][0]) if strategy is None else strategy
-    findings, facts = {str(cause): cause for cause in causes}, {}
+    facts = {}
     for each, own in trained:
-        program = _inspect(each, own, dataset, strategy)
-        findings |= {str(finding): finding for finding in find_mistakes(program)}
+        own = getattr(each, "optimizer", None) if own is None else own
+        check_kinds(each, strategy, *(() if own is None else (own,)))
+        copies = _devices_of_copies(each, strategy)
+        causes += [*_check_model(each, strategy, copies), *_check_optimizer(each, own, strategy)]
         facts[f"model {each.name}"] = {
-            "strategy": program.strategy,
+            "strategy": describe(strategy),
             "devices here": listed(list_logical_devices()),
-            "variables outside its scope": f"{len(program.outside)} of {program.variables}",
-            "copies of a weight": listed(program.copies),
-            "optimizer's outside": f"{len(program.slots_outside)} of {program.slots}",
-            "examples in a batch": "not read" if program.rows is None else str(program.rows),
+            "copies of a weight": listed(copies),
         }
-    found = tuple(findings.values()) or (in_order(program),)
-    return Report(f"tfmultigpu explain: {program.replicas} replica(s)", found, facts)
+    causes += _check_batch(dataset, strategy)
+    findings = {str(cause): cause for cause in causes}
+    replicas = strategy.num_replicas_in_sync
+    if not findings:
+        what = f"All that was given is on {replicas} replica(s) as it should be."
+        why = "Each replica computes its part of a step."
+        change = "tmg.fit, not Keras'; if it is slow: print(tmg.tuning.profile_step(step, data))"
+        findings[""] = Finding("note", "in-order", what, why, change)
+    return Report(f"tfmultigpu explain: {replicas} replica(s)", tuple(findings.values()), facts)
 
 
 def _strategy_of(model: Any) -> tf.distribute.Strategy:
@@ -106,58 +105,100 @@ def _strategy_of(model: Any) -> tf.distribute.Strategy:
     return living[0] if living else own
 
 
-def _inspect(model: Any, optimizer: Any, dataset: Any, strategy: tf.distribute.Strategy) -> Program:
-    """Reads where the variables of a model and its optimizer are, and the first batch."""
-    optimizer = getattr(model, "optimizer", None) if optimizer is None else optimizer
-    check_kinds(model, strategy, *(() if optimizer is None else (optimizer,)))
-    update = None if optimizer is None else update_of(optimizer)
-    once = frozenset() if update is None else update.state  # Of owners, on one device each.
-    slots = [v for v in getattr(optimizer, "variables", ()) if id(v) not in once]
-    known = _compat.optimizer_trains(optimizer) if optimizer else []
-    trained = model.trainable_variables
-    mirrored = next((v for v in trained if not is_sharded(v)), None)
+def _devices_of_copies(model: Any, strategy: tf.distribute.Strategy) -> tuple[str, ...]:
+    mirrored = next((v for v in model.trainable_variables if not is_sharded(v)), None)
     copies = () if mirrored is None else strategy.experimental_local_results(tf_variable(mirrored))
-    rows, problem = _read_batch(dataset, strategy)
-    return Program(
-        strategy=describe(strategy),
-        replicas=strategy.num_replicas_in_sync,
-        here=list_logical_devices("GPU") or list_logical_devices("CPU"),
-        variables=len(model.variables) if model.built else 0,
-        outside=_outside(model.variables, strategy),
-        copies=tuple(parse_device_name(copy.device) for copy in copies if copy.device),
-        slots=len(slots),
-        slots_outside=_outside(slots, strategy),
-        of_another_model=bool(known) and not {id(v) for v in known} & {id(v) for v in trained},
-        rows=rows,
-        problem=problem,
+    return tuple(parse_device_name(copy.device) for copy in copies if copy.device)
+
+
+def _outside(variables: Sequence[Any], strategy: tf.distribute.Strategy) -> str:
+    """Returns how many variables were created outside the scope, and one; empty for none."""
+    outside = [
+        v for v in variables if not strategy.extended.variable_created_in_scope(tf_variable(v))
+    ]
+    if not outside:
+        return ""
+    owner = getattr(tf_variable(outside[0]), "distribute_strategy", None)
+    name = str(getattr(outside[0], "path", outside[0].name))
+    return (
+        f"was created outside the scope of the strategy, {describe(strategy)}: {len(outside)} of "
+        f"{len(variables)} variables, such as {name!r} of "
+        f"{'no strategy' if owner is None else describe(owner)}."
     )
 
 
-def _outside(variables: list[Any], strategy: tf.distribute.Strategy) -> dict[str, str]:
-    """Returns the variables created outside a scope, with the strategy that has each."""
-    owners = {}
-    for variable in variables:
-        inner = tf_variable(variable)
-        if not strategy.extended.variable_created_in_scope(inner):
-            owner = getattr(inner, "distribute_strategy", None)
-            name = str(getattr(variable, "path", variable.name))
-            owners[name] = "no strategy" if owner is None else describe(owner)
-    return owners
+def _check_model(model: Any, strategy: Any, copies: tuple[str, ...]) -> Iterator[Finding]:
+    here = list_logical_devices("GPU") or list_logical_devices("CPU")
+    outside = _outside(model.variables, strategy)
+    create = f"strategy = tmg.create_strategy(devices={list(here)!r})"
+    severity, code, devices = "error", "model-scope", listed(tuple(dict.fromkeys(copies)))
+    if strategy.num_replicas_in_sync == 1 and len(here) > 1 and not outside:
+        code = "no-strategy"
+        what = f"The model is on one device, by {describe(strategy)}; here are {listed(here)}."
+        change = f"{create}, and {_SCOPE} around the model and the optimizer"
+    elif not (model.built and model.variables):
+        severity = "note"
+        what = "The model has no variables yet, and the first call will create them."
+        change = f"{_SCOPE} model.build(input_shape), or start the model with keras.Input"
+    elif outside:
+        what = f"The model {outside}"
+        change = f"{_SCOPE} model = ... (loading a saved model counts as creating it)"
+    elif len(set(copies)) < len(copies):
+        what = f"The {len(copies)} copies of a weight are all on {devices}."
+        change = f"{create}, which exist"
+    elif "CPU" in devices and "GPU" in here[0]:
+        what = f"The weights are on {devices}, and GPUs are here: {listed(here)}."
+        change = "strategy = tmg.create_strategy(), and no tf.device('CPU:0') around the model"
+    else:
+        return
+    why = "TensorFlow trains where the variables are, without a message, or fails without a text."
+    yield Finding(severity, code, what, why, change)
 
 
-def _read_batch(dataset: Any, strategy: tf.distribute.Strategy) -> tuple[int | None, str]:
-    """Returns the examples of the first batch, or the reason why it is not known."""
+def _check_optimizer(model: Any, optimizer: Any, strategy: Any) -> Iterator[Finding]:
+    if optimizer is None:
+        return
+    update = update_of(optimizer)
+    once = frozenset() if update is None else update.state  # Of owners, on one device each.
+    outside = _outside([v for v in optimizer.variables if id(v) not in once], strategy)
+    known = {id(v) for v in _compat.optimizer_trains(optimizer) or ()}
+    if outside:
+        what = f"The optimizer {outside}"
+        why = "Each replica then updates its own copy of the weights, and they drift apart."
+    elif known and not known & {id(v) for v in model.trainable_variables}:
+        what = "The optimizer was built for another model: it knows no variable of this one."
+        why = "It fails at the first step, or updates the wrong model."
+    else:
+        return
+    change = f"{_SCOPE} optimizer = ..., and model.compile(optimizer, ...)"
+    yield Finding("error", "optimizer-scope", what, why, change)
+
+
+def _check_batch(dataset: Any, strategy: tf.distribute.Strategy) -> Iterator[Finding]:
+    replicas, rows, problem = strategy.num_replicas_in_sync, None, ""
     if isinstance(dataset, ShardedDataset):
         if dataset.strategy is not strategy:
-            return None, f"it was distributed for {describe(dataset.strategy)}."
-        dataset = dataset.batches if dataset.preprocessing is None else None
-    if not isinstance(dataset, tf.data.Dataset):
-        return None, ""
+            problem = f"it was distributed for {describe(dataset.strategy)}."
+        dataset = None if dataset.preprocessing or problem else dataset.batches
     try:
-        check_batched(dataset.element_spec)
-        first = next(iter(dataset.take(1)), None)
-        return 0 if first is None else int(count_rows(first)), ""
+        if isinstance(dataset, tf.data.Dataset):
+            check_batched(dataset.element_spec)
+            first = next(iter(dataset.take(1)), None)
+            rows = 0 if first is None else int(count_rows(first))
     except DataError as error:
-        return None, redact(str(error), os.environ)
+        problem = redact(str(error), os.environ)
     except tf.errors.OpError as error:  # Its message may hold paths.
-        return None, f"reading it fails with {type(error).__name__}."
+        problem = f"reading it fails with {type(error).__name__}."
+    change = f"dataset.batch({32 * replicas}): the batch of a replica, times the replicas"
+    if problem:
+        what = f"The dataset has no batch for this strategy: {problem}"
+        change = "tmg.distribute_dataset(dataset.batch(global_batch_size), strategy)"
+    elif rows == 0:
+        what = "The dataset is empty: it has no batch, or its first batch has no examples."
+        change = "Check that its files exist, and that drop_remainder does not drop the only batch"
+    elif rows is not None and rows < replicas:
+        what = f"A batch has {rows} example(s) for {replicas} replicas."
+    else:
+        return
+    why = "With fewer examples than replicas each replica computes all of them, as one device does."
+    yield Finding("error", "small-batch", what, why, change)

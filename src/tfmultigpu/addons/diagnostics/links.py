@@ -5,17 +5,17 @@ They run in a process of their own, because a broken link may hang TensorFlow fo
 
 from __future__ import annotations
 
+import contextlib
+import faulthandler
 import itertools
 import json
-import queue
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -26,28 +26,25 @@ from tfmultigpu.errors import StrategyUnavailableError
 from tfmultigpu.strategies import create_strategy
 
 _CHILD = (
-    "import sys; from tfmultigpu.addons.diagnostics import links; links.run_tests(sys.argv[1:])"
+    "import sys; from tfmultigpu.addons.diagnostics import links; links.run_tests(*sys.argv[1:])"
 )
 _START = "start of the devices"
-_FINE = (" ms", "not available")
 _START_SECONDS = 120.0  # It imports TensorFlow.
 _MARK = "link test: "
 _SIZE = 2**22  # Numbers in a test.
+_WHY = "Training on these devices gives NaN, another result or hangs; on one alone it is fine."
 _CHANGE = (
-    "NCCL_P2P_DISABLE=1 in the environment, which copies through the memory of the host; or turn "
-    "off the IOMMU (kernel options intel_iommu=off, amd_iommu=off) and ACS in the BIOS"
+    'tmg.create_strategy(communication="one_device"); or NCCL_P2P_DISABLE=1 in the environment; or '
+    "turn off ACS in the BIOS and the IOMMU (kernel options intel_iommu=off, amd_iommu=off)"
 )
 
 
-def check_links(
-    devices: Sequence[str] | None = None, *, seconds: float = 20.0, child: str = _CHILD
-) -> Report:
+def check_links(devices: Sequence[str] | None = None, *, seconds: float = 20.0) -> Report:
     """Tests the links between devices: copies known bytes, and adds powers of two each way.
 
     Args:
         devices: Their names; None takes all GPUs. CPUs are made by ``split_device``.
         seconds: The limit of each test.
-        child: The program that runs the tests on the devices in its arguments.
 
     Returns:
         The report: a finding for each test that fails, and the milliseconds of the others.
@@ -57,52 +54,39 @@ def check_links(
     if len(names) < 2:
         what = "Links are between GPUs, and there are no two."
         return Report(title, (Finding("note", "no-links", what, "Nothing to test.", "-"),), {})
-    results = _run([sys.executable, "-c", child, *names], seconds)
-    findings = [_finding(test, text) for test, text in results.items() if not text.endswith(_FINE)]
+    results = _run([sys.executable, "-c", _CHILD, str(seconds), *names], seconds * len(names) ** 2)
+    findings = [
+        Finding("error", "broken-link", f"{test}: {text}", _WHY, _CHANGE)
+        for test, text in results.items()
+        if not text.endswith((" ms", "available"))
+    ]
     if not findings:
         what = f"{len(results) - 1} tests of {', '.join(names)} are right to the bit."
         findings = [Finding("note", "links-in-order", what, "The links are in order.", "-")]
     return Report(title, tuple(findings), {"tests": results})
 
 
-def _finding(test: str, text: str) -> Finding:
-    why = "Training on these devices gives NaN, another result or hangs; on one alone it is fine."
-    way = "hierarchical_copy" if "one_device" in test else "one_device"
-    change = f'tmg.create_strategy(communication="{way}"); or ' if test.startswith("sum") else ""
-    return Finding("error", "broken-link", f"{test}: {text}", why, change + _CHANGE)
-
-
 def _run(command: list[str], seconds: float) -> dict[str, str]:
     """Runs the tests; returns the milliseconds of each, or the fault."""
-    results, test, lines = {_START: ""}, _START, queue.Queue[str | None]()
-    with tempfile.TemporaryFile("w+") as log:
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
-        reader = threading.Thread(target=_read, args=(process.stdout, lines), daemon=True)
-        reader.start()
-        try:
-            while line := lines.get(timeout=_START_SECONDS if test == _START else seconds):
-                test, results[test] = json.loads(line)
-        except queue.Empty:
-            results[test] = "did not end in time"
-        process.kill()
-        reader.join(10)  # A driver may hold the process for ever.
-        code = None if reader.is_alive() else process.wait()
-        if not results[test]:
-            log.seek(0)
-            last = log.read().strip().splitlines()[-1:]
-            results[test] = f"ended with code {code}: {''.join(last)}"
+    with tempfile.TemporaryFile("w+") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+        for limit in (_START_SECONDS + seconds, 10.0):  # A driver may hold it for ever.
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(limit)
+            process.kill()
+        output.seek(0)
+        lines = output.read().strip().splitlines()
+    told = [line.removeprefix(_MARK) for line in lines if line.startswith(_MARK)]
+    results = {_START: "", **dict(json.loads(line) for line in told)}
+    test = list(results)[-1]
+    if not results[test]:
+        slow = process.returncode is None or any(line.startswith("Timeout (") for line in lines)
+        ended = f"ended with code {process.returncode}: {''.join(lines[-1:])}"
+        results[test] = "did not end in time" if slow else ended
     return results
 
 
-def _read(stream: IO[str], lines: queue.Queue[str | None]) -> None:
-    with stream:
-        for line in stream:
-            if line.startswith(_MARK):
-                lines.put(line.removeprefix(_MARK))
-    lines.put(None)
-
-
-def run_tests(devices: Sequence[str]) -> None:
+def run_tests(seconds: str, *devices: str) -> None:
     """Runs the tests, and prints the name of each when it begins, and its result."""
     if "GPU" in devices[0].upper():
         enable_memory_growth()
@@ -115,6 +99,9 @@ def run_tests(devices: Sequence[str]) -> None:
         tests[f"sum over {', '.join(devices)} by {way}"] = partial(_test_sum, devices, way)
     for name, test in tests.items():
         print(_MARK + json.dumps([name, ""]), flush=True)
+        faulthandler.dump_traceback_later(
+            float(seconds), exit=True
+        )  # Whatever holds Python's lock.
         begin = time.perf_counter()
         fault = test() or f"{1e3 * (time.perf_counter() - begin):.0f} ms"
         print(_MARK + json.dumps([name, fault]), flush=True)
@@ -126,13 +113,13 @@ def copy(tensor: Any, device: str) -> Any:
         return tf.identity(tensor)
 
 
-def add(strategy: tf.distribute.Strategy, value: Callable[[Any], Any]) -> Any:
-    """Adds the values of all replicas; returns the sum that each has."""
+def add(strategy: tf.distribute.Strategy) -> Any:
+    """Adds 1, 2, 4 ... of the replicas; returns the sum that each has."""
 
     def replica() -> Any:
         context = tf.distribute.get_replica_context()
         number = tf.cast(context.replica_id_in_sync_group, tf.float32)
-        return context.all_reduce(tf.distribute.ReduceOp.SUM, value(number))
+        return context.all_reduce(tf.distribute.ReduceOp.SUM, tf.fill([_SIZE], 2.0**number))
 
     return strategy.experimental_local_results(tf.function(lambda: strategy.run(replica))())
 
@@ -149,8 +136,8 @@ def _test_sum(devices: Sequence[str], way: Any) -> str:
         strategy = create_strategy(devices=devices, communication=way, fallback=False)
     except StrategyUnavailableError:  # NCCL on parts of a GPU, pairs of an odd number of devices.
         return "not available"
-    sums = add(strategy, lambda number: tf.fill([_SIZE], 2.0**number))
-    faults = [_fault(each.numpy(), np.float32(2 ** len(devices) - 1)) for each in sums]
+    expected = np.float32(2 ** len(devices) - 1)
+    faults = [_fault(each.numpy(), expected) for each in add(strategy)]
     return next(filter(None, faults), "")
 
 

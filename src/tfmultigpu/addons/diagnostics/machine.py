@@ -5,20 +5,34 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
+import re
+import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import tensorflow as tf
 
 from tfmultigpu._version import __version__
-from tfmultigpu.addons.diagnostics.driver import Driver, ask_driver
 from tfmultigpu.devices.configure import devices_started
 from tfmultigpu.devices.discovery import Device, list_devices
+from tfmultigpu.devices.gpu_memory import read_gpus
 from tfmultigpu.devices.names import parse_device_name
 from tfmultigpu.errors import TfMultiGpuError
 from tfmultigpu.strategies import plan_strategy
 from tfmultigpu.strategies.plan import StrategyPlan
+
+
+@dataclass(frozen=True)
+class Driver:
+    """Facts about the NVIDIA driver; what is not known is empty, or None."""
+
+    gpus: tuple[str, ...] = ()  # The models of its GPUs.
+    version: str = ""
+    cuda: tuple[int, int] | None = None  # The newest that it runs, such as (12, 4).
+    problem: str = ""  # Why it does not answer.
+    cards: int = 0  # NVIDIA's on the PCI bus, with or without a driver.
 
 
 @dataclass(frozen=True)
@@ -54,9 +68,8 @@ def inspect_machine() -> Machine:
     config, build = tensorflow.config, tensorflow.sysconfig.get_build_info()
     with_gpus = tensorflow.test.is_built_with_gpu_support()
     driver, devices, started = ask_driver(), list_devices(), devices_started()
-    plan: StrategyPlan | TfMultiGpuError
     try:
-        plan = plan_strategy()
+        plan: StrategyPlan | TfMultiGpuError = plan_strategy()
     except TfMultiGpuError as error:
         plan = error
     return Machine(
@@ -76,6 +89,34 @@ def inspect_machine() -> Machine:
     )
 
 
+def ask_driver(root: Path = Path("/")) -> Driver:
+    """Asks ``nvidia-smi``, or else NVML, which is the extra ``nvml``; starts no GPU."""
+    command = ["nvidia-smi", "-q", "-x"]
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+        answer, problem = result.stdout, (result.stdout or result.stderr).partition("\n")[0]
+    except (OSError, subprocess.TimeoutExpired) as error:
+        answer, problem = "", type(error).__name__
+
+    def values(tag: str) -> list[str]:
+        return re.findall(rf"<{tag}>([^<]*)</{tag}>", answer)
+
+    gpus = values("product_name") or [gpu.name for gpu in read_gpus()]
+    cuda = re.search(r"(\d+)\.(\d+)", " ".join(values("cuda_version")))
+    return Driver(
+        tuple(gpus),
+        version="".join(values("driver_version")),
+        cuda=(int(cuda[1]), int(cuda[2])) if cuda else None,
+        problem="" if gpus else f"nvidia-smi: {problem}",
+        cards=sum(map(_is_nvidia_card, root.glob("sys/bus/pci/devices/*"))),
+    )
+
+
+def _is_nvidia_card(folder: Path) -> bool:
+    vendor, kind = ((folder / name).read_text() for name in ("vendor", "class"))
+    return vendor.startswith("0x10de") and kind.startswith("0x03")  # Graphics or 3D controllers.
+
+
 def _keras() -> dict[str, Any]:
     try:
         import keras
@@ -87,9 +128,8 @@ def _keras() -> dict[str, Any]:
 
 
 def _versions() -> dict[str, str]:
-    installed = {
-        str(one.metadata["Name"]).lower(): one.version for one in importlib.metadata.distributions()
-    }
+    packages = importlib.metadata.distributions()
+    installed = {str(each.metadata["Name"]).lower(): each.version for each in packages}
     nvidia = [f"{name} {installed[name]}" for name in sorted(installed) if "nvidia-" in name]
     return {
         "tfmultigpu": __version__,

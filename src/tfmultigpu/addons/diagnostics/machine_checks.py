@@ -1,16 +1,12 @@
-"""Causes why a machine trains on one GPU or none: one function each, listed in ``CHECKS``.
-
-To add a cause, write a function from a ``Machine`` to findings and name it in ``CHECKS``.
-"""
+"""Causes why a machine trains on one GPU or none: one function each, listed in ``CHECKS``."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
 
-from tfmultigpu.addons.diagnostics.environment import redact, shown_value
 from tfmultigpu.addons.diagnostics.machine import Machine
-from tfmultigpu.addons.diagnostics.report import Finding
+from tfmultigpu.addons.diagnostics.report import Finding, redact, shown_value
 from tfmultigpu.devices.names import listed
 
 _INSTALL = "pip install --upgrade 'tensorflow[and-cuda]'"
@@ -39,34 +35,27 @@ def _count_shown(machine: Machine) -> int:
 
 
 def _keras_backend(machine: Machine) -> Iterator[Finding]:
-    legacy = machine.environment.get("TF_USE_LEGACY_KERAS", "0").lower() in ("1", "true")
     if machine.backend != "tensorflow":
         what = f"Keras runs on the backend {shown_value(machine.backend)}, not on TensorFlow."
         change = 'os.environ["KERAS_BACKEND"] = "tensorflow", before the first import of keras'
     elif machine.distribution is not None:
         what = f"keras.distribution is set to {machine.distribution}, which is for JAX."
         change = "strategy = tmg.create_strategy(), and the model under with strategy.scope():"
-    elif legacy:
-        what = "TF_USE_LEGACY_KERAS is set, so tf.keras is Keras 2, and this library needs Keras 3."
-        change = "import keras, never tf.keras; or unset TF_USE_LEGACY_KERAS"
     else:
         return
     why = "Strategies of TensorFlow do nothing for such models: one device trains, or none."
-    yield Finding("warning" if legacy else "error", "keras-backend", what, why, change)
+    yield Finding("error", "keras-backend", what, why, change)
 
 
 def _no_driver(machine: Machine) -> Iterator[Finding]:
     driver = machine.driver
     if driver.cards and not driver.gpus:
         problem = redact(driver.problem, machine.environment)
-        yield Finding(
-            "error",
-            "no-driver",
-            f"{driver.cards} NVIDIA card(s) are here, and no driver answers ({problem}).",
-            "Without the driver no program can use the GPUs, and TensorFlow takes the CPU.",
-            "Install the driver: nvidia-smi must list the GPUs. For a container: docker run --gpus "
-            "all ... (Kubernetes: nvidia.com/gpu limits; Slurm: --gres=gpu:N)",
-        )
+        what = f"{driver.cards} NVIDIA card(s) are here, and no driver answers ({problem})."
+        why = "Without the driver no program can use the GPUs, and TensorFlow takes the CPU."
+        change = "Install the driver: nvidia-smi must list the GPUs. For a container: docker run "
+        change += "--gpus all ... (Kubernetes: nvidia.com/gpu limits; Slurm: --gres=gpu:N)"
+        yield Finding("error", "no-driver", what, why, change)
 
 
 def _no_libraries(machine: Machine) -> Iterator[Finding]:
@@ -83,29 +72,22 @@ def _no_libraries(machine: Machine) -> Iterator[Finding]:
     else:
         problem = f"it does not find all libraries of CUDA {machine.cuda}"
         change = f"{_INSTALL} in this environment, and unset LD_LIBRARY_PATH"
-    yield Finding(
-        "error",
-        "no-libraries",
-        f"The driver shows {shown} GPU(s), and TensorFlow sees none: {problem}.",
-        "TensorFlow drops all GPUs, with one line in its log, and trains on the CPU.",
-        change,
-    )
+    what = f"The driver shows {shown} GPU(s), and TensorFlow sees none: {problem}."
+    why = "TensorFlow drops all GPUs, with one line in its log, and trains on the CPU."
+    yield Finding("error", "no-libraries", what, why, change)
 
 
 def _no_kernels(machine: Machine) -> Iterator[Finding]:
     built = [divmod(int(n), 10) for n in re.findall(r"_(\d+)", " ".join(machine.kernels))]
+    why = "It compiles its kernels at the first step, for up to half an hour, or fails with "
+    why += "CUDA_ERROR_INVALID_PTX or CUDA_ERROR_INVALID_HANDLE."
     for gpu in machine.used_gpus if built else ():
         major, minor = gpu.compute_capability or built[0]
         if not any(major == other and minor >= least for other, least in built):
-            yield Finding(
-                "error",
-                "no-kernels",
-                f"{gpu.name} ({gpu.description}) has compute capability {major}.{minor}, and this "
-                f"TensorFlow is built for {listed(machine.kernels)}.",
-                "It compiles its kernels at the first step, for up to half an hour, or fails with "
-                "CUDA_ERROR_INVALID_PTX or CUDA_ERROR_INVALID_HANDLE.",
-                f"{_INSTALL}; or NVIDIA's container of TensorFlow",
-            )
+            what = f"{gpu.name} ({gpu.description}) has compute capability {major}.{minor}, and "
+            what += f"this TensorFlow is built for {listed(machine.kernels)}."
+            change = f"{_INSTALL}; or NVIDIA's container of TensorFlow"
+            yield Finding("error", "no-kernels", what, why, change)
 
 
 def _gpus_hidden(machine: Machine) -> Iterator[Finding]:
@@ -114,46 +96,42 @@ def _gpus_hidden(machine: Machine) -> Iterator[Finding]:
         return
     seen, shown, total = len(machine.gpus), _count_shown(machine), len(machine.driver.gpus)
     variable, none = f"CUDA_VISIBLE_DEVICES={shown_value(value)}", value.strip() in _NO_GPUS
+    severity = "warning"
     if seen > (shown if total else 0 if none else value.count(",") + 1):
-        yield Finding(
-            "warning",
-            "gpus-hidden",
-            f"{variable} came too late: TensorFlow had listed {seen} GPUs before it was set.",
-            "TensorFlow reads the variable once, when it lists the first device.",
-            "Set it in the shell, or before import tensorflow",
-        )
+        what = f"{variable} came too late: TensorFlow had listed {seen} GPUs before it was set."
+        why = "TensorFlow reads the variable once, when it lists the first device."
+        change = "Set it in the shell, or before import tensorflow"
     elif none or shown < total:
-        every = f", or CUDA_VISIBLE_DEVICES={','.join(map(str, range(total)))}" if total else ""
-        severity = "error" if shown <= 1 else "warning"
-        yield Finding(
-            severity if total or machine.driver.cards else "note",
-            "gpus-hidden",
-            f"{variable} shows TensorFlow " + (f"{shown} of {total} GPU(s)." if total else "none."),
-            "What it leaves out is idle, without a message. CUDA stops at the first entry that "
-            "names no GPU, and shows none if one is named twice.",
-            f"unset CUDA_VISIBLE_DEVICES, before Python starts{every}",
+        if shown <= 1:
+            severity = "error" if total or machine.driver.cards else "note"
+        what = f"{variable} shows TensorFlow " + (
+            f"{shown} of {total} GPU(s)." if total else "none."
         )
+        why = "What it leaves out is idle, without a message. CUDA stops at the first entry that "
+        why += "names no GPU, and shows none if one is named twice."
+        change = "unset CUDA_VISIBLE_DEVICES, before Python starts"
+        if total:
+            change += f", or CUDA_VISIBLE_DEVICES={','.join(map(str, range(total)))}"
+    else:
+        return
+    yield Finding(severity, "gpus-hidden", what, why, change)
 
 
 def _gpus_hidden_by_program(machine: Machine) -> Iterator[Finding]:
     used, seen, shown = len(machine.used_gpus), len(machine.gpus), _count_shown(machine)
-    hidden = [gpu.name for gpu in machine.gpus if gpu not in machine.used_gpus]
-    if hidden:
-        yield Finding(
-            "error" if used <= 1 else "warning",
-            "gpus-hidden-by-program",
-            f"{used} of {seen} GPUs are used: the program hides {listed(hidden)}.",
-            "Hidden GPUs are idle, and TensorFlow renumbers the others from GPU:0.",
-            "Remove tf.config.set_visible_devices(...)",
-        )
-    if 0 < seen < shown:
-        yield Finding(
-            "warning",
-            "gpus-hidden-by-program",
-            f"The driver shows {shown} GPUs ({listed(machine.driver.gpus)}), TensorFlow {seen}.",
-            "TensorFlow leaves out GPUs that have far fewer multiprocessors than the others.",
-            "TF_MIN_GPU_MULTIPROCESSOR_COUNT=4 in the environment; and give them smaller shares",
-        )
+    if used < seen:
+        hidden = listed([gpu.name for gpu in machine.gpus if gpu not in machine.used_gpus])
+        what = f"{used} of {seen} GPUs are used: the program hides {hidden}."
+        why = "Hidden GPUs are idle, and TensorFlow renumbers the others from GPU:0."
+        change = "Remove tf.config.set_visible_devices(...)"
+    elif 0 < seen < shown:
+        what = f"The driver shows {shown} GPUs ({listed(machine.driver.gpus)}), TensorFlow {seen}."
+        why = "TensorFlow leaves out GPUs that have far fewer multiprocessors than the others."
+        change = "TF_MIN_GPU_MULTIPROCESSOR_COUNT=4 in the environment; and give them small shares"
+    else:
+        return
+    severity = "error" if used < seen and used <= 1 else "warning"
+    yield Finding(severity, "gpus-hidden-by-program", what, why, change)
 
 
 def _cluster(machine: Machine) -> Iterator[Finding]:
@@ -161,45 +139,26 @@ def _cluster(machine: Machine) -> Iterator[Finding]:
     described = [name for name in ("TF_CONFIG", "TPU_NAME", "COLAB_TPU_ADDR") if environ.get(name)]
     described += ["SLURM_NTASKS"] * (environ.get("SLURM_NTASKS", "1") != "1")
     change = f"Start every worker as the scheduler does, or train alone: unset {listed(described)}"
-    found = []
+    problems, severity = [], "error"
     if isinstance(plan, Exception):
         said = str(plan).split(" Received:")[0]
-        found = [("error", f"create_strategy() would raise {type(plan).__name__}: {said}")]
+        problems = [f"create_strategy() would raise {type(plan).__name__}: {said}"]
     elif plan is not None and plan.kind == "multi_worker" and machine.started:
-        found = [("error", "A cluster is described, and TensorFlow started before it joined.")]
+        problems = ["A cluster is described, and TensorFlow started before it joined."]
         change = "tmg.create_strategy() directly after the imports"
     elif plan is not None:
         kinds = {name: "tpu" if "TPU" in name else "multi_worker" for name in described}
         reasons = {name: plan.rejected[kind] for name, kind in kinds.items() if kind != plan.kind}
-        found = [("warning", f"{name} is set and not used: {reasons[name]}.") for name in reasons]
+        problems = [f"{name} is set and not used: {why}." for name, why in reasons.items()]
+        severity = "warning"
     why = "Other devices of the job wait, are idle, or train the same model by themselves."
-    for severity, what in found:
+    for what in problems:
         yield Finding(severity, "cluster", redact(what, environ), why, change)
 
 
-def _gpu_taken(machine: Machine) -> Iterator[Finding]:
-    for gpu in () if machine.started else machine.used_gpus:
-        total, free = gpu.memory_total, gpu.memory_free
-        if total and free is not None and free < 0.5 * total:
-            yield Finding(
-                "warning",
-                "gpu-taken",
-                f"{gpu.name} ({gpu.description}) has {free / 1024**3:.1f} of "
-                f"{total / 1024**3:.1f} GiB free: another program uses it.",
-                "The fullest GPU limits the batch of all replicas.",
-                "End that program (nvidia-smi names it), or tmg.create_strategy(devices=[...])",
-            )
-
-
 CHECKS: tuple[Callable[[Machine], Iterator[Finding]], ...] = (
-    _keras_backend,
-    _no_driver,
-    _no_libraries,
-    _no_kernels,
-    _gpus_hidden,
-    _gpus_hidden_by_program,
-    _cluster,
-    _gpu_taken,
+    *(_keras_backend, _no_driver, _no_libraries, _no_kernels),
+    *(_gpus_hidden, _gpus_hidden_by_program, _cluster),
 )
 
 

@@ -40,10 +40,9 @@ class Cluster:
 
     def __post_init__(self) -> None:
         """Checks the fields."""
-        if isinstance(self.workers, str) or not isinstance(self.workers, Sequence):
+        listed = isinstance(self.workers, Sequence) and not isinstance(self.workers, str)
+        if not listed or not self.workers:
             raise self._wrong("workers must be a list of addresses", self.workers)
-        if not self.workers:
-            raise self._wrong("it lists no worker", self.workers)
         for place, address in enumerate(self.workers):
             match = _ADDRESS.fullmatch(address) if isinstance(address, str) else None
             if match is None or not 1 <= int(match[2]) <= 65535:

@@ -53,16 +53,12 @@ def join(
     channels = meet(cluster, card, timeout, problem)
     ends = Ends(cluster.index or 0, channels)
     distribute: Any = tf.distribute
-    ways = distribute.experimental.CommunicationImplementation
-    options = distribute.experimental.CommunicationOptions(
-        implementation=ways[communication.upper()]
-    )
+    options = distribute.experimental.CommunicationOptions(implementation=communication)
     resolver = distribute.cluster_resolver.SimpleClusterResolver(
         tf.train.ClusterSpec({"worker": list(cluster.workers)}),
         task_type="worker",
         task_id=cluster.index,
         num_accelerators={"GPU": len(devices)} if kind == "GPU" else {},
-        rpc_layer="grpc",
     )
     _private.configure_coordination(len(cluster.workers), _REGISTER_SECONDS, _HEARTBEAT_SECONDS)
     try:

@@ -83,7 +83,7 @@ def _gather(
     came: dict[int, Connection] = {}
     callers: list[Connection] = []
     end, tell_end = time.monotonic() + timeout, float("inf")
-    missing = {*range(1, len(cluster.workers))}
+    others = missing = {*range(1, len(cluster.workers))}
     while listener is not None and missing and time.monotonic() < end:
         if problem is not None and tell_end > end:
             end = tell_end = min(end, time.monotonic() + _TELL_SECONDS)
@@ -106,7 +106,7 @@ def _gather(
             else:
                 came[index] = channel
             problem = problem or wrong
-        missing = {*range(1, len(cluster.workers))} - {*came}
+        missing = others - {*came}
     if problem is None and missing:
         names = ", ".join(cluster.name(index) for index in sorted(missing))
         problem = (

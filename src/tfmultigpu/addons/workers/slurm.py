@@ -11,9 +11,10 @@ from collections.abc import Mapping
 from tfmultigpu.addons.workers.cluster import Cluster
 from tfmultigpu.errors import ClusterError
 
-_NEEDED = ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_STEP_NODELIST",
-           "SLURM_STEP_TASKS_PER_NODE", "SLURM_JOB_ID")  # fmt: skip
-_OPTIONAL = ("SLURM_NODEID", "SLURM_STEP_ID", "TFMULTIGPU_PORT")
+_READ = (
+    *("SLURM_STEP_NUM_TASKS", "SLURM_STEP_NODELIST", "SLURM_STEP_TASKS_PER_NODE", "SLURM_STEP_ID"),
+    *("SLURM_JOB_ID", "SLURM_PROCID", "SLURM_NODEID", "TFMULTIGPU_PORT"),
+)
 # Below the ports that Linux gives to outgoing connections (32768 and up).
 _FIRST_PORT, _LAST_PORT = 10240, 32767
 _PORTS_OF_A_STEP = 64
@@ -25,22 +26,20 @@ def read_slurm(environ: Mapping[str, str]) -> Cluster | str:
     Each task is a worker. Its port follows from the numbers of the job and of the step, so jobs
     that share a node do not meet. ``TFMULTIGPU_PORT`` sets the first port of each node instead.
     """
-    if not {*_NEEDED[:2]} <= environ.keys():
+    if not {"SLURM_STEP_NUM_TASKS", "SLURM_PROCID"} <= environ.keys():
         tasks = environ.get("SLURM_NTASKS", "1")
         if tasks == "1" or "SLURM_STEP_NUM_TASKS" in environ:
             return ""
-        what = f"the Slurm job has {tasks} tasks, but srun did not start this process"
-        return f"{what}: srun python train.py"
+        found = f"the Slurm job has {tasks} tasks, but srun did not start this process"
+        return f"{found}: srun python train.py"
     if environ["SLURM_STEP_NUM_TASKS"] == "1":
         return ""
-    received = {name: environ.get(name) for name in (*_NEEDED, *_OPTIONAL)}
     try:
-        missing = [name for name in _NEEDED if received[name] is None]
-        if missing:
-            raise ValueError(f"{', '.join(missing)} is not set")
-        return _read_task({name: text for name, text in received.items() if text is not None})
-    except ValueError as error:
+        return _read_task(environ)
+    except (KeyError, ValueError) as error:
         what = str(error).removeprefix("Slurm: ")
+        what = f"{error.args[0]} is not set" if isinstance(error, KeyError) else what
+        received = {name: environ.get(name) for name in _READ}
         raise ClusterError(
             f"Slurm: {what}. Start the program with srun, which sets these variables, or unset "
             f"SLURM_STEP_NUM_TASKS to train alone. Received: {received!s:.2000}"

@@ -69,8 +69,7 @@ def _read_task(task: dict[str, Any], jobs: Mapping[str, list[str]]) -> tuple[str
     job = "chief" if job == "master" else job
     # Kubeflow leaves the evaluator out of the cluster, and it needs no address.
     if job != "evaluator" and job not in list(jobs):
-        known = ", ".join(jobs)
-        raise _wrong("task.type is not in the cluster", job, f"It has {known}. {_KNOWN}")
+        raise _wrong("task.type is not in the cluster", job, f"It has {[*jobs]}. {_KNOWN}")
     if isinstance(index, str) and index.isdecimal():
         index = int(index)
     count = len(jobs.get(job, [0]))
