@@ -81,14 +81,7 @@ class Shards(NamedTuple):
 
     @classmethod
     def of(cls, local: list[Any], offsets: Any, numbers: Sequence[int], replicas: int) -> Shards:
-        """Returns shards as the data brings them.
-
-        Args:
-            local: The rows of each replica of this process.
-            offsets: As ``partition.batch_offsets`` returns them.
-            numbers: The numbers of these replicas among all.
-            replicas: How many replicas there are.
-        """
+        """Returns the shards of the replicas ``numbers``; offsets as ``partition`` gives them."""
         with tf.device("CPU:0"):  # Shapes are decided there; nothing waits for a GPU.
             total = offsets[-1]
             weight = partition.row_weight(total, replicas) if replicas > 1 else None
@@ -154,13 +147,11 @@ class Gradient(NamedTuple):
 
 Phase = Callable[[Shards], list[Pass]]  # Cross-replica: a Pass for each replica of this process.
 Replica = Callable[..., Pass]  # In a replica: (shard, rows, state, factor, total) -> Pass.
-# Python: one call of a compiled program, for a structure, the leaves of each shard, and offsets or
-# None; returns the logs, and the tally of each step of a chain.
+# Python: from a ``program.Batch`` to the logs, and the tally of each step of a chain.
 Call = Callable[[tuple[Any, list[list[Any]], Any]], "tuple[dict[str, Any], Tallies]"]
 
 
-# Batches that are called by themselves: all; those that replicas have different numbers of rows of;
-# none.
+# Batches that are called by themselves: all; those of which replicas have unequal rows; none.
 Sees = Literal["all", "uneven", "none"]
 SEES: tuple[Sees, ...] = get_args(Sees)
 
@@ -201,10 +192,7 @@ class Feature:
         return phase
 
     def loss_factor(self) -> Any:
-        """Returns what the loss is multiplied by before the backward pass; None for 1.
-
-        The step divides the gradient by it before ``on_gradient``.
-        """
+        """Returns what the loss is multiplied by, and the gradient then divided; None for 1."""
         return None
 
     def on_gradient(self, gradient: Gradient) -> Gradient:

@@ -44,13 +44,11 @@ class LossScaling(Feature):
     @property
     def variables(self) -> Sequence[Any]:  # type: ignore[override]
         """The state of a dynamic scale."""
-        scale = self.scale()
-        return [] if scale is None else scale.variables
+        return scale.variables if (scale := self.scale()) else []
 
     def loss_factor(self) -> Any:
         """Returns the scale."""
-        scale = self.scale()
-        return None if scale is None else scale.value()
+        return scale.value() if (scale := self.scale()) else None
 
     def on_gradient(self, gradient: Gradient) -> Gradient:
         """Forbids the update if a number is not finite."""
@@ -60,8 +58,7 @@ class LossScaling(Feature):
 
     def after_update(self, gradient: Gradient) -> None:
         """Halves or doubles the scale."""
-        scale = self.scale()
-        if scale is not None:
+        if scale := self.scale():
             scale.update(tf.identity(gradient.valid))
 
 
