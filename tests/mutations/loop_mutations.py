@@ -132,8 +132,8 @@ LOOPS = (
         "steps/rows.py",
         (
             (
-                "        first, count, total = (tf.cast(n, tf.int32) * rows_per_example for n in here[:3])\n",
-                "        first, count, total = (tf.cast(n, tf.int32) * rows_per_example for n in here[:3])\n        first *= 0\n",
+                "        first, count, total = (tf.cast(n, tf.int32) for n in here[:3])\n",
+                "        first, count, total = (tf.cast(n, tf.int32) for n in here[:3])\n        first *= 0\n",
             ),
         ),
         (

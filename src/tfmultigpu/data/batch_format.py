@@ -21,8 +21,8 @@ ROWS_DIFFER = (
 NOT_ROWS = (
     "gather_rows takes one row per example of this replica, and this tensor has another number of "
     "rows. Gather each part by itself, such as the two views of an example: "
-    "tmg.gather_rows((first, second)). If k consecutive rows belong to each example, write "
-    "rows_per_example=k. Received: rows, rows of the batch here, and rows_per_example"
+    "tmg.gather_rows((first, second)), or give k rows of each an axis of their own: "
+    "tf.reshape(u, [rows, k, ...]). Received: rows, and rows of the batch here"
 )
 
 

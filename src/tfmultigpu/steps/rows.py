@@ -54,14 +54,13 @@ def standing_at_all(batch: Any) -> AbstractContextManager[None]:
 def rows() -> Rows:
     """Returns which rows of the global batch this replica has.
 
-    Call it in a loss, or in ``forward`` of a step or of ``fit``. In a loop of your own, call it in
-    the function given to ``strategy.run``, with a batch of ``distribute_dataset`` among ``args``.
+    Call it in a loss or in ``forward`` of a step; in a loop of your own in the function given to
+    ``strategy.run``, with a batch of ``distribute_dataset`` among ``args``.
 
     Returns:
-        ``first``, the number of the first row; ``count``, the rows here; ``total``, the rows of the
-        global batch: int64 scalars. ``weight``, a float64 scalar: what each row counts, 1; or
-        1 / replicas, if the batch has fewer rows than replicas and each of them has all rows: in a
-        step, or with ``distribute_dataset(..., small_batches="copy")``.
+        ``first``, ``count`` and ``total``, int64 scalars: the number of the first row, the rows
+        here, and those of the global batch. ``weight``, a float64 scalar: what each row counts, 1;
+        or 1 / replicas, if each has all rows of a small batch (``small_batches="copy"``).
 
     Raises:
         LossError: The batch is not known here.
@@ -77,23 +76,19 @@ def rows() -> Rows:
     return here if here.weight is not None else here._replace(weight=tf.ones([], tf.float64))
 
 
-def gather_rows(tensor: Any, *, rows_per_example: int = 1) -> Any:
+def gather_rows(tensor: Any) -> Any:
     """Returns the rows of the global batch, in order and each once, on every replica.
 
-    For a loss that compares the examples of a batch with each other. Call it where ``rows`` can be
-    called. Gradients flow back: what all replicas ask of a row is added and goes to the replica
-    that has it. On one replica it returns the tensor itself.
-
-    It sends the global batch of this tensor once forward and once backward, so gather embeddings or
-    sums of an example, not images.
+    For a loss that compares the examples of a batch. Call it where ``rows`` can be called. What all
+    replicas ask of a row is added and goes back to the replica that has it. The tensor is sent once
+    forward and once backward, so gather embeddings or sums, not images.
 
     Args:
         tensor: A tensor of numbers whose first axis are the rows of this replica, or a nested
             structure of such tensors.
-        rows_per_example: How many consecutive rows of the tensor belong to each example.
 
     Returns:
-        A tensor, or a structure of them, with ``rows of the global batch * rows_per_example`` rows.
+        A tensor, or a structure of them, with the rows of the global batch.
 
     Raises:
         LossError: The batch is not known, with micro-batches, in a function that TensorFlow or XLA
@@ -122,7 +117,7 @@ def gather_rows(tensor: Any, *, rows_per_example: int = 1) -> Any:
         )
     with tf.device("CPU:0"):  # Decided there; nothing has to wait for a GPU.
         copies = False if place.rows.weight is None else place.rows.weight < 1
-    padded = [_among_zeros(place.rows, rows_here, rows_per_example) for rows_here in tensors]
+    padded = [_among_zeros(place.rows, rows_here) for rows_here in tensors]
     with tf.name_scope(GATHERED):
         added = all_reduce_sum(context, padded)
     # If each replica has all rows, and counts 1 / replicas, the gradient of its copy stays with it.
@@ -171,7 +166,7 @@ def _as_rows(value: Any) -> Any:
     composite = isinstance(value, (tf.RaggedTensor, tf.SparseTensor))
     tensor = value if composite else tf.convert_to_tensor(value)
     dtype = tensor.dtype
-    is_number = (dtype.is_floating or dtype.is_integer or dtype.is_bool) and not dtype.is_quantized
+    is_number = dtype.is_floating or dtype.is_integer or dtype.is_bool
     if composite or not is_number or tensor.shape.rank == 0:
         raise LossError(
             "gather_rows takes dense tensors of numbers or truth values, with a first axis of rows."
@@ -181,14 +176,13 @@ def _as_rows(value: Any) -> Any:
     return tensor
 
 
-def _among_zeros(here: Rows, tensor: Any, rows_per_example: int) -> Any:
+def _among_zeros(here: Rows, tensor: Any) -> Any:
     """The rows at their place in the global batch, in a dtype in which they can be added."""
     size, rank = tf.shape(tensor)[0], tf.rank(tensor)
     with tf.device("CPU:0"):  # Shapes are decided there.
-        first, count, total = (tf.cast(n, tf.int32) * rows_per_example for n in here[:3])
+        first, count, total = (tf.cast(n, tf.int32) for n in here[:3])
         # Not tf.debugging.Assert, which makes two branches of it.
-        values = [size, tf.cast(here.count, tf.int32), rows_per_example]
-        data = [NOT_ROWS, tf.stack(values)]
+        data = [NOT_ROWS, tf.stack([size, count])]
         with tf.control_dependencies([tf.raw_ops.Assert(condition=size == count, data=data)]):
             edges = tf.stack([first, total - first - size])
         paddings = tf.concat([edges[None], tf.zeros([rank - 1, 2], tf.int32)], 0)
