@@ -6,13 +6,11 @@ import functools
 import itertools
 from typing import Any
 
-import keras
 import tensorflow as tf
 from guarantee import Case, Difference
 from one_device import strategy_of
 from recipes import (
     Problem,
-    by_step,
     compiled,
     crossentropy,
     divided_by,
@@ -27,52 +25,7 @@ Input = functools.partial(Case, section="Input")
 EVEN = Problem(rows(128))
 
 
-def distributed_by_tensorflow(dataset: Any) -> Any:
-    return mirrored(2).experimental_distribute_dataset(dataset)
-
-
-def distributed_by_us(dataset: Any) -> Any:
-    return tmg.distribute_dataset(dataset, strategy_of(2))
-
-
 # Where data ends ----------------------------------------------------------------------------------
-
-
-def generated() -> Any:
-    yield from Problem(rows(256)).batches()
-
-
-class BuiltLate(keras.Model):
-    """A model that its first batch builds."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.dense = keras.layers.Dense(4)
-
-    def call(self, inputs: Any) -> Any:
-        return self.dense(inputs)
-
-
-def one_shot_fit() -> Difference:
-    problem = Problem(rows(256), build=BuiltLate)
-    strategy = mirrored(2)
-    model = compiled(problem, strategy)
-    batches = generated()
-    dataset = tf.data.Dataset.from_generator(
-        lambda: batches,
-        output_signature=(
-            tf.TensorSpec([None, 6], tf.float32),
-            tf.TensorSpec([None], tf.int64),
-        ),
-    )
-    model.fit(dataset, verbose=0)
-    return Difference(4 - int(model.optimizer.iterations.numpy()), "batches not trained on, of 4")
-
-
-def one_shot_step() -> Difference:
-    problem = Problem(rows(256), build=BuiltLate)
-    found = by_step(problem, data=generated)
-    return Difference(4 - found.iterations, "batches not trained on, of 4")
 
 
 def endless_fit() -> Difference:
@@ -128,12 +81,6 @@ def counted_by_run() -> Difference:
 
 ENDS = [
     Input(
-        name="one-shot-generator",
-        title="`fit` on a generator that can be read once, of a model that its first batch builds",
-        plain=one_shot_fit,
-        ours=one_shot_step,
-    ),
-    Input(
         name="endless",
         title="`.repeat()` without a number of steps (`fit`; `tfmultigpu.evaluate`)",
         plain=endless_fit,
@@ -141,7 +88,6 @@ ENDS = [
         ours_kind="error",
         ours_says="DataError",
         reason="how far to read cannot be guessed",
-        alone=True,
         patience=12.0,
     ),
     Input(

@@ -12,7 +12,6 @@ from guarantee import Case, Difference
 from one_device import strategy_of
 from recipes import (
     Problem,
-    W,
     Y,
     by_fit,
     by_loop,
@@ -20,9 +19,7 @@ from recipes import (
     compiled,
     crossentropy,
     divided_by,
-    epoch_loss,
     fresh,
-    losses,
     mirrored,
     one_device,
     per_example,
@@ -35,7 +32,7 @@ import tfmultigpu as tmg
 Loss = functools.partial(Case, section="Loss and batches")
 SHORT_LAST = Problem(rows(100))  # 64 and 36 rows
 UNEVEN_LAST = Problem(rows(67))  # 64 rows and 3
-ONE_LEFT = Problem(rows(65))  # 64 rows and 1
+ONE_LEFT = Problem(rows(65), replicas=4)  # 64 rows and 1
 
 
 def step_is_one_device(problem: Problem, **options: Any) -> Any:
@@ -65,10 +62,6 @@ def keras_loss(model: Any, y: Any, y_pred: Any) -> Any:
     return crossentropy()(y, y_pred)
 
 
-def adam() -> keras.optimizers.Optimizer:
-    return keras.optimizers.Adam(3e-3)
-
-
 def l2_model() -> keras.Model:
     l2 = keras.regularizers.L2(0.05)
     return keras.Sequential([keras.Input((6,)), keras.layers.Dense(4, kernel_regularizer=l2)])
@@ -93,21 +86,11 @@ LOOPS = [
         links=("tf#28956", "tf#45923"),
     ),
     Loss(
-        name="loop-even-batches",
-        title="Custom loop: every batch divides by the replicas, scaled as in the tutorial",
-        plain=loop_is_one_device(Problem(rows(128)), divided_by(64)),
-        ours=step_is_one_device(Problem(rows(128))),
-    ),
-    *(
-        Loss(
-            name=f"loop-one-row-left-{n}",
-            title=f"Custom loop: a last batch of one row, `compute_average_loss`, {n} replicas",
-            plain=loop_is_one_device(ONE_LEFT.replace(replicas=n), default_average),
-            ours=step_is_one_device(ONE_LEFT.replace(replicas=n)),
-            links=("tf#41657",),
-            replicas=n,
-        )
-        for n in (2, 4)
+        name="loop-one-row-left",
+        title="Custom loop: a last batch of one row, `compute_average_loss`, 4 replicas",
+        plain=loop_is_one_device(ONE_LEFT, default_average),
+        ours=step_is_one_device(ONE_LEFT),
+        links=("tf#41657",),
     ),
     Loss(
         name="loop-not-scaled-sgd",
@@ -116,33 +99,17 @@ LOOPS = [
         ours=step_is_one_device(Problem(rows(128))),
     ),
     Loss(
-        name="loop-not-scaled-adam",
-        title="The same under Adam, which hides most of it",
-        plain=loop_is_one_device(Problem(rows(128), optimizer=adam), not_scaled),
-        ours=step_is_one_device(Problem(rows(128), optimizer=adam)),
-    ),
-    Loss(
-        name="loop-keras-loss-even",
-        title="Custom loop: a Keras loss object, which divides by the replicas; even batches",
-        plain=loop_is_one_device(Problem(rows(128)), keras_loss),
-        ours=step_is_one_device(Problem(rows(128))),
-    ),
-    Loss(
         name="loop-keras-loss-uneven",
-        title="The same, a last batch of 3 rows",
+        title="Custom loop: a Keras loss, which divides by the replicas; a last batch of 3 rows",
         plain=loop_is_one_device(UNEVEN_LAST, keras_loss),
         ours=step_is_one_device(UNEVEN_LAST),
     ),
-    *(
-        Loss(
-            name=f"loop-l2-{n}",
-            title=f"Custom loop that adds `model.losses` (L2) on every replica, {n} replicas",
-            plain=loop_is_one_device(Problem(rows(128), build=l2_model, replicas=n), with_l2),
-            ours=step_is_one_device(Problem(rows(128), build=l2_model, replicas=n)),
-            links=("tf#48875",),
-            replicas=n,
-        )
-        for n in (2, 4)
+    Loss(
+        name="loop-l2",
+        title="Custom loop that adds `model.losses` (L2) on every replica",
+        plain=loop_is_one_device(Problem(rows(128), build=l2_model), with_l2),
+        ours=step_is_one_device(Problem(rows(128), build=l2_model)),
+        links=("tf#48875",),
     ),
 ]
 
@@ -163,20 +130,6 @@ def evaluate_by_us() -> Difference:
     return Difference(abs(found["loss"] - float(mean_loss(problem))), "reported loss")
 
 
-def evaluate_two_outputs(strategy: Any, evaluate: Any) -> Difference:
-    keras.utils.set_random_seed(1)
-    with strategy.scope():
-        x = keras.Input((6,))
-        model = keras.Model(x, [keras.layers.Dense(1, name=name)(x) for name in "ab"])
-        model.compile("sgd", ["mse", "mae"])
-    features, labels = rows(67)
-    y = labels[:, None].astype("float32")
-    dataset = tf.data.Dataset.from_tensor_slices((features, (y, y))).batch(64)
-    found = evaluate(model, dataset, verbose=0)["a_loss"]
-    right = np.mean((y - features @ model.layers[1].get_weights()[0]) ** 2)
-    return Difference(abs(found - float(right)), "reported loss")
-
-
 def scalar_loss(y_true: Any, y_pred: Any) -> Any:
     return tf.reduce_mean(tf.square(tf.cast(y_true, tf.float32)[:, None] - y_pred))
 
@@ -186,14 +139,6 @@ def scalar_truth(y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
 
 
 SCALAR = Problem(rows(128), loss=scalar_loss, true_loss=scalar_truth)
-
-
-WEIGHTED = "mean_with_sample_weight"
-HALF_ZERO = np.where(np.arange(260) % 64 < 32, 0.0, W).astype("float32")
-
-
-def weighted(sample_weight: Any) -> Problem:
-    return Problem(rows(128, sample_weight), loss=crossentropy(WEIGHTED))
 
 
 TOKENS = np.random.default_rng(5).integers(1, 9, (128, 6)).astype("int32")
@@ -215,13 +160,6 @@ def tagger() -> keras.Model:
 MASKED = Problem((TOKENS, TAGS), build=tagger)
 
 
-def with_activity() -> keras.Model:
-    inputs = keras.Input((6,))
-    regularizer = keras.regularizers.L2(0.5)
-    hidden = keras.layers.Dense(8, activation="tanh", activity_regularizer=regularizer)(inputs)
-    return keras.Model(inputs, keras.layers.Dense(4)(hidden))
-
-
 class _AddsLoss(keras.layers.Layer):
     def call(self, inputs: Any) -> Any:
         self.add_loss(keras.ops.mean(keras.ops.square(inputs)))
@@ -234,31 +172,12 @@ def with_add_loss() -> keras.Model:
     return keras.Model(inputs, keras.layers.Dense(4)(hidden))
 
 
-def fit_loss(problem: Problem) -> Difference:
-    return losses(by_fit(problem), epoch_loss(one_device(problem), problem), "epoch loss")
-
-
 FITS = [
-    *(
-        Loss(
-            name=f"fit-uneven-last-{n}",
-            title=f"`fit`: a last batch of 3 rows on {n} replicas",
-            plain=fit_is_one_device(UNEVEN_LAST.replace(replicas=n)),
-            ours=step_is_one_device(UNEVEN_LAST.replace(replicas=n)),
-            links=("tf#36153",),
-            replicas=n,
-        )
-        for n in (2, 4)
-    ),
     Loss(
-        name="fit-uneven-last-loss",
-        title="The epoch loss that this `fit` reports",
-        plain=lambda: fit_loss(UNEVEN_LAST),
-        ours=lambda: losses(
-            epoch_loss(by_step(UNEVEN_LAST), UNEVEN_LAST),
-            epoch_loss(one_device(UNEVEN_LAST), UNEVEN_LAST),
-            "epoch loss",
-        ),
+        name="fit-uneven-last",
+        title="`fit`: a last batch of 3 rows",
+        plain=fit_is_one_device(UNEVEN_LAST),
+        ours=step_is_one_device(UNEVEN_LAST),
         links=("tf#36153",),
     ),
     Loss(
@@ -278,15 +197,6 @@ FITS = [
         plain_says="AddN",
     ),
     Loss(
-        name="evaluate-two-outputs",
-        title="`evaluate`, a last batch of 3 rows, even on one device: the loss of an output",
-        plain=lambda: evaluate_two_outputs(
-            tf.distribute.get_strategy(), functools.partial(keras.Model.evaluate, return_dict=True)
-        ),
-        ours=lambda: evaluate_two_outputs(strategy_of(2), tmg.evaluate),
-        links=("k#23084",),
-    ),
-    Loss(
         name="fit-scalar-loss",
         title="`fit` with a loss function that returns one number for the batch",
         plain=fit_is_one_device(SCALAR),
@@ -298,29 +208,17 @@ FITS = [
         "return instead",
     ),
     Loss(
-        name="fit-weighted-mean-zero",
-        title="The same, all weights of one replica zero",
-        plain=fit_is_one_device(weighted(HALF_ZERO)),
-        ours=step_is_one_device(weighted(HALF_ZERO)),
-    ),
-    Loss(
         name="fit-mask-zero",
         title="`fit`: `mask_zero`, sequences of other lengths on each replica",
         plain=fit_is_one_device(MASKED),
         ours=step_is_one_device(MASKED),
         links=("k#15323",),
     ),
-    *(
-        Loss(
-            name=f"fit-{name}",
-            title=f"`fit`: {title}, a last batch of 3 rows",
-            plain=fit_is_one_device(UNEVEN_LAST.replace(build=build)),
-            ours=step_is_one_device(UNEVEN_LAST.replace(build=build)),
-        )
-        for name, title, build in (
-            ("activity", "an activity regulariser", with_activity),
-            ("add-loss", "`add_loss` in a layer", with_add_loss),
-        )
+    Loss(
+        name="fit-add-loss",
+        title="`fit`: `add_loss` in a layer, a last batch of 3 rows",
+        plain=fit_is_one_device(UNEVEN_LAST.replace(build=with_add_loss)),
+        ours=step_is_one_device(UNEVEN_LAST.replace(build=with_add_loss)),
     ),
 ]
 
@@ -355,35 +253,14 @@ def images(last: Any) -> Any:
     return build
 
 
-L = keras.layers
-EMPTY = {
-    "conv1d": ("Conv1D", lambda: [L.Reshape((8, 24)), L.Conv1D(8, 3, activation="relu")]),
-    "conv2d": ("Conv2D", lambda: [L.Conv2D(8, 3, activation="relu")]),
-    "separable": ("SeparableConv2D", lambda: [L.SeparableConv2D(8, 3)]),
-    "maxpool": ("MaxPooling2D", lambda: [L.Conv2D(4, 3), L.MaxPooling2D()]),
-    "depthwise": ("DepthwiseConv2D", lambda: [L.DepthwiseConv2D(3)]),
-}
-
-
-NO_ROWS_SAYS = {
-    "conv1d": "must have the same size and shape",
-    "conv2d": "must have the same size and shape",
-    "separable": "Missing 1-th output",
-    "maxpool": "Check failed",
-}
-
-
-def without_rows(name: str, layer: str, build: Any) -> Case:
-    problem = Problem((IMAGES, Y[:1]), build=images(build))
+def without_rows(name: str, layers: Any, **options: Any) -> Case:
+    problem = Problem((IMAGES, Y[:1]), build=images(layers))
     return Loss(
-        name=f"no-rows-{name}",
-        title=f"{layer}, a batch of one row: TensorFlow gives the second replica none",
+        name=f"no-rows-{name.lower()}",
+        title=f"{name}, a batch of one row: TensorFlow gives the second replica none",
         plain=loop_is_one_device(problem, divided_by(1)),
         ours=step_is_one_device(problem),
-        links={"conv2d": ("tf#52986",), "maxpool": ("tf#21338",)}.get(name, ()),
-        plain_says=NO_ROWS_SAYS.get(name, ""),
-        plain_kinds=("same", "different") if name == "depthwise" else (),
-        alone=True,
+        **options,
     )
 
 
@@ -399,53 +276,34 @@ def normalized(synchronized: bool) -> Any:
 
 # Whole on every replica: the statistics are those of the batch, synchronized or not.
 THREE_ON_FOUR = Problem(rows(3), build=normalized(False), replicas=4)
-PADDED_FROM = Problem(rows(99), build=normalized(True))
-
-
-def padded() -> Difference:
-    """Rows of zeros fill the last batch, and their loss counts nothing."""
-    filled = [np.concatenate([a, np.zeros([29, *a.shape[1:]], a.dtype)]) for a in rows(99)]
-    counts = np.repeat(np.array([1.0, 0.0], "float32"), [99, 29])
-    dataset = tf.data.Dataset.from_tensor_slices((*filled, counts)).batch(64)
-    dataset = dataset.map(lambda x, y, w: (x, y, w, tf.fill(tf.shape(w), tf.reduce_sum(w))))
-
-    def replica_loss(model: Any, y: Any, y_pred: Any, count: Any, total: Any) -> Any:
-        return tf.reduce_sum(per_example(y, y_pred) * count / total)
-
-    return weights(by_loop(PADDED_FROM, replica_loss, dataset=dataset), one_device(PADDED_FROM))
 
 
 NO_ROWS = [
-    Loss(
-        name="split-9-over-4",
-        title="9 rows on 4 replicas",
-        plain=empty_shards(9, 4, lambda data, s: s.experimental_distribute_dataset(data), mirrored),
-        ours=empty_shards(9, 4, tmg.distribute_dataset, strategy_of),
-        links=("tf#58809",),
-        replicas=4,
-    ),
     Loss(
         name="split-5-over-4",
         title="5 rows on 4 replicas",
         plain=empty_shards(5, 4, lambda data, s: s.experimental_distribute_dataset(data), mirrored),
         ours=empty_shards(5, 4, tmg.distribute_dataset, strategy_of),
         links=("tf#58809",),
-        replicas=4,
     ),
-    *(without_rows(name, layer, build) for name, (layer, build) in EMPTY.items()),
+    without_rows(
+        "Conv2D",
+        lambda: [keras.layers.Conv2D(8, 3, activation="relu")],
+        links=("tf#52986",),
+        plain_says="must have the same size and shape",
+    ),
+    without_rows(
+        "MaxPooling2D",
+        lambda: [keras.layers.Conv2D(4, 3), keras.layers.MaxPooling2D()],
+        links=("tf#21338",),
+        plain_says="Check failed",
+    ),
     Loss(
         name="no-rows-batchnorm",
         title="BatchNormalization, 3 rows on 4 replicas: TensorFlow gives the fourth none",
         plain=loop_is_one_device(THREE_ON_FOUR, divided_by(3)),
         ours=step_is_one_device(THREE_ON_FOUR),
         links=("tf#52986", "k#11858"),
-        replicas=4,
-    ),
-    Loss(
-        name="padding-batchnorm",
-        title="Filling the last batch with rows of weight 0, synchronized BatchNormalization",
-        plain=padded,
-        ours=step_is_one_device(PADDED_FROM),
     ),
 ]
 

@@ -46,83 +46,35 @@ def against_one_device(
 
 LATE = X[:192].copy()
 LATE[96] = np.inf  # the second batch, second replica
-EARLY = X[:192].copy()
-EARLY[64] = np.inf  # the second batch, first replica
 
 
 def scaled_sgd() -> Any:
     return optimizers.LossScaleOptimizer(optimizers.SGD(0.1), initial_scale=1024.0)
 
 
-def overflow(features: Any) -> Problem:
-    return Problem((features, Y[:192]), optimizer=scaled_sgd)
-
-
-NAN_IN_PART = X[:128].copy()
-NAN_IN_PART[3] = np.nan  # the first of two micro-batches
-
-
-def scaled_and_accumulated() -> Any:
-    inner = optimizers.SGD(0.1, gradient_accumulation_steps=2)
-    return optimizers.LossScaleOptimizer(inner, initial_scale=1024.0)
-
-
+OVERFLOW = Problem((LATE, Y[:192]), optimizer=scaled_sgd)
 PRECISION = [
     Update(
-        name=f"loss-scale-{name}",
-        title=f"`LossScaleOptimizer` in `fit`: a gradient overflows on {where} replica only",
-        plain=against_one_device(by_fit, overflow(features)),
-        ours=against_one_device(by_step, overflow(features)),
-    )
-    for name, where, features in (("second", "the second", LATE), ("first", "the first", EARLY))
+        name="loss-scale-second",
+        title="`LossScaleOptimizer` in `fit`: a gradient overflows on the second replica only",
+        plain=against_one_device(by_fit, OVERFLOW),
+        ours=against_one_device(by_step, OVERFLOW),
+    ),
 ]
-PRECISION.append(
-    Update(
-        name="loss-scale-micro-batch",
-        title="NaN in one of two micro-batches under loss scaling (Keras: on one device)",
-        plain=lambda: weights(
-            by_fit(
-                Problem((NAN_IN_PART, Y[:128]), 32, optimizer=scaled_and_accumulated, replicas=1)
-            ),
-            one_device(Problem((NAN_IN_PART, Y[:128]), optimizer=scaled_sgd)),
-        ),
-        ours=against_one_device(
-            by_step,
-            Problem((NAN_IN_PART, Y[:128]), optimizer=scaled_sgd, options={"micro_batches": 2}),
-        ),
-        replicas=1,
-    )
-)
 
 
 # Clipping and the rest of the optimizers ----------------------------------------------------------
 
-CLIPS = {
-    "clipnorm": lambda: optimizers.SGD(0.5, clipnorm=0.05),
-    "global_clipnorm": lambda: optimizers.SGD(0.5, global_clipnorm=0.1),
-    "clipvalue": lambda: optimizers.SGD(0.5, clipvalue=0.005),
-}
+CLIPPED = EVEN.replace(optimizer=lambda: optimizers.SGD(0.5, global_clipnorm=0.1))
 CLIPPING = [
     Update(
-        name=f"clip-{name}",
-        title=f"`{name}` set on the optimizer",
-        plain=against_one_device(by_fit, EVEN.replace(optimizer=make)),
-        ours=against_one_device(by_step, EVEN.replace(optimizer=make)),
+        name="clip-global_clipnorm",
+        title="`global_clipnorm` set on the optimizer",
+        plain=against_one_device(by_fit, CLIPPED),
+        ours=against_one_device(by_step, CLIPPED),
         links=("tf#33929",),
-    )
-    for name, make in CLIPS.items()
+    ),
 ]
-
-
-def constrained() -> Any:
-    constraint = keras.constraints.MaxNorm(0.5)
-    return keras.Sequential(
-        [
-            keras.Input((6,)),
-            keras.layers.Dense(8, activation="tanh", kernel_constraint=constraint),
-            keras.layers.Dense(4),
-        ]
-    )
 
 
 def schedule() -> Any:
@@ -137,43 +89,12 @@ def overwriting() -> Any:
     return optimizers.SGD(0.1, use_ema=True, ema_overwrite_frequency=1)
 
 
-def with_averages(train: Callable[[Problem], Trained]) -> Callable[[Problem], Trained]:
-    """``fit`` ends by writing the averages into the weights; so do the others, here."""
-
-    def averaged(problem: Problem) -> Trained:
-        made: dict[str, Any] = {}
-
-        def keep(name: str, value: Any) -> Any:
-            made[name] = value
-            return value
-
-        found = train(
-            problem.replace(
-                build=lambda: keep("model", problem.build()),
-                optimizer=lambda: keep("optimizer", problem.optimizer()),
-            )
-        )
-        model = made["model"]
-        made["optimizer"].finalize_variable_values(model.trainable_variables)
-        strategy = model.weights[0].value.distribute_strategy if len(found.weights) > 1 else None
-        return Trained(weights_of(model, strategy), found.losses, found.iterations)
-
-    return averaged
-
-
 OPTIMIZERS = [
     Update(
         name="ema-overwrite",
         title="`ema_overwrite_frequency`, two replicas",
-        plain=against_one_device(
-            by_fit,
-            EVEN.replace(optimizer=overwriting),
-        ),
-        ours=against_one_device(
-            by_step,
-            EVEN.replace(optimizer=overwriting),
-        ),
-        alone=True,
+        plain=against_one_device(by_fit, EVEN.replace(optimizer=overwriting)),
+        ours=against_one_device(by_step, EVEN.replace(optimizer=overwriting)),
         plain_says="merge_call",
     ),
     Update(
@@ -186,7 +107,6 @@ OPTIMIZERS = [
         ours=against_one_device(by_step, EVEN.replace(optimizer=optimizers.Adam)),
         links=("k#19246",),
         plain_says="placeholder",
-        alone=True,
     ),
 ]
 
@@ -194,19 +114,13 @@ OPTIMIZERS = [
 # Accumulation -------------------------------------------------------------------------------------
 
 
-def accumulated(**options: Any) -> Callable[[], Any]:
-    return lambda: optimizers.SGD(
-        options.pop("learning_rate", 0.1), gradient_accumulation_steps=2, **options
-    )
+def accumulated() -> Any:
+    return optimizers.SGD(0.1, gradient_accumulation_steps=2)
 
 
-def averaging() -> Any:
-    return optimizers.SGD(0.1, use_ema=True, ema_momentum=0.5)
-
-
-def of_keras(problem: Problem, truth: Problem, right: Any = one_device) -> Any:
+def of_keras(problem: Problem, truth: Problem) -> Any:
     """Keras accumulates on one device; the truth is one large batch for each window."""
-    return lambda: weights(by_fit(problem.replace(replicas=1)), right(truth))
+    return lambda: weights(by_fit(problem.replace(replicas=1)), one_device(truth))
 
 
 def in_parts(problem: Problem) -> Any:
@@ -239,7 +153,7 @@ def windows(count: int, small: int, window: int) -> Difference:
             apply_window()
     if accumulator.count:
         apply_window()
-    return weights(Trained(weights_of(model, strategy), []), one_device(truth))
+    return weights(Trained(weights_of(model, strategy)), one_device(truth))
 
 
 HALVES = Problem(rows(128), 32)
@@ -247,41 +161,16 @@ ACCUMULATION = [
     Update(
         name="accumulate-on-replicas",
         title="`gradient_accumulation_steps` in `fit`, two replicas",
-        plain=lambda: weights(by_fit(HALVES.replace(optimizer=accumulated())), one_device(EVEN)),
+        plain=lambda: weights(by_fit(HALVES.replace(optimizer=accumulated)), one_device(EVEN)),
         ours=in_parts(EVEN),
         links=("k#17429", "tf-keras#301", "tf#32176"),
         plain_says="merge_call",
-        alone=True,
     ),
     Update(
         name="accumulate-left-over",
         title="Keras accumulation on one device: 5 batches in windows of 2, the last one is short",
-        plain=of_keras(Problem(rows(160), 32, optimizer=accumulated()), Problem(rows(160))),
+        plain=of_keras(Problem(rows(160), 32, optimizer=accumulated), Problem(rows(160))),
         ours=lambda: windows(160, 32, 2),
-        replicas=1,
-    ),
-    Update(
-        name="accumulate-ragged",
-        title="Keras accumulation on one device: micro-batches of 64 and 36 rows",
-        plain=of_keras(Problem(rows(100), optimizer=accumulated()), Problem(rows(100), 100)),
-        ours=lambda: windows(100, 64, 2),
-        replicas=1,
-    ),
-    Update(
-        name="accumulate-ema",
-        title="Keras accumulation on one device with moving averages",
-        plain=of_keras(
-            Problem(rows(192), 32, optimizer=accumulated(use_ema=True, ema_momentum=0.5)),
-            Problem(rows(192), optimizer=averaging),
-            with_averages(one_device),
-        ),
-        ours=lambda: weights(
-            with_averages(by_step)(
-                Problem(rows(192), optimizer=averaging, options={"micro_batches": 2})
-            ),
-            with_averages(one_device)(Problem(rows(192), optimizer=averaging)),
-        ),
-        replicas=1,
     ),
     Update(
         name="accumulate-schedule",
@@ -291,17 +180,6 @@ ACCUMULATION = [
             EVEN.replace(optimizer=lambda: optimizers.SGD(schedule())),
         ),
         ours=in_parts(EVEN.replace(optimizer=lambda: optimizers.SGD(schedule()))),
-        replicas=1,
-    ),
-    Update(
-        name="accumulate-constraint",
-        title="Keras accumulation on one device with a constraint on a kernel",
-        plain=of_keras(
-            HALVES.replace(optimizer=accumulated(), build=constrained),
-            EVEN.replace(build=constrained),
-        ),
-        ours=in_parts(EVEN.replace(build=constrained)),
-        replicas=1,
     ),
 ]
 
@@ -322,49 +200,31 @@ def embedding() -> Any:
     )
 
 
-REPEATED = {
-    "adam": ("Adam", lambda: optimizers.Adam(1e-2)),
-    "rmsprop": ("RMSprop", lambda: optimizers.RMSprop(1e-2)),
-    "clip": ("`global_clipnorm`", lambda: optimizers.SGD(0.5, global_clipnorm=0.05)),
-}
+REPEATED = Problem(
+    (IDS, Y[:128]), build=embedding, optimizer=lambda: optimizers.Adam(1e-2), replicas=1
+)
 SPARSE = [
     Update(
-        name=f"embedding-{name}",
-        title=f"Embedding, ids repeated in a batch, {title}, even on one device: repeated rows "
-        "are not summed",
-        plain=lambda make=make: weights(
-            by_fit(Problem((IDS, Y[:128]), build=embedding, optimizer=make, replicas=1)),
-            one_device(Problem((IDS, Y[:128]), build=embedding, optimizer=make)),
-        ),
-        ours=against_one_device(by_step, Problem((IDS, Y[:128]), build=embedding, optimizer=make)),
+        name="embedding-adam",
+        title="Embedding, ids repeated in a batch, Adam, even on one device: repeated rows are not "
+        "summed",
+        plain=against_one_device(by_fit, REPEATED),
+        ours=against_one_device(by_step, REPEATED.replace(replicas=2)),
         links=("k#19992", "tf#28090"),
-        replicas=1,
-    )
-    for name, (title, make) in REPEATED.items()
+    ),
 ]
 
 
 # Scopes -------------------------------------------------------------------------------------------
 
 
-def outside(what: str) -> Any:
-    """Keras ``fit`` with something created outside the scope."""
-
-    def plain() -> Difference:
-        strategy = mirrored(2)
-        model, optimizer = fresh(EVEN)
-        if what == "everything":
-            model.compile(optimizer, crossentropy())
-        else:
-            with strategy.scope():
-                model.compile(EVEN.optimizer(), crossentropy())
-        model.fit(EVEN.dataset(), verbose=0, shuffle=False)
-        if what == "everything":
-            held = len(strategy.experimental_local_results(model.weights[0].value))
-            return Difference(2 - held, "replicas that do nothing")
-        return weights(Trained(weights_of(model, strategy), []), one_device(EVEN))
-
-    return plain
+def outside_in_fit() -> Difference:
+    strategy = mirrored(2)
+    model, optimizer = fresh(EVEN)
+    model.compile(optimizer, crossentropy())
+    model.fit(EVEN.dataset(), verbose=0, shuffle=False)
+    held = len(strategy.experimental_local_results(model.weights[0].value))
+    return Difference(2 - held, "replicas that do nothing")
 
 
 def outside_optimizer_in_a_loop() -> Difference:
@@ -384,7 +244,7 @@ def outside_optimizer_in_a_loop() -> Difference:
     for batch in strategy.experimental_distribute_dataset(EVEN.dataset()):
         run(batch)
     truth = one_device(EVEN.replace(optimizer=lambda: optimizers.SGD(0.1, momentum=0.9)))
-    return weights(Trained(weights_of(model, strategy), []), truth)
+    return weights(Trained(weights_of(model, strategy)), truth)
 
 
 def refused(what: str) -> Any:
@@ -394,7 +254,6 @@ def refused(what: str) -> Any:
         with strategy.scope():
             inside = fresh(EVEN)
         model = inside[0] if what == "optimizer" else model
-        optimizer = inside[1] if what == "model" else optimizer
         tmg.make_train_step(model, optimizer, crossentropy(), strategy)
         return Difference(0.0)
 
@@ -411,27 +270,16 @@ SCOPES = [
         ours_kind="error",
         ours_says="ScopeError: The optimizer was created outside the scope",
         reason=TOLD,
-        alone=True,
     ),
     Update(
         name="scope-everything",
         title="`fit`: model and optimizer were created outside the scope",
-        plain=outside("everything"),
+        plain=outside_in_fit,
         ours=refused("everything"),
         ours_kind="error",
         ours_says="ScopeError: The model was created outside the scope",
         reason=TOLD,
         links=("tf#26020",),
-    ),
-    Update(
-        name="scope-model",
-        title="`fit`: the model was created outside the scope, `compile` called inside",
-        plain=outside("model"),
-        ours=refused("model"),
-        ours_kind="error",
-        ours_says="ScopeError: The model was created outside the scope",
-        reason=TOLD,
-        alone=True,
     ),
 ]
 

@@ -77,11 +77,6 @@ class Case:
         ours_kind: What this library is held to.
         ours_says: Text of its error or warning.
         plain_says: Text that finds the telling line of a long error message.
-        plain_kinds: Where chance decides what plain code does (memory that nobody has written):
-            what it may do.
-        replicas: The replicas of the plain strategy; cases of one number share a process.
-        alone: Whether the plain side needs a process of its own.
-        virtual_cpus: Into how many devices the CPU is cut beforehand; 0 leaves it as it is.
         patience: Seconds after which no answer of plain code is a hang; ours has five times that.
     """
 
@@ -97,26 +92,21 @@ class Case:
     ours_kind: str = "same"
     ours_says: str = ""
     plain_says: str = ""
-    plain_kinds: tuple[str, ...] = ()
-    replicas: int = 2
-    alone: bool = False
-    virtual_cpus: int = 8
     patience: float = 180.0
 
     def __post_init__(self) -> None:
-        assert self.ours_kind in KINDS
         explained = self.ours_kind == "same" and self.tolerance <= 1e-6
         assert explained or self.reason, f"{self.name}: say why"
 
     def described(self) -> dict[str, Any]:
         """What the page says about the case besides what was measured."""
-        return {
-            "section": self.section,
-            "title": self.title,
-            "links": list(self.links),
-            "tolerance": self.tolerance,
-            "reason": self.reason,
-        }
+        keys = ("section", "title", "links", "tolerance", "reason")
+        return {key: getattr(self, key) for key in keys} | {"links": list(self.links)}
+
+    def fault(self, outcome: Outcome) -> str:
+        """Returns how an outcome of this library is not what it is held to, or nothing."""
+        right = outcome.kind == self.ours_kind and self.ours_says in outcome.message
+        return "" if right else f"held to {self.ours_kind} {self.ours_says!r}, and is {outcome}"
 
     def measure(self, side: str) -> Outcome:
         """Runs one side, here and now."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import sys
 from pathlib import Path
@@ -16,11 +15,8 @@ import isolated  # noqa: E402
 import keras  # noqa: E402
 import tensorflow as tf  # noqa: E402
 from catalogue import CASES  # noqa: E402
-from guarantee import Outcome  # noqa: E402
-from page import cell, render  # noqa: E402
-
-DOCS = HERE.parent.parent / "docs"
-RECORD, PAGE = DOCS / "guarantees.json", DOCS / "guarantees.md"
+from guarantee import SIDES, Outcome  # noqa: E402
+from page import cell, write  # noqa: E402
 
 
 def rounded(outcome: Outcome) -> dict[str, Any]:
@@ -34,41 +30,21 @@ def rounded(outcome: Outcome) -> dict[str, Any]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", help="parts of names: show these and write nothing")
-    parser.add_argument("--parallel", type=int, default=2, help="processes at a time (2)")
-    parser.add_argument("--isolate", action="store_true", help="each case in its own process")
-    options = parser.parse_args()
-    cases = [c for c in CASES if not options.names or any(n in c.name for n in options.names)]
-    jobs = isolated.jobs_for(cases, size=1 if options.isolate else isolated.TOGETHER)
-    found: dict[tuple[str, str], Outcome] = {}
-    for name, side, outcome, seconds in isolated.run(jobs, options.parallel):
-        found[name, side] = outcome
-        print(f"{name:30} {side:5} {seconds:5.1f} s  {cell(outcome)}", flush=True)
-    if options.names:
-        return 0
-    wrong = [
-        case.name
-        for case in CASES
-        if found[case.name, "ours"].kind != case.ours_kind
-        or case.ours_says not in found[case.name, "ours"].message
-    ]
+    names = parser.parse_args().names
+    cases = [case for case in CASES if not names or any(name in case.name for name in names)]
+    found = isolated.measured(cases)
+    for (name, side), outcome in found.items():
+        print(f"{name:30} {side:5} {cell(outcome)}")
+    wrong = [case.name for case in cases if case.fault(found[case.name, "ours"])]
     if wrong:
         print(f"Nothing was written: tfmultigpu does not do what it is held to in {wrong}.")
         return 1
-    record = {
-        "tensorflow": tf.__version__,
-        "keras": keras.__version__,
-        "cases": {
-            case.name: {
-                **case.described(),
-                "plain": rounded(found[case.name, "plain"]),
-                "ours": rounded(found[case.name, "ours"]),
-            }
-            for case in CASES
-        },
-    }
-    RECORD.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n")
-    PAGE.write_text(render(record))
-    print(f"{len(CASES)} cases: {RECORD} and {PAGE}")
+    if not names:
+        outcomes = {
+            case.name: case.described() | {side: rounded(found[case.name, side]) for side in SIDES}
+            for case in cases
+        }
+        write({"tensorflow": tf.__version__, "keras": keras.__version__, "cases": outcomes})
     return 0
 
 

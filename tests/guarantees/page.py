@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 from guarantee import Outcome
 
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "guarantees.md"
+RECORD = PAGE.with_suffix(".json")
 COMMAND = "python tests/guarantees/measure.py"
 REPOSITORIES = {
     "tf": "tensorflow/tensorflow",
@@ -66,6 +70,16 @@ KIND_TITLES = {
     "abort": "the process dies",
     "hang": "no answer",
 }
+
+
+def read() -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(RECORD.read_text())
+    return found
+
+
+def write(record: dict[str, Any]) -> None:
+    RECORD.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n")
+    PAGE.write_text(render(record))
 
 
 def render(record: dict[str, Any]) -> str:

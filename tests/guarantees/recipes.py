@@ -18,7 +18,6 @@ import tfmultigpu as tmg
 _random = np.random.default_rng(3)
 X = _random.normal(size=(260, 6)).astype("float32")
 Y = _random.integers(0, 4, 260).astype("int64")
-W = _random.uniform(0.2, 2.0, 260).astype("float32")
 
 
 def mlp() -> keras.Model:
@@ -35,9 +34,9 @@ def crossentropy(reduction: str = "sum_over_batch_size") -> keras.losses.Loss:
     return keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction=reduction)
 
 
-def rows(count: int, *further: Any) -> tuple[Any, ...]:
-    """The first rows of the features, the labels, and more."""
-    return tuple(array[:count] for array in (X, Y, *further))
+def rows(count: int) -> tuple[Any, ...]:
+    """The first rows of the features and the labels."""
+    return X[:count], Y[:count]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +44,7 @@ class Problem:
     """What is trained on which global batches.
 
     Attributes:
-        arrays: Features, labels and perhaps sample weights, any structure.
+        arrays: Features and labels.
         batch_size: Rows of a global batch; the last one is what is left.
         loss: For Keras and for us; ``true_loss`` for one device, where it must be another.
         options: For ``make_train_step``.
@@ -58,17 +57,11 @@ class Problem:
     loss: Any = dataclasses.field(default_factory=crossentropy)
     true_loss: Any = None
     replicas: int = 2
-    epochs: int = 1
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def batches(self) -> list[Any]:
-        count = len(tf.nest.flatten(self.arrays)[0])
-        starts = range(0, count, self.batch_size)
-        cut = [
-            tf.nest.map_structure(lambda a, i=i: a[i : i + self.batch_size], self.arrays)
-            for i in starts
-        ]
-        return cut * self.epochs
+        starts = range(0, len(self.arrays[0]), self.batch_size)
+        return [tuple(a[i : i + self.batch_size] for a in self.arrays) for i in starts]
 
     def dataset(self) -> tf.data.Dataset:
         return tf.data.Dataset.from_tensor_slices(self.arrays).batch(self.batch_size)
@@ -83,14 +76,11 @@ class Trained:
 
     Attributes:
         weights: The weights of the model, one list for each replica.
-        losses: What was reported: of each step, or of each epoch by ``fit``.
         iterations: What the optimizer counted.
     """
 
     weights: list[list[np.ndarray]]
-    losses: list[float]
     iterations: int = 0
-    logs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 def fresh(problem: Problem) -> tuple[Any, Any]:
@@ -121,10 +111,6 @@ def weights(found: Trained, truth: Trained) -> Difference:
     return Difference(float(np.max([largest(each, right) for each in found.weights])))
 
 
-def losses(found: Trained, truth: Trained, of: str = "reported loss") -> Difference:
-    return Difference(largest(found.losses, truth.losses), of)
-
-
 # One device ---------------------------------------------------------------------------------------
 
 
@@ -133,7 +119,7 @@ def one_device(problem: Problem, **options: Any) -> Trained:
     loss = problem.loss if problem.true_loss is None else problem.true_loss
     hand = ByHand(problem.build, problem.optimizer, loss, **options)
     result = hand.train(problem.batches())
-    return Trained([[w.numpy() for w in hand.model.weights]], result.losses, result.iterations)
+    return Trained([[w.numpy() for w in hand.model.weights]], result.iterations)
 
 
 # As most people write it --------------------------------------------------------------------------
@@ -152,16 +138,13 @@ def compiled(problem: Problem, strategy: Any, **options: Any) -> Any:
     return model
 
 
-def by_fit(problem: Problem, fit: Mapping[str, Any] | None = None, **options: Any) -> Trained:
-    """Keras ``fit`` under the default strategy; ``options`` go to ``compile``."""
+def by_fit(problem: Problem) -> Trained:
+    """Keras ``fit`` under the default strategy."""
     single = problem.replicas == 1
     strategy = tf.distribute.get_strategy() if single else mirrored(problem.replicas)
-    model = compiled(problem, strategy, **options)
-    history = model.fit(
-        problem.dataset(), epochs=problem.epochs, verbose=0, shuffle=False, **(fit or {})
-    ).history
-    iterations = int(model.optimizer.iterations.numpy())
-    return Trained(weights_of(model, strategy), history.get("loss", []), iterations, history)
+    model = compiled(problem, strategy)
+    model.fit(problem.dataset(), verbose=0, shuffle=False)
+    return Trained(weights_of(model, strategy), int(model.optimizer.iterations.numpy()))
 
 
 def by_loop(
@@ -169,9 +152,8 @@ def by_loop(
     replica_loss: Callable[..., Any],
     *,
     build_optimizer: bool = True,
-    dataset: Any = None,
 ) -> Trained:
-    """The custom training loop of the tutorials; ``replica_loss(model, y, y_pred, *more)``.
+    """The custom training loop of the tutorials; ``replica_loss(model, y, y_pred)``.
 
     Without ``build_optimizer``, as in the tutorials, an optimizer that has slots fails at once.
     """
@@ -181,25 +163,16 @@ def by_loop(
         if build_optimizer:
             optimizer.build(model.trainable_variables)
 
-    def train_step(x: Any, y: Any, *more: Any) -> Any:
+    def train_step(x: Any, y: Any) -> Any:
         with tf.GradientTape() as tape:
-            loss = replica_loss(model, y, model(x, training=True), *more)
+            loss = replica_loss(model, y, model(x, training=True))
         gradients = tape.gradient(loss, model.trainable_variables)
         optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
-        return loss
 
-    @tf.function
-    def distributed_train_step(batch: Any) -> Any:
-        each = strategy.run(train_step, args=batch)
-        return strategy.reduce(tf.distribute.ReduceOp.SUM, each, axis=None)
-
-    data = problem.dataset() if dataset is None else dataset
-    reported = []
-    for _ in range(problem.epochs):
-        for batch in strategy.experimental_distribute_dataset(data):
-            reported.append(float(distributed_train_step(batch)))
-    iterations = int(optimizer.iterations.numpy())
-    return Trained(weights_of(model, strategy), reported, iterations)
+    run = tf.function(lambda batch: strategy.run(train_step, args=batch))
+    for batch in strategy.experimental_distribute_dataset(problem.dataset()):
+        run(batch)
+    return Trained(weights_of(model, strategy), int(optimizer.iterations.numpy()))
 
 
 def per_example(y: Any, y_pred: Any) -> Any:
@@ -219,23 +192,12 @@ def divided_by(global_batch_size: int) -> Callable[..., Any]:
 # With this library --------------------------------------------------------------------------------
 
 
-def by_step(problem: Problem, replicas: int | None = None, data: Any = None) -> Trained:
+def by_step(problem: Problem) -> Trained:
     """Our step over our distributed dataset."""
-    strategy = strategy_of(problem.replicas if replicas is None else replicas)
+    strategy = strategy_of(problem.replicas)
     with strategy.scope():
         model, optimizer = fresh(problem)
     step = tmg.make_train_step(model, optimizer, problem.loss, strategy, **problem.options)
-    data = problem.dataset() if data is None else data
-    reported: list[Any] = []
-    for _ in range(problem.epochs):
-        reported += [step(batch) for batch in tmg.distribute_dataset(data, strategy)]
-    values = [float(logs["loss"]) for logs in reported]
-    iterations = int(optimizer.iterations.numpy())
-    return Trained(weights_of(model, strategy), values, iterations, reported[-1])
-
-
-def epoch_loss(trained: Trained, problem: Problem) -> Trained:
-    """The mean over all rows, as ``fit`` reports it, from the losses of the steps."""
-    sizes = [len(tf.nest.flatten(batch)[0]) for batch in problem.batches()]
-    mean = float(np.average(trained.losses, weights=sizes))
-    return dataclasses.replace(trained, losses=[mean])
+    for batch in tmg.distribute_dataset(problem.dataset(), strategy):
+        step(batch)
+    return Trained(weights_of(model, strategy), int(optimizer.iterations.numpy()))
