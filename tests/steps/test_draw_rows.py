@@ -12,7 +12,7 @@ import pytest
 import tensorflow as tf
 
 from tfmultigpu._patch import patching
-from tfmultigpu.steps.draws import GlobalSeeds, drawing_rows
+from tfmultigpu.steps.draws import Draws, GlobalSeeds
 from tfmultigpu.steps.features import Rows
 
 SEED, TOTAL = (7, 3), 29
@@ -81,6 +81,14 @@ EXACT: dict[str, Any] = {
 }  # fmt: skip
 
 
+def drawing(first: Any, count: Any, total: Any) -> Any:
+    draws = Draws()
+    draws.bind(None)
+    draws.seeds = GlobalSeeds(tf.distribute.get_strategy())
+    part = tf.zeros([], tf.int64)  # Of one replica, which else has all rows.
+    return draws.around_model(Rows(first, count, total, part=part))
+
+
 # Fails if a function is not replaced, counts on wrongly, moves parameters to other rows, or draws
 # numbers of one shape from those of another.
 def test_rows_are_those_of_one_device() -> None:
@@ -88,12 +96,11 @@ def test_rows_are_those_of_one_device() -> None:
 
     @tf.function(input_signature=[scalar] * 3, autograph=False)
     def drawn(first: Any, count: Any, total: Any) -> Any:
-        seeds = GlobalSeeds(tf.distribute.get_strategy())
         x, steps = (
             tf.slice(every, [first, *[0] * (every.ndim - 1)], [count, *every.shape[1:]])
             for every in (X, STEPS)
         )
-        with drawing_rows(Rows(first, count, total), seeds, are_all=False):
+        with drawing(first, count, total):
             rows = {name: draw(x) for name, draw in EXACT.items()}
             return rows, dropped(tf.reshape(steps, [-1, 6])), dropped(steps[:, 0])
 
@@ -121,8 +128,7 @@ def test_rows_far_on_in_a_large_draw(dtype: tf.DType) -> None:
 
     @tf.function(input_signature=[tf.TensorSpec([], tf.int64)], autograph=False)
     def row(count: Any) -> Any:
-        rows = Rows(tf.constant(first, tf.int64), count, tf.constant(5000, tf.int64))
-        with drawing_rows(rows, GlobalSeeds(tf.distribute.get_strategy()), are_all=False):
+        with drawing(tf.constant(first, tf.int64), count, tf.constant(5000, tf.int64)):
             shape = tf.stack([tf.cast(count, tf.int32), wide])
             return random.stateless_uniform(shape, SEED, dtype=dtype)[0, :4]
 

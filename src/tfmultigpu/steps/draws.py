@@ -96,31 +96,29 @@ class GlobalSeeds:
 
 
 @contextmanager
-def global_seeds(strategy: tf.distribute.Strategy) -> Iterator[GlobalSeeds]:
-    """Shares the seeds of draws without a seed among the replicas run in the context."""
-    seeds = GlobalSeeds(strategy)
+def sharing_seeds(strategy: tf.distribute.Strategy) -> Iterator[GlobalSeeds]:
+    """Has draws without a seed, on this thread, draw from one generator of all replicas."""
+    seeds, name = GlobalSeeds(strategy), "global_seed_generator"
     before = seeds.generator
-    yield seeds
+    with patching(_compat.home_of(name), name, seeds.on_replicas):
+        yield seeds
     if seeds.generator is not before:
         _compat.set_global_seeds(seeds.generator)
 
 
-@contextmanager
-def sharing_seeds(strategy: tf.distribute.Strategy) -> Iterator[None]:
-    """Has draws without a seed, on this thread, draw from the generator of the replicas."""
-    name = "global_seed_generator"
-    home = _compat.home_of(name)
-    with global_seeds(strategy) as seeds, patching(home, name, seeds.on_replicas):
-        yield
-
-
 class Draws(Feature):
-    """Has layers draw the rows of their replica while a step is traced."""
+    """Has layers draw the rows of their replica while a step is traced.
+
+    If the first axis of a draw is not a multiple of the rows at run time, the draw is not by row
+    after all and made as it is. Synchronized batch normalization with a mask, which Keras does not
+    synchronize, is synchronized too.
+    """
+
+    seeds: GlobalSeeds
 
     def __init__(self, *, by_xla: bool = False) -> None:
         """Takes whether XLA compiles the replicas."""
         self._by_xla = by_xla
-        self._seeds: GlobalSeeds | None = None
 
     def bind(self, step: Any) -> None:
         """Takes the step, whose trace learns which states are seeds."""
@@ -134,7 +132,7 @@ class Draws(Feature):
         """Shares the seeds of draws without a seed among replicas."""
 
         def sharing(shards: Shards) -> list[Pass]:
-            with global_seeds(self._step.strategy) as self._seeds:
+            with sharing_seeds(self._step.strategy) as self.seeds:
                 return phase(shards)
 
         return sharing
@@ -142,44 +140,27 @@ class Draws(Feature):
     @contextmanager
     def around_model(self, rows: Rows) -> Iterator[None]:
         """Has layers draw the rows of this replica."""
-        assert self._seeds is not None
-        context: Any = tf.distribute.get_replica_context()
-        are_all = context.num_replicas_in_sync == 1 and rows.part is None
-        with drawing_rows(rows, self._seeds, are_all=are_all, by_xla=self._by_xla):
+        strategy = tf.distribute.get_strategy()
+        if strategy.num_replicas_in_sync == 1 and rows.part is None:
+            yield
+            return
+        wrappers: dict[str, Callable[..., Any]] = {
+            "global_seed_generator": self.seeds.on_replicas,
+            "next": self.seeds.next_of,
+            "_moments": moments_of_replicas,
+        }
+        # The generator of a TPU cannot start to count further on, and XLA pairs normal numbers.
+        counted = {} if isinstance(strategy, tf.distribute.TPUStrategy) else dict(_COUNTED)
+        if self._by_xla:
+            counted.pop("stateless_normal", None)
+        for name in (*_COUNTED, *_CUT):
+            wrappers[name] = functools.partial(_draw, rows, counted.get(name))
+        with ExitStack() as contexts:
+            for name, wrapper in wrappers.items():
+                contexts.enter_context(patching(_compat.home_of(name), name, wrapper))
             yield
         if hasattr(self._step, "trace"):
-            self._step.trace.alike |= {id(state) for state in self._seeds.used}
-
-
-@contextmanager
-def drawing_rows(
-    rows: Rows, seeds: GlobalSeeds, *, are_all: bool, by_xla: bool = False
-) -> Iterator[None]:
-    """Makes layers called on this thread draw their rows of the draws for the global batch.
-
-    Synchronized batch normalization with a mask, which Keras does not synchronize, is synchronized
-    too. If the first axis of a draw is not a multiple of the rows at run time, the draw is not by
-    row after all and made as it is.
-    """
-    if are_all:
-        yield
-        return
-    wrappers: dict[str, Callable[..., Any]] = {
-        "global_seed_generator": seeds.on_replicas,
-        "next": seeds.next_of,
-        "_moments": moments_of_replicas,
-    }
-    # The generator of a TPU cannot start to count further on, and XLA pairs normal numbers.
-    on_tpu = isinstance(tf.distribute.get_strategy(), tf.distribute.TPUStrategy)
-    counted = {} if on_tpu else dict(_COUNTED)
-    if by_xla:
-        counted.pop("stateless_normal", None)
-    for name in (*_COUNTED, *_CUT):
-        wrappers[name] = functools.partial(_draw, rows, counted.get(name))
-    with ExitStack() as contexts:
-        for name, wrapper in wrappers.items():
-            contexts.enter_context(patching(_compat.home_of(name), name, wrapper))
-        yield
+            self._step.trace.alike |= {id(state) for state in self.seeds.used}
 
 
 class _Place(NamedTuple):
