@@ -10,6 +10,7 @@ import importlib
 import multiprocessing
 import os
 import signal
+import sys
 import tempfile
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -38,7 +39,8 @@ def measured(
 ) -> dict[tuple[str, str], Outcome]:
     """Returns the outcome of each case of a module, by name and side."""
     jobs = [(case, side) for case in cases for side in sides]
-    with mock.patch.dict(os.environ, ENVIRONMENT), ThreadPoolExecutor(2) as pool:
+    path = {"PYTHONPATH": os.pathsep.join(sys.path)}  # The server imports before it is told.
+    with mock.patch.dict(os.environ, ENVIRONMENT | path), ThreadPoolExecutor(2) as pool:
         os.environ.pop("TF_CONFIG", None)
         outcomes = pool.map(lambda job: _outcome(*job, module), jobs)
         return {(case.name, side): o for (case, side), o in zip(jobs, outcomes, strict=True)}
