@@ -5,8 +5,7 @@ the mean loss of unequal parts: a row on the GPU with few rows then counts more.
 
 ``plan_shares`` divides the rows in proportion to memory (or another capacity), and
 ``distribute_dataset(shares=...)`` cuts every batch like that, the partial one too. Where a small
-GPU is fast, it takes an equal share in more parts (``plan_micro_batches``): gradient accumulation
-on that GPU alone, the same result again.
+GPU is fast, all take an equal share in parts that it can hold (``micro_batches``): the same result.
 """
 
 import keras
@@ -45,7 +44,7 @@ strategy = tmg.create_strategy(devices=devices)
 reference = train(tmg.create_strategy(devices=devices[:1]))
 shares = tmg.plan_shares(64, memory_of(devices))  # 48 and 16 rows of 64
 alike = tmg.plan_shares(64, [1] * len(devices))  # as fast as each other ...
-parts = tmg.data.plan_micro_batches(alike, shares)  # ... and each holds so many rows at once
+parts = max(-(-rows // holds) for rows, holds in zip(alike, shares, strict=True))  # ... in parts
 differences = []
 for cut in ((shares, 1), (alike, parts)):
     pairs = zip(train(strategy, *cut), reference, strict=True)

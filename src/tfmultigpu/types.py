@@ -81,9 +81,6 @@ class Strategy(Protocol):
         """Returns one value for each replica."""
 
 
-Models: TypeAlias = Model | Sequence[Model] | Mapping[str, Model]
-
-
 @dataclasses.dataclass(frozen=True)
 class FitStart:
     """Where a resumed ``fit`` begins.

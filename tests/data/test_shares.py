@@ -73,34 +73,3 @@ def test_integers_keep_the_proportion(capacities: list[float]) -> None:
     for share, capacity in zip(whole, capacities, strict=True):
         assert share > 0
         assert abs(share / sum(whole) - capacity / sum(capacities)) <= 9 / 2**20
-
-
-@given(
-    st.lists(st.tuples(st.integers(1, 5000), st.floats(1, 5000)), min_size=1, max_size=8),
-    st.floats(0, 1),
-)
-def test_the_least_micro_batches_that_each_replica_can_hold(
-    replicas: list[tuple[int, float]], left: float
-) -> None:
-    shares, limits = zip(*replicas, strict=True)
-    counts = tmg.data.plan_micro_batches(shares, limits)
-    for share, limit, count in zip(shares, limits, counts, strict=True):
-        assert -(-share // count) <= limit
-        assert count == 1 or -(-share // (count - 1)) > limit
-        # A smaller shard is cut into as many parts, but none of no rows.
-        rows = max(1, int(left * share))
-        assert -(-rows // min(count, rows)) <= limit
-
-
-@each(
-    ("shares", "maximum", "text"),
-    [
-        ((64, 8), (8, 0.5), "A replica must hold at least one example. Received: maximum=(8, 0.5)"),
-        ((64, 8), (8, 8, 8), "There must be one positive number per replica."),
-        ((64, 0), (8, 8), "Replica 1 would get no examples"),
-    ],
-)
-def test_micro_batches_that_cannot_be_planned(shares, maximum, text) -> None:
-    with pytest.raises(tmg.errors.DataError) as caught:
-        tmg.data.plan_micro_batches(shares, maximum)
-    assert text in str(caught.value)

@@ -70,7 +70,7 @@ LAW = (
         (
             (
                 "        self._apply(gradient, after)\n",
-                '        for _ in range(next((f._counts[0] for f in self.features if hasattr(f, "_counts")), 1)):\n            self._apply(gradient, after)\n',
+                '        for _ in range(next((f.count for f in self.features if hasattr(f, "loop")), 1)):\n            self._apply(gradient, after)\n',
             ),
         ),
         (SHARES,),
@@ -171,7 +171,7 @@ LAW = (
         (
             (
                 "        penalty, penalties = regularization([*trained, *others], self.update.at, new)\n",
-                '        penalty, penalties = regularization([*trained, *others], self.update.at, new)\n        parts = next((f._counts[0] for f in self.features if hasattr(f, "_counts")), 1)\n        penalties = [p if p is None else p * parts for p in penalties]\n',
+                '        penalty, penalties = regularization([*trained, *others], self.update.at, new)\n        parts = next((f.count for f in self.features if hasattr(f, "loop")), 1)\n        penalties = [p if p is None else p * parts for p in penalties]\n',
             ),
         ),
         (SHARES,),
@@ -323,7 +323,12 @@ LAW = (
     Mutation(
         "metrics see every copy of a small batch",
         "steps/evaluate.py",
-        (("deferring((), rows.counts())", "deferring((), True)"),),
+        (
+            (
+                "deferring((), rows.counts()) as deferred:\n            terms",
+                "deferring((), True) as deferred:\n            terms",
+            ),
+        ),
         (f"{EVALUATION}::test_loss_and_metrics_are_over_each_row_once[8]",),
     ),
     Mutation(
@@ -355,17 +360,22 @@ LAW = (
     ),
     Mutation(
         "predictions come by replica, the last one first",
-        "steps/predict.py",
-        (("joined = tf.concat(parts, axis=0)", "joined = tf.concat(parts[::-1], axis=0)"),),
+        "steps/evaluate.py",
+        (
+            (
+                "tf.sparse.concat(0, list(parts)) if sparse else tf.concat(list(parts), 0)",
+                "tf.concat(list(parts)[::-1], 0)",
+            ),
+        ),
         (f"{EVALUATION}::test_each_row_is_predicted_once_and_in_order[3]",),
     ),
     Mutation(
         "a small batch is predicted once for each replica",
-        "steps/predict.py",
+        "steps/evaluate.py",
         (
             (
-                "return joined[: tf.where(total < replicas, count_rows(parts[0]), count_rows(joined))]",
-                "return joined",
+                "return rows[: count_rows(rows) // tf.cast(copies, tf.int64)]",
+                "return rows",
             ),
         ),
         (f"{EVALUATION}::test_each_row_is_predicted_once_and_in_order[8]",),

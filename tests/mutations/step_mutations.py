@@ -204,7 +204,7 @@ STEPS = (
         "steps/step.py",
         (
             (
-                "with tf.control_dependencies([*effects_of(made), *after]):",
+                "with tf.control_dependencies([*effects, *after]):",
                 "with tf.control_dependencies([]):",
             ),
         ),
@@ -236,7 +236,7 @@ STEPS = (
     ),
     Mutation(
         "the end of the data is counted as a step",
-        "steps/data_loop.py",
+        "steps/program.py",
         (
             (
                 "lambda: step(optional.get_value(), vectors), lambda: vectors)\n",
@@ -294,8 +294,8 @@ STEPS = (
         "steps/failures.py",
         (
             (
-                "        raise _out_of_memory(error, strategy, count_rows) from error\n    except (tf",
-                "        raise _out_of_memory(error, strategy, None) from error\n    except (tf",
+                "_out_of_memory(line or error.message, strategy, count_rows)",
+                "_out_of_memory(line or error.message, strategy, None)",
             ),
         ),
         ("promises/test_out_of_memory.py::test_the_replica_the_batch_and_the_way_out_are_named",),

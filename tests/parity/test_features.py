@@ -81,9 +81,6 @@ def test_a_penalty_in_float16_does_not_overflow():
     assert 400.0 < logs["loss"] < 410.0
 
 
-# Normalisation ------------------------------------------------------------------------------------
-
-
 # Layers that fail without rows --------------------------------------------------------------------
 
 

@@ -9,11 +9,6 @@ from small_problem import MIXED, X, Y, crossentropy, mlp, sgd
 
 import tfmultigpu as tmg
 
-# How batches reach the step ----------------------------------------------------------------------
-
-
-# Under which strategy ----------------------------------------------------------------------------
-
 
 def test_the_strategy_in_scope_is_the_default():
     strategy = strategy_of(2)
@@ -23,9 +18,6 @@ def test_the_strategy_in_scope_is_the_default():
         data = tmg.distribute_dataset((X, Y), batch_size=65)
     assert step.strategy is strategy
     assert [float(step(batch)["weight"]) for batch in data] == [65.0] * 4
-
-
-# What it costs -----------------------------------------------------------------------------------
 
 
 def test_one_trace_whatever_the_batch_sizes():

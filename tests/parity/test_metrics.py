@@ -40,9 +40,7 @@ def refused(metrics, **options):
 
 
 def test_a_name_is_no_metric():
-    with pytest.raises(
-        tmg.errors.LossError, match=r"Received: 'accuracy'.*with strategy\.scope\(\)"
-    ):
+    with pytest.raises(tmg.errors.LossError, match=r"update_state.*Received: 'accuracy'"):
         refused(["accuracy"])
 
 
@@ -50,7 +48,7 @@ def test_a_mean_of_values_is_no_metric_of_a_step_nor_are_metrics_beside_forward(
     with strategy_of(2).scope():
         mean, accuracy = keras.metrics.Mean(), keras.metrics.SparseCategoricalAccuracy()
         model, optimizer = classifier(), still()
-    with pytest.raises(tmg.errors.LossError, match="Received: Mean 'mean', which takes values"):
+    with pytest.raises(tmg.errors.LossError, match="Received: <Mean name=mean>"):
         refused([mean])
     with pytest.raises(tmg.errors.LossError, match="With forward the step sees no labels"):
         tmg.make_train_step(
@@ -72,12 +70,9 @@ def test_a_metric_whose_state_is_no_sum():
 
     with strategy_of(2).scope():
         largest = Largest()
-    with pytest.raises(tmg.errors.LossError) as caught:
-        refused([largest])
-    message = str(caught.value)
-    assert "The state of a metric must be sums" in message
-    assert "aggregation='mean'" in message
-    assert "'largest'" in message
+    step = refused([largest])
+    with pytest.warns(tmg.ReplicaDependenceWarning, match="largest/value"):
+        step((X, Y))
 
 
 def test_metrics_that_do_not_say_for_which_output():
@@ -88,6 +83,6 @@ def test_metrics_that_do_not_say_for_which_output():
     losses = {"kind": "sparse_categorical_crossentropy", "size": "mse"}
     step = tmg.make_train_step(model, optimizer, losses, strategy, metrics=[accuracy])
     with pytest.raises(
-        tmg.errors.LossError, match=r"2 outputs.*but there are 1 metrics.*a dict by name"
+        tmg.errors.LossError, match=r"2 outputs.* the metrics do not fit.*a dict by name"
     ):
         step((X, {"kind": Y, "size": X[:, :1]}))

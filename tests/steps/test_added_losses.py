@@ -127,6 +127,23 @@ def test_activity_regularizers_of_keras_and_one_that_is_no_mean_of_rows() -> Non
     assert float(logs["loss"]) == pytest.approx(loss, rel=1e-5)
 
 
+# Fails if fit, which holds the model by a weak reference, takes it for another model.
+def test_a_loss_that_the_model_itself_adds_counts_under_fit() -> None:
+    class Adds(keras.Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.dense = keras.layers.Dense(2)
+
+        def call(self, x: Any) -> Any:
+            self.add_loss(0.0 * tf.reduce_mean(x) + 100.0)
+            return self.dense(x)
+
+    model = Adds()
+    model.compile("sgd", "mse")
+    losses = tmg.fit(model, X, Y, batch_size=4, verbose=0).history["loss"]
+    assert 100.0 < losses[0] < 110.0
+
+
 # Fails if an added loss of batches without dense rows, or of a layer that a forward calls, is
 # lost, counted twice or as another kind; or if that of another model counts.
 def test_whose_losses_count_and_for_which_batches() -> None:

@@ -135,22 +135,22 @@ def test_names_are_those_of_the_models_or_numbers_and_logs_of_one_name_are_told(
     assert list(tmg.chain_steps(first, second).steps) == ["critic", "generator"]
     assert list(tmg.chain_steps(first, first).steps) == ["step1", "step2"]
     chain = tmg.chain_steps(step_of(1, "b_value"), step_of(1, "value"), names=("a", "a_b"))
-    with pytest.raises(ValueError, match=r"'a_b_value' from the step 'a_b' and from one before"):
+    with pytest.raises(
+        ValueError, match=r"\['a_b_value', .* from the step 'a_b' and from one before"
+    ):
         chain(X)
 
 
 def test_what_is_no_chain_is_refused_with_the_line_to_write() -> None:
     steps = first, second = step_of(1), step_of(1)
     for arguments, options, kind, text in (
-        (([first, second],), {}, TypeError, "Received: ['list']. Write tmg.chain_steps(d_step"),
-        ((), {}, TypeError, "at least one. Received: []"),
-        ((first, step_of(2)), {}, ValueError, "must run on one strategy"),
+        (([first, second],), {}, TypeError, "['list'] for 1 strategies. Write tmg.chain_steps(d"),
+        ((), {}, TypeError, "at least one, all for one strategy. Received: []"),
+        ((first, step_of(2)), {}, TypeError, "for 2 strategies"),
         (steps, {"times": (5, 0)}, ValueError, "times must be a whole number, at least 1"),
-        (steps, {"times": 5}, ValueError, "times=5 for 2 step(s). Write times=(1, 1)"),
+        (steps, {"times": (5,)}, ValueError, "times=(5,) for 2 step(s)"),
         (steps, {"names": ("d",)}, ValueError, "for 2 step(s). Write names=('step1', 'step2')"),
-        (steps, {"names": ("d", "d")}, ValueError, "and they differ. Received: names=('d', 'd')"),
-        (steps, {"names": ("d", "")}, ValueError, "one for each, and they differ. Received: names"),
-        (steps, {"names": (1, 2)}, ValueError, "and they differ. Received: names=(1, 2) for 2"),
+        (steps, {"names": ("d", "d")}, ValueError, "one name, another one, and one number"),
     ):
         with pytest.raises(kind, match=re.escape(text)):
             tmg.chain_steps(*arguments, **options)

@@ -303,7 +303,7 @@ def test_where_replicas_cannot_meet_and_what_has_no_rows() -> None:
     meet = r"leave out @tf\.function, and call gather_rows before"
     in_a_function = tf.function(mean_of_all)
     for step, text in (
-        (step_with(mean_of_all, micro_batches=(1, 3)), r"one micro-batch only\. Write micro_batch"),
+        (step_with(mean_of_all, micro_batches=3), r"one micro-batch only\. Write micro_batches"),
         (step_with(mean_of_all, 1, micro_batches=2), r"one micro-batch only\. Write micro_batches"),
         (step_with(mean_of_all, jit_compile=True), "jit_compile=True. Leave it out"),
         (step_with(in_a_function), meet),

@@ -6,13 +6,12 @@ from tfmultigpu.data.sharded_dataset import (
     distribute_dataset,
     row_weight,
 )
-from tfmultigpu.data.shares import plan_micro_batches, plan_shares
+from tfmultigpu.data.shares import plan_shares
 
 __all__ = [
     "ShardIterator",
     "ShardedDataset",
     "distribute_dataset",
-    "plan_micro_batches",
     "plan_shares",
     "row_weight",
 ]

@@ -60,35 +60,6 @@ def plan_shares(global_batch_size: int, capacities: Sequence[float]) -> tuple[in
     return tuple(parts[i] for i in replicas)
 
 
-def plan_micro_batches(shares: Sequence[int], maximum: Sequence[float]) -> tuple[int, ...]:
-    """Returns the number of micro-batches that lets each replica hold its share part by part.
-
-    Shares then follow speed and micro-batches follow memory: a small GPU trains beside a large one
-    without a smaller global batch. Give the result to ``make_train_step(..., micro_batches=)``.
-
-    Args:
-        shares: Examples of each replica in the largest global batch, from ``plan_shares``.
-        maximum: Examples that each replica holds at once, at least 1; fractions are rounded down.
-
-    Raises:
-        DataError: A share is not a positive number, a replica does not hold one example, or there
-            is not one maximum per replica.
-
-    Example:
-        >>> import tfmultigpu as tmg
-        >>> tmg.data.plan_micro_batches((192, 64), (256, 24))
-        (1, 3)
-    """
-    shares = _checked(shares)
-    limits = _checked(maximum, len(shares))
-    if min(limits) < 1:
-        raise DataError(
-            f"A replica must hold at least one example. Received: maximum={limits}. Leave its "
-            "device out of the strategy: tmg.create_strategy(devices=[...])."
-        )
-    return tuple(-(-int(share) // int(most)) for share, most in zip(shares, limits, strict=True))
-
-
 def replica_shares(shares: Sequence[float] | None, replicas: int) -> tuple[int, ...]:
     """Returns the relative share of each replica as integers; None means equal shares.
 

@@ -8,44 +8,29 @@ new value, and the step assigns that after everything that can fail has succeede
 from __future__ import annotations
 
 import functools
-import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Protocol
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import tensorflow as tf
 
-from tfmultigpu.steps.draws import sharing_seeds
-from tfmultigpu.steps.rows import standing_at_all
-from tfmultigpu.strategies.collectives import add_on_device, replicas_share_memory
 
-_thread = threading.local()
-
-
-class Deferred(Protocol):
-    """Assignments inside ``deferring`` on one replica.
-
-    Attributes:
-        variables: The assigned Keras variables, in the order of their first assignment.
-    """
-
-    variables: list[Any]
-
-    def current(self, variable: Any) -> tf.Tensor:
-        """Returns the value last assigned to a variable, or its own value."""
-
-
-def deferring(
-    before: Iterable[tuple[Any, Any]] = (), counts: Any = True, *, again: Any = None
-) -> AbstractContextManager[Deferred]:
+def deferring(before: Iterable[tuple[Any, Any]] = (), counts: Any = True) -> Any:
     """Defers the assignments of Keras variables on this thread; enter it in replica context.
 
-    An inner graph is the body of a loop, a branch of ``tf.cond`` or a ``tf.function`` of a layer.
-    Its values do not exist outside, so an assignment in it cannot be deferred. There the variable
-    is assigned at once, after any value deferred for it.
+    It may be entered again. An inner graph is the body of a loop, a branch of ``tf.cond`` or a
+    ``tf.function`` of a layer. Its values do not exist outside, so there a variable is assigned at
+    once, after any value deferred for it.
+
+    Args:
+        before: Variables and the values that they seem to have.
+        counts: Whether metrics are updated, a bool or a bool scalar.
+
+    Returns:
+        A context. Its ``variables`` are those assigned, in order; ``current(variable)`` is the
+        value last assigned to one, or its own.
     """
-    scope: Any = _scope_class()(before, counts) if again is None else again
-    return scope  # type: ignore[no-any-return]
+    return _scope_class()(before, counts)
 
 
 def assign(variables: Sequence[Any], values: Sequence[Any], after: Sequence[Any]) -> None:
@@ -54,22 +39,6 @@ def assign(variables: Sequence[Any], values: Sequence[Any], after: Sequence[Any]
         for variable, value in zip(variables, values, strict=True):
             # The copy carries the dependency: an aggregated variable is assigned elsewhere.
             variable.assign(tf.identity(value))
-
-
-def assigned_variables(
-    forward: Callable[[Any], Any], strategy: tf.distribute.Strategy, batch_spec: Any
-) -> list[Any]:
-    """Returns the Keras variables that a forward pass assigns: states of layers, metrics, seeds."""
-    variables: list[Any] = []
-
-    def look(batch: Any) -> None:
-        with sharing_seeds(strategy), standing_at_all(batch), deferring() as deferred:
-            forward(batch)
-        variables.extend(deferred.variables)
-
-    traced: Any = tf.function(look, autograph=False)
-    traced.get_concrete_function(batch_spec)
-    return variables
 
 
 @functools.cache
@@ -87,17 +56,9 @@ def _scope_class() -> Any:
             self._counts = counts
             self._graph = tf.compat.v1.get_default_graph()
 
-        def __enter__(self) -> Any:
-            _thread.scope = self
-            return super().__enter__()
-
-        def __exit__(self, *args: Any) -> None:
-            _thread.scope = None  # Keras initializes variables next, which may fail.
-            super().__exit__(*args)
-
         def current(self, variable: Any) -> tf.Tensor:
             value = self._values.get(id(variable))
-            return tf.convert_to_tensor(_own_value(variable) if value is None else value)
+            return tf.convert_to_tensor(variable.value if value is None else value)
 
         def add_update(self, update: tuple[Any, Any]) -> None:
             variable, value = update
@@ -107,7 +68,7 @@ def _scope_class() -> Any:
                 value = tf.where(self._counts, tf.cast(value, old.dtype), old)
             if self._in_inner_graph():
                 self._assign_at_once(variable)
-                with _outside_scopes():
+                with self._left():
                     variable.assign(value)
             else:
                 # A gradient stops at the variable, as for a real assignment.
@@ -120,10 +81,11 @@ def _scope_class() -> Any:
             if self._in_inner_graph() and not variable.trainable:
                 self._assign_at_once(variable)
             value = self._values.get(id(variable))
+            with self._left():
+                own = variable.value
             if value is None:
-                return _own_value(variable)
-            value = _aggregated(variable, value)
-            return _with_gradient_of(_own_value(variable), value) if variable.trainable else value
+                return own
+            return _with_gradient_of(own, value) if variable.trainable else value
 
         def _in_inner_graph(self) -> bool:
             return tf.compat.v1.get_default_graph() is not self._graph
@@ -132,33 +94,19 @@ def _scope_class() -> Any:
             """Assigns the deferred value of a variable in the graph that has it."""
             value = self._values.pop(id(variable), None)
             if value is not None:
-                with self._graph.as_default(), _outside_scopes():
+                with self._graph.as_default(), self._left():
                     variable.assign(value)
 
+        @contextmanager
+        def _left(self) -> Iterator[None]:
+            """Leaves the scope for a while, in which Keras would not assign."""
+            super().__exit__()
+            try:
+                yield
+            finally:
+                super().__enter__()
+
     return DeferringScope
-
-
-@contextmanager
-def _outside_scopes() -> Iterator[None]:
-    """Leaves all Keras scopes for a while, so that variables have their TensorFlow values."""
-    import keras
-
-    scope = getattr(_thread, "scope", None)
-    if scope is None:
-        yield
-        return
-    before, scope.original_scope = scope.original_scope, None
-    try:
-        keras.StatelessScope.__exit__(scope)
-        yield
-    finally:
-        keras.StatelessScope.__enter__(scope)
-        scope.original_scope = before
-
-
-def _own_value(variable: Any) -> Any:
-    with _outside_scopes():
-        return variable.value
 
 
 def _with_gradient_of(own: Any, value: Any) -> Any:
@@ -169,27 +117,3 @@ def _with_gradient_of(own: Any, value: Any) -> Any:
         return tf.identity(value), tf.convert_to_tensor
 
     return read(tf.convert_to_tensor(own))
-
-
-def _aggregated(variable: Any, value: Any) -> Any:
-    """Returns the value of a variable after its assignment, aggregated over the replicas."""
-    context: Any = tf.distribute.get_replica_context()
-    how = variable.aggregation
-    if how == "none" or variable.synchronization == "on_read" or context is None:
-        return value
-    if context.num_replicas_in_sync == 1:
-        return value
-    value = tf.convert_to_tensor(value)
-    if how == "only_first_replica":
-        first = tf.equal(context.replica_id_in_sync_group, 0)
-        value = tf.where(first, value, tf.zeros_like(value))
-    if replicas_share_memory(context.strategy):  # A second strategy has the keys of the first.
-
-        def add(strategy: tf.distribute.Strategy, value: Any) -> tf.Tensor:
-            parts = strategy.experimental_local_results(value)
-            return add_on_device(parts, strategy.extended.worker_devices[0])
-
-        total = context.merge_call(add, args=(value,))
-    else:
-        total = context.all_reduce(tf.distribute.ReduceOp.SUM, value)
-    return total / context.num_replicas_in_sync if how == "mean" else total

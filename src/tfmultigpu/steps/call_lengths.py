@@ -32,7 +32,7 @@ class CallLength:
         measured: float = math.inf,
         steps: int = 1,
     ) -> None:
-        """Begins with so many ``steps``."""
+        """Begins with so many ``steps``, and follows the time of the first ``measured`` calls."""
         self._exchange = WorkerExchange(strategy)
         self._seconds, self._largest, self._left = seconds, largest, measured
         self.steps = steps
@@ -41,16 +41,17 @@ class CallLength:
         """Returns how many of ``steps`` steps, at least 1, the next call may take."""
         return min(steps, self.steps)
 
-    def note(self, ran: int, seconds: float) -> None:
-        """Takes how many steps a call ran, and how long; all workers must call it."""
-        if ran and self._left:
-            self._left -= 1
-            longest = float(self._exchange.floats("the seconds of a call", [seconds]).max())
-            fitting = int(ran * self._seconds / max(longest, 1e-9))
-            self.steps = int(max(1, min(fitting, _GROWTH * ran, self._largest)))
-
     @contextmanager
     def measuring(self) -> Iterator[Callable[[int], None]]:
-        """Measures a call, up to when what this yields is told how many steps ran."""
+        """Measures a call, up to when what this yields is told, by all workers, what ran."""
         began = time.perf_counter()
-        yield lambda ran: self.note(ran, time.perf_counter() - began)
+
+        def note(ran: int) -> None:
+            if ran and self._left:
+                self._left -= 1
+                seconds = [time.perf_counter() - began]
+                longest = float(self._exchange.floats("the seconds of a call", seconds).max())
+                fitting = int(ran * self._seconds / max(longest, 1e-9))
+                self.steps = int(max(1, min(fitting, _GROWTH * ran, self._largest)))
+
+        yield note

@@ -1,24 +1,26 @@
-"""Evaluation: a program without a backward pass, exact over every row."""
+"""Steps without a backward pass: evaluation, exact over every row, and prediction, in order."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
 import tensorflow as tf
 
+from tfmultigpu.data.batch_format import count_rows, unpack_batch
 from tfmultigpu.steps.agreement import check_values_alike
-from tfmultigpu.steps.assignments import assigned_variables, deferring
+from tfmultigpu.steps.assignments import assign, deferring
 from tfmultigpu.steps.build_model import prepare_model
 from tfmultigpu.steps.features import Feature, Pass, Rows, Shards
-from tfmultigpu.steps.metrics import StepMetrics
 from tfmultigpu.steps.objective import Forward, regularization, stack
+from tfmultigpu.steps.outputs import StepMetrics
 from tfmultigpu.steps.program import Program
 from tfmultigpu.steps.tally import Layout, Tally
 from tfmultigpu.steps.trace import Trace
 from tfmultigpu.strategies.collectives import sum_over_replicas
+from tfmultigpu.strategies.gathering import gather_rows
+from tfmultigpu.strategies.topology import per_replica
 
 
 class EvalStep(Program):
@@ -26,6 +28,7 @@ class EvalStep(Program):
 
     Attributes:
         forward: The forward pass: the model and its loss.
+        metrics: The Keras metrics that it updates.
         trace: What the last trace found.
     """
 
@@ -40,19 +43,9 @@ class EvalStep(Program):
         """Use ``make_eval_step``, which checks what it is given."""
         super().__init__(strategy, features)
         self.model, self.forward, self.trace = forward.model, forward, Trace()
-        self._metrics = StepMetrics(metrics, forward.objective.weighted_metrics, strategy)
+        self._metrics = StepMetrics(metrics, forward, strategy)
+        self.metrics = self._metrics.all
         self.bind()
-
-    @property
-    def metrics(self) -> tuple[Any, ...]:
-        """The Keras metrics that it updates."""
-        return self._metrics.all
-
-    def assigned(self, batch_spec: Any) -> list[Any]:
-        """Returns the Keras variables that a forward pass assigns, such as those of metrics."""
-        self.settle(lambda: batch_spec)
-        forward = functools.partial(self.forward, training=False)
-        return assigned_variables(forward, self.strategy, batch_spec)
 
     def key(self) -> Hashable:
         """Returns the variables whose penalty is part of the loss: Keras leaves out frozen ones."""
@@ -89,3 +82,63 @@ class EvalStep(Program):
         self.trace.note(Layout.of(terms, trains=False), (), deferred.variables)
         state = tuple(tf.identity(deferred.current(variable)) for variable in self.trace.state)
         return Pass((), stack(terms, rows.weight), state)
+
+
+class PredictStep(Program):
+    """Predictions for one global batch; what ``make_predict_step`` returns.
+
+    Only x of a batch ``(x, y)`` or ``(x, y, sample_weight)`` is used.
+    """
+
+    def __init__(self, model: Any, strategy: tf.distribute.Strategy, features: Any = ()) -> None:
+        """Use ``make_predict_step``, which checks what it is given."""
+        super().__init__(strategy, features)
+        self.model = model
+        self.bind()
+
+    def prepare(self, spec: Callable[[], Any]) -> None:
+        """Builds the model."""
+        prepare_model(self.model, self.strategy, spec())
+        check_values_alike(self.strategy, self.model)
+
+    def traced(self, shards: Shards) -> Any:
+        """Returns the predictions, and no tallies."""
+        return self.look(shards), ()
+
+    def look(self, shards: Shards) -> Any:
+        """Predicts one global batch; traced."""
+
+        def predict(shard: Any, rows: Rows, *_: Any) -> Any:
+            # A metric in a layer counts the rows of a small batch once, not once per copy.
+            with self.tracing_model(rows), deferring((), rows.counts()) as deferred:
+                outputs = self.model(unpack_batch(shard)[0], training=False)
+            variables = deferred.variables
+            assign(variables, [deferred.current(variable) for variable in variables], [])
+            return outputs
+
+        joined = join_rows(self.strategy, self.phase(predict)(shards))
+        # A small batch went to every replica whole: the first copy is the batch.
+        replicas = self.strategy.num_replicas_in_sync
+        copies = tf.where(shards.rows[0].total < replicas, replicas, 1) if replicas > 1 else None
+
+        def once(rows: Any) -> Any:
+            if rows is None or copies is None:
+                return rows
+            return rows[: count_rows(rows) // tf.cast(copies, tf.int64)]
+
+        return tf.nest.map_structure(once, joined)
+
+
+def join_rows(strategy: tf.distribute.Strategy, local: Sequence[Any]) -> Any:
+    """Returns the rows of all replicas in order, from those of each of this process."""
+    replicas = strategy.num_replicas_in_sync
+
+    def join(*parts: Any) -> Any:
+        if parts[0] is None or replicas == 1:
+            return parts[0]
+        if len(parts) < replicas:
+            return gather_rows(strategy, per_replica(strategy, list(parts)))
+        sparse = isinstance(parts[0], tf.SparseTensor)
+        return tf.sparse.concat(0, list(parts)) if sparse else tf.concat(list(parts), 0)
+
+    return tf.nest.map_structure(join, *local)

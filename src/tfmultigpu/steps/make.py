@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from tfmultigpu.arguments import check_count
 from tfmultigpu.steps.agreement import ProgramAgreement
 from tfmultigpu.steps.draws import Draws
-from tfmultigpu.steps.evaluate import EvalStep
+from tfmultigpu.steps.evaluate import EvalStep, PredictStep
 from tfmultigpu.steps.features import Feature
 from tfmultigpu.steps.gradient_features import ClipByNorm, CompileByXla, LossScaling
-from tfmultigpu.steps.micro_batches import MicroBatches, micro_batch_counts
+from tfmultigpu.steps.micro_batches import MicroBatches
 from tfmultigpu.steps.objective import Forward
-from tfmultigpu.steps.predict import PredictStep
 from tfmultigpu.steps.step import TrainStep
 from tfmultigpu.strategies.scopes import check_backend, check_kinds, current_strategy
 from tfmultigpu.types import (
     LossScaling as LossScale,
-    Models,
+    Model,
     Optimizer,
     ShardUpdate,
     Strategy,
@@ -26,13 +26,13 @@ from tfmultigpu.types import (
 
 
 def make_train_step(
-    model: Models,
+    model: Model,
     optimizer: Optimizer,
     loss: Any,
     strategy: Strategy | None = None,
     *,
     metrics: Any = (),
-    micro_batches: int | Sequence[int] = 1,
+    micro_batches: int = 1,
     forward: Callable[[Any, Any, bool], Any] | None = None,
     clip_norm: float | None = None,
     loss_scale: LossScale = None,
@@ -45,55 +45,44 @@ def make_train_step(
     """Makes a train step that gives on N replicas what one device gives on the same global batches.
 
     Args:
-        model: A Keras model created in ``strategy.scope()``; with ``forward`` also a list or dict
-            of built models.
-        optimizer: A Keras optimizer created in the scope; its variables are made here. Clipping set
-            on it acts on the gradient of the global batch. A
-            ``keras.optimizers.LossScaleOptimizer`` means ``loss_scale="dynamic"``.
+        model: A Keras model created in ``strategy.scope()``.
+        optimizer: A Keras optimizer created in the scope. Clipping set on it acts on the gradient
+            of the global batch.
         loss: A Keras loss, its name, a function ``f(y_true, y_pred)`` of per-example values, or a
             dict or list of them for several outputs; ``tmg.steps.Objective`` adds loss weights and
             metrics with sample weights. None with ``forward``.
         strategy: The strategy; ``tf.distribute.get_strategy()`` where None.
-        metrics: Keras metrics created in the scope, updated without sample weights; for several
-            outputs a dict by output. Their states are added over replicas, so a metric of your own
-            must keep sums and counts; the first step says so if not.
-        micro_batches: Into how many parts each replica's shard is cut and computed one after the
-            other, to save memory; or one such number for each replica, of all workers, as from
-            ``plan_micro_batches``. The result is that of 1, except for layers that look at a whole
-            batch (BatchNormalization) or count calls: they see each part.
-        forward: ``f(model, batch, training) -> LossSum`` for what a loss cannot say. It may return
-            ``loss, {"name": (sum, weight)}``: values for the logs, which are added over replicas
-            and divided once, as the loss is. Weight regularisation and ``add_loss`` are added by
-            the step.
+        metrics: Keras metrics created in the scope, for several outputs a dict by output. Their
+            states are added over replicas, so a metric of your own must keep sums and counts.
+        micro_batches: Into how many parts each replica's shard is cut, to save memory. Layers that
+            look at a whole batch (BatchNormalization) or count calls see each part.
+        forward: ``f(model, batch, training) -> LossSum`` for what a loss cannot say, or ``loss,
+            {"name": (sum, weight)}`` with values for the logs.
         clip_norm: Largest global norm of the gradient; larger ones are scaled down to it.
         loss_scale: For float16: ``"dynamic"`` or a number. A step whose global gradient is not
             finite is skipped on every replica.
-        shard_update: Whether each variable is updated by one replica, which keeps what the
-            optimizer remembers of it, and then copied to the others: True, False, or ``"auto"``
-            where it is known to be faster. The result is the same.
+        shard_update: Whether each variable is updated by one replica, which keeps its optimizer
+            state, and then copied: True, False, or ``"auto"`` where it is known to be faster.
         jit_compile: Compile forward and backward with XLA.
         variables: The variables to train, of the model; None means all its trainable ones.
         verify: When to hold a step to what one device computes on the same global batch, and warn
             of what differs: ``"first"`` (the first batch, and the first that does not divide
-            evenly), True for every step, False, or ``"gradients"``, which also compares the
-            gradients of the first. See ``TrainStep.verification``.
-        features: Further ``tmg.steps.Feature`` objects, also your own. Their phases are outside of
-            those of the options, and they see the gradient after clipping.
+            evenly), True for every step, False, or ``"gradients"``, which compares gradients too.
+        features: Further ``tmg.steps.Feature`` objects. They see the gradient after clipping.
 
     Returns:
         The step: ``logs = step(batch)``, ``logs = step.run(iterator, steps)``. In the logs are
         ``"loss"``, what one device would report, regularisation included; ``"weight"``, what its
         sum was divided by (with several outputs: the number of rows); ``"gradient_norm"``, before
-        clipping; ``"skipped"``, 1 if loss scaling skipped the update; ``"loss_scale"``, the one
-        used; and for each of several outputs ``"NAME_loss"`` and ``"NAME_weight"``.
+        clipping; ``"skipped"``, 1 if loss scaling skipped the update; ``"loss_scale"``; and for
+        each of several outputs ``"NAME_loss"`` and ``"NAME_weight"``.
 
     Raises:
         ScopeError: Model, optimizer or a metric was created outside the scope.
         LossError: The loss is none, or not one value per example.
         TfMultiGpuError: Keras does not run on TensorFlow; or what was asked cannot be had.
         ValueError: An option has a value that it cannot have.
-        ClusterError: Workers have different models, losses, optimizers or settings; here or
-            at the first step.
+        ClusterError: Workers have different programs; here or at the first step.
 
     Warns:
         ReplicaDependenceWarning: A verified step computed something else than one device would.
@@ -119,30 +108,28 @@ def make_train_step(
     strategy = current_strategy(strategy, "make_train_step", model)
     passes = Forward.of(model, loss, forward, variables)
     check_kinds(passes.model, strategy, optimizer)
-    passes.check_metrics(metrics)
     if not isinstance(shard_update, bool) and shard_update != "auto":
         raise ValueError(
             f"shard_update is True, False or 'auto'. Received: shard_update={shard_update!r}."
         )
-    counts = micro_batch_counts(micro_batches, strategy.num_replicas_in_sync)
-    in_parts = max(counts) > 1
+    parts = check_count("micro_batches", micro_batches, error=ValueError)
     own: list[Feature] = [
         *([CompileByXla()] if jit_compile else []),
-        *([MicroBatches(counts)] if in_parts else []),
+        *([MicroBatches(parts)] if parts > 1 else []),
         Draws(by_xla=jit_compile),
         LossScaling(loss_scale),
         *([] if clip_norm is None else [ClipByNorm(clip_norm)]),
     ]
-    parts = _features(strategy, own, features, verify, in_parts=in_parts)
+    every = _features(strategy, own, features, verify, in_parts=parts > 1)
     agreement = ProgramAgreement(strategy, settings)
     return TrainStep(
-        passes, optimizer, strategy, parts,
+        passes, optimizer, strategy, every,
         metrics=metrics, shard_update=shard_update, agreement=agreement,
     )  # fmt: skip
 
 
 def make_eval_step(
-    model: Models,
+    model: Model,
     loss: Any,
     strategy: Strategy | None = None,
     *,
@@ -154,13 +141,13 @@ def make_eval_step(
     """Makes a step that computes loss and metrics without training.
 
     Args:
-        model: As for ``make_train_step``, like all that follows.
-        loss: None for metrics alone.
+        model: The model; this and all that follows as for ``make_train_step``.
+        loss: The loss; None for metrics alone.
         strategy: The strategy.
         metrics: Keras metrics.
-        forward: ``f(model, batch, training) -> LossSum``.
+        forward: A forward pass of one's own.
         verify: ``"first"``, True or False.
-        features: Further ``tmg.steps.Feature`` objects.
+        features: Further features.
 
     Returns:
         The step: ``logs = step(batch)`` with ``"loss"`` and ``"weight"``, and
@@ -181,13 +168,12 @@ def make_eval_step(
     strategy = current_strategy(strategy, "make_eval_step", model)
     passes = Forward.of(model, loss, forward)
     check_kinds(passes.model, strategy)
-    passes.check_metrics(metrics)
     parts = _features(strategy, [Draws()], features, verify)
     return EvalStep(passes, strategy, parts, metrics=metrics)
 
 
 def make_predict_step(
-    model: Models,
+    model: Model,
     strategy: Strategy | None = None,
     *,
     verify: Verify = "first",
@@ -196,11 +182,10 @@ def make_predict_step(
     """Makes a step that predicts each row of a batch once, in the order of the batch.
 
     Args:
-        model: As for ``make_train_step``, like all that follows.
+        model: The model; this and all that follows as for ``make_train_step``.
         strategy: The strategy.
-        verify: When to hold predictions, row by row, to those of one device: ``"first"``, True or
-            False.
-        features: Further ``tmg.steps.Feature`` objects.
+        verify: ``"first"``, True or False; predictions are compared row by row.
+        features: Further features.
 
     Returns:
         The step: ``outputs = step(batch)``, tensors of shape ``[rows of the global batch, ...]`` in
@@ -218,8 +203,7 @@ def make_predict_step(
     check_backend()
     strategy = current_strategy(strategy, "make_predict_step", model)
     check_kinds(model, strategy)
-    parts = _features(strategy, [Draws()], features, verify)
-    return PredictStep(model, strategy, parts)
+    return PredictStep(model, strategy, _features(strategy, [Draws()], features, verify))
 
 
 def check_verify(verify: Any) -> None:
@@ -234,12 +218,6 @@ def _features(
     strategy: Any, own: list[Feature], users: Any, verify: Verify, *, in_parts: bool = False
 ) -> list[Feature]:
     """Returns the features of a step, in their order."""
-    several = isinstance(users, (list, tuple))
-    if not several or not all(isinstance(feature, Feature) for feature in users):
-        raise TypeError(
-            "features is a list of tmg.steps.Feature objects. Received: "
-            f"features={users!r}. Write features=[MyFeature()]."
-        )
     check_verify(verify)
     # What an add-on has left with a strategy, such as for sharded variables.
     parts = [*(make() for make in getattr(strategy, "tfmultigpu_features", ())), *own, *users]

@@ -1,8 +1,7 @@
 """A computation on global batches that gives tallies: one by one, or many in a loop.
 
 ``compute(shards)`` gives a ``Tally``, or several of a chain. A call, a loop and the sums of an
-epoch are views of it: the compiled function returns the tallies, and beside them the logs, so that
-no view costs an operation.
+epoch are views of it: the compiled function returns the tallies, and beside them the logs.
 """
 
 from __future__ import annotations
@@ -20,14 +19,14 @@ from typing_extensions import Self
 from tfmultigpu.arguments import check_count
 from tfmultigpu.data.batch_format import count_rows, structure_of
 from tfmultigpu.errors import DataError
-from tfmultigpu.steps.assignments import assign
+from tfmultigpu.steps.assignments import assign, deferring
 from tfmultigpu.steps.batch_norm import short_sums
 from tfmultigpu.steps.batches import BatchFunction, ShardSource, check_called_from
 from tfmultigpu.steps.call_lengths import CallLength
-from tfmultigpu.steps.data_loop import gathers_rows, is_uneven, loop_over, steps_of
+from tfmultigpu.steps.draws import sharing_seeds
 from tfmultigpu.steps.failures import explaining_failures
 from tfmultigpu.steps.features import SEES, Call, Feature, Pass, Phase, Replica, Rows, Sees, Shards
-from tfmultigpu.steps.rows import standing_at
+from tfmultigpu.steps.rows import GATHERED, standing_at, standing_at_all
 from tfmultigpu.steps.tally import Layout, Tallies, Tally, add, logs_of, nothing
 from tfmultigpu.strategies.topology import describe, local_replicas, per_replica
 
@@ -48,6 +47,7 @@ class Program:
     """
 
     names: tuple[str, ...] = ("",)
+    forward: Any  # Of programs with a loss.
 
     def __init__(self, strategy: tf.distribute.Strategy, features: Sequence[Feature] = ()) -> None:
         """Takes the strategy and the features."""
@@ -58,38 +58,28 @@ class Program:
         self._loops: list[tuple[Any, Any, float]] = []
         self._length = CallLength(strategy)
         self._key: Hashable = None
-        self._is_prepared = False
         self._function: BatchFunction = BatchFunction(self._trace, strategy)
 
     @property
     def message_dtype(self) -> Any:
         """A narrower dtype that float32 gradients are sent in, of a feature; None for their own."""
-        dtypes = (feature.message_dtype for feature in self.features)
-        return next((dtype for dtype in dtypes if dtype is not None), None)
+        return next((f.message_dtype for f in self.features if f.message_dtype is not None), None)
 
     @property
     def verification(self) -> Any:
         """The comparison of the last verified step with one device; None before the first."""
-        results = [f.verification for f in self.features if hasattr(f, "verification")]
-        return results[0] if results else None
+        return next((f.verification for f in self.features if hasattr(f, "verification")), None)
 
     def compute(self, shards: Shards) -> Tallies:
         """Computes one global batch; traced."""
         raise NotImplementedError
 
     def key(self) -> Hashable:
-        """Returns what a trace takes in beside the batch: another key is traced anew.
-
-        None stands for a program that has to be prepared. Asked once it was.
-        """
+        """Returns what a trace takes in beside the batch; None if it has to be prepared anew."""
         return ()
 
     def prepare(self, spec: Callable[[], Any]) -> None:
-        """Builds what must be there before the first trace; called if the key has changed.
-
-        Args:
-            spec: Returns the type specs of a global batch.
-        """
+        """Builds what a trace needs, if the key has changed; ``spec()`` is that of a batch."""
         raise NotImplementedError
 
     @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
@@ -111,9 +101,8 @@ class Program:
             steps: How many, at least 1.
 
         Returns:
-            ``"steps"``, how many ran: fewer where the data ended. Losses are means over these
-            steps, each output's by its own weight; weights and ``"skipped"`` are sums, the rest is
-            that of the last step.
+            Logs, with ``"steps"``, how many ran: fewer where the data ended. Losses are means over
+            these steps; weights and ``"skipped"`` are sums, the rest is that of the last step.
 
         Raises:
             DataError: It is not such an iterator, or one made for another strategy; or a batch has
@@ -129,35 +118,25 @@ class Program:
 
     def settle(self, spec: Callable[[], Any]) -> None:
         """Takes in what a trace depends on; called before each step."""
-        if self._is_prepared and (key := self.key()) is not None and key == self._key:
+        if self._key is not None and self.key() == self._key:
             return
         self.prepare(spec)
-        self._is_prepared, self._key = True, self.key()
-        if self._key not in self._functions:
-            self._functions[self._key] = BatchFunction(self._trace, self.strategy)
-        self._function = self._functions[self._key]
+        self._key = self.key()
+        new = BatchFunction(self._trace, self.strategy)
+        self._function = self._functions.setdefault(self._key, new)
 
     @property
     def kinds(self) -> int:
         """How many sets of layers were trained and synchronized, each with its traces."""
         return len(self._functions)
 
-    def forget(self) -> None:
-        """Lets go of all traces."""
-        self._functions, self._loops, self._key = {}, [], None
-
     # For what ``compute`` does on replicas ----------------------------------------------------
 
-    def phase(self, replica: Replica, run: Callable[..., Any] | None = None) -> Phase:
-        """Returns the function of all replicas, as features cut, loop or compile it.
-
-        Args:
-            replica: The function of one replica.
-            run: ``f(replica, shards)``; None for ``on_replicas``.
-        """
+    def phase(self, replica: Replica) -> Phase:
+        """Returns the function of all replicas, as features cut, loop or compile it."""
         for feature in self.features:
             replica = feature.around_replica(replica)
-        phase: Phase = functools.partial(run or self.on_replicas, replica)
+        phase: Phase = functools.partial(self.on_replicas, replica)
         for feature in self.features:
             phase = feature.around_phase(phase)
         return phase
@@ -174,22 +153,13 @@ class Program:
         return [tf.nest.pack_sequence_as(result, one) for one in local]
 
     def commit(self, state: Sequence[Any], passes: list[Pass], after: Sequence[Any]) -> None:
-        """Assigns what layers, draws and metrics have computed, after all that may fail.
-
-        Args:
-            state: The Keras variables that they assign.
-            passes: That of each replica of this process, with the new values.
-            after: What must not have failed before.
-        """
+        """Assigns what layers, draws and metrics have computed, ``after`` all that may fail."""
         if state:
             values = per_replica(self.strategy, [one.state for one in passes])
             self.strategy.run(functools.partial(assign, state, after=after), args=(values,))
 
     def on_one_device(self) -> Self:
-        """Returns the same for the default strategy, which computes a batch in one piece.
-
-        It is for ``look``: all variables are those of this program.
-        """
+        """Returns the same for the default strategy, with the same variables, for ``look``."""
         features = [feature.on_one_device() for feature in self.features]
         twin = object.__new__(type(self))
         vars(twin).update(vars(self))
@@ -211,6 +181,20 @@ class Program:
             for feature in self.features:
                 contexts.enter_context(feature.around_model(rows))
             yield
+
+    def assigned(self, batch_spec: Any) -> list[Any]:
+        """Returns the Keras variables that it assigns: states of layers, metrics and seeds."""
+        variables: list[Any] = []
+
+        def look(batch: Any) -> None:
+            with sharing_seeds(self.strategy), standing_at_all(batch), deferring() as deferred:
+                self.forward(batch, training=hasattr(self, "optimizer"))
+            variables.extend(deferred.variables)
+
+        self.settle(lambda: batch_spec)
+        traced: Any = tf.function(look, autograph=False)
+        traced.get_concrete_function(batch_spec)
+        return variables
 
     # One batch ----------------------------------------------------------------------------------
 
@@ -239,10 +223,7 @@ class Program:
         if offsets is not None:
             bounds = offsets.numpy().tolist()
             return [stop - start for start, stop in itertools.pairwise(bounds)]
-        replicas = self.strategy.num_replicas_in_sync
-        first = next(leaf for leaf in local[0] if leaf is not None)
-        rows = first.shape[0]
-        rows = int(count_rows(first)) if rows is None else rows
+        rows, replicas = int(count_rows(local[0])), self.strategy.num_replicas_in_sync
         return [rows // replicas + (number < rows % replicas) for number in range(replicas)]
 
     def _run(self, batch: Batch) -> tuple[dict[str, Any], Tallies]:
@@ -276,7 +257,8 @@ class Program:
         spec = iterator.batch_spec if isinstance(iterator, ShardSource) else source.element_spec
         self.settle(lambda: spec)
         done: Tallies = {name: nothing() for name in self.names}
-        element, ended = None, tf.inside_function()
+        inside = ended = tf.inside_function()
+        element, ran = None, 0
         while True:
             if element is None and not ended and self.sees() == "all":
                 with explaining_failures(self.strategy):
@@ -287,52 +269,29 @@ class Program:
                     local, offsets = split(element)
                 leaves = [tf.nest.flatten(shard) for shard in local]
                 _, tallies = self.call((local[0], leaves, offsets))
-                done, steps, element = add(done, tallies), steps - 1, None
-                if steps == 0:
+                done, ran, element = add(done, tallies), ran + 1, None
+                if ran == steps:
                     return logs_of(done), done
                 continue
-            loop = self._find((self._key, key, tf.type_spec_from_value(source)), split)
-            before = _vectors(done)
-            with explaining_failures(self.strategy):
-                logs, vectors, element = self._in_calls(loop, source, steps, before)
-            done = self._tallies(vectors)
-            if element is None:
+            run, most = self._find((self._key, key, tf.type_spec_from_value(source)), split)
+            watches = not inside and self.sees() == "uneven"
+            # Ctrl-C is heard between calls.
+            asked = steps if inside else min(most, self._length.most(int(steps) - ran))
+            with explaining_failures(self.strategy), self._length.measuring() as note:
+                count = tf.cast(asked, tf.int64)
+                logs, vectors, waits, optional = run(source, count, watches, *_vectors(done))
+                done, before = self._tallies(vectors), ran
+                # Known on the CPU without waiting for a GPU, for which reading logs waits.
+                element = optional.get_value() if watches and bool(waits) else None
+                if element is None and (inside or ran + asked == steps):
+                    return dict(logs), done
+                ran = int(logs["steps"])
+                note(ran - before)
+            if element is None and ran - before < asked:
                 return dict(logs), done
-            steps -= steps_of(vectors) - steps_of(before)
-
-    def _in_calls(self, loop: Any, source: Any, steps: Any, vectors: Any) -> Any:
-        """Runs the loop in calls that are short enough for Ctrl-C, which is heard between them.
-
-        Returns:
-            Logs and vectors; and the element that was taken for a step of its own, or None.
-        """
-        run, most = loop
-        inside = tf.inside_function()
-        watches = not inside and self.sees() == "uneven"
-
-        def call(count: Any) -> Any:
-            logs, after, waits, optional = run(source, tf.cast(count, tf.int64), watches, *vectors)
-            waits = watches and bool(waits)  # Known on the CPU without waiting for a GPU.
-            return logs, after, optional.get_value() if waits else None
-
-        left = 0 if inside else int(steps)
-        while (asked := min(most, self._length.most(left))) < left:
-            with self._length.measuring() as note:
-                before = steps_of(vectors)
-                logs, vectors, element = call(asked)
-                ran = int(logs["steps"]) - before  # Reading it waits for the steps.
-                note(ran)
-            left -= ran
-            if ran < asked:
-                return logs, vectors, element
-        return call(steps if inside else left)
 
     def _opened(self, iterator: Any, steps: Any) -> tuple[Any, Any, Split]:
-        """Checks what a loop is given.
-
-        Returns:
-            TensorFlow's iterator, what distinguishes its elements, and what makes shards of one.
-        """
+        """Returns TensorFlow's iterator, what tells its elements apart, and what cuts one."""
         check_called_from(self.strategy)
         if not isinstance(iterator, (ShardSource, tf.data.Iterator)):
             raise DataError(
@@ -346,10 +305,9 @@ class Program:
             return iterator, structure_of(iterator.element_spec), self._function.cut
         if iterator.strategy is not self.strategy:
             raise DataError(
-                "The data was distributed for another strategy than the step was made for. "
                 f"Received: data for {describe(iterator.strategy)}; a step for "
-                f"{describe(self.strategy)}. Give distribute_dataset and make_train_step "
-                "the same strategy: tmg.distribute_dataset(dataset, strategy)."
+                f"{describe(self.strategy)}. Give distribute_dataset and make_train_step the same "
+                "strategy: tmg.distribute_dataset(dataset, strategy)."
             )
         return iterator.source, iterator.split_key, iterator.split
 
@@ -363,30 +321,70 @@ class Program:
         run = self._compile(split).get_concrete_function(kind[-1], *scalars, *vectors)
         # In one call TensorFlow allows a collective of several workers one shape only, and gathered
         # rows differ from batch to batch.
+        functions = run.graph.as_graph_def().library.function
+        gathers = any(GATHERED in node.name for body in functions for node in body.node_def)
         several = len(local_replicas(self.strategy)) < self.strategy.num_replicas_in_sync
-        most = 1 if several and gathers_rows(run) else math.inf
+        most = 1 if several and gathers else math.inf
         self._loops.append((kind, run, most))
         return run, most
 
     def _compile(self, split: Split) -> Any:
-        function = self._function
+        function, replicas = self._function, self.strategy.num_replicas_in_sync
 
         def step(element: Any, vectors: Sequence[Any]) -> Sequence[Any]:
             _, added = self._trace(function.shards(*split(element)))
             return _vectors(add(self._tallies(vectors), self._tallies(added)))
 
-        replicas = self.strategy.num_replicas_in_sync
-        waiting = self.sees() != "none"
+        def is_uneven(element: Any) -> Any:
+            offsets = split(element)[1]
+            counts = offsets[1:] - offsets[:-1]
+            return (offsets[-1] >= replicas) & (tf.reduce_max(counts) > tf.reduce_min(counts))
+
+        may_wait = self.sees() != "none"
 
         def run(source: Any, steps: Any, watches: Any, *vectors: Any) -> Any:
-            def waits(element: Any) -> Any:
-                return watches & is_uneven(split(element)[1], replicas)
-
-            stop = waits if waiting else None
-            *end, vectors = loop_over(source, steps, step, stop, vectors)
+            waits = (lambda element: watches & is_uneven(element)) if may_wait else None
+            *end, vectors = _loop_over(source, steps, step, waits, vectors)
             return logs_of(self._tallies(vectors)), vectors, *end
 
         return tf.function(run, autograph=False)
+
+
+def _loop_over(source: Any, steps: Any, step: Any, waits: Any, vectors: Sequence[Any]) -> Any:
+    """Takes each element before its step, which is in a branch: the data may have ended.
+
+    Returns:
+        Whether an element waits, that element as an optional, and the vectors.
+    """
+    no = tf.constant(False)
+
+    def body(left: Any, _: Any, __: Any, *vectors: Any) -> tuple[Any, ...]:
+        optional = source.get_next_as_optional()
+        more: Any = optional.has_value()
+        stop: Any = no
+        with tf.device("CPU:0"):
+            if waits is not None:
+                stop = tf.cond(more, lambda: waits(optional.get_value()), lambda: no)
+            more &= ~stop
+        vectors = tf.cond(more, lambda: step(optional.get_value(), vectors), lambda: vectors)
+        with tf.device("CPU:0"):
+            return ((left - 1) * tf.cast(more, tf.int32), stop, optional, *vectors)
+
+    # What decides about going on is on the CPU, and loops keep it there in 32 bits: a step would
+    # begin only after a GPU had ended the one before.
+    with tf.device("CPU:0"):
+        left = tf.cast(tf.minimum(steps, tf.int32.max), tf.int32)
+        kind: Any = tf.experimental.Optional
+        empty: Any = kind.empty(source.element_spec)
+    shapes = [left.shape, no.shape, tf.type_spec_from_value(empty)]
+    _, stop, optional, *vectors = tf.while_loop(
+        lambda left, *_: left > 0,
+        body,
+        [left, no, empty, *vectors],
+        shape_invariants=[*shapes, *[tf.TensorShape([None])] * len(vectors)],
+        parallel_iterations=1,
+    )
+    return stop, optional, tuple(vectors)
 
 
 def _vectors(tallies: Tallies) -> tuple[Any, ...]:

@@ -23,16 +23,14 @@ from tfmultigpu.accumulation.settings import Settings
 from tfmultigpu.accumulation.update import choose_update
 from tfmultigpu.errors import LossError
 from tfmultigpu.steps.agreement import ProgramAgreement, check_values_alike
-from tfmultigpu.steps.assignments import assigned_variables, deferring
+from tfmultigpu.steps.assignments import deferring
 from tfmultigpu.steps.build_model import prepare_model
-from tfmultigpu.steps.failures import effects_of, noting_operations
 from tfmultigpu.steps.features import Feature, Gradient, Pass, Rows, Shards
-from tfmultigpu.steps.metrics import StepMetrics
 from tfmultigpu.steps.objective import Forward, check_weights, regularization, stack
+from tfmultigpu.steps.outputs import StepMetrics
 from tfmultigpu.steps.program import Program
 from tfmultigpu.steps.tally import Layout, Tally
-from tfmultigpu.steps.trace import Trace
-from tfmultigpu.steps.warning import MissingGradients
+from tfmultigpu.steps.trace import Trace, check_gradients, noting_effects
 from tfmultigpu.strategies.scopes import all_layers
 from tfmultigpu.types import ShardUpdate
 
@@ -50,14 +48,15 @@ class TrainStep(Program):
 
     Attributes:
         model: The model it trains.
-        optimizer: The optimizer; set its learning rate to another number and read its iterations
-            as ever. Other settings that change are noticed at the next step.
+        optimizer: The optimizer; its settings may change between steps.
         forward: The forward pass: the model and its loss.
+        metrics: The Keras metrics that it updates.
         update: Who adds gradients and who updates variables: ``update.reason`` says why.
         trace: What the last trace found.
         asked_shard_update: The option ``shard_update``.
     """
 
+    forward: Forward
     update: Replicated
 
     def __init__(
@@ -75,19 +74,15 @@ class TrainStep(Program):
         super().__init__(strategy, features)
         self.model, self.forward, self.optimizer = forward.model, forward, optimizer
         self.trace = Trace()
-        self._metrics = StepMetrics(metrics, forward.objective.weighted_metrics, strategy)
+        self._metrics = StepMetrics(metrics, forward, strategy)
+        self.metrics = self._metrics.all
         self.asked_shard_update, self._agreement = shard_update, agreement
-        self._settings, self._missing = Settings(), MissingGradients()
+        self._settings = Settings()
         self._layers: list[Any] = []
         self._version, self._batch_spec = 0, None
         self.bind()
         if self.model.built:
             self._build(None)
-
-    @property
-    def metrics(self) -> tuple[Any, ...]:
-        """The Keras metrics that it updates."""
-        return self._metrics.all
 
     @property
     def variables(self) -> list[Any]:
@@ -99,36 +94,17 @@ class TrainStep(Program):
         """The trained model with its optimizer and variables, as for a chain of one step."""
         return (Trained(self.model, self.optimizer, self.variables),)
 
-    def assigned(self, batch_spec: Any = None) -> list[Any]:
-        """Returns the Keras variables that a forward pass assigns: states of layers, metrics.
-
-        Args:
-            batch_spec: The type specs of a global batch; None means those of the first batch.
-                Without a batch before nothing is known.
-        """
-        spec = self._batch_spec if batch_spec is None else batch_spec
-        if spec is None:
-            return []
-        self.settle(lambda: spec)
-        forward = functools.partial(self.forward, training=True)
-        return assigned_variables(forward, self.strategy, spec)
-
     def changed_variables(self) -> list[Any]:
         """Returns the variables that a step changes: of model, optimizer and closures."""
         return [*self.model.variables, *self.optimizer.variables, *self.states_beside_model()]
 
     def states_beside_model(self) -> list[Any]:
-        """Returns what ``forward`` and features change that no model and no metric has.
-
-        That is the state of a seed generator or a metric in a closure, for example.
-        """
+        """Returns what features and ``forward`` change beside models and metrics, such as seeds."""
         states = [variable for feature in self.features for variable in feature.variables]
-        if self.forward.forward is None:
-            return states
         owners = [self.model, *self.metrics, *getattr(self.model, "metrics", ())]
         known = {id(variable) for owner in owners for variable in owner.variables}
-        found = {id(variable): variable for variable in self.assigned()}
-        return [*states, *(variable for key, variable in found.items() if key not in known)]
+        beside = [] if self.forward.forward is None else self.trace.state
+        return [*states, *(variable for variable in beside if id(variable) not in known)]
 
     # What a trace takes in ----------------------------------------------------------------------
 
@@ -151,7 +127,7 @@ class TrainStep(Program):
             self._batch_spec = batch_spec
         if self._settings.changed(self.optimizer):
             self._version += 1
-            self.forget()
+            self._functions, self._loops = {}, []
         self._settings.note(self.optimizer)
 
     def _build(self, batch_spec: Any) -> None:
@@ -190,10 +166,7 @@ class TrainStep(Program):
         return tally, passes, gradient
 
     def on_one_device(self) -> Self:
-        """Returns the same for the default strategy, which computes a batch in one piece.
-
-        It is for ``look``: what it would update is on the replicas.
-        """
+        """Returns the same for the default strategy, for ``look``: it updates nothing."""
         twin = super().on_one_device()
         twin.update = Replicated(self.optimizer, twin.strategy, "one device")
         return twin
@@ -218,7 +191,7 @@ class TrainStep(Program):
         """Goes forward and backward over the rows of one replica; changes no variable."""
         values = [variable.value for variable in self.variables]
         before = zip(self.trace.state, state, strict=False)
-        with self.tracing_model(rows), noting_operations() as made:
+        with self.tracing_model(rows), noting_effects() as effects:
             with deferring(before, rows.counts()) as deferred, tf.GradientTape() as tape:
                 terms, outputs = self.forward(shard, training=True)
                 if not terms:
@@ -231,7 +204,7 @@ class TrainStep(Program):
                 targets = layout.targets(terms, total, rows.weight, factor)
             check_weights(layout, terms, values)
             # Also while going backward, where a layer may be called once more to save memory.
-            with deferring(again=deferred):
+            with deferred:
                 gradients = tuple(
                     self._backward(tape, number, target, values)
                     for number, target in enumerate(targets)
@@ -239,7 +212,7 @@ class TrainStep(Program):
                 self._metrics.update(outputs)
         self.trace.note(layout, gradients, deferred.variables)
         after = tuple(tf.identity(deferred.current(variable)) for variable in self.trace.state)
-        with tf.control_dependencies([*effects_of(made), *after]):  # All checks have passed.
+        with tf.control_dependencies([*effects, *after]):  # All checks have passed.
             stats = tf.identity(stack(terms, rows.weight))
         return Pass(gradients, stats, after)
 
@@ -274,17 +247,12 @@ class TrainStep(Program):
         factors = [_unscaled(correction, factor) for correction in corrections]
         places = [functools.partial(self.update.at, variable) for variable in trained]
         found = combined(summed, present, factors, penalties, places)
-        kept = [(found[i], trained[i]) for i in self._missing.updated(trained, found)]
+        check_gradients(trained, found)
+        kept = [(g, variable) for g, variable in zip(found, trained, strict=True) if g is not None]
         norm = global_norm([g for g, _ in kept])
         gradient = Gradient(tuple(g for g, _ in kept), norm, None, tuple(v for _, v in kept))
         for feature in self.features:
             gradient = feature.on_gradient(gradient)
-            if not isinstance(gradient, Gradient):
-                raise TypeError(
-                    "on_gradient returns the gradient that it was given, with other tensors. "
-                    f"Received: {type(gradient).__name__} from {type(feature).__name__}. Write "
-                    "return gradient._replace(tensors=tensors)."
-                )
         tensors = tuple(
             tf.cast(g, v.dtype) for g, (_, v) in zip(gradient.tensors, kept, strict=True)
         )

@@ -11,9 +11,7 @@ import tensorflow as tf
 from tfmultigpu.accumulation.loss_sum import OTHER_ROWS, LossTerm
 from tfmultigpu.errors import LossError
 
-_COUNTERS = ("steps", "rows", "skipped", "rows * loss")
-_LAST = ("gradient_norm", "loss_scale")
-_RESERVED = ("loss", "weight", "skipped", "steps", "rows", "terms", *_LAST)
+_COUNTERS = ("steps", "rows", "skipped", "loss")  # The loss is multiplied by the rows.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,9 +29,14 @@ class Layout:
 
     @classmethod
     def of(cls, terms: Sequence[LossTerm], *, trains: bool = True) -> Layout:
-        """Returns the layout of the terms of one replica; all replicas have the same."""
-        for term in terms:
-            _check_name(term)
+        """Returns the layout of the terms of one replica, which is that of all."""
+        taken = (*_COUNTERS, "weight", "gradient_norm", "loss_scale")
+        for name in (str(term.name) for term in terms if term.logged):
+            if name in taken or name.endswith("_weight") or name.startswith("val_"):
+                raise LossError(
+                    f"A step or a validation logs {name!r} itself. Received: {name!r} among the "
+                    "values of forward. Take another name."
+                )
         plain = [dataclasses.replace(term, sum=None, weight=None) for term in terms]
         return cls((*plain, LossTerm(None, None, added=True)), trains)
 
@@ -45,15 +48,17 @@ class Layout:
     @property
     def measured(self) -> list[int]:
         """Numbers of the terms whose divisor is known only after the addition."""
-        unknown = [t.per_row is None and not t.fixed and not t.logged for t in self.own]
-        return [number for number, late in enumerate(unknown) if late]
+        return [
+            number
+            for number, term in enumerate(self.own)
+            if term.per_row is None and not term.fixed and not term.logged
+        ]
 
     def targets(self, terms: Sequence[LossTerm], rows: Any, *factors: Any) -> list[Any]:
         """Returns what is differentiated: one scalar per divisor, that of the known ones first.
 
-        Where the divisor follows from the rows of the global batch, it divides here, and gradients
-        need no division after they were added. Elsewhere the rows divide, a constant that all
-        replicas share, which keeps float16 gradients small; ``corrections`` does the rest.
+        A divisor that follows from the rows of the global batch divides here. For others the rows
+        do, which keeps float16 gradients small; ``corrections`` does the rest after the addition.
         """
         scaled = []
         for term in terms:
@@ -62,15 +67,12 @@ class Layout:
             for factor in factors:
                 product = product if factor is None else product * tf.cast(factor, product.dtype)
             scaled.append(term.sum * product)
-        measured = self.measured
-        known = [
-            value
-            for number, (value, term) in enumerate(zip(scaled, terms, strict=True))
-            if number not in measured and not term.logged
-        ]
+        late = self.measured
+        kept = [number for number, term in enumerate(terms) if not term.logged]
+        known = [scaled[number] for number in kept if number not in late]
         wide = tf.float64 if any(v.dtype == tf.float64 for v in known) else tf.float32
         total = known if len(known) < 2 else [tf.add_n([tf.cast(v, wide) for v in known])]
-        return [*total, *(scaled[number] for number in measured)]
+        return [*total, *(scaled[number] for number in late)]
 
     def corrections(self, targets: int, weights: Sequence[Any], rows: Any) -> list[Any]:
         """Returns what the added gradients of each target are multiplied by; None for 1."""
@@ -79,7 +81,7 @@ class Layout:
         return [None] * (targets - len(factors)) + factors
 
     def unstack(self, stats: Any) -> tuple[list[Any], list[Any]]:
-        """Returns the sums and the weights of the own terms, which are one vector while added."""
+        """Returns the sums and the weights of the own terms, which are added as one vector."""
         values = tf.unstack(stats, num=2 * len(self.own))
         return values[: len(self.own)], values[len(self.own) :]
 
@@ -102,7 +104,7 @@ class Tally(NamedTuple):
     Attributes:
         layout: What the numbers are; None after no step.
         sums: Steps, rows, skipped steps, and the loss times the rows; then the sum of each term,
-            the weight of each, and its mean times the rows of the batch: a float64 vector.
+            the weight of each, and the mean of each times the rows: a float64 vector.
         last: The gradient norm and the loss scale of the last step: a float64 vector.
     """
 
@@ -150,27 +152,24 @@ class Tally(NamedTuple):
     @property
     def terms(self) -> Any:
         """The sums, then the weights, of the terms that replicas computed."""
-        assert self.layout is not None
-        count, start = len(self.layout.terms), len(_COUNTERS)
-        sums = self.sums[start : start + count - 1]
-        return tf.concat([sums, self.sums[start + count : start + 2 * count - 1]], 0)
+        sums, weights, _ = self._by_term(self.sums)
+        return tf.concat([sums[:-1], weights[:-1]], 0)
 
     def logs(self) -> dict[str, Any]:
-        """Divides, once: each mean by its own weight; losses are means over the steps."""
+        """Divides, once: each mean by its own weight."""
         assert self.layout is not None
         terms = self.layout.terms
         size = len(_COUNTERS) + 3 * len(terms)
         values = tf.unstack(_padded(self.sums, tf.zeros([size], tf.float64)), num=size)
-        steps, rows, skipped, _ = values[: len(_COUNTERS)]
+        steps, rows, skipped, _, *_ = values
         sums, weights, _ = self._by_term(values)
         means = [tf.math.divide_no_nan(*pair) for pair in zip(sums, weights, strict=True)]
         loss: Any = tf.add_n([_factor(t) * mean for t, mean in zip(terms, means, strict=True)])
         plain = terms[0].name is None and not terms[0].added
         logs = {"loss": loss, "weight": weights[0] if plain else rows}
         if self.layout.trains:
-            zeros = tf.zeros([len(_LAST)], tf.float64)
-            last = tf.unstack(_padded(self.last, zeros), num=len(_LAST))
-            logs |= {"skipped": skipped, **dict(zip(_LAST, last, strict=True))}
+            last = tf.unstack(_padded(self.last, tf.zeros([2], tf.float64)), num=2)
+            logs |= {"skipped": skipped, "gradient_norm": last[0], "loss_scale": last[1]}
         for term, mean, weight in zip(terms, means, weights, strict=True):
             if term.name is not None:
                 logs |= {_key(term): mean, f"{term.name}_weight": weight}
@@ -180,14 +179,13 @@ class Tally(NamedTuple):
     def additive(self) -> dict[str, float]:
         """Returns what epochs add up, by name: losses times rows, values and their weights.
 
-        ``logs`` of an epoch divide losses by ``"rows"``, as Keras does, and other values by their
-        ``"NAME_weight"``.
+        Logs of an epoch divide losses by ``"rows"``, as Keras does, and values by their weight.
         """
         if self.layout is None:  # No step yet, or none since a trace was made anew.
             return {"steps": 0.0}
         size = len(_COUNTERS) + 3 * len(self.layout.terms)
         values: list[float] = self.sums.numpy().tolist() or [0.0] * size
-        sums = dict(zip(("steps", "rows", "skipped", "loss"), values, strict=False))
+        sums = dict(zip(_COUNTERS, values, strict=False))
         for term, s, w, m in zip(self.layout.terms, *self._by_term(values), strict=True):
             if term.logged:
                 sums |= {str(term.name): s, f"{term.name}_weight": w}
@@ -195,7 +193,7 @@ class Tally(NamedTuple):
                 sums[_key(term)] = m
         return sums
 
-    def _by_term(self, values: Sequence[Any]) -> tuple[Sequence[Any], ...]:
+    def _by_term(self, values: Any) -> tuple[Any, ...]:
         """The sums, the weights, and the means times rows."""
         assert self.layout is not None
         count, start = len(self.layout.terms), len(_COUNTERS)
@@ -216,43 +214,29 @@ def add(tallies: Tallies, others: Tallies) -> Tallies:
 
 
 def logs_of(tallies: Tallies) -> dict[str, Any]:
-    """Returns the logs of several steps, each behind its name."""
+    """Returns the logs of several steps, each behind its name; that of ``"steps"`` is of all."""
     logs: dict[str, Any] = {}
     for name, tally in tallies.items():
-        for key, value in tally.logs().items():
-            full = f"{name}_{key}" if name and key != "steps" else key
-            if full in logs and key != "steps":
-                raise ValueError(
-                    "Two logs of a chain have one name, so one of them would be lost. Received: "
-                    f"{full!r} from the step {name!r} and from one before it. Give chain_steps "
-                    "other names."
-                )
-            logs[full] = value
+        own = tally.logs()
+        steps = {"steps": own.pop("steps")}
+        own = {f"{name}_{key}" if name else key: value for key, value in own.items()}
+        if both := sorted(own.keys() & logs.keys()):
+            raise ValueError(
+                "Two logs of a chain have one name, so one of them would be lost. Received: "
+                f"{both} from the step {name!r} and from one before it. Give chain_steps other "
+                "names."
+            )
+        logs = {**steps, **logs, **own}
     return logs
 
 
 def additive(tallies: Tallies) -> dict[str, float]:
-    """Returns what epochs add up of several steps, each behind its name; see ``Tally.additive``.
-
-    ``"steps"`` and ``"rows"`` are those of the batches, which all steps take.
-    """
-    sums: dict[str, float] = {}
-    for name, tally in tallies.items():
-        for key, value in tally.additive().items():
-            shared = not name or key in ("steps", "rows")
-            sums[key if shared else f"{name}_{key}"] = value
-    return sums
-
-
-def _check_name(term: LossTerm) -> None:
-    name = str(term.name)
-    if term.logged and (
-        name in _RESERVED or name.endswith(("_weight", "_sum")) or name.startswith("val_")
-    ):
-        raise LossError(
-            f"A step or a validation logs {name!r} itself. Received: {name!r} among the values of "
-            "forward. Take another name."
-        )
+    """Returns what epochs add up, behind the names of the steps; all take the same rows."""
+    return {
+        f"{name}_{key}" if name and key not in ("steps", "rows") else key: value
+        for name, tally in tallies.items()
+        for key, value in tally.additive().items()
+    }
 
 
 def _key(term: LossTerm) -> str:

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
-from tfmultigpu.errors import TfMultiGpuError
+import tensorflow as tf
+
+from tfmultigpu._patch import patching
+from tfmultigpu.errors import LossError, TfMultiGpuError
 from tfmultigpu.steps.tally import Layout
 
 
@@ -48,3 +55,65 @@ class Trace:
     def updated(self) -> list[int]:
         """The numbers of the trained variables that have a gradient, of any target."""
         return [i for i, here in enumerate(zip(*self.present, strict=True)) if any(here)]
+
+
+@contextmanager
+def noting_effects() -> Iterator[list[Any]]:
+    """Yields a list that has, at the end, the operations of the context that may fail or change."""
+    effects: list[Any] = []
+    graph = tf.compat.v1.get_default_graph()
+    before = len(graph.get_operations())
+    yield effects
+    made = [op for op in graph.get_operations()[before:] if op.op_def.is_stateful]
+    effects += [op for op in made if op.type != "ReadVariableOp"]
+
+
+@contextmanager
+def recording_calls() -> Iterator[list[tuple[Any, Any]]]:
+    """Yields a list of the finished calls of layers and operations of Keras, with their results."""
+    import keras
+
+    calls: list[tuple[Any, Any]] = []
+
+    def call(original: Any, layer: Any, *args: Any, **kwargs: Any) -> Any:
+        calls.append((layer, result := original(layer, *args, **kwargs)))
+        return result
+
+    with patching(keras.Operation, "__call__", call):
+        yield calls
+
+
+def check_gradients(variables: list[Any], gradients: list[Any]) -> None:
+    """Tells which variables no gradient reaches; Python shows a warning once for a line."""
+    without = [v.path for v, g in zip(variables, gradients, strict=True) if g is None]
+    if variables and len(without) == len(variables):
+        raise LossError(
+            "No gradient reaches any trainable variable, so no step would change anything. "
+            f"Received: variables {without[:5]}. Compute the loss from the model's outputs by "
+            "operations that have a gradient: not by tf.stop_gradient, tf.argmax, tf.round, "
+            "a cast to integers or numpy."
+        )
+    if without:
+        warn(
+            "No gradient reaches some trainable variables, so they stay as they are. Received: "
+            f"variables {without[:5]}. Look for an output without a loss or a tf.stop_gradient; if "
+            "it is meant, write layer.trainable = False."
+        )
+    if not variables:
+        warn("The model has no trainable variables: a step changes nothing. Received: trainable=[]")
+
+
+def warn(message: str, category: type[Warning] = UserWarning) -> None:
+    """Warns at the line of the user: the innermost that is in no package on the way here.
+
+    That is neither this package nor TensorFlow nor Keras, whose loop calls a step under ``fit``.
+    ``warnings.warn(skip_file_prefixes=)`` does the same from Python 3.12 on.
+    """
+    import keras
+
+    packages = (Path(__file__).parents[1], Path(tf.__file__).parent, Path(keras.__file__).parent)
+    prefixes = tuple(str(package) for package in packages)
+    level, frame = 1, inspect.currentframe()
+    while frame is not None and frame.f_code.co_filename.startswith(prefixes):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, category, stacklevel=level)

@@ -17,7 +17,7 @@ from tfmultigpu.steps.assignments import deferring
 from tfmultigpu.steps.draws import sharing_seeds
 from tfmultigpu.steps.features import Rows
 from tfmultigpu.steps.micro_batches import MicroBatches
-from tfmultigpu.steps.recording import recording_calls
+from tfmultigpu.steps.trace import recording_calls
 from tfmultigpu.strategies.topology import local_replicas
 
 _ROWS = 4  # Of each replica.

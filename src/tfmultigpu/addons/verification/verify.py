@@ -16,7 +16,7 @@ from tfmultigpu.addons.verification.one_device import DryRun, OneDevice, cutter
 from tfmultigpu.errors import ReplicaDependenceWarning, WorkerLostError
 from tfmultigpu.steps.features import Call, Feature, Sees
 from tfmultigpu.steps.program import Batch
-from tfmultigpu.steps.warning import warn
+from tfmultigpu.steps.trace import warn
 from tfmultigpu.strategies.gathering import gather_rows
 from tfmultigpu.strategies.scopes import all_layers
 from tfmultigpu.strategies.topology import per_replica
