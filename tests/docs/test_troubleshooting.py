@@ -40,12 +40,12 @@ def is_written(quoted: str) -> bool:
 
 
 def test_every_quoted_message_is_one_of_the_library() -> None:
-    assert len(QUOTED) >= 25
+    assert len(QUOTED) >= 20
     assert [quoted for quoted in QUOTED if not is_written(quoted)] == []
     assert not is_written("The model is compiled too often")
 
 
 def test_names_on_the_page_are_public() -> None:
     named = set(re.findall(r"tmg\.(\w+)", PAGE))
-    assert len(named) > 8
+    assert len(named) > 6
     assert [name for name in named if not hasattr(tmg, name)] == []

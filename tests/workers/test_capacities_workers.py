@@ -1,4 +1,4 @@
-"""Unequal machines: three real workers, one device each, agree on capacities and train as one."""
+"""Unequal machines: three real workers, one device each, agree on capacities."""
 
 from __future__ import annotations
 
@@ -6,21 +6,14 @@ import pytest
 import worker_capacities
 from worker_capacities import GIB
 
-import tfmultigpu as tmg
 from tfmultigpu.addons.testing import run_workers
 
 
 @pytest.mark.slow
 def test_workers_of_unequal_memory_and_speed() -> None:
     # A machine of two devices and a machine of one are three workers.
-    shares = tmg.plan_shares(24, (7, 4, 1))
-    assert shares == (14, 8, 2)
-    args = (shares, (24, 1, 2, 7, 24))
-    found = [
-        one.value for one in run_workers(worker_capacities.everything, 3, args=args, timeout=900.0)
-    ]
+    found = [one.value for one in run_workers(worker_capacities.everything, 3, timeout=900.0)]
     for worker, seen in enumerate(found):
-        assert seen["differs"] <= 1e-6, worker
         assert seen["memory"] == (2 * GIB + 1, 3 * GIB + 1, 4 * GIB + 1)  # to the byte
         says = "memory={'CPU:0': -1}" if worker == 1 else "memory of its replicas [1]"
         assert says in seen["unknown"]

@@ -1,4 +1,4 @@
-"""Two real workers: gone on with to the bit, stopped together, directories that are not shared."""
+"""Two real workers: gone on with to the bit, directories that are not shared."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from one_device import strategy_of
 import tfmultigpu as tmg
 from tfmultigpu.addons.testing import run_workers
 
-MOST_STEPS = 50  # Between two votes of the workers, of the 60,000 that they would train.
 SCRIPT = Path(__file__).with_name("worker_checkpoints.py")
 
 
@@ -27,7 +26,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def results(shared: Path) -> list[dict[str, Any]]:
     found = []
-    for run in run_workers(SCRIPT, workers=2, args=[shared, MOST_STEPS], timeout=900):
+    for run in run_workers(SCRIPT, workers=2, args=[shared], timeout=900):
         lines = [line for line in run.output.splitlines() if line.startswith("RESULT ")]
         merged: dict[str, Any] = {}
         for line in lines:
@@ -69,19 +68,6 @@ def test_one_process_goes_on_from_the_checkpoint_of_two_workers(
     assert (expected[0] != expected[1]).any()
     found = np.stack([one.numpy() for one in copies])
     np.testing.assert_array_equal(found, expected)
-
-
-@pytest.mark.slow
-def test_a_signal_to_one_worker_stops_both_after_the_same_step(
-    results: list[dict[str, Any]],
-) -> None:
-    for result in results:
-        assert result["code"] == 143
-        assert len(result["saved"]) == 1
-        assert result["saved"] == results[0]["saved"]
-        (saved,) = result["saved"]
-        # Asked at step 20.
-        assert 20 <= int(saved.removeprefix("step-").removesuffix(".npz")) <= 20 + MOST_STEPS + 1
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ def test_two_workers_give_what_one_device_gives(results: Any, printed: Any) -> N
     one, *two = results("fit")
     assert two[0] == two[1]
     assert ["Epoch 6/6" in output for output in printed("fit")] == [True, True, False]
-    for name in ("shuffled", "watched", "stopped"):
+    for name in ("shuffled", "stopped"):
         found, expected = two[0][name], one[name]
         assert found["steps"] == expected["steps"]
         assert list(found["history"]) == list(expected["history"])
@@ -23,8 +23,6 @@ def test_two_workers_give_what_one_device_gives(results: Any, printed: Any) -> N
             )
         for weight, other in zip(found["weights"], expected["weights"], strict=True):
             np.testing.assert_allclose(weight, other, rtol=0, atol=1e-6, err_msg=name)
-    np.testing.assert_allclose(two[0]["watched"]["batches"], one["watched"]["batches"], rtol=1e-5)
-    assert len(one["watched"]["batches"]) == 2 * 6
     assert two[0]["stopped"]["epochs"] == one["stopped"]["epochs"] == [0, 1]
     assert two[0]["without a seed"] == one["without a seed"] == 31
     workers_differ(results("fit", "OWN")[1:])

@@ -158,14 +158,6 @@ def test_all_are_started_again_on_new_ports(
     assert "restart 3" not in err
 
 
-def test_restarts_come_to_an_end(write: Write, capfd: pytest.CaptureFixture[str]) -> None:
-    script = write("print('again'); sys.exit(5)")
-    assert launch(script, workers=1, restarts=2) == 5
-    out, err = capfd.readouterr()
-    assert out.count("again") == 3
-    assert err.count("the first to fail; all others were stopped. Its output") == 3
-
-
 @each(
     ("arguments", "text"),
     [
@@ -258,7 +250,7 @@ with open(sys.argv[1], "a") as file: file.write(f"{os.getpid()}\\n")
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGUSR1])
 def test_signals_are_passed_on_and_nothing_is_restarted(
     write: Write, tmp_path: Path, capfd: pytest.CaptureFixture[str], number: signal.Signals
 ) -> None:

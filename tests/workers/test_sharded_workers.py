@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +10,11 @@ import numpy as np
 import pytest
 
 from tfmultigpu.addons.testing import run_workers
-from tfmultigpu.addons.workers.processes import free_addresses, run_together, worker_environment
 
 SCRIPT = Path(__file__).with_name("worker_sharded.py")
 pytestmark = pytest.mark.slow
 
-LIKE_ONE_DEVICE = ("parts", "scaled", "averaged", "some", "fit")
+LIKE_ONE_DEVICE = ("parts", "scaled", "some", "fit")
 
 
 def results(printed: str) -> list[dict[str, Any]]:
@@ -31,24 +28,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def both(folder: Path) -> list[list[dict[str, Any]]]:
-    """What each of two workers printed, of which the second is killed in the end."""
-    addresses = free_addresses(2)
-    printed: list[list[str]] = [[], []]
-    outcome = run_together(
-        [[sys.executable, str(SCRIPT), str(folder)]] * 2,
-        [worker_environment(addresses, index, os.environ) for index in range(2)],
-        lambda index, line: printed[index].append(line.decode()),
-        timeout=900.0,
-        grace=300.0,
-    )
-    assert outcome.codes == (0, -9), "".join(printed[0] + printed[1])
-    return [results("".join(one)) for one in printed]
-
-
-@pytest.fixture(scope="module")
-def workers(both: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    return [one[0] for one in both]
+def workers(folder: Path) -> list[dict[str, Any]]:
+    """What each of two workers found."""
+    runs = run_workers(SCRIPT, 2, args=[folder], timeout=900)
+    return [results(run.output)[0] for run in runs]
 
 
 @pytest.fixture(scope="module")
@@ -59,18 +42,16 @@ def one(folder: Path, workers: list[dict[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def assert_like(
-    ours: dict[str, Any], expected: dict[str, Any], where: str, atol: float = 2e-6
-) -> None:
+def assert_like(ours: dict[str, Any], expected: dict[str, Any], where: str) -> None:
     assert ours.keys() == expected.keys(), where
     for name, value in expected.items():
         if name == "verified":
             assert ours[name] == value, where
         elif name == "logs":
-            assert ours[name] == pytest.approx(value, abs=atol, rel=2e-6), where
+            assert ours[name] == pytest.approx(value, abs=2e-6, rel=2e-6), where
         else:
             np.testing.assert_allclose(
-                ours[name], value, rtol=0, atol=atol, err_msg=f"{name}: {where}"
+                ours[name], value, rtol=0, atol=2e-6, err_msg=f"{name}: {where}"
             )
 
 
@@ -80,9 +61,6 @@ def test_two_workers_of_two_devices_equal_one_device(
     for worker, found in enumerate(workers):
         for case in LIKE_ONE_DEVICE:
             assert_like(found[case], one[case], f"{case} on worker {worker}")
-        # bfloat16 has 8 bits; a sum that is wrong by a factor would be off by 0.1 and more.
-        narrow = {**found["narrow"], "verified": "same"}
-        assert_like(narrow, one["narrow"], f"worker {worker}", atol=1e-2)
 
 
 def test_a_run_of_workers_resumes_on_one_device(one: dict[str, Any]) -> None:
@@ -101,16 +79,7 @@ def test_each_worker_keeps_each_large_variable_once(workers: list[dict[str, Any]
         assert len(set(one["small"].values())) == 1
         assert sum(one["slots"].values()) == 2 * one["trained"]
         assert max(one["slots"].values()) < 1.2 * one["trained"]
-        assert "(in-order)" in one["report"], one["report"]
-
-
-def test_a_lost_worker_is_an_error(both: list[list[dict[str, Any]]]) -> None:
-    assert len(both[1]) == 1
-    found = both[0][1]
-    assert found.keys() == {"step", "creation"}
-    for kind, text in found.values():
-        assert kind == "WorkerLostError", text
-        assert "First to go: worker 1 of 2" in text
+        assert " error" not in one["report"].splitlines()[0], one["report"]
 
 
 def test_workers_that_differ_are_an_error(workers: list[dict[str, Any]]) -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import signal
 import sys
 import warnings
 from pathlib import Path
@@ -15,7 +13,6 @@ import numpy as np
 import tensorflow as tf
 
 import tfmultigpu as tmg
-from tfmultigpu.strategies import stop_signals
 
 shared = Path(sys.argv[1])
 strategy = tmg.create_strategy(prefer="multi_worker", fallback=False)
@@ -60,14 +57,12 @@ def dataset() -> tf.data.Dataset:
     return tf.data.Dataset.from_tensor_slices((X, Y)).shuffle(22, seed=3).batch(4)
 
 
-def train(directory: Path, epochs: int = 3, leave: int | None = None, kill: int | None = None):
+def train(directory: Path, epochs: int = 3, leave: int | None = None):
     run = tmg.Checkpoints(directory, model, optimizer, dataset())
     restored = run.restore()
     for _ in run.epochs(epochs):
         for batch in run.data:
             step(batch)
-            if run.step == kill and worker == 1:
-                os.kill(os.getpid(), signal.SIGTERM)
             run.after_step()
             if run.step == leave:
                 run.save()
@@ -84,15 +79,6 @@ say("statistics", variables[3].numpy().tolist())
 assign([value + 1 for value in start])
 say("gone on", train(shared / "b"))  # Which saves nothing more.
 say("state", state())
-
-# Asked to stop: one of them, and both save the same step.
-stop_signals._MOST_STEPS = int(sys.argv[2])
-assign(start)
-try:
-    train(shared / "c", epochs=10_000, kill=20)
-except SystemExit as ended:
-    say("code", ended.code)
-say("saved", sorted(path.name for path in (shared / "c").iterdir()))
 
 # Directories that only look alike.
 own = shared / f"own-{worker}"

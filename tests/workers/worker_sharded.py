@@ -7,7 +7,6 @@ import gc
 import json
 import os
 import sys
-import time
 from typing import Any
 
 import keras
@@ -73,8 +72,8 @@ def normalized() -> Any:
     ]
 
 
-def adam(**options: Any) -> Any:
-    return keras.optimizers.Adam(0.01, **options)
+def adam() -> Any:
+    return keras.optimizers.Adam(0.01)
 
 
 def momentum() -> Any:
@@ -220,28 +219,6 @@ def resumed(directory: str, end: int | None) -> dict[str, Any]:
     return {"weights": numbers(model.weights), "state": numbers(optimizer.variables)}
 
 
-def lost() -> dict[str, Any]:
-    model, optimizer = built(mlp, adam)
-    step = tmg.make_train_step(model, optimizer, crossentropy(), strategy)
-    batch = next(iter(tmg.distribute_dataset(batches(), strategy)))
-    step(batch)
-    if worker == 1:
-        time.sleep(2.0)
-        os.kill(os.getpid(), 9)
-    calls = {
-        "step": lambda: step(batch),
-        "creation": lambda: built(mlp, adam),
-    }
-    said = {}
-    for name, call in calls.items():
-        try:
-            while True:
-                call()
-        except Exception as error:
-            said[name] = [type(error).__name__, str(error)]
-    return said
-
-
 def different(name: str) -> list[str]:
     """What is said if the workers create other things."""
 
@@ -262,9 +239,7 @@ def different(name: str) -> list[str]:
 CASES = {
     "parts": lambda: train(mlp, micro_batches=2, clip_norm=0.1),
     "scaled": lambda: train(normalized, momentum, loss_scale="dynamic", in_one_call=True),
-    "averaged": lambda: train(mlp, lambda: adam(use_ema=True, ema_overwrite_frequency=2)),
     "some": lambda: train(mlp, at_least=4 * 16 * 16),
-    "narrow": lambda: train(mlp, momentum, features=[tmg.steps.NarrowMessages()]),
     "fit": fitted,
 }
 # The folder of a run that the workers begin and one device resumes.
@@ -275,7 +250,6 @@ if WORKERS:
     resumed(folder, 2)
     found["different"] = {name: different(name) for name in ("widths", "number", "limits")}
     print("RESULT", json.dumps(found), flush=True)
-    print("RESULT", json.dumps(lost()), flush=True)
 else:
     found["whole"] = resumed(f"{folder}/whole", None)
     found["resumed"] = resumed(folder, None)
