@@ -164,21 +164,12 @@ y = np.ones((8, 1), "float32")
 found = {}
 
 
-class Scale(keras.layers.Layer):
-    pass
-
-
-Scale.call = [lambda self, x: x * 2.0, lambda self, x: x * 3.0][number]
-
-
-def made(activation="relu", loss="mse", optimizer=None, metrics=None):
+def made(activation="relu", loss="mse", optimizer=None):
     with strategy.scope():
         model = keras.Sequential(
             [keras.Input((2,)), keras.layers.Dense(3, activation), keras.layers.Dense(1)]
         )
-        model.compile(
-            optimizer or keras.optimizers.SGD(0.1), loss, metrics=metrics and metrics()
-        )
+        model.compile(optimizer or keras.optimizers.SGD(0.1), loss)
     return model
 
 
@@ -203,25 +194,11 @@ def step(loss, model=None):
 fit = lambda model: tmg.fit(model, (x, y), batch_size=4, verbose=0)
 attempt("alike", lambda: fit(made(lambda v: v * 2.0, lambda a, b: (a - b) ** 2)))
 attempt("activation", lambda: fit(made(["relu", "tanh"][number])))
-scale = lambda: keras.Sequential([keras.Input((2,)), keras.layers.Dense(1), Scale()])
-
-
-def scaled():
-    with strategy.scope():
-        model = scale()
-        model.compile(keras.optimizers.SGD(0.1), "mse")
-    fit(model)
-
-
-attempt("code", scaled)
-attempt("loss", lambda: fit(made(loss=["mse", "mae"][number])))
 attempt("optimizer", lambda: fit(made(
     optimizer=[keras.optimizers.SGD(0.1), keras.optimizers.Adam(0.1)][number]
 )))
 losses = [lambda a, b: (a - b) ** 2, lambda a, b: 2 * (a - b) ** 2]
 attempt("function", lambda: step(losses[number]))
-metrics = lambda: [keras.metrics.BinaryAccuracy(threshold=[0.5, 0.6][number])]
-attempt("metric", lambda: fit(made(metrics=metrics)))
 attempt("alike again", lambda: step("mse"))
 
 
@@ -234,15 +211,7 @@ def loaded_by_the_first():
 
 attempt("weights in fit", lambda: fit(loaded_by_the_first()))
 attempt("weights in a step", lambda: step("mse", loaded_by_the_first()))
-model = made()
-with strategy.scope():
-    model.optimizer.build(model.trainable_variables)
-late = tmg.make_train_step(model, model.optimizer, "mse", strategy)
-if number == 0:
-    model.layers[1].bias.assign([0.5])
-attempt("weights after the step was made", lambda: late(next(iter(data))))
 attempt("weights in evaluate", lambda: tmg.evaluate(loaded_by_the_first(), (x, y), batch_size=4))
-attempt("weights in predict", lambda: tmg.predict(loaded_by_the_first(), x, batch_size=4))
 with strategy.scope():
     momentum = keras.optimizers.SGD(0.1, momentum=0.9)
 model = made(optimizer=momentum)
@@ -270,18 +239,14 @@ def test_two_workers_that_train_another_program_are_told(tmp_path: Any) -> None:
         assert found["alike"] == found["alike again"] == "trained"
         for name, part, values in [
             ("activation", "model", ("activation: 'relu'", "activation: 'tanh'")),
-            ("code", "code of layers", ("<lambda>", "<lambda>")),
-            ("loss", "loss", ("'mse'", "'mae'")),
             ("optimizer", "optimizer", ("SGD", "Adam")),
             ("function", "loss", ("<lambda>", "<lambda>")),
-            ("metric", "metrics", ("threshold: 0.5", "threshold: 0.6")),
         ]:
-            own, _, rest = found[name].partition(f", and worker {1 - number} has another")
-            begin = f"The workers train with a different {part}: worker {number} has "
-            assert own.startswith(begin), found[name]
-            assert values[number] in own, found[name]
-            assert "Every worker must run the same program" in rest
-        for name in ("in fit", "in a step", "after the step was made", "in evaluate", "in predict"):
+            text = found[name]
+            assert text.startswith(f"The workers train with a different {part}, so"), text
+            assert values[number] in text, text
+            assert f"on worker {number}, and another on worker {1 - number}. Run the same" in text
+        for name in ("in fit", "in a step", "in evaluate"):
             text = found[f"weights {name}"]
             assert text.startswith("The workers begin with different values of "), text
             assert "bias, and would go on with two models" in text

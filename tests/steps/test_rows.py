@@ -160,19 +160,6 @@ def test_two_workers() -> None:
             np.testing.assert_allclose(found[case][1], loss, rtol=5e-6)
 
 
-def test_fit_and_evaluate() -> None:
-    build, _, objective, _ = CASES["dice"]
-    keras.utils.set_random_seed(SEED)
-    with strategy_of(3).scope():
-        model = build()
-        model.compile(sgd(), loss=of_the_page("batch_dice"))
-    tmg.fit(model, data_of("dice"), verbose=0)
-    assert difference([weight.numpy() for weight in model.weights], by_hand("dice")[0]) <= 2e-6
-    some = data_of("dice").skip(1).take(3)
-    mean = np.average([float(objective(model, batch)) for batch in some], weights=SIZES[1:4])
-    assert tmg.evaluate(model, some)["loss"] == pytest.approx(mean, rel=1e-5)
-
-
 # gather_rows by itself ---------------------------------------------------------------------------
 
 
