@@ -348,7 +348,7 @@ LAW = (
         "steps/rows.py",
         (
             ("added = all_reduce_sum(", "added = lone(all_reduce_sum)("),
-            ("def _place(", LONE),
+            ("def _rows_here(", LONE),
         ),
         (f"{GATHERED}[2-views-views_by_labels]",),
     ),

@@ -7,10 +7,10 @@ of a row is added and goes back to the replica that has it.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, NamedTuple
+from contextvars import ContextVar
+from typing import Any
 
 import tensorflow as tf
 
@@ -24,25 +24,17 @@ from tfmultigpu.strategies.marked_runs import offsets_of_run
 # The scope of the addition that gathers, by which a graph tells that it does.
 GATHERED = "gathered_rows_of_replicas"
 
-_thread = threading.local()
-
-
-class _Place(NamedTuple):
-    """The rows that this thread computes, and what replicas must not do there."""
-
-    rows: Rows
-    graph: Any  # The graph of the replica, None if eager. Replicas meet in no other.
+_here: ContextVar[Rows | None] = ContextVar("rows_of_this_replica", default=None)
 
 
 @contextmanager
 def standing_at(rows: Rows) -> Iterator[None]:
     """Tells ``rows`` and ``gather_rows`` on this thread which rows a replica computes."""
-    before = getattr(_thread, "place", None)
-    _thread.place = _Place(rows, _graph())
+    token = _here.set(rows)
     try:
         yield
     finally:
-        _thread.place = before
+        _here.reset(token)
 
 
 def standing_at_all(batch: Any) -> AbstractContextManager[None]:
@@ -72,7 +64,7 @@ def rows() -> Rows:
         >>> int(strategy.run(lambda x: tmg.rows().count, args=(batch,)))
         5
     """
-    here = _known_place("rows").rows
+    here = _known_rows("rows")
     return here if here.weight is not None else here._replace(weight=tf.ones([], tf.float64))
 
 
@@ -91,8 +83,9 @@ def gather_rows(tensor: Any) -> Any:
         A tensor, or a structure of them, with the rows of the global batch.
 
     Raises:
-        LossError: The batch is not known, with micro-batches, in a function that TensorFlow or XLA
-            compiles by itself, or of something that has other rows than the batch.
+        LossError: The batch is not known, with micro-batches, or of something that has other rows
+            than the batch.
+        RuntimeError: TensorFlow's, in a ``tf.function``, ``tf.cond`` or loop inside the loss.
 
     Example:
         >>> import tensorflow as tf, tfmultigpu as tmg
@@ -101,23 +94,17 @@ def gather_rows(tensor: Any) -> Any:
     """
     context: Any = tf.distribute.get_replica_context()
     alone = context is not None and context.num_replicas_in_sync == 1
-    place = _place() if alone else _known_place("gather_rows")
-    if place is not None and place.rows.part is not None:
+    here = _rows_here() if alone else _known_rows("gather_rows")
+    if here is not None and here.part is not None:
         raise LossError(
             "gather_rows would see the rows of one micro-batch only. Write micro_batches=1."
         )
     tensors = [_as_rows(leaf) for leaf in tf.nest.flatten(tensor)]
-    if place is None or alone:
+    if here is None or alone:
         return tf.nest.pack_sequence_as(tensor, tensors)
-    if _graph() is not place.graph:
-        raise LossError(
-            "gather_rows is called in a tf.function, a tf.cond or a loop inside the loss, where "
-            "replicas cannot meet. The step compiles the loss anyway: leave out @tf.function, and "
-            "call gather_rows before the branch or the loop."
-        )
     with tf.device("CPU:0"):  # Decided there; nothing has to wait for a GPU.
-        copies = False if place.rows.weight is None else place.rows.weight < 1
-    padded = [_among_zeros(place.rows, rows_here) for rows_here in tensors]
+        copies = False if here.weight is None else here.weight < 1
+    padded = [_among_zeros(here, rows_here) for rows_here in tensors]
     with tf.name_scope(GATHERED):
         added = all_reduce_sum(context, padded)
     # If each replica has all rows, and counts 1 / replicas, the gradient of its copy stays with it.
@@ -128,12 +115,11 @@ def gather_rows(tensor: Any) -> Any:
     return tf.nest.pack_sequence_as(tensor, gathered)
 
 
-def _place() -> _Place | None:
+def _rows_here() -> Rows | None:
     """The rows of this replica: those a step says, or those of the batch given to ``run``."""
-    place: _Place | None = getattr(_thread, "place", None)
-    context: Any = tf.distribute.get_replica_context()
-    if place is not None or context is None:
-        return place
+    here, context = _here.get(), tf.distribute.get_replica_context()
+    if here is not None or context is None:
+        return here
     offsets, whole = offsets_of_run(context.strategy)
     if offsets is None and whole is not None:
         offsets = partition.batch_offsets(whole, (1,))
@@ -144,22 +130,18 @@ def _place() -> _Place | None:
         total, first = offsets[-1], offsets[number]
         count = partition.shard_bounds(offsets, number)[1] - first
         weight = partition.shard_weight(offsets)
-    return _Place(Rows(first, count, total, weight), _graph())
+    return Rows(first, count, total, weight)
 
 
-def _known_place(function: str) -> _Place:
-    place = _place()
-    if place is None:
+def _known_rows(function: str) -> Rows:
+    here = _rows_here()
+    if here is None:
         raise LossError(
             f"tmg.{function} is called where the global batch is not known. Call it in the loss or "
             "the forward=f of a step, or in strategy.run(f, args=(batch,)) for batch in "
             "tmg.distribute_dataset(...); a tf.function of your own calls next(iterator)."
         )
-    return place
-
-
-def _graph() -> Any:
-    return tf.compat.v1.get_default_graph() if tf.inside_function() else None
+    return here
 
 
 def _as_rows(value: Any) -> Any:
