@@ -25,7 +25,7 @@ LONE = """def lone(add: Any) -> Any:
     return added
 
 
-def _place("""
+def _rows_here("""
 
 
 LAW = (
