@@ -68,13 +68,15 @@ def describe(value: Any) -> str:
     class and its configuration.
     """
     if isinstance(value, Mapping):
-        kept = {key: v for key, v in value.items() if str(key) not in _NOT_COMPARED}
-        return "{" + ", ".join(sorted(f"{key}: {describe(v)}" for key, v in kept.items())) + "}"
+        kept = [f"{k}: {describe(v)}" for k, v in value.items() if str(k) not in _NOT_COMPARED]
+        return "{" + ", ".join(sorted(kept)) + "}"
     if isinstance(value, (list, tuple, set, frozenset)):
         each = [describe(v) for v in value]
         return f"[{', '.join(sorted(each) if isinstance(value, (set, frozenset)) else each)}]"
     if isinstance(value, (np.ndarray, np.generic)):
         return f"array {np.shape(value)} {digest_of(np.asarray(value).tobytes())}"
+    if isinstance(value, types.CodeType):  # Without file and line.
+        return describe([value.co_code, value.co_consts, value.co_names, value.co_argcount])
     if isinstance(value, functools.partial):
         return describe([value.func, value.args, value.keywords])
     function = getattr(value, "python_function", value)  # Of a tf.function.
@@ -84,7 +86,9 @@ def describe(value: Any) -> str:
         numbers: list[Any] = [function.__defaults__, function.__kwdefaults__]
         for v in (*read.nonlocals.values(), *read.globals.values()):
             numbers += [v] if isinstance(v, (float, np.ndarray)) else []
-        return f"{function.__qualname__} {digest_of(_code(function.__code__))} {describe(numbers)}"
+        return (
+            f"{function.__qualname__} {digest_of(describe(function.__code__))} {describe(numbers)}"
+        )
     if isinstance(value, (*_PLAIN, type)):
         return getattr(value, "__qualname__", repr(value))
     kind: type = value.__class__  # Of what a proxy stands for.
@@ -106,12 +110,6 @@ def _config(value: Any) -> Any:
             return _COUNTER.sub("", describe([value.get_config(), plain]))
     except Exception:  # Code of a user, or of Keras for a lambda without a file.
         return None
-
-
-def _code(code: types.CodeType) -> str:
-    """Returns the code of a function without file and line."""
-    inner = [_code(c) if isinstance(c, types.CodeType) else describe(c) for c in code.co_consts]
-    return repr((code.co_code, inner, code.co_names, code.co_argcount))
 
 
 def check_values_alike(strategy: tf.distribute.Strategy, model: Any, optimizer: Any = None) -> None:
