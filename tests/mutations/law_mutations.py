@@ -355,7 +355,7 @@ LAW = (
     Mutation(
         "replicas draw the same numbers",
         "steps/draws.py",
-        (("cls(first * times, size,", "cls(first * 0, size,"),),
+        (("return first * times, tf", "return first * 0, tf"),),
         (NORM,),
     ),
     Mutation(

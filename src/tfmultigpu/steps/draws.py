@@ -19,7 +19,7 @@ import math
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import tensorflow as tf
 
@@ -163,23 +163,16 @@ class Draws(Feature):
             self._step.trace.alike |= {id(state) for state in self.seeds.used}
 
 
-class _Place(NamedTuple):
-    """The place of a first axis in that of the global batch, int32 scalars.
+def _place(rows: Rows, size: Any) -> tuple[Any, Any]:
+    """Returns where a first axis begins in that of the global batch, and how long that is.
 
     Several entries belong to one row if the axis is a multiple of the rows. They are taken to
     follow each other, as in ``[rows * steps, ...]``.
     """
-
-    first: Any
-    size: Any
-    total: Any
-
-    @classmethod
-    def of(cls, rows: Rows, size: Any) -> _Place:
-        with tf.device("CPU:0"):  # Shapes are decided there; nothing has to wait for a GPU.
-            first, count, total = (tf.cast(number, tf.int32) for number in rows[:3])
-            times: Any = tf.where(size % count == 0, size // count, 0)
-            return cls(first * times, size, tf.where(times > 0, total * times, size))
+    with tf.device("CPU:0"):  # Shapes are decided there; nothing has to wait for a GPU.
+        first, count, total = (tf.cast(number, tf.int32) for number in rows[:3])
+        times: Any = tf.where(size % count == 0, size // count, 0)
+        return first * times, tf.where(times > 0, total * times, size)
 
 
 def _draw(rows: Rows, counted: Any, original: Any, *args: Any, **kwargs: Any) -> Any:
@@ -194,20 +187,20 @@ def _draw(rows: Rows, counted: Any, original: Any, *args: Any, **kwargs: Any) ->
         shape = options["shape"] = tf.cast(options["shape"], tf.int32)
     if not _is_by_row(shape):
         return original(*call.args, **call.kwargs)
-    place = _Place.of(rows, shape[0])
+    first, total = _place(rows, shape[0])
     if counted and options["alg"] in _AUTOMATIC and tf.as_dtype(options["dtype"]).is_floating:
-        return _count_on(place, shape, options, counted)
+        return _count_on(first, shape, options, counted)
     for name in options.keys() - {"shape", "seed"}:
-        options[name] = _spread(place, options[name], shape)
+        options[name] = _spread(first, total, options[name], shape)
     if "shape" in options:
-        options["shape"] = tf.concat([[place.total], shape[1:]], 0)
+        options["shape"] = tf.concat([[total], shape[1:]], 0)
     drawn = original(*call.args, **call.kwargs)
-    begin = tf.stack([place.first, *[0] * (drawn.shape.rank - 1)])
-    own = tf.slice(drawn, begin, tf.concat([[place.size], tf.shape(drawn)[1:]], 0))
+    begin = tf.stack([first, *[0] * (drawn.shape.rank - 1)])
+    own = tf.slice(drawn, begin, tf.concat([shape[:1], tf.shape(drawn)[1:]], 0))
     return tf.ensure_shape(own, [None, *drawn.shape[1:]])
 
 
-def _count_on(place: _Place, shape: Any, options: Any, names: tuple[str, str]) -> Any:
+def _count_on(first: Any, shape: Any, options: Any, names: tuple[str, str]) -> Any:
     """Draws uniform or normal numbers of the rows of this replica, and no others."""
     dtype = tf.as_dtype(options["dtype"])
     # One count makes 128 bits: four numbers, also where a number takes 16 bits, or two.
@@ -215,25 +208,25 @@ def _count_on(place: _Place, shape: Any, options: Any, names: tuple[str, str]) -
     # Multiplied one by one: a GPU computes tf.reduce_prod itself, and all would wait for it.
     inner: Any = math.prod([shape[axis] for axis in range(1, shape.shape[0])], start=tf.constant(1))
     key, counter = tf.raw_ops.StatelessRandomGetKeyCounter(seed=options["seed"])
-    counts = tf.cast(place.first, tf.int64) * tf.cast(inner, tf.int64) // group
+    counts = tf.cast(first, tf.int64) * tf.cast(inner, tf.int64) // group
     # In 32 bits, which GPUs keep where shapes and slices are decided; hence the remainders first.
-    begin = (place.first % group) * (inner % group) % group
+    begin = (first % group) * (inner % group) % group
     further = tf.bitcast(counter, tf.int64) + tf.stack([counts, tf.zeros_like(counts)])
     # A little more than needed always, because XLA must know the size when it compiles.
-    size = [place.size * inner + (group - 1)]
+    size = [shape[0] * inner + (group - 1)]
     raw, is_normal = tf.raw_ops, "mean" in names
     sample = raw.StatelessRandomNormalV2 if is_normal else raw.StatelessRandomUniformV2
     numbers = sample(
         shape=size, key=key, counter=tf.bitcast(further, tf.uint64), alg=3, dtype=dtype
     )
-    unit = tf.reshape(tf.slice(numbers, [begin], [place.size * inner]), shape)
+    unit = tf.reshape(tf.slice(numbers, [begin], [shape[0] * inner]), shape)
     low, high = (
         tf.convert_to_tensor(1 if options[n] is None else options[n], dtype) for n in names
     )
     return unit * (high if is_normal else high - low) + low
 
 
-def _spread(place: _Place, parameter: Any, shape: Any) -> Any:
+def _spread(first: Any, total: Any, parameter: Any, shape: Any) -> Any:
     """Puts the rows of a parameter where they are in the global batch, among ones.
 
     A parameter with one entry for all rows, such as a number, stays as it is.
@@ -244,7 +237,7 @@ def _spread(place: _Place, parameter: Any, shape: Any) -> Any:
         return parameter
     here = tf.broadcast_to(parameter, tf.concat([shape[:1], tf.shape(parameter)[1:]], 0))
     inner = [[0, 0]] * (parameter.shape.rank - 1)
-    widths = [[place.first, place.total - place.first - place.size], *inner]
+    widths = [[first, total - first - shape[0]], *inner]
     return tf.pad(here, widths, constant_values=1)
 
 
