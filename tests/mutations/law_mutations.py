@@ -374,8 +374,8 @@ LAW = (
         "steps/evaluate.py",
         (
             (
-                "return rows[: count_rows(rows) // tf.cast(copies, tf.int64)]",
-                "return rows",
+                "else rows[: count_rows(rows) // copies]",
+                "else rows",
             ),
         ),
         (f"{EVALUATION}::test_each_row_is_predicted_once_and_in_order[8]",),

@@ -92,6 +92,6 @@ def test_one_all_reduce_for_a_step(monkeypatch) -> None:
 
 
 def test_numbers_that_make_no_sense() -> None:
-    for micro_batches in ((1, 4), 0, "12", None):
+    for micro_batches in ((1, 0), 0, "12", None):
         with pytest.raises(ValueError, match=r"a whole number, at least 1\. Received: micro_batch"):
             make_step(strategy_of(2), micro_batches=micro_batches)

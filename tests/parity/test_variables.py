@@ -5,7 +5,6 @@ from __future__ import annotations
 import keras
 import numpy as np
 import pytest
-import tensorflow as tf
 from one_device import ByHand, Replicated, assert_same, cut, hold
 
 SIZES = (7, 2, 16, 1, 5)
@@ -65,24 +64,3 @@ def test_layers_of_different_precision():
     assert {part.dtype.name for part in moved} == {"float64", "float32"}
     length = np.sqrt(sum(np.sum(np.square(part)) for part in moved))
     assert length / 0.05 == pytest.approx(0.1, rel=1e-4), "the norm is that of all layers together"
-
-
-def test_a_layer_that_branches_in_python_is_refused_as_in_fit():
-    class Branching(keras.layers.Layer):
-        def call(self, inputs):
-            if tf.reduce_sum(inputs) > 0:
-                return inputs * 2.0
-            return inputs
-
-        def compute_output_spec(self, inputs):
-            return keras.KerasTensor(inputs.shape, inputs.dtype)
-
-    def build():
-        return keras.Sequential([keras.Input((6,)), keras.layers.Dense(4), Branching()])
-
-    model = build()
-    model.compile(sgd(), crossentropy())
-    with pytest.raises(TypeError, match=r"symbolic `tf\.Tensor` as a Python `bool`"):
-        model.fit(X, Y, verbose=0)
-    with pytest.raises(TypeError, match=r"symbolic `tf\.Tensor` as a Python `bool`"):
-        Replicated(2, build, sgd, crossentropy()).train([(X, Y)])

@@ -156,7 +156,7 @@ WAYS: dict[str, Callable[[Any, Any], Any]] = {
     ("replicas", "way", "options", "checks"),
     [
         (1, "run", {"micro_batches": 3, "clip_norm": 0.1}, QUICK),
-        (2, "totals", {"micro_batches": (1, 3), "loss_scale": "dynamic"}, CHECKS),
+        (2, "totals", {"micro_batches": 3, "loss_scale": "dynamic"}, CHECKS),
     ],
 )
 def test_a_step_that_raises_has_changed_nothing(

@@ -22,26 +22,13 @@ def prepare_model(model: Any, strategy: tf.distribute.Strategy, batch_spec: Any 
         with getattr(strategy, "tfmultigpu_scope", strategy.scope)():
             _build(model, batch_spec)
     check_scope(model.variables, strategy, "model")
-    if strategy.num_replicas_in_sync > 1:
-        _check_layers(model)
-
-
-def _check_layers(model: Any) -> None:
-    """Raises an error for layers that take the rows of a whole batch."""
-    import keras
-
-    for layer in all_layers(model):
-        # Keras makes the input of a Sequential from the first batch; its layers take any other.
-        inputs = [] if isinstance(layer, keras.Sequential) else getattr(layer, "inputs", None)
-        shapes = [t.shape for t in inputs or [] if isinstance(t, keras.KerasTensor)]
-        fixed = [tuple(shape) for shape in shapes if shape and shape[0]]
-        if fixed or getattr(layer, "stateful", False):
-            raise ScopeError(
-                "A model on several replicas takes any number of rows, and any rows. Received: "
-                f"layer {layer.name!r}, {f'batch_shape={fixed[0]}' if fixed else 'stateful=True'}. "
-                "Write keras.Input(shape=...) without the rows, and drop stateful=True; or train "
-                "on one device: tmg.create_strategy(devices=1)."
-            )
+    stateful = [one.name for one in all_layers(model) if getattr(one, "stateful", False)]
+    if stateful and strategy.num_replicas_in_sync > 1:
+        raise ScopeError(
+            "A stateful layer carries the state of each row to the next batch, in which the row "
+            f"may be on another replica. Received: layers {stateful}. Drop stateful=True, or train "
+            "on one device: tmg.create_strategy(devices=1)."
+        )
 
 
 def symbolic(specs: Any) -> Any:

@@ -117,16 +117,14 @@ class PredictStep(Program):
             return outputs
 
         joined = join_rows(self.strategy, self.phase(predict)(shards))
-        # A small batch went to every replica whole: the first copy is the batch.
         replicas = self.strategy.num_replicas_in_sync
-        copies = tf.where(shards.rows[0].total < replicas, replicas, 1) if replicas > 1 else None
-
-        def once(rows: Any) -> Any:
-            if rows is None or copies is None:
-                return rows
-            return rows[: count_rows(rows) // tf.cast(copies, tf.int64)]
-
-        return tf.nest.map_structure(once, joined)
+        if replicas == 1:
+            return joined
+        # A small batch went to every replica whole: the first copy is the batch.
+        copies = tf.where(shards.rows[0].total < replicas, tf.constant(replicas, tf.int64), 1)
+        return tf.nest.map_structure(
+            lambda rows: None if rows is None else rows[: count_rows(rows) // copies], joined
+        )
 
 
 def join_rows(strategy: tf.distribute.Strategy, local: Sequence[Any]) -> Any:

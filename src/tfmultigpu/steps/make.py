@@ -32,7 +32,7 @@ def make_train_step(
     strategy: Strategy | None = None,
     *,
     metrics: Any = (),
-    micro_batches: int = 1,
+    micro_batches: int | Sequence[int] = 1,
     forward: Callable[[Any, Any, bool], Any] | None = None,
     clip_norm: float | None = None,
     loss_scale: LossScale = None,
@@ -55,7 +55,8 @@ def make_train_step(
         metrics: Keras metrics created in the scope, for several outputs a dict by output. Their
             states are added over replicas, so a metric of your own must keep sums and counts.
         micro_batches: Into how many parts each replica's shard is cut, to save memory. Layers that
-            look at a whole batch (BatchNormalization) or count calls see each part.
+            look at a whole batch (BatchNormalization) or count calls see each part. Of a number
+            for each replica all take the largest.
         forward: ``f(model, batch, training) -> LossSum`` for what a loss cannot say, or ``loss,
             {"name": (sum, weight)}`` with values for the logs.
         clip_norm: Largest global norm of the gradient; larger ones are scaled down to it.
@@ -112,7 +113,8 @@ def make_train_step(
         raise ValueError(
             f"shard_update is True, False or 'auto'. Received: shard_update={shard_update!r}."
         )
-    parts = check_count("micro_batches", micro_batches, error=ValueError)
+    counts = micro_batches if isinstance(micro_batches, (list, tuple)) else [micro_batches]
+    parts = max(check_count("micro_batches", count, error=ValueError) for count in counts)
     own: list[Feature] = [
         *([CompileByXla()] if jit_compile else []),
         *([MicroBatches(parts)] if parts > 1 else []),

@@ -190,16 +190,14 @@ def regularization(
 
 def _check_variables(variables: Any, model: Any) -> tuple[Any, ...]:
     """Returns the variables to train as a tuple, each once."""
-    known = {id(variable) for variable in model.variables}
-    chosen = list({id(variable): variable for variable in variables}.values())
-    strange = [variable for variable in chosen if id(variable) not in known]
+    chosen = {id(variable): variable for variable in variables}
+    strange = [v for key, v in chosen.items() if key not in {id(own) for own in model.variables}]
     if strange or not chosen:
-        received = getattr(strange[0], "path", repr(strange[0])) if strange else "no variable"
         raise ValueError(
             "variables must hold variables of the model that the step is made for. Received: "
-            f"{received}. Several models are attributes of one keras.Model."
+            f"{strange or 'no variable'}. Several models are attributes of one keras.Model."
         )
-    return tuple(chosen)
+    return tuple(chosen.values())
 
 
 def _term_of_output(output: Output) -> LossTerm:

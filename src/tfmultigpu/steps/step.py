@@ -174,6 +174,7 @@ class TrainStep(Program):
     def reduced(self, passes: list[Pass], shards: Shards) -> tuple[Gradient, Tally]:
         """Adds over the replicas, once, and divides, once."""
         trained, present = self.variables, self.trace.present
+        # An add-on that has added up a gradient leaves None for it on the other replicas.
         addends = [_aligned(one, present) for one in passes]
         owners = [v for each in present for v, here in zip(trained, each, strict=True) if here]
         sums = self.update.add(addends, owners, self.message_dtype)
@@ -276,7 +277,6 @@ class TrainStep(Program):
 
 
 def _aligned(one: Pass, present: Sequence[Sequence[bool]]) -> list[Any]:
-    """The gradients of a replica that exist on some, then its stats."""
     pairs = zip(one.gradients, present, strict=True)
     return [*[g for each, here in pairs for g, h in zip(each, here, strict=True) if h], one.stats]
 

@@ -46,7 +46,7 @@ def fit(
     forward: Callable[[Any, Any, bool], Any] | None = None,
     step: TrainStep | ChainedStep | None = None,
     eval_step: EvalStep | None = None,
-    micro_batches: int = 1,
+    micro_batches: int | Sequence[int] = 1,
     clip_norm: float | None = None,
     loss_scale: LossScaling = None,
     shard_update: ShardUpdate = "auto",
