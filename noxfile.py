@@ -21,8 +21,8 @@ nox.options.sessions = ["check", "tests"]
 
 PROJECT = nox.project.load_toml("pyproject.toml")
 LINTED = ("src", "tests", "benchmarks", "examples", "docs", "noxfile.py")
-# One file, one worker process: a file's tests share TensorFlow's virtual devices and traces. After a
-# process that crashed the run ends: pytest-xdist waits for its other tests for ever.
+# One file, one worker process: a file's tests share TensorFlow's virtual devices and traces. After
+# a process that crashed the run ends: pytest-xdist waits for its other tests for ever.
 PYTEST = ("pytest", "-n", "2", "--dist", "loadfile", "--no-loadscope-reorder",
           "--max-worker-restart", "0")  # fmt: skip
 # Every promise once, and what guards the proof itself. `full` runs all that is not here.

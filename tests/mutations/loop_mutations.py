@@ -203,8 +203,8 @@ LOOPS = (
         "strategies/collectives.py",
         (
             (
-                "totals = [add_on_device(parts, device, reduce_dtype) for device, *parts in others]",
-                "totals = [add_on_device(parts[:1], device, reduce_dtype) for device, *parts in others]",
+                "return [add_on_device(parts, device) for",
+                "return [add_on_device(parts[:1], device) for",
             ),
         ),
         ("promises/test_sharded_variables.py::test_training_is_that_of_one_device",),

@@ -42,7 +42,6 @@ def passes_of(strategy: Any, model: Any, *, bounded: bool) -> tuple[list[Any], A
         model=model if bounded else keras.Sequential(),
         variables=model.trainable_variables if bounded else [],
         features=[],
-        message_dtype=None,
     )
     feature.bind(step)  # type: ignore[arg-type]
 

@@ -162,10 +162,9 @@ def test_a_gradient_that_a_feature_changes_is_not_compared(strategy: Any) -> Non
         def on_gradient(self, gradient: Any) -> Any:
             return gradient._replace(tensors=tuple(tensor / 2 for tensor in gradient.tensors))
 
-    for features in ([Halved()], [tmg.steps.NarrowMessages()]):
-        step = step_of(strategy, features=features, verify="gradients")
-        assert told(lambda step=step: step((X[:7], Y[:7]))) == []
-        assert step.verification.outcome == "same"
+    step = step_of(strategy, features=[Halved()], verify="gradients")
+    assert told(lambda: step((X[:7], Y[:7]))) == []
+    assert step.verification.outcome == "same"
 
 
 # Which batches ------------------------------------------------------------------------------------

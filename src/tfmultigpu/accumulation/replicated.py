@@ -51,9 +51,9 @@ class Replicated:
             with self.strategy.scope():
                 self.optimizer.build(list(variables))
 
-    def add(self, addends: _Addends, variables: Sequence[Any], dtype: Any = None) -> _Addends:
+    def add(self, addends: _Addends, variables: Sequence[Any]) -> _Addends:
         """Returns sums over the replicas: one list, or one for each if they share no memory."""
-        return sum_over_replicas(self.strategy, addends, dtype)
+        return sum_over_replicas(self.strategy, addends)
 
     def where(self, finish: Callable[..., Any], sums: _Addends, *args: Any) -> Any:
         """Runs the global phase where the sums of ``add`` are: once, or on each replica.
@@ -171,11 +171,11 @@ class Owned(Replicated):
         for each in (optimizer, *parts_of(optimizer)):
             each.apply = _refuse_replicas
 
-    def add(self, addends: _Addends, variables: Sequence[Any], dtype: Any = None) -> _Addends:
+    def add(self, addends: _Addends, variables: Sequence[Any]) -> _Addends:
         """Adds each gradient on the device of its owner, and the other sums on the first."""
         places = [*map(self._device, variables), self.devices[0]]
-        sums = sum_on_devices(addends, places, dtype)
-        return [sum_over_workers(self.strategy, sums, places, dtype)]
+        sums = sum_on_devices(addends, places)
+        return [sum_over_workers(self.strategy, sums, places)]
 
     def at(self, variable: Any) -> AbstractContextManager[Any]:
         """Places what is computed of a variable with its owner."""

@@ -3,7 +3,6 @@
 from tfmultigpu.steps.batch_norm import synchronize_batch_norm
 from tfmultigpu.steps.chain import ChainedStep, chain_steps
 from tfmultigpu.steps.features import Feature, Gradient, Pass, Rows, Shards
-from tfmultigpu.steps.gradient_features import NarrowMessages
 from tfmultigpu.steps.make import make_eval_step, make_predict_step, make_train_step
 from tfmultigpu.steps.objective import Objective
 from tfmultigpu.steps.rows import gather_rows, rows
@@ -13,7 +12,6 @@ __all__ = [
     "ChainedStep",
     "Feature",
     "Gradient",
-    "NarrowMessages",
     "Objective",
     "Pass",
     "Rows",

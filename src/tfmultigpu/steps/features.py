@@ -165,7 +165,6 @@ class Feature:
 
     variables: Sequence[Any] = ()
     sees: Sees = "all"  # The batches that ``around_call`` needs by themselves, not in a loop.
-    message_dtype: Any = None  # A narrower dtype that float32 gradients are sent in.
     colocates_gradients = False  # Whether gradients are computed where the forward pass was.
 
     def bind(self, step: Program) -> None:

@@ -1,4 +1,4 @@
-"""Features of a few lines each: loss scaling, clipping, XLA, and messages in bfloat16."""
+"""Features of a few lines each: loss scaling, clipping and XLA."""
 
 from __future__ import annotations
 
@@ -116,12 +116,3 @@ class CompileByXla(Feature):
         trace = self._step.trace
         trace.state = [v for metric in self._step.metrics for v in metric.variables]
         return tuple(tf.convert_to_tensor(variable.value) for variable in trace.state)
-
-
-class NarrowMessages(Feature):
-    """Sends float32 gradients in bfloat16, for slow connections between devices or workers.
-
-    That is not exact: a sum over N replicas is off by up to N / 256 of the sum of absolute values.
-    """
-
-    message_dtype = tf.bfloat16

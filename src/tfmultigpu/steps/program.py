@@ -61,11 +61,6 @@ class Program:
         self._function: BatchFunction = BatchFunction(self._trace, strategy)
 
     @property
-    def message_dtype(self) -> Any:
-        """A narrower dtype that float32 gradients are sent in, of a feature; None for their own."""
-        return next((f.message_dtype for f in self.features if f.message_dtype is not None), None)
-
-    @property
     def verification(self) -> Any:
         """The comparison of the last verified step with one device; None before the first."""
         return next((f.verification for f in self.features if hasattr(f, "verification")), None)

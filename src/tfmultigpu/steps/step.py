@@ -177,7 +177,7 @@ class TrainStep(Program):
         # An add-on that has added up a gradient leaves None for it on the other replicas.
         addends = [_aligned(one, present) for one in passes]
         owners = [v for each in present for v, here in zip(trained, each, strict=True) if here]
-        sums = self.update.add(addends, owners, self.message_dtype)
+        sums = self.update.add(addends, owners)
         # Weights that layers assign, as SpectralNormalization does, alike on all replicas.
         new = {id(v): value for v, value in zip(self.trace.state, passes[0].state, strict=True)}
         assigned = [new.get(id(variable)) for variable in trained]

@@ -50,7 +50,6 @@ def forcing_addition(way: Literal["in memory", "collective"]) -> Iterator[None]:
 def sum_over_replicas(
     strategy: tf.distribute.Strategy,
     values: list[list[tf.Tensor]],
-    reduce_dtype: tf.DType | None = None,
 ) -> list[list[tf.Tensor]]:
     """Adds tensors over all replicas; call in a cross-replica context.
 
@@ -63,19 +62,18 @@ def sum_over_replicas(
         return values
     if replicas_share_memory(strategy):
         devices = strategy.extended.worker_devices
-        return [sum_on_devices(values, [devices[0]] * len(values[0]), reduce_dtype)]
+        return [sum_on_devices(values, [devices[0]] * len(values[0]))]
 
     def reduce(tensors: list[tf.Tensor]) -> list[tf.Tensor]:
         # A tensor captured by a branch or a loop has no device of its own, which some strategies
         # need to know where to reduce to.
         placed = [tf.identity(tensor) for tensor in tensors]
-        placed = [*_narrow(placed[:-1], reduce_dtype), placed[-1]]
         summed: dict[int, tf.Tensor] = {}
         for message in _messages(placed):
             sent = [placed[i] for i in message]
             sums = all_reduce_sum(tf.distribute.get_replica_context(), sent)
             summed.update(zip(message, sums, strict=True))
-        return [tf.cast(summed[i], tensor.dtype) for i, tensor in enumerate(tensors)]
+        return [summed[i] for i in range(len(tensors))]
 
     results = strategy.run(reduce, args=(per_replica(strategy, values),))
     local = [strategy.experimental_local_results(result) for result in results]
@@ -125,27 +123,20 @@ def _is_one_process(strategy: tf.distribute.Strategy) -> bool:
     return bool(len(strategy.extended.worker_devices) == strategy.num_replicas_in_sync)
 
 
-def sum_on_devices(
-    values: list[list[tf.Tensor]], devices: Sequence[str], reduce_dtype: tf.DType | None = None
-) -> list[tf.Tensor]:
+def sum_on_devices(values: list[list[tf.Tensor]], devices: Sequence[str]) -> list[tf.Tensor]:
     """Adds tensors over the replicas of one process, each on its device.
 
     ``values`` has a list for each replica. A tensor that is the sum already is in the first one,
-    with None in the others. ``reduce_dtype`` is as for ``sum_over_replicas``.
+    with None in the others.
     """
-    *others, last = zip(devices, *values, strict=True)
-    totals = [add_on_device(parts, device, reduce_dtype) for device, *parts in others]
-    return [*totals, add_on_device(last[1:], last[0])]
+    return [add_on_device(parts, device) for device, *parts in zip(devices, *values, strict=True)]
 
 
-def add_on_device(
-    parts: Sequence[Any], device: str, reduce_dtype: tf.DType | None = None
-) -> tf.Tensor:
+def add_on_device(parts: Sequence[Any], device: str) -> tf.Tensor:
     """Adds the tensors of replicas that are not None on a device."""
     present = [part for part in parts if part is not None]
-    sent = _narrow(present, reduce_dtype) if len(present) > 1 else present
     with tf.device(device):
-        total: tf.Tensor = tf.add_n([tf.cast(part, present[0].dtype) for part in sent])
+        total: tf.Tensor = tf.add_n(present)
     return total
 
 
@@ -153,30 +144,28 @@ def sum_over_workers(
     strategy: tf.distribute.Strategy,
     values: Sequence[tf.Tensor],
     devices: Sequence[str],
-    reduce_dtype: tf.DType | None = None,
 ) -> list[tf.Tensor]:
     """Adds tensors over the workers, each between the devices of one number; all must call it.
 
     ``values`` are sums over the replicas of this worker, each on its device, the last one of
-    weights. ``reduce_dtype`` is as for ``sum_over_replicas``.
+    weights.
     """
     if _is_one_process(strategy):
         return list(values)
     names = [parse_device_name(device) for device in strategy.extended.worker_devices]
-    sent = [*_narrow(values[:-1], reduce_dtype), values[-1]]
     numbers: dict[tuple[int, tf.DType], list[int]] = {}
-    for i, (tensor, device) in enumerate(zip(sent, devices, strict=True)):
+    for i, (tensor, device) in enumerate(zip(values, devices, strict=True)):
         place = names.index(parse_device_name(device)), tensor.dtype
         numbers.setdefault(place, []).append(i)
     added: dict[int, tf.Tensor] = {}
     add = _compat.additions_over_workers(strategy)
     for (owner, _), chosen in sorted(numbers.items(), key=lambda item: item[1]):
         # Small ones travel together; a large one is not copied to be packed.
-        large = [i for i in chosen if _bytes(sent[i]) >= _LARGE]
+        large = [i for i in chosen if _bytes(values[i]) >= _LARGE]
         small = [i for i in chosen if i not in large]
-        packs = [[sent[i] for i in small]] * bool(small) + [[sent[i]] for i in large]
+        packs = [[values[i] for i in small]] * bool(small) + [[values[i]] for i in large]
         added.update(zip([*small, *large], add[owner](packs), strict=True))
-    return [tf.cast(added[i], tensor.dtype) for i, tensor in enumerate(values)]
+    return [added[i] for i in range(len(values))]
 
 
 def value_of_first_worker(
@@ -193,17 +182,6 @@ def value_of_first_worker(
 
 def _bytes(tensor: tf.Tensor) -> int:
     return int(tensor.shape.num_elements() or 0) * int(tensor.dtype.size)
-
-
-def _narrow(tensors: Sequence[tf.Tensor], dtype: tf.DType | None) -> list[tf.Tensor]:
-    """Rounds float32 tensors to a dtype, if there is one, each where it is."""
-    if dtype is None:
-        return list(tensors)
-    narrow = []
-    for tensor in tensors:
-        with tf.device(tensor.device):
-            narrow.append(tf.cast(tensor, dtype) if tensor.dtype == tf.float32 else tensor)
-    return narrow
 
 
 def all_reduce_sum(context: Any, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:

@@ -145,7 +145,7 @@ class ShardedReads(Feature):
                     continue  # The step has said if they differ.
                 key = number, id(variable.handle)
                 parts[key] = replicas
-                sums[key] = add_on_device(replicas, variable.device, self._step.message_dtype)
+                sums[key] = add_on_device(replicas, variable.device)
                 for replica, each in enumerate(gradients):
                     each[number][i] = None if replica else sums[key]
         _keep_in_step([self._replicas[i] for i in sorted(self._replicas)], parts, sums)

@@ -45,10 +45,9 @@ class OneDevice:
         self.key, self.twin, self.strategy = key, step.on_one_device(), step.strategy
         self.variables: Sequence[Any] = ()  # Those that have a gradient; known once run.
         self.run = DryRun(self._look)  # Arrays by name: terms, states, gradients, or outputs.
-        self._is_exact = step.message_dtype is None
         # What a feature does to the gradient may not be known on one device.
         changing = [f for f in step.features if type(f).on_gradient is not Feature.on_gradient]
-        is_known = self._is_exact and None not in [f.on_one_device() for f in changing]
+        is_known = None not in [f.on_one_device() for f in changing]
         self._with_gradients = with_gradients and is_known
 
     @property
@@ -82,7 +81,7 @@ class OneDevice:
         numbers = _numbered("term", terms) | _numbered("state", passes[0].state)
         for gradient in gradients:
             self.variables = gradient.variables
-            numbers |= {"norm 0": gradient.norm} if self._is_exact else {}
+            numbers |= {"norm 0": gradient.norm}
             numbers |= _numbered("gradient", gradient.tensors) if self._with_gradients else {}
         return numbers
 
