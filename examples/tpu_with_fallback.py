@@ -9,6 +9,7 @@ GPU, and nobody is told why.
 several GPUs, one GPU or the CPU, and warns with the reason. ``fallback=False`` makes it an error.
 """
 
+import os
 import time
 import warnings
 
@@ -33,10 +34,13 @@ def train(strategy):
 
 print(tmg.plan_strategy(prefer="tpu"))
 began = time.monotonic()
+before = os.environ.get("TPU_NAME", "")
+os.environ["TPU_NAME"] = "grpc://127.0.0.1:1"
 try:
-    tmg.create_strategy(prefer="tpu", devices="grpc://127.0.0.1:1", fallback=False)
+    tmg.create_strategy(prefer="tpu", fallback=False)
 except tmg.errors.StrategyUnavailableError as error:
     print(f"after {time.monotonic() - began:.1f} s: {error}")
+os.environ["TPU_NAME"] = before
 
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always", tmg.errors.StrategyFallbackWarning)

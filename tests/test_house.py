@@ -44,7 +44,6 @@ ALONE = ("errors", "arguments", "types", "_compat", "_patch", "_version")
 # The core imports an add-on here alone, inside a function: only when it is asked for.
 DOORS = {
     "steps.make -> addons.verification.__init__",
-    "strategies.factory -> addons.workers.cluster",
     "strategies.factory -> addons.workers.joining",
     "strategies.factory -> addons.workers.sources",
 }

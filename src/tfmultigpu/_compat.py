@@ -35,14 +35,14 @@ def waits_for_shapes(metric: Any) -> bool:
     return not metric.variables or not getattr(metric, "_built", True)
 
 
-def layers_of(layer: Any) -> list[Any]:
-    """Returns the layers directly inside a layer.
+def layers_inside(model: Any) -> list[Any]:
+    """Returns every layer inside a model or layer.
 
-    Private: ``layer._layers``. The public ``model.layers`` leaves out the layers inside a
-    user-defined layer. Without it warnings about such inner layers are missed.
+    Private: ``layer._flatten_layers``. The public ``model.layers`` leaves out the layers inside a
+    user-defined layer, which is all that is seen without it.
     """
-    inside: Any = getattr(layer, "_layers", None)
-    return list(getattr(layer, "layers", ()) if inside is None else inside)
+    flatten: Any = getattr(model, "_flatten_layers", None)
+    return list(getattr(model, "layers", ())) if flatten is None else flatten(include_self=False)
 
 
 def keeping_sums() -> dict[str, Any]:

@@ -8,10 +8,10 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from forced_addition import forcing_addition
 from one_device import strategy_of
 
 import tfmultigpu as tmg
-from tfmultigpu.strategies.collectives import forcing_addition
 
 
 def accumulator_of(replicas: int, *values, dtype="float32"):
@@ -172,7 +172,7 @@ def test_parts_of_a_gradient_are_refused_by_each_block(inside):
         with pytest.raises(tmg.TfMultiGpuError, match=r"once, for all of them.*window\.reduce"):
             call(([parts],) if inside else [parts])
     foreign = keras.optimizers.Adam(1.0)
-    with pytest.raises(tmg.ScopeError, match="Create the optimizer inside the scope"):
+    with pytest.raises(tmg.ScopeError, match="create the optimizer again in its scope"):
         tmg.apply_reduced_gradients(foreign, [tf.ones([1])], variables)
     with pytest.raises(tmg.TfMultiGpuError, match=r"LossScale\.update in a replica"):
         strategy.run(scale.update, args=(tf.constant(True),))

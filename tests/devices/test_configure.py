@@ -176,9 +176,13 @@ def test_what_the_error_names_does_start_the_devices(run: Run) -> None:
 
 
 HIDDEN = {
-    "": ["CUDA_VISIBLE_DEVICES='' hides every GPU", "Unset CUDA_VISIBLE_DEVICES before Python"],
-    "-1": ["CUDA_VISIBLE_DEVICES='-1' hides every GPU", "Unset CUDA_VISIBLE_DEVICES before Python"],
-    "7": ["CUDA_VISIBLE_DEVICES='7' shows only", "unset it or name", "tensorflow[and-cuda]"],
+    "": ["CUDA_VISIBLE_DEVICES='' hides every GPU", "unset it before Python starts"],
+    "-1": ["CUDA_VISIBLE_DEVICES='-1' hides every GPU", "unset it before Python starts"],
+    "7": [
+        "CUDA_VISIBLE_DEVICES='7' shows only",
+        "unset it before Python starts",
+        "tensorflow[and-cuda]",
+    ],
     None: ["TensorFlow finds none", "tensorflow[and-cuda]"],
 }
 
@@ -309,7 +313,7 @@ def test_hidden_gpus_leave_no_gap_and_are_named(run: Run) -> None:
         tf.config.set_visible_devices(GPUS[1:], "GPU")
         assert names(list_devices("GPU")) == ("GPU:0", "GPU:1", "GPU:2")
         assert logical_to_physical() == {"CPU:0": "CPU:0", "GPU:0": "GPU:1", "GPU:1": "GPU:2"}
-        hidden = ["Existing: CPU:0, GPU:1, GPU:2", "the program hides GPU:0 from TensorFlow"]
+        hidden = ["Existing: CPU:0, GPU:1, GPU:2", "set_visible_devices hides GPU:0; remove"]
         refused(DeviceNotFoundError, hidden, lambda: split_device("GPU:0", 2, memory=GIB))
         assert split_device("GPU:2", parts=2, memory=GIB) == ("GPU:1", "GPU:2")
         tf.config.set_visible_devices([], "GPU")
@@ -345,8 +349,6 @@ def test_names_equal_tensorflows_own() -> None:
 
 
 def test_arguments_of_another_kind_are_answered_with_the_line() -> None:
-    with pytest.raises(TypeError, match=r'Received: limits=4\. Write tmg\.limit_memory\(\{"GPU:0"'):
-        limit_memory(4)  # type: ignore[arg-type]
     for kind in (4, "gpus", ""):
         for call in (list_devices, list_logical_devices):
             with pytest.raises(ValueError, match=rf"Received: kind={kind!r}\. Write tmg\.list_dev"):

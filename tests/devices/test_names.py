@@ -61,6 +61,7 @@ def test_what_exists_is_taken_in_the_order_asked_for() -> None:
     assert resolve_devices(2, gpus(3)) == resolve_devices(np.int64(2), gpus(3)) == gpus(2)
     assert resolve_devices(["/gpu:2", "GPU:0"], gpus(4)) == ("GPU:2", "GPU:0")
     assert resolve_devices("gpu:1", gpus(2)) == ("GPU:1",)
+    assert resolve_devices({"GPU:1", "GPU:0"}, gpus(2)) == gpus(2)
     assert resolve_devices(["cpu:0"], ("/device:CPU:0",)) == ("CPU:0",)
 
 
@@ -69,7 +70,6 @@ WRONG: list[tuple[Any, type[Exception], str]] = [
     (True, TypeError, r"a whole number.*devices=True"),
     ([1], TypeError, r'Write "GPU:1"'),
     ([Device("CPU:3", "CPU", 3)], TypeError, r'Write "CPU:3"'),
-    ({"GPU:1", "GPU:0"}, TypeError, r"Write a list: devices=\['GPU:0', 'GPU:1'\]"),
     ([], ValueError, r"empty list, for which TensorFlow would take every"),
     (["GPU:1", "/device:gpu:1"], ValueError, r"GPU:1 is named more than once.*=\['GPU:1'\]"),
 ]
@@ -87,15 +87,15 @@ MISSING: list[tuple[Any, tuple[str, ...], list[str]]] = [
         ("CPU:0", "GPU:0", "GPU:1"),
         [
             "Asked for GPU:0, GPU:3, but not here: GPU:3. Existing: CPU:0, GPU:0, GPU:1.",
-            "Write ['CPU:0', 'GPU:0', 'GPU:1'], or some of these. CURE",
+            "Write ['CPU:0', 'GPU:0', 'GPU:1'], or some of these. No more GPUs: CURE.",
         ],
     ),
     (3, ("GPU:0", "GPU:1"), ["Asked for 3 devices, but only 2 exist. Existing: GPU:0", "CURE"]),
     # The count means GPUs: why there is none is told although CPUs are counted.
     (4, ("CPU:0",), ["Existing: CPU:0", "CURE", 'tmg.split_device("CPU:0", parts=4)']),
     (["CPU:0", "CPU:2"], ("CPU:0",), ['tmg.split_device("CPU:0", parts=3)']),
-    (["GPU:0"], (), ["Existing: none", "Leave devices out. CURE"]),
-    (1, (), ["only 0 exist", "Leave devices out. CURE"]),
+    (["GPU:0"], (), ["Existing: none", "Leave devices out. No more GPUs: CURE."]),
+    (1, (), ["only 0 exist", "Leave devices out. No more GPUs: CURE."]),
 ]
 
 

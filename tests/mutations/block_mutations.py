@@ -107,7 +107,7 @@ BLOCKS = (
         "data/sharded_dataset.py",
         (
             (
-                "            self.preprocessing.passes.begin_next()\n        return ShardIterator(",
+                "            self.preprocessing.begin_pass()\n        return ShardIterator(",
                 "            pass\n        return ShardIterator(",
             ),
         ),
@@ -144,7 +144,7 @@ BLOCKS = (
     Mutation(
         "a share of zero is taken",
         "data/shares.py",
-        (("        if share == 0:\n", "        if share < 0:\n"),),
+        (("share > 0 for share", "share >= 0 for share"),),
         (
             "promises/test_bad_input.py::test_a_mistake_is_told[a share of zero]",
             "promises/test_shares.py::test_what_cannot_be_divided_is_refused[8-capacities3-0]",
@@ -194,7 +194,7 @@ BLOCKS = (
     Mutation(
         "a kind is rejected without a reason",
         "strategies/plan.py",
-        (("            rejected[kind] = answer.why\n", "            rejected[kind] = ''\n"),),
+        (("            rejected[kind] = answer\n", "            rejected[kind] = ''\n"),),
         (
             "promises/test_strategies.py::test_a_plan_has_reasons_and_no_side_effect[options1-mirrored-3]",
         ),
@@ -254,7 +254,7 @@ BLOCKS = (
     Mutation(
         "a model outside every scope is trained and evaluated",
         "addons/loops/cache.py",
-        (("    refuse_one_device(\n", "    str.format(\n"),),
+        (("    refuse_one_device(function)\n", "    str(function)\n"),),
         (
             "promises/test_blocks_alone.py::test_a_model_outside_every_scope_is_refused[fit]",
             "promises/test_blocks_alone.py::test_a_model_outside_every_scope_is_refused[evaluate]",

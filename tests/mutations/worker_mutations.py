@@ -29,8 +29,8 @@ PROCESSES = (
         "data/preprocessing.py",
         (
             (
-                "numbers = tf.range(place.first_row + start, place.first_row + stop)",
-                "numbers = tf.range(place.first_row, place.first_row + stop - start)",
+                "places = tf.range(first_row + start, first_row + stop)",
+                "places = tf.range(first_row, first_row + stop - start)",
             ),
         ),
         (f"{WORKERS}::test_each_worker_preprocesses_its_own_rows",),

@@ -6,10 +6,10 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from forced_addition import forcing_addition
 from one_device import strategy_of
 
 import tfmultigpu as tmg
-from tfmultigpu.strategies.collectives import forcing_addition
 
 rng = np.random.default_rng(5)
 X = rng.normal(size=(90, 6)).astype("float32")

@@ -6,11 +6,11 @@ from typing import Any, Literal
 
 import pytest
 import tensorflow as tf
+from forced_addition import forcing_addition
 from one_device import assert_same, cut, strategy_of
 from small_problem import CASES, MIXED, replicated, truth
 
 from tfmultigpu.strategies.collectives import (
-    forcing_addition,
     replicas_share_memory,
 )
 

@@ -11,10 +11,10 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from forced_addition import forcing_addition
 from one_device import SEED, strategy_of
 
 import tfmultigpu as tmg
-from tfmultigpu.strategies.collectives import forcing_addition
 
 PAGE = Path(__file__).parents[2] / "docs" / "own-features.md"
 X = np.random.default_rng(3).normal(size=(23, 3)).astype("float32")

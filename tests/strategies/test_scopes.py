@@ -51,11 +51,11 @@ def test_a_model_on_no_strategy_beside_one_of_several_replicas(call: str) -> Non
     with pytest.raises(tmg.ScopeError) as caught:
         CALLS[call](model)
     assert str(caught.value) == (
-        f"Model {model.name!r} was created outside the scope of every strategy, so {call} would "
-        "run on one device. Received: MirroredStrategy with 2 replica(s) from "
-        "tmg.create_strategy. Create the model inside its scope:\n"
+        f"{call} would run on one device: no strategy was given, and the model was created outside "
+        "the scope of every strategy. Received: MirroredStrategy with 2 replica(s) from "
+        "tmg.create_strategy. Pass strategy=strategy, and create the model in its scope:\n"
         "    with strategy.scope():\n        model = ...\nTo run on one device, use "
-        'tmg.create_strategy(prefer="one_device"), with the model created in its scope.'
+        'tmg.create_strategy(prefer="one_device") in the same way.'
     )
     assert strategy.num_replicas_in_sync == 2
     for value, was in zip(model.get_weights(), before, strict=True):
@@ -75,7 +75,7 @@ def test_a_model_without_variables_on_no_strategy() -> None:
             return self.dense(x)
 
     strategy = two()
-    with pytest.raises(tmg.ScopeError, match="so predict would run on one device"):
+    with pytest.raises(tmg.ScopeError, match="predict would run on one device"):
         tmg.predict(Late(), X)
     with strategy.scope():
         late = Late()
@@ -136,17 +136,20 @@ def test_notes_do_not_keep() -> None:
 
 # On another one -----------------------------------------------------------------------------------
 
-FORGOTTEN = (
-    " lives on a strategy, and this is for one device because no strategy was given. Received: "
-    "variable {name!r} of the model, on MirroredStrategy with 2 replica(s). Pass the one in whose "
-    "scope the model was created: strategy=strategy."
+ANOTHER = (
+    "The model was created in the scope of another strategy than the one given. Received: variable "
+    "{name!r} of the model, on MirroredStrategy with 2 replica(s), and {given}. Pass the strategy "
+    "in whose scope the model was created, strategy=strategy; or create the model again in its "
+    "scope, also after a notebook cell has made the strategy anew:\n"
+    "    with strategy.scope():\n        model = ..."
 )
 
 
 def test_the_strategy_was_not_given() -> None:
     with two().scope():
         model = build()
-    expected = "The model" + FORGOTTEN.format(name=model.variables[0].path)
+    given = "TensorFlow's default strategy of one device, taken if none is given"
+    expected = ANOTHER.format(name=model.variables[0].path, given=given)
     for make in (
         lambda: tmg.make_train_step(model, model.optimizer, "mse"),
         lambda: tmg.make_eval_step(model, "mse")((X, Y)),
@@ -168,7 +171,7 @@ def test_the_strategy_was_not_given() -> None:
 )
 def test_neither_the_model_nor_the_call_is_on_a_strategy(make: Callable[[Any], Any]) -> None:
     strategy, model = two(), build()
-    with pytest.raises(tmg.ScopeError, match=r"Pass it, strategy=strategy, and create"):
+    with pytest.raises(tmg.ScopeError, match=r"Pass strategy=strategy, and create"):
         make(model)
     del strategy
     make(model)  # Nobody holds it.
@@ -185,19 +188,13 @@ def test_the_strategy_was_made_anew() -> None:
     ):
         with pytest.raises(tmg.ScopeError) as caught:
             make()
-        assert str(caught.value) == (
-            "The model was created in the scope of another strategy than the one given. Received: "
-            f"variable {model.variables[0].path!r} of the model, on MirroredStrategy with 2 "
-            "replica(s); given: another object of the same kind. A program or a notebook cell that "
-            "makes the strategy anew leaves the model on the old one. Run the lines that create "
-            "the model again, in the scope of the new strategy; or keep the old strategy and pass "
-            "that."
-        )
+        given = "MirroredStrategy with 2 replica(s)"
+        assert str(caught.value) == ANOTHER.format(name=model.variables[0].path, given=given)
     with new.scope():
         again = build()
     with pytest.raises(tmg.ScopeError, match=r"The optimizer was created in the scope of another "):
         tmg.make_train_step(again, model.optimizer, "mse", new)
-    with pytest.raises(tmg.ScopeError, match=r"given: MirroredStrategy with 3 replica\(s\)\. A "):
+    with pytest.raises(tmg.ScopeError, match=r"and MirroredStrategy with 3 replica\(s\)\. "):
         tmg.make_predict_step(model, tmg.create_strategy(devices=["CPU:0", "CPU:1", "CPU:2"]))(X)
 
 
@@ -207,7 +204,7 @@ def test_data_for_another_strategy() -> None:
         model = build()
     step = tmg.make_train_step(model, model.optimizer, "mse", strategy)
     dataset = tf.data.Dataset.from_tensor_slices((X, Y)).batch(5)
-    with pytest.raises(tmg.ScopeError, match="distribute_dataset was called without a strategy"):
+    with pytest.raises(tmg.ScopeError, match="distribute_dataset would run on one device"):
         tmg.distribute_dataset(dataset)
     device = tf.distribute.OneDeviceStrategy("CPU:0")
     for data, name in (

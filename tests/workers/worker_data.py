@@ -48,34 +48,27 @@ data = tmg.distribute_dataset(shuffled, strategy)
 results["shuffled"] = [read(iter(data)), read(iter(data))]
 
 
-class Numbers:
-    """Examples by number; remembers which were read."""
-
-    def __init__(self) -> None:
-        self.read: list[int] = []
-
-    def __len__(self) -> int:
-        return 11
-
-    def __getitem__(self, number: int) -> tuple[int, int]:
-        self.read.append(number)
-        return number, 0
+was_read: list[int] = []
 
 
-def draw(numbers: tuple[tf.Tensor, tf.Tensor], seed: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-    return numbers[0], tf.random.stateless_uniform([], seed)
+def draw(number: tf.Tensor, seed: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+    def read_example(number: np.ndarray) -> np.ndarray:
+        was_read.append(int(number))
+        return number
+
+    example = tf.ensure_shape(tf.numpy_function(read_example, [number], tf.int64), [])
+    return example, tf.random.stateless_uniform([], seed)
 
 
-source = Numbers()
 for seed in (7, None):
-    data = tmg.distribute_dataset(source, strategy, batch_size=4, preprocess=draw, seed=seed)
-    source.read.clear()
+    was_read.clear()
+    data = tmg.distribute_dataset(np.arange(11), strategy, batch_size=4, preprocess=draw, seed=seed)
     local = [[strategy.experimental_local_results(one)[0] for one in pair] for pair in data]
     results[f"draws {seed}"] = [
         list(zip(numbers.numpy().tolist(), draws.numpy().tolist(), strict=True))
         for numbers, draws in local
     ]
-    results["read by number"] = sorted(source.read)
+    results["read by number"] = sorted(was_read)
 # The rank of this worker among the replicas, as TensorFlow numbers them.
 rank = strategy.run(lambda: tf.distribute.get_replica_context().replica_id_in_sync_group)
 results["replica"] = int(strategy.experimental_local_results(rank)[0])

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
 
-from tfmultigpu.data.batch_format import any_rows, count_rows, structure_of, tensors_of
+from tfmultigpu.data.batch_format import any_rows, count_rows, structure_of
 from tfmultigpu.data.class_weights import weighting
 from tfmultigpu.data.cut import Cut
 from tfmultigpu.data.partition import slice_rows, take_rows
 from tfmultigpu.data.sharded_dataset import ShardedDataset
 from tfmultigpu.data.shares import replica_shares
-from tfmultigpu.data.sources import fill
 
 
 def shard_arrays(
@@ -33,20 +33,14 @@ def shard_arrays(
     import keras
 
     whole_shares = replica_shares(shares, strategy.num_replicas_in_sync)
-    present = tensors_of(arrays)
-    specs = [any_rows(tensor) for tensor in present]
-    structure = tf.nest.map_structure(lambda leaf: None if leaf is None else 0, arrays)
+    specs = tf.nest.map_structure(any_rows, arrays)
     weigh = None if class_weight is None else weighting(class_weight)
 
-    def pipeline(tensors: Any, seed: Any, first_batch: Any) -> Any:
-        whole = fill(structure, *tensors)
-
-        def batches(*finish: Callable[..., Any] | None) -> tf.data.Dataset[Any]:
-            return _passes(whole, batch_size, endless, shuffle, seed, first_batch, finish)
-
-        uncut = batches(weigh)
+    def pipeline(arrays: Any, seed: Any, first_batch: Any) -> Any:
+        passes = functools.partial(_passes, arrays, batch_size, endless, shuffle, seed, first_batch)
+        uncut = passes([weigh])
         cut = Cut(strategy, whole_shares, uncut.element_spec)
-        return (uncut, batches(weigh, cut.function) if cut.is_needed else uncut)
+        return uncut, passes([weigh, cut.function]) if cut.is_needed else uncut
 
     def trace() -> Any:
         scalar = tf.TensorSpec([], tf.int64)
@@ -54,10 +48,10 @@ def shard_arrays(
         return tf.function(pipeline, autograph=False).get_concrete_function(specs, scalar, scalar)
 
     weights = None if class_weight is None else (dict(class_weight), keras.config.floatx())
-    kind = structure_of(arrays), specs, batch_size
-    traced = keep((strategy, whole_shares, kind, endless, shuffle, weights), trace)
+    kind = structure_of(arrays), specs, batch_size, endless, shuffle, weights
+    traced = keep((strategy, whole_shares, kind), trace)
     numbers = (tf.constant(number, tf.int64) for number in (seed, first_batch))
-    batches, elements = traced(present, *numbers)
+    batches, elements = traced(arrays, *numbers)
     return ShardedDataset(batches, strategy, whole_shares, elements=elements)
 
 
@@ -75,7 +69,7 @@ def _passes(
     @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
     def batch_of(place: Any) -> Any:
         if shuffle:
-            batch = fill(arrays, *[take_rows(tensor, place) for tensor in tensors_of(arrays)])
+            batch = tf.nest.map_structure(lambda leaf: take_rows(leaf, place), arrays)
         else:
             start = place % per_pass * batch_size
             batch = slice_rows(arrays, start, start + batch_size)

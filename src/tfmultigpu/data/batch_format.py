@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from tfmultigpu.errors import DataError
 
+_SAMPLED = 2**16
 NO_ROWS = (
     "A batch has no rows. A replica cannot train on it. Drop empty batches: "
     "dataset.filter(lambda x, y: tf.shape(x)[0] > 0)."
@@ -79,20 +80,24 @@ def _present(batch: Any) -> list[Any]:
     return tensors
 
 
-def map_items(function: Callable[[Any], Any], structure: Any) -> Any:
-    """Returns a dict, list or tuple with the results of a function."""
-    if isinstance(structure, Mapping):
-        return {name: function(item) for name, item in structure.items()}
-    items = [function(item) for item in structure]
-    return type(structure)(*items) if hasattr(structure, "_fields") else type(structure)(items)
-
-
 def structure_of(batch: Any) -> str:
     """Returns the kinds of containers of a batch or of its type specs, and the names in them.
 
     Named tuples are equal in Python if their values are, whatever their fields.
     """
     return repr(tf.nest.map_structure(lambda leaf: None if leaf is None else 0, batch))
+
+
+def digest(batch: Any, previous: Any = 0) -> Any:
+    """Returns a hash of the shapes and of a sample of each tensor, and of a hash before it."""
+    parts = [tf.strings.as_string(previous)]
+    for leaf in tf.nest.flatten(batch, expand_composites=True):
+        if leaf is not None:
+            flat = tf.reshape(leaf, [-1])
+            # A sample of a large tensor is enough; hashing all of it would take long.
+            flat = flat[:: 1 + tf.size(flat, tf.int64) // _SAMPLED]
+            parts += [tf.io.serialize_tensor(flat), tf.io.serialize_tensor(tf.shape(leaf))]
+    return tf.strings.to_hash_bucket_fast(tf.strings.join(parts, "|"), 2**62)
 
 
 def count_rows(batch: Any) -> Any:

@@ -17,13 +17,10 @@ from tfmultigpu.strategies.topology import local_replicas, per_replica, strategy
 class Cut:
     """Cuts batches in ``tf.data``, and makes batches of what ``tf.data`` yields.
 
-    An element is a flat tuple: the tensors of each local shard in turn, then the offsets of all
-    shards (``partition.batch_offsets``). It is flat because ``tf.data`` packs nested structures in
-    Python at each read, which costs as much as reading. Prefetched to devices, each replica's
-    element holds only its own shard.
-
-    With one replica and dense tensors an element is the global batch itself, checked by the code
-    that reads it: mapping a function over the data would cost more than a small step.
+    An element is a flat tuple, because ``tf.data`` packs nested structures in Python at each read:
+    the tensors of each local shard in turn, then the offsets of all shards. Prefetched to devices,
+    each replica's element holds only its own shard. With one replica and dense tensors an element
+    is the global batch itself: mapping a function over the data would cost more than a small step.
 
     Cuts are equal if they read elements alike, whatever the shares: one trace of a ``tf.function``
     serves all datasets of a type.
@@ -46,12 +43,15 @@ class Cut:
         on_devices: bool = False,
         copies: bool = False,
     ) -> None:
-        """Stores what the attributes tell."""
+        """Stores the attributes."""
         self.strategy, self.shares, self.element_spec = strategy, shares, element_spec
         self.on_devices, self.copies = on_devices, copies
         self.local = local_replicas(strategy)
         alone = strategy.num_replicas_in_sync == 1 and not on_devices
-        self.is_needed = not (alone and _all_dense(element_spec))
+        self.is_needed = not alone or not all(
+            isinstance(spec, tf.TensorSpec) and spec.shape.rank
+            for spec in components_of(element_spec)
+        )
         self._pack = _packer(element_spec)
 
     def __eq__(self, other: object) -> bool:
@@ -140,44 +140,23 @@ class Cut:
 def check_batched(element_spec: Any) -> None:
     """Checks from the type specs alone that elements are batches."""
     specs = components_of(element_spec)
-    received = f"Received: element_spec={element_spec}."
-    if not specs:
-        raise DataError(f"The dataset has no components. {received}")
     kinds = (tf.TensorSpec, tf.RaggedTensorSpec, tf.SparseTensorSpec)
-    foreign = [type(spec).__name__ for spec in specs if not isinstance(spec, kinds)]
-    if foreign:
-        raise DataError(
-            f"A component of the dataset is a {foreign[0]}, not a tensor. {received} Give dense, "
-            "ragged or sparse tensors; after dataset.window(n) write "
-            "dataset.flat_map(lambda window: window.batch(n))."
-        )
-    shapes = [spec.shape for spec in specs]
-    if any(shape.rank == 0 for shape in shapes):
-        raise DataError(
-            f"The dataset is not batched: a component is a scalar per element. {received} Batch it "
-            "first, with the global batch size: dataset.batch(global_batch_size). A value that is "
-            "the same for all rows is read by the model, such as a tf.Variable, not from the batch."
-        )
+    shapes = [spec.shape for spec in specs if isinstance(spec, kinds) and spec.shape.rank != 0]
     sizes = {shape[0] for shape in shapes if shape.rank} - {None}
-    if len(sizes) > 1:
+    if not specs or len(shapes) < len(specs) or len(sizes) > 1:
         raise DataError(
-            f"The components of an element differ in their first axis: {sorted(sizes)}. {received} "
-            "Either the dataset is not batched (call dataset.batch(global_batch_size)), or "
-            "features and labels do not belong together. If each example has k rows of another "
-            "kind, give them an axis of their own: tf.reshape(u, [rows, k, ...])."
+            "The dataset is not batched, or its components do not belong together: each must be a "
+            "tensor whose first axis is the rows of the batch. Received: element_spec="
+            f"{element_spec}. Batch it with the global batch size: "
+            "dataset.batch(global_batch_size). Let the model read a value that is the same for all "
+            "rows, such as a tf.Variable. Give k rows of each example an axis of their own: "
+            "tf.reshape(u, [rows, k, ...])."
         )
 
 
 def components_of(element_spec: Any) -> list[Any]:
     """Returns the type specs of a batch's tensors, leaving out None."""
     return [spec for spec in tf.nest.flatten(element_spec) if not _is_none(spec)]
-
-
-def _all_dense(element_spec: Any) -> bool:
-    specs = components_of(element_spec)
-    return bool(specs) and all(
-        isinstance(spec, tf.TensorSpec) and bool(spec.shape.rank) for spec in specs
-    )
 
 
 def _is_none(spec: Any) -> bool:

@@ -1,14 +1,13 @@
 """Cuts a batch into parts by rows, so that no part is ever empty.
 
-A *row* is one example: one index of the first axis of every tensor of a batch. Shards are parts of
-a global batch, and micro-batches are parts of a shard. One rule holds for both:
+A *row* is one example: one index of the first axis of every tensor of a batch. One rule holds for
+the shards of a global batch and for the micro-batches of a shard:
 
 - with at least as many rows as parts, each row is in exactly one part and no part is empty;
 - with fewer rows than parts, every part is the whole batch and each row counts ``1 / parts``.
 
-The second case exists because convolution, pooling and batch normalization crash or return NaN for
-zero rows. Unlike padding, it keeps sums, counts and batch statistics exact. Loops of users know
-nothing of such copies: see ``small_batches``.
+Layers crash or return NaN for zero rows, and padding would spoil sums and batch statistics. Loops
+of users know nothing of such copies: see ``small_batches``.
 """
 
 from __future__ import annotations
@@ -94,15 +93,13 @@ def part_bounds(rows: Any, parts: Any, part: Any) -> tuple[Any, Any]:
     """Returns the first row of a part and the row after its last, as ``cut_part`` cuts."""
     part = tf.cast(part, tf.int64)
     whole = rows < parts
-    start = tf.where(whole, tf.zeros([], tf.int64), rows * part // parts)
+    start = tf.where(whole, tf.zeros_like(rows), rows * part // parts)
     return start, tf.where(whole, rows, rows * (part + 1) // parts)
 
 
 def row_weight(rows: Any, parts: Any) -> Any:
     """Returns the weight of each row in a part, a float64 scalar: 1, or ``1 / parts``."""
     one = tf.ones([], tf.float64)
-    if isinstance(parts, int) and parts == 1:
-        return one
     return tf.where(rows < parts, one / tf.cast(parts, tf.float64), one)
 
 
@@ -120,7 +117,9 @@ def slice_rows(batch: Any, start: Any, stop: Any) -> Any:
 
 
 def take_rows(tensor: Any, rows: Any) -> Any:
-    """Returns some rows of a dense, ragged or sparse tensor, in a new order."""
+    """Returns some rows of a dense, ragged or sparse tensor, in a new order; None stays None."""
+    if tensor is None:
+        return None
     if not isinstance(tensor, tf.SparseTensor):
         return tf.gather(tensor, rows)
     count = tf.size(rows, tf.int64)
@@ -146,22 +145,17 @@ def _slice_sparse(tensor: Any, start: Any, stop: Any) -> Any:
 
 
 def _with_known_columns(part: Any, tensor: Any) -> Any:
-    if tensor.shape.rank is None:
-        return part
-    # Slicing drops the static number of columns, which a layer needs to build its weights.
-    known = enumerate(tensor.shape.as_list())
-    sizes = [
-        part.dense_shape[axis] if axis == 0 or length is None else tf.constant(length, tf.int64)
-        for axis, length in known
-    ]
-    return tf.SparseTensor(part.indices, part.values, tf.stack(sizes))
+    """Tells the static number of columns, which slicing drops and a layer builds its weights by."""
+    if tensor.shape.rank is not None:
+        part.set_shape([None, *tensor.shape[1:]])
+    return part
 
 
 def mark_offsets(batch: Any, offsets: Any) -> Any:
     """Marks the shards of a batch with the result of ``batch_offsets``.
 
-    The mark is an attribute of each tensor, so ``for x, y in data`` works as usual and every part
-    of an unpacked batch keeps it. A ``tf.function`` rebuilds its arguments and so drops it.
+    The mark is an attribute of each tensor, so every part of an unpacked batch keeps it. A
+    ``tf.function`` rebuilds its arguments and so drops it.
     """
     for leaf in tensors_of(batch):
         setattr(leaf, OFFSETS, offsets)

@@ -1,4 +1,4 @@
-"""How far earlier passes must be read again, so that the next one has its original order."""
+"""Passes over a dataset: their numbers, and how the next one gets its original order."""
 
 from __future__ import annotations
 
@@ -17,6 +17,25 @@ _FORWARD = (
 _SHUFFLES = {"Shuffle", "ShuffleAndRepeat"}
 
 
+class SharedNumber:
+    """An int64 number that ``tf.data`` and the program read and write; -1 at first.
+
+    Unlike a variable, it is the same object inside and outside the scope of a strategy.
+    """
+
+    def __init__(self) -> None:
+        """Begins with -1."""
+        self._table = tf.lookup.experimental.MutableHashTable(tf.int64, tf.int64, -1)
+
+    def read(self) -> Any:
+        """Returns the number, a scalar."""
+        return self._table.lookup(tf.constant(0, tf.int64))
+
+    def write(self, number: Any) -> Any:
+        """Stores a number; returns the operation, in a graph."""
+        return self._table.insert(tf.constant(0, tf.int64), tf.cast(number, tf.int64))
+
+
 def read_over(iterator: Iterator[Any], batches: int | None) -> int:
     """Reads up to a number of batches, None for all; returns how many there were."""
     return sum(1 for _ in itertools.islice(iterator, batches))
@@ -29,7 +48,9 @@ def begin_unread(dataset: tf.data.Dataset[Any]) -> bool:
     ``concatenate`` it counts something else, and so does a ``tf.random.Generator``.
     """
     graph = _graph_of(dataset)
-    if any(op.startswith(("Rng", "Stateful")) for op in _operations_in_functions(graph)):
+    inside = {node.op for function in graph.library.function for node in function.node_def}
+    inside -= {"StatefulPartitionedCall"}  # Its function is in the library too.
+    if any(op.startswith(("Rng", "Stateful")) for op in inside):
         return False
     nodes = {node.name: node for node in graph.node}
     pending = [node.input[0] for node in graph.node if node.op == "_Retval"]
@@ -42,11 +63,6 @@ def begin_unread(dataset: tf.data.Dataset[Any]) -> bool:
     return reached >= {node.name for node in graph.node if _reshuffles(node)}
 
 
-def runs_python(dataset: tf.data.Dataset[Any]) -> bool:
-    """Returns whether Python code makes elements; its state is unknown."""
-    return any("PyFunc" in op for op in _operations_in_functions(_graph_of(dataset)))
-
-
 def _graph_of(dataset: tf.data.Dataset[Any]) -> Any:
     from tensorflow.core.framework import graph_pb2
 
@@ -56,11 +72,6 @@ def _graph_of(dataset: tf.data.Dataset[Any]) -> Any:
     except tf.errors.OpError:
         return graph_pb2.GraphDef()  # A third-party dataset; the first batch of a pass will tell.
     return graph_pb2.GraphDef.FromString(serialized.numpy())
-
-
-def _operations_in_functions(graph: Any) -> set[str]:
-    operations = {node.op for function in graph.library.function for node in function.node_def}
-    return operations - {"StatefulPartitionedCall"}  # Its function is in the library too.
 
 
 def _dataset_type(node: Any) -> str | None:

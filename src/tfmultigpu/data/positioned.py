@@ -9,24 +9,18 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfmultigpu.data.batch_format import with_dependencies
-from tfmultigpu.data.passes import begin_unread, read_over, runs_python
+from tfmultigpu.data.batch_format import digest, with_dependencies
+from tfmultigpu.data.passes import SharedNumber, begin_unread, read_over
 from tfmultigpu.data.sharded_dataset import ShardedDataset, ShardIterator, distribute_dataset
 from tfmultigpu.data.sources import to_dataset
 from tfmultigpu.errors import CheckpointError
 
-_SAMPLED_ROWS = 4
 _NONE = -1
 
 
 @dataclasses.dataclass
 class Position:
-    """Position of a run in its data.
-
-    Attributes:
-        epoch: Complete passes so far.
-        step: Batches of the current pass so far.
-    """
+    """Position of a run in its data: complete passes, and batches of the current pass."""
 
     epoch: int = 0
     step: int = 0
@@ -46,21 +40,18 @@ class PositionedDataset(ShardedDataset):
         self,
         whole: ShardedDataset,
         position: Position,
-        first_batch: _FirstBatch | None = None,
+        first_batch: SharedNumber | None = None,
         of_epoch: Callable[[int], ShardedDataset] | None = None,
     ) -> None:
         """Takes a whole pass; the training loop changes ``position``.
 
-        ``first_batch`` records the first batch of each pass, and ``of_epoch`` returns the data of
-        an epoch, if a pass is a function of its epoch.
+        ``first_batch`` records the first batch of each pass; ``of_epoch`` makes the data of one.
         """
         self.__dict__.update(whole.__dict__)
         self.passes = 0
         self.was_read = False
         self.passed_over: Callable[[int], None] = lambda epoch: None
         self._position, self._first_batch, self._of_epoch = position, first_batch, of_epoch
-        finite = self.cardinality() != tf.data.INFINITE_CARDINALITY
-        self._runs_python = of_epoch is None and finite and runs_python(whole.batches)
         self._passes_to_repeat, self._compares = 0, False
         self._last_hash: int | None = None
 
@@ -89,13 +80,13 @@ class PositionedDataset(ShardedDataset):
 
     def first_hash(self) -> int | None:
         """Returns a hash of the first batch of the last pass; None if it was not read."""
-        return None if self._first_batch is None else self._first_batch.hash()
+        number = _NONE if self._first_batch is None else int(self._first_batch.read())
+        return None if number == _NONE else number
 
     def pass_over(self, epochs: int, compare: bool = False) -> None:
-        """Has the passes of earlier epochs begin again before the next pass.
+        """Has the passes of earlier epochs begin again before the next, which a shuffle counts.
 
-        A dataset that reshuffles each pass counts its passes, whether they are read or not. With
-        ``compare`` the first batch of the last of them is read for ``hash_of_last_epoch``.
+        With ``compare`` the first batch of the last of them is read for ``hash_of_last_epoch``.
         """
         self._passes_to_repeat, self._compares, self._last_hash = epochs, compare, None
 
@@ -112,11 +103,7 @@ class PositionedDataset(ShardedDataset):
             self._begin_pass()
             if self._of_epoch is None or is_compared:
                 whole = self if self._of_epoch is None else self._of_epoch(epoch)
-                # A first pass, read to its end, brings the state of Python code to where it was.
-                # After more passes, code with a state shows in the hash.
-                to_end = is_compared and epoch == 0 and self._runs_python
-                batches = None if to_end else int(is_compared)
-                read_over(ShardedDataset.__iter__(whole).source, batches)
+                read_over(ShardedDataset.__iter__(whole).source, int(is_compared))
             self.passed_over(epoch)
         if compares:
             self._last_hash = self.first_hash()
@@ -124,27 +111,26 @@ class PositionedDataset(ShardedDataset):
     def _begin_pass(self) -> None:
         self.passes += 1
         if self._first_batch is not None:
-            self._first_batch.clear()
+            self._first_batch.write(_NONE)
 
 
 def position_data(
     data: Any, strategy: tf.distribute.Strategy, position: Position, *, is_compared: bool = True
 ) -> PositionedDataset:
-    """Returns data whose passes begin at a position.
+    """Returns data, or a function of the epoch that returns data, as passes from a position on.
 
-    The data is what ``distribute_dataset`` takes or returns, or a function of the epoch that
-    returns such data. If it is compared, the first batch of a pass is recorded for ``first_hash``.
+    If it is compared, the first batch of a pass is recorded for ``first_hash``.
     """
     if isinstance(data, ShardedDataset) and type(data) is not ShardedDataset:
         return PositionedDataset(data, position)
-    first_batch = _FirstBatch()
+    first_batch = SharedNumber()
     if _takes_epoch(data):
         known: dict[int, ShardedDataset] = {}
 
         def of_epoch(epoch: int) -> ShardedDataset:
             if epoch not in known:
                 known.clear()
-                batches = first_batch.record(to_dataset(data(epoch)))
+                batches = _record_first(to_dataset(data(epoch)), first_batch)
                 known[epoch] = distribute_dataset(batches, strategy)
             return known[epoch]
 
@@ -157,7 +143,7 @@ def position_data(
             "repeat(), concatenate() or another shuffle, or with a tf.random.Generator. Make it a "
             "function of the epoch: data=lambda epoch: dataset.shuffle(n, seed=epoch).batch(size)."
         )
-    recorded = first_batch.record(batches) if is_compared else batches
+    recorded = _record_first(batches, first_batch) if is_compared else batches
     is_distributed = isinstance(data, ShardedDataset)
     whole = (
         data.with_batches(recorded) if is_distributed else distribute_dataset(recorded, strategy)
@@ -176,40 +162,12 @@ def _takes_epoch(data: Any) -> bool:
     return len(needed) == 1 and needed[0].kind is not inspect.Parameter.VAR_POSITIONAL
 
 
-class _FirstBatch:
-    """Hash of the first batch that a pass yields."""
+def _record_first(batches: tf.data.Dataset[Any], first: SharedNumber) -> tf.data.Dataset[Any]:
+    """Returns the same batches; a hash of the first is stored when it is read."""
 
-    def __init__(self) -> None:
-        # Unlike a variable, a table is the same object inside and outside the scope of a strategy.
-        self._table = tf.lookup.experimental.MutableHashTable(tf.int64, tf.int64, _NONE)
+    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+    def record(number: Any, batch: Any) -> Any:
+        stored = tf.cond(number == 0, lambda: tf.group(first.write(digest(batch))), tf.no_op)
+        return with_dependencies([stored], batch)
 
-    def record(self, batches: tf.data.Dataset[Any]) -> tf.data.Dataset[Any]:
-        """Returns the same batches; the first is recorded when it is read."""
-
-        def record_first(number: Any, batch: Any) -> Any:
-            def insert() -> Any:
-                return tf.group(self._table.insert(number, _hash_of(batch)))
-
-            return with_dependencies([tf.cond(number == 0, insert, tf.no_op)], batch)
-
-        return batches.enumerate().map(tf.autograph.experimental.do_not_convert(record_first))
-
-    def hash(self) -> int | None:
-        found = int(self._table.lookup(tf.constant(0, tf.int64)))
-        return None if found == _NONE else found
-
-    def clear(self) -> None:
-        self._table.remove(tf.constant([0], tf.int64))
-
-
-def _hash_of(batch: Any) -> Any:
-    """Returns a hash of the shape and some rows of each tensor."""
-    parts = []
-    for leaf in tf.nest.flatten(batch, expand_composites=True):
-        if leaf is not None:
-            if leaf.shape.rank:
-                stride = tf.maximum(tf.shape(leaf)[0] // _SAMPLED_ROWS, 1)
-                parts.append(tf.io.serialize_tensor(tf.shape(leaf)))
-                leaf = leaf[::stride]
-            parts.append(tf.io.serialize_tensor(leaf))
-    return tf.strings.to_hash_bucket_fast(tf.strings.join(parts), 2**62)
+    return batches.enumerate().map(record)

@@ -14,15 +14,19 @@ from tfmultigpu.data import partition
 from tfmultigpu.data.batch_format import as_data_error
 from tfmultigpu.data.consistency import compared_over_workers
 from tfmultigpu.data.cut import Cut, check_batched, components_of
-from tfmultigpu.data.examples import examples_of
 from tfmultigpu.data.passes import read_over
-from tfmultigpu.data.preprocessing import OwnRows, Preprocessing, divide_own_rows, takes_seed
-from tfmultigpu.data.seeds import draw_seed
+from tfmultigpu.data.preprocessing import (
+    OwnRows,
+    Preprocessing,
+    divide_own_rows,
+    draw_seed,
+    takes_seed,
+)
 from tfmultigpu.data.shares import replica_shares
-from tfmultigpu.data.sources import to_dataset
+from tfmultigpu.data.sources import to_dataset, to_examples
 from tfmultigpu.errors import DataError
 from tfmultigpu.strategies.marked_runs import keep_offsets_of_runs
-from tfmultigpu.strategies.scopes import check_strategy, current_strategy
+from tfmultigpu.strategies.scopes import current_strategy
 from tfmultigpu.strategies.topology import local_replicas
 from tfmultigpu.types import Strategy
 
@@ -45,47 +49,39 @@ def distribute_dataset(
     sees one example on the first replicas and none on the others, as TensorFlow cuts. The steps of
     this library compute such a batch whole on every replica, and count each example once.
 
-    Under several workers every worker runs the same pipeline and takes its examples of each batch.
-    So the dataset must yield the same batches on all of them: give ``shuffle`` a seed. Under a
-    strategy of ``create_strategy`` the workers compare the batches they read.
+    Several workers run the same pipeline, and each takes its examples of each batch. So the dataset
+    must yield the same batches on all of them: give ``shuffle`` a seed. Workers compare them.
 
     Args:
         dataset: A ``tf.data.Dataset`` of *global* batches in any nested structure (dict, tuple,
-            dense, ragged, sparse); a function without arguments that returns a fresh generator of
-            batches; arrays (one, or a tuple or dict of them, or a list of them for several inputs)
-            with ``batch_size``, not shuffled; or what else Keras reads in batches, such as a
-            ``keras.utils.PyDataset`` or a torch ``DataLoader``.
+            dense, ragged, sparse); a function that returns a fresh generator of batches; arrays
+            (one, a tuple or dict of them, or a list of several inputs) with ``batch_size``, not
+            shuffled; or a ``keras.utils.PyDataset`` or torch ``DataLoader``.
         strategy: The strategy; None: ``tf.distribute.get_strategy()``.
         batch_size: Examples of a global batch, for arrays and ``preprocess`` only.
-        shares: Relative share of each global batch per replica, positive, such as ``(3, 1)`` or
-            the result of ``plan_shares``. None: equal shares.
+        shares: Relative share of each replica, such as ``(3, 1)`` or the result of ``plan_shares``.
         small_batches: A batch with fewer examples than replicas, in a loop of your own:
             ``"partition"``, or ``"copy"`` for layers that crash or give NaN without examples, such
             as convolution and batch normalization. Every replica then holds all examples, and each
             counts ``row_weight(batch)``.
         prefetch_to_device: Copy shards to the replicas ahead of time. None: if a replica is not on
-            a CPU, except with finite data over several workers: TensorFlow would then ask all of
-            them at each step for more data.
+            a CPU, except with finite data over several workers.
         preprocess: A function ``f(example)`` or ``f(example, seed)`` that makes an example ready,
             as in ``tf.data``'s ``map``. ``dataset`` then yields single examples that cost little (a
-            file name, a record), or is an object with ``len(dataset)`` and ``dataset[i]``. Batches
-            of ``batch_size`` are formed of them, and each process reads (if by number) and
-            preprocesses its own rows alone, in parallel. ``seed`` is an int64 tensor of shape
-            ``[2]`` for ``tf.random.stateless_*`` and ``tf.image.stateless_*``. It follows from the
-            seed of the run, the number of the pass and that of the row in it, so it is the same on
-            any number of replicas and workers.
+            number, a file name, a record). Batches of ``batch_size`` are formed of them, and each
+            process preprocesses its own rows alone, in parallel. ``seed`` is an int64 tensor of
+            shape ``[2]`` for the ``stateless`` functions of TensorFlow. It follows from the seed of
+            the run and the numbers of the pass and of the row, on any number of replicas.
         seed: The seed of the run for ``preprocess``. None: ``keras.utils.set_random_seed`` decides.
 
     Returns:
         A re-iterable of shards. Each item has the structure of the dataset's elements and goes to
-        ``step(batch)`` or ``strategy.run(fn, args=(batch,))``. Its ``iter()`` goes to
-        ``step.run(iterator, steps)``, and ``next(iterator)`` and ``for batch in data`` also work
-        inside a ``tf.function``.
+        ``step(batch)`` or ``strategy.run(fn, args=(batch,))``, its ``iter()`` to ``step.run``.
+        ``next(iterator)`` and ``for batch in data`` also work inside a ``tf.function``.
 
     Raises:
         DataError: The dataset is unbatched, already distributed, one-shot, or not data; or its
             tensors differ in their number of rows. Later: the workers read different data.
-            With ``preprocess``: there is no ``batch_size``, or no examples.
 
     Example:
         >>> import numpy as np, tfmultigpu as tmg
@@ -95,7 +91,6 @@ def distribute_dataset(
         [4, 4, 2]
     """
     strategy = current_strategy(strategy, "distribute_dataset")
-    check_strategy(strategy)
     if small_batches not in ("partition", "copy"):
         raise DataError(
             f"small_batches must be 'partition' or 'copy'. Received: {small_batches!r}. A loop of "
@@ -110,25 +105,20 @@ def distribute_dataset(
                 "batch_size=None. Write tmg.distribute_dataset(source, batch_size=64, "
                 "preprocess=f)."
             )
-        examples = examples_of(dataset)
         batch_size = check_count("batch_size", batch_size, error=DataError)
-        batches = examples.elements.batch(batch_size)
+        batches = to_examples(dataset).batch(batch_size)
         if seed is None:
             seed = draw_seed(strategy) if takes_seed(preprocess) else 0
-        seed = check_count("seed", seed, -(2**63), error=DataError)
-        preprocessing = Preprocessing(preprocess, seed, examples)
-    elif seed is None:
-        batches = to_dataset(dataset, batch_size)
+        preprocessing = Preprocessing(preprocess, check_count("seed", seed, -(2**63)))
+    elif seed is not None:
+        raise DataError(f"seed is for preprocess, which is missing. Received: seed={seed!r}.")
     else:
-        raise DataError(
-            f"seed is for preprocess. Received: seed={seed!r} and no preprocess. Write "
-            "preprocess=f, or leave it out."
-        )
+        batches = to_dataset(dataset, batch_size)
     check_batched(batches.element_spec)
-    copies = small_batches == "copy"
     return ShardedDataset(
-        batches, strategy, whole_shares, prefetch_to_device, preprocessing, copies=copies
-    )
+        batches, strategy, whole_shares, prefetch_to_device, preprocessing,
+        copies=small_batches == "copy",
+    )  # fmt: skip
 
 
 def row_weight(batch: Any, strategy: tf.distribute.Strategy | None = None) -> tf.Tensor:
@@ -143,8 +133,7 @@ def row_weight(batch: Any, strategy: tf.distribute.Strategy | None = None) -> tf
         strategy: The strategy of the dataset; None: ``tf.distribute.get_strategy()``.
 
     Returns:
-        A float64 scalar: 1, or ``1 / replicas`` if each replica holds all rows: a batch with fewer
-        rows than replicas, of ``distribute_dataset(..., small_batches="copy")``.
+        A float64 scalar: 1, or ``1 / replicas`` if each replica holds all rows.
 
     Raises:
         DataError: ``distribute_dataset`` did not cut the batch, or it was passed into a
@@ -156,7 +145,7 @@ def row_weight(batch: Any, strategy: tf.distribute.Strategy | None = None) -> tf
         >>> [float(tmg.data.row_weight(batch)) for batch in data]
         [1.0, 1.0]
     """
-    strategy = tf.distribute.get_strategy() if strategy is None else strategy
+    strategy = current_strategy(strategy, "row_weight")
     if strategy.num_replicas_in_sync == 1:
         return tf.ones([], tf.float64)
     offsets = partition.marked_offsets(batch)
@@ -178,10 +167,6 @@ def should_prefetch(element_spec: Any, strategy: tf.distribute.Strategy) -> bool
         isinstance(spec, tf.TensorSpec) and spec.dtype != tf.string
         for spec in components_of(element_spec)
     )
-
-
-class _UnknownLengthError(DataError, TypeError):
-    """A dataset has no known length: Python's ``list`` goes on after a TypeError alone."""
 
 
 class ShardedDataset(tf.distribute.DistributedDataset):  # type: ignore[misc]
@@ -208,15 +193,8 @@ class ShardedDataset(tf.distribute.DistributedDataset):  # type: ignore[misc]
     ) -> None:
         """Use ``distribute_dataset`` instead, which checks its arguments.
 
-        Args:
-            batches: The global batches.
-            strategy: The strategy the shards are for.
-            shares: Relative share of each replica, integers.
-            prefetch_to_device: See ``distribute_dataset``.
-            preprocessing: The preprocessing of rows, or None.
-            skip: With preprocessing, batches to leave out at the beginning of a pass.
-            elements: The batches, cut already; used if no other workers compare the batches.
-            copies: Whether loops of users are given copies of small batches.
+        With preprocessing a pass leaves out ``skip`` batches. ``elements`` are the batches, cut
+        already, used if no other workers compare them; ``copies`` is as for ``Cut``.
         """
         self.batches, self.strategy, self.shares = batches, strategy, shares
         self.preprocessing = preprocessing
@@ -225,7 +203,7 @@ class ShardedDataset(tf.distribute.DistributedDataset):  # type: ignore[misc]
         has_workers = len(local) < strategy.num_replicas_in_sync
         spec: Any = batches.element_spec
         if preprocessing is not None:
-            own: Any = preprocessing.compared(batches, strategy)
+            own: Any = compared_over_workers(batches, strategy)
             own = preprocessing.own_rows(own, shares, local, skip)
             spec = own.element_spec.batch
         if prefetch_to_device is None:
@@ -236,7 +214,15 @@ class ShardedDataset(tf.distribute.DistributedDataset):  # type: ignore[misc]
         keep_offsets_of_runs(strategy)
         # tf.data cuts in its own thread while the previous step runs.
         if preprocessing is not None:
-            elements = own.map(self._divide if self._cut.is_needed else _batch_of)
+            cut = self._cut
+
+            @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+            def divide(own: OwnRows) -> Any:
+                if not cut.is_needed:
+                    return own.batch
+                return cut.flatten(*divide_own_rows(own, shares, local))
+
+            elements = own.map(divide)
         elif elements is None or has_workers:
             elements = compared_over_workers(batches, strategy)
             elements = elements.map(self._cut.function) if self._cut.is_needed else elements
@@ -250,7 +236,7 @@ class ShardedDataset(tf.distribute.DistributedDataset):  # type: ignore[misc]
     def __iter__(self) -> ShardIterator:
         """Begins a new pass over the data."""
         if self.preprocessing is not None:
-            self.preprocessing.passes.begin_next()
+            self.preprocessing.begin_pass()
         return ShardIterator(iter(self._source), self._cut)
 
     def with_batches(self, batches: tf.data.Dataset[Any], skip: int = 0) -> ShardedDataset:
@@ -261,11 +247,7 @@ class ShardedDataset(tf.distribute.DistributedDataset):  # type: ignore[misc]
         )  # fmt: skip
 
     def iterate_from(self, batch: int) -> tuple[ShardIterator, int]:
-        """Begins a new pass at one of its batches; nothing before it is preprocessed.
-
-        Returns:
-            The iterator, and how many batches were passed over: fewer if there are no more.
-        """
+        """Begins a new pass at one of its batches; also returns how many were passed over."""
         if self.preprocessing is None or not batch:
             iterator = ShardedDataset.__iter__(self)
             return iterator, read_over(iterator.source, batch)
@@ -277,19 +259,8 @@ class ShardedDataset(tf.distribute.DistributedDataset):  # type: ignore[misc]
         return self._cardinality
 
     def __len__(self) -> int:
-        """Returns the number of global batches in a pass.
-
-        Raises:
-            DataError: The number is unknown or infinite.
-        """
-        if self._cardinality < 0:
-            infinite = self._cardinality == tf.data.INFINITE_CARDINALITY
-            raise _UnknownLengthError(
-                f"The number of batches is {'infinite' if infinite else 'unknown in advance'}. "
-                "Count steps instead, for example with step.run(iterator, steps), or set it with "
-                "dataset.apply(tf.data.experimental.assert_cardinality(n))."
-            )
-        return self._cardinality
+        """Returns the number of global batches in a pass; TypeError if unknown or infinite."""
+        return len(self.batches)
 
     @property
     def element_spec(self) -> Any:
@@ -298,7 +269,7 @@ class ShardedDataset(tf.distribute.DistributedDataset):  # type: ignore[misc]
 
     def reduce(self, initial_state: Any, reduce_func: Callable[[Any, Any], Any]) -> Any:
         """Runs ``state = reduce_func(state, batch)`` over a pass; ``for`` in a graph calls it."""
-        begun = None if self.preprocessing is None else self.preprocessing.passes.begin_next()
+        begun = None if self.preprocessing is None else self.preprocessing.begin_pass()
         with warnings.catch_warnings(), tf.control_dependencies([] if begun is None else [begun]):
             # TensorFlow warns about its own call on its own dataset; the user cannot change it.
             warnings.filterwarnings("ignore", "To make it possible to preserve tf.data options")
@@ -316,15 +287,6 @@ class ShardedDataset(tf.distribute.DistributedDataset):  # type: ignore[misc]
         )
         return state
 
-    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
-    def _divide(self, own: OwnRows) -> tuple[Any, ...]:
-        return self._cut.flatten(*divide_own_rows(own, self.shares, self._cut.local))
-
-
-@tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
-def _batch_of(own: OwnRows) -> Any:
-    return own.batch
-
 
 @dataclasses.dataclass(eq=False)
 class ShardIterator(Iterator[Any]):
@@ -332,37 +294,14 @@ class ShardIterator(Iterator[Any]):
 
     Attributes:
         source: The underlying TensorFlow iterator.
-        cut: Splits the elements of ``source``.
+        cut: Makes shards and batches of its elements.
     """
 
     source: Any
     cut: Cut
 
-    @property
-    def strategy(self) -> tf.distribute.Strategy:
-        """The strategy the shards are for."""
-        return self.cut.strategy
-
-    @property
-    def batch_spec(self) -> Any:
-        """Type specs of a global batch."""
-        return self.cut.element_spec
-
-    @property
-    def split_key(self) -> Any:
-        """Comparable value on which ``split`` depends, besides its argument."""
-        return self.cut
-
-    def split(self, element: Any) -> tuple[list[Any], Any]:
-        """Returns the local shards of an element of ``source``, and the offsets of all shards."""
-        return self.cut.split(element)
-
     def __iter__(self) -> ShardIterator:
-        """Returns itself.
-
-        Raises:
-            DataError: Inside a ``tf.function``, in which a ``for`` over an iterator never ends.
-        """
+        """Returns itself; in a ``tf.function``, where a ``for`` over it never ends, raises."""
         if tf.inside_function():
             raise DataError(
                 "A for loop over an iterator inside a tf.function would be unrolled forever. Write "

@@ -39,7 +39,10 @@ def plan_shares(global_batch_size: int, capacities: Sequence[float]) -> tuple[in
         (48, 16)
     """
     rows = check_count("global_batch_size", global_batch_size, error=DataError)
-    exact = [_fraction(capacity) for capacity in _checked(capacities)]
+    exact = [
+        Fraction(int(number) if isinstance(number, Integral) else float(number))
+        for number in _checked(capacities)
+    ]
     replicas = range(len(exact))
     if rows < len(exact):
         largest = sorted(replicas, key=lambda i: (-exact[i], i))[:rows]
@@ -61,51 +64,27 @@ def plan_shares(global_batch_size: int, capacities: Sequence[float]) -> tuple[in
 
 
 def replica_shares(shares: Sequence[float] | None, replicas: int) -> tuple[int, ...]:
-    """Returns the relative share of each replica as integers; None means equal shares.
-
-    Integers are kept in lowest terms. Other shares, and integers that sum to more than 2**20 then,
-    are rounded to one part in 2**20.
-    """
+    """Returns the relative share of each replica as small integers; None means equal shares."""
     if shares is None:
         return (1,) * replicas
     shares = _checked(shares, replicas)
-    if all(float(share).is_integer() for share in shares):
-        whole = [int(share) for share in shares]
-        common = math.gcd(*whole)
-        if sum(whole) <= common * _PARTS:
-            return tuple(share // common for share in whole)
+    if all(float(share).is_integer() for share in shares) and sum(shares) <= _PARTS:
+        return tuple(int(share) for share in shares)
     return plan_shares(_PARTS, shares)
 
 
 def _checked(shares: Any, replicas: int | None = None) -> tuple[Any, ...]:
     """Checks that there is one positive finite number per replica."""
     numbers = tuple(shares) if isinstance(shares, Iterable) else ()
-    if not numbers or len(numbers) != (replicas or len(numbers)):
-        raise DataError(
-            f"There must be one positive number per replica. Received: {shares!r}, "
-            f"{len(numbers)} numbers" + ("." if replicas is None else f" for {replicas} replicas.")
-        )
-    for i, share in enumerate(numbers):
-        if not _is_finite(share) or share < 0:
-            raise DataError(
-                f"A share is a positive, finite number. Received: {share!r} in {numbers}."
-            )
-        if share == 0:
-            raise DataError(
-                f"Replica {i} would get no examples and still slow down every step. Received: "
-                f"{numbers}. Leave its device out of the strategy: "
-                "tmg.create_strategy(devices=[...]) with the other devices."
-            )
-    return numbers
-
-
-def _is_finite(number: Any) -> bool:
     try:
-        return math.isfinite(number)
+        is_right = numbers and all(math.isfinite(share) and share > 0 for share in numbers)
     except (TypeError, OverflowError):
-        return False
-
-
-def _fraction(number: Any) -> Fraction:
-    """Returns a Python or NumPy number as a fraction, without rounding."""
-    return Fraction(int(number) if isinstance(number, Integral) else float(number))
+        is_right = False
+    if not is_right or len(numbers) != (replicas or len(numbers)):
+        wanted = "" if replicas is None else f", for {replicas} replicas"
+        raise DataError(
+            f"Shares are one positive, finite number per replica. Received: {shares!r}, "
+            f"{len(numbers)} numbers{wanted}. A replica without examples would slow down every "
+            "step: leave its device out with tmg.create_strategy(devices=[...])."
+        )
+    return numbers

@@ -1,8 +1,7 @@
-"""Conversion of user data to a ``tf.data.Dataset`` of global batches."""
+"""Conversion of user data to a ``tf.data.Dataset`` of global batches, or of single examples."""
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -12,7 +11,7 @@ import tensorflow as tf
 
 from tfmultigpu import _compat
 from tfmultigpu.arguments import check_count
-from tfmultigpu.data.batch_format import any_rows, count_rows, map_items, tensors_of
+from tfmultigpu.data.batch_format import any_rows, count_rows, tensors_of
 from tfmultigpu.errors import DataError
 
 
@@ -25,19 +24,46 @@ def to_dataset(data: Any, batch_size: int | None = None) -> tf.data.Dataset[Any]
             f"{type(data).__name__}. Give the function that makes it: write "
             "tmg.distribute_dataset(make_batches), not tmg.distribute_dataset(make_batches())."
         )
-    if tf.nest.is_nested(data) or hasattr(data, "__array__"):
-        return _from_arrays(data, batch_size)
     is_dataset = isinstance(data, tf.data.Dataset)
-    passes = data if is_dataset or callable(data) else _compat.passes_of_keras(data)
+    passes: Any = None
+    if is_dataset or callable(data):
+        passes = data
+    elif not _is_arrays(data):
+        passes = _compat.passes_of_keras(data)
     if passes is None:
-        return _from_arrays(data, batch_size)  # Raises.
+        arrays = tensors_of_arrays(data)
+        if batch_size is None:
+            raise DataError(
+                "Arrays need the size of a global batch. Received: batch_size=None. Write "
+                "tmg.distribute_dataset((x, y), batch_size=64)."
+            )
+        batch_size = check_count("batch_size", batch_size, error=DataError)
+        return tf.data.Dataset.from_tensor_slices(arrays).batch(batch_size)
     if batch_size is not None:
         raise DataError(
             f"batch_size is for arrays, and a {type(data).__name__} already yields batches. "
             f"Received: batch_size={batch_size}. Leave it out, and yield global batches: "
             "dataset.batch(batch_size)."
         )
-    return data if is_dataset else _from_passes(_Passes(passes))
+    if isinstance(data, tf.data.Dataset):
+        return data
+    made = _Passes(passes)
+    return tf.data.Dataset.from_generator(made, output_signature=made.spec)
+
+
+def to_examples(source: Any) -> tf.data.Dataset[Any]:
+    """Returns data as a dataset of single examples."""
+    check_not_distributed(source)
+    if isinstance(source, tf.data.Dataset):
+        return source
+    if not _is_arrays(source):
+        raise DataError(
+            "preprocess takes single examples: a tf.data.Dataset of them, or arrays. Received: "
+            f"{type(source).__name__}. Of an object with source[i] give the numbers, "
+            "np.arange(len(source)), and read in preprocess: tf.numpy_function(lambda i: "
+            "source[i], [number], dtype)."
+        )
+    return tf.data.Dataset.from_tensor_slices(tensors_of_arrays(source))
 
 
 def check_not_distributed(data: Any) -> None:
@@ -66,10 +92,8 @@ def tensors_of_arrays(data: Any) -> Any:
             "batches a function that returns it: lambda: it."
         ) from None
     leaves = tensors_of(arrays)
-    if not leaves:
-        raise DataError(f"The data has no arrays. Received: {data!r}. Give (features, labels).")
     shapes = [tuple(leaf.shape) for leaf in leaves]
-    if () in shapes or len({int(count_rows(leaf)) for leaf in leaves}) > 1:
+    if not leaves or () in shapes or len({int(count_rows(leaf)) for leaf in leaves}) > 1:
         raise DataError(
             "Arrays are paired by rows, so each needs one row per example. Received: shapes "
             f"{shapes}."
@@ -77,25 +101,8 @@ def tensors_of_arrays(data: Any) -> Any:
     return arrays
 
 
-def _from_arrays(data: Any, batch_size: int | None) -> tf.data.Dataset[Any]:
-    arrays = tensors_of_arrays(data)
-    if batch_size is None:
-        raise DataError(
-            "Arrays need the size of a global batch. Received: batch_size=None. Write "
-            "tmg.distribute_dataset((x, y), batch_size=64)."
-        )
-    batch_size = check_count("batch_size", batch_size, error=DataError)
-    leaves = tuple(tensors_of(arrays))
-    present = tf.data.Dataset.from_tensor_slices(leaves).batch(batch_size)
-    return present.map(functools.partial(fill, arrays))
-
-
-@tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
-def fill(structure: Any, *tensors: Any) -> Any:
-    """Returns the structure with these tensors as its leaves; a None leaf stays None."""
-    replacements = iter(tensors)
-    leaves = [None if leaf is None else next(replacements) for leaf in tf.nest.flatten(structure)]
-    return tf.nest.pack_sequence_as(structure, leaves)
+def _is_arrays(data: Any) -> bool:
+    return bool(tf.nest.is_nested(data)) or hasattr(data, "__array__")
 
 
 def _array_to_tensor(value: Any) -> Any:
@@ -108,11 +115,14 @@ def _array_to_tensor(value: Any) -> Any:
 
 def _lists_to_tuples(batch: Any) -> Any:
     """Converts lists of arrays to tuples and other lists to arrays; tf.data would stack both."""
-    if isinstance(batch, list):
-        if not any(map(_holds_arrays, batch)):
-            return np.asarray(batch)
-        batch = tuple(batch)
-    return map_items(_lists_to_tuples, batch) if isinstance(batch, (tuple, Mapping)) else batch
+    if isinstance(batch, list) and not any(map(_holds_arrays, batch)):
+        return np.asarray(batch)
+    if isinstance(batch, Mapping):
+        return {name: _lists_to_tuples(item) for name, item in batch.items()}
+    if not isinstance(batch, (list, tuple)):
+        return batch
+    items = map(_lists_to_tuples, batch)
+    return type(batch)(*items) if hasattr(batch, "_fields") else tuple(items)
 
 
 def _holds_arrays(item: Any) -> bool:
@@ -132,22 +142,15 @@ class _Passes:
         """Reads the first two batches, and keeps them for the first pass."""
         self._make = make_batches
         self._first = iter(make_batches())
-        seen = list(itertools.islice(self._first, 2))
+        seen = [_to_tensors_or_arrays(batch) for batch in itertools.islice(self._first, 2)]
         if not seen:
             raise DataError(
                 f"The data yields no batches. Received: {getattr(make_batches, '__name__', '')!r}."
             )
-        first, second = (
-            tf.nest.map_structure(_spec_of, _to_tensors_or_arrays(batch))
-            for batch in (seen[0], seen[-1])
+        first, second = (tf.nest.map_structure(_spec_of, seen[i]) for i in (0, -1))
+        self.spec = tf.nest.map_structure(
+            lambda spec, other: spec.most_specific_common_supertype([other]) or spec, first, second
         )
-        try:
-            self.spec = tf.nest.map_structure(_supertype, first, second)
-        except (TypeError, ValueError):
-            raise DataError(
-                "The batches of the generator differ in their structure or types. Received: "
-                f"{first}, then {second}."
-            ) from None
         self._next_pass: Iterator[Any] | None = itertools.chain(seen, self._first)
 
     def __call__(self) -> Iterator[Any]:
@@ -160,23 +163,18 @@ class _Passes:
                     "The function returns the same iterator each time, so the second pass would "
                     "have no data. Make the generator inside the function."
                 )
-        return (tuple(tensors_of(_to_tensors_or_arrays(batch))) for batch in batches)
+        return map(self._checked, batches)
 
-
-def _supertype(first: Any, second: Any) -> Any:
-    if first is None and second is None:
-        return None
-    spec = first.most_specific_common_supertype([second])
-    if spec is None:
-        raise TypeError(f"{first} and {second} have nothing in common")
-    return spec
-
-
-def _from_passes(passes: _Passes) -> tf.data.Dataset[Any]:
-    present = tf.data.Dataset.from_generator(
-        passes, output_signature=tuple(tensors_of(passes.spec))
-    )
-    return present.map(functools.partial(fill, passes.spec))
+    def _checked(self, batch: Any) -> Any:
+        """Returns a batch; TensorFlow would convert one of another type, and drop fractions."""
+        batch = _to_tensors_or_arrays(batch)
+        for spec, leaf in zip(tf.nest.flatten(self.spec), tf.nest.flatten(batch), strict=False):
+            if getattr(spec, "dtype", None) != getattr(leaf, "dtype", None):
+                raise DataError(
+                    "The batches of the generator differ in their types. Received: "
+                    f"{leaf!r}, after {spec}."
+                )
+        return batch
 
 
 def _to_tensors_or_arrays(batch: Any) -> Any:
@@ -187,4 +185,5 @@ def _to_tensors_or_arrays(batch: Any) -> Any:
 
 
 def _spec_of(leaf: Any) -> Any:
-    return None if leaf is None else any_rows(tf.type_spec_from_value(leaf))
+    spec = tf.type_spec_from_value(leaf)
+    return spec if leaf is None else any_rows(spec)

@@ -78,11 +78,6 @@ def limit_memory(limits: Mapping[str, int]) -> None:
     Example:
         >>> limit_memory({gpu.name: 8 * 1024**3 for gpu in list_devices("GPU")})
     """
-    if not isinstance(limits, Mapping):
-        raise TypeError(
-            "limit_memory takes the bytes of each GPU by its name. Received: "
-            f'limits={limits!r}. Write tmg.limit_memory({{"GPU:0": 8 * 1024**3}}).'
-        )
     call = f"limit_memory({dict(limits)!r})"
     config: Any = tf.config
     visible = _by_name(config.get_visible_devices())
@@ -161,7 +156,7 @@ def _by_name(devices: Sequence[Any]) -> dict[str, Any]:
 
 def _resolve(asked: Any, existing: Mapping[str, Any]) -> tuple[str, ...]:
     """Returns the names asked for; the error says why there are no more GPUs."""
-    return resolve_devices(asked, tuple(existing), str(why_no_more_gpus() or ""))
+    return resolve_devices(asked, tuple(existing), why_no_more_gpus())
 
 
 def _checked_sizes(

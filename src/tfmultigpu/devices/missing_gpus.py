@@ -3,32 +3,21 @@
 from __future__ import annotations
 
 import os
-from typing import Any, NamedTuple
+from typing import Any
 
 import tensorflow as tf
 
 from tfmultigpu.devices.names import listed, parse_device_name
 
-_UNSET = "Unset CUDA_VISIBLE_DEVICES before Python starts."
 _INSTALL = (
-    "If there should be a GPU, nvidia-smi must list it, and TensorFlow needs its libraries: "
-    "pip install 'tensorflow[and-cuda]'. python -m tfmultigpu doctor looks further."
+    "if there should be a GPU, nvidia-smi must list it, and TensorFlow needs its libraries: "
+    "pip install 'tensorflow[and-cuda]'"
 )
+_NAME = "unset it before Python starts, or name GPUs that nvidia-smi -L lists"
 
 
-class MissingGpus(NamedTuple):
-    """The likeliest reason why there are no more GPUs: a clause, and sentences on what to do."""
-
-    reason: str
-    cure: str
-
-    def __str__(self) -> str:
-        """Returns both as sentences."""
-        return f"No more GPUs: {self.reason}. {self.cure}"
-
-
-def why_no_more_gpus() -> MissingGpus | None:
-    """Returns why TensorFlow uses no more GPUs; `None` if it uses all. Starts no device."""
+def why_no_more_gpus() -> str | None:
+    """Returns why TensorFlow uses no more GPUs, and what to do; `None` if it uses all."""
     config: Any = tf.config
     test: Any = tf.test
     physical = config.list_physical_devices("GPU")
@@ -37,19 +26,13 @@ def why_no_more_gpus() -> MissingGpus | None:
     variable = f"CUDA_VISIBLE_DEVICES={shown!r}"
     if hidden:
         names = listed([parse_device_name(gpu.name) for gpu in hidden])
-        return MissingGpus(
-            f"the program hides {names} from TensorFlow",
-            "Remove the call of tf.config.set_visible_devices.",
-        )
+        return f"tf.config.set_visible_devices hides {names}; remove that call"
     if not physical and not test.is_built_with_gpu_support():
-        too, unset = ("", "") if shown is None else (f", and {variable} is set", f"{_UNSET} ")
-        return MissingGpus(f"this TensorFlow is built without GPU support{too}", unset + _INSTALL)
+        too = "" if shown is None else f", and {variable} is set ({_NAME})"
+        return f"this TensorFlow is built without GPU support{too}; {_INSTALL}"
     if shown is None:
-        return None if physical else MissingGpus("TensorFlow finds none", _INSTALL)
+        return None if physical else f"TensorFlow finds none; {_INSTALL}"
     if shown.strip() in ("", "-1", "NoDevFiles"):
-        return MissingGpus(f"{variable} hides every GPU", _UNSET)
-    return MissingGpus(
-        f"{variable} shows only the GPUs that it names, up to the first that does not exist",
-        "Before Python starts, unset it or name GPUs that nvidia-smi -L lists."
-        + ("" if physical else f" {_INSTALL}"),
-    )
+        return f"{variable} hides every GPU; {_NAME}"
+    only = f"{variable} shows only GPUs that it names, up to the first that is missing; {_NAME}"
+    return only if physical else f"{only}; {_INSTALL}"

@@ -32,7 +32,7 @@ def parse_device_name(name: str) -> str:
 
 
 def resolve_devices(
-    asked: int | str | Sequence[str] | None, existing: Sequence[str], cure: str = ""
+    asked: int | str | Sequence[str] | None, existing: Sequence[str], no_gpu: str | None = None
 ) -> tuple[str, ...]:
     """Resolves a request for devices to short names that exist."""
     here = tuple(parse_device_name(name) for name in existing)
@@ -42,14 +42,11 @@ def resolve_devices(
         count = check_count("devices", asked, other="a list of names")
         if count > len(here):
             last = f"{here[0].split(':')[0] if here else 'GPU'}:{count - 1}"
-            raise _not_found(f"{count} devices, but only {len(here)} exist", [last], here, cure)
+            raise _not_found(f"{count} devices, but only {len(here)} exist", [last], here, no_gpu)
         return here[:count]
-    if isinstance(asked, (set, frozenset)):
-        raise TypeError(
-            "devices is a set, so the order of replicas would be random. "
-            f"Write a list: devices={sorted(asked)!r}. Received: devices={asked!r}"
-        )
-    names = tuple(map(parse_device_name, [asked] if isinstance(asked, str) else asked))
+    asked = [asked] if isinstance(asked, str) else asked
+    asked = sorted(asked) if isinstance(asked, (set, frozenset)) else asked  # Sets have no order.
+    names = tuple(map(parse_device_name, asked))
     if not names:
         raise ValueError(
             "devices is an empty list, for which TensorFlow would take every device. Leave "
@@ -63,21 +60,21 @@ def resolve_devices(
         )
     missing = [name for name in names if name not in here]
     if missing:
-        cure = cure if any(name.startswith("GPU:") for name in missing) else ""
         text = f"{listed(names)}, but not here: {listed(missing)}"
-        raise _not_found(text, missing, here, cure)
+        is_gpu = any(name.startswith("GPU:") for name in missing)
+        raise _not_found(text, missing, here, no_gpu if is_gpu else None)
     return names
 
 
 def _not_found(
-    asked: str, missing: Sequence[str], here: Sequence[str], cure: str
+    asked: str, missing: Sequence[str], here: Sequence[str], no_gpu: str | None
 ) -> DeviceNotFoundError:
     text = (
         f"Asked for {asked}. Existing: {listed(here)}. TensorFlow would wait for a missing device "
         "for ever, or use the CPU without a message. "
     )
     text += f"Write {list(here)!r}, or some of these." if here else "Leave devices out."
-    text += f" {cure}" if cure else ""
+    text += f" No more GPUs: {no_gpu}." if no_gpu else ""
     alike = [name for name in here if name.split(":")[0] == missing[0].split(":")[0]]
     if len(alike) == 1:
         parts = 1 + max(int(name.split(":")[1]) for name in missing)

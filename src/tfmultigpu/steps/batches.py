@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -22,19 +22,6 @@ from tfmultigpu.errors import DataError, ScopeError
 from tfmultigpu.steps.failures import explaining_failures
 from tfmultigpu.steps.features import Shards
 from tfmultigpu.strategies.topology import local_replicas
-
-
-@runtime_checkable
-class ShardSource(Protocol):
-    """An iterator that a step can drive from inside a ``tf.function``."""
-
-    source: Any
-    strategy: tf.distribute.Strategy
-    batch_spec: Any
-    split_key: Any
-
-    def split(self, element: Any) -> tuple[list[Any], Any]:
-        """Returns what ``source`` yields as local shards, and their offsets."""
 
 
 class BatchFunction:

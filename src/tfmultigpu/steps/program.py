@@ -17,11 +17,12 @@ import tensorflow as tf
 from typing_extensions import Self
 
 from tfmultigpu.arguments import check_count
+from tfmultigpu.data import ShardIterator
 from tfmultigpu.data.batch_format import count_rows, structure_of
 from tfmultigpu.errors import DataError
 from tfmultigpu.steps.assignments import assign, deferring
 from tfmultigpu.steps.batch_norm import short_sums
-from tfmultigpu.steps.batches import BatchFunction, ShardSource, check_called_from
+from tfmultigpu.steps.batches import BatchFunction, check_called_from
 from tfmultigpu.steps.call_lengths import CallLength
 from tfmultigpu.steps.draws import sharing_seeds
 from tfmultigpu.steps.failures import explaining_failures
@@ -249,7 +250,7 @@ class Program:
 
     def _looped(self, iterator: Any, steps: Any) -> tuple[dict[str, Any], Tallies]:
         source, key, split = self._opened(iterator, steps)
-        spec = iterator.batch_spec if isinstance(iterator, ShardSource) else source.element_spec
+        spec = (iterator.cut if isinstance(iterator, ShardIterator) else source).element_spec
         self.settle(lambda: spec)
         done: Tallies = {name: nothing() for name in self.names}
         inside = ended = tf.inside_function()
@@ -288,7 +289,7 @@ class Program:
     def _opened(self, iterator: Any, steps: Any) -> tuple[Any, Any, Split]:
         """Returns TensorFlow's iterator, what tells its elements apart, and what cuts one."""
         check_called_from(self.strategy)
-        if not isinstance(iterator, (ShardSource, tf.data.Iterator)):
+        if not isinstance(iterator, (ShardIterator, tf.data.Iterator)):
             raise DataError(
                 "step.run takes an iterator, which remembers where it is between calls. Received: "
                 f"{type(iterator).__name__}. Write iterator = "
@@ -296,15 +297,15 @@ class Program:
             )
         if not (tf.is_tensor(steps) and tf.get_static_value(steps) is None):
             check_count("steps", steps, error=ValueError)
-        if not isinstance(iterator, ShardSource):
+        if not isinstance(iterator, ShardIterator):
             return iterator, structure_of(iterator.element_spec), self._function.cut
-        if iterator.strategy is not self.strategy:
+        if iterator.cut.strategy is not self.strategy:
             raise DataError(
-                f"Received: data for {describe(iterator.strategy)}; a step for "
+                f"Received: data for {describe(iterator.cut.strategy)}; a step for "
                 f"{describe(self.strategy)}. Give distribute_dataset and make_train_step the same "
                 "strategy: tmg.distribute_dataset(dataset, strategy)."
             )
-        return iterator.source, iterator.split_key, iterator.split
+        return iterator.source, iterator.cut, iterator.cut.split
 
     def _find(self, kind: Any, split: Split) -> tuple[Any, float]:
         """Returns the compiled loop for a kind of iterator, and the most steps of a call."""

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
-from typing import Any, Literal
+from typing import Any
 
 import tensorflow as tf
 
@@ -18,33 +17,18 @@ from tfmultigpu.strategies.topology import local_replicas, per_replica
 _LARGE = 2**16  # Bytes from which a tensor is sent between workers by itself.
 _MESSAGE = 25 * 10**6  # Bytes from which tensors are sent, while others are still computed.
 
-_forced: ContextVar[str | None] = ContextVar("forced", default=None)
+_forced: bool | None = None  # Tests hold both ways to add to one device.
 
 
 def replicas_share_memory(strategy: tf.distribute.Strategy) -> bool:
     """Returns whether tensors of all replicas are added in memory, not by collectives.
 
     This is the one branch between CPUs and accelerators: replicas on the CPUs of one process share
-    its memory. ``forcing_addition`` takes either side.
+    its memory. A step keeps the way it was traced with.
     """
-    forced = _forced.get()
-    if forced is not None:
-        return forced == "in memory"
     devices = strategy.extended.worker_devices
-    return _is_one_process(strategy) and all("CPU" in device.upper() for device in devices)
-
-
-@contextmanager
-def forcing_addition(way: Literal["in memory", "collective"]) -> Iterator[None]:
-    """Forces one way to add for all steps that are traced on this thread inside the context.
-
-    Tests hold both ways to one device in one process. A step keeps the way it was traced with.
-    """
-    token = _forced.set(way)
-    try:
-        yield
-    finally:
-        _forced.reset(token)
+    share = _is_one_process(strategy) and all("CPU" in device.upper() for device in devices)
+    return share if _forced is None else _forced
 
 
 def sum_over_replicas(
@@ -53,10 +37,9 @@ def sum_over_replicas(
 ) -> list[list[tf.Tensor]]:
     """Adds tensors over all replicas; call in a cross-replica context.
 
-    Replicas that share memory add there: that is the cheapest way, and it leaves TensorFlow's
-    collective groups alone, which a second strategy in one process would break. All others send
-    messages of about 25 MB, the last tensors first: those are gradients of the last layers, which
-    leave while the backward pass computes those of the first.
+    Replicas that share memory add there: that is cheapest, and leaves alone TensorFlow's collective
+    groups, which a second strategy in one process would break. All others send messages of about
+    25 MB, the last tensors first, whose gradients are known first in the backward pass.
     """
     if strategy.num_replicas_in_sync == 1:
         return values
@@ -97,11 +80,7 @@ def _messages(tensors: Sequence[tf.Tensor]) -> list[list[int]]:
 
 @contextmanager
 def refusing_to_meet(error: Exception) -> Iterator[None]:
-    """Raises an error if this replica waits for the others inside the context; replica context.
-
-    In a loop or a compiled function of one replica TensorFlow cannot do that, and says so by an
-    error without a name.
-    """
+    """Raises an error if this replica waits for the others inside the context; replica context."""
     context: Any = tf.distribute.get_replica_context()
     refused: list[bool] = []
 
@@ -145,11 +124,7 @@ def sum_over_workers(
     values: Sequence[tf.Tensor],
     devices: Sequence[str],
 ) -> list[tf.Tensor]:
-    """Adds tensors over the workers, each between the devices of one number; all must call it.
-
-    ``values`` are sums over the replicas of this worker, each on its device, the last one of
-    weights.
-    """
+    """Adds sums of this worker, each on its device, over the workers; all must call it."""
     if _is_one_process(strategy):
         return list(values)
     names = [parse_device_name(device) for device in strategy.extended.worker_devices]

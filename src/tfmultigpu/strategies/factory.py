@@ -6,8 +6,6 @@ would wait for them for an hour or for ever.
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import logging
 import os
 import warnings
@@ -19,15 +17,9 @@ import tensorflow as tf
 from tfmultigpu.devices.configure import devices_started
 from tfmultigpu.devices.discovery import logical_to_physical
 from tfmultigpu.devices.missing_gpus import why_no_more_gpus
-from tfmultigpu.errors import (
-    ClusterError,
-    StrategyFallbackWarning,
-    StrategyUnavailableError,
-    TfMultiGpuError,
-)
+from tfmultigpu.errors import ClusterError, StrategyFallbackWarning, StrategyUnavailableError
 from tfmultigpu.strategies.plan import MachineInfo, StrategyPlan, choose
-from tfmultigpu.strategies.process_state import ClusterDescription, process_state
-from tfmultigpu.strategies.tensorflow_log import leave_out_progress
+from tfmultigpu.strategies.process_state import process_state
 from tfmultigpu.strategies.tpu import NO_TPU, connect_tpu, find_tpu
 from tfmultigpu.types import Communication, Prefer, Strategy
 
@@ -45,12 +37,11 @@ def plan_strategy(
     devices: int | str | Sequence[str] | None = None,
     communication: Communication = "auto",
     *,
-    cluster: ClusterDescription | None = None,
+    cluster: Any = None,
 ) -> StrategyPlan:
     """Returns what ``create_strategy`` would create with the same arguments, and why.
 
-    Starts no device and changes nothing. Calls a TPU address in the environment once. Print the
-    plan to read it.
+    Starts no device and changes nothing. Print the plan to read it.
 
     Example:
         >>> plan_strategy(prefer="one_device").num_replicas
@@ -66,37 +57,34 @@ def create_strategy(
     fallback: bool = True,
     startup_timeout: float = 60.0,
     *,
-    cluster: ClusterDescription | None = None,
+    cluster: Any = None,
 ) -> Strategy:
     """Creates the strategy for the devices of this machine.
 
     The order is: a TPU that answers; the workers of a cluster that the environment describes; all
     GPUs, mirrored; one GPU; the CPU. ``prefer`` starts further down. Several logical CPUs are used
-    only on request. Joining a cluster takes the timer of ``faulthandler.dump_traceback_later``; set
-    your own afterwards.
+    only on request.
 
     Args:
         prefer: ``"auto"``, or ``"tpu"``, ``"multi_worker"``, ``"mirrored"``, ``"one_device"``.
         devices: Names, such as ``["GPU:0", "GPU:1"]``, or a count: of the GPUs if there are any,
-            of the logical CPUs otherwise. None for all. With ``prefer="tpu"`` its address.
+            of the logical CPUs otherwise. None for all.
         communication: How replicas add gradients: ``"auto"``, ``"nccl"``, ``"hierarchical_copy"``,
             ``"one_device"`` (added on one device, then copied), or between workers ``"ring"``.
-        fallback: Whether to take the next in order, with a warning that says why, if this machine
-            cannot do what was requested; else that is an error. A missing device, a wrong cluster
-            and a missing worker always are.
+        fallback: Whether to take the next in order, with a warning, if this machine cannot do what
+            was requested. A missing device or worker and a wrong cluster are always errors.
         startup_timeout: Seconds to wait for the other workers.
-        cluster: The workers, and which of them this is; None to read the environment.
+        cluster: A ``tmg.workers.Cluster``; None to read the environment.
 
     Returns:
         A ``tf.distribute`` strategy. A process may create several, except over several workers.
 
     Raises:
-        ClusterError: The description of the cluster is wrong, a worker is missing, disagrees or
-            cannot start, or this process has joined a cluster before.
+        ClusterError: The description of the cluster is wrong; or a worker is missing, disagrees,
+            cannot start, or has joined before.
         DeviceNotFoundError: A device does not exist.
         StrategyUnavailableError: The arguments contradict each other, or the request is not
             available and ``fallback`` is False.
-        TfMultiGpuError: TensorFlow cannot start the devices with the settings made before.
         ValueError: An argument is not one of the choices.
 
     Example:
@@ -109,49 +97,41 @@ def create_strategy(
             "startup_timeout must be a number of seconds above 0, to wait for the other workers. "
             f"Received: startup_timeout={startup_timeout!r}."
         )
-    if not isinstance(fallback, bool):
-        raise TypeError(f"fallback must be True or False. Received: fallback={fallback!r}.")
-    leave_out_progress()
     facts = _look_around(prefer, devices, cluster)
     plan = choose(facts, prefer, devices, communication)
     _accept(plan, fallback)
-    strategy = None
-    if plan.kind == "tpu":
-        strategy, missing = connect_tpu(facts.tpu)
-        if missing is not None:
-            facts = dataclasses.replace(facts, tpu=missing)
-            plan = choose(facts, prefer, devices, communication)
-            _accept(plan, fallback)
     if facts.tpu.address is not None and facts.tpu.missing is not None:
         _log.warning("No TPU: %s", facts.tpu.missing)
-    if plan.more_gpus and not plan.unmet and not facts.of_kind("GPU"):
-        _log.warning("No GPU. Training runs on %s. %s", ", ".join(plan.devices), plan.more_gpus)
+    counted = devices is None or isinstance(devices, int)
+    if counted and plan.kind != "tpu" and not facts.of_kind("GPU"):
+        where = ", ".join(plan.devices)
+        _log.warning("No GPU. Training runs on %s. No more GPUs: %s", where, facts.no_more_gpus)
     _log.info("%s", plan)
-    if plan.kind == "multi_worker":
-        strategy = _join(plan, startup_timeout)
-    noted: Strategy = process_state.note(strategy or _on_this_machine(plan))
-    return noted
+    names = [f"/device:{name}" for name in plan.devices]
+    strategy: Strategy
+    if plan.kind == "tpu":
+        strategy = connect_tpu(facts.tpu)
+    elif plan.kind == "multi_worker":
+        strategy = _join(facts.cluster, plan, startup_timeout)
+    elif plan.kind == "mirrored":
+        strategy = _distribute.MirroredStrategy(names, _ADDITIONS[plan.communication]())
+    else:
+        strategy = _distribute.OneDeviceStrategy(names[0])
+    return process_state.note(strategy)
 
 
 def _look_around(
-    prefer: str, devices: int | str | Sequence[str] | None, cluster: ClusterDescription | None
+    prefer: str, devices: int | str | Sequence[str] | None, cluster: Any
 ) -> MachineInfo:
     # The add-on is asked for by whoever may train on several workers.
-    from tfmultigpu.addons.workers.cluster import Cluster
     from tfmultigpu.addons.workers.sources import cluster_from_environment, why_no_cluster
 
-    if cluster is not None and not isinstance(cluster, Cluster):
-        raise ClusterError(
-            "cluster must be a tmg.workers.Cluster(workers=[...], index=...). Received: "
-            f"cluster={cluster!r}."
-        )
     if cluster is None and prefer in ("auto", "tpu", "multi_worker"):
         cluster = cluster_from_environment()
     names = logical_to_physical()
     tpu = NO_TPU
-    if prefer == "tpu" or (prefer == "auto" and devices is None):
-        local = any(name.startswith("TPU:") for name in names)
-        tpu = find_tpu(os.environ, devices if prefer == "tpu" else None, local=local)
+    if prefer in ("auto", "tpu") and devices is None:
+        tpu = find_tpu(os.environ, local=any(name.startswith("TPU:") for name in names))
     test: Any = tf.test
     nccl = bool(test.is_built_with_gpu_support()) and os.name == "posix"
     return MachineInfo(names, tpu, cluster, why_no_cluster(), nccl, why_no_more_gpus())
@@ -165,64 +145,29 @@ def _accept(plan: StrategyPlan, fallback: bool) -> None:
     taken = f"{plan.kind} on {', '.join(plan.devices)}, gradients added by {plan.communication}"
     if not fallback:
         raise StrategyUnavailableError(
-            f"{what} Change that argument, or pass fallback=True to run {taken}. {plan.more_gpus}"
+            f"{what} Change that argument, or pass fallback=True to run {taken}."
         )
     warnings.warn(
-        f"{what} Running {taken} instead. Pass fallback=False to get an error. {plan.more_gpus}",
+        f"{what} Running {taken} instead. Pass fallback=False to get an error.",
         StrategyFallbackWarning,
         stacklevel=3,
     )
 
 
-def _on_this_machine(plan: StrategyPlan) -> Strategy:
-    problem = _contradicting_settings()
-    if problem is not None:
-        raise TfMultiGpuError(f"{problem}.")
-    names = [f"/device:{name}" for name in plan.devices]
-    strategy: Strategy
-    try:
-        if plan.kind == "one_device":
-            strategy = _distribute.OneDeviceStrategy(names[0])
-        else:
-            strategy = _distribute.MirroredStrategy(names, _ADDITIONS[plan.communication]())
-    except json.JSONDecodeError as error:
-        raise ClusterError(
-            "TF_CONFIG is not JSON, and TensorFlow reads it for local strategies too. Received: "
-            f"TF_CONFIG={os.environ.get('TF_CONFIG')!r}, {error}. Unset it: "
-            'os.environ.pop("TF_CONFIG").'
-        ) from error
-    return strategy
-
-
-def _join(plan: StrategyPlan, timeout: float) -> Strategy:
+def _join(cluster: Any, plan: StrategyPlan, timeout: float) -> Strategy:
     from tfmultigpu.addons.workers.joining import join
 
     if process_state.cluster is not None:
         raise ClusterError(
-            f"This process has joined a cluster already, as {process_state.cluster}. TensorFlow "
-            "can do that once in a process; a second time it hangs or mixes up the shapes. Keep "
-            "the first strategy and use it again."
+            f"This process has joined a cluster already, as {process_state.cluster}, and "
+            "TensorFlow hangs a second time. Use the first strategy again."
         )
-    problem = _contradicting_settings()
-    if problem is None and devices_started():
+    problem = None
+    if devices_started():
         problem = (
-            "TensorFlow had started its devices before create_strategy, and cannot join a cluster "
-            "after that. The first tensor, variable, dataset, Keras object or strategy starts "
-            "them. Move create_strategy up, directly after the imports"
+            "TensorFlow had started its devices before create_strategy, with the first tensor, "
+            "dataset, Keras object or strategy, and cannot join a cluster after that. Move "
+            "create_strategy up, directly after the imports"
         )
-    cluster: Any = plan.cluster
     strategy: Strategy = join(cluster, plan.devices, plan.communication, timeout, problem)
     return strategy
-
-
-def _contradicting_settings() -> str | None:
-    """Returns why TensorFlow cannot start its devices as they are set; None if it can."""
-    threading: Any = tf.config.threading
-    try:
-        threading.get_inter_op_parallelism_threads()
-    except ValueError as error:
-        return (
-            f"TensorFlow cannot start its devices: {error}. Write tmg.enable_memory_growth(), for "
-            "all GPUs, in place of tf.config.experimental.set_memory_growth for one"
-        )
-    return None

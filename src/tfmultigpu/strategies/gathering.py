@@ -16,59 +16,47 @@ from tfmultigpu.strategies.process_state import explaining_lost_workers
 _SENT = (tf.float16, tf.float32, tf.float64, tf.int32, tf.int64)
 
 
-def gather_rows(strategy: tf.distribute.Strategy, value: Any) -> Any:
-    """Returns the rows of all replicas, in their order, on every worker.
+def gather_rows(strategy: tf.distribute.Strategy, value: Any, *, may_be_empty: bool = False) -> Any:
+    """Returns the rows of all replicas, in their order, on every worker; call it outside ``run``.
 
-    Args:
-        strategy: The strategy; call in its cross-replica context.
-        value: A per-replica value: dense or ragged tensors of any dtype, each with its rows as
-            first axis. Row counts may differ.
+    ``value`` is per replica: dense or ragged tensors of any dtype. Their row counts may differ, and
+    may be zero with ``may_be_empty``.
     """
     first = strategy.experimental_local_results(value)[0]
-    is_ragged = isinstance(first, tf.RaggedTensor)
     with explaining_lost_workers():
-        if not is_ragged and first.dtype in _SENT and first.shape[1:].num_elements() != 0:
+        if isinstance(first, tf.RaggedTensor):
+            ragged: Any = tf.RaggedTensor
+            parts = strategy.run(lambda r: [r.flat_values, *r.nested_row_lengths()], args=(value,))
+            flat, *lengths = [gather_rows(strategy, part, may_be_empty=True) for part in parts]
+            return ragged.from_nested_row_lengths(flat, lengths)
+        may_be_empty = may_be_empty or first.shape[1:].num_elements() == 0
+        if first.dtype in _SENT and not may_be_empty:
             return strategy.gather(value, axis=0)
-        parts = _gather_bytes(strategy, value, first.ragged_rank + 1 if is_ragged else 1)
-        flat, *lengths = [tf.concat(part, axis=0) for part in parts]
-        ragged: Any = tf.RaggedTensor
-        return ragged.from_nested_row_lengths(flat, lengths) if is_ragged else flat
-
-
-def _gather_bytes(strategy: tf.distribute.Strategy, value: Any, count: int) -> list[list[Any]]:
-    """Gathers the components of a value, each of all replicas."""
-    first = strategy.experimental_local_results(value)[0]
-
-    def components(one: Any) -> list[Any]:
-        ragged = isinstance(one, tf.RaggedTensor)
-        return [one.flat_values, *one.nested_row_lengths()] if ragged else [one]
-
-    def write(one: Any) -> tuple[Any, Any]:
+        texts = strategy.run(_as_numbers, args=(value,))
+        numbers, sizes = (strategy.gather(part, axis=0) for part in texts)
         with tf.device("CPU:0"):
-            texts = tf.stack([tf.io.serialize_tensor(part) for part in components(one)])
-            sizes = tf.strings.length(texts)
-            whole = tf.strings.join([tf.strings.reduce_join(texts), "\0\0\0"])
-            whole = tf.strings.substr(whole, 0, tf.reduce_sum(sizes) + 3 & -4)
-            return tf.io.decode_raw(whole, tf.int32), sizes
+            sent = tf.numpy_function(_texts, [numbers, sizes], tf.string, stateful=False)
+            parsed = [
+                tf.io.parse_tensor(sent[r], first.dtype)
+                for r in range(strategy.num_replicas_in_sync)
+            ]
+            rows = tf.concat(parsed, axis=0)
+            rows.set_shape([None, *first.shape[1:]])
+            return rows
 
-    def read(numbers: Any, sizes: Any) -> Any:
-        """Cuts what came from all replicas into the texts that were sent; a row each."""
-        texts, data, at = [], numbers.tobytes(), 0
-        for own in sizes.reshape(-1, count):
-            ends = at + np.cumsum(own)
-            texts.append([data[end - size : end] for end, size in zip(ends, own, strict=True)])
-            at = (ends[-1] + 3) // 4 * 4
-        return np.array(texts, object)
 
-    numbers, sizes = (strategy.gather(part, axis=0) for part in strategy.run(write, args=(value,)))
-    replicas = strategy.num_replicas_in_sync
+def _as_numbers(tensor: Any) -> tuple[Any, Any]:
+    """Returns a tensor as text, in whole int32 numbers, and the length of that text."""
     with tf.device("CPU:0"):
-        texts = tf.numpy_function(read, [numbers, sizes], tf.string, stateful=False)
-        texts.set_shape([replicas, count])
-        gathered = []
-        for c, part in enumerate(components(first)):
-            parsed = [tf.io.parse_tensor(texts[r, c], part.dtype) for r in range(replicas)]
-            for one in parsed:
-                one.set_shape([None, *part.shape[1:]])
-            gathered.append(parsed)
-    return gathered
+        text = tf.io.serialize_tensor(tensor)
+        size = tf.strings.length(text)
+        padded = tf.strings.substr(tf.strings.join([text, "\0\0\0"]), 0, size + 3 & -4)
+        return tf.io.decode_raw(padded, tf.int32), size[None]
+
+
+def _texts(numbers: Any, sizes: Any) -> Any:
+    """Returns the text of each replica."""
+    ends = np.cumsum((sizes + 3) // 4 * 4)
+    data = numbers.tobytes()
+    starts = [0, *ends[:-1]]
+    return np.array([data[at : at + size] for at, size in zip(starts, sizes, strict=True)], object)

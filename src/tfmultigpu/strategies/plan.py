@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, get_args
+from typing import Any, NamedTuple, get_args
 
-from tfmultigpu.devices.missing_gpus import MissingGpus
 from tfmultigpu.devices.names import listed, resolve_devices
 from tfmultigpu.errors import StrategyUnavailableError
-from tfmultigpu.strategies.process_state import ClusterDescription
 from tfmultigpu.strategies.tpu import NO_TPU, Tpu
 from tfmultigpu.types import Communication, Prefer
 
 COMMUNICATIONS: tuple[str, ...] = get_args(Communication)
+_ADDITIONS_OF_ONE_PROCESS = ("nccl", "one_device", "hierarchical_copy")
 _Names = tuple[str, ...] | None
 
 
@@ -23,23 +22,18 @@ class MachineInfo:
 
     devices: Mapping[str, str]  # The physical device of each logical device, in order.
     tpu: Tpu = NO_TPU
-    cluster: ClusterDescription | None = None
+    cluster: Any = None  # A ``Cluster`` of the workers add-on.
     no_cluster: str = "TF_CONFIG is not set"  # Why no cluster is described.
     nccl: bool = True
-    missing_gpus: MissingGpus | None = None  # None if all GPUs of the machine are used.
+    no_more_gpus: str | None = None  # Why TensorFlow uses no more GPUs; None if it uses all.
 
     def of_kind(self, kind: str) -> tuple[str, ...]:
         """Returns the logical devices of a kind."""
         return tuple(name for name in self.devices if name.startswith(f"{kind}:"))
 
-    def shared(self, devices: Sequence[str]) -> bool:
-        """Returns whether two of the devices are parts of one physical device."""
-        return len({self.devices[name] for name in devices}) < len(devices)
-
     def explained(self, statement: str) -> str:
         """Adds to a statement about GPUs why there are no more, if that is known."""
-        missing = self.missing_gpus
-        return statement if missing is None else f"{statement}: {missing.reason}"
+        return f"{statement}: {self.no_more_gpus}" if self.no_more_gpus else statement
 
 
 @dataclass(frozen=True)
@@ -55,8 +49,6 @@ class StrategyPlan:
         communication: How the strategy adds over replicas; ``"none"`` for one replica.
         communication_reason: Why this way.
         unmet: The requests that this machine cannot meet, each with its reason.
-        more_gpus: Why there are no more GPUs and what to do, if somebody may wonder.
-        cluster: The cluster that is described, if any.
     """
 
     kind: str
@@ -67,14 +59,11 @@ class StrategyPlan:
     communication: str
     communication_reason: str
     unmet: tuple[str, ...] = ()
-    more_gpus: str = ""
-    cluster: ClusterDescription | None = None
 
     def __str__(self) -> str:
         """Returns the plan, one line for each question about it."""
-        count = "a replica on each core of" if self.num_replicas is None else "1 replica on"
-        if self.num_replicas not in (None, 1):
-            count = f"{self.num_replicas} replicas on"
+        count = f"{self.num_replicas} replica{'' if self.num_replicas == 1 else 's'} on"
+        count = "a replica on each core of" if self.num_replicas is None else count
         lines = [
             f"{self.kind}: {count} {listed(self.devices)}",
             f"  because {self.reason}",
@@ -82,7 +71,6 @@ class StrategyPlan:
         ]
         lines += [f"  not {kind}: {why}" for kind, why in self.rejected.items()]
         lines += [f"  requested but unavailable: {what}" for what in self.unmet]
-        lines += [f"  {self.more_gpus}"] if self.more_gpus else []
         return "\n".join(lines)
 
 
@@ -92,11 +80,6 @@ class _Offer(NamedTuple):
     reason: str
 
 
-class _No(NamedTuple):
-    why: str
-    unmet: bool = True  # False if who asked for this kind means the next one.
-
-
 def choose(
     facts: MachineInfo,
     prefer: str = "auto",
@@ -104,9 +87,16 @@ def choose(
     communication: str = "auto",
 ) -> StrategyPlan:
     """Chooses the strategy by the arguments of ``create_strategy``; pure."""
-    _check("prefer", prefer, get_args(Prefer))
-    _check("communication", communication, COMMUNICATIONS)
-    names = None if prefer == "tpu" else _named_devices(facts, devices)
+    for name, value, choices in (
+        ("prefer", prefer, get_args(Prefer)),
+        ("communication", communication, COMMUNICATIONS),
+    ):
+        if value not in choices:
+            raise ValueError(
+                f"{name} must be one of {', '.join(choices)}. Received: {name}={value!r}. "
+                'Write "auto", and name devices in devices=["GPU:0", "GPU:1"].'
+            )
+    names = _named_devices(facts, devices)
     chosen: tuple[str, _Offer] | None = None
     rejected: dict[str, str] = {}
     unmet: list[str] = []
@@ -118,30 +108,15 @@ def choose(
         elif isinstance(answer := offer(facts, prefer, names), _Offer):
             chosen = kind, answer
         else:
-            rejected[kind] = answer.why
-            if kind == prefer and answer.unmet:
-                unmet.append(f"prefer={prefer!r}: {answer.why}")
+            rejected[kind] = answer
+            if kind == prefer:
+                unmet.append(f"prefer={prefer!r}: {answer}")
     assert chosen is not None, "one device is always there"
     kind, taken = chosen
     way, why, refused = _addition(kind, communication, taken.devices, facts)
     if refused is not None:
         unmet.append(f"communication={communication!r}: {refused}")
-    few = kind != "tpu" and (len(taken.devices) == 1 or taken.devices[0].startswith("CPU:"))
-    counted = devices is None or isinstance(devices, int)
-    more_gpus = str(facts.missing_gpus or "") if few and counted else ""
-    told = tuple(unmet), more_gpus, facts.cluster
-    return StrategyPlan(kind, *taken, rejected, way, why, *told)
-
-
-def _check(name: str, value: object, choices: Sequence[str]) -> None:
-    if value not in choices:
-        small = str(value).lower()
-        line = f"{name}={small if small in choices else 'auto'!r}"
-        if name == "prefer" and not (isinstance(value, str) and value.isidentifier()):
-            line = f"devices={value!r}"
-        raise ValueError(
-            f"{name} must be one of {', '.join(choices)}. Received: {name}={value!r}. Write {line}."
-        )
+    return StrategyPlan(kind, *taken, rejected, way, why, tuple(unmet))
 
 
 def _named_devices(facts: MachineInfo, devices: int | str | Sequence[str] | None) -> _Names:
@@ -150,56 +125,48 @@ def _named_devices(facts: MachineInfo, devices: int | str | Sequence[str] | None
         return None
     counted = facts.of_kind("GPU") or facts.of_kind("CPU")
     existing = counted if isinstance(devices, int) else tuple(facts.devices)
-    names = resolve_devices(devices, existing, str(facts.missing_gpus or ""))
-    kinds = sorted({name.split(":")[0] for name in names})
-    if len(kinds) > 1:
-        keep = [name for name in names if not name.startswith("CPU:")]
+    names = resolve_devices(devices, existing, facts.no_more_gpus)
+    kinds = {name.split(":")[0] for name in names}
+    if len(kinds) > 1 or kinds == {"TPU"}:
         raise StrategyUnavailableError(
-            f"devices={list(names)!r} mixes {' and '.join(kinds)}. Every step would wait for the "
-            f"slowest of them. Name devices of one kind: devices={keep!r}."
-        )
-    if kinds == ["TPU"]:
-        raise StrategyUnavailableError(
-            f"devices={list(names)!r} names TPU cores, and a TPU is used whole. Leave devices out "
-            "and write prefer='tpu'."
+            f"devices={list(names)!r} must be of one kind, GPUs or CPUs: every step would wait for "
+            "the slowest. A TPU is used whole: leave devices out and write prefer='tpu'."
         )
     return names
 
 
-def _offer_tpu(facts: MachineInfo, prefer: str, names: _Names) -> _Offer | _No:
+def _offer_tpu(facts: MachineInfo, prefer: str, names: _Names) -> _Offer | str:
     if names is not None:
-        return _No(f"devices names {listed(names)}")
+        return f"devices names {listed(names)}"
     if facts.tpu.missing is not None:
-        return _No(facts.tpu.missing)
+        return facts.tpu.missing
     cores = facts.of_kind("TPU")
-    where = cores or (str(facts.tpu.address),)
-    return _Offer(where, len(cores) or None, f"a TPU answers ({facts.tpu.source})")
+    return _Offer(cores or (str(facts.tpu.address),), len(cores) or None, "a TPU answers")
 
 
-def _offer_workers(facts: MachineInfo, prefer: str, names: _Names) -> _Offer | _No:
+def _offer_workers(facts: MachineInfo, prefer: str, names: _Names) -> _Offer | str:
     cluster = facts.cluster
     if cluster is None:
-        return _No(f"no cluster is described: {facts.no_cluster}")
+        return f"no cluster is described: {facts.no_cluster}"
     if cluster.index is None:
-        return _No("this process is the evaluator, which runs alone beside the workers", False)
+        return "this process is the evaluator, which runs alone beside the workers"
     count = len(cluster.workers)
     if count == 1 and prefer != "multi_worker":
-        return _No("the cluster has one worker, which needs no network to train")
+        return "the cluster has one worker, which needs no network to train"
     gpus = facts.of_kind("GPU")
     local = names or gpus or ("CPU:0",)
     if local != ("CPU:0",) and local != gpus[: len(local)]:
         usable = f"the first GPUs in order ({listed(gpus)})" if gpus else "CPU:0 alone"
         raise StrategyUnavailableError(
-            f"devices={list(local)!r} cannot be combined with the cluster of {cluster.source} "
-            f"({count} workers): there TensorFlow uses {usable}. Set CUDA_VISIBLE_DEVICES to your "
-            "choice before Python starts, and leave devices out; or train alone: "
-            "prefer='mirrored'." + ("" if gpus else f" {facts.missing_gpus or ''}")
+            f"devices={list(local)!r} cannot be combined with the cluster of {cluster.source}: "
+            f"there TensorFlow uses {usable}. Set CUDA_VISIBLE_DEVICES before Python starts, and "
+            "leave devices out; or train alone: prefer='mirrored'."
         )
     each = f"{len(local)} device{'s' if len(local) > 1 else ''} on each"
     return _Offer(local, len(local) * count, f"this is {cluster}, {each}")
 
 
-def _offer_mirrored(facts: MachineInfo, prefer: str, names: _Names) -> _Offer | _No:
+def _offer_mirrored(facts: MachineInfo, prefer: str, names: _Names) -> _Offer | str:
     gpus, cpus = facts.of_kind("GPU"), facts.of_kind("CPU")
     no_gpu = facts.explained("there is no GPU")
     if names is not None:
@@ -210,13 +177,10 @@ def _offer_mirrored(facts: MachineInfo, prefer: str, names: _Names) -> _Offer | 
         chosen, reason = cpus, f"{no_gpu}; so on {len(cpus)} logical CPUs"
     else:
         more = "; prefer='mirrored' uses the logical CPUs" if len(cpus) > 1 else ""
-        return _No(f"{no_gpu}{more}")
+        return f"{no_gpu}{more}"
     if len(chosen) == 1:
         only = f"{chosen[0]} is the only device, and one device has nothing to mirror"
-        named = names is not None
-        return _No(only if named else facts.explained(only), unmet=not named)
-    if facts.shared(chosen):
-        reason += ", parts of one physical device: that tests a program, and is no faster"
+        return facts.explained(only) if names is None else only
     return _Offer(chosen, len(chosen), reason)
 
 
@@ -229,14 +193,13 @@ def _offer_one_device(facts: MachineInfo, prefer: str, names: _Names) -> _Offer:
         )
     if names is not None:
         return _Offer(names, 1, f"devices names {names[0]}")
-    if not gpus:
-        return _Offer(("CPU:0",), 1, facts.explained("there is no GPU"))
-    first = f"{gpus[0]} is the first of {len(gpus)} GPUs"
-    only = facts.explained(f"{gpus[0]} is the only GPU")
-    return _Offer(gpus[:1], 1, only if len(gpus) == 1 else first)
+    if len(gpus) > 1:
+        return _Offer(gpus[:1], 1, f"{gpus[0]} is the first of {len(gpus)} GPUs")
+    why = facts.explained(f"{gpus[0]} is the only GPU" if gpus else "there is no GPU")
+    return _Offer(gpus or ("CPU:0",), 1, why)
 
 
-_OFFERS: dict[str, Callable[[MachineInfo, str, _Names], _Offer | _No]] = {
+_OFFERS: dict[str, Callable[[MachineInfo, str, _Names], _Offer | str]] = {
     "tpu": _offer_tpu,
     "multi_worker": _offer_workers,
     "mirrored": _offer_mirrored,
@@ -254,33 +217,25 @@ def _addition(
     if kind == "tpu":
         own = "a TPU adds over its own interconnect"
         return "tpu", own, None if asked == "auto" else own
-    on_cpus = devices[0].startswith("CPU:")
-    fails: dict[str, str] = {}
-    if on_cpus:
-        fails["nccl"] = "NCCL runs on GPUs only, and these are CPUs"
-    elif facts.shared(devices):
+    possible = ("nccl", "ring") if kind == "multi_worker" else _ADDITIONS_OF_ONE_PROCESS
+    fails = {
+        way: f"TensorFlow offers {listed(possible)} here"
+        for way in COMMUNICATIONS
+        if way not in ("auto", *possible)
+    }
+    if devices[0].startswith("CPU:"):
+        fails["nccl"] = facts.explained("NCCL runs on GPUs only, and these are CPUs")
+    elif len({facts.devices[name] for name in devices}) < len(devices):
         fails["nccl"] = f"NCCL cannot join {listed(devices)}: some are parts of one physical GPU"
     elif not facts.nccl:
         fails["nccl"] = "this TensorFlow is built without NCCL"
-    best_first: tuple[str, ...] = ("nccl", "one_device")
-    if kind == "multi_worker":
-        best_first = ("nccl", "ring")
-        between = "between workers TensorFlow has NCCL and ring only"
-        fails |= {"one_device": between, "hierarchical_copy": between}
-    else:
-        fails["ring"] = (
-            "it is for workers; TensorFlow has none for the GPUs of one machine, and on CPUs it "
-            "aborts every ring of a process once two have been used"
-        )
     if len(devices) % 2:
-        fails.setdefault(
-            "hierarchical_copy",
+        fails["hierarchical_copy"] = (
             f"over {len(devices)} devices, an odd number, TensorFlow's silently leaves out the "
-            "gradients of the last",
+            "gradients of the last"
         )
     if asked not in ("auto", *fails):
         return asked, "it was requested", None
-    best = next(way for way in best_first if way not in fails)
-    if asked == "auto":
-        return best, fails.get("nccl", "every replica has a GPU to itself"), None
-    return best, f"{asked} was requested, but {fails[asked]}", fails[asked]
+    best = next(way for way in possible if way not in fails)
+    why = fails.get("nccl", "every replica has a GPU to itself")
+    return best, fails.get(asked, why), fails.get(asked)

@@ -5,47 +5,18 @@ from __future__ import annotations
 import contextlib
 import gc
 import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
-from typing import Any, Protocol, TypeVar
+from collections.abc import Iterator
+from typing import Any, TypeVar
 
 _Strategy = TypeVar("_Strategy")
-
-
-class ClusterDescription(Protocol):
-    """A description of a cluster, read by the workers add-on."""
-
-    @property
-    def workers(self) -> Sequence[str]:
-        """``host:port`` of each worker."""
-
-    @property
-    def index(self) -> int | None:
-        """The number of this process among them; None for an evaluator."""
-
-    @property
-    def source(self) -> str:
-        """The source of the description, for messages."""
-
-
-class JoinedCluster(Protocol):
-    """A cluster that this process has joined, as the core uses it; the workers add-on has one."""
-
-    workers: tuple[str, ...]
-    index: int
-
-    def explaining(self) -> AbstractContextManager[None]:
-        """Turns TensorFlow's error for a lost worker into a ``WorkerLostError``."""
-
-    def compare(self, name: str, value: str, seconds: float) -> str | None:
-        """Returns the first worker's value of that name; None if it did not tell it in time."""
 
 
 class ProcessState:
     """The cluster that this process has joined, and its strategies of several replicas.
 
     Attributes:
-        cluster: The cluster; None before ``create_strategy`` has joined one.
+        cluster: The cluster, as the workers add-on describes it: ``workers``, ``index``,
+            ``explaining()`` and ``compare(name, value, seconds)``. None before one is joined.
     """
 
     def __init__(self) -> None:
@@ -54,7 +25,7 @@ class ProcessState:
 
     def forget(self) -> None:
         """Begins anew, for tests."""
-        self.cluster: JoinedCluster | None = None
+        self.cluster: Any = None
         self._strategies: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def note(self, strategy: _Strategy) -> _Strategy:
@@ -83,8 +54,7 @@ process_state = ProcessState()
 def explaining_lost_workers() -> Iterator[None]:
     """Turns TensorFlow's error for a lost worker into one that names it.
 
-    Put it around the calls of your own loop that communicate. Steps and loops of this library use
-    it, and an error that ends the program is explained after it was printed.
+    Put it around the calls of your own loop that communicate. Steps and loops use it.
 
     Raises:
         WorkerLostError: Another worker has ended; the message says which one, how, and what to do.

@@ -17,27 +17,17 @@ _MOST_STEPS = 1000
 
 
 class StopSignal:
-    """Listens for a signal while training continues.
+    """Listens for a signal, and notes in ``received`` that it came.
 
-    The first signal is only noted. A second one acts as it would without this object.
-
-    Attributes:
-        number: The number of the signal.
-        received: Whether it came.
+    A second signal acts as it would without this object.
     """
 
     def __init__(self, number: int) -> None:
         """Takes the number of the signal."""
-        known = {int(each) for each in signal.valid_signals()} - {9, 19}  # SIGKILL, SIGSTOP
-        if isinstance(number, bool) or number not in known:
-            raise ValueError(
-                "stop_signal must be a signal that a process can listen for, such as "
-                f"signal.SIGTERM. Received: stop_signal={number!r}."
-            )
+        signal.getsignal(number)  # Raises for a number that is none.
         self.number = number
         self.received = False
-        self._before: Any = None
-        self._listening = False
+        self._before: list[Any] = []  # The handler of before, while this listens.
 
     @property
     def exit_code(self) -> int:
@@ -46,16 +36,14 @@ class StopSignal:
 
     def listen(self) -> None:
         """Begins to listen, in the main thread; does nothing in other threads."""
-        if not self._listening and threading.current_thread() is threading.main_thread():
-            self._before = signal.signal(self.number, self._note)
-            self._listening = True
+        if not self._before and threading.current_thread() is threading.main_thread():
+            self._before = [signal.signal(self.number, self._note)]
 
     def stop_listening(self) -> None:
         """Restores the handler of before, and passes on a signal that nobody has obeyed."""
-        if self._listening:
+        if self._before:
             # None: the handler was not set by Python, which cannot restore it.
-            signal.signal(self.number, self._before or signal.SIG_DFL)
-            self._listening = False
+            signal.signal(self.number, self._before.pop() or signal.SIG_DFL)
             if self.received:
                 self.received = False
                 os.kill(os.getpid(), self.number)

@@ -11,48 +11,31 @@ import tensorflow as tf
 
 from tfmultigpu.errors import StrategyUnavailableError
 
-_VARIABLES = ("TPU_NAME", "COLAB_TPU_ADDR")
-
 
 class Tpu(NamedTuple):
-    """A TPU: its address, the source of that, such as ``"TPU_NAME"``, and why it is not there."""
+    """A TPU: its address, and why it is not there."""
 
     address: str | None  # "grpc://host:port", "local", a name in Google Cloud, or None.
-    source: str
     missing: str | None  # None if one answers.
 
 
-NO_TPU = Tpu(None, "", "it was not asked for")
+NO_TPU = Tpu(None, "it was not asked for")
 
 
-def find_tpu(
-    environ: Mapping[str, str], devices: Any = None, *, local: bool = False, timeout: float = 4.0
-) -> Tpu:
-    """Looks for a TPU: at an address from the program, in the environment, then on this machine."""
-    names = [devices] if isinstance(devices, str | int) else list(devices or ())
-    if names and (len(names) > 1 or not str(names[0]).startswith(("grpc://", "local"))):
-        raise ValueError(
-            "With prefer='tpu', devices is the address of the TPU, 'grpc://host:port' or 'local', "
-            f"or is left out: a TPU is used whole. Received: devices={devices!r}."
-        )
-    given = {"devices": names and names[0], **{name: environ.get(name) for name in _VARIABLES}}
-    source, asked = next(((name, value) for name, value in given.items() if value), ("", None))
-    if asked is None and not local:
-        unset = " and ".join(_VARIABLES)
-        return Tpu(None, "", f"{unset} are not set, and this machine has no TPU device")
-    if asked in (None, "local"):
-        missing = None if local else f"{source}='local', but this machine has no TPU device"
-        return Tpu("local", source or "this machine", missing)
-    host, _, port = str(asked).removeprefix("grpc://").rpartition(":")
+def find_tpu(environ: Mapping[str, str], *, local: bool = False, timeout: float = 4.0) -> Tpu:
+    """Looks for a TPU at the address in ``TPU_NAME``, or ``local`` on this machine."""
+    asked = environ.get("TPU_NAME", "")
+    if asked in ("", "local"):
+        missing = "TPU_NAME is not set" if not asked else "TPU_NAME='local'"
+        missing += ", and this machine has no TPU device"
+        return Tpu("local", None) if local else Tpu(asked or None, missing)
+    host, _, port = asked.removeprefix("grpc://").rpartition(":")
     if host and port.isdecimal():
         problem = _try_to_connect(host.strip("[]"), int(port), timeout)
-        return Tpu(f"grpc://{host}:{port}", source, problem and f"{source}={asked!r}: {problem}")
+        return Tpu(f"grpc://{host}:{port}", problem and f"TPU_NAME={asked!r}: {problem}")
     problem = _try_to_connect("metadata.google.internal", 80, timeout)
-    missing = (
-        f"{source}={asked!r} is a name that only Google Cloud can look up, and this machine is "
-        f"not there ({problem}); for an address write grpc://host:port"
-    )
-    return Tpu(str(asked), source, problem and missing)
+    missing = f"TPU_NAME={asked!r} is a name that only Google Cloud can look up: {problem}"
+    return Tpu(asked, problem and f"{missing}. For an address write grpc://host:port")
 
 
 def _try_to_connect(host: str, port: int, timeout: float) -> str | None:
@@ -73,8 +56,8 @@ def _try_to_connect(host: str, port: int, timeout: float) -> str | None:
     return outcome[0] if outcome else f"no answer within {timeout:g} s"
 
 
-def connect_tpu(tpu: Tpu) -> tuple[Any, Tpu | None]:
-    """Starts a TPU that answers: returns its strategy, or why there is none after all."""
+def connect_tpu(tpu: Tpu) -> Any:
+    """Returns the strategy of a TPU that answers."""
     distribute: Any = tf.distribute
     module: Any = tf.tpu
     config: Any = tf.config
@@ -83,15 +66,10 @@ def connect_tpu(tpu: Tpu) -> tuple[Any, Tpu | None]:
         if tpu.address != "local":
             config.experimental_connect_to_cluster(resolver)
         module.experimental.initialize_tpu_system(resolver)
-        return distribute.TPUStrategy(resolver), None
+        return distribute.TPUStrategy(resolver)
     except (ValueError, RuntimeError, tf.errors.OpError) as error:
-        missing = (
-            f"{tpu.source}={tpu.address!r} answers, but TensorFlow finds no TPU there: {error}"
-        )
-        if tpu.address == "local":
-            return None, tpu._replace(missing=missing)
         raise StrategyUnavailableError(
-            f"{missing} This process is connected to that machine now, and its operations would "
-            f"run there, so it does not fall back. Correct {tpu.source}, or unset it, and start "
-            "again."
+            f"TPU_NAME={tpu.address!r} answers, but TensorFlow finds no TPU there: {error}. "
+            "Operations of this process may run on that machine now, so it does not fall back. "
+            "Correct TPU_NAME, or unset it, and start again."
         ) from error

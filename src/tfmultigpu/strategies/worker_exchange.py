@@ -32,12 +32,8 @@ class WorkerExchange:
         local = local_replicas(strategy)
         self.workers = max(1, strategy.num_replicas_in_sync // len(local))
         self.worker = local[0] // len(local)
+        self.is_chief = self.worker == 0
         self._local = len(local)
-
-    @property
-    def is_chief(self) -> bool:
-        """True for the first worker."""
-        return self.worker == 0
 
     def __call__(self, purpose: str, numbers: Sequence[int]) -> np.ndarray[Any, np.dtype[np.int64]]:
         """Returns the numbers of all workers, of shape ``[workers, len(numbers)]``."""
@@ -59,7 +55,7 @@ class WorkerExchange:
         return np.asarray(gathered[:, 2 : count + 2], "int64")
 
     def rows(self, next_rows: Callable[[], Any]) -> np.ndarray[Any, Any]:
-        """Returns the rows of all replicas; ``next_rows`` those of this worker's next one."""
+        """Returns the rows of all replicas; ``next_rows`` is called once for each local one."""
         if self.workers == 1:
             return np.concatenate([np.asarray(next_rows()) for _ in range(self._local)])
         spread = self.strategy.experimental_distribute_values_from_function
@@ -70,7 +66,7 @@ class WorkerExchange:
     def floats(
         self, purpose: str, values: Iterable[float]
     ) -> np.ndarray[Any, np.dtype[np.float64]]:
-        """Returns the floats of all workers, as calling this does numbers; without rounding."""
+        """Returns the floats of all workers, without rounding."""
         bits = np.asarray(list(values), "float64").view("int64")
         return np.ascontiguousarray(self(purpose, bits.tolist())).view("float64")
 
@@ -83,13 +79,11 @@ class WorkerExchange:
         """
         if self.workers == 1:
             return None
-        digests = [digest_of(repr(value)) for value in values.values()]
-        # One number while all agree: more numbers would need another trace.
-        told = self(purpose, [digest_of(repr(digests))])
-        if (told == told[0]).all():
+        told = self(purpose, [digest_of(repr(value)) for value in values.values()])
+        columns = np.flatnonzero((told != told[0]).any(axis=0))
+        if not len(columns):
             return None
-        told = self(f"{purpose}, each", digests)
-        column = int(np.flatnonzero((told != told[0]).any(axis=0))[0])
+        column = int(columns[0])
         other = np.flatnonzero(told[:, column] != told[self.worker, column])[0]
         return list(values)[column], int(other)
 
@@ -97,11 +91,10 @@ class WorkerExchange:
 def different_calls(received: str) -> ClusterError:
     """Returns the error for workers that made different calls."""
     return ClusterError(
-        "The workers do not call the same things in the same order, so the tensors of one addition "
-        "do not fit together. This worker stopped in the call that raised this error; another "
-        "worker was in another call. Every worker must make the same steps, evaluations, "
-        "predictions and checkpoints. Move them out of blocks such as `if worker == 0:`, which are "
-        f"for printing and for files of your own. Received: {received}."
+        "The workers do not call the same things in the same order. Another worker was in another "
+        "call than the one that raised this error. Every worker must make the same steps, "
+        "evaluations, predictions and checkpoints. Move them out of blocks such as "
+        f"`if worker == 0:`, which are for printing. Received: {received}."
     )
 
 

@@ -136,7 +136,7 @@ def _gpus_hidden_by_program(machine: Machine) -> Iterator[Finding]:
 
 def _cluster(machine: Machine) -> Iterator[Finding]:
     plan, environ = machine.plan, machine.environment
-    described = [name for name in ("TF_CONFIG", "TPU_NAME", "COLAB_TPU_ADDR") if environ.get(name)]
+    described = [name for name in ("TF_CONFIG", "TPU_NAME") if environ.get(name)]
     described += ["SLURM_NTASKS"] * (environ.get("SLURM_NTASKS", "1") != "1")
     change = f"Start every worker as the scheduler does, or train alone: unset {listed(described)}"
     problems, severity = [], "error"

@@ -46,10 +46,5 @@ def checked_strategy(model: Any, function: str) -> tf.distribute.Strategy:
         )
     if not is_default(own) or len(devices_of(model)) > 1:  # Layers placed by hand.
         return own
-    refuse_one_device(
-        f"Model {model.name!r} was created outside the scope of every strategy",
-        function,
-        "Create the model inside its scope",
-        "use",
-    )
+    refuse_one_device(function)
     return own

@@ -20,7 +20,7 @@ from tfmultigpu.addons.loops.callbacks import (
 from tfmultigpu.addons.loops.loop import Loop, not_ending_the_epoch
 from tfmultigpu.addons.loops.workers import SameTraining, check_alike, union
 from tfmultigpu.data.positioned import Position
-from tfmultigpu.data.seeds import draw_seed
+from tfmultigpu.data.preprocessing import draw_seed
 from tfmultigpu.errors import DataError
 from tfmultigpu.strategies.topology import is_sharded
 from tfmultigpu.strategies.worker_exchange import WorkerExchange

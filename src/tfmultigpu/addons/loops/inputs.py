@@ -14,9 +14,8 @@ from tfmultigpu.addons.loops.feed import Feed, PredictFeed
 from tfmultigpu.addons.loops.loop import no_batches
 from tfmultigpu.arguments import check_count
 from tfmultigpu.data.array_batches import shard_arrays
-from tfmultigpu.data.batch_format import count_rows
+from tfmultigpu.data.batch_format import count_rows, digest
 from tfmultigpu.data.class_weights import weighting
-from tfmultigpu.data.examples import mark_of
 from tfmultigpu.data.partition import slice_rows
 from tfmultigpu.data.positioned import Position, PositionedDataset, position_data
 from tfmultigpu.data.sharded_dataset import ShardedDataset, distribute_dataset
@@ -181,8 +180,7 @@ def training_feed(
         "rows": rows, "batch_size": size, "shuffle": shuffle, "steps_per_epoch": steps,
     }  # fmt: skip
     if position is not None:
-        mark = mark_of(lambda row: slice_rows(arrays, row, row + 1), rows)
-        description["mark of some rows"] = mark
+        description["digest"] = int(digest(arrays))
     return Feed(
         data, starting_at(0), per_pass, steps, continues=True, repeats=True,
         starting_at=starting_at, description=description,

@@ -12,7 +12,7 @@ import tensorflow as tf
 from tfmultigpu.devices import list_devices, logical_to_physical
 from tfmultigpu.devices.names import parse_device_name
 from tfmultigpu.errors import DataError
-from tfmultigpu.strategies.scopes import check_strategy
+from tfmultigpu.strategies.scopes import current_strategy
 from tfmultigpu.strategies.topology import strategy_devices
 from tfmultigpu.strategies.worker_exchange import WorkerExchange
 from tfmultigpu.types import Strategy
@@ -51,8 +51,7 @@ def memory_capacities(
         >>> tmg.plan_shares(64, (22e9, 6e9))
         (50, 14)
     """
-    strategy = tf.distribute.get_strategy() if strategy is None else strategy
-    check_strategy(strategy)
+    strategy = current_strategy(strategy, "memory_capacities")
     # The default strategy leaves the choice of a device to TensorFlow.
     devices = strategy_devices(strategy) or (parse_device_name(tf.zeros([]).device),)
     tell = functools.partial(WorkerExchange(strategy).floats, "capacities")
