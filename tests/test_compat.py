@@ -17,7 +17,6 @@ from one_device import ByHand, Replicated, cut, difference, strategy_of
 
 from tfmultigpu import _compat
 from tfmultigpu._patch import patching, setting
-from tfmultigpu.addons.loops import _private as loops_private
 from tfmultigpu.addons.sharding import _private
 from tfmultigpu.addons.workers import _private as workers_private
 
@@ -45,8 +44,7 @@ def built(optimizer, *variables):
 def test_every_private_attribute_of_the_bridge_is_tested_here():
     """The list below is what the files name; a new one needs a test."""
     source = "".join(
-        Path(module.__file__).read_text()
-        for module in (_compat, _private, loops_private, workers_private)
+        Path(module.__file__).read_text() for module in (_compat, _private, workers_private)
     )
     private = set(re.findall(r"\.(_[a-z]\w+)", source)) | set(re.findall(r'"(_[a-z]\w+)"', source))
     assert private == {
@@ -351,14 +349,14 @@ def test_keras_keeps_what_compile_was_given():
     model, function = mlp(), lambda y_true, y_pred: y_pred
     metrics = [function, keras.metrics.AUC()]
     model.compile(loss=function, metrics=metrics, loss_weights=0.5)
-    arguments = loops_private.compile_arguments(model)
+    arguments = _compat.compile_arguments(model)
     assert arguments["loss"] is function
     assert arguments["loss_weights"] == 0.5
     assert arguments["metrics"] is metrics
     assert arguments["weighted_metrics"] is None
-    assert loops_private.compile_arguments(model) is arguments
+    assert _compat.compile_arguments(model) is arguments
     model.compile(loss="mse")
-    assert loops_private.compile_arguments(model) is not arguments
+    assert _compat.compile_arguments(model) is not arguments
 
 
 def test_keras_makes_the_compiled_metrics_from_shapes():
@@ -367,7 +365,7 @@ def test_keras_makes_the_compiled_metrics_from_shapes():
     model = keras.Model(inputs, outputs)
     model.compile(loss="mse", metrics={"b": ["accuracy", "mae"]}, weighted_metrics={"a": "acc"})
     labels = {"b": tf.TensorSpec([None]), "a": tf.TensorSpec([None, 1])}
-    container, plain, weighted, keys = loops_private.compiled_metrics(model, labels, model.output)
+    container, plain, weighted, keys = _compat.compiled_metrics(model, labels, model.output)
     by_key = dict(zip(keys, plain, strict=True))
     assert [type(one).__name__ for one in by_key["b"]] == [
         "SparseCategoricalAccuracy",
@@ -378,12 +376,12 @@ def test_keras_makes_the_compiled_metrics_from_shapes():
     assert (name, type(one).__name__) == ("a", "BinaryAccuracy")
     assert set(container.result()) == {"b_accuracy", "b_mae", "a_acc"}
     assert container in model.metrics
-    again, same, *_ = loops_private.compiled_metrics(model, labels, model.output)
+    again, same, *_ = _compat.compiled_metrics(model, labels, model.output)
     assert again is container
     assert same == plain
     without = mlp()
     without.compile(loss="mse")
-    assert loops_private.compiled_metrics(without, labels, None) == (None, [], [], None)
+    assert _compat.compiled_metrics(without, labels, None) == (None, [], [], None)
 
 
 # Collectives that wait for a worker ---------------------------------------------------------------

@@ -11,7 +11,7 @@ import tensorflow as tf
 import tfmultigpu as tmg
 from tfmultigpu import errors
 
-ERRORS = [name for name in errors.__all__ if name.endswith("Error")]
+ERRORS = [name for name in vars(errors) if name.endswith("Error")]
 
 
 @pytest.mark.parametrize("name", ERRORS)

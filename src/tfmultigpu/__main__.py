@@ -57,10 +57,8 @@ def _parser() -> argparse.ArgumentParser:
 
 def _run_doctor(options: argparse.Namespace) -> int:
     try:
-        from tfmultigpu.addons.diagnostics import (
-            check_links,
-            doctor,
-        )  # The help does not need TensorFlow.
+        # The help does not need TensorFlow.
+        from tfmultigpu.addons.diagnostics import check_links, doctor
     except Exception as error:  # TensorFlow imports Keras, which fails in many ways.
         sys.exit(
             f"TensorFlow cannot be imported: {type(error).__name__}: {error}. If it names a "

@@ -9,7 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 import tfmultigpu as tmg
-from tfmultigpu.addons.testing.comparison import difference
+from tfmultigpu.addons.testing.invariance import difference
 from tfmultigpu.arguments import check_count
 
 # Another order of addition changes the last bit of a float32. A mistake in scaling a loss changes

@@ -11,22 +11,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-__all__ = [
-    "CheckpointError",
-    "ClusterError",
-    "DataError",
-    "DeviceNotFoundError",
-    "DevicesInitializedError",
-    "LossError",
-    "OutOfMemoryError",
-    "ReplicaDependenceWarning",
-    "ScopeError",
-    "StrategyFallbackWarning",
-    "StrategyUnavailableError",
-    "TfMultiGpuError",
-    "WorkerLostError",
-]
-
 
 class TfMultiGpuError(Exception):
     """Base class of every error of the library, and the error itself if no other fits."""

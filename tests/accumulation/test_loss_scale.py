@@ -5,12 +5,10 @@ Overflows of wrapped optimizers are in tests/promises/test_overflow.py.
 
 from __future__ import annotations
 
-from typing import Any
-
 import keras
 import numpy as np
 import tensorflow as tf
-from one_device import ByHand, Replicated, assert_same, cut, difference
+from one_device import ByHand, Replicated, assert_same, cut
 
 from tfmultigpu.accumulation.loss_scale import LossScale
 
@@ -29,40 +27,12 @@ def mlp(policy: str = "float32") -> keras.Model:
     return keras.Sequential([keras.Input((6,), dtype="float32"), *layers])
 
 
-def averaging() -> Any:
-    average = {"use_ema": True, "ema_momentum": 0.5, "ema_overwrite_frequency": 2}
-    return keras.optimizers.SGD(0.05, momentum=0.9, **average)
-
-
-# One row whose gradient is infinite, in some batches, on one replica or another.
-BATCHES = cut((X, Y, np.ones(48, "float32")), [12] * 8)
-for number, replica in {1: 1, 4: 0, 5: 2}.items():
-    BATCHES[number] = (*BATCHES[number][:2], BATCHES[number][2].copy())
-    BATCHES[number][2][12 * replica // 3] = np.inf
-GOOD = [batch for batch in BATCHES if np.isfinite(batch[2]).all()]
-
-
-# Fails if a skipped step leaves a trace in weights, averages or counters, or if a scale that is not
-# the optimizer's follows another rule than that of Keras.
-def test_skipped_steps_leave_no_trace() -> None:
-    expected = ByHand(mlp, averaging, LOSS).train(GOOD)
-    run = Replicated(3, mlp, averaging, LOSS, loss_scale="dynamic")
-    result = run.train(BATCHES)
-    assert difference(result.weights, expected.weights) <= 1e-6
-    assert result.iterations == len(GOOD) == 5
-    assert [log["skipped"] for log in result.logs] == [0, 1, 0, 0, 1, 1, 0, 0]
-    scales = [log["loss_scale"] / 2.0**15 for log in result.logs]
-    assert scales == [1, 1, 0.5, 0.5, 0.5, 0.25, 0.125, 0.125]
-
-
 def test_a_fixed_scale_is_taken_out_before_clipping() -> None:
     sgd = lambda: keras.optimizers.SGD(0.05, momentum=0.9)  # noqa: E731
-    expected = ByHand(mlp, sgd, LOSS, clip_norm=0.5).train(GOOD)
+    batches = cut((X, Y), [12] * 4)
+    expected = ByHand(mlp, sgd, LOSS, clip_norm=0.5).train(batches)
     run = Replicated(3, mlp, sgd, LOSS, loss_scale=1024.0, clip_norm=0.5, micro_batches=2)
-    assert_same(run.train(GOOD), expected)
-    result = run.train(BATCHES)
-    assert difference(result.weights, expected.weights) <= 1e-6
-    assert {log["loss_scale"] for log in result.logs} == {1024.0}
+    assert_same(run.train(batches), expected)
 
 
 # Fails if gradients are divided by the rows after they were added, not before they were rounded.
@@ -75,7 +45,9 @@ def test_large_batches_do_not_overflow_float16() -> None:
 
 def test_a_dynamic_scale_halves_doubles_and_stays_in_bounds() -> None:
     def dynamic(scale: float, good_steps: int = 0) -> LossScale:
-        return LossScale.of_variables(tf.Variable(scale), tf.Variable(good_steps), 3)
+        own = LossScale(scale, growth_steps=3)
+        own.good_steps.assign(good_steps)
+        return own
 
     scale, seen = dynamic(8.0), []
     for finite in (True, True, True, True, False, True, True, True):

@@ -22,7 +22,7 @@ from hypothesis import given, strategies as st
 from one_device import ByHand, Replicated, cut, difference, hold
 
 import tfmultigpu as tmg
-from tfmultigpu.accumulation.owners import assign_owners
+from tfmultigpu.accumulation.replicated import assign_owners
 from tfmultigpu.accumulation.update import PAYS_FROM, PAYS_FROM_VARIABLES
 
 optimizers = keras.optimizers
@@ -118,7 +118,7 @@ def test_a_second_step_and_the_end_of_both() -> None:
         again(batch)
     expected = ByHand(mlp, adam, LOSS).train(BATCHES).weights
     assert difference([v.numpy() for v in run.model.variables], expected) <= 1e-6
-    with pytest.raises(tmg.TfMultiGpuError, match=r"one replica.*shard_update=False"):
+    with pytest.raises(tmg.TfMultiGpuError, match="shard_update=False came too late"):
         tmg.make_train_step(run.model, run.optimizer, loss, run.strategy, shard_update=False)
     gone = weakref.ref(run.optimizer)
     assert any(graph() is not None for graph in graphs)  # The verified one is gone with its twin.

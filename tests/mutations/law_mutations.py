@@ -80,7 +80,7 @@ LAW = (
         "accumulation/loss_sum.py",
         (
             (
-                "_sum_of_weights(sample_weight, mask, total.dtype)",
+                "tf.reduce_sum(functools.reduce(operator.mul, parts))",
                 "tf.cast(tf.size(values), total.dtype)",
             ),
         ),
@@ -89,7 +89,7 @@ LAW = (
     Mutation(
         "what a mask hides is in the weight",
         "accumulation/loss_sum.py",
-        (("    mask = _mask(y_pred, ", "    mask = None and _mask(y_pred, "),),
+        (("    present = [tf.cast(", "    masks = []\n    present = [tf.cast("),),
         (NORM,),
     ),
     Mutation(
@@ -114,8 +114,8 @@ LAW = (
         "accumulation/replicated.py",
         (
             (
-                "                apply(part, gradients, variables)\n",
-                "                many = self.strategy.num_replicas_in_sync\n                apply(part, [g * many for g in gradients], variables)\n",
+                "            apply(optimizer, gradients, variables)\n",
+                "            many = self.strategy.num_replicas_in_sync\n            apply(optimizer, [g * many for g in gradients], variables)\n",
             ),
         ),
         (NORM,),
@@ -398,8 +398,8 @@ LAW = (
         "accumulation/accumulator.py",
         (
             (
-                "            self._clear()\n        *sums",
-                "            self.count\n        *sums",
+                "copy.assign(tf.zeros(copy.shape, copy.dtype))",
+                "copy.assign_add(tf.zeros(copy.shape, copy.dtype))",
             ),
         ),
         (f"{ACCUMULATOR}[3]",),

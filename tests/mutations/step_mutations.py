@@ -24,7 +24,7 @@ STEPS = (
         "accumulation/loss_sum.py",
         (
             (
-                "LossTerm(total, tf.math.divide_no_nan(valid * elements, masked))",
+                "LossTerm(total, tf.math.divide_no_nan(valid, tf.cast(tf.size(mask), total.dtype)))",
                 "LossTerm(total, elements)",
             ),
         ),
@@ -33,7 +33,7 @@ STEPS = (
     Mutation(
         "the weight of hidden tokens counts",
         "accumulation/loss_sum.py",
-        (("return tf.reduce_sum(weight * kept)", "return tf.reduce_sum(weight)"),),
+        (("functools.reduce(operator.mul, parts)", "parts[-1]"),),
         (f"{W}[N=3, mean_with_sample_weight]", f"{HAND}[3]"),
     ),
     Mutation(
@@ -63,9 +63,9 @@ STEPS = (
         "accumulation/loss_sum.py",
         (
             (
-                "total, weight = context.all_reduce(tf.distribute.ReduceOp.SUM, [shard_sum, shard_weight])",
-                "total = context.all_reduce(tf.distribute.ReduceOp.MEAN, shard_sum / shard_weight)\n"
-                "        weight = tf.ones_like(shard_weight)",
+                "total, weight = context.all_reduce(tf.distribute.ReduceOp.SUM, pair)",
+                "total = context.all_reduce(tf.distribute.ReduceOp.MEAN, pair[0] / pair[1])\n"
+                "    weight = tf.ones_like(total)",
             ),
         ),
         (f"{HAND}[2]", f"{HAND}[3]"),
@@ -88,8 +88,8 @@ STEPS = (
         "accumulation/gradients.py",
         (
             (
-                "iter(tf.clip_by_global_norm(chosen, limit, tf.cast(norm, dtype))[0])",
-                "iter([one * limit / tf.cast(norm, dtype) for one in chosen])",
+                "tf.clip_by_global_norm([tf.ones_like(norm)], limit, norm)[0][0]",
+                "limit / norm",
             ),
         ),
         (f"{CLIP}[clip_norm]",),
@@ -113,8 +113,8 @@ STEPS = (
         "accumulation/replicated.py",
         (
             (
-                "                apply(part, gradients, variables)\n",
-                "                many = self.strategy.num_replicas_in_sync\n                apply(part, [g / many for g in gradients], variables)\n",
+                "            apply(optimizer, gradients, variables)\n",
+                "            many = self.strategy.num_replicas_in_sync\n            apply(optimizer, [g / many for g in gradients], variables)\n",
             ),
         ),
         (f"{CLIP}[clipnorm]", f"{CLIP}[global_clipnorm]"),

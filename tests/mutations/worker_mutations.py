@@ -13,7 +13,7 @@ PROCESSES = (
         (
             (
                 'hidden = ["loss_scale_factor"]',
-                'several = "Collective" in type(self.strategy).__name__\n            hidden = ["loss_scale_factor"] + ["clipnorm", "global_clipnorm"] * several',
+                'several = "Collective" in type(self.strategy).__name__\n        hidden = ["loss_scale_factor"] + ["clipnorm", "global_clipnorm"] * several',
             ),
         ),
         (f"{WORKERS}::test_clipping_set_on_the_optimizer_and_shares",),

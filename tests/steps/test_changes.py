@@ -32,8 +32,7 @@ def counting(traces: list[Any]) -> Callable[..., Any]:
     """A loss that notes for each replica that it is traced."""
 
     def loss(y_true: Any, y_pred: Any) -> Any:
-        if y_pred.shape[0] is None:  # Else its shapes are tried, once, for a number of rows.
-            traces.append(y_pred)
+        traces.append(y_pred)
         return tf.reduce_mean(tf.square(y_true - y_pred), axis=-1)
 
     return loss

@@ -100,8 +100,8 @@ def test_what_was_made_elsewhere() -> None:
         (lambda: make(model, SGD(0.1), "mse"), ScopeError,
          (outside.format("optimizer"), r"scope\(\):\n        optimizer = \.\.\.")),
         (lambda: make(model, known, "mse"), ScopeError,
-         (r"built for other variables\. It does not know:", model.trainable_variables[0].path,
-          r"Create a new one inside strategy\.scope\(\)",
+         (r"built for other variables\.", model.trainable_variables[0].path,
+          r"Create a new one in strategy\.scope\(\)",
           r"optimizer\.build\(a\.trainable_variables \+ b\.trainable_variables\)")),
         (lambda: make(model, optimizer, tmg.steps.Objective(LOSS, weighted_metrics=accuracy)),
          ScopeError, (outside.format("metric"),)),
@@ -117,7 +117,7 @@ def test_what_was_made_elsewhere() -> None:
          (r"True, False or 'auto'\. Received: shard_update='yes'",)),
         (lambda: make_step(optimizer=lambda: keras.optimizers.LossScaleOptimizer(SGD(0.1)),
                            loss_scale=8.0), ValueError,
-         (r"scales dynamically\. Received: loss_scale=8\.0",)),
+         (r"scales dynamically\. Leave out loss_scale=8\.0",)),
     ):  # fmt: skip
         with refused(kind, *texts):
             call()
@@ -192,7 +192,7 @@ def test_losses_and_labels_that_do_not_fit() -> None:
             X[:, :3],
             "one output, and the losses do not fit",
         ),
-        (classifier, over_rows, X[:, :3], r"Received: shape \(3,\) from Fun"),
+        (classifier, over_rows, X[:, :3], r"Received: shape \(3,\) from "),
         (
             two_heads,
             {"kin": "mse"},

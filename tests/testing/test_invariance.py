@@ -22,9 +22,8 @@ from tfmultigpu.addons.testing import (
     Training,
     assert_replica_invariant,
     run_workers,
-    virtual_devices,
 )
-from tfmultigpu.addons.testing.comparison import difference
+from tfmultigpu.addons.testing.invariance import difference
 
 _random = np.random.default_rng(0)
 X = _random.normal(size=(17, 3)).astype("float32")
@@ -197,7 +196,7 @@ def test_no_data(nothing: object) -> None:
         ({"replicas": ()}, ValueError, r"replicas=\(\)"),
         ({"replicas": 0}, ValueError, "at least 1"),
         ({"replicas": 9}, tmg.DeviceNotFoundError, "9"),
-        ({"tolerance": float("nan")}, ValueError, "tolerance at least 0.*nan"),
+        ({"tolerance": float("nan")}, ValueError, "tolerance=nan"),
         ({"clip_norm": 1.0}, TypeError, "clip_norm"),
         ({"strategy": "mirrored"}, AttributeError, "scope"),
     ],
@@ -205,11 +204,6 @@ def test_no_data(nothing: object) -> None:
 def test_arguments_that_make_no_sense(options: dict, error: type, text: str) -> None:
     with pytest.raises(error, match=text):
         assert_replica_invariant(build, BATCHES[:1], **options)
-
-
-def test_what_was_not_finite_is_said() -> None:
-    with pytest.warns(UserWarning, match="The loss of step 1 is not finite on one device"):
-        assert_replica_invariant(build, [(X[:5] * np.nan, Y[:5])], predict=False)
 
 
 # Comparing ----------------------------------------------------------------------------------------
@@ -238,22 +232,6 @@ def test_difference(expected: object, actual: object, amount: float, place: tupl
     found = difference(np.array(expected), np.array(actual), "it", 1)
     assert found.amount == amount
     assert found.place == place
-
-
-# Devices ------------------------------------------------------------------------------------------
-
-
-def test_virtual_devices_that_are_there() -> None:
-    assert virtual_devices(2) == ("CPU:0", "CPU:1")
-    assert len(virtual_devices(8)) == 8
-
-
-def test_virtual_devices_too_late_or_too_few() -> None:
-    tf.config.list_logical_devices()
-    with pytest.raises(tmg.DevicesInitializedError, match="parts=9"):
-        virtual_devices(9)
-    with pytest.raises(ValueError, match="at least 1"):
-        virtual_devices(0)
 
 
 # Workers ------------------------------------------------------------------------------------------
@@ -330,23 +308,8 @@ def test_no_worker_outlives_a_test_that_is_killed(tmp_path: Path) -> None:
         time.sleep(0.1)
 
 
-@each(
-    ("options", "text"),
-    [
-        ({"workers": 0}, "workers must be a whole number, at least 1. Received: workers=0"),
-        ({"timeout": None}, "float('inf') for no limit. Received: timeout=None"),
-        ({"timeout": 0}, "Received: timeout=0"),
-        ({"args": "abc"}, "args must be a list of arguments. Write ['abc']"),
-        ({"environment": {"A": 1}}, "Environment variables must be strings. Received: 'A': 1"),
-    ],
-)
-def test_what_workers_are_run_with(options: dict, text: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(text)):
-        run_workers(os.getcwd, **options)
-
-
 def test_what_cannot_be_run_in_workers() -> None:
-    with pytest.raises(ValueError, match=r"Move it to the top level of a module"):
+    with pytest.raises(ValueError, match=r"from the top level of a module"):
         run_workers(lambda: None)
     with pytest.raises(ValueError, match=r"at least 1. Received: workers=0"):
         run_workers(greet, 0)

@@ -8,9 +8,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfmultigpu.accumulation.gradients import check_reduced, sum_dtype
+from tfmultigpu.accumulation.gradients import check_reduced, refuse_float8, sum_dtype
 from tfmultigpu.accumulation.loss_sum import is_fixed
-from tfmultigpu.accumulation.owners import refuse_float8
 from tfmultigpu.errors import ScopeError, TfMultiGpuError
 from tfmultigpu.strategies.collectives import sum_over_replicas
 from tfmultigpu.strategies.topology import describe
@@ -19,13 +18,9 @@ from tfmultigpu.strategies.topology import describe
 class GradientAccumulator:
     """Adds gradients and weights on each replica, and over the replicas once per window.
 
-    For loops written by hand; ``make_train_step(micro_batches=k)`` does the same by itself. What is
-    added are gradients of loss *sums*, with the weights the sums are to be divided by; what comes
-    out is the gradient of the mean over the whole window. The short window at the end of the data
-    needs no special case.
-
-    Sums are kept in at least float32. Save checkpoints between windows: TensorFlow spreads sums
-    that differ between replicas evenly when it restores them.
+    Takes gradients of loss *sums*, with the weights that divide these; gives the gradient of the
+    mean over the whole window, however short. Sums are kept in at least float32. Save checkpoints
+    between windows: TensorFlow restores sums evenly spread over the replicas.
 
     Attributes:
         variables: The variables gradients are for, in order.
@@ -36,28 +31,18 @@ class GradientAccumulator:
         >>> accumulator = tmg.GradientAccumulator([weight])
         >>> accumulator.add([tf.constant([6.0])], weight=2.0)
         >>> accumulator.add([tf.constant([3.0])], weight=1.0)
-        >>> accumulator.count
-        2
         >>> gradients, weight = accumulator.reduce()
         >>> gradients[0].numpy().tolist(), float(weight)
         ([3.0], 3.0)
     """
 
     def __init__(self, variables: Sequence[Any]) -> None:
-        """Creates the state; call in ``strategy.scope()``.
-
-        Args:
-            variables: Keras or TensorFlow variables.
-
-        Raises:
-            TfMultiGpuError: There are no variables, or one that is overwritten by its gradient.
-        """
+        """Creates the state of each replica; call it in ``strategy.scope()``."""
         self.variables = list(variables) if isinstance(variables, Iterable) else []
         self._strategy = tf.distribute.get_strategy()
         if not self.variables:
             raise TfMultiGpuError(
-                "There is nothing to accumulate gradients for: no variables were given. Received: "
-                f"a {type(variables).__name__}. Build the model first, then write "
+                f"Received: a {type(variables).__name__}, no variables. Build the model, and give "
                 "tmg.GradientAccumulator(model.trainable_variables)."
             )
         refuse_float8(self.variables)
@@ -77,30 +62,24 @@ class GradientAccumulator:
         """Adds one micro-batch on this replica, without communication; replica context.
 
         Args:
-            gradients: Gradients of the *sum* of losses, one per variable. ``tf.IndexedSlices`` are
-                added into place, repeated rows included; None counts as zero.
-            weight: What that sum is to be divided by, a scalar: the ``weight`` of its ``LossSum``.
-                That of a loss with ``reduction="sum"`` stays 1, however often it is added.
+            gradients: Gradients of the *sum* of losses, one per variable; None counts as zero.
+            weight: What divides that sum, a scalar: the ``weight`` of its ``LossSum``.
 
         Raises:
-            TfMultiGpuError: Not as many gradients as variables, called outside a replica, or only
-                some of the losses have ``reduction="sum"``.
-            ScopeError: The accumulator was created under another strategy.
+            TfMultiGpuError: Not as many gradients as variables; called outside a replica; some of
+                the losses alone have ``reduction="sum"``; created under another strategy.
         """
         if len(gradients) != len(self.variables):
             raise TfMultiGpuError(
-                f"There must be one gradient per variable. Received: {len(gradients)} gradients "
-                f"for {len(self.variables)} variables. Pass None for a variable without gradient."
+                f"Received: {len(gradients)} gradients for {len(self.variables)} variables. Pass "
+                "None for a variable without gradient."
             )
         if self._context() is None:
-            raise TfMultiGpuError(
-                "add keeps a sum per replica, so each replica must call it: call it in the "
-                "function given to strategy.run."
-            )
+            raise TfMultiGpuError("add is for each replica: call it inside strategy.run.")
         if self._fixed not in (None, is_fixed(weight)):
             raise TfMultiGpuError(
-                'A sum of a loss with reduction="sum" is divided by 1, and another by its weight. '
-                "Received: both in one accumulator. Create one for each."
+                'Received: a loss with reduction="sum" and another, both in one accumulator, which '
+                "divides by 1 or by the weight. Create one for each."
             )
         self._fixed = is_fixed(weight)
         for total, gradient in zip(self._sums, gradients, strict=True):
@@ -115,28 +94,27 @@ class GradientAccumulator:
 
     @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
     def reduce(self) -> tuple[list[Any], tf.Tensor]:
-        """Returns the gradient of the window over all replicas and empties the accumulator.
-
-        Call it once, outside of ``strategy.run``; a ``tf.function`` is fine. Nothing else
-        communicates.
+        """Adds over the replicas, once, outside of ``strategy.run``; empties the accumulator.
 
         Returns:
             Gradients already divided by the weight (0 where that is 0), in the variables' dtypes,
-            and the weight of the window. Pass them to ``LossScale.unscale``, ``clip_gradients`` and
-            ``apply_reduced_gradients``.
+            and the weight of the window.
 
         Raises:
-            TfMultiGpuError: Called by one of several replicas, inside ``strategy.run``.
-            ScopeError: The accumulator was created under another strategy.
+            TfMultiGpuError: Called inside ``strategy.run``; created under another strategy.
         """
         strategy = self._strategy
         if self._context() is not None:
             check_reduced("reduce")
-        copies = map(strategy.experimental_local_results, [*self._sums, self._weight])
+        local = strategy.experimental_local_results
+        copies = map(local, [*self._sums, self._weight])
         parts = [[copy.read_value() for copy in each] for each in zip(*copies, strict=True)]
         totals = sum_over_replicas(strategy, parts)
         with tf.control_dependencies([tensor for part in parts for tensor in part]):
-            self._clear()
+            for variable in [*self._sums, self._weight, self._count]:
+                for copy in local(variable):
+                    with tf.device(copy.device):
+                        copy.assign(tf.zeros(copy.shape, copy.dtype))
         *sums, weight = totals[0]
         weight = tf.where(tf.equal(weight, -math.inf), tf.ones_like(weight), weight)
         gradients = []
@@ -154,16 +132,9 @@ class GradientAccumulator:
         if not tf.distribute.has_strategy():
             return None
         raise ScopeError(
-            "The accumulator was created in another scope than it is used in. Received: "
-            f"{describe(current)}; created under {describe(self._strategy)}. Write: with "
-            "strategy.scope(): accumulator = tmg.GradientAccumulator(variables)."
+            f"The accumulator is of another scope, {describe(self._strategy)}. Received: "
+            f"{describe(current)}. Create it in strategy.scope()."
         )
-
-    def _clear(self) -> None:
-        for variable in [*self._sums, self._weight, self._count]:
-            for copy in self._strategy.experimental_local_results(variable):
-                with tf.device(copy.device):
-                    copy.assign(tf.zeros(copy.shape, copy.dtype))
 
 
 def _local_sum(

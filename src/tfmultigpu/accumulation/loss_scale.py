@@ -16,25 +16,20 @@ class LossScale:
     """A factor that keeps float16 gradients from becoming zero, for loops written by hand.
 
     A dynamic scale halves when a gradient overflows, never below 1, and doubles after a run of good
-    steps: the rule of ``keras.optimizers.LossScaleOptimizer``, with its constants. A fixed one
-    stays. Either way, skip the update of a step whose gradients are not finite.
+    steps, as that of ``keras.optimizers.LossScaleOptimizer``. A fixed one stays. Either way, skip
+    the update of a step whose gradients are not finite.
 
     Attributes:
         scale: The scale, a float32 variable; a float if it is fixed.
         good_steps: Good steps since the scale changed, an integer variable; None if it is fixed.
-        growth_steps: Good steps after which the scale doubles; None if it is fixed.
 
     Example:
         >>> import tensorflow as tf, tfmultigpu as tmg
         >>> loss_scale = tmg.LossScale(8.0)
+        >>> gradients, finite = loss_scale.unscale([tf.constant([float("inf")])])
+        >>> loss_scale.update(finite)
         >>> float(loss_scale.scale_loss(tf.constant(0.5)))
-        4.0
-        >>> gradients, finite = loss_scale.unscale([tf.constant([16.0])])
-        >>> gradients[0].numpy().tolist(), bool(finite)
-        ([2.0], True)
-        >>> loss_scale.update(tf.constant(False))
-        >>> float(loss_scale.value())
-        4.0
+        2.0
     """
 
     def __init__(self, initial: float = 2.0**15, growth_steps: int | None = 2000) -> None:
@@ -43,28 +38,20 @@ class LossScale:
         Args:
             initial: The scale to begin with, positive and finite.
             growth_steps: Good steps after which the scale doubles. None: the scale is fixed.
-
-        Raises:
-            ValueError: ``initial`` is not positive and finite.
         """
-        if isinstance(initial, bool | str) or not 0 < initial < math.inf:
+        if isinstance(initial, str) or not 0 < initial < math.inf:
             raise ValueError(
-                "A loss scale is a positive, finite number, or None or 'dynamic' for a step. "
-                f"Received: loss_scale={initial!r}."
+                f"A loss scale is 'dynamic', None or above 0. Received: loss_scale={initial!r}."
             )
         self.growth_steps = growth_steps
         self.scale: Any = float(initial)
         self.good_steps: Any = None
         if growth_steps is not None:
-            self.scale = _scalar(self.scale, "loss_scale")
-            self.good_steps = _scalar(0, "good_steps")
-
-    @classmethod
-    def of_variables(cls, scale: Any, good_steps: Any, growth_steps: int) -> LossScale:
-        """Returns a dynamic scale whose state somebody else holds."""
-        own = cls(growth_steps=None)
-        own.scale, own.good_steps, own.growth_steps = scale, good_steps, growth_steps
-        return own
+            aggregation = tf.VariableAggregation.ONLY_FIRST_REPLICA
+            self.scale, self.good_steps = (
+                tf.Variable(tf.constant(value), trainable=False, name=name, aggregation=aggregation)
+                for name, value in (("loss_scale", self.scale), ("good_steps", 0))
+            )
 
     @property
     def variables(self) -> list[Any]:
@@ -80,14 +67,7 @@ class LossScale:
         return loss * tf.cast(self.value(), loss.dtype)
 
     def unscale(self, gradients: Sequence[Any]) -> tuple[list[Any], Any]:
-        """Returns gradients divided by the scale, and whether all of them are finite.
-
-        Args:
-            gradients: Those of the global batch, as ``GradientAccumulator.reduce`` returns them.
-                None stays None.
-
-        Returns:
-            The gradients, at least float32, and a bool scalar.
+        """Returns gradients of the global batch, at least float32, and whether all are finite.
 
         Raises:
             TfMultiGpuError: Called by one of several replicas, inside ``strategy.run``.
@@ -102,14 +82,7 @@ class LossScale:
         return divided, all_finite([each for each in divided if each is not None])
 
     def update(self, finite: Any) -> None:
-        """Halves, doubles or keeps the scale; call it once, outside of ``strategy.run``.
-
-        Args:
-            finite: Whether the gradients of the step were finite, a bool scalar.
-
-        Raises:
-            TfMultiGpuError: Called by one of several replicas, inside ``strategy.run``.
-        """
+        """Halves, doubles or keeps the scale; call it once, with ``finite`` of ``unscale``."""
         check_reduced("LossScale.update")
         if self.growth_steps is None:
             return
@@ -127,26 +100,27 @@ def unwrap_optimizer(optimizer: Any) -> Any:
     return getattr(optimizer, "inner_optimizer", optimizer)
 
 
+def parts_of(optimizer: Any) -> list[Any]:
+    """Returns the optimizers inside a ``MultiOptimizer``, or the optimizer itself."""
+    return list(getattr(optimizer, "optimizers", ())) or [optimizer]
+
+
 def make_loss_scale(
     loss_scale: str | float | None, optimizer: Any, strategy: tf.distribute.Strategy
 ) -> LossScale | None:
     """Returns the loss scale for a training step of a built optimizer.
 
-    A ``keras.optimizers.LossScaleOptimizer`` asks for dynamic scaling, and its own variables hold
-    the state, so that they are saved with it. For any other the state is kept as long as it lives.
-    A number set as ``optimizer.loss_scale_factor`` counts as if given here.
+    The variables of a ``LossScaleOptimizer`` hold its state; for others it is kept here.
     """
     if unwrap_optimizer(optimizer) is not optimizer:
         if loss_scale not in (None, "dynamic"):
             raise ValueError(
-                "A LossScaleOptimizer scales dynamically. Received: "
-                f"loss_scale={loss_scale!r} beside it. Leave one of them out."
+                f"A LossScaleOptimizer scales dynamically. Leave out loss_scale={loss_scale!r}."
             )
-        return LossScale.of_variables(
-            optimizer.dynamic_scale.value,
-            optimizer.step_counter.value,
-            optimizer.dynamic_growth_steps,
-        )
+        own = LossScale(growth_steps=None)
+        own.scale, own.good_steps = optimizer.dynamic_scale.value, optimizer.step_counter.value
+        own.growth_steps = optimizer.dynamic_growth_steps
+        return own
     asked = optimizer.loss_scale_factor if loss_scale is None else loss_scale
     if asked is None:
         return None
@@ -164,12 +138,3 @@ def kept_loss_scale(optimizer: Any) -> LossScale | None:
 
 
 _kept: weakref.WeakKeyDictionary[Any, LossScale] = weakref.WeakKeyDictionary()
-
-
-def _scalar(value: float, name: str) -> tf.Variable:
-    return tf.Variable(
-        tf.constant(value),
-        trainable=False,
-        name=name,
-        aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA,
-    )

@@ -1,15 +1,16 @@
 """Who adds gradients over the replicas, and who applies them: one object for each optimizer.
 
 Both kinds call the stock ``optimizer.apply`` once, outside every scope. There Keras calls
-``strategy.extended.update`` for each variable. For ``Replicated`` that is TensorFlow's own: each
-replica updates its copy. ``Owned`` gives a variable to one replica: the function of Keras runs on
-the copy of the owner alone, and the new value goes to the others.
+``strategy.extended.update`` for each variable. That of TensorFlow updates the copy of each replica.
+``Owned`` updates the copy of one replica, and copies the new value to the others.
 """
 
 from __future__ import annotations
 
+import functools
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -18,8 +19,7 @@ import tensorflow as tf
 from tfmultigpu import _compat
 from tfmultigpu._patch import setting
 from tfmultigpu.accumulation.gradients import in_global_phase
-from tfmultigpu.accumulation.loss_scale import unwrap_optimizer
-from tfmultigpu.accumulation.owners import assign_owners, outside_scopes, parts_of, size_of
+from tfmultigpu.accumulation.loss_scale import parts_of, unwrap_optimizer
 from tfmultigpu.errors import TfMultiGpuError
 from tfmultigpu.strategies.collectives import sum_on_devices, sum_over_replicas, sum_over_workers
 from tfmultigpu.strategies.topology import is_sharded, owner_of, per_replica, tf_variable
@@ -37,8 +37,7 @@ class Replicated:
         # Updates are remembered by optimizer, and must not keep it alive.
         self._optimizer = weakref.ref(unwrap_optimizer(optimizer))
         self.strategy, self.reason = strategy, reason  # The reason is for a person.
-        # The ``id`` of each Keras variable of the optimizer that exists once.
-        self.state: frozenset[int] = frozenset()
+        self.state: frozenset[int] = frozenset()  # The ``id`` of each variable that exists once.
 
     @property
     def optimizer(self) -> Any:
@@ -56,24 +55,20 @@ class Replicated:
         return sum_over_replicas(self.strategy, addends)
 
     def where(self, finish: Callable[..., Any], sums: _Addends, *args: Any) -> Any:
-        """Runs the global phase where the sums of ``add`` are: once, or on each replica.
-
-        ``finish(sums, *args)`` returns a ``Gradient``, and tensors equal on all replicas.
-        """
+        """Runs ``finish``, the global phase, where the sums are: once, or on each replica."""
         if len(sums) == 1:
             return finish(sums[0], *args)
-        gradients: list[Any] = []
 
         def run(*args: Any) -> Any:
             with in_global_phase():
-                gradient, others = finish(*args)
-            gradients.append(gradient)
-            return list(gradient.tensors), (gradient.norm, gradient.valid, others)
+                return finish(*args)
 
-        values = (per_replica(self.strategy, sums), *args)
-        tensors, alike = self.strategy.run(run, args=values)
-        norm, valid, others = tf.nest.map_structure(lambda value: self._local(value)[0], alike)
-        return gradients[-1]._replace(tensors=tuple(tensors), norm=norm, valid=valid), others
+        args = (per_replica(self.strategy, sums), *args)
+        gradient, others = self.strategy.run(run, args=args)
+        norm, valid, others = tf.nest.map_structure(
+            lambda value: self._local(value)[0], (gradient.norm, gradient.valid, others)
+        )
+        return gradient._replace(norm=norm, valid=valid), others
 
     def at(self, variable: Any) -> AbstractContextManager[Any]:
         """Places what is computed of a variable on the device where its gradients are added."""
@@ -86,49 +81,35 @@ class Replicated:
         before = [*after, *(tensor for g in gradients for tensor in self._local(g))]
 
         def apply() -> None:
-            with tf.control_dependencies([tf.group(*before)]), self.updating(variables):
-                self._apply(list(zip(gradients, variables, strict=True)))
+            with tf.control_dependencies([tf.group(*before)]), self.updating():
+                for part in parts_of(self.optimizer):
+                    known = {id(variable) for variable in _compat.optimizer_trains(part)}
+                    pairs = zip(gradients, variables, strict=True)
+                    own = [pair for pair in pairs if part is self.optimizer or id(pair[1]) in known]
+                    if own:
+                        self._apply(part, *map(list, zip(*own, strict=True)))
+                if gradients and self.optimizer not in parts_of(self.optimizer):
+                    self.optimizer.iterations.assign_add(1)
 
         outside_scopes(apply)
 
     @contextmanager
-    def updating(self, variables: Sequence[Any]) -> Iterator[None]:
-        """Makes stock methods right that write ``variables`` by ``strategy.extended.update``.
-
-        Those are ``finalize_variable_values``, and what ``keras.callbacks.SwapEMAWeights`` does.
-        """
+    def updating(self) -> Iterator[None]:
+        """Makes stock methods right that write by ``strategy.extended.update``, for example EMA."""
         yield
 
-    def _apply(self, pairs: list[tuple[Any, Any]]) -> None:
-        # A MultiOptimizer wants a gradient for each variable, so its parts are called.
-        parts = parts_of(self.optimizer)
-        for part in parts:
-            known = {id(variable) for variable in _compat.optimizer_trains(part)}
-            own = [pair for pair in pairs if len(parts) == 1 or id(pair[1]) in known]
-            if not own:
-                continue
-            gradients, variables = map(list, zip(*own, strict=True))
-            hidden = ["loss_scale_factor"]  # Gradients are unscaled already.
-            apply = type(part).apply  # That of the object refuses, if there are owners.
-            if any(len(self._local(gradient)) > 1 for gradient in gradients):
-                if self.owned or not _compat.is_part_of_keras(apply):  # They take tensors.
-                    gradients = [self._local(gradient)[0] for gradient in gradients]
-                else:
-                    gradients = self._clipped(part, gradients)
-                    hidden += ["clipnorm", "global_clipnorm", "clipvalue"]
-            with setting(part, **dict.fromkeys(hidden), **_compat.keeping_sums()):
-                apply(part, gradients, variables)
-        if pairs and parts != [self.optimizer]:
-            self.optimizer.iterations.assign_add(1)
-
-    def _clipped(self, optimizer: Any, gradients: list[Any]) -> list[Any]:
-        """Clips per-replica values on each replica, which Keras would not."""
-        devices = self.strategy.extended.worker_devices
-        clipped = []
-        for device, *tensors in zip(devices, *map(self._local, gradients), strict=True):
-            with tf.device(device):
-                clipped.append(_compat.clip_as_set(optimizer, tensors))
-        return [per_replica(self.strategy, list(copies)) for copies in zip(*clipped, strict=True)]
+    def _apply(self, optimizer: Any, gradients: list[Any], variables: list[Any]) -> None:
+        hidden = ["loss_scale_factor"]  # Gradients are unscaled already.
+        apply = type(optimizer).apply  # That of the object refuses, if there are owners.
+        if any(len(self._local(gradient)) > 1 for gradient in gradients):
+            if _compat.is_part_of_keras(apply):  # It cannot clip per-replica values.
+                clip = functools.partial(_compat.clip_as_set, optimizer)
+                gradients = list(self.strategy.run(clip, args=(gradients,)))
+                hidden += ["clipnorm", "global_clipnorm", "clipvalue"]
+            else:  # Code of a user takes tensors.
+                gradients = [self._local(gradient)[0] for gradient in gradients]
+        with setting(optimizer, **dict.fromkeys(hidden), **_compat.keeping_sums()):
+            apply(optimizer, gradients, variables)
 
     def _local(self, value: Any) -> tuple[Any, ...]:
         return tuple(self.strategy.experimental_local_results(value))
@@ -137,8 +118,7 @@ class Replicated:
 class Owned(Replicated):
     """One replica owns each variable: its gradients are added there, and it alone updates it.
 
-    What the optimizer keeps of a variable exists once, with the owner. Several workers each have
-    an owner of the same number, which update alike.
+    Several workers each have an owner of the same number, which update alike.
     """
 
     owned = True
@@ -182,16 +162,13 @@ class Owned(Replicated):
         return tf.device(self._device(variable))  # type: ignore[no-any-return]
 
     @contextmanager
-    def updating(self, variables: Sequence[Any]) -> Iterator[None]:
+    def updating(self) -> Iterator[None]:
         """Has functions that Keras runs on all copies of a variable run on that of the owner.
 
-        The other copies are written at once, because moving averages, constraints and the code of
-        a user read the first one; after the weight decay of Keras, without arguments, at the end.
+        The other copies are written at once: moving averages and constraints read the first one.
         """
         extended: Any = self.strategy.extended
         original = extended.update
-        own_code = not all(map(_compat.is_own_class_of_keras, parts_of(self.optimizer)))
-        written: dict[int, Any] = {}
 
         def update(
             variable: Any, function: Any, args: Any = (), kwargs: Any = None, group: bool = True
@@ -209,25 +186,16 @@ class Owned(Replicated):
                     function(copy, *args, **kwargs)
 
             original(variable, on_owner, args, kwargs=kwargs, group=False)
-            written[id(variable)] = variable
-            if own_code or args:
-                self._copy(written.pop(id(variable)))
+            with tf.device(self.devices[owner]):
+                value = copies[owner].read_value()
+            for number, device in enumerate(self.devices):
+                if number != owner:
+                    with tf.device(device):
+                        copies[number].assign(value)
             return None
 
         with setting(extended, update=update):
             yield
-        for variable in written.values():
-            self._copy(variable)
-
-    def _copy(self, variable: Any) -> None:
-        owner = self._owners[id(variable)]
-        copies = self._local(variable)
-        with tf.device(self.devices[owner]):
-            value = copies[owner].read_value()
-        for number, device in enumerate(self.devices):
-            if number != owner:
-                with tf.device(device):
-                    copies[number].assign(value)
 
     def _device(self, variable: Any) -> str:
         return str(self.devices[self._owners.get(id(tf_variable(variable)), 0)])
@@ -235,8 +203,41 @@ class Owned(Replicated):
 
 def _refuse_replicas(*_: Any, **__: Any) -> None:
     raise TfMultiGpuError(
-        "The state of this optimizer exists once, with the replicas that own it. Received: "
-        "optimizer.apply, apply_gradients or Keras' own fit, with which each replica would change "
-        "it. Write tmg.apply_reduced_gradients(optimizer, gradients, variables) outside of "
-        "strategy.run; or create a new optimizer, for a step with shard_update=False."
+        "The state of this optimizer exists once, and optimizer.apply or Keras' own fit would have "
+        "each replica change it. Write outside of strategy.run tmg.apply_reduced_gradients("
+        "optimizer, gradients, variables), or create a new optimizer."
     )
+
+
+def assign_owners(
+    sizes: Sequence[int], owners: int, fixed: Mapping[int, int] | None = None
+) -> tuple[int, ...]:
+    """Returns the owner of each variable by sizes: largest first, each to whoever owns least.
+
+    ``fixed`` has the owners of variables that have one already, by their index.
+    """
+    chosen = dict(fixed or {})
+    loads = [sum(sizes[i] for i in chosen if chosen[i] == owner) for owner in range(owners)]
+    for index in sorted(set(range(len(sizes))) - set(chosen), key=lambda i: (-sizes[i], i)):
+        chosen[index] = loads.index(min(loads))
+        loads[chosen[index]] += sizes[index]
+    return tuple(chosen[index] for index in range(len(sizes)))
+
+
+def outside_scopes(function: Callable[[], Any]) -> Any:
+    """Calls a function without any strategy in effect, in the graph of the caller."""
+    if not tf.distribute.has_strategy():
+        return function()
+    graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+
+    def call() -> Any:
+        with nullcontext() if graph is None else graph.as_default():
+            return function()
+
+    with ThreadPoolExecutor(1) as pool:  # TensorFlow has no other way out of a scope.
+        return pool.submit(call).result()
+
+
+def size_of(variable: Any) -> int:
+    """Returns the number of elements of a variable."""
+    return int(tf.TensorShape(variable.shape).num_elements() or 0)

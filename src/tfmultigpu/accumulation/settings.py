@@ -5,32 +5,24 @@ from __future__ import annotations
 import operator
 from typing import Any
 
-from tfmultigpu.accumulation.loss_scale import unwrap_optimizer
-from tfmultigpu.accumulation.owners import parts_of
+from tfmultigpu.accumulation.loss_scale import parts_of, unwrap_optimizer
 
-_PLAIN = (bool, int, float, complex, str, bytes, type(None), set, frozenset, tuple)
+_PLAIN = (bool, int, float, complex, str, bytes, set, frozenset, tuple)
 
 
 class Settings:
-    """Remembers the attributes of an optimizer, of those inside it, and of their schedules.
-
-    Variables are not settings, for each step reads them: a learning rate that is set to a number
-    changes no attribute.
-    """
+    """Remembers the attributes of an optimizer, of those inside it, and of their schedules."""
 
     def __init__(self) -> None:
         """Remembers nothing, so that any optimizer is a change."""
         self._optimizer: Any = None
         self._noted: list[tuple[dict[str, Any], dict[str, Any]]] = []  # As they are, and were.
-        self._ignored: set[tuple[int, str]] = set()
+        self._ignored: set[str] = set()
 
     def note(self, optimizer: Any, *, traced: bool = False) -> None:
-        """Remembers an optimizer as it is now.
-
-        What differs at the end of a trace, such as a cache, is not a setting from then on.
-        """
+        """Remembers an optimizer as it is now; what a trace has changed, a cache, is no setting."""
         if traced:
-            self._ignored.update(self._differing())
+            self._ignored |= self._differing()
         self._optimizer = optimizer
         self._noted = [(vars(each), dict(vars(each))) for each in _holders(optimizer)]
 
@@ -44,29 +36,29 @@ class Settings:
             for now, then in self._noted
         ):
             return False
-        different = bool(self._differing())
-        if not different:  # Equal numbers, in other objects.
-            self.note(optimizer)
-        return different
+        if self._differing():
+            return True
+        self.note(optimizer)  # Equal numbers, in other objects.
+        return False
 
-    def _differing(self) -> set[tuple[int, str]]:
+    def _differing(self) -> set[str]:
         different = set()
-        for place, (now, then) in enumerate(self._noted):
+        for now, then in self._noted:
             for name in now.keys() | then.keys():
-                value, noted = now.get(name, self), then.get(name, self)
-                plain = type(value) is type(noted) and isinstance(value, _PLAIN)
-                if value is not noted and not (plain and value == noted):
-                    different.add((place, name))
-        # What TensorFlow keeps for checkpoints begins like this.
-        return {key for key in different if not key[1].startswith("_self_")} - self._ignored
+                a, b = now.get(name, self), then.get(name, self)
+                plain = type(a) is type(b) and isinstance(a, _PLAIN)
+                # What TensorFlow keeps for checkpoints begins with "_self_".
+                if a is not b and not (plain and a == b) and not name.startswith("_self_"):
+                    different.add(name)
+        return different - self._ignored
 
 
 def _holders(optimizer: Any) -> list[Any]:
-    """Returns all optimizers that there are in one, and their schedules."""
+    """Returns all optimizers that there are in one, some twice, and their schedules."""
     import keras
 
     inner = unwrap_optimizer(optimizer)
-    optimizers = list({id(each): each for each in (optimizer, inner, *parts_of(inner))}.values())
+    optimizers = [optimizer, inner, *parts_of(inner)]
     kind = keras.optimizers.schedules.LearningRateSchedule
     values = [value for each in optimizers for value in vars(each).values()]
     return [*optimizers, *(value for value in values if isinstance(value, kind))]

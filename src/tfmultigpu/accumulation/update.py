@@ -10,17 +10,15 @@ import tensorflow as tf
 
 from tfmultigpu import _compat
 from tfmultigpu._patch import setting
-from tfmultigpu.accumulation.gradients import check_reduced
-from tfmultigpu.accumulation.loss_scale import unwrap_optimizer
-from tfmultigpu.accumulation.owners import parts_of, refuse_float8, size_of
-from tfmultigpu.accumulation.replicated import Owned, Replicated
+from tfmultigpu.accumulation.gradients import check_reduced, refuse_float8
+from tfmultigpu.accumulation.loss_scale import parts_of, unwrap_optimizer
+from tfmultigpu.accumulation.replicated import Owned, Replicated, size_of
 from tfmultigpu.errors import ScopeError, TfMultiGpuError
 from tfmultigpu.strategies.collectives import replicas_share_memory
 from tfmultigpu.strategies.scopes import check_scope
 from tfmultigpu.strategies.topology import is_mirrored, is_sharded, tf_variable
 
-# Trained numbers from which steps are faster on virtual CPUs, and variables from which the first
-# step is, in which everything is traced; see decisions 6 and 7.
+# Trained numbers from which steps, and variables from which traces, are faster on virtual CPUs.
 PAYS_FROM, PAYS_FROM_VARIABLES = 50_000, 30
 
 _chosen: weakref.WeakKeyDictionary[Any, Replicated] = weakref.WeakKeyDictionary()
@@ -43,29 +41,35 @@ def choose_update(
     once = frozenset() if update is None else update.state
     check_scope([v for v in optimizer.variables if id(v) not in once], strategy, "optimizer")
     refuse_float8(variables)
-    _refuse_accumulation(inner)
     if update is None:
-        if not variables and not inner.built and inner is optimizer:
-            reason = "everything is frozen; the optimizer is built when it is not"
-            return Replicated(optimizer, strategy, reason)
+        if not variables and not inner.built and inner is optimizer:  # All is frozen, for now.
+            return Replicated(optimizer, strategy, "nothing is trained")
         owned, reason = _decide(inner, variables, strategy, shard_update)
         update = (Owned if owned else Replicated)(optimizer, strategy, reason)
         with tf.init_scope():
             update.build(variables)
-        _refuse_accumulation(inner)  # A MultiOptimizer makes its parts when it is built.
         _chosen[inner] = update
-    elif strategy.num_replicas_in_sync > 1:
-        _refuse(shard_update, update.owned, f"{update.reason}, when this optimizer was first used")
+    for part in parts_of(inner):  # A MultiOptimizer has them when it is built.
+        if steps := getattr(part, "gradient_accumulation_steps", None):
+            raise TfMultiGpuError(
+                f"Replicas cannot train with gradient_accumulation_steps={steps}. Leave it out, "
+                f"and pass micro_batches={steps} to make_train_step."
+            )
+    if strategy.num_replicas_in_sync > 1 and shard_update not in ("auto", update.owned):
+        raise TfMultiGpuError(
+            f"shard_update={shard_update} came too late or is not possible: {update.reason}. Leave "
+            "shard_update out, which gives the same numbers, or create a new optimizer."
+        )
     if not optimizer.built:  # The inner one is.
         with tf.init_scope(), strategy.scope(), setting(inner, build=lambda variables: None):
             optimizer.build(list(variables))
     known = {id(variable) for variable in _compat.optimizer_trains(inner)}
-    missing = [_name(v) for v in variables if known and id(v) not in known]
+    missing = [v.path for v in variables if known and id(v) not in known]
     if missing:
         raise ScopeError(
-            f"The optimizer was built for other variables. It does not know: {missing[:3]}. Create "
-            "a new one inside strategy.scope(); for several models, build it for all of them "
-            "first: optimizer.build(a.trainable_variables + b.trainable_variables)."
+            f"The optimizer was built for other variables. Received: {missing[:3]}. Create a new "
+            "one in strategy.scope(), or for several models build it for all of them first: "
+            "optimizer.build(a.trainable_variables + b.trainable_variables)."
         )
     return update
 
@@ -81,16 +85,13 @@ def apply_reduced_gradients(
 
     Args:
         optimizer: A Keras optimizer. If it is not built, it is built for these variables.
-        gradients: One for each variable, as ``GradientAccumulator.reduce`` returns them. They are
-            not scaled: a ``LossScaleOptimizer``, or ``loss_scale_factor``, is ignored. None leaves
-            a variable as it is.
+        gradients: One for each variable, from ``GradientAccumulator.reduce``, without a loss scale:
+            that of the optimizer is ignored. None leaves a variable as it is.
         variables: The variables, in the same order.
-        where: Whether to update, a bool scalar; None for always. If it is false nothing changes:
-            no variable, no slot and no counter.
+        where: Whether to update, a bool scalar; None: yes. If not, no slot and no counter changes.
 
     Raises:
-        TfMultiGpuError: Called by one of several replicas, inside ``strategy.run``, or with the
-            gradients that these return.
+        TfMultiGpuError: Called by one of several replicas, inside ``strategy.run``; no gradient.
         ScopeError: The optimizer was created outside the scope of the strategy.
 
     Example:
@@ -103,16 +104,21 @@ def apply_reduced_gradients(
         ([0.5], 1)
     """
     check_reduced("apply_reduced_gradients", gradients)
+    pairs = [(g, v) for g, v in zip(gradients, variables, strict=True) if g is not None]
+    if not pairs:
+        raise TfMultiGpuError(
+            f"There is nothing to update. Received: no gradient for {len(variables)} variables. "
+            "Give gradients of a loss that depends on model.trainable_variables."
+        )
     update = update_of(optimizer)
     if update is None:
-        strategies = [getattr(tf_variable(v), "distribute_strategy", None) for v in variables]
+        strategy = getattr(tf_variable(variables[0]), "distribute_strategy", None)
         # A variable of a OneDeviceStrategy does not tell its strategy, but the optimizer does.
-        strategy = next(filter(None, strategies), _compat.strategy_of_optimizer(optimizer))
+        strategy = strategy or _compat.strategy_of_optimizer(optimizer)
         update = choose_update(optimizer, variables, strategy)
-    pairs = [(g, v) for g, v in zip(gradients, variables, strict=True) if g is not None]
 
     def apply() -> tf.Tensor:
-        update.apply([gradient for gradient, _ in pairs], [variable for _, variable in pairs])
+        update.apply(*map(list, zip(*pairs, strict=True)))
         return tf.constant(True)
 
     if where is None:
@@ -126,53 +132,22 @@ def _decide(
 ) -> tuple[bool, str]:
     """Returns whether each variable gets an owner, and why."""
     trained = _compat.optimizer_trains(optimizer) or variables
-    sharded = [_name(v) for v in trained if is_sharded(v)]
+    sharded = [v for v in trained if is_sharded(v)]
     replicas = strategy.num_replicas_in_sync
     if replicas == 1:
         return False, "there is one replica"
-    only = ""
     if sharded:
-        only = f"the model has {len(sharded)} sharded variables, such as {sharded[0]!r}"
-    elif not is_mirrored(strategy):
-        only = f"{type(strategy).__name__} has no two devices that one process could write to"
-    elif optimizer.built:
-        only = "the optimizer was built before, with its state on every replica"
-    if only:
-        _refuse(asked, bool(sharded), only)
-        return bool(sharded), only
+        return True, f"the model has {len(sharded)} sharded variables"
+    if not is_mirrored(strategy):
+        return False, f"{type(strategy).__name__} has no two devices that one process writes to"
+    if optimizer.built:
+        return False, "the optimizer was built before, with its state on every replica"
     if asked != "auto":
         return bool(asked), f"shard_update={asked}"
     if not replicas_share_memory(strategy):
-        return False, (
-            "only on CPUs was it measured to be faster; shard_update=True saves "
-            f"{replicas - 1}/{replicas} of the memory of the optimizer's state"
-        )
+        return False, "only on CPUs was it measured to be faster"
     count = sum(map(size_of, variables))
     return count >= PAYS_FROM or len(variables) >= PAYS_FROM_VARIABLES, (
         f"{count:,} trained numbers in {len(variables)} variables: it is faster from {PAYS_FROM:,} "
         f"numbers, or {PAYS_FROM_VARIABLES} variables, on"
     )
-
-
-def _refuse(asked: str | bool, owned: bool, reason: str) -> None:
-    if asked not in ("auto", owned):
-        who = "one replica updates each variable" if owned else "every replica updates everything"
-        raise TfMultiGpuError(
-            f"With this optimizer {who}: {reason}. Received: shard_update={asked}. Leave "
-            "shard_update out, which gives the same numbers; or create a new optimizer, and the "
-            "model without tmg.sharded_variables()."
-        )
-
-
-def _refuse_accumulation(optimizer: Any) -> None:
-    for part in parts_of(optimizer):
-        if steps := getattr(part, "gradient_accumulation_steps", None):
-            raise TfMultiGpuError(
-                "Accumulation inside a Keras optimizer crashes on several replicas and averages "
-                f"averages on one. Received: gradient_accumulation_steps={steps}. Leave it out "
-                f"and pass micro_batches={steps} to make_train_step."
-            )
-
-
-def _name(variable: Any) -> str:
-    return str(getattr(variable, "path", variable.name))

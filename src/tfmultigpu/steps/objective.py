@@ -11,7 +11,6 @@ import tensorflow as tf
 
 from tfmultigpu._patch import patching
 from tfmultigpu.accumulation.loss_sum import (
-    FixedLossSum,
     LossSum,
     LossTerm,
     as_loss,
@@ -241,6 +240,6 @@ def _terms_of_forward(result: Any) -> list[LossTerm]:
         total, weight = (tf.cast(part, tf.float64 if wide else tf.float32) for part in value)
         if name:
             total, weight = tf.stop_gradient(total), tf.stop_gradient(weight)
-        fixed = isinstance(value, FixedLossSum) or is_fixed(value[1])
+        fixed = is_fixed(value[1])
         terms.append(LossTerm(total, weight, fixed=fixed, name=name or None, logged=bool(name)))
     return terms

@@ -16,8 +16,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 from typing_extensions import Self
 
-from tfmultigpu.accumulation.gradients import combined, global_norm, sum_dtype
-from tfmultigpu.accumulation.owners import refuse_float8
+from tfmultigpu.accumulation.gradients import combined, global_norm, refuse_float8, sum_dtype
 from tfmultigpu.accumulation.replicated import Replicated
 from tfmultigpu.accumulation.settings import Settings
 from tfmultigpu.accumulation.update import choose_update

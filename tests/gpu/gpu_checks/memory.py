@@ -221,7 +221,10 @@ def sharded_variables(place: Place) -> dict[str, Any]:
     place.need_gpu("TensorFlow counts the memory of GPUs only")
     config: Any = tf.config.experimental
     before = [int(config.get_memory_info(one)["current"]) for one in place.devices]
-    with place.strategy().scope(), tmg.sharded_variables(memory=place.limits):
+    with (
+        place.strategy().scope(),
+        tmg.sharded_variables(memory=dict(zip(place.devices, place.limits, strict=True))),
+    ):
         # A layer of 64 MiB.
         model = keras.Sequential([keras.Input((WIDTH,)), *map(keras.layers.Dense, [WIDTH] * 16)])
     after = [int(config.get_memory_info(one)["current"]) for one in place.devices]

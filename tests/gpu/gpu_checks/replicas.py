@@ -129,7 +129,9 @@ def sharded_variables(place: Place) -> dict[str, Any]:
     def build() -> tmg.testing.Training:
         if not tf.distribute.has_strategy():
             return training()
-        with tmg.sharded_variables(at_least=0, memory=place.limits):
+        with tmg.sharded_variables(
+            at_least=0, memory=dict(zip(place.devices, place.limits, strict=True))
+        ):
             return training()
 
     return _hold(place, build, EXACT, tf32=False, shares=place.limits, micro_batches=2)

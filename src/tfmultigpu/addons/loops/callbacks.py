@@ -70,7 +70,7 @@ def adapt_callbacks(callbacks: Iterable[Any], optimizer: Any) -> None:
     """Makes callbacks that swap moving averages swap those of the replicas that own them."""
 
     def swapping(method: Callable[..., None], *args: Any) -> None:
-        with update.updating(()) if (update := update_of(optimizer)) else nullcontext():
+        with update.updating() if (update := update_of(optimizer)) else nullcontext():
             method(*args)
 
     swaps = keras.callbacks.SwapEMAWeights

@@ -7,7 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfmultigpu.addons.loops import _private
+from tfmultigpu import _compat
 from tfmultigpu.addons.loops.metrics import EpochMetrics
 from tfmultigpu.data.batch_format import unpack_batch
 from tfmultigpu.errors import DataError, LossError
@@ -31,7 +31,7 @@ def read_compiled(
     # Keras keeps the metrics of the previous compile if the last one had none.
     if arguments.get("metrics") or arguments.get("weighted_metrics"):
         with strategy.scope():
-            container, plain, weighted, keys = _private.compiled_metrics(model, y_true, y_pred)
+            container, plain, weighted, keys = _compat.compiled_metrics(model, y_true, y_pred)
         given["metrics"] = _by_output(plain, y_pred, keys)
         given["weighted_metrics"] = _by_output(weighted, y_pred, keys)
     return given, EpochMetrics({}, container)
@@ -57,7 +57,7 @@ def compile_arguments(model: Any) -> Any:
             "metrics=[...]). Or give loss and metrics to a step: tmg.fit(model, data, step="
             "tmg.make_train_step(...)), or tmg.make_eval_step."
         )
-    return _private.compile_arguments(model)
+    return _compat.compile_arguments(model)
 
 
 def _outputs(model: Any, x: Any) -> Any:

@@ -216,7 +216,7 @@ class FitHooks(Hooks):
         self._between_epochs.close()
         for part in self._trained if self.epochs > 0 else ():
             update = update_of(part.optimizer)
-            with nullcontext() if update is None else update.updating(part.variables):
+            with nullcontext() if update is None else update.updating():
                 part.optimizer.finalize_variable_values(part.variables)
         super().on_train_end(logs)
         self._same.check()

@@ -31,8 +31,7 @@ def variable_on_device(
 
     Private: the class ``ResourceVariable`` and its argument ``distribute_strategy``. In a scope the
     public ``tf.Variable`` makes a copy on each device, and outside it a variable belongs to no
-    strategy: TensorFlow and this library then take the model for one created outside the scope.
-    ``check_write`` is called before each write with the variable and the name of the method.
+    strategy. ``check_write`` is called before each write with the variable and the method's name.
     """
     with tf.init_scope(), tf.device(device):
         variable: Any = _variable_class()(

@@ -17,9 +17,7 @@ from tfmultigpu.strategies.topology import devices_of
 class LayersByHand(Feature):
     """Computes each layer where its weights are, for layers that were built under ``tf.device``.
 
-    ``tf.device`` around a layer that is built places its weights, and TensorFlow would compute all
-    of a step on the first device. With this feature a step computes forward, backward and update
-    of each layer where its weights are.
+    Forward, backward and update: by itself TensorFlow would compute all on the first device.
 
     Args:
         pipeline: With ``micro_batches=n`` in ``make_train_step``: whether as many of them are
@@ -43,24 +41,19 @@ class LayersByHand(Feature):
         self.pipeline = pipeline
 
     def bind(self, step: Any) -> None:
-        """Takes the step.
-
-        Raises:
-            TfMultiGpuError: There are several replicas; or a pipeline of one micro-batch.
-        """
+        """Takes the step, if it has one replica, and for a pipeline several micro-batches."""
         self._step = step
         replicas = step.strategy.num_replicas_in_sync
         if replicas > 1:
             raise TfMultiGpuError(
-                "Layers are placed by hand on one replica; several compute the whole model each. "
-                f"Received: LayersByHand and {replicas} replicas. Leave it out, or write "
-                "make_train_step(..., tf.distribute.get_strategy())."
+                f"Layers are placed by hand on one replica. Received: LayersByHand and {replicas} "
+                "replicas. Write make_train_step(..., tf.distribute.get_strategy())."
             )
         loops = [feature for feature in step.features if hasattr(feature, "loop")]
         if self.pipeline and not loops:
             raise TfMultiGpuError(
-                "A pipeline computes several micro-batches side by side. Received: "
-                "LayersByHand(pipeline=True) and micro_batches=1. Write micro_batches=8."
+                "A pipeline needs several micro-batches. Received: micro_batches=1. Write "
+                "micro_batches=8."
             )
         if self.pipeline:
             loops[0].loop = self._side_by_side

@@ -24,7 +24,6 @@ from tfmultigpu.strategies.topology import describe, is_mirrored, is_sharded
 from tfmultigpu.strategies.worker_exchange import WorkerExchange
 
 AT_LEAST = 2**16
-_PASSES = 3
 
 
 class _Limits(NamedTuple):
@@ -48,8 +47,7 @@ class _Loads:
 
     def agree(self, strategy: tf.distribute.Strategy, limits: _Limits) -> _Limits:
         """Has all workers choose the same devices; returns the limits that hold on all of them."""
-        exchange = WorkerExchange(strategy)
-        if exchange.workers == 1:
+        if (exchange := WorkerExchange(strategy)).workers == 1:
             return limits
         room = limits.memory or (math.inf,) * len(self.devices)
         with tf.init_scope():
@@ -57,7 +55,7 @@ class _Loads:
         counts, alive, memory = np.split(told, [1, 1 + len(self.devices)], axis=1)
         if (counts != counts[0]).any():
             raise ClusterError(
-                "The workers shard other variables, and would wait for each other. Received: "
+                "The workers shard other variables. Received: "
                 f"at_least={[int(one) for one in counts[:, 0]]}, by worker. Give all the same."
             )
         self.bytes = [int(one) for one in alive.max(axis=0)]
@@ -73,14 +71,13 @@ class _Loads:
             )
             raise DataError(
                 f"The variables do not fit on the devices. Received: {name!r} of {size:,} bytes, "
-                f"after {table}. Take more devices, tmg.create_strategy(devices=[...]), or `del` "
-                "other models, which count too."
+                f"after {table}. Take more devices, or `del` other models, which count too."
             )
         self.alive[device] += size
         if self.bytes is not self.alive:
             self.bytes[device] += size
 
-    def remove(self, device: int, size: int) -> None:
+    def forget(self, device: int, size: int) -> None:
         """Counts a variable no more, which nobody uses."""
         self.alive[device] -= size
 
@@ -90,7 +87,7 @@ _loads: weakref.WeakKeyDictionary[Any, _Loads] = weakref.WeakKeyDictionary()
 
 @contextmanager
 def sharded_variables(
-    *, at_least: int = AT_LEAST, memory: Mapping[str, float] | Sequence[float] | None = None
+    *, at_least: int = AT_LEAST, memory: Mapping[str, float] | None = None
 ) -> Iterator[None]:
     """Has each large trainable variable live on one device alone, for models too large for one.
 
@@ -105,17 +102,14 @@ def sharded_variables(
 
     Args:
         at_least: Bytes from which a variable is large.
-        memory: Bytes of each device, by device name or in order; of several workers the least
-            counts. None takes the memory limits of the devices, or the memory the driver tells; if
-            one is unknown, as for CPUs, all get equal parts.
+        memory: Bytes by device name; of several workers the least counts. None: the memory limits
+            of the devices, or what the driver tells; if unknown, as for CPUs, equal parts.
 
     Raises:
         ScopeError: Not in the scope of a strategy.
         TfMultiGpuError: The strategy is not a mirrored one.
         DataError: ``memory`` does not fit the devices; or, later, the variables do not.
-        TypeError, ValueError: ``at_least`` is not a whole number, or negative.
-        ClusterError: The workers give other numbers for ``at_least``; or, later, create
-            different variables.
+        ClusterError: The workers give another ``at_least``, or later create other variables.
 
     Example:
         >>> import keras, tensorflow as tf, tfmultigpu as tmg
@@ -138,8 +132,7 @@ def sharded_variables(
     if not is_mirrored(strategy):
         raise TfMultiGpuError(
             "Variables can be sharded over the devices of a mirrored strategy only. Received: "
-            f"{describe(strategy)}. Train on the GPUs of one machine, "
-            'tmg.create_strategy(prefer="mirrored"), or leave sharded_variables out.'
+            f'{describe(strategy)}. Write tmg.create_strategy(prefer="mirrored").'
         )
     devices = strategy.extended.worker_devices
     if strategy not in _loads:
@@ -183,12 +176,11 @@ def _creating(strategy: tf.distribute.Strategy) -> Iterator[None]:
         loads.add(number, name, size, limits.memory)
         value = value_of_first_worker(strategy, value, device)
         variable = _on_device(strategy, device, value, name, trainable=True)
-        weakref.finalize(variable, loads.remove, number, size)
+        weakref.finalize(variable, loads.forget, number, size)
         return variable
 
-    if any(loads.alive):  # Models hold themselves, and unused ones are found in a third pass.
-        for _ in range(_PASSES):
-            gc.collect()
+    for _ in range(3 if any(loads.alive) else 0):  # Unused models are found in a third pass.
+        gc.collect()
     limits = loads.agree(strategy, loads.limits)
     loads.entered.append(limits)
     try:
@@ -207,10 +199,9 @@ def _check_alike(strategy: tf.distribute.Strategy, name: str, value: tf.Tensor) 
         )
     if other is not None:
         raise ClusterError(
-            "The workers create different variables, and would wait for each other. Received: "
-            f"{name!r} of shape {tuple(value.shape)} and {value.dtype.name} on worker "
-            f"{exchange.worker}, and another {other[0]} on worker {other[1]}. Create the same "
-            "model on every worker."
+            f"The workers create different variables. Received: {name!r} of shape "
+            f"{tuple(value.shape)} and {value.dtype.name} on worker {exchange.worker}, and another "
+            f"{other[0]} on worker {other[1]}. Create the same model on every worker."
         )
 
 
@@ -244,8 +235,7 @@ def _serve_optimizers(strategy: tf.distribute.Strategy) -> None:
         raise TfMultiGpuError(
             "A sharded variable is updated once, not by every replica. Received: optimizer.apply, "
             f"or Keras' own fit, for {variable.name!r} on {parse_device_name(variable.device)}. "
-            "Write tmg.fit(model, data), or step = tmg.make_train_step(model, optimizer, loss, "
-            "strategy)."
+            "Write tmg.fit(model, data) or tmg.make_train_step(model, optimizer, loss, strategy)."
         )
 
     extended.colocate_vars_with, extended.update = colocate_vars_with, update_mirrored
@@ -257,10 +247,9 @@ def _refuse_replicas(variable: Any, write: str) -> None:
     if context is None or context.strategy is not variable.distribute_strategy:
         return
     raise TfMultiGpuError(
-        "All replicas share a sharded variable, so none may write to it. Received: "
-        f"{write} of {variable.name!r} in a replica. A layer that assigns its weights makes them "
-        "with add_weight(..., trainable=False), which are mirrored; or create it outside "
-        "tmg.sharded_variables()."
+        f"All replicas share a sharded variable, so none may write to it. Received: {write} of "
+        f"{variable.name!r} in a replica. Create it by add_weight(..., trainable=False), which is "
+        "mirrored, or outside tmg.sharded_variables()."
     )
 
 
@@ -275,26 +264,20 @@ def next_device(loads: Sequence[int], memory: Sequence[float] | None, size: int)
 
 
 def memory_of_devices(
-    devices: Sequence[str], memory: Mapping[str, float] | Sequence[float] | None
+    devices: Sequence[str], memory: Mapping[str, float] | None
 ) -> tuple[float, ...] | None:
     """Returns the bytes of each device: those given, else those known; None if one is not known."""
     names = [parse_device_name(device) for device in devices]
     if memory is None:
         known = [_known_memory(name) for name in names]
         return None if None in known else tuple(float(one) for one in known if one is not None)
-    if isinstance(memory, Mapping):
-        given = {parse_device_name(name): value for name, value in memory.items()}
-        values: list[Any] = [*(given.pop(name, None) for name in names), *given]
-    else:
-        values = list(np.ravel(memory))
-    numbers = [float(size) for size in values if isinstance(size, (int, float, np.integer))]
-    sizes = [size for size in numbers if 0 < size < math.inf]
-    if not len(sizes) == len(values) == len(names):
+    given = {parse_device_name(name): float(size) for name, size in memory.items()}
+    if set(given) != set(names) or not all(0 < size < math.inf for size in given.values()):
         raise DataError(
-            "memory has one positive number of bytes for each device of the strategy. Received: "
+            "memory has a positive number of bytes for each device of the strategy. Received: "
             f"memory={memory!r} for {', '.join(names)}."
         )
-    return tuple(sizes)
+    return tuple(given[name] for name in names)
 
 
 def _known_memory(name: str) -> float | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -10,11 +10,6 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfmultigpu.addons.testing.comparison import (
-    Difference,
-    ReplicaInvarianceError,
-    difference,
-)
 from tfmultigpu.addons.testing.reference import OneDevice, Training
 from tfmultigpu.arguments import check_count
 from tfmultigpu.data import distribute_dataset
@@ -23,6 +18,37 @@ from tfmultigpu.steps import Objective, make_eval_step, make_predict_step, make_
 from tfmultigpu.strategies import create_strategy
 
 Quantities: TypeAlias = list[tuple[str, Any]]  # Names and values after a step.
+
+
+class ReplicaInvarianceError(AssertionError):
+    """Training on several replicas differs from training on one device."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Difference:
+    """The largest difference of one quantity.
+
+    Attributes:
+        quantity: The name of the quantity, such as ``"loss"`` or ``"Sequential: dense/kernel"``.
+        step: The step after which the difference was largest, from 1 on; 0 is before training.
+        amount: The size: absolute below one, relative above; infinity if the shapes differ.
+        place: The index in the array.
+        expected: The value on one device.
+        actual: The value on the replicas.
+    """
+
+    quantity: str
+    step: int
+    amount: float
+    place: tuple[int, ...] = ()
+    expected: Any = None
+    actual: Any = None
+
+    def __str__(self) -> str:
+        """Formats the difference as one line."""
+        index = str(list(self.place)) if self.place else ""
+        values = f"{self.actual!s} instead of {self.expected!s}"
+        return f"{self.quantity}{index}: {values}, off by {self.amount:.1e}"
 
 
 def assert_replica_invariant(
@@ -41,21 +67,19 @@ def assert_replica_invariant(
 
     Trains twice on the same global batches: on one device with a plain loop of Keras and
     TensorFlow, and on replicas with ``make_train_step``. Compares the loss, the gradient norm and
-    every variable of model, optimizer and metrics after every step. At the end it also compares
-    metric results, the loss of ``make_eval_step`` and predictions.
+    all variables after every step, and at the end metrics, evaluation and predictions.
 
     Args:
         build: Makes a ``Training``. Called once for each side, inside the scope of the strategy and
             after ``keras.utils.set_random_seed(0)``.
-        dataset: Global batches: a ``tf.data.Dataset``, or a list of batches ``(x, y)`` or
-            ``(x, y, sample_weight)``. Read once for both sides.
+        dataset: Global batches: a ``tf.data.Dataset``, or a list of ``(x, y)`` or ``(x, y,
+            sample_weight)``.
         replicas: Number of replicas, on the GPUs or logical CPUs of this process (see
-            ``virtual_devices``); or several numbers, each compared with one device.
+            ``virtual_devices``); or several numbers.
         strategy: The strategy, in place of ``replicas``; also that of several workers.
         shares: Relative share of each global batch per replica.
         tolerance: Largest difference: absolute for values below one, relative above.
-        tolerances: Larger tolerances for quantities whose name contains a text, such as
-            ``{"Adam": 1e-5}``. Write the reason beside it.
+        tolerances: Larger ones for quantities whose name contains a text: ``{"Adam": 1e-5}``.
         predict: Compare evaluation and predictions, too.
         options: For ``make_train_step``: ``micro_batches``, ``jit_compile``, ``loss_scale``.
 
@@ -81,10 +105,7 @@ def assert_replica_invariant(
     """
     counts = [check_count("replicas", count) for count in np.atleast_1d(replicas)]
     if not counts or not tolerance >= 0:
-        raise ValueError(
-            "replicas must be one number or several, and tolerance at least 0. Received: "
-            f"replicas={replicas!r}, tolerance={tolerance!r}."
-        )
+        raise ValueError(f"Received: replicas={replicas!r}, tolerance={tolerance!r}.")
     batches = [] if isinstance(dataset, tuple) else list(dataset)
     if not batches:
         raise TfMultiGpuError(
@@ -92,7 +113,10 @@ def assert_replica_invariant(
             f"{len(batches)} batches. Give a list of batches [(x, y), (x, y)], or "
             "tf.data.Dataset.from_tensor_slices((x, y)).batch(n)."
         )
-    batches = [tf.nest.map_structure(_as_tensor, batch) for batch in batches]
+    batches = tf.nest.map_structure(
+        lambda leaf: leaf if leaf is None or tf.is_tensor(leaf) else tf.convert_to_tensor(leaf),
+        batches,
+    )
 
     def allowed(quantity: str) -> float:
         limits = [limit for text, limit in (tolerances or {}).items() if text in quantity]
@@ -105,8 +129,11 @@ def assert_replica_invariant(
         with each.scope():
             training = _build(build)
         actual = _train_on_replicas(training, batches, predict, each, shares, options)
-        for step, (here, there) in enumerate(zip(expected, actual, strict=True)):
-            found = _compare(min(step, len(batches)), here, there)
+        for number, (here, there) in enumerate(zip(expected, actual, strict=True)):
+            step = min(number, len(batches))
+            # By order, because Keras numbers the names of layers across the process.
+            pairs = zip(here, there, strict=True)
+            found = [difference(value, other, name, step) for (name, value), (_, other) in pairs]
             wrong = [this for this in found if this.amount > allowed(this.quantity)]
             if wrong:
                 raise ReplicaInvarianceError(
@@ -118,10 +145,6 @@ def assert_replica_invariant(
     return largest
 
 
-def _as_tensor(leaf: Any) -> Any:
-    return leaf if leaf is None or tf.is_tensor(leaf) else tf.convert_to_tensor(leaf)
-
-
 def _build(build: Callable[[], Any]) -> Training:
     keras.utils.set_random_seed(0)
     training = build()
@@ -131,16 +154,6 @@ def _build(build: Callable[[], Any]) -> Training:
             "tmg.testing.Training(model, optimizer, loss)."
         )
     return training
-
-
-def _compare(step: int, expected: Quantities, actual: Quantities) -> list[Difference]:
-    """Returns the difference of each quantity after a step."""
-    if not np.isfinite(dict(expected).get("loss", 0.0)):
-        warnings.warn(f"The loss of step {step} is not finite on one device.", stacklevel=3)
-    # Paired by order, because Keras numbers the names of layers across the process. It fails if
-    # ``build`` made other variables the second time.
-    pairs = zip(expected, actual, strict=True)
-    return [difference(value, other, name, step) for (name, value), (_, other) in pairs]
 
 
 def _train_on_one_device(
@@ -198,3 +211,22 @@ def _ends(training: Training, batches: list[Any], evaluate: Any, predict: Any) -
         for part in tf.nest.flatten(outputs, expand_composites=True):
             ends.append((f"prediction of batch {i}", part.numpy()))
     return ends
+
+
+def difference(expected: Any, actual: Any, quantity: str = "", step: int = 0) -> Difference:
+    """Returns the largest difference between two arrays of numbers, strings or booleans."""
+    one, other = np.asarray(expected), np.asarray(actual)
+    if one.shape != other.shape:
+        return Difference(quantity, step, np.inf, (), f"shape {one.shape}", f"shape {other.shape}")
+    if not one.size:
+        return Difference(quantity, step, 0.0)
+    if one.dtype.kind in "OSUb":
+        amounts = np.where(one == other, 0.0, np.inf)
+    else:
+        wide, found = one.astype("float64"), other.astype("float64")
+        with np.errstate(invalid="ignore", over="ignore"):
+            amounts = np.abs(wide - found) / np.maximum(1.0, np.abs(wide))
+        same = (wide == found) | (np.isnan(wide) & np.isnan(found))
+        amounts = np.where(same, 0.0, np.where(np.isfinite(amounts), amounts, np.inf))
+    place = tuple(int(i) for i in np.unravel_index(int(np.argmax(amounts)), amounts.shape))
+    return Difference(quantity, step, float(amounts[place]), place, one[place], other[place])

@@ -18,8 +18,7 @@ class Training:
     Attributes:
         model: A Keras model.
         optimizer: A Keras optimizer.
-        loss: A Keras loss, its name, a function, or a dict or list of them; see
-            ``make_train_step``.
+        loss: A Keras loss, its name, a function, or a dict or list of them.
         metrics: Keras metrics, updated without sample weights; for several outputs a dict.
         weighted_metrics: Keras metrics, updated with sample weights.
         loss_weights: None, or a dict or list of numbers, one per output.
@@ -37,10 +36,7 @@ class Training:
     clip_norm: float | None = None
 
     def values(self) -> list[tuple[str, Any]]:
-        """Returns names and values of the variables of model, optimizer and metrics.
-
-        If the copies of a weight or of the optimizer differ, that is one that differs.
-        """
+        """Returns names and values of the variables; of copies that differ, one that does."""
         alike = {id(v) for v in [*self.model.trainable_variables, *self.optimizer.variables]}
         metrics = tf.nest.flatten([self.metrics, self.weighted_metrics])
         found = []
@@ -56,10 +52,7 @@ class Training:
 
 
 class OneDevice:
-    """Trains on one device with a gradient tape, the loss of ``compile`` and ``optimizer.apply``.
-
-    Converts the sparse gradients of embeddings to dense ones.
-    """
+    """Trains on one device with a tape, the loss of ``compile`` and ``optimizer.apply``."""
 
     def __init__(self, training: Training) -> None:
         """Takes a training whose variables were created outside of any strategy."""
@@ -77,7 +70,8 @@ class OneDevice:
             ]
             self._compiled.compile("sgd", training.loss, weights, *metrics)
         traced: Any = functools.partial(tf.function, reduce_retracing=True, autograph=False)
-        self.step, self.evaluate = traced(self._train), traced(self._evaluate)
+        self.step = traced(self._train)
+        self.evaluate = traced(lambda batch: self._loss(batch, training=False)[0])
         self.predict = traced(lambda batch: training.model(_unpack(batch)[0], training=False))
 
     def build(self, batch: Any) -> None:
@@ -122,9 +116,6 @@ class OneDevice:
             x, y, weight = _unpack(batch)
             self._compiled.compute_metrics(x, y, outputs, weight)
         return {"loss": loss, "gradient_norm": norm / scale}
-
-    def _evaluate(self, batch: Any) -> Any:
-        return self._loss(batch, training=False)[0]
 
 
 def _unpack(batch: Any) -> tuple[Any, Any, Any]:

@@ -63,8 +63,8 @@ def run_workers(
 ) -> list[WorkerResult]:
     """Runs a function or a script in several worker processes that form a cluster.
 
-    Sets ``TF_CONFIG`` in each, so that ``tmg.create_strategy()`` returns a strategy over all of
-    them. They listen on free ports of the loopback address and see no GPU.
+    Sets ``TF_CONFIG`` in each, so that ``tmg.create_strategy()`` returns a strategy over all. They
+    see no GPU.
 
     Args:
         target: A function that can be imported, or the path of a Python script.
@@ -73,14 +73,9 @@ def run_workers(
         timeout: Seconds until all must have ended.
         environment: Further environment variables.
 
-    Returns:
-        One result for each worker, in order.
-
     Raises:
-        WorkerFailedError: A worker failed or did not end in time. This ``AssertionError`` names the
-            first to fail and holds its last output. The others are stopped.
-        ValueError: ``workers`` is below 1, a worker cannot import the function, or another argument
-            is wrong.
+        WorkerFailedError: A worker failed or did not end in time; the others are stopped.
+        ValueError: ``workers`` is below 1, or a worker cannot import the function.
 
     Example:
         >>> import os, tfmultigpu as tmg
@@ -89,20 +84,6 @@ def run_workers(
         True
     """
     check_count("workers", workers)
-    if not isinstance(timeout, (int, float)) or not timeout > 0:
-        raise ValueError(
-            "timeout must be above 0 seconds; float('inf') for no limit. Received: "
-            f"timeout={timeout!r}."
-        )
-    if isinstance(args, (str, bytes)) or not isinstance(args, Sequence):
-        raise ValueError(
-            f"args must be a list of arguments. Write [{args!r}]. Received: args={args!r}."
-        )
-    for name, value in (environment or {}).items():
-        if not isinstance(value, str):
-            raise ValueError(
-                f"Environment variables must be strings. Received: {name!r}: {value!r}."
-            )
     with tempfile.TemporaryDirectory(prefix="tfmultigpu-workers-") as folder:
         return _run(target, workers, list(args), timeout, environment or {}, Path(folder))
 
@@ -129,43 +110,28 @@ def _run(
     lines: list[list[bytes]] = [[] for _ in range(workers)]
     outcome = run_together(commands, own, lambda i, line: lines[i].append(line), timeout=timeout)
     texts = [b"".join(printed).decode(errors="replace") for printed in lines]
-    if outcome.failed or None in outcome.codes:
-        failed = outcome.failed[0] if outcome.failed else outcome.codes.index(None)
+    early = [i for i, value in enumerate(values) if not script and not value.exists()]
+    unended = [i for i, code in enumerate(outcome.codes) if code is None]
+    for failed in [*outcome.failed, *unended, *early]:
         code = outcome.codes[failed]
-        end = f"did not end within {timeout:g} seconds and was stopped"
+        end = "ended before its function returned" if code == 0 else how_it_ended(code or 1)
+        if code is None:
+            end = f"did not end within {timeout:g} seconds and was stopped"
         raise WorkerFailedError(
-            f"Worker {failed} of {workers} {end if code is None else how_it_ended(code)}. Its last "
-            f"output:\n{texts[failed][-_TAIL:]}"
-        )
-    ended = [i for i, value in enumerate(values) if not script and not value.exists()]
-    if ended:
-        raise WorkerFailedError(
-            f"Worker {ended[0]} of {workers} ended before its function returned. Its last output:\n"
-            f"{texts[ended[0]][-_TAIL:]}"
+            f"Worker {failed} of {workers} {end}. Its last output:\n{texts[failed][-_TAIL:]}"
         )
     results = [None if script else pickle.loads(value.read_bytes()) for value in values]
     return [WorkerResult(i, texts[i], results[i]) for i in range(workers)]
 
 
 def _store_call(function: Any, args: list[Any], path: Path) -> None:
-    module = getattr(function, "__module__", None)
-    if module == "__main__" or "<" in getattr(function, "__qualname__", "<"):
-        raise ValueError(
-            "A worker process cannot import this function by the name of its module. "
-            f"Received: {function!r}. Move it to the top level of a module that can be imported, "
-            "or give run_workers the path of a script."
-        )
-    with path.open("wb") as file:
-        pickle.dump(sys.path, file)
-        file.write(to_pickle((function, args)))
-
-
-def to_pickle(value: Any) -> bytes:
-    """Pickles a value for a worker process."""
     try:
-        return pickle.dumps(value)
+        if function.__module__ == "__main__":
+            raise AttributeError("The worker has another __main__.")
+        path.write_bytes(pickle.dumps(sys.path) + pickle.dumps((function, args)))
     except (pickle.PicklingError, AttributeError, TypeError, tf.errors.OpError) as error:
         raise ValueError(
-            f"A value cannot be sent to a worker process: {error} Give functions from the top "
-            "level of a module, and arrays or a function that makes the dataset."
+            f"A worker process cannot be sent this. {error} Received: {function!r} and "
+            f"{len(args)} arguments. Give a function from the top level of a module, not a script, "
+            "and arrays or a function that makes the dataset; or the path of a script."
         ) from error

@@ -9,7 +9,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfmultigpu.accumulation.owners import outside_scopes
+from tfmultigpu.accumulation.replicated import outside_scopes
 from tfmultigpu.addons.verification.compare import Rounding, Verification, compared
 from tfmultigpu.addons.verification.locate import explain, locate
 from tfmultigpu.addons.verification.one_device import DryRun, OneDevice, cutter
