@@ -52,7 +52,6 @@ PAIRS = {"addons.testing.workers -> addons.workers.processes"}
 # An add-on holds the private names that only it needs.
 PRIVATE = [
     "_compat",
-    "addons.loops._private",
     "addons.sharding._private",
 ]
 
