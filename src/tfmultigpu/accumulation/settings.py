@@ -54,11 +54,11 @@ class Settings:
 
 
 def _holders(optimizer: Any) -> list[Any]:
-    """Returns all optimizers that there are in one, some twice, and their schedules."""
+    """Returns all optimizers that there are in one, and their schedules."""
     import keras
 
     inner = unwrap_optimizer(optimizer)
-    optimizers = [optimizer, inner, *parts_of(inner)]
+    optimizers = list({id(each): each for each in (optimizer, inner, *parts_of(inner))}.values())
     kind = keras.optimizers.schedules.LearningRateSchedule
     values = [value for each in optimizers for value in vars(each).values()]
     return [*optimizers, *(value for value in values if isinstance(value, kind))]
