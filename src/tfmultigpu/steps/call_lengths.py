@@ -15,12 +15,9 @@ _GROWTH = 4  # The first steps are not like the others.
 
 
 class CallLength:
-    """Cuts many steps into calls of some seconds, whose cost is some thousandth of that.
+    """Cuts many steps into calls of some ``seconds``, whose cost is some thousandth of that.
 
     All workers cut alike: TensorFlow adds their gradients only in the same round of the same call.
-
-    Attributes:
-        steps: The steps of the next call.
     """
 
     def __init__(
@@ -32,7 +29,7 @@ class CallLength:
         measured: float = math.inf,
         steps: int = 1,
     ) -> None:
-        """Begins with so many ``steps``, and follows the time of the first ``measured`` calls."""
+        """Begins with ``steps`` in a call, and follows the time of ``measured`` calls."""
         self._exchange = WorkerExchange(strategy)
         self._seconds, self._largest, self._left = seconds, largest, measured
         self.steps = steps

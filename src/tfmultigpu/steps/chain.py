@@ -76,7 +76,6 @@ class ChainedStep(Program):
     Attributes:
         steps: The steps by name, in order.
         times: How many times each takes a batch.
-        metrics: The Keras metrics that they update.
     """
 
     def __init__(self, steps: Mapping[str, TrainStep], times: Sequence[int]) -> None:
@@ -88,7 +87,7 @@ class ChainedStep(Program):
 
     @property
     def trained(self) -> tuple[Trained, ...]:
-        """The models that the steps train, with optimizers and variables."""
+        """The trained models with their optimizers and variables."""
         return tuple(part for step in self.steps.values() for part in step.trained)
 
     def changed_variables(self) -> list[Any]:

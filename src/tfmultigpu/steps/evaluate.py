@@ -27,9 +27,8 @@ class EvalStep(Program):
     """Loss and metrics of one global batch; what ``make_eval_step`` returns.
 
     Attributes:
-        forward: The forward pass: the model and its loss.
+        model: The model.
         metrics: The Keras metrics that it updates.
-        trace: What the last trace found.
     """
 
     def __init__(

@@ -53,9 +53,7 @@ class Forward:
     """The forward pass of a step: from a shard to additive terms, and outputs for metrics.
 
     Attributes:
-        model: The Keras model.
-        objective: The losses, as Keras losses, with their weights; of None with ``forward``.
-        forward: ``f(model, batch, training)``, or None.
+        forward: ``f(model, batch, training)`` in place of the losses, or None.
         chosen: The variables to train; None for those of the model.
     """
 
@@ -188,7 +186,7 @@ def regularization(
 
 
 def _check_variables(variables: Any, model: Any) -> tuple[Any, ...]:
-    """Returns the variables to train as a tuple, each once."""
+    """Returns the variables to train, each once."""
     chosen = {id(variable): variable for variable in variables}
     strange = [v for key, v in chosen.items() if key not in {id(own) for own in model.variables}]
     if strange or not chosen:

@@ -41,8 +41,6 @@ class Program:
     """Runs ``compute`` on batches.
 
     Attributes:
-        strategy: The strategy that it runs under.
-        features: Its optional parts.
         names: The names of its tallies; ``("",)`` of a program that is not a chain.
         layouts: What the numbers of each tally are; known once traced.
     """
@@ -51,7 +49,7 @@ class Program:
     forward: Any  # Of programs with a loss.
 
     def __init__(self, strategy: tf.distribute.Strategy, features: Sequence[Feature] = ()) -> None:
-        """Takes the strategy and the features."""
+        """Takes the strategy, and its optional parts."""
         self.strategy, self.features = strategy, tuple(features)
         self.layouts: Mapping[str, Layout] = {}
         self._callers = [f for f in features if type(f).around_call is not Feature.around_call]
@@ -101,8 +99,7 @@ class Program:
             these steps; weights and ``"skipped"`` are sums, the rest is that of the last step.
 
         Raises:
-            DataError: It is not such an iterator, or one made for another strategy; or a batch has
-                no rows.
+            DataError: It is another iterator, or for another strategy; or a batch has no rows.
             ValueError: ``steps`` is less than 1.
         """
         return self._looped(iterator, steps)[0]
@@ -145,8 +142,7 @@ class Program:
         copies = len(shards.local)
         flat = [self.strategy.experimental_local_results(r) for r in tf.nest.flatten(result)]
         flat = [each if len(each) == copies else each * copies for each in flat]  # None is one.
-        local = [[each[number] for each in flat] for number in range(copies)]
-        return [tf.nest.pack_sequence_as(result, one) for one in local]
+        return [tf.nest.pack_sequence_as(result, one) for one in zip(*flat, strict=True)]
 
     def commit(self, state: Sequence[Any], passes: list[Pass], after: Sequence[Any]) -> None:
         """Assigns what layers, draws and metrics have computed, ``after`` all that may fail."""
@@ -291,7 +287,7 @@ class Program:
         check_called_from(self.strategy)
         if not isinstance(iterator, (ShardIterator, tf.data.Iterator)):
             raise DataError(
-                "step.run takes an iterator, which remembers where it is between calls. Received: "
+                "step.run takes an iterator, which remembers where it is. Received: "
                 f"{type(iterator).__name__}. Write iterator = "
                 "iter(tmg.distribute_dataset(dataset, strategy)), then step.run(iterator, steps)."
             )

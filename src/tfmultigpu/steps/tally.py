@@ -18,14 +18,12 @@ _COUNTERS = ("steps", "rows", "skipped", "loss")  # The loss is multiplied by th
 class Layout:
     """What is known of the terms of a loss before any number is: names, factors, divisors.
 
-    Attributes:
-        terms: The terms without their values. The last one is the weight regularization, whose
-            weight over several steps is that of their rows.
-        trains: Whether there are gradients, so that their norm and the loss scale are logged.
+    The last term is the weight regularization, whose weight over several steps is that of their
+    rows.
     """
 
     terms: tuple[LossTerm, ...]
-    trains: bool = True
+    trains: bool = True  # Whether there are gradients, whose norm is logged.
 
     @classmethod
     def of(cls, terms: Sequence[LossTerm], *, trains: bool = True) -> Layout:
@@ -48,11 +46,8 @@ class Layout:
     @property
     def measured(self) -> list[int]:
         """Numbers of the terms whose divisor is known only after the addition."""
-        return [
-            number
-            for number, term in enumerate(self.own)
-            if term.per_row is None and not term.fixed and not term.logged
-        ]
+        late = [t.per_row is None and not t.fixed and not t.logged for t in self.own]
+        return [number for number, is_late in enumerate(late) if is_late]
 
     def targets(self, terms: Sequence[LossTerm], rows: Any, *factors: Any) -> list[Any]:
         """Returns what is differentiated: one scalar per divisor, that of the known ones first.
@@ -102,13 +97,12 @@ class Tally(NamedTuple):
     """Numbers of one or more steps, not yet divided: ``tally + tally`` is that of both.
 
     Attributes:
-        layout: What the numbers are; None after no step.
         sums: Steps, rows, skipped steps, and the loss times the rows; then the sum of each term,
             the weight of each, and the mean of each times the rows: a float64 vector.
         last: The gradient norm and the loss scale of the last step: a float64 vector.
     """
 
-    layout: Layout | None
+    layout: Layout | None  # None after no step.
     sums: Any
     last: Any
 
@@ -138,7 +132,7 @@ class Tally(NamedTuple):
         return cls(layout, tf.concat([counters, totals, divisors, means * rows], 0), ends)
 
     def __add__(self, other: Tally) -> Tally:  # type: ignore[override]
-        """Adds; what is only of the last step is that of ``other``."""
+        """Returns the tally of both; what is only of the last step is that of ``other``."""
         sums = _padded(self.sums, other.sums) + other.sums
         return Tally(self.layout or other.layout, sums, other.last)
 

@@ -104,9 +104,8 @@ def check_gradients(variables: list[Any], gradients: list[Any]) -> None:
 
 
 def warn(message: str, category: type[Warning] = UserWarning) -> None:
-    """Warns at the line of the user: the innermost that is in no package on the way here.
+    """Warns at the line of the user: the innermost outside of this package, TensorFlow and Keras.
 
-    That is neither this package nor TensorFlow nor Keras, whose loop calls a step under ``fit``.
     ``warnings.warn(skip_file_prefixes=)`` does the same from Python 3.12 on.
     """
     import keras
