@@ -63,3 +63,18 @@ def test_a_chief_that_saves_is_left_alone() -> None:
     assert other.wait(60.0) == 0
     assert chief.wait(60.0) == 0
     assert "SAVED" in chief.printed()
+
+
+@pytest.mark.slow
+def test_ctrl_c_while_tensorflow_joins_ends_the_process() -> None:
+    waiting, stopped = pool().cluster(2)
+    for worker in (waiting, stopped):
+        worker.begin(worker_faults.join)
+    end = time.monotonic() + SECONDS
+    while not ("JOINING" in waiting.printed() and "JOINING" in stopped.printed()):
+        assert time.monotonic() < end, [waiting.printed(), stopped.printed()]
+        time.sleep(0.05)
+    time.sleep(1.0)  # TensorFlow holds Python's lock now.
+    waiting.send_signal(signal.SIGINT)
+    assert waiting.wait(10.0) == -signal.SIGINT
+    stopped.send_signal(signal.SIGKILL)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import itertools
 import os
+import signal
 import sys
 import time
 
@@ -23,6 +24,23 @@ def train(event: str, end_seconds: float = 45.0) -> None:
     atexit._run_exitfuncs()
     sys.stdout.flush()
     os._exit(code)
+
+
+def join() -> None:
+    """Joins; worker 1 stops between the meeting and TensorFlow's part, so worker 0 waits there."""
+    import tfmultigpu as tmg
+    from tfmultigpu.addons.workers import _private
+
+    configure = _private.configure_coordination
+
+    def announce(*arguments: float) -> None:
+        print("JOINING", flush=True)
+        if tmg.workers.cluster_from_environment().index == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        configure(*arguments)
+
+    _private.configure_coordination = announce
+    tmg.create_strategy()
 
 
 def _train(event: str, end_seconds: float) -> None:
