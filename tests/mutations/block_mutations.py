@@ -264,7 +264,7 @@ BLOCKS = (
     Mutation(
         "what TensorFlow cut counts by the first shard",
         "steps/batches.py",
-        (("everywhere[replica] = int(count_rows(shard))", "everywhere[replica] = 1"),),
+        (("[int(count_rows(shard)) for shard in local]", "[1 for shard in local]"),),
         (
             "promises/test_blocks_alone.py::test_a_step_alone_beside_a_strategy_and_data_of_tensorflow[2]",
         ),

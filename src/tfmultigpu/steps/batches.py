@@ -22,6 +22,7 @@ from tfmultigpu.errors import DataError, ScopeError
 from tfmultigpu.steps.failures import explaining_failures
 from tfmultigpu.steps.features import Shards
 from tfmultigpu.strategies.topology import local_replicas
+from tfmultigpu.strategies.worker_exchange import WorkerExchange
 
 
 class BatchFunction:
@@ -168,16 +169,9 @@ class BatchFunction:
                 "its global batch has. Call step(batch) outside it, or pass the iterator in and "
                 "call step(next(iterator)), or use step.run(iterator, steps)."
             )
-        everywhere = [0] * self.strategy.num_replicas_in_sync
-        for replica, shard in zip(self._local, local, strict=True):
-            everywhere[replica] = int(count_rows(shard))
-        if len(local) < len(everywhere):
-            summed = self.strategy.run(
-                lambda n: tf.distribute.get_replica_context().all_reduce("SUM", n),
-                args=(tf.constant(everywhere, tf.int64),),
-            )
-            rows = self.strategy.experimental_local_results(summed)[0] // len(local)
-            everywhere = rows.numpy().tolist()
+        counts = [int(count_rows(shard)) for shard in local]
+        told = WorkerExchange(self.strategy)("the rows of a batch", counts)
+        everywhere = told.ravel().tolist()  # Workers, and their replicas, are in order.
         if 0 in everywhere:
             raise DataError(
                 f"Replica {everywhere.index(0)} got no rows. Received: shards of {everywhere} "
@@ -188,9 +182,8 @@ class BatchFunction:
 
 
 def _open_rows(tensor: Any) -> Any:
-    if tensor is None or isinstance(tensor, tf.SparseTensor) or not tensor.shape.rank:
-        return tensor
-    if tensor.shape[0] is None:
+    is_dense = tensor is not None and not isinstance(tensor, tf.SparseTensor)
+    if not is_dense or not tensor.shape.rank or tensor.shape[0] is None:
         return tensor
     hide = tf.compat.v1.placeholder_with_default
     if isinstance(tensor, tf.RaggedTensor):
