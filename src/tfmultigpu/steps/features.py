@@ -123,8 +123,8 @@ class Pass(NamedTuple):
     def with_addends(self, values: Sequence[Any]) -> Pass:
         """Returns the same with other tensors in place of ``addends``."""
         turn = iter(values)
-        gradients = tuple(
-            tuple(None if g is None else next(turn) for g in each) for each in self.gradients
+        gradients = tf.nest.map_structure(
+            lambda gradient: None if gradient is None else next(turn), self.gradients
         )
         return self._replace(gradients=gradients, stats=next(turn))
 
