@@ -22,10 +22,11 @@ from tfmultigpu.strategies.topology import local_replicas
 
 _ROWS = 4  # Of each replica.
 _LOSS = (
-    "What is computed for a row, its loss included, must depend on that row alone, and sums count "
-    "with what divides them. Write a loss over the whole batch with tmg.gather_rows(tensor), which "
-    "returns the rows of all replicas (docs/coupled-losses.md), self.add_loss(values) with one "
-    "value for each row, and tmg.LossSum(tf.reduce_sum(values), tf.size(values))."
+    "What is computed for a row, its loss included, must depend on that row alone. Write a loss "
+    "over the whole batch with tmg.gather_rows(tensor), which returns the rows of all replicas "
+    "(docs/coupled-losses.md). Replicas add sums, with what divides them: "
+    "tmg.LossSum(tf.reduce_sum(values), tf.size(values)); self.add_loss(values) takes one for each "
+    "row."
 )
 _STATE = (
     "Replicas add sums. Of a metric keep sums and counts; in call of a layer, add them before you "
