@@ -52,14 +52,6 @@ def test_parts_are_proportional_to_one_row_where_none_would_be_empty(
         assert abs(size - count * share / sum(shares)) <= 1
 
 
-@settings(max_examples=100, deadline=None)
-@given(shares=shares_of, extra=st.integers(0, 300))
-def test_one_more_row_moves_no_end_backwards(shares: list[int], extra: int) -> None:
-    count = len(shares) + extra
-    before, after = offsets(count, shares), offsets(count + 1, shares)
-    assert all(0 <= b - a <= 1 for a, b in zip(before, after, strict=True))
-
-
 @each(
     ("count", "shares", "expected"),
     [
@@ -114,11 +106,6 @@ def test_cut_part_gives_each_row_once_or_the_whole_batch(count: int, parts: int)
 def test_cut_part_takes_a_tensor_for_the_part() -> None:
     cut = tf.function(lambda batch, i: partition.cut_part(batch, 3, i))
     assert cut(tf.range(9), tf.constant(1)).numpy().tolist() == [3, 4, 5]
-
-
-@each(("count", "parts", "weight"), [(1, 1, 1), (1, 2, 1 / 2), (2, 2, 1), (2, 3, 1 / 3), (9, 8, 1)])
-def test_row_weight(count: int, parts: int, weight: float) -> None:
-    assert partition.row_weight(tf.constant(count), parts).numpy() == weight
 
 
 def structure(count: int) -> dict:

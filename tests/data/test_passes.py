@@ -42,29 +42,11 @@ def test_a_shuffled_dataset_is_shuffled_anew_each_pass(prefetch: bool) -> None:
 
 
 @HOST_AND_DEVICE
-def test_an_infinite_dataset_is_read_as_far_as_asked(prefetch: bool) -> None:
-    dataset = tf.data.Dataset.range(5).batch(3).repeat()
-    data = tmg.distribute_dataset(dataset, mirrored(2), prefetch_to_device=prefetch)
-    iterator = iter(data)
-    shards = [local(data.strategy, next(iterator)) for _ in range(4)]
-    assert shards == [[[0], [1, 2]], [[3], [4]]] * 2
-
-
-@HOST_AND_DEVICE
 def test_repeated_data_keeps_its_batches_apart(prefetch: bool) -> None:
     dataset = tf.data.Dataset.range(5).batch(3).repeat(2)
     data = tmg.distribute_dataset(dataset, mirrored(2), prefetch_to_device=prefetch)
     assert len(data) == 4
     assert read(data) == [[[0], [1, 2]], [[3], [4]]] * 2
-
-
-@HOST_AND_DEVICE
-@each("dataset", [tf.data.Dataset.range(0).batch(4), np.zeros((0, 3))])
-def test_an_empty_dataset_has_no_batches(dataset: Any, prefetch: bool) -> None:
-    options = {"batch_size": 4} if isinstance(dataset, np.ndarray) else {}
-    data = tmg.distribute_dataset(dataset, mirrored(2), prefetch_to_device=prefetch, **options)
-    assert list(data) == []
-    assert len(data) == 0
 
 
 def test_length() -> None:
@@ -214,16 +196,6 @@ def test_the_strategy_of_the_scope_is_the_default() -> None:
         data = tmg.distribute_dataset(np.arange(4), batch_size=4)
     assert data.strategy is strategy
     assert read(data) == [[[0, 1], [2, 3]]]
-
-
-@HOST_AND_DEVICE
-def test_two_strategies_in_one_process(prefetch: bool) -> None:
-    first, second = mirrored(2), mirrored(3)
-    for strategy, expected in ((first, [[0, 1], [2, 3]]), (second, [[0], [1], [2, 3]])) * 2:
-        data = tmg.distribute_dataset(
-            np.arange(4), strategy, batch_size=4, prefetch_to_device=prefetch
-        )
-        assert read(data) == [expected]
 
 
 @HOST_AND_DEVICE

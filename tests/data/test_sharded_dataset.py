@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 from collections import namedtuple
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -13,57 +12,16 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from each import each
-from shards import HOST_AND_DEVICE, batches_of, local, mirrored, read, text_of, to_list
+from shards import batches_of, local, mirrored, read, text_of, to_list
 
 import tfmultigpu as tmg
-from tfmultigpu.data.partition import marked_offsets, row_offsets
+from tfmultigpu.data.partition import row_offsets
 from tfmultigpu.data.sharded_dataset import should_prefetch
 
-SIZES = (1, 2, 3, 5, 7, 9, 63, 64, 65)
 Pair = namedtuple("Pair", ["x", "y"])
 
 
 # coverage -----------------------------------------------------------------------------------------
-
-
-@each(
-    ("replicas", "shares", "prefetch"),
-    [*itertools.product([1, 2, 3, 4, 8], ["equal", "unequal"], [False]), (3, "unequal", True)],
-)
-def test_each_row_is_on_one_replica_in_order_and_none_is_empty_without_need(
-    replicas: int, shares: str, prefetch: bool
-) -> None:
-    weights = None if shares == "equal" else [5, 2, 1, 9, 1, 3, 1, 1][:replicas]
-    data = tmg.distribute_dataset(
-        batches_of(SIZES), mirrored(replicas), shares=weights, prefetch_to_device=prefetch
-    )
-    seen = 0
-    for size, batch in zip(SIZES, data, strict=True):
-        shards = local(data.strategy, batch)
-        rows = list(range(seen, seen + size))
-        seen += size
-        assert len(shards) == replicas
-        if size < replicas:
-            assert shards == [rows[i : i + 1] for i in range(replicas)]
-        else:
-            ends = row_offsets(size, weights or [1] * replicas).numpy()
-            assert shards == [rows[ends[i] : ends[i + 1]] for i in range(replicas)]
-            assert [] not in shards
-            assert list(itertools.chain(*shards)) == rows
-        if replicas > 1:
-            assert int(marked_offsets(batch)[-1]) == size
-    assert seen == sum(SIZES)
-
-
-@HOST_AND_DEVICE
-def test_planned_shares_are_met_exactly_and_the_partial_batch_is_kept(prefetch: bool) -> None:
-    shares = tmg.plan_shares(64, (24e9, 8e9, 1e9))
-    data = tmg.distribute_dataset(
-        np.arange(100), mirrored(3), batch_size=64, shares=shares, prefetch_to_device=prefetch
-    )
-    sizes = [[len(shard) for shard in shards] for shards in read(data)]
-    assert sizes[0] == list(shares)
-    assert [sum(row) for row in sizes] == [64, 36]
 
 
 ROWS = functools.partial(tf.data.Dataset.range, 10)

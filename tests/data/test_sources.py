@@ -84,32 +84,6 @@ def test_a_frame_is_an_array() -> None:
     assert lists(dataset) == [[[0.0, 1.0], [2.0, 3.0]], [[4.0, 5.0]]]
 
 
-def test_arrays_need_a_batch_size() -> None:
-    assert text_of((np.zeros(4), np.zeros(4)), batch_size=None) == (
-        "Arrays need the size of a global batch. Received: batch_size=None. Write "
-        "tmg.distribute_dataset((x, y), batch_size=64)."
-    )
-
-
-@each("batch_size", [0, -3, 2.5, True])
-def test_a_batch_size_is_a_whole_number(batch_size: Any) -> None:
-    with pytest.raises((TypeError, ValueError), match=rf"at least 1\. .*batch_size={batch_size}"):
-        to_dataset((np.zeros(4), np.zeros(4)), batch_size=batch_size)
-
-
-@each(
-    ("arrays", "shapes"),
-    [
-        ((np.zeros((10, 2)), np.zeros(5)), "[(10, 2), (5,)]"),
-        ((np.zeros(3), np.float32(1)), "[(3,), ()]"),
-    ],
-)
-def test_arrays_that_do_not_pair(arrays: Any, shapes: str) -> None:
-    assert text_of(arrays, batch_size=2) == (
-        f"Arrays are paired by rows, so each needs one row per example. Received: shapes {shapes}."
-    )
-
-
 @each("nothing", [(), {}, (None,)])
 def test_no_arrays_at_all(nothing: Any) -> None:
     assert text_of(nothing, batch_size=2).endswith("Received: shapes [].")

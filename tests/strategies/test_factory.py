@@ -70,23 +70,6 @@ def triangle(count: int) -> float:
 # What is created -------------------------------------------------------------------------------
 
 
-def test_strategies_on_other_devices_follow_each_other_in_one_process() -> None:
-    wanted = [
-        ["CPU:0", "CPU:1"],
-        ["CPU:0", "CPU:1", "CPU:2", "CPU:3"],
-        ["CPU:5", "CPU:2"],
-        ["CPU:1", "CPU:3", "CPU:7"],
-        ["CPU:4"],
-        [f"CPU:{index}" for index in range(8)],
-    ]
-    made = [create_strategy(devices=names) for names in wanted]
-    # Each trains after all are made, and the first once more after the last.
-    for names, strategy in [*zip(wanted, made, strict=True), (wanted[0], made[0])]:
-        assert strategy.num_replicas_in_sync == len(names)
-        assert short(strategy.extended.worker_devices) == names
-        assert set(sums(strategy)) == {triangle(len(names))}
-
-
 @each(
     ("communication", "count"),
     [
@@ -205,18 +188,6 @@ def test_one_device_runs_where_it_was_named() -> None:
 # What is refused -------------------------------------------------------------------------------
 
 
-@each("fallback", [True, False])
-def test_a_missing_device_is_an_error(fallback: bool) -> None:
-    with pytest.raises(DeviceNotFoundError) as caught:
-        create_strategy(devices=["GPU:6", "GPU:7"], fallback=fallback)
-    assert "but not here: GPU:6, GPU:7" in str(caught.value)
-    assert "Existing: CPU:0, CPU:1" in str(caught.value)
-    with pytest.raises(DeviceNotFoundError, match="Asked for 99 devices"):
-        create_strategy(devices=99, fallback=fallback)
-    with pytest.raises(ValueError, match="devices is an empty list"):
-        create_strategy(devices=[], fallback=fallback)
-
-
 def test_what_cannot_be_had_warns_or_raises() -> None:
     with pytest.warns(StrategyFallbackWarning) as caught:
         strategy = create_strategy(devices=2, communication="nccl")
@@ -235,14 +206,6 @@ def test_what_cannot_be_had_warns_or_raises() -> None:
         create_strategy(devices=2, communication="nccl", fallback=False)
     assert "NCCL runs on GPUs only" in str(refused.value)
     assert "fallback=True to run mirrored on CPU:0, CPU:1" in str(refused.value)
-
-
-def test_workers_asked_for_without_a_cluster() -> None:
-    with pytest.raises(StrategyUnavailableError, match="TF_CONFIG is not set"):
-        create_strategy(prefer="multi_worker", fallback=False)
-    with pytest.warns(StrategyFallbackWarning, match="TF_CONFIG is not set"):
-        strategy = create_strategy(prefer="multi_worker", devices=2)
-    assert strategy.num_replicas_in_sync == 2
 
 
 def test_a_wrong_cluster_is_an_error_even_with_fallback(monkeypatch: pytest.MonkeyPatch) -> None:

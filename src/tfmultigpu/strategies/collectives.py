@@ -32,8 +32,7 @@ def replicas_share_memory(strategy: tf.distribute.Strategy) -> bool:
 
 
 def sum_over_replicas(
-    strategy: tf.distribute.Strategy,
-    values: list[list[tf.Tensor]],
+    strategy: tf.distribute.Strategy, values: list[list[tf.Tensor]]
 ) -> list[list[tf.Tensor]]:
     """Adds tensors over all replicas; call in a cross-replica context.
 
@@ -120,9 +119,7 @@ def add_on_device(parts: Sequence[Any], device: str) -> tf.Tensor:
 
 
 def sum_over_workers(
-    strategy: tf.distribute.Strategy,
-    values: Sequence[tf.Tensor],
-    devices: Sequence[str],
+    strategy: tf.distribute.Strategy, values: Sequence[tf.Tensor], devices: Sequence[str]
 ) -> list[tf.Tensor]:
     """Adds sums of this worker, each on its device, over the workers; all must call it."""
     if _is_one_process(strategy):

@@ -1,8 +1,4 @@
-"""Planning and creating the strategy.
-
-A missing device, a dead TPU address and a missing worker are found here within seconds. TensorFlow
-would wait for them for an hour or for ever.
-"""
+"""Planning and creating the strategy: what is missing is told in seconds, not waited for."""
 
 from __future__ import annotations
 
