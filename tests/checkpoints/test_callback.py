@@ -217,7 +217,7 @@ def test_epochs_that_are_no_passes_are_refused(model: Any, tmp_path: Path) -> No
     data = tf.data.Dataset.from_tensor_slices((X, Y)).batch(4).repeat()
     run = tmg.Checkpoints(tmp_path, model, model.optimizer, data)
     with pytest.raises(
-        tmg.errors.DataError, match=r"steps_per_epoch=3\. Give Checkpoints data=lambda.*seed=ep"
+        tmg.errors.DataError, match=r"steps_per_epoch=3 and.*data=lambda epoch: dataset\.shuffle"
     ):
         tmg.fit(model, run.data, steps_per_epoch=3, callbacks=[run.callback()], verbose=0)
 

@@ -20,7 +20,7 @@ def arrays_of(step: int) -> dict[str, np.ndarray]:
 
 
 def write(directory: Path, *steps: int, keep: int = 9, **run: Any) -> list[Path]:
-    run = {"epoch": 7, "variables": dict.fromkeys(arrays_of(0)), **run}
+    run = {"epoch": 7, **run}
     return [files.write(directory, step, arrays_of(step), run, keep) for step in steps]
 
 
@@ -113,8 +113,8 @@ def test_a_format_of_another_version_is_not_guessed_at(
     write(tmp_path, 1)
     monkeypatch.undo()
     with (
-        pytest.warns(UserWarning, match=r"format 9, and this version reads 3"),
-        pytest.raises(CheckpointError, match=r"are damaged\. Received: those of steps \[1\]"),
+        pytest.warns(UserWarning, match=r"format 9 .*this version reads format 3"),
+        pytest.raises(CheckpointError, match=r"are damaged\. Received: \[.step-00000001"),
     ):
         newest(tmp_path)
 

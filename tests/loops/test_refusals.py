@@ -26,18 +26,15 @@ CASES: list[tuple[Any, str, Any, dict[str, Any]]] = [
     (DataError, "has no batches", (X[:0], SIZE[:0]), {}),
     (DataError, "has no batches", ARRAYS, {"validation_data": (X[:0], SIZE[:0])}),
     (LossError, "There is a loss but no labels", X, {}),
+    (TypeError, "unexpected keyword argument 'epoch'", ARRAYS, {"epoch": 1}),
     (DataError, "shuffle must be True or False", ARRAYS, {"shuffle": "batch"}),
     (DataError, "leaves examples.*of 37 examples", ARRAYS, {"validation_split": 0.999}),
     (DataError, "leaves examples.*validation_split=2", ARRAYS, {"validation_split": 2}),
     (DataError, "class_weight must be a dict", ARRAYS, {"class_weight": {"a": 1.0}}),
     (DataError, "Class weights and sample weights", (*ARRAYS, WEIGHT), {"class_weight": {0: 2.0}}),
     (DataError, "for one output", ({"x": X}, (SIZE, SIZE)), {"class_weight": {0: 2.0}}),
-    (TypeError, r"epochs must be a whole number.*Received: epochs=1\.5", ARRAYS, {"epochs": 1.5}),
-    (TypeError, "initial_epoch must be a whole number.*=None", ARRAYS, {"initial_epoch": None}),
     (TypeError, "must be a whole number.*or 'auto'.*=None", ARRAYS, {"steps_per_call": None}),
     (ValueError, "must be a whole number.*or 'auto'", ARRAYS, {"steps_per_call": 0}),
-    (ValueError, "validation_freq must be", ARRAYS,
-     {"validation_data": ARRAYS, "validation_freq": 0}),
     (ValueError, "steps_per_epoch must be a whole number", ARRAYS, {"steps_per_epoch": -1}),
     (ValueError, "verbose must be 0, 1, 2 or 'auto'", ARRAYS, {"verbose": 3}),
 ]  # fmt: skip
@@ -68,8 +65,9 @@ def test_data_that_does_not_fit(model: Any) -> None:
 
 def test_checkpoints_resume_whole_passes_only(model: Any, tmp_path: Any) -> None:
     callback = tmg.Checkpoints(tmp_path, model, model.optimizer).callback()
-    with pytest.raises(DataError, match=r"could not be resumed.*tmg\.fit\(model, checkpoints\.d"):
-        tmg.fit(model, as_dataset(BATCHES), steps_per_epoch=3, callbacks=[callback], verbose=0)
+    for data in (ARRAYS, as_dataset(BATCHES)):
+        with pytest.raises(DataError, match=r"only if an epoch is one pass.*take\(steps\)"):
+            tmg.fit(model, data, steps_per_epoch=3, callbacks=[callback], verbose=0)
 
 
 def test_models_that_cannot_be_trained(model: Any) -> None:

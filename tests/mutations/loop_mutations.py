@@ -76,7 +76,7 @@ LOOPS = (
     Mutation(
         "an evaluation continues the metrics of the one before",
         "addons/loops/methods.py",
-        (("marked(lambda: loop.reset())", "marked(lambda: None)"),),
+        (('"reset_metrics": loop.reset', '"reset_metrics": lambda: None'),),
         ("promises/test_evaluate_predict.py::test_evaluation_is_exact_over_all_examples[2]",),
     ),
     Mutation(

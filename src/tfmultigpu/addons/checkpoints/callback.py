@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import keras
-import numpy as np
 
 from tfmultigpu.addons.checkpoints import state
 from tfmultigpu.addons.checkpoints.callback_states import CallbackStates
@@ -19,6 +18,7 @@ from tfmultigpu.strategies.worker_exchange import WorkerExchange
 from tfmultigpu.types import FitStart, RunningFit
 
 _log = logging.getLogger("tfmultigpu")
+_METRICS = "fit/metrics"
 # Several workers vote on the stop signal at least once in this many steps.
 _STEPS_BETWEEN_VOTES = 10
 
@@ -29,12 +29,10 @@ class CheckpointCallback(keras.callbacks.Callback):  # type: ignore[misc]
     ``types.RunningFit`` says when ``fit`` calls it; all workers call alike.
 
     Attributes:
-        every_steps: Steps of the run between two checkpoints, or None.
-        every_epochs: Epochs between two checkpoints, or None.
+        every_steps: Steps of the run between two checkpoints; None means an epoch.
     """
 
     every_steps: int | None = None
-    every_epochs: int | None = None
 
     def __init__(self, run: Any, position: Position, variables: RunVariables) -> None:
         """Takes the ``Checkpoints`` and its parts."""
@@ -52,7 +50,7 @@ class CheckpointCallback(keras.callbacks.Callback):  # type: ignore[misc]
 
     def load(self, stored: Mapping[str, Any] | None, arrays: Arrays) -> None:
         """Takes the ``fit`` of a checkpoint; None if the run continues in a loop without it."""
-        self._fit: RunningFit | None = None
+        self._fit: Any = None  # A ``RunningFit``, once it has begun.
         self._callbacks = CallbackStates(())
         self._counted, self._has_trained = 0, False
         # The stored fit until a fit takes it, and the fit that was taken until it has resumed.
@@ -61,34 +59,31 @@ class CheckpointCallback(keras.callbacks.Callback):  # type: ignore[misc]
         self._arrays = {name: value for name, value in arrays.items() if name.startswith("fit/")}
         # The variables of the run as hooks must leave them; all of them, once fit begins.
         self._is_restored = bool(arrays)
-        self._restored: tuple[state.Entries, Arrays] | None = None
+        self._restored: Arrays | None = None
 
     def read(self) -> tuple[Mapping[str, Any] | None, Arrays]:
         """Returns the description of the ``fit`` for a checkpoint, and its arrays."""
         if self._fit is None or self._stored is not None:
             return self._stored, self._arrays
-        metrics, arrays = state.read_state(self._metric_variables(), self._exchange)
-        of_callbacks: dict[str, np.ndarray[Any, Any]] = {}
+        arrays = dict(state.read_state(self._metric_variables(), self._exchange))
         fit = {
-            "callbacks": self._callbacks.read(of_callbacks),
+            "callbacks": self._callbacks.read(arrays),
             "stopped": not self._position.step and self._is_stopping(),
             "batches": self._fit.batches,
             "seed": self._fit.seed,
             "first_epoch": self._fit.first_epoch,
             "data": dict(self._fit.data),
             "sums": dict(self._fit.sums),
-            "metrics": metrics,
         }
-        return fit, {**arrays, **of_callbacks}
+        return fit, arrays
 
-    def on_fit_begin(self, fit: RunningFit) -> FitStart | None:
-        """Returns where a ``fit`` begins, before its data is prepared; None if as asked."""
+    def on_fit_begin(self, fit: RunningFit) -> FitStart:
+        """Returns where a ``fit`` begins, before its data is prepared."""
         if self._has_trained:
             raise CheckpointError(
-                "Checkpoints hold one fit. Received: another call of fit with the same ones. To "
-                "resume the first, call checkpoints.restore() again. For a second one, write "
-                "tmg.Checkpoints(another_directory, model, model.optimizer) just before it, and "
-                "restore() that."
+                "Checkpoints hold one fit. Received: another call of fit. To resume the first, "
+                "call checkpoints.restore() again. Just before a second one write, and restore, "
+                "tmg.Checkpoints(another_directory, model, model.optimizer)."
             )
         self._fit, self._callbacks = fit, CallbackStates(fit.callbacks)
         if self._is_restored:
@@ -98,22 +93,17 @@ class CheckpointCallback(keras.callbacks.Callback):  # type: ignore[misc]
         first_epoch = fit.first_epoch if stored is None else stored["first_epoch"]
         epoch, step = first_epoch + self._position.epoch, self._position.step
         if stored is None:
-            begins = (epoch, step) == (fit.first_epoch, 0)
-            return None if begins else FitStart(fit.seed, fit.first_epoch, epoch, step, 0)
+            return FitStart(fit.seed, fit.first_epoch, epoch, step, 0)
         # The checkpoint has the callbacks of the chief; other workers may have fewer.
         missing = len(self._callbacks.missing(stored["callbacks"]))
         missing = self._exchange("callbacks without a state", [missing])[0, 0]
         if stored["stopped"] and not missing:
-            _log.warning(
-                "A callback ended this run before its last epoch, as its checkpoint records. To "
-                "train further, leave out that callback."
-            )
+            _log.warning("A callback ended this run. To train further, leave out that callback.")
             epoch = fit.epochs
         return FitStart(stored["seed"], first_epoch, epoch, step, stored["batches"])
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Restores what all other ``on_train_begin`` have changed, such as a learning rate."""
-        assert self._fit is not None
         self._run.listen()
         self._has_trained = True
         self._variables.check_holds(self._fit.changed_variables())
@@ -125,32 +115,29 @@ class CheckpointCallback(keras.callbacks.Callback):  # type: ignore[misc]
                 if None not in (value, here.get(name)) and value != here[name]
             ]
             check_data(differing, self._exchange)
-            self._callbacks.write(self._resumed["callbacks"], self._arrays)
             if missing := self._callbacks.missing(self._resumed["callbacks"]):
                 _log.warning(
-                    "The checkpoint was saved with callbacks that were not passed. The run may end "
+                    "The checkpoint has callbacks that were not passed, so the run may end "
                     "differently than without the restart: %s",
                     ", ".join(missing),
                 )
-        self._undo_hooks(forget=not self._position.step)
+        self._undo_hooks()
+        if not self._position.step:  # What the next hooks do is new.
+            self._resumed = self._restored = None
         self._counted = self._fit.batches
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Restores the logs of a resumed epoch, after all other ``on_epoch_begin``."""
-        assert self._fit is not None
-        resumed, self._resumed = self._resumed, None
-        if not self._position.step:
-            return
-        self._undo_hooks(forget=True)
-        if resumed is not None:
-            self._callbacks.write(resumed["callbacks"], self._arrays)
-            metrics, where = self._metric_variables(), "a checkpoint within an epoch"
-            state.write_state(metrics, resumed["metrics"], self._arrays, self._exchange, where)
-            self._fit.sums.update(resumed["sums"])
+        self._undo_hooks()
+        if self._resumed is not None:
+            of_metrics = {n: a for n, a in self._arrays.items() if n.startswith(_METRICS)}
+            where = "a checkpoint within an epoch"
+            state.write_state(self._metric_variables(), of_metrics, self._exchange, where)
+            self._fit.sums.update(self._resumed["sums"])
+        self._resumed = self._restored = None
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Counts steps, and saves when it is time."""
-        assert self._fit is not None
         # fit calls at other times, too, which may differ between workers.
         if self._exchange.workers == 1 or self._fit.batches % (self.every_batches or 1) == 0:
             self._run.after_step(new := self._new_steps())
@@ -161,8 +148,7 @@ class CheckpointCallback(keras.callbacks.Callback):  # type: ignore[misc]
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Counts the epoch, and saves when it is time."""
         self._run.end_epoch(new := self._new_steps())
-        every = self.every_epochs
-        if self._is_due(new) or (every is not None and self._run.epoch % every == 0):
+        if self.every_steps is None or self._is_due(new):
             self._run.save()
 
     def on_fit_exit(self) -> None:
@@ -170,8 +156,7 @@ class CheckpointCallback(keras.callbacks.Callback):  # type: ignore[misc]
         self._run.stop_listening()
 
     def _new_steps(self) -> int:
-        assert self._fit is not None
-        before, self._counted = self._counted, self._fit.batches
+        before, self._counted = self._counted, int(self._fit.batches)
         return self._counted - before
 
     def _is_due(self, new: int) -> bool:
@@ -182,15 +167,14 @@ class CheckpointCallback(keras.callbacks.Callback):  # type: ignore[misc]
         """Returns whether a callback of any worker ends the run."""
         return bool(self._exchange("whether fit stops", [int(self.model.stop_training)]).any())
 
-    def _undo_hooks(self, forget: bool) -> None:
+    def _undo_hooks(self) -> None:
         if self._restored is not None:
-            state.write_state(self._variables.all(), *self._restored, self._exchange)
-        if forget:  # What the next hooks do is new.
-            self._restored = None
+            state.write_state(self._variables.all(), self._restored, self._exchange)
+        if self._resumed is not None:
+            self._callbacks.write(self._resumed["callbacks"], self._arrays)
 
     def _metric_variables(self) -> list[state.StateVariable]:
-        assert self._fit is not None
-        return state.numbered("fit/metrics", self._fit.metric_variables(), may_differ=True)
+        return state.numbered(_METRICS, self._fit.metric_variables(), may_differ=True)
 
 
 def check_data(differences: Sequence[str], exchange: WorkerExchange) -> None:

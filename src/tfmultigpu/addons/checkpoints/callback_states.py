@@ -92,14 +92,8 @@ def _values(callback: Any) -> dict[str, Any]:
     return {
         name: value
         for name, value in vars(callback).items()
-        if name.lstrip("_") not in skipped and not _is_no_state(value)
+        if name.lstrip("_") not in skipped and not callable(value)
     }
-
-
-def _is_no_state(value: Any) -> bool:
-    """Returns whether a value is a function, a variable, or holds variables, as a model does."""
-    values = value if type(value) in (list, tuple) and value else [value]
-    return all(callable(v) or hasattr(v, "variables") or hasattr(v, "assign_add") for v in values)
 
 
 def _pack(value: Any, arrays: dict[str, np.ndarray[Any, Any]]) -> Any:

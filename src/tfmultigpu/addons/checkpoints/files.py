@@ -35,7 +35,7 @@ class Stored(NamedTuple):
 def write(directory: Path, step: int, arrays: Arrays, run: Mapping[str, Any], keep: int) -> Path:
     """Writes a checkpoint to last, and deletes all up to its step except the newest ``keep``."""
     directory.mkdir(parents=True, exist_ok=True)
-    text = json.dumps({"format": _FORMAT, "step": step, **run})
+    text = json.dumps({"format": _FORMAT, "arrays": len(arrays), "step": step, **run})
     content: dict[str, Any] = {"run": np.frombuffer(text.encode(), "uint8"), **arrays}
     path = directory / f"step-{step:08d}.npz"
     hidden = directory / ".half-written.npz"
@@ -58,11 +58,10 @@ def read(path: Path) -> Stored:
             for name in archive.namelist()
         }
     run = json.loads(arrays.pop("run").tobytes())
-    missing = len(run["variables"].keys() - arrays.keys())
-    if run["format"] != _FORMAT or missing:
+    if (run["format"], run["arrays"]) != (_FORMAT, len(arrays)):
         raise ValueError(
-            f"it has format {run['format']!r}, and this version reads {_FORMAT}; {missing} of its "
-            "arrays are missing"
+            f"it has format {run['format']} and {len(arrays)} of {run['arrays']} arrays; this "
+            f"version reads format {_FORMAT}"
         )
     return Stored(path, run, arrays)
 
@@ -79,17 +78,16 @@ class Directory:
     def __init__(self, path: Path, exchange: Any) -> None:
         """Stores the path and the ``WorkerExchange``; reads and writes nothing."""
         self._path, self._exchange = path, exchange
-        self._damaged: set[int] = set()
 
     def newest(self) -> Stored | None:
         """Returns the newest intact checkpoint; None if there is none, damaged or not."""
-        stored, self._damaged = None, set()
-        for step, path in reversed(steps_in(self._path).items()):
+        stored, damaged = None, []
+        for path in reversed(steps_in(self._path).values()):
             try:
                 stored = read(path)
                 break
             except Exception as error:
-                self._damaged.add(step)
+                damaged.append(path)
                 warnings.warn(
                     f"A checkpoint is damaged and was skipped. Received: {path}: "
                     f"{type(error).__name__}: {error}. The run resumes from an older one.",
@@ -102,11 +100,13 @@ class Directory:
                 f"The workers see different checkpoints in {self._path}. Received: step of each "
                 f"worker: {steps}. Give a directory that all workers share."
             )
-        if stored is None and self._damaged:
+        if stored is None and damaged:
             raise CheckpointError(
-                f"All checkpoints in {self._path} are damaged. Received: those of steps "
-                f"{sorted(self._damaged)}. To start over, give another directory."
+                f"All checkpoints in {self._path} are damaged. Received: "
+                f"{[path.name for path in damaged]}. To start over, give another directory."
             )
+        for path in damaged if self._exchange.is_chief else ():  # Else they would count as later.
+            path.rename(path.with_name(f"damaged-{path.name}"))
         return stored
 
     def write(self, step: int, arrays: Arrays, run: Mapping[str, Any], keep: int) -> Path:
@@ -123,7 +123,7 @@ class Directory:
         failure, latest = "", step
         if self._exchange.is_chief:
             try:
-                latest = max({step, *steps_in(self._path)} - (self._damaged - {step}))
+                latest = max([step, *steps_in(self._path)])
                 if latest == step:
                     save()
             except OSError as error:

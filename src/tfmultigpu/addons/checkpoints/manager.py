@@ -14,7 +14,7 @@ from tfmultigpu.addons.checkpoints.files import Directory
 from tfmultigpu.addons.checkpoints.state import RunVariables
 from tfmultigpu.arguments import check_count
 from tfmultigpu.data.positioned import Position, PositionedDataset, position_data
-from tfmultigpu.errors import CheckpointError, ClusterError
+from tfmultigpu.errors import CheckpointError
 from tfmultigpu.strategies.stop_signals import StopSignal, StopVote
 from tfmultigpu.types import Model, Optimizer
 
@@ -58,7 +58,6 @@ class Checkpoints:
         *,
         train_step: Any = None,
         extra: Mapping[str, Any] | None = None,
-        stop_signal: int | None = signal.SIGTERM,
     ) -> None:
         """Checks the arguments; reads and writes no files.
 
@@ -73,8 +72,6 @@ class Checkpoints:
                 optimizer.
             extra: More objects to save, by name: metrics, other objects with ``variables``, or
                 lists of variables.
-            stop_signal: The signal on which a running loop saves and exits with 128 + signal, 143
-                for SIGTERM. None handles no signal.
 
         Raises:
             CheckpointError: The data cannot resume.
@@ -91,7 +88,7 @@ class Checkpoints:
         self._exchange = self._variables.exchange
         self._files = Directory(self.directory, self._exchange)
         self._vote = StopVote(self._exchange)
-        self._signal = None if stop_signal is None else StopSignal(stop_signal)
+        self._signal = StopSignal(signal.SIGTERM)
         self._position = Position()
         self.data: PositionedDataset | None = None
         if data is not None:
@@ -127,20 +124,12 @@ class Checkpoints:
         Raises:
             CheckpointError: The chief could not write it; the directory has later steps; no steps
                 were counted; or a step changes variables that are not saved.
-            ClusterError: Workers have different weights, learning rates or positions.
+            ClusterError: Workers have different weights or learning rates.
         """
         self._check_counted(self.step == self._steps)
-        own = [self.step, self.epoch, self.step_in_epoch]
-        places = self._exchange("the position of a checkpoint", own).tolist()
-        if len({*map(tuple, places)}) > 1:
-            raise ClusterError(
-                "The workers save at different positions, so they have trained on other batches. "
-                f"Received: [step, epoch, step in epoch] of each worker: {places}. Every worker "
-                "must make the same steps."
-            )
         self._variables.prepare_to_save(self.data)
-        entries, arrays = self._variables.read()
         fit, arrays_of_fit = self._callback.read()
+        arrays = {**self._variables.read(), **arrays_of_fit}
         first_batch = self._finished
         if self.data is not None and self.step_in_epoch:
             first_batch = self.data.first_hash() if self._expected is None else self._expected
@@ -148,11 +137,10 @@ class Checkpoints:
             "epoch": self.epoch,
             "step_in_epoch": self.step_in_epoch,
             "first_batch": first_batch,
-            "variables": entries,
             "owned": self._variables.owned(),
             "fit": fit,
         }
-        return self._files.write(self.step, {**arrays, **arrays_of_fit}, run, self.keep)
+        return self._files.write(self.step, arrays, run, self.keep)
 
     def restore(self) -> int | None:
         """Restores the newest intact checkpoint, and returns its step; None if there is none.
@@ -178,7 +166,7 @@ class Checkpoints:
         return self._steps
 
     def epochs(self, epochs: int) -> Iterator[int]:
-        """Yields the numbers of the remaining epochs; ``stop_signal`` makes it save and exit.
+        """Yields the numbers of the remaining epochs; SIGTERM makes it save and exit with 143.
 
         Args:
             epochs: The epochs of the whole run, including those before a restart.
@@ -195,7 +183,7 @@ class Checkpoints:
             self.stop_listening()
 
     def after_step(self, steps: int = 1) -> None:
-        """Counts steps; saves and exits if the stop signal came.
+        """Counts steps; saves and exits if SIGTERM came.
 
         Args:
             steps: The number of steps; ``logs["steps"]`` after ``logs = step.run(iterator, n)``.
@@ -203,7 +191,7 @@ class Checkpoints:
         Raises:
             CheckpointError: The steps did not read ``checkpoints.data``, or the data differs from
                 the data before the restart.
-            SystemExit: The stop signal came, here or on another worker, and the run was saved.
+            SystemExit: SIGTERM came, here or on another worker, and the run was saved.
         """
         self._count(steps)
         self._stop_if_asked(steps)
@@ -220,35 +208,28 @@ class Checkpoints:
         self._position.epoch, self._position.step = self.epoch + 1, 0
         self._stop_if_asked(steps, now=True)
 
-    def callback(
-        self, every_steps: int | None = None, every_epochs: int | None = None
-    ) -> CheckpointCallback:
+    def callback(self, every_steps: int | None = None) -> CheckpointCallback:
         """Returns a ``keras.callbacks.Callback`` that saves and resumes in ``tmg.fit``.
 
         Call ``restore`` first, and pass ``fit`` the ``data`` of this object, if it has any.
 
         Args:
-            every_steps: Save after every so many steps of the run.
-            every_epochs: Save at the end of every so many epochs; 1 if no interval is given.
+            every_steps: Save after every so many steps of the run; None means after each epoch.
         """
-        if every_steps is None and every_epochs is None:
-            every_epochs = 1
-        for name, number in (("every_steps", every_steps), ("every_epochs", every_epochs)):
-            setattr(self._callback, name, None if number is None else check_count(name, number))
+        every = None if every_steps is None else check_count("every_steps", every_steps)
+        self._callback.every_steps = every
         return self._callback
 
     def listen(self) -> None:
-        """Checks directory and data, then handles the stop signal, before any training."""
+        """Checks directory and data, then handles SIGTERM, before any training."""
         self._files.check(self.step)
         if self.data is not None and self._position.step == 0:
             self._check_data(self.data.hash_of_last_epoch)
-        if self._signal is not None:
-            self._signal.listen()
+        self._signal.listen()
 
     def stop_listening(self) -> None:
-        """Restores the earlier handler of the stop signal, which a late signal goes to."""
-        if self._signal is not None:
-            self._signal.stop_listening()
+        """Restores the earlier handler of SIGTERM, which a late signal goes to."""
+        self._signal.stop_listening()
 
     def _count(self, steps: int) -> None:
         steps = check_count("steps", steps, 0)
@@ -280,10 +261,8 @@ class Checkpoints:
             check_data(told, self._exchange)
 
     def _stop_if_asked(self, steps: int, now: bool = False) -> None:
-        asked = self._signal is not None and self._signal.received
-        if self._signal is None or not self._vote(asked, steps, now):
-            return
-        path = self.save()
-        code, self._signal.received = self._signal.exit_code, False
-        _log.warning("Asked to stop: saved step %d to %s, exiting with %d", self.step, path, code)
-        raise SystemExit(code)
+        if self._vote(self._signal.received, steps, now):
+            path = self.save()
+            code, self._signal.received = self._signal.exit_code, False
+            _log.warning("Asked to stop: saved step %d to %s, exit %d", self.step, path, code)
+            raise SystemExit(code)

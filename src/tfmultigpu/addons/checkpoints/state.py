@@ -27,8 +27,8 @@ _SCALE = "loss_scale/scale"
 _SEEDS = "seeds"
 _COUNTED = re.compile(r"_\d+(?=[_/:]|$)")
 
-# The dtype of each stored variable by name, and whether its array has an axis of replicas.
-Entries = Mapping[str, Sequence[Any]]
+# The end of the name of an array that has the values of all replicas.
+_EACH = " of each replica"
 
 
 class StateVariable(NamedTuple):
@@ -51,8 +51,8 @@ class RunVariables:
             if (model, optimizer) != (None, None) or not isinstance(self._steps[0], TrainStep):
                 raise TypeError(
                     "train_step must come from tmg.make_train_step or tmg.chain_steps, in place of "
-                    f"model and optimizer. Received: model={model!r}, optimizer={optimizer!r} and "
-                    f"train_step={train_step!r}. Write tmg.Checkpoints(directory, train_step=step)."
+                    f"model and optimizer. Received: train_step={train_step!r} and model={model!r}."
+                    " Write tmg.Checkpoints(directory, train_step=step)."
                 )
             model, optimizer = self._steps[0].model, self._steps[0].optimizer
         strategy = strategy_of(model) if hasattr(model, "variables") else None
@@ -86,8 +86,8 @@ class RunVariables:
             variables += [variable._replace(name=prefix + variable.name) for variable in trained]
         return variables
 
-    def read(self) -> tuple[dict[str, Any], dict[str, np.ndarray[Any, Any]]]:
-        """Returns the entries and arrays of all variables."""
+    def read(self) -> Arrays:
+        """Returns the arrays of all variables by name."""
         return read_state(self.all(), self.exchange)
 
     def prepare_to_save(self, data: Any) -> None:
@@ -101,16 +101,17 @@ class RunVariables:
 
     def restore(self, stored: Stored, data: Any) -> None:
         """Restores a checkpoint; optimizers that are not built yet are built as a step would."""
-        entries, strategy = dict(stored.run["variables"]), self.exchange.strategy
+        strategy = self.exchange.strategy
+        arrays = {n: array for n, array in stored.arrays.items() if not n.startswith("fit/")}
         for prefix, (_, optimizer, _) in self._trained.items():
-            if optimizer is not None and prefix + _SCALE in entries:
+            if optimizer is not None and prefix + _SCALE in arrays:
                 make_loss_scale("dynamic", optimizer, strategy)
         self._build(data, stored.run["owned"])
-        write_state(self.all(), entries, stored.arrays, self.exchange, stored.path)
-        if _SEEDS in entries and _compat.global_seeds() is None:  # Keras makes it when it draws.
+        write_state(self.all(), arrays, self.exchange, stored.path)
+        if _SEEDS in arrays and _compat.global_seeds() is None:  # Keras makes it when it draws.
             with strategy.scope():
                 seeds = keras.random.SeedGenerator(0)
-            seeds.state.assign(stored.arrays[_SEEDS])
+            seeds.state.assign(arrays[_SEEDS])
             _compat.set_global_seeds(seeds)
 
     def owned(self) -> list[bool]:
@@ -141,11 +142,10 @@ class RunVariables:
         if missing:
             names = sorted(_path(variable) for variable in missing)
             raise CheckpointError(
-                "The training changes variables that the checkpoint would not hold, so a resumed "
-                f"run would go another way. Received: {len(names)} variables {names[:3]}. Write "
-                "tmg.Checkpoints(directory, model, model.optimizer), or for several models "
-                "train_step=step. Make a SeedGenerator or a metric that forward uses an attribute "
-                'of a model that a step trains, or give extra={"seeds": [seeds.state]}.'
+                "The training changes variables that the checkpoint would not hold. Received: "
+                f"{len(names)} variables {names[:3]}. Write tmg.Checkpoints(directory, model, "
+                "model.optimizer), or for several models train_step=step; of a SeedGenerator or a "
+                'metric that is no attribute of a model, extra={"seeds": [seeds.state]}.'
             )
 
 
@@ -217,19 +217,18 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, tf.Variable) and value.dtype not in others
 
 
-def read_state(
-    variables: Sequence[StateVariable], exchange: WorkerExchange
-) -> tuple[dict[str, Any], dict[str, np.ndarray[Any, Any]]]:
-    """Returns the entries of variables by name, and their arrays; all workers must call it."""
+def read_state(variables: Sequence[StateVariable], exchange: WorkerExchange) -> Arrays:
+    """Returns the arrays of variables by name; all workers must call it."""
     differing = _differing([variable for variable in variables if variable.may_differ], exchange)
     arrays: dict[str, np.ndarray[Any, Any]] = {}
     for name, variable, _ in variables:
         if name in differing:
             copies = exchange.strategy.experimental_local_results(variable)
-            arrays[name] = exchange.rows((_to_numpy(copy)[None] for copy in copies).__next__)
+            rows = (_to_numpy(copy)[None] for copy in copies)
+            arrays[name + _EACH] = exchange.rows(rows.__next__)
         else:
             arrays[name] = _to_numpy(variable)
-    return {v.name: [v.variable.dtype.name, v.name in differing] for v in variables}, arrays
+    return arrays
 
 
 def _differing(variables: Sequence[StateVariable], exchange: WorkerExchange) -> set[str]:
@@ -249,30 +248,26 @@ def _differing(variables: Sequence[StateVariable], exchange: WorkerExchange) -> 
 
 
 def write_state(
-    variables: Iterable[StateVariable],
-    entries: Entries,
-    arrays: Arrays,
-    exchange: WorkerExchange,
-    where: Any = None,
+    variables: Sequence[StateVariable], arrays: Arrays, exchange: WorkerExchange, where: Any = None
 ) -> None:
     """Assigns stored arrays to their variables; with ``where`` they are, all must fit."""
-    present = {variable.name: variable for variable in variables}
     if where is not None:
-        _check_fits(present, entries, arrays, where)
-    for name in present.keys() & entries.keys():
-        variable, copies = present[name].variable, arrays[name]
-        if not present[name].may_differ:
-            variable.assign(_to_tensor(copies, variable.dtype))
-            continue
-        local = exchange.strategy.experimental_local_results(variable)
-        replicas = exchange.strategy.num_replicas_in_sync
-        copies = _for_replicas(variable, copies if entries[name][1] else copies[None], replicas)
-        for copy, value in zip(local, copies[exchange.worker * len(local) :], strict=False):
-            copy.assign(_to_tensor(value, copy.dtype))
+        _check_fits(variables, arrays, where)
+    replicas = exchange.strategy.num_replicas_in_sync
+    for name, variable, may_differ in variables:
+        if name in arrays and not may_differ:
+            variable.assign(_to_tensor(arrays[name], variable.dtype))
+        elif name in arrays or name + _EACH in arrays:
+            copies = arrays[name][None] if name in arrays else arrays[name + _EACH]
+            copies = _for_replicas(variable, copies, replicas)
+            local = exchange.strategy.experimental_local_results(variable)
+            for copy, value in zip(local, copies[exchange.worker * len(local) :], strict=False):
+                copy.assign(_to_tensor(value, copy.dtype))
 
 
 def _for_replicas(variable: Any, copies: Any, replicas: int) -> Any:
     """Returns values of the replicas; for another number of them, of the same sum or mean."""
+    copies = copies.view(variable.dtype.as_numpy_dtype)
     if len(copies) == replicas:
         return copies
     if len(copies) > 1 and variable.aggregation == tf.VariableAggregation.SUM:
@@ -284,18 +279,13 @@ def _for_replicas(variable: Any, copies: Any, replicas: int) -> Any:
     return [copies[0]] * replicas
 
 
-def _check_fits(
-    present: Mapping[str, StateVariable], entries: Entries, arrays: Arrays, where: Any
-) -> None:
+def _check_fits(variables: Sequence[StateVariable], arrays: Arrays, where: Any) -> None:
     """Checks that stored arrays belong to these variables: names, shapes and dtypes are equal."""
     stored = {
-        name: f"{dtype} of shape {arrays[name].shape[int(by_replica) :]}"
-        for name, (dtype, by_replica) in entries.items()
+        name.removesuffix(_EACH): f"{a.dtype} of shape {a.shape[name.endswith(_EACH) :]}"
+        for name, a in arrays.items()
     }
-    here = {
-        name: f"{v.variable.dtype.name} of shape {tuple(v.variable.shape)}"
-        for name, v in present.items()
-    }
+    here = {name: f"{_stored_dtype(v.dtype)} of shape {tuple(v.shape)}" for name, v, _ in variables}
     # Keras makes its seeds when it first draws: either run may have drawn before.
     names = sorted({*stored, *here} - {_SEEDS})
     differing = [name for name in names if stored.get(name) != here.get(name)]
@@ -308,11 +298,15 @@ def _check_fits(
         )
 
 
+def _stored_dtype(dtype: Any) -> Any:
+    """Returns the dtype of arrays: NumPy files do not know bfloat16 and similar types."""
+    own = np.dtype(dtype.as_numpy_dtype)
+    return own if own.kind in "fiubc" else np.dtype(f"uint{8 * own.itemsize}")
+
+
 def _to_numpy(variable: Any) -> np.ndarray[Any, Any]:
-    value = np.asarray(variable.numpy())
-    # NumPy does not know bfloat16 and similar types; float32 holds their values exactly.
-    return value if value.dtype.kind in "fiubc" else value.astype("float32")
+    return np.asarray(variable.numpy()).view(_stored_dtype(variable.dtype))
 
 
 def _to_tensor(value: np.ndarray[Any, Any], dtype: Any) -> Any:
-    return tf.cast(tf.constant(value), dtype)
+    return tf.constant(value.view(dtype.as_numpy_dtype))

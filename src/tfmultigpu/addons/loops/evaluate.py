@@ -14,19 +14,12 @@ from tfmultigpu.addons.loops.cache import checked_strategy
 from tfmultigpu.addons.loops.compiled import compile_arguments
 from tfmultigpu.addons.loops.feed import Feed
 from tfmultigpu.addons.loops.hooks import FitHooks, Hooks
-from tfmultigpu.addons.loops.inputs import as_keras_takes, check_steps, labelled, pass_feed
+from tfmultigpu.addons.loops.inputs import check_steps, labelled, pass_feed
 from tfmultigpu.addons.loops.logs import as_list
 from tfmultigpu.addons.loops.loop import Loop
-from tfmultigpu.addons.loops.methods import (
-    around,
-    as_keras_made_it,
-    as_method,
-    marked,
-    run_keras,
-)
-from tfmultigpu.addons.loops.own_methods import own_methods
+from tfmultigpu.addons.loops.methods import around, as_method, refuse_own_methods, run_keras
 from tfmultigpu.addons.loops.predict import predict
-from tfmultigpu.addons.loops.program import Program, runs_as_in_keras
+from tfmultigpu.addons.loops.program import Program
 from tfmultigpu.steps.agreement import check_values_alike
 from tfmultigpu.strategies.scopes import check_backend
 from tfmultigpu.types import Model, Verbose, Verify
@@ -71,9 +64,9 @@ def evaluate(
         loss is its sum over all data, divided once, as if the data were one batch.
 
     Raises:
-        LossError: The model is not compiled; it replaces ``test_step`` or another method of Keras
-            that cannot run on several replicas; the losses do not fit the outputs; or a metric
-            cannot be summed over replicas.
+        LossError: The model is not compiled; it replaces ``test_step`` or another method that
+            Keras calls; the losses do not fit the outputs; or a metric cannot be summed over
+            replicas.
         ScopeError: The model or one of its metrics was created outside the scope.
         DataError: The data is infinite and ``steps`` is None, is empty, or is of an unknown kind.
         TypeError: An argument is not of its type.
@@ -90,14 +83,9 @@ def evaluate(
     check_backend()
     strategy = checked_strategy(model, "evaluate")
     compile_arguments(model)
-    as_in_keras = runs_as_in_keras(model, strategy, "evaluate")
+    refuse_own_methods(model, "evaluate")
     check_steps(steps)
     data = labelled(data, x, y, sample_weight, "evaluate")
-    if as_in_keras:
-        return run_keras(
-            model, "evaluate", **as_keras_takes(data), batch_size=batch_size, steps=steps,
-            callbacks=callbacks, verbose=verbose, return_dict=return_dict,
-        )  # fmt: skip
     feed = pass_feed(model, "evaluation", data, strategy, batch_size, steps)
     loop = Program(model, strategy, verify=verify).evaluation_loop(feed)
     check_values_alike(strategy, model)
@@ -112,7 +100,7 @@ def evaluate(
 def _run(
     model: Any, loop: Loop, feed: Feed, steps: int | None, hooks: Hooks, **more: Any
 ) -> dict[str, Any]:
-    with setting(model, test_function=loop, **around(loop)):
+    with setting(model, **around(loop)):
         logs: dict[str, Any] = run_keras(
             model, "evaluate", feed, steps=steps, callbacks=hooks, return_dict=True, **more
         )
@@ -136,27 +124,23 @@ def _keeping_metrics(model: Any, strategy: tf.distribute.Strategy) -> Iterator[N
 def evaluation_methods(program: Program, hooks: FitHooks) -> dict[str, Any]:
     """Returns ``evaluate`` and ``predict`` as methods of a model in ``fit``, which it calls too.
 
-    Keras' own give other numbers on several replicas. Methods that a class defines itself stay.
+    Keras' own give other numbers on several replicas.
     """
     known: Any = weakref.ref(program.model)
-    own = own_methods(program.model, "evaluate", "predict")
 
     def ours(name: str, function: Any) -> Any:
-        return as_method(name, lambda **given: function(known(), **given, verify=program.verify))
+        def call(**given: Any) -> Any:
+            refuse_own_methods(known(), name, name)
+            return function(known(), **given, verify=program.verify)
 
-    methods = {"evaluate": ours("evaluate", evaluate), "predict": ours("predict", predict)}
+        return as_method(name, call)
 
     def evaluates(*args: Any, **given: Any) -> Any:
         model, feed = known(), given.get("x")
-        if isinstance(feed, Feed):
-            if (loop := hooks.loop("test")) is None:
-                hooks.serve(loop := program.evaluation_loop(feed))
-            return _run(model, loop, feed, given["steps"], hooks, _use_cached_eval_dataset=True)
-        if "evaluate" not in own and "_use_cached_eval_dataset" not in given:
-            return methods["evaluate"](*args, **given)
-        # A method of the class or of Keras, on the model as Keras has it.
-        with as_keras_made_it(model):
-            return model.evaluate(*args, **given)
+        if not isinstance(feed, Feed):
+            return ours("evaluate", evaluate)(*args, **given)
+        if (loop := hooks.loop("test")) is None:
+            hooks.serve(loop := program.evaluation_loop(feed))
+        return _run(model, loop, feed, given["steps"], hooks, _use_cached_eval_dataset=True)
 
-    predicts = {} if "predict" in own else {"predict": methods["predict"]}
-    return {"evaluate": marked(evaluates), **predicts}
+    return {"evaluate": evaluates, "predict": ours("predict", predict)}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import tensorflow as tf
@@ -42,7 +42,6 @@ class Feed(_DataAdapter, tf.distribute.DistributedDataset):  # type: ignore[misc
         *,
         continues: bool = False,
         repeats: bool = False,
-        starting_at: Callable[[int], ShardedDataset] | None = None,
         position: Position | None = None,
         description: Mapping[str, Any] | None = None,
     ) -> None:
@@ -51,7 +50,7 @@ class Feed(_DataAdapter, tf.distribute.DistributedDataset):  # type: ignore[misc
         self.iterator: Any = None
         self._per_pass, self._asked = per_pass, steps
         self._continues = continues and steps is not None
-        self._repeats, self._starting_at = repeats, starting_at
+        self._repeats = repeats
         self._position, self._description = position, description or {}
         known = [most for most in (steps, None if self._continues else per_pass) if most]
         self.steps = min(known, default=None)  # Batches of an epoch; None until they are known.
@@ -59,7 +58,6 @@ class Feed(_DataAdapter, tf.distribute.DistributedDataset):  # type: ignore[misc
         self._left_in_epoch: int | None = None
         self._done = 0
         self._is_new_pass = False
-        self._after_skipped_epoch: Callable[[int], None] = lambda epochs: None
 
     # What Keras asks for. ------------------------------------------------------------------------
 
@@ -142,37 +140,16 @@ class Feed(_DataAdapter, tf.distribute.DistributedDataset):  # type: ignore[misc
             stacklevel=2,
         )
 
-    @property
-    def can_resume(self) -> bool:
-        """True if a pass can begin where an earlier process has ended."""
-        return self._starting_at is not None or isinstance(self.batches, PositionedDataset)
-
     # Where a resumed run begins. -----------------------------------------------------------------
 
-    def skip(self, epochs: int, step: int) -> int:
-        """Skips what a resumed run has trained on; call ``begin_epoch`` first."""
-        if isinstance(self.batches, PositionedDataset):  # It begins at the position of the run.
-            self.took(step, step)
-            if self._left_in_pass == 0:
-                read_over(self.iterator.source, 1)  # It skips when read, and the step reads none.
-            return step
-        skipped = 0
-        for epoch in range(epochs):
-            while asked := self.most(sys.maxsize):
-                skipped += asked
-                if not self.took(asked, asked):
-                    break
-            self._after_skipped_epoch(epoch)
-            self.begin_epoch()
-        asked = self.most(step)
-        self.took(asked, asked)
-        if self._starting_at is not None and skipped + asked:
-            self.batches = self._starting_at(skipped + asked)
-            self.iterator = iter(self.batches)
-        return asked
+    def skip(self, step: int) -> None:
+        """Counts batches of the first epoch that an earlier process has trained on."""
+        self.took(step, step)
+        if self._left_in_pass == 0 and isinstance(self.batches, PositionedDataset):
+            read_over(self.iterator.source, 1)  # It skips when read, and the step reads none.
 
-    def skip_validations(self, validation: Feed, frequency: Any, first: int) -> None:
-        """Skips the validation after each skipped epoch, from ``first`` on, if one was due.
+    def skip_validations(self, validation: Feed, frequency: Any, first: int, begin: int) -> None:
+        """Skips the validation after each of the epochs from ``first`` to ``begin``, if it was due.
 
         Datasets derived from one reshuffled dataset count their passes together, so skipped epochs
         must begin all of them in the original order.
@@ -186,9 +163,11 @@ class Feed(_DataAdapter, tf.distribute.DistributedDataset):  # type: ignore[misc
                 if not begin_unread(validation.batches.batches):
                     read_over(validation.iterator.source, validation.steps)
 
-        self._after_skipped_epoch = lambda epochs: skip(first + epochs)
         if isinstance(self.batches, PositionedDataset):
-            self.batches.passed_over = self._after_skipped_epoch
+            self.batches.passed_over = lambda epochs: skip(first + epochs)
+        else:
+            for epoch in range(first, begin):
+                skip(epoch)
 
 
 class PredictFeed(Feed):

@@ -2,39 +2,64 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import keras
-from typing_extensions import Unpack
+from typing_extensions import TypedDict, Unpack
 
 from tfmultigpu._patch import setting
-from tfmultigpu.addons.loops.callbacks import resuming, to_list
 from tfmultigpu.addons.loops.evaluate import evaluation_methods
-from tfmultigpu.addons.loops.hooks import FitHooks
+from tfmultigpu.addons.loops.hooks import FitHooks, resuming, to_list
 from tfmultigpu.addons.loops.inputs import (
-    as_keras_takes,
+    check_steps,
     labelled,
     pass_feed,
     split_off,
     training_feed,
 )
-from tfmultigpu.addons.loops.keras_arguments import KerasArguments, checked_arguments
 from tfmultigpu.addons.loops.methods import around, run_keras
 from tfmultigpu.addons.loops.program import Program
 from tfmultigpu.addons.loops.workers import check_alike
 from tfmultigpu.arguments import check_count
-from tfmultigpu.errors import LossError
+from tfmultigpu.errors import DataError
 from tfmultigpu.steps.agreement import check_values_alike
 from tfmultigpu.steps.chain import ChainedStep
 from tfmultigpu.steps.evaluate import EvalStep
 from tfmultigpu.steps.make import check_verify
 from tfmultigpu.steps.step import TrainStep
 from tfmultigpu.strategies.scopes import check_backend
-from tfmultigpu.types import LossScaling, Model, ShardUpdate, StepsPerCall, Verify
+from tfmultigpu.types import LossScaling, Model, ShardUpdate, StepsPerCall, Verbose, Verify
 
 if TYPE_CHECKING:
     from keras.callbacks import History
+
+
+class KerasArguments(TypedDict, total=False):
+    """Arguments of ``keras.Model.fit`` beside the data; they mean what they mean there.
+
+    Attributes:
+        shuffle: Whether to reshuffle arrays in each pass. The order depends only on the seed of
+            ``keras.utils.set_random_seed``, not on the number of replicas.
+        verbose: 0, 1 (a progress bar), 2 (a line per epoch) or ``"auto"``, which is 1. Only the
+            chief prints.
+    """
+
+    batch_size: int | None
+    epochs: int
+    verbose: Verbose
+    callbacks: Any
+    validation_split: float
+    validation_data: Any
+    shuffle: bool
+    class_weight: Mapping[int, float] | None
+    sample_weight: Any
+    initial_epoch: int
+    steps_per_epoch: int | None
+    validation_steps: int | None
+    validation_batch_size: int | None
+    validation_freq: int | Sequence[int]
 
 
 def fit(
@@ -95,10 +120,10 @@ def fit(
         The ``keras.callbacks.History``; ``history.history`` has the logs of each epoch.
 
     Raises:
-        LossError: The model is not compiled, or replaces ``train_step`` or another method of Keras
-            that cannot run on several replicas; losses do not fit the outputs, or are given beside
-            ``forward``; a metric cannot be summed over replicas; a callback works only in Keras'
-            own ``fit``; or there is nothing to validate with.
+        LossError: The model is not compiled, or replaces ``train_step`` or another method that
+            Keras calls; losses do not fit the outputs, or are given beside ``forward``; a metric
+            cannot be summed over replicas; a callback works only in Keras' own ``fit``; or there
+            is nothing to validate with.
         ScopeError: The model, its optimizer or a metric was created outside the scope.
         DataError: The data is infinite and ``steps_per_epoch`` is None, is empty, is of an unknown
             kind, or does not fit another argument.
@@ -124,7 +149,7 @@ def fit(
     options = {"micro_batches": micro_batches, "clip_norm": clip_norm, "loss_scale": loss_scale,
                "shard_update": shard_update}  # fmt: skip
     program = Program.of(model, forward, step, eval_step, verify, options)
-    strategy, as_in_keras = program.strategy, program.runs_as_in_keras()
+    strategy = program.strategy
     callbacks = given["callbacks"] = to_list(given["callbacks"])
     width = _steps_of_a_call(model, steps_per_call)
     steps = 0 if step is None else len(step.trained)
@@ -134,21 +159,8 @@ def fit(
     split = given.pop("validation_split")
     if split and given["validation_data"] is None:
         data, given["validation_data"] = split_off(data, split)
-    if given["validation_data"] is None and eval_step is not None:
-        raise ValueError(
-            "There is nothing to validate. Received: eval_step, and no validation_data. Give "
-            "validation_data, or leave it out."
-        )
     if step is not None and not getattr(model, "compiled", False):
         keras.Model.compile(model, optimizer=program.trained[0].optimizer)
-    if as_in_keras:
-        if resuming(callbacks):
-            raise LossError(
-                "Keras runs the train_step of this model, and tmg.Checkpoints resumes only steps "
-                f"of this library. Received: {type(model).__name__}. Write the loss as a forward, "
-                "or use keras.callbacks.BackupAndRestore."
-            )
-        return run_keras(model, "fit", **as_keras_takes(data), **given)
     hooks = FitHooks(
         callbacks, model, strategy, verbose=given.pop("verbose"), step=step,
         epochs=given["epochs"], first_epoch=given["initial_epoch"],
@@ -159,8 +171,6 @@ def fit(
             shuffle=given.pop("shuffle"), seed=hooks.seed, first_pass=hooks.first_epoch,
             class_weight=given.pop("class_weight"), shares=shares, position=hooks.position,
         )  # fmt: skip
-        if not feed.can_resume:
-            hooks.refuse_resuming("with steps_per_epoch an epoch begins anywhere in a pass")
         loop = program.training_loop(feed, width)
         if given["validation_data"] is not None:
             size = given["validation_batch_size"] or given["batch_size"]
@@ -168,15 +178,15 @@ def fit(
                 model, "validation", given["validation_data"], strategy, size,
                 given["validation_steps"],
             )  # fmt: skip
-            feed.skip_validations(validation, given["validation_freq"], hooks.first_epoch)
-            if not program.validates_as_in_keras(validation.element_spec):
-                given["validation_data"] = validation
+            program.check_validation(validation.element_spec)
+            frequency, start = given["validation_freq"], hooks.start
+            feed.skip_validations(validation, frequency, start.first_epoch, start.epoch)
+            given["validation_data"] = validation
         hooks.train(loop, program.trained)
         for part in program.trained:
             check_values_alike(strategy, part.model, part.optimizer)
-        given |= {"initial_epoch": hooks.begins_with, "callbacks": hooks}
-        ours = {**around(loop), **evaluation_methods(program, hooks)}
-        with setting(model, train_function=loop, **ours):
+        given |= {"initial_epoch": hooks.start.epoch, "callbacks": hooks}
+        with setting(model, **around(loop), **evaluation_methods(program, hooks)):
             return run_keras(model, "fit", feed, **given)
     finally:
         hooks.exit()
@@ -199,3 +209,20 @@ def _check_same_arguments(strategy: Any, arguments: Mapping[str, Any], resuming:
         compared[name] = value if is_plain and name != "validation_data" else value is None
     del compared["verbose"], compared["callbacks"]
     check_alike(strategy, "fit", compared)
+
+
+def checked_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns all arguments, with the defaults of Keras."""
+    bound = inspect.signature(keras.Model.fit).bind(None, **given)
+    bound.apply_defaults()
+    arguments = {name: bound.arguments[name] for name in KerasArguments.__annotations__}
+    for name in ("steps_per_epoch", "validation_steps"):
+        check_steps(arguments[name], name)
+    if not isinstance(arguments["shuffle"], bool):
+        raise DataError(
+            f"shuffle must be True or False. Received: shuffle={arguments['shuffle']!r}."
+        )
+    # A limit for debugging: Keras counts by it, and the steps must not run ahead of it.
+    if most := getattr(keras.config, "max_steps_per_epoch", lambda: None)():
+        arguments["steps_per_epoch"] = min(most, arguments["steps_per_epoch"] or most)
+    return arguments

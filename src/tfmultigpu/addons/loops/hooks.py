@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack, nullcontext
+import functools
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from tfmultigpu._patch import setting
+from tfmultigpu._compat import is_part_of_keras, profiles_batches
+from tfmultigpu.accumulation.loss_scale import unwrap_optimizer
 from tfmultigpu.accumulation.update import update_of
-from tfmultigpu.addons.loops.callbacks import (
-    adapt_callbacks,
-    check_callbacks,
-    every_batches,
-    resuming,
-    to_list,
-)
 from tfmultigpu.addons.loops.loop import Loop, not_ending_the_epoch
 from tfmultigpu.addons.loops.workers import SameTraining, check_alike, union
 from tfmultigpu.data.positioned import Position
 from tfmultigpu.data.preprocessing import draw_seed
-from tfmultigpu.errors import DataError
+from tfmultigpu.errors import LossError
+from tfmultigpu.steps.chain import ChainedStep
 from tfmultigpu.strategies.topology import is_sharded
 from tfmultigpu.strategies.worker_exchange import WorkerExchange
 from tfmultigpu.types import FitStart
@@ -105,7 +102,8 @@ class FitHooks(Hooks):
     """The callbacks of a training: the ``types.RunningFit`` of those that save and resume it.
 
     Attributes:
-        start: Where a resumed training begins, or None.
+        start: Where the training begins.
+        position: The same place in the data; None if no callback resumes the training.
     """
 
     def __init__(
@@ -118,46 +116,31 @@ class FitHooks(Hooks):
             epochs=epochs, steps=None,
         )  # fmt: skip
         self.epochs, self.first_epoch, self.seed = epochs, first_epoch, draw_seed(strategy)
-        self._between_epochs = ExitStack()
         # They save the state of the others, and restore it: they come last.
         last = resuming(self.callbacks)
         self.callbacks.sort(key=lambda callback: callback in last)
         starts = [callback.on_fit_begin(self) for callback in last]
-        self.start: FitStart | None = next((s for s in starts if s is not None), None)
+        as_asked = FitStart(self.seed, first_epoch, first_epoch, 0, 0)
+        self.start: FitStart = next((s for s in starts if s is not None), as_asked)
         check_alike(strategy, "fit", {"the start of a resumed fit": self.start})
-        if self.start is not None:
-            self.seed, self.first_epoch = self.start.seed, self.start.first_epoch
-
-    @property
-    def position(self) -> Position | None:
-        """Where the training begins; None if no callback resumes it."""
-        if not resuming(self.callbacks):
-            return None
-        if self.start is None:
-            return Position()
-        return Position(self.start.epoch - self.first_epoch, self.start.step)
-
-    def refuse_resuming(self, reason: str) -> None:
-        """Raises a ``DataError`` if a callback resumes this training, which is impossible."""
-        if self.position is not None:
-            raise DataError(
-                f"The training could not be resumed where it ends: {reason}. Received: a callback "
-                "of tmg.Checkpoints. Write checkpoints = tmg.Checkpoints(directory, model=model, "
-                "optimizer=model.optimizer, data=dataset), and tmg.fit(model, checkpoints.data)."
-            )
-
-    @property
-    def begins_with(self) -> int:
-        """The epoch to begin with."""
-        return self.first_epoch if self.start is None else self.start.epoch
+        self.seed, self.first_epoch = self.start.seed, self.start.first_epoch
+        begin = Position(self.start.epoch - self.first_epoch, self.start.step)
+        self.position: Position | None = begin if last else None
 
     def train(self, loop: Any, trained: Any) -> None:
         """Takes the loop and what it trains: each model with its optimizer and variables."""
+        for _, optimizer, variables in trained:
+            if unwrap_optimizer(optimizer).use_ema and any(map(is_sharded, variables)):
+                raise LossError(
+                    "The fit of Keras cannot put moving averages into sharded variables at its "
+                    f"end. Received: {type(optimizer).__name__} with use_ema=True. Leave out "
+                    "use_ema, or write a loop over tmg.make_train_step."
+                )
         self.serve(loop)
         self._training, self._trained = loop, trained
         self.sums, self.metric_variables = loop.sums, loop.metric_variables
         self.changed_variables = loop.step.changed_variables
-        loop.seen = 0 if self.start is None else self.start.batches
+        loop.seen = self.start.batches
         self.set_params({**self.params, "steps": loop.feed.steps})
         own = [c for c in self.callbacks if not isinstance(c, keras.callbacks.ProgbarLogger)]
         self._same = SameTraining(self.strategy, self.model, trained, own)
@@ -173,21 +156,14 @@ class FitHooks(Hooks):
         description: dict[str, Any] = self._training.feed.describe()
         return description
 
-    def on_train_begin(self, logs: Any = None) -> None:
-        """Calls the hooks; there may be no epoch left to train."""
-        super().on_train_begin(logs)
-        self._keep_from_averaging()
-
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Begins an epoch, or the rest of one."""
-        self._between_epochs.close()
         loop, start = self._training, self.start
         loop.sums.clear()
         super().on_epoch_begin(epoch, logs)
         loop.feed.begin_epoch()
-        skipped = 0
-        if start is not None and epoch == start.epoch:
-            skipped = loop.feed.skip(epoch - self.first_epoch, start.step)
+        skipped = start.step if epoch == start.epoch else 0
+        loop.feed.skip(skipped)
         loop.begin(skipped)
         self._same.agree_on_stopping()
 
@@ -202,18 +178,9 @@ class FitHooks(Hooks):
         """Calls the hooks; then all workers have one model, or an error."""
         super().on_epoch_end(epoch, logs)
         self._same.check()
-        self._keep_from_averaging()
-
-    def _keep_from_averaging(self) -> None:
-        # Keras may end the training now, and cannot put averages into sharded variables.
-        for part in self._trained:
-            if any(is_sharded(variable) for variable in part.variables):
-                nothing = {"finalize_variable_values": lambda variables: None}
-                self._between_epochs.enter_context(setting(part.optimizer, **nothing))
 
     def on_train_end(self, logs: Any = None) -> None:
         """Puts averages into all trained variables, as Keras has for one optimizer."""
-        self._between_epochs.close()
         for part in self._trained if self.epochs > 0 else ():
             update = update_of(part.optimizer)
             with nullcontext() if update is None else update.updating():
@@ -223,7 +190,89 @@ class FitHooks(Hooks):
 
     def exit(self) -> None:
         """Calls ``on_fit_exit`` of callbacks that have it: the end of a training, or an error."""
-        self._between_epochs.close()
         for callback in self.callbacks:
             if hasattr(callback, "on_fit_exit"):
                 callback.on_fit_exit()
+
+
+def to_list(callbacks: Any) -> list[Any]:
+    """Returns a callback, a sequence of them or a ``CallbackList`` as a list."""
+    if isinstance(callbacks, keras.callbacks.Callback):
+        return [callbacks]
+    return list(getattr(callbacks, "callbacks", callbacks) or ())
+
+
+def resuming(callbacks: Iterable[Any]) -> list[Any]:
+    """Returns the callbacks that save and resume a training; see ``types.RunningFit``."""
+    return [callback for callback in callbacks if hasattr(callback, "on_fit_begin")]
+
+
+def check_callbacks(callbacks: Iterable[Any], model: Any = None, step: Any = None) -> None:
+    """Checks that callbacks work in the loops of this library, and with a step of the user."""
+    of_optimizer = (
+        keras.callbacks.LearningRateScheduler, keras.callbacks.ReduceLROnPlateau,
+        keras.callbacks.SwapEMAWeights, keras.callbacks.TensorBoard,
+    )  # fmt: skip
+    for callback in callbacks:
+        kind = type(callback).__name__
+        if not isinstance(callback, keras.callbacks.Callback):
+            raise TypeError(
+                f"A callback must be a keras.callbacks.Callback. Received: {callback!r} in "
+                "callbacks. Write callbacks=[EarlyStopping()], or [checkpoints.callback()]."
+            )
+        if isinstance(callback, keras.callbacks.BackupAndRestore):
+            raise LossError(
+                "BackupAndRestore resumes only Keras' own fit, and not exactly. Write callbacks="
+                "[tmg.Checkpoints(directory, model, model.optimizer).callback()]."
+            )
+        if isinstance(callback, keras.callbacks.TerminateOnNaN) and isinstance(step, ChainedStep):
+            raise LossError(
+                "TerminateOnNaN reads the log 'loss', and a chain logs a loss for each step. "
+                f"Received: TerminateOnNaN with steps {list(step.steps)}. Write a callback that "
+                "sets model.stop_training if a NAME_loss in its logs is not finite."
+            )
+        if isinstance(callback, of_optimizer) and step is not None:
+            own = unwrap_optimizer(getattr(model, "optimizer", None))
+            if not any(own is unwrap_optimizer(part.optimizer) for part in step.trained):
+                raise LossError(
+                    f"{kind} uses the optimizer of the model, which the step does not train with. "
+                    f"Received: {kind}, and model {model.name!r} with "
+                    f"{'no optimizer' if own is None else f'the optimizer {own.name!r}'}. In the "
+                    "scope, write model.compile(optimizer) with the optimizer of the step."
+                )
+
+
+def adapt_callbacks(callbacks: Iterable[Any], optimizer: Any) -> None:
+    """Makes callbacks that swap moving averages swap those of the replicas that own them."""
+
+    def swapping(method: Callable[..., None], *args: Any) -> None:
+        with update.updating() if (update := update_of(optimizer)) else nullcontext():
+            method(*args)
+
+    swaps = keras.callbacks.SwapEMAWeights
+    for callback in callbacks if optimizer is not None else ():
+        for hook in dir(swaps) if isinstance(callback, swaps) else ():
+            if hook.startswith("on_") and hook.endswith(("begin", "end")) and "batch" not in hook:
+                # Of the class, so that a second fit does not wrap twice.
+                method = getattr(type(callback), hook).__get__(callback)
+                setattr(callback, hook, functools.partial(swapping, method))
+
+
+def every_batches(callback: Any, mode: str) -> int | None:
+    """Returns the batches between calls of a callback; None for after calls of any length.
+
+    A callback with batch hooks is called for each batch, or every ``every_batches`` batches: an
+    optional attribute of it. The progress bar and callbacks without such hooks are not.
+    """
+    if hasattr(callback, "every_batches"):
+        return None if callback.every_batches is None else int(callback.every_batches)
+    names = [f"on_{mode}_batch_begin", f"on_{mode}_batch_end"]
+    if mode == "train":
+        names += ["on_batch_begin", "on_batch_end"]
+    idle = [keras.callbacks.Callback, keras.callbacks.ProgbarLogger]
+    # ModelCheckpoint and TensorBoard, if they do nothing after a batch.
+    often = getattr(callback, "write_steps_per_second", False) or profiles_batches(callback)
+    if "epoch" in (getattr(callback, "save_freq", 0), getattr(callback, "update_freq", 0)):
+        idle += [] if often else filter(is_part_of_keras, type(callback).__mro__)
+    owners = [kind for kind in (callback, *type(callback).__mro__) if kind not in idle]
+    return 1 if any(name in vars(kind) for name in names for kind in owners) else None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import math
 from typing import Any
 
@@ -61,15 +60,6 @@ def labelled(data: Any, x: Any, y: Any, weight: Any, function: str) -> Any:
             )
         data = (data, beside) if name == "y" else (*data, beside)
     return data
-
-
-def as_keras_takes(data: Any) -> dict[str, Any]:
-    """Returns data as the arguments ``x``, ``y`` and ``sample_weight`` of Keras."""
-    if isinstance(data, tuple):
-        return dict(zip(("x", "y", "sample_weight"), data, strict=False))
-    if isinstance(data, ShardedDataset):
-        data = data.batches
-    return {"x": data() if inspect.isfunction(data) else data}
 
 
 def split_off(data: Any, validation_split: float) -> tuple[Any, Any]:
@@ -140,16 +130,17 @@ def training_feed(
     ``seed`` and the number of the pass, from ``first_pass`` on, decide about the order of arrays.
     ``position`` is where a training that can be resumed begins; None for any other.
     """
+    if position is not None and steps is not None:
+        raise DataError(
+            "The training could be resumed only if an epoch is one pass over the data; "
+            f"steps_per_epoch breaks that. Received: steps_per_epoch={steps} and a callback of "
+            "tmg.Checkpoints. Give tmg.Checkpoints data=lambda epoch: dataset.shuffle(n, "
+            "seed=epoch).batch(size).take(steps), and fit its data."
+        )
     if not _is_arrays(data):
         if isinstance(data, ShardedDataset):
             arguments = {"batch_size": batch_size, "class_weight": class_weight, "shares": shares}
             batches = _checked_shards(data, strategy, **arguments)
-            if isinstance(data, PositionedDataset) and steps is not None:
-                raise DataError(
-                    "Checkpointed data resumes only if an epoch is one pass; steps_per_epoch "
-                    f"breaks that. Received: steps_per_epoch={steps}. Give Checkpoints data=lambda "
-                    "epoch: dataset.shuffle(n, seed=epoch).batch(size).take(steps)."
-                )
         else:
             source = to_dataset(data, batch_size)
             if class_weight is not None:
@@ -157,34 +148,29 @@ def training_feed(
                 source = source.map(weigh, num_parallel_calls=tf.data.AUTOTUNE)
             batches = distribute_dataset(source, strategy, shares=shares)
         per_pass = _length(data, batches, steps, "steps_per_epoch")
-        if position is not None and steps is None and not isinstance(batches, PositionedDataset):
+        if position is not None and not isinstance(batches, PositionedDataset):
             batches = position_data(batches, strategy, position, is_compared=False)
             batches.pass_over(position.epoch)
-            return Feed(data, batches, per_pass, position=position)
-        return Feed(data, batches, per_pass, steps, continues=True)
+        return Feed(data, batches, per_pass, steps, continues=True, position=position)
     arrays = tensors_of_arrays(data)
     rows = int(count_rows(arrays))
     if not rows:
         raise no_batches(data)
     size = math.ceil(rows / steps) if batch_size is None and steps else _checked_size(batch_size)
     per_pass = math.ceil(rows / size)
-
-    def starting_at(batch: int) -> ShardedDataset:
-        return shard_arrays(
-            arrays, size, strategy, functools.partial(get_or_make, model, "training on arrays"),
-            shuffle=shuffle, seed=seed, first_batch=first_pass * per_pass + batch,
-            class_weight=class_weight, shares=shares,
-        )  # fmt: skip
-
-    description: dict[str, Any] = {
-        "rows": rows, "batch_size": size, "shuffle": shuffle, "steps_per_epoch": steps,
-    }  # fmt: skip
+    description: dict[str, Any] = {"rows": rows, "batch_size": size, "shuffle": shuffle}
+    first_batch = first_pass * per_pass
     if position is not None:
+        first_batch += position.epoch * per_pass + position.step
         description["digest"] = int(digest(arrays))
-    return Feed(
-        data, starting_at(0), per_pass, steps, continues=True, repeats=True,
-        starting_at=starting_at, description=description,
+    batches = shard_arrays(
+        arrays, size, strategy, functools.partial(get_or_make, model, "training on arrays"),
+        shuffle=shuffle, seed=seed, first_batch=first_batch, class_weight=class_weight,
+        shares=shares,
     )  # fmt: skip
+    return Feed(
+        data, batches, per_pass, steps, continues=True, repeats=True, description=description
+    )
 
 
 def _checked_shards(

@@ -58,9 +58,10 @@ class Loop(abc.ABC):
         """Trains or evaluates for Keras: the next batch, or batches that come after it too."""
         if not isinstance(feed, Feed):
             raise RuntimeError(
-                "Keras gave its own data to a step of tfmultigpu, as model.fit in a callback "
-                f"of tmg.fit does. Received: {type(feed).__name__}. Call "
-                "step(batch) of tmg.make_train_step there."
+                "Keras gave its own data to a step of tfmultigpu, as model.fit, train_on_batch, "
+                "test_on_batch or predict_on_batch do in a callback of tmg.fit. Received: "
+                f"{type(feed).__name__}. Write self.model.evaluate(x, y) or self.model.predict(x) "
+                "there; to train, call step(batch) of tmg.make_train_step."
             )
         if not self.waiting:
             self._advance()
@@ -70,6 +71,10 @@ class Loop(abc.ABC):
     def reset(self) -> None:
         """Forgets the batches of this epoch so far, as ``model.reset_metrics`` does."""
         self.metrics.reset()
+
+    def results(self) -> dict[str, Any]:
+        """Returns the logs, as ``model.get_metrics_result`` does."""
+        return dict(self.logs)
 
     @abc.abstractmethod
     def run(self, iterator: Any, steps: int) -> int:

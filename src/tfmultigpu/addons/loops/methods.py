@@ -1,68 +1,72 @@
-"""Keras' own methods on one model object: called, and replaced for a time."""
+"""Keras' own methods on one model object: called, replaced for a time, and refused if its own."""
 
 from __future__ import annotations
 
-import functools
 import inspect
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any, NoReturn
+from collections.abc import Callable
+from typing import Any
+
+import keras
 
 from tfmultigpu.addons.loops.loop import Loop
+from tfmultigpu.errors import LossError
 
-_MARK = "_of_tfmultigpu"
-_ON_BATCH = ("train_on_batch", "test_on_batch", "predict_on_batch")
+_FORWARD = """Write its loss as a forward, with one value for each row:
+    def forward(model, batch, training):
+        x, y = batch
+        values = ...  # of model(x, training=training) and y
+        return tmg.LossSum(tf.reduce_sum(values), tf.size(values))  # , {"name": (sum, weight)}
+    model.compile(optimizer=...); tmg.fit(model, data, forward=forward)
+To evaluate: tmg.make_eval_step(model, None, strategy, forward=forward).
+Several optimizers: tmg.fit(model, data, step=tmg.chain_steps(first_step, second_step))."""
+_METRICS = "Give metrics to model.compile(metrics=[...]), or values from a forward."
+_INSTEAD = {
+    "compute_metrics": _METRICS,
+    "get_metrics_result": _METRICS,
+    "predict_step": "Move what it computes to the call method of the model.",
+    "fit": "Call tmg.fit inside it.",
+    "evaluate": "Call tmg.evaluate inside it.",
+    "predict": "Call tmg.predict inside it.",
+}
+# Methods that Keras calls, and a step of this library does not.
+_COMPILED = ("compute_loss", "compute_metrics", "get_metrics_result")
+CALLED = {
+    "fit": ("make_train_function", "train_step", *_COMPILED),
+    "evaluate": ("make_test_function", "test_step", *_COMPILED),
+    "predict": ("make_predict_function", "predict_step"),
+}
 
 
-def marked(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a function that ``is_ours`` knows."""
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return function(*args, **kwargs)
-
-    setattr(call, _MARK, True)
-    return call
-
-
-def is_ours(method: Any) -> bool:
-    """Returns whether a function stands on a model only for a time, in place of its method."""
-    return bool(getattr(method, _MARK, False))
-
-
-@contextmanager
-def as_keras_made_it(model: Any) -> Iterator[None]:
-    """Takes our functions off a model for a time."""
-    ours = {name: vars(model).pop(name) for name, value in [*vars(model).items()] if is_ours(value)}
-    try:
-        yield
-    finally:
-        vars(model).update(ours)
+def refuse_own_methods(model: Any, function: str, *methods: str) -> None:
+    """Checks that a model replaces no method of Keras that ``function`` would pass over."""
+    for name in methods or CALLED[function]:
+        here = vars(model).get(name)
+        is_ours = getattr(here, "__module__", "").startswith("tfmultigpu.")
+        of_class = getattr(type(model), name) is not getattr(keras.Model, name)
+        if of_class or not (here is None or is_ours):
+            raise LossError(
+                f"The model replaces {name} of Keras, which tmg.{function} does not call: a "
+                f"replica has only a part of each batch. Received: {type(model).__name__}.{name}. "
+                f"{_INSTEAD.get(name, _FORWARD)}\nOn one device write model.{function}(...)."
+            )
 
 
 def around(loop: Loop) -> dict[str, Any]:
-    """Returns what the loop of Keras needs around our functions, as attributes of the model.
+    """Returns what the loop of Keras calls instead of its own functions, as attributes of a model.
 
     It would build again what ``train_step`` of Keras needs, which may fail, and read and reset
     metrics that nothing updates. Private: ``_symbolic_build``; without it Keras builds.
     """
-    replicas = loop.feed.batches.strategy.num_replicas_in_sync
-    refused = _ON_BATCH if replicas > 1 else _ON_BATCH[:2]
+    # Methods of one batch, in a callback, call the functions of the loop with data of Keras.
+    functions = ("train", "test", "predict") if loop.mode == "train" else (loop.mode,)
     return {
         "steps_per_execution": 1,
-        "_symbolic_build": marked(lambda **_: None),
-        "reset_metrics": marked(lambda: loop.reset()),
-        "get_metrics_result": marked(lambda: dict(loop.logs)),
-        **{name: marked(functools.partial(_refuse, name)) for name in refused},
+        "_symbolic_build": lambda **_: None,
+        "reset_metrics": loop.reset,
+        "get_metrics_result": loop.results,
+        **{f"{function}_function": loop for function in functions},
     }
-
-
-def _refuse(name: str, *args: Any, **kwargs: Any) -> NoReturn:
-    raise RuntimeError(
-        f"model.{name} of Keras would put the rows of its batch into the metrics and the replicas "
-        f"of the loop that runs. Received: {name} in a callback. Write self.model.evaluate(x, y) "
-        "or self.model.predict(x) there; to train, a step of tmg.make_train_step."
-    )
 
 
 def run_keras(model: Any, name: str, *args: Any, **kwargs: Any) -> Any:
@@ -71,8 +75,6 @@ def run_keras(model: Any, name: str, *args: Any, **kwargs: Any) -> Any:
     That is below ``keras.Model``, whose methods MLflow and others replace, and without the filter
     of tracebacks, which drops the causes of errors.
     """
-    import keras
-
     method = getattr(super(keras.Model, model), name)
     with warnings.catch_warnings():
         # Data of unknown length has ended: that is how it is told to Keras.
@@ -82,13 +84,11 @@ def run_keras(model: Any, name: str, *args: Any, **kwargs: Any) -> Any:
 
 def as_method(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     """Returns a function, which takes arguments by name, as a method of Keras."""
-    import keras
-
     signature = inspect.signature(getattr(keras.Model, name))
     own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD][1:]
     signature = signature.replace(parameters=own)
 
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def method(*args: Any, **kwargs: Any) -> Any:
         if unknown := kwargs.keys() - signature.parameters.keys():
             raise TypeError(
                 f"model.{name} runs tmg.{name} here, which takes the public arguments of Keras. "
@@ -99,7 +99,6 @@ def as_method(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         bound.apply_defaults()
         return function(**{**bound.arguments, "callbacks": bound.arguments["callbacks"] or ()})
 
-    method = marked(call)
     method.__name__ = name
     method.__signature__ = signature  # type: ignore[attr-defined]
     return method

@@ -12,10 +12,9 @@ import tensorflow as tf
 from tfmultigpu._patch import setting
 from tfmultigpu.addons.loops.cache import checked_strategy, get_or_make
 from tfmultigpu.addons.loops.hooks import Hooks
-from tfmultigpu.addons.loops.inputs import as_keras_takes, check_steps, labelled, pass_feed
+from tfmultigpu.addons.loops.inputs import check_steps, labelled, pass_feed
 from tfmultigpu.addons.loops.loop import no_batches
-from tfmultigpu.addons.loops.methods import run_keras
-from tfmultigpu.addons.loops.own_methods import check_no_loop, own_methods, refused
+from tfmultigpu.addons.loops.methods import refuse_own_methods, run_keras
 from tfmultigpu.errors import DataError
 from tfmultigpu.steps.agreement import check_values_alike
 from tfmultigpu.steps.build_model import prepare_model
@@ -60,7 +59,7 @@ def predict(
         dtypes (text as bytes). Ragged and sparse outputs stay tensors.
 
     Raises:
-        LossError: The model replaces ``predict_step`` and is on several replicas.
+        LossError: The model replaces ``predict_step``.
         ScopeError: The model was created outside the scope.
         DataError: The data is infinite and ``steps`` is None, is empty, or is of an unknown kind;
             or the outputs of the batches have different shapes.
@@ -74,14 +73,9 @@ def predict(
     """
     check_backend()
     strategy = checked_strategy(model, "predict")
-    check_no_loop(model, "predict")
+    refuse_own_methods(model, "predict")
     check_steps(steps)
     data = labelled(data, x, None, None, "predict")
-    if own_methods(model, "predict_step"):
-        if strategy.num_replicas_in_sync > 1:
-            raise refused(model, "predict_step", strategy, "predict")
-        x = as_keras_takes(data)["x"]
-        return run_keras(model, "predict", x, batch_size, verbose, steps, callbacks)
     if isinstance(data, list) and any(tf.is_tensor(i) or hasattr(i, "__array__") for i in data):
         data = (tuple(data),)  # Several inputs, as in Keras; a tuple would be (x, y).
     feed = pass_feed(model, "prediction", data, strategy, batch_size, steps)

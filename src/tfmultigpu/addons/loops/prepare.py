@@ -11,10 +11,8 @@ import keras
 
 from tfmultigpu.addons.loops.evaluate import evaluate
 from tfmultigpu.addons.loops.fit import fit
-from tfmultigpu.addons.loops.methods import as_method
-from tfmultigpu.addons.loops.own_methods import own_methods
+from tfmultigpu.addons.loops.methods import as_method, refuse_own_methods
 from tfmultigpu.addons.loops.predict import predict
-from tfmultigpu.errors import LossError
 from tfmultigpu.strategies.scopes import check_backend
 
 
@@ -59,11 +57,7 @@ def prepare(model: Any, **options: Any) -> ExitStack:
             f"prepare takes arguments of tmg.fit that Keras does not have. Received: "
             f"{sorted(unknown)}. Those of Keras are for model.fit(...)."
         )
-    if own := own_methods(model, "fit", "evaluate", "predict"):
-        raise LossError(
-            f"model.{own[0]} is not that of Keras, so prepare would pass over what it does beside "
-            f"training. Received: {type(model).__name__}.{own[0]}. Call tmg.{own[0]} inside it."
-        )
+    refuse_own_methods(model, "fit", "fit", "evaluate", "predict")
     reference: Any = weakref.ref(model)
     verify = {"verify": options["verify"]} if "verify" in options else {}
 

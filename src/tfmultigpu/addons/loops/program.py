@@ -11,17 +11,16 @@ from typing import Any
 import tensorflow as tf
 
 from tfmultigpu.addons.loops.cache import checked_strategy, get_or_make
-from tfmultigpu.addons.loops.compiled import check_labels, compile_arguments, read_compiled
+from tfmultigpu.addons.loops.compiled import (
+    EpochMetrics,
+    check_labels,
+    compile_arguments,
+    metrics_that_assign,
+    read_compiled,
+)
 from tfmultigpu.addons.loops.feed import Feed
 from tfmultigpu.addons.loops.loop import EvaluationLoop, Loop, TrainingLoop
-from tfmultigpu.addons.loops.metrics import EpochMetrics, metrics_that_assign
-from tfmultigpu.addons.loops.own_methods import (
-    EVALUATION,
-    OWN_METRICS,
-    check_no_loop,
-    own_methods,
-    refused,
-)
+from tfmultigpu.addons.loops.methods import refuse_own_methods
 from tfmultigpu.errors import LossError, ScopeError
 from tfmultigpu.steps.build_model import prepare_model
 from tfmultigpu.steps.call_lengths import CallLength
@@ -68,33 +67,27 @@ class Program:
                 f"A step has its own options. Received: {beside[0]} beside a step. Give it to "
                 "tmg.make_train_step, or leave out the step."
             )
-        if forward is not None and not callable(forward):
-            raise TypeError(
-                "forward must be a function f(model, batch, training). Received: "
-                f"forward={forward!r}. For a Keras loss, write model.compile(optimizer, loss)."
-            )
-        if eval_step is not None and not isinstance(eval_step, EvalStep):
-            raise TypeError(
-                "eval_step must come from tmg.make_eval_step. Received: "
-                f"{type(eval_step).__name__}."
-            )
-        if step is not None:
-            _check_trains(step, model)
-        elif forward is not None:
-            _check_only_optimizer(model)
-        elif compile_arguments(model) and model.optimizer is None:
-            raise LossError(
-                "fit counts steps by the optimizer of the model. Received: "
-                f"{type(model).__name__} compiled with optimizer=None. Compile it with one of "
-                "the optimizers that its train_step uses."
-            )
-        for made in (step, eval_step):
+        for name, made in (("step", step), ("eval_step", eval_step)):
+            kinds = (TrainStep, ChainedStep) if name == "step" else EvalStep
+            if made is not None and not isinstance(made, kinds):
+                raise TypeError(
+                    "step must come from tmg.make_train_step or tmg.chain_steps(first, second), "
+                    "and eval_step from tmg.make_eval_step. Received: "
+                    f"{name}={type(made).__name__}."
+                )
             if made is not None and made.strategy is not strategy:
                 raise ScopeError(
                     "The step was made for another strategy than that of the model. Received: a "
                     f"step for {describe(made.strategy)}; model {model.name!r} of "
                     f"{describe(strategy)}. Make both in the scope of one strategy."
                 )
+        if step is not None:
+            _check_trains(step, model)
+        elif forward is not None:
+            _check_only_optimizer(model)
+        else:
+            compile_arguments(model)
+            refuse_own_methods(model, "fit")
         return cls(model, strategy, forward, step, eval_step, verify, options)
 
     @property
@@ -103,20 +96,6 @@ class Program:
         if self.step is not None:
             return self.step.trained
         return (Trained(self.model, self.model.optimizer, self.model.trainable_variables),)
-
-    def runs_as_in_keras(self) -> bool:
-        """Returns whether the model trains by a ``train_step`` that it replaces."""
-        if self.forward is not None or self.step is not None:
-            return False
-        own = runs_as_in_keras(self.model, self.strategy, "fit")
-        acting = [name for name in _changed(self.options) if self.options[name] is not False]
-        if own and acting:
-            raise ValueError(
-                f"{acting[0]} acts in the step of this library, and {type(self.model).__name__} "
-                f"replaces that. Received: {acting[0]}={self.options[acting[0]]!r}. Leave it out, "
-                "or write the loss as a forward: tmg.fit(model, data, forward=forward)."
-            )
-        return own
 
     def training_loop(self, feed: Feed, width: int | None) -> TrainingLoop:
         """Returns what the loop of Keras calls to train; ``width`` is set by the user, or None."""
@@ -170,21 +149,18 @@ class Program:
         key = self.strategy, id(arguments), key
         return get_or_make(self.model, purpose, key, make_all)[:2]
 
-    def validates_as_in_keras(self, spec: Any) -> bool:
-        """Checks that there is something to validate with; returns whether it is Keras' own."""
+    def check_validation(self, spec: Any) -> None:
+        """Checks that there is something to validate with."""
         if self.eval_step is not None or self.forward is not None:
-            return False
-        compiled = getattr(self.model, "compiled", False)
-        if compiled and own_methods(self.model, *EVALUATION):
-            return runs_as_in_keras(self.model, self.strategy, "evaluate")
-        if not (compiled and compile_arguments(self.model).get("loss")):
+            return
+        if not (getattr(self.model, "compiled", False) and compile_arguments(self.model)["loss"]):
             raise LossError(
                 "fit has validation data and nothing to validate with. Received: model "
                 f"{self.model.name!r} without a compiled loss. Give eval_step="
                 "tmg.make_eval_step(model, loss, strategy), or compile a loss."
             )
+        refuse_own_methods(self.model, "evaluate")
         check_labels(self.model, spec)
-        return False
 
     def evaluation_loop(self, feed: Feed) -> Loop:
         """Returns what the loop of Keras calls to evaluate."""
@@ -208,16 +184,6 @@ class Program:
         return EvaluationLoop(model, feed, strategy, step, metrics)
 
 
-def runs_as_in_keras(model: Any, strategy: tf.distribute.Strategy, function: str) -> bool:
-    """Returns whether ``fit`` or ``evaluate`` of a model runs by methods that it replaces."""
-    step = "train_step" if function == "fit" else "test_step"
-    check_no_loop(model, step.removesuffix("_step"))
-    own = own_methods(model, step, "compute_loss", *OWN_METRICS)
-    if own and strategy.num_replicas_in_sync > 1:
-        raise refused(model, own[0], strategy, function)
-    return bool(own)
-
-
 def _updated(step: Any, models: Sequence[Any], spec: Any) -> list[Any]:
     """Returns the metrics that a step updates: its own, and those that ``forward`` does."""
     if not any(getattr(model, "metrics", None) for model in models):
@@ -231,11 +197,6 @@ def _changed(options: Mapping[str, Any]) -> list[str]:
 
 def _check_trains(step: Any, model: Any) -> None:
     """Checks that a step trains the model, or a part of it: callbacks save that model."""
-    if not isinstance(step, (TrainStep, ChainedStep)):
-        raise TypeError(
-            "step must come from tmg.make_train_step or tmg.chain_steps. Received: "
-            f"{type(step).__name__}. Several steps: step=tmg.chain_steps(first, second)."
-        )
     own = {id(variable) for variable in model.variables}
     trained = {id(variable) for part in step.trained for variable in part.variables}
     if own and trained and not own & trained:
