@@ -247,7 +247,7 @@ def test_several_workers_are_told_after_the_same_steps() -> None:
     def told(workers: int) -> list[int]:
         run: Any = Run(workers)
         fit: Any = types.SimpleNamespace(
-            batches=0, callbacks=[], first_epoch=0, changed_variables=list
+            batches=0, callbacks=[], seed=0, first_epoch=0, changed_variables=list
         )
         callback = CheckpointCallback(run, Position(), run)
         callback.on_fit_begin(fit)

@@ -10,9 +10,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tensorflow as tf
 
 from tfmultigpu.addons.checkpoints import files
 from tfmultigpu.errors import CheckpointError
+from tfmultigpu.strategies.worker_exchange import WorkerExchange
 
 
 def arrays_of(step: int) -> dict[str, np.ndarray]:
@@ -29,8 +31,7 @@ def names(directory: Path) -> list[str]:
 
 
 def newest(directory: Path) -> Any:
-    exchange: Any = lambda purpose, numbers: np.asarray([numbers])  # noqa: E731
-    return files.Directory(directory, exchange).newest()
+    return files.Directory(directory, WorkerExchange(tf.distribute.get_strategy())).newest()
 
 
 def found(directory: Path) -> int | None:

@@ -70,6 +70,14 @@ def test_checkpoints_resume_whole_passes_only(model: Any, tmp_path: Any) -> None
             tmg.fit(model, data, steps_per_epoch=3, callbacks=[callback], verbose=0)
 
 
+def test_averages_of_sharded_variables_are_told() -> None:
+    with strategy_of(2).scope(), tmg.sharded_variables(at_least=0):
+        model = line()
+        model.compile(keras.optimizers.SGD(0.1, use_ema=True), "mse")
+    with pytest.raises(LossError, match=r"averages into sharded variables.*SGD with use_ema"):
+        tmg.fit(model, ARRAYS, verbose=0)
+
+
 def test_models_that_cannot_be_trained(model: Any) -> None:
     with (
         strategy_of(3).scope(),

@@ -29,7 +29,7 @@ LOOPS = (
     Mutation(
         "a fit begins with the first epoch, whatever initial_epoch is",
         "addons/loops/fit.py",
-        (('"initial_epoch": hooks.begins_with,', '"initial_epoch": 0,'),),
+        (('"initial_epoch": hooks.start.epoch,', '"initial_epoch": 0,'),),
         ("promises/test_fit.py::test_a_rich_training_with_callbacks_is_that_of_keras[3]",),
     ),
     Mutation(
@@ -189,7 +189,7 @@ LOOPS = (
     Mutation(
         "SIGTERM ends a run without saving it",
         "addons/checkpoints/manager.py",
-        (("        path = self.save()\n        code", '        path = ""\n        code'),),
+        (("            path = self.save()\n", '            path = ""\n'),),
         ("promises/test_interrupts.py::test_sigterm_saves_the_steps_of_fit_and_exits",),
     ),
     Mutation(
