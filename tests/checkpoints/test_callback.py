@@ -241,6 +241,8 @@ def test_several_workers_are_told_after_the_same_steps() -> None:
         def listen(self) -> None:
             """Does nothing."""
 
+        save = listen
+
         def check_holds(self, changed: Any) -> None:
             """Does nothing."""
 

@@ -71,7 +71,7 @@ def shape(path: Path) -> None:
 
 
 DAMAGES: dict[str, Callable[[Path], object]] = {
-    "the first": lambda path: flip(path, 0.3),
+    "the first": lambda path: flip(path, 0.1),
     "the middle": lambda path: flip(path, 0.5),
     "shape": shape,
     "short": lambda path: os.truncate(path, 500),
