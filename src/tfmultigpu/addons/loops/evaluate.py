@@ -65,12 +65,9 @@ def evaluate(
 
     Raises:
         LossError: The model is not compiled; it replaces ``test_step`` or another method that
-            Keras calls; the losses do not fit the outputs; or a metric cannot be summed over
-            replicas.
+            Keras calls; or losses or metrics do not work on replicas.
         ScopeError: The model or one of its metrics was created outside the scope.
-        DataError: The data is infinite and ``steps`` is None, is empty, or is of an unknown kind.
-        TypeError: An argument is not of its type.
-        ValueError: ``verbose`` has a value that it cannot have.
+        DataError: The data is empty, has no end and no ``steps``, or does not fit.
 
     Example:
         >>> import keras, numpy as np, tfmultigpu as tmg

@@ -110,25 +110,19 @@ def fit(
             tenth of a second; callbacks that need every batch still get it. A number calls the
             callbacks after that many steps. ``steps_per_execution`` of ``compile`` sets it too.
         verify: See ``make_train_step``; also applies to validation.
-        **arguments: Those of ``keras.Model.fit``, with its defaults: ``batch_size`` (of arrays),
-            ``epochs``, ``initial_epoch``, ``steps_per_epoch``, ``validation_data``,
-            ``validation_split``, ``validation_freq``, ``validation_batch_size``,
-            ``validation_steps``, ``shuffle`` (arrays), ``class_weight``, ``sample_weight`` (of
-            arrays), ``callbacks`` and ``verbose``.
+        **arguments: All others of ``keras.Model.fit``, with its defaults, such as ``batch_size``
+            (of arrays), ``epochs``, ``validation_data``, ``class_weight`` and ``callbacks``.
 
     Returns:
         The ``keras.callbacks.History``; ``history.history`` has the logs of each epoch.
 
     Raises:
         LossError: The model is not compiled, or replaces ``train_step`` or another method that
-            Keras calls; losses do not fit the outputs, or are given beside ``forward``; a metric
-            cannot be summed over replicas; a callback works only in Keras' own ``fit``; or there
-            is nothing to validate with.
+            Keras calls; or losses, metrics or callbacks do not work on replicas.
         ScopeError: The model, its optimizer or a metric was created outside the scope.
-        DataError: The data is infinite and ``steps_per_epoch`` is None, is empty, is of an unknown
-            kind, or does not fit another argument.
+        DataError: The data is empty, has no end and no ``steps_per_epoch``, or does not fit.
         TypeError: An argument is not of its type.
-        ValueError: Arguments exclude each other, or have a value that they cannot have.
+        ValueError: Arguments exclude each other.
         ClusterError: The workers have different arguments, models, losses or optimizers; or a
             callback of only some workers changed the learning rate or the weights.
 

@@ -61,8 +61,8 @@ def predict(
     Raises:
         LossError: The model replaces ``predict_step``.
         ScopeError: The model was created outside the scope.
-        DataError: The data is infinite and ``steps`` is None, is empty, or is of an unknown kind;
-            or the outputs of the batches have different shapes.
+        DataError: The data is empty, has no end and no ``steps``, or does not fit; or the outputs
+            of the batches have different shapes.
 
     Example:
         >>> import keras, numpy as np, tfmultigpu as tmg
