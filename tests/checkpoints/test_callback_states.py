@@ -86,7 +86,7 @@ def test_callbacks_are_matched_by_name_and_what_they_watch(
     for data, size, text in (
         ((X[:20], Y[:20]), 32, "rows=20, in the checkpoint 22"),
         ((X, Y), 8, "batch_size=8, in the checkpoint 32"),
-        ((X + 1, Y), 32, "mark of some rows="),
+        ((X + 1, Y), 32, "digest="),
     ):
         run = tmg.Checkpoints(tmp_path, model, model.optimizer)
         run.restore()
