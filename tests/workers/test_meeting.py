@@ -201,10 +201,3 @@ def test_ends_are_passed_on_in_their_order() -> None:
         time.sleep(0.01)
     assert ends[2].wait(0.0)[0] == "it ended with ValueError: no"
     close(results)
-
-
-@pytest.mark.slow
-def test_a_hundred_healthy_meetings() -> None:
-    for _ in range(100):
-        results, _ = hold(alike(3))
-        close(results)
