@@ -30,9 +30,8 @@ def test_an_error_in_a_compiled_function_keeps_its_type(name: str) -> None:
 def test_the_length_of_endless_data() -> None:
     data = tmg.distribute_dataset(tf.data.Dataset.range(4).batch(2).repeat())
     assert data.cardinality() == tf.data.INFINITE_CARDINALITY
-    with pytest.raises(errors.DataError, match="is infinite") as raised:
+    with pytest.raises(TypeError, match="is infinite"):
         len(data)
-    assert isinstance(raised.value, TypeError)  # Or `list(data)` would fail before it begins.
 
 
 def test_errors_and_the_launcher_do_not_import_tensorflow() -> None:
