@@ -97,22 +97,19 @@ class CompileByXla(Feature):
 
     def around_replica(self, replica: Replica) -> Replica:
         """Returns the function compiled, one of its own for each replica and its variables."""
-        synchronised = TfMultiGpuError(
+        error = TfMultiGpuError(
             "XLA cannot compile what needs the other replicas, such as gather_rows or "
             "BatchNormalization(synchronized=True). Received: jit_compile=True. Leave it out."
         )
 
         def compiled(shard: Any, rows: Rows, state: Any, factor: Any, total: Any) -> Any:
             if not state and not tf.distribute.has_strategy():
-                state = self._states_of_metrics()
-            with refusing_to_meet(synchronised):
+                # On one device, read beforehand: XLA cannot read the part on another device.
+                trace = self._step.trace
+                trace.state = [v for metric in self._step.metrics for v in metric.variables]
+                state = tuple(tf.convert_to_tensor(v.value) for v in trace.state)
+            with refusing_to_meet(error):
                 function = tf.function(replica, jit_compile=True, autograph=False)
                 return function(shard, rows, state, factor, total)
 
         return compiled
-
-    def _states_of_metrics(self) -> tuple[Any, ...]:
-        """Reads them where one device computes: XLA cannot read the part on another device."""
-        trace = self._step.trace
-        trace.state = [v for metric in self._step.metrics for v in metric.variables]
-        return tuple(tf.convert_to_tensor(variable.value) for variable in trace.state)
