@@ -190,8 +190,7 @@ def placed() -> dict[str, Any]:
     ]
     small = [v for v in model.variables if not is_sharded(v)]
     # One worker still has a model that another has let go of, and their devices differ in memory.
-    first, second = (3e6, 1e6) if worker == 0 else (1e6, 4e6)
-    memory = {"CPU:0": first, "CPU:1": second}
+    memory = {"CPU:0": 3e6, "CPU:1": 1e6} if worker == 0 else {"CPU:0": 1e6, "CPU:1": 4e6}
     made = [dense() for _ in range(3)][worker:]
     gc.collect()
     later = [dense(memory) for _ in range(6)]
