@@ -145,7 +145,7 @@ MORE_CASES = (
     Case("a mean teacher", mean_teacher(1), "same"),
     Case("a mean teacher in micro-batches", mean_teacher(2), "told", "micro_batches=1"),
     Case("a queue of keys", with_layers(Queue), "told", "Queue"),
-    Case("a mean in a trained weight", with_layers(Overwrites), "told", "which a layer assigns"),
+    Case("a mean in a trained weight", with_layers(Overwrites), "told", "the state 'overwrites"),
     Case("a counter in Python", with_layers(PythonCounter), "told", "PythonCounter"),
     Case("a counter in a tf.Variable", with_layers(VariableCounter), "same"),
     Case("tf.numpy_function", with_layers(Numpy), "told", "Numpy"),

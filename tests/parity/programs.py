@@ -264,7 +264,7 @@ CASES = (
         with_layers(lambda: Counts("mean")),
         "told",
     ),
-    Case("a Mean inside a layer", mean_in_a_layer, "told", "value for each row"),
+    Case("a Mean inside a layer", mean_in_a_layer, "told", "keep sums and counts"),
     Case("a regularizer that reads another variable", regularized_by_another, "refused"),
     Case("a loss that calls another model", calls_another_model, "same"),
     Case("a generator of seeds beside the model", seeds_beside_the_model, "same"),

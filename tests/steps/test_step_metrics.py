@@ -171,16 +171,3 @@ def test_each_row_counts_once_in_training_evaluation_and_prediction() -> None:
     assert float(made.watched.mean.count.numpy()) == 2
     tmg.make_predict_step(made.model, made.strategy)(X[:3])
     assert float(made.watched.mean.count.numpy()) == 2 + 3
-
-
-def test_metrics_count_as_before_after_an_error() -> None:
-    def fails(model: Any, batch: Any, training: bool) -> Any:
-        raise ArithmeticError("in forward")
-
-    made = Made(4)
-    with pytest.raises(ArithmeticError):
-        made.train_step(forward=fails)((X[:2], Y[:2], W[:2]))
-    alone = keras.metrics.Mean()
-    alone.update_state([1.0, 3.0])
-    assert float(alone.result()) == 2.0
-    assert not hasattr(keras.Variable.assign, "__wrapped__")

@@ -68,9 +68,9 @@ class MicroBatches(Feature):
                     n.with_addends([_sum(a, b) for a, b in zip(o.addends, n.addends, strict=True)])
                     for o, n in zip(before, new, strict=True)
                 ]
-                return (number + 1, *_flat(sums))
+                return (number + 1, *tf.nest.flatten(_pairs(sums)))
 
-            return _unflat(self.loop(body, self.count, last, _flat(first)), like)
+            return _unflat(self.loop(body, self.count, last, tf.nest.flatten(_pairs(first))), like)
 
         return looped
 
@@ -99,16 +99,10 @@ def _zeros(like: Any) -> Any:
         return tf.zeros(like.shape, like.dtype)
 
 
-def _flat(passes: Sequence[Pass]) -> list[Any]:
-    return [tensor for one in passes for tensor in (*one.addends, *one.state)]
+def _pairs(passes: Sequence[Pass]) -> list[Any]:
+    return [(one.addends, one.state) for one in passes]
 
 
 def _unflat(flat: Sequence[Any], like: Sequence[Pass]) -> list[Pass]:
-    turn = iter(flat)
-    passes = []
-    for one in like:
-        addends = [next(turn) for _ in one.addends]
-        passes.append(
-            one.with_addends(addends)._replace(state=tuple(next(turn) for _ in one.state))
-        )
-    return passes
+    pairs = tf.nest.pack_sequence_as(_pairs(like), flat)
+    return [p.with_addends(a)._replace(state=s) for p, (a, s) in zip(like, pairs, strict=True)]

@@ -11,7 +11,6 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfmultigpu._patch import patching
 from tfmultigpu.errors import LossError, TfMultiGpuError
 from tfmultigpu.steps.tally import Layout
 
@@ -66,21 +65,6 @@ def noting_effects() -> Iterator[list[Any]]:
     yield effects
     made = [op for op in graph.get_operations()[before:] if op.op_def.is_stateful]
     effects += [op for op in made if op.type != "ReadVariableOp"]
-
-
-@contextmanager
-def recording_calls() -> Iterator[list[tuple[Any, Any]]]:
-    """Yields a list of the finished calls of layers and operations of Keras, with their results."""
-    import keras
-
-    calls: list[tuple[Any, Any]] = []
-
-    def call(original: Any, layer: Any, *args: Any, **kwargs: Any) -> Any:
-        calls.append((layer, result := original(layer, *args, **kwargs)))
-        return result
-
-    with patching(keras.Operation, "__call__", call):
-        yield calls
 
 
 def check_gradients(variables: list[Any], gradients: list[Any]) -> None:

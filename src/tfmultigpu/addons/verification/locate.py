@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from tfmultigpu._patch import patching
 from tfmultigpu.addons.verification.compare import Quantity, furthest
 from tfmultigpu.addons.verification.one_device import DryRun, OneDevice, cutter, dense
 from tfmultigpu.data import partition
@@ -17,7 +18,6 @@ from tfmultigpu.steps.assignments import deferring
 from tfmultigpu.steps.draws import sharing_seeds
 from tfmultigpu.steps.features import Rows
 from tfmultigpu.steps.micro_batches import MicroBatches
-from tfmultigpu.steps.trace import recording_calls
 from tfmultigpu.strategies.topology import local_replicas
 
 _ROWS = 4  # Of each replica.
@@ -106,12 +106,21 @@ def _parts(step: Any) -> int:
 
 def _outputs(step: Any, runs: Any, parts: int, local: Any, offsets: Any) -> tuple[list[Any], Any]:
     """Returns the layers that are called; for each part of each shard its place, and outputs."""
+    import keras
+
     layers: list[Any] = []
 
     def replica(shard: Any, rows: Rows, *_: Any) -> Any:
         graph, layers[:] = tf.compat.v1.get_default_graph(), []
-        tracing = runs.tracing_model(rows)
-        with tracing, deferring((), rows.counts()), recording_calls() as calls:
+        calls: list[tuple[Any, Any]] = []
+
+        def call(original: Any, layer: Any, *args: Any, **kwargs: Any) -> Any:
+            calls.append((layer, result := original(layer, *args, **kwargs)))
+            return result
+
+        # Keras offers no access to the outputs of layers inside a subclassed model.
+        tracing, noting = runs.tracing_model(rows), patching(keras.Operation, "__call__", call)
+        with tracing, deferring((), rows.counts()), noting:
             if hasattr(step, "forward"):
                 step.forward(shard, training=hasattr(step, "optimizer"))
             else:

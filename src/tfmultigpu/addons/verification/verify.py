@@ -14,12 +14,11 @@ from tfmultigpu.addons.verification.compare import Rounding, Verification, compa
 from tfmultigpu.addons.verification.locate import explain, locate
 from tfmultigpu.addons.verification.one_device import DryRun, OneDevice, cutter
 from tfmultigpu.errors import ReplicaDependenceWarning, WorkerLostError
+from tfmultigpu.steps.evaluate import join_rows
 from tfmultigpu.steps.features import Call, Feature, Sees
 from tfmultigpu.steps.program import Batch
 from tfmultigpu.steps.trace import warn
-from tfmultigpu.strategies.gathering import gather_rows
 from tfmultigpu.strategies.scopes import all_layers
-from tfmultigpu.strategies.topology import per_replica
 from tfmultigpu.strategies.worker_exchange import WorkerExchange
 
 GATHERED_BYTES = 64 * 2**20
@@ -98,7 +97,7 @@ class Verify(Feature):
             (whole,), (local, offsets) = local, self._cutter.cut(local[0])
         else:
             self._check_size(leaves)
-            whole = self._joined(local)
+            whole = join_rows(self._strategy, local)
         step, key = self._step, self._step.key()
         if self._device is None or self._device.key != key:
             self._device = OneDevice(step, key, with_gradients=self._with_gradients)
@@ -118,20 +117,6 @@ class Verify(Feature):
         told = self._exchange("the size of a batch to verify", [own])
         if len(told) > 1 and int(told.max()) * len(told) > GATHERED_BYTES:
             raise ValueError("workers do not send each other so large a batch")
-
-    def _joined(self, local: list[Any]) -> Any:
-        """Returns all rows of a batch; over several workers a collective."""
-        replicas = self._strategy.num_replicas_in_sync
-
-        def joined(*parts: Any) -> Any:
-            if parts[0] is None or replicas == 1:
-                return parts[0]
-            if len(local) < replicas:
-                return gather_rows(self._strategy, per_replica(self._strategy, list(parts)))
-            sparse = isinstance(parts[0], tf.SparseTensor)
-            return tf.sparse.concat(0, list(parts)) if sparse else tf.concat(list(parts), 0)
-
-        return tf.nest.map_structure(joined, *local)
 
     # After the step -----------------------------------------------------------------------------
 
@@ -157,7 +142,8 @@ class Verify(Feature):
         if not told[2]:
             return Verification("same")
         bound = math.sqrt(bounds.compute)
-        layer, _ = _attempt(lambda: locate(self._step, device, self._joined, local, offsets, bound))
+        join = functools.partial(join_rows, self._strategy)
+        layer, _ = _attempt(lambda: locate(self._step, device, join, local, offsets, bound))
         culprit, advice = explain(beyond, layer, self._step)
         return Verification("different", "", tuple(map(str, beyond)), culprit, advice)
 
