@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import warnings
 import weakref
 from typing import Any
 
@@ -10,7 +11,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from fit_pairs import FIT, SIZE, X, assert_same, pair
+from fit_pairs import FIT, SIZE, X, assert_same, pair, regression
 from one_device import strategy_of
 
 import tfmultigpu as tmg
@@ -43,6 +44,43 @@ def test_a_model_is_as_before_also_after_an_error(replicas: int) -> None:
     # Keras' own functions are made anew and work.
     assert model.train_function is model.test_function is model.predict_function is None
     assert np.isfinite(model.predict(X, verbose=0)).all()
+
+
+class OwnParts(keras.Model):
+    """Adds a loss and updates a metric in its call; Keras builds its layers at the first batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden, self.out = keras.layers.Dense(3, "tanh"), keras.layers.Dense(1)
+        self.activity = keras.metrics.Mean(name="activity")
+
+    def call(self, x: Any) -> Any:
+        hidden = self.hidden(x)
+        self.add_loss(0.5 * keras.ops.mean(hidden**2))
+        self.activity.update_state(keras.ops.mean(hidden, -1))
+        return self.out(hidden)
+
+
+# Fails if what the model itself adds is lost, or its metric is not in the logs or not reset.
+@pytest.mark.parametrize("replicas", [1, 3])
+def test_losses_and_metrics_of_the_model_itself_count(replicas: int) -> None:
+    keras.utils.set_random_seed(3)
+    truth = OwnParts()
+    truth.compile(**regression())
+    expected = truth.fit(X, SIZE, validation_data=(X[:5], SIZE[:5]), **FIT)
+    keras.utils.set_random_seed(3)
+    with strategy_of(replicas).scope(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Keras tells that it marks the model as built.
+        model = OwnParts()
+        model.build((None, 5))
+        model.compile(**regression())
+    history = tmg.fit(model, X, SIZE, validation_data=(X[:5], SIZE[:5]), **FIT)
+    assert_same(model, truth, history, expected)
+    for name, values in expected.history.items():
+        np.testing.assert_allclose(history.history[name], values, rtol=1e-5, err_msg=name)
+    assert tmg.evaluate(model, (X, SIZE), batch_size=8, verbose=0) == pytest.approx(
+        truth.evaluate(X, SIZE, batch_size=8, verbose=0, return_dict=True), rel=1e-5
+    )
 
 
 @pytest.mark.parametrize("program", ["compiled", "forward", "evaluate"])

@@ -103,3 +103,10 @@ def test_a_loss_that_keras_resolves_by_shapes_is_an_error() -> None:
         model.compile("sgd", "crossentropy")
     with pytest.raises(ValueError, match="crossentropy"):
         tmg.fit(model, (X, np.eye(3, dtype="float32")[np.arange(37) % 3]), verbose=0)
+
+
+def test_a_compiled_loss_without_a_reduction_is_an_error() -> None:
+    model, _ = pair(2, compiled=lambda: {"loss": keras.losses.MeanSquaredError(reduction=None)})
+    for run in (tmg.fit, tmg.evaluate):
+        with pytest.raises(tmg.errors.LossError, match="reduction='sum'"):
+            run(model, ARRAYS, batch_size=8, verbose=0)

@@ -17,7 +17,8 @@ def prepare_model(model: Any, strategy: tf.distribute.Strategy, batch_spec: Any 
 
     # A model without a call, such as a GAN, consists of parts that are built.
     has_call = getattr(model.__class__, "call", None) is not keras.Model.call
-    if not model.built and (has_call or not model.variables):
+    # Keras marks a model as built by ``model.build(shape)``, also if its layers are not.
+    if not (model.built and model.variables) and (has_call or not model.variables):
         # An add-on may have a say in where variables live.
         with getattr(strategy, "tfmultigpu_scope", strategy.scope)():
             _build(model, batch_spec)

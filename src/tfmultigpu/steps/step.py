@@ -80,7 +80,7 @@ class TrainStep(Program):
         self._layers: list[Any] = []
         self._version, self._batch_spec = 0, None
         self.bind()
-        if self.model.built:
+        if self.model.built and self.model.variables:
             self._build(None)
 
     @property

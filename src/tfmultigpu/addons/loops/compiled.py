@@ -64,7 +64,8 @@ class EpochMetrics:
     def results(self) -> dict[str, Any]:
         """Returns the result of each metric by its name."""
         own = {name: metric.result() for name, metric in self.own.items()}
-        return own if self.container is None else {**own, **self._results()}
+        compiled = {} if self.container is None else self._results()
+        return {**compiled, **own, **compiled}  # In Keras' order.
 
     @functools.cached_property
     def _results(self) -> Callable[[], Any]:
@@ -90,13 +91,19 @@ def read_compiled(
     """Returns what a compiled model gives to a step for such batches, and the metrics in its logs.
 
     Creates the metrics that Keras would create in its first training, in the scope. They are the
-    model's own: ``model.metrics`` holds them afterwards.
+    model's own: ``model.metrics`` holds them afterwards. As in Keras, those that its layers update
+    in ``call`` are in the logs too.
     """
+    import keras
+
     check_labels(model, batch_spec)
     arguments = compile_arguments(model)
     x, y_true, _ = unpack_batch(batch_spec)
     y_pred = _outputs(model, x)
     given = {name: _by_key(arguments.get(name), y_pred) for name in ("loss", "loss_weights")}
+    _check_reductions(given["loss"])
+    inside = {id(metric) for metric in keras.layers.Layer.metrics.fget(model)}
+    own = {metric.name: metric for metric in model.metrics if id(metric) in inside}
     container = None
     # Keras keeps the metrics of the previous compile if the last one had none.
     if arguments.get("metrics") or arguments.get("weighted_metrics"):
@@ -104,7 +111,17 @@ def read_compiled(
             container, plain, weighted, keys = _compat.compiled_metrics(model, y_true, y_pred)
         given["metrics"] = _by_output(plain, y_pred, keys)
         given["weighted_metrics"] = _by_output(weighted, y_pred, keys)
-    return given, EpochMetrics({}, container)
+    return given, EpochMetrics(own, container)
+
+
+def _check_reductions(losses: Any) -> None:
+    for loss in tf.nest.flatten(losses):
+        if getattr(loss, "reduction", "") in (None, "none"):
+            raise LossError(
+                "A compiled loss without a reduction is one number for each row, of which Keras' "
+                f"fit trains the sum. Received: {type(loss).__name__}(reduction={loss.reduction}). "
+                "Write reduction='sum' for that, or 'sum_over_batch_size' for the mean."
+            )
 
 
 def check_labels(model: Any, batch_spec: Any) -> None:

@@ -110,7 +110,7 @@ class Program:
         # A reference to the model would be a cycle that holds it until it is searched for.
         proxy = weakref.proxy(model)
         options = {**self.options, "verify": self.verify}
-        if step is None and not model.built:
+        if step is None and not (model.built and model.variables):
             prepare_model(model, strategy, spec)
         if step is None and self.forward is None:
             arguments = compile_arguments(model)
@@ -172,7 +172,7 @@ class Program:
             )
             metrics = EpochMetrics.of({"": _updated(step, [model], spec)})
             return EvaluationLoop(model, feed, strategy, step, metrics)
-        if not model.built:
+        if not (model.built and model.variables):
             prepare_model(model, strategy, spec)
 
         def make(loss: Objective, metrics: Any) -> EvalStep:
