@@ -79,9 +79,9 @@ def predict(
     if isinstance(data, list) and any(tf.is_tensor(i) or hasattr(i, "__array__") for i in data):
         data = (tuple(data),)  # Several inputs, as in Keras; a tuple would be (x, y).
     feed = pass_feed(model, "prediction", data, strategy, batch_size, steps)
-    if not (model.built and model.variables):
-        prepare_model(model, strategy, feed.element_spec)
     proxy: Any = weakref.proxy(model)
+    if not (model.built and proxy.variables):
+        prepare_model(model, strategy, feed.element_spec)
     key = strategy, tuple(id(variable) for variable in proxy.variables), verify
     step = get_or_make(
         model, "predict", key, lambda: make_predict_step(proxy, strategy, verify=verify)
