@@ -14,6 +14,7 @@ import tensorflow as tf
 import tfmultigpu as tmg
 from tfmultigpu.addons.verification import Verification
 from tfmultigpu.addons.verification.compare import Quantity, Rounding, furthest
+from tfmultigpu.steps import Feature
 
 L = keras.layers
 _random = np.random.default_rng(0)
@@ -230,6 +231,24 @@ def test_eval_and_predict_steps_and_the_loops_are_verified(strategy: Any) -> Non
 
 
 # Nothing is changed -------------------------------------------------------------------------------
+
+
+class Scales(Feature):
+    """Multiplies the gradient by the number of replicas, which one device has not."""
+
+    def bind(self, step: Any) -> None:
+        self._by = float(step.strategy.num_replicas_in_sync)
+
+    def on_gradient(self, gradient: Any) -> Any:
+        return gradient._replace(tensors=tuple(self._by * each for each in gradient.tensors))
+
+    def on_one_device(self) -> Feature:
+        return Scales()
+
+
+def test_a_feature_that_changes_the_gradient_of_replicas_otherwise_is_told(strategy: Any) -> None:
+    step = step_of(strategy, features=[Scales()])
+    assert "the gradient of '" in told(lambda: step((X[:7], Y[:7])))[0]
 
 
 class Counts(L.Layer):

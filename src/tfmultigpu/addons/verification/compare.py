@@ -148,11 +148,7 @@ def furthest(one: Any, other: Any, bound: float) -> tuple[float, float, float] |
 
 
 def compared(
-    device: OneDevice,
-    one: Any,
-    gradients: Sequence[Any],
-    results: tuple[Any, Any],
-    bounds: Rounding,
+    device: OneDevice, one: Any, gradients: Sequence[Any], results: Any, bounds: Rounding
 ) -> Iterator[Quantity]:
     """Yields what one device computed, with the same of the replicas: logs and tallies."""
     logs, tallies = results

@@ -48,6 +48,7 @@ class OneDevice:
         # What a feature does to the gradient may not be known on one device.
         changing = [f for f in step.features if type(f).on_gradient is not Feature.on_gradient]
         is_known = None not in [f.on_one_device() for f in changing]
+        with_gradients |= any(not type(f).__module__.startswith("tfmultigpu.") for f in changing)
         self._with_gradients = with_gradients and is_known
 
     @property
