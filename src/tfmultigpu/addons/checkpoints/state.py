@@ -121,7 +121,7 @@ class RunVariables:
 
     def _build(self, data: Any, owned: Sequence[bool] = ()) -> None:
         strategy = self.exchange.strategy
-        if not self._model.built:
+        if not (self._model.built and self._model.variables):
             if data is None:
                 raise CheckpointError(
                     "The model has no variables yet, so it can be neither saved nor restored. "
