@@ -303,4 +303,4 @@ def test_a_py_dataset_without_batches(kind: type[Counting]) -> None:
 )
 def test_batches_need_no_batch_size(data: Any) -> None:
     text = text_of(data, batch_size=8)
-    assert re.match(r"batch_size is for arrays, and a \w+ already yields batches\. ", text)
+    assert re.match(r"batch_size is for arrays, and a \w+ yields batches by itself\. ", text)

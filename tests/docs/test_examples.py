@@ -29,11 +29,11 @@ ALSO = {
     "input_pipeline": ("epoch 3: 1003 examples",),
     "memory_growth": ("came after TensorFlow had started its devices",),
     "mirrored_fit": ("no error, no warning",),
-    "one_gpu_by_mistake": ("error [model-scope]", "refused: Model 'sequential' was created"),
+    "one_gpu_by_mistake": ("error [model-scope]", "refused: fit would run on one device"),
     "several_workers": ("2 workers",),
     "sharded_by_hand": ("Replica 1 got no rows",),
     "tpu_with_fallback": ("nothing answers there", "warned: Requested but unavailable"),
-    "unequal_gpus": ("shares (48, 16), micro-batches 1:", "shares (32, 32), micro-batches (1, 2):"),
+    "unequal_gpus": ("shares (48, 16), micro-batches 1:", "shares (32, 32), micro-batches 2:"),
     "vae": ("'kl': [0.",),
 }
 

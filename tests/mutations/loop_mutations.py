@@ -182,8 +182,8 @@ LOOPS = (
     # signals ----------------------------------------------------------------------------------------
     Mutation(
         "a call is never cut, so Ctrl-C comes after all its steps",
-        "steps/call_lengths.py",
-        (("return min(steps, self.steps)", "return steps"),),
+        "steps/program.py",
+        (("min(most, int(steps) - ran, self._length.steps)", "int(steps) - ran"),),
         ("promises/test_interrupts.py::test_ctrl_c_ends_a_call_of_many_steps_after_a_whole_one",),
     ),
     Mutation(

@@ -57,19 +57,22 @@ def test_calls_that_are_cut_add_up_to_one_call(monkeypatch: pytest.MonkeyPatch) 
     whole, cut_up = (make_step(2, heads=5, verify=False) for _ in range(2))
     data = as_dataset(cut((X, Y), SIZES)).map(lambda x, y: (x, (y,) * 5)).repeat()
     with monkeypatch.context() as uncut:
-        uncut.setattr(call_lengths.CallLength, "most", lambda self, steps: steps)
+        all_at_once = property(lambda self: 1000, lambda self, steps: None)
+        uncut.setattr(call_lengths.CallLength, "steps", all_at_once, raising=False)
         expected = whole.run(iter(data), 12)
-    asked: list[int] = []
     lengths = iter([1, 2, 4, 2])
+    asked: list[int] = []
 
-    def most(_: Any, steps: int) -> int:
-        asked.append(steps)
-        return min(steps, next(lengths, 9))
+    def in_turn(_: Any) -> int:
+        asked.append(next(lengths, 9))
+        return asked[-1]
 
-    monkeypatch.setattr(call_lengths.CallLength, "most", most)
+    monkeypatch.setattr(
+        call_lengths.CallLength, "steps", property(in_turn, lambda self, _: None), raising=False
+    )
     iterator = iter(data)
     found = cut_up.run(iterator, 12)
-    assert asked == [12, 11, 9, 5, 3]
+    assert asked == [1, 2, 4, 2, 9]  # Of which the last had three left.
     assert {name: value.numpy() for name, value in found.items()} == {
         name: value.numpy() for name, value in expected.items()
     }
@@ -80,7 +83,7 @@ def test_calls_that_are_cut_add_up_to_one_call(monkeypatch: pytest.MonkeyPatch) 
     # Where the data ends in the middle of a call, nothing more is asked for.
     asked.clear()
     assert int(cut_up.run(iter(data.take(5)), 100)["steps"]) == 5
-    assert asked == [100]
+    assert asked == [9]
 
 
 def test_the_length_of_calls_follows_from_the_time_of_steps(
@@ -91,14 +94,13 @@ def test_the_length_of_calls_follows_from_the_time_of_steps(
     length = call_lengths.CallLength(strategy_of(2))
 
     def call(seconds: float) -> int:
-        asked = length.most(1000)
+        asked = min(1000, length.steps)
         with length.measuring() as note:
             clock[0] += asked * seconds
             note(asked)
         return asked
 
     assert [call(1 / 128) for _ in range(5)] == [1, 4, 16, 64, 64]
-    assert length.most(7) == 7
     assert [call(1 / 8) for _ in range(3)] == [64, 4, 4]
     assert [call(4.0) for _ in range(3)] == [4, 1, 1]
 

@@ -71,7 +71,7 @@ def test_workers_that_get_a_signal_resume_to_the_same_bits(
     # Both save the same step and end with 143; who is first to end is chance.
     assert re.search(r"Worker [01] of 2 ended with code 143, the first to fail", err)
     assert "restart 2 of 2" in err
-    asked = re.findall(r"\[([01])\].*Asked to stop: saved step (\d+) to .*, exiting with 143", out)
+    asked = re.findall(r"\[([01])\].*Asked to stop: saved step (\d+) to .*, exit 143", out)
     assert sorted(worker for worker, _ in asked) == ["0", "1"]
     (saved,) = {int(step) for _, step in asked}
     assert steps[1] <= saved <= steps[1] + 3

@@ -86,7 +86,7 @@ def test_workers_that_differ_are_an_error(workers: list[dict[str, Any]]) -> None
     for found in workers:
         for what, says in (
             ("widths", "another shape on worker"),
-            ("number", "were elsewhere"),
+            ("number", "do not call the same things in the same order"),
             ("limits", "at_least=[0, 8], by worker"),
         ):
             kind, text = found["different"][what]

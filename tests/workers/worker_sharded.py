@@ -248,7 +248,7 @@ found: dict[str, Any] = {"placed": placed()} if WORKERS else {}
 found |= {name: case() for name, case in CASES.items()}
 if WORKERS:
     resumed(folder, 2)
-    found["different"] = {name: different(name) for name in ("widths", "number", "limits")}
+    found["different"] = {name: different(name) for name in ("widths", "limits", "number")}
     print("RESULT", json.dumps(found), flush=True)
 else:
     found["whole"] = resumed(f"{folder}/whole", None)

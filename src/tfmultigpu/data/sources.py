@@ -41,7 +41,7 @@ def to_dataset(data: Any, batch_size: int | None = None) -> tf.data.Dataset[Any]
         return tf.data.Dataset.from_tensor_slices(arrays).batch(batch_size)
     if batch_size is not None:
         raise DataError(
-            f"batch_size is for arrays, and a {type(data).__name__} already yields batches. "
+            f"batch_size is for arrays, and a {type(data).__name__} yields batches by itself. "
             f"Received: batch_size={batch_size}. Leave it out, and yield global batches: "
             "dataset.batch(batch_size)."
         )

@@ -106,11 +106,7 @@ class BatchFunction:
                 return partition.cut_rows(batch, shares, self._local), offsets
 
     def shards(self, local: list[Any], offsets: Any) -> Shards:
-        """Returns shards; with several replicas their number of rows is open while they are traced.
-
-        It can be known where a dataset drops its last batch, and random draws are told to be by row
-        because it is open.
-        """
+        """Returns shards; several replicas have open rows, by which draws by row are told."""
         replicas = self.strategy.num_replicas_in_sync
         if replicas > 1:
             local = tf.nest.map_structure(_open_rows, local)

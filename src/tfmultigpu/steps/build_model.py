@@ -48,8 +48,7 @@ def _build(model: Any, batch_spec: Any) -> None:
         inputs, _, _ = unpack_batch(batch_spec)
         if any(isinstance(spec, tf.RaggedTensorSpec) for spec in tf.nest.flatten(inputs)):
             # With symbolic ragged tensors Keras would try the layers on dense ones.
-            traced: Any = tf.function(lambda inputs: model(inputs), autograph=False)
-            traced.get_concrete_function(inputs)
+            model(tf.nest.map_structure(_one_row, inputs))
         else:
             model(symbolic(inputs))
     except (AttributeError, TypeError, ValueError, RuntimeError, tf.errors.OpError) as error:
@@ -58,3 +57,11 @@ def _build(model: Any, batch_spec: Any) -> None:
             f"Received: model {model.name!r}, batch {batch_spec}. Build it inside the scope: with "
             "strategy.scope(): model.build(input_shape)."
         ) from error
+
+
+def _one_row(spec: Any) -> Any:
+    """Returns a row of zeros, as ragged as the spec, with eight along each open axis."""
+    zeros = tf.zeros([1, *(size or 8 for size in spec.shape[1:])], spec.dtype)
+    ragged: Any = tf.RaggedTensor
+    options = {name: getattr(spec, name, None) for name in ("ragged_rank", "row_splits_dtype")}
+    return ragged.from_tensor(zeros, **options) if options["ragged_rank"] else zeros

@@ -29,14 +29,10 @@ class CallLength:
         measured: float = math.inf,
         steps: int = 1,
     ) -> None:
-        """Begins with ``steps`` in a call, and follows the time of ``measured`` calls."""
+        """Begins with at most ``steps`` in a call, and follows the time of ``measured`` calls."""
         self._exchange = WorkerExchange(strategy)
         self._seconds, self._largest, self._left = seconds, largest, measured
         self.steps = steps
-
-    def most(self, steps: int) -> int:
-        """Returns how many of ``steps`` steps, at least 1, the next call may take."""
-        return min(steps, self.steps)
 
     @contextmanager
     def measuring(self) -> Iterator[Callable[[int], None]]:

@@ -268,7 +268,7 @@ class Program:
             run, most = self._find((self._key, key, tf.type_spec_from_value(source)), split)
             watches = not inside and self.sees() == "uneven"
             # Ctrl-C is heard between calls.
-            asked = steps if inside else min(most, self._length.most(int(steps) - ran))
+            asked = steps if inside else min(most, int(steps) - ran, self._length.steps)
             with explaining_failures(self.strategy), self._length.measuring() as note:
                 count = tf.cast(asked, tf.int64)
                 logs, vectors, waits, optional = run(source, count, watches, *_vectors(done))

@@ -71,9 +71,8 @@ def rows() -> Rows:
 def gather_rows(tensor: Any) -> Any:
     """Returns the rows of the global batch, in order and each once, on every replica.
 
-    For a loss that compares the examples of a batch. Call it where ``rows`` can be called. What all
-    replicas ask of a row is added and goes back to the replica that has it. The tensor is sent once
-    forward and once backward, so gather embeddings or sums, not images.
+    For a loss that compares the examples of a batch. Call it where ``rows`` can be called. The
+    tensor is sent once forward and once backward, so gather embeddings or sums, not images.
 
     Args:
         tensor: A tensor of numbers whose first axis are the rows of this replica, or a nested

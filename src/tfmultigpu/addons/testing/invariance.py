@@ -124,7 +124,7 @@ def assert_replica_invariant(
 
     expected = list(_train_on_one_device(_build(build), batches, predict))
     largest = Difference("nothing", 0, 0.0)
-    made = (create_strategy("mirrored", devices=count, fallback=False) for count in counts)
+    made = (create_strategy(devices=count, fallback=False) for count in counts)
     for each in made if strategy is None else [strategy]:
         with each.scope():
             training = _build(build)
