@@ -90,9 +90,8 @@ def read_compiled(
 ) -> tuple[dict[str, Any], EpochMetrics]:
     """Returns what a compiled model gives to a step for such batches, and the metrics in its logs.
 
-    Creates the metrics that Keras would create in its first training, in the scope. They are the
-    model's own: ``model.metrics`` holds them afterwards. As in Keras, those that its layers update
-    in ``call`` are in the logs too.
+    Creates the metrics that Keras would create, in the scope; ``model.metrics`` holds them
+    afterwards. As in Keras, those that its layers update in ``call`` are in the logs too.
     """
     import keras
 
@@ -118,9 +117,8 @@ def _check_reductions(losses: Any) -> None:
     for loss in tf.nest.flatten(losses):
         if getattr(loss, "reduction", "") in (None, "none"):
             raise LossError(
-                "A compiled loss without a reduction is one number for each row, of which Keras' "
-                f"fit trains the sum. Received: {type(loss).__name__}(reduction={loss.reduction}). "
-                "Write reduction='sum' for that, or 'sum_over_batch_size' for the mean."
+                f"Keras would train the sum over the rows. Received: {type(loss).__name__}("
+                "reduction=None). Write reduction='sum', or 'sum_over_batch_size' for the mean."
             )
 
 

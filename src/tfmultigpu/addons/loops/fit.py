@@ -139,6 +139,8 @@ def fit(
     check_backend()
     check_verify(verify)
     given = checked_arguments(arguments)
+    for name in ("epochs", "initial_epoch"):  # Keras would train nothing, without a word.
+        given[name] = check_count(name, given[name], 0)
     data = labelled(data, x, y, given.pop("sample_weight"), "fit")
     options = {"micro_batches": micro_batches, "clip_norm": clip_norm, "loss_scale": loss_scale,
                "shard_update": shard_update}  # fmt: skip
