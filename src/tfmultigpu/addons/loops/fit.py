@@ -138,52 +138,52 @@ def fit(
     """
     check_backend()
     check_verify(verify)
-    given = checked_arguments(arguments)
+    kwargs = checked_arguments(arguments)
     for name in ("epochs", "initial_epoch"):  # Keras would train nothing, without a word.
-        given[name] = check_count(name, given[name], 0)
-    data = labelled(data, x, y, given.pop("sample_weight"), "fit")
+        kwargs[name] = check_count(name, kwargs[name], 0)
+    data = labelled(data, x, y, kwargs.pop("sample_weight"), "fit")
     options = {"micro_batches": micro_batches, "clip_norm": clip_norm, "loss_scale": loss_scale,
                "shard_update": shard_update}  # fmt: skip
     program = Program.of(model, forward, step, eval_step, verify, options)
     strategy = program.strategy
-    callbacks = given["callbacks"] = to_list(given["callbacks"])
+    callbacks = kwargs["callbacks"] = to_list(kwargs["callbacks"])
     width = _steps_of_a_call(model, steps_per_call)
     steps = 0 if step is None else len(step.trained)
     ours = {**options, "shares": shares, "steps_per_call": steps_per_call, "verify": verify,
             "forward": forward, "steps of step": steps}  # fmt: skip
-    _check_same_arguments(strategy, {**given, **ours}, len(resuming(callbacks)))
-    split = given.pop("validation_split")
-    if split and given["validation_data"] is None:
-        data, given["validation_data"] = split_off(data, split)
+    _check_same_arguments(strategy, {**kwargs, **ours}, len(resuming(callbacks)))
+    split = kwargs.pop("validation_split")
+    if split and kwargs["validation_data"] is None:
+        data, kwargs["validation_data"] = split_off(data, split)
     if step is not None and not getattr(model, "compiled", False):
         keras.Model.compile(model, optimizer=program.trained[0].optimizer)
     hooks = FitHooks(
-        callbacks, model, strategy, verbose=given.pop("verbose"), step=step,
-        epochs=given["epochs"], first_epoch=given["initial_epoch"],
+        callbacks, model, strategy, verbose=kwargs.pop("verbose"), step=step,
+        epochs=kwargs["epochs"], first_epoch=kwargs["initial_epoch"],
     )  # fmt: skip
     try:
         feed = training_feed(
-            model, data, strategy, batch_size=given["batch_size"], steps=given["steps_per_epoch"],
-            shuffle=given.pop("shuffle"), seed=hooks.seed, first_pass=hooks.first_epoch,
-            class_weight=given.pop("class_weight"), shares=shares, position=hooks.position,
+            model, data, strategy, batch_size=kwargs["batch_size"], steps=kwargs["steps_per_epoch"],
+            shuffle=kwargs.pop("shuffle"), seed=hooks.seed, first_pass=hooks.first_epoch,
+            class_weight=kwargs.pop("class_weight"), shares=shares, position=hooks.position,
         )  # fmt: skip
         loop = program.training_loop(feed, width)
-        if given["validation_data"] is not None:
-            size = given["validation_batch_size"] or given["batch_size"]
+        if kwargs["validation_data"] is not None:
+            size = kwargs["validation_batch_size"] or kwargs["batch_size"]
             validation = pass_feed(
-                model, "validation", given["validation_data"], strategy, size,
-                given["validation_steps"],
+                model, "validation", kwargs["validation_data"], strategy, size,
+                kwargs["validation_steps"],
             )  # fmt: skip
             program.check_validation(validation.element_spec)
-            frequency, start = given["validation_freq"], hooks.start
+            frequency, start = kwargs["validation_freq"], hooks.start
             feed.skip_validations(validation, frequency, start.first_epoch, start.epoch)
-            given["validation_data"] = validation
+            kwargs["validation_data"] = validation
         hooks.train(loop, program.trained)
         for part in program.trained:
             check_values_alike(strategy, part.model, part.optimizer)
-        given |= {"initial_epoch": hooks.start.epoch, "callbacks": hooks}
+        kwargs |= {"initial_epoch": hooks.start.epoch, "callbacks": hooks}
         with setting(model, **around(loop), **evaluation_methods(program, hooks)):
-            return run_keras(model, "fit", feed, **given)
+            return run_keras(model, "fit", feed, **kwargs)
     finally:
         hooks.exit()
 
@@ -207,9 +207,9 @@ def _check_same_arguments(strategy: Any, arguments: Mapping[str, Any], resuming:
     check_alike(strategy, "fit", compared)
 
 
-def checked_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
+def checked_arguments(kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Returns all arguments, with the defaults of Keras."""
-    bound = inspect.signature(keras.Model.fit).bind(None, **given)
+    bound = inspect.signature(keras.Model.fit).bind(None, **kwargs)
     bound.apply_defaults()
     arguments = {name: bound.arguments[name] for name in KerasArguments.__annotations__}
     for name in ("steps_per_epoch", "validation_steps"):

@@ -63,8 +63,8 @@ class Quantity:
 
     key: str  # In what one device computes, such as "state 2".
     name: str
-    one: Any
-    others: Sequence[Any]  # As each replica has it.
+    expected: Any
+    actuals: Sequence[Any]  # As each replica has it.
     bound: float  # The relative difference that is rounding,
     slack: float = 0.0  # and the absolute one.
     per: tuple[float, float] = (1.0, 1.0)  # What a person divides them by: the weight of a loss.
@@ -72,7 +72,7 @@ class Quantity:
     @functools.cached_property
     def apart(self) -> tuple[float, float, float] | None:
         """Both numbers where they lie furthest apart, and how far; None within the bounds."""
-        found = [furthest(self.one, other, self.bound) for other in self.others]
+        found = [furthest(self.expected, actual, self.bound) for actual in self.actuals]
         return next((each for each in found if each and each[2] > self.slack), None)
 
     def __str__(self) -> str:
@@ -80,10 +80,10 @@ class Quantity:
         assert self.apart is not None
         numbers = [number / per for number, per in zip(self.apart, self.per, strict=False)]
         for digits in (4, 6, 9, 17):
-            one, other = (f"{number:.{digits}g}" for number in numbers)
-            if one != other:
+            expected, actual = (f"{number:.{digits}g}" for number in numbers)
+            if expected != actual:
                 break
-        return f"{self.name} is {one} on one device and {other} as computed"
+        return f"{self.name} is {expected} on one device and {actual} as computed"
 
     def is_steady(self, still: Mapping[str, Any], again: Mapping[str, Any]) -> bool:
         """Returns whether two runs on one device agree on it."""
@@ -95,10 +95,10 @@ class Quantity:
         Relative to its size: the weights may have changed since it was computed.
         """
         assert self.apart is not None
-        base, *others = (np.asarray(each[self.key], "float64") for each in (still, *moved))
-        change = max(_size(other - base) for other in others) / max(_size(base), _TINY)
+        base, *changed = (np.asarray(each[self.key], "float64") for each in (still, *moved))
+        change = max(_size(each - base) for each in changed) / max(_size(base), _TINY)
         # Not `distance > ...`: what is not finite is beyond any rounding.
-        return not self.apart[2] <= margin * change * _size(self.one)
+        return not self.apart[2] <= margin * change * _size(self.expected)
 
 
 class Rounding:
@@ -126,73 +126,73 @@ def _epsilon(dtype: Any) -> float:
     return 2.0**-7 if dtype == tf.bfloat16 else float(np.finfo(dtype.as_numpy_dtype).eps)
 
 
-def furthest(one: Any, other: Any, bound: float) -> tuple[float, float, float] | None:
+def furthest(expected: Any, actual: Any, bound: float) -> tuple[float, float, float] | None:
     """Returns both numbers where arrays lie furthest apart, and how far; of other shapes the sizes.
 
     None within the bound, relative to the largest of the first; integers and NaN must be equal.
     """
-    one, other = np.atleast_1d(one), np.atleast_1d(other)
-    if one.shape != other.shape:
-        return float(one.size), float(other.size), math.inf
-    exact = one.dtype.kind not in "fc" and one.dtype.name != "bfloat16"
-    one, other = one.astype("float64"), other.astype("float64")
+    expected, actual = np.atleast_1d(expected), np.atleast_1d(actual)
+    if expected.shape != actual.shape:
+        return float(expected.size), float(actual.size), math.inf
+    exact = expected.dtype.kind not in "fc" and expected.dtype.name != "bfloat16"
+    expected, actual = expected.astype("float64"), actual.astype("float64")
     with np.errstate(invalid="ignore"):
-        apart = np.abs(one - other)
-    apart[(one == other) | (np.isnan(one) & np.isnan(other))] = 0.0
+        apart = np.abs(expected - actual)
+    apart[(expected == actual) | (np.isnan(expected) & np.isnan(actual))] = 0.0
     apart[np.isnan(apart)] = np.inf
-    allowed = 0.0 if exact else bound * max(_size(one[np.isfinite(one)]), _TINY)
+    allowed = 0.0 if exact else bound * max(_size(expected[np.isfinite(expected)]), _TINY)
     if not apart.size or apart.max() <= allowed:
         return None
     where = np.unravel_index(np.argmax(apart), apart.shape)
-    return float(one[where]), float(other[where]), float(apart[where])
+    return float(expected[where]), float(actual[where]), float(apart[where])
 
 
 def compared(
-    device: OneDevice, one: Any, gradients: Sequence[Any], results: Any, bounds: Rounding
+    device: OneDevice, expected: Any, gradients: Sequence[Any], results: Any, bounds: Rounding
 ) -> Iterator[Quantity]:
     """Yields what one device computed, with the same of the replicas: logs and tallies."""
     logs, tallies = results
     if device.trace is None:
         for i, output in enumerate(dense(logs)):
-            what = "an element" if one[f"output {i}"].shape == output.shape else "the size"
+            what = "an element" if expected[f"output {i}"].shape == output.shape else "the size"
             yield Quantity(
-                f"output {i}", f"{what} of output {i}", one[f"output {i}"], [output.numpy()],
+                f"output {i}", f"{what} of output {i}", expected[f"output {i}"], [output.numpy()],
                 bounds.of_sum(),
             )  # fmt: skip
         return
-    yield from _of_terms(device.trace.layout, one, tallies[""].terms.numpy(), bounds)
+    yield from _of_terms(device.trace.layout, expected, tallies[""].terms.numpy(), bounds)
     for i, variable in enumerate(device.trace.state):
         # As it is read beside the replicas, then each copy.
         copies = [tf.convert_to_tensor(variable.value)]
         if variable.synchronization != "on_read":
             copies += device.strategy.experimental_local_results(variable.value)
         # The update has changed a trained weight since, so its copies are compared alone.
-        expected = copies[0].numpy() if variable.trainable else one[f"state {i}"]
+        whole = copies[0].numpy() if variable.trainable else expected[f"state {i}"]
         name = f"the state {variable.path!r}"
         values = [copy.numpy() for copy in copies]
-        yield Quantity(f"state {i}", name, expected, values, bounds.of_sum())
-    if "norm 0" in one:
+        yield Quantity(f"state {i}", name, whole, values, bounds.of_sum())
+    if "norm 0" in expected:
         norm, scale = (float(value) for value in tallies[""].last)
         # Half precision overflows in a sum of more rows sooner: loss scaling skips such a step.
-        if scale == 1.0 or np.isfinite([norm, one["norm 0"]]).all():
+        if scale == 1.0 or np.isfinite([norm, expected["norm 0"]]).all():
             bound = 4.0 * bounds.of_sum()
-            yield Quantity("norm 0", "the norm of the gradient", one["norm 0"], [norm], bound)
+            yield Quantity("norm 0", "the norm of the gradient", expected["norm 0"], [norm], bound)
     # A gradient that cancels to nothing is as exact as the numbers that cancel.
-    every = [one[f"gradient {i}"] for i in range(len(gradients))]
+    every = [expected[f"gradient {i}"] for i in range(len(gradients))]
     slack = bounds.bound * 1e-3 * max(map(_size, every), default=0.0)
     for i, gradient in enumerate(gradients):
         name = f"the gradient of {device.variables[i].path!r}"
         yield Quantity(f"gradient {i}", name, every[i], [gradient], bounds.bound, slack)
 
 
-def _of_terms(layout: Any, one: Any, other: Any, bounds: Rounding) -> Iterator[Quantity]:
+def _of_terms(layout: Any, expected: Any, actual: Any, bounds: Rounding) -> Iterator[Quantity]:
     """Yields the sums and the weights of the terms of a loss."""
     count = len(layout.own)
     for i, term in enumerate(layout.own):
         name = "an added loss" if i else "the loss"
         if term.name is not None:
             name = f"the {'value' if term.logged else 'loss of output'} {term.name!r}"
-        weights = float(one[f"term {count + i}"]), float(other[count + i])
+        weights = float(expected[f"term {count + i}"]), float(actual[count + i])
         # Rows that cancel leave the rounding of a mean of one.
         rows = max(abs(weights[0]), 1.0)
         if not term.fixed:
@@ -200,7 +200,7 @@ def _of_terms(layout: Any, one: Any, other: Any, bounds: Rounding) -> Iterator[Q
             yield Quantity(key, f"the weight of {name}", weights[0], weights[1:], bound)
         per = weights if all(weights) else (1.0, 1.0)
         bound, slack = bounds.of_sum(rows), _EPSILON * rows
-        yield Quantity(f"term {i}", name, one[f"term {i}"], [other[i]], bound, slack, per)
+        yield Quantity(f"term {i}", name, expected[f"term {i}"], [actual[i]], bound, slack, per)
 
 
 def _size(array: Any) -> float:
