@@ -146,8 +146,8 @@ def home_of(name: str) -> Any:
 def optimizer_trains(optimizer: Any) -> list[Any]:
     """Returns the variables an optimizer was built for; [] if unknown.
 
-    Private: ``optimizer._trainable_variables``. Used only to name the variables in an error that
-    Keras would raise later, inside a trace.
+    Private: ``optimizer._trainable_variables``. Without it each part of a ``MultiOptimizer`` would
+    get the gradients of all, and Keras would tell of unknown variables inside a trace.
     """
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     return list(getattr(inner, "_trainable_variables", []))

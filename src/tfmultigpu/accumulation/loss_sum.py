@@ -232,7 +232,7 @@ def as_loss(loss: Any) -> Any:
     if isinstance(known, keras.losses.Loss):
         return known
     name = re.sub(r"\W", "", getattr(known, "__name__", type(known).__name__))
-    # As ``compile`` does; Keras opens a scope of this name.
+    # As ``compile`` does. Keras has no public name for this class, and opens a scope of the name.
     return keras.losses.MeanSquaredError.__base__(known, name=name)
 
 

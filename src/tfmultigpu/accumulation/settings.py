@@ -20,7 +20,7 @@ class Settings:
         self._ignored: set[str] = set()
 
     def note(self, optimizer: Any, *, traced: bool = False) -> None:
-        """Remembers an optimizer as it is now; what a trace has changed, a cache, is no setting."""
+        """Remembers an optimizer as it is now; a cache that a trace changes is not a setting."""
         if traced:
             self._ignored |= self._differing()
         self._optimizer = optimizer

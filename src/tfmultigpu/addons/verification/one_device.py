@@ -53,7 +53,7 @@ class OneDevice:
 
     @property
     def trace(self) -> Any:
-        """What the last trace found; None of a step that predicts."""
+        """The findings of the last trace; None for a step that predicts."""
         return getattr(self.twin, "trace", None)
 
     def moved(self, batch: Any, rounding: float) -> list[dict[str, Any]]:
