@@ -11,14 +11,18 @@ from tfmultigpu.errors import ScopeError
 from tfmultigpu.strategies.scopes import all_layers, check_scope
 
 
+def is_built(model: Any) -> bool:
+    """Returns whether a model has variables: ``model.build`` marks it as built without them."""
+    return bool(model.built and model.variables)
+
+
 def prepare_model(model: Any, strategy: tf.distribute.Strategy, batch_spec: Any = None) -> None:
     """Checks that a model was created in the scope of a strategy; builds it if it is not built."""
     import keras
 
     # A model without a call, such as a GAN, consists of parts that are built.
     has_call = getattr(model.__class__, "call", None) is not keras.Model.call
-    # Keras marks a model as built by ``model.build(shape)``, also if its layers are not.
-    if not (model.built and model.variables) and (has_call or not model.variables):
+    if not is_built(model) and (has_call or not model.variables):
         # An add-on may have a say in where variables live.
         with getattr(strategy, "tfmultigpu_scope", strategy.scope)():
             _build(model, batch_spec)

@@ -15,14 +15,7 @@ from tfmultigpu.steps.micro_batches import MicroBatches
 from tfmultigpu.steps.objective import Forward
 from tfmultigpu.steps.step import TrainStep
 from tfmultigpu.strategies.scopes import check_backend, check_kinds, current_strategy
-from tfmultigpu.types import (
-    LossScaling as LossScale,
-    Model,
-    Optimizer,
-    ShardUpdate,
-    Strategy,
-    Verify,
-)
+from tfmultigpu.types import LossScaling as Scaling, Model, Optimizer, ShardUpdate, Strategy, Verify
 
 
 def make_train_step(
@@ -35,7 +28,7 @@ def make_train_step(
     micro_batches: int | Sequence[int] = 1,
     forward: Callable[[Any, Any, bool], Any] | None = None,
     clip_norm: float | None = None,
-    loss_scale: LossScale = None,
+    loss_scale: Scaling = None,
     shard_update: ShardUpdate = "auto",
     jit_compile: bool = False,
     variables: Sequence[Any] | None = None,

@@ -23,7 +23,7 @@ from tfmultigpu.accumulation.update import choose_update
 from tfmultigpu.errors import LossError
 from tfmultigpu.steps.agreement import ProgramAgreement, check_values_alike
 from tfmultigpu.steps.assignments import deferring
-from tfmultigpu.steps.build_model import prepare_model
+from tfmultigpu.steps.build_model import is_built, prepare_model
 from tfmultigpu.steps.features import Feature, Gradient, Pass, Rows, Shards
 from tfmultigpu.steps.objective import Forward, check_weights, regularization, stack
 from tfmultigpu.steps.outputs import StepMetrics
@@ -80,7 +80,7 @@ class TrainStep(Program):
         self._layers: list[Any] = []
         self._version, self._batch_spec = 0, None
         self.bind()
-        if self.model.built and self.model.variables:
+        if is_built(self.model):
             self._build(None)
 
     @property

@@ -16,7 +16,7 @@ from tfmultigpu.accumulation.update import choose_update, update_of
 from tfmultigpu.addons.checkpoints.files import Arrays, Stored
 from tfmultigpu.errors import CheckpointError
 from tfmultigpu.steps.agreement import check_values_alike
-from tfmultigpu.steps.build_model import prepare_model
+from tfmultigpu.steps.build_model import is_built, prepare_model
 from tfmultigpu.steps.chain import ChainedStep
 from tfmultigpu.steps.step import Trained, TrainStep
 from tfmultigpu.strategies.scopes import all_layers, check_kinds
@@ -121,7 +121,7 @@ class RunVariables:
 
     def _build(self, data: Any, owned: Sequence[bool] = ()) -> None:
         strategy = self.exchange.strategy
-        if not (self._model.built and self._model.variables):
+        if not is_built(self._model):
             if data is None:
                 raise CheckpointError(
                     "The model has no variables yet, so it can be neither saved nor restored. "
@@ -145,7 +145,7 @@ class RunVariables:
                 "The training changes variables that the checkpoint would not hold. Received: "
                 f"{len(names)} variables {names[:3]}. Write tmg.Checkpoints(directory, model, "
                 "model.optimizer), or for several models train_step=step; of a SeedGenerator or a "
-                'metric that is no attribute of a model, extra={"seeds": [seeds.state]}.'
+                'metric outside of the models, extra={"seeds": [seeds.state]}.'
             )
 
 

@@ -19,6 +19,7 @@ from tfmultigpu.data.sharded_dataset import ShardedDataset
 from tfmultigpu.devices.discovery import list_logical_devices
 from tfmultigpu.devices.names import listed, parse_device_name
 from tfmultigpu.errors import DataError
+from tfmultigpu.steps.build_model import is_built
 from tfmultigpu.strategies.process_state import process_state
 from tfmultigpu.strategies.scopes import check_kinds
 from tfmultigpu.strategies.topology import (
@@ -66,9 +67,8 @@ def explain(
         >>> print(str(report).splitlines()[0])  # doctest: +ELLIPSIS
         tfmultigpu explain: ...
     """
-    serious = ("error", "gpus-hidden")  # Also where no driver tells how many GPUs are hidden.
-    causes = find_causes(inspect_machine())
-    causes = [cause for cause in causes if {cause.severity, cause.code} & {*serious}]
+    serious = {"error", "gpus-hidden"}  # Also where no driver tells how many GPUs are hidden.
+    causes = [c for c in find_causes(inspect_machine()) if {c.severity, c.code} & serious]
     if "keras-backend" in {cause.code for cause in causes}:
         return Report("tfmultigpu explain", tuple(causes), {})
     trained = [(model, optimizer)]
@@ -136,7 +136,7 @@ def _check_model(model: Any, strategy: Any, copies: tuple[str, ...]) -> Iterator
         code = "no-strategy"
         what = f"The model is on one device, by {describe(strategy)}; here are {listed(here)}."
         change = f"{create}, and {_SCOPE} around the model and the optimizer"
-    elif not (model.built and model.variables):
+    elif not is_built(model):
         severity = "note"
         what = "The model has no variables yet, and the first call will create them."
         change = f"{_SCOPE} model.build(input_shape), or start the model with keras.Input"

@@ -17,7 +17,7 @@ from tfmultigpu.addons.loops.loop import no_batches
 from tfmultigpu.addons.loops.methods import refuse_own_methods, run_keras
 from tfmultigpu.errors import DataError
 from tfmultigpu.steps.agreement import check_values_alike
-from tfmultigpu.steps.build_model import prepare_model
+from tfmultigpu.steps.build_model import is_built, prepare_model
 from tfmultigpu.steps.make import make_predict_step
 from tfmultigpu.strategies.scopes import check_backend
 from tfmultigpu.types import Model, Verbose, Verify
@@ -79,9 +79,9 @@ def predict(
     if isinstance(data, list) and any(tf.is_tensor(i) or hasattr(i, "__array__") for i in data):
         data = (tuple(data),)  # Several inputs, as in Keras; a tuple would be (x, y).
     feed = pass_feed(model, "prediction", data, strategy, batch_size, steps)
-    proxy: Any = weakref.proxy(model)
-    if not (model.built and proxy.variables):
+    if not is_built(model):
         prepare_model(model, strategy, feed.element_spec)
+    proxy: Any = weakref.proxy(model)
     key = strategy, tuple(id(variable) for variable in proxy.variables), verify
     step = get_or_make(
         model, "predict", key, lambda: make_predict_step(proxy, strategy, verify=verify)

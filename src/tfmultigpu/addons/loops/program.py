@@ -22,7 +22,7 @@ from tfmultigpu.addons.loops.feed import Feed
 from tfmultigpu.addons.loops.loop import EvaluationLoop, Loop, TrainingLoop
 from tfmultigpu.addons.loops.methods import refuse_own_methods
 from tfmultigpu.errors import LossError, ScopeError
-from tfmultigpu.steps.build_model import prepare_model
+from tfmultigpu.steps.build_model import is_built, prepare_model
 from tfmultigpu.steps.call_lengths import CallLength
 from tfmultigpu.steps.chain import ChainedStep
 from tfmultigpu.steps.evaluate import EvalStep
@@ -110,7 +110,7 @@ class Program:
         # A reference to the model would be a cycle that holds it until it is searched for.
         proxy = weakref.proxy(model)
         options = {**self.options, "verify": self.verify}
-        if step is None and not (model.built and model.variables):
+        if step is None and not is_built(model):
             prepare_model(model, strategy, spec)
         if step is None and self.forward is None:
             arguments = compile_arguments(model)
@@ -172,7 +172,7 @@ class Program:
             )
             metrics = EpochMetrics.of({"": _updated(step, [model], spec)})
             return EvaluationLoop(model, feed, strategy, step, metrics)
-        if not (model.built and model.variables):
+        if not is_built(model):
             prepare_model(model, strategy, spec)
 
         def make(loss: Objective, metrics: Any) -> EvalStep:
